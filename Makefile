@@ -1,0 +1,54 @@
+# Each target makes the virtual environment that it needs and installs into it once; again only when pyproject.toml changes.
+PYTHON ?= python3
+BIN := .venv/bin
+ORACLE_BIN := .venv-oracle/bin
+PIP_FLAGS := --disable-pip-version-check
+
+.PHONY: help demo test oracle lint bench clean
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+
+help: ## lists the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1\t\2/p' Makefile
+
+demo: .venv/installed-base ## generates with the shipped pair, and beside it without a drafter
+	$(BIN)/tilewright generate --compare
+
+test: .venv/installed-test ## runs the tests (no torch)
+	$(BIN)/python -m pytest
+
+lint: .venv/installed-lint ## ruff and pyright
+	$(BIN)/ruff check src tests
+	$(BIN)/pyright
+
+bench: .venv/installed-base ## measures speculative against autoregressive decoding on the shipped pair
+	$(BIN)/tilewright bench speculative
+
+oracle: .venv-oracle/installed ## compares with transformers, live; installs torch into an environment of its own
+	$(ORACLE_BIN)/python -m pytest tests/oracle -W default
+	$(ORACLE_BIN)/python tests/oracle/bench_generate.py
+
+clean: ## removes both environments and all caches
+	rm -rf .venv .venv-oracle build dist .pytest_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv-oracle/bin/python:
+	$(PYTHON) -m venv .venv-oracle
+
+# The interpreter is order-only: its timestamp is that of the system's own.
+.venv/installed-base: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install $(PIP_FLAGS) -e .
+	touch $@
+
+.venv/installed-%: pyproject.toml | .venv/installed-base
+	$(BIN)/python -m pip install $(PIP_FLAGS) -e '.[$*]'
+	touch $@
+
+# torch goes first and alone, so that nothing else has a say in which build of it is taken.
+.venv-oracle/installed: pyproject.toml | .venv-oracle/bin/python
+	$(ORACLE_BIN)/python -m pip install $(PIP_FLAGS) torch==2.13.0
+	$(ORACLE_BIN)/python -m pip install $(PIP_FLAGS) -e '.[oracle,test]'
+	touch $@

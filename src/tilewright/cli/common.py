@@ -1,0 +1,130 @@
+"""What several commands share: model options, prompts, JSON output."""
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+from rich.console import Console
+
+from tilewright.decode.language_model import LanguageModel, load
+from tilewright.models.hub import PACKAGED
+from tilewright.train.data import format_question, read_jsonl
+
+DEMO, DEMO_DRAFTER = "demo", "demo-drafter"
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which models to load, and how.
+
+    Attributes:
+        model: a folder, a Hugging Face id, or "demo", the small pair that comes with the package.
+        drafter: a folder, a Hugging Face id, or "none"; by default the demo's own for the demo, and none otherwise.
+        dtype: "float32" or "bfloat16".
+        block_size: tokens drafted at once, the known one included; by default what the drafter was trained for.
+        draft_window: keep only this many last positions in the drafter's context, so that drafting never gets slower.
+    """
+
+    model: str = DEMO
+    drafter: str | None = None
+    dtype: str = "float32"
+    block_size: int | None = None
+    draft_window: int | None = None
+
+    def load(self, console: Console | None) -> LanguageModel:
+        drafter = self.drafter
+        if drafter is None and self.model == DEMO:
+            drafter = DEMO_DRAFTER
+        return load(
+            self.model,
+            None if drafter == "none" else drafter,
+            dtype=self.dtype,
+            block_size=self.block_size,
+            draft_window=self.draft_window,
+            console=console,
+        )
+
+
+JsonFile = Annotated[str | None, Parameter(name="--json")]
+"""Where to write the figures as JSON; "-" is standard output."""
+
+
+def human_console(json_file: str | None) -> Console:
+    """Where people read: standard output, or standard error when the figures go to standard output."""
+    return Console(stderr=json_file == "-", highlight=False)
+
+
+def write_json(json_file: str | None, figures: Mapping[str, Any]) -> None:
+    """Writes the figures where `--json` says; a file appears whole or not at all."""
+    if json_file is None:
+        return
+    text = json.dumps(figures, indent=2, ensure_ascii=False) + "\n"
+    if json_file == "-":
+        sys.stdout.write(text)
+        return
+    path = Path(json_file)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def check_json_file(json_file: str | None) -> None:
+    """Refuses, before any work, a place that cannot be written to."""
+    if json_file not in (None, "-") and not Path(json_file).absolute().parent.is_dir():
+        raise ValueError(f"--json {json_file}: its folder does not exist")
+
+
+PROMPT_FIELDS = ("prompt", "problem", "text", "problem_statement")
+
+
+def record_prompt(record: Mapping[str, object], where: str) -> str:
+    """The prompt of a JSONL record of the usual benchmarks."""
+    if isinstance(record.get("question"), str):
+        return format_question(str(record["question"]))
+    for name in PROMPT_FIELDS:
+        if isinstance(record.get(name), str):
+            return str(record[name])
+    turns = record.get("turns")
+    if isinstance(turns, list) and turns and isinstance(turns[0], str):
+        return turns[0]
+    raise ValueError(f"{where}: expected a record with one of question, turns, {', '.join(PROMPT_FIELDS)}")
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The prompts of a JSONL file, one a record."""
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    return [record_prompt(r, f"{path}, record {n}") for n, r in enumerate(read_jsonl(path), 1)]
+
+
+def packaged_prompts() -> list[str]:
+    """Beginnings of functions from modules that the demo pair was never trained on."""
+    return read_prompts(PACKAGED[DEMO].parent / "prompts.jsonl")
+
+
+def gather_prompts(given: Sequence[str], prompt_file: Path | None, model: str) -> list[str]:
+    """Prompts from the arguments, a file, or standard input; for the demo alone there is one to fall back on.
+
+    Raises:
+        ValueError: there is none, or one is empty.
+    """
+    prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in given]
+    if prompt_file is not None:
+        prompts += read_prompts(prompt_file)
+    if not prompts and not sys.stdin.isatty():
+        piped = sys.stdin.read()
+        prompts = [piped] if piped else []
+    if not prompts and model == DEMO:
+        prompts = packaged_prompts()[:1]
+    if not prompts:
+        raise ValueError("expected a prompt: as an argument, from --prompt-file, or on standard input")
+    for number, prompt in enumerate(prompts, 1):
+        if not prompt:
+            raise ValueError(f"prompt {number} is empty")
+    return prompts

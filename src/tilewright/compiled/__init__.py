@@ -1,0 +1,1 @@
+"""What the compiler made: the compile ledger and the no-compile guard."""

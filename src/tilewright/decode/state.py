@@ -1,0 +1,167 @@
+"""The state of a batch that is being decoded, and what every kind of step does with it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from tilewright.decode import cache
+from tilewright.decode.sampling import RowSampling, Warp, sample
+from tilewright.models import decoder, layers
+from tilewright.models.decoder import DecoderConfig, DecoderParams
+from tilewright.models.dflash import ContextKV, DFlashParams
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Models:
+    """The parameters that a step reads. `drafter` is None where nothing drafts."""
+
+    target: DecoderParams
+    drafter: DFlashParams | None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DecodeState:
+    """A batch of rows, fixed in size, allocated before the loop and donated to every step.
+
+    Row by row, positions divide so:
+
+        [0 ........ known)   tokens whose keys and values are in the target's cache and whose features are in the drafter's
+        [known]              the last token that is settled; the next step runs it through the target
+        (known ....... end)  still to come; the caches may hold stale entries here
+
+    Attributes:
+        tokens: int32 `[B, capacity]`; entries beyond `known` mean nothing.
+        known: int32 `[B]`.
+        end: int32 `[B]`; no token is produced at or beyond this position.
+        done: bool `[B]`; a row that is done stays as it is. Padding rows are done from the start.
+        ignore_eos: bool `[B]`.
+        sampling: the rows' sampling parameters.
+        target_cache, draft_cache: see `cache.py`; the drafter's is empty where nothing drafts.
+    """
+
+    tokens: Any
+    known: Any
+    end: Any
+    done: Any
+    ignore_eos: Any
+    sampling: RowSampling
+    target_cache: Any
+    draft_cache: Any
+
+
+class Verified(NamedTuple):
+    """What the target says of a block.
+
+    Attributes:
+        tokens: for each slot the token that the target itself puts *after* it, `[B, T]`.
+        taps: hidden states for the drafter.
+        state: the state with the block's keys and values in the target's cache.
+    """
+
+    tokens: Array
+    taps: tuple[Array, ...]
+    state: DecodeState
+
+
+def block_positions(known: Int[Array, " B"], size: int) -> Int[Array, "B T"]:
+    return known[:, None] + jnp.arange(size)[None]
+
+
+def run_target(
+    config: DecoderConfig, params: DecoderParams, state: DecodeState, tokens: Int[Array, "B T"], start: Int[Array, " B"],
+    tap_layers: tuple[int, ...],
+) -> decoder.Forward:  # fmt: skip
+    """Runs `tokens` at positions `start` onwards over the target's cache; the updated cache is in the result's `left`."""
+    positions = block_positions(start, tokens.shape[1])
+    slots = state.tokens.shape[1]
+    mask = jnp.arange(slots)[None, None] <= positions[:, :, None]
+
+    def attend_to(layer: int) -> Callable[[Array, Array, Array], tuple[Array, Any]]:
+        cached_k, cached_v = state.target_cache[layer]
+
+        def attend(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+            new_k = cache.write(cached_k, k.transpose(0, 2, 1, 3), start)
+            new_v = cache.write(cached_v, v.transpose(0, 2, 1, 3), start)
+            return layers.attention(q, new_k, new_v, mask), (new_k, new_v)
+
+        return attend
+
+    attends = [attend_to(layer) for layer in range(config.num_layers)]
+    return decoder.forward(config, params, tokens, positions, attends, tap_layers)
+
+
+def verify(
+    config: DecoderConfig, params: DecoderParams, state: DecodeState, block: Int[Array, "B T"], tap_layers: tuple[int, ...],
+    warp: Warp,
+) -> Verified:  # fmt: skip
+    """Runs a block that begins with the known token through the target and draws the token after each slot."""
+    ran = run_target(config, params, state, block, state.known, tap_layers)
+    logits = decoder.logits(config, params, ran.hidden)
+    after = block_positions(state.known + 1, block.shape[1])
+    tokens = sample(logits, state.sampling, after, warp)
+    return Verified(tokens, ran.taps, replace(state, target_cache=ran.left))
+
+
+def commit(
+    config: DecoderConfig, state: DecodeState, tokens: Int[Array, "B T"], accepted: Int[Array, " B"]
+) -> tuple[DecodeState, Int[Array, " B"]]:
+    """Settles the first `accepted + 1` of a round's tokens, fewer where the row ends before. Returns how many it settled.
+
+    All T tokens are written behind the known one; what is not settled is overwritten by the next round.
+    """
+    slot = jnp.arange(tokens.shape[1])[None]
+    is_eos = jnp.zeros(tokens.shape, bool)
+    for eos in config.eos_token_ids:
+        is_eos = is_eos | (tokens == eos)
+    is_eos = is_eos & ~state.ignore_eos[:, None] & (slot <= accepted[:, None])
+    until_eos = jnp.where(jnp.any(is_eos, axis=1), jnp.argmax(is_eos, axis=1) + 1, accepted + 1)
+    settled = jnp.minimum(until_eos, state.end - 1 - state.known)
+    settled = jnp.where(state.done, 0, settled)
+    stopped = jnp.any(is_eos & (slot < settled[:, None]), axis=1)
+    known = state.known + settled
+    written = state.tokens
+    for row in range(written.shape[0]):
+        written = jax.lax.dynamic_update_slice(written, tokens[row : row + 1], (row, state.known[row] + 1))
+    done = state.done | stopped | (known >= state.end - 1)
+    return replace(state, tokens=written, known=known, done=done), settled
+
+
+def known_token(state: DecodeState) -> Int[Array, "B 1"]:
+    return jnp.take_along_axis(state.tokens, state.known[:, None], axis=1)
+
+
+Step = Callable[[Models, DecodeState], tuple[DecodeState, Array]]
+"""`step(models, state) -> (state, settled)`: one straight-line step or round, and how many tokens it settled in each row."""
+
+
+def run_steps(
+    step: Step, models: Models, state: DecodeState, limit: Int[Array, ""], most: int
+) -> tuple[DecodeState, Int[Array, "steps B"], Int[Array, ""]]:
+    """Runs up to `limit` (at most `most`) steps on the device, fewer once every row is done.
+
+    Returns:
+        the state, how many tokens each step settled in each row (0 where nothing ran), and the number of steps that ran.
+    """
+    counts = jnp.zeros((most, state.known.shape[0]), jnp.int32)
+
+    def going(carry: tuple[DecodeState, Array, Array]) -> Bool[Array, ""]:
+        state, _, n = carry
+        return (n < limit) & ~jnp.all(state.done)
+
+    def body(carry: tuple[DecodeState, Array, Array]) -> tuple[DecodeState, Array, Array]:
+        state, counts, n = carry
+        state, settled = step(models, state)
+        return state, jax.lax.dynamic_update_slice(counts, settled.astype(jnp.int32)[None], (n, 0)), n + 1
+
+    return jax.lax.while_loop(going, body, (state, counts, jnp.int32(0)))
+
+
+def embed(params: DecoderParams, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
+    return params.embed[tokens]

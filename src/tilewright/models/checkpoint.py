@@ -1,0 +1,258 @@
+"""Reads and writes Hugging Face checkpoints: a folder with `config.json` and its tensors in safetensors files."""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from tilewright.models.decoder import DecoderConfig, DecoderParams, config_from_hf, declare
+from tilewright.models.params import ArraySpec, from_tensors, spec_leaves, to_tensors
+
+Tree = TypeVar("Tree")
+
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+BYTES_OF = {"F32": 4, "F16": 2, "BF16": 2}
+"""Bytes of an element, for each stored dtype that is read."""
+LISTED = 8
+"""How many tensors of one kind an error names before it only counts."""
+
+
+def byte_progress(console: Console | None) -> Progress:
+    """A progress bar that counts bytes; silent without a console, and gone from the terminal when done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, disable=console is None, transient=True)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a file that must hold a JSON object; anything else is a `ValueError` that names it."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:  # not JSON, or not even UTF-8
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} must hold a JSON object, found a {type(fields).__name__}")
+    return fields
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The fields of a checkpoint's `config.json`.
+
+    `eos_token_id` comes from `generation_config.json` where that file has one: there the chat models list every token that ends
+    an answer, and `config.json` only the first.
+
+    Raises:
+        ValueError: the folder or its `config.json` is missing, or one of the two files is not a JSON object.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder")
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"{folder} is not a checkpoint: it has no {CONFIG}")
+    fields = read_json(folder / CONFIG)
+    if (folder / GENERATION_CONFIG).is_file():
+        ends = read_json(folder / GENERATION_CONFIG).get("eos_token_id")
+        if ends is not None:
+            fields["eos_token_id"] = ends
+    return fields
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint: `model.safetensors`, else those that the index names, else the only one.
+
+    Raises:
+        ValueError: there is none, there are several without an index, or the index is malformed or names an absent file.
+    """
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if (folder / INDEX).is_file():
+        return _indexed_files(folder)
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) == 1:
+        return files
+    found = ", ".join(file.name for file in files) or "none"
+    raise ValueError(f"{folder}: expected {WEIGHTS}, {INDEX} or a single *.safetensors file, found {found}")
+
+
+def _indexed_files(folder: Path) -> list[Path]:
+    places = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+        raise ValueError(f"{folder / INDEX}: weight_map must map tensor names to file names")
+    names = sorted(set(places.values()))
+    if strays := [name for name in names if Path(name).name != name]:
+        raise ValueError(f"{folder / INDEX}: expected names of files beside it, found {_some(strays)}")
+    if absent := [name for name in names if not (folder / name).is_file()]:
+        raise ValueError(f"{folder / INDEX} names files that are not there: {_some(absent)}")
+    return [folder / name for name in names]
+
+
+class StoredTensor(NamedTuple):
+    """What a file's header says about a tensor.
+
+    Attributes:
+        file: the file that holds it.
+        name: its name in that file.
+        shape: its shape in that file.
+        dtype: its dtype in the words of safetensors ("F32", "BF16", ...).
+    """
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="numpy")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is not a readable safetensors file: {error}") from error
+
+
+def read_headers(files: Iterable[Path]) -> list[StoredTensor]:
+    """Names, shapes and dtypes of all tensors in `files`, without reading any data."""
+    found = []
+    for file in files:
+        with _open(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (no mapping: it cannot be iterated)
+                part = tensors.get_slice(name)
+                found.append(StoredTensor(file, name, tuple(part.get_shape()), part.get_dtype()))
+    return found
+
+
+def _some(entries: Iterable[str]) -> str:
+    names = sorted(entries)
+    rest = len(names) - LISTED
+    return ", ".join(names[:LISTED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _compare(specs: Iterable[ArraySpec], stored: Mapping[str, StoredTensor]) -> list[str]:
+    """Everything that keeps `stored`, keyed by the declared names, from being what `specs` declare."""
+    wanted = {spec.name: spec for spec in specs}
+    missing = [name for name in wanted if name not in stored]
+    unknown = [tensor.name for name, tensor in stored.items() if name not in wanted]
+    known = [(wanted[name].stored_shape, tensor) for name, tensor in stored.items() if name in wanted]
+    shapes = [f"{t.name} (expected {list(shape)}, found {list(t.shape)})" for shape, t in known if t.shape != shape]
+    dtypes = [f"{t.name} ({t.dtype})" for _, t in known if t.dtype not in BYTES_OF]
+    kinds = {
+        "missing": missing,
+        "unknown": unknown,
+        "of the wrong shape": shapes,
+        f"of a dtype other than {', '.join(BYTES_OF)}": dtypes,
+    }
+    return [f"{len(found)} {kind}: {_some(found)}" for kind, found in kinds.items() if found]
+
+
+def _match(folder: Path, specs: object, rename: Callable[[str], str], ignore: Callable[[str], bool]) -> dict[str, StoredTensor]:
+    """The stored tensor of each declared name, or one error that lists all that does not fit."""
+    kept = [tensor for tensor in read_headers(weight_files(folder)) if not ignore(tensor.name)]
+    times = Counter(rename(tensor.name) for tensor in kept)
+    twice = [name for name, n in times.items() if n > 1]
+    stored = {rename(tensor.name): tensor for tensor in kept}
+    problems = _compare(spec_leaves(specs), stored) + ([f"{len(twice)} stored twice: {_some(twice)}"] if twice else [])
+    if problems:
+        raise ValueError(f"{folder}: the tensors do not fit the configuration; " + "; ".join(problems))
+    return stored
+
+
+def _same(name: str) -> str:
+    return name
+
+
+def _none(name: str) -> bool:
+    return False
+
+
+def load_params(
+    folder: Path,
+    specs: Tree,
+    dtype: DTypeLike,
+    *,
+    rename: Callable[[str], str] = _same,
+    ignore: Callable[[str], bool] = _none,
+    console: Console | None = None,
+) -> Tree:
+    """Reads the arrays that `specs` declare from a folder's safetensors files.
+
+    All headers are checked before any data is read. The data is converted tensor by tensor.
+
+    Args:
+        folder: where the files lie (see `weight_files`).
+        specs: a tree with an `ArraySpec` for each array.
+        dtype: the dtype of the result, whatever the files hold.
+        rename: from a stored name to the declared one.
+        ignore: true for a stored name (before `rename`) that is to be passed over.
+        console: where to show a progress bar; None for no bar.
+
+    Returns:
+        The tree with a JAX array for each spec.
+
+    Raises:
+        ValueError: a file is missing or unreadable; or one message that lists the tensors that are missing, unknown, of the
+            wrong shape, of an unsupported dtype, or stored twice.
+    """
+    stored = _match(folder, specs, rename, ignore)
+    total = sum(int(np.prod(tensor.shape)) * BYTES_OF[tensor.dtype] for tensor in stored.values())
+    with ExitStack() as stack:
+        files = {file: stack.enter_context(_open(file)) for file in {tensor.file for tensor in stored.values()}}
+        progress = stack.enter_context(byte_progress(console))
+        task = progress.add_task("loading weights", total=total)
+
+        def read(name: str) -> np.ndarray:
+            value = files[stored[name].file].get_tensor(stored[name].name)
+            progress.advance(task, value.nbytes)
+            return value
+
+        return from_tensors(specs, read, dtype)
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Writes a file under another name first, so that `path` never holds half of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def save_params(folder: Path, hf_config: Mapping[str, Any], specs: object, params: object, dtype: DTypeLike) -> None:
+    """Writes `config.json` and `model.safetensors`, as other libraries read them too. Creates the folder.
+
+    The tensors are stored as `dtype`, which `config.json` names as its `torch_dtype`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = dict(to_tensors(specs, params, dtype))
+    # Readers built on torch refuse a file that does not say "pt".
+    _replace(folder / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    text = json.dumps({**hf_config, "torch_dtype": jnp.dtype(dtype).name}, indent=2) + "\n"
+    _replace(folder / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def load_decoder(folder: Path, dtype: DTypeLike, console: Console | None = None) -> tuple[DecoderConfig, DecoderParams]:
+    """Reads a decoder language model: its configuration, and its parameters as `dtype`.
+
+    Two kinds of tensor are passed over, because they repeat what is known: rotary frequencies, which older files hold, and the
+    head of a model whose head is the embedding.
+
+    Raises:
+        ValueError: see `read_config`, `decoder.config_from_hf` and `load_params`.
+    """
+    config = config_from_hf(read_config(folder), where=str(folder / CONFIG))
+
+    def ignore(name: str) -> bool:
+        return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
+
+    return config, load_params(folder, declare(config), dtype, ignore=ignore, console=console)

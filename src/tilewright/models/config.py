@@ -1,0 +1,101 @@
+"""Reads a Hugging Face `config.json` and collects everything that is wrong with it into one error."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tilewright.models.layers import RopeScaling
+
+ROPE_THETA = 10000.0
+"""The base of a configuration that names none (Su et al. 2021, and the libraries' default)."""
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+class ConfigReader:
+    """Reads fields one by one; `finish` raises a single `ValueError` that lists all problems met on the way."""
+
+    def __init__(self, fields: Mapping[str, Any], where: str):
+        self.fields, self.where = fields, where
+        self.problems: list[str] = []
+
+    def require(self, condition: bool, problem: str) -> None:
+        if not condition:
+            self.problems.append(problem)
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        value = self.fields.get(name)
+        if value is None:
+            value = default
+        good = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        self.require(good, f"{name} must be a positive integer, found {value!r}")
+        return value if good and isinstance(value, int) else 1
+
+    def number(self, name: str, default: float) -> float:
+        value = self.fields.get(name, default)
+        good = is_number(value) and value > 0
+        self.require(good, f"{name} must be a positive number, found {value!r}")
+        return float(value) if good else default
+
+    def choice(self, name: str, allowed: Sequence[str]) -> str:
+        value = self.fields.get(name)
+        self.require(value in allowed, f"{name} must be one of {', '.join(allowed)}, found {value!r}")
+        return value if isinstance(value, str) and value in allowed else allowed[0]
+
+    def expect(self, name: str, only: object) -> None:
+        """A field whose other values change the maths: absent or null is fine, anything else than `only` is refused."""
+        value = self.fields.get(name)
+        self.require(value is None or value == only, f"{name}={value!r} is not supported (only {only!r})")
+
+    def expect_all(self, name: str, only: str) -> None:
+        values = self.fields.get(name) or []
+        good = isinstance(values, list) and all(value == only for value in values)
+        self.require(good, f"{name}={values!r} is not supported (only {only!r})")
+
+    def token_ids(self, name: str) -> tuple[int, ...]:
+        value = self.fields.get(name)
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        good = all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids)
+        self.require(good, f"{name} must be a token id or a list of them, found {value!r}")
+        return tuple(ids) if good else ()
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.fields.get(name)
+        self.require(value is None or isinstance(value, bool), f"{name} must be true or false, found {value!r}")
+        return value if isinstance(value, bool) else default
+
+    def rope(self) -> tuple[float, RopeScaling | None]:
+        """Base and scaling, from `rope_theta` + `rope_scaling` or from the newer `rope_parameters`."""
+        older, newer = self.fields.get("rope_scaling"), self.fields.get("rope_parameters")
+        if not all(isinstance(given or {}, Mapping) for given in (older, newer)):
+            self.require(False, f"rope_scaling and rope_parameters must be objects, found {older!r} and {newer!r}")
+            return ROPE_THETA, None
+        scaling = dict(older or newer or {})
+        theta = scaling.pop("rope_theta", (newer or {}).get("rope_theta", self.fields.get("rope_theta")))
+        good = theta is None or (is_number(theta) and theta > 1)
+        self.require(good, f"rope_theta must be a number above 1, found {theta!r}")
+        kind = scaling.pop("rope_type", None) or scaling.get("type") or "default"
+        share = scaling.pop("partial_rotary_factor", None)
+        self.require(share in (None, 1), f"partial_rotary_factor={share!r} is not supported (only 1)")
+        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        unknown = sorted(scaling.keys() - {*names, "type"}) if kind in ("default", "llama3") else []
+        self.require(not unknown, f"rope_scaling has unknown fields: {', '.join(unknown)}")
+        base = float(theta) if good and theta is not None else ROPE_THETA
+        return base, None if kind == "default" else self._rope_scaling(kind, {name: scaling.get(name) for name in names})
+
+    def _rope_scaling(self, kind: object, values: Mapping[str, Any]) -> RopeScaling | None:
+        if kind != "llama3":
+            self.require(False, f"rope_scaling type {kind!r} is not supported (only 'llama3')")
+            return None
+        missing = [name for name, value in values.items() if not is_number(value) or value <= 0]
+        self.require(not missing, f"rope_scaling lacks {', '.join(missing)} (positive numbers)")
+        if missing:
+            return None
+        factor, low, high, original = values.values()
+        self.require(high > low, f"rope_scaling: high_freq_factor ({high}) must exceed low_freq_factor ({low})")
+        return RopeScaling(float(factor), float(low), float(high), int(original))
+
+    def finish(self) -> None:
+        if self.problems:
+            raise ValueError(f"{self.where}: " + "; ".join(self.problems))

@@ -1,0 +1,1 @@
+"""Offline reports from plain data."""

@@ -1,0 +1,1 @@
+"""Training loops: next-token training of a language model, and the DFlash recipe for its drafter."""

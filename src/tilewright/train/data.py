@@ -1,0 +1,156 @@
+"""Text for training: files, folders and JSONL records, tokenised into one stream, cut into windows of a fixed length.
+
+Every order here is a pure function of a seed and an epoch, so that a resumed run sees the batches that it would have seen.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+END_OF_TEXT = "<|endoftext|>"
+MASK = "<|mask|>"
+TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst")
+
+
+def record_text(record: object, where: str) -> str:
+    """The text of one JSONL record: `text`, or `prompt` + `response`, or `question` + `answer`."""
+    if isinstance(record, dict):
+        if isinstance(record.get("text"), str):
+            return record["text"]
+        if isinstance(record.get("prompt"), str) and isinstance(record.get("response"), str):
+            return record["prompt"] + record["response"]
+        if isinstance(record.get("question"), str) and isinstance(record.get("answer"), str):
+            return format_question(record["question"]) + strip_annotations(record["answer"])
+    raise ValueError(f"{where}: expected a record with 'text', 'prompt' and 'response', or 'question' and 'answer'")
+
+
+def format_question(question: str) -> str:
+    """The prompt of a question-and-answer record; its answer follows directly."""
+    return f"Question: {question.strip()}\nAnswer: "
+
+
+def strip_annotations(answer: str) -> str:
+    """GSM8K's answers carry calculator annotations (`<<48/2=24>>`), which are no text."""
+    return re.sub(r"<<[^<>]*>>", "", answer)
+
+
+def read_jsonl(path: Path) -> list[dict[str, object]]:
+    """All records of a JSONL file.
+
+    Raises:
+        ValueError: naming the line that is no JSON object.
+    """
+    records = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{number}: not JSON ({error.msg})") from None
+        if not isinstance(record, dict):
+            raise ValueError(f"{path}:{number}: expected a JSON object, found {type(record).__name__}")
+        records.append(record)
+    return records
+
+
+def read_documents(paths: Sequence[Path]) -> list[str]:
+    """Every document under `paths`: a text file is one, a JSONL record is one, a folder is searched for both."""
+    documents: list[str] = []
+    for path in paths:
+        if path.is_dir():
+            inside = sorted(p for p in path.rglob("*") if p.suffix in (*TEXT_SUFFIXES, ".jsonl") and p.is_file())
+            documents += read_documents(inside)
+        elif not path.exists():
+            raise ValueError(f"{path}: no such file or folder")
+        elif path.suffix == ".jsonl":
+            documents += [record_text(r, f"{path}, record {n}") for n, r in enumerate(read_jsonl(path), 1)]
+        else:
+            try:
+                documents.append(path.read_text(encoding="utf-8"))
+            except UnicodeDecodeError:
+                raise ValueError(f"{path}: not UTF-8 text") from None
+    return [document for document in documents if document.strip()]
+
+
+def train_tokenizer(documents: Sequence[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE over `documents`: any text can be encoded, runs of spaces merge, digits stay apart."""
+    tokenizer = Tokenizer(models.BPE())
+    words = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+    split = pre_tokenizers.Split(Regex(words), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT, MASK],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Tokenised documents, end to end, each closed by the end-of-text token.
+
+    Attributes:
+        tokens: int32 `[n]`.
+        in_loss: bool `[n]`; False for tokens that are given rather than predicted (a prompt before a response).
+    """
+
+    tokens: np.ndarray
+    in_loss: np.ndarray
+
+    def windows(self, length: int, batch: int, seed: int, epoch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Batches `[batch, length]` of tokens and loss flags that cover the stream once, in an order set by seed and epoch.
+
+        The cut moves by a random offset each epoch; what is left over at the end waits for another epoch.
+        """
+        rng = np.random.default_rng((seed, epoch))
+        spare = len(self.tokens) - length
+        starts = np.arange(int(rng.integers(0, min(length, spare + 1))), spare + 1, length)
+        starts = rng.permutation(starts)
+        for first in range(0, len(starts) - batch + 1, batch):
+            index = starts[first : first + batch, None] + np.arange(length)
+            yield self.tokens[index], self.in_loss[index]
+
+    def steps_per_epoch(self, length: int, batch: int) -> int:
+        """How many batches every epoch has at least (an epoch's offset may leave room for one more window)."""
+        return (len(self.tokens) // length - 1) // batch
+
+
+def encode_documents(tokenizer: Tokenizer, documents: Sequence[str], end: int) -> Stream:
+    """Tokenises documents into a stream, all of it in the loss."""
+    pieces = [np.asarray([*encoding.ids, end], np.int32) for encoding in tokenizer.encode_batch(list(documents))]
+    tokens = np.concatenate(pieces) if pieces else np.zeros(0, np.int32)
+    return Stream(tokens, np.ones(len(tokens), bool))
+
+
+def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], end: int) -> Stream:
+    """Tokenises (prompt, response) pairs; only responses are in the loss."""
+    tokens, flags = [np.zeros(0, np.int32)], [np.zeros(0, bool)]
+    for prompt, response in pairs:
+        given, wanted = tokenizer.encode(prompt).ids, tokenizer.encode(response).ids
+        tokens.append(np.asarray([*given, *wanted, end], np.int32))
+        flags.append(np.arange(len(given) + len(wanted) + 1) >= len(given))
+    return Stream(np.concatenate(tokens), np.concatenate(flags))
+
+
+def require_windows(stream: Stream, length: int, batch: int, what: str) -> None:
+    if stream.steps_per_epoch(length, batch) < 1:
+        need = length * (batch + 1)
+        raise ValueError(f"{what} has {len(stream.tokens)} tokens; a batch of {batch} windows of {length} needs {need}")
+
+
+def split_documents(documents: Sequence[str], held_out: float, seed: int) -> tuple[list[str], list[str]]:
+    """Splits whole documents into training and held-out ones, by a shuffle that depends on `seed` alone."""
+    order = np.random.default_rng(seed).permutation(len(documents))
+    cut = max(1, round(held_out * len(documents)))
+    held = {int(i) for i in order[:cut]}
+    return [d for i, d in enumerate(documents) if i not in held], [documents[i] for i in sorted(held)]

@@ -1,0 +1,194 @@
+"""Training a DFlash drafter for a frozen target (arXiv 2602.06036 §4.2, A.1).
+
+Each sequence gets random anchors, new ones at every step. An anchor stands for the known token of a block: the block's queries see
+the features of positions strictly before it (`kv < anchor`) and their own block in both directions, and slot k learns the token at
+position anchor + k with weight exp(-(k - 1) / gamma). Embedding and head are the target's, and stay as they are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Float, Int
+from rich.console import Console
+
+from tilewright.models import decoder, dflash, layers
+from tilewright.models.decoder import Attend, DecoderConfig, DecoderParams
+from tilewright.models.dflash import DFlashConfig, DFlashParams
+from tilewright.models.params import initialise
+from tilewright.train.data import Stream, require_windows
+from tilewright.train.lm import held_out_batches
+from tilewright.train.loop import Task, TrainOptions, TrainResult, make_optimizer, train
+
+
+@dataclass(frozen=True)
+class DrafterOptions:
+    """What is particular to a drafter's training.
+
+    Attributes:
+        anchors: blocks drawn from each sequence at each step.
+        gamma: decay of the slots' loss weights; None takes the published value for the block size (7 for 16, 5 for 10, 4 for 8).
+    """
+
+    anchors: int = 32
+    gamma: float | None = None
+
+    def decay(self, block_size: int) -> float:
+        if self.gamma is not None:
+            return self.gamma
+        return float(np.interp(block_size, (8, 10, 16), (4.0, 5.0, 7.0))) if block_size <= 16 else 7.0 * block_size / 16
+
+
+def draw_anchors(in_loss: Bool[Array, "B T"], anchors: int, key: Array) -> tuple[Int[Array, "B A"], Bool[Array, "B A"]]:
+    """Distinct random anchors: positions that are in the loss and whose next position is too.
+
+    Returns:
+        the anchors, and which of them are real (a sequence may have too few candidates).
+    """
+    candidate = in_loss[:, :-1] & in_loss[:, 1:]
+    score = jnp.where(candidate, jax.random.uniform(key, candidate.shape), -1.0)
+    best, position = jax.lax.top_k(score, anchors)
+    return position, best >= 0
+
+
+def block_labels(
+    tokens: Int[Array, "B T"], in_loss: Bool[Array, "B T"], anchors: Int[Array, "B A"], block_size: int, end: int
+) -> tuple[Int[Array, "B A S"], Float[Array, "B A S"]]:
+    """The token that each slot should predict, and 1 where that counts: inside the sequence, in the loss, in the same text."""
+    positions = anchors[:, :, None] + jnp.arange(block_size)
+    inside = positions < tokens.shape[1]
+    index = jnp.minimum(positions, tokens.shape[1] - 1).reshape(tokens.shape[0], -1)
+    labels = jnp.take_along_axis(tokens, index, axis=1).reshape(positions.shape)
+    counted = inside & jnp.take_along_axis(in_loss, index, axis=1).reshape(positions.shape)
+    ended_before = jnp.cumsum(labels == end, axis=-1) - (labels == end) > 0
+    return labels, (counted & ~ended_before).astype(jnp.float32)
+
+
+def anchored_attention(
+    q: Float[Array, "BA S N D"],
+    context: tuple[Float[Array, "B K T D"], Float[Array, "B K T D"]],
+    block: tuple[Float[Array, "BA K S D"], Float[Array, "BA K S D"]],
+    anchors: Int[Array, "B A"],
+) -> Float[Array, "BA S N D"]:
+    """`layers.attention_over` for many blocks of one sequence at once: they share the sequence's context keys."""
+    batch, count = anchors.shape
+    size, d = q.shape[1], q.shape[3]
+    heads, length = context[0].shape[1], context[0].shape[2]
+    rows = layers.group_rows(q * d**-0.5, heads)
+
+    def by_sequence(x: Float[Array, "BA K R _"]) -> Float[Array, "B K AR _"]:
+        return x.reshape(batch, count, heads, -1, x.shape[-1]).transpose(0, 2, 1, 3, 4).reshape(batch, heads, -1, x.shape[-1])
+
+    def by_block(x: Float[Array, "B K AR _"]) -> Float[Array, "BA K R _"]:
+        split = x.reshape(batch, heads, count, -1, x.shape[-1])
+        return split.transpose(0, 2, 1, 3, 4).reshape(batch * count, heads, -1, x.shape[-1])
+
+    seen = by_block(jnp.einsum("bkrd,bktd->bkrt", by_sequence(rows), context[0]))
+    before = jnp.arange(length)[None] < anchors.reshape(-1, 1)
+    seen = jnp.where(before[:, None, None], seen, layers.MASKED)
+    own = jnp.einsum("bkrd,bksd->bkrs", rows, block[0])
+    weights = jax.nn.softmax(jnp.concatenate([seen, own], axis=-1), axis=-1)
+    from_context = jnp.einsum("bkrt,bktd->bkrd", by_sequence(weights[..., :length]), context[1])
+    out = by_block(from_context) + jnp.einsum("bkrs,bksd->bkrd", weights[..., length:], block[1])
+    return layers.ungroup_rows(out, size)
+
+
+def draft_logits(
+    target: DecoderConfig,
+    config: DFlashConfig,
+    target_params: DecoderParams,
+    params: DFlashParams,
+    tokens: Int[Array, "B T"],
+    anchors: Int[Array, "B A"],
+) -> Float[Array, "BA S V"]:
+    """The drafter's logits for every slot after the known one, S = block_size - 1, for the block at every anchor."""
+    ran = decoder.forward_full(target, target_params, tokens, config.target_layer_ids)
+    features = dflash.context_features(config, params, jax.lax.stop_gradient(ran.taps))
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    context = dflash.context_kv(config, params, features, positions)
+    block = anchors.reshape(-1, 1) + jnp.arange(config.block_size)
+    rope = layers.rope_tables(block, config.rope_frequencies)
+    known = jnp.take_along_axis(tokens, anchors, axis=1).reshape(-1, 1)
+    masks = jnp.full((known.shape[0], config.block_size - 1), config.mask_token_id, known.dtype)
+    x = target_params.embed[jnp.concatenate([known, masks], axis=1)]
+    for layer, pair in zip(params.layers, context, strict=True):
+
+        def attend(q: Array, k: Array, v: Array, pair: tuple[Array, Array] = pair) -> tuple[Array, None]:
+            own = (k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
+            return anchored_attention(q, pair, own, anchors), None
+
+        x = dflash.run_layer(config, layer, x, Attend(rope, attend))
+    hidden = layers.rms_norm(x, params.norm, config.rms_norm_eps)
+    return decoder.project_head(target_params, hidden[:, 1:])
+
+
+def drafter_loss(
+    target: DecoderConfig,
+    config: DFlashConfig,
+    options: DrafterOptions,
+    params: DFlashParams,
+    target_params: DecoderParams,
+    batch: tuple[Int[Array, "B T"], Bool[Array, "B T"]],
+    key: Array,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """The weighted mean cross-entropy in nats over the slots of random blocks, and the sum of the weights."""
+    tokens, in_loss = batch
+    anchors, real = draw_anchors(in_loss, options.anchors, key)
+    end = target.eos_token_ids[0] if target.eos_token_ids else -1
+    labels, counted = block_labels(tokens, in_loss, anchors, config.block_size, end)
+    logits = draft_logits(target, config, target_params, params, tokens, anchors)
+    decay = jnp.exp(-jnp.arange(config.block_size - 1) / options.decay(config.block_size))
+    weights = (counted[:, :, 1:] * real[:, :, None] * decay).reshape(logits.shape[:2])
+    wanted = labels[:, :, 1:].reshape(logits.shape[:2])
+    label_logits = jnp.take_along_axis(logits, wanted[..., None], axis=-1)[..., 0]
+    nll = jax.nn.logsumexp(logits, axis=-1) - label_logits
+    total = jnp.sum(weights)
+    return jnp.sum(nll * weights) / jnp.maximum(total, 1e-6), total
+
+
+def hidden_matrices(params: DFlashParams) -> DFlashParams:
+    """True for every matrix: a drafter has no embedding and no head of its own."""
+    return jax.tree.map(lambda x: x.ndim == 2, params)
+
+
+def train_drafter(
+    target: DecoderConfig,
+    target_params: DecoderParams,
+    config: DFlashConfig,
+    stream: Stream,
+    held_out: Stream,
+    options: TrainOptions,
+    drafter_options: DrafterOptions,
+    out: Path,
+    console: Console,
+) -> TrainResult:
+    """Trains a drafter from random weights; the loss and the held-out loss are the weighted cross-entropy of `drafter_loss`."""
+    require_windows(stream, options.sequence_length, options.batch_size, "the training text")
+    require_windows(held_out, options.sequence_length, options.batch_size, "the held-out text")
+    dflash.check_fits(config, target)
+    if drafter_options.anchors >= options.sequence_length:
+        raise ValueError(
+            f"expected fewer anchors than the sequence length {options.sequence_length}, found {drafter_options.anchors}"
+        )
+
+    def loss(params: Any, frozen: Any, batch: Sequence[np.ndarray], key: Array) -> tuple[Array, Array]:
+        arrays = (jnp.asarray(batch[0]), jnp.asarray(batch[1]))
+        return drafter_loss(target, config, drafter_options, params, frozen, arrays, key)
+
+    def init() -> DFlashParams:
+        return initialise(dflash.declare(config), jax.random.key(options.seed))
+
+    task = Task(
+        loss=loss,
+        frozen=target_params,
+        batches=lambda epoch: stream.windows(options.sequence_length, options.batch_size, options.seed, epoch),
+        held_out=held_out_batches(held_out, options),
+        tokens_per_step=options.batch_size * options.sequence_length,
+        identity={"config": asdict(config), "drafter": asdict(drafter_options), "training_tokens": len(stream.tokens)},
+    )
+    return train(task, init, options, make_optimizer(options, hidden_matrices), out, console, "DFlash drafter")

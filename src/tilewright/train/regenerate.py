@@ -1,0 +1,77 @@
+"""Responses written by the target itself: what a drafter should learn is what its target would say."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+
+from tilewright.decode.language_model import LanguageModel
+from tilewright.decode.sampling import Sampling
+from tilewright.train.data import Stream, read_jsonl
+
+
+def cut_prompts(stream: Stream, count: int, length: int, seed: int) -> list[list[int]]:
+    """Random stretches of a text, to be continued: `count` prompts of `length` tokens.
+
+    Raises:
+        ValueError: the text is shorter than a prompt.
+    """
+    if len(stream.tokens) < length:
+        raise ValueError(f"expected a text of at least {length} tokens to cut prompts from, found {len(stream.tokens)}")
+    starts = np.random.default_rng(seed).integers(0, len(stream.tokens) - length + 1, count)
+    return [stream.tokens[start : start + length].tolist() for start in starts]
+
+
+def regenerate(
+    lm: LanguageModel, prompts: Sequence[list[int]], samplings: Sequence[Sampling], path: Path, end: int, console: Console
+) -> Stream:
+    """Continues every prompt with the target, row i under `samplings[i % len(samplings)]` with seed i.
+
+    Records are appended to `path` (JSONL: prompt_tokens, response_tokens) as they come; those already there are kept, so that
+    an interrupted run goes on where it stopped.
+
+    Returns:
+        all of it as a stream, each record closed by the token `end`, with only the responses in the loss.
+    """
+    records = read_jsonl(path) if path.exists() else []
+    batch = lm.table.batches[-1]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file, Progress(console=console) as bar:
+        row = bar.add_task("regenerating responses", total=len(prompts), completed=len(records))
+        for first in range(len(records), len(prompts), batch):
+            part = prompts[first : first + batch]
+            asked = [seeded(samplings[i % len(samplings)], i) for i in range(first, first + len(part))]
+            for prompt, result in zip(part, lm.generate(part, asked, speculative=False), strict=True):
+                record = {"prompt_tokens": prompt, "response_tokens": result.tokens}
+                file.write(json.dumps(record) + "\n")
+                records.append(record)
+            file.flush()
+            os.fsync(file.fileno())
+            bar.advance(row, len(part))
+    return pair_stream(records, end, path)
+
+
+def seeded(sampling: Sampling, seed: int) -> Sampling:
+    return Sampling(**{**vars(sampling), "seed": seed})
+
+
+def pair_stream(records: Sequence[dict[str, object]], end: int, path: Path) -> Stream:
+    """Pairs of prompt and response tokens as a stream, each closed by `end`; only responses are in the loss.
+
+    Raises:
+        ValueError: a record lacks its token lists.
+    """
+    tokens: list[int] = []
+    flags: list[bool] = []
+    for number, record in enumerate(records, 1):
+        prompt, response = record.get("prompt_tokens"), record.get("response_tokens")
+        if not isinstance(prompt, list) or not isinstance(response, list):
+            raise ValueError(f"{path}:{number}: expected prompt_tokens and response_tokens")
+        closing = [] if response and response[-1] == end else [end]
+        tokens += [*prompt, *response, *closing]
+        flags += [False] * len(prompt) + [True] * len(response) + [False] * len(closing)
+    return Stream(np.asarray(tokens, np.int32), np.asarray(flags, bool))

@@ -1,0 +1,203 @@
+"""The ledger against programs that are really compiled. Every test makes its own functions: a fresh one is never in memory."""
+
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax import Array
+from jax.experimental.compilation_cache import compilation_cache
+
+from tilewright.compiled.ledger import CompileError, CompileWarning, Ledger, Program, no_compile_guard
+
+
+def fresh(name: str) -> Callable[[np.ndarray], Array]:
+    """A jitted function that no other test has compiled, under a name of its own."""
+
+    def double(x: Array) -> Array:
+        return x * 2
+
+    double.__name__ = double.__qualname__ = name
+    return jax.jit(double)
+
+
+def row(length: int) -> np.ndarray:
+    return np.ones(length, np.float32)
+
+
+def names(ledger: Ledger) -> list[str]:
+    return [program.name for program in ledger.programs]
+
+
+def test_each_shape_is_one_program_with_its_name():
+    f, g = fresh("f"), fresh("g")
+    with Ledger() as ledger:
+        f(row(3))
+        f(row(4))
+        g(row(3))
+    assert names(ledger) == ["jit(f)", "jit(f)", "jit(g)"]
+    assert ledger.compilations == 3
+    assert all(program.seconds > 0 and not program.from_disk for program in ledger.programs)
+    assert ledger.seconds == sum(program.seconds for program in ledger.programs)
+
+
+def test_reuse_counts_nothing():
+    f = fresh("f")
+    f(row(3))
+    with Ledger() as ledger:
+        for _ in range(3):
+            f(row(3))
+    assert ledger.programs == []
+
+
+def test_compiling_ahead_of_time_counts_and_running_it_does_not():
+    f = jax.jit(lambda x: x + 1)
+    with Ledger() as ahead:
+        program = f.lower(row(3)).compile()
+    with Ledger() as serving:
+        program(row(3))
+    assert (ahead.compilations, serving.compilations) == (1, 0)
+
+
+def test_an_eager_operation_of_a_new_shape_counts():
+    x = jax.device_put(row(4099))
+    with Ledger() as ledger:
+        _ = x - x
+    assert ledger.compilations == 1
+
+
+def test_nothing_is_recorded_outside():
+    f = fresh("f")
+    ledger = Ledger()
+    f(row(3))
+    with ledger:
+        f(row(4))
+    f(row(5))
+    assert ledger.compilations == 1
+    with ledger:
+        f(row(6))
+    assert ledger.compilations == 2
+
+
+def test_ledgers_nest_and_overlap():
+    f = fresh("f")
+    first, second = Ledger(), Ledger()
+    with Ledger() as outer:
+        first.__enter__()
+        f(row(3))
+        second.__enter__()
+        f(row(4))
+        first.__exit__(None, None, None)
+        f(row(5))
+        second.__exit__(None, None, None)
+    assert (outer.compilations, first.compilations, second.compilations) == (3, 2, 2)
+
+
+def test_one_ledger_cannot_be_opened_twice():
+    with Ledger() as ledger, pytest.raises(ValueError, match="open already"):
+        ledger.__enter__()
+    with Ledger() as again:
+        fresh("f")(row(3))
+    assert again.compilations == 1
+
+
+def test_a_ledger_closes_when_the_block_fails():
+    ledger = Ledger()
+    with pytest.raises(KeyError), ledger:
+        raise KeyError("x")
+    fresh("f")(row(3))
+    assert ledger.programs == []
+
+
+def test_compiles_in_other_threads_are_recorded():
+    functions = [fresh(f"thread_{n}") for n in range(4)]
+    with Ledger() as ledger:
+        threads = [threading.Thread(target=f, args=(row(3),)) for f in functions]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(names(ledger)) == [f"jit(thread_{n})" for n in range(4)]
+
+
+def test_a_program_from_the_disk_cache_counts_and_says_so(tmp_path: Path):
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": 0,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    compilation_cache.reset_cache()
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        with Ledger() as ledger:
+            fresh("stored")(row(3))
+            jax.clear_caches()
+            fresh("stored")(row(3))
+            fresh("other")(row(5))
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+    assert [(program.name, program.from_disk) for program in ledger.programs] == [
+        ("jit(stored)", False),
+        ("jit(stored)", True),
+        ("jit(other)", False),
+    ]
+
+
+def test_guard_fails_and_names_the_programs():
+    f, g = fresh("decode_round"), fresh("prefill")
+    message = r"2 program\(s\) compiled during serving.*jit\(decode_round\).*jit\(prefill\)"
+    with pytest.raises(CompileError, match=message), no_compile_guard("fail", "serving"):
+        f(row(3))
+        g(row(3))
+    assert f(row(3)).tolist() == [2.0, 2.0, 2.0]
+
+
+def test_guard_warns_once():
+    f = fresh("f")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with no_compile_guard("warn"):
+            f(row(3))
+            f(row(4))
+    assert [w.category for w in caught] == [CompileWarning]
+    assert "2 program(s)" in str(caught[0].message)
+    assert caught[0].filename == __file__
+
+
+def test_guard_off_only_counts():
+    f = fresh("f")
+    with no_compile_guard("off") as ledger:
+        f(row(3))
+    assert names(ledger) == ["jit(f)"]
+
+
+@pytest.mark.parametrize("mode", ["off", "warn", "fail"])
+def test_guard_is_silent_when_all_is_ready(mode: str):
+    f = fresh("f")
+    f(row(3))
+    with no_compile_guard(mode) as ledger:
+        f(row(3))
+    assert ledger.programs == []
+
+
+def test_guard_leaves_another_error_alone():
+    f = fresh("f")
+    with pytest.raises(KeyError), no_compile_guard("fail"):
+        f(row(3))
+        raise KeyError("x")
+
+
+def test_guard_refuses_an_unknown_mode():
+    with pytest.raises(ValueError, match="must be one of off, warn, fail, found 'strict'"), no_compile_guard("strict"):
+        pass
+
+
+def test_a_program_is_plain_data():
+    assert Program("jit(f)", 0.5) == Program("jit(f)", 0.5, from_disk=False)

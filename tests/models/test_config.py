@@ -1,0 +1,256 @@
+"""Reading `config.json`: both spellings of RoPE, defaults, and one error for all that is wrong."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilewright.models.decoder import DecoderConfig, config_from_hf, config_to_hf
+from tilewright.models.layers import RopeScaling
+
+GOLDENS = Path(__file__).parents[1] / "golden" / "decoders"
+
+LLAMA31: dict[str, Any] = {
+    "model_type": "llama",
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+"""Llama 3.1 8B as published: the older spelling, and no `head_dim`."""
+
+QWEN3: dict[str, Any] = {
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+"""Qwen3 4B as published: heads larger than hidden / heads."""
+
+
+def problems(fields: dict[str, Any]) -> list[str]:
+    """What the error lists, one by one."""
+    with pytest.raises(ValueError) as caught:
+        config_from_hf(fields, where="some/config.json")
+    where, _, rest = str(caught.value).partition(": ")
+    assert where == "some/config.json"
+    return rest.split("; ")
+
+
+def test_published_llama():
+    scaling = RopeScaling(8.0, 1.0, 4.0, 8192)
+    expected = DecoderConfig(
+        "llama", 128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 5e5, scaling, False, 131072, (128001, 128008, 128009)
+    )
+    assert config_from_hf(LLAMA31) == expected
+
+
+def test_published_qwen3():
+    expected = DecoderConfig("qwen3", 151936, 2560, 9728, 36, 32, 8, 128, 1e-6, 1e6, None, True, 40960, (151645,))
+    assert config_from_hf(QWEN3) == expected
+
+
+GOLDEN_CONFIGS = {
+    "llama-scaled": DecoderConfig(
+        "llama", 96, 32, 56, 3, 4, 2, 16, 1e-5, 1e4, RopeScaling(8.0, 1.0, 4.0, 32), True, 256, (2,)
+    ),
+    "llama-untied": DecoderConfig("llama", 96, 48, 64, 2, 6, 3, 8, 1e-5, 5e5, None, False, 256, (2,)),
+    "qwen3-tied": DecoderConfig("qwen3", 96, 32, 56, 3, 4, 2, 16, 1e-6, 1e6, None, True, 256, (5,)),
+    "qwen3-untied": DecoderConfig("qwen3", 96, 40, 48, 2, 5, 1, 12, 1e-6, 5e3, None, False, 256, (2, 5)),
+}
+
+
+@pytest.mark.parametrize("name", sorted(GOLDEN_CONFIGS))
+def test_configs_that_transformers_wrote(name: str):
+    assert config_from_hf(json.loads((GOLDENS / name / "config.json").read_text())) == GOLDEN_CONFIGS[name]
+
+
+@pytest.mark.parametrize("name", sorted(GOLDEN_CONFIGS))
+@pytest.mark.parametrize("type_key", ["rope_type", "type"])
+def test_older_spelling_of_the_same(name: str, type_key: str):
+    fields = json.loads((GOLDENS / name / "config.json").read_text())
+    rope = fields.pop("rope_parameters")
+    fields["rope_theta"] = rope.pop("rope_theta")
+    kind = rope.pop("rope_type")
+    fields["rope_scaling"] = None if kind == "default" else {**rope, type_key: kind}
+    fields["torch_dtype"] = fields.pop("dtype")
+    assert config_from_hf(fields) == GOLDEN_CONFIGS[name]
+
+
+def test_defaults():
+    """Of what a configuration may leave out; a Qwen3 head has 128 by default, a Llama head hidden / heads."""
+    short = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    kept = (*short, "max_position_embeddings")
+    llama = config_from_hf({name: LLAMA31[name] for name in kept})
+    assert llama == DecoderConfig("llama", 128256, 4096, 14336, 32, 32, 32, 128, 1e-6, 1e4, None, False, 131072, ())
+    assert config_from_hf({name: QWEN3[name] for name in kept}).head_dim == 128
+    assert config_from_hf({**LLAMA31, "num_attention_heads": 16, "head_dim": None}).head_dim == 256
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"model_type": "mistral"}, "model_type must be one of qwen3, llama, found 'mistral'"),
+        ({"model_type": None}, "model_type must be one of qwen3, llama, found None"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported (only 'silu')"),
+        ({"attention_bias": True}, "attention_bias=True is not supported (only False)"),
+        ({"mlp_bias": True}, "mlp_bias=True is not supported (only False)"),
+        ({"use_sliding_window": True}, "use_sliding_window=True is not supported (only False)"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not supported (only None)"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types=['full_attention', 'sliding_attention'] is not supported (only 'full_attention')",
+        ),
+        ({"layer_types": 3}, "layer_types=3 is not supported (only 'full_attention')"),
+        ({"hidden_size": 0}, "hidden_size must be a positive integer, found 0"),
+        ({"vocab_size": "96"}, "vocab_size must be a positive integer, found '96'"),
+        ({"num_hidden_layers": True}, "num_hidden_layers must be a positive integer, found True"),
+        ({"intermediate_size": 1.5}, "intermediate_size must be a positive integer, found 1.5"),
+        ({"max_position_embeddings": None}, "max_position_embeddings must be a positive integer, found None"),
+        ({"num_key_value_heads": 5}, "num_attention_heads is no multiple of num_key_value_heads"),
+        ({"head_dim": 17}, "head_dim must be even"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps must be a positive number, found -1e-06"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, found 'false'"),
+        ({"eos_token_id": -1}, "eos_token_id must be a token id or a list of them, found -1"),
+        ({"eos_token_id": [1, "</s>"]}, "eos_token_id must be a token id or a list of them, found [1, '</s>']"),
+        ({"rope_theta": 0.5}, "rope_theta must be a number above 1, found 0.5"),
+        ({"rope_theta": "1e6"}, "rope_theta must be a number above 1, found '1e6'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling type 'yarn' is not supported (only 'llama3')"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling type 'linear' is not supported (only 'llama3')"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": None, "high_freq_factor": 4.0}},
+            "rope_scaling lacks low_freq_factor, original_max_position_embeddings (positive numbers)",
+        ),
+        (
+            {"rope_scaling": {**LLAMA31["rope_scaling"], "high_freq_factor": 1.0}},
+            "rope_scaling: high_freq_factor (1.0) must exceed low_freq_factor (1.0)",
+        ),
+        ({"rope_scaling": {"rope_type": "default", "base": 3}}, "rope_scaling has unknown fields: base"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
+            "rope_scaling has unknown fields: full_attention, sliding_attention",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor=0.5 is not supported (only 1)",
+        ),
+        ({"rope_scaling": "llama3"}, "rope_scaling and rope_parameters must be objects, found 'llama3' and None"),
+    ],
+)
+def test_one_unsupported_value(change: dict[str, Any], expected: str):
+    assert problems({**QWEN3, **change}) == [expected]
+
+
+REQUIRED = (
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "vocab_size",
+)
+
+
+@pytest.mark.parametrize("family", [QWEN3, LLAMA31])
+def test_everything_missing_is_listed_at_once(family: dict[str, Any]):
+    """And nothing that only follows from it."""
+    expected = {f"{name} must be a positive integer, found None" for name in REQUIRED}
+    assert set(problems({"model_type": family["model_type"]})) == expected
+    assert set(problems({})) == expected | {"model_type must be one of qwen3, llama, found None"}
+
+
+def test_everything_wrong_is_listed_at_once():
+    wrong = {"hidden_act": "relu", "vocab_size": -4, "mlp_bias": True, "rope_scaling": {"type": "dynamic"}, "eos_token_id": "x"}
+    listed = problems({**LLAMA31, **wrong})
+    assert len(listed) == len(wrong)
+    assert all(any(name in problem for problem in listed) for name in wrong)
+
+
+# Fields rather than objects: the annotation checks draw random numbers, which no strategy may do.
+scalings = st.fixed_dictionaries(
+    {
+        "factor": st.floats(1.0, 64.0),
+        "low_freq_factor": st.floats(0.1, 2.0),
+        "high_freq_factor": st.floats(2.5, 16.0),
+        "original_max_position_embeddings": st.integers(1, 1 << 20),
+    }
+)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> dict[str, Any]:
+    kv_heads = draw(st.integers(1, 8))
+    return {
+        "family": draw(st.sampled_from(["qwen3", "llama"])),
+        "vocab_size": draw(st.integers(1, 1 << 18)),
+        "hidden_size": draw(st.integers(1, 1 << 14)),
+        "intermediate_size": draw(st.integers(1, 1 << 16)),
+        "num_layers": draw(st.integers(1, 99)),
+        "num_heads": kv_heads * draw(st.integers(1, 8)),
+        "num_kv_heads": kv_heads,
+        "head_dim": 2 * draw(st.integers(1, 128)),
+        "rms_norm_eps": draw(st.floats(1e-9, 1e-2)),
+        "rope_theta": draw(st.floats(2.0, 1e9)),
+        "rope_scaling": draw(st.none() | scalings),
+        "tie_word_embeddings": draw(st.booleans()),
+        "max_position_embeddings": draw(st.integers(1, 1 << 20)),
+        "eos_token_ids": tuple(draw(st.lists(st.integers(0, 1 << 18), max_size=3))),
+    }
+
+
+def built(fields: dict[str, Any]) -> DecoderConfig:
+    scaling = fields["rope_scaling"]
+    return DecoderConfig(**{**fields, "rope_scaling": None if scaling is None else RopeScaling(**scaling)})
+
+
+@given(configs())
+def test_what_is_written_reads_back_the_same(fields: dict[str, Any]):
+    config = built(fields)
+    assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
+
+
+@given(configs())
+def test_a_config_can_be_a_static_argument(fields: dict[str, Any]):
+    """Frozen, and equal and of one hash when its fields are."""
+    config = built(fields)
+    assert (hash(built(fields)), built(fields)) == (hash(config), config)
+    with pytest.raises(AttributeError):
+        setattr(config, "vocab_size", 3)  # noqa: B010 (a plain assignment is what the type checker refuses)

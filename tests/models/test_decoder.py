@@ -1,0 +1,254 @@
+"""The decoder against goldens that transformers wrote (`tests/golden/make_decoder_goldens.py`), and its declarations."""
+
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+from safetensors.numpy import load_file
+
+from tilewright.models import decoder
+from tilewright.models.checkpoint import load_decoder
+from tilewright.models.decoder import DecoderConfig, DecoderParams, causal_attend, declare, forward, forward_full
+from tilewright.models.params import abstract, count, initialise, spec_leaves, to_tensors
+
+GOLDENS = Path(__file__).parents[1] / "golden" / "decoders"
+NAMES = ["llama-scaled", "llama-untied", "qwen3-tied", "qwen3-untied"]
+TOLERANCE = 1e-4
+
+SMALL = DecoderConfig(
+    family="qwen3",
+    vocab_size=50,
+    hidden_size=24,
+    intermediate_size=40,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    tie_word_embeddings=True,
+)
+
+
+class Golden:
+    """A golden checkpoint, loaded, with what transformers made of its tokens."""
+
+    def __init__(self, name: str):
+        self.folder = GOLDENS / name
+        self.config, self.params = load_decoder(self.folder, jnp.float32)
+        with np.load(self.folder / "outputs.npz") as outputs:
+            self.tokens, self.hidden, self.logits = jnp.asarray(outputs["tokens"]), outputs["hidden"], outputs["logits"]
+
+    def stored(self) -> dict[str, np.ndarray]:
+        return {name: value for file in self.folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def golden(request: pytest.FixtureRequest) -> Golden:
+    return Golden(request.param)
+
+
+@functools.cache
+def drawn(config: DecoderConfig, dtype: Any = jnp.float32) -> DecoderParams:
+    return jax.jit(lambda key: initialise(declare(config), key, dtype))(jax.random.key(0))
+
+
+def run(config: DecoderConfig, params: DecoderParams, tokens: Array, taps: tuple[int, ...] = ()) -> tuple[Any, Array]:
+    def both(params: DecoderParams, tokens: Array) -> tuple[Any, Array]:
+        out = forward_full(config, params, tokens, taps)
+        return out, decoder.logits(config, params, out.hidden)
+
+    return jax.jit(both)(params, tokens)
+
+
+def test_all_goldens_are_tested():
+    assert sorted(path.name for path in GOLDENS.iterdir()) == NAMES
+
+
+def test_logits_and_taps_equal_transformers(golden: Golden):
+    """Taps in the order asked for, not in that of the layers."""
+    taps = tuple(reversed(range(golden.config.num_layers)))
+    out, logits = run(golden.config, golden.params, golden.tokens, taps)
+    np.testing.assert_allclose(logits, golden.logits, rtol=0, atol=TOLERANCE)
+    assert len(out.taps) == len(taps)
+    for layer, tap in zip(taps, out.taps, strict=True):
+        np.testing.assert_allclose(tap, golden.hidden[layer], rtol=0, atol=TOLERANCE)
+    np.testing.assert_array_equal(out.hidden, out.taps[0])
+
+
+@pytest.mark.parametrize("name", ["llama-untied", "qwen3-tied"])
+def test_every_array_matters(name: str):
+    """A golden that did not move with some weight could not tell whether that weight is used rightly."""
+    golden = Golden(name)
+    leaves, structure = jax.tree.flatten(golden.params)
+
+    def loss(params: DecoderParams) -> Array:
+        out = forward_full(golden.config, params, golden.tokens)
+        return jnp.sum(jnp.square(decoder.logits(golden.config, params, out.hidden)))
+
+    gradients = structure.flatten_up_to(jax.jit(jax.grad(loss))(golden.params))
+    assert len(gradients) == len(leaves)
+    assert all(float(jnp.max(jnp.abs(gradient))) > 1e-2 for gradient in gradients)
+
+
+def test_rope_scaling_bites_at_the_golden_length():
+    """Without it the logits are far off, so that the comparison above can fail."""
+    golden = Golden("llama-scaled")
+    plain = DecoderConfig(**{**vars(golden.config), "rope_scaling": None})
+    assert golden.config.rope_scaling is not None
+    _, logits = run(plain, golden.params, golden.tokens)
+    assert float(np.max(np.abs(logits - golden.logits))) > 0.1
+
+
+def test_a_later_token_leaves_earlier_logits_alone(golden: Golden):
+    at = 17
+    changed = golden.tokens.at[:, at].set((golden.tokens[:, at] + 1) % golden.config.vocab_size)
+    _, before = run(golden.config, golden.params, golden.tokens)
+    _, after = run(golden.config, golden.params, changed)
+    np.testing.assert_array_equal(before[:, :at], after[:, :at])
+    assert (np.abs(before - after)[:, at:].max(axis=-1) > 1e-4).all()
+
+
+def test_a_row_gives_what_it_gives_alone(golden: Golden):
+    _, logits = run(golden.config, golden.params, golden.tokens[1:])
+    np.testing.assert_allclose(logits[0], golden.logits[1], rtol=0, atol=TOLERANCE)
+
+
+def test_only_distances_count():
+    """Rotary positions are relative: a sequence that starts at 100 has the same logits."""
+    golden = Golden("qwen3-tied")
+    positions = jnp.broadcast_to(jnp.arange(100, 140), golden.tokens.shape)
+    attends = [causal_attend] * golden.config.num_layers
+
+    def moved(params: DecoderParams) -> Array:
+        out = forward(golden.config, params, golden.tokens, positions, attends)
+        return decoder.logits(golden.config, params, out.hidden)
+
+    logits = jax.jit(moved)(golden.params)
+    np.testing.assert_allclose(logits, golden.logits, rtol=0, atol=5e-4)
+
+
+def test_bfloat16(golden: Golden):
+    """Float32 logits from bfloat16 weights, close to the golden ones as far as 8 bits of mantissa carry."""
+    config, params = load_decoder(golden.folder, jnp.bfloat16)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
+    out, logits = run(config, params, golden.tokens)
+    assert (out.hidden.dtype, logits.dtype) == (jnp.bfloat16, jnp.float32)
+    error = np.sqrt(np.mean(np.square(logits - golden.logits)) / np.mean(np.square(golden.logits)))
+    assert error < 0.05
+
+
+def test_a_head_of_bfloat16_is_not_rounded_to_it():
+    """Tied or not, logits keep float32's resolution: rounding would make ties among the best tokens."""
+    params = drawn(DecoderConfig(**{**vars(SMALL), "tie_word_embeddings": False}), jnp.bfloat16)
+    logits = decoder.project_head(params, jnp.linspace(-1, 1, 24).astype(jnp.bfloat16)[None])
+    assert float(jnp.max(jnp.abs(logits - logits.astype(jnp.bfloat16).astype(jnp.float32)))) > 0
+
+
+def test_attends_are_called_in_layer_order_with_rotated_keys():
+    tokens, positions = jnp.arange(6).reshape(2, 3), jnp.broadcast_to(jnp.arange(3), (2, 3))
+    shapes = []
+
+    def attend(index: int):
+        def call(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+            shapes.append((index, q.shape, k.shape, v.shape))
+            return causal_attend(q, k, v)[0], (jnp.full((), index), k)
+
+        return call
+
+    left = jax.jit(lambda params, at: forward(SMALL, params, tokens, at, [attend(0), attend(1)]).left)
+    here, there = left(drawn(SMALL), positions), left(drawn(SMALL), positions + 1)
+    assert shapes == [(index, (2, 3, 4, 8), (2, 3, 2, 8), (2, 3, 2, 8)) for index in (0, 1)]
+    assert [int(index) for index, _ in here] == [0, 1]
+    # The same key at another position: turned, but of the same length.
+    assert float(np.max(np.abs(here[0][1] - there[0][1]))) > 1e-3
+    np.testing.assert_allclose(np.linalg.norm(here[0][1], axis=-1), np.linalg.norm(there[0][1], axis=-1), rtol=1e-5)
+
+
+def test_one_attend_for_each_layer():
+    zeros = jnp.zeros((1, 2), jnp.int32)
+    with pytest.raises(ValueError, match="zip"):
+        jax.eval_shape(lambda params: forward(SMALL, params, zeros, zeros, [causal_attend]), drawn(SMALL))
+
+
+def test_a_schedule_gets_partial_sums():
+    """A layer is the stream plus what its halves add: a schedule that drops both leaves the embedding."""
+    tokens, calls = jnp.arange(5)[None], []
+
+    def drop(x: Array, attention: Any, mlp: Any) -> tuple[Array, Any]:
+        partial, left = attention(x)
+        calls.append((partial.shape, mlp(x).shape))
+        return x, left
+
+    run_with = jax.jit(lambda params: forward(SMALL, params, tokens, tokens, [causal_attend] * 2, schedule=drop).hidden)
+    np.testing.assert_array_equal(run_with(drawn(SMALL)), drawn(SMALL).embed[tokens])
+    assert calls == [((1, 5, 24), (1, 5, 24))] * 2
+
+
+def test_declaration_is_the_checkpoint(golden: Golden):
+    """Names and shapes are exactly those that transformers stores, and `count` counts them."""
+    specs, stored = declare(golden.config), golden.stored()
+    assert {spec.name: spec.stored_shape for spec in spec_leaves(specs)} == {name: v.shape for name, v in stored.items()}
+    assert count(specs) == sum(value.size for value in stored.values())
+
+
+def test_params_go_back_to_the_stored_tensors(golden: Golden):
+    stored = golden.stored()
+    written = dict(to_tensors(declare(golden.config), golden.params, np.float32))
+    assert written.keys() == stored.keys()
+    for name, value in written.items():
+        np.testing.assert_array_equal(value, stored[name])
+
+
+def test_logical_axes(golden: Golden):
+    """Every dim has an axis whose size is that of the configuration, so that a schedule can shard by name alone."""
+    config = golden.config
+    sizes = {
+        "vocab": config.vocab_size,
+        "hidden": config.hidden_size,
+        "heads": config.num_heads * config.head_dim,
+        "kv_heads": config.num_kv_heads * config.head_dim,
+        "head": config.head_dim,
+        "mlp": config.intermediate_size,
+    }
+    for spec in spec_leaves(declare(config)):
+        assert spec.shape == tuple(sizes[axis] for axis in spec.axes), spec.name
+
+
+def test_families_and_heads_differ_in_their_arrays_alone():
+    llama = declare(DecoderConfig(**{**vars(SMALL), "family": "llama", "tie_word_embeddings": False}))
+    qwen = declare(SMALL)
+    names = {spec.name for spec in spec_leaves(llama)}
+    extra = {f"model.layers.{n}.self_attn.{which}_norm.weight" for n in (0, 1) for which in "qk"}
+    assert {spec.name for spec in spec_leaves(qwen)} == (names | extra) - {"lm_head.weight"}
+    assert (qwen.head, llama.layers[0].q_norm) == (None, None)
+
+
+def test_abstract_has_the_shapes_of_initialise():
+    specs = declare(SMALL)
+    shapes, params = abstract(specs, jnp.bfloat16), drawn(SMALL, jnp.bfloat16)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(lambda x: (x.shape, x.dtype), params)
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(shapes))
+    assert count(specs) == sum(x.size for x in jax.tree.leaves(params))
+
+
+def test_initialise():
+    """Norms are ones, matrices are truncated normals of their declared scale, no two alike, and a key decides them."""
+    specs = declare(DecoderConfig(**{**vars(SMALL), "hidden_size": 64, "intermediate_size": 128}))
+    draw = jax.jit(lambda key: initialise(specs, key))
+    params, again, other = draw(jax.random.key(3)), draw(jax.random.key(3)), draw(jax.random.key(4))
+    for spec, x, y in zip(spec_leaves(specs), jax.tree.leaves(params), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(x, y)
+        if spec.name.endswith("norm.weight"):
+            np.testing.assert_array_equal(x, 1.0)
+        else:
+            assert float(jnp.max(jnp.abs(x))) <= 3 * spec.scale
+            assert float(jnp.std(x)) == pytest.approx(spec.scale, rel=0.06)
+    first, second = params.layers
+    for unlike in (second.gate, other.layers[0].gate):
+        assert float(jnp.mean(jnp.abs(first.gate - unlike))) > 0.01
+    assert spec_leaves(specs.layers[0].down)[0].scale == pytest.approx(0.02 / math.sqrt(2 * SMALL.num_layers))

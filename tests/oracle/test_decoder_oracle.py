@@ -1,0 +1,187 @@
+"""Logits, taps and checkpoints against transformers, live, on random models of a fresh seed.
+
+Needs the `oracle` extra. A failure prints the seed; `ORACLE_SEED=n` repeats it.
+"""
+
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tilewright.models import decoder
+from tilewright.models.checkpoint import load_decoder, save_params
+from tilewright.models.decoder import DecoderConfig, DecoderParams, config_to_hf, declare, forward_full
+from tilewright.models.layers import RopeScaling
+from tilewright.models.params import initialise
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+SEED = int(os.environ.get("ORACLE_SEED", secrets.randbelow(2**31)))
+TOLERANCE = 1e-4
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 50000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e6}
+
+# (family, tied head, heads, key heads, head size or None for hidden / heads, RoPE)
+CASES: dict[str, tuple[str, bool, int, int, int | None, dict[str, Any]]] = {
+    "qwen3-tied": ("qwen3", True, 8, 2, 32, PLAIN_ROPE),
+    "qwen3-untied": ("qwen3", False, 4, 1, 24, PLAIN_ROPE),
+    "qwen3-scaled": ("qwen3", True, 4, 4, 16, LLAMA3_ROPE),
+    "llama-tied": ("llama", True, 6, 2, None, PLAIN_ROPE),
+    "llama-untied": ("llama", False, 4, 4, 20, PLAIN_ROPE),
+    "llama-scaled": ("llama", False, 8, 4, None, LLAMA3_ROPE),
+}
+
+
+def torch_model(case: str, generator: Any) -> Any:
+    """A model of transformers' with random weights, the norms included."""
+    family, tied, heads, kv_heads, head_dim, rope = CASES[case]
+    sizes: dict[str, Any] = {
+        "vocab_size": 128,
+        "hidden_size": 48,
+        "intermediate_size": 72,
+        "num_hidden_layers": 4,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tied,
+        "rope_parameters": dict(rope),
+    }
+    if head_dim is not None:
+        sizes["head_dim"] = head_dim
+    if family == "qwen3":
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
+    else:
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            drawn = torch.randn(weight.shape, generator=generator)
+            scale = 1.0 if "embed" in name else weight.shape[-1] ** -0.5
+            weight.copy_(1.0 + 0.4 * drawn if weight.ndim == 1 else scale * drawn)
+    return model.eval()
+
+
+def torch_outputs(model: Any, tokens: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
+    """The residual stream after each layer, and the logits."""
+    after: list[np.ndarray] = []
+    hooks = [layer.register_forward_hook(lambda _m, _i, out: after.append(out.float().numpy())) for layer in model.model.layers]
+    with torch.no_grad():
+        logits = model(torch.from_numpy(tokens), use_cache=False).logits.float().numpy()
+    for hook in hooks:
+        hook.remove()
+    return after, logits
+
+
+def own_outputs(config: DecoderConfig, params: DecoderParams, tokens: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
+    @jax.jit
+    def run(params: DecoderParams, tokens: jax.Array) -> tuple[Any, jax.Array]:
+        out = forward_full(config, params, tokens, tuple(range(config.num_layers)))
+        return out.taps, decoder.logits(config, params, out.hidden)
+
+    taps, logits = run(params, jnp.asarray(tokens, jnp.int32))
+    return [np.asarray(tap.astype(jnp.float32)) for tap in taps], np.asarray(logits)
+
+
+def random_tokens(vocab_size: int) -> np.ndarray:
+    return np.random.default_rng(SEED).integers(0, vocab_size, (3, 70))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_logits_and_taps(case: str, sharded: bool, tmp_path: Path):
+    print(f"ORACLE_SEED={SEED}")
+    model = torch_model(case, torch.Generator().manual_seed(SEED))
+    model.save_pretrained(tmp_path, max_shard_size="60KB" if sharded else "1GB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1 or not sharded
+    config, params = load_decoder(tmp_path, jnp.float32)
+    tokens = random_tokens(config.vocab_size)
+    expected_taps, expected = torch_outputs(model, tokens)
+    taps, logits = own_outputs(config, params, tokens)
+    assert np.max(np.abs(logits - expected)) <= TOLERANCE
+    for tap, expected_tap in zip(taps, expected_taps, strict=True):
+        assert np.max(np.abs(tap - expected_tap)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_rope_frequencies(case: str):
+    """Against the table that transformers' own rotary embedding holds (float32)."""
+    model = torch_model(case, torch.Generator().manual_seed(SEED))
+    config = decoder.config_from_hf(model.config.to_dict())
+    np.testing.assert_allclose(config.rope_frequencies, model.model.rotary_emb.inv_freq.numpy(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["qwen3-tied", "llama-untied"])
+def test_bfloat16(case: str, tmp_path: Path):
+    """A bfloat16 checkpoint loads bit for bit, and its logits are as near to float32's as transformers' own are."""
+    print(f"ORACLE_SEED={SEED}")
+    model = torch_model(case, torch.Generator().manual_seed(SEED)).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    config, params = load_decoder(tmp_path, jnp.bfloat16)
+    embed = model.model.embed_tokens.weight.detach()
+    np.testing.assert_array_equal(np.asarray(params.embed).view(np.int16), embed.view(torch.int16).numpy())
+    tokens = random_tokens(config.vocab_size)
+    _, theirs = torch_outputs(model, tokens)
+    _, exact = torch_outputs(model.float(), tokens)
+    _, ours = own_outputs(config, params, tokens)
+
+    def error(logits: np.ndarray) -> float:
+        return float(np.sqrt(np.mean(np.square(logits - exact))))
+
+    assert error(ours) < 1.5 * error(theirs)
+
+
+def test_float32_of_a_bfloat16_checkpoint(tmp_path: Path):
+    """Loading converts exactly, so the float32 logits are those of the widened weights."""
+    model = torch_model("llama-scaled", torch.Generator().manual_seed(SEED)).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    config, params = load_decoder(tmp_path, jnp.float32)
+    tokens = random_tokens(config.vocab_size)
+    _, expected = torch_outputs(model.float(), tokens)
+    _, logits = own_outputs(config, params, tokens)
+    assert np.max(np.abs(logits - expected)) <= TOLERANCE
+
+
+OWN = DecoderConfig(
+    family="qwen3",
+    vocab_size=77,
+    hidden_size=48,
+    intermediate_size=64,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rope_theta=30000.0,
+    max_position_embeddings=256,
+    eos_token_ids=(3, 4),
+)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("scaling", [None, RopeScaling(8.0, 1.0, 4.0, 32)])
+def test_transformers_reads_what_we_write(family: str, tied: bool, scaling: RopeScaling | None, tmp_path: Path):
+    """A model made here, saved here and loaded by transformers, gives the same logits."""
+    config = DecoderConfig(**{**vars(OWN), "family": family, "tie_word_embeddings": tied, "rope_scaling": scaling})
+    specs = declare(config)
+    params = jax.tree.map(lambda x: 1.0 + 4 * (x - 1.0) if x.ndim == 1 else 6.0 * x, initialise(specs, jax.random.key(SEED)))
+    save_params(tmp_path, config_to_hf(config), specs, params, jnp.float32)
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert model.config.eos_token_id == [3, 4]
+    tokens = random_tokens(config.vocab_size)
+    _, expected = torch_outputs(model.eval(), tokens)
+    _, logits = own_outputs(config, params, tokens)
+    assert np.max(np.abs(logits - expected)) <= TOLERANCE
