@@ -73,6 +73,11 @@ def torch_model(case: str, generator: Any) -> Any:
     return model.eval()
 
 
+def loaded(folder: Path, dtype: str) -> Any:
+    """Read from its files: `model.to(...)` would round the rotary frequencies as well."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
 def torch_outputs(model: Any, tokens: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
     """The residual stream after each layer, and the logits."""
     after: list[np.ndarray] = []
@@ -126,14 +131,14 @@ def test_rope_frequencies(case: str):
 def test_bfloat16(case: str, tmp_path: Path):
     """A bfloat16 checkpoint loads bit for bit, and its logits are as near to float32's as transformers' own are."""
     print(f"ORACLE_SEED={SEED}")
-    model = torch_model(case, torch.Generator().manual_seed(SEED)).to(torch.bfloat16)
-    model.save_pretrained(tmp_path)
+    torch_model(case, torch.Generator().manual_seed(SEED)).to(torch.bfloat16).save_pretrained(tmp_path)
     config, params = load_decoder(tmp_path, jnp.bfloat16)
+    model = loaded(tmp_path, "bfloat16")
     embed = model.model.embed_tokens.weight.detach()
     np.testing.assert_array_equal(np.asarray(params.embed).view(np.int16), embed.view(torch.int16).numpy())
     tokens = random_tokens(config.vocab_size)
     _, theirs = torch_outputs(model, tokens)
-    _, exact = torch_outputs(model.float(), tokens)
+    _, exact = torch_outputs(loaded(tmp_path, "float32"), tokens)
     _, ours = own_outputs(config, params, tokens)
 
     def error(logits: np.ndarray) -> float:
@@ -144,11 +149,10 @@ def test_bfloat16(case: str, tmp_path: Path):
 
 def test_float32_of_a_bfloat16_checkpoint(tmp_path: Path):
     """Loading converts exactly, so the float32 logits are those of the widened weights."""
-    model = torch_model("llama-scaled", torch.Generator().manual_seed(SEED)).to(torch.bfloat16)
-    model.save_pretrained(tmp_path)
+    torch_model("llama-scaled", torch.Generator().manual_seed(SEED)).to(torch.bfloat16).save_pretrained(tmp_path)
     config, params = load_decoder(tmp_path, jnp.float32)
     tokens = random_tokens(config.vocab_size)
-    _, expected = torch_outputs(model.float(), tokens)
+    _, expected = torch_outputs(loaded(tmp_path, "float32"), tokens)
     _, logits = own_outputs(config, params, tokens)
     assert np.max(np.abs(logits - expected)) <= TOLERANCE
 

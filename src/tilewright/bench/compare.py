@@ -15,7 +15,7 @@ from tilewright.decode.sampling import Sampling
 
 @dataclass(frozen=True)
 class Comparison:
-    """Both ways of decoding the same prompts. Rates are medians over alternating repetitions, in tokens a second of decoding."""
+    """Both ways of decoding the same prompts. Rates: medians over alternating repetitions, in tokens a second of decoding."""
 
     autoregressive: Generation
     speculative: Generation
@@ -72,7 +72,7 @@ def joined(parts: Sequence[Generation]) -> Generation:
 
 def environment(lm: LanguageModel) -> dict[str, Any]:
     """What the figures were measured on and with."""
-    return {"chip": chip_name(), "dtype": lm.dtype, "jax_version": jax.__version__}
+    return {"chip": chip_name(), "dtype": lm.dtype, "kernels": lm.kernels, "jax_version": jax.__version__}
 
 
 def acceptance_figures(lm: LanguageModel, generation: Generation) -> dict[str, Any]:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from tilewright.decode.session import Result
 
 
-def mean_acceptance_length(results: Sequence[Result]) -> float:
-    """tau: generated tokens for each round, over the rounds of all results; 1 where nothing drafts."""
+def mean_acceptance_length(results: Sequence[Result]) -> float | None:
+    """tau: generated tokens for each round, over the rounds of all results; 1 where nothing drafts, None before any round."""
     rounds = sum(len(r.acceptance_lengths) for r in results)
-    return sum(sum(r.acceptance_lengths) for r in results) / rounds
+    return sum(sum(r.acceptance_lengths) for r in results) / rounds if rounds else None
 
 
 def acceptance_histogram(results: Sequence[Result], block_size: int) -> list[int]:

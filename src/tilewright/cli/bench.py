@@ -1,14 +1,26 @@
 """`tilewright bench`: benchmarks, each with a table and `--json`."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from cyclopts import App
+from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from tilewright.bench.compare import compare, comparison_figures, environment
-from tilewright.cli.common import JsonFile, ModelOptions, check_json_file, human_console, packaged_prompts, read_prompts, write_json
+from tilewright.cli.common import (
+    JsonFile,
+    ModelOptions,
+    check_json_file,
+    human_console,
+    packaged_prompts,
+    read_prompts,
+    write_json,
+)
+from tilewright.decode.language_model import LanguageModel
 from tilewright.decode.sampling import Sampling
+from tilewright.report import terminal
 
 app = App(name="bench", help="Benchmarks.")
 
@@ -33,8 +45,8 @@ def speculative(
     Parameters
     ----------
     data
-        JSONL files (GSM8K, HumanEval, MBPP, MATH-500, MT-Bench, or records with a prompt); by default the held-out code that comes
-        with the demo pair.
+        JSONL files (GSM8K, HumanEval, MBPP, MATH-500, MT-Bench, or records with a prompt); by default the held-out code that
+        comes with the demo pair.
     samples
         How many prompts of each file, from its beginning.
     batch_size
@@ -49,33 +61,38 @@ def speculative(
         if value < 1:
             raise ValueError(f"expected {name} of at least 1, found {value}")
     sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed)
-    sets = {path.stem: read_prompts(path)[:samples] for path in data} or {"held-out code": packaged_prompts()[:samples]}
+    sets = prompt_sets(data, samples)
     console = human_console(json_file)
     lm = models.load(console)
     if lm.drafting is None:
         raise ValueError("this benchmark needs a drafter; name one with --drafter")
-    table = Table(title=f"temperature {temperature:g}, top-p {top_p:g}, {max_new_tokens} new tokens, batch {batch_size}")
-    for column in ("data", "prompts", "autoregressive tokens/s", "speculative tokens/s", "speedup", "τ", "distinct 4-grams", "identical"):
-        table.add_column(column, justify="left" if column == "data" else "right")
+    rows = measure(lm, sets, sampling, batch_size, repetitions, console)
+    title = f"temperature {temperature:g}, top-p {top_p:g}, {max_new_tokens} new tokens, batch {batch_size}"
+    console.print(terminal.benchmark_table(title, rows))
+    settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    described = {"model": models.model, "batch_size": batch_size, "draft_window": models.draft_window, **settings}
+    write_json(json_file, {**environment(lm), **described, "data": rows})
+
+
+def prompt_sets(data: Sequence[Path], samples: int) -> dict[str, list[str]]:
+    """The first `samples` prompts of each file, under its name without the suffix."""
+    if not data:
+        return {"held-out code": packaged_prompts()[:samples]}
+    sets = {path.stem: read_prompts(path)[:samples] for path in data}
+    if len(sets) < len(data):
+        raise ValueError(f"expected data files of different names, found {', '.join(path.name for path in data)}")
+    return sets
+
+
+def measure(
+    lm: LanguageModel, sets: dict[str, list[str]], sampling: Sampling, batch_size: int, repetitions: int, console: Console
+) -> dict[str, dict[str, Any]]:
+    """The figures of each set of prompts."""
     rows = {}
     with Progress(console=console, transient=True) as bar:
         for name, prompts in sets.items():
             batches = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
             task = bar.add_task(name, total=2 * (repetitions + 1))
             both = compare(lm, batches, sampling, repetitions, lambda task=task: bar.advance(task))
-            rows[name] = figures = {"prompts": len(prompts), **comparison_figures(lm, both)}
-            same = sum(d is None for d in figures["first_differences"])
-            table.add_row(
-                name,
-                str(len(prompts)),
-                f"{figures['autoregressive_tokens_per_s']:,.0f}",
-                f"{figures['speculative_tokens_per_s']:,.0f}",
-                f"{figures['speedup']:.2f}x",
-                f"{figures['mean_acceptance_length']:.2f}",
-                f"{figures['distinct_4gram_ratio']:.0%}",
-                f"{same}/{len(prompts)}",
-            )
-    console.print(table)
-    settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-    described = {"model": models.model, "batch_size": batch_size, "draft_window": models.draft_window, **settings}
-    write_json(json_file, {**environment(lm), **described, "data": rows})
+            rows[name] = {"prompts": len(prompts), **comparison_figures(lm, both)}
+    return rows

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 from rich.console import Console
@@ -29,6 +29,7 @@ class ModelOptions:
         dtype: "float32" or "bfloat16".
         block_size: tokens drafted at once, the known one included; by default what the drafter was trained for.
         draft_window: keep only this many last positions in the drafter's context, so that drafting never gets slower.
+        kernels: "auto" takes this package's own kernels where they run, "xla" leaves everything to XLA.
     """
 
     model: str = DEMO
@@ -36,6 +37,7 @@ class ModelOptions:
     dtype: str = "float32"
     block_size: int | None = None
     draft_window: int | None = None
+    kernels: Literal["auto", "xla"] = "auto"
 
     def load(self, console: Console | None) -> LanguageModel:
         drafter = self.drafter
@@ -47,17 +49,18 @@ class ModelOptions:
             dtype=self.dtype,
             block_size=self.block_size,
             draft_window=self.draft_window,
+            kernels=self.kernels,
             console=console,
         )
 
 
-JsonFile = Annotated[str | None, Parameter(name="--json")]
+JsonFile = Annotated[str | None, Parameter(name="--json", allow_leading_hyphen=True)]
 """Where to write the figures as JSON; "-" is standard output."""
 
 
 def human_console(json_file: str | None) -> Console:
     """Where people read: standard output, or standard error when the figures go to standard output."""
-    return Console(stderr=json_file == "-", highlight=False)
+    return Console(stderr=json_file == "-", highlight=False, emoji=False)
 
 
 def write_json(json_file: str | None, figures: Mapping[str, Any]) -> None:
@@ -76,8 +79,15 @@ def write_json(json_file: str | None, figures: Mapping[str, Any]) -> None:
 
 def check_json_file(json_file: str | None) -> None:
     """Refuses, before any work, a place that cannot be written to."""
-    if json_file not in (None, "-") and not Path(json_file).absolute().parent.is_dir():
+    if json_file is None or json_file == "-":
+        return
+    if json_file.startswith("-"):
+        raise ValueError(f'--json {json_file}: expected a file, or "-" for standard output')
+    path = Path(json_file)
+    if not path.absolute().parent.is_dir():
         raise ValueError(f"--json {json_file}: its folder does not exist")
+    if path.is_dir():
+        raise ValueError(f"--json {json_file}: expected a file, found a folder")
 
 
 PROMPT_FIELDS = ("prompt", "problem", "text", "problem_statement")
@@ -97,10 +107,13 @@ def record_prompt(record: Mapping[str, object], where: str) -> str:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The prompts of a JSONL file, one a record."""
+    """The prompts of a JSONL file, one a record; at least one."""
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
-    return [record_prompt(r, f"{path}, record {n}") for n, r in enumerate(read_jsonl(path), 1)]
+    prompts = [record_prompt(r, f"{path}, record {n}") for n, r in enumerate(read_jsonl(path), 1)]
+    if not prompts:
+        raise ValueError(f"{path} has no record")
+    return prompts
 
 
 def packaged_prompts() -> list[str]:

@@ -18,10 +18,10 @@ app.command(bench)
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    errors = Console(stderr=True, soft_wrap=True)
+    errors = Console(stderr=True, soft_wrap=True, emoji=False)
     try:
         app(arguments, exit_on_error=False, print_error=False, error_console=errors)
-    except (ValueError, CycloptsError) as error:
+    except (ValueError, OSError, CycloptsError) as error:
         message = " ".join(str(error).split())
         errors.print(f"tilewright: {message}", style="red", markup=False, highlight=False)
         sys.exit(2)

@@ -20,10 +20,12 @@ from tilewright.models.decoder import DecoderConfig
 from tilewright.models.dflash import DFlashConfig, default_target_layers
 from tilewright.models.tokenizer import load_tokenizer
 from tilewright.train.data import (
-    END_OF_TEXT,
+    MASK,
     Stream,
     encode_documents,
+    end_of_text,
     read_documents,
+    require_windows,
     split_documents,
     train_tokenizer,
 )
@@ -74,9 +76,42 @@ class LoopOptions:
 def finish(result: TrainResult, out: Path, console: Console, json_file: str | None, **more: object) -> None:
     console.print(
         f"{out}: loss {result.loss:.3f}, held-out loss {result.held_out_loss:.3f} nats a token, "
-        f"{result.tokens_per_s:,.0f} tokens/s"
+        f"{result.tokens_per_s:,.0f} tokens/s",
+        markup=False,
     )
     write_json(json_file, {**result.figures(), **more, "chip": chip_name(), "out": str(out)})
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class ModelSizes:
+    """What language model to make.
+
+    Attributes:
+        hidden_size: width of the residual stream.
+        layers: the model's layers.
+        heads: query heads of a layer.
+        kv_heads: key/value heads of a layer; they divide the query heads.
+        head_dim: size of a head.
+        intermediate_size: width inside a layer's MLP.
+        context: the longest sequence that the model will accept.
+    """
+
+    hidden_size: int = 256
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    intermediate_size: int = 768
+    context: int = 1024
+
+    def config(self, vocab_size: int, end: int) -> DecoderConfig:
+        sizes = DecoderConfig(
+            "qwen3", vocab_size, self.hidden_size, self.intermediate_size, self.layers, self.heads, self.kv_heads,
+            self.head_dim, rope_theta=10000.0, tie_word_embeddings=True, max_position_embeddings=self.context,
+            eos_token_ids=(end,),
+        )  # fmt: skip
+        return decoder.config_from_hf(decoder.config_to_hf(sizes), "the model's sizes")
 
 
 @app.command
@@ -85,13 +120,7 @@ def lm(
     out: Path,
     tokenizer: Path | None = None,
     vocab_size: int = 4096,
-    hidden_size: int = 256,
-    layers: int = 4,
-    heads: int = 4,
-    kv_heads: int = 2,
-    head_dim: int = 64,
-    intermediate_size: int = 768,
-    context: int = 1024,
+    sizes: ModelSizes = ModelSizes(),
     loop: LoopOptions = LoopOptions(),
     json_file: JsonFile = None,
 ) -> None:
@@ -105,8 +134,8 @@ def lm(
         Folder for the model; its subfolder `training` holds the checkpoint that an interrupted run resumes from.
     tokenizer
         A folder with a tokenizer.json; by default a byte-level BPE is trained on the data.
-    context
-        The longest sequence that the model will accept.
+    vocab_size
+        Tokens of that BPE, at most.
     json_file
         Write the figures as JSON to this file, "-" for standard output.
     """
@@ -114,20 +143,18 @@ def lm(
     console = human_console(json_file)
     if not data:
         raise ValueError("expected files or folders to train on, found none")
-    trained, held_out = split_documents(read_documents(data), loop.held_out, loop.seed)
+    options = loop.options()
+    documents = split_documents(read_documents(data), loop.held_out, loop.seed)
+    bpe = prepare_tokenizer(out, tokenizer, documents[0], vocab_size)
+    end = end_of_text(bpe)
+    config = sizes.config(bpe.get_vocab_size(), end)
+    streams = [encode_documents(bpe, part, end) for part in documents]
+    for stream, what in zip(streams, ("the training text", "the held-out text"), strict=True):
+        require_windows(stream, options.sequence_length + 1, options.batch_size, what)
     out.mkdir(parents=True, exist_ok=True)
-    bpe = prepare_tokenizer(out, tokenizer, trained, vocab_size)
-    end = bpe.token_to_id(END_OF_TEXT)
-    if end is None:
-        raise ValueError(f"the tokenizer lacks the token {END_OF_TEXT} that separates documents")
-    config = DecoderConfig(
-        "qwen3", bpe.get_vocab_size(), hidden_size, intermediate_size, layers, heads, kv_heads, head_dim, rope_theta=10000.0,
-        tie_word_embeddings=True, max_position_embeddings=context, eos_token_ids=(end,),
-    )  # fmt: skip
-    streams = [encode_documents(bpe, documents, end) for documents in (trained, held_out)]
-    result = train_lm(config, streams[0], streams[1], loop.options(), out / "training", console)
-    save_params(out, decoder.config_to_hf(config), decoder.declare(config), result.params, jnp.float32)
     bpe.save(str(out / "tokenizer.json"))
+    result = train_lm(config, streams[0], streams[1], options, out / "training", console)
+    save_params(out, decoder.config_to_hf(config), decoder.declare(config), result.params, jnp.float32)
     finish(result, out, console, json_file, training_tokens=len(streams[0].tokens))
 
 
@@ -137,9 +164,77 @@ def prepare_tokenizer(out: Path, given: Path | None, documents: list[str], vocab
         return load_tokenizer(given)
     if (out / "tokenizer.json").exists():
         return load_tokenizer(out)
-    tokenizer = train_tokenizer(documents, vocab_size)
-    tokenizer.save(str(out / "tokenizer.json"))
-    return tokenizer
+    return train_tokenizer(documents, vocab_size)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class DrafterSizes:
+    """What drafter to make; its layers have the target's own sizes.
+
+    Attributes:
+        block_size: tokens drafted at once, the known one included.
+        layers: the drafter's layers.
+        taps: the target's layers whose outputs the drafter reads, from 0; by default the published choice for five, or all of
+            fewer than nine.
+        mask_token_id: the token that stands for a position to be drafted; by default <|mask|>, else the vocabulary's last.
+    """
+
+    block_size: int = 16
+    layers: int = 2
+    taps: tuple[int, ...] = ()
+    mask_token_id: int | None = None
+
+    def config(self, target: DecoderConfig, tokenizer: Tokenizer) -> DFlashConfig:
+        mask = tokenizer.token_to_id(MASK) if self.mask_token_id is None else self.mask_token_id
+        every_layer = tuple(range(target.num_layers))
+        sizes = DFlashConfig(
+            target.vocab_size, target.hidden_size, target.intermediate_size, self.layers, target.num_heads, target.num_kv_heads,
+            target.head_dim, self.block_size, target.vocab_size - 1 if mask is None else mask,
+            self.taps or (every_layer if len(every_layer) < 9 else default_target_layers(len(every_layer), 5)),
+            target.num_layers, target.rms_norm_eps, target.rope_theta,
+        )  # fmt: skip
+        config = dflash.config_from_hf(dflash.config_to_hf(sizes), "the drafter's sizes")
+        dflash.check_fits(config, target)
+        return config
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Regeneration:
+    """Whether the target writes the text that its drafter learns from, and how.
+
+    Attributes:
+        regenerated: let the target continue this many stretches of the data and train on what it writes instead of on the data.
+        prompt_tokens: length of such a stretch.
+        response_tokens: length of its continuation.
+        temperature: of the continuations; half of them are always greedy.
+    """
+
+    regenerated: int = 0
+    prompt_tokens: int = 64
+    response_tokens: int = 192
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.regenerated < 0:
+            raise ValueError(f"expected a number of continuations, found {self.regenerated}")
+        if self.prompt_tokens < 1:
+            raise ValueError(f"expected prompts of at least 1 token, found {self.prompt_tokens}")
+
+    def samplings(self) -> list[Sampling]:
+        return [Sampling(self.response_tokens, 0.0), Sampling(self.response_tokens, self.temperature)]
+
+    def apply(self, lm: LanguageModel, streams: list[Stream], end: int, out: Path, console: Console) -> list[Stream]:
+        """Training and held-out text as the target continues them; as they are where nothing is to be regenerated."""
+        if not self.regenerated:
+            return streams
+        counts = (self.regenerated, max(64, self.regenerated // 32))
+        written = []
+        for name, stream, count in zip(("trained", "held_out"), streams, counts, strict=True):
+            prompts = cut_prompts(stream, count, self.prompt_tokens, seed=0)
+            written.append(regenerate(lm, prompts, self.samplings(), out / f"responses_{name}.jsonl", end, console))
+        return written
 
 
 @app.command
@@ -147,16 +242,10 @@ def drafter(
     *data: Path,
     target: str,
     out: Path,
-    block_size: int = 16,
-    layers: int = 2,
-    taps: tuple[int, ...] = (),
-    mask_token_id: int | None = None,
+    sizes: DrafterSizes = DrafterSizes(),
     anchors: int = 32,
     gamma: float | None = None,
-    regenerated: int = 0,
-    prompt_tokens: int = 64,
-    response_tokens: int = 192,
-    temperature: float = 1.0,
+    regeneration: Regeneration = Regeneration(),
     loop: LoopOptions = LoopOptions(),
     json_file: JsonFile = None,
 ) -> None:
@@ -170,20 +259,10 @@ def drafter(
         A folder, a Hugging Face id, or "demo".
     out
         Folder for the drafter; its subfolder `training` holds the checkpoint that an interrupted run resumes from.
-    taps
-        The target's layers whose outputs the drafter reads, from 0; by default the published choice for five, or all of fewer.
-    mask_token_id
-        The token that stands for a position to be drafted; by default <|mask|>, else the last of the vocabulary.
     anchors
         Blocks drawn from each sequence at each step.
     gamma
         Decay of the loss weights exp(-(k-1)/gamma); by default the published one for the block size.
-    regenerated
-        Let the target continue this many stretches of the data and train on what it writes instead of on the data.
-    prompt_tokens, response_tokens
-        Lengths of such a stretch and of its continuation.
-    temperature
-        Of the continuations; half of them are always greedy.
     json_file
         Write the figures as JSON to this file, "-" for standard output.
     """
@@ -191,53 +270,21 @@ def drafter(
     console = human_console(json_file)
     if not data:
         raise ValueError("expected files or folders to train on, found none")
-    options = loop.options()
+    options, drafter_options = loop.options(), DrafterOptions(anchors, gamma)
     folder = hub.resolve(target, console=console)
     tokenizer = load_tokenizer(folder)
     config, params = load_decoder(folder, jnp.float32, console)
-    draft_config = drafter_config(config, tokenizer, block_size, layers, taps, mask_token_id)
-    documents = split_documents(read_documents(data), loop.held_out, loop.seed)
+    draft_config = sizes.config(config, tokenizer)
     end = config.eos_token_ids[0] if config.eos_token_ids else 0
-    streams = [encode_documents(tokenizer, part, end) for part in documents]
-    if regenerated:
-        model = LanguageModel(config, Models(params, None), tokenizer, None, "float32")
-        samplings = [Sampling(response_tokens, 0.0), Sampling(response_tokens, temperature)]
-        streams = [
-            continuation(model, stream, count, prompt_tokens, samplings, out / "training" / f"responses_{name}.jsonl", end, console)
-            for name, stream, count in zip(("trained", "held_out"), streams, (regenerated, max(64, regenerated // 32)), strict=True)
-        ]
+    parts = split_documents(read_documents(data), loop.held_out, loop.seed)
+    streams = [encode_documents(tokenizer, part, end) for part in parts]
+    lm = LanguageModel(config, Models(params, None), tokenizer, None, "float32")
+    trained, held_out = regeneration.apply(lm, streams, end, out / "training", console)
     result = train_drafter(
-        config, params, draft_config, streams[0], streams[1], options, DrafterOptions(anchors, gamma), out / "training", console
+        config, params, draft_config, trained, held_out, options, drafter_options, out / "training", console
     )
     save_params(out, dflash.config_to_hf(draft_config), dflash.declare(draft_config), result.params, jnp.float32)
-    finish(result, out, console, json_file, training_tokens=int(streams[0].in_loss.sum()), target=target)
-
-
-def drafter_config(
-    config: DecoderConfig, tokenizer: Tokenizer, block_size: int, layers: int, taps: tuple[int, ...], mask_token_id: int | None
-) -> DFlashConfig:
-    """A drafter with the target's own layer sizes."""
-    if mask_token_id is None:
-        mask_token_id = tokenizer.token_to_id("<|mask|>")
-        mask_token_id = config.vocab_size - 1 if mask_token_id is None else mask_token_id
-    if not taps:
-        taps = tuple(range(config.num_layers)) if config.num_layers < 9 else default_target_layers(config.num_layers, 5)
-    if block_size < 2:
-        raise ValueError(f"expected a block size of at least 2, found {block_size}")
-    drafter = DFlashConfig(
-        config.vocab_size, config.hidden_size, config.intermediate_size, layers, config.num_heads, config.num_kv_heads,
-        config.head_dim, block_size, mask_token_id, taps, config.num_layers, config.rms_norm_eps, config.rope_theta,
-    )  # fmt: skip
-    dflash.check_fits(drafter, config)
-    return drafter
-
-
-def continuation(
-    model: LanguageModel, stream: Stream, count: int, prompt_tokens: int, samplings: list[Sampling], path: Path, end: int,
-    console: Console,
-) -> Stream:  # fmt: skip
-    prompts = cut_prompts(stream, count, prompt_tokens, seed=0)
-    return regenerate(model, prompts, samplings, path, end, console)
+    finish(result, out, console, json_file, training_tokens=int(trained.in_loss.sum()), target=target)
 
 
 @app.command

@@ -1,15 +1,15 @@
 """Key/value caches of a fixed size, written in place.
 
-A target's cache holds position p in slot p. What lies at or beyond a row's length is stale: masked until a later write replaces it,
-so a rejected draft needs no clean-up. A drafter's context is kept the same way, or, with a draft window, as a ring in which position
-p lies in slot p modulo the window.
+A target's cache holds position p in slot p. What lies at or beyond a row's length is stale: masked until a later write
+replaces it, so a rejected draft needs no clean-up. A drafter's context is kept the same way, or, with a draft window, as a ring
+in which position p lies in slot p modulo the window.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from tilewright.models.dflash import ContextKV
 
@@ -45,8 +45,6 @@ def write_ring(
     return jnp.where((index >= 0)[:, None, :, None], picked, cache)
 
 
-def visible_context(slots: int, stop: Int[Array, " B"], ring: bool) -> Bool[Array, "B S"]:
-    """Which slots hold a position before `stop`. In a ring of S slots those are the last S positions."""
-    if ring:
-        return latest_positions(slots, stop) >= 0
-    return jnp.arange(slots)[None] < stop[:, None]
+def visible_context(slots: int, stop: Int[Array, " B"]) -> Int[Array, " B"]:
+    """How many slots, from the first, hold a position before `stop`; in a ring of S slots those are the last S positions."""
+    return jnp.minimum(stop, slots)

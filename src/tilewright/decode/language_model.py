@@ -3,7 +3,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
+import jax
 import jax.numpy as jnp
 from rich.console import Console
 from tokenizers import Tokenizer
@@ -14,11 +16,13 @@ from tilewright.decode.session import Result, Session
 from tilewright.decode.shapes import ShapeTable
 from tilewright.decode.speculative import Drafting
 from tilewright.decode.state import Models
-from tilewright.models import checkpoint, dflash, hub
+from tilewright.kernels import native
+from tilewright.models import checkpoint, decoder, dflash, hub
 from tilewright.models.decoder import DecoderConfig
 from tilewright.models.dflash import DFlashConfig, DFlashParams
 from tilewright.models.tokenizer import load_tokenizer
 
+Kernels = Literal["auto", "xla"]
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
@@ -56,10 +60,17 @@ class LanguageModel:
 
     def __init__(
         self, target: DecoderConfig, models: Models, tokenizer: Tokenizer, drafting: Drafting | None, dtype: str,
-        table: ShapeTable | None = None,
+        table: ShapeTable | None = None, kernels: Kernels = "auto",
     ):  # fmt: skip
         self.target, self.tokenizer, self.drafting, self.dtype = target, tokenizer, drafting, dtype
         self.table = table or ShapeTable()
+        self.kernels = "xla"
+        if jax.default_backend() == "cpu":
+            kernel = native.kernels() if kernels == "auto" else native.Native(None)
+            packed = kernel.isa is not None
+            self.kernels = f"cpu {kernel.isa}" if packed else "xla"
+            drafter = None if models.drafter is None else dflash.prepare(models.drafter, packed)
+            models = Models(decoder.prepare(models.target, packed), drafter)
         self.programs = Programs(target, models, DTYPES[dtype], self.table)
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
@@ -111,7 +122,7 @@ class LanguageModel:
 
         Args:
             prompts: texts, or lists of token ids; at most as many as the table's largest batch.
-            sampling: one for all, or one each. All rows of one `Sampling` share its seed, so that equal prompts give equal texts.
+            sampling: one for all, or one each. Rows of one `Sampling` share its seed, so that equal prompts give equal texts.
             speculative: False decodes without the drafter; by default a drafter is used if there is one.
         """
         listed = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -174,6 +185,7 @@ def load(
     revision: str | None = None,
     drafter_revision: str | None = None,
     table: ShapeTable | None = None,
+    kernels: Kernels = "auto",
     console: Console | None = None,
 ) -> LanguageModel:
     """Loads a target and, if one is named, its drafter.
@@ -185,11 +197,14 @@ def load(
         draft_window: keep only this many last positions in the drafter's context.
         revision, drafter_revision: a branch, tag or commit on the hub.
         table: the declared shapes.
+        kernels: "auto" takes this package's own kernels where they run, "xla" leaves everything to XLA.
         console: where progress is shown.
 
     Raises:
         ValueError: what is wrong with the files, or how the drafter fails to fit the target.
     """
+    if kernels not in get_args(Kernels):
+        raise ValueError(f"expected kernels to be one of {', '.join(get_args(Kernels))}, found {kernels!r}")
     if dtype not in DTYPES:
         raise ValueError(f"expected a dtype among {', '.join(DTYPES)}, found {dtype!r}")
     if drafter is None and (block_size is not None or draft_window is not None):
@@ -198,7 +213,7 @@ def load(
     tokenizer = load_tokenizer(folder)
     target, target_params = checkpoint.load_decoder(folder, DTYPES[dtype], console)
     if drafter is None:
-        return LanguageModel(target, Models(target_params, None), tokenizer, None, dtype, table)
+        return LanguageModel(target, Models(target_params, None), tokenizer, None, dtype, table, kernels)
     config, drafter_tree = load_drafter(drafter, target, dtype, drafter_revision, console)
     drafting = Drafting(config, config.block_size if block_size is None else block_size, draft_window)
-    return LanguageModel(target, Models(target_params, drafter_tree), tokenizer, drafting, dtype, table)
+    return LanguageModel(target, Models(target_params, drafter_tree), tokenizer, drafting, dtype, table, kernels)

@@ -1,7 +1,7 @@
 """Sampling: what a request asks for, the warped distribution, and one draw from it.
 
-The randomness of a token is a function of its request's seed and its position alone. So a row of a batch draws what it would draw
-by itself, and speculative decoding draws the very token that autoregressive decoding draws (see `speculative.py`).
+The randomness of a token is a function of its request's seed and its position alone. So a row of a batch draws what it would
+draw by itself, and speculative decoding draws the very token that autoregressive decoding draws (see `speculative.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -41,16 +41,16 @@ class Sampling:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        def require(condition: bool, expected: str, found: object) -> None:
-            if not condition:
+        for good, expected, found in (
+            (self.max_new_tokens >= 1, "max_new_tokens of at least 1", self.max_new_tokens),
+            (0 <= self.temperature < float("inf"), "a temperature of 0 or more", self.temperature),
+            (0 < self.top_p <= 1, "top_p above 0 and at most 1", self.top_p),
+            (self.top_k >= 0, "top_k of 0 or more", self.top_k),
+            (0 <= self.seed < 2**32, "a seed from 0 to 2**32 - 1", self.seed),
+            (all(self.stop), "stop strings that are not empty", self.stop),
+        ):
+            if not good:
                 raise ValueError(f"expected {expected}, found {found!r}")
-
-        require(self.max_new_tokens >= 1, "max_new_tokens of at least 1", self.max_new_tokens)
-        require(0 <= self.temperature < float("inf"), "a temperature of 0 or more", self.temperature)
-        require(0 < self.top_p <= 1, "top_p above 0 and at most 1", self.top_p)
-        require(self.top_k >= 0, "top_k of 0 or more", self.top_k)
-        require(0 <= self.seed < 2**32, "a seed from 0 to 2**32 - 1", self.seed)
-        require(all(self.stop), "stop strings that are not empty", self.stop)
 
     @property
     def warp(self) -> Warp:
@@ -83,14 +83,15 @@ def row_sampling(requests: Sequence[Sampling]) -> RowSampling:
 
 def batch_warp(requests: Sequence[Sampling]) -> Warp:
     """The least program that serves every request of a batch."""
-    order: tuple[Warp, ...] = ("greedy", "plain", "filtered")
-    return max((r.warp for r in requests), key=order.index)
+    asked = {r.warp for r in requests}
+    return "filtered" if "filtered" in asked else "plain" if "plain" in asked else "greedy"
 
 
 def sortable(x: Float[Array, "*rows V"]) -> Int32[Array, "*rows V"]:
     """Integers in the order of the floats."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-    return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+    order = jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+    return jnp.where(x == 0, 0, order)  # -0.0 too
 
 
 def threshold(x: Int32[Array, "*rows V"], enough: Callable[[Array], Array]) -> Int32[Array, "*rows 1"]:
@@ -126,18 +127,29 @@ def warp_logits(logits: Float[Array, "B T V"], rows: RowSampling, warp: Warp) ->
     at_least = threshold(order, lambda kept: jnp.sum(kept, axis=-1, keepdims=True) >= wanted)
     logits = jnp.where(order >= at_least, logits, -jnp.inf)
     p = jax.nn.softmax(logits, axis=-1)
-    # Rounding may leave the whole row a little short of 1, and top_p = 1 must keep everything.
+    # Rounding may leave the whole row a little short of 1. It also hides whatever is smaller, which top_p = 1 must keep.
     mass = jnp.asarray(rows.top_p)[:, None, None] * jnp.sum(p, axis=-1, keepdims=True)
     order = sortable(p)
     at_least = threshold(order, lambda kept: jnp.sum(jnp.where(kept, p, 0.0), axis=-1, keepdims=True) >= mass)
-    return jnp.where(order >= at_least, logits, -jnp.inf)
+    kept = (order >= at_least) | (jnp.asarray(rows.top_p)[:, None, None] >= 1)
+    return jnp.where(kept, logits, -jnp.inf)
+
+
+def argmax(x: Float[Array, "*rows V"]) -> Int32[Array, "*rows"]:
+    """The first index of the largest entry.
+
+    Two plain reductions, which XLA vectorises on a CPU; its own argmax is scalar there.
+    """
+    vocab = x.shape[-1]
+    index = jnp.where(x == jnp.max(x, axis=-1, keepdims=True), jnp.arange(vocab, dtype=jnp.int32), vocab - 1)
+    return jnp.min(index, axis=-1)
 
 
 def sample(
     logits: Float[Array, "B T V"], rows: RowSampling, positions: Int32[Array, "B T"], warp: Warp
 ) -> Int32[Array, "B T"]:
     """Draws the token at each of `positions` by the Gumbel-max rule; rows of temperature 0 take the argmax."""
-    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    best = argmax(logits)
     if warp == "greedy":
         return best
 
@@ -146,5 +158,5 @@ def sample(
         return jax.vmap(lambda k: jax.random.gumbel(k, logits.shape[-1:], jnp.float32))(keys)
 
     gumbel = jax.vmap(noise)(jnp.asarray(rows.key), positions)
-    drawn = jnp.argmax(warp_logits(logits, rows, warp) + gumbel, axis=-1).astype(jnp.int32)
+    drawn = argmax(warp_logits(logits, rows, warp) + gumbel)
     return jnp.where(jnp.asarray(rows.temperature)[:, None] > 0, drawn, best)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -100,9 +101,10 @@ class Row:
         return text
 
     def result(self) -> Result:
-        text = self.text if self.finish_reason else self.text + self.decoder.flush()
+        # A copy is flushed: decoding may go on after this.
+        text = self.text if self.finish_reason else self.text + copy(self.decoder).flush()
         reason = self.finish_reason or "interrupted"
-        return Result(text, self.tokens, self.acceptance_lengths, reason, len(self.prompt))
+        return Result(text, list(self.tokens), list(self.acceptance_lengths), reason, len(self.prompt))
 
 
 def find_stop(text: str, stops: Sequence[str]) -> int | None:
@@ -188,8 +190,9 @@ class Session:
         began = time.perf_counter()
         before = np.asarray(self.state.known)
         limit = np.int32(min(steps, STEPS_PER_DISPATCH))
-        self.state, counts, ran = self.program("decode")(self.models, self.state, limit)
-        counts, tokens = np.asarray(counts)[: int(ran)], np.asarray(self.state.tokens)
+        state, counts, ran = self.program("decode")(self.models, self.state, limit)
+        self.state = state
+        counts, tokens = np.asarray(counts)[: int(ran)], np.asarray(state.tokens)
         self.decode_seconds += time.perf_counter() - began
         self.rounds += int(ran)
         return self.take(counts, tokens, before)

@@ -1,7 +1,7 @@
 """The finite table of shapes that generation runs in.
 
-A call is described by four things, each from a short list: rows in the batch, positions in the caches, tokens in a prefill chunk,
-and what sampling must be able to do. Prompts and lengths are data; nothing else about a request reaches the compiler.
+A call is described by four things, each from a short list: rows in the batch, positions in the caches, tokens in a prefill
+chunk, and what sampling must be able to do. Prompts and lengths are data; nothing else about a request reaches the compiler.
 """
 
 from collections.abc import Iterator

@@ -1,9 +1,9 @@
 """Speculative decoding with a DFlash drafter: a round is draft, verify, accept, extend, in fixed shapes.
 
-Why the output is the target's own: in each slot the target draws its token from its full, warped distribution with the randomness
-of that *position* (`sampling.sample`), and a draft is accepted only if it is that very token. So every settled token is the one that
-autoregressive decoding with the same seed would have drawn; the draft decides only how many of them a round may settle. For a
-drafter that proposes its argmax this has the acceptance probability of the one-hot rejection rule, p(draft).
+Why the output is the target's own: in each slot the target draws its token from its full, warped distribution with the
+randomness of that *position* (`sampling.sample`), and a draft is accepted only if it is that very token. So every settled token
+is the one that autoregressive decoding with the same seed would have drawn; the draft decides only how many of them a round may
+settle. For a drafter that proposes its argmax this has the acceptance probability of the one-hot rejection rule, p(draft).
 """
 
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from tilewright.decode import cache
-from tilewright.decode.sampling import Warp
+from tilewright.decode.sampling import Warp, argmax
 from tilewright.decode.state import DecodeState, Models, block_positions, commit, embed, known_token, verify
 from tilewright.models import decoder, dflash
 from tilewright.models.decoder import DecoderConfig
@@ -59,10 +59,10 @@ def draft(
         embed(models.target, jnp.concatenate([known, masks], axis=1)),
         block_positions(state.known, size),
         state.draft_cache,
-        cache.visible_context(slots, state.known, ring=drafting.window is not None),
+        cache.visible_context(slots, state.known),
     )
     logits = decoder.project_head(models.target, hidden[:, 1:])
-    return jnp.concatenate([known, jnp.argmax(logits, axis=-1).astype(known.dtype)], axis=1)
+    return jnp.concatenate([known, argmax(logits)], axis=1)
 
 
 def drafter_params(models: Models) -> DFlashParams:

@@ -11,9 +11,10 @@ from jaxtyping import Bool, Float, Int
 
 from tilewright.decode import cache
 from tilewright.decode.sampling import RowSampling, Warp, sample
-from tilewright.models import decoder, layers
+from tilewright.kernels.select import prefix_attention
+from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
-from tilewright.models.dflash import ContextKV, DFlashParams
+from tilewright.models.dflash import DFlashParams
 
 
 @jax.tree_util.register_dataclass
@@ -80,8 +81,6 @@ def run_target(
 ) -> decoder.Forward:  # fmt: skip
     """Runs `tokens` at positions `start` onwards over the target's cache; the updated cache is in the result's `left`."""
     positions = block_positions(start, tokens.shape[1])
-    slots = state.tokens.shape[1]
-    mask = jnp.arange(slots)[None, None] <= positions[:, :, None]
 
     def attend_to(layer: int) -> Callable[[Array, Array, Array], tuple[Array, Any]]:
         cached_k, cached_v = state.target_cache[layer]
@@ -89,7 +88,8 @@ def run_target(
         def attend(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
             new_k = cache.write(cached_k, k.transpose(0, 2, 1, 3), start)
             new_v = cache.write(cached_v, v.transpose(0, 2, 1, 3), start)
-            return layers.attention(q, new_k, new_v, mask), (new_k, new_v)
+            out = prefix_attention(q, new_k, new_v, positions + 1, beside=params.layers[layer].q)
+            return out, (new_k, new_v)
 
         return attend
 

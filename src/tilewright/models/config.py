@@ -72,7 +72,7 @@ class ConfigReader:
             self.require(False, f"rope_scaling and rope_parameters must be objects, found {older!r} and {newer!r}")
             return ROPE_THETA, None
         scaling = dict(older or newer or {})
-        theta = scaling.pop("rope_theta", (newer or {}).get("rope_theta", self.fields.get("rope_theta")))
+        theta = scaling.pop("rope_theta", self.fields.get("rope_theta"))
         good = theta is None or (is_number(theta) and theta > 1)
         self.require(good, f"rope_theta must be a number above 1, found {theta!r}")
         kind = scaling.pop("rope_type", None) or scaling.get("type") or "default"

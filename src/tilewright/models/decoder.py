@@ -7,7 +7,7 @@ Sources: Qwen3 technical report (arXiv 2505.09388) §2; Llama 3 (arXiv 2407.2178
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, cast
 
 import jax
@@ -15,9 +15,12 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from tilewright.kernels.attention.xla import attention
+from tilewright.kernels.linear.cpu import pack, pack_gated
+from tilewright.kernels.select import linear
 from tilewright.models import layers
 from tilewright.models.config import ConfigReader
-from tilewright.models.layers import Rope, RopeScaling, linear, rms_norm
+from tilewright.models.layers import Rope, RopeScaling, rms_norm
 from tilewright.models.params import ArraySpec, matrix, norm_weight
 
 Family = Literal["qwen3", "llama"]
@@ -267,12 +270,28 @@ def forward(
     return Forward(x, tuple(after[i] for i in tap_layers), tuple(left))
 
 
+def pack_layer(layer: Layer) -> Layer:
+    """The layer with its matrices in the layout of the CPU kernel; the gate holds both gate and up."""
+    packed = {name: pack(getattr(layer, name)) for name in ("q", "k", "v", "o", "down")}
+    return replace(layer, **packed, gate=pack_gated(layer.gate, layer.up), up=None)
+
+
+def prepare(params: DecoderParams, packed: bool) -> DecoderParams:
+    """Makes loaded parameters ready for a CPU: with the kernel's layout, or for XLA.
+
+    Either way a tied model gets a head of its own, `[hidden, vocab]`, at the cost of the embedding's memory once more: XLA's
+    CPU products read that layout up to twice as fast, and the kernel has its own.
+    """
+    head = params.embed.T if params.head is None else params.head
+    if not packed:
+        return replace(params, head=head)
+    return replace(params, head=pack(head), layers=tuple(pack_layer(layer) for layer in params.layers))
+
+
 def project_head(params: DecoderParams, x: Float[Array, "*rows H"]) -> Float[Array, "*rows V"]:
-    """The output head alone, on states that are already normalised; logits in float32."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    if params.head is not None:
-        return jnp.matmul(x, params.head, precision=precision, preferred_element_type=jnp.float32)
-    return jnp.einsum("...h,vh->...v", x, params.embed, precision=precision, preferred_element_type=jnp.float32)
+    """The output head alone, on states that are already normalised. Logits are float32 sums, not rounded to its dtype."""
+    head = params.embed.T if params.head is None else params.head
+    return linear(x, head, jnp.float32)
 
 
 def logits(config: DecoderConfig, params: DecoderParams, hidden: Float[Array, "*rows H"]) -> Float[Array, "*rows V"]:
@@ -284,7 +303,7 @@ def causal_attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
     """Plain causal self-attention over a whole sequence: for training, and as the reference of every cached path."""
     t = q.shape[1]
     mask = jnp.tril(jnp.ones((1, t, t), bool))
-    return layers.attention(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), mask), None
+    return attention(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), mask), None
 
 
 def forward_full(

@@ -7,18 +7,30 @@ through the target's output head.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
+from tilewright.kernels.linear.cpu import pack
+from tilewright.kernels.select import linear, prefix_attention
 from tilewright.models import layers
 from tilewright.models.config import ConfigReader
-from tilewright.models.decoder import Attend, DecoderConfig, Layer, attention_half, declare_layer, mlp_half, project_keys, single_device
-from tilewright.models.layers import KeyValues, linear, rms_norm
+from tilewright.models.decoder import (
+    Attend,
+    DecoderConfig,
+    Layer,
+    attention_half,
+    declare_layer,
+    mlp_half,
+    pack_layer,
+    project_keys,
+    single_device,
+)
+from tilewright.models.layers import rms_norm
 from tilewright.models.params import matrix, norm_weight
 
 ContextKV = tuple[tuple[Array, Array], ...]
@@ -165,6 +177,13 @@ def declare(config: DFlashConfig) -> DFlashParams:
     )
 
 
+def prepare(params: DFlashParams, packed: bool) -> DFlashParams:
+    """Makes loaded parameters ready for a CPU; see `decoder.prepare`."""
+    if not packed:
+        return params
+    return replace(params, fc=pack(params.fc), layers=tuple(pack_layer(layer) for layer in params.layers))
+
+
 def context_features(
     config: DFlashConfig, params: DFlashParams, taps: Sequence[Float[Array, "B T H"]]
 ) -> Float[Array, "B T H"]:
@@ -190,24 +209,24 @@ def draft_hidden(
     embedded: Float[Array, "B T H"],
     positions: Int[Array, "B T"],
     context: ContextKV,
-    visible: Bool[Array, "B S"],
+    visible: Int[Array, " B"],
 ) -> Float[Array, "B T H"]:
     """Runs the block over its context; the result is normalised, ready for the target's output head.
 
     Args:
         embedded: the target's embeddings of the known token and the mask tokens.
-        visible: which entries of the context the block sees.
+        visible: how many of the context's entries, from the first, the block sees.
     """
     rope = layers.rope_tables(positions, config.rope_frequencies)
-    b, t = positions.shape
-    context_mask = jnp.broadcast_to(visible[:, None, :], (b, t, visible.shape[1]))
-    block_mask = jnp.ones((1, t, t), bool)
+    lengths = jnp.broadcast_to(visible[:, None], positions.shape)
     x = embedded
-    for layer, (context_k, context_v) in zip(params.layers, context, strict=True):
+    for layer, cached in zip(params.layers, context, strict=True):
 
-        def attend(q: Array, k: Array, v: Array, ck: Array = context_k, cv: Array = context_v) -> tuple[Array, None]:
-            block = KeyValues(k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), block_mask)
-            return layers.attention_over(q, [KeyValues(ck, cv, context_mask), block]), None
+        def attend(
+            q: Array, k: Array, v: Array, cached: tuple[Array, Array] = cached, beside: Any = layer.q
+        ) -> tuple[Array, None]:
+            block = (k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
+            return prefix_attention(q, *cached, lengths, block, beside=beside), None
 
         x = run_layer(config, layer, x, Attend(rope, attend))
     return rms_norm(x, params.norm, config.rms_norm_eps)

@@ -45,6 +45,31 @@ def comparison_table(figures: Mapping[str, Any]) -> Table:
     return table
 
 
+BENCHMARK_COLUMNS = (
+    "data", "prompts", "autoregressive tokens/s", "speculative tokens/s", "speedup", "τ", "distinct 4-grams", "identical",
+)  # fmt: skip
+
+
+def benchmark_table(title: str, rows: Mapping[str, Mapping[str, Any]]) -> Table:
+    """The table of `tilewright bench speculative`: a row of figures for each set of prompts."""
+    table = Table(title=title)
+    for column in BENCHMARK_COLUMNS:
+        table.add_column(column, justify="left" if column == "data" else "right")
+    for name, figures in rows.items():
+        same = sum(at is None for at in figures["first_differences"])
+        table.add_row(
+            Text(name),
+            str(figures["prompts"]),
+            f"{figures['autoregressive_tokens_per_s']:,.0f}",
+            f"{figures['speculative_tokens_per_s']:,.0f}",
+            f"{figures['speedup']:.2f}x",
+            f"{figures['mean_acceptance_length']:.2f}",
+            f"{figures['distinct_4gram_ratio']:.0%}",
+            f"{same}/{figures['prompts']}",
+        )
+    return table
+
+
 def identical_text(figures: Mapping[str, Any]) -> Text:
     if figures["identical"]:
         return Text("yes", style="green")

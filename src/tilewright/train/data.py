@@ -39,6 +39,13 @@ def strip_annotations(answer: str) -> str:
     return re.sub(r"<<[^<>]*>>", "", answer)
 
 
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: not UTF-8 text") from None
+
+
 def read_jsonl(path: Path) -> list[dict[str, object]]:
     """All records of a JSONL file.
 
@@ -46,7 +53,7 @@ def read_jsonl(path: Path) -> list[dict[str, object]]:
         ValueError: naming the line that is no JSON object.
     """
     records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(read_text(path).split("\n"), 1):  # no other line break ends a record
         if not line.strip():
             continue
         try:
@@ -71,24 +78,29 @@ def read_documents(paths: Sequence[Path]) -> list[str]:
         elif path.suffix == ".jsonl":
             documents += [record_text(r, f"{path}, record {n}") for n, r in enumerate(read_jsonl(path), 1)]
         else:
-            try:
-                documents.append(path.read_text(encoding="utf-8"))
-            except UnicodeDecodeError:
-                raise ValueError(f"{path}: not UTF-8 text") from None
+            documents.append(read_text(path))
     return [document for document in documents if document.strip()]
 
 
 def train_tokenizer(documents: Sequence[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE over `documents`: any text can be encoded, runs of spaces merge, digits stay apart."""
+    """A byte-level BPE over `documents`: any text can be encoded, runs of spaces merge, digits stay apart.
+
+    Raises:
+        ValueError: the vocabulary has no room for every byte and the two special tokens.
+    """
+    special, alphabet = [END_OF_TEXT, MASK], pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size < len(special) + len(alphabet):
+        raise ValueError(f"expected a vocabulary of at least {len(special) + len(alphabet)}, found {vocab_size}")
     tokenizer = Tokenizer(models.BPE())
     words = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
     split = pre_tokenizers.Split(Regex(words), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT, MASK],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=special,
+        initial_alphabet=alphabet,
         show_progress=False,
     )
     tokenizer.train_from_iterator(documents, trainer)
@@ -140,6 +152,18 @@ def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], end: in
         tokens.append(np.asarray([*given, *wanted, end], np.int32))
         flags.append(np.arange(len(given) + len(wanted) + 1) >= len(given))
     return Stream(np.concatenate(tokens), np.concatenate(flags))
+
+
+def end_of_text(tokenizer: Tokenizer) -> int:
+    """The token that separates documents.
+
+    Raises:
+        ValueError: the tokenizer has none.
+    """
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    if end is None:
+        raise ValueError(f"the tokenizer lacks the token {END_OF_TEXT} that separates documents")
+    return end
 
 
 def require_windows(stream: Stream, length: int, batch: int, what: str) -> None:

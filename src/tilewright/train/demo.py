@@ -4,7 +4,10 @@ The text is the Python standard library's own source on the training machine, wh
 questions with their answers.
 """
 
+import json
+import re
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from tilewright.models.checkpoint import load_decoder, save_params
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.dflash import DFlashConfig
 from tilewright.models.params import count
-from tilewright.train.data import END_OF_TEXT, Stream, encode_documents, read_documents, train_tokenizer
+from tilewright.train.data import Stream, encode_documents, end_of_text, read_documents, train_tokenizer
 from tilewright.train.drafter import DrafterOptions, train_drafter
 from tilewright.train.lm import train_lm
 from tilewright.train.loop import TrainOptions
@@ -41,7 +44,7 @@ VOCAB_SIZE = 4096
 MASK_TOKEN_ID = 1
 
 TARGET_OPTIONS = TrainOptions(
-    steps=1300,
+    steps=1000,
     batch_size=8,
     sequence_length=512,
     learning_rate=3e-3,
@@ -53,7 +56,7 @@ TARGET_OPTIONS = TrainOptions(
 
 
 DRAFTER_OPTIONS = TrainOptions(
-    steps=2000,
+    steps=1300,
     batch_size=8,
     sequence_length=512,
     learning_rate=3e-3,
@@ -66,7 +69,7 @@ DRAFTER_OPTIONS = TrainOptions(
 ANCHOR_OPTIONS = DrafterOptions(anchors=32)
 
 PROMPT_TOKENS = 64
-REGENERATED = 6400
+REGENERATED = 9600
 REGENERATION_BATCH = 64
 REGENERATION_SAMPLING = (
     Sampling(max_new_tokens=191, temperature=0.0, ignore_eos=True),
@@ -107,7 +110,7 @@ def target_config(tokenizer: Tokenizer) -> DecoderConfig:
         rope_theta=10000.0,
         tie_word_embeddings=True,
         max_position_embeddings=1024,
-        eos_token_ids=(tokenizer.token_to_id(END_OF_TEXT),),
+        eos_token_ids=(end_of_text(tokenizer),),
     )
 
 
@@ -143,7 +146,7 @@ class DemoText:
 
     @property
     def end(self) -> int:
-        return self.tokenizer.token_to_id(END_OF_TEXT)
+        return end_of_text(self.tokenizer)
 
 
 def prepare_text(gsm8k: Path, out: Path) -> DemoText:
@@ -156,23 +159,38 @@ def prepare_text(gsm8k: Path, out: Path) -> DemoText:
         out.mkdir(parents=True, exist_ok=True)
         tokenizer = train_tokenizer(trained, VOCAB_SIZE)
         tokenizer.save(str(path))
-    end = tokenizer.token_to_id(END_OF_TEXT)
+    end = end_of_text(tokenizer)
     return DemoText(tokenizer, encode_documents(tokenizer, trained, end), encode_documents(tokenizer, held_out, end))
 
 
-def continue_text(text: DemoText, target: DecoderConfig, params: DecoderParams, out: Path, console: Console) -> tuple[Stream, Stream]:
+def continue_text(
+    text: DemoText, target: DecoderConfig, params: DecoderParams, out: Path, console: Console
+) -> tuple[Stream, Stream]:
     """What the target itself writes after stretches of the training text, and after stretches of the held-out text."""
     table = ShapeTable(batches=(REGENERATION_BATCH,))
     lm = LanguageModel(target, Models(params, None), text.tokenizer, None, "float32", table)
     streams = []
-    for name, stream, count in (("trained", text.trained, REGENERATED), ("held_out", text.held_out, REGENERATED // 32)):
-        prompts = cut_prompts(stream, count, PROMPT_TOKENS, seed=0)
+    for name, stream, wanted in (("trained", text.trained, REGENERATED), ("held_out", text.held_out, REGENERATED // 32)):
+        prompts = cut_prompts(stream, wanted, PROMPT_TOKENS, seed=0)
         streams.append(regenerate(lm, prompts, REGENERATION_SAMPLING, out / f"responses_{name}.jsonl", text.end, console))
     return streams[0], streams[1]
 
 
-def joined(first: Stream, second: Stream) -> Stream:
-    return Stream(np.concatenate([first.tokens, second.tokens]), np.concatenate([first.in_loss, second.in_loss]))
+def held_out_prompts(paths: Sequence[Path], each: int = 3, characters: int = 480) -> list[dict[str, str]]:
+    """Stretches of the held-out modules that end with the head of a function: what is to be continued in the demo.
+
+    Args:
+        each: prompts taken from one file, evenly over it.
+        characters: about how much text comes before the function, from the start of a line.
+    """
+    records = []
+    for path in paths:
+        source = path.read_text(encoding="utf-8")
+        heads = [m for m in re.finditer(r"\n *def [^\n]*:\n", source) if m.start() > 2 * characters]
+        for head in heads[:: max(1, len(heads) // each)][:each]:
+            first = source.find("\n", head.start() - characters) + 1
+            records.append({"prompt": source[first : head.end()], "source": path.name})
+    return records
 
 
 def train_demo(gsm8k: Path, out: Path, console: Console) -> dict[str, Any]:
@@ -193,10 +211,12 @@ def train_demo(gsm8k: Path, out: Path, console: Console) -> dict[str, Any]:
     written, written_held_out = continue_text(text, target, params, out / "training", console)
     drafter = drafter_config(target)
     second = train_drafter(
-        target, params, drafter, joined(written, text.trained), written_held_out, DRAFTER_OPTIONS, ANCHOR_OPTIONS,
+        target, params, drafter, written, written_held_out, DRAFTER_OPTIONS, ANCHOR_OPTIONS,
         out / "training" / "drafter", console,
     )  # fmt: skip
     save_params(out / "drafter", dflash.config_to_hf(drafter), dflash.declare(drafter), second.params, ml_dtypes.bfloat16)
+    lines = [json.dumps(record) for record in held_out_prompts(library_sources()[1])]
+    (out / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return {
         "target": first.figures(),
         "drafter": second.figures(),

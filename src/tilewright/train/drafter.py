@@ -1,11 +1,10 @@
 """Training a DFlash drafter for a frozen target (arXiv 2602.06036 §4.2, A.1).
 
-Each sequence gets random anchors, new ones at every step. An anchor stands for the known token of a block: the block's queries see
-the features of positions strictly before it (`kv < anchor`) and their own block in both directions, and slot k learns the token at
-position anchor + k with weight exp(-(k - 1) / gamma). Embedding and head are the target's, and stay as they are.
+Each sequence gets random anchors, new ones at every step. An anchor stands for the known token of a block: the block's queries
+see the features of positions strictly before it (`kv < anchor`) and their own block in both directions, and slot k learns the
+token at position anchor + k with weight exp(-(k - 1) / gamma). Embedding and head are the target's, and stay as they are.
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 from rich.console import Console
 
+from tilewright.kernels.attention.xla import MASKED, group_rows, ungroup_rows
 from tilewright.models import decoder, dflash, layers
 from tilewright.models.decoder import Attend, DecoderConfig, DecoderParams
 from tilewright.models.dflash import DFlashConfig, DFlashParams
@@ -32,11 +32,18 @@ class DrafterOptions:
 
     Attributes:
         anchors: blocks drawn from each sequence at each step.
-        gamma: decay of the slots' loss weights; None takes the published value for the block size (7 for 16, 5 for 10, 4 for 8).
+        gamma: decay of the slots' loss weights; None takes the published value for the block size (7 for 16, 5 for 10, 4 for
+            8).
     """
 
     anchors: int = 32
     gamma: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.anchors < 1:
+            raise ValueError(f"expected at least 1 anchor, found {self.anchors}")
+        if self.gamma is not None and not self.gamma > 0:
+            raise ValueError(f"expected a gamma above 0, found {self.gamma}")
 
     def decay(self, block_size: int) -> float:
         if self.gamma is not None:
@@ -65,7 +72,8 @@ def block_labels(
     index = jnp.minimum(positions, tokens.shape[1] - 1).reshape(tokens.shape[0], -1)
     labels = jnp.take_along_axis(tokens, index, axis=1).reshape(positions.shape)
     counted = inside & jnp.take_along_axis(in_loss, index, axis=1).reshape(positions.shape)
-    ended_before = jnp.cumsum(labels == end, axis=-1) - (labels == end) > 0
+    ends = (labels == end).astype(jnp.int32)
+    ended_before = jnp.cumsum(ends, axis=-1) - ends > 0
     return labels, (counted & ~ended_before).astype(jnp.float32)
 
 
@@ -79,7 +87,7 @@ def anchored_attention(
     batch, count = anchors.shape
     size, d = q.shape[1], q.shape[3]
     heads, length = context[0].shape[1], context[0].shape[2]
-    rows = layers.group_rows(q * d**-0.5, heads)
+    rows = group_rows(q * d**-0.5, heads)
 
     def by_sequence(x: Float[Array, "BA K R _"]) -> Float[Array, "B K AR _"]:
         return x.reshape(batch, count, heads, -1, x.shape[-1]).transpose(0, 2, 1, 3, 4).reshape(batch, heads, -1, x.shape[-1])
@@ -90,12 +98,12 @@ def anchored_attention(
 
     seen = by_block(jnp.einsum("bkrd,bktd->bkrt", by_sequence(rows), context[0]))
     before = jnp.arange(length)[None] < anchors.reshape(-1, 1)
-    seen = jnp.where(before[:, None, None], seen, layers.MASKED)
+    seen = jnp.where(before[:, None, None], seen, MASKED)
     own = jnp.einsum("bkrd,bksd->bkrs", rows, block[0])
     weights = jax.nn.softmax(jnp.concatenate([seen, own], axis=-1), axis=-1)
     from_context = jnp.einsum("bkrt,bktd->bkrd", by_sequence(weights[..., :length]), context[1])
     out = by_block(from_context) + jnp.einsum("bkrs,bksd->bkrd", weights[..., length:], block[1])
-    return layers.ungroup_rows(out, size)
+    return ungroup_rows(out, size)
 
 
 def draft_logits(
@@ -142,8 +150,8 @@ def drafter_loss(
     end = target.eos_token_ids[0] if target.eos_token_ids else -1
     labels, counted = block_labels(tokens, in_loss, anchors, config.block_size, end)
     logits = draft_logits(target, config, target_params, params, tokens, anchors)
-    decay = jnp.exp(-jnp.arange(config.block_size - 1) / options.decay(config.block_size))
-    weights = (counted[:, :, 1:] * real[:, :, None] * decay).reshape(logits.shape[:2])
+    decay = jnp.exp(-jnp.arange(config.block_size - 1, dtype=jnp.float32) / options.decay(config.block_size))
+    weights = (counted[:, :, 1:] * real.astype(jnp.float32)[:, :, None] * decay).reshape(logits.shape[:2])
     wanted = labels[:, :, 1:].reshape(logits.shape[:2])
     label_logits = jnp.take_along_axis(logits, wanted[..., None], axis=-1)[..., 0]
     nll = jax.nn.logsumexp(logits, axis=-1) - label_logits
@@ -176,7 +184,7 @@ def train_drafter(
             f"expected fewer anchors than the sequence length {options.sequence_length}, found {drafter_options.anchors}"
         )
 
-    def loss(params: Any, frozen: Any, batch: Sequence[np.ndarray], key: Array) -> tuple[Array, Array]:
+    def loss(params: Any, frozen: Any, batch: Any, key: Array) -> tuple[Array, Array]:
         arrays = (jnp.asarray(batch[0]), jnp.asarray(batch[1]))
         return drafter_loss(target, config, drafter_options, params, frozen, arrays, key)
 

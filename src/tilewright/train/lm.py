@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int
 from rich.console import Console
@@ -51,7 +50,7 @@ def train_lm(
     require_windows(stream, options.sequence_length + 1, options.batch_size, "the training text")
     require_windows(held_out, options.sequence_length + 1, options.batch_size, "the held-out text")
 
-    def loss(params: Any, frozen: None, batch: tuple[np.ndarray, np.ndarray], key: Array) -> tuple[Array, Array]:
+    def loss(params: Any, frozen: None, batch: Any, key: Array) -> tuple[Array, Array]:
         return next_token_loss(config, params, jnp.asarray(batch[0]), jnp.asarray(batch[1]))
 
     def init() -> DecoderParams:

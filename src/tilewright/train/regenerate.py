@@ -36,8 +36,11 @@ def regenerate(
 
     Returns:
         all of it as a stream, each record closed by the token `end`, with only the responses in the loss.
+
+    Raises:
+        ValueError: `path` holds continuations of other prompts.
     """
-    records = read_jsonl(path) if path.exists() else []
+    records = kept_records(path, prompts)
     batch = lm.table.batches[-1]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file, Progress(console=console) as bar:
@@ -46,13 +49,26 @@ def regenerate(
             part = prompts[first : first + batch]
             asked = [seeded(samplings[i % len(samplings)], i) for i in range(first, first + len(part))]
             for prompt, result in zip(part, lm.generate(part, asked, speculative=False), strict=True):
-                record = {"prompt_tokens": prompt, "response_tokens": result.tokens}
+                record: dict[str, object] = {"prompt_tokens": prompt, "response_tokens": result.tokens}
                 file.write(json.dumps(record) + "\n")
                 records.append(record)
             file.flush()
             os.fsync(file.fileno())
             bar.advance(row, len(part))
     return pair_stream(records, end, path)
+
+
+def kept_records(path: Path, prompts: Sequence[list[int]]) -> list[dict[str, object]]:
+    """The records that an interrupted run left. A last line that it did not finish is cut off, in the file too."""
+    if not path.exists():
+        return []
+    whole = path.read_bytes()
+    if not whole.endswith(b"\n"):
+        os.truncate(path, whole.rfind(b"\n") + 1)
+    records = read_jsonl(path)
+    if [record.get("prompt_tokens") for record in records] != list(prompts[: len(records)]):
+        raise ValueError(f"{path} holds continuations of other prompts; remove it, or write to another folder")
+    return records
 
 
 def seeded(sampling: Sampling, seed: int) -> Sampling:

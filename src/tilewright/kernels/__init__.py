@@ -1,0 +1,1 @@
+"""The operations that are worth a kernel: one folder each, with the same file names; `select` picks among them."""

@@ -1,0 +1,80 @@
+"""The operation as XLA compiles it, on any device; also attention under any mask.
+
+Legend: B rows of a batch, T query positions, S key positions, N query heads, K key/value heads, D head size.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+MASKED = -1e30
+"""Score of a key that a query may not see: finite, so that a row without any visible key stays free of NaN."""
+
+
+class KeyValues(NamedTuple):
+    """Keys and values `[B, K, S, D]` with the mask `[B or 1, T, S]` of the queries that see each of them."""
+
+    k: Array
+    v: Array
+    mask: Array
+
+
+def group_rows(q: Float[Array, "B T N D"], heads: int) -> Float[Array, "B K R D"]:
+    """Folds the queries of a group into the rows of their key head, `R = N / K * T`: a key is then read once for them all."""
+    b, t, n, d = q.shape
+    return q.reshape(b, t, heads, n // heads, d).transpose(0, 2, 3, 1, 4).reshape(b, heads, n // heads * t, d)
+
+
+def ungroup_rows(rows: Float[Array, "B K R D"], t: int) -> Float[Array, "B T N D"]:
+    """The inverse of `group_rows`."""
+    b, heads, r, d = rows.shape
+    return rows.reshape(b, heads, r // t, t, d).transpose(0, 3, 1, 2, 4).reshape(b, t, heads * (r // t), d)
+
+
+def attention_over(q: Float[Array, "B T N D"], parts: Sequence[KeyValues]) -> Float[Array, "B T N D"]:
+    """Grouped-query attention over several sets of keys under one softmax, without joining the sets in memory.
+
+    The scale is `D ** -0.5`; scores and softmax are float32.
+    """
+    t, n, d = q.shape[1:]
+    heads = parts[0].k.shape[1]
+    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    rows = group_rows(q * d**-0.5, heads)
+
+    def scores(part: KeyValues) -> Array:
+        product = jnp.einsum("bkrd,bksd->bkrs", rows, part.k, precision=precision, preferred_element_type=jnp.float32)
+        return jnp.where(jnp.tile(part.mask, (1, n // heads, 1))[:, None], product, MASKED)
+
+    weights = jax.nn.softmax(jnp.concatenate([scores(part) for part in parts], axis=-1), axis=-1).astype(q.dtype)
+    out, first = jnp.zeros_like(rows), 0
+    for part in parts:
+        size = part.k.shape[2]
+        share = jax.lax.slice_in_dim(weights, first, first + size, axis=-1)
+        out = out + jnp.einsum("bkrs,bksd->bkrd", share, part.v, precision=precision)
+        first += size
+    return ungroup_rows(out, t)
+
+
+def attention(
+    q: Float[Array, "B T N D"], k: Float[Array, "B K S D"], v: Float[Array, "B K S D"], mask: Bool[Array, "#B T S"]
+) -> Float[Array, "B T N D"]:
+    """Grouped-query attention over one set of keys; see `attention_over`."""
+    return attention_over(q, [KeyValues(k, v, mask)])
+
+
+def prefix_attention(
+    q: Float[Array, "B T N D"],
+    k: Float[Array, "B K S D"],
+    v: Float[Array, "B K S D"],
+    lengths: Int[Array, "B T"],
+    own: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None = None,
+) -> Float[Array, "B T N D"]:
+    """Attention of each query over the first `lengths` entries of a cache, and over all of `own`."""
+    parts = [KeyValues(k, v, jnp.arange(k.shape[2])[None, None] < lengths[:, :, None])]
+    if own is not None:
+        parts.append(KeyValues(*own, jnp.ones((1, q.shape[1], own[0].shape[2]), bool)))
+    return attention_over(q, parts)

@@ -1,0 +1,1 @@
+"""`x @ w`, and `silu(x @ gate) * (x @ up)`."""

@@ -1,0 +1,74 @@
+"""The command line in this process: small models on disk, and a way to run a command and see what it printed."""
+
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reference.dflash_numpy import as_folders, random_pair
+from tilewright.cli.main import main
+from train.support import cheap_compilation
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cheap_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with cheap_compilation(tmp_path_factory.getbasetemp() / "compiled"):
+        yield
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a command left: its exit status, and both outputs."""
+
+    status: object
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        return json.loads(self.out)
+
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """`run("generate", ..., stdin="piped text")`; without `stdin`, standard input is a terminal."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    def command(*arguments: object, stdin: str | None = None) -> Ran:
+        monkeypatch.setattr(sys, "stdin", Terminal() if stdin is None else io.StringIO(stdin))
+        monkeypatch.setenv("COLUMNS", "160")
+        capsys.readouterr()
+        status: object = 0
+        try:
+            main([str(argument) for argument in arguments])
+        except SystemExit as ended:
+            status = ended.code
+        return Ran(status, *capsys.readouterr())
+
+    return command
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target and a drafter of random weights; the word "t7" is token 7, and the context has 128 positions."""
+    pair = random_pair(
+        3, target_layers=2, drafter_layers=1, taps=(0, 1), block_size=4, max_position_embeddings=128, tie_word_embeddings=True
+    )
+    return as_folders(tmp_path_factory.mktemp("pair"), pair)
+
+
+@pytest.fixture(scope="session")
+def pair(folders: tuple[Path, Path]) -> list[object]:
+    """The options that name both models."""
+    return ["--model", folders[0], "--drafter", folders[1]]

@@ -1,0 +1,99 @@
+"""What a call compiles: the declared programs and nothing else; the next call compiles nothing."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from decode.support import build, prompts
+from reference.dflash_numpy import random_pair
+from tilewright.compiled.ledger import CompileError, Ledger, no_compile_guard
+from tilewright.decode.language_model import LanguageModel
+from tilewright.decode.sampling import Sampling, batch_warp
+from tilewright.decode.shapes import Shape, ShapeTable
+
+ASKED = prompts(0, range(1, 100, 2))
+"""50 lengths."""
+TABLE = ShapeTable(batches=(1, 3), capacities=(64, 128), chunks=(8, 32))
+NEW = 8
+PROGRAMS = {"jit(allocate)", "jit(prefill_chunk)", "jit(decode_loop)"}
+
+
+@pytest.fixture
+def lm(tmp_path: Path) -> LanguageModel:
+    """A model that has compiled nothing, in a process that forgets the rest: no stray program hides behind another test."""
+    made = build(tmp_path, random_pair(0, target_layers=1, drafter_layers=1, taps=[0]), table=TABLE)
+    jax.clear_caches()
+    return made
+
+
+def shapes_used(lm: LanguageModel, requests: list[Sampling], batch: int, drafted: bool) -> set[Shape]:
+    used = set()
+    for i in range(0, len(ASKED), batch):
+        overrun = lm.drafting.block_size if lm.drafting and drafted else 1
+        group = list(zip(ASKED[i : i + batch], requests[i : i + batch], strict=True))
+        positions = max(len(prompt) + request.max_new_tokens for prompt, request in group) + overrun
+        used.add(lm.table.shape(len(group), positions, batch_warp([request for _, request in group])))
+    return used
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_a_call_compiles_at_most_the_table(lm: LanguageModel, drafted: bool):
+    requests = [Sampling(NEW)] * 24 + [Sampling(NEW, temperature=1.0, seed=n) for n in range(26)]
+
+    def call() -> list[list[int]]:
+        return [result.tokens for result in lm.generate(ASKED, requests, drafted)]
+
+    with Ledger() as ledger:
+        first = call()
+    used = shapes_used(lm, requests, 3, drafted)
+    assert used >= {Shape(3, 64, "greedy"), Shape(3, 128, "plain")}
+    assert 0 < ledger.compilations <= sum(TABLE.programs(shape) for shape in used)
+    assert ledger.compilations == len(lm.programs.compiled)
+    assert {program.name for program in ledger.programs} == PROGRAMS
+    with no_compile_guard("fail", "the second call"):
+        assert call() == first
+
+
+def test_one_prompt_at_a_time(lm: LanguageModel):
+    with Ledger() as ledger:
+        for prompt in ASKED:
+            lm.generate([prompt], Sampling(NEW))
+    used = shapes_used(lm, [Sampling(NEW)] * len(ASKED), 1, True)
+    assert used == {Shape(1, 64, "greedy"), Shape(1, 128, "greedy")}
+    assert ledger.compilations <= sum(TABLE.programs(shape) for shape in used)
+    assert Counter(program.name for program in ledger.programs) == {
+        "jit(allocate)": 2, "jit(prefill_chunk)": 4, "jit(decode_loop)": 2
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "programs"),
+    [
+        ({"temperature": 0.5}, ["jit(decode_loop)"]),  # only the decode loop samples
+        ({"temperature": 0.5, "top_p": 0.9}, ["jit(decode_loop)"]),
+        ({"seed": 5, "top_p": 0.5, "stop": ("t1",), "ignore_eos": True, "max_new_tokens": 30}, []),
+    ],
+)
+def test_what_another_request_adds(lm: LanguageModel, change: dict[str, Any], programs: list[str]):
+    lm.generate([[1, 2, 3]], Sampling(NEW))
+    with Ledger() as ledger:
+        lm.generate([[3, 2, 1, 0]], Sampling(**{"max_new_tokens": NEW, **change}))
+    assert [program.name for program in ledger.programs] == programs
+
+
+def test_streaming_compiles_no_more(lm: LanguageModel):
+    lm.generate(ASKED[:3], Sampling(NEW))
+    with no_compile_guard("fail", "streaming"):
+        session = lm.start(ASKED[:3], Sampling(NEW, stop=("t3",)))
+        while not session.finished:
+            session.advance(1)
+            session.results()
+
+
+def test_the_guard_sees_a_shape_that_was_not_ready(lm: LanguageModel):
+    lm.generate([[1, 2]], Sampling(NEW))
+    with pytest.raises(CompileError, match=r"jit\(decode_loop\)"), no_compile_guard("fail"):
+        lm.generate([[1, 2], [3, 4]], Sampling(NEW))

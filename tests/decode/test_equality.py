@@ -1,0 +1,176 @@
+"""Speculative decoding gives the tokens of autoregressive decoding, greedy and sampled; a row gives what it gives alone."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from decode.support import build, check_same_as_autoregressive, prompts, tokens_of
+from reference.dflash_numpy import Pair, oracle_like_pair, random_pair
+from tilewright.decode import speculative
+from tilewright.decode.language_model import LanguageModel
+from tilewright.decode.programs import ProgramKey
+from tilewright.decode.sampling import Sampling
+from tilewright.decode.shapes import Shape, ShapeTable
+from tilewright.decode.speculative import Drafting
+from tilewright.decode.state import DecodeState, Models, known_token
+from tilewright.models.decoder import DecoderConfig
+
+NEW, BLOCK = 32, 16
+TABLE = ShapeTable(batches=(1, 8), capacities=(128,), chunks=(16, 64))
+ASKED = prompts(0, [*range(1, 61), *range(2, 42)])
+"""100 prompts."""
+SIZES: dict[str, Any] = {
+    "block_size": BLOCK, "target_layers": 2, "drafter_layers": 1, "taps": [0, 1], "drafter_intermediate_size": 1024
+}  # fmt: skip
+KNOWN = (8, 30, 70)
+GREEDY = Sampling(max_new_tokens=NEW)
+REQUESTS = [
+    Sampling(NEW, temperature=1.0, top_p=0.9, seed=3),
+    Sampling(NEW),
+    Sampling(NEW, temperature=1.0, seed=4),
+    Sampling(NEW, temperature=0.7, top_k=5, seed=5),
+    Sampling(NEW, temperature=1.0, top_p=0.9, seed=6),
+    Sampling(NEW - 9, temperature=1.5, top_p=0.8, top_k=12, seed=2**32 - 1),
+    Sampling(NEW, temperature=1e-3, seed=1),
+]
+"""Seven rows: one of the eight in their shape is padding."""
+
+
+@pytest.fixture(scope="module")
+def guessing(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    """With a drafter of random weights."""
+    return build(tmp_path_factory.mktemp("guessing"), random_pair(0, **SIZES), table=TABLE)
+
+
+@pytest.fixture(scope="module")
+def skilled(tmp_path_factory: pytest.TempPathFactory, guessing: LanguageModel) -> LanguageModel:
+    """The same target with a drafter that knows three of the texts in part."""
+    pair = oracle_like_pair(0, [ASKED[n] for n in KNOWN], length=NEW, **SIZES)
+    assert same_target(pair, random_pair(0, **SIZES))
+    lm = build(tmp_path_factory.mktemp("skilled"), pair, table=TABLE)
+    assert lm.drafting == guessing.drafting
+    lm.programs.compiled = guessing.programs.compiled  # the parameters are arguments: equal configurations share programs
+    return lm
+
+
+def same_target(a: Pair, b: Pair) -> bool:
+    return a.target_config == b.target_config and all(
+        np.array_equal(tensor, b.target_tensors[name]) for name, tensor in a.target_tensors.items()
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(guessing: LanguageModel) -> list[list[int]]:
+    """What each prompt gives by itself, greedy and autoregressive."""
+    return tokens_of(guessing, ASKED, GREEDY, speculative=False, batch=1)
+
+
+def test_batch_rows_give_what_they_give_alone(guessing: LanguageModel, alone: list[list[int]]):
+    assert len({len(prompt) for prompt in ASKED}) == 60
+    assert tokens_of(guessing, ASKED, GREEDY, speculative=False, batch=8) == alone
+    assert {len(tokens) for tokens in alone} == {NEW}
+    assert len({tuple(tokens) for tokens in alone}) == len(ASKED)
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_random_drafter(guessing: LanguageModel, alone: list[list[int]], batch: int):
+    lengths = check_same_as_autoregressive(guessing, ASKED, GREEDY, batch, alone)
+    assert 1 <= np.mean(lengths) < 1.2
+
+
+def test_drafter_that_knows_some_texts(skilled: LanguageModel, alone: list[list[int]]):
+    lengths = check_same_as_autoregressive(skilled, ASKED, GREEDY, 8, alone)
+    assert {1, BLOCK} < set(lengths)
+    known = check_same_as_autoregressive(skilled, [ASKED[n] for n in KNOWN], GREEDY, 1, [alone[n] for n in KNOWN])
+    assert 3 < np.mean(known) < BLOCK
+
+
+@pytest.fixture(scope="module")
+def informed(tmp_path_factory: pytest.TempPathFactory, alone: list[list[int]]) -> LanguageModel:
+    """With a drafter that looks each row's text up among the right ones; in rows that ignore EOS it makes mistakes.
+
+    (The target has no EOS token, so that the flag is free to tell the two apart.)
+    """
+    texts, ends = np.zeros((len(ASKED), 128), np.int32), np.zeros(len(ASKED), np.int32)
+    for n, prompt in enumerate(ASKED):
+        texts[n, : len(prompt) + NEW] = prompt + alone[n]
+        ends[n] = len(prompt) + NEW
+    mistakes = np.random.default_rng(0).random(texts.shape) < 0.15
+
+    def look_up(drafting: Drafting, target: DecoderConfig, models: Models, state: DecodeState) -> Any:
+        later = jnp.arange(128)[None, None] > state.known[:, None, None]
+        fits = jnp.all((state.tokens[:, None] == texts[None]) | later, axis=2) & (state.end[:, None] == ends[None])
+        row = jnp.argmax(fits, axis=1)
+        wrong = jnp.take(jnp.asarray(mistakes), row, axis=0) & state.ignore_eos[:, None]
+        text = (jnp.take(jnp.asarray(texts), row, axis=0) + wrong.astype(jnp.int32)) % target.vocab_size
+        slots = state.known[:, None] + jnp.arange(1, drafting.block_size)[None]
+        return jnp.concatenate([known_token(state), jnp.take_along_axis(text, slots, axis=1)], axis=1)
+
+    lm = build(tmp_path_factory.mktemp("informed"), random_pair(0, **SIZES), table=TABLE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speculative, "draft", look_up)
+        for batch in TABLE.batches:
+            lm.programs.get(ProgramKey("decode", Shape(batch, 128, "greedy"), lm.drafting))
+    return lm
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_drafter_that_is_always_right(informed: LanguageModel, alone: list[list[int]], batch: int):
+    """Every round settles a whole block: tau is the block size."""
+    assert set(check_same_as_autoregressive(informed, ASKED, GREEDY, batch, alone)) == {BLOCK}
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_drafter_that_is_right_in_part(informed: LanguageModel, alone: list[list[int]], batch: int):
+    lengths = check_same_as_autoregressive(informed, ASKED, replace(GREEDY, ignore_eos=True), batch, alone)
+    assert set(lengths) == set(range(1, BLOCK + 1))
+    assert 3 < np.mean(lengths) < 9
+
+
+def test_without_the_packages_own_kernels(tmp_path: Path, alone: list[list[int]]):
+    lm = build(tmp_path, random_pair(0, **SIZES), table=TABLE, kernels="xla")
+    assert tokens_of(lm, ASKED[2:10], GREEDY, speculative=False) == alone[2:10]
+    check_same_as_autoregressive(lm, ASKED[2:10], GREEDY, 8, alone[2:10])
+
+
+def each_alone(lm: LanguageModel, asked: Sequence[list[int]], speculative: bool) -> list[list[int]]:
+    return [lm.generate([p], [s], speculative)[0].tokens for p, s in zip(asked, REQUESTS, strict=True)]
+
+
+def test_sampled_rows_of_a_mixed_batch(guessing: LanguageModel, skilled: LanguageModel):
+    """Every row has its own sampling; the programs differ too (a greedy row alone runs in one that cannot draw)."""
+    asked = [ASKED[n] for n in (4, 8, 0, 12, 15, 16, 2)]
+    want = each_alone(guessing, asked, speculative=False)
+    assert [len(tokens) for tokens in want] == [request.max_new_tokens for request in REQUESTS]
+    assert tokens_of(guessing, asked, REQUESTS, speculative=False) == want
+    for lm in (guessing, skilled):
+        assert each_alone(lm, asked, speculative=True) == want
+        check_same_as_autoregressive(lm, asked, REQUESTS, 8, want)
+    greedy = tokens_of(guessing, asked, GREEDY, speculative=False)
+    differ = [a[: len(b)] != b for a, b in zip(greedy, want, strict=True)]
+    # At a temperature of 1/1000 a draw is the argmax, unless the best two are very close.
+    assert differ == [True, False, True, True, True, True, False]
+
+
+def test_rows_of_one_prompt_differ_by_seed_alone(skilled: LanguageModel):
+    asked = [ASKED[8]] * 8
+    seeds = [0, 1, 2, 3, 0, 1, 2, 3]
+    requests = [Sampling(NEW, temperature=1.0, top_p=0.9, seed=seed) for seed in seeds]
+    for speculative_too in (False, True):
+        got = tokens_of(skilled, asked, requests, speculative=speculative_too)
+        assert got[:4] == got[4:]
+        assert len({tuple(tokens) for tokens in got}) == 4
+
+
+def test_a_row_is_not_changed_by_the_limits_of_others(skilled: LanguageModel, alone: list[list[int]]):
+    """Rows end at different rounds; those that are done stand still while the rest go on."""
+    limits = [1, 2, 15, 16, 17, NEW, 5, 31]
+    requests = [replace(GREEDY, max_new_tokens=limit) for limit in limits]
+    want = [alone[n][:limit] for n, limit in zip(range(20, 28), limits, strict=True)]
+    assert tokens_of(skilled, ASKED[20:28], requests, speculative=False) == want
+    check_same_as_autoregressive(skilled, ASKED[20:28], requests, 8, want)

@@ -1,0 +1,265 @@
+"""From rounds to results: text as it streams, stop strings, ends, and results taken early."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from decode.support import build, prompts, run
+from reference.dflash_numpy import Generation, Pair, oracle_like_pair, speculative_greedy
+from tilewright.decode.language_model import LanguageModel
+from tilewright.decode.sampling import Sampling
+from tilewright.decode.session import Piece, Result, Row, beginning_of_stop, find_stop
+from tilewright.models.tokenizer import StreamDecoder
+
+NEW = 24
+ASKED = prompts(0, [1, 7, 12])
+SIZES: dict[str, Any] = {"target_layers": 3, "taps": [0, 2], "drafter_intermediate_size": 320, "length": NEW}
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return oracle_like_pair(2, ASKED, **SIZES)
+
+
+@pytest.fixture(scope="module")
+def lm(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    return build(tmp_path_factory.mktemp("pair"), pair)
+
+
+@pytest.fixture(scope="module")
+def want(pair: Pair) -> list[Generation]:
+    return [speculative_greedy(*pair.build(), prompt, NEW) for prompt in ASKED]
+
+
+def words(tokens: Sequence[int]) -> str:
+    return " ".join(f"t{token}" for token in tokens)
+
+
+def streamed(pieces: Sequence[Piece], row: int) -> str:
+    return "".join(piece.text for piece in pieces if piece.row == row)
+
+
+def check_stream(pieces: Sequence[Piece], results: Sequence[Result]) -> None:
+    for row, result in enumerate(results):
+        own = [piece for piece in pieces if piece.row == row]
+        assert [piece.token for piece in own] == result.tokens
+        assert streamed(pieces, row) == result.text
+        assert sum(result.acceptance_lengths) == len(result.tokens)
+
+
+@pytest.mark.parametrize("steps", [1, 3, 64])
+@pytest.mark.parametrize("drafted", [False, True])
+def test_pieces_add_up(lm: LanguageModel, want: list[Generation], drafted: bool, steps: int):
+    session = lm.start(ASKED, Sampling(NEW), drafted)
+    pieces = run(session, steps)
+    results = session.results()
+    check_stream(pieces, results)
+    for result, prompt, generation in zip(results, ASKED, want, strict=True):
+        assert result.tokens == generation.output
+        assert result.text == words(generation.output)
+        assert (result.finish_reason, result.prompt_tokens) == ("length", len(prompt))
+        rounds = [len(r.emitted) for r in generation.rounds]
+        assert result.acceptance_lengths == (rounds if drafted else [1] * NEW)
+    assert session.rounds == max(len(result.acceptance_lengths) for result in results)
+    assert session.advance() == []
+
+
+def test_drafted_tokens_are_told_apart(lm: LanguageModel, want: list[Generation]):
+    pieces = run(lm.start(ASKED, Sampling(NEW)))
+    for row, generation in enumerate(want):
+        flags = [piece.drafted for piece in pieces if piece.row == row]
+        expected = [slot < r.accepted for r in generation.rounds for slot in range(len(r.emitted))]
+        # The engine does not see whether the last token of all, where the limit cuts a round, was drafted.
+        assert flags[:-1] == expected[:-1]
+        assert any(expected)
+        assert not all(expected)
+    assert not any(piece.drafted for piece in run(lm.start(ASKED, Sampling(NEW), speculative=False)))
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5, 6, 7])
+def test_length_limit(lm: LanguageModel, want: list[Generation], limit: int):
+    for result, generation in zip(lm.generate(ASKED, Sampling(limit)), want, strict=True):
+        assert result.tokens == generation.output[:limit]
+        assert result.finish_reason == "length"
+
+
+def expected_stop(tokens: Sequence[int], stop: str) -> tuple[str, int]:
+    """The text before the stop string, and how many tokens it takes to complete it."""
+    taken = next(n for n in range(1, len(tokens) + 1) if stop in words(tokens[:n]))
+    return words(tokens).partition(stop)[0], taken
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_stop_strings(lm: LanguageModel, want: list[Generation], drafted: bool):
+    """Stops of all kinds: within a token, spanning several, at the very beginning, at the very end."""
+    tokens = want[1].output
+    text = words(tokens)
+    spans = [(0, 1), (0, 6), (5, 3), (9, 12), (20, 5), (31, 20), (40, 2), (len(text) - 4, 4)]
+    stops = [text[at : at + size] for at, size in spans]
+    assert text.find(stops[5]) == 31
+    for i in range(0, len(stops), 4):
+        requests = [Sampling(NEW, stop=(stop, "never")) for stop in stops[i : i + 4]]
+        session = lm.start([ASKED[1]] * 4, requests, drafted)
+        pieces: list[Piece] = []
+        while not session.finished:
+            pieces += session.advance(2)
+            for row, stop in enumerate(stops[i : i + 4]):
+                assert expected_stop(tokens, stop)[0].startswith(streamed(pieces, row))
+        check_stream(pieces, session.results())
+        for result, stop in zip(session.results(), stops[i : i + 4], strict=True):
+            before, taken = expected_stop(tokens, stop)
+            assert (result.text, result.tokens, result.finish_reason) == (before, tokens[:taken], "stop")
+
+
+def test_the_earliest_of_several_stops_counts(lm: LanguageModel, want: list[Generation]):
+    text = words(want[0].output)
+    early, late = text[10:14], text[50:60]
+    result = lm.generate([ASKED[0]] * 3, Sampling(NEW, stop=(late, early)))[0]
+    assert result.text == text[: text.find(early)]
+
+
+def test_what_only_begins_a_stop_is_shown_in_the_end(lm: LanguageModel, want: list[Generation]):
+    text = words(want[2].output)
+    session = lm.start(ASKED, Sampling(NEW, stop=(text[-5:] + "?", "t?")))
+    pieces = run(session, 1)
+    check_stream(pieces, session.results())
+    assert session.results()[2].text == text
+    assert session.results()[2].finish_reason == "length"
+
+
+def test_a_stopped_row_leaves_the_others_alone(lm: LanguageModel, want: list[Generation]):
+    requests = [Sampling(NEW), Sampling(NEW, stop=(words(want[1].output[3:5]),)), Sampling(NEW)]
+    session = lm.start(ASKED, requests)
+    while session.results()[1].finish_reason == "interrupted":
+        session.advance(1)
+    assert session.state is not None
+    assert np.asarray(session.state.done).tolist() == [False, True, False, True]  # the last one is padding
+    run(session, 1)
+    assert [result.finish_reason for result in session.results()] == ["length", "stop", "length"]
+    assert [len(result.tokens) for result in session.results()] == [NEW, 5, NEW]
+    assert [session.results()[row].tokens for row in (0, 2)] == [want[row].output for row in (0, 2)]
+
+
+def test_a_batch_ends_when_every_row_has_stopped(lm: LanguageModel, want: list[Generation]):
+    requests = [Sampling(NEW, stop=(words(g.output[:2]),)) for g in want]
+    session = lm.start(ASKED, requests, speculative=False)
+    run(session, 1)
+    assert session.rounds == 2
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_end_of_sequence(pair: Pair, want: list[Generation], tmp_path: Path, drafted: bool):
+    """The token ends its row, also in the middle of a block; a row that ignores it goes on."""
+    long = next(r for r in want[1].rounds if r.accepted == 5 and len(r.emitted) == 6)
+    eos = long.emitted[2]
+    config = pair.target_config | {"eos_token_id": [eos, 39 if eos != 39 else 38]}
+    ends = set(config["eos_token_id"])
+    lm = build(tmp_path, Pair(config, pair.target_tensors, pair.drafter_config, pair.drafter_tensors))
+    requests = [Sampling(NEW), Sampling(NEW), Sampling(NEW), Sampling(NEW, ignore_eos=True)]
+    session = lm.start([*ASKED, ASKED[1]], requests, drafted)
+    pieces = run(session)
+    results = session.results()
+    check_stream(pieces, results)
+    for result, prompt in zip(results, ASKED, strict=False):
+        expected = speculative_greedy(*pair.build(), prompt, NEW, eos=ends).output
+        assert result.tokens == expected
+        ended = expected[-1] in ends
+        assert result.finish_reason == ("eos" if ended else "length")
+        assert result.text == words(expected[:-1] if ended else expected)
+    assert results[1].finish_reason == "eos"
+    assert (results[3].tokens, results[3].finish_reason) == (want[1].output, "length")
+    assert results[3].text == words(want[1].output)
+
+
+def test_results_taken_early(lm: LanguageModel, want: list[Generation]):
+    session = lm.start(ASKED, Sampling(NEW))
+    assert [(r.tokens, r.text, r.finish_reason) for r in session.results()] == [([], "", "interrupted")] * 3
+    early, pieces = [], []
+    while not session.finished:
+        pieces += session.advance(1)
+        early.append(session.results())
+    for number, results in enumerate(early, 1):
+        for result, generation in zip(results, want, strict=True):
+            tokens = [token for r in generation.rounds[:number] for token in r.emitted]
+            assert (result.tokens, result.text) == (tokens, words(tokens))
+            assert result.acceptance_lengths == [len(r.emitted) for r in generation.rounds[:number]]
+            assert result.finish_reason == ("length" if len(tokens) == NEW else "interrupted")
+    check_stream(pieces, session.results())
+
+
+def test_seconds_are_counted(lm: LanguageModel):
+    session = lm.start(ASKED, Sampling(NEW))
+    run(session)
+    assert session.prefill_seconds > 0
+    assert session.decode_seconds > 0
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token a byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+BYTES = byte_tokenizer()
+EOS = 256
+
+
+@settings(max_examples=200)
+@given(
+    st.text("abé😀", min_size=1, max_size=20),
+    st.lists(st.text("abé😀", min_size=1, max_size=4), max_size=3),
+    st.integers(1, 7),
+    st.booleans(),
+)
+def test_any_text_with_any_stops(text: str, stops: list[str], size: int, eos: bool):
+    """A row fed with bytes, some at a time, until it ends: by a stop, by EOS, or by length."""
+    ids = BYTES.encode(text).ids + ([EOS] if eos else [])
+    row = Row(0, [0], Sampling(len(ids), stop=tuple(stops)), StreamDecoder(BYTES))
+    shown = ""
+    for at in range(0, len(ids), size):
+        if row.finish_reason is None:
+            shown += "".join(piece.text for piece in row.add_round(ids[at : at + size], [EOS]))
+    result = row.result()
+    # A text ends where the first of its stops is complete; among those complete at once, the one that begins first counts.
+    ends = [n for n in range(len(text) + 1) if any(text[:n].endswith(stop) for stop in stops)]
+    if ends:
+        whole = text[: ends[0]]
+        assert result.text == whole[: min(whole.find(stop) for stop in stops if stop in whole)]
+        assert result.finish_reason == "stop"
+        assert result.tokens == BYTES.encode(whole).ids
+    else:
+        assert (result.text, result.tokens) == (text, ids)
+        assert result.finish_reason == ("eos" if eos else "length")
+    assert shown == result.text
+    assert sum(result.acceptance_lengths) == len(result.tokens)
+
+
+def test_half_a_character_is_shown_when_a_row_is_interrupted_and_only_then():
+    ids = BYTES.encode("a😀b").ids
+    row = Row(0, [0], Sampling(10), StreamDecoder(BYTES))
+    row.add_round(ids[:3], [])
+    assert row.result().text == "a\N{REPLACEMENT CHARACTER}"
+    row.add_round(ids[3:], [])
+    assert row.result().text == "a😀b"
+
+
+@given(st.text("ab", max_size=8), st.lists(st.text("ab", min_size=1, max_size=5), max_size=3))
+def test_beginning_of_stop(text: str, stops: list[str]):
+    held = beginning_of_stop(text, stops)
+    tails = {n for stop in stops for n in range(len(stop)) if text[len(text) - n :] == stop[:n] and n <= len(text)}
+    assert held == max(tails, default=0)
+
+
+def test_find_stop():
+    assert find_stop("abcabd", ["bd", "ca"]) == 2
+    assert find_stop("abc", ["d"]) is None
+    assert find_stop("abc", []) is None

@@ -1,0 +1,184 @@
+"""The engine's rounds, one by one, against the NumPy reference, in batches whose rows differ in length."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from decode.support import build, prompts
+from reference.dflash_numpy import Pair, Round, as_folders, oracle_like_pair, random_pair, speculative_greedy
+from tilewright.decode import speculative
+from tilewright.decode.language_model import LanguageModel, load_drafter
+from tilewright.decode.programs import allocate_caches
+from tilewright.decode.sampling import Sampling
+from tilewright.decode.shapes import Shape
+from tilewright.decode.speculative import Drafting
+from tilewright.decode.state import verify
+from tilewright.models import decoder
+from tilewright.models.checkpoint import load_decoder
+
+NEW = 24
+ASKED = prompts(0, [1, 7, 12])
+"""Three rows, so that the batch of four has one of padding."""
+SMALL: dict[str, Any] = {"target_layers": 3, "taps": [0, 2]}
+TINY: dict[str, Any] = {"target_layers": 1, "taps": [0], "drafter_layers": 1}
+
+
+def observer(lm: LanguageModel) -> Callable[..., Any]:
+    """A function of (models, state) that gives the next round's block, its draft logits and its target logits."""
+    drafting = lm.drafting
+    assert drafting is not None
+
+    def observe(models: Any, state: Any) -> tuple[Any, Any, Any]:
+        seen, project = [], decoder.project_head
+
+        def record(params: Any, x: Any) -> Any:
+            seen.append(project(params, x))
+            return seen[-1]
+
+        with mock.patch.object(decoder, "project_head", record):
+            block = speculative.draft(drafting, lm.target, models, state)
+            verify(lm.target, models.target, state, block, drafting.config.target_layer_ids, "greedy")
+        draft_logits, target_logits = seen
+        return block, draft_logits, target_logits
+
+    return jax.jit(observe)
+
+
+def tolerance(pair: Pair, logits: np.ndarray) -> float:
+    """Float32 rounding of a sum of K terms grows like sqrt(K) on average; a few of those sums in each half of each layer."""
+    longest = max(pair.drafter_config["intermediate_size"], pair.drafter_tensors["fc.weight"].shape[1])
+    layers = pair.target_config["num_hidden_layers"] + pair.drafter_config["num_hidden_layers"]
+    return float(8 * layers * np.sqrt(longest) * np.finfo(np.float32).eps * np.abs(logits).max())
+
+
+@dataclass
+class Seen:
+    """What the comparison met: accepted drafts of each round, and the deepest position of a known token."""
+
+    accepted: list[int]
+    last_start: int
+
+
+def compare(lm: LanguageModel, pair: Pair, asked: Sequence[list[int]], window: int | None, block_size: int) -> Seen:
+    """Holds every round of every row against the reference's."""
+    target, drafter = pair.build()
+    want = [speculative_greedy(target, drafter, prompt, NEW, block_size, window) for prompt in asked]
+    session = lm.start(asked, Sampling(max_new_tokens=NEW))
+    session.prefill()
+    observe, number = observer(lm), 0
+    while not session.finished:
+        assert session.state is not None
+        known = np.asarray(session.state.known).copy()
+        blocks, draft_logits, target_logits = (np.asarray(x) for x in observe(session.models, session.state))
+        pieces = session.advance(1)
+        for i, generation in enumerate(want):
+            settled = [piece.token for piece in pieces if piece.row == i]
+            if number >= len(generation.rounds):
+                assert not settled
+                continue
+            r: Round = generation.rounds[number]
+            close = tolerance(pair, r.draft_logits)
+            # Rounding must not be able to turn a choice, or the comparison would mean nothing.
+            assert r.margin > 2 * close
+            assert known[i] == r.start
+            assert blocks[i].tolist() == r.block
+            np.testing.assert_allclose(draft_logits[i], r.draft_logits, rtol=0, atol=close)
+            np.testing.assert_allclose(target_logits[i], r.target_logits, rtol=0, atol=close)
+            assert settled == r.emitted
+            assert session.rows[i].acceptance_lengths[-1] == len(r.emitted)
+        number += 1
+    assert number == max(len(generation.rounds) for generation in want)
+    assert [result.tokens for result in session.results()] == [generation.output for generation in want]
+    rounds = [r for generation in want for r in generation.rounds]
+    return Seen([r.accepted for r in rounds], max(r.start for r in rounds))
+
+
+@pytest.mark.parametrize(
+    ("window", "block_size", "sizes"),
+    [
+        (None, 6, {}),
+        (5, 6, {}),  # the block is longer than the ring
+        (7, 4, {}),
+        (None, 3, {"taps": [2, 0], "tie_word_embeddings": True, "head_dim": 8, "num_kv_heads": 1}),
+    ],
+)
+def test_rounds_equal_the_reference(tmp_path: Path, window: int | None, block_size: int, sizes: dict[str, Any]):
+    fitted = {"length": NEW, "window": window, "drafter_intermediate_size": 320, "block_size": block_size}
+    pair = oracle_like_pair(2, ASKED, **{**SMALL, **fitted, **sizes})
+    # The drafter says that it was trained for 6, whatever it was fitted for, so that shorter blocks are a choice of the user.
+    pair.drafter_config["block_size"] = 6
+    lm = build(tmp_path, pair, draft_window=window, block_size=block_size)
+    seen = compare(lm, pair, ASKED, window, block_size)
+    assert seen.last_start >= 30
+    assert {0, block_size - 1} <= set(seen.accepted)
+    assert any(0 < accepted < block_size - 1 for accepted in seen.accepted)
+
+
+def test_random_drafter_equals_the_reference(tmp_path: Path):
+    """Almost nothing is accepted, so almost every round starts one position after the last."""
+    pair = random_pair(12, **SMALL)
+    seen = compare(build(tmp_path, pair, kernels="xla"), pair, ASKED, None, 6)
+    assert np.mean(seen.accepted) < 0.5
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("prefix", [False, True])
+def test_all_forms_of_a_drafter_folder_are_one_drafter(tmp_path: Path, prefix: bool, inside: bool):
+    pair = random_pair(3)
+    target, drafter = as_folders(tmp_path, pair, model_prefix=prefix, block_size_inside=inside)
+    config, params = load_drafter(drafter, load_decoder(target, jnp.float32)[0], "float32", None, None)
+    assert config.block_size == 6
+    np.testing.assert_array_equal(params.fc, pair.drafter_tensors["fc.weight"].T)
+    np.testing.assert_array_equal(params.layers[1].down, pair.drafter_tensors["layers.1.mlp.down_proj.weight"].T)
+
+
+def test_a_window_that_holds_everything_changes_nothing(tmp_path: Path):
+    pair = oracle_like_pair(1, ASKED, length=NEW, drafter_intermediate_size=320, **TINY)
+    asked = Sampling(max_new_tokens=NEW)
+    want = build(tmp_path, pair).generate(ASKED, asked)
+    for window in (36, 1000):  # the longest text has 36 positions
+        got = build(tmp_path, pair, draft_window=window).generate(ASKED, asked)
+        assert [(r.tokens, r.acceptance_lengths) for r in got] == [(r.tokens, r.acceptance_lengths) for r in want]
+
+
+def test_the_window_bounds_the_drafters_cache(tmp_path: Path):
+    pair = random_pair(0)
+    for window, slots in ((None, 64), (7, 7), (1000, 64)):
+        lm = build(tmp_path, pair, draft_window=window)
+        target, drafter = allocate_caches(lm.target, Shape(4, 64, "greedy"), lm.drafting, jnp.float32)
+        assert [x.shape for layer in target for x in layer] == [(4, 2, 64, 16)] * 10
+        assert [x.shape for layer in drafter for x in layer] == [(4, 2, slots, 16)] * 4
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_padding_rows_stay_as_they_are(tmp_path: Path, drafted: bool):
+    session = build(tmp_path, random_pair(0, **TINY)).start(ASKED, Sampling(max_new_tokens=NEW), speculative=drafted)
+    assert session.shape.batch == 4
+    while not session.finished:
+        session.advance(5)
+        assert session.state is not None
+        assert bool(session.state.done[3])
+        assert int(session.state.known[3]) == 0
+    assert len(session.results()) == 3
+
+
+@pytest.mark.parametrize(
+    ("block_size", "window", "message"),
+    [
+        (1, None, "expected a block size from 2 to the drafter's 6, found 1"),
+        (7, None, "expected a block size from 2 to the drafter's 6, found 7"),
+        (6, 0, "expected a draft window of at least 1, found 0"),
+    ],
+)
+def test_drafting_errors(tmp_path: Path, block_size: int, window: int | None, message: str):
+    drafting = build(tmp_path, random_pair(0)).drafting
+    assert drafting is not None
+    with pytest.raises(ValueError, match=message):
+        Drafting(drafting.config, block_size, window)

@@ -1,0 +1,173 @@
+"""Attention: each implementation against NumPy in float64, and the CPU kernel's promise that rows are independent."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilewright.kernels import native
+from tilewright.kernels.attention import cpu, reference, xla
+from tilewright.kernels.attention.xla import KeyValues
+
+seeds = st.integers(0, 2**31 - 1)
+needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
+IMPLEMENTATIONS = [
+    pytest.param(reference.prefix_attention, id="reference"),
+    pytest.param(xla.prefix_attention, id="xla"),
+    pytest.param(cpu.prefix_attention, id="cpu", marks=needs_native),
+]
+
+
+def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def attention_float64(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """Head by head and query by query, over the visible keys only; NaN where a query sees none."""
+    (b, t, n, d), heads = q.shape, k.shape[1]
+    mask = np.broadcast_to(mask, (b, t, k.shape[2]))
+    out = np.full((b, t, n, d), np.nan)
+    for row, at, head in np.ndindex(b, t, n):
+        seen = mask[row, at]
+        if seen.any():
+            keys = k[row, head // (n // heads)][seen].astype(np.float64)
+            values = v[row, head // (n // heads)][seen].astype(np.float64)
+            out[row, at, head] = softmax(keys @ q[row, at, head].astype(np.float64) / math.sqrt(d)) @ values
+    return out
+
+
+@st.composite
+def attention_cases(draw: st.DrawFn):
+    # Few sizes, so that most examples find their shapes compiled.
+    heads, group = draw(st.sampled_from([(3, 1), (1, 4), (2, 3)]))
+    b, t, s, half = draw(st.sampled_from([(1, 1, 9, 4), (3, 4, 6, 2)]))
+    rng = np.random.default_rng(draw(seeds))
+    q = normal(rng, b, t, heads * group, 2 * half) * 3
+    k, v = normal(rng, b, heads, s, 2 * half), normal(rng, b, heads, s, 2 * half)
+    mask = rng.random((draw(st.sampled_from([1, b])), t, s)) < draw(st.sampled_from([0.15, 0.6, 1.0]))
+    return q, k, v, mask
+
+
+@given(attention_cases())
+def test_attention(case: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]):
+    """All group sizes and masks; a query that sees nothing gives something finite, whatever it is."""
+    expected = attention_float64(*case)
+    actual = np.asarray(xla.attention(*(jnp.asarray(a) for a in case)))
+    assert np.isfinite(actual).all()
+    seen = ~np.isnan(expected)
+    np.testing.assert_allclose(actual[seen], expected[seen], atol=2e-5, rtol=0)
+
+
+@given(attention_cases(), st.integers(1, 8))
+def test_attention_over_parts_is_attention_over_their_union(
+    case: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray], cut: int
+):
+    q, k, v, mask = (jnp.asarray(a) for a in case)
+    cut = min(cut, k.shape[2])
+    parts = [KeyValues(k[:, :, part], v[:, :, part], mask[:, :, part]) for part in (slice(cut), slice(cut, None))]
+    whole = np.asarray(xla.attention(q, k, v, mask))
+    seen = np.broadcast_to(np.asarray(mask).any(axis=-1), whole.shape[:2])
+    np.testing.assert_allclose(np.asarray(xla.attention_over(q, parts))[seen], whole[seen], atol=2e-6, rtol=0)
+
+
+def test_hidden_keys_have_no_influence_at_all():
+    rng = np.random.default_rng(1)
+    q, k, v = (jnp.asarray(normal(rng, *shape)) for shape in ((1, 2, 4, 8), (1, 2, 5, 8), (1, 2, 5, 8)))
+    mask = jnp.asarray([[[True, True, False, True, False]] * 2])
+    hidden = ~mask[0, 0][None, None, :, None]
+    out = xla.attention(q, k, v, mask)
+    changed = xla.attention(q, jnp.where(hidden, 50.0, k), jnp.where(hidden, -1e6, v), mask)
+    np.testing.assert_array_equal(out, changed)
+
+
+def test_attention_of_bfloat16_stays_bfloat16_and_close():
+    rng = np.random.default_rng(2)
+    q, k, v = (jnp.asarray(normal(rng, *shape), jnp.bfloat16) for shape in ((2, 3, 4, 16), (2, 2, 6, 16), (2, 2, 6, 16)))
+    mask = np.ones((1, 3, 6), bool)
+    out = xla.attention(q, k, v, jnp.asarray(mask))
+    assert out.dtype == jnp.bfloat16
+    expected = attention_float64(np.asarray(q, np.float32), np.asarray(k, np.float32), np.asarray(v, np.float32), mask)
+    np.testing.assert_allclose(out.astype(jnp.float32), expected, atol=0.03)
+
+
+def test_group_rows_puts_a_group_beside_its_key_head():
+    q = jnp.arange(2 * 3 * 6 * 2, dtype=jnp.float32).reshape(2, 3, 6, 2)
+    rows = xla.group_rows(q, 2)
+    assert rows.shape == (2, 2, 9, 2)
+    for head, at in np.ndindex(6, 3):
+        np.testing.assert_array_equal(rows[:, head // 3, head % 3 * 3 + at], q[:, at, head])
+    np.testing.assert_array_equal(xla.ungroup_rows(rows, 3), q)
+
+
+def prefix_case(rng: np.random.Generator, b: int, t: int, heads: int, group: int, s: int, own: int, d: int):
+    """Queries, a cache, lengths that include 0 (with keys of their own) and the whole cache, and own keys."""
+    q = normal(rng, b, t, heads * group, d)
+    k, v = normal(rng, b, heads, s, d), normal(rng, b, heads, s, d)
+    lengths = rng.integers(0 if own else 1, s + 1, (b, t)).astype(np.int32)
+    lengths[0, 0] = s
+    extra = (normal(rng, b, heads, own, d), normal(rng, b, heads, own, d)) if own else None
+    return q, k, v, lengths, extra
+
+
+def prefix_expected(q, k, v, lengths, extra) -> np.ndarray:
+    own = 0 if extra is None else extra[0].shape[2]
+    if extra is not None:
+        k, v = np.concatenate([k, extra[0]], axis=2), np.concatenate([v, extra[1]], axis=2)
+    at = np.arange(k.shape[2])
+    mask = (at < lengths[..., None]) | (at >= k.shape[2] - own)
+    return attention_float64(q, k, v, mask)
+
+
+@pytest.mark.parametrize("run", IMPLEMENTATIONS)
+@given(
+    seeds,
+    st.sampled_from([(1, 1, 2, 2, 40, 0, 64), (3, 5, 1, 3, 17, 5, 16), (2, 16, 2, 2, 33, 16, 32), (1, 3, 3, 1, 1, 1, 48)]),
+)
+def test_prefix_attention(run, seed: int, sizes: tuple[int, ...]):
+    q, k, v, lengths, extra = prefix_case(np.random.default_rng(seed), *sizes)
+    own = None if extra is None else tuple(jnp.asarray(x) for x in extra)
+    actual = jax.jit(run)(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), jnp.asarray(lengths), own)
+    # Sums of up to `keys` products of a softmax's weights: the error grows with the root of their number.
+    bound = 3e-6 * math.sqrt(k.shape[2] + sizes[5]) + 3e-6
+    np.testing.assert_allclose(np.asarray(actual), prefix_expected(q, k, v, lengths, extra), atol=bound, rtol=0)
+
+
+@needs_native
+@given(seeds, st.sampled_from([jnp.float32, jnp.bfloat16]))
+def test_a_query_gets_the_same_bits_alone(seed: int, dtype):
+    """Alone, at another place in the block, beside rows that reach further, and with another batch row beside it."""
+    q, k, v, lengths, extra = prefix_case(np.random.default_rng(seed), 2, 16, 2, 2, 50, 7, 32)
+    assert extra is not None
+    cast = [jnp.asarray(x, dtype) for x in (q, k, v, *extra)]
+    run = jax.jit(lambda q, k, v, own_k, own_v, lengths: cpu.prefix_attention(q, k, v, lengths, (own_k, own_v)))
+    whole = np.asarray(run(*cast, jnp.asarray(lengths)).astype(jnp.float32))
+    for row, at in ((0, 0), (0, 3), (1, 15)):
+        one = [x[row : row + 1] for x in cast]
+        alone = run(one[0][:, at : at + 1], *one[1:], jnp.asarray(lengths[row : row + 1, at : at + 1]))
+        np.testing.assert_array_equal(np.asarray(alone.astype(jnp.float32))[0, 0], whole[row, at])
+
+
+@needs_native
+def test_stale_entries_beyond_the_lengths_have_no_influence():
+    q, k, v, lengths, _ = prefix_case(np.random.default_rng(5), 2, 4, 2, 2, 40, 0, 32)
+    lengths = np.minimum(lengths, 21)
+    run = jax.jit(cpu.prefix_attention)
+    clean = run(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), jnp.asarray(lengths))
+    k[:, :, 21:], v[:, :, 21:] = 1e6, -1e6
+    np.testing.assert_array_equal(clean, run(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), jnp.asarray(lengths)))
+
+
+@needs_native
+def test_a_length_beyond_the_cache_is_refused():
+    q, k, v, lengths, _ = prefix_case(np.random.default_rng(6), 1, 1, 1, 1, 16, 0, 16)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="out of range"):
+        jax.block_until_ready(jax.jit(cpu.prefix_attention)(q, k, v, lengths + 1))

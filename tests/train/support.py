@@ -1,0 +1,83 @@
+"""What the tests of training share: a tiny language model, a drafter for it, and texts for both."""
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+from rich.console import Console
+
+from tilewright.models import decoder, dflash
+from tilewright.models.decoder import DecoderConfig
+from tilewright.models.dflash import DFlashConfig
+from tilewright.models.params import initialise
+from tilewright.train.data import Stream
+from tilewright.train.loop import TrainOptions
+
+END = 0
+TARGET = DecoderConfig(
+    "qwen3", vocab_size=24, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
+    rope_theta=10000.0, tie_word_embeddings=True, max_position_embeddings=256, eos_token_ids=(END,),
+)  # fmt: skip
+DRAFTER = DFlashConfig(
+    vocab_size=24, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, block_size=4,
+    mask_token_id=23, target_layer_ids=(0, 1), num_target_layers=2, rope_theta=10000.0,
+)  # fmt: skip
+OPTIONS = TrainOptions(
+    steps=12, batch_size=2, sequence_length=16, learning_rate=3e-3, warmup=0.1, evaluate_every=6, save_every=5
+)
+
+
+def target_params(config: DecoderConfig = TARGET, seed: int = 0) -> Any:
+    """Random parameters, larger than those that training starts from, so that logits differ visibly."""
+    params = initialise(decoder.declare(config), jax.random.key(seed))
+    return jax.tree.map(lambda x: 8 * x if x.ndim == 2 else x, params)
+
+
+def drafter_params(config: DFlashConfig = DRAFTER, seed: int = 1) -> Any:
+    params = initialise(dflash.declare(config), jax.random.key(seed))
+    return jax.tree.map(lambda x: 8 * x if x.ndim == 2 else x, params)
+
+
+def random_stream(n: int = 200, seed: int = 0, vocab: int = 24) -> Stream:
+    rng = np.random.default_rng(seed)
+    return Stream(rng.integers(1, vocab, n).astype(np.int32), np.ones(n, bool))
+
+
+def counting_stream(n: int = 400, period: int = 7) -> Stream:
+    """1, 2, ... `period`, 1, 2, ...: every token follows from the one before."""
+    return Stream((1 + np.arange(n) % period).astype(np.int32), np.ones(n, bool))
+
+
+def silent() -> Console:
+    return Console(file=io.StringIO())
+
+
+def options(**changes: Any) -> TrainOptions:
+    return replace(OPTIONS, **changes)
+
+
+@contextmanager
+def cheap_compilation(folder: Path) -> Iterator[None]:
+    """While it lasts, programs are hardly optimised, and kept in `folder` for the next test that needs the same ones."""
+    settings = {
+        "jax_disable_most_optimizations": True,
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: jax.config.values[name] for name in settings}
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        reset_cache()
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        reset_cache()

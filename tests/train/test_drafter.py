@@ -1,0 +1,314 @@
+"""The DFlash recipe: anchors, labels, what a block sees, the loss, and that a drafter learns what its target says."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+
+from reference.dflash_numpy import Drafter, Target
+from tilewright.bench.figures import mean_acceptance_length
+from tilewright.decode import cache
+from tilewright.decode.language_model import LanguageModel
+from tilewright.decode.sampling import Sampling
+from tilewright.decode.shapes import ShapeTable
+from tilewright.decode.speculative import Drafting
+from tilewright.decode.state import Models
+from tilewright.models import decoder, dflash
+from tilewright.models.params import to_tensors
+from tilewright.train import drafter
+from tilewright.train.data import Stream
+from tilewright.train.drafter import (
+    DrafterOptions,
+    block_labels,
+    draft_logits,
+    drafter_loss,
+    draw_anchors,
+    hidden_matrices,
+    train_drafter,
+)
+from tilewright.train.lm import train_lm
+from train.support import (
+    DRAFTER,
+    END,
+    TARGET,
+    counting_stream,
+    drafter_params,
+    options,
+    random_stream,
+    silent,
+    target_params,
+)
+
+SIZE = DRAFTER.block_size
+TARGET_PARAMS, DRAFTER_PARAMS = target_params(), drafter_params()
+compiled_logits = jax.jit(partial(draft_logits, TARGET, DRAFTER))
+
+
+def random_tokens(seed: int, rows: int, length: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 24, (rows, length)).astype(np.int32)
+
+
+@given(st.integers(0, 1000), st.floats(0, 1))
+def test_anchors_are_distinct_and_in_the_loss_with_their_successor(seed: int, share: float):
+    flags = np.random.default_rng(seed).random((3, 12)) < share
+    positions, real = (np.asarray(x) for x in draw_anchors(jnp.asarray(flags), 5, jax.random.key(seed)))
+    assert positions.shape == real.shape == (3, 5)
+    for row in range(3):
+        chosen = positions[row][real[row]].tolist()
+        candidates = {p for p in range(11) if flags[row, p] and flags[row, p + 1]}
+        assert len(set(chosen)) == len(chosen) == min(5, len(candidates))
+        assert set(chosen) <= candidates
+
+
+def test_every_candidate_is_drawn_about_equally_often():
+    flags = jnp.ones((1, 9), bool)
+    drawn = jax.vmap(lambda key: draw_anchors(flags, 2, key)[0])(jax.random.split(jax.random.key(0), 2000))
+    counts = np.bincount(np.asarray(drawn).ravel(), minlength=9)
+    assert counts[8] == 0, "nothing follows the last position"
+    assert counts[:8].min() > 400, "500 are expected"
+    assert counts[:8].max() < 600
+
+
+def labels_of(tokens: np.ndarray, flags: np.ndarray, anchors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    labels, counted = block_labels(jnp.asarray(tokens), jnp.asarray(flags), jnp.asarray(anchors), SIZE, END)
+    return np.asarray(labels), np.asarray(counted)
+
+
+def plain_labels(tokens: np.ndarray, flags: np.ndarray, anchor: int, end: int) -> list[tuple[int, bool]]:
+    """Token and whether it counts, slot by slot, of one block."""
+    slots, ended = [], False
+    for position in range(anchor, anchor + SIZE):
+        if position >= len(tokens):
+            slots.append((-1, False))
+            continue
+        slots.append((int(tokens[position]), bool(flags[position]) and not ended))
+        ended = ended or tokens[position] == end
+    return slots
+
+
+@given(st.integers(0, 1000))
+def test_labels_equal_a_plain_loop(seed: int):
+    rng = np.random.default_rng(seed)
+    tokens, flags = rng.integers(0, 4, (2, 10)).astype(np.int32), rng.random((2, 10)) < 0.8
+    anchors = rng.integers(0, 9, (2, 6)).astype(np.int32)
+    labels, counted = labels_of(tokens, flags, anchors)
+    for row in range(2):
+        for n, anchor in enumerate(anchors[row]):
+            for slot, (token, counts) in enumerate(plain_labels(tokens[row], flags[row], int(anchor), END)):
+                assert counted[row, n, slot] == counts
+                assert token == -1 or labels[row, n, slot] == token
+
+
+def test_labels_stop_at_the_end_of_the_text_and_of_the_sequence():
+    tokens = np.asarray([[5, 6, END, 7, 8, 9]], np.int32)
+    labels, counted = labels_of(tokens, np.ones((1, 6), bool), np.asarray([[1, 2, 3, 4]], np.int32))
+    assert labels[0, 0].tolist() == [6, END, 7, 8]
+    assert counted[0].tolist() == [[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 0, 0]]
+
+
+def logits_at(tokens: np.ndarray, anchors: list[list[int]]) -> np.ndarray:
+    """Draft logits `[rows, anchors, slots, V]`."""
+    flat = compiled_logits(TARGET_PARAMS, DRAFTER_PARAMS, jnp.asarray(tokens), jnp.asarray(anchors, jnp.int32))
+    return np.asarray(flat).reshape(len(anchors), len(anchors[0]), SIZE - 1, TARGET.vocab_size)
+
+
+def test_a_block_sees_tokens_before_its_anchor_and_none_after():
+    tokens, anchors = random_tokens(0, 1, 16), [[4, 9]]
+    before = logits_at(tokens, anchors)
+    for position in range(16):
+        other = tokens.copy()
+        other[0, position] = (other[0, position] + 5) % 24
+        difference = np.abs(logits_at(other, anchors) - before).max(axis=(0, 2, 3))
+        for anchor, changed in zip(anchors[0], difference, strict=True):
+            if position <= anchor:  # at the anchor stands the known token, which the block holds itself
+                assert changed > 1e-3, (position, anchor)
+            else:
+                assert changed < 1e-6, (position, anchor)
+
+
+def test_a_block_sees_features_strictly_before_its_anchor(monkeypatch: pytest.MonkeyPatch):
+    tokens, anchors = random_tokens(1, 1, 16), [[6, 11]]
+    before = logits_at(tokens, anchors)
+    run = decoder.forward_full
+
+    @jax.jit
+    def logits_with_other_feature(position: jax.Array) -> jax.Array:
+        def disturbed(*arguments: Any) -> decoder.Forward:
+            ran = run(*arguments)
+            return ran._replace(taps=tuple(tap.at[:, position].add(3 * jnp.cos(jnp.arange(32.0))) for tap in ran.taps))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(drafter.decoder, "forward_full", disturbed)
+            arrays = jnp.asarray(tokens), jnp.asarray(anchors, jnp.int32)
+            return draft_logits(TARGET, DRAFTER, TARGET_PARAMS, DRAFTER_PARAMS, *arrays)
+
+    for position in range(16):
+        after = np.asarray(logits_with_other_feature(jnp.int32(position))).reshape(before.shape)
+        difference = np.abs(after - before).max(axis=(0, 2, 3))
+        assert [bool(changed > 1e-3) for changed in difference] == [position < anchor for anchor in anchors[0]]
+        assert all(changed < 1e-5 for anchor, changed in zip(anchors[0], difference, strict=True) if position >= anchor)
+
+
+def test_blocks_and_rows_do_not_influence_each_other():
+    tokens, anchors = random_tokens(2, 2, 16), [[3, 8, 12], [9, 0, 5]]
+    together = logits_at(tokens, anchors)
+    for row in range(2):
+        for n, anchor in enumerate(anchors[row]):
+            alone = logits_at(tokens[row : row + 1], [[anchor]])
+            np.testing.assert_allclose(together[row, n], alone[0, 0], rtol=0, atol=1e-5)
+    moved = logits_at(tokens, [[3, 8, 9], [9, 0, 6]])
+    np.testing.assert_allclose(moved[:, :2], together[:, :2], rtol=0, atol=1e-5)
+    assert np.abs(moved[:, 2] - together[:, 2]).max() > 0.1
+
+
+@jax.jit
+def drafted_at_inference(tokens: jax.Array, block: jax.Array, anchor: jax.Array) -> jax.Array:
+    """The logits of the slots after the known one, by the functions that generation is made of."""
+    length = tokens.shape[1]
+    ran = decoder.forward_full(TARGET, TARGET_PARAMS, tokens, DRAFTER.target_layer_ids)
+    features = dflash.context_features(DRAFTER, DRAFTER_PARAMS, ran.taps)
+    context = dflash.context_kv(DRAFTER, DRAFTER_PARAMS, features, jnp.arange(length)[None])
+    positions = anchor + jnp.arange(SIZE)[None]
+    visible = cache.visible_context(length, anchor[None])
+    hidden = dflash.draft_hidden(DRAFTER, DRAFTER_PARAMS, TARGET_PARAMS.embed[block], positions, context, visible)
+    return decoder.project_head(TARGET_PARAMS, hidden[:, 1:])
+
+
+@pytest.mark.parametrize("anchor", [0, 1, 7, 13])
+def test_a_block_is_drafted_as_at_inference(anchor: int):
+    """The context of inference holds the positions before the known token, and nothing hides in the rest of it."""
+    tokens = random_tokens(3, 1, 16)
+    block = np.full((1, SIZE), DRAFTER.mask_token_id, np.int32)
+    block[0, 0] = tokens[0, anchor]
+    expected = drafted_at_inference(jnp.asarray(tokens), jnp.asarray(block), jnp.int32(anchor))
+    np.testing.assert_allclose(logits_at(tokens, [[anchor]])[0], expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("anchor", [0, 5, 13])
+def test_a_block_is_drafted_as_in_the_reference(anchor: int):
+    tokens = random_tokens(4, 1, 16)
+    reference = Target(decoder.config_to_hf(TARGET), dict(to_tensors(decoder.declare(TARGET), TARGET_PARAMS, jnp.float32)))
+    tensors = dict(to_tensors(dflash.declare(DRAFTER), DRAFTER_PARAMS, jnp.float32))
+    second = Drafter(dflash.config_to_hf(DRAFTER), tensors, reference)
+    known = tokens[0, : anchor + 1].tolist()
+    features = second.context_features(reference.run(tokens[0].tolist())[1], range(anchor))
+    _, expected = second.draft(known, features, anchor)
+    np.testing.assert_allclose(logits_at(tokens, [[anchor]])[0, 0], expected, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("gamma", [None, 1.5])
+def test_loss_is_the_weighted_mean_over_the_slots_after_the_known_one(gamma: float | None):
+    rng = np.random.default_rng(5)
+    tokens, flags = random_tokens(5, 3, 16), rng.random((3, 16)) < 0.8
+    key, chosen = jax.random.key(7), DrafterOptions(anchors=4, gamma=gamma)
+    batch = (jnp.asarray(tokens), jnp.asarray(flags))
+    loss, total = jax.jit(partial(drafter_loss, TARGET, DRAFTER, chosen))(DRAFTER_PARAMS, TARGET_PARAMS, batch, key)
+    anchors, real = (np.asarray(x) for x in draw_anchors(batch[1], 4, key))
+    logits = logits_at(tokens, anchors.tolist()).astype(np.float64)
+    summed = weight_sum = 0.0
+    for row in range(3):
+        for n in range(4):
+            slots = plain_labels(tokens[row], flags[row], int(anchors[row, n]), END)
+            for k in range(1, SIZE):
+                weight = np.exp(-(k - 1) / (gamma or 4.0)) * slots[k][1] * real[row, n]
+                row_logits = logits[row, n, k - 1]
+                best = row_logits.max()
+                nll = best + np.log(np.exp(row_logits - best).sum()) - row_logits[slots[k][0]]
+                summed, weight_sum = summed + weight * nll, weight_sum + weight
+    np.testing.assert_allclose(float(total), weight_sum, rtol=1e-5)
+    np.testing.assert_allclose(float(loss), summed / weight_sum, rtol=1e-4)
+
+
+def test_a_batch_without_anchors_has_loss_zero():
+    batch = (jnp.asarray(random_tokens(0, 3, 16)), jnp.zeros((3, 16), bool))
+    loss_of = jax.jit(partial(drafter_loss, TARGET, DRAFTER, DrafterOptions(anchors=4)))
+    loss, total = loss_of(DRAFTER_PARAMS, TARGET_PARAMS, batch, jax.random.key(0))
+    assert (float(loss), float(total)) == (0.0, 0.0)
+
+
+def test_decay_is_the_published_one_for_the_block_size():
+    assert [DrafterOptions().decay(size) for size in (16, 10, 8)] == [7.0, 5.0, 4.0]
+    assert DrafterOptions().decay(13) == 6.0
+    assert DrafterOptions().decay(32) == 14.0
+    assert DrafterOptions(gamma=2.5).decay(16) == 2.5
+
+
+def test_no_gradient_reaches_the_layers_of_the_target():
+    tokens = jnp.asarray(random_tokens(6, 2, 14))
+    batch = (tokens, jnp.ones(tokens.shape, bool))
+
+    def loss(params: Any, target: Any) -> jax.Array:
+        return drafter_loss(TARGET, DRAFTER, DrafterOptions(anchors=4), params, target, batch, jax.random.key(0))[0]
+
+    own, targets = jax.jit(jax.grad(loss, argnums=(0, 1)))(DRAFTER_PARAMS, TARGET_PARAMS)
+    assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(own)), "every array of the drafter learns"
+    assert all(float(jnp.abs(g).max()) == 0 for g in jax.tree.leaves(targets.layers))
+
+
+def test_hidden_matrices_are_all_but_the_norms():
+    taken = hidden_matrices(DRAFTER_PARAMS)
+    assert taken.fc
+    assert not taken.norm
+    assert not taken.hidden_norm
+    assert [name for name, flag in vars(taken.layers[0]).items() if flag] == ["q", "k", "v", "o", "gate", "up", "down"]
+
+
+def test_a_drafter_learns_what_its_target_says(tmp_path: Path):
+    """On a text that goes round, nearly all drafts end up accepted; random ones are not."""
+    stream = counting_stream(600)
+    chosen = options(steps=60, batch_size=4, sequence_length=32, learning_rate=1e-2, evaluate_every=30, save_every=60)
+    target = train_lm(TARGET, stream, stream, chosen, tmp_path / "target", silent()).params
+    frozen = jax.tree.map(np.asarray, target)
+    result = train_drafter(
+        TARGET, target, DRAFTER, stream, stream, chosen, DrafterOptions(anchors=8), tmp_path / "drafter", silent()
+    )
+    jax.tree.map(np.testing.assert_array_equal, target, frozen)
+    assert result.curve[0]["held_out_loss"] > 2 * result.held_out_loss
+    assert result.held_out_loss < 0.2
+
+    def tau(params: Any) -> float | None:
+        tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(24)}, unk_token="t0"))
+        table = ShapeTable(batches=(2,), capacities=(64,), chunks=(8,))
+        lm = LanguageModel(TARGET, Models(target, params), tokenizer, Drafting(DRAFTER, SIZE), "float32", table)
+        both = lm.generate([[1, 2, 3], [4, 5, 6, 7, 1]], Sampling(32), speculative=True)
+        assert both[0].tokens[:6] == [4, 5, 6, 7, 1, 2]
+        return mean_acceptance_length(both.results)
+
+    learned, random = tau(result.params), tau(DRAFTER_PARAMS)
+    assert learned is not None
+    assert random is not None
+    assert learned > 3 > 2 > random
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"anchors": 16}, "expected fewer anchors than the sequence length 16, found 16"),
+        ({"vocab_size": 25}, "vocab_size is 25 but the target's is 24"),
+        ({"text": "short"}, "the training text has 30 tokens"),
+        ({"held_out": "short"}, "the held-out text has 30 tokens"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path, change: dict[str, Any], problem: str):
+    long, short = random_stream(200), Stream(np.ones(30, np.int32), np.ones(30, bool))
+    text, held_out = (short if change.get(name) else long for name in ("text", "held_out"))
+    config = replace(DRAFTER, vocab_size=change.get("vocab_size", 24))
+    chosen = DrafterOptions(anchors=change.get("anchors", 4))
+    with pytest.raises(ValueError, match=problem):
+        train_drafter(TARGET, TARGET_PARAMS, config, text, held_out, options(), chosen, tmp_path / "out", silent())
+    assert not (tmp_path / "out").exists()
+
+
+def test_options_out_of_range_are_refused():
+    with pytest.raises(ValueError, match="at least 1 anchor, found 0"):
+        DrafterOptions(anchors=0)
+    with pytest.raises(ValueError, match="a gamma above 0, found -1"):
+        DrafterOptions(gamma=-1.0)

@@ -1,0 +1,113 @@
+"""Next-token training: the loss, what is in it, its gradient, and which arrays Muon takes."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reference.dflash_numpy import Target
+from tilewright.models import decoder
+from tilewright.models.params import spec_leaves, to_tensors
+from tilewright.train.data import Stream
+from tilewright.train.lm import held_out_batches, hidden_matrices, next_token_loss, train_lm
+from train.support import TARGET, counting_stream, options, random_stream, silent, target_params
+
+UNTIED = replace(TARGET, tie_word_embeddings=False)
+
+
+def batch(seed: int = 0, rows: int = 3, length: int = 9) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 24, (rows, length)).astype(np.int32), rng.random((rows, length)) < 0.6
+
+
+def reference_losses(config: decoder.DecoderConfig, params: Any, tokens: np.ndarray) -> np.ndarray:
+    """-log p of every token but the first, `[B, T - 1]`, in NumPy float64."""
+    target = Target(decoder.config_to_hf(config), dict(to_tensors(decoder.declare(config), params, jnp.float32)))
+    losses = []
+    for row in tokens:
+        logits = target.run(row[:-1])[0]
+        best = logits.max(axis=1, keepdims=True)
+        log_p = logits - best - np.log(np.exp(logits - best).sum(axis=1, keepdims=True))
+        losses.append(-log_p[np.arange(len(row) - 1), row[1:]])
+    return np.stack(losses)
+
+
+@pytest.mark.parametrize("config", [TARGET, UNTIED], ids=["tied", "untied"])
+def test_loss_is_the_mean_cross_entropy_of_what_is_in_it(config: decoder.DecoderConfig):
+    params, (tokens, flags) = target_params(config), batch()
+    each = reference_losses(config, params, tokens)
+    loss, count = jax.jit(partial(next_token_loss, config))(params, jnp.asarray(tokens), jnp.asarray(flags))
+    assert float(count) == flags[:, 1:].sum()
+    assert each.std() > 0.5, "the tokens must differ in their loss"
+    np.testing.assert_allclose(float(loss), each[flags[:, 1:]].mean(), rtol=1e-4)
+
+
+def test_a_batch_without_predictions_has_loss_zero():
+    tokens, _ = batch()
+    loss_of = jax.jit(partial(next_token_loss, TARGET))
+    loss, count = loss_of(target_params(), jnp.asarray(tokens), jnp.zeros(tokens.shape, bool))
+    assert (float(loss), float(count)) == (0.0, 0.0)
+
+
+def test_gradient_is_that_of_the_loss():
+    """Along random directions, against central differences of the float64 loss."""
+    params, (tokens, flags) = target_params(), batch(1)
+
+    def loss_of(params: Any) -> jax.Array:
+        return next_token_loss(TARGET, params, jnp.asarray(tokens), jnp.asarray(flags))[0]
+
+    gradient = jax.jit(jax.grad(loss_of))(params)
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        direction = jax.tree.map(lambda x: np.asarray(rng.normal(size=x.shape), np.float32), params)
+        slope = sum(float(np.vdot(g, d)) for g, d in zip(jax.tree.leaves(gradient), jax.tree.leaves(direction), strict=True))
+        step = 2e-4
+
+        def moved(by: float, direction: Any = direction) -> np.ndarray:
+            return reference_losses(TARGET, jax.tree.map(lambda x, y: np.asarray(x) + by * y, params, direction), tokens)
+
+        numeric = (moved(step) - moved(-step))[flags[:, 1:]].mean() / (2 * step)
+        np.testing.assert_allclose(slope, numeric, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("config", [TARGET, UNTIED], ids=["tied", "untied"])
+def test_hidden_matrices_are_those_of_the_layers(config: decoder.DecoderConfig):
+    params = target_params(config)
+    flags = jax.tree.leaves(hidden_matrices(params))
+    taken = {spec.name for spec, flag in zip(spec_leaves(decoder.declare(config)), flags, strict=True) if flag}
+    kinds = [f"self_attn.{which}_proj" for which in "qkvo"] + [f"mlp.{which}_proj" for which in ("gate", "up", "down")]
+    assert taken == {f"model.layers.{n}.{kind}.weight" for n in range(2) for kind in kinds}
+    assert jax.tree.structure(hidden_matrices(params)) == jax.tree.structure(params)
+
+
+def test_held_out_batches_are_always_the_same():
+    stream = random_stream(300)
+    first, again = held_out_batches(stream, options()), held_out_batches(stream, options())
+    assert len(first) == len(again) > 3
+    for a, b in zip(first, again, strict=True):
+        np.testing.assert_array_equal(a[0], b[0])
+    assert len(held_out_batches(stream, options(), limit=2)) == 2
+
+
+def test_training_learns_a_text_that_repeats(tmp_path: Path):
+    stream = counting_stream()
+    result = train_lm(TARGET, stream, stream, options(steps=40, learning_rate=1e-2, evaluate_every=20), tmp_path, silent())
+    assert result.curve[0]["held_out_loss"] < np.log(24)
+    assert result.held_out_loss < 0.2
+    tokens = jnp.asarray(stream.tokens[None, :30])
+    logits = decoder.logits(TARGET, result.params, decoder.forward_full(TARGET, result.params, tokens).hidden)
+    np.testing.assert_array_equal(jnp.argmax(logits[0, :-1], axis=-1), tokens[0, 1:])
+
+
+@pytest.mark.parametrize("which", ["training", "held-out"])
+def test_too_little_text_is_refused_before_anything_is_written(tmp_path: Path, which: str):
+    short = Stream(np.ones(50, np.int32), np.ones(50, bool))
+    texts = {"training": counting_stream(), "held-out": counting_stream(), which: short}
+    with pytest.raises(ValueError, match=f"the {which} text has 50 tokens; a batch of 2 windows of 17 needs 51"):
+        train_lm(TARGET, texts["training"], texts["held-out"], options(), tmp_path / "out", silent())
+    assert not (tmp_path / "out").exists()
