@@ -55,7 +55,7 @@ def test_prompts_from_a_file(run: Run, pair: list[Any], expected: dict[str, Any]
 
 
 def test_a_question_becomes_a_prompt(run: Run, pair: list[Any], tmp_path: Path):
-    (tmp_path / "gsm8k.jsonl").write_text('{"question": "t4 t4", "answer": "t9"}\n{"prompt": "t7"}\n')
+    (tmp_path / "gsm8k.jsonl").write_text('{"question": "t4 t4", "answer": "t9"}\n')
     ran = run("generate", "--prompt-file", tmp_path / "gsm8k.jsonl", *pair, *NEW)
     assert "Question: t4 t4\nAnswer: " in ran.out
 
@@ -68,7 +68,7 @@ def test_prompt_from_standard_input(run: Run, pair: list[Any], expected: dict[st
 
 def test_text_is_printed_as_it_is(run: Run, pair: list[Any]):
     """Neither markup nor emoji names are interpreted, in prompts or in what follows them."""
-    for prompts in (["[bold]t1[/bold] :warning:  t2"], ["[red]t1", ":warning:"]):
+    for prompts in (["[bold]t1[/bold] :warning:  t2"], ["[red]t1", ":warning:", "t1"]):
         ran = run("generate", *prompts, *pair, *NEW)
         assert ran.status == 0
         for prompt in prompts:
@@ -84,19 +84,19 @@ def check_types(figures: dict[str, Any]) -> None:
 
 def test_json_of_a_comparison(run: Run, pair: list[Any], expected: dict[str, Any], tmp_path: Path):
     path = tmp_path / "figures.json"
-    ran = run("generate", "t1 t2 t3", "t7", *pair, *NEW, "--compare", "--repetitions", 2, "--json", path)
+    ran = run("generate", *expected, *pair, *NEW, "--compare", "--repetitions", 2, "--json", path)
     figures = json.loads(path.read_text())
     assert [p.name for p in tmp_path.iterdir()] == ["figures.json"]
     check_types(figures)
     assert not [name for name in PROMISED if figures[name] is None]
     assert figures["identical"] is True
     assert figures["speedup"] == figures["speculative_tokens_per_s"] / figures["autoregressive_tokens_per_s"]
-    assert figures["tokens"] == [expected["t1 t2 t3"][0], expected["t7"][0]]
+    assert figures["tokens"] == [tokens for tokens, _ in expected.values()]
     counts = figures["acceptance_histogram"]
     assert len(counts) == figures["block_size"] == 4
-    assert sum((n + 1) * count for n, count in enumerate(counts)) == 24
-    assert figures["mean_acceptance_length"] == 24 / sum(counts)
-    assert figures["rounds"] <= sum(counts) <= 2 * figures["rounds"]
+    assert sum((n + 1) * count for n, count in enumerate(counts)) == 36
+    assert figures["mean_acceptance_length"] == 36 / sum(counts)
+    assert figures["rounds"] <= sum(counts) <= 3 * figures["rounds"]
     assert figures["repetitions"] == 2
     for shown in (f"{figures['speedup']:.2f}x", "outputs identical", "yes", f"{figures['mean_acceptance_length']:.2f} of 4"):
         assert shown in ran.out
@@ -125,7 +125,8 @@ def test_json_without_a_drafter(run: Run, folders: tuple[Path, Path], expected: 
 def test_sampling_options_reach_the_generation(run: Run, folders: tuple[Path, Path], pair: list[Any]):
     options = ["--temperature", 0.9, "--top-p", 0.8, "--top-k", 7, "--seed", 5]
     sampling = tw.Sampling(12, temperature=0.9, top_p=0.8, top_k=7, seed=5)
-    want = tw.load(folders[0]).generate("t1 t2 t3", sampling)[0]
+    want = tw.load(*folders).generate("t1 t2 t3", sampling)[0]
+    assert want.tokens != tw.load(*folders).generate("t1 t2 t3", tw.Sampling(12))[0].tokens
     assert run("generate", "t1 t2 t3", *pair, *NEW, *options, "--json", "-").json["tokens"] == [want.tokens]
 
 
@@ -170,14 +171,13 @@ def check_interrupted(ran: Ran, prompts: list[str], expected: dict[str, Any], pa
     return figures
 
 
-@pytest.mark.parametrize("prompts", [["t1 t2 t3"], ["t1 t2 t3", "t7"]], ids=["one", "several"])
-@pytest.mark.parametrize("extra", [[], ["--compare"]], ids=["alone", "compare"])
+@pytest.mark.parametrize("count", [1, 3], ids=["one", "several"])
 def test_an_interruption_keeps_what_was_generated(
-    run: Run, pair: list[Any], expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompts: list[str],
-    extra: list[str],
-):  # fmt: skip
+    run: Run, pair: list[Any], expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+):
+    prompts = list(expected)[:count]
     interrupt_after(1, monkeypatch)
-    ran = run("generate", *prompts, *pair, *NEW, *extra, "--json", tmp_path / "figures.json")
+    ran = run("generate", *prompts, *pair, *NEW, "--compare", "--json", tmp_path / "figures.json")
     figures = check_interrupted(ran, prompts, expected, tmp_path / "figures.json")
     assert all(figures["tokens"])
     assert figures["mean_acceptance_length"] >= 1

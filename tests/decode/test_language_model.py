@@ -79,6 +79,15 @@ def test_bfloat16(tmp_path: Path, lm: LanguageModel):
         assert sum(a[0] == b[0] for a, b in zip(got, want, strict=True)) >= 6
 
 
+def test_a_drafter_in_bfloat16_changes_no_token(tmp_path: Path, lm: LanguageModel):
+    mixed = build(tmp_path, random_pair(0, **SIZES), drafter_dtype="bfloat16")
+    models = mixed.programs.models
+    assert {x.dtype.name for x in jax.tree.leaves((models.drafter, models.draft_head))} == {"bfloat16"}
+    assert {x.dtype.name for x in jax.tree.leaves(models.target)} == {"float32"}
+    asked = prompts(0, [1, 4, 5, 7, 3, 12, 9, 2])
+    assert tokens_of(mixed, asked, NEW, speculative=True) == tokens_of(lm, asked, NEW, speculative=False)
+
+
 @pytest.mark.parametrize(
     ("asked", "sampling", "message"),
     [
@@ -126,8 +135,10 @@ def test_the_whole_context_can_be_used(tmp_path: Path):
         ({"block_size": 1}, "expected a block size from 2 to the drafter's 6, found 1"),
         ({"block_size": 7}, "expected a block size from 2 to the drafter's 6, found 7"),
         ({"draft_window": 0}, "expected a draft window of at least 1, found 0"),
-        ({"drafter": None, "block_size": 4}, "a block size or draft window needs a drafter; none was named"),
-        ({"drafter": None, "draft_window": 4}, "a block size or draft window needs a drafter; none was named"),
+        ({"drafter": None, "block_size": 4}, "a block size, draft window or drafter dtype needs a drafter"),
+        ({"drafter_dtype": "int8"}, "expected a dtype among float32, bfloat16, found 'int8'"),
+        ({"drafter": None, "drafter_dtype": "bfloat16"}, "a block size, draft window or drafter dtype needs a drafter"),
+        ({"drafter": None, "draft_window": 4}, "a block size, draft window or drafter dtype needs a drafter"),
     ],
 )
 def test_settings_that_load_refuses(tmp_path: Path, settings: dict[str, Any], message: str):

@@ -36,13 +36,18 @@ def observer(lm: LanguageModel) -> Callable[..., Any]:
     assert drafting is not None
 
     def observe(models: Any, state: Any) -> tuple[Any, Any, Any]:
-        seen, project = [], decoder.project_head
+        seen: list[Any] = []
+        choose, project = speculative.argmax, decoder.logits
 
-        def record(params: Any, x: Any) -> Any:
-            seen.append(project(params, x))
+        def record_choice(logits: Any) -> Any:
+            seen.append(logits)
+            return choose(logits)
+
+        def record_logits(*given: Any) -> Any:
+            seen.append(project(*given))
             return seen[-1]
 
-        with mock.patch.object(decoder, "project_head", record):
+        with mock.patch.object(speculative, "argmax", record_choice), mock.patch.object(decoder, "logits", record_logits):
             block = speculative.draft(drafting, lm.target, models, state)
             verify(lm.target, models.target, state, block, drafting.config.target_layer_ids, "greedy")
         draft_logits, target_logits = seen

@@ -157,9 +157,9 @@ def main() -> None:
     from tilewright.models.params import count
 
     if args.model is None:
-        from tilewright.demo import target_folder
+        from tilewright.models.hub import PACKAGED
 
-        args.model = target_folder()
+        args.model = PACKAGED["demo"]
     lm = tw.load(args.model)
     prompts = [lm.encode(source(module))[: args.prompt_tokens] for module in MODULES]
     sides = {

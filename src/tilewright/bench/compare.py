@@ -28,6 +28,13 @@ class Comparison:
         return self.speculative_tokens_per_s / self.autoregressive_tokens_per_s
 
     @property
+    def round_steps(self) -> float:
+        """What a round costs, in autoregressive steps: the acceptance length above which drafting pays."""
+        per_round = self.speculative.rounds / sum(len(r.tokens) for r in self.speculative)
+        per_step = self.autoregressive.rounds / sum(len(r.tokens) for r in self.autoregressive)
+        return self.autoregressive_tokens_per_s * per_step / (self.speculative_tokens_per_s * per_round)
+
+    @property
     def identical(self) -> bool:
         return all(a.tokens == b.tokens for a, b in zip(self.autoregressive, self.speculative, strict=True))
 
@@ -72,7 +79,14 @@ def joined(parts: Sequence[Generation]) -> Generation:
 
 def environment(lm: LanguageModel) -> dict[str, Any]:
     """What the figures were measured on and with."""
-    return {"chip": chip_name(), "dtype": lm.dtype, "kernels": lm.kernels, "jax_version": jax.__version__}
+    drafter_dtype = None if lm.drafting is None else lm.drafting.dtype
+    return {
+        "chip": chip_name(),
+        "dtype": lm.dtype,
+        "drafter_dtype": drafter_dtype,
+        "kernels": lm.kernels,
+        "jax_version": jax.__version__,
+    }
 
 
 def acceptance_figures(lm: LanguageModel, generation: Generation) -> dict[str, Any]:
@@ -92,6 +106,7 @@ def comparison_figures(lm: LanguageModel, comparison: Comparison) -> dict[str, A
         "autoregressive_tokens_per_s": comparison.autoregressive_tokens_per_s,
         "speculative_tokens_per_s": comparison.speculative_tokens_per_s,
         "speedup": comparison.speedup,
+        "round_cost_steps": comparison.round_steps,
         "identical": comparison.identical,
         "first_differences": comparison.first_differences,
         "repetitions": comparison.repetitions,

@@ -89,7 +89,7 @@ def measure(
 ) -> dict[str, dict[str, Any]]:
     """The figures of each set of prompts."""
     rows = {}
-    with Progress(console=console, transient=True) as bar:
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         for name, prompts in sets.items():
             batches = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
             task = bar.add_task(name, total=2 * (repetitions + 1))

@@ -29,6 +29,7 @@ class ModelOptions:
         dtype: "float32" or "bfloat16".
         block_size: tokens drafted at once, the known one included; by default what the drafter was trained for.
         draft_window: keep only this many last positions in the drafter's context, so that drafting never gets slower.
+        drafter_dtype: of the drafter alone; the output is the same either way. By default as dtype.
         kernels: "auto" takes this package's own kernels where they run, "xla" leaves everything to XLA.
     """
 
@@ -37,9 +38,10 @@ class ModelOptions:
     dtype: str = "float32"
     block_size: int | None = None
     draft_window: int | None = None
+    drafter_dtype: str | None = None
     kernels: Literal["auto", "xla"] = "auto"
 
-    def load(self, console: Console | None) -> LanguageModel:
+    def load(self, console: Console) -> LanguageModel:
         drafter = self.drafter
         if drafter is None and self.model == DEMO:
             drafter = DEMO_DRAFTER
@@ -49,8 +51,9 @@ class ModelOptions:
             dtype=self.dtype,
             block_size=self.block_size,
             draft_window=self.draft_window,
+            drafter_dtype=self.drafter_dtype,
             kernels=self.kernels,
-            console=console,
+            console=progress_console(console),
         )
 
 
@@ -61,6 +64,11 @@ JsonFile = Annotated[str | None, Parameter(name="--json", allow_leading_hyphen=T
 def human_console(json_file: str | None) -> Console:
     """Where people read: standard output, or standard error when the figures go to standard output."""
     return Console(stderr=json_file == "-", highlight=False, emoji=False)
+
+
+def progress_console(console: Console) -> Console | None:
+    """Where the progress of loading shows: nowhere if the output is a file or a pipe, which bars would put empty lines into."""
+    return console if console.is_terminal else None
 
 
 def write_json(json_file: str | None, figures: Mapping[str, Any]) -> None:
@@ -125,8 +133,12 @@ def gather_prompts(given: Sequence[str], prompt_file: Path | None, model: str) -
     """Prompts from the arguments, a file, or standard input; for the demo alone there is one to fall back on.
 
     Raises:
-        ValueError: there is none, or one is empty.
+        ValueError: there is none, one is empty, or an argument is an option that does not exist.
     """
+    for prompt in given:
+        if prompt.startswith("-") and prompt != "-":
+            where = "--prompt-file or standard input"
+            raise ValueError(f'unknown option {prompt} (a prompt that begins with "-" comes from {where})')
     prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in given]
     if prompt_file is not None:
         prompts += read_prompts(prompt_file)

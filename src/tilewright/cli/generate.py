@@ -55,7 +55,7 @@ class SamplingOptions:
 
 
 def generate(
-    *prompt: str,
+    *prompt: Annotated[str, Parameter(allow_leading_hyphen=True)],
     prompt_file: Path | None = None,
     models: ModelOptions = ModelOptions(),
     options: SamplingOptions = SamplingOptions(),
@@ -91,7 +91,7 @@ def generate(
         generation, interrupted = show(lm, prompts, sampling, console)
         figures: dict[str, Any] = single_figures(lm, generation)
         if compare_both and not interrupted:
-            with Progress(console=console, transient=True) as bar:
+            with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
                 row = bar.add_task("comparing", total=2 * (repetitions + 1))
                 both = compare(lm, [prompts], sampling, repetitions, lambda: bar.advance(row))
             figures |= comparison_figures(lm, both)
@@ -132,7 +132,7 @@ def show(lm: LanguageModel, prompts: list[str], sampling: Sampling, console: Con
     if lm.drafting is not None:
         console.print(terminal.legend())
     try:
-        with Progress(console=console, transient=True, disable=alone) as bar:
+        with Progress(console=console, transient=True, disable=alone or not console.is_terminal) as bar:
             row = bar.add_task("generating", total=len(prompts) * sampling.max_new_tokens)
             for session in sessions:
                 if alone:

@@ -8,11 +8,10 @@ from rich.console import Console
 from tilewright import __version__
 from tilewright.cli.bench import app as bench
 from tilewright.cli.generate import generate
-from tilewright.cli.train import app as train
 
 app = App(name="tilewright", help="Irregular models on machines that want fixed shapes.", version=__version__)
 app.command(generate)
-app.command(train)
+app.command("tilewright.cli.train:app", name="train", help="Training.")  # imported when called: it needs the train extra
 app.command(bench)
 
 
@@ -21,6 +20,12 @@ def main(arguments: list[str] | None = None) -> None:
     errors = Console(stderr=True, soft_wrap=True, emoji=False)
     try:
         app(arguments, exit_on_error=False, print_error=False, error_console=errors)
+    except ImportError as error:
+        missing = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error
+        if getattr(missing, "name", None) != "optax":
+            raise
+        errors.print("tilewright: training needs the train extra: pip install 'tilewright[train]'", style="red", markup=False)
+        sys.exit(2)
     except (ValueError, OSError, CycloptsError) as error:
         message = " ".join(str(error).split())
         errors.print(f"tilewright: {message}", style="red", markup=False, highlight=False)

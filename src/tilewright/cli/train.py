@@ -9,7 +9,7 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from tilewright.cli.common import JsonFile, check_json_file, human_console, write_json
+from tilewright.cli.common import JsonFile, check_json_file, human_console, progress_console, write_json
 from tilewright.compiled.machine import chip_name
 from tilewright.decode.language_model import LanguageModel
 from tilewright.decode.sampling import Sampling
@@ -271,9 +271,9 @@ def drafter(
     if not data:
         raise ValueError("expected files or folders to train on, found none")
     options, drafter_options = loop.options(), DrafterOptions(anchors, gamma)
-    folder = hub.resolve(target, console=console)
+    folder = hub.resolve(target, console=progress_console(console))
     tokenizer = load_tokenizer(folder)
-    config, params = load_decoder(folder, jnp.float32, console)
+    config, params = load_decoder(folder, jnp.float32, progress_console(console))
     draft_config = sizes.config(config, tokenizer)
     end = config.eos_token_ids[0] if config.eos_token_ids else 0
     parts = split_documents(read_documents(data), loop.held_out, loop.seed)

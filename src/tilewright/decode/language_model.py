@@ -3,10 +3,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import jax
-import jax.numpy as jnp
 from rich.console import Console
 from tokenizers import Tokenizer
 
@@ -17,13 +16,14 @@ from tilewright.decode.shapes import ShapeTable
 from tilewright.decode.speculative import Drafting
 from tilewright.decode.state import Models
 from tilewright.kernels import native
+from tilewright.kernels.linear.cpu import pack
 from tilewright.models import checkpoint, decoder, dflash, hub
 from tilewright.models.decoder import DecoderConfig
 from tilewright.models.dflash import DFlashConfig, DFlashParams
+from tilewright.models.params import DTYPES, Dtype
 from tilewright.models.tokenizer import load_tokenizer
 
 Kernels = Literal["auto", "xla"]
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,22 @@ class Generation:
         return sum(len(r.tokens) for r in self.results) / self.decode_seconds
 
 
+def prepare_models(models: Models, drafting: Drafting | None, kernels: Kernels) -> tuple[Models, str]:
+    """Makes loaded parameters ready for the device. Returns them, and the name of what will multiply them."""
+    isa = native.kernels().isa if kernels == "auto" else None
+    target, drafter, draft_head = models.target, models.drafter, None
+    if drafting is not None and drafter is not None:
+        head = target.embed.T if target.head is None else target.head
+        draft_head = head.astype(DTYPES[drafting.dtype])
+        if isa is not None:
+            drafter, draft_head = dflash.pack_drafter(drafter), pack(draft_head)
+    if isa is not None:
+        target = decoder.pack_decoder(target)
+    elif jax.default_backend() == "cpu":
+        target = decoder.untie_head(target)
+    return Models(target, drafter, draft_head), f"cpu {isa}" if isa else "xla"
+
+
 class LanguageModel:
     """A target, its tokenizer, and a drafter if one was loaded. Made by `load`."""
 
@@ -64,13 +80,7 @@ class LanguageModel:
     ):  # fmt: skip
         self.target, self.tokenizer, self.drafting, self.dtype = target, tokenizer, drafting, dtype
         self.table = table or ShapeTable()
-        self.kernels = "xla"
-        if jax.default_backend() == "cpu":
-            kernel = native.kernels() if kernels == "auto" else native.Native(None)
-            packed = kernel.isa is not None
-            self.kernels = f"cpu {kernel.isa}" if packed else "xla"
-            drafter = None if models.drafter is None else dflash.prepare(models.drafter, packed)
-            models = Models(decoder.prepare(models.target, packed), drafter)
+        models, self.kernels = prepare_models(models, drafting, kernels)
         self.programs = Programs(target, models, DTYPES[dtype], self.table)
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
@@ -182,6 +192,7 @@ def load(
     dtype: str = "float32",
     block_size: int | None = None,
     draft_window: int | None = None,
+    drafter_dtype: str | None = None,
     revision: str | None = None,
     drafter_revision: str | None = None,
     table: ShapeTable | None = None,
@@ -195,6 +206,7 @@ def load(
         dtype: of the weights and activations, "float32" or "bfloat16".
         block_size: tokens drafted at once, the known one included; by default what the drafter was trained for.
         draft_window: keep only this many last positions in the drafter's context.
+        drafter_dtype: of the drafter's weights and activations; by default as for the target. The output is the same either way.
         revision, drafter_revision: a branch, tag or commit on the hub.
         table: the declared shapes.
         kernels: "auto" takes this package's own kernels where they run, "xla" leaves everything to XLA.
@@ -205,15 +217,18 @@ def load(
     """
     if kernels not in get_args(Kernels):
         raise ValueError(f"expected kernels to be one of {', '.join(get_args(Kernels))}, found {kernels!r}")
-    if dtype not in DTYPES:
-        raise ValueError(f"expected a dtype among {', '.join(DTYPES)}, found {dtype!r}")
-    if drafter is None and (block_size is not None or draft_window is not None):
-        raise ValueError("a block size or draft window needs a drafter; none was named")
+    draft_dtype = dtype if drafter_dtype is None else drafter_dtype
+    for name in (dtype, draft_dtype):
+        if name not in DTYPES:
+            raise ValueError(f"expected a dtype among {', '.join(DTYPES)}, found {name!r}")
+    if drafter is None and any(option is not None for option in (block_size, draft_window, drafter_dtype)):
+        raise ValueError("a block size, draft window or drafter dtype needs a drafter; none was named")
     folder = hub.resolve(str(model), revision, console)
     tokenizer = load_tokenizer(folder)
     target, target_params = checkpoint.load_decoder(folder, DTYPES[dtype], console)
     if drafter is None:
-        return LanguageModel(target, Models(target_params, None), tokenizer, None, dtype, table, kernels)
-    config, drafter_tree = load_drafter(drafter, target, dtype, drafter_revision, console)
-    drafting = Drafting(config, config.block_size if block_size is None else block_size, draft_window)
+        return LanguageModel(target, Models(target_params), tokenizer, None, dtype, table, kernels)
+    config, drafter_tree = load_drafter(drafter, target, draft_dtype, drafter_revision, console)
+    size = config.block_size if block_size is None else block_size
+    drafting = Drafting(config, size, draft_window, cast(Dtype, draft_dtype))
     return LanguageModel(target, Models(target_params, drafter_tree), tokenizer, drafting, dtype, table, kernels)

@@ -20,6 +20,7 @@ from tilewright.decode.speculative import Drafting, drafter_params, extend, spec
 from tilewright.decode.state import DecodeState, Models, run_steps, run_target
 from tilewright.models.decoder import DecoderConfig
 from tilewright.models.dflash import ContextKV
+from tilewright.models.params import DTYPES
 
 STEPS_PER_DISPATCH = 64
 """The most steps that one call of the decode loop runs on the device; a caller may ask for fewer."""
@@ -45,7 +46,10 @@ def allocate_caches(
     if drafting is None:
         return target_cache, ()
     config, slots = drafting.config, drafting.context_slots(shape.capacity)
-    return target_cache, cache.allocate(config.num_layers, shape.batch, config.num_kv_heads, slots, config.head_dim, dtype)
+    context = cache.allocate(
+        config.num_layers, shape.batch, config.num_kv_heads, slots, config.head_dim, DTYPES[drafting.dtype]
+    )
+    return target_cache, context
 
 
 def prefill(
@@ -120,7 +124,7 @@ class Programs:
 
     def read_models(self, drafting: Drafting | None) -> Models:
         """The parameters that programs with or without drafting read."""
-        return self.models if drafting is not None else replace(self.models, drafter=None)
+        return self.models if drafting is not None else Models(self.models.target)
 
     def abstract_state(self, shape: Shape, target_cache: Any, draft_cache: Any) -> DecodeState:
         def rows(dtype: DTypeLike, *dims: int) -> jax.ShapeDtypeStruct:

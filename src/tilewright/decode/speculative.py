@@ -15,9 +15,11 @@ from jaxtyping import Array, Int
 from tilewright.decode import cache
 from tilewright.decode.sampling import Warp, argmax
 from tilewright.decode.state import DecodeState, Models, block_positions, commit, embed, known_token, verify
-from tilewright.models import decoder, dflash
+from tilewright.kernels.select import linear
+from tilewright.models import dflash
 from tilewright.models.decoder import DecoderConfig
 from tilewright.models.dflash import DFlashConfig, DFlashParams
+from tilewright.models.params import DTYPES, Dtype
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,14 @@ class Drafting:
         config: the drafter's.
         block_size: tokens in a block, the known one included; at most what the drafter was trained for.
         window: how many of the last positions the drafter's context keeps; None keeps all.
+        dtype: of the drafter's weights and activations. Drafts are guesses that the target checks, so a lower precision than the
+            target's costs accuracy in drafting and nothing in the output.
     """
 
     config: DFlashConfig
     block_size: int
     window: int | None = None
+    dtype: Dtype = "float32"
 
     def __post_init__(self) -> None:
         if not 2 <= self.block_size <= self.config.block_size:
@@ -53,15 +58,16 @@ def draft(
     known, size = known_token(state), drafting.block_size
     masks = jnp.full((known.shape[0], size - 1), drafting.config.mask_token_id, known.dtype)
     slots = state.draft_cache[0][0].shape[2]
+    embedded = embed(models.target, jnp.concatenate([known, masks], axis=1))
     hidden = dflash.draft_hidden(
         drafting.config,
         drafter_params(models),
-        embed(models.target, jnp.concatenate([known, masks], axis=1)),
+        embedded.astype(DTYPES[drafting.dtype]),
         block_positions(state.known, size),
         state.draft_cache,
         cache.visible_context(slots, state.known),
     )
-    logits = decoder.project_head(models.target, hidden[:, 1:])
+    logits = linear(hidden[:, 1:], models.draft_head, jnp.float32)
     return jnp.concatenate([known, argmax(logits)], axis=1)
 
 
@@ -82,7 +88,7 @@ def extend(
 
     Without a window, entries from `stop` on are written as well and stay masked until the next round replaces them.
     """
-    features = dflash.context_features(drafting.config, params, taps)
+    features = dflash.context_features(drafting.config, params, [tap.astype(DTYPES[drafting.dtype]) for tap in taps])
     new = dflash.context_kv(drafting.config, params, features, block_positions(start, features.shape[1]))
 
     def store(cached: Array, entries: Array) -> Array:

@@ -20,10 +20,16 @@ from tilewright.models.dflash import DFlashParams
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Models:
-    """The parameters that a step reads. `drafter` is None where nothing drafts."""
+    """The parameters that a step reads.
+
+    Attributes:
+        drafter: None where nothing drafts.
+        draft_head: the target's output head as the drafter reads it, in the drafter's dtype; None where nothing drafts.
+    """
 
     target: DecoderParams
-    drafter: DFlashParams | None
+    drafter: DFlashParams | None = None
+    draft_head: Any = None
 
 
 @jax.tree_util.register_dataclass

@@ -276,16 +276,18 @@ def pack_layer(layer: Layer) -> Layer:
     return replace(layer, **packed, gate=pack_gated(layer.gate, layer.up), up=None)
 
 
-def prepare(params: DecoderParams, packed: bool) -> DecoderParams:
-    """Makes loaded parameters ready for a CPU: with the kernel's layout, or for XLA.
+def pack_decoder(params: DecoderParams) -> DecoderParams:
+    """The model with its matrices in the layout of the CPU kernel; the head apart from the embedding, which stays as it is."""
+    head = pack(params.embed.T if params.head is None else params.head)
+    return replace(params, head=head, layers=tuple(pack_layer(layer) for layer in params.layers))
 
-    Either way a tied model gets a head of its own, `[hidden, vocab]`, at the cost of the embedding's memory once more: XLA's
-    CPU products read that layout up to twice as fast, and the kernel has its own.
+
+def untie_head(params: DecoderParams) -> DecoderParams:
+    """Gives a tied model a head of its own, `[hidden, vocab]`, which XLA's CPU products read up to twice as fast.
+
+    Costs the embedding's memory once more.
     """
-    head = params.embed.T if params.head is None else params.head
-    if not packed:
-        return replace(params, head=head)
-    return replace(params, head=pack(head), layers=tuple(pack_layer(layer) for layer in params.layers))
+    return params if params.head is not None else replace(params, head=params.embed.T)
 
 
 def project_head(params: DecoderParams, x: Float[Array, "*rows H"]) -> Float[Array, "*rows V"]:

@@ -177,10 +177,8 @@ def declare(config: DFlashConfig) -> DFlashParams:
     )
 
 
-def prepare(params: DFlashParams, packed: bool) -> DFlashParams:
-    """Makes loaded parameters ready for a CPU; see `decoder.prepare`."""
-    if not packed:
-        return params
+def pack_drafter(params: DFlashParams) -> DFlashParams:
+    """The drafter with its matrices in the layout of the CPU kernel."""
     return replace(params, fc=pack(params.fc), layers=tuple(pack_layer(layer) for layer in params.layers))
 
 

@@ -6,7 +6,7 @@ every array; initialisation, abstract shapes and the checkpoint mapping all deri
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,10 @@ from jax import Array
 from jax.typing import DTypeLike
 
 Tree = TypeVar("Tree")
+
+Dtype = Literal["float32", "bfloat16"]
+DTYPES: dict[str, Any] = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+"""The dtypes that models run in, by their names."""
 
 
 @dataclass(frozen=True)

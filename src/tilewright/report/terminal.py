@@ -40,6 +40,7 @@ def comparison_table(figures: Mapping[str, Any]) -> Table:
     table.add_row("speculative", f"{figures['speculative_tokens_per_s']:,.1f} tokens/s")
     table.add_row("speedup", f"{figures['speedup']:.2f}x")
     table.add_row("τ (tokens per round)", f"{figures['mean_acceptance_length']:.2f} of {figures['block_size']}")
+    table.add_row("a round costs", f"{figures['round_cost_steps']:.2f} steps")
     table.add_row("distinct 4-grams", f"{figures['distinct_4gram_ratio']:.0%}")
     table.add_row("outputs identical", identical_text(figures))
     return table

@@ -5,7 +5,7 @@ see the features of positions strictly before it (`kv < anchor`) and their own b
 token at position anchor + k with weight exp(-(k - 1) / gamma). Embedding and head are the target's, and stay as they are.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +159,31 @@ def drafter_loss(
     return jnp.sum(nll * weights) / jnp.maximum(total, 1e-6), total
 
 
+def warm_start(
+    target: DecoderConfig, config: DFlashConfig, target_params: DecoderParams, params: DFlashParams
+) -> DFlashParams:
+    """Starts a drafter from its target's last layers, which already write what the target's head reads.
+
+    Each drafter layer is a copy of one of them, the final norm is the target's, and `fc` passes on the stream that the last of
+    them reads, normed as there. A drafter whose sizes differ from its target's keeps its random layers and gets the norm alone.
+    """
+    sizes = ("intermediate_size", "num_heads", "num_kv_heads", "head_dim")
+    params = replace(params, norm=target_params.norm)
+    alike = all(getattr(config, name) == getattr(target, name) for name in sizes) and config.num_layers <= target.num_layers
+    read = target.num_layers - 2
+    if not alike or params.layers[0].q_norm is None or target_params.layers[0].q_norm is None:
+        return params
+    if read not in config.target_layer_ids:
+        return replace(params, layers=target_params.layers[-config.num_layers :])
+    h, at = config.hidden_size, config.target_layer_ids.index(read)
+    return replace(
+        params,
+        fc=params.fc.at[at * h : (at + 1) * h].add(jnp.eye(h, dtype=params.fc.dtype)),
+        hidden_norm=target_params.layers[-1].input_norm,
+        layers=target_params.layers[-config.num_layers :],
+    )
+
+
 def hidden_matrices(params: DFlashParams) -> DFlashParams:
     """True for every matrix: a drafter has no embedding and no head of its own."""
     return jax.tree.map(lambda x: x.ndim == 2, params)
@@ -175,7 +200,7 @@ def train_drafter(
     out: Path,
     console: Console,
 ) -> TrainResult:
-    """Trains a drafter from random weights; the loss and the held-out loss are the weighted cross-entropy of `drafter_loss`."""
+    """Trains a drafter, from its target's last layers where these fit; the loss and the held-out loss are the weighted cross-entropy of `drafter_loss`."""
     require_windows(stream, options.sequence_length, options.batch_size, "the training text")
     require_windows(held_out, options.sequence_length, options.batch_size, "the held-out text")
     dflash.check_fits(config, target)
@@ -189,7 +214,9 @@ def train_drafter(
         return drafter_loss(target, config, drafter_options, params, frozen, arrays, key)
 
     def init() -> DFlashParams:
-        return initialise(dflash.declare(config), jax.random.key(options.seed))
+        # Copied: training donates its state, and the target stays in use.
+        drawn = initialise(dflash.declare(config), jax.random.key(options.seed))
+        return jax.tree.map(jnp.copy, warm_start(target, config, target_params, drawn))
 
     task = Task(
         loss=loss,

@@ -1,0 +1,211 @@
+"""What a user gets wrong: one line on standard error, exit status 2, and nothing written."""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.conftest import Ran, Run
+
+Change = Callable[[Path, Path], None]
+"""`change(target, drafter)` spoils a copy of the two folders."""
+
+
+def check_refused(ran: Ran, problem: str, folder: Path) -> None:
+    assert ran.status == 2
+    assert problem in ran.err
+    assert ran.err.startswith("tilewright: ")
+    assert ran.err.endswith("\n")
+    assert ran.err.count("\n") == 1, "one line"
+    assert ran.out == ""
+    assert not list(folder.iterdir()), "nothing is written"
+
+
+@pytest.fixture
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, which the command runs in."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ([""], "prompt 1 is empty"),
+        (["t1", ""], "prompt 2 is empty"),
+        (["  "], "expected a prompt of at least one token, found an empty one"),
+        (["t1 " * 128], "the prompt has 128 tokens; the model's context is 128"),
+        (["t1 " * 100], "a prompt of 100 tokens leaves room for 28 in the model's context of 128; max_new_tokens is 40"),
+        (["t1", "--max-new-tokens", "0"], "expected max_new_tokens of at least 1, found 0"),
+        (["t1", "--block-size", "1"], "expected a block size from 2 to the drafter's 4, found 1"),
+        (["t1", "--block-size", "5"], "expected a block size from 2 to the drafter's 4, found 5"),
+        (["t1", "--draft-window", "0"], "expected a draft window of at least 1, found 0"),
+        (["t1", "--temperature", "-0.5"], "expected a temperature of 0 or more, found -0.5"),
+        (["t1", "--temperature", "nan"], "expected a temperature of 0 or more, found nan"),
+        (["t1", "--top-p", "0"], "expected top_p above 0 and at most 1, found 0"),
+        (["t1", "--top-p", "1.5"], "expected top_p above 0 and at most 1, found 1.5"),
+        (["t1", "--top-k", "-1"], "expected top_k of 0 or more, found -1"),
+        (["t1", "--seed", "-1"], "expected a seed from 0 to 2**32 - 1, found -1"),
+        (["t1", "--dtype", "float16"], "expected a dtype among float32, bfloat16, found 'float16'"),
+        (["t1", "--compare", "--repetitions", "0"], "expected at least 1 repetition, found 0"),
+        (["t1", "--drafter", "none", "--compare"], "--compare needs a drafter"),
+        (["t1", "--drafter", "none", "--block-size", "4"], "needs a drafter; none was named"),
+        (["t1", "--json", "absent/figures.json"], "--json absent/figures.json: its folder does not exist"),
+        (["t1", "--json", "."], "--json .: expected a file, found a folder"),
+        (["t1", "--json", "--compare"], "--json --compare: expected a file"),
+        (["t1", "--nope"], "unknown option --nope"),
+        (["t1", "--max-tokens", "5"], "unknown option --max-tokens"),
+        (["t1", "--max-new-tokens", "many"], "many"),
+        (["--prompt-file", "absent.jsonl"], "absent.jsonl: no such file"),
+        ([], "expected a prompt: as an argument, from --prompt-file, or on standard input"),
+    ],
+)
+def test_arguments(run: Run, pair: list[Any], empty: Path, arguments: list[str], problem: str):
+    options = [] if "--max-new-tokens" in arguments else ["--max-new-tokens", "40"]
+    models = pair[:2] if "--drafter" in arguments else pair
+    json_file = [] if "--json" in arguments else ["--json", "figures.json"]
+    check_refused(run("generate", *arguments, *models, *options, *json_file), problem, empty)
+
+
+@pytest.mark.parametrize("stdin", ["", None])
+def test_no_prompt_on_standard_input(run: Run, pair: list[Any], empty: Path, stdin: str | None):
+    check_refused(run("generate", *pair, stdin=stdin), "expected a prompt", empty)
+    check_refused(run("generate", "-", *pair, stdin=""), "prompt 1 is empty", empty)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ('{"prompt": "t1"}\n{"prompt": \n', "prompts.jsonl:2: not JSON"),
+        ('{"prompt": "t1"}\n{"name": "t1"}\n', "prompts.jsonl, record 2: expected a record with one of question, turns"),
+        ('{"prompt": ""}\n', "prompt 1 is empty"),
+        ("\n", "prompts.jsonl has no record"),
+        ('{"prompt": "\udcff"}\n', "prompts.jsonl: not UTF-8 text"),
+    ],
+)
+def test_prompt_files(run: Run, pair: list[Any], empty: Path, content: str, problem: str):
+    path = empty.parent / "prompts.jsonl"
+    path.write_bytes(content.encode("utf-8", "surrogateescape"))
+    check_refused(run("generate", "--prompt-file", path, *pair), problem, empty)
+
+
+def change_config(which: str, **fields: Any) -> Change:
+    def change(target: Path, drafter: Path) -> None:
+        path = (target if which == "target" else drafter) / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    return change
+
+
+def truncate(which: str) -> Change:
+    def change(target: Path, drafter: Path) -> None:
+        path = (target if which == "target" else drafter) / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-100])
+
+    return change
+
+
+def remove(name: str) -> Change:
+    def change(target: Path, drafter: Path) -> None:
+        (target / name).unlink()
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "problems"),
+    [
+        (change_config("drafter", vocab_size=41), ["the drafter does not fit the target", "vocab_size is 41", "is 40"]),
+        (change_config("drafter", hidden_size=64), ["the drafter does not fit the target", "hidden_size is 64", "is 32"]),
+        (change_config("drafter", num_target_layers=3), ["num_target_layers is 3 but the target's is 2"]),
+        (
+            change_config("drafter", dflash_config={"mask_token_id": 40, "target_layer_ids": [0, 2]}),
+            ["target_layer_ids [2] lie outside the target's 2 layers", "mask_token_id 40 lies outside"],
+        ),
+        (truncate("target"), ["target/model.safetensors is not a readable safetensors file"]),
+        (truncate("drafter"), ["drafter/model.safetensors is not a readable safetensors file"]),
+        (remove("tokenizer.json"), ["is a folder without a tokenizer: it has no tokenizer.json"]),
+        (remove("config.json"), ["is not a checkpoint: it has no config.json"]),
+        (remove("model.safetensors"), ["expected model.safetensors"]),
+        (change_config("target", model_type="gpt2"), ["model_type must be one of qwen3, llama, found 'gpt2'"]),
+        (change_config("drafter", model_type="llama"), ["drafter/config.json", "model_type='llama' is not supported"]),
+    ],
+)
+def test_models(run: Run, folders: tuple[Path, Path], empty: Path, change: Change, problems: Sequence[str]):
+    target, drafter = (Path(shutil.copytree(folder, empty.parent / folder.name)) for folder in folders)
+    change(target, drafter)
+    ran = run("generate", "t1", "--model", target, "--drafter", drafter, "--max-new-tokens", 8, "--json", "figures.json")
+    for problem in problems:
+        check_refused(ran, problem, empty)
+
+
+def test_a_model_that_is_nowhere(run: Run, empty: Path):
+    check_refused(run("generate", "t1", "--model", "no/such/folder"), "no/such/folder", empty)
+
+
+def test_unknown_commands(run: Run, empty: Path):
+    check_refused(run("generat"), "generat", empty)
+    check_refused(run("train", "nothing"), "nothing", empty)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--samples", "0"], "expected samples of at least 1, found 0"),
+        (["--batch-size", "0"], "expected batch_size of at least 1, found 0"),
+        (["--repetitions", "0"], "expected repetitions of at least 1, found 0"),
+        (["--top-p", "2"], "expected top_p above 0 and at most 1, found 2"),
+        (["--drafter", "none"], "this benchmark needs a drafter"),
+        (["--data", "absent.jsonl"], "absent.jsonl: no such file"),
+        (["--data", "../other/prompts.jsonl"], "expected data files of different names, found prompts.jsonl, prompts.jsonl"),
+    ],
+)
+def test_benchmark(run: Run, pair: list[Any], empty: Path, arguments: list[str], problem: str):
+    for folder in (empty.parent, empty.parent / "other"):
+        folder.mkdir(exist_ok=True)
+        (folder / "prompts.jsonl").write_text('{"prompt": "t1"}\n')
+    models = pair[:2] if "--drafter" in arguments else pair
+    ran = run("bench", "speculative", "--data", "../prompts.jsonl", *models, *arguments, "--json", "figures.json")
+    check_refused(ran, problem, empty)
+
+
+LM = ["lm", "TEXT", "--out", "new"]
+DRAFTER = ["drafter", "TEXT", "--target", "TARGET", "--out", "new"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["lm", "--out", "new"], "expected files or folders to train on, found none"),
+        (["lm", "absent", "--out", "new"], "absent: no such file or folder"),
+        (LM, "the training text has"),
+        ([*LM, "--held-out", "0"], "expected a held-out share between 0 and 1, found 0.0"),
+        ([*LM, "--steps", "0"], "steps must be positive, found 0"),
+        ([*LM, "--optimizer", "sgd"], "sgd"),
+        ([*LM, "--heads", "3"], "num_attention_heads is no multiple of num_key_value_heads"),
+        ([*LM, "--vocab-size", "100"], "expected a vocabulary of at least 258, found 100"),
+        ([*LM, "--tokenizer", "TARGET"], "the tokenizer lacks the token <|endoftext|>"),
+        (["lm", "TEXT"], "--out"),
+        (["drafter", "--target", "TARGET", "--out", "new"], "expected files or folders to train on, found none"),
+        (DRAFTER, "the training text has"),
+        ([*DRAFTER, "--block-size", "1"], "block_size must be at least 2, found 1"),
+        ([*DRAFTER, "--taps", "2"], "target_layer_ids [2] lie outside"),
+        ([*DRAFTER, "--mask-token-id", "40"], "mask_token_id 40 lies outside"),
+        ([*DRAFTER, "--gamma", "0"], "expected a gamma above 0, found 0"),
+        ([*DRAFTER, "--anchors", "0"], "expected at least 1 anchor, found 0"),
+        ([*DRAFTER, "--regenerated", "-1"], "a number of continuations, found -1"),
+        (["drafter", "TEXT", "--target", "absent", "--out", "new"], "absent"),
+        (["demo", "--gsm8k", "absent.jsonl"], "absent.jsonl: no such file"),
+    ],
+)
+def test_training(run: Run, folders: tuple[Path, Path], empty: Path, arguments: list[str], problem: str):
+    text = empty.parent / "text"
+    text.mkdir()
+    for n in range(3):
+        (text / f"{n}.txt").write_text("t1 t2 t3 t4\n")
+    places = {"TEXT": text, "TARGET": folders[0]}
+    check_refused(run("train", *(places.get(a, a) for a in arguments), "--json", "figures.json"), problem, empty)

@@ -1,0 +1,117 @@
+"""`tilewright train`: a language model and a drafter for it, from a folder of text to folders that generate."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import tilewright as tw
+from cli.conftest import Run as Command
+from tilewright.train.loop import Run
+
+SIZES = [
+    "--vocab-size", 270, "--hidden-size", 32, "--layers", 1, "--heads", 2, "--kv-heads", 1, "--head-dim", 16,
+    "--intermediate-size", 48, "--context", 96,
+]  # fmt: skip
+LOOP = ["--batch-size", 2, "--sequence-length", 24, "--held-out", 0.3, "--evaluate-every", 4, "--save-every", 2]
+FIELDS = {"steps", "loss", "held_out_loss", "tokens_per_s", "seconds", "curve", "training_tokens", "chip", "out"}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten documents of two kinds."""
+    folder = tmp_path_factory.mktemp("text")
+    for n in range(6):
+        (folder / f"{n}.txt").write_text(f"one two three {n} " * 8)
+    records = [{"text": "four five six seven " * 6}, {"prompt": "one ", "response": "two three " * 10}] * 2
+    (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+@pytest.fixture
+def target(run: Command, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A language model that the command line trained, once for all tests."""
+    folder = tmp_path_factory.getbasetemp() / "trained-target"
+    if not (folder / "config.json").exists():
+        ran = run("train", "lm", text, "--out", folder, *SIZES, *LOOP, "--steps", 8)
+        assert ran.status == 0, ran.err
+    return folder
+
+
+def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    advance = Run.advance
+
+    def interrupted(self: Run, batch: Any) -> None:
+        if self.step == step:
+            raise KeyboardInterrupt
+        advance(self, batch)
+
+    monkeypatch.setattr(Run, "advance", interrupted)
+
+
+def same_weights(a: Path, b: Path) -> None:
+    first, second = (load_file(folder / "model.safetensors") for folder in (a, b))
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        np.testing.assert_array_equal(tensor, second[name])
+
+
+def test_a_trained_model_loads_and_generates(target: Path):
+    lm = tw.load(target)
+    assert lm.target.vocab_size == 270
+    assert lm.target.max_position_embeddings == 96
+    result = lm.generate("one two", tw.Sampling(6, ignore_eos=True))[0]
+    assert len(result.tokens) == 6
+    assert lm.tokenizer.decode(lm.encode("one  two\n")) == "one  two\n"
+
+
+def test_a_language_model_resumes_where_it_was_interrupted(
+    run: Command, text: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    command = ["train", "lm", text, "--out", tmp_path / "lm", *SIZES, *LOOP, "--steps", 8, "--json", tmp_path / "figures.json"]
+    with monkeypatch.context() as patched:
+        interrupt_at(5, patched)
+        assert run(*command).status != 0
+    assert not (tmp_path / "lm" / "model.safetensors").exists()
+    assert not (tmp_path / "figures.json").exists()
+    ran = run(*command)
+    assert ran.status == 0
+    assert "resuming language model at step 4 of 8" in ran.out
+    same_weights(tmp_path / "lm", target)
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures.keys() == FIELDS
+    assert [point["step"] for point in figures["curve"]] == [4, 8]
+    assert f"held-out loss {figures['held_out_loss']:.3f} nats a token" in ran.out
+    other = run(*command, "--seed", 5, "--learning-rate", 0.02)
+    assert other.status == 2
+    assert "learning_rate: checkpoint 0.0006, now 0.02" in other.err
+
+
+@pytest.mark.parametrize("regenerated", [0, 12])
+def test_a_drafter_is_trained_for_a_target_and_drafts(
+    run: Command, text: Path, target: Path, tmp_path: Path, regenerated: int, monkeypatch: pytest.MonkeyPatch
+):
+    out = tmp_path / "drafter"
+    options = ["--block-size", 4, "--layers", 1, "--anchors", 4, "--steps", 6]
+    source = ["--regenerated", regenerated, "--prompt-tokens", 4, "--response-tokens", 20]
+    command = ["train", "drafter", text, "--target", target, "--out", out, *options, *source, *LOOP, "--json", "-"]
+    with monkeypatch.context() as patched:
+        interrupt_at(3, patched)
+        assert run(*command).status != 0
+    ran = run(*command)
+    assert ran.status == 0, ran.err
+    assert "resuming DFlash drafter at step 2 of 6" in ran.err
+    assert ran.json.keys() == FIELDS | {"target"}
+    config = json.loads((out / "config.json").read_text())
+    assert (config["block_size"], config["num_hidden_layers"], config["dflash_config"]["target_layer_ids"]) == (4, 1, [0])
+    assert config["dflash_config"]["mask_token_id"] == 1, "the tokenizer's own mask token"
+    if regenerated:
+        lines = (out / "training" / "responses_trained.jsonl").read_text().splitlines()
+        assert len(lines) == regenerated
+        assert ran.json["training_tokens"] == sum(len(json.loads(line)["response_tokens"]) for line in lines)
+    lm = tw.load(target, out)
+    speculative, alone = (lm.generate("one two", tw.Sampling(16), speculative=way)[0] for way in (True, False))
+    assert speculative.tokens == alone.tokens
