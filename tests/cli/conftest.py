@@ -54,7 +54,8 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
             main([str(argument) for argument in arguments])
         except SystemExit as ended:
             status = ended.code
-        return Ran(status, *capsys.readouterr())
+        printed = capsys.readouterr()
+        return Ran(status, printed.out, printed.err)
 
     return command
 

@@ -22,6 +22,7 @@ from tilewright.decode.shapes import ShapeTable
 from tilewright.decode.speculative import Drafting
 from tilewright.decode.state import Models
 from tilewright.models import decoder, dflash
+from tilewright.models.layers import rms_norm
 from tilewright.models.params import to_tensors
 from tilewright.train import drafter
 from tilewright.train.data import Stream
@@ -33,6 +34,7 @@ from tilewright.train.drafter import (
     draw_anchors,
     hidden_matrices,
     train_drafter,
+    warm_start,
 )
 from tilewright.train.lm import train_lm
 from train.support import (
@@ -259,6 +261,34 @@ def test_hidden_matrices_are_all_but_the_norms():
     assert not taken.norm
     assert not taken.hidden_norm
     assert [name for name, flag in vars(taken.layers[0]).items() if flag] == ["q", "k", "v", "o", "gate", "up", "down"]
+
+
+def all_equal(a: Any, b: Any) -> bool:
+    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def test_a_drafter_starts_from_its_target():
+    """Copies of the last layers, and a feature that is what the very last of them reads."""
+    started = warm_start(TARGET, DRAFTER, TARGET_PARAMS, DRAFTER_PARAMS)
+    assert all_equal(started.layers, TARGET_PARAMS.layers)
+    assert all_equal(started.norm, TARGET_PARAMS.norm)
+    taps = tuple(jnp.asarray(np.random.default_rng(n).normal(size=(1, 3, 32)), jnp.float32) for n in range(2))
+    passing = replace(started, fc=started.fc - DRAFTER_PARAMS.fc)
+    read = rms_norm(taps[0], TARGET_PARAMS.layers[1].input_norm, TARGET.rms_norm_eps)
+    np.testing.assert_allclose(dflash.context_features(DRAFTER, passing, taps), read, atol=1e-5)
+    shorter = warm_start(TARGET, replace(DRAFTER, num_layers=1), TARGET_PARAMS, DRAFTER_PARAMS)
+    assert all_equal(shorter.layers, TARGET_PARAMS.layers[1:])
+
+
+def test_a_drafter_of_other_sizes_starts_from_random_layers():
+    started = warm_start(TARGET, replace(DRAFTER, intermediate_size=64), TARGET_PARAMS, DRAFTER_PARAMS)
+    assert all_equal(started.layers, DRAFTER_PARAMS.layers)
+    assert all_equal(started.fc, DRAFTER_PARAMS.fc)
+    assert all_equal(started.norm, TARGET_PARAMS.norm)
+    elsewhere = replace(DRAFTER, target_layer_ids=(1,))
+    started = warm_start(TARGET, elsewhere, TARGET_PARAMS, drafter_params(elsewhere))
+    assert all_equal(started.layers, TARGET_PARAMS.layers)
+    assert all_equal(started.fc, drafter_params(elsewhere).fc)
 
 
 def test_a_drafter_learns_what_its_target_says(tmp_path: Path):

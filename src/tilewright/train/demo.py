@@ -56,7 +56,7 @@ TARGET_OPTIONS = TrainOptions(
 
 
 DRAFTER_OPTIONS = TrainOptions(
-    steps=2000,
+    steps=1000,
     batch_size=4,
     sequence_length=512,
     learning_rate=1e-3,

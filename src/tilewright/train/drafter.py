@@ -200,7 +200,7 @@ def train_drafter(
     out: Path,
     console: Console,
 ) -> TrainResult:
-    """Trains a drafter, from its target's last layers where these fit; the loss and the held-out loss are the weighted cross-entropy of `drafter_loss`."""
+    """Trains a drafter, from its target's last layers where these fit. Its losses are those of `drafter_loss`."""
     require_windows(stream, options.sequence_length, options.batch_size, "the training text")
     require_windows(held_out, options.sequence_length, options.batch_size, "the held-out text")
     dflash.check_fits(config, target)

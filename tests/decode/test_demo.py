@@ -1,0 +1,42 @@
+"""The pair that ships with the package: both ways of decoding give the same tokens, and the drafter is worth having."""
+
+import json
+
+import numpy as np
+import pytest
+
+from decode.support import check_same_as_autoregressive, tokens_of
+from tilewright.decode.language_model import LanguageModel, load
+from tilewright.decode.sampling import Sampling
+from tilewright.models.hub import PACKAGED
+
+NEW = 32
+
+
+@pytest.fixture(scope="module")
+def demo() -> LanguageModel:
+    return load("demo", drafter="demo-drafter")
+
+
+@pytest.fixture(scope="module")
+def asked(demo: LanguageModel) -> list[list[int]]:
+    """100 beginnings, of different lengths, of the held-out code that ships with the pair."""
+    lines = (PACKAGED["demo"].parent / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    texts = [demo.encode(json.loads(line)["prompt"]) for line in lines]
+    cut = [texts[n % len(texts)][: 1 + n] for n in range(100)]
+    assert len({len(tokens) for tokens in cut}) == 100
+    return cut
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_greedy(demo: LanguageModel, asked: list[list[int]], batch: int):
+    sampling = Sampling(max_new_tokens=NEW)
+    want = tokens_of(demo, asked, sampling, speculative=False, batch=batch)
+    lengths = check_same_as_autoregressive(demo, asked, sampling, batch, want)
+    assert np.mean(lengths) > 1.5
+
+
+def test_sampled(demo: LanguageModel, asked: list[list[int]]):
+    each = [Sampling(NEW, temperature=1.0, top_p=0.9, seed=n) for n in range(24)]
+    want = tokens_of(demo, asked[:24], each, speculative=False)
+    check_same_as_autoregressive(demo, asked[:24], each, 8, want)
