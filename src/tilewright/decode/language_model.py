@@ -206,7 +206,7 @@ def load(
         dtype: of the weights and activations, "float32" or "bfloat16".
         block_size: tokens drafted at once, the known one included; by default what the drafter was trained for.
         draft_window: keep only this many last positions in the drafter's context.
-        drafter_dtype: of the drafter's weights and activations; by default as for the target. The output is the same either way.
+        drafter_dtype: of the drafter's weights and activations; by default the target's. The output is the same either way.
         revision, drafter_revision: a branch, tag or commit on the hub.
         table: the declared shapes.
         kernels: "auto" takes this package's own kernels where they run, "xla" leaves everything to XLA.

@@ -30,7 +30,7 @@ class Drafting:
         config: the drafter's.
         block_size: tokens in a block, the known one included; at most what the drafter was trained for.
         window: how many of the last positions the drafter's context keeps; None keeps all.
-        dtype: of the drafter's weights and activations. Drafts are guesses that the target checks, so a lower precision than the
+        dtype: of the drafter's weights and activations. Drafts are guesses that the target checks: a lower precision than the
             target's costs accuracy in drafting and nothing in the output.
     """
 
