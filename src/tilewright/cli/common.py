@@ -16,6 +16,8 @@ from tilewright.models.hub import PACKAGED
 from tilewright.train.data import format_question, read_jsonl
 
 DEMO, DEMO_DRAFTER = "demo", "demo-drafter"
+DEMO_PROMPT = 51
+"""The packaged prompt that stands in where the demo is given none; what follows it repeats itself less than most."""
 
 
 @Parameter(name="*")
@@ -146,7 +148,7 @@ def gather_prompts(given: Sequence[str], prompt_file: Path | None, model: str) -
         piped = sys.stdin.read()
         prompts = [piped] if piped else []
     if not prompts and model == DEMO:
-        prompts = packaged_prompts()[:1]
+        prompts = [packaged_prompts()[DEMO_PROMPT]]
     if not prompts:
         raise ValueError("expected a prompt: as an argument, from --prompt-file, or on standard input")
     for number, prompt in enumerate(prompts, 1):
