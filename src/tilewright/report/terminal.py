@@ -47,7 +47,7 @@ def comparison_table(figures: Mapping[str, Any]) -> Table:
 
 
 BENCHMARK_COLUMNS = (
-    "data", "prompts", "plain\ntokens/s", "drafted\ntokens/s", "speedup", "τ", "distinct\n4-grams", "identical",
+    "data", "prompts", "plain tokens/s", "drafted tokens/s", "speedup", "τ", "distinct 4-grams", "identical",
 )  # fmt: skip
 
 
