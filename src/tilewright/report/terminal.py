@@ -47,7 +47,7 @@ def comparison_table(figures: Mapping[str, Any]) -> Table:
 
 
 BENCHMARK_COLUMNS = (
-    "data", "prompts", "plain tokens/s", "drafted tokens/s", "speedup", "τ", "distinct 4-grams", "identical",
+    "data", "prompts", "plain tok/s", "drafted tok/s", "speedup", "τ", "distinct 4-grams", "same",
 )  # fmt: skip
 
 
