@@ -12,6 +12,7 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from tilewright.decode.language_model import LanguageModel, load
+from tilewright.kernels import native
 from tilewright.models.hub import PACKAGED
 from tilewright.train.data import format_question, read_jsonl
 
@@ -47,7 +48,7 @@ class ModelOptions:
         drafter = self.drafter
         if drafter is None and self.model == DEMO:
             drafter = DEMO_DRAFTER
-        return load(
+        lm = load(
             self.model,
             None if drafter == "none" else drafter,
             dtype=self.dtype,
@@ -57,6 +58,9 @@ class ModelOptions:
             kernels=self.kernels,
             console=progress_console(console),
         )
+        if self.kernels == "auto" and lm.kernels == "xla":
+            console.print(f"without CPU kernels ({native.kernels().reason}): XLA does the products", style="dim", markup=False)
+        return lm
 
 
 JsonFile = Annotated[str | None, Parameter(name="--json", allow_leading_hyphen=True)]
