@@ -19,6 +19,7 @@ test: .venv/installed-test ## runs the tests (no torch)
 
 lint: .venv/installed-lint ## ruff and pyright
 	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
 	$(BIN)/pyright
 
 bench: .venv/installed-base ## measures speculative against autoregressive decoding on the shipped pair

@@ -87,9 +87,7 @@ def test_published_qwen3():
 
 
 GOLDEN_CONFIGS = {
-    "llama-scaled": DecoderConfig(
-        "llama", 96, 32, 56, 3, 4, 2, 16, 1e-5, 1e4, RopeScaling(8.0, 1.0, 4.0, 32), True, 256, (2,)
-    ),
+    "llama-scaled": DecoderConfig("llama", 96, 32, 56, 3, 4, 2, 16, 1e-5, 1e4, RopeScaling(8.0, 1.0, 4.0, 32), True, 256, (2,)),
     "llama-untied": DecoderConfig("llama", 96, 48, 64, 2, 6, 3, 8, 1e-5, 5e5, None, False, 256, (2,)),
     "qwen3-tied": DecoderConfig("qwen3", 96, 32, 56, 3, 4, 2, 16, 1e-6, 1e6, None, True, 256, (5,)),
     "qwen3-untied": DecoderConfig("qwen3", 96, 40, 48, 2, 5, 1, 12, 1e-6, 5e3, None, False, 256, (2, 5)),

@@ -1,6 +1,5 @@
 """The shared layers against NumPy in float64."""
 
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

@@ -280,9 +280,7 @@ def drafter(
     streams = [encode_documents(tokenizer, part, end) for part in parts]
     lm = LanguageModel(config, Models(params, None), tokenizer, None, "float32")
     trained, held_out = regeneration.apply(lm, streams, end, out / "training", console)
-    result = train_drafter(
-        config, params, draft_config, trained, held_out, options, drafter_options, out / "training", console
-    )
+    result = train_drafter(config, params, draft_config, trained, held_out, options, drafter_options, out / "training", console)
     save_params(out, dflash.config_to_hf(draft_config), dflash.declare(draft_config), result.params, jnp.float32)
     finish(result, out, console, json_file, training_tokens=int(trained.in_loss.sum()), target=target)
 

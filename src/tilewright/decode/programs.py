@@ -40,9 +40,7 @@ def allocate_caches(
     target: DecoderConfig, shape: Shape, drafting: Drafting | None, dtype: DTypeLike
 ) -> tuple[ContextKV, ContextKV]:
     """The target's cache and the drafter's context, empty."""
-    target_cache = cache.allocate(
-        target.num_layers, shape.batch, target.num_kv_heads, shape.capacity, target.head_dim, dtype
-    )
+    target_cache = cache.allocate(target.num_layers, shape.batch, target.num_kv_heads, shape.capacity, target.head_dim, dtype)
     if drafting is None:
         return target_cache, ()
     config, slots = drafting.config, drafting.context_slots(shape.capacity)

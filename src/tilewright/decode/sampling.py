@@ -145,9 +145,7 @@ def argmax(x: Float[Array, "*rows V"]) -> Int32[Array, "*rows"]:
     return jnp.min(index, axis=-1)
 
 
-def sample(
-    logits: Float[Array, "B T V"], rows: RowSampling, positions: Int32[Array, "B T"], warp: Warp
-) -> Int32[Array, "B T"]:
+def sample(logits: Float[Array, "B T V"], rows: RowSampling, positions: Int32[Array, "B T"], warp: Warp) -> Int32[Array, "B T"]:
     """Draws the token at each of `positions` by the Gumbel-max rule; rows of temperature 0 take the argmax."""
     best = argmax(logits)
     if warp == "greedy":

@@ -132,9 +132,7 @@ class Session:
         drafting: Drafting | None,
     ):  # fmt: skip
         self.programs, self.drafting = programs, drafting
-        self.rows = [
-            Row(i, p, s, StreamDecoder(tokenizer)) for i, (p, s) in enumerate(zip(prompts, sampling, strict=True))
-        ]
+        self.rows = [Row(i, p, s, StreamDecoder(tokenizer)) for i, (p, s) in enumerate(zip(prompts, sampling, strict=True))]
         overrun = 1 if drafting is None else drafting.block_size
         positions = max(row.end for row in self.rows) + overrun
         self.shape: Shape = programs.table.shape(len(self.rows), positions, batch_warp(sampling))

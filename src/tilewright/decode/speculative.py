@@ -41,9 +41,7 @@ class Drafting:
 
     def __post_init__(self) -> None:
         if not 2 <= self.block_size <= self.config.block_size:
-            raise ValueError(
-                f"expected a block size from 2 to the drafter's {self.config.block_size}, found {self.block_size}"
-            )
+            raise ValueError(f"expected a block size from 2 to the drafter's {self.config.block_size}, found {self.block_size}")
         if self.window is not None and self.window < 1:
             raise ValueError(f"expected a draft window of at least 1, found {self.window}")
 
@@ -51,9 +49,7 @@ class Drafting:
         return capacity if self.window is None else min(self.window, capacity)
 
 
-def draft(
-    drafting: Drafting, target: DecoderConfig, models: Models, state: DecodeState
-) -> Int[Array, "B T"]:
+def draft(drafting: Drafting, target: DecoderConfig, models: Models, state: DecodeState) -> Int[Array, "B T"]:
     """Drafts a block: the known token, then the drafter's most likely token for each later slot."""
     known, size = known_token(state), drafting.block_size
     masks = jnp.full((known.shape[0], size - 1), drafting.config.mask_token_id, known.dtype)

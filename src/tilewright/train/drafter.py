@@ -159,9 +159,7 @@ def drafter_loss(
     return jnp.sum(nll * weights) / jnp.maximum(total, 1e-6), total
 
 
-def warm_start(
-    target: DecoderConfig, config: DFlashConfig, target_params: DecoderParams, params: DFlashParams
-) -> DFlashParams:
+def warm_start(target: DecoderConfig, config: DFlashConfig, target_params: DecoderParams, params: DFlashParams) -> DFlashParams:
     """Starts a drafter from its target's last layers, which already write what the target's head reads.
 
     Each drafter layer is a copy of one of them, the final norm is the target's, and `fc` passes on the stream that the last of

@@ -58,9 +58,7 @@ def pack_gated(gate: Float[Array, "I O"], up: Float[Array, "I O"]) -> PackedMatr
     return PackedMatrix(jnp.asarray(np.ascontiguousarray(both.reshape(-1, *both.shape[2:]))), gate.shape[1], gated=True)
 
 
-def linear(
-    x: Float[Array, "*rows I"], w: PackedMatrix, out_dtype: DTypeLike | None = None
-) -> Float[Array, "*rows O"]:
+def linear(x: Float[Array, "*rows I"], w: PackedMatrix, out_dtype: DTypeLike | None = None) -> Float[Array, "*rows O"]:
     """`x @ w`, or `silu(x @ gate) * (x @ up)` for a gated matrix; float32 sums, whatever the weights."""
     out = jax.ShapeDtypeStruct((*x.shape[:-1], w.outputs), jnp.float32)
     call = jax.ffi.ffi_call("tilewright_linear", out)

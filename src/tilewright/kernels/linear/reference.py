@@ -12,9 +12,7 @@ def linear(x: Float[Array, "*rows I"], w: Float[Array, "I O"]) -> Float[Array, "
     return wide.astype(x.dtype)
 
 
-def gated_linear(
-    x: Float[Array, "*rows I"], gate: Float[Array, "I O"], up: Float[Array, "I O"]
-) -> Float[Array, "*rows O"]:
+def gated_linear(x: Float[Array, "*rows I"], gate: Float[Array, "I O"], up: Float[Array, "I O"]) -> Float[Array, "*rows O"]:
     """`silu(x @ gate) * (x @ up)` (Shazeer 2020)."""
     wide = x.astype(jnp.float32)
     return (jax.nn.silu(linear(wide, gate)) * linear(wide, up)).astype(x.dtype)
