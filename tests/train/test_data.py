@@ -14,7 +14,6 @@ from tilewright.train.data import (
     MASK,
     Stream,
     encode_documents,
-    encode_pairs,
     end_of_text,
     read_documents,
     read_jsonl,
@@ -114,21 +113,6 @@ def test_documents_are_closed_by_the_end_token():
     assert len(cuts) == len(CORPUS)
     assert [TOKENIZER.decode(part.tolist()) for part in np.split(stream.tokens, cuts + 1)[:-1]] == CORPUS
     assert len(encode_documents(TOKENIZER, [], END).tokens) == 0
-
-
-def test_only_responses_are_in_the_loss():
-    pairs = [("Sum: ", "357"), ("a", ""), ("", "b")]
-    stream = encode_pairs(TOKENIZER, pairs, END)
-    first = 0
-    for prompt, response in pairs:
-        given_, wanted = len(TOKENIZER.encode(prompt).ids), len(TOKENIZER.encode(response).ids)
-        last = first + given_ + wanted
-        assert TOKENIZER.decode(stream.tokens[first:last].tolist()) == prompt + response
-        assert stream.tokens[last] == END
-        assert stream.in_loss[first : last + 1].tolist() == [False] * given_ + [True] * (wanted + 1)
-        first = last + 1
-    assert first == len(stream.tokens)
-    assert len(encode_pairs(TOKENIZER, [], END).tokens) == 0
 
 
 @given(st.integers(1, 9), st.integers(1, 4), st.integers(0, 200), st.integers(0, 5), st.integers(0, 5))

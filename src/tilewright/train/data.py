@@ -144,16 +144,6 @@ def encode_documents(tokenizer: Tokenizer, documents: Sequence[str], end: int) -
     return Stream(tokens, np.ones(len(tokens), bool))
 
 
-def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], end: int) -> Stream:
-    """Tokenises (prompt, response) pairs; only responses are in the loss."""
-    tokens, flags = [np.zeros(0, np.int32)], [np.zeros(0, bool)]
-    for prompt, response in pairs:
-        given, wanted = tokenizer.encode(prompt).ids, tokenizer.encode(response).ids
-        tokens.append(np.asarray([*given, *wanted, end], np.int32))
-        flags.append(np.arange(len(given) + len(wanted) + 1) >= len(given))
-    return Stream(np.concatenate(tokens), np.concatenate(flags))
-
-
 def end_of_text(tokenizer: Tokenizer) -> int:
     """The token that separates documents.
 
