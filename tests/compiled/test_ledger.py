@@ -6,12 +6,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
 from jax.experimental.compilation_cache import compilation_cache
 
-from tilewright.compiled.ledger import CompileError, CompileWarning, Ledger, Program, no_compile_guard
+from tilewright.compiled.ledger import (
+    Argument,
+    CompileError,
+    CompileWarning,
+    Ledger,
+    Program,
+    compile_ahead,
+    difference,
+    no_compile_guard,
+)
 
 
 def fresh(name: str) -> Callable[[np.ndarray], Array]:
@@ -201,3 +211,128 @@ def test_guard_refuses_an_unknown_mode():
 
 def test_a_program_is_plain_data():
     assert Program("jit(f)", 0.5) == Program("jit(f)", 0.5, from_disk=False)
+
+
+def model(name: str) -> Callable[..., Array]:
+    """A jitted function of a matrix and a pytree, one part of which it does not use."""
+
+    def apply(tokens: Array, params: dict[str, Array]) -> Array:
+        return tokens @ params["w"]
+
+    apply.__name__ = apply.__qualname__ = name
+    return jax.jit(apply)
+
+
+def params(inner: int = 3, outer: int = 5, dtype: type = np.float32) -> dict[str, np.ndarray]:
+    return {"w": np.ones((inner, outer), dtype), "unused": np.ones(2, dtype)}
+
+
+def test_a_program_has_the_arguments_that_it_reads():
+    with Ledger() as ledger:
+        model("reads")(np.ones((2, 3), np.float32), params())
+    assert ledger.programs[0].arguments == (Argument("tokens", "float32[2,3]"), Argument("params['w']", "float32[3,5]"))
+
+
+def causes(name: str, *calls: tuple[np.ndarray | Array, dict[str, np.ndarray]]) -> list[str]:
+    f = model(name)
+    with Ledger() as ledger:
+        for tokens, weights in calls:
+            f(tokens, weights)
+    return [program.cause for program in ledger.programs if program.name == f"jit({name})"]
+
+
+def test_the_cause_is_the_argument_that_differs():
+    two, four = np.ones((2, 3), np.float32), np.ones((4, 3), np.float32)
+    assert causes("cause", (two, params()), (four, params()), (four, params(outer=7))) == [
+        "the first program of this name",
+        "tokens is float32[4,3], was float32[2,3]",
+        "params['w'] is float32[3,7], was float32[3,5]",
+    ]
+    halves = np.ones((2, 3), jnp.bfloat16), params(dtype=jnp.bfloat16)
+    assert causes("dtype", (two, params()), halves)[1] == (
+        "tokens is bfloat16[2,3], was float32[2,3]; params['w'] is bfloat16[3,5], was float32[3,5]"
+    )
+
+
+def test_the_closest_earlier_program_is_compared_and_not_the_last():
+    rows = [np.ones((n, 3), np.float32) for n in (2, 4, 6)]
+    told = causes("closest", (rows[0], params()), (rows[1], params(outer=7)), (rows[0], params(outer=7)), (rows[2], params()))
+    assert told[2:] == ["tokens is float32[2,3], was float32[4,3]", "tokens is float32[6,3], was float32[2,3]"]
+
+
+def test_a_placement_that_differs_is_named():
+    x = np.ones((2, 3), np.float32)
+    (_, cause) = causes("placed", (x, params()), (jax.device_put(x, jax.devices()[1]), params()))
+    assert cause == f"tokens is float32[2,3] on {jax.devices()[1]}, was float32[2,3]"
+
+
+def test_what_no_argument_explains_is_said_too():
+    with Ledger() as ledger:
+        for _ in range(2):
+            fresh("again")(row(3))
+    assert ledger.programs[1].cause.startswith("the same arguments as before, so a static argument, the function")
+
+
+def test_a_program_that_is_lowered_in_one_thread_and_compiled_in_another():
+    f = jax.jit(lambda x: x * 3)
+    lowered = [f.lower(row(n)) for n in (3, 4, 5)]
+    with Ledger() as ledger:
+        threads = [threading.Thread(target=one.compile) for one in reversed(lowered)]
+        for thread in threads:
+            thread.start()
+            thread.join()
+    assert [program.arguments[0].type for program in ledger.programs] == ["float32[5]", "float32[4]", "float32[3]"]
+
+
+def test_the_guard_names_the_argument_and_knows_what_ran_before_it():
+    f = model("serve")
+    f(np.ones((2, 3), np.float32), params())
+    message = r"1 program\(s\) compiled during serving.*jit\(serve\) \(.* s: tokens is float32\[9,3\], was float32\[2,3\]\)"
+    with pytest.raises(CompileError, match=message), no_compile_guard("fail", "serving"):
+        f(np.ones((9, 3), np.float32), params())
+
+
+def arguments(**types: str) -> tuple[Argument, ...]:
+    return tuple(Argument(name, kind) for name, kind in types.items())
+
+
+@pytest.mark.parametrize(
+    "now, earlier, told",
+    [
+        (arguments(x="a"), [], "the first program of this name"),
+        (arguments(x="a", y="b"), [arguments(x="a")], "y is new, b"),
+        (arguments(x="a"), [arguments(x="a", y="b")], "y is gone, was b"),
+        (arguments(x="a"), [arguments(x="b"), arguments(x="c")], "x is a, was c"),  # as close: the later
+        (
+            arguments(v="a", w="a", x="a", y="a", z="a"),
+            [arguments(v="b", w="b", x="b", y="b", z="b")],
+            "v is a, was b; w is a, was b; x is a, was b; and 2 more",
+        ),
+    ],
+)
+def test_differences(now: tuple[Argument, ...], earlier: list[tuple[Argument, ...]], told: str):
+    assert difference(now, earlier) == told
+
+
+def test_a_program_compiled_ahead_counts_its_calls():
+    f = model("ahead")
+    ready = compile_ahead(f, jax.ShapeDtypeStruct((2, 3), np.float32), params())
+    assert (ready.program.name, ready.hits) == ("jit(ahead)", 0)
+    assert [argument.type for argument in ready.program.arguments] == ["float32[2,3]", "float32[3,5]"]
+    assert ready.program.seconds > 0
+    with no_compile_guard("fail"):
+        for _ in range(3):
+            assert ready(np.ones((2, 3), np.float32), params()).shape == (2, 5)
+    assert ready.hits == 3
+
+
+def test_compiling_ahead_again_takes_no_time():
+    f = fresh("ready")
+    compile_ahead(f, row(3))
+    with no_compile_guard("fail"):
+        assert compile_ahead(f, row(3)).program.seconds == 0
+
+
+def test_compiling_ahead_needs_a_jitted_function():
+    with pytest.raises(ValueError, match=r"went through jax.jit, found <function"):
+        compile_ahead(lambda x: x, row(3))

@@ -1,15 +1,18 @@
 """Counts what XLA compiles, and traps a compile where none may happen.
 
-JAX announces every program that it asks the compiler for through `jax.monitoring`. One listener for the whole process passes
-each announcement to the ledgers that are open at that moment, so ledgers may nest, overlap and run in several threads.
+JAX announces every program that it asks the compiler for through `jax.monitoring`. One listener, registered when this module is
+imported, remembers the arguments of each program, which tells why a later one of the same name is needed, and passes each
+announcement to the ledgers that are open at that moment. So ledgers may nest, overlap and run in several threads.
 """
 
+import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import jax
 
@@ -18,6 +21,15 @@ COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 DISK_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 """Announced just before, in the same thread, where the program came from JAX's compilation cache on disk."""
+
+LOWERING_EVENT = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+"""Announced when JAX has translated a program for the compiler, with its name."""
+
+SHOWN_DIFFERENCES = 3
+"""How many differing arguments a message names before it counts the rest."""
+
+NEAR_FRAMES = 16
+"""How far up the stack the function that announces may be; JAX itself takes four frames."""
 
 GUARD_MODES = ("off", "warn", "fail")
 
@@ -31,6 +43,19 @@ class CompileWarning(UserWarning):
 
 
 @dataclass(frozen=True)
+class Argument:
+    """One array that a program takes.
+
+    Attributes:
+        name: as the function calls it, with its path in a pytree: `params['w']`.
+        type: dtype and shape, and the placement where the caller settled one: `float32[2,3]`.
+    """
+
+    name: str
+    type: str
+
+
+@dataclass(frozen=True)
 class Program:
     """One program that was not in memory when it was called for.
 
@@ -38,11 +63,16 @@ class Program:
         name: as JAX names it, `jit(decode_round)` say.
         seconds: time in the compiler, or to read the program from the disk cache; tracing is not in it.
         from_disk: it came from JAX's compilation cache on disk.
+        arguments: the arrays that it reads, in order; JAX drops those that a function takes and does not use.
+        cause: in which arguments it differs from the closest program of the same name that the process compiled before.
+            Empty, like `arguments`, where JAX does not tell.
     """
 
     name: str
     seconds: float
     from_disk: bool = False
+    arguments: tuple[Argument, ...] = ()
+    cause: str = ""
 
 
 class Ledger:
@@ -75,42 +105,140 @@ class Ledger:
         _announcements.remove(self)
 
 
+class ReadyProgram:
+    """A program that was compiled ahead of time, its entry for the ledger, and how often it was called.
+
+    Attributes:
+        program: name, arguments, seconds.
+        hits: calls so far, from one thread at a time.
+    """
+
+    def __init__(self, compiled: jax.stages.Compiled, program: Program):
+        self.compiled, self.program, self.hits = compiled, program, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.hits += 1
+        return self.compiled(*args, **kwargs)
+
+
+def compile_ahead(jitted: Callable[..., Any], *args: Any, **kwargs: Any) -> ReadyProgram:
+    """Compiles a jitted function for the given arguments, arrays or `jax.ShapeDtypeStruct`s, without running it.
+
+    Raises:
+        ValueError: a function that is not jitted.
+    """
+    if not hasattr(jitted, "lower"):
+        raise ValueError(f"expected a function that went through jax.jit, found {jitted!r}")
+    lowered = jitted.lower(*args, **kwargs)  # type: ignore[attr-defined]
+    _announcements.thread.last = None
+    compiled = lowered.compile()
+    name = getattr(jitted, "__name__", "unnamed")
+    # Nothing is announced where the same function was compiled for the same arguments before: no time was spent.
+    return ReadyProgram(compiled, _announcements.thread.last or Program(f"jit({name})", 0.0))
+
+
 class _Announcements:
-    """The process's one listener, registered while at least one ledger is open."""
+    """The process's one listener."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.open: tuple[Ledger, ...] = ()
         self.thread = threading.local()
+        self.lowered: dict[int, tuple[Argument, ...]] = {}
+        self.earlier: dict[str, list[tuple[Argument, ...]]] = {}
+        jax.monitoring.register_event_listener(self.on_event)
+        jax.monitoring.register_event_duration_secs_listener(self.on_duration)
 
     def add(self, ledger: Ledger) -> None:
         with self.lock:
             if any(other is ledger for other in self.open):
                 raise ValueError("this ledger is open already; open a second one to count separately")
-            if not self.open:
-                jax.monitoring.register_event_listener(self.on_event)
-                jax.monitoring.register_event_duration_secs_listener(self.on_duration)
             self.open = (*self.open, ledger)
 
     def remove(self, ledger: Ledger) -> None:
         with self.lock:
             self.open = tuple(other for other in self.open if other is not ledger)
-            if not self.open:
-                jax.monitoring.unregister_event_listener(self.on_event)
-                jax.monitoring.unregister_event_duration_listener(self.on_duration)
 
     def on_event(self, event: str, **_: str | int) -> None:
         if event == DISK_HIT_EVENT:
             self.thread.disk_hit = True
 
     def on_duration(self, event: str, duration_secs: float, **details: str | int) -> None:
-        if event != COMPILE_EVENT:
+        if event == LOWERING_EVENT:
+            self.remember_arguments()
+        elif event == COMPILE_EVENT:
+            self.record(str(details.get("fun_name", "unnamed")), duration_secs)
+
+    def remember_arguments(self) -> None:
+        """Keeps the arguments of a program that JAX has just lowered, until the compiler gets it, in whatever thread."""
+        found = announcer("lowering_result", "arg_names", "in_avals", "in_shardings")
+        if found is None:
             return
-        from_disk, self.thread.disk_hit = getattr(self.thread, "disk_hit", False), False
-        program = Program(str(details.get("fun_name", "unnamed")), duration_secs, from_disk)
+        names, avals, shardings = found["arg_names"], found["in_avals"], found["in_shardings"]
+        arguments = tuple(
+            Argument(name or f"argument {place}", described(aval, sharding))
+            for place, (name, aval, sharding) in enumerate(zip(names, avals, shardings, strict=True))
+        )
         with self.lock:
+            self.lowered[id(found["lowering_result"].module)] = arguments
+
+    def record(self, name: str, seconds: float) -> None:
+        from_disk, self.thread.disk_hit = getattr(self.thread, "disk_hit", False), False
+        found = announcer("computation", "compile_options")
+        with self.lock:
+            arguments = None if found is None else self.lowered.pop(id(found["computation"]), None)
+            cause = ""
+            if arguments is not None:
+                earlier = self.earlier.setdefault(name, [])
+                cause = difference(arguments, earlier)
+                earlier.append(arguments)
+            program = self.thread.last = Program(name, seconds, from_disk, arguments or (), cause)
             for ledger in self.open:
                 ledger.programs.append(program)
+
+
+def announcer(*names: str) -> Mapping[str, Any] | None:
+    """The local variables of the function in JAX that is announcing something, known by their names.
+
+    An announcement carries a program's name and seconds only, and nothing public has its arguments. Where a version of JAX
+    names its variables otherwise, the ledger does without.
+    """
+    frame = sys._getframe(1)
+    for _ in range(NEAR_FRAMES):
+        if frame is None:
+            return None
+        if all(name in frame.f_locals for name in names):
+            return frame.f_locals
+        frame = frame.f_back
+    return None
+
+
+def described(aval: Any, sharding: Any) -> str:
+    """An argument's type as a message shows it."""
+    weak = "weak " if getattr(aval, "weak_type", False) else ""
+    placement = f" on {sharding}" if isinstance(sharding, jax.sharding.Sharding) else ""
+    if isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        placement = f" on {next(iter(sharding.device_set))}"
+    return f"{weak}{aval.str_short()}{placement}"
+
+
+def difference(arguments: tuple[Argument, ...], earlier: list[tuple[Argument, ...]]) -> str:
+    """In which arguments a program differs from the closest of some others, the latest of those equally close."""
+    if not earlier:
+        return "the first program of this name"
+
+    def differing(others: tuple[Argument, ...]) -> list[str]:
+        now = {argument.name: argument.type for argument in arguments}
+        before = {argument.name: argument.type for argument in others}
+        changed = [f"{name} is {now[name]}, was {before[name]}" for name in now if name in before and now[name] != before[name]]
+        added = [f"{name} is new, {now[name]}" for name in now if name not in before]
+        return changed + added + [f"{name} is gone, was {before[name]}" for name in before if name not in now]
+
+    closest = min((differing(others) for others in reversed(earlier)), key=len)
+    if not closest:
+        return "the same arguments as before, so a static argument, the function itself or a setting of JAX differs"
+    more = len(closest) - SHOWN_DIFFERENCES
+    return "; ".join(closest[:SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
 
 
 _announcements = _Announcements()
@@ -121,7 +249,8 @@ def no_compile_guard(mode: str, what: str = "this block") -> Iterator[Ledger]:
     """Traps a compile inside the block.
 
     The verdict falls when the block ends, not in the middle of a compile: JAX's own state stays whole, the work in the block
-    is done, and one message names all the programs. An exception that leaves the block goes on as it is.
+    is done, and one message names all the programs, and the arguments by which each differs from the closest earlier one of its
+    name. An exception that leaves the block goes on as it is.
 
     Args:
         mode: "off" only counts, "warn" issues one `CompileWarning`, "fail" raises `CompileError`.
@@ -140,7 +269,9 @@ def no_compile_guard(mode: str, what: str = "this block") -> Iterator[Ledger]:
         yield ledger
     if not ledger.programs or mode == "off":
         return
-    told = ", ".join(f"{program.name} ({program.seconds:.2f} s)" for program in ledger.programs)
+    told = ", ".join(
+        f"{program.name} ({program.seconds:.2f} s{': ' if program.cause else ''}{program.cause})" for program in ledger.programs
+    )
     message = f"{ledger.compilations} program(s) compiled during {what}, where none may be: {told}"
     if mode == "fail":
         raise CompileError(message)

@@ -1,0 +1,241 @@
+"""Bytes that a compiled program moves to and from device memory, per operation and in total, read from its HLO text.
+
+Every operation that the device executes reads its operands from memory and writes its results there, once. What the text shows
+to be less is counted as less: a slice or gather reads what it selects, an update in place writes what it changes, a fusion
+keeps what is inside it to itself, and what a TPU holds in VMEM or scalar memory moves only when it is copied in or out.
+
+This is an account of the program, not a measurement: caches that serve a second read are not in it, and neither is what a
+Pallas kernel does besides reading each operand and writing each result once.
+"""
+
+from dataclasses import dataclass, field
+from itertools import combinations
+from math import prod
+
+from tilewright.compiled.hlo import FREE, ArrayType, Computation, Module, Op, execution, read_module
+
+FREE_CALLS = frozenset({"AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast", "Sharding", "SliceBitcast"})
+"""Custom calls by which XLA only names a buffer."""
+
+SELECTING = frozenset({"dynamic-slice", "slice", "gather", "slice-start", "dynamic-slice-start"})
+"""Operations that read of their first operand only as much as they return."""
+
+UPDATING = {"dynamic-update-slice": 1, "scatter": 2, "dynamic-update-slice-start": 1}
+"""Operations that change a part of their first operand in place, and which operand holds the part."""
+
+ELEMENTWISE = frozenset({"bitcast", "reshape", "convert", "copy", "transpose"})
+"""Operations that, inside a fusion, are computed only where their result is asked for."""
+
+
+@dataclass(frozen=True)
+class OpTraffic:
+    """What one operation moves, in bytes of device memory, over all the times that it runs.
+
+    Attributes:
+        name, opcode: as the compiler calls it.
+        op_name: where it comes from in the Python program, empty where the compiler made it up.
+        read, written: bytes.
+        times: how often it runs, in loops.
+    """
+
+    name: str
+    opcode: str
+    op_name: str
+    read: int
+    written: int
+    times: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The account of a program.
+
+    Attributes:
+        ops: one row for each operation that moves anything, in the order of the schedule.
+        arrays: every array that exists while the program runs, in any memory of the device, views included. What lives only
+            inside a fusion is not here: it is never stored as a whole.
+        notes: what had to be assumed: unknown trip counts, branches, kernels that cannot be looked into.
+    """
+
+    ops: tuple[OpTraffic, ...]
+    arrays: frozenset[ArrayType] = field(repr=False)
+    notes: tuple[str, ...]
+
+    @property
+    def read(self) -> int:
+        """Bytes read in all."""
+        return sum(op.read for op in self.ops)
+
+    @property
+    def written(self) -> int:
+        """Bytes written in all."""
+        return sum(op.written for op in self.ops)
+
+    @property
+    def total(self) -> int:
+        """Bytes moved in all."""
+        return self.read + self.written
+
+    def contains_shape(self, dims: tuple[int, ...]) -> bool:
+        """Whether an array of these dimensions exists, in any order and however adjacent or not they were merged.
+
+        The compiler stores `[nodes, degree, features]` as `[features, nodes * degree]` when it likes; both are found. So
+        another array whose dimensions happen to be such products is found too: ask with sizes that nothing else has.
+        """
+        wanted = tuple(size for size in dims if size != 1)
+        sizes = {tuple(sorted(size for size in array.dims if size != 1)) for array in self.arrays}
+        return any(prod(size) == prod(wanted) and _merges(wanted, size) for size in sizes)
+
+
+def memory_traffic(text: str) -> Traffic:
+    """Accounts for a compiled program.
+
+    Args:
+        text: its optimised HLO, from `jax.jit(f).lower(...).compile().as_text()` or `aot.compile_for(...).hlo`.
+
+    Raises:
+        ValueError: text without an entry computation.
+    """
+    module = read_module(text)
+    run = execution(module, lambda op, computation: sum(op_bytes(module, computation, op)))
+    rows, notes = [], list(run.notes)
+    for step in run.steps:
+        read, written = op_bytes(module, step.computation, step.op)
+        if read or written:
+            op = step.op
+            rows.append(OpTraffic(op.name, op.opcode, op.op_name, read * step.times, written * step.times, step.times))
+        if step.op.opcode == "custom-call" and step.op.custom_call_target not in FREE_CALLS:
+            notes.append(f"{step.op.name}: a {step.op.custom_call_target} kernel, each operand and result counted once")
+    arrays = frozenset(array for step in run.steps for array in step.op.outputs)
+    return Traffic(tuple(rows), arrays, tuple(notes))
+
+
+def op_bytes(module: Module, computation: Computation, op: Op) -> tuple[int, int]:
+    """Bytes of device memory that one run of an operation reads and writes.
+
+    Of an asynchronous pair the start reads and the done writes.
+    """
+    if op.opcode in FREE or op.custom_call_target in FREE_CALLS or op.opcode.endswith("-update"):
+        return 0, 0
+    if op.opcode == "copy-start" and fetches_for_next_run(computation, op):
+        return 0, 0
+    read = 0
+    if not op.opcode.endswith("-done"):
+        for position, name in enumerate(op.operands):
+            size = sum(array.device_bytes for array in computation.by_name[name].outputs)
+            read += round(size * share_read(module, computation, op, position))
+    written = 0
+    if not op.opcode.endswith("-start"):
+        shares = shares_written(module, computation, op)
+        written = sum(round(array.device_bytes * share) for array, share in zip(op.outputs, shares, strict=True))
+    return read, written
+
+
+def fetches_for_next_run(computation: Computation, start: Op) -> bool:
+    """Whether a copy has no reader: at its end, a TPU program may bring back what its first copy will then find in place.
+
+    One of the two moves nothing, in every run; the first one is counted.
+    """
+    dones = [user for user, _ in computation.users[start.name]]
+    return all(not done.is_root and not computation.users[done.name] for done in dones)
+
+
+def share_read(module: Module, computation: Computation, op: Op, position: int) -> float:
+    """Which part of an operand an operation reads, from 0 to 1."""
+    operand = computation.by_name[op.operands[position]]
+    inner = fused(module, op)
+    if inner is not None:
+        return share_of_parameter(module, inner, position)
+    if position == 0 and op.opcode in SELECTING:
+        result = op.outputs[1 if op.opcode.endswith("-start") else 0]
+        return min(1.0, result.elements / max(1, operand.outputs[0].elements))
+    if position == 0 and op.opcode in UPDATING:  # a scatter combines with what is there; an update only overwrites
+        return share_updated(computation, op) if op.opcode == "scatter" else 0.0
+    return 1.0
+
+
+def share_of_parameter(module: Module, inner: Computation, number: int) -> float:
+    """Which part of a parameter a fused computation reads."""
+    in_place = updates_in_place(inner)
+
+    def share(name: str) -> float:
+        total = 0.0
+        for user, position in inner.users[name]:
+            if user.opcode in UPDATING and position == 0 and user.name not in in_place:
+                total += 1.0
+            elif user.opcode in ELEMENTWISE and not user.is_root:
+                total += share(user.name)
+            else:
+                total += share_read(module, inner, user, position)
+        return min(1.0, total)
+
+    parameter = inner.parameter(number)
+    return 1.0 if parameter.is_root else share(parameter.name)
+
+
+def shares_written(module: Module, computation: Computation, op: Op) -> list[float]:
+    """Which part of each of its results an operation writes."""
+    if op.opcode.endswith("-done"):
+        start = computation.by_name[op.operands[0]]
+        while start.opcode.endswith("-update"):
+            start = computation.by_name[start.operands[0]]
+        if start.opcode.removesuffix("-start") in UPDATING:
+            return [share_updated(computation, start)] * len(op.outputs)
+        inner = fused(module, start)
+    elif op.opcode in UPDATING:
+        return [share_updated(computation, op)] * len(op.outputs)
+    else:
+        inner = fused(module, op)
+    if inner is None:
+        return [1.0] * len(op.outputs)
+    in_place = updates_in_place(inner)
+    shares = []
+    for name in results(inner):
+        root = inner.behind(name)
+        whole = root.opcode != "fusion" and root.name not in in_place
+        shares += [1.0] * len(inner.by_name[name].outputs) if whole else shares_written(module, inner, root)
+    return shares
+
+
+def share_updated(computation: Computation, op: Op) -> float:
+    """Which part of its first operand an update in place changes."""
+    whole, part = (computation.by_name[op.operands[position]] for position in (0, UPDATING[op.opcode.removesuffix("-start")]))
+    return min(1.0, part.outputs[0].elements / max(1, whole.outputs[0].elements))
+
+
+def updates_in_place(inner: Computation) -> set[str]:
+    """The updates that a fused computation returns and whose base is one of its parameters.
+
+    XLA runs these in the parameter's own buffer; where that must stay as it is, there is a copy before the fusion.
+    """
+    found = set()
+    for name in results(inner):
+        op = inner.behind(name)
+        if op.opcode in UPDATING and inner.behind(op.operands[0]).opcode == "parameter":
+            found.add(op.name)
+    return found
+
+
+def results(inner: Computation) -> tuple[str, ...]:
+    """Names of what a fused computation returns."""
+    return inner.root.operands if inner.root.opcode == "tuple" else (inner.root.name,)
+
+
+def fused(module: Module, op: Op) -> Computation | None:
+    """The computation inside a fusion or an asynchronous wrapper, None for any other operation."""
+    if op.opcode not in ("fusion", "async-start"):
+        return None
+    return module.computations[op.callees("calls")[0]]
+
+
+def _merges(dims: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+    """Whether `sizes` are the products of groups that `dims` can be divided into."""
+    if not sizes:
+        return not dims
+    for count in range(1, len(dims) + 1):
+        for group in combinations(range(len(dims)), count):
+            if prod(dims[place] for place in group) == sizes[0]:
+                rest = tuple(size for place, size in enumerate(dims) if place not in group)
+                if _merges(rest, sizes[1:]):
+                    return True
+    return False
