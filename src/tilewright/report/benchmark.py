@@ -1,0 +1,220 @@
+"""The page of `tilewright bench speculative`: the papers' table, and what explains it."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tilewright.report.charts import LineChart, Series, StackedBars
+from tilewright.report.page import Block, Cell, Section, Table, write_sections
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one drafter gave on one dataset, or on one category of it.
+
+    Attributes:
+        dataset, drafter: names; they make the table's rows and columns in the order in which they first come.
+        category: of the dataset's records; "" is the whole dataset, which alone has curves and round times.
+        prompts: how many were decoded.
+        baseline_tokens_per_s, tokens_per_s: without the drafter, and with it.
+        speedup: as the benchmark defines it.
+        tau: mean acceptance length, tokens a round.
+        cost_per_million_tokens: at a price that the caller knows; None where none was given.
+        acceptance_by_position: for each slot after the known token, the share of rounds whose draft there was accepted.
+        tau_by_position: points (position in the generation, tau there).
+        draft_seconds, verify_seconds, other_seconds: the mean round; None where they were not told apart.
+    """
+
+    dataset: str
+    drafter: str
+    prompts: int
+    baseline_tokens_per_s: float
+    tokens_per_s: float
+    speedup: float
+    tau: float
+    category: str = ""
+    cost_per_million_tokens: float | None = None
+    acceptance_by_position: Sequence[float] = ()
+    tau_by_position: Sequence[tuple[float, float]] = ()
+    draft_seconds: float | None = None
+    verify_seconds: float | None = None
+    other_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class BenchmarkReport:
+    """All that the page shows. Plain data: `dataclasses.asdict` of it is JSON.
+
+    Attributes:
+        title: of the page.
+        lead: a sentence under it: the model, the drafters, the sampling.
+        measured: one for each dataset and drafter, and for each category if there are any.
+        environment: what the figures depend on, in the order shown: chip, versions, dtype, kernels, command, date.
+        notes: what a reader must know, such as prompts that were skipped.
+
+    Raises:
+        ValueError: a figure cannot be, with the dataset and the drafter that it belongs to.
+    """
+
+    title: str
+    measured: Sequence[Measured]
+    lead: str = ""
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if not any(row.category == "" for row in self.measured):
+            raise ValueError("expected figures of at least one whole dataset, found none")
+        seen = set()
+        for row in self.measured:
+            key = (row.dataset, row.category, row.drafter)
+            where = ", ".join(filter(None, key))
+            for problem in measured_problems(row):
+                raise ValueError(f"{where}: {problem}")
+            if key in seen:
+                raise ValueError(f"{where}: expected one set of figures, found a second")
+            seen.add(key)
+
+
+def measured_problems(row: Measured) -> Iterator[str]:
+    """What cannot be in a set of figures."""
+    for name in ("prompts", "baseline_tokens_per_s", "tokens_per_s", "speedup", "tau"):
+        value = getattr(row, name)
+        if not 0 < value < math.inf:
+            yield f"expected {name} above 0, found {value}"
+    for name in ("cost_per_million_tokens", "draft_seconds", "verify_seconds", "other_seconds"):
+        value = getattr(row, name)
+        if value is not None and not 0 <= value < math.inf:
+            yield f"expected {name} of 0 or more, found {value}"
+    for share in row.acceptance_by_position:
+        if not 0 <= share <= 1:
+            yield f"expected acceptance_by_position from 0 to 1, found {share}"
+    for position, tau in row.tau_by_position:
+        if position < 0 or not 0 < tau < math.inf:
+            yield f"expected tau_by_position above 0 at positions of 0 or more, found {tau} at {position}"
+
+
+def write_benchmark(path: str | Path, report: BenchmarkReport) -> None:
+    """Writes the page as one HTML file that works offline. The figures are in it as JSON too, in the element `data`.
+
+    Raises:
+        ValueError: the environment holds something that JSON cannot.
+    """
+    whole = [row for row in report.measured if not row.category]
+    parts = [row for row in report.measured if row.category]
+    tables = [figures_table("Whole datasets", whole), *([figures_table("By category", parts)] if parts else [])]
+    text = "τ is tokens a round, the target's own included; speedup is against plain decoding of the same prompts."
+    sections = [Section("Speed and acceptance", tables, " ".join([text, *report.notes]))]
+    sections += [section for section in (acceptance(whole), tau_curves(whole), round_times(whole)) if section.blocks]
+    write_sections(path, report.title, sections, lead=report.lead, facts=report.environment, data=asdict(report))
+
+
+def distinct(names: Sequence[str]) -> list[str]:
+    """Each name once, in the order of first appearance."""
+    return list(dict.fromkeys(names))
+
+
+def figures_table(title: str, measured: Sequence[Measured]) -> Table:
+    """Datasets, or their categories, against drafters. The best speedup of a row is strong."""
+    drafters = distinct([row.drafter for row in measured])
+    found = {(row.dataset, row.category, row.drafter): row for row in measured}
+    lines = list(dict.fromkeys((row.dataset, row.category) for row in measured))
+    per_line = [[found.get((*line, drafter)) for drafter in drafters] for line in lines]
+    # One baseline serves all drafters where they were measured in one run.
+    shared = all(len({row.baseline_tokens_per_s for row in each if row}) == 1 for each in per_line)
+    priced = any(row.cost_per_million_tokens is not None for row in measured)
+    fields = ["tokens/s", "speedup", "τ", *(["cost/M tokens"] if priced else [])]
+    fields = fields if shared else ["plain tokens/s", *fields]
+    most = max(row.speedup for row in measured)
+    rows: list[Sequence[str | Cell | None]] = []
+    for (dataset, category), each in zip(lines, per_line, strict=True):
+        there = [row for row in each if row]
+        name = f"{dataset}: {category}" if category else dataset
+        begin = [name, f"{there[0].prompts:,}", *([rate(there[0].baseline_tokens_per_s)] if shared else [])]
+        best = max(row.speedup for row in there)
+        cells = (drafter_cells(row, n, best, most, shared, priced) for n, row in enumerate(each))
+        rows.append([*begin, *(cell for group in cells for cell in group)])
+    if len(lines) > 1 and not any(row.category for row in measured):
+        rows.append(mean_row(per_line, shared, priced))
+    begin = ["data", "prompts", *(["plain tokens/s"] if shared else [])]
+    return Table(
+        title, [*begin, *fields * len(drafters)], rows,
+        groups=[("", len(begin)), *((drafter, len(fields)) for drafter in drafters)],
+        total=len(rows) > len(lines),
+    )  # fmt: skip
+
+
+def rate(tokens_per_s: float) -> str:
+    return f"{tokens_per_s:,.1f}" if tokens_per_s < 1000 else f"{tokens_per_s:,.0f}"
+
+
+def drafter_cells(
+    row: Measured | None, colour: int, best: float, most: float, shared: bool, priced: bool
+) -> list[str | Cell | None]:
+    """One drafter's cells in a row of the table; `best` is the row's best speedup, `most` the table's."""
+    if row is None:
+        return [None] * (3 + (not shared) + priced)
+    cells: list[str | Cell | None] = [] if shared else [rate(row.baseline_tokens_per_s)]
+    speedup = Cell(f"{row.speedup:.2f}×", row.speedup == best, row.speedup / most, colour)
+    cells += [rate(row.tokens_per_s), speedup, f"{row.tau:.2f}"]
+    if priced:
+        cost = row.cost_per_million_tokens
+        cells.append(None if cost is None else f"{cost:,.2f}")
+    return cells
+
+
+def mean_row(per_line: Sequence[Sequence[Measured | None]], shared: bool, priced: bool) -> list[str | Cell | None]:
+    """Means over the datasets, of the drafters that were measured on all of them."""
+    row: list[str | Cell | None] = ["mean", None, *([None] if shared else [])]
+    for column in zip(*per_line, strict=True):
+        there = [measured for measured in column if measured]
+        means: list[str | Cell | None] = [None, None]
+        if len(there) == len(column):
+            means = [f"{sum(m.speedup for m in there) / len(there):.2f}×", f"{sum(m.tau for m in there) / len(there):.2f}"]
+        row += [*([] if shared else [None]), None, *means, *([None] if priced else [])]
+    return row
+
+
+def charts_of(
+    measured: Sequence[Measured], x_label: str, y_label: str, points: Mapping[int, Sequence[tuple[float, float]]],
+    percent: bool = False,
+) -> list[Block]:  # fmt: skip
+    """A chart for each dataset with a line for each drafter; `points` has the line of each of `measured`, by its place there.
+
+    A drafter has the same colour in every chart.
+    """
+    drafters = distinct([row.drafter for n, row in enumerate(measured) if points[n]])
+    charts: list[Block] = []
+    for dataset in distinct([row.dataset for row in measured]):
+        lines = {row.drafter: points[n] for n, row in enumerate(measured) if row.dataset == dataset and points[n]}
+        if lines:
+            series = [Series(drafter, lines.get(drafter, ())) for drafter in drafters]
+            charts.append(LineChart(dataset, x_label, y_label, series, percent))
+    return charts
+
+
+def acceptance(measured: Sequence[Measured]) -> Section:
+    points = {n: list(enumerate(row.acceptance_by_position, 1)) for n, row in enumerate(measured)}
+    charts = charts_of(measured, "slot in the block", "rounds whose draft is accepted", points, percent=True)
+    return Section(
+        "Acceptance by position", charts, "The share of rounds in which the draft in a slot was accepted.", grid=True
+    )
+
+
+def tau_curves(measured: Sequence[Measured]) -> Section:
+    points = {n: row.tau_by_position for n, row in enumerate(measured)}
+    charts = charts_of(measured, "position in the generation", "τ", points)
+    return Section("τ along the text", charts, "The mean acceptance length of rounds that begin at a position.", grid=True)
+
+
+def round_times(measured: Sequence[Measured]) -> Section:
+    """Where a round's time goes, where it is known."""
+    bars = []
+    for row in measured:
+        parts = (row.draft_seconds, row.verify_seconds, row.other_seconds)
+        if any(part is not None for part in parts):
+            bars.append((f"{row.dataset} · {row.drafter}", [1000 * (part or 0.0) for part in parts]))
+    charts = [StackedBars("Milliseconds a round", ("draft", "verify", "other"), bars, "ms")] if bars else []
+    return Section("Where a round's time goes", charts, "The mean round of each drafter.")

@@ -1,0 +1,208 @@
+"""Charts as inline SVG, coloured by the page's style, so that they follow its light and dark scheme."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import accumulate
+
+from tilewright.report.page import Table, series_class
+
+WIDTH, HEIGHT = 340, 190
+"""Size of a line chart in its own units; on the page it takes the width it is given."""
+LEFT, RIGHT, TOP, BOTTOM = 38, 8, 8, 34
+"""Its margins: where the axes' numbers and names stand."""
+DASHES = ("", "6 4", "2 4", "9 3 2 3", "4 2", "1 3")
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line, as points in ascending x."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class LineChart:
+    """Lines over one pair of axes; y starts at 0.
+
+    Attributes:
+        percent: whether y is a share, shown in percent; its axis then ends at 100 %.
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    series: Sequence[Series]
+    percent: bool = False
+
+    def __post_init__(self) -> None:
+        points = [point for series in self.series for point in series.points]
+        if not points:
+            raise ValueError(f"chart {self.title!r}: expected at least one point, found none")
+        for x, y in points:
+            if not math.isfinite(x) or not 0 <= y < math.inf or (self.percent and y > 1):
+                expected = "shares from 0 to 1" if self.percent else "values of 0 or more"
+                raise ValueError(f"chart {self.title!r}: expected {expected}, found {y} at {x}")
+
+    def number(self, y: float) -> str:
+        return f"{100 * y:.1f} %" if self.percent else compact(y)
+
+    def html(self) -> str:
+        xs = [x for series in self.series for x, _ in series.points]
+        low, high = min(xs), max(xs)
+        most = 1.0 if self.percent else max(y for series in self.series for _, y in series.points)
+        y_ticks = ticks(most or 1.0)
+        top = y_ticks[-1]
+
+        def at(x: float, y: float) -> tuple[float, float]:
+            across = (x - low) / (high - low) if high > low else 0.5
+            return LEFT + across * (WIDTH - LEFT - RIGHT), TOP + (1 - y / top) * (HEIGHT - TOP - BOTTOM)
+
+        tick_text = "{:.0%}" if self.percent else "{:,.10g}"
+        parts = []
+        for tick in y_ticks:
+            _, height = at(low, tick)
+            kind = "rule" if tick else "axis"
+            parts.append(f'<line class="{kind}" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{height:.1f}" y2="{height:.1f}"/>')
+            parts.append(f'<text x="{LEFT - 6}" y="{height + 3.5:.1f}" text-anchor="end">{tick_text.format(tick)}</text>')
+        for tick in x_ticks(low, high):
+            across, _ = at(tick, 0)
+            parts.append(f'<text x="{across:.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{tick:,.10g}</text>')
+        middle = (LEFT + WIDTH - RIGHT) / 2
+        parts.append(f'<text class="ink" x="{middle}" y="{HEIGHT - 3}" text-anchor="middle">{escape(self.x_label)}</text>')
+        for index, series in enumerate(self.series):
+            parts.append(self.line(index, series, [(at(x, y), x, y) for x, y in series.points]))
+        names = [series.name for series in self.series]
+        label = f"{self.title}: {self.y_label} by {self.x_label}, a line for each of {', '.join(names)}"
+        drawing = svg(WIDTH, HEIGHT, label, parts)
+        return figure(self.title, drawing, line_key(names), self.table())
+
+    def line(self, index: int, series: Series, points: Sequence[tuple[tuple[float, float], float, float]]) -> str:
+        kind, dash = series_class(index), DASHES[index % len(DASHES)]
+        place = " ".join(f"{x:.1f},{y:.1f}" for (x, y), _, _ in points)
+        dashed = f' stroke-dasharray="{dash}"' if dash else ""
+        marks = "".join(
+            f'<circle class="mark {kind}" cx="{cx:.1f}" cy="{cy:.1f}" r="{3.2 if len(points) <= 24 else 1.6}">'
+            f"<title>{escape(series.name)}, {escape(self.x_label)} {compact(x)}: {self.number(y)}</title></circle>"
+            for (cx, cy), x, y in points
+        )
+        return f'<polyline class="curve {kind}" points="{place}"{dashed}/>{marks}'
+
+    def table(self) -> Table:
+        """The chart's figures."""
+        xs = sorted({x for series in self.series for x, _ in series.points})
+        found = [dict(series.points) for series in self.series]
+        rows = [[compact(x), *(None if (y := values.get(x)) is None else self.number(y) for values in found)] for x in xs]
+        return Table(f"{self.title}: {self.y_label}", [self.x_label, *(s.name for s in self.series)], rows)
+
+
+@dataclass(frozen=True)
+class StackedBars:
+    """Horizontal bars, each the sum of its parts.
+
+    Attributes:
+        parts: names of the parts, in the order that they are stacked.
+        bars: a name for each bar, and as many values as there are parts.
+        unit: of the values.
+    """
+
+    title: str
+    parts: Sequence[str]
+    bars: Sequence[tuple[str, Sequence[float]]]
+    unit: str
+
+    def __post_init__(self) -> None:
+        for name, values in self.bars:
+            if len(values) != len(self.parts):
+                raise ValueError(f"chart {self.title!r}: expected {len(self.parts)} parts of {name!r}, found {len(values)}")
+            if not all(0 <= value < math.inf for value in values):
+                raise ValueError(f"chart {self.title!r}: expected parts of 0 or more of {name!r}, found {list(values)}")
+        if not any(sum(values) > 0 for _, values in self.bars):
+            raise ValueError(f"chart {self.title!r}: expected at least one bar above 0, found none")
+
+    def html(self) -> str:
+        longest = max(sum(values) for _, values in self.bars)
+        rows = []
+        for name, values in self.bars:
+            starts = [100 * start / longest for start in accumulate(values, initial=0.0)]
+            rects = "".join(
+                f'<rect class="{series_class(index)}" x="{start:.2f}" width="{100 * value / longest:.2f}" height="1">'
+                f"<title>{escape(self.parts[index])}: {self.number(value)}</title></rect>"
+                for index, (value, start) in enumerate(zip(values, starts, strict=False))
+            )
+            label = f"{name}: " + ", ".join(f"{p} {self.number(v)}" for p, v in zip(self.parts, values, strict=True))
+            rows.append(
+                f'<span>{escape(name)}</span><svg viewBox="0 0 100 1" preserveAspectRatio="none" role="img" '
+                f'aria-label="{escape(label)}">{rects}</svg><span>{self.number(sum(values))}</span>'
+            )
+        return figure(self.title, f'<div class="bars">{"".join(rows)}</div>', bar_key(self.parts), self.table())
+
+    def number(self, value: float) -> str:
+        return f"{compact(value)} {escape(self.unit)}"
+
+    def table(self) -> Table:
+        """The chart's figures."""
+        rows = [[name, *map(compact, values), compact(sum(values))] for name, values in self.bars]
+        return Table(f"{self.title}, {self.unit}", ["", *self.parts, "together"], rows)
+
+
+def figure(title: str, drawing: str, key: str, table: Table) -> str:
+    return (
+        f"<figure><figcaption>{escape(title)}</figcaption>{drawing}{key}"
+        f"<details><summary>Figures</summary>{table.html()}</details></figure>"
+    )
+
+
+def svg(width: float, height: float, label: str, parts: Iterable[str]) -> str:
+    text = escape(label)
+    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{text}">{"".join(parts)}</svg>'
+
+
+def line_key(names: Sequence[str]) -> str:
+    """A legend of lines, as they are drawn."""
+    items = []
+    for index, name in enumerate(names):
+        kind, dash = series_class(index), DASHES[index % len(DASHES)]
+        drawn = f'<line class="curve {kind}" x1="1" x2="25" y1="6" y2="6" stroke-dasharray="{dash}"/>'
+        items.append(f'<li><svg viewBox="0 0 26 12" aria-hidden="true">{drawn}</svg>{escape(name)}</li>')
+    return f'<ul class="key">{"".join(items)}</ul>'
+
+
+def bar_key(names: Sequence[str]) -> str:
+    """A legend of bar colours."""
+    box = '<svg viewBox="0 0 26 12" aria-hidden="true"><rect class="{}" width="26" height="12"/></svg>'
+    items = (f"<li>{box.format(series_class(index))}{escape(name)}</li>" for index, name in enumerate(names))
+    return f'<ul class="key">{"".join(items)}</ul>'
+
+
+def compact(value: float) -> str:
+    """A number in about three digits."""
+    if value == round(value) and abs(value) < 1e15:
+        return f"{value:,.0f}"
+    digits = max(2 - math.floor(math.log10(abs(value))), 0)
+    return f"{value:,.{digits}f}"
+
+
+def ticks(top: float, most: int = 5) -> list[float]:
+    """Round numbers from 0 to at least `top`, at most `most` steps."""
+    step = round_step(top / most)
+    return [step * n for n in range(math.ceil(top / step - 1e-9) + 1)]
+
+
+def round_step(least: float) -> float:
+    """The smallest of 1, 2, 5, 10, 20, ... and their like below 1 that is not less than `least`."""
+    if least <= 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * (1 - 1e-9))
+
+
+def x_ticks(low: float, high: float) -> list[float]:
+    """Round numbers between `low` and `high`, and `low` itself where they leave room for it."""
+    if high == low:
+        return [low]
+    step = round_step((high - low) / 6)
+    inside = [step * n for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    return inside if inside and inside[0] - low < 0.6 * step else [low, *inside]

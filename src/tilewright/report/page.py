@@ -1,0 +1,206 @@
+"""Offline HTML pages: one file with its style, scripts and data inside, which asks nothing of a network."""
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib import resources
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+DATA_ID = "data"
+"""The id of the element that holds a page's data as JSON."""
+
+
+@runtime_checkable
+class Block(Protocol):
+    """What a section can hold: a table, a chart."""
+
+    def html(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A table cell that is more than its text.
+
+    Attributes:
+        text: what is shown.
+        strong: the one to look at in its group.
+        share: 0 to 1, drawn as a bar under the text; None draws none.
+        colour: index of the bar's colour, see `series_class`.
+    """
+
+    text: str
+    strong: bool = False
+    share: float | None = None
+    colour: int = 0
+
+    def __post_init__(self) -> None:
+        if self.share is not None and not 0 <= self.share <= 1:
+            raise ValueError(f"expected a cell's share from 0 to 1, found {self.share}")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table whose first column names its rows.
+
+    Attributes:
+        columns: headers; the first is that of the row names.
+        rows: as long as `columns`; None leaves a cell empty.
+        groups: headers above several columns, as (text, number of columns); together as long as `columns`, or none.
+        total: whether the last row sums up the others.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str | Cell | None]]
+    groups: Sequence[tuple[str, int]] = ()
+    total: bool = False
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row) != len(self.columns):
+                raise ValueError(f"table {self.title!r}: expected rows of {len(self.columns)} cells, found one of {len(row)}")
+        spanned = sum(span for _, span in self.groups)
+        if self.groups and spanned != len(self.columns):
+            raise ValueError(f"table {self.title!r}: expected groups over {len(self.columns)} columns, found {spanned}")
+
+    def html(self) -> str:
+        head = "".join(f'<th scope="col">{escape(column)}</th>' for column in self.columns)
+        above, spans = "", ""
+        if self.groups:
+            spans = "".join(f'<colgroup span="{span}"></colgroup>' for _, span in self.groups)
+            cells = (
+                f'<th scope="colgroup" colspan="{span}">{escape(text)}</th>' if text else f'<td colspan="{span}"></td>'
+                for text, span in self.groups
+            )
+            above = f'<tr class="groups">{"".join(cells)}</tr>'
+        body = list(map(row_html, self.rows))
+        foot = f"<tfoot>{body.pop()}</tfoot>" if self.total and body else ""
+        note = f'<p class="note">{escape(self.note)}</p>' if self.note else ""
+        caption = f"<caption>{escape(self.title)}</caption>"
+        return (
+            f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(self.title)}"><table>{caption}{spans}'
+            f"<thead>{above}<tr>{head}</tr></thead><tbody>{''.join(body)}</tbody>{foot}</table></div>{note}"
+        )
+
+
+def row_html(row: Sequence[str | Cell | None]) -> str:
+    first, *rest = row
+    name = first.text if isinstance(first, Cell) else first or ""
+    return f'<tr><th scope="row">{escape(name)}</th>{"".join(map(cell_html, rest))}</tr>'
+
+
+def cell_html(cell: str | Cell | None) -> str:
+    if cell is None:
+        return "<td></td>"
+    if isinstance(cell, str):
+        return f"<td>{escape(cell)}</td>"
+    text = f"<strong>{escape(cell.text)}</strong>" if cell.strong else escape(cell.text)
+    if cell.share is None:
+        return f"<td>{text}</td>"
+    bar = (
+        '<svg class="share" viewBox="0 0 100 3" preserveAspectRatio="none" aria-hidden="true">'
+        f'<rect class="{series_class(cell.colour)}" width="{100 * cell.share:.1f}" height="3"/></svg>'
+    )
+    return f"<td>{text}{bar}</td>"
+
+
+def series_class(index: int) -> str:
+    """The CSS class of a series' colour. There are six; charts tell series apart by more than colour."""
+    return f"s{index % 6 + 1}"
+
+
+@dataclass(frozen=True)
+class Section:
+    """Blocks under a heading; `grid` sets them side by side where there is room."""
+
+    title: str
+    blocks: Sequence[Block]
+    text: str = ""
+    grid: bool = False
+
+    def html(self) -> str:
+        text = f"<p>{escape(self.text)}</p>" if self.text else ""
+        kind = "grid" if self.grid else "stack"
+        blocks = "".join(f'<div class="block">{block.html()}</div>' for block in self.blocks)
+        return f'<section><h2>{escape(self.title)}</h2>{text}<div class="{kind}">{blocks}</div></section>'
+
+
+def facts_html(facts: Mapping[str, Any]) -> str:
+    """Names and values, such as what was measured on and with; values that are None are left out."""
+    items = (
+        f"<div><dt>{escape(str(name))}</dt><dd>{escape(str(value))}</dd></div>"
+        for name, value in facts.items()
+        if value is not None
+    )
+    return f'<dl class="facts">{"".join(items)}</dl>'
+
+
+def write_sections(
+    path: str | Path, title: str, sections: Sequence[Section], *, lead: str = "", facts: Mapping[str, Any] | None = None,
+    data: Any = None,
+) -> None:  # fmt: skip
+    """Writes a page of titled tables and charts.
+
+    Args:
+        lead: a sentence under the title.
+        facts: what was measured on and with, at the foot of the page.
+        data: the figures themselves, JSON-able, embedded for programs that read the page.
+
+    Raises:
+        ValueError: `data` holds something that JSON cannot.
+    """
+    foot = f"<footer><h2>Measured on and with</h2>{facts_html(facts)}</footer>" if facts else ""
+    lead = f'<p class="lead">{escape(lead)}</p>' if lead else ""
+    header = f"<header><h1>{escape(title)}</h1>{lead}</header>"
+    body = f'<main class="report">{header}{"".join(section.html() for section in sections)}{foot}</main>'
+    Path(path).write_text(document(title, body, styles=("page.css",), data=data), encoding="utf-8")
+
+
+def document(title: str, body: str, *, styles: Sequence[str], scripts: Sequence[str] = (), data: Any = None) -> str:
+    """A whole page from its body.
+
+    Args:
+        styles, scripts: names of package files, inlined in this order; scripts run after the body and the data are there.
+        data: JSON-able, found by scripts and other readers in the element with the id `DATA_ID`.
+    """
+    code = [asset(name) for name in scripts]
+    # Only these scripts may run, and nothing may be fetched, whatever text finds its way into the page.
+    hashes = " ".join(f"'sha256-{sha256(text)}'" for text in code) or "'none'"
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {hashes}; base-uri 'none'; form-action 'none'"
+    embedded = "" if data is None else f'<script type="application/json" id="{DATA_ID}">{embed_json(data)}</script>\n'
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n<meta name="generator" content="tilewright">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{''.join(map(asset, styles))}</style>\n</head>\n"
+        f"<body>\n{body}\n{embedded}{''.join(f'<script>{text}</script>' for text in code)}\n</body>\n</html>\n"
+    )
+
+
+def asset(name: str) -> str:
+    """A text file of this package."""
+    return resources.files("tilewright.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def sha256(text: str) -> str:
+    """As a content security policy wants it."""
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def embed_json(data: Any) -> str:
+    """JSON that can stand inside a script element: no `<`, so that neither `</script>` nor `<!--` can occur in it.
+
+    Raises:
+        ValueError: it holds NaN or an infinity, which JSON has not, or an object of another kind.
+    """
+    try:
+        text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    except TypeError as error:
+        raise ValueError(f"expected plain data for the page, found what JSON cannot hold: {error}") from error
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,0 +1,153 @@
+"""The replay page: a text token by token as speculative decoding made it, beside plain decoding on the same clock."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from tilewright.report.page import asset, document, facts_html
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token.
+
+    Attributes:
+        id: in the target's vocabulary.
+        text: what it adds to the text, possibly nothing: half of a character, an end of sequence.
+        probability: what the target gave it in its place, 0 to 1; None where that is not known.
+        margin: the target's largest logit less its second largest in that place; None where that is not known.
+    """
+
+    id: int
+    text: str
+    probability: float | None = None
+    margin: float | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of plain decoding: its token, and how long it took."""
+
+    token: Token
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Round:
+    """One draft and one verification.
+
+    Attributes:
+        seconds: how long the round took.
+        drafted: the proposals, without the known token that the block begins with; empty where nothing was proposed.
+        accepted: how many of them the target accepted.
+        emitted: what the round added to the text: the accepted drafts, then the target's own token. Shorter only in the last
+            round, if the text ended within it.
+    """
+
+    seconds: float
+    drafted: Sequence[Token]
+    accepted: int
+    emitted: Sequence[Token]
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A prompt and both ways of continuing it; `title` names it where there are several."""
+
+    title: str
+    prompt: str
+    baseline: Sequence[Step]
+    rounds: Sequence[Round]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """All that a replay page shows. Plain data: `dataclasses.asdict` of it is JSON.
+
+    Attributes:
+        title: of the page.
+        model, drafter: their names.
+        block_size: tokens in a block, the known one included: the most that a round can add to the text.
+        passages: at least one.
+        about: what else the figures depend on, in the order shown: chip, dtype, kernels, sampling settings, versions, date.
+
+    Raises:
+        ValueError: a figure cannot be, with the prompt and the round or step that it stands in.
+    """
+
+    title: str
+    model: str
+    drafter: str
+    block_size: int
+    passages: Sequence[Passage]
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise ValueError(f"expected a block size of at least 1, found {self.block_size}")
+        if not self.passages:
+            raise ValueError("expected at least one prompt to replay, found none")
+        for number, passage in enumerate(self.passages, 1):
+            for problem in passage_problems(passage, self.block_size):
+                raise ValueError(f"prompt {number} ({passage.title!r}), {problem}")
+
+
+def passage_problems(passage: Passage, block_size: int) -> Iterator[str]:
+    """What cannot be in a passage."""
+    if not passage.baseline or not passage.rounds:
+        yield f"expected steps and rounds, found {len(passage.baseline)} steps and {len(passage.rounds)} rounds"
+    for number, step in enumerate(passage.baseline, 1):
+        for problem in (*seconds_problems(step.seconds), *token_problems(step.token)):
+            yield f"step {number} of the baseline: {problem}"
+    for number, taken in enumerate(passage.rounds, 1):
+        for problem in round_problems(taken, block_size, last=number == len(passage.rounds)):
+            yield f"round {number}: {problem}"
+
+
+def round_problems(taken: Round, block_size: int, last: bool) -> Iterator[str]:
+    drafted, accepted, emitted = len(taken.drafted), taken.accepted, len(taken.emitted)
+    yield from seconds_problems(taken.seconds)
+    if drafted >= block_size:
+        yield f"expected fewer drafted tokens than the block size {block_size}, found {drafted}"
+    if not 0 <= accepted <= drafted:
+        yield f"expected from 0 to {drafted} accepted tokens, as many as were drafted, found {accepted}"
+    if emitted != accepted + 1 and not (last and 1 <= emitted <= accepted):
+        yield f"expected {accepted} accepted tokens and one from the target, found {emitted} emitted tokens"
+    for draft, token in zip(taken.drafted[:accepted], taken.emitted, strict=False):
+        if draft.id != token.id:
+            yield f"expected accepted drafts to be emitted, found draft {draft.id} and token {token.id} in its place"
+    for token in (*taken.drafted, *taken.emitted):
+        yield from token_problems(token)
+
+
+def seconds_problems(seconds: float) -> Iterator[str]:
+    if not 0 < seconds < math.inf:
+        yield f"expected a time above 0 seconds, found {seconds}"
+
+
+def token_problems(token: Token) -> Iterator[str]:
+    if token.id < 0:
+        yield f"expected a token id of 0 or more, found {token.id}"
+    if token.probability is not None and not 0 <= token.probability <= 1:
+        yield f"token {token.id}: expected a probability from 0 to 1, found {token.probability}"
+    if token.margin is not None and not 0 <= token.margin < math.inf:
+        yield f"token {token.id}: expected a margin of 0 or more, found {token.margin}"
+
+
+def write_replay(path: str | Path, replay: Replay) -> None:
+    """Writes the page as one HTML file that works offline.
+
+    A link may name a place in it: `FILE.html#prompt=2&round=12`.
+
+    Raises:
+        ValueError: `about` holds something that JSON cannot.
+    """
+    lead = f"{replay.model} with {replay.drafter}, blocks of {replay.block_size}"
+    facts = {"target": replay.model, "drafter": replay.drafter, "block size": replay.block_size, **replay.about}
+    body = Template(asset("replay.html")).substitute(title=escape(replay.title), lead=escape(lead), facts=facts_html(facts))
+    page = document(replay.title, body, styles=("page.css", "replay.css"), scripts=("replay.js",), data=asdict(replay))
+    Path(path).write_text(page, encoding="utf-8")
