@@ -18,8 +18,8 @@ test: .venv/installed-test ## runs the tests (no torch)
 	$(BIN)/python -m pytest
 
 lint: .venv/installed-lint ## ruff and pyright
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests hatch_build.py
+	$(BIN)/ruff format --check src tests hatch_build.py
 	$(BIN)/pyright
 
 bench: .venv/installed-base ## measures speculative against autoregressive decoding on the shipped pair
@@ -28,6 +28,9 @@ bench: .venv/installed-base ## measures speculative against autoregressive decod
 oracle: .venv-oracle/installed ## compares with transformers, live; installs torch into an environment of its own
 	$(ORACLE_BIN)/python -m pytest tests/oracle -W default
 	$(ORACLE_BIN)/python tests/oracle/bench_generate.py
+	$(ORACLE_BIN)/python tests/oracle/bench_generate.py --random qwen3-0.6b --dtype bfloat16 --also int8 --batches 1 \
+		--new-tokens 16 --repetitions 3
+	$(ORACLE_BIN)/python tests/oracle/bench_linear.py --layers q gate_up --rows 1 16 512 --repetitions 3
 
 clean: ## removes both environments and all caches
 	rm -rf .venv .venv-oracle build dist .pytest_cache .ruff_cache .hypothesis
@@ -39,9 +42,11 @@ clean: ## removes both environments and all caches
 .venv-oracle/bin/python:
 	$(PYTHON) -m venv .venv-oracle
 
-# The interpreter is order-only: its timestamp is that of the system's own.
+# The interpreter is order-only: its timestamp is that of the system's own. The CPU kernels are left to the doctor, which
+# builds them against the JAX that has just come: pip would install a second jaxlib to build them.
 .venv/installed-base: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install $(PIP_FLAGS) -e .
+	TILEWRIGHT_NO_NATIVE=1 $(BIN)/python -m pip install $(PIP_FLAGS) -e .
+	$(BIN)/tilewright doctor
 	touch $@
 
 .venv/installed-%: pyproject.toml | .venv/installed-base
@@ -51,5 +56,5 @@ clean: ## removes both environments and all caches
 # torch goes first and alone, so that nothing else has a say in which build of it is taken.
 .venv-oracle/installed: pyproject.toml | .venv-oracle/bin/python
 	$(ORACLE_BIN)/python -m pip install $(PIP_FLAGS) torch==2.13.0
-	$(ORACLE_BIN)/python -m pip install $(PIP_FLAGS) -e '.[oracle,test]'
+	TILEWRIGHT_NO_NATIVE=1 $(ORACLE_BIN)/python -m pip install $(PIP_FLAGS) -e '.[oracle,test]'
 	touch $@

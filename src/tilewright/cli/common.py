@@ -3,64 +3,104 @@
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 from rich.console import Console
+from rich.progress import Progress
 
+from tilewright.bench.datasets import Example, read_examples
+from tilewright.bench.replay import replay
+from tilewright.decode.drafters.load import DrafterOptions
 from tilewright.decode.language_model import LanguageModel, load
+from tilewright.decode.sampling import Sampling
 from tilewright.kernels import native
+from tilewright.models import hub
+from tilewright.models.chat import ChatTemplate
 from tilewright.models.hub import PACKAGED
-from tilewright.train.data import format_question, read_jsonl
+from tilewright.report.replay import write_replay
 
-DEMO, DEMO_DRAFTER = "demo", "demo-drafter"
+DEMO = "demo"
+DEMO_DRAFTERS = {"dflash": "demo-drafter", "eagle3": "demo-eagle3"}
+"""The packaged drafters, by the names that they have beside the packaged target."""
 DEMO_PROMPT = 51
 """The packaged prompt that stands in where the demo is given none; what follows it repeats itself less than most."""
 
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class ModelOptions:
-    """Which models to load, and how.
+class TargetOptions:
+    """Which target to load, and how it multiplies.
 
     Attributes:
-        model: a folder, a Hugging Face id, or "demo", the small pair that comes with the package.
-        drafter: a folder, a Hugging Face id, or "none"; by default the demo's own for the demo, and none otherwise.
+        model: a folder, a Hugging Face id, or "demo", the small model that comes with the package.
         dtype: "float32" or "bfloat16".
-        block_size: tokens drafted at once, the known one included; by default what the drafter was trained for.
-        draft_window: keep only this many last positions in the drafter's context, so that drafting never gets slower.
-        drafter_dtype: of the drafter alone; the output is the same either way. By default as dtype.
+        weights: "int8" keeps matrices in 8 bits, which the CPU kernels multiply; "auto" keeps them in dtype.
         kernels: "auto" takes this package's own kernels where they run, "xla" leaves everything to XLA.
     """
 
     model: str = DEMO
-    drafter: str | None = None
     dtype: str = "float32"
-    block_size: int | None = None
-    draft_window: int | None = None
-    drafter_dtype: str | None = None
+    weights: Literal["auto", "int8"] = "auto"
     kernels: Literal["auto", "xla"] = "auto"
 
-    def load(self, console: Console) -> LanguageModel:
-        drafter = self.drafter
-        if drafter is None and self.model == DEMO:
-            drafter = DEMO_DRAFTER
+    def load_with(self, drafter: str | None, options: DrafterOptions, console: Console) -> LanguageModel:
+        """The target with a drafter: a folder, a Hugging Face id, "ngram", or for the demo "dflash" or "eagle3"."""
+        if self.kernels == "auto":
+            with console.status("CPU kernels: compiled at first use, then kept"):
+                native.kernels()
         lm = load(
             self.model,
-            None if drafter == "none" else drafter,
+            self.drafter_source(drafter),
             dtype=self.dtype,
-            block_size=self.block_size,
-            draft_window=self.draft_window,
-            drafter_dtype=self.drafter_dtype,
+            weights=self.weights,
             kernels=self.kernels,
             console=progress_console(console),
+            **{"drafter_revision" if name == "revision" else name: value for name, value in vars(options).items()},
         )
         if self.kernels == "auto" and lm.kernels == "xla":
             console.print(f"without CPU kernels ({native.kernels().reason}): XLA does the products", style="dim", markup=False)
         return lm
+
+    def drafter_source(self, drafter: str | None) -> str | None:
+        """What `load` takes: the demo has names for its own drafters; "none" is none."""
+        if drafter in (None, "none"):
+            return None
+        return DEMO_DRAFTERS.get(drafter, drafter) if self.model == DEMO else drafter
+
+    def chat_template(self, console: Console) -> ChatTemplate | None:
+        """The target's chat template; None where it has none, as base models do."""
+        return ChatTemplate.load(hub.resolve(self.model, console=progress_console(console)))
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class ModelOptions(TargetOptions):
+    """Which models to load, and how.
+
+    Attributes:
+        drafter: a folder, a Hugging Face id, "ngram" or "none"; by default the demo's own for the demo, and none otherwise.
+        block_size: tokens drafted at once, the known one included; by default what the drafter was trained for. Without a
+            drafter: plain decoding through a program of this width.
+        draft_window: keep only this many last positions in the drafter's context, so that drafting never gets slower.
+        drafter_dtype: of the drafter alone; the output is the same either way. By default as dtype.
+        refine: further passes of a DFlash drafter over each block that it drafted.
+    """
+
+    drafter: str | None = None
+    block_size: int | None = None
+    draft_window: int | None = None
+    drafter_dtype: str | None = None
+    refine: int = 0
+
+    def load(self, console: Console) -> LanguageModel:
+        drafter = "dflash" if self.drafter is None and self.model == DEMO else self.drafter
+        options = DrafterOptions(self.block_size, self.draft_window, self.drafter_dtype, self.refine)
+        return self.load_with(drafter, options, console)
 
 
 JsonFile = Annotated[str | None, Parameter(name="--json", allow_leading_hyphen=True)]
@@ -77,85 +117,93 @@ def progress_console(console: Console) -> Console | None:
     return console if console.is_terminal else None
 
 
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A file to write to, which becomes `path` at the end; if something fails there is none, and `path` stays as it was."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file, which appears whole or not at all."""
+    with whole_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
 def write_json(json_file: str | None, figures: Mapping[str, Any]) -> None:
-    """Writes the figures where `--json` says; a file appears whole or not at all."""
+    """Writes the figures where `--json` says."""
     if json_file is None:
         return
     text = json.dumps(figures, indent=2, ensure_ascii=False) + "\n"
     if json_file == "-":
         sys.stdout.write(text)
+    else:
+        write_text(Path(json_file), text)
+
+
+def write_replay_page(
+    path: Path, lm: LanguageModel, names: tuple[str, str], prompts: Sequence[tuple[str, Sequence[int]]], sampling: Sampling,
+    console: Console,
+) -> None:  # fmt: skip
+    """Decodes the prompts, each with its title, once more round by round, and writes the page that plays them."""
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        row = bar.add_task("replay", total=len(prompts))
+        shown = replay(lm, names, prompts, sampling, lambda: bar.advance(row))
+    with whole_file(path) as partial:
+        write_replay(partial, shown)
+    console.print(f"{path} written", markup=False)
+
+
+def check_output_file(option: str, name: str | None) -> None:
+    """Refuses, before any work, a place that cannot be written to; "-" is standard output, for `--json` alone."""
+    if name is None or (name == "-" and option == "--json"):
         return
-    path = Path(json_file)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    if name.startswith("-"):
+        or_standard = ', or "-" for standard output' if option == "--json" else ""
+        raise ValueError(f"{option} {name}: expected a file{or_standard}")
+    path = Path(name)
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{option} {name}: its folder does not exist")
+    if path.is_dir():
+        raise ValueError(f"{option} {name}: expected a file, found a folder")
 
 
 def check_json_file(json_file: str | None) -> None:
-    """Refuses, before any work, a place that cannot be written to."""
-    if json_file is None or json_file == "-":
-        return
-    if json_file.startswith("-"):
-        raise ValueError(f'--json {json_file}: expected a file, or "-" for standard output')
-    path = Path(json_file)
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"--json {json_file}: its folder does not exist")
-    if path.is_dir():
-        raise ValueError(f"--json {json_file}: expected a file, found a folder")
+    """`check_output_file` of `--json`."""
+    check_output_file("--json", json_file)
 
 
-PROMPT_FIELDS = ("prompt", "problem", "text", "problem_statement")
-
-
-def record_prompt(record: Mapping[str, object], where: str) -> str:
-    """The prompt of a JSONL record of the usual benchmarks."""
-    if isinstance(record.get("question"), str):
-        return format_question(str(record["question"]))
-    for name in PROMPT_FIELDS:
-        if isinstance(record.get(name), str):
-            return str(record[name])
-    turns = record.get("turns")
-    if isinstance(turns, list) and turns and isinstance(turns[0], str):
-        return turns[0]
-    raise ValueError(f"{where}: expected a record with one of question, turns, {', '.join(PROMPT_FIELDS)}")
-
-
-def read_prompts(path: Path) -> list[str]:
-    """The prompts of a JSONL file, one a record; at least one."""
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file")
-    prompts = [record_prompt(r, f"{path}, record {n}") for n, r in enumerate(read_jsonl(path), 1)]
-    if not prompts:
-        raise ValueError(f"{path} has no record")
-    return prompts
-
-
-def packaged_prompts() -> list[str]:
+def packaged_prompts_file() -> Path:
     """Beginnings of functions from modules that the demo pair was never trained on."""
-    return read_prompts(PACKAGED[DEMO].parent / "prompts.jsonl")
+    return PACKAGED[DEMO].parent / "prompts.jsonl"
 
 
-def gather_prompts(given: Sequence[str], prompt_file: Path | None, model: str) -> list[str]:
+def gather_prompts(given: Sequence[str], prompt_file: Path | None, model: str) -> list[Example]:
     """Prompts from the arguments, a file, or standard input; for the demo alone there is one to fall back on.
 
     Raises:
-        ValueError: there is none, one is empty, or an argument is an option that does not exist.
+        ValueError: there is none, one is empty, the file is malformed, or an argument is an option that does not exist.
     """
     for prompt in given:
         if prompt.startswith("-") and prompt != "-":
             where = "--prompt-file or standard input"
             raise ValueError(f'unknown option {prompt} (a prompt that begins with "-" comes from {where})')
-    prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in given]
-    if prompt_file is not None:
-        prompts += read_prompts(prompt_file)
-    if not prompts and not sys.stdin.isatty():
+    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in given]
+    if not texts and prompt_file is None and not sys.stdin.isatty():
         piped = sys.stdin.read()
-        prompts = [piped] if piped else []
+        texts = [piped] if piped else []
+    for number, text in enumerate(texts, 1):
+        if not text:
+            raise ValueError(f"prompt {number} is empty")
+    prompts = [Example("prompt", "", (text,), number) for number, text in enumerate(texts, 1)]
+    if prompt_file is not None:
+        prompts += read_examples(prompt_file)
     if not prompts and model == DEMO:
-        prompts = [packaged_prompts()[DEMO_PROMPT]]
+        prompts = [read_examples(packaged_prompts_file())[DEMO_PROMPT]]
     if not prompts:
         raise ValueError("expected a prompt: as an argument, from --prompt-file, or on standard input")
-    for number, prompt in enumerate(prompts, 1):
-        if not prompt:
-            raise ValueError(f"prompt {number} is empty")
     return prompts

@@ -1,5 +1,6 @@
 """`tilewright generate`: text from a model, with a drafter if there is one."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,14 +10,17 @@ from rich.console import Console
 from rich.progress import Progress
 
 from tilewright.bench.compare import acceptance_figures, compare, comparison_figures, environment
+from tilewright.bench.datasets import prompt as prompt_text
 from tilewright.bench.figures import mean_distinct_ngram_ratio
+from tilewright.bench.speculative import encoded
 from tilewright.cli.common import (
     JsonFile,
     ModelOptions,
-    check_json_file,
+    check_output_file,
     gather_prompts,
     human_console,
     write_json,
+    write_replay_page,
 )
 from tilewright.compiled.ledger import Ledger
 from tilewright.decode.language_model import Generation, LanguageModel
@@ -40,6 +44,10 @@ class SamplingOptions:
         seed: the same seed gives the same text.
         stop: a text that ends the generation; may be given several times.
         ignore_eos: go on past the end-of-sequence token.
+        min_p: keep tokens at least this share as likely as the most likely one; 0 keeps all.
+        repetition_penalty: makes tokens of the prompt and the text so far less likely; 1 does nothing, 1.1 is common.
+        presence_penalty: taken off the logit of every token generated before, from -2 to 2.
+        frequency_penalty: taken off once for each time that it was generated, from -2 to 2.
     """
 
     max_new_tokens: int = 160
@@ -47,21 +55,53 @@ class SamplingOptions:
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[str, ...], Parameter(negative=())] = ()
     ignore_eos: bool = False
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
     def sampling(self) -> Sampling:
         return Sampling(**vars(self))
 
 
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Outputs:
+    """What is made besides the text.
+
+    Attributes:
+        compare_both: also decode without the drafter, alternating, and print a table of both.
+        repetitions: how often `--compare` times each way.
+        replay: write an HTML page that plays the text token by token, with the drafter and without, and shows every round.
+        json_file: write the figures as JSON to this file, "-" for standard output.
+    """
+
+    compare_both: Annotated[bool, Parameter(name="--compare", negative=())] = False
+    repetitions: int = 5
+    replay: Path | None = None
+    json_file: JsonFile = None
+
+    def check(self) -> None:
+        check_output_file("--json", self.json_file)
+        check_output_file("--replay", None if self.replay is None else str(self.replay))
+        if self.repetitions < 1:
+            raise ValueError(f"expected at least 1 repetition, found {self.repetitions}")
+
+    def check_drafter(self, lm: LanguageModel) -> None:
+        for option, given in (("--replay", self.replay is not None), ("--compare", self.compare_both)):
+            if given and lm.drafter is None:
+                raise ValueError(f"{option} needs a drafter; name one with --drafter")
+
+
 def generate(
     *prompt: Annotated[str, Parameter(allow_leading_hyphen=True)],
     prompt_file: Path | None = None,
+    chat: Annotated[bool, Parameter(negative=())] = False,
     models: ModelOptions = ModelOptions(),
     options: SamplingOptions = SamplingOptions(),
-    compare_both: Annotated[bool, Parameter(name="--compare", negative=())] = False,
-    repetitions: int = 5,
-    json_file: JsonFile = None,
+    outputs: Outputs = Outputs(),
 ) -> None:
     """Generates text and shows which tokens were drafted.
 
@@ -70,46 +110,54 @@ def generate(
     prompt
         Texts to continue, "-" for standard input; several form a batch.
     prompt_file
-        A JSONL file with a prompt in each record (prompt, question, problem, text or turns).
-    compare_both
-        Also decode without the drafter, alternating, and print a table of both.
-    repetitions
-        How often `--compare` times each way.
-    json_file
-        Write the figures as JSON to this file, "-" for standard output.
+        A JSONL file of prompts, read as `bench speculative` reads its data; of several turns the first is taken.
+    chat
+        Put the prompts to the model as a user's messages, in its own chat template.
     """
-    check_json_file(json_file)
-    if repetitions < 1:
-        raise ValueError(f"expected at least 1 repetition, found {repetitions}")
+    outputs.check()
     sampling = options.sampling()
-    console = human_console(json_file)
-    prompts = gather_prompts(prompt, prompt_file, models.model)
+    console = human_console(outputs.json_file)
+    examples = gather_prompts(prompt, prompt_file, models.model)
+    template = models.chat_template(console) if chat else None
+    if chat and template is None:
+        raise ValueError(f"--chat needs a model with a chat template; {models.model} has none")
     lm = models.load(console)
-    if compare_both and lm.drafting is None:
-        raise ValueError("--compare needs a drafter; name one with --drafter")
+    outputs.check_drafter(lm)
+    texts = [prompt_text(example, (), template) for example in examples]
+    tokens = [encoded(lm, text, template) for text in texts]
     with Ledger() as ledger:
-        generation, interrupted = show(lm, prompts, sampling, console)
+        generation, interrupted = show(lm, texts, tokens, sampling, console)
         figures: dict[str, Any] = single_figures(lm, generation)
-        if compare_both and not interrupted:
-            with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-                row = bar.add_task("comparing", total=2 * (repetitions + 1))
-                both = compare(lm, [prompts], sampling, repetitions, lambda: bar.advance(row))
-            figures |= comparison_figures(lm, both)
-            console.print(terminal.comparison_table(figures))
-    if lm.drafting is not None:
+        if outputs.compare_both and not interrupted:
+            figures |= comparison(lm, tokens, sampling, outputs.repetitions, console)
+    if lm.drafter is not None and figures["speculative_decoding"]["num_spec_steps"]:
         console.print("rounds by accepted draft tokens")
-        console.print("\n".join(terminal.histogram_lines(figures["acceptance_histogram"])), markup=False)
-    texts = {"text": [r.text for r in generation], "tokens": [r.tokens for r in generation]}
+        counts = figures["speculative_decoding"]["acceptance_histogram"]
+        console.print("\n".join(terminal.histogram_lines(counts)), markup=False)
+    said = {"text": [r.text for r in generation], "tokens": [r.tokens for r in generation]}
     reasons = {"finish_reason": [r.finish_reason for r in generation]}
-    write_json(json_file, {**figures, "compilations": ledger.compilations, **environment(lm), **texts, **reasons})
+    write_json(outputs.json_file, {**figures, "compilations": ledger.compilations, **environment(lm), **said, **reasons})
+    if outputs.replay is not None and not interrupted:
+        titled = [(f"prompt {n}", each) for n, each in enumerate(tokens, 1)]
+        write_replay_page(outputs.replay, lm, (models.model, models.drafter or "dflash"), titled, sampling, console)
+
+
+def comparison(lm: LanguageModel, tokens: Sequence[list[int]], sampling: Sampling, repetitions: int, console: Console) -> Any:
+    """The figures of decoding both ways, after printing them."""
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        row = bar.add_task("comparing", total=2 * (repetitions + 1))
+        both = compare(lm, [tokens], sampling, repetitions, lambda: bar.advance(row))
+    figures = comparison_figures(lm, both)
+    console.print(terminal.comparison_table(figures))
+    return figures
 
 
 def single_figures(lm: LanguageModel, generation: Generation) -> dict[str, Any]:
     """The figures of one run; those that need a second way of decoding are None."""
     rate = generation.tokens_per_s if generation.decode_seconds else None
     return {
-        "autoregressive_tokens_per_s": None if lm.drafting else rate,
-        "speculative_tokens_per_s": rate if lm.drafting else None,
+        "autoregressive_tokens_per_s": None if lm.drafter else rate,
+        "speculative_tokens_per_s": rate if lm.drafter else None,
         "speedup": None,
         "identical": None,
         "rounds": generation.rounds,
@@ -120,16 +168,18 @@ def single_figures(lm: LanguageModel, generation: Generation) -> dict[str, Any]:
     }
 
 
-def show(lm: LanguageModel, prompts: list[str], sampling: Sampling, console: Console) -> tuple[Generation, bool]:
+def show(
+    lm: LanguageModel, prompts: list[str], tokens: list[list[int]], sampling: Sampling, console: Console
+) -> tuple[Generation, bool]:
     """Generates and prints: a single text as it comes, several one after another at the end.
 
     Interrupting it (Ctrl-C) keeps what was generated so far. Returns that, and whether it was interrupted.
     """
     most = lm.table.batches[-1]
-    sessions = [lm.start(prompts[i : i + most], sampling) for i in range(0, len(prompts), most)]
+    sessions = [lm.start(tokens[i : i + most], sampling) for i in range(0, len(tokens), most)]
     alone = len(prompts) == 1
     interrupted = False
-    if lm.drafting is not None:
+    if lm.drafter is not None:
         console.print(terminal.legend())
     try:
         with Progress(console=console, transient=True, disable=alone or not console.is_terminal) as bar:

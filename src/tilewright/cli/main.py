@@ -7,12 +7,14 @@ from rich.console import Console
 
 from tilewright import __version__
 from tilewright.cli.bench import app as bench
+from tilewright.cli.doctor import doctor
 from tilewright.cli.generate import generate
 
 app = App(name="tilewright", help="Irregular models on machines that want fixed shapes.", version=__version__)
 app.command(generate)
 app.command("tilewright.cli.train:app", name="train", help="Training.")  # imported when called: it needs the train extra
 app.command(bench)
+app.command(doctor)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,8 +1,9 @@
-"""`tilewright train`: language models, DFlash drafters for them, and the demo pair."""
+"""`tilewright train`: language models, drafters for them, and the demo pair."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
 from cyclopts import App, Parameter
@@ -13,11 +14,12 @@ from tilewright.cli.common import JsonFile, check_json_file, human_console, prog
 from tilewright.compiled.machine import chip_name
 from tilewright.decode.language_model import LanguageModel
 from tilewright.decode.sampling import Sampling
-from tilewright.decode.state import Models
-from tilewright.models import decoder, dflash, hub
+from tilewright.models import decoder, dflash, eagle3, hub
 from tilewright.models.checkpoint import load_decoder, save_params
 from tilewright.models.decoder import DecoderConfig
 from tilewright.models.dflash import DFlashConfig, default_target_layers
+from tilewright.models.eagle3 import Eagle3Config
+from tilewright.models.params import DTYPES, Dtype
 from tilewright.models.tokenizer import load_tokenizer
 from tilewright.train.data import (
     MASK,
@@ -31,6 +33,7 @@ from tilewright.train.data import (
 )
 from tilewright.train.demo import train_demo
 from tilewright.train.drafter import DrafterOptions, train_drafter
+from tilewright.train.eagle3 import Eagle3Options, default_draft_vocab, train_eagle3
 from tilewright.train.lm import train_lm
 from tilewright.train.loop import TrainOptions, TrainResult
 from tilewright.train.regenerate import cut_prompts, regenerate
@@ -54,6 +57,7 @@ class LoopOptions:
         held_out: share of the documents that is kept for the held-out loss.
         evaluate_every: steps from one held-out loss to the next.
         save_every: steps from one checkpoint to the next.
+        products: float32, or bfloat16 with float32 sums by the CPU kernels, which is faster; weights are float32 either way.
     """
 
     steps: int = 1000
@@ -66,11 +70,17 @@ class LoopOptions:
     held_out: float = 0.02
     evaluate_every: int = 100
     save_every: int = 100
+    products: Literal["float32", "bfloat16"] = "float32"
 
     def options(self) -> TrainOptions:
         if not 0 < self.held_out < 1:
             raise ValueError(f"expected a held-out share between 0 and 1, found {self.held_out}")
         return TrainOptions(**{k: v for k, v in vars(self).items() if k != "held_out"})
+
+
+def require_data(data: Sequence[Path]) -> None:
+    if not data:
+        raise ValueError("expected files or folders to train on, found none")
 
 
 def finish(result: TrainResult, out: Path, console: Console, json_file: str | None, **more: object) -> None:
@@ -141,8 +151,7 @@ def lm(
     """
     check_json_file(json_file)
     console = human_console(json_file)
-    if not data:
-        raise ValueError("expected files or folders to train on, found none")
+    require_data(data)
     options = loop.options()
     documents = split_documents(read_documents(data), loop.held_out, loop.seed)
     bpe = prepare_tokenizer(out, tokenizer, documents[0], vocab_size)
@@ -173,30 +182,93 @@ class DrafterSizes:
     """What drafter to make; its layers have the target's own sizes.
 
     Attributes:
-        block_size: tokens drafted at once, the known one included.
-        layers: the drafter's layers.
-        taps: the target's layers whose outputs the drafter reads, from 0; by default the published choice for five, or all of
-            fewer than nine.
-        mask_token_id: the token that stands for a position to be drafted; by default <|mask|>, else the vocabulary's last.
+        block_size: tokens drafted at once, the known one included; by default 16 for dflash, 8 for eagle3.
+        taps: the target's layers whose outputs the drafter reads, from 0. By default the published choice for the kind; of a
+            target with few layers, all (dflash, fewer than nine) or three (eagle3, fewer than seven).
     """
 
-    block_size: int = 16
-    layers: int = 2
+    block_size: int | None = None
     taps: tuple[int, ...] = ()
-    mask_token_id: int | None = None
 
-    def config(self, target: DecoderConfig, tokenizer: Tokenizer) -> DFlashConfig:
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class DFlashArguments:
+    """What only --kind dflash knows.
+
+    Attributes:
+        layers: dflash: the drafter's layers (2 by default).
+        mask_token_id: dflash: the token that stands for a position to be drafted; by default <|mask|>, else the vocabulary's
+            last.
+        anchors: dflash: blocks drawn from each sequence at each step (32 by default).
+        gamma: dflash: decay of the loss weights exp(-(k-1)/gamma); by default the published one for the block size.
+    """
+
+    layers: int | None = None
+    mask_token_id: int | None = None
+    anchors: int | None = None
+    gamma: float | None = None
+
+    def options(self) -> DrafterOptions:
+        return DrafterOptions(given(self.anchors, 32), self.gamma)
+
+    def config(self, sizes: DrafterSizes, target: DecoderConfig, tokenizer: Tokenizer) -> DFlashConfig:
         mask = tokenizer.token_to_id(MASK) if self.mask_token_id is None else self.mask_token_id
         every_layer = tuple(range(target.num_layers))
-        sizes = DFlashConfig(
-            target.vocab_size, target.hidden_size, target.intermediate_size, self.layers, target.num_heads, target.num_kv_heads,
-            target.head_dim, self.block_size, target.vocab_size - 1 if mask is None else mask,
-            self.taps or (every_layer if len(every_layer) < 9 else default_target_layers(len(every_layer), 5)),
+        made = DFlashConfig(
+            target.vocab_size, target.hidden_size, target.intermediate_size, given(self.layers, 2), target.num_heads,
+            target.num_kv_heads, target.head_dim, given(sizes.block_size, 16), target.vocab_size - 1 if mask is None else mask,
+            sizes.taps or (every_layer if len(every_layer) < 9 else default_target_layers(len(every_layer), 5)),
             target.num_layers, target.rms_norm_eps, target.rope_theta,
         )  # fmt: skip
-        config = dflash.config_from_hf(dflash.config_to_hf(sizes), "the drafter's sizes")
+        config = dflash.config_from_hf(dflash.config_to_hf(made), "the drafter's sizes")
         dflash.check_fits(config, target)
         return config
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Eagle3Arguments:
+    """What only --kind eagle3 knows.
+
+    Attributes:
+        draft_vocab: eagle3: tokens that the drafter can propose, the most frequent of the training text; by default all of a
+            vocabulary up to 8,192, else at most 32,000.
+        decay: eagle3: weight of a draft step's loss against that of the step before (0.8 by default).
+    """
+
+    draft_vocab: int | None = None
+    decay: float | None = None
+
+    def options(self) -> Eagle3Options:
+        return Eagle3Options(given(self.decay, 0.8))
+
+    def config(self, sizes: DrafterSizes, target: DecoderConfig) -> Eagle3Config:
+        made = Eagle3Config(
+            target.vocab_size, given(self.draft_vocab, default_draft_vocab(target.vocab_size)), target.hidden_size,
+            target.hidden_size, target.intermediate_size, target.num_heads, target.num_kv_heads, target.head_dim,
+            sizes.taps or eagle3.default_target_layers(target.num_layers), given(sizes.block_size, eagle3.BLOCK_SIZE),
+            target.rms_norm_eps, target.rope_theta, target.rope_scaling,
+        )  # fmt: skip
+        config = eagle3.config_from_hf(eagle3.config_to_hf(made), target.num_layers, "the drafter's sizes")
+        eagle3.check_fits(config, target)
+        return config
+
+
+def given(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def refuse_others(kind: str, of_kind: dict[str, object]) -> None:
+    """Raises a `ValueError` that lists the arguments given for another kind of drafter."""
+    wrong = [
+        f"--{name.replace('_', '-')} (for {other})"
+        for other, arguments in of_kind.items()
+        for name, value in vars(arguments).items()
+        if other != kind and value is not None
+    ]
+    if wrong:
+        raise ValueError(f"--kind {kind} does not take {', '.join(wrong)}")
 
 
 @Parameter(name="*")
@@ -237,19 +309,31 @@ class Regeneration:
         return written
 
 
+def drafter_text(
+    data: Sequence[Path], loop: LoopOptions, regeneration: Regeneration, lm: LanguageModel, out: Path, console: Console
+) -> list[Stream]:
+    """What a drafter of `lm` is trained on, and what is held out."""
+    end = lm.target.eos_token_ids[0] if lm.target.eos_token_ids else 0
+    parts = split_documents(read_documents(data), loop.held_out, loop.seed)
+    streams = [encode_documents(lm.tokenizer, part, end) for part in parts]
+    return regeneration.apply(lm, streams, end, out / "training", console)
+
+
 @app.command
 def drafter(
     *data: Path,
     target: str,
     out: Path,
+    kind: Literal["dflash", "eagle3"] = "dflash",
     sizes: DrafterSizes = DrafterSizes(),
-    anchors: int = 32,
-    gamma: float | None = None,
+    for_dflash: DFlashArguments = DFlashArguments(),
+    for_eagle3: Eagle3Arguments = Eagle3Arguments(),
     regeneration: Regeneration = Regeneration(),
     loop: LoopOptions = LoopOptions(),
+    dtype: Dtype = "float32",
     json_file: JsonFile = None,
 ) -> None:
-    """Trains a DFlash drafter for a target, which stays as it is.
+    """Trains a drafter for a target, which stays as it is.
 
     Parameters
     ----------
@@ -259,30 +343,33 @@ def drafter(
         A folder, a Hugging Face id, or "demo".
     out
         Folder for the drafter; its subfolder `training` holds the checkpoint that an interrupted run resumes from.
-    anchors
-        Blocks drawn from each sequence at each step.
-    gamma
-        Decay of the loss weights exp(-(k-1)/gamma); by default the published one for the block size.
+    kind
+        A block-diffusion drafter (dflash), which drafts a block in one pass, or a chain (eagle3), one token after another.
+    dtype
+        Of the drafter as it is written; it is trained in float32.
     json_file
         Write the figures as JSON to this file, "-" for standard output.
     """
     check_json_file(json_file)
     console = human_console(json_file)
-    if not data:
-        raise ValueError("expected files or folders to train on, found none")
-    options, drafter_options = loop.options(), DrafterOptions(anchors, gamma)
+    require_data(data)
+    refuse_others(kind, {"dflash": for_dflash, "eagle3": for_eagle3})
+    options, anchors, chain = loop.options(), for_dflash.options(), for_eagle3.options()
     folder = hub.resolve(target, console=progress_console(console))
     tokenizer = load_tokenizer(folder)
     config, params = load_decoder(folder, jnp.float32, progress_console(console))
-    draft_config = sizes.config(config, tokenizer)
-    end = config.eos_token_ids[0] if config.eos_token_ids else 0
-    parts = split_documents(read_documents(data), loop.held_out, loop.seed)
-    streams = [encode_documents(tokenizer, part, end) for part in parts]
-    lm = LanguageModel(config, Models(params, None), tokenizer, None, "float32")
-    trained, held_out = regeneration.apply(lm, streams, end, out / "training", console)
-    result = train_drafter(config, params, draft_config, trained, held_out, options, drafter_options, out / "training", console)
-    save_params(out, dflash.config_to_hf(draft_config), dflash.declare(draft_config), result.params, jnp.float32)
-    finish(result, out, console, json_file, training_tokens=int(trained.in_loss.sum()), target=target)
+    made = for_dflash.config(sizes, config, tokenizer) if kind == "dflash" else for_eagle3.config(sizes, config)
+    lm = LanguageModel(config, params, tokenizer)
+    text, held_out = drafter_text(data, loop, regeneration, lm, out, console)
+    figures: dict[str, object] = {"training_tokens": int(text.in_loss.sum()), "target": target}
+    if isinstance(made, DFlashConfig):
+        result = train_drafter(config, params, made, text, held_out, options, anchors, out / "training", console)
+        save_params(out, dflash.config_to_hf(made), dflash.declare(made), result.params, DTYPES[dtype])
+    else:
+        result, agreed = train_eagle3(config, params, made, text, held_out, options, chain, out / "training", console)
+        eagle3.save(out, made, result.params, DTYPES[dtype])
+        figures["agreement"] = agreed
+    finish(result, out, console, json_file, **figures)
 
 
 @app.command

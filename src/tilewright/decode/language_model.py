@@ -1,29 +1,32 @@
 """A loaded model, with or without a drafter: the object that users hold."""
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import jax
+from jax.typing import DTypeLike
 from rich.console import Console
 from tokenizers import Tokenizer
 
+from tilewright.decode.drafters.base import Drafter
+from tilewright.decode.drafters.load import DrafterOptions, load_drafter
 from tilewright.decode.programs import Programs
 from tilewright.decode.sampling import Sampling
 from tilewright.decode.session import Result, Session
 from tilewright.decode.shapes import ShapeTable
-from tilewright.decode.speculative import Drafting
 from tilewright.decode.state import Models
 from tilewright.kernels import native
-from tilewright.kernels.linear.cpu import pack
-from tilewright.models import checkpoint, decoder, dflash, hub
-from tilewright.models.decoder import DecoderConfig
-from tilewright.models.dflash import DFlashConfig, DFlashParams
-from tilewright.models.params import DTYPES, Dtype
+from tilewright.kernels.linear.cpu import Format, pack, unpack
+from tilewright.models import checkpoint, decoder, hub
+from tilewright.models.decoder import DecoderConfig, DecoderParams
+from tilewright.models.params import DTYPES
 from tilewright.models.tokenizer import load_tokenizer
 
 Kernels = Literal["auto", "xla"]
+Weights = Literal["auto", "int8"]
 
 
 @dataclass(frozen=True)
@@ -55,33 +58,94 @@ class Generation:
         return sum(len(r.tokens) for r in self.results) / self.decode_seconds
 
 
-def prepare_models(models: Models, drafting: Drafting | None, kernels: Kernels) -> tuple[Models, str]:
-    """Makes loaded parameters ready for the device. Returns them, and the name of what will multiply them."""
-    isa = native.kernels().isa if kernels == "auto" else None
-    target, drafter, draft_head = models.target, models.drafter, None
-    if drafting is not None and drafter is not None:
-        head = target.embed.T if target.head is None else target.head
-        draft_head = head.astype(DTYPES[drafting.dtype])
-        if isa is not None:
-            drafter, draft_head = dflash.pack_drafter(drafter), pack(draft_head)
-    if isa is not None:
-        target = decoder.pack_decoder(target)
-    elif jax.default_backend() == "cpu":
-        target = decoder.untie_head(target)
-    return Models(target, drafter, draft_head), f"cpu {isa}" if isa else "xla"
+@dataclass(frozen=True)
+class Numerics:
+    """What multiplies, and in what.
+
+    Attributes:
+        dtype: of weights and activations, "float32" or "bfloat16".
+        weights: "int8" keeps the target's and the drafter's matrices, but not the embedding, in 8 bits, with a scale for each
+            output; "auto" keeps them in `dtype`.
+        kernels: "auto" takes this package's own kernels where they run, "xla" leaves everything to XLA.
+
+    Raises:
+        ValueError: one of them is none of these, or 8-bit weights are asked for where the CPU kernels do not run.
+    """
+
+    dtype: str = "float32"
+    weights: Weights = "auto"
+    kernels: Kernels = "auto"
+
+    def __post_init__(self) -> None:
+        for name, known in (("dtype", tuple(DTYPES)), ("weights", get_args(Weights)), ("kernels", get_args(Kernels))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"expected {name} to be one of {', '.join(known)}, found {getattr(self, name)!r}")
+        if self.weights == "int8" and self.isa is None:
+            reason = "they are switched off" if self.kernels == "xla" else native.kernels().reason
+            raise ValueError(f"8-bit weights need the CPU kernels: {reason}")
+
+    @property
+    def isa(self) -> str | None:
+        """The instruction set of the CPU kernels, if these are used."""
+        return native.kernels().isa if self.kernels == "auto" else None
+
+    @property
+    def format(self) -> Format | None:
+        """What the CPU kernels pack matrices into; None keeps their dtype."""
+        return "int8" if self.weights == "int8" else None
+
+    def prepare(self, params: DecoderParams) -> DecoderParams:
+        """A target's parameters, ready for the device."""
+        if self.isa is not None:
+            return decoder.pack_decoder(params, self.format)
+        return decoder.untie_head(params) if jax.default_backend() == "cpu" else params
 
 
 class LanguageModel:
-    """A target, its tokenizer, and a drafter if one was loaded. Made by `load`."""
+    """A target, its tokenizer, and a drafter if one was loaded. Made by `load`.
+
+    Attributes:
+        kernels: what multiplies.
+    """
 
     def __init__(
-        self, target: DecoderConfig, models: Models, tokenizer: Tokenizer, drafting: Drafting | None, dtype: str,
-        table: ShapeTable | None = None, kernels: Kernels = "auto",
+        self, target: DecoderConfig, params: DecoderParams, tokenizer: Tokenizer, numerics: Numerics | None = None,
+        table: ShapeTable | None = None,
     ):  # fmt: skip
-        self.target, self.tokenizer, self.drafting, self.dtype = target, tokenizer, drafting, dtype
+        self.target, self.tokenizer, self.numerics = target, tokenizer, numerics or Numerics()
+        self.dtype, isa = self.numerics.dtype, self.numerics.isa
+        self.kernels = f"cpu {isa}" if isa else "xla"
         self.table = table or ShapeTable()
-        models, self.kernels = prepare_models(models, drafting, kernels)
-        self.programs = Programs(target, models, DTYPES[dtype], self.table)
+        self.drafter: Drafter | None = None
+        self.programs = Programs(target, Models(self.numerics.prepare(params)), DTYPES[self.dtype], self.table)
+
+    def with_drafter(self, drafter: Drafter | None, params: Any = None) -> "LanguageModel":
+        """The same target, whose parameters are shared, with another drafter; None for none.
+
+        Args:
+            params: the drafter's parameters as they were loaded.
+        """
+        other = copy(self)
+        other.drafter, head = drafter, None
+        if drafter is not None and drafter.reads_target_head and drafter.dtype != self.dtype and not self.numerics.format:
+            head = self.head_in(DTYPES[drafter.dtype or self.dtype])
+        if drafter is not None and self.numerics.isa is not None:
+            params = drafter.pack(params, self.numerics.format)
+        models = Models(self.programs.models.target, params, head)
+        other.programs = Programs(self.target, models, DTYPES[self.dtype], self.table)
+        return other
+
+    def load_drafter(self, source: str | None, options: DrafterOptions, console: Console | None = None) -> tuple[Any, Any]:
+        """Reads a drafter for this target, as `with_drafter` takes it. See `drafters.load.load_drafter`."""
+        options.check(source)
+        return load_drafter(source, self.target, self.dtype, options, console)
+
+    def head_in(self, dtype: DTypeLike) -> Any:
+        """The target's output head in another dtype."""
+        target = self.programs.models.target
+        if self.numerics.isa is None:
+            return decoder.output_head(target).astype(dtype)
+        return pack(unpack(target.head)[: self.target.hidden_size].astype(dtype))
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """The tokens of a prompt, which may be tokens already.
@@ -137,13 +201,13 @@ class LanguageModel:
         """
         listed = [prompts] if isinstance(prompts, str) else list(prompts)
         each = self.each_sampling(listed, sampling)
-        if speculative and self.drafting is None:
+        if speculative and self.drafter is None:
             raise ValueError("speculative decoding needs a drafter; none was loaded")
         encoded = [self.encode(prompt) for prompt in listed]
         for tokens, one in zip(encoded, each, strict=True):
             self.check_length(tokens, one)
-        drafting = None if speculative is False else self.drafting
-        return Session(self.programs, self.tokenizer, encoded, each, drafting)
+        drafter = None if speculative is False else self.drafter
+        return Session(self.programs, self.tokenizer, encoded, each, drafter)
 
     def generate(
         self,
@@ -172,27 +236,16 @@ class LanguageModel:
         )
 
 
-def load_drafter(
-    source: str | Path, target: DecoderConfig, dtype: str, revision: str | None, console: Console | None
-) -> tuple[DFlashConfig, DFlashParams]:
-    """Reads a DFlash drafter, whose tensors may carry a `model.` prefix, and checks that it fits the target."""
-    folder = hub.resolve(str(source), revision, console)
-    config = dflash.config_from_hf(checkpoint.read_config(folder), str(folder / "config.json"))
-    dflash.check_fits(config, target)
-    params = checkpoint.load_params(
-        folder, dflash.declare(config), DTYPES[dtype], rename=lambda name: name.removeprefix("model."), console=console
-    )
-    return config, params
-
-
 def load(
     model: str | Path,
     drafter: str | Path | None = None,
     *,
     dtype: str = "float32",
+    weights: Weights = "auto",
     block_size: int | None = None,
     draft_window: int | None = None,
     drafter_dtype: str | None = None,
+    refine: int = 0,
     revision: str | None = None,
     drafter_revision: str | None = None,
     table: ShapeTable | None = None,
@@ -202,11 +255,15 @@ def load(
     """Loads a target and, if one is named, its drafter.
 
     Args:
-        model, drafter: a folder or a Hugging Face id, with `config.json`, safetensors and (the target) `tokenizer.json`.
+        model, drafter: a folder or a Hugging Face id, with `config.json`, safetensors and (the target) `tokenizer.json`. A
+            drafter may be a DFlash or an EAGLE-3 one, or "ngram", which has no weights.
         dtype: of the weights and activations, "float32" or "bfloat16".
-        block_size: tokens drafted at once, the known one included; by default what the drafter was trained for.
+        weights: "int8" keeps matrices in 8 bits, see `Numerics`.
+        block_size: tokens drafted at once, the known one included; by default what the drafter was trained for. Without a
+            drafter: plain decoding through a program of that width (see `decode/drafters/blockwise.py`).
         draft_window: keep only this many last positions in the drafter's context.
         drafter_dtype: of the drafter's weights and activations; by default the target's. The output is the same either way.
+        refine: further passes of a DFlash drafter over each block that it drafted.
         revision, drafter_revision: a branch, tag or commit on the hub.
         table: the declared shapes.
         kernels: "auto" takes this package's own kernels where they run, "xla" leaves everything to XLA.
@@ -215,20 +272,12 @@ def load(
     Raises:
         ValueError: what is wrong with the files, or how the drafter fails to fit the target.
     """
-    if kernels not in get_args(Kernels):
-        raise ValueError(f"expected kernels to be one of {', '.join(get_args(Kernels))}, found {kernels!r}")
-    draft_dtype = dtype if drafter_dtype is None else drafter_dtype
-    for name in (dtype, draft_dtype):
-        if name not in DTYPES:
-            raise ValueError(f"expected a dtype among {', '.join(DTYPES)}, found {name!r}")
-    if drafter is None and any(option is not None for option in (block_size, draft_window, drafter_dtype)):
-        raise ValueError("a block size, draft window or drafter dtype needs a drafter; none was named")
+    numerics = Numerics(dtype, weights, kernels)
+    source = None if drafter is None else str(drafter)
+    options = DrafterOptions(block_size, draft_window, drafter_dtype, refine, drafter_revision)
+    options.check(source)
     folder = hub.resolve(str(model), revision, console)
     tokenizer = load_tokenizer(folder)
-    target, target_params = checkpoint.load_decoder(folder, DTYPES[dtype], console)
-    if drafter is None:
-        return LanguageModel(target, Models(target_params), tokenizer, None, dtype, table, kernels)
-    config, drafter_tree = load_drafter(drafter, target, draft_dtype, drafter_revision, console)
-    size = config.block_size if block_size is None else block_size
-    drafting = Drafting(config, size, draft_window, cast(Dtype, draft_dtype))
-    return LanguageModel(target, Models(target_params, drafter_tree), tokenizer, drafting, dtype, table, kernels)
+    target, params = checkpoint.load_decoder(folder, DTYPES[dtype], console)
+    lm = LanguageModel(target, params, tokenizer, numerics, table)
+    return lm.with_drafter(*lm.load_drafter(source, options, console))

@@ -7,20 +7,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Int
 
 from tilewright.decode import cache
-from tilewright.decode.autoregressive import autoregressive_step
-from tilewright.decode.sampling import RowSampling
+from tilewright.decode.drafters.base import Drafter
+from tilewright.decode.sampling import RowSampling, Sampling, row_sampling
 from tilewright.decode.shapes import Shape, ShapeTable
-from tilewright.decode.speculative import Drafting, drafter_params, extend, speculative_round
-from tilewright.decode.state import DecodeState, Models, run_steps, run_target
+from tilewright.decode.speculative import step_of
+from tilewright.decode.state import DecodeState, Models, StepInfo, run_steps, run_target
 from tilewright.models.decoder import DecoderConfig
-from tilewright.models.dflash import ContextKV
-from tilewright.models.params import DTYPES
 
 STEPS_PER_DISPATCH = 64
 """The most steps that one call of the decode loop runs on the device; a caller may ask for fewer."""
@@ -28,30 +25,22 @@ STEPS_PER_DISPATCH = 64
 
 @dataclass(frozen=True)
 class ProgramKey:
-    """Everything that tells one program from another. `drafting` is None for autoregressive decoding."""
+    """Everything that tells one program from another. `drafter` is None for autoregressive decoding."""
 
     name: str
     shape: Shape
-    drafting: Drafting | None
+    drafter: Drafter | None
     chunk: int = 0
 
 
-def allocate_caches(
-    target: DecoderConfig, shape: Shape, drafting: Drafting | None, dtype: DTypeLike
-) -> tuple[ContextKV, ContextKV]:
+def allocate_caches(target: DecoderConfig, shape: Shape, drafter: Drafter | None, dtype: DTypeLike) -> tuple[Any, Any]:
     """The target's cache and the drafter's context, empty."""
     target_cache = cache.allocate(target.num_layers, shape.batch, target.num_kv_heads, shape.capacity, target.head_dim, dtype)
-    if drafting is None:
-        return target_cache, ()
-    config, slots = drafting.config, drafting.context_slots(shape.capacity)
-    context = cache.allocate(
-        config.num_layers, shape.batch, config.num_kv_heads, slots, config.head_dim, DTYPES[drafting.dtype]
-    )
-    return target_cache, context
+    return target_cache, () if drafter is None else drafter.allocate(shape.batch, shape.capacity)
 
 
 def prefill(
-    target: DecoderConfig, drafting: Drafting | None, chunk: int, models: Models, state: DecodeState, start: Int[Array, ""]
+    target: DecoderConfig, drafter: Drafter | None, chunk: int, models: Models, state: DecodeState, start: Int[Array, ""]
 ) -> DecodeState:
     """Runs `chunk` prompt tokens of every row from position `start` on, and fills both caches with them. DONATES state.
 
@@ -59,13 +48,12 @@ def prefill(
     """
     tokens = jax.lax.dynamic_slice_in_dim(state.tokens, start, chunk, axis=1)
     starts = jnp.broadcast_to(start, state.known.shape)
-    taps = () if drafting is None else drafting.config.target_layer_ids
+    taps = () if drafter is None else drafter.tap_layers
     ran = run_target(target, models.target, state, tokens, starts, taps)
     state = replace(state, target_cache=ran.left)
-    if drafting is None:
+    if drafter is None:
         return state
-    stops = jnp.minimum(state.known, starts + chunk)
-    return extend(drafting, drafter_params(models), state, ran.taps, starts, stops)
+    return drafter.extend(models, state, ran.taps, starts, jnp.minimum(state.known, starts + chunk))
 
 
 class Programs:
@@ -75,12 +63,12 @@ class Programs:
         self.target, self.models, self.dtype, self.table = target, models, dtype, table
         self.compiled: dict[ProgramKey, Any] = {}
 
-    def keys(self, shape: Shape, drafting: Drafting | None) -> Iterator[ProgramKey]:
+    def keys(self, shape: Shape, drafter: Drafter | None) -> Iterator[ProgramKey]:
         """All programs that serve a shape."""
-        yield ProgramKey("allocate", shape, drafting)
+        yield ProgramKey("allocate", shape, drafter)
         for chunk in self.table.chunks:
-            yield ProgramKey("prefill", shape, drafting, chunk)
-        yield ProgramKey("decode", shape, drafting)
+            yield ProgramKey("prefill", shape, drafter, chunk)
+        yield ProgramKey("decode", shape, drafter)
 
     def get(self, key: ProgramKey) -> Any:
         """The compiled program, compiling it if this is its first use."""
@@ -91,38 +79,34 @@ class Programs:
         return self.compiled[key]
 
     def compile(self, key: ProgramKey) -> Any:
-        allocate = partial(allocate_caches, self.target, key.shape, key.drafting, self.dtype)
+        allocate = partial(allocate_caches, self.target, key.shape, key.drafter, self.dtype)
         allocate.__name__ = "allocate"  # type: ignore[attr-defined]
         if key.name == "allocate":
             return jax.jit(allocate).lower().compile()
         state = self.abstract_state(key.shape, *jax.eval_shape(allocate))
-        models = self.read_models(key.drafting)
+        models = self.read_models(key.drafter)
         scalar = jax.ShapeDtypeStruct((), jnp.int32)
         return jax.jit(self.function(key), donate_argnums=1).lower(models, state, scalar).compile()
 
     def function(self, key: ProgramKey) -> Callable[[Models, DecodeState, Array], Any]:
         """The program to compile, as `f(models, state, scalar)`: a prefill chunk's start, or the most steps to run."""
-        target, drafting, warp = self.target, key.drafting, key.shape.warp
+        target, drafter, warp = self.target, key.drafter, key.shape.warp
         if key.name == "prefill":
 
             def prefill_chunk(models: Models, state: DecodeState, start: Array) -> DecodeState:
-                return prefill(target, drafting, key.chunk, models, state, start)
+                return prefill(target, drafter, key.chunk, models, state, start)
 
             return prefill_chunk
-        step = (
-            partial(autoregressive_step, target, warp)
-            if drafting is None
-            else partial(speculative_round, drafting, target, warp)
-        )
+        step = step_of(drafter, target, warp)
 
-        def decode_loop(models: Models, state: DecodeState, limit: Array) -> tuple[DecodeState, Array, Array]:
+        def decode_loop(models: Models, state: DecodeState, limit: Array) -> tuple[DecodeState, StepInfo, Array]:
             return run_steps(step, models, state, limit, STEPS_PER_DISPATCH)
 
         return decode_loop
 
-    def read_models(self, drafting: Drafting | None) -> Models:
-        """The parameters that programs with or without drafting read."""
-        return self.models if drafting is not None else Models(self.models.target)
+    def read_models(self, drafter: Drafter | None) -> Models:
+        """The parameters that programs with or without a drafter read."""
+        return self.models if drafter is not None else Models(self.models.target)
 
     def abstract_state(self, shape: Shape, target_cache: Any, draft_cache: Any) -> DecodeState:
         def rows(dtype: DTypeLike, *dims: int) -> jax.ShapeDtypeStruct:
@@ -143,4 +127,5 @@ class Programs:
 
 def sampling_layout(batch: int) -> list[tuple[tuple[int, ...], Any]]:
     """Shapes and dtypes of `RowSampling`'s fields, in order."""
-    return [((batch,), np.float32), ((batch,), np.float32), ((batch,), np.int32), ((batch, 2), np.uint32)]
+    rows = row_sampling([Sampling()] * batch, [1] * batch)
+    return [(field.shape, field.dtype) for field in vars(rows).values()]

@@ -12,10 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int32
+from jaxtyping import Bool, Float, Int, Int32
 
-Warp = Literal["greedy", "plain", "filtered"]
-"""What a program must be able to do: argmax alone; draws from the tempered distribution; draws after top-k and top-p."""
+from tilewright.kernels.head_argmax.xla import argmax
+
+Warp = Literal["greedy", "plain", "filtered", "penalised"]
+"""What a program must be able to do, besides all that the kinds before it can: argmax alone; draws from the tempered
+distribution; draws after top-k, top-p and min-p; penalties for repeating, before the argmax too."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,11 @@ class Sampling:
         seed: the request's own randomness.
         stop: texts that end the generation; they are not part of the result.
         ignore_eos: go on past the end-of-sequence token.
+        min_p: keep tokens that are at least this share as likely as the most likely one; 0 keeps all.
+        repetition_penalty: a token that came before, in the prompt or after it, has its logit divided by this if it is positive
+            and multiplied if negative; 1 changes nothing (CTRL, arXiv 1909.05858, section 4.1; the signs as in transformers).
+        presence_penalty: taken off the logit of every token that was generated before; from -2 to 2.
+        frequency_penalty: taken off once for each time that it was generated; from -2 to 2.
     """
 
     max_new_tokens: int = 128
@@ -39,6 +47,10 @@ class Sampling:
     seed: int = 0
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
         for good, expected, found in (
@@ -48,6 +60,10 @@ class Sampling:
             (self.top_k >= 0, "top_k of 0 or more", self.top_k),
             (0 <= self.seed < 2**32, "a seed from 0 to 2**32 - 1", self.seed),
             (all(self.stop), "stop strings that are not empty", self.stop),
+            (0 <= self.min_p <= 1, "min_p from 0 to 1", self.min_p),
+            (0 < self.repetition_penalty < float("inf"), "a repetition_penalty above 0", self.repetition_penalty),
+            (-2 <= self.presence_penalty <= 2, "a presence_penalty from -2 to 2", self.presence_penalty),
+            (-2 <= self.frequency_penalty <= 2, "a frequency_penalty from -2 to 2", self.frequency_penalty),
         ):
             if not good:
                 raise ValueError(f"expected {expected}, found {found!r}")
@@ -55,36 +71,85 @@ class Sampling:
     @property
     def warp(self) -> Warp:
         """The least program that can serve this request."""
+        if (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0):
+            return "penalised"
         if self.temperature == 0:
             return "greedy"
-        return "plain" if self.top_p == 1 and self.top_k == 0 else "filtered"
+        return "plain" if (self.top_p, self.top_k, self.min_p) == (1, 0, 0) else "filtered"
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RowSampling:
-    """The sampling parameters of a batch, one entry a row; `key` is the raw key made from the seed, uint32 `[B, 2]`."""
+    """The sampling parameters of a batch, one entry a row, named as in `Sampling`.
+
+    Attributes:
+        key: the raw key made from the seed, uint32 `[B, 2]`.
+        prompt_length: int32 `[B]`; tokens from this position on count as generated.
+    """
 
     temperature: Any
     top_p: Any
     top_k: Any
     key: Any
+    min_p: Any
+    repetition_penalty: Any
+    presence_penalty: Any
+    frequency_penalty: Any
+    prompt_length: Any
 
 
-def row_sampling(requests: Sequence[Sampling]) -> RowSampling:
+def row_sampling(requests: Sequence[Sampling], prompt_lengths: Sequence[int] | np.ndarray) -> RowSampling:
     """Gathers requests into arrays, on the host."""
     return RowSampling(
         temperature=np.asarray([r.temperature for r in requests], np.float32),
         top_p=np.asarray([r.top_p for r in requests], np.float32),
         top_k=np.asarray([r.top_k for r in requests], np.int32),
         key=np.asarray([(0, r.seed) for r in requests], np.uint32),
+        min_p=np.asarray([r.min_p for r in requests], np.float32),
+        repetition_penalty=np.asarray([r.repetition_penalty for r in requests], np.float32),
+        presence_penalty=np.asarray([r.presence_penalty for r in requests], np.float32),
+        frequency_penalty=np.asarray([r.frequency_penalty for r in requests], np.float32),
+        prompt_length=np.asarray(prompt_lengths, np.int32),
     )
 
 
 def batch_warp(requests: Sequence[Sampling]) -> Warp:
     """The least program that serves every request of a batch."""
     asked = {r.warp for r in requests}
-    return "filtered" if "filtered" in asked else "plain" if "plain" in asked else "greedy"
+    kinds: tuple[Warp, ...] = ("penalised", "filtered", "plain", "greedy")
+    return next(kind for kind in kinds if kind in asked)
+
+
+def occurrences(tokens: Int[Array, "B N"], counted: Bool[Array, "B T N"], vocab: int) -> Int32[Array, "B T V"]:
+    """How often each token of the vocabulary is among `tokens`; slot t counts those that `counted[:, t]` names."""
+    batch, slots, _ = counted.shape
+    row, slot = jnp.arange(batch)[:, None, None], jnp.arange(slots)[None, :, None]
+    return jnp.zeros((batch, slots, vocab), jnp.int32).at[row, slot, tokens[:, None]].add(counted.astype(jnp.int32))
+
+
+def penalise(
+    logits: Float[Array, "B T V"], rows: RowSampling, tokens: Int[Array, "B L"], known: Int[Array, " B"],
+    block: Int[Array, "B T"],
+) -> Float[Array, "B T V"]:  # fmt: skip
+    """The logits after the penalties: the one for repetition first, then those for frequency and presence (vLLM's order).
+
+    What slot t has before it is the row's tokens up to `known` and the block's tokens 1 to t: a slot is settled only if all
+    drafts up to it were accepted, and then just these are its history. A row without penalties keeps its logits bit for bit.
+    """
+    place, slot = jnp.arange(tokens.shape[1])[None], jnp.arange(block.shape[1])
+    length = jnp.asarray(rows.prompt_length)[:, None]
+    # Counted anew in each step: no state to keep, and little beside the passes over the vocabulary that follow.
+    in_prompt, since = place < length, (place >= length) & (place <= known[:, None])
+    before = occurrences(tokens, jnp.stack([in_prompt, since], axis=1), logits.shape[-1])
+    drafted = jnp.broadcast_to((slot[None] > 0) & (slot[None] <= slot[:, None]), (*block.shape, len(slot)))
+    generated = before[:, 1:] + occurrences(block, drafted, logits.shape[-1])
+    repetition, presence, frequency = (
+        jnp.asarray(field)[:, None, None] for field in (rows.repetition_penalty, rows.presence_penalty, rows.frequency_penalty)
+    )
+    seen = (before[:, :1] > 0) | (generated > 0)
+    logits = jnp.where(seen, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
+    return logits - frequency * generated.astype(logits.dtype) - presence * (generated > 0).astype(logits.dtype)
 
 
 def sortable(x: Float[Array, "*rows V"]) -> Int32[Array, "*rows V"]:
@@ -112,13 +177,14 @@ def threshold(x: Int32[Array, "*rows V"], enough: Callable[[Array], Array]) -> I
 
 
 def warp_logits(logits: Float[Array, "B T V"], rows: RowSampling, warp: Warp) -> Float[Array, "B T V"]:
-    """The logits of the distribution that tokens are drawn from: temperature first, then top-k, then top-p of what is left.
+    """The logits of the distribution that tokens are drawn from: temperature first, then top-k, top-p of what is left, min-p.
 
+    The order is that of transformers; vLLM takes min-p before top-k and top-p. Penalties come before all of it (`penalise`).
     Filtered tokens get -inf. Greedy rows (temperature 0) come out with temperature 1 and are not meant to be drawn from.
     """
     temperature = jnp.asarray(rows.temperature)[:, None, None]
     logits = logits / jnp.where(temperature > 0, temperature, 1.0)
-    if warp != "filtered":
+    if warp in ("greedy", "plain"):
         return logits
     vocab = logits.shape[-1]
     order = sortable(logits)
@@ -132,17 +198,8 @@ def warp_logits(logits: Float[Array, "B T V"], rows: RowSampling, warp: Warp) ->
     order = sortable(p)
     at_least = threshold(order, lambda kept: jnp.sum(jnp.where(kept, p, 0.0), axis=-1, keepdims=True) >= mass)
     kept = (order >= at_least) | (jnp.asarray(rows.top_p)[:, None, None] >= 1)
-    return jnp.where(kept, logits, -jnp.inf)
-
-
-def argmax(x: Float[Array, "*rows V"]) -> Int32[Array, "*rows"]:
-    """The first index of the largest entry.
-
-    Two plain reductions, which XLA vectorises on a CPU; its own argmax is scalar there.
-    """
-    vocab = x.shape[-1]
-    index = jnp.where(x == jnp.max(x, axis=-1, keepdims=True), jnp.arange(vocab, dtype=jnp.int32), vocab - 1)
-    return jnp.min(index, axis=-1)
+    likely = logits >= jnp.max(logits, axis=-1, keepdims=True) + jnp.log(jnp.asarray(rows.min_p))[:, None, None]
+    return jnp.where(kept & likely, logits, -jnp.inf)
 
 
 def sample(logits: Float[Array, "B T V"], rows: RowSampling, positions: Int32[Array, "B T"], warp: Warp) -> Int32[Array, "B T"]:

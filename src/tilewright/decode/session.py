@@ -10,11 +10,11 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer
 
+from tilewright.decode.drafters.base import Drafter
 from tilewright.decode.programs import STEPS_PER_DISPATCH, ProgramKey, Programs
 from tilewright.decode.sampling import Sampling, batch_warp, row_sampling
 from tilewright.decode.shapes import Shape
-from tilewright.decode.speculative import Drafting
-from tilewright.decode.state import DecodeState
+from tilewright.decode.state import DecodeState, StepInfo
 from tilewright.models.tokenizer import StreamDecoder
 
 FinishReason = Literal["eos", "stop", "length", "interrupted"]
@@ -40,6 +40,8 @@ class Result:
             completed it.
         acceptance_lengths: how many tokens each round (each step, without a drafter) added to `tokens`. A round's last token is
             the target's, those before it are accepted drafts; only the last round may be cut short, by an end.
+        drafted, accepted: how many drafts each round ran and how many of them the target agreed with, in a round that was cut
+            short also those behind the end. Zeros without a drafter.
         finish_reason: "eos", "stop", "length" or "interrupted".
         prompt_tokens: length of the prompt.
     """
@@ -49,6 +51,8 @@ class Result:
     acceptance_lengths: list[int]
     finish_reason: FinishReason
     prompt_tokens: int
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -61,13 +65,17 @@ class Row:
     decoder: StreamDecoder
     tokens: list[int] = field(default_factory=list)
     acceptance_lengths: list[int] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
     text: str = ""
     shown: int = 0
     finish_reason: FinishReason | None = None
 
-    def add_round(self, tokens: Sequence[int], eos: Sequence[int]) -> list[Piece]:
+    def add_round(self, tokens: Sequence[int], drafted: int, accepted: int, eos: Sequence[int]) -> list[Piece]:
         """Takes the tokens that a round settled, up to a stop string. Returns what they add to the text."""
         pieces = []
+        self.drafted.append(drafted)
+        self.accepted.append(accepted)
         taken = 0
         for slot, token in enumerate(tokens):
             self.tokens.append(token)
@@ -83,7 +91,7 @@ class Row:
             stop = find_stop(self.text, self.sampling.stop)
             if stop is not None:
                 self.text, self.finish_reason = self.text[:stop], "stop"
-            pieces.append(Piece(self.index, self.newly_shown(), token, drafted=slot + 1 < len(tokens)))
+            pieces.append(Piece(self.index, self.newly_shown(), token, drafted=slot < accepted))
             if self.finish_reason is not None:
                 break
         self.acceptance_lengths.append(taken)
@@ -104,7 +112,8 @@ class Row:
         # A copy is flushed: decoding may go on after this.
         text = self.text if self.finish_reason else self.text + copy(self.decoder).flush()
         reason = self.finish_reason or "interrupted"
-        return Result(text, list(self.tokens), list(self.acceptance_lengths), reason, len(self.prompt))
+        rounds = (list(self.acceptance_lengths), reason, len(self.prompt), list(self.drafted), list(self.accepted))
+        return Result(text, list(self.tokens), *rounds)
 
 
 def find_stop(text: str, stops: Sequence[str]) -> int | None:
@@ -129,14 +138,14 @@ class Session:
 
     def __init__(
         self, programs: Programs, tokenizer: Tokenizer, prompts: Sequence[list[int]], sampling: Sequence[Sampling],
-        drafting: Drafting | None,
+        drafter: Drafter | None,
     ):  # fmt: skip
-        self.programs, self.drafting = programs, drafting
+        self.programs, self.drafter = programs, drafter
         self.rows = [Row(i, p, s, StreamDecoder(tokenizer)) for i, (p, s) in enumerate(zip(prompts, sampling, strict=True))]
-        overrun = 1 if drafting is None else drafting.block_size
+        overrun = 1 if drafter is None else drafter.block_size
         positions = max(row.end for row in self.rows) + overrun
         self.shape: Shape = programs.table.shape(len(self.rows), positions, batch_warp(sampling))
-        self.models = programs.read_models(drafting)
+        self.models = programs.read_models(drafter)
         self.prefill_seconds = self.decode_seconds = 0.0
         self.rounds = 0
         self.state: DecodeState | None = None
@@ -144,14 +153,14 @@ class Session:
     def keys(self) -> list[ProgramKey]:
         """The programs that this session needs: allocation, the prefill chunks that its prompts use, the decode loop."""
         used = {chunk for _, chunk in self.plan()}
-        return [k for k in self.programs.keys(self.shape, self.drafting) if k.name != "prefill" or k.chunk in used]
+        return [k for k in self.programs.keys(self.shape, self.drafter) if k.name != "prefill" or k.chunk in used]
 
     def plan(self) -> list[tuple[int, int]]:
         longest = max(len(row.prompt) for row in self.rows)
         return list(self.programs.table.prefill_plan(longest - 1))
 
     def program(self, name: str, chunk: int = 0) -> Any:
-        return self.programs.get(ProgramKey(name, self.shape, self.drafting, chunk))
+        return self.programs.get(ProgramKey(name, self.shape, self.drafter, chunk))
 
     def prefill(self) -> None:
         """Fills the caches with every prompt but its last token, which is the first known token."""
@@ -174,7 +183,8 @@ class Session:
         for i, row in enumerate(self.rows):
             tokens[i, : len(row.prompt)] = row.prompt
             known[i], end[i], done[i], ignore_eos[i] = len(row.prompt) - 1, row.end, False, row.sampling.ignore_eos
-        return DecodeState(tokens, known, end, done, ignore_eos, row_sampling(requests), target_cache, draft_cache)
+        sampling = row_sampling(requests, known + 1)
+        return DecodeState(tokens, known, end, done, ignore_eos, sampling, target_cache, draft_cache)
 
     @property
     def finished(self) -> bool:
@@ -188,23 +198,23 @@ class Session:
         began = time.perf_counter()
         before = np.asarray(self.state.known)
         limit = np.int32(min(steps, STEPS_PER_DISPATCH))
-        state, counts, ran = self.program("decode")(self.models, self.state, limit)
+        state, infos, ran = self.program("decode")(self.models, self.state, limit)
         self.state = state
-        counts, tokens = np.asarray(counts)[: int(ran)], np.asarray(state.tokens)
+        infos, tokens = StepInfo(*(np.asarray(each)[: int(ran)] for each in infos)), np.asarray(state.tokens)
         self.decode_seconds += time.perf_counter() - began
         self.rounds += int(ran)
-        return self.take(counts, tokens, before)
+        return self.take(infos, tokens, before)
 
-    def take(self, counts: np.ndarray, tokens: np.ndarray, known: np.ndarray) -> list[Piece]:
+    def take(self, infos: StepInfo, tokens: np.ndarray, known: np.ndarray) -> list[Piece]:
         """Hands each row the tokens that each round settled for it."""
         pieces: list[Piece] = []
         first = known + 1
         stopped = False
-        for settled in counts:
+        for settled, drafted, accepted in zip(*infos, strict=True):
             for i, row in enumerate(self.rows):
                 if row.finish_reason is None and settled[i] > 0:
                     new = tokens[i, first[i] : first[i] + settled[i]].tolist()
-                    pieces += row.add_round(new, self.programs.target.eos_token_ids)
+                    pieces += row.add_round(new, int(drafted[i]), int(accepted[i]), self.programs.target.eos_token_ids)
                     stopped = stopped or row.finish_reason == "stop"
             first = first + np.pad(settled, (0, len(first) - len(settled)))
         if stopped and self.state is not None:

@@ -10,11 +10,10 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from tilewright.decode import cache
-from tilewright.decode.sampling import RowSampling, Warp, sample
+from tilewright.decode.sampling import RowSampling, Warp, penalise, sample
 from tilewright.kernels.select import prefix_attention
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
-from tilewright.models.dflash import DFlashParams
 
 
 @jax.tree_util.register_dataclass
@@ -23,12 +22,12 @@ class Models:
     """The parameters that a step reads.
 
     Attributes:
-        drafter: None where nothing drafts.
-        draft_head: the target's output head as the drafter reads it, in the drafter's dtype; None where nothing drafts.
+        drafter: the drafter's own; None where nothing drafts, or what drafts has none.
+        draft_head: the target's output head in the drafter's dtype, for drafters that read it and whose dtype is another.
     """
 
     target: DecoderParams
-    drafter: DFlashParams | None = None
+    drafter: Any = None
     draft_head: Any = None
 
 
@@ -109,10 +108,15 @@ def verify(
 ) -> Verified:  # fmt: skip
     """Runs a block that begins with the known token through the target and draws the token after each slot."""
     ran = run_target(config, params, state, block, state.known, tap_layers)
+    kept = replace(state, target_cache=ran.left)
+    if warp == "greedy":
+        return Verified(decoder.most_likely(config, params, ran.hidden), ran.taps, kept)
     logits = decoder.logits(config, params, ran.hidden)
+    if warp == "penalised":
+        logits = penalise(logits, state.sampling, state.tokens, state.known, block)
     after = block_positions(state.known + 1, block.shape[1])
     tokens = sample(logits, state.sampling, after, warp)
-    return Verified(tokens, ran.taps, replace(state, target_cache=ran.left))
+    return Verified(tokens, ran.taps, kept)
 
 
 def commit(
@@ -143,30 +147,48 @@ def known_token(state: DecodeState) -> Int[Array, "B 1"]:
     return jnp.take_along_axis(state.tokens, state.known[:, None], axis=1)
 
 
-Step = Callable[[Models, DecodeState], tuple[DecodeState, Array]]
-"""`step(models, state) -> (state, settled)`: one straight-line step or round, and how many tokens it settled in each row."""
+class StepInfo(NamedTuple):
+    """What the host learns of a step or round, int32 `[B]` each.
+
+    Attributes:
+        settled: tokens that it added to each row.
+        drafted: drafts that it ran.
+        accepted: drafts that the target agreed with, those behind the row's end included.
+    """
+
+    settled: Any
+    drafted: Any
+    accepted: Any
+
+
+Step = Callable[[Models, DecodeState], tuple[DecodeState, StepInfo]]
+"""`step(models, state) -> (state, info)`: one step or round."""
 
 
 def run_steps(
     step: Step, models: Models, state: DecodeState, limit: Int[Array, ""], most: int
-) -> tuple[DecodeState, Int[Array, "steps B"], Int[Array, ""]]:
+) -> tuple[DecodeState, StepInfo, Int[Array, ""]]:
     """Runs up to `limit` (at most `most`) steps on the device, fewer once every row is done.
 
     Returns:
-        the state, how many tokens each step settled in each row (0 where nothing ran), and the number of steps that ran.
+        the state, the steps' infos, `[most, B]` each and 0 where nothing ran, and the number of steps that ran.
     """
-    counts = jnp.zeros((most, state.known.shape[0]), jnp.int32)
+    empty = jnp.zeros((most, state.known.shape[0]), jnp.int32)
 
-    def going(carry: tuple[DecodeState, Array, Array]) -> Bool[Array, ""]:
+    def going(carry: tuple[DecodeState, StepInfo, Array]) -> Bool[Array, ""]:
         state, _, n = carry
         return (n < limit) & ~jnp.all(state.done)
 
-    def body(carry: tuple[DecodeState, Array, Array]) -> tuple[DecodeState, Array, Array]:
-        state, counts, n = carry
-        state, settled = step(models, state)
-        return state, jax.lax.dynamic_update_slice(counts, settled.astype(jnp.int32)[None], (n, 0)), n + 1
+    def body(carry: tuple[DecodeState, StepInfo, Array]) -> tuple[DecodeState, StepInfo, Array]:
+        state, infos, n = carry
+        state, info = step(models, state)
 
-    return jax.lax.while_loop(going, body, (state, counts, jnp.int32(0)))
+        def put(all_steps: Array, this: Array) -> Array:
+            return jax.lax.dynamic_update_slice(all_steps, this.astype(jnp.int32)[None], (n, 0))
+
+        return state, jax.tree.map(put, infos, info), n + 1
+
+    return jax.lax.while_loop(going, body, (state, StepInfo(empty, empty, empty), jnp.int32(0)))
 
 
 def embed(params: DecoderParams, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:

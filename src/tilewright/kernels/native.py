@@ -1,89 +1,86 @@
-"""Compiles the CPU kernels and registers them with XLA.
+"""Finds the compiled CPU kernels, or compiles them, and registers them with XLA.
 
-It happens at first use, into the user's cache, if the machine has a C++17 compiler. What cannot be built is said, and XLA
-serves.
+They come with a wheel that was built where there was a C++17 compiler. Otherwise they are compiled at first use, into the
+user's cache. What cannot be had is said, and XLA serves.
 """
 
 import ctypes
-import hashlib
 import os
-import shutil
-import subprocess
-import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import jax
 
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-Wno-psabi")
-TARGETS = {"linear": "TilewrightLinear", "attention": "TilewrightAttention"}
-"""For each operation with a `cpu.cc` the symbol of its handler; XLA knows it as `tilewright_<operation>`."""
+from tilewright.kernels.build import PREBUILT, build_all, cache_folder, find_compiler, library_name, unwanted
+
+TARGETS = {
+    "linear": {
+        "tilewright_linear": "TilewrightLinear",
+        "tilewright_argmax": "TilewrightArgmax",
+        "tilewright_matmul": "TilewrightMatmul",
+    },
+    "attention": {"tilewright_attention": "TilewrightAttention"},
+}
+"""For each operation with a `cpu.cc` its handlers: the name that XLA knows it by, and its symbol in the library."""
 
 
 @dataclass(frozen=True)
 class Native:
-    """Whether the CPU kernels can be used here: the instruction set that they run on, or else the reason why they cannot."""
+    """Whether the CPU kernels can be used here.
+
+    Attributes:
+        isa: the instruction set that they run on; None if they cannot be used.
+        reason: why they cannot be used.
+        folder: where their libraries are, if they can.
+    """
 
     isa: str | None
     reason: str = ""
+    folder: Path | None = None
 
 
-def cache_folder() -> Path:
-    """Where compiled kernels are kept: `TILEWRIGHT_CACHE`, or below the user's cache folder."""
-    named = os.environ.get("TILEWRIGHT_CACHE")
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(named) if named else Path(base) / "tilewright"
-
-
-def find_compiler() -> str | None:
-    """`CXX` if it is set, else the first C++ compiler on the path."""
-    return os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-
-
-def build(operation: str, compiler: str) -> Path:
-    """Compiles an operation's `cpu.cc`, unless the cache has it: the same sources, headers and flags have the same name.
+def libraries() -> dict[str, Path]:
+    """The library of each operation: from the wheel, from the cache, or compiled now.
 
     Raises:
-        RuntimeError: the compiler failed; with the first error that it reported.
+        RuntimeError: there is none that fits, and it cannot be compiled; with the reason.
+        OSError: the cache cannot be written to.
     """
-    here = Path(__file__).parent
     include = Path(jax.ffi.include_dir())
-    sources = [*sorted(here.glob("*.h")), *sorted(here.glob("*.inc")), *sorted((here / operation).glob("*.inc"))]
-    sources += [here / operation / "cpu.cc", *sorted((include / "xla" / "ffi" / "api").glob("*.h"))]
-    digest = hashlib.sha256(" ".join((*FLAGS, compiler)).encode())
-    for source in sources:
-        digest.update(source.read_bytes())
-    built = cache_folder() / f"{operation}-{digest.hexdigest()[:16]}.so"
-    if built.exists():
-        return built
-    built.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(dir=built.parent) as scratch:
-        output = Path(scratch) / built.name
-        command = [compiler, *FLAGS, "-isystem", str(include), str(here / operation / "cpu.cc"), "-o", str(output)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            lines = done.stderr.splitlines() or ["no message"]
-            raise RuntimeError(f"{compiler} failed: {next((line for line in lines if 'error' in line), lines[0])}")
-        os.replace(output, built)
-    return built
+    names = {operation: library_name(operation, include) for operation in TARGETS}
+    for folder in (PREBUILT, cache_folder()):
+        if all((folder / name).exists() for name in names.values()):
+            return {operation: folder / name for operation, name in names.items()}
+    compiler = find_compiler()
+    if compiler is None:
+        stale = (
+            f"those built at installation do not fit these sources and JAX {jax.__version__}, and " if PREBUILT.exists() else ""
+        )
+        raise RuntimeError(f"{stale}there is no C++ compiler")
+    build_all(include, compiler, cache_folder())
+    return {operation: cache_folder() / name for operation, name in names.items()}
 
 
 @cache
 def kernels() -> Native:
-    """Builds and registers the kernels on its first call."""
+    """Loads and registers the kernels on its first call, which may have to compile them."""
+    if unwanted():
+        return Native(None, f"TILEWRIGHT_NO_NATIVE is {os.environ['TILEWRIGHT_NO_NATIVE']}")
     if jax.default_backend() != "cpu":
         return Native(None, f"the device is a {jax.default_backend()}")
-    compiler = find_compiler()
-    if compiler is None:
-        return Native(None, "there is no C++ compiler")
-    isa = None
+    wanted = os.environ.get("TILEWRIGHT_CPU_ISA")
+    isa, folder = None, None
     try:
-        for operation, symbol in TARGETS.items():
-            library = ctypes.CDLL(str(build(operation, compiler)))
-            jax.ffi.register_ffi_target(f"tilewright_{operation}", jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu")
+        for operation, path in libraries().items():
+            library = ctypes.CDLL(str(path))
             library.TilewrightIsa.restype = ctypes.c_char_p
-            isa = library.TilewrightIsa().decode()
+            isa, folder = library.TilewrightIsa().decode(), path.parent
+            if wanted and isa != wanted:
+                raise RuntimeError(f"TILEWRIGHT_CPU_ISA is {wanted!r}, which this machine does not have: its best is {isa}")
+            for name, symbol in TARGETS[operation].items():
+                # XLA refuses a handler made for a newer interface than its own, by a RuntimeError.
+                jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu")
     except (OSError, RuntimeError) as error:
-        return Native(None, str(error))
-    return Native(isa)
+        return Native(None, " ".join(str(error).split()))
+    return Native(isa, folder=folder)

@@ -3,30 +3,52 @@
 What a model's weights are decides: those that were packed for the CPU kernels bring these with them, for attention too.
 """
 
+from functools import partial
+
 import jax
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Int32
 
 from tilewright.kernels.attention import cpu as attention_cpu
 from tilewright.kernels.attention import xla as attention_xla
+from tilewright.kernels.head_argmax import pallas_tpu as head_tpu
+from tilewright.kernels.head_argmax import xla as head_xla
 from tilewright.kernels.linear import cpu, xla
-from tilewright.kernels.linear.cpu import PackedMatrix
+from tilewright.kernels.linear.cpu import PackedMatrix, TrainedMatrix
 
-Matrix = Float[Array, "I O"] | PackedMatrix
+Matrix = Float[Array, "I O"] | PackedMatrix | TrainedMatrix
 
 
 def linear(x: Float[Array, "*rows I"], w: Matrix, out_dtype: DTypeLike | None = None) -> Float[Array, "*rows O"]:
     """`x @ w`, in `out_dtype` or else in the dtype of `x`."""
-    return cpu.linear(x, w, out_dtype) if isinstance(w, PackedMatrix) else xla.linear(x, w, out_dtype)
+    if isinstance(w, PackedMatrix):
+        return cpu.linear(x, w, out_dtype)
+    return cpu.trained_linear(x, w, out_dtype) if isinstance(w, TrainedMatrix) else xla.linear(x, w, out_dtype)
 
 
 def gated_linear(x: Float[Array, "*rows I"], gate: Matrix, up: Matrix | None) -> Float[Array, "*rows O"]:
     """`silu(x @ gate) * (x @ up)`. A packed gate holds both matrices, and `up` is None."""
     if isinstance(gate, PackedMatrix):
         return cpu.linear(x, gate)
-    assert isinstance(up, jax.Array), "gate and up are packed together or not at all"
-    return xla.gated_linear(x, gate, up)
+    assert up is not None, "gate and up are packed together or not at all"
+    return jax.nn.silu(linear(x, gate)) * linear(x, up)
+
+
+def head_argmax(
+    x: Float[Array, "*rows H"], head: Float[Array, "..."] | PackedMatrix, transposed: bool = False
+) -> Int32[Array, "*rows"]:
+    """The first index of the largest of `x @ head`, by float32 sums.
+
+    Args:
+        transposed: the head is `[V, H]`, as an embedding lies in memory: a TPU then needs no copy of it. A packed one never is.
+    """
+    if isinstance(head, PackedMatrix):
+        return cpu.linear_argmax(x, head)
+    plain = partial(head_xla.head_argmax, transposed=transposed)
+    if not head_tpu.fits(x, head):
+        return plain(x, head)
+    return jax.lax.platform_dependent(x, head, tpu=partial(head_tpu.head_argmax, transposed=transposed), default=plain)
 
 
 def prefix_attention(

@@ -3,7 +3,7 @@
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -218,6 +218,20 @@ def load_params(
         return from_tensors(specs, read, dtype)
 
 
+def load_stored(folder: Path, names: Collection[str], rename: Callable[[str], str] = _same) -> dict[str, np.ndarray]:
+    """The tensors of these names as they are stored, integers and flags too; what a checkpoint lacks is left out.
+
+    Args:
+        rename: from a stored name to the one asked for.
+    """
+    found = {rename(tensor.name): tensor for tensor in read_headers(weight_files(folder)) if rename(tensor.name) in names}
+    values = {}
+    for name, tensor in found.items():
+        with _open(tensor.file) as file:
+            values[name] = file.get_tensor(tensor.name)
+    return values
+
+
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
     """Writes a file under another name first, so that `path` never holds half of it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -228,13 +242,21 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def save_params(folder: Path, hf_config: Mapping[str, Any], specs: object, params: object, dtype: DTypeLike) -> None:
+def save_params(
+    folder: Path,
+    hf_config: Mapping[str, Any],
+    specs: object,
+    params: object,
+    dtype: DTypeLike,
+    as_they_are: Mapping[str, np.ndarray] | None = None,
+) -> None:
     """Writes `config.json` and `model.safetensors`, as other libraries read them too. Creates the folder.
 
-    The tensors are stored as `dtype`, which `config.json` names as its `torch_dtype`.
+    The parameters are stored as `dtype`, which `config.json` names as its `torch_dtype`; the tensors in `as_they_are`
+    (integers, flags) keep their own.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = dict(to_tensors(specs, params, dtype))
+    tensors = dict(to_tensors(specs, params, dtype)) | dict(as_they_are or {})
     # Readers built on torch refuse a file that does not say "pt".
     _replace(folder / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
     text = json.dumps({**hf_config, "torch_dtype": jnp.dtype(dtype).name}, indent=2) + "\n"

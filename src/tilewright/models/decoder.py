@@ -16,8 +16,8 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from tilewright.kernels.attention.xla import attention
-from tilewright.kernels.linear.cpu import pack, pack_gated
-from tilewright.kernels.select import linear
+from tilewright.kernels.linear.cpu import Format, pack, pack_gated
+from tilewright.kernels.select import head_argmax, linear
 from tilewright.models import layers
 from tilewright.models.config import ConfigReader
 from tilewright.models.layers import Rope, RopeScaling, rms_norm
@@ -270,16 +270,21 @@ def forward(
     return Forward(x, tuple(after[i] for i in tap_layers), tuple(left))
 
 
-def pack_layer(layer: Layer) -> Layer:
-    """The layer with its matrices in the layout of the CPU kernel; the gate holds both gate and up."""
-    packed = {name: pack(getattr(layer, name)) for name in ("q", "k", "v", "o", "down")}
-    return replace(layer, **packed, gate=pack_gated(layer.gate, layer.up), up=None)
+def pack_layer(layer: Layer, kind: Format | None = None, name: str = "layer") -> Layer:
+    """The layer with its matrices as the CPU kernel wants them, in `kind` or else as they are; gate holds both gate and up."""
+    packed = {each: pack(getattr(layer, each), kind, f"{name}.{each}") for each in ("q", "k", "v", "o", "down")}
+    return replace(layer, **packed, gate=pack_gated(layer.gate, layer.up, kind, f"{name}.gate and .up"), up=None)
 
 
-def pack_decoder(params: DecoderParams) -> DecoderParams:
-    """The model with its matrices in the layout of the CPU kernel; the head apart from the embedding, which stays as it is."""
-    head = pack(params.embed.T if params.head is None else params.head)
-    return replace(params, head=head, layers=tuple(pack_layer(layer) for layer in params.layers))
+def pack_decoder(params: DecoderParams, kind: Format | None = None) -> DecoderParams:
+    """The model with its matrices in the layout of the CPU kernel; the head apart from the embedding, which stays as it is.
+
+    Raises:
+        ValueError: a weight, which it names, is no matrix of floats.
+    """
+    head = pack(output_head(params), kind, "head")
+    layers = tuple(pack_layer(layer, kind, f"layers.{n}") for n, layer in enumerate(params.layers))
+    return replace(params, head=head, layers=layers)
 
 
 def untie_head(params: DecoderParams) -> DecoderParams:
@@ -290,15 +295,31 @@ def untie_head(params: DecoderParams) -> DecoderParams:
     return params if params.head is not None else replace(params, head=params.embed.T)
 
 
+def output_head(params: DecoderParams) -> Any:
+    """The output head, `[hidden, vocab]`; of a tied model the embedding, transposed."""
+    return params.embed.T if params.head is None else params.head
+
+
 def project_head(params: DecoderParams, x: Float[Array, "*rows H"]) -> Float[Array, "*rows V"]:
     """The output head alone, on states that are already normalised. Logits are float32 sums, not rounded to its dtype."""
-    head = params.embed.T if params.head is None else params.head
-    return linear(x, head, jnp.float32)
+    return linear(x, output_head(params), jnp.float32)
 
 
 def logits(config: DecoderConfig, params: DecoderParams, hidden: Float[Array, "*rows H"]) -> Float[Array, "*rows V"]:
     """Final norm and output head; float32 whatever the model's dtype."""
     return project_head(params, rms_norm(hidden, params.norm, config.rms_norm_eps))
+
+
+def most_likely(config: DecoderConfig, params: DecoderParams, hidden: Float[Array, "*rows H"]) -> Int[Array, "*rows"]:
+    """The token with the largest of `logits`, without these."""
+    return choose(params, rms_norm(hidden, params.norm, config.rms_norm_eps))
+
+
+def choose(params: DecoderParams, x: Float[Array, "*rows H"]) -> Int[Array, "*rows"]:
+    """The most likely token of states that are already normalised."""
+    if params.head is None:
+        return head_argmax(x, params.embed, transposed=True)
+    return head_argmax(x, params.head)
 
 
 def causal_attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:

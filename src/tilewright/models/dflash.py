@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from tilewright.kernels.linear.cpu import pack
+from tilewright.kernels.linear.cpu import Format, pack
 from tilewright.kernels.select import linear, prefix_attention
 from tilewright.models import layers
 from tilewright.models.config import ConfigReader
@@ -37,9 +37,22 @@ ContextKV = tuple[tuple[Array, Array], ...]
 """For each drafter layer the keys and values `[B, K, S, D]` of the context."""
 
 
+DFLASH_FIELDS = (
+    "target_layer_ids mask_token_id block_size num_target_layers is_causal layer_types sliding_window use_sliding_window "
+    "input_embedding_scale output_multiplier final_logit_softcapping sample_from_anchor"
+).split()
+"""What `dflash_config` may hold; not all values of all of them are supported."""
+
+
 @dataclass(frozen=True)
 class DFlashConfig:
-    """Sizes of a DFlash drafter. `block_size` counts the known token; `target_layer_ids` are the tapped layers, from 0."""
+    """Sizes of a DFlash drafter.
+
+    Attributes:
+        block_size: counts the known token.
+        target_layer_ids: the tapped layers, from 0.
+        input_embedding_scale: what the block's embeddings are multiplied by.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -54,6 +67,7 @@ class DFlashConfig:
     num_target_layers: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 1e6
+    input_embedding_scale: float = 1.0
 
     @property
     def rope_frequencies(self) -> list[float]:
@@ -67,22 +81,41 @@ def default_target_layers(num_target_layers: int, taps: int) -> tuple[int, ...]:
     return tuple(round(1 + i * (num_target_layers - 4) / (taps - 1)) for i in range(taps))
 
 
+def _refuse_unsupported(read: ConfigReader, inner: Mapping[str, Any]) -> None:
+    """Notes everything in a configuration that would change the maths and is not covered here."""
+    unknown = sorted(inner.keys() - set(DFLASH_FIELDS))
+    read.require(not unknown, f"dflash_config has unknown fields: {', '.join(unknown)}")
+    # Others share the fields and differ in the layout: slot 0 predicts (DSpark), or convolutions mix the slots (DFlash2).
+    read.expect_all("architectures", "DFlashDraftModel")
+    read.expect("sample_from_anchor", False)
+    read.expect("model_type", "qwen3")
+    read.expect("hidden_act", "silu")
+    read.expect("attention_bias", False)
+    read.expect("is_causal", False)
+    read.expect("use_sliding_window", False)
+    if not read.fields.keys() & {
+        "use_sliding_window",
+        "layer_types",
+    }:  # with either of them, the window is one that is not used
+        read.expect("sliding_window", None)
+    read.expect_all("layer_types", "full_attention")
+    # Positive, these two change no argmax, and drafts are argmaxes: neither is needed.
+    read.number("output_multiplier", default=1.0)
+    if read.fields.get("final_logit_softcapping", 0) != 0:
+        read.number("final_logit_softcapping", default=1.0)
+
+
 def config_from_hf(fields: Mapping[str, Any], where: str = "config.json") -> DFlashConfig:
     """Reads a drafter's `config.json`. What is DFlash's own may stand at the top or inside `dflash_config`.
 
     Raises:
         ValueError: one message that lists everything missing or unsupported.
     """
-    fields = {**fields, **(fields.get("dflash_config") or {})}
-    read = ConfigReader(fields, where)
-    read.expect("model_type", "qwen3")
-    read.expect("hidden_act", "silu")
-    read.expect("attention_bias", False)
-    read.expect("is_causal", False)
-    read.expect("input_embedding_scale", 1.0)
-    read.expect("output_multiplier", 1.0)
-    read.expect("final_logit_softcapping", 0)
-    read.expect_all("layer_types", "full_attention")
+    inner = fields.get("dflash_config") or {}
+    if not isinstance(inner, Mapping):
+        raise ValueError(f"{where}: dflash_config must be an object, found {inner!r}")
+    read = ConfigReader({name: value for name, value in {**fields, **inner}.items() if value is not None}, where)
+    _refuse_unsupported(read, inner)
     hidden, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
     theta, scaling = read.rope()
     taps = read.token_ids("target_layer_ids")
@@ -101,6 +134,7 @@ def config_from_hf(fields: Mapping[str, Any], where: str = "config.json") -> DFl
         num_target_layers=read.integer("num_target_layers"),
         rms_norm_eps=read.number("rms_norm_eps", default=1e-6),
         rope_theta=theta,
+        input_embedding_scale=read.number("input_embedding_scale", default=1.0),
     )
     read.require(scaling is None, "rope_scaling is not supported in a drafter")
     read.require(len(taps) > 0, "target_layer_ids is missing (expected in dflash_config)")
@@ -116,7 +150,8 @@ def config_to_hf(config: DFlashConfig) -> dict[str, Any]:
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         "block_size": config.block_size,
-        "dflash_config": {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)},
+        "dflash_config": {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
+        | ({} if config.input_embedding_scale == 1 else {"input_embedding_scale": config.input_embedding_scale}),
         "num_target_layers": config.num_target_layers,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -177,9 +212,10 @@ def declare(config: DFlashConfig) -> DFlashParams:
     )
 
 
-def pack_drafter(params: DFlashParams) -> DFlashParams:
-    """The drafter with its matrices in the layout of the CPU kernel."""
-    return replace(params, fc=pack(params.fc), layers=tuple(pack_layer(layer) for layer in params.layers))
+def pack_drafter(params: DFlashParams, kind: Format | None = None) -> DFlashParams:
+    """The drafter with its matrices in the layout of the CPU kernel, in `kind` or else as they are."""
+    layers = tuple(pack_layer(layer, kind, f"layers.{n}") for n, layer in enumerate(params.layers))
+    return replace(params, fc=pack(params.fc, kind, "fc"), layers=layers)
 
 
 def context_features(
@@ -217,7 +253,7 @@ def draft_hidden(
     """
     rope = layers.rope_tables(positions, config.rope_frequencies)
     lengths = jnp.broadcast_to(visible[:, None], positions.shape)
-    x = embedded
+    x = embedded * config.input_embedding_scale
     for layer, cached in zip(params.layers, context, strict=True):
 
         def attend(

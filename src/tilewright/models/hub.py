@@ -28,11 +28,12 @@ from rich.progress import Progress
 
 from tilewright.models.checkpoint import CONFIG, GENERATION_CONFIG, byte_progress
 
-WANTED = [CONFIG, GENERATION_CONFIG, "tokenizer.json", "tokenizer_config.json", "*.safetensors", "*.safetensors.index.json"]
+TOKENIZER = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+WANTED = [CONFIG, GENERATION_CONFIG, *TOKENIZER, "*.safetensors", "*.safetensors.index.json"]
 UNWANTED = ["*/*"]
 """Files in subfolders: other exports of the same weights."""
 DEMO = Path(__file__).parents[1] / "assets" / "demo"
-PACKAGED = {"demo": DEMO / "target", "demo-drafter": DEMO / "drafter"}
+PACKAGED = {"demo": DEMO / "target", "demo-drafter": DEMO / "drafter", "demo-eagle3": DEMO / "eagle3"}
 """Models that come with the package, by the names that stand for their folders."""
 COMMIT = re.compile("[0-9a-f]{40}")
 

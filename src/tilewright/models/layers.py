@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from tilewright.kernels.linear.cpu import PackedMatrix
+from tilewright.kernels.linear.cpu import PackedMatrix, TrainedMatrix
 from tilewright.kernels.select import gated_linear, linear
 
 
@@ -25,9 +25,9 @@ def rms_norm(x: Float[Array, "*rows H"], weight: Float[Array, " H"], eps: float)
 
 def swiglu(
     x: Float[Array, "*rows H"],
-    gate: Float[Array, "H I"] | PackedMatrix,
-    up: Float[Array, "H I"] | None,
-    down: Float[Array, "I H"] | PackedMatrix,
+    gate: Float[Array, "H I"] | PackedMatrix | TrainedMatrix,
+    up: Float[Array, "H I"] | TrainedMatrix | None,
+    down: Float[Array, "I H"] | PackedMatrix | TrainedMatrix,
 ) -> Float[Array, "*rows H"]:
     """`(silu(x @ gate) * (x @ up)) @ down` (Shazeer 2020)."""
     return linear(gated_linear(x, gate, up), down)

@@ -39,36 +39,117 @@ def comparison_table(figures: Mapping[str, Any]) -> Table:
     table.add_row("autoregressive", f"{figures['autoregressive_tokens_per_s']:,.1f} tokens/s")
     table.add_row("speculative", f"{figures['speculative_tokens_per_s']:,.1f} tokens/s")
     table.add_row("speedup", f"{figures['speedup']:.2f}x")
-    table.add_row("τ (tokens per round)", f"{figures['mean_acceptance_length']:.2f} of {figures['block_size']}")
+    table.add_row("τ (tokens per round)", f"{figures['tau']:.2f} of {figures['block_size']}")
     table.add_row("a round costs", f"{figures['round_cost_steps']:.2f} steps")
     table.add_row("distinct 4-grams", f"{figures['distinct_4gram_ratio']:.0%}")
     table.add_row("outputs identical", identical_text(figures))
     return table
 
 
-BENCHMARK_COLUMNS = (
-    "data", "prompts", "plain tok/s", "drafted tok/s", "speedup", "τ", "distinct 4-grams", "same",
-)  # fmt: skip
+def number(value: float | None, form: str) -> str:
+    """A figure, or a dash where it is not known."""
+    return "–" if value is None else format(value, form)
 
 
-def benchmark_table(title: str, rows: Mapping[str, Mapping[str, Any]]) -> Table:
-    """The table of `tilewright bench speculative`: a row of figures for each set of prompts."""
-    table = Table(title=title)
-    for column in BENCHMARK_COLUMNS:
-        table.add_column(column, justify="left" if column == "data" else "right")
-    for name, figures in rows.items():
-        same = sum(at is None for at in figures["first_differences"])
-        table.add_row(
-            Text(name),
-            str(figures["prompts"]),
-            f"{figures['autoregressive_tokens_per_s']:,.0f}",
-            f"{figures['speculative_tokens_per_s']:,.0f}",
-            f"{figures['speedup']:.2f}x",
-            f"{figures['mean_acceptance_length']:.2f}",
-            f"{figures['distinct_4gram_ratio']:.0%}",
-            f"{same}/{figures['prompts']}",
-        )
+Row = Mapping[str, Any]
+"""A row of figures, named as in docs/metrics.md."""
+Lines = Sequence[tuple[str, str, Sequence[str]]]
+"""Of a table: name of the data, of the drafter, and the figures."""
+
+
+def benchmark_tables(title: str, rows: Sequence[Row], averages: Sequence[Row] = ()) -> list[Table]:
+    """The tables of `tilewright bench speculative`: speed and acceptance, the time of a round, which drafts are accepted.
+
+    Args:
+        rows: for each dataset one of plain decoding and one of each drafter, named "none" and by the drafter.
+        averages: over the datasets, one for each of them; shown if there are several datasets.
+    """
+    timed = [row for row in rows if row["round_ms"] is not None]
+    drafting = [row for row in rows if row["speculative_decoding"] and row["speculative_decoding"]["num_spec_steps"]]
+    tables = [speed_table(title, rows, averages)]
+    if timed:
+        parts = ("draft", "verify", "other", "round")
+        cells = [(row["dataset"], row["drafter"], [number(row[f"{part}_ms"], ".2f") for part in parts]) for row in timed]
+        tables.append(lines_table("milliseconds of a round that drafts", "", parts, cells))
+    if drafting:
+        places = shown_positions(max(len(row["acceptance_by_position"]) for row in drafting))
+        cells = [(row["dataset"], row["drafter"], rates_at(row, places)) for row in drafting]
+        tables.append(lines_table("drafts accepted, by position in the block", "", [str(place) for place in places], cells))
+    return [*tables, *category_tables(rows)]
+
+
+def speed_table(title: str, rows: Sequence[Row], averages: Sequence[Row]) -> Table:
+    priced = any(row["cost_per_million_tokens"] is not None for row in rows)
+    columns = ["tok/s", "speedup", "τ", "round", "4-grams", "same", *(["cost/M"] if priced else [])]
+    lines = [
+        (row["dataset"], "plain" if row["drafter"] == "none" else row["drafter"], speed_cells(row, priced)) for row in rows
+    ]
+    if len({row["dataset"] for row in rows}) > 1:
+        means = [row for row in averages if row["drafter"] != "none"]
+        empty = [""] * (len(columns) - 3)
+        lines += [
+            ("mean", row["drafter"], ["", number(row["speedup"], ".2f"), number(row["tau"], ".2f"), *empty]) for row in means
+        ]
+    caption = "τ: tokens a round; round: its cost in plain steps; same: answers equal to plain decoding"
+    return lines_table(title, caption, columns, lines)
+
+
+def speed_cells(row: Row, priced: bool) -> list[str]:
+    plain = row["drafter"] == "none"
+    same = "–" if plain else f"{sum(at is None for at in row['first_differences'] or ())}/{row['responses']}"
+    return [
+        number(row["tokens_per_s"], ",.0f"),
+        "–" if plain else number(row["speedup"], ".2f"),
+        "–" if plain else number(row["tau"], ".2f"),
+        "–" if plain else number(row["round_cost_steps"], ".1f"),
+        number(row["distinct_4gram_ratio"], ".0%"),
+        same,
+        *([number(row["cost_per_million_tokens"], ",.2f")] if priced else []),
+    ]
+
+
+def lines_table(title: str, caption: str, columns: Sequence[str], lines: Lines) -> Table:
+    """Figures by data and drafter. Names may fold; a figure never does."""
+    table = Table(title=Text(title), caption=caption)
+    table.add_column("data", overflow="fold")
+    table.add_column("drafter", overflow="fold")
+    for column in columns:
+        width = max([len(column), *(len(cells[len(table.columns) - 2]) for _, _, cells in lines)])
+        table.add_column(Text(column), justify="right", no_wrap=True, min_width=width)
+    for n, (dataset, drafter, cells) in enumerate(lines):
+        first = n == 0 or lines[n - 1][0] != dataset
+        if first and n:
+            table.add_section()
+        table.add_row(Text(dataset if first else ""), Text(drafter), *cells)
     return table
+
+
+def shown_positions(last: int) -> list[int]:
+    """The positions of a block that a table has room for: the first ones, then fewer and fewer, and the last."""
+    return [place for place in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256, 512) if place < last] + [last]
+
+
+def rates_at(row: Row, places: Sequence[int]) -> list[str]:
+    rates = {each["position"]: each["rate"] for each in row["acceptance_by_position"]}
+    return [number(rates.get(place), ".0%") for place in places]
+
+
+def category_tables(rows: Sequence[Row]) -> list[Table]:
+    """τ of each category, a table for each dataset that has several."""
+    tables = []
+    for dataset in dict.fromkeys(row["dataset"] for row in rows):
+        own = [row for row in rows if row["dataset"] == dataset and row["drafter"] != "none" and row["categories"]]
+        if not own:
+            continue
+        table = Table(title=Text(f"{dataset}: τ by category"))
+        table.add_column("category", overflow="fold")
+        for row in own:
+            table.add_column(Text(row["drafter"]), justify="right")
+        for n, category in enumerate(own[0]["categories"]):
+            cells = (number(row["categories"][n]["tau"], ".2f") for row in own)
+            table.add_row(Text(category["category"] or "–"), *cells)
+        tables.append(table)
+    return tables
 
 
 def identical_text(figures: Mapping[str, Any]) -> Text:

@@ -8,7 +8,7 @@ import json
 import re
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from tokenizers import Tokenizer
 from tilewright.decode.language_model import LanguageModel
 from tilewright.decode.sampling import Sampling
 from tilewright.decode.shapes import ShapeTable
-from tilewright.decode.state import Models
 from tilewright.models import decoder, dflash
 from tilewright.models.checkpoint import load_decoder, save_params
 from tilewright.models.decoder import DecoderConfig, DecoderParams
@@ -30,6 +29,7 @@ from tilewright.train.data import Stream, encode_documents, end_of_text, read_do
 from tilewright.train.drafter import DrafterOptions, train_drafter
 from tilewright.train.lm import train_lm
 from tilewright.train.loop import TrainOptions
+from tilewright.train.precision import fastest_products
 from tilewright.train.regenerate import cut_prompts, regenerate
 
 HELD_OUT_MODULES = frozenset(
@@ -56,7 +56,7 @@ TARGET_OPTIONS = TrainOptions(
 
 
 DRAFTER_OPTIONS = TrainOptions(
-    steps=1000,
+    steps=2900,
     batch_size=4,
     sequence_length=512,
     learning_rate=1e-3,
@@ -168,7 +168,7 @@ def continue_text(
 ) -> tuple[Stream, Stream]:
     """What the target itself writes after stretches of the training text, and after stretches of the held-out text."""
     table = ShapeTable(batches=(REGENERATION_BATCH,))
-    lm = LanguageModel(target, Models(params, None), text.tokenizer, None, "float32", table)
+    lm = LanguageModel(target, params, text.tokenizer, table=table)
     streams = []
     for name, stream, wanted in (("trained", text.trained, REGENERATED), ("held_out", text.held_out, REGENERATED // 32)):
         prompts = cut_prompts(stream, wanted, PROMPT_TOKENS, seed=0)
@@ -210,10 +210,10 @@ def train_demo(gsm8k: Path, out: Path, console: Console) -> dict[str, Any]:
     _, params = load_decoder(folder, np.float32)
     written, written_held_out = continue_text(text, target, params, out / "training", console)
     drafter = drafter_config(target)
+    options = replace(DRAFTER_OPTIONS, products=fastest_products())
     second = train_drafter(
-        target, params, drafter, written, written_held_out, DRAFTER_OPTIONS, ANCHOR_OPTIONS,
-        out / "training" / "drafter", console,
-    )  # fmt: skip
+        target, params, drafter, written, written_held_out, options, ANCHOR_OPTIONS, out / "training" / "drafter", console
+    )
     save_params(out / "drafter", dflash.config_to_hf(drafter), dflash.declare(drafter), second.params, ml_dtypes.bfloat16)
     lines = [json.dumps(record) for record in held_out_prompts(library_sources()[1])]
     (out / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -5,6 +5,7 @@ see the features of positions strictly before it (`kv < anchor`) and their own b
 token at position anchor + k with weight exp(-(k - 1) / gamma). Embedding and head are the target's, and stay as they are.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,31 @@ def hidden_matrices(params: DFlashParams) -> DFlashParams:
     return jax.tree.map(lambda x: x.ndim == 2, params)
 
 
+def drafter_task(
+    loss: Callable[[Any, Any, Any, Array], tuple[Array, Array]],
+    frozen: Any,
+    stream: Stream,
+    held_out: Stream,
+    options: TrainOptions,
+    identity: dict[str, Any],
+) -> Task:
+    """The task of training a drafter of any kind on windows of a text, `frozen` being its target and whatever else stays.
+
+    Raises:
+        ValueError: one of the texts is too short for a batch.
+    """
+    require_windows(stream, options.sequence_length, options.batch_size, "the training text")
+    require_windows(held_out, options.sequence_length, options.batch_size, "the held-out text")
+    return Task(
+        loss=loss,
+        frozen=frozen,
+        batches=lambda epoch: stream.windows(options.sequence_length, options.batch_size, options.seed, epoch),
+        held_out=held_out_batches(held_out, options),
+        tokens_per_step=options.batch_size * options.sequence_length,
+        identity=identity,
+    )
+
+
 def train_drafter(
     target: DecoderConfig,
     target_params: DecoderParams,
@@ -199,8 +225,6 @@ def train_drafter(
     console: Console,
 ) -> TrainResult:
     """Trains a drafter, from its target's last layers where these fit. Its losses are those of `drafter_loss`."""
-    require_windows(stream, options.sequence_length, options.batch_size, "the training text")
-    require_windows(held_out, options.sequence_length, options.batch_size, "the held-out text")
     dflash.check_fits(config, target)
     if drafter_options.anchors >= options.sequence_length:
         raise ValueError(
@@ -216,12 +240,6 @@ def train_drafter(
         drawn = initialise(dflash.declare(config), jax.random.key(options.seed))
         return jax.tree.map(jnp.copy, warm_start(target, config, target_params, drawn))
 
-    task = Task(
-        loss=loss,
-        frozen=target_params,
-        batches=lambda epoch: stream.windows(options.sequence_length, options.batch_size, options.seed, epoch),
-        held_out=held_out_batches(held_out, options),
-        tokens_per_step=options.batch_size * options.sequence_length,
-        identity={"config": asdict(config), "drafter": asdict(drafter_options), "training_tokens": len(stream.tokens)},
-    )
+    identity = {"config": asdict(config), "drafter": asdict(drafter_options), "training_tokens": len(stream.tokens)}
+    task = drafter_task(loss, target_params, stream, held_out, options, identity)
     return train(task, init, options, make_optimizer(options, hidden_matrices), out, console, "DFlash drafter")

@@ -18,6 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from tilewright.train.precision import check_products, trained
+
 
 @dataclass(frozen=True)
 class TrainOptions:
@@ -34,6 +36,7 @@ class TrainOptions:
         clip: largest global norm of a gradient.
         seed: of the initialisation and of the data's order.
         evaluate_every, save_every: in steps.
+        products: "float32", or "bfloat16" with float32 sums by the CPU kernels (see `precision.py`); weights are float32.
     """
 
     steps: int = 1000
@@ -48,6 +51,7 @@ class TrainOptions:
     seed: int = 0
     evaluate_every: int = 200
     save_every: int = 200
+    products: str = "float32"
 
     def __post_init__(self) -> None:
         counts = ("steps", "batch_size", "sequence_length", "evaluate_every", "save_every")
@@ -56,6 +60,7 @@ class TrainOptions:
                 raise ValueError(f"{name} must be positive, found {getattr(self, name)}")
         if self.optimizer not in ("adamw", "muon"):
             raise ValueError(f"expected the optimizer adamw or muon, found {self.optimizer!r}")
+        check_products(self.products)
         if not 0 <= self.warmup < 1:
             raise ValueError(f"expected a warmup from 0 to below 1, found {self.warmup}")
         if not self.weight_decay >= 0:
@@ -213,14 +218,19 @@ class Run:
         self.curve: list[dict[str, float]] = []
         self.recent: list[Array] = []
 
+        def loss_of(params: Any, frozen: Any, batch: Any, key: Array) -> tuple[Array, Array]:
+            if options.products == "bfloat16":
+                params, frozen = trained(params), trained(frozen)
+            return task.loss(params, frozen, batch, key)
+
         def train_step(state: tuple[Any, Any], frozen: Any, batch: Any, key: Array) -> tuple[tuple[Any, Any], Array]:
             params, opt_state = state
-            (loss, _), gradient = jax.value_and_grad(task.loss, has_aux=True)(params, frozen, batch, key)
+            (loss, _), gradient = jax.value_and_grad(loss_of, has_aux=True)(params, frozen, batch, key)
             update, opt_state = optimizer.update(gradient, opt_state, params)
             return (optax.apply_updates(params, update), opt_state), loss
 
         self.train_step = jax.jit(train_step, donate_argnums=0)
-        self.evaluate_step = jax.jit(task.loss)
+        self.evaluate_step = jax.jit(loss_of)
 
     @property
     def checkpoint(self) -> Path:

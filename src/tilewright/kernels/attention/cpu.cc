@@ -24,26 +24,23 @@ namespace plain {
 }  // namespace plain
 
 #if defined(__x86_64__)
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
+TARGET("avx2,fma")
 namespace avx2 {
 #include "tile.inc"
 }  // namespace avx2
-#pragma GCC pop_options
+TARGET_END
 
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,fma")
+TARGET("avx512f,avx512bw,avx512vl,avx512dq,fma")
 namespace avx512 {
 #include "tile.inc"
 }  // namespace avx512
-#pragma GCC pop_options
+TARGET_END
 #endif
 
 Kernel kernel_for(bool bfloat16) {
-  const std::string isa = native::isa();
 #if defined(__x86_64__)
-  if (isa == "avx512bf16" || isa == "avx512") return bfloat16 ? avx512::run<uint16_t> : avx512::run<float>;
-  if (isa == "avx2") return bfloat16 ? avx2::run<uint16_t> : avx2::run<float>;
+  if (native::isa() >= native::AVX512) return bfloat16 ? avx512::run<uint16_t> : avx512::run<float>;
+  if (native::isa() == native::AVX2) return bfloat16 ? avx2::run<uint16_t> : avx2::run<float>;
 #endif
   return bfloat16 ? plain::run<uint16_t> : plain::run<float>;
 }
@@ -80,4 +77,4 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightAttention, Attention,
                                   .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::Buffer<ffi::F32>>());
 
-extern "C" const char* TilewrightIsa() { return native::isa(); }
+extern "C" const char* TilewrightIsa() { return native::isa_names[native::isa()]; }

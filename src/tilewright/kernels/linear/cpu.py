@@ -1,65 +1,219 @@
-"""The operation on a CPU's vector unit, over weights that were packed once. The kernel itself is `cpu.cc`.
+"""The operation on a CPU's vector or tile unit, over weights that were packed once. The kernel itself is `cpu.cc`.
 
 A row's result is the same bit for bit whatever the number of rows.
 """
 
+import mmap
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float
+from jaxtyping import Float, Int32
 
 LANES = 16
 """Outputs in a panel."""
 
+Format = Literal["float32", "bfloat16", "int8"]
+STEP: dict[str, int] = {"float32": 1, "bfloat16": 2, "int8": 4}
+"""Inputs that lie side by side in a panel."""
+MULTIPLE: dict[str, int] = {"float32": 1, "bfloat16": 32, "int8": 64}
+"""Inputs are padded with zeros to a multiple of this: a tile of the tile unit has 64 bytes to a row."""
 
-@partial(jax.tree_util.register_dataclass, data_fields=["panels"], meta_fields=["outputs", "gated"])
+
+@partial(jax.tree_util.register_dataclass, data_fields=["panels", "scales", "sums"], meta_fields=["outputs", "gated"])
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A weight in the kernel's layout.
+    """A weight `[I, O]` in the kernel's layout.
 
     Attributes:
-        panels: float32 `[P, I, 16]`, or bfloat16 `[P, I / 2, 16, 2]` with I rounded up to even; P panels of 16 outputs, the
-            last one padded with zeros.
+        panels: P panels of 16 outputs, the last one padded with zeros: float32 `[P, I, 16]`, bfloat16 `[P, I / 2, 16, 2]`, or
+            int8 `[P, I / 4, 16, 4]`, with I rounded up to a multiple of 32 (bfloat16) or 64 (int8).
+        scales: float32 `[16 P]`: what a unit of each output's weights stands for. Empty but for int8.
+        sums: int32 `[16 P]`: the sum of each output's weights. Empty but for int8.
         outputs: O.
         gated: panels of a gate and of an up matrix alternate.
     """
 
     panels: Any
+    scales: Any
+    sums: Any
     outputs: int
     gated: bool = False
 
 
-def panels_of(w: np.ndarray, dtype: DTypeLike) -> np.ndarray:
+def quantise(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A matrix `[I, O]` as int8 from -127 to 127, and a float32 scale for each output: its largest weight becomes 127."""
+    wide = np.asarray(w, np.float32)
+    scales = np.max(np.abs(wide), axis=0, initial=0.0) / np.float32(127)
+    units = np.divide(wide, scales, out=np.zeros_like(wide), where=scales > 0)
+    return np.rint(units).astype(np.int8), scales
+
+
+def panels_of(w: np.ndarray, kind: Format) -> np.ndarray:
     """A matrix `[I, O]` cut into panels (see `PackedMatrix`)."""
     inputs, outputs = w.shape
-    count = -(-outputs // LANES)
-    step = 2 if dtype == jnp.bfloat16 else 1
-    padded = np.zeros((-(-inputs // step) * step, count * LANES), dtype)
+    count, step, multiple = -(-outputs // LANES), STEP[kind], MULTIPLE[kind]
+    padded = np.zeros((-(-inputs // multiple) * multiple, count * LANES), w.dtype)
     padded[:inputs, :outputs] = w
     if step == 1:
         return padded.reshape(-1, count, LANES).transpose(1, 0, 2)
-    return padded.reshape(-1, 2, count, LANES).transpose(2, 0, 3, 1)
+    return padded.reshape(-1, step, count, LANES).transpose(2, 0, 3, 1)
 
 
-def pack(w: Float[Array, "I O"]) -> PackedMatrix:
-    """Packs one matrix, float32 or bfloat16."""
-    return PackedMatrix(jnp.asarray(np.ascontiguousarray(panels_of(np.asarray(w), w.dtype))), w.shape[1])
+HUGE_PAGE = 2**21
 
 
-def pack_gated(gate: Float[Array, "I O"], up: Float[Array, "I O"]) -> PackedMatrix:
-    """Packs gate and up for `gated_linear`, their panels in turn."""
-    both = np.stack([panels_of(np.asarray(w), w.dtype) for w in (gate, up)], axis=1)
-    return PackedMatrix(jnp.asarray(np.ascontiguousarray(both.reshape(-1, *both.shape[2:]))), gate.shape[1], gated=True)
+def on_huge_pages(array: np.ndarray) -> Array:
+    """A copy for the device, on huge pages where Linux has them: streaming many megabytes of weights is up to a tenth faster.
+
+    The device's buffer *is* this memory: JAX takes over aligned host memory as it is.
+    """
+    if array.nbytes < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return jnp.asarray(array)
+    pages = mmap.mmap(-1, array.nbytes + HUGE_PAGE)
+    try:
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:  # a kernel without them; ordinary pages serve
+        return jnp.asarray(array)
+    begin = -np.frombuffer(pages, np.uint8).ctypes.data % HUGE_PAGE
+    placed = np.frombuffer(pages, np.uint8, array.nbytes, begin).view(array.dtype).reshape(array.shape)
+    placed[...] = array
+    return jax.device_put(placed)
+
+
+def packed(matrices: list[Any], kind: Format) -> PackedMatrix:
+    """One matrix, or a gate and an up matrix whose panels alternate."""
+    outputs = matrices[0].shape[1]
+    parts = [np.asarray(w) for w in matrices]
+    scales = sums = [np.zeros(0, np.float32)]
+    if kind == "int8":
+        quantised = [quantise(w) for w in parts]
+        parts = [q for q, _ in quantised]
+        scales, sums = [s for _, s in quantised], [q.sum(axis=0, dtype=np.int32) for q in parts]
+    else:
+        parts = [w.astype(jnp.dtype(kind)) for w in parts]
+
+    def lanes(vectors: list[np.ndarray]) -> np.ndarray:
+        """Per-output vectors in the order of the panels."""
+        padded = [np.pad(v, (0, -len(v) % LANES)).reshape(-1, LANES) for v in vectors]
+        return np.stack(padded, axis=1).reshape(-1)
+
+    both = np.stack([panels_of(w, kind) for w in parts], axis=1)
+    return PackedMatrix(
+        on_huge_pages(both.reshape(-1, *both.shape[2:])),
+        jnp.asarray(lanes(scales), jnp.float32),
+        jnp.asarray(lanes(sums), jnp.int32),
+        outputs,
+        gated=len(matrices) == 2,
+    )
+
+
+def check(w: Any, kind: str, name: str) -> None:
+    """Raises a `ValueError` that names the weight if it cannot be packed."""
+    if kind not in STEP:
+        raise ValueError(f"{name}: expected the format {', '.join(STEP)}, found {kind!r}")
+    if getattr(w, "ndim", None) != 2 or 0 in w.shape:
+        raise ValueError(f"{name}: expected a matrix [inputs, outputs], found shape {getattr(w, 'shape', None)}")
+    if w.dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"{name}: expected float32 or bfloat16, found {w.dtype}")
+    if kind == "int8" and not np.isfinite(np.asarray(w, np.float32)).all():
+        raise ValueError(f"{name}: expected finite weights, which 8 bits can hold, found infinity or NaN")
+
+
+def pack(w: Float[Array, "I O"], kind: Format | None = None, name: str = "weight") -> PackedMatrix:
+    """Packs one matrix.
+
+    Args:
+        w: float32 or bfloat16.
+        kind: the format to pack into; None keeps the dtype.
+        name: what a complaint calls it.
+
+    Raises:
+        ValueError: `w` is no such matrix.
+    """
+    chosen = cast(Format, kind or w.dtype.name)
+    check(w, chosen, name)
+    return packed([w], chosen)
+
+
+def unpack(w: PackedMatrix) -> Float[Array, "I O"]:
+    """The matrix that `pack` was given, rounded to the format, and padded to its multiple of inputs."""
+    panels = np.asarray(w.panels)
+    rows = panels.reshape(len(panels), -1, LANES, 1) if panels.ndim == 3 else panels
+    wide = rows.transpose(1, 3, 0, 2).reshape(-1, len(panels) * LANES)
+    if len(w.scales):
+        wide = wide.astype(np.float32) * np.asarray(w.scales)
+    return jnp.asarray(wide[:, : w.outputs])
+
+
+def pack_gated(
+    gate: Float[Array, "I O"], up: Float[Array, "I O"], kind: Format | None = None, name: str = "gate and up"
+) -> PackedMatrix:
+    """Packs gate and up for one call, their panels in turn. See `pack`."""
+    chosen = cast(Format, kind or gate.dtype.name)
+    for w in (gate, up):
+        check(w, chosen, name)
+    if gate.shape != up.shape:
+        raise ValueError(f"{name}: expected two matrices of one shape, found {gate.shape} and {up.shape}")
+    return packed([gate, up], chosen)
 
 
 def linear(x: Float[Array, "*rows I"], w: PackedMatrix, out_dtype: DTypeLike | None = None) -> Float[Array, "*rows O"]:
-    """`x @ w`, or `silu(x @ gate) * (x @ up)` for a gated matrix; float32 sums, whatever the weights."""
+    """`x @ w`, or `silu(x @ gate) * (x @ up)` for a gated matrix; float32 sums, whatever the weights.
+
+    With int8 weights, each row of `x` is rounded to 8 bits as well, its largest absolute value being 127.
+    """
     out = jax.ShapeDtypeStruct((*x.shape[:-1], w.outputs), jnp.float32)
     call = jax.ffi.ffi_call("tilewright_linear", out)
-    return call(x.astype(jnp.float32), w.panels, gated=w.gated).astype(out_dtype or x.dtype)
+    return call(x.astype(jnp.float32), w.panels, w.scales, w.sums, gated=w.gated).astype(out_dtype or x.dtype)
+
+
+def linear_argmax(x: Float[Array, "*rows I"], w: PackedMatrix) -> Int32[Array, "*rows"]:
+    """The first index of the largest of each row's outputs, `argmax(x @ w)`, without writing them to memory."""
+    call = jax.ffi.ffi_call("tilewright_argmax", jax.ShapeDtypeStruct(x.shape[:-1], jnp.int32))
+    return call(x.astype(jnp.float32), w.panels, w.scales, w.sums, outputs=w.outputs)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["w"], meta_fields=[])
+@dataclass(frozen=True)
+class TrainedMatrix:
+    """A float32 weight `[I, O]` that is being trained: `linear` multiplies in bfloat16 with float32 sums, both ways."""
+
+    w: Any
+
+
+def matmul(
+    a: Float[Array, "..."], b: Float[Array, "..."], *, a_transposed: bool = False, b_transposed: bool = False
+) -> Float[Array, "M N"]:
+    """`a @ b` in bfloat16 with float32 sums, for float32 matrices of which either may be given as its transpose."""
+    out = jax.ShapeDtypeStruct((a.shape[1 if a_transposed else 0], b.shape[0 if b_transposed else 1]), jnp.float32)
+    return jax.ffi.ffi_call("tilewright_matmul", out)(a, b, a_transposed=a_transposed, b_transposed=b_transposed)
+
+
+@jax.custom_vjp
+def trained_matmul(x: Float[Array, "M I"], w: Float[Array, "I O"]) -> Float[Array, "M O"]:
+    """`x @ w`, whose gradients are products of the same kind."""
+    return matmul(x, w)
+
+
+def trained_forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
+    return matmul(x, w), (x, w)
+
+
+def trained_backward(kept: tuple[Array, Array], dy: Float[Array, "M O"]) -> tuple[Array, Array]:
+    x, w = kept
+    return matmul(dy, w, b_transposed=True), matmul(x, dy, a_transposed=True)
+
+
+trained_matmul.defvjp(trained_forward, trained_backward)
+
+
+def trained_linear(x: Float[Array, "*rows I"], w: TrainedMatrix, out_dtype: DTypeLike | None = None) -> Float[Array, "*rows O"]:
+    """`x @ w`, differentiable."""
+    flat = trained_matmul(x.reshape(-1, x.shape[-1]).astype(jnp.float32), w.w)
+    return flat.reshape(*x.shape[:-1], -1).astype(out_dtype or x.dtype)

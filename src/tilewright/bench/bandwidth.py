@@ -1,0 +1,56 @@
+"""How fast this machine moves memory: the limit of a kernel that streams its weights.
+
+Two figures, both with every core that the process may use, over buffers far larger than a last-level cache:
+
+- *copy* counts the bytes read plus the bytes written, as STREAM's copy does (McCalpin 1995). What the hardware reads besides,
+  because a store to a line that is not cached first fetches it, is not counted.
+- *read* counts the bytes of a sum over integers: there is no store, as in a product with few rows, where nearly all traffic is
+  reading weights. It is the tighter limit where the two differ.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+BUFFER_BYTES = 2**28
+"""Of each of the two buffers."""
+
+PIECES = 16
+"""For each thread. Whoever is free takes the next one: a core that is busy elsewhere for a while holds up nobody."""
+
+
+def threads() -> int:
+    """The cores that this process may use, which is also the size of XLA's thread pool."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Memory:
+    """Two buffers, and how fast they can be copied and read.
+
+    Args:
+        size: bytes of each, a multiple of 8.
+    """
+
+    def __init__(self, size: int | None = None):
+        self.source = np.arange((size or BUFFER_BYTES) // 8, dtype=np.int64)
+        self.target = np.zeros_like(self.source)  # not `empty`: pages must exist before they are timed
+        self.target[:] = 1
+
+    def copy(self) -> float:
+        """Copies one buffer to the other. Returns GB/s, bytes read plus bytes written."""
+        return self._rate(lambda source, target: np.copyto(target, source), 2 * self.source.nbytes)
+
+    def read(self) -> float:
+        """Sums one buffer. Returns GB/s."""
+        return self._rate(lambda source, _: source.sum(), self.source.nbytes)
+
+    def _rate(self, work: Callable[[np.ndarray, np.ndarray], object], nbytes: int) -> float:
+        """Works on all pieces of the buffers with all threads; NumPy lets go of the interpreter's lock meanwhile."""
+        pieces = [np.array_split(buffer, PIECES * threads()) for buffer in (self.source, self.target)]
+        with ThreadPoolExecutor(threads()) as pool:
+            began = time.perf_counter()
+            list(pool.map(work, *pieces))
+            return nbytes / (time.perf_counter() - began) / 1e9

@@ -1,0 +1,258 @@
+"""Where a round's time goes: its parts apart, with random weights of given shapes.
+
+A round drafts a block, verifies it and extends the drafter's context. The output head, which both of the first two end with, is
+also taken alone. Times depend on shapes and not on what the weights are, so that no checkpoint is needed.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from tilewright.bench.bandwidth import Memory
+from tilewright.bench.linear import alternate
+from tilewright.decode import cache
+from tilewright.decode.autoregressive import autoregressive_step
+from tilewright.decode.drafters.dflash import DFlash
+from tilewright.decode.sampling import Sampling, row_sampling
+from tilewright.decode.speculative import speculative_round
+from tilewright.decode.state import DecodeState, Models, verify
+from tilewright.kernels import native
+from tilewright.kernels.linear.cpu import pack
+from tilewright.kernels.select import head_argmax
+from tilewright.models import decoder, dflash, params
+from tilewright.models.decoder import DecoderConfig, DecoderParams
+from tilewright.models.dflash import DFlashConfig
+from tilewright.models.layers import rms_norm
+from tilewright.models.params import DTYPES, Dtype
+
+RUN_S = 0.05
+"""How long a timed run should take; one that takes longer consists of a single call."""
+
+BANDWIDTH_BYTES = 2**30
+"""Of the buffer by which an accelerator's memory is measured."""
+
+CACHE_MULTIPLE = 128
+"""Caches are as long as context and block together, rounded up to this."""
+
+QWEN3_4B = DecoderConfig("qwen3", 151936, 2560, 9728, 36, 32, 8, 128, tie_word_embeddings=True)
+"""huggingface.co/Qwen/Qwen3-4B, config.json."""
+
+DFLASH_B16 = DFlashConfig(151936, 2560, 9728, 5, 32, 8, 128, 16, 151669, (1, 9, 17, 25, 33), 36)
+"""The drafter for it: sgl-project/SpecForge, configs/qwen3-4b-dflash.json."""
+
+PARTS = ("draft", "draft_head", "verify", "verify_head", "extend", "round")
+"""A round's parts: drafting and verifying with their heads, these heads alone, extending the context, and all of it."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The shapes of one round, for one row.
+
+    Attributes:
+        target: of the target.
+        drafter: of the drafter; its own block size does not matter here, since the weights are random.
+        block_size: tokens in a block.
+        context: positions before the block.
+        dtype: of weights, activations and caches.
+    """
+
+    target: DecoderConfig
+    drafter: DFlashConfig
+    block_size: int
+    context: int
+    dtype: Dtype = "bfloat16"
+
+    @property
+    def capacity(self) -> int:
+        """Positions in the caches."""
+        return -(-(self.context + self.block_size) // CACHE_MULTIPLE) * CACHE_MULTIPLE
+
+    @property
+    def drafting(self) -> DFlash:
+        return DFlash(replace(self.drafter, block_size=max(2, self.block_size)), max(2, self.block_size), dtype=self.dtype)
+
+    def models(self) -> Models:
+        """The parameters, abstract."""
+        dtype = DTYPES[self.dtype]
+        target = params.abstract(decoder.declare(self.target), dtype)
+        head = jax.ShapeDtypeStruct((self.target.hidden_size, self.target.vocab_size), dtype)
+        return Models(target, params.abstract(dflash.declare(self.drafter), dtype), head)
+
+    def state(self) -> DecodeState:
+        """The state before the round, its caches empty. Abstract inside `jax.eval_shape`."""
+        rows = jnp.zeros(1, jnp.int32)
+        sizes = (1, self.target.num_kv_heads, self.capacity, self.target.head_dim, DTYPES[self.dtype])
+        return DecodeState(
+            tokens=jnp.zeros((1, self.capacity), jnp.int32),
+            known=rows + self.context,
+            end=rows + self.capacity,
+            done=rows > 0,
+            ignore_eos=rows == 0,
+            sampling=row_sampling([Sampling()], [1]),
+            target_cache=cache.allocate(self.target.num_layers, *sizes),
+            draft_cache=self.drafting.allocate(1, self.capacity),
+        )
+
+    def hidden(self, rows: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((1, rows, self.target.hidden_size), DTYPES[self.dtype])
+
+
+def most_likely(config: DecoderConfig, params: DecoderParams, hidden: Array) -> Array:
+    """What verification ends with."""
+    normal = rms_norm(hidden, params.norm, config.rms_norm_eps)
+    return head_argmax(normal, params.embed, True) if params.head is None else head_argmax(normal, params.head)
+
+
+@dataclass(frozen=True)
+class Program:
+    """One part as a program: `run(models, state, *inputs) -> (state, result)`, which is given the state for good.
+
+    Attributes:
+        inputs: what it reads besides, abstract.
+    """
+
+    run: Callable[..., tuple[DecodeState, Any]]
+    inputs: tuple[Any, ...] = ()
+
+
+def programs(setup: Setup) -> dict[str, Program]:
+    """The parts of a round, in the order of `PARTS`, and `step`, one of plain decoding."""
+    target, drafting, size = setup.target, setup.drafting, setup.block_size
+    taps = (setup.hidden(size),) * len(setup.drafter.target_layer_ids)
+
+    def draft(models: Models, state: DecodeState) -> tuple[DecodeState, Any]:
+        return state, drafting.propose(target, models, state).block
+
+    def draft_head(models: Models, state: DecodeState, hidden: Array) -> tuple[DecodeState, Any]:
+        return state, head_argmax(hidden, models.draft_head)
+
+    def verify_block(models: Models, state: DecodeState, block: Array) -> tuple[DecodeState, Any]:
+        verified = verify(target, models.target, state, block, drafting.tap_layers, "greedy")
+        return verified.state, (verified.tokens, verified.taps)
+
+    def verify_head(models: Models, state: DecodeState, hidden: Array) -> tuple[DecodeState, Any]:
+        return state, most_likely(target, models.target, hidden)
+
+    def extend(models: Models, state: DecodeState, taps: tuple[Array, ...]) -> tuple[DecodeState, Any]:
+        return drafting.extend(models, state, taps, state.known, state.known + 1), ()
+
+    def again(before: DecodeState, after: DecodeState) -> DecodeState:
+        """So that every run does the same."""
+        return replace(after, known=before.known, done=before.done)
+
+    def whole_round(models: Models, state: DecodeState) -> tuple[DecodeState, Any]:
+        after, info = speculative_round(drafting, target, "greedy", models, state)
+        return again(state, after), info
+
+    def step(models: Models, state: DecodeState) -> tuple[DecodeState, Any]:
+        after, info = autoregressive_step(target, "greedy", models, state)
+        return again(state, after), info
+
+    block = jax.ShapeDtypeStruct((1, size), jnp.int32)
+    heads = (Program(draft_head, (setup.hidden(size - 1),)), Program(verify_head, (setup.hidden(size),)))
+    parts = Program(draft), heads[0], Program(verify_block, (block,)), heads[1], Program(extend, (taps,)), Program(whole_round)
+    return {**dict(zip(PARTS, parts, strict=True)), "step": Program(step)}
+
+
+def load(setup: Setup, kernels: str = "auto") -> tuple[Models, str]:
+    """Random parameters, and the kernels that multiply by them: those of this package on a CPU that can run them, or XLA.
+
+    Args:
+        kernels: "xla" leaves everything to XLA.
+    """
+    dtype = DTYPES[setup.dtype]
+    keys = jax.random.split(jax.random.key(0))
+    target = params.initialise(decoder.declare(setup.target), keys[0], dtype)
+    drafter = params.initialise(dflash.declare(setup.drafter), keys[1], dtype)
+    head = target.embed.T if target.head is None else target.head
+    isa = native.kernels().isa if kernels == "auto" else None
+    if isa is None:
+        return Models(target, drafter, head), "xla"
+    return Models(decoder.pack_decoder(target), dflash.pack_drafter(drafter), pack(head)), f"cpu {isa}"
+
+
+def weight_bytes(models: Models) -> int:
+    """What a step of plain decoding reads of the target: every weight once, but not an embedding that is not the head."""
+    read = models.target if models.target.head is None else replace(models.target, embed=())
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(read))
+
+
+def timer(models: Models, setup: Setup, program: Program) -> Callable[[], float]:
+    """A run of one part, compiled, of about `RUN_S`; it returns seconds for a call."""
+    state = jax.jit(setup.state)()
+    inputs = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), program.inputs)
+    compiled = jax.jit(program.run, donate_argnums=1).lower(models, state, *inputs).compile()
+
+    def timed(calls: int) -> float:
+        nonlocal state
+        result: Any = ()
+        began = time.perf_counter()
+        for _ in range(calls):
+            state, result = compiled(models, state, *inputs)
+        jax.block_until_ready((state, result))
+        return (time.perf_counter() - began) / calls
+
+    timed(1)
+    calls = max(1, round(RUN_S / timed(1)))
+    return lambda: timed(calls)
+
+
+def bandwidth(repetitions: int) -> float:
+    """GB/s of the device's memory: a CPU's by reading, another's by a copy, bytes read plus bytes written."""
+    if jax.default_backend() == "cpu":
+        memory = Memory()
+        return statistics.median(memory.read() for _ in range(repetitions))
+    buffer = jnp.zeros(BANDWIDTH_BYTES // 4, jnp.int32)
+    copy = jax.jit(lambda x: x + 1, donate_argnums=0)
+    rates = []
+    for _ in range(repetitions + 1):
+        began = time.perf_counter()
+        for _ in range(20):
+            buffer = copy(buffer)
+        buffer.block_until_ready()
+        rates.append(20 * 2 * BANDWIDTH_BYTES / (time.perf_counter() - began) / 1e9)
+    return statistics.median(rates[1:])
+
+
+def measure(
+    models: Models, setups: Sequence[Setup], repetitions: int = 5, on_run: Callable[[], None] = lambda: None
+) -> list[dict[str, Any]]:
+    """Times the parts of the rounds of several block sizes at one context, in turns. `on_run` is called `runs` times.
+
+    Returns:
+        a record for each setup; times in milliseconds.
+    """
+    timers: dict[tuple[int, str], Callable[[], float]] = {}
+    for place, setup in enumerate(setups):
+        wanted = programs(setup)
+        for name in (*PARTS, "step") if place == 0 else PARTS:
+            timers[place, name] = timer(models, setup, wanted[name])
+            on_run()
+    medians = alternate(timers, repetitions, on_run)
+    rate = bandwidth(repetitions)
+    weights = weight_bytes(models)
+    step = {"step_ms": 1e3 * medians[0, "step"], "weight_gb": weights / 1e9, "bandwidth_gb_per_s": rate}
+    step["step_share_of_bandwidth"] = weights / 1e9 / medians[0, "step"] / rate
+    records = []
+    for place, setup in enumerate(setups):
+        times = {f"{name}_ms": 1e3 * medians[place, name] for name in PARTS}
+        records.append({"context": setup.context, "block_size": setup.block_size, "capacity": setup.capacity, **times, **step})
+    return with_ratios(records, [f"{name}_ms" for name in PARTS])
+
+
+def runs(setups: int, repetitions: int) -> int:
+    """How often `measure` calls `on_run`."""
+    return (len(PARTS) * setups + 1) * (1 + repetitions)
+
+
+def with_ratios(records: Sequence[dict[str, Any]], fields: Sequence[str]) -> list[dict[str, Any]]:
+    """Adds to the records of one context the ratio of figures to those at block 16, or without it at the smallest block."""
+    base = next((one for one in records if one["block_size"] == 16), min(records, key=lambda one: one["block_size"]))
+    ratios = [{f"{name}_ratio": one[name] / base[name] if base[name] else None for name in fields} for one in records]
+    return [{**one, **ratio, "base_block_size": base["block_size"]} for one, ratio in zip(records, ratios, strict=True)]

@@ -1,0 +1,214 @@
+"""Where a round's time goes on a TPU that is not there: the parts of `bench/round.py`, compiled ahead of time.
+
+All figures are estimates. Layers are alike, so that small models are compiled, and what one layer more adds to them is counted
+for all the others; embedding, head and the extension of the context are compiled once, whole.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+import jax
+from jax import Array
+
+from tilewright.bench.round import Setup, most_likely, programs, with_ratios
+from tilewright.chips.tpu import TpuChip, chip_of
+from tilewright.compiled.aot import Compiled, compile_for
+from tilewright.compiled.hlo import execution, read_module
+from tilewright.decode import cache
+from tilewright.decode.state import DecodeState, block_positions, embed, run_target
+from tilewright.kernels.head_argmax import xla
+from tilewright.kernels.select import head_argmax
+from tilewright.models import dflash
+
+LAYERS_COMPILED = (4, 8)
+"""Layers of the models that are compiled. With fewer, most weights find room in VMEM, and the estimates are far too low."""
+
+RATIOS = (
+    *(f"{part}_cycles" for part in ("draft", "draft_head", "verify", "verify_head", "extend")),
+    *(f"{part}_bound_cycles" for part in ("draft", "draft_head", "verify", "verify_head", "extend", "round")),
+)
+"""The figures that a record sets against those of block 16."""
+
+KERNEL = "tpu_custom_call"
+"""The custom-call target of a Pallas kernel."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What the compiler says of a program.
+
+    Attributes:
+        cycles: its estimated cycles, and `kernel_cycles`.
+        kernel_cycles: for Pallas kernels, of which it knows nothing: the roofline of the bytes and flops that they declare.
+        memory_cycles: the least number of cycles in which all its bytes can pass to and from device memory. Copies that run
+            beside the compute are here and not in `cycles`, so that a program takes at least the larger of the two.
+        read_bytes, written_bytes: of device memory.
+        peak_bytes: of device memory, at once.
+    """
+
+    cycles: float
+    kernel_cycles: float
+    memory_cycles: float
+    read_bytes: float
+    written_bytes: float
+    peak_bytes: float
+
+    def combined(self, other: "Estimate", weight: float) -> "Estimate":
+        """This, and `weight` times the other."""
+        return Estimate(*(getattr(self, one.name) + weight * getattr(other, one.name) for one in fields(self)))
+
+    @property
+    def bound_cycles(self) -> float:
+        """The larger of compute and memory."""
+        return max(self.cycles, self.memory_cycles)
+
+    def record(self) -> dict[str, float]:
+        return {**{one.name: round(getattr(self, one.name)) for one in fields(self)}, "bound_cycles": round(self.bound_cycles)}
+
+
+def estimate(chip: TpuChip, compiled: Compiled) -> Estimate:
+    """Reads the estimate of a compiled program."""
+    traffic = compiled.traffic()
+    kernels = kernel_cycles(chip, compiled.hlo)
+    memory = chip.roofline_cycles(traffic.total, 0)
+    return Estimate(compiled.cycles + kernels, kernels, memory, traffic.read, traffic.written, compiled.peak_bytes)
+
+
+def kernel_cycles(chip: TpuChip, hlo: str) -> float:
+    """The roofline of all Pallas kernels in a program, from the cost that each declares.
+
+    Raises:
+        ValueError: one declares none.
+    """
+    total = 0.0
+    for step in execution(read_module(hlo), lambda op, _: op.number("bytes_accessed") or 0).steps:
+        if step.op.custom_call_target == KERNEL:
+            moved, flops = step.op.number("bytes_accessed"), step.op.number("flops")
+            if moved is None or flops is None:
+                raise ValueError(f"expected a kernel that declares its cost, found {step.op.name} without it")
+            total += step.times * chip.roofline_cycles(moved, flops)
+    return total
+
+
+def over_layers(compile_with: Callable[[int], Estimate], layers: int) -> Estimate:
+    """The estimate for a model of `layers` layers, from those of the models in `LAYERS_COMPILED`."""
+    few, more = LAYERS_COMPILED
+    if layers <= more:
+        return compile_with(layers)
+    first = compile_with(few)
+    second = compile_with(more)
+    return first.combined(second.combined(first, -1), (layers - few) / (more - few))
+
+
+def head_estimates(topology: str, setup: Setup) -> dict[str, Estimate]:
+    """Both heads, and both as XLA compiles a product and an argmax; they do not depend on the context."""
+    target, models = setup.target, with_layers(setup, 1).models()
+    norm_and_head = replace(models.target, layers=())
+
+    def plain(x: Array, params: Any) -> Array:
+        return xla.head_argmax(x, params.embed, True) if params.head is None else xla.head_argmax(x, params.head)
+
+    block, drafts = setup.hidden(setup.block_size), setup.hidden(setup.block_size - 1)
+    jobs: dict[str, tuple[Callable[..., Any], Any, Any]] = {
+        "verify_head": (lambda x, params: most_likely(target, params, x), block, norm_and_head),
+        "verify_head_xla": (plain, block, norm_and_head),
+        "draft_head": (head_argmax, drafts, models.draft_head),
+        "draft_head_xla": (xla.head_argmax, drafts, models.draft_head),
+    }
+    return {
+        name: estimate(chip_of(topology), compile_for(topology, run, x, head))
+        for name, (run, x, head) in jobs.items()
+        if x.size
+    }
+
+
+def with_layers(setup: Setup, layers: int) -> Setup:
+    """The same shapes with so many layers in both models. Taps, of which these would not have enough, are left out."""
+    target = replace(setup.target, num_layers=layers)
+    return replace(setup, target=target, drafter=replace(setup.drafter, num_layers=layers))
+
+
+def verify_layers(topology: str, setup: Setup, layers: int) -> Estimate:
+    """Verification without its head."""
+    small = with_layers(setup, layers)
+
+    def run(params: Any, state: DecodeState, block: Array) -> tuple[Array, Any]:
+        ran = run_target(small.target, params, state, block, state.known, ())
+        return ran.hidden, replace(state, target_cache=ran.left)
+
+    block = jax.ShapeDtypeStruct((1, setup.block_size), "int32")
+    state = replace(jax.eval_shape(small.state), draft_cache=())
+    return estimate(chip_of(topology), compile_for(topology, run, small.models().target, state, block, donate=1))
+
+
+def draft_layers(topology: str, setup: Setup, layers: int) -> Estimate:
+    """Drafting without its head."""
+    small = with_layers(setup, layers)
+
+    def run(table: Array, drafter: Any, context: Any, known: Array, block: Array) -> Array:
+        embedded = embed(replace(models.target, embed=table), block)
+        visible = cache.visible_context(setup.capacity, known)
+        return dflash.draft_hidden(small.drafter, drafter, embedded, block_positions(known, setup.block_size), context, visible)
+
+    models, state = small.models(), jax.eval_shape(small.state)
+    block = jax.ShapeDtypeStruct((1, setup.block_size), "int32")
+    arguments = (models.target.embed, models.drafter, state.draft_cache, state.known, block)
+    return estimate(chip_of(topology), compile_for(topology, run, *arguments))
+
+
+def extend_estimate(topology: str, setup: Setup) -> Estimate:
+    """Extending the context: all layers of the drafter at once."""
+    program = programs(setup)["extend"]
+    state = replace(jax.eval_shape(setup.state), target_cache=())
+    return estimate(chip_of(topology), compile_for(topology, program.run, setup.models(), state, *program.inputs, donate=1))
+
+
+def whole(layers: Estimate, head: Estimate, shared_bytes: int) -> Estimate:
+    """The layers, then the head; `shared_bytes` are arguments of both."""
+    both = layers.combined(head, 1)
+    return replace(both, peak_bytes=both.peak_bytes - shared_bytes)
+
+
+def compiled_rounds(
+    topology: str, setups: Sequence[Setup], on_part: Callable[[], None] = lambda: None
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Estimates of the rounds of several block sizes at one context. `on_part` is called once for each, and once more.
+
+    Raises:
+        ValueError: a topology that is not known, or there is no compiler for it.
+    """
+    first = replace(setups[0], block_size=1)
+    embed = first.models().target.embed
+    shared = embed.size * embed.dtype.itemsize if first.target.tie_word_embeddings else 0
+
+    def verified(setup: Setup, head: Estimate) -> Estimate:
+        layers = over_layers(partial(verify_layers, topology, setup), setup.target.num_layers)
+        return whole(layers, head, shared)
+
+    step = verified(first, head_estimates(topology, first)["verify_head"])
+    on_part()
+    records = []
+    for setup in setups:
+        heads = head_estimates(topology, setup)
+        drafting = over_layers(partial(draft_layers, topology, setup), setup.drafter.num_layers)
+        draft, verify = whole(drafting, heads["draft_head"], 0), verified(setup, heads["verify_head"])
+        parts = {"draft": draft, "verify": verify, "extend": extend_estimate(topology, setup)}
+        records.append(record(setup, parts, {**heads, "step": step}))
+        on_part()
+    return with_ratios(records, RATIOS)
+
+
+def record(setup: Setup, parts: Mapping[str, Estimate], others: Mapping[str, Estimate]) -> dict[str, Any]:
+    """The figures of one round, each as `<part>_<figure>`."""
+    flat = {f"{name}_{key}": value for name, one in {**parts, **others}.items() for key, value in one.record().items()}
+    return {
+        "context": setup.context,
+        "block_size": setup.block_size,
+        "capacity": setup.capacity,
+        **flat,
+        "round_bound_cycles": sum(flat[f"{name}_bound_cycles"] for name in parts),
+        "layers_compiled": LAYERS_COMPILED,
+        "extrapolated": max(setup.target.num_layers, setup.drafter.num_layers) > LAYERS_COMPILED[-1],
+    }

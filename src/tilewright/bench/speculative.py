@@ -1,0 +1,144 @@
+"""`tilewright bench speculative`: the same prompts decoded by several drafters and by none, in one run."""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import jax
+
+from tilewright.bench import figures
+from tilewright.bench.compare import alternate, joined
+from tilewright.bench.datasets import Example, prompt
+from tilewright.bench.figures import BASELINE, Run
+from tilewright.decode.drafters.base import Drafter
+from tilewright.decode.language_model import Generation, LanguageModel
+from tilewright.decode.sampling import Sampling, Warp
+from tilewright.decode.speculative import verify_and_extend
+from tilewright.decode.state import DecodeState, Models, verify
+from tilewright.models.chat import ChatTemplate
+from tilewright.models.decoder import DecoderConfig
+
+PARTS = ("draft", "verify", "other")
+"""The parts of a round, in order: drafting; the target's pass over the block; accepting and extending the drafter's context."""
+
+
+@dataclass
+class Asked:
+    """The prompts of one dataset, as tokens, one for each turn that fits.
+
+    Attributes:
+        categories: of each prompt.
+        skipped: turns that do not fit the model's context, and the turns after them.
+    """
+
+    name: str
+    prompts: list[list[int]] = field(default_factory=list)
+    categories: list[str] = field(default_factory=list)
+    skipped: int = 0
+
+
+def ask(
+    lm: LanguageModel, name: str, examples: Sequence[Example], template: ChatTemplate | None, sampling: Sampling,
+    on_answer: Callable[[], None] = lambda: None,
+) -> Asked:  # fmt: skip
+    """Makes the prompts of a dataset. A turn after the first is asked after what plain decoding answered to the one before."""
+    asked = Asked(name)
+    room = lm.target.max_position_embeddings - sampling.max_new_tokens
+    for example in examples:
+        answers: list[str] = []
+        for turn in range(len(example.turns)):
+            text = prompt(example, answers, template)
+            tokens = encoded(lm, text, template)
+            if len(tokens) > room:
+                asked.skipped += len(example.turns) - turn
+                break
+            asked.prompts.append(tokens)
+            asked.categories.append(example.category)
+            if turn + 1 < len(example.turns):
+                answers.append(lm.generate([tokens], sampling, speculative=False)[0].text)
+        on_answer()
+    return asked
+
+
+def encoded(lm: LanguageModel, text: str, template: ChatTemplate | None) -> list[int]:
+    """The tokens of a prompt. What a chat template made holds its special tokens already."""
+    return lm.encode(text if template is None else lm.tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def measure(
+    ways: Mapping[str, LanguageModel],
+    asked: Asked,
+    sampling: Sampling,
+    batch_size: int,
+    repetitions: int,
+    on_run: Callable[[], None] = lambda: None,
+) -> list[Run]:
+    """Decodes a dataset every way, alternating; the way named `BASELINE` without a drafter. A run for each way.
+
+    Args:
+        on_run: called for each way `repetitions + 2` times: at every run, the first of which is not timed, and at the end.
+    """
+    batches = [asked.prompts[i : i + batch_size] for i in range(0, len(asked.prompts), batch_size)]
+
+    def decoded(name: str, lm: LanguageModel) -> Callable[[], Generation]:
+        speculative = False if name == BASELINE else None
+        return lambda: joined([lm.generate(batch, sampling, speculative) for batch in batches])
+
+    timed = alternate({name: decoded(name, lm) for name, lm in ways.items()}, repetitions, on_run)
+    runs = []
+    for name, lm in ways.items():
+        drafter = None if name == BASELINE else lm.drafter
+        drafts = 0 if drafter is None else drafter.block_size - 1
+        paired = zip(timed[name].generation, asked.categories, strict=True)
+        responses = [figures.respond(r, drafts, category, r.drafted, r.accepted) for r, category in paired]
+        seconds = None if drafter is None else round_seconds(lm, drafter, batches[0], sampling)
+        runs.append(Run(asked.name, name, drafts, responses, timed[name].tokens_per_s, asked.skipped, seconds))
+        on_run()
+    return runs
+
+
+def round_seconds(
+    lm: LanguageModel, drafter: Drafter, prompts: Sequence[Sequence[int]], sampling: Sampling, repetitions: int = 30
+) -> dict[str, float]:
+    """Where the time of a round that drafts goes, in seconds for each of `PARTS`, behind the given prompts.
+
+    A part's time is that of the round up to its end less that of the round up to its beginning, each a program of its own and
+    each the fastest of `repetitions` runs, which alternate: what disturbs a run only makes it longer. So the parts add up to
+    the whole round, less what it costs to dispatch any program, which is no part of a round: many rounds run in one dispatch.
+    """
+    session = lm.start(prompts, sampling)
+    session.advance(1)
+    state, session.state = session.state, None  # donated to the first program
+    assert state is not None
+    fastest = [math.inf] * (1 + len(PARTS))
+    for repetition in range(1 + repetitions):
+        for n, part in enumerate((None, *PARTS)):
+            began = time.perf_counter()
+            state, result = round_up_to(part, drafter, lm.target, session.shape.warp, session.models, state)
+            jax.block_until_ready((state, result))
+            if repetition > 0:  # the first run compiles
+                fastest[n] = min(fastest[n], time.perf_counter() - began)
+    # A shorter program that took longer than a longer one was disturbed in all its runs.
+    ends = list(accumulate(reversed(fastest), min))[::-1]
+    return {part: after - before for part, before, after in zip(PARTS, ends, ends[1:], strict=False)}
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=5)
+def round_up_to(
+    part: str | None, drafter: Drafter, target: DecoderConfig, warp: Warp, models: Models, state: DecodeState
+) -> tuple[DecodeState, Any]:
+    """A round up to the end of a part; None is its beginning. DONATES state; in the one returned the round is still to come."""
+    if part is None:
+        return state, state.known + 1
+    proposal = drafter.propose(target, models, state)
+    if part == "draft":
+        return state, proposal
+    if part == "verify":
+        verified = verify(target, models.target, state, proposal.block, drafter.tap_layers, warp)
+        return verified.state, (verified.tokens, verified.taps)
+    after, info = verify_and_extend(drafter, target, warp, models, state, proposal)
+    return replace(after, known=state.known, done=state.done), info

@@ -1,0 +1,216 @@
+"""`tilewright doctor`: what runs here and why, and what is missing for the rest."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from shlex import split
+from typing import Literal
+
+import jax
+from rich.console import Console
+
+from tilewright import __version__
+from tilewright.cli.common import DEMO, JsonFile, check_json_file, human_console, write_json
+from tilewright.compiled.machine import chip_name
+from tilewright.decode.language_model import load
+from tilewright.decode.sampling import Sampling
+from tilewright.kernels import native
+from tilewright.kernels.build import PREBUILT, cache_folder, find_compiler, unwanted
+from tilewright.models.hub import PACKAGED
+
+TESTED_JAX = ("0.10", "0.11")
+INSTRUCTIONS = {
+    "avx2": "AVX2",
+    "avx512f": "AVX-512F",
+    "avx512_vnni": "AVX-512-VNNI",
+    "avx512_bf16": "AVX-512-BF16",
+    "amx_int8": "AMX-INT8",
+    "amx_bf16": "AMX-BF16",
+}
+"""What the kernels know to use, by the names that Linux gives them."""
+EXTRAS = {
+    "train": (("optax",), "tilewright train", "pip install 'tilewright[train]'"),
+    "tpu": (("libtpu",), "TPUs, and compiling for a TPU that is not here", "pip install 'tilewright[tpu]'"),
+    "oracle": (
+        ("torch", "transformers"),
+        "comparisons with transformers",
+        "make oracle, in a checkout, has an environment for it",
+    ),
+}
+"""The packages of each extra, what they are needed for, and where they come from."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        status: "ok"; "missing" for what generation can do without; "failed" for what it cannot.
+        advice: what to do about it; empty if there is nothing to do.
+    """
+
+    name: str
+    status: Literal["ok", "missing", "failed"]
+    found: str
+    advice: str = ""
+
+
+def check_jax() -> Finding:
+    found = f"{jax.__version__}, jaxlib {version('jaxlib')}"
+    release = ".".join(jax.__version__.split(".")[:2])
+    if release in TESTED_JAX:
+        return Finding("JAX", "ok", found)
+    known = " and ".join(TESTED_JAX)
+    return Finding(
+        "JAX", "missing", f"{found}: not a version that was tested ({known})", f"pip install 'jax=={TESTED_JAX[-1]}.*'"
+    )
+
+
+def check_devices() -> Finding:
+    try:
+        return Finding("devices", "ok", f"{jax.device_count()} ({jax.default_backend()}): {chip_name()}")
+    except RuntimeError as error:
+        platforms = os.environ.get("JAX_PLATFORMS")
+        advice = (
+            f"JAX_PLATFORMS is {platforms}: unset it, or install what that needs" if platforms else "reinstall jax and jaxlib"
+        )
+        return Finding("devices", "failed", one_line(error), advice)
+
+
+def check_threads() -> Finding:
+    """XLA's pool on a CPU: `NPROC`, or as many threads as the process may use cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    named = os.environ.get("NPROC")
+    return Finding("threads", "ok", f"{named} (NPROC), on {cores} cores" if named else str(cores))
+
+
+def check_instructions() -> Finding:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    flags = next((line.split() for line in lines if line.startswith("flags")), None)
+    if flags is None:
+        return Finding("instructions", "missing", "only Linux on x86 lists them")
+    here = [name for flag, name in INSTRUCTIONS.items() if flag in flags]
+    absent = [name for flag, name in INSTRUCTIONS.items() if flag not in flags]
+    without = f"; without {', '.join(absent)}" if absent else ""
+    return Finding("instructions", "ok", (", ".join(here) or "no vector instructions beyond SSE") + without)
+
+
+def check_kernels() -> Finding:
+    """Which path the linear layers and attention take."""
+    found = native.kernels()
+    if found.isa is None:
+        return Finding("linear layers", "missing", f"XLA, without CPU kernels: {found.reason}", kernel_advice())
+    asked = os.environ.get("TILEWRIGHT_CPU_ISA")
+    chosen = f" (TILEWRIGHT_CPU_ISA is {asked})" if asked else ""
+    came = "built at installation" if found.folder == PREBUILT else f"built into {found.folder}"
+    return Finding("linear layers", "ok", f"CPU kernels, {found.isa}{chosen}, {came}")
+
+
+def kernel_advice() -> str:
+    """What to do where there are no CPU kernels."""
+    if jax.default_backend() != "cpu":
+        return ""
+    if unwanted():
+        return "unset TILEWRIGHT_NO_NATIVE"
+    if find_compiler() is None:
+        return "install a C++17 compiler (g++ or clang++); they are then built at first use"
+    return "CXX names another compiler, TILEWRIGHT_CACHE another folder to build in"
+
+
+def check_compiler() -> Finding:
+    compiler = find_compiler()
+    if compiler is None:
+        return Finding("C++ compiler", "missing", "none: kernels that were not built at installation cannot be built")
+    try:
+        asked = subprocess.run([*split(compiler), "--version"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        advice = "CXX names it: correct or unset it" if "CXX" in os.environ else ""
+        return Finding("C++ compiler", "missing", one_line(error), advice)
+    told = asked.stdout.splitlines() or ["no version"]
+    return Finding("C++ compiler", "ok", f"{compiler}: {told[0]}")
+
+
+def check_kernel_cache() -> Finding:
+    folder = cache_folder()
+    sizes = [path.stat().st_size for path in folder.glob("*.so")] if folder.is_dir() else []
+    holds = f"{len(sizes)} libraries, {sum(sizes) / 1e6:.1f} MB" if sizes else "empty"
+    return Finding("kernel cache", "ok", f"{folder}: {holds}")
+
+
+def check_compile_cache() -> Finding:
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    if folder:
+        return Finding("compile cache", "ok", str(folder))
+    advice = "set JAX_COMPILATION_CACHE_DIR=~/.cache/jax to keep them"
+    return Finding("compile cache", "missing", "not set: every process compiles its programs again", advice)
+
+
+def check_extras() -> Iterator[Finding]:
+    for extra, (modules, use, advice) in EXTRAS.items():
+        absent = [module for module in modules if find_spec(module) is None]
+        if absent:
+            yield Finding(f"extra {extra}", "missing", f"no {' and no '.join(absent)}: needed for {use}", advice)
+        else:
+            yield Finding(f"extra {extra}", "ok", ", ".join(modules))
+
+
+def check_generation() -> Finding:
+    """Generates a few tokens with the demo's target, which also tries the kernels."""
+    if not PACKAGED[DEMO].is_dir():
+        return Finding("demo pair", "failed", f"not at {PACKAGED[DEMO].parent}", "reinstall tilewright")
+    started = time.perf_counter()
+    try:
+        (result,) = load(DEMO).generate(["def f(x):"], Sampling(max_new_tokens=4, ignore_eos=True))
+    except (ValueError, OSError, RuntimeError) as error:
+        return Finding("demo pair", "failed", one_line(error), "see whether --kernels xla helps, and report it")
+    seconds = time.perf_counter() - started
+    return Finding("demo pair", "ok", f"generated {len(result.tokens)} tokens in {seconds:.1f} s, compiling included")
+
+
+def one_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def examine(console: Console) -> list[Finding]:
+    """All findings. What needs a device is left out if there is none."""
+    findings = [Finding("tilewright", "ok", f"{__version__}, Python {sys.version.split()[0]}"), check_jax(), check_devices()]
+    works = findings[-1].status == "ok"
+    with console.status("building the kernels, if they are not yet, and generating"):
+        checks: list[Callable[[], Finding]] = [check_threads, check_instructions, check_compiler]
+        checks += [check_kernels] if works else []
+        checks += [check_kernel_cache, check_compile_cache]
+        checks += [check_generation] if works else []
+        return [*findings, *(check() for check in checks), *check_extras()]
+
+
+def doctor(*, json_file: JsonFile = None) -> None:
+    """Shows what runs here and why, and what is missing for the rest. Exit status 1 if nothing can be generated.
+
+    Parameters
+    ----------
+    json_file
+        Write the findings as JSON to this file, "-" for standard output.
+    """
+    check_json_file(json_file)
+    console = human_console(json_file)
+    findings = examine(console)
+    styles = {"ok": "green", "missing": "yellow", "failed": "red"}
+    for finding in findings:
+        console.print(f"{finding.status:8}", style=styles[finding.status], end="")
+        console.print(f"{finding.name:14}  {finding.found}", markup=False, soft_wrap=True)
+        if finding.advice:
+            console.print(f"{'':24}→ {finding.advice}", style="dim", markup=False, soft_wrap=True)
+    works = all(finding.status != "failed" for finding in findings)
+    console.print("Generation works here." if works else "Generation does not work here: see what failed.", style="bold")
+    isa = native.kernels().isa if works else None
+    kernels = f"cpu {isa}" if isa else "xla" if works else None
+    write_json(json_file, {"works": works, "kernels": kernels, "findings": [asdict(finding) for finding in findings]})
+    if not works:
+        sys.exit(1)

@@ -1,0 +1,111 @@
+"""What every drafter offers: proposals for a block, and a context that it extends by what was accepted."""
+
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Int
+
+from tilewright.decode import cache
+from tilewright.decode.state import DecodeState, Models, known_token
+from tilewright.kernels.linear.cpu import Format
+from tilewright.models.decoder import DecoderConfig
+
+
+class Proposal(NamedTuple):
+    """Drafts for every row.
+
+    Attributes:
+        block: the known token, then the drafts, `[B, T]`; what lies behind the last draft is run and never accepted.
+        drafts: how many drafts each row has, from 0 to T - 1, `[B]`.
+    """
+
+    block: Array
+    drafts: Array
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """A frozen, hashable description of how to draft; its arrays are in `Models.drafter` and in `DecodeState.draft_cache`."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block, the known one included."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """The drafter's kind."""
+        ...
+
+    @property
+    def dtype(self) -> str | None:
+        """Of its weights and activations; None if it has none."""
+        ...
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        """The target's layers, from 0, whose outputs `extend` reads."""
+        ...
+
+    @property
+    def reads_target_head(self) -> bool:
+        """Whether it drafts through the target's output head."""
+        ...
+
+    @property
+    def may_be_idle(self) -> bool:
+        """Whether a round without any proposal is run as a plain step of one row."""
+        ...
+
+    def allocate(self, batch: int, capacity: int) -> Any:
+        """An empty context for `batch` rows of `capacity` positions."""
+        ...
+
+    def pack(self, params: Any, kind: Format | None) -> Any:
+        """Its parameters in the layout of the CPU kernels."""
+        ...
+
+    def propose(self, target: DecoderConfig, models: Models, state: DecodeState) -> Proposal:
+        """Drafts what follows the known token."""
+        ...
+
+    def extend(
+        self, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Int[Array, " B"], stop: Int[Array, " B"]
+    ) -> DecodeState:
+        """Adds positions `start` to `stop - 1` to the context, from the target's hidden states at `start` onwards.
+
+        Tokens up to `stop` are settled in `state.tokens`.
+        """
+        ...
+
+
+def masked_block(state: DecodeState, size: int, filler: int) -> Int[Array, "B T"]:
+    """The known token, and `filler` in every later slot."""
+    known = known_token(state)
+    return jnp.concatenate([known, jnp.full((known.shape[0], size - 1), filler, known.dtype)], axis=1)
+
+
+def context_slots(window: int | None, capacity: int) -> int:
+    """Slots of a context of which a window keeps only the last positions."""
+    return capacity if window is None else min(window, capacity)
+
+
+def store(window: int | None, cached: Any, new: Any, start: Int[Array, " B"], stop: Int[Array, " B"]) -> Any:
+    """Writes keys and values of positions `start` to `stop - 1` into a context, `[B, K, S, D]` each.
+
+    Without a window, entries from `stop` on are written as well and stay masked until the next round replaces them.
+    """
+    if window is None:
+        return jax.tree.map(lambda old, entries: cache.write(old, entries, start), cached, new)
+    return jax.tree.map(lambda old, entries: cache.write_ring(old, entries, start, stop), cached, new)
+
+
+def check_block_size(size: int, window: int | None = None, most: int | None = None) -> None:
+    """Raises a `ValueError` if a drafter cannot run with this block or window."""
+    if size < 2 or (most is not None and size > most):
+        limit = "of at least 2" if most is None else f"from 2 to the drafter's {most}"
+        raise ValueError(f"expected a block size {limit}, found {size}")
+    if window is not None and window < 1:
+        raise ValueError(f"expected a draft window of at least 1, found {window}")

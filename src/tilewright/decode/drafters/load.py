@@ -1,0 +1,86 @@
+"""From what a user names to a drafter and its parameters."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from rich.console import Console
+
+from tilewright.decode.drafters.base import Drafter
+from tilewright.decode.drafters.blockwise import Blockwise
+from tilewright.decode.drafters.dflash import DFlash
+from tilewright.decode.drafters.eagle3 import Eagle3
+from tilewright.decode.drafters.ngram import NGram
+from tilewright.models import checkpoint, dflash, eagle3, hub
+from tilewright.models.decoder import DecoderConfig
+from tilewright.models.params import DTYPES, Dtype
+
+NGRAM = "ngram"
+
+
+@dataclass(frozen=True)
+class DrafterOptions:
+    """What a user may ask of a drafter; None leaves it to the drafter. Named as in `language_model.load`."""
+
+    block_size: int | None = None
+    draft_window: int | None = None
+    drafter_dtype: str | None = None
+    refine: int = 0
+    revision: str | None = None
+
+    def check(self, drafter: str | None) -> None:
+        """Raises a `ValueError` that names an option which does not go with the drafter."""
+        if self.drafter_dtype is not None and self.drafter_dtype not in DTYPES:
+            raise ValueError(f"expected a drafter dtype among {', '.join(DTYPES)}, found {self.drafter_dtype!r}")
+        if drafter not in (None, NGRAM):
+            return
+        kind = "no drafter was named" if drafter is None else "n-gram drafting has no weights"
+        for name, value in (("draft window", self.draft_window), ("drafter dtype", self.drafter_dtype)):
+            if value is not None:
+                raise ValueError(f"a {name} needs a drafter with weights; {kind}")
+        if self.refine:
+            raise ValueError(f"refining needs a DFlash drafter; {kind}")
+
+    def fitting(self, drafter: str | None) -> "DrafterOptions":
+        """Those of the options that a drafter takes, for callers that give several drafters the same options."""
+        if drafter not in (None, "none", NGRAM):
+            return self
+        return DrafterOptions(block_size=self.block_size)
+
+
+def load_drafter(
+    source: str | None, target: DecoderConfig, dtype: str, options: DrafterOptions, console: Console | None
+) -> tuple[Drafter | None, Any]:
+    """Reads a drafter and checks that it fits the target. Returns it with its parameters.
+
+    Args:
+        source: a folder, a Hugging Face id or "ngram"; None for no drafter, which with a block size is block-wide decoding.
+        dtype: of the drafter, unless the options name another.
+    """
+    size = options.block_size
+    if source is None:
+        return (None if size is None else Blockwise(size)), None
+    if source == NGRAM:
+        return (NGram() if size is None else NGram(size)), None
+    precision = cast(Dtype, options.drafter_dtype or dtype)
+    folder = hub.resolve(source, options.revision, console)
+    fields = checkpoint.read_config(folder)
+    if eagle3.is_eagle3(fields):
+        if options.refine:
+            raise ValueError("refining needs a DFlash drafter; this is an EAGLE-3 one")
+        config, params = eagle3.load(folder, target, DTYPES[precision], console)
+        return Eagle3(config, config.block_size if size is None else size, options.draft_window, precision), params
+    config, params = load_dflash(folder, fields, target, precision, console)
+    return DFlash(config, config.block_size if size is None else size, options.draft_window, precision, options.refine), params
+
+
+def load_dflash(
+    folder: Path, fields: dict[str, Any], target: DecoderConfig, dtype: Dtype, console: Console | None
+) -> tuple[dflash.DFlashConfig, dflash.DFlashParams]:
+    """Reads a DFlash drafter, whose tensors may carry a `model.` prefix."""
+    config = dflash.config_from_hf(fields, str(folder / checkpoint.CONFIG))
+    dflash.check_fits(config, target)
+    declared = dflash.declare(config)
+    return config, checkpoint.load_params(
+        folder, declared, DTYPES[dtype], rename=lambda name: name.removeprefix("model."), console=console
+    )

@@ -1,0 +1,25 @@
+"""The operation as XLA compiles it, on any device: it writes the logits to memory and reads them again."""
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int32
+
+from tilewright.kernels.linear import xla
+
+
+def argmax(x: Float[Array, "*rows V"]) -> Int32[Array, "*rows"]:
+    """The first index of the largest entry.
+
+    Two plain reductions, which XLA vectorises on a CPU; its own argmax is scalar there.
+    """
+    vocab = x.shape[-1]
+    index = jnp.where(x == jnp.max(x, axis=-1, keepdims=True), jnp.arange(vocab, dtype=jnp.int32), vocab - 1)
+    return jnp.min(index, axis=-1)
+
+
+def head_argmax(x: Float[Array, "*rows H"], head: Float[Array, "..."], transposed: bool = False) -> Int32[Array, "*rows"]:
+    """`argmax(x @ head)` over the last dim, for a head `[H, V]`, or `[V, H]` if it is `transposed`; logits are float32 sums.
+
+    A row with a NaN gives the last index.
+    """
+    return argmax(xla.linear(x, head.T if transposed else head, jnp.float32))

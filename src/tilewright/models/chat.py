@@ -1,0 +1,153 @@
+"""A model's chat template: how a conversation becomes the one text that the model reads.
+
+Templates are Jinja programs that come with a checkpoint, so they run in a sandbox (whose known holes jinja2 3.1.6 closed). They
+see what transformers gives its templates, so that they say the same here as there.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tilewright.models.checkpoint import read_json
+
+CONFIG = "tokenizer_config.json"
+FILE = "chat_template.jinja"
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A compiled template, made by `load`.
+
+    Attributes:
+        template: the compiled program.
+        special_tokens: texts of the special tokens that it may name, such as `bos_token`; what the model lacks is absent.
+        where: the file it came from.
+    """
+
+    template: jinja2.Template
+    special_tokens: Mapping[str, str]
+    where: str
+
+    @staticmethod
+    def load(folder: Path) -> "ChatTemplate | None":
+        """The template of a model's folder: `chat_template.jinja`, else `chat_template` in `tokenizer_config.json`.
+
+        Of several named templates it is the one named "default". None where the model has none, as base models do.
+
+        Raises:
+            ValueError: a file is malformed, or the template does not compile.
+        """
+        config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+        if (folder / FILE).is_file():
+            where = str(folder / FILE)
+            source = read_text(folder / FILE)
+        else:
+            where = str(folder / CONFIG)
+            source = default_template(config.get("chat_template"), where)
+        if source is None:
+            return None
+        try:
+            template = environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"{where}: the chat template does not compile: line {error.lineno}: {error.message}") from error
+        return ChatTemplate(template, special_tokens(config), where)
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, enable_thinking: bool = False
+    ) -> str:
+        """The conversation as text.
+
+        The text holds the special tokens that the model wants: encode it with `add_special_tokens=False`, or a tokenizer that
+        adds a beginning-of-sequence token adds a second one.
+
+        Args:
+            messages: each with at least `role` and `content`.
+            add_generation_prompt: end with what begins an answer.
+            enable_thinking: for models that can think before they answer; the others do not read it.
+
+        Raises:
+            ValueError: the template refuses the conversation, or fails on it.
+        """
+        values = {**self.special_tokens, "messages": [dict(message) for message in messages], "tools": None, "documents": None}
+        values |= {"add_generation_prompt": add_generation_prompt, "enable_thinking": enable_thinking}
+        try:
+            return self.template.render(values)
+        except Exception as error:  # a template is a program: what it raises is its own affair
+            raise ValueError(f"{self.where}: the chat template fails on this conversation: {error}") from error
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: not UTF-8 text") from None
+
+
+def default_template(value: object, where: str) -> str | None:
+    """The template's source in a configuration: a text, or a list of `{"name", "template"}`."""
+    if value is None or isinstance(value, str):
+        return value
+    named: dict[object, object] = {}
+    if isinstance(value, list) and all(isinstance(one, dict) for one in value):
+        named = {one.get("name"): one.get("template") for one in value}
+    chosen = named.get("default")
+    if not isinstance(chosen, str):
+        found = f"those named {', '.join(map(str, named))}" if named else repr(value)
+        raise ValueError(f'{where}: expected chat_template to be a text, or a list with one named "default", found {found}')
+    return chosen
+
+
+def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """The special tokens of a tokenizer's configuration, each a text or an object with its `content`."""
+    tokens = {}
+    for name in SPECIAL_TOKENS:
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            tokens[name] = text
+    return tokens
+
+
+class GenerationBlock(Extension):
+    """`{% generation %} ... {% endgeneration %}` marks what an assistant says, for training; here it changes nothing."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it as an attribute of the instance)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def raise_exception(message: str) -> NoReturn:
+    """How a template refuses a conversation."""
+    raise jinja2.TemplateError(message)
+
+
+def strftime_now(format: str) -> str:
+    """The local time; some templates tell the model the date."""
+    return datetime.now().strftime(format)
+
+
+def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False):
+    """JSON as a model should read it. Jinja's own filter is made for web pages and escapes `<`, `>`, `&` and quotes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def environment() -> ImmutableSandboxedEnvironment:
+    """The sandbox: no access to Python's internals, no change to what a template is given."""
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, "jinja2.ext.loopcontrols"]
+    )
+    made.filters["tojson"] = to_json
+    made.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    return made

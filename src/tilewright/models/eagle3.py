@@ -1,0 +1,391 @@
+"""EAGLE-3: a drafter of one layer that drafts token after token from its target's hidden states (arXiv 2503.01840).
+
+The *feature* of a position is `fc` of the target's states after a few tapped layers. The layer reads pairs: what is known of
+position t, with the embedding of the token at t + 1; its output at t predicts the token at t + 2 over a small *draft
+vocabulary*. A chain goes on without the target: the next pair is that output, before the final norm, with the embedding of the
+token just drafted.
+
+A pair stands at position t, that of its feature, and the pairs of a chain at t + 1, t + 2, ... Published code counts alike; as
+attention sees only distances, the same shift of all of them changes nothing.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int
+from rich.console import Console
+
+from tilewright.kernels.linear.cpu import Format, pack
+from tilewright.kernels.select import linear
+from tilewright.models import layers
+from tilewright.models.checkpoint import CONFIG, load_params, load_stored, read_config, read_headers, save_params, weight_files
+from tilewright.models.config import ConfigReader
+from tilewright.models.decoder import DecoderConfig, Layer, declare_layer, mlp_half, pack_layer, project_keys, split_heads
+from tilewright.models.layers import RopeScaling, rms_norm
+from tilewright.models.params import ArraySpec, matrix, norm_weight
+
+BLOCK_SIZE = 8
+"""The known token and the seven that the published drafters were trained to draft (EAGLE-3, training-time test)."""
+
+MAPS = ("d2t", "t2d")
+"""The stored vocabulary maps: what to add to a draft id to get the target's, and which of the target's ids have a draft id."""
+
+EAGLE_FIELDS: dict[str, object] = {
+    "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
+    "use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1, "parallel_draft_heads_num_layers": None,
+    "has_lm_head": True, "norm_before_fc": False, "fc_norm": False, "norm_output": False,
+}  # fmt: skip
+"""Fields of published configurations, inside `eagle_config` or beside it, with the only value that is supported here."""
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """Sizes of an EAGLE-3 drafter.
+
+    Attributes:
+        vocab_size: of the target.
+        draft_vocab_size: tokens that the drafter can propose.
+        hidden_size, target_hidden_size: the same, unless the drafter brings its own embedding.
+        target_layer_ids: the tapped layers, from 0, whose *outputs* are read.
+        block_size: tokens drafted at once that it was trained for, the known one included.
+        norm_before_residual: the residual stream starts from the normalised feature.
+        own_embedding: the checkpoint holds an embedding; otherwise the target's serves.
+    """
+
+    vocab_size: int
+    draft_vocab_size: int
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    target_layer_ids: tuple[int, ...]
+    block_size: int = BLOCK_SIZE
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    norm_before_residual: bool = False
+    own_embedding: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        return 1
+
+    @property
+    def rope_frequencies(self) -> list[float]:
+        return layers.rope_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
+
+
+def default_target_layers(num_target_layers: int) -> tuple[int, ...]:
+    """The tapped layers of a configuration that names none: an early, a middle and a late one.
+
+    The published choice is the input of layers 2, L // 2 and L - 3. Below seven layers these are not distinct; then three (or
+    all) are spread over the target as evenly as can be, up to its last.
+    """
+    if num_target_layers >= 7:
+        return (1, num_target_layers // 2 - 1, num_target_layers - 4)
+    first = min(1, max(0, num_target_layers - 3))
+    return tuple(sorted({round(first + i * (num_target_layers - 1 - first) / 2) for i in range(3)}))
+
+
+def _eagle_fields(read: ConfigReader) -> None:
+    """Refuses what `eagle_config` (or the fields beside it) asks for and is not supported."""
+    inner = read.fields.get("eagle_config") or {}
+    known = {*EAGLE_FIELDS, "eagle_aux_hidden_state_layer_ids", "block_size"}
+    unknown = sorted(inner.keys() - known)
+    read.require(not unknown, f"eagle_config has unknown fields: {', '.join(unknown)}")
+    for name, only in EAGLE_FIELDS.items():
+        for fields, where in ((inner, "eagle_config."), (read.fields, "")):
+            value = fields.get(name)
+            read.require(value is None or value == only, f"{where}{name}={value!r} is not supported (only {only!r})")
+    # Engines disagree about what these count where they stand outside: layers whose output is read, or whose input.
+    outside = "eagle_aux_hidden_state_layer_ids" in read.fields and "eagle_aux_hidden_state_layer_ids" not in inner
+    read.require(
+        not outside, "eagle_aux_hidden_state_layer_ids must stand in eagle_config (layers, from 0, whose output is read)"
+    )
+
+
+def is_eagle3(fields: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` is that of an EAGLE-3 drafter."""
+    return any("eagle3" in str(name).lower() for name in fields.get("architectures") or ()) or "draft_vocab_size" in fields
+
+
+def config_from_hf(fields: Mapping[str, Any], num_target_layers: int, where: str = CONFIG) -> Eagle3Config:
+    """Reads a drafter's `config.json`, in the form of the published `LlamaForCausalLMEagle3`.
+
+    Args:
+        num_target_layers: of the target, for the taps of a configuration that names none.
+
+    Raises:
+        ValueError: one message that lists everything missing or unsupported.
+    """
+    read = ConfigReader(fields, where)
+    inner = fields.get("eagle_config") or {}
+    if not isinstance(inner, Mapping):
+        raise ValueError(f"{where}: eagle_config must be an object, found {inner!r}")
+    for name, only in (
+        ("model_type", "llama"), ("hidden_act", "silu"), ("num_hidden_layers", 1), ("attention_bias", False),
+        ("mlp_bias", False), ("tie_word_embeddings", False), ("use_sliding_window", False), ("pretraining_tp", 1),
+        ("quantization_config", None),
+    ):  # fmt: skip
+        read.expect(name, only)
+    if fields.get("use_sliding_window") is None:
+        read.expect("sliding_window", None)
+    read.expect_all("layer_types", "full_attention")
+    _eagle_fields(read)
+    inside = ConfigReader(inner, where)
+    taps = inside.token_ids("eagle_aux_hidden_state_layer_ids")
+    hidden, heads, vocab = read.integer("hidden_size"), read.integer("num_attention_heads"), read.integer("vocab_size")
+    theta, scaling = read.rope()
+    config = Eagle3Config(
+        vocab_size=vocab,
+        draft_vocab_size=read.integer("draft_vocab_size", default=vocab),
+        hidden_size=hidden,
+        target_hidden_size=read.integer("target_hidden_size", default=hidden),
+        intermediate_size=read.integer("intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=read.integer("num_key_value_heads", default=heads),
+        head_dim=read.integer("head_dim", default=max(hidden // heads, 2)),
+        target_layer_ids=taps or default_target_layers(num_target_layers),
+        block_size=inside.integer("block_size", default=BLOCK_SIZE),
+        rms_norm_eps=read.number("rms_norm_eps", default=1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        norm_before_residual=read.flag("norm_before_residual", default=False),
+    )
+    read.problems += inside.problems
+    read.require(config.draft_vocab_size <= vocab, f"draft_vocab_size {config.draft_vocab_size} exceeds vocab_size {vocab}")
+    read.require(heads % config.num_kv_heads == 0, "num_attention_heads is no multiple of num_key_value_heads")
+    read.require(config.head_dim % 2 == 0, "head_dim must be even")
+    read.require(config.block_size >= 2, f"block_size must be at least 2, found {config.block_size}")
+    read.finish()
+    return config
+
+
+def config_to_hf(config: Eagle3Config) -> dict[str, Any]:
+    """The `config.json` of a drafter that was trained here, with the fields of the published ones."""
+    scaling = config.rope_scaling
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "hidden_size": config.hidden_size,
+        "target_hidden_size": config.target_hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None if scaling is None else dict(vars(scaling)),
+        "tie_word_embeddings": False,
+        "norm_before_residual": config.norm_before_residual,
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": list(config.target_layer_ids),
+            "use_aux_hidden_state": True,
+            "block_size": config.block_size,
+        },
+    }
+
+
+def check_fits(drafter: Eagle3Config, target: DecoderConfig) -> None:
+    """Raises a `ValueError` that lists every way in which a drafter does not fit its target."""
+    sizes = [
+        ("vocab_size", drafter.vocab_size, target.vocab_size),
+        ("target_hidden_size", drafter.target_hidden_size, target.hidden_size),
+    ]
+    if not drafter.own_embedding:
+        sizes.append(("hidden_size, without an embedding of its own,", drafter.hidden_size, target.hidden_size))
+    problems = [f"{name} is {have} but the target's is {want}" for name, have, want in sizes if have != want]
+    outside = [i for i in drafter.target_layer_ids if i >= target.num_layers]
+    if outside:
+        problems.append(f"target_layer_ids {outside} lie outside the target's {target.num_layers} layers")
+    if problems:
+        raise ValueError("the drafter does not fit the target: " + "; ".join(problems))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Eagle3Params:
+    """All arrays of a drafter.
+
+    Attributes:
+        layer: its projections of queries, keys and values read `2 * hidden_size`; `input_norm` is that of the embeddings.
+        embed: None where the target's embedding serves.
+        target_ids: the target's id of each draft id, int32 `[draft_vocab_size]`; None in a declaration and while training.
+    """
+
+    fc: Any
+    hidden_norm: Any
+    layer: Layer
+    norm: Any
+    head: Any
+    embed: Any
+    target_ids: Any = None
+
+
+def declare(config: Eagle3Config) -> Eagle3Params:
+    """The drafter's arrays under their checkpoint names, without the `model.` prefix that some files carry."""
+    h, d = config.hidden_size, config.head_dim
+    query, key, attn = config.num_heads * d, config.num_kv_heads * d, "midlayer.self_attn"
+    layer = replace(
+        declare_layer(config, "midlayer", qk_norm=False),
+        q=matrix(f"{attn}.q_proj.weight", 2 * h, query, ("hidden", "heads")),
+        k=matrix(f"{attn}.k_proj.weight", 2 * h, key, ("hidden", "kv_heads")),
+        v=matrix(f"{attn}.v_proj.weight", 2 * h, key, ("hidden", "kv_heads")),
+    )
+    embed = ArraySpec("embed_tokens.weight", (config.vocab_size, h), ("vocab", "hidden")) if config.own_embedding else None
+    return Eagle3Params(
+        fc=matrix("fc.weight", len(config.target_layer_ids) * config.target_hidden_size, h, ("taps", "hidden")),
+        hidden_norm=norm_weight("midlayer.hidden_norm.weight", h),
+        layer=layer,
+        norm=norm_weight("norm.weight", h),
+        head=matrix("lm_head.weight", h, config.draft_vocab_size, ("hidden", "vocab")),
+        embed=embed,
+    )
+
+
+def _plain_name(name: str) -> str:
+    return name.removeprefix("model.")
+
+
+def _is_map(name: str) -> bool:
+    return _plain_name(name) in MAPS
+
+
+def load(
+    folder: Path, target: DecoderConfig, dtype: DTypeLike, console: Console | None = None
+) -> tuple[Eagle3Config, Eagle3Params]:
+    """Reads a drafter for a target: its configuration, and its parameters as `dtype`.
+
+    Raises:
+        ValueError: what is missing, unknown or unsupported in the files; how the drafter does not fit; or that its vocabulary
+            maps contradict themselves or each other.
+    """
+    config = config_from_hf(read_config(folder), target.num_layers, str(folder / CONFIG))
+    names = {_plain_name(tensor.name) for tensor in read_headers(weight_files(folder))}
+    config = replace(config, own_embedding="embed_tokens.weight" in names)
+    check_fits(config, target)
+    ids = target_ids_from_maps(config, load_stored(folder, MAPS, _plain_name), str(folder))
+    params = load_params(folder, declare(config), dtype, rename=_plain_name, ignore=_is_map, console=console)
+    return config, replace(params, target_ids=jnp.asarray(ids))
+
+
+def save(folder: Path, config: Eagle3Config, params: Eagle3Params, dtype: DTypeLike) -> None:
+    """Writes a drafter as `load` and other libraries read it; see `checkpoint.save_params`."""
+    maps = maps_from_target_ids(np.asarray(params.target_ids), config.vocab_size)
+    save_params(folder, config_to_hf(config), declare(config), replace(params, target_ids=None), dtype, maps)
+
+
+def target_ids_from_maps(config: Eagle3Config, maps: Mapping[str, np.ndarray], where: str) -> np.ndarray:
+    """The target's id of each draft id, from the stored maps; the identity where there are none and both vocabularies agree.
+
+    Raises:
+        ValueError: `d2t` is missing or has another length or dtype, leaves the vocabulary, repeats itself, or contradicts
+            `t2d`.
+    """
+    count, vocab = config.draft_vocab_size, config.vocab_size
+    shifts = maps.get("d2t", np.zeros(count, np.int64) if count == vocab else None)
+    if shifts is None:
+        raise ValueError(f"{where}: expected the tensor d2t, as draft_vocab_size {count} is not vocab_size {vocab}")
+    if shifts.shape != (count,) or not np.issubdtype(shifts.dtype, np.integer):
+        raise ValueError(f"{where}: expected d2t to hold {count} integers, found {shifts.dtype} {list(shifts.shape)}")
+    ids = np.arange(count) + shifts
+    if ids.min() < 0 or ids.max() >= vocab or len(np.unique(ids)) < count:
+        raise ValueError(f"{where}: expected d2t to lead to {count} different ids below {vocab}, found others")
+    inverse = maps.get("t2d")
+    if inverse is not None and not np.array_equal(np.flatnonzero(inverse), np.sort(ids)):
+        raise ValueError(
+            f"{where}: expected t2d to be true for the {count} ids that d2t leads to, found {np.count_nonzero(inverse)}"
+        )
+    return ids.astype(np.int32)
+
+
+def maps_from_target_ids(ids: np.ndarray, vocab_size: int) -> dict[str, np.ndarray]:
+    """The stored maps: `d2t` int64 `[draft_vocab_size]` and `t2d` bool `[vocab_size]`."""
+    return {"d2t": ids.astype(np.int64) - np.arange(len(ids)), "t2d": np.isin(np.arange(vocab_size), ids)}
+
+
+def pack_eagle3(params: Eagle3Params, kind: Format | None = None) -> Eagle3Params:
+    """The drafter with its matrices in the layout of the CPU kernel, in `kind` or else as they are."""
+    layer, head = pack_layer(params.layer, kind, "midlayer"), pack(params.head, kind, "lm_head")
+    return replace(params, fc=pack(params.fc, kind, "fc"), layer=layer, head=head)
+
+
+def fuse(config: Eagle3Config, params: Eagle3Params, taps: Sequence[Float[Array, "B T G"]]) -> Float[Array, "B T H"]:
+    """One feature for each position, from the target's hidden states after the tapped layers."""
+    return linear(jnp.concatenate(taps, axis=-1), params.fc)
+
+
+def pair(
+    config: Eagle3Config, params: Eagle3Params, h: Float[Array, "B T H"], embeds: Float[Array, "B T H"]
+) -> Float[Array, "B T H2"]:
+    """What the projections of the layer read: the normalised embedding, then the normalised state."""
+    embedded = rms_norm(embeds, params.layer.input_norm, config.rms_norm_eps)
+    return jnp.concatenate([embedded, rms_norm(h, params.hidden_norm, config.rms_norm_eps)], axis=-1)
+
+
+def keys(
+    config: Eagle3Config,
+    params: Eagle3Params,
+    h: Float[Array, "B T H"],
+    embeds: Float[Array, "B T H"],
+    positions: Int[Array, "B T"],
+) -> tuple[Float[Array, "B K T D"], Float[Array, "B K T D"]]:
+    """Keys and values of pairs, as a cache keeps them: a pure function of each pair and its position.
+
+    Args:
+        h: features, or outputs of `step` that are fed back.
+        embeds: the embedding of the token *after* each position.
+        positions: those of the features.
+    """
+    k, v = project_keys(
+        config, params.layer, pair(config, params, h, embeds), layers.rope_tables(positions, config.rope_frequencies)
+    )
+    return k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+
+
+def step(
+    config: Eagle3Config,
+    params: Eagle3Params,
+    h: Float[Array, "B T H"],
+    embeds: Float[Array, "B T H"],
+    positions: Int[Array, "B T"],
+    attend: Callable[[Array, Array, Array], tuple[Array, Any]],
+) -> tuple[Float[Array, "B T H"], Any]:
+    """Runs the layer over pairs (see `keys`); `attend` is that of `decoder.Attend` and decides what each pair sees.
+
+    Returns:
+        the output before the final norm, which `draft_logits` reads and the next step of a chain takes as its `h`; and what
+        `attend` leaves behind.
+    """
+    rope = layers.rope_tables(positions, config.rope_frequencies)
+    both = pair(config, params, h, embeds)
+    k, v = project_keys(config, params.layer, both, rope)
+    q = layers.rotate(split_heads(linear(both, params.layer.q), config.head_dim), rope)
+    seen, left = attend(q, k, v)
+    residual = both[..., config.hidden_size :] if config.norm_before_residual else h
+    x = residual + linear(seen.reshape(*h.shape[:2], -1), params.layer.o)
+    return x + mlp_half(config, params.layer, x), left
+
+
+def draft_logits(config: Eagle3Config, params: Eagle3Params, hidden: Float[Array, "*rows H"]) -> Float[Array, "*rows W"]:
+    """Final norm and the drafter's own head, over the draft vocabulary; float32 whatever the drafter's dtype."""
+    return linear(rms_norm(hidden, params.norm, config.rms_norm_eps), params.head, jnp.float32)
+
+
+def to_target(params: Eagle3Params, draft_ids: Int[Array, "*rows"]) -> Int[Array, "*rows"]:
+    """The target's ids of draft ids."""
+    return params.target_ids[draft_ids]

@@ -1,0 +1,268 @@
+"""Training an EAGLE-3 drafter for a frozen target: training-time test (EAGLE-3, arXiv 2503.01840 §3.2).
+
+The chain that will draft is unrolled over every position of a sequence at once. Step i pairs what the drafter itself put out
+at step i - 1 (at step 0 the target's features) with the embedding of the token i + 1 further on, and learns what the target
+says about the token after that. A pair sees the pairs of step 0 up to its own position, and of later steps only those of its
+own chain, just as when drafting.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Float, Int
+from rich.console import Console
+
+from tilewright.kernels.attention.xla import MASKED
+from tilewright.models import decoder, eagle3
+from tilewright.models.decoder import DecoderConfig, DecoderParams
+from tilewright.models.eagle3 import Eagle3Config, Eagle3Params
+from tilewright.models.params import initialise
+from tilewright.train.data import Stream
+from tilewright.train.drafter import drafter_task
+from tilewright.train.loop import TrainOptions, TrainResult, make_optimizer, train
+
+
+@dataclass(frozen=True)
+class Eagle3Options:
+    """What is particular to the training of an EAGLE-3 drafter.
+
+    Attributes:
+        decay: weight of a draft step's loss against that of the step before; the published value is 0.8.
+    """
+
+    decay: float = 0.8
+
+    def __post_init__(self) -> None:
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"expected a decay above 0 and at most 1, found {self.decay}")
+
+
+def default_draft_vocab(vocab_size: int) -> int:
+    """A small vocabulary whole; of a large one as many tokens as the published drafters have."""
+    return vocab_size if vocab_size <= 8192 else min(vocab_size, 32000)
+
+
+def frequent_tokens(stream: Stream, vocab_size: int, size: int) -> np.ndarray:
+    """The `size` most frequent tokens of what is in the loss, as rising ids, int32; among equals the lower ids."""
+    counts = np.bincount(stream.tokens[stream.in_loss], minlength=vocab_size)
+    return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
+
+
+class Teacher(NamedTuple):
+    """What the target says about each sequence.
+
+    Attributes:
+        taps: its hidden states after the tapped layers, each `[B, T, G]`.
+        probabilities: of the next token, over the draft vocabulary alone, `[B, T, W]`.
+        best: its most likely next token, `[B, T]`.
+    """
+
+    taps: tuple[Array, ...]
+    probabilities: Array
+    best: Array
+
+
+def ask_target(
+    target: DecoderConfig, config: Eagle3Config, target_params: DecoderParams, ids: Int[Array, " W"], tokens: Int[Array, "B T"]
+) -> Teacher:
+    """Runs the target over whole sequences."""
+    ran = decoder.forward_full(target, target_params, tokens, config.target_layer_ids)
+    logits = decoder.logits(target, target_params, ran.hidden)
+    return Teacher(ran.taps, jax.nn.softmax(logits[..., ids], axis=-1), jnp.argmax(logits, axis=-1))
+
+
+def following(x: Array, n: int) -> Array:
+    """Each position's entry `n` positions on, `x` being `[B, T, ...]`; zeros beyond the end."""
+    return jnp.pad(x[:, n:], ((0, 0), (0, n), *((0, 0),) * (x.ndim - 2)))
+
+
+def chain_attention(
+    q: Float[Array, "B T N D"], pairs: Sequence[tuple[Float[Array, "B T K D"], Float[Array, "B T K D"]]]
+) -> Float[Array, "B T N D"]:
+    """Attention of one unrolled step; `pairs` has keys and values of all steps so far, its own last.
+
+    A query sees the first step's entries up to its own position, and of each later step the one at its own position.
+    """
+    b, t, n, d = q.shape
+    (k, v), chain = pairs[0], pairs[1:]
+    grouped = (q * d**-0.5).reshape(b, t, k.shape[2], -1, d)
+    before = jnp.einsum("btkgd,bskd->bkgts", grouped, k)
+    before = jnp.where(jnp.tril(jnp.ones((t, t), bool)), before, MASKED)
+    own = [jnp.einsum("btkgd,btkd->bkgt", grouped, later)[..., None] for later, _ in chain]
+    weights = jax.nn.softmax(jnp.concatenate([before, *own], axis=-1), axis=-1)
+    out = jnp.einsum("bkgts,bskd->btkgd", weights[..., :t], v)
+    for step, (_, later) in enumerate(chain):
+        out = out + jnp.einsum("bkgt,btkd->btkgd", weights[..., t + step], later)
+    return out.reshape(b, t, n, d)
+
+
+def unroll(
+    config: Eagle3Config,
+    params: Eagle3Params,
+    embedding: Float[Array, "V H"],
+    taps: Sequence[Float[Array, "B T G"]],
+    tokens: Int[Array, "B T"],
+) -> Iterator[Float[Array, "B T W"]]:
+    """Runs every position's chain over the tokens that follow it.
+
+    Yields:
+        the draft logits of each step; those of step i at position t are about the token at t + 2 + i.
+    """
+    h, pairs = eagle3.fuse(config, params, taps), []
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    for i in range(config.block_size - 1):
+
+        def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
+            pairs.append((k, v))
+            return chain_attention(q, pairs), None
+
+        h, _ = eagle3.step(config, params, h, embedding[following(tokens, i + 1)], positions + i, attend)
+        yield eagle3.draft_logits(config, params, h)
+
+
+def step_counts(tokens: Int[Array, "B T"], in_loss: Bool[Array, "B T"], steps: int, end: int) -> list[Bool[Array, "B T"]]:
+    """For each step, the positions whose predicted token is in the loss, and in the same text as the known token."""
+    alive, counted = jnp.ones_like(in_loss), []
+    for i in range(steps):
+        alive = alive & (following(tokens, i + 1) != end)
+        counted.append(alive & following(in_loss, i + 2))
+    return counted
+
+
+def drafter_loss(
+    target: DecoderConfig,
+    config: Eagle3Config,
+    options: Eagle3Options,
+    params: Eagle3Params,
+    frozen: tuple[DecoderParams, Int[Array, " W"]],
+    batch: tuple[Int[Array, "B T"], Bool[Array, "B T"]],
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """The weighted mean cross-entropy in nats against the target's distribution over the draft vocabulary; the weights' sum.
+
+    Tokens count where the target's own choice is in the draft vocabulary: elsewhere no greedy draft can be accepted. One
+    sequence is worked on at a time, backwards too, so that memory does not grow with the batch.
+
+    Args:
+        frozen: the target, and the target's ids of the draft ids.
+    """
+    target_params, ids = frozen
+
+    @jax.checkpoint
+    def of_chains(params: Eagle3Params, teacher: Teacher, tokens: Array, in_loss: Array) -> tuple[Array, Array]:
+        reachable = jnp.zeros(config.vocab_size, bool).at[ids].set(True)[teacher.best]
+        counted = step_counts(tokens, in_loss, config.block_size - 1, end_token(target))
+        summed, total = jnp.float32(0), jnp.float32(0)
+        for i, logits in enumerate(unroll(config, params, target_params.embed, teacher.taps, tokens)):
+            weights = options.decay**i * (counted[i] & following(reachable, i + 1)).astype(jnp.float32)
+            said = jnp.sum(following(teacher.probabilities, i + 1) * logits, axis=-1)
+            summed += jnp.sum((jax.nn.logsumexp(logits, axis=-1) - said) * weights)
+            total += jnp.sum(weights)
+        return summed, total
+
+    def of_sequence(sequence: tuple[Array, Array]) -> tuple[Array, Array]:
+        tokens, in_loss = (x[None] for x in sequence)
+        return of_chains(params, ask_target(target, config, target_params, ids, tokens), tokens, in_loss)
+
+    summed, total = (jnp.sum(part) for part in jax.lax.map(of_sequence, batch))
+    return summed / jnp.maximum(total, 1e-6), total
+
+
+def step_agreement(
+    target: DecoderConfig,
+    config: Eagle3Config,
+    params: Eagle3Params,
+    frozen: tuple[DecoderParams, Int[Array, " W"]],
+    batch: tuple[Int[Array, "B T"], Bool[Array, "B T"]],
+) -> tuple[Int[Array, " steps"], Int[Array, " steps"]]:
+    """For each step, at how many positions the drafter's first choice is the target's, and of how many.
+
+    The chains read the text as it is, not their own proposals: step i tells how good a draft is after i that were right.
+    """
+    (target_params, ids), (tokens, in_loss) = frozen, batch
+    teacher = ask_target(target, config, target_params, ids, tokens)
+    counted = step_counts(tokens, in_loss, config.block_size - 1, end_token(target))
+    chains = unroll(config, params, target_params.embed, teacher.taps, tokens)
+    choices = [ids[jnp.argmax(logits, axis=-1)] == following(teacher.best, i + 1) for i, logits in enumerate(chains)]
+    agreed = [jnp.sum(same & flags) for same, flags in zip(choices, counted, strict=True)]
+    return jnp.stack(agreed), jnp.stack([jnp.sum(flags) for flags in counted])
+
+
+def end_token(target: DecoderConfig) -> int:
+    """The token that ends a text; -1, which is no token, where the target has none."""
+    return target.eos_token_ids[0] if target.eos_token_ids else -1
+
+
+def warm_start(
+    target: DecoderConfig, config: Eagle3Config, target_params: DecoderParams, ids: Int[Array, " W"], params: Eagle3Params
+) -> Eagle3Params:
+    """Starts a drafter with its target's final norm and head, and with features that pass on the last tap.
+
+    The MLP is that of the target's last layer, which writes what this head reads, if it has the size for it.
+    """
+    h, last, layer = target.hidden_size, target_params.layers[-1], params.layer
+    if config.intermediate_size == target.intermediate_size:
+        norm = last.post_attention_norm
+        layer = replace(layer, post_attention_norm=norm, gate=last.gate, up=last.up, down=last.down)
+    head = target_params.embed.T if target_params.head is None else target_params.head
+    fc = params.fc.at[-h:].add(jnp.eye(h, dtype=params.fc.dtype))
+    return replace(params, fc=fc, layer=layer, norm=target_params.norm, head=head[:, ids])
+
+
+def hidden_matrices(params: Eagle3Params) -> Eagle3Params:
+    """True for the matrices inside: what Muon takes, and what weight decay applies to."""
+    return replace(jax.tree.map(lambda x: x.ndim == 2, params), head=False)
+
+
+def train_eagle3(
+    target: DecoderConfig,
+    target_params: DecoderParams,
+    config: Eagle3Config,
+    stream: Stream,
+    held_out: Stream,
+    options: TrainOptions,
+    eagle3_options: Eagle3Options,
+    out: Path,
+    console: Console,
+) -> tuple[TrainResult, list[float]]:
+    """Trains a drafter that reads its target's embedding. Its losses are those of `drafter_loss`.
+
+    Its draft vocabulary is that of `frequent_tokens`.
+
+    Returns:
+        what was reached, and for each draft step the share of held-out positions where drafter and target agree (see
+        `step_agreement`).
+    """
+    eagle3.check_fits(config, target)
+    if config.own_embedding:
+        raise ValueError("expected a drafter that reads its target's embedding, found one with its own")
+    if options.sequence_length <= config.block_size:
+        raise ValueError(
+            f"expected a sequence length above the block size {config.block_size}, found {options.sequence_length}"
+        )
+    ids = jnp.asarray(frequent_tokens(stream, config.vocab_size, config.draft_vocab_size))
+
+    def loss(params: Any, frozen: Any, batch: Any, key: Array) -> tuple[Array, Array]:
+        arrays = (jnp.asarray(batch[0]), jnp.asarray(batch[1]))
+        return drafter_loss(target, config, eagle3_options, params, frozen, arrays)
+
+    def init() -> Eagle3Params:
+        # Copied: training donates its state, and the target stays in use.
+        drawn = initialise(eagle3.declare(config), jax.random.key(options.seed))
+        return jax.tree.map(jnp.copy, warm_start(target, config, target_params, ids, drawn))
+
+    identity = {"config": asdict(config), "eagle3": asdict(eagle3_options), "training_tokens": len(stream.tokens)}
+    task = drafter_task(loss, (target_params, ids), stream, held_out, options, identity)
+    result = train(task, init, options, make_optimizer(options, hidden_matrices), out, console, "EAGLE-3 drafter")
+    agree = jax.jit(partial(step_agreement, target, config))
+    counts = [agree(result.params, task.frozen, batch) for batch in task.held_out]
+    hits, totals = (np.sum([np.asarray(part[n]) for part in counts], axis=0) for n in range(2))
+    agreed = (hits / np.maximum(totals, 1)).tolist()
+    console.print("agreement with the target, by draft step: " + " ".join(f"{share:.3f}" for share in agreed))
+    return replace(result, params=replace(result.params, target_ids=ids)), agreed
