@@ -23,12 +23,9 @@ from tilewright.decode.sampling import Sampling, row_sampling
 from tilewright.decode.speculative import speculative_round
 from tilewright.decode.state import DecodeState, Models, verify
 from tilewright.kernels import native
-from tilewright.kernels.linear.cpu import pack
-from tilewright.kernels.select import head_argmax
 from tilewright.models import decoder, dflash, params
-from tilewright.models.decoder import DecoderConfig, DecoderParams
+from tilewright.models.decoder import DecoderConfig
 from tilewright.models.dflash import DFlashConfig
-from tilewright.models.layers import rms_norm
 from tilewright.models.params import DTYPES, Dtype
 
 RUN_S = 0.05
@@ -81,8 +78,7 @@ class Setup:
         """The parameters, abstract."""
         dtype = DTYPES[self.dtype]
         target = params.abstract(decoder.declare(self.target), dtype)
-        head = jax.ShapeDtypeStruct((self.target.hidden_size, self.target.vocab_size), dtype)
-        return Models(target, params.abstract(dflash.declare(self.drafter), dtype), head)
+        return Models(target, params.abstract(dflash.declare(self.drafter), dtype))
 
     def state(self) -> DecodeState:
         """The state before the round, its caches empty. Abstract inside `jax.eval_shape`."""
@@ -101,12 +97,6 @@ class Setup:
 
     def hidden(self, rows: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((1, rows, self.target.hidden_size), DTYPES[self.dtype])
-
-
-def most_likely(config: DecoderConfig, params: DecoderParams, hidden: Array) -> Array:
-    """What verification ends with."""
-    normal = rms_norm(hidden, params.norm, config.rms_norm_eps)
-    return head_argmax(normal, params.embed, True) if params.head is None else head_argmax(normal, params.head)
 
 
 @dataclass(frozen=True)
@@ -130,14 +120,14 @@ def programs(setup: Setup) -> dict[str, Program]:
         return state, drafting.propose(target, models, state).block
 
     def draft_head(models: Models, state: DecodeState, hidden: Array) -> tuple[DecodeState, Any]:
-        return state, head_argmax(hidden, models.draft_head)
+        return state, decoder.choose(models.target, hidden)
 
     def verify_block(models: Models, state: DecodeState, block: Array) -> tuple[DecodeState, Any]:
         verified = verify(target, models.target, state, block, drafting.tap_layers, "greedy")
         return verified.state, (verified.tokens, verified.taps)
 
     def verify_head(models: Models, state: DecodeState, hidden: Array) -> tuple[DecodeState, Any]:
-        return state, most_likely(target, models.target, hidden)
+        return state, decoder.most_likely(target, models.target, hidden)
 
     def extend(models: Models, state: DecodeState, taps: tuple[Array, ...]) -> tuple[DecodeState, Any]:
         return drafting.extend(models, state, taps, state.known, state.known + 1), ()
@@ -170,11 +160,10 @@ def load(setup: Setup, kernels: str = "auto") -> tuple[Models, str]:
     keys = jax.random.split(jax.random.key(0))
     target = params.initialise(decoder.declare(setup.target), keys[0], dtype)
     drafter = params.initialise(dflash.declare(setup.drafter), keys[1], dtype)
-    head = target.embed.T if target.head is None else target.head
     isa = native.kernels().isa if kernels == "auto" else None
     if isa is None:
-        return Models(target, drafter, head), "xla"
-    return Models(decoder.pack_decoder(target), dflash.pack_drafter(drafter), pack(head)), f"cpu {isa}"
+        return Models(decoder.untie_head(target) if jax.default_backend() == "cpu" else target, drafter), "xla"
+    return Models(decoder.pack_decoder(target), dflash.pack_drafter(drafter)), f"cpu {isa}"
 
 
 def weight_bytes(models: Models) -> int:

@@ -12,15 +12,14 @@ from typing import Any
 import jax
 from jax import Array
 
-from tilewright.bench.round import Setup, most_likely, programs, with_ratios
+from tilewright.bench.round import Setup, programs, with_ratios
 from tilewright.chips.tpu import TpuChip, chip_of
 from tilewright.compiled.aot import Compiled, compile_for
 from tilewright.compiled.hlo import execution, read_module
 from tilewright.decode import cache
 from tilewright.decode.state import DecodeState, block_positions, embed, run_target
 from tilewright.kernels.head_argmax import xla
-from tilewright.kernels.select import head_argmax
-from tilewright.models import dflash
+from tilewright.models import decoder, dflash
 
 LAYERS_COMPILED = (4, 8)
 """Layers of the models that are compiled. With fewer, most weights find room in VMEM, and the estimates are far too low."""
@@ -112,10 +111,10 @@ def head_estimates(topology: str, setup: Setup) -> dict[str, Estimate]:
 
     block, drafts = setup.hidden(setup.block_size), setup.hidden(setup.block_size - 1)
     jobs: dict[str, tuple[Callable[..., Any], Any, Any]] = {
-        "verify_head": (lambda x, params: most_likely(target, params, x), block, norm_and_head),
+        "verify_head": (lambda x, params: decoder.most_likely(target, params, x), block, norm_and_head),
         "verify_head_xla": (plain, block, norm_and_head),
-        "draft_head": (head_argmax, drafts, models.draft_head),
-        "draft_head_xla": (xla.head_argmax, drafts, models.draft_head),
+        "draft_head": (lambda x, params: decoder.choose(params, x), drafts, norm_and_head),
+        "draft_head_xla": (plain, drafts, norm_and_head),
     }
     return {
         name: estimate(chip_of(topology), compile_for(topology, run, x, head))
@@ -193,7 +192,7 @@ def compiled_rounds(
     for setup in setups:
         heads = head_estimates(topology, setup)
         drafting = over_layers(partial(draft_layers, topology, setup), setup.drafter.num_layers)
-        draft, verify = whole(drafting, heads["draft_head"], 0), verified(setup, heads["verify_head"])
+        draft, verify = whole(drafting, heads["draft_head"], shared), verified(setup, heads["verify_head"])
         parts = {"draft": draft, "verify": verify, "extend": extend_estimate(topology, setup)}
         records.append(record(setup, parts, {**heads, "step": step}))
         on_part()

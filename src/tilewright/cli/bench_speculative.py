@@ -195,7 +195,8 @@ def speculative(
     for table in terminal.benchmark_tables(title, rows, averages):
         console.print(table)
     for each in (each for each in asked if each.skipped):
-        line = f"{each.name}: {each.skipped} turns do not fit the model's context and were left out"
+        turns = len(each.prompts) + each.skipped
+        line = f"{each.name}: {each.skipped} of {turns} turns do not fit the model's context and were left out"
         console.print(line, style="dim", markup=False)
     write_json(outputs.json_file, {**facts, "price_per_hour": outputs.price_per_hour, "data": rows, "averages": averages})
     write_files(outputs, facts, rows, ways, asked, sampling, console)
@@ -268,8 +269,9 @@ def benchmark_report(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
                 **parts,
             )
         )  # fmt: skip
-    notes = [f"{row['dataset']}: {row['skipped']} turns left out, too long for the context." for row in rows if row["skipped"]]
+    left_out = {row["dataset"]: (row["skipped"], row["skipped"] + row["responses"]) for row in rows if row["skipped"]}
+    notes = [f"{name}: {n} of {turns} turns left out, too long for the context." for name, (n, turns) in left_out.items()]
     environment = {**facts, "command": shlex.join(["tilewright", *sys.argv[1:]])}
     title = "Speculative decoding"
     lead = f"Model {facts['model']}, temperature {facts['temperature']:g}, {facts['max_new_tokens']} new tokens."
-    return BenchmarkReport(title, measured, lead, environment, list(dict.fromkeys(notes)))
+    return BenchmarkReport(title, measured, lead, environment, notes)

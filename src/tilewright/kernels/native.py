@@ -21,6 +21,7 @@ TARGETS = {
         "tilewright_matmul": "TilewrightMatmul",
     },
     "attention": {"tilewright_attention": "TilewrightAttention"},
+    "rms_norm": {"tilewright_rms_norm": "TilewrightRmsNorm"},
 }
 """For each operation with a `cpu.cc` its handlers: the name that XLA knows it by, and its symbol in the library."""
 

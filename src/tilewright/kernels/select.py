@@ -16,8 +16,18 @@ from tilewright.kernels.head_argmax import pallas_tpu as head_tpu
 from tilewright.kernels.head_argmax import xla as head_xla
 from tilewright.kernels.linear import cpu, xla
 from tilewright.kernels.linear.cpu import PackedMatrix, TrainedMatrix
+from tilewright.kernels.rms_norm import cpu as norm_cpu
+from tilewright.kernels.rms_norm import reference as norm_reference
+from tilewright.kernels.rms_norm.cpu import KernelNorm
 
 Matrix = Float[Array, "I O"] | PackedMatrix | TrainedMatrix
+
+
+def rms_norm(x: Float[Array, "*rows H"], weight: Float[Array, " H"] | KernelNorm, eps: float) -> Float[Array, "*rows H"]:
+    """Root-mean-square normalisation, computed in float32."""
+    if isinstance(weight, KernelNorm):
+        return norm_cpu.rms_norm(x, weight, eps)
+    return norm_reference.rms_norm(x, weight, eps)  # XLA makes one loop of it
 
 
 def linear(x: Float[Array, "*rows I"], w: Matrix, out_dtype: DTypeLike | None = None) -> Float[Array, "*rows O"]:

@@ -17,10 +17,11 @@ from jaxtyping import Float, Int
 
 from tilewright.kernels.attention.xla import attention
 from tilewright.kernels.linear.cpu import Format, pack, pack_gated
-from tilewright.kernels.select import head_argmax, linear
+from tilewright.kernels.rms_norm.cpu import KernelNorm
+from tilewright.kernels.select import head_argmax, linear, rms_norm
 from tilewright.models import layers
 from tilewright.models.config import ConfigReader
-from tilewright.models.layers import Rope, RopeScaling, rms_norm
+from tilewright.models.layers import Rope, RopeScaling
 from tilewright.models.params import ArraySpec, matrix, norm_weight
 
 Family = Literal["qwen3", "llama"]
@@ -273,6 +274,8 @@ def forward(
 def pack_layer(layer: Layer, kind: Format | None = None, name: str = "layer") -> Layer:
     """The layer with its matrices as the CPU kernel wants them, in `kind` or else as they are; gate holds both gate and up."""
     packed = {each: pack(getattr(layer, each), kind, f"{name}.{each}") for each in ("q", "k", "v", "o", "down")}
+    norms = ("input_norm", "q_norm", "k_norm", "post_attention_norm")
+    packed |= {each: KernelNorm(getattr(layer, each)) for each in norms if getattr(layer, each) is not None}
     return replace(layer, **packed, gate=pack_gated(layer.gate, layer.up, kind, f"{name}.gate and .up"), up=None)
 
 
@@ -284,7 +287,7 @@ def pack_decoder(params: DecoderParams, kind: Format | None = None) -> DecoderPa
     """
     head = pack(output_head(params), kind, "head")
     layers = tuple(pack_layer(layer, kind, f"layers.{n}") for n, layer in enumerate(params.layers))
-    return replace(params, head=head, layers=layers)
+    return replace(params, head=head, layers=layers, norm=KernelNorm(params.norm))
 
 
 def untie_head(params: DecoderParams) -> DecoderParams:

@@ -16,7 +16,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from tilewright.kernels.linear.cpu import Format, pack
-from tilewright.kernels.select import linear, prefix_attention
+from tilewright.kernels.select import linear, prefix_attention, rms_norm
 from tilewright.models import layers
 from tilewright.models.config import ConfigReader
 from tilewright.models.decoder import (
@@ -30,7 +30,6 @@ from tilewright.models.decoder import (
     project_keys,
     single_device,
 )
-from tilewright.models.layers import rms_norm
 from tilewright.models.params import matrix, norm_weight
 
 ContextKV = tuple[tuple[Array, Array], ...]

@@ -23,12 +23,12 @@ from jaxtyping import Float, Int
 from rich.console import Console
 
 from tilewright.kernels.linear.cpu import Format, pack
-from tilewright.kernels.select import linear
+from tilewright.kernels.select import linear, rms_norm
 from tilewright.models import layers
 from tilewright.models.checkpoint import CONFIG, load_params, load_stored, read_config, read_headers, save_params, weight_files
 from tilewright.models.config import ConfigReader
 from tilewright.models.decoder import DecoderConfig, Layer, declare_layer, mlp_half, pack_layer, project_keys, split_heads
-from tilewright.models.layers import RopeScaling, rms_norm
+from tilewright.models.layers import RopeScaling
 from tilewright.models.params import ArraySpec, matrix, norm_weight
 
 BLOCK_SIZE = 8

@@ -7,20 +7,12 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
 from tilewright.kernels.linear.cpu import PackedMatrix, TrainedMatrix
 from tilewright.kernels.select import gated_linear, linear
-
-
-def rms_norm(x: Float[Array, "*rows H"], weight: Float[Array, " H"], eps: float) -> Float[Array, "*rows H"]:
-    """Root-mean-square normalisation, computed in float32 (Zhang & Sennrich 2019)."""
-    wide = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
-    return weight * (wide * scale).astype(x.dtype)
 
 
 def swiglu(

@@ -17,6 +17,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 from rich.console import Console
 
+from tilewright.kernels import select
 from tilewright.kernels.attention.xla import MASKED, group_rows, ungroup_rows
 from tilewright.models import decoder, dflash, layers
 from tilewright.models.decoder import Attend, DecoderConfig, DecoderParams
@@ -132,7 +133,7 @@ def draft_logits(
             return anchored_attention(q, pair, own, anchors), None
 
         x = dflash.run_layer(config, layer, x, Attend(rope, attend))
-    hidden = layers.rms_norm(x, params.norm, config.rms_norm_eps)
+    hidden = select.rms_norm(x, params.norm, config.rms_norm_eps)
     return decoder.project_head(target_params, hidden[:, 1:])
 
 

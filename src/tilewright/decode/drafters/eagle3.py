@@ -12,11 +12,10 @@ from tilewright.decode.drafters import base
 from tilewright.decode.drafters.base import Proposal
 from tilewright.decode.state import DecodeState, Models, known_token
 from tilewright.kernels.linear.cpu import Format
-from tilewright.kernels.select import head_argmax, prefix_attention
+from tilewright.kernels.select import head_argmax, prefix_attention, rms_norm
 from tilewright.models import eagle3
 from tilewright.models.decoder import DecoderConfig
 from tilewright.models.eagle3 import Eagle3Config
-from tilewright.models.layers import rms_norm
 from tilewright.models.params import DTYPES, Dtype
 
 

@@ -1,0 +1,1 @@
+"""Root-mean-square normalisation. (Zhang & Sennrich 2019)"""

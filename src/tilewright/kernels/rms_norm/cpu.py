@@ -1,0 +1,28 @@
+"""The operation on a CPU's vector unit; the kernel itself is `cpu.cc`.
+
+XLA adds a row up in an order that depends on how many rows there are. Here it does not, so that a row's result is the same bit
+for bit whatever the number of rows.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jaxtyping import Float
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=[])
+@dataclass(frozen=True)
+class KernelNorm:
+    """A norm's weight `[H]`, which the kernel multiplies."""
+
+    weight: Any
+
+
+def rms_norm(x: Float[Array, "*rows H"], norm: KernelNorm, eps: float) -> Float[Array, "*rows H"]:
+    """As `reference.rms_norm`; float32 or bfloat16, `x` and weight alike."""
+    call = jax.ffi.ffi_call("tilewright_rms_norm", jax.ShapeDtypeStruct(x.shape, x.dtype))
+    return call(x, norm.weight, eps=np.float32(eps))

@@ -1,0 +1,68 @@
+"""RMS normalisation: the kernel against NumPy in float64, and its promise that rows are independent bit for bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilewright.kernels import native, select
+from tilewright.kernels.rms_norm import reference
+from tilewright.kernels.rms_norm.cpu import KernelNorm
+
+needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
+WIDTHS = st.sampled_from([1, 7, 16, 33, 64, 256, 1000])
+run = jax.jit(select.rms_norm, static_argnums=2)
+
+
+def drawn(seed: int, rows: int, width: int, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(seed)
+    x, weight = rng.standard_normal((rows, width)) * 10 ** rng.uniform(-3, 3), rng.standard_normal(width)
+    return jnp.asarray(x, dtype), jnp.asarray(weight, dtype)
+
+
+@needs_native
+@given(st.integers(0, 2**31 - 1), WIDTHS)
+def test_float32_against_float64(seed: int, width: int):
+    x, weight = drawn(seed, 5, width, jnp.float32)
+    wide = np.asarray(x, np.float64)
+    expected = np.asarray(weight, np.float64) * wide / np.sqrt(np.mean(wide**2, axis=1, keepdims=True) + 1e-6)
+    np.testing.assert_allclose(run(x, KernelNorm(weight), 1e-6), expected, rtol=3e-6)
+
+
+@needs_native
+@given(st.integers(0, 2**31 - 1), WIDTHS)
+def test_bfloat16_rounds_where_the_reference_does(seed: int, width: int):
+    x, weight = drawn(seed, 5, width, jnp.bfloat16)
+    got, expected = run(x, KernelNorm(weight), 1e-6), reference.rms_norm(x, weight, 1e-6)
+    assert got.dtype == jnp.bfloat16
+    # Another order of the sum may tip one rounding; never more than to the next number.
+    np.testing.assert_allclose(got.astype(jnp.float32), expected.astype(jnp.float32), rtol=2**-7)
+    assert np.mean(np.asarray(got) != np.asarray(expected)) < 0.05
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@given(st.integers(0, 2**31 - 1), WIDTHS)
+def test_a_row_gets_the_same_bits_whatever_the_number_of_rows(dtype: jnp.dtype, seed: int, width: int):
+    x, weight = drawn(seed, 40, width, dtype)
+    whole = np.asarray(run(x, KernelNorm(weight), 1e-5))
+    for rows in (1, 3, 16):
+        np.testing.assert_array_equal(run(x[:rows], KernelNorm(weight), 1e-5), whole[:rows])
+        np.testing.assert_array_equal(run(x[-rows:], KernelNorm(weight), 1e-5), whole[-rows:])
+
+
+@needs_native
+def test_the_weight_decides_which_kernel_is_in_the_program():
+    x, weight = drawn(0, 2, 32, jnp.float32)
+    assert "tilewright_rms_norm" in run.lower(x, KernelNorm(weight), 1e-6).as_text()
+    assert "tilewright_rms_norm" not in run.lower(x, weight, 1e-6).as_text()
+
+
+@needs_native
+def test_what_does_not_fit_is_refused():
+    x, weight = drawn(0, 2, 32, jnp.float32)
+    for bad in (weight[:-1], weight.astype(jnp.bfloat16)):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="tilewright_rms_norm"):
+            jax.block_until_ready(run(x, KernelNorm(bad), 1e-6))
