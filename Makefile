@@ -12,7 +12,7 @@ help: ## lists the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1\t\2/p' Makefile
 
 demo: .venv/installed-base ## generates with the shipped pair, and beside it without a drafter
-	$(BIN)/tilewright generate --compare
+	$(BIN)/tilewright generate --compare --dtype bfloat16
 
 test: .venv/installed-test ## runs the tests (no torch)
 	$(BIN)/python -m pytest

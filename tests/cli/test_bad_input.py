@@ -50,17 +50,25 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["t1", "--top-p", "1.5"], "expected top_p above 0 and at most 1, found 1.5"),
         (["t1", "--top-k", "-1"], "expected top_k of 0 or more, found -1"),
         (["t1", "--seed", "-1"], "expected a seed from 0 to 2**32 - 1, found -1"),
-        (["t1", "--dtype", "float16"], "expected a dtype among float32, bfloat16, found 'float16'"),
+        (["t1", "--dtype", "float16"], "expected dtype to be one of float32, bfloat16, found 'float16'"),
         (["t1", "--compare", "--repetitions", "0"], "expected at least 1 repetition, found 0"),
         (["t1", "--drafter", "none", "--compare"], "--compare needs a drafter"),
-        (["t1", "--drafter", "none", "--block-size", "4"], "needs a drafter; none was named"),
+        (["t1", "--drafter", "none", "--block-size", "1"], "expected a block size of at least 2, found 1"),
+        (
+            ["t1", "--drafter", "none", "--draft-window", "4"],
+            "a draft window needs a drafter with weights; no drafter was named",
+        ),
+        (["t1", "--drafter", "ngram", "--refine", "1"], "refining needs a DFlash drafter; n-gram drafting has no weights"),
+        (["t1", "--drafter", "none", "--replay", "page.html"], "--replay needs a drafter"),
+        (["t1", "--replay", "absent/page.html"], "--replay absent/page.html: its folder does not exist"),
+        (["t1", "--chat"], "--chat needs a model with a chat template; "),
         (["t1", "--json", "absent/figures.json"], "--json absent/figures.json: its folder does not exist"),
         (["t1", "--json", "."], "--json .: expected a file, found a folder"),
         (["t1", "--json", "--compare"], "--json --compare: expected a file"),
         (["t1", "--nope"], "unknown option --nope"),
         (["t1", "--max-tokens", "5"], "unknown option --max-tokens"),
         (["t1", "--max-new-tokens", "many"], "many"),
-        (["--prompt-file", "absent.jsonl"], "absent.jsonl: no such file"),
+        (["--prompt-file", "absent.jsonl"], "absent.jsonl cannot be read: No such file or directory"),
         ([], "expected a prompt: as an argument, from --prompt-file, or on standard input"),
     ],
 )
@@ -81,10 +89,11 @@ def test_no_prompt_on_standard_input(run: Run, pair: list[Any], empty: Path, std
     ("content", "problem"),
     [
         ('{"prompt": "t1"}\n{"prompt": \n', "prompts.jsonl:2: not JSON"),
-        ('{"prompt": "t1"}\n{"name": "t1"}\n', "prompts.jsonl, record 2: expected a record with one of question, turns"),
-        ('{"prompt": ""}\n', "prompt 1 is empty"),
-        ("\n", "prompts.jsonl has no record"),
-        ('{"prompt": "\udcff"}\n', "prompts.jsonl: not UTF-8 text"),
+        ('{"prompt": "t1"}\n{"name": "t1"}\n', "prompts.jsonl:2: expected a prompt record like the first one, with 'prompt'"),
+        ('{"name": "t1"}\n', "prompts.jsonl:1: unknown dataset layout"),
+        ('{"prompt": ""}\n', "prompts.jsonl:1: expected a text in 'prompt', found ''"),
+        ("\n", "prompts.jsonl: expected at least one record, found an empty file"),
+        ('{"prompt": "\udcff"}\n', "prompts.jsonl:1: not UTF-8"),
     ],
 )
 def test_prompt_files(run: Run, pair: list[Any], empty: Path, content: str, problem: str):
@@ -159,18 +168,75 @@ def test_unknown_commands(run: Run, empty: Path):
         (["--batch-size", "0"], "expected batch_size of at least 1, found 0"),
         (["--repetitions", "0"], "expected repetitions of at least 1, found 0"),
         (["--top-p", "2"], "expected top_p above 0 and at most 1, found 2"),
-        (["--drafter", "none"], "this benchmark needs a drafter"),
-        (["--data", "absent.jsonl"], "absent.jsonl: no such file"),
+        (["--price-per-hour", "0"], "expected a price per hour above 0, found 0.0"),
+        (["--price-per-hour", "inf"], "expected a price per hour above 0, found inf"),
+        (["--csv", "absent/figures.csv"], "--csv absent/figures.csv: its folder does not exist"),
+        (["--html", "absent/page.html"], "--html absent/page.html: its folder does not exist"),
+        (["--html", "."], "--html .: expected a file, found a folder"),
+        (["--replay", "absent/page.html"], "--replay absent/page.html: its folder does not exist"),
+        (["--drafter", "none"], "this benchmark needs a drafter, or a block size for plain decoding of that width"),
+        (["--drafter", "ngram", "ngram"], "expected different drafters, found ngram, ngram"),
+        (["--drafter", "dflash"], "expected a folder, a Hugging Face id, ngram or none as drafter; dflash is the demo's"),
+        (["--drafter", "ngram", "none", "--draft-window", "8"], "a draft window needs a drafter with weights"),
+        (["--drafter", "ngram", "--drafter-dtype", "bfloat16"], "a drafter dtype needs a drafter with weights"),
+        (["--drafter", "ngram", "--refine", "1"], "refining needs a DFlash drafter"),
+        (["--data", "absent.jsonl"], "absent.jsonl cannot be read: No such file or directory"),
+        (["--data", "."], ". cannot be read: Is a directory"),
+        (["--data", "../empty.jsonl"], "empty.jsonl: expected at least one record, found an empty file"),
+        (["--data", "../layout.jsonl"], "layout.jsonl:1: unknown dataset layout: expected the fields of one of (gsm8k:"),
+        (["--data", "../hole.jsonl"], "hole.jsonl:3: expected a text in 'prompt', found None"),
         (["--data", "../other/prompts.jsonl"], "expected data files of different names, found prompts.jsonl, prompts.jsonl"),
     ],
 )
-def test_benchmark(run: Run, pair: list[Any], empty: Path, arguments: list[str], problem: str):
-    for folder in (empty.parent, empty.parent / "other"):
-        folder.mkdir(exist_ok=True)
-        (folder / "prompts.jsonl").write_text('{"prompt": "t1"}\n')
-    models = pair[:2] if "--drafter" in arguments else pair
-    ran = run("bench", "speculative", "--data", "../prompts.jsonl", *models, *arguments, "--json", "figures.json")
-    check_refused(ran, problem, empty)
+def test_benchmark(
+    run: Run, folders: tuple[Path, Path], empty: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], problem: str
+):
+    """All of this is refused before the model is loaded."""
+    (empty.parent / "other").mkdir()
+    records = {
+        "prompts": '{"prompt": "t1"}\n',
+        "empty": "\n",
+        "layout": '{"name": "t1"}\n',
+        "other/prompts": '{"prompt": "t1"}\n',
+    }
+    records["hole"] = '{"prompt": "t1"}\n\n{"prompt": null}\n'
+    for name, text in records.items():
+        (empty.parent / f"{name}.jsonl").write_text(text)
+    monkeypatch.setattr("tilewright.cli.common.load", None)
+    drafter = [] if "--drafter" in arguments else ["--drafter", folders[1]]
+    options = ["--model", folders[0], *drafter, "--data", "../prompts.jsonl"]
+    check_refused(run("bench", "speculative", *options, *arguments, "--json", "figures.json"), problem, empty)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["ngram", "DRAFTER", "--block-size", "5"], "expected a block size from 2 to the drafter's 4, found 5"),
+        (["ngram", "OTHER"], "the drafter does not fit the target"),
+        (["ngram", "--max-new-tokens", "128"], "prompts: no prompt fits the model's context with 128 new tokens"),
+    ],
+)
+def test_benchmark_of_what_does_not_fit(run: Run, folders: tuple[Path, Path], empty: Path, arguments: list[str], problem: str):
+    other = Path(shutil.copytree(folders[1], empty.parent / "other"))
+    change_config("drafter", vocab_size=41)(folders[0], other)
+    (empty.parent / "prompts.jsonl").write_text('{"prompt": "t1"}\n')
+    places = {"DRAFTER": folders[1], "OTHER": other}
+    options = ["--model", folders[0], "--data", "../prompts.jsonl", "--json", "figures.json", "--drafter"]
+    check_refused(run("bench", "speculative", *options, *(places.get(a, a) for a in arguments)), problem, empty)
+
+
+def test_a_page_that_fails_is_not_there(run: Run, pair: list[Any], empty: Path, monkeypatch: pytest.MonkeyPatch):
+    """Neither half of it, nor the file that it would have replaced by less."""
+
+    def fail(path: Path, page: object) -> None:
+        path.write_text("half")
+        raise ValueError("no page")
+
+    monkeypatch.setattr("tilewright.cli.common.write_replay", fail)
+    Path("page.html").write_text("before")
+    ran = run("generate", "t1", *pair, "--max-new-tokens", 4, "--replay", "page.html")
+    assert (ran.status, ran.err) == (2, "tilewright: no page\n")
+    assert [(path.name, path.read_text()) for path in empty.iterdir()] == [("page.html", "before")]
 
 
 LM = ["lm", "TEXT", "--out", "new"]

@@ -1,49 +1,126 @@
-"""`tilewright bench speculative` on small files."""
+"""`tilewright bench speculative` on small files: what it prints, and what it writes."""
 
+import csv
+import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cli.conftest import Run
+from report.reading import Page, check_self_contained
+
+SETS = {"first": ["t1 t2", "t3", "t4 t5 t6", "t9"], "[second]": ["t7 t8"]}
+
+
+def write_data(folder: Path, sets: dict[str, list[str]]) -> list[object]:
+    """Options that name a file for each set."""
+    for name, prompts in sets.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    return ["--data", *(folder / f"{name}.jsonl" for name in sets)]
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> list[object]:
     """Options that name two files of prompts, of which three and one are taken."""
-    prompts = {"first": ["t1 t2", "t3", "t4 t5 t6", "t9"], "[second]": ["t7 t8"]}
-    for name, listed in prompts.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in listed))
-    options = ["--samples", 3, "--max-new-tokens", 8, "--repetitions", 1]
-    return ["--data", tmp_path / "first.jsonl", "--data", tmp_path / "[second].jsonl", *options]
+    return [*write_data(tmp_path, SETS), "--samples", 3, "--max-new-tokens", 8, "--repetitions", 1]
 
 
-def test_table_and_json_have_a_row_for_each_file(run: Run, pair: list[Any], data: list[Any], tmp_path: Path):
-    path = tmp_path / "figures.json"
-    ran = run("bench", "speculative", *pair, *data, "--json", path)
-    assert ran.status == 0
-    written = json.loads(path.read_text())
-    described = [written[name] for name in ("dtype", "max_new_tokens", "temperature", "batch_size")]
-    assert described == ["float32", 8, 0.0, 1]
-    assert list(written["data"]) == ["first", "[second]"]
-    assert [figures["prompts"] for figures in written["data"].values()] == [3, 1]
-    for name, figures in written["data"].items():
-        assert figures["identical"] is True
-        assert figures["first_differences"] == [None] * figures["prompts"]
-        assert figures["speedup"] == figures["speculative_tokens_per_s"] / figures["autoregressive_tokens_per_s"]
-        tokens = sum((n + 1) * count for n, count in enumerate(figures["acceptance_histogram"]))
-        assert tokens == 8 * figures["prompts"]
-        row = next(line for line in ran.out.splitlines() if name in line)
-        assert f"{figures['speedup']:.2f}x" in row
-        assert f"{figures['prompts']}/{figures['prompts']}" in row
-    assert "temperature 0, top-p 1, 8 new tokens, batch 1" in ran.out
+def test_table_and_files_hold_the_same_figures(run: Run, folders: tuple[Path, Path], data: list[Any], tmp_path: Path):
+    ways = ["--model", folders[0], "--drafter", folders[1], "ngram", "none", "--block-size", 4]
+    files = {name: tmp_path / f"out.{name}" for name in ("json", "csv", "html", "replay")}
+    options = [part for name, path in files.items() for part in (f"--{name}", path)]
+    ran = run("bench", "speculative", *ways, *data, *options, "--price-per-hour", 2)
+    assert ran.status == 0, ran.err
+    assert not list(tmp_path.glob("*.partial"))
+    written = json.loads(files["json"].read_text())
+    described = [written[name] for name in ("dtype", "max_new_tokens", "temperature", "batch_size", "chat_template")]
+    assert described == ["float32", 8, 0.0, 1, False]
+    drafters = ["none", "drafter", "ngram", "none, block 4"]
+    assert [(row["dataset"], row["drafter"]) for row in written["data"]] == [(name, way) for name in SETS for way in drafters]
+    for row in written["data"]:
+        check_row(row, {"first": 3, "[second]": 1}[row["dataset"]])
+    for shown in (*SETS, *drafters[1:], "temperature 0, top-p 1, 8 new tokens, batch 1", "mean", "cost/M", "3/3", "1/1"):
+        assert shown in ran.out
+    in_csv = list(csv.DictReader(io.StringIO(files["csv"].read_text())))
+    assert [float(row["tokens_per_s"]) for row in in_csv] == [row["tokens_per_s"] for row in written["data"]]
+    report, replay = Page(files["html"]), Page(files["replay"])
+    check_self_contained(report)
+    measured = report.data()["measured"]
+    assert [(row["dataset"], row["drafter"]) for row in measured] == [(name, way) for name in SETS for way in drafters[1:]]
+    assert [bool(row["acceptance_by_position"]) for row in measured][::3] == [True, True]
+    assert not measured[2]["acceptance_by_position"], "what drafts nothing has no acceptance"
+    assert [passage["title"] for passage in replay.data()["passages"]] == ["first 1", "first 2", "first 3", "[second] 1"]
+
+
+def check_row(row: dict[str, Any], prompts: int) -> None:
+    """What must hold of every row of figures of a greedy run in float32, 8 tokens for each prompt."""
+    assert (row["responses"], row["tokens"], row["skipped"]) == (prompts, 8 * prompts, 0)
+    assert row["rounds_left_out"] == 0
+    assert row["round_cost_steps"] == row["tokens_per_round"] / row["speedup"]
+    assert row["tokens_per_round"] == row["tokens"] / row["rounds"]
+    assert row["cost_per_million_tokens"] == pytest.approx(2 / 3600 / row["tokens_per_s"] * 1e6)
+    if row["drafter"] == "none":
+        assert (row["speedup"], row["round_ms"], row["speculative_decoding"]) == (1, None, None)
+        return
+    assert row["identical"] is True
+    assert row["first_differences"] == [None] * prompts
+    assert row["block_size"] == 4
+    assert row["speedup"] == row["tokens_per_s"] / row["baseline_tokens_per_s"]
+    assert sum(row[f"{part}_ms"] for part in ("draft", "verify", "other")) == pytest.approx(row["round_ms"])
+    assert row["round_ms"] > 0
+    vllm = row["speculative_decoding"]
+    assert vllm["num_spec_steps"] == sum(vllm["acceptance_histogram"])
+    assert math.isclose(vllm["mean_acceptance_length"], 1 + sum(p["rate"] or 0 for p in row["acceptance_by_position"]))
+    if row["drafter"] == "drafter":
+        assert vllm["num_spec_steps"] == row["rounds"]
+        assert math.isclose(vllm["mean_acceptance_length"], row["tau_pooled"])
+    if row["drafter"] == "none, block 4":
+        assert (row["tau"], row["rounds"], vllm["num_spec_steps"]) == (1, 8 * prompts, 0)
 
 
 def test_rows_may_be_decoded_together(run: Run, pair: list[Any], data: list[Any]):
-    alone = run("bench", "speculative", *pair, *data, "--json", "-").json
+    alone = run("bench", "speculative", *pair, *data, "--json", "-").json["data"]
     together = run("bench", "speculative", *pair, *data, "--batch-size", 4, "--json", "-").json
     assert together["batch_size"] == 4
-    first, second = alone["data"]["first"], together["data"]["first"]
-    assert second["acceptance_histogram"] == first["acceptance_histogram"]
-    assert second["rounds"] < first["rounds"], "a round of a batch serves all its rows"
+    for one, both in zip(alone, together["data"], strict=True):
+        assert both["tau"] == one["tau"]
+        assert both["rounds"] == one["rounds"], "a round of a batch counts for each row that it serves"
+        assert both["speculative_decoding"] == one["speculative_decoding"]
+
+
+def test_what_does_not_fit_the_context_is_counted(run: Run, pair: list[Any], tmp_path: Path):
+    options = write_data(tmp_path, {"[long]": ["t1", "t2 " * 121, "t3 " * 120]})
+    ran = run("bench", "speculative", *pair, *options, "--max-new-tokens", 8, "--repetitions", 1, "--json", "-")
+    assert [(row["responses"], row["skipped"]) for row in ran.json["data"]] == [(2, 1)] * 2
+    assert "[long]: 1 of 3 turns do not fit the model's context and were left out" in ran.err
+
+
+def test_the_models_chat_template_is_applied(run: Run, folders: tuple[Path, Path], tmp_path: Path):
+    """A template that says a prompt twice makes one too long that fits by itself."""
+    template = folders[0] / "chat_template.jinja"
+    options = write_data(tmp_path, {"chat": ["t1", "t2 " * 70]})
+    template.write_text("{% for m in messages %}{{ m.content }} {{ m.content }}{% endfor %}")
+    try:
+        ran = run(
+            "bench", "speculative", "--model", folders[0], "--drafter", "ngram", *options, "--max-new-tokens", 8,
+            "--repetitions", 1, "--json", "-",
+        )  # fmt: skip
+        assert ran.json["chat_template"] is True
+        assert [row["skipped"] for row in ran.json["data"]] == [1, 1]
+        template.write_text("{% for")
+        broken = run("bench", "speculative", "--model", folders[0], "--drafter", "ngram", *options)
+        assert broken.status == 2
+        assert "the chat template does not compile" in broken.err
+    finally:
+        template.unlink()
+
+
+def test_drafters_of_one_name_are_told_apart(run: Run, folders: tuple[Path, Path], data: list[Any], tmp_path: Path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "drafter").symlink_to(folders[1])
+    both = [folders[1], tmp_path / "other" / "drafter"]
+    ran = run("bench", "speculative", "--model", folders[0], "--drafter", *both, *data, "--json", "-")
+    assert [row["drafter"] for row in ran.json["data"]] == ["none", *map(str, both)] * 2

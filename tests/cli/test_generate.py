@@ -8,10 +8,12 @@ import pytest
 
 import tilewright as tw
 from cli.conftest import Ran, Run
+from report.reading import Page, check_self_contained
+from tilewright.decode.language_model import LanguageModel
 from tilewright.decode.session import Piece, Session
 
 PROMISED = set(
-    "autoregressive_tokens_per_s speculative_tokens_per_s speedup mean_acceptance_length acceptance_histogram rounds identical "
+    "autoregressive_tokens_per_s speculative_tokens_per_s speedup tau block_size speculative_decoding rounds identical "
     "tokens text compilations chip dtype".split()
 )
 """The fields that `--json` always has."""
@@ -47,17 +49,50 @@ def test_several_prompts_form_a_batch(run: Run, pair: list[Any], expected: dict[
         assert prompt + text in ran.err
 
 
+RECORDS = {
+    "prompt": {"prompt": "t4 t4"},
+    "math500": {"problem": "t4 t4", "subject": "t1"},
+    "humaneval": {"prompt": "t4 t4", "entry_point": "t1"},
+    "mbpp": {"text": "t4 t4", "code": "t1", "test_list": ["t1"], "task_id": 11},
+    "mt-bench": {"turns": ["t4 t4", "t1"]},
+    "swe-bench": {"problem_statement": "t4 t4"},
+    "messages": {"messages": [{"role": "user", "content": "t4 t4"}]},
+    "gsm8k": {"question": "t4 t4", "answer": "t9"},
+}
+
+
+def test_prompts_of_every_layout(run: Run, pair: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A file's prompts come after those of the arguments; of several turns it is the first."""
+    seen: list[list[str]] = []
+
+    def noted(lm: LanguageModel, prompts: list[str], *rest: Any) -> None:
+        seen.append(prompts)
+        raise ValueError("enough")
+
+    monkeypatch.setattr("tilewright.cli.generate.show", noted)
+    for layout, record in RECORDS.items():
+        (tmp_path / f"{layout}.jsonl").write_text(json.dumps(record) + "\n")
+        run("generate", "t1", "--prompt-file", tmp_path / f"{layout}.jsonl", *pair, *NEW)
+    assert seen == [["t1", "t4 t4"]] * 7 + [["t1", "Question: t4 t4\nAnswer: "]]
+
+
 def test_prompts_from_a_file(run: Run, pair: list[Any], expected: dict[str, Any], tmp_path: Path):
-    records = [{"prompt": "t1 t2 t3"}, {"problem": "t7"}, {"turns": ["t5 t5 t9 t30", "t1"]}]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in expected))
     ran = run("generate", "--prompt-file", tmp_path / "prompts.jsonl", *pair, *NEW, "--json", "-")
     assert ran.json["text"] == [text for _, text in expected.values()]
 
 
-def test_a_question_becomes_a_prompt(run: Run, pair: list[Any], tmp_path: Path):
-    (tmp_path / "gsm8k.jsonl").write_text('{"question": "t4 t4", "answer": "t9"}\n')
-    ran = run("generate", "--prompt-file", tmp_path / "gsm8k.jsonl", *pair, *NEW)
-    assert "Question: t4 t4\nAnswer: " in ran.out
+def test_a_chat_goes_through_the_models_template(run: Run, folders: tuple[Path, Path], expected: dict[str, Any]):
+    template = folders[0] / "chat_template.jinja"
+    template.write_text("{% for m in messages %}t1 {{ m.content }}{% endfor %}{% if add_generation_prompt %} t3{% endif %}")
+    try:
+        asked = ["generate", "t2", "--model", folders[0], *NEW, "--json", "-"]
+        chat, plain = run(*asked, "--chat"), run(*asked)
+    finally:
+        template.unlink()
+    assert chat.json["tokens"] == [expected["t1 t2 t3"][0]]
+    assert "t1 t2 t3" + expected["t1 t2 t3"][1] in chat.err
+    assert plain.json["tokens"] != chat.json["tokens"]
 
 
 @pytest.mark.parametrize("argument", [[], ["-"]], ids=["piped", "dash"])
@@ -92,13 +127,13 @@ def test_json_of_a_comparison(run: Run, pair: list[Any], expected: dict[str, Any
     assert figures["identical"] is True
     assert figures["speedup"] == figures["speculative_tokens_per_s"] / figures["autoregressive_tokens_per_s"]
     assert figures["tokens"] == [tokens for tokens, _ in expected.values()]
-    counts = figures["acceptance_histogram"]
+    drafts = figures["speculative_decoding"]
+    counts = drafts["acceptance_histogram"]
     assert len(counts) == figures["block_size"] == 4
-    assert sum((n + 1) * count for n, count in enumerate(counts)) == 36
-    assert figures["mean_acceptance_length"] == 36 / sum(counts)
-    assert figures["rounds"] <= sum(counts) <= 3 * figures["rounds"]
+    assert drafts["mean_acceptance_length"] == sum((n + 1) * count for n, count in enumerate(counts)) / sum(counts)
+    assert figures["rounds"] <= sum(counts) == drafts["num_spec_steps"] <= 3 * figures["rounds"]
     assert figures["repetitions"] == 2
-    for shown in (f"{figures['speedup']:.2f}x", "outputs identical", "yes", f"{figures['mean_acceptance_length']:.2f} of 4"):
+    for shown in (f"{figures['speedup']:.2f}x", "outputs identical", "yes", f"{figures['tau']:.2f} of 4"):
         assert shown in ran.out
 
 
@@ -107,14 +142,15 @@ def test_json_without_a_comparison(run: Run, pair: list[Any]):
     check_types(figures)
     assert [figures[name] for name in ("autoregressive_tokens_per_s", "speedup", "identical")] == [None] * 3
     assert figures["speculative_tokens_per_s"] > 0
-    assert sum((n + 1) * count for n, count in enumerate(figures["acceptance_histogram"])) == 12
+    assert figures["speculative_decoding"]["num_spec_steps"] == figures["rounds"]
+    assert figures["tau"] == figures["speculative_decoding"]["mean_acceptance_length"] >= 12 / figures["rounds"]
     assert figures["compilations"] >= 3, "allocation, prefill and the decode loop"
 
 
 def test_json_without_a_drafter(run: Run, folders: tuple[Path, Path], expected: dict[str, Any]):
     ran = run("generate", "t7", "--model", folders[0], *NEW, "--json", "-")
     check_types(ran.json)
-    drafting = ("speculative_tokens_per_s", "speedup", "identical", "mean_acceptance_length", "acceptance_histogram")
+    drafting = ("speculative_tokens_per_s", "speedup", "identical", "tau", "speculative_decoding")
     assert [ran.json[name] for name in drafting] == [None] * 5
     assert ran.json["autoregressive_tokens_per_s"] > 0
     assert ran.json["rounds"] == 12
@@ -130,6 +166,26 @@ def test_sampling_options_reach_the_generation(run: Run, folders: tuple[Path, Pa
     assert run("generate", "t1 t2 t3", *pair, *NEW, *options, "--json", "-").json["tokens"] == [want.tokens]
 
 
+def test_every_sampling_option_reaches_its_field(run: Run, pair: list[Any], monkeypatch: pytest.MonkeyPatch):
+    asked = tw.Sampling(
+        7, 0.6, 0.9, 5, seed=3, stop=("x",), ignore_eos=True, min_p=0.05, repetition_penalty=1.2, presence_penalty=0.4,
+        frequency_penalty=-0.3
+    )  # fmt: skip
+    assert not [name for name, value in vars(asked).items() if value == getattr(tw.Sampling(), name)]
+    options = [part for name, value in vars(asked).items() for part in (f"--{name.replace('_', '-')}", value)]
+    options[options.index("--stop") + 1] = "x"
+    options.remove(True)
+    seen, start = [], LanguageModel.start
+
+    def watched(self: LanguageModel, prompts: Any, sampling: Any = None, speculative: bool | None = None) -> Session:
+        seen.append(sampling)
+        return start(self, prompts, tw.Sampling(1), speculative)
+
+    monkeypatch.setattr(LanguageModel, "start", watched)
+    assert run("generate", "t1", *pair, *options).status == 0
+    assert seen == [asked]
+
+
 def test_a_stop_string_ends_the_text(run: Run, pair: list[Any], expected: dict[str, Any]):
     words = expected["t1 t2 t3"][1].split()
     stop = f" {words[5]}"
@@ -141,7 +197,28 @@ def test_a_stop_string_ends_the_text(run: Run, pair: list[Any], expected: dict[s
 def test_block_size_and_window_change_no_token(run: Run, pair: list[Any], expected: dict[str, Any]):
     figures = run("generate", "t1 t2 t3", *pair, *NEW, "--block-size", 2, "--draft-window", 5, "--json", "-").json
     assert figures["tokens"] == [expected["t1 t2 t3"][0]]
-    assert len(figures["acceptance_histogram"]) == 2
+    assert len(figures["speculative_decoding"]["acceptance_histogram"]) == 2
+
+
+def test_without_a_drafter_a_block_size_decodes_in_blocks(run: Run, folders: tuple[Path, Path], expected: dict[str, Any]):
+    ran = run("generate", "t1 t2 t3", "--model", folders[0], "--drafter", "none", "--block-size", 4, *NEW, "--json", "-")
+    figures = ran.json
+    assert figures["tokens"] == [expected["t1 t2 t3"][0]]
+    assert (figures["block_size"], figures["tau"], figures["rounds"]) == (4, 1, 12)
+    assert figures["speculative_decoding"]["num_spec_steps"] == 0
+    assert "rounds by accepted draft tokens" not in ran.err, "none drafted anything"
+
+
+def test_a_replay_shows_every_prompt(run: Run, folders: tuple[Path, Path], expected: dict[str, Any], tmp_path: Path):
+    options = ["--model", folders[0], "--drafter", "ngram", *NEW, "--temperature", 1, "--min-p", 0.01, "--json", "-"]
+    ran = run("generate", *expected, *options, "--replay", tmp_path / "page.html")
+    assert f"{tmp_path / 'page.html'} written" in "".join(ran.err.splitlines())
+    page = Page(tmp_path / "page.html")
+    check_self_contained(page)
+    assert page.data()["about"]["min_p"] == 0.01
+    assert [passage["prompt"] for passage in page.data()["passages"]] == list(expected)
+    for passage, tokens in zip(page.data()["passages"], ran.json["tokens"], strict=True):
+        assert [token["id"] for each in passage["rounds"] for token in each["emitted"]] == tokens
 
 
 def interrupt_after(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +257,7 @@ def test_an_interruption_keeps_what_was_generated(
     ran = run("generate", *prompts, *pair, *NEW, "--compare", "--json", tmp_path / "figures.json")
     figures = check_interrupted(ran, prompts, expected, tmp_path / "figures.json")
     assert all(figures["tokens"])
-    assert figures["mean_acceptance_length"] >= 1
+    assert figures["tau"] >= 1
     assert figures["speedup"] is None
 
 
@@ -191,5 +268,5 @@ def test_an_interruption_before_the_first_token(
     ran = run("generate", "t7", *pair, *NEW, "--json", tmp_path / "figures.json")
     figures = check_interrupted(ran, ["t7"], expected, tmp_path / "figures.json")
     assert figures["tokens"] == [[]]
-    assert figures["mean_acceptance_length"] is None
-    assert figures["acceptance_histogram"] == [0, 0, 0, 0]
+    assert figures["tau"] is None
+    assert figures["speculative_decoding"]["acceptance_histogram"] == [0, 0, 0, 0]

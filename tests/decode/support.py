@@ -52,5 +52,8 @@ def check_same_as_autoregressive(
         for n, result in enumerate(lm.generate(asked[i : i + batch], each[i : i + batch], speculative=True), i):
             assert result.tokens == want[n], f"prompt {n} of {result.prompt_tokens} tokens"
             assert sum(result.acceptance_lengths) == len(result.tokens)
+            rounds = list(zip(result.acceptance_lengths, result.drafted, result.accepted, strict=True))
+            assert all(added == accepted + 1 for added, _, accepted in rounds[:-1]), "only an end cuts a round"
+            assert all(added - 1 <= accepted <= drafted for added, drafted, accepted in rounds)
             lengths += result.acceptance_lengths
     return lengths

@@ -8,9 +8,10 @@ import jax
 import pytest
 
 from decode.support import build, prompts
-from reference.dflash_numpy import random_pair
+from reference.dflash_numpy import as_folders, random_pair
+from reference.eagle3_numpy import as_folder, random_eagle3
 from tilewright.compiled.ledger import CompileError, Ledger, no_compile_guard
-from tilewright.decode.language_model import LanguageModel
+from tilewright.decode.language_model import LanguageModel, load
 from tilewright.decode.sampling import Sampling, batch_warp
 from tilewright.decode.shapes import Shape, ShapeTable
 
@@ -19,36 +20,51 @@ ASKED = prompts(0, range(1, 100, 2))
 TABLE = ShapeTable(batches=(1, 3), capacities=(64, 128), chunks=(8, 32))
 NEW = 8
 PROGRAMS = {"jit(allocate)", "jit(prefill_chunk)", "jit(decode_loop)"}
+PAIR = random_pair(0, target_layers=1, drafter_layers=1, taps=[0])
+KINDS = ("plain", "dflash", "eagle3", "ngram", "none")
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 @pytest.fixture
 def lm(tmp_path: Path) -> LanguageModel:
     """A model that has compiled nothing, in a process that forgets the rest: no stray program hides behind another test."""
-    made = build(tmp_path, random_pair(0, target_layers=1, drafter_layers=1, taps=[0]), table=TABLE)
+    made = build(tmp_path, PAIR, table=TABLE)
     jax.clear_caches()
     return made
 
 
-def shapes_used(lm: LanguageModel, requests: list[Sampling], batch: int, drafted: bool) -> set[Shape]:
+def with_drafter(folder: Path, kind: str) -> LanguageModel:
+    """As `lm`, with a drafter of some kind, or none where it is "plain"."""
+    target, drafter = as_folders(folder, PAIR)
+    eagle3 = as_folder(folder / "eagle3", *random_eagle3(0, PAIR.target_config, taps=[0]))
+    sources = {"dflash": drafter, "eagle3": eagle3, "ngram": "ngram"}
+    made = load(target, sources.get(kind), block_size=None if kind == "plain" else 4, table=TABLE)
+    jax.clear_caches()
+    return made
+
+
+def shapes_used(lm: LanguageModel, requests: list[Sampling], batch: int) -> set[Shape]:
     used = set()
     for i in range(0, len(ASKED), batch):
-        overrun = lm.drafting.block_size if lm.drafting and drafted else 1
+        overrun = lm.drafter.block_size if lm.drafter else 1
         group = list(zip(ASKED[i : i + batch], requests[i : i + batch], strict=True))
         positions = max(len(prompt) + request.max_new_tokens for prompt, request in group) + overrun
         used.add(lm.table.shape(len(group), positions, batch_warp([request for _, request in group])))
     return used
 
 
-@pytest.mark.parametrize("drafted", [False, True])
-def test_a_call_compiles_at_most_the_table(lm: LanguageModel, drafted: bool):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_compiles_at_most_the_table(tmp_path: Path, kind: str):
+    lm = with_drafter(tmp_path, kind)
     requests = [Sampling(NEW)] * 24 + [Sampling(NEW, temperature=1.0, seed=n) for n in range(26)]
 
     def call() -> list[list[int]]:
-        return [result.tokens for result in lm.generate(ASKED, requests, drafted)]
+        return [result.tokens for result in lm.generate(ASKED, requests)]
 
     with Ledger() as ledger:
         first = call()
-    used = shapes_used(lm, requests, 3, drafted)
+    used = shapes_used(lm, requests, 3)
     assert used >= {Shape(3, 64, "greedy"), Shape(3, 128, "plain")}
     assert 0 < ledger.compilations <= sum(TABLE.programs(shape) for shape in used)
     assert ledger.compilations == len(lm.programs.compiled)
@@ -61,7 +77,7 @@ def test_one_prompt_at_a_time(lm: LanguageModel):
     with Ledger() as ledger:
         for prompt in ASKED:
             lm.generate([prompt], Sampling(NEW))
-    used = shapes_used(lm, [Sampling(NEW)] * len(ASKED), 1, True)
+    used = shapes_used(lm, [Sampling(NEW)] * len(ASKED), 1)
     assert used == {Shape(1, 64, "greedy"), Shape(1, 128, "greedy")}
     assert ledger.compilations <= sum(TABLE.programs(shape) for shape in used)
     assert Counter(program.name for program in ledger.programs) == {

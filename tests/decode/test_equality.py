@@ -11,12 +11,12 @@ import pytest
 
 from decode.support import build, check_same_as_autoregressive, prompts, tokens_of
 from reference.dflash_numpy import Pair, oracle_like_pair, random_pair
-from tilewright.decode import speculative
+from tilewright.decode.drafters.base import Proposal
+from tilewright.decode.drafters.dflash import DFlash
 from tilewright.decode.language_model import LanguageModel
 from tilewright.decode.programs import ProgramKey
 from tilewright.decode.sampling import Sampling
 from tilewright.decode.shapes import Shape, ShapeTable
-from tilewright.decode.speculative import Drafting
 from tilewright.decode.state import DecodeState, Models, known_token
 from tilewright.models.decoder import DecoderConfig
 
@@ -34,7 +34,7 @@ REQUESTS = [
     Sampling(NEW),
     Sampling(NEW, temperature=1.0, seed=4),
     Sampling(NEW, temperature=0.7, top_k=5, seed=5),
-    Sampling(NEW, temperature=1.0, top_p=0.9, seed=6),
+    Sampling(NEW, temperature=1.0, top_p=0.9, min_p=0.05, repetition_penalty=1.2, presence_penalty=0.5, seed=6),
     Sampling(NEW - 9, temperature=1.5, top_p=0.8, top_k=12, seed=2**32 - 1),
     Sampling(NEW, temperature=1e-3, seed=1),
 ]
@@ -53,7 +53,7 @@ def skilled(tmp_path_factory: pytest.TempPathFactory, guessing: LanguageModel) -
     pair = oracle_like_pair(0, [ASKED[n] for n in KNOWN], length=NEW, **SIZES)
     assert same_target(pair, random_pair(0, **SIZES))
     lm = build(tmp_path_factory.mktemp("skilled"), pair, table=TABLE)
-    assert lm.drafting == guessing.drafting
+    assert lm.drafter == guessing.drafter
     lm.programs.compiled = guessing.programs.compiled  # the parameters are arguments: equal configurations share programs
     return lm
 
@@ -102,20 +102,21 @@ def informed(tmp_path_factory: pytest.TempPathFactory, alone: list[list[int]]) -
         ends[n] = len(prompt) + NEW
     mistakes = np.random.default_rng(0).random(texts.shape) < 0.15
 
-    def look_up(drafting: Drafting, target: DecoderConfig, models: Models, state: DecodeState) -> Any:
+    def look_up(drafter: DFlash, target: DecoderConfig, models: Models, state: DecodeState) -> Proposal:
         later = jnp.arange(128)[None, None] > state.known[:, None, None]
         fits = jnp.all((state.tokens[:, None] == texts[None]) | later, axis=2) & (state.end[:, None] == ends[None])
         row = jnp.argmax(fits, axis=1)
         wrong = jnp.take(jnp.asarray(mistakes), row, axis=0) & state.ignore_eos[:, None]
         text = (jnp.take(jnp.asarray(texts), row, axis=0) + wrong.astype(jnp.int32)) % target.vocab_size
-        slots = state.known[:, None] + jnp.arange(1, drafting.block_size)[None]
-        return jnp.concatenate([known_token(state), jnp.take_along_axis(text, slots, axis=1)], axis=1)
+        slots = state.known[:, None] + jnp.arange(1, drafter.block_size)[None]
+        block = jnp.concatenate([known_token(state), jnp.take_along_axis(text, slots, axis=1)], axis=1)
+        return Proposal(block, jnp.full(state.known.shape, drafter.block_size - 1))
 
     lm = build(tmp_path_factory.mktemp("informed"), random_pair(0, **SIZES), table=TABLE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speculative, "draft", look_up)
+        patch.setattr(DFlash, "propose", look_up)
         for batch in TABLE.batches:
-            lm.programs.get(ProgramKey("decode", Shape(batch, 128, "greedy"), lm.drafting))
+            lm.programs.get(ProgramKey("decode", Shape(batch, 128, "greedy"), lm.drafter))
     return lm
 
 

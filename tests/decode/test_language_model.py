@@ -14,6 +14,8 @@ from reference.dflash_numpy import Pair, as_folders, random_pair
 from tilewright.decode.language_model import LanguageModel, load
 from tilewright.decode.sampling import Sampling
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 SIZES: dict[str, Any] = {"target_layers": 2, "drafter_layers": 1, "taps": [0, 1]}
 NEW = Sampling(max_new_tokens=6)
 
@@ -55,16 +57,21 @@ def test_each_prompt_may_have_its_own_sampling(lm: LanguageModel):
 def test_a_model_without_a_drafter(tmp_path: Path, lm: LanguageModel):
     target, _ = as_folders(tmp_path, random_pair(0, **SIZES))
     alone = load(target, table=TABLE)
-    assert alone.drafting is None
+    assert alone.drafter is None
     assert alone.generate([[1, 2]], NEW)[0].tokens == lm.generate([[1, 2]], NEW, speculative=False)[0].tokens
     with pytest.raises(ValueError, match="speculative decoding needs a drafter; none was loaded"):
         alone.generate([[1, 2]], NEW, speculative=True)
 
 
+def dtypes(arrays: Any) -> set[str]:
+    """Of all arrays that hold anything."""
+    return {x.dtype.name for x in jax.tree.leaves(arrays) if x.size}
+
+
 def test_bfloat16(tmp_path: Path, lm: LanguageModel):
     """It runs, in bfloat16 throughout, and mostly agrees with float32 where a text begins."""
     half = build(tmp_path, random_pair(0, **SIZES), dtype="bfloat16")
-    assert {x.dtype.name for x in jax.tree.leaves(half.programs.models)} == {"bfloat16"}
+    assert dtypes(half.programs.models) == {"bfloat16"}
     asked = prompts(0, [1, 4, 5, 7, 3, 12, 9, 2])
     one = Sampling(max_new_tokens=1)
     want = tokens_of(lm, asked, one, speculative=False)
@@ -72,8 +79,7 @@ def test_bfloat16(tmp_path: Path, lm: LanguageModel):
         session = half.start(asked, NEW, drafted)
         session.prefill()
         assert session.state is not None
-        caches = (session.state.target_cache, session.state.draft_cache)
-        assert {x.dtype.name for x in jax.tree.leaves(caches)} == {"bfloat16"}
+        assert dtypes((session.state.target_cache, session.state.draft_cache)) == {"bfloat16"}
         got = tokens_of(half, asked, NEW, speculative=drafted)
         assert {len(tokens) for tokens in got} == {6}
         assert sum(a[0] == b[0] for a, b in zip(got, want, strict=True)) >= 6
@@ -82,8 +88,8 @@ def test_bfloat16(tmp_path: Path, lm: LanguageModel):
 def test_a_drafter_in_bfloat16_changes_no_token(tmp_path: Path, lm: LanguageModel):
     mixed = build(tmp_path, random_pair(0, **SIZES), drafter_dtype="bfloat16")
     models = mixed.programs.models
-    assert {x.dtype.name for x in jax.tree.leaves((models.drafter, models.draft_head))} == {"bfloat16"}
-    assert {x.dtype.name for x in jax.tree.leaves(models.target)} == {"float32"}
+    assert dtypes((models.drafter, models.draft_head)) == {"bfloat16"}
+    assert dtypes(models.target) == {"float32"}
     asked = prompts(0, [1, 4, 5, 7, 3, 12, 9, 2])
     assert tokens_of(mixed, asked, NEW, speculative=True) == tokens_of(lm, asked, NEW, speculative=False)
 
@@ -131,14 +137,15 @@ def test_the_whole_context_can_be_used(tmp_path: Path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dtype": "float16"}, "expected a dtype among float32, bfloat16, found 'float16'"),
+        ({"dtype": "float16"}, "expected dtype to be one of float32, bfloat16, found 'float16'"),
         ({"block_size": 1}, "expected a block size from 2 to the drafter's 6, found 1"),
         ({"block_size": 7}, "expected a block size from 2 to the drafter's 6, found 7"),
         ({"draft_window": 0}, "expected a draft window of at least 1, found 0"),
-        ({"drafter": None, "block_size": 4}, "a block size, draft window or drafter dtype needs a drafter"),
-        ({"drafter_dtype": "int8"}, "expected a dtype among float32, bfloat16, found 'int8'"),
-        ({"drafter": None, "drafter_dtype": "bfloat16"}, "a block size, draft window or drafter dtype needs a drafter"),
-        ({"drafter": None, "draft_window": 4}, "a block size, draft window or drafter dtype needs a drafter"),
+        ({"drafter_dtype": "int8"}, "expected a drafter dtype among float32, bfloat16, found 'int8'"),
+        ({"drafter": None, "drafter_dtype": "bfloat16"}, "a drafter dtype needs a drafter with weights; no drafter was named"),
+        ({"drafter": None, "draft_window": 4}, "a draft window needs a drafter with weights; no drafter was named"),
+        ({"drafter": None, "refine": 1}, "refining needs a DFlash drafter; no drafter was named"),
+        ({"weights": "int8", "kernels": "xla"}, "8-bit weights need the CPU kernels: they are switched off"),
     ],
 )
 def test_settings_that_load_refuses(tmp_path: Path, settings: dict[str, Any], message: str):

@@ -1,8 +1,8 @@
-"""The warped distribution against a sort in NumPy, draws against the distribution, and speculative decoding against both."""
+"""The warped distribution against a sort in NumPy, penalties against counting, and draws against the distribution."""
 
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -12,35 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
-from decode.support import build
-from reference.dflash_numpy import oracle_like_pair
-from tilewright.decode.sampling import RowSampling, Sampling, Warp, batch_warp, row_sampling, sample, warp_logits
-from tilewright.decode.shapes import ShapeTable
+from reference.sampling_numpy import boundary_gap, chi_square_excess, penalised, warped
+from tilewright.decode.sampling import RowSampling, Sampling, Warp, batch_warp, penalise, row_sampling, sample, warp_logits
 
 VOCAB = 12
 jitted_warp = jax.jit(warp_logits, static_argnums=2)
 jitted_sample = jax.jit(sample, static_argnames="warp")
-
-
-def warped(logits: NDArray[Any], temperature: float, top_p: float, top_k: int) -> NDArray[np.float64]:
-    """The distribution after temperature, then top-k, then top-p, by sorting; ties with the last token kept are kept."""
-    scaled = logits.astype(np.float64) / temperature
-    if top_k:
-        scaled = np.where(scaled >= np.sort(scaled)[::-1][min(top_k, len(scaled)) - 1], scaled, -np.inf)
-    p = np.exp(scaled - scaled.max())
-    p /= p.sum()
-    if top_p < 1:
-        down = np.sort(p)[::-1]
-        last = down[np.searchsorted(np.cumsum(down), top_p - 1e-9)]
-        p = np.where(p >= last, p, 0)
-    return p / p.sum()
-
-
-def boundary_gap(logits: NDArray[Any], temperature: float, top_p: float, top_k: int) -> float:
-    """How far the nearest set of most likely tokens is from holding just `top_p`: float32 decides no less than its rounding."""
-    p = warped(logits, temperature, 1.0, top_k)
-    levels = np.unique(p)[::-1]
-    return float(np.min(np.abs([p[p >= level].sum() - top_p for level in levels])))
+jitted_penalise = jax.jit(penalise)
 
 
 def softmax(logits: NDArray[Any]) -> NDArray[np.float64]:
@@ -48,25 +26,14 @@ def softmax(logits: NDArray[Any]) -> NDArray[np.float64]:
     return p / p.sum()
 
 
-def chi_square_excess(counts: NDArray[Any], p: NDArray[np.float64]) -> float:
-    """The chi-square statistic of `counts` under `p`, over the value that chance passes once in about 30,000 (Wilson-Hilferty).
-
-    Outcomes expected less than five times count as one; an outcome of probability 0 that came is infinitely far.
-    """
-    if counts[p == 0].any():
-        return np.inf
-    expected = p * counts.sum()
-    rare = expected < 5
-    groups = [(counts[i], expected[i]) for i in np.flatnonzero(~rare)] + [(counts[rare].sum(), expected[rare].sum())]
-    groups = [(n, e) for n, e in groups if e > 0]
-    statistic = sum((n - e) ** 2 / e for n, e in groups)
-    freedom = len(groups) - 1
-    return statistic / (freedom * (1 - 2 / (9 * freedom) + 4 * np.sqrt(2 / (9 * freedom))) ** 3)
-
-
 def rows(**fields: Any) -> RowSampling:
     """One row; the rest as in a `Sampling`."""
-    return row_sampling([Sampling(**fields)])
+    return row_sampling([Sampling(**fields)], [1])
+
+
+def seeded(request: Sampling, many: int) -> RowSampling:
+    """Rows of one request that differ by seed."""
+    return row_sampling([replace(request, seed=seed) for seed in range(many)], [1] * many)
 
 
 @settings(max_examples=150)
@@ -76,14 +43,16 @@ def rows(**fields: Any) -> RowSampling:
     st.sampled_from([0.25, 0.7, 1.0, 1.7]),
     st.sampled_from([0.05, 0.5, 0.9, 0.999, 1.0]),
     st.integers(0, VOCAB + 3),
+    st.sampled_from([0.0, 0.0, 1e-6, 0.1, 0.5, 1.0]),
 )
-def test_warp_equals_a_sort(steps: NDArray[np.int32], minus: bool, temperature: float, top_p: float, top_k: int):
+def test_warp_equals_a_sort(steps: NDArray[np.int32], minus: bool, temperature: float, top_p: float, top_k: int, min_p: float):
     """Logits in steps of 1/64, so that what is no tie is none after rounding; zeros of either sign."""
     logits = (steps / 64).astype(np.float32)
     logits[logits == 0] = np.where(minus and np.arange((logits == 0).sum()) % 2, -0.0, 0.0)
-    assume(top_p == 1 or boundary_gap(logits, temperature, top_p, top_k) > 1e-5)
-    got = np.asarray(jitted_warp(logits[None, None], rows(temperature=temperature, top_p=top_p, top_k=top_k), "filtered"))[0, 0]
-    want = warped(logits, temperature, top_p, top_k)
+    assume(boundary_gap(logits, temperature, top_p, top_k, min_p) > 1e-5)
+    row = rows(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    got = np.asarray(jitted_warp(logits[None, None], row, "filtered"))[0, 0]
+    want = warped(logits, temperature, top_p, top_k, min_p)
     assert (np.isfinite(got) == (want > 0)).all()
     np.testing.assert_allclose(softmax(got), want, rtol=1e-4, atol=1e-7)
 
@@ -120,6 +89,27 @@ def test_temperature_comes_before_top_p():
     assert kept == [1, 2, 3]
 
 
+def test_min_p_is_a_share_of_the_best_after_temperature():
+    """Shares 1, 0.5 and 0.1 of the best; their squares at a temperature of a half."""
+    logits = np.log(np.asarray([0.1, 0.01, 0.05], np.float32))[None, None]
+    for temperature, min_p, kept in (
+        (1.0, 0.4, [0, 2]),
+        (1.0, 0.09, [0, 1, 2]),
+        (1.0, 1.0, [0]),
+        (0.5, 0.4, [0]),
+        (0.5, 0.2, [0, 2]),
+    ):
+        got = jitted_warp(logits, rows(temperature=temperature, min_p=min_p), "filtered")
+        assert np.flatnonzero(np.isfinite(np.asarray(got)[0, 0])).tolist() == kept
+
+
+def test_min_p_comes_after_top_p():
+    """Of 0.4, 0.3, 0.2, 0.1 it takes three to hold 0.75; of the three that min-p leaves, two would do."""
+    logits = np.log(np.asarray([0.4, 0.3, 0.2, 0.1], np.float32))[None, None]
+    got = jitted_warp(logits, rows(temperature=1.0, min_p=0.3, top_p=0.75), "filtered")
+    assert np.isfinite(np.asarray(got)).sum() == 3
+
+
 def test_top_p_of_one_keeps_even_what_rounding_hides():
     logits = np.asarray([0, -40, -80], np.float32)[None, None]
     got = jitted_warp(logits, rows(temperature=1.0, top_p=1.0), "filtered")
@@ -139,13 +129,10 @@ def test_draws_follow_the_warped_distribution(vocab: int, temperature: float, to
     """Over seeds at one position; and a distribution tempered by a tenth more is told apart."""
     many = 20_000
     logits = np.random.default_rng(vocab).normal(0, 1.5, vocab).astype(np.float32)
-    assert boundary_gap(logits, temperature, top_p, top_k) > 1e-4 or top_p == 1
-    each = rows(temperature=temperature, top_p=top_p, top_k=top_k)
-    seeds = np.stack([np.zeros(many), np.arange(many)], axis=1).astype(np.uint32)
-    fields = (np.repeat(each.temperature, many), np.repeat(each.top_p, many), np.repeat(each.top_k, many), seeds)
-    warp: Warp = Sampling(temperature=temperature, top_p=top_p, top_k=top_k).warp
+    assert boundary_gap(logits, temperature, top_p, top_k) > 1e-4
+    request = Sampling(temperature=temperature, top_p=top_p, top_k=top_k)
     batch = np.broadcast_to(logits, (many, 1, vocab))
-    drawn = np.asarray(jitted_sample(batch, RowSampling(*fields), np.full((many, 1), 7, np.int32), warp=warp))[:, 0]
+    drawn = np.asarray(jitted_sample(batch, seeded(request, many), np.full((many, 1), 7, np.int32), warp=request.warp))[:, 0]
     counts = np.bincount(drawn, minlength=vocab)
     assert chi_square_excess(counts, warped(logits, temperature, top_p, top_k)) < 1
     assert chi_square_excess(counts, warped(logits, temperature * 1.1, top_p, top_k)) > 1
@@ -156,10 +143,10 @@ def test_draws_of_one_seed_are_independent_between_positions():
     p = np.asarray([0.5, 0.3, 0.2])
     logits = np.log(p).astype(np.float32)
     many = 8000
-    seeds = np.stack([np.zeros(many), np.arange(many)], axis=1).astype(np.uint32)
-    fields = (np.ones(many, np.float32), np.ones(many, np.float32), np.zeros(many, np.int32), seeds)
     places = np.broadcast_to(np.asarray([4, 5], np.int32), (many, 2))
-    pairs = np.asarray(jitted_sample(np.broadcast_to(logits, (many, 2, 3)), RowSampling(*fields), places, warp="plain"))
+    pairs = np.asarray(
+        jitted_sample(np.broadcast_to(logits, (many, 2, 3)), seeded(Sampling(temperature=1.0), many), places, warp="plain")
+    )
     joint = np.bincount(pairs @ [3, 1], minlength=9)
     assert chi_square_excess(joint, np.outer(p, p).ravel()) < 1
     places = np.arange(many, dtype=np.int32)[None]
@@ -173,25 +160,52 @@ def test_a_draw_depends_on_seed_and_position_alone():
     requests = [Sampling(temperature=1.0, seed=1), Sampling(temperature=0.9, top_p=0.9, seed=2), Sampling(seed=3)]
     positions = np.asarray([[5, 6, 7, 8], [0, 1, 2, 3], [9, 10, 11, 12]], np.int32)
     draw = partial(jitted_sample, warp="filtered")
-    whole = np.asarray(draw(logits, row_sampling(requests), positions))
-    np.testing.assert_array_equal(draw(logits, row_sampling(requests), positions), whole)
-    np.testing.assert_array_equal(draw(logits[:, ::-1], row_sampling(requests), positions[:, ::-1]), whole[:, ::-1])
-    np.testing.assert_array_equal(draw(logits[::-1], row_sampling(requests[::-1]), positions[::-1]), whole[::-1])
+    whole = np.asarray(draw(logits, row_sampling(requests, [1] * 3), positions))
+    np.testing.assert_array_equal(draw(logits, row_sampling(requests, [1] * 3), positions), whole)
+    np.testing.assert_array_equal(draw(logits[:, ::-1], row_sampling(requests, [1] * 3), positions[:, ::-1]), whole[:, ::-1])
+    np.testing.assert_array_equal(draw(logits[::-1], row_sampling(requests[::-1], [1] * 3), positions[::-1]), whole[::-1])
     np.testing.assert_array_equal(whole[2], logits[2].argmax(axis=-1))
     for i, request in enumerate(requests):
-        one = draw(logits[i : i + 1], row_sampling([request]), positions[i : i + 1])
+        one = draw(logits[i : i + 1], row_sampling([request], [1]), positions[i : i + 1])
         np.testing.assert_array_equal(one[0], whole[i])
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.lists(st.tuples(st.integers(1, 6), st.integers(0, 5)), min_size=3, max_size=3),
+    st.sampled_from([0.5, 1.0, 1.3]),
+    st.sampled_from([-0.7, 0.0, 0.4]),
+    st.sampled_from([-0.3, 0.0, 0.9]),
+)
+def test_penalties_equal_counting(
+    seed: int, lengths: list[tuple[int, int]], repetition: float, presence: float, frequency: float
+):
+    """Three rows of different prompts and texts, few tokens so that many repeat; behind the known token the buffer is stale."""
+    rng = np.random.default_rng(seed)
+    tokens, block = rng.integers(0, 5, (3, 16)).astype(np.int32), rng.integers(0, 5, (3, 4)).astype(np.int32)
+    logits = rng.normal(size=(3, 4, 7)).astype(np.float32)
+    known = np.asarray([prompt + generated - 1 for prompt, generated in lengths], np.int32)
+    block[:, 0] = tokens[np.arange(3), known]
+    penalties: dict[str, Any] = {"repetition_penalty": repetition, "presence_penalty": presence, "frequency_penalty": frequency}
+    requests = [Sampling(**penalties), Sampling(), Sampling(temperature=1.0, **penalties)]
+    got = jitted_penalise(logits, row_sampling(requests, [prompt for prompt, _ in lengths]), tokens, known, block)
+    np.testing.assert_array_equal(got[1], logits[1])
+    for row in (0, 2):
+        prompt, text = np.split(tokens[row, : known[row] + 1].tolist(), [lengths[row][0]])
+        for slot in range(4):
+            history = [*text.tolist(), *block[row, 1 : slot + 1].tolist()]
+            want = penalised(logits[row, slot], prompt.tolist(), history, repetition, presence, frequency)
+            np.testing.assert_allclose(got[row, slot], want, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**32 - 1])
 def test_greedy_rows_are_exact_in_every_program(seed: int):
     logits = np.random.default_rng(seed).normal(size=(2, 3, VOCAB)).astype(np.float32)
     logits[0, 0, 5] = logits[0, 0, 2] = 9  # a tie goes to the first
-    requests = row_sampling([Sampling(seed=seed), Sampling(temperature=1.0, top_p=0.5, seed=seed)])
+    requests = row_sampling([Sampling(seed=seed), Sampling(temperature=1.0, top_p=0.5, min_p=0.1, seed=seed)], [1, 1])
     positions = np.zeros((2, 3), np.int32) + np.arange(3, dtype=np.int32)
     best = logits.argmax(axis=-1)
-    programs: tuple[Warp, ...] = ("greedy", "plain", "filtered")
-    for warp in programs:
+    for warp in get_args(Warp):
         np.testing.assert_array_equal(jitted_sample(logits, requests, positions, warp=warp)[0], best[0])
     assert best[0, 0] == 2
 
@@ -203,6 +217,11 @@ def test_the_least_program_is_chosen():
     assert batch_warp([greedy, greedy]) == "greedy"
     assert batch_warp([plain, greedy]) == "plain"
     assert batch_warp([plain, filtered, greedy]) == "filtered"
+    assert Sampling(min_p=0.1).warp == "greedy"
+    assert Sampling(temperature=1.0, min_p=0.1).warp == "filtered"
+    for request in (Sampling(repetition_penalty=1.1), Sampling(presence_penalty=-0.1), Sampling(frequency_penalty=0.1)):
+        assert request.warp == replace(request, temperature=1.0).warp == "penalised"
+        assert batch_warp([filtered, request, greedy]) == "penalised"
 
 
 @pytest.mark.parametrize(
@@ -217,41 +236,16 @@ def test_the_least_program_is_chosen():
         ({"top_k": -1}, "expected top_k of 0 or more, found -1"),
         ({"seed": -1}, r"expected a seed from 0 to 2\*\*32 - 1, found -1"),
         ({"seed": 2**32}, r"expected a seed from 0 to 2\*\*32 - 1, found 4294967296"),
+        ({"min_p": -0.1}, "expected min_p from 0 to 1, found -0.1"),
+        ({"min_p": 1.1}, "expected min_p from 0 to 1, found 1.1"),
+        ({"min_p": float("nan")}, "expected min_p from 0 to 1, found nan"),
+        ({"repetition_penalty": 0.0}, "expected a repetition_penalty above 0, found 0.0"),
+        ({"repetition_penalty": float("inf")}, "expected a repetition_penalty above 0, found inf"),
+        ({"presence_penalty": 2.5}, "expected a presence_penalty from -2 to 2, found 2.5"),
+        ({"frequency_penalty": -3}, "expected a frequency_penalty from -2 to 2, found -3"),
         ({"stop": ("a", "")}, r"expected stop strings that are not empty, found \('a', ''\)"),
     ],
 )
 def test_errors(fields: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         Sampling(**fields)
-
-
-def test_speculative_decoding_draws_from_the_targets_warped_distribution(tmp_path: Path):
-    """The first two tokens after one prompt, over 3,200 seeds, against what NumPy says of the target.
-
-    The drafter has seen the most likely continuation, so that of those pairs some come out of one round and some out of two.
-    """
-    prompt, vocab, temperature, top_p = [3, 1, 6, 2], 8, 0.8, 0.9
-    pair = oracle_like_pair(
-        1, [prompt], length=8, vocab_size=vocab, target_layers=2, drafter_layers=1, taps=[0, 1], block_size=3
-    )
-    pair.target_tensors["lm_head.weight"] *= np.float32(0.25)  # else the target is too sure of itself to show much
-    target = pair.build()[0]
-    after = [target.run(prompt)[0][-1], *(target.run([*prompt, first])[0][-1] for first in range(vocab))]
-    assert min(boundary_gap(logits, temperature, top_p, 0) for logits in after) > 1e-4
-
-    def joint(temperature: float) -> NDArray[np.float64]:
-        first, *second = (warped(logits, temperature, top_p, 0) for logits in after)
-        return np.stack([first[i] * second[i] for i in range(vocab)])
-
-    lm = build(tmp_path, pair, table=ShapeTable((16,), (16,), (4,)))
-    counts, whole_rounds, many = np.zeros((vocab, vocab), int), 0, 3200
-    for seed in range(0, many, 16):
-        requests = [Sampling(2, temperature, top_p, seed=seed + row) for row in range(16)]
-        for result in lm.generate([prompt] * 16, requests):
-            counts[tuple(result.tokens)] += 1
-            whole_rounds += result.acceptance_lengths == [2]
-    assert 0.1 * many < whole_rounds < 0.9 * many
-    assert (joint(temperature) > 0).sum() > 8
-    assert chi_square_excess(counts.ravel(), joint(temperature).ravel()) < 1
-    for wrong in (0.6, 1.05):
-        assert chi_square_excess(counts.ravel(), joint(wrong).ravel()) > 1

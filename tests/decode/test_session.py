@@ -227,7 +227,7 @@ def test_any_text_with_any_stops(text: str, stops: list[str], size: int, eos: bo
     shown = ""
     for at in range(0, len(ids), size):
         if row.finish_reason is None:
-            shown += "".join(piece.text for piece in row.add_round(ids[at : at + size], [EOS]))
+            shown += "".join(piece.text for piece in row.add_round(ids[at : at + size], 0, 0, [EOS]))
     result = row.result()
     # A text ends where the first of its stops is complete; among those complete at once, the one that begins first counts.
     ends = [n for n in range(len(text) + 1) if any(text[:n].endswith(stop) for stop in stops)]
@@ -246,9 +246,9 @@ def test_any_text_with_any_stops(text: str, stops: list[str], size: int, eos: bo
 def test_half_a_character_is_shown_when_a_row_is_interrupted_and_only_then():
     ids = BYTES.encode("a😀b").ids
     row = Row(0, [0], Sampling(10), StreamDecoder(BYTES))
-    row.add_round(ids[:3], [])
+    row.add_round(ids[:3], 0, 0, [])
     assert row.result().text == "a\N{REPLACEMENT CHARACTER}"
-    row.add_round(ids[3:], [])
+    row.add_round(ids[3:], 0, 0, [])
     assert row.result().text == "a😀b"
 
 

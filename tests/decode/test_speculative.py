@@ -13,15 +13,19 @@ import pytest
 
 from decode.support import build, prompts
 from reference.dflash_numpy import Pair, Round, as_folders, oracle_like_pair, random_pair, speculative_greedy
-from tilewright.decode import speculative
-from tilewright.decode.language_model import LanguageModel, load_drafter
+from tilewright.decode.drafters import dflash
+from tilewright.decode.drafters.dflash import DFlash
+from tilewright.decode.drafters.load import load_dflash
+from tilewright.decode.language_model import LanguageModel
 from tilewright.decode.programs import allocate_caches
 from tilewright.decode.sampling import Sampling
 from tilewright.decode.shapes import Shape
-from tilewright.decode.speculative import Drafting
 from tilewright.decode.state import verify
+from tilewright.kernels import select
 from tilewright.models import decoder
-from tilewright.models.checkpoint import load_decoder
+from tilewright.models.checkpoint import load_decoder, read_config
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 NEW = 24
 ASKED = prompts(0, [1, 7, 12])
@@ -32,24 +36,20 @@ TINY: dict[str, Any] = {"target_layers": 1, "taps": [0], "drafter_layers": 1}
 
 def observer(lm: LanguageModel) -> Callable[..., Any]:
     """A function of (models, state) that gives the next round's block, its draft logits and its target logits."""
-    drafting = lm.drafting
-    assert drafting is not None
+    drafter = lm.drafter
+    assert isinstance(drafter, DFlash)
 
     def observe(models: Any, state: Any) -> tuple[Any, Any, Any]:
         seen: list[Any] = []
-        choose, project = speculative.argmax, decoder.logits
+        choose = select.head_argmax
 
-        def record_choice(logits: Any) -> Any:
-            seen.append(logits)
-            return choose(logits)
+        def record(x: Any, head: Any, transposed: bool = False) -> Any:
+            seen.append(select.linear(x, head.T if transposed else head, jnp.float32))
+            return choose(x, head, transposed)
 
-        def record_logits(*given: Any) -> Any:
-            seen.append(project(*given))
-            return seen[-1]
-
-        with mock.patch.object(speculative, "argmax", record_choice), mock.patch.object(decoder, "logits", record_logits):
-            block = speculative.draft(drafting, lm.target, models, state)
-            verify(lm.target, models.target, state, block, drafting.config.target_layer_ids, "greedy")
+        with mock.patch.object(dflash, "head_argmax", record), mock.patch.object(decoder, "head_argmax", record):
+            block = drafter.propose(lm.target, models, state).block
+            verify(lm.target, models.target, state, block, drafter.tap_layers, "greedy")
         draft_logits, target_logits = seen
         return block, draft_logits, target_logits
 
@@ -138,7 +138,7 @@ def test_random_drafter_equals_the_reference(tmp_path: Path):
 def test_all_forms_of_a_drafter_folder_are_one_drafter(tmp_path: Path, prefix: bool, inside: bool):
     pair = random_pair(3)
     target, drafter = as_folders(tmp_path, pair, model_prefix=prefix, block_size_inside=inside)
-    config, params = load_drafter(drafter, load_decoder(target, jnp.float32)[0], "float32", None, None)
+    config, params = load_dflash(drafter, read_config(drafter), load_decoder(target, jnp.float32)[0], "float32", None)
     assert config.block_size == 6
     np.testing.assert_array_equal(params.fc, pair.drafter_tensors["fc.weight"].T)
     np.testing.assert_array_equal(params.layers[1].down, pair.drafter_tensors["layers.1.mlp.down_proj.weight"].T)
@@ -157,7 +157,7 @@ def test_the_window_bounds_the_drafters_cache(tmp_path: Path):
     pair = random_pair(0)
     for window, slots in ((None, 64), (7, 7), (1000, 64)):
         lm = build(tmp_path, pair, draft_window=window)
-        target, drafter = allocate_caches(lm.target, Shape(4, 64, "greedy"), lm.drafting, jnp.float32)
+        target, drafter = allocate_caches(lm.target, Shape(4, 64, "greedy"), lm.drafter, jnp.float32)
         assert [x.shape for layer in target for x in layer] == [(4, 2, 64, 16)] * 10
         assert [x.shape for layer in drafter for x in layer] == [(4, 2, slots, 16)] * 4
 
@@ -183,7 +183,7 @@ def test_padding_rows_stay_as_they_are(tmp_path: Path, drafted: bool):
     ],
 )
 def test_drafting_errors(tmp_path: Path, block_size: int, window: int | None, message: str):
-    drafting = build(tmp_path, random_pair(0)).drafting
-    assert drafting is not None
+    drafter = build(tmp_path, random_pair(0)).drafter
+    assert isinstance(drafter, DFlash)
     with pytest.raises(ValueError, match=message):
-        Drafting(drafting.config, block_size, window)
+        DFlash(drafter.config, block_size, window)

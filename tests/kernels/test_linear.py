@@ -1,36 +1,34 @@
 """The linear layer: every implementation against NumPy in float64, and the CPU kernel's promise that rows are independent."""
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels import linear_checks
+from kernels.linear_checks import normal
 from tilewright.kernels import native, select
 from tilewright.kernels.linear import cpu, reference, xla
 
 seeds = st.integers(0, 2**31 - 1)
 needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
+rows = st.integers(1, 70)
+widths = st.tuples(st.integers(1, 200), st.integers(1, 150))  # inputs and outputs
 SIZES = st.sampled_from([(1, 1), (64, 16), (33, 100), (7, 250), (130, 48)])
-"""Inputs and outputs: also such that fill neither a panel of 16 outputs nor a pair of inputs."""
-
-
-def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    return rng.standard_normal(shape).astype(np.float32)
+formats = pytest.mark.parametrize("kind", linear_checks.FORMATS)
 
 
 def packed_linear(x: jax.Array, w: jax.Array) -> jax.Array:
     return jax.jit(cpu.linear)(x, cpu.pack(w))
 
 
-IMPLEMENTATIONS = [
-    pytest.param(reference.linear, id="reference"),
-    pytest.param(xla.linear, id="xla"),
-    pytest.param(packed_linear, id="cpu", marks=needs_native),
-]
+IMPLEMENTATIONS = [pytest.param(reference.linear, id="reference"), pytest.param(xla.linear, id="xla")]
 
 
 def rounding(d_in: int, unit: float) -> float:
@@ -48,52 +46,155 @@ def test_linear_float32(run, seed: int, rows: int, sizes: tuple[int, int]):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=rounding(sizes[0], 2**-22))
 
 
-@pytest.mark.parametrize("run", IMPLEMENTATIONS)
+@pytest.mark.parametrize("run", [*IMPLEMENTATIONS, pytest.param(packed_linear, id="cpu", marks=needs_native)])
 @given(seeds, st.sampled_from([1, 16]), SIZES)
 def test_linear_bfloat16(run, seed: int, rows: int, sizes: tuple[int, int]):
     """Inputs are bfloat16 numbers, so that only sums and the result's own rounding differ."""
     rng = np.random.default_rng(seed)
     x, w = jnp.asarray(normal(rng, rows, sizes[0]), jnp.bfloat16), jnp.asarray(normal(rng, *sizes), jnp.bfloat16)
     expected = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
-    actual = np.asarray(run(x, w), np.float64)
+    actual = run(x, w)
+    assert actual.dtype == jnp.bfloat16
     bound = rounding(sizes[0], 2**-20) + 2**-8 * np.abs(expected)
-    assert (np.abs(actual - expected) <= bound).all()
+    assert (np.abs(np.asarray(actual, np.float64) - expected) <= bound).all()
 
 
-@needs_native
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@given(seeds, SIZES)
-def test_a_row_gets_the_same_bits_whatever_the_number_of_rows(dtype, seed: int, sizes: tuple[int, int]):
-    rng = np.random.default_rng(seed)
-    x, w = jnp.asarray(normal(rng, 37, sizes[0]), dtype), cpu.pack(jnp.asarray(normal(rng, *sizes), dtype))
-    run = jax.jit(lambda x, w: cpu.linear(x, w, jnp.float32))
-    whole = np.asarray(run(x, w))
-    for rows in (1, 2, 3, 8, 16, 21):
-        np.testing.assert_array_equal(run(x[:rows], w), whole[:rows])
-        np.testing.assert_array_equal(run(x[-rows:], w), whole[-rows:])
-
-
-@needs_native
+@pytest.mark.parametrize("run", [select.gated_linear, reference.gated_linear])
 @given(seeds, st.sampled_from([1, 16]), st.sampled_from([(64, 48), (33, 100)]))
-def test_gated_linear(seed: int, rows: int, sizes: tuple[int, int]):
+def test_gated_linear(run, seed: int, rows: int, sizes: tuple[int, int]):
     rng = np.random.default_rng(seed)
     x, gate, up = (jnp.asarray(normal(rng, *shape)) for shape in ((rows, sizes[0]), sizes, sizes))
     gate = gate / 4
     wide = [np.asarray(a, np.float64) for a in (x, gate, up)]
     g = wide[0] @ wide[1]
     expected = g / (1 + np.exp(-g)) * (wide[0] @ wide[2])
-    for actual in (
-        jax.jit(cpu.linear)(x, cpu.pack_gated(gate, up)),
-        select.gated_linear(x, gate, up),
-        reference.gated_linear(x, gate, up),
-    ):
-        np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=rounding(sizes[0], 2**-19))
+    np.testing.assert_allclose(run(x, gate, up), expected, rtol=2e-5, atol=rounding(sizes[0], 2**-19))
 
 
+@needs_native
+@formats
+@given(seeds, rows, widths)
+def test_packed_products_are_within_the_bounds_of_their_format(kind: cpu.Format, seed: int, rows: int, sizes: tuple[int, int]):
+    linear_checks.check_product(seed, rows, sizes, kind)
+
+
+@needs_native
+@formats
+@settings(max_examples=10)
+@given(seeds, rows, widths)
+def test_packed_gated_products_are_within_the_bounds_of_their_format(
+    kind: cpu.Format, seed: int, rows: int, sizes: tuple[int, int]
+):
+    linear_checks.check_gated(seed, rows, sizes, kind)
+
+
+@needs_native
+@formats
+@settings(max_examples=12)
+@given(seeds, rows, widths, st.sampled_from(["random", "ties", "negative", "zeros"]))
+def test_argmax_is_the_first_index_of_the_largest_output(
+    kind: cpu.Format, seed: int, rows: int, sizes: tuple[int, int], case: str
+):
+    linear_checks.check_argmax(seed, rows, sizes, kind, case)
+
+
+@needs_native
+@formats
+@pytest.mark.parametrize("sizes", [(1, 1), (95, 250), *linear_checks.SHAPES])
+def test_a_row_gets_the_same_bits_whatever_the_number_of_rows(kind: cpu.Format, sizes: tuple[int, int]):
+    linear_checks.check_rows(0, sizes, kind)
+
+
+@needs_native
+@given(seeds, rows, widths)
+def test_matmul_of_two_new_matrices_is_the_packed_product(seed: int, rows: int, sizes: tuple[int, int]):
+    linear_checks.check_matmul(seed, rows, sizes)
+
+
+@needs_native
+@pytest.mark.parametrize("case", ["infinity", "nan", "inputs"])
+def test_argmax_of_what_is_no_number_stays_in_range(case: str):
+    """Outputs that are all minus infinity tie; a row of NaN has no largest output."""
+    w = np.full((8, 21), -np.inf if case == "infinity" else np.nan if case == "nan" else 1.0, np.float32)
+    x = jnp.full((3, 8), np.nan if case == "inputs" else 1.0)
+    found = np.asarray(jax.jit(cpu.linear_argmax)(x, cpu.pack(jnp.asarray(w))))
+    assert (found == 0).all()
+
+
+@needs_native
+def test_8_bits_do_not_hide_an_input_that_is_no_number():
+    """The row's scale carries it to every output of that row, and to no other row."""
+    x = np.ones((3, 40), np.float32)
+    x[1, 7], x[2, 3] = np.nan, np.inf
+    actual = np.asarray(jax.jit(cpu.linear)(jnp.asarray(x), cpu.pack(jnp.ones((40, 20)), "int8")))
+    np.testing.assert_allclose(actual[0], 40, rtol=1e-6)
+    assert not np.isfinite(actual[1:]).any()
+
+
+@formats
+@given(seeds, widths)
+def test_unpacking_gives_the_rounded_matrix(kind: cpu.Format, seed: int, sizes: tuple[int, int]):
+    w = normal(np.random.default_rng(seed), *sizes)
+    found = np.asarray(cpu.unpack(cpu.pack(jnp.asarray(w), kind)), np.float64)
+    _, expected = linear_checks.operands(np.ones((1, sizes[0]), np.float32), w, kind)
+    np.testing.assert_allclose(found[: sizes[0]], expected, rtol=2**-23 if kind == "int8" else 0)
+    assert (found[sizes[0] :] == 0).all()
+
+
+def test_the_largest_weight_of_an_output_becomes_127():
+    w = np.asarray([[0.5, 0.0, -4.0], [-2.0, 0.0, 1.0]], np.float32)
+    units, scales = cpu.quantise(w)
+    np.testing.assert_array_equal(units, [[32, 0, -127], [-127, 0, 32]])
+    np.testing.assert_array_equal(scales, np.asarray([2.0, 0.0, 4.0], np.float32) / np.float32(127))
+
+
+@pytest.mark.parametrize(
+    ("w", "kind", "complaint"),
+    [
+        (jnp.ones(5), "float32", r"model.w: expected a matrix \[inputs, outputs\], found shape \(5,\)"),
+        (jnp.ones((2, 3, 4)), "int8", r"model.w: expected a matrix .* found shape \(2, 3, 4\)"),
+        (jnp.ones((0, 3)), "float32", r"model.w: expected a matrix .* found shape \(0, 3\)"),
+        (None, "float32", "model.w: expected a matrix .* found shape None"),
+        (jnp.ones((2, 3), jnp.int32), "int8", "model.w: expected float32 or bfloat16, found int32"),
+        (jnp.ones((2, 3), jnp.float16), "bfloat16", "model.w: expected float32 or bfloat16, found float16"),
+        (jnp.ones((2, 3)), "int4", "model.w: expected the format float32, bfloat16, int8, found 'int4'"),
+        (jnp.full((2, 3), jnp.nan), "int8", "model.w: expected finite weights, which 8 bits can hold, found infinity or NaN"),
+    ],
+)
+def test_a_weight_that_cannot_be_packed_is_refused_by_name(w: Any, kind: str, complaint: str):
+    with pytest.raises(ValueError, match=complaint):
+        cpu.check(w, kind, "model.w")
+
+
+def test_packing_refuses_by_name():
+    with pytest.raises(ValueError, match=r"blocks\.0\.q: expected finite weights"):
+        cpu.pack(jnp.full((2, 3), jnp.inf), "int8", "blocks.0.q")
+    with pytest.raises(ValueError, match=r"blocks\.0\.gate: expected finite weights"):
+        cpu.pack_gated(jnp.ones((2, 3)), jnp.full((2, 3), jnp.inf), "int8", "blocks.0.gate")
+
+
+@needs_native
+@given(seeds, st.sampled_from([(3,), (2, 5), (31,)]), st.sampled_from([(33, 47), (64, 16)]))
+def test_gradients_of_a_trained_matrix_are_products_of_the_same_kind(seed: int, rows: tuple[int, ...], sizes: tuple[int, int]):
+    rng = np.random.default_rng(seed)
+    x, w, dy = normal(rng, *rows, sizes[0]), normal(rng, *sizes), normal(rng, *rows, sizes[1])
+
+    @jax.jit
+    def run(x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
+        y, backward = jax.vjp(lambda x, w: select.linear(x, cpu.TrainedMatrix(w)), x, w)
+        return y, *backward(dy)
+
+    y, dx, dw = run(x, w, dy)
+    assert (y.shape, dx.shape, dw.shape) == (dy.shape, x.shape, w.shape)
+    flat_x, flat_dy = x.reshape(-1, sizes[0]), dy.reshape(-1, sizes[1])
+    linear_checks.within(y.reshape(flat_dy.shape), *linear_checks.product(flat_x, w, "bfloat16"))
+    linear_checks.within(dx.reshape(flat_x.shape), *linear_checks.product(flat_dy, w.T, "bfloat16"))
+    linear_checks.within(dw, *linear_checks.product(flat_x.T, flat_dy, "bfloat16"))
+
+
+@needs_native
 def test_gates_far_from_zero_saturate():
     """exp is clamped inside the kernel: silu must still be 0 on the far left and the identity on the far right."""
-    if native.kernels().isa is None:
-        pytest.skip(native.kernels().reason)
     x = jnp.asarray([[-1e4], [1e4], [0.0]], jnp.float32)
     one = jnp.ones((1, 1), jnp.float32)
     actual = np.asarray(jax.jit(cpu.linear)(x, cpu.pack_gated(one, one)))[:, 0]
@@ -114,8 +215,33 @@ def test_the_weights_decide_which_kernel_is_in_the_program():
     assert "tilewright_linear" not in jax.jit(select.linear).lower(x, w).as_text()
 
 
+def broken(w: cpu.PackedMatrix) -> dict[str, tuple[cpu.PackedMatrix, str]]:
+    """8-bit weights of 32 inputs and 20 outputs with one thing wrong each, and the complaint."""
+    return {
+        "outputs": (replace(w, outputs=33), "do not fit"),
+        "panels": (replace(w, panels=w.panels[:1]), "do not fit"),
+        "lanes": (replace(w, panels=w.panels[:, :, :8]), "do not fit"),
+        "type": (replace(w, panels=w.panels.astype(jnp.float16)), "no packed weights"),
+        "rank": (replace(w, panels=w.panels.reshape(-1)), "no packed weights"),
+        "scales": (replace(w, scales=w.scales[:20]), "a scale and a sum for each output"),
+        "sums": (replace(w, sums=w.sums[:20]), "a scale and a sum for each output"),
+    }
+
+
 @needs_native
-def test_weights_that_do_not_fit_are_refused():
-    w = cpu.pack(jnp.ones((32, 16)))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="do not fit"):
-        jax.block_until_ready(jax.jit(cpu.linear)(jnp.ones((2, 30)), w))
+@pytest.mark.parametrize("run", [cpu.linear, cpu.linear_argmax])
+@pytest.mark.parametrize("case", ["inputs", "outputs", "panels", "lanes", "type", "rank", "scales", "sums"])
+def test_weights_that_do_not_fit_are_refused(run, case: str):
+    w = cpu.pack(jnp.ones((32, 20)), "int8")
+    wrong, complaint = broken(w)[case] if case != "inputs" else (w, "do not fit")
+    with pytest.raises(jax.errors.JaxRuntimeError, match=complaint):
+        jax.block_until_ready(jax.jit(run)(jnp.ones((2, 70 if case == "inputs" else 32)), wrong))
+
+
+@needs_native
+@pytest.mark.parametrize("shapes", [((2, 5), (6, 3)), ((2, 5), (5,))])
+def test_matrices_that_do_not_fit_are_refused(shapes: tuple[tuple[int, ...], tuple[int, ...]]):
+    call = jax.ffi.ffi_call("tilewright_matmul", jax.ShapeDtypeStruct((2, 3), jnp.float32))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"expected matrices|shapes do not fit"):
+        run = jax.jit(lambda a, b: call(a, b, a_transposed=False, b_transposed=False))
+        jax.block_until_ready(run(*(jnp.ones(shape) for shape in shapes)))

@@ -1,79 +1,146 @@
-"""Building the CPU kernels, and every instruction set that this machine has."""
+"""Building the CPU kernels, finding them, and saying why there are none."""
 
-import os
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 
 import jax
 import pytest
 
-from tilewright.kernels import native
+from tilewright.kernels import build, native
 
-CHECK = """
-import sys
-import jax, jax.numpy as jnp, numpy as np
-from tilewright.kernels import native
-from tilewright.kernels.attention import cpu as attention, reference as plain_attention
-from tilewright.kernels.linear import cpu as linear
-
-found = native.kernels()
-assert found.isa == sys.argv[1], found
-rng = np.random.default_rng(0)
-for dtype in (jnp.float32, jnp.bfloat16):
-    x, w = (jnp.asarray(rng.standard_normal(s), dtype) for s in ((19, 70), (70, 100)))
-    actual = np.asarray(jax.jit(lambda x, w: linear.linear(x, w, jnp.float32))(x, linear.pack(w)))
-    expected = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
-    np.testing.assert_allclose(actual, expected, atol=1e-4)
-    assert (np.asarray(jax.jit(lambda x, w: linear.linear(x, w, jnp.float32))(x[:1], linear.pack(w))) == actual[:1]).all()
-    q, k, v = (jnp.asarray(rng.standard_normal(s), dtype) for s in ((2, 5, 4, 32), (2, 2, 40, 32), (2, 2, 40, 32)))
-    lengths = jnp.asarray(rng.integers(1, 41, (2, 5)), jnp.int32)
-    close = np.asarray(jax.jit(attention.prefix_attention)(q, k, v, lengths).astype(jnp.float32))
-    np.testing.assert_allclose(close, plain_attention.prefix_attention(q, k, v, lengths).astype(jnp.float32), atol=0.02)
-print("fine")
-"""
+INCLUDE = Path(jax.ffi.include_dir())
 
 
-def test_build_is_kept_and_named_by_its_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    compiler = native.find_compiler()
-    if compiler is None:
-        pytest.skip("there is no C++ compiler")
+@pytest.fixture
+def compiler(tmp_path: Path) -> str:
+    """Stands in for a compiler: writes a line for each call, and an empty library."""
+    script = tmp_path / "cc"
+    script.write_text(f'#!/bin/sh\necho called >> {tmp_path}/calls\nfor last; do :; done\n: > "$last"\n')
+    script.chmod(0o755)
+    return str(script)
+
+
+@pytest.fixture
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No kernels built at installation, an empty cache and no compiler; the folder that would hold the former."""
+    monkeypatch.setattr(native, "PREBUILT", tmp_path / "prebuilt")
+    monkeypatch.setattr(native, "find_compiler", lambda: None)
     monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path / "kept"))
-    first = native.build("attention", compiler)
-    assert first.parent == tmp_path / "kept"
-    stamp = first.stat().st_mtime_ns
-    assert native.build("attention", compiler) == first
-    assert first.stat().st_mtime_ns == stamp
-    assert [path.name for path in first.parent.iterdir()] == [first.name], "nothing half-built is left"
+    return tmp_path / "prebuilt"
 
 
-def test_a_compiler_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def altered_headers(folder: Path, old: str, new: str) -> Path:
+    """A copy of XLA's headers in which one text stands for another."""
+    shutil.copytree(INCLUDE / "xla" / "ffi", folder / "xla" / "ffi")
+    header = folder / "xla" / "ffi" / "api" / "c_api.h"
+    text = header.read_text()
+    assert old in text
+    header.write_text(text.replace(old, new))
+    return folder
+
+
+def test_a_library_is_built_once(tmp_path: Path, compiler: str):
+    folder = tmp_path / "kept"
+    first = build.build("attention", INCLUDE, compiler, folder)
+    assert build.build("attention", INCLUDE, compiler, folder) == first
+    assert (tmp_path / "calls").read_text() == "called\n"
+    assert [path.name for path in folder.iterdir()] == [first.name], "nothing half-built is left"
+
+
+def test_compiler_may_have_arguments(tmp_path: Path, compiler: str):
+    assert build.build("attention", INCLUDE, f"sh {compiler}", tmp_path / "kept").exists()
+
+
+def test_a_name_tells_contents_and_not_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    name = build.library_name("attention", INCLUDE)
+    assert name.startswith("attention-")
+    assert build.library_name("attention", altered_headers(tmp_path / "0", "#define", "#define")) == name
+    assert build.library_name("attention", altered_headers(tmp_path / "1", "#define", "#define ")) != name
+    sources = tmp_path / "a" / "kernels"
+    shutil.copytree(build.HERE, sources)
+    monkeypatch.setattr(build, "HERE", sources)
+    assert build.library_name("attention", INCLUDE) == name
+    for source in ("native.h", "attention/tile.inc", "attention/cpu.cc"):
+        (sources / source).write_text((sources / source).read_text() + "\n")
+        changed = build.library_name("attention", INCLUDE)
+        assert changed != name, source
+        name = changed
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-g"))
+    assert build.library_name("attention", INCLUDE) != name
+
+
+def test_every_operation_with_a_kernel_has_its_handlers():
+    assert sorted(native.TARGETS) == build.OPERATIONS
+
+
+def test_a_compiler_that_fails_is_told(tmp_path: Path):
     broken = tmp_path / "cc"
     broken.write_text("#!/bin/sh\necho 'cpu.cc:1: error: no such standard' >&2\nexit 1\n")
     broken.chmod(0o755)
-    monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path / "kept"))
     with pytest.raises(RuntimeError, match="error: no such standard"):
-        native.build("linear", str(broken))
+        build.build("linear", INCLUDE, str(broken), tmp_path / "kept")
 
 
-def test_without_a_compiler_xla_serves(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(native, "find_compiler", lambda: None)
+def test_a_compiler_that_is_not_there_is_told(bare: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(native, "find_compiler", lambda: "no-such-compiler")
     found = native.kernels.__wrapped__()
     assert found.isa is None
-    assert "no C++ compiler" in found.reason
+    assert "no-such-compiler" in found.reason
 
 
-@pytest.mark.parametrize("isa", ["plain", "avx2", "avx512", "avx512bf16"])
-def test_every_instruction_set_gives_the_product(isa: str):
-    here = native.kernels().isa
-    order = ["plain", "avx2", "avx512", "avx512bf16"]
-    if here is None or order.index(isa) > order.index(here):
-        pytest.skip(f"this machine has {here}")
-    env = {**os.environ, "TILEWRIGHT_CPU_ISA": isa, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    env["PYTHONPATH"] = str(Path(native.__file__).parents[2])
-    done = subprocess.run([sys.executable, "-c", CHECK, isa], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.strip() == "fine"
+def test_without_a_compiler_xla_serves(bare: Path):
+    found = native.kernels.__wrapped__()
+    assert found.isa is None
+    assert found.reason == "there is no C++ compiler"
+
+
+def test_kernels_may_be_unwanted(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TILEWRIGHT_NO_NATIVE", "1")
+    assert native.kernels.__wrapped__() == native.Native(None, "TILEWRIGHT_NO_NATIVE is 1")
+
+
+def test_kernels_of_the_installation_need_no_compiler(bare: Path):
+    bare.mkdir()
+    for operation in native.TARGETS:
+        (bare / build.library_name(operation, INCLUDE)).touch()
+    assert {path.parent for path in native.libraries().values()} == {bare}
+
+
+def test_kernels_of_another_installation_are_refused_or_rebuilt(bare: Path, compiler: str, monkeypatch: pytest.MonkeyPatch):
+    bare.mkdir()
+    for operation in native.TARGETS:
+        (bare / f"{operation}-0123456789abcdef.so").touch()
+    found = native.kernels.__wrapped__()
+    assert found.isa is None
+    assert found.reason.startswith("those built at installation do not fit")
+    monkeypatch.setattr(native, "find_compiler", lambda: compiler)
+    paths = native.libraries()
+    assert {path.parent for path in paths.values()} == {build.cache_folder()}
+    monkeypatch.setattr(native, "find_compiler", lambda: None)
+    assert native.libraries() == paths, "what was built once needs no compiler"
+
+
+def test_a_library_that_cannot_be_loaded_is_told(bare: Path):
+    bare.mkdir()
+    for operation in native.TARGETS:
+        (bare / build.library_name(operation, INCLUDE)).write_text("no library")
+    found = native.kernels.__wrapped__()
+    assert found.isa is None
+    assert str(bare) in found.reason
+
+
+def test_a_library_that_xla_refuses_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    compiler = build.find_compiler()
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    monkeypatch.setattr(build, "FLAGS", tuple("-O0" if flag == "-O3" else flag for flag in build.FLAGS))
+    newer = altered_headers(tmp_path / "newer", "#define XLA_FFI_API_MINOR ", "#define XLA_FFI_API_MINOR 9")
+    path = build.build("attention", newer, compiler, tmp_path)
+    monkeypatch.setattr(native, "libraries", lambda: {"attention": path})
+    monkeypatch.setattr(native, "TARGETS", {"attention": {"tilewright_refused": "TilewrightAttention"}})
+    found = native.kernels.__wrapped__()
+    assert found.isa is None
+    assert "API version" in found.reason
 
 
 def test_another_backend_keeps_to_xla(monkeypatch: pytest.MonkeyPatch):

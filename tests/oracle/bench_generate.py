@@ -1,11 +1,16 @@
 """Autoregressive tokens/s of tilewright and of transformers' `generate`, side by side on the same weights.
 
-Greedy, float32, no early end, both in one process on the same cores; each time is that of a whole call, prefill included. One
-repetition runs every side once, in alternating order; the table shows medians. transformers runs with one thread and with one
-for each core, and the ratio is to the better of the two: torch's threads wait for one another in a busy loop, so that on a
-machine with other work two of them can be ten times slower than one. Needs the `oracle` extra:
+Greedy, no early end, all in one process on the same cores. One repetition runs every side once, in alternating order; the table
+shows medians, for decoding alone: what comes before a call's first step (prefill) is left out of it, and is part of the calls'
+own tokens/s in the JSON. transformers runs with one thread and with one for each core, and ratios are to the better of the two:
+torch's threads wait for one another in a busy loop, so that on a machine with other work two of them can be ten times slower
+than one. Needs the `oracle` extra:
 
     python tests/oracle/bench_generate.py [--model FOLDER] [--json FILE]
+    python tests/oracle/bench_generate.py --random qwen3-0.6b --dtype bfloat16 --also int8 xla --batches 1 4 --new-tokens 32
+
+The second form writes a checkpoint with random weights and the shape of a published model to a temporary folder (1.2 GB) and
+takes some 8 GB of memory, 2 GB less without the side "xla".
 """
 
 import argparse
@@ -13,30 +18,65 @@ import importlib.util
 import json
 import os
 import platform
+import shutil
 import statistics
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # Their source is the text of the prompts; the demo pair was not trained on it.
 MODULES = ("calendar", "configparser", "csv", "fractions", "heapq", "queue", "statistics", "textwrap")
 
-Generate = Callable[[list[list[int]]], list[list[int]]]
-"""From prompts of one length to the tokens generated for each."""
+# huggingface.co/Qwen/Qwen3-0.6B, config.json
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        "family": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_layers": 28,
+        "num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+        "tie_word_embeddings": True, "max_position_embeddings": 40960,
+    }
+}  # fmt: skip
+
+
+class Call(NamedTuple):
+    """What one call gave.
+
+    Attributes:
+        tokens: generated for each prompt.
+        decode_tokens_per_s: of all rows, without the prefill.
+    """
+
+    tokens: list[list[int]]
+    decode_tokens_per_s: float
+
+
+Generate = Callable[[list[list[int]]], Call]
+"""Takes prompts of one length."""
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="folder of the model (default: the demo target)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--model", type=Path, help="folder of the model (default: the demo target)")
+    which.add_argument("--random", choices=SHAPES, help="a model of this shape with random weights")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of both sides' weights")
+    parser.add_argument(
+        "--also", choices=["int8", "xla"], nargs="+", default=[], help="also with 8-bit weights, without kernels"
+    )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], choices=range(1, len(MODULES) + 1), metavar="N")
     parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=128, help="at least 2")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2, help="CPU cores given to both (default: 2)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.new_tokens < 2:
+        parser.error("--new-tokens must be at least 2: transformers' first token belongs to the prefill")
+    return args
 
 
 def pin(threads: int) -> int:
@@ -53,61 +93,122 @@ def source(module: str) -> str:
     return Path(spec.origin).read_text(encoding="utf-8")
 
 
+@contextmanager
+def model_folder(model: Path | None, random: str | None) -> Iterator[Path]:
+    """The folder asked for; one with random weights is gone afterwards. Its tokenizer is the demo target's."""
+    from tilewright.models.hub import PACKAGED
+
+    if random is None:
+        yield model or PACKAGED["demo"]
+        return
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / f"{random}-random"
+        write_random(folder, SHAPES[random])
+        shutil.copy(PACKAGED["demo"] / "tokenizer.json", folder)
+        yield folder
+
+
+def write_random(folder: Path, shape: dict[str, Any]) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from tilewright.models.checkpoint import save_params
+    from tilewright.models.decoder import DecoderConfig, config_to_hf, declare
+    from tilewright.models.params import initialise
+
+    config = DecoderConfig(**shape)
+    specs = declare(config)
+    save_params(folder, config_to_hf(config), specs, initialise(specs, jax.random.key(0), jnp.bfloat16), jnp.bfloat16)
+
+
 def tilewright_side(lm: Any, new_tokens: int) -> Generate:
     import tilewright as tw
 
     sampling = tw.Sampling(max_new_tokens=new_tokens, ignore_eos=True)
-    return lambda prompts: [result.tokens for result in lm.generate(prompts, sampling)]
+
+    def generate(prompts: list[list[int]]) -> Call:
+        generation = lm.generate(prompts, sampling)
+        return Call([result.tokens for result in generation], generation.tokens_per_s)
+
+    return generate
 
 
-def transformers_sides(folder: Path, new_tokens: int, threads: Sequence[int]) -> dict[str, Generate]:
+class Clock:
+    """A streamer that notes when tokens came. The prompt comes first, then the tokens of each step."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Any) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+
+def transformers_sides(folder: Path, dtype: str, new_tokens: int, threads: Sequence[int]) -> dict[str, Generate]:
     """One side for each number of threads, all with the same model."""
     import torch
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     # No end at all, rather than `min_new_tokens`: that would forbid the end token, which the other side may well generate.
     model.generation_config = transformers.GenerationConfig(
         do_sample=False, use_cache=True, max_new_tokens=new_tokens, eos_token_id=None, pad_token_id=0
     )
 
-    def generate(threads: int, prompts: list[list[int]]) -> list[list[int]]:
+    def generate(threads: int, prompts: list[list[int]]) -> Call:
         torch.set_num_threads(threads)
-        tokens = torch.tensor(prompts)
-        out = model.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens))
-        return out[:, tokens.shape[1] :].tolist()
+        tokens, clock = torch.tensor(prompts), Clock()
+        out = model.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens), streamer=clock)
+        # The first token is the prefill's: each of the others took a step.
+        steps, seconds = len(clock.times) - 2, clock.times[-1] - clock.times[1]
+        return Call(out[:, tokens.shape[1] :].tolist(), len(prompts) * steps / seconds)
 
     return {f"transformers_threads_{n}": partial(generate, n) for n in threads}
 
 
-def timed(generate: Generate, prompts: list[list[int]], new_tokens: int) -> tuple[float, list[list[int]]]:
-    """Tokens per second of one call, and the tokens."""
+def timed(name: str, generate: Generate, prompts: list[list[int]], new_tokens: int) -> tuple[float, Call]:
+    """Tokens per second of a whole call, prefill included, and what it gave."""
     began = time.perf_counter()
-    tokens = generate(prompts)
+    call = generate(prompts)
     seconds = time.perf_counter() - began
-    if any(len(row) != new_tokens for row in tokens):
-        raise RuntimeError(f"expected {new_tokens} tokens in each row, found {[len(row) for row in tokens]}")
-    return len(prompts) * new_tokens / seconds, tokens
+    print(f"batch {len(prompts)}, {name}: {call.decode_tokens_per_s:.1f} tokens/s", file=sys.stderr)
+    if any(len(row) != new_tokens for row in call.tokens):
+        raise RuntimeError(f"expected {new_tokens} tokens in each row, found {[len(row) for row in call.tokens]}")
+    return len(prompts) * new_tokens / seconds, call
+
+
+def common(a: list[int], b: list[int]) -> int:
+    """How many tokens two rows have in common before they differ."""
+    return next((i for i, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1]), len(a))
 
 
 def compare(sides: dict[str, Generate], prompts: list[list[int]], new_tokens: int, repetitions: int) -> dict[str, Any]:
-    """Runs both sides in turns; the first call of each compiles or warms up and is not counted."""
-    tokens = {name: timed(generate, prompts, new_tokens)[1] for name, generate in sides.items()}
-    speeds: dict[str, list[float]] = {name: [] for name in sides}
+    """Runs all sides in turns; the first call of each compiles or warms up and is not counted."""
+    tokens = {name: timed(name, generate, prompts, new_tokens)[1].tokens for name, generate in sides.items()}
+    whole: dict[str, list[float]] = {name: [] for name in sides}
+    decode: dict[str, list[float]] = {name: [] for name in sides}
     for repetition in range(repetitions):
         order = list(sides) if repetition % 2 == 0 else list(reversed(sides))
         for name in order:
-            speeds[name].append(timed(sides[name], prompts, new_tokens)[0])
-    medians = {name: statistics.median(values) for name, values in speeds.items()}
-    best = max(medians.keys() - {"tilewright"}, key=lambda name: medians[name])
-    same = sum(a == b for a, b in zip(tokens["tilewright"], tokens[best], strict=True))
+            speed, call = timed(name, sides[name], prompts, new_tokens)
+            whole[name].append(speed)
+            decode[name].append(call.decode_tokens_per_s)
+    medians = {name: statistics.median(values) for name, values in decode.items()}
+    best = max((name for name in sides if name.startswith("transformers")), key=lambda name: medians[name])
+    ours = [name for name in sides if name.startswith("tilewright")]
     return {
         "batch": len(prompts),
-        "tokens_per_s": medians,
+        "decode_tokens_per_s": medians,
+        "call_tokens_per_s": {name: statistics.median(values) for name, values in whole.items()},
         "best_transformers": best,
-        "ratio": medians["tilewright"] / medians[best],
-        "equal_rows": same,
-        "all_tokens_per_s": speeds,
+        "decode_ratio": {name: medians[name] / medians[best] for name in ours},
+        "tokens_before_first_difference": {
+            name: [common(a, b) for a, b in zip(tokens[name], tokens[best], strict=True)] for name in ours
+        },
+        "all_decode_tokens_per_s": decode,
+        "all_call_tokens_per_s": whole,
     }
 
 
@@ -133,48 +234,53 @@ def show(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(
-        title="Autoregressive tokens/s, greedy, float32",
-        caption=f"{report['cpu']}, {report['threads']} cores; medians of {report['repetitions']} alternating repetitions; "
-        f"{report['prompt_tokens']} + {report['new_tokens']} tokens; {report['parameters']:,} parameters",
-    )
-    sides = list(report["cases"][0]["tokens_per_s"])
-    for column in ("batch", *(name.replace("_", " ") for name in sides), "ratio to the better", "equal rows"):
-        table.add_column(column, justify="right")
     for case in report["cases"]:
-        speeds = [f"{case['tokens_per_s'][name]:.1f}" for name in sides]
-        table.add_row(str(case["batch"]), *speeds, f"{case['ratio']:.2f}", f"{case['equal_rows']} of {case['batch']}")
-    Console().print(table)
+        table = Table(
+            title=f"Autoregressive decoding, greedy, {report['dtype']}, batch {case['batch']}",
+            caption=f"{report['cpu']}, {report['threads']} cores; medians of {report['repetitions']} alternating repetitions; "
+            f"{report['prompt_tokens']} + {report['new_tokens']} tokens; {report['parameters']:,} parameters",
+        )
+        for column in ("side", "tokens/s", "ratio", "same tokens until"):
+            table.add_column(column, justify="left" if column == "side" else "right")
+        for name, speed in case["decode_tokens_per_s"].items():
+            ratio = case["decode_ratio"].get(name)
+            same = [str(n) for n in case["tokens_before_first_difference"].get(name, [])]
+            table.add_row(name.replace("_", " "), f"{speed:.1f}", "" if ratio is None else f"{ratio:.2f}", " ".join(same))
+        Console().print(table)
+
+
+def measure(args: argparse.Namespace, folder: Path, threads: int) -> dict[str, Any]:
+    import tilewright as tw
+    from tilewright.models.decoder import declare
+    from tilewright.models.params import count
+
+    settings: dict[str, dict[str, str]] = {"tilewright": {}}
+    known = {"int8": {"weights": "int8"}, "xla": {"kernels": "xla"}}
+    settings |= {f"tilewright_{name}": known[name] for name in args.also}
+    models = {name: tw.load(folder, dtype=args.dtype, **each) for name, each in settings.items()}
+    lm = models["tilewright"]
+    prompts = [lm.encode(source(module))[: args.prompt_tokens] for module in MODULES]
+    sides = {name: tilewright_side(model, args.new_tokens) for name, model in models.items()}
+    sides |= transformers_sides(folder, args.dtype, args.new_tokens, sorted({1, threads}))
+    return {
+        **machine(threads),
+        "model": folder.name,
+        "parameters": count(declare(lm.target)),
+        "dtype": args.dtype,
+        "kernels": {name: model.kernels for name, model in models.items()},
+        "prompt_tokens": args.prompt_tokens,
+        "new_tokens": args.new_tokens,
+        "repetitions": args.repetitions,
+        "cases": [compare(sides, prompts[:batch], args.new_tokens, args.repetitions) for batch in args.batches],
+    }
 
 
 def main() -> None:
     args = arguments()
     threads = pin(args.threads)
     os.environ["JAX_PLATFORMS"] = "cpu"
-
-    import tilewright as tw
-    from tilewright.models.decoder import declare
-    from tilewright.models.params import count
-
-    if args.model is None:
-        from tilewright.models.hub import PACKAGED
-
-        args.model = PACKAGED["demo"]
-    lm = tw.load(args.model)
-    prompts = [lm.encode(source(module))[: args.prompt_tokens] for module in MODULES]
-    sides = {
-        "tilewright": tilewright_side(lm, args.new_tokens),
-        **transformers_sides(args.model, args.new_tokens, sorted({1, threads})),
-    }
-    report = {
-        **machine(threads),
-        "model": args.model.name,
-        "parameters": count(declare(lm.target)),
-        "prompt_tokens": args.prompt_tokens,
-        "new_tokens": args.new_tokens,
-        "repetitions": args.repetitions,
-        "cases": [compare(sides, prompts[:batch], args.new_tokens, args.repetitions) for batch in args.batches],
-    }
+    with model_folder(args.model, args.random) as folder:
+        report = measure(args, folder, threads)
     show(report)
     if args.json is not None:
         args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

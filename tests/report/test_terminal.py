@@ -1,8 +1,11 @@
 """What the terminal shows: bars, tables and colours, from figures made by hand."""
 
 import io
+from collections.abc import Sequence
 from typing import Any
 
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
 from tilewright.report import terminal
@@ -12,7 +15,7 @@ FIGURES: dict[str, Any] = {
     "speculative_tokens_per_s": 3086.4,
     "speedup": 2.5,
     "round_cost_steps": 1.65,
-    "mean_acceptance_length": 4.126,
+    "tau": 4.126,
     "block_size": 16,
     "distinct_4gram_ratio": 0.87,
     "identical": True,
@@ -70,14 +73,82 @@ def test_a_difference_is_named():
     assert "token 17" in shown(terminal.comparison_table(differing))
 
 
-def test_benchmark_table_has_a_row_for_each_set():
-    rows = {"gsm8k": FIGURES, "[odd] name": FIGURES | {"first_differences": [None, 4], "speedup": 0.5}}
-    text = shown(terminal.benchmark_table("temperature 0", rows))
-    assert "temperature 0" in text
-    head, first, second = cells(text)
-    assert tuple(head) == terminal.BENCHMARK_COLUMNS
-    assert first == ["gsm8k", "2", "1,235", "3,086", "2.50x", "4.13", "87%", "2/2"]
-    assert second == ["[odd] name", "2", "1,235", "3,086", "0.50x", "4.13", "87%", "1/2"]
+PLAIN: dict[str, Any] = {
+    "dataset": "gsm8k", "drafter": "none", "tokens_per_s": 1234.56, "speedup": 1.0, "tau": 1.0, "round_cost_steps": 1.0,
+    "responses": 2, "distinct_4gram_ratio": 0.87, "first_differences": None, "cost_per_million_tokens": None,
+    "draft_ms": None, "verify_ms": None, "other_ms": None, "round_ms": None, "speculative_decoding": None,
+    "acceptance_by_position": [], "categories": [],
+}  # fmt: skip
+DRAFTED: dict[str, Any] = PLAIN | {
+    "drafter": "a [long] name of 24 chars", "tokens_per_s": 3086.4, "speedup": 2.5, "tau": 4.126, "round_cost_steps": 1.65,
+    "first_differences": [None, 4], "draft_ms": 1.0, "verify_ms": 20.126, "other_ms": 0.0, "round_ms": 21.126,
+    "speculative_decoding": {"num_spec_steps": 7},
+    "acceptance_by_position": [{"position": n, "rate": 1 / n} for n in range(1, 16)],
+    "categories": [{"category": name, "tau": tau} for name, tau in (("[odd]", 3.0), ("", 5.0))],
+}  # fmt: skip
+IDLE: dict[str, Any] = DRAFTED | {"drafter": "ngram", "speculative_decoding": {"num_spec_steps": 0}, "round_ms": None}
+
+
+def benchmark(*rows: dict[str, Any], averages: Sequence[dict[str, Any]] = (), width: int = 100) -> list[str]:
+    return [shown(table, width) for table in terminal.benchmark_tables("temperature 0", rows, averages)]
+
+
+def test_a_benchmark_has_a_line_for_each_way_of_decoding():
+    speed, times, accepted, categories = benchmark(PLAIN, DRAFTED, IDLE)
+    assert "temperature 0" in speed
+    name = DRAFTED["drafter"]
+    assert cells(speed) == [
+        ["data", "drafter", "tok/s", "speedup", "τ", "round", "4-grams", "same"],
+        ["gsm8k", "plain", "1,235", "–", "–", "–", "87%", "–"],
+        ["", name, "3,086", "2.50", "4.13", "1.6", "87%", "1/2"],
+        ["", "ngram", "3,086", "2.50", "4.13", "1.6", "87%", "1/2"],
+    ]
+    assert cells(times) == [
+        ["data", "drafter", "draft", "verify", "other", "round"],
+        ["gsm8k", name, "1.00", "20.13", "0.00", "21.13"],
+    ]
+    assert cells(accepted) == [
+        ["data", "drafter", "1", "2", "3", "4", "6", "8", "12", "15"],
+        ["gsm8k", name, "100%", "50%", "33%", "25%", "17%", "12%", "8%", "7%"],
+    ], "what drafted nothing is left out"
+    assert "gsm8k: τ by category" in categories
+    assert cells(categories) == [["category", name, "ngram"], ["[odd]", "3.00", "3.00"], ["–", "5.00", "5.00"]]
+
+
+def test_a_benchmark_of_plain_decoding_is_one_table():
+    assert len(benchmark(PLAIN)) == 1
+
+
+def test_several_datasets_end_with_the_means():
+    rows = [PLAIN, DRAFTED, PLAIN | {"dataset": "[odd]"}, DRAFTED | {"dataset": "[odd]"}]
+    averages = [{"drafter": "none", "speedup": 1, "tau": 1}, {"drafter": "x", "speedup": 1.5, "tau": None}]
+    (speed, *_) = benchmark(*rows, averages=averages)
+    assert [row[0] for row in cells(speed)] == ["data", "gsm8k", "", "[odd]", "", "mean"]
+    assert cells(speed)[-1] == ["mean", "x", "", "1.50", "–", "", "", ""]
+    (speed, *_) = benchmark(*rows[:2], averages=averages)
+    assert "mean" not in speed
+
+
+def test_a_price_adds_a_column():
+    (speed, *_) = benchmark(PLAIN | {"cost_per_million_tokens": 1234.567}, DRAFTED)
+    assert [row[-1] for row in cells(speed)] == ["cost/M", "1,234.57", "–"]
+
+
+def test_figures_are_never_cut_names_fold():
+    row = DRAFTED | {"dataset": "a-very-long-name-of-a-data-set", "tokens_per_s": 1234567.0}
+    for width in (60, 80, 100):
+        for text in benchmark(PLAIN, row, width=width):
+            assert "…" not in text
+            assert max(map(len, text.splitlines())) <= width
+        assert "1,234,567" in benchmark(PLAIN, row, width=width)[0]
+
+
+@given(st.integers(1, 1024))
+def test_shown_positions_begin_at_1_and_end_with_the_last(last: int):
+    places = terminal.shown_positions(last)
+    assert (places[0], places[-1]) == (1, last)
+    assert places == sorted(set(places))
+    assert len(places) <= 14
 
 
 def test_drafted_text_is_told_apart_and_printed_as_it_is():

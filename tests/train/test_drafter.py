@@ -16,13 +16,12 @@ from tokenizers import Tokenizer, models
 from reference.dflash_numpy import Drafter, Target
 from tilewright.bench.figures import mean_acceptance_length
 from tilewright.decode import cache
+from tilewright.decode.drafters.dflash import DFlash
 from tilewright.decode.language_model import LanguageModel
 from tilewright.decode.sampling import Sampling
 from tilewright.decode.shapes import ShapeTable
-from tilewright.decode.speculative import Drafting
-from tilewright.decode.state import Models
+from tilewright.kernels.select import rms_norm
 from tilewright.models import decoder, dflash
-from tilewright.models.layers import rms_norm
 from tilewright.models.params import to_tensors
 from tilewright.train import drafter
 from tilewright.train.data import Stream
@@ -307,7 +306,7 @@ def test_a_drafter_learns_what_its_target_says(tmp_path: Path):
     def tau(params: Any) -> float | None:
         tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(24)}, unk_token="t0"))
         table = ShapeTable(batches=(2,), capacities=(64,), chunks=(8,))
-        lm = LanguageModel(TARGET, Models(target, params), tokenizer, Drafting(DRAFTER, SIZE), "float32", table)
+        lm = LanguageModel(TARGET, target, tokenizer, table=table).with_drafter(DFlash(DRAFTER, SIZE), params)
         both = lm.generate([[1, 2, 3], [4, 5, 6, 7, 1]], Sampling(32), speculative=True)
         assert both[0].tokens[:6] == [4, 5, 6, 7, 1, 2]
         return mean_acceptance_length(both.results)

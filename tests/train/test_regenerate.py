@@ -11,7 +11,6 @@ from tokenizers import Tokenizer, models
 from tilewright.decode.language_model import Generation, LanguageModel
 from tilewright.decode.sampling import Sampling
 from tilewright.decode.shapes import ShapeTable
-from tilewright.decode.state import Models
 from tilewright.train.data import Stream
 from tilewright.train.regenerate import cut_prompts, pair_stream, regenerate
 from train.support import END, TARGET, random_stream, silent, target_params
@@ -23,7 +22,7 @@ SAMPLINGS = (Sampling(6, ignore_eos=True), Sampling(6, temperature=1.0, ignore_e
 def lm() -> LanguageModel:
     tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(24)}, unk_token="t0"))
     table = ShapeTable(batches=(2,), capacities=(64,), chunks=(8,))
-    return LanguageModel(TARGET, Models(target_params(), None), tokenizer, None, "float32", table)
+    return LanguageModel(TARGET, target_params(), tokenizer, table=table)
 
 
 def write(lm: LanguageModel, prompts: list[list[int]], path: Path) -> Stream:

@@ -1,0 +1,218 @@
+"""What lower precision costs in quality: each way of keeping the weights against float32, on the same text.
+
+Teacher-forced: every token of the text is predicted from those before it in its window. For each position the loss (nats), the
+KL divergence of the prediction from that of float32, and whether the most likely token is the same. Then greedy generation from
+the packaged prompts: where the first token differs from float32's, and by how much float32 preferred its own there (the logit
+margin: near 0 is a coin toss). Needs the CPU kernels, which 8-bit weights do.
+
+    python benchmarks/int8_quality.py [TEXT ...] [--model FOLDER] [--json FILE]
+
+Without TEXT, the text is that of the packaged prompts: code that the demo pair was not trained on.
+"""
+
+import argparse
+import json
+import platform
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float, Int
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import tilewright as tw
+from tilewright.compiled.machine import chip_name
+from tilewright.decode.language_model import LanguageModel
+from tilewright.models import decoder
+from tilewright.models.decoder import DecoderConfig, DecoderParams
+from tilewright.models.hub import PACKAGED
+from tilewright.models.params import count
+
+REFERENCE = "float32"
+# The last one keeps activations and the embedding in bfloat16, as one does beside 8-bit weights where memory counts.
+WAYS: dict[str, dict[str, Any]] = {
+    REFERENCE: {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "float32", "weights": "int8"},
+    "int8, bfloat16": {"dtype": "bfloat16", "weights": "int8"},
+}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("text", type=Path, nargs="*", help="text files (default: the packaged prompts)")
+    parser.add_argument("--model", default="demo", help="folder or hub id of the target (default: the demo target)")
+    parser.add_argument("--window", type=int, default=256, help="tokens that are predicted from one another (default: 256)")
+    parser.add_argument("--prompts", type=int, default=32, help="packaged prompts to generate from; 0 for none (default: 32)")
+    parser.add_argument("--new-tokens", type=int, default=64, help="tokens generated for each prompt (default: 64)")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    args = parser.parse_args()
+    if args.window < 2 or args.prompts < 0 or args.new_tokens < 1:
+        parser.error("expected --window of at least 2, --prompts of at least 0 and --new-tokens of at least 1")
+    return args
+
+
+def packaged_prompts() -> list[str]:
+    lines = (PACKAGED["demo"].parent / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["prompt"] for line in lines]
+
+
+def windows(texts: Sequence[list[int]], size: int) -> list[list[int]]:
+    """Cuts every text into windows; a rest of one token predicts nothing and is left out."""
+    cut = [tokens[i : i + size] for tokens in texts for i in range(0, len(tokens), size)]
+    return [window for window in cut if len(window) > 1]
+
+
+def padded(tokens: Sequence[int], size: int) -> Int[Array, "1 T"]:
+    """What comes after a text's end changes nothing before it."""
+    return jnp.asarray([[*tokens, *[0] * (size - len(tokens))]], jnp.int32)
+
+
+@partial(jax.jit, static_argnums=0)
+def log_probabilities(config: DecoderConfig, params: DecoderParams, tokens: Int[Array, "1 T"]) -> Float[Array, "T V"]:
+    hidden = decoder.forward_full(config, params, tokens).hidden[0]
+    return jax.nn.log_softmax(decoder.logits(config, params, hidden))
+
+
+@jax.jit
+def measures(want: Float[Array, "T V"], found: Float[Array, "T V"], tokens: Int[Array, "1 T"]) -> Float[Array, "3 T"]:
+    """Loss, KL divergence and agreement at each position but the last, whose next token is not known."""
+    following = jnp.roll(tokens[0], -1)[:, None]
+    loss = -jnp.take_along_axis(found, following, axis=1)[:, 0]
+    kl = jnp.sum(jnp.exp(want) * (want - found), axis=1)
+    agree = jnp.argmax(want, axis=1) == jnp.argmax(found, axis=1)
+    return jnp.stack([loss, kl, agree])
+
+
+def mean_and_error(values: np.ndarray) -> list[float]:
+    """The mean and its standard error."""
+    return [float(values.mean()), float(values.std(ddof=1) / np.sqrt(len(values)))]
+
+
+def predictions(models: dict[str, LanguageModel], texts: Sequence[list[int]], size: int) -> dict[str, dict[str, Any]]:
+    """The teacher-forced figures of each way."""
+    rows: dict[str, list[np.ndarray]] = {name: [] for name in models}
+    for window in track(texts, "predicting", console=Console(stderr=True), transient=True):
+        tokens = padded(window, size)
+        found = {name: log_probabilities(lm.target, lm.programs.models.target, tokens) for name, lm in models.items()}
+        for name, each in found.items():
+            rows[name].append(np.asarray(measures(found[REFERENCE], each, tokens), np.float64)[:, : len(window) - 1])
+    values = {name: np.concatenate(each, axis=1) for name, each in rows.items()}
+    figures = {}
+    for name, (loss, kl, agree) in values.items():
+        more = loss - values[REFERENCE][0]
+        figures[name] = {
+            "loss_nats": mean_and_error(loss),
+            "loss_more_than_float32_nats": mean_and_error(more),
+            "perplexity_ratio": float(np.exp(more.mean())),
+            "kl_nats": mean_and_error(kl),
+            "kl_99th_percentile_nats": float(np.percentile(kl, 99)),
+            "same_most_likely_token": mean_and_error(agree),
+        }
+    return figures
+
+
+def generations(models: dict[str, LanguageModel], prompts: Sequence[list[int]], new: int) -> dict[str, dict[str, Any]]:
+    """Greedy generation: for each prompt the tokens before the first that differs, and float32's margin there."""
+    sampling = tw.Sampling(max_new_tokens=new, ignore_eos=True)
+    tokens = {name: [result.tokens for result in lm.generate(prompts, sampling)] for name, lm in models.items()}
+    size = max(len(prompt) for prompt in prompts) + new
+    reference = models[REFERENCE]
+    figures = {}
+    for name, rows in tokens.items():
+        same, margins = [], []
+        for prompt, want, found in zip(prompts, tokens[REFERENCE], rows, strict=True):
+            first = next((i for i, pair in enumerate(zip(want, found, strict=True)) if pair[0] != pair[1]), new)
+            same.append(first)
+            if first < new:
+                text = padded([*prompt, *want[:first]], size)
+                at = log_probabilities(reference.target, reference.programs.models.target, text)[len(prompt) + first - 1]
+                margins.append(float(at[want[first]] - at[found[first]]))
+        figures[name] = {
+            "equal_rows": sum(n == new for n in same),
+            "tokens_before_first_difference": same,
+            "margins_there_nats": margins,
+        }
+    return figures
+
+
+def weight_bytes(lm: LanguageModel) -> int:
+    """Of all that a decoding step reads: everything but the embedding."""
+    target = lm.programs.models.target
+    return sum(leaf.nbytes for leaf in jax.tree.leaves((target.layers, target.head, target.norm)))
+
+
+def show(report: dict[str, Any]) -> None:
+    generated = f"{report['prompts']} x {report['new_tokens']} tokens generated"
+    table = Table(
+        title=f"{report['model']}: {report['positions']:,} predictions, {generated}",
+        caption="loss and KL in nats; same until and margin: medians over prompts",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=0,
+    )
+    for column in ("", "MB", "loss", "perpl. ratio", "KL", "same top", "equal rows", "same until", "margin"):
+        table.add_column(column, justify="right" if column else "left", no_wrap=not column)
+    for name, each in report["ways"].items():
+        predicted, made = each["predictions"], each.get("generations")
+        cells = ["", "", ""]
+        if made is not None:
+            margins = made["margins_there_nats"]
+            cells = [str(made["equal_rows"]), f"{np.median(made['tokens_before_first_difference']):.0f}"]
+            cells.append(f"{np.median(margins):.3f}" if margins else "")
+        table.add_row(
+            name,
+            f"{each['weight_bytes'] / 1e6:.1f}",
+            f"{predicted['loss_nats'][0]:.4f}",
+            f"{predicted['perplexity_ratio']:.5f}",
+            f"{predicted['kl_nats'][0]:.1e}",
+            f"{predicted['same_most_likely_token'][0]:.1%}",
+            *cells,
+        )
+    Console().print(table)
+
+
+def main() -> None:
+    args = arguments()
+    models = {name: tw.load(args.model, **settings) for name, settings in WAYS.items()}
+    reference = models[REFERENCE]
+    prompts = packaged_prompts()
+    texts = [path.read_text(encoding="utf-8") for path in args.text] or prompts
+    cut = windows([reference.encode(text) for text in texts], args.window)
+    if not cut:
+        raise SystemExit("expected a text of at least two tokens, found none")
+    predicted = predictions(models, cut, args.window)
+    chosen = [reference.encode(prompt) for prompt in prompts[: args.prompts]]
+    made = generations(models, chosen, args.new_tokens) if chosen else {}
+    report = {
+        "chip": chip_name(),
+        "versions": {"python": platform.python_version(), "tilewright": tw.__version__, "jax": jax.__version__},
+        "kernels": reference.kernels,
+        "model": str(args.model),
+        "parameters": count(decoder.declare(reference.target)),
+        "text": [path.name for path in args.text] or "the packaged prompts",
+        "window": args.window,
+        "positions": sum(len(window) - 1 for window in cut),
+        "prompts": len(chosen),
+        "new_tokens": args.new_tokens,
+        "ways": {
+            name: {"weight_bytes": weight_bytes(lm), "predictions": predicted[name]}
+            | ({"generations": made[name]} if made else {})
+            for name, lm in models.items()
+        },
+    }
+    show(report)
+    if args.json is not None:
+        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

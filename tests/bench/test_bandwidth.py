@@ -1,0 +1,40 @@
+"""What the two bandwidths count, and that every byte is touched."""
+
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tilewright.bench import bandwidth
+from tilewright.bench.bandwidth import Memory, threads
+
+
+@pytest.fixture
+def _one_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that is a second later whenever it is read."""
+    clock = itertools.count()
+    monkeypatch.setattr(bandwidth, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
+
+
+@pytest.mark.usefixtures("_one_second")
+def test_a_copy_counts_both_ways_and_a_read_one():
+    memory = Memory(8000)
+    assert memory.copy() == pytest.approx(16e-6), "8000 bytes read and 8000 written, in a second"
+    assert memory.read() == pytest.approx(8e-6)
+
+
+@pytest.mark.parametrize("cores", [1, 3, 7])
+def test_the_threads_share_the_whole_buffer(cores: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bandwidth, "threads", lambda: cores)
+    memory, sums = Memory(8 * 1001), []
+    memory.copy()
+    np.testing.assert_array_equal(memory.target, np.arange(1001))
+    memory._rate(lambda source, _: sums.append(source.sum()), 1)
+    assert len(sums) == bandwidth.PIECES * cores
+    assert sum(sums) == 1001 * 500
+
+
+def test_threads_are_the_cores_of_this_process(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bandwidth.os, "sched_getaffinity", lambda _: {0, 5, 6}, raising=False)
+    assert threads() == 3

@@ -1,0 +1,252 @@
+"""The benchmark of linear layers: whose sizes, what takes turns, what a program really computes, and the arithmetic."""
+
+import json
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilewright.bench import linear
+from tilewright.bench.bandwidth import Memory
+from tilewright.bench.linear import (
+    CALLS,
+    Side,
+    alternate,
+    chain,
+    copied,
+    figures,
+    jax_side,
+    measure,
+    ready,
+    rotation,
+    steps,
+    summary,
+)
+from tilewright.kernels import native
+from tilewright.kernels.linear import xla
+from tilewright.kernels.linear.cases import CASES, LAYERS, Case, named
+from tilewright.models.decoder import DecoderConfig, config_from_hf, declare
+from tilewright.models.hub import PACKAGED
+
+needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
+SMALL = Case("demo", "q", 32, 16)
+
+
+def fake_side(name: str, weight_bytes: int) -> Side:
+    return Side(name, weight_bytes, 1, lambda rows: lambda programs: None)
+
+
+def qwen3(hidden: int, inner: int, layers: int, heads: int) -> DecoderConfig:
+    return DecoderConfig("qwen3", 151936, hidden, inner, layers, heads, 8, 128, 1e-6, 1e6, None, True, 40960, (151645,))
+
+
+CONFIGS = {
+    "demo": config_from_hf(json.loads((PACKAGED["demo"] / "config.json").read_text())),
+    "qwen3-0.6b": qwen3(1024, 3072, 28, 16),
+    "qwen3-1.7b": qwen3(2048, 6144, 28, 16),
+    "qwen3-4b": qwen3(2560, 9728, 36, 32),
+}
+
+
+@pytest.mark.parametrize("model", CASES)
+def test_cases_have_the_sizes_that_the_models_declare(model: str):
+    declared = declare(CONFIGS[model])
+    for layer in ("q", "k", "v", "o", "gate", "up", "down"):
+        case = CASES[model]["gate_up" if layer in ("gate", "up") else layer]
+        assert getattr(declared.layers[0], layer).shape == (case.inputs, case.outputs), layer
+    head = CASES[model]["head"]
+    assert declared.embed.shape == (head.outputs, head.inputs)
+    assert all((case.model, case.layer) == (model, layer) for layer, case in CASES[model].items())
+    assert CASES[model]["gate_up"].parameters == 2 * CASES[model]["down"].parameters
+
+
+def test_cases_are_found_by_name():
+    found = named(("qwen3-4b", "demo"), ("head", "q", "head"))
+    assert [(case.model, case.layer) for case in found] == [
+        ("qwen3-4b", "head"), ("qwen3-4b", "q"), ("demo", "head"), ("demo", "q"),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"expected each model to be one of demo, .*, found 'gpt2'"):
+        named(("demo", "gpt2"), LAYERS)
+    with pytest.raises(ValueError, match=r"expected each layer to be one of q, k, .*, found none"):
+        named(("demo",), ())
+
+
+@given(st.integers(1, 10**9), st.floats(0.001, 1000))
+def test_a_rotation_is_as_large_as_asked_and_hardly_larger(weight_bytes: int, megabytes: float):
+    groups, calls = rotation(weight_bytes, megabytes)
+    assert 1 <= calls <= CALLS
+    assert groups * calls * weight_bytes >= megabytes * 1e6 * (1 - 1e-9)
+    assert (groups * calls - groups) * weight_bytes <= megabytes * 1e6 or groups * calls == 1
+
+
+def test_copies_lie_apart():
+    w = jnp.ones((32, 16))
+    group = copied(w.nbytes, 3 * w.nbytes / 1e6, lambda: jnp.copy(w))
+    places = {copy.unsafe_buffer_pointer() for copy in group[0]}
+    assert len(group) == 1
+    assert len(places) == 3
+
+
+@pytest.mark.parametrize("spoiled", range(4))
+def test_every_weight_of_a_program_feeds_the_next_input(spoiled: int):
+    """0 times NaN is NaN: if one result were dropped, the NaN of its weight would not arrive."""
+    group = [jnp.ones((4, 3)) for _ in range(4)]
+    x = jnp.arange(8.0).reshape(2, 4)
+    np.testing.assert_array_equal(chain(xla.linear, x, group), x)
+    group[spoiled] = jnp.full((4, 3), jnp.nan)
+    assert np.isnan(chain(xla.linear, x, group)[0, 0])
+
+
+@needs_native
+@pytest.mark.parametrize("dtype, layer", [("float32", "q"), ("bfloat16", "gate_up"), ("int8", "gate_up")])
+def test_a_program_has_a_kernel_call_for_each_weight(dtype: Any, layer: str, monkeypatch: pytest.MonkeyPatch):
+    given = {}
+
+    def jax_side(name: str, case: Case, weights: Any, apply: Any, x_dtype: Any, weights_mb: float) -> Side:
+        given.update(weights=weights, apply=apply, x_dtype=x_dtype)
+        return fake_side(name, 1)
+
+    monkeypatch.setattr(linear, "jax_side", jax_side)
+    matrices = [np.ones((32, 16), np.float32)] * (2 if layer == "gate_up" else 1)
+    assert linear.cpu_side(dtype, Case("demo", layer, 32, 16), matrices, 1.0).name == f"cpu_{dtype}"
+    x = jnp.ones((2, 32), given["x_dtype"])
+    program = jax.jit(lambda x, group: chain(given["apply"], x, group)).lower(x, [given["weights"]] * 5).compile()
+    text = program.as_text()
+    assert text is not None
+    assert text.count('custom_call_target="tilewright_linear"') == 5
+
+
+def test_programs_go_round_the_copies(monkeypatch: pytest.MonkeyPatch):
+    groups = [[jnp.full((32, 16), value)] for value in (1.0, 2.0, 3.0)]
+    monkeypatch.setattr(linear, "copied", lambda *_: groups)
+    seen: list[float] = []
+
+    def apply(x: jax.Array, w: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda value: seen.append(float(value)), w[0, 0])
+        return x @ w
+
+    side = jax_side("xla_float32", SMALL, groups[0][0], apply, "float32", 1.0)
+    assert (side.name, side.weight_bytes, side.calls) == ("xla_float32", 2048, 1)
+    side.start(3)(4)
+    jax.effects_barrier()
+    assert seen == [1, 2, 3, 1]
+
+
+@pytest.mark.parametrize("program_s, runs", [(0.01, [1, 1, 5]), (0.08, [1, 1])])
+def test_a_run_has_as_many_programs_as_fit_its_time(program_s: float, runs: list[int], monkeypatch: pytest.MonkeyPatch):
+    """A program to warm up, another to see how long it takes unless the first was long, then the run that counts."""
+    now, seen = [0.0], []
+
+    def run(programs: int) -> None:
+        seen.append(programs)
+        now[0] += programs * program_s
+
+    monkeypatch.setattr(linear, "time", SimpleNamespace(perf_counter=lambda: now[0], sleep=lambda _: None))
+    timed = ready(Side("fake", 1, 4, lambda rows: run), 1)
+    assert timed() == pytest.approx(program_s / 4)
+    assert seen == runs
+
+
+def test_all_take_turns_and_medians_are_taken():
+    order: list[str] = []
+
+    def run(name: str, values: Sequence[float]) -> Callable[[], float]:
+        waiting = iter(values)
+
+        def once() -> float:
+            order.append(name)
+            return next(waiting)
+
+        return once
+
+    done: list[int] = []
+    medians = alternate({"a": run("a", [5, 1, 2]), "b": run("b", [7, 9, 8])}, 3, lambda: done.append(1))
+    assert "".join(order) == "abbaab"
+    assert medians == {"a": 2, "b": 8}
+    assert len(done) == 6
+
+
+def test_figures_of_a_record():
+    sides = [fake_side("cpu_bfloat16", 10**6), fake_side("xla_float32", 2 * 10**6), fake_side("torch_bfloat16", 10**6)]
+    medians = {
+        ("copy", 0): 40.0, ("read", 0): 50.0, ("cpu_bfloat16", 1): 5e-5, ("cpu_bfloat16", 4): 1e-4,
+        ("xla_float32", 4): 3e-4, ("torch_bfloat16", 4): 5e-5,
+    }  # fmt: skip
+    case = Case("demo", "gate_up", 500, 1000)
+    record = figures(case, sides, medians, "bfloat16", 4)
+    assert record == {
+        "model": "demo", "layer": "gate_up", "inputs": 500, "outputs": 1000, "gated": True, "dtype": "bfloat16", "rows": 4,
+        "side": "cpu_bfloat16", "median_ms": pytest.approx(0.1), "over_one_row": pytest.approx(2), "weight_mb": 1.0,
+        "weights_gb_per_s": pytest.approx(10), "copy_gb_per_s": 40.0, "share_of_copy_bandwidth": pytest.approx(0.25),
+        "read_gb_per_s": 50.0, "share_of_read_bandwidth": pytest.approx(0.2), "gflop_per_s": pytest.approx(80),
+        "xla_float32_ms": pytest.approx(0.3), "torch_bfloat16_ms": pytest.approx(0.05),
+        "ratio_to_xla_float32": pytest.approx(3), "ratio_to_torch_bfloat16": pytest.approx(0.5),
+    }  # fmt: skip
+    del medians["cpu_bfloat16", 1]
+    assert figures(case, sides, medians, "bfloat16", 4)["over_one_row"] is None
+
+
+def record(layer: str, rows: int, over: float | None, share: float, torch: float | None = None) -> dict[str, Any]:
+    ratio = {} if torch is None else {"ratio_to_torch_bfloat16": torch}
+    return {"layer": layer, "rows": rows, "over_one_row": over, "share_of_copy_bandwidth": share, **ratio}
+
+
+def test_a_summary_names_the_worst_layer():
+    records = [
+        record("q", 1, 1.0, 0.9, torch=1.5), record("q", 16, 1.2, 0.1, torch=1.1), record("q", 512, 9.0, 0.1, torch=0.9),
+        record("head", 1, 1.0, 0.6, torch=1.2), record("head", 16, 1.1, 0.1, torch=1.4),
+        record("head", 512, 9.0, 0.1, torch=0.7),
+    ]  # fmt: skip
+    told = {one["name"]: one for one in summary(records)}
+    assert told["rows_16_over_rows_1"] == {
+        "name": "rows_16_over_rows_1", "bound": 1.25, "at_most": True, "met": True, "worst": 1.2, "worst_layer": "q",
+        "median": pytest.approx(1.15), "layers": {"q": 1.2, "head": 1.1},
+    }  # fmt: skip
+    share = told["share_of_copy_bandwidth_at_1_row"]
+    assert (share["met"], share["worst"], share["worst_layer"]) == (False, 0.6, "head")
+    few = told["ratio_to_torch_bfloat16_at_1_to_16_rows"]
+    assert (few["met"], few["worst"], few["layers"]) == (True, 1.1, {"q": 1.1, "head": 1.2})
+    many = told["ratio_to_torch_bfloat16_at_512_rows"]
+    assert (many["met"], many["worst"], many["worst_layer"]) == (False, 0.7, "head")
+
+
+def test_a_summary_goes_by_the_better_of_several_ways_of_running_torch():
+    (_, torch) = summary([{**record("q", 1, 1.0, 0.9, torch=30.0), "ratio_to_torch_bfloat16_1thread": 0.9}])
+    assert (torch["worst"], torch["met"]) == (0.9, False)
+
+
+def test_a_summary_is_silent_about_what_was_not_measured():
+    assert [one["name"] for one in summary([record("q", 1, 1.0, 0.9)])] == ["share_of_copy_bandwidth_at_1_row"]
+    assert summary([record("q", 16, None, 0.9), record("q", 512, None, 0.9)]) == []
+
+
+@pytest.mark.parametrize("kernels", [pytest.param(True, marks=needs_native), False])
+def test_a_layer_is_measured_on_every_side(kernels: bool, monkeypatch: pytest.MonkeyPatch):
+    if not kernels:
+        monkeypatch.setattr(native, "kernels", lambda: native.Native(None, "said so"))
+    monkeypatch.setattr(linear, "RUN_S", 0.001)
+    loaded: list[float] = []
+
+    def peer(case: Case, matrices: Sequence[np.ndarray], weights_mb: float) -> Side:
+        assert [w.shape for w in matrices] == [(32, 16)] * 2
+        loaded.append(weights_mb)
+        return fake_side("other", 1)
+
+    done: list[int] = []
+    case = Case("demo", "gate_up", 32, 16)
+    records = measure(case, [1, 3], ["bfloat16"], Memory(8000), 0.01, 2, [peer], lambda: done.append(1))
+    assert [record["rows"] for record in records] == [1, 3]
+    assert {record["side"] for record in records} == {"cpu_bfloat16" if kernels else "xla_bfloat16"}
+    assert loaded == [0.01]
+    assert len(done) == steps(2, 1, 2, 1)
+    for one in records:
+        for other in ("xla_float32", "xla_bfloat16", "other"):
+            assert one[f"ratio_to_{other}"] == pytest.approx(one[f"{other}_ms"] / one["median_ms"])
+        if not kernels:
+            assert one["ratio_to_xla_bfloat16"] == 1

@@ -1,0 +1,145 @@
+"""The parts of a round: what each computes, what is counted, and the estimates for absent chips."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tilewright.bench import round as rounds
+from tilewright.bench import round_compiled
+from tilewright.bench.round import DFLASH_B16, QWEN3_4B, Setup, load, programs, with_ratios
+from tilewright.bench.round_compiled import Estimate, kernel_cycles, over_layers, whole
+from tilewright.chips.tpu import CHIPS
+from tilewright.models import decoder, dflash, params
+from train.support import cheap_compilation
+
+TARGET = replace(QWEN3_4B, vocab_size=96, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, num_kv_heads=1,
+                 head_dim=16)  # fmt: skip
+DRAFTER = replace(DFLASH_B16, vocab_size=96, hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=1,
+                  head_dim=16, mask_token_id=95, target_layer_ids=(0, 1), num_target_layers=2)  # fmt: skip
+SETUP = Setup(TARGET, DRAFTER, 4, 100, "float32")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cheap_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with cheap_compilation(tmp_path_factory.getbasetemp() / "compiled"):
+        yield
+
+
+def test_the_built_in_pair_fits_and_has_the_published_sizes():
+    dflash.check_fits(DFLASH_B16, QWEN3_4B)
+    assert round(params.count(decoder.declare(QWEN3_4B)) / 1e9, 2) == 4.02
+    assert round(params.count(dflash.declare(DFLASH_B16)) / 1e6) == 537
+
+
+@pytest.mark.parametrize(("context", "block", "capacity"), [(100, 28, 128), (100, 29, 256), (1, 2, 128), (1024, 128, 1152)])
+def test_a_cache_holds_context_and_block(context: int, block: int, capacity: int):
+    assert replace(SETUP, context=context, block_size=block).capacity == capacity
+
+
+def test_the_parts_are_those_of_the_round():
+    """Draft, verify and the two heads by themselves, in this order, are what the round's own code does."""
+    models, kernels = load(SETUP, "xla")
+    assert kernels == "xla"
+    state, parts = SETUP.state(), programs(SETUP)
+    assert tuple(parts) == (*rounds.PARTS, "step")
+    run = {name: jax.jit(program.run) for name, program in parts.items()}
+    state, block = run["draft"](models, state)
+    assert block.shape == (1, 4)
+    state, (tokens, taps) = run["verify"](models, state, block)
+    assert (tokens.shape, len(taps)) == ((1, 4), 2)
+    state, _ = run["extend"](models, state, taps)
+    cached = np.asarray(state.draft_cache[0][0])
+    assert np.abs(cached[:, :, 100:104]).min() > 0
+    assert not cached[:, :, 104:].any()
+    after, info = run["round"](models, SETUP.state())
+    assert int(info.settled[0]) >= 1
+    assert int(after.known[0]) == 100  # every run does the same
+    hidden = jax.random.normal(jax.random.key(1), (1, 4, 32))
+    for name in ("draft_head", "verify_head"):
+        _, best = run[name](models, state, hidden)
+        np.testing.assert_array_equal(best, jnp.argmax(hidden @ models.target.embed.T, axis=-1))
+
+
+def test_every_input_is_the_size_of_the_block():
+    for name, program in programs(SETUP).items():
+        rows = {leaf.shape[1] for leaf in jax.tree.leaves(program.inputs)}
+        expected = {"draft_head": {3}, "verify": {4}, "verify_head": {4}, "extend": {4}}
+        assert rows == expected.get(name, set())
+
+
+def test_a_step_reads_a_tied_embedding_and_not_another():
+    models, _ = load(SETUP, "xla")
+    tied = rounds.weight_bytes(models)
+    assert tied == 4 * params.count(decoder.declare(TARGET))
+    untied, _ = load(replace(SETUP, target=replace(TARGET, tie_word_embeddings=False)), "xla")
+    assert rounds.weight_bytes(untied) == tied  # the head has the embedding's size
+
+
+def test_measured_records(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rounds, "RUN_S", 1e-4)
+    monkeypatch.setattr(rounds, "bandwidth", lambda repetitions: 2.0)
+    setups = [SETUP, replace(SETUP, block_size=16)]
+    models, _ = load(SETUP, "xla")
+    ticks: list[None] = []
+    records = rounds.measure(models, setups, 1, lambda: ticks.append(None))
+    assert len(ticks) == rounds.runs(2, 1)
+    assert [one["block_size"] for one in records] == [4, 16]
+    for one in records:
+        assert one["base_block_size"] == 16
+        assert all(one[f"{part}_ms"] > 0 for part in rounds.PARTS)
+        assert one["verify_ms_ratio"] == one["verify_ms"] / records[1]["verify_ms"]
+        share = rounds.weight_bytes(models) / 1e9 / (one["step_ms"] / 1e3) / 2.0
+        assert one["step_share_of_bandwidth"] == pytest.approx(share)
+
+
+def test_ratios_are_to_block_16_or_else_the_smallest():
+    records = [{"block_size": size, "a": float(size)} for size in (32, 16, 8)]
+    assert [one["a_ratio"] for one in with_ratios(records, ["a"])] == [2, 1, 0.5]
+    without = with_ratios([records[0], records[2]], ["a"])
+    assert [(one["a_ratio"], one["base_block_size"]) for one in without] == [(4, 8), (1, 8)]
+
+
+def estimate_of(value: float) -> Estimate:
+    return Estimate(value, 0, 2 * value, 3 * value, value, 10 * value)
+
+
+def test_layers_beyond_the_compiled_ones_are_extrapolated():
+    compiled: list[int] = []
+
+    def compile_with(layers: int) -> Estimate:
+        compiled.append(layers)
+        return estimate_of(5 + 3 * layers)
+
+    few, more = round_compiled.LAYERS_COMPILED
+    assert over_layers(compile_with, 36) == estimate_of(5 + 3 * 36)
+    assert compiled == [few, more]
+    assert over_layers(compile_with, more - 1) == estimate_of(5 + 3 * (more - 1))
+    assert compiled == [few, more, more - 1]
+
+
+def test_what_both_share_is_in_the_peak_once():
+    both = whole(estimate_of(7), estimate_of(2), 15)
+    assert (both.cycles, both.memory_cycles, both.peak_bytes) == (9, 18, 75)
+    assert both.bound_cycles == 18
+    assert both.record()["bound_cycles"] == 18
+
+
+CALL = """HloModule one, is_scheduled=true
+
+ENTRY %main (x: f32[8,128]) -> f32[8,128] {
+  %x = f32[8,128]{1,0:T(8,128)} parameter(0)
+  ROOT %call = f32[8,128]{1,0:T(8,128)} custom-call(%x), custom_call_target="tpu_custom_call", backend_config={COST}
+}
+"""
+
+
+def test_a_kernel_counts_by_the_roofline_of_what_it_declares():
+    chip = CHIPS["v5e"]
+    declared = '{"custom_call_config":{"cost_estimate":{"flops":"12","transcendentals":"0","bytes_accessed":"819000000"}}}'
+    assert kernel_cycles(chip, CALL.replace("{COST}", declared)) == pytest.approx(1e6 * chip.clock_ghz)
+    with pytest.raises(ValueError, match="declares its cost, found call without"):
+        kernel_cycles(chip, CALL.replace("{COST}", "{}"))

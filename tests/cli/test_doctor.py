@@ -1,0 +1,121 @@
+"""`tilewright doctor`: what it says of this machine, and of machines that lack something."""
+
+import json
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import jax
+import pytest
+
+from cli.conftest import Run
+from tilewright.cli import doctor
+from tilewright.kernels import native
+from tilewright.models.hub import PACKAGED
+
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+
+
+def raising(message: str) -> Callable[..., NoReturn]:
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise RuntimeError(message)
+
+    return fail
+
+
+def test_the_report_has_a_line_for_each_finding(run: Run, tmp_path: Path):
+    ran = run("doctor", "--json", tmp_path / "found.json")
+    assert ran.status == 0
+    written = json.loads((tmp_path / "found.json").read_text())
+    assert written["works"] is True
+    by_name = {finding["name"]: finding for finding in written["findings"]}
+    assert len(by_name) == len(written["findings"])
+    lines = ran.out.splitlines()
+    for name, finding in by_name.items():
+        line = f"{finding['status']:8}{name:14}  {finding['found']}"
+        assert line in lines
+        assert not finding["advice"] or lines[lines.index(line) + 1].endswith(finding["advice"])
+    here = native.kernels()
+    assert (f"CPU kernels, {here.isa}" if here.isa else here.reason) in by_name["linear layers"]["found"]
+    assert by_name["demo pair"]["found"].startswith("generated 4 tokens")
+    assert written["kernels"] == (f"cpu {here.isa}" if here.isa else "xla")
+
+
+def test_without_a_compiler_generation_works(run: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(doctor, "find_compiler", lambda: None)
+    monkeypatch.setattr(native, "kernels", lambda: native.Native(None, "there is no C++ compiler"))
+    ran = run("doctor", "--json", "-")
+    assert ran.status == 0
+    assert ran.json["kernels"] == "xla"
+    assert "missing linear layers   XLA, without CPU kernels: there is no C++ compiler" in ran.err
+    assert re.search(r"→ install a C\+\+17 compiler", ran.err)
+
+
+def test_without_a_device_it_fails(run: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(jax, "device_count", raising("Unknown backend zpu\nand so on"))
+    monkeypatch.setenv("JAX_PLATFORMS", "zpu")
+    ran = run("doctor", "--json", "-")
+    assert ran.status == 1
+    assert ran.json["works"] is False
+    (failed,) = [finding for finding in ran.json["findings"] if finding["status"] == "failed"]
+    assert failed["found"] == "Unknown backend zpu"
+    assert failed["advice"].startswith("JAX_PLATFORMS is zpu")
+
+
+def test_a_kernel_that_fails_when_called_is_found(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(doctor, "load", raising("INVALID_ARGUMENT: wrong number of attributes"))
+    found = doctor.check_generation()
+    assert (found.status, found.found) == ("failed", "INVALID_ARGUMENT: wrong number of attributes")
+
+
+def test_a_missing_demo_pair_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(PACKAGED, "demo", tmp_path / "demo" / "target")
+    found = doctor.check_generation()
+    assert found.status == "failed"
+    assert str(tmp_path / "demo") in found.found
+
+
+@pytest.mark.parametrize(
+    ("version", "status"), [("0.10.0", "ok"), ("0.11.2", "ok"), ("0.9.2", "missing"), ("0.1.1", "missing")]
+)
+def test_versions_of_jax(monkeypatch: pytest.MonkeyPatch, version: str, status: str):
+    monkeypatch.setattr(jax, "__version__", version)
+    assert doctor.check_jax().status == status
+
+
+def test_the_compile_cache_is_shown(tmp_path: Path):
+    before = jax.config.values["jax_compilation_cache_dir"]
+    try:
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+        assert doctor.check_compile_cache() == doctor.Finding("compile cache", "ok", str(tmp_path))
+        jax.config.update("jax_compilation_cache_dir", None)
+        assert "JAX_COMPILATION_CACHE_DIR" in doctor.check_compile_cache().advice
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_the_kernel_cache_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path))
+    assert doctor.check_kernel_cache().found == f"{tmp_path}: empty"
+    (tmp_path / "linear-0.so").write_bytes(b"x" * 1_500_000)
+    assert doctor.check_kernel_cache().found == f"{tmp_path}: 1 libraries, 1.5 MB"
+
+
+def test_a_compiler_that_does_not_run_is_shown(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CXX", "no-such-compiler -m64")
+    found = doctor.check_compiler()
+    assert found.status == "missing"
+    assert "no-such-compiler" in found.found
+    assert found.advice.startswith("CXX")
+
+
+def test_extras_are_those_of_the_project(monkeypatch: pytest.MonkeyPatch):
+    declared = tomllib.loads(PROJECT.read_text())["project"]["optional-dependencies"]
+    assert set(doctor.EXTRAS) == set(declared) - {"test", "lint"}
+    monkeypatch.setattr(doctor, "find_spec", lambda module: None if module == "optax" else module)
+    found = {finding.name: finding for finding in doctor.check_extras()}
+    assert found["extra train"].status == "missing"
+    assert "tilewright[train]" in found["extra train"].advice
+    assert found["extra tpu"] == doctor.Finding("extra tpu", "ok", "libtpu")

@@ -1,0 +1,204 @@
+"""What holds for the CPU's linear kernels on every instruction set. `test_linear.py` draws shapes for these checks at random;
+`test_instruction_sets.py` runs this file as a program for each instruction set, because a process keeps the one it began with.
+"""
+
+import hashlib
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tilewright.kernels import build, native
+from tilewright.kernels.attention import cpu as attention
+from tilewright.kernels.attention import reference as plain_attention
+from tilewright.kernels.linear import cpu
+
+FORMATS: tuple[cpu.Format, ...] = ("float32", "bfloat16", "int8")
+COUNTS = range(1, 71)
+"""Numbers of rows: every way of dividing them into tiles of 1, 2, 4, 8, 16 and 32 rows."""
+SHAPES = [(70, 100), (128, 112)]
+"""Inputs and outputs for those numbers of rows: that fill no tile of 32 or 64 inputs and no panel of 16 outputs, or do."""
+UNIT = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
+"""The largest relative error of rounding to a format."""
+
+
+def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape, np.float32)
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    return x.astype(jnp.bfloat16).astype(np.float64)
+
+
+def eight_bits(x: np.ndarray) -> np.ndarray:
+    """The rows that the kernel makes of float32 rows: an integer from -127 to 127 times the row's scale, in float64."""
+    largest = np.max(np.abs(x), axis=1, keepdims=True)
+    units = np.rint(x * np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0))
+    return units.astype(np.float64) * (largest / np.float32(127)).astype(np.float64)
+
+
+def operands(x: np.ndarray, w: np.ndarray, kind: cpu.Format) -> tuple[np.ndarray, np.ndarray]:
+    """Both matrices as the format holds them, in float64."""
+    if kind == "int8":
+        units, scales = cpu.quantise(w)
+        return eight_bits(x), units.astype(np.float64) * scales.astype(np.float64)
+    return (rounded(x), rounded(w)) if kind == "bfloat16" else (x.astype(np.float64), w.astype(np.float64))
+
+
+def product(x: np.ndarray, w: np.ndarray, kind: cpu.Format) -> tuple[np.ndarray, np.ndarray]:
+    """The float64 product of what the format holds, and a bound on the float32 error.
+
+    Each step of a chain of K float32 sums errs by a unit of what has been added up so far (Higham, Accuracy and Stability of
+    Numerical Algorithms, section 3.1). 8-bit sums are exact; only conversion and two multiplications err.
+    """
+    a, b = operands(x, w, kind)
+    expected, size = a @ b, x.shape[1] * (np.abs(a) @ np.abs(b))
+    exact = 2.0**-52 * size  # not quite: float64 has an error too, where the sum is zero for instance
+    if kind == "int8":
+        return expected, exact + 4 * UNIT["float32"] * np.abs(expected)
+    return expected, exact + (1 + 2 / x.shape[1]) * UNIT["float32"] * size
+
+
+def format_error(x: np.ndarray, w: np.ndarray, kind: cpu.Format) -> np.ndarray:
+    """A bound on how far the product of the operands that the format holds is from the product of the operands."""
+    a, b = np.abs(x.astype(np.float64)), np.abs(w.astype(np.float64))
+    if kind == "float32":
+        return np.zeros((len(x), w.shape[1]))
+    if kind == "bfloat16":
+        return (2 * UNIT[kind] + UNIT[kind] ** 2) * (a @ b)
+    da, db = a.max(axis=1, keepdims=True) / 254, b.max(axis=0, keepdims=True) / 254  # half a step
+    ones = np.ones_like(a), np.ones_like(b)
+    return 1.0001 * ((a @ ones[1]) * db + (ones[0] @ b) * da + x.shape[1] * da * db)
+
+
+def within(actual: Any, expected: np.ndarray, bound: np.ndarray) -> None:
+    excess = np.abs(np.asarray(actual, np.float64) - expected) - bound
+    assert (excess <= 1e-37).all(), f"{excess.max()} beyond the bound at {np.unravel_index(excess.argmax(), excess.shape)}"
+
+
+def check_product(seed: int, rows: int, sizes: tuple[int, int], kind: cpu.Format) -> None:
+    rng = np.random.default_rng(seed)
+    x, w = normal(rng, rows, sizes[0]), normal(rng, *sizes)
+    actual = jax.jit(cpu.linear)(jnp.asarray(x), cpu.pack(jnp.asarray(w), kind))
+    expected, bound = product(x, w, kind)
+    within(actual, expected, bound)
+    within(actual, x.astype(np.float64) @ w.astype(np.float64), bound + format_error(x, w, kind))
+
+
+def check_gated(seed: int, rows: int, sizes: tuple[int, int], kind: cpu.Format) -> None:
+    rng = np.random.default_rng(seed)
+    x, gate, up = normal(rng, rows, sizes[0]), normal(rng, *sizes), normal(rng, *sizes)
+    actual = jax.jit(cpu.linear)(jnp.asarray(x), cpu.pack_gated(jnp.asarray(gate), jnp.asarray(up), kind))
+    (g, g_bound), (u, u_bound) = product(x, gate, kind), product(x, up, kind)
+    silu = g / (1 + np.exp(-g))
+    # The slope of silu is below 1.1; its exponential and four more operations err by a few units.
+    bound = 1.1 * g_bound * (np.abs(u) + u_bound) + np.abs(silu) * u_bound + 16 * UNIT["float32"] * np.abs(silu * u)
+    within(actual, silu * u, bound + 1e-30)
+
+
+def check_argmax(seed: int, rows: int, sizes: tuple[int, int], kind: cpu.Format, case: str) -> None:
+    """The index agrees with the outputs that `linear` writes, bit for bit; where several are largest, it is the first."""
+    rng = np.random.default_rng(seed)
+    x, w = normal(rng, rows, sizes[0]), normal(rng, *sizes)
+    if case == "ties":
+        w = w[:, rng.integers(0, min(3, sizes[1]), sizes[1])]
+    if case == "negative":  # what pads the last panel would come to zero
+        x, w = np.abs(x), -np.abs(w)
+    if case == "zeros":
+        x[::2] = 0
+    packed = cpu.pack(jnp.asarray(w), kind)
+    outputs, found = jax.jit(lambda x, w: (cpu.linear(x, w), cpu.linear_argmax(x, w)))(jnp.asarray(x), packed)
+    np.testing.assert_array_equal(found, np.argmax(np.asarray(outputs), axis=1))
+    assert case != "negative" or (np.asarray(outputs) < 0).all()
+
+
+def check_rows(seed: int, sizes: tuple[int, int], kind: cpu.Format) -> np.ndarray:
+    """A row gets the same bits, and the same index, whatever the number of rows and wherever it stands; returns them all."""
+    rng = np.random.default_rng(seed)
+    x = normal(rng, max(COUNTS), sizes[0])
+    w, gated = (
+        cpu.pack(jnp.asarray(normal(rng, *sizes)), kind),
+        cpu.pack_gated(jnp.asarray(normal(rng, *sizes)), jnp.asarray(normal(rng, *sizes)), kind),
+    )
+
+    @jax.jit  # the parts come as arguments: to compile seventy slices would take a hundred times as long
+    def run(
+        first: list[jax.Array], last: list[jax.Array], w: cpu.PackedMatrix, gated: cpu.PackedMatrix
+    ) -> list[list[jax.Array]]:
+        calls = (lambda x: cpu.linear(x, w), lambda x: cpu.linear(x, gated), lambda x: cpu.linear_argmax(x, w))
+        return [[call(part) for part in parts] for call in calls for parts in (first, last)]
+
+    found = run([x[:n] for n in COUNTS], [x[-n:] for n in COUNTS], w, gated)
+    for first, last in zip(found[::2], found[1::2], strict=True):
+        whole = np.asarray(first[-1])
+        for n, head, tail in zip(COUNTS, first, last, strict=True):
+            np.testing.assert_array_equal(head, whole[:n], err_msg=f"the first {n} rows")
+            np.testing.assert_array_equal(tail, whole[-n:], err_msg=f"the last {n} rows")
+    return np.asarray(found[0][-1])
+
+
+def check_matmul(seed: int, rows: int, sizes: tuple[int, int]) -> None:
+    """Bit for bit the packed product in bfloat16, however the operands lie."""
+    rng = np.random.default_rng(seed)
+    a, b = normal(rng, rows, sizes[0]), normal(rng, *sizes)
+    expected, bound = product(a, b, "bfloat16")
+
+    @jax.jit
+    def run(a: list[jax.Array], b: list[jax.Array], w: cpu.PackedMatrix) -> list[jax.Array]:
+        ways = [(left, right) for left in (0, 1) for right in (0, 1)]
+        return [cpu.matmul(a[i], b[j], a_transposed=bool(i), b_transposed=bool(j)) for i, j in ways] + [cpu.linear(a[0], w)]
+
+    *found, packed = run([a, a.T.copy()], [b, b.T.copy()], cpu.pack(jnp.asarray(b), "bfloat16"))
+    within(packed, expected, bound)
+    for actual in found:
+        np.testing.assert_array_equal(actual, packed)
+
+
+def check_attention(dtype: Any) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(normal(rng, *s), dtype) for s in ((2, 5, 4, 32), (2, 2, 40, 32), (2, 2, 40, 32)))
+    lengths = jnp.asarray(rng.integers(1, 41, (2, 5)), jnp.int32)
+    actual = jax.jit(attention.prefix_attention)(q, k, v, lengths)
+    expected = jax.jit(plain_attention.prefix_attention)(q, k, v, lengths)
+    np.testing.assert_allclose(
+        actual.astype(jnp.float32), expected.astype(jnp.float32), atol=2 * UNIT[jnp.dtype(dtype).name] + 1e-5
+    )
+
+
+def main(isa: str, tiles: str = "") -> None:
+    """Checks one instruction set. Prints a digest of all 8-bit results: their sums are exact, so that it is the same for each.
+
+    Args:
+        isa: what must have been chosen.
+        tiles: a header that stands in for the tile unit (see `amx_tiles.h`); the linear kernels are built with it.
+    """
+    if tiles:
+        flags = ("-O1" if flag == "-O3" else flag for flag in build.FLAGS)
+        build.FLAGS = (*flags, f'-DTILEWRIGHT_AMX_TILES="{tiles}"')
+        build.OPERATIONS = ["linear"]
+        native.TARGETS = {"linear": native.TARGETS["linear"]}
+    found = native.kernels()
+    assert found.isa == isa, found
+    digest = hashlib.sha256()
+    for kind in FORMATS:
+        for seed, sizes in enumerate(SHAPES):
+            outputs = check_rows(seed, sizes, kind)
+            if kind == "int8":
+                digest.update(outputs.tobytes())
+        for rows, sizes in ((1, (33, 47)), (23, (70, 100)), (49, (130, 48))):
+            check_product(rows, rows, sizes, kind)
+            check_gated(rows, rows, sizes, kind)
+        for rows, case in ((1, "ties"), (6, "negative"), (19, "ties"), (33, "zeros")):
+            check_argmax(rows, rows, (40, 77), kind, case)
+    for rows, sizes in ((3, (33, 47)), (35, (65, 70))):
+        check_matmul(rows, rows, sizes)
+    if not tiles:
+        for dtype in (jnp.float32, jnp.bfloat16):
+            check_attention(dtype)
+    print(digest.hexdigest())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,368 @@
+// The CPU kernels as a program of its own, to be built with sanitizers: odd shapes, in buffers that end where the data ends, against
+// plain loops in double. Which instruction set it runs is chosen as ever (TILEWRIGHT_CPU_ISA). Prints the name of that, and what is wrong.
+
+#include <cmath>
+#include <cstdio>
+#include <limits>
+#include <mutex>
+#include <random>
+#include <thread>
+
+#include "../../src/tilewright/kernels/native.h"
+
+namespace linear {
+#include "../../src/tilewright/kernels/linear/cpu.cc"
+}  // namespace linear
+
+namespace attention {
+#define TilewrightIsa TilewrightAttentionIsa
+#include "../../src/tilewright/kernels/attention/cpu.cc"
+}  // namespace attention
+
+namespace rms_norm {
+#undef TilewrightIsa
+#define TilewrightIsa TilewrightNormIsa
+#include "../../src/tilewright/kernels/rms_norm/cpu.cc"
+}  // namespace rms_norm
+
+namespace {
+
+std::mt19937 generator(0);
+int failures = 0;
+
+void check(bool holds, const char* what, int64_t rows, int64_t inputs, int64_t outputs) {
+  if (holds || ++failures > 20) return;
+  std::printf("%s: wrong with %d rows, %d inputs, %d outputs\n", what, (int)rows, (int)inputs, (int)outputs);
+}
+
+float normal() { return std::normal_distribution<float>()(generator); }
+
+// Memory of exactly so many elements. 64-byte aligned, as weights are, or not.
+template <class T>
+struct Exact {
+  int64_t count;
+  T* data;
+  explicit Exact(int64_t count, bool aligned = false) : count(count) {
+    void* memory = nullptr;
+    const size_t bytes = count * sizeof(T);
+    if (aligned ? posix_memalign(&memory, 64, bytes) != 0 : (memory = std::malloc(bytes)) == nullptr) std::abort();
+    data = static_cast<T*>(memory);
+    std::memset(data, 0xFF, bytes);  // NaN: what is read before it is written spoils the result
+  }
+  Exact(const Exact&) = delete;
+  ~Exact() { std::free(data); }
+  T& operator[](int64_t i) { return data[i]; }
+};
+
+float widen(uint16_t x) { return linear::plain::widen(x); }
+uint16_t narrow(float x) { return linear::plain::round_bits(x) >> 16; }
+
+// XLA's side of the interface: buffers, and a pool of three threads that are started when there is work.
+struct Buffer {
+  std::vector<int64_t> dims;
+  XLA_FFI_Buffer buffer{};
+  template <class T>
+  Buffer(XLA_FFI_DataType type, Exact<T>& data, std::vector<int64_t> shape) : dims(std::move(shape)) {
+    buffer.dtype = type;
+    buffer.data = data.data;
+    buffer.rank = dims.size();
+    buffer.dims = dims.data();
+  }
+  template <class Typed> Typed as() const { return Typed(&buffer); }
+};
+
+std::mutex starting;
+std::vector<std::thread> started;
+
+XLA_FFI_Error* num_threads(XLA_FFI_ThreadPool_NumThreads_Args* args) {
+  *args->num_threads = 3;
+  return nullptr;
+}
+
+XLA_FFI_Error* schedule(XLA_FFI_ThreadPool_Schedule_Args* args) {
+  std::lock_guard<std::mutex> lock(starting);
+  started.emplace_back(args->task, args->data);
+  return nullptr;
+}
+
+ffi::ThreadPool pool() {
+  static XLA_FFI_Api api = [] {
+    XLA_FFI_Api made{};
+    made.XLA_FFI_ThreadPool_NumThreads = num_threads;
+    made.XLA_FFI_ThreadPool_Schedule = schedule;
+    return made;
+  }();
+  static ffi::DiagnosticEngine diagnostic;
+  return *ffi::CtxDecoding<ffi::ThreadPool>::Decode(&api, nullptr, diagnostic);
+}
+
+// Threads that found nothing left to do may still be running when a call returns.
+void join() {
+  for (std::thread& thread : started) thread.join();
+  started.clear();
+}
+
+using linear::Weights;
+
+// A matrix [inputs, outputs] (with `gated`, two of them side by side in turns of 16 outputs), packed as tile.inc says, and its values.
+struct Matrix {
+  Weights format;
+  int64_t inputs, outputs, panels, padded;
+  bool gated;
+  Exact<uint8_t> packed;
+  Exact<float> scales;
+  Exact<int32_t> sums;
+  std::vector<double> values[2];
+
+  static int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+  static int64_t size(Weights format) { return format == linear::FLOAT32 ? 4 : format == linear::BFLOAT16 ? 2 : 1; }
+  static int64_t multiple(Weights format) { return format == linear::FLOAT32 ? 1 : format == linear::BFLOAT16 ? 32 : 64; }
+
+  Matrix(Weights format, int64_t inputs, int64_t outputs, bool gated)
+      : format(format), inputs(inputs), outputs(outputs), panels((outputs + 15) / 16 * (gated ? 2 : 1)), padded(round_up(inputs, multiple(format))),
+        gated(gated), packed(panels * 16 * padded * size(format), true), scales(format == linear::INT8 ? panels * 16 : 0),
+        sums(format == linear::INT8 ? panels * 16 : 0) {
+    std::memset(packed.data, 0, packed.count);
+    for (int64_t i = 0; i < scales.count; ++i) scales[i] = 0.001f * (1 + i % 7), sums[i] = 0;
+    for (int which = 0; which < (gated ? 2 : 1); ++which) {
+      values[which].resize(inputs * outputs);
+      for (int64_t k = 0; k < inputs; ++k)
+        for (int64_t n = 0; n < outputs; ++n) values[which][k * outputs + n] = put(gated ? n / 16 * 2 + which : n / 16, k, n % 16);
+    }
+  }
+
+  // Places one random weight, and says what it is worth.
+  double put(int64_t panel, int64_t k, int64_t lane) {
+    const int64_t step = 4 / size(format), at = ((panel * padded + k / step * step) * 16) + lane * step + k % step;
+    if (format == linear::FLOAT32) return reinterpret_cast<float*>(packed.data)[at] = normal();
+    if (format == linear::BFLOAT16) return widen(reinterpret_cast<uint16_t*>(packed.data)[at] = narrow(normal()));
+    const int8_t unit = std::uniform_int_distribution<int>(-127, 127)(generator);
+    reinterpret_cast<int8_t*>(packed.data)[at] = unit;
+    sums[panel * 16 + lane] += unit;
+    return double(scales[panel * 16 + lane]) * unit;
+  }
+};
+
+// What the kernel makes of x in the format, in double.
+std::vector<double> seen(Weights format, Exact<float>& x, int64_t rows, int64_t inputs) {
+  std::vector<double> values(rows * inputs);
+  for (int64_t row = 0; row < rows; ++row) {
+    float largest = 0;
+    for (int64_t k = 0; k < inputs; ++k) largest = std::max(largest, std::abs(x[row * inputs + k]));
+    for (int64_t k = 0; k < inputs; ++k) {
+      const float value = x[row * inputs + k], units = value * (127.0f / largest);
+      double& out = values[row * inputs + k];
+      out = format == linear::FLOAT32 ? value : format == linear::BFLOAT16 ? widen(narrow(value)) : std::nearbyint(units) * double(largest / 127.0f);
+    }
+  }
+  return values;
+}
+
+// One output and a bound on its float32 error.
+std::pair<double, double> expect(const std::vector<double>& x, const Matrix& w, int which, int64_t row, int64_t n) {
+  double sum = 0, size = 0;
+  for (int64_t k = 0; k < w.inputs; ++k) {
+    const double product = x[row * w.inputs + k] * w.values[which][k * w.outputs + n];
+    sum += product;
+    size += std::abs(product);
+  }
+  return {sum, (w.inputs + 4) * 0x1p-24 * size};
+}
+
+void compare(const char* what, const std::vector<double>& x, const Matrix& w, Exact<float>& y, int64_t rows) {
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t n = 0; n < w.outputs; ++n) {
+      auto [expected, bound] = expect(x, w, 0, row, n);
+      if (w.gated) {
+        const auto [up, up_bound] = expect(x, w, 1, row, n);
+        const double silu = expected / (1 + std::exp(-expected));
+        bound = 1.1 * bound * (std::abs(up) + up_bound) + std::abs(silu) * up_bound + 0x1p-20 * std::abs(silu * up) + 1e-30;
+        expected = silu * up;
+      }
+      const bool close = std::abs(y[row * w.outputs + n] - expected) <= bound;
+      check(close, what, rows, w.inputs, w.outputs);
+      if (!close) return;
+    }
+}
+
+// The kernel itself, with rows, scales and results in memory of their exact size; all panels at once, and in pieces for argmax.
+void run_kernel(int64_t rows, const Matrix& w, Exact<float>& x, Exact<float>& y, Exact<linear::Best>* best, int64_t piece) {
+  linear::Call call{};
+  call.m = rows, call.n = w.outputs, call.k = w.inputs, call.k_padded = w.padded;
+  call.panels = w.panels, call.panel_size = w.padded * 16, call.piece = piece;
+  call.output = w.gated ? linear::GATED : best != nullptr ? linear::ARGMAX : linear::SUMS;
+  call.x = x.data, call.w = w.packed.data, call.scales = w.scales.data, call.sums = w.sums.data, call.out = y.data;
+  Exact<uint8_t> converted(w.format == linear::FLOAT32 ? 0 : rows * w.padded * Matrix::size(w.format));
+  Exact<float> row_scales(w.format == linear::INT8 ? rows : 0);
+  call.rows = w.format == linear::FLOAT32 ? static_cast<void*>(x.data) : converted.data;
+  call.row_scales = row_scales.data;
+  if (best != nullptr) call.best = best->data;
+  const linear::Kernel kernel = linear::kernel_for(w.format);
+  kernel.prepare(call, 0, rows);
+  for (int64_t begin = 0; begin < w.panels; begin += piece) kernel.run(call, begin, std::min(w.panels, begin + piece));
+}
+
+void check_linear(Weights format, int64_t rows, int64_t inputs, int64_t outputs, bool gated, bool through_xla) {
+  const Matrix w(format, inputs, outputs, gated);
+  Exact<float> x(rows * inputs), y(rows * outputs);
+  for (int64_t i = 0; i < x.count; ++i) x[i] = normal();
+  const std::vector<double> values = seen(format, x, rows, inputs);
+  if (!through_xla) {
+    run_kernel(rows, w, x, y, nullptr, w.panels);
+    return compare(gated ? "gated" : "linear", values, w, y, rows);
+  }
+  auto& m = const_cast<Matrix&>(w);
+  const int64_t step = 4 / Matrix::size(format);
+  std::vector<int64_t> shape{w.panels, w.padded / step, 16};
+  if (step > 1) shape.push_back(step);
+  const Buffer xb(XLA_FFI_DataType_F32, x, {rows, inputs}), scales(XLA_FFI_DataType_F32, m.scales, {m.scales.count});
+  const Buffer sums(XLA_FFI_DataType_S32, m.sums, {m.sums.count}), yb(XLA_FFI_DataType_F32, y, {rows, outputs});
+  const Buffer wb(format == linear::FLOAT32 ? XLA_FFI_DataType_F32 : format == linear::BFLOAT16 ? XLA_FFI_DataType_BF16 : XLA_FFI_DataType_S8, m.packed, shape);
+  using F32 = ffi::Buffer<ffi::F32>;
+  using S32 = ffi::Buffer<ffi::S32>;
+  const ffi::Error done = linear::Linear(pool(), xb.as<F32>(), wb.as<ffi::AnyBuffer>(), scales.as<F32>(), sums.as<S32>(), yb.as<F32>(), gated);
+  check(done.success(), done.message().c_str(), rows, inputs, outputs);
+  compare(gated ? "gated, shared" : "linear, shared", values, w, y, rows);
+  if (gated) return;
+  Exact<int32_t> found(rows);
+  const Buffer index(XLA_FFI_DataType_S32, found, {rows});
+  linear::Argmax(pool(), xb.as<F32>(), wb.as<ffi::AnyBuffer>(), scales.as<F32>(), sums.as<S32>(), index.as<S32>(), outputs);
+  for (int64_t row = 0; row < rows; ++row)
+    check(found[row] == std::max_element(&y[row * outputs], &y[row * outputs] + outputs) - &y[row * outputs], "argmax", rows, inputs, outputs);
+}
+
+// Each lane's largest output, piece by piece of four panels, against the outputs.
+void check_best(Weights format, int64_t rows, int64_t inputs, int64_t outputs) {
+  const Matrix w(format, inputs, outputs, false);
+  const int64_t piece = 4, pieces = (w.panels + piece - 1) / piece;
+  Exact<float> x(rows * inputs), y(rows * outputs), none(0);
+  for (int64_t i = 0; i < x.count; ++i) x[i] = normal();
+  Exact<linear::Best> best(pieces * rows);
+  for (int64_t i = 0; i < best.count; ++i)
+    for (int lane = 0; lane < 16; ++lane) best[i].value[lane] = -INFINITY, best[i].panel[lane] = -1;
+  run_kernel(rows, w, x, y, nullptr, w.panels);
+  run_kernel(rows, w, x, none, &best, piece);
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t p = 0; p < pieces; ++p)
+      for (int64_t lane = 0; lane < 16; ++lane) {
+        float largest = -INFINITY;
+        int64_t panel = -1;
+        for (int64_t i = p * piece; i < std::min(w.panels, (p + 1) * piece) && i * 16 + lane < outputs; ++i)
+          if (y[row * outputs + i * 16 + lane] > largest) largest = y[row * outputs + i * 16 + lane], panel = i;
+        const linear::Best& found = best[p * rows + row];
+        check(found.value[lane] == largest && found.panel[lane] == panel, "best", rows, inputs, outputs);
+      }
+}
+
+void check_matmul(int64_t rows, int64_t inputs, int64_t outputs, bool a_transposed, bool b_transposed) {
+  Exact<float> a(rows * inputs), b(inputs * outputs), y(rows * outputs);
+  for (int64_t i = 0; i < a.count; ++i) a[i] = normal();
+  for (int64_t i = 0; i < b.count; ++i) b[i] = normal();
+  const Buffer ab(XLA_FFI_DataType_F32, a, a_transposed ? std::vector<int64_t>{inputs, rows} : std::vector<int64_t>{rows, inputs});
+  const Buffer bb(XLA_FFI_DataType_F32, b, b_transposed ? std::vector<int64_t>{outputs, inputs} : std::vector<int64_t>{inputs, outputs});
+  const Buffer yb(XLA_FFI_DataType_F32, y, {rows, outputs});
+  using F32 = ffi::Buffer<ffi::F32>;
+  const ffi::Error done = linear::Matmul(pool(), ab.as<F32>(), bb.as<F32>(), yb.as<F32>(), a_transposed, b_transposed);
+  check(done.success(), done.message().c_str(), rows, inputs, outputs);
+  for (int64_t m = 0; m < rows; ++m)
+    for (int64_t n = 0; n < outputs; ++n) {
+      double sum = 0, size = 0;
+      for (int64_t k = 0; k < inputs; ++k) {
+        const double left = widen(narrow(a[a_transposed ? k * rows + m : m * inputs + k]));
+        const double product = left * widen(narrow(b[b_transposed ? n * inputs + k : k * outputs + n]));
+        sum += product, size += std::abs(product);
+      }
+      check(std::abs(y[m * outputs + n] - sum) <= (inputs + 4) * 0x1p-24 * size, "matmul", rows, inputs, outputs);
+    }
+}
+
+template <class T> T stored(float x);
+template <> float stored(float x) { return x; }
+template <> uint16_t stored(float x) { return narrow(x); }
+float worth(float x) { return x; }
+float worth(uint16_t x) { return widen(x); }
+
+// One row of the batch and one key head with `group` query heads.
+template <class T>
+void check_attention(int64_t queries, int64_t group, int64_t size, int64_t capacity, int64_t own) {
+  Exact<float> q(queries * group * size), out(queries * group * size);
+  Exact<T> k(capacity * size), v(capacity * size), own_k(own * size), own_v(own * size);
+  Exact<int32_t> lengths(queries);
+  for (int64_t i = 0; i < q.count; ++i) q[i] = normal();
+  for (Exact<T>* keys : {&k, &v, &own_k, &own_v})
+    for (int64_t i = 0; i < keys->count; ++i) (*keys)[i] = stored<T>(normal());
+  for (int64_t t = 0; t < queries; ++t) lengths[t] = std::uniform_int_distribution<int>(0, capacity)(generator);
+  const auto type = sizeof(T) == 4 ? XLA_FFI_DataType_F32 : XLA_FFI_DataType_BF16;
+  const Buffer qb(XLA_FFI_DataType_F32, q, {1, queries, group, size}), kb(type, k, {1, 1, capacity, size}), vb(type, v, {1, 1, capacity, size});
+  const Buffer lb(XLA_FFI_DataType_S32, lengths, {1, queries}), okb(type, own_k, {1, 1, own, size}), ovb(type, own_v, {1, 1, own, size});
+  const Buffer ob(XLA_FFI_DataType_F32, out, {1, queries, group, size});
+  using F32 = ffi::Buffer<ffi::F32>;
+  using Any = ffi::AnyBuffer;
+  const ffi::Error done = attention::Attention(pool(), qb.as<F32>(), kb.as<Any>(), vb.as<Any>(), lb.as<ffi::Buffer<ffi::S32>>(), okb.as<Any>(),
+                                               ovb.as<Any>(), ob.as<F32>());
+  check(done.success(), done.message().c_str(), queries, size, capacity);
+  for (int64_t row = 0; row < queries * group; ++row) {
+    const int64_t seen = lengths[row / group], keys = seen + own;
+    std::vector<double> weights(keys), sums(size);
+    double total = 0;
+    for (int64_t s = 0; s < keys; ++s) {
+      const T* key = s < seen ? &k[s * size] : &own_k[(s - seen) * size];
+      double score = 0;
+      for (int64_t i = 0; i < size; ++i) score += double(q[row * size + i]) * worth(key[i]);
+      total += weights[s] = std::exp(score / std::sqrt(double(size)));
+    }
+    for (int64_t s = 0; s < keys; ++s)
+      for (int64_t i = 0; i < size; ++i) sums[i] += weights[s] / total * worth(s < seen ? v[s * size + i] : own_v[(s - seen) * size + i]);
+    for (int64_t i = 0; i < size; ++i) check(std::abs(out[row * size + i] - sums[i]) < 1e-4, "attention", queries, size, capacity);
+  }
+}
+
+template <class T>
+void check_rms_norm(int64_t rows, int64_t size) {
+  Exact<T> x(rows * size), weight(size), out(rows * size);
+  for (int64_t i = 0; i < x.count; ++i) x[i] = stored<T>(normal());
+  for (int64_t i = 0; i < size; ++i) weight[i] = stored<T>(normal());
+  const auto type = sizeof(T) == 4 ? XLA_FFI_DataType_F32 : XLA_FFI_DataType_BF16;
+  const Buffer xb(type, x, {rows, size}), wb(type, weight, {size}), ob(type, out, {rows, size});
+  using Any = ffi::AnyBuffer;
+  const ffi::Error done = rms_norm::RmsNorm(pool(), xb.as<Any>(), wb.as<Any>(), ob.as<Any>(), 1e-6f);
+  check(done.success(), done.message().c_str(), rows, size, size);
+  for (int64_t row = 0; row < rows; ++row) {
+    double squares = 0;
+    for (int64_t i = 0; i < size; ++i) squares += double(worth(x[row * size + i])) * worth(x[row * size + i]);
+    for (int64_t i = 0; i < size; ++i) {
+      const double expected = worth(weight[i]) * (worth(x[row * size + i]) / std::sqrt(squares / size + 1e-6));
+      check(std::abs(worth(out[row * size + i]) - expected) <= std::abs(expected) * (sizeof(T) == 4 ? 1e-5 : 0x1p-6), "norm", rows, size, size);
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  const std::pair<int64_t, int64_t> shapes[] = {{1, 1}, {33, 17}, {64, 64}, {65, 130}, {31, 80}};
+  for (const Weights format : {linear::FLOAT32, linear::BFLOAT16, linear::INT8})
+    for (int64_t rows = 1; rows <= 40; ++rows)
+      for (int i = 0; i < 5; ++i) {
+        if (i >= 2 && (rows + i) % 3 != 0) continue;  // the large ones, in turn
+        const auto& [inputs, outputs] = shapes[i];
+        check_linear(format, rows, inputs, outputs, false, false);
+        check_linear(format, rows, inputs, outputs, true, false);
+        check_best(format, rows, inputs, outputs);
+      }
+  for (const Weights format : {linear::FLOAT32, linear::BFLOAT16, linear::INT8})
+    for (const int64_t rows : {1, 2, 37})
+      for (const bool gated : {false, true}) check_linear(format, rows, 129, 1001 / rows + 37, gated, true), join();
+  for (int way = 0; way < 4; ++way)
+    for (const int64_t rows : {1, 16, 37})
+      for (const auto& [inputs, outputs] : {shapes[0], shapes[1], shapes[3]}) check_matmul(rows, inputs, outputs, way & 1, way & 2), join();
+  for (const int64_t queries : {1, 3, 16})
+    for (const int64_t size : {16, 48}) {
+      check_attention<float>(queries, 2, size, 37, queries), join();
+      check_attention<uint16_t>(queries, 3, size, 16, 0), join();
+    }
+  for (const int64_t size : {1, 17, 64, 1001})
+    for (const int64_t rows : {1, 5, 40}) check_rms_norm<float>(rows, size), check_rms_norm<uint16_t>(rows, size), join();
+  std::printf("%s\n", native::isa_names[native::isa()]);
+  return failures == 0 ? 0 : 1;
+}

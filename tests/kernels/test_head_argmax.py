@@ -1,0 +1,138 @@
+"""The most likely token: each implementation against NumPy in float64, and what the TPU kernel compiles into."""
+
+import importlib.util
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilewright.compiled.aot import compile_for
+from tilewright.kernels import native, select
+from tilewright.kernels.head_argmax import cases, pallas_tpu, reference, xla
+from tilewright.kernels.linear import cpu
+
+needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the tpu extra: libtpu")
+
+
+def tpu_kernel(x: jax.Array, head: jax.Array, transposed: bool = False) -> jax.Array:
+    """The kernel as JAX interprets it on any platform."""
+    return interpreted(x, head, transposed)
+
+
+interpreted = jax.jit(partial(pallas_tpu.head_argmax, interpret=True), static_argnums=2)
+
+
+def packed(x: jax.Array, head: jax.Array, transposed: bool = False) -> jax.Array:
+    return cpu.linear_argmax(x, cpu.pack(head.T if transposed else head))
+
+
+IMPLEMENTATIONS = [
+    pytest.param(reference.head_argmax, id="reference"),
+    pytest.param(xla.head_argmax, id="xla"),
+    pytest.param(tpu_kernel, id="pallas_tpu"),
+    pytest.param(packed, id="cpu", marks=needs_native),
+]
+
+SIZES = [
+    (1, 16, 1, False, jnp.float32),
+    (3, 32, 300, False, jnp.bfloat16),
+    (16, 8, 2048, True, jnp.float32),
+    (15, 16, 4097, True, jnp.bfloat16),
+    (5, 24, 6200, False, jnp.float32),
+]
+"""Rows, hidden size, vocabulary, transposed, dtype: from fewer than the lanes to several tiles of 2,048."""
+
+
+@pytest.mark.parametrize("run", IMPLEMENTATIONS)
+@given(seed=st.integers(0, 2**31 - 1), sizes=st.sampled_from(SIZES))
+def test_first_of_the_largest(run, seed: int, sizes: tuple[int, int, int, bool, jnp.dtype]):
+    """Small integers: every sum is exact, and many are equal."""
+    rows, hidden, vocab, transposed, dtype = sizes
+    rng = np.random.default_rng(seed)
+    x, head = rng.integers(-1, 2, (rows, hidden)), rng.integers(-1, 2, (hidden, vocab))
+    given = jnp.asarray(head.T if transposed else head, dtype)
+    actual = run(jnp.asarray(x, dtype), given, transposed)
+    assert actual.dtype == jnp.int32
+    np.testing.assert_array_equal(actual, np.argmax(x.astype(np.float64) @ head.astype(np.float64), axis=-1))
+
+
+@pytest.mark.parametrize("run", IMPLEMENTATIONS)
+def test_every_place_can_win(run):
+    """The largest logit at the borders of lanes, tiles and halves, and then two that are equal."""
+    vocab = 4500
+    places = [0, 1, 127, 128, 2047, 2048, 2049, 4095, 4096, 4499]
+    rows = jnp.eye(len(places) + 1, 16)
+    head = np.zeros((16, vocab), np.float32)
+    for row, place in enumerate(places):
+        head[row, place] = 1
+    head[len(places), [4200, 2050, 2049 + 128]] = 1
+    np.testing.assert_array_equal(run(rows, jnp.asarray(head)), [*places, 2050])
+
+
+@pytest.mark.parametrize("run", IMPLEMENTATIONS)
+def test_infinities(run):
+    """All -inf gives 0; among -inf the only finite logit wins; +inf wins. Leading dims are kept."""
+    head = jnp.asarray([[-np.inf, -np.inf, 1.0], [-np.inf, -1e30, -np.inf], [-np.inf] * 3, [-1.0, np.inf, np.inf]]).T
+    one = jnp.ones((1, 2, 1))
+    logits = [run(one, head[None, :, row]) for row in range(4)]
+    np.testing.assert_array_equal(jnp.stack(logits), np.broadcast_to(np.array([2, 1, 0, 1])[:, None, None], (4, 1, 2)))
+
+
+def test_a_nan_never_wins_in_the_tpu_kernel():
+    head = jnp.asarray([[np.nan, 1.0, 3.0, np.nan], [np.nan] * 4])
+    assert [int(tpu_kernel(jnp.ones((1, 1)), head[row : row + 1])[0]) for row in (0, 1)] == [2, 0]
+
+
+@given(st.integers(1, 8192), st.sampled_from([2, 4]), st.integers(1, 4096))
+def test_a_tile_is_whole_lanes_and_what_fits_is_bounded(hidden: int, itemsize: int, rows: int):
+    columns = pallas_tpu.tile_columns(hidden, itemsize)
+    assert columns % pallas_tpu.LANES == 0
+    assert columns == pallas_tpu.LANES or columns * hidden * itemsize <= pallas_tpu.TILE_BYTES
+    dtype = {2: jnp.bfloat16, 4: jnp.float32}[itemsize]
+    x, head = jax.ShapeDtypeStruct((rows, hidden), dtype), jax.ShapeDtypeStruct((hidden, 1000), dtype)
+    held = 2 * (columns + rows) * hidden * itemsize + rows * columns * 4
+    assert held <= pallas_tpu.VMEM_BYTES or not pallas_tpu.fits(x, head)
+
+
+def test_what_fits():
+    """The heads of the cases for blocks up to 1,024; nothing without rows, of two dtypes, or of another dtype."""
+    shaped = jax.ShapeDtypeStruct
+    for case in cases.CASES.values():
+        head = shaped((case.hidden, case.vocab), jnp.bfloat16)
+        assert all(pallas_tpu.fits(shaped((1, rows, case.hidden), jnp.bfloat16), head) for rows in (*cases.ROWS, 1024))
+    head = shaped((64, 100), jnp.bfloat16)
+    assert not pallas_tpu.fits(shaped((0, 64), jnp.bfloat16), head)
+    assert not pallas_tpu.fits(shaped((4, 64), jnp.float32), head)
+    assert not pallas_tpu.fits(shaped((4, 64), jnp.float16), shaped((64, 100), jnp.float16))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_select_runs_xla_here(transposed: bool):
+    """And leaves no branch in the program: the platform is known when it is compiled."""
+    x, head = jnp.asarray([[1.0, 2.0]]), jnp.asarray([[0.0, 3.0, 0.0], [0.0, 0.0, 1.6]])
+    run = jax.jit(partial(select.head_argmax, transposed=transposed))
+    compiled = run.lower(x, head.T if transposed else head).compile()
+    assert int(compiled(x, head.T if transposed else head)[0]) == 2
+    assert "conditional" not in (compiled.as_text() or "conditional")
+
+
+@needs_libtpu
+@pytest.mark.parametrize(("chip", "rows"), [("v5e:1x1", 128), ("v5p:1x1x1", 16), ("v6e:1x1", 15)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_on_a_tpu_the_kernel_runs_and_no_logits_exist(chip: str, rows: int, transposed: bool):
+    case = cases.CASES["qwen3-4b"]
+    x = jax.ShapeDtypeStruct((1, rows, case.hidden), jnp.bfloat16)
+    shape = (case.vocab, case.hidden) if transposed else (case.hidden, case.vocab)
+    compiled = compile_for(
+        chip, partial(select.head_argmax, transposed=transposed), x, jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    )
+    traffic = compiled.traffic()
+    assert any("tpu_custom_call" in name for name in compiled.without_cycles)
+    assert not traffic.contains_shape((rows, case.vocab))
+    head_bytes = 2 * case.hidden * case.vocab
+    assert traffic.written + traffic.read < 1.01 * head_bytes  # the head is read once: neither copied nor transposed

@@ -1,0 +1,80 @@
+"""Every instruction set passes the same checks, and gives the same bits where sums are exact."""
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tilewright.kernels import build, native
+
+HERE = Path(__file__).parent
+ORDER = ["plain", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx"]
+"""As in `native.h`: a machine has those up to its best."""
+BEST = native.kernels().isa
+NEED = pytest.mark.skipif(BEST is None, reason=native.kernels().reason or "no kernels")
+EMULATED = "amx, emulated"
+
+
+def here(isa: str) -> bool:
+    """Whether this machine runs it; the emulation replaces only the tile unit."""
+    least = "avx512bf16" if isa == EMULATED else isa
+    return BEST is not None and ORDER.index(least) <= ORDER.index(BEST)
+
+
+def environment(isa: str) -> dict[str, str]:
+    paths = os.pathsep.join([str(Path(native.__file__).parents[2]), str(HERE.parent)])
+    return {**os.environ, "TILEWRIGHT_CPU_ISA": isa, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": paths}
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory: pytest.TempPathFactory):
+    """Runs the checks on an instruction set, once; the digest of its 8-bit results."""
+
+    @functools.cache
+    def run(isa: str) -> str:
+        env = environment(isa.split(",")[0])
+        arguments = [isa.split(",")[0]]
+        if isa == EMULATED:
+            env["TILEWRIGHT_CACHE"] = str(tmp_path_factory.mktemp("emulated"))
+            arguments.append(str(HERE / "amx_tiles.h"))
+        command = [sys.executable, str(HERE / "linear_checks.py"), *arguments]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout.strip()
+
+    return run
+
+
+@NEED
+@pytest.mark.parametrize("isa", [*ORDER, EMULATED])
+def test_every_instruction_set_passes_the_same_checks(isa: str, checked):
+    if not here(isa):
+        pytest.skip(f"this machine has {BEST}")
+    if isa == EMULATED and build.find_compiler() is None:
+        pytest.skip("there is no C++ compiler")
+    assert checked(isa) == checked("plain"), "8-bit results are the same bit for bit"
+
+
+def tell(isa: str) -> native.Native:
+    program = "from tilewright.kernels import native; found = native.kernels(); print(found.isa); print(found.reason)"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment(isa), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found, reason = done.stdout.splitlines()
+    return native.Native(None if found == "None" else found, reason)
+
+
+@NEED
+def test_an_instruction_set_that_is_not_there_is_not_replaced():
+    absent = next((isa for isa in ORDER if not here(isa)), "avx1024")
+    found = tell(absent)
+    assert found.isa is None
+    assert found.reason == f"TILEWRIGHT_CPU_ISA is '{absent}', which this machine does not have: its best is {BEST}"
+
+
+def test_the_order_is_that_of_the_kernels():
+    names = ", ".join(f'"{name}"' for name in ORDER)
+    assert f"isa_names[] = {{{names}}};" in (build.HERE / "native.h").read_text()

@@ -1,0 +1,141 @@
+"""Chat templates: where they are found, what they are given, and what they may not do."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tilewright.models.chat import ChatTemplate
+
+TEMPLATE = """\
+{%- if messages[0].role == 'system' %}
+    {{- '<s:' + messages[0].content + '>' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'system' %}{% continue %}{% endif %}
+    {%- if message.role not in ['user', 'assistant'] %}
+        {{- raise_exception('no such role: ' + message.role) }}
+    {%- endif %}
+    {{- bos_token + message.role[0] + ':' + message.content + eos_token }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- 'a:' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{- '(quick)' }}{%- endif %}
+{%- endif %}
+"""
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def folder(tmp_path: Path, template: object = None, file: str | None = None, **config: Any) -> Path:
+    """A model's folder with a template in its configuration, in a file of its own, or both."""
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, **config}), encoding="utf-8")
+    if file is not None:
+        (tmp_path / "chat_template.jinja").write_text(file, encoding="utf-8")
+    return tmp_path
+
+
+def load(tmp_path: Path, template: object = None, file: str | None = None, **config: Any) -> ChatTemplate:
+    found = ChatTemplate.load(folder(tmp_path, template, file, **config))
+    assert found is not None
+    return found
+
+
+def test_a_conversation_becomes_one_text(tmp_path: Path):
+    template = load(tmp_path, TEMPLATE, bos_token="[", eos_token={"content": "]", "lstrip": False})
+    talk = [{"role": "system", "content": "be kind"}, *HELLO, {"role": "assistant", "content": "hi"}, *HELLO]
+    assert template.render(talk) == "<s:be kind>[u:hello][a:hi][u:hello]a:(quick)"
+    assert template.render(talk, enable_thinking=True) == "<s:be kind>[u:hello][a:hi][u:hello]a:"
+    assert template.render(HELLO, add_generation_prompt=False) == "[u:hello]"
+
+
+def test_content_is_never_read_as_a_template(tmp_path: Path):
+    template = load(tmp_path, "{{ messages[0].content }}")
+    for text in ("{{ 1 + 1 }}", "{% if %}", "{# note #}", '<a href="x">&amp;</a>'):
+        assert template.render([{"role": "user", "content": text}]) == text
+
+
+def test_block_tags_leave_no_line_behind(tmp_path: Path):
+    source = "x\n  {% for message in messages %}\n  {{ message.content }}\n  {% endfor %}\ny\n"
+    assert load(tmp_path, source).render(HELLO) == "x\n  hello\ny"
+
+
+def test_tokens_that_the_model_lacks_are_nothing(tmp_path: Path):
+    source = "{{ bos_token }}{{ messages[0].content }}{% if bos_token is defined %}!{% endif %}"
+    assert load(tmp_path, source, bos_token=None).render(HELLO) == "hello"
+
+
+def test_json_is_written_for_models_not_for_web_pages(tmp_path: Path):
+    template = load(tmp_path, "{{ messages[0].data | tojson }}|{{ messages[0].data | tojson(indent=1) }}")
+    data = {"b": "<é> & 'q'", "a": 1}
+    assert template.render([{"role": "user", "data": data}]) == (
+        '{"b": "<é> & \'q\'", "a": 1}|{\n "b": "<é> & \'q\'",\n "a": 1\n}'
+    )
+
+
+def test_other_helpers(tmp_path: Path):
+    assert re.fullmatch(r"2\d{3}-\d\d", load(tmp_path, "{{ strftime_now('%Y-%m') }}").render(HELLO))
+    marked = "{% generation %}{{ messages[0].content }}{% endgeneration %}!"
+    assert load(tmp_path, marked).render(HELLO) == "hello!"
+    absent = "{{ tools is none }} {{ documents is none }}"
+    assert load(tmp_path, absent).render(HELLO) == "True True"
+
+
+def test_a_file_of_its_own_comes_first(tmp_path: Path):
+    assert load(tmp_path, "old", "new é").render(HELLO) == "new é"
+    (tmp_path / "tokenizer_config.json").unlink()
+    alone = ChatTemplate.load(tmp_path)
+    assert alone is not None
+    assert alone.render(HELLO) == "new é"
+
+
+def test_of_named_templates_the_default(tmp_path: Path):
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    assert load(tmp_path, named).render(HELLO) == "plain"
+
+
+def test_a_base_model_has_none(tmp_path: Path):
+    assert ChatTemplate.load(tmp_path) is None
+    assert ChatTemplate.load(folder(tmp_path)) is None
+
+
+@pytest.mark.parametrize(
+    "template, said",
+    [
+        ([{"name": "rag", "template": "x"}], '"default", found those named rag'),
+        ([], r"found \[\]"),
+        (["x"], "found"),
+        (7, "found 7"),
+        ([{"name": "default", "template": 7}], "those named default"),
+        ("{% for %}", "tokenizer_config.json: the chat template does not compile: line 1"),
+    ],
+)
+def test_a_template_that_is_none_is_refused(tmp_path: Path, template: object, said: str):
+    with pytest.raises(ValueError, match=said):
+        ChatTemplate.load(folder(tmp_path, template))
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path):
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"chat_template\.jinja: not UTF-8"):
+        ChatTemplate.load(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json is not JSON"):
+        ChatTemplate.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "source, said",
+    [
+        (TEMPLATE, "no such role: robot"),
+        ("{{ messages[0].content + 1 }}", "chat template fails on this conversation"),
+        ("{{ messages.__class__.__base__.__subclasses__() }}", "unsafe"),
+        ("{{ raise_exception.__globals__.keys() }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "too big"),
+    ],
+)
+def test_a_template_that_fails_or_reaches_out_is_an_error(tmp_path: Path, source: str, said: str):
+    with pytest.raises(ValueError, match=said):
+        load(tmp_path, source).render([{"role": "robot", "content": "hello"}])

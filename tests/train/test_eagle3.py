@@ -1,0 +1,265 @@
+"""Training-time test: the unrolled chain against the reference, what counts, the loss; a drafter learns and resumes."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reference.dflash_numpy import Target
+from reference.eagle3_numpy import Chain
+from tilewright.models import decoder, eagle3
+from tilewright.models.eagle3 import Eagle3Config
+from tilewright.models.params import initialise, to_tensors
+from tilewright.train.data import Stream
+from tilewright.train.eagle3 import (
+    Eagle3Options,
+    ask_target,
+    default_draft_vocab,
+    drafter_loss,
+    frequent_tokens,
+    hidden_matrices,
+    step_agreement,
+    step_counts,
+    train_eagle3,
+    unroll,
+    warm_start,
+)
+from tilewright.train.lm import train_lm
+from tilewright.train.loop import Run
+from train.support import END, TARGET, counting_stream, options, random_stream, silent, target_params
+
+STEPS, LENGTH = 3, 12
+DRAFTER = Eagle3Config(
+    vocab_size=24, draft_vocab_size=16, hidden_size=32, target_hidden_size=32, intermediate_size=40, num_heads=4,
+    num_kv_heads=2, head_dim=8, target_layer_ids=(0, 1), block_size=STEPS + 1,
+)  # fmt: skip
+IDS = np.sort(np.random.default_rng(3).permutation(24)[:16]).astype(np.int32)
+TARGET_PARAMS = target_params()
+PARAMS = jax.tree.map(
+    lambda x: 8 * x if x.ndim == 2 else x * jnp.linspace(0.5, 1.5, x.size),
+    initialise(eagle3.declare(DRAFTER), jax.random.key(1)),
+)
+FROZEN = (TARGET_PARAMS, jnp.asarray(IDS))
+
+
+def random_tokens(seed: int, rows: int = 2, low: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).integers(low, 24, (rows, LENGTH)).astype(np.int32)
+
+
+@jax.jit
+def compiled_logits(params: Any, tokens: jax.Array) -> jax.Array:
+    teacher = ask_target(TARGET, DRAFTER, TARGET_PARAMS, FROZEN[1], tokens)
+    return jnp.stack(list(unroll(DRAFTER, params, TARGET_PARAMS.embed, teacher.taps, tokens)))
+
+
+def unrolled(tokens: np.ndarray) -> np.ndarray:
+    """Draft logits `[steps, rows, T, W]`."""
+    return np.asarray(compiled_logits(PARAMS, jnp.asarray(tokens)))
+
+
+def reference() -> Chain:
+    target = Target(decoder.config_to_hf(TARGET), dict(to_tensors(decoder.declare(TARGET), TARGET_PARAMS, jnp.float32)))
+    tensors = dict(to_tensors(eagle3.declare(DRAFTER), PARAMS, jnp.float32)) | eagle3.maps_from_target_ids(IDS, 24)
+    return Chain(eagle3.config_to_hf(DRAFTER), tensors, target)
+
+
+def test_every_chain_is_the_one_that_drafting_runs():
+    """From each known token on, a chain that reads the text gives what the reference drafts when it is made to read it."""
+    tokens, chain = random_tokens(0), reference()
+    got = unrolled(tokens)
+    for row in range(2):
+        text = tokens[row].tolist()
+        features = chain.fuse(chain.target.run(text)[1])
+        for known in range(1, LENGTH - STEPS + 1):
+            want = chain.draft(text[: known + 1], features, STEPS, forced=text[known + 1 :])
+            np.testing.assert_allclose(got[:, row, known - 1], want.logits, rtol=1e-4, atol=3e-4)
+
+
+def test_a_chain_sees_the_text_up_to_the_token_it_reads_and_none_after():
+    tokens = random_tokens(1, rows=1)
+    before = unrolled(tokens)
+    for position in range(LENGTH):
+        other = tokens.copy()
+        other[0, position] = 1 + other[0, position] % 23
+        changed = np.abs(unrolled(other) - before)[:, 0].max(axis=-1)
+        for step in range(STEPS):
+            for at in range(LENGTH - STEPS):
+                assert (changed[step, at] > 1e-5) == (position <= at + 1 + step), (position, step, at)
+
+
+def test_rows_do_not_influence_each_other():
+    tokens = random_tokens(2)
+    together = unrolled(tokens)
+    for row in range(2):
+        np.testing.assert_allclose(unrolled(tokens[row : row + 1])[:, 0], together[:, row], rtol=0, atol=1e-5)
+
+
+def plain_counts(tokens: np.ndarray, in_loss: np.ndarray, step: int, at: int) -> bool:
+    """Whether the token that step `step` of the chain at `at` predicts counts."""
+    predicted = at + 2 + step
+    return bool(predicted < len(tokens) and in_loss[predicted] and END not in tokens[at + 1 : predicted])
+
+
+@given(st.integers(0, 1000))
+def test_counts_equal_a_plain_loop(seed: int):
+    rng = np.random.default_rng(seed)
+    tokens, flags = rng.integers(0, 4, (2, 10)).astype(np.int32), rng.random((2, 10)) < 0.7
+    counted = [np.asarray(x) for x in step_counts(jnp.asarray(tokens), jnp.asarray(flags), 4, END)]
+    for step in range(4):
+        for row in range(2):
+            assert counted[step][row].tolist() == [plain_counts(tokens[row], flags[row], step, at) for at in range(10)]
+
+
+def plain_sums(tokens: np.ndarray, flags: np.ndarray, decay: float) -> tuple[float, float, list[int], list[int]]:
+    """The loss's sums, and for each step how many choices agree and of how many, position by position."""
+    got, target = unrolled(tokens).astype(np.float64), reference().target
+    summed, total, agreed, counted = 0.0, 0.0, [0] * STEPS, [0] * STEPS
+    for row in range(len(tokens)):
+        said = target.run(tokens[row].tolist())[0]
+        for step in range(STEPS):
+            for at in range(LENGTH):
+                if not plain_counts(tokens[row], flags[row], step, at):
+                    continue
+                logits, wanted = got[step, row, at], said[at + 1 + step]
+                counted[step] += 1
+                agreed[step] += int(IDS[logits.argmax()] == wanted.argmax())
+                if wanted.argmax() in IDS:
+                    shares = np.exp(wanted[IDS] - wanted[IDS].max())
+                    log_q = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+                    summed -= decay**step * float(shares @ log_q / shares.sum())
+                    total += decay**step
+    return summed, total, agreed, counted
+
+
+@pytest.mark.parametrize("decay", [0.8, 0.3])
+def test_loss_and_agreement_equal_plain_sums(decay: float):
+    rng = np.random.default_rng(5)
+    tokens, flags = random_tokens(5, rows=3, low=0), rng.random((3, LENGTH)) < 0.8
+    summed, total, agreed, counted = plain_sums(tokens, flags, decay)
+    batch = (jnp.asarray(tokens), jnp.asarray(flags))
+    loss, weight = jax.jit(partial(drafter_loss, TARGET, DRAFTER, Eagle3Options(decay)))(PARAMS, FROZEN, batch)
+    np.testing.assert_allclose(float(weight), total, rtol=1e-5)
+    np.testing.assert_allclose(float(loss), summed / total, rtol=1e-4)
+    hits, totals = jax.jit(partial(step_agreement, TARGET, DRAFTER))(PARAMS, FROZEN, batch)
+    assert hits.tolist() == agreed
+    assert totals.tolist() == counted
+    assert sum(agreed) > 0
+    assert total < sum(counted), "some of the target's choices lie outside the draft vocabulary"
+
+
+def test_a_batch_where_nothing_counts_has_loss_zero():
+    batch = (jnp.asarray(random_tokens(0)), jnp.zeros((2, LENGTH), bool))
+    loss, total = jax.jit(partial(drafter_loss, TARGET, DRAFTER, Eagle3Options()))(PARAMS, FROZEN, batch)
+    assert (float(loss), float(total)) == (0.0, 0.0)
+
+
+def test_every_array_of_the_drafter_learns():
+    batch = (jnp.asarray(random_tokens(6)), jnp.ones((2, LENGTH), bool))
+    loss = jax.jit(jax.grad(lambda params: drafter_loss(TARGET, DRAFTER, Eagle3Options(), params, FROZEN, batch)[0]))
+    gradients = jax.tree.leaves(loss(PARAMS))
+    assert len(gradients) == len(jax.tree.leaves(PARAMS)) == 13
+    assert all(float(jnp.abs(g).max()) > 0 for g in gradients)
+
+
+@given(st.integers(0, 1000), st.integers(1, 12))
+def test_the_draft_vocabulary_is_the_most_frequent_of_what_is_in_the_loss(seed: int, size: int):
+    rng = np.random.default_rng(seed)
+    stream = Stream(rng.integers(0, 12, 60).astype(np.int32), rng.random(60) < 0.5)
+    ids = frequent_tokens(stream, 12, size)
+    counts = [int(np.sum(stream.tokens[stream.in_loss] == token)) for token in range(12)]
+    assert ids.dtype == np.int32
+    assert ids.tolist() == sorted(sorted(range(12), key=lambda token: (-counts[token], token))[:size])
+
+
+def test_default_draft_vocabularies():
+    assert [default_draft_vocab(size) for size in (24, 8192, 20000, 151936)] == [24, 8192, 20000, 32000]
+
+
+def test_hidden_matrices_are_all_but_norms_and_head():
+    taken = hidden_matrices(PARAMS)
+    assert taken.fc
+    assert not any((taken.norm, taken.hidden_norm, taken.head))
+    assert [name for name, flag in vars(taken.layer).items() if flag] == ["q", "k", "v", "o", "gate", "up", "down"]
+
+
+def test_a_drafter_starts_with_its_targets_head_and_last_tap():
+    started = warm_start(TARGET, DRAFTER, TARGET_PARAMS, FROZEN[1], PARAMS)
+    taps = [jnp.asarray(np.random.default_rng(n).normal(size=(1, 3, 32)), jnp.float32) for n in range(2)]
+    passing = replace(started, fc=started.fc - PARAMS.fc)
+    np.testing.assert_allclose(eagle3.fuse(DRAFTER, passing, taps), taps[1], atol=1e-5)
+    full = decoder.logits(TARGET, TARGET_PARAMS, taps[1])
+    np.testing.assert_allclose(eagle3.draft_logits(DRAFTER, started, taps[1]), full[..., IDS], atol=1e-4)
+    assert all_equal(started.layer, PARAMS.layer), "an MLP of another size stays as it was drawn"
+    alike = replace(DRAFTER, intermediate_size=TARGET.intermediate_size)
+    started = warm_start(TARGET, alike, TARGET_PARAMS, FROZEN[1], initialise(eagle3.declare(alike), jax.random.key(1)))
+    kept = [getattr(started.layer, name) for name in ("gate", "up", "down", "post_attention_norm")]
+    assert all_equal(kept, [getattr(TARGET_PARAMS.layers[-1], name) for name in ("gate", "up", "down", "post_attention_norm")])
+
+
+def all_equal(a: Any, b: Any) -> bool:
+    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def test_a_drafter_learns_what_its_target_says_and_resumes_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """On a text that goes round, every step of the chain comes to agree with the target."""
+    stream = counting_stream(600)
+    chosen = options(steps=60, batch_size=4, sequence_length=32, learning_rate=1e-2, evaluate_every=30, save_every=20)
+    target = train_lm(TARGET, stream, stream, chosen, tmp_path / "target", silent()).params
+    frozen = jax.tree.map(np.asarray, target)
+    chosen = replace(chosen, optimizer="muon", steps=50)
+    given = (TARGET, target, DRAFTER, stream, stream, chosen, Eagle3Options())
+    result, agreed = train_eagle3(*given, tmp_path / "whole", silent())
+    assert all_equal(target, frozen)
+    assert result.curve[0]["held_out_loss"] > 1.2 * result.held_out_loss
+    assert len(agreed) == STEPS
+    assert min(agreed) > 0.95
+    assert set(range(1, 8)) <= set(result.params.target_ids.tolist())
+
+    advance = Run.advance
+
+    def interrupted(self: Run, batch: Any) -> None:
+        if self.step == 33:
+            raise KeyboardInterrupt
+        advance(self, batch)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Run, "advance", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train_eagle3(*given, tmp_path / "parts", silent())
+    again, agreed_again = train_eagle3(*given, tmp_path / "parts", silent())
+    assert all_equal(again.params, result.params)
+    assert (again.curve, agreed_again) == (result.curve, agreed)
+    with pytest.raises(ValueError, match=r"eagle3: checkpoint \{'decay': 0.8\}, now \{'decay': 0.5\}"):
+        train_eagle3(*given[:-1], Eagle3Options(0.5), tmp_path / "parts", silent())
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"vocab_size": 25}, "vocab_size is 25 but the target's is 24"),
+        ({"own_embedding": True}, "expected a drafter that reads its target's embedding"),
+        ({"block_size": 16}, "expected a sequence length above the block size 16, found 16"),
+        ({"text": "short"}, "the training text has 30 tokens"),
+        ({"held_out": "short"}, "the held-out text has 30 tokens"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path, change: dict[str, Any], problem: str):
+    long, short = random_stream(200), Stream(np.ones(30, np.int32), np.ones(30, bool))
+    text, held_out = (short if change.get(name) else long for name in ("text", "held_out"))
+    config = replace(DRAFTER, **{name: value for name, value in change.items() if value != "short"})
+    with pytest.raises(ValueError, match=problem):
+        train_eagle3(TARGET, TARGET_PARAMS, config, text, held_out, options(), Eagle3Options(), tmp_path / "out", silent())
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("decay", [0.0, -1.0, 1.5])
+def test_decays_out_of_range_are_refused(decay: float):
+    with pytest.raises(ValueError, match=f"above 0 and at most 1, found {decay}"):
+        Eagle3Options(decay)

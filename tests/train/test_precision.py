@@ -1,0 +1,108 @@
+"""Training whose products are bfloat16: gradients, where they go, and what keeps such a run apart from a float32 one."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tilewright.kernels import native
+from tilewright.kernels.linear.cpu import TrainedMatrix
+from tilewright.models import decoder
+from tilewright.train.drafter import DrafterOptions, drafter_loss
+from tilewright.train.lm import next_token_loss, train_lm
+from tilewright.train.loop import TrainOptions, named_leaves
+from tilewright.train.precision import trained
+from train.support import DRAFTER, TARGET, counting_stream, drafter_params, options, silent, target_params
+
+needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
+TIED = replace(TARGET, num_layers=1)
+UNTIED = replace(TIED, tie_word_embeddings=False)
+TOKENS = np.random.default_rng(0).integers(1, 12, (3, 9)).astype(np.int32)
+"""Only the first half of the vocabulary."""
+MATRICES = 7 * TIED.num_layers + 1
+
+
+def gradients(config: decoder.DecoderConfig, params: Any) -> tuple[Any, Any, str]:
+    """By float32 products, and by bfloat16 ones; and the latter's program."""
+
+    def loss_of(wrap: Any, params: Any) -> jax.Array:
+        return next_token_loss(config, wrap(params), jnp.asarray(TOKENS), jnp.ones(TOKENS.shape, bool))[0]
+
+    plain = jax.jit(jax.grad(partial(loss_of, lambda params: params)))(params)
+    lowered = jax.jit(jax.grad(partial(loss_of, trained))).lower(params)
+    return plain, lowered.compile()(params), lowered.as_text()
+
+
+def assert_close(plain: Any, rounded: Any) -> None:
+    """Each array within a few percent in norm: bfloat16 has 8 bits. Not the same, or nothing was rounded."""
+    wanted, found = named_leaves(plain), named_leaves(rounded)
+    assert wanted.keys() == found.keys()
+    for name, leaf in wanted.items():
+        error = float(jnp.linalg.norm(found[name] - leaf) / jnp.linalg.norm(leaf))
+        assert found[name].dtype == jnp.float32
+        assert 1e-5 < error < 0.05, f"{name}: {error}"
+
+
+@needs_native
+@pytest.mark.parametrize("config", [TIED, UNTIED], ids=["tied", "untied"])
+def test_gradients_are_close_to_those_of_float32_products(config: decoder.DecoderConfig):
+    plain, rounded, program = gradients(config, target_params(config))
+    assert_close(plain, rounded)
+    assert program.count("@tilewright_matmul(") == 3 * MATRICES, "forward and both backward products of every matrix"
+    # Tokens that are not in the text reach the embedding through a tied head alone.
+    absent = np.asarray(rounded.embed)[12:]
+    assert (np.abs(absent).max(axis=1) > 0).all() if config.tie_word_embeddings else (absent == 0).all()
+
+
+@needs_native
+def test_a_drafter_and_its_frozen_target_are_multiplied_so_too():
+    target, params = target_params(), drafter_params()
+    batch, key = (jnp.asarray(TOKENS), jnp.ones(TOKENS.shape, bool)), jax.random.key(0)
+
+    def loss_of(wrap: Any, params: Any) -> jax.Array:
+        return drafter_loss(TARGET, DRAFTER, DrafterOptions(anchors=2), wrap(params), wrap(target), batch, key)[0]
+
+    plain = jax.jit(jax.grad(partial(loss_of, lambda params: params)))(params)
+    assert_close(plain, jax.jit(jax.grad(partial(loss_of, trained)))(params))
+
+
+def test_matrices_are_wrapped_and_nothing_else():
+    params = target_params(TIED)
+    found = trained((params, jnp.arange(3)))[0]
+    assert isinstance(found.head, TrainedMatrix)
+    np.testing.assert_array_equal(found.head.w, params.embed.T)
+    np.testing.assert_array_equal(found.embed, params.embed)
+    wrapped = jax.tree.leaves((found.head, found.layers), is_leaf=lambda leaf: isinstance(leaf, TrainedMatrix))
+    assert sum(isinstance(leaf, TrainedMatrix) for leaf in wrapped) == MATRICES
+    assert all(isinstance(leaf, TrainedMatrix) or leaf.ndim == 1 for leaf in wrapped)
+
+
+@needs_native
+def test_a_run_learns_and_is_not_resumed_with_other_products(tmp_path: Path):
+    def run(products: str, out: Path, steps: int = 12) -> Any:
+        chosen = options(products=products, steps=steps, save_every=6)
+        return train_lm(TIED, counting_stream(), counting_stream(100), chosen, out, silent())
+
+    rounded, plain = run("bfloat16", tmp_path / "b"), run("float32", tmp_path / "f")
+    assert rounded.held_out_loss < np.log(24) - 0.3
+    assert rounded.held_out_loss == pytest.approx(plain.held_out_loss, rel=0.05)
+    assert {leaf.dtype for leaf in jax.tree.leaves(rounded.params)} == {jnp.dtype("float32")}
+    with pytest.raises(ValueError, match="products"):
+        run("float32", tmp_path / "b")
+
+
+def test_without_kernels_a_run_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(native, "kernels", lambda: native.Native(None, "there is no C++ compiler"))
+    with pytest.raises(ValueError, match="products in bfloat16 need the CPU kernels: there is no C"):
+        TrainOptions(products="bfloat16")
+    assert TrainOptions().products == "float32"
+
+
+def test_other_products_are_refused():
+    with pytest.raises(ValueError, match="expected products in float32 or bfloat16, found 'float16'"):
+        TrainOptions(products="float16")
