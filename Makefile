@@ -22,8 +22,8 @@ lint: .venv/installed-lint ## ruff and pyright
 	$(BIN)/ruff format --check src tests hatch_build.py
 	$(BIN)/pyright
 
-bench: .venv/installed-base ## measures speculative against autoregressive decoding on the shipped pair
-	$(BIN)/tilewright bench speculative
+bench: .venv/installed-base ## measures the shipped drafters against plain decoding
+	$(BIN)/tilewright bench speculative --dtype bfloat16 --drafter dflash eagle3 ngram
 
 oracle: .venv-oracle/installed ## compares with transformers, live; installs torch into an environment of its own
 	$(ORACLE_BIN)/python -m pytest tests/oracle -W default

@@ -210,7 +210,7 @@ class Run:
         responses: one for each turn, in the same order in all runs of a dataset.
         tokens_per_s: generated tokens for each second of decoding; the median over the repetitions.
         skipped: turns left out because they don't fit the model's context.
-        round_seconds: medians of the parts of one round ("draft", "verify", "other"), where they were measured.
+        round_seconds: the parts of one round that drafts ("draft", "verify", "other"), where they were measured.
     """
 
     dataset: str

@@ -217,4 +217,4 @@ def round_times(measured: Sequence[Measured]) -> Section:
         if any(part is not None for part in parts):
             bars.append((f"{row.dataset} · {row.drafter}", [1000 * (part or 0.0) for part in parts]))
     charts = [StackedBars("Milliseconds a round", ("draft", "verify", "other"), bars, "ms")] if bars else []
-    return Section("Where a round's time goes", charts, "The mean round of each drafter.")
+    return Section("Where a round's time goes", charts, "One round that drafts, of each drafter.")

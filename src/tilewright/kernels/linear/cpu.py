@@ -51,7 +51,7 @@ def quantise(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     wide = np.asarray(w, np.float32)
     scales = np.max(np.abs(wide), axis=0, initial=0.0) / np.float32(127)
     units = np.divide(wide, scales, out=np.zeros_like(wide), where=scales > 0)
-    return np.rint(units).astype(np.int8), scales
+    return np.rint(np.clip(units, -127, 127)).astype(np.int8), scales  # (a subnormal scale is too coarse)
 
 
 def panels_of(w: np.ndarray, kind: Format) -> np.ndarray:
