@@ -18,7 +18,7 @@ test: .venv/installed-test ## runs the tests (no torch)
 	$(BIN)/python -m pytest
 
 lint: .venv/installed-lint ## ruff and pyright
-	$(BIN)/ruff check src tests hatch_build.py
+	$(BIN)/ruff check src tests benchmarks hatch_build.py
 	$(BIN)/ruff format --check src tests hatch_build.py
 	$(BIN)/pyright
 

@@ -23,23 +23,14 @@ from tilewright.decode.sampling import Sampling
 from tilewright.decode.shapes import ShapeTable
 from tilewright.models.hub import PACKAGED
 
-NEW = 24
 KERNELS: tuple[Kernels, ...] = ("xla", "auto")
-DEMO_TABLE = ShapeTable(batches=(8,), capacities=(256,), chunks=(64,))
+SMALL = random_pair(0, vocab_size=32, hidden_size=64, target_layers=2, drafter_layers=1, taps=[0])
 SMALL_TABLE = ShapeTable(batches=(8,), capacities=(128,), chunks=(32,))
-SMALL = random_pair(0, vocab_size=32, hidden_size=64, target_layers=3, drafter_layers=1, taps=[0, 2])
-SMALL_BLOCK = 6
 SMALL_ASKED = prompts(0, [*range(1, 51)] * 2, vocab=32)
-SMALL_REQUESTS = [Sampling(NEW, temperature=n % 2, top_p=0.9, seed=n) for n in range(100)]
-
-
-@pytest.fixture(scope="module")
-def demo_asked() -> list[list[int]]:
-    """100 beginnings, of different lengths, of the held-out code that ships with the demo pair."""
-    demo = load("demo", table=DEMO_TABLE)
-    lines = (PACKAGED["demo"].parent / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    texts = [demo.encode(json.loads(line)["prompt"]) for line in lines]
-    return [texts[n % len(texts)][: 1 + n] for n in range(100)]
+SMALL_REQUESTS = [Sampling(24, temperature=n % 2, seed=n) for n in range(100)]
+BLOCK = 6
+DEMO_TABLE = ShapeTable(batches=(8,), capacities=(128,), chunks=(64,))
+DEMO_REQUESTS = [Sampling(12, temperature=n % 2, top_p=0.9, seed=n) for n in range(100)]
 
 
 def tokens_of(lm: LanguageModel, asked: Sequence[list[int]], each: Sequence[Sampling]) -> tuple[list[list[int]], float]:
@@ -48,27 +39,29 @@ def tokens_of(lm: LanguageModel, asked: Sequence[list[int]], each: Sequence[Samp
     return [r.tokens for r in results], float(np.mean([n for r in results for n in r.acceptance_lengths]))
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("small")
-    target, drafter = as_folders(folder, SMALL)
-    eagle3 = random_eagle3(0, SMALL.target_config, taps=[0, 1, 2], draft_vocab_size=20)
-    return {"target": target, "dflash": drafter, "eagle3": as_folder(folder / "eagle3", *eagle3)}
+def check_margins(lm: LanguageModel, asked: Sequence[list[int]], a: Sequence[list[int]], b: Sequence[list[int]]) -> int:
+    """Checks that greedy texts part only where two tokens are all but equally likely. Returns how many texts part."""
+    parted = [difference(lm, *case) for case in zip(asked, a, b, strict=True)]
+    margins = [found.margin for found in parted if found is not None]
+    # Logits from 16 to 32 have steps of 1/8 in bfloat16, which the hidden state that they come from is rounded to.
+    assert all(margin <= 0.125 for margin in margins)
+    return len(margins)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_every_drafter_equals_the_block_wide_program(small: dict[str, Path], kernels: Kernels):
+def test_every_drafter_equals_the_block_wide_program(tmp_path: Path, kernels: Kernels):
     """100 prompts, greedy and sampled by turns in the same batches."""
-    target = load(small["target"], dtype="bfloat16", kernels=kernels, table=SMALL_TABLE)
-    options = DrafterOptions(block_size=SMALL_BLOCK)
+    folder, dflash = as_folders(tmp_path, SMALL)
+    eagle3 = as_folder(tmp_path / "eagle3", *random_eagle3(0, SMALL.target_config, taps=[0, 1], draft_vocab_size=20))
+    target = load(folder, dtype="bfloat16", kernels=kernels, table=SMALL_TABLE)
+    options = DrafterOptions(block_size=BLOCK)
     wide = target.with_drafter(*target.load_drafter(None, options))
     want, tau = tokens_of(wide, SMALL_ASKED, SMALL_REQUESTS)
     assert tau == 1
-    windowed = replace(options, draft_window=4)
     for lm in (
-        target.with_drafter(*target.load_drafter(str(small["dflash"]), options)),
-        target.with_drafter(*target.load_drafter(str(small["eagle3"]), windowed)),
-        target.with_drafter(NGram(SMALL_BLOCK, may_be_idle=False)),  # a round of one row would be another program
+        target.with_drafter(*target.load_drafter(str(dflash), options)),
+        target.with_drafter(*target.load_drafter(str(eagle3), replace(options, draft_window=4))),
+        target.with_drafter(NGram(BLOCK, may_be_idle=False)),  # a round of one row would be another program
     ):
         got, tau = tokens_of(lm, SMALL_ASKED, SMALL_REQUESTS)
         assert got == want
@@ -76,25 +69,24 @@ def test_every_drafter_equals_the_block_wide_program(small: dict[str, Path], ker
     one_row, _ = tokens_of(target, SMALL_ASKED, SMALL_REQUESTS)
     if target.kernels != "xla":
         assert one_row == want
-    greedy = [case for case in zip(SMALL_ASKED, one_row, want, SMALL_REQUESTS, strict=True) if case[3].temperature == 0]
-    parted = [difference(target, prompt, a, b) for prompt, a, b, _ in greedy]
-    # Where another program puts another token, the two were all but equally likely: logits up to 32 have steps of 1/8.
-    assert all(found.margin <= 0.5 for found in parted if found is not None)
+    check_margins(target, SMALL_ASKED[::2], one_row[::2], want[::2])
 
 
-def test_the_demo_pair_on_the_cpu_kernels(demo_asked: list[list[int]]):
-    """100 prompts, greedy. Here a block and a single row round alike, so that all ways of decoding agree."""
-    target = load("demo", dtype="bfloat16", table=DEMO_TABLE)
-    if target.kernels == "xla":
-        pytest.skip("the CPU kernels do not run here")
-    greedy = [Sampling(NEW)] * len(demo_asked)
-    want, _ = tokens_of(target, demo_asked, greedy)
+def test_the_demo_pair_by_xla():
+    """As above, with a drafter that was trained. Decoding one row at a time is here another program in some of its roundings."""
+    target = load("demo", dtype="bfloat16", kernels="xla", table=DEMO_TABLE)
+    lines = (PACKAGED["demo"].parent / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    texts = [target.encode(json.loads(line)["prompt"]) for line in lines]
+    asked = [texts[n % len(texts)][: 1 + n] for n in range(100)]
+    assert len({len(prompt) for prompt in asked}) == 100
+    wide = target.with_drafter(*target.load_drafter(None, DrafterOptions(block_size=16)))
+    want, _ = tokens_of(wide, asked, DEMO_REQUESTS)
     assert len({tuple(tokens) for tokens in want}) > 90
-    for source, block_size in (("demo-drafter", None), ("ngram", 16), (None, 16)):
-        lm = target.with_drafter(*target.load_drafter(source, DrafterOptions(block_size=block_size)))
-        got, tau = tokens_of(lm, demo_asked, greedy)
-        assert got == want
-        assert tau == 1 if source is None else tau > 1.1
+    drafted, tau = tokens_of(target.with_drafter(*target.load_drafter("demo-drafter", DrafterOptions())), asked, DEMO_REQUESTS)
+    assert drafted == want
+    assert tau > 1.3
+    one_row, _ = tokens_of(target, asked, DEMO_REQUESTS)
+    check_margins(target, asked[::2], one_row[::2], want[::2])
 
 
 def test_where_two_texts_part_and_the_margin_there(tmp_path: Path):

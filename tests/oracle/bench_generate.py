@@ -10,7 +10,7 @@ than one. Needs the `oracle` extra:
     python tests/oracle/bench_generate.py --random qwen3-0.6b --dtype bfloat16 --also int8 xla --batches 1 4 --new-tokens 32
 
 The second form writes a checkpoint with random weights and the shape of a published model to a temporary folder (1.2 GB) and
-takes some 8 GB of memory, 2 GB less without the side "xla".
+takes up to 6 GB of memory. Such a model soon repeats one token: equal tokens say little there.
 """
 
 import argparse
