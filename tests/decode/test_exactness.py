@@ -39,15 +39,6 @@ def tokens_of(lm: LanguageModel, asked: Sequence[list[int]], each: Sequence[Samp
     return [r.tokens for r in results], float(np.mean([n for r in results for n in r.acceptance_lengths]))
 
 
-def check_margins(lm: LanguageModel, asked: Sequence[list[int]], a: Sequence[list[int]], b: Sequence[list[int]]) -> int:
-    """Checks that greedy texts part only where two tokens are all but equally likely. Returns how many texts part."""
-    parted = [difference(lm, *case) for case in zip(asked, a, b, strict=True)]
-    margins = [found.margin for found in parted if found is not None]
-    # Logits from 16 to 32 have steps of 1/8 in bfloat16, which the hidden state that they come from is rounded to.
-    assert all(margin <= 0.125 for margin in margins)
-    return len(margins)
-
-
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_every_drafter_equals_the_block_wide_program(tmp_path: Path, kernels: Kernels):
     """100 prompts, greedy and sampled by turns in the same batches."""
@@ -66,14 +57,12 @@ def test_every_drafter_equals_the_block_wide_program(tmp_path: Path, kernels: Ke
         got, tau = tokens_of(lm, SMALL_ASKED, SMALL_REQUESTS)
         assert got == want
         assert tau > 1
-    one_row, _ = tokens_of(target, SMALL_ASKED, SMALL_REQUESTS)
     if target.kernels != "xla":
-        assert one_row == want
-    check_margins(target, SMALL_ASKED[::2], one_row[::2], want[::2])
+        assert tokens_of(target, SMALL_ASKED, SMALL_REQUESTS)[0] == want
 
 
 def test_the_demo_pair_by_xla():
-    """As above, with a drafter that was trained. Decoding one row at a time is here another program in some of its roundings."""
+    """As above, with a drafter that was trained. Here decoding one row at a time is a program that rounds differently."""
     target = load("demo", dtype="bfloat16", kernels="xla", table=DEMO_TABLE)
     lines = (PACKAGED["demo"].parent / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     texts = [target.encode(json.loads(line)["prompt"]) for line in lines]
@@ -86,7 +75,10 @@ def test_the_demo_pair_by_xla():
     assert drafted == want
     assert tau > 1.3
     one_row, _ = tokens_of(target, asked, DEMO_REQUESTS)
-    check_margins(target, asked[::2], one_row[::2], want[::2])
+    parted = [difference(target, *case) for case in zip(asked[::2], one_row[::2], want[::2], strict=True)]
+    # Only where two tokens are all but equally likely: logits from 16 to 32 have steps of 1/8 in bfloat16, to which the hidden
+    # states that they come from are rounded.
+    assert all(found.margin <= 0.125 for found in parted if found is not None)
 
 
 def test_where_two_texts_part_and_the_margin_there(tmp_path: Path):
@@ -97,7 +89,7 @@ def test_where_two_texts_part_and_the_margin_there(tmp_path: Path):
         found = difference(lm, prompt, text, [*text[:at], 30, 30])
         assert found is not None
         assert found.at == at
-        assert found.margin == pytest.approx(logits[2 + at, -1] - logits[2 + at, -2], rel=1e-4)
+        assert found.margin == pytest.approx(logits[2 + at, -1] - logits[2 + at, -2], rel=1e-4, abs=1e-4)
     assert difference(lm, prompt, text, text) is None
     cut_short = difference(lm, prompt, text[:2], text)
     assert cut_short is not None
