@@ -1,5 +1,6 @@
 """The shared layers against NumPy in float64."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -100,6 +101,15 @@ def test_rotate(seed: int, sizes: tuple[int, int, int], half: int, first: int):
     rope = layers.rope_tables(jnp.asarray(positions, jnp.int32), frequencies)
     expected = np.concatenate([turned.real, turned.imag], axis=-1)
     np.testing.assert_allclose(layers.rotate(jnp.asarray(x), rope), expected, atol=1e-5 + 1e-6 * positions.max(), rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_rotation_by_a_product_is_the_same(dtype: jnp.dtype):
+    x = jax.random.normal(jax.random.key(0), (2, 3, 4, 16), dtype)
+    rope = layers.rope_tables(jnp.arange(6).reshape(2, 3), layers.rope_frequencies(16, 1e4, None))
+    by_product, halves = layers.rotate_by_product(x, *rope), layers.rotate_halves(x, *rope)
+    assert by_product.dtype == halves.dtype == dtype
+    np.testing.assert_allclose(np.float32(by_product), np.float32(halves), atol=1e-6 if dtype == jnp.float32 else 2**-7)
 
 
 def test_rotate_makes_scores_depend_on_distance_alone():

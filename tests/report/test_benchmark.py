@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from report.reading import Page, check_self_contained
-from tilewright.report.benchmark import BenchmarkReport, Measured, figures_table, write_benchmark
+from tilewright.report.benchmark import BenchmarkReport, CategoryTau, Measured, category_table, figures_table, write_benchmark
 from tilewright.report.charts import LineChart, Series, StackedBars, compact, round_step, ticks, x_ticks
 from tilewright.report.page import Cell, Section, Table, write_sections
 
@@ -28,10 +28,10 @@ def sample() -> BenchmarkReport:
         measured("gsm8k", "ngram", 1.25, 1.5, acceptance_by_position=[0.25, 0.1, 0.05]),
         measured("mt_bench", "dflash", 1.5, 2.1, baseline=2000.0),
         measured("mt_bench", "ngram", 1.75, 1.4, baseline=2000.0),
-        measured("mt_bench", "dflash", 1.6, 2.2, category="writing <x>"),
     ]
+    categories = [CategoryTau("mt_bench", "writing <x>", "dflash", 4, 2.2), CategoryTau("mt_bench", "", "ngram", 3, 1.25)]
     environment = {"chip": "a chip", "command": "tilewright bench speculative --data 'a & b'"}
-    return BenchmarkReport("Speed & τ", rows, "The demo pair.", environment, ["2 prompts were skipped."])
+    return BenchmarkReport("Speed & τ", rows, categories, "The demo pair.", environment, ["2 prompts were skipped."])
 
 
 def texts(table: Table) -> list[list[str | None]]:
@@ -70,8 +70,7 @@ def test_everything_is_on_the_page(tmp_path: Path):
 
 
 def test_the_table_reads_as_in_the_papers():
-    rows = [row for row in sample().measured if not row.category]
-    table = figures_table("All", rows)
+    table = figures_table("All", sample().measured)
     columns = ["data", "prompts", "plain tokens/s", *["tokens/s", "speedup", "τ"] * 2]
     assert list(table.columns) == columns
     assert list(table.groups) == [("", 3), ("dflash", 3), ("ngram", 3)]
@@ -83,6 +82,12 @@ def test_the_table_reads_as_in_the_papers():
     assert table.total
     speedups = [cell for row in table.rows for cell in row if isinstance(cell, Cell)]
     assert [(cell.strong, cell.share) for cell in speedups] == [(True, 1.0), (False, 0.5), (False, 0.6), (True, 0.7)]
+
+
+def test_categories_have_a_table_of_their_own():
+    table = category_table(sample())
+    assert list(table.columns) == ["category", "prompts", "dflash", "ngram"]
+    assert texts(table) == [["mt_bench: writing <x>", "4", "2.20", None], ["mt_bench: –", "3", None, "1.25"]]
 
 
 def test_a_drafter_without_figures_leaves_its_cells_empty():
@@ -122,9 +127,9 @@ def test_a_figure_that_cannot_be_is_named(changes: dict[str, Any], problem: str)
         replace(report, measured=rows)
 
 
-def test_a_report_needs_whole_datasets_once_each():
+def test_a_report_needs_datasets_once_each():
     report = sample()
-    with pytest.raises(ValueError, match="at least one whole dataset"):
+    with pytest.raises(ValueError, match="at least one dataset"):
         replace(report, measured=report.measured[4:])
     with pytest.raises(ValueError, match="gsm8k, dflash: expected one set of figures, found a second"):
         replace(report, measured=[*report.measured, report.measured[0]])

@@ -38,7 +38,7 @@ from tilewright.decode.language_model import LanguageModel
 from tilewright.decode.sampling import Sampling
 from tilewright.models.chat import ChatTemplate
 from tilewright.report import terminal
-from tilewright.report.benchmark import BenchmarkReport, Measured, write_benchmark
+from tilewright.report.benchmark import BenchmarkReport, CategoryTau, Measured, write_benchmark
 
 REPLAYED = 3
 """Prompts of each dataset that `--replay` shows."""
@@ -256,7 +256,7 @@ def write_files(
 
 def benchmark_report(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> BenchmarkReport:
     """The page's data from the figures."""
-    measured = []
+    measured, categories = [], []
     for row in (row for row in rows if row["drafter"] != BASELINE):
         parts: dict[str, Any] = {f"{part}_seconds": row[f"{part}_ms"] and row[f"{part}_ms"] / 1000 for part in PARTS}
         measured.append(
@@ -269,9 +269,14 @@ def benchmark_report(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
                 **parts,
             )
         )  # fmt: skip
+        categories += [
+            CategoryTau(row["dataset"], part["category"], row["drafter"], part["responses"], part["tau"])
+            for part in row["categories"]
+            if part["tau"] is not None
+        ]
     left_out = {row["dataset"]: (row["skipped"], row["skipped"] + row["responses"]) for row in rows if row["skipped"]}
     notes = [f"{name}: {n} of {turns} turns left out, too long for the context." for name, (n, turns) in left_out.items()]
     environment = {**facts, "command": shlex.join(["tilewright", *sys.argv[1:]])}
     title = "Speculative decoding"
     lead = f"Model {facts['model']}, temperature {facts['temperature']:g}, {facts['max_new_tokens']} new tokens."
-    return BenchmarkReport(title, measured, lead, environment, notes)
+    return BenchmarkReport(title, measured, categories, lead, environment, notes)

@@ -10,8 +10,13 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int, Int32
 
+from tilewright.kernels import native
 from tilewright.kernels.attention import cpu as attention_cpu
+from tilewright.kernels.attention import pallas_tpu as attention_tpu
 from tilewright.kernels.attention import xla as attention_xla
+from tilewright.kernels.gather_reduce import reference as gather_reference
+from tilewright.kernels.gather_reduce import xla as gather_xla
+from tilewright.kernels.gather_reduce.reference import Reduce
 from tilewright.kernels.head_argmax import pallas_tpu as head_tpu
 from tilewright.kernels.head_argmax import xla as head_xla
 from tilewright.kernels.linear import cpu, xla
@@ -19,6 +24,7 @@ from tilewright.kernels.linear.cpu import PackedMatrix, TrainedMatrix
 from tilewright.kernels.rms_norm import cpu as norm_cpu
 from tilewright.kernels.rms_norm import reference as norm_reference
 from tilewright.kernels.rms_norm.cpu import KernelNorm
+from tilewright.kernels.scatter_add import xla as scatter_xla
 
 Matrix = Float[Array, "I O"] | PackedMatrix | TrainedMatrix
 
@@ -75,6 +81,41 @@ def prefix_attention(
     Args:
         beside: a weight of the same layer; where that is packed, the CPU kernel runs.
     """
-    packed = isinstance(beside, PackedMatrix) and q.shape[3] % attention_cpu.HEAD_MULTIPLE == 0
-    run = attention_cpu.prefix_attention if packed else attention_xla.prefix_attention
-    return run(q, k, v, lengths, own)
+    if isinstance(beside, PackedMatrix) and q.shape[3] % attention_cpu.HEAD_MULTIPLE == 0:
+        return attention_cpu.prefix_attention(q, k, v, lengths, own)
+    plain = attention_xla.prefix_attention
+    if not attention_tpu.fits(q, k, own):
+        return plain(q, k, v, lengths, own)
+    return jax.lax.platform_dependent(q, k, v, lengths, own, tpu=attention_tpu.prefix_attention, default=plain)
+
+
+def gather_reduce(
+    x: Float[Array, "M F"],
+    sources: Int32[Array, "R K"],
+    degrees: Int32[Array, " R"],
+    weights: Float[Array, "R K"] | Float[Array, "R K H"] | None = None,
+    reduce: Reduce = "sum",
+) -> Float[Array, "R F"]:
+    """Reduces for each row the features of its first `degrees` sources, times their weights, in float32."""
+    return gather_xla.gather_reduce(x, sources, degrees, weights, reduce)
+
+
+def gather_reduce_csr(
+    x: Float[Array, "M F"],
+    offsets: Int32[Array, " R1"],
+    sources: Int32[Array, " E"],
+    weights: Float[Array, " E"] | Float[Array, "E H"] | None = None,
+    reduce: Reduce = "sum",
+) -> Float[Array, "R F"]:
+    """The same where row r has the sources `offsets[r]` to `offsets[r + 1]`, without padding (R1 is R + 1)."""
+    return gather_reference.gather_reduce_csr(x, offsets, sources, weights, reduce)
+
+
+def reduces_lists() -> bool:
+    """Whether a kernel reduces lists of neighbours here, so that they beat padded rows."""
+    return "gather_reduce" in native.TARGETS and native.kernels().isa is not None
+
+
+def scatter_add(messages: Float[Array, "R K F"], degrees: Int32[Array, " R"]) -> Float[Array, "R F"]:
+    """Sums for each of R rows its first `degrees` of K messages."""
+    return scatter_xla.scatter_add(messages, degrees)

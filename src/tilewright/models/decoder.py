@@ -188,7 +188,8 @@ class Attend(NamedTuple):
 
 
 def split_heads(x: Float[Array, "B T _"], head_dim: int) -> Float[Array, "B T N {head_dim}"]:
-    return x.reshape(*x.shape[:2], -1, head_dim)
+    # Without the barrier XLA lets the projection write its heads apart, for which a TPU first transposes the whole weight.
+    return jax.lax.optimization_barrier(x).reshape(*x.shape[:2], -1, head_dim)
 
 
 def project_keys(config: Any, layer: Layer, h: Float[Array, "B T H"], rope: Rope) -> tuple[Array, Array]:

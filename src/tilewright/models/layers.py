@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
@@ -63,6 +64,22 @@ def rope_tables(positions: Int[Array, "B T"], frequencies: list[float]) -> Rope:
 
 def rotate(x: Float[Array, "B T N D"], rope: Rope) -> Float[Array, "B T N D"]:
     """Rotary embedding over halves (`rotate_half`, as Hugging Face checkpoints expect), computed in float32."""
-    cos, sin = (table[:, :, None, :] for table in rope)
+    return jax.lax.platform_dependent(x, *rope, tpu=rotate_by_product, default=rotate_halves)
+
+
+def rotate_halves(x: Float[Array, "B T N D"], cos: Float[Array, "B T h"], sin: Float[Array, "B T h"]) -> Float[Array, "B T N D"]:
+    cos, sin = cos[:, :, None], sin[:, :, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def rotate_by_product(
+    x: Float[Array, "B T N D"], cos: Float[Array, "B T h"], sin: Float[Array, "B T h"]
+) -> Float[Array, "B T N D"]:
+    """The same for a TPU, which has no cheap way to cut a register's lanes in half: a matrix of ones swaps them, exactly."""
+    half = x.shape[-1] // 2
+    swap = jnp.roll(jnp.eye(x.shape[-1], dtype=x.dtype), half, axis=0)
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    swapped = jnp.matmul(x, swap, precision=precision, preferred_element_type=jnp.float32)
+    cos, sin = (jnp.concatenate(parts, axis=-1)[:, :, None] for parts in ((cos, cos), (-sin, sin)))
+    return (x.astype(jnp.float32) * cos + swapped * sin).astype(x.dtype)

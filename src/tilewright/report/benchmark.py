@@ -12,11 +12,10 @@ from tilewright.report.page import Block, Cell, Section, Table, write_sections
 
 @dataclass(frozen=True)
 class Measured:
-    """What one drafter gave on one dataset, or on one category of it.
+    """What one drafter gave on one dataset.
 
     Attributes:
         dataset, drafter: names; they make the table's rows and columns in the order in which they first come.
-        category: of the dataset's records; "" is the whole dataset, which alone has curves and round times.
         prompts: how many were decoded.
         baseline_tokens_per_s, tokens_per_s: without the drafter, and with it.
         speedup: as the benchmark defines it.
@@ -34,7 +33,6 @@ class Measured:
     tokens_per_s: float
     speedup: float
     tau: float
-    category: str = ""
     cost_per_million_tokens: float | None = None
     acceptance_by_position: Sequence[float] = ()
     tau_by_position: Sequence[tuple[float, float]] = ()
@@ -44,13 +42,25 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class CategoryTau:
+    """One drafter's acceptance length on a category of a dataset's records; it has no times of its own."""
+
+    dataset: str
+    category: str
+    drafter: str
+    prompts: int
+    tau: float
+
+
+@dataclass(frozen=True)
 class BenchmarkReport:
     """All that the page shows. Plain data: `dataclasses.asdict` of it is JSON.
 
     Attributes:
         title: of the page.
         lead: a sentence under it: the model, the drafters, the sampling.
-        measured: one for each dataset and drafter, and for each category if there are any.
+        measured: one for each dataset and drafter.
+        categories: one for each category of a dataset and each drafter, of datasets that have several.
         environment: what the figures depend on, in the order shown: chip, versions, dtype, kernels, command, date.
         notes: what a reader must know, such as prompts that were skipped.
 
@@ -60,17 +70,18 @@ class BenchmarkReport:
 
     title: str
     measured: Sequence[Measured]
+    categories: Sequence[CategoryTau] = ()
     lead: str = ""
     environment: Mapping[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        if not any(row.category == "" for row in self.measured):
-            raise ValueError("expected figures of at least one whole dataset, found none")
+        if not self.measured:
+            raise ValueError("expected figures of at least one dataset, found none")
         seen = set()
-        for row in self.measured:
-            key = (row.dataset, row.category, row.drafter)
-            where = ", ".join(filter(None, key))
+        for row in (*self.measured, *self.categories):
+            key = (row.dataset, row.category, row.drafter) if isinstance(row, CategoryTau) else (row.dataset, row.drafter)
+            where = ", ".join(key)
             for problem in measured_problems(row):
                 raise ValueError(f"{where}: {problem}")
             if key in seen:
@@ -78,12 +89,15 @@ class BenchmarkReport:
             seen.add(key)
 
 
-def measured_problems(row: Measured) -> Iterator[str]:
+def measured_problems(row: Measured | CategoryTau) -> Iterator[str]:
     """What cannot be in a set of figures."""
-    for name in ("prompts", "baseline_tokens_per_s", "tokens_per_s", "speedup", "tau"):
+    speeds = () if isinstance(row, CategoryTau) else ("baseline_tokens_per_s", "tokens_per_s", "speedup")
+    for name in ("prompts", "tau", *speeds):
         value = getattr(row, name)
         if not 0 < value < math.inf:
             yield f"expected {name} above 0, found {value}"
+    if isinstance(row, CategoryTau):
+        return
     for name in ("cost_per_million_tokens", "draft_seconds", "verify_seconds", "other_seconds"):
         value = getattr(row, name)
         if value is not None and not 0 <= value < math.inf:
@@ -102,9 +116,8 @@ def write_benchmark(path: str | Path, report: BenchmarkReport) -> None:
     Raises:
         ValueError: the environment holds something that JSON cannot.
     """
-    whole = [row for row in report.measured if not row.category]
-    parts = [row for row in report.measured if row.category]
-    tables = [figures_table("Whole datasets", whole), *([figures_table("By category", parts)] if parts else [])]
+    whole = report.measured
+    tables = [figures_table("Whole datasets", whole), *([category_table(report)] if report.categories else [])]
     text = "τ is tokens a round, the target's own included; speedup is against plain decoding of the same prompts."
     sections = [Section("Speed and acceptance", tables, " ".join([text, *report.notes]))]
     sections += [section for section in (acceptance(whole), tau_curves(whole), round_times(whole)) if section.blocks]
@@ -117,11 +130,11 @@ def distinct(names: Sequence[str]) -> list[str]:
 
 
 def figures_table(title: str, measured: Sequence[Measured]) -> Table:
-    """Datasets, or their categories, against drafters. The best speedup of a row is strong."""
+    """Datasets against drafters. The best speedup of a row is strong."""
     drafters = distinct([row.drafter for row in measured])
-    found = {(row.dataset, row.category, row.drafter): row for row in measured}
-    lines = list(dict.fromkeys((row.dataset, row.category) for row in measured))
-    per_line = [[found.get((*line, drafter)) for drafter in drafters] for line in lines]
+    found = {(row.dataset, row.drafter): row for row in measured}
+    datasets = distinct([row.dataset for row in measured])
+    per_line = [[found.get((dataset, drafter)) for drafter in drafters] for dataset in datasets]
     # One baseline serves all drafters where they were measured in one run.
     shared = all(len({row.baseline_tokens_per_s for row in each if row}) == 1 for each in per_line)
     priced = any(row.cost_per_million_tokens is not None for row in measured)
@@ -129,21 +142,32 @@ def figures_table(title: str, measured: Sequence[Measured]) -> Table:
     fields = fields if shared else ["plain tokens/s", *fields]
     most = max(row.speedup for row in measured)
     rows: list[Sequence[str | Cell | None]] = []
-    for (dataset, category), each in zip(lines, per_line, strict=True):
+    for dataset, each in zip(datasets, per_line, strict=True):
         there = [row for row in each if row]
-        name = f"{dataset}: {category}" if category else dataset
-        begin = [name, f"{there[0].prompts:,}", *([rate(there[0].baseline_tokens_per_s)] if shared else [])]
+        begin = [dataset, f"{there[0].prompts:,}", *([rate(there[0].baseline_tokens_per_s)] if shared else [])]
         best = max(row.speedup for row in there)
         cells = (drafter_cells(row, n, best, most, shared, priced) for n, row in enumerate(each))
         rows.append([*begin, *(cell for group in cells for cell in group)])
-    if len(lines) > 1 and not any(row.category for row in measured):
+    if len(datasets) > 1:
         rows.append(mean_row(per_line, shared, priced))
     begin = ["data", "prompts", *(["plain tokens/s"] if shared else [])]
     return Table(
         title, [*begin, *fields * len(drafters)], rows,
         groups=[("", len(begin)), *((drafter, len(fields)) for drafter in drafters)],
-        total=len(rows) > len(lines),
+        total=len(rows) > len(datasets),
     )  # fmt: skip
+
+
+def category_table(report: BenchmarkReport) -> Table:
+    """τ of each category against drafters, these in the order of the table of datasets."""
+    drafters = distinct([row.drafter for row in (*report.measured, *report.categories)])
+    found = {(row.dataset, row.category, row.drafter): row for row in report.categories}
+    rows: list[Sequence[str | Cell | None]] = []
+    for dataset, category in dict.fromkeys((row.dataset, row.category) for row in report.categories):
+        each = [found.get((dataset, category, drafter)) for drafter in drafters]
+        prompts = next(row.prompts for row in each if row)
+        rows.append([f"{dataset}: {category or '–'}", f"{prompts:,}", *(f"{row.tau:.2f}" if row else None for row in each)])
+    return Table("τ by category", ["category", "prompts", *drafters], rows)
 
 
 def rate(tokens_per_s: float) -> str:
@@ -183,9 +207,9 @@ def charts_of(
 ) -> list[Block]:  # fmt: skip
     """A chart for each dataset with a line for each drafter; `points` has the line of each of `measured`, by its place there.
 
-    A drafter has the same colour in every chart.
+    A drafter has the same colour in every chart and in the table.
     """
-    drafters = distinct([row.drafter for n, row in enumerate(measured) if points[n]])
+    drafters = distinct([row.drafter for row in measured])
     charts: list[Block] = []
     for dataset in distinct([row.dataset for row in measured]):
         lines = {row.drafter: points[n] for n, row in enumerate(measured) if row.dataset == dataset and points[n]}
