@@ -67,7 +67,9 @@ def rotate(x: Float[Array, "B T N D"], rope: Rope) -> Float[Array, "B T N D"]:
     return jax.lax.platform_dependent(x, *rope, tpu=rotate_by_product, default=rotate_halves)
 
 
-def rotate_halves(x: Float[Array, "B T N D"], cos: Float[Array, "B T h"], sin: Float[Array, "B T h"]) -> Float[Array, "B T N D"]:
+def rotate_halves(
+    x: Float[Array, "B T N D"], cos: Float[Array, "B T h"], sin: Float[Array, "B T h"]
+) -> Float[Array, "B T N D"]:
     cos, sin = cos[:, :, None], sin[:, :, None]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
