@@ -115,3 +115,19 @@ def test_a_drafter_is_trained_for_a_target_and_drafts(
     lm = tw.load(target, out)
     speculative, alone = (lm.generate("one two", tw.Sampling(16), speculative=way)[0] for way in (True, False))
     assert speculative.tokens == alone.tokens
+
+
+def test_a_drafter_goes_on_from_another_of_a_different_block(run: Command, text: Path, target: Path, tmp_path: Path):
+    first, wider = tmp_path / "first", tmp_path / "wider"
+    command = ["train", "drafter", text, "--target", target, "--regenerated", 0, "--layers", 1, "--anchors", 4, *LOOP]
+    assert run(*command, "--out", first, "--block-size", 4, "--steps", 3).status == 0
+    hardly = ["--steps", 1, "--learning-rate", 1e-6]
+    ran = run(*command, *hardly, "--out", wider, "--block-size", 6, "--start", first)
+    assert ran.status == 0, ran.err
+    begun, gone_on = (load_file(folder / "model.safetensors") for folder in (first, wider))
+    for name, tensor in begun.items():
+        np.testing.assert_allclose(gone_on[name], tensor, atol=1e-4)
+    assert json.loads((wider / "config.json").read_text())["block_size"] == 6
+    other = run(*command, *hardly, "--out", tmp_path / "x", "--start", "demo-drafter")
+    assert other.status == 2
+    assert "expected --start to be a drafter of these sizes" in other.err

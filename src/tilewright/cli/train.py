@@ -1,7 +1,7 @@
-"""`tilewright train`: language models, drafters for them, and the demo pair."""
+"""`tilewright train`: language models, drafters for them, the demo pair, and (in `train_gnn.py`) graph neural networks."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,9 +15,9 @@ from tilewright.compiled.machine import chip_name
 from tilewright.decode.language_model import LanguageModel
 from tilewright.decode.sampling import Sampling
 from tilewright.models import decoder, dflash, eagle3, hub
-from tilewright.models.checkpoint import load_decoder, save_params
+from tilewright.models.checkpoint import CONFIG, load_decoder, load_params, read_config, save_params
 from tilewright.models.decoder import DecoderConfig
-from tilewright.models.dflash import DFlashConfig, default_target_layers
+from tilewright.models.dflash import DFlashConfig, DFlashParams, default_target_layers
 from tilewright.models.eagle3 import Eagle3Config
 from tilewright.models.params import DTYPES, Dtype
 from tilewright.models.tokenizer import load_tokenizer
@@ -39,6 +39,7 @@ from tilewright.train.loop import TrainOptions, TrainResult
 from tilewright.train.regenerate import cut_prompts, regenerate
 
 app = App(name="train", help="Training.")
+app.command("tilewright.cli.train_gnn:gnn", help="Trains a graph neural network, on nodes or on graphs.")
 
 
 @Parameter(name="*")
@@ -202,15 +203,28 @@ class DFlashArguments:
             last.
         anchors: dflash: blocks drawn from each sequence at each step (32 by default).
         gamma: dflash: decay of the loss weights exp(-(k-1)/gamma); by default the published one for the block size.
+        start: dflash: a drafter to go on from, a folder, a Hugging Face id or "demo-drafter"; its block size may be another. By
+            default training starts from the target's last layers.
     """
 
     layers: int | None = None
     mask_token_id: int | None = None
     anchors: int | None = None
     gamma: float | None = None
+    start: str | None = None
 
     def options(self) -> DrafterOptions:
         return DrafterOptions(given(self.anchors, 32), self.gamma)
+
+    def start_params(self, config: DFlashConfig, console: Console) -> DFlashParams | None:
+        """The parameters to go on from, float32, if any were named."""
+        if self.start is None:
+            return None
+        folder = hub.resolve(self.start, console=progress_console(console))
+        found = dflash.config_from_hf(read_config(folder), str(folder / CONFIG))
+        if replace(found, block_size=config.block_size) != config:
+            raise ValueError(f"expected --start to be a drafter of these sizes: {config}; found {found}")
+        return load_params(folder, dflash.declare(config), jnp.float32)
 
     def config(self, sizes: DrafterSizes, target: DecoderConfig, tokenizer: Tokenizer) -> DFlashConfig:
         mask = tokenizer.token_to_id(MASK) if self.mask_token_id is None else self.mask_token_id
@@ -359,11 +373,12 @@ def drafter(
     tokenizer = load_tokenizer(folder)
     config, params = load_decoder(folder, jnp.float32, progress_console(console))
     made = for_dflash.config(sizes, config, tokenizer) if kind == "dflash" else for_eagle3.config(sizes, config)
+    start = for_dflash.start_params(made, console) if isinstance(made, DFlashConfig) else None
     lm = LanguageModel(config, params, tokenizer)
     text, held_out = drafter_text(data, loop, regeneration, lm, out, console)
     figures: dict[str, object] = {"training_tokens": int(text.in_loss.sum()), "target": target}
     if isinstance(made, DFlashConfig):
-        result = train_drafter(config, params, made, text, held_out, options, anchors, out / "training", console)
+        result = train_drafter(config, params, made, text, held_out, options, anchors, out / "training", console, start)
         save_params(out, dflash.config_to_hf(made), dflash.declare(made), result.params, DTYPES[dtype])
     else:
         result, agreed = train_eagle3(config, params, made, text, held_out, options, chain, out / "training", console)

@@ -224,8 +224,14 @@ def train_drafter(
     drafter_options: DrafterOptions,
     out: Path,
     console: Console,
+    start: DFlashParams | None = None,
 ) -> TrainResult:
-    """Trains a drafter, from its target's last layers where these fit. Its losses are those of `drafter_loss`."""
+    """Trains a drafter. Its losses are those of `drafter_loss`.
+
+    Args:
+        start: of a drafter to go on from, which may have been trained for another block size; by default the target's last
+            layers where these fit.
+    """
     dflash.check_fits(config, target)
     if drafter_options.anchors >= options.sequence_length:
         raise ValueError(
@@ -238,6 +244,8 @@ def train_drafter(
 
     def init() -> DFlashParams:
         # Copied: training donates its state, and the target stays in use.
+        if start is not None:
+            return jax.tree.map(jnp.copy, start)
         drawn = initialise(dflash.declare(config), jax.random.key(options.seed))
         return jax.tree.map(jnp.copy, warm_start(target, config, target_params, drawn))
 
