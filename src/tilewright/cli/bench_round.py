@@ -29,9 +29,10 @@ DEMO_DRAFTER = "demo-drafter"
 BUILT_IN = "qwen3-4b, dflash-b16"
 
 FOOTNOTE = (
-    "Compiler estimates, in thousands of cycles; × is the ratio to block {base}. cycles: the sum over all operations, and for "
-    "Pallas kernels, which carry no estimate, the roofline of the bytes and flops that they declare. HBM: the least cycles for "
-    "all bytes to and from memory; what is copied beside the compute is only there, so that the larger of both is the least."
+    "Compiler estimates, in thousands of cycles. cycles: the sum over all operations, and for Pallas kernels, which carry no "
+    "estimate, the roofline of the bytes and flops that they declare. HBM: the least cycles for all bytes to and from memory; "
+    "what is copied beside the compute is only there, so that the larger of both is the least; × is its ratio to block {base}. "
+    "GB: the most memory at once."
 )
 
 
@@ -198,33 +199,41 @@ def estimated(console: Console, topology: str, setups: Sequence[Sequence[Setup]]
             data += compiled_rounds(topology, group, lambda: bar.advance(task))
     layers = " and ".join(map(str, data[0]["layers_compiled"]))
     how = f"layers beyond those of models of {layers} extrapolated" if data[0]["extrapolated"] else "all layers compiled"
-    table = Table(title=f"a round on {topology}, {how}", box=box.SIMPLE_HEAD)
-    table.caption = FOOTNOTE.format(base=data[0]["base_block_size"])
-    for column in ("context", "block", "part", "cycles", "×", "HBM", "larger", "×", "MB read", "MB written", "peak GB"):
-        table.add_column(column, justify="left" if column == "part" else "right")
-    for one in data:
-        for line, part in enumerate(name for name in ESTIMATED if f"{name}_cycles" in one):
-            place = [str(one["context"]), str(one["block_size"])] if line == 0 else ["", ""]
-            table.add_row(*place, *estimate_cells(one, part), end_section=part == ESTIMATED[-1])
-    console.print(table)
+    for first in by_context(data):
+        table = Table(title=f"a round on {topology} at context {first['context']}, {how}", box=box.SIMPLE_HEAD, pad_edge=False)
+        for column in ("block", "part", "cycles", "HBM", "larger", "×", "MB read", "written", "GB"):
+            table.add_column(column, justify="left" if column == "part" else "right", no_wrap=True)
+        table.add_row("", "plain step", *estimate_cells(first, "step"), end_section=True)
+        for one in (one for one in data if one["context"] == first["context"]):
+            for line, (part, name) in enumerate((part, name) for part, name in ESTIMATED.items() if f"{part}_cycles" in one):
+                block = "" if line else str(one["block_size"])
+                table.add_row(block, name, *estimate_cells(one, part), end_section=part == "extend")
+        console.print(table)
+    console.print(FOOTNOTE.format(base=data[0]["base_block_size"]))
     return [{"chip": topology, **one} for one in data]
 
 
-ESTIMATED = ("draft", "draft_head", "draft_head_xla", "verify", "verify_head", "verify_head_xla", "extend", "step")
-"""Rows of the table; the heads with `_xla` are what the blockwise head is set against."""
+ESTIMATED = {
+    "draft": "draft",
+    "draft_head": "  its head",
+    "draft_head_xla": "  … by XLA",
+    "verify": "verify",
+    "verify_head": "  its head",
+    "verify_head_xla": "  … by XLA",
+    "extend": "extend",
+}
+"""Parts of a round and their names in the table; the heads by XLA are what the blockwise head is set against."""
 
 
 def estimate_cells(one: Mapping[str, Any], part: str) -> list[str]:
-    """A row of the table."""
-    cycles, bound = (one.get(f"{part}_{figure}_ratio") for figure in ("cycles", "bound_cycles"))
+    """The figures of a row of the table."""
+    ratio = one.get(f"{part}_bound_cycles_ratio")
     return [
-        part.replace("_xla", ", by XLA").replace("_", " "),
         f"{one[f'{part}_cycles'] / 1e3:,.0f}",
-        "" if cycles is None else f"{cycles:.2f}",
         f"{one[f'{part}_memory_cycles'] / 1e3:,.0f}",
         f"{one[f'{part}_bound_cycles'] / 1e3:,.0f}",
-        "" if bound is None else f"{bound:.2f}",
-        f"{one[f'{part}_read_bytes'] / 1e6:,.1f}",
+        "" if ratio is None else f"{ratio:.2f}",
+        f"{one[f'{part}_read_bytes'] / 1e6:,.0f}",
         f"{one[f'{part}_written_bytes'] / 1e6:,.1f}",
-        f"{one[f'{part}_peak_bytes'] / 1e9:.2f}",
+        f"{one[f'{part}_peak_bytes'] / 1e9:.1f}",
     ]
