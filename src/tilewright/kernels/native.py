@@ -22,6 +22,12 @@ TARGETS = {
     },
     "attention": {"tilewright_attention": "TilewrightAttention"},
     "rms_norm": {"tilewright_rms_norm": "TilewrightRmsNorm"},
+    "gather_reduce": {
+        "tilewright_gather_reduce": "TilewrightGatherReduce",
+        "tilewright_edge_dot": "TilewrightEdgeDot",
+        "tilewright_attend": "TilewrightAttend",
+        "tilewright_attend_grad": "TilewrightAttendGrad",
+    },
 }
 """For each operation with a `cpu.cc` its handlers: the name that XLA knows it by, and its symbol in the library."""
 

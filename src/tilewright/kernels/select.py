@@ -14,6 +14,7 @@ from tilewright.kernels import native
 from tilewright.kernels.attention import cpu as attention_cpu
 from tilewright.kernels.attention import pallas_tpu as attention_tpu
 from tilewright.kernels.attention import xla as attention_xla
+from tilewright.kernels.gather_reduce import cpu as gather_cpu
 from tilewright.kernels.gather_reduce import reference as gather_reference
 from tilewright.kernels.gather_reduce import xla as gather_xla
 from tilewright.kernels.gather_reduce.reference import Reduce
@@ -108,12 +109,16 @@ def gather_reduce_csr(
     reduce: Reduce = "sum",
 ) -> Float[Array, "R F"]:
     """The same where row r has the sources `offsets[r]` to `offsets[r + 1]`, without padding (R1 is R + 1)."""
-    return gather_reference.gather_reduce_csr(x, offsets, sources, weights, reduce)
+    plain = partial(gather_reference.gather_reduce_csr, reduce=reduce)
+    if not reduces_lists():
+        return plain(x, offsets, sources, weights)
+    fused = partial(gather_cpu.gather_reduce_csr, reduce=reduce)
+    return jax.lax.platform_dependent(x, offsets, sources, weights, cpu=fused, default=plain)
 
 
 def reduces_lists() -> bool:
     """Whether a kernel reduces lists of neighbours here, so that they beat padded rows."""
-    return "gather_reduce" in native.TARGETS and native.kernels().isa is not None
+    return native.kernels().isa is not None
 
 
 def scatter_add(messages: Float[Array, "R K F"], degrees: Int32[Array, " R"]) -> Float[Array, "R F"]:

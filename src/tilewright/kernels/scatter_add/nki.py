@@ -1,0 +1,63 @@
+"""The operation on Trainium, in NKI 0.6: tiles of 128 nodes by 16 slots, summed over the slots.
+
+Legend: R rows (nodes to reduce for), K slots of a row, F features, P rows of a tile, S slots of a part.
+"""
+
+import numpy as np
+
+from tilewright.kernels.gather_reduce.nki import PARTITIONS, Transfers, installed, slots_of_part
+
+_, nisa, nl = installed()
+
+
+def kernel(messages, mask, part):
+    """For each row, the sum of the messages that its mask counts.
+
+    Args:
+        messages: `[R, K, F]` in HBM.
+        mask: `[R, K]` uint8, 1 for a slot that counts and 0 for padding, which may hold anything.
+        part: S.
+
+    Returns:
+        `[R, F]` in HBM, in the dtype of `messages`, summed in float32.
+    """
+    rows, slots, features = messages.shape
+    out = nl.ndarray((rows, features), dtype=messages.dtype, buffer=nl.shared_hbm)
+    for first in range(0, rows, PARTITIONS):
+        size = min(PARTITIONS, rows - first)
+        last = first + size
+        counts = nl.ndarray((size, slots), dtype=nl.uint8, buffer=nl.sbuf)
+        nisa.dma_copy(dst=counts, src=mask[first:last, :])
+        total = nl.ndarray((size, features), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.memset(dst=total, value=0.0)
+        for begin in range(0, slots, part):
+            width = min(part, slots - begin)
+            loaded = nl.ndarray((size, width, features), dtype=messages.dtype, buffer=nl.sbuf)
+            nisa.dma_copy(dst=loaded, src=messages[first:last, begin : begin + width, :])
+            # A product with the mask would keep a NaN of the padding; the mask of a slot is repeated for all its features.
+            counted = nl.ndarray((size, width, features), dtype=messages.dtype, buffer=nl.sbuf)
+            nisa.memset(dst=counted, value=0.0)
+            repeated = counts.ap(pattern=[[slots, size], [1, width], [0, features]], offset=begin)
+            nisa.tensor_copy_predicated(dst=counted, src=loaded, predicate=repeated)
+            added = nl.ndarray((size, features), dtype=nl.float32, buffer=nl.sbuf)
+            nisa.tensor_reduce(dst=added, op=nl.add, data=counted.permute((0, 2, 1)), axis=(2,))
+            nisa.tensor_tensor(dst=total, data1=total, data2=added, op=nl.add)
+        nisa.dma_copy(dst=out[first:last, :], src=total)
+    return out
+
+
+def transfers(rows: int, slots: int, features: int, itemsize: int = 4) -> Transfers:
+    """What the kernel's DMAs move, by its own structure; a part's slots of a row are one contiguous run.
+
+    Args:
+        itemsize: bytes of a message's element.
+    """
+    tiles, each_tile = -(-rows // PARTITIONS), -(-slots // slots_of_part(slots, features)) + 2  # parts, mask, result
+    read = rows * slots * (features * itemsize + 1)
+    return Transfers(tiles * each_tile, rows * each_tile, read, rows * features * itemsize)
+
+
+def operands(messages: np.ndarray, degrees: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+    """What the kernel wants, made from what the other implementations take."""
+    mask = (np.arange(messages.shape[1]) < degrees[:, None]).astype(np.uint8)
+    return messages, mask, slots_of_part(messages.shape[1], messages.shape[2])
