@@ -36,6 +36,7 @@ INSTRUCTIONS = {
 """What the kernels know to use, by the names that Linux gives them."""
 EXTRAS = {
     "train": (("optax",), "tilewright train", "pip install 'tilewright[train]'"),
+    "graph": (("scipy",), "graphs with their nodes numbered for locality", "pip install 'tilewright[graph]'"),
     "tpu": (("libtpu",), "TPUs, and compiling for a TPU that is not here", "pip install 'tilewright[tpu]'"),
     "oracle": (
         ("torch", "transformers"),

@@ -1,0 +1,214 @@
+"""`tilewright train gnn`: graph neural networks, for the nodes of a graph or for whole graphs."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from cyclopts import Parameter
+from rich.table import Table
+
+from tilewright.cli.common import JsonFile, check_json_file, human_console, write_json
+from tilewright.compiled.machine import chip_name
+from tilewright.graph.data import KARATE, GraphData, NodeData, read_data, with_folds, with_split
+from tilewright.graph.graphs import GraphTask
+from tilewright.graph.nodes import PARTS, FullGraphTask, SampledTask
+from tilewright.graph.train import Task, TrainOptions, TrainResult, train
+from tilewright.models.gnn import FAMILIES, Config
+from tilewright.models.gnn_checkpoint import config_to_json, save_gnn
+
+Family = Literal["gcn", "sage", "gat", "gin"]
+
+RATES: dict[Family, float] = {"gcn": 0.01, "sage": 0.01, "gat": 0.005, "gin": 0.01}
+"""The papers' learning rates; GraphSAGE, which the paper trains on other data, takes GCN's recipe."""
+SAMPLED_BATCH, GRAPH_BATCH = 64, 32
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class GNNSizes:
+    """What model to make; what is not given is as in the model's paper.
+
+    Attributes:
+        layers: rounds of message passing; by default 2, of gin 4 (which its paper counts as 5, with the input).
+        hidden: width of a hidden layer, of gat that of one head; by default 16, of gat 8, of gin 32.
+        heads: gat: heads of a hidden layer (8 by default).
+        dropout: by default 0.5, of gat 0.6.
+    """
+
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+    dropout: float | None = None
+
+    def config(self, family: Family, features: int, classes: int) -> Config:
+        if self.heads is not None and family != "gat":
+            raise ValueError(f"--heads is for gat, found --model {family}")
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        if family == "gin":
+            given.setdefault("hidden", 32)
+        return FAMILIES[family](features=features, classes=classes, **given)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class GNNLoop:
+    """How to train; what is not given is as in the model's paper.
+
+    Attributes:
+        epochs: by default 200; for graphs 350, of 50 steps each.
+        learning_rate: of Adam; by default 0.01, of gat 0.005. For graphs it is halved every 50 epochs.
+        weight_decay: L2 on the matrices, of gcn on those of the first layer; by default 5e-4, of gin and for graphs 0.
+        batch_size: nodes of a sampled step (64 by default), or graphs of a step (32).
+        fan_out: neighbours to sample in each layer, "10,10" say, from the node outwards; without it every step takes the whole
+            graph.
+        seeds: how many runs, side by side, each with the next seed.
+        seed: of the first.
+        fold: which fold of the graphs to test on, from 1, or all, side by side.
+        save_every: epochs from one checkpoint to the next.
+    """
+
+    epochs: int | None = None
+    learning_rate: float | None = None
+    weight_decay: float | None = None
+    batch_size: int | None = None
+    fan_out: str | None = None
+    seeds: int = 1
+    seed: int = 0
+    fold: str = "all"
+    save_every: int = 50
+
+    def options(self, family: Family, graphs: bool) -> TrainOptions:
+        if self.seeds < 1:
+            raise ValueError(f"expected seeds of at least 1, found {self.seeds}")
+        if self.batch_size is not None and self.fan_out is None and not graphs:
+            raise ValueError("--batch-size is for sampled training (--fan-out) or for data of many graphs")
+        defaults: dict[str, Any] = {
+            "epochs": 350 if graphs else 200,
+            "learning_rate": RATES[family],
+            "weight_decay": 0.0 if graphs or family == "gin" else 5e-4,
+            "batch_size": GRAPH_BATCH if graphs else SAMPLED_BATCH,
+        }
+        given = {name: value for name in defaults if (value := getattr(self, name)) is not None}
+        more = {"halve_every": 50 if graphs else 0, "seed": self.seed, "save_every": self.save_every}
+        return TrainOptions(**{**defaults, **given, **more})
+
+    def folds(self, data: GraphData) -> list[int]:
+        """The folds to run, from 0."""
+        if self.fold == "all":
+            return list(range(len(data.folds)))
+        if not self.fold.isdecimal() or not 1 <= int(self.fold) <= len(data.folds):
+            raise ValueError(f"--fold: expected 1 to {len(data.folds)} or all, found {self.fold!r}")
+        return [int(self.fold) - 1]
+
+    def fan_outs(self) -> list[int]:
+        words = (self.fan_out or "").split(",")
+        if not all(word.strip().isdecimal() for word in words):
+            raise ValueError(f"--fan-out: expected whole numbers with commas between them, found {self.fan_out!r}")
+        return [int(word) for word in words]
+
+
+def node_task(data: NodeData, family: Family, sizes: GNNSizes, loop: GNNLoop, normalise: bool) -> tuple[Config, Task]:
+    """The task for one graph, which is given a split where it has none."""
+    data = data if len(data.train) else with_split(data)
+    data = data.row_normalised() if normalise else data
+    if loop.fold != "all":
+        raise ValueError(f"--fold is for data of many graphs, and {data.name} is one graph")
+    config, options = sizes.config(family, data.num_features, data.num_classes), loop.options(family, graphs=False)
+    if loop.fan_out is None:
+        return config, FullGraphTask(config, data, options, loop.seeds)
+    return config, SampledTask(config, data, options, loop.fan_outs(), loop.seeds)
+
+
+def graph_task(data: GraphData, family: Family, sizes: GNNSizes, loop: GNNLoop) -> tuple[Config, Task]:
+    """The task for many graphs, which are dealt into ten folds where they have none."""
+    data = data if data.folds else with_folds(data)
+    if loop.fan_out is not None:
+        raise ValueError(f"--fan-out is for one graph, and {data.name} has {data.num_graphs}")
+    config, options = sizes.config(family, data.num_features, data.num_classes), loop.options(family, graphs=True)
+    return config, GraphTask(config, data, options, loop.folds(data), loop.seeds)
+
+
+def gnn(
+    *,
+    model: Family = "gcn",
+    data: str = KARATE,
+    sizes: GNNSizes = GNNSizes(),
+    loop: GNNLoop = GNNLoop(),
+    normalise_features: bool = True,
+    out: Path | None = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Trains a graph neural network on the nodes of a graph, or on many graphs by cross-validation.
+
+    Parameters
+    ----------
+    model
+        GCN, GraphSAGE with the mean, GAT, or GIN.
+    data
+        "karate" (Zachary's karate club, built in), an .npz file with one graph, or a folder with graphs in the GIN text format.
+    normalise_features
+        Divide the features of each node of a single graph by their sum.
+    out
+        Folder for the model (of several runs the one that validates best, else the first); its subfolder `training` holds the
+        checkpoint that an interrupted run resumes from. Without it nothing is written.
+    json_file
+        Write the figures as JSON to this file, "-" for standard output.
+    """
+    check_json_file(json_file)
+    console = human_console(json_file)
+    found = read_data(data)
+    if isinstance(found, GraphData):
+        config, task = graph_task(found, model, sizes, loop)
+    else:
+        config, task = node_task(found, model, sizes, loop, normalise_features)
+    result = train(task, console, None if out is None else out / "training")
+    figures = (graph_figures if isinstance(found, GraphData) else node_figures)(result)
+    console.print(accuracy_table(f"{model} on {task.title}", figures))
+    if out is not None:
+        save_gnn(out, config, *result.run(int(result.curves["val"].max(0).argmax())))
+        console.print(f"{out} written", markup=False)
+    more = {"config": config_to_json(config), "seconds": result.seconds, "chip": chip_name()}
+    write_json(json_file, {"data": task.title, **task.identity, "epochs": task.epochs, **more, "accuracy": figures})
+
+
+def node_figures(result: TrainResult) -> dict[str, dict[str, Any]]:
+    """Accuracies after the last epoch, and at each run's best validation."""
+    rows = {"after the last epoch": {part: summary(result.last(part)) for part in PARTS}}
+    if not np.isnan(result.curves["val"]).any():
+        rows["at the best validation"] = {part: summary(result.at_best_validation(part)) for part in PARTS}
+    return rows
+
+
+def graph_figures(result: TrainResult) -> dict[str, dict[str, Any]]:
+    """Accuracies after the last epoch, and at the epoch whose mean over the folds is best (the GIN paper's protocol)."""
+    best = result.best_mean_epoch("test")
+    rows = {"after the last epoch": len(result.curves["test"]), f"at the best epoch of all folds ({best})": best}
+    return {name: {part: summary(result.curves[part][epoch - 1]) for part in ("train", "test")} for name, epoch in rows.items()}
+
+
+def summary(values: np.ndarray) -> dict[str, Any] | None:
+    """Mean, standard deviation and each run's accuracy; None where nothing was measured."""
+    if np.isnan(values).any():
+        return None
+    spread = float(values.std(ddof=1)) if len(values) > 1 else None
+    return {"mean": float(values.mean()), "std": spread, "runs": [float(value) for value in values]}
+
+
+def accuracy_table(title: str, figures: dict[str, dict[str, Any]]) -> Table:
+    runs = len(next(iter(figures.values()))["test"]["runs"]) if figures else 0
+    table = Table(title=f"{title}: accuracy in %{f', mean ± standard deviation of {runs} runs' if runs > 1 else ''}")
+    table.add_column("")
+    names = {"train": "training", "val": "validation", "test": "test"}
+    parts = list(next(iter(figures.values())))
+    for part in parts:
+        table.add_column(names[part], justify="right")
+    for row, cells in figures.items():
+        table.add_row(row, *(percent(cells[part]) for part in parts))
+    return table
+
+
+def percent(cell: dict[str, Any] | None) -> str:
+    if cell is None:
+        return "–"
+    return f"{100 * cell['mean']:.2f}" + (f" ± {100 * cell['std']:.2f}" if cell["std"] is not None else "")

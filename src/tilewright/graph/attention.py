@@ -1,0 +1,56 @@
+"""Attention over a graph's neighbours, in the caller's order of nodes and edges."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float
+
+from tilewright.graph.aggregate import check_numbers
+from tilewright.graph.gradients import edge_softmax
+from tilewright.graph.table import NeighborTable
+
+
+def attend(
+    table: NeighborTable,
+    x: Float[Array | np.ndarray, "M H D"],
+    source_score: Float[Array | np.ndarray, "M H"],
+    target_score: Float[Array | np.ndarray, "N H"],
+    negative_slope: float = 0.2,
+) -> Float[Array, "N H D"]:
+    """For each node and head the features of its neighbours, weighted by a softmax (Veličković et al. 2018, equations 3 to 6).
+
+    Args:
+        table: the graph. A node attends to itself only where it has an edge to itself (`self_loops=True` when it is built).
+        x: float32 or bfloat16 features of the sources.
+        source_score, target_score: the score of an edge j → i is `leaky_relu(target_score[i] + source_score[j])`.
+
+    Returns:
+        In the dtype of `x`; a node without neighbours gets zeros.
+
+    Raises:
+        ValueError: arrays that are another graph's, or hold a NaN; the first place is named.
+    """
+    features, source, target = (
+        check_numbers(value, what)
+        for value, what in ((x, "features"), (source_score, "source scores"), (target_score, "target scores"))
+    )
+    if target.shape[0] != table.num_nodes:
+        raise ValueError(f"expected target scores of {table.num_nodes} nodes, found {target.shape[0]}")
+    beyond = table.num_sources - table.num_nodes
+    arranged = table.arrange(jnp.pad(target, ((0, beyond), (0, 0))))[: table.num_nodes]
+    return table.restore(table.attend(table.arrange(features), table.arrange(source), arranged, negative_slope))
+
+
+def segment_softmax(table: NeighborTable, edge_scores: Float[Array | np.ndarray, "E *H"]) -> Float[Array, "E *H"]:
+    """The softmax of the edges' scores over the edges that end at the same node, in the caller's order of edges.
+
+    Args:
+        edge_scores: `[E]`, or `[E, H]` for several heads.
+
+    Raises:
+        ValueError: scores that are another graph's, or hold a NaN.
+    """
+    scores = check_numbers(edge_scores, "edge scores")
+    if scores.ndim not in (1, 2) or scores.shape[0] != table.num_edges:
+        raise ValueError(f"expected scores of {table.num_edges} edges, found shape {list(scores.shape)}")
+    return edge_softmax(table.forward, scores.reshape(table.num_edges, -1)).reshape(scores.shape)

@@ -1,0 +1,438 @@
+"""Graph data sets: one graph whose nodes have labels (`.npz`, Zachary's karate club), or many graphs (the GIN text format).
+
+No reader executes what it reads: archives with pickled objects are refused.
+"""
+
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float32, Int, Int32
+
+KARATE = "karate"
+NONE = -1
+"""The label of a node that has none."""
+
+KARATE_NEIGHBOURS = {
+    0: "1 2 3 4 5 6 7 8 10 11 12 13 17 19 21 31", 1: "2 3 7 13 17 19 21 30", 2: "3 7 8 9 13 27 28 32", 3: "7 12 13", 4: "6 10",
+    5: "6 10 16", 6: "16", 8: "30 32 33", 9: "33", 13: "33", 14: "32 33", 15: "32 33", 18: "32 33", 19: "33", 20: "32 33",
+    22: "32 33", 23: "25 27 29 32 33", 24: "25 27 31", 25: "31", 26: "29 33", 27: "33", 28: "31 33", 29: "32 33", 30: "32 33",
+    31: "32 33", 32: "33",
+}  # fmt: skip
+"""Who met whom outside the club; each pair stands with the member of the smaller number."""
+KARATE_INSTRUCTOR = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 13, 16, 17, 19, 21)
+"""The members who went with the instructor when the club split."""
+
+
+@dataclass(frozen=True)
+class SparseRows:
+    """A matrix of features of which most are zero: row i has `data[indptr[i]:indptr[i + 1]]` in the columns `indices` there."""
+
+    indptr: Int32[np.ndarray, " rows_and_one"]
+    indices: Int32[np.ndarray, " entries"]
+    data: Float32[np.ndarray, " entries"]
+    columns: int
+
+    def take(self, ids: Int[np.ndarray, " R"]) -> "SparseRows":
+        """These rows."""
+        counts = self.indptr[ids + 1] - self.indptr[ids]
+        indptr = np.concatenate([np.zeros(1, np.int32), np.cumsum(counts, dtype=np.int32)])
+        entries = np.repeat(self.indptr[ids] - indptr[:-1], counts) + np.arange(indptr[-1])
+        return SparseRows(indptr, self.indices[entries], self.data[entries], self.columns)
+
+    def rows(self, ids: Int[np.ndarray, " R"]) -> Float32[np.ndarray, "R F"]:
+        """These rows, dense."""
+        taken = self.take(ids)
+        out = np.zeros((len(ids), self.columns), np.float32)
+        np.add.at(out, (np.repeat(np.arange(len(ids)), np.diff(taken.indptr)), taken.indices), taken.data)
+        return out
+
+    def row_normalised(self) -> "SparseRows":
+        """Each row divided by its sum, where that is not zero."""
+        owners = np.repeat(np.arange(len(self.indptr) - 1), np.diff(self.indptr))
+        sums = np.bincount(owners, self.data, len(self.indptr) - 1)
+        return replace(self, data=(self.data / np.where(sums == 0, 1, sums)[owners]).astype(np.float32))
+
+
+@dataclass(frozen=True)
+class NodeData:
+    """One graph whose nodes have features and labels.
+
+    Attributes:
+        edge_index: sources and destinations, `[2, E]`; an undirected edge stands there in both directions.
+        features: dense `[N, F]`, or as `SparseRows`.
+        labels: a class for each node from 0, or -1.
+        train, val, test: ids of nodes; `val` and `test` may be empty.
+    """
+
+    name: str
+    edge_index: Int32[np.ndarray, "2 E"]
+    features: Float32[np.ndarray, "N F"] | SparseRows
+    labels: Int32[np.ndarray, " N"]
+    train: Int32[np.ndarray, " train"]
+    val: Int32[np.ndarray, " val"]
+    test: Int32[np.ndarray, " test"]
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.labels)
+
+    @property
+    def num_features(self) -> int:
+        return self.features.columns if isinstance(self.features, SparseRows) else self.features.shape[1]
+
+    @property
+    def num_classes(self) -> int:
+        return int(self.labels.max()) + 1
+
+    def rows(self, ids: Int[np.ndarray, " R"]) -> Float32[np.ndarray, "R F"]:
+        """The features of these nodes, dense."""
+        return self.features.rows(ids) if isinstance(self.features, SparseRows) else self.features[ids]
+
+    def row_normalised(self) -> "NodeData":
+        """The data with each node's features divided by their sum, as GCN and GAT take bags of words."""
+        if isinstance(self.features, SparseRows):
+            return replace(self, features=self.features.row_normalised())
+        sums = self.features.sum(1, keepdims=True)
+        return replace(self, features=self.features / np.where(sums == 0, 1, sums))
+
+
+@dataclass(frozen=True)
+class GraphData:
+    """Many graphs with a label each, one after another.
+
+    Attributes:
+        node_offsets: graph g has the nodes `node_offsets[g]` to `node_offsets[g + 1] - 1`.
+        edge_offsets: and the edges from `edge_offsets[g]` on, in the same way.
+        edge_index: sources and destinations, `[2, E]`, counted from 0 in each graph; sorted by destination within a graph.
+        features: of all nodes.
+        labels: of the graphs, from 0.
+        folds: ids of the graphs to train on and to test on, for each fold.
+    """
+
+    name: str
+    node_offsets: Int32[np.ndarray, " G_and_one"]
+    edge_offsets: Int32[np.ndarray, " G_and_one"]
+    edge_index: Int32[np.ndarray, "2 E"]
+    features: Float32[np.ndarray, "N F"]
+    labels: Int32[np.ndarray, " G"]
+    folds: tuple[tuple[Int32[np.ndarray, " train"], Int32[np.ndarray, " test"]], ...]
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self.labels)
+
+    @property
+    def num_features(self) -> int:
+        return self.features.shape[1]
+
+    @property
+    def num_classes(self) -> int:
+        return int(self.labels.max()) + 1
+
+
+def undirected(pairs: Int[np.ndarray, "P 2"]) -> Int32[np.ndarray, "2 E"]:
+    """Both directions of each pair, once each, sorted by destination and then by source."""
+    both = np.concatenate([pairs, pairs[:, ::-1]]).astype(np.int32)
+    return np.ascontiguousarray(np.unique(both, axis=0)[:, ::-1].T)
+
+
+def with_self_loops(edge_index: Int32[np.ndarray, "2 E"], num_nodes: int) -> Int32[np.ndarray, "2 E_and_N"]:
+    """The edges and one from each node to itself; those that were there already are dropped first."""
+    loops = np.arange(num_nodes, dtype=np.int32)
+    kept = edge_index[:, edge_index[0] != edge_index[1]]
+    return np.concatenate([kept, np.stack([loops, loops])], axis=1)
+
+
+def karate_club() -> NodeData:
+    """Zachary's karate club (1977): 34 members, 78 friendships, and the two factions into which the club split.
+
+    Every member's feature is its own number (one-hot). As usual one member of each faction is labelled for training: the
+    instructor (node 0) and the club's president (node 33); all others are to be told.
+    """
+    pairs = np.array([(a, int(b)) for a, near in KARATE_NEIGHBOURS.items() for b in near.split()])
+    labels = np.ones(34, np.int32)
+    labels[list(KARATE_INSTRUCTOR)] = 0
+    train = np.array([0, 33], np.int32)
+    others = np.setdiff1d(np.arange(34), train).astype(np.int32)
+    return NodeData(KARATE, undirected(pairs), np.eye(34, dtype=np.float32), labels, train, others[:0], others)
+
+
+def read_data(source: str) -> NodeData | GraphData:
+    """Reads a data set: "karate", an `.npz` file (`read_npz`), or a folder in the GIN text format (`read_gin_folder`).
+
+    Raises:
+        ValueError: it is none of these, or malformed; the message names the file and where in it.
+    """
+    if source == KARATE:
+        return karate_club()
+    path = Path(source)
+    if path.is_dir():
+        return read_gin_folder(path)
+    if not path.is_file():
+        raise ValueError(f"{source}: expected {KARATE!r}, an .npz file or a folder of graphs, found nothing of that name")
+    return read_npz(path)
+
+
+def load_arrays(path: Path) -> dict[str, np.ndarray]:
+    """All arrays of an `.npz` archive.
+
+    Raises:
+        ValueError: the file is no such archive, or an array holds pickled objects.
+    """
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path} is not a readable .npz archive, which is a zip file of arrays")
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            return {name: read_array(path, archive, name) for name in archive}
+    except (OSError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} is not a readable .npz archive: {error}") from error
+
+
+def read_array(path: Path, archive: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+    try:
+        return archive[name]
+    except ValueError as error:
+        if "allow_pickle" not in str(error):
+            raise
+        told = "which are never loaded: store arrays of numbers instead"
+        raise ValueError(f"{path}: array {name!r} holds pickled objects, {told}") from error
+
+
+class Archive:
+    """The arrays of one file, and complaints that name it."""
+
+    def __init__(self, path: Path):
+        self.path, self.arrays = path, load_arrays(path)
+
+    def fail(self, problem: str) -> ValueError:
+        return ValueError(f"{self.path}: {problem}")
+
+    def integers(self, name: str, shape: tuple[int | None, ...], low: int, high: int) -> Int32[np.ndarray, "..."]:
+        """An array of whole numbers from `low` to `high - 1`; None stands for any length."""
+        value = self.arrays[name]
+        if not np.issubdtype(value.dtype, np.integer):
+            raise self.fail(f"{name} must hold integers, found {value.dtype}")
+        if value.ndim != len(shape) or any(want not in (None, have) for want, have in zip(shape, value.shape, strict=True)):
+            wanted = ", ".join("any" if n is None else str(n) for n in shape)
+            raise self.fail(f"{name} must have the shape [{wanted}], found {list(value.shape)}")
+        wrong = np.argwhere((value < low) | (value >= high))
+        if len(wrong):
+            place = tuple(int(n) for n in wrong[0])
+            where = ", ".join(map(str, place))
+            raise self.fail(f"{name}[{where}] is {value[place]}, expected {low} to {high - 1}")
+        return value.astype(np.int32)
+
+    def floats(self, name: str) -> Float32[np.ndarray, "..."]:
+        """An array of finite numbers."""
+        value = self.arrays[name]
+        if not (np.issubdtype(value.dtype, np.floating) or np.issubdtype(value.dtype, np.integer)):
+            raise self.fail(f"{name} must hold numbers, found {value.dtype}")
+        wrong = np.argwhere(~np.isfinite(value))
+        if len(wrong):
+            place = tuple(int(n) for n in wrong[0])
+            raise self.fail(f"{name}[{', '.join(map(str, place))}] is {value[place]}, expected a finite number")
+        return value.astype(np.float32)
+
+    def features(self, nodes: int) -> Float32[np.ndarray, "N F"] | SparseRows:
+        """The features, from `x` or from the four arrays of CSR."""
+        if "x" in self.arrays:
+            x = self.floats("x")
+            if x.ndim != 2 or len(x) != nodes:
+                raise self.fail(f"x must have the shape [{nodes}, features], found {list(x.shape)}")
+            return x
+        shape = self.integers("x_shape", (2,), 0, 2**31)
+        if shape[0] != nodes:
+            raise self.fail(f"x_shape[0] is {shape[0]}, but there are {nodes} nodes")
+        data = self.floats("x_data")
+        indptr = self.integers("x_indptr", (nodes + 1,), 0, len(data) + 1)
+        if indptr[0] != 0 or indptr[-1] != len(data) or (np.diff(indptr) < 0).any():
+            raise self.fail(f"x_indptr must rise from 0 to the {len(data)} entries of x_data")
+        return SparseRows(indptr, self.integers("x_indices", (len(data),), 0, int(shape[1])), data, int(shape[1]))
+
+
+def read_npz(path: Path) -> NodeData:
+    """Reads one graph from an `.npz` archive without pickles.
+
+    It holds `edge_index` [2, E]; the features, dense as `x` [N, F] or in CSR as `x_indptr`, `x_indices`, `x_data`, `x_shape`;
+    `y` [N] (-1 = no label); and, for training, `train`, `val` and `test`, ids of nodes. The number of nodes is that of `y`.
+
+    Raises:
+        ValueError: which names the array, and where there is one the first wrong entry.
+    """
+    file = Archive(path)
+    if "x" not in file.arrays and "x_data" not in file.arrays:
+        raise file.fail("it has no features: expected x, or x_indptr, x_indices, x_data and x_shape")
+    needed = ["edge_index", "y", *([] if "x" in file.arrays else ["x_indptr", "x_indices", "x_data", "x_shape"])]
+    if missing := [name for name in needed if name not in file.arrays]:
+        raise file.fail(f"it lacks the arrays {', '.join(missing)}; it has {', '.join(sorted(file.arrays))}")
+    labels = file.integers("y", (None,), NONE, 2**31)
+    nodes = len(labels)
+    if not nodes or labels.max() < 0:
+        raise file.fail("no node has a label")
+    parts = {}
+    for part in ("train", "val", "test"):
+        ids = file.integers(part, (None,), 0, nodes) if part in file.arrays else np.zeros(0, np.int32)
+        if len(unlabelled := ids[labels[ids] == NONE]):
+            raise file.fail(f"node {unlabelled[0]} of {part} has no label")
+        parts[part] = ids
+    return NodeData(path.stem, file.integers("edge_index", (2, None), 0, nodes), file.features(nodes), labels, **parts)
+
+
+def with_split(data: NodeData, seed: int = 0, per_class: int = 20, val: int = 500) -> NodeData:
+    """Gives data without a split one as Planetoid's: 20 nodes of each class to train on, 500 to validate, the rest to test.
+
+    Where that is more than half of the labelled nodes, fewer validate.
+    """
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(np.flatnonzero(data.labels != NONE)).astype(np.int32)
+    train = np.concatenate([order[data.labels[order] == c][:per_class] for c in range(data.num_classes)])
+    rest = order[~np.isin(order, train)]
+    val = min(val, len(rest) // 2)
+    return replace(data, train=np.sort(train), val=np.sort(rest[:val]), test=np.sort(rest[val:]))
+
+
+def with_folds(data: GraphData, seed: int = 0, folds: int = 10) -> GraphData:
+    """Deals graphs without folds into ten, each with about as many of each label.
+
+    Raises:
+        ValueError: there are fewer graphs than folds.
+    """
+    if data.num_graphs < folds:
+        raise ValueError(f"{data.name}: expected at least {folds} graphs to deal into folds, found {data.num_graphs}")
+    order = np.random.default_rng(seed).permutation(data.num_graphs)
+    order = order[np.argsort(data.labels[order], kind="stable")].astype(np.int32)
+    place = np.arange(len(order)) % folds
+    return replace(data, folds=tuple((np.sort(order[place != n]), np.sort(order[place == n])) for n in range(folds)))
+
+
+class Lines:
+    """The lines of a text file as whole numbers or floats, and complaints that name file and line."""
+
+    def __init__(self, path: Path):
+        try:
+            self.lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} cannot be read: {error}") from error
+        self.path, self.number = path, 0
+
+    def fail(self, problem: str) -> ValueError:
+        return ValueError(f"{self.path}, line {self.number}: {problem}")
+
+    def next(self, what: str) -> list[str]:
+        if self.number >= len(self.lines):
+            self.number += 1
+            raise self.fail(f"expected {what}, found the end of the file")
+        self.number += 1
+        return self.lines[self.number - 1].split()
+
+    def integers(self, words: list[str], what: str) -> list[int]:
+        try:
+            return [int(word) for word in words]
+        except ValueError:
+            raise self.fail(f"expected {what}, found {' '.join(words)!r}") from None
+
+
+def read_gin_folder(folder: Path) -> GraphData:
+    """Reads the GIN paper's text format: `NAME.txt` and `10fold_idx/`, where NAME is the only such file or the folder's name.
+
+    The file begins with the number of graphs. A graph is a line with its number of nodes and its label, and a line for each
+    node: its tag, its number of neighbours, these, and any real-valued attributes. Tags become one-hot features; where all
+    nodes have the same tag the number of neighbours stands in (as the paper does for IMDB). Attributes follow behind.
+
+    Raises:
+        ValueError: which names the file and the line.
+    """
+    named = folder / f"{folder.name}.txt"
+    found = [named] if named.exists() else sorted(folder.glob("*.txt"))
+    if len(found) != 1:
+        raise ValueError(f"{folder}: expected one text file with the graphs, found {len(found)}")
+    lines = Lines(found[0])
+    (count,) = lines.integers(lines.next("the number of graphs"), "the number of graphs")[:1] or [0]
+    if count < 1:
+        raise lines.fail(f"expected at least one graph, found {count}")
+    graphs = [read_graph(lines) for _ in range(count)]
+    if any(line.strip() for line in lines.lines[lines.number :]):
+        lines.number += 1
+        raise lines.fail(f"expected the end of the file after {count} graphs")
+    tags = np.concatenate([tags for _, tags, _, _ in graphs])
+    edges = [edges for _, _, edges, _ in graphs]
+    degrees = np.concatenate(
+        [np.bincount(each[1], minlength=len(tags)) for (_, tags, _, _), each in zip(graphs, edges, strict=True)]
+    )
+    features = one_hot(degrees if len(np.unique(tags)) == 1 else tags)
+    widths = {len(row) for *_, rows in graphs for row in rows}
+    if len(widths) != 1:
+        raise ValueError(f"{found[0]}: nodes differ in their number of attributes: {sorted(widths)}")
+    if widths != {0}:
+        features = np.concatenate([features, np.array([row for *_, rows in graphs for row in rows], np.float32)], axis=1)
+    _, labels = np.unique([label for label, *_ in graphs], return_inverse=True)
+    return GraphData(
+        found[0].stem, offsets([len(tags) for _, tags, _, _ in graphs]), offsets([each.shape[1] for each in edges]),
+        np.concatenate(edges, axis=1), features, labels.astype(np.int32), tuple(read_folds(folder, count)),
+    )  # fmt: skip
+
+
+Graph = tuple[int, np.ndarray, np.ndarray, list[list[float]]]
+"""Label, tags of the nodes, edges, attributes of the nodes."""
+
+
+def read_graph(lines: Lines) -> Graph:
+    """One graph of the text format."""
+    head = lines.integers(lines.next("a graph's number of nodes and its label"), "a graph's number of nodes and its label")
+    if len(head) != 2 or head[0] < 1:
+        raise lines.fail(f"expected a graph's number of nodes and its label, found {' '.join(map(str, head)) or 'nothing'}")
+    tags, pairs, attributes = np.zeros(head[0], np.int64), [], []
+    for node in range(head[0]):
+        words = lines.next(f"node {node} of {head[0]}")
+        start = lines.integers(words[:2], "a node's tag and its number of neighbours")
+        if len(start) != 2 or start[1] < 0 or len(words) < 2 + start[1]:
+            raise lines.fail("expected a node's tag, its number of neighbours and these, found " + repr(" ".join(words)))
+        near = lines.integers(words[2 : 2 + start[1]], "the numbers of a node's neighbours")
+        if wrong := [n for n in near if not 0 <= n < head[0]]:
+            raise lines.fail(f"neighbour {wrong[0]} is none of the {head[0]} nodes")
+        tags[node] = start[0]
+        pairs += [(node, n) for n in near]
+        attributes.append([real(lines, word) for word in words[2 + start[1] :]])
+    return head[1], tags, undirected(np.array(pairs, np.int64).reshape(-1, 2)), attributes
+
+
+def real(lines: Lines, word: str) -> float:
+    try:
+        value = float(word)
+    except ValueError:
+        raise lines.fail(f"expected a node's attribute, found {word!r}") from None
+    if not np.isfinite(value):
+        raise lines.fail(f"expected a finite attribute, found {word!r}")
+    return value
+
+
+def read_folds(folder: Path, graphs: int) -> Iterator[tuple[Int32[np.ndarray, " train"], Int32[np.ndarray, " test"]]]:
+    """The ids in `10fold_idx/train_idx-1.txt`, `test_idx-1.txt` and so on; nothing where there is no such folder."""
+    place = folder / "10fold_idx"
+    for fold in range(1, 11) if place.is_dir() else ():
+        parts = []
+        for part in ("train", "test"):
+            lines, ids = Lines(place / f"{part}_idx-{fold}.txt"), []
+            while lines.number < len(lines.lines):
+                ids += lines.integers(lines.next("a graph's number"), "a graph's number")
+                if ids and not 0 <= ids[-1] < graphs:
+                    raise lines.fail(f"graph {ids[-1]} is none of the {graphs} graphs")
+            if not ids:
+                raise lines.fail("expected the numbers of graphs, found none")
+            parts.append(np.array(ids, np.int32))
+        if len(both := np.intersect1d(*parts)):
+            raise ValueError(f"{place}: fold {fold} both trains and tests on graph {both[0]}")
+        yield parts[0], parts[1]
+
+
+def one_hot(values: Int[np.ndarray, " N"]) -> Float32[np.ndarray, "N F"]:
+    """A column for each value that occurs, in order."""
+    kinds, place = np.unique(values, return_inverse=True)
+    return np.eye(len(kinds), dtype=np.float32)[place]
+
+
+def offsets(sizes: list[int]) -> Int32[np.ndarray, " and_one"]:
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)

@@ -1,0 +1,195 @@
+"""Samples neighbourhoods with fixed fan-outs (GraphSAGE §3.1), so that every mini-batch has the same shapes.
+
+A sample is a forest: each root's drawn neighbours get rows of their own, and theirs too, without looking for nodes that occur
+twice. A row then has one destination, known from its place, so that neither direction of a layer gathers or scatters. It costs
+`batch * (1 + k1) * (1 + k2) * ...` rows of features, whatever the graph's size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from tilewright.kernels.gather_reduce.reference import Reduce
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SampledLayer:
+    """One layer's neighbours in a sample; it offers `models.gnn.Neighbours`.
+
+    Source rows are the N destinations, then the slots of destination 0, those of destination 1, and so on. A slot beyond a
+    destination's degree is padding, whose row never reaches anything.
+
+    Attributes:
+        degrees: drawn neighbours of each destination, int32 `[N]`; their slots come first.
+        neighbours: how many neighbours each source has in the whole graph, int32 `[M]`.
+        fan_out: slots of a destination.
+        self_loops: in `attend`, a node is its own neighbour too.
+    """
+
+    degrees: Any
+    neighbours: Any
+    fan_out: int = field(metadata={"static": True})
+    self_loops: bool = field(default=False, metadata={"static": True})
+
+    @property
+    def num_nodes(self) -> int:
+        return self.degrees.shape[0]
+
+    @property
+    def num_sources(self) -> int:
+        return self.num_nodes * (1 + self.fan_out)
+
+    def slots(self, x: Float[Array, "M *F"]) -> Float[Array, "N K *F"]:
+        """What stands in each slot."""
+        return x[self.num_nodes :].reshape(self.num_nodes, self.fan_out, *x.shape[1:])
+
+    def filled(self, dims: int) -> Bool[Array, "N K *ones"]:
+        """Which slots are no padding, with `dims` dims of one behind."""
+        return (jnp.arange(self.fan_out) < self.degrees[:, None]).reshape(self.num_nodes, self.fan_out, *[1] * dims)
+
+    def aggregate(
+        self, x: Float[Array, "M F"], *, reduce: Reduce = "sum", normalisation: Literal["symmetric"] | None = None
+    ) -> Float[Array, "N F"]:
+        """Reduces over the drawn neighbours; sums are scaled so that they estimate those over all neighbours."""
+        slots = self.slots(x).astype(jnp.float32)
+        if normalisation == "symmetric":
+            inverse = jax.lax.rsqrt(1.0 + self.neighbours.astype(jnp.float32))[:, None]
+            own = x[: self.num_nodes].astype(jnp.float32) * inverse[: self.num_nodes]
+            near = jnp.where(self.filled(1), slots * self.slots(inverse), 0).sum(1) * self.per_drawn()
+            return ((own + near) * inverse[: self.num_nodes]).astype(x.dtype)
+        if reduce in ("max", "min"):
+            worst = -jnp.inf if reduce == "max" else jnp.inf
+            best = jnp.where(self.filled(1), slots, worst)
+            best = best.max(1) if reduce == "max" else best.min(1)
+            return jnp.where(self.degrees[:, None] > 0, best, 0).astype(x.dtype)
+        total = jnp.where(self.filled(1), slots, 0).sum(1)
+        scale = self.per_drawn() if reduce == "sum" else 1 / jnp.maximum(self.degrees, 1)[:, None].astype(jnp.float32)
+        return (total * scale).astype(x.dtype)
+
+    def per_drawn(self) -> Float[Array, "N 1"]:
+        """For how many neighbours each drawn one stands."""
+        known = self.neighbours[: self.num_nodes].astype(jnp.float32)
+        return (known / jnp.maximum(self.degrees, 1).astype(jnp.float32))[:, None]
+
+    def attend(
+        self,
+        x: Float[Array, "M H D"],
+        source_score: Float[Array, "M H"],
+        target_score: Float[Array, "N H"],
+        negative_slope: float = 0.2,
+    ) -> Float[Array, "N H D"]:
+        """Attention over the drawn neighbours; a row that has none gets zeros."""
+        scores, values = self.slots(source_score) + target_score[:, None], self.slots(x)
+        filled = jnp.broadcast_to(self.filled(1), scores.shape)
+        if self.self_loops:
+            n = self.num_nodes
+            scores = jnp.concatenate([(source_score[:n] + target_score)[:, None], scores], 1)
+            values = jnp.concatenate([x[:n][:, None], values], 1)
+            filled = jnp.concatenate([jnp.ones_like(filled[:, :1]), filled], 1)
+        scores = jax.nn.leaky_relu(scores.astype(jnp.float32), negative_slope)
+        weights = jax.nn.softmax(scores, axis=1, where=filled)
+        weighted = jnp.where(filled[..., None], weights[..., None] * values.astype(jnp.float32), 0)
+        return weighted.sum(1).astype(x.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sample:
+    """One mini-batch.
+
+    Attributes:
+        nodes: the node of each input row, int32 `[M]` in NumPy; the roots come first. In padding rows a valid node.
+        rows: which rows are no padding, bool `[M]`.
+        layers: the neighbours in each layer, the input's first, as `models.gnn.apply` takes them.
+    """
+
+    nodes: Any
+    rows: Any
+    layers: tuple[SampledLayer, ...]
+
+
+class NeighbourSampler:
+    """Draws neighbourhoods of fixed fan-outs, without replacement.
+
+    Args:
+        edge_index: sources and destinations; a node's neighbours are the sources of its edges.
+        fan_outs: neighbours that are drawn of a root, of each of these, and so on.
+        batch_size: roots of a sample.
+        self_loops: see `SampledLayer`; the edges then come without.
+
+    Raises:
+        ValueError: no fan-outs, or one below 1; ids that are no nodes.
+    """
+
+    def __init__(
+        self,
+        edge_index: Int[np.ndarray, "2 E"],
+        num_nodes: int,
+        fan_outs: Sequence[int],
+        batch_size: int,
+        self_loops: bool = False,
+    ):
+        if not fan_outs or min(fan_outs) < 1 or batch_size < 1:
+            found = f"fan-outs {list(fan_outs)}, a batch size of {batch_size}"
+            raise ValueError(f"expected fan-outs and a batch size of at least 1, found {found}")
+        wrong = np.argwhere((edge_index < 0) | (edge_index >= num_nodes))
+        if len(wrong):
+            end, edge = (int(n) for n in wrong[0])
+            raise ValueError(f"edge_index[{end}, {edge}] is {edge_index[end, edge]}, expected 0 to {num_nodes - 1}")
+        self.fan_outs, self.batch_size, self.self_loops, self.num_nodes = tuple(fan_outs), batch_size, self_loops, num_nodes
+        self.sources = edge_index[0][np.argsort(edge_index[1], kind="stable")].astype(np.int32)
+        self.neighbours = np.bincount(edge_index[1], minlength=num_nodes).astype(np.int32)
+        self.offsets = np.concatenate([[0], np.cumsum(self.neighbours, dtype=np.int64)])
+
+    def sample(self, roots: Int[np.ndarray, " R"], seed: int | Sequence[int]) -> Sample:
+        """The neighbourhoods of at most `batch_size` roots; the same ones for the same seed.
+
+        Raises:
+            ValueError: more roots than the batch size, or one that is no node.
+        """
+        if len(roots) > self.batch_size:
+            raise ValueError(f"expected at most {self.batch_size} roots, found {len(roots)}")
+        if len(roots) and not (roots.min() >= 0 and roots.max() < self.num_nodes):
+            wrong = roots[(roots < 0) | (roots >= self.num_nodes)][0]
+            raise ValueError(f"root {wrong} is none of the {self.num_nodes} nodes")
+        rng = np.random.default_rng(seed)
+        nodes = np.zeros(self.batch_size, np.int32)
+        nodes[: len(roots)] = roots
+        rows = np.arange(self.batch_size) < len(roots)
+        layers = []
+        for fan_out in self.fan_outs:
+            counts = np.where(rows, self.neighbours[nodes], 0)
+            degrees = np.minimum(counts, fan_out).astype(np.int32)
+            filled = np.arange(fan_out) < degrees[:, None]
+            picks = np.where(filled, self.offsets[nodes][:, None] + draw(counts, fan_out, rng), 0)
+            # A graph without edges has no source to read, not even for padding.
+            drawn = self.sources[picks] if len(self.sources) else np.zeros(picks.shape, np.int32)
+            nodes = np.concatenate([nodes, np.where(filled, drawn, 0).ravel()])
+            rows = np.concatenate([rows, filled.ravel()])
+            known = np.where(rows, self.neighbours[nodes], 0).astype(np.int32)
+            layers.append(SampledLayer(jnp.asarray(degrees), jnp.asarray(known), fan_out, self.self_loops))
+        return Sample(nodes, jnp.asarray(rows), tuple(reversed(layers)))
+
+
+def draw(counts: Int[np.ndarray, " N"], k: int, rng: np.random.Generator) -> Int[np.ndarray, "N K"]:
+    """For each count c, min(c, k) different numbers below c, every such set as likely as any other; then anything.
+
+    Where c exceeds k this is Floyd's algorithm (Bentley & Floyd 1987), a step for all rows at once.
+    """
+    picks = np.tile(np.arange(k), (len(counts), 1))
+    many = np.flatnonzero(counts > k)
+    chosen = picks[many]
+    for step in range(k):
+        top = counts[many] - k + step
+        new = rng.integers(0, top + 1)
+        taken = (chosen[:, :step] == new[:, None]).any(1)
+        chosen[:, step] = np.where(taken, top, new)
+    picks[many] = chosen
+    return picks

@@ -1,0 +1,343 @@
+"""The neighbour table: a graph as arrays of fixed shape, and reductions over its neighbours.
+
+A table may number its nodes anew, by the width of their rows or for locality. `aggregate` and `attend` of this package take
+and give the caller's order; the methods here work in table order throughout, which is what a model wants between its layers.
+
+Legend: N nodes, M sources, E edges, F features, H heads, D features of a head.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float, Int32
+
+from tilewright.graph import build
+from tilewright.graph.edges import Edges, from_edge_index, read_edges, with_self_loops
+from tilewright.graph.gradients import neighbour_attention, neighbour_reduce, permute
+from tilewright.graph.rows import BucketRows, Rows
+from tilewright.kernels import select
+from tilewright.kernels.gather_reduce.reference import Reduce
+
+LAYOUTS = ("auto", "padded", "bucketed", "csr")
+ORDERS = ("given", "rcm")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class NeighborTable:
+    """A graph's neighbours in rows of fixed shape.
+
+    Attributes:
+        forward: for each node its sources.
+        backward: for each source the nodes that it is a source of.
+        weights: of the edges, in the caller's order; None if all are 1.
+        loops: 1 for nodes without an edge to themselves, otherwise 0; in table order.
+        order: the caller's number of each source in table order; None if it is the same.
+        places: the table's number of each of the caller's sources; None if it is the same.
+        num_nodes: nodes that come out of a reduction.
+        num_sources: nodes that go in; the first `num_nodes` of them are the nodes that come out, unless the graph is a relation
+            between two kinds of nodes.
+        num_edges: edges that the arrays have room for.
+    """
+
+    forward: Rows
+    backward: Rows
+    weights: Float[Array, " E"] | None
+    loops: Float[Array, " N"]
+    order: Int32[Array, " M"] | None
+    places: Int32[Array, " M"] | None
+    num_nodes: int = field(metadata={"static": True})
+    num_sources: int = field(metadata={"static": True})
+    num_edges: int = field(metadata={"static": True})
+    layout: str = field(metadata={"static": True})
+
+    @classmethod
+    def from_edges(
+        cls, edge_index: Any, num_nodes: int | None = None, weights: Any = None, num_sources: int | None = None, **how: Any
+    ) -> "NeighborTable":
+        """The table of `edge_index` `[2, E]`, sources above destinations.
+
+        Args:
+            num_nodes: destinations; None takes the largest id plus one.
+            weights: of the edges, `[E]`.
+            num_sources: None takes `num_nodes`.
+            how: options of `make_table`.
+
+        Raises:
+            ValueError: ids that are not integers or out of range, weights that do not fit; with the first offending place.
+        """
+        return make_table(from_edge_index(edge_index, num_nodes, num_sources, weights), **how)
+
+    @classmethod
+    def build(cls, graph: Any, num_nodes: int | None = None, weights: Any = None, **how: Any) -> "NeighborTable":
+        """The table of an edge_index, a SciPy matrix, a networkx graph or a PyG `Data`; see `edges.read_edges`.
+
+        Raises:
+            ValueError: it is none of these, or its edges are not right.
+        """
+        return make_table(read_edges(graph, num_nodes, weights), **how)
+
+    @property
+    def transposed(self) -> "NeighborTable":
+        """The table with every edge turned round. It shares all arrays.
+
+        Raises:
+            ValueError: there are other sources than the nodes.
+        """
+        if self.num_sources != self.num_nodes:
+            raise ValueError(f"expected as many sources as nodes, found {self.num_sources} and {self.num_nodes}")
+        return NeighborTable(
+            self.backward, self.forward, self.weights, self.loops, self.order, self.places,
+            self.num_nodes, self.num_sources, self.num_edges, self.layout,
+        )  # fmt: skip
+
+    def arrange(self, x: Float[Array, "M ..."]) -> Float[Array, "M ..."]:
+        """Brings values of the sources from the caller's order to the table's."""
+        if x.shape[0] != self.num_sources:
+            raise ValueError(f"expected values of {self.num_sources} nodes, found {x.shape[0]}: this is another graph's table")
+        return x if self.order is None or self.places is None else permute(x, self.order, self.places)
+
+    def restore(self, y: Float[Array, "N ..."]) -> Float[Array, "N ..."]:
+        """Brings values of the nodes from the table's order to the caller's."""
+        if y.shape[0] != self.num_nodes:
+            raise ValueError(f"expected values of {self.num_nodes} nodes, found {y.shape[0]}: this is another graph's table")
+        if self.order is None or self.places is None:
+            return y
+        return permute(y, self.places[: self.num_nodes], self.order[: self.num_nodes])
+
+    def aggregate(
+        self,
+        x: Float[Array, "M F"],
+        reduce: str = "sum",
+        weights: Float[Array, " E"] | None = None,
+        normalisation: str | None = None,
+    ) -> Float[Array, "N F"]:
+        """Reduces over each node's neighbours, all in table order; see `tilewright.graph.aggregate.aggregate`."""
+        weights = self.checked_weights(weights)
+        how = known_reduction(reduce)
+        if x.ndim != 2 or x.shape[0] != self.num_sources:
+            raise ValueError(f"expected features of shape [{self.num_sources}, F], found {list(x.shape)}")
+        if x.dtype not in (jnp.float32, jnp.bfloat16):
+            raise ValueError(f"expected features in float32 or bfloat16, found {x.dtype}")
+        if normalisation is None:
+            return neighbour_reduce(self.forward, self.backward, x, weights, how)
+        if normalisation not in ("symmetric", "row") or reduce != "sum":
+            raise ValueError(
+                f"expected the normalisation symmetric or row, of a sum, found {normalisation!r} with reduce={reduce!r}"
+            )
+        if normalisation == "row":
+            return self.row_normalised(x, weights)
+        return self.symmetric(x, weights)
+
+    def row_normalised(self, x: Float[Array, "M F"], weights: Float[Array, " E"] | None) -> Float[Array, "N F"]:
+        """`D^-1 A x`, where D holds the sums of the weights of each node's edges."""
+        if weights is None:
+            return neighbour_reduce(self.forward, self.backward, x, None, "mean")
+        total = self.weight_sums(weights)
+        scale = jnp.where(total != 0, 1 / jnp.where(total != 0, total, 1), 0)[:, None]
+        summed = neighbour_reduce(self.forward, self.backward, x, weights, "sum")
+        return (summed.astype(jnp.float32) * scale).astype(x.dtype)
+
+    def symmetric(self, x: Float[Array, "M F"], weights: Float[Array, " E"] | None) -> Float[Array, "N F"]:
+        """`D^-1/2 (A + I) D^-1/2 x` (Kipf & Welling 2017, equation 2), where only nodes without a self-loop get one."""
+        near = inverse_root(self.weight_sums(weights) + self.loops)[:, None]
+        if self.num_sources == self.num_nodes:
+            far = near
+        else:
+            beyond = jnp.zeros(self.num_sources - self.num_nodes, jnp.float32)
+            far = inverse_root(self.weight_sums(weights, back=True) + jnp.concatenate([self.loops, beyond]))[:, None]
+        scaled = (x.astype(jnp.float32) * far).astype(x.dtype)
+        summed = neighbour_reduce(self.forward, self.backward, scaled, weights, "sum").astype(jnp.float32)
+        own = scaled[: self.num_nodes].astype(jnp.float32) * self.loops[:, None]
+        return ((summed + own) * near).astype(x.dtype)
+
+    def weight_sums(self, weights: Float[Array, " E"] | None, back: bool = False) -> Float[Array, " rows"]:
+        """For each node the sum of its edges' weights; with `back`, for each source."""
+        rows, other = (self.backward, self.forward) if back else (self.forward, self.backward)
+        if weights is None:
+            return rows.degrees.astype(jnp.float32)
+        size = self.num_nodes if back else self.num_sources
+        return neighbour_reduce(rows, other, jnp.ones((size, 1), jnp.float32), weights, "sum")[:, 0]
+
+    def attend(
+        self,
+        x: Float[Array, "M H D"],
+        source_score: Float[Array, "M H"],
+        target_score: Float[Array, "N H"],
+        negative_slope: float = 0.2,
+    ) -> Float[Array, "N H D"]:
+        """Attention over each node's neighbours, all in table order; see `tilewright.graph.attention.attend`."""
+        heads = x.shape[1] if x.ndim == 3 else -1
+        wanted = [(self.num_sources, heads), (self.num_nodes, heads)]
+        found = [source_score.shape, target_score.shape]
+        if x.ndim != 3 or x.shape[0] != self.num_sources or found != wanted:
+            raise ValueError(
+                f"expected features [M, H, D] and scores [M, H] and [N, H], M = {self.num_sources} and N = {self.num_nodes}, "
+                f"found {list(x.shape)}, {list(found[0])} and {list(found[1])}"
+            )
+        return neighbour_attention(self.forward, self.backward, x, source_score, target_score, negative_slope)
+
+    def checked_weights(self, weights: Float[Array, " E"] | None) -> Float[Array, " E"] | None:
+        """The weights that count: those given, or else the table's own."""
+        if weights is None:
+            return self.weights
+        if weights.shape != (self.num_edges,):
+            raise ValueError(f"expected a weight for each of {self.num_edges} edges, found shape {list(weights.shape)}")
+        return weights.astype(jnp.float32)
+
+    def buckets(self) -> list[tuple[int, int]]:
+        """Rows and width of each array of neighbours, those of later stages too."""
+        shapes, stage = [], self.forward
+        while isinstance(stage, BucketRows):
+            shapes += [bucket.sources.shape for bucket in stage.blocks]
+            stage = stage.rest
+        return shapes
+
+    def summary(self) -> str:
+        """Shapes, slots per edge, and bytes, in a few lines."""
+        shapes = self.buckets()
+        slots = sum(rows * width for rows, width in shapes) if shapes else self.num_edges
+        size = sum({id(leaf): leaf.nbytes for leaf in jax.tree.leaves(self)}.values())
+        sources = f" from {self.num_sources:,} sources" if self.num_sources != self.num_nodes else ""
+        kind = "unweighted" if self.weights is None else "weighted"
+        rows = ", ".join(f"{rows:,}×{width}" for rows, width in shapes) if shapes else f"{slots:,} neighbours in one list"
+        return (
+            f"{self.num_nodes:,} nodes{sources}, {self.num_edges:,} {kind} edges, layout {self.layout}\n"
+            f"rows: {rows}\n"
+            f"{slots / max(1, self.num_edges):.2f} slots per edge, {size / 1e6:.1f} MB with the transposed graph"
+        )
+
+    def __str__(self) -> str:
+        return self.summary()
+
+    def __rich__(self) -> str:
+        return self.summary()
+
+
+def known_reduction(reduce: str) -> Reduce:
+    for known in get_args(Reduce):
+        if reduce == known:
+            return known
+    raise ValueError(f"expected to reduce by one of {', '.join(get_args(Reduce))}, found {reduce!r}")
+
+
+def inverse_root(values: Float[Array, " N"]) -> Float[Array, " N"]:
+    """`values ** -0.5`; 0 where that is no number."""
+    fits = values > 0
+    return jnp.where(fits, jax.lax.rsqrt(jnp.where(fits, values, 1)), 0)
+
+
+def default_layout() -> str:
+    """Lists of neighbours where the CPU kernels reduce them, buckets elsewhere."""
+    return "csr" if select.reduces_lists() else "bucketed"
+
+
+def make_table(
+    edges: Edges,
+    layout: str = "auto",
+    order: str = "given",
+    limit: int = 64,
+    self_loops: bool = False,
+    widths: tuple[int, int] | None = None,
+    capacity: int | None = None,
+) -> NeighborTable:
+    """Builds the table.
+
+    Args:
+        layout: "padded": one row of slots for each node, as many as the largest degree. "bucketed": nodes numbered by the
+            widths of their rows, powers of two up to `limit`; longer rows are split. "csr": all neighbours in one list.
+            "auto": the last where this package's CPU kernels run, "bucketed" elsewhere.
+        order: "rcm" numbers nodes so that neighbours lie near each other (reverse Cuthill-McKee; needs SciPy).
+        limit: widest row of a bucket, a power of two.
+        self_loops: adds an edge to itself, of weight 1, for each node that has none. They count behind the caller's edges.
+        widths: slots of a padded row and of one of the transposed graph, in place of the largest degrees.
+        capacity: edges to have room for (weights are then padded to as many). Tables of equal `num_nodes`, `widths` and
+            `capacity` have equal shapes, so a program compiled for one runs them all; csr needs the capacity alone.
+
+    Raises:
+        ValueError: an unknown option, or a graph that does not fit `widths` or `capacity`.
+        ImportError: the order needs SciPy, and that is not installed.
+    """
+    check_options(edges, layout, order, limit, widths)
+    layout = default_layout() if layout == "auto" else layout
+    if self_loops:
+        edges = with_self_loops(edges)
+    count = edges.sources.size
+    room = count if capacity is None else capacity
+    if count > room:
+        raise ValueError(f"expected at most capacity={capacity} edges, found {count}")
+    nodes, sources = edges.num_nodes, edges.num_sources
+    numbering = number_nodes(edges, layout, order, limit)
+    places = None if numbering is None else build.inverse(numbering)
+    rows_of = edges.destinations if places is None else places[edges.destinations]
+    sources_of = edges.sources if places is None else places[edges.sources]
+
+    by_source = build.stable_order(sources_of, sources)
+    ahead = by_source[build.stable_order(rows_of[by_source], nodes)]
+    back = ahead[build.stable_order(sources_of[ahead], sources)]
+    wide, tall = widths or (None, None)
+    forward = make_rows(rows_of[ahead], sources_of[ahead], ahead, nodes, layout, limit, wide, room)
+    backward = make_rows(sources_of[back], rows_of[back], back, sources, layout, limit, tall, room)
+    if jax.tree.structure(forward) == jax.tree.structure(backward):
+        backward = jax.tree.map(lambda a, b: a if np.array_equal(a, b) else b, forward, backward)  # a symmetric graph's
+
+    loops = np.ones(nodes, np.float32)
+    loops[rows_of[rows_of == sources_of]] = 0
+    weights = None if edges.weights is None else jnp.asarray(np.pad(edges.weights, (0, room - count)))
+    return NeighborTable(
+        forward,
+        backward,
+        weights,
+        jnp.asarray(loops),
+        None if numbering is None else build.put(numbering),
+        None if places is None else build.put(places),
+        nodes,
+        sources,
+        room,
+        layout,
+    )
+
+
+def check_options(edges: Edges, layout: str, order: str, limit: int, widths: tuple[int, int] | None) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"expected the layout to be one of {', '.join(LAYOUTS)}, found {layout!r}")
+    if order not in ORDERS:
+        raise ValueError(f"expected the order to be one of {', '.join(ORDERS)}, found {order!r}")
+    if limit < 2 or limit & (limit - 1):
+        raise ValueError(f"expected limit to be a power of two of at least 2, found {limit}")
+    if widths is not None and layout != "padded":
+        raise ValueError(f"expected widths for the layout padded only, found {layout!r}")
+    if order == "rcm" and edges.num_sources != edges.num_nodes:
+        raise ValueError(f"expected as many sources as nodes for order='rcm', found {edges.num_sources} and {edges.num_nodes}")
+
+
+def number_nodes(edges: Edges, layout: str, order: str, limit: int) -> build.Ids | None:
+    """The caller's number of each source in table order; None if it is the same."""
+    numbering = np.arange(edges.num_sources)
+    if order == "rcm":
+        numbering = build.locality_order(edges.destinations, edges.sources, edges.num_nodes)
+    if layout == "bucketed":
+        degrees = np.bincount(edges.destinations, minlength=edges.num_nodes)
+        keys = build.bucket_keys(degrees[numbering[: edges.num_nodes]], limit)
+        numbering[: edges.num_nodes] = numbering[: edges.num_nodes][np.argsort(keys, kind="stable")]
+    return None if (numbering == np.arange(edges.num_sources)).all() else numbering
+
+
+def make_rows(
+    rows: build.Ids, sources: build.Ids, edges: build.Ids, count: int, layout: str, limit: int, width: int | None, room: int
+) -> Rows:
+    """The rows of edges that are sorted by row."""
+    degrees = np.bincount(rows, minlength=count)
+    offsets = build.offsets_of(degrees)
+    if layout == "csr":
+        return build.csr_rows(offsets, sources, edges, room)
+    if layout == "bucketed":
+        return build.bucket_rows(offsets, sources, edges, limit)
+    if width is not None and degrees.max(initial=0) > width:
+        row = int(np.argmax(degrees > width))
+        raise ValueError(f"expected rows of at most {width} neighbours, found {int(degrees[row])} in row {row}")
+    return build.padded_rows(offsets, sources, edges, width, room)

@@ -1,0 +1,459 @@
+"""Graph neural networks: GraphSAGE, GCN, GIN and GAT, for nodes and for whole graphs.
+
+A model knows no table: it takes whatever offers `Neighbours`, one for all layers or one for each. All rows are in the order of
+that object. What a padding row holds never reaches another row, batch norm included.
+
+Sources: GraphSAGE, Hamilton et al. (arXiv 1706.02216) §3; GCN, Kipf & Welling (arXiv 1609.02907) §2; GIN, Xu et al. (arXiv
+1810.00826) §4; GAT, Veličković et al. (arXiv 1710.10903) §2.1. Arrays are named as in PyTorch Geometric's modules.
+
+Legend: M source rows, N destination rows (the first N sources are the destinations themselves), F features, C classes, H heads.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float
+
+from tilewright.kernels.gather_reduce.reference import Reduce
+from tilewright.models.params import DTYPES, ArraySpec, Dtype, initialise, matrix, norm_weight
+
+BATCH_NORM_MOMENTUM, BATCH_NORM_EPS = 0.1, 1e-5
+
+
+@runtime_checkable
+class Neighbours(Protocol):
+    """Who the neighbours of each row are, and how to reduce over them.
+
+    Attributes:
+        num_nodes: rows that come out, N.
+        num_sources: rows that go in, M; the first N are the destinations themselves.
+    """
+
+    @property
+    def num_nodes(self) -> int: ...
+
+    @property
+    def num_sources(self) -> int: ...
+
+    def aggregate(self, x: Array, *, reduce: Reduce = "sum", normalisation: Literal["symmetric"] | None = None) -> Array:
+        """`x[M, F]` reduced over the neighbours of each row, `[N, F]`; a row without any gets zeros.
+
+        `normalisation="symmetric"` is GCN's: self-loops are added, and an edge counts 1 / sqrt(degree i · degree j).
+        """
+        ...
+
+    def attend(self, x: Array, source_score: Array, target_score: Array, negative_slope: float = 0.2) -> Array:
+        """Attention over the neighbours: `x[M, H, D]` and scores `[M, H]`, `[N, H]` to `[N, H, D]`.
+
+        The weights are the softmax of `leaky_relu(source_score[j] + target_score[i])` over the neighbours j of i.
+        """
+        ...
+
+
+@runtime_checkable
+class SparseInput(Protocol):
+    """Features `[M, F]` of which most are zero: all that a first layer does with its input."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def __matmul__(self, weight: Array) -> Array: ...
+
+    def dropped(self, rate: float, key: Array) -> "SparseInput":
+        """The features after dropout."""
+        ...
+
+
+Input = Array | SparseInput
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What all models have.
+
+    Attributes:
+        features: width of the input.
+        classes: width of the output.
+        hidden: width of a hidden layer (of one head, in GAT).
+        layers: rounds of message passing.
+        dropout: probability with which an input of a layer is dropped in training (GIN: a layer's score).
+        readout: how the nodes of a graph become the graph's scores.
+    """
+
+    features: int
+    classes: int
+    hidden: int = 16
+    layers: int = 2
+    dropout: float = 0.5
+    readout: Reduce = "mean"
+
+    def __post_init__(self) -> None:
+        for name in ("features", "classes", "hidden", "layers", *(n for n in ("heads", "output_heads") if hasattr(self, n))):
+            if getattr(self, name) < 1:
+                raise ValueError(f"expected {name} of at least 1, found {getattr(self, name)}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"expected a dropout from 0 to below 1, found {self.dropout}")
+        if self.readout not in get_args(Reduce):
+            raise ValueError(f"expected the readout {', '.join(get_args(Reduce))}, found {self.readout!r}")
+
+
+@dataclass(frozen=True)
+class GCNConfig(_Sizes):
+    """Kipf & Welling's graph convolution. Neighbours come without self-loops, which the normalisation adds."""
+
+
+@dataclass(frozen=True)
+class GraphSAGEConfig(_Sizes):
+    """GraphSAGE with the mean of the neighbours."""
+
+
+@dataclass(frozen=True)
+class GATConfig(_Sizes):
+    """Graph attention. A node attends to itself too, so the neighbours must come with self-loops.
+
+    Attributes:
+        heads: of a hidden layer, whose outputs stand side by side.
+        output_heads: of the last layer, whose outputs are averaged.
+        negative_slope: of the leaky ReLU on the scores.
+    """
+
+    hidden: int = 8
+    dropout: float = 0.6
+    heads: int = 8
+    output_heads: int = 1
+    negative_slope: float = 0.2
+
+
+@dataclass(frozen=True)
+class GINConfig(_Sizes):
+    """Graph isomorphism network: sums, an MLP of two layers with batch norm, scores from every layer's representation.
+
+    The paper counts the input as a layer: its five layers are four here.
+
+    Attributes:
+        learn_epsilon: whether a node's own weight 1 + ε is learnt (GIN-ε) or 1 (GIN-0).
+    """
+
+    hidden: int = 64
+    layers: int = 4
+    readout: Reduce = "sum"
+    learn_epsilon: bool = False
+
+
+Config = GCNConfig | GraphSAGEConfig | GATConfig | GINConfig
+FAMILIES: dict[str, type[Config]] = {"gcn": GCNConfig, "sage": GraphSAGEConfig, "gat": GATConfig, "gin": GINConfig}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Linear:
+    """A matrix `[in, out]` and a bias."""
+
+    weight: Any
+    bias: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SAGELayer:
+    """`neighbour` for the mean of the neighbours, `root` (a matrix) for the node itself."""
+
+    neighbour: Any
+    root: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class GATLayer:
+    """One matrix for all heads `[in, H * D]`, the attention vectors `[1, H, D]`, a bias."""
+
+    weight: Any
+    source: Any
+    target: Any
+    bias: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BatchNorm:
+    """Scale and shift of a batch norm."""
+
+    scale: Any
+    shift: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RunningStatistics:
+    """What a batch norm has seen in training and uses afterwards; no gradient reaches it."""
+
+    mean: Any
+    variance: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class GINLayer:
+    """The MLP `second(relu(inner(first(x))))` and the norm after it; `epsilon` is None in GIN-0."""
+
+    epsilon: Any
+    first: Any
+    inner: Any
+    second: Any
+    outer: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class GNNParams:
+    """All arrays of a model. `scores` is GIN's: one linear layer for each representation, the input included."""
+
+    layers: tuple[Any, ...]
+    scores: tuple[Any, ...] = ()
+
+
+State = tuple[tuple[Any, ...], ...]
+"""Running statistics of GIN, two for each layer; of the other models an empty tuple."""
+
+
+def glorot(name: str, d_in: int, d_out: int) -> ArraySpec:
+    return matrix(name, d_in, d_out, ("features", "hidden"), scale=(2 / (d_in + d_out)) ** 0.5)
+
+
+def zeros(name: str, *shape: int) -> ArraySpec:
+    return ArraySpec(name, shape, ("hidden",) * len(shape), scale=0.0)
+
+
+def declare_linear(name: str, d_in: int, d_out: int) -> Linear:
+    """GIN's linear layers, drawn as widely as PyTorch draws its own, which the authors used."""
+    return Linear(
+        matrix(f"{name}.weight", d_in, d_out, ("features", "hidden"), (3 * d_in) ** -0.5), zeros(f"{name}.bias", d_out)
+    )
+
+
+def declare_norm(name: str, size: int) -> BatchNorm:
+    return BatchNorm(norm_weight(f"{name}.weight", size), zeros(f"{name}.bias", size))
+
+
+def declare_layer(config: Config, n: int) -> Any:
+    """The arrays of layer n."""
+    last, name = n == config.layers - 1, f"convs.{n}"
+    d_in = config.hidden * (config.heads if isinstance(config, GATConfig) else 1) if n else config.features
+    d_out = config.classes if last else config.hidden
+    match config:
+        case GCNConfig():
+            return Linear(glorot(f"{name}.lin.weight", d_in, d_out), zeros(f"{name}.bias", d_out))
+        case GraphSAGEConfig():
+            neighbour = Linear(glorot(f"{name}.lin_l.weight", d_in, d_out), zeros(f"{name}.lin_l.bias", d_out))
+            return SAGELayer(neighbour, glorot(f"{name}.lin_r.weight", d_in, d_out))
+        case GATConfig():
+            heads = config.output_heads if last else config.heads
+            shape, scale = (1, heads, d_out), (2 / (heads + d_out)) ** 0.5
+            source, target = (
+                ArraySpec(f"{name}.att_{end}", shape, ("one", "heads", "hidden"), scale=scale) for end in ("src", "dst")
+            )
+            bias = zeros(f"{name}.bias", d_out if last else heads * d_out)
+            return GATLayer(glorot(f"{name}.lin.weight", d_in, heads * d_out), source, target, bias)
+        case GINConfig():
+            hidden, mlp = config.hidden, f"{name}.nn"
+            return GINLayer(
+                zeros(f"{name}.eps", 1) if config.learn_epsilon else None,
+                declare_linear(f"{mlp}.lins.0", d_in, hidden),
+                declare_norm(f"{mlp}.norms.0", hidden),
+                declare_linear(f"{mlp}.lins.1", hidden, hidden),
+                declare_norm(f"norms.{n}", hidden),
+            )
+
+
+def declare(config: Config) -> GNNParams:
+    """The model's arrays, each declared once (see `params.ArraySpec`)."""
+    layers = tuple(declare_layer(config, n) for n in range(config.layers))
+    if not isinstance(config, GINConfig):
+        return GNNParams(layers)
+    widths = [config.features] + [config.hidden] * config.layers
+    return GNNParams(layers, tuple(declare_linear(f"scores.{n}", width, config.classes) for n, width in enumerate(widths)))
+
+
+def declare_state(config: Config) -> State:
+    """The running statistics."""
+    if not isinstance(config, GINConfig):
+        return ()
+
+    def statistics(name: str) -> RunningStatistics:
+        ones = ArraySpec(f"{name}.running_var", (config.hidden,), ("hidden",), init="ones")
+        return RunningStatistics(zeros(f"{name}.running_mean", config.hidden), ones)
+
+    return tuple((statistics(f"convs.{n}.nn.norms.0"), statistics(f"norms.{n}")) for n in range(config.layers))
+
+
+def init(config: Config, key: Array, dtype: Dtype = "float32") -> tuple[GNNParams, State]:
+    """Random parameters, and the state before any training (always float32)."""
+    return initialise(declare(config), key, DTYPES[dtype]), initialise(declare_state(config), key)
+
+
+def dropout(x: Any, rate: float, key: Array | None) -> Any:
+    """Drops entries with probability `rate` and scales the others; nothing without a key."""
+    if key is None or rate == 0:
+        return x
+    if not isinstance(x, Array):
+        return x.dropped(rate, key)
+    kept = jax.random.bernoulli(key, 1 - rate, x.shape)
+    return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
+
+
+def batch_norm(
+    x: Float[Array, "N F"], norm: BatchNorm, running: RunningStatistics, rows: Bool[Array, " N"] | None, train: bool
+) -> tuple[Float[Array, "N F"], RunningStatistics]:
+    """Batch norm (Ioffe & Szegedy 2015) over the rows that exist, in float32; the running variance is the unbiased one."""
+    wide = x.astype(jnp.float32)
+    mean, variance = running.mean, running.variance
+    if train:
+        present = jnp.ones(x.shape[0], bool) if rows is None else rows
+        count = jnp.maximum(present.sum().astype(jnp.float32), 1.0)
+        mean = jnp.where(present[:, None], wide, 0).sum(0) / count
+        variance = (jnp.where(present[:, None], wide - mean, 0) ** 2).sum(0) / count
+        seen = (mean, variance * count / jnp.maximum(count - 1, 1.0))
+        old = (running.mean, running.variance)
+        moved = [o + BATCH_NORM_MOMENTUM * (jax.lax.stop_gradient(s) - o) for o, s in zip(old, seen, strict=True)]
+        running = RunningStatistics(*moved)
+    scale = norm.scale.astype(jnp.float32) * jax.lax.rsqrt(variance + BATCH_NORM_EPS)
+    return ((wide - mean) * scale + norm.shift.astype(jnp.float32)).astype(x.dtype), running
+
+
+def linear(x: Float[Array, "N F"], layer: Linear) -> Float[Array, "N O"]:
+    return x @ layer.weight + layer.bias
+
+
+def first_rows(x: Input, rows: int, weight: Array) -> Float[Array, "N O"]:
+    """`x[:rows] @ weight`."""
+    return x[:rows] @ weight if isinstance(x, Array) else (x @ weight)[:rows]
+
+
+def aggregated_product(graph: Neighbours, x: Input, weight: Array, **how: Any) -> Float[Array, "N O"]:
+    """`aggregate(x) @ weight`, in the order that costs less (both are linear)."""
+    narrows = weight.shape[1] <= weight.shape[0] and graph.num_sources < 2 * graph.num_nodes
+    if isinstance(x, Array) and not narrows:
+        return graph.aggregate(x, **how) @ weight
+    return graph.aggregate(x @ weight, **how)
+
+
+def convolve(config: Config, layer: Any, graph: Neighbours, x: Input, last: bool) -> Float[Array, "N O"]:
+    """One layer of GCN, GraphSAGE or GAT, before its activation."""
+    match config:
+        case GCNConfig():
+            return aggregated_product(graph, x, layer.weight, normalisation="symmetric") + layer.bias
+        case GraphSAGEConfig():
+            near = aggregated_product(graph, x, layer.neighbour.weight, reduce="mean")
+            return near + layer.neighbour.bias + first_rows(x, graph.num_nodes, layer.root)
+        case GATConfig():
+            heads = (x @ layer.weight).reshape(x.shape[0], *layer.source.shape[1:])
+            source, target = (heads * layer.source).sum(-1), (heads[: graph.num_nodes] * layer.target).sum(-1)
+            out = graph.attend(heads, source, target, config.negative_slope)
+            return (out.mean(1) if last else out.reshape(out.shape[0], -1)) + layer.bias
+        case _:
+            raise AssertionError(config)
+
+
+def isomorphism_layer(
+    layer: GINLayer, graph: Neighbours, x: Input, statistics: tuple[Any, ...], rows: Array | None, train: bool
+) -> tuple[Float[Array, "N O"], tuple[Any, ...]]:
+    """One layer of GIN, and its statistics afterwards."""
+    own = first_rows(x, graph.num_nodes, layer.first.weight)
+    own = own if layer.epsilon is None else own * (1 + layer.epsilon)
+    summed = aggregated_product(graph, x, layer.first.weight, reduce="sum") + own + layer.first.bias
+    h, inner = batch_norm(summed, layer.inner, statistics[0], rows, train)
+    h, outer = batch_norm(linear(jax.nn.relu(h), layer.second), layer.outer, statistics[1], rows, train)
+    return jax.nn.relu(h), (inner, outer)
+
+
+def layer_graphs(config: Config, graphs: Neighbours | Sequence[Neighbours], x: Input) -> Sequence[Neighbours]:
+    """One `Neighbours` for each layer, each with as many sources as the layer before has rows."""
+    each = list(graphs) if isinstance(graphs, Sequence) else [graphs] * config.layers
+    if len(each) != config.layers:
+        raise ValueError(f"expected neighbours for {config.layers} layers, found {len(each)}")
+    rows = x.shape[0]
+    for n, graph in enumerate(each):
+        if graph.num_sources != rows:
+            raise ValueError(f"layer {n}: the neighbours are those of {graph.num_sources} rows, found {rows} rows of features")
+        rows = graph.num_nodes
+    return each
+
+
+def apply(
+    config: Config,
+    params: GNNParams,
+    graphs: Neighbours | Sequence[Neighbours],
+    x: Float[Array, "M F"] | SparseInput,
+    state: State = (),
+    *,
+    train: bool = False,
+    key: Array | None = None,
+    rows: Bool[Array, " M"] | None = None,
+    pool: Neighbours | None = None,
+) -> tuple[Float[Array, "_ C"], State]:
+    """Runs a model.
+
+    Args:
+        graphs: the neighbours, of all layers or of each (a sampled mini-batch has one for each, the input's first).
+        x: features of the first layer's sources, in the order of `graphs`; dense, or a `SparseInput`.
+        state: the running statistics (GIN).
+        train: drop out, and let batch norm use and gather the statistics of these rows.
+        key: for dropout; without one there is none.
+        rows: which rows are nodes and no padding; by default all.
+        pool: whose "neighbours" are the nodes of each graph; the scores are then those of graphs.
+
+    Returns:
+        Float32 scores (logits) of each node, or of each graph, and the state afterwards.
+
+    Raises:
+        ValueError: neighbours, features and configuration do not fit one another.
+    """
+    if x.shape[1] != config.features:
+        raise ValueError(f"expected {config.features} features, found {x.shape[1]}")
+    if pool is not None and not isinstance(x, Array):
+        raise ValueError("expected dense features where the scores are those of graphs, found sparse ones")
+    each = layer_graphs(config, graphs, x)
+    keys = [None] * (config.layers + 1) if key is None or not train else list(jax.random.split(key, config.layers + 1))
+    if isinstance(config, GINConfig):
+        return apply_gin(config, params, each, x, state, train, keys, rows, pool)
+    h: Any = x
+    for n, (layer, graph) in enumerate(zip(params.layers, each, strict=True)):
+        last = n == config.layers - 1
+        h = convolve(config, layer, graph, dropout(h, config.dropout, keys[n]), last)
+        if not last:
+            h = jax.nn.elu(h) if isinstance(config, GATConfig) else jax.nn.relu(h)
+    return (h if pool is None else pool.aggregate(h, reduce=config.readout)).astype(jnp.float32), state
+
+
+def apply_gin(
+    config: GINConfig,
+    params: GNNParams,
+    graphs: Sequence[Neighbours],
+    x: Any,
+    state: State,
+    train: bool,
+    keys: Sequence[Array | None],
+    rows: Array | None,
+    pool: Neighbours | None,
+) -> tuple[Array, State]:
+    """GIN: the score is the sum of a linear layer on the readout of each representation (the paper's §4.2)."""
+    if len(state) != config.layers:
+        raise ValueError(f"expected the statistics of {config.layers} layers as the state, found {len(state)}")
+    final, after, hidden = graphs[-1].num_nodes, [], [x]
+    for layer, graph, statistics in zip(params.layers, graphs, state, strict=True):
+        present = None if rows is None else rows[: graph.num_nodes]
+        x, new = isomorphism_layer(layer, graph, x, statistics, present, train)
+        hidden.append(x)
+        after.append(new)
+    scores = jnp.zeros((), jnp.float32)
+    for h, head, key in zip(hidden, params.scores, keys, strict=True):
+        if pool is None:
+            score = first_rows(h, final, head.weight) + head.bias
+        else:
+            score = linear(pool.aggregate(h[:final], reduce=config.readout), head)
+        scores = scores + dropout(score, config.dropout, key).astype(jnp.float32)
+    return scores, tuple(after)

@@ -1,0 +1,82 @@
+"""`tilewright train gnn`: with nothing at hand, from files to a model on disk, and what it refuses."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cli.conftest import Run
+from tilewright.graph.data import karate_club
+from tilewright.models.gnn_checkpoint import load_gnn
+
+
+def test_it_runs_with_nothing_at_hand(run: Run):
+    ran = run("train", "gnn", "--epochs", 30, "--seeds", 2, "--json", "-")
+    assert ran.status == 0, ran.err
+    figures = ran.json
+    assert figures["data"] == "karate"
+    assert figures["config"] == {
+        "model_type": "gcn", "features": 34, "classes": 2, "hidden": 16, "layers": 2, "dropout": 0.5, "readout": "mean",
+    }  # fmt: skip
+    last = figures["accuracy"]["after the last epoch"]
+    assert last["val"] is None
+    assert last["test"]["mean"] == pytest.approx(np.mean(last["test"]["runs"]))
+    assert len(last["test"]["runs"]) == 2
+    assert "gcn on karate: accuracy in %, mean ± standard deviation of 2 runs" in " ".join(ran.err.split())
+
+
+def test_a_file_becomes_a_model(run: Run, tmp_path: Path):
+    data = karate_club()
+    path = tmp_path / "club.npz"
+    np.savez(
+        path,
+        edge_index=data.edge_index,
+        x=data.features,
+        y=data.labels,
+        train=data.train,
+        val=data.test[:8],
+        test=data.test[8:],
+    )
+    options = ["--data", path, "--model", "sage", "--hidden", 4, "--fan-out", "4,3", "--epochs", 2, "--out", tmp_path / "model"]
+    ran = run("train", "gnn", *options, "--save-every", 1)
+    assert ran.status == 0, ran.err
+    assert "at the best validation" in ran.out
+    config, params, _ = load_gnn(tmp_path / "model")
+    assert (config.features, config.hidden, config.classes) == (34, 4, 2)
+    again = run("train", "gnn", *options, "--save-every", 1)
+    assert "resuming club at epoch 2 of 2" in again.out
+    np.testing.assert_array_equal(params.layers[0].root, load_gnn(tmp_path / "model")[1].layers[0].root)
+
+
+def test_folders_of_graphs_are_cross_validated(run: Run, tmp_path: Path):
+    ring, star = "4 0\n0 2 1 3\n0 2 0 2\n0 2 1 3\n0 2 0 2\n", "4 1\n0 3 1 2 3\n0 1 0\n0 1 0\n0 1 0\n"
+    (tmp_path / "shapes").mkdir()
+    (tmp_path / "shapes" / "shapes.txt").write_text("20\n" + 10 * (ring + star))
+    ran = run("train", "gnn", "--data", tmp_path / "shapes", "--model", "gin", "--hidden", 4, "--layers", 1, "--epochs", 2,
+              "--fold", 3, "--json", "-")  # fmt: skip
+    assert ran.status == 0, ran.err
+    assert len(ran.json["accuracy"]["after the last epoch"]["test"]["runs"]) == 1
+    assert any(name.startswith("at the best epoch of all folds (") for name in ran.json["accuracy"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--data", "nowhere.npz"], "nowhere.npz: expected 'karate', an .npz file or a folder of graphs, found nothing"),
+        (["--heads", "4"], "--heads is for gat, found --model gcn"),
+        (["--fan-out", "3,x"], "--fan-out: expected whole numbers with commas between them, found '3,x'"),
+        (["--fan-out", "3"], "expected a fan-out for each of 2 layers, found 1"),
+        (["--fold", "2"], "--fold is for data of many graphs, and karate is one graph"),
+        (["--batch-size", "2"], "--batch-size is for sampled training"),
+        (["--seeds", "0"], "expected seeds of at least 1, found 0"),
+        (["--epochs", "0"], "expected epochs above 0, found 0"),
+        (["--hidden", "0"], "expected hidden of at least 1, found 0"),
+        (["--dropout", "1"], "expected a dropout from 0 to below 1, found 1.0"),
+        (["--model", "gcnii"], "gcnii"),
+    ],
+)
+def test_what_is_refused(run: Run, arguments: list[str], problem: str):
+    ran = run("train", "gnn", *arguments)
+    assert ran.status == 2
+    assert problem in " ".join(ran.err.split())
+    assert "Traceback" not in ran.err

@@ -1,0 +1,138 @@
+"""Attention over neighbours and the softmax of edges, for every layout against NumPy in float64 and against differences."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from graph.test_table import random_edges
+from tilewright.graph import rows
+from tilewright.graph.attention import attend, segment_softmax
+from tilewright.graph.table import NeighborTable
+from tilewright.kernels import select
+
+TABLES = [("padded", "given"), ("bucketed", "given"), ("bucketed", "rcm"), ("csr", "given"), ("csr", "rcm")]
+NODES, EDGES = 9, 35
+
+
+def expected(
+    ids: np.ndarray, x: np.ndarray, source: np.ndarray, target: np.ndarray, slope: float = 0.2
+) -> tuple[np.ndarray, np.ndarray]:
+    """The result and the weights of the edges, node by node in float64."""
+    scores = (source[ids[0]] + target[ids[1]]).astype(np.float64)
+    scores = np.where(scores > 0, scores, slope * scores)
+    weights, out = np.zeros_like(scores), np.zeros((target.shape[0], *x.shape[1:]))
+    for node in np.unique(ids[1]):
+        here = np.flatnonzero(ids[1] == node)
+        powers = np.exp(scores[here] - scores[here].max(0))
+        weights[here] = powers / powers.sum(0)
+        out[node] = (weights[here][:, :, None] * x[ids[0][here]]).sum(0)
+    return out, weights
+
+
+def drawn(seed: int, heads: int, sources: int = NODES, size: int = 3) -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(seed)
+    shapes = [(sources, heads, size), (sources, heads), (NODES, heads)]
+    return tuple(rng.normal(size=shape).astype(np.float32) for shape in shapes)
+
+
+def table_of(ids: np.ndarray, layout: str, order: str = "given") -> NeighborTable:
+    return NeighborTable.from_edges(ids, NODES, layout=layout, order=order, limit=4)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize(("layout", "order"), TABLES)
+def test_attend(layout: str, order: str, heads: int):
+    ids = random_edges(4, NODES, EDGES)
+    x, source, target = drawn(1, heads)
+    table = table_of(ids, layout, order)
+    slope = 0.2 if heads == 1 else 0.5
+    actual = jax.jit(partial(attend, negative_slope=slope))(table, x, source, target)
+    np.testing.assert_allclose(actual, expected(ids, x, source, target, slope)[0], atol=1e-5)
+    assert np.any(np.bincount(ids[1], minlength=NODES) == 0)  # a node without neighbours is among them, and gets zeros
+
+
+@pytest.mark.parametrize(("layout", "order"), TABLES)
+def test_gradients_by_differences(layout: str, order: str):
+    table = table_of(random_edges(5, NODES, EDGES), layout, order)
+    given = tuple(jnp.asarray(value) for value in drawn(2, 2))
+    run = jax.jit(lambda *given: attend(table, *given))
+    check_grads(run, given, order=1, modes=["rev"], atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("layout", ["padded", "bucketed", "csr"])
+def test_more_sources_than_nodes(layout: str):
+    rng = np.random.default_rng(0)
+    ids = np.stack([rng.integers(0, 14, EDGES), rng.integers(0, NODES, EDGES)])
+    x, source, target = drawn(3, 2, sources=14)
+    table = NeighborTable.from_edges(ids, NODES, num_sources=14, layout=layout, limit=4)
+    np.testing.assert_allclose(jax.jit(attend)(table, x, source, target), expected(ids, x, source, target)[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["padded", "bucketed", "csr"])
+def test_large_scores_and_bfloat16(layout: str):
+    """The largest of a row is taken off before the exponential; what padding points at has the largest score of all."""
+    ids = random_edges(6, NODES, EDGES)
+    x, source, target = drawn(4, 1)
+    source = source * 100
+    source[0] = 5000
+    ids[0][ids[0] == 0] = 1
+    half = np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32)
+    run = jax.jit(partial(attend, table_of(ids, layout), source_score=source, target_score=target))
+    actual = run(jnp.asarray(x, jnp.bfloat16))
+    assert actual.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(actual, np.float32), expected(ids, half, source, target)[0], atol=0.03)
+    gradient = jax.jit(jax.grad(lambda x: run(x).astype(jnp.float32).sum()))(jnp.asarray(x, jnp.bfloat16))
+    assert gradient.dtype == jnp.bfloat16
+    assert jnp.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("layout", ["padded", "bucketed", "csr"])
+def test_no_program_scatters_and_no_edge_has_features(layout: str, monkeypatch: pytest.MonkeyPatch):
+    """As it is handed to the compiler: features are gathered for some slots at a time, never for all edges."""
+    if layout == "csr" and not select.reduces_lists():
+        pytest.skip("lists are reduced by XLA's segment sums, which scatter, where there are no CPU kernels")
+    monkeypatch.setattr(rows, "CHUNK", 1000)
+    table = table_of(random_edges(7, NODES, EDGES), layout, "rcm")
+    given = drawn(5, 2, size=37)
+    run = jax.jit(jax.value_and_grad(lambda *given: (attend(table, *given) ** 2).sum(), (0, 1, 2)))
+    text = run.lower(*given).as_text()
+    assert "stablehlo.scatter" not in text
+    gathered = [int(count) for count in re.findall(r"tensor<(\d+)x2x37xf32>", text)]
+    assert gathered
+    assert max(gathered) <= NODES
+
+
+@pytest.mark.parametrize(("layout", "order"), TABLES)
+def test_segment_softmax(layout: str, order: str):
+    ids = random_edges(8, NODES, EDGES)
+    _, source, target = drawn(6, 2)
+    table = table_of(ids, layout, order)
+    scores = source[ids[0]] + target[ids[1]]
+    leaky = jnp.where(scores > 0, scores, 0.2 * scores)
+    wanted = expected(ids, np.zeros((NODES, 2, 1)), source, target)[1]
+    run = jax.jit(lambda scores: segment_softmax(table, scores))
+    np.testing.assert_allclose(run(leaky), wanted, atol=1e-5)
+    np.testing.assert_allclose(run(leaky[:, 0]), wanted[:, 0], atol=1e-5)
+    check_grads(run, (leaky,), order=1, modes=["rev"], atol=2e-2, rtol=2e-2)
+
+
+def test_bad_input():
+    table = table_of(random_edges(9, NODES, EDGES), "bucketed")
+    x, source, target = drawn(7, 2)
+    spoilt = source.copy()
+    spoilt[3, 1] = np.nan
+    with pytest.raises(ValueError, match=r"source scores without NaN, found one at \[3, 1\]"):
+        attend(table, x, spoilt, target)
+    with pytest.raises(ValueError, match="target scores of 9 nodes, found 8"):
+        attend(table, x, source, target[:8])
+    with pytest.raises(ValueError, match="values of 9 nodes, found 8"):
+        attend(table, x[:8], source[:8], target)
+    with pytest.raises(ValueError, match=r"M = 9 and N = 9, found \[8, 2, 3\], \[8, 2\] and \[9, 2\]"):
+        table.attend(jnp.asarray(x[:8]), jnp.asarray(source[:8]), jnp.asarray(target))
+    with pytest.raises(ValueError, match=r"scores of 35 edges, found shape \[34\]"):
+        segment_softmax(table, np.zeros(34, np.float32))

@@ -1,0 +1,252 @@
+"""Readers of graph data: what they read, and what they say about files that are not right."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilewright.graph.data import (
+    GraphData,
+    NodeData,
+    SparseRows,
+    karate_club,
+    read_data,
+    read_gin_folder,
+    read_npz,
+    with_folds,
+    with_self_loops,
+    with_split,
+)
+
+ARRAYS: dict[str, Any] = {
+    "edge_index": np.array([[0, 1, 2, 3], [1, 0, 3, 2]]),
+    "x_indptr": np.array([0, 2, 2, 3, 4]), "x_indices": np.array([0, 2, 1, 2]),
+    "x_data": np.array([1.0, 3.0, 2.0, 5.0]), "x_shape": np.array([4, 3]),
+    "y": np.array([0, 1, -1, 1]), "train": np.array([0, 1]), "test": np.array([3]),
+}  # fmt: skip
+DENSE = np.array([[1, 0, 3], [0, 0, 0], [0, 2, 0], [0, 0, 5]], np.float32)
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    arrays = {name: value for name, value in (ARRAYS | changes).items() if value is not None}
+    np.savez(folder / "tiny.npz", **arrays)
+    return folder / "tiny.npz"
+
+
+def test_the_karate_club():
+    data = karate_club()
+    degrees = np.bincount(data.edge_index[1], minlength=34)
+    assert data.edge_index.shape == (2, 2 * 78)
+    # Zachary 1977, figure 1: the degrees of all members.
+    wanted = [16, 9, 10, 6, 3, 4, 4, 4, 5, 2, 3, 1, 2, 5, 2, 2, 2, 2, 2, 3, 2, 2, 2, 5, 3, 3, 2, 4, 3, 4, 4, 6, 12, 17]
+    assert degrees.tolist() == wanted
+    assert {tuple(edge) for edge in data.edge_index.T} == {tuple(edge) for edge in data.edge_index[::-1].T}
+    assert np.bincount(data.labels).tolist() == [17, 17]
+    assert data.labels[data.train].tolist() == [0, 1]
+    assert sorted([*data.train, *data.test]) == list(range(34))
+    assert read_data("karate").name == "karate"
+
+
+def test_an_archive_with_sparse_features(tmp_path: Path):
+    data = read_npz(write(tmp_path))
+    assert isinstance(data.features, SparseRows)
+    np.testing.assert_array_equal(data.rows(np.array([3, 0, 0, 1])), DENSE[[3, 0, 0, 1]])
+    np.testing.assert_array_equal(data.edge_index, ARRAYS["edge_index"])
+    assert (data.num_nodes, data.num_features, data.num_classes) == (4, 3, 2)
+    assert [part.tolist() for part in (data.train, data.val, data.test)] == [[0, 1], [], [3]]
+    sums = DENSE.sum(1, keepdims=True)
+    np.testing.assert_allclose(data.row_normalised().rows(np.arange(4)), DENSE / np.where(sums == 0, 1, sums))
+
+
+def test_an_archive_with_dense_features(tmp_path: Path):
+    data = read_npz(write(tmp_path, x=DENSE.astype(np.float64), x_data=None, x_indptr=None))
+    np.testing.assert_array_equal(data.rows(np.arange(4)), DENSE)
+    np.testing.assert_allclose(data.row_normalised().rows(np.array([0])), DENSE[:1] / 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"y": None}, r"tiny.npz: it lacks the arrays y; it has edge_index"),
+        ({"x_data": None}, "it has no features"),
+        ({"x_shape": None}, "it lacks the arrays x_shape"),
+        ({"edge_index": np.array([[0, 1], [1, 4]])}, r"edge_index\[1, 1\] is 4, expected 0 to 3"),
+        ({"edge_index": np.array([[0, -1], [1, 2]])}, r"edge_index\[0, 1\] is -1, expected 0 to 3"),
+        ({"edge_index": np.array([[0.0], [1.0]])}, "edge_index must hold integers, found float64"),
+        ({"edge_index": np.array([0, 1])}, r"edge_index must have the shape \[2, any\], found \[2\]"),
+        ({"x_data": np.array([1, 2, np.nan, 4])}, r"x_data\[2\] is nan, expected a finite number"),
+        ({"x_indices": np.array([0, 2, 1, 3])}, r"x_indices\[3\] is 3, expected 0 to 2"),
+        ({"x_indptr": np.array([0, 3, 2, 3, 4])}, "x_indptr must rise from 0 to the 4 entries"),
+        ({"x_shape": np.array([5, 3])}, r"x_shape\[0\] is 5, but there are 4 nodes"),
+        ({"x": np.zeros((3, 2))}, r"x must have the shape \[4, features\], found \[3, 2\]"),
+        ({"x": np.array(["a"] * 4)}, "x must hold numbers, found <U1"),
+        ({"train": np.array([0, 2])}, "node 2 of train has no label"),
+        ({"test": np.array([4])}, r"test\[0\] is 4, expected 0 to 3"),
+        ({"y": np.array([-1] * 4)}, "no node has a label"),
+        ({"y": np.array([0, 1, -2, 1])}, r"y\[2\] is -2"),
+    ],
+)
+def test_what_is_wrong_with_an_archive(tmp_path: Path, changes: dict[str, Any], problem: str):
+    with pytest.raises(ValueError, match=problem):
+        read_npz(write(tmp_path, **changes))
+
+
+class Trap:
+    """Would leave a file behind if anything unpickled it."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.path,))
+
+
+def test_pickled_objects_are_refused(tmp_path: Path):
+    trap = np.empty(1, object)
+    trap[0] = Trap(tmp_path / "sprung")
+    with pytest.raises(ValueError, match="array 'extra' holds pickled objects, which are never loaded"):
+        read_npz(write(tmp_path, extra=trap))
+    bare = tmp_path / "bare.npz"
+    bare.write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
+    with pytest.raises(ValueError, match=r"bare\.npz is not a readable \.npz archive"):
+        read_npz(bare)
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_what_is_no_archive(tmp_path: Path):
+    path = write(tmp_path)
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(ValueError, match=r"is not a readable \.npz archive"):
+        read_data(str(path))
+    with (tmp_path / "array.npz").open("wb") as file:
+        np.save(file, np.zeros(3))
+    with pytest.raises(ValueError, match=r"array\.npz is not a readable \.npz archive"):
+        read_npz(tmp_path / "array.npz")
+    with pytest.raises(ValueError, match=r"expected 'karate', an \.npz file or a folder of graphs"):
+        read_data(str(tmp_path / "nowhere"))
+
+
+GRAPHS = "2\n3 1\n0 1 1\n2 2 0 2\n0 1 1\n2 -1\n5 1 1\n0 1 0\n"
+
+
+def gin_folder(folder: Path, text: str = GRAPHS, folds: dict[str, str] | None = None) -> Path:
+    folder = folder / "TINY"
+    (folder / "10fold_idx").mkdir(parents=True)
+    (folder / "TINY.txt").write_text(text)
+    for n in range(1, 11):
+        for part, ids in {"train": "0\n", "test": "1\n"}.items():
+            name = f"{part}_idx-{n}.txt"
+            (folder / "10fold_idx" / name).write_text((folds or {}).get(name, ids))
+    return folder
+
+
+def test_the_gin_text_format(tmp_path: Path):
+    data = read_gin_folder(gin_folder(tmp_path))
+    assert data.name == "TINY"
+    assert data.node_offsets.tolist() == [0, 3, 5]
+    assert data.edge_offsets.tolist() == [0, 4, 6]
+    assert data.edge_index.tolist() == [[1, 0, 2, 1, 1, 0], [0, 1, 1, 2, 0, 1]]
+    assert data.features.tolist() == [[1, 0, 0], [0, 1, 0], [1, 0, 0], [0, 0, 1], [1, 0, 0]]  # tags 0, 2, 5
+    assert data.labels.tolist() == [1, 0]
+    assert len(data.folds) == 10
+    assert [part.tolist() for part in data.folds[3]] == [[0], [1]]
+    assert isinstance(read_data(str(tmp_path / "TINY")), GraphData)
+
+
+def test_degrees_stand_in_for_tags_that_say_nothing(tmp_path: Path):
+    text = "1\n3 0\n7 1 1\n7 2 0 2\n7 1 1\n"
+    folds = {f"{part}_idx-{n}.txt": "0\n" for n in range(1, 11) for part in ("train",)}
+    folder = gin_folder(tmp_path, text, folds)
+    for path in (folder / "10fold_idx").iterdir():
+        path.unlink()
+    (folder / "10fold_idx").rmdir()
+    data = read_gin_folder(folder)
+    assert data.features.tolist() == [[1, 0], [0, 1], [1, 0]]
+    assert data.folds == ()
+
+
+def test_attributes_follow_the_tags(tmp_path: Path):
+    data = read_gin_folder(gin_folder(tmp_path, GRAPHS.replace("\n5 1 1\n0 1 0\n", "\n5 1 1\n0 1 0 \n")))
+    assert data.features.shape == (5, 3)
+    lines = [f"{line} 0.5 -2" if n not in (0, 1, 5) else line for n, line in enumerate(GRAPHS.splitlines())]
+    other = read_gin_folder(gin_folder(tmp_path / "other", "\n".join(lines)))
+    np.testing.assert_array_equal(other.features[:, :3], data.features)
+    np.testing.assert_array_equal(other.features[:, 3:], [[0.5, -2]] * 5)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("2\n3 1\n", "none\n3 1\n", r"TINY.txt, line 1: expected the number of graphs, found 'none'"),
+        ("2\n3 1\n", "0\n3 1\n", "line 1: expected at least one graph, found 0"),
+        ("3 1\n", "3\n", "line 2: expected a graph's number of nodes and its label, found 3"),
+        ("2 2 0 2\n", "2 2 0 3\n", "line 4: neighbour 3 is none of the 3 nodes"),
+        ("2 2 0 2\n", "2 3 0 2\n", "line 4: expected a node's tag, its number of neighbours and these, found '2 3 0 2'"),
+        ("2 2 0 2\n", "2 2 0 x\n", "line 4: expected the numbers of a node's neighbours, found '0 x'"),
+        ("2 2 0 2\n", "2 2 0 2 nan\n", "line 4: expected a finite attribute, found 'nan'"),
+        ("2 2 0 2\n", "2 2 0 2 1.5\n", "nodes differ in their number of attributes"),
+        ("0 1 0\n", "", "line 8: expected node 1 of 2, found the end of the file"),
+        ("0 1 0\n", "0 1 0\n4 2\n", "line 9: expected the end of the file after 2 graphs"),
+    ],
+)
+def test_what_is_wrong_with_a_text_file(tmp_path: Path, old: str, new: str, problem: str):
+    with pytest.raises(ValueError, match=problem):
+        read_gin_folder(gin_folder(tmp_path, GRAPHS[::-1].replace(old[::-1], new[::-1], 1)[::-1]))
+
+
+@pytest.mark.parametrize(
+    ("ids", "problem"),
+    [
+        ("0\n2\n", r"train_idx-2.txt, line 2: graph 2 is none of the 2 graphs"),
+        ("0\nx\n", r"train_idx-2.txt, line 2: expected a graph's number, found 'x'"),
+        ("", r"train_idx-2.txt, line 0: expected the numbers of graphs, found none"),
+        ("1\n", "fold 2 both trains and tests on graph 1"),
+    ],
+)
+def test_what_is_wrong_with_a_fold(tmp_path: Path, ids: str, problem: str):
+    with pytest.raises(ValueError, match=problem):
+        read_gin_folder(gin_folder(tmp_path, folds={"train_idx-2.txt": ids}))
+
+
+def test_a_fold_that_is_missing(tmp_path: Path):
+    folder = gin_folder(tmp_path)
+    (folder / "10fold_idx" / "test_idx-7.txt").unlink()
+    with pytest.raises(ValueError, match=r"test_idx-7.txt cannot be read"):
+        read_gin_folder(folder)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="empty: expected one text file with the graphs, found 0"):
+        read_gin_folder(tmp_path / "empty")
+
+
+@given(st.integers(1, 12), st.integers(1, 4), st.integers(0, 5))
+def test_a_split_has_every_class_and_no_node_twice(per_class: int, classes: int, seed: int):
+    labels = np.arange(60, dtype=np.int32) % classes
+    labels[:5] = -1
+    none = np.zeros(0, np.int32)
+    data = NodeData("made", np.zeros((2, 0), np.int32), np.zeros((60, 1), np.float32), labels, none, none, none)
+    split = with_split(data, seed, per_class, val=20)
+    assert np.bincount(labels[split.train], minlength=classes).tolist() == [
+        min(per_class, (labels == c).sum()) for c in range(classes)
+    ]
+    everything = np.concatenate([split.train, split.val, split.test])
+    assert sorted(everything) == list(range(5, 60))
+
+
+def test_folds_test_every_graph_once_and_have_all_labels(tmp_path: Path):
+    text = "40\n" + "".join(f"1 {n % 4 == 0:d}\n{n % 3} 0\n" for n in range(40))
+    data = with_folds(read_gin_folder(gin_folder(tmp_path, text)))
+    assert sorted(np.concatenate([test for _, test in data.folds])) == list(range(40))
+    for train, test in data.folds:
+        assert sorted([*train, *test]) == list(range(40))
+        assert data.labels[test].sum() == 1
+    with pytest.raises(ValueError, match="expected at least 10 graphs to deal into folds, found 2"):
+        with_folds(read_gin_folder(gin_folder(tmp_path / "few")))
+
+
+def test_self_loops_are_there_once():
+    edges = with_self_loops(np.array([[0, 1, 2], [1, 1, 0]], np.int32), 3)
+    assert sorted(map(tuple, edges.T)) == [(0, 0), (0, 1), (1, 1), (2, 0), (2, 2)]

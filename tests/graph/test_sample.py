@@ -1,0 +1,139 @@
+"""Sampled neighbourhoods: the right neighbours, one shape, and the whole graph's scores where nothing is left out."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models.dense_graph import DenseNeighbours
+from tilewright.graph.data import karate_club, with_self_loops
+from tilewright.graph.sample import NeighbourSampler, Sample, draw
+from tilewright.models import gnn
+from tilewright.models.gnn import FAMILIES
+from train.support import cheap_compilation
+
+KARATE = karate_club()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cheap_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with cheap_compilation(tmp_path_factory.getbasetemp() / "compiled"):
+        yield
+
+
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=20), st.integers(1, 6), st.integers(0, 9))
+def test_draws_are_different_numbers_in_range(counts: list[int], k: int, seed: int):
+    picks = draw(np.array(counts), k, np.random.default_rng(seed))
+    for row, count in zip(picks, counts, strict=True):
+        drawn = row[: min(count, k)]
+        assert len(set(drawn)) == len(drawn)
+        assert all(0 <= number < count for number in drawn)
+
+
+def test_every_subset_is_as_likely_as_any_other():
+    picks = draw(np.full(20_000, 5), 3, np.random.default_rng(0))
+    found = Counter(tuple(sorted(row)) for row in picks)
+    assert len(found) == 10  # 5 over 3
+    assert max(abs(count - 2000) for count in found.values()) < 200  # more than four standard deviations
+
+
+def near(node: int) -> set[int]:
+    return set(KARATE.edge_index[0][KARATE.edge_index[1] == node].tolist())
+
+
+def test_a_sample_is_a_forest_of_the_graphs_edges():
+    sampler = NeighbourSampler(KARATE.edge_index, 34, (3, 2), batch_size=5)
+    sample = sampler.sample(np.array([0, 33, 11]), seed=7)
+    assert sample.nodes.shape == (5 * 4 * 3,)
+    assert sample.nodes[:3].tolist() == [0, 33, 11]
+    assert np.asarray(sample.rows)[:5].tolist() == [True] * 3 + [False] * 2
+    for layer in sample.layers:
+        slots = np.asarray(layer.slots(jnp.asarray(sample.nodes[: layer.num_sources], jnp.float32)))
+        for row in range(layer.num_nodes):
+            drawn = slots[row, : int(layer.degrees[row])].tolist()
+            known = near(int(sample.nodes[row])) if sample.rows[row] else set()
+            assert len(drawn) == min(layer.fan_out, len(known)) == len(set(drawn))
+            assert set(drawn) <= known
+            assert int(layer.neighbours[row]) == len(known)
+
+
+def test_samples_are_a_function_of_their_seed_and_have_one_shape():
+    sampler = NeighbourSampler(KARATE.edge_index, 34, (4, 3), batch_size=6)
+
+    def leaves(roots: Any, seed: Any) -> list[np.ndarray]:
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(sampler.sample(np.asarray(roots, np.int64), seed))]
+
+    first, again, other = leaves([0, 33], (1, 2)), leaves([0, 33], (1, 2)), leaves([0, 33], (1, 3))
+    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
+    for more in (leaves([], 0), leaves([1, 2, 3, 4, 5, 6], 9)):
+        assert [leaf.shape for leaf in more] == [leaf.shape for leaf in first]
+
+
+def sampled_scores(config: Any, params: Any, state: Any, sample: Sample, x: jax.Array) -> jax.Array:
+    spoilt = jnp.where(sample.rows[:, None], x[sample.nodes], 1e6)
+    return gnn.apply(config, params, sample.layers, spoilt, state, rows=sample.rows)[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sample_that_leaves_nothing_out_has_the_whole_graphs_scores(family: str):
+    edges = with_self_loops(KARATE.edge_index, 34) if family == "gat" else KARATE.edge_index
+    config = FAMILIES[family](4, 2, layers=2, hidden=3)
+    params, state = gnn.init(config, jax.random.key(0))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(34, 4)), jnp.float32)
+    sampler = NeighbourSampler(KARATE.edge_index, 34, (17, 17), batch_size=4, self_loops=family == "gat")
+    roots = np.array([33, 11, 2])
+    found = sampled_scores(config, params, state, sampler.sample(roots, 0), x)
+    wanted, _ = gnn.apply(config, params, DenseNeighbours.of(edges, 34), x, state)
+    np.testing.assert_allclose(found[:3], wanted[roots], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("how", [{"reduce": "sum"}, {"reduce": "mean"}, {"normalisation": "symmetric"}])
+def test_sampled_reductions_are_right_on_average(how: dict[str, Any]):
+    x = np.random.default_rng(0).normal(1, 1, (34, 2)).astype(np.float32)
+    roots = np.array([0, 33])
+    sampler = NeighbourSampler(KARATE.edge_index, 34, (6,), batch_size=2)
+
+    @jax.jit
+    def reduced(sample: Any, x: jax.Array) -> jax.Array:
+        return sample.layers[0].aggregate(x, **how)
+
+    drawn = [sampler.sample(roots, seed) for seed in range(300)]
+    found = np.stack([reduced(Sample(None, None, sample.layers), jnp.asarray(x[sample.nodes])) for sample in drawn])
+    wanted = np.asarray(DenseNeighbours.of(KARATE.edge_index, 34).aggregate(jnp.asarray(x), **how))[roots]
+    error = found.std(0, ddof=1) / len(drawn) ** 0.5
+    assert (np.abs(found.mean(0) - wanted) < 4 * error).all()
+
+
+@pytest.mark.parametrize("reduce", ["max", "min"])
+def test_extremes_leave_padding_out(reduce: Any):
+    sampler = NeighbourSampler(np.array([[1, 2], [0, 0]]), 4, (3,), batch_size=3)
+    sample = sampler.sample(np.array([0, 3]), 0)
+    x = jnp.where(sample.rows[:, None], jnp.asarray(sample.nodes)[:, None].astype(jnp.float32), jnp.nan)
+    found = sample.layers[0].aggregate(x, reduce=reduce)
+    assert found[:, 0].tolist() == [2.0 if reduce == "max" else 1.0, 0.0, 0.0]
+
+
+def test_a_graph_without_edges():
+    sampler = NeighbourSampler(np.zeros((2, 0), np.int32), 3, (2,), batch_size=2)
+    sample = sampler.sample(np.array([2]), 0)
+    assert sample.layers[0].aggregate(jnp.ones((6, 1))).tolist() == [[0.0], [0.0]]
+
+
+def test_what_is_refused():
+    edges = KARATE.edge_index
+    with pytest.raises(ValueError, match=r"expected fan-outs and a batch size of at least 1, found fan-outs \[3, 0\]"):
+        NeighbourSampler(edges, 34, (3, 0), batch_size=4)
+    with pytest.raises(ValueError, match=r"edge_index\[\d, \d+\] is 33, expected 0 to 32"):
+        NeighbourSampler(edges, 33, (3,), batch_size=4)
+    sampler = NeighbourSampler(edges, 34, (3,), batch_size=4)
+    with pytest.raises(ValueError, match="expected at most 4 roots, found 5"):
+        sampler.sample(np.arange(5), 0)
+    with pytest.raises(ValueError, match="root 34 is none of the 34 nodes"):
+        sampler.sample(np.array([3, 34]), 0)

@@ -1,0 +1,200 @@
+"""Training: it learns, goes on exactly where it was interrupted, and compiles once whatever is sampled."""
+
+import io
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from rich.console import Console
+
+from tilewright.compiled.ledger import no_compile_guard
+from tilewright.graph.batch import PADDING
+from tilewright.graph.data import GraphData, karate_club, offsets, undirected
+from tilewright.graph.graphs import GraphTask
+from tilewright.graph.nodes import FullGraphTask, SampledTask
+from tilewright.graph.train import TrainOptions, TrainResult, accuracy, make_optimizer, mean_loss, train
+from tilewright.models import gnn
+from tilewright.models.gnn import FAMILIES, GATConfig, GCNConfig, GINConfig, GraphSAGEConfig
+from train.support import cheap_compilation
+
+OPTIONS = TrainOptions(epochs=60, save_every=20, batch_size=4, iterations=3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cheap_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with cheap_compilation(tmp_path_factory.getbasetemp() / "compiled"):
+        yield
+
+
+def silent() -> Console:
+    return Console(file=io.StringIO())
+
+
+def rings_and_stars() -> GraphData:
+    """Sixteen graphs: rings are of class 0, stars of class 1; two of each are held out in both folds."""
+    edges, sizes = [], []
+    for n in range(16):
+        size = 4 + n // 4
+        ring = [(i, (i + 1) % size) for i in range(size)]
+        edges.append(undirected(np.array(ring if n % 2 == 0 else [(0, i) for i in range(1, size)])))
+        sizes.append(size)
+    ids, labels = np.arange(16, dtype=np.int32), (np.arange(16) % 2).astype(np.int32)
+    ends = offsets(sizes), offsets([each.shape[1] for each in edges])
+    features = np.ones((sum(sizes), 1), np.float32)
+    folds = tuple((np.setdiff1d(ids, test), test) for test in (ids[:4], ids[4:7]))
+    return GraphData("made", *ends, np.concatenate(edges, 1), features, labels, folds)
+
+
+def task(kind: str, options: TrainOptions = OPTIONS) -> Any:
+    """A tiny task of each kind, of two runs."""
+    if kind == "whole":
+        return FullGraphTask(GCNConfig(34, 2), karate_club(), options, runs=2)
+    if kind == "sampled":
+        data = karate_club()
+        some = replace(data, train=np.array([0, 33, 1, 2, 32, 31], np.int32), val=data.test[5:9], test=data.test[9:14])
+        return SampledTask(GraphSAGEConfig(34, 2), some, options, (3, 2), runs=2)
+    return GraphTask(GINConfig(1, 2, hidden=4, layers=2), rings_and_stars(), options, range(2))
+
+
+def same(a: TrainResult, b: TrainResult) -> None:
+    for one, other in zip(jax.tree.leaves((a.state, a.curves)), jax.tree.leaves((b.state, b.curves)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(("family", "least"), [("gcn", 0.9), ("gat", 0.9)])
+def test_the_karate_club_is_told_apart(family: str, least: float):
+    config = FAMILIES[family](34, 2, hidden=8)
+    result = train(FullGraphTask(config, karate_club(), replace(OPTIONS, epochs=100), runs=2), silent())
+    assert result.curves["loss"].shape == (100, 2)
+    assert result.last("test").min() >= least
+    assert result.curves["loss"][-1].max() < 0.3 < result.curves["loss"][0].min()
+    assert np.isnan(result.curves["val"]).all()
+
+
+def test_graphs_are_told_apart():
+    options = replace(OPTIONS, epochs=20, iterations=8)
+    result = train(GraphTask(GINConfig(1, 2, hidden=8, layers=2, dropout=0.0), rings_and_stars(), options, range(2)), silent())
+    assert result.last("test").min() == 1.0
+    assert result.best_mean_epoch("test") <= 20
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("kind", ["whole", "sampled", "graphs"])
+def test_an_interrupted_run_ends_as_if_it_had_not_been(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    epochs = {"whole": 34, "sampled": 3, "graphs": 4}[kind]
+    options = replace(OPTIONS, epochs=epochs, save_every=12 if kind == "whole" else 1)
+    whole = task(kind, options)
+    wanted = train(whole, silent())
+    advance = type(whole).advance
+
+    def interrupted(self: Any, state: Any, first: int, count: int) -> Any:
+        if first >= epochs - (10 if kind == "whole" else 2):
+            raise Interrupted
+        return advance(self, state, first, count)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(whole), "advance", interrupted)
+        with pytest.raises(Interrupted):
+            train(task(kind, options), silent(), tmp_path)
+    assert (tmp_path / "state.safetensors").exists()
+    same(train(task(kind, options), silent(), tmp_path), wanted)
+    same(train(task(kind, options), silent(), tmp_path), wanted)  # and once more where nothing is left to do
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
+    options = replace(OPTIONS, epochs=2)
+    train(task("whole", options), silent(), tmp_path)
+    with pytest.raises(ValueError, match=r"belongs to another run \(learning_rate: checkpoint 0.01, now 0.1\)"):
+        train(task("whole", replace(options, learning_rate=0.1)), silent(), tmp_path)
+    path = tmp_path / "state.safetensors"
+    path.write_bytes(path.read_bytes()[:50])
+    with pytest.raises(ValueError, match="is not a readable checkpoint"):
+        train(task("whole", options), silent(), tmp_path)
+
+
+def test_a_run_does_not_depend_on_those_beside_it():
+    options = replace(OPTIONS, epochs=5)
+    together = train(task("whole", options), silent())
+    second = FullGraphTask(GCNConfig(34, 2), karate_club(), replace(options, seed=1))
+    alone = train(second, silent())
+    np.testing.assert_allclose(together.curves["loss"][:, 1:], alone.curves["loss"], rtol=1e-5)
+    assert not np.allclose(together.curves["loss"][:, 0], together.curves["loss"][:, 1])
+
+
+@pytest.mark.parametrize("kind", ["whole", "sampled", "graphs"])
+def test_a_training_run_is_one_compilation(kind: str):
+    made = task(kind, replace(OPTIONS, epochs=7))
+    state, _ = made.advance(made.start(), 0, 1)
+    with no_compile_guard("fail", "the epochs after the first"):
+        for epoch in range(1, 4):
+            state, curves = made.advance(state, epoch, 1)
+    assert curves["loss"].shape == (1, 2)
+
+
+def test_weight_decay_is_l2_on_the_papers_matrices():
+    options = TrainOptions(weight_decay=0.5)
+    for config, decayed in ((GCNConfig(3, 2), 1), (GATConfig(3, 2, heads=2), 6)):
+        params, _ = gnn.init(config, jax.random.key(0))
+        optimizer = make_optimizer(config, options, 1)
+        zero = jax.tree.map(jnp.zeros_like, params)
+        with jax.numpy_dtype_promotion("standard"):
+            update, _ = optimizer.update(zero, optimizer.init(params), params)
+        moved = [bool((leaf != 0).any()) for leaf in jax.tree.leaves(update)]
+        assert sum(moved) == decayed
+
+
+def test_the_rate_is_halved():
+    config = GCNConfig(3, 2)
+    params, _ = gnn.init(config, jax.random.key(0))
+    optimizer = make_optimizer(config, TrainOptions(weight_decay=0.0, halve_every=2), steps_per_epoch=3)
+    state, ones, sizes = optimizer.init(params), jax.tree.map(jnp.ones_like, params), []
+    with jax.numpy_dtype_promotion("standard"):
+        for _ in range(13):
+            update, state = optimizer.update(ones, state, params)
+            sizes.append(float(optax.global_norm(update)))
+    np.testing.assert_allclose([sizes[6] / sizes[5], sizes[12] / sizes[5]], [0.5, 0.25], rtol=1e-3)
+
+
+def test_rows_that_do_not_count_change_nothing():
+    scores = jnp.array([[2.0, -1.0], [0.5, 1.0], [jnp.nan, 3.0]])
+    labels, counts = jnp.array([0, 0, PADDING]), jnp.array([True, True, False])
+    wanted = np.mean([np.log1p(np.exp(-3.0)), np.log1p(np.exp(0.5))])
+    np.testing.assert_allclose(mean_loss(scores, labels, counts), wanted, rtol=1e-6)
+    assert float(accuracy(scores, labels, counts)) == 0.5
+    gradient = jax.grad(lambda s: mean_loss(s, labels, counts))(scores)
+    assert not gradient[2].any()
+    assert bool(jnp.isfinite(gradient).all())
+    assert np.isnan(float(accuracy(scores, labels, jnp.zeros(3, bool))))
+
+
+def test_the_best_epochs_are_found():
+    val, test = np.array([[0.1, 0.5], [0.6, 0.4], [0.6, 0.3]]), np.array([[0.2, 0.7], [0.3, 0.6], [0.4, 0.1]])
+    result = TrainResult(task("whole").start(), {"val": val, "test": test}, 0.0)
+    assert result.at_best_validation("test").tolist() == [0.3, 0.7]
+    assert result.best_mean_epoch("test") == 1 or result.curves["test"].mean(1).argmax() == 0
+    assert result.last("test").tolist() == [0.4, 0.1]
+
+
+def test_what_cannot_be_trained():
+    data = karate_club()
+    with pytest.raises(ValueError, match="karate: no node to train on"):
+        FullGraphTask(GCNConfig(34, 2), replace(data, train=data.train[:0]), OPTIONS)
+    with pytest.raises(ValueError, match=r"expected a fan-out for each of 2 layers, found 1: \[3\]"):
+        SampledTask(GCNConfig(34, 2), data, OPTIONS, (3,))
+    with pytest.raises(ValueError, match="made: expected folds from 1 to 2, found 3"):
+        GraphTask(GINConfig(1, 2), rings_and_stars(), OPTIONS, [2])
+    with pytest.raises(ValueError, match="expected gcn, sage or gin to classify graphs, found gat"):
+        GraphTask(GATConfig(1, 2), rings_and_stars(), OPTIONS, [0])
+    with pytest.raises(ValueError, match="expected epochs above 0, found 0"):
+        TrainOptions(epochs=0)
+    with pytest.raises(ValueError, match=r"expected weight_decay of at least 0, found -1"):
+        TrainOptions(weight_decay=-1.0)
