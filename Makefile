@@ -31,6 +31,7 @@ oracle: .venv-oracle/installed ## compares with transformers, live; installs tor
 	$(ORACLE_BIN)/python tests/oracle/bench_generate.py --random qwen3-0.6b --dtype bfloat16 --also int8 --batches 1 \
 		--new-tokens 16 --repetitions 3
 	$(ORACLE_BIN)/python tests/oracle/bench_linear.py --layers q gate_up --rows 1 16 512 --repetitions 3
+	$(ORACLE_BIN)/python -W ignore tests/oracle/bench_graph.py
 
 clean: ## removes both environments and all caches
 	rm -rf .venv .venv-oracle build dist .pytest_cache .ruff_cache .hypothesis

@@ -42,7 +42,7 @@ class Compiled:
     """What the TPU compiler made of a program for one chip. All figures are compiler estimates.
 
     Attributes:
-        chip: the topology that it was compiled for; the program runs on one device of it.
+        chip: the topology that it was compiled for; the figures are those of one of its devices that run the program.
         hlo: the optimised, scheduled HLO.
         argument_bytes, output_bytes, alias_bytes: device memory of arguments and results, and of what both share by donation.
         temp_bytes: device memory for everything in between.
@@ -83,13 +83,14 @@ def compile_for(
     donate: int | Sequence[int] = (),
     options: Mapping[str, str | bool | int | float] | None = None,
 ) -> Compiled:
-    """Compiles a function for one device of a TPU topology, which need not exist.
+    """Compiles a function for a TPU topology, which need not exist: for one device of it, or for those that arguments name.
 
     Args:
         chip: kind and topology: `v5e:2x2`, `v5p:2x2x1`, `v6e:1x1`.
         fn: the function, jitted or not. Code in it that asks JAX for the platform is told of the machine that compiles.
-        args: its arguments, arrays or `jax.ShapeDtypeStruct`s in any pytree; only shapes and dtypes count. They are placed on
-            one device of the topology. Static arguments of a jitted function go in as they are.
+        args: its arguments, arrays or `jax.ShapeDtypeStruct`s in any pytree; only shapes and dtypes count, and of a
+            `ShapeDtypeStruct` the sharding, which must name devices of the topology (`tpu_topology`). Without any, they are
+            placed on one of its devices. Static arguments of a jitted function go in as they are.
         donate: positions of arguments whose buffers are given away, where `fn` is not jitted; a jitted one says so itself.
         options: compiler options (`xla_tpu_...`) for this program.
 
@@ -105,7 +106,10 @@ def compile_for(
     def placed(leaf: Any) -> Any:
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             return leaf
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement, weak_type=getattr(leaf, "weak_type", False))
+        sharding = placement
+        if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None:
+            sharding = leaf.sharding
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=getattr(leaf, "weak_type", False))
 
     program: Any = fn if jitted else jax.jit(fn, donate_argnums=donate)
     compiled = (

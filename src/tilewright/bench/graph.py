@@ -1,0 +1,377 @@
+"""Message passing as it is usually written, against this package's neighbour tables, on any graph.
+
+The experiments are those of a comparison published for Trainium2: scatter, gather and scatter, whole models. The baseline
+gathers the neighbours' features into `[nodes, degree, features]`, multiplies them by a mask and sums; a segment sum over the
+edges stands beside it. A model runs the same code on all sides: only the reduction differs.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float, Int, Int32
+
+from tilewright.compiled.compare import Comparison, Function, compare_all
+from tilewright.graph.data import GraphData, read_data, with_self_loops
+from tilewright.graph.rows import BucketRows
+from tilewright.graph.table import NeighborTable, default_layout
+from tilewright.kernels import select
+from tilewright.kernels.gather_reduce import nki, pallas_tpu
+from tilewright.kernels.scatter_add import nki as scatter_nki
+from tilewright.models import gnn
+from tilewright.models.params import DTYPES, Dtype
+
+MODELS = ("graphsage", "gcn", "gin", "gat")
+EXPERIMENTS = ("scatter-add", "gather-scatter", *MODELS)
+PUBLISHED = EXPERIMENTS[:-1]
+"""What the published comparison has: all but GAT."""
+LAYERS = 2
+"""Of a model, each as wide as the features."""
+
+SEED_SHAPE = "uniform:2048:64"
+"""The graph of the published comparison: as many nodes, and degrees from 1 to this."""
+
+LARGEST_MESSAGES = 2**32
+"""Bytes of gathered messages beyond which there is no baseline and no padded layout: 4 GiB, a quarter of a v5e's memory."""
+
+RMAT = (0.57, 0.19, 0.19, 0.05)
+"""Probabilities of the four quarters of the adjacency matrix (Chakrabarti et al. 2004; these are Graph500's)."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Edges to measure on, `[2, E]`, sources above destinations, and how many nodes they are among."""
+
+    name: str
+    edge_index: Int[np.ndarray, "2 E"]
+    num_nodes: int
+
+    @property
+    def degrees(self) -> Int[np.ndarray, " N"]:
+        return np.bincount(self.edge_index[1], minlength=self.num_nodes)
+
+    def record(self) -> dict[str, Any]:
+        degrees = self.degrees
+        most = int(degrees.max(initial=0))
+        return {"graph": self.name, "nodes": self.num_nodes, "edges": self.edge_index.shape[1], "max_degree": most}
+
+
+def read_graph(data: str) -> Graph:
+    """The graph that `--data` names: "seed", "uniform:NODES:MAXDEGREE", "rmat:NODES:EDGES", "karate" or an `.npz` file.
+
+    Raises:
+        ValueError: it is none of these, or without an edge.
+    """
+    kind, *sizes = (SEED_SHAPE if data == "seed" else data).split(":")
+    if kind in ("uniform", "rmat"):
+        if len(sizes) != 2 or not all(size.isascii() and size.isdigit() and 0 < int(size) < 2**31 for size in sizes):
+            wanted = "uniform:NODES:MAXDEGREE" if kind == "uniform" else "rmat:NODES:EDGES"
+            raise ValueError(f"expected {wanted} with numbers of at least 1, found {data!r}")
+        make = uniform if kind == "uniform" else rmat
+        return Graph(data, make(int(sizes[0]), int(sizes[1])), int(sizes[0]))
+    found = read_data(data)
+    if isinstance(found, GraphData):
+        raise ValueError(f"{data}: expected one graph, found a folder of {found.num_graphs}")
+    if not found.edge_index.size:
+        raise ValueError(f"{data}: expected a graph with edges, found none")
+    return Graph(found.name, found.edge_index, found.num_nodes)
+
+
+def uniform(nodes: int, most: int) -> Int[np.ndarray, "2 E"]:
+    """Degrees uniform from 1 to `most`, neighbours uniform among the nodes; always the same ones."""
+    rng = np.random.default_rng(0)
+    destinations = np.repeat(np.arange(nodes), rng.integers(1, most + 1, nodes))
+    return np.stack([rng.integers(0, nodes, destinations.size), destinations])
+
+
+def rmat(nodes: int, edges: int) -> Int[np.ndarray, "2 E"]:
+    """A random graph with hubs: each edge falls into one quarter of the matrix, then of that quarter, and so on."""
+    rng = np.random.default_rng(0)
+    found = np.zeros((2, 0), np.int64)
+    while found.shape[1] < edges:
+        drawn = np.zeros((2, edges), np.int64)
+        for _ in range((nodes - 1).bit_length()):
+            quarter = rng.choice(4, edges, p=RMAT)
+            drawn = 2 * drawn + np.stack([quarter // 2, quarter % 2])
+        found = np.concatenate([found, drawn[:, (drawn < nodes).all(0)]], axis=1)
+    return found[:, :edges]
+
+
+def by_degree(total: Float[Array, "N F"], degrees: Float[Array, " N"]) -> Float[Array, "N F"]:
+    """A sum made a mean."""
+    return total / jnp.maximum(degrees, 1).astype(total.dtype)[:, None]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Gathered:
+    """The baseline: gather, mask, sum, with every factor worked out before. Offers `models.gnn.Neighbours`.
+
+    Attributes:
+        sources: neighbours of each node, padded with 0.
+        mask: 1 for a slot that is a neighbour.
+        symmetric, own: GCN's factors of the slots, and of the node itself.
+    """
+
+    sources: Int32[Array, "N K"]
+    mask: Float[Array, "N K"]
+    symmetric: Float[Array, "N K"]
+    own: Float[Array, " N"]
+    degrees: Float[Array, " N"]
+    num_nodes: int = field(metadata={"static": True})
+
+    @property
+    def num_sources(self) -> int:
+        return self.num_nodes
+
+    def aggregate(self, x: Array, *, reduce: str = "sum", normalisation: str | None = None) -> Array:
+        factors = self.mask if normalisation is None else self.symmetric
+        messages = x[self.sources]
+        total = (messages * factors.astype(x.dtype)[:, :, None]).sum(axis=1)
+        if normalisation is not None:
+            return total + x * self.own.astype(x.dtype)[:, None]
+        return by_degree(total, self.degrees) if reduce == "mean" else total
+
+    def attend(self, x: Array, source_score: Array, target_score: Array, negative_slope: float = 0.2) -> Array:
+        scores = jax.nn.leaky_relu(source_score[self.sources] + target_score[:, None], negative_slope)
+        weights = jax.nn.softmax(scores, axis=1, where=self.mask[:, :, None] > 0)
+        return (weights[..., None] * x[self.sources]).sum(axis=1)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Segments:
+    """What JAX offers for it: a segment sum over edges that are sorted by destination. Offers `models.gnn.Neighbours`."""
+
+    sources: Int32[Array, " E"]
+    destinations: Int32[Array, " E"]
+    symmetric: Float[Array, " E"]
+    own: Float[Array, " N"]
+    degrees: Float[Array, " N"]
+    num_nodes: int = field(metadata={"static": True})
+
+    @property
+    def num_sources(self) -> int:
+        return self.num_nodes
+
+    def total(self, messages: Array) -> Array:
+        return jax.ops.segment_sum(messages, self.destinations, self.num_nodes, indices_are_sorted=True)
+
+    def aggregate(self, x: Array, *, reduce: str = "sum", normalisation: str | None = None) -> Array:
+        if normalisation is not None:
+            factors = self.symmetric.astype(x.dtype)[:, None]
+            return self.total(x[self.sources] * factors) + x * self.own.astype(x.dtype)[:, None]
+        total = self.total(x[self.sources])
+        return by_degree(total, self.degrees) if reduce == "mean" else total
+
+    def attend(self, x: Array, source_score: Array, target_score: Array, negative_slope: float = 0.2) -> Array:
+        scores = jax.nn.leaky_relu(source_score[self.sources] + target_score[self.destinations], negative_slope)
+        best = jax.ops.segment_max(scores, self.destinations, self.num_nodes, indices_are_sorted=True)
+        weights = jnp.exp(scores - best[self.destinations])
+        weights = weights / self.total(weights)[self.destinations]
+        return self.total(weights[..., None] * x[self.sources])
+
+
+def peers(graph: Graph, gathered: bool) -> dict[str, Any]:
+    """What the other sides read: `segments`, and `gathered` if that is asked for."""
+    order = np.argsort(graph.edge_index[1], kind="stable")
+    sources, destinations = graph.edge_index[:, order].astype(np.int32)
+    degrees, loops = graph.degrees, np.ones(graph.num_nodes)
+    loops[sources[sources == destinations]] = 0
+    root = (degrees + loops) ** -0.5
+    factors = root[sources] * root[destinations]
+    own, counts = jnp.asarray(loops * root * root, jnp.float32), jnp.asarray(degrees, jnp.float32)
+    ends, each = (jnp.asarray(sources), jnp.asarray(destinations)), jnp.asarray(factors, jnp.float32)
+    inputs: dict[str, Any] = {"segments": Segments(*ends, each, own, counts, graph.num_nodes)}
+    if gathered:
+        shape = (graph.num_nodes, max(1, int(degrees.max())))
+        filled = np.arange(shape[1]) < degrees[:, None]
+        slots = [np.zeros(shape, dtype) for dtype in (np.int32, np.float32, np.float32)]
+        for slot, values in zip(slots, (sources, 1, factors), strict=True):
+            slot[filled] = values
+        named, mask, symmetric = map(jnp.asarray, slots)
+        inputs["gathered"] = Gathered(named, mask, symmetric, own, counts, graph.num_nodes)
+    return inputs
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Functions to compare, all of one argument.
+
+    Attributes:
+        functions: by name; the first is what the others are held against.
+        inputs: what each takes.
+        counts: for the kernels behind a function, what their DMAs do; see `dma_counts`.
+        notes: what is missing, and why.
+    """
+
+    name: str
+    functions: Mapping[str, Function]
+    inputs: Mapping[str, Any]
+    counts: Mapping[str, Mapping[str, int]]
+    notes: tuple[str, ...]
+
+
+def prepare(
+    graph: Graph, names: Sequence[str], layouts: Sequence[str], features: int, dtype: Dtype, chips: Sequence[str] = ()
+) -> list[Experiment]:
+    """The experiments, ready to compare.
+
+    Args:
+        names: of `EXPERIMENTS`.
+        layouts: of the neighbour tables; "auto" is the one that suits this machine, or a TPU where `chips` are given.
+    """
+    automatic = "bucketed" if chips else default_layout()
+    wanted = list(dict.fromkeys(automatic if layout == "auto" else layout for layout in layouts))
+    x = jax.random.normal(jax.random.key(0), (graph.num_nodes, features), DTYPES[dtype])
+    ready = []
+    arrays = None
+    for name in names:
+        if name == "gat":  # whose nodes are neighbours of themselves
+            looped = replace(graph, edge_index=with_self_loops(graph.edge_index.astype(np.int32), graph.num_nodes))
+            ready.append(gathering(name, x, make_arrays(looped, wanted, x), dtype))
+            continue
+        arrays = arrays or make_arrays(graph, wanted, x)
+        ready.append(scatter_add(x, arrays) if name == "scatter-add" else gathering(name, x, arrays, dtype))
+    return ready
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """A graph as each side holds it; without `gathered` and a padded table where their messages would be too large."""
+
+    peers: Mapping[str, Any]
+    tables: Mapping[str, NeighborTable]
+    notes: tuple[str, ...]
+
+
+def make_arrays(graph: Graph, layouts: Sequence[str], x: Float[Array, "N F"]) -> Arrays:
+    shape = (graph.num_nodes, int(graph.degrees.max()), x.shape[1])
+    size = math.prod(shape) * x.dtype.itemsize
+    fits = size <= LARGEST_MESSAGES
+    notes = () if fits else (f"messages [{shape[0]:,}, {shape[1]:,}, {shape[2]}] would take {size / 1e9:,.1f} GB",)
+    tables = {
+        layout: NeighborTable.from_edges(graph.edge_index, graph.num_nodes, layout=layout)
+        for layout in layouts
+        if fits or layout != "padded"
+    }
+    return Arrays(peers(graph, fits), tables, notes)
+
+
+def scatter_add(x: Float[Array, "N F"], arrays: Arrays) -> Experiment:
+    """The sum over messages that are gathered already; without functions where these don't fit."""
+    if "gathered" not in arrays.peers:
+        return Experiment("scatter-add", {}, {}, {}, tuple(f"scatter-add left out: {note}" for note in arrays.notes))
+    gathered = arrays.peers["gathered"]
+    inputs = {"messages": x[gathered.sources], "mask": gathered.mask, "degrees": gathered.degrees.astype(jnp.int32)}
+
+    def baseline(given: Mapping[str, Any]) -> Array:
+        messages = given["messages"]
+        return (messages * given["mask"].astype(messages.dtype)[:, :, None]).sum(axis=1)
+
+    def fused(given: Mapping[str, Any]) -> Array:
+        return select.scatter_add(given["messages"], given["degrees"])
+
+    rows, slots, features = inputs["messages"].shape
+    moved = scatter_nki.transfers(rows, slots, features, x.dtype.itemsize)
+    counts = {"nki_dma_descriptors": moved.descriptors, "nki_read_bytes": moved.read, "nki_written_bytes": moved.written}
+    return Experiment("scatter-add", {"baseline": baseline, "fused": fused}, inputs, {"fused": counts}, ())
+
+
+def gathering(name: str, x: Float[Array, "N F"], arrays: Arrays, dtype: Dtype) -> Experiment:
+    """The reduction itself, or a model that holds it `LAYERS` times; from and to the caller's order of nodes on all sides."""
+    inputs: dict[str, Any] = {"x": x, **arrays.peers, **arrays.tables}
+    config = model_config(name, x.shape[1])
+    if config is not None:
+        inputs["params"], inputs["state"] = gnn.init(config, jax.random.key(1), dtype)
+
+    def reduced(given: Mapping[str, Any], neighbours: Any, x: Array) -> Array:
+        if config is None:
+            return neighbours.aggregate(x)
+        return gnn.apply(config, given["params"], neighbours, x, given["state"])[0]
+
+    def side(graph: str) -> Function:
+        def run(given: Mapping[str, Any]) -> Array:
+            neighbours, x = given[graph], given["x"]
+            if isinstance(neighbours, NeighborTable):
+                return neighbours.restore(reduced(given, neighbours, neighbours.arrange(x)))
+            return reduced(given, neighbours, x)
+
+        return run
+
+    functions = {"baseline": side("gathered")} if "gathered" in arrays.peers else {}
+    functions |= {"segment_sum": side("segments"), **{layout: side(layout) for layout in arrays.tables}}
+    notes = tuple(f"{name} without baseline and padded layout, so against segment_sum: {note}" for note in arrays.notes)
+    if name == "gat":  # which another kernel reduces
+        return Experiment(name, functions, inputs, {}, notes)
+    times = 1 if config is None else LAYERS
+    counts = {layout: dma_counts(table, x, name == "graphsage", times) for layout, table in arrays.tables.items()}
+    return Experiment(name, functions, inputs, counts, notes)
+
+
+def model_config(name: str, features: int) -> gnn.Config | None:
+    """A model of `LAYERS` layers, each as wide as the features; None for what is no model."""
+    match name:
+        case "graphsage":
+            return gnn.GraphSAGEConfig(features, features, features, LAYERS)
+        case "gcn":
+            return gnn.GCNConfig(features, features, features, LAYERS)
+        case "gin":
+            return gnn.GINConfig(features, features, features, LAYERS)
+        case "gat":
+            heads = math.gcd(features, 8)
+            return gnn.GATConfig(features, features, features // heads, LAYERS, heads=heads)
+    return None
+
+
+def dma_counts(table: NeighborTable, x: Float[Array, "N F"], mean: bool, times: int) -> dict[str, int]:
+    """What the TPU and NKI kernels move for reductions of features like `x`, counted from the kernels; nothing for lists, which
+    they don't take.
+
+    Args:
+        mean: whether a reduction divides by the degree.
+        times: reductions.
+    """
+    stage: Any = table.forward
+    if not isinstance(stage, BucketRows):
+        return {}
+    scaled = mean and stage.rest is None  # the mean of split rows is made of their sums
+    totals: dict[str, int] = dict.fromkeys(DMA_FIELDS, 0)
+    while stage is not None:
+        for block in stage.blocks:
+            rows, slots = block.sources.shape
+            tpu = pallas_tpu.transfers(np.asarray(block.degrees), slots, x.shape[1], x.dtype)
+            trainium = nki.transfers(rows, slots, x.shape[1], x.dtype.itemsize, scaled=scaled)
+            moved = (tpu.descriptors, tpu.gathered, tpu.read, tpu.written)
+            moved += (trainium.descriptors, trainium.read, trainium.written)
+            totals = {key: totals[key] + times * count for key, count in zip(DMA_FIELDS, moved, strict=True)}
+        stage = stage.rest
+    return totals
+
+
+DMA_FIELDS = (
+    "tpu_dma_descriptors", "tpu_gathered_bytes", "tpu_read_bytes", "tpu_written_bytes",
+    "nki_dma_descriptors", "nki_read_bytes", "nki_written_bytes",
+)  # fmt: skip
+"""What a record says of kernels besides the figures of a comparison."""
+
+
+def measure(
+    experiment: Experiment, repetitions: int, chips: Sequence[str] = (), on_run: Callable[[], None] = lambda: None
+) -> tuple[Comparison, list[dict[str, Any]]]:
+    """Compares an experiment's functions, here or, where there are chips, as compiled for those.
+
+    Returns:
+        The comparison, and a record of each of its programs.
+    """
+    given = (experiment.inputs,)
+    compared = compare_all(experiment.functions, given, repetitions, chips=chips, run=not chips, on_run=on_run)
+    empty = dict.fromkeys(DMA_FIELDS)
+    about = {"experiment": experiment.name, "compared_with": next(iter(experiment.functions))}
+    records = [{**about, **row, **empty, **experiment.counts.get(row["name"], {})} for row in compared.record()["programs"]]
+    return compared, records

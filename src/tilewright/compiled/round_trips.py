@@ -1,0 +1,139 @@
+"""Intermediate arrays that a compiled program writes to device memory and reads back: what fusing operations is meant to avoid.
+
+A round trip is an array that an operation writes and a later one of the same program reads. Arguments are no round trips, since
+the program does not write them, and results are none unless the program itself reads them again. Nor are views, single
+numbers, what lives inside a fusion or a kernel, and on a TPU what stays in VMEM or scalar memory. An array that a loop
+makes anew in each iteration counts as often as the loop runs.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tilewright.compiled.hlo import DEVICE_MEMORY, FREE, Computation, Module, Op, execution, read_module
+from tilewright.compiled.traffic import FREE_CALLS, op_bytes, share_read, shares_written
+
+CALLERS = {
+    "while": ("condition", "body"),
+    "call": ("to_apply",),
+    "conditional": ("branch_computations", "true_computation", "false_computation"),
+}
+"""Operations that run other computations, and the attributes that name these."""
+
+
+@dataclass(frozen=True)
+class RoundTrip:
+    """One array that goes to device memory and comes back.
+
+    Attributes:
+        name: of the operation that writes it.
+        op_name: where that comes from in the Python program, empty where the compiler made it up.
+        dtype, dims: of the array, as HLO has them.
+        bytes: what is written of it in one run of the operation.
+        times: how often the operation runs.
+    """
+
+    name: str
+    op_name: str
+    dtype: str
+    dims: tuple[int, ...]
+    bytes: int
+    times: int
+
+
+def round_trips(text: str) -> tuple[RoundTrip, ...]:
+    """Finds them in a compiled program, in the order in which they are written.
+
+    Args:
+        text: its optimised HLO, as `traffic.memory_traffic` takes it.
+
+    Raises:
+        ValueError: text without an entry computation.
+    """
+    module = read_module(text)
+    run = execution(module, lambda op, computation: sum(op_bytes(module, computation, op)))
+    reads = Reads(module)
+    found = []
+    for step in run.steps:
+        op = step.op
+        if op.opcode in FREE or op.opcode.endswith(("-start", "-update")) or op.custom_call_target in FREE_CALLS:
+            continue
+        for index, (array, share) in enumerate(zip(op.outputs, shares_written(module, step.computation, op), strict=True)):
+            if array.space != DEVICE_MEMORY or array.elements <= 1 or not share:
+                continue
+            if reads.any(step.computation, op.name, index if len(op.outputs) > 1 else None):
+                size = round(array.device_bytes * share)
+                found.append(RoundTrip(op.name, op.op_name, array.dtype, array.dims, size, step.times))
+    return tuple(found)
+
+
+class Reads:
+    """Who reads a value of a program, through views, tuples, loops and calls."""
+
+    def __init__(self, module: Module):
+        self.module = module
+        self.sites: dict[str, list[tuple[Computation, Op, str]]] = {}
+        for computation in module.computations.values():
+            for op in computation.ops:
+                for attribute in CALLERS.get(op.opcode, ()):
+                    for name in op.callees(attribute):
+                        self.sites.setdefault(name, []).append((computation, op, attribute))
+
+    def any(self, computation: Computation, name: str, index: int | None) -> bool:
+        """Whether an operation reads the value.
+
+        Args:
+            index: which element it is of the tuple that `name` is; None where it is no tuple, or for all elements.
+        """
+        seen: set[tuple[str, str, int | None]] = set()
+        waiting = [(computation, name, index)]
+        while waiting:
+            where, name, index = waiting.pop()
+            if (where.name, name, index) in seen:
+                continue
+            seen.add((where.name, name, index))
+            for user, position in where.users[name]:
+                if self.reads(where, user, position):
+                    return True
+                waiting += self.passed_on(where, user, position, index)
+            if where.root.name == name:
+                waiting += self.returned(where, index)
+        return False
+
+    def reads(self, where: Computation, user: Op, position: int) -> bool:
+        """Whether a user reads this operand from memory, rather than pass it on."""
+        if user.opcode in FREE or user.opcode in CALLERS or user.custom_call_target in FREE_CALLS:
+            return False
+        return not user.opcode.endswith(("-done", "-update")) and share_read(self.module, where, user, position) > 0
+
+    def passed_on(
+        self, where: Computation, user: Op, position: int, index: int | None
+    ) -> Iterator[tuple[Computation, str, int | None]]:
+        """Where the value is found again behind a user that does not read it."""
+        if user.opcode in CALLERS:
+            for attribute in CALLERS[user.opcode]:
+                for name in user.callees(attribute):
+                    inner = self.module.computations[name]
+                    number = position if user.opcode == "call" else position - 1 if user.opcode == "conditional" else 0
+                    if number >= 0:
+                        yield inner, inner.parameter(number).name, index
+            if user.opcode == "while":  # a loop that runs no iteration
+                yield where, user.name, index
+        elif user.opcode == "tuple":
+            yield where, user.name, position
+        elif user.opcode == "get-tuple-element":
+            if index is None or user.number("index") == index:
+                yield where, user.name, None
+        elif user.opcode in FREE or user.custom_call_target in FREE_CALLS:
+            yield where, user.name, index
+        else:  # an update in place: what it leaves alone is still there
+            yield where, user.name, None
+
+    def returned(self, where: Computation, index: int | None) -> Iterator[tuple[Computation, str, int | None]]:
+        """Where the value is found again when its computation returns it; what the whole program returns, nowhere."""
+        for outer, op, attribute in self.sites.get(where.name, ()):
+            if attribute == "body":  # the next iteration
+                for name in op.callees("condition") + op.callees("body"):
+                    inner = self.module.computations[name]
+                    yield inner, inner.parameter(0).name, index
+            if attribute != "condition":
+                yield outer, op.name, index

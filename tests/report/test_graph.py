@@ -1,0 +1,74 @@
+"""The page of the graph benchmark: the figures that it was given, one file."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from report.reading import Page, check_self_contained
+from tilewright.report.graph import GraphReport, byte_bars, figures_table, kernels_table, time_bars, write_graph
+from tilewright.report.page import Cell, Table
+
+
+def record(experiment: str, name: str, place: str = "a machine", ms: float | None = 2.0, **more: Any) -> dict[str, Any]:
+    fields = {
+        "experiment": experiment, "name": name, "place": place, "measured": ms is not None, "median_ms": ms,
+        "speedup": None if ms is None else 10 / ms, "share_of_bandwidth": None if ms is None else 0.25,
+        "largest_difference": None if ms is None else 1e-6, "estimated_cycles": 41_000 if ms is None else None,
+        "without_estimate": 3, "memory_cycles": 1500 if ms is None else None, "read_bytes": 3_000_000,
+        "written_bytes": 1_000_000, "round_trips": 2, "round_trip_bytes": 500_000, "peak_bytes": 7_000_000, "compile_s": 0.5,
+        "tpu_dma_descriptors": None, "nki_dma_descriptors": None,
+    }  # fmt: skip
+    sizes = {f"{kind}_{way}_bytes": None for kind in ("tpu", "nki") for way in ("read", "written")}
+    return {**fields, **sizes, **more}
+
+
+COUNTED: dict[str, Any] = {"tpu_dma_descriptors": 68_126, "tpu_read_bytes": 35_400_000, "tpu_written_bytes": 1_050_000,
+                           "nki_dma_descriptors": 93_705, "nki_read_bytes": 40_000_000, "nki_written_bytes": 1_060_000}  # fmt: skip
+
+
+def sample() -> GraphReport:
+    measured = [record("gather-scatter", "baseline", ms=10.0), record("gather-scatter", "bucketed", ms=2.0, **COUNTED)]
+    measured.append(record("gcn <x>", "baseline", ms=10.0))
+    estimated = [record("gather-scatter", "bucketed", "v5e:1x1", ms=None, **COUNTED)]
+    return GraphReport("Graphs & bytes", "10 nodes.", measured + estimated, {"graph": "seed"}, ["no baseline: too large"])
+
+
+def texts(table: Table) -> list[list[str | None]]:
+    return [[cell.text if isinstance(cell, Cell) else cell for cell in row] for row in table.rows]
+
+
+def test_the_page_is_one_file_with_all_its_data(tmp_path: Path):
+    write_graph(tmp_path / "page.html", sample())
+    page = Page(tmp_path / "page.html")
+    check_self_contained(page)
+    assert page.data() == json.loads(json.dumps(asdict(sample())))
+    words = " ".join(page.words)
+    for shown in ("10 nodes.", "no baseline: too large", "gcn <x>, baseline", "5.00×", "Compiler estimates", "68,126"):
+        assert shown in words
+
+
+def test_the_tables_have_the_figures_and_the_best_speedup_is_strong():
+    records = sample().records
+    table = figures_table("a machine", records[:3])
+    assert texts(table)[1] == [
+        "gather-scatter, bucketed", "2", "5.00×", "25%", "1e-06", "3.00", "1.00", "2", "0.50", "7.00", "0.50",
+    ]  # fmt: skip
+    assert [isinstance(row[2], Cell) and row[2].strong for row in table.rows] == [False, True, True]
+    estimates = figures_table("v5e:1x1", records[3:])
+    assert texts(estimates)[0][1:4] == ["41.0", "3", "1.5"]
+    (kernels,) = texts(kernels_table(records[1:2]))
+    assert kernels[1:] == ["68,126", "35.40", "1.05", "93,705", "40.00", "1.06"]
+
+
+def test_a_chart_for_each_experiment():
+    records = sample().records[:3]
+    assert [(chart.title, len(chart.bars)) for chart in time_bars(records)] == [("gather-scatter", 2), ("gcn <x>", 1)]
+    assert byte_bars(records)[0].bars[0] == ("baseline", (3.0, 1.0))
+
+
+def test_no_figures_are_refused():
+    with pytest.raises(ValueError, match="figures of at least one program, found none"):
+        GraphReport("Graphs", "", [])
