@@ -28,15 +28,8 @@ def test_it_runs_with_nothing_at_hand(run: Run):
 def test_a_file_becomes_a_model(run: Run, tmp_path: Path):
     data = karate_club()
     path = tmp_path / "club.npz"
-    np.savez(
-        path,
-        edge_index=data.edge_index,
-        x=data.features,
-        y=data.labels,
-        train=data.train,
-        val=data.test[:8],
-        test=data.test[8:],
-    )
+    parts = {"train": data.train, "val": data.test[:8], "test": data.test[8:]}
+    np.savez(path, edge_index=data.edge_index, x=np.eye(34), y=data.labels, **parts)
     options = ["--data", path, "--model", "sage", "--hidden", 4, "--fan-out", "4,3", "--epochs", 2, "--out", tmp_path / "model"]
     ran = run("train", "gnn", *options, "--save-every", 1)
     assert ran.status == 0, ran.err

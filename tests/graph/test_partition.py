@@ -53,18 +53,19 @@ def close(found: Any, wanted: Any, tolerance: float = 2e-5) -> None:
 def table_of(exchange: str, layout: str, edges: Any = None, **how: Any) -> PartitionedTable:
     nodes = how.pop("num_nodes", 37)
     edges = graph() if edges is None else edges
-    return PartitionedTable.build(edges, how.pop("mesh", MESH), nodes, exchange=exchange, layout=layout, limit=4, **how)
+    return PartitionedTable.build(edges, how.pop("mesh", MESH), nodes, exchange=exchange, layout=layout, limit=8, **how)
 
 
 HOWS: list[dict[str, Any]] = [
     {"reduce": "sum"}, {"reduce": "mean"}, {"reduce": "max"}, {"reduce": "min"},
-    {"normalisation": "symmetric"}, {"normalisation": "row"},
+    {"normalisation": "row"}, {"normalisation": "symmetric"},
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("form", "weighted"), list(zip(FORMS, [False, True, True, False], strict=True)))
 def test_reductions_and_gradients_are_those_of_one_device(form: tuple[str, str], weighted: bool):
-    edges, x, due = graph(), features(), features(37, FEATURES, len(HOWS))[::-1]
+    hows = HOWS if form[1] == "csr" else HOWS[::2]  # programs of buckets take a while to compile
+    edges, x, due = graph(), features(), features(37, FEATURES, len(hows))[::-1]
     x[::3] = np.round(x[::3])  # ties
     weights = np.random.default_rng(2).choice([0.5, 1, 2], edges.shape[1]) if weighted else None
     single = NeighborTable.from_edges(edges, 37, weights, layout="csr")
@@ -72,7 +73,7 @@ def test_reductions_and_gradients_are_those_of_one_device(form: tuple[str, str],
 
     def results(table: Any, x: Array, due: Array) -> tuple[Array, Array]:
         def weigh(x: Array) -> tuple[Array, Array]:
-            outs = jnp.stack([table.aggregate(x, **how) for how in HOWS], axis=-1)
+            outs = jnp.stack([table.aggregate(x, **how) for how in hows], axis=-1)
             return jnp.sum(outs * due), outs
 
         return jax.grad(weigh, has_aux=True)(x)
@@ -81,7 +82,7 @@ def test_reductions_and_gradients_are_those_of_one_device(form: tuple[str, str],
     close([several.restore(each) for each in found], jax.jit(results)(single, jnp.asarray(x), jnp.asarray(due)))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMS[:3])
 def test_attention_and_its_gradients_are_those_of_one_device(form: tuple[str, str]):
     x, due = features(37, 2, 3), features(37, 2, 3)[::-1]
     source, target = features(37, 2) * 5 - 60, features(37, 2)[::-1]
@@ -145,7 +146,7 @@ def edge_lists(draw: st.DrawFn) -> tuple[int, Int[np.ndarray, "2 E"]]:
     return nodes, np.array(draw(st.lists(st.tuples(ids, ids), max_size=40)), np.int64).reshape(-1, 2).T
 
 
-@settings(max_examples=6)
+@settings(max_examples=5)
 @given(edge_lists(), st.sampled_from(FORMS), st.sampled_from(["given", "rcm"]), st.integers(1, 3))
 def test_any_graph_on_any_number_of_devices(listed: Any, form: tuple[str, str], order: str, devices: int):
     nodes, edges = listed
@@ -154,9 +155,9 @@ def test_any_graph_on_any_number_of_devices(listed: Any, form: tuple[str, str], 
     dense = np.zeros((nodes, nodes))
     np.add.at(dense, (edges[1], edges[0]), 1)
     arranged = table.arrange(x)
-    close(table.restore(table.aggregate(arranged)), dense @ x)
-    best = [x[row > 0].max(0) if row.any() else np.zeros(2) for row in dense]
-    close(table.restore(table.aggregate(arranged, reduce="max")), np.stack(best))
+    total, largest = jax.jit(lambda table, x: (table.aggregate(x), table.aggregate(x, reduce="max")))(table, arranged)
+    close(table.restore(total), dense @ x)
+    close(table.restore(largest), np.stack([x[row > 0].max(0) if row.any() else np.zeros(2) for row in dense]))
     close(table.restore(arranged), x)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from rich.console import Console
 
@@ -133,17 +132,18 @@ def test_a_run_does_not_depend_on_those_beside_it():
 @pytest.mark.parametrize("kind", ["whole", "sampled", "graphs"])
 def test_a_training_run_is_one_compilation(kind: str):
     made = task(kind, replace(OPTIONS, epochs=7))
-    state, _ = made.advance(made.start(), 0, 1)
+    state, curves = made.advance(made.start(), 0, 1)
     with no_compile_guard("fail", "the epochs after the first"):
         for epoch in range(1, 4):
             state, curves = made.advance(state, epoch, 1)
     assert curves["loss"].shape == (1, 2)
+    assert np.isfinite(curves["loss"]).all()
 
 
 def test_weight_decay_is_l2_on_the_papers_matrices():
     options = TrainOptions(weight_decay=0.5)
     for config, decayed in ((GCNConfig(3, 2), 1), (GATConfig(3, 2, heads=2), 6)):
-        params, _ = gnn.init(config, jax.random.key(0))
+        params: Any = gnn.init(config, jax.random.key(0))[0]
         optimizer = make_optimizer(config, options, 1)
         zero = jax.tree.map(jnp.zeros_like, params)
         with jax.numpy_dtype_promotion("standard"):
@@ -154,13 +154,13 @@ def test_weight_decay_is_l2_on_the_papers_matrices():
 
 def test_the_rate_is_halved():
     config = GCNConfig(3, 2)
-    params, _ = gnn.init(config, jax.random.key(0))
+    params: Any = gnn.init(config, jax.random.key(0))[0]
     optimizer = make_optimizer(config, TrainOptions(weight_decay=0.0, halve_every=2), steps_per_epoch=3)
     state, ones, sizes = optimizer.init(params), jax.tree.map(jnp.ones_like, params), []
     with jax.numpy_dtype_promotion("standard"):
         for _ in range(13):
             update, state = optimizer.update(ones, state, params)
-            sizes.append(float(optax.global_norm(update)))
+            sizes.append(float(jnp.abs(update.layers[0].weight).mean()))
     np.testing.assert_allclose([sizes[6] / sizes[5], sizes[12] / sizes[5]], [0.5, 0.25], rtol=1e-3)
 
 
@@ -177,10 +177,10 @@ def test_rows_that_do_not_count_change_nothing():
 
 
 def test_the_best_epochs_are_found():
-    val, test = np.array([[0.1, 0.5], [0.6, 0.4], [0.6, 0.3]]), np.array([[0.2, 0.7], [0.3, 0.6], [0.4, 0.1]])
+    val, test = np.array([[0.1, 0.5], [0.6, 0.4], [0.6, 0.3]]), np.array([[0.2, 0.8], [0.3, 0.6], [0.4, 0.1]])
     result = TrainResult(task("whole").start(), {"val": val, "test": test}, 0.0)
-    assert result.at_best_validation("test").tolist() == [0.3, 0.7]
-    assert result.best_mean_epoch("test") == 1 or result.curves["test"].mean(1).argmax() == 0
+    assert result.at_best_validation("test").tolist() == [0.3, 0.8]
+    assert result.best_mean_epoch("test") == 1
     assert result.last("test").tolist() == [0.4, 0.1]
 
 

@@ -25,8 +25,10 @@ def record(experiment: str, name: str, place: str = "a machine", ms: float | Non
     return {**fields, **sizes, **more}
 
 
-COUNTED: dict[str, Any] = {"tpu_dma_descriptors": 68_126, "tpu_read_bytes": 35_400_000, "tpu_written_bytes": 1_050_000,
-                           "nki_dma_descriptors": 93_705, "nki_read_bytes": 40_000_000, "nki_written_bytes": 1_060_000}  # fmt: skip
+COUNTED: dict[str, Any] = {
+    "tpu_dma_descriptors": 68_126, "tpu_read_bytes": 35_400_000, "tpu_written_bytes": 1_050_000,
+    "nki_dma_descriptors": 93_705, "nki_read_bytes": 40_000_000, "nki_written_bytes": 1_060_000,
+}  # fmt: skip
 
 
 def sample() -> GraphReport:

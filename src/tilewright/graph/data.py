@@ -118,7 +118,7 @@ class GraphData:
     edge_index: Int32[np.ndarray, "2 E"]
     features: Float32[np.ndarray, "N F"]
     labels: Int32[np.ndarray, " G"]
-    folds: tuple[tuple[Int32[np.ndarray, " train"], Int32[np.ndarray, " test"]], ...]
+    folds: tuple[tuple[Int32[np.ndarray, " _"], Int32[np.ndarray, " _"]], ...]
 
     @property
     def num_graphs(self) -> int:
@@ -409,7 +409,7 @@ def real(lines: Lines, word: str) -> float:
     return value
 
 
-def read_folds(folder: Path, graphs: int) -> Iterator[tuple[Int32[np.ndarray, " train"], Int32[np.ndarray, " test"]]]:
+def read_folds(folder: Path, graphs: int) -> Iterator[tuple[Int32[np.ndarray, " _"], Int32[np.ndarray, " _"]]]:
     """The ids in `10fold_idx/train_idx-1.txt`, `test_idx-1.txt` and so on; nothing where there is no such folder."""
     place = folder / "10fold_idx"
     for fold in range(1, 11) if place.is_dir() else ():

@@ -73,7 +73,7 @@ def whole_graph(config: Config, data: NodeData, layout: str = "auto") -> WholeGr
     parts = np.zeros((data.num_nodes, 3), bool)
     for n, part in enumerate(PARTS):
         parts[getattr(data, part), n] = True
-    order = np.asarray(table.arrange(jnp.arange(data.num_nodes)))
+    order = np.arange(data.num_nodes) if table.order is None else np.asarray(table.order)
     return WholeGraph(table, on_device(data, order), jnp.asarray(data.labels[order]), jnp.asarray(parts[order].T))
 
 

@@ -270,36 +270,45 @@ def make_table(
     room = count if capacity is None else capacity
     if count > room:
         raise ValueError(f"expected at most capacity={capacity} edges, found {count}")
-    nodes, sources = edges.num_nodes, edges.num_sources
     numbering = number_nodes(edges, layout, order, limit)
     places = None if numbering is None else build.inverse(numbering)
-    rows_of = edges.destinations if places is None else places[edges.destinations]
-    sources_of = edges.sources if places is None else places[edges.sources]
-
-    by_source = build.stable_order(sources_of, sources)
-    ahead = by_source[build.stable_order(rows_of[by_source], nodes)]
-    back = ahead[build.stable_order(sources_of[ahead], sources)]
-    wide, tall = widths or (None, None)
-    forward = make_rows(rows_of[ahead], sources_of[ahead], ahead, nodes, layout, limit, wide, room)
-    backward = make_rows(sources_of[back], rows_of[back], back, sources, layout, limit, tall, room)
-    if jax.tree.structure(forward) == jax.tree.structure(backward):
-        backward = jax.tree.map(lambda a, b: a if np.array_equal(a, b) else b, forward, backward)  # a symmetric graph's
-
-    loops = np.ones(nodes, np.float32)
-    loops[rows_of[rows_of == sources_of]] = 0
-    weights = None if edges.weights is None else jnp.asarray(np.pad(edges.weights, (0, room - count)))
+    rows = edges.destinations if places is None else places[edges.destinations]
+    sources = edges.sources if places is None else places[edges.sources]
+    forward, backward = both_ways(rows, sources, edges, layout, limit, widths or (None, None), room)
+    loops = np.ones(edges.num_nodes, np.float32)
+    loops[rows[rows == sources]] = 0
     return NeighborTable(
         forward,
         backward,
-        weights,
+        None if edges.weights is None else jnp.asarray(np.pad(edges.weights, (0, room - count))),
         jnp.asarray(loops),
         None if numbering is None else build.put(numbering),
         None if places is None else build.put(places),
-        nodes,
-        sources,
+        edges.num_nodes,
+        edges.num_sources,
         room,
         layout,
     )
+
+
+def both_ways(
+    rows: build.Ids,
+    sources: build.Ids,
+    edges: Edges,
+    layout: str,
+    limit: int,
+    widths: tuple[int | None, int | None],
+    room: int,
+) -> tuple[Rows, Rows]:
+    """The rows of the nodes and those of the sources, for edges in table order. A row's neighbours are sorted."""
+    by_source = build.stable_order(sources, edges.num_sources)
+    ahead = by_source[build.stable_order(rows[by_source], edges.num_nodes)]
+    back = ahead[build.stable_order(sources[ahead], edges.num_sources)]
+    forward = make_rows(rows[ahead], sources[ahead], ahead, edges.num_nodes, layout, limit, widths[0], room)
+    backward = make_rows(sources[back], rows[back], back, edges.num_sources, layout, limit, widths[1], room)
+    if jax.tree.structure(forward) == jax.tree.structure(backward):
+        backward = jax.tree.map(lambda a, b: a if np.array_equal(a, b) else b, forward, backward)  # a symmetric graph's
+    return forward, backward
 
 
 def check_options(edges: Edges, layout: str, order: str, limit: int, widths: tuple[int, int] | None) -> None:

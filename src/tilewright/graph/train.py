@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -94,8 +94,8 @@ def start_runs(config: Config, optimizer: optax.GradientTransformation, seeds: I
     """The state of all runs before training."""
 
     def one(seed: Array) -> RunState:
-        params, statistics = gnn.init(config, jax.random.key(seed))
-        return RunState(params, statistics, optimizer.init(params))
+        made: Any = gnn.init(config, jax.random.key(seed))
+        return RunState(*made, optimizer.init(made[0]))
 
     return jax.jit(jax.vmap(one))(jnp.asarray(seeds))
 
@@ -140,6 +140,7 @@ def accuracy(scores: Float[Array, "N C"], labels: Int[Array, " N"], counts: Bool
     return right.sum().astype(jnp.float32) / counts.sum().astype(jnp.float32)
 
 
+@runtime_checkable
 class Task(Protocol):
     """One thing to train.
 

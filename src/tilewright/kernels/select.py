@@ -15,6 +15,7 @@ from tilewright.kernels.attention import cpu as attention_cpu
 from tilewright.kernels.attention import pallas_tpu as attention_tpu
 from tilewright.kernels.attention import xla as attention_xla
 from tilewright.kernels.gather_reduce import cpu as gather_cpu
+from tilewright.kernels.gather_reduce import pallas_tpu as gather_tpu
 from tilewright.kernels.gather_reduce import reference as gather_reference
 from tilewright.kernels.gather_reduce import xla as gather_xla
 from tilewright.kernels.gather_reduce.reference import Reduce
@@ -25,6 +26,7 @@ from tilewright.kernels.linear.cpu import PackedMatrix, TrainedMatrix
 from tilewright.kernels.rms_norm import cpu as norm_cpu
 from tilewright.kernels.rms_norm import reference as norm_reference
 from tilewright.kernels.rms_norm.cpu import KernelNorm
+from tilewright.kernels.scatter_add import pallas_tpu as scatter_tpu
 from tilewright.kernels.scatter_add import xla as scatter_xla
 
 Matrix = Float[Array, "I O"] | PackedMatrix | TrainedMatrix
@@ -98,7 +100,11 @@ def gather_reduce(
     reduce: Reduce = "sum",
 ) -> Float[Array, "R F"]:
     """Reduces for each row the features of its first `degrees` sources, times their weights, in float32."""
-    return gather_xla.gather_reduce(x, sources, degrees, weights, reduce)
+    plain = partial(gather_xla.gather_reduce, reduce=reduce)
+    if not gather_tpu.fits(x, sources, weights):
+        return plain(x, sources, degrees, weights)
+    fused = partial(gather_tpu.gather_reduce, reduce=reduce)
+    return jax.lax.platform_dependent(x, sources, degrees, weights, tpu=fused, default=plain)
 
 
 def gather_reduce_csr(
@@ -123,4 +129,7 @@ def reduces_lists() -> bool:
 
 def scatter_add(messages: Float[Array, "R K F"], degrees: Int32[Array, " R"]) -> Float[Array, "R F"]:
     """Sums for each of R rows its first `degrees` of K messages."""
-    return scatter_xla.scatter_add(messages, degrees)
+    plain = scatter_xla.scatter_add
+    if not scatter_tpu.fits(messages):
+        return plain(messages, degrees)
+    return jax.lax.platform_dependent(messages, degrees, tpu=scatter_tpu.scatter_add, default=plain)
