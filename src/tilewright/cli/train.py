@@ -216,9 +216,9 @@ class DFlashArguments:
     def options(self) -> DrafterOptions:
         return DrafterOptions(given(self.anchors, 32), self.gamma)
 
-    def start_params(self, config: DFlashConfig, console: Console) -> DFlashParams | None:
+    def start_params(self, config: DFlashConfig | Eagle3Config, console: Console) -> DFlashParams | None:
         """The parameters to go on from, float32, if any were named."""
-        if self.start is None:
+        if self.start is None or isinstance(config, Eagle3Config):
             return None
         folder = hub.resolve(self.start, console=progress_console(console))
         found = dflash.config_from_hf(read_config(folder), str(folder / CONFIG))
@@ -373,9 +373,8 @@ def drafter(
     tokenizer = load_tokenizer(folder)
     config, params = load_decoder(folder, jnp.float32, progress_console(console))
     made = for_dflash.config(sizes, config, tokenizer) if kind == "dflash" else for_eagle3.config(sizes, config)
-    start = for_dflash.start_params(made, console) if isinstance(made, DFlashConfig) else None
-    lm = LanguageModel(config, params, tokenizer)
-    text, held_out = drafter_text(data, loop, regeneration, lm, out, console)
+    start = for_dflash.start_params(made, console)
+    text, held_out = drafter_text(data, loop, regeneration, LanguageModel(config, params, tokenizer), out, console)
     figures: dict[str, object] = {"training_tokens": int(text.in_loss.sum()), "target": target}
     if isinstance(made, DFlashConfig):
         result = train_drafter(config, params, made, text, held_out, options, anchors, out / "training", console, start)

@@ -125,7 +125,7 @@ class PartitionedTable:
         normalisation: str | None = None,
     ) -> Float[Array, "rows F"]:
         """Reduces over each node's neighbours; see `tilewright.graph.aggregate.aggregate`."""
-        return self.on_each(lambda shard, x: shard.aggregate(x, reduce=reduce, normalisation=normalisation), x)
+        return aggregated(self, x, reduce, normalisation)
 
     def attend(
         self,
@@ -135,8 +135,7 @@ class PartitionedTable:
         negative_slope: float = 0.2,
     ) -> Float[Array, "rows H D"]:
         """Attention over each node's neighbours; see `tilewright.graph.attention.attend`."""
-        given = (x, source_score, target_score)
-        return self.on_each(lambda shard, *given: shard.attend(*given, negative_slope), *given)
+        return attended(self, x, source_score, target_score, negative_slope)
 
     def on_each(self, compute: Any, *arrays: Float[Array, "rows ..."]) -> Float[Array, "rows ..."]:
         """`compute(shard, *arrays)` on each device, of its own rows."""
@@ -196,6 +195,17 @@ class PartitionedTable:
 
     def __rich__(self) -> str:
         return self.summary()
+
+
+@partial(jax.jit, static_argnames=("reduce", "normalisation"))
+def aggregated(table: PartitionedTable, x: Array, reduce: str, normalisation: str | None) -> Array:
+    """A program of its own, for step by step a `jax.shard_map` takes long."""
+    return table.on_each(lambda shard, x: shard.aggregate(x, reduce=reduce, normalisation=normalisation), x)
+
+
+@partial(jax.jit, static_argnames="slope")
+def attended(table: PartitionedTable, x: Array, source: Array, target: Array, slope: float) -> Array:
+    return table.on_each(lambda shard, *given: shard.attend(*given, slope), x, source, target)
 
 
 @partial(jax.jit, static_argnums=2)
