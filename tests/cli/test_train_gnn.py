@@ -1,6 +1,7 @@
 """`tilewright train gnn`: with nothing at hand, from files to a model on disk, and what it refuses."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,8 +29,8 @@ def test_it_runs_with_nothing_at_hand(run: Run):
 def test_a_file_becomes_a_model(run: Run, tmp_path: Path):
     data = karate_club()
     path = tmp_path / "club.npz"
-    parts = {"train": data.train, "val": data.test[:8], "test": data.test[8:]}
-    np.savez(path, edge_index=data.edge_index, x=np.eye(34), y=data.labels, **parts)
+    arrays: dict[str, Any] = {"edge_index": data.edge_index, "x": np.eye(34), "y": data.labels, "train": data.train}
+    np.savez(path, **arrays, val=data.test[:8], test=data.test[8:])
     options = ["--data", path, "--model", "sage", "--hidden", 4, "--fan-out", "4,3", "--epochs", 2, "--out", tmp_path / "model"]
     ran = run("train", "gnn", *options, "--save-every", 1)
     assert ran.status == 0, ran.err

@@ -272,22 +272,14 @@ def make_table(
         raise ValueError(f"expected at most capacity={capacity} edges, found {count}")
     numbering = number_nodes(edges, layout, order, limit)
     places = None if numbering is None else build.inverse(numbering)
-    rows = edges.destinations if places is None else places[edges.destinations]
-    sources = edges.sources if places is None else places[edges.sources]
+    rows, sources = (ends if places is None else places[ends] for ends in (edges.destinations, edges.sources))
     forward, backward = both_ways(rows, sources, edges, layout, limit, widths or (None, None), room)
     loops = np.ones(edges.num_nodes, np.float32)
     loops[rows[rows == sources]] = 0
+    weights = None if edges.weights is None else jnp.asarray(np.pad(edges.weights, (0, room - count)))
+    order_of, places_of = (None if one is None else build.put(one) for one in (numbering, places))
     return NeighborTable(
-        forward,
-        backward,
-        None if edges.weights is None else jnp.asarray(np.pad(edges.weights, (0, room - count))),
-        jnp.asarray(loops),
-        None if numbering is None else build.put(numbering),
-        None if places is None else build.put(places),
-        edges.num_nodes,
-        edges.num_sources,
-        room,
-        layout,
+        forward, backward, weights, jnp.asarray(loops), order_of, places_of, edges.num_nodes, edges.num_sources, room, layout
     )
 
 

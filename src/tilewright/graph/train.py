@@ -95,7 +95,7 @@ def start_runs(config: Config, optimizer: optax.GradientTransformation, seeds: I
 
     def one(seed: Array) -> RunState:
         made: Any = gnn.init(config, jax.random.key(seed))
-        return RunState(*made, optimizer.init(made[0]))
+        return RunState(made[0], made[1], optimizer.init(made[0]))
 
     return jax.jit(jax.vmap(one))(jnp.asarray(seeds))
 
