@@ -26,6 +26,15 @@ def test_it_runs_with_nothing_at_hand(run: Run):
     assert "gcn on karate: accuracy in %, mean ± standard deviation of 2 runs" in " ".join(ran.err.split())
 
 
+def test_several_devices_train_as_one_does(run: Run):
+    command = ["train", "gnn", "--epochs", 8, "--dropout", 0, "--json", "-"]
+    one, several = run(*command), run(*command, "--devices", 3)
+    assert several.status == 0, several.err
+    figures = [ran.json["accuracy"]["after the last epoch"] for ran in (one, several)]
+    for part in ("train", "test"):
+        assert figures[1][part]["mean"] == pytest.approx(figures[0][part]["mean"], abs=0.04), "one node of 30 may be a tie"
+
+
 def test_a_file_becomes_a_model(run: Run, tmp_path: Path):
     data = karate_club()
     path = tmp_path / "club.npz"
@@ -60,6 +69,11 @@ def test_folders_of_graphs_are_cross_validated(run: Run, tmp_path: Path):
         (["--heads", "4"], "--heads is for gat, found --model gcn"),
         (["--fan-out", "3,x"], "--fan-out: expected whole numbers with commas between them, found '3,x'"),
         (["--fan-out", "3"], "expected a fan-out for each of 2 layers, found 1"),
+        (
+            ["--fan-out", "3,3", "--devices", "2"],
+            "--devices is for training on a whole graph, found it together with --fan-out",
+        ),
+        (["--devices", "99"], "99"),
         (["--fold", "2"], "--fold is for data of many graphs, and karate is one graph"),
         (["--batch-size", "2"], "--batch-size is for sampled training"),
         (["--seeds", "0"], "expected seeds of at least 1, found 0"),

@@ -161,14 +161,14 @@ def test_gin_training_is_the_same_with_padding_behind():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["sage", "gin"])
-def test_sparse_features_give_the_scores_of_dense_ones(family: str):
+@pytest.mark.parametrize(("family", "layout"), [("sage", "csr"), ("gin", "bucketed")])
+def test_sparse_features_give_the_scores_of_dense_ones(family: str, layout: str):
     config, params, state = make(family, layers=2)
     x = np.where(np.random.default_rng(5).random((NODES, FEATURES)) < 0.4, np.asarray(features()), 0).astype(np.float32)
     x[3] = 0
     row, column = np.nonzero(x)
     indptr = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=NODES))]).astype(np.int32)
-    sparse = SparseFeatures.of(SparseRows(indptr, column.astype(np.int32), x[row, column], FEATURES))
+    sparse = SparseFeatures.of(SparseRows(indptr, column.astype(np.int32), x[row, column], FEATURES), layout)
     graph = DenseNeighbours.of(edges_for(family), NODES)
 
     @jax.jit

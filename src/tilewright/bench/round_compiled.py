@@ -58,6 +58,10 @@ class Estimate:
         """This, and `weight` times the other."""
         return Estimate(*(getattr(self, one.name) + weight * getattr(other, one.name) for one in fields(self)))
 
+    def beyond(self, fewer: "Estimate") -> "Estimate":
+        """What this has more than an estimate of fewer layers: never less than nothing, however XLA placed the two."""
+        return Estimate(*(max(0, getattr(self, one.name) - getattr(fewer, one.name)) for one in fields(self)))
+
     @property
     def bound_cycles(self) -> float:
         """The larger of compute and memory."""
@@ -98,7 +102,7 @@ def over_layers(compile_with: Callable[[int], Estimate], layers: int) -> Estimat
         return compile_with(layers)
     first = compile_with(few)
     second = compile_with(more)
-    return first.combined(second.combined(first, -1), (layers - few) / (more - few))
+    return second.combined(second.beyond(first), (layers - more) / (more - few))
 
 
 def head_estimates(topology: str, setup: Setup) -> dict[str, Estimate]:

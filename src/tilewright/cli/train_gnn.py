@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 from cyclopts import Parameter
+from jax.sharding import Mesh
 from rich.table import Table
 
 from tilewright.cli.common import JsonFile, check_json_file, human_console, write_json
@@ -16,6 +17,7 @@ from tilewright.graph.nodes import PARTS, FullGraphTask, SampledTask
 from tilewright.graph.train import Task, TrainOptions, TrainResult, train
 from tilewright.models.gnn import FAMILIES, Config
 from tilewright.models.gnn_checkpoint import config_to_json, save_gnn
+from tilewright.parallel.mesh import make_mesh
 
 Family = Literal["gcn", "sage", "gat", "gin"]
 
@@ -66,6 +68,8 @@ class GNNLoop:
         seed: of the first.
         fold: which fold of the graphs to test on, from 1, or all, side by side.
         save_every: epochs from one checkpoint to the next.
+        devices: divide one graph over so many devices, in a ring; without it one device has it whole. For a CPU give XLA
+            several first: XLA_FLAGS=--xla_force_host_platform_device_count=8.
     """
 
     epochs: int | None = None
@@ -77,6 +81,10 @@ class GNNLoop:
     seed: int = 0
     fold: str = "all"
     save_every: int = 50
+    devices: int | None = None
+
+    def mesh(self) -> Mesh | None:
+        return None if self.devices is None else make_mesh("nodes", self.devices)
 
     def options(self, family: Family, graphs: bool) -> TrainOptions:
         if self.seeds < 1:
@@ -116,15 +124,18 @@ def node_task(data: NodeData, family: Family, sizes: GNNSizes, loop: GNNLoop, no
         raise ValueError(f"--fold is for data of many graphs, and {data.name} is one graph")
     config, options = sizes.config(family, data.num_features, data.num_classes), loop.options(family, graphs=False)
     if loop.fan_out is None:
-        return config, FullGraphTask(config, data, options, loop.seeds)
+        return config, FullGraphTask(config, data, options, loop.seeds, mesh=loop.mesh())
+    if loop.devices is not None:
+        raise ValueError("--devices is for training on a whole graph, found it together with --fan-out")
     return config, SampledTask(config, data, options, loop.fan_outs(), loop.seeds)
 
 
 def graph_task(data: GraphData, family: Family, sizes: GNNSizes, loop: GNNLoop) -> tuple[Config, Task]:
     """The task for many graphs, which are dealt into ten folds where they have none."""
     data = data if data.folds else with_folds(data)
-    if loop.fan_out is not None:
-        raise ValueError(f"--fan-out is for one graph, and {data.name} has {data.num_graphs}")
+    for name, given in (("--fan-out", loop.fan_out), ("--devices", loop.devices)):
+        if given is not None:
+            raise ValueError(f"{name} is for one graph, and {data.name} has {data.num_graphs}")
     config, options = sizes.config(family, data.num_features, data.num_classes), loop.options(family, graphs=True)
     return config, GraphTask(config, data, options, loop.folds(data), loop.seeds)
 

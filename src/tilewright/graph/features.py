@@ -32,10 +32,12 @@ class SparseFeatures:
     columns: int = field(metadata={"static": True})
 
     @classmethod
-    def of(cls, features: SparseRows) -> "SparseFeatures":
+    def of(cls, features: SparseRows, layout: str = "auto") -> "SparseFeatures":
+        """Puts features onto the device; `layout` as of `NeighborTable`."""
         nodes = len(features.indptr) - 1
         owners = np.repeat(np.arange(nodes), np.diff(features.indptr))
-        table = NeighborTable.from_edges(np.stack([features.indices, owners]), nodes, num_sources=max(nodes, features.columns))
+        entries, sources = np.stack([features.indices, owners]), max(nodes, features.columns)
+        table = NeighborTable.from_edges(entries, nodes, num_sources=sources, layout=layout)
         return cls(table, jnp.asarray(features.data), features.columns)
 
     @property

@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float, Int
 
 from tilewright.graph.data import NodeData, SparseRows, with_self_loops
 from tilewright.graph.features import SparseFeatures
+from tilewright.graph.partition import PartitionedTable
 from tilewright.graph.sample import NeighbourSampler, Sample
 from tilewright.graph.table import NeighborTable
 from tilewright.graph.train import (
@@ -58,21 +60,27 @@ class WholeGraph:
         x: features `[N, F]`.
         labels: `[N]`; -1 where there is none.
         parts: which nodes are trained on, validate and test, bool `[3, N]`.
+        rows: which rows are nodes; None if all are.
     """
 
     table: Any
     x: Any
     labels: Any
     parts: Any
+    rows: Any = None
 
 
-def whole_graph(config: Config, data: NodeData, layout: str = "auto") -> WholeGraph:
-    """Puts a graph onto the device, with self-loops for GAT."""
+def whole_graph(config: Config, data: NodeData, layout: str = "auto", mesh: Mesh | None = None) -> WholeGraph:
+    """Puts a graph onto the device, or divides it over those of a mesh, with self-loops for GAT."""
     edges = with_self_loops(data.edge_index, data.num_nodes) if isinstance(config, GATConfig) else data.edge_index
-    table = NeighborTable.from_edges(edges, data.num_nodes, layout=layout)
     parts = np.zeros((data.num_nodes, 3), bool)
     for n, part in enumerate(PARTS):
         parts[getattr(data, part), n] = True
+    if mesh is not None:
+        divided = PartitionedTable.build(edges, mesh, data.num_nodes, layout=layout)
+        x, labels = divided.arrange(data.rows(np.arange(data.num_nodes))), divided.arrange(data.labels, fill=-1)
+        return WholeGraph(divided, x, labels, divided.arrange(parts).T, divided.rows)
+    table = NeighborTable.from_edges(edges, data.num_nodes, layout=layout)
     order = np.arange(data.num_nodes) if table.order is None else np.asarray(table.order)
     return WholeGraph(table, on_device(data, order), jnp.asarray(data.labels[order]), jnp.asarray(parts[order].T))
 
@@ -88,7 +96,15 @@ def on_device(data: NodeData, order: Int[np.ndarray, " N"]) -> Any:
 class FullGraphTask:
     """All nodes in every step; an epoch is one step. Implements `train.Task`."""
 
-    def __init__(self, config: Config, data: NodeData, options: TrainOptions, runs: int = 1, layout: str = "auto"):
+    def __init__(
+        self,
+        config: Config,
+        data: NodeData,
+        options: TrainOptions,
+        runs: int = 1,
+        layout: str = "auto",
+        mesh: Mesh | None = None,
+    ):
         check_trainable(data)
         self.config, self.options = config, options
         self.title, self.epochs, self.save_every = f"{data.name}", options.epochs, options.save_every
@@ -96,13 +112,15 @@ class FullGraphTask:
         self.identity = identity_of(data, config, options, runs)
         self.seeds = options.seed + np.arange(runs)
         self.optimizer = make_optimizer(config, options, 1)
-        self.graph = whole_graph(config, data, layout)
+        self.graph, self.mesh = whole_graph(config, data, layout, mesh), mesh
         self.epochs_step = jax.jit(self._epochs, donate_argnums=0)
 
     def start(self) -> RunState:
         return start_runs(self.config, self.optimizer, self.seeds)
 
     def advance(self, state: RunState, first: int, count: int) -> tuple[RunState, Curves]:
+        if self.mesh is not None:
+            state = jax.device_put(state, NamedSharding(self.mesh, PartitionSpec()))
         state, curves = self.epochs_step(state, self.graph, jnp.asarray(self.seeds), first, count)
         return state, {name: np.asarray(values)[:count] for name, values in curves.items()}
 
@@ -124,10 +142,10 @@ class FullGraphTask:
         """One step of one run, and what it reached."""
 
         def scores(params: Any, statistics: Any) -> tuple[Array, Any]:
-            return gnn.apply(self.config, params, graph.table, graph.x, statistics, train=True, key=key)
+            return gnn.apply(self.config, params, graph.table, graph.x, statistics, train=True, key=key, rows=graph.rows)
 
         state, loss, _ = gradient_step(state, self.optimizer, scores, graph.labels, graph.parts[0])
-        after, _ = gnn.apply(self.config, state.params, graph.table, graph.x, state.statistics)
+        after, _ = gnn.apply(self.config, state.params, graph.table, graph.x, state.statistics, rows=graph.rows)
         reached = {part: accuracy(after, graph.labels, graph.parts[n]) for n, part in enumerate(PARTS)}
         return state, {"loss": loss, **reached}
 

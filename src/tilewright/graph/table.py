@@ -264,8 +264,7 @@ def make_table(
     """
     check_options(edges, layout, order, limit, widths)
     layout = default_layout() if layout == "auto" else layout
-    if self_loops:
-        edges = with_self_loops(edges)
+    edges = with_self_loops(edges) if self_loops else edges
     count = edges.sources.size
     room = count if capacity is None else capacity
     if count > room:
@@ -274,13 +273,19 @@ def make_table(
     places = None if numbering is None else build.inverse(numbering)
     rows, sources = (ends if places is None else places[ends] for ends in (edges.destinations, edges.sources))
     forward, backward = both_ways(rows, sources, edges, layout, limit, widths or (None, None), room)
-    loops = np.ones(edges.num_nodes, np.float32)
-    loops[rows[rows == sources]] = 0
     weights = None if edges.weights is None else jnp.asarray(np.pad(edges.weights, (0, room - count)))
     order_of, places_of = (None if one is None else build.put(one) for one in (numbering, places))
+    loops = jnp.asarray(missing_loops(rows, sources, edges.num_nodes))
     return NeighborTable(
-        forward, backward, weights, jnp.asarray(loops), order_of, places_of, edges.num_nodes, edges.num_sources, room, layout
+        forward, backward, weights, loops, order_of, places_of, edges.num_nodes, edges.num_sources, room, layout
     )
+
+
+def missing_loops(rows: build.Ids, sources: build.Ids, nodes: int) -> Float[np.ndarray, " N"]:
+    """1 for each node without an edge to itself."""
+    missing = np.ones(nodes, np.float32)
+    missing[rows[rows == sources]] = 0
+    return missing
 
 
 def both_ways(
