@@ -15,7 +15,7 @@ demo: .venv/installed-base ## generates with the shipped pair, and beside it wit
 	$(BIN)/tilewright generate --compare --dtype bfloat16
 
 test: .venv/installed-test ## runs the tests (no torch)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 lint: .venv/installed-lint ## ruff and pyright
 	$(BIN)/ruff check src tests benchmarks hatch_build.py
