@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
-from tilewright.graph.rows import Rows, Slots, dot_slots, take
+from tilewright.graph.rows import CsrRows, Rows, Slots, dot_slots, take
+from tilewright.kernels import select
 from tilewright.kernels.gather_reduce.reference import Reduce
 
 
@@ -129,14 +130,23 @@ def per_head(weights: Slots) -> Slots:
 
 def plain_attention(forward: Rows, x: Array, source: Array, target: Array, slope: float) -> tuple[Array, Array, Array]:
     """The output, and each node's maximum and sum."""
+    flat = x.reshape(x.shape[0], -1)
 
     def score(row: Array, origin: Array) -> Array:
         raw = take(target, row).astype(jnp.float32) + take(source, origin).astype(jnp.float32)
         return jax.nn.leaky_relu(raw, slope)
 
-    weights, largest, total = softmax_slots(forward, forward.map_slots(score, 1))
-    flat = x.reshape(x.shape[0], -1)
-    return forward.reduce(flat, per_head(weights), "sum").reshape(-1, *x.shape[1:]), largest, total
+    def by_slots() -> tuple[Array, Array, Array]:
+        weights, largest, total = softmax_slots(forward, forward.map_slots(score, 1))
+        return forward.reduce(flat, per_head(weights), "sum"), largest, total
+
+    if isinstance(forward, CsrRows):
+        lists = forward.offsets, forward.sources
+        out, largest, total = select.attend_csr(flat, source, target, lists, slope, by_slots)
+        total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+    else:
+        out, largest, total = by_slots()
+    return out.reshape(-1, *x.shape[1:]), largest, total
 
 
 def neighbour_attention(
@@ -171,6 +181,25 @@ def attention_forward(
 def attention_backward(shape: Any, slope: float, saved: tuple, gradient: Array) -> tuple:
     arrays, x, source, target, out, largest, total = saved
     forward, backward = shape.unflatten(arrays)
+    by_slots = partial(slot_gradients, forward, backward, slope, saved[1:], gradient)
+    if isinstance(forward, CsrRows):
+        flat = [one.reshape(one.shape[0], -1) for one in (gradient, out, x)]
+        scores = source.astype(jnp.float32), target.astype(jnp.float32)
+        positions = backward.slots.at[forward.edges].get(mode="fill", fill_value=0)
+        lists = (backward.offsets, backward.sources), (forward.offsets, positions)
+        operands = (*flat[:2], largest, total, flat[2], *scores, *lists)
+        due = select.attend_csr_grad(operands, slope, by_slots)
+    else:
+        due = by_slots()
+    by_features, by_source, by_target = due
+    return None, by_features.reshape(x.shape), by_source.astype(source.dtype), by_target.astype(target.dtype)
+
+
+def slot_gradients(
+    forward: Rows, backward: Rows, slope: float, saved: tuple[Array, ...], gradient: Array
+) -> tuple[Array, Array, Array]:
+    """What is due to the features `[M, F]` and to the scores of sources and targets, float32."""
+    x, source, target, out, largest, total = saved
     mean = jnp.sum(gradient.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
 
     def raw_score(origin: Array, node: Array) -> Array:
@@ -186,11 +215,10 @@ def attention_backward(shape: Any, slope: float, saved: tuple, gradient: Array) 
 
     weights = backward.map_slots(weight, 1)
     scores = backward.map_slots(by_score, 1, weights, dot_slots(backward, x, gradient))
-    by_source = backward.reduce_slots(scores, "sum").astype(source.dtype)
-    by_target = forward.reduce_slots(forward.from_edges(backward.to_edges(scores)), "sum").astype(target.dtype)
+    by_source = backward.reduce_slots(scores, "sum")
+    by_target = forward.reduce_slots(forward.from_edges(backward.to_edges(scores)), "sum")
     flat = gradient.reshape(gradient.shape[0], -1)
-    by_features = backward.reduce(flat, per_head(weights), "sum").reshape(x.shape)
-    return None, by_features, by_source, by_target
+    return backward.reduce(flat, per_head(weights), "sum"), by_source, by_target
 
 
 attend_arrays.defvjp(attention_forward, attention_backward)

@@ -3,9 +3,12 @@
 What a model's weights are decides: those that were packed for the CPU kernels bring these with them, for attention too.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int, Int32
@@ -29,6 +32,7 @@ from tilewright.kernels.rms_norm.cpu import KernelNorm
 from tilewright.kernels.scatter_add import pallas_tpu as scatter_tpu
 from tilewright.kernels.scatter_add import xla as scatter_xla
 
+Attended = tuple[Array, Array, Array]
 Matrix = Float[Array, "I O"] | PackedMatrix | TrainedMatrix
 
 
@@ -120,6 +124,35 @@ def gather_reduce_csr(
         return plain(x, offsets, sources, weights)
     fused = partial(gather_cpu.gather_reduce_csr, reduce=reduce)
     return jax.lax.platform_dependent(x, offsets, sources, weights, cpu=fused, default=plain)
+
+
+def attend_csr(
+    x: Float[Array, "M F"],
+    source: Float[Array, "M H"],
+    target: Float[Array, "R H"],
+    lists: tuple[Int32[Array, " R1"], Int32[Array, " E"]],
+    slope: float,
+    otherwise: Callable[[], Attended],
+) -> Attended:
+    """The sums of `gather_reduce_csr` under a softmax, each row's maximum, and its sum of powers; see `gather_reduce.cpu.attend_csr`.
+
+    Args:
+        lists: offsets and sources.
+        otherwise: makes the same where there is no kernel for it.
+    """
+    if not reduces_lists():
+        return otherwise()
+    scores = source.astype(jnp.float32), target.astype(jnp.float32)
+    fused = partial(gather_cpu.attend_csr, negative_slope=slope)
+    return jax.lax.platform_dependent(x, *scores, *lists, cpu=fused, default=lambda *_: otherwise())
+
+
+def attend_csr_grad(operands: tuple[Any, ...], slope: float, otherwise: Callable[[], Attended]) -> Attended:
+    """The gradients of features and both scores; `operands` are those of `gather_reduce.cpu.attend_csr_grad`."""
+    if not reduces_lists():
+        return otherwise()
+    fused = partial(gather_cpu.attend_csr_grad, negative_slope=slope)
+    return jax.lax.platform_dependent(*operands, cpu=fused, default=lambda *_: otherwise())
 
 
 def reduces_lists() -> bool:
