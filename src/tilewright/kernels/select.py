@@ -134,7 +134,7 @@ def attend_csr(
     slope: float,
     otherwise: Callable[[], Attended],
 ) -> Attended:
-    """The sums of `gather_reduce_csr` under a softmax, each row's maximum, and its sum of powers; see `gather_reduce.cpu.attend_csr`.
+    """As `gather_reduce.cpu.attend_csr`: sums under a softmax over each row, with its maximum and its sum of powers.
 
     Args:
         lists: offsets and sources.
