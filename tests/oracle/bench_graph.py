@@ -32,6 +32,7 @@ from tilewright.models import gnn
 
 GRAPHS = ("uniform:10000:16", "uniform:10000:64", "rmat:100000:1000000")
 AGREES = 1e-3
+PAUSE_S, CALLS = 0.05, 4
 
 Way = Callable[[], Any]
 SeveralWords = Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative=())]
@@ -106,16 +107,20 @@ def compare(expected: Any, found: Any, what: str) -> None:
 
 
 def medians(ways: Mapping[str, Way], repetitions: int) -> dict[str, float]:
-    """Milliseconds of a call of each, taken in turns."""
+    """Milliseconds of a call of each, in turns of a few calls.
+
+    Before a turn there is a pause, in which the other library's threads stop waiting busily, and a call that goes untimed,
+    since another way has just filled the caches.
+    """
     taken: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(3):
-        for run in ways.values():
-            run()
     for _ in range(repetitions):
         for name, run in ways.items():
-            began = time.perf_counter()
+            time.sleep(PAUSE_S)
             run()
-            taken[name].append(1e3 * (time.perf_counter() - began))
+            for _ in range(CALLS):
+                began = time.perf_counter()
+                run()
+                taken[name].append(1e3 * (time.perf_counter() - began))
     return {name: statistics.median(times) for name, times in taken.items()}
 
 
