@@ -28,7 +28,7 @@ from tilewright.report.graph import GraphReport, write_graph
 from tilewright.report.terminal import number
 
 CAPTION = (
-    "speedup: against the first line of each experiment; of bandwidth: the least time for these bytes over the time taken, "
+    "speedup: against the first line of each experiment; bandwidth: the least time for these bytes over the time taken, "
     "above 100 % where caches help; round trips: arrays written to memory and read back; DMAs: descriptors of these kernels"
 )
 ESTIMATES = (
@@ -166,11 +166,10 @@ def table(records: Sequence[Mapping[str, Any]]) -> Table:
     measured = records[0]["measured"]
     shown = Table(title=Text(records[0]["place"]), caption=CAPTION if measured else ESTIMATES, box=box.SIMPLE_HEAD)
     shown.padding = (0, 1, 0, 0)
-    shown.add_column("experiment")
-    shown.add_column("program")
-    times = ("ms", "speed-\nup", "of band-\nwidth") if measured else ("kilo-\ncycles", "left\nout", "of\nmemory")
-    for column in (*times, "MB\nread", "MB\nwritten", "round\ntrips", "their\nMB", "peak\nMB", "TPU\nDMAs", "NKI\nDMAs"):
-        shown.add_column(column, justify="right")
+    shown.add_column("program", no_wrap=True)
+    times = ("ms", "speed-\nup", "band-\nwidth") if measured else ("kilo-\ncycles", "left\nout", "of\nmemory")
+    for column in (*times, "MB\nread", "MB\nwrit-\nten", "round\ntrips", "TPU\nDMAs", "NKI\nDMAs"):
+        shown.add_column(column, justify="right", no_wrap=True)
     for n, one in enumerate(records):
         first = n == 0 or records[n - 1]["experiment"] != one["experiment"]
         last = n + 1 == len(records) or records[n + 1]["experiment"] != one["experiment"]
@@ -181,7 +180,8 @@ def table(records: Sequence[Mapping[str, Any]]) -> Table:
             cells = [f"{one['estimated_cycles'] / 1e3:,.1f}", str(one["without_estimate"])]
             cells.append(number(None if bound is None else bound / 1e3, ",.1f"))
         cells += [f"{one[f'{key}_bytes'] / 1e6:,.2f}" for key in ("read", "written")]
-        cells += [f"{one['round_trips']:,}", *(f"{one[f'{key}_bytes'] / 1e6:,.2f}" for key in ("round_trip", "peak"))]
-        cells += [number(one[f"{kind}_dma_descriptors"], ",") for kind in ("tpu", "nki")]
-        shown.add_row(one["experiment"] if first else "", one["name"], *cells, end_section=last)
+        cells += [f"{one['round_trips']:,}", *(number(one[f"{kind}_dma_descriptors"], ",") for kind in ("tpu", "nki"))]
+        if first:
+            shown.add_row(Text(one["experiment"], style="bold"))
+        shown.add_row(f"  {one['name']}", *cells, end_section=last)
     return shown
