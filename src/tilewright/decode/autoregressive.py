@@ -12,4 +12,4 @@ def autoregressive_step(target: DecoderConfig, warp: Warp, models: Models, state
     verified = verify(target, models.target, state, known_token(state), (), warp)
     none = jnp.zeros_like(state.known)
     state, settled = commit(target, verified.state, verified.tokens, none)
-    return state, StepInfo(settled, none, none)
+    return state, StepInfo(verified.tokens, settled, none, none)

@@ -97,10 +97,10 @@ class Programs:
                 return prefill(target, drafter, key.chunk, models, state, start)
 
             return prefill_chunk
-        step = step_of(drafter, target, warp)
+        step, width = step_of(drafter, target, warp), 1 if drafter is None else drafter.block_size
 
         def decode_loop(models: Models, state: DecodeState, limit: Array) -> tuple[DecodeState, StepInfo, Array]:
-            return run_steps(step, models, state, limit, STEPS_PER_DISPATCH)
+            return run_steps(step, models, state, limit, STEPS_PER_DISPATCH, width)
 
         return decode_loop
 

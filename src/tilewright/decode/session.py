@@ -196,27 +196,25 @@ class Session:
             self.prefill()
         assert self.state is not None
         began = time.perf_counter()
-        before = np.asarray(self.state.known)
         limit = np.int32(min(steps, STEPS_PER_DISPATCH))
         state, infos, ran = self.program("decode")(self.models, self.state, limit)
         self.state = state
-        infos, tokens = StepInfo(*(np.asarray(each)[: int(ran)] for each in infos)), np.asarray(state.tokens)
+        infos, ran = jax.device_get((infos, ran))
+        infos = jax.tree.map(lambda each: each[:ran], infos)
         self.decode_seconds += time.perf_counter() - began
         self.rounds += int(ran)
-        return self.take(infos, tokens, before)
+        return self.take(infos)
 
-    def take(self, infos: StepInfo, tokens: np.ndarray, known: np.ndarray) -> list[Piece]:
+    def take(self, infos: StepInfo) -> list[Piece]:
         """Hands each row the tokens that each round settled for it."""
         pieces: list[Piece] = []
-        first = known + 1
         stopped = False
-        for settled, drafted, accepted in zip(*infos, strict=True):
+        for tokens, settled, drafted, accepted in zip(*infos, strict=True):
             for i, row in enumerate(self.rows):
                 if row.finish_reason is None and settled[i] > 0:
-                    new = tokens[i, first[i] : first[i] + settled[i]].tolist()
+                    new = tokens[i, : settled[i]].tolist()
                     pieces += row.add_round(new, int(drafted[i]), int(accepted[i]), self.programs.target.eos_token_ids)
                     stopped = stopped or row.finish_reason == "stop"
-            first = first + np.pad(settled, (0, len(first) - len(settled)))
         if stopped and self.state is not None:
             done = np.asarray(self.state.done).copy()
             done[: len(self.rows)] |= [row.finish_reason is not None for row in self.rows]

@@ -23,11 +23,17 @@ def speculative_round(
     proposal = drafter.propose(target, models, state)
     if not drafter.may_be_idle:
         return verify_and_extend(drafter, target, warp, models, state, proposal)
+
+    def idle(state: DecodeState) -> tuple[DecodeState, StepInfo]:
+        after, info = autoregressive_step(target, warp, models, state)
+        unused = jnp.zeros_like(proposal.block[:, 1:])
+        return after, info._replace(tokens=jnp.concatenate([info.tokens, unused], axis=1))
+
     # The one branch in a step: a chip whose compiler takes none sets `may_be_idle` to False.
     return jax.lax.cond(
         jnp.any((proposal.drafts > 0) & ~state.done),
         lambda state: verify_and_extend(drafter, target, warp, models, state, proposal),
-        lambda state: autoregressive_step(target, warp, models, state),
+        idle,
         state,
     )
 
@@ -38,13 +44,13 @@ def verify_and_extend(
     """Runs the block through the target, settles what it agrees with, and extends the drafter's context by that."""
     block = proposal.block
     verified = verify(target, models.target, state, block, drafter.tap_layers, warp)
-    drafted = jnp.arange(block.shape[1] - 1)[None] < proposal.drafts[:, None]
-    agrees = drafted & (block[:, 1:] == verified.tokens[:, :-1])
+    is_draft = jnp.arange(block.shape[1] - 1)[None] < proposal.drafts[:, None]
+    agrees = is_draft & (block[:, 1:] == verified.tokens[:, :-1])
     accepted = jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), axis=1), axis=1)
     after, settled = commit(target, verified.state, verified.tokens, accepted)
     after = drafter.extend(models, after, verified.taps, state.known, after.known)
-    running = ~state.done
-    return after, StepInfo(settled, jnp.where(running, proposal.drafts, 0), jnp.where(running, accepted, 0))
+    drafted, accepted = (jnp.where(state.done, 0, count) for count in (proposal.drafts, accepted))
+    return after, StepInfo(verified.tokens, settled, drafted, accepted)
 
 
 def step_of(drafter: Drafter | None, target: DecoderConfig, warp: Warp) -> Step:

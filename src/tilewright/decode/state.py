@@ -148,17 +148,19 @@ def known_token(state: DecodeState) -> Int[Array, "B 1"]:
 
 
 class StepInfo(NamedTuple):
-    """What the host learns of a step or round, int32 `[B]` each.
+    """What a step or round reports, and all that the host reads of it; int32.
 
     Attributes:
-        settled: tokens that it added to each row.
-        drafted: drafts that it ran.
-        accepted: drafts that the target agreed with, those behind the row's end included.
+        tokens: `[B, T]`, T being 1 or the block size; the first `settled` of a row's are those it added, the rest mean nothing.
+        settled: `[B]`; how many tokens it added to each row.
+        drafted: `[B]`; drafts that it ran.
+        accepted: `[B]`; drafts that the target agreed with, those behind the row's end included.
     """
 
-    settled: Any
-    drafted: Any
-    accepted: Any
+    tokens: Array
+    settled: Array
+    drafted: Array
+    accepted: Array
 
 
 Step = Callable[[Models, DecodeState], tuple[DecodeState, StepInfo]]
@@ -166,14 +168,18 @@ Step = Callable[[Models, DecodeState], tuple[DecodeState, StepInfo]]
 
 
 def run_steps(
-    step: Step, models: Models, state: DecodeState, limit: Int[Array, ""], most: int
+    step: Step, models: Models, state: DecodeState, limit: Int[Array, ""], most: int, width: int
 ) -> tuple[DecodeState, StepInfo, Int[Array, ""]]:
     """Runs up to `limit` (at most `most`) steps on the device, fewer once every row is done.
 
+    Args:
+        width: T, the tokens that a step reports for each row.
+
     Returns:
-        the state, the steps' infos, `[most, B]` each and 0 where nothing ran, and the number of steps that ran.
+        the state, the steps' infos, `[most, ...]` each and 0 where nothing ran, and the number of steps that ran.
     """
     empty = jnp.zeros((most, state.known.shape[0]), jnp.int32)
+    none = StepInfo(jnp.zeros((*empty.shape, width), jnp.int32), empty, empty, empty)
 
     def going(carry: tuple[DecodeState, StepInfo, Array]) -> Bool[Array, ""]:
         state, _, n = carry
@@ -184,11 +190,11 @@ def run_steps(
         state, info = step(models, state)
 
         def put(all_steps: Array, this: Array) -> Array:
-            return jax.lax.dynamic_update_slice(all_steps, this.astype(jnp.int32)[None], (n, 0))
+            return jax.lax.dynamic_update_index_in_dim(all_steps, this.astype(jnp.int32), n, 0)
 
         return state, jax.tree.map(put, infos, info), n + 1
 
-    return jax.lax.while_loop(going, body, (state, StepInfo(empty, empty, empty), jnp.int32(0)))
+    return jax.lax.while_loop(going, body, (state, none, jnp.int32(0)))
 
 
 def embed(params: DecoderParams, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
