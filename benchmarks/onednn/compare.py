@@ -11,7 +11,6 @@ import ctypes
 import json
 import math
 import os
-import statistics
 import subprocess
 import tempfile
 import time
@@ -25,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tilewright.compiled.machine import chip_name
+from tilewright.compiled.timing import alternate, medians
 from tilewright.kernels import build as own_build
 from tilewright.kernels import native
 from tilewright.kernels.build import FLAGS
@@ -150,14 +150,9 @@ def times(
     programs = {}
     for name, (step, weights) in contenders.items():
         taken = [weights[i % len(weights)] for i in range(calls)]
-        programs[name] = partial(chained(step), x, taken)
-    seen: dict[str, list[float]] = {name: [] for name in programs}
-    for repetition in range(repetitions + 1):
-        for name, program in programs.items():
-            spent = seconds(program, clock)
-            if repetition > 0:
-                seen[name].append(spent)
-    return {name: 1e3 * statistics.median(spent) / calls for name, spent in seen.items()}
+        programs[name] = partial(seconds, partial(chained(step), x, taken), clock)
+    spent = alternate(programs, repetitions, warm=True)
+    return {name: 1e3 * median / calls for name, median in medians(spent).items()}
 
 
 def random_weight(rng: np.random.Generator, shape: tuple[int, int], half: bool) -> np.ndarray:

@@ -50,7 +50,7 @@ def test_runs_alternate_and_the_first_of_each_way_is_not_timed():
     lm = FakeModel({False: [99, 4, 2, 1], True: [99, 1, 0.5, 8]})
     done: list[int] = []
     both = compare(lm, [["a"]], Sampling(8), 3, lambda: done.append(1))
-    assert [speculative for _, speculative in lm.calls] == [False, True] * 4
+    assert [speculative for _, speculative in lm.calls] == [True, False, False, True] * 2, "every second turn is reversed"
     assert len(done) == 8
     assert both.autoregressive.tokens_per_s == 8 / 2, "the median of 2, 4 and 8 tokens a second"
     assert both.speculative.tokens_per_s == 8 / 1

@@ -1,7 +1,7 @@
 """The benchmark of linear layers: whose sizes, what takes turns, what a program really computes, and the arithmetic."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,6 @@ from tilewright.bench.bandwidth import Memory
 from tilewright.bench.linear import (
     CALLS,
     Side,
-    alternate,
     chain,
     copied,
     figures,
@@ -153,43 +152,25 @@ def test_a_run_has_as_many_programs_as_fit_its_time(program_s: float, runs: list
     assert seen == runs
 
 
-def test_all_take_turns_and_medians_are_taken():
-    order: list[str] = []
-
-    def run(name: str, values: Sequence[float]) -> Callable[[], float]:
-        waiting = iter(values)
-
-        def once() -> float:
-            order.append(name)
-            return next(waiting)
-
-        return once
-
-    done: list[int] = []
-    medians = alternate({"a": run("a", [5, 1, 2]), "b": run("b", [7, 9, 8])}, 3, lambda: done.append(1))
-    assert "".join(order) == "abbaab"
-    assert medians == {"a": 2, "b": 8}
-    assert len(done) == 6
-
-
 def test_figures_of_a_record():
     sides = [fake_side("cpu_bfloat16", 10**6), fake_side("xla_float32", 2 * 10**6), fake_side("torch_bfloat16", 10**6)]
-    medians = {
-        ("copy", 0): 40.0, ("read", 0): 50.0, ("cpu_bfloat16", 1): 5e-5, ("cpu_bfloat16", 4): 1e-4,
-        ("xla_float32", 4): 3e-4, ("torch_bfloat16", 4): 5e-5,
+    taken = {
+        ("copy", 0): [40.0], ("read", 0): [50.0], ("cpu_bfloat16", 1): [5e-5], ("cpu_bfloat16", 4): [1e-4, 3e-4, 5e-5],
+        ("xla_float32", 4): [3e-4], ("torch_bfloat16", 4): [5e-5, 4e-5, 6e-5],
     }  # fmt: skip
     case = Case("demo", "gate_up", 500, 1000)
-    record = figures(case, sides, medians, "bfloat16", 4)
+    record = figures(case, sides, taken, "bfloat16", 4)
     assert record == {
         "model": "demo", "layer": "gate_up", "inputs": 500, "outputs": 1000, "gated": True, "dtype": "bfloat16", "rows": 4,
-        "side": "cpu_bfloat16", "median_ms": pytest.approx(0.1), "over_one_row": pytest.approx(2), "weight_mb": 1.0,
+        "side": "cpu_bfloat16", "median_ms": pytest.approx(0.1), "range_ms": pytest.approx((0.05, 0.3)),
+        "over_one_row": pytest.approx(2), "weight_mb": 1.0,
         "weights_gb_per_s": pytest.approx(10), "copy_gb_per_s": 40.0, "share_of_copy_bandwidth": pytest.approx(0.25),
         "read_gb_per_s": 50.0, "share_of_read_bandwidth": pytest.approx(0.2), "gflop_per_s": pytest.approx(80),
         "xla_float32_ms": pytest.approx(0.3), "torch_bfloat16_ms": pytest.approx(0.05),
         "ratio_to_xla_float32": pytest.approx(3), "ratio_to_torch_bfloat16": pytest.approx(0.5),
     }  # fmt: skip
-    del medians["cpu_bfloat16", 1]
-    assert figures(case, sides, medians, "bfloat16", 4)["over_one_row"] is None
+    del taken["cpu_bfloat16", 1]
+    assert figures(case, sides, taken, "bfloat16", 4)["over_one_row"] is None
 
 
 def record(layer: str, rows: int, over: float | None, share: float, torch: float | None = None) -> dict[str, Any]:

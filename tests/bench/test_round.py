@@ -81,16 +81,18 @@ def test_a_step_reads_a_tied_embedding_and_not_another():
 
 def test_measured_records(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(rounds, "RUN_S", 1e-4)
-    monkeypatch.setattr(rounds, "bandwidth", lambda repetitions: 2.0)
+    monkeypatch.setattr(rounds, "memory_rate", lambda: iter((1.0, 2.0, 9.0)).__next__)
     setups = [SETUP, replace(SETUP, block_size=16)]
     models, _ = load(SETUP, "xla")
     ticks: list[None] = []
-    records = rounds.measure(models, setups, 1, lambda: ticks.append(None))
-    assert len(ticks) == rounds.runs(2, 1)
+    records = rounds.measure(models, setups, 3, lambda: ticks.append(None))
+    assert len(ticks) == rounds.runs(2, 3)
     assert [one["block_size"] for one in records] == [4, 16]
     for one in records:
         assert one["base_block_size"] == 16
-        assert all(one[f"{part}_ms"] > 0 for part in rounds.PARTS)
+        for least, most, median in ((*one[f"{part}_range_ms"], one[f"{part}_ms"]) for part in (*rounds.PARTS, "step")):
+            assert 0 < least <= median <= most
+        assert one["bandwidth_gb_per_s"] == 2.0, "the median of what was read in the same turns"
         assert one["verify_ms_ratio"] == one["verify_ms"] / records[1]["verify_ms"]
         share = rounds.weight_bytes(models) / 1e9 / (one["step_ms"] / 1e3) / 2.0
         assert one["step_share_of_bandwidth"] == pytest.approx(share)

@@ -19,7 +19,6 @@ import json
 import os
 import platform
 import shutil
-import statistics
 import sys
 import tempfile
 import time
@@ -186,24 +185,23 @@ def common(a: list[int], b: list[int]) -> int:
 
 def compare(sides: dict[str, Generate], prompts: list[list[int]], new_tokens: int, repetitions: int) -> dict[str, Any]:
     """Runs all sides in turns; the first call of each compiles or warms up and is not counted."""
+    from tilewright.compiled.timing import alternate, medians, quotients
+
     tokens = {name: timed(name, generate, prompts, new_tokens)[1].tokens for name, generate in sides.items()}
-    whole: dict[str, list[float]] = {name: [] for name in sides}
-    decode: dict[str, list[float]] = {name: [] for name in sides}
-    for repetition in range(repetitions):
-        order = list(sides) if repetition % 2 == 0 else list(reversed(sides))
-        for name in order:
-            speed, call = timed(name, sides[name], prompts, new_tokens)
-            whole[name].append(speed)
-            decode[name].append(call.decode_tokens_per_s)
-    medians = {name: statistics.median(values) for name, values in decode.items()}
-    best = max((name for name in sides if name.startswith("transformers")), key=lambda name: medians[name])
+    runs = {name: partial(timed, name, generate, prompts, new_tokens) for name, generate in sides.items()}
+    taken = alternate(runs, repetitions)
+    whole = {name: [speed for speed, _ in calls] for name, calls in taken.items()}
+    decode = {name: [call.decode_tokens_per_s for _, call in calls] for name, calls in taken.items()}
+    middle = medians(decode)
+    best = max((name for name in sides if name.startswith("transformers")), key=lambda name: middle[name])
     ours = [name for name in sides if name.startswith("tilewright")]
     return {
         "batch": len(prompts),
-        "decode_tokens_per_s": medians,
-        "call_tokens_per_s": {name: statistics.median(values) for name, values in whole.items()},
+        "decode_tokens_per_s": middle,
+        "call_tokens_per_s": medians(whole),
         "best_transformers": best,
-        "decode_ratio": {name: medians[name] / medians[best] for name in ours},
+        "decode_ratio": {name: middle[name] / middle[best] for name in ours},
+        "decode_ratio_range": {name: quotients(decode[name], decode[best]).range for name in ours},
         "tokens_before_first_difference": {
             name: [common(a, b) for a, b in zip(tokens[name], tokens[best], strict=True)] for name in ours
         },

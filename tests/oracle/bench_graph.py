@@ -1,14 +1,14 @@
 """Message passing against PyTorch Geometric and the best that torch has, side by side in one process.
 
 Two comparisons on each graph: the mean over all neighbours, alone; and a whole GraphSAGE of two layers with the same weights.
-Every way runs in turn with as many threads as XLA's pool has; medians. Needs the `oracle` extra:
+The ways run in turns, every second time in reverse, with as many threads as XLA's pool has; medians. Needs the `oracle` extra:
 
     python tests/oracle/bench_graph.py [--data uniform:10000:16 ...] [--features N] [--repetitions N] [--json FILE]
 """
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import jax
@@ -26,6 +26,7 @@ from tilewright.bench.bandwidth import threads
 from tilewright.bench.graph import Graph, Segments, peers, read_graph
 from tilewright.cli.common import JsonFile, check_json_file, human_console, write_json
 from tilewright.compiled.machine import chip_name
+from tilewright.compiled.timing import Spread, alternate, spread
 from tilewright.graph.table import NeighborTable
 from tilewright.kernels import native
 from tilewright.models import gnn
@@ -106,22 +107,27 @@ def compare(expected: Any, found: Any, what: str) -> None:
         raise ValueError(f"expected {what} to agree with torch within {AGREES}, found a difference of {largest}")
 
 
-def medians(ways: Mapping[str, Way], repetitions: int) -> dict[str, float]:
-    """Milliseconds of a call of each, in turns of a few calls.
+def turn(run: Way) -> float:
+    """Milliseconds of a call: the median of a few, after a pause, in which the other library's threads stop waiting busily, and
+    after one call that goes untimed, since another way has just filled the caches."""
+    time.sleep(PAUSE_S)
+    run()
+    times = []
+    for _ in range(CALLS):
+        began = time.perf_counter()
+        run()
+        times.append(1e3 * (time.perf_counter() - began))
+    return spread(times).median
 
-    Before a turn there is a pause, in which the other library's threads stop waiting busily, and a call that goes untimed,
-    since another way has just filled the caches.
-    """
-    taken: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(repetitions):
-        for name, run in ways.items():
-            time.sleep(PAUSE_S)
-            run()
-            for _ in range(CALLS):
-                began = time.perf_counter()
-                run()
-                taken[name].append(1e3 * (time.perf_counter() - began))
-    return {name: statistics.median(times) for name, times in taken.items()}
+
+def measured(ways: Mapping[str, Way], repetitions: int) -> dict[str, Any]:
+    """Milliseconds of a call of each, in turns: medians and ranges."""
+    taken = alternate({name: partial(turn, run) for name, run in ways.items()}, repetitions)
+    spreads: dict[str, Spread] = {name: spread(times) for name, times in taken.items()}
+    return {
+        "ms": {name: one.median for name, one in spreads.items()},
+        "range_ms": {name: one.range for name, one in spreads.items()},
+    }
 
 
 def show(console: Console, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -146,8 +152,8 @@ def main(*, data: SeveralWords = GRAPHS, features: int = 128, repetitions: int =
         for name in track(data, "graphs", console=console, disable=not console.is_terminal):
             graph = read_graph(name)
             x = rng.standard_normal((graph.num_nodes, features)).astype(np.float32)
-            aggregated.append({**graph.record(), "ms": medians(aggregations(graph, x), repetitions)})
-            models.append({**graph.record(), "ms": medians(networks(graph, x), repetitions)})
+            aggregated.append({**graph.record(), **measured(aggregations(graph, x), repetitions)})
+            models.append({**graph.record(), **measured(networks(graph, x), repetitions)})
     show(console, f"mean over the neighbours, {features} features, float32", aggregated)
     show(console, f"GraphSAGE, two layers of {features}, float32", models)
     versions = {"jax_version": jax.__version__, "torch_version": torch.__version__}

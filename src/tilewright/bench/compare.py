@@ -1,6 +1,5 @@
 """Several ways of decoding the same prompts, side by side in one run."""
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ import jax
 from tilewright.bench import figures
 from tilewright.bench.figures import first_difference, mean_distinct_ngram_ratio, respond
 from tilewright.compiled.machine import chip_name
+from tilewright.compiled.timing import REPETITIONS, alternate, spread
 from tilewright.decode.language_model import Generation, LanguageModel
 from tilewright.decode.sampling import Sampling
 
@@ -22,21 +22,12 @@ class Timed:
     tokens_per_s: float
 
 
-def alternate(
+def timed(
     ways: Mapping[str, Callable[[], Generation]], repetitions: int, on_run: Callable[[], None] = lambda: None
 ) -> dict[str, Timed]:
-    """Runs every way in turn, `repetitions` times; `on_run` is called after every run.
-
-    Each way runs once before it is timed, so that no compilation is in the figures.
-    """
-    runs: dict[str, list[Generation]] = {name: [] for name in ways}
-    for repetition in range(repetitions + 1):
-        for name, decode in ways.items():
-            generation = decode()
-            if repetition > 0:
-                runs[name].append(generation)
-            on_run()
-    return {name: Timed(taken[0], statistics.median(g.tokens_per_s for g in taken)) for name, taken in runs.items()}
+    """Runs all ways in turns, `repetitions` times and once before, for their compilation; `on_run` is called after each run."""
+    taken = alternate(ways, repetitions, on_run, warm=True)
+    return {name: Timed(runs[0], spread([run.tokens_per_s for run in runs]).median) for name, runs in taken.items()}
 
 
 def joined(parts: Sequence[Generation]) -> Generation:
@@ -80,7 +71,7 @@ def compare(
     lm: LanguageModel,
     batches: Sequence[Sequence[str | Sequence[int]]],
     sampling: Sampling,
-    repetitions: int = 5,
+    repetitions: int = REPETITIONS,
     on_run: Callable[[], None] = lambda: None,
 ) -> Comparison:
     """Decodes `batches` of prompts with and without the drafter, alternating, `repetitions` times each."""
@@ -88,8 +79,8 @@ def compare(
     def decoded(speculative: bool) -> Callable[[], Generation]:
         return lambda: joined([lm.generate(batch, sampling, speculative=speculative) for batch in batches])
 
-    timed = alternate({"autoregressive": decoded(False), "speculative": decoded(True)}, repetitions, on_run)
-    return Comparison(timed["autoregressive"], timed["speculative"], repetitions)
+    both = timed({"autoregressive": decoded(False), "speculative": decoded(True)}, repetitions, on_run)
+    return Comparison(both["autoregressive"], both["speculative"], repetitions)
 
 
 def environment(lm: LanguageModel) -> dict[str, Any]:

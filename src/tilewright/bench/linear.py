@@ -8,7 +8,7 @@ of a layer take turns, and so do a copy and a read of memory: ratios between any
 import math
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from tilewright.bench.bandwidth import Memory
+from tilewright.compiled.timing import REPETITIONS, alternate, medians, spread
 from tilewright.kernels import native
 from tilewright.kernels.linear import cpu, xla
 from tilewright.kernels.linear.cases import Case
@@ -37,7 +38,6 @@ RUN_S = 0.05
 PAUSE_S = 0.002
 """Between runs: threads that wait for work in a busy loop, as OpenMP's do, would slow down the next side."""
 
-Key = TypeVar("Key", bound=Hashable)
 Weights = TypeVar("Weights")
 
 
@@ -150,25 +150,13 @@ def ready(side: Side, rows: int) -> Callable[[], float]:
     return lambda: timed(programs) / side.calls
 
 
-def alternate(
-    runs: Mapping[Key, Callable[[], float]], repetitions: int, on_run: Callable[[], None] = lambda: None
-) -> dict[Key, float]:
-    """Medians of what the runs return, all run in turns; every second time in reverse. `on_run` is called after each."""
-    taken: dict[Key, list[float]] = {key: [] for key in runs}
-    for repetition in range(repetitions):
-        for key in list(runs)[:: -1 if repetition % 2 else 1]:
-            taken[key].append(runs[key]())
-            on_run()
-    return {key: statistics.median(values) for key, values in taken.items()}
-
-
 def measure(
     case: Case,
     rows: Sequence[int],
     dtypes: Sequence[cpu.Format],
     memory: Memory,
     weights_mb: float = 100.0,
-    repetitions: int = 5,
+    repetitions: int = REPETITIONS,
     peers: Sequence[Load] = (),
     on_run: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
@@ -179,8 +167,8 @@ def measure(
         for n in rows:
             runs[side.name, n] = ready(side, n)
             on_run()
-    medians = alternate({("copy", 0): memory.copy, ("read", 0): memory.read, **runs}, repetitions, on_run)
-    return [figures(case, sides, medians, dtype, n) for dtype in dtypes for n in rows]
+    taken = alternate({("copy", 0): memory.copy, ("read", 0): memory.read, **runs}, repetitions, on_run)
+    return [figures(case, sides, taken, dtype, n) for dtype in dtypes for n in rows]
 
 
 def steps(rows: int, dtypes: int, repetitions: int, peers: int) -> int:
@@ -190,18 +178,19 @@ def steps(rows: int, dtypes: int, repetitions: int, peers: int) -> int:
 
 
 def figures(
-    case: Case, sides: Sequence[Side], medians: Mapping[tuple[str, int], float], dtype: str, rows: int
-) -> dict[str, Any]:  # fmt: skip
+    case: Case, sides: Sequence[Side], taken: Mapping[tuple[str, int], Sequence[float]], dtype: str, rows: int
+) -> dict[str, Any]:
     """One record. Ratios to another side are its time over ours: above 1, ours is faster.
 
     What is measured in `dtype` is the CPU kernel, or else XLA.
     """
     by_name = {side.name: side for side in sides}
     side = by_name.get(f"cpu_{dtype}") or by_name[f"xla_{dtype}"]
-    seconds, one_row = medians[side.name, rows], medians.get((side.name, 1))
+    middle = medians(taken)
+    seconds, one_row = middle[side.name, rows], middle.get((side.name, 1))
     rate = side.weight_bytes / seconds / 1e9
-    copy, read = medians["copy", 0], medians["read", 0]
-    others = {other.name: medians[other.name, rows] for other in sides if not other.name.startswith("cpu_")}
+    copy, read = middle["copy", 0], middle["read", 0]
+    others = {other.name: middle[other.name, rows] for other in sides if not other.name.startswith("cpu_")}
     return {
         "model": case.model,
         "layer": case.layer,
@@ -212,6 +201,7 @@ def figures(
         "rows": rows,
         "side": side.name,
         "median_ms": 1e3 * seconds,
+        "range_ms": spread([1e3 * each for each in taken[side.name, rows]]).range,
         "over_one_row": seconds / one_row if one_row else None,
         "weight_mb": side.weight_bytes / 1e6,
         "weights_gb_per_s": rate,

@@ -4,7 +4,6 @@ A round drafts a block, verifies it and extends the drafter's context. The outpu
 also taken alone. Times depend on shapes and not on what the weights are, so that no checkpoint is needed.
 """
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from tilewright.bench.bandwidth import Memory
-from tilewright.bench.linear import alternate
+from tilewright.compiled.timing import REPETITIONS, alternate, spread
 from tilewright.decode import cache
 from tilewright.decode.autoregressive import autoregressive_step
 from tilewright.decode.drafters.dflash import DFlash
@@ -192,52 +191,62 @@ def timer(models: Models, setup: Setup, program: Program) -> Callable[[], float]
     return lambda: timed(calls)
 
 
-def bandwidth(repetitions: int) -> float:
-    """GB/s of the device's memory: a CPU's by reading, another's by a copy, bytes read plus bytes written."""
+def memory_rate() -> Callable[[], float]:
+    """A run that measures the device's memory in GB/s: a CPU's by reading, another's by a copy, bytes read plus written."""
     if jax.default_backend() == "cpu":
-        memory = Memory()
-        return statistics.median(memory.read() for _ in range(repetitions))
+        return Memory().read
     buffer = jnp.zeros(BANDWIDTH_BYTES // 4, jnp.int32)
-    copy = jax.jit(lambda x: x + 1, donate_argnums=0)
-    rates = []
-    for _ in range(repetitions + 1):
+    copy = jax.jit(lambda x: x + 1, donate_argnums=0).lower(buffer).compile()
+
+    def timed() -> float:
+        nonlocal buffer
         began = time.perf_counter()
         for _ in range(20):
             buffer = copy(buffer)
         buffer.block_until_ready()
-        rates.append(20 * 2 * BANDWIDTH_BYTES / (time.perf_counter() - began) / 1e9)
-    return statistics.median(rates[1:])
+        return 20 * 2 * BANDWIDTH_BYTES / (time.perf_counter() - began) / 1e9
+
+    timed()
+    return timed
 
 
 def measure(
-    models: Models, setups: Sequence[Setup], repetitions: int = 5, on_run: Callable[[], None] = lambda: None
+    models: Models, setups: Sequence[Setup], repetitions: int = REPETITIONS, on_run: Callable[[], None] = lambda: None
 ) -> list[dict[str, Any]]:
     """Times the parts of the rounds of several block sizes at one context, in turns. `on_run` is called `runs` times.
 
     Returns:
-        a record for each setup; times in milliseconds.
+        a record for each setup; times in milliseconds, each with its range over the repetitions.
     """
-    timers: dict[tuple[int, str], Callable[[], float]] = {}
+    timers: dict[tuple[int, str], Callable[[], float]] = {(0, "memory"): memory_rate()}
     for place, setup in enumerate(setups):
         wanted = programs(setup)
         for name in (*PARTS, "step") if place == 0 else PARTS:
             timers[place, name] = timer(models, setup, wanted[name])
             on_run()
-    medians = alternate(timers, repetitions, on_run)
-    rate = bandwidth(repetitions)
-    weights = weight_bytes(models)
-    step = {"step_ms": 1e3 * medians[0, "step"], "weight_gb": weights / 1e9, "bandwidth_gb_per_s": rate}
-    step["step_share_of_bandwidth"] = weights / 1e9 / medians[0, "step"] / rate
+    taken = alternate(timers, repetitions, on_run)
+    rate, weights = spread(taken[0, "memory"]).median, weight_bytes(models)
+    step = times(taken[0, "step"], "step")
+    shared = {**step, "weight_gb": weights / 1e9, "bandwidth_gb_per_s": rate}
+    shared["step_share_of_bandwidth"] = weights / 1e6 / step["step_ms"] / rate
     records = []
     for place, setup in enumerate(setups):
-        times = {f"{name}_ms": 1e3 * medians[place, name] for name in PARTS}
-        records.append({"context": setup.context, "block_size": setup.block_size, "capacity": setup.capacity, **times, **step})
+        about = {"context": setup.context, "block_size": setup.block_size, "capacity": setup.capacity}
+        for name in PARTS:
+            about |= times(taken[place, name], name)
+        records.append({**about, **shared})
     return with_ratios(records, [f"{name}_ms" for name in PARTS])
+
+
+def times(seconds: Sequence[float], name: str) -> dict[str, Any]:
+    """Median and range in milliseconds."""
+    taken = spread([1e3 * each for each in seconds])
+    return {f"{name}_ms": taken.median, f"{name}_range_ms": taken.range}
 
 
 def runs(setups: int, repetitions: int) -> int:
     """How often `measure` calls `on_run`."""
-    return (len(PARTS) * setups + 1) * (1 + repetitions)
+    return (len(PARTS) * setups + 1) * (1 + repetitions) + repetitions
 
 
 def with_ratios(records: Sequence[dict[str, Any]], fields: Sequence[str]) -> list[dict[str, Any]]:

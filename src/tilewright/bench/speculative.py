@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from tilewright.bench import figures
-from tilewright.bench.compare import alternate, joined
+from tilewright.bench.compare import joined, timed
 from tilewright.bench.datasets import Example, prompt
 from tilewright.bench.figures import BASELINE, Run
 from tilewright.decode.drafters.base import Drafter
@@ -88,15 +88,15 @@ def measure(
         speculative = False if name == BASELINE else None
         return lambda: joined([lm.generate(batch, sampling, speculative) for batch in batches])
 
-    timed = alternate({name: decoded(name, lm) for name, lm in ways.items()}, repetitions, on_run)
+    taken = timed({name: decoded(name, lm) for name, lm in ways.items()}, repetitions, on_run)
     runs = []
     for name, lm in ways.items():
         drafter = None if name == BASELINE else lm.drafter
         drafts = 0 if drafter is None else drafter.block_size - 1
-        paired = zip(timed[name].generation, asked.categories, strict=True)
+        paired = zip(taken[name].generation, asked.categories, strict=True)
         responses = [figures.respond(r, drafts, category, r.drafted, r.accepted) for r, category in paired]
         seconds = None if drafter is None else round_seconds(lm, drafter, batches[0], sampling)
-        runs.append(Run(asked.name, name, drafts, responses, timed[name].tokens_per_s, asked.skipped, seconds))
+        runs.append(Run(asked.name, name, drafts, responses, taken[name].tokens_per_s, asked.skipped, seconds))
         on_run()
     return runs
 

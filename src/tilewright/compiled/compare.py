@@ -5,7 +5,6 @@ What the figures mean is in docs/metrics.md.
 
 import io
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,6 +22,7 @@ from tilewright.chips.tpu import CHIPS
 from tilewright.compiled.aot import Compiled, compile_for, read_compiled, tpu_topology
 from tilewright.compiled.machine import chip_name
 from tilewright.compiled.round_trips import round_trips
+from tilewright.compiled.timing import REPETITIONS, alternate, medians, quotients, spread
 
 RUN_S = 0.05
 """How long a timed run should take; one that takes longer consists of a single call."""
@@ -44,8 +44,9 @@ class Program:
         read_bytes, written_bytes: of device memory, by the account of the compiled program (`compiled.traffic`).
         round_trips, round_trip_bytes: intermediate arrays that it writes to device memory and reads back, and their bytes.
         peak_bytes: of device memory, at once.
-        median_ms: of a call; None where it did not run.
-        speedup: the first function's time over this one's; None where they did not run.
+        median_ms, range_ms: of a call, the range from the least to the most; None where it did not run.
+        speedup: the first function's median over this one's; None where they did not run.
+        speedup_range: the least and the most of the repetitions' own quotients.
         share_of_bandwidth: the least time in which the memory can move these bytes, over the time of a call. Above 1 where
             caches serve part of them.
         estimated_cycles: by the compiler's cost model; None where there is none.
@@ -65,7 +66,9 @@ class Program:
     round_trip_bytes: int
     peak_bytes: int
     median_ms: float | None = None
+    range_ms: tuple[float, float] | None = None
     speedup: float | None = None
+    speedup_range: tuple[float, float] | None = None
     share_of_bandwidth: float | None = None
     estimated_cycles: int | None = None
     without_estimate: int = 0
@@ -143,7 +146,7 @@ def compare(
     g: Function,
     *args: Any,
     names: tuple[str, str] = ("baseline", "fused"),
-    repetitions: int = 5,
+    repetitions: int = REPETITIONS,
     tolerance: float | None = None,
     chip: str | Sequence[str] = (),
 ) -> Comparison:
@@ -174,7 +177,7 @@ def compare(
 def compare_all(
     functions: Mapping[str, Function],
     args: Sequence[Any],
-    repetitions: int = 5,
+    repetitions: int = REPETITIONS,
     tolerance: float | None = None,
     chips: Sequence[str] = (),
     run: bool = True,
@@ -211,7 +214,7 @@ def compare_all(
 
 def steps(functions: int, repetitions: int, chips: int, run: bool = True) -> int:
     """How often `compare_all` calls `on_run`."""
-    return functions * (chips + (1 + repetitions if run else 0))
+    return functions * chips + ((1 + repetitions) * functions + repetitions if run else 0)
 
 
 def check_shapes(programs: Mapping[str, Function], leaves: Sequence[Any]) -> None:
@@ -259,24 +262,22 @@ def run_here(
         results.append(jax.device_get(compiled(*args)))
         timers[name] = timer(compiled, args)
         on_run()
-    taken: dict[str, list[float]] = {name: [] for name in timers}
-    for repetition in range(repetitions):
-        for name in list(timers)[:: -1 if repetition % 2 else 1]:
-            taken[name].append(timers[name]())
-            if name:
-                on_run()
-    medians = {name: statistics.median(times) for name, times in taken.items()}
-    rate = 2 * COPY_BYTES / medians.pop("") / 1e9
-    first = next(iter(medians.values()))
+    taken = alternate(timers, repetitions, on_run)
+    seconds_of = medians(taken)
+    rate = 2 * COPY_BYTES / seconds_of.pop("") / 1e9
+    first = accounts[0]["name"]
     done = []
     for fields, result in zip(accounts, results, strict=True):
-        seconds, moved = medians[fields["name"]], fields["read_bytes"] + fields["written_bytes"]
+        name, moved = fields["name"], fields["read_bytes"] + fields["written_bytes"]
+        seconds, times = seconds_of[name], spread([1e3 * each for each in taken[name]])
         difference, agrees = differences(results[0], result, tolerance)
         done.append(
             Program(
                 **fields,
-                median_ms=1e3 * seconds,
-                speedup=first / seconds,
+                median_ms=times.median,
+                range_ms=times.range,
+                speedup=seconds_of[first] / seconds,
+                speedup_range=quotients(taken[first], taken[name]).range,
                 share_of_bandwidth=moved / 1e9 / rate / seconds,
                 largest_difference=difference,
                 agrees=agrees,

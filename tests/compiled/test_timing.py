@@ -1,0 +1,45 @@
+"""Taking turns: the order, what is left out, and what becomes of the values."""
+
+from collections.abc import Callable, Sequence
+
+from tilewright.compiled.timing import Spread, alternate, medians, quotients, spread
+
+
+def runs(order: list[str], **values: Sequence[float]) -> dict[str, Callable[[], float]]:
+    """A run for each name, which notes its name and gives its values one after the other."""
+
+    def run(name: str, waiting: Sequence[float]) -> Callable[[], float]:
+        given = iter(waiting)
+        return lambda: order.append(name) or next(given)
+
+    return {name: run(name, waiting) for name, waiting in values.items()}
+
+
+def test_all_take_turns_and_every_second_turn_is_reversed():
+    order: list[str] = []
+    done: list[int] = []
+    taken = alternate(runs(order, a=[5, 1, 2], b=[7, 9, 8], c=[0, 0, 0]), 3, lambda: done.append(len(order)))
+    assert "".join(order) == "abccbaabc"
+    assert taken == {"a": [5, 1, 2], "b": [7, 9, 8], "c": [0, 0, 0]}
+    assert done == list(range(1, 10))
+    assert medians(taken) == {"a": 2, "b": 8, "c": 0}
+
+
+def test_a_warm_up_is_a_turn_of_its_own_that_gives_nothing():
+    order: list[str] = []
+    done: list[int] = []
+    taken = alternate(runs(order, a=[99, 1, 2], b=[99, 3, 4]), 2, lambda: done.append(1), warm=True)
+    assert "".join(order) == "baabba"
+    assert taken == {"a": [1, 2], "b": [3, 4]}
+    assert len(done) == 6
+
+
+def test_a_spread_keeps_the_range():
+    assert spread([3, 1, 2, 9]) == Spread(2.5, 1, 9)
+    assert spread([3, 1, 2, 9]).range == (1, 9)
+
+
+def test_quotients_are_of_the_same_repetition():
+    """A machine that is half as fast from the second repetition on changes no quotient."""
+    assert quotients([4, 8, 8], [2, 4, 4]) == Spread(2, 2, 2)
+    assert quotients([1, 6, 8], [2, 2, 2]) == Spread(3, 0.5, 4)
