@@ -1,13 +1,39 @@
 """Tilewright: irregular models on machines that want fixed shapes."""
 
-from tilewright.compiled.compare import compare
-from tilewright.decode.language_model import Generation, LanguageModel, load
-from tilewright.decode.sampling import Sampling
-from tilewright.decode.session import Piece, Result, Session
-from tilewright.decode.shapes import ShapeTable
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tilewright.compiled.compare import compare
+    from tilewright.decode.language_model import Generation, LanguageModel, load
+    from tilewright.decode.sampling import Sampling
+    from tilewright.decode.session import Piece, Result, Session
+    from tilewright.decode.shapes import ShapeTable
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Generation", "LanguageModel", "Piece", "Result", "Sampling", "Session", "ShapeTable", "__version__", "compare", "load",
 ]  # fmt: skip
+
+_MODULES = {
+    "compiled.compare": ("compare",),
+    "decode.language_model": ("Generation", "LanguageModel", "load"),
+    "decode.sampling": ("Sampling",),
+    "decode.session": ("Piece", "Result", "Session"),
+    "decode.shapes": ("ShapeTable",),
+}
+"""Where the public names live. They are imported when first asked for: JAX takes a second, which `--version` need not wait."""
+
+
+def __getattr__(name: str) -> object:
+    """A public name at its first use (PEP 562); from then on it is an ordinary attribute."""
+    for module, names in _MODULES.items():
+        if name in names:
+            globals()[name] = value = getattr(import_module(f"{__name__}.{module}"), name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -39,14 +39,16 @@ Run = Callable[..., Ran]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """`run("generate", ..., stdin="piped text")`; without `stdin`, standard input is a terminal."""
+    """`run("generate", ..., stdin="piped text")`, or bytes; without `stdin`, standard input is a terminal."""
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
 
-    def command(*arguments: object, stdin: str | None = None) -> Ran:
-        monkeypatch.setattr(sys, "stdin", Terminal() if stdin is None else io.StringIO(stdin))
+    def command(*arguments: object, stdin: str | bytes | None = None) -> Ran:
+        piped = stdin.encode() if isinstance(stdin, str) else stdin
+        text = Terminal() if piped is None else io.TextIOWrapper(io.BytesIO(piped), "utf-8", "surrogateescape")
+        monkeypatch.setattr(sys, "stdin", text)
         monkeypatch.setenv("COLUMNS", "160")
         capsys.readouterr()
         status: object = 0

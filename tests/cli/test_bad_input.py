@@ -44,11 +44,11 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["t1", "--block-size", "1"], "expected a block size from 2 to the drafter's 4, found 1"),
         (["t1", "--block-size", "5"], "expected a block size from 2 to the drafter's 4, found 5"),
         (["t1", "--draft-window", "0"], "expected a draft window of at least 1, found 0"),
-        (["t1", "--temperature", "-0.5"], "expected a temperature of 0 or more, found -0.5"),
-        (["t1", "--temperature", "nan"], "expected a temperature of 0 or more, found nan"),
-        (["t1", "--top-p", "0"], "expected top_p above 0 and at most 1, found 0"),
-        (["t1", "--top-p", "1.5"], "expected top_p above 0 and at most 1, found 1.5"),
-        (["t1", "--top-k", "-1"], "expected top_k of 0 or more, found -1"),
+        (["t1", "--temperature", "-0.5"], "expected a temperature of 0, or from 1e-06 to 1e+06, found -0.5"),
+        (["t1", "--temperature", "nan"], "expected a temperature of 0, or from 1e-06 to 1e+06, found nan"),
+        (["t1", "--top-p", "0"], "expected top_p from 1e-06 to 1, found 0"),
+        (["t1", "--top-p", "1.5"], "expected top_p from 1e-06 to 1, found 1.5"),
+        (["t1", "--top-k", "-1"], "expected top_k from 0 to 2**31 - 1, found -1"),
         (["t1", "--seed", "-1"], "expected a seed from 0 to 2**32 - 1, found -1"),
         (["t1", "--dtype", "float16"], "expected dtype to be one of float32, bfloat16, found 'float16'"),
         (["t1", "--compare", "--repetitions", "0"], "expected at least 1 repetition, found 0"),
@@ -83,6 +83,22 @@ def test_arguments(run: Run, pair: list[Any], empty: Path, arguments: list[str],
 def test_no_prompt_on_standard_input(run: Run, pair: list[Any], empty: Path, stdin: str | None):
     check_refused(run("generate", *pair, stdin=stdin), "expected a prompt", empty)
     check_refused(run("generate", "-", *pair, stdin=""), "prompt 1 is empty", empty)
+
+
+@pytest.mark.parametrize("dash", [[], ["-"]], ids=["piped", "dash"])
+def test_what_is_not_utf8(run: Run, pair: list[Any], empty: Path, dash: list[str]):
+    ran = run("generate", *dash, *pair, stdin=b"t1 \xff\xfe")
+    check_refused(ran, "standard input is not UTF-8: byte 0xff at 3", empty)
+    check_refused(run("generate", "t1", b"t1 \xff".decode(errors="surrogateescape"), *pair), "prompt 2 is not UTF-8", empty)
+
+
+def test_a_models_texts_that_are_not_utf8(run: Run, folders: tuple[Path, Path], empty: Path):
+    target = Path(shutil.copytree(folders[0], empty.parent / "target"))
+    (target / "chat_template.jinja").write_bytes(b"\xff")
+    check_refused(run("generate", "t1", "--chat", "--model", target), "chat_template.jinja: not UTF-8 text", empty)
+    (target / "chat_template.jinja").unlink()
+    (target / "config.json").write_bytes(b'{"\xff": 1}')
+    check_refused(run("generate", "t1", "--model", target), "config.json is not JSON", empty)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +183,7 @@ def test_unknown_commands(run: Run, empty: Path):
         (["--samples", "0"], "expected samples of at least 1, found 0"),
         (["--batch-size", "0"], "expected batch_size of at least 1, found 0"),
         (["--repetitions", "0"], "expected repetitions of at least 1, found 0"),
-        (["--top-p", "2"], "expected top_p above 0 and at most 1, found 2"),
+        (["--top-p", "2"], "expected top_p from 1e-06 to 1, found 2"),
         (["--price-per-hour", "0"], "expected a price per hour above 0, found 0.0"),
         (["--price-per-hour", "inf"], "expected a price per hour above 0, found inf"),
         (["--csv", "absent/figures.csv"], "--csv absent/figures.csv: its folder does not exist"),

@@ -1,5 +1,6 @@
 """The warped distribution against a sort in NumPy, penalties against counting, and draws against the distribution."""
 
+import re
 from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
@@ -13,7 +14,19 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from reference.sampling_numpy import boundary_gap, chi_square_excess, penalised, warped
-from tilewright.decode.sampling import RowSampling, Sampling, Warp, batch_warp, penalise, row_sampling, sample, warp_logits
+from tilewright.decode.sampling import (
+    LEAST_TOP_P,
+    REPETITION_PENALTIES,
+    TEMPERATURES,
+    RowSampling,
+    Sampling,
+    Warp,
+    batch_warp,
+    penalise,
+    row_sampling,
+    sample,
+    warp_logits,
+)
 
 VOCAB = 12
 jitted_warp = jax.jit(warp_logits, static_argnums=2)
@@ -224,28 +237,66 @@ def test_the_least_program_is_chosen():
         assert batch_warp([filtered, request, greedy]) == "penalised"
 
 
+@pytest.mark.parametrize("warp", ["plain", "filtered", "penalised"])
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"temperature": TEMPERATURES[0], "repetition_penalty": REPETITION_PENALTIES[0]},
+        {"temperature": TEMPERATURES[0], "repetition_penalty": REPETITION_PENALTIES[1]},
+        {"temperature": TEMPERATURES[1]},
+        {"temperature": 1.0, "top_k": 2**31 - 1, "top_p": LEAST_TOP_P},
+    ],
+)
+def test_the_extremes_that_are_accepted_keep_different_logits_apart(warp: Warp, extreme: dict[str, float]):
+    """Logits up to 1,000 either way, all of which came before: nothing overflows, and the most likely token stays it."""
+    logits = np.linspace(-1000, 1000, VOCAB, dtype=np.float32)[None, None]
+    row = rows(**extreme)
+    tokens = np.arange(VOCAB, dtype=np.int32)[None]
+    seen = jitted_penalise(logits, row, tokens, np.full(1, VOCAB - 1, np.int32), np.full((1, 1), VOCAB - 1, np.int32))
+    got = np.asarray(jitted_warp(seen, row, warp))[0, 0]
+    assert np.isfinite(got).any()
+    assert not np.isposinf(got).any()
+    assert np.flatnonzero(got == got.max()).tolist() == [VOCAB - 1]
+    if warp == "plain":
+        assert np.isfinite(got).all()
+        assert (np.diff(got) > 0).all()
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"max_new_tokens": 0}, "expected max_new_tokens of at least 1, found 0"),
-        ({"temperature": -0.1}, "expected a temperature of 0 or more, found -0.1"),
-        ({"temperature": float("inf")}, "expected a temperature of 0 or more, found inf"),
-        ({"temperature": float("nan")}, "expected a temperature of 0 or more, found nan"),
-        ({"top_p": 0.0}, "expected top_p above 0 and at most 1, found 0.0"),
-        ({"top_p": 1.01}, "expected top_p above 0 and at most 1, found 1.01"),
-        ({"top_k": -1}, "expected top_k of 0 or more, found -1"),
+        ({"temperature": -0.1}, r"expected a temperature of 0, or from 1e-06 to 1e\+06, found -0.1"),
+        ({"temperature": float("inf")}, r"expected a temperature of 0, or from 1e-06 to 1e\+06, found inf"),
+        ({"temperature": float("nan")}, r"expected a temperature of 0, or from 1e-06 to 1e\+06, found nan"),
+        ({"temperature": 1e-40}, r"expected a temperature of 0, or from 1e-06 to 1e\+06, found 1e-40"),
+        ({"temperature": 1e39}, r"expected a temperature of 0, or from 1e-06 to 1e\+06, found 1e\+39"),
+        ({"top_p": 0.0}, "expected top_p from 1e-06 to 1, found 0.0"),
+        ({"top_p": 1e-46}, "expected top_p from 1e-06 to 1, found 1e-46"),
+        ({"top_p": 1.01}, "expected top_p from 1e-06 to 1, found 1.01"),
+        ({"top_k": -1}, r"expected top_k from 0 to 2\*\*31 - 1, found -1"),
+        ({"top_k": 2**31}, r"expected top_k from 0 to 2\*\*31 - 1, found 2147483648"),
         ({"seed": -1}, r"expected a seed from 0 to 2\*\*32 - 1, found -1"),
         ({"seed": 2**32}, r"expected a seed from 0 to 2\*\*32 - 1, found 4294967296"),
         ({"min_p": -0.1}, "expected min_p from 0 to 1, found -0.1"),
         ({"min_p": 1.1}, "expected min_p from 0 to 1, found 1.1"),
         ({"min_p": float("nan")}, "expected min_p from 0 to 1, found nan"),
-        ({"repetition_penalty": 0.0}, "expected a repetition_penalty above 0, found 0.0"),
-        ({"repetition_penalty": float("inf")}, "expected a repetition_penalty above 0, found inf"),
+        ({"repetition_penalty": 0.0}, "expected a repetition_penalty from 0.001 to 1000, found 0.0"),
+        ({"repetition_penalty": float("inf")}, "expected a repetition_penalty from 0.001 to 1000, found inf"),
         ({"presence_penalty": 2.5}, "expected a presence_penalty from -2 to 2, found 2.5"),
         ({"frequency_penalty": -3}, "expected a frequency_penalty from -2 to 2, found -3"),
-        ({"stop": ("a", "")}, r"expected stop strings that are not empty, found \('a', ''\)"),
+        ({"stop": ("a", "")}, r"expected a tuple of stop strings, none of them empty, found \('a', ''\)"),
     ],
 )
 def test_errors(fields: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         Sampling(**fields)
+
+
+@pytest.mark.parametrize("stop", ["END", (1,)])
+def test_stop_strings_stand_in_a_tuple(stop: Any):
+    """Alone, "END" would stop at the first E, N or D. (These tests check annotations, which users need not: past those.)"""
+    request = object.__new__(Sampling)
+    vars(request).update(vars(Sampling()) | {"stop": stop})
+    with pytest.raises(ValueError, match=re.escape(f"expected a tuple of stop strings, none of them empty, found {stop!r}")):
+        request.__post_init__()

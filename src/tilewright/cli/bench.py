@@ -1,14 +1,26 @@
-"""`tilewright bench`: benchmarks, each with a table and `--json`."""
+"""`tilewright bench`: benchmarks, each with a table and `--json`. Imported when called, like every command."""
 
 from cyclopts import App
 
-from tilewright.cli.bench_graph import bench_graph
-from tilewright.cli.bench_linear import linear
-from tilewright.cli.bench_round import bench_round
-from tilewright.cli.bench_speculative import speculative
-
 app = App(name="bench", help="Benchmarks.")
-app.command(bench_graph, name="graph")
-app.command(linear)
-app.command(bench_round, name="round")
-app.command(speculative)
+app.command(
+    "tilewright.cli.bench_graph:bench_graph",
+    name="graph",
+    help="Compares graph neural networks on neighbour tables with gathering, masking and summing, side by side.",
+)
+app.command(
+    "tilewright.cli.bench_linear:linear",
+    name="linear",
+    help="Times the linear layers of real models against XLA and against the machine's memory.",
+)
+app.command(
+    "tilewright.cli.bench_round:bench_round",
+    name="round",
+    help="Times drafting, verifying, both heads and the extension of the context apart, with random weights.",
+)
+app.command(
+    "tilewright.cli.bench_speculative:speculative",
+    name="speculative",
+    help="Decodes the prompts of each file with every drafter and without one, alternating, and prints the papers' table.\n\n"
+    "Every figure is defined in docs/metrics.md.",
+)

@@ -6,8 +6,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from cyclopts import Parameter
 from rich.console import Console
@@ -182,23 +183,41 @@ def packaged_prompts_file() -> Path:
     return PACKAGED[DEMO].parent / "prompts.jsonl"
 
 
+def standard_input() -> str:
+    """All of standard input.
+
+    Raises:
+        ValueError: it is not UTF-8.
+    """
+    try:
+        cast(TextIOWrapper, sys.stdin).reconfigure(encoding="utf-8", errors="strict")  # whatever the locale says
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input is not UTF-8: byte {error.object[error.start]:#04x} at {error.start}") from None
+
+
 def gather_prompts(given: Sequence[str], prompt_file: Path | None, model: str) -> list[Example]:
     """Prompts from the arguments, a file, or standard input; for the demo alone there is one to fall back on.
 
     Raises:
-        ValueError: there is none, one is empty, the file is malformed, or an argument is an option that does not exist.
+        ValueError: there is none, one is empty or not UTF-8, the file is malformed, or an argument is an option that does not
+            exist.
     """
     for prompt in given:
         if prompt.startswith("-") and prompt != "-":
             where = "--prompt-file or standard input"
             raise ValueError(f'unknown option {prompt} (a prompt that begins with "-" comes from {where})')
-    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in given]
+    texts = [standard_input() if prompt == "-" else prompt for prompt in given]
     if not texts and prompt_file is None and not sys.stdin.isatty():
-        piped = sys.stdin.read()
+        piped = standard_input()
         texts = [piped] if piped else []
     for number, text in enumerate(texts, 1):
         if not text:
             raise ValueError(f"prompt {number} is empty")
+        try:
+            text.encode()  # of an argument's bytes that are not UTF-8 Python makes halves of surrogate pairs
+        except UnicodeEncodeError:
+            raise ValueError(f"prompt {number} is not UTF-8") from None
     prompts = [Example("prompt", "", (text,), number) for number, text in enumerate(texts, 1)]
     if prompt_file is not None:
         prompts += read_examples(prompt_file)

@@ -1,4 +1,8 @@
-"""`tilewright`: collects the commands, and turns a user's mistake into one line and exit status 2."""
+"""`tilewright`: collects the commands, and turns a user's mistake into one line and exit status 2.
+
+A command is imported when it is called, for JAX takes a second to import; its help stands here, and a test holds it equal to
+the command's own.
+"""
 
 import sys
 
@@ -7,14 +11,21 @@ from rich.console import Console
 
 from tilewright import __version__
 from tilewright.cli.bench import app as bench
-from tilewright.cli.doctor import doctor
-from tilewright.cli.generate import generate
 
-app = App(name="tilewright", help="Irregular models on machines that want fixed shapes.", version=__version__)
-app.command(generate)
-app.command("tilewright.cli.train:app", name="train", help="Training.")  # imported when called: it needs the train extra
+app = App(
+    name="tilewright",
+    help="Irregular models on machines that want fixed shapes.",
+    version=__version__,
+    version_format="plaintext",
+)
+app.command("tilewright.cli.generate:generate", name="generate", help="Generates text and shows which tokens were drafted.")
+app.command("tilewright.cli.train:app", name="train", help="Training.")
 app.command(bench)
-app.command(doctor)
+app.command(
+    "tilewright.cli.doctor:doctor",
+    name="doctor",
+    help="Shows what runs here and why, and what is missing for the rest. Exit status 1 if nothing can be generated.",
+)
 
 
 def main(arguments: list[str] | None = None) -> None:

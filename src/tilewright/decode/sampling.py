@@ -20,6 +20,12 @@ Warp = Literal["greedy", "plain", "filtered", "penalised"]
 """What a program must be able to do, besides all that the kinds before it can: argmax alone; draws from the tempered
 distribution; draws after top-k, top-p and min-p; penalties for repeating, before the argmax too."""
 
+TEMPERATURES = (1e-6, 1e6)
+REPETITION_PENALTIES = (1e-3, 1e3)
+"""What logits may be divided by: quotients are finite in float32, so that different logits never become equal infinities."""
+LEAST_TOP_P = 1e-6
+"""Keeps the most likely token, as every smaller one would, were it not rounded to nothing at all."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -27,15 +33,16 @@ class Sampling:
 
     Attributes:
         max_new_tokens: the length limit.
-        temperature: 0 takes the most likely token.
+        temperature: 0 takes the most likely token; otherwise from 1e-6 to 1e6.
         top_p: keep the smallest set of most likely tokens that holds this much probability (ties with the last are kept).
         top_k: keep this many most likely tokens (ties with the last are kept); 0 keeps all.
         seed: the request's own randomness.
-        stop: texts that end the generation; they are not part of the result.
+        stop: texts that end the generation, in a tuple; they are not part of the result.
         ignore_eos: go on past the end-of-sequence token.
         min_p: keep tokens that are at least this share as likely as the most likely one; 0 keeps all.
         repetition_penalty: a token that came before, in the prompt or after it, has its logit divided by this if it is positive
-            and multiplied if negative; 1 changes nothing (CTRL, arXiv 1909.05858, section 4.1; the signs as in transformers).
+            and multiplied if negative; 1 changes nothing, from 0.001 to 1000 (CTRL, arXiv 1909.05858, section 4.1; the signs as
+            in transformers).
         presence_penalty: taken off the logit of every token that was generated before; from -2 to 2.
         frequency_penalty: taken off once for each time that it was generated; from -2 to 2.
     """
@@ -53,15 +60,25 @@ class Sampling:
     frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
+        (coldest, hottest), (least, most) = TEMPERATURES, REPETITION_PENALTIES
+        stops = not isinstance(self.stop, str) and all(isinstance(text, str) and text for text in self.stop)
         for good, expected, found in (
             (self.max_new_tokens >= 1, "max_new_tokens of at least 1", self.max_new_tokens),
-            (0 <= self.temperature < float("inf"), "a temperature of 0 or more", self.temperature),
-            (0 < self.top_p <= 1, "top_p above 0 and at most 1", self.top_p),
-            (self.top_k >= 0, "top_k of 0 or more", self.top_k),
+            (
+                self.temperature == 0 or coldest <= self.temperature <= hottest,
+                f"a temperature of 0, or from {coldest:g} to {hottest:g}",
+                self.temperature,
+            ),
+            (LEAST_TOP_P <= self.top_p <= 1, f"top_p from {LEAST_TOP_P:g} to 1", self.top_p),
+            (0 <= self.top_k < 2**31, "top_k from 0 to 2**31 - 1", self.top_k),
             (0 <= self.seed < 2**32, "a seed from 0 to 2**32 - 1", self.seed),
-            (all(self.stop), "stop strings that are not empty", self.stop),
+            (stops, "a tuple of stop strings, none of them empty", self.stop),
             (0 <= self.min_p <= 1, "min_p from 0 to 1", self.min_p),
-            (0 < self.repetition_penalty < float("inf"), "a repetition_penalty above 0", self.repetition_penalty),
+            (
+                least <= self.repetition_penalty <= most,
+                f"a repetition_penalty from {least:g} to {most:g}",
+                self.repetition_penalty,
+            ),
             (-2 <= self.presence_penalty <= 2, "a presence_penalty from -2 to 2", self.presence_penalty),
             (-2 <= self.frequency_penalty <= 2, "a frequency_penalty from -2 to 2", self.frequency_penalty),
         ):

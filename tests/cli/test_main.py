@@ -1,0 +1,58 @@
+"""`tilewright` itself: what it imports and when, and the help that stands in for commands that are not imported yet."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from cyclopts import App
+from cyclopts.command_spec import CommandSpec
+
+import tilewright as tw
+from tilewright.cli.main import app
+
+HEAVY = ("jax", "numpy", "tokenizers", "safetensors", "huggingface_hub")
+
+
+@pytest.mark.parametrize("argument", ["--version", "--help", "bench --help"])
+def test_no_library_is_imported_to_tell_what_there_is(argument: str):
+    """In a process of its own, as this one has imported everything."""
+    told = f"print([name for name in {HEAVY} if name in sys.modules], file=sys.stderr)"
+    run = f"from tilewright.cli.main import main\nmain({argument.split()})"
+    code = f"import atexit, sys\natexit.register(lambda: {told})\n{run}"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert ran.stderr == "[]\n"
+    assert (tw.__version__ if argument == "--version" else "Usage: tilewright") in ran.stdout
+
+
+def lazy_commands(parent: App) -> Iterator[tuple[App, str]]:
+    """Every command that is named by where it is, with its parent."""
+    for name, command in parent._commands.items():
+        if isinstance(command, CommandSpec):
+            yield parent, name
+        elif name not in ("--help", "-h", "--version"):
+            yield from lazy_commands(command)
+
+
+@pytest.mark.parametrize(("parent", "name"), [pytest.param(*each, id=each[1]) for each in lazy_commands(app)])
+def test_the_help_of_a_command_is_its_own(parent: App, name: str):
+    """It stands beside the command's place, since the command is not imported for it; both must say the same."""
+    shown = parent._commands[name].help
+    command = parent[name]
+    if command.default_command is None:
+        assert shown is None or shown == command.help
+        return
+    own = (command.default_command.__doc__ or "").split("Parameters\n")[0]
+    assert shown is not None
+    assert " ".join(own.split()) == " ".join(shown.split())
+
+
+def test_public_names_are_there_and_no_others():
+    assert set(tw.__all__) <= set(dir(tw))
+    for name in tw.__all__:
+        assert getattr(tw, name) is not None
+    assert tw.load.__module__ == "tilewright.decode.language_model"
+    with pytest.raises(AttributeError, match="module 'tilewright' has no attribute 'nope'"):
+        _ = tw.nope  # type: ignore[attr-defined]
