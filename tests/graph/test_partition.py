@@ -21,7 +21,7 @@ from tilewright.graph.train import RunState, gradient_step
 from tilewright.models import gnn
 from tilewright.parallel.mesh import make_mesh
 
-MESH = make_mesh("nodes", 3)
+MESH = make_mesh({"nodes": 3})
 FEATURES, CLASSES = 5, 3
 CONFIGS = {
     "gcn": gnn.GCNConfig(FEATURES, CLASSES, hidden=6, dropout=0),
@@ -132,7 +132,7 @@ def test_a_training_step_is_that_of_one_device(family: str, exchange: str):
 def test_one_call_runs_a_model(family: str):
     config, x = CONFIGS[family], features()
     params, state = gnn.init(config, jax.random.key(0))
-    several = table_of("ring", "csr", mesh=make_mesh("nodes", 2), order="rcm", self_loops=family == "gat")
+    several = table_of("ring", "csr", mesh=make_mesh({"nodes": 2}), order="rcm", self_loops=family == "gat")
     single = NeighborTable.from_edges(graph(), 37, layout="csr", self_loops=family == "gat")
     scores, _ = run(config, params, several, x, state)
     wanted, _ = gnn.apply(config, params, single, jnp.asarray(x), state)
@@ -150,7 +150,7 @@ def edge_lists(draw: st.DrawFn) -> tuple[int, Int[np.ndarray, "2 E"]]:
 @given(edge_lists(), st.sampled_from(FORMS), st.sampled_from(["given", "rcm"]), st.integers(1, 3))
 def test_any_graph_on_any_number_of_devices(listed: Any, form: tuple[str, str], order: str, devices: int):
     nodes, edges = listed
-    table = table_of(*form, edges, num_nodes=nodes, mesh=make_mesh("nodes", devices), order=order)
+    table = table_of(*form, edges, num_nodes=nodes, mesh=make_mesh({"nodes": devices}), order=order)
     x = features(nodes, 2)
     dense = np.zeros((nodes, nodes))
     np.add.at(dense, (edges[1], edges[0]), 1)
@@ -190,7 +190,7 @@ def test_blocks_hold_about_as_many_nodes_and_edges():
 
 def test_blocks_without_edges_between_them_do_not_meet():
     path = np.stack([np.arange(31), np.arange(1, 32)])
-    table = table_of("ring", "csr", np.concatenate([path, path[::-1]], 1), num_nodes=32, mesh=make_mesh("nodes", 8))
+    table = table_of("ring", "csr", np.concatenate([path, path[::-1]], 1), num_nodes=32, mesh=make_mesh({"nodes": 8}))
     assert table.shards.plan.hops == (0, 1, 7)
     text = jax.jit(table.aggregate).lower(table.arrange(features(32))).as_text()
     assert text.count("collective_permute") == 2

@@ -23,8 +23,8 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reas
 def absent_table() -> tuple[PartitionedTable, jax.ShapeDtypeStruct]:
     """A graph divided over eight chips that are not there, and features for it: shapes only."""
     edges = np.random.default_rng(0).integers(512, size=(2, 1024))
-    table = PartitionedTable.build(edges, make_mesh("nodes", 8), 512, layout="bucketed")
-    mesh = make_mesh("nodes", tpu_topology(CHIP).devices)
+    table = PartitionedTable.build(edges, make_mesh({"nodes": 8}), 512, layout="bucketed")
+    mesh = make_mesh({"nodes": None}, tpu_topology(CHIP).devices)
     blocks, everywhere = NamedSharding(mesh, table.spec), NamedSharding(mesh, PartitionSpec())
 
     def shaped(array: Array, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

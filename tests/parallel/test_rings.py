@@ -19,7 +19,7 @@ SPEC = PartitionSpec("blocks")
 
 
 def on_devices(count: int, inside: Callable[..., Any]) -> Any:
-    mesh = make_mesh("blocks", count)
+    mesh = make_mesh({"blocks": count})
     return jax.jit(jax.shard_map(inside, mesh=mesh, in_specs=SPEC, out_specs=SPEC, check_vma=False))
 
 

@@ -84,7 +84,7 @@ class GNNLoop:
     devices: int | None = None
 
     def mesh(self) -> Mesh | None:
-        return None if self.devices is None else make_mesh("nodes", self.devices)
+        return None if self.devices is None else make_mesh({"nodes": self.devices})
 
     def options(self, family: Family, graphs: bool) -> TrainOptions:
         if self.seeds < 1:

@@ -5,11 +5,15 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Sharding
 from jax.typing import DTypeLike
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -17,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from tilewright.models.decoder import DecoderConfig, DecoderParams, config_from_hf, declare
-from tilewright.models.params import ArraySpec, from_tensors, spec_leaves, to_tensors
+from tilewright.models.params import ArraySpec, Bounds, each, from_tensors, held_parts, spec_leaves, to_tensors
 
 Tree = TypeVar("Tree")
 
@@ -183,10 +187,12 @@ def load_params(
     rename: Callable[[str], str] = _same,
     ignore: Callable[[str], bool] = _none,
     console: Console | None = None,
+    shardings: Tree | None = None,
 ) -> Tree:
     """Reads the arrays that `specs` declare from a folder's safetensors files.
 
-    All headers are checked before any data is read. The data is converted tensor by tensor.
+    All headers are checked before any data is read. The data is converted tensor by tensor; with shardings, each process reads
+    only what its own devices hold.
 
     Args:
         folder: where the files lie (see `weight_files`).
@@ -195,6 +201,7 @@ def load_params(
         rename: from a stored name to the declared one.
         ignore: true for a stored name (before `rename`) that is to be passed over.
         console: where to show a progress bar; None for no bar.
+        shardings: a tree like `specs` with a `jax.sharding.Sharding` for each array; None for the default device.
 
     Returns:
         The tree with a JAX array for each spec.
@@ -204,18 +211,24 @@ def load_params(
             wrong shape, of an unsupported dtype, or stored twice.
     """
     stored = _match(folder, specs, rename, ignore)
-    total = sum(int(np.prod(tensor.shape)) * BYTES_OF[tensor.dtype] for tensor in stored.values())
+
+    def size(spec: ArraySpec, sharding: Sharding | None) -> int:
+        entries = sum(prod(stop - start for start, stop in part) for part in held_parts(spec.shape, sharding))
+        return entries * BYTES_OF[stored[spec.name].dtype]
+
+    total = sum(jax.tree.leaves(each(specs, shardings, size)))
     with ExitStack() as stack:
         files = {file: stack.enter_context(_open(file)) for file in {tensor.file for tensor in stored.values()}}
         progress = stack.enter_context(byte_progress(console))
         task = progress.add_task("loading weights", total=total)
 
-        def read(name: str) -> np.ndarray:
-            value = files[stored[name].file].get_tensor(stored[name].name)
+        def read(name: str, bounds: Bounds) -> np.ndarray:
+            part = files[stored[name].file].get_slice(stored[name].name)
+            value = part[tuple(slice(start, stop) for start, stop in bounds)]
             progress.advance(task, value.nbytes)
             return value
 
-        return from_tensors(specs, read, dtype)
+        return from_tensors(specs, read, dtype, shardings)
 
 
 def load_stored(folder: Path, names: Collection[str], rename: Callable[[str], str] = _same) -> dict[str, np.ndarray]:
@@ -253,21 +266,36 @@ def save_params(
     """Writes `config.json` and `model.safetensors`, as other libraries read them too. Creates the folder.
 
     The parameters are stored as `dtype`, which `config.json` names as its `torch_dtype`; the tensors in `as_they_are`
-    (integers, flags) keep their own.
+    (integers, flags) keep their own. Of several processes all must call this; the first one writes, and all return once it has.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = dict(to_tensors(specs, params, dtype)) | dict(as_they_are or {})
-    # Readers built on torch refuse a file that does not say "pt".
-    _replace(folder / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
-    text = json.dumps({**hf_config, "torch_dtype": jnp.dtype(dtype).name}, indent=2) + "\n"
-    _replace(folder / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
+    gathered = to_tensors(specs, params, dtype)
+    if jax.process_index() == 0:
+        tensors = dict(gathered) | dict(as_they_are or {})
+        text = json.dumps({**hf_config, "torch_dtype": jnp.dtype(dtype).name}, indent=2) + "\n"
+        folder.mkdir(parents=True, exist_ok=True)
+        # Readers built on torch refuse a file that does not say "pt".
+        _replace(folder / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+        _replace(folder / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
+    else:
+        for _ in gathered:  # takes part in the gathering, and keeps nothing
+            continue
+    multihost_utils.sync_global_devices(f"saved {folder}")
 
 
-def load_decoder(folder: Path, dtype: DTypeLike, console: Console | None = None) -> tuple[DecoderConfig, DecoderParams]:
+def load_decoder(
+    folder: Path,
+    dtype: DTypeLike,
+    console: Console | None = None,
+    shard: Callable[[DecoderParams], DecoderParams] | None = None,
+) -> tuple[DecoderConfig, DecoderParams]:
     """Reads a decoder language model: its configuration, and its parameters as `dtype`.
 
     Two kinds of tensor are passed over, because they repeat what is known: rotary frequencies, which older files hold, and the
     head of a model whose head is the embedding.
+
+    Args:
+        shard: from the declaration to the shardings, say `lambda specs: shardings(specs, mesh, rules)`
+            (`tilewright.parallel.sharding`); None for the default device.
 
     Raises:
         ValueError: see `read_config`, `decoder.config_from_hf` and `load_params`.
@@ -277,4 +305,6 @@ def load_decoder(folder: Path, dtype: DTypeLike, console: Console | None = None)
     def ignore(name: str) -> bool:
         return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
 
-    return config, load_params(folder, declare(config), dtype, ignore=ignore, console=console)
+    specs = declare(config)
+    placed = None if shard is None else shard(specs)
+    return config, load_params(folder, specs, dtype, ignore=ignore, console=console, shardings=placed)

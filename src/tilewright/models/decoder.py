@@ -151,10 +151,10 @@ def declare_layer(config: Any, prefix: str, qk_norm: bool) -> Layer:
     out_scale = 0.02 / (2 * config.num_layers) ** 0.5
     return Layer(
         input_norm=norm_weight(f"{prefix}.input_layernorm.weight", h),
-        q=matrix(f"{attn}.q_proj.weight", h, query, ("hidden", "heads")),
-        k=matrix(f"{attn}.k_proj.weight", h, key, ("hidden", "kv_heads")),
-        v=matrix(f"{attn}.v_proj.weight", h, key, ("hidden", "kv_heads")),
-        o=matrix(f"{attn}.o_proj.weight", query, h, ("heads", "hidden"), out_scale),
+        q=matrix(f"{attn}.q_proj.weight", h, query, ("hidden", "heads"), units=(1, d)),
+        k=matrix(f"{attn}.k_proj.weight", h, key, ("hidden", "kv_heads"), units=(1, d)),
+        v=matrix(f"{attn}.v_proj.weight", h, key, ("hidden", "kv_heads"), units=(1, d)),
+        o=matrix(f"{attn}.o_proj.weight", query, h, ("heads", "hidden"), out_scale, units=(d, 1)),
         q_norm=norm_weight(f"{attn}.q_norm.weight", d, "head") if qk_norm else None,
         k_norm=norm_weight(f"{attn}.k_norm.weight", d, "head") if qk_norm else None,
         post_attention_norm=norm_weight(f"{prefix}.post_attention_layernorm.weight", h),

@@ -242,9 +242,9 @@ def declare(config: Eagle3Config) -> Eagle3Params:
     query, key, attn = config.num_heads * d, config.num_kv_heads * d, "midlayer.self_attn"
     layer = replace(
         declare_layer(config, "midlayer", qk_norm=False),
-        q=matrix(f"{attn}.q_proj.weight", 2 * h, query, ("hidden", "heads")),
-        k=matrix(f"{attn}.k_proj.weight", 2 * h, key, ("hidden", "kv_heads")),
-        v=matrix(f"{attn}.v_proj.weight", 2 * h, key, ("hidden", "kv_heads")),
+        q=matrix(f"{attn}.q_proj.weight", 2 * h, query, ("hidden", "heads"), units=(1, d)),
+        k=matrix(f"{attn}.k_proj.weight", 2 * h, key, ("hidden", "kv_heads"), units=(1, d)),
+        v=matrix(f"{attn}.v_proj.weight", 2 * h, key, ("hidden", "kv_heads"), units=(1, d)),
     )
     embed = ArraySpec("embed_tokens.weight", (config.vocab_size, h), ("vocab", "hidden")) if config.own_embedding else None
     return Eagle3Params(

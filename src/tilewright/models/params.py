@@ -1,17 +1,21 @@
 """How a model declares its arrays.
 
 A model's parameters are a tree of frozen dataclasses. `declare(config)` builds that tree with an `ArraySpec` in the place of
-every array; initialisation, abstract shapes and the checkpoint mapping all derive from it.
+every array; initialisation, abstract shapes and the checkpoint mapping all derive from it, and so do shardings, which come in
+as a tree of `jax.sharding.Sharding` (see `tilewright.parallel.sharding`).
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.experimental import multihost_utils
+from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 Tree = TypeVar("Tree")
@@ -19,6 +23,9 @@ Tree = TypeVar("Tree")
 Dtype = Literal["float32", "bfloat16"]
 DTYPES: dict[str, Any] = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 """The dtypes that models run in, by their names."""
+
+Bounds = tuple[tuple[int, int], ...]
+"""A part of an array: start and stop in each dim."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +35,10 @@ class ArraySpec:
     Attributes:
         name: the tensor's name in a Hugging Face checkpoint.
         shape: the shape in memory. A matrix is kept `[in, out]`, so that `x @ w` reads it row by row.
-        axes: the logical axis of each dim ("vocab", "hidden", "heads", "mlp", ...), for a schedule to shard by.
+        axes: the logical axis of each dim ("vocab", "hidden", "heads", "mlp", ...), which shardings go by.
         init: "normal" (truncated, with `scale` as its standard deviation) or "ones".
         transposed: the checkpoint holds `[out, in]`.
+        units: for each dim, how many entries belong together and stay on one device: a head's. Empty where none do.
     """
 
     name: str
@@ -39,6 +47,7 @@ class ArraySpec:
     init: Literal["normal", "ones"] = "normal"
     scale: float = 0.02
     transposed: bool = False
+    units: tuple[int, ...] = ()
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -46,9 +55,11 @@ class ArraySpec:
         return self.shape[::-1] if self.transposed else self.shape
 
 
-def matrix(name: str, d_in: int, d_out: int, axes: tuple[str, str], scale: float = 0.02) -> ArraySpec:
+def matrix(
+    name: str, d_in: int, d_out: int, axes: tuple[str, str], scale: float = 0.02, units: tuple[int, ...] = ()
+) -> ArraySpec:
     """The weight of a linear layer without bias, `[out, in]` in the checkpoint and `[in, out]` in memory."""
-    return ArraySpec(name, (d_in, d_out), axes, scale=scale, transposed=True)
+    return ArraySpec(name, (d_in, d_out), axes, scale=scale, transposed=True, units=units)
 
 
 def norm_weight(name: str, size: int, axis: str = "hidden") -> ArraySpec:
@@ -61,8 +72,20 @@ def spec_leaves(specs: object) -> list[ArraySpec]:
     return jax.tree.leaves(specs)
 
 
-def initialise(specs: Tree, key: Array, dtype: DTypeLike = jnp.float32) -> Tree:
-    """Draws random parameters. Returns the tree with an array for each spec."""
+def each(specs: Tree, shardings: Tree | None, make: Callable[[ArraySpec, Sharding | None], Any]) -> Tree:
+    """The tree with `make(spec, sharding)` for each spec; its sharding is None where there are none."""
+    if shardings is None:
+        return jax.tree.map(lambda spec: make(spec, None), specs)
+    return jax.tree.map(make, specs, shardings)
+
+
+def initialise(specs: Tree, key: Array, dtype: DTypeLike = jnp.float32, shardings: Tree | None = None) -> Tree:
+    """Draws random parameters, the same ones under any shardings. Returns the tree with an array for each spec.
+
+    With shardings, every device draws only what it holds (JAX's Threefry is a function of an entry's place).
+    """
+    if shardings is not None:
+        return jax.jit(partial(initialise, specs, dtype=dtype), out_shardings=shardings)(key)
     leaves, structure = jax.tree.flatten(specs)
 
     def draw(spec: ArraySpec, key: Array) -> Array:
@@ -74,9 +97,9 @@ def initialise(specs: Tree, key: Array, dtype: DTypeLike = jnp.float32) -> Tree:
     return jax.tree.unflatten(structure, [draw(spec, k) for spec, k in zip(leaves, keys, strict=True)])
 
 
-def abstract(specs: Tree, dtype: DTypeLike = jnp.float32) -> Tree:
+def abstract(specs: Tree, dtype: DTypeLike = jnp.float32, shardings: Tree | None = None) -> Tree:
     """The tree with a `jax.ShapeDtypeStruct` for each spec: enough to compile, without any memory."""
-    return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), specs)
+    return each(specs, shardings, lambda spec, sharding: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding))
 
 
 def count(specs: object) -> int:
@@ -84,22 +107,60 @@ def count(specs: object) -> int:
     return sum(int(np.prod(spec.shape)) for spec in spec_leaves(specs))
 
 
+def to_host(value: Any) -> np.ndarray:
+    """The whole of an array. Where other processes hold parts of it, all of them must call this, in the same order."""
+    if isinstance(value, Array) and not (value.is_fully_addressable or value.is_fully_replicated):
+        value = multihost_utils.process_allgather(value, tiled=True)
+    return np.asarray(value)
+
+
 def to_tensors(specs: object, params: object, dtype: DTypeLike) -> Iterator[tuple[str, np.ndarray]]:
-    """The parameters under their checkpoint names, in the checkpoint's layout."""
+    """The parameters under their checkpoint names, in the checkpoint's layout, gathered one at a time (see `to_host`)."""
     for spec, value in zip(spec_leaves(specs), jax.tree.leaves(params), strict=True):
-        stored = np.asarray(value).astype(jnp.dtype(dtype))
+        stored = to_host(value).astype(jnp.dtype(dtype))
         yield spec.name, np.ascontiguousarray(stored.T if spec.transposed else stored)
 
 
-def from_tensors(specs: Tree, read: Callable[[str], np.ndarray], dtype: DTypeLike) -> Tree:
+def held_parts(shape: tuple[int, ...], sharding: Sharding | None) -> set[Bounds]:
+    """The parts of an array that this process's devices hold, each once; without a sharding the whole."""
+    if sharding is None:
+        return {tuple((0, size) for size in shape)}
+    return {_bounds(index, shape) for index in sharding.addressable_devices_indices_map(shape).values()}
+
+
+def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Bounds:
+    parts = index or (slice(None),) * len(shape)  # None is the whole
+    return tuple(part.indices(size)[:2] for part, size in zip(parts, shape, strict=True))
+
+
+def from_parts(
+    shape: tuple[int, ...], sharding: Sharding | None, dtype: DTypeLike, read: Callable[[Bounds], np.ndarray]
+) -> Array:
+    """An array from the parts that this process's devices hold: `read` gives one, in any dtype, and is called once for each."""
+
+    def part(bounds: Bounds) -> np.ndarray:
+        return np.ascontiguousarray(read(bounds), jnp.dtype(dtype))
+
+    if sharding is None:
+        (whole,) = held_parts(shape, None)
+        return jnp.asarray(part(whole))
+    once = cache(part)  # replicas share what was read
+    return jax.make_array_from_callback(shape, sharding, lambda index: once(_bounds(index, shape)), dtype=jnp.dtype(dtype))
+
+
+def from_tensors(
+    specs: Tree, read: Callable[[str, Bounds], np.ndarray], dtype: DTypeLike, shardings: Tree | None = None
+) -> Tree:
     """Builds the tree from checkpoint tensors, whose names and shapes are already known to fit.
 
-    `read` gives the tensor of one name and is called once for each array, so that the host holds one tensor at a time besides
-    the parameters themselves.
+    `read` gives a part of the tensor of one name, in the checkpoint's layout. It is called once for each part that this
+    process's devices hold, array by array, so that the host holds those of one array at a time besides the parameters.
     """
 
-    def place(spec: ArraySpec) -> Array:
-        stored = read(spec.name)
-        return jnp.asarray(np.ascontiguousarray(stored.T if spec.transposed else stored, jnp.dtype(dtype)))
+    def place(spec: ArraySpec, sharding: Sharding | None) -> Array:
+        def part(bounds: Bounds) -> np.ndarray:
+            return read(spec.name, bounds[::-1]).T if spec.transposed else read(spec.name, bounds)
 
-    return jax.tree.map(place, specs)
+        return from_parts(spec.shape, sharding, dtype, part)
+
+    return each(specs, shardings, place)

@@ -1,30 +1,41 @@
 """The devices that a program runs on, and the processes that they belong to."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh
 
 
-def make_mesh(axis: str, devices: int | Sequence[Any] | None = None) -> Mesh:
-    """A mesh of one axis.
+def make_mesh(axes: Mapping[str, int | None], devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh of one or several axes, say `{"fsdp": None, "tp": 2}`.
 
     Args:
-        axis: its name.
-        devices: how many of the devices at hand, those of all processes counted; or which (`jax.Device`s); None takes all. JAX
-            orders those of a TPU so that neighbours on the axis are neighbours on the wire.
+        axes: the name of each axis and the number of devices along it; one of them may be None, for as many as are left.
+        devices: which (`jax.Device`s); by default those at hand, of all processes: all, or the first that the sizes ask for.
+            JAX orders those of a TPU so that neighbours on an axis are neighbours on the wire.
 
     Raises:
-        ValueError: no name, fewer devices than asked for, none, or one named twice.
+        ValueError: no axis, no name, a size below 1, two open sizes, or devices that are too few, that don't divide by the
+            sizes given, or that are named twice.
     """
-    if not axis.isidentifier():
-        raise ValueError(f"expected a name for the axis, such as 'nodes', found {axis!r}")
-    if devices is None or isinstance(devices, int):
-        devices = first_devices(devices)
+    sizes = [size for size in axes.values() if size is not None]
+    if not axes or not all(name.isidentifier() for name in axes):
+        raise ValueError(f"expected a name for each axis, such as 'nodes', found {list(axes)}")
+    if any(size < 1 for size in sizes) or len(axes) - len(sizes) > 1:
+        raise ValueError(f"expected a size of 1 or more for each axis, and None for one at most, found {dict(axes)}")
+    known, is_open = prod(sizes), len(sizes) < len(axes)
+    if devices is None:
+        devices = first_devices(None if is_open else known)
     if not devices or len(set(devices)) != len(devices):
         raise ValueError(f"expected one device or more, each once, found {[str(device) for device in devices]}")
-    return jax.make_mesh((len(devices),), (axis,), axis_types=(AxisType.Auto,), devices=list(devices))
+    left = len(devices) // known if is_open else 1
+    if left * known != len(devices):
+        expected = f"a multiple of {known}" if is_open else str(known)
+        raise ValueError(f"expected {expected} devices for the axes {dict(axes)}, found {len(devices)}")
+    shape = tuple(left if size is None else size for size in axes.values())
+    return jax.make_mesh(shape, tuple(axes), axis_types=(AxisType.Auto,) * len(shape), devices=list(devices))
 
 
 def first_devices(count: int | None) -> Sequence[Any]:

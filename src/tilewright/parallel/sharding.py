@@ -1,0 +1,113 @@
+"""Which part of each array a device holds: shardings derived from declared axes, a mesh and a table of rules.
+
+A model declares what each dim of an array is (its logical axis: "vocab", "heads", "mlp"). A rule maps a logical axis to the
+mesh axis, or axes, that divide such dims, or to None where every device holds the whole dim. Every logical axis needs a rule,
+so that nothing is replicated by oversight.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from types import MappingProxyType
+from typing import Protocol, TypeVar, runtime_checkable
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+Tree = TypeVar("Tree")
+
+
+@runtime_checkable
+class Declared(Protocol):
+    """What must be known of an array (`models.params.ArraySpec` has it).
+
+    `axes` holds the logical axis of each dim; `units`, where it is not empty, how many entries of each dim stay together.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def axes(self) -> tuple[str, ...]: ...
+    @property
+    def units(self) -> tuple[int, ...]: ...
+
+
+MeshAxes = str | tuple[str, ...]
+"""One or several; the first of several cuts a dim into the largest pieces, and the next one cuts those."""
+
+
+@dataclass(frozen=True)
+class IfDivides:
+    """A rule under which a dim that does not divide evenly is held whole by every device, instead of being an error."""
+
+    axes: MeshAxes
+
+
+Rules = Mapping[str, MeshAxes | IfDivides | None]
+
+WHOLE: Rules = MappingProxyType(dict.fromkeys(("vocab", "hidden", "heads", "kv_heads", "head", "mlp", "taps")))
+"""Every device holds everything."""
+
+TENSOR_PARALLEL: Rules = MappingProxyType({**WHOLE, "vocab": "tp", "heads": "tp", "kv_heads": IfDivides("tp"), "mlp": "tp"})
+"""Heads, MLP columns and vocabulary over "tp" (Shoeybi et al., "Megatron-LM", 2019). Where there are fewer key/value heads than
+devices, each device holds all of them."""
+
+FULLY_SHARDED: Rules = MappingProxyType({**WHOLE, "hidden": "fsdp"})
+"""The hidden dim of every array over "fsdp": no array is whole anywhere but the norms of single heads (Rajbhandari et al.,
+"ZeRO", 2020, stage 3)."""
+
+FULLY_SHARDED_TENSOR_PARALLEL: Rules = MappingProxyType({**TENSOR_PARALLEL, "hidden": "fsdp"})
+"""Both, over a mesh of "fsdp" and "tp"."""
+
+
+def shardings(specs: Tree, mesh: Mesh, rules: Rules) -> Tree:
+    """The tree with a `NamedSharding` for each declared array: for loading, initialisation, abstract shapes and `jax.jit`.
+
+    Raises:
+        ValueError: see `partition`.
+    """
+    return jax.tree.map(lambda spec: NamedSharding(mesh, partition(spec, mesh.shape, rules)), specs)
+
+
+def partition(spec: Declared, mesh_sizes: Mapping[str, int], rules: Rules) -> PartitionSpec:
+    """How one array is divided over a mesh, whose axes have these sizes.
+
+    Raises:
+        ValueError: a logical axis without a rule, a rule that names an axis that the mesh has not, a dim whose units do not
+            divide evenly, or a mesh axis that would divide two dims.
+    """
+    units = spec.units or (1,) * len(spec.shape)
+    dims = list(zip(spec.shape, spec.axes, units, strict=True))
+    divided = [_axes_of_dim(spec.name, *dim, mesh_sizes, rules) for dim in dims]
+    used = [axis for axes in divided for axis in axes]
+    if twice := sorted({axis for axis in used if used.count(axis) > 1}):
+        found = ", ".join(f"{axis!r} over {' × '.join(axes)}" for axis, axes in zip(spec.axes, divided, strict=True) if axes)
+        raise ValueError(f"{spec.name}: expected {' and '.join(twice)} to divide one dim at most, found {found}")
+    # Dims at the end that nothing divides are left out, as JAX does in what it returns: written otherwise, an equal sharding
+    # would be another one to its caches, and a step whose result goes into the next would compile twice.
+    while divided and not divided[-1]:
+        divided.pop()
+    return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in divided))
+
+
+def _axes_of_dim(name: str, size: int, axis: str, unit: int, mesh_sizes: Mapping[str, int], rules: Rules) -> tuple[str, ...]:
+    """The mesh axes that divide a dim of `size` entries, of which each `unit` stay together."""
+    if axis not in rules:
+        raise ValueError(f"{name}: expected a rule for each logical axis, found none for {axis!r}, only {', '.join(rules)}")
+    rule = rules[axis]
+    if rule is None:
+        return ()
+    chosen = rule.axes if isinstance(rule, IfDivides) else rule
+    names = (chosen,) if isinstance(chosen, str) else chosen
+    if unknown := [mesh_axis for mesh_axis in names if mesh_axis not in mesh_sizes]:
+        found = f"{', '.join(unknown)} in the rule for {axis!r}"
+        raise ValueError(f"{name}: expected axes of the mesh ({', '.join(mesh_sizes)}), found {found}")
+    devices = prod(mesh_sizes[mesh_axis] for mesh_axis in names)
+    if size % (unit * devices) == 0:
+        return names
+    if isinstance(rule, IfDivides):
+        return ()
+    over = " × ".join(f"{mesh_axis}={mesh_sizes[mesh_axis]}" for mesh_axis in names)
+    raise ValueError(f"{name}: expected the dim {axis!r} to divide evenly over {over}, found {size // unit} units of {unit}")

@@ -1,0 +1,125 @@
+"""Parameters over many devices: drawn, loaded and saved in shards, they are what one device would hold."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models.counting import READ, CountedFile
+from parallel.processes import run_two
+from tilewright.models import checkpoint
+from tilewright.models.checkpoint import load_decoder, save_params
+from tilewright.models.decoder import DecoderConfig, DecoderParams, config_to_hf, declare
+from tilewright.models.params import abstract, initialise, spec_leaves
+from tilewright.parallel.mesh import make_mesh
+from tilewright.parallel.sharding import FULLY_SHARDED_TENSOR_PARALLEL, Rules, shardings
+
+CONFIG = DecoderConfig("qwen3", 24, 16, 48, 1, 8, 4, 6)
+SPECS = declare(CONFIG)
+RULES = FULLY_SHARDED_TENSOR_PARALLEL
+Sizes = dict[str, int | None]
+
+
+def placed(axes: Sizes, rules: Rules = RULES) -> DecoderParams:
+    return shardings(SPECS, make_mesh(axes), rules)
+
+
+def assert_equal(got: DecoderParams, want: DecoderParams, on: DecoderParams) -> None:
+    """The same values under these shardings."""
+    for a, b, sharding in zip(*map(jax.tree.leaves, (got, want, on)), strict=True):
+        assert (a.dtype, a.sharding) == (b.dtype, sharding)
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.fixture(scope="module")
+def params() -> DecoderParams:
+    return jax.jit(lambda key: initialise(SPECS, key))(jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def folder(params: DecoderParams, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_params(folder, config_to_hf(CONFIG), SPECS, params, jnp.float32)
+    return folder
+
+
+@given(st.sampled_from([(1, 1), (2, 1), (1, 2), (4, 1), (1, 4), (2, 2), (4, 2), (2, 4), (1, 8), (8, 1)]), st.booleans())
+def test_loading_under_any_mesh(folder: Path, params: DecoderParams, sizes: tuple[int, int], turned: bool):
+    names = ("tp", "fsdp") if turned else ("fsdp", "tp")
+    on = placed(dict(zip(names, sizes, strict=True)))
+    assert_equal(load_decoder(folder, jnp.float32, shard=lambda _: on)[1], params, on)
+
+
+def test_each_entry_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Replicas share what was read, and of a matrix that the checkpoint holds transposed no more is read either."""
+    monkeypatch.setattr(checkpoint, "safe_open", CountedFile)
+    READ.clear()
+    load_decoder(folder, jnp.bfloat16, shard=lambda _: placed({"fsdp": 4, "tp": 2}))
+    whole = {spec.name: 4 * int(np.prod(spec.shape)) for spec in spec_leaves(SPECS)}
+    totals = Counter[str]()
+    for name, size in READ:
+        totals[name] += size
+    assert totals == whole
+    parts = Counter(name for name, _ in READ)
+    layer = "model.layers.0."
+    names = ("mlp.down_proj.weight", "input_layernorm.weight", "self_attn.q_norm.weight")
+    assert [parts[layer + name] for name in names] == [8, 4, 1]
+
+
+def test_saved_from_shards_and_loaded_under_another_mesh(folder: Path, params: DecoderParams, tmp_path: Path):
+    on, other = placed({"fsdp": 4, "tp": 2}), placed({"fsdp": 1, "tp": 4})
+    loaded = load_decoder(folder, jnp.float32, shard=lambda _: on)[1]
+    save_params(tmp_path, config_to_hf(CONFIG), SPECS, loaded, jnp.float32)
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
+    assert_equal(load_decoder(tmp_path, jnp.float32, shard=lambda _: other)[1], params, other)
+
+
+def test_shards_are_drawn_as_the_whole_would_be(params: DecoderParams):
+    on = placed({"fsdp": 2, "tp": 2})
+    assert_equal(initialise(SPECS, jax.random.key(0), shardings=on), params, on)
+
+
+def test_no_device_draws_a_whole_array():
+    """Of the embedding a device of the compiled program holds its share and nothing larger, in any shape."""
+    on = placed({"fsdp": 4, "tp": 2})
+    shard, size = on.embed.shard_shape(SPECS.embed.shape), int(np.prod(SPECS.embed.shape))
+
+    def largest(on: object) -> int:
+        drawn = jax.jit(lambda key: initialise(SPECS.embed, key, shardings=on)).lower(jax.random.key(0)).compile()
+        shapes = re.findall(r"\b[fus]\d+\[([\d,]*)\]", str(drawn.as_text()))
+        return max(int(np.prod([int(n) for n in shape.split(",") if n])) for shape in shapes)
+
+    assert largest(on.embed) == int(np.prod(shard)) == size // 8
+    assert largest(None) == size
+
+
+def test_abstract_shapes_have_the_shardings_of_arrays(params: DecoderParams):
+    """A program compiled for abstract shapes runs on the arrays, without a copy to other devices before it."""
+    on = placed({"fsdp": 4, "tp": 2})
+    shapes = abstract(SPECS, jnp.float32, on)
+    assert jax.tree.map(lambda leaf: leaf.sharding, shapes) == on
+    program = jax.jit(lambda params: jax.tree.map(lambda leaf: 2 * leaf, params)).lower(shapes).compile()
+    doubled = program(jax.device_put(params, on))
+    assert_equal(doubled, jax.tree.map(lambda leaf: 2 * leaf, params), on)
+
+
+def test_a_loaded_replica_is_a_copy(folder: Path):
+    """What was read once lies on several devices; giving all of it away writes into none of the others."""
+    on = placed({"fsdp": 1, "tp": 8})
+    loaded = load_decoder(folder, jnp.float32, shard=lambda _: on)[1]
+    first, last = loaded.norm.addressable_shards[0].data, loaded.norm.addressable_shards[-1].data
+    before = np.array(last)
+    jax.block_until_ready(jax.jit(lambda x: x + 1, donate_argnums=0)(first))
+    np.testing.assert_array_equal(last, before)
+
+
+def test_two_processes(tmp_path: Path):
+    said = run_two(Path(__file__).with_name("shards_process.py"), tmp_path / "made")
+    assert all("equal to one process" in text for text in said), "\n".join(said)
