@@ -12,7 +12,7 @@ import numpy as np
 
 from models.counting import READ, CountedFile
 from tilewright.models import checkpoint
-from tilewright.models.checkpoint import load_decoder, save_params
+from tilewright.models.checkpoint import byte_progress, load_decoder, save_params
 from tilewright.models.decoder import DecoderConfig, config_to_hf, declare
 from tilewright.models.params import abstract, initialise
 from tilewright.parallel.mesh import initialise_processes, make_mesh
@@ -29,11 +29,14 @@ params = initialise(specs, jax.random.key(0), jnp.bfloat16, both)
 save_params(folder, config_to_hf(config), specs, params, jnp.bfloat16)
 assert (folder / "model.safetensors").is_file(), "every process returns once the first one has written"
 
+bar = byte_progress(None)
 setattr(checkpoint, "safe_open", CountedFile)  # noqa: B010 (it is imported there under this name)
+setattr(checkpoint, "byte_progress", lambda console: bar)  # noqa: B010
 _, loaded = load_decoder(folder, jnp.bfloat16, shard=lambda specs: shardings(specs, mesh, FULLY_SHARDED_TENSOR_PARALLEL))
 read = sum(size for _, size in READ)
 total = sum(2 * leaf.size for leaf in jax.tree.leaves(abstract(specs)))
 assert 2 * read == total, f"process {index} read {read} of {total} bytes, not half"
+assert (bar.tasks[0].total, bar.tasks[0].completed) == (read, read), "the bar counts what this process reads"
 
 READ.clear()
 across = make_mesh({"tp": 2, "fsdp": 2})  # here each process holds one shard of "tp", twice

@@ -5,6 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -136,6 +137,11 @@ def read_headers(files: Iterable[Path]) -> list[StoredTensor]:
     return found
 
 
+def read_part(file: Any, name: str, bounds: Bounds) -> np.ndarray:
+    """A part of a tensor of an open safetensors file, of which nothing else is read."""
+    return file.get_slice(name)[tuple(slice(start, stop) for start, stop in bounds)]
+
+
 def _some(entries: Iterable[str]) -> str:
     names = sorted(entries)
     rest = len(names) - LISTED
@@ -223,8 +229,7 @@ def load_params(
         task = progress.add_task("loading weights", total=total)
 
         def read(name: str, bounds: Bounds) -> np.ndarray:
-            part = files[stored[name].file].get_slice(stored[name].name)
-            value = part[tuple(slice(start, stop) for start, stop in bounds)]
+            value = read_part(files[stored[name].file], stored[name].name, bounds)
             progress.advance(task, value.nbytes)
             return value
 
@@ -255,6 +260,20 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def write_tensors(path: Path, tensors: Iterable[tuple[str, np.ndarray]], metadata: dict[str, str]) -> None:
+    """Writes a safetensors file, which appears whole or not at all.
+
+    Of several processes the first one writes, but all must call this where `tensors` gathers what they hold (`params.to_host`).
+    """
+    kept = {}
+    for name, value in tensors:
+        if jax.process_index() == 0:
+            kept[name] = value
+    if jax.process_index() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _replace(path, lambda partial: save_file(kept, partial, metadata=metadata))
+
+
 def save_params(
     folder: Path,
     hf_config: Mapping[str, Any],
@@ -268,17 +287,12 @@ def save_params(
     The parameters are stored as `dtype`, which `config.json` names as its `torch_dtype`; the tensors in `as_they_are`
     (integers, flags) keep their own. Of several processes all must call this; the first one writes, and all return once it has.
     """
-    gathered = to_tensors(specs, params, dtype)
+    text = json.dumps({**hf_config, "torch_dtype": jnp.dtype(dtype).name}, indent=2) + "\n"
+    tensors = chain(to_tensors(specs, params, dtype), (as_they_are or {}).items())
+    # Readers built on torch refuse a file that does not say "pt".
+    write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
     if jax.process_index() == 0:
-        tensors = dict(gathered) | dict(as_they_are or {})
-        text = json.dumps({**hf_config, "torch_dtype": jnp.dtype(dtype).name}, indent=2) + "\n"
-        folder.mkdir(parents=True, exist_ok=True)
-        # Readers built on torch refuse a file that does not say "pt".
-        _replace(folder / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
         _replace(folder / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
-    else:
-        for _ in gathered:  # takes part in the gathering, and keeps nothing
-            continue
     multihost_utils.sync_global_devices(f"saved {folder}")
 
 

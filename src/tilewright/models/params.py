@@ -139,7 +139,7 @@ def from_parts(
     """An array from the parts that this process's devices hold: `read` gives one, in any dtype, and is called once for each."""
 
     def part(bounds: Bounds) -> np.ndarray:
-        return np.ascontiguousarray(read(bounds), jnp.dtype(dtype))
+        return np.asarray(read(bounds), jnp.dtype(dtype), order="C")
 
     if sharding is None:
         (whole,) = held_parts(shape, None)
