@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import pytest
 
-from tilewright.bench.compare import Comparison, Timed, acceptance_figures, compare, comparison_figures, environment, joined
+from tilewright.bench.compare import compare, environment, joined
 from tilewright.decode.drafters.dflash import DFlash
 from tilewright.decode.language_model import Generation, LanguageModel, Numerics
 from tilewright.decode.sampling import Sampling
@@ -27,10 +27,6 @@ def generation(*rows: Sequence[int], seconds: float = 1.0, rounds: int = 1) -> G
     return Generation([result(row, [1] * len(row)) for row in rows], 0.5, seconds, rounds)
 
 
-def comparison(autoregressive: Generation, speculative: Generation) -> Comparison:
-    return Comparison(Timed(autoregressive, 20.0), Timed(speculative, 50.0), 5)
-
-
 class FakeModel(LanguageModel):
     """Gives what it is told: `seconds[speculative]` for each run after the other. Results depend on the way."""
 
@@ -49,23 +45,31 @@ class FakeModel(LanguageModel):
 def test_runs_alternate_and_the_first_of_each_way_is_not_timed():
     lm = FakeModel({False: [99, 4, 2, 1], True: [99, 1, 0.5, 8]})
     done: list[int] = []
-    both = compare(lm, [["a"]], Sampling(8), 3, lambda: done.append(1))
+    row = compare(lm, [["a"]], Sampling(8), 3, lambda: done.append(1))
     assert [speculative for _, speculative in lm.calls] == [True, False, False, True] * 2, "every second turn is reversed"
     assert len(done) == 8
-    assert both.autoregressive.tokens_per_s == 8 / 2, "the median of 2, 4 and 8 tokens a second"
-    assert both.speculative.tokens_per_s == 8 / 1
-    assert both.speedup == 2
-    assert both.repetitions == 3
+    assert row["baseline_tokens_per_s"] == 8 / 2, "the median of 2, 4 and 8 tokens a second"
+    assert row["tokens_per_s"] == 8 / 1
+    assert row["speedup"] == 2
+    assert row["speedup_range"] == (1 / 8, 4)
 
 
 def test_batches_are_summed():
     lm = FakeModel({False: [9, 9, 1, 3], True: [9, 9, 1, 1]})
-    both = compare(lm, [["a", "b"], ["c"]], Sampling(8), 1)
+    row = compare(lm, [["a", "b"], ["c"]], Sampling(8), 1)
     assert [prompts for prompts, _ in lm.calls[:2]] == [["a", "b"], ["c"]]
-    assert both.autoregressive.tokens_per_s == 24 / 4
-    assert both.speculative.tokens_per_s == 24 / 2
-    assert both.speculative.generation.rounds == 6
-    assert len(both.speculative.generation) == 3
+    assert row["baseline_tokens_per_s"] == 24 / 4
+    assert row["tokens_per_s"] == 24 / 2
+    assert row["responses"] == 3
+
+
+def test_a_round_of_a_batch_is_one_round():
+    """Two rows side by side: a round costs as much as it takes, however many of them it serves."""
+    lm = FakeModel({False: [9, 8], True: [9, 6]})
+    row = compare(lm, [["a", "b"]], Sampling(8), 1)
+    assert row["rounds"] == 6, "of each row"
+    assert row["mean_round_ms"] == 6000 / 3
+    assert row["round_cost_steps"] == (6 / 3) / (8 / 8)
 
 
 def test_joined_adds_up():
@@ -75,48 +79,22 @@ def test_joined_adds_up():
     assert (whole.prefill_seconds, whole.decode_seconds, whole.rounds) == (1.0, 5.0, 9)
 
 
-def test_identical_and_where_not():
-    same = comparison(generation([1, 2], [3]), generation([1, 2], [3]))
-    assert same.first_differences == [None, None]
-    other = comparison(generation([1, 2], [3, 4, 5]), generation([1, 2], [3, 9, 5]))
-    assert other.first_differences == [None, 1]
-    shorter = comparison(generation([1, 2]), generation([1]))
-    assert shorter.first_differences == [1]
-    lm = FakeModel({})
-    assert [comparison_figures(lm, both)["identical"] for both in (same, other, shorter)] == [True, False, False]
-
-
 def test_figures_of_a_comparison():
     lm = FakeModel({False: [1, 1], True: [1, 0.25]})
-    figures = comparison_figures(lm, compare(lm, [["a"]], Sampling(8), 1))
-    assert figures == {
-        "autoregressive_tokens_per_s": 8,
-        "speculative_tokens_per_s": 32,
-        "speedup": 4,
-        "round_cost_steps": pytest.approx((0.25 / 3) / (1 / 8)),
-        "identical": True,
-        "first_differences": [None],
-        "repetitions": 1,
-        "rounds": 3,
-        "distinct_4gram_ratio": 1,
-        "block_size": 4,
-        "tau": 3,
-        "speculative_decoding": {
-            "mean_acceptance_length": 3,
-            "draft_acceptance_rate": 6 / 9,
-            "acceptance_histogram": [1, 0, 0, 2],
-            "num_spec_steps": 3,
-            "num_accepted_draft_tokens": 6,
-            "num_draft_tokens": 9,
-            "num_spec_tokens": 3,
-        },
+    row = compare(lm, [["a"]], Sampling(8), 1)
+    told = ("baseline_tokens_per_s", "tokens_per_s", "speedup", "identical", "first_differences", "rounds", "block_size")
+    assert [row[name] for name in told] == [8, 32, 4, True, [None], 3, 4]
+    assert row["round_cost_steps"] == pytest.approx((0.25 / 3) / (1 / 8))
+    assert (row["tokens_per_round"], row["tau_by_response"]) == (8 / 3, 3)
+    assert row["speculative_decoding"] == {
+        "mean_acceptance_length": 3,
+        "draft_acceptance_rate": 6 / 9,
+        "acceptance_histogram": [1, 0, 0, 2],
+        "num_spec_steps": 3,
+        "num_accepted_draft_tokens": 6,
+        "num_draft_tokens": 9,
+        "num_spec_tokens": 3,
     }
-
-
-def test_without_a_drafter_nothing_is_said_of_drafts():
-    assert acceptance_figures(FakeModel({}, drafter=None), generation([1])) == {
-        "block_size": None, "tau": None, "speculative_decoding": None,
-    }  # fmt: skip
 
 
 def test_environment_names_chip_and_versions():

@@ -11,7 +11,7 @@ from decode.support import build
 from reference.dflash_numpy import random_pair
 from tilewright.bench import speculative
 from tilewright.bench.datasets import Example
-from tilewright.bench.speculative import PARTS, Asked, ask, encoded, measure, round_seconds, round_up_to
+from tilewright.bench.speculative import PARTS, Asked, ask, encoded, measure, part_seconds, round_up_to
 from tilewright.decode.drafters.base import Drafter
 from tilewright.decode.drafters.ngram import NGram
 from tilewright.decode.language_model import LanguageModel
@@ -81,13 +81,13 @@ def test_a_template_has_the_special_tokens(lm: LanguageModel, monkeypatch: pytes
 
 
 def test_every_way_decodes_the_same_prompts(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(speculative, "round_seconds", lambda *_: dict.fromkeys(PARTS, 1.0))
+    monkeypatch.setattr(speculative, "part_seconds", lambda *_: dict.fromkeys(PARTS, 1.0))
     order: list[tuple[object, bool | None]] = []
     generate = LanguageModel.generate
 
-    def noted(self: LanguageModel, prompts: Any, sampling: Any = None, drafted: bool | None = None) -> Any:
-        order.append((self.drafter and self.drafter.name, drafted))
-        return generate(self, prompts, sampling, drafted)
+    def noted(self: LanguageModel, prompts: Any, sampling: Any = None, speculative: bool | None = None) -> Any:
+        order.append((self.drafter and self.drafter.name, speculative))
+        return generate(self, prompts, sampling, speculative)
 
     monkeypatch.setattr(LanguageModel, "generate", noted)
     done: list[int] = []
@@ -95,17 +95,17 @@ def test_every_way_decodes_the_same_prompts(lm: LanguageModel, monkeypatch: pyte
     asked = Asked("set", [[1, 2, 1, 2], [3], [4, 5]], ["a", "a", "b"], skipped=2)
     runs = measure(ways, asked, SAMPLING, 2, 1, lambda: done.append(1))
     assert order[::2] == order[1::2], "batch by batch"
-    turn = [("dflash", False), ("dflash", None), ("ngram", None)]
+    turn = [("dflash", False), ("dflash", True), ("ngram", True)]
     assert order[::2] == [*reversed(turn), *turn], "every second turn is reversed"
     assert len(done) == 3 * (1 + 2)
     assert [(run.dataset, run.drafter, run.num_spec_tokens, run.skipped) for run in runs] == [
         ("set", "none", 0, 2), ("set", "mine", 3, 2), ("set", "ngram", 3, 2),
     ]  # fmt: skip
-    assert [run.round_seconds is None for run in runs] == [True, False, False]
+    assert [run.part_seconds is None for run in runs] == [True, False, False]
     for run in runs:
         assert [response.tokens for response in run.responses] == [r.tokens for r in runs[0].responses]
-        assert [response.category for response in run.responses] == asked.categories
-        assert all(len(r.accepted) == len(r.added) for r in run.responses), "known of the last round too"
+        assert run.categories == asked.categories
+        assert all(len(r.accepted) == len(r.acceptance_lengths) for r in run.responses), "known of the last round too"
 
 
 @pytest.mark.parametrize("drafter", ["dflash", "ngram"])
@@ -158,7 +158,7 @@ def split(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch, taken: Mapping[Any
     clock = Clock(taken)
     monkeypatch.setattr(speculative, "round_up_to", clock.run)
     monkeypatch.setattr(speculative, "time", clock)
-    return round_seconds(lm, chosen(lm), [[1, 2]], SAMPLING, repetitions=2)
+    return part_seconds(lm, chosen(lm), [[1, 2]], SAMPLING, repetitions=2)
 
 
 def test_a_part_is_what_it_adds_to_the_round(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch):
@@ -167,14 +167,13 @@ def test_a_part_is_what_it_adds_to_the_round(lm: LanguageModel, monkeypatch: pyt
     assert split(lm, monkeypatch, taken) == {"draft": 2, "verify": 4, "other": 0.5}
 
 
-def test_a_disturbed_part_takes_nothing_from_the_whole(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch):
-    """The parts add up to the round, whichever of them was disturbed in all its runs, and none is negative."""
-    taken = {None: [99, 1, 1], "draft": [99, 20, 30], "verify": [99, 7, 9], "other": [99, 6, 8]}
-    assert split(lm, monkeypatch, taken) == {"draft": 5, "verify": 0, "other": 0}
+def test_a_disturbed_part_is_told_as_it_was_measured(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch):
+    """The parts add up to the round, whichever of them was disturbed in all its runs; a difference may be below 0."""
+    taken = {None: [99, 1, 1], "draft": [99, 2, 3], "verify": [99, 7, 9], "other": [99, 6.5, 8]}
+    assert split(lm, monkeypatch, taken) == {"draft": 1, "verify": 5, "other": -0.5}
 
 
 def test_the_split_is_measured(lm: LanguageModel):
-    seconds = round_seconds(lm, chosen(lm), [[1, 2], [3]], SAMPLING, repetitions=2)
+    seconds = part_seconds(lm, chosen(lm), [[1, 2], [3]], SAMPLING, repetitions=2)
     assert tuple(seconds) == PARTS
     assert sum(seconds.values()) > 0
-    assert min(seconds.values()) >= 0

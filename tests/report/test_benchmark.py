@@ -112,7 +112,7 @@ BAD = [
     ({"speedup": float("nan")}, "expected speedup above 0, found nan"),
     ({"tau": float("inf")}, "expected tau above 0, found inf"),
     ({"prompts": 0}, "expected prompts above 0, found 0"),
-    ({"draft_seconds": -0.1}, "expected draft_seconds of 0 or more, found -0.1"),
+    ({"draft_seconds": float("inf")}, "expected finite draft_seconds, found inf"),
     ({"cost_per_million_tokens": float("nan")}, "expected cost_per_million_tokens of 0 or more, found nan"),
     ({"acceptance_by_position": [0.5, 1.5]}, "expected acceptance_by_position from 0 to 1, found 1.5"),
     ({"tau_by_position": [(0, 0.0)]}, "expected tau_by_position above 0 at positions of 0 or more, found 0.0 at 0"),
@@ -156,7 +156,15 @@ def test_a_line_chart_places_its_points():
 def test_bars_are_in_proportion():
     chart = StackedBars("t", ["p", "q"], [("a", [1.0, 3.0]), ("b", [2.0, 0.0])], "ms")
     widths = [float(width) for width in re.findall(r'<rect class="s\d" x="[\d.]+" width="([\d.]+)" height="1">', chart.html())]
-    assert widths == [25.0, 75.0, 50.0, 0.0]
+    assert widths == [25.0, 75.0, 50.0], "what takes nothing has no bar"
+
+
+def test_a_part_below_0_is_in_the_figures_and_not_drawn():
+    chart = StackedBars("t", ["p", "q"], [("a", [-1.0, 3.0])], "ms")
+    assert re.findall(r'<rect class="(s\d)" x="([\d.]+)" width="([\d.]+)" height="1">', chart.html()) == [
+        ("s2", "0.00", "100.00")
+    ]
+    assert chart.table().rows == [["a", "-1", "3", "2"]]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +174,7 @@ def test_bars_are_in_proportion():
         (lambda: LineChart("t", "x", "y", [Series("a", [(0, 1.5)])], percent=True), "shares from 0 to 1, found 1.5 at 0"),
         (lambda: LineChart("t", "x", "y", [Series("a", [(0, float("nan"))])]), "found nan at 0"),
         (lambda: StackedBars("t", ["p"], [("a", [1.0, 2.0])], "ms"), "expected 1 parts of 'a', found 2"),
-        (lambda: StackedBars("t", ["p"], [("a", [-1.0])], "ms"), "expected parts of 0 or more"),
+        (lambda: StackedBars("t", ["p"], [("a", [float("nan")])], "ms"), "expected finite parts of 'a'"),
         (lambda: StackedBars("t", ["p"], [("a", [0.0])], "ms"), "at least one bar above 0"),
         (lambda: Table("t", ["a", "b"], [["x"]]), "expected rows of 2 cells, found one of 1"),
         (lambda: Table("t", ["a", "b"], [], groups=[("g", 3)]), "expected groups over 2 columns, found 3"),

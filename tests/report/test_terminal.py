@@ -15,7 +15,7 @@ FIGURES: dict[str, Any] = {
     "speculative_tokens_per_s": 3086.4,
     "speedup": 2.5,
     "round_cost_steps": 1.65,
-    "tau": 4.126,
+    "tokens_per_round": 4.126,
     "block_size": 16,
     "distinct_4gram_ratio": 0.87,
     "identical": True,
@@ -74,17 +74,19 @@ def test_a_difference_is_named():
 
 
 PLAIN: dict[str, Any] = {
-    "dataset": "gsm8k", "drafter": "none", "tokens_per_s": 1234.56, "speedup": 1.0, "tau": 1.0, "round_cost_steps": 1.0,
-    "responses": 2, "distinct_4gram_ratio": 0.87, "first_differences": None, "cost_per_million_tokens": None,
+    "dataset": "gsm8k", "drafter": "none", "tokens_per_s": 1234.56, "speedup": 1.0, "tokens_per_round": 1.0,
+    "round_cost_steps": 1.0, "batch_size": 1, "responses": 2, "distinct_4gram_ratio": 0.87, "first_differences": None,
+    "cost_per_million_tokens": None,
     "draft_ms": None, "verify_ms": None, "other_ms": None, "round_ms": None, "speculative_decoding": None,
     "acceptance_by_position": [], "categories": [],
 }  # fmt: skip
 DRAFTED: dict[str, Any] = PLAIN | {
-    "drafter": "a [long] name of 24 chars", "tokens_per_s": 3086.4, "speedup": 2.5, "tau": 4.126, "round_cost_steps": 1.65,
-    "first_differences": [None, 4], "draft_ms": 1.0, "verify_ms": 20.126, "other_ms": 0.0, "round_ms": 21.126,
+    "drafter": "a [long] name of 24 chars", "tokens_per_s": 3086.4, "speedup": 2.5, "tokens_per_round": 4.126,
+    "round_cost_steps": 1.65, "first_differences": [None, 4], "draft_ms": 1.0, "verify_ms": 20.126,
+    "other_ms": -0.01, "round_ms": 21.116,
     "speculative_decoding": {"num_spec_steps": 7},
     "acceptance_by_position": [{"position": n, "rate": 1 / n} for n in range(1, 16)],
-    "categories": [{"category": name, "tau": tau} for name, tau in (("[odd]", 3.0), ("", 5.0))],
+    "categories": [{"category": name, "tokens_per_round": tau} for name, tau in (("[odd]", 3.0), ("", 5.0))],
 }  # fmt: skip
 IDLE: dict[str, Any] = DRAFTED | {"drafter": "ngram", "speculative_decoding": {"num_spec_steps": 0}, "round_ms": None}
 
@@ -105,7 +107,7 @@ def test_a_benchmark_has_a_line_for_each_way_of_decoding():
     ]
     assert cells(times) == [
         ["data", "drafter", "draft", "verify", "other", "round"],
-        ["gsm8k", name, "1.00", "20.13", "0.00", "21.13"],
+        ["gsm8k", name, "1.00", "20.13", "-0.01", "21.12"],
     ]
     assert cells(accepted) == [
         ["data", "drafter", "1", "2", "3", "4", "6", "8", "12", "15"],
@@ -121,12 +123,23 @@ def test_a_benchmark_of_plain_decoding_is_one_table():
 
 def test_several_datasets_end_with_the_means():
     rows = [PLAIN, DRAFTED, PLAIN | {"dataset": "[odd]"}, DRAFTED | {"dataset": "[odd]"}]
-    averages = [{"drafter": "none", "speedup": 1, "tau": 1}, {"drafter": "x", "speedup": 1.5, "tau": None}]
+    averages = [
+        {"batch_size": 1, "drafter": "none", "speedup": 1, "tokens_per_round": 1},
+        {"batch_size": 1, "drafter": "x", "speedup": 1.5, "tokens_per_round": None},
+    ]
     (speed, *_) = benchmark(*rows, averages=averages)
     assert [row[0] for row in cells(speed)] == ["data", "gsm8k", "", "[odd]", "", "mean"]
     assert cells(speed)[-1] == ["mean", "x", "", "1.50", "–", "", "", ""]
     (speed, *_) = benchmark(*rows[:2], averages=averages)
     assert "mean" not in speed
+
+
+def test_several_batch_sizes_are_named():
+    rows = [row | {"batch_size": size} for size in (1, 8) for row in (PLAIN, DRAFTED)]
+    speed, times, accepted, *categories = benchmark(*rows)
+    for table in (speed, times, accepted):
+        assert [name for name, *_ in cells(table)[1:] if name] == ["gsm8k, batch 1", "gsm8k, batch 8"]
+    assert [table.split(": τ")[0].strip() for table in categories] == ["gsm8k, batch 1", "gsm8k, batch 8"]
 
 
 def test_a_price_adds_a_column():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from reference.dflash_numpy import Drafter, Target
-from tilewright.bench.figures import mean_acceptance_length
+from tilewright.bench.figures import tokens_per_round
 from tilewright.decode import cache
 from tilewright.decode.drafters.dflash import DFlash
 from tilewright.decode.language_model import LanguageModel
@@ -309,7 +309,7 @@ def test_a_drafter_learns_what_its_target_says(tmp_path: Path):
         lm = LanguageModel(TARGET, target, tokenizer, table=table).with_drafter(DFlash(DRAFTER, SIZE), params)
         both = lm.generate([[1, 2, 3], [4, 5, 6, 7, 1]], Sampling(32), speculative=True)
         assert both[0].tokens[:6] == [4, 5, 6, 7, 1, 2]
-        return mean_acceptance_length(both.results)
+        return tokens_per_round(both.results)
 
     learned, random = tau(result.params), tau(DRAFTER_PARAMS)
     assert learned is not None

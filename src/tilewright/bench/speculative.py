@@ -1,21 +1,19 @@
 """`tilewright bench speculative`: the same prompts decoded by several drafters and by none, in one run."""
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import jax
 
-from tilewright.bench import figures
-from tilewright.bench.compare import joined, timed
+from tilewright.bench.compare import decode_in_turns
 from tilewright.bench.datasets import Example, prompt
 from tilewright.bench.figures import BASELINE, Run
+from tilewright.compiled.timing import alternate
 from tilewright.decode.drafters.base import Drafter
-from tilewright.decode.language_model import Generation, LanguageModel
+from tilewright.decode.language_model import LanguageModel
 from tilewright.decode.sampling import Sampling, Warp
 from tilewright.decode.speculative import verify_and_extend
 from tilewright.decode.state import DecodeState, Models, verify
@@ -77,53 +75,47 @@ def measure(
     repetitions: int,
     on_run: Callable[[], None] = lambda: None,
 ) -> list[Run]:
-    """Decodes a dataset every way, alternating; the way named `BASELINE` without a drafter. A run for each way.
+    """Decodes a dataset every way, in turns; the way named `BASELINE` without a drafter. A run for each way.
 
     Args:
         on_run: called for each way `repetitions + 2` times: at every run, the first of which is not timed, and at the end.
     """
     batches = [asked.prompts[i : i + batch_size] for i in range(0, len(asked.prompts), batch_size)]
-
-    def decoded(name: str, lm: LanguageModel) -> Callable[[], Generation]:
-        speculative = False if name == BASELINE else None
-        return lambda: joined([lm.generate(batch, sampling, speculative) for batch in batches])
-
-    taken = timed({name: decoded(name, lm) for name, lm in ways.items()}, repetitions, on_run)
+    about: dict[str, Any] = {"dataset": asked.name, "categories": asked.categories, "skipped": asked.skipped}
     runs = []
-    for name, lm in ways.items():
-        drafter = None if name == BASELINE else lm.drafter
-        drafts = 0 if drafter is None else drafter.block_size - 1
-        paired = zip(taken[name].generation, asked.categories, strict=True)
-        responses = [figures.respond(r, drafts, category, r.drafted, r.accepted) for r, category in paired]
-        seconds = None if drafter is None else round_seconds(lm, drafter, batches[0], sampling)
-        runs.append(Run(asked.name, name, drafts, responses, taken[name].tokens_per_s, asked.skipped, seconds))
+    for run in decode_in_turns(ways, batches, sampling, repetitions, on_run):
+        lm = ways[run.drafter]
+        drafter = None if run.drafter == BASELINE else lm.drafter
+        seconds = None if drafter is None else part_seconds(lm, drafter, batches[0], sampling)
+        runs.append(replace(run, **about, batch_size=batch_size, part_seconds=seconds))
         on_run()
     return runs
 
 
-def round_seconds(
+def part_seconds(
     lm: LanguageModel, drafter: Drafter, prompts: Sequence[Sequence[int]], sampling: Sampling, repetitions: int = 30
 ) -> dict[str, float]:
     """Where the time of a round that drafts goes, in seconds for each of `PARTS`, behind the given prompts.
 
     A part's time is that of the round up to its end less that of the round up to its beginning, each a program of its own and
-    each the fastest of `repetitions` runs, which alternate: what disturbs a run only makes it longer. So the parts add up to
-    the whole round, less what it costs to dispatch any program, which is no part of a round: many rounds run in one dispatch.
+    each the fastest of `repetitions` runs in turns: what disturbs a run only makes it longer. So the parts add up to the whole
+    round, less what it costs to dispatch any program, which is no part of a round: many rounds run in one dispatch. A part that
+    takes next to nothing may come out below 0, by the uncertainty of both its ends.
     """
     session = lm.start(prompts, sampling)
     session.advance(1)
     state, session.state = session.state, None  # donated to the first program
     assert state is not None
-    fastest = [math.inf] * (1 + len(PARTS))
-    for repetition in range(1 + repetitions):
-        for n, part in enumerate((None, *PARTS)):
-            began = time.perf_counter()
-            state, result = round_up_to(part, drafter, lm.target, session.shape.warp, session.models, state)
-            jax.block_until_ready((state, result))
-            if repetition > 0:  # the first run compiles
-                fastest[n] = min(fastest[n], time.perf_counter() - began)
-    # A shorter program that took longer than a longer one was disturbed in all its runs.
-    ends = list(accumulate(reversed(fastest), min))[::-1]
+
+    def timed(part: str | None) -> float:
+        nonlocal state
+        began = time.perf_counter()
+        state, result = round_up_to(part, drafter, lm.target, session.shape.warp, session.models, state)
+        jax.block_until_ready((state, result))
+        return time.perf_counter() - began
+
+    taken = alternate({part: partial(timed, part) for part in (None, *PARTS)}, repetitions, warm=True)
+    ends = [min(seconds) for seconds in taken.values()]
     return {part: after - before for part, before, after in zip(PARTS, ends, ends[1:], strict=False)}
 
 

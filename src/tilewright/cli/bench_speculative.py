@@ -33,6 +33,7 @@ from tilewright.cli.common import (
     write_replay_page,
     write_text,
 )
+from tilewright.compiled.timing import REPETITIONS
 from tilewright.decode.drafters.load import NGRAM, DrafterOptions
 from tilewright.decode.language_model import LanguageModel
 from tilewright.decode.sampling import Sampling
@@ -140,7 +141,7 @@ class Measuring:
         top_p: keep the smallest set of most likely tokens with this much probability.
         top_k: keep this many most likely tokens; 0 keeps all.
         seed: the same seed gives the same text.
-        batch_size: rows decoded together.
+        batch_size: rows decoded together; several are measured one after the other.
         repetitions: how often each way is timed.
     """
 
@@ -151,13 +152,17 @@ class Measuring:
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
-    batch_size: int = 1
-    repetitions: int = 5
+    batch_size: Annotated[tuple[int, ...], Parameter(consume_multiple=True, negative=())] = (1,)
+    repetitions: int = REPETITIONS
 
     def check(self) -> None:
-        for name in ("samples", "batch_size", "repetitions"):
+        for name in ("samples", "repetitions"):
             if getattr(self, name) < 1:
                 raise ValueError(f"expected {name} of at least 1, found {getattr(self, name)}")
+        sizes = self.batch_size
+        if not sizes or min(sizes) < 1 or len(set(sizes)) < len(sizes):
+            found = ", ".join(map(str, sizes)) or "none"
+            raise ValueError(f"expected batch sizes of at least 1, each once, found {found}")
 
     def sampling(self) -> Sampling:
         return Sampling(self.max_new_tokens, self.temperature, self.top_p, self.top_k, self.seed)
@@ -191,7 +196,8 @@ def speculative(
         "draft_window": drafted.draft_window, "drafter_dtype": drafted.drafter_dtype or target.dtype, "refine": drafted.refine,
         "chat_template": template is not None,
     }  # fmt: skip
-    title = "temperature {temperature:g}, top-p {top_p:g}, {max_new_tokens} new tokens, batch {batch_size}".format(**settings)
+    title = "temperature {temperature:g}, top-p {top_p:g}, {max_new_tokens} new tokens, batch ".format(**settings)
+    title += " and ".join(map(str, measuring.batch_size))
     for table in terminal.benchmark_tables(title, rows, averages):
         console.print(table)
     for each in (each for each in asked if each.skipped):
@@ -221,20 +227,20 @@ def run_all(
     Raises:
         ValueError: no prompt of a set fits the model's context; before anything is timed.
     """
-    sampling, repetitions = measuring.sampling(), measuring.repetitions
+    sampling, repetitions, batch_sizes = measuring.sampling(), measuring.repetitions, measuring.batch_size
     asked: list[Asked] = []
     runs: list[Run] = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        rows = {
-            name: bar.add_task(escape(name), total=len(each) + len(ways) * (repetitions + 2)) for name, each in sets.items()
-        }
+        each_way = (repetitions + 2) * len(batch_sizes)
+        rows = {name: bar.add_task(escape(name), total=len(each) + len(ways) * each_way) for name, each in sets.items()}
         for name, examples in sets.items():
             asked.append(ask(ways[BASELINE], name, examples, template, sampling, lambda row=rows[name]: bar.advance(row)))
             if not asked[-1].prompts:
                 raise ValueError(f"{name}: no prompt fits the model's context with {sampling.max_new_tokens} new tokens")
         for each in asked:
             advance = partial(bar.advance, rows[each.name])
-            runs += measure(ways, each, sampling, measuring.batch_size, repetitions, advance)
+            for batch_size in batch_sizes:
+                runs += measure(ways, each, sampling, batch_size, repetitions, advance)
     return asked, runs
 
 
@@ -257,12 +263,12 @@ def write_files(
 def benchmark_report(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> BenchmarkReport:
     """The page's data from the figures."""
     measured, categories = [], []
-    for row in (row for row in rows if row["drafter"] != BASELINE):
+    for row in terminal.with_names([row for row in rows if row["drafter"] != BASELINE]):
         parts: dict[str, Any] = {f"{part}_seconds": row[f"{part}_ms"] and row[f"{part}_ms"] / 1000 for part in PARTS}
         measured.append(
             Measured(
-                row["dataset"], row["drafter"], row["responses"], row["baseline_tokens_per_s"], row["tokens_per_s"],
-                row["speedup"], row["tau"],
+                row["data"], row["drafter"], row["responses"], row["baseline_tokens_per_s"], row["tokens_per_s"],
+                row["speedup"], row["tokens_per_round"],
                 cost_per_million_tokens=row["cost_per_million_tokens"],
                 acceptance_by_position=[each["rate"] for each in row["acceptance_by_position"] if each["rate"] is not None],
                 tau_by_position=[(each["from"], each["tau"]) for each in row["tau_by_position"]],
@@ -270,9 +276,8 @@ def benchmark_report(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
             )
         )  # fmt: skip
         categories += [
-            CategoryTau(row["dataset"], part["category"], row["drafter"], part["responses"], part["tau"])
+            CategoryTau(row["data"], part["category"], row["drafter"], part["responses"], part["tokens_per_round"])
             for part in row["categories"]
-            if part["tau"] is not None
         ]
     left_out = {row["dataset"]: (row["skipped"], row["skipped"] + row["responses"]) for row in rows if row["skipped"]}
     notes = [f"{name}: {n} of {turns} turns left out, too long for the context." for name, (n, turns) in left_out.items()]

@@ -9,9 +9,9 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import Progress
 
-from tilewright.bench.compare import acceptance_figures, compare, comparison_figures, environment
+from tilewright.bench.compare import compare, environment, num_spec_tokens
 from tilewright.bench.datasets import prompt as prompt_text
-from tilewright.bench.figures import mean_distinct_ngram_ratio
+from tilewright.bench.figures import generation_figures
 from tilewright.bench.speculative import encoded
 from tilewright.cli.common import (
     JsonFile,
@@ -142,12 +142,21 @@ def generate(
         write_replay_page(outputs.replay, lm, (models.model, models.drafter or "dflash"), titled, sampling, console)
 
 
+COMPARED = (
+    "autoregressive_tokens_per_s", "speculative_tokens_per_s", "speedup", "speedup_range", "round_cost_steps", "identical",
+    "first_differences", "block_size", "responses", "tokens", "rounds", "tokens_per_round", "tau_by_response", "tau_published",
+    "distinct_4gram_ratio", "speculative_decoding",
+)  # fmt: skip
+"""What `--compare` gives: the figures of docs/metrics.md, and the speed of both ways."""
+
+
 def comparison(lm: LanguageModel, tokens: Sequence[list[int]], sampling: Sampling, repetitions: int, console: Console) -> Any:
     """The figures of decoding both ways, after printing them."""
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         row = bar.add_task("comparing", total=2 * (repetitions + 1))
-        both = compare(lm, [tokens], sampling, repetitions, lambda: bar.advance(row))
-    figures = comparison_figures(lm, both)
+        measured = compare(lm, [tokens], sampling, repetitions, lambda: bar.advance(row))
+    names = {"autoregressive_tokens_per_s": "baseline_tokens_per_s", "speculative_tokens_per_s": "tokens_per_s"}
+    figures = {name: measured[names.get(name, name)] for name in COMPARED} | {"repetitions": repetitions}
     console.print(terminal.comparison_table(figures))
     return figures
 
@@ -160,11 +169,9 @@ def single_figures(lm: LanguageModel, generation: Generation) -> dict[str, Any]:
         "speculative_tokens_per_s": rate if lm.drafter else None,
         "speedup": None,
         "identical": None,
-        "rounds": generation.rounds,
         "prefill_seconds": generation.prefill_seconds,
         "decode_seconds": generation.decode_seconds,
-        "distinct_4gram_ratio": mean_distinct_ngram_ratio(generation.results),
-        **acceptance_figures(lm, generation),
+        **generation_figures(generation.results, num_spec_tokens(lm)),
     }
 
 

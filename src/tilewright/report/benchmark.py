@@ -19,11 +19,12 @@ class Measured:
         prompts: how many were decoded.
         baseline_tokens_per_s, tokens_per_s: without the drafter, and with it.
         speedup: as the benchmark defines it.
-        tau: mean acceptance length, tokens a round.
+        tau: tokens a round, all tokens over all rounds.
         cost_per_million_tokens: at a price that the caller knows; None where none was given.
         acceptance_by_position: for each slot after the known token, the share of rounds whose draft there was accepted.
         tau_by_position: points (position in the generation, tau there).
-        draft_seconds, verify_seconds, other_seconds: the mean round; None where they were not told apart.
+        draft_seconds, verify_seconds, other_seconds: of a round; None where they were not told apart. As differences of times
+            they may be below 0.
     """
 
     dataset: str
@@ -98,10 +99,13 @@ def measured_problems(row: Measured | CategoryTau) -> Iterator[str]:
             yield f"expected {name} above 0, found {value}"
     if isinstance(row, CategoryTau):
         return
-    for name in ("cost_per_million_tokens", "draft_seconds", "verify_seconds", "other_seconds"):
+    cost = row.cost_per_million_tokens
+    if cost is not None and not 0 <= cost < math.inf:
+        yield f"expected cost_per_million_tokens of 0 or more, found {cost}"
+    for name in ("draft_seconds", "verify_seconds", "other_seconds"):
         value = getattr(row, name)
-        if value is not None and not 0 <= value < math.inf:
-            yield f"expected {name} of 0 or more, found {value}"
+        if value is not None and not math.isfinite(value):
+            yield f"expected finite {name}, found {value}"
     for share in row.acceptance_by_position:
         if not 0 <= share <= 1:
             yield f"expected acceptance_by_position from 0 to 1, found {share}"
@@ -118,7 +122,7 @@ def write_benchmark(path: str | Path, report: BenchmarkReport) -> None:
     """
     whole = report.measured
     tables = [figures_table("Whole datasets", whole), *([category_table(report)] if report.categories else [])]
-    text = "τ is tokens a round, the target's own included; speedup is against plain decoding of the same prompts."
+    text = "τ is all tokens over all rounds, the target's own included; speedup is against plain decoding of the same prompts."
     sections = [Section("Speed and acceptance", tables, " ".join([text, *report.notes]))]
     sections += [section for section in (acceptance(whole), tau_curves(whole), round_times(whole)) if section.blocks]
     write_sections(path, report.title, sections, lead=report.lead, facts=report.environment, data=asdict(report))
@@ -241,4 +245,5 @@ def round_times(measured: Sequence[Measured]) -> Section:
         if any(part is not None for part in parts):
             bars.append((f"{row.dataset} · {row.drafter}", [1000 * (part or 0.0) for part in parts]))
     charts = [StackedBars("Milliseconds a round", ("draft", "verify", "other"), bars, "ms")] if bars else []
-    return Section("Where a round's time goes", charts, "One round that drafts, of each drafter.")
+    text = "One round that drafts, of each drafter. Parts are differences of times; one below 0 is in the figures alone."
+    return Section("Where a round's time goes", charts, text)

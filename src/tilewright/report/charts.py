@@ -117,20 +117,21 @@ class StackedBars:
         for name, values in self.bars:
             if len(values) != len(self.parts):
                 raise ValueError(f"chart {self.title!r}: expected {len(self.parts)} parts of {name!r}, found {len(values)}")
-            if not all(0 <= value < math.inf for value in values):
-                raise ValueError(f"chart {self.title!r}: expected parts of 0 or more of {name!r}, found {list(values)}")
+            if not all(map(math.isfinite, values)):
+                raise ValueError(f"chart {self.title!r}: expected finite parts of {name!r}, found {list(values)}")
         if not any(sum(values) > 0 for _, values in self.bars):
             raise ValueError(f"chart {self.title!r}: expected at least one bar above 0, found none")
 
     def html(self) -> str:
-        longest = max(sum(values) for _, values in self.bars)
+        longest = max(sum(drawn(values)) for _, values in self.bars)
         rows = []
         for name, values in self.bars:
-            starts = [100 * start / longest for start in accumulate(values, initial=0.0)]
+            starts = [100 * start / longest for start in accumulate(drawn(values), initial=0.0)]
             rects = "".join(
                 f'<rect class="{series_class(index)}" x="{start:.2f}" width="{100 * value / longest:.2f}" height="1">'
                 f"<title>{escape(self.parts[index])}: {self.number(value)}</title></rect>"
-                for index, (value, start) in enumerate(zip(values, starts, strict=False))
+                for index, (value, start) in enumerate(zip(drawn(values), starts, strict=False))
+                if value > 0
             )
             label = f"{name}: " + ", ".join(f"{p} {self.number(v)}" for p, v in zip(self.parts, values, strict=True))
             rows.append(
@@ -146,6 +147,11 @@ class StackedBars:
         """The chart's figures."""
         rows = [[name, *map(compact, values), compact(sum(values))] for name, values in self.bars]
         return Table(f"{self.title}, {self.unit}", ["", *self.parts, "together"], rows)
+
+
+def drawn(values: Sequence[float]) -> list[float]:
+    """The lengths of a bar's parts: a value below 0 stands in the figures alone."""
+    return [max(value, 0.0) for value in values]
 
 
 def figure(title: str, drawing: str, key: str, table: Table) -> str:

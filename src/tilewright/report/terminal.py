@@ -39,7 +39,7 @@ def comparison_table(figures: Mapping[str, Any]) -> Table:
     table.add_row("autoregressive", f"{figures['autoregressive_tokens_per_s']:,.1f} tokens/s")
     table.add_row("speculative", f"{figures['speculative_tokens_per_s']:,.1f} tokens/s")
     table.add_row("speedup", f"{figures['speedup']:.2f}x")
-    table.add_row("τ (tokens per round)", f"{figures['tau']:.2f} of {figures['block_size']}")
+    table.add_row("τ (tokens per round)", f"{figures['tokens_per_round']:.2f} of {figures['block_size']}")
     table.add_row("a round costs", f"{figures['round_cost_steps']:.2f} steps")
     table.add_row("distinct 4-grams", f"{figures['distinct_4gram_ratio']:.0%}")
     table.add_row("outputs identical", identical_text(figures))
@@ -61,36 +61,40 @@ def benchmark_tables(title: str, rows: Sequence[Row], averages: Sequence[Row] = 
     """The tables of `tilewright bench speculative`: speed and acceptance, the time of a round, which drafts are accepted.
 
     Args:
-        rows: for each dataset one of plain decoding and one of each drafter, named "none" and by the drafter.
+        rows: for each dataset and batch size one of plain decoding and one of each drafter, named "none" and by the drafter.
         averages: over the datasets, one for each of them; shown if there are several datasets.
     """
+    rows = with_names(rows)
     timed = [row for row in rows if row["round_ms"] is not None]
     drafting = [row for row in rows if row["speculative_decoding"] and row["speculative_decoding"]["num_spec_steps"]]
     tables = [speed_table(title, rows, averages)]
     if timed:
         parts = ("draft", "verify", "other", "round")
-        cells = [(row["dataset"], row["drafter"], [number(row[f"{part}_ms"], ".2f") for part in parts]) for row in timed]
+        cells = [(row["data"], row["drafter"], [number(row[f"{part}_ms"], ".2f") for part in parts]) for row in timed]
         tables.append(lines_table("milliseconds of a round that drafts", "", parts, cells))
     if drafting:
         places = shown_positions(max(len(row["acceptance_by_position"]) for row in drafting))
-        cells = [(row["dataset"], row["drafter"], rates_at(row, places)) for row in drafting]
+        cells = [(row["data"], row["drafter"], rates_at(row, places)) for row in drafting]
         tables.append(lines_table("drafts accepted, by position in the block", "", [str(place) for place in places], cells))
     return [*tables, *category_tables(rows)]
+
+
+def with_names(rows: Sequence[Row]) -> list[Row]:
+    """The rows, each with what names its data: the dataset, and the batch size where there are several."""
+    several = len({row["batch_size"] for row in rows}) > 1
+    return [{**row, "data": f"{row['dataset']}, batch {row['batch_size']}" if several else row["dataset"]} for row in rows]
 
 
 def speed_table(title: str, rows: Sequence[Row], averages: Sequence[Row]) -> Table:
     priced = any(row["cost_per_million_tokens"] is not None for row in rows)
     columns = ["tok/s", "speedup", "τ", "round", "4-grams", "same", *(["cost/M"] if priced else [])]
-    lines = [
-        (row["dataset"], "plain" if row["drafter"] == "none" else row["drafter"], speed_cells(row, priced)) for row in rows
-    ]
+    lines = [(row["data"], "plain" if row["drafter"] == "none" else row["drafter"], speed_cells(row, priced)) for row in rows]
     if len({row["dataset"] for row in rows}) > 1:
-        means = [row for row in averages if row["drafter"] != "none"]
         empty = [""] * (len(columns) - 3)
-        lines += [
-            ("mean", row["drafter"], ["", number(row["speedup"], ".2f"), number(row["tau"], ".2f"), *empty]) for row in means
-        ]
-    caption = "τ: tokens a round; round: its cost in plain steps; same: answers equal to plain decoding"
+        for row in with_names([{**row, "dataset": "mean"} for row in averages if row["drafter"] != "none"]):
+            means = [number(row[name], ".2f") for name in ("speedup", "tokens_per_round")]
+            lines.append((row["data"], row["drafter"], ["", *means, *empty]))
+    caption = "τ: all tokens over all rounds; round: its cost in plain steps; same: answers equal to plain decoding"
     return lines_table(title, caption, columns, lines)
 
 
@@ -100,7 +104,7 @@ def speed_cells(row: Row, priced: bool) -> list[str]:
     return [
         number(row["tokens_per_s"], ",.0f"),
         "–" if plain else number(row["speedup"], ".2f"),
-        "–" if plain else number(row["tau"], ".2f"),
+        "–" if plain else number(row["tokens_per_round"], ".2f"),
         "–" if plain else number(row["round_cost_steps"], ".1f"),
         number(row["distinct_4gram_ratio"], ".0%"),
         same,
@@ -137,16 +141,16 @@ def rates_at(row: Row, places: Sequence[int]) -> list[str]:
 def category_tables(rows: Sequence[Row]) -> list[Table]:
     """τ of each category, a table for each dataset that has several."""
     tables = []
-    for dataset in dict.fromkeys(row["dataset"] for row in rows):
-        own = [row for row in rows if row["dataset"] == dataset and row["drafter"] != "none" and row["categories"]]
+    for data in dict.fromkeys(row["data"] for row in rows):
+        own = [row for row in rows if row["data"] == data and row["drafter"] != "none" and row["categories"]]
         if not own:
             continue
-        table = Table(title=Text(f"{dataset}: τ by category"))
+        table = Table(title=Text(f"{data}: τ by category"))
         table.add_column("category", overflow="fold")
         for row in own:
             table.add_column(Text(row["drafter"]), justify="right")
         for n, category in enumerate(own[0]["categories"]):
-            cells = (number(row["categories"][n]["tau"], ".2f") for row in own)
+            cells = (number(row["categories"][n]["tokens_per_round"], ".2f") for row in own)
             table.add_row(Text(category["category"] or "–"), *cells)
         tables.append(table)
     return tables
