@@ -139,6 +139,16 @@ def size_problems(sizes: dict[str, int], cap: dict[str, int], granted: dict[str,
     return problems + stale
 
 
+def touches(tree: ast.AST, attribute: str) -> list[int]:
+    """Lines that read or write an attribute of this name."""
+    return [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == attribute]
+
+
+def test_nobody_outside_decode_touches_the_state_of_a_batch():
+    found = {shown(path): touches(ast.parse(path.read_text(encoding="utf-8")), "device_state") for path in sources(PACKAGE)}
+    assert {Path(name).parent.name for name, lines in found.items() if lines} == {"decode"}
+
+
 def test_imports_run_one_way():
     problems = []
     for path in sources(PACKAGE):

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tilewright.compiled.compare import compare
-    from tilewright.decode.language_model import Generation, LanguageModel, load
+    from tilewright.decode.language_model import LanguageModel, load
+    from tilewright.decode.request import Generation, Piece, Result
     from tilewright.decode.sampling import Sampling
-    from tilewright.decode.session import Piece, Result, Session
+    from tilewright.decode.session import Session
     from tilewright.decode.shapes import ShapeTable
 
 __version__ = "0.1.0"
@@ -18,9 +19,10 @@ __all__ = [
 
 _MODULES = {
     "compiled.compare": ("compare",),
-    "decode.language_model": ("Generation", "LanguageModel", "load"),
+    "decode.language_model": ("LanguageModel", "load"),
+    "decode.request": ("Generation", "Piece", "Result"),
     "decode.sampling": ("Sampling",),
-    "decode.session": ("Piece", "Result", "Session"),
+    "decode.session": ("Session",),
     "decode.shapes": ("ShapeTable",),
 }
 """Where the public names live. They are imported when first asked for: JAX takes a second, which `--version` need not wait."""

@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import pytest
 
-from tilewright.bench.compare import compare, environment, joined
+from tilewright.bench.compare import compare, environment
 from tilewright.decode.drafters.dflash import DFlash
-from tilewright.decode.language_model import Generation, LanguageModel, Numerics
+from tilewright.decode.language_model import LanguageModel, Numerics
+from tilewright.decode.request import Generation, Result
 from tilewright.decode.sampling import Sampling
-from tilewright.decode.session import Result
 from tilewright.models.dflash import DFlashConfig
 
 DRAFTER = DFlash(DFlashConfig(8, 4, 4, 1, 1, 1, 4, 6, 7, (0,), 1), block_size=4)
@@ -74,7 +74,7 @@ def test_a_round_of_a_batch_is_one_round():
 
 def test_joined_adds_up():
     parts = [generation([1], [2, 3], seconds=2.0, rounds=4), generation([4], seconds=3.0, rounds=5)]
-    whole = joined(parts)
+    whole = Generation.joined(parts)
     assert [r.tokens for r in whole] == [[1], [2, 3], [4]]
     assert (whole.prefill_seconds, whole.decode_seconds, whole.rounds) == (1.0, 5.0, 9)
 

@@ -26,14 +26,14 @@ from tilewright.bench.figures import (
     tau_published,
     tokens_per_round,
 )
-from tilewright.decode.session import Result
+from tilewright.decode.request import Result
 
 
 def result(*added: int, drafts: int = 3, tokens: list[int] | None = None, **known: list[int]) -> Result:
     """A result whose rounds added so many tokens each, and accepted one fewer unless `accepted` says more."""
     tokens = list(range(sum(added))) if tokens is None else tokens
-    rounds = {"drafted": [drafts] * len(added), "accepted": [n - 1 for n in added], **known}
-    return Result("", tokens, list(added), "length", 1, **rounds)
+    drafted, accepted = known.get("drafted", [drafts] * len(added)), known.get("accepted", [n - 1 for n in added])
+    return Result("", tokens, list(added), "length", 1, drafted, accepted)
 
 
 def test_distinct_ngrams_tell_a_loop_from_a_text():

@@ -10,7 +10,8 @@ import tilewright as tw
 from cli.conftest import Ran, Run
 from report.reading import Page, check_self_contained
 from tilewright.decode.language_model import LanguageModel
-from tilewright.decode.session import Piece, Session
+from tilewright.decode.request import Piece
+from tilewright.decode.session import Session
 
 PROMISED = set(
     "autoregressive_tokens_per_s speculative_tokens_per_s speedup tokens_per_round tau_published block_size rounds identical "
@@ -167,6 +168,20 @@ def test_sampling_options_reach_the_generation(run: Run, folders: tuple[Path, Pa
     assert run("generate", "t1 t2 t3", *pair, *NEW, *options, "--json", "-").json["tokens"] == [want.tokens]
 
 
+def test_without_a_seed_each_prompt_draws_its_own_which_is_told(run: Run, pair: list[Any]):
+    options = [*pair, *NEW, "--temperature", 1, "--json", "-"]
+    drawn = run("generate", "t1", "t1", *options, "--compare", "--repetitions", 1)
+    assert drawn.json["identical"] is True, "both ways draw with the same seeds"
+    seeds, tokens = drawn.json["seed"], drawn.json["tokens"]
+    assert seeds[0] != seeds[1]
+    assert tokens[0] != tokens[1]
+    assert all(f"(length, seed {seed})" in drawn.err for seed in seeds)
+    again = run("generate", "t1", *options, "--seed", seeds[1])
+    assert (again.json["tokens"], again.json["seed"]) == ([tokens[1]], [seeds[1]])
+    assert f"seed {seeds[1]}\n" in again.err
+    assert run("generate", "t1", *pair, *NEW, "--json", "-").json["seed"] == [None], "nothing was drawn"
+
+
 def test_every_sampling_option_reaches_its_field(run: Run, pair: list[Any], monkeypatch: pytest.MonkeyPatch):
     asked = tw.Sampling(
         7, 0.6, 0.9, 5, seed=3, stop=("x",), ignore_eos=True, min_p=0.05, repetition_penalty=1.2, presence_penalty=0.4,
@@ -184,7 +199,7 @@ def test_every_sampling_option_reaches_its_field(run: Run, pair: list[Any], monk
 
     monkeypatch.setattr(LanguageModel, "start", watched)
     assert run("generate", "t1", *pair, *options).status == 0
-    assert seen == [asked]
+    assert seen == [[asked]]
 
 
 def test_a_stop_string_ends_the_text(run: Run, pair: list[Any], expected: dict[str, Any]):

@@ -8,8 +8,9 @@ import numpy as np
 
 from reference.dflash_numpy import Pair, as_folders
 from tilewright.decode.language_model import LanguageModel, load
+from tilewright.decode.request import Piece
 from tilewright.decode.sampling import Sampling
-from tilewright.decode.session import Piece, Session
+from tilewright.decode.session import Session
 from tilewright.decode.shapes import ShapeTable
 
 TABLE = ShapeTable(batches=(1, 4, 8), capacities=(64, 128), chunks=(8, 32))

@@ -1,18 +1,25 @@
 """What a call compiles: the declared programs and nothing else; the next call compiles nothing."""
 
+import io
+import threading
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
+from rich.console import Console
 
 from decode.support import build, prompts
 from reference.dflash_numpy import as_folders, random_pair
 from reference.eagle3_numpy import as_folder, random_eagle3
 from tilewright.compiled.ledger import CompileError, Ledger, no_compile_guard
 from tilewright.decode.language_model import LanguageModel, load
-from tilewright.decode.sampling import Sampling, batch_warp
+from tilewright.decode.programs import ProgramKey, Programs
+from tilewright.decode.sampling import Sampling, widest
 from tilewright.decode.shapes import Shape, ShapeTable
 
 ASKED = prompts(0, range(1, 100, 2))
@@ -50,7 +57,7 @@ def shapes_used(lm: LanguageModel, requests: list[Sampling], batch: int) -> set[
         overrun = lm.drafter.block_size if lm.drafter else 1
         group = list(zip(ASKED[i : i + batch], requests[i : i + batch], strict=True))
         positions = max(len(prompt) + request.max_new_tokens for prompt, request in group) + overrun
-        used.add(lm.table.shape(len(group), positions, batch_warp([request for _, request in group])))
+        used.add(lm.table.shape(len(group), positions, widest(request.warp for _, request in group)))
     return used
 
 
@@ -66,7 +73,7 @@ def test_a_call_compiles_at_most_the_table(tmp_path: Path, kind: str):
         first = call()
     used = shapes_used(lm, requests, 3)
     assert used >= {Shape(3, 64, "greedy"), Shape(3, 128, "plain")}
-    assert 0 < ledger.compilations <= sum(TABLE.programs(shape) for shape in used)
+    assert 0 < ledger.compilations <= len(TABLE.programs()) * len(used)
     assert ledger.compilations == len(lm.programs.compiled)
     assert {program.name for program in ledger.programs} == PROGRAMS
     with no_compile_guard("fail", "the second call"):
@@ -79,7 +86,7 @@ def test_one_prompt_at_a_time(lm: LanguageModel):
             lm.generate([prompt], Sampling(NEW))
     used = shapes_used(lm, [Sampling(NEW)] * len(ASKED), 1)
     assert used == {Shape(1, 64, "greedy"), Shape(1, 128, "greedy")}
-    assert ledger.compilations <= sum(TABLE.programs(shape) for shape in used)
+    assert ledger.compilations <= len(TABLE.programs()) * len(used)
     assert Counter(program.name for program in ledger.programs) == {
         "jit(allocate)": 2, "jit(prefill_chunk)": 4, "jit(decode_loop)": 2
     }  # fmt: skip
@@ -107,6 +114,52 @@ def test_streaming_compiles_no_more(lm: LanguageModel):
         while not session.finished:
             session.advance(1)
             session.results()
+
+
+def test_a_warm_table_compiles_no_more(tmp_path: Path):
+    """Of the table's capacities the context of 40 positions needs one."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    pair = random_pair(0, target_layers=1, drafter_layers=1, taps=[0], max_position_embeddings=40)
+    lm = build(tmp_path, pair, table=TABLE)
+    jax.clear_caches()
+    with Ledger() as ledger:
+        lm.warm(("greedy", "plain"), console=console)
+    assert Counter(program.name for program in ledger.programs) == {
+        "jit(allocate)": 2, "jit(prefill_chunk)": 4, "jit(decode_loop)": 4
+    }  # fmt: skip
+    assert isinstance(console.file, io.StringIO)
+    assert "compiling" in console.file.getvalue()
+    with no_compile_guard("fail", "calls after the warming"):
+        for group, temperature in product((ASKED[:1], ASKED[:3], ASKED[10:13]), (0, 1)):
+            lm.generate(group, Sampling(NEW, temperature=temperature))
+        lm.warm(("plain",))
+
+
+def test_warming_needs_what_it_names(lm: LanguageModel):
+    with pytest.raises(ValueError, match="speculative decoding needs a drafter; none was loaded"):
+        lm.with_drafter(None).warm(speculative=True)
+
+
+def test_threads_never_compile_a_program_twice(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch):
+    made, compiled = [], jax.jit(lambda: 0).lower().compile()
+
+    def slowly(self: Programs, key: ProgramKey) -> Any:
+        made.append(key)
+        time.sleep(0.02)
+        return compiled
+
+    monkeypatch.setattr(Programs, "compile", slowly)
+    shapes = list(TABLE.shapes(("greedy", "plain"), 128))
+    start = threading.Barrier(8)
+
+    def ask(n: int) -> list[Any]:
+        start.wait()
+        keys = [key for shape in shapes for key in lm.programs.keys(shape, None)]
+        return [lm.programs.get(key) for key in keys[n:] + keys[:n]][-n:]
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(ask, range(8)))
+    assert len(made) == len(set(made)) == 4 * 3 + 4 * 2
 
 
 def test_the_guard_sees_a_shape_that_was_not_ready(lm: LanguageModel):

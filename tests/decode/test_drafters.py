@@ -197,7 +197,7 @@ def compare_rounds(lm: LanguageModel, chain: Chain, asked: Sequence[list[int]], 
     session, texts = lm.start(asked, GREEDY), [list(prompt) for prompt in asked]
     session.prefill()
     while not session.finished:
-        proposal = propose(session.models, session.state)
+        proposal = propose(session.batch.models, session.batch.device_state)
         blocks, counts = np.asarray(proposal.block), np.asarray(proposal.drafts)
         running = [row for row in session.rows if row.finish_reason is None]
         pieces = session.advance(1)
@@ -255,7 +255,7 @@ def test_refining_reads_the_drafts_in_place_of_the_masks(folders: dict[str | Non
             drafts.append(drafter.fill(models, state, block))
         return replace(drafter, refine=2).propose(lm.target, models, state).block, drafts
 
-    refined, drafts = passes(session.models, session.state)
+    refined, drafts = passes(session.batch.models, session.batch.device_state)
     np.testing.assert_array_equal(refined[:, 1:], drafts[2])
     assert (np.asarray(drafts[0]) != np.asarray(drafts[1])).any()
 
@@ -368,9 +368,9 @@ def test_a_round_without_a_proposal_is_a_plain_step(tmp_path: Path):
         session = counter(tmp_path, NGram(16, may_be_idle=idle)).start([[*range(8), 0]], Sampling(NEW))
         session.prefill()
         session.advance(1)
-        assert session.state is not None
+        assert session.batch.device_state is not None
         assert session.rows[0].drafted == [0]
-        keys = np.asarray(session.state.target_cache[0][0])
+        keys = np.asarray(session.batch.device_state.target_cache[0][0])
         assert int(np.flatnonzero(np.abs(keys).max(axis=(0, 1, 3)))[-1]) + 1 == written
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,21 @@ def test_each_prompt_may_have_its_own_sampling(lm: LanguageModel):
     assert [len(r.tokens) for r in got] == [3, 5]
 
 
+def test_requests_without_a_seed_draw_noise_of_their_own(lm: LanguageModel):
+    asked, free = [[3, 1, 4]] * 11, Sampling(12, temperature=1.0)
+    drawn = lm.generate(asked, free)
+    seeds = [result.seed for result in drawn]
+    assert len(set(seeds)) == 11
+    assert len({tuple(result.tokens) for result in drawn}) > 5
+    again = lm.generate(asked, [replace(free, seed=seed) for seed in seeds], speculative=False)
+    assert [(r.tokens, r.seed) for r in again] == [(r.tokens, r.seed) for r in drawn]
+    shared = lm.generate(asked[:3], replace(free, seed=5))
+    assert {(tuple(r.tokens), r.seed) for r in shared} == {(tuple(shared[0].tokens), 5)}
+    greedy = lm.generate(asked[:2], NEW)
+    assert [r.seed for r in greedy] == [None, None]
+    assert greedy.results == lm.generate(asked[:2], NEW).results
+
+
 def test_a_model_without_a_drafter(tmp_path: Path, lm: LanguageModel):
     target, _ = as_folders(tmp_path, random_pair(0, **SIZES))
     alone = load(target, table=TABLE)
@@ -78,8 +94,9 @@ def test_bfloat16(tmp_path: Path, lm: LanguageModel):
     for drafted in (False, True):
         session = half.start(asked, NEW, drafted)
         session.prefill()
-        assert session.state is not None
-        assert dtypes((session.state.target_cache, session.state.draft_cache)) == {"bfloat16"}
+        state = session.batch.device_state
+        assert state is not None
+        assert dtypes((state.target_cache, state.draft_cache)) == {"bfloat16"}
         got = tokens_of(half, asked, NEW, speculative=drafted)
         assert {len(tokens) for tokens in got} == {6}
         assert sum(a[0] == b[0] for a, b in zip(got, want, strict=True)) >= 6

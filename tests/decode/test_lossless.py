@@ -131,17 +131,18 @@ def emitted(lm: LanguageModel, vocab: int, batches: int) -> tuple[dict[str, NDAr
     requests = [replace(KINDS[kind], max_new_tokens=LENGTHS[vocab]) for kind in kinds]
     session = lm.start([PROMPT] * len(kinds), requests)
     session.prefill()
-    first = jax.tree.map(np.array, session.state)
+    first = jax.tree.map(np.array, session.batch.device_state)
     digits = vocab ** np.arange(LENGTHS[vocab])[::-1]
     for batch in range(batches):
         key = first.sampling.key.copy()
         key[:, 1] = np.arange(len(key)) + batch * len(key)
-        state = replace(first, sampling=replace(first.sampling, key=key))
-        state, infos, _ = session.program("decode")(session.models, state, np.int32(LENGTHS[vocab]))
-        texts = np.asarray(state.tokens)[: len(kinds), len(PROMPT) : len(PROMPT) + LENGTHS[vocab]] @ digits
+        session.batch.device_state = replace(first, sampling=replace(first.sampling, key=key))
+        infos = session.batch.advance(LENGTHS[vocab])
+        assert session.batch.device_state is not None
+        texts = np.asarray(session.batch.device_state.tokens)[: len(kinds), len(PROMPT) : len(PROMPT) + LENGTHS[vocab]] @ digits
         for kind, text in zip(kinds, texts, strict=True):
             counts[kind][text] += 1
-        settled |= set(np.asarray(infos.settled)[:, : len(SAMPLED) * EACH].ravel().tolist())
+        settled |= set(infos.settled[:, : len(SAMPLED) * EACH].ravel().tolist())
     return counts, settled
 
 

@@ -21,11 +21,11 @@ from tilewright.decode.sampling import (
     RowSampling,
     Sampling,
     Warp,
-    batch_warp,
     penalise,
     row_sampling,
     sample,
     warp_logits,
+    widest,
 )
 
 VOCAB = 12
@@ -227,14 +227,14 @@ def test_the_least_program_is_chosen():
     greedy, plain, filtered = Sampling(top_p=0.5), Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=3)
     assert [s.warp for s in (greedy, plain, filtered)] == ["greedy", "plain", "filtered"]
     assert Sampling(temperature=0.1, top_p=0.99).warp == "filtered"
-    assert batch_warp([greedy, greedy]) == "greedy"
-    assert batch_warp([plain, greedy]) == "plain"
-    assert batch_warp([plain, filtered, greedy]) == "filtered"
+    assert widest(("greedy", "greedy")) == "greedy"
+    assert widest(("plain", "greedy")) == "plain"
+    assert widest(("plain", "filtered", "greedy")) == "filtered"
     assert Sampling(min_p=0.1).warp == "greedy"
     assert Sampling(temperature=1.0, min_p=0.1).warp == "filtered"
     for request in (Sampling(repetition_penalty=1.1), Sampling(presence_penalty=-0.1), Sampling(frequency_penalty=0.1)):
         assert request.warp == replace(request, temperature=1.0).warp == "penalised"
-        assert batch_warp([filtered, request, greedy]) == "penalised"
+        assert widest(("filtered", "penalised", "greedy")) == "penalised"
 
 
 @pytest.mark.parametrize("warp", ["plain", "filtered", "penalised"])
@@ -260,6 +260,15 @@ def test_the_extremes_that_are_accepted_keep_different_logits_apart(warp: Warp, 
     if warp == "plain":
         assert np.isfinite(got).all()
         assert (np.diff(got) > 0).all()
+
+
+def test_only_what_draws_and_has_no_seed_is_given_one():
+    assert Sampling(temperature=1.0).seed is None
+    fresh = [Sampling(temperature=1.0).seeded().seed for _ in range(8)]
+    assert len(set(fresh)) == 8
+    assert all(seed is not None and 0 <= seed < 2**32 for seed in fresh)
+    for as_it_is in (Sampling(), Sampling(seed=5), Sampling(temperature=1.0, seed=0)):
+        assert as_it_is.seeded() == as_it_is
 
 
 @pytest.mark.parametrize(

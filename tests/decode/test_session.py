@@ -1,21 +1,20 @@
-"""From rounds to results: text as it streams, stop strings, ends, and results taken early."""
+"""From rounds to results: text as it streams, stop strings, ends, results taken early, and the memory that goes back."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-import numpy as np
+import jax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from decode.support import build, prompts, run
+from decode.support import TABLE, build, prompts, run
 from reference.dflash_numpy import Generation, Pair, oracle_like_pair, speculative_greedy
 from tilewright.decode.language_model import LanguageModel
-from tilewright.decode.sampling import Sampling
-from tilewright.decode.session import Piece, Result, Row, beginning_of_stop, find_stop
-from tilewright.models.tokenizer import StreamDecoder
+from tilewright.decode.programs import ProgramKey, allocate_caches
+from tilewright.decode.request import Piece, Result
+from tilewright.decode.sampling import Sampling, Warp
+from tilewright.decode.shapes import Shape
 
 NEW = 24
 ASKED = prompts(0, [1, 7, 12])
@@ -138,8 +137,7 @@ def test_a_stopped_row_leaves_the_others_alone(lm: LanguageModel, want: list[Gen
     session = lm.start(ASKED, requests)
     while session.results()[1].finish_reason == "interrupted":
         session.advance(1)
-    assert session.state is not None
-    assert np.asarray(session.state.done).tolist() == [False, True, False, True]  # the last one is padding
+    assert session.batch.done.tolist() == [False, True, False, True]  # the last one is padding
     run(session, 1)
     assert [result.finish_reason for result in session.results()] == ["length", "stop", "length"]
     assert [len(result.tokens) for result in session.results()] == [NEW, 5, NEW]
@@ -200,66 +198,56 @@ def test_seconds_are_counted(lm: LanguageModel):
     assert session.decode_seconds > 0
 
 
-def byte_tokenizer() -> Tokenizer:
-    """One token a byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
+@pytest.mark.parametrize("steps", [0, 65, -1])
+def test_steps_that_no_dispatch_runs(lm: LanguageModel, steps: int):
+    session = lm.start(ASKED, Sampling(NEW))
+    with pytest.raises(ValueError, match=f"expected from 1 to 64 steps, found {steps}"):
+        session.advance(steps)
 
 
-BYTES = byte_tokenizer()
-EOS = 256
+def live_bytes() -> int:
+    return sum(x.nbytes for x in jax.live_arrays())
 
 
-@settings(max_examples=200)
-@given(
-    st.text("abé😀", min_size=1, max_size=20),
-    st.lists(st.text("abé😀", min_size=1, max_size=4), max_size=3),
-    st.integers(1, 7),
-    st.booleans(),
-)
-def test_any_text_with_any_stops(text: str, stops: list[str], size: int, eos: bool):
-    """A row fed with bytes, some at a time, until it ends: by a stop, by EOS, or by length."""
-    ids = BYTES.encode(text).ids + ([EOS] if eos else [])
-    row = Row(0, [0], Sampling(len(ids), stop=tuple(stops)), StreamDecoder(BYTES))
-    shown = ""
-    for at in range(0, len(ids), size):
-        if row.finish_reason is None:
-            shown += "".join(piece.text for piece in row.add_round(ids[at : at + size], 0, 0, [EOS]))
-    result = row.result()
-    # A text ends where the first of its stops is complete; among those complete at once, the one that begins first counts.
-    ends = [n for n in range(len(text) + 1) if any(text[:n].endswith(stop) for stop in stops)]
-    if ends:
-        whole = text[: ends[0]]
-        assert result.text == whole[: min(whole.find(stop) for stop in stops if stop in whole)]
-        assert result.finish_reason == "stop"
-        assert result.tokens == BYTES.encode(whole).ids
-    else:
-        assert (result.text, result.tokens) == (text, ids)
-        assert result.finish_reason == ("eos" if eos else "length")
-    assert shown == result.text
-    assert sum(result.acceptance_lengths) == len(result.tokens)
+def test_a_finished_batch_gives_its_memory_back(lm: LanguageModel):
+    """However many batches follow one another, only the one that runs has caches; all sessions are kept for their results."""
+    run(lm.start(ASKED, Sampling(NEW)))
+    before = live_bytes()
+    sessions = lm.batches(ASKED * 6, Sampling(NEW))
+    assert len(sessions) == 3
+    assert live_bytes() == before, "a batch takes nothing until it runs"
+    for session in sessions:
+        session.advance(1)
+        assert live_bytes() > before
+        run(session)
+        assert live_bytes() == before
+    assert len({len(session.results()) for session in sessions}) == 2
 
 
-def test_half_a_character_is_shown_when_a_row_is_interrupted_and_only_then():
-    ids = BYTES.encode("a😀b").ids
-    row = Row(0, [0], Sampling(10), StreamDecoder(BYTES))
-    row.add_round(ids[:3], 0, 0, [])
-    assert row.result().text == "a\N{REPLACEMENT CHARACTER}"
-    row.add_round(ids[3:], 0, 0, [])
-    assert row.result().text == "a😀b"
+@pytest.mark.parametrize("drafted", [False, True])
+def test_the_single_step_gives_what_the_loop_gives(pair: Pair, lm: LanguageModel, tmp_path: Path, drafted: bool):
+    """The same tokens and rounds, by programs of which only the last is another."""
+    stepping = build(tmp_path, pair, table=replace(TABLE, device_loop=False))
+    requests = [Sampling(NEW, stop=("t9",)), Sampling(NEW, temperature=1.0, seed=3), Sampling(NEW)]
+    looping = lm.start(ASKED, requests, drafted)
+    pieces = run(looping, 5)
+    session = stepping.start(ASKED, requests, drafted)
+    assert run(session, 5) == pieces
+    assert (session.results(), session.rounds) == (looping.results(), looping.rounds)
+    names = [
+        [replace(key, name="") if key.name in ("decode", "step") else key for key in one.keys] for one in (session, looping)
+    ]
+    assert names[0] == names[1]
+    assert {key.name for key in stepping.programs.compiled} == {"allocate", "prefill", "step"}
 
 
-@given(st.text("ab", max_size=8), st.lists(st.text("ab", min_size=1, max_size=5), max_size=3))
-def test_beginning_of_stop(text: str, stops: list[str]):
-    held = beginning_of_stop(text, stops)
-    tails = {n for stop in stops for n in range(len(stop)) if text[len(text) - n :] == stop[:n] and n <= len(text)}
-    assert held == max(tails, default=0)
-
-
-def test_find_stop():
-    assert find_stop("abcabd", ["bd", "ca"]) == 2
-    assert find_stop("abc", ["d"]) is None
-    assert find_stop("abc", []) is None
+@pytest.mark.parametrize("warp", get_args(Warp))
+def test_the_single_step_has_no_loop_that_depends_on_data(lm: LanguageModel, warp: Warp):
+    """Loops of a fixed number of turns are `scan` in a trace."""
+    shape, loops = Shape(4, 64, warp), {}
+    caches = jax.eval_shape(lambda: allocate_caches(lm.target, shape, lm.drafter, "float32"))
+    state = jax.eval_shape(lambda: lm.programs.empty_state(shape, *caches))
+    for name in ("decode", "step"):
+        function, inputs = lm.programs.function(ProgramKey(name, shape, lm.drafter))
+        loops[name] = str(jax.make_jaxpr(function)(lm.programs.models, state, *inputs)).count(" while[")
+    assert loops == {"decode": 1, "step": 0}

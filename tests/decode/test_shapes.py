@@ -1,6 +1,7 @@
 """The table of shapes, and how it covers a prompt."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -52,6 +53,23 @@ def test_shape_is_the_smallest_that_holds():
     assert table.shape(1, 32, "plain") == Shape(1, 32, "plain")
     assert table.shape(2, 33, "filtered") == Shape(4, 64, "filtered")
     assert table.shape(4, 64, "greedy") == Shape(4, 64, "greedy")
+
+
+def test_the_programs_of_a_shape_are_declared():
+    table = ShapeTable((1, 4), (32, 64), (8, 16))
+    assert table.programs() == [("allocate", 0), ("prefill", 8), ("prefill", 16), ("decode", 0)]
+    assert replace(table, device_loop=False).programs() == [("allocate", 0), ("prefill", 8), ("prefill", 16), ("step", 0)]
+
+
+@pytest.mark.parametrize(
+    ("positions", "capacities"), [(1, [32]), (32, [32]), (33, [32, 64]), (64, [32, 64]), (999, [32, 64, 96])]
+)
+def test_shapes_that_requests_may_run_in(positions: int, capacities: list[int]):
+    table = ShapeTable((1, 4), (32, 64, 96), (16,))
+    listed = list(table.shapes(("greedy", "plain"), positions))
+    assert len(listed) == len(set(listed)) == 4 * len(capacities)
+    assert set(listed) == {Shape(b, c, warp) for b in (1, 4) for c in capacities for warp in ("greedy", "plain")}
+    assert all(table.shape(n, min(positions, 96), "plain") in listed for n in range(1, 5))
 
 
 @pytest.mark.parametrize(("rows", "positions"), [(5, 10), (1, 65)])

@@ -79,9 +79,9 @@ def compare(lm: LanguageModel, pair: Pair, asked: Sequence[list[int]], window: i
     session.prefill()
     observe, number = observer(lm), 0
     while not session.finished:
-        assert session.state is not None
-        known = np.asarray(session.state.known).copy()
-        blocks, draft_logits, target_logits = (np.asarray(x) for x in observe(session.models, session.state))
+        assert session.batch.device_state is not None
+        known = np.asarray(session.batch.device_state.known).copy()
+        blocks, draft_logits, target_logits = (np.asarray(x) for x in observe(session.batch.models, session.batch.device_state))
         pieces = session.advance(1)
         for i, generation in enumerate(want):
             settled = [piece.token for piece in pieces if piece.row == i]
@@ -165,12 +165,13 @@ def test_the_window_bounds_the_drafters_cache(tmp_path: Path):
 @pytest.mark.parametrize("drafted", [False, True])
 def test_padding_rows_stay_as_they_are(tmp_path: Path, drafted: bool):
     session = build(tmp_path, random_pair(0, **TINY)).start(ASKED, Sampling(max_new_tokens=NEW), speculative=drafted)
-    assert session.shape.batch == 4
+    assert session.batch.shape.batch == 4
     while not session.finished:
+        session.prefill()
+        assert session.batch.device_state is not None
+        assert bool(session.batch.device_state.done[3])
+        assert int(session.batch.device_state.known[3]) == 0
         session.advance(5)
-        assert session.state is not None
-        assert bool(session.state.done[3])
-        assert int(session.state.known[3]) == 0
     assert len(session.results()) == 3
 
 

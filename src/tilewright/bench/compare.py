@@ -12,16 +12,6 @@ from tilewright.decode.language_model import Generation, LanguageModel
 from tilewright.decode.sampling import Sampling
 
 
-def joined(parts: Sequence[Generation]) -> Generation:
-    """Several generations as one."""
-    return Generation(
-        [result for part in parts for result in part],
-        sum(part.prefill_seconds for part in parts),
-        sum(part.decode_seconds for part in parts),
-        sum(part.rounds for part in parts),
-    )
-
-
 def num_spec_tokens(lm: LanguageModel) -> int:
     """The most drafts in a round; 0 without a drafter."""
     return 0 if lm.drafter is None else lm.drafter.block_size - 1
@@ -30,18 +20,20 @@ def num_spec_tokens(lm: LanguageModel) -> int:
 def decode_in_turns(
     ways: Mapping[str, LanguageModel],
     batches: Sequence[Sequence[str | Sequence[int]]],
-    sampling: Sampling,
+    sampling: Sampling | Sequence[Sampling],
     repetitions: int = REPETITIONS,
     on_run: Callable[[], None] = lambda: None,
 ) -> list[Run]:
     """Decodes `batches` of prompts every way, in turns; the way named `BASELINE` without a drafter. A run for each way.
 
     Args:
+        sampling: one for all, or one for each prompt of a batch; every way draws with the same seeds.
         on_run: called `repetitions + 1` times for each way; what it gives first is left out, for that includes compilation.
     """
+    asked = [(batch, LanguageModel.each_sampling(batch, sampling)) for batch in batches]
 
     def decoded(name: str, lm: LanguageModel) -> Callable[[], Generation]:
-        return lambda: joined([lm.generate(batch, sampling, speculative=name != BASELINE) for batch in batches])
+        return lambda: Generation.joined([lm.generate(batch, each, speculative=name != BASELINE) for batch, each in asked])
 
     taken = alternate({name: decoded(name, lm) for name, lm in ways.items()}, repetitions, on_run, warm=True)
     return [
@@ -60,7 +52,7 @@ def decode_in_turns(
 def compare(
     lm: LanguageModel,
     batches: Sequence[Sequence[str | Sequence[int]]],
-    sampling: Sampling,
+    sampling: Sampling | Sequence[Sampling],
     repetitions: int = REPETITIONS,
     on_run: Callable[[], None] = lambda: None,
 ) -> Row:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilewright.compiled.timing import quotients, spread
-from tilewright.decode.session import Result
+from tilewright.decode.request import Result
 
 BASELINE = "none"
 """The drafter of the run that the others are compared with: plain decoding."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,12 @@ from jaxtyping import Float, Int
 
 from tilewright.bench.compare import environment
 from tilewright.bench.figures import first_difference
+from tilewright.decode.drafters.base import Proposal
 from tilewright.decode.language_model import LanguageModel
+from tilewright.decode.request import Result
 from tilewright.decode.sampling import Sampling
-from tilewright.decode.session import Result, Session
+from tilewright.decode.session import Session
+from tilewright.decode.state import DecodeState, Models
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.tokenizer import StreamDecoder
@@ -86,10 +89,14 @@ def proposals(session: Session, lm: LanguageModel) -> Iterator[np.ndarray]:
     """Runs a session round by round; yields the drafts of its only row, `[block_size - 1]`, before each round."""
     drafter = lm.drafter
     assert drafter is not None, "a replay needs a drafter"
-    propose: Callable[..., Any] = jax.jit(lambda models, state: drafter.propose(lm.target, models, state))
+
+    @partial(jax.jit, donate_argnums=1)
+    def propose(models: Models, state: DecodeState) -> tuple[DecodeState, Proposal]:
+        return state, drafter.propose(lm.target, models, state)
+
     session.prefill()
     while not session.finished:
-        proposal = propose(session.models, session.state)
+        proposal = session.batch.run(propose)
         drafts, count = np.asarray(proposal.block)[0, 1:], int(np.asarray(proposal.drafts)[0])
         session.advance(1)
         yield drafts[:count]
@@ -120,20 +127,23 @@ def passage(lm: LanguageModel, title: str, prompt: str | Sequence[int], sampling
 
 
 def replay(
-    lm: LanguageModel, names: tuple[str, str], prompts: Sequence[tuple[str, str | Sequence[int]]], sampling: Sampling,
-    on_passage: Callable[[], None] = lambda: None,
+    lm: LanguageModel, names: tuple[str, str], prompts: Sequence[tuple[str, str | Sequence[int]]],
+    sampling: Sampling | Sequence[Sampling], on_passage: Callable[[], None] = lambda: None,
 ) -> Replay:  # fmt: skip
     """Everything that `report.replay.write_replay` shows.
 
     Args:
         names: of the target and of the drafter.
         prompts: title and prompt of each passage.
+        sampling: one for all, or one each that differ in their seeds.
     """
-    passages = []
-    for title, prompt in prompts:
-        passages.append(passage(lm, title, prompt, sampling))
+    passages, each = [], lm.each_sampling(prompts, sampling)
+    for (title, prompt), own in zip(prompts, each, strict=True):
+        passages.append(passage(lm, title, prompt, own))
         on_passage()
     assert lm.drafter is not None
     told, usual = ("temperature", "seed"), vars(Sampling())
-    settings = {name: value for name, value in vars(sampling).items() if name in told or value != usual[name]}
+    settings = {name: value for name, value in vars(each[0]).items() if name in told or value != usual[name]}
+    if len({own.seed for own in each}) > 1:
+        settings["seed"] = [own.seed for own in each]
     return Replay("A generation, round by round", *names, lm.drafter.block_size, passages, {**environment(lm), **settings})

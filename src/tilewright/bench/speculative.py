@@ -81,6 +81,9 @@ def measure(
         on_run: called for each way `repetitions + 2` times: at every run, the first of which is not timed, and at the end.
     """
     batches = [asked.prompts[i : i + batch_size] for i in range(0, len(asked.prompts), batch_size)]
+    for name, lm in ways.items():
+        sessions = [lm.start(batch, sampling, name != BASELINE) for batch in batches]
+        lm.programs.warm(key for session in sessions for key in session.keys)
     about: dict[str, Any] = {"dataset": asked.name, "categories": asked.categories, "skipped": asked.skipped}
     runs = []
     for run in decode_in_turns(ways, batches, sampling, repetitions, on_run):
@@ -103,15 +106,12 @@ def part_seconds(
     takes next to nothing may come out below 0, by the uncertainty of both its ends.
     """
     session = lm.start(prompts, sampling)
-    session.advance(1)
-    state, session.state = session.state, None  # donated to the first program
-    assert state is not None
+    session.prefill()
+    batch = session.batch
 
     def timed(part: str | None) -> float:
-        nonlocal state
         began = time.perf_counter()
-        state, result = round_up_to(part, drafter, lm.target, session.shape.warp, session.models, state)
-        jax.block_until_ready((state, result))
+        jax.block_until_ready(batch.run(partial(round_up_to, part, drafter, lm.target, batch.shape.warp)))
         return time.perf_counter() - began
 
     taken = alternate({part: partial(timed, part) for part in (None, *PARTS)}, repetitions, warm=True)

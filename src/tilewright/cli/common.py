@@ -147,8 +147,8 @@ def write_json(json_file: str | None, figures: Mapping[str, Any]) -> None:
 
 
 def write_replay_page(
-    path: Path, lm: LanguageModel, names: tuple[str, str], prompts: Sequence[tuple[str, Sequence[int]]], sampling: Sampling,
-    console: Console,
+    path: Path, lm: LanguageModel, names: tuple[str, str], prompts: Sequence[tuple[str, Sequence[int]]],
+    sampling: Sampling | Sequence[Sampling], console: Console,
 ) -> None:  # fmt: skip
     """Decodes the prompts, each with its title, once more round by round, and writes the page that plays them."""
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -23,7 +23,8 @@ from tilewright.cli.common import (
     write_replay_page,
 )
 from tilewright.compiled.ledger import Ledger
-from tilewright.decode.language_model import Generation, LanguageModel
+from tilewright.decode.language_model import LanguageModel
+from tilewright.decode.request import Generation
 from tilewright.decode.sampling import Sampling
 from tilewright.report import terminal
 
@@ -41,7 +42,7 @@ class SamplingOptions:
         temperature: 0 takes the most likely token.
         top_p: keep the smallest set of most likely tokens with this much probability.
         top_k: keep this many most likely tokens; 0 keeps all.
-        seed: the same seed gives the same text.
+        seed: the same seed gives the same text; without one, each prompt draws its own, which is shown.
         stop: a text that ends the generation; may be given several times.
         ignore_eos: go on past the end-of-sequence token.
         min_p: keep tokens at least this share as likely as the most likely one; 0 keeps all.
@@ -54,7 +55,7 @@ class SamplingOptions:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
-    seed: int = 0
+    seed: int | None = None
     stop: Annotated[tuple[str, ...], Parameter(negative=())] = ()
     ignore_eos: bool = False
     min_p: float = 0.0
@@ -115,7 +116,7 @@ def generate(
         Put the prompts to the model as a user's messages, in its own chat template.
     """
     outputs.check()
-    sampling = options.sampling()
+    asked = options.sampling()
     console = human_console(outputs.json_file)
     examples = gather_prompts(prompt, prompt_file, models.model)
     template = models.chat_template(console) if chat else None
@@ -125,6 +126,7 @@ def generate(
     outputs.check_drafter(lm)
     texts = [prompt_text(example, (), template) for example in examples]
     tokens = [encoded(lm, text, template) for text in texts]
+    sampling = lm.each_sampling(tokens, asked)
     with Ledger() as ledger:
         generation, interrupted = show(lm, texts, tokens, sampling, console)
         figures: dict[str, Any] = single_figures(lm, generation)
@@ -135,8 +137,8 @@ def generate(
         counts = figures["speculative_decoding"]["acceptance_histogram"]
         console.print("\n".join(terminal.histogram_lines(counts)), markup=False)
     said = {"text": [r.text for r in generation], "tokens": [r.tokens for r in generation]}
-    reasons = {"finish_reason": [r.finish_reason for r in generation]}
-    write_json(outputs.json_file, {**figures, "compilations": ledger.compilations, **environment(lm), **said, **reasons})
+    said |= {"finish_reason": [r.finish_reason for r in generation], "seed": [r.seed for r in generation]}
+    write_json(outputs.json_file, {**figures, "compilations": ledger.compilations, **environment(lm), **said})
     if outputs.replay is not None and not interrupted:
         titled = [(f"prompt {n}", each) for n, each in enumerate(tokens, 1)]
         write_replay_page(outputs.replay, lm, (models.model, models.drafter or "dflash"), titled, sampling, console)
@@ -150,7 +152,9 @@ COMPARED = (
 """What `--compare` gives: the figures of docs/metrics.md, and the speed of both ways."""
 
 
-def comparison(lm: LanguageModel, tokens: Sequence[list[int]], sampling: Sampling, repetitions: int, console: Console) -> Any:
+def comparison(
+    lm: LanguageModel, tokens: Sequence[list[int]], sampling: Sequence[Sampling], repetitions: int, console: Console
+) -> Any:
     """The figures of decoding both ways, after printing them."""
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         row = bar.add_task("comparing", total=2 * (repetitions + 1))
@@ -176,21 +180,20 @@ def single_figures(lm: LanguageModel, generation: Generation) -> dict[str, Any]:
 
 
 def show(
-    lm: LanguageModel, prompts: list[str], tokens: list[list[int]], sampling: Sampling, console: Console
+    lm: LanguageModel, prompts: list[str], tokens: list[list[int]], sampling: Sequence[Sampling], console: Console
 ) -> tuple[Generation, bool]:
     """Generates and prints: a single text as it comes, several one after another at the end.
 
     Interrupting it (Ctrl-C) keeps what was generated so far. Returns that, and whether it was interrupted.
     """
-    most = lm.table.batches[-1]
-    sessions = [lm.start(tokens[i : i + most], sampling) for i in range(0, len(tokens), most)]
+    sessions = lm.batches(tokens, sampling)
     alone = len(prompts) == 1
     interrupted = False
     if lm.drafter is not None:
         console.print(terminal.legend())
     try:
         with Progress(console=console, transient=True, disable=alone or not console.is_terminal) as bar:
-            row = bar.add_task("generating", total=len(prompts) * sampling.max_new_tokens)
+            row = bar.add_task("generating", total=sum(each.max_new_tokens for each in sampling))
             for session in sessions:
                 if alone:
                     with console.status("compiling"):
@@ -203,15 +206,18 @@ def show(
                         bar.advance(row)
     except KeyboardInterrupt:
         interrupted = True
-    results = [result for session in sessions for result in session.results()]
+    generation = Generation.joined([session.generation() for session in sessions])
     if alone:
         console.print()
+        seed = generation[0].seed
+        if seed is not None:
+            console.print(f"seed {seed}", style="dim")
     else:
-        for number, (prompt, result) in enumerate(zip(prompts, results, strict=True), 1):
-            console.rule(f"{number} of {len(prompts)} ({result.finish_reason})")
+        for number, (prompt, result) in enumerate(zip(prompts, generation, strict=True), 1):
+            seed = "" if result.seed is None else f", seed {result.seed}"
+            console.rule(f"{number} of {len(prompts)} ({result.finish_reason}{seed})")
             console.print(prompt, style="dim", end="", markup=False, soft_wrap=True)
             console.print(result.text, markup=False, soft_wrap=True)
     if interrupted:
         console.print("interrupted", style="red")
-    prefill, decode = (sum(getattr(s, f"{part}_seconds") for s in sessions) for part in ("prefill", "decode"))
-    return Generation(results, prefill, decode, sum(s.rounds for s in sessions)), interrupted
+    return generation, interrupted

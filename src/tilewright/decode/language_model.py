@@ -1,6 +1,6 @@
 """A loaded model, with or without a drafter: the object that users hold."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +14,9 @@ from tokenizers import Tokenizer
 from tilewright.decode.drafters.base import Drafter
 from tilewright.decode.drafters.load import DrafterOptions, load_drafter
 from tilewright.decode.programs import Programs
-from tilewright.decode.sampling import Sampling
-from tilewright.decode.session import Result, Session
+from tilewright.decode.request import Generation
+from tilewright.decode.sampling import Sampling, Warp
+from tilewright.decode.session import Session
 from tilewright.decode.shapes import ShapeTable
 from tilewright.decode.state import Models
 from tilewright.kernels import native
@@ -27,35 +28,6 @@ from tilewright.models.tokenizer import load_tokenizer
 
 Kernels = Literal["auto", "xla"]
 Weights = Literal["auto", "int8"]
-
-
-@dataclass(frozen=True)
-class Generation:
-    """The results of one call, in the order of its prompts, with the times of the whole call.
-
-    Attributes:
-        prefill_seconds, decode_seconds: compilation excluded.
-        rounds: rounds (steps, without a drafter), counted once for each batch.
-    """
-
-    results: list[Result]
-    prefill_seconds: float
-    decode_seconds: float
-    rounds: int
-
-    def __iter__(self) -> Iterator[Result]:
-        return iter(self.results)
-
-    def __len__(self) -> int:
-        return len(self.results)
-
-    def __getitem__(self, index: int) -> Result:
-        return self.results[index]
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Generated tokens of all rows for each second of decoding."""
-        return sum(len(r.tokens) for r in self.results) / self.decode_seconds
 
 
 @dataclass(frozen=True)
@@ -174,7 +146,7 @@ class LanguageModel:
 
     @staticmethod
     def each_sampling(prompts: Sequence[object], sampling: Sampling | Sequence[Sampling] | None) -> list[Sampling]:
-        """One sampling for each prompt.
+        """One sampling for each prompt; one that draws has a seed.
 
         Raises:
             ValueError: there is no prompt, or a list of samplings has another length.
@@ -184,7 +156,17 @@ class LanguageModel:
         each = [sampling or Sampling()] * len(prompts) if not isinstance(sampling, Sequence) else list(sampling)
         if len(each) != len(prompts):
             raise ValueError(f"expected one sampling for each of {len(prompts)} prompts, found {len(each)}")
-        return each
+        return [one.seeded() for one in each]
+
+    def drafter_for(self, speculative: bool | None) -> Drafter | None:
+        """What drafts, if anything does.
+
+        Raises:
+            ValueError: nothing can, and something must.
+        """
+        if speculative and self.drafter is None:
+            raise ValueError("speculative decoding needs a drafter; none was loaded")
+        return None if speculative is False else self.drafter
 
     def start(
         self,
@@ -196,18 +178,29 @@ class LanguageModel:
 
         Args:
             prompts: texts, or lists of token ids; at most as many as the table's largest batch.
-            sampling: one for all, or one each. Rows of one `Sampling` share its seed, so that equal prompts give equal texts.
+            sampling: one for all, or one each. Rows of one `Sampling` share its seed, if it has one, so that equal prompts give
+                equal texts.
             speculative: False decodes without the drafter; by default a drafter is used if there is one.
         """
         listed = [prompts] if isinstance(prompts, str) else list(prompts)
         each = self.each_sampling(listed, sampling)
-        if speculative and self.drafter is None:
-            raise ValueError("speculative decoding needs a drafter; none was loaded")
+        drafter = self.drafter_for(speculative)
         encoded = [self.encode(prompt) for prompt in listed]
         for tokens, one in zip(encoded, each, strict=True):
             self.check_length(tokens, one)
-        drafter = None if speculative is False else self.drafter
         return Session(self.programs, self.tokenizer, encoded, each, drafter)
+
+    def batches(
+        self,
+        prompts: str | Sequence[str | Sequence[int]],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        speculative: bool | None = None,
+    ) -> list[Session]:
+        """Begins as many batches as it takes, to run one after another; arguments as for `start`, but any number of prompts."""
+        listed = [prompts] if isinstance(prompts, str) else list(prompts)
+        each, most = self.each_sampling(listed, sampling), self.table.batches[-1]
+        groups = [slice(i, i + most) for i in range(0, len(listed), most)]
+        return [self.start(listed[group], each[group], speculative) for group in groups]
 
     def generate(
         self,
@@ -215,25 +208,26 @@ class LanguageModel:
         sampling: Sampling | Sequence[Sampling] | None = None,
         speculative: bool | None = None,
     ) -> Generation:
-        """Generates for every prompt; arguments as for `start`, but any number of prompts.
-
-        More prompts than the largest batch run as several batches, one after another.
-        """
-        listed = [prompts] if isinstance(prompts, str) else list(prompts)
-        each = self.each_sampling(listed, sampling)
-        most = self.table.batches[-1]
-        groups = [slice(i, i + most) for i in range(0, max(len(listed), 1), most)]
-        sessions = [self.start(listed[g], each[g], speculative) for g in groups]
+        """Generates for every prompt; arguments as for `batches`."""
+        sessions = self.batches(prompts, sampling, speculative)
         for session in sessions:
             while not session.finished:
                 session.advance()
-            session.state = None  # its caches are free for the next batch
-        return Generation(
-            [result for session in sessions for result in session.results()],
-            sum(session.prefill_seconds for session in sessions),
-            sum(session.decode_seconds for session in sessions),
-            sum(session.rounds for session in sessions),
-        )
+        return Generation.joined([session.generation() for session in sessions])
+
+    def warm(
+        self, warps: Iterable[Warp] = ("greedy",), speculative: bool | None = None, console: Console | None = None
+    ) -> None:
+        """Compiles every program of the table that the model's context can use, so that no call compiles any more.
+
+        Args:
+            warps: the kinds of sampling to be ready for (`decode.sampling.Warp`).
+            speculative: as for `start`.
+            console: where a progress bar is shown.
+        """
+        drafter = self.drafter_for(speculative)
+        shapes = self.table.shapes(warps, self.target.max_position_embeddings)
+        self.programs.warm((key for shape in shapes for key in self.programs.keys(shape, drafter)), console)
 
 
 def load(

@@ -1,22 +1,28 @@
 """The compiled programs behind generation: built ahead of time for a declared shape, kept, and never traced again."""
 
-from collections.abc import Callable, Iterator
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Int
+from rich.console import Console
+from rich.progress import Progress
 
 from tilewright.decode import cache
 from tilewright.decode.drafters.base import Drafter
-from tilewright.decode.sampling import RowSampling, Sampling, row_sampling
+from tilewright.decode.sampling import Sampling, row_sampling
 from tilewright.decode.shapes import Shape, ShapeTable
 from tilewright.decode.speculative import step_of
-from tilewright.decode.state import DecodeState, Models, StepInfo, run_steps, run_target
+from tilewright.decode.state import DecodeState, Models, StepInfo, block_positions, run_steps, run_target
 from tilewright.models.decoder import DecoderConfig
 
 STEPS_PER_DISPATCH = 64
@@ -40,92 +46,110 @@ def allocate_caches(target: DecoderConfig, shape: Shape, drafter: Drafter | None
 
 
 def prefill(
-    target: DecoderConfig, drafter: Drafter | None, chunk: int, models: Models, state: DecodeState, start: Int[Array, ""]
-) -> DecodeState:
-    """Runs `chunk` prompt tokens of every row from position `start` on, and fills both caches with them. DONATES state.
+    target: DecoderConfig, drafter: Drafter | None, chunk: int, models: Models, state: DecodeState,
+    start: Int[Array, " B"], count: Int[Array, " B"],
+) -> DecodeState:  # fmt: skip
+    """Runs each row's `count` tokens, at most `chunk`, from position `start` on, to fill both caches. DONATES state.
 
-    Rows whose prompt ends earlier write stale entries beyond their known token.
+    Rows write stale entries behind their `count`.
     """
-    tokens = jax.lax.dynamic_slice_in_dim(state.tokens, start, chunk, axis=1)
-    starts = jnp.broadcast_to(start, state.known.shape)
+    positions = jnp.minimum(block_positions(start, chunk), state.tokens.shape[1] - 1)
+    tokens = jnp.take_along_axis(state.tokens, positions, axis=1)
     taps = () if drafter is None else drafter.tap_layers
-    ran = run_target(target, models.target, state, tokens, starts, taps)
+    ran = run_target(target, models.target, state, tokens, start, taps)
     state = replace(state, target_cache=ran.left)
-    if drafter is None:
-        return state
-    return drafter.extend(models, state, ran.taps, starts, jnp.minimum(state.known, starts + chunk))
+    return state if drafter is None else drafter.extend(models, state, ran.taps, start, start + count)
 
 
 class Programs:
-    """Compiles and keeps the programs of one model pair."""
+    """Compiles and keeps the programs of one model pair; safe to use from several threads."""
 
     def __init__(self, target: DecoderConfig, models: Models, dtype: DTypeLike, table: ShapeTable):
         self.target, self.models, self.dtype, self.table = target, models, dtype, table
-        self.compiled: dict[ProgramKey, Any] = {}
+        self.compiled: dict[ProgramKey, jax.stages.Compiled] = {}
+        self.locks: dict[ProgramKey, threading.Lock] = {}
 
     def keys(self, shape: Shape, drafter: Drafter | None) -> Iterator[ProgramKey]:
         """All programs that serve a shape."""
-        yield ProgramKey("allocate", shape, drafter)
-        for chunk in self.table.chunks:
-            yield ProgramKey("prefill", shape, drafter, chunk)
-        yield ProgramKey("decode", shape, drafter)
+        for name, chunk in self.table.programs():
+            yield self.shared(ProgramKey(name, shape, drafter, chunk))
 
-    def get(self, key: ProgramKey) -> Any:
+    @staticmethod
+    def shared(key: ProgramKey) -> ProgramKey:
+        """The key that a program is kept under. Only what settles tokens samples: all kinds of sampling share the rest."""
+        return key if key.name in ("decode", "step") else replace(key, shape=replace(key.shape, warp="greedy"))
+
+    def get(self, key: ProgramKey) -> jax.stages.Compiled:
         """The compiled program, compiling it if this is its first use."""
-        if key.name != "decode":  # nothing else samples, so the kinds of sampling share it
-            key = replace(key, shape=replace(key.shape, warp="greedy"))
+        key = self.shared(key)
         if key not in self.compiled:
-            self.compiled[key] = self.compile(key)
+            with self.locks.setdefault(key, threading.Lock()):  # whoever else needs it waits for it
+                if key not in self.compiled:
+                    self.compiled[key] = self.compile(key)
         return self.compiled[key]
 
-    def compile(self, key: ProgramKey) -> Any:
+    def warm(self, keys: Iterable[ProgramKey], console: Console | None = None) -> None:
+        """Compiles what is missing of `keys`, several at a time, with a progress bar on the console.
+
+        Only XLA's part runs at the same time as another's: tracing holds Python's lock.
+        """
+        missing = [key for key in dict.fromkeys(map(self.shared, keys)) if key not in self.compiled]
+        if not missing:
+            return
+        bar = Progress(console=console, transient=True, disable=console is None)
+        pool = ThreadPoolExecutor(os.cpu_count())
+        try:
+            with bar:
+                row = bar.add_task("compiling", total=len(missing))
+                for compiled in as_completed([pool.submit(self.get, key) for key in missing]):
+                    compiled.result()
+                    bar.advance(row)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def compile(self, key: ProgramKey) -> jax.stages.Compiled:
         allocate = partial(allocate_caches, self.target, key.shape, key.drafter, self.dtype)
         allocate.__name__ = "allocate"  # type: ignore[attr-defined]
         if key.name == "allocate":
             return jax.jit(allocate).lower().compile()
-        state = self.abstract_state(key.shape, *jax.eval_shape(allocate))
-        models = self.read_models(key.drafter)
-        scalar = jax.ShapeDtypeStruct((), jnp.int32)
-        return jax.jit(self.function(key), donate_argnums=1).lower(models, state, scalar).compile()
+        state = jax.eval_shape(lambda: self.empty_state(key.shape, *allocate()))
+        function, inputs = self.function(key)
+        return jax.jit(function, donate_argnums=1).lower(self.read_models(key.drafter), state, *inputs).compile()
 
-    def function(self, key: ProgramKey) -> Callable[[Models, DecodeState, Array], Any]:
-        """The program to compile, as `f(models, state, scalar)`: a prefill chunk's start, or the most steps to run."""
+    def function(self, key: ProgramKey) -> tuple[Callable[..., tuple[DecodeState, Any]], tuple[jax.ShapeDtypeStruct, ...]]:
+        """The program to compile, as `f(models, state, *inputs) -> (state, result)`, and its inputs."""
         target, drafter, warp = self.target, key.drafter, key.shape.warp
         if key.name == "prefill":
 
-            def prefill_chunk(models: Models, state: DecodeState, start: Array) -> DecodeState:
-                return prefill(target, drafter, key.chunk, models, state, start)
+            def prefill_chunk(models: Models, state: DecodeState, start: Array, count: Array) -> tuple[DecodeState, None]:
+                return prefill(target, drafter, key.chunk, models, state, start, count), None
 
-            return prefill_chunk
+            return prefill_chunk, (jax.ShapeDtypeStruct((key.shape.batch,), jnp.int32),) * 2
         step, width = step_of(drafter, target, warp), 1 if drafter is None else drafter.block_size
+        if key.name == "step":
+            return step, ()
 
-        def decode_loop(models: Models, state: DecodeState, limit: Array) -> tuple[DecodeState, StepInfo, Array]:
-            return run_steps(step, models, state, limit, STEPS_PER_DISPATCH, width)
+        def decode_loop(models: Models, state: DecodeState, limit: Array) -> tuple[DecodeState, tuple[StepInfo, Array]]:
+            state, infos, ran = run_steps(step, models, state, limit, STEPS_PER_DISPATCH, width)
+            return state, (infos, ran)
 
-        return decode_loop
+        return decode_loop, (jax.ShapeDtypeStruct((), jnp.int32),)
 
     def read_models(self, drafter: Drafter | None) -> Models:
         """The parameters that programs with or without a drafter read."""
         return self.models if drafter is not None else Models(self.models.target)
 
-    def abstract_state(self, shape: Shape, target_cache: Any, draft_cache: Any) -> DecodeState:
-        def rows(dtype: DTypeLike, *dims: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((shape.batch, *dims), dtype)
-
-        sampling = RowSampling(*(jax.ShapeDtypeStruct(s, d) for s, d in sampling_layout(shape.batch)))
+    @staticmethod
+    def empty_state(shape: Shape, target_cache: Any, draft_cache: Any) -> DecodeState:
+        """Rows that hold nothing, done from the start."""
+        rows = np.zeros(shape.batch, np.int32)
         return DecodeState(
-            tokens=rows(jnp.int32, shape.capacity),
-            known=rows(jnp.int32),
-            end=rows(jnp.int32),
-            done=rows(jnp.bool_),
-            ignore_eos=rows(jnp.bool_),
-            sampling=sampling,
+            tokens=np.zeros((shape.batch, shape.capacity), np.int32),
+            known=rows,
+            end=rows + 1,
+            done=rows == 0,
+            ignore_eos=rows > 0,
+            sampling=row_sampling([Sampling()] * shape.batch, rows + 1),
             target_cache=target_cache,
             draft_cache=draft_cache,
         )
-
-
-def sampling_layout(batch: int) -> list[tuple[tuple[int, ...], Any]]:
-    """Shapes and dtypes of `RowSampling`'s fields, in order."""
-    rows = row_sampling([Sampling()] * batch, [1] * batch)
-    return [(field.shape, field.dtype) for field in vars(rows).values()]

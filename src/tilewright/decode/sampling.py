@@ -4,9 +4,10 @@ The randomness of a token is a function of its request's seed and its position a
 draw by itself, and speculative decoding draws the very token that autoregressive decoding draws (see `speculative.py`).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ class Sampling:
         temperature: 0 takes the most likely token; otherwise from 1e-6 to 1e6.
         top_p: keep the smallest set of most likely tokens that holds this much probability (ties with the last are kept).
         top_k: keep this many most likely tokens (ties with the last are kept); 0 keeps all.
-        seed: the request's own randomness.
+        seed: the request's own randomness; without one, each request draws a fresh one, which its result reports.
         stop: texts that end the generation, in a tuple; they are not part of the result.
         ignore_eos: go on past the end-of-sequence token.
         min_p: keep tokens that are at least this share as likely as the most likely one; 0 keeps all.
@@ -51,7 +52,7 @@ class Sampling:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
-    seed: int = 0
+    seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     min_p: float = 0.0
@@ -71,7 +72,7 @@ class Sampling:
             ),
             (LEAST_TOP_P <= self.top_p <= 1, f"top_p from {LEAST_TOP_P:g} to 1", self.top_p),
             (0 <= self.top_k < 2**31, "top_k from 0 to 2**31 - 1", self.top_k),
-            (0 <= self.seed < 2**32, "a seed from 0 to 2**32 - 1", self.seed),
+            (self.seed is None or 0 <= self.seed < 2**32, "a seed from 0 to 2**32 - 1", self.seed),
             (stops, "a tuple of stop strings, none of them empty", self.stop),
             (0 <= self.min_p <= 1, "min_p from 0 to 1", self.min_p),
             (
@@ -93,6 +94,10 @@ class Sampling:
         if self.temperature == 0:
             return "greedy"
         return "plain" if (self.top_p, self.top_k, self.min_p) == (1, 0, 0) else "filtered"
+
+    def seeded(self) -> "Sampling":
+        """The same with a fresh seed, if it draws and has none."""
+        return replace(self, seed=secrets.randbits(32)) if self.seed is None and self.temperature > 0 else self
 
 
 @jax.tree_util.register_dataclass
@@ -122,7 +127,7 @@ def row_sampling(requests: Sequence[Sampling], prompt_lengths: Sequence[int] | n
         temperature=np.asarray([r.temperature for r in requests], np.float32),
         top_p=np.asarray([r.top_p for r in requests], np.float32),
         top_k=np.asarray([r.top_k for r in requests], np.int32),
-        key=np.asarray([(0, r.seed) for r in requests], np.uint32),
+        key=np.asarray([(0, r.seed or 0) for r in requests], np.uint32),
         min_p=np.asarray([r.min_p for r in requests], np.float32),
         repetition_penalty=np.asarray([r.repetition_penalty for r in requests], np.float32),
         presence_penalty=np.asarray([r.presence_penalty for r in requests], np.float32),
@@ -131,11 +136,9 @@ def row_sampling(requests: Sequence[Sampling], prompt_lengths: Sequence[int] | n
     )
 
 
-def batch_warp(requests: Sequence[Sampling]) -> Warp:
-    """The least program that serves every request of a batch."""
-    asked = {r.warp for r in requests}
-    kinds: tuple[Warp, ...] = ("penalised", "filtered", "plain", "greedy")
-    return next(kind for kind in kinds if kind in asked)
+def widest(warps: Iterable[Warp]) -> Warp:
+    """The least program that serves all of them."""
+    return max(warps, key=get_args(Warp).index)
 
 
 def occurrences(tokens: Int[Array, "B N"], counted: Bool[Array, "B T N"], vocab: int) -> Int32[Array, "B T V"]:

@@ -4,8 +4,9 @@ A call is described by four things, each from a short list: rows in the batch, p
 chunk, and what sampling must be able to do. Prompts and lengths are data; nothing else about a request reaches the compiler.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product, starmap
 
 from tilewright.decode.sampling import Warp
 
@@ -27,14 +28,18 @@ class ShapeTable:
         batches: numbers of rows; more prompts than the largest run as several batches.
         capacities: numbers of cache positions.
         chunks: lengths of a prefill chunk.
+        device_loop: a dispatch runs many steps, in a loop on the device. Without it, it is a single step, whose program has no
+            loop that depends on data: some compilers take none.
     """
 
     batches: tuple[int, ...] = (1, 2, 4, 8)
     capacities: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
     chunks: tuple[int, ...] = (16, 64, 256)
+    device_loop: bool = True
 
     def __post_init__(self) -> None:
-        for name, values in vars(self).items():
+        for name in ("batches", "capacities", "chunks"):
+            values = getattr(self, name)
             if not values or sorted(set(values)) != list(values) or values[0] < 1:
                 raise ValueError(f"{name} must be increasing positive numbers, found {values}")
         if any(capacity % self.chunks[-1] for capacity in self.capacities):
@@ -65,6 +70,14 @@ class ShapeTable:
             yield start, chunk
             start += chunk
 
-    def programs(self, shape: Shape) -> int:
-        """How many programs serve a shape: allocation, one prefill for each chunk length, and the decode loop."""
-        return 2 + len(self.chunks)
+    def programs(self) -> list[tuple[str, int]]:
+        """The programs that serve a shape, as pairs of (name, chunk length).
+
+        They are: allocation, one prefill for each chunk length, and the decode loop or the single step.
+        """
+        return [("allocate", 0), *(("prefill", chunk) for chunk in self.chunks), ("decode" if self.device_loop else "step", 0)]
+
+    def shapes(self, warps: Iterable[Warp], positions: int) -> Iterator[Shape]:
+        """All shapes that requests of up to `positions` positions may run in, with these kinds of sampling."""
+        needed = [capacity for n, capacity in enumerate(self.capacities) if n == 0 or self.capacities[n - 1] < positions]
+        return starmap(Shape, product(self.batches, needed, warps))

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +48,7 @@ def regenerate(
         row = bar.add_task("regenerating responses", total=len(prompts), completed=len(records))
         for first in range(len(records), len(prompts), batch):
             part = prompts[first : first + batch]
-            asked = [seeded(samplings[i % len(samplings)], i) for i in range(first, first + len(part))]
+            asked = [replace(samplings[i % len(samplings)], seed=i) for i in range(first, first + len(part))]
             for prompt, result in zip(part, lm.generate(part, asked, speculative=False), strict=True):
                 record: dict[str, object] = {"prompt_tokens": prompt, "response_tokens": result.tokens}
                 file.write(json.dumps(record) + "\n")
@@ -69,10 +70,6 @@ def kept_records(path: Path, prompts: Sequence[list[int]]) -> list[dict[str, obj
     if [record.get("prompt_tokens") for record in records] != list(prompts[: len(records)]):
         raise ValueError(f"{path} holds continuations of other prompts; remove it, or write to another folder")
     return records
-
-
-def seeded(sampling: Sampling, seed: int) -> Sampling:
-    return Sampling(**{**vars(sampling), "seed": seed})
 
 
 def pair_stream(records: Sequence[dict[str, object]], end: int, path: Path) -> Stream:
