@@ -1,0 +1,195 @@
+"""Two checkouts of this project against each other: the same `tilewright bench` commands, in turns, in one run.
+
+    python benchmarks/against.py --old FOLDER --new FOLDER --command "bench linear --rows 1 16" [--command ...] [--json FILE]
+
+Every command runs in a process of its own, once for the old checkout and once for the new, every second time in reverse. Each
+repetition gives one quotient for each figure, of two processes that ran one right after the other; their median is shown, with
+the range. A quotient is of speed: above 1, the new checkout is faster.
+"""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, Parameter
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from tilewright.cli.common import JsonFile, check_output_file, human_console, write_json
+from tilewright.compiled.machine import chip_name
+from tilewright.compiled.timing import REPETITIONS, alternate, medians, quotients
+
+RUN = "from tilewright.cli.main import main; main()"
+
+FIGURES: dict[str, tuple[tuple[str, ...], dict[str, bool]]] = {
+    "speculative": (("dataset", "batch_size", "drafter"), {"tokens_per_s": True}),
+    "linear": (("model", "dtype", "layer", "rows"), {"median_ms": False}),
+    "graph": (("experiment", "name"), {"median_ms": False}),
+    "round": (("context", "block_size"), {"round_ms": False, "step_ms": False}),
+}
+"""Of each benchmark: what names a record, and its figures of speed; whether more is faster."""
+
+Figures = dict[tuple[str, str], float]
+"""By the name of the record and of the figure."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One figure on both sides.
+
+    Attributes:
+        old, new: medians over the repetitions, in the figure's own unit.
+        speed: how much faster the new checkout is: the median of the repetitions' quotients.
+        speed_range: the least and the most of these.
+    """
+
+    command: str
+    record: str
+    figure: str
+    old: float
+    new: float
+    speed: float
+    speed_range: tuple[float, float]
+
+
+def run(python: str, checkout: Path, command: str) -> dict[str, Any]:
+    """Runs one command of a checkout and returns what it writes with `--json`."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "figures.json"
+        words = [python, "-c", RUN, *shlex.split(command), "--json", str(file)]
+        environment = {**os.environ, "PYTHONPATH": str(checkout / "src")}
+        done = subprocess.run(words, env=environment, capture_output=True, text=True)
+        if done.returncode or not file.is_file():
+            raise SystemExit(f"{checkout}: {command} ended with {done.returncode}\n{done.stderr[-2000:]}")
+        return json.loads(file.read_text(encoding="utf-8"))
+
+
+def benchmark_of(command: str) -> str:
+    """The benchmark that a command runs.
+
+    Raises:
+        ValueError: it runs none of `FIGURES`.
+    """
+    words = shlex.split(command)
+    if len(words) < 2 or words[0] != "bench" or words[1] not in FIGURES:
+        raise ValueError(f"expected bench {', '.join(FIGURES)} with its options, found {command!r}")
+    return words[1]
+
+
+def figures_of(benchmark: str, written: Mapping[str, Any]) -> Figures:
+    """The figures of speed in a benchmark's JSON. What the records of older versions leave to the file, it says for all."""
+    naming, wanted = FIGURES[benchmark]
+    return {
+        (", ".join(str(record.get(name, written.get(name))) for name in naming), figure): record[figure]
+        for record in written["data"]
+        for figure in wanted
+        if record[figure] is not None
+    }
+
+
+def compare(
+    runs: Mapping[str, tuple[Callable[[], dict[str, Any]], Callable[[], dict[str, Any]]]],
+    repetitions: int,
+    on_run: Callable[[], None] = lambda: None,
+) -> tuple[list[Compared], list[str]]:
+    """Runs all commands on both sides in turns.
+
+    Args:
+        runs: by command, how to run it with the old and with the new checkout.
+
+    Returns:
+        the figures that both sides have, and the names of those that only one has.
+    """
+    sides = {(command, side): one for command, both in runs.items() for side, one in zip(("old", "new"), both, strict=True)}
+    taken = alternate(sides, repetitions, on_run)
+    compared, alone = [], []
+    for command in runs:
+        benchmark = benchmark_of(command)
+        old, new = (gathered([figures_of(benchmark, each) for each in taken[command, side]]) for side in ("old", "new"))
+        alone += [f"{command}: {', '.join(key)}" for key in old.keys() ^ new.keys()]
+        middles = medians(old), medians(new)
+        for key in (key for key in old if key in new):
+            record, figure = key
+            over, under = (new, old) if FIGURES[benchmark][1][figure] else (old, new)
+            speed = quotients(over[key], under[key])
+            compared.append(Compared(command, record, figure, middles[0][key], middles[1][key], speed.median, speed.range))
+    return compared, sorted(alone)
+
+
+def gathered(repetitions: Sequence[Figures]) -> dict[tuple[str, str], list[float]]:
+    """Each figure's values over the repetitions."""
+    return {key: [each[key] for each in repetitions] for key in repetitions[0]}
+
+
+def show(console: Console, compared: Sequence[Compared], alone: Sequence[str]) -> None:
+    for command in dict.fromkeys(one.command for one in compared):
+        table = Table(title=command, caption="× : speed of the new checkout over that of the old, the median and the range")
+        table.add_column("record", overflow="fold")
+        table.add_column("figure")
+        for column in ("old", "new", "×", "range"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for one in (one for one in compared if one.command == command):
+            told = f"{one.old:,.4g}", f"{one.new:,.4g}", f"{one.speed:.3f}", "{:.2f} to {:.2f}".format(*one.speed_range)
+            table.add_row(one.record, one.figure, *told)
+        console.print(table)
+    for name in alone:
+        console.print(f"on one side only: {name}", style="yellow", markup=False)
+
+
+def main(
+    *,
+    old: Path,
+    new: Path,
+    command: Annotated[tuple[str, ...], Parameter(negative=())],
+    old_python: str = sys.executable,
+    new_python: str = sys.executable,
+    repetitions: int = REPETITIONS,
+    json_file: JsonFile = None,
+) -> None:
+    """Compares the speed of two checkouts.
+
+    Parameters
+    ----------
+    old, new
+        Folders of the checkouts.
+    command
+        What to run, such as "bench linear --rows 1 16"; may be given several times.
+    old_python, new_python
+        Interpreters with what the checkouts need; by default this one.
+    repetitions
+        How often each command runs on each side.
+    json_file
+        Write the figures as JSON to this file, "-" for standard output.
+    """
+    check_output_file("--json", json_file)
+    if repetitions < 1:
+        raise ValueError(f"expected repetitions of at least 1, found {repetitions}")
+    for checkout in (old, new):
+        if not (checkout / "src" / "tilewright").is_dir():
+            raise ValueError(f"expected a checkout, found {checkout}, which has no src/tilewright")
+    for each in command:
+        benchmark_of(each)
+    sides = (old_python, old.absolute()), (new_python, new.absolute())
+    runs = {each: tuple(partial(run, *side, each) for side in sides) for each in command}
+    console = human_console(json_file)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("in turns", total=2 * len(runs) * repetitions)
+        compared, alone = compare(runs, repetitions, lambda: bar.advance(task))  # type: ignore[arg-type]
+    show(console, compared, alone)
+    data = [asdict(one) for one in compared]
+    write_json(json_file, {"chip": chip_name(), "repetitions": repetitions, "data": data, "on_one_side_only": alone})
+
+
+if __name__ == "__main__":
+    app = App(name="against", help=__doc__)
+    app.default(main)
+    app()
