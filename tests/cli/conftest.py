@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -45,11 +46,12 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         def isatty(self) -> bool:
             return True
 
-    def command(*arguments: object, stdin: str | bytes | None = None) -> Ran:
+    def command(*arguments: object, stdin: str | bytes | None = None, columns: int = 160) -> Ran:
         piped = stdin.encode() if isinstance(stdin, str) else stdin
         text = Terminal() if piped is None else io.TextIOWrapper(io.BytesIO(piped), "utf-8", "surrogateescape")
         monkeypatch.setattr(sys, "stdin", text)
-        monkeypatch.setenv("COLUMNS", "160")
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setenv("TILEWRIGHT_COMPILE_CACHE", os.environ.get("TILEWRIGHT_COMPILE_CACHE", "0"))  # not into the user's
         capsys.readouterr()
         status: object = 0
         try:

@@ -9,6 +9,8 @@ import pytest
 from cli.conftest import Run
 from tilewright.bench import bandwidth, round_compiled
 from tilewright.bench import round as rounds
+from tilewright.cli import bench_round
+from tilewright.compiled.figures import significant
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the tpu extra: libtpu")
 TARGET = {
@@ -45,7 +47,23 @@ def test_measured_table_and_json(run: Run, shapes: list[object], tmp_path: Path)
     assert [(one["context"], one["block_size"]) for one in written["data"]] == [(64, 4), (64, 8)]
     assert "a plain step reads its weights at this share" in ran.out
     for one in written["data"]:
-        assert f"{one['verify_ms']:.3g} ({one['verify_ms_ratio']:.2f})" in ran.out
+        assert f"{significant(one['verify_ms'])} ({one['verify_ms_ratio']:.2f})" in ran.out
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_a_round_of_seconds_is_shown_whole(run: Run, shapes: list[object], monkeypatch: pytest.MonkeyPatch, width: int):
+    """Nothing is measured: every part takes 1,284.3 ms."""
+    figures = {f"{part}_ms": 1284.3 for part in (*bench_round.MEASURED, "step")}
+    ratios = {f"{part}_ms_ratio": 1.0 for part in bench_round.MEASURED}
+    sizes = {"context": 64, "block_size": 16, "base_block_size": 16}
+    shares = {"step_share_of_bandwidth": 0.5, "bandwidth_gb_per_s": 13.0}
+    monkeypatch.setattr(bench_round, "load", lambda *_: (None, "xla"))
+    monkeypatch.setattr(bench_round, "measure", lambda *_: [figures | ratios | sizes | shares])
+    ran = run("bench", "round", *shapes, "--context", 64, columns=width)
+    assert ran.status == 0, ran.err
+    assert ran.out.count("1,284 (1.00)") == 6
+    assert ran.out.count("1,284") == 7
+    assert "…" not in ran.out
 
 
 @needs_libtpu

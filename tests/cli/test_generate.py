@@ -1,10 +1,13 @@
 """`tilewright generate`: where prompts come from, what is printed, the JSON, and interruptions."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 import tilewright as tw
 from cli.conftest import Ran, Run
@@ -147,6 +150,52 @@ def test_json_without_a_comparison(run: Run, pair: list[Any]):
     assert figures["tau_by_response"] == figures["speculative_decoding"]["mean_acceptance_length"] >= 12 / figures["rounds"]
     assert figures["tokens_per_round"] == 12 / figures["rounds"]
     assert figures["compilations"] >= 3, "allocation, prefill and the decode loop"
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder that commands keep their compiled programs below."""
+    names = [name for name in jax.config.values if name.startswith(("jax_compilation_cache_dir", "jax_persistent_cache_min"))]
+    before = {name: jax.config.values[name] for name in names}
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    monkeypatch.setattr("tilewright.cli.common.cache_folder", lambda: tmp_path)
+    monkeypatch.setenv("TILEWRIGHT_COMPILE_CACHE", "1")
+    yield tmp_path
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def programs(ran: Ran) -> tuple[int, int]:
+    return ran.json["compilations"], ran.json["programs_loaded"]
+
+
+def test_compiled_programs_are_loaded_by_the_next_run(run: Run, folders: tuple[Path, Path], kept: Path):
+    asked = ["generate", "t1 t2 t3", "--model", folders[0], *NEW, "--json", "-"]
+    runs = [run(*asked) for _ in range(2) if not jax.clear_caches()]
+    (count, loaded), after = (programs(ran) for ran in runs)
+    assert count >= 3
+    assert (loaded, after) == (0, (count, count))
+    assert runs[0].json["tokens"] == runs[1].json["tokens"]
+    assert runs[1].json["compile_seconds"] > 0
+    assert [folder.name for folder in kept.iterdir()] == ["xla"]
+
+
+def test_nothing_is_kept_where_that_is_not_wanted_or_not_safe(
+    run: Run, folders: tuple[Path, Path], kept: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("tilewright.cli.generate.show", None)
+    asked = ["generate", "t1 t2 t3", "--model", folders[0], "--replay", "page.html"]  # which ends before it generates
+    kept.chmod(0o777)
+    said = run(*asked).err
+    assert said.startswith(f"compiled programs are not kept: others may write to {kept} (its mode is 777)\n")
+    assert said.splitlines()[1].startswith("tilewright: --replay needs a drafter")
+    kept.chmod(0o700)
+    assert "not kept" not in run(*asked, "--no-compile-cache").err
+    monkeypatch.setenv("TILEWRIGHT_COMPILE_CACHE", "0")
+    assert "not kept" not in run(*asked).err
+    assert not list(kept.iterdir())
 
 
 def test_json_without_a_drafter(run: Run, folders: tuple[Path, Path], expected: dict[str, Any]):

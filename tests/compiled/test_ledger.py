@@ -149,10 +149,14 @@ def test_a_program_from_the_disk_cache_counts_and_says_so(tmp_path: Path):
             jax.clear_caches()
             fresh("stored")(row(3))
             fresh("other")(row(5))
+        with pytest.raises(CompileError, match=r"jit\(stored\) \([0-9.]+ s, from disk: "), no_compile_guard("fail"):
+            jax.clear_caches()
+            fresh("stored")(row(3))
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
+    assert (ledger.compilations, ledger.loaded) == (3, 1)
     assert [(program.name, program.from_disk) for program in ledger.programs] == [
         ("jit(stored)", False),
         ("jit(stored)", True),

@@ -20,6 +20,7 @@ from tilewright.bench.graph import EXPERIMENTS, PUBLISHED, Experiment, Graph, me
 from tilewright.cli.common import JsonFile, check_output_file, human_console, whole_file, write_json
 from tilewright.compiled.aot import tpu_topology
 from tilewright.compiled.compare import steps
+from tilewright.compiled.figures import print_table, significant
 from tilewright.compiled.machine import chip_name
 from tilewright.graph.table import LAYOUTS
 from tilewright.kernels import native
@@ -105,7 +106,7 @@ def bench_graph(
     )
     records = run(console, experiments, options.repetitions, chips)
     for place in dict.fromkeys(record["place"] for record in records):
-        console.print(table([record for record in records if record["place"] == place]))
+        print_table(console, table([record for record in records if record["place"] == place]))
     notes = [note for experiment in experiments for note in experiment.notes]
     for note in notes:
         console.print(note, style="yellow", markup=False)
@@ -166,15 +167,15 @@ def table(records: Sequence[Mapping[str, Any]]) -> Table:
     measured = records[0]["measured"]
     shown = Table(title=Text(records[0]["place"]), caption=CAPTION if measured else ESTIMATES, box=box.SIMPLE_HEAD)
     shown.padding = (0, 1, 0, 0)
-    shown.add_column("program", no_wrap=True)
+    shown.add_column("program")
     times = ("ms", "speed-\nup", "band-\nwidth") if measured else ("kilo-\ncycles", "left\nout", "of\nmemory")
     for column in (*times, "MB\nread", "MB\nwrit-\nten", "round\ntrips", "TPU\nDMAs", "NKI\nDMAs"):
-        shown.add_column(column, justify="right", no_wrap=True)
+        shown.add_column(column, justify="right")
     for n, one in enumerate(records):
         first = n == 0 or records[n - 1]["experiment"] != one["experiment"]
         last = n + 1 == len(records) or records[n + 1]["experiment"] != one["experiment"]
         if measured:
-            cells = [f"{one['median_ms']:.4g}", f"{one['speedup']:.2f}", f"{one['share_of_bandwidth']:.0%}"]
+            cells = [significant(one["median_ms"], 4), f"{one['speedup']:.2f}", f"{one['share_of_bandwidth']:.0%}"]
         else:
             bound = one["memory_cycles"]
             cells = [f"{one['estimated_cycles'] / 1e3:,.1f}", str(one["without_estimate"])]

@@ -16,6 +16,7 @@ from rich.table import Table
 from tilewright.bench.bandwidth import Memory, threads
 from tilewright.bench.linear import Load, measure, steps, summary
 from tilewright.cli.common import JsonFile, check_json_file, human_console, write_json
+from tilewright.compiled.figures import print_table, significant
 from tilewright.compiled.machine import chip_name
 from tilewright.kernels import native
 from tilewright.kernels.linear.cases import Case, named
@@ -121,7 +122,7 @@ def group_of(record: Mapping[str, Any]) -> tuple[str, str]:
 
 def show(console: Console, records: Sequence[Mapping[str, Any]], verdicts: Sequence[Mapping[str, Any]]) -> None:
     """The table of one model and dtype, and what it comes to."""
-    console.print(table(records))
+    print_table(console, table(records))
     for verdict in verdicts:
         bound = f"{'at most' if verdict['at_most'] else 'at least'} {verdict['bound']:g}"
         worst = f"worst {verdict['worst']:.2f} ({verdict['worst_layer']}), median {verdict['median']:.2f}"
@@ -149,7 +150,7 @@ def table(records: Sequence[Mapping[str, Any]]) -> Table:
             shown.add_row(
                 "\n".join(label) if len(listed) == 1 else "".join(label[line : line + 1]),
                 str(record["rows"]),
-                f"{record['median_ms']:.4g}",
+                significant(record["median_ms"], 4),
                 f"{record['weights_gb_per_s']:.1f}",
                 f"{record['share_of_copy_bandwidth']:.0%}",
                 f"{record['share_of_read_bandwidth']:.0%}",

@@ -17,6 +17,7 @@ from tilewright.bench.round import DFLASH_B16, QWEN3_4B, Setup, load, measure, r
 from tilewright.bench.round_compiled import compiled_rounds
 from tilewright.chips.tpu import chip_of
 from tilewright.cli.common import DEMO, JsonFile, check_json_file, human_console, write_json
+from tilewright.compiled.figures import print_table, significant
 from tilewright.compiled.machine import chip_name
 from tilewright.models import checkpoint, decoder, dflash
 from tilewright.models.decoder import DecoderConfig
@@ -172,9 +173,9 @@ def measured(
     for column in ("context", "block", "draft", "its head", "verify", "its head", "extend", "round", "step"):
         table.add_column(column, justify="right")
     for one in data:
-        parts = [f"{one[f'{part}_ms']:.3g} ({one[f'{part}_ms_ratio']:.2f})" for part in MEASURED]
-        table.add_row(str(one["context"]), str(one["block_size"]), *parts, f"{one['step_ms']:.3g}")
-    console.print(table)
+        parts = [f"{significant(one[f'{part}_ms'])} ({one[f'{part}_ms_ratio']:.2f})" for part in MEASURED]
+        table.add_row(str(one["context"]), str(one["block_size"]), *parts, significant(one["step_ms"]))
+    print_table(console, table)
     share = ", ".join(f"{group['step_share_of_bandwidth']:.0%} at context {group['context']}" for group in by_context(data))
     console.print(
         f"a plain step reads its weights at this share of the memory's {data[0]['bandwidth_gb_per_s']:.0f} GB/s: {share}"
@@ -202,13 +203,13 @@ def estimated(console: Console, topology: str, setups: Sequence[Sequence[Setup]]
     for first in by_context(data):
         table = Table(title=f"a round on {topology} at context {first['context']}, {how}", box=box.SIMPLE_HEAD, pad_edge=False)
         for column in ("block", "part", "cycles", "HBM", "larger", "×", "MB read", "written", "GB"):
-            table.add_column(column, justify="left" if column == "part" else "right", no_wrap=True)
+            table.add_column(column, justify="left" if column == "part" else "right")
         table.add_row("", "plain step", *estimate_cells(first, "step"), end_section=True)
         for one in (one for one in data if one["context"] == first["context"]):
             for line, (part, name) in enumerate((part, name) for part, name in ESTIMATED.items() if f"{part}_cycles" in one):
                 block = "" if line else str(one["block_size"])
                 table.add_row(block, name, *estimate_cells(one, part), end_section=part == "extend")
-        console.print(table)
+        print_table(console, table)
     console.print(FOOTNOTE.format(base=data[0]["base_block_size"]))
     return [{"chip": topology, **one} for one in data]
 

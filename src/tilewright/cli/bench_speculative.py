@@ -33,6 +33,7 @@ from tilewright.cli.common import (
     write_replay_page,
     write_text,
 )
+from tilewright.compiled.figures import print_table
 from tilewright.compiled.timing import REPETITIONS
 from tilewright.decode.drafters.load import NGRAM, DrafterOptions
 from tilewright.decode.language_model import LanguageModel
@@ -199,7 +200,7 @@ def speculative(
     title = "temperature {temperature:g}, top-p {top_p:g}, {max_new_tokens} new tokens, batch ".format(**settings)
     title += " and ".join(map(str, measuring.batch_size))
     for table in terminal.benchmark_tables(title, rows, averages):
-        console.print(table)
+        print_table(console, table)
     for each in (each for each in asked if each.skipped):
         turns = len(each.prompts) + each.skipped
         line = f"{each.name}: {each.skipped} of {turns} turns do not fit the model's context and were left out"

@@ -16,10 +16,12 @@ from rich.progress import Progress
 
 from tilewright.bench.datasets import Example, read_examples
 from tilewright.bench.replay import replay
+from tilewright.compiled import cache as compile_cache
 from tilewright.decode.drafters.load import DrafterOptions
 from tilewright.decode.language_model import LanguageModel, load
 from tilewright.decode.sampling import Sampling
 from tilewright.kernels import native
+from tilewright.kernels.build import cache_folder
 from tilewright.models import hub
 from tilewright.models.chat import ChatTemplate
 from tilewright.models.hub import PACKAGED
@@ -32,6 +34,20 @@ DEMO_PROMPT = 51
 """The packaged prompt that stands in where the demo is given none; what follows it repeats itself less than most."""
 
 
+CompileCache = Annotated[bool, Parameter(env_var="TILEWRIGHT_COMPILE_CACHE")]
+"""Whether compiled programs are kept on disk for the next process."""
+
+
+def keep_programs() -> Path | None:
+    """Keeps compiled programs in a folder beside the CPU kernels; where it cannot, one line says why, and there is none."""
+    try:
+        return compile_cache.enable(cache_folder(), *native.library_names().values())
+    except (ValueError, OSError) as error:
+        said = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
+        said.print(f"compiled programs are not kept: {error}", style="dim", markup=False)
+    return None
+
+
 @Parameter(name="*")
 @dataclass(frozen=True)
 class TargetOptions:
@@ -42,15 +58,19 @@ class TargetOptions:
         dtype: "float32" or "bfloat16".
         weights: "int8" keeps matrices in 8 bits, which the CPU kernels multiply; "auto" keeps them in dtype.
         kernels: "auto" takes this package's own kernels where they run, "xla" leaves everything to XLA.
+        compile_cache: keep compiled programs in the user's cache folder, and load those that are there.
     """
 
     model: str = DEMO
     dtype: str = "float32"
     weights: Literal["auto", "int8"] = "auto"
     kernels: Literal["auto", "xla"] = "auto"
+    compile_cache: CompileCache = True
 
     def load_with(self, drafter: str | None, options: DrafterOptions, console: Console) -> LanguageModel:
         """The target with a drafter: a folder, a Hugging Face id, "ngram", or for the demo "dflash" or "eagle3"."""
+        if self.compile_cache:
+            keep_programs()
         if self.kernels == "auto":
             with console.status("CPU kernels: compiled at first use, then kept"):
                 native.kernels()

@@ -16,8 +16,9 @@ import jax
 from rich.console import Console
 
 from tilewright import __version__
-from tilewright.cli.common import DEMO, JsonFile, check_json_file, human_console, write_json
-from tilewright.compiled.machine import chip_name
+from tilewright.cli.common import DEMO, CompileCache, JsonFile, check_json_file, human_console, keep_programs, write_json
+from tilewright.compiled.ledger import Ledger
+from tilewright.compiled.machine import chip_name, cores, cpu_facts
 from tilewright.decode.language_model import load
 from tilewright.decode.sampling import Sampling
 from tilewright.kernels import native
@@ -86,17 +87,15 @@ def check_devices() -> Finding:
 
 def check_threads() -> Finding:
     """XLA's pool on a CPU: `NPROC`, or as many threads as the process may use cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     named = os.environ.get("NPROC")
-    return Finding("threads", "ok", f"{named} (NPROC), on {cores} cores" if named else str(cores))
+    return Finding("threads", "ok", f"{named} (NPROC), on {cores()} cores" if named else str(cores()))
 
 
 def check_instructions() -> Finding:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    flags = next((line.split() for line in lines if line.startswith("flags")), None)
-    if flags is None:
+    listed = cpu_facts("flags")
+    if listed is None:
         return Finding("instructions", "missing", "only Linux on x86 lists them")
+    flags = listed.split()
     here = [name for flag, name in INSTRUCTIONS.items() if flag in flags]
     absent = [name for flag, name in INSTRUCTIONS.items() if flag not in flags]
     without = f"; without {', '.join(absent)}" if absent else ""
@@ -139,18 +138,21 @@ def check_compiler() -> Finding:
 
 
 def check_kernel_cache() -> Finding:
-    folder = cache_folder()
-    sizes = [path.stat().st_size for path in folder.glob("*.so")] if folder.is_dir() else []
-    holds = f"{len(sizes)} libraries, {sum(sizes) / 1e6:.1f} MB" if sizes else "empty"
-    return Finding("kernel cache", "ok", f"{folder}: {holds}")
+    return Finding("kernel cache", "ok", f"{cache_folder()}: {holdings(cache_folder(), '*.so', 'libraries')}")
 
 
 def check_compile_cache() -> Finding:
+    """JAX's, which `keep_programs` has set if it could."""
     folder = jax.config.values["jax_compilation_cache_dir"]
-    if folder:
-        return Finding("compile cache", "ok", str(folder))
-    advice = "set JAX_COMPILATION_CACHE_DIR=~/.cache/jax to keep them"
-    return Finding("compile cache", "missing", "not set: every process compiles its programs again", advice)
+    if folder and jax.config.values["jax_enable_compilation_cache"]:
+        return Finding("compile cache", "ok", f"{folder}: {holdings(Path(folder), '*-cache', 'programs')}")
+    return Finding("compile cache", "missing", "none: every process compiles its programs again")
+
+
+def holdings(folder: Path, pattern: str, what: str) -> str:
+    """How many files of a kind a folder holds, and how large they are together."""
+    sizes = [path.stat().st_size for path in folder.glob(pattern)]
+    return f"{len(sizes)} {what}, {sum(sizes) / 1e6:.1f} MB" if sizes else "empty"
 
 
 def check_extras() -> Iterator[Finding]:
@@ -168,11 +170,13 @@ def check_generation() -> Finding:
         return Finding("demo pair", "failed", f"not at {PACKAGED[DEMO].parent}", "reinstall tilewright")
     started = time.perf_counter()
     try:
-        (result,) = load(DEMO).generate(["def f(x):"], Sampling(max_new_tokens=4, ignore_eos=True))
+        with Ledger() as ledger:
+            (result,) = load(DEMO).generate(["def f(x):"], Sampling(max_new_tokens=4, ignore_eos=True))
     except (ValueError, OSError, RuntimeError) as error:
         return Finding("demo pair", "failed", one_line(error), "see whether --kernels xla helps, and report it")
     seconds = time.perf_counter() - started
-    return Finding("demo pair", "ok", f"generated {len(result.tokens)} tokens in {seconds:.1f} s, compiling included")
+    programs = f"{ledger.compilations - ledger.loaded} programs compiled and {ledger.loaded} loaded"
+    return Finding("demo pair", "ok", f"generated {len(result.tokens)} tokens in {seconds:.1f} s, {programs}")
 
 
 def one_line(error: Exception) -> str:
@@ -191,16 +195,20 @@ def examine(console: Console) -> list[Finding]:
         return [*findings, *(check() for check in checks), *check_extras()]
 
 
-def doctor(*, json_file: JsonFile = None) -> None:
+def doctor(*, compile_cache: CompileCache = True, json_file: JsonFile = None) -> None:
     """Shows what runs here and why, and what is missing for the rest. Exit status 1 if nothing can be generated.
 
     Parameters
     ----------
+    compile_cache
+        Keep compiled programs in the user's cache folder, and load those that are there.
     json_file
         Write the findings as JSON to this file, "-" for standard output.
     """
     check_json_file(json_file)
     console = human_console(json_file)
+    if compile_cache:
+        keep_programs()
     findings = examine(console)
     styles = {"ok": "green", "missing": "yellow", "failed": "red"}
     for finding in findings:

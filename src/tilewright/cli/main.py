@@ -11,6 +11,7 @@ from rich.console import Console
 
 from tilewright import __version__
 from tilewright.cli.bench import app as bench
+from tilewright.cli.platforms import leave_tpus_out
 
 app = App(
     name="tilewright",
@@ -30,6 +31,8 @@ app.command(
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
+    if "jax" not in sys.modules:
+        leave_tpus_out()
     errors = Console(stderr=True, soft_wrap=True, emoji=False)
     try:
         app(arguments, exit_on_error=False, print_error=False, error_console=errors)

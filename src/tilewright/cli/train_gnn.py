@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from rich.table import Table
 
 from tilewright.cli.common import JsonFile, check_json_file, human_console, write_json
+from tilewright.compiled.figures import print_table
 from tilewright.compiled.machine import chip_name
 from tilewright.graph.data import KARATE, GraphData, NodeData, read_data, with_folds, with_split
 from tilewright.graph.graphs import GraphTask
@@ -175,7 +176,7 @@ def gnn(
         config, task = node_task(found, model, sizes, loop, normalise_features)
     result = train(task, console, None if out is None else out / "training")
     figures = (graph_figures if isinstance(found, GraphData) else node_figures)(result)
-    console.print(accuracy_table(f"{model} on {task.title}", figures))
+    print_table(console, accuracy_table(f"{model} on {task.title}", figures))
     if out is not None:
         save_gnn(out, config, *result.run(int(result.curves["val"].max(0).argmax())))
         console.print(f"{out} written", markup=False)

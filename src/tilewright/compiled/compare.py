@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from rich import box
-from rich.console import Console, Group
+from rich.console import Console, ConsoleOptions
 from rich.table import Table
 from rich.text import Text
 
 from tilewright.chips.tpu import CHIPS
 from tilewright.compiled.aot import Compiled, compile_for, read_compiled, tpu_topology
+from tilewright.compiled.figures import significant, uncut
 from tilewright.compiled.machine import chip_name
 from tilewright.compiled.round_trips import round_trips
 from tilewright.compiled.timing import REPETITIONS, alternate, medians, quotients, spread
@@ -114,15 +115,16 @@ class Comparison:
         finite = [{name: shown(value) for name, value in program.items()} for program in programs]
         return {**fields, "agrees": self.agrees, "programs": finite}
 
-    def __rich__(self) -> Group:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table | Text]:
         places = dict.fromkeys(program.place for program in self.programs)
-        tables = [table([program for program in self.programs if program.place == place]) for place in places]
-        return Group(*tables, *self.remarks())
+        for place in places:
+            yield uncut(table([program for program in self.programs if program.place == place]), console)
+        yield from self.remarks()
 
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=118, highlight=False, emoji=False)
         with console.capture() as captured:
-            console.print(self)
+            console.print(self, crop=False)
         return captured.get()
 
     def remarks(self) -> Iterator[Text]:
@@ -391,7 +393,7 @@ def table(programs: Sequence[Program]) -> Table:
         shown.add_column(column, justify="right")
     for one in programs:
         if measured:
-            cells = [f"{one.median_ms:.4g}", f"{one.speedup:.2f}", f"{one.share_of_bandwidth:.0%}"]
+            cells = [significant(one.median_ms or 0, 4), f"{one.speedup:.2f}", f"{one.share_of_bandwidth:.0%}"]
             cells.append(f"{one.largest_difference:.2g}")
         else:
             bound = "–" if one.memory_cycles is None else f"{one.memory_cycles / 1e3:,.1f}"

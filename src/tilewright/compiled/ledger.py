@@ -93,6 +93,11 @@ class Ledger:
         return len(self.programs)
 
     @property
+    def loaded(self) -> int:
+        """The number of those that came from JAX's cache on disk; the others were compiled."""
+        return sum(program.from_disk for program in self.programs)
+
+    @property
     def seconds(self) -> float:
         """Time spent on all of them."""
         return sum(program.seconds for program in self.programs)
@@ -270,7 +275,9 @@ def no_compile_guard(mode: str, what: str = "this block") -> Iterator[Ledger]:
     if not ledger.programs or mode == "off":
         return
     told = ", ".join(
-        f"{program.name} ({program.seconds:.2f} s{': ' if program.cause else ''}{program.cause})" for program in ledger.programs
+        f"{program.name} ({program.seconds:.2f} s{', from disk' if program.from_disk else ''}"
+        f"{': ' if program.cause else ''}{program.cause})"
+        for program in ledger.programs
     )
     message = f"{ledger.compilations} program(s) compiled during {what}, where none may be: {told}"
     if mode == "fail":

@@ -1,4 +1,4 @@
-"""The name of the machine that a figure was measured on."""
+"""The machine that a figure was measured on, or that a program was compiled for."""
 
 import os
 from pathlib import Path
@@ -6,13 +6,22 @@ from pathlib import Path
 import jax
 
 
+def cpu_facts(*names: str) -> str | None:
+    """What Linux says of the first processor under the first of these names that it knows; None where it says nothing."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    facts = (line.split(":", 1) for line in lines if ":" in line)
+    return next((value.strip() for name, value in facts if name.strip() in names), None)
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def chip_name() -> str:
     """The device as JAX names it; for a CPU its model and the number of cores that this process may use."""
     device = jax.devices()[0]
     if device.platform != "cpu":
         return f"{jax.device_count()} x {device.device_kind}"
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{models[0] if models else 'CPU'}, {cores} cores"
+    return f"{cpu_facts('model name') or 'CPU'}, {cores()} cores"

@@ -47,6 +47,12 @@ class Native:
     folder: Path | None = None
 
 
+def library_names() -> dict[str, str]:
+    """The name that each operation's library must have to fit these sources and this JAX."""
+    include = Path(jax.ffi.include_dir())
+    return {operation: library_name(operation, include) for operation in TARGETS}
+
+
 def libraries() -> dict[str, Path]:
     """The library of each operation: from the wheel, from the cache, or compiled now.
 
@@ -54,8 +60,7 @@ def libraries() -> dict[str, Path]:
         RuntimeError: there is none that fits, and it cannot be compiled; with the reason.
         OSError: the cache cannot be written to.
     """
-    include = Path(jax.ffi.include_dir())
-    names = {operation: library_name(operation, include) for operation in TARGETS}
+    names = library_names()
     for folder in (PREBUILT, cache_folder()):
         if all((folder / name).exists() for name in names.values()):
             return {operation: folder / name for operation, name in names.items()}
@@ -65,7 +70,7 @@ def libraries() -> dict[str, Path]:
             f"those built at installation do not fit these sources and JAX {jax.__version__}, and " if PREBUILT.exists() else ""
         )
         raise RuntimeError(f"{stale}there is no C++ compiler")
-    build_all(include, compiler, cache_folder())
+    build_all(Path(jax.ffi.include_dir()), compiler, cache_folder())
     return {operation: cache_folder() / name for operation, name in names.items()}
 
 

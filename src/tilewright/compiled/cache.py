@@ -1,0 +1,77 @@
+"""Compiled programs kept on disk from one process to the next: JAX's compilation cache, in a folder of one's own."""
+
+import hashlib
+import os
+import platform
+import stat
+import sys
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from tilewright.compiled.machine import cores, cpu_facts
+
+LARGEST_BYTES = 2**30
+"""How much is kept, over all machines and versions; what was written first goes first."""
+
+
+def enable(cache: Path, *made_of: str) -> Path | None:
+    """From now on keeps what this process compiles, and loads what earlier ones compiled, in a folder `xla/...` of `cache`.
+
+    JAX tells programs apart by what they compute, their options and its own version; the folder's name does so by the machine
+    and by `made_of`. It is private, for what is loaded from it is machine code, which runs.
+
+    Args:
+        cache: made if it is not there, private to its owner.
+        made_of: what else the programs depend on, such as the names of the kernel libraries that they call into.
+
+    Returns:
+        The folder. None where the user has a cache of JAX's already (`JAX_COMPILATION_CACHE_DIR`), or has switched it off
+        (`JAX_ENABLE_COMPILATION_CACHE`): it stays so.
+
+    Raises:
+        ValueError: the folder belongs to somebody else, or others may write to it.
+        OSError: it cannot be made, or read.
+    """
+    if jax.config.values["jax_compilation_cache_dir"] or not jax.config.values["jax_enable_compilation_cache"]:
+        return None
+    folder = cache / "xla" / digest(*made_of)
+    for each in (cache, folder.parent, folder):
+        each.mkdir(parents=True, exist_ok=True, mode=0o700)
+        require_private(each)
+    prune(folder.parent, LARGEST_BYTES)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    # The demo's programs are small and take 10 ms to 3 s; JAX keeps those of a second and more.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    compilation_cache.reset_cache()  # else JAX, if it has compiled something before, stays without
+    return folder
+
+
+def digest(*made_of: str) -> str:
+    """Names what machine code depends on: the processor, the threads that work is cut for, and `made_of`."""
+    processor = cpu_facts("flags", "Features") or platform.processor()
+    facts = (sys.platform, platform.machine(), processor, str(cores()), os.environ.get("NPROC", ""), *made_of)
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+
+
+def require_private(folder: Path) -> None:
+    """Raises a `ValueError` where a folder belongs to another user, or where others may write to it."""
+    found = folder.stat()
+    if found.st_uid != os.getuid():
+        raise ValueError(f"{folder} belongs to another user (number {found.st_uid})")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ValueError(f"others may write to {folder} (its mode is {stat.S_IMODE(found.st_mode):03o})")
+
+
+def prune(parent: Path, most: int) -> None:
+    """Removes files of the folders below `parent`, the oldest first, until they hold at most `most` bytes."""
+    found = [(path, path.stat()) for path in parent.glob("*/*")]
+    files = sorted((state.st_mtime, state.st_size, path) for path, state in found)
+    excess = sum(size for _, size, _ in files) - most
+    for _, size, path in files:
+        if excess <= 0:
+            break
+        path.unlink(missing_ok=True)  # another process may have been faster
+        excess -= size
