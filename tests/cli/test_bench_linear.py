@@ -7,6 +7,7 @@ import pytest
 
 from cli.conftest import Run
 from tilewright.bench import bandwidth, linear
+from tilewright.compiled.figures import significant
 from tilewright.kernels import native
 
 SMALL = ["--model", "demo", "--layers", "k", "q", "--rows", 1, 16, "--repetitions", 1, "--weights-mb", 0.1]
@@ -33,7 +34,7 @@ def test_table_and_json(run: Run, tmp_path: Path):
     sizes = {"float32": 4 * 256 * 128, "bfloat16": 2 * 256 * 128, "int8": 256 * 128 + 8 * 128}
     assert all(one["weight_mb"] == sizes[one["dtype"]] / 1e6 for one in written["data"] if one["layer"] == "k")
     for one in written["data"]:
-        shown = [str(one["rows"]), f"{one['median_ms']:.4g}", f"{one['ratio_to_xla_float32']:.2f}"]
+        shown = [str(one["rows"]), significant(one["median_ms"], 4), f"{one['ratio_to_xla_float32']:.2f}"]
         assert any(set(shown) <= set(line.split()) for line in ran.out.splitlines()), shown
     for told in written["summary"]:
         names = [criterion["name"] for criterion in told["criteria"]]
