@@ -236,9 +236,14 @@ def benchmark_row(run: Run, baseline: Run | None, price_per_hour: float | None =
 
 
 AGAINST = (
-    "baseline_tokens_per_s", "baseline_tokens_per_s_range", "speedup", "speedup_range", "round_cost_steps", "identical",
+    "baseline_tokens_per_s",
+    "baseline_tokens_per_s_range",
+    "speedup",
+    "speedup_range",
+    "round_cost_steps",
+    "identical",
     "first_differences",
-)  # fmt: skip
+)
 """What a row says of the baseline. None where there is none; of the baseline itself, what compares answers."""
 
 

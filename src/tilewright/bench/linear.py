@@ -75,9 +75,7 @@ def copied(weight_bytes: int, weights_mb: float, copy: Callable[[], Weights]) ->
     return [[copy() for _ in range(calls)] for _ in range(groups)]
 
 
-def chain(
-    apply: Callable[[Array, Any], Array], x: Float[Array, "R I"], group: Sequence[Any]
-) -> Float[Array, "R I"]:  # fmt: skip
+def chain(apply: Callable[[Array, Any], Array], x: Float[Array, "R I"], group: Sequence[Any]) -> Float[Array, "R I"]:
     """Applies the layer with each weight in turn. DONATES `x`.
 
     A number of each result, times zero, goes into the next input: otherwise XLA would run the calls side by side, or drop them.
@@ -258,6 +256,13 @@ def summary(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             layer = worse(values, key=values.__getitem__)
             met = values[layer] <= criterion.bound if criterion.at_most else values[layer] >= criterion.bound
             told = {"name": criterion.name, "bound": criterion.bound, "at_most": criterion.at_most, "met": met}
-            found.append({**told, "worst": values[layer], "worst_layer": layer, "median": statistics.median(values.values()),
-                          "layers": values})  # fmt: skip
+            found.append(
+                {
+                    **told,
+                    "worst": values[layer],
+                    "worst_layer": layer,
+                    "median": statistics.median(values.values()),
+                    "layers": values,
+                }
+            )
     return found

@@ -127,9 +127,12 @@ def passage(lm: LanguageModel, title: str, prompt: str | Sequence[int], sampling
 
 
 def replay(
-    lm: LanguageModel, names: tuple[str, str], prompts: Sequence[tuple[str, str | Sequence[int]]],
-    sampling: Sampling | Sequence[Sampling], on_passage: Callable[[], None] = lambda: None,
-) -> Replay:  # fmt: skip
+    lm: LanguageModel,
+    names: tuple[str, str],
+    prompts: Sequence[tuple[str, str | Sequence[int]]],
+    sampling: Sampling | Sequence[Sampling],
+    on_passage: Callable[[], None] = lambda: None,
+) -> Replay:
     """Everything that `report.replay.write_replay` shows.
 
     Args:

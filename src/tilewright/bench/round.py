@@ -99,7 +99,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Program:
+class Part:
     """One part as a program: `run(models, state, *inputs) -> (state, result)`, which is given the state for good.
 
     Attributes:
@@ -110,7 +110,7 @@ class Program:
     inputs: tuple[Any, ...] = ()
 
 
-def programs(setup: Setup) -> dict[str, Program]:
+def programs(setup: Setup) -> dict[str, Part]:
     """The parts of a round, in the order of `PARTS`, and `step`, one of plain decoding."""
     target, drafting, size = setup.target, setup.drafting, setup.block_size
     taps = (setup.hidden(size),) * len(setup.drafter.target_layer_ids)
@@ -144,9 +144,9 @@ def programs(setup: Setup) -> dict[str, Program]:
         return again(state, after), info
 
     block = jax.ShapeDtypeStruct((1, size), jnp.int32)
-    heads = (Program(draft_head, (setup.hidden(size - 1),)), Program(verify_head, (setup.hidden(size),)))
-    parts = Program(draft), heads[0], Program(verify_block, (block,)), heads[1], Program(extend, (taps,)), Program(whole_round)
-    return {**dict(zip(PARTS, parts, strict=True)), "step": Program(step)}
+    heads = (Part(draft_head, (setup.hidden(size - 1),)), Part(verify_head, (setup.hidden(size),)))
+    parts = Part(draft), heads[0], Part(verify_block, (block,)), heads[1], Part(extend, (taps,)), Part(whole_round)
+    return {**dict(zip(PARTS, parts, strict=True)), "step": Part(step)}
 
 
 def load(setup: Setup, kernels: str = "auto") -> tuple[Models, str]:
@@ -171,7 +171,7 @@ def weight_bytes(models: Models) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(read))
 
 
-def timer(models: Models, setup: Setup, program: Program) -> Callable[[], float]:
+def timer(models: Models, setup: Setup, program: Part) -> Callable[[], float]:
     """A run of one part, compiled, of about `RUN_S`; it returns seconds for a call."""
     state = jax.jit(setup.state)()
     inputs = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), program.inputs)

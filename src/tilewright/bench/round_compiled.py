@@ -174,9 +174,7 @@ def whole(layers: Estimate, head: Estimate, shared_bytes: int) -> Estimate:
     return replace(both, peak_bytes=both.peak_bytes - shared_bytes)
 
 
-def compiled_rounds(
-    topology: str, setups: Sequence[Setup], on_part: Callable[[], None] = lambda: None
-) -> list[dict[str, Any]]:  # fmt: skip
+def compiled_rounds(topology: str, setups: Sequence[Setup], on_part: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
     """Estimates of the rounds of several block sizes at one context. `on_part` is called once for each, and once more.
 
     Raises:

@@ -40,9 +40,13 @@ class Asked:
 
 
 def ask(
-    lm: LanguageModel, name: str, examples: Sequence[Example], template: ChatTemplate | None, sampling: Sampling,
+    lm: LanguageModel,
+    name: str,
+    examples: Sequence[Example],
+    template: ChatTemplate | None,
+    sampling: Sampling,
     on_answer: Callable[[], None] = lambda: None,
-) -> Asked:  # fmt: skip
+) -> Asked:
     """Makes the prompts of a dataset. A turn after the first is asked after what plain decoding answered to the one before."""
     asked = Asked(name)
     room = lm.target.max_position_embeddings - sampling.max_new_tokens

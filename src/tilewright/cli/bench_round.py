@@ -156,9 +156,7 @@ def bench_round(*, options: RoundOptions = RoundOptions(), json_file: JsonFile =
     write_json(json_file, {**about, "measured": True, "data": data})
 
 
-def measured(
-    console: Console, setups: Sequence[Sequence[Setup]], options: RoundOptions
-) -> tuple[str, list[dict[str, Any]]]:  # fmt: skip
+def measured(console: Console, setups: Sequence[Sequence[Setup]], options: RoundOptions) -> tuple[str, list[dict[str, Any]]]:
     """Measures on this machine and prints the table."""
     models, kernels = load(setups[0][0], options.kernels)
     data = []

@@ -193,10 +193,15 @@ def speculative(
     averages = average_rows(rows)
     settings = {name: value for name, value in vars(measuring).items() if name != "data"}
     facts = {
-        "date": datetime.date.today().isoformat(), **environment(ways[BASELINE]), "model": target.model, **settings,
-        "draft_window": drafted.draft_window, "drafter_dtype": drafted.drafter_dtype or target.dtype, "refine": drafted.refine,
+        "date": datetime.date.today().isoformat(),
+        **environment(ways[BASELINE]),
+        "model": target.model,
+        **settings,
+        "draft_window": drafted.draft_window,
+        "drafter_dtype": drafted.drafter_dtype or target.dtype,
+        "refine": drafted.refine,
         "chat_template": template is not None,
-    }  # fmt: skip
+    }
     title = "temperature {temperature:g}, top-p {top_p:g}, {max_new_tokens} new tokens, batch ".format(**settings)
     title += " and ".join(map(str, measuring.batch_size))
     for table in terminal.benchmark_tables(title, rows, averages):
@@ -220,9 +225,12 @@ def read_sets(data: Sequence[Path], samples: int) -> dict[str, list[Example]]:
 
 
 def run_all(
-    ways: Mapping[str, LanguageModel], sets: Mapping[str, Sequence[Example]], template: ChatTemplate | None,
-    measuring: Measuring, console: Console,
-) -> tuple[list[Asked], list[Run]]:  # fmt: skip
+    ways: Mapping[str, LanguageModel],
+    sets: Mapping[str, Sequence[Example]],
+    template: ChatTemplate | None,
+    measuring: Measuring,
+    console: Console,
+) -> tuple[list[Asked], list[Run]]:
     """Asks and measures every set.
 
     Raises:
@@ -246,9 +254,14 @@ def run_all(
 
 
 def write_files(
-    outputs: Outputs, facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], ways: Mapping[str, LanguageModel],
-    asked: Sequence[Asked], sampling: Sampling, console: Console,
-) -> None:  # fmt: skip
+    outputs: Outputs,
+    facts: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    ways: Mapping[str, LanguageModel],
+    asked: Sequence[Asked],
+    sampling: Sampling,
+    console: Console,
+) -> None:
     """Writes the files that were asked for."""
     if outputs.csv is not None:
         write_text(outputs.csv, csv_text([dict(row) for row in rows]))
@@ -268,14 +281,19 @@ def benchmark_report(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
         parts: dict[str, Any] = {f"{part}_seconds": row[f"{part}_ms"] and row[f"{part}_ms"] / 1000 for part in PARTS}
         measured.append(
             Measured(
-                row["data"], row["drafter"], row["responses"], row["baseline_tokens_per_s"], row["tokens_per_s"],
-                row["speedup"], row["tokens_per_round"],
+                row["data"],
+                row["drafter"],
+                row["responses"],
+                row["baseline_tokens_per_s"],
+                row["tokens_per_s"],
+                row["speedup"],
+                row["tokens_per_round"],
                 cost_per_million_tokens=row["cost_per_million_tokens"],
                 acceptance_by_position=[each["rate"] for each in row["acceptance_by_position"] if each["rate"] is not None],
                 tau_by_position=[(each["from"], each["tau"]) for each in row["tau_by_position"]],
                 **parts,
             )
-        )  # fmt: skip
+        )
         categories += [
             CategoryTau(row["data"], part["category"], row["drafter"], part["responses"], part["tokens_per_round"])
             for part in row["categories"]

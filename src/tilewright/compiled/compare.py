@@ -35,7 +35,7 @@ Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Program:
+class PlacedProgram:
     """One function as it was compiled for one place.
 
     Attributes:
@@ -96,7 +96,7 @@ class Comparison:
         jax_version: that compiled.
     """
 
-    programs: tuple[Program, ...]
+    programs: tuple[PlacedProgram, ...]
     tolerance: float | None
     repetitions: int
     bandwidth_gb_per_s: float | None
@@ -203,7 +203,7 @@ def compare_all(
         tpu_topology(chip)
     programs = {name: program_of(function, tree) for name, function in functions.items()}
     check_shapes(programs, leaves)
-    done: list[Program] = []
+    done: list[PlacedProgram] = []
     rate = None
     if run and not abstract:
         rate, done = run_here(programs, leaves, repetitions, tolerance, on_run)
@@ -250,7 +250,7 @@ def run_here(
     repetitions: int,
     tolerance: float | None,
     on_run: Callable[[], None],
-) -> tuple[float, list[Program]]:
+) -> tuple[float, list[PlacedProgram]]:
     """Compiles, checks and times the programs on the default device; returns its GB/s too."""
     place = chip_name()
     args = [jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
@@ -274,7 +274,7 @@ def run_here(
         seconds, times = seconds_of[name], spread([1e3 * each for each in taken[name]])
         difference, agrees = differences(results[0], result, tolerance)
         done.append(
-            Program(
+            PlacedProgram(
                 **fields,
                 median_ms=times.median,
                 range_ms=times.range,
@@ -322,14 +322,14 @@ def copy_timer() -> Callable[[], float]:
     return timed
 
 
-def estimate(name: str, program: Any, leaves: Sequence[Any], chip: str) -> Program:
+def estimate(name: str, program: Any, leaves: Sequence[Any], chip: str) -> PlacedProgram:
     """Compiles a program for a TPU that need not be there."""
     began = time.perf_counter()
     compiled = compile_for(chip, program, *leaves)
     fields = account(name, compiled, time.perf_counter() - began)
     spec = CHIPS.get(chip.partition(":")[0])
     moved = fields["read_bytes"] + fields["written_bytes"]
-    return Program(
+    return PlacedProgram(
         **fields,
         estimated_cycles=compiled.cycles,
         without_estimate=len(compiled.without_cycles),
@@ -338,7 +338,7 @@ def estimate(name: str, program: Any, leaves: Sequence[Any], chip: str) -> Progr
 
 
 def account(name: str, compiled: Compiled, seconds: float) -> dict[str, Any]:
-    """The fields of `Program` that a compiled program has in any case."""
+    """The fields of `PlacedProgram` that a compiled program has in any case."""
     traffic, trips = compiled.traffic(), round_trips(compiled.hlo)
     return {
         "name": name,
@@ -381,7 +381,7 @@ def epsilon(dtype: Any) -> float:
     return float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.inexact) else 0.0
 
 
-def table(programs: Sequence[Program]) -> Table:
+def table(programs: Sequence[PlacedProgram]) -> Table:
     """The programs of one place, a line each."""
     measured = programs[0].measured
     shown = Table(title=Text(programs[0].place), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))

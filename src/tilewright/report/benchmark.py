@@ -156,10 +156,12 @@ def figures_table(title: str, measured: Sequence[Measured]) -> Table:
         rows.append(mean_row(per_line, shared, priced))
     begin = ["data", "prompts", *(["plain tokens/s"] if shared else [])]
     return Table(
-        title, [*begin, *fields * len(drafters)], rows,
+        title,
+        [*begin, *fields * len(drafters)],
+        rows,
         groups=[("", len(begin)), *((drafter, len(fields)) for drafter in drafters)],
         total=len(rows) > len(datasets),
-    )  # fmt: skip
+    )
 
 
 def category_table(report: BenchmarkReport) -> Table:
@@ -206,9 +208,12 @@ def mean_row(per_line: Sequence[Sequence[Measured | None]], shared: bool, priced
 
 
 def charts_of(
-    measured: Sequence[Measured], x_label: str, y_label: str, points: Mapping[int, Sequence[tuple[float, float]]],
+    measured: Sequence[Measured],
+    x_label: str,
+    y_label: str,
+    points: Mapping[int, Sequence[tuple[float, float]]],
     percent: bool = False,
-) -> list[Block]:  # fmt: skip
+) -> list[Block]:
     """A chart for each dataset with a line for each drafter; `points` has the line of each of `measured`, by its place there.
 
     A drafter has the same colour in every chart and in the table.

@@ -141,9 +141,14 @@ def facts_html(facts: Mapping[str, Any]) -> str:
 
 
 def write_sections(
-    path: str | Path, title: str, sections: Sequence[Section], *, lead: str = "", facts: Mapping[str, Any] | None = None,
+    path: str | Path,
+    title: str,
+    sections: Sequence[Section],
+    *,
+    lead: str = "",
+    facts: Mapping[str, Any] | None = None,
     data: Any = None,
-) -> None:  # fmt: skip
+) -> None:
     """Writes a page of titled tables and charts.
 
     Args:
