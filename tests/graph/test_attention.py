@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from tilewright.graph import rows
 from tilewright.graph.attention import attend, segment_softmax
 from tilewright.graph.table import NeighborTable
 from tilewright.kernels import select
+from tilewright.models import gnn
 
 TABLES = [("padded", "given"), ("bucketed", "given"), ("bucketed", "rcm"), ("csr", "given"), ("csr", "rcm")]
 NODES, EDGES = 9, 35
@@ -62,6 +64,40 @@ def test_gradients_by_differences(layout: str, order: str):
     given = tuple(jnp.asarray(value) for value in drawn(2, 2))
     run = jax.jit(lambda *given: attend(table, *given))
     check_grads(run, given, order=1, modes=["rev"], atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(("layout", "order"), TABLES)
+def test_dropout_takes_weights_after_the_softmax(layout: str, order: str):
+    """Each edge's weight in each head by itself, the same in every layout for the same key; against JAX's own gradients."""
+    ids, key = random_edges(5, NODES, EDGES), jax.random.key(3)
+    kept = gnn.dropout(jnp.ones((EDGES, 2)), 0.4, key)
+    given, due = drawn(2, 2), drawn(8, 2)[0]
+
+    def plainly(x: Any, source: Any, target: Any) -> Any:
+        powers = jnp.exp(jax.nn.leaky_relu(source[ids[0]] + target[ids[1]], 0.2))
+        weights = powers / jax.ops.segment_sum(powers, ids[1], NODES)[ids[1]] * kept
+        return jax.ops.segment_sum(weights[:, :, None] * x[ids[0]], ids[1], NODES)
+
+    def results(run: Any) -> Any:
+        def weighed(*given: Any) -> Any:
+            out = run(*given)
+            return (out * due).sum(), out
+
+        return jax.jit(jax.grad(weighed, (0, 1, 2), has_aux=True))(*given)
+
+    found = results(partial(attend, table_of(ids, layout, order), dropout=0.4, key=key))
+    for actual, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(results(plainly)), strict=True):
+        np.testing.assert_allclose(actual, wanted, atol=1e-5)
+
+
+def test_dropout_keeps_the_mean():
+    """Also that of a node with one neighbour, which dropout before the softmax would not."""
+    ids, (x, source, target) = np.array([[3, 0, 1, 2], [0, 1, 1, 1]]), drawn(2, 2)
+    table = table_of(ids, "padded")
+    run = jax.vmap(lambda key: attend(table, x, source, target, dropout=0.3, key=key))
+    outs = np.asarray(jax.jit(run)(jax.random.split(jax.random.key(0), 2000)))
+    deviation = outs.std(0) / 2000**0.5
+    np.testing.assert_array_less(np.abs(outs.mean(0) - expected(ids, x, source, target)[0]), 5 * deviation + 1e-6)
 
 
 @pytest.mark.parametrize("layout", ["padded", "bucketed", "csr"])

@@ -100,6 +100,32 @@ def test_attention_and_its_gradients_are_those_of_one_device(form: tuple[str, st
     close(jax.tree.map(several.restore, found), wanted)
 
 
+@pytest.mark.parametrize("form", [("ring", "csr"), ("all_gather", "bucketed")])
+def test_dropped_attention_weights(form: tuple[str, str]):
+    """With equal scores a node's result counts its neighbours that stayed; the gradient drops the same ones."""
+    several, due = table_of(*form), jnp.asarray(features(37, 2, 3))
+    zeros = several.arrange(np.zeros((37, 2), np.float32))
+
+    @jax.jit
+    def results(table: PartitionedTable, x: Array, zeros: Array, due: Array, key: Array) -> tuple[Array, Array]:
+        out, back = jax.vjp(lambda x: table.attend(x, zeros, zeros, dropout=0.5, key=key), x)
+        return out, back(due)[0]
+
+    def of(key: int) -> tuple[np.ndarray, np.ndarray]:
+        ones = several.arrange(np.ones((37, 2, 3), np.float32))
+        out, back = results(several, ones, zeros, several.arrange(due), jax.random.key(key))
+        return np.asarray(several.restore(out)), np.asarray(several.restore(back))
+
+    (out, back), (again, _), (other, _) = of(0), of(0), of(1)
+    degrees = np.bincount(graph()[1], minlength=37)
+    stayed = out[:, :, 0] * degrees[:, None] / 2
+    np.testing.assert_allclose(stayed, np.rint(stayed), atol=1e-4)
+    assert abs(stayed.sum() / (2 * degrees.sum()) - 0.5) < 0.1
+    np.testing.assert_array_equal(out, again)
+    assert not np.array_equal(out, other)
+    np.testing.assert_allclose((out * due).sum((0, 2)), back.sum((0, 2)), rtol=1e-4)
+
+
 @pytest.mark.parametrize(("family", "exchange"), [*((each, "ring") for each in CONFIGS), ("gat", "all_gather")])
 def test_a_training_step_is_that_of_one_device(family: str, exchange: str):
     config, x = CONFIGS[family], features()

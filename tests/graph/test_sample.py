@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from models.dense_graph import DenseNeighbours
 from tilewright.graph.data import karate_club, with_self_loops
-from tilewright.graph.sample import NeighbourSampler, Sample, draw
+from tilewright.graph.sample import NeighbourSampler, Sample, SampledLayer, draw
 from tilewright.models import gnn
 from tilewright.models.gnn import FAMILIES
 from train.support import cheap_compilation
@@ -118,6 +118,16 @@ def test_extremes_leave_padding_out(reduce: Any):
     x = jnp.where(sample.rows[:, None], jnp.asarray(sample.nodes)[:, None].astype(jnp.float32), jnp.nan)
     found = sample.layers[0].aggregate(x, reduce=reduce)
     assert found[:, 0].tolist() == [2.0 if reduce == "max" else 1.0, 0.0, 0.0]
+
+
+def test_dropped_attention_weights_keep_the_mean():
+    layer = SampledLayer(jnp.array([2, 0, 1]), jnp.zeros(9, jnp.int32), 2, self_loops=True)
+    score = jnp.zeros((9, 1))
+    run = jax.vmap(lambda key: layer.attend(jnp.ones((9, 1, 1)), score, score[:3], dropout=0.5, key=key))
+    outs = np.asarray(jax.jit(run)(jax.random.split(jax.random.key(0), 2000)))[:, :, 0, 0]
+    for node, neighbours in enumerate((3, 1, 2)):  # itself among them: so many equal weights, each there twice or not at all
+        assert set(np.rint(outs[:, node] * neighbours)) == set(range(0, 2 * neighbours + 1, 2))
+    np.testing.assert_allclose(outs.mean(0), 1, atol=0.1)
 
 
 def test_a_graph_without_edges():

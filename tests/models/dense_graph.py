@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from tilewright.models import gnn
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -44,10 +46,19 @@ class DenseNeighbours:
         total = m @ x
         return total if reduce == "sum" else total / jnp.maximum(m.sum(1), 1)[:, None]
 
-    def attend(self, x: Array, source_score: Array, target_score: Array, negative_slope: float = 0.2) -> Array:
+    def attend(
+        self,
+        x: Array,
+        source_score: Array,
+        target_score: Array,
+        negative_slope: float = 0.2,
+        dropout: float = 0.0,
+        key: Array | None = None,
+    ) -> Array:
         scores = jax.nn.leaky_relu(target_score[:, None] + source_score[None], negative_slope)
         powers = self.matrix[:, :, None] * jnp.exp(scores)
-        return jnp.einsum("ijh,jhd->ihd", powers / powers.sum(1, keepdims=True), x)
+        weights = gnn.dropout(powers / powers.sum(1, keepdims=True), dropout, key)
+        return jnp.einsum("ijh,jhd->ihd", weights, x)
 
 
 def numpy_scores(family: str, params: Any, matrix: np.ndarray, x: np.ndarray, statistics: Any = (), pool: Any = None) -> Any:

@@ -124,6 +124,18 @@ def test_dropout_is_random_only_in_training_and_a_function_of_its_key(family: st
     np.testing.assert_array_equal(scores(False, 3), scores(False, None))
 
 
+def test_gat_drops_attention_weights_in_training_each_layer_its_own(monkeypatch: pytest.MonkeyPatch):
+    config, params, _ = make("gat", dropout=0.5)
+    graph, given = DenseNeighbours.of(edges_for("gat"), NODES), []
+    attend = DenseNeighbours.attend
+    monkeypatch.setattr(DenseNeighbours, "attend", lambda *args: given.append(args[5:]) or attend(*args))
+    for train in (True, False):
+        gnn.apply(config, params, graph, jnp.asarray(features()), train=train, key=jax.random.key(0))
+    assert [rate for rate, _ in given[:2]] == [0.5, 0.5]
+    assert not jnp.array_equal(*(jax.random.key_data(key) for _, key in given[:2]))
+    assert [key for _, key in given[2:]] == [None, None]
+
+
 def test_dropout_keeps_the_mean():
     x = jnp.ones((400, 100))
     dropped = np.asarray(gnn.dropout(x, 0.6, jax.random.key(0)))

@@ -137,10 +137,18 @@ class Gathered:
             return total + x * self.own.astype(x.dtype)[:, None]
         return by_degree(total, self.degrees) if reduce == "mean" else total
 
-    def attend(self, x: Array, source_score: Array, target_score: Array, negative_slope: float = 0.2) -> Array:
+    def attend(
+        self,
+        x: Array,
+        source_score: Array,
+        target_score: Array,
+        negative_slope: float = 0.2,
+        dropout: float = 0.0,
+        key: Array | None = None,
+    ) -> Array:
         scores = jax.nn.leaky_relu(source_score[self.sources] + target_score[:, None], negative_slope)
         weights = jax.nn.softmax(scores, axis=1, where=self.mask[:, :, None] > 0)
-        return (weights[..., None] * x[self.sources]).sum(axis=1)
+        return (gnn.dropout(weights, dropout, key)[..., None] * x[self.sources]).sum(axis=1)
 
 
 @jax.tree_util.register_dataclass
@@ -169,11 +177,19 @@ class Segments:
         total = self.total(x[self.sources])
         return by_degree(total, self.degrees) if reduce == "mean" else total
 
-    def attend(self, x: Array, source_score: Array, target_score: Array, negative_slope: float = 0.2) -> Array:
+    def attend(
+        self,
+        x: Array,
+        source_score: Array,
+        target_score: Array,
+        negative_slope: float = 0.2,
+        dropout: float = 0.0,
+        key: Array | None = None,
+    ) -> Array:
         scores = jax.nn.leaky_relu(source_score[self.sources] + target_score[self.destinations], negative_slope)
         best = jax.ops.segment_max(scores, self.destinations, self.num_nodes, indices_are_sorted=True)
         weights = jnp.exp(scores - best[self.destinations])
-        weights = weights / self.total(weights)[self.destinations]
+        weights = gnn.dropout(weights / self.total(weights)[self.destinations], dropout, key)
         return self.total(weights[..., None] * x[self.sources])
 
 

@@ -16,6 +16,8 @@ def attend(
     source_score: Float[Array | np.ndarray, "M H"],
     target_score: Float[Array | np.ndarray, "N H"],
     negative_slope: float = 0.2,
+    dropout: float = 0.0,
+    key: Array | None = None,
 ) -> Float[Array, "N H D"]:
     """For each node and head the features of its neighbours, weighted by a softmax (Veličković et al. 2018, equations 3 to 6).
 
@@ -23,6 +25,9 @@ def attend(
         table: the graph. A node attends to itself only where it has an edge to itself (`self_loops=True` when it is built).
         x: float32 or bfloat16 features of the sources.
         source_score, target_score: the score of an edge j → i is `leaky_relu(target_score[i] + source_score[j])`.
+        dropout: the probability with which an edge's weight is dropped after the softmax, for each head by itself; the others
+            are scaled by `1 / (1 - dropout)`. Which these are depends on the key and on the caller's order of edges alone.
+        key: for dropout; without one there is none.
 
     Returns:
         In the dtype of `x`; a node without neighbours gets zeros.
@@ -38,7 +43,8 @@ def attend(
         raise ValueError(f"expected target scores of {table.num_nodes} nodes, found {target.shape[0]}")
     beyond = table.num_sources - table.num_nodes
     arranged = table.arrange(jnp.pad(target, ((0, beyond), (0, 0))))[: table.num_nodes]
-    return table.restore(table.attend(table.arrange(features), table.arrange(source), arranged, negative_slope))
+    given = table.arrange(features), table.arrange(source), arranged
+    return table.restore(table.attend(*given, negative_slope, dropout, key))
 
 
 def segment_softmax(table: NeighborTable, edge_scores: Float[Array | np.ndarray, "E *H"]) -> Float[Array, "E *H"]:

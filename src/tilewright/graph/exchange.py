@@ -18,14 +18,16 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from tilewright.graph.gradients import attention_backward, neighbour_reduce, plain_attention, plain_reduce
+from tilewright.graph.gradients import attention_backward, kept_edges, neighbour_reduce, plain_attention, plain_reduce
 from tilewright.graph.rows import Rows, take
 from tilewright.graph.table import inverse_root, known_reduction
-from tilewright.kernels.gather_reduce.reference import Reduce
+from tilewright.kernels.select import Reduce
 from tilewright.parallel import rings
 
 Arrays = tuple[tuple[Array, ...], ...]
 """The arrays of each part."""
+Kept = tuple[Array | None, ...]
+"""Of each part the factors of its edges' weights `[E, H]`, see `gradients.neighbour_attention`."""
 
 
 @jax.tree_util.register_dataclass
@@ -62,6 +64,12 @@ class Plan:
     def part(self, arrays: Arrays, hop: int) -> Part:
         place = self.hops.index(hop)
         return jax.tree.unflatten(self.trees[place], arrays[place])
+
+    def kept(self, arrays: Arrays, heads: int, rate: float, key: Array | None) -> "Kept":
+        """The factors of a dropout, of each part."""
+        edges = [self.part(arrays, hop).forward.num_edges for hop in self.hops]
+        keys = [None] * len(edges) if key is None else list(jax.random.split(key, len(edges)))
+        return tuple(kept_edges(count, heads, rate, each) for count, each in zip(edges, keys, strict=True))
 
     def meet(self, visit: Callable[..., Any], shard: Any, total: Any) -> Any:
         """See `rings.ring`."""
@@ -142,15 +150,21 @@ class Shard:
         source_score: Float[Array, "N H"],
         target_score: Float[Array, "N H"],
         negative_slope: float = 0.2,
+        dropout: float = 0.0,
+        key: Array | None = None,
     ) -> Float[Array, "N H D"]:
-        """Attention over each node's neighbours on all devices; see `tilewright.graph.attention.attend`."""
+        """Attention over each node's neighbours on all devices; see `tilewright.graph.attention.attend`.
+
+        Each device's key must be another.
+        """
         wanted = (self.num_nodes, x.shape[1] if x.ndim == 3 else -1)
         if x.shape[:2] != wanted or source_score.shape != wanted or target_score.shape != wanted:
             raise ValueError(
                 f"expected features [N, H, D] and scores [N, H] of N = {self.num_nodes} nodes on each device, "
                 f"found {list(x.shape)}, {list(source_score.shape)} and {list(target_score.shape)}"
             )
-        return attend(self.arrays, x, source_score, target_score, self.plan, negative_slope)
+        kept = self.plan.kept(self.arrays, x.shape[1], dropout, key)
+        return attend(self.arrays, x, source_score, target_score, kept, self.plan, negative_slope)
 
 
 def total(arrays: Arrays, x: Float[Array, "N F"], plan: Plan) -> Float[Array, "N F"]:
@@ -216,16 +230,18 @@ def reaches(x: Array, best: Array, source: Array, row: Array, weight: tuple[Arra
     return (message * weight[0][:, None] if weight else message) == take(best, row)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def attend(arrays: Arrays, x: Array, source: Array, target: Array, plan: Plan, slope: float) -> Array:
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def attend(arrays: Arrays, x: Array, source: Array, target: Array, kept: Kept, plan: Plan, slope: float) -> Array:
     """Attention over neighbours; no weight leaves the device of its target."""
-    return attend_forward(arrays, x, source, target, plan, slope)[0]
+    return attend_forward(arrays, x, source, target, kept, plan, slope)[0]
 
 
-def attend_forward(arrays: Arrays, x: Array, source: Array, target: Array, plan: Plan, slope: float) -> tuple[Array, tuple]:
+def attend_forward(
+    arrays: Arrays, x: Array, source: Array, target: Array, kept: Kept, plan: Plan, slope: float
+) -> tuple[Array, tuple]:
     def visit(hop: int, visiting: tuple[Array, Array], before: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         rows = plan.part(arrays, hop).forward
-        out, largest, summed = plain_attention(rows, *visiting, target, slope)
+        out, largest, summed = plain_attention(rows, *visiting, target, kept[plan.hops.index(hop)], slope)
         some = rows.degrees[:, None] > 0
         return merged(before, (out.astype(jnp.float32), jnp.where(some, largest, -jnp.inf), jnp.where(some, summed, 0)))
 
@@ -234,7 +250,7 @@ def attend_forward(arrays: Arrays, x: Array, source: Array, target: Array, plan:
     out, largest, summed = plan.meet(visit, (x, source), nothing)
     out = out.astype(x.dtype)
     largest, summed = jnp.where(summed > 0, largest, 0), jnp.maximum(summed, jnp.finfo(jnp.float32).tiny)
-    return out, (arrays, x, source, target, out, largest, summed)
+    return out, (arrays, x, source, target, kept, out, largest, summed)
 
 
 def merged(a: tuple[Array, Array, Array], b: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -251,17 +267,17 @@ def merged(a: tuple[Array, Array, Array], b: tuple[Array, Array, Array]) -> tupl
 
 
 def attend_backward(plan: Plan, slope: float, saved: tuple, gradient: Array) -> tuple:
-    arrays, x, source, target, out, largest, summed = saved
+    arrays, x, source, target, kept, out, largest, summed = saved
 
     def give(hop: int, visiting: tuple[Array, Array], by_target: Array) -> tuple[Array, tuple[Array, Array]]:
         part = plan.part(arrays, hop)
         rows, shape = jax.tree.flatten((part.forward, part.backward))
-        known = (rows, *visiting, target, out, largest, summed)
-        _, by_features, by_source, more = attention_backward(shape, slope, known, gradient)
+        known = (rows, *visiting, target, kept[plan.hops.index(hop)], out, largest, summed)
+        _, by_features, by_source, more, _ = attention_backward(shape, slope, known, gradient)
         return by_target + more.astype(jnp.float32), (by_features, by_source)
 
     by_target, (by_features, by_source) = plan.collect(give, (x, source), jnp.zeros(target.shape, jnp.float32))
-    return None, by_features, by_source, by_target.astype(target.dtype)
+    return None, by_features, by_source, by_target.astype(target.dtype), None
 
 
 attend.defvjp(attend_forward, attend_backward)

@@ -16,7 +16,8 @@ from jaxtyping import Float, Int32
 
 from tilewright.graph.rows import CsrRows, Rows, Slots, dot_slots, take
 from tilewright.kernels import select
-from tilewright.kernels.gather_reduce.reference import Reduce
+from tilewright.kernels.select import Reduce
+from tilewright.models.gnn import dropout
 
 
 @jax.custom_vjp
@@ -128,8 +129,22 @@ def per_head(weights: Slots) -> Slots:
     return tuple(value[..., 0] for value in weights) if weights[0].shape[-1] == 1 else weights
 
 
-def plain_attention(forward: Rows, x: Array, source: Array, target: Array, slope: float) -> tuple[Array, Array, Array]:
-    """The output, and each node's maximum and sum."""
+def kept_edges(edges: int, heads: int, rate: float, key: Array | None) -> Float[Array, "E H"] | None:
+    """The factors of a dropout with probability `rate` for each edge, in the caller's order, and each head; none without a key."""
+    return None if key is None or rate == 0 else dropout(jnp.ones((edges, heads), jnp.float32), rate, key)
+
+
+def dropped(rows: Rows, values: Slots, kept: Float[Array, "E H"] | None) -> Slots:
+    """The slots' values times the factors of their edges."""
+    if kept is None:
+        return values
+    return rows.map_slots(lambda row, source, value, factor: value * factor, 1, values, rows.from_edges(kept))
+
+
+def plain_attention(
+    forward: Rows, x: Array, source: Array, target: Array, kept: Array | None, slope: float
+) -> tuple[Array, Array, Array]:
+    """The output, and each node's maximum and sum; see `neighbour_attention`."""
     flat = x.reshape(x.shape[0], -1)
 
     def score(row: Array, origin: Array) -> Array:
@@ -138,9 +153,9 @@ def plain_attention(forward: Rows, x: Array, source: Array, target: Array, slope
 
     def by_slots() -> tuple[Array, Array, Array]:
         weights, largest, total = softmax_slots(forward, forward.map_slots(score, 1))
-        return forward.reduce(flat, per_head(weights), "sum"), largest, total
+        return forward.reduce(flat, per_head(dropped(forward, weights, kept)), "sum"), largest, total
 
-    if isinstance(forward, CsrRows):
+    if isinstance(forward, CsrRows) and kept is None:
         lists = forward.offsets, forward.sources
         out, largest, total = select.attend_csr(flat, source, target, lists, slope, by_slots)
         total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
@@ -155,34 +170,41 @@ def neighbour_attention(
     x: Float[Array, "M H D"],
     source: Float[Array, "M H"],
     target: Float[Array, "N H"],
+    kept: Float[Array, "E H"] | None,
     slope: float,
 ) -> Float[Array, "N H D"]:
     """Sources' features, weighted by the softmax over a node's sources of `leaky_relu(target + source)`.
 
     Only scores exist for each edge, never features. The gradient makes the weights again from each node's maximum and sum
     (as Dao et al. 2022, FlashAttention, §3.1).
+
+    Args:
+        kept: factors of the weights, after the softmax, which have no gradient: those of a dropout. None, of which all are 1, is
+            what there are kernels for.
     """
     arrays, shape = jax.tree.flatten((forward, backward))
-    return attend_arrays(arrays, x, source, target, shape, slope)
+    return attend_arrays(arrays, x, source, target, kept, shape, slope)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def attend_arrays(arrays: list[Array], x: Array, source: Array, target: Array, shape: Any, slope: float) -> Array:
-    return plain_attention(shape.unflatten(arrays)[0], x, source, target, slope)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def attend_arrays(
+    arrays: list[Array], x: Array, source: Array, target: Array, kept: Array | None, shape: Any, slope: float
+) -> Array:
+    return plain_attention(shape.unflatten(arrays)[0], x, source, target, kept, slope)[0]
 
 
 def attention_forward(
-    arrays: list[Array], x: Array, source: Array, target: Array, shape: Any, slope: float
+    arrays: list[Array], x: Array, source: Array, target: Array, kept: Array | None, shape: Any, slope: float
 ) -> tuple[Array, tuple]:
-    out, largest, total = plain_attention(shape.unflatten(arrays)[0], x, source, target, slope)
-    return out, (arrays, x, source, target, out, largest, total)
+    out, largest, total = plain_attention(shape.unflatten(arrays)[0], x, source, target, kept, slope)
+    return out, (arrays, x, source, target, kept, out, largest, total)
 
 
 def attention_backward(shape: Any, slope: float, saved: tuple, gradient: Array) -> tuple:
-    arrays, x, source, target, out, largest, total = saved
+    arrays, x, source, target, kept, out, largest, total = saved
     forward, backward = shape.unflatten(arrays)
     by_slots = partial(slot_gradients, forward, backward, slope, saved[1:], gradient)
-    if isinstance(forward, CsrRows):
+    if isinstance(forward, CsrRows) and kept is None:
         flat = [one.reshape(one.shape[0], -1) for one in (gradient, out, x)]
         scores = source.astype(jnp.float32), target.astype(jnp.float32)
         positions = backward.slots.at[forward.edges].get(mode="fill", fill_value=0)
@@ -192,14 +214,14 @@ def attention_backward(shape: Any, slope: float, saved: tuple, gradient: Array) 
     else:
         due = by_slots()
     by_features, by_source, by_target = due
-    return None, by_features.reshape(x.shape), by_source.astype(source.dtype), by_target.astype(target.dtype)
+    return None, by_features.reshape(x.shape), by_source.astype(source.dtype), by_target.astype(target.dtype), None
 
 
 def slot_gradients(
-    forward: Rows, backward: Rows, slope: float, saved: tuple[Array, ...], gradient: Array
+    forward: Rows, backward: Rows, slope: float, saved: tuple[Any, ...], gradient: Array
 ) -> tuple[Array, Array, Array]:
     """What is due to the features `[M, F]` and to the scores of sources and targets, float32."""
-    x, source, target, out, largest, total = saved
+    x, source, target, kept, out, largest, total = saved
     mean = jnp.sum(gradient.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
 
     def raw_score(origin: Array, node: Array) -> Array:
@@ -214,11 +236,12 @@ def slot_gradients(
         return weight * (product - take(mean, node)) * steepness
 
     weights = backward.map_slots(weight, 1)
-    scores = backward.map_slots(by_score, 1, weights, dot_slots(backward, x, gradient))
+    products = dropped(backward, dot_slots(backward, x, gradient), kept)
+    scores = backward.map_slots(by_score, 1, weights, products)
     by_source = backward.reduce_slots(scores, "sum")
     by_target = forward.reduce_slots(forward.from_edges(backward.to_edges(scores)), "sum")
     flat = gradient.reshape(gradient.shape[0], -1)
-    return backward.reduce(flat, per_head(weights), "sum"), by_source, by_target
+    return backward.reduce(flat, per_head(dropped(backward, weights, kept)), "sum"), by_source, by_target
 
 
 attend_arrays.defvjp(attention_forward, attention_backward)

@@ -133,22 +133,27 @@ class PartitionedTable:
         source_score: Float[Array, "rows H"],
         target_score: Float[Array, "rows H"],
         negative_slope: float = 0.2,
+        dropout: float = 0.0,
+        key: Array | None = None,
     ) -> Float[Array, "rows H D"]:
         """Attention over each node's neighbours; see `tilewright.graph.attention.attend`."""
-        return attended(self, x, source_score, target_score, negative_slope)
+        return attended(self, x, source_score, target_score, key, negative_slope, dropout)
 
-    def on_each(self, compute: Any, *arrays: Float[Array, "rows ..."]) -> Float[Array, "rows ..."]:
-        """`compute(shard, *arrays)` on each device, of its own rows."""
+    def on_each(
+        self, compute: Any, *arrays: Float[Array, "rows ..."], key: Array | None = None
+    ) -> Float[Array, "rows ..."]:  # fmt: skip
+        """`compute(shard, key, *arrays)` on each device, of its own rows and with a key of its own."""
         for array in arrays:
             if array.shape[0] != self.num_nodes:
                 raise ValueError(f"expected {self.num_nodes} rows, as `arrange` makes them, found {array.shape[0]}")
 
-        def inside(shards: Shard, *arrays: Array) -> Array:
-            return compute(shards.own(), *arrays)
+        def inside(shards: Shard, keys: Array | None, *arrays: Array) -> Array:
+            return compute(shards.own(), None if keys is None else keys[0], *arrays)
 
         # Everything that goes in or out is sharded, so there is nothing for check_vma to check, which the kernels don't pass.
         mapped = jax.shard_map(inside, mesh=self.mesh, in_specs=self.spec, out_specs=self.spec, check_vma=False)
-        return mapped(self.shards, *arrays)
+        devices = self.mesh.shape[self.shards.plan.axis]
+        return mapped(self.shards, None if key is None else jax.random.split(key, devices), *arrays)
 
     def arrange(self, x: Any, fill: Any = 0) -> Array:
         """Brings values of the nodes, `[nodes, ...]`, from the caller's order to that of the blocks, with `fill` in padding.
@@ -200,12 +205,14 @@ class PartitionedTable:
 @partial(jax.jit, static_argnames=("reduce", "normalisation"))
 def aggregated(table: PartitionedTable, x: Array, reduce: str, normalisation: str | None) -> Array:
     """A program of its own, for step by step a `jax.shard_map` takes long."""
-    return table.on_each(lambda shard, x: shard.aggregate(x, reduce=reduce, normalisation=normalisation), x)
+    return table.on_each(lambda shard, _, x: shard.aggregate(x, reduce=reduce, normalisation=normalisation), x)
 
 
-@partial(jax.jit, static_argnames="slope")
-def attended(table: PartitionedTable, x: Array, source: Array, target: Array, slope: float) -> Array:
-    return table.on_each(lambda shard, *given: shard.attend(*given, slope), x, source, target)
+@partial(jax.jit, static_argnames=("slope", "dropout"))
+def attended(
+    table: PartitionedTable, x: Array, source: Array, target: Array, key: Array | None, slope: float, dropout: float
+) -> Array:
+    return table.on_each(lambda shard, key, *given: shard.attend(*given, slope, dropout, key), x, source, target, key=key)
 
 
 @partial(jax.jit, static_argnums=2)

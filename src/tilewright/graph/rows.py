@@ -17,7 +17,7 @@ from jax import Array
 from jaxtyping import Float, Int32
 
 from tilewright.kernels import select
-from tilewright.kernels.gather_reduce.reference import Reduce
+from tilewright.kernels.select import Reduce
 
 Slots = tuple[Array, ...]
 """A value for each slot: `[R, K, ...]` for each bucket, or one array `[E, ...]`."""
@@ -116,6 +116,12 @@ class BucketRows:
     order: Int32[Array, " N"] | None
 
     @property
+    def num_edges(self) -> int:
+        """Edges that there is room for."""
+        assert self.slots is not None, "only the first stage has edges"
+        return self.slots.shape[0]
+
+    @property
     def blocks(self) -> tuple[Bucket, ...]:
         """What there are slots for."""
         return self.buckets + self.parts
@@ -188,6 +194,10 @@ class CsrRows:
     rows: Int32[Array, " E"]
     edges: Int32[Array, " E"]
     slots: Int32[Array, " E"]
+
+    @property
+    def num_edges(self) -> int:
+        return self.slots.shape[0]
 
     @property
     def degrees(self) -> Int32[Array, " N"]:

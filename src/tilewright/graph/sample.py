@@ -15,7 +15,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from tilewright.kernels.gather_reduce.reference import Reduce
+from tilewright.kernels.select import Reduce
+from tilewright.models import gnn
 
 
 @jax.tree_util.register_dataclass
@@ -84,6 +85,8 @@ class SampledLayer:
         source_score: Float[Array, "M H"],
         target_score: Float[Array, "N H"],
         negative_slope: float = 0.2,
+        dropout: float = 0.0,
+        key: Array | None = None,
     ) -> Float[Array, "N H D"]:
         """Attention over the drawn neighbours; a row that has none gets zeros."""
         scores, values = self.slots(source_score) + target_score[:, None], self.slots(x)
@@ -94,7 +97,7 @@ class SampledLayer:
             values = jnp.concatenate([x[:n][:, None], values], 1)
             filled = jnp.concatenate([jnp.ones_like(filled[:, :1]), filled], 1)
         scores = jax.nn.leaky_relu(scores.astype(jnp.float32), negative_slope)
-        weights = jax.nn.softmax(scores, axis=1, where=filled)
+        weights = gnn.dropout(jax.nn.softmax(scores, axis=1, where=filled), dropout, key)
         weighted = jnp.where(filled[..., None], weights[..., None] * values.astype(jnp.float32), 0)
         return weighted.sum(1).astype(x.dtype)
 

@@ -17,10 +17,10 @@ from jaxtyping import Float, Int32
 
 from tilewright.graph import build
 from tilewright.graph.edges import Edges, from_edge_index, read_edges, with_self_loops
-from tilewright.graph.gradients import neighbour_attention, neighbour_reduce, permute
+from tilewright.graph.gradients import kept_edges, neighbour_attention, neighbour_reduce, permute
 from tilewright.graph.rows import BucketRows, Rows
 from tilewright.kernels import select
-from tilewright.kernels.gather_reduce.reference import Reduce
+from tilewright.kernels.select import Reduce
 
 LAYOUTS = ("auto", "padded", "bucketed", "csr")
 ORDERS = ("given", "rcm")
@@ -169,6 +169,8 @@ class NeighborTable:
         source_score: Float[Array, "M H"],
         target_score: Float[Array, "N H"],
         negative_slope: float = 0.2,
+        dropout: float = 0.0,
+        key: Array | None = None,
     ) -> Float[Array, "N H D"]:
         """Attention over each node's neighbours, all in table order; see `tilewright.graph.attention.attend`."""
         heads = x.shape[1] if x.ndim == 3 else -1
@@ -179,7 +181,8 @@ class NeighborTable:
                 f"expected features [M, H, D] and scores [M, H] and [N, H], M = {self.num_sources} and N = {self.num_nodes}, "
                 f"found {list(x.shape)}, {list(found[0])} and {list(found[1])}"
             )
-        return neighbour_attention(self.forward, self.backward, x, source_score, target_score, negative_slope)
+        kept = kept_edges(self.num_edges, heads, dropout, key)
+        return neighbour_attention(self.forward, self.backward, x, source_score, target_score, kept, negative_slope)
 
     def checked_weights(self, weights: Float[Array, " E"] | None) -> Float[Array, " E"] | None:
         """The weights that count: those given, or else the table's own."""

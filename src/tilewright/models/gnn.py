@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
-from tilewright.kernels.gather_reduce.reference import Reduce
+from tilewright.kernels.select import Reduce
 from tilewright.models.params import DTYPES, ArraySpec, Dtype, initialise, matrix, norm_weight
 
 BATCH_NORM_MOMENTUM, BATCH_NORM_EPS = 0.1, 1e-5
@@ -46,10 +46,19 @@ class Neighbours(Protocol):
         """
         ...
 
-    def attend(self, x: Array, source_score: Array, target_score: Array, negative_slope: float = 0.2) -> Array:
+    def attend(
+        self,
+        x: Array,
+        source_score: Array,
+        target_score: Array,
+        negative_slope: float = 0.2,
+        dropout: float = 0.0,
+        key: Array | None = None,
+    ) -> Array:
         """Attention over the neighbours: `x[M, H, D]` and scores `[M, H]`, `[N, H]` to `[N, H, D]`.
 
-        The weights are the softmax of `leaky_relu(source_score[j] + target_score[i])` over the neighbours j of i.
+        The weights are the softmax of `leaky_relu(source_score[j] + target_score[i])` over the neighbours j of i; with a key,
+        each is then dropped with probability `dropout`, and the others are scaled.
         """
         ...
 
@@ -80,7 +89,8 @@ class _Sizes:
         classes: width of the output.
         hidden: width of a hidden layer (of one head, in GAT).
         layers: rounds of message passing.
-        dropout: probability with which an input of a layer is dropped in training (GIN: a layer's score).
+        dropout: probability with which an input of a layer is dropped in training (GIN: a layer's score; GAT: the weights of
+            the attention, too).
         readout: how the nodes of a graph become the graph's scores.
     """
 
@@ -341,8 +351,11 @@ def aggregated_product(graph: Neighbours, x: Input, weight: Array, **how: Any) -
     return graph.aggregate(x @ weight, **how)
 
 
-def convolve(config: Config, layer: Any, graph: Neighbours, x: Input, last: bool) -> Float[Array, "N O"]:
+def convolve(
+    config: Config, layer: Any, graph: Neighbours, x: Input, last: bool, key: Array | None
+) -> Float[Array, "N O"]:  # fmt: skip
     """One layer of GCN, GraphSAGE or GAT, before its activation."""
+    x = dropout(x, config.dropout, key)
     match config:
         case GCNConfig():
             return aggregated_product(graph, x, layer.weight, normalisation="symmetric") + layer.bias
@@ -352,7 +365,8 @@ def convolve(config: Config, layer: Any, graph: Neighbours, x: Input, last: bool
         case GATConfig():
             heads = (x @ layer.weight).reshape(x.shape[0], *layer.source.shape[1:])
             source, target = (heads * layer.source).sum(-1), (heads[: graph.num_nodes] * layer.target).sum(-1)
-            out = graph.attend(heads, source, target, config.negative_slope)
+            another = None if key is None else jax.random.fold_in(key, 1)
+            out = graph.attend(heads, source, target, config.negative_slope, config.dropout, another)
             return (out.mean(1) if last else out.reshape(out.shape[0], -1)) + layer.bias
         case _:
             raise AssertionError(config)
@@ -423,7 +437,7 @@ def apply(
     h: Any = x
     for n, (layer, graph) in enumerate(zip(params.layers, each, strict=True)):
         last = n == config.layers - 1
-        h = convolve(config, layer, graph, dropout(h, config.dropout, keys[n]), last)
+        h = convolve(config, layer, graph, h, last, keys[n])
         if not last:
             h = jax.nn.elu(h) if isinstance(config, GATConfig) else jax.nn.relu(h)
     return (h if pool is None else pool.aggregate(h, reduce=config.readout)).astype(jnp.float32), state
