@@ -16,6 +16,7 @@ from models.dense_graph import DenseNeighbours, numpy_scores
 from tilewright.graph.data import SparseRows, karate_club, with_self_loops
 from tilewright.graph.features import SparseFeatures
 from tilewright.graph.table import NeighborTable
+from tilewright.kernels import native
 from tilewright.models import gnn
 from tilewright.models.gnn import FAMILIES, BatchNorm, GATConfig, GCNConfig, GINConfig, GraphSAGEConfig, RunningStatistics
 from tilewright.models.gnn_checkpoint import load_gnn, save_gnn
@@ -122,6 +123,20 @@ def test_dropout_is_random_only_in_training_and_a_function_of_its_key(family: st
     np.testing.assert_array_equal(scores(True, 3), scores(True, 3))
     assert not np.array_equal(scores(True, 3), scores(True, 4))
     np.testing.assert_array_equal(scores(False, 3), scores(False, None))
+
+
+@pytest.mark.parametrize(("family", "sparse"), [*((family, False) for family in FAMILIES), ("gin", True)])
+def test_prepared_parameters_score_the_same(family: str, sparse: bool):
+    config, params, state = make(family)
+    table, x = NeighborTable.from_edges(edges_for(family), NODES, layout="padded"), features()
+    places = [np.arange(NODES + 1) * FEATURES, np.tile(np.arange(FEATURES), NODES)]
+    each = SparseRows(*(each.astype(np.int32) for each in places), np.asarray(x).ravel(), FEATURES)
+    given = SparseFeatures.of(each) if sparse else jnp.asarray(x)
+    ready = gnn.prepare(config, params, sparse_input=sparse)
+    compiled = jax.jit(lambda params, x: gnn.apply(config, params, table, x, state)[0])
+    np.testing.assert_allclose(compiled(ready, given), compiled(params, given), rtol=1e-5, atol=1e-5)
+    if native.kernels().isa and not sparse:
+        assert "tilewright_linear" in compiled.lower(ready, given).as_text()
 
 
 def test_gat_drops_attention_weights_in_training_each_layer_its_own(monkeypatch: pytest.MonkeyPatch):

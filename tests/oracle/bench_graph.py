@@ -80,6 +80,7 @@ def networks(graph: Graph, x: np.ndarray) -> dict[str, Way]:
     width = x.shape[1]
     config = gnn.GraphSAGEConfig(width, width, hidden=width)
     params, _ = gnn.init(config, jax.random.key(0))
+    prepared = gnn.prepare(config, params)
     convs = [SAGEConv(width, width).eval() for _ in params.layers]
     for conv, layer in zip(convs, params.layers, strict=True):
         values = {"lin_l.weight": layer.neighbour.weight.T, "lin_l.bias": layer.neighbour.bias, "lin_r.weight": layer.root.T}
@@ -91,7 +92,7 @@ def networks(graph: Graph, x: np.ndarray) -> dict[str, Way]:
         return convs[1](torch.relu(convs[0](features, adjacency)), adjacency)
 
     ways: dict[str, Way] = {"PyG edge_index": lambda: run(edges), "PyG CSR": lambda: run(matrix)}
-    compiled = jax.jit(lambda neighbours, x: gnn.apply(config, params, neighbours, x)[0])
+    compiled = jax.jit(lambda neighbours, x: gnn.apply(config, prepared, neighbours, x)[0])
     for layout in ("bucketed", "csr"):
         table = NeighborTable.from_edges(graph.edge_index, graph.num_nodes, layout=layout)
         own = table.arrange(given).block_until_ready()

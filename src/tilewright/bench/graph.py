@@ -250,10 +250,12 @@ def prepare(
     for name in names:
         if name == "gat":  # whose nodes are neighbours of themselves
             looped = replace(graph, edge_index=with_self_loops(graph.edge_index.astype(np.int32), graph.num_nodes))
-            ready.append(gathering(name, x, make_arrays(looped, wanted, x), dtype))
+            ready.append(gathering(name, x, make_arrays(looped, wanted, x), dtype, here=not chips))
             continue
         arrays = arrays or make_arrays(graph, wanted, x)
-        ready.append(scatter_add(x, arrays) if name == "scatter-add" else gathering(name, x, arrays, dtype))
+        ready.append(
+            scatter_add(x, arrays) if name == "scatter-add" else gathering(name, x, arrays, dtype, here=not chips)
+        )  # fmt: skip
     return ready
 
 
@@ -299,12 +301,17 @@ def scatter_add(x: Float[Array, "N F"], arrays: Arrays) -> Experiment:
     return Experiment("scatter-add", {"baseline": baseline, "fused": fused}, inputs, {"fused": counts}, ())
 
 
-def gathering(name: str, x: Float[Array, "N F"], arrays: Arrays, dtype: Dtype) -> Experiment:
-    """The reduction itself, or a model that holds it `LAYERS` times; from and to the caller's order of nodes on all sides."""
+def gathering(name: str, x: Float[Array, "N F"], arrays: Arrays, dtype: Dtype, here: bool) -> Experiment:
+    """The reduction itself, or a model that holds it `LAYERS` times; from and to the caller's order of nodes on all sides.
+
+    Args:
+        here: it will run on this machine, so that a model's matrices are prepared for that.
+    """
     inputs: dict[str, Any] = {"x": x, **arrays.peers, **arrays.tables}
     config = model_config(name, x.shape[1])
     if config is not None:
-        inputs["params"], inputs["state"] = gnn.init(config, jax.random.key(1), dtype)
+        params, inputs["state"] = gnn.init(config, jax.random.key(1), dtype)
+        inputs["params"] = gnn.prepare(config, params) if here else params
 
     def reduced(given: Mapping[str, Any], neighbours: Any, x: Array) -> Array:
         if config is None:

@@ -130,7 +130,7 @@ def per_head(weights: Slots) -> Slots:
 
 
 def kept_edges(edges: int, heads: int, rate: float, key: Array | None) -> Float[Array, "E H"] | None:
-    """The factors of a dropout with probability `rate` for each edge, in the caller's order, and each head; none without a key."""
+    """The factors of a dropout for each edge, in the caller's order, and each head; None without a key."""
     return None if key is None or rate == 0 else dropout(jnp.ones((edges, heads), jnp.float32), rate, key)
 
 
@@ -179,8 +179,8 @@ def neighbour_attention(
     (as Dao et al. 2022, FlashAttention, §3.1).
 
     Args:
-        kept: factors of the weights, after the softmax, which have no gradient: those of a dropout. None, of which all are 1, is
-            what there are kernels for.
+        kept: factors of the weights, after the softmax, which have no gradient: those of a dropout. None stands for ones, and
+            for these alone there are kernels.
     """
     arrays, shape = jax.tree.flatten((forward, backward))
     return attend_arrays(arrays, x, source, target, kept, shape, slope)

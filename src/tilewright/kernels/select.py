@@ -50,6 +50,11 @@ def linear(x: Float[Array, "*rows I"], w: Matrix, out_dtype: DTypeLike | None = 
     return cpu.trained_linear(x, w, out_dtype) if isinstance(w, TrainedMatrix) else xla.linear(x, w, out_dtype)
 
 
+def prepared(w: Float[Array, "I O"], name: str = "weight") -> Matrix:
+    """A weight that `linear` will meet again and again: packed for the CPU kernels where they run."""
+    return cpu.pack(w, name=name) if jax.default_backend() == "cpu" and native.kernels().isa else w
+
+
 def gated_linear(x: Float[Array, "*rows I"], gate: Matrix, up: Matrix | None) -> Float[Array, "*rows O"]:
     """`silu(x @ gate) * (x @ up)`. A packed gate holds both matrices, and `up` is None."""
     if isinstance(gate, PackedMatrix):

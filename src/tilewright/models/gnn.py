@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
-from tilewright.kernels.select import Reduce
+from tilewright.kernels import select
+from tilewright.kernels.select import Matrix, Reduce
 from tilewright.models.params import DTYPES, ArraySpec, Dtype, initialise, matrix, norm_weight
 
 BATCH_NORM_MOMENTUM, BATCH_NORM_EPS = 0.1, 1e-5
@@ -305,6 +306,22 @@ def init(config: Config, key: Array, dtype: Dtype = "float32") -> tuple[GNNParam
     return initialise(declare(config), key, DTYPES[dtype]), initialise(declare_state(config), key)
 
 
+def prepare(config: Config, params: GNNParams, sparse_input: bool = False) -> GNNParams:
+    """Parameters for running a model again and again, not for training it: matrices as the CPU kernels want them, if they run.
+
+    Args:
+        sparse_input: the features will come as a `SparseInput`, whose products take matrices as they are.
+    """
+
+    def one(spec: ArraySpec, value: Array) -> Any:
+        return select.prepared(value, spec.name) if spec.transposed else value
+
+    made = jax.tree.map(one, declare(config), params)
+    if not sparse_input:
+        return made
+    return GNNParams((params.layers[0], *made.layers[1:]), (*params.scores[:1], *made.scores[1:]))
+
+
 def dropout(x: Any, rate: float, key: Array | None) -> Any:
     """Drops entries with probability `rate` and scales the others; nothing without a key."""
     if key is None or rate == 0:
@@ -334,21 +351,26 @@ def batch_norm(
     return ((wide - mean) * scale + norm.shift.astype(jnp.float32)).astype(x.dtype), running
 
 
-def linear(x: Float[Array, "N F"], layer: Linear) -> Float[Array, "N O"]:
-    return x @ layer.weight + layer.bias
+def product(x: Input, weight: Matrix) -> Float[Array, "N O"]:
+    """`x @ weight`."""
+    return select.linear(x, weight) if isinstance(x, Array) else x @ weight
 
 
-def first_rows(x: Input, rows: int, weight: Array) -> Float[Array, "N O"]:
+def linear(x: Input, layer: Linear) -> Float[Array, "N O"]:
+    return product(x, layer.weight) + layer.bias
+
+
+def first_rows(x: Input, rows: int, weight: Matrix) -> Float[Array, "N O"]:
     """`x[:rows] @ weight`."""
-    return x[:rows] @ weight if isinstance(x, Array) else (x @ weight)[:rows]
+    return product(x[:rows], weight) if isinstance(x, Array) else product(x, weight)[:rows]
 
 
-def aggregated_product(graph: Neighbours, x: Input, weight: Array, **how: Any) -> Float[Array, "N O"]:
-    """`aggregate(x) @ weight`, in the order that costs less (both are linear)."""
-    narrows = weight.shape[1] <= weight.shape[0] and graph.num_sources < 2 * graph.num_nodes
+def aggregated_linear(graph: Neighbours, x: Input, layer: Linear, **how: Any) -> Float[Array, "N O"]:
+    """`linear(aggregate(x))`, in the order that costs less (both are linear)."""
+    narrows = layer.bias.shape[0] <= x.shape[1] and graph.num_sources < 2 * graph.num_nodes
     if isinstance(x, Array) and not narrows:
-        return graph.aggregate(x, **how) @ weight
-    return graph.aggregate(x @ weight, **how)
+        return linear(graph.aggregate(x, **how), layer)
+    return graph.aggregate(product(x, layer.weight), **how) + layer.bias
 
 
 def convolve(
@@ -358,12 +380,12 @@ def convolve(
     x = dropout(x, config.dropout, key)
     match config:
         case GCNConfig():
-            return aggregated_product(graph, x, layer.weight, normalisation="symmetric") + layer.bias
+            return aggregated_linear(graph, x, layer, normalisation="symmetric")
         case GraphSAGEConfig():
-            near = aggregated_product(graph, x, layer.neighbour.weight, reduce="mean")
-            return near + layer.neighbour.bias + first_rows(x, graph.num_nodes, layer.root)
+            near = aggregated_linear(graph, x, layer.neighbour, reduce="mean")
+            return near + first_rows(x, graph.num_nodes, layer.root)
         case GATConfig():
-            heads = (x @ layer.weight).reshape(x.shape[0], *layer.source.shape[1:])
+            heads = product(x, layer.weight).reshape(x.shape[0], *layer.source.shape[1:])
             source, target = (heads * layer.source).sum(-1), (heads[: graph.num_nodes] * layer.target).sum(-1)
             another = None if key is None else jax.random.fold_in(key, 1)
             out = graph.attend(heads, source, target, config.negative_slope, config.dropout, another)
@@ -378,7 +400,7 @@ def isomorphism_layer(
     """One layer of GIN, and its statistics afterwards."""
     own = first_rows(x, graph.num_nodes, layer.first.weight)
     own = own if layer.epsilon is None else own * (1 + layer.epsilon)
-    summed = aggregated_product(graph, x, layer.first.weight, reduce="sum") + own + layer.first.bias
+    summed = aggregated_linear(graph, x, layer.first, reduce="sum") + own
     h, inner = batch_norm(summed, layer.inner, statistics[0], rows, train)
     h, outer = batch_norm(linear(jax.nn.relu(h), layer.second), layer.outer, statistics[1], rows, train)
     return jax.nn.relu(h), (inner, outer)
