@@ -33,7 +33,7 @@ from tilewright.models import gnn
 
 GRAPHS = ("uniform:10000:16", "uniform:10000:64", "rmat:100000:1000000")
 AGREES = 1e-3
-PAUSE_S, CALLS = 0.05, 4
+PAUSE_S, WARM_S, TIMED_S = 0.05, 0.05, 0.1
 
 Way = Callable[[], Any]
 SeveralWords = Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative=())]
@@ -109,16 +109,23 @@ def compare(expected: Any, found: Any, what: str) -> None:
 
 
 def turn(run: Way) -> float:
-    """Milliseconds of a call: the median of a few, after a pause, in which the other library's threads stop waiting busily, and
-    after one call that goes untimed, since another way has just filled the caches."""
+    """Milliseconds of a call, as one sees it who calls this way again and again: the median of `TIMED_S`, three at least.
+
+    Before come a pause, in which the other library's threads stop waiting busily, and `WARM_S` of untimed calls, in which the
+    way's own threads wake up and its arrays come into the caches.
+    """
+
+    def calls(seconds: float, least: int) -> list[float]:
+        times: list[float] = []
+        while len(times) < least or sum(times) < 1e3 * seconds:
+            began = time.perf_counter()
+            run()
+            times.append(1e3 * (time.perf_counter() - began))
+        return times
+
     time.sleep(PAUSE_S)
-    run()
-    times = []
-    for _ in range(CALLS):
-        began = time.perf_counter()
-        run()
-        times.append(1e3 * (time.perf_counter() - began))
-    return spread(times).median
+    calls(WARM_S, 1)
+    return spread(calls(TIMED_S, 3)).median
 
 
 def measured(ways: Mapping[str, Way], repetitions: int) -> dict[str, Any]:

@@ -306,20 +306,14 @@ def init(config: Config, key: Array, dtype: Dtype = "float32") -> tuple[GNNParam
     return initialise(declare(config), key, DTYPES[dtype]), initialise(declare_state(config), key)
 
 
-def prepare(config: Config, params: GNNParams, sparse_input: bool = False) -> GNNParams:
-    """Parameters for running a model again and again, not for training it: matrices as the CPU kernels want them, if they run.
-
-    Args:
-        sparse_input: the features will come as a `SparseInput`, whose products take matrices as they are.
-    """
+def prepare(config: Config, params: GNNParams) -> GNNParams:
+    """Parameters for running a model on dense features again and again, not for training it: matrices as the CPU kernels want
+    them, where these run."""
 
     def one(spec: ArraySpec, value: Array) -> Any:
         return select.prepared(value, spec.name) if spec.transposed else value
 
-    made = jax.tree.map(one, declare(config), params)
-    if not sparse_input:
-        return made
-    return GNNParams((params.layers[0], *made.layers[1:]), (*params.scores[:1], *made.scores[1:]))
+    return jax.tree.map(one, declare(config), params)
 
 
 def dropout(x: Any, rate: float, key: Array | None) -> Any:
