@@ -1,6 +1,7 @@
 """The page of the graph benchmark: the figures that it was given, one file."""
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,16 @@ from typing import Any
 import pytest
 
 from report.reading import Page, check_self_contained
-from tilewright.report.graph import GraphReport, byte_bars, figures_table, kernels_table, time_bars, write_graph
-from tilewright.report.page import Cell, Table
+from tilewright.report.graph import (
+    GraphReport,
+    byte_bars,
+    kernels_table,
+    memory_table,
+    time_bars,
+    times_table,
+    write_graph,
+)
+from tilewright.report.page import Cell, Table, asset
 
 
 def record(experiment: str, name: str, place: str = "a machine", ms: float | None = 2.0, **more: Any) -> dict[str, Any]:
@@ -54,15 +63,28 @@ def test_the_page_is_one_file_with_all_its_data(tmp_path: Path):
 
 def test_the_tables_have_the_figures_and_the_best_speedup_is_strong():
     records = sample().records
-    table = figures_table("a machine", records[:3])
-    assert texts(table)[1] == [
-        "gather-scatter, bucketed", "2", "5.00×", "25%", "1e-06", "3.00", "1.00", "2", "0.50", "7.00", "0.50",
-    ]  # fmt: skip
+    table = times_table("a machine", records[:3])
+    assert texts(table)[1] == ["gather-scatter, bucketed", "2", "5.00×", "25%", "1e-06", "0.50"]
+    assert texts(memory_table("a machine", records[:3]))[1][1:] == ["3.00", "1.00", "2", "0.50", "7.00"]
     assert [isinstance(row[2], Cell) and row[2].strong for row in table.rows] == [False, True, True]
-    estimates = figures_table("v5e:1x1", records[3:])
+    estimates = times_table("v5e:1x1", records[3:])
     assert texts(estimates)[0][1:4] == ["41.0", "3", "1.5"]
-    (kernels,) = texts(kernels_table(records[1:2]))
-    assert kernels[1:] == ["68,126", "35.40", "1.05", "93,705", "40.00", "1.06"]
+    chips = (("TPU", "tpu"), ("Trainium", "nki"))
+    counted = [row[1:] for chip in chips for row in texts(kernels_table(records[1:2], *chip))]
+    assert counted == [["68,126", "35.40", "1.05"], ["93,705", "40.00", "1.06"]]
+
+
+def test_tables_fit_a_narrow_page(tmp_path: Path):
+    """Six columns of short numbers fit 400 pixels, seen in a browser, where names and headers may break."""
+    write_graph(tmp_path / "page.html", sample())
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    heads = re.findall(r"<thead>(.*?)</thead>", text)
+    assert heads
+    assert max(head.count("<th ") for head in heads) <= 6
+    breaking = re.search(r"([^{}]*)\{\s*white-space: normal;", asset("page.css"))
+    assert breaking
+    assert "thead th" in breaking[1]
+    assert "tbody th" in breaking[1]
 
 
 def test_a_chart_for_each_experiment():

@@ -21,8 +21,6 @@ from tilewright.graph.data import GraphData, read_data, with_self_loops
 from tilewright.graph.rows import BucketRows
 from tilewright.graph.table import NeighborTable, default_layout
 from tilewright.kernels import select
-from tilewright.kernels.gather_reduce import nki, pallas_tpu
-from tilewright.kernels.scatter_add import nki as scatter_nki
 from tilewright.models import gnn
 from tilewright.models.params import DTYPES, Dtype
 
@@ -137,18 +135,10 @@ class Gathered:
             return total + x * self.own.astype(x.dtype)[:, None]
         return by_degree(total, self.degrees) if reduce == "mean" else total
 
-    def attend(
-        self,
-        x: Array,
-        source_score: Array,
-        target_score: Array,
-        negative_slope: float = 0.2,
-        dropout: float = 0.0,
-        key: Array | None = None,
-    ) -> Array:
+    def attend(self, x: Array, source_score: Array, target_score: Array, negative_slope: float, *dropout: Any) -> Array:
         scores = jax.nn.leaky_relu(source_score[self.sources] + target_score[:, None], negative_slope)
         weights = jax.nn.softmax(scores, axis=1, where=self.mask[:, :, None] > 0)
-        return (gnn.dropout(weights, dropout, key)[..., None] * x[self.sources]).sum(axis=1)
+        return (gnn.dropout(weights, *dropout)[..., None] * x[self.sources]).sum(axis=1)
 
 
 @jax.tree_util.register_dataclass
@@ -177,19 +167,11 @@ class Segments:
         total = self.total(x[self.sources])
         return by_degree(total, self.degrees) if reduce == "mean" else total
 
-    def attend(
-        self,
-        x: Array,
-        source_score: Array,
-        target_score: Array,
-        negative_slope: float = 0.2,
-        dropout: float = 0.0,
-        key: Array | None = None,
-    ) -> Array:
+    def attend(self, x: Array, source_score: Array, target_score: Array, negative_slope: float, *dropout: Any) -> Array:
         scores = jax.nn.leaky_relu(source_score[self.sources] + target_score[self.destinations], negative_slope)
         best = jax.ops.segment_max(scores, self.destinations, self.num_nodes, indices_are_sorted=True)
         weights = jnp.exp(scores - best[self.destinations])
-        weights = gnn.dropout(weights / self.total(weights)[self.destinations], dropout, key)
+        weights = gnn.dropout(weights / self.total(weights)[self.destinations], *dropout)
         return self.total(weights[..., None] * x[self.sources])
 
 
@@ -296,7 +278,7 @@ def scatter_add(x: Float[Array, "N F"], arrays: Arrays) -> Experiment:
         return select.scatter_add(given["messages"], given["degrees"])
 
     rows, slots, features = inputs["messages"].shape
-    moved = scatter_nki.transfers(rows, slots, features, x.dtype.itemsize)
+    moved = select.IMPLEMENTATIONS["scatter_add"]["trainium"].transfers(rows, slots, features, x.dtype.itemsize)
     counts = {"nki_dma_descriptors": moved.descriptors, "nki_read_bytes": moved.read, "nki_written_bytes": moved.written}
     return Experiment("scatter-add", {"baseline": baseline, "fused": fused}, inputs, {"fused": counts}, ())
 
@@ -365,11 +347,12 @@ def dma_counts(table: NeighborTable, x: Float[Array, "N F"], mean: bool, times: 
         return {}
     scaled = mean and stage.rest is None  # the mean of split rows is made of their sums
     totals: dict[str, int] = dict.fromkeys(DMA_FIELDS, 0)
+    kernels = select.IMPLEMENTATIONS["gather_reduce"]
     while stage is not None:
         for block in stage.blocks:
             rows, slots = block.sources.shape
-            tpu = pallas_tpu.transfers(np.asarray(block.degrees), slots, x.shape[1], x.dtype)
-            trainium = nki.transfers(rows, slots, x.shape[1], x.dtype.itemsize, scaled=scaled)
+            tpu = kernels["tpu"].transfers(np.asarray(block.degrees), slots, x.shape[1], x.dtype)
+            trainium = kernels["trainium"].transfers(rows, slots, x.shape[1], x.dtype.itemsize, scaled=scaled)
             moved = (tpu.descriptors, tpu.gathered, tpu.read, tpu.written)
             moved += (trainium.descriptors, trainium.read, trainium.written)
             totals = {key: totals[key] + times * count for key, count in zip(DMA_FIELDS, moved, strict=True)}

@@ -18,6 +18,7 @@ from tilewright.kernels.attention import cpu as attention_cpu
 from tilewright.kernels.attention import pallas_tpu as attention_tpu
 from tilewright.kernels.attention import xla as attention_xla
 from tilewright.kernels.gather_reduce import cpu as gather_cpu
+from tilewright.kernels.gather_reduce import nki as gather_nki
 from tilewright.kernels.gather_reduce import pallas_tpu as gather_tpu
 from tilewright.kernels.gather_reduce import reference as gather_reference
 from tilewright.kernels.gather_reduce import xla as gather_xla
@@ -29,8 +30,15 @@ from tilewright.kernels.linear.cpu import PackedMatrix, TrainedMatrix
 from tilewright.kernels.rms_norm import cpu as norm_cpu
 from tilewright.kernels.rms_norm import reference as norm_reference
 from tilewright.kernels.rms_norm.cpu import KernelNorm
+from tilewright.kernels.scatter_add import nki as scatter_nki
 from tilewright.kernels.scatter_add import pallas_tpu as scatter_tpu
 from tilewright.kernels.scatter_add import xla as scatter_xla
+
+IMPLEMENTATIONS = {
+    "gather_reduce": {"tpu": gather_tpu, "trainium": gather_nki},
+    "scatter_add": {"tpu": scatter_tpu, "trainium": scatter_nki},
+}
+"""The modules of accelerators' kernels, for benchmarks, which count what these move on any machine."""
 
 Attended = tuple[Array, Array, Array]
 Matrix = Float[Array, "I O"] | PackedMatrix | TrainedMatrix
@@ -101,14 +109,8 @@ def prefix_attention(
     return jax.lax.platform_dependent(q, k, v, lengths, own, tpu=attention_tpu.prefix_attention, default=plain)
 
 
-def gather_reduce(
-    x: Float[Array, "M F"],
-    sources: Int32[Array, "R K"],
-    degrees: Int32[Array, " R"],
-    weights: Float[Array, "R K"] | Float[Array, "R K H"] | None = None,
-    reduce: Reduce = "sum",
-) -> Float[Array, "R F"]:
-    """Reduces for each row the features of its first `degrees` sources, times their weights, in float32."""
+def gather_reduce(x: Array, sources: Array, degrees: Array, weights: Array | None = None, reduce: Reduce = "sum") -> Array:
+    """Reduces for each row the features of its first `degrees` sources, times their weights; see its `reference.py`."""
     plain = partial(gather_xla.gather_reduce, reduce=reduce)
     if not gather_tpu.fits(x, sources, weights):
         return plain(x, sources, degrees, weights)
@@ -116,14 +118,8 @@ def gather_reduce(
     return jax.lax.platform_dependent(x, sources, degrees, weights, tpu=fused, default=plain)
 
 
-def gather_reduce_csr(
-    x: Float[Array, "M F"],
-    offsets: Int32[Array, " R1"],
-    sources: Int32[Array, " E"],
-    weights: Float[Array, " E"] | Float[Array, "E H"] | None = None,
-    reduce: Reduce = "sum",
-) -> Float[Array, "R F"]:
-    """The same where row r has the sources `offsets[r]` to `offsets[r + 1]`, without padding (R1 is R + 1)."""
+def gather_reduce_csr(x: Array, offsets: Array, sources: Array, weights: Array | None = None, reduce: Reduce = "sum") -> Array:
+    """The same where row r has the sources `offsets[r]` to `offsets[r + 1]`, without padding."""
     plain = partial(gather_reference.gather_reduce_csr, reduce=reduce)
     if not reduces_lists():
         return plain(x, offsets, sources, weights)

@@ -59,14 +59,15 @@ def write_graph(path: str | Path, report: GraphReport) -> None:
         text = MEASURED if measured else ESTIMATED
         if not sections:
             text = " ".join([TEXT, text, *report.notes])
-        sections.append(Section(place, [figures_table(place, records)], text))
+        sections.append(Section(place, [times_table(place, records), memory_table(place, records)], text))
         if measured:
             sections.append(Section("Time of a call", time_bars(records), grid=True))
         sections.append(Section(f"Bytes to and from memory, {place}", byte_bars(records), grid=True))
     counted = list({(one["experiment"], one["name"]): one for one in report.records if one["nki_dma_descriptors"]}.values())
     if counted:
         text = "What the fused kernels' DMAs move, counted from the kernels; a model's other parts are not in it."
-        sections.append(Section("DMAs of the accelerators' kernels", [kernels_table(counted)], text))
+        tables = [kernels_table(counted, chip, key) for chip, key in (("TPU", "tpu"), ("Trainium", "nki"))]
+        sections.append(Section("DMAs of the accelerators' kernels", tables, text))
     write_sections(path, report.title, sections, lead=report.lead, facts=report.environment, data=asdict(report))
 
 
@@ -75,17 +76,21 @@ def experiments(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[
     return {name: [one for one in records if one["experiment"] == name] for name in {one["experiment"]: 0 for one in records}}
 
 
-def figures_table(place: str, records: Sequence[Mapping[str, Any]]) -> Table:
+def program(record: Mapping[str, Any]) -> str:
+    """What a line is called."""
+    return f"{record['experiment']}, {record['name']}"
+
+
+def times_table(place: str, records: Sequence[Mapping[str, Any]]) -> Table:
     """A line for each program. The best speedup of an experiment is strong."""
     measured = records[0]["measured"]
-    times = ["ms", "speedup", "of bandwidth", "largest difference"] if measured else ["kilocycles", "left out", "of memory"]
-    moved = ["MB read", "MB written", "round trips", "MB in them", "peak MB", "compile s"]
+    times = ["ms", "speedup", "of bandwidth", "differs by"] if measured else ["kilocycles", "left out", "of memory"]
     most = max((one["speedup"] or 0 for one in records), default=0)
     rows: list[Sequence[str | Cell | None]] = []
-    for name, group in experiments(records).items():
+    for group in experiments(records).values():
         best = max(one["speedup"] or 0 for one in group)
         for one in group:
-            cells: list[str | Cell | None] = [f"{name}, {one['name']}"]
+            cells: list[str | Cell | None] = [program(one)]
             if measured:
                 speedup = Cell(f"{one['speedup']:.2f}×", one["speedup"] == best, one["speedup"] / most)
                 cells += [f"{one['median_ms']:.4g}", speedup, f"{one['share_of_bandwidth']:.0%}"]
@@ -94,30 +99,37 @@ def figures_table(place: str, records: Sequence[Mapping[str, Any]]) -> Table:
                 bound = one["memory_cycles"]
                 cells += [f"{one['estimated_cycles'] / 1e3:,.1f}", f"{one['without_estimate']:,}"]
                 cells.append(None if bound is None else f"{bound / 1e3:,.1f}")
-            cells += [megabytes(one["read_bytes"]), megabytes(one["written_bytes"]), f"{one['round_trips']:,}"]
-            cells += [megabytes(one["round_trip_bytes"]), megabytes(one["peak_bytes"]), f"{one['compile_s']:.2f}"]
-            rows.append(cells)
-    groups = [("", 1), ("measured" if measured else "estimated", len(times)), ("compiled program", len(moved))]
-    return Table(f"All figures, {place}", ["program", *times, *moved], rows, groups)
+            rows.append([*cells, f"{one['compile_s']:.2f}"])
+    return Table(f"{'Measured' if measured else 'Estimated'}, {place}", ["program", *times, "compile s"], rows)
 
 
-def kernels_table(records: Sequence[Mapping[str, Any]]) -> Table:
-    """What the kernels for TPUs and Trainium move, where that was counted."""
-    rows: list[Sequence[str | Cell | None]] = []
-    for one in records:
-        cells: list[str | Cell | None] = [f"{one['experiment']}, {one['name']}"]
-        for kind in ("tpu", "nki"):
-            count = one[f"{kind}_dma_descriptors"]
-            sizes = [megabytes(one[f"{kind}_{way}_bytes"]) for way in ("read", "written")]
-            cells += [None if count is None else f"{count:,}", *sizes]
-        rows.append(cells)
-    columns = ["descriptors", "MB read", "MB written"]
-    return Table("DMAs", ["program", *columns, *columns], rows, [("", 1), ("TPU", 3), ("Trainium", 3)])
+def memory_table(place: str, records: Sequence[Mapping[str, Any]]) -> Table:
+    """What the compiled programs move and hold."""
+    rows = [
+        [
+            program(one),
+            *(megabytes(one[f"{what}_bytes"]) for what in ("read", "written")),
+            f"{one['round_trips']:,}",
+            *(megabytes(one[f"{what}_bytes"]) for what in ("round_trip", "peak")),
+        ]
+        for one in records
+    ]
+    return Table(f"Memory, {place}", ["program", "MB read", "MB written", "round trips", "MB in them", "peak MB"], rows)
+
+
+def kernels_table(records: Sequence[Mapping[str, Any]], chip: str, key: str) -> Table:
+    """What the kernels for a chip move, where that was counted."""
+    rows = [
+        [program(one), f"{count:,}", *(megabytes(one[f"{key}_{way}_bytes"]) for way in ("read", "written"))]
+        for one in records
+        if (count := one[f"{key}_dma_descriptors"]) is not None
+    ]
+    return Table(chip, ["program", "descriptors", "MB read", "MB written"], rows)
 
 
 def megabytes(size: int | None) -> str | None:
     """Bytes in 1e6, or nothing where they are not known."""
-    return None if size is None else f"{size / 1e6:,.2f}"
+    return None if size is None else f"{size / 1e6:,.{2 if size < 1e8 else 1 if size < 1e9 else 0}f}"
 
 
 def time_bars(records: Sequence[Mapping[str, Any]]) -> list[StackedBars]:
