@@ -46,10 +46,18 @@ class DenseNeighbours:
         total = m @ x
         return total if reduce == "sum" else total / jnp.maximum(m.sum(1), 1)[:, None]
 
-    def attend(self, x: Array, source_score: Array, target_score: Array, negative_slope: float, *dropout: Any) -> Array:
+    def attend(
+        self,
+        x: Array,
+        source_score: Array,
+        target_score: Array,
+        negative_slope: float = 0.2,
+        dropout: float = 0.0,
+        key: Array | None = None,
+    ) -> Array:
         scores = jax.nn.leaky_relu(target_score[:, None] + source_score[None], negative_slope)
         powers = self.matrix[:, :, None] * jnp.exp(scores)
-        weights = gnn.dropout(powers / powers.sum(1, keepdims=True), *dropout)
+        weights = gnn.dropout(powers / powers.sum(1, keepdims=True), dropout, key)
         return jnp.einsum("ijh,jhd->ihd", weights, x)
 
 
