@@ -144,7 +144,8 @@ def test_gat_drops_attention_weights_in_training_each_layer_its_own(monkeypatch:
     for train in (True, False):
         gnn.apply(config, params, graph, jnp.asarray(features()), train=train, key=jax.random.key(0))
     assert [rate for rate, _ in given[:2]] == [0.5, 0.5]
-    assert not jnp.array_equal(*(jax.random.key_data(key) for _, key in given[:2]))
+    first, second = (jax.random.key_data(key) for _, key in given[:2])
+    assert not jnp.array_equal(first, second)
     assert [key for _, key in given[2:]] == [None, None]
 
 
@@ -250,6 +251,9 @@ def test_what_does_not_fit_is_refused():
     sparse = SparseFeatures.of(SparseRows(np.zeros(NODES + 1, np.int32), nothing, nothing.astype(np.float32), FEATURES))
     with pytest.raises(ValueError, match="expected dense features"):
         gnn.apply(config, params, graph, sparse, state, pool=graph)
+    if native.kernels().isa:
+        with pytest.raises(ValueError, match="expected matrices as they are for sparse features"):
+            gnn.apply(config, gnn.prepare(config, params), graph, sparse, state)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

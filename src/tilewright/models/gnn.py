@@ -347,7 +347,11 @@ def batch_norm(
 
 def product(x: Input, weight: Matrix) -> Float[Array, "N O"]:
     """`x @ weight`."""
-    return select.linear(x, weight) if isinstance(x, Array) else x @ weight
+    if isinstance(x, Array):
+        return select.linear(x, weight)
+    if not isinstance(weight, Array):
+        raise ValueError("expected matrices as they are for sparse features, found prepared ones")
+    return x @ weight
 
 
 def linear(x: Input, layer: Linear) -> Float[Array, "N O"]:
