@@ -4,6 +4,8 @@
 
 import hashlib
 import sys
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,6 +16,9 @@ from tilewright.kernels import build, native
 from tilewright.kernels.attention import cpu as attention
 from tilewright.kernels.attention import reference as plain_attention
 from tilewright.kernels.linear import cpu
+from tilewright.kernels.rms_norm import cpu as rms_norm
+from tilewright.kernels.rms_norm import reference as plain_norm
+from tilewright.models.layers import rotate_halves
 
 FORMATS: tuple[cpu.Format, ...] = ("float32", "bfloat16", "int8")
 COUNTS = range(1, 71)
@@ -109,8 +114,9 @@ def check_argmax(seed: int, rows: int, sizes: tuple[int, int], kind: cpu.Format,
     if case == "zeros":
         x[::2] = 0
     packed = cpu.pack(jnp.asarray(w), kind)
-    outputs, found = jax.jit(lambda x, w: (cpu.linear(x, w), cpu.linear_argmax(x, w)))(jnp.asarray(x), packed)
+    outputs, (found, largest) = jax.jit(lambda x, w: (cpu.linear(x, w), cpu.linear_argmax(x, w)))(jnp.asarray(x), packed)
     np.testing.assert_array_equal(found, np.argmax(np.asarray(outputs), axis=1))
+    np.testing.assert_array_equal(largest, np.max(np.asarray(outputs), axis=1))
     assert case != "negative" or (np.asarray(outputs) < 0).all()
 
 
@@ -127,7 +133,7 @@ def check_rows(seed: int, sizes: tuple[int, int], kind: cpu.Format) -> np.ndarra
     def run(
         first: list[jax.Array], last: list[jax.Array], w: cpu.PackedMatrix, gated: cpu.PackedMatrix
     ) -> list[list[jax.Array]]:
-        calls = (lambda x: cpu.linear(x, w), lambda x: cpu.linear(x, gated), lambda x: cpu.linear_argmax(x, w))
+        calls = (lambda x: cpu.linear(x, w), lambda x: cpu.linear(x, gated), lambda x: cpu.linear_argmax(x, w)[0])
         return [[call(part) for part in parts] for call in calls for parts in (first, last)]
 
     found = run([x[:n] for n in COUNTS], [x[-n:] for n in COUNTS], w, gated)
@@ -137,6 +143,39 @@ def check_rows(seed: int, sizes: tuple[int, int], kind: cpu.Format) -> np.ndarra
             np.testing.assert_array_equal(head, whole[:n], err_msg=f"the first {n} rows")
             np.testing.assert_array_equal(tail, whole[-n:], err_msg=f"the last {n} rows")
     return np.asarray(found[0][-1])
+
+
+def check_joined_calls(seed: int, rows: int, sizes: tuple[int, int], kind: cpu.Format, dtype: Any) -> None:
+    """What stands around a product, in the same call, gives the bits that it gives apart; in either dtype, without converts."""
+    rng = np.random.default_rng(seed)
+    x, norm = (jnp.asarray(normal(rng, *shape), dtype) for shape in ((rows, sizes[0]), (sizes[0],)))
+    matrices = [jnp.asarray(normal(rng, sizes[0], outputs)) for outputs in (sizes[1], 16, 20)]
+    add = jnp.asarray(normal(rng, rows, sum(m.shape[1] for m in matrices)), dtype)
+    parts, whole = [cpu.pack(m, kind) for m in matrices], cpu.pack_joined(matrices, kind)
+    gated = cpu.pack_gated(matrices[0], matrices[0] / 2, kind)
+
+    @jax.jit
+    def apart(x: jax.Array, parts: list[cpu.PackedMatrix], gated: cpu.PackedMatrix) -> list[jax.Array]:
+        h = rms_norm.rms_norm(x, norm, 1e-5)
+        sums = [cpu.linear(h, part, jnp.float32) for part in parts]
+        joined = jnp.concatenate(sums, axis=1)
+        index, value = cpu.linear_argmax(h, parts[0])
+        last = [jnp.concatenate(sums[1:], axis=1), cpu.linear(x, parts[1], jnp.float32)]
+        return [joined, joined.astype(dtype), (joined + add).astype(dtype), *last, cpu.linear(h, gated), index, value]
+
+    @jax.jit
+    def together(x: jax.Array, whole: cpu.PackedMatrix, first: cpu.PackedMatrix, gated: cpu.PackedMatrix) -> list[jax.Array]:
+        call = partial(cpu.linear, x, norm=norm, eps=1e-5)
+        sums = call(whole, jnp.float32), call(whole), call(whole, add=add), call(whole, jnp.float32, parts=(1, 3))
+        one = cpu.linear(x, whole, jnp.float32, parts=(1, 2))
+        return [*sums, one, call(gated), *cpu.linear_argmax(x, first, norm=norm, eps=1e-5)]
+
+    lowered = together.lower(x, whole, parts[0], gated)
+    assert "stablehlo.convert" not in lowered.as_text()
+    assert whole.parts == (sizes[1], 16, 20)
+    for actual, expected in zip(lowered.compile()(x, whole, parts[0], gated), apart(x, parts, gated), strict=True):
+        assert actual.dtype == expected.dtype
+        np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
 
 
 def check_matmul(seed: int, rows: int, sizes: tuple[int, int]) -> None:
@@ -159,12 +198,93 @@ def check_matmul(seed: int, rows: int, sizes: tuple[int, int]) -> None:
 def check_attention(dtype: Any) -> None:
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(normal(rng, *s), dtype) for s in ((2, 5, 4, 32), (2, 2, 40, 32), (2, 2, 40, 32)))
-    lengths = jnp.asarray(rng.integers(1, 41, (2, 5)), jnp.int32)
+    lengths = jnp.asarray(rng.integers(0, 41, (2, 5)), jnp.int32)
     actual = jax.jit(attention.prefix_attention)(q, k, v, lengths)
     expected = jax.jit(plain_attention.prefix_attention)(q, k, v, lengths)
     np.testing.assert_allclose(
         actual.astype(jnp.float32), expected.astype(jnp.float32), atol=2 * UNIT[jnp.dtype(dtype).name] + 1e-5
     )
+
+
+@dataclass(frozen=True)
+class Appended:
+    """A case of `append_attend`: 2 key heads of 3 queries each, two thirds of a cache filled.
+
+    Attributes:
+        norms: whether queries and keys are normalised.
+        counts: how many of the new entries each row keeps.
+    """
+
+    dtype: Any
+    positions: int
+    norms: bool
+    counts: tuple[int, ...]
+    head_dim: int = 48
+    capacity: int = 60
+
+    def draw(self, seed: int) -> dict[str, Any]:
+        rng, b, d = np.random.default_rng(seed), len(self.counts), self.head_dim
+        draw = lambda *shape: jnp.asarray(normal(rng, *shape), self.dtype)
+        angles = jnp.asarray(rng.uniform(0, 6, (b, self.positions, d // 2)), jnp.float32)
+        drawn = {"qkv": draw(b, self.positions, 10 * d), "cos": jnp.cos(angles), "sin": jnp.sin(angles)}
+        drawn |= {"q_norm": draw(d) if self.norms else None, "k_norm": draw(d) if self.norms else None}
+        drawn |= {"k_cache": draw(b, 2, self.capacity, d), "v_cache": draw(b, 2, self.capacity, d)}
+        start = rng.integers(0, self.capacity - self.positions + 1, b)
+        return {**drawn, "start": jnp.asarray(start, jnp.int32), "count": jnp.asarray(self.counts, jnp.int32)}
+
+
+def run_append(case: dict[str, Any], heads: int = 6) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return jax.jit(partial(attention.append_attend, heads=heads, kv_heads=2, head_dim=case["cos"].shape[2] * 2, eps=1e-5))(**case)
+
+
+def plain_append(case: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The same by the plain operations, one after the other; what means nothing is NaN."""
+    b, t, h = case["cos"].shape
+    q, k, v = jnp.split(case["qkv"].reshape(b, t, 10, 2 * h), [6, 8], axis=2)
+    if case["q_norm"] is not None:
+        q, k = (plain_norm.rms_norm(x, case[name], 1e-5) for x, name in ((q, "q_norm"), (k, "k_norm")))
+    q, k = (rotate_halves(x, case["cos"], case["sin"]) for x in (q, k))
+    caches = [np.array(case[name].astype(jnp.float32)) for name in ("k_cache", "v_cache")]
+    for row in range(b):
+        first, count = int(case["start"][row]), int(case["count"][row])
+        for cache, new in zip(caches, (k, v), strict=True):
+            cache[row, :, first : first + count] = np.asarray(new[row, :count].astype(jnp.float32)).transpose(1, 0, 2)
+    lengths = case["start"][:, None] + 1 + jnp.arange(t)[None]
+    out = plain_attention.prefix_attention(q, *(jnp.asarray(cache, q.dtype) for cache in caches), lengths)
+    attended = np.array(out.astype(jnp.float32)).reshape(b, t, -1)
+    attended[np.arange(t)[None] >= np.asarray(case["count"])[:, None]] = np.nan
+    return attended, caches[0], caches[1]
+
+
+def check_append(case: Appended, seed: int = 0) -> None:
+    """Against the plain operations; and each query has the same bits alone, with only its own row beside it."""
+    drawn = case.draw(seed)
+    found = [np.asarray(x.astype(jnp.float32)) for x in run_append(drawn)]
+    assert all(np.isfinite(x).all() for x in found)
+    expected = plain_append(drawn)
+    meant = ~np.isnan(expected[0])
+    unit = UNIT[jnp.dtype(case.dtype).name]
+    # Norm, rotation and each result are rounded; keys of norm sqrt(D) pass errors on to the weights.
+    np.testing.assert_allclose(found[0][meant], expected[0][meant], atol=24 * unit + 1e-5)
+    for cache, plain in zip(found[1:], expected[1:], strict=True):
+        np.testing.assert_allclose(cache, plain, atol=8 * unit, rtol=4 * unit)
+    for row, count in enumerate(case.counts):
+        part = {name: x if x is None or name.endswith("norm") else x[row : row + 1] for name, x in drawn.items()}
+        for at in range(count):  # one position after the other
+            one = {name: x[:, at : at + 1] if name in ("qkv", "cos", "sin") else x for name, x in part.items()}
+            one |= {"start": part["start"] + at, "count": jnp.ones(1, jnp.int32)}
+            out, part["k_cache"], part["v_cache"] = run_append(one)
+            np.testing.assert_array_equal(np.asarray(out.astype(jnp.float32))[0, 0], found[0][row, at])
+        for name, whole in (("k_cache", found[1]), ("v_cache", found[2])):
+            np.testing.assert_array_equal(np.asarray(part[name].astype(jnp.float32))[0], whole[row])
+
+
+APPENDED = [
+    Appended(jnp.float32, 5, True, (5, 0, 3)),
+    Appended(jnp.bfloat16, 5, True, (5, 0, 3)),
+    Appended(jnp.bfloat16, 17, False, (17, 9), head_dim=64),
+    Appended(jnp.float32, 1, False, (1, 1), head_dim=16),
+]
 
 
 def main(isa: str, tiles: str = "") -> None:
@@ -177,8 +297,8 @@ def main(isa: str, tiles: str = "") -> None:
     if tiles:
         flags = ("-O1" if flag == "-O3" else flag for flag in build.FLAGS)
         build.FLAGS = (*flags, f'-DTILEWRIGHT_AMX_TILES="{tiles}"')
-        build.OPERATIONS = ["linear"]
-        native.TARGETS = {"linear": native.TARGETS["linear"]}
+        build.OPERATIONS = ["linear", "rms_norm"]
+        native.TARGETS = {name: native.TARGETS[name] for name in build.OPERATIONS}
     found = native.kernels()
     assert found.isa == isa, found
     digest = hashlib.sha256()
@@ -192,11 +312,16 @@ def main(isa: str, tiles: str = "") -> None:
             check_gated(rows, rows, sizes, kind)
         for rows, case in ((1, "ties"), (6, "negative"), (19, "ties"), (33, "zeros")):
             check_argmax(rows, rows, (40, 77), kind, case)
+        for dtype in (jnp.float32, jnp.bfloat16):
+            check_joined_calls(0, 3, (96, 48), kind, dtype)
+            check_joined_calls(1, 18, (70, 41), kind, dtype)
     for rows, sizes in ((3, (33, 47)), (35, (65, 70))):
         check_matmul(rows, rows, sizes)
     if not tiles:
         for dtype in (jnp.float32, jnp.bfloat16):
             check_attention(dtype)
+        for case in APPENDED:
+            check_append(case)
     print(digest.hexdigest())
 
 

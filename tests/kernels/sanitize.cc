@@ -1,6 +1,7 @@
 // The CPU kernels as a program of its own, to be built with sanitizers: odd shapes, in buffers that end where the data ends, against
 // plain loops in double. Which instruction set it runs is chosen as ever (TILEWRIGHT_CPU_ISA). Prints the name of that, and what is wrong.
 
+#include <array>
 #include <cmath>
 #include <cstdio>
 #include <limits>
@@ -24,6 +25,12 @@ namespace rms_norm {
 #define TilewrightIsa TilewrightNormIsa
 #include "../../src/tilewright/kernels/rms_norm/cpu.cc"
 }  // namespace rms_norm
+
+namespace gather_reduce {
+#undef TilewrightIsa
+#define TilewrightIsa TilewrightGatherIsa
+#include "../../src/tilewright/kernels/gather_reduce/cpu.cc"
+}  // namespace gather_reduce
 
 namespace {
 
@@ -103,6 +110,9 @@ void join() {
 }
 
 using linear::Weights;
+using Any = ffi::AnyBuffer;
+using F32 = ffi::Buffer<ffi::F32>;
+using S32 = ffi::Buffer<ffi::S32>;
 
 // A matrix [inputs, outputs] (with `gated`, two of them side by side in turns of 16 outputs), packed as tile.inc says, and its values.
 struct Matrix {
@@ -198,7 +208,7 @@ void run_kernel(int64_t rows, const Matrix& w, Exact<float>& x, Exact<float>& y,
   call.row_scales = row_scales.data;
   if (best != nullptr) call.best = best->data;
   const linear::Kernel kernel = linear::kernel_for(w.format);
-  kernel.prepare(call, 0, rows);
+  if (w.format != linear::FLOAT32) kernel.prepare(call, 0, rows);
   for (int64_t begin = 0; begin < w.panels; begin += piece) kernel.run(call, begin, std::min(w.panels, begin + piece));
 }
 
@@ -218,17 +228,56 @@ void check_linear(Weights format, int64_t rows, int64_t inputs, int64_t outputs,
   const Buffer xb(XLA_FFI_DataType_F32, x, {rows, inputs}), scales(XLA_FFI_DataType_F32, m.scales, {m.scales.count});
   const Buffer sums(XLA_FFI_DataType_S32, m.sums, {m.sums.count}), yb(XLA_FFI_DataType_F32, y, {rows, outputs});
   const Buffer wb(format == linear::FLOAT32 ? XLA_FFI_DataType_F32 : format == linear::BFLOAT16 ? XLA_FFI_DataType_BF16 : XLA_FFI_DataType_S8, m.packed, shape);
-  using F32 = ffi::Buffer<ffi::F32>;
-  using S32 = ffi::Buffer<ffi::S32>;
-  const ffi::Error done = linear::Linear(pool(), xb.as<F32>(), wb.as<ffi::AnyBuffer>(), scales.as<F32>(), sums.as<S32>(), yb.as<F32>(), gated);
-  check(done.success(), done.message().c_str(), rows, inputs, outputs);
+  Exact<float> none(0);
+  const Buffer nothing(XLA_FFI_DataType_F32, none, {0});
+  const auto call = [&](const Buffer& norm, const Buffer& add, const Buffer& to, int64_t first) {
+    const ffi::Error done = linear::Linear(pool(), xb.as<Any>(), wb.as<Any>(), scales.as<F32>(), sums.as<S32>(), norm.as<Any>(), add.as<Any>(), to.as<Any>(),
+                                           gated, 1e-6f, first);
+    check(done.success(), done.message().c_str(), rows, inputs, outputs);
+  };
+  call(nothing, nothing, yb, 0);
   compare(gated ? "gated, shared" : "linear, shared", values, w, y, rows);
   if (gated) return;
   Exact<int32_t> found(rows);
-  const Buffer index(XLA_FFI_DataType_S32, found, {rows});
-  linear::Argmax(pool(), xb.as<F32>(), wb.as<ffi::AnyBuffer>(), scales.as<F32>(), sums.as<S32>(), index.as<S32>(), outputs);
-  for (int64_t row = 0; row < rows; ++row)
-    check(found[row] == std::max_element(&y[row * outputs], &y[row * outputs] + outputs) - &y[row * outputs], "argmax", rows, inputs, outputs);
+  Exact<float> most(rows);
+  const Buffer index(XLA_FFI_DataType_S32, found, {rows}), value(XLA_FFI_DataType_F32, most, {rows});
+  linear::Argmax(pool(), xb.as<Any>(), wb.as<Any>(), scales.as<F32>(), sums.as<S32>(), nothing.as<Any>(), index.as<S32>(), value.as<F32>(), outputs, 0.0f);
+  for (int64_t row = 0; row < rows; ++row) {
+    const float* largest = std::max_element(&y[row * outputs], &y[row * outputs] + outputs);
+    check(found[row] == largest - &y[row * outputs] && most[row] == *largest, "argmax", rows, inputs, outputs);
+  }
+  // Outputs from the second panel on, with something added; then after a norm, whose result an earlier one has to give as well.
+  const int64_t rest = outputs - 16;
+  Exact<float> add(rows * rest), part(rows * rest), weight(inputs), normed(rows * inputs), apart(rows * outputs), together(rows * outputs);
+  for (int64_t i = 0; i < add.count; ++i) add[i] = normal();
+  for (int64_t i = 0; i < inputs; ++i) weight[i] = normal();
+  const Buffer ab(XLA_FFI_DataType_F32, add, {rows, rest}), pb(XLA_FFI_DataType_F32, part, {rows, rest});
+  call(nothing, ab, pb, 1);
+  for (int64_t i = 0; i < part.count; ++i) check(part[i] == y[i / rest * outputs + 16 + i % rest] + add[i], "part", rows, inputs, outputs);
+  const Buffer wn(XLA_FFI_DataType_F32, weight, {inputs}), nb(XLA_FFI_DataType_F32, normed, {rows, inputs});
+  const Buffer one(XLA_FFI_DataType_F32, apart, {rows, outputs}), other(XLA_FFI_DataType_F32, together, {rows, outputs});
+  rms_norm::RmsNorm(pool(), xb.as<Any>(), wn.as<Any>(), nb.as<Any>(), 1e-6f);
+  linear::Linear(pool(), nb.as<Any>(), wb.as<Any>(), scales.as<F32>(), sums.as<S32>(), nothing.as<Any>(), nothing.as<Any>(), one.as<Any>(), false, 0.0f, 0);
+  call(wn, nothing, other, 0);
+  for (int64_t i = 0; i < apart.count; ++i) check(apart[i] == together[i], "norm first", rows, inputs, outputs);
+}
+
+// bfloat16 in and out, with a norm and an addition: the sums of the same numbers in float32, rounded.
+void check_narrow(Weights format, int64_t rows, int64_t inputs, int64_t outputs) {
+  Matrix w(format, inputs, outputs, false);
+  Exact<uint16_t> x(rows * inputs), add(rows * outputs), y(rows * outputs);
+  Exact<float> wide(rows * inputs), sums(rows * outputs);
+  for (int64_t i = 0; i < x.count; ++i) wide[i] = widen(x[i] = narrow(normal()));
+  for (int64_t i = 0; i < add.count; ++i) add[i] = narrow(normal());
+  linear::Call call{};
+  call.m = rows, call.n = outputs, call.k = inputs, call.k_padded = w.padded, call.panels = w.panels;
+  call.w = w.packed.data, call.scales = w.scales.data, call.sums = w.sums.data;
+  call.x = wide.data, call.out = sums.data;
+  auto p = pool();
+  linear::compute(p, call, format);
+  call.x = x.data, call.add = add.data, call.out = y.data, call.narrow_x = call.narrow_out = true;
+  linear::compute(p, call, format);
+  for (int64_t i = 0; i < y.count; ++i) check(y[i] == narrow(sums[i] + widen(add[i])), "bfloat16", rows, inputs, outputs);
 }
 
 // Each lane's largest output, piece by piece of four panels, against the outputs.
@@ -261,7 +310,6 @@ void check_matmul(int64_t rows, int64_t inputs, int64_t outputs, bool a_transpos
   const Buffer ab(XLA_FFI_DataType_F32, a, a_transposed ? std::vector<int64_t>{inputs, rows} : std::vector<int64_t>{rows, inputs});
   const Buffer bb(XLA_FFI_DataType_F32, b, b_transposed ? std::vector<int64_t>{outputs, inputs} : std::vector<int64_t>{inputs, outputs});
   const Buffer yb(XLA_FFI_DataType_F32, y, {rows, outputs});
-  using F32 = ffi::Buffer<ffi::F32>;
   const ffi::Error done = linear::Matmul(pool(), ab.as<F32>(), bb.as<F32>(), yb.as<F32>(), a_transposed, b_transposed);
   check(done.success(), done.message().c_str(), rows, inputs, outputs);
   for (int64_t m = 0; m < rows; ++m)
@@ -276,6 +324,7 @@ void check_matmul(int64_t rows, int64_t inputs, int64_t outputs, bool a_transpos
     }
 }
 
+template <class T> XLA_FFI_DataType type_of() { return sizeof(T) == 4 ? XLA_FFI_DataType_F32 : XLA_FFI_DataType_BF16; }
 template <class T> T stored(float x);
 template <> float stored(float x) { return x; }
 template <> uint16_t stored(float x) { return narrow(x); }
@@ -285,21 +334,16 @@ float worth(uint16_t x) { return widen(x); }
 // One row of the batch and one key head with `group` query heads.
 template <class T>
 void check_attention(int64_t queries, int64_t group, int64_t size, int64_t capacity, int64_t own) {
-  Exact<float> q(queries * group * size), out(queries * group * size);
-  Exact<T> k(capacity * size), v(capacity * size), own_k(own * size), own_v(own * size);
+  Exact<T> q(queries * group * size), out(queries * group * size), k(capacity * size), v(capacity * size), own_k(own * size), own_v(own * size);
   Exact<int32_t> lengths(queries);
-  for (int64_t i = 0; i < q.count; ++i) q[i] = normal();
-  for (Exact<T>* keys : {&k, &v, &own_k, &own_v})
+  for (Exact<T>* keys : {&q, &k, &v, &own_k, &own_v})
     for (int64_t i = 0; i < keys->count; ++i) (*keys)[i] = stored<T>(normal());
   for (int64_t t = 0; t < queries; ++t) lengths[t] = std::uniform_int_distribution<int>(0, capacity)(generator);
-  const auto type = sizeof(T) == 4 ? XLA_FFI_DataType_F32 : XLA_FFI_DataType_BF16;
-  const Buffer qb(XLA_FFI_DataType_F32, q, {1, queries, group, size}), kb(type, k, {1, 1, capacity, size}), vb(type, v, {1, 1, capacity, size});
+  const auto type = type_of<T>();
+  const Buffer qb(type, q, {1, queries, group, size}), kb(type, k, {1, 1, capacity, size}), vb(type, v, {1, 1, capacity, size});
   const Buffer lb(XLA_FFI_DataType_S32, lengths, {1, queries}), okb(type, own_k, {1, 1, own, size}), ovb(type, own_v, {1, 1, own, size});
-  const Buffer ob(XLA_FFI_DataType_F32, out, {1, queries, group, size});
-  using F32 = ffi::Buffer<ffi::F32>;
-  using Any = ffi::AnyBuffer;
-  const ffi::Error done = attention::Attention(pool(), qb.as<F32>(), kb.as<Any>(), vb.as<Any>(), lb.as<ffi::Buffer<ffi::S32>>(), okb.as<Any>(),
-                                               ovb.as<Any>(), ob.as<F32>());
+  const Buffer ob(type, out, {1, queries, group, size});
+  const ffi::Error done = attention::Attention(pool(), qb.as<Any>(), kb.as<Any>(), vb.as<Any>(), lb.as<S32>(), okb.as<Any>(), ovb.as<Any>(), ob.as<Any>());
   check(done.success(), done.message().c_str(), queries, size, capacity);
   for (int64_t row = 0; row < queries * group; ++row) {
     const int64_t seen = lengths[row / group], keys = seen + own;
@@ -308,13 +352,52 @@ void check_attention(int64_t queries, int64_t group, int64_t size, int64_t capac
     for (int64_t s = 0; s < keys; ++s) {
       const T* key = s < seen ? &k[s * size] : &own_k[(s - seen) * size];
       double score = 0;
-      for (int64_t i = 0; i < size; ++i) score += double(q[row * size + i]) * worth(key[i]);
+      for (int64_t i = 0; i < size; ++i) score += double(worth(q[row * size + i])) * worth(key[i]);
       total += weights[s] = std::exp(score / std::sqrt(double(size)));
     }
     for (int64_t s = 0; s < keys; ++s)
       for (int64_t i = 0; i < size; ++i) sums[i] += weights[s] / total * worth(s < seen ? v[s * size + i] : own_v[(s - seen) * size + i]);
-    for (int64_t i = 0; i < size; ++i) check(std::abs(out[row * size + i] - sums[i]) < 1e-4, "attention", queries, size, capacity);
+    const double bound = sizeof(T) == 4 ? 1e-4 : 0x1p-6;
+    for (int64_t i = 0; i < size; ++i) check(std::abs(worth(out[row * size + i]) - sums[i]) < bound, "attention", queries, size, capacity);
   }
+}
+
+// Norm, rotation and cache in one call are the same as one after the other: two rows of the batch, of which the second keeps only one entry.
+template <class T>
+void check_append(int64_t queries, int64_t heads, int64_t group, int64_t size, int64_t capacity) {
+  const int64_t all = heads * (group + 2);
+  Exact<T> qkv(2 * queries * all * size), norm(size), q(2 * queries * heads * group * size), out(q.count), own_k(2 * heads * queries * size), own_v(own_k.count);
+  Exact<T> k(2 * heads * capacity * size), v(k.count), before(k.count), none(0);
+  Exact<float> cosines(queries * size), sines(queries * size);
+  Exact<int32_t> start(2), count(2);
+  for (Exact<T>* x : {&qkv, &norm, &k, &v})
+    for (int64_t i = 0; i < x->count; ++i) (*x)[i] = stored<T>(normal());
+  std::memcpy(before.data, k.data, k.count * sizeof(T));
+  for (int64_t i = 0; i < cosines.count; ++i) cosines[i] = std::cos(i), sines[i] = std::sin(i);
+  start[0] = capacity - queries, start[1] = 0, count[0] = queries, count[1] = 1;
+  const auto type = type_of<T>();
+  const Buffer all_b(type, qkv, {2, queries, all * size}), nb(type, norm, {size}), nothing(type, none, {0}), qb(type, q, {2, queries, heads * group, size});
+  const Buffer ob(type, out, {2, queries, heads * group * size}), kb(type, k, {2, heads, capacity, size}), vb(type, v, {2, heads, capacity, size});
+  const Buffer okb(type, own_k, {2, heads, queries, size}), ovb(type, own_v, {2, heads, queries, size});
+  const Buffer cb(XLA_FFI_DataType_F32, cosines, {2, queries, size / 2}), sb(XLA_FFI_DataType_F32, sines, {2, queries, size / 2});
+  const Buffer first(XLA_FFI_DataType_S32, start, {2}), kept(XLA_FFI_DataType_S32, count, {2});
+  const ffi::Error rotated = attention::NormRotate(pool(), all_b.as<Any>(), nb.as<Any>(), nothing.as<Any>(), cb.as<F32>(), sb.as<F32>(), qb.as<Any>(),
+                                                   okb.as<Any>(), ovb.as<Any>(), 1e-6f);
+  const ffi::Error done =
+      attention::AppendAttend(pool(), all_b.as<Any>(), nb.as<Any>(), nothing.as<Any>(), cb.as<F32>(), sb.as<F32>(), first.as<S32>(), kept.as<S32>(),
+                              kb.as<Any>(), vb.as<Any>(), ob.as<Any>(), kb.as<Any>(), vb.as<Any>(), 1e-6f);
+  check(rotated.success() && done.success(), "append", queries, size, capacity);
+  for (int64_t i = 0; i < k.count; ++i) {
+    const int64_t row = i / (heads * capacity * size), head = i / (capacity * size), t = i / size % capacity - start[row];
+    const T expected = t >= 0 && t < count[row] ? own_k[(head * queries + t) * size + i % size] : before[i];
+    check(k[i] == expected, "appended", queries, size, capacity);
+  }
+  Exact<int32_t> lengths(2 * queries);
+  Exact<T> plain(q.count);
+  for (int64_t i = 0; i < lengths.count; ++i) lengths[i] = i % queries < count[i / queries] ? start[i / queries] + i % queries + 1 : 0;
+  const Buffer lb(XLA_FFI_DataType_S32, lengths, {2, queries}), pb(type, plain, {2, queries, heads * group, size}), empty(type, none, {2, heads, 0, size});
+  attention::Attention(pool(), qb.as<Any>(), kb.as<Any>(), vb.as<Any>(), lb.as<S32>(), empty.as<Any>(), empty.as<Any>(), pb.as<Any>());
+  for (int64_t i = 0; i < out.count; ++i) check(out[i] == plain[i], "attended", queries, size, capacity);
 }
 
 template <class T>
@@ -322,9 +405,8 @@ void check_rms_norm(int64_t rows, int64_t size) {
   Exact<T> x(rows * size), weight(size), out(rows * size);
   for (int64_t i = 0; i < x.count; ++i) x[i] = stored<T>(normal());
   for (int64_t i = 0; i < size; ++i) weight[i] = stored<T>(normal());
-  const auto type = sizeof(T) == 4 ? XLA_FFI_DataType_F32 : XLA_FFI_DataType_BF16;
+  const auto type = type_of<T>();
   const Buffer xb(type, x, {rows, size}), wb(type, weight, {size}), ob(type, out, {rows, size});
-  using Any = ffi::AnyBuffer;
   const ffi::Error done = rms_norm::RmsNorm(pool(), xb.as<Any>(), wb.as<Any>(), ob.as<Any>(), 1e-6f);
   check(done.success(), done.message().c_str(), rows, size, size);
   for (int64_t row = 0; row < rows; ++row) {
@@ -334,6 +416,131 @@ void check_rms_norm(int64_t rows, int64_t size) {
       const double expected = worth(weight[i]) * (worth(x[row * size + i]) / std::sqrt(squares / size + 1e-6));
       check(std::abs(worth(out[row * size + i]) - expected) <= std::abs(expected) * (sizeof(T) == 4 ? 1e-5 : 0x1p-6), "norm", rows, size, size);
     }
+  }
+}
+
+// A graph with an empty row, a long one and sources beyond the last offset; its transposed, and where each edge is there.
+struct Graph {
+  int64_t rows, nodes, edges;
+  Exact<int32_t> offsets, sources, back_offsets, back_sources;
+  Graph(int64_t rows, int64_t nodes, int64_t edges)
+      : rows(rows), nodes(nodes), edges(edges), offsets(rows + 1), sources(edges), back_offsets(nodes + 1), back_sources(edges) {
+    for (int64_t r = 0; r <= rows; ++r) offsets[r] = static_cast<int32_t>(r < 2 ? 0 : edges / 2 + (edges - edges / 2) * (r - 1) / std::max<int64_t>(rows - 1, 1));
+    offsets[rows] = static_cast<int32_t>(edges);
+    for (int64_t e = 0; e < edges; ++e) sources[e] = std::uniform_int_distribution<int>(0, nodes - 1)(generator);
+    int64_t at = 0;
+    for (int64_t n = 0; n < nodes; ++n) {
+      back_offsets[n] = static_cast<int32_t>(at);
+      for (int64_t r = 0; r < rows; ++r)
+        for (int64_t e = offsets[r]; e < offsets[r + 1]; ++e)
+          if (sources[e] == n) back_sources[at++] = static_cast<int32_t>(r);
+    }
+    back_offsets[nodes] = static_cast<int32_t>(at);
+  }
+};
+
+template <class T>
+void check_graph(int64_t rows, int64_t nodes, int64_t edges, int64_t heads, int64_t each) {
+  Graph g(rows, nodes, edges);
+  const int64_t features = heads * each;
+  Exact<T> x(nodes * features), out(rows * features), dx(nodes * features);
+  Exact<float> weights(edges * heads), dots(edges * heads), source(nodes * heads), target(rows * heads), most(rows * heads), total(rows * heads);
+  Exact<float> facts(rows * 3 * heads), due(nodes * heads), due_edges(edges * heads), none(0);
+  for (int64_t i = 0; i < x.count; ++i) x[i] = stored<T>(normal());
+  for (Exact<float>* y : {&weights, &source, &target})
+    for (int64_t i = 0; i < y->count; ++i) (*y)[i] = normal();
+  const auto type = type_of<T>();
+  const Buffer xb(type, x, {nodes, features}), ob(type, out, {rows, features}), offsets(XLA_FFI_DataType_S32, g.offsets, {rows + 1});
+  const Buffer sources(XLA_FFI_DataType_S32, g.sources, {edges}), wb(XLA_FFI_DataType_F32, weights, {edges, heads}), nothing(XLA_FFI_DataType_F32, none, {0});
+  const auto compare = [&](const char* what, const Exact<float>* w, const Exact<T>& found, int32_t reduce) {
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t f = 0; f < features; ++f) {
+        const int64_t count = g.offsets[r + 1] - g.offsets[r];
+        double sum = 0, size = 0, extreme = reduce == gather_reduce::MAX ? -INFINITY : INFINITY;
+        for (int64_t e = g.offsets[r]; e < g.offsets[r + 1]; ++e) {
+          const double message = (w == nullptr ? 1 : double(w->data[e * heads + f / each])) * worth(x[g.sources[e] * features + f]);
+          sum += message, size += std::abs(message), extreme = reduce == gather_reduce::MAX ? std::max(extreme, message) : std::min(extreme, message);
+        }
+        if (reduce == gather_reduce::MEAN && count > 0) sum /= count, size /= count;
+        if (reduce == gather_reduce::MAX || reduce == gather_reduce::MIN) sum = count == 0 ? 0 : extreme;
+        const double bound = (count + 4) * 0x1p-24 * size + (sizeof(T) == 4 ? 0 : 0x1p-8) * std::abs(sum) + 1e-30;
+        check(std::abs(worth(found.data[r * features + f]) - sum) <= bound, what, rows, edges, features);
+      }
+  };
+  for (const int32_t reduce : {gather_reduce::SUM, gather_reduce::MEAN, gather_reduce::MAX, gather_reduce::MIN})
+    for (const bool weighted : {false, true}) {
+      const ffi::Error done = gather_reduce::GatherReduce(pool(), xb.as<Any>(), offsets.as<S32>(), sources.as<S32>(), (weighted ? wb : nothing).as<F32>(), ob.as<Any>(), reduce);
+      check(done.success(), done.message().c_str(), rows, edges, features);
+      compare("gather", weighted ? &weights : nullptr, out, reduce);
+    }
+  // The sum for each row is what its edges are multiplied with, and then what is due to the attention's result.
+  const Buffer db(XLA_FFI_DataType_F32, dots, {edges, heads}), sb(XLA_FFI_DataType_F32, source, {nodes, heads}), tb(XLA_FFI_DataType_F32, target, {rows, heads});
+  const Buffer mb(XLA_FFI_DataType_F32, most, {rows, heads}), lb(XLA_FFI_DataType_F32, total, {rows, heads}), fb(XLA_FFI_DataType_F32, facts, {rows, 3 * heads});
+  check(gather_reduce::EdgeDot(pool(), xb.as<Any>(), ob.as<Any>(), offsets.as<S32>(), sources.as<S32>(), db.as<F32>()).success(), "dot", rows, edges, features);
+  const auto row_of = [&](int64_t e) { return std::upper_bound(&g.offsets[0], &g.offsets[0] + rows + 1, int32_t(e)) - &g.offsets[0] - 1; };
+  const auto dot = [&](int64_t row, int64_t node, int64_t h, double& size) {
+    double sum = 0;
+    for (int64_t f = h * each; f < (h + 1) * each; ++f) {
+      const double product = double(worth(out[row * features + f])) * worth(x[node * features + f]);
+      sum += product, size += std::abs(product);
+    }
+    return sum;
+  };
+  for (int64_t i = 0; i < edges * heads; ++i) {
+    double size = 0;
+    const double sum = dot(row_of(i / heads), g.sources[i / heads], i % heads, size);
+    check(std::abs(dots[i] - sum) <= (each + 4) * 0x1p-24 * size + 1e-30, "dot", rows, edges, features);
+  }
+  const float slope = 0.2f;
+  const auto score = [&](int64_t row, int64_t node, int64_t h) {
+    const double sum = double(target[row * heads + h]) + source[node * heads + h];
+    return sum > 0 ? sum : slope * sum;
+  };
+  const ffi::Error attended = gather_reduce::Attend(pool(), xb.as<Any>(), sb.as<F32>(), tb.as<F32>(), offsets.as<S32>(), sources.as<S32>(), ob.as<Any>(),
+                                                    mb.as<F32>(), lb.as<F32>(), slope);
+  check(attended.success(), attended.message().c_str(), rows, edges, features);
+  for (int64_t i = 0; i < edges * heads; ++i) {
+    const int64_t r = row_of(i / heads), h = i % heads;
+    weights[i] = static_cast<float>(std::exp(score(r, g.sources[i / heads], h) - most[r * heads + h]) / total[r * heads + h]);
+  }
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t f = 0; f < features; ++f) {
+      double sum = 0, size = 0;
+      for (int64_t e = g.offsets[r]; e < g.offsets[r + 1]; ++e) {
+        const double message = double(weights[e * heads + f / each]) * worth(x[g.sources[e] * features + f]);
+        sum += message, size += std::abs(message);
+      }
+      check(std::abs(worth(out[r * features + f]) - sum) <= (sizeof(T) == 4 ? 1e-5 : 0x1p-7) * size + 1e-30, "attend", rows, edges, features);
+    }
+  // Backward: what is due to features and scores, from the transposed graph.
+  for (int64_t i = 0; i < rows * heads; ++i) {
+    const int64_t r = i / heads, h = i % heads;
+    facts[(r * 3 + 0) * heads + h] = target[i], facts[(r * 3 + 1) * heads + h] = most[i] + std::log(total[i]), facts[(r * 3 + 2) * heads + h] = 0.5f;
+  }
+  const Buffer dxb(type, dx, {nodes, features}), dueb(XLA_FFI_DataType_F32, due, {nodes, heads}), deb(XLA_FFI_DataType_F32, due_edges, {edges, heads});
+  const Buffer back_offsets(XLA_FFI_DataType_S32, g.back_offsets, {nodes + 1}), back_sources(XLA_FFI_DataType_S32, g.back_sources, {edges});
+  const ffi::Error graded = gather_reduce::AttendGrad(pool(), ob.as<Any>(), xb.as<Any>(), sb.as<F32>(), fb.as<F32>(), back_offsets.as<S32>(),
+                                                      back_sources.as<S32>(), dxb.as<Any>(), dueb.as<F32>(), deb.as<F32>(), slope);
+  check(graded.success(), graded.message().c_str(), rows, edges, features);
+  for (int64_t n = 0; n < nodes; ++n) {
+    std::vector<double> sums(features), sizes(features), blame(heads), blame_sizes(heads);
+    for (int64_t e = g.back_offsets[n]; e < g.back_offsets[n + 1]; ++e)
+      for (int64_t h = 0; h < heads; ++h) {
+        const int64_t r = g.back_sources[e];
+        const double weight = std::exp(score(r, n, h) - most[r * heads + h]) / total[r * heads + h];
+        double size = 0;
+        const double product = dot(r, n, h, size), leaks = double(target[r * heads + h]) + source[n * heads + h] > 0 ? 1.0 : double(slope);
+        const double expected = weight * (product - 0.5) * leaks;
+        check(std::abs(due_edges[e * heads + h] - expected) <= 1e-5 * weight * (size + 1) + 1e-30, "blame", rows, edges, features);
+        blame[h] += expected, blame_sizes[h] += weight * (size + 1);
+        for (int64_t f = h * each; f < (h + 1) * each; ++f) {
+          const double message = weight * worth(out[r * features + f]);
+          sums[f] += message, sizes[f] += std::abs(message);
+        }
+      }
+    for (int64_t h = 0; h < heads; ++h) check(std::abs(due[n * heads + h] - blame[h]) <= 1e-5 * blame_sizes[h] + 1e-30, "due", rows, edges, features);
+    for (int64_t f = 0; f < features; ++f)
+      check(std::abs(worth(dx[n * features + f]) - sums[f]) <= (sizeof(T) == 4 ? 1e-5 : 0x1p-7) * sizes[f] + 1e-30, "gradient", rows, edges, features);
   }
 }
 
@@ -353,6 +560,9 @@ int main() {
   for (const Weights format : {linear::FLOAT32, linear::BFLOAT16, linear::INT8})
     for (const int64_t rows : {1, 2, 37})
       for (const bool gated : {false, true}) check_linear(format, rows, 129, 1001 / rows + 37, gated, true), join();
+  for (const Weights format : {linear::FLOAT32, linear::BFLOAT16, linear::INT8})
+    for (const int64_t rows : {1, 19})
+      for (const auto& [inputs, outputs] : shapes) check_narrow(format, rows, inputs, outputs), join();
   for (int way = 0; way < 4; ++way)
     for (const int64_t rows : {1, 16, 37})
       for (const auto& [inputs, outputs] : {shapes[0], shapes[1], shapes[3]}) check_matmul(rows, inputs, outputs, way & 1, way & 2), join();
@@ -361,6 +571,14 @@ int main() {
       check_attention<float>(queries, 2, size, 37, queries), join();
       check_attention<uint16_t>(queries, 3, size, 16, 0), join();
     }
+  for (const int64_t queries : {1, 5, 21})
+    for (const int64_t size : {16, 48, 64}) {
+      check_append<float>(queries, 1, 5, size, 37), join();
+      check_append<uint16_t>(queries, 2, 2, size, 21), join();
+    }
+  for (const auto& [rows, nodes, edges] : {std::array<int64_t, 3>{1, 1, 0}, {1, 3, 7}, {9, 5, 40}, {40, 30, 1500}})
+    for (const auto& [heads, each] : {std::pair<int64_t, int64_t>{1, 1}, {1, 16}, {1, 33}, {3, 5}, {2, 24}, {1, 150}})
+      check_graph<float>(rows, nodes, edges, heads, each), check_graph<uint16_t>(rows, nodes, edges, heads, each), join();
   for (const int64_t size : {1, 17, 64, 1001})
     for (const int64_t rows : {1, 5, 40}) check_rms_norm<float>(rows, size), check_rms_norm<uint16_t>(rows, size), join();
   std::printf("%s\n", native::isa_names[native::isa()]);

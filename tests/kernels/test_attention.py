@@ -1,6 +1,7 @@
 """Attention: each implementation against NumPy in float64, and the CPU kernel's promise that rows are independent."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernels import linear_checks
 from tilewright.kernels import native
 from tilewright.kernels.attention import cpu, reference, xla
 from tilewright.kernels.attention.xla import KeyValues
@@ -32,10 +34,10 @@ def softmax(x: np.ndarray) -> np.ndarray:
 
 
 def attention_float64(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Head by head and query by query, over the visible keys only; NaN where a query sees none."""
+    """Head by head and query by query, over the visible keys only; zeros where a query sees none."""
     (b, t, n, d), heads = q.shape, k.shape[1]
     mask = np.broadcast_to(mask, (b, t, k.shape[2]))
-    out = np.full((b, t, n, d), np.nan)
+    out = np.zeros((b, t, n, d))
     for row, at, head in np.ndindex(b, t, n):
         seen = mask[row, at]
         if seen.any():
@@ -59,12 +61,9 @@ def attention_cases(draw: st.DrawFn):
 
 @given(attention_cases())
 def test_attention(case: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]):
-    """All group sizes and masks; a query that sees nothing gives something finite, whatever it is."""
-    expected = attention_float64(*case)
+    """All group sizes and masks."""
     actual = np.asarray(xla.attention(*(jnp.asarray(a) for a in case)))
-    assert np.isfinite(actual).all()
-    seen = ~np.isnan(expected)
-    np.testing.assert_allclose(actual[seen], expected[seen], atol=2e-5, rtol=0)
+    np.testing.assert_allclose(actual, attention_float64(*case), atol=2e-5, rtol=0)
 
 
 @given(attention_cases(), st.integers(1, 8))
@@ -74,9 +73,19 @@ def test_attention_over_parts_is_attention_over_their_union(
     q, k, v, mask = (jnp.asarray(a) for a in case)
     cut = min(cut, k.shape[2])
     parts = [KeyValues(k[:, :, part], v[:, :, part], mask[:, :, part]) for part in (slice(cut), slice(cut, None))]
-    whole = np.asarray(xla.attention(q, k, v, mask))
-    seen = np.broadcast_to(np.asarray(mask).any(axis=-1), whole.shape[:2])
-    np.testing.assert_allclose(np.asarray(xla.attention_over(q, parts))[seen], whole[seen], atol=2e-6, rtol=0)
+    np.testing.assert_allclose(xla.attention_over(q, parts), xla.attention(q, k, v, mask), atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("run", [reference.prefix_attention, xla.prefix_attention])
+def test_a_query_that_sees_nothing_has_no_gradient(run):
+    """And keeps the gradients of what is computed beside it: they are those that it has alone."""
+    q, k, v, _, _ = prefix_case(np.random.default_rng(3), 1, 2, 1, 2, 5, 0, 8)
+    grad = jax.jit(jax.grad(lambda q, k, v, lengths: jnp.sum(jnp.square(run(q, k, v, lengths))), argnums=(0, 1, 2)))
+    dq, dk, dv = grad(q, k, v, jnp.asarray([[0, 4]]))
+    alone = grad(q[:, 1:], k, v, jnp.asarray([[4]]))
+    assert (np.asarray(dq)[:, 0] == 0).all()
+    for both, one in zip((dq[:, 1:], dk, dv), alone, strict=True):
+        np.testing.assert_allclose(both, one, atol=1e-6)
 
 
 def test_hidden_keys_have_no_influence_at_all():
@@ -109,10 +118,11 @@ def test_group_rows_puts_a_group_beside_its_key_head():
 
 
 def prefix_case(rng: np.random.Generator, b: int, t: int, heads: int, group: int, s: int, own: int, d: int):
-    """Queries, a cache, lengths that include 0 (with keys of their own) and the whole cache, and own keys."""
+    """Queries, a cache, lengths that include 0 and the whole cache, and own keys."""
     q = normal(rng, b, t, heads * group, d)
     k, v = normal(rng, b, heads, s, d), normal(rng, b, heads, s, d)
-    lengths = rng.integers(0 if own else 1, s + 1, (b, t)).astype(np.int32)
+    lengths = rng.integers(0, s + 1, (b, t)).astype(np.int32)
+    lengths[-1, -1] = 0
     lengths[0, 0] = s
     extra = (normal(rng, b, heads, own, d), normal(rng, b, heads, own, d)) if own else None
     return q, k, v, lengths, extra
@@ -139,6 +149,17 @@ def test_prefix_attention(run, seed: int, sizes: tuple[int, ...]):
     # Sums of up to `keys` products of a softmax's weights: the error grows with the root of their number.
     bound = 3e-6 * math.sqrt(k.shape[2] + sizes[5]) + 3e-6
     np.testing.assert_allclose(np.asarray(actual), prefix_expected(q, k, v, lengths, extra), atol=bound, rtol=0)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_cpu_kernels_take_and_give_one_dtype_without_converts(dtype):
+    case = linear_checks.Appended(dtype, 2, True, (2,)).draw(0)
+    assert "stablehlo.convert" not in append.lower(**case).as_text()
+    q, k, v = (x.astype(dtype) for x in prefix_case(np.random.default_rng(0), 1, 2, 2, 2, 40, 0, 32)[:3])
+    lowered = jax.jit(cpu.prefix_attention).lower(q, k, v, jnp.asarray([[3, 4]]))
+    assert "stablehlo.convert" not in lowered.as_text()
+    assert lowered.compile()(q, k, v, jnp.asarray([[3, 4]])).dtype == dtype
 
 
 @needs_native
@@ -171,3 +192,89 @@ def test_a_length_beyond_the_cache_is_refused():
     q, k, v, lengths, _ = prefix_case(np.random.default_rng(6), 1, 1, 1, 1, 16, 0, 16)
     with pytest.raises(jax.errors.JaxRuntimeError, match="out of range"):
         jax.block_until_ready(jax.jit(cpu.prefix_attention)(q, k, v, lengths + 1))
+
+
+append = jax.jit(partial(cpu.append_attend, heads=6, kv_heads=2, head_dim=48, eps=1e-5))
+
+
+@needs_native
+@pytest.mark.parametrize("case", linear_checks.APPENDED, ids=str)
+def test_appending_and_attending_is_what_the_plain_operations_give(case: linear_checks.Appended):
+    linear_checks.check_append(case)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("norms", [False, True])
+def test_norm_and_rotation_give_what_is_appended(dtype, norms: bool):
+    """Bit for bit: the drafter's block and the target's cache hold the same keys. Also without any queries."""
+    case = linear_checks.Appended(dtype, 5, norms, (5, 5)).draw(1) | {"start": jnp.zeros(2, jnp.int32)}
+    rest = {name: case[name] for name in ("q_norm", "k_norm", "cos", "sin")}
+    run = jax.jit(partial(cpu.norm_rotate, kv_heads=2, head_dim=48, eps=1e-5), static_argnames="heads")
+    q, k, v = run(case["qkv"], heads=6, **rest)
+    out, k_cache, v_cache = append(**case)
+    np.testing.assert_array_equal(k, k_cache[:, :, :5])
+    np.testing.assert_array_equal(v, v_cache[:, :, :5])
+    lengths = jnp.tile(jnp.arange(1, 6), (2, 1))
+    np.testing.assert_array_equal(jax.jit(cpu.prefix_attention)(q, k, v, lengths).reshape(2, 5, -1), out)
+    none, k_only, v_only = run(case["qkv"][..., 6 * 48 :], heads=0, **rest)
+    assert none.shape == (2, 5, 0, 48)
+    np.testing.assert_array_equal(k_only, k)
+    np.testing.assert_array_equal(v_only, v)
+
+
+@needs_native
+def test_entries_are_appended_without_queries():
+    case = linear_checks.Appended(jnp.bfloat16, 5, True, (5, 2)).draw(2)
+    out, *caches = linear_checks.run_append(case | {"qkv": case["qkv"][..., 6 * 48 :]}, heads=0)
+    assert out.shape == (2, 5, 0)
+    for alone, beside in zip(caches, append(**case)[1:], strict=True):
+        np.testing.assert_array_equal(alone, beside)
+
+
+@needs_native
+def test_caches_are_written_in_place():
+    """In a loop on the device over donated caches, no instruction copies one, and the buffers stay what they were."""
+    case = linear_checks.Appended(jnp.bfloat16, 1, True, (1, 1)).draw(0) | {"start": jnp.asarray([0, 50])}
+    rest = {name: x for name, x in case.items() if not name.endswith("cache")}
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def run(k: jax.Array, v: jax.Array, rest: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def body(i: jax.Array, caches: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            place = {"k_cache": caches[0], "v_cache": caches[1], "start": rest["start"] + i}
+            return append(**(rest | place))[1:]
+
+        return jax.lax.fori_loop(0, 1 + rest["count"][0], body, (k, v))
+
+    compiled = run.lower(case["k_cache"], case["v_cache"], rest).compile()
+    text = compiled.as_text() or ""
+    assert "tilewright_append_attend" in text
+    assert not [line for line in text.splitlines() if "copy(" in line and "bf16[2,2,60,48]" in line]
+    before = [case[name].unsafe_buffer_pointer() for name in ("k_cache", "v_cache")]
+    assert [x.unsafe_buffer_pointer() for x in compiled(case["k_cache"], case["v_cache"], rest)] == before
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"start": jnp.asarray([58, 0])}, "5 keys from 58 on do not fit a cache of 60"),
+        ({"start": jnp.asarray([-1, 0])}, "5 keys from -1 on do not fit"),
+        ({"count": jnp.asarray([6, 0])}, "a count is out of range: 6"),
+        ({"count": jnp.asarray([0, -1])}, "a count is out of range: -1"),
+        ({"k_norm": jnp.ones(48, jnp.bfloat16)}, "in one type"),
+    ],
+)
+def test_what_cannot_be_appended_is_refused(change, complaint: str):
+    case = linear_checks.Appended(jnp.float32, 5, True, (5, 5)).draw(0) | change
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=complaint):  # the latter from a program that ran at once
+        jax.block_until_ready(append(**case))
+
+
+@needs_native
+def test_a_row_that_keeps_nothing_may_start_anywhere():
+    case = linear_checks.Appended(jnp.float32, 5, True, (5, 0)).draw(0)
+    expected = append(**case)
+    for start in (-7, 60, 2**31 - 1):
+        moved = append(**(case | {"start": case["start"].at[1].set(start)}))
+        jax.tree.map(np.testing.assert_array_equal, moved, expected)

@@ -235,7 +235,10 @@ def test_no_edges_give_zeros(rows: int, nodes: int, features: int):
     offsets, sources = np.zeros(rows + 1, np.int32), np.zeros(0, np.int32)
     x = normal(0, nodes, features)
     for reduce in REDUCES:
-        np.testing.assert_array_equal(gather(x, offsets, sources, reduce=reduce), np.zeros((rows, features)))
+        for weights in (None, jnp.zeros(0), jnp.zeros((0, 1))):
+            for run in (gather, reference.gather_reduce_csr):
+                found = run(x, jnp.asarray(offsets), jnp.asarray(sources), weights, reduce=reduce)
+                np.testing.assert_array_equal(found, np.zeros((rows, features)))
     score = jnp.ones((nodes, 1))
     results = attend(x, score, jnp.ones((rows, 1)), offsets, sources, 0.2)
     transposed, forward = (np.zeros(nodes + 1, np.int32), sources), (offsets, sources)

@@ -28,7 +28,7 @@ interpreted = jax.jit(partial(pallas_tpu.head_argmax, interpret=True), static_ar
 
 
 def packed(x: jax.Array, head: jax.Array, transposed: bool = False) -> jax.Array:
-    return cpu.linear_argmax(x, cpu.pack(head.T if transposed else head))
+    return cpu.linear_argmax(x, cpu.pack(head.T if transposed else head))[0]
 
 
 IMPLEMENTATIONS = [

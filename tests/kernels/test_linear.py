@@ -106,6 +106,17 @@ def test_a_row_gets_the_same_bits_whatever_the_number_of_rows(kind: cpu.Format, 
 
 
 @needs_native
+@formats
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@settings(max_examples=4)
+@given(seeds, st.sampled_from([(1, (96, 48)), (18, (70, 41)), (5, (1, 1))]))
+def test_norm_addition_and_joined_matrices_in_one_call_give_the_bits_of_several(
+    kind: cpu.Format, dtype: Any, seed: int, sizes: tuple[int, tuple[int, int]]
+):
+    linear_checks.check_joined_calls(seed, *sizes, kind, dtype)
+
+
+@needs_native
 @given(seeds, rows, widths)
 def test_matmul_of_two_new_matrices_is_the_packed_product(seed: int, rows: int, sizes: tuple[int, int]):
     linear_checks.check_matmul(seed, rows, sizes)
@@ -117,8 +128,9 @@ def test_argmax_of_what_is_no_number_stays_in_range(case: str):
     """Outputs that are all minus infinity tie; a row of NaN has no largest output."""
     w = np.full((8, 21), -np.inf if case == "infinity" else np.nan if case == "nan" else 1.0, np.float32)
     x = jnp.full((3, 8), np.nan if case == "inputs" else 1.0)
-    found = np.asarray(jax.jit(cpu.linear_argmax)(x, cpu.pack(jnp.asarray(w))))
-    assert (found == 0).all()
+    index, value = jax.jit(cpu.linear_argmax)(x, cpu.pack(jnp.asarray(w)))
+    assert (np.asarray(index) == 0).all()
+    assert np.isneginf(value).all()
 
 
 @needs_native
@@ -171,6 +183,10 @@ def test_packing_refuses_by_name():
         cpu.pack(jnp.full((2, 3), jnp.inf), "int8", "blocks.0.q")
     with pytest.raises(ValueError, match=r"blocks\.0\.gate: expected finite weights"):
         cpu.pack_gated(jnp.ones((2, 3)), jnp.full((2, 3), jnp.inf), "int8", "blocks.0.gate")
+    with pytest.raises(ValueError, match=r"blocks\.0\.qkv\[1\]: expected finite weights"):
+        cpu.pack_joined([jnp.ones((2, 3)), jnp.full((2, 3), jnp.inf)], "int8", "blocks.0.qkv")
+    with pytest.raises(ValueError, match=r"qkv: expected matrices of as many inputs, found \(2, 3\), \(4, 3\)"):
+        cpu.pack_joined([jnp.ones((2, 3)), jnp.ones((4, 3))], name="qkv")
 
 
 @needs_native
@@ -236,6 +252,22 @@ def test_weights_that_do_not_fit_are_refused(run, case: str):
     wrong, complaint = broken(w)[case] if case != "inputs" else (w, "do not fit")
     with pytest.raises(jax.errors.JaxRuntimeError, match=complaint):
         jax.block_until_ready(jax.jit(run)(jnp.ones((2, 70 if case == "inputs" else 32)), wrong))
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("operands", "complaint"),
+    [
+        ({"norm": jnp.ones(32, jnp.bfloat16)}, "input and norm in one type"),
+        ({"add": jnp.ones((2, 20), jnp.bfloat16)}, "like it"),
+        ({"out_dtype": jnp.float16}, "an output in float32 or bfloat16"),
+    ],
+)
+def test_operands_that_do_not_fit_are_refused(operands: dict[str, Any], complaint: str):
+    out_dtype = operands.pop("out_dtype", None)
+    run = jax.jit(lambda x, w, operands: cpu.linear(x, w, out_dtype, **operands))
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=complaint):  # the latter from a program that ran at once
+        jax.block_until_ready(run(jnp.ones((2, 32)), cpu.pack(jnp.ones((32, 20))), operands))
 
 
 @needs_native

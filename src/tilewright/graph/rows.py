@@ -204,7 +204,7 @@ class CsrRows:
         return self.offsets[1:] - self.offsets[:-1]
 
     def reduce(self, x: Float[Array, "M F"], weights: Slots | None, reduce: Reduce) -> Float[Array, "N F"]:
-        scale = None if weights is None or not self.sources.shape[0] else weights[0]
+        scale = None if weights is None else weights[0]
         return select.gather_reduce_csr(x, self.offsets, self.sources, scale, reduce)
 
     def reduce_slots(self, values: Slots, reduce: Reduce) -> Float[Array, "N H"]:

@@ -1,4 +1,4 @@
-// What the CPU kernels share: sharing work with XLA's thread pool, and the choice of an instruction set.
+// What the CPU kernels share: sharing work with XLA's thread pool, memory that threads keep, and the choice of an instruction set.
 
 #pragma once
 
@@ -109,6 +109,21 @@ void share(ffi::ThreadPool& pool, int64_t items, int64_t grain, bool worth_it, c
     _mm_pause();
 #endif
   }
+}
+
+// Memory that a thread keeps from call to call: fresh pages cost more than small products. Aligned to 64 bytes; one block for each SLOT.
+template <int SLOT>
+void* scratch(size_t bytes) {
+  struct Free {
+    void operator()(void* p) const { std::free(p); }
+  };
+  static thread_local std::unique_ptr<void, Free> kept;
+  static thread_local size_t size = 0;
+  if (bytes > size) {
+    size = (bytes + 4095) / 4096 * 4096;
+    kept.reset(std::aligned_alloc(64, size));
+  }
+  return kept.get();
 }
 
 }  // namespace native

@@ -11,6 +11,9 @@ from functools import cache
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
 
 from tilewright.kernels.build import PREBUILT, build_all, cache_folder, find_compiler, library_name, unwanted
 
@@ -20,7 +23,11 @@ TARGETS = {
         "tilewright_argmax": "TilewrightArgmax",
         "tilewright_matmul": "TilewrightMatmul",
     },
-    "attention": {"tilewright_attention": "TilewrightAttention"},
+    "attention": {
+        "tilewright_attention": "TilewrightAttention",
+        "tilewright_append_attend": "TilewrightAppendAttend",
+        "tilewright_norm_rotate": "TilewrightNormRotate",
+    },
     "rms_norm": {"tilewright_rms_norm": "TilewrightRmsNorm"},
     "gather_reduce": {
         "tilewright_gather_reduce": "TilewrightGatherReduce",
@@ -96,3 +103,8 @@ def kernels() -> Native:
     except (OSError, RuntimeError) as error:
         return Native(None, " ".join(str(error).split()))
     return Native(isa, folder=folder)
+
+
+def or_nothing(x: Array | None, dtype: DTypeLike) -> Array:
+    """What the kernels take for an operand that is left out: an array without elements."""
+    return jnp.zeros(0, dtype) if x is None else x

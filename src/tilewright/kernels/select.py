@@ -47,7 +47,7 @@ Matrix = Float[Array, "I O"] | PackedMatrix | TrainedMatrix
 def rms_norm(x: Float[Array, "*rows H"], weight: Float[Array, " H"] | KernelNorm, eps: float) -> Float[Array, "*rows H"]:
     """Root-mean-square normalisation, computed in float32."""
     if isinstance(weight, KernelNorm):
-        return norm_cpu.rms_norm(x, weight, eps)
+        return norm_cpu.rms_norm(x, weight.weight, eps)
     return norm_reference.rms_norm(x, weight, eps)  # XLA makes one loop of it
 
 
@@ -55,7 +55,7 @@ def linear(x: Float[Array, "*rows I"], w: Matrix, out_dtype: DTypeLike | None = 
     """`x @ w`, in `out_dtype` or else in the dtype of `x`."""
     if isinstance(w, PackedMatrix):
         return cpu.linear(x, w, out_dtype)
-    return cpu.trained_linear(x, w, out_dtype) if isinstance(w, TrainedMatrix) else xla.linear(x, w, out_dtype)
+    return cpu.trained_linear(x, w.w, out_dtype) if isinstance(w, TrainedMatrix) else xla.linear(x, w, out_dtype)
 
 
 def prepared(w: Float[Array, "I O"], name: str = "weight") -> Matrix:
@@ -80,7 +80,7 @@ def head_argmax(
         transposed: the head is `[V, H]`, as an embedding lies in memory: a TPU then needs no copy of it. A packed one never is.
     """
     if isinstance(head, PackedMatrix):
-        return cpu.linear_argmax(x, head)
+        return cpu.linear_argmax(x, head)[0]
     plain = partial(head_xla.head_argmax, transposed=transposed)
     if not head_tpu.fits(x, head):
         return plain(x, head)

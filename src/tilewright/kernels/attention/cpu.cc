@@ -1,80 +1,158 @@
-// Attention of a few queries over the first keys of a cache, and over keys of their own, on CPUs. Only keys that some query sees are read,
-// whatever the cache's capacity.
+// Attention on CPUs, of a few queries over the first keys of a cache and over keys of their own; and what comes before it: a joined
+// projection's queries and keys are normalised and rotated, and keys and values written into the cache. Only keys that some query sees are
+// read, whatever the cache's capacity.
 
 #include "../native.h"
 
 #include <cmath>
+#include <utility>
 
 namespace {
 
 struct Call {
   int64_t batch, t, n, d;      // rows of the batch, queries a row, query heads, head size
   int64_t heads, s, own;       // key heads, capacity of the cache, keys of the queries' own
-  float scale;
-  const float* q;
+  const void* q;
   const void *k, *v, *own_k, *own_v;
   const int32_t* lengths;      // [batch, t]: how many of the cache's first keys each query sees
-  float* out;
+  void* out;
+  float scale;
+  int64_t piece, pieces;       // rows of a key head that are computed together, and how many such pieces a key head has
 };
 
-typedef void (*Kernel)(const Call&, int64_t begin, int64_t end);
+// Queries, keys and values side by side, [batch, t, n + 2 heads, d], and where they go.
+struct Projection {
+  int64_t batch, t, n, d, heads;
+  int64_t s;                   // entries of k and v
+  const void* qkv;
+  const void *q_norm, *k_norm;  // [d], or null
+  float eps;
+  const float *cos, *sin;      // [batch, t, d / 2]
+  const int32_t *start, *count;  // [batch]: the first entry to write, and how many; null: all from entry 0
+  void* q;                     // [batch, t, n, d]
+  void *k, *v;                 // [batch, heads, s, d]
+};
 
-namespace plain {
-#include "tile.inc"
-}  // namespace plain
+#define TILE "attention/tile.inc"
+#include "../isas.inc"
+#undef TILE
 
-#if defined(__x86_64__)
-TARGET("avx2,fma")
-namespace avx2 {
-#include "tile.inc"
-}  // namespace avx2
-TARGET_END
+ffi::Error wrong(const std::string& what) { return ffi::Error::InvalidArgument("tilewright_attention: " + what); }
 
-TARGET("avx512f,avx512bw,avx512vl,avx512dq,fma")
-namespace avx512 {
-#include "tile.inc"
-}  // namespace avx512
-TARGET_END
-#endif
+bool is_float(ffi::DataType type) { return type == ffi::F32 || type == ffi::BF16; }
 
-Kernel kernel_for(bool bfloat16) {
-#if defined(__x86_64__)
-  if (native::isa() >= native::AVX512) return bfloat16 ? avx512::run<uint16_t> : avx512::run<float>;
-  if (native::isa() == native::AVX2) return bfloat16 ? avx2::run<uint16_t> : avx2::run<float>;
-#endif
-  return bfloat16 ? plain::run<uint16_t> : plain::run<float>;
+// Divides the rows of each key head so that all threads have work, and that scores stay in the second-level cache.
+void attend(ffi::ThreadPool& pool, Call& call, bool bfloat16) {
+  const int64_t items = call.batch * call.heads, rows = call.heads == 0 ? 0 : call.n / call.heads * call.t;
+  if (items * rows == 0) return;
+  call.scale = 1.0f / std::sqrt(static_cast<float>(call.d));
+  const int64_t keys = *std::max_element(call.lengths, call.lengths + call.batch * call.t) + call.own, work = items * rows * keys * call.d;
+  const bool worth_it = work >= (1 << 18);
+  const int64_t wanted = worth_it ? (2 * static_cast<int64_t>(pool.num_threads()) + items - 1) / items : 1;
+  call.piece = std::min<int64_t>(64, std::max<int64_t>(8, ((rows + wanted - 1) / wanted + 7) / 8 * 8));
+  call.pieces = (rows + call.piece - 1) / call.piece;
+  const auto run = bfloat16 ? ON_BEST_ISA(run<uint16_t>) : ON_BEST_ISA(run<float>);
+  native::share(pool, items * call.pieces, 1, worth_it, [&](int64_t begin, int64_t end) { run(call, begin, end); });
 }
 
-ffi::Error Attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::Buffer<ffi::S32> lengths,
-                     ffi::AnyBuffer own_k, ffi::AnyBuffer own_v, ffi::ResultBuffer<ffi::F32> out) {
+ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::Buffer<ffi::S32> lengths, ffi::AnyBuffer own_k,
+                     ffi::AnyBuffer own_v, ffi::Result<ffi::AnyBuffer> out) {
   const auto dims = q.dimensions(), cache = k.dimensions(), own = own_k.dimensions();
-  if (dims.size() != 4 || cache.size() != 4 || own.size() != 4 || dims[3] % 16 != 0 || dims[2] % cache[1] != 0 || cache[3] != dims[3] ||
-      lengths.element_count() != static_cast<size_t>(dims[0] * dims[1]) || k.element_type() != v.element_type() ||
-      k.element_type() != own_k.element_type()) {
-    return ffi::Error::InvalidArgument("tilewright_attention: shapes or types do not fit");
+  const ffi::DataType type = q.element_type();
+  for (const ffi::AnyBuffer& other : {k, v, own_k, own_v, *out})
+    if (!is_float(type) || other.element_type() != type) return wrong("expected all in one type, float32 or bfloat16");
+  if (dims.size() != 4 || cache.size() != 4 || own.size() != 4 || dims[3] % 16 != 0 || cache[1] == 0 || dims[2] % cache[1] != 0 || cache[3] != dims[3] ||
+      cache[0] != dims[0] || own[0] != dims[0] || own[1] != cache[1] || own[3] != dims[3] || v.element_count() != k.element_count() ||
+      own_v.element_count() != own_k.element_count() || out->element_count() != q.element_count() ||
+      lengths.element_count() != static_cast<size_t>(dims[0] * dims[1]))
+    return wrong("shapes do not fit");
+  Call call{dims[0], dims[1], dims[2], dims[3], cache[1], cache[2], own[2], q.untyped_data(), k.untyped_data(), v.untyped_data(),
+            own_k.untyped_data(), own_v.untyped_data(), lengths.typed_data(), out->untyped_data(), 0, 0, 0};
+  for (int64_t i = 0; i < call.batch * call.t; ++i)
+    if (call.lengths[i] < 0 || call.lengths[i] > call.s) return wrong("a length is out of range: " + std::to_string(call.lengths[i]));
+  attend(pool, call, type == ffi::BF16);
+  return ffi::Error::Success();
+}
+
+// What `place` needs, but for where it writes.
+ffi::Error describe(Projection& call, const ffi::AnyBuffer& qkv, const ffi::AnyBuffer& q_norm, const ffi::AnyBuffer& k_norm,
+                    const ffi::Buffer<ffi::F32>& cos, const ffi::Buffer<ffi::F32>& sin, const ffi::AnyBuffer& k, const ffi::AnyBuffer& v, float eps) {
+  const auto dims = qkv.dimensions(), kept = k.dimensions();
+  const ffi::DataType type = qkv.element_type();
+  for (const ffi::AnyBuffer& other : {q_norm, k_norm, k, v})
+    if (!is_float(type) || other.element_type() != type) return wrong("expected all but the rotation in one type, float32 or bfloat16");
+  if (dims.size() != 3 || kept.size() != 4 || kept[0] != dims[0] || v.element_count() != k.element_count() || kept[1] == 0 || kept[3] == 0 ||
+      kept[3] % 16 != 0)
+    return wrong("shapes do not fit");
+  call = {dims[0], dims[1], dims[2] / kept[3] - 2 * kept[1], kept[3], kept[1], kept[2], qkv.untyped_data(), nullptr, nullptr, eps,
+          cos.typed_data(), sin.typed_data(), nullptr, nullptr, nullptr, k.untyped_data(), v.untyped_data()};
+  const auto fits = [&](const ffi::AnyBuffer& norm) { return norm.element_count() == 0 || norm.element_count() == static_cast<size_t>(call.d); };
+  const auto angles = static_cast<size_t>(call.batch * call.t * call.d / 2);
+  if (dims[2] % call.d != 0 || call.n < 0 || call.n % call.heads != 0 || !fits(q_norm) || !fits(k_norm) || cos.element_count() != angles ||
+      sin.element_count() != angles)
+    return wrong("shapes do not fit");
+  if (q_norm.element_count() != 0) call.q_norm = q_norm.untyped_data();
+  if (k_norm.element_count() != 0) call.k_norm = k_norm.untyped_data();
+  return ffi::Error::Success();
+}
+
+void place(ffi::ThreadPool& pool, const Projection& call, bool bfloat16) {
+  const auto place = bfloat16 ? ON_BEST_ISA(place<uint16_t>) : ON_BEST_ISA(place<float>);
+  const int64_t size = call.batch * call.t * (call.n + 2 * call.heads) * call.d;
+  native::share(pool, call.batch * call.t, 1, size >= (1 << 15), [&](int64_t begin, int64_t end) { place(call, begin, end); });
+}
+
+ffi::Error NormRotate(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBuffer q_norm, ffi::AnyBuffer k_norm, ffi::Buffer<ffi::F32> cos,
+                      ffi::Buffer<ffi::F32> sin, ffi::Result<ffi::AnyBuffer> q, ffi::Result<ffi::AnyBuffer> k, ffi::Result<ffi::AnyBuffer> v, float eps) {
+  Projection call;
+  if (ffi::Error error = describe(call, qkv, q_norm, k_norm, cos, sin, *k, *v, eps); error.failure()) return error;
+  if (q->element_type() != qkv.element_type() || static_cast<int64_t>(q->element_count()) != call.batch * call.t * call.n * call.d || call.s != call.t)
+    return wrong("shapes or types do not fit");
+  call.q = q->untyped_data();
+  place(pool, call, qkv.element_type() == ffi::BF16);
+  return ffi::Error::Success();
+}
+
+ffi::Error AppendAttend(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBuffer q_norm, ffi::AnyBuffer k_norm, ffi::Buffer<ffi::F32> cos,
+                        ffi::Buffer<ffi::F32> sin, ffi::Buffer<ffi::S32> start, ffi::Buffer<ffi::S32> count, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                        ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> k_out, ffi::Result<ffi::AnyBuffer> v_out, float eps) {
+  Projection call;
+  if (ffi::Error error = describe(call, qkv, q_norm, k_norm, cos, sin, k, v, eps); error.failure()) return error;
+  const auto rows = static_cast<size_t>(call.batch);
+  const bool bfloat16 = qkv.element_type() == ffi::BF16;
+  if (start.element_count() != rows || count.element_count() != rows || out->element_type() != qkv.element_type() ||
+      static_cast<int64_t>(out->element_count()) != call.batch * call.t * call.n * call.d)
+    return wrong("shapes or types do not fit");
+  if (k_out->untyped_data() != k.untyped_data() || v_out->untyped_data() != v.untyped_data()) return wrong("the caches are not written in place");
+  call.start = start.typed_data(), call.count = count.typed_data();
+  auto* lengths = static_cast<int32_t*>(native::scratch<1>(call.batch * call.t * sizeof(int32_t)));
+  for (int64_t b = 0; b < call.batch; ++b) {
+    const int64_t first = call.start[b], kept = call.count[b];
+    if (kept < 0 || kept > call.t) return wrong("a count is out of range: " + std::to_string(kept));
+    if (kept > 0 && (first < 0 || first + kept > call.s))
+      return wrong(std::to_string(kept) + " keys from " + std::to_string(first) + " on do not fit a cache of " + std::to_string(call.s));
+    for (int64_t t = 0; t < call.t; ++t) lengths[b * call.t + t] = static_cast<int32_t>(t < kept ? first + t + 1 : 0);
   }
-  Call call{dims[0], dims[1], dims[2], dims[3], cache[1], cache[2], own[2], 1.0f / std::sqrt(static_cast<float>(dims[3])),
-            q.typed_data(), k.untyped_data(), v.untyped_data(), own_k.untyped_data(), own_v.untyped_data(), lengths.typed_data(),
-            out->typed_data()};
-  for (int64_t i = 0; i < call.batch * call.t; ++i) {
-    if (call.lengths[i] < 0 || call.lengths[i] > call.s) return ffi::Error::InvalidArgument("tilewright_attention: a length is out of range");
-  }
-  const Kernel kernel = kernel_for(k.element_type() == ffi::BF16);
-  native::share(pool, call.batch * call.heads, 1, true, [&](int64_t begin, int64_t end) { kernel(call, begin, end); });
+  call.q = native::scratch<2>(call.batch * call.t * call.n * call.d * (bfloat16 ? 2 : 4));
+  place(pool, call, bfloat16);
+  Call attention{call.batch, call.t, call.n, call.d, call.heads, call.s, 0, call.q, call.k, call.v, call.k, call.v, lengths, out->untyped_data(), 0, 0, 0};
+  attend(pool, attention, bfloat16);
   return ffi::Error::Success();
 }
 
 }  // namespace
 
+using Any = ffi::AnyBuffer;
+using F32 = ffi::Buffer<ffi::F32>;
+using S32 = ffi::Buffer<ffi::S32>;
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightAttention, Attention,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::Buffer<ffi::F32>>());
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<S32>().Arg<Any>().Arg<Any>().Ret<Any>());
+
+#define PROJECTION Ctx<ffi::ThreadPool>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<F32>().Arg<F32>()
+#define PLACED Ret<Any>().Ret<Any>().Ret<Any>().Attr<float>("eps")
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightNormRotate, NormRotate, ffi::Ffi::Bind().PROJECTION.PLACED);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightAppendAttend, AppendAttend, ffi::Ffi::Bind().PROJECTION.Arg<S32>().Arg<S32>().Arg<Any>().Arg<Any>().PLACED);
 
 extern "C" const char* TilewrightIsa() { return native::isa_names[native::isa()]; }

@@ -1,15 +1,21 @@
-"""The operation on a CPU's vector unit; the kernel itself is `cpu.cc`.
+"""The operation on a CPU's vector unit, and what stands around it in a layer; the kernels themselves are `cpu.cc`.
 
-It reads only keys that some query sees, and a query's result is the same bit for bit whatever is computed beside it.
+Only keys that some query sees are read, and a query's result is the same bit for bit whatever is computed beside it. Everything is
+float32 or bfloat16, in and out; scores and sums are float32.
+
+Legend: B rows of a batch, T query positions, N query heads, K key/value heads, D head size, h half of it, S cache entries, U own ones.
 """
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float32, Int
+
+from tilewright.kernels.native import or_nothing
 
 HEAD_MULTIPLE = 16
-"""Head sizes that the kernel takes are multiples of this."""
+"""Head sizes that the kernels take are multiples of this."""
 
 
 def prefix_attention(
@@ -21,9 +27,74 @@ def prefix_attention(
 ) -> Float[Array, "B T N D"]:
     """Attention of each query over the first `lengths` entries of a cache, and over all of `own`.
 
-    Scores and sums are float32. A query that sees nothing gets zeros.
+    A query that sees nothing gets zeros.
     """
     if own is None:
         own = (k[:, :, :0], v[:, :, :0])
-    call = jax.ffi.ffi_call("tilewright_attention", jax.ShapeDtypeStruct(q.shape, jnp.float32))
-    return call(q.astype(jnp.float32), k, v, lengths.astype(jnp.int32), *own).astype(q.dtype)
+    call = jax.ffi.ffi_call("tilewright_attention", jax.ShapeDtypeStruct(q.shape, q.dtype))
+    return call(q, k, v, lengths.astype(jnp.int32), *own)
+
+
+def norm_rotate(
+    qkv: Float[Array, "B T _"],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    q_norm: Float[Array, " D"] | None,
+    k_norm: Float[Array, " D"] | None,
+    eps: float,
+    cos: Float32[Array, "B T h"],
+    sin: Float32[Array, "B T h"],
+) -> tuple[Float[Array, "B T N D"], Float[Array, "B K T D"], Float[Array, "B K T D"]]:
+    """A joined projection's queries, and its keys and values as a cache has them.
+
+    Args:
+        qkv: `heads` queries, `kv_heads` keys and as many values side by side. There may be no queries.
+        q_norm, k_norm: weights of the RMS norm of each head's queries and keys; None: there is none.
+        cos, sin: of each position's angles; the rotation is over halves (see `models.layers.rotate`).
+    """
+    b, t, _ = qkv.shape
+    keys = jax.ShapeDtypeStruct((b, kv_heads, t, head_dim), qkv.dtype)
+    results = (jax.ShapeDtypeStruct((b, t, heads, head_dim), qkv.dtype), keys, keys)
+    norms = or_nothing(q_norm, qkv.dtype), or_nothing(k_norm, qkv.dtype)
+    q, k, v = jax.ffi.ffi_call("tilewright_norm_rotate", results)(qkv, *norms, cos, sin, eps=np.float32(eps))
+    return q, k, v
+
+
+def append_attend(
+    qkv: Float[Array, "B T _"],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    q_norm: Float[Array, " D"] | None,
+    k_norm: Float[Array, " D"] | None,
+    eps: float,
+    cos: Float32[Array, "B T h"],
+    sin: Float32[Array, "B T h"],
+    k_cache: Float[Array, "B K S D"],
+    v_cache: Float[Array, "B K S D"],
+    start: Int[Array, " B"],
+    count: Int[Array, " B"],
+) -> tuple[Float[Array, "B T _"], Float[Array, "B K S D"], Float[Array, "B K S D"]]:
+    """`norm_rotate`, the keys and values written into the caches, and causal attention over these: a layer's attention in a call.
+
+    The caches are written where they are, if nothing else reads them afterwards.
+
+    Args:
+        start: where each row's first new entry goes.
+        count: how many of the T new entries each row keeps, from the first; with 0 its caches stay as they are, and `start` may be
+            anything.
+
+    Returns:
+        What query t sees up to its own entry, heads side by side, and zeros from `count` on; and the caches.
+    """
+    assert k_cache.shape[1::2] == (kv_heads, head_dim), "the caches' heads are the projection's"
+    out = jax.ShapeDtypeStruct((*qkv.shape[:2], heads * head_dim), qkv.dtype)
+    results = (out, *(jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (k_cache, v_cache)))
+    norms = or_nothing(q_norm, qkv.dtype), or_nothing(k_norm, qkv.dtype)
+    places = start.astype(jnp.int32), count.astype(jnp.int32)
+    call = jax.ffi.ffi_call("tilewright_append_attend", results, input_output_aliases={7: 1, 8: 2})
+    attended, keys, values = call(qkv, *norms, cos, sin, *places, k_cache, v_cache, eps=np.float32(eps))
+    return attended, keys, values

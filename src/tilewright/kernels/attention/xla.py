@@ -38,7 +38,7 @@ def ungroup_rows(rows: Float[Array, "B K R D"], t: int) -> Float[Array, "B T N D
 def attention_over(q: Float[Array, "B T N D"], parts: Sequence[KeyValues]) -> Float[Array, "B T N D"]:
     """Grouped-query attention over several sets of keys under one softmax, without joining the sets in memory.
 
-    The scale is `D ** -0.5`; scores and softmax are float32.
+    The scale is `D ** -0.5`; scores and softmax are float32. A query that sees nothing gets zeros.
     """
     t, n, d = q.shape[1:]
     heads = parts[0].k.shape[1]
@@ -46,10 +46,13 @@ def attention_over(q: Float[Array, "B T N D"], parts: Sequence[KeyValues]) -> Fl
     rows = group_rows(q * d**-0.5, heads)
 
     def scores(part: KeyValues) -> Array:
-        product = jnp.einsum("bkrd,bksd->bkrs", rows, part.k, precision=precision, preferred_element_type=jnp.float32)
-        return jnp.where(jnp.tile(part.mask, (1, n // heads, 1))[:, None], product, MASKED)
+        return jnp.einsum("bkrd,bksd->bkrs", rows, part.k, precision=precision, preferred_element_type=jnp.float32)
 
-    weights = jax.nn.softmax(jnp.concatenate([scores(part) for part in parts], axis=-1), axis=-1).astype(q.dtype)
+    batch = max(part.mask.shape[0] for part in parts)
+    seen = jnp.concatenate([jnp.broadcast_to(part.mask, (batch, *part.mask.shape[1:])) for part in parts], axis=-1)
+    seen = jnp.tile(seen, (1, n // heads, 1))[:, None]
+    masked = jnp.where(seen, jnp.concatenate([scores(part) for part in parts], axis=-1), MASKED)
+    weights = jnp.where(jnp.any(seen, axis=-1, keepdims=True), jax.nn.softmax(masked, axis=-1), 0.0).astype(q.dtype)
     out, first = jnp.zeros_like(rows), 0
     for part in parts:
         size = part.k.shape[2]

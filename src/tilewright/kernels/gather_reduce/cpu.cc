@@ -51,39 +51,16 @@ struct Kernel {
   void (*blame)(const Call&, const Attention&, const float* weights, const float* slopes, int64_t begin, int64_t end);
 };
 
-namespace plain {
-#define VECTORS 2
-#include "tile.inc"
-#undef VECTORS
-}  // namespace plain
+#define TILE "gather_reduce/tile.inc"
+#include "../isas.inc"
+#undef TILE
 
-#if defined(__x86_64__)
-TARGET("avx2,fma")
-namespace avx2 {
-#define VECTORS 4
-#include "tile.inc"
-#undef VECTORS
-}  // namespace avx2
-TARGET_END
-
-TARGET("avx512f,avx512bw,avx512vl,avx512dq,fma")
-namespace avx512 {
-#define VECTORS 8
-#include "tile.inc"
-#undef VECTORS
-}  // namespace avx512
-TARGET_END
-#endif
-
-#define KERNEL(isa, type) Kernel{isa::largest, isa::reduce<type>, isa::dot<type>, isa::soften, isa::recall, isa::blame}
-
-Kernel kernel_for(bool bfloat16) {
-#if defined(__x86_64__)
-  if (native::isa() >= native::AVX512) return bfloat16 ? KERNEL(avx512, uint16_t) : KERNEL(avx512, float);
-  if (native::isa() == native::AVX2) return bfloat16 ? KERNEL(avx2, uint16_t) : KERNEL(avx2, float);
-#endif
-  return bfloat16 ? KERNEL(plain, uint16_t) : KERNEL(plain, float);
+template <class T>
+Kernel best_kernel() {
+  return {ON_BEST_ISA(largest), ON_BEST_ISA(reduce<T>), ON_BEST_ISA(dot<T>), ON_BEST_ISA(soften), ON_BEST_ISA(recall), ON_BEST_ISA(blame)};
 }
+
+Kernel kernel_for(bool bfloat16) { return bfloat16 ? best_kernel<uint16_t>() : best_kernel<float>(); }
 
 typedef ffi::Buffer<ffi::F32> F32;
 typedef ffi::Buffer<ffi::S32> S32;

@@ -19,8 +19,9 @@ def weighted(messages: Float[Array, "... F"], weights: Float[Array, "..."] | Non
     if weights is None:
         return messages
     heads = 1 if weights.ndim == messages.ndim - 1 else weights.shape[-1]
-    shares = messages.reshape(*messages.shape[:-1], heads, -1)
-    return (shares * weights.reshape(*shares.shape[:-1], 1)).reshape(messages.shape)
+    *edges, features = messages.shape
+    shares = messages.reshape(*edges, heads, features // heads)
+    return (shares * weights.reshape(*edges, heads, 1)).reshape(messages.shape)
 
 
 def gather_reduce(

@@ -1,5 +1,6 @@
-// Products with weights that were packed once, on CPUs: y = x @ W; y = silu(x @ G) * (x @ U) in one call; and the index of each row's
-// largest output, without the outputs. tile.inc says how weights are laid out; amx.inc is the same for machines with a tile unit.
+// Products with weights that were packed once, on CPUs: y = x @ W; y = silu(x @ G) * (x @ U) in one call; and each row's largest output
+// with its index, without the outputs. Rows may be normalised first, and something added to the outputs. tile.inc says how weights are laid
+// out; amx.inc is the same for machines with a tile unit.
 //
 // Built for several instruction sets, of which the best that the machine has is taken at run time. Work is split over panels of outputs.
 
@@ -24,13 +25,17 @@ struct Call {
   int64_t panels;             // panels of 16 outputs; with gate and up, twice as many
   int64_t panel_size;         // elements of a panel
   Output output;
-  const float* x;             // [m, k]
+  bool narrow_x, narrow_out;  // whether x and norm, and out and add, are bfloat16; else they are float32
+  const void* x;              // [m, k]
+  const void* norm;           // [k], the weight of a norm that comes first, or null
+  float eps;                  // of that norm
   void* rows;                 // [m, k_padded]: x in the type of the products
   float* row_scales;          // [m], 8-bit only
   const void* w;
   const float* scales;        // [panels * 16], 8-bit only: what a unit of each output's weights stands for
   const int32_t* sums;        // [panels * 16], 8-bit only: each output's sum of weights
-  float* out;                 // [m, n]
+  const void* add;            // [m, n], or null
+  void* out;                  // [m, n]
   Best* best;                 // [pieces, m], for ARGMAX
   int64_t piece;              // panels to a piece, for ARGMAX
 };
@@ -49,42 +54,42 @@ struct Kernel {
 };
 
 namespace plain {
-#define REGISTERS 4
+#define VECTORS 2
 #define BF16_DOT 0
 #define INT8_DOT 0
 #include "tile.inc"
-#undef REGISTERS
+#undef VECTORS
 }  // namespace plain
 
 #if defined(__x86_64__)
 TARGET("avx2,fma")
 namespace avx2 {
-#define REGISTERS 4
+#define VECTORS 4
 #undef INT8_DOT
 #define INT8_DOT 256
 #include "tile.inc"
-#undef REGISTERS
+#undef VECTORS
 }  // namespace avx2
 TARGET_END
 
 TARGET("avx512f,avx512bw,avx512vl,avx512dq,fma")
 namespace avx512 {
-#define REGISTERS 16
+#define VECTORS 8
 #include "tile.inc"
-#undef REGISTERS
+#undef VECTORS
 }  // namespace avx512
 TARGET_END
 
 TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,fma")
 namespace avx512dot {
-#define REGISTERS 16
+#define VECTORS 8
 #undef BF16_DOT
 #define BF16_DOT 1
 #undef INT8_DOT
 #define INT8_DOT 512
 #include "tile.inc"
 #include "amx.inc"
-#undef REGISTERS
+#undef VECTORS
 }  // namespace avx512dot
 TARGET_END
 #endif
@@ -120,21 +125,6 @@ Kernel kernel_for(Weights weights) {
   return KERNEL(plain, Float32, run);
 }
 
-// Memory that a thread keeps from call to call: fresh pages cost more than small products.
-template <int SLOT>
-void* scratch(size_t bytes) {
-  struct Free {
-    void operator()(void* p) const { std::free(p); }
-  };
-  static thread_local std::unique_ptr<void, Free> kept;
-  static thread_local size_t size = 0;
-  if (bytes > size) {
-    size = (bytes + 4095) / 4096 * 4096;
-    kept.reset(std::aligned_alloc(64, size));
-  }
-  return kept.get();
-}
-
 // Below some 10 microseconds of work a second thread costs more than it brings.
 bool worth_sharing(const Call& call) { return call.panels * call.panel_size * std::max<int64_t>(1, call.m / 4) >= (1 << 16); }
 
@@ -142,11 +132,12 @@ void compute(ffi::ThreadPool& pool, Call& call, Weights weights, bool transposed
   static constexpr int64_t size[] = {4, 2, 1};
   call.panel_size = call.k_padded * 16;
   const Kernel kernel = kernel_for(weights);
-  if (weights == FLOAT32) {
-    call.rows = const_cast<float*>(call.x);
+  const bool as_it_is = call.norm == nullptr && call.k == call.k_padded && weights == (call.narrow_x ? BFLOAT16 : FLOAT32);
+  if (as_it_is) {
+    call.rows = const_cast<void*>(call.x);
   } else {
-    call.rows = scratch<0>(call.m * call.k_padded * size[weights] + 64);
-    call.row_scales = static_cast<float*>(scratch<1>(call.m * sizeof(float) + 64));
+    call.rows = native::scratch<1>(call.m * call.k_padded * size[weights] + 64);
+    call.row_scales = static_cast<float*>(native::scratch<2>(call.m * sizeof(float) + 64));
     const Body prepare = transposed ? kernel.prepare_transposed : kernel.prepare;
     native::share(pool, call.m, 16, call.m * call.k >= (1 << 16), [&](int64_t begin, int64_t end) { prepare(call, begin, end); });
   }
@@ -160,73 +151,77 @@ void compute(ffi::ThreadPool& pool, Call& call, Weights weights, bool transposed
   });
 }
 
-// The packed weights of a call, and whether they fit the input.
-struct Packed {
-  Weights weights;
-  const char* problem = nullptr;
-};
+bool is_float(const ffi::AnyBuffer& x) { return x.element_type() == ffi::F32 || x.element_type() == ffi::BF16; }
 
-Packed read_weights(Call& call, const ffi::Buffer<ffi::F32>& x, const ffi::AnyBuffer& w, const ffi::Buffer<ffi::F32>& scales,
-                    const ffi::Buffer<ffi::S32>& sums) {
+// The input, the packed weights from panel `first` on, and the norm of a call. Returns what does not fit, or null.
+const char* describe(Call& call, Weights& weights, const ffi::AnyBuffer& x, const ffi::AnyBuffer& w, const ffi::Buffer<ffi::F32>& scales,
+                     const ffi::Buffer<ffi::S32>& sums, const ffi::AnyBuffer& norm, int64_t first) {
   const ffi::DataType type = w.element_type();
-  Packed found{type == ffi::F32 ? FLOAT32 : type == ffi::BF16 ? BFLOAT16 : INT8};
+  weights = type == ffi::F32 ? FLOAT32 : type == ffi::BF16 ? BFLOAT16 : INT8;
   static constexpr int64_t step[] = {1, 2, 4}, multiple[] = {1, 32, 64};
   static constexpr size_t rank[] = {3, 4, 4};
-  const auto shape = w.dimensions();
-  if ((found.weights == INT8 && type != ffi::S8) || shape.size() != rank[found.weights]) {
-    found.problem = "tilewright_linear: these are no packed weights";
-    return found;
-  }
-  call.k = x.dimensions().back();
+  const auto shape = w.dimensions(), dims = x.dimensions();
+  if ((weights == INT8 && type != ffi::S8) || shape.size() != rank[weights]) return "tilewright_linear: these are no packed weights";
+  if (!is_float(x) || dims.size() == 0 || norm.element_type() != x.element_type())
+    return "tilewright_linear: expected input and norm in one type, float32 or bfloat16";
+  call.k = dims.back();
   call.m = x.element_count() / std::max<int64_t>(call.k, 1);
-  call.x = x.typed_data();
-  call.panels = shape[0];
-  call.k_padded = shape[1] * step[found.weights];
-  call.w = w.untyped_data();
-  call.scales = scales.typed_data();
-  call.sums = sums.typed_data();
-  const int64_t needed = (call.n + 15) / 16 * (call.output == GATED ? 2 : 1);
-  const size_t lanes = call.panels * 16;
-  if (call.panels != needed || call.k_padded != (call.k + multiple[found.weights] - 1) / multiple[found.weights] * multiple[found.weights] ||
-      w.element_count() != lanes * call.k_padded)
-    found.problem = "tilewright_linear: packed weights do not fit the input and output";
-  else if (found.weights == INT8 && (scales.element_count() != lanes || sums.element_count() != lanes))
-    found.problem = "tilewright_linear: there must be a scale and a sum for each output";
-  else if (reinterpret_cast<uintptr_t>(call.w) % 64 != 0)
-    found.problem = "tilewright_linear: weights are not aligned";
-  return found;
+  call.narrow_x = x.element_type() == ffi::BF16;
+  call.x = x.untyped_data();
+  call.norm = norm.element_count() == 0 ? nullptr : norm.untyped_data();
+  call.panels = (call.n + 15) / 16 * (call.output == GATED ? 2 : 1);
+  call.k_padded = shape[1] * step[weights];
+  const size_t lanes = shape[0] * 16;
+  if (first < 0 || first + call.panels > shape[0] || call.k_padded != (call.k + multiple[weights] - 1) / multiple[weights] * multiple[weights] ||
+      w.element_count() != lanes * call.k_padded || (call.norm != nullptr && norm.element_count() != static_cast<size_t>(call.k)))
+    return "tilewright_linear: packed weights or norm do not fit the input and output";
+  if (weights == INT8 && (scales.element_count() != lanes || sums.element_count() != lanes))
+    return "tilewright_linear: there must be a scale and a sum for each output";
+  if (reinterpret_cast<uintptr_t>(w.untyped_data()) % 64 != 0) return "tilewright_linear: weights are not aligned";
+  call.w = static_cast<const char*>(w.untyped_data()) + first * 16 * shape[1] * 4;
+  call.scales = scales.typed_data() + (weights == INT8 ? first * 16 : 0);
+  call.sums = sums.typed_data() + (weights == INT8 ? first * 16 : 0);
+  return nullptr;
 }
 
-ffi::Error Linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::S32> sums,
-                  ffi::ResultBuffer<ffi::F32> y, bool gated) {
+ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::S32> sums, ffi::AnyBuffer norm,
+                  ffi::AnyBuffer add, ffi::Result<ffi::AnyBuffer> y, bool gated, float eps, int64_t first) {
   Call call{};
+  Weights weights;
   call.output = gated ? GATED : SUMS;
+  call.eps = eps;
+  if (y->dimensions().size() == 0) return ffi::Error::InvalidArgument("tilewright_linear: the output has another shape");
   call.n = y->dimensions().back();
-  call.out = y->typed_data();
-  const Packed packed = read_weights(call, x, w, scales, sums);
-  if (packed.problem != nullptr) return ffi::Error::InvalidArgument(packed.problem);
+  if (const char* problem = describe(call, weights, x, w, scales, sums, norm, first); problem != nullptr) return ffi::Error::InvalidArgument(problem);
   if (y->element_count() != static_cast<size_t>(call.m * call.n)) return ffi::Error::InvalidArgument("tilewright_linear: the output has another shape");
-  if (call.m > 0) compute(pool, call, packed.weights);
+  if (!is_float(*y) || add.element_type() != y->element_type() || (add.element_count() != 0 && add.element_count() != y->element_count()))
+    return ffi::Error::InvalidArgument("tilewright_linear: expected an output in float32 or bfloat16, and what is added to it like it");
+  call.narrow_out = y->element_type() == ffi::BF16;
+  call.out = y->untyped_data();
+  call.add = add.element_count() == 0 ? nullptr : add.untyped_data();
+  if (call.m > 0) compute(pool, call, weights);
   return ffi::Error::Success();
 }
 
-ffi::Error Argmax(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::S32> sums,
-                  ffi::ResultBuffer<ffi::S32> index, int64_t outputs) {
+ffi::Error Argmax(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::S32> sums, ffi::AnyBuffer norm,
+                  ffi::ResultBuffer<ffi::S32> index, ffi::ResultBuffer<ffi::F32> value, int64_t outputs, float eps) {
   Call call{};
+  Weights weights;
   call.output = ARGMAX;
   call.n = outputs;
-  const Packed packed = read_weights(call, x, w, scales, sums);
-  if (packed.problem != nullptr) return ffi::Error::InvalidArgument(packed.problem);
-  if (index->element_count() != static_cast<size_t>(call.m)) return ffi::Error::InvalidArgument("tilewright_argmax: the output has another shape");
+  call.eps = eps;
+  if (const char* problem = describe(call, weights, x, w, scales, sums, norm, 0); problem != nullptr) return ffi::Error::InvalidArgument(problem);
+  if (index->element_count() != static_cast<size_t>(call.m) || value->element_count() != static_cast<size_t>(call.m))
+    return ffi::Error::InvalidArgument("tilewright_argmax: the output has another shape");
   const int64_t each = (call.panels + 4 * pool.num_threads() - 1) / (4 * pool.num_threads());
   call.piece = std::max<int64_t>(GRAIN, (each + GRAIN - 1) / GRAIN * GRAIN);
   const int64_t pieces = (call.panels + call.piece - 1) / call.piece;
-  call.best = static_cast<Best*>(scratch<2>(pieces * call.m * sizeof(Best)));
+  call.best = static_cast<Best*>(native::scratch<3>(pieces * call.m * sizeof(Best)));
   for (int64_t i = 0; i < pieces * call.m; ++i) {
     std::fill_n(call.best[i].value, 16, -std::numeric_limits<float>::infinity());
     std::fill_n(call.best[i].panel, 16, 0);
   }
-  if (call.m > 0) compute(pool, call, packed.weights);
+  if (call.m > 0) compute(pool, call, weights);
   for (int64_t row = 0; row < call.m; ++row) {
     float largest = -std::numeric_limits<float>::infinity();
     int64_t first = std::numeric_limits<int64_t>::max();
@@ -238,6 +233,7 @@ ffi::Error Argmax(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer 
       }
     }
     index->typed_data()[row] = static_cast<int32_t>(std::min(first, call.n - 1));
+    value->typed_data()[row] = largest;
   }
   return ffi::Error::Success();
 }
@@ -260,7 +256,7 @@ ffi::Error Matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> a, ffi::Buffer<ffi
   call.x = a.typed_data();
   call.out = y->typed_data();
   if (y->element_count() == 0) return ffi::Error::Success();
-  auto* panels = static_cast<uint16_t*>(scratch<3>(call.panels * call.panel_size * 2 + 64));
+  auto* panels = static_cast<uint16_t*>(native::scratch<4>(call.panels * call.panel_size * 2 + 64));
   call.w = panels;
   const Packing pack = kernel_for(BFLOAT16).pack;
   const bool worth_it = call.panels * call.panel_size >= (1 << 16);
@@ -271,12 +267,22 @@ ffi::Error Matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> a, ffi::Buffer<ffi
 
 }  // namespace
 
-#define WEIGHTS Arg<ffi::Buffer<ffi::F32>>().Arg<ffi::AnyBuffer>().Arg<ffi::Buffer<ffi::F32>>().Arg<ffi::Buffer<ffi::S32>>()
+#define ROWS_AND_WEIGHTS \
+  Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<ffi::Buffer<ffi::F32>>().Arg<ffi::Buffer<ffi::S32>>().Arg<ffi::AnyBuffer>()
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightLinear, Linear,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().WEIGHTS.Ret<ffi::Buffer<ffi::F32>>().Attr<bool>("gated"));
+                              ffi::Ffi::Bind()
+                                  .ROWS_AND_WEIGHTS.Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<bool>("gated")
+                                  .Attr<float>("eps")
+                                  .Attr<int64_t>("first"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightArgmax, Argmax,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().WEIGHTS.Ret<ffi::Buffer<ffi::S32>>().Attr<int64_t>("outputs"));
+                              ffi::Ffi::Bind()
+                                  .ROWS_AND_WEIGHTS.Ret<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("outputs")
+                                  .Attr<float>("eps"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightMatmul, Matmul,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()

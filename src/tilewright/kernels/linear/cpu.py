@@ -4,7 +4,8 @@ A row's result is the same bit for bit whatever the number of rows.
 """
 
 import mmap
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -13,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int32
+from jaxtyping import Float, Float32, Int32
+
+from tilewright.kernels.native import or_nothing
 
 LANES = 16
 """Outputs in a panel."""
@@ -25,7 +28,7 @@ MULTIPLE: dict[str, int] = {"float32": 1, "bfloat16": 32, "int8": 64}
 """Inputs are padded with zeros to a multiple of this: a tile of the tile unit has 64 bytes to a row."""
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["panels", "scales", "sums"], meta_fields=["outputs", "gated"])
+@partial(jax.tree_util.register_dataclass, data_fields=["panels", "scales", "sums"], meta_fields=["outputs", "gated", "parts"])
 @dataclass(frozen=True)
 class PackedMatrix:
     """A weight `[I, O]` in the kernel's layout.
@@ -37,6 +40,7 @@ class PackedMatrix:
         sums: int32 `[16 P]`: the sum of each output's weights. Empty but for int8.
         outputs: O.
         gated: panels of a gate and of an up matrix alternate.
+        parts: how many of the outputs each of several matrices side by side has; empty for a single one.
     """
 
     panels: Any
@@ -44,6 +48,7 @@ class PackedMatrix:
     sums: Any
     outputs: int
     gated: bool = False
+    parts: tuple[int, ...] = ()
 
 
 def quantise(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -163,26 +168,70 @@ def pack_gated(
     return packed([gate, up], chosen)
 
 
-def linear(x: Float[Array, "*rows I"], w: PackedMatrix, out_dtype: DTypeLike | None = None) -> Float[Array, "*rows O"]:
+def pack_joined(matrices: Sequence[Float[Array, "I _"]], kind: Format | None = None, name: str = "weights") -> PackedMatrix:
+    """Packs matrices side by side, so that one product gives the outputs of all. See `pack`."""
+    chosen = cast(Format, kind or matrices[0].dtype.name)
+    for n, w in enumerate(matrices):
+        check(w, chosen, f"{name}[{n}]")
+    if len({w.shape[0] for w in matrices}) != 1:
+        raise ValueError(f"{name}: expected matrices of as many inputs, found {', '.join(str(w.shape) for w in matrices)}")
+    whole = packed([np.concatenate([np.asarray(w) for w in matrices], axis=1)], chosen)
+    return replace(whole, parts=tuple(w.shape[1] for w in matrices))
+
+
+def linear(
+    x: Float[Array, "*rows I"],
+    w: PackedMatrix,
+    out_dtype: DTypeLike | None = None,
+    *,
+    norm: Float[Array, " I"] | None = None,
+    eps: float = 0.0,
+    add: Float[Array, "*rows O"] | None = None,
+    parts: tuple[int, int] | None = None,
+) -> Float[Array, "*rows O"]:
     """`x @ w`, or `silu(x @ gate) * (x @ up)` for a gated matrix; float32 sums, whatever the weights.
 
     With int8 weights, each row of `x` is rounded to 8 bits as well, its largest absolute value being 127.
+
+    Args:
+        x: float32 or bfloat16.
+        out_dtype: of the result, float32 or bfloat16; None: that of `x`.
+        norm: the weight of an RMS norm that comes first, in the dtype of `x`: the same bits as `rms_norm` and then `linear`.
+        eps: of that norm.
+        add: is added to the sums before they are rounded to the result's dtype, which it has.
+        parts: only the outputs of these matrices of several that were joined: the first, and the one behind the last.
     """
-    out = jax.ShapeDtypeStruct((*x.shape[:-1], w.outputs), jnp.float32)
-    call = jax.ffi.ffi_call("tilewright_linear", out)
-    return call(x.astype(jnp.float32), w.panels, w.scales, w.sums, gated=w.gated).astype(out_dtype or x.dtype)
+    dtype = jnp.dtype(out_dtype or x.dtype)
+    begin, end = (0, w.outputs) if parts is None else (sum(w.parts[: parts[0]]), sum(w.parts[: parts[1]]))
+    first = begin // LANES
+    skipped = begin - first * LANES  # of the first panel, which a part need not begin
+    assert add is None or skipped == 0, "nothing is added to a part that begins within a panel"
+    out = jax.ShapeDtypeStruct((*x.shape[:-1], end - first * LANES), dtype)
+    y = jax.ffi.ffi_call("tilewright_linear", out)(
+        x, w.panels, w.scales, w.sums, or_nothing(norm, x.dtype), or_nothing(add, dtype),
+        gated=w.gated, eps=np.float32(eps), first=np.int64(first),
+    )  # fmt: skip
+    return y[..., skipped:]
 
 
-def linear_argmax(x: Float[Array, "*rows I"], w: PackedMatrix) -> Int32[Array, "*rows"]:
-    """The first index of the largest of each row's outputs, `argmax(x @ w)`, without writing them to memory."""
-    call = jax.ffi.ffi_call("tilewright_argmax", jax.ShapeDtypeStruct(x.shape[:-1], jnp.int32))
-    return call(x.astype(jnp.float32), w.panels, w.scales, w.sums, outputs=w.outputs)
+def linear_argmax(
+    x: Float[Array, "*rows I"], w: PackedMatrix, *, norm: Float[Array, " I"] | None = None, eps: float = 0.0
+) -> tuple[Int32[Array, "*rows"], Float32[Array, "*rows"]]:
+    """The first index of the largest of each row's outputs `x @ w`, and that output, without writing them to memory.
+
+    A row whose outputs are all minus infinity, or no numbers, gives index 0 and minus infinity. `norm` as in `linear`.
+    """
+    results = (jax.ShapeDtypeStruct(x.shape[:-1], jnp.int32), jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32))
+    index, value = jax.ffi.ffi_call("tilewright_argmax", results)(
+        x, w.panels, w.scales, w.sums, or_nothing(norm, x.dtype), outputs=w.outputs, eps=np.float32(eps)
+    )
+    return index, value
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["w"], meta_fields=[])
 @dataclass(frozen=True)
 class TrainedMatrix:
-    """A float32 weight `[I, O]` that is being trained: `linear` multiplies in bfloat16 with float32 sums, both ways."""
+    """A float32 weight `[I, O]` that is being trained, with `trained_linear`."""
 
     w: Any
 
@@ -213,7 +262,9 @@ def trained_backward(kept: tuple[Array, Array], dy: Float[Array, "M O"]) -> tupl
 trained_matmul.defvjp(trained_forward, trained_backward)
 
 
-def trained_linear(x: Float[Array, "*rows I"], w: TrainedMatrix, out_dtype: DTypeLike | None = None) -> Float[Array, "*rows O"]:
-    """`x @ w`, differentiable."""
-    flat = trained_matmul(x.reshape(-1, x.shape[-1]).astype(jnp.float32), w.w)
+def trained_linear(
+    x: Float[Array, "*rows I"], w: Float[Array, "I O"], out_dtype: DTypeLike | None = None
+) -> Float[Array, "*rows O"]:
+    """`x @ w` in bfloat16 with float32 sums, for a float32 `w`; its gradients are products of the same kind."""
+    flat = trained_matmul(x.reshape(-1, x.shape[-1]).astype(jnp.float32), w)
     return flat.reshape(*x.shape[:-1], -1).astype(out_dtype or x.dtype)

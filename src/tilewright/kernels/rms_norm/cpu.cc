@@ -13,33 +13,9 @@ struct Call {
   void* out;
 };
 
-typedef void (*Kernel)(const Call&, int64_t begin, int64_t end);
-
-namespace plain {
-#include "tile.inc"
-}  // namespace plain
-
-#if defined(__x86_64__)
-TARGET("avx2,fma")
-namespace avx2 {
-#include "tile.inc"
-}  // namespace avx2
-TARGET_END
-
-TARGET("avx512f,avx512bw,avx512vl,avx512dq,fma")
-namespace avx512 {
-#include "tile.inc"
-}  // namespace avx512
-TARGET_END
-#endif
-
-Kernel kernel_for(bool bfloat16) {
-#if defined(__x86_64__)
-  if (native::isa() >= native::AVX512) return bfloat16 ? avx512::run<uint16_t> : avx512::run<float>;
-  if (native::isa() == native::AVX2) return bfloat16 ? avx2::run<uint16_t> : avx2::run<float>;
-#endif
-  return bfloat16 ? plain::run<uint16_t> : plain::run<float>;
-}
+#define TILE "rms_norm/tile.inc"
+#include "../isas.inc"
+#undef TILE
 
 ffi::Error RmsNorm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::Result<ffi::AnyBuffer> out, float eps) {
   const bool bfloat16 = x.element_type() == ffi::BF16;
@@ -50,7 +26,7 @@ ffi::Error RmsNorm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight
     return ffi::Error::InvalidArgument("tilewright_rms_norm: shapes do not fit");
   if (x.element_count() == 0) return ffi::Error::Success();
   const Call call{static_cast<int64_t>(x.element_count()) / dims.back(), dims.back(), eps, x.untyped_data(), weight.untyped_data(), out->untyped_data()};
-  const Kernel kernel = kernel_for(bfloat16);
+  const auto kernel = bfloat16 ? ON_BEST_ISA(run<uint16_t>) : ON_BEST_ISA(run<float>);
   native::share(pool, call.rows, 1, call.rows * call.h >= (1 << 15), [&](int64_t begin, int64_t end) { kernel(call, begin, end); });
   return ffi::Error::Success();
 }

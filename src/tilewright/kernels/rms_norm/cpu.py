@@ -22,7 +22,7 @@ class KernelNorm:
     weight: Any
 
 
-def rms_norm(x: Float[Array, "*rows H"], norm: KernelNorm, eps: float) -> Float[Array, "*rows H"]:
+def rms_norm(x: Float[Array, "*rows H"], weight: Float[Array, " H"], eps: float) -> Float[Array, "*rows H"]:
     """As `reference.rms_norm`; float32 or bfloat16, `x` and weight alike."""
     call = jax.ffi.ffi_call("tilewright_rms_norm", jax.ShapeDtypeStruct(x.shape, x.dtype))
-    return call(x, norm.weight, eps=np.float32(eps))
+    return call(x, weight, eps=np.float32(eps))
