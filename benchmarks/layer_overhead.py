@@ -2,13 +2,13 @@
 
     python benchmarks/layer_overhead.py [--layers 12 --hidden 320 ...] [--json layer_overhead.json]
 
-Random bfloat16 weights; a step writes its keys and values into the caches and attends to `--context` entries. Two ways, in turns
-in one process, each in a device loop over all layers:
+Random bfloat16 weights; a step writes its keys and values into the caches and attends to `--context` entries. Two ways, in
+turns in one process, each in a device loop over all layers:
 
-- *separate*: a call for each operation: two norms, products for q, k and v, a norm for queries and one for keys, rotation, cache
-  writes, attention, the output projection, gate and up, down, and two additions;
-- *joined*: a product with the norm before it for q, k and v; everything up to the attention's result; and a product for the
-  output projection with the addition, gate and up with the norm, and down with the addition.
+- *separate*: a call for each operation: two norms, products for q, k and v, a norm for queries and one for keys, rotation,
+  cache writes, attention, the output projection, gate and up, down, and two additions;
+- *joined*: a product with the norm before it for q, k and v; everything up to the attention's result; the output projection
+  with the addition; gate and up with the norm; down with the addition.
 
 On a machine with other work: `NPROC=1 taskset -c 0 python benchmarks/layer_overhead.py --clock cpu`.
 
@@ -29,8 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from tilewright.bench.linear import alternate
 from tilewright.compiled.machine import chip_name
+from tilewright.compiled.timing import alternate, medians
 from tilewright.kernels import native
 from tilewright.kernels.attention import cpu as attention
 from tilewright.kernels.linear import cpu as linear
@@ -80,13 +80,14 @@ def separate(shape: Shape, layer: dict[str, Any], x: Array, caches: Caches, rope
     b, t, _ = x.shape
     h = norm.rms_norm(x, layer["norms"][0], EPS)
     q, k, v = (linear.linear(h, layer[name]).reshape(b, t, -1, shape.head_dim) for name in "qkv")
-    q, k = (rotate_halves(norm.rms_norm(part, w, EPS), *rope) for part, w in zip((q, k), layer["head_norms"], strict=True))
-    cached = []
+    q, k = (norm.rms_norm(part, w, EPS) for part, w in zip((q, k), layer["head_norms"], strict=True))
+    q, k = rotate_halves(q, rope[0], rope[1]), rotate_halves(k, rope[0], rope[1])
+    cached: list[Array] = []
     for cache, new in zip(caches, (k, v), strict=True):
         for row in range(b):
             cache = jax.lax.dynamic_update_slice(cache, new.transpose(0, 2, 1, 3)[row : row + 1], (row, 0, start[row], 0))
         cached.append(cache)
-    out = attention.prefix_attention(q, *cached, start[:, None] + 1 + jnp.arange(t)[None])
+    out = attention.prefix_attention(q, cached[0], cached[1], start[:, None] + 1 + jnp.arange(t)[None])
     x = x + linear.linear(out.reshape(b, t, -1), layer["o"])
     h = norm.rms_norm(x, layer["norms"][1], EPS)
     return x + linear.linear(linear.linear(h, layer["gate_up"]), layer["down"]), (cached[0], cached[1])
@@ -95,13 +96,13 @@ def separate(shape: Shape, layer: dict[str, Any], x: Array, caches: Caches, rope
 def joined(shape: Shape, layer: dict[str, Any], x: Array, caches: Caches, rope: Caches, start: Array) -> tuple[Array, Caches]:
     """Five calls."""
     qkv = linear.linear(x, layer["qkv"], norm=layer["norms"][0], eps=EPS)
-    out, *caches = attention.append_attend(
+    out, keys, values = attention.append_attend(
         qkv, shape.heads, shape.kv_heads, shape.head_dim, q_norm=layer["head_norms"][0], k_norm=layer["head_norms"][1], eps=EPS,
         cos=rope[0], sin=rope[1], k_cache=caches[0], v_cache=caches[1], start=start, count=jnp.full_like(start, x.shape[1]),
     )  # fmt: skip
     x = linear.linear(out, layer["o"], add=x)
     h = linear.linear(x, layer["gate_up"], norm=layer["norms"][1], eps=EPS)
-    return linear.linear(h, layer["down"], add=x), (caches[0], caches[1])
+    return linear.linear(h, layer["down"], add=x), (keys, values)
 
 
 def products(shape: Shape, layer: dict[str, Any], x: Array, caches: Caches, rope: Caches, start: Array) -> tuple[Array, Caches]:
@@ -141,7 +142,7 @@ def timer(
     def timed() -> float:
         nonlocal caches
         began = clock()
-        out, caches = jax.block_until_ready(run(layers, x, caches, start))
+        _, caches = jax.block_until_ready(run(layers, x, caches, start))
         return (clock() - began) / steps
 
     timed()
@@ -178,7 +179,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--steps", type=int, default=20, help="steps to a dispatch")
     parser.add_argument("--repetitions", type=int, default=41)
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: the processor's time, for one core of a busy machine")
+    parser.add_argument(
+        "--clock", choices=CLOCKS, default="wall", help="cpu: the processor's time, for one core of a busy machine"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if native.kernels().isa is None:
@@ -189,14 +192,21 @@ def main() -> None:
     runs: dict[tuple[str, int], Callable[[], float]] = {("dispatch", 0): dispatch(clock)}
     for rows in options.rows:
         runs |= {(name, rows): timer(shape, layers, way, rows, options.steps, clock) for name, way in ways.items()}
-    medians = alternate(runs, options.repetitions)
-    records = [{"way": name, "rows": rows, "step_ms": 1e3 * medians[name, rows]} for name, rows in runs if rows]
-    about = {"chip": chip_name(), "isa": native.kernels().isa, "jax": jax.__version__, "shape": asdict(shape), "clock": options.clock}
-    told = {**about, "dispatch_us": 1e6 * medians["dispatch", 0], "repetitions": options.repetitions, "records": records}
+    median = medians(alternate(runs, options.repetitions))
+    records = [{"way": name, "rows": rows, "step_ms": 1e3 * median[name, rows]} for name, rows in runs if rows]
+    about = {
+        "chip": chip_name(),
+        "isa": native.kernels().isa,
+        "jax": jax.__version__,
+        "shape": asdict(shape),
+        "clock": options.clock,
+    }
+    told = {**about, "dispatch_us": 1e6 * median["dispatch", 0], "repetitions": options.repetitions, "records": records}
     print(f"one call: {told['dispatch_us']:.2f} µs")
     for record in records:
-        base = medians[record["way"], options.rows[0]]
-        print(f"{record['way']:>8} {record['rows']:>3} rows: {record['step_ms']:.3f} ms, {1e-3 * record['step_ms'] / base:.2f} steps")
+        base = median[record["way"], options.rows[0]]
+        steps = 1e-3 * record["step_ms"] / base
+        print(f"{record['way']:>8} {record['rows']:>3} rows: {record['step_ms']:.3f} ms, {steps:.2f} steps")
     if options.json:
         options.json.write_text(json.dumps(told, indent=2) + "\n")
 

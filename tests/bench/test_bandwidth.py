@@ -3,11 +3,15 @@
 import itertools
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tilewright.bench import bandwidth
 from tilewright.bench.bandwidth import Memory, threads
+from tilewright.kernels import native
+from tilewright.kernels.read.cpu import read
 
 
 @pytest.fixture
@@ -27,7 +31,7 @@ def test_a_copy_counts_both_ways_and_a_read_one():
 @pytest.mark.parametrize("cores", [1, 3, 7])
 def test_the_threads_share_the_whole_buffer(cores: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bandwidth, "threads", lambda: cores)
-    memory, sums = Memory(8 * 1001), []
+    memory, sums = Memory(4 * 1001), []
     memory.copy()
     np.testing.assert_array_equal(memory.target, np.arange(1001))
     memory._rate(lambda source, _: sums.append(source.sum()), 1)
@@ -38,3 +42,18 @@ def test_the_threads_share_the_whole_buffer(cores: int, monkeypatch: pytest.Monk
 def test_threads_are_the_cores_of_this_process(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bandwidth.os, "sched_getaffinity", lambda _: {0, 5, 6}, raising=False)
     assert threads() == 3
+
+
+@pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
+@pytest.mark.parametrize("count", [1, 2**16, 3 * 2**16 + 77])
+def test_the_kernel_reads_every_integer(count: int):
+    numbers = np.random.default_rng(0).integers(-(2**31), 2**31, count).astype(np.int32)
+    assert np.asarray(jax.jit(read)(jnp.asarray(numbers))) == np.sum(numbers, dtype=np.int32)
+
+
+@pytest.mark.usefixtures("_one_second")
+def test_without_the_kernels_numpy_reads(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bandwidth.native, "kernels", lambda: native.Native(None, "none"))
+    memory = Memory(8000)
+    assert memory.placed is None
+    assert memory.read() == pytest.approx(8e-6)

@@ -161,7 +161,15 @@ def check_joined_calls(seed: int, rows: int, sizes: tuple[int, int], kind: cpu.F
         joined = jnp.concatenate(sums, axis=1)
         index, value = cpu.linear_argmax(h, parts[0])
         last = [jnp.concatenate(sums[1:], axis=1), cpu.linear(x, parts[1], jnp.float32)]
-        return [joined, joined.astype(dtype), (joined + add).astype(dtype), *last, cpu.linear(h, gated), index, value]
+        return [
+            joined,
+            joined.astype(dtype),
+            (joined + add.astype(jnp.float32)).astype(dtype),
+            *last,
+            cpu.linear(h, gated),
+            index,
+            value,
+        ]
 
     @jax.jit
     def together(x: jax.Array, whole: cpu.PackedMatrix, first: cpu.PackedMatrix, gated: cpu.PackedMatrix) -> list[jax.Array]:
@@ -224,7 +232,10 @@ class Appended:
 
     def draw(self, seed: int) -> dict[str, Any]:
         rng, b, d = np.random.default_rng(seed), len(self.counts), self.head_dim
-        draw = lambda *shape: jnp.asarray(normal(rng, *shape), self.dtype)
+
+        def draw(*shape: int) -> jax.Array:
+            return jnp.asarray(normal(rng, *shape), self.dtype)
+
         angles = jnp.asarray(rng.uniform(0, 6, (b, self.positions, d // 2)), jnp.float32)
         drawn = {"qkv": draw(b, self.positions, 10 * d), "cos": jnp.cos(angles), "sin": jnp.sin(angles)}
         drawn |= {"q_norm": draw(d) if self.norms else None, "k_norm": draw(d) if self.norms else None}
@@ -234,7 +245,9 @@ class Appended:
 
 
 def run_append(case: dict[str, Any], heads: int = 6) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return jax.jit(partial(attention.append_attend, heads=heads, kv_heads=2, head_dim=case["cos"].shape[2] * 2, eps=1e-5))(**case)
+    return jax.jit(partial(attention.append_attend, heads=heads, kv_heads=2, head_dim=case["cos"].shape[2] * 2, eps=1e-5))(
+        **case
+    )
 
 
 def plain_append(case: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -250,7 +263,8 @@ def plain_append(case: dict[str, Any]) -> tuple[np.ndarray, np.ndarray, np.ndarr
         for cache, new in zip(caches, (k, v), strict=True):
             cache[row, :, first : first + count] = np.asarray(new[row, :count].astype(jnp.float32)).transpose(1, 0, 2)
     lengths = case["start"][:, None] + 1 + jnp.arange(t)[None]
-    out = plain_attention.prefix_attention(q, *(jnp.asarray(cache, q.dtype) for cache in caches), lengths)
+    keys, values = (jnp.asarray(cache, q.dtype) for cache in caches)
+    out = plain_attention.prefix_attention(q, keys, values, lengths)
     attended = np.array(out.astype(jnp.float32)).reshape(b, t, -1)
     attended[np.arange(t)[None] >= np.asarray(case["count"])[:, None]] = np.nan
     return attended, caches[0], caches[1]
@@ -269,7 +283,7 @@ def check_append(case: Appended, seed: int = 0) -> None:
     for cache, plain in zip(found[1:], expected[1:], strict=True):
         np.testing.assert_allclose(cache, plain, atol=8 * unit, rtol=4 * unit)
     for row, count in enumerate(case.counts):
-        part = {name: x if x is None or name.endswith("norm") else x[row : row + 1] for name, x in drawn.items()}
+        part: dict[str, Any] = {n: x if n.endswith("norm") else x[row : row + 1] for n, x in drawn.items()}
         for at in range(count):  # one position after the other
             one = {name: x[:, at : at + 1] if name in ("qkv", "cos", "sin") else x for name, x in part.items()}
             one |= {"start": part["start"] + at, "count": jnp.ones(1, jnp.int32)}

@@ -32,6 +32,12 @@ namespace gather_reduce {
 #include "../../src/tilewright/kernels/gather_reduce/cpu.cc"
 }  // namespace gather_reduce
 
+namespace reading {
+#undef TilewrightIsa
+#define TilewrightIsa TilewrightReadIsa
+#include "../../src/tilewright/kernels/read/cpu.cc"
+}  // namespace reading
+
 namespace {
 
 std::mt19937 generator(0);
@@ -419,6 +425,15 @@ void check_rms_norm(int64_t rows, int64_t size) {
   }
 }
 
+void check_read(int64_t count) {
+  Exact<int32_t> x(count), total(1);
+  uint32_t expected = 0;
+  for (int64_t i = 0; i < count; ++i) expected += static_cast<uint32_t>(x[i] = static_cast<int32_t>(generator()));
+  const Buffer xb(XLA_FFI_DataType_S32, x, {count}), tb(XLA_FFI_DataType_S32, total, {});
+  reading::Read(pool(), xb.as<S32>(), tb.as<S32>());
+  check(static_cast<uint32_t>(total[0]) == expected, "read", 1, count, 1);
+}
+
 // A graph with an empty row, a long one and sources beyond the last offset; its transposed, and where each edge is there.
 struct Graph {
   int64_t rows, nodes, edges;
@@ -576,6 +591,7 @@ int main() {
       check_append<float>(queries, 1, 5, size, 37), join();
       check_append<uint16_t>(queries, 2, 2, size, 21), join();
     }
+  for (const int64_t count : {1, 65536, 400000}) check_read(count), join();
   for (const auto& [rows, nodes, edges] : {std::array<int64_t, 3>{1, 1, 0}, {1, 3, 7}, {9, 5, 40}, {40, 30, 1500}})
     for (const auto& [heads, each] : {std::pair<int64_t, int64_t>{1, 1}, {1, 16}, {1, 33}, {3, 5}, {2, 24}, {1, 150}})
       check_graph<float>(rows, nodes, edges, heads, each), check_graph<uint16_t>(rows, nodes, edges, heads, each), join();

@@ -107,13 +107,8 @@ def test_a_row_gets_the_same_bits_whatever_the_number_of_rows(kind: cpu.Format, 
 
 @needs_native
 @formats
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@settings(max_examples=4)
-@given(seeds, st.sampled_from([(1, (96, 48)), (18, (70, 41)), (5, (1, 1))]))
-def test_norm_addition_and_joined_matrices_in_one_call_give_the_bits_of_several(
-    kind: cpu.Format, dtype: Any, seed: int, sizes: tuple[int, tuple[int, int]]
-):
-    linear_checks.check_joined_calls(seed, *sizes, kind, dtype)
+def test_norm_addition_and_joined_matrices_in_one_call_give_the_bits_of_several(kind: cpu.Format):
+    linear_checks.check_joined_calls(0, 5, (33, 1), kind, jnp.bfloat16)
 
 
 @needs_native

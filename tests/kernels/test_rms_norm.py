@@ -63,6 +63,5 @@ def test_the_weight_decides_which_kernel_is_in_the_program():
 @needs_native
 def test_what_does_not_fit_is_refused():
     x, weight = drawn(0, 2, 32, jnp.float32)
-    for bad in (weight[:-1], weight.astype(jnp.bfloat16)):
-        with pytest.raises(jax.errors.JaxRuntimeError, match="tilewright_rms_norm"):
-            jax.block_until_ready(run(x, KernelNorm(bad), 1e-6))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="tilewright_rms_norm"):
+        jax.block_until_ready(run(x, KernelNorm(weight.astype(jnp.bfloat16)), 1e-6))

@@ -28,6 +28,7 @@ TARGETS = {
         "tilewright_append_attend": "TilewrightAppendAttend",
         "tilewright_norm_rotate": "TilewrightNormRotate",
     },
+    "read": {"tilewright_read": "TilewrightRead"},
     "rms_norm": {"tilewright_rms_norm": "TilewrightRmsNorm"},
     "gather_reduce": {
         "tilewright_gather_reduce": "TilewrightGatherReduce",

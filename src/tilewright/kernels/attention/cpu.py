@@ -1,9 +1,10 @@
 """The operation on a CPU's vector unit, and what stands around it in a layer; the kernels themselves are `cpu.cc`.
 
-Only keys that some query sees are read, and a query's result is the same bit for bit whatever is computed beside it. Everything is
+Only keys that some query sees are read, and a query's result is the same bit for bit whatever is computed beside it. All is
 float32 or bfloat16, in and out; scores and sums are float32.
 
-Legend: B rows of a batch, T query positions, N query heads, K key/value heads, D head size, h half of it, S cache entries, U own ones.
+Legend: B rows of a batch, T query positions, N query heads, K key/value heads, D head size, h half of it, S cache entries, U
+own ones.
 """
 
 import jax
@@ -78,14 +79,14 @@ def append_attend(
     start: Int[Array, " B"],
     count: Int[Array, " B"],
 ) -> tuple[Float[Array, "B T _"], Float[Array, "B K S D"], Float[Array, "B K S D"]]:
-    """`norm_rotate`, the keys and values written into the caches, and causal attention over these: a layer's attention in a call.
+    """`norm_rotate`, keys and values written into the caches, and causal attention over these: a layer's attention in a call.
 
     The caches are written where they are, if nothing else reads them afterwards.
 
     Args:
         start: where each row's first new entry goes.
-        count: how many of the T new entries each row keeps, from the first; with 0 its caches stay as they are, and `start` may be
-            anything.
+        count: how many of the T new entries each row keeps, from the first; with 0 its caches stay as they are, wherever the
+            row starts.
 
     Returns:
         What query t sees up to its own entry, heads side by side, and zeros from `count` on; and the caches.

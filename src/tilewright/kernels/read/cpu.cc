@@ -5,19 +5,17 @@
 namespace {
 
 constexpr int64_t STREAMS = 4;          // as a product with one row has panels side by side
-constexpr int64_t PIECE = 1 << 16;      // elements that a thread takes at a time, a quarter of them to a stream
+constexpr int64_t PIECE = 1 << 16;      // elements that are read in so many streams at once
 
 #define TILE "read/tile.inc"
 #include "../isas.inc"
 #undef TILE
 
 ffi::Error Read(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> x, ffi::ResultBuffer<ffi::S32> total) {
-  const int64_t count = x.element_count();
-  if (count % PIECE != 0 || total->element_count() != 1)
-    return ffi::Error::InvalidArgument("tilewright_read: expected whole pieces of " + std::to_string(PIECE) + " integers, and one result");
+  if (total->element_count() != 1) return ffi::Error::InvalidArgument("tilewright_read: expected one result");
   const auto read = ON_BEST_ISA(read);
   std::atomic<uint32_t> sum{0};
-  native::share(pool, count / PIECE, 1, true, [&](int64_t begin, int64_t end) { sum += read(x.typed_data(), begin * PIECE, end * PIECE); });
+  native::share(pool, x.element_count(), PIECE, true, [&](int64_t begin, int64_t end) { sum += read(x.typed_data(), begin, end); });
   *total->typed_data() = static_cast<int32_t>(sum.load());
   return ffi::Error::Success();
 }

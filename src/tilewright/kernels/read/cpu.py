@@ -5,9 +5,6 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Int32
 
-PIECE = 2**16
-"""The buffer has a multiple of so many integers."""
-
 
 def read(x: Int32[Array, " N"]) -> Int32[Array, ""]:
     """The sum modulo 2**32 of all integers of a buffer: it reads them all and writes nothing else."""
