@@ -143,7 +143,7 @@ def from_parts(
 
     if sharding is None:
         (whole,) = held_parts(shape, None)
-        return jnp.asarray(part(whole))
+        return jax.device_put(part(whole))  # `jnp.asarray` compiles a program for each shape
     once = cache(part)  # replicas share what was read
     return jax.make_array_from_callback(shape, sharding, lambda index: once(_bounds(index, shape)), dtype=jnp.dtype(dtype))
 

@@ -79,12 +79,12 @@ def on_huge_pages(array: np.ndarray) -> Array:
     The device's buffer *is* this memory: JAX takes over aligned host memory as it is.
     """
     if array.nbytes < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return jnp.asarray(array)
+        return jax.device_put(array)
     pages = mmap.mmap(-1, array.nbytes + HUGE_PAGE)
     try:
         pages.madvise(mmap.MADV_HUGEPAGE)
     except OSError:  # a kernel without them; ordinary pages serve
-        return jnp.asarray(array)
+        return jax.device_put(array)
     begin = -np.frombuffer(pages, np.uint8).ctypes.data % HUGE_PAGE
     placed = np.frombuffer(pages, np.uint8, array.nbytes, begin).view(array.dtype).reshape(array.shape)
     placed[...] = array
@@ -111,8 +111,8 @@ def packed(matrices: list[Any], kind: Format) -> PackedMatrix:
     both = np.stack([panels_of(w, kind) for w in parts], axis=1)
     return PackedMatrix(
         on_huge_pages(both.reshape(-1, *both.shape[2:])),
-        jnp.asarray(lanes(scales), jnp.float32),
-        jnp.asarray(lanes(sums), jnp.int32),
+        jax.device_put(lanes(scales)),
+        jax.device_put(lanes(sums).astype(np.int32)),
         outputs,
         gated=len(matrices) == 2,
     )

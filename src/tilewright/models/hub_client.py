@@ -1,0 +1,152 @@
+"""Fetches a model from the Hugging Face hub by way of the hub's own client.
+
+The client keeps the standard cache (`HF_HOME`, `HF_HUB_CACHE`), resumes a transfer whose connection broke, and fetches only
+files that the cache lacks.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, ModelInfo, constants, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,  # pyright: ignore[reportPrivateImportUsage]  (it comes from httpx or httpx2, by the client's version)
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import tqdm, validate_repo_id
+from rich.console import Console
+from rich.progress import Progress
+
+from tilewright.models.checkpoint import CONFIG, GENERATION_CONFIG, byte_progress
+
+TOKENIZER = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+WANTED = [CONFIG, GENERATION_CONFIG, *TOKENIZER, "*.safetensors", "*.safetensors.index.json"]
+UNWANTED = ["*/*"]
+"""Files in subfolders: other exports of the same weights."""
+COMMIT = re.compile("[0-9a-f]{40}")
+
+NETWORK_ERRORS = (HTTPError, ConnectionError, TimeoutError)
+"""The hub did not answer, or its answer broke off. `HTTPError` is that of the HTTP library below the client."""
+
+
+def fetch(source: str, revision: str | None, console: Console | None) -> Path:
+    """The snapshot of a hub id in the client's cache. Arguments and errors as for `hub.resolve`."""
+    try:
+        validate_repo_id(source)
+    except HFValidationError as error:
+        raise ValueError(f"expected a folder or a hub id (name or org/name), found {source!r}") from error
+    endpoint = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
+    with _one_line_errors(source, revision, endpoint):
+        return _fetch(source, revision, endpoint, console)
+
+
+def _fetch(source: str, revision: str | None, endpoint: str, console: Console | None) -> Path:
+    if revision is not None and COMMIT.fullmatch(revision):
+        # A commit never changes: what the cache holds of it needs no request.
+        cached = _from_cache(source, revision)
+        if cached is not None:
+            return cached
+    try:
+        info = HfApi(endpoint=endpoint).model_info(source, revision=revision, files_metadata=True)
+    except (RepositoryNotFoundError, RevisionNotFoundError):
+        raise
+    except NETWORK_ERRORS:
+        cached = _from_cache(source, revision)
+        if cached is None:
+            raise
+        if console is not None:
+            console.print(f"{endpoint} cannot be reached: using {source} as it is in the cache", markup=False)
+        return cached
+    with byte_progress(console) as progress:
+        folder = snapshot_download(
+            source,
+            revision=revision,
+            endpoint=endpoint,
+            allow_patterns=WANTED,
+            ignore_patterns=UNWANTED,
+            tqdm_class=_bar_class(progress, source, _missing_bytes(source, info)),
+        )
+    return Path(folder)
+
+
+def _from_cache(source: str, revision: str | None) -> Path | None:
+    """The cached snapshot, if it is there and whole as far as the cache can tell."""
+    try:
+        found = snapshot_download(
+            source, revision=revision, local_files_only=True, allow_patterns=WANTED, ignore_patterns=UNWANTED
+        )
+    except LocalEntryNotFoundError:
+        return None
+    # Other programs may have fetched single files of a repository, its tokenizer say.
+    folder = Path(found)
+    return folder if (folder / CONFIG).is_file() and any(folder.glob("*.safetensors")) else None
+
+
+def _missing_bytes(source: str, info: ModelInfo) -> int:
+    """The size of the wanted files that the cache does not hold yet."""
+    wanted = [
+        file
+        for file in info.siblings or []
+        if any(fnmatch(file.rfilename, pattern) for pattern in WANTED) and not any(fnmatch(file.rfilename, p) for p in UNWANTED)
+    ]
+    return sum(
+        file.size or 0
+        for file in wanted
+        if not isinstance(try_to_load_from_cache(source, file.rfilename, revision=info.sha), str)
+    )
+
+
+def _bar_class(progress: Progress, source: str, total: int) -> type[tqdm]:
+    """A class for the client to make its bars of. Bytes written to disk go to `progress`; nothing else shows.
+
+    The client makes up to three bars: bytes that crossed the network (described as "Downloading bytes"; compression makes them
+    fewer), bytes written, and files.
+    """
+    task = progress.add_task(f"fetching {source}", total=total, visible=total > 0)
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any):
+            self.counts = kwargs.get("unit") == "B" and kwargs.get("desc") != "Downloading bytes"
+            super().__init__(*args, **{**kwargs, "disable": True})
+
+        def update(self, n: int | float | None = 1) -> bool | None:
+            if self.counts:
+                progress.advance(task, n or 0)
+            return None
+
+    return Bar
+
+
+@contextmanager
+def _one_line_errors(source: str, revision: str | None, endpoint: str) -> Iterator[None]:
+    """Says in one line, as a `ValueError`, why the hub's client gave up."""
+    try:
+        yield
+    except GatedRepoError as error:
+        problem = f"{source!r} is gated: ask for access at {endpoint}/{source}, then log in or set HF_TOKEN"
+        raise ValueError(problem) from error
+    except RepositoryNotFoundError as error:
+        problem = f"{endpoint} has no model {source!r} (or it is private: log in or set HF_TOKEN), and there is no such folder"
+        raise ValueError(problem) from error
+    except RevisionNotFoundError as error:
+        raise ValueError(f"{source!r} at {endpoint} has no revision {revision!r}") from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        hint = "; check HF_TOKEN" if status in (401, 403) else ""
+        raise ValueError(f"{endpoint} answered HTTP {status} when asked for {source!r}{hint}") from error
+    except (LocalEntryNotFoundError, *NETWORK_ERRORS) as error:
+        which = f"{source!r}" if revision is None else f"{source!r} at revision {revision!r}"
+        problem = f"{endpoint} cannot be reached, and {which} is not (or not wholly) in the cache {constants.HF_HUB_CACHE}"
+        raise ValueError(problem) from error
+    except OSError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{source!r} could not be fetched from {endpoint}: {reason}") from error
