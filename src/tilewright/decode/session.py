@@ -49,7 +49,8 @@ class Session:
         """Compiles what is missing and fills the caches with the prompts, if that was not done before."""
         if self.finished or self.batch.device_state is not None:
             return
-        self.programs.warm(self.keys)
+        for key in self.keys:
+            self.programs.get(key)
         began = time.perf_counter()
         self.batch.admit(dict(enumerate(self.rows)))
         jax.block_until_ready(self.batch.device_state)
