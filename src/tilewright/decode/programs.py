@@ -91,8 +91,8 @@ class Programs:
     def warm(self, keys: Iterable[ProgramKey], console: Console | None = None) -> None:
         """Compiles what is missing of `keys`, several at a time, with a progress bar on the console.
 
-        Only XLA's part runs at the same time as another's: tracing holds Python's lock. What a `with` block of JAX's settings says
-        (`jax.default_device` and its like) holds for the calling thread alone and is not seen here.
+        Only XLA's part runs at the same time as another's: tracing holds Python's lock. JAX's settings in a `with` block
+        (`jax.default_device` and its like) hold for the calling thread alone and are not seen here.
         """
         missing = [key for key in dict.fromkeys(map(self.shared, keys)) if key not in self.compiled]
         if not missing:
