@@ -19,7 +19,7 @@ IMPORTS: dict[str, set[str]] = {
     "models": {"kernels"},
     "decode": {"models", "parallel"},
     "graph": {"models", "parallel"},
-    "train": {"decode"},
+    "train": {"decode", "graph"},
     "engine": {"decode"},
     "server": {"engine"},
     "neuron": {"chips", "compiled"},

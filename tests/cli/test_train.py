@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from safetensors.numpy import load_file
 
 import tilewright as tw
 from cli.conftest import Run as Command
+from tilewright.train.data import read_documents, train_tokenizer
 from tilewright.train.loop import Run
 
 SIZES = [
@@ -17,7 +19,10 @@ SIZES = [
     "--intermediate-size", 48, "--context", 96,
 ]  # fmt: skip
 LOOP = ["--batch-size", 2, "--sequence-length", 24, "--held-out", 0.3, "--evaluate-every", 4, "--save-every", 2]
-FIELDS = {"steps", "loss", "held_out_loss", "tokens_per_s", "seconds", "curve", "training_tokens", "chip", "out"}
+FIELDS = {
+    "steps", "loss_nats_per_token", "held_out_loss_nats_per_token", "tokens_per_s", "seconds", "curve", "training_tokens",
+    "chip", "out",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +89,61 @@ def test_a_language_model_resumes_where_it_was_interrupted(
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures.keys() == FIELDS
     assert [point["step"] for point in figures["curve"]] == [4, 8]
-    assert f"held-out loss {figures['held_out_loss']:.3f} nats a token" in ran.out
-    other = run(*command, "--seed", 5, "--learning-rate", 0.02)
+    assert f"held-out loss {figures['held_out_loss_nats_per_token']:.3f} nats a token" in ran.out
+    kept = (tmp_path / "lm" / "tokenizer.json").read_bytes()
+    at = command.index("--vocab-size")
+    other = run(*command[:at], "--vocab-size", 265, *command[at + 2 :], "--learning-rate", 0.02)
     assert other.status == 2
-    assert "learning_rate: checkpoint 0.0006, now 0.02" in other.err
+    assert "learning_rate: checkpoint 0.0006, now 0.02; vocab_size: checkpoint 270, now 265" in " ".join(other.err.split())
+    other = run(*command, "--tokenizer", other_tokenizer(text, tmp_path / "tokenizer"))
+    assert other.status == 2
+    assert "--tokenizer has its own vocabulary, found --vocab-size as well" in other.err
+    other = run(*command[:at], *command[at + 2 :], "--tokenizer", tmp_path / "tokenizer")
+    assert other.status == 2
+    assert "holds a run with another tokenizer" in other.err
+    assert (tmp_path / "lm" / "tokenizer.json").read_bytes() == kept
+
+
+def other_tokenizer(text: Path, folder: Path) -> Path:
+    folder.mkdir()
+    train_tokenizer(read_documents([text])[:3], 265).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_a_tokenizer_without_a_checkpoint_is_made_anew(run: Command, text: Path, tmp_path: Path):
+    """One that an earlier attempt left, of another size."""
+    folder = other_tokenizer(text, tmp_path / "lm")
+    assert run("train", "lm", text, "--out", folder, *SIZES, *LOOP, "--steps", 1).status == 0
+    assert json.loads((folder / "config.json").read_text())["vocab_size"] == 270
+
+
+def test_a_language_model_goes_on_from_another(run: Command, text: Path, target: Path, tmp_path: Path):
+    start = tmp_path / "start"
+    copytree(target, start)
+    (start / "chat_template.jinja").write_text("{{ messages }}")
+    command = ["train", "lm", text, "--out", tmp_path / "more", *LOOP, "--steps", 1, "--learning-rate", 1e-6, "--start"]
+    ran = run(*command, start)
+    assert ran.status == 0, ran.err
+    begun, gone_on = (load_file(folder / "model.safetensors") for folder in (target, tmp_path / "more"))
+    assert begun.keys() == gone_on.keys()
+    for name, tensor in begun.items():
+        np.testing.assert_allclose(gone_on[name], tensor, atol=1e-4)
+    for name in ("config.json", "tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / "more" / name).read_bytes() == (start / name).read_bytes()
+    assert "resuming language model at step 1 of 1" in run(*command, start).out
+    without = run(*command[:-1], *SIZES)
+    assert without.status == 2
+    assert "belongs to another run (start: checkpoint '" in " ".join(without.err.split())
+    for arguments, problem in (
+        (
+            [start, "--layers", 2, "--vocab-size", 300],
+            "its sizes and its tokenizer along, found --layers, --vocab-size as well",
+        ),
+        ([start, "--tokenizer", start], "--start takes its tokenizer along, found --tokenizer as well"),
+    ):
+        other = run(*command, *arguments)
+        assert other.status == 2
+        assert problem in " ".join(other.err.split())
 
 
 @pytest.mark.parametrize("regenerated", [0, 12])
@@ -128,6 +184,10 @@ def test_a_drafter_goes_on_from_another_of_a_different_block(run: Command, text:
     for name, tensor in begun.items():
         np.testing.assert_allclose(gone_on[name], tensor, atol=1e-4)
     assert json.loads((wider / "config.json").read_text())["block_size"] == 6
+    for resumed_from in (["--start", wider], []):
+        other = run(*command, *hardly, "--out", wider, "--block-size", 6, *resumed_from)
+        assert other.status == 2
+        assert "belongs to another run (start: checkpoint '" in " ".join(other.err.split())
     other = run(*command, *hardly, "--out", tmp_path / "x", "--start", "demo-drafter")
     assert other.status == 2
     assert "expected --start to be a drafter of these sizes" in other.err

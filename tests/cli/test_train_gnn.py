@@ -22,7 +22,9 @@ def test_it_runs_with_nothing_at_hand(run: Run):
     last = figures["accuracy"]["after the last epoch"]
     assert last["val"] is None
     assert last["test"]["mean"] == pytest.approx(np.mean(last["test"]["runs"]))
-    assert len(last["test"]["runs"]) == 2
+    assert len(last["test"]["runs"]) == len(figures["loss_nats"]["runs"]) == 2
+    assert figures["epochs"] == 30
+    assert figures["seconds"] > 0 < figures["epochs_per_s"]
     assert "gcn on karate: accuracy in %, mean ± standard deviation of 2 runs" in " ".join(ran.err.split())
 
 
@@ -47,7 +49,7 @@ def test_a_file_becomes_a_model(run: Run, tmp_path: Path):
     config, params, _ = load_gnn(tmp_path / "model")
     assert (config.features, config.hidden, config.classes) == (34, 4, 2)
     again = run("train", "gnn", *options, "--save-every", 1)
-    assert "resuming club at epoch 2 of 2" in again.out
+    assert "resuming club at step 2 of 2" in again.out
     np.testing.assert_array_equal(params.layers[0].root, load_gnn(tmp_path / "model")[1].layers[0].root)
 
 

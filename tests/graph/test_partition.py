@@ -17,9 +17,9 @@ from tilewright.graph.aggregate import aggregate
 from tilewright.graph.exchange import Shard
 from tilewright.graph.partition import PartitionedTable, cut, run
 from tilewright.graph.table import NeighborTable
-from tilewright.graph.train import RunState, gradient_step
 from tilewright.models import gnn
 from tilewright.parallel.mesh import make_mesh
+from tilewright.train.gnn import descend_rows
 
 MESH = make_mesh({"nodes": 3})
 FEATURES, CLASSES = 5, 3
@@ -143,15 +143,14 @@ def test_a_training_step_is_that_of_one_device(family: str, exchange: str):
         def scores(params: Any, statistics: Any) -> tuple[Array, Any]:
             return gnn.apply(config, params, table, x, statistics, train=True, rows=rows)
 
-        before = RunState(params, state, optimizer.init(params))
-        after, loss, scored = gradient_step(before, optimizer, scores, labels, counts)
+        after, _, loss, scored = descend_rows((params, state), optimizer.init(params), optimizer, scores, labels, counts)
         return after, loss, scored
 
     wanted = step(single, jnp.asarray(x), jnp.asarray(labels), jnp.asarray(counts), None)
     given = [several.arrange(value) for value in (x, labels, counts)]
     after, loss, scored = step(several, *given, several.rows)
     close((after, loss, several.restore(scored)), wanted, 1e-4)
-    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(after.params))
+    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(after))
 
 
 @pytest.mark.parametrize("family", CONFIGS)

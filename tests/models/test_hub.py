@@ -117,6 +117,12 @@ def test_local_folder_is_returned_as_it_is(tmp_path: Path):
         resolve(str(tmp_path), "v1")
 
 
+def test_what_comes_with_the_package_has_no_revision():
+    assert (resolve("demo") / "config.json").is_file()
+    with pytest.raises(ValueError, match=r"revision 'v1' was given, but 'demo' comes with the package"):
+        resolve("demo", "v1")
+
+
 @pytest.mark.parametrize("source", ["", "./missing", "/nowhere/missing", "a/b/c", "org/na me", "org/.."])
 def test_neither_folder_nor_id(source: str):
     with pytest.raises(

@@ -17,7 +17,7 @@ from tilewright.models.decoder import DecoderConfig
 from tilewright.models.dflash import DFlashConfig
 from tilewright.models.params import initialise
 from tilewright.train.data import Stream
-from tilewright.train.loop import TrainOptions
+from tilewright.train.text import TextOptions
 
 END = 0
 TARGET = DecoderConfig(
@@ -28,7 +28,7 @@ DRAFTER = DFlashConfig(
     vocab_size=24, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, block_size=4,
     mask_token_id=23, target_layer_ids=(0, 1), num_target_layers=2, rope_theta=10000.0,
 )  # fmt: skip
-OPTIONS = TrainOptions(
+OPTIONS = TextOptions(
     steps=12, batch_size=2, sequence_length=16, learning_rate=3e-3, warmup=0.1, evaluate_every=6, save_every=5
 )
 
@@ -58,7 +58,7 @@ def silent() -> Console:
     return Console(file=io.StringIO())
 
 
-def options(**changes: Any) -> TrainOptions:
+def options(**changes: Any) -> TextOptions:
     return replace(OPTIONS, **changes)
 
 

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, processors
 
 from tilewright.train.data import (
     END_OF_TEXT,
     MASK,
+    Document,
     Stream,
     encode_documents,
     end_of_text,
@@ -22,7 +23,8 @@ from tilewright.train.data import (
     train_tokenizer,
 )
 
-CORPUS = ["def add(a, b):\n    return a + b\n", "The sum of 12 and 345 is 357.\n", "It's naïve; 漢字 too.\n"]
+TEXTS = ["def add(a, b):\n    return a + b\n", "The sum of 12 and 345 is 357.\n", "It's naïve; 漢字 too.\n"]
+CORPUS = [Document(text) for text in TEXTS]
 TOKENIZER = train_tokenizer(CORPUS, 300)
 END = end_of_text(TOKENIZER)
 
@@ -44,13 +46,30 @@ def test_a_folder_is_searched_for_text_and_records(tmp_path: Path):
     (tmp_path / "blank.txt").write_text(" \n")
     (tmp_path / "table.csv").write_text("1,2\n")
     write(tmp_path / "c.jsonl", {"text": "plain"}, {"prompt": "p: ", "response": "r"})
-    assert read_documents([tmp_path]) == ["# Title\n", "x = 1\n", "plain", "p: r"]
-    assert read_documents([tmp_path / "table.csv", tmp_path / "a.md"]) == ["1,2\n", "# Title\n"]
+    assert read_documents([tmp_path]) == [*map(Document, ("# Title\n", "x = 1\n", "plain")), Document("r", "p: ")]
+    assert read_documents([tmp_path / "table.csv", tmp_path / "a.md"]) == [Document("1,2\n"), Document("# Title\n")]
 
 
 def test_question_and_answer_lose_their_annotations(tmp_path: Path):
     path = write(tmp_path / "q.jsonl", {"question": " How many? ", "answer": "48/2 = <<48/2=24>>24.\n#### 24"})
-    assert read_documents([path]) == ["Question: How many?\nAnswer: 48/2 = 24.\n#### 24"]
+    assert read_documents([path]) == [Document("Question: How many?\nAnswer: 48/2 = 24.\n#### 24")]
+
+
+@pytest.mark.parametrize("with_start", [False, True])
+def test_a_prompt_is_given_and_its_response_learnt(tmp_path: Path, with_start: bool):
+    """Tokenised as when the response is generated: the prompt by itself, and only it after the token that begins a text."""
+    path = write(tmp_path / "p.jsonl", {"text": "12"}, {"prompt": "The sum of 12", "response": " is 24."})
+    tokenizer = Tokenizer.from_str(TOKENIZER.to_str())
+    if with_start:
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"{MASK} $A", special_tokens=[(MASK, 1)])
+    stream = encode_documents(tokenizer, read_documents([path]), END)
+    start, (text, prompt, response) = (
+        [1] * with_start,
+        (TOKENIZER.encode(each).ids for each in ("12", "The sum of 12", " is 24.")),
+    )
+    assert stream.tokens.tolist() == [*start, *text, END, *start, *prompt, *response, END]
+    out = len(start) + len(prompt)
+    assert stream.in_loss.tolist() == [True] * (len(start) + len(text) + 1) + [False] * out + [True] * (len(response) + 1)
 
 
 def test_only_a_newline_ends_a_record(tmp_path: Path):
@@ -111,7 +130,7 @@ def test_documents_are_closed_by_the_end_token():
     assert stream.tokens.dtype == np.int32
     cuts = np.flatnonzero(stream.tokens == END)
     assert len(cuts) == len(CORPUS)
-    assert [TOKENIZER.decode(part.tolist()) for part in np.split(stream.tokens, cuts + 1)[:-1]] == CORPUS
+    assert [TOKENIZER.decode(part.tolist()) for part in np.split(stream.tokens, cuts + 1)[:-1]] == TEXTS
     assert len(encode_documents(TOKENIZER, [], END).tokens) == 0
 
 
@@ -160,17 +179,23 @@ def test_a_text_too_short_for_a_batch_is_refused():
         require_windows(numbered(49), 10, 4, "the text")
 
 
+def test_a_text_with_nothing_to_learn_is_refused():
+    given = Stream(np.arange(50, dtype=np.int32), np.zeros(50, bool))
+    with pytest.raises(ValueError, match="the text has no token to be predicted: its 50 are all given"):
+        require_windows(given, 10, 4, "the text")
+
+
 @given(st.integers(2, 60), st.floats(0.01, 0.9), st.integers(0, 3))
 def test_documents_are_split_without_overlap(count: int, share: float, seed: int):
-    documents = [f"document {i}" for i in range(count)]
+    documents = [Document(f"document {i}") for i in range(count)]
     trained, held_out = split_documents(documents, share, seed)
-    assert sorted(trained + held_out) == sorted(documents)
+    assert sorted(document.text for document in trained + held_out) == sorted(document.text for document in documents)
     assert len(held_out) == max(1, round(share * count))
     assert (trained, held_out) == split_documents(documents, share, seed)
 
 
 def test_the_split_depends_on_the_seed():
-    documents = [f"document {i}" for i in range(60)]
+    documents = [Document(f"document {i}") for i in range(60)]
     assert len({tuple(split_documents(documents, 0.1, seed)[1]) for seed in range(4)}) == 4
 
 

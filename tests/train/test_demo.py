@@ -10,7 +10,7 @@ import pytest
 from tilewright.models import dflash
 from tilewright.models.decoder import config_from_hf, config_to_hf
 from tilewright.train import demo
-from tilewright.train.data import END_OF_TEXT, MASK, train_tokenizer
+from tilewright.train.data import END_OF_TEXT, MASK, Document, train_tokenizer
 
 MODULES = {
     "keep.py": "kept = 1\n",
@@ -54,18 +54,19 @@ def test_the_library_of_this_machine_is_split_by_module():
 def test_questions_are_split_too(library: Path, tmp_path: Path):
     path = tmp_path / "gsm8k.jsonl"
     path.write_text("".join(f'{{"question": "q{i}?", "answer": "a{i}"}}\n' for i in range(40)))
-    trained, held_out = demo.demo_documents(path)
+    trained, held_out = ([document.whole for document in part] for part in demo.demo_documents(path))
     assert len(trained) == 2 + 38
     assert held_out == ["csv_module = 4\n", "json_package = 2\n", "json_deep = 3\n"] + [
         f"Question: q{i}?\nAnswer: a{i}" for i in range(2)
     ]
     assert not set(trained) & set(held_out)
-    assert demo.demo_documents(path) == (trained, held_out), "the order is always the same"
+    again = tuple([document.whole for document in part] for part in demo.demo_documents(path))
+    assert again == (trained, held_out), "the order is always the same"
     assert trained != sorted(trained, key=lambda text: text.startswith("Question")), "code and questions are mixed"
 
 
 def test_configurations_fit_together():
-    target = demo.target_config(train_tokenizer(["aaa bbb"], 260))
+    target = demo.target_config(train_tokenizer([Document("aaa bbb")], 260))
     drafter = demo.drafter_config(target)
     dflash.check_fits(drafter, target)
     assert config_from_hf(config_to_hf(target)) == target
@@ -76,13 +77,13 @@ def test_configurations_fit_together():
 
 
 def test_special_tokens_are_where_the_configurations_say():
-    tokenizer = train_tokenizer(["a b c"], 300)
+    tokenizer = train_tokenizer([Document("a b c")], 300)
     assert tokenizer.token_to_id(MASK) == demo.MASK_TOKEN_ID
     assert demo.target_config(tokenizer).eos_token_ids == (tokenizer.token_to_id(END_OF_TEXT),)
 
 
 def test_the_training_fits_the_context():
-    target = demo.target_config(train_tokenizer(["a b c"], 300))
+    target = demo.target_config(train_tokenizer([Document("a b c")], 300))
     for options in (demo.TARGET_OPTIONS, demo.DRAFTER_OPTIONS):
         assert options.sequence_length <= target.max_position_embeddings
     assert demo.ANCHOR_OPTIONS.anchors < demo.DRAFTER_OPTIONS.sequence_length

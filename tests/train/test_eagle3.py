@@ -217,7 +217,7 @@ def test_a_drafter_learns_what_its_target_says_and_resumes_exactly(tmp_path: Pat
     given = (TARGET, target, DRAFTER, stream, stream, chosen, Eagle3Options())
     result, agreed = train_eagle3(*given, tmp_path / "whole", silent())
     assert all_equal(target, frozen)
-    assert result.curve[0]["held_out_loss"] > 1.2 * result.held_out_loss
+    assert result.curve["held_out_loss"][0] > 1.2 * result.last("held_out_loss")
     assert len(agreed) == STEPS
     assert min(agreed) > 0.95
     assert set(range(1, 8)) <= set(result.params.target_ids.tolist())
@@ -235,7 +235,8 @@ def test_a_drafter_learns_what_its_target_says_and_resumes_exactly(tmp_path: Pat
             train_eagle3(*given, tmp_path / "parts", silent())
     again, agreed_again = train_eagle3(*given, tmp_path / "parts", silent())
     assert all_equal(again.params, result.params)
-    assert (again.curve, agreed_again) == (result.curve, agreed)
+    assert agreed_again == agreed
+    jax.tree.map(np.testing.assert_array_equal, again.curve, result.curve)
     with pytest.raises(ValueError, match=r"eagle3: checkpoint \{'decay': 0.8\}, now \{'decay': 0.5\}"):
         train_eagle3(*given[:-1], Eagle3Options(0.5), tmp_path / "parts", silent())
 

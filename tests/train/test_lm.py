@@ -14,7 +14,8 @@ from reference.dflash_numpy import Target
 from tilewright.models import decoder
 from tilewright.models.params import spec_leaves, to_tensors
 from tilewright.train.data import Stream
-from tilewright.train.lm import held_out_batches, hidden_matrices, next_token_loss, train_lm
+from tilewright.train.lm import hidden_matrices, next_token_loss, train_lm
+from tilewright.train.text import HELD_OUT_BATCHES, Windows
 from train.support import TARGET, counting_stream, options, random_stream, silent, target_params
 
 UNTIED = replace(TARGET, tie_word_embeddings=False)
@@ -87,18 +88,18 @@ def test_hidden_matrices_are_those_of_the_layers(config: decoder.DecoderConfig):
 
 def test_held_out_batches_are_always_the_same():
     stream = random_stream(300)
-    first, again = held_out_batches(stream, options()), held_out_batches(stream, options())
+    first, again = (Windows(random_stream(50), stream, 16, options()).held_out_batches() for _ in range(2))
     assert len(first) == len(again) > 3
     for a, b in zip(first, again, strict=True):
         np.testing.assert_array_equal(a[0], b[0])
-    assert len(held_out_batches(stream, options(), limit=2)) == 2
+    assert len(Windows(stream, random_stream(3000), 16, options()).held_out_batches()) == HELD_OUT_BATCHES
 
 
 def test_training_learns_a_text_that_repeats(tmp_path: Path):
     stream = counting_stream()
     result = train_lm(TARGET, stream, stream, options(steps=40, learning_rate=1e-2, evaluate_every=20), tmp_path, silent())
-    assert result.curve[0]["held_out_loss"] < np.log(24)
-    assert result.held_out_loss < 0.2
+    assert result.curve["held_out_loss"][0] < np.log(24)
+    assert result.last("held_out_loss") < 0.2
     tokens = jnp.asarray(stream.tokens[None, :30])
     logits = decoder.logits(TARGET, result.params, decoder.forward_full(TARGET, result.params, tokens).hidden)
     np.testing.assert_array_equal(jnp.argmax(logits[0, :-1], axis=-1), tokens[0, 1:])

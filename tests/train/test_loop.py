@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -12,34 +13,44 @@ import numpy as np
 import pytest
 from jax import Array
 
-from tilewright.train import loop
-from tilewright.train.drafter import DrafterOptions, train_drafter
+import tilewright.models.checkpoint
+from tilewright.train import checkpoint
+from tilewright.train.drafter import DFlashOptions, train_drafter
 from tilewright.train.lm import train_lm
-from tilewright.train.loop import Run, Task, TrainOptions, TrainResult, load_state, make_optimizer, save_state, train
+from tilewright.train.loop import Run, Task, TrainResult, gradient_step, keep_better, train
+from tilewright.train.text import TextOptions, make_optimizer, text_figures
 from train.support import DRAFTER, TARGET, options, random_stream, silent, target_params
 
 WANTED = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
 
 
-def regression(identity: str = "regression") -> Task:
+def regression(identity: str = "regression", seed: Any = 0, score: str | None = None, **changes: Any) -> Task:
     """Least squares: find the matrix and the offset behind `y = x @ WANTED + 1`."""
+    chosen = options(**{"learning_rate": 0.05, **changes})
+    optimizer = make_optimizer(chosen, is_matrix)
 
-    def loss(params: Any, frozen: Array, batch: Any, key: Array) -> tuple[Array, Array]:
+    def loss(params: Any, frozen: Array, batch: Any, key: Array) -> tuple[Array, None]:
         x, y = batch
         noise = 1e-3 * jax.random.normal(key, y.shape)
-        return jnp.mean((x @ params["w"] + params["b"] * frozen + noise - y) ** 2), jnp.float32(len(x))
+        return jnp.mean((x @ params["w"] + params["b"] * frozen + noise - y) ** 2), None
 
-    def batches(epoch: int) -> Iterator[Any]:
-        rng = np.random.default_rng(epoch)
-        for _ in range(5):
-            x = rng.normal(size=(8, 6)).astype(np.float32)
-            yield x, x @ WANTED + 1
+    def batch(n: int) -> Any:
+        x = np.random.default_rng(n).normal(size=(8, 6)).astype(np.float32)
+        return x, x @ WANTED + 1
 
-    return Task(loss, jnp.float32(1), batches, list(batches(999)), 8, {"task": identity})
+    def evaluate(params: Any, step: int) -> dict[str, Array]:
+        return {"held_out_loss": loss(params, jnp.float32(1), batch(999), jax.random.key(0))[0]}
 
+    def init() -> tuple[Any, Any]:
+        params = {"w": jnp.zeros((6, 4)), "b": jnp.zeros(4)}
+        return params, optimizer.init(params)
 
-def start() -> dict[str, Array]:
-    return {"w": jnp.zeros((6, 4)), "b": jnp.zeros(4)}
+    step = gradient_step(loss, optimizer, jnp.float32(1))
+    sizes = {"steps": chosen.steps, "evaluate_every": chosen.evaluate_every, "save_every": chosen.save_every}
+    return Task(
+        "regression", {**chosen.identity(), "task": identity}, init, step, lambda first: map(batch, count(first)), evaluate,
+        **sizes, seed=seed, progress=("rows", 8), score=score,
+    )  # fmt: skip
 
 
 def is_matrix(params: Any) -> Any:
@@ -47,27 +58,22 @@ def is_matrix(params: Any) -> Any:
 
 
 def fit(out: Path, task: Task | None = None, **changes: Any) -> TrainResult:
-    chosen = options(**{"learning_rate": 0.05, **changes})
-    return train(task or regression(), start, chosen, make_optimizer(chosen, is_matrix), out, silent(), "regression")
+    return train(task or regression(**changes), silent(), out)
 
 
 def stopping(task: Task, after: int) -> Task:
     """The task as an interruption after so many steps meets it."""
 
-    def batches(epoch: int) -> Iterator[Any]:
-        for n, batch in enumerate(task.batches(epoch)):
-            if 5 * epoch + n == after:
-                raise KeyboardInterrupt
-            yield batch
+    def batches(first: int) -> Iterator[Any]:
+        yield from islice(task.batches(first), after - first)
+        raise KeyboardInterrupt
 
     return replace(task, batches=batches)
 
 
 def assert_equal(a: TrainResult, b: TrainResult) -> None:
     """Bit for bit."""
-    assert a.curve == b.curve
-    assert (a.steps, a.loss, a.held_out_loss) == (b.steps, b.loss, b.held_out_loss)
-    jax.tree.map(np.testing.assert_array_equal, a.params, b.params)
+    jax.tree.map(np.testing.assert_array_equal, (a.params, a.curve), (b.params, b.curve))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -77,20 +83,11 @@ def test_an_interrupted_run_resumes_exactly(tmp_path: Path, optimizer: str, afte
     settings = {"optimizer": optimizer, "steps": 16, "evaluate_every": 6, "save_every": save_every}
     whole = fit(tmp_path / "whole", **settings)
     with pytest.raises(KeyboardInterrupt):
-        fit(tmp_path / "parts", stopping(regression(), after), **settings)
+        fit(tmp_path / "parts", stopping(regression(**settings), after))
     assert (tmp_path / "parts" / "state.safetensors").exists() == (after >= save_every)
     resumed = fit(tmp_path / "parts", **settings)
     assert_equal(resumed, whole)
-    assert [point["step"] for point in whole.curve] == [6, 12, 16]
-
-
-def test_a_point_of_the_curve_beyond_the_checkpoint_is_dropped(tmp_path: Path):
-    """The curve is written before the state; a run may die in between."""
-    whole = fit(tmp_path / "whole")
-    with pytest.raises(KeyboardInterrupt):
-        fit(tmp_path / "parts", stopping(regression(), 5))
-    (tmp_path / "parts" / "curve.json").write_text(json.dumps([{"step": 6, "loss": 9.0, "held_out_loss": 9.0}]))
-    assert_equal(fit(tmp_path / "parts"), whole)
+    assert whole.curve["step"].tolist() == [6, 12, 16]
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path: Path):
@@ -98,7 +95,7 @@ def test_a_finished_run_is_not_trained_again(tmp_path: Path):
     before = (tmp_path / "state.safetensors").read_bytes()
     again = fit(tmp_path)
     assert_equal(again, first)
-    assert again.tokens_per_s == 0
+    assert again.rate == 0
     assert (tmp_path / "state.safetensors").read_bytes() == before
 
 
@@ -110,7 +107,7 @@ def test_models_resume_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     def run(out: Path) -> TrainResult:
         if kind == "lm":
             return train_lm(TARGET, text, held_out, chosen, out, silent())
-        anchors = DrafterOptions(anchors=3)
+        anchors = DFlashOptions(anchors=3)
         return train_drafter(TARGET, target_params(), DRAFTER, text, held_out, chosen, anchors, out, silent())
 
     whole = run(tmp_path / "whole")
@@ -131,9 +128,13 @@ def test_models_resume_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
     fit(tmp_path)
     with pytest.raises(ValueError, match="belongs to another run") as refused:
-        fit(tmp_path, regression("another"), learning_rate=0.07, seed=3)
+        fit(tmp_path, regression("another", learning_rate=0.07, weight_decay=0.5))
     message = str(refused.value)
-    for told in ("learning_rate: checkpoint 0.05, now 0.07", "seed: checkpoint 0, now 3", "'regression', now 'another'"):
+    for told in (
+        "learning_rate: checkpoint 0.05, now 0.07",
+        "weight_decay: checkpoint 0.01, now 0.5",
+        "'regression', now 'another'",
+    ):
         assert told in message
     assert "batch_size" not in message
     assert "\n" not in message
@@ -142,7 +143,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
 def test_how_often_to_save_and_evaluate_may_change(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
         fit(tmp_path, stopping(regression(), 6))
-    assert [p["step"] for p in fit(tmp_path, evaluate_every=4, save_every=3).curve] == [8, 12]
+    assert fit(tmp_path, evaluate_every=4, save_every=3).curve["step"].tolist() == [8, 12]
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path):
@@ -155,33 +156,33 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path):
 
 def test_a_state_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path, identity = tmp_path / "new" / "state.safetensors", {"run": 1}
-    old = {"w": jnp.arange(3, dtype=jnp.float32)}
-    save_state(path, old, 4, identity, [0.5, 0.25])
+    old, figures = {"w": jnp.arange(3, dtype=jnp.float32)}, {"loss": np.array([0.5, 0.25])}
+    checkpoint.save(path, old, 4, figures, identity)
 
     def half(arrays: Any, target: Path, **_: Any) -> None:
         target.write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr(loop, "save_file", half)
+    monkeypatch.setattr(tilewright.models.checkpoint, "save_file", half)
     with pytest.raises(OSError, match="disk full"):
-        save_state(path, {"w": jnp.ones(3)}, 5, identity)
-    state, step, recent = load_state(path, {"w": jnp.zeros(3)}, identity)
+        checkpoint.save(path, {"w": jnp.ones(3)}, 5, {}, identity)
+    state, step, kept = checkpoint.load(path, {"w": jnp.zeros(3)}, identity)
     np.testing.assert_array_equal(state["w"], old["w"])
-    assert (step, recent) == (4, [0.5, 0.25])
+    assert (step, kept["loss"].tolist()) == (4, [0.5, 0.25])
     with pytest.raises(OSError, match="disk full"):
-        save_state(tmp_path / "first.safetensors", old, 1, identity)
+        checkpoint.save(tmp_path / "first.safetensors", old, 1, {}, identity)
     assert not (tmp_path / "first.safetensors").exists()
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_the_loss_goes_down(tmp_path: Path, optimizer: str):
     result = fit(tmp_path, optimizer=optimizer, learning_rate=0.1, muon_learning_rate=0.1, steps=120, evaluate_every=20)
-    losses = [point["held_out_loss"] for point in result.curve]
+    losses = result.curve["held_out_loss"].tolist()
     start_loss = float(np.mean(WANTED**2) * 6 + 1)  # of the parameters 0, about
     assert losses[0] < 0.5 * start_loss
     assert losses[-1] < 0.02 * start_loss
-    assert result.held_out_loss == losses[-1]
-    assert result.tokens_per_s > 0
+    assert result.last("held_out_loss") == losses[-1]
+    assert result.rate > 0
     np.testing.assert_allclose(result.params["w"], WANTED, atol=0.4)
 
 
@@ -191,8 +192,9 @@ def update(optimizer: str, gradient: dict[str, Array], weight_decay: float = 0.0
     chosen = options(optimizer=optimizer, weight_decay=weight_decay, clip=1e9, **rates)
     optimiser = make_optimizer(chosen, is_matrix)
     params = jax.tree.map(jnp.ones_like, gradient)
-    _, state = optimiser.update(gradient, optimiser.init(params), params)
-    change, _ = optimiser.update(gradient, state, params)
+    with jax.numpy_dtype_promotion("standard"):
+        _, state = optimiser.update(gradient, optimiser.init(params), params)
+        change, _ = optimiser.update(gradient, state, params)
     return jax.tree.map(np.asarray, change)
 
 
@@ -223,27 +225,82 @@ def test_a_step_count_of_one_trains(tmp_path: Path):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"steps": 0}, "steps must be positive, found 0"),
-        ({"batch_size": -1}, "batch_size must be positive"),
-        ({"sequence_length": 0}, "sequence_length must be positive"),
-        ({"learning_rate": 0.0}, "learning_rate must be positive"),
-        ({"learning_rate": float("nan")}, "learning_rate must be positive"),
-        ({"muon_learning_rate": -0.1}, "muon_learning_rate must be positive"),
-        ({"clip": 0.0}, "clip must be positive"),
-        ({"evaluate_every": 0}, "evaluate_every must be positive"),
-        ({"save_every": 0}, "save_every must be positive"),
+        ({"steps": 0}, "expected steps above 0"),
+        ({"batch_size": -1}, "expected batch_size above 0"),
+        ({"sequence_length": 0}, "expected sequence_length above 0"),
+        ({"learning_rate": 0.0}, "expected learning_rate above 0"),
+        ({"learning_rate": float("nan")}, "expected learning_rate above 0"),
+        ({"muon_learning_rate": -0.1}, "expected muon_learning_rate above 0"),
+        ({"clip": 0.0}, "expected clip above 0"),
+        ({"evaluate_every": 0}, "expected evaluate_every above 0"),
+        ({"save_every": 0}, "expected save_every above 0"),
+        ({"seed": -1}, "expected seed of at least 0, found -1"),
+        ({"seed": 2**31}, "expected a seed below 2147483648, found 2147483648"),
         ({"warmup": 1.0}, "a warmup from 0 to below 1, found 1.0"),
-        ({"weight_decay": -1.0}, "a weight_decay of 0 or more, found -1.0"),
+        ({"weight_decay": -1.0}, "expected weight_decay of at least 0, found -1.0"),
         ({"optimizer": "sgd"}, "adamw or muon, found 'sgd'"),
     ],
 )
 def test_options_out_of_range_are_refused(change: dict[str, Any], problem: str):
-    make: Callable[..., TrainOptions] = TrainOptions
+    make: Callable[..., TextOptions] = TextOptions
     with pytest.raises(ValueError, match=problem):
         make(**change)
 
 
 def test_figures_are_plain_data(tmp_path: Path):
-    figures = fit(tmp_path).figures()
-    assert set(figures) == {"steps", "loss", "held_out_loss", "tokens_per_s", "seconds", "curve"}
+    figures = text_figures(fit(tmp_path))
+    losses = {"loss_nats_per_token", "held_out_loss_nats_per_token"}
+    assert figures.keys() == {"steps", "tokens_per_s", "seconds", "curve", *losses}
+    assert [point.keys() for point in figures["curve"]] == 2 * [{"step", *losses}]
     assert json.loads(json.dumps(figures)) == figures
+
+
+def falling_then_rising(score: str | None) -> Task:
+    """Two runs whose parameter is the step; one is best at step 4, the other one at the end."""
+
+    def step(params: Array, opt_state: Any, batch: Any, key: Array) -> tuple[Array, Any, dict[str, Array]]:
+        return params + 1, opt_state, {"loss": params}
+
+    def evaluate(params: Array, step: int) -> dict[str, Array]:
+        return {"score": jnp.array([1.0, -1.0]) * -((params - 4.0) ** 2), "nothing": jnp.full(2, jnp.nan)}
+
+    return Task(
+        "runs", {"a": 1}, lambda: (jnp.zeros(2), ()), step, lambda first: count(first), evaluate, steps=9, evaluate_every=2,
+        save_every=1, seed=np.arange(2), progress=("steps", 1), score=score,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("score", "kept"), [("score", [4.0, 9.0]), ("nothing", [9.0, 9.0]), (None, [9.0, 9.0])])
+def test_the_best_parameters_of_each_run_are_kept(tmp_path: Path, score: str | None, kept: list[float]):
+    task = falling_then_rising(score)
+    with pytest.raises(KeyboardInterrupt):
+        train(stopping(task, 7), silent(), tmp_path)
+    result = train(task, silent(), tmp_path)
+    assert result.params.tolist() == kept
+    assert result.curve["step"].tolist() == [2, 4, 6, 8, 9]
+    assert result.curve["loss"][:, 0].tolist() == [0.5, 2.5, 4.5, 6.5, 8.0]
+
+
+def test_better_ones_replace_whole_arrays_of_a_run():
+    old, new = {"w": jnp.zeros((2, 3, 4)), "b": jnp.zeros(2)}, {"w": jnp.ones((2, 3, 4)), "b": jnp.ones(2)}
+    kept = keep_better(old, new, jnp.array([False, True]))
+    assert kept["b"].tolist() == [0, 1]
+    np.testing.assert_array_equal(kept["w"], np.repeat([0.0, 1.0], 12).reshape(2, 3, 4))
+    np.testing.assert_array_equal(keep_better(old, new, jnp.array(True))["w"], new["w"])
+
+
+def test_a_checkpoint_beyond_the_last_step_is_refused(tmp_path: Path):
+    task = falling_then_rising(None)
+    train(task, silent(), tmp_path)
+    with pytest.raises(ValueError, match=r"state\.safetensors stands at step 9 already, beyond the 5 asked for"):
+        train(replace(task, steps=5), silent(), tmp_path)
+
+
+def test_a_fingerprint_tells_arrays_apart():
+    tree = {"a": np.arange(4, dtype=np.float32), "b": np.array(1)}
+    others = [
+        tree | {"a": tree["a"].reshape(2, 2)}, tree | {"a": tree["a"].astype(np.float64)}, {"a": tree["a"], "c": tree["b"]},
+        tree | {"a": np.array([0, 1, 2, 4], np.float32)}, tree | {"b": np.array(2)},
+    ]  # fmt: skip
+    assert len({checkpoint.fingerprint(each) for each in [tree, *others]}) == 6
+    assert checkpoint.fingerprint(jax.tree.map(np.copy, tree)) == checkpoint.fingerprint(tree)

@@ -13,10 +13,11 @@ import pytest
 from tilewright.kernels import native
 from tilewright.kernels.linear.cpu import TrainedMatrix
 from tilewright.models import decoder
-from tilewright.train.drafter import DrafterOptions, drafter_loss
+from tilewright.train.checkpoint import named_leaves
+from tilewright.train.drafter import DFlashOptions, drafter_loss
 from tilewright.train.lm import next_token_loss, train_lm
-from tilewright.train.loop import TrainOptions, named_leaves
 from tilewright.train.precision import trained
+from tilewright.train.text import TextOptions
 from train.support import DRAFTER, TARGET, counting_stream, drafter_params, options, silent, target_params
 
 needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
@@ -65,7 +66,7 @@ def test_a_drafter_and_its_frozen_target_are_multiplied_so_too():
     batch, key = (jnp.asarray(TOKENS), jnp.ones(TOKENS.shape, bool)), jax.random.key(0)
 
     def loss_of(wrap: Any, params: Any) -> jax.Array:
-        return drafter_loss(TARGET, DRAFTER, DrafterOptions(anchors=2), wrap(params), wrap(target), batch, key)[0]
+        return drafter_loss(TARGET, DRAFTER, DFlashOptions(anchors=2), wrap(params), wrap(target), batch, key)[0]
 
     plain = jax.jit(jax.grad(partial(loss_of, lambda params: params)))(params)
     assert_close(plain, jax.jit(jax.grad(partial(loss_of, trained)))(params))
@@ -89,8 +90,8 @@ def test_a_run_learns_and_is_not_resumed_with_other_products(tmp_path: Path):
         return train_lm(TIED, counting_stream(), counting_stream(100), chosen, out, silent())
 
     rounded, plain = run("bfloat16", tmp_path / "b"), run("float32", tmp_path / "f")
-    assert rounded.held_out_loss < np.log(24) - 0.3
-    assert rounded.held_out_loss == pytest.approx(plain.held_out_loss, rel=0.05)
+    assert rounded.last("held_out_loss") < np.log(24) - 0.3
+    assert rounded.last("held_out_loss") == pytest.approx(plain.last("held_out_loss"), rel=0.05)
     assert {leaf.dtype for leaf in jax.tree.leaves(rounded.params)} == {jnp.dtype("float32")}
     with pytest.raises(ValueError, match="products"):
         run("float32", tmp_path / "b")
@@ -99,10 +100,10 @@ def test_a_run_learns_and_is_not_resumed_with_other_products(tmp_path: Path):
 def test_without_kernels_a_run_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(native, "kernels", lambda: native.Native(None, "there is no C++ compiler"))
     with pytest.raises(ValueError, match="products in bfloat16 need the CPU kernels: there is no C"):
-        TrainOptions(products="bfloat16")
-    assert TrainOptions().products == "float32"
+        TextOptions(products="bfloat16")
+    assert TextOptions().products == "float32"
 
 
 def test_other_products_are_refused():
     with pytest.raises(ValueError, match="expected products in float32 or bfloat16, found 'float16'"):
-        TrainOptions(products="float16")
+        TextOptions(products="float16")

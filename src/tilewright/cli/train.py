@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shutil import copyfile
 from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from tilewright.decode.language_model import LanguageModel
 from tilewright.decode.sampling import Sampling
 from tilewright.models import decoder, dflash, eagle3, hub
 from tilewright.models.checkpoint import CONFIG, load_decoder, load_params, read_config, save_params
-from tilewright.models.decoder import DecoderConfig
+from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.dflash import DFlashConfig, DFlashParams, default_target_layers
 from tilewright.models.eagle3 import Eagle3Config
 from tilewright.models.params import DTYPES, Dtype
@@ -27,16 +28,16 @@ from tilewright.train.data import (
     encode_documents,
     end_of_text,
     read_documents,
-    require_windows,
     split_documents,
     train_tokenizer,
 )
 from tilewright.train.demo import train_demo
-from tilewright.train.drafter import DrafterOptions, train_drafter
+from tilewright.train.drafter import DFlashOptions, train_drafter
 from tilewright.train.eagle3 import Eagle3Options, default_draft_vocab, train_eagle3
 from tilewright.train.lm import train_lm
-from tilewright.train.loop import TrainOptions, TrainResult
+from tilewright.train.loop import CHECKPOINT, TrainResult
 from tilewright.train.regenerate import cut_prompts, regenerate
+from tilewright.train.text import TextOptions, require_texts, text_figures
 
 app = App(name="train", help="Training.")
 app.command("tilewright.cli.train_gnn:gnn", help="Trains a graph neural network, on nodes or on graphs.")
@@ -73,10 +74,10 @@ class LoopOptions:
     save_every: int = 100
     products: Literal["float32", "bfloat16"] = "float32"
 
-    def options(self) -> TrainOptions:
+    def options(self) -> TextOptions:
         if not 0 < self.held_out < 1:
             raise ValueError(f"expected a held-out share between 0 and 1, found {self.held_out}")
-        return TrainOptions(**{k: v for k, v in vars(self).items() if k != "held_out"})
+        return TextOptions(**{k: v for k, v in vars(self).items() if k != "held_out"})
 
 
 def require_data(data: Sequence[Path]) -> None:
@@ -85,68 +86,111 @@ def require_data(data: Sequence[Path]) -> None:
 
 
 def finish(result: TrainResult, out: Path, console: Console, json_file: str | None, **more: object) -> None:
-    console.print(
-        f"{out}: loss {result.loss:.3f}, held-out loss {result.held_out_loss:.3f} nats a token, "
-        f"{result.tokens_per_s:,.0f} tokens/s",
-        markup=False,
-    )
-    write_json(json_file, {**result.figures(), **more, "chip": chip_name(), "out": str(out)})
+    loss, held_out = result.last("loss"), result.last("held_out_loss")
+    told = f"{out}: loss {loss:.3f}, held-out loss {held_out:.3f} nats a token, {result.rate:,.0f} tokens/s"
+    console.print(told, markup=False)
+    write_json(json_file, {**text_figures(result), **more, "chip": chip_name(), "out": str(out)})
 
 
 @Parameter(name="*")
 @dataclass(frozen=True)
 class ModelSizes:
-    """What language model to make.
+    """What language model to make; with --start, the model started from has its own.
 
     Attributes:
-        hidden_size: width of the residual stream.
-        layers: the model's layers.
-        heads: query heads of a layer.
-        kv_heads: key/value heads of a layer; they divide the query heads.
-        head_dim: size of a head.
-        intermediate_size: width inside a layer's MLP.
-        context: the longest sequence that the model will accept.
+        hidden_size: width of the residual stream (256 by default).
+        layers: the model's layers (4).
+        heads: query heads of a layer (4).
+        kv_heads: key/value heads of a layer; they divide the query heads (2).
+        head_dim: size of a head (64).
+        intermediate_size: width inside a layer's MLP (768).
+        context: the longest sequence that the model will accept (1024).
+        vocab_size: tokens of the byte-level BPE that is trained on the data, at most (4096).
     """
 
-    hidden_size: int = 256
-    layers: int = 4
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 64
-    intermediate_size: int = 768
-    context: int = 1024
+    hidden_size: int | None = None
+    layers: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    context: int | None = None
+    vocab_size: int | None = None
+
+    @property
+    def bpe_size(self) -> int:
+        return given(self.vocab_size, 4096)
+
+    def refuse(self, why: str, *names: str) -> None:
+        """Raises a `ValueError` that lists which of these sizes were given."""
+        if wrong := [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]:
+            raise ValueError(f"{why}, found {', '.join(wrong)} as well")
 
     def config(self, vocab_size: int, end: int) -> DecoderConfig:
         sizes = DecoderConfig(
-            "qwen3", vocab_size, self.hidden_size, self.intermediate_size, self.layers, self.heads, self.kv_heads,
-            self.head_dim, rope_theta=10000.0, tie_word_embeddings=True, max_position_embeddings=self.context,
-            eos_token_ids=(end,),
+            "qwen3", vocab_size, given(self.hidden_size, 256), given(self.intermediate_size, 768), given(self.layers, 4),
+            given(self.heads, 4), given(self.kv_heads, 2), given(self.head_dim, 64), rope_theta=10000.0,
+            tie_word_embeddings=True, max_position_embeddings=given(self.context, 1024), eos_token_ids=(end,),
         )  # fmt: skip
         return decoder.config_from_hf(decoder.config_to_hf(sizes), "the model's sizes")
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What the training of a language model begins with.
+
+    Attributes:
+        tokenizer: which splits the text.
+        config: the model's; None where its sizes are still to be chosen.
+        params: float32; None for random ones.
+        files: what a tokenizer has beside it, a chat template say, for the new model's folder.
+    """
+
+    tokenizer: Tokenizer
+    config: DecoderConfig | None = None
+    params: DecoderParams | None = None
+    files: tuple[Path, ...] = ()
+
+    @classmethod
+    def choose(cls, start: str | None, tokenizer: Path | None, sizes: ModelSizes, console: Console) -> "Beginning | None":
+        """A model that is there already with its tokenizer, or a tokenizer alone; None where neither is named."""
+        if start is not None:
+            sizes.refuse("--start takes its sizes and its tokenizer along", *vars(sizes))
+            if tokenizer is not None:
+                raise ValueError("--start takes its tokenizer along, found --tokenizer as well")
+            folder = hub.resolve(start, console=progress_console(console))
+            config, params = load_decoder(folder, jnp.float32, progress_console(console))
+            files = tuple(folder / name for name in hub.TOKENIZER[1:] if (folder / name).is_file())
+            return cls(load_tokenizer(folder), config, params, files)
+        if tokenizer is not None:
+            sizes.refuse("--tokenizer has its own vocabulary", "vocab_size")
+            return cls(load_tokenizer(tokenizer))
+        return None
 
 
 @app.command
 def lm(
     *data: Path,
     out: Path,
+    start: str | None = None,
     tokenizer: Path | None = None,
-    vocab_size: int = 4096,
     sizes: ModelSizes = ModelSizes(),
     loop: LoopOptions = LoopOptions(),
     json_file: JsonFile = None,
 ) -> None:
-    """Trains a Qwen3-architecture language model from random weights.
+    """Trains a language model: one of Qwen3's architecture from random weights, or one that is there already.
 
     Parameters
     ----------
     data
-        Text files, JSONL files (text, prompt and response, or question and answer), or folders of both.
+        Text files, JSONL files (text, prompt and response, or question and answer), or folders of both. Prompts are not in the
+        loss.
     out
         Folder for the model; its subfolder `training` holds the checkpoint that an interrupted run resumes from.
+    start
+        A model to go on from, with a fresh optimizer: a folder, a Hugging Face id, or "demo".
     tokenizer
         A folder with a tokenizer.json; by default a byte-level BPE is trained on the data.
-    vocab_size
-        Tokens of that BPE, at most.
     json_file
         Write the figures as JSON to this file, "-" for standard output.
     """
@@ -155,26 +199,30 @@ def lm(
     require_data(data)
     options = loop.options()
     documents = split_documents(read_documents(data), loop.held_out, loop.seed)
-    bpe = prepare_tokenizer(out, tokenizer, documents[0], vocab_size)
-    end = end_of_text(bpe)
-    config = sizes.config(bpe.get_vocab_size(), end)
+    kept = kept_tokenizer(out)
+    begin = Beginning.choose(start, tokenizer, sizes, console)
+    begin = begin or Beginning(kept or train_tokenizer(documents[0], sizes.bpe_size))
+    bpe = begin.tokenizer
+    if kept is not None and kept.to_str() != bpe.to_str():
+        raise ValueError(f"{out} holds a run with another tokenizer; name another --out")
+    config = begin.config or sizes.config(bpe.get_vocab_size(), end_of_text(bpe))
+    end = config.eos_token_ids[0] if config.eos_token_ids else end_of_text(bpe)
     streams = [encode_documents(bpe, part, end) for part in documents]
-    for stream, what in zip(streams, ("the training text", "the held-out text"), strict=True):
-        require_windows(stream, options.sequence_length + 1, options.batch_size, what)
+    require_texts(streams[0], streams[1], options.sequence_length + 1, options)
     out.mkdir(parents=True, exist_ok=True)
     bpe.save(str(out / "tokenizer.json"))
-    result = train_lm(config, streams[0], streams[1], options, out / "training", console)
+    same = {"vocab_size": sizes.bpe_size}
+    result = train_lm(config, streams[0], streams[1], options, out / "training", console, begin.params, same)
     save_params(out, decoder.config_to_hf(config), decoder.declare(config), result.params, jnp.float32)
+    for file in begin.files:
+        copyfile(file, out / file.name)
     finish(result, out, console, json_file, training_tokens=len(streams[0].tokens))
 
 
-def prepare_tokenizer(out: Path, given: Path | None, documents: list[str], vocab_size: int) -> Tokenizer:
-    """The given tokenizer, the one that an interrupted run left, or a new one."""
-    if given is not None:
-        return load_tokenizer(given)
-    if (out / "tokenizer.json").exists():
-        return load_tokenizer(out)
-    return train_tokenizer(documents, vocab_size)
+def kept_tokenizer(out: Path) -> Tokenizer | None:
+    """The tokenizer that an interrupted run left with its checkpoint."""
+    there = (out / "training" / CHECKPOINT).exists() and (out / "tokenizer.json").exists()
+    return load_tokenizer(out) if there else None
 
 
 @Parameter(name="*")
@@ -213,8 +261,8 @@ class DFlashArguments:
     gamma: float | None = None
     start: str | None = None
 
-    def options(self) -> DrafterOptions:
-        return DrafterOptions(given(self.anchors, 32), self.gamma)
+    def options(self) -> DFlashOptions:
+        return DFlashOptions(given(self.anchors, 32), self.gamma)
 
     def start_params(self, config: DFlashConfig | Eagle3Config, console: Console) -> DFlashParams | None:
         """The parameters to go on from, float32, if any were named."""
@@ -352,7 +400,7 @@ def drafter(
     Parameters
     ----------
     data
-        Text files, JSONL files or folders, of the kind of text that will be generated.
+        Text files, JSONL files or folders, of the kind of text that will be generated; prompts are not in the loss.
     target
         A folder, a Hugging Face id, or "demo".
     out

@@ -13,12 +13,13 @@ from tilewright.cli.common import JsonFile, check_json_file, human_console, writ
 from tilewright.compiled.figures import print_table
 from tilewright.compiled.machine import chip_name
 from tilewright.graph.data import KARATE, GraphData, NodeData, read_data, with_folds, with_split
-from tilewright.graph.graphs import GraphTask
-from tilewright.graph.nodes import PARTS, FullGraphTask, SampledTask
-from tilewright.graph.train import Task, TrainOptions, TrainResult, train
 from tilewright.models.gnn import FAMILIES, Config
 from tilewright.models.gnn_checkpoint import config_to_json, save_gnn
 from tilewright.parallel.mesh import make_mesh
+from tilewright.train.gnn import PARTS, GNNOptions, at_best_validation, best_run, validates
+from tilewright.train.graphs import graphs_task
+from tilewright.train.loop import Task, TrainResult, train
+from tilewright.train.nodes import full_graph_task, sampled_task
 
 Family = Literal["gcn", "sage", "gat", "gin"]
 
@@ -87,7 +88,7 @@ class GNNLoop:
     def mesh(self) -> Mesh | None:
         return None if self.devices is None else make_mesh({"nodes": self.devices})
 
-    def options(self, family: Family, graphs: bool) -> TrainOptions:
+    def options(self, family: Family, graphs: bool) -> GNNOptions:
         if self.seeds < 1:
             raise ValueError(f"expected seeds of at least 1, found {self.seeds}")
         if self.batch_size is not None and self.fan_out is None and not graphs:
@@ -100,7 +101,7 @@ class GNNLoop:
         }
         given = {name: value for name in defaults if (value := getattr(self, name)) is not None}
         more = {"halve_every": 50 if graphs else 0, "seed": self.seed, "save_every": self.save_every}
-        return TrainOptions(**{**defaults, **given, **more})
+        return GNNOptions(**{**defaults, **given, **more})
 
     def folds(self, data: GraphData) -> list[int]:
         """The folds to run, from 0."""
@@ -125,10 +126,10 @@ def node_task(data: NodeData, family: Family, sizes: GNNSizes, loop: GNNLoop, no
         raise ValueError(f"--fold is for data of many graphs, and {data.name} is one graph")
     config, options = sizes.config(family, data.num_features, data.num_classes), loop.options(family, graphs=False)
     if loop.fan_out is None:
-        return config, FullGraphTask(config, data, options, loop.seeds, mesh=loop.mesh())
+        return config, full_graph_task(config, data, options, loop.seeds, mesh=loop.mesh())
     if loop.devices is not None:
         raise ValueError("--devices is for training on a whole graph, found it together with --fan-out")
-    return config, SampledTask(config, data, options, loop.fan_outs(), loop.seeds)
+    return config, sampled_task(config, data, options, loop.fan_outs(), loop.seeds)
 
 
 def graph_task(data: GraphData, family: Family, sizes: GNNSizes, loop: GNNLoop) -> tuple[Config, Task]:
@@ -138,7 +139,7 @@ def graph_task(data: GraphData, family: Family, sizes: GNNSizes, loop: GNNLoop) 
         if given is not None:
             raise ValueError(f"{name} is for one graph, and {data.name} has {data.num_graphs}")
     config, options = sizes.config(family, data.num_features, data.num_classes), loop.options(family, graphs=True)
-    return config, GraphTask(config, data, options, loop.folds(data), loop.seeds)
+    return config, graphs_task(config, data, options, loop.folds(data), loop.seeds)
 
 
 def gnn(
@@ -162,8 +163,9 @@ def gnn(
     normalise_features
         Divide the features of each node of a single graph by their sum.
     out
-        Folder for the model (of several runs the one that validates best, else the first); its subfolder `training` holds the
-        checkpoint that an interrupted run resumes from. Without it nothing is written.
+        Folder for the model: the weights that validate best, of all epochs and all runs; where nothing validates, the last ones
+        of the first run. Its subfolder `training` holds the checkpoint that an interrupted run resumes from. Without it nothing
+        is written.
     json_file
         Write the figures as JSON to this file, "-" for standard output.
     """
@@ -178,25 +180,27 @@ def gnn(
     figures = (graph_figures if isinstance(found, GraphData) else node_figures)(result)
     print_table(console, accuracy_table(f"{model} on {task.title}", figures))
     if out is not None:
-        save_gnn(out, config, *result.run(int(result.curves["val"].max(0).argmax())))
+        save_gnn(out, config, *best_run(result))
         console.print(f"{out} written", markup=False)
-    more = {"config": config_to_json(config), "seconds": result.seconds, "chip": chip_name()}
-    write_json(json_file, {"data": task.title, **task.identity, "epochs": task.epochs, **more, "accuracy": figures})
+    more = {"epochs_per_s": result.rate, "seconds": result.seconds, "chip": chip_name()}
+    told = {"config": config_to_json(config), "accuracy": figures, "loss_nats": summary(result.last("loss"))}
+    write_json(json_file, {**task.identity, "epochs": len(result.curve["step"]), **told, **more})
 
 
 def node_figures(result: TrainResult) -> dict[str, dict[str, Any]]:
     """Accuracies after the last epoch, and at each run's best validation."""
     rows = {"after the last epoch": {part: summary(result.last(part)) for part in PARTS}}
-    if not np.isnan(result.curves["val"]).any():
-        rows["at the best validation"] = {part: summary(result.at_best_validation(part)) for part in PARTS}
+    if validates(result):
+        rows["at the best validation"] = {part: summary(at_best_validation(result, part)) for part in PARTS}
     return rows
 
 
 def graph_figures(result: TrainResult) -> dict[str, dict[str, Any]]:
     """Accuracies after the last epoch, and at the epoch whose mean over the folds is best (the GIN paper's protocol)."""
-    best = result.best_mean_epoch("test")
-    rows = {"after the last epoch": len(result.curves["test"]), f"at the best epoch of all folds ({best})": best}
-    return {name: {part: summary(result.curves[part][epoch - 1]) for part in ("train", "test")} for name, epoch in rows.items()}
+    means = result.curve["test"].mean(1)
+    best = int(means.argmax()) + 1
+    rows = {"after the last epoch": len(means), f"at the best epoch of all folds ({best})": best}
+    return {name: {part: summary(result.curve[part][epoch - 1]) for part in ("train", "test")} for name, epoch in rows.items()}
 
 
 def summary(values: np.ndarray) -> dict[str, Any] | None:

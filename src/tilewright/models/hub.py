@@ -30,6 +30,8 @@ def resolve(source: str, revision: str | None = None, console: Console | None = 
             raise ValueError(f"revision {revision!r} was given, but {source!r} is a local folder, which has none")
         return folder
     if source in PACKAGED:
+        if revision is not None:
+            raise ValueError(f"revision {revision!r} was given, but {source!r} comes with the package, which has none")
         return PACKAGED[source]
     from tilewright.models.hub_client import fetch  # the client takes a quarter of a second to import
 

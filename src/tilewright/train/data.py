@@ -17,15 +17,33 @@ MASK = "<|mask|>"
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst")
 
 
-def record_text(record: object, where: str) -> str:
-    """The text of one JSONL record: `text`, or `prompt` + `response`, or `question` + `answer`."""
+@dataclass(frozen=True)
+class Document:
+    """A text to learn.
+
+    Attributes:
+        text: what is in the loss.
+        prompt: what stands before it, given rather than predicted.
+    """
+
+    text: str
+    prompt: str = ""
+
+    @property
+    def whole(self) -> str:
+        return self.prompt + self.text
+
+
+def record_document(record: object, where: str) -> Document:
+    """What one JSONL record holds: a `text`; a `prompt`, which is given, and its `response`; or a `question` with its `answer`,
+    both to be learnt, for together they are a text."""
     if isinstance(record, dict):
         if isinstance(record.get("text"), str):
-            return record["text"]
+            return Document(record["text"])
         if isinstance(record.get("prompt"), str) and isinstance(record.get("response"), str):
-            return record["prompt"] + record["response"]
+            return Document(record["response"], record["prompt"])
         if isinstance(record.get("question"), str) and isinstance(record.get("answer"), str):
-            return format_question(record["question"]) + strip_annotations(record["answer"])
+            return Document(format_question(record["question"]) + strip_annotations(record["answer"]))
     raise ValueError(f"{where}: expected a record with 'text', 'prompt' and 'response', or 'question' and 'answer'")
 
 
@@ -66,9 +84,9 @@ def read_jsonl(path: Path) -> list[dict[str, object]]:
     return records
 
 
-def read_documents(paths: Sequence[Path]) -> list[str]:
+def read_documents(paths: Sequence[Path]) -> list[Document]:
     """Every document under `paths`: a text file is one, a JSONL record is one, a folder is searched for both."""
-    documents: list[str] = []
+    documents: list[Document] = []
     for path in paths:
         if path.is_dir():
             inside = sorted(p for p in path.rglob("*") if p.suffix in (*TEXT_SUFFIXES, ".jsonl") and p.is_file())
@@ -76,13 +94,13 @@ def read_documents(paths: Sequence[Path]) -> list[str]:
         elif not path.exists():
             raise ValueError(f"{path}: no such file or folder")
         elif path.suffix == ".jsonl":
-            documents += [record_text(r, f"{path}, record {n}") for n, r in enumerate(read_jsonl(path), 1)]
+            documents += [record_document(r, f"{path}, record {n}") for n, r in enumerate(read_jsonl(path), 1)]
         else:
-            documents.append(read_text(path))
-    return [document for document in documents if document.strip()]
+            documents.append(Document(read_text(path)))
+    return [document for document in documents if document.text.strip()]
 
 
-def train_tokenizer(documents: Sequence[str], vocab_size: int) -> Tokenizer:
+def train_tokenizer(documents: Sequence[Document], vocab_size: int) -> Tokenizer:
     """A byte-level BPE over `documents`: any text can be encoded, runs of spaces merge, digits stay apart.
 
     Raises:
@@ -103,7 +121,7 @@ def train_tokenizer(documents: Sequence[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=alphabet,
         show_progress=False,
     )
-    tokenizer.train_from_iterator(documents, trainer)
+    tokenizer.train_from_iterator((document.whole for document in documents), trainer)
     return tokenizer
 
 
@@ -137,11 +155,21 @@ class Stream:
         return (len(self.tokens) // length - 1) // batch
 
 
-def encode_documents(tokenizer: Tokenizer, documents: Sequence[str], end: int) -> Stream:
-    """Tokenises documents into a stream, all of it in the loss."""
-    pieces = [np.asarray([*encoding.ids, end], np.int32) for encoding in tokenizer.encode_batch(list(documents))]
-    tokens = np.concatenate(pieces) if pieces else np.zeros(0, np.int32)
-    return Stream(tokens, np.ones(len(tokens), bool))
+def encode_documents(tokenizer: Tokenizer, documents: Sequence[Document], end: int) -> Stream:
+    """Tokenises documents into a stream with their texts, and the tokens that close them, in the loss.
+
+    A prompt is tokenised by itself, as it will be when a response to it is generated.
+    """
+    firsts = tokenizer.encode_batch([document.prompt or document.text for document in documents])
+    rests = tokenizer.encode_batch(
+        [document.text if document.prompt else "" for document in documents], add_special_tokens=False
+    )
+    tokens: list[int] = []
+    flags: list[bool] = []
+    for document, first, rest in zip(documents, firsts, rests, strict=True):
+        tokens += [*first.ids, *rest.ids, end]
+        flags += [not document.prompt] * len(first.ids) + [True] * (len(rest.ids) + 1)
+    return Stream(np.asarray(tokens, np.int32), np.asarray(flags, bool))
 
 
 def end_of_text(tokenizer: Tokenizer) -> int:
@@ -157,12 +185,15 @@ def end_of_text(tokenizer: Tokenizer) -> int:
 
 
 def require_windows(stream: Stream, length: int, batch: int, what: str) -> None:
+    """Raises a `ValueError` where a text has not one batch of windows in each epoch, or nothing to learn in it."""
     if stream.steps_per_epoch(length, batch) < 1:
         need = length * (batch + 1)
         raise ValueError(f"{what} has {len(stream.tokens)} tokens; a batch of {batch} windows of {length} needs {need}")
+    if not stream.in_loss.any():
+        raise ValueError(f"{what} has no token to be predicted: its {len(stream.tokens)} are all given")
 
 
-def split_documents(documents: Sequence[str], held_out: float, seed: int) -> tuple[list[str], list[str]]:
+def split_documents(documents: Sequence[Document], held_out: float, seed: int) -> tuple[list[Document], list[Document]]:
     """Splits whole documents into training and held-out ones, by a shuffle that depends on `seed` alone."""
     order = np.random.default_rng(seed).permutation(len(documents))
     cut = max(1, round(held_out * len(documents)))

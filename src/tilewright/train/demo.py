@@ -25,12 +25,12 @@ from tilewright.models.checkpoint import load_decoder, save_params
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.dflash import DFlashConfig
 from tilewright.models.params import count
-from tilewright.train.data import Stream, encode_documents, end_of_text, read_documents, train_tokenizer
-from tilewright.train.drafter import DrafterOptions, train_drafter
+from tilewright.train.data import Document, Stream, encode_documents, end_of_text, read_documents, train_tokenizer
+from tilewright.train.drafter import DFlashOptions, train_drafter
 from tilewright.train.lm import train_lm
-from tilewright.train.loop import TrainOptions
 from tilewright.train.precision import fastest_products
 from tilewright.train.regenerate import cut_prompts, regenerate
+from tilewright.train.text import TextOptions, text_figures
 
 HELD_OUT_MODULES = frozenset(
     "calendar configparser csv fractions heapq json mailbox queue sched shutil statistics textwrap wsgiref zipfile".split()
@@ -43,7 +43,7 @@ NOT_CODE = frozenset(("site-packages", "test", "tests", "encodings", "pydoc_data
 VOCAB_SIZE = 4096
 MASK_TOKEN_ID = 1
 
-TARGET_OPTIONS = TrainOptions(
+TARGET_OPTIONS = TextOptions(
     steps=1000,
     batch_size=8,
     sequence_length=512,
@@ -55,7 +55,7 @@ TARGET_OPTIONS = TrainOptions(
 )
 
 
-DRAFTER_OPTIONS = TrainOptions(
+DRAFTER_OPTIONS = TextOptions(
     steps=2900,
     batch_size=4,
     sequence_length=512,
@@ -66,7 +66,7 @@ DRAFTER_OPTIONS = TrainOptions(
     evaluate_every=100,
     save_every=50,
 )
-ANCHOR_OPTIONS = DrafterOptions(anchors=48)
+ANCHOR_OPTIONS = DFlashOptions(anchors=48)
 
 PROMPT_TOKENS = 64
 REGENERATED = 6400
@@ -126,7 +126,7 @@ def library_sources() -> tuple[list[Path], list[Path]]:
     return trained, held_out
 
 
-def demo_documents(gsm8k: Path) -> tuple[list[str], list[str]]:
+def demo_documents(gsm8k: Path) -> tuple[list[Document], list[Document]]:
     """Training documents, shuffled, and held-out ones. A twentieth of GSM8K's training questions is held out too."""
     questions = read_documents([gsm8k])
     trained, held_out = library_sources()
@@ -218,8 +218,8 @@ def train_demo(gsm8k: Path, out: Path, console: Console) -> dict[str, Any]:
     lines = [json.dumps(record) for record in held_out_prompts(library_sources()[1])]
     (out / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return {
-        "target": first.figures(),
-        "drafter": second.figures(),
+        "target": text_figures(first),
+        "drafter": text_figures(second),
         "training_tokens": len(text.trained.tokens),
         "regenerated_tokens": int(written.in_loss.sum()),
         "target_parameters": count(decoder.declare(target)),

@@ -5,7 +5,6 @@ see the features of positions strictly before it (`kv < anchor`) and their own b
 token at position anchor + k with weight exp(-(k - 1) / gamma). Embedding and head are the target's, and stay as they are.
 """
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,15 @@ from tilewright.models import decoder, dflash, layers
 from tilewright.models.decoder import Attend, DecoderConfig, DecoderParams
 from tilewright.models.dflash import DFlashConfig, DFlashParams
 from tilewright.models.params import initialise
-from tilewright.train.data import Stream, require_windows
-from tilewright.train.lm import held_out_batches
-from tilewright.train.loop import Task, TrainOptions, TrainResult, make_optimizer, train
+from tilewright.train.checkpoint import fingerprint
+from tilewright.train.data import Stream
+from tilewright.train.loop import TrainResult, train
+from tilewright.train.text import TextOptions, Windows, text_task
 
 
 @dataclass(frozen=True)
-class DrafterOptions:
-    """What is particular to a drafter's training.
+class DFlashOptions:
+    """What is particular to the training of a DFlash drafter.
 
     Attributes:
         anchors: blocks drawn from each sequence at each step.
@@ -125,7 +125,7 @@ def draft_logits(
     rope = layers.rope_tables(block, config.rope_frequencies)
     known = jnp.take_along_axis(tokens, anchors, axis=1).reshape(-1, 1)
     masks = jnp.full((known.shape[0], config.block_size - 1), config.mask_token_id, known.dtype)
-    x = target_params.embed[jnp.concatenate([known, masks], axis=1)]
+    x = target_params.embed[jnp.concatenate([known, masks], axis=1)] * config.input_embedding_scale
     for layer, pair in zip(params.layers, context, strict=True):
 
         def attend(q: Array, k: Array, v: Array, pair: tuple[Array, Array] = pair) -> tuple[Array, None]:
@@ -140,7 +140,7 @@ def draft_logits(
 def drafter_loss(
     target: DecoderConfig,
     config: DFlashConfig,
-    options: DrafterOptions,
+    options: DFlashOptions,
     params: DFlashParams,
     target_params: DecoderParams,
     batch: tuple[Int[Array, "B T"], Bool[Array, "B T"]],
@@ -189,39 +189,14 @@ def hidden_matrices(params: DFlashParams) -> DFlashParams:
     return jax.tree.map(lambda x: x.ndim == 2, params)
 
 
-def drafter_task(
-    loss: Callable[[Any, Any, Any, Array], tuple[Array, Array]],
-    frozen: Any,
-    stream: Stream,
-    held_out: Stream,
-    options: TrainOptions,
-    identity: dict[str, Any],
-) -> Task:
-    """The task of training a drafter of any kind on windows of a text, `frozen` being its target and whatever else stays.
-
-    Raises:
-        ValueError: one of the texts is too short for a batch.
-    """
-    require_windows(stream, options.sequence_length, options.batch_size, "the training text")
-    require_windows(held_out, options.sequence_length, options.batch_size, "the held-out text")
-    return Task(
-        loss=loss,
-        frozen=frozen,
-        batches=lambda epoch: stream.windows(options.sequence_length, options.batch_size, options.seed, epoch),
-        held_out=held_out_batches(held_out, options),
-        tokens_per_step=options.batch_size * options.sequence_length,
-        identity=identity,
-    )
-
-
 def train_drafter(
     target: DecoderConfig,
     target_params: DecoderParams,
     config: DFlashConfig,
     stream: Stream,
     held_out: Stream,
-    options: TrainOptions,
-    drafter_options: DrafterOptions,
+    options: TextOptions,
+    drafter_options: DFlashOptions,
     out: Path,
     console: Console,
     start: DFlashParams | None = None,
@@ -239,16 +214,14 @@ def train_drafter(
         )
 
     def loss(params: Any, frozen: Any, batch: Any, key: Array) -> tuple[Array, Array]:
-        arrays = (jnp.asarray(batch[0]), jnp.asarray(batch[1]))
-        return drafter_loss(target, config, drafter_options, params, frozen, arrays, key)
+        return drafter_loss(target, config, drafter_options, params, frozen, batch, key)
 
     def init() -> DFlashParams:
-        # Copied: training donates its state, and the target stays in use.
         if start is not None:
-            return jax.tree.map(jnp.copy, start)
-        drawn = initialise(dflash.declare(config), jax.random.key(options.seed))
-        return jax.tree.map(jnp.copy, warm_start(target, config, target_params, drawn))
+            return start
+        return warm_start(target, config, target_params, initialise(dflash.declare(config), jax.random.key(options.seed)))
 
-    identity = {"config": asdict(config), "drafter": asdict(drafter_options), "training_tokens": len(stream.tokens)}
-    task = drafter_task(loss, target_params, stream, held_out, options, identity)
-    return train(task, init, options, make_optimizer(options, hidden_matrices), out, console, "DFlash drafter")
+    same = {"config": asdict(config), "drafter": asdict(drafter_options), "target": fingerprint(target_params)}
+    same["start"] = None if start is None else fingerprint(start)
+    windows = Windows(stream, held_out, options.sequence_length, options)
+    return train(text_task("DFlash drafter", loss, init, hidden_matrices, windows, same, target_params), console, out)

@@ -24,9 +24,10 @@ from tilewright.models import decoder, eagle3
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.eagle3 import Eagle3Config, Eagle3Params
 from tilewright.models.params import initialise
+from tilewright.train.checkpoint import fingerprint
 from tilewright.train.data import Stream
-from tilewright.train.drafter import drafter_task
-from tilewright.train.loop import TrainOptions, TrainResult, make_optimizer, train
+from tilewright.train.loop import TrainResult, train
+from tilewright.train.text import TextOptions, Windows, text_task
 
 
 @dataclass(frozen=True)
@@ -226,7 +227,7 @@ def train_eagle3(
     config: Eagle3Config,
     stream: Stream,
     held_out: Stream,
-    options: TrainOptions,
+    options: TextOptions,
     eagle3_options: Eagle3Options,
     out: Path,
     console: Console,
@@ -249,19 +250,17 @@ def train_eagle3(
     ids = jnp.asarray(frequent_tokens(stream, config.vocab_size, config.draft_vocab_size))
 
     def loss(params: Any, frozen: Any, batch: Any, key: Array) -> tuple[Array, Array]:
-        arrays = (jnp.asarray(batch[0]), jnp.asarray(batch[1]))
-        return drafter_loss(target, config, eagle3_options, params, frozen, arrays)
+        return drafter_loss(target, config, eagle3_options, params, frozen, batch)
 
     def init() -> Eagle3Params:
-        # Copied: training donates its state, and the target stays in use.
         drawn = initialise(eagle3.declare(config), jax.random.key(options.seed))
-        return jax.tree.map(jnp.copy, warm_start(target, config, target_params, ids, drawn))
+        return warm_start(target, config, target_params, ids, drawn)
 
-    identity = {"config": asdict(config), "eagle3": asdict(eagle3_options), "training_tokens": len(stream.tokens)}
-    task = drafter_task(loss, (target_params, ids), stream, held_out, options, identity)
-    result = train(task, init, options, make_optimizer(options, hidden_matrices), out, console, "EAGLE-3 drafter")
+    same = {"config": asdict(config), "eagle3": asdict(eagle3_options), "target": fingerprint(target_params)}
+    windows, frozen = Windows(stream, held_out, options.sequence_length, options), (target_params, ids)
+    result = train(text_task("EAGLE-3 drafter", loss, init, hidden_matrices, windows, same, frozen), console, out)
     agree = jax.jit(partial(step_agreement, target, config))
-    counts = [agree(result.params, task.frozen, batch) for batch in task.held_out]
+    counts = [agree(result.params, frozen, batch) for batch in windows.held_out_batches()]
     hits, totals = (np.sum([np.asarray(part[n]) for part in counts], axis=0) for n in range(2))
     agreed = (hits / np.maximum(totals, 1)).tolist()
     console.print("agreement with the target, by draft step: " + " ".join(f"{share:.3f}" for share in agreed))

@@ -1,8 +1,9 @@
 """Next-token training of a decoder language model."""
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -14,8 +15,10 @@ from rich.console import Console
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.params import initialise
-from tilewright.train.data import Stream, require_windows
-from tilewright.train.loop import Task, TrainOptions, TrainResult, make_optimizer, train
+from tilewright.train.checkpoint import fingerprint
+from tilewright.train.data import Stream
+from tilewright.train.loop import TrainResult, train
+from tilewright.train.text import TextOptions, Windows, text_task
 
 
 def next_token_loss(
@@ -37,31 +40,29 @@ def hidden_matrices(params: DecoderParams) -> DecoderParams:
     return DecoderParams(flags.embed, jax.tree.map(lambda x: x.ndim == 2, params.layers), flags.norm, flags.head)
 
 
-def held_out_batches(stream: Stream, options: TrainOptions, limit: int = 32) -> list[Any]:
-    """The first batches of the held-out stream, the same at every evaluation."""
-    batches: Iterator[Any] = stream.windows(options.sequence_length + 1, options.batch_size, options.seed, 0)
-    return [batch for _, batch in zip(range(limit), batches, strict=False)]
-
-
 def train_lm(
-    config: DecoderConfig, stream: Stream, held_out: Stream, options: TrainOptions, out: Path, console: Console
+    config: DecoderConfig,
+    stream: Stream,
+    held_out: Stream,
+    options: TextOptions,
+    out: Path,
+    console: Console,
+    start: DecoderParams | None = None,
+    identity: Mapping[str, Any] = MappingProxyType({}),
 ) -> TrainResult:
-    """Trains a language model from random weights on `stream`; see `loop.train` for checkpoints and resumption."""
-    require_windows(stream, options.sequence_length + 1, options.batch_size, "the training text")
-    require_windows(held_out, options.sequence_length + 1, options.batch_size, "the held-out text")
+    """Trains a language model on `stream`; see `loop.train` for checkpoints and resumption.
+
+    Args:
+        start: parameters to go on from, float32; by default random ones.
+        identity: what else a resumed run must agree on.
+    """
 
     def loss(params: Any, frozen: None, batch: Any, key: Array) -> tuple[Array, Array]:
-        return next_token_loss(config, params, jnp.asarray(batch[0]), jnp.asarray(batch[1]))
+        return next_token_loss(config, params, *batch)
 
     def init() -> DecoderParams:
-        return initialise(decoder.declare(config), jax.random.key(options.seed))
+        return initialise(decoder.declare(config), jax.random.key(options.seed)) if start is None else start
 
-    task = Task(
-        loss=loss,
-        frozen=None,
-        batches=lambda epoch: stream.windows(options.sequence_length + 1, options.batch_size, options.seed, epoch),
-        held_out=held_out_batches(held_out, options),
-        tokens_per_step=options.batch_size * options.sequence_length,
-        identity={"config": asdict(config), "training_tokens": len(stream.tokens)},
-    )
-    return train(task, init, options, make_optimizer(options, hidden_matrices), out, console, "language model")
+    same = {"config": asdict(config), "start": None if start is None else fingerprint(start), **identity}
+    windows = Windows(stream, held_out, options.sequence_length + 1, options)
+    return train(text_task("language model", loss, init, hidden_matrices, windows, same), console, out)

@@ -1,8 +1,7 @@
 """Training: it learns, goes on exactly where it was interrupted, and compiles once whatever is sampled."""
 
-import io
-from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,29 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rich.console import Console
 
 from tilewright.compiled.ledger import no_compile_guard
 from tilewright.graph.batch import PADDING
 from tilewright.graph.data import GraphData, karate_club, offsets, undirected
-from tilewright.graph.graphs import GraphTask
-from tilewright.graph.nodes import FullGraphTask, SampledTask
-from tilewright.graph.train import TrainOptions, TrainResult, accuracy, make_optimizer, mean_loss, train
 from tilewright.models import gnn
 from tilewright.models.gnn import FAMILIES, GATConfig, GCNConfig, GINConfig, GraphSAGEConfig
-from train.support import cheap_compilation
+from tilewright.train.gnn import GNNOptions, accuracy, at_best_validation, best_run, make_optimizer, mean_loss
+from tilewright.train.graphs import graphs_task
+from tilewright.train.loop import Run, TrainResult, train
+from tilewright.train.nodes import full_graph_task, sampled_task
+from train.support import silent
 
-OPTIONS = TrainOptions(epochs=60, save_every=20, batch_size=4, iterations=3)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cheap_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with cheap_compilation(tmp_path_factory.getbasetemp() / "compiled"):
-        yield
-
-
-def silent() -> Console:
-    return Console(file=io.StringIO())
+OPTIONS = GNNOptions(epochs=60, save_every=20, batch_size=4, iterations=3)
 
 
 def rings_and_stars() -> GraphData:
@@ -50,63 +39,97 @@ def rings_and_stars() -> GraphData:
     return GraphData("made", *ends, np.concatenate(edges, 1), features, labels, folds)
 
 
-def task(kind: str, options: TrainOptions = OPTIONS) -> Any:
+def task(kind: str, options: GNNOptions = OPTIONS) -> Any:
     """A tiny task of each kind, of two runs."""
     if kind == "whole":
-        return FullGraphTask(GCNConfig(34, 2), karate_club(), options, runs=2)
+        return full_graph_task(GCNConfig(34, 2), karate_club(), options, runs=2)
     if kind == "sampled":
         data = karate_club()
         some = replace(data, train=np.array([0, 33, 1, 2, 32, 31], np.int32), val=data.test[5:9], test=data.test[9:14])
-        return SampledTask(GraphSAGEConfig(34, 2), some, options, (3, 2), runs=2)
-    return GraphTask(GINConfig(1, 2, hidden=4, layers=2), rings_and_stars(), options, range(2))
+        return sampled_task(GraphSAGEConfig(34, 2), some, options, (3, 2), runs=2)
+    return graphs_task(GINConfig(1, 2, hidden=4, layers=2), rings_and_stars(), options, range(2))
 
 
 def same(a: TrainResult, b: TrainResult) -> None:
-    for one, other in zip(jax.tree.leaves((a.state, a.curves)), jax.tree.leaves((b.state, b.curves)), strict=True):
+    same_leaves((a.params, a.curve), (b.params, b.curve))
+
+
+def same_leaves(a: Any, b: Any) -> None:
+    for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize(("family", "least"), [("gcn", 0.9), ("gat", 0.9)])
 def test_the_karate_club_is_told_apart(family: str, least: float):
     config = FAMILIES[family](34, 2, hidden=8)
-    result = train(FullGraphTask(config, karate_club(), replace(OPTIONS, epochs=100), runs=2), silent())
-    assert result.curves["loss"].shape == (100, 2)
+    result = train(full_graph_task(config, karate_club(), replace(OPTIONS, epochs=100), runs=2), silent())
+    assert result.curve["loss"].shape == (100, 2)
     assert result.last("test").min() >= least
-    assert result.curves["loss"][-1].max() < 0.3 < result.curves["loss"][0].min()
-    assert np.isnan(result.curves["val"]).all()
+    assert result.curve["loss"][-1].max() < 0.3 < result.curve["loss"][0].min()
+    assert np.isnan(result.curve["val"]).all()
 
 
 def test_graphs_are_told_apart():
     options = replace(OPTIONS, epochs=20, iterations=8, batch_size=8, weight_decay=0.0)
-    result = train(GraphTask(GINConfig(1, 2, hidden=8, layers=2, dropout=0.0), rings_and_stars(), options, range(2)), silent())
+    result = train(
+        graphs_task(GINConfig(1, 2, hidden=8, layers=2, dropout=0.0), rings_and_stars(), options, range(2)), silent()
+    )
     assert result.last("test").min() == 1.0
-    assert result.best_mean_epoch("test") <= 20
-
-
-class Interrupted(Exception):
-    pass
 
 
 @pytest.mark.parametrize("kind", ["whole", "sampled", "graphs"])
 def test_an_interrupted_run_ends_as_if_it_had_not_been(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    epochs = {"whole": 34, "sampled": 3, "graphs": 4}[kind]
-    options = replace(OPTIONS, epochs=epochs, save_every=12 if kind == "whole" else 1)
-    whole = task(kind, options)
-    wanted = train(whole, silent())
-    advance = type(whole).advance
+    """Also in the middle of an epoch: those of the sampled nodes have two steps, those of the graphs three."""
+    epochs, stop = {"whole": (9, 8), "sampled": (4, 5), "graphs": (4, 8)}[kind]
+    options = replace(OPTIONS, epochs=epochs, save_every=3 if kind == "whole" else 2)
+    wanted = train(task(kind, options), silent())
+    advance = Run.advance
 
-    def interrupted(self: Any, state: Any, first: int, count: int) -> Any:
-        if first >= epochs - (10 if kind == "whole" else 2):
-            raise Interrupted
-        return advance(self, state, first, count)
+    def interrupted(self: Run, batch: Any) -> None:
+        if self.step == stop:
+            raise KeyboardInterrupt
+        advance(self, batch)
 
     with monkeypatch.context() as patched:
-        patched.setattr(type(whole), "advance", interrupted)
-        with pytest.raises(Interrupted):
+        patched.setattr(Run, "advance", interrupted)
+        with pytest.raises(KeyboardInterrupt):
             train(task(kind, options), silent(), tmp_path)
     assert (tmp_path / "state.safetensors").exists()
     same(train(task(kind, options), silent(), tmp_path), wanted)
     same(train(task(kind, options), silent(), tmp_path), wanted)  # and once more where nothing is left to do
+
+
+@pytest.mark.parametrize("kind", ["whole", "sampled", "graphs"])
+def test_batches_go_on_from_any_step(kind: str):
+    made = task(kind, replace(OPTIONS, epochs=4))
+    for first in (1, 3, 5):
+        wanted = next(islice(made.batches(0), first, None))
+        same_leaves(next(made.batches(first)), wanted)
+
+
+def test_the_weights_that_validate_best_are_kept():
+    """Not those after the last epoch; of the runs that which validates best."""
+    club = karate_club()
+    data = replace(club, val=club.test[::2], test=club.test[1::2])
+    made = full_graph_task(GCNConfig(34, 2, hidden=4), data, replace(OPTIONS, epochs=40, learning_rate=0.3), runs=3)
+    result = train(made, silent())
+    val = result.curve["val"]
+    assert (val[-1] < val.max(0)).any(), "the last epoch is not the best"
+    measured = made.evaluate(result.params, 40)
+    np.testing.assert_array_equal(measured["val"], val.max(0))
+    np.testing.assert_array_equal(measured["test"], at_best_validation(result, "test"))
+    best = int(val.max(0).argmax())
+    same_leaves(best_run(result), jax.tree.map(lambda leaf: leaf[best], result.params))
+
+
+def test_without_validation_the_last_weights_are_kept():
+    made = task("whole", replace(OPTIONS, epochs=6))
+    run = Run(made, None)
+    for batch in islice(made.batches(0), 6):
+        run.advance(batch)
+    result = train(made, silent())
+    same_leaves(result.params, run.params)
+    same_leaves(best_run(result), jax.tree.map(lambda leaf: leaf[0], run.params))
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
@@ -123,25 +146,32 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path):
 def test_a_run_does_not_depend_on_those_beside_it():
     options = replace(OPTIONS, epochs=5)
     together = train(task("whole", options), silent())
-    second = FullGraphTask(GCNConfig(34, 2), karate_club(), replace(options, seed=1))
+    second = full_graph_task(GCNConfig(34, 2), karate_club(), replace(options, seed=1))
     alone = train(second, silent())
-    np.testing.assert_allclose(together.curves["loss"][:, 1:], alone.curves["loss"], rtol=1e-5)
-    assert not np.allclose(together.curves["loss"][:, 0], together.curves["loss"][:, 1])
+    np.testing.assert_allclose(together.curve["loss"][:, 1:], alone.curve["loss"], rtol=1e-5)
+    assert not np.allclose(together.curve["loss"][:, 0], together.curve["loss"][:, 1])
 
 
 @pytest.mark.parametrize("kind", ["whole", "sampled", "graphs"])
 def test_a_training_run_is_one_compilation(kind: str):
     made = task(kind, replace(OPTIONS, epochs=7))
-    state, curves = made.advance(made.start(), 0, 1)
+    run, batches = Run(made, None), made.batches(0)
+
+    def epoch() -> None:
+        for batch in islice(batches, made.evaluate_every):
+            run.advance(batch)
+        run.evaluate()
+
+    epoch()
     with no_compile_guard("fail", "the epochs after the first"):
-        for epoch in range(1, 4):
-            state, curves = made.advance(state, epoch, 1)
-    assert curves["loss"].shape == (1, 2)
-    assert np.isfinite(curves["loss"]).all()
+        for _ in range(3):
+            epoch()
+    assert [point["loss"].shape for point in run.curve] == 4 * [(2,)]
+    assert all(np.isfinite(point["loss"]).all() for point in run.curve)
 
 
 def test_weight_decay_is_l2_on_the_papers_matrices():
-    options = TrainOptions(weight_decay=0.5)
+    options = GNNOptions(weight_decay=0.5)
     for config, decayed in ((GCNConfig(3, 2), 1), (GATConfig(3, 2, heads=2), 6)):
         params: Any = gnn.init(config, jax.random.key(0))[0]
         optimizer = make_optimizer(config, options, 1)
@@ -155,7 +185,7 @@ def test_weight_decay_is_l2_on_the_papers_matrices():
 def test_the_rate_is_halved():
     config = GCNConfig(3, 2)
     params: Any = gnn.init(config, jax.random.key(0))[0]
-    optimizer = make_optimizer(config, TrainOptions(weight_decay=0.0, halve_every=2), steps_per_epoch=3)
+    optimizer = make_optimizer(config, GNNOptions(weight_decay=0.0, halve_every=2), steps_per_epoch=3)
     state, ones, sizes = optimizer.init(params), jax.tree.map(jnp.ones_like, params), []
     with jax.numpy_dtype_promotion("standard"):
         for _ in range(13):
@@ -178,23 +208,22 @@ def test_rows_that_do_not_count_change_nothing():
 
 def test_the_best_epochs_are_found():
     val, test = np.array([[0.1, 0.5], [0.6, 0.4], [0.6, 0.3]]), np.array([[0.2, 0.8], [0.3, 0.6], [0.4, 0.1]])
-    result = TrainResult(task("whole").start(), {"val": val, "test": test}, 0.0)
-    assert result.at_best_validation("test").tolist() == [0.3, 0.8]
-    assert result.best_mean_epoch("test") == 1
+    result = TrainResult((), {"val": val, "test": test}, 0.0, 0.0)
+    assert at_best_validation(result, "test").tolist() == [0.3, 0.8]
     assert result.last("test").tolist() == [0.4, 0.1]
 
 
 def test_what_cannot_be_trained():
     data = karate_club()
     with pytest.raises(ValueError, match="karate: no node to train on"):
-        FullGraphTask(GCNConfig(34, 2), replace(data, train=data.train[:0]), OPTIONS)
+        full_graph_task(GCNConfig(34, 2), replace(data, train=data.train[:0]), OPTIONS)
     with pytest.raises(ValueError, match=r"expected a fan-out for each of 2 layers, found 1: \[3\]"):
-        SampledTask(GCNConfig(34, 2), data, OPTIONS, (3,))
+        sampled_task(GCNConfig(34, 2), data, OPTIONS, (3,))
     with pytest.raises(ValueError, match="made: expected folds from 1 to 2, found 3"):
-        GraphTask(GINConfig(1, 2), rings_and_stars(), OPTIONS, [2])
+        graphs_task(GINConfig(1, 2), rings_and_stars(), OPTIONS, [2])
     with pytest.raises(ValueError, match="expected gcn, sage or gin to classify graphs, found gat"):
-        GraphTask(GATConfig(1, 2), rings_and_stars(), OPTIONS, [0])
+        graphs_task(GATConfig(1, 2), rings_and_stars(), OPTIONS, [0])
     with pytest.raises(ValueError, match="expected epochs above 0, found 0"):
-        TrainOptions(epochs=0)
+        GNNOptions(epochs=0)
     with pytest.raises(ValueError, match=r"expected weight_decay of at least 0, found -1"):
-        TrainOptions(weight_decay=-1.0)
+        GNNOptions(weight_decay=-1.0)

@@ -1,0 +1,233 @@
+"""Classifying the nodes of one graph: on the whole graph at once, or on sampled neighbourhoods of fixed shapes."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import count, repeat
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Float, Int
+
+from tilewright.graph.data import NodeData, SparseRows, with_self_loops
+from tilewright.graph.features import SparseFeatures
+from tilewright.graph.partition import PartitionedTable
+from tilewright.graph.sample import NeighbourSampler, Sample
+from tilewright.graph.table import NeighborTable
+from tilewright.models import gnn
+from tilewright.models.gnn import Config, GATConfig
+from tilewright.train.gnn import (
+    PARTS,
+    GNNOptions,
+    Weights,
+    accuracy,
+    descend_rows,
+    make_optimizer,
+    over_runs,
+    runs_task,
+    start_runs,
+)
+from tilewright.train.loop import Figures, Task
+
+SPARSE = 0.1
+"""Share of non-zero features below which the product with a matrix reads those only."""
+
+
+def identity_of(data: NodeData, config: Config, options: GNNOptions, runs: int, **more: object) -> dict[str, Any]:
+    """What a checkpoint must agree with."""
+    sizes = {"data": data.name, "nodes": data.num_nodes, "edges": data.edge_index.shape[1], "trained_nodes": len(data.train)}
+    return {"family": type(config).__name__, **asdict(config), **options.identity(), **sizes, "runs": runs, **more}
+
+
+def check_trainable(data: NodeData) -> None:
+    if not len(data.train):
+        raise ValueError(f"{data.name}: no node to train on")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class WholeGraph:
+    """A graph on the device, in table order.
+
+    Attributes:
+        table: the neighbours.
+        x: features `[N, F]`.
+        labels: `[N]`; -1 where there is none.
+        parts: which nodes are trained on, validate and test, bool `[3, N]`.
+        rows: which rows are nodes; None if all are.
+    """
+
+    table: Any
+    x: Any
+    labels: Any
+    parts: Any
+    rows: Any = None
+
+
+def whole_graph(config: Config, data: NodeData, layout: str = "auto", mesh: Mesh | None = None) -> WholeGraph:
+    """Puts a graph onto the device, or divides it over those of a mesh, with self-loops for GAT."""
+    edges = with_self_loops(data.edge_index, data.num_nodes) if isinstance(config, GATConfig) else data.edge_index
+    parts = np.zeros((data.num_nodes, 3), bool)
+    for n, part in enumerate(PARTS):
+        parts[getattr(data, part), n] = True
+    if mesh is not None:
+        divided = PartitionedTable.build(edges, mesh, data.num_nodes, layout=layout)
+        x, labels = divided.arrange(data.rows(np.arange(data.num_nodes))), divided.arrange(data.labels, fill=-1)
+        return WholeGraph(divided, x, labels, divided.arrange(parts).T, divided.rows)
+    table = NeighborTable.from_edges(edges, data.num_nodes, layout=layout)
+    order = np.arange(data.num_nodes) if table.order is None else np.asarray(table.order)
+    return WholeGraph(table, on_device(data, order), jnp.asarray(data.labels[order]), jnp.asarray(parts[order].T))
+
+
+def on_device(data: NodeData, order: Int[np.ndarray, " N"]) -> Any:
+    """The features in this order; on a CPU those of a few percent of entries stay sparse."""
+    x = data.features
+    if isinstance(x, SparseRows) and jax.default_backend() == "cpu" and len(x.data) < SPARSE * data.num_nodes * x.columns:
+        return SparseFeatures.of(x.take(order))
+    return jnp.asarray(data.rows(order))
+
+
+def full_graph_task(
+    config: Config, data: NodeData, options: GNNOptions, runs: int = 1, layout: str = "auto", mesh: Mesh | None = None
+) -> Task:
+    """All nodes in every step; an epoch is one step."""
+    check_trainable(data)
+    seeds, optimizer = options.seed + np.arange(runs), make_optimizer(config, options, 1)
+    graph = whole_graph(config, data, layout, mesh)
+    everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+
+    @partial(jax.jit, donate_argnums=(0, 1), out_shardings=everywhere)
+    def step(weights: Weights, opt_state: Any, graph: WholeGraph, keys: Array) -> tuple[Weights, Any, Figures]:
+        def one(weights: Weights, opt_state: Any, key: Array) -> tuple[Weights, Any, Figures]:
+            def scores(params: Any, statistics: Any) -> tuple[Array, Any]:
+                return gnn.apply(config, params, graph.table, graph.x, statistics, train=True, key=key, rows=graph.rows)
+
+            weights, opt_state, loss, _ = descend_rows(weights, opt_state, optimizer, scores, graph.labels, graph.parts[0])
+            return weights, opt_state, {"loss": loss}
+
+        return over_runs(one)(weights, opt_state, keys)
+
+    @jax.jit
+    def measure(weights: Weights, graph: WholeGraph) -> Figures:
+        def one(params: Any, statistics: Any) -> Figures:
+            scores, _ = gnn.apply(config, params, graph.table, graph.x, statistics, rows=graph.rows)
+            return {part: accuracy(scores, graph.labels, graph.parts[n]) for n, part in enumerate(PARTS)}
+
+        return over_runs(one)(*weights)
+
+    return runs_task(
+        options,
+        identity_of(data, config, options, runs),
+        starting=partial(start_runs, config, optimizer, seeds, everywhere),
+        seeds=seeds,
+        step=step,
+        batches=lambda _: repeat(graph),
+        evaluate=lambda weights, _: measure(weights, graph),
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class NodeBatch:
+    """A sample of every run, stacked, with what a step needs of it.
+
+    Attributes:
+        sample: the neighbourhoods (its `nodes` are for the host).
+        x: features of the input rows, `[runs, M, F]`.
+        labels: of the roots, `[runs, B]`; -1 in padding.
+    """
+
+    sample: Sample
+    x: Any
+    labels: Any
+
+
+def count_right(scores: Float[Array, "B C"], labels: Int[Array, " B"]) -> Int[Array, ""]:
+    """How many rows have their largest score at their label."""
+    return (scores.argmax(1).astype(labels.dtype) == labels).sum()
+
+
+@dataclass(frozen=True)
+class NodeBatches:
+    """Draws mini-batches of nodes with their sampled neighbourhoods, for several runs at once.
+
+    Features stay with the host, which hands over the rows of each sample.
+    """
+
+    data: NodeData
+    sampler: NeighbourSampler
+    seeds: Int[np.ndarray, " runs"]
+    size: int
+
+    def batch(self, roots: Int[np.ndarray, "runs R"], where: tuple[int, ...]) -> NodeBatch:
+        """The samples of all runs around these roots; `where` tells this batch's randomness from that of others."""
+        samples = [self.sampler.sample(mine, (int(seed), *where)) for mine, seed in zip(roots, self.seeds, strict=True)]
+        labels = np.full((len(roots), self.size), -1, np.int32)
+        labels[:, : roots.shape[1]] = self.data.labels[roots]
+        x = np.stack([self.data.rows(sample.nodes) for sample in samples])
+        sample: Sample = jax.tree.map(lambda *each: jnp.stack(each), *[replace(s, nodes=s.nodes[:0]) for s in samples])
+        return NodeBatch(sample, jnp.asarray(x), jnp.asarray(labels))
+
+    def covering(self, ids: Int[np.ndarray, "runs ids"], where: tuple[int, ...], first: int = 0) -> Iterator[NodeBatch]:
+        """These nodes, batch by batch, from batch `first` on."""
+        for n in range(first, -(-ids.shape[1] // self.size)):
+            yield self.batch(ids[:, n * self.size : (n + 1) * self.size], (*where, n))
+
+    def trained(self, first: int) -> Iterator[NodeBatch]:
+        """The batches of step `first` and those after it; an epoch passes over the training nodes once."""
+        epoch, done = divmod(first, -(-len(self.data.train) // self.size))
+        for n in count(epoch):
+            order = [np.random.default_rng((int(seed), n)).permutation(self.data.train) for seed in self.seeds]
+            yield from self.covering(np.stack(order), (n, 0), done if n == epoch else 0)
+
+
+def sampled_task(config: Config, data: NodeData, options: GNNOptions, fan_outs: Sequence[int], runs: int = 1) -> Task:
+    """Mini-batches of nodes with sampled neighbourhoods. Validation and test sample too, with the same fan-outs."""
+    check_trainable(data)
+    if len(fan_outs) != config.layers:
+        raise ValueError(f"expected a fan-out for each of {config.layers} layers, found {len(fan_outs)}: {list(fan_outs)}")
+    seeds, attends = options.seed + np.arange(runs), isinstance(config, GATConfig)
+    edges = data.edge_index[:, data.edge_index[0] != data.edge_index[1]] if attends else data.edge_index
+    sampler = NeighbourSampler(edges, data.num_nodes, fan_outs, options.batch_size, self_loops=attends)
+    batches, per_epoch = NodeBatches(data, sampler, seeds, options.batch_size), -(-len(data.train) // options.batch_size)
+    optimizer = make_optimizer(config, options, per_epoch)
+
+    def scores_of(weights: Weights, batch: NodeBatch, **how: Any) -> tuple[Array, Any]:
+        return gnn.apply(config, weights[0], batch.sample.layers, batch.x, weights[1], rows=batch.sample.rows, **how)
+
+    def step(weights: Weights, opt_state: Any, batch: NodeBatch, key: Array) -> tuple[Weights, Any, Figures]:
+        def scores(params: Any, statistics: Any) -> tuple[Array, Any]:
+            return scores_of((params, statistics), batch, train=True, key=key)
+
+        counts = batch.labels >= 0
+        weights, opt_state, loss, values = descend_rows(weights, opt_state, optimizer, scores, batch.labels, counts)
+        share = per_epoch / len(data.train)  # so that the mean over an epoch's steps is exact
+        return weights, opt_state, {"loss": loss, "train": share * count_right(values, batch.labels).astype(jnp.float32)}
+
+    @jax.jit
+    @over_runs
+    def right(weights: Weights, batch: NodeBatch) -> Int[Array, ""]:
+        return count_right(scores_of(weights, batch)[0], batch.labels)
+
+    def accuracy_on(weights: Weights, ids: Int[np.ndarray, " ids"], where: tuple[int, ...]) -> Float[np.ndarray, " runs"]:
+        drawn = batches.covering(np.broadcast_to(ids, (runs, len(ids))), where)
+        return np.sum([right(weights, batch) for batch in drawn], 0) / len(ids) if len(ids) else np.full(runs, np.nan)
+
+    def evaluate(weights: Weights, step: int) -> Figures:
+        where = step // per_epoch - 1
+        return {part: accuracy_on(weights, getattr(data, part), (where, n)) for n, part in ((1, "val"), (2, "test"))}
+
+    return runs_task(
+        options,
+        identity_of(data, config, options, runs, fan_outs=list(fan_outs)),
+        starting=partial(start_runs, config, optimizer, seeds),
+        seeds=seeds,
+        step=jax.jit(over_runs(step), donate_argnums=(0, 1)),
+        batches=batches.trained,
+        evaluate=evaluate,
+        steps_per_epoch=per_epoch,
+    )

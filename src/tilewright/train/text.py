@@ -1,0 +1,192 @@
+"""Training on text: options, optimisers, and the task that language models and drafters share."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain, count, islice
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+from tilewright.train.checkpoint import fingerprint
+from tilewright.train.data import Stream, require_windows
+from tilewright.train.loop import Figures, Task, TrainOptions, TrainResult, gradient_step
+from tilewright.train.precision import check_products, trained
+
+Batch = tuple[np.ndarray, np.ndarray]
+"""Tokens, and which of them are in the loss, `[batch, length]` each."""
+
+Loss = Callable[[Any, Any, tuple[Array, Array], Array], tuple[Array, Array]]
+"""`loss(params, frozen, batch, key) -> (mean loss in nats, how much was predicted)`, of a `Batch` on the device."""
+
+HELD_OUT_BATCHES = 32
+
+
+@dataclass(frozen=True)
+class TextOptions(TrainOptions):
+    """How to train; what to train on and the model's sizes stand elsewhere.
+
+    Attributes:
+        steps: optimiser steps.
+        batch_size: sequences a step.
+        sequence_length: tokens a sequence.
+        learning_rate: peak rate of AdamW (and, with "muon", of everything that is no hidden matrix).
+        optimizer: "adamw", or "muon" (Jordan et al. 2024) for the hidden matrices at `muon_learning_rate`.
+        warmup: share of the steps over which the rate rises; it then falls to a twentieth by a cosine.
+        weight_decay: decoupled, on matrices only.
+        clip: largest global norm of a gradient.
+        seed: of the initialisation and of the data's order.
+        evaluate_every, save_every: in steps.
+        products: "float32", or "bfloat16" with float32 sums by the CPU kernels (see `precision.py`); weights are float32.
+    """
+
+    steps: int = 1000
+    batch_size: int = 16
+    sequence_length: int = 256
+    learning_rate: float = 6e-4
+    optimizer: str = "adamw"
+    muon_learning_rate: float = 0.02
+    warmup: float = 0.04
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    seed: int = 0
+    evaluate_every: int = 200
+    save_every: int = 200
+    products: str = "float32"
+
+    ABOVE_ZERO: ClassVar[tuple[str, ...]] = (
+        *TrainOptions.ABOVE_ZERO, "steps", "sequence_length", "muon_learning_rate", "clip", "evaluate_every"
+    )  # fmt: skip
+    MAY_CHANGE: ClassVar[tuple[str, ...]] = ("save_every", "evaluate_every")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.optimizer not in ("adamw", "muon"):
+            raise ValueError(f"expected the optimizer adamw or muon, found {self.optimizer!r}")
+        check_products(self.products)
+        if not 0 <= self.warmup < 1:
+            raise ValueError(f"expected a warmup from 0 to below 1, found {self.warmup}")
+
+
+def make_optimizer(options: TextOptions, is_hidden_matrix: Callable[[Any], Any]) -> optax.GradientTransformation:
+    """AdamW or Muon under warm-up, cosine decay and clipping.
+
+    `is_hidden_matrix(params)` gives the tree of booleans that says which arrays Muon takes and weight decay applies to.
+    """
+
+    def rate(peak: float) -> optax.Schedule:
+        warmup = min(max(1, round(options.warmup * options.steps)), options.steps - 1)
+        return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, options.steps, peak / 20)
+
+    adamw = optax.adamw(rate(options.learning_rate), b2=0.95, weight_decay=options.weight_decay, mask=is_hidden_matrix)
+    clip = optax.clip_by_global_norm(options.clip)
+    if options.optimizer == "adamw":
+        return optax.chain(clip, adamw)
+    muon = optax.contrib.muon(rate(options.muon_learning_rate), weight_decay=options.weight_decay)
+
+    def label(params: Any) -> Any:
+        return jax.tree.map(lambda hidden: "muon" if hidden else "adamw", is_hidden_matrix(params))
+
+    return optax.chain(clip, optax.transforms.partition({"muon": muon, "adamw": adamw}, label))
+
+
+def require_texts(stream: Stream, held_out: Stream, length: int, options: TextOptions) -> None:
+    """Raises a `ValueError` where one of the texts is too short for a batch of windows of `length` tokens."""
+    require_windows(stream, length, options.batch_size, "the training text")
+    require_windows(held_out, length, options.batch_size, "the held-out text")
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Batches of windows of a text, in an order that `options` set.
+
+    Attributes:
+        stream, held_out: what is trained on, and what is held out.
+        length: tokens of a window.
+        options: how to train.
+    """
+
+    stream: Stream
+    held_out: Stream
+    length: int
+    options: TextOptions
+
+    def __post_init__(self) -> None:
+        require_texts(self.stream, self.held_out, self.length, self.options)
+
+    def of(self, stream: Stream, epoch: int) -> Iterator[Batch]:
+        return stream.windows(self.length, self.options.batch_size, self.options.seed, epoch)
+
+    def batches(self, first: int) -> Iterator[Batch]:
+        """What is trained on, epoch by epoch, from step `first` on."""
+        return islice(chain.from_iterable(self.of(self.stream, epoch) for epoch in count()), first, None)
+
+    def held_out_batches(self) -> list[Batch]:
+        """The first batches of the held-out text, the same at every evaluation."""
+        return list(islice(self.of(self.held_out, 0), HELD_OUT_BATCHES))
+
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint must agree with."""
+        text = fingerprint((self.stream.tokens, self.stream.in_loss))
+        return {**self.options.identity(), "training_tokens": len(self.stream.tokens), "text": text}
+
+
+def text_task(
+    title: str,
+    loss: Loss,
+    init: Callable[[], Any],
+    is_hidden_matrix: Callable[[Any], Any],
+    windows: Windows,
+    identity: dict[str, Any],
+    frozen: Any = None,
+) -> Task:
+    """The task of training on windows of a text.
+
+    Args:
+        init: gives the parameters to start from, which are copied, for training donates its own.
+        is_hidden_matrix: see `make_optimizer`.
+        identity: what a checkpoint must agree with, besides the options and the text.
+        frozen: what the loss reads beside the parameters.
+    """
+    options, held_out = windows.options, windows.held_out_batches()
+    optimizer = make_optimizer(options, is_hidden_matrix)
+
+    def loss_of(params: Any, frozen: Any, batch: tuple[Array, Array], key: Array) -> tuple[Array, Array]:
+        if options.products == "bfloat16":
+            params, frozen = trained(params), trained(frozen)
+        return loss(params, frozen, batch, key)
+
+    measure = jax.jit(loss_of)
+
+    def evaluate(params: Any, step: int) -> Figures:
+        parts = [measure(params, frozen, batch, jax.random.key(n)) for n, batch in enumerate(held_out)]
+        return {"held_out_loss": sum(loss * n for loss, n in parts) / sum(n for _, n in parts)}
+
+    def start() -> tuple[Any, Any]:
+        params = jax.tree.map(jnp.copy, init())
+        return params, optimizer.init(params)
+
+    return Task(
+        title,
+        {**windows.identity(), **identity},
+        init=start,
+        step=gradient_step(loss_of, optimizer, frozen),
+        batches=windows.batches,
+        evaluate=evaluate,
+        steps=options.steps,
+        evaluate_every=options.evaluate_every,
+        save_every=options.save_every,
+        seed=options.seed,
+        progress=("tokens", options.batch_size * options.sequence_length),
+    )
+
+
+def text_figures(result: TrainResult) -> dict[str, Any]:
+    """The figures for `--json`."""
+    fields = {"step": "step", "loss": "loss_nats_per_token", "held_out_loss": "held_out_loss_nats_per_token"}
+    curve = [{field: result.curve[name][n].item() for name, field in fields.items()} for n in range(len(result.curve["step"]))]
+    steps, last = curve[-1]["step"], {field: value for field, value in curve[-1].items() if field != "step"}
+    return {"steps": steps, **last, "tokens_per_s": result.rate, "seconds": result.seconds, "curve": curve}
