@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 
 import tilewright.models.checkpoint
+from tilewright.parallel.mesh import make_mesh
 from tilewright.train import checkpoint
 from tilewright.train.drafter import DFlashOptions, train_drafter
 from tilewright.train.lm import train_lm
@@ -304,3 +306,21 @@ def test_a_fingerprint_tells_arrays_apart():
     ]  # fmt: skip
     assert len({checkpoint.fingerprint(each) for each in [tree, *others]}) == 6
     assert checkpoint.fingerprint(jax.tree.map(np.copy, tree)) == checkpoint.fingerprint(tree)
+
+
+def test_a_sharded_state_goes_on_under_another_mesh(tmp_path: Path):
+    """What eight devices held in shards is saved whole, scalars included, and read into the shards of four."""
+
+    def state(axes: dict[str, int | None], value: float) -> Any:
+        mesh = make_mesh(axes)
+        state = {"w": value * jnp.arange(48.0).reshape(8, 6), "b": value * jnp.ones(6), "count": jnp.int32(value)}
+        spread = {"w": PartitionSpec("fsdp", "tp"), "b": PartitionSpec("tp"), "count": PartitionSpec()}
+        return jax.device_put(state, {name: NamedSharding(mesh, spec) for name, spec in spread.items()})
+
+    saved, like = state({"fsdp": 4, "tp": 2}, 3.0), state({"fsdp": 2, "tp": 2}, 0.0)
+    checkpoint.save(tmp_path / "new" / "state.safetensors", saved, 7, {"loss": np.array([1.0, 2.0])}, {"run": 1})
+    found, step, figures = checkpoint.load(tmp_path / "new" / "state.safetensors", like, {"run": 1})
+    assert (step, figures["loss"].tolist()) == (7, [1.0, 2.0])
+    for name, leaf in like.items():
+        assert (found[name].sharding, found[name].dtype) == (leaf.sharding, leaf.dtype)
+        np.testing.assert_array_equal(found[name], saved[name])
