@@ -4,18 +4,21 @@ BIN := .venv/bin
 ORACLE_BIN := .venv-oracle/bin
 PIP_FLAGS := --disable-pip-version-check
 
-.PHONY: help demo test oracle lint bench clean
+.PHONY: help demo test test-all oracle lint bench clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
 help: ## lists the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1\t\2/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile
 
 demo: .venv/installed-base ## generates with the shipped pair, and beside it without a drafter
 	$(BIN)/tilewright generate --compare --dtype bfloat16
 
-test: .venv/installed-test ## runs the tests (no torch)
-	$(BIN)/python -m pytest -n auto --dist loadfile
+test: .venv/installed-test ## runs the tests (no torch), but for those marked slow
+	$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow"
+
+test-all: .venv/installed-test .venv/installed-tpu ## runs every test, compilations for TPUs too, with optimised programs
+	$(BIN)/python -m pytest -n auto --dist loadfile --optimised
 
 lint: .venv/installed-lint ## ruff and pyright
 	$(BIN)/ruff check src tests benchmarks hatch_build.py

@@ -1,7 +1,15 @@
-"""Settings of every test: eight CPU devices, strict dtypes, shape annotations checked."""
+"""Settings of every test: eight CPU devices, strict dtypes, shape annotations checked, programs made quickly.
 
+`--optimised` compiles them as users' programs are compiled, with optimisations that take XLA five times as long as all the rest
+and that programs run for a millisecond do not pay back. `.ci/run` asks for it.
+"""
+
+import mmap
 import os
 import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 
 if "jax" in sys.modules:
     raise RuntimeError("JAX was imported before tests/conftest.py could set its platform and its device count")
@@ -10,6 +18,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 
 import jax
 import jaxtyping
+import pytest
 from hypothesis import settings
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -20,3 +29,56 @@ jaxtyping.install_import_hook("tilewright", "typecheck.check")
 # The same examples on every run and every machine; the first example of a property compiles, so no deadline.
 settings.register_profile("tilewright", deadline=None, derandomize=True, max_examples=20)
 settings.load_profile("tilewright")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--optimised", action="store_true", help="compile programs with all of XLA's optimisations, as users do")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("optimised"):
+        jax.config.update("jax_disable_most_optimizations", True)
+        os.environ["XLA_FLAGS"] += without_fusion_emitters()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("tpu") and find_spec("libtpu") is None:
+        pytest.skip("needs the tpu extra: libtpu")
+
+
+def without_fusion_emitters() -> str:
+    """The flag that turns XLA's MLIR emitters off, which take most of the time of a compilation; an XLA without it aborts."""
+    flag = "xla_cpu_use_fusion_emitters"
+    folder = (find_spec("jaxlib") or sys.exit("no jaxlib")).submodule_search_locations or []
+    for library in Path(folder[0]).glob("libjax_common.*"):
+        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as read:
+            if read.find(flag.encode()) >= 0:
+                return f" --{flag}=false"
+    return ""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Programs are kept on disk for the session, so that a test that needs one again, in any worker, reads it."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture(scope="module")
+def quick_compiles() -> Iterator[None]:
+    """For tests of rules and not of numbers: as without `--optimised`."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_are_let_go() -> Iterator[None]:
+    """Programs of a whole worker's modules together would take several gigabytes."""
+    yield
+    jax.clear_caches()

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +36,44 @@ IMPORTS["__main__"] = {"cli"}
 
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "torch", "transformers", "__future__"}
 """Checkpoints are never code, the base install has no torch, and postponed annotations would escape the shape checks."""
+
+IMPLEMENTATIONS = {"cpu", "xla", "pallas_tpu", "pallas_gpu", "nki", "reference"}
+"""Files of an operation's folder that compute it. Which one runs is chosen in `kernels/select.py` and nowhere else."""
+
+IMPORTERS = {
+    "bench/graph.py": "asks whether NKI is installed, and counts what the Pallas kernel reads",
+    "bench/linear.py": "measures the implementations against each other",
+    "bench/round_compiled.py": "",
+    "cli/bench_linear.py": "",
+    "decode/drafters/base.py": "",
+    "decode/drafters/blockwise.py": "",
+    "decode/drafters/dflash.py": "",
+    "decode/drafters/eagle3.py": "",
+    "decode/drafters/ngram.py": "",
+    "decode/language_model.py": "",
+    "decode/sampling.py": "",
+    "graph/exchange.py": "",
+    "graph/gradients.py": "",
+    "graph/rows.py": "",
+    "graph/sample.py": "",
+    "graph/table.py": "",
+    "models/decoder.py": "",
+    "models/dflash.py": "",
+    "models/eagle3.py": "",
+    "models/gnn.py": "",
+    "models/layers.py": "",
+    "train/drafter.py": "",
+    "train/eagle3.py": "",
+    "train/precision.py": "",
+}
+"""Who imports an implementation all the same, and why; without a reason, until it takes the bundle of operations instead."""
+
+UNUSED = {
+    "contains_shape": "what tests of compiled programs ask, defined beside the arrays that it looks through",
+    "edge_dot_csr": "",
+    "parse": "Jinja calls it",
+}
+"""Functions and classes of the package that nothing in it names, and why they stay."""
 
 LONG_FILES: dict[str, int] = {}
 """Files above the cap, with the number of lines granted to each. An entry that is not needed any more is an error."""
@@ -91,6 +130,51 @@ def import_problems(package: str, text: str) -> list[str]:
             if inner not in allowed:
                 problems.append(f"{line}: {package} imports {inner}")
     return problems
+
+
+def documented_imports(text: str) -> dict[str, set[str]]:
+    """The table of imports in `docs/structure.md`, by package."""
+    rows = re.search(r"\| package \| imports \|\n\|[-|]+\|\n((?:\|.*\|\n)+)", text)
+    assert rows, "docs/structure.md has no table with the columns package and imports"
+    table: dict[str, set[str]] = {}
+    for row in rows[1].splitlines():
+        packages, imports = (set(re.findall(r"`(\w+)`", cell)) for cell in row.strip("|").split("|"))
+        if "any" in row.split("|")[2]:
+            imports = EVERYTHING - imports - ({"__main__"} if imports else set())
+        table |= dict.fromkeys(packages, imports)
+    return table
+
+
+def imported_implementations(text: str) -> list[str]:
+    """The implementations of operations that a file imports, as `linear.cpu`."""
+    modules = [re.match(r"tilewright\.kernels\.(\w+\.(\w+))", name) for _, name in imported(ast.parse(text))]
+    return sorted({match[1] for match in modules if match and match[2] in IMPLEMENTATIONS})
+
+
+def names_in(tree: ast.AST) -> Iterator[str]:
+    """Every name that code mentions: variables, attributes, imports, keywords, and words in short strings (`getattr`)."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.alias):
+            yield node.name.rpartition(".")[2]
+        elif isinstance(node, ast.keyword) and node.arg:
+            yield node.arg
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 60:
+            yield from re.findall(r"\w+", node.value)
+
+
+def unnamed(trees: list[ast.Module], elsewhere: set[str]) -> set[str]:
+    """Functions, methods and classes of `trees` that neither these, outside of their own definition, nor `elsewhere` name."""
+    named = Counter(name for tree in trees for name in names_in(tree))
+    own: Counter[str] = Counter()
+    for tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("__"):
+                own[node.name] += list(names_in(node)).count(node.name)
+    return {name for name in own if named[name] <= own[name]} - elsewhere
 
 
 def construct_problems(text: str) -> list[str]:
@@ -166,6 +250,32 @@ def test_the_table_has_no_cycle():
             assert package in ("cli", "__main__") or package not in reachable(inner), f"{package} and {inner} import each other"
 
 
+def test_the_documented_table_is_the_enforced_one():
+    assert documented_imports((ROOT / "docs" / "structure.md").read_text(encoding="utf-8")) == IMPORTS
+
+
+def test_only_the_dispatcher_imports_implementations():
+    found = {}
+    for path in sources(PACKAGE):
+        name = path.relative_to(PACKAGE).as_posix()
+        if not name.startswith("kernels/"):
+            found[name] = imported_implementations(path.read_text(encoding="utf-8"))
+    problems = [f"{name} imports {', '.join(modules)}" for name, modules in found.items() if modules and name not in IMPORTERS]
+    problems += [f"{name}: the exception is not needed" for name in IMPORTERS if not found.get(name)]
+    assert not problems, "\n".join(problems)
+
+
+def test_nothing_is_there_for_tests_alone():
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sources(PACKAGE)]
+    documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "pyproject.toml", *(ROOT / "docs").glob("*.md")]
+    others = documents + sources(ROOT / "benchmarks") + [ROOT / "hatch_build.py"]
+    elsewhere = {word for path in others for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
+    found = unnamed(trees, elsewhere)
+    problems = [f"{name} is named by tests at most" for name in found - set(UNUSED)]
+    problems += [f"{name}: the exception is not needed" for name in set(UNUSED) - found]
+    assert not problems, "\n".join(sorted(problems))
+
+
 def test_no_swallowed_errors_and_no_promises():
     files = sources(PACKAGE)
     assert files
@@ -228,6 +338,33 @@ def test_a_forbidden_import_is_seen(package: str, text: str, problem: str):
 )
 def test_an_import_that_the_table_allows_passes(package: str, text: str):
     assert import_problems(package, text) == []
+
+
+def test_documented_imports_are_read():
+    text = "| package | imports |\n|---|---|\n| `a`, `b` | nothing |\n| `c` | `a`, `b` |\n| `cli` | any |\n"
+    assert documented_imports(text) == {"a": set(), "b": set(), "c": {"a", "b"}, "cli": EVERYTHING}
+    assert documented_imports(text.replace("any", "any but `cli`"))["cli"] == EVERYTHING - {"cli", "__main__"}
+
+
+@pytest.mark.parametrize(
+    ("text", "modules"),
+    [
+        ("from tilewright.kernels.linear.cpu import pack", ["linear.cpu"]),
+        ("from tilewright.kernels.linear import cases, xla", ["linear.xla"]),
+        ("def f():\n    import tilewright.kernels.attention.pallas_tpu", ["attention.pallas_tpu"]),
+        ("from tilewright.kernels.select import linear\nfrom tilewright.kernels.linear import cases", []),
+    ],
+)
+def test_an_imported_implementation_is_seen(text: str, modules: list[str]):
+    assert imported_implementations(text) == modules
+
+
+def test_what_nothing_names_is_seen():
+    tree = ast.parse(
+        "def f():\n    f()\nclass A:\n    def g(self):\n        return h()\n    def __eq__(self): ...\ndef h(): ..."
+    )
+    assert unnamed([tree], {"A"}) == {"f", "g"}
+    assert unnamed([tree, ast.parse("from m import f\nx.g()")], {"A"}) == set()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Message passing compared: graphs, that all programs of an experiment compute the same, bytes, counts. No times."""
 
-import importlib.util
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -11,9 +10,7 @@ from tilewright.bench import graph as bench
 from tilewright.bench.graph import EXPERIMENTS, Graph, Segments, measure, prepare, read_graph, rmat, uniform
 from tilewright.compiled import compare
 from tilewright.compiled.compare import compare_all
-from train.support import cheap_compilation
 
-needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the tpu extra: libtpu")
 SMALL = Graph("small", uniform(40, 3), 40)
 FEATURES = 16
 
@@ -69,11 +66,11 @@ def test_a_graph_without_edges_is_refused(tmp_path: Path):
         read_graph(str(tmp_path / "x.npz"))
 
 
+@pytest.mark.usefixtures("quick_compiles")
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_all_programs_of_an_experiment_compute_the_same(name: str, tmp_path: Path):
+def test_all_programs_of_an_experiment_compute_the_same(name: str):
     (experiment,) = prepare(SMALL, [name], ["padded", "bucketed", "csr"], FEATURES, "float32")
-    with cheap_compilation(tmp_path):
-        compared, records = measure(experiment, repetitions=1)
+    compared, records = measure(experiment, repetitions=1)
     wanted = ["baseline", "fused"] if name == "scatter-add" else ["baseline", "segment_sum", "padded", "bucketed", "csr"]
     assert [record["name"] for record in records] == wanted
     assert compared.agrees, compared
@@ -148,7 +145,7 @@ def test_bfloat16():
     assert compared.agrees, compared
 
 
-@needs_libtpu
+@pytest.mark.tpu
 def test_estimates_for_a_tpu_take_buckets_and_run_nothing():
     (experiment,) = prepare(SMALL, ["gather-scatter"], ["auto"], FEATURES, "float32", ["v5e:1x1"])
     assert list(experiment.functions) == ["baseline", "segment_sum", "bucketed"]
@@ -156,7 +153,7 @@ def test_estimates_for_a_tpu_take_buckets_and_run_nothing():
     assert [(one["place"], one["measured"]) for one in records] == [("v5e:1x1", False)] * 3
 
 
-@needs_libtpu
+@pytest.mark.tpu
 def test_the_published_baseline_writes_67_times_its_result_where_vmem_is_too_small():
     (experiment,) = prepare(read_graph("seed"), ["gather-scatter"], ["padded"], 128, "float32", ["v5p:1x1x1"])
     functions = {"baseline": experiment.functions["baseline"]}

@@ -1,6 +1,5 @@
 """What a replay is made of: rounds as the decode loop ran them, and the target's own view of every token."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from tilewright.decode.language_model import LanguageModel
 from tilewright.decode.sampling import Sampling
 from tilewright.models import decoder
 from tilewright.report.replay import Passage, write_replay
-from train.support import cheap_compilation
 
 PROMPT = [7, 1, 2, 7, 1, 2, 7]
 
@@ -29,10 +27,7 @@ def pair_of(folder: Path, eos: int | None = None, kernels: str = "auto") -> Lang
     return build(folder, random_pair(3, **sizes, eos_token_id=eos), kernels=kernels)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _cheap_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with cheap_compilation(tmp_path_factory.getbasetemp() / "compiled"):
-        yield
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """The parts of a round: what each computes, what is counted, and the estimates for absent chips."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import jax
@@ -14,7 +13,6 @@ from tilewright.bench.round import DFLASH_B16, QWEN3_4B, Setup, load, programs, 
 from tilewright.bench.round_compiled import Estimate, kernel_cycles, over_layers, whole
 from tilewright.chips.tpu import CHIPS
 from tilewright.models import decoder, dflash, params
-from train.support import cheap_compilation
 
 TARGET = replace(QWEN3_4B, vocab_size=96, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, num_kv_heads=1,
                  head_dim=16)  # fmt: skip
@@ -23,10 +21,7 @@ DRAFTER = replace(DFLASH_B16, vocab_size=96, hidden_size=32, intermediate_size=4
 SETUP = Setup(TARGET, DRAFTER, 4, 100, "float32")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _cheap_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with cheap_compilation(tmp_path_factory.getbasetemp() / "compiled"):
-        yield
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 def test_the_built_in_pair_fits_and_has_the_published_sizes():

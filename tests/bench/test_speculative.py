@@ -1,6 +1,6 @@
 """The benchmark's own part: what is asked, what is left out, which runs alternate, and where a round's time goes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,16 +18,12 @@ from tilewright.decode.drafters.ngram import NGram
 from tilewright.decode.language_model import LanguageModel
 from tilewright.decode.sampling import Sampling
 from tilewright.models.chat import ChatTemplate
-from train.support import cheap_compilation
 
 SAMPLING = Sampling(8)
 TEMPLATE = ChatTemplate(jinja2.Template("{% for m in messages %}t9 {{ m.content }} {% endfor %}"), {}, "here")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _cheap_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with cheap_compilation(tmp_path_factory.getbasetemp() / "compiled"):
-        yield
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 @pytest.fixture(scope="module")

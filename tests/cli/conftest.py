@@ -4,7 +4,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,11 @@ import pytest
 
 from reference.dflash_numpy import as_folders, random_pair
 from tilewright.cli.main import main
-from train.support import cheap_compilation
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _cheap_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with cheap_compilation(tmp_path_factory.getbasetemp() / "compiled"):
-        yield
+def _quick(quick_compiles: None) -> None:
+    """What is tested here are rules."""
 
 
 @dataclass(frozen=True)

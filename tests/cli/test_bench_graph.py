@@ -1,6 +1,5 @@
 """`tilewright bench graph` on a small graph, for an absent chip, and what it refuses."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from tilewright.bench import graph as bench
 from tilewright.compiled import compare
 from tilewright.compiled.figures import significant
 
-needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the tpu extra: libtpu")
 SMALL = ["bench", "graph", "--data", "uniform:30:4", "--features", 8, "--repetitions", 1]
 
 
@@ -53,7 +51,7 @@ def test_what_does_not_fit_is_said(run: Run, monkeypatch: pytest.MonkeyPatch):
     assert "against segment_sum" in ran.err
 
 
-@needs_libtpu
+@pytest.mark.tpu
 def test_estimates_for_an_absent_chip(run: Run):
     ran = run(*SMALL, "--experiment", "gather-scatter", "--chip", "v5e:1x1", "--json", "-")
     assert ran.status == 0, ran.err

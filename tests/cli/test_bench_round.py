@@ -1,6 +1,5 @@
 """`tilewright bench round` on the demo's shapes, for an absent chip, and what it refuses."""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from tilewright.bench import round as rounds
 from tilewright.cli import bench_round
 from tilewright.compiled.figures import significant
 
-needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the tpu extra: libtpu")
 TARGET = {
     "model_type": "qwen3", "vocab_size": 256, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 3,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128, "max_position_embeddings": 512,
@@ -66,7 +64,7 @@ def test_a_round_of_seconds_is_shown_whole(run: Run, shapes: list[object], monke
     assert "…" not in ran.out
 
 
-@needs_libtpu
+@pytest.mark.tpu
 def test_estimates_for_an_absent_chip(run: Run, shapes: list[object], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(round_compiled, "LAYERS_COMPILED", (1, 2))
     ran = run("bench", "round", *shapes, "--block-size", 4, "--context", 100, "--chip", "v5e:1x1", "--json", "-")

@@ -1,6 +1,5 @@
 """Compiling for absent TPUs. The compiler itself is needed by some tests only; they are skipped where it is not installed."""
 
-import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +13,6 @@ from tilewright.compiled import aot
 from tilewright.compiled.aot import compile_for, estimated_cycles, read_compiled
 
 TEXTS = Path(__file__).parent / "hlo"
-needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the tpu extra: libtpu")
 
 
 def tpu(name: str) -> str:
@@ -71,7 +69,7 @@ def test_memory_adds_up():
     assert compiled.cost["flops"] == 3.0
 
 
-@needs_libtpu
+@pytest.mark.tpu
 @pytest.mark.parametrize("chip", ["v5e:1x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 def test_every_chip_of_the_benchmarks_compiles(chip: str):
     compiled = compile_for(chip, double, shaped(1024, 1024))
@@ -80,7 +78,7 @@ def test_every_chip_of_the_benchmarks_compiles(chip: str):
     assert compiled.traffic().total == 8 * 2**20
 
 
-@needs_libtpu
+@pytest.mark.tpu
 def test_jitted_functions_pytrees_arrays_and_donation():
     plain = compile_for("v5e:1x1", update, np.zeros((4096, 256), np.float32), shaped(8, 256))
     given = compile_for("v5e:1x1", update, shaped(4096, 256), shaped(8, 256), donate=0)
@@ -94,13 +92,13 @@ def test_jitted_functions_pytrees_arrays_and_donation():
     assert static.traffic().total == 2 * 1024
 
 
-@needs_libtpu
+@pytest.mark.tpu
 def test_options_reach_the_compiler():
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
         compile_for("v5e:1x1", double, shaped(8), options={"xla_tpu_no_such_option": True})
 
 
-@needs_libtpu
+@pytest.mark.tpu
 def test_the_texts_of_these_tests_are_what_the_compiler_says():
     """Not the words, which change with its version: the bytes."""
     fresh = compile_for("v5e:2x2", lambda x, y: jnp.tanh(x) * y, shaped(1024, 1024), shaped(1024, 1024))

@@ -1,6 +1,5 @@
 """Two functions side by side: what is checked, counted and refused. No test looks at how long anything took."""
 
-import importlib.util
 import json
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,6 @@ from tilewright.compiled import compare as compare_module
 from tilewright.compiled.compare import compare_all, differences, steps
 from tilewright.compiled.figures import significant
 
-needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the tpu extra: libtpu")
 NODES, SLOTS, FEATURES = 64, 6, 32
 MESSAGES = NODES * SLOTS * FEATURES * 4
 SHAPES = (
@@ -156,7 +154,7 @@ def test_any_number_of_functions_and_every_step_announced(inputs: tuple[np.ndarr
     assert len(done) == steps(3, 2, 0)
 
 
-@needs_libtpu
+@pytest.mark.tpu
 def test_estimates_for_an_absent_chip():
     found = tw.compare(gathered, unrolled, *SHAPES, chip="v5e:1x1")
     assert found.agrees is None

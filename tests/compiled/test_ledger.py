@@ -18,7 +18,6 @@ from tilewright.compiled.ledger import (
     CompileWarning,
     Ledger,
     Program,
-    compile_ahead,
     difference,
     no_compile_guard,
 )
@@ -316,27 +315,3 @@ def arguments(**types: str) -> tuple[Argument, ...]:
 )
 def test_differences(now: tuple[Argument, ...], earlier: list[tuple[Argument, ...]], told: str):
     assert difference(now, earlier) == told
-
-
-def test_a_program_compiled_ahead_counts_its_calls():
-    f = model("ahead")
-    ready = compile_ahead(f, jax.ShapeDtypeStruct((2, 3), np.float32), params())
-    assert (ready.program.name, ready.hits) == ("jit(ahead)", 0)
-    assert [argument.type for argument in ready.program.arguments] == ["float32[2,3]", "float32[3,5]"]
-    assert ready.program.seconds > 0
-    with no_compile_guard("fail"):
-        for _ in range(3):
-            assert ready(np.ones((2, 3), np.float32), params()).shape == (2, 5)
-    assert ready.hits == 3
-
-
-def test_compiling_ahead_again_takes_no_time():
-    f = fresh("ready")
-    compile_ahead(f, row(3))
-    with no_compile_guard("fail"):
-        assert compile_ahead(f, row(3)).program.seconds == 0
-
-
-def test_compiling_ahead_needs_a_jitted_function():
-    with pytest.raises(ValueError, match=r"went through jax.jit, found <function"):
-        compile_ahead(lambda x: x, row(3))

@@ -4,7 +4,7 @@ Batches mix rows of every kind. The tokens after one prompt are counted over man
 distribution worked out in float64 from the target's logits; greedy rows have one right answer.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -63,16 +63,10 @@ def eagle3(folder: Path, pair: Pair) -> LanguageModel:
     return load(as_folders(folder, pair)[0], as_folder(folder / "eagle3", config, tensors), block_size=4, table=TABLE)
 
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 DRAFTERS: dict[str, Callable[[Path, Pair], LanguageModel]] = {"dflash": dflash, "eagle3": eagle3, "ngram": ngram}
 """How to load the target of a pair with each kind of drafter; what weights these have is random."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiles() -> Iterator[None]:
-    """What is tested here are rules; code that is slower to run and quicker to make will do."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module", params=DRAFTERS)

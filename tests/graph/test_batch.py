@@ -1,7 +1,5 @@
 """Many graphs in one table of fixed size: each is reduced as if it were alone."""
 
-from collections.abc import Iterator
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,13 +8,8 @@ import pytest
 from tilewright.graph.batch import PADDING, Capacity, GraphBatch, pack, round_up
 from tilewright.graph.data import GraphData, offsets, undirected
 from tilewright.graph.table import NeighborTable
-from train.support import cheap_compilation
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _cheap_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with cheap_compilation(tmp_path_factory.getbasetemp() / "compiled"):
-        yield
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 def random_graphs(count: int = 8, seed: int = 0) -> GraphData:

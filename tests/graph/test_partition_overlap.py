@@ -1,6 +1,5 @@
 """What the TPU compiler makes of the ring: each hop is under way while neighbours are reduced. Skipped without the compiler."""
 
-import importlib.util
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,7 @@ from tilewright.graph.partition import PartitionedTable
 from tilewright.parallel.mesh import make_mesh
 
 CHIP, FEATURES = "v5e:2x4", 128
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the tpu extra: libtpu")
+pytestmark = pytest.mark.tpu
 
 
 def absent_table() -> tuple[PartitionedTable, jax.ShapeDtypeStruct]:

@@ -1,7 +1,6 @@
 """Sampled neighbourhoods: the right neighbours, one shape, and the whole graph's scores where nothing is left out."""
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,15 +15,11 @@ from tilewright.graph.data import karate_club, with_self_loops
 from tilewright.graph.sample import NeighbourSampler, Sample, SampledLayer, draw
 from tilewright.models import gnn
 from tilewright.models.gnn import FAMILIES
-from train.support import cheap_compilation
 
 KARATE = karate_club()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _cheap_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with cheap_compilation(tmp_path_factory.getbasetemp() / "compiled"):
-        yield
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=20), st.integers(1, 6), st.integers(0, 9))

@@ -1,6 +1,5 @@
 """The TPU kernel for attention: interpreted against the reference, and compiled for TPUs that are not there."""
 
-import importlib.util
 from functools import partial
 
 import jax
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from tilewright.compiled.aot import compile_for
 from tilewright.kernels.attention import pallas_tpu, reference
 
-needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the tpu extra: libtpu")
 Case = tuple[jax.Array, jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]
 
 SIZES = [(1, 1, 2, 2, 40, 0), (3, 5, 1, 3, 17, 5), (2, 12, 2, 2, 32, 16), (1, 3, 3, 1, 1, 1)]
@@ -77,7 +75,7 @@ def test_what_fits():
     assert not pallas_tpu.fits(q, k, (wide, wide))
 
 
-@needs_libtpu
+@pytest.mark.tpu
 @pytest.mark.parametrize("own", [0, 15])
 def test_on_a_tpu_the_scores_are_never_in_memory(monkeypatch: pytest.MonkeyPatch, own: int):
     monkeypatch.undo()

@@ -1,6 +1,5 @@
 """The kernels for TPUs, GPUs and Trainium: interpreted or emulated against the reference, and compiled for absent TPUs."""
 
-import importlib.util
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,6 @@ from tilewright.kernels.scatter_add import nki as scatter_nki
 from tilewright.kernels.scatter_add import pallas_tpu as scatter_tpu
 from tilewright.kernels.scatter_add import reference as scatter_reference
 
-needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the tpu extra: libtpu")
 f32, bf16 = jnp.float32, jnp.bfloat16
 
 SIZES = [
@@ -130,7 +128,7 @@ def seed_case() -> tuple[tuple[int, int, int], np.ndarray, tuple[jax.ShapeDtypeS
     return (case.nodes, case.slots, case.features), degrees, arrays
 
 
-@needs_libtpu
+@pytest.mark.tpu
 def test_on_a_tpu_only_the_result_is_written():
     """67 times fewer bytes than gathered first and summed then; v5p has too little VMEM to hide what that one writes."""
     shape, _, arrays = seed_case()
@@ -153,7 +151,7 @@ def test_on_a_tpu_little_more_than_the_neighbours_is_read():
     assert wide.gathered == degrees.sum() * 1024  # two columns to a word
 
 
-@needs_libtpu
+@pytest.mark.tpu
 @pytest.mark.parametrize("chip", ["v5e:1x1", "v6e:1x1"])
 @pytest.mark.parametrize("features, dtype, reduce", [(128, f32, "sum"), (300, f32, "max"), (300, bf16, "mean")])
 def test_it_compiles_for_tpus(chip: str, features: int, dtype: Any, reduce: Any):
@@ -165,7 +163,7 @@ def test_it_compiles_for_tpus(chip: str, features: int, dtype: Any, reduce: Any)
     assert not compiled.traffic().contains_shape((777, 70, features))
 
 
-@needs_libtpu
+@pytest.mark.tpu
 @pytest.mark.parametrize("dtype, first", [(f32, 8), (f32, 3), (bf16, 16)])
 def test_a_buffer_that_is_given_away_is_not_copied(dtype: Any, first: int):
     shaped = jax.ShapeDtypeStruct
@@ -197,7 +195,7 @@ def messages_of(rows: int, slots: int, features: int, dtype: Any) -> tuple[jax.A
     return jnp.asarray(messages, dtype), jnp.asarray(degrees)
 
 
-@needs_libtpu
+@pytest.mark.tpu
 def test_messages_are_read_once_on_a_tpu():
     (nodes, slots, features), _, arrays = seed_case()
     messages = jax.ShapeDtypeStruct((nodes, slots, features), f32)

@@ -1,6 +1,5 @@
 """The most likely token: each implementation against NumPy in float64, and what the TPU kernel compiles into."""
 
-import importlib.util
 from functools import partial
 
 import jax
@@ -16,7 +15,6 @@ from tilewright.kernels.head_argmax import cases, pallas_tpu, reference, xla
 from tilewright.kernels.linear import cpu
 
 needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
-needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the tpu extra: libtpu")
 
 
 def tpu_kernel(x: jax.Array, head: jax.Array, transposed: bool = False) -> jax.Array:
@@ -121,7 +119,7 @@ def test_select_runs_xla_here(transposed: bool):
     assert "conditional" not in (compiled.as_text() or "conditional")
 
 
-@needs_libtpu
+@pytest.mark.tpu
 @pytest.mark.parametrize(("chip", "rows"), [("v5e:1x1", 128), ("v5p:1x1x1", 16), ("v6e:1x1", 15)])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_on_a_tpu_the_kernel_runs_and_no_logits_exist(chip: str, rows: int, transposed: bool):

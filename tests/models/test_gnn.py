@@ -1,7 +1,6 @@
 """GraphSAGE, GCN, GIN and GAT against the papers' equations in NumPy, whatever holds the neighbours."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,15 +19,11 @@ from tilewright.kernels import native
 from tilewright.models import gnn
 from tilewright.models.gnn import FAMILIES, BatchNorm, GATConfig, GCNConfig, GINConfig, GraphSAGEConfig, RunningStatistics
 from tilewright.models.gnn_checkpoint import load_gnn, save_gnn
-from train.support import cheap_compilation
 
 NODES, FEATURES, CLASSES = 9, 5, 3
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _cheap_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with cheap_compilation(tmp_path_factory.getbasetemp() / "compiled"):
-        yield
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 def random_edges(seed: int = 0, nodes: int = NODES, edges: int = 20) -> np.ndarray:

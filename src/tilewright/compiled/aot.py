@@ -7,9 +7,10 @@ cycles by its own cost model, memory by its own assignment. None of it is a meas
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,18 @@ class Compiled:
         return memory_traffic(self.hlo)
 
 
+@contextmanager
+def _kept_off_disk() -> Iterator[None]:
+    """JAX writes programs for absent TPUs to its compilation cache and then cannot read them: nothing is written meanwhile."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = jax.config.values[name]
+    jax.config.update(name, inf)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
 def compile_for(
     chip: str,
     fn: Callable[..., Any],
@@ -112,9 +125,9 @@ def compile_for(
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=getattr(leaf, "weak_type", False))
 
     program: Any = fn if jitted else jax.jit(fn, donate_argnums=donate)
-    compiled = (
-        program.trace(*jax.tree.map(placed, args)).lower(lowering_platforms=("tpu",)).compile(dict(options or {}) or None)
-    )
+    lowered = program.trace(*jax.tree.map(placed, args)).lower(lowering_platforms=("tpu",))
+    with _kept_off_disk():
+        compiled = lowered.compile(dict(options or {}) or None)
     return read_compiled(chip, compiled.as_text(), compiled.memory_analysis(), compiled.cost_analysis())
 
 

@@ -8,7 +8,7 @@ announcement to the ledgers that are open at that moment. So ledgers may nest, o
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -110,38 +110,6 @@ class Ledger:
         _announcements.remove(self)
 
 
-class ReadyProgram:
-    """A program that was compiled ahead of time, its entry for the ledger, and how often it was called.
-
-    Attributes:
-        program: name, arguments, seconds.
-        hits: calls so far, from one thread at a time.
-    """
-
-    def __init__(self, compiled: jax.stages.Compiled, program: Program):
-        self.compiled, self.program, self.hits = compiled, program, 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.hits += 1
-        return self.compiled(*args, **kwargs)
-
-
-def compile_ahead(jitted: Callable[..., Any], *args: Any, **kwargs: Any) -> ReadyProgram:
-    """Compiles a jitted function for the given arguments, arrays or `jax.ShapeDtypeStruct`s, without running it.
-
-    Raises:
-        ValueError: a function that is not jitted.
-    """
-    if not hasattr(jitted, "lower"):
-        raise ValueError(f"expected a function that went through jax.jit, found {jitted!r}")
-    lowered = jitted.lower(*args, **kwargs)  # type: ignore[attr-defined]
-    _announcements.thread.last = None
-    compiled = lowered.compile()
-    name = getattr(jitted, "__name__", "unnamed")
-    # Nothing is announced where the same function was compiled for the same arguments before: no time was spent.
-    return ReadyProgram(compiled, _announcements.thread.last or Program(f"jit({name})", 0.0))
-
-
 class _Announcements:
     """The process's one listener."""
 
@@ -197,7 +165,7 @@ class _Announcements:
                 earlier = self.earlier.setdefault(name, [])
                 cause = difference(arguments, earlier)
                 earlier.append(arguments)
-            program = self.thread.last = Program(name, seconds, from_disk, arguments or (), cause)
+            program = Program(name, seconds, from_disk, arguments or (), cause)
             for ledger in self.open:
                 ledger.programs.append(program)
 
