@@ -18,6 +18,8 @@ from jax import Array
 from tilewright.compiled.hlo import ArrayType
 from tilewright.compiled.traffic import Traffic, memory_traffic
 
+pytestmark = pytest.mark.usefixtures("optimised_compiles")
+
 TEXTS = Path(__file__).parent / "hlo"
 MIB, SCALAR = 2**20, 512
 
