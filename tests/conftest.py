@@ -8,7 +8,6 @@ import mmap
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -69,26 +68,13 @@ def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-@contextmanager
-def optimisations(on: bool) -> Iterator[None]:
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", not on)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 @pytest.fixture(scope="module")
 def quick_compiles() -> Iterator[None]:
     """For tests of rules and not of numbers: as without `--optimised`."""
-    with optimisations(False):
-        yield
-
-
-@pytest.fixture(scope="module")
-def optimised_compiles() -> Iterator[None]:
-    """For tests that read what the compiler made, or that run for so long that its optimisations pay: always with them."""
-    with optimisations(True):
-        yield
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="module", autouse=True)

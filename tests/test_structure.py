@@ -41,7 +41,7 @@ IMPLEMENTATIONS = {"cpu", "xla", "pallas_tpu", "pallas_gpu", "nki", "reference"}
 """Files of an operation's folder that compute it. Which one runs is chosen in `kernels/select.py` and nowhere else."""
 
 IMPORTERS = {
-    "bench/graph.py": "asks whether NKI is installed, and counts what the Pallas kernel reads",
+    "bench/bandwidth.py": "measures what reading alone can do, and calls the kernel for it",
     "bench/linear.py": "measures the implementations against each other",
     "bench/round_compiled.py": "",
     "cli/bench_linear.py": "",
@@ -52,15 +52,9 @@ IMPORTERS = {
     "decode/drafters/ngram.py": "",
     "decode/language_model.py": "",
     "decode/sampling.py": "",
-    "graph/exchange.py": "",
-    "graph/gradients.py": "",
-    "graph/rows.py": "",
-    "graph/sample.py": "",
-    "graph/table.py": "",
     "models/decoder.py": "",
     "models/dflash.py": "",
     "models/eagle3.py": "",
-    "models/gnn.py": "",
     "models/layers.py": "",
     "train/drafter.py": "",
     "train/eagle3.py": "",

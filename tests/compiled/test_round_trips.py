@@ -11,8 +11,6 @@ from jax import Array
 
 from tilewright.compiled.round_trips import round_trips
 
-pytestmark = pytest.mark.usefixtures("optimised_compiles")
-
 TEXTS = Path(__file__).parent / "hlo"
 MIB = 2**20
 
