@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from tilewright.models.checkpoint import CONFIG, GENERATION_CONFIG, byte_progress
+from tilewright.models.hub import TOKENIZER
 
-TOKENIZER = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 WANTED = [CONFIG, GENERATION_CONFIG, *TOKENIZER, "*.safetensors", "*.safetensors.index.json"]
 UNWANTED = ["*/*"]
 """Files in subfolders: other exports of the same weights."""
