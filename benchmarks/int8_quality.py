@@ -31,6 +31,7 @@ from rich.table import Table
 import tilewright as tw
 from tilewright.compiled.machine import chip_name
 from tilewright.decode.language_model import LanguageModel
+from tilewright.kernels.operations import Operations
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.hub import PACKAGED
@@ -76,10 +77,12 @@ def padded(tokens: Sequence[int], size: int) -> Int[Array, "1 T"]:
     return jnp.asarray([[*tokens, *[0] * (size - len(tokens))]], jnp.int32)
 
 
-@partial(jax.jit, static_argnums=0)
-def log_probabilities(config: DecoderConfig, params: DecoderParams, tokens: Int[Array, "1 T"]) -> Float[Array, "T V"]:
-    hidden = decoder.forward_full(config, params, tokens).hidden[0]
-    return jax.nn.log_softmax(decoder.logits(config, params, hidden))
+@partial(jax.jit, static_argnums=(0, 1))
+def log_probabilities(
+    config: DecoderConfig, ops: Operations, params: DecoderParams, tokens: Int[Array, "1 T"]
+) -> Float[Array, "T V"]:
+    hidden = decoder.forward_full(config, ops, params, tokens).hidden[0]
+    return jax.nn.log_softmax(decoder.logits(config, ops, params, hidden))
 
 
 @jax.jit
@@ -102,7 +105,7 @@ def predictions(models: dict[str, LanguageModel], texts: Sequence[list[int]], si
     rows: dict[str, list[np.ndarray]] = {name: [] for name in models}
     for window in track(texts, "predicting", console=Console(stderr=True), transient=True):
         tokens = padded(window, size)
-        found = {name: log_probabilities(lm.target, lm.programs.models.target, tokens) for name, lm in models.items()}
+        found = {name: log_probabilities(lm.target, lm.ops, lm.programs.models.target, tokens) for name, lm in models.items()}
         for name, each in found.items():
             rows[name].append(np.asarray(measures(found[REFERENCE], each, tokens), np.float64)[:, : len(window) - 1])
     values = {name: np.concatenate(each, axis=1) for name, each in rows.items()}

@@ -8,7 +8,7 @@ import pytest
 
 from tilewright.bench.compare import compare, environment
 from tilewright.decode.drafters.dflash import DFlash
-from tilewright.decode.language_model import LanguageModel, Numerics
+from tilewright.decode.language_model import LanguageModel
 from tilewright.decode.request import Generation, Result
 from tilewright.decode.sampling import Sampling
 from tilewright.models.dflash import DFlashConfig
@@ -32,7 +32,7 @@ class FakeModel(LanguageModel):
 
     def __init__(self, seconds: dict[bool, list[float]], drafter: DFlash | None = DRAFTER):
         self.seconds, self.drafter = {way: iter(each) for way, each in seconds.items()}, drafter
-        self.dtype, self.kernels, self.numerics = "float32", "xla", Numerics()
+        self.dtype, self.kernels, self.weights = "float32", "xla", "auto"
         self.calls: list[tuple[list[Any], bool | None]] = []
 
     def generate(self, prompts: str | Sequence[Any], sampling: Any = None, speculative: bool | None = None) -> Generation:

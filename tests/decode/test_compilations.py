@@ -54,9 +54,8 @@ def with_drafter(folder: Path, kind: str) -> LanguageModel:
 def shapes_used(lm: LanguageModel, requests: list[Sampling], batch: int) -> set[Shape]:
     used = set()
     for i in range(0, len(ASKED), batch):
-        overrun = lm.drafter.block_size if lm.drafter else 1
         group = list(zip(ASKED[i : i + batch], requests[i : i + batch], strict=True))
-        positions = max(len(prompt) + request.max_new_tokens for prompt, request in group) + overrun
+        positions = max(len(prompt) + request.max_new_tokens for prompt, request in group)
         used.add(lm.table.shape(len(group), positions, widest(request.warp for _, request in group)))
     return used
 

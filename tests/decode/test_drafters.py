@@ -14,6 +14,7 @@ import pytest
 from decode.support import build, check_same_as_autoregressive, prompts, tokens_of
 from reference.dflash_numpy import Pair, Target, as_folders, autoregressive_greedy, cut, random_pair
 from reference.eagle3_numpy import Chain, as_folder, random_eagle3
+from tilewright.decode.cache import Contiguous
 from tilewright.decode.drafters.blockwise import Blockwise
 from tilewright.decode.drafters.dflash import DFlash
 from tilewright.decode.drafters.eagle3 import Eagle3
@@ -23,6 +24,7 @@ from tilewright.decode.language_model import LanguageModel, load
 from tilewright.decode.sampling import Sampling
 from tilewright.decode.shapes import ShapeTable
 from tilewright.decode.state import DecodeState, Models
+from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder, dflash, eagle3
 from tilewright.models.checkpoint import read_config
 
@@ -193,7 +195,7 @@ def compare_rounds(lm: LanguageModel, chain: Chain, asked: Sequence[list[int]], 
     """Holds every round of every row against the reference. Returns how many drafts each accepted."""
     drafter, seen = lm.drafter, []
     assert drafter is not None
-    propose = jax.jit(partial(drafter.propose, lm.target))
+    propose = jax.jit(partial(drafter.propose, lm.programs.target))
     session, texts = lm.start(asked, GREEDY), [list(prompt) for prompt in asked]
     session.prefill()
     while not session.finished:
@@ -248,12 +250,12 @@ def test_refining_reads_the_drafts_in_place_of_the_masks(folders: dict[str | Non
 
     @jax.jit
     def passes(models: Models, state: DecodeState) -> tuple[jax.Array, list[jax.Array]]:
-        block = drafter.propose(lm.target, models, state).block
+        block = drafter.propose(lm.programs.target, models, state).block
         drafts = [block[:, 1:]]
         for _ in range(2):
             block = jnp.concatenate([block[:, :1], drafts[-1]], axis=1)
-            drafts.append(drafter.fill(models, state, block))
-        return replace(drafter, refine=2).propose(lm.target, models, state).block, drafts
+            drafts.append(drafter.fill(lm.programs.target, models, state, block))
+        return replace(drafter, refine=2).propose(lm.programs.target, models, state).block, drafts
 
     refined, drafts = passes(session.batch.models, session.batch.device_state)
     np.testing.assert_array_equal(refined[:, 1:], drafts[2])
@@ -271,8 +273,9 @@ def test_the_scale_of_the_blocks_embeddings(folders: dict[str | None, Any]):
 
     @partial(jax.jit, static_argnums=0)
     def run(config: dflash.DFlashConfig, x: jax.Array) -> jax.Array:
-        context = dflash.context_kv(config, params, jnp.asarray(embedded), jnp.asarray(positions - 3))
-        return dflash.draft_hidden(config, params, x, jnp.asarray(positions), context, jnp.array([3, 3]))
+        pairs = dflash.context_kv(config, PLAIN, params, jnp.asarray(embedded), jnp.asarray(positions - 3))
+        context, seen = tuple(Contiguous(*pair) for pair in pairs), jnp.array([3, 3])
+        return dflash.run_block(config, PLAIN, params, x, jnp.asarray(positions), context, dflash.attend_context, seen)
 
     np.testing.assert_allclose(run(scaled, embedded), run(config, 2 * embedded), rtol=1e-5)
     assert not np.allclose(run(scaled, embedded), run(config, embedded), rtol=1e-2)

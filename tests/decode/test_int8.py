@@ -42,8 +42,8 @@ def test_speculative_is_plain_decoding(demo: dict[str, LanguageModel], asked: li
 
 def log_probabilities(lm: LanguageModel, tokens: jax.Array) -> jax.Array:
     params = lm.programs.models.target
-    forward = decoder.forward_full(lm.target, params, tokens)
-    return jax.nn.log_softmax(decoder.logits(lm.target, params, forward.hidden))
+    forward = decoder.forward_full(lm.target, lm.ops, params, tokens)
+    return jax.nn.log_softmax(decoder.logits(lm.target, lm.ops, params, forward.hidden))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

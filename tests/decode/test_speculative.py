@@ -1,10 +1,9 @@
 """The engine's rounds, one by one, against the NumPy reference, in batches whose rows differ in length."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +12,14 @@ import pytest
 
 from decode.support import build, prompts
 from reference.dflash_numpy import Pair, Round, as_folders, oracle_like_pair, random_pair, speculative_greedy
-from tilewright.decode.drafters import dflash
 from tilewright.decode.drafters.dflash import DFlash
 from tilewright.decode.drafters.load import load_dflash
 from tilewright.decode.language_model import LanguageModel
 from tilewright.decode.programs import allocate_caches
 from tilewright.decode.sampling import Sampling
 from tilewright.decode.shapes import Shape
+from tilewright.decode.state import Target as Decoding
 from tilewright.decode.state import verify
-from tilewright.kernels import select
-from tilewright.models import decoder
 from tilewright.models.checkpoint import load_decoder, read_config
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -41,15 +38,14 @@ def observer(lm: LanguageModel) -> Callable[..., Any]:
 
     def observe(models: Any, state: Any) -> tuple[Any, Any, Any]:
         seen: list[Any] = []
-        choose = select.head_argmax
 
-        def record(x: Any, head: Any, transposed: bool = False) -> Any:
-            seen.append(select.linear(x, head.T if transposed else head, jnp.float32))
-            return choose(x, head, transposed)
+        def record(x: Any, head: Any, norm: Any = None) -> Any:
+            seen.append(lm.ops.linear(x, head, jnp.float32, norm))
+            return lm.ops.head_argmax(x, head, norm)
 
-        with mock.patch.object(dflash, "head_argmax", record), mock.patch.object(decoder, "head_argmax", record):
-            block = drafter.propose(lm.target, models, state).block
-            verify(lm.target, models.target, state, block, drafter.tap_layers, "greedy")
+        target = Decoding(lm.target, replace(lm.ops, head_argmax=record))
+        block = drafter.propose(target, models, state).block
+        verify(target, models.target, state, block, drafter.tap_layers, "greedy")
         draft_logits, target_logits = seen
         return block, draft_logits, target_logits
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from tilewright.compiled.aot import compile_for
 from tilewright.kernels import native, select
 from tilewright.kernels.head_argmax import cases, pallas_tpu, reference, xla
-from tilewright.kernels.linear import cpu
+from tilewright.kernels.operations import Transposed
 
 needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
 
 
-def tpu_kernel(x: jax.Array, head: jax.Array, transposed: bool = False) -> jax.Array:
+def tpu_kernel(x: jax.Array, head: jax.Array, transposed: bool = False) -> tuple[jax.Array, jax.Array]:
     """The kernel as JAX interprets it on any platform."""
     return interpreted(x, head, transposed)
 
@@ -25,8 +25,9 @@ def tpu_kernel(x: jax.Array, head: jax.Array, transposed: bool = False) -> jax.A
 interpreted = jax.jit(partial(pallas_tpu.head_argmax, interpret=True), static_argnums=2)
 
 
-def packed(x: jax.Array, head: jax.Array, transposed: bool = False) -> jax.Array:
-    return cpu.linear_argmax(x, cpu.pack(head.T if transposed else head))[0]
+def packed(x: jax.Array, head: jax.Array, transposed: bool = False) -> tuple[jax.Array, jax.Array]:
+    ops = select.operations("cpu")
+    return ops.head_argmax(x, ops.prepare_matrix(head.T if transposed else head, "head"))
 
 
 IMPLEMENTATIONS = [
@@ -54,9 +55,11 @@ def test_first_of_the_largest(run, seed: int, sizes: tuple[int, int, int, bool, 
     rng = np.random.default_rng(seed)
     x, head = rng.integers(-1, 2, (rows, hidden)), rng.integers(-1, 2, (hidden, vocab))
     given = jnp.asarray(head.T if transposed else head, dtype)
-    actual = run(jnp.asarray(x, dtype), given, transposed)
-    assert actual.dtype == jnp.int32
-    np.testing.assert_array_equal(actual, np.argmax(x.astype(np.float64) @ head.astype(np.float64), axis=-1))
+    index, value = run(jnp.asarray(x, dtype), given, transposed)
+    assert (index.dtype, value.dtype) == (jnp.int32, jnp.float32)
+    logits = x.astype(np.float64) @ head.astype(np.float64)
+    np.testing.assert_array_equal(index, np.argmax(logits, axis=-1))
+    np.testing.assert_array_equal(value, np.max(logits, axis=-1))
 
 
 @pytest.mark.parametrize("run", IMPLEMENTATIONS)
@@ -69,7 +72,7 @@ def test_every_place_can_win(run):
     for row, place in enumerate(places):
         head[row, place] = 1
     head[len(places), [4200, 2050, 2049 + 128]] = 1
-    np.testing.assert_array_equal(run(rows, jnp.asarray(head)), [*places, 2050])
+    np.testing.assert_array_equal(run(rows, jnp.asarray(head))[0], [*places, 2050])
 
 
 @pytest.mark.parametrize("run", IMPLEMENTATIONS)
@@ -77,13 +80,13 @@ def test_infinities(run):
     """All -inf gives 0; among -inf the only finite logit wins; +inf wins. Leading dims are kept."""
     head = jnp.asarray([[-np.inf, -np.inf, 1.0], [-np.inf, -1e30, -np.inf], [-np.inf] * 3, [-1.0, np.inf, np.inf]]).T
     one = jnp.ones((1, 2, 1))
-    logits = [run(one, head[None, :, row]) for row in range(4)]
-    np.testing.assert_array_equal(jnp.stack(logits), np.broadcast_to(np.array([2, 1, 0, 1])[:, None, None], (4, 1, 2)))
+    places = [run(one, head[None, :, row])[0] for row in range(4)]
+    np.testing.assert_array_equal(jnp.stack(places), np.broadcast_to(np.array([2, 1, 0, 1])[:, None, None], (4, 1, 2)))
 
 
 def test_a_nan_never_wins_in_the_tpu_kernel():
     head = jnp.asarray([[np.nan, 1.0, 3.0, np.nan], [np.nan] * 4])
-    assert [int(tpu_kernel(jnp.ones((1, 1)), head[row : row + 1])[0]) for row in (0, 1)] == [2, 0]
+    assert [int(tpu_kernel(jnp.ones((1, 1)), head[row : row + 1])[0][0]) for row in (0, 1)] == [2, 0]
 
 
 @given(st.integers(1, 8192), st.sampled_from([2, 4]), st.integers(1, 4096))
@@ -110,13 +113,10 @@ def test_what_fits():
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_select_runs_xla_here(transposed: bool):
-    """And leaves no branch in the program: the platform is known when it is compiled."""
+def test_a_tied_head_is_read_as_it_lies(transposed: bool):
     x, head = jnp.asarray([[1.0, 2.0]]), jnp.asarray([[0.0, 3.0, 0.0], [0.0, 0.0, 1.6]])
-    run = jax.jit(partial(select.head_argmax, transposed=transposed))
-    compiled = run.lower(x, head.T if transposed else head).compile()
-    assert int(compiled(x, head.T if transposed else head)[0]) == 2
-    assert "conditional" not in (compiled.as_text() or "conditional")
+    index, value = select.PLAIN.head_argmax(x, Transposed(head.T) if transposed else head)
+    assert (int(index[0]), float(value[0])) == (2, pytest.approx(3.2))
 
 
 @pytest.mark.tpu
@@ -126,9 +126,9 @@ def test_on_a_tpu_the_kernel_runs_and_no_logits_exist(chip: str, rows: int, tran
     case = cases.CASES["qwen3-4b"]
     x = jax.ShapeDtypeStruct((1, rows, case.hidden), jnp.bfloat16)
     shape = (case.vocab, case.hidden) if transposed else (case.hidden, case.vocab)
-    compiled = compile_for(
-        chip, partial(select.head_argmax, transposed=transposed), x, jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    )
+    head = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    ops = select.operations("tpu")
+    compiled = compile_for(chip, ops.head_argmax, x, Transposed(head) if transposed else head)
     traffic = compiled.traffic()
     assert any("tpu_custom_call" in name for name in compiled.without_cycles)
     assert not traffic.contains_shape((rows, case.vocab))

@@ -15,6 +15,7 @@ from kernels import linear_checks
 from kernels.linear_checks import normal
 from tilewright.kernels import native, select
 from tilewright.kernels.linear import cpu, reference, xla
+from tilewright.kernels.operations import Joined
 
 seeds = st.integers(0, 2**31 - 1)
 needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
@@ -59,7 +60,11 @@ def test_linear_bfloat16(run, seed: int, rows: int, sizes: tuple[int, int]):
     assert (np.abs(np.asarray(actual, np.float64) - expected) <= bound).all()
 
 
-@pytest.mark.parametrize("run", [select.gated_linear, reference.gated_linear])
+def plain_gated(x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
+    return select.PLAIN.gated_linear(x, Joined((gate, up), gated=True))
+
+
+@pytest.mark.parametrize("run", [plain_gated, reference.gated_linear])
 @given(seeds, st.sampled_from([1, 16]), st.sampled_from([(64, 48), (33, 100)]))
 def test_gated_linear(run, seed: int, rows: int, sizes: tuple[int, int]):
     rng = np.random.default_rng(seed)
@@ -192,7 +197,7 @@ def test_gradients_of_a_trained_matrix_are_products_of_the_same_kind(seed: int, 
 
     @jax.jit
     def run(x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
-        y, backward = jax.vjp(lambda x, w: select.linear(x, cpu.TrainedMatrix(w)), x, w)
+        y, backward = jax.vjp(cpu.trained_linear, x, w)
         return y, *backward(dy)
 
     y, dx, dw = run(x, w, dy)
@@ -220,10 +225,11 @@ def test_float32_products_ask_for_full_precision():
 
 
 @needs_native
-def test_the_weights_decide_which_kernel_is_in_the_program():
+def test_the_bundle_decides_which_kernel_is_in_the_program():
     x, w = jnp.ones((2, 32)), jnp.ones((32, 16))
-    assert "tilewright_linear" in jax.jit(select.linear).lower(x, cpu.pack(w)).as_text()
-    assert "tilewright_linear" not in jax.jit(select.linear).lower(x, w).as_text()
+    for ops, runs in ((select.operations("cpu"), True), (select.operations("cpu", kernels="xla"), False)):
+        program = jax.jit(ops.linear).lower(x, ops.prepare_matrix(w, "w")).as_text()
+        assert ("tilewright_linear" in program) is runs
 
 
 def broken(w: cpu.PackedMatrix) -> dict[str, tuple[cpu.PackedMatrix, str]]:

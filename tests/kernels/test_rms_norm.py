@@ -8,12 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright.kernels import native, select
-from tilewright.kernels.rms_norm import reference
-from tilewright.kernels.rms_norm.cpu import KernelNorm
+from tilewright.kernels.rms_norm import cpu, reference
 
 needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
 WIDTHS = st.sampled_from([1, 7, 16, 33, 64, 256, 1000])
-run = jax.jit(select.rms_norm, static_argnums=2)
+run = jax.jit(cpu.rms_norm, static_argnums=2)
 
 
 def drawn(seed: int, rows: int, width: int, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
@@ -28,14 +27,14 @@ def test_float32_against_float64(seed: int, width: int):
     x, weight = drawn(seed, 5, width, jnp.float32)
     wide = np.asarray(x, np.float64)
     expected = np.asarray(weight, np.float64) * wide / np.sqrt(np.mean(wide**2, axis=1, keepdims=True) + 1e-6)
-    np.testing.assert_allclose(run(x, KernelNorm(weight), 1e-6), expected, rtol=3e-6)
+    np.testing.assert_allclose(run(x, weight, 1e-6), expected, rtol=3e-6)
 
 
 @needs_native
 @given(st.integers(0, 2**31 - 1), WIDTHS)
 def test_bfloat16_rounds_where_the_reference_does(seed: int, width: int):
     x, weight = drawn(seed, 5, width, jnp.bfloat16)
-    got, expected = run(x, KernelNorm(weight), 1e-6), reference.rms_norm(x, weight, 1e-6)
+    got, expected = run(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6)
     assert got.dtype == jnp.bfloat16
     # Another order of the sum may tip one rounding; never more than to the next number.
     np.testing.assert_allclose(got.astype(jnp.float32), expected.astype(jnp.float32), rtol=2**-7)
@@ -47,21 +46,22 @@ def test_bfloat16_rounds_where_the_reference_does(seed: int, width: int):
 @given(st.integers(0, 2**31 - 1), WIDTHS)
 def test_a_row_gets_the_same_bits_whatever_the_number_of_rows(dtype: jnp.dtype, seed: int, width: int):
     x, weight = drawn(seed, 40, width, dtype)
-    whole = np.asarray(run(x, KernelNorm(weight), 1e-5))
+    whole = np.asarray(run(x, weight, 1e-5))
     for rows in (1, 3, 16):
-        np.testing.assert_array_equal(run(x[:rows], KernelNorm(weight), 1e-5), whole[:rows])
-        np.testing.assert_array_equal(run(x[-rows:], KernelNorm(weight), 1e-5), whole[-rows:])
+        np.testing.assert_array_equal(run(x[:rows], weight, 1e-5), whole[:rows])
+        np.testing.assert_array_equal(run(x[-rows:], weight, 1e-5), whole[-rows:])
 
 
 @needs_native
-def test_the_weight_decides_which_kernel_is_in_the_program():
+def test_the_bundle_decides_which_kernel_is_in_the_program():
     x, weight = drawn(0, 2, 32, jnp.float32)
-    assert "tilewright_rms_norm" in run.lower(x, KernelNorm(weight), 1e-6).as_text()
-    assert "tilewright_rms_norm" not in run.lower(x, weight, 1e-6).as_text()
+    for ops, runs in ((select.operations("cpu"), True), (select.operations("cpu", kernels="xla"), False)):
+        program = jax.jit(ops.rms_norm, static_argnums=2).lower(x, weight, 1e-6).as_text()
+        assert ("tilewright_rms_norm" in program) is runs
 
 
 @needs_native
 def test_what_does_not_fit_is_refused():
     x, weight = drawn(0, 2, 32, jnp.float32)
     with pytest.raises(jax.errors.JaxRuntimeError, match="tilewright_rms_norm"):
-        jax.block_until_ready(run(x, KernelNorm(weight.astype(jnp.bfloat16)), 1e-6))
+        jax.block_until_ready(run(x, weight.astype(jnp.bfloat16), 1e-6))

@@ -78,7 +78,9 @@ def test_files_are_as_other_libraries_expect_them(tmp_path: Path):
     assert set(header) == {spec.name for spec in spec_leaves(declare(LLAMA))}
     gate = header["model.layers.1.mlp.gate_proj.weight"]
     assert (gate["dtype"], gate["shape"]) == ("BF16", [12, 8])  # [out, in]
-    np.testing.assert_array_equal(tensors_of(tmp_path)["model.layers.1.mlp.gate_proj.weight"], params.layers[1].gate.T)
+    np.testing.assert_array_equal(
+        tensors_of(tmp_path)["model.layers.1.mlp.gate_proj.weight"], params.layers[1].gate_up.parts[0].T
+    )
     assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
@@ -89,7 +91,7 @@ def test_dtype_is_the_one_asked_for(tmp_path: Path, stored: str, wanted: str):
     _, params = load_decoder(tmp_path, wanted)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {wanted}
     want = tensors_of(tmp_path)["model.layers.0.self_attn.q_proj.weight"].T.astype(jnp.dtype(wanted))
-    np.testing.assert_array_equal(params.layers[0].q, want)
+    np.testing.assert_array_equal(params.layers[0].qkv.parts[0], want)
 
 
 def shard(folder: Path) -> None:

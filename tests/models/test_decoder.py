@@ -12,6 +12,7 @@ import pytest
 from jax import Array
 from safetensors.numpy import load_file
 
+from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder
 from tilewright.models.checkpoint import load_decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams, causal_attend, declare, forward, forward_full
@@ -59,8 +60,8 @@ def drawn(config: DecoderConfig, dtype: Any = jnp.float32) -> DecoderParams:
 
 def run(config: DecoderConfig, params: DecoderParams, tokens: Array, taps: tuple[int, ...] = ()) -> tuple[Any, Array]:
     def both(params: DecoderParams, tokens: Array) -> tuple[Any, Array]:
-        out = forward_full(config, params, tokens, taps)
-        return out, decoder.logits(config, params, out.hidden)
+        out = forward_full(config, PLAIN, params, tokens, taps)
+        return out, decoder.logits(config, PLAIN, params, out.hidden)
 
     return jax.jit(both)(params, tokens)
 
@@ -87,8 +88,8 @@ def test_every_array_matters(name: str):
     leaves, structure = jax.tree.flatten(golden.params)
 
     def loss(params: DecoderParams) -> Array:
-        out = forward_full(golden.config, params, golden.tokens)
-        return jnp.sum(jnp.square(decoder.logits(golden.config, params, out.hidden)))
+        out = forward_full(golden.config, PLAIN, params, golden.tokens)
+        return jnp.sum(jnp.square(decoder.logits(golden.config, PLAIN, params, out.hidden)))
 
     gradients = structure.flatten_up_to(jax.jit(jax.grad(loss))(golden.params))
     assert len(gradients) == len(leaves)
@@ -122,11 +123,10 @@ def test_only_distances_count():
     """Rotary positions are relative: a sequence that starts at 100 has the same logits."""
     golden = Golden("qwen3-tied")
     positions = jnp.broadcast_to(jnp.arange(100, 140), golden.tokens.shape)
-    attends = [causal_attend] * golden.config.num_layers
 
     def moved(params: DecoderParams) -> Array:
-        out = forward(golden.config, params, golden.tokens, positions, attends)
-        return decoder.logits(golden.config, params, out.hidden)
+        out = forward(golden.config, PLAIN, params, golden.tokens, positions, causal_attend)
+        return decoder.logits(golden.config, PLAIN, params, out.hidden)
 
     logits = jax.jit(moved)(golden.params)
     np.testing.assert_allclose(logits, golden.logits, rtol=0, atol=5e-4)
@@ -145,48 +145,34 @@ def test_bfloat16(golden: Golden):
 def test_a_head_of_bfloat16_is_not_rounded_to_it():
     """Tied or not, logits keep float32's resolution: rounding would make ties among the best tokens."""
     params = drawn(DecoderConfig(**{**vars(SMALL), "tie_word_embeddings": False}), jnp.bfloat16)
-    logits = decoder.project_head(params, jnp.linspace(-1, 1, 24).astype(jnp.bfloat16)[None])
+    logits = decoder.logits(SMALL, PLAIN, params, jnp.linspace(-1, 1, 24).astype(jnp.bfloat16)[None])
     assert float(jnp.max(jnp.abs(logits - logits.astype(jnp.bfloat16).astype(jnp.float32)))) > 0
 
 
 def test_attends_are_called_in_layer_order_with_rotated_keys():
     tokens, positions = jnp.arange(6).reshape(2, 3), jnp.broadcast_to(jnp.arange(3), (2, 3))
-    shapes = []
+    seen_by = []
 
-    def attend(index: int):
-        def call(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-            shapes.append((index, q.shape, k.shape, v.shape))
-            return causal_attend(q, k, v)[0], (jnp.full((), index), k)
+    def attend(ops: Any, projection: Any, heads: Any, seen: Any, kept: int) -> tuple[Array, Any]:
+        q, k, v = ops.heads(projection, heads)
+        seen_by.append((kept, seen, q.shape, k.shape, v.shape))
+        return causal_attend(ops, projection, heads, seen, kept)[0], (jnp.full((), kept), k)
 
-        return call
+    def kept(params: DecoderParams, at: Array) -> Any:
+        return forward(SMALL, PLAIN, params, tokens, at, attend, "rows", (0, 1)).kept
 
-    left = jax.jit(lambda params, at: forward(SMALL, params, tokens, at, [attend(0), attend(1)]).left)
-    here, there = left(drawn(SMALL), positions), left(drawn(SMALL), positions + 1)
-    assert shapes == [(index, (2, 3, 4, 8), (2, 3, 2, 8), (2, 3, 2, 8)) for index in (0, 1)]
+    here, there = (jax.jit(kept)(drawn(SMALL), positions + moved) for moved in (0, 1))
+    assert seen_by[:2] == [(index, "rows", (2, 3, 4, 8), (2, 2, 3, 8), (2, 2, 3, 8)) for index in (0, 1)]
     assert [int(index) for index, _ in here] == [0, 1]
     # The same key at another position: turned, but of the same length.
     assert float(np.max(np.abs(here[0][1] - there[0][1]))) > 1e-3
     np.testing.assert_allclose(np.linalg.norm(here[0][1], axis=-1), np.linalg.norm(there[0][1], axis=-1), rtol=1e-5)
 
 
-def test_one_attend_for_each_layer():
+def test_something_kept_for_each_layer():
     zeros = jnp.zeros((1, 2), jnp.int32)
     with pytest.raises(ValueError, match="zip"):
-        jax.eval_shape(lambda params: forward(SMALL, params, zeros, zeros, [causal_attend]), drawn(SMALL))
-
-
-def test_a_schedule_gets_partial_sums():
-    """A layer is the stream plus what its halves add: a schedule that drops both leaves the embedding."""
-    tokens, calls = jnp.arange(5)[None], []
-
-    def drop(x: Array, attention: Any, mlp: Any) -> tuple[Array, Any]:
-        partial, left = attention(x)
-        calls.append((partial.shape, mlp(x).shape))
-        return x, left
-
-    run_with = jax.jit(lambda params: forward(SMALL, params, tokens, tokens, [causal_attend] * 2, schedule=drop).hidden)
-    np.testing.assert_array_equal(run_with(drawn(SMALL)), drawn(SMALL).embed[tokens])
-    assert calls == [((1, 5, 24), (1, 5, 24))] * 2
+        jax.eval_shape(lambda p: forward(SMALL, PLAIN, p, zeros, zeros, causal_attend, kept=(None,)), drawn(SMALL))
 
 
 def test_declaration_is_the_checkpoint(golden: Golden):
@@ -249,6 +235,6 @@ def test_initialise():
             assert float(jnp.max(jnp.abs(x))) <= 3 * spec.scale
             assert float(jnp.std(x)) == pytest.approx(spec.scale, rel=0.06)
     first, second = params.layers
-    for unlike in (second.gate, other.layers[0].gate):
-        assert float(jnp.mean(jnp.abs(first.gate - unlike))) > 0.01
+    for unlike in (second, other.layers[0]):
+        assert float(jnp.mean(jnp.abs(first.gate_up.parts[0] - unlike.gate_up.parts[0]))) > 0.01
     assert spec_leaves(specs.layers[0].down)[0].scale == pytest.approx(0.02 / math.sqrt(2 * SMALL.num_layers))

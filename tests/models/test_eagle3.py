@@ -17,8 +17,10 @@ from safetensors.numpy import load_file, save_file
 
 from reference.dflash_numpy import Target, random_pair
 from reference.eagle3_numpy import Chain, Draft, as_folder, random_eagle3
+from tilewright.decode.drafters.eagle3 import Eagle3
 from tilewright.kernels import native
-from tilewright.kernels.attention.xla import prefix_attention
+from tilewright.kernels.operations import Operations
+from tilewright.kernels.select import PLAIN, operations
 from tilewright.models import decoder, eagle3
 from tilewright.models.eagle3 import Eagle3Config, Eagle3Params
 from tilewright.models.params import count, initialise
@@ -59,38 +61,46 @@ def table_of(chain: Chain) -> np.ndarray:
     return chain.embed(range(40)).astype(np.float32)
 
 
+def causal(projection: Any, heads: Any) -> Array:
+    return decoder.causal_attend(PLAIN, projection, heads, None, None)[0]
+
+
 def draft(
-    config: Eagle3Config, params: Eagle3Params, table: Array, tokens: Array, features: Array, known: Array, steps: int
-) -> tuple[Array, Array, Array]:
+    config: Eagle3Config, ops: Operations, params: Eagle3Params, table: Array, tokens: Array, features: Array, known: Array,
+    steps: int,
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """Chains of every row from its own known token: proposals `[B, steps]`, logits, outputs; by keys kept from before."""
     rows, length = jnp.arange(len(tokens)), tokens.shape[1]
     positions = jnp.broadcast_to(jnp.arange(length - 1), (len(tokens), length - 1))
-    cache = eagle3.keys(config, params, features[:, :-1], table[tokens[:, 1:]], positions)
+    cache = eagle3.keys(config, ops, params, features[:, :-1], table[tokens[:, 1:]], positions)
     h, token, at = features[rows, known - 1][:, None], tokens[rows, known][:, None], known[:, None] - 1
     own: list[tuple[Array, Array]] = []
     proposed, logits, outputs = [], [], []
     for _ in range(steps):
 
-        def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
-            own.append((k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)))
+        def attend(projection: Any, heads: Any) -> Array:
+            q, k, v = ops.heads(projection, heads)
+            own.append((k, v))
             mine = tuple(jnp.concatenate(parts, axis=2) for parts in zip(*own, strict=True))
-            return prefix_attention(q, *cache, known[:, None] - 1, (mine[0], mine[1])), None
+            return ops.prefix_attention(q, *cache, known[:, None] - 1, (mine[0], mine[1])).reshape(*q.shape[:2], -1)
 
-        h, _ = eagle3.step(config, params, h, table[token], at, attend)
-        scores = eagle3.draft_logits(config, params, h)[:, 0]
-        token, at = eagle3.to_target(params, jnp.argmax(scores, axis=-1))[:, None], at + 1
+        h = eagle3.step(config, ops, params, h, table[token], at, attend)
+        scores = eagle3.draft_logits(config, ops, params, h)[:, 0]
+        token, at = eagle3.choose(config, ops, params, h), at + 1
         proposed.append(token[:, 0])
         logits.append(scores)
         outputs.append(h[:, 0])
     return jnp.stack(proposed, 1), jnp.stack(logits, 1), jnp.stack(outputs, 1)
 
 
-compiled_draft = jax.jit(draft, static_argnums=(0, 6))
+compiled_draft = jax.jit(draft, static_argnums=(0, 1, 7))
 
 
-def drafted(config: Eagle3Config, params: Eagle3Params, chain: Chain, known: list[int], steps: int) -> tuple[Any, Any, Any]:
+def drafted(
+    config: Eagle3Config, params: Eagle3Params, chain: Chain, known: list[int], steps: int, ops: Operations = PLAIN
+) -> tuple[Any, Any, Any]:
     table, features = jnp.asarray(table_of(chain)), jnp.asarray(features_of(chain), jnp.float32)
-    return compiled_draft(config, params, table, jnp.asarray(TOKENS), features, jnp.asarray(known), steps)
+    return compiled_draft(config, ops, params, table, jnp.asarray(TOKENS), features, jnp.asarray(known), steps)
 
 
 def expected(chain: Chain, known: list[int], steps: int) -> list[Draft]:
@@ -123,7 +133,7 @@ def test_features_equal_the_reference(tmp_path: Path, name: str):
 
     def run(tree: Any, params: Any) -> Array:
         return eagle3.fuse(
-            config, params, decoder.forward_full(TARGET, tree, jnp.asarray(TOKENS), config.target_layer_ids).taps
+            config, PLAIN, params, decoder.forward_full(TARGET, PLAIN, tree, jnp.asarray(TOKENS), config.target_layer_ids).taps
         )
 
     np.testing.assert_allclose(jax.jit(run)(tree, params), features_of(chain), rtol=0, atol=5e-4)
@@ -135,25 +145,31 @@ def test_a_step_over_a_sequence_equals_the_reference_and_leaves_the_keys(tmp_pat
     features, tokens = features_of(chain)[:, :-1], TOKENS[:, 1:]
     embeds, positions = jnp.asarray(table_of(chain)[tokens]), jnp.broadcast_to(jnp.arange(8), (2, 8))
 
-    def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
-        return decoder.causal_attend(q, k, v)[0], (k, v)
+    def run(params: Eagle3Params) -> tuple[Array, list[Array]]:
+        left = []
+
+        def attend(projection: Any, heads: Any) -> Array:
+            left.extend(PLAIN.heads(projection, heads)[1:])
+            return causal(projection, heads)
+
+        return eagle3.step(config, PLAIN, params, h, embeds, positions, attend), left
 
     h = jnp.asarray(features, jnp.float32)
-    out, left = jax.jit(lambda params: eagle3.step(config, params, h, embeds, positions, attend))(params)
-    kept = jax.jit(lambda params: eagle3.keys(config, params, h, embeds, positions))(params)
+    out, left = jax.jit(run)(params)
+    kept = jax.jit(lambda params: eagle3.keys(config, PLAIN, params, h, embeds, positions))(params)
     for row in range(2):
         np.testing.assert_allclose(out[row], chain.layer(features[row], tokens[row].tolist()), rtol=0, atol=5e-4)
     for mine, theirs in zip(left, kept, strict=True):
-        np.testing.assert_allclose(mine.transpose(0, 2, 1, 3), theirs, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6)
 
 
 def test_only_distances_between_positions_count(tmp_path: Path):
     """So whether a pair stands at the position of its feature or of its token makes no difference."""
     config, params = loaded(tmp_path, reference())
     h, embeds = (jnp.asarray(np.random.default_rng(n).normal(size=(1, 6, 32)), jnp.float32) for n in range(2))
-    run = jax.jit(lambda first: eagle3.step(config, params, h, embeds, first + jnp.arange(6)[None], decoder.causal_attend)[0])
+    run = jax.jit(lambda first: eagle3.step(config, PLAIN, params, h, embeds, first + jnp.arange(6)[None], causal))
     np.testing.assert_allclose(run(0), run(1), rtol=0, atol=1e-4)
-    uneven = eagle3.step(config, params, h, embeds, jnp.arange(6)[None] ** 2, decoder.causal_attend)[0]
+    uneven = eagle3.step(config, PLAIN, params, h, embeds, jnp.arange(6)[None] ** 2, causal)
     assert float(jnp.abs(uneven - run(0)).max()) > 1e-2
 
 
@@ -173,9 +189,9 @@ def test_every_array_matters(tmp_path: Path):
     ids, taps = jnp.asarray(TOKENS), [jnp.cos(jnp.arange(2 * 9 * 32.0) * n).reshape(2, 9, 32) for n in range(1, 4)]
 
     def loss(params: Eagle3Params) -> Array:
-        h = eagle3.fuse(config, params, taps)
-        out, _ = eagle3.step(config, params, h, params.embed[ids], jnp.arange(9)[None].repeat(2, 0), decoder.causal_attend)
-        return jnp.sum(jnp.square(eagle3.draft_logits(config, params, out)))
+        h = eagle3.fuse(config, PLAIN, params, taps)
+        out = eagle3.step(config, PLAIN, params, h, params.embed[ids], jnp.arange(9)[None].repeat(2, 0), causal)
+        return jnp.sum(jnp.square(eagle3.draft_logits(config, PLAIN, params, out)))
 
     gradients = jax.jit(jax.grad(loss))(replace(params, target_ids=None))
     assert all(float(jnp.abs(g).max()) > 1e-2 for g in jax.tree.leaves(gradients))
@@ -187,8 +203,8 @@ def test_bfloat16_keeps_logits_in_float32(tmp_path: Path):
     config, params = loaded(tmp_path, chain, jnp.bfloat16)
     features, tokens = features_of(chain)[0, :8], TOKENS[0, 1:]
     h, embeds = (jnp.asarray(x, jnp.bfloat16)[None] for x in (features, table_of(chain)[tokens]))
-    out, _ = eagle3.step(config, params, h, embeds, jnp.arange(8)[None], decoder.causal_attend)
-    logits = eagle3.draft_logits(config, params, out)
+    out = eagle3.step(config, PLAIN, params, h, embeds, jnp.arange(8)[None], causal)
+    logits = eagle3.draft_logits(config, PLAIN, params, out)
     assert (out.dtype, logits.dtype, params.target_ids.dtype) == (jnp.bfloat16, jnp.float32, jnp.int32)
     assert not np.array_equal(logits, logits.astype(jnp.bfloat16).astype(jnp.float32))
     want = chain.logits(chain.layer(features, tokens.tolist()))
@@ -199,7 +215,10 @@ def test_bfloat16_keeps_logits_in_float32(tmp_path: Path):
 def test_packed_chains_equal_plain_ones(tmp_path: Path):
     chain = reference()
     config, params = loaded(tmp_path, chain)
-    plain, packed = (drafted(config, tree, chain, [8, 3], 3) for tree in (params, eagle3.pack_eagle3(params)))
+    ops, drafter = operations(), Eagle3(config, config.block_size)
+    assert ops.name.startswith("cpu")
+    plain = drafted(config, params, chain, [8, 3], 3)
+    packed = drafted(config, ops.prepare(drafter.declared, params), chain, [8, 3], 3, ops)
     np.testing.assert_array_equal(plain[0], packed[0])
     np.testing.assert_allclose(plain[1], packed[1], rtol=0, atol=1e-3)
 
@@ -350,5 +369,5 @@ def test_declared_arrays_are_counted_and_drawn():
     config = eagle3.config_from_hf(CONFIG, 5)
     drawn = initialise(eagle3.declare(config), jax.random.key(0))
     assert drawn.target_ids is None
-    assert drawn.layer.q.shape == (64, 64)
+    assert drawn.layer.qkv.parts[0].shape == (64, 64)
     assert count(eagle3.declare(config)) == sum(leaf.size for leaf in jax.tree.leaves(drawn))

@@ -15,7 +15,8 @@ from models.dense_graph import DenseNeighbours, numpy_scores
 from tilewright.graph.data import SparseRows, karate_club, with_self_loops
 from tilewright.graph.features import SparseFeatures
 from tilewright.graph.table import NeighborTable
-from tilewright.kernels import native
+from tilewright.kernels import native, select
+from tilewright.kernels.operations import Operations
 from tilewright.models import gnn
 from tilewright.models.gnn import FAMILIES, BatchNorm, GATConfig, GCNConfig, GINConfig, GraphSAGEConfig, RunningStatistics
 from tilewright.models.gnn_checkpoint import load_gnn, save_gnn
@@ -124,11 +125,16 @@ def test_dropout_is_random_only_in_training_and_a_function_of_its_key(family: st
 def test_prepared_parameters_score_the_same(family: str):
     config, params, state = make(family)
     table, x = NeighborTable.from_edges(edges_for(family), NODES, layout="padded"), jnp.asarray(features())
-    ready = gnn.prepare(config, params)
-    compiled = jax.jit(lambda params, x: gnn.apply(config, params, table, x, state)[0])
-    np.testing.assert_allclose(compiled(ready, x), compiled(params, x), rtol=1e-5, atol=1e-5)
+    ops = select.operations()
+    ready = ops.prepare(gnn.declare(config), params)
+
+    @partial(jax.jit, static_argnums=0)
+    def scores(ops: Operations, params: Any, x: jax.Array) -> jax.Array:
+        return gnn.apply(config, params, table, x, state, ops=ops)[0]
+
+    np.testing.assert_allclose(scores(ops, ready, x), scores(select.PLAIN, params, x), rtol=1e-5, atol=1e-5)
     if native.kernels().isa:
-        assert "tilewright_linear" in compiled.lower(ready, x).as_text()
+        assert "tilewright_linear" in scores.lower(ops, ready, x).as_text()
 
 
 def test_gat_drops_attention_weights_in_training_each_layer_its_own(monkeypatch: pytest.MonkeyPatch):
@@ -248,7 +254,7 @@ def test_what_does_not_fit_is_refused():
         gnn.apply(config, params, graph, sparse, state, pool=graph)
     if native.kernels().isa:
         with pytest.raises(ValueError, match="expected matrices as they are for sparse features"):
-            gnn.apply(config, gnn.prepare(config, params), graph, sparse, state)
+            gnn.apply(config, params, graph, sparse, state, ops=select.operations())
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.kernels import select
+from tilewright.kernels.heads.xla import rotate_by_product, rotate_halves
+from tilewright.kernels.operations import Joined
+from tilewright.kernels.select import PLAIN
 from tilewright.models import layers
 from tilewright.models.layers import RopeScaling
 
@@ -31,7 +33,7 @@ def test_rms_norm(seed: int, rows: int, size: int, eps: float, magnitude: float)
     x, weight = normal(rng, rows, size) * np.float32(magnitude), normal(rng, size)
     wide = x.astype(np.float64)
     expected = wide / np.sqrt(np.mean(wide**2, axis=-1, keepdims=True) + eps) * weight
-    np.testing.assert_allclose(select.rms_norm(jnp.asarray(x), jnp.asarray(weight), eps), expected, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(PLAIN.rms_norm(jnp.asarray(x), jnp.asarray(weight), eps), expected, rtol=1e-5, atol=1e-7)
 
 
 def test_rms_norm_of_bfloat16_is_computed_in_float32():
@@ -39,7 +41,7 @@ def test_rms_norm_of_bfloat16_is_computed_in_float32():
     x = jnp.asarray(normal(np.random.default_rng(0), 4, 4096), jnp.bfloat16)
     wide = np.asarray(x, np.float64)
     expected = jnp.asarray(wide / np.sqrt(np.mean(wide**2, axis=-1, keepdims=True)), jnp.bfloat16)
-    out = select.rms_norm(x, jnp.ones(4096, jnp.bfloat16), 1e-9)
+    out = PLAIN.rms_norm(x, jnp.ones(4096, jnp.bfloat16), 1e-9)
     assert out.dtype == jnp.bfloat16
     assert float(np.mean(np.asarray(out) == np.asarray(expected))) > 0.999
 
@@ -50,7 +52,8 @@ def test_swiglu(seed: int, rows: int, hidden: int, inner: int):
     arrays = normal(rng, rows, hidden), normal(rng, hidden, inner), normal(rng, hidden, inner), normal(rng, inner, hidden)
     x, gate, up, down = (a.astype(np.float64) for a in arrays)
     expected = ((x @ gate) / (1 + np.exp(-(x @ gate))) * (x @ up)) @ down
-    actual = layers.swiglu(*(jnp.asarray(a) for a in arrays))
+    wide = [jnp.asarray(a) for a in arrays]
+    actual = PLAIN.linear(PLAIN.gated_linear(wide[0], Joined((wide[1], wide[2]), gated=True)), wide[3])
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=2e-6 * hidden * inner)
 
 
@@ -100,14 +103,14 @@ def test_rotate(seed: int, sizes: tuple[int, int, int], half: int, first: int):
     turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)[:, :, None]
     rope = layers.rope_tables(jnp.asarray(positions, jnp.int32), frequencies)
     expected = np.concatenate([turned.real, turned.imag], axis=-1)
-    np.testing.assert_allclose(layers.rotate(jnp.asarray(x), rope), expected, atol=1e-5 + 1e-6 * positions.max(), rtol=0)
+    np.testing.assert_allclose(rotate_halves(jnp.asarray(x), *rope), expected, atol=1e-5 + 1e-6 * positions.max(), rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_rotation_by_a_product_is_the_same(dtype: jnp.dtype):
     x = jax.random.normal(jax.random.key(0), (2, 3, 4, 16), dtype)
     rope = layers.rope_tables(jnp.arange(6).reshape(2, 3), layers.rope_frequencies(16, 1e4, None))
-    by_product, halves = layers.rotate_by_product(x, *rope), layers.rotate_halves(x, *rope)
+    by_product, halves = rotate_by_product(x, *rope), rotate_halves(x, *rope)
     assert by_product.dtype == halves.dtype == dtype
     np.testing.assert_allclose(np.float32(by_product), np.float32(halves), atol=1e-6 if dtype == jnp.float32 else 2**-7)
 
@@ -118,7 +121,7 @@ def test_rotate_makes_scores_depend_on_distance_alone():
     frequencies = layers.rope_frequencies(32, 1e4, LLAMA31)
 
     def score(at: int, to: int) -> float:
-        turned = [layers.rotate(x, layers.rope_tables(jnp.full((1, 1), p), frequencies)) for x, p in ((q, at), (k, to))]
+        turned = [rotate_halves(x, *layers.rope_tables(jnp.full((1, 1), p), frequencies)) for x, p in ((q, at), (k, to))]
         return float(jnp.sum(turned[0] * turned[1]))
 
     assert score(7, 3) == pytest.approx(score(104, 100), abs=1e-4)

@@ -29,6 +29,7 @@ from tilewright.compiled.machine import chip_name
 from tilewright.compiled.timing import Spread, alternate, spread
 from tilewright.graph.table import NeighborTable
 from tilewright.kernels import native
+from tilewright.kernels.select import operations
 from tilewright.models import gnn
 
 GRAPHS = ("uniform:10000:16", "uniform:10000:64", "rmat:100000:1000000")
@@ -80,7 +81,8 @@ def networks(graph: Graph, x: np.ndarray) -> dict[str, Way]:
     width = x.shape[1]
     config = gnn.GraphSAGEConfig(width, width, hidden=width)
     params, _ = gnn.init(config, jax.random.key(0))
-    prepared = gnn.prepare(config, params)
+    ops = operations()
+    prepared = ops.prepare(gnn.declare(config), params)
     convs = [SAGEConv(width, width).eval() for _ in params.layers]
     for conv, layer in zip(convs, params.layers, strict=True):
         values = {"lin_l.weight": layer.neighbour.weight.T, "lin_l.bias": layer.neighbour.bias, "lin_r.weight": layer.root.T}
@@ -92,7 +94,7 @@ def networks(graph: Graph, x: np.ndarray) -> dict[str, Way]:
         return convs[1](torch.relu(convs[0](features, adjacency)), adjacency)
 
     ways: dict[str, Way] = {"PyG edge_index": lambda: run(edges), "PyG CSR": lambda: run(matrix)}
-    compiled = jax.jit(lambda neighbours, x: gnn.apply(config, prepared, neighbours, x)[0])
+    compiled = jax.jit(lambda neighbours, x: gnn.apply(config, prepared, neighbours, x, ops=ops)[0])
     for layout in ("bucketed", "csr"):
         table = NeighborTable.from_edges(graph.edge_index, graph.num_nodes, layout=layout)
         own = table.arrange(given).block_until_ready()

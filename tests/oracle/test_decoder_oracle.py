@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder
 from tilewright.models.checkpoint import load_decoder, save_params
 from tilewright.models.decoder import DecoderConfig, DecoderParams, config_to_hf, declare, forward_full
@@ -92,8 +93,8 @@ def torch_outputs(model: Any, tokens: np.ndarray) -> tuple[list[np.ndarray], np.
 def own_outputs(config: DecoderConfig, params: DecoderParams, tokens: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
     @jax.jit
     def run(params: DecoderParams, tokens: jax.Array) -> tuple[Any, jax.Array]:
-        out = forward_full(config, params, tokens, tuple(range(config.num_layers)))
-        return out.taps, decoder.logits(config, params, out.hidden)
+        out = forward_full(config, PLAIN, params, tokens, tuple(range(config.num_layers)))
+        return out.taps, decoder.logits(config, PLAIN, params, out.hidden)
 
     taps, logits = run(params, jnp.asarray(tokens, jnp.int32))
     return [np.asarray(tap.astype(jnp.float32)) for tap in taps], np.asarray(logits)

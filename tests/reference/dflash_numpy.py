@@ -116,8 +116,10 @@ class Target:
             x = x + layer.output(attention(layer.queries(h, positions), layer.keys(h, positions), layer.values(h), causal))
             x = x + layer.mlp(x)
             after.append(x)
-        norm = self.tensors["model.norm.weight"].astype(np.float64)
-        return self.head(rms_norm(x, norm, self.config["rms_norm_eps"])), after
+        return self.head(self.final_norm(x)), after
+
+    def final_norm(self, x: Array) -> Array:
+        return rms_norm(x, self.tensors["model.norm.weight"].astype(np.float64), self.config["rms_norm_eps"])
 
 
 class Drafter:
@@ -146,10 +148,16 @@ class Drafter:
     def context_features(self, hidden_after_layer: Sequence[Array], positions: Iterable[int]) -> Array:
         """The drafter's view of the target at `positions`: `hidden_norm(fc(taps))`, `[len(positions), H]`.
 
-        A tap `i` is the residual stream *after* 0-based layer i; the taps are concatenated in the order listed.
+        A tap `i` is the residual stream *after* 0-based layer i; the taps are concatenated in the order listed. What follows
+        the last layer passes through the target's final norm (`hidden_states[-1]` of transformers), as the published PyTorch
+        code has it; a field of ours asks for the stream before it, which the published MLX code reads.
         """
-        rows = np.asarray(list(positions), int)
-        taps = np.concatenate([hidden_after_layer[i][rows] for i in self.taps], axis=1)
+        rows, last = np.asarray(list(positions), int), len(hidden_after_layer) - 1
+        inner: Mapping[str, Any] = self.config["dflash_config"]
+        before = inner.get("last_tap_before_norm", False)
+        tapped = [hidden_after_layer[i][rows] for i in self.taps]
+        tapped = [self.target.final_norm(x) if i == last and not before else x for i, x in zip(self.taps, tapped, strict=True)]
+        taps = np.concatenate(tapped, axis=1)
         return rms_norm(taps @ self.weight("fc").T, self.weight("hidden_norm"), self.config["rms_norm_eps"])
 
     def hidden(self, known: int, features: Array, start: int, window: int | None, block_size: int) -> Array:

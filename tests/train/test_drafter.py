@@ -20,7 +20,8 @@ from tilewright.decode.drafters.dflash import DFlash
 from tilewright.decode.language_model import LanguageModel
 from tilewright.decode.sampling import Sampling
 from tilewright.decode.shapes import ShapeTable
-from tilewright.kernels.select import rms_norm
+from tilewright.kernels.operations import Norm
+from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder, dflash
 from tilewright.models.dflash import DFlashConfig
 from tilewright.models.params import to_tensors
@@ -151,7 +152,7 @@ def test_a_block_sees_features_strictly_before_its_anchor(monkeypatch: pytest.Mo
         with monkeypatch.context() as patched:
             patched.setattr(drafter.decoder, "forward_full", disturbed)
             arrays = jnp.asarray(tokens), jnp.asarray(anchors, jnp.int32)
-            return draft_logits(TARGET, DRAFTER, TARGET_PARAMS, DRAFTER_PARAMS, *arrays)
+            return draft_logits(TARGET, DRAFTER, PLAIN, TARGET_PARAMS, DRAFTER_PARAMS, *arrays)
 
     for position in range(16):
         after = np.asarray(logits_with_other_feature(jnp.int32(position))).reshape(before.shape)
@@ -176,13 +177,15 @@ def test_blocks_and_rows_do_not_influence_each_other():
 def drafted_at_inference(config: DFlashConfig, tokens: jax.Array, block: jax.Array, anchor: jax.Array) -> jax.Array:
     """The logits of the slots after the known one, by the functions that generation is made of."""
     length = tokens.shape[1]
-    ran = decoder.forward_full(TARGET, TARGET_PARAMS, tokens, config.target_layer_ids)
-    features = dflash.context_features(config, DRAFTER_PARAMS, ran.taps)
-    context = dflash.context_kv(config, DRAFTER_PARAMS, features, jnp.arange(length)[None])
-    positions = anchor + jnp.arange(SIZE)[None]
-    visible = cache.visible_context(length, anchor[None])
-    hidden = dflash.draft_hidden(config, DRAFTER_PARAMS, TARGET_PARAMS.embed[block], positions, context, visible)
-    return decoder.project_head(TARGET_PARAMS, hidden[:, 1:])
+    ran = decoder.forward_full(TARGET, PLAIN, TARGET_PARAMS, tokens, config.target_layer_ids)
+    taps = dflash.normal_taps(config, PLAIN, ran.taps, Norm(TARGET_PARAMS.norm, TARGET.rms_norm_eps))
+    features = dflash.context_features(config, PLAIN, DRAFTER_PARAMS, taps)
+    pairs = dflash.context_kv(config, PLAIN, DRAFTER_PARAMS, features, jnp.arange(length)[None])
+    context = tuple(cache.Contiguous(*pair) for pair in pairs)
+    positions, embedded = anchor + jnp.arange(SIZE)[None], TARGET_PARAMS.embed[block]
+    attend, seen = dflash.attend_context, anchor[None]
+    hidden = dflash.run_block(config, PLAIN, DRAFTER_PARAMS, embedded, positions, context, attend, seen)
+    return PLAIN.linear(hidden[:, 1:], decoder.output_head(TARGET_PARAMS), jnp.float32)
 
 
 @pytest.mark.parametrize(("anchor", "scale"), [(0, 1.0), (1, 1.0), (7, 1.0), (13, 1.0), (7, 5.5)])
@@ -215,7 +218,7 @@ def test_loss_is_the_weighted_mean_over_the_slots_after_the_known_one(gamma: flo
     tokens, flags = random_tokens(5, 3, 16), rng.random((3, 16)) < 0.8
     key, chosen = jax.random.key(7), DFlashOptions(anchors=4, gamma=gamma)
     batch = (jnp.asarray(tokens), jnp.asarray(flags))
-    loss, total = jax.jit(partial(drafter_loss, TARGET, DRAFTER, chosen))(DRAFTER_PARAMS, TARGET_PARAMS, batch, key)
+    loss, total = jax.jit(partial(drafter_loss, TARGET, DRAFTER, chosen, PLAIN))(DRAFTER_PARAMS, TARGET_PARAMS, batch, key)
     anchors, real = (np.asarray(x) for x in draw_anchors(batch[1], 4, key))
     logits = logits_at(tokens, anchors.tolist()).astype(np.float64)
     summed = weight_sum = 0.0
@@ -251,7 +254,7 @@ def test_no_gradient_reaches_the_layers_of_the_target():
     batch = (tokens, jnp.ones(tokens.shape, bool))
 
     def loss(params: Any, target: Any) -> jax.Array:
-        return drafter_loss(TARGET, DRAFTER, DFlashOptions(anchors=4), params, target, batch, jax.random.key(0))[0]
+        return drafter_loss(TARGET, DRAFTER, DFlashOptions(anchors=4), PLAIN, params, target, batch, jax.random.key(0))[0]
 
     own, targets = jax.jit(jax.grad(loss, argnums=(0, 1)))(DRAFTER_PARAMS, TARGET_PARAMS)
     assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(own)), "every array of the drafter learns"
@@ -263,7 +266,9 @@ def test_hidden_matrices_are_all_but_the_norms():
     assert taken.fc
     assert not taken.norm
     assert not taken.hidden_norm
-    assert [name for name, flag in vars(taken.layers[0]).items() if flag] == ["q", "k", "v", "o", "gate", "up", "down"]
+    layer = taken.layers[0]
+    assert all(jax.tree.leaves((layer.qkv, layer.o, layer.gate_up, layer.down)))
+    assert not any((layer.input_norm, layer.q_norm, layer.k_norm, layer.post_attention_norm))
 
 
 def all_equal(a: Any, b: Any) -> bool:
@@ -277,8 +282,8 @@ def test_a_drafter_starts_from_its_target():
     assert all_equal(started.norm, TARGET_PARAMS.norm)
     taps = tuple(jnp.asarray(np.random.default_rng(n).normal(size=(1, 3, 32)), jnp.float32) for n in range(2))
     passing = replace(started, fc=started.fc - DRAFTER_PARAMS.fc)
-    read = rms_norm(taps[0], TARGET_PARAMS.layers[1].input_norm, TARGET.rms_norm_eps)
-    np.testing.assert_allclose(dflash.context_features(DRAFTER, passing, taps), read, atol=1e-5)
+    read = PLAIN.rms_norm(taps[0], TARGET_PARAMS.layers[1].input_norm, TARGET.rms_norm_eps)
+    np.testing.assert_allclose(dflash.context_features(DRAFTER, PLAIN, passing, taps), read, atol=1e-5)
     shorter = warm_start(TARGET, replace(DRAFTER, num_layers=1), TARGET_PARAMS, DRAFTER_PARAMS)
     assert all_equal(shorter.layers, TARGET_PARAMS.layers[1:])
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from reference.dflash_numpy import Target
 from reference.eagle3_numpy import Chain
+from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder, eagle3
 from tilewright.models.eagle3 import Eagle3Config
 from tilewright.models.params import initialise, to_tensors
@@ -55,8 +56,8 @@ def random_tokens(seed: int, rows: int = 2, low: int = 1) -> np.ndarray:
 
 @jax.jit
 def compiled_logits(params: Any, tokens: jax.Array) -> jax.Array:
-    teacher = ask_target(TARGET, DRAFTER, TARGET_PARAMS, FROZEN[1], tokens)
-    return jnp.stack(list(unroll(DRAFTER, params, TARGET_PARAMS.embed, teacher.taps, tokens)))
+    teacher = ask_target(TARGET, DRAFTER, PLAIN, TARGET_PARAMS, FROZEN[1], tokens)
+    return jnp.stack(list(unroll(DRAFTER, PLAIN, params, TARGET_PARAMS.embed, teacher.taps, tokens)))
 
 
 def unrolled(tokens: np.ndarray) -> np.ndarray:
@@ -156,13 +157,13 @@ def test_loss_and_agreement_equal_plain_sums(decay: float):
 
 def test_a_batch_where_nothing_counts_has_loss_zero():
     batch = (jnp.asarray(random_tokens(0)), jnp.zeros((2, LENGTH), bool))
-    loss, total = jax.jit(partial(drafter_loss, TARGET, DRAFTER, Eagle3Options()))(PARAMS, FROZEN, batch)
+    loss, total = jax.jit(partial(drafter_loss, TARGET, DRAFTER, Eagle3Options(), PLAIN))(PARAMS, FROZEN, batch)
     assert (float(loss), float(total)) == (0.0, 0.0)
 
 
 def test_every_array_of_the_drafter_learns():
     batch = (jnp.asarray(random_tokens(6)), jnp.ones((2, LENGTH), bool))
-    loss = jax.jit(jax.grad(lambda params: drafter_loss(TARGET, DRAFTER, Eagle3Options(), params, FROZEN, batch)[0]))
+    loss = jax.jit(jax.grad(lambda params: drafter_loss(TARGET, DRAFTER, Eagle3Options(), PLAIN, params, FROZEN, batch)[0]))
     gradients = jax.tree.leaves(loss(PARAMS))
     assert len(gradients) == len(jax.tree.leaves(PARAMS)) == 13
     assert all(float(jnp.abs(g).max()) > 0 for g in gradients)
@@ -186,16 +187,18 @@ def test_hidden_matrices_are_all_but_norms_and_head():
     taken = hidden_matrices(PARAMS)
     assert taken.fc
     assert not any((taken.norm, taken.hidden_norm, taken.head))
-    assert [name for name, flag in vars(taken.layer).items() if flag] == ["q", "k", "v", "o", "gate", "up", "down"]
+    layer = taken.layer
+    assert all(jax.tree.leaves((layer.qkv, layer.o, layer.gate_up, layer.down)))
+    assert not any((layer.input_norm, layer.post_attention_norm))
 
 
 def test_a_drafter_starts_with_its_targets_head_and_last_tap():
     started = warm_start(TARGET, DRAFTER, TARGET_PARAMS, FROZEN[1], PARAMS)
     taps = [jnp.asarray(np.random.default_rng(n).normal(size=(1, 3, 32)), jnp.float32) for n in range(2)]
     passing = replace(started, fc=started.fc - PARAMS.fc)
-    np.testing.assert_allclose(eagle3.fuse(DRAFTER, passing, taps), taps[1], atol=1e-5)
-    full = decoder.logits(TARGET, TARGET_PARAMS, taps[1])
-    np.testing.assert_allclose(eagle3.draft_logits(DRAFTER, started, taps[1]), full[..., IDS], atol=1e-4)
+    np.testing.assert_allclose(eagle3.fuse(DRAFTER, PLAIN, passing, taps), taps[1], atol=1e-5)
+    full = decoder.logits(TARGET, PLAIN, TARGET_PARAMS, taps[1])
+    np.testing.assert_allclose(eagle3.draft_logits(DRAFTER, PLAIN, started, taps[1]), full[..., IDS], atol=1e-4)
     assert all_equal(started.layer, PARAMS.layer), "an MLP of another size stays as it was drawn"
     alike = replace(DRAFTER, intermediate_size=TARGET.intermediate_size)
     started = warm_start(TARGET, alike, TARGET_PARAMS, FROZEN[1], initialise(eagle3.declare(alike), jax.random.key(1)))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from reference.dflash_numpy import Target
+from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder
 from tilewright.models.params import spec_leaves, to_tensors
 from tilewright.train.data import Stream
@@ -60,7 +61,7 @@ def test_gradient_is_that_of_the_loss():
     params, (tokens, flags) = target_params(), batch(1)
 
     def loss_of(params: Any) -> jax.Array:
-        return next_token_loss(TARGET, params, jnp.asarray(tokens), jnp.asarray(flags))[0]
+        return next_token_loss(TARGET, PLAIN, params, jnp.asarray(tokens), jnp.asarray(flags))[0]
 
     gradient = jax.jit(jax.grad(loss_of))(params)
     rng = np.random.default_rng(0)
@@ -101,7 +102,7 @@ def test_training_learns_a_text_that_repeats(tmp_path: Path):
     assert result.curve["held_out_loss"][0] < np.log(24)
     assert result.last("held_out_loss") < 0.2
     tokens = jnp.asarray(stream.tokens[None, :30])
-    logits = decoder.logits(TARGET, result.params, decoder.forward_full(TARGET, result.params, tokens).hidden)
+    logits = decoder.logits(TARGET, PLAIN, result.params, decoder.forward_full(TARGET, PLAIN, result.params, tokens).hidden)
     np.testing.assert_array_equal(jnp.argmax(logits[0, :-1], axis=-1), tokens[0, 1:])
 
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from tilewright.kernels import native
-from tilewright.kernels.linear.cpu import TrainedMatrix
+from tilewright.kernels.operations import Operations
+from tilewright.kernels.select import training_operations
 from tilewright.models import decoder
 from tilewright.train.checkpoint import named_leaves
 from tilewright.train.drafter import DFlashOptions, drafter_loss
 from tilewright.train.lm import next_token_loss, train_lm
-from tilewright.train.precision import trained
 from tilewright.train.text import TextOptions
 from train.support import DRAFTER, TARGET, counting_stream, drafter_params, options, silent, target_params
 
@@ -31,11 +31,11 @@ MATRICES = 7 * TIED.num_layers + 1
 def gradients(config: decoder.DecoderConfig, params: Any) -> tuple[Any, Any, str]:
     """By float32 products, and by bfloat16 ones; and the latter's program."""
 
-    def loss_of(wrap: Any, params: Any) -> jax.Array:
-        return next_token_loss(config, wrap(params), jnp.asarray(TOKENS), jnp.ones(TOKENS.shape, bool))[0]
+    def loss_of(ops: Operations, params: Any) -> jax.Array:
+        return next_token_loss(config, ops, params, jnp.asarray(TOKENS), jnp.ones(TOKENS.shape, bool))[0]
 
-    plain = jax.jit(jax.grad(partial(loss_of, lambda params: params)))(params)
-    lowered = jax.jit(jax.grad(partial(loss_of, trained))).lower(params)
+    plain = jax.jit(jax.grad(partial(loss_of, training_operations("float32"))))(params)
+    lowered = jax.jit(jax.grad(partial(loss_of, training_operations("bfloat16")))).lower(params)
     return plain, lowered.compile()(params), lowered.as_text()
 
 
@@ -65,22 +65,11 @@ def test_a_drafter_and_its_frozen_target_are_multiplied_so_too():
     target, params = target_params(), drafter_params()
     batch, key = (jnp.asarray(TOKENS), jnp.ones(TOKENS.shape, bool)), jax.random.key(0)
 
-    def loss_of(wrap: Any, params: Any) -> jax.Array:
-        return drafter_loss(TARGET, DRAFTER, DFlashOptions(anchors=2), wrap(params), wrap(target), batch, key)[0]
+    def loss_of(ops: Operations, params: Any) -> jax.Array:
+        return drafter_loss(TARGET, DRAFTER, DFlashOptions(anchors=2), ops, params, target, batch, key)[0]
 
-    plain = jax.jit(jax.grad(partial(loss_of, lambda params: params)))(params)
-    assert_close(plain, jax.jit(jax.grad(partial(loss_of, trained)))(params))
-
-
-def test_matrices_are_wrapped_and_nothing_else():
-    params = target_params(TIED)
-    found = trained((params, jnp.arange(3)))[0]
-    assert isinstance(found.head, TrainedMatrix)
-    np.testing.assert_array_equal(found.head.w, params.embed.T)
-    np.testing.assert_array_equal(found.embed, params.embed)
-    wrapped = jax.tree.leaves((found.head, found.layers), is_leaf=lambda leaf: isinstance(leaf, TrainedMatrix))
-    assert sum(isinstance(leaf, TrainedMatrix) for leaf in wrapped) == MATRICES
-    assert all(isinstance(leaf, TrainedMatrix) or leaf.ndim == 1 for leaf in wrapped)
+    plain, rounded = (jax.jit(jax.grad(partial(loss_of, training_operations(p))))(params) for p in ("float32", "bfloat16"))
+    assert_close(plain, rounded)
 
 
 @needs_native
@@ -106,4 +95,4 @@ def test_without_kernels_a_run_is_refused(monkeypatch: pytest.MonkeyPatch):
 
 def test_other_products_are_refused():
     with pytest.raises(ValueError, match="expected products in float32 or bfloat16, found 'float16'"):
-        TextOptions(products="float16")
+        TextOptions(products="float16")  # type: ignore[arg-type]

@@ -66,7 +66,7 @@ def environment(lm: LanguageModel) -> dict[str, Any]:
     return {
         "chip": chip_name(),
         "dtype": lm.dtype,
-        "weights": lm.numerics.weights,
+        "weights": lm.weights,
         "drafter_dtype": None if lm.drafter is None else lm.drafter.dtype,
         "kernels": lm.kernels,
         "jax_version": jax.__version__,

@@ -290,15 +290,15 @@ def gathering(name: str, x: Float[Array, "N F"], arrays: Arrays, dtype: Dtype, h
         here: it will run on this machine, so that a model's matrices are prepared for that.
     """
     inputs: dict[str, Any] = {"x": x, **arrays.peers, **arrays.tables}
-    config = model_config(name, x.shape[1])
+    config, ops = model_config(name, x.shape[1]), select.operations() if here else select.PLAIN
     if config is not None:
         params, inputs["state"] = gnn.init(config, jax.random.key(1), dtype)
-        inputs["params"] = gnn.prepare(config, params) if here else params
+        inputs["params"] = ops.prepare(gnn.declare(config), params)
 
     def reduced(given: Mapping[str, Any], neighbours: Any, x: Array) -> Array:
         if config is None:
             return neighbours.aggregate(x)
-        return gnn.apply(config, given["params"], neighbours, x, given["state"])[0]
+        return gnn.apply(config, given["params"], neighbours, x, given["state"], ops=ops)[0]
 
     def side(graph: str) -> Function:
         def run(given: Mapping[str, Any]) -> Array:

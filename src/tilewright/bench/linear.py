@@ -25,6 +25,7 @@ from tilewright.compiled.timing import REPETITIONS, alternate, medians, spread
 from tilewright.kernels import native
 from tilewright.kernels.linear import cpu, xla
 from tilewright.kernels.linear.cases import Case
+from tilewright.kernels.operations import Joined
 
 XLA_DTYPES = ("float32", "bfloat16")
 """What XLA multiplies. The input is float32 for float32 weights, else bfloat16."""
@@ -110,7 +111,7 @@ def jax_side(
 
 def xla_side(dtype: str, case: Case, matrices: Sequence[np.ndarray], weights_mb: float) -> Side:
     def apply(x: Array, weights: Sequence[Array]) -> Array:
-        return xla.gated_linear(x, *weights) if case.gated else xla.linear(x, *weights)
+        return xla.gated_linear(x, Joined(weights, gated=True)) if case.gated else xla.linear(x, weights[0])
 
     weights = [jnp.asarray(w, dtype) for w in matrices]
     return jax_side(f"xla_{dtype}", case, weights, apply, dtype, weights_mb)

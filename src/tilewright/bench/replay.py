@@ -18,6 +18,7 @@ from tilewright.decode.request import Result
 from tilewright.decode.sampling import Sampling
 from tilewright.decode.session import Session
 from tilewright.decode.state import DecodeState, Models
+from tilewright.kernels.operations import Operations
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.tokenizer import StreamDecoder
@@ -29,12 +30,12 @@ TIMED = 3
 """Runs of each way, of which the fastest counts."""
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnums=(0, 1))
 def opinions(
-    config: DecoderConfig, params: DecoderParams, tokens: Int[Array, "1 T"]
+    config: DecoderConfig, ops: Operations, params: DecoderParams, tokens: Int[Array, "1 T"]
 ) -> tuple[Float[Array, "1 T"], Float[Array, "1 T"]]:
     """For each token the target's probability of it, and by how much its largest logit there exceeds the second."""
-    logits = decoder.logits(config, params, decoder.forward_full(config, params, tokens).hidden[:, :-1])
+    logits = decoder.logits(config, ops, params, decoder.forward_full(config, ops, params, tokens).hidden[:, :-1])
     chosen = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
     best = jax.lax.top_k(logits, 2)[0]
     none = jnp.full((1, 1), jnp.nan)
@@ -53,7 +54,7 @@ def opinions_of(lm: LanguageModel, text: Sequence[int]) -> tuple[np.ndarray, np.
     """`opinions` of one text, float32 `[len(text)]` each."""
     padded = np.zeros((1, -(-len(text) // MULTIPLE) * MULTIPLE), np.int32)
     padded[0, : len(text)] = text
-    probability, margin = opinions(lm.target, lm.programs.models.target, padded)
+    probability, margin = opinions(lm.target, lm.ops, lm.programs.models.target, padded)
     return np.asarray(probability)[0, : len(text)], np.asarray(margin)[0, : len(text)]
 
 
@@ -92,7 +93,7 @@ def proposals(session: Session, lm: LanguageModel) -> Iterator[np.ndarray]:
 
     @partial(jax.jit, donate_argnums=1)
     def propose(models: Models, state: DecodeState) -> tuple[DecodeState, Proposal]:
-        return state, drafter.propose(lm.target, models, state)
+        return state, drafter.propose(lm.programs.target, models, state)
 
     session.prefill()
     while not session.finished:

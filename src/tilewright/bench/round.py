@@ -20,8 +20,9 @@ from tilewright.decode.autoregressive import autoregressive_step
 from tilewright.decode.drafters.dflash import DFlash
 from tilewright.decode.sampling import Sampling, row_sampling
 from tilewright.decode.speculative import speculative_round
-from tilewright.decode.state import DecodeState, Models, verify
-from tilewright.kernels import native
+from tilewright.decode.state import DecodeState, Models, Target, verify
+from tilewright.kernels import select
+from tilewright.kernels.operations import Operations
 from tilewright.models import decoder, dflash, params
 from tilewright.models.decoder import DecoderConfig
 from tilewright.models.dflash import DFlashConfig
@@ -56,6 +57,7 @@ class Setup:
         block_size: tokens in a block.
         context: positions before the block.
         dtype: of weights, activations and caches.
+        ops: what computes.
     """
 
     target: DecoderConfig
@@ -63,6 +65,7 @@ class Setup:
     block_size: int
     context: int
     dtype: Dtype = "bfloat16"
+    ops: Operations = select.PLAIN
 
     @property
     def capacity(self) -> int:
@@ -71,7 +74,8 @@ class Setup:
 
     @property
     def drafting(self) -> DFlash:
-        return DFlash(replace(self.drafter, block_size=max(2, self.block_size)), max(2, self.block_size), dtype=self.dtype)
+        size = max(2, self.block_size)
+        return DFlash(replace(self.drafter, block_size=size), size, dtype=self.dtype, ops=self.ops)
 
     def models(self) -> Models:
         """The parameters, abstract."""
@@ -112,24 +116,24 @@ class Part:
 
 def programs(setup: Setup) -> dict[str, Part]:
     """The parts of a round, in the order of `PARTS`, and `step`, one of plain decoding."""
-    target, drafting, size = setup.target, setup.drafting, setup.block_size
+    target, drafting, size = Target(setup.target, setup.ops), setup.drafting, setup.block_size
     taps = (setup.hidden(size),) * len(setup.drafter.target_layer_ids)
 
     def draft(models: Models, state: DecodeState) -> tuple[DecodeState, Any]:
         return state, drafting.propose(target, models, state).block
 
     def draft_head(models: Models, state: DecodeState, hidden: Array) -> tuple[DecodeState, Any]:
-        return state, decoder.choose(models.target, hidden)
+        return state, setup.ops.head_argmax(hidden, decoder.output_head(models.target))
 
     def verify_block(models: Models, state: DecodeState, block: Array) -> tuple[DecodeState, Any]:
         verified = verify(target, models.target, state, block, drafting.tap_layers, "greedy")
         return verified.state, (verified.tokens, verified.taps)
 
     def verify_head(models: Models, state: DecodeState, hidden: Array) -> tuple[DecodeState, Any]:
-        return state, decoder.most_likely(target, models.target, hidden)
+        return state, decoder.most_likely(setup.target, setup.ops, models.target, hidden)
 
     def extend(models: Models, state: DecodeState, taps: tuple[Array, ...]) -> tuple[DecodeState, Any]:
-        return drafting.extend(models, state, taps, state.known, state.known + 1), ()
+        return drafting.extend(target, models, state, taps, state.known, state.known + 1), ()
 
     def again(before: DecodeState, after: DecodeState) -> DecodeState:
         """So that every run does the same."""
@@ -149,20 +153,13 @@ def programs(setup: Setup) -> dict[str, Part]:
     return {**dict(zip(PARTS, parts, strict=True)), "step": Part(step)}
 
 
-def load(setup: Setup, kernels: str = "auto") -> tuple[Models, str]:
-    """Random parameters, and the kernels that multiply by them: those of this package on a CPU that can run them, or XLA.
-
-    Args:
-        kernels: "xla" leaves everything to XLA.
-    """
+def load(setup: Setup) -> Models:
+    """Random parameters, as the operations want them."""
     dtype = DTYPES[setup.dtype]
     keys = jax.random.split(jax.random.key(0))
     target = params.initialise(decoder.declare(setup.target), keys[0], dtype)
     drafter = params.initialise(dflash.declare(setup.drafter), keys[1], dtype)
-    isa = native.kernels().isa if kernels == "auto" else None
-    if isa is None:
-        return Models(decoder.untie_head(target) if jax.default_backend() == "cpu" else target, drafter), "xla"
-    return Models(decoder.pack_decoder(target), dflash.pack_drafter(drafter)), f"cpu {isa}"
+    return Models(decoder.prepare(setup.target, setup.ops, target), setup.ops.prepare(setup.drafting.declared, drafter))
 
 
 def weight_bytes(models: Models) -> int:

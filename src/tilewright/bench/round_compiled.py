@@ -10,15 +10,15 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 from tilewright.bench.round import Setup, programs, with_ratios
 from tilewright.chips.tpu import TpuChip, chip_of
 from tilewright.compiled.aot import Compiled, compile_for
 from tilewright.compiled.hlo import execution, read_module
-from tilewright.decode import cache
-from tilewright.decode.state import DecodeState, block_positions, embed, run_target
-from tilewright.kernels.head_argmax import xla
+from tilewright.decode.state import DecodeState, Span, Target, block_positions, run_target
+from tilewright.kernels import select
 from tilewright.models import decoder, dflash
 
 LAYERS_COMPILED = (4, 8)
@@ -111,13 +111,13 @@ def head_estimates(topology: str, setup: Setup) -> dict[str, Estimate]:
     norm_and_head = replace(models.target, layers=())
 
     def plain(x: Array, params: Any) -> Array:
-        return xla.head_argmax(x, params.embed, True) if params.head is None else xla.head_argmax(x, params.head)
+        return select.PLAIN.head_argmax(x, decoder.output_head(params))[0]
 
     block, drafts = setup.hidden(setup.block_size), setup.hidden(setup.block_size - 1)
     jobs: dict[str, tuple[Callable[..., Any], Any, Any]] = {
-        "verify_head": (lambda x, params: decoder.most_likely(target, params, x), block, norm_and_head),
+        "verify_head": (lambda x, params: decoder.most_likely(target, setup.ops, params, x), block, norm_and_head),
         "verify_head_xla": (plain, block, norm_and_head),
-        "draft_head": (lambda x, params: decoder.choose(params, x), drafts, norm_and_head),
+        "draft_head": (lambda x, params: setup.ops.head_argmax(x, decoder.output_head(params))[0], drafts, norm_and_head),
         "draft_head_xla": (plain, drafts, norm_and_head),
     }
     return {
@@ -138,8 +138,11 @@ def verify_layers(topology: str, setup: Setup, layers: int) -> Estimate:
     small = with_layers(setup, layers)
 
     def run(params: Any, state: DecodeState, block: Array) -> tuple[Array, Any]:
-        ran = run_target(small.target, params, state, block, state.known, ())
-        return ran.hidden, replace(state, target_cache=ran.left)
+        ran = run_target(Target(small.target, small.ops), params, state, block, span(state), ())
+        return ran.hidden, replace(state, target_cache=ran.kept)
+
+    def span(state: DecodeState) -> Span:
+        return Span(state.known, jnp.full_like(state.known, setup.block_size))
 
     block = jax.ShapeDtypeStruct((1, setup.block_size), "int32")
     state = replace(jax.eval_shape(small.state), draft_cache=())
@@ -151,9 +154,9 @@ def draft_layers(topology: str, setup: Setup, layers: int) -> Estimate:
     small = with_layers(setup, layers)
 
     def run(table: Array, drafter: Any, context: Any, known: Array, block: Array) -> Array:
-        embedded = embed(replace(models.target, embed=table), block)
-        visible = cache.visible_context(setup.capacity, known)
-        return dflash.draft_hidden(small.drafter, drafter, embedded, block_positions(known, setup.block_size), context, visible)
+        positions, visible = block_positions(known, setup.block_size), context[0].visible(known)
+        attend = dflash.attend_context
+        return dflash.run_block(small.drafter, small.ops, drafter, table[block], positions, context, attend, visible)
 
     models, state = small.models(), jax.eval_shape(small.state)
     block = jax.ShapeDtypeStruct((1, setup.block_size), "int32")

@@ -16,9 +16,8 @@ from tilewright.decode.drafters.base import Drafter
 from tilewright.decode.language_model import LanguageModel
 from tilewright.decode.sampling import Sampling, Warp
 from tilewright.decode.speculative import verify_and_extend
-from tilewright.decode.state import DecodeState, Models, verify
+from tilewright.decode.state import DecodeState, Models, Target, verify
 from tilewright.models.chat import ChatTemplate
-from tilewright.models.decoder import DecoderConfig
 
 PARTS = ("draft", "verify", "other")
 """The parts of a round, in order: drafting; the target's pass over the block; accepting and extending the drafter's context."""
@@ -115,7 +114,7 @@ def part_seconds(
 
     def timed(part: str | None) -> float:
         began = time.perf_counter()
-        jax.block_until_ready(batch.run(partial(round_up_to, part, drafter, lm.target, batch.shape.warp)))
+        jax.block_until_ready(batch.run(partial(round_up_to, part, drafter, lm.programs.target, batch.shape.warp)))
         return time.perf_counter() - began
 
     taken = alternate({part: partial(timed, part) for part in (None, *PARTS)}, repetitions, warm=True)
@@ -125,7 +124,7 @@ def part_seconds(
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=5)
 def round_up_to(
-    part: str | None, drafter: Drafter, target: DecoderConfig, warp: Warp, models: Models, state: DecodeState
+    part: str | None, drafter: Drafter, target: Target, warp: Warp, models: Models, state: DecodeState
 ) -> tuple[DecodeState, Any]:
     """A round up to the end of a part; None is its beginning. DONATES state; in the one returned the round is still to come."""
     if part is None:

@@ -19,6 +19,7 @@ from tilewright.chips.tpu import chip_of
 from tilewright.cli.common import DEMO, JsonFile, check_json_file, human_console, write_json
 from tilewright.compiled.figures import print_table, significant
 from tilewright.compiled.machine import chip_name
+from tilewright.kernels.select import operations
 from tilewright.models import checkpoint, decoder, dflash
 from tilewright.models.decoder import DecoderConfig
 from tilewright.models.dflash import DFlashConfig
@@ -85,7 +86,7 @@ class RoundOptions:
         if self.model_config is None or self.draft_config is None:
             return QWEN3_4B, DFLASH_B16
         target = decoder.config_from_hf(read_config(self.model_config, DEMO), self.model_config)
-        drafter = dflash.config_from_hf(read_config(self.draft_config, DEMO_DRAFTER), self.draft_config)
+        drafter = dflash.config_from_hf(read_config(self.draft_config, DEMO_DRAFTER), self.draft_config, target.num_layers)
         dflash.check_fits(drafter, target)
         return target, drafter
 
@@ -110,7 +111,8 @@ class RoundOptions:
             )
         for topology in self.chip:
             chip_of(topology)
-        return [[Setup(target, drafter, size, context, self.dtype) for size in sizes] for context in contexts]
+        ops = operations("tpu" if self.chip else None, kernels=self.kernels)
+        return [[Setup(target, drafter, size, context, self.dtype, ops) for size in sizes] for context in contexts]
 
 
 def read_config(file: str, packaged: str) -> dict[str, Any]:
@@ -158,7 +160,7 @@ def bench_round(*, options: RoundOptions = RoundOptions(), json_file: JsonFile =
 
 def measured(console: Console, setups: Sequence[Sequence[Setup]], options: RoundOptions) -> tuple[str, list[dict[str, Any]]]:
     """Measures on this machine and prints the table."""
-    models, kernels = load(setups[0][0], options.kernels)
+    models, kernels = load(setups[0][0]), setups[0][0].ops.name
     data = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=sum(runs(len(group), options.repetitions) for group in setups))

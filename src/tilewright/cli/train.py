@@ -269,7 +269,7 @@ class DFlashArguments:
         if self.start is None or isinstance(config, Eagle3Config):
             return None
         folder = hub.resolve(self.start, console=progress_console(console))
-        found = dflash.config_from_hf(read_config(folder), str(folder / CONFIG))
+        found = dflash.config_from_hf(read_config(folder), str(folder / CONFIG), config.num_target_layers)
         if replace(found, block_size=config.block_size) != config:
             raise ValueError(f"expected --start to be a drafter of these sizes: {config}; found {found}")
         return load_params(folder, dflash.declare(config), jnp.float32)

@@ -3,11 +3,10 @@
 import jax.numpy as jnp
 
 from tilewright.decode.sampling import Warp
-from tilewright.decode.state import DecodeState, Models, StepInfo, commit, known_token, verify
-from tilewright.models.decoder import DecoderConfig
+from tilewright.decode.state import DecodeState, Models, StepInfo, Target, commit, known_token, verify
 
 
-def autoregressive_step(target: DecoderConfig, warp: Warp, models: Models, state: DecodeState) -> tuple[DecodeState, StepInfo]:
+def autoregressive_step(target: Target, warp: Warp, models: Models, state: DecodeState) -> tuple[DecodeState, StepInfo]:
     """Runs the known token through the target and settles the one that follows it."""
     verified = verify(target, models.target, state, known_token(state), (), warp)
     none = jnp.zeros_like(state.known)

@@ -1,9 +1,13 @@
 """Key/value caches of a fixed size, written in place.
 
-A target's cache holds position p in slot p. What lies at or beyond a row's length is stale: masked until a later write
-replaces it, so a rejected draft needs no clean-up. A drafter's context is kept the same way, or, with a draft window, as a ring
-in which position p lies in slot p modulo the window.
+One `KVCache` holds the keys and values of one layer, for all rows of a batch, in one of several layouts. What lies at or beyond
+a row's length is stale: masked until a later write replaces it, so a rejected draft needs no clean-up.
+
+Legend: B rows of a batch, T new positions, S slots, N query heads, K key/value heads, D head size.
 """
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -11,40 +15,128 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from tilewright.models.dflash import ContextKV
+from tilewright.kernels.operations import Heads, Operations, Projection
 
 
-def allocate(layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, dtype: DTypeLike) -> ContextKV:
-    """Empty caches, `[batch, kv_heads, capacity, head_dim]` for the keys and values of each layer."""
-    shape = (batch, kv_heads, capacity, head_dim)
-    return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(layers))
+@runtime_checkable
+class KVCache(Protocol):
+    """Keys and values of one layer, whatever their layout. A pytree."""
+
+    def append(self, ops: Operations, k: Array, v: Array, start: Array, count: Array) -> Any:
+        """The cache with the first `count` `[B]` of each row's new entries `[B, K, T, D]` at its positions from `start` on.
+
+        Nothing else is written: a row of count 0 stays as it is.
+        """
+        ...
+
+    def attend(self, ops: Operations, q: Array, lengths: Array, own: tuple[Array, Array] | None = None) -> Array:
+        """Attention `[B, T, N, D]` of queries over the first `lengths` `[B, T]` entries, and all of `own` `[B, K, T, D]`."""
+        ...
+
+    def visible(self, stop: Array) -> Array:
+        """How many entries, from the first, hold a position before `stop`, `[B]`."""
+        ...
+
+    def rows(self, first: int | Array, count: int) -> Any:
+        """The same for `count` rows from the `first` on."""
+        ...
+
+    def with_rows(self, first: int | Array, some: Any) -> Any:
+        """The cache with these rows replaced."""
+        ...
 
 
-def write(cache: Float[Array, "B K S D"], new: Float[Array, "B K T D"], start: Int[Array, " B"]) -> Float[Array, "B K S D"]:
-    """Writes each row's T entries from its slot `start` on. `start + T` must not pass the capacity."""
-    for row in range(cache.shape[0]):  # unrolled: a scatter would run entry by entry on a CPU
-        cache = jax.lax.dynamic_update_slice(cache, new[row : row + 1], (row, 0, start[row], 0))
-    return cache
+@runtime_checkable
+class CausalCache(KVCache, Protocol):
+    """A cache that a target can decode over: one that keeps every position."""
+
+    def append_attend(
+        self, ops: Operations, projection: Projection, heads: Heads, start: Array, count: Array
+    ) -> tuple[Array, Any]:
+        """Appends a projection's keys and values; its query at `start + t` sees all entries up to its own, `[B, T, N * D]`."""
+        ...
 
 
-def latest_positions(slots: int, stop: Int[Array, " B"]) -> Int[Array, "B S"]:
-    """The position that each slot of a ring holds when positions before `stop` have been written; negative if none."""
-    last = stop[:, None] - 1
-    return last - (last - jnp.arange(slots)[None]) % slots
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class InRows:
+    """Keys and values `[B, K, S, D]`."""
+
+    k: Any
+    v: Any
+
+    def attend(
+        self,
+        ops: Operations,
+        q: Float[Array, "B T N D"],
+        lengths: Int[Array, "B T"],
+        own: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None = None,
+    ) -> Float[Array, "B T N D"]:
+        return ops.prefix_attention(q, self.k, self.v, lengths, own)
+
+    def rows(self, first: int | Array, count: int) -> Any:
+        return jax.tree.map(lambda part: jax.lax.dynamic_slice_in_dim(part, first, count), self)
+
+    def with_rows(self, first: int | Array, some: Any) -> Any:
+        return jax.tree.map(lambda part, rows: jax.lax.dynamic_update_slice_in_dim(part, rows, first, 0), self, some)
 
 
-def write_ring(
-    cache: Float[Array, "B K S D"], new: Float[Array, "B K T D"], start: Int[Array, " B"], stop: Int[Array, " B"]
-) -> Float[Array, "B K S D"]:
-    """Writes positions `start` to `stop - 1`, at most T of them, into a ring of S slots; only the last S of them stay.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Contiguous(InRows):
+    """Position p lies in slot p."""
 
-    Entries of `new` from `stop` on are dropped: in a ring they would replace positions that are still visible.
-    """
-    index = latest_positions(cache.shape[2], stop) - start[:, None]
-    picked = jnp.take_along_axis(new, jnp.clip(index, 0, new.shape[2] - 1)[:, None, :, None], axis=2)
-    return jnp.where((index >= 0)[:, None, :, None], picked, cache)
+    def append(
+        self,
+        ops: Operations,
+        k: Float[Array, "B K T D"],
+        v: Float[Array, "B K T D"],
+        start: Int[Array, " B"],
+        count: Int[Array, " B"],
+    ) -> "Contiguous":
+        return Contiguous(ops.append(self.k, k, start, count), ops.append(self.v, v, start, count))
+
+    def append_attend(
+        self, ops: Operations, projection: Projection, heads: Heads, start: Int[Array, " B"], count: Int[Array, " B"]
+    ) -> tuple[Array, "Contiguous"]:
+        out, k, v = ops.append_attend(projection, heads, self.k, self.v, start, count)
+        return out, Contiguous(k, v)
+
+    def visible(self, stop: Int[Array, " B"]) -> Int[Array, " B"]:
+        return stop
 
 
-def visible_context(slots: int, stop: Int[Array, " B"]) -> Int[Array, " B"]:
-    """How many slots, from the first, hold a position before `stop`; in a ring of S slots those are the last S positions."""
-    return jnp.minimum(stop, slots)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Ring(InRows):
+    """Position p lies in slot p modulo S: only the last S positions stay, in no particular order."""
+
+    def append(
+        self,
+        ops: Operations,
+        k: Float[Array, "B K T D"],
+        v: Float[Array, "B K T D"],
+        start: Int[Array, " B"],
+        count: Int[Array, " B"],
+    ) -> "Ring":
+        last = (start + count)[:, None] - 1
+        # The position that each slot holds afterwards, as an index into the new entries; negative where it holds an older one.
+        index = last - (last - jnp.arange(self.k.shape[2])[None]) % self.k.shape[2] - start[:, None]
+
+        def put(cached: Array, new: Array) -> Array:
+            picked = jnp.take_along_axis(new, jnp.clip(index, 0, new.shape[2] - 1)[:, None, :, None], axis=2)
+            return jnp.where((index >= 0)[:, None, :, None], picked, cached)
+
+        return Ring(put(self.k, k), put(self.v, v))
+
+    def visible(self, stop: Int[Array, " B"]) -> Int[Array, " B"]:
+        return jnp.minimum(stop, self.k.shape[2])
+
+
+def allocate(
+    layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, dtype: DTypeLike, window: int | None = None
+) -> tuple[KVCache, ...]:
+    """Empty caches, one for each layer: contiguous ones of `capacity` positions, or rings of the last `window` of them."""
+    layout, slots = (Contiguous, capacity) if window is None else (Ring, min(window, capacity))
+    shape = (batch, kv_heads, slots, head_dim)
+    return tuple(layout(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(layers))

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, cast
 
-import jax
 from jax.typing import DTypeLike
 from rich.console import Console
 from tokenizers import Tokenizer
@@ -18,78 +17,38 @@ from tilewright.decode.request import Generation
 from tilewright.decode.sampling import Sampling, Warp
 from tilewright.decode.session import Session
 from tilewright.decode.shapes import ShapeTable
-from tilewright.decode.state import Models
-from tilewright.kernels import native
-from tilewright.kernels.linear.cpu import Format, pack, unpack
+from tilewright.decode.state import Models, Target
+from tilewright.kernels.select import Kernels, Weights, operations
 from tilewright.models import checkpoint, decoder, hub
 from tilewright.models.decoder import DecoderConfig, DecoderParams
-from tilewright.models.params import DTYPES
+from tilewright.models.params import DTYPES, Dtype
 from tilewright.models.tokenizer import load_tokenizer
-
-Kernels = Literal["auto", "xla"]
-Weights = Literal["auto", "int8"]
-
-
-@dataclass(frozen=True)
-class Numerics:
-    """What multiplies, and in what.
-
-    Attributes:
-        dtype: of weights and activations, "float32" or "bfloat16".
-        weights: "int8" keeps the target's and the drafter's matrices, but not the embedding, in 8 bits, with a scale for each
-            output; "auto" keeps them in `dtype`.
-        kernels: "auto" takes this package's own kernels where they run, "xla" leaves everything to XLA.
-
-    Raises:
-        ValueError: one of them is none of these, or 8-bit weights are asked for where the CPU kernels do not run.
-    """
-
-    dtype: str = "float32"
-    weights: Weights = "auto"
-    kernels: Kernels = "auto"
-
-    def __post_init__(self) -> None:
-        for name, known in (("dtype", tuple(DTYPES)), ("weights", get_args(Weights)), ("kernels", get_args(Kernels))):
-            if getattr(self, name) not in known:
-                raise ValueError(f"expected {name} to be one of {', '.join(known)}, found {getattr(self, name)!r}")
-        if self.weights == "int8" and self.isa is None:
-            reason = "they are switched off" if self.kernels == "xla" else native.kernels().reason
-            raise ValueError(f"8-bit weights need the CPU kernels: {reason}")
-
-    @property
-    def isa(self) -> str | None:
-        """The instruction set of the CPU kernels, if these are used."""
-        return native.kernels().isa if self.kernels == "auto" else None
-
-    @property
-    def format(self) -> Format | None:
-        """What the CPU kernels pack matrices into; None keeps their dtype."""
-        return "int8" if self.weights == "int8" else None
-
-    def prepare(self, params: DecoderParams) -> DecoderParams:
-        """A target's parameters, ready for the device."""
-        if self.isa is not None:
-            return decoder.pack_decoder(params, self.format)
-        return decoder.untie_head(params) if jax.default_backend() == "cpu" else params
 
 
 class LanguageModel:
     """A target, its tokenizer, and a drafter if one was loaded. Made by `load`.
 
     Attributes:
-        kernels: what multiplies.
+        target: its configuration.
+        dtype: of weights and activations.
+        weights: "int8" keeps matrices in 8 bits; "auto" keeps them in `dtype`.
+        ops: what computes; `kernels` is its name.
     """
 
     def __init__(
-        self, target: DecoderConfig, params: DecoderParams, tokenizer: Tokenizer, numerics: Numerics | None = None,
-        table: ShapeTable | None = None,
+        self, target: DecoderConfig, params: DecoderParams, tokenizer: Tokenizer, dtype: Dtype = "float32",
+        weights: Weights = "auto", kernels: Kernels = "auto", table: ShapeTable | None = None,
     ):  # fmt: skip
-        self.target, self.tokenizer, self.numerics = target, tokenizer, numerics or Numerics()
-        self.dtype, isa = self.numerics.dtype, self.numerics.isa
-        self.kernels = f"cpu {isa}" if isa else "xla"
-        self.table = table or ShapeTable()
+        if dtype not in DTYPES:
+            raise ValueError(f"expected dtype to be one of {', '.join(DTYPES)}, found {dtype!r}")
+        self.target, self.tokenizer, self.dtype, self.weights = target, tokenizer, dtype, weights
+        self.ops = operations(weights=weights, kernels=kernels)
+        self.kernels, self.table = self.ops.name, table or ShapeTable()
         self.drafter: Drafter | None = None
-        self.programs = Programs(target, Models(self.numerics.prepare(params)), DTYPES[self.dtype], self.table)
+        self.programs = self.programs_of(Models(decoder.prepare(target, self.ops, params)))
+
+    def programs_of(self, models: Models) -> Programs:
+        return Programs(Target(self.target, self.ops), models, DTYPES[self.dtype], self.table)
 
     def with_drafter(self, drafter: Drafter | None, params: Any = None) -> "LanguageModel":
         """The same target, whose parameters are shared, with another drafter; None for none.
@@ -98,13 +57,13 @@ class LanguageModel:
             params: the drafter's parameters as they were loaded.
         """
         other = copy(self)
-        other.drafter, head = drafter, None
-        if drafter is not None and drafter.reads_target_head and drafter.dtype != self.dtype and not self.numerics.format:
-            head = self.head_in(DTYPES[drafter.dtype or self.dtype])
-        if drafter is not None and self.numerics.isa is not None:
-            params = drafter.pack(params, self.numerics.format)
-        models = Models(self.programs.models.target, params, head)
-        other.programs = Programs(self.target, models, DTYPES[self.dtype], self.table)
+        target, head = self.programs.models.target, None
+        if drafter is not None and drafter.dtype is not None:
+            params = self.ops.prepare(drafter.declared, params)
+            if drafter.reads_target_head and drafter.dtype != self.dtype and self.weights == "auto":
+                head = self.head_in(DTYPES[drafter.dtype])
+            drafter = replace(cast(Any, drafter), ops=self.ops)
+        other.drafter, other.programs = drafter, self.programs_of(Models(target, params, head))
         return other
 
     def load_drafter(self, source: str | None, options: DrafterOptions, console: Console | None = None) -> tuple[Any, Any]:
@@ -113,11 +72,9 @@ class LanguageModel:
         return load_drafter(source, self.target, self.dtype, options, console)
 
     def head_in(self, dtype: DTypeLike) -> Any:
-        """The target's output head in another dtype."""
-        target = self.programs.models.target
-        if self.numerics.isa is None:
-            return decoder.output_head(target).astype(dtype)
-        return pack(unpack(target.head)[: self.target.hidden_size].astype(dtype))
+        """The target's output head in another dtype, prepared."""
+        head = self.ops.restore(decoder.output_head(self.programs.models.target))
+        return self.ops.prepare_matrix(head[: self.target.hidden_size].astype(dtype), "lm_head")
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """The tokens of a prompt, which may be tokens already.
@@ -252,7 +209,8 @@ def load(
         model, drafter: a folder or a Hugging Face id, with `config.json`, safetensors and (the target) `tokenizer.json`. A
             drafter may be a DFlash or an EAGLE-3 one, or "ngram", which has no weights.
         dtype: of the weights and activations, "float32" or "bfloat16".
-        weights: "int8" keeps matrices in 8 bits, see `Numerics`.
+        weights: "int8" keeps the target's and the drafter's matrices, but not the embedding, in 8 bits, with a scale for each
+            output; "auto" keeps them in `dtype`.
         block_size: tokens drafted at once, the known one included; by default what the drafter was trained for. Without a
             drafter: plain decoding through a program of that width (see `decode/drafters/blockwise.py`).
         draft_window: keep only this many last positions in the drafter's context.
@@ -266,12 +224,12 @@ def load(
     Raises:
         ValueError: what is wrong with the files, or how the drafter fails to fit the target.
     """
-    numerics = Numerics(dtype, weights, kernels)
+    operations(weights=weights, kernels=kernels)  # what cannot run here is said before anything is read
     source = None if drafter is None else str(drafter)
     options = DrafterOptions(block_size, draft_window, drafter_dtype, refine, drafter_revision)
     options.check(source)
     folder = hub.resolve(str(model), revision, console)
     tokenizer = load_tokenizer(folder)
     target, params = checkpoint.load_decoder(folder, DTYPES[dtype], console)
-    lm = LanguageModel(target, params, tokenizer, numerics, table)
+    lm = LanguageModel(target, params, tokenizer, cast(Dtype, dtype), weights, kernels, table)
     return lm.with_drafter(*lm.load_drafter(source, options, console))

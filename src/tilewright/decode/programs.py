@@ -13,16 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Int
 from rich.console import Console
 from rich.progress import Progress
 
 from tilewright.decode import cache
 from tilewright.decode.drafters.base import Drafter
+from tilewright.decode.prefill import prefill
 from tilewright.decode.sampling import Sampling, row_sampling
 from tilewright.decode.shapes import Shape, ShapeTable
 from tilewright.decode.speculative import step_of
-from tilewright.decode.state import DecodeState, Models, StepInfo, block_positions, run_steps, run_target
+from tilewright.decode.state import DecodeState, Models, StepInfo, Target, run_steps
 from tilewright.models.decoder import DecoderConfig
 
 STEPS_PER_DISPATCH = 64
@@ -45,26 +45,10 @@ def allocate_caches(target: DecoderConfig, shape: Shape, drafter: Drafter | None
     return target_cache, () if drafter is None else drafter.allocate(shape.batch, shape.capacity)
 
 
-def prefill(
-    target: DecoderConfig, drafter: Drafter | None, chunk: int, models: Models, state: DecodeState,
-    start: Int[Array, " B"], count: Int[Array, " B"],
-) -> DecodeState:  # fmt: skip
-    """Runs each row's `count` tokens, at most `chunk`, from position `start` on, to fill both caches. DONATES state.
-
-    Rows write stale entries behind their `count`.
-    """
-    positions = jnp.minimum(block_positions(start, chunk), state.tokens.shape[1] - 1)
-    tokens = jnp.take_along_axis(state.tokens, positions, axis=1)
-    taps = () if drafter is None else drafter.tap_layers
-    ran = run_target(target, models.target, state, tokens, start, taps)
-    state = replace(state, target_cache=ran.left)
-    return state if drafter is None else drafter.extend(models, state, ran.taps, start, start + count)
-
-
 class Programs:
     """Compiles and keeps the programs of one model pair; safe to use from several threads."""
 
-    def __init__(self, target: DecoderConfig, models: Models, dtype: DTypeLike, table: ShapeTable):
+    def __init__(self, target: Target, models: Models, dtype: DTypeLike, table: ShapeTable):
         self.target, self.models, self.dtype, self.table = target, models, dtype, table
         self.compiled: dict[ProgramKey, jax.stages.Compiled] = {}
         self.locks: dict[ProgramKey, threading.Lock] = {}
@@ -109,7 +93,7 @@ class Programs:
             pool.shutdown(cancel_futures=True)
 
     def compile(self, key: ProgramKey) -> jax.stages.Compiled:
-        allocate = partial(allocate_caches, self.target, key.shape, key.drafter, self.dtype)
+        allocate = partial(allocate_caches, self.target.config, key.shape, key.drafter, self.dtype)
         allocate.__name__ = "allocate"  # type: ignore[attr-defined]
         if key.name == "allocate":
             return jax.jit(allocate).lower().compile()

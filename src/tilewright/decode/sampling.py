@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int, Int32
 
-from tilewright.kernels.head_argmax.xla import argmax
+from tilewright.kernels.select import argmax
 
 Warp = Literal["greedy", "plain", "filtered", "penalised"]
 """What a program must be able to do, besides all that the kinds before it can: argmax alone; draws from the tempered

@@ -33,8 +33,7 @@ class Session:
     ):  # fmt: skip
         self.programs = programs
         self.rows = [Request(i, p, s, StreamDecoder(tokenizer)) for i, (p, s) in enumerate(zip(prompts, sampling, strict=True))]
-        overrun = 1 if drafter is None else drafter.block_size
-        positions = max(row.end for row in self.rows) + overrun
+        positions = max(row.end for row in self.rows)
         shape = programs.table.shape(len(self.rows), positions, widest(each.warp for each in sampling))
         self.batch = Batch(programs, shape, drafter)
         self.prefill_seconds = self.decode_seconds = 0.0
@@ -91,7 +90,7 @@ class Session:
             for i, row in enumerate(self.rows):
                 if row.finish_reason is None and settled[i] > 0:
                     new = tokens[i, : settled[i]].tolist()
-                    pieces += row.add_round(new, int(drafted[i]), int(accepted[i]), self.programs.target.eos_token_ids)
+                    pieces += row.add_round(new, int(drafted[i]), int(accepted[i]), self.programs.target.config.eos_token_ids)
         return pieces
 
     def results(self) -> list[Result]:

@@ -12,12 +12,11 @@ import jax.numpy as jnp
 from tilewright.decode.autoregressive import autoregressive_step
 from tilewright.decode.drafters.base import Drafter, Proposal
 from tilewright.decode.sampling import Warp
-from tilewright.decode.state import DecodeState, Models, Step, StepInfo, commit, verify
-from tilewright.models.decoder import DecoderConfig
+from tilewright.decode.state import DecodeState, Models, Step, StepInfo, Target, commit, verify
 
 
 def speculative_round(
-    drafter: Drafter, target: DecoderConfig, warp: Warp, models: Models, state: DecodeState
+    drafter: Drafter, target: Target, warp: Warp, models: Models, state: DecodeState
 ) -> tuple[DecodeState, StepInfo]:
     """One round: settles the accepted drafts and one more token from the target."""
     proposal = drafter.propose(target, models, state)
@@ -39,7 +38,7 @@ def speculative_round(
 
 
 def verify_and_extend(
-    drafter: Drafter, target: DecoderConfig, warp: Warp, models: Models, state: DecodeState, proposal: Proposal
+    drafter: Drafter, target: Target, warp: Warp, models: Models, state: DecodeState, proposal: Proposal
 ) -> tuple[DecodeState, StepInfo]:
     """Runs the block through the target, settles what it agrees with, and extends the drafter's context by that."""
     block = proposal.block
@@ -48,12 +47,12 @@ def verify_and_extend(
     agrees = is_draft & (block[:, 1:] == verified.tokens[:, :-1])
     accepted = jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), axis=1), axis=1)
     after, settled = commit(target, verified.state, verified.tokens, accepted)
-    after = drafter.extend(models, after, verified.taps, state.known, after.known)
+    after = drafter.extend(target, models, after, verified.taps, state.known, after.known)
     drafted, accepted = (jnp.where(state.done, 0, count) for count in (proposal.drafts, accepted))
     return after, StepInfo(verified.tokens, settled, drafted, accepted)
 
 
-def step_of(drafter: Drafter | None, target: DecoderConfig, warp: Warp) -> Step:
+def step_of(drafter: Drafter | None, target: Target, warp: Warp) -> Step:
     """The step that a decode loop runs: a round with the drafter, or an autoregressive step without one."""
 
     def step(models: Models, state: DecodeState) -> tuple[DecodeState, StepInfo]:

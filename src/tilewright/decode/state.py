@@ -7,13 +7,37 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 
-from tilewright.decode import cache
 from tilewright.decode.sampling import RowSampling, Warp, penalise, sample
-from tilewright.kernels.select import prefix_attention
+from tilewright.kernels import select
+from tilewright.kernels.operations import Heads, Operations, Projection
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
+from tilewright.models.stack import SINGLE_DEVICE, Schedule
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a program must know of the target when it is compiled.
+
+    Attributes:
+        ops: what its parameters were prepared for.
+        schedule: how it runs on its devices.
+    """
+
+    config: DecoderConfig
+    ops: Operations = select.PLAIN
+    schedule: Schedule = SINGLE_DEVICE
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Span:
+    """Positions of each row: `count` of them from `start` on, `[B]` each. A row of count 0 is left as it is."""
+
+    start: Any
+    count: Any
 
 
 @jax.tree_util.register_dataclass
@@ -49,7 +73,8 @@ class DecodeState:
         done: bool `[B]`; a row that is done stays as it is. Padding rows are done from the start.
         ignore_eos: bool `[B]`.
         sampling: the rows' sampling parameters.
-        target_cache, draft_cache: see `cache.py`; the drafter's is empty where nothing drafts.
+        target_cache: a `cache.CausalCache` for each layer.
+        draft_cache: the drafter's context; empty where nothing drafts.
     """
 
     tokens: Any
@@ -80,38 +105,41 @@ def block_positions(known: Int[Array, " B"], size: int) -> Int[Array, "B T"]:
     return known[:, None] + jnp.arange(size)[None]
 
 
+def cached_attend(ops: Operations, projection: Projection, heads: Heads, seen: Span, kept: Any) -> tuple[Array, Any]:
+    """Attention over a cache to which the span's own keys and values are appended first; see `decoder.Attend`."""
+    return kept.append_attend(ops, projection, heads, seen.start, seen.count)
+
+
 def run_target(
-    config: DecoderConfig, params: DecoderParams, state: DecodeState, tokens: Int[Array, "B T"], start: Int[Array, " B"],
+    target: Target, params: DecoderParams, state: DecodeState, tokens: Int[Array, "B T"], span: Span,
     tap_layers: tuple[int, ...],
 ) -> decoder.Forward:  # fmt: skip
-    """Runs `tokens` at positions `start` onwards over the target's cache; the updated cache is in the result's `left`."""
-    positions = block_positions(start, tokens.shape[1])
+    """Runs `tokens` at positions `span.start` onwards over the target's cache; the updated cache is in the result's `kept`.
 
-    def attend_to(layer: int) -> Callable[[Array, Array, Array], tuple[Array, Any]]:
-        cached_k, cached_v = state.target_cache[layer]
-
-        def attend(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-            new_k = cache.write(cached_k, k.transpose(0, 2, 1, 3), start)
-            new_v = cache.write(cached_v, v.transpose(0, 2, 1, 3), start)
-            out = prefix_attention(q, new_k, new_v, positions + 1, beside=params.layers[layer].q)
-            return out, (new_k, new_v)
-
-        return attend
-
-    attends = [attend_to(layer) for layer in range(config.num_layers)]
-    return decoder.forward(config, params, tokens, positions, attends, tap_layers)
+    What comes of tokens behind the first `span.count` means nothing.
+    """
+    positions = block_positions(span.start, tokens.shape[1])
+    return decoder.forward(
+        target.config, target.ops, params, tokens, positions, cached_attend, span, state.target_cache, tap_layers,
+        target.schedule,
+    )  # fmt: skip
 
 
 def verify(
-    config: DecoderConfig, params: DecoderParams, state: DecodeState, block: Int[Array, "B T"], tap_layers: tuple[int, ...],
+    target: Target, params: DecoderParams, state: DecodeState, block: Int[Array, "B T"], tap_layers: tuple[int, ...],
     warp: Warp,
 ) -> Verified:  # fmt: skip
-    """Runs a block that begins with the known token through the target and draws the token after each slot."""
-    ran = run_target(config, params, state, block, state.known, tap_layers)
-    kept = replace(state, target_cache=ran.left)
+    """Runs a block that begins with the known token through the target and draws the token after each slot.
+
+    Slots behind the last position that the cache has write nothing: no token is settled there.
+    """
+    left = jnp.where(state.done, 0, state.tokens.shape[1] - state.known)
+    span = Span(state.known, jnp.minimum(left, block.shape[1]))
+    ran = run_target(target, params, state, block, span, tap_layers)
+    kept = replace(state, target_cache=ran.kept)
     if warp == "greedy":
-        return Verified(decoder.most_likely(config, params, ran.hidden), ran.taps, kept)
-    logits = decoder.logits(config, params, ran.hidden)
+        return Verified(decoder.most_likely(target.config, target.ops, params, ran.hidden, target.schedule), ran.taps, kept)
+    logits = decoder.logits(target.config, target.ops, params, ran.hidden, target.schedule)
     if warp == "penalised":
         logits = penalise(logits, state.sampling, state.tokens, state.known, block)
     after = block_positions(state.known + 1, block.shape[1])
@@ -120,15 +148,12 @@ def verify(
 
 
 def commit(
-    config: DecoderConfig, state: DecodeState, tokens: Int[Array, "B T"], accepted: Int[Array, " B"]
+    target: Target, state: DecodeState, tokens: Int[Array, "B T"], accepted: Int[Array, " B"]
 ) -> tuple[DecodeState, Int[Array, " B"]]:
-    """Settles the first `accepted + 1` of a round's tokens, fewer where the row ends before. Returns how many it settled.
-
-    All T tokens are written behind the known one; what is not settled is overwritten by the next round.
-    """
+    """Settles the first `accepted + 1` of a round's tokens, fewer where the row ends before. Returns how many it settled."""
     slot = jnp.arange(tokens.shape[1])[None]
     is_eos = jnp.zeros(tokens.shape, bool)
-    for eos in config.eos_token_ids:
+    for eos in target.config.eos_token_ids:
         is_eos = is_eos | (tokens == eos)
     is_eos = is_eos & ~state.ignore_eos[:, None] & (slot <= accepted[:, None])
     until_eos = jnp.where(jnp.any(is_eos, axis=1), jnp.argmax(is_eos, axis=1) + 1, accepted + 1)
@@ -136,9 +161,7 @@ def commit(
     settled = jnp.where(state.done, 0, settled)
     stopped = jnp.any(is_eos & (slot < settled[:, None]), axis=1)
     known = state.known + settled
-    written = state.tokens
-    for row in range(written.shape[0]):
-        written = jax.lax.dynamic_update_slice(written, tokens[row : row + 1], (row, state.known[row] + 1))
+    written = select.write(state.tokens, tokens, state.known + 1, settled)
     done = state.done | stopped | (known >= state.end - 1)
     return replace(state, tokens=written, known=known, done=done), settled
 
@@ -195,7 +218,3 @@ def run_steps(
         return state, jax.tree.map(put, infos, info), n + 1
 
     return jax.lax.while_loop(going, body, (state, none, jnp.int32(0)))
-
-
-def embed(params: DecoderParams, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
-    return params.embed[tokens]

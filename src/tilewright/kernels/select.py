@@ -1,22 +1,29 @@
 """The only dispatcher: which implementation of an operation runs.
 
-What a model's weights are decides: those that were packed for the CPU kernels bring these with them, for attention too.
+Language models take a bundle that `operations` makes once, when a model is loaded. The reductions of graph networks dispatch by
+the device that they run on.
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int, Int32
+from jaxtyping import Float, Int32
 
 from tilewright.kernels import native
+from tilewright.kernels.append import xla as append_xla
 from tilewright.kernels.attention import cpu as attention_cpu
 from tilewright.kernels.attention import pallas_tpu as attention_tpu
 from tilewright.kernels.attention import xla as attention_xla
+from tilewright.kernels.attention.xla import MASKED as MASKED
+from tilewright.kernels.attention.xla import attention as attention
+from tilewright.kernels.attention.xla import group_rows as group_rows
+from tilewright.kernels.attention.xla import ungroup_rows as ungroup_rows
 from tilewright.kernels.gather_reduce import cpu as gather_cpu
 from tilewright.kernels.gather_reduce import nki as gather_nki
 from tilewright.kernels.gather_reduce import pallas_tpu as gather_tpu
@@ -25,11 +32,11 @@ from tilewright.kernels.gather_reduce import xla as gather_xla
 from tilewright.kernels.gather_reduce.reference import Reduce
 from tilewright.kernels.head_argmax import pallas_tpu as head_tpu
 from tilewright.kernels.head_argmax import xla as head_xla
+from tilewright.kernels.heads import xla as heads_xla
 from tilewright.kernels.linear import cpu, xla
-from tilewright.kernels.linear.cpu import PackedMatrix, TrainedMatrix
+from tilewright.kernels.operations import Heads, Joined, Norm, Operations, Transposed
 from tilewright.kernels.rms_norm import cpu as norm_cpu
 from tilewright.kernels.rms_norm import reference as norm_reference
-from tilewright.kernels.rms_norm.cpu import KernelNorm
 from tilewright.kernels.scatter_add import nki as scatter_nki
 from tilewright.kernels.scatter_add import pallas_tpu as scatter_tpu
 from tilewright.kernels.scatter_add import xla as scatter_xla
@@ -41,72 +48,200 @@ IMPLEMENTATIONS = {
 """The modules of accelerators' kernels, for benchmarks, which count what these move on any machine."""
 
 Attended = tuple[Array, Array, Array]
-Matrix = Float[Array, "I O"] | PackedMatrix | TrainedMatrix
+Chip = Literal["cpu", "gpu", "tpu"]
+Kernels = Literal["auto", "xla"]
+Weights = Literal["auto", "int8"]
+Products = Literal["float32", "bfloat16"]
+
+argmax = head_xla.argmax
+write = append_xla.write
 
 
-def rms_norm(x: Float[Array, "*rows H"], weight: Float[Array, " H"] | KernelNorm, eps: float) -> Float[Array, "*rows H"]:
-    """Root-mean-square normalisation, computed in float32."""
-    if isinstance(weight, KernelNorm):
-        return norm_cpu.rms_norm(x, weight.weight, eps)
-    return norm_reference.rms_norm(x, weight, eps)  # XLA makes one loop of it
-
-
-def linear(x: Float[Array, "*rows I"], w: Matrix, out_dtype: DTypeLike | None = None) -> Float[Array, "*rows O"]:
-    """`x @ w`, in `out_dtype` or else in the dtype of `x`."""
-    if isinstance(w, PackedMatrix):
-        return cpu.linear(x, w, out_dtype)
-    return cpu.trained_linear(x, w.w, out_dtype) if isinstance(w, TrainedMatrix) else xla.linear(x, w, out_dtype)
-
-
-def prepared(w: Float[Array, "I O"], name: str = "weight") -> Matrix:
-    """A weight that `linear` will meet again and again: packed for the CPU kernels where they run."""
-    return cpu.pack(w, name=name) if jax.default_backend() == "cpu" and native.kernels().isa else w
-
-
-def gated_linear(x: Float[Array, "*rows I"], gate: Matrix, up: Matrix | None) -> Float[Array, "*rows O"]:
-    """`silu(x @ gate) * (x @ up)`. A packed gate holds both matrices, and `up` is None."""
-    if isinstance(gate, PackedMatrix):
-        return cpu.linear(x, gate)
-    assert up is not None, "gate and up are packed together or not at all"
-    return jax.nn.silu(linear(x, gate)) * linear(x, up)
-
-
-def head_argmax(
-    x: Float[Array, "*rows H"], head: Float[Array, "..."] | PackedMatrix, transposed: bool = False
-) -> Int32[Array, "*rows"]:
-    """The first index of the largest of `x @ head`, by float32 sums.
+@cache
+def operations(chip: Chip | None = None, weights: Weights = "auto", kernels: Kernels = "auto") -> Operations:
+    """The bundle that computes a model.
 
     Args:
-        transposed: the head is `[V, H]`, as an embedding lies in memory: a TPU then needs no copy of it. A packed one never is.
+        chip: that it will run on, which need not be here; by default what JAX runs on.
+        weights: "int8" keeps matrices in 8 bits with a scale for each output; "auto" keeps the dtype that they have.
+        kernels: "auto" takes this package's own kernels where they run, "xla" leaves everything to XLA.
+
+    Raises:
+        ValueError: one of them is none of these, or 8-bit weights are asked for where the CPU kernels do not run.
     """
-    if isinstance(head, PackedMatrix):
-        return cpu.linear_argmax(x, head)[0]
-    plain = partial(head_xla.head_argmax, transposed=transposed)
-    if not head_tpu.fits(x, head):
-        return plain(x, head)
-    return jax.lax.platform_dependent(x, head, tpu=partial(head_tpu.head_argmax, transposed=transposed), default=plain)
+    chip = cast(Chip, chip or jax.default_backend())
+    for name, value, known in (("chip", chip, Chip), ("weights", weights, Weights), ("kernels", kernels, Kernels)):
+        if value not in get_args(known):
+            raise ValueError(f"expected {name} to be one of {', '.join(get_args(known))}, found {value!r}")
+    isa = native.kernels().isa if (chip, kernels) == ("cpu", "auto") else None
+    if weights == "int8" and isa is None:
+        reasons = {"xla": "they are switched off", "auto": native.kernels().reason if chip == "cpu" else f"a {chip} has none"}
+        raise ValueError(f"8-bit weights need the CPU kernels: {reasons[kernels]}")
+    if isa is not None:
+        return cpu_operations(f"cpu {isa}", weights)
+    if chip == "tpu" and kernels == "auto":
+        return TPU
+    return PLAIN if chip != "cpu" else CPU_XLA
 
 
-def prefix_attention(
-    q: Float[Array, "B T N D"],
-    k: Float[Array, "B K S D"],
-    v: Float[Array, "B K S D"],
-    lengths: Int[Array, "B T"],
-    own: tuple[Array, Array] | None = None,
-    *,
-    beside: Matrix,
-) -> Float[Array, "B T N D"]:
-    """Attention of each query over the first `lengths` entries of a cache, and over all of `own`.
+@cache
+def training_operations(products: Products) -> Operations:
+    """The bundle for training, on weights as they are: products in float32 by XLA, or in bfloat16 by the CPU kernels.
 
-    Args:
-        beside: a weight of the same layer; where that is packed, the CPU kernel runs.
+    Raises:
+        ValueError: other products, or the CPU kernels do not run here.
     """
-    if isinstance(beside, PackedMatrix) and q.shape[3] % attention_cpu.HEAD_MULTIPLE == 0:
-        return attention_cpu.prefix_attention(q, k, v, lengths, own)
-    plain = attention_xla.prefix_attention
-    if not attention_tpu.fits(q, k, own):
-        return plain(q, k, v, lengths, own)
-    return jax.lax.platform_dependent(q, k, v, lengths, own, tpu=attention_tpu.prefix_attention, default=plain)
+    if products not in get_args(Products):
+        raise ValueError(f"expected products in {' or '.join(get_args(Products))}, found {products!r}")
+    if products == "float32":
+        return PLAIN
+    if native.kernels().isa is None:
+        raise ValueError(f"products in bfloat16 need the CPU kernels: {native.kernels().reason}")
+    return xla_operations("cpu training", product=cpu.trained_linear)
+
+
+def plain_head_argmax(x: Float[Array, "*rows H"], head: Any, norm: Norm | None = None) -> tuple[Array, Array]:
+    tied = isinstance(head, Transposed)
+    return head_xla.head_argmax(xla.normed(x, norm), head.w if tied else head, tied)
+
+
+def tpu_head_argmax(x: Float[Array, "*rows H"], head: Any, norm: Norm | None = None) -> tuple[Array, Array]:
+    tied, x = isinstance(head, Transposed), xla.normed(x, norm)
+    w = head.w if tied else head
+    return (head_tpu if head_tpu.fits(x, w) else head_xla).head_argmax(x, w, tied)
+
+
+def tpu_prefix_attention(q: Array, k: Array, v: Array, lengths: Array, own: tuple[Array, Array] | None = None) -> Array:
+    return (attention_tpu if attention_tpu.fits(q, k, own) else attention_xla).prefix_attention(q, k, v, lengths, own)
+
+
+def as_it_is(weight: Any, name: str) -> Any:
+    return weight
+
+
+def xla_operations(
+    name: str,
+    product: xla.Product = xla.product,
+    rotate: Callable[..., Array] = heads_xla.rotate_halves,
+    attend: Callable[..., Array] = attention_xla.prefix_attention,
+    head_argmax: Callable[..., tuple[Array, Array]] = plain_head_argmax,
+    own_head: bool = False,
+) -> Operations:
+    """Operations on weights as they are."""
+    heads = partial(heads_xla.heads, rotate=rotate)
+    return Operations(
+        name=name,
+        linear=partial(xla.linear, product=product),
+        gated_linear=partial(xla.gated_linear, product=product),
+        project=partial(xla.project, product=product),
+        heads=heads,
+        rms_norm=norm_reference.rms_norm,  # XLA makes one loop of it
+        prefix_attention=attend,
+        append=append_xla.append,
+        append_attend=partial(append_xla.append_attend, heads=heads, attend=attend),
+        head_argmax=head_argmax,
+        prepare_matrix=as_it_is,
+        prepare_joined=as_it_is,
+        restore=lambda w: w.w.T if isinstance(w, Transposed) else w,
+        own_head=own_head,
+    )
+
+
+PLAIN = xla_operations("xla")
+"""What XLA makes of plain `jnp`, on any chip: the path that every other bundle is held against."""
+
+CPU_XLA = xla_operations("xla", own_head=True)
+"""The same on a CPU, whose products read `[in, out]` up to twice as fast as the embedding transposed."""
+
+TPU = xla_operations("tpu", xla.tpu_product, heads_xla.rotate_by_product, tpu_prefix_attention, tpu_head_argmax)
+
+
+class Joint(NamedTuple):
+    """The products with several joined matrices, `[B, T, sum(parts)]`, side by side."""
+
+    array: Array
+    parts: tuple[int, ...]
+
+    def split(self) -> tuple[Array, ...]:
+        ends = tuple(accumulate(self.parts))
+        return tuple(self.array[..., end - size : end] for size, end in zip(self.parts, ends, strict=True))
+
+
+def attention_operands(projection: Joint, how: Heads) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the CPU kernels take for a projection, with queries or without: its heads, and their norms and rotation."""
+    *queries, key, _ = (size // how.head_dim for size in projection.parts)
+    norms = {name: None if norm is None else norm.weight for name, norm in (("q_norm", how.q_norm), ("k_norm", how.k_norm))}
+    eps = next((norm.eps for norm in (how.q_norm, how.k_norm) if norm is not None), 0.0)
+    cos, sin = how.rope
+    return (projection.array, sum(queries), key, how.head_dim), {**norms, "eps": eps, "cos": cos, "sin": sin}
+
+
+def cpu_heads(projection: Joint, how: Heads) -> tuple[Array | None, Array, Array]:
+    if how.head_dim % attention_cpu.HEAD_MULTIPLE:
+        return heads_xla.heads(projection.split(), how, norm=norm_cpu.rms_norm)
+    operands, options = attention_operands(projection, how)
+    q, k, v = attention_cpu.norm_rotate(*operands, **options)
+    return (q if q.shape[2] else None), k, v
+
+
+def cpu_prefix_attention(q: Array, k: Array, v: Array, lengths: Array, own: tuple[Array, Array] | None = None) -> Array:
+    run = attention_xla if q.shape[3] % attention_cpu.HEAD_MULTIPLE else attention_cpu
+    return run.prefix_attention(q, k, v, lengths, own)
+
+
+def cpu_append_attend(
+    projection: Joint, how: Heads, k: Array, v: Array, start: Array, count: Array
+) -> tuple[Array, Array, Array]:
+    if how.head_dim % attention_cpu.HEAD_MULTIPLE:
+        return append_xla.append_attend(projection, how, k, v, start, count, cpu_heads, cpu_prefix_attention)
+    operands, options = attention_operands(projection, how)
+    return attention_cpu.append_attend(*operands, **options, k_cache=k, v_cache=v, start=start, count=count)
+
+
+def before(norm: Norm | None) -> dict[str, Any]:
+    """A norm as the CPU kernels take it."""
+    return {} if norm is None else {"norm": norm.weight, "eps": norm.eps}
+
+
+def cpu_linear(
+    x: Array, w: Any, out_dtype: DTypeLike | None = None, norm: Norm | None = None, add: Array | None = None
+) -> Array:
+    return cpu.linear(x, w, out_dtype, **before(norm), add=add)
+
+
+def cpu_project(x: Array, joined: Any, norm: Norm | None = None, first: int = 0) -> Joint:
+    count = len(joined.parts)
+    return Joint(cpu.linear(x, joined, **before(norm), parts=(first, count)), joined.parts[first:])
+
+
+@cache
+def cpu_operations(name: str, weights: Weights) -> Operations:
+    """The kernels on a CPU's vector or tile unit, over weights that are packed once."""
+    kind = "int8" if weights == "int8" else None
+
+    def prepare_joined(joined: Joined, name: str) -> Any:
+        if not joined.gated:
+            return cpu.pack_joined(joined.parts, kind, name)
+        gate, up = joined.parts
+        return cpu.pack_gated(gate, up, kind, name)
+
+    return Operations(
+        name=name,
+        linear=cpu_linear,
+        gated_linear=lambda x, w, norm=None: cpu_linear(x, w, norm=norm),
+        project=cpu_project,
+        heads=cpu_heads,
+        rms_norm=norm_cpu.rms_norm,
+        prefix_attention=cpu_prefix_attention,
+        append=append_xla.append,
+        append_attend=cpu_append_attend,
+        head_argmax=lambda x, head, norm=None: cpu.linear_argmax(x, head, **before(norm)),
+        prepare_matrix=lambda w, name: cpu.pack(w, kind, name),
+        prepare_joined=prepare_joined,
+        restore=cpu.unpack,
+        prepares=True,
+        own_head=True,
+    )
 
 
 def gather_reduce(x: Array, sources: Array, degrees: Array, weights: Array | None = None, reduce: Reduce = "sum") -> Array:

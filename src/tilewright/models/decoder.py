@@ -1,13 +1,14 @@
 """Decoder language models: Qwen3 and Llama 3.
 
-A layer is two halves, attention and MLP, each of which maps the activations to its *partial sum*; a schedule adds them to the
-residual stream. What a query may see, and where keys and values are kept, is the business of the `attend` callback.
+A layer is four functions (see `stack.py`), and a schedule runs the layers. What a query may see, and where keys and values are
+kept, is the business of the `attend` callback; which implementation computes, that of the bundle of operations.
 
 Sources: Qwen3 technical report (arXiv 2505.09388) §2; Llama 3 (arXiv 2407.21783) §3.2; tensor names as in their checkpoints.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
 import jax
@@ -15,14 +16,13 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from tilewright.kernels.attention.xla import attention
-from tilewright.kernels.linear.cpu import Format, pack, pack_gated
-from tilewright.kernels.rms_norm.cpu import KernelNorm
-from tilewright.kernels.select import head_argmax, linear, rms_norm
+from tilewright.kernels import select
+from tilewright.kernels.operations import Heads, Joined, Norm, Operations, Projection, Transposed
 from tilewright.models import layers
 from tilewright.models.config import ConfigReader
-from tilewright.models.layers import Rope, RopeScaling
+from tilewright.models.layers import RopeScaling
 from tilewright.models.params import ArraySpec, matrix, norm_weight
+from tilewright.models.stack import SINGLE_DEVICE, Rows, Schedule, Stack
 
 Family = Literal["qwen3", "llama"]
 
@@ -120,15 +120,12 @@ class Layer:
     """One decoder layer. `q_norm` and `k_norm` are Qwen3's; a Llama layer has None there."""
 
     input_norm: Any
-    q: Any
-    k: Any
-    v: Any
+    qkv: Any
     o: Any
     q_norm: Any
     k_norm: Any
     post_attention_norm: Any
-    gate: Any
-    up: Any
+    gate_up: Any
     down: Any
 
 
@@ -143,23 +140,31 @@ class DecoderParams:
     head: Any
 
 
-def declare_layer(config: Any, prefix: str, qk_norm: bool) -> Layer:
-    """The arrays of one layer. `config` needs the sizes of `DecoderConfig`; a DFlash layer has the same arrays."""
+def declare_layer(config: Any, prefix: str, qk_norm: bool, inputs: int | None = None) -> Layer:
+    """The arrays of one layer. `config` needs the sizes of `DecoderConfig`; a DFlash layer has the same arrays.
+
+    Args:
+        inputs: of queries, keys and values, where that is not the hidden size.
+    """
     h, i, d = config.hidden_size, config.intermediate_size, config.head_dim
     query, key = config.num_heads * d, config.num_kv_heads * d
     attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     out_scale = 0.02 / (2 * config.num_layers) ** 0.5
+    qkv = (("q", query, "heads"), ("k", key, "kv_heads"), ("v", key, "kv_heads"))
+
+    def projection(name: str, size: int, axis: str) -> ArraySpec:
+        return matrix(f"{attn}.{name}_proj.weight", inputs or h, size, ("hidden", axis), units=(1, d))
+
     return Layer(
         input_norm=norm_weight(f"{prefix}.input_layernorm.weight", h),
-        q=matrix(f"{attn}.q_proj.weight", h, query, ("hidden", "heads"), units=(1, d)),
-        k=matrix(f"{attn}.k_proj.weight", h, key, ("hidden", "kv_heads"), units=(1, d)),
-        v=matrix(f"{attn}.v_proj.weight", h, key, ("hidden", "kv_heads"), units=(1, d)),
+        qkv=Joined(tuple(projection(*one) for one in qkv)),
         o=matrix(f"{attn}.o_proj.weight", query, h, ("heads", "hidden"), out_scale, units=(d, 1)),
         q_norm=norm_weight(f"{attn}.q_norm.weight", d, "head") if qk_norm else None,
         k_norm=norm_weight(f"{attn}.k_norm.weight", d, "head") if qk_norm else None,
         post_attention_norm=norm_weight(f"{prefix}.post_attention_layernorm.weight", h),
-        gate=matrix(f"{mlp}.gate_proj.weight", h, i, ("hidden", "mlp")),
-        up=matrix(f"{mlp}.up_proj.weight", h, i, ("hidden", "mlp")),
+        gate_up=Joined(
+            tuple(matrix(f"{mlp}.{name}_proj.weight", h, i, ("hidden", "mlp")) for name in ("gate", "up")), gated=True
+        ),
         down=matrix(f"{mlp}.down_proj.weight", i, h, ("mlp", "hidden"), out_scale),
     )
 
@@ -167,67 +172,60 @@ def declare_layer(config: Any, prefix: str, qk_norm: bool) -> Layer:
 def declare(config: DecoderConfig) -> DecoderParams:
     """The model's arrays, each declared once (see `params.ArraySpec`)."""
     v, h = config.vocab_size, config.hidden_size
-    head = None if config.tie_word_embeddings else matrix("lm_head.weight", h, v, ("hidden", "vocab"))
+    head = None if config.tie_word_embeddings else matrix("lm_head.weight", h, v, ("hidden", "vocab"), kind="head")
     return DecoderParams(
-        embed=ArraySpec("model.embed_tokens.weight", (v, h), ("vocab", "hidden")),
+        embed=ArraySpec("model.embed_tokens.weight", (v, h), ("vocab", "hidden"), "embedding"),
         layers=tuple(declare_layer(config, f"model.layers.{n}", config.family == "qwen3") for n in range(config.num_layers)),
         norm=norm_weight("model.norm.weight", h),
         head=head,
     )
 
 
-class Attend(NamedTuple):
-    """What an attention half needs to know of its surroundings.
-
-    `attend(q, k, v)` takes this layer's queries `[B, T, N, D]` and new keys and values `[B, T, K, D]`, all rotated, and
-    returns the attended values `[B, T, N, D]` and what the layer leaves behind (its updated cache, say).
-    """
-
-    rope: Rope
-    attend: Callable[[Array, Array, Array], tuple[Array, Any]]
+def prepare(config: DecoderConfig, ops: Operations, params: DecoderParams) -> DecoderParams:
+    """Parameters as the operations want them; a tied model gets a head of its own where these say so."""
+    if params.head is None and ops.own_head:
+        config, params = replace(config, tie_word_embeddings=False), replace(params, head=params.embed.T)
+    return ops.prepare(declare(config), params)
 
 
-def split_heads(x: Float[Array, "B T _"], head_dim: int) -> Float[Array, "B T N {head_dim}"]:
-    # Without the barrier XLA lets the projection write its heads apart, for which a TPU first transposes the whole weight.
-    return jax.lax.optimization_barrier(x).reshape(*x.shape[:2], -1, head_dim)
+Attend = Callable[[Operations, Projection, Heads, Any, Any], tuple[Array, Any]]
+"""`attend(ops, projection, heads, seen, kept) -> (out [B, T, N * D], kept)`: what the queries of a layer see.
+
+`seen` is that of `stack.Rows`; `kept` is what the layer keeps, its cache for example.
+"""
 
 
-def project_keys(config: Any, layer: Layer, h: Float[Array, "B T H"], rope: Rope) -> tuple[Array, Array]:
-    """Keys (normalised where the family does, rotated) and values of `h`, each `[B, T, K, D]`."""
-    k = split_heads(linear(h, layer.k), config.head_dim)
-    if layer.k_norm is not None:
-        k = rms_norm(k, layer.k_norm, config.rms_norm_eps)
-    return layers.rotate(k, rope), split_heads(linear(h, layer.v), config.head_dim)
+def head_norms(config: Any, layer: Layer, rope: layers.Rope) -> Heads:
+    """How a layer's projections become heads."""
+    q_norm, k_norm = (None if w is None else Norm(w, config.rms_norm_eps) for w in (layer.q_norm, layer.k_norm))
+    return Heads(config.head_dim, q_norm, k_norm, rope)
 
 
-def attention_half(config: Any, layer: Layer, x: Float[Array, "B T H"], around: Attend) -> tuple[Array, Any]:
-    """The attention half of a layer: its partial sum `[B, T, H]`, and what `attend` leaves behind."""
-    h = rms_norm(x, layer.input_norm, config.rms_norm_eps)
-    q = split_heads(linear(h, layer.q), config.head_dim)
-    if layer.q_norm is not None:
-        q = rms_norm(q, layer.q_norm, config.rms_norm_eps)
-    k, v = project_keys(config, layer, h, around.rope)
-    out, left = around.attend(layers.rotate(q, around.rope), k, v)
-    return linear(out.reshape(*x.shape[:2], -1), layer.o), left
+def output(
+    ops: Operations, layer: Layer, out: Float[Array, "B T _"], add: Float[Array, "B T H"] | None = None
+) -> Float[Array, "B T H"]:
+    """The attention half's partial sum, on top of `add` if that is given."""
+    return ops.linear(out, layer.o, add=add)
 
 
-def mlp_half(config: Any, layer: Layer, x: Float[Array, "B T H"]) -> Float[Array, "B T H"]:
-    """The MLP half of a layer: its partial sum."""
-    h = rms_norm(x, layer.post_attention_norm, config.rms_norm_eps)
-    return layers.swiglu(h, layer.gate, layer.up, layer.down)
+def mlp(
+    config: Any, ops: Operations, layer: Layer, x: Float[Array, "B T H"], add: Float[Array, "B T H"] | None = None
+) -> Float[Array, "B T H"]:
+    """The MLP half's partial sum, on top of `add` if that is given."""
+    inner = ops.gated_linear(x, layer.gate_up, Norm(layer.post_attention_norm, config.rms_norm_eps))
+    return ops.linear(inner, layer.down, add=add)
 
 
-Schedule = Callable[[Array, Callable[[Array], tuple[Array, Any]], Callable[[Array], Array]], tuple[Array, Any]]
-"""`schedule(x, attention, mlp) -> (x, left)`: how a layer's halves and their collectives interleave."""
+def stack_of(config: Any, ops: Operations, of: tuple[Layer, ...], attend: Attend) -> Stack:
+    """Layers in their parts. `config` is that of a decoder, or of a drafter with layers like a decoder's."""
 
+    def project(ops: Operations, layer: Layer, x: Float[Array, "B T H"]) -> Projection:
+        return ops.project(x, layer.qkv, Norm(layer.input_norm, config.rms_norm_eps))
 
-def single_device(
-    x: Float[Array, "B T H"], attention: Callable[[Array], tuple[Array, Any]], mlp: Callable[[Array], Array]
-) -> tuple[Array, Any]:
-    """The schedule without collectives: a shard's partial sum is the whole sum."""
-    partial, left = attention(x)
-    x = x + partial
-    return x + mlp(x), left
+    def attended(ops: Operations, layer: Layer, projection: Projection, rows: Rows, kept: Any) -> tuple[Array, Any]:
+        return attend(ops, projection, head_norms(config, layer, rows.rope), rows.seen, kept)
+
+    return Stack(ops, of, project, attended, output, partial(mlp, config))
 
 
 class Forward(NamedTuple):
@@ -236,106 +234,81 @@ class Forward(NamedTuple):
     Attributes:
         hidden: the residual stream after the last layer, before the final norm, `[B, T, H]`.
         taps: the residual stream *after* each tapped layer, in the order asked for.
-        left: what each layer's `attend` left behind.
+        kept: what each layer keeps.
     """
 
     hidden: Array
     taps: tuple[Array, ...]
-    left: tuple[Any, ...]
+    kept: tuple[Any, ...]
 
 
 def forward(
     config: DecoderConfig,
+    ops: Operations,
     params: DecoderParams,
     tokens: Int[Array, "B T"],
     positions: Int[Array, "B T"],
-    attends: Sequence[Callable[[Array, Array, Array], tuple[Array, Any]]],
+    attend: Attend,
+    seen: Any = None,
+    kept: tuple[Any, ...] | None = None,
     tap_layers: tuple[int, ...] = (),
-    schedule: Schedule = single_device,
+    schedule: Schedule = SINGLE_DEVICE,
 ) -> Forward:
-    """Runs the layers over `tokens` at `positions`; `attends` has one callback for each layer."""
-    rope = layers.rope_tables(positions, config.rope_frequencies)
-    x = params.embed[tokens]
-    after, left = [], []
-    for layer, attend in zip(params.layers, attends, strict=True):
-        around = Attend(rope, attend)
+    """Runs the layers over `tokens` at `positions`.
 
-        def attention(x: Array, layer: Layer = layer, around: Attend = around) -> tuple[Array, Any]:
-            return attention_half(config, layer, x, around)
-
-        def mlp(x: Array, layer: Layer = layer) -> Array:
-            return mlp_half(config, layer, x)
-
-        x, rest = schedule(x, attention, mlp)
-        after.append(x)
-        left.append(rest)
-    return Forward(x, tuple(after[i] for i in tap_layers), tuple(left))
-
-
-def pack_layer(layer: Layer, kind: Format | None = None, name: str = "layer") -> Layer:
-    """The layer with its matrices as the CPU kernel wants them, in `kind` or else as they are; gate holds both gate and up."""
-    packed = {each: pack(getattr(layer, each), kind, f"{name}.{each}") for each in ("q", "k", "v", "o", "down")}
-    norms = ("input_norm", "q_norm", "k_norm", "post_attention_norm")
-    packed |= {each: KernelNorm(getattr(layer, each)) for each in norms if getattr(layer, each) is not None}
-    return replace(layer, **packed, gate=pack_gated(layer.gate, layer.up, kind, f"{name}.gate and .up"), up=None)
-
-
-def pack_decoder(params: DecoderParams, kind: Format | None = None) -> DecoderParams:
-    """The model with its matrices in the layout of the CPU kernel; the head apart from the embedding, which stays as it is.
-
-    Raises:
-        ValueError: a weight, which it names, is no matrix of floats.
+    Args:
+        seen, kept: what `attend` reads of each row, and what each layer keeps; by default nothing.
     """
-    head = pack(output_head(params), kind, "head")
-    layers = tuple(pack_layer(layer, kind, f"layers.{n}") for n, layer in enumerate(params.layers))
-    return replace(params, head=head, layers=layers, norm=KernelNorm(params.norm))
-
-
-def untie_head(params: DecoderParams) -> DecoderParams:
-    """Gives a tied model a head of its own, `[hidden, vocab]`, which XLA's CPU products read up to twice as fast.
-
-    Costs the embedding's memory once more.
-    """
-    return params if params.head is not None else replace(params, head=params.embed.T)
+    rows = Rows(layers.rope_tables(positions, config.rope_frequencies), seen)
+    stack = stack_of(config, ops, params.layers, attend)
+    before = (None,) * config.num_layers if kept is None else kept
+    hidden, taps, after = schedule.run(stack, schedule.embed(params.embed, tokens), rows, before, tap_layers)
+    return Forward(hidden, taps, after)
 
 
 def output_head(params: DecoderParams) -> Any:
-    """The output head, `[hidden, vocab]`; of a tied model the embedding, transposed."""
-    return params.embed.T if params.head is None else params.head
+    """The output head, `[hidden, vocab]`; of a tied model the embedding, to be read as its transpose."""
+    return Transposed(params.embed) if params.head is None else params.head
 
 
-def project_head(params: DecoderParams, x: Float[Array, "*rows H"]) -> Float[Array, "*rows V"]:
-    """The output head alone, on states that are already normalised. Logits are float32 sums, not rounded to its dtype."""
-    return linear(x, output_head(params), jnp.float32)
+def logits(
+    config: DecoderConfig,
+    ops: Operations,
+    params: DecoderParams,
+    hidden: Float[Array, "*rows H"],
+    schedule: Schedule = SINGLE_DEVICE,
+) -> Float[Array, "*rows V"]:
+    """Final norm and output head; float32 sums whatever the model's dtype."""
+    return schedule.logits(ops, hidden, output_head(params), Norm(params.norm, config.rms_norm_eps))
 
 
-def logits(config: DecoderConfig, params: DecoderParams, hidden: Float[Array, "*rows H"]) -> Float[Array, "*rows V"]:
-    """Final norm and output head; float32 whatever the model's dtype."""
-    return project_head(params, rms_norm(hidden, params.norm, config.rms_norm_eps))
-
-
-def most_likely(config: DecoderConfig, params: DecoderParams, hidden: Float[Array, "*rows H"]) -> Int[Array, "*rows"]:
+def most_likely(
+    config: DecoderConfig,
+    ops: Operations,
+    params: DecoderParams,
+    hidden: Float[Array, "*rows H"],
+    schedule: Schedule = SINGLE_DEVICE,
+) -> Int[Array, "*rows"]:
     """The token with the largest of `logits`, without these."""
-    return choose(params, rms_norm(hidden, params.norm, config.rms_norm_eps))
+    return schedule.head_argmax(ops, hidden, output_head(params), Norm(params.norm, config.rms_norm_eps))
 
 
-def choose(params: DecoderParams, x: Float[Array, "*rows H"]) -> Int[Array, "*rows"]:
-    """The most likely token of states that are already normalised."""
-    if params.head is None:
-        return head_argmax(x, params.embed, transposed=True)
-    return head_argmax(x, params.head)
-
-
-def causal_attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
+def causal_attend(ops: Operations, projection: Projection, heads: Heads, seen: Any, kept: Any) -> tuple[Array, None]:
     """Plain causal self-attention over a whole sequence: for training, and as the reference of every cached path."""
+    q, k, v = ops.heads(projection, heads)
     t = q.shape[1]
-    mask = jnp.tril(jnp.ones((1, t, t), bool))
-    return attention(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), mask), None
+    out = select.attention(q, k, v, jnp.tril(jnp.ones((1, t, t), bool)))
+    return out.reshape(*q.shape[:2], -1), None
 
 
 def forward_full(
-    config: DecoderConfig, params: DecoderParams, tokens: Int[Array, "B T"], tap_layers: tuple[int, ...] = ()
+    config: DecoderConfig,
+    ops: Operations,
+    params: DecoderParams,
+    tokens: Int[Array, "B T"],
+    tap_layers: tuple[int, ...] = (),
+    schedule: Schedule = SINGLE_DEVICE,
 ) -> Forward:
     """A whole sequence from position 0, without a cache."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return forward(config, params, tokens, positions, [causal_attend] * config.num_layers, tap_layers)
+    return forward(config, ops, params, tokens, positions, causal_attend, tap_layers=tap_layers, schedule=schedule)

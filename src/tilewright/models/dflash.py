@@ -7,7 +7,7 @@ through the target's output head.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,30 +15,16 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from tilewright.kernels.linear.cpu import Format, pack
-from tilewright.kernels.select import linear, prefix_attention, rms_norm
+from tilewright.kernels.operations import Heads, Norm, Operations, Projection
 from tilewright.models import layers
 from tilewright.models.config import ConfigReader
-from tilewright.models.decoder import (
-    Attend,
-    DecoderConfig,
-    Layer,
-    attention_half,
-    declare_layer,
-    mlp_half,
-    pack_layer,
-    project_keys,
-    single_device,
-)
+from tilewright.models.decoder import Attend, DecoderConfig, Layer, declare_layer, head_norms, stack_of
 from tilewright.models.params import matrix, norm_weight
-
-ContextKV = tuple[tuple[Array, Array], ...]
-"""For each drafter layer the keys and values `[B, K, S, D]` of the context."""
-
+from tilewright.models.stack import SINGLE_DEVICE, Rows
 
 DFLASH_FIELDS = (
     "target_layer_ids mask_token_id block_size num_target_layers is_causal layer_types sliding_window use_sliding_window "
-    "input_embedding_scale output_multiplier final_logit_softcapping sample_from_anchor"
+    "input_embedding_scale output_multiplier final_logit_softcapping sample_from_anchor last_tap_before_norm"
 ).split()
 """What `dflash_config` may hold; not all values of all of them are supported."""
 
@@ -51,6 +37,8 @@ class DFlashConfig:
         block_size: counts the known token.
         target_layer_ids: the tapped layers, from 0.
         input_embedding_scale: what the block's embeddings are multiplied by.
+        last_tap_before_norm: what follows the target's last layer is read before the target's final norm, as the published MLX
+            code does; the PyTorch code reads it after (`hidden_states[-1]` of transformers). A field of our own.
     """
 
     vocab_size: int
@@ -67,6 +55,7 @@ class DFlashConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 1e6
     input_embedding_scale: float = 1.0
+    last_tap_before_norm: bool = False
 
     @property
     def rope_frequencies(self) -> list[float]:
@@ -104,8 +93,11 @@ def _refuse_unsupported(read: ConfigReader, inner: Mapping[str, Any]) -> None:
         read.number("final_logit_softcapping", default=1.0)
 
 
-def config_from_hf(fields: Mapping[str, Any], where: str = "config.json") -> DFlashConfig:
+def config_from_hf(fields: Mapping[str, Any], where: str = "config.json", num_target_layers: int | None = None) -> DFlashConfig:
     """Reads a drafter's `config.json`. What is DFlash's own may stand at the top or inside `dflash_config`.
+
+    Args:
+        num_target_layers: of the target, for a configuration that does not say, as the newest published ones.
 
     Raises:
         ValueError: one message that lists everything missing or unsupported.
@@ -126,14 +118,15 @@ def config_from_hf(fields: Mapping[str, Any], where: str = "config.json") -> DFl
         num_layers=read.integer("num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=read.integer("num_key_value_heads", default=heads),
-        head_dim=read.integer("head_dim", default=hidden // max(heads, 1)),
+        head_dim=read.integer("head_dim", default=128),  # as the published code's Qwen3 layers have
         block_size=read.integer("block_size"),
         mask_token_id=mask[0] if mask else 0,
         target_layer_ids=taps,
-        num_target_layers=read.integer("num_target_layers"),
+        num_target_layers=read.integer("num_target_layers", default=num_target_layers),
         rms_norm_eps=read.number("rms_norm_eps", default=1e-6),
         rope_theta=theta,
         input_embedding_scale=read.number("input_embedding_scale", default=1.0),
+        last_tap_before_norm=read.flag("last_tap_before_norm", default=False),
     )
     read.require(scaling is None, "rope_scaling is not supported in a drafter")
     read.require(len(taps) > 0, "target_layer_ids is missing (expected in dflash_config)")
@@ -150,7 +143,8 @@ def config_to_hf(config: DFlashConfig) -> dict[str, Any]:
         "model_type": "qwen3",
         "block_size": config.block_size,
         "dflash_config": {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
-        | ({} if config.input_embedding_scale == 1 else {"input_embedding_scale": config.input_embedding_scale}),
+        | ({} if config.input_embedding_scale == 1 else {"input_embedding_scale": config.input_embedding_scale})
+        | ({"last_tap_before_norm": True} if config.last_tap_before_norm else {}),
         "num_target_layers": config.num_target_layers,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -211,60 +205,70 @@ def declare(config: DFlashConfig) -> DFlashParams:
     )
 
 
-def pack_drafter(params: DFlashParams, kind: Format | None = None) -> DFlashParams:
-    """The drafter with its matrices in the layout of the CPU kernel, in `kind` or else as they are."""
-    layers = tuple(pack_layer(layer, kind, f"layers.{n}") for n, layer in enumerate(params.layers))
-    return replace(params, fc=pack(params.fc, kind, "fc"), layers=layers)
+def normal_taps(
+    config: DFlashConfig, ops: Operations, taps: Sequence[Float[Array, "B T H"]], target_norm: Norm
+) -> tuple[Float[Array, "B T H"], ...]:
+    """The taps as a drafter reads them: what follows the target's last layer, after the target's final norm.
+
+    See `DFlashConfig.last_tap_before_norm`.
+    """
+    last = None if config.last_tap_before_norm else config.num_target_layers - 1
+    pairs = zip(config.target_layer_ids, taps, strict=True)
+    return tuple(ops.rms_norm(tap, *target_norm) if layer == last else tap for layer, tap in pairs)
 
 
 def context_features(
-    config: DFlashConfig, params: DFlashParams, taps: Sequence[Float[Array, "B T H"]]
+    config: DFlashConfig, ops: Operations, params: DFlashParams, taps: Sequence[Float[Array, "B T H"]]
 ) -> Float[Array, "B T H"]:
-    """One feature for each position, from the target's hidden states after the tapped layers."""
-    return rms_norm(linear(jnp.concatenate(taps, axis=-1), params.fc), params.hidden_norm, config.rms_norm_eps)
+    """One feature for each position, from the target's hidden states after the tapped layers (see `normal_taps`)."""
+    return ops.rms_norm(ops.linear(jnp.concatenate(taps, axis=-1), params.fc), params.hidden_norm, config.rms_norm_eps)
 
 
 def context_kv(
-    config: DFlashConfig, params: DFlashParams, features: Float[Array, "B T H"], positions: Int[Array, "B T"]
-) -> ContextKV:
+    config: DFlashConfig,
+    ops: Operations,
+    params: DFlashParams,
+    features: Float[Array, "B T H"],
+    positions: Int[Array, "B T"],
+) -> tuple[tuple[Float[Array, "B K T D"], Float[Array, "B K T D"]], ...]:
     """Keys and values of the context for every layer: a pure function of each feature and its position, so cached for good.
 
     The features do not pass through the layers' input norms.
     """
     rope = layers.rope_tables(positions, config.rope_frequencies)
-    pairs = (project_keys(config, layer, features, rope) for layer in params.layers)
-    return tuple((k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)) for k, v in pairs)
+
+    def of_layer(layer: Layer) -> tuple[Array, Array]:
+        _, k, v = ops.heads(ops.project(features, layer.qkv, first=1), head_norms(config, layer, rope))
+        return k, v
+
+    return tuple(of_layer(layer) for layer in params.layers)
 
 
-def draft_hidden(
+def run_block(
     config: DFlashConfig,
+    ops: Operations,
     params: DFlashParams,
     embedded: Float[Array, "B T H"],
     positions: Int[Array, "B T"],
-    context: ContextKV,
-    visible: Int[Array, " B"],
+    context: tuple[Any, ...],
+    attend: Attend,
+    seen: Any,
 ) -> Float[Array, "B T H"]:
-    """Runs the block over its context; the result is normalised, ready for the target's output head.
+    """Runs blocks through all layers; the result is normalised, ready for the target's output head.
 
     Args:
         embedded: the target's embeddings of the known token and the mask tokens.
-        visible: how many of the context's entries, from the first, the block sees.
+        context: that of each layer, the `kept` of `attend`.
+        attend, seen: what a block sees of it; see `decoder.Attend`.
     """
-    rope = layers.rope_tables(positions, config.rope_frequencies)
-    lengths = jnp.broadcast_to(visible[:, None], positions.shape)
+    rows = Rows(layers.rope_tables(positions, config.rope_frequencies), seen)
     x = embedded * config.input_embedding_scale
-    for layer, cached in zip(params.layers, context, strict=True):
-
-        def attend(
-            q: Array, k: Array, v: Array, cached: tuple[Array, Array] = cached, beside: Any = layer.q
-        ) -> tuple[Array, None]:
-            block = (k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
-            return prefix_attention(q, *cached, lengths, block, beside=beside), None
-
-        x = run_layer(config, layer, x, Attend(rope, attend))
-    return rms_norm(x, params.norm, config.rms_norm_eps)
+    x, _, _ = SINGLE_DEVICE.run(stack_of(config, ops, params.layers, attend), x, rows, context, ())
+    return ops.rms_norm(x, params.norm, config.rms_norm_eps)
 
 
-def run_layer(config: DFlashConfig, layer: Layer, x: Float[Array, "B T H"], around: Attend) -> Float[Array, "B T H"]:
-    """One drafter layer: a Qwen3 layer whose surroundings decide what the block sees."""
-    return single_device(x, lambda h: attention_half(config, layer, h, around), lambda h: mlp_half(config, layer, h))[0]
+def attend_context(ops: Operations, projection: Projection, heads: Heads, seen: Array, kept: Any) -> tuple[Array, Any]:
+    """Attention of a block over its context, the first `seen` `[B]` entries of a cache, and over all of itself."""
+    q, k, v = ops.heads(projection, heads)
+    lengths = jnp.broadcast_to(seen[:, None], q.shape[:2])
+    return kept.attend(ops, q, lengths, (k, v)).reshape(*q.shape[:2], -1), kept

@@ -22,12 +22,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 from rich.console import Console
 
-from tilewright.kernels.linear.cpu import Format, pack
-from tilewright.kernels.select import linear, rms_norm
+from tilewright.kernels.operations import Heads, Norm, Operations, Projection
 from tilewright.models import layers
 from tilewright.models.checkpoint import CONFIG, load_params, load_stored, read_config, read_headers, save_params, weight_files
 from tilewright.models.config import ConfigReader
-from tilewright.models.decoder import DecoderConfig, Layer, declare_layer, mlp_half, pack_layer, project_keys, split_heads
+from tilewright.models.decoder import DecoderConfig, Layer, declare_layer, head_norms, mlp, output
 from tilewright.models.layers import RopeScaling
 from tilewright.models.params import ArraySpec, matrix, norm_weight
 
@@ -238,21 +237,16 @@ class Eagle3Params:
 
 def declare(config: Eagle3Config) -> Eagle3Params:
     """The drafter's arrays under their checkpoint names, without the `model.` prefix that some files carry."""
-    h, d = config.hidden_size, config.head_dim
-    query, key, attn = config.num_heads * d, config.num_kv_heads * d, "midlayer.self_attn"
-    layer = replace(
-        declare_layer(config, "midlayer", qk_norm=False),
-        q=matrix(f"{attn}.q_proj.weight", 2 * h, query, ("hidden", "heads"), units=(1, d)),
-        k=matrix(f"{attn}.k_proj.weight", 2 * h, key, ("hidden", "kv_heads"), units=(1, d)),
-        v=matrix(f"{attn}.v_proj.weight", 2 * h, key, ("hidden", "kv_heads"), units=(1, d)),
-    )
-    embed = ArraySpec("embed_tokens.weight", (config.vocab_size, h), ("vocab", "hidden")) if config.own_embedding else None
+    h = config.hidden_size
+    embed = None
+    if config.own_embedding:
+        embed = ArraySpec("embed_tokens.weight", (config.vocab_size, h), ("vocab", "hidden"), "embedding")
     return Eagle3Params(
         fc=matrix("fc.weight", len(config.target_layer_ids) * config.target_hidden_size, h, ("taps", "hidden")),
         hidden_norm=norm_weight("midlayer.hidden_norm.weight", h),
-        layer=layer,
+        layer=declare_layer(config, "midlayer", qk_norm=False, inputs=2 * h),
         norm=norm_weight("norm.weight", h),
-        head=matrix("lm_head.weight", h, config.draft_vocab_size, ("hidden", "vocab")),
+        head=matrix("lm_head.weight", h, config.draft_vocab_size, ("hidden", "vocab"), kind="head"),
         embed=embed,
     )
 
@@ -318,27 +312,29 @@ def maps_from_target_ids(ids: np.ndarray, vocab_size: int) -> dict[str, np.ndarr
     return {"d2t": ids.astype(np.int64) - np.arange(len(ids)), "t2d": np.isin(np.arange(vocab_size), ids)}
 
 
-def pack_eagle3(params: Eagle3Params, kind: Format | None = None) -> Eagle3Params:
-    """The drafter with its matrices in the layout of the CPU kernel, in `kind` or else as they are."""
-    layer, head = pack_layer(params.layer, kind, "midlayer"), pack(params.head, kind, "lm_head")
-    return replace(params, fc=pack(params.fc, kind, "fc"), layer=layer, head=head)
+def prepare(config: Eagle3Config, ops: Operations, params: Eagle3Params) -> Eagle3Params:
+    """Parameters as the operations want them; the ids, which no declaration names, as they are."""
+    return replace(ops.prepare(declare(config), replace(params, target_ids=None)), target_ids=params.target_ids)
 
 
-def fuse(config: Eagle3Config, params: Eagle3Params, taps: Sequence[Float[Array, "B T G"]]) -> Float[Array, "B T H"]:
+def fuse(
+    config: Eagle3Config, ops: Operations, params: Eagle3Params, taps: Sequence[Float[Array, "B T G"]]
+) -> Float[Array, "B T H"]:
     """One feature for each position, from the target's hidden states after the tapped layers."""
-    return linear(jnp.concatenate(taps, axis=-1), params.fc)
+    return ops.linear(jnp.concatenate(taps, axis=-1), params.fc)
 
 
 def pair(
-    config: Eagle3Config, params: Eagle3Params, h: Float[Array, "B T H"], embeds: Float[Array, "B T H"]
+    config: Eagle3Config, ops: Operations, params: Eagle3Params, h: Float[Array, "B T H"], embeds: Float[Array, "B T H"]
 ) -> Float[Array, "B T H2"]:
     """What the projections of the layer read: the normalised embedding, then the normalised state."""
-    embedded = rms_norm(embeds, params.layer.input_norm, config.rms_norm_eps)
-    return jnp.concatenate([embedded, rms_norm(h, params.hidden_norm, config.rms_norm_eps)], axis=-1)
+    embedded = ops.rms_norm(embeds, params.layer.input_norm, config.rms_norm_eps)
+    return jnp.concatenate([embedded, ops.rms_norm(h, params.hidden_norm, config.rms_norm_eps)], axis=-1)
 
 
 def keys(
     config: Eagle3Config,
+    ops: Operations,
     params: Eagle3Params,
     h: Float[Array, "B T H"],
     embeds: Float[Array, "B T H"],
@@ -351,41 +347,40 @@ def keys(
         embeds: the embedding of the token *after* each position.
         positions: those of the features.
     """
-    k, v = project_keys(
-        config, params.layer, pair(config, params, h, embeds), layers.rope_tables(positions, config.rope_frequencies)
-    )
-    return k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    heads = head_norms(config, params.layer, layers.rope_tables(positions, config.rope_frequencies))
+    _, k, v = ops.heads(ops.project(pair(config, ops, params, h, embeds), params.layer.qkv, first=1), heads)
+    return k, v
 
 
 def step(
     config: Eagle3Config,
+    ops: Operations,
     params: Eagle3Params,
     h: Float[Array, "B T H"],
     embeds: Float[Array, "B T H"],
     positions: Int[Array, "B T"],
-    attend: Callable[[Array, Array, Array], tuple[Array, Any]],
-) -> tuple[Float[Array, "B T H"], Any]:
-    """Runs the layer over pairs (see `keys`); `attend` is that of `decoder.Attend` and decides what each pair sees.
+    attend: Callable[[Projection, Heads], Float[Array, "B T _"]],
+) -> Float[Array, "B T H"]:
+    """Runs the layer over pairs (see `keys`); `attend` decides what each pair sees.
 
     Returns:
-        the output before the final norm, which `draft_logits` reads and the next step of a chain takes as its `h`; and what
-        `attend` leaves behind.
+        the output before the final norm, which `draft_logits` reads and the next step of a chain takes as its `h`.
     """
-    rope = layers.rope_tables(positions, config.rope_frequencies)
-    both = pair(config, params, h, embeds)
-    k, v = project_keys(config, params.layer, both, rope)
-    q = layers.rotate(split_heads(linear(both, params.layer.q), config.head_dim), rope)
-    seen, left = attend(q, k, v)
+    layer = params.layer
+    both = pair(config, ops, params, h, embeds)
+    heads = head_norms(config, layer, layers.rope_tables(positions, config.rope_frequencies))
     residual = both[..., config.hidden_size :] if config.norm_before_residual else h
-    x = residual + linear(seen.reshape(*h.shape[:2], -1), params.layer.o)
-    return x + mlp_half(config, params.layer, x), left
+    x = output(ops, layer, attend(ops.project(both, layer.qkv), heads), residual)
+    return mlp(config, ops, layer, x, x)
 
 
-def draft_logits(config: Eagle3Config, params: Eagle3Params, hidden: Float[Array, "*rows H"]) -> Float[Array, "*rows W"]:
+def draft_logits(
+    config: Eagle3Config, ops: Operations, params: Eagle3Params, hidden: Float[Array, "*rows H"]
+) -> Float[Array, "*rows W"]:
     """Final norm and the drafter's own head, over the draft vocabulary; float32 whatever the drafter's dtype."""
-    return linear(rms_norm(hidden, params.norm, config.rms_norm_eps), params.head, jnp.float32)
+    return ops.linear(hidden, params.head, jnp.float32, Norm(params.norm, config.rms_norm_eps))
 
 
-def to_target(params: Eagle3Params, draft_ids: Int[Array, "*rows"]) -> Int[Array, "*rows"]:
-    """The target's ids of draft ids."""
-    return params.target_ids[draft_ids]
+def choose(config: Eagle3Config, ops: Operations, params: Eagle3Params, h: Float[Array, "*rows H"]) -> Int[Array, "*rows"]:
+    """The most likely token after a step, by the target's ids."""
+    return params.target_ids[ops.head_argmax(h, params.head, Norm(params.norm, config.rms_norm_eps))[0]]

@@ -19,7 +19,8 @@ from jax import Array
 from jaxtyping import Bool, Float
 
 from tilewright.kernels import select
-from tilewright.kernels.select import Matrix, Reduce
+from tilewright.kernels.operations import Operations
+from tilewright.kernels.select import Reduce
 from tilewright.models.params import DTYPES, ArraySpec, Dtype, initialise, matrix, norm_weight
 
 BATCH_NORM_MOMENTUM, BATCH_NORM_EPS = 0.1, 1e-5
@@ -306,16 +307,6 @@ def init(config: Config, key: Array, dtype: Dtype = "float32") -> tuple[GNNParam
     return initialise(declare(config), key, DTYPES[dtype]), initialise(declare_state(config), key)
 
 
-def prepare(config: Config, params: GNNParams) -> GNNParams:
-    """Parameters for running a model on dense features again and again, not for training it: matrices as the CPU kernels want
-    them, where these run."""
-
-    def one(spec: ArraySpec, value: Array) -> Any:
-        return select.prepared(value, spec.name) if spec.transposed else value
-
-    return jax.tree.map(one, declare(config), params)
-
-
 def dropout(x: Any, rate: float, key: Array | None) -> Any:
     """Drops entries with probability `rate` and scales the others; nothing without a key."""
     if key is None or rate == 0:
@@ -345,45 +336,45 @@ def batch_norm(
     return ((wide - mean) * scale + norm.shift.astype(jnp.float32)).astype(x.dtype), running
 
 
-def product(x: Input, weight: Matrix) -> Float[Array, "N O"]:
-    """`x @ weight`."""
+def product(ops: Operations, x: Input, weight: Any) -> Float[Array, "N O"]:
+    """`x @ weight`. Sparse features take matrices as they are."""
     if isinstance(x, Array):
-        return select.linear(x, weight)
-    if not isinstance(weight, Array):
+        return ops.linear(x, weight)
+    if ops.prepares:
         raise ValueError("expected matrices as they are for sparse features, found prepared ones")
     return x @ weight
 
 
-def linear(x: Input, layer: Linear) -> Float[Array, "N O"]:
-    return product(x, layer.weight) + layer.bias
+def linear(ops: Operations, x: Input, layer: Linear) -> Float[Array, "N O"]:
+    return product(ops, x, layer.weight) + layer.bias
 
 
-def first_rows(x: Input, rows: int, weight: Matrix) -> Float[Array, "N O"]:
+def first_rows(ops: Operations, x: Input, rows: int, weight: Any) -> Float[Array, "N O"]:
     """`x[:rows] @ weight`."""
-    return product(x[:rows], weight) if isinstance(x, Array) else product(x, weight)[:rows]
+    return product(ops, x[:rows], weight) if isinstance(x, Array) else product(ops, x, weight)[:rows]
 
 
-def aggregated_linear(graph: Neighbours, x: Input, layer: Linear, **how: Any) -> Float[Array, "N O"]:
+def aggregated_linear(ops: Operations, graph: Neighbours, x: Input, layer: Linear, **how: Any) -> Float[Array, "N O"]:
     """`linear(aggregate(x))`, in the order that costs less (both are linear)."""
     narrows = layer.bias.shape[0] <= x.shape[1] and graph.num_sources < 2 * graph.num_nodes
     if isinstance(x, Array) and not narrows:
-        return linear(graph.aggregate(x, **how), layer)
-    return graph.aggregate(product(x, layer.weight), **how) + layer.bias
+        return linear(ops, graph.aggregate(x, **how), layer)
+    return graph.aggregate(product(ops, x, layer.weight), **how) + layer.bias
 
 
 def convolve(
-    config: Config, layer: Any, graph: Neighbours, x: Input, last: bool, key: Array | None
+    config: Config, ops: Operations, layer: Any, graph: Neighbours, x: Input, last: bool, key: Array | None
 ) -> Float[Array, "N O"]:  # fmt: skip
     """One layer of GCN, GraphSAGE or GAT, before its activation."""
     x = dropout(x, config.dropout, key)
     match config:
         case GCNConfig():
-            return aggregated_linear(graph, x, layer, normalisation="symmetric")
+            return aggregated_linear(ops, graph, x, layer, normalisation="symmetric")
         case GraphSAGEConfig():
-            near = aggregated_linear(graph, x, layer.neighbour, reduce="mean")
-            return near + first_rows(x, graph.num_nodes, layer.root)
+            near = aggregated_linear(ops, graph, x, layer.neighbour, reduce="mean")
+            return near + first_rows(ops, x, graph.num_nodes, layer.root)
         case GATConfig():
-            heads = product(x, layer.weight).reshape(x.shape[0], *layer.source.shape[1:])
+            heads = product(ops, x, layer.weight).reshape(x.shape[0], *layer.source.shape[1:])
             source, target = (heads * layer.source).sum(-1), (heads[: graph.num_nodes] * layer.target).sum(-1)
             another = None if key is None else jax.random.fold_in(key, 1)
             out = graph.attend(heads, source, target, config.negative_slope, config.dropout, another)
@@ -393,14 +384,20 @@ def convolve(
 
 
 def isomorphism_layer(
-    layer: GINLayer, graph: Neighbours, x: Input, statistics: tuple[Any, ...], rows: Array | None, train: bool
+    ops: Operations,
+    layer: GINLayer,
+    graph: Neighbours,
+    x: Input,
+    statistics: tuple[Any, ...],
+    rows: Array | None,
+    train: bool,
 ) -> tuple[Float[Array, "N O"], tuple[Any, ...]]:
     """One layer of GIN, and its statistics afterwards."""
-    own = first_rows(x, graph.num_nodes, layer.first.weight)
+    own = first_rows(ops, x, graph.num_nodes, layer.first.weight)
     own = own if layer.epsilon is None else own * (1 + layer.epsilon)
-    summed = aggregated_linear(graph, x, layer.first, reduce="sum") + own
+    summed = aggregated_linear(ops, graph, x, layer.first, reduce="sum") + own
     h, inner = batch_norm(summed, layer.inner, statistics[0], rows, train)
-    h, outer = batch_norm(linear(jax.nn.relu(h), layer.second), layer.outer, statistics[1], rows, train)
+    h, outer = batch_norm(linear(ops, jax.nn.relu(h), layer.second), layer.outer, statistics[1], rows, train)
     return jax.nn.relu(h), (inner, outer)
 
 
@@ -428,6 +425,7 @@ def apply(
     key: Array | None = None,
     rows: Bool[Array, " M"] | None = None,
     pool: Neighbours | None = None,
+    ops: Operations = select.PLAIN,
 ) -> tuple[Float[Array, "_ C"], State]:
     """Runs a model.
 
@@ -439,6 +437,7 @@ def apply(
         key: for dropout; without one there is none.
         rows: which rows are nodes and no padding; by default all.
         pool: whose "neighbours" are the nodes of each graph; the scores are then those of graphs.
+        ops: what computes the dense products, and what `params` were prepared for (`ops.prepare(declare(config), params)`).
 
     Returns:
         Float32 scores (logits) of each node, or of each graph, and the state afterwards.
@@ -453,11 +452,11 @@ def apply(
     each = layer_graphs(config, graphs, x)
     keys = [None] * (config.layers + 1) if key is None or not train else list(jax.random.split(key, config.layers + 1))
     if isinstance(config, GINConfig):
-        return apply_gin(config, params, each, x, state, train, keys, rows, pool)
+        return apply_gin(config, ops, params, each, x, state, train, keys, rows, pool)
     h: Any = x
     for n, (layer, graph) in enumerate(zip(params.layers, each, strict=True)):
         last = n == config.layers - 1
-        h = convolve(config, layer, graph, h, last, keys[n])
+        h = convolve(config, ops, layer, graph, h, last, keys[n])
         if not last:
             h = jax.nn.elu(h) if isinstance(config, GATConfig) else jax.nn.relu(h)
     return (h if pool is None else pool.aggregate(h, reduce=config.readout)).astype(jnp.float32), state
@@ -465,6 +464,7 @@ def apply(
 
 def apply_gin(
     config: GINConfig,
+    ops: Operations,
     params: GNNParams,
     graphs: Sequence[Neighbours],
     x: Any,
@@ -480,14 +480,14 @@ def apply_gin(
     final, after, hidden = graphs[-1].num_nodes, [], [x]
     for layer, graph, statistics in zip(params.layers, graphs, state, strict=True):
         present = None if rows is None else rows[: graph.num_nodes]
-        x, new = isomorphism_layer(layer, graph, x, statistics, present, train)
+        x, new = isomorphism_layer(ops, layer, graph, x, statistics, present, train)
         hidden.append(x)
         after.append(new)
     scores = jnp.zeros((), jnp.float32)
     for h, head, key in zip(hidden, params.scores, keys, strict=True):
         if pool is None:
-            score = first_rows(h, final, head.weight) + head.bias
+            score = first_rows(ops, h, final, head.weight) + head.bias
         else:
-            score = linear(pool.aggregate(h[:final], reduce=config.readout), head)
+            score = linear(ops, pool.aggregate(h[:final], reduce=config.readout), head)
         scores = scores + dropout(score, config.dropout, key).astype(jnp.float32)
     return scores, tuple(after)

@@ -36,6 +36,7 @@ class ArraySpec:
         name: the tensor's name in a Hugging Face checkpoint.
         shape: the shape in memory. A matrix is kept `[in, out]`, so that `x @ w` reads it row by row.
         axes: the logical axis of each dim ("vocab", "hidden", "heads", "mlp", ...), which shardings go by.
+        kind: what it is, for its preparation: the weight of a linear layer, an output head (one too), a norm, an embedding.
         init: "normal" (truncated, with `scale` as its standard deviation) or "ones".
         transposed: the checkpoint holds `[out, in]`.
         units: for each dim, how many entries belong together and stay on one device: a head's. Empty where none do.
@@ -44,6 +45,7 @@ class ArraySpec:
     name: str
     shape: tuple[int, ...]
     axes: tuple[str, ...]
+    kind: Literal["matrix", "head", "norm", "embedding", "other"] = "other"
     init: Literal["normal", "ones"] = "normal"
     scale: float = 0.02
     transposed: bool = False
@@ -56,15 +58,21 @@ class ArraySpec:
 
 
 def matrix(
-    name: str, d_in: int, d_out: int, axes: tuple[str, str], scale: float = 0.02, units: tuple[int, ...] = ()
+    name: str,
+    d_in: int,
+    d_out: int,
+    axes: tuple[str, str],
+    scale: float = 0.02,
+    units: tuple[int, ...] = (),
+    kind: Literal["matrix", "head"] = "matrix",
 ) -> ArraySpec:
     """The weight of a linear layer without bias, `[out, in]` in the checkpoint and `[in, out]` in memory."""
-    return ArraySpec(name, (d_in, d_out), axes, scale=scale, transposed=True, units=units)
+    return ArraySpec(name, (d_in, d_out), axes, kind, scale=scale, transposed=True, units=units)
 
 
 def norm_weight(name: str, size: int, axis: str = "hidden") -> ArraySpec:
     """The weight of an RMSNorm."""
-    return ArraySpec(name, (size,), (axis,), init="ones")
+    return ArraySpec(name, (size,), (axis,), "norm", init="ones")
 
 
 def spec_leaves(specs: object) -> list[ArraySpec]:

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from tilewright.decode.language_model import LanguageModel
 from tilewright.decode.sampling import Sampling
 from tilewright.decode.shapes import ShapeTable
+from tilewright.kernels import native
 from tilewright.models import decoder, dflash
 from tilewright.models.checkpoint import load_decoder, save_params
 from tilewright.models.decoder import DecoderConfig, DecoderParams
@@ -28,7 +29,6 @@ from tilewright.models.params import count
 from tilewright.train.data import Document, Stream, encode_documents, end_of_text, read_documents, train_tokenizer
 from tilewright.train.drafter import DFlashOptions, train_drafter
 from tilewright.train.lm import train_lm
-from tilewright.train.precision import fastest_products
 from tilewright.train.regenerate import cut_prompts, regenerate
 from tilewright.train.text import TextOptions, text_figures
 
@@ -210,7 +210,7 @@ def train_demo(gsm8k: Path, out: Path, console: Console) -> dict[str, Any]:
     _, params = load_decoder(folder, np.float32)
     written, written_held_out = continue_text(text, target, params, out / "training", console)
     drafter = drafter_config(target)
-    options = replace(DRAFTER_OPTIONS, products=fastest_products())
+    options = replace(DRAFTER_OPTIONS, products="float32" if native.kernels().isa is None else "bfloat16")
     second = train_drafter(
         target, params, drafter, written, written_held_out, options, ANCHOR_OPTIONS, out / "training" / "drafter", console
     )

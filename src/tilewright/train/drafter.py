@@ -16,10 +16,10 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 from rich.console import Console
 
-from tilewright.kernels import select
-from tilewright.kernels.attention.xla import MASKED, group_rows, ungroup_rows
-from tilewright.models import decoder, dflash, layers
-from tilewright.models.decoder import Attend, DecoderConfig, DecoderParams
+from tilewright.kernels.operations import Heads, Norm, Operations, Projection
+from tilewright.kernels.select import MASKED, group_rows, ungroup_rows
+from tilewright.models import decoder, dflash
+from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.dflash import DFlashConfig, DFlashParams
 from tilewright.models.params import initialise
 from tilewright.train.checkpoint import fingerprint
@@ -85,7 +85,7 @@ def anchored_attention(
     block: tuple[Float[Array, "BA K S D"], Float[Array, "BA K S D"]],
     anchors: Int[Array, "B A"],
 ) -> Float[Array, "BA S N D"]:
-    """`layers.attention_over` for many blocks of one sequence at once: they share the sequence's context keys."""
+    """Attention for many blocks of one sequence at once: they share the sequence's context keys."""
     batch, count = anchors.shape
     size, d = q.shape[1], q.shape[3]
     heads, length = context[0].shape[1], context[0].shape[2]
@@ -111,36 +111,36 @@ def anchored_attention(
 def draft_logits(
     target: DecoderConfig,
     config: DFlashConfig,
+    ops: Operations,
     target_params: DecoderParams,
     params: DFlashParams,
     tokens: Int[Array, "B T"],
     anchors: Int[Array, "B A"],
 ) -> Float[Array, "BA S V"]:
     """The drafter's logits for every slot after the known one, S = block_size - 1, for the block at every anchor."""
-    ran = decoder.forward_full(target, target_params, tokens, config.target_layer_ids)
-    features = dflash.context_features(config, params, jax.lax.stop_gradient(ran.taps))
+    ran = decoder.forward_full(target, ops, target_params, tokens, config.target_layer_ids)
+    taps = dflash.normal_taps(config, ops, ran.taps, Norm(target_params.norm, target.rms_norm_eps))
+    features = dflash.context_features(config, ops, params, jax.lax.stop_gradient(taps))
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    context = dflash.context_kv(config, params, features, positions)
+    context = dflash.context_kv(config, ops, params, features, positions)
     block = anchors.reshape(-1, 1) + jnp.arange(config.block_size)
-    rope = layers.rope_tables(block, config.rope_frequencies)
     known = jnp.take_along_axis(tokens, anchors, axis=1).reshape(-1, 1)
     masks = jnp.full((known.shape[0], config.block_size - 1), config.mask_token_id, known.dtype)
-    x = target_params.embed[jnp.concatenate([known, masks], axis=1)] * config.input_embedding_scale
-    for layer, pair in zip(params.layers, context, strict=True):
+    x = target_params.embed[jnp.concatenate([known, masks], axis=1)]
 
-        def attend(q: Array, k: Array, v: Array, pair: tuple[Array, Array] = pair) -> tuple[Array, None]:
-            own = (k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
-            return anchored_attention(q, pair, own, anchors), None
+    def attend(ops: Operations, projection: Projection, heads: Heads, anchors: Array, pair: Any) -> tuple[Array, Any]:
+        q, k, v = ops.heads(projection, heads)
+        return anchored_attention(q, pair, (k, v), anchors).reshape(*q.shape[:2], -1), pair
 
-        x = dflash.run_layer(config, layer, x, Attend(rope, attend))
-    hidden = select.rms_norm(x, params.norm, config.rms_norm_eps)
-    return decoder.project_head(target_params, hidden[:, 1:])
+    hidden = dflash.run_block(config, ops, params, x, block, context, attend, anchors)
+    return ops.linear(hidden[:, 1:], decoder.output_head(target_params), jnp.float32)
 
 
 def drafter_loss(
     target: DecoderConfig,
     config: DFlashConfig,
     options: DFlashOptions,
+    ops: Operations,
     params: DFlashParams,
     target_params: DecoderParams,
     batch: tuple[Int[Array, "B T"], Bool[Array, "B T"]],
@@ -151,7 +151,7 @@ def drafter_loss(
     anchors, real = draw_anchors(in_loss, options.anchors, key)
     end = target.eos_token_ids[0] if target.eos_token_ids else -1
     labels, counted = block_labels(tokens, in_loss, anchors, config.block_size, end)
-    logits = draft_logits(target, config, target_params, params, tokens, anchors)
+    logits = draft_logits(target, config, ops, target_params, params, tokens, anchors)
     decay = jnp.exp(-jnp.arange(config.block_size - 1, dtype=jnp.float32) / options.decay(config.block_size))
     weights = (counted[:, :, 1:] * real.astype(jnp.float32)[:, :, None] * decay).reshape(logits.shape[:2])
     wanted = labels[:, :, 1:].reshape(logits.shape[:2])
@@ -214,7 +214,7 @@ def train_drafter(
         )
 
     def loss(params: Any, frozen: Any, batch: Any, key: Array) -> tuple[Array, Array]:
-        return drafter_loss(target, config, drafter_options, params, frozen, batch, key)
+        return drafter_loss(target, config, drafter_options, options.ops, params, frozen, batch, key)
 
     def init() -> DFlashParams:
         if start is not None:

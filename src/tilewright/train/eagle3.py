@@ -19,7 +19,8 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 from rich.console import Console
 
-from tilewright.kernels.attention.xla import MASKED
+from tilewright.kernels.operations import Heads, Operations, Projection
+from tilewright.kernels.select import MASKED
 from tilewright.models import decoder, eagle3
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.eagle3 import Eagle3Config, Eagle3Params
@@ -71,11 +72,16 @@ class Teacher(NamedTuple):
 
 
 def ask_target(
-    target: DecoderConfig, config: Eagle3Config, target_params: DecoderParams, ids: Int[Array, " W"], tokens: Int[Array, "B T"]
+    target: DecoderConfig,
+    config: Eagle3Config,
+    ops: Operations,
+    target_params: DecoderParams,
+    ids: Int[Array, " W"],
+    tokens: Int[Array, "B T"],
 ) -> Teacher:
     """Runs the target over whole sequences."""
-    ran = decoder.forward_full(target, target_params, tokens, config.target_layer_ids)
-    logits = decoder.logits(target, target_params, ran.hidden)
+    ran = decoder.forward_full(target, ops, target_params, tokens, config.target_layer_ids)
+    logits = decoder.logits(target, ops, target_params, ran.hidden)
     return Teacher(ran.taps, jax.nn.softmax(logits[..., ids], axis=-1), jnp.argmax(logits, axis=-1))
 
 
@@ -85,7 +91,7 @@ def following(x: Array, n: int) -> Array:
 
 
 def chain_attention(
-    q: Float[Array, "B T N D"], pairs: Sequence[tuple[Float[Array, "B T K D"], Float[Array, "B T K D"]]]
+    q: Float[Array, "B T N D"], pairs: Sequence[tuple[Float[Array, "B K T D"], Float[Array, "B K T D"]]]
 ) -> Float[Array, "B T N D"]:
     """Attention of one unrolled step; `pairs` has keys and values of all steps so far, its own last.
 
@@ -93,19 +99,20 @@ def chain_attention(
     """
     b, t, n, d = q.shape
     (k, v), chain = pairs[0], pairs[1:]
-    grouped = (q * d**-0.5).reshape(b, t, k.shape[2], -1, d)
-    before = jnp.einsum("btkgd,bskd->bkgts", grouped, k)
+    grouped = (q * d**-0.5).reshape(b, t, k.shape[1], -1, d)
+    before = jnp.einsum("btkgd,bksd->bkgts", grouped, k)
     before = jnp.where(jnp.tril(jnp.ones((t, t), bool)), before, MASKED)
-    own = [jnp.einsum("btkgd,btkd->bkgt", grouped, later)[..., None] for later, _ in chain]
+    own = [jnp.einsum("btkgd,bktd->bkgt", grouped, later)[..., None] for later, _ in chain]
     weights = jax.nn.softmax(jnp.concatenate([before, *own], axis=-1), axis=-1)
-    out = jnp.einsum("bkgts,bskd->btkgd", weights[..., :t], v)
+    out = jnp.einsum("bkgts,bksd->btkgd", weights[..., :t], v)
     for step, (_, later) in enumerate(chain):
-        out = out + jnp.einsum("bkgt,btkd->btkgd", weights[..., t + step], later)
+        out = out + jnp.einsum("bkgt,bktd->btkgd", weights[..., t + step], later)
     return out.reshape(b, t, n, d)
 
 
 def unroll(
     config: Eagle3Config,
+    ops: Operations,
     params: Eagle3Params,
     embedding: Float[Array, "V H"],
     taps: Sequence[Float[Array, "B T G"]],
@@ -116,16 +123,17 @@ def unroll(
     Yields:
         the draft logits of each step; those of step i at position t are about the token at t + 2 + i.
     """
-    h, pairs = eagle3.fuse(config, params, taps), []
+    h, pairs = eagle3.fuse(config, ops, params, taps), []
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     for i in range(config.block_size - 1):
 
-        def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
+        def attend(projection: Projection, heads: Heads) -> Array:
+            q, k, v = ops.heads(projection, heads)
             pairs.append((k, v))
-            return chain_attention(q, pairs), None
+            return chain_attention(q, pairs).reshape(*q.shape[:2], -1)
 
-        h, _ = eagle3.step(config, params, h, embedding[following(tokens, i + 1)], positions + i, attend)
-        yield eagle3.draft_logits(config, params, h)
+        h = eagle3.step(config, ops, params, h, embedding[following(tokens, i + 1)], positions + i, attend)
+        yield eagle3.draft_logits(config, ops, params, h)
 
 
 def step_counts(tokens: Int[Array, "B T"], in_loss: Bool[Array, "B T"], steps: int, end: int) -> list[Bool[Array, "B T"]]:
@@ -141,6 +149,7 @@ def drafter_loss(
     target: DecoderConfig,
     config: Eagle3Config,
     options: Eagle3Options,
+    ops: Operations,
     params: Eagle3Params,
     frozen: tuple[DecoderParams, Int[Array, " W"]],
     batch: tuple[Int[Array, "B T"], Bool[Array, "B T"]],
@@ -160,7 +169,7 @@ def drafter_loss(
         reachable = jnp.zeros(config.vocab_size, bool).at[ids].set(True)[teacher.best]
         counted = step_counts(tokens, in_loss, config.block_size - 1, end_token(target))
         summed, total = jnp.float32(0), jnp.float32(0)
-        for i, logits in enumerate(unroll(config, params, target_params.embed, teacher.taps, tokens)):
+        for i, logits in enumerate(unroll(config, ops, params, target_params.embed, teacher.taps, tokens)):
             weights = options.decay**i * (counted[i] & following(reachable, i + 1)).astype(jnp.float32)
             said = jnp.sum(following(teacher.probabilities, i + 1) * logits, axis=-1)
             summed += jnp.sum((jax.nn.logsumexp(logits, axis=-1) - said) * weights)
@@ -169,7 +178,7 @@ def drafter_loss(
 
     def of_sequence(sequence: tuple[Array, Array]) -> tuple[Array, Array]:
         tokens, in_loss = (x[None] for x in sequence)
-        return of_chains(params, ask_target(target, config, target_params, ids, tokens), tokens, in_loss)
+        return of_chains(params, ask_target(target, config, ops, target_params, ids, tokens), tokens, in_loss)
 
     summed, total = (jnp.sum(part) for part in jax.lax.map(of_sequence, batch))
     return summed / jnp.maximum(total, 1e-6), total
@@ -178,6 +187,7 @@ def drafter_loss(
 def step_agreement(
     target: DecoderConfig,
     config: Eagle3Config,
+    ops: Operations,
     params: Eagle3Params,
     frozen: tuple[DecoderParams, Int[Array, " W"]],
     batch: tuple[Int[Array, "B T"], Bool[Array, "B T"]],
@@ -187,9 +197,9 @@ def step_agreement(
     The chains read the text as it is, not their own proposals: step i tells how good a draft is after i that were right.
     """
     (target_params, ids), (tokens, in_loss) = frozen, batch
-    teacher = ask_target(target, config, target_params, ids, tokens)
+    teacher = ask_target(target, config, ops, target_params, ids, tokens)
     counted = step_counts(tokens, in_loss, config.block_size - 1, end_token(target))
-    chains = unroll(config, params, target_params.embed, teacher.taps, tokens)
+    chains = unroll(config, ops, params, target_params.embed, teacher.taps, tokens)
     choices = [ids[jnp.argmax(logits, axis=-1)] == following(teacher.best, i + 1) for i, logits in enumerate(chains)]
     agreed = [jnp.sum(same & flags) for same, flags in zip(choices, counted, strict=True)]
     return jnp.stack(agreed), jnp.stack([jnp.sum(flags) for flags in counted])
@@ -210,7 +220,7 @@ def warm_start(
     h, last, layer = target.hidden_size, target_params.layers[-1], params.layer
     if config.intermediate_size == target.intermediate_size:
         norm = last.post_attention_norm
-        layer = replace(layer, post_attention_norm=norm, gate=last.gate, up=last.up, down=last.down)
+        layer = replace(layer, post_attention_norm=norm, gate_up=last.gate_up, down=last.down)
     head = target_params.embed.T if target_params.head is None else target_params.head
     fc = params.fc.at[-h:].add(jnp.eye(h, dtype=params.fc.dtype))
     return replace(params, fc=fc, layer=layer, norm=target_params.norm, head=head[:, ids])
@@ -250,7 +260,7 @@ def train_eagle3(
     ids = jnp.asarray(frequent_tokens(stream, config.vocab_size, config.draft_vocab_size))
 
     def loss(params: Any, frozen: Any, batch: Any, key: Array) -> tuple[Array, Array]:
-        return drafter_loss(target, config, eagle3_options, params, frozen, batch)
+        return drafter_loss(target, config, eagle3_options, options.ops, params, frozen, batch)
 
     def init() -> Eagle3Params:
         drawn = initialise(eagle3.declare(config), jax.random.key(options.seed))
@@ -259,7 +269,7 @@ def train_eagle3(
     same = {"config": asdict(config), "eagle3": asdict(eagle3_options), "target": fingerprint(target_params)}
     windows, frozen = Windows(stream, held_out, options.sequence_length, options), (target_params, ids)
     result = train(text_task("EAGLE-3 drafter", loss, init, hidden_matrices, windows, same, frozen), console, out)
-    agree = jax.jit(partial(step_agreement, target, config))
+    agree = jax.jit(partial(step_agreement, target, config, options.ops))
     counts = [agree(result.params, frozen, batch) for batch in windows.held_out_batches()]
     hits, totals = (np.sum([np.asarray(part[n]) for part in counts], axis=0) for n in range(2))
     agreed = (hits / np.maximum(totals, 1)).tolist()

@@ -12,6 +12,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 from rich.console import Console
 
+from tilewright.kernels.operations import Operations
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.params import initialise
@@ -22,11 +23,11 @@ from tilewright.train.text import TextOptions, Windows, text_task
 
 
 def next_token_loss(
-    config: DecoderConfig, params: DecoderParams, tokens: Int[Array, "B T"], in_loss: Bool[Array, "B T"]
+    config: DecoderConfig, ops: Operations, params: DecoderParams, tokens: Int[Array, "B T"], in_loss: Bool[Array, "B T"]
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Mean cross-entropy in nats of each token given those before it, and the number of tokens predicted."""
-    hidden = decoder.forward_full(config, params, tokens[:, :-1]).hidden
-    logits = decoder.logits(config, params, hidden)
+    hidden = decoder.forward_full(config, ops, params, tokens[:, :-1]).hidden
+    logits = decoder.logits(config, ops, params, hidden)
     labels, weights = tokens[:, 1:], in_loss[:, 1:].astype(jnp.float32)
     label_logits = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
     nll = jax.nn.logsumexp(logits, axis=-1) - label_logits
@@ -58,7 +59,7 @@ def train_lm(
     """
 
     def loss(params: Any, frozen: None, batch: Any, key: Array) -> tuple[Array, Array]:
-        return next_token_loss(config, params, *batch)
+        return next_token_loss(config, options.ops, params, *batch)
 
     def init() -> DecoderParams:
         return initialise(decoder.declare(config), jax.random.key(options.seed)) if start is None else start

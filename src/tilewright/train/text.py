@@ -11,10 +11,11 @@ import numpy as np
 import optax
 from jax import Array
 
+from tilewright.kernels.operations import Operations
+from tilewright.kernels.select import Products, training_operations
 from tilewright.train.checkpoint import fingerprint
 from tilewright.train.data import Stream, require_windows
 from tilewright.train.loop import Figures, Task, TrainOptions, TrainResult, gradient_step
-from tilewright.train.precision import check_products, trained
 
 Batch = tuple[np.ndarray, np.ndarray]
 """Tokens, and which of them are in the loss, `[batch, length]` each."""
@@ -40,7 +41,7 @@ class TextOptions(TrainOptions):
         clip: largest global norm of a gradient.
         seed: of the initialisation and of the data's order.
         evaluate_every, save_every: in steps.
-        products: "float32", or "bfloat16" with float32 sums by the CPU kernels (see `precision.py`); weights are float32.
+        products: "float32", or "bfloat16" with float32 sums by the CPU kernels (see `kernels.select`); weights are float32.
     """
 
     steps: int = 1000
@@ -55,7 +56,7 @@ class TextOptions(TrainOptions):
     seed: int = 0
     evaluate_every: int = 200
     save_every: int = 200
-    products: str = "float32"
+    products: Products = "float32"
 
     ABOVE_ZERO: ClassVar[tuple[str, ...]] = (
         *TrainOptions.ABOVE_ZERO, "steps", "sequence_length", "muon_learning_rate", "clip", "evaluate_every"
@@ -66,9 +67,14 @@ class TextOptions(TrainOptions):
         super().__post_init__()
         if self.optimizer not in ("adamw", "muon"):
             raise ValueError(f"expected the optimizer adamw or muon, found {self.optimizer!r}")
-        check_products(self.products)
+        training_operations(self.products)  # says what cannot run
         if not 0 <= self.warmup < 1:
             raise ValueError(f"expected a warmup from 0 to below 1, found {self.warmup}")
+
+    @property
+    def ops(self) -> Operations:
+        """What computes."""
+        return training_operations(self.products)
 
 
 def make_optimizer(options: TextOptions, is_hidden_matrix: Callable[[Any], Any]) -> optax.GradientTransformation:
@@ -154,12 +160,7 @@ def text_task(
     options, held_out = windows.options, windows.held_out_batches()
     optimizer = make_optimizer(options, is_hidden_matrix)
 
-    def loss_of(params: Any, frozen: Any, batch: tuple[Array, Array], key: Array) -> tuple[Array, Array]:
-        if options.products == "bfloat16":
-            params, frozen = trained(params), trained(frozen)
-        return loss(params, frozen, batch, key)
-
-    measure = jax.jit(loss_of)
+    measure = jax.jit(loss)
 
     def evaluate(params: Any, step: int) -> Figures:
         parts = [measure(params, frozen, batch, jax.random.key(n)) for n, batch in enumerate(held_out)]
@@ -173,7 +174,7 @@ def text_task(
         title,
         {**windows.identity(), **identity},
         init=start,
-        step=gradient_step(loss_of, optimizer, frozen),
+        step=gradient_step(loss, optimizer, frozen),
         batches=windows.batches,
         evaluate=evaluate,
         steps=options.steps,

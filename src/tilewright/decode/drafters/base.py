@@ -2,15 +2,11 @@
 
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Int
 
-from tilewright.decode import cache
-from tilewright.decode.state import DecodeState, Models, known_token
-from tilewright.kernels.linear.cpu import Format
-from tilewright.models.decoder import DecoderConfig
+from tilewright.decode.state import DecodeState, Models, Target, known_token
 
 
 class Proposal(NamedTuple):
@@ -27,7 +23,10 @@ class Proposal(NamedTuple):
 
 @runtime_checkable
 class Drafter(Protocol):
-    """A frozen, hashable description of how to draft; its arrays are in `Models.drafter` and in `DecodeState.draft_cache`."""
+    """A frozen, hashable description of how to draft; its arrays are in `Models.drafter` and in `DecodeState.draft_cache`.
+
+    One with arrays has a field `ops` besides: the operations that they were prepared for.
+    """
 
     @property
     def block_size(self) -> int:
@@ -42,6 +41,11 @@ class Drafter(Protocol):
     @property
     def dtype(self) -> str | None:
         """Of its weights and activations; None if it has none."""
+        ...
+
+    @property
+    def declared(self) -> Any:
+        """Its arrays as they are declared (`models.params.ArraySpec`); None if it has none."""
         ...
 
     @property
@@ -63,20 +67,17 @@ class Drafter(Protocol):
         """An empty context for `batch` rows of `capacity` positions."""
         ...
 
-    def pack(self, params: Any, kind: Format | None) -> Any:
-        """Its parameters in the layout of the CPU kernels."""
-        ...
-
-    def propose(self, target: DecoderConfig, models: Models, state: DecodeState) -> Proposal:
+    def propose(self, target: Target, models: Models, state: DecodeState) -> Proposal:
         """Drafts what follows the known token."""
         ...
 
     def extend(
-        self, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Int[Array, " B"], stop: Int[Array, " B"]
-    ) -> DecodeState:
+        self, target: Target, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Int[Array, " B"],
+        stop: Int[Array, " B"],
+    ) -> DecodeState:  # fmt: skip
         """Adds positions `start` to `stop - 1` to the context, from the target's hidden states at `start` onwards.
 
-        Tokens up to `stop` are settled in `state.tokens`.
+        Tokens up to `stop` are settled in `state.tokens`. A row whose `stop` is its `start` keeps its context as it is.
         """
         ...
 
@@ -85,21 +86,6 @@ def masked_block(state: DecodeState, size: int, filler: int) -> Int[Array, "B T"
     """The known token, and `filler` in every later slot."""
     known = known_token(state)
     return jnp.concatenate([known, jnp.full((known.shape[0], size - 1), filler, known.dtype)], axis=1)
-
-
-def context_slots(window: int | None, capacity: int) -> int:
-    """Slots of a context of which a window keeps only the last positions."""
-    return capacity if window is None else min(window, capacity)
-
-
-def store(window: int | None, cached: Any, new: Any, start: Int[Array, " B"], stop: Int[Array, " B"]) -> Any:
-    """Writes keys and values of positions `start` to `stop - 1` into a context, `[B, K, S, D]` each.
-
-    Without a window, entries from `stop` on are written as well and stay masked until the next round replaces them.
-    """
-    if window is None:
-        return jax.tree.map(lambda old, entries: cache.write(old, entries, start), cached, new)
-    return jax.tree.map(lambda old, entries: cache.write_ring(old, entries, start, stop), cached, new)
 
 
 def check_block_size(size: int, window: int | None = None, most: int | None = None) -> None:

@@ -14,9 +14,7 @@ from jaxtyping import Int
 
 from tilewright.decode.drafters import base
 from tilewright.decode.drafters.base import Proposal
-from tilewright.decode.state import DecodeState, Models
-from tilewright.kernels.linear.cpu import Format
-from tilewright.models.decoder import DecoderConfig
+from tilewright.decode.state import DecodeState, Models, Target
 
 
 @dataclass(frozen=True)
@@ -28,6 +26,7 @@ class Blockwise:
     name = "none"
     reads_target_head = False
     dtype = None
+    declared = None
     tap_layers = ()
     may_be_idle = False
 
@@ -37,14 +36,12 @@ class Blockwise:
     def allocate(self, batch: int, capacity: int) -> Any:
         return ()
 
-    def pack(self, params: Any, kind: Format | None) -> Any:
-        return params
-
-    def propose(self, target: DecoderConfig, models: Models, state: DecodeState) -> Proposal:
+    def propose(self, target: Target, models: Models, state: DecodeState) -> Proposal:
         block = base.masked_block(state, self.block_size, 0)
         return Proposal(block, jnp.zeros(block.shape[:1], jnp.int32))
 
     def extend(
-        self, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Int[Array, " B"], stop: Int[Array, " B"]
-    ) -> DecodeState:
+        self, target: Target, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Int[Array, " B"],
+        stop: Int[Array, " B"],
+    ) -> DecodeState:  # fmt: skip
         return state

@@ -10,11 +10,10 @@ from jaxtyping import Int
 from tilewright.decode import cache
 from tilewright.decode.drafters import base
 from tilewright.decode.drafters.base import Proposal
-from tilewright.decode.state import DecodeState, Models, block_positions, embed
-from tilewright.kernels.linear.cpu import Format
-from tilewright.kernels.select import head_argmax
+from tilewright.decode.state import DecodeState, Models, Target, block_positions
+from tilewright.kernels import select
+from tilewright.kernels.operations import Norm, Operations
 from tilewright.models import decoder, dflash
-from tilewright.models.decoder import DecoderConfig
 from tilewright.models.dflash import DFlashConfig
 from tilewright.models.params import DTYPES, Dtype
 
@@ -30,6 +29,7 @@ class DFlash:
         dtype: of the drafter's weights and activations. Drafts are guesses that the target checks: a lower precision than the
             target's costs accuracy in drafting and nothing in the output.
         refine: further passes over a drafted block, each of which reads the last one's drafts in place of the mask tokens.
+        ops: what its parameters were prepared for.
     """
 
     config: DFlashConfig
@@ -37,6 +37,7 @@ class DFlash:
     window: int | None = None
     dtype: Dtype = "float32"
     refine: int = 0
+    ops: Operations = select.PLAIN
 
     name = "dflash"
     reads_target_head = True
@@ -51,40 +52,45 @@ class DFlash:
     def tap_layers(self) -> tuple[int, ...]:
         return self.config.target_layer_ids
 
+    @property
+    def declared(self) -> Any:
+        return dflash.declare(self.config)
+
     def allocate(self, batch: int, capacity: int) -> Any:
-        config, slots = self.config, base.context_slots(self.window, capacity)
-        return cache.allocate(config.num_layers, batch, config.num_kv_heads, slots, config.head_dim, DTYPES[self.dtype])
+        config, dtype = self.config, DTYPES[self.dtype]
+        return cache.allocate(config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim, dtype, self.window)
 
-    def pack(self, params: Any, kind: Format | None) -> Any:
-        return dflash.pack_drafter(params, kind)
-
-    def propose(self, target: DecoderConfig, models: Models, state: DecodeState) -> Proposal:
+    def propose(self, target: Target, models: Models, state: DecodeState) -> Proposal:
         """Drafts the drafter's most likely token for each slot behind the known one."""
         block = base.masked_block(state, self.block_size, self.config.mask_token_id)
         for _ in range(1 + self.refine):
-            drafts = self.fill(models, state, block)
+            drafts = self.fill(target, models, state, block)
             block = jnp.concatenate([block[:, :1], drafts], axis=1)
         return Proposal(block, jnp.full(block.shape[:1], self.block_size - 1, jnp.int32))
 
-    def fill(self, models: Models, state: DecodeState, block: Int[Array, "B T"]) -> Int[Array, "B drafts"]:
+    def fill(self, target: Target, models: Models, state: DecodeState, block: Int[Array, "B T"]) -> Int[Array, "B drafts"]:
         """One pass: the most likely token for every slot but the first."""
-        slots = state.draft_cache[0][0].shape[2]
-        hidden = dflash.draft_hidden(
+        hidden = dflash.run_block(
             self.config,
+            self.ops,
             models.drafter,
-            embed(models.target, block).astype(DTYPES[self.dtype]),
+            target.schedule.embed(models.target.embed, block).astype(DTYPES[self.dtype]),
             block_positions(state.known, self.block_size),
             state.draft_cache,
-            cache.visible_context(slots, state.known),
+            dflash.attend_context,
+            state.draft_cache[0].visible(state.known),
         )
-        if models.draft_head is None:
-            return decoder.choose(models.target, hidden[:, 1:])
-        return head_argmax(hidden[:, 1:], models.draft_head)
+        if models.draft_head is not None:
+            return self.ops.head_argmax(hidden[:, 1:], models.draft_head)[0]
+        return target.schedule.head_argmax(target.ops, hidden[:, 1:], decoder.output_head(models.target))
 
     def extend(
-        self, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Int[Array, " B"], stop: Int[Array, " B"]
-    ) -> DecodeState:
-        params = models.drafter
-        features = dflash.context_features(self.config, params, [tap.astype(DTYPES[self.dtype]) for tap in taps])
-        new = dflash.context_kv(self.config, params, features, block_positions(start, features.shape[1]))
-        return replace(state, draft_cache=base.store(self.window, state.draft_cache, new, start, stop))
+        self, target: Target, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Int[Array, " B"],
+        stop: Int[Array, " B"],
+    ) -> DecodeState:  # fmt: skip
+        taps = dflash.normal_taps(self.config, target.ops, taps, Norm(models.target.norm, target.config.rms_norm_eps))
+        wanted = [tap.astype(DTYPES[self.dtype]) for tap in taps]
+        features = dflash.context_features(self.config, self.ops, models.drafter, wanted)
+        new = dflash.context_kv(self.config, self.ops, models.drafter, features, block_positions(start, features.shape[1]))
+        pairs = zip(state.draft_cache, new, strict=True)
+        return replace(state, draft_cache=tuple(old.append(self.ops, k, v, start, stop - start) for old, (k, v) in pairs))

@@ -78,7 +78,7 @@ def load_dflash(
     folder: Path, fields: dict[str, Any], target: DecoderConfig, dtype: Dtype, console: Console | None
 ) -> tuple[dflash.DFlashConfig, dflash.DFlashParams]:
     """Reads a DFlash drafter, whose tensors may carry a `model.` prefix."""
-    config = dflash.config_from_hf(fields, str(folder / checkpoint.CONFIG))
+    config = dflash.config_from_hf(fields, str(folder / checkpoint.CONFIG), target.num_layers)
     dflash.check_fits(config, target)
     declared = dflash.declare(config)
     return config, checkpoint.load_params(

@@ -12,9 +12,7 @@ from jaxtyping import Int, Int32
 
 from tilewright.decode.drafters import base
 from tilewright.decode.drafters.base import Proposal
-from tilewright.decode.state import DecodeState, Models, known_token
-from tilewright.kernels.linear.cpu import Format
-from tilewright.models.decoder import DecoderConfig
+from tilewright.decode.state import DecodeState, Models, Target, known_token
 
 
 @dataclass(frozen=True)
@@ -36,6 +34,7 @@ class NGram:
     name = "ngram"
     reads_target_head = False
     dtype = None
+    declared = None
     tap_layers = ()
 
     def __post_init__(self) -> None:
@@ -48,16 +47,14 @@ class NGram:
     def allocate(self, batch: int, capacity: int) -> Any:
         return ()
 
-    def pack(self, params: Any, kind: Format | None) -> Any:
-        return params
-
-    def propose(self, target: DecoderConfig, models: Models, state: DecodeState) -> Proposal:
+    def propose(self, target: Target, models: Models, state: DecodeState) -> Proposal:
         drafts, count = longest_suffix_match(state.tokens, state.known, self.min_n, self.max_n, self.block_size - 1)
         return Proposal(jnp.concatenate([known_token(state), drafts], axis=1), count)
 
     def extend(
-        self, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Int[Array, " B"], stop: Int[Array, " B"]
-    ) -> DecodeState:
+        self, target: Target, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Int[Array, " B"],
+        stop: Int[Array, " B"],
+    ) -> DecodeState:  # fmt: skip
         return state
 
 

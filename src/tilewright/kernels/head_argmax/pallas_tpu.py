@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Float, Int32
+from jaxtyping import Float, Float32, Int32
 
 LANES = 128
 HALVES = 2
@@ -76,8 +76,8 @@ def kernel(x_ref, head_ref, best_ref, place_ref, *, vocab: int, tiles: int, tran
 
 def head_argmax(
     x: Float[Array, "*rows H"], head: Float[Array, "..."], transposed: bool = False, interpret: bool = False
-) -> Int32[Array, "*rows"]:
-    """`argmax(x @ head)` over the last dim, where `fits`; logits are float32 sums.
+) -> tuple[Int32[Array, "*rows"], Float32[Array, "*rows"]]:
+    """Index and value of the largest of `x @ head`, where `fits`; logits are float32 sums.
 
     Args:
         head: `[H, V]`, or with `transposed` `[V, H]`, as an embedding lies in memory.
@@ -115,4 +115,4 @@ def head_argmax(
     # The halves take turns in no lane: of equal logits the one with the smaller index is first.
     largest = jnp.max(best, axis=(0, 2), keepdims=True)
     first = jnp.min(jnp.where(best == largest, place, vocab - 1), axis=(0, 2))
-    return first.reshape(x.shape[:-1])
+    return first.reshape(x.shape[:-1]), largest.reshape(x.shape[:-1])

@@ -2,9 +2,9 @@
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int32
+from jaxtyping import Float, Float32, Int32
 
-from tilewright.kernels.linear import xla
+from tilewright.kernels.linear.xla import product
 
 
 def argmax(x: Float[Array, "*rows V"]) -> Int32[Array, "*rows"]:
@@ -17,9 +17,12 @@ def argmax(x: Float[Array, "*rows V"]) -> Int32[Array, "*rows"]:
     return jnp.min(index, axis=-1)
 
 
-def head_argmax(x: Float[Array, "*rows H"], head: Float[Array, "..."], transposed: bool = False) -> Int32[Array, "*rows"]:
-    """`argmax(x @ head)` over the last dim, for a head `[H, V]`, or `[V, H]` if it is `transposed`; logits are float32 sums.
+def head_argmax(
+    x: Float[Array, "*rows H"], head: Float[Array, "..."], transposed: bool = False
+) -> tuple[Int32[Array, "*rows"], Float32[Array, "*rows"]]:
+    """Index and value of the largest of `x @ head`, for a head `[H, V]`, or `[V, H]` if it is `transposed`.
 
-    A row with a NaN gives the last index.
+    Logits are float32 sums, and of equal ones the first wins. A row with a NaN gives the last index.
     """
-    return argmax(xla.linear(x, head.T if transposed else head, jnp.float32))
+    logits = product(x, head.T if transposed else head, jnp.float32)
+    return argmax(logits), jnp.max(logits, axis=-1)

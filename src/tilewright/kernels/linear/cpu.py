@@ -228,14 +228,6 @@ def linear_argmax(
     return index, value
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["w"], meta_fields=[])
-@dataclass(frozen=True)
-class TrainedMatrix:
-    """A float32 weight `[I, O]` that is being trained, with `trained_linear`."""
-
-    w: Any
-
-
 def matmul(
     a: Float[Array, "..."], b: Float[Array, "..."], *, a_transposed: bool = False, b_transposed: bool = False
 ) -> Float[Array, "M N"]:

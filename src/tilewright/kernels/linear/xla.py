@@ -1,7 +1,8 @@
-"""The operation as XLA compiles it, on any device."""
+"""The operations as XLA compiles them, on any device."""
 
 import math
-from functools import partial
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,31 +10,60 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
+from tilewright.kernels.operations import Joined, Norm, Transposed
+from tilewright.kernels.rms_norm.reference import rms_norm
+
 TPU_ROWS = 8
 """Rows that a TPU's registers hold at least."""
 
+Product = Callable[[Array, Array, DTypeLike | None], Array]
 
-def linear(x: Float[Array, "*rows I"], w: Float[Array, "I O"], out_dtype: DTypeLike | None = None) -> Float[Array, "*rows O"]:
+
+def product(x: Float[Array, "*rows I"], w: Float[Array, "I O"], out_dtype: DTypeLike | None = None) -> Float[Array, "*rows O"]:
     """`x @ w`. In float32 the product is a true float32 product on every chip (TPU and GPU round by default)."""
-    plain = partial(product, out_dtype=out_dtype)
-    if math.prod(x.shape[:-1]) != 1:
-        return plain(x, w)
-    return jax.lax.platform_dependent(x, w, tpu=partial(product_of_one_row, out_dtype=out_dtype), default=plain)
-
-
-def product(x: Float[Array, "*rows I"], w: Float[Array, "I O"], out_dtype: DTypeLike | None) -> Float[Array, "*rows O"]:
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.matmul(x, w, precision=precision, preferred_element_type=out_dtype)
 
 
-def product_of_one_row(
-    x: Float[Array, "*one I"], w: Float[Array, "I O"], out_dtype: DTypeLike | None
-) -> Float[Array, "*one O"]:
-    """The row several times over: a single one XLA gives to a TPU's vector unit, which multiplies slower than memory reads."""
+def tpu_product(
+    x: Float[Array, "*rows I"], w: Float[Array, "I O"], out_dtype: DTypeLike | None = None
+) -> Float[Array, "*rows O"]:
+    """The same, a single row several times over: XLA gives one to a TPU's vector unit, which multiplies slower than memory
+    reads."""
+    if math.prod(x.shape[:-1]) != 1:
+        return product(x, w, out_dtype)
     rows = jax.lax.optimization_barrier(jnp.broadcast_to(x.reshape(1, -1), (TPU_ROWS, x.shape[-1])))
     return product(rows, w, out_dtype)[0].reshape(*x.shape[:-1], w.shape[1])
 
 
-def gated_linear(x: Float[Array, "*rows I"], gate: Float[Array, "I O"], up: Float[Array, "I O"]) -> Float[Array, "*rows O"]:
-    """`silu(x @ gate) * (x @ up)`."""
-    return jax.nn.silu(linear(x, gate)) * linear(x, up)
+def normed(x: Float[Array, "*rows I"], norm: Norm | None) -> Float[Array, "*rows I"]:
+    return x if norm is None else rms_norm(x, *norm)
+
+
+def linear(
+    x: Float[Array, "*rows I"],
+    w: Any,
+    out_dtype: DTypeLike | None = None,
+    norm: Norm | None = None,
+    add: Float[Array, "*rows O"] | None = None,
+    product: Product = product,
+) -> Float[Array, "*rows O"]:
+    """`x @ w` for a matrix `[I, O]`, or one that is `Transposed`, after a norm if there is one, and `add` added to it."""
+    y = product(normed(x, norm), w.w.T if isinstance(w, Transposed) else w, out_dtype)
+    return y if add is None else add + y
+
+
+def project(
+    x: Float[Array, "*rows I"], joined: Joined, norm: Norm | None = None, first: int = 0, product: Product = product
+) -> tuple[Float[Array, "*rows _"], ...]:
+    """The products with each matrix from the `first` on."""
+    x = normed(x, norm)
+    return tuple(product(x, w, None) for w in joined.parts[first:])
+
+
+def gated_linear(
+    x: Float[Array, "*rows I"], joined: Joined, norm: Norm | None = None, product: Product = product
+) -> Float[Array, "*rows O"]:
+    """`silu(x @ gate) * (x @ up)` (Shazeer 2020)."""
+    gate, up = project(x, joined, norm, product=product)
+    return jax.nn.silu(gate) * up

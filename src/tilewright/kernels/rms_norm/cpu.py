@@ -4,22 +4,10 @@ XLA adds a row up in an order that depends on how many rows there are. Here it d
 for bit whatever the number of rows.
 """
 
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
-
 import jax
 import numpy as np
 from jax import Array
 from jaxtyping import Float
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=[])
-@dataclass(frozen=True)
-class KernelNorm:
-    """A norm's weight `[H]`, which the kernel multiplies."""
-
-    weight: Any
 
 
 def rms_norm(x: Float[Array, "*rows H"], weight: Float[Array, " H"], eps: float) -> Float[Array, "*rows H"]:

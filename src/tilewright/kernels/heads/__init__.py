@@ -1,0 +1,1 @@
+"""A projection becomes heads: normalised where the family does, rotated. (Su et al. 2021, RoFormer)"""

@@ -1,0 +1,56 @@
+"""The operation as XLA compiles it, on any device.
+
+Legend: B rows of a batch, T positions, N query heads, K key/value heads, D head size.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from tilewright.kernels.operations import Heads, Norm
+from tilewright.kernels.rms_norm.reference import rms_norm
+
+
+def split_heads(x: Float[Array, "B T _"], head_dim: int) -> Float[Array, "B T N {head_dim}"]:
+    # Without the barrier XLA lets the projection write its heads apart, for which a TPU first transposes the whole weight.
+    return jax.lax.optimization_barrier(x).reshape(*x.shape[:2], -1, head_dim)
+
+
+def rotate_halves(
+    x: Float[Array, "B T N D"], cos: Float[Array, "B T h"], sin: Float[Array, "B T h"]
+) -> Float[Array, "B T N D"]:
+    """Rotary embedding over halves (`rotate_half`, as Hugging Face checkpoints expect), computed in float32."""
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def rotate_by_product(
+    x: Float[Array, "B T N D"], cos: Float[Array, "B T h"], sin: Float[Array, "B T h"]
+) -> Float[Array, "B T N D"]:
+    """The same for a TPU, which has no cheap way to cut a register's lanes in half: a matrix of ones swaps them, exactly."""
+    half = x.shape[-1] // 2
+    swap = jnp.roll(jnp.eye(x.shape[-1], dtype=x.dtype), half, axis=0)
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    swapped = jnp.matmul(x, swap, precision=precision, preferred_element_type=jnp.float32)
+    cos, sin = (jnp.concatenate(parts, axis=-1)[:, :, None] for parts in ((cos, cos), (-sin, sin)))
+    return (x.astype(jnp.float32) * cos + swapped * sin).astype(x.dtype)
+
+
+def heads(
+    projection: tuple[Array, ...],
+    how: Heads,
+    rotate: Callable[[Array, Array, Array], Array] = rotate_halves,
+    norm: Callable[[Array, Array, float], Array] = rms_norm,
+) -> tuple[Float[Array, "B T N D"] | None, Float[Array, "B K T D"], Float[Array, "B K T D"]]:
+    """Queries, keys and values of q, k and v, or of k and v alone, each `[B, T, heads * D]`."""
+    *q, k, v = (split_heads(part, how.head_dim) for part in projection)
+
+    def turned(x: Array, weight: Norm | None) -> Array:
+        return rotate(x if weight is None else norm(x, *weight), *how.rope)
+
+    keys, values = turned(k, how.k_norm).transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    return (turned(q[0], how.q_norm) if q else None), keys, values

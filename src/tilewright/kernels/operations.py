@@ -1,0 +1,127 @@
+"""What a bundle of operations is: the functions that a model computes with, chosen once, and how its weights are prepared.
+
+`select.operations` makes a bundle; models, drafters and layers take it as an argument. So they say what is computed, and the
+bundle alone knows which implementation computes it and how that wants its weights to lie in memory.
+
+Legend: B rows of a batch, T positions, H hidden size, N query heads, K key/value heads, D head size, S entries of a cache.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import jax
+from jax import Array
+
+Tree = TypeVar("Tree")
+Format = Literal["float32", "bfloat16", "int8"]
+"""What the CPU kernels hold a matrix in."""
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["parts"], meta_fields=["gated"])
+@dataclass(frozen=True)
+class Joined:
+    """Matrices `[I, O]` that read the same rows, for one call: q, k and v, or gate and up.
+
+    Attributes:
+        parts: the matrices, or what a declaration or a preparation puts in their places.
+        gated: the first is a gate: `silu(x @ gate) * (x @ up)`.
+    """
+
+    parts: Any
+    gated: bool = False
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Transposed:
+    """A matrix `[O, I]` that is read as its transpose: the embedding of a tied model as its output head."""
+
+    w: Any
+
+
+class Norm(NamedTuple):
+    """An RMSNorm that precedes an operation: its weight `[I]` and epsilon."""
+
+    weight: Array
+    eps: float
+
+
+class Heads(NamedTuple):
+    """How a projection becomes heads.
+
+    Attributes:
+        head_dim: D.
+        q_norm, k_norm: RMSNorm over each head; None where the family has none.
+        rope: cosines and sines `[B, T, D / 2]`, float32.
+    """
+
+    head_dim: int
+    q_norm: Norm | None
+    k_norm: Norm | None
+    rope: tuple[Array, Array]
+
+
+Projection = Any
+"""What `project` gives: an implementation's own, for `heads` and `append_attend` of the same bundle."""
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Which implementation of each operation runs. Hashable: a static argument of whatever is compiled.
+
+    Attributes:
+        name: of the implementation, as it is shown to users.
+        linear: `(x, w, out_dtype=None, norm=None, add=None) -> x @ w + add`, after `norm` if one is given; in `out_dtype`, else
+            that of `x`.
+        gated_linear: `(x, joined, norm=None) -> silu(x @ gate) * (x @ up)`.
+        project: `(x, joined, norm=None, first=0) -> Projection`: the products with all matrices from the `first` on.
+        heads: `(projection, Heads) -> (q [B, T, N, D], k [B, K, T, D], v [B, K, T, D])`, normed and rotated; None for q where
+            the projection was of k and v alone.
+        rms_norm: `(x, weight, eps)`.
+        prefix_attention: `(q, k, v, lengths, own=None)`: see `attention/reference.py`.
+        append: `(cache [B, K, S, D], new [B, K, T, D], start [B], count [B]) -> cache`: writes the first `count` of each row's
+            new entries from its slot `start` on, and nothing else. `start + count` must not pass S.
+        append_attend: `(projection, Heads, k, v, start, count) -> (out [B, T, N * D], k, v)`: appends to the caches and lets
+            the query at `start + t` see all entries up to its own.
+        head_argmax: `(x, head, norm=None) -> (index, value)` of the largest of `x @ head` by float32 sums; the first of equals.
+        prepare_matrix, prepare_joined: `(weight, name) -> weight` as the operations want it; a `ValueError` names a weight
+            that cannot be prepared.
+        restore: the matrix `[I, O]` that `prepare_matrix` was given, rounded to the format; zeros may follow its inputs.
+        prepares: prepared weights are not the matrices that they were.
+        own_head: a tied model gets a head of its own: the products read it faster than the embedding transposed.
+    """
+
+    name: str
+    linear: Callable[..., Array]
+    gated_linear: Callable[..., Array]
+    project: Callable[..., Projection]
+    heads: Callable[[Projection, Heads], tuple[Any, Array, Array]]
+    rms_norm: Callable[[Array, Array, float], Array]
+    prefix_attention: Callable[..., Array]
+    append: Callable[[Array, Array, Array, Array], Array]
+    append_attend: Callable[..., tuple[Array, Array, Array]]
+    head_argmax: Callable[..., tuple[Array, Array]]
+    prepare_matrix: Callable[[Any, str], Any]
+    prepare_joined: Callable[[Joined, str], Any]
+    restore: Callable[[Any], Array]
+    prepares: bool = False
+    own_head: bool = False
+
+    def prepare(self, specs: Tree, params: Tree) -> Tree:
+        """Parameters as these operations want them.
+
+        Args:
+            specs: their declaration, which says what is a matrix or a head; see `models.params.ArraySpec`.
+
+        Raises:
+            ValueError: a weight, which it names, cannot be prepared.
+        """
+
+        def one(spec: Any, value: Any) -> Any:
+            if isinstance(spec, Joined):
+                return self.prepare_joined(value, " and ".join(part.name for part in spec.parts))
+            return self.prepare_matrix(value, spec.name) if spec.kind in ("matrix", "head") else value
+
+        return jax.tree.map(one, specs, params, is_leaf=lambda spec: isinstance(spec, Joined))

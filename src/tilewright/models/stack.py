@@ -1,0 +1,109 @@
+"""The layers of a model as a schedule sees them, and the plain schedule.
+
+A layer is four plain functions, of which the last two give this shard's *partial sum*. A schedule owns the loop over the layers
+and decides how parts and collectives interleave: it may add the partial sums up between devices, divide a batch in two whose
+parts take turns, fetch a layer's weights while another one runs, or hand the parts other products, in the place of the
+operations that they are called with. So a model knows no mesh, and a schedule no model.
+
+Legend: B rows of a batch, T positions, H hidden size, N heads, D head size, V vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from tilewright.kernels.operations import Norm, Operations, Projection
+from tilewright.models.layers import Rope
+
+
+class Rows(NamedTuple):
+    """What the parts of all layers need to know of each row. Every array's first dim is the batch, so that it can be divided.
+
+    Attributes:
+        rope: cosines and sines of its positions.
+        seen: what `attend` asks for, such as where its entries go in a cache.
+    """
+
+    rope: Rope
+    seen: Any
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Layers, and the parts of each.
+
+    Attributes:
+        ops: the operations that the parts are called with, unless a schedule puts others in their place.
+        layers: the parameters of each layer.
+        project: `(ops, layer, x [B, T, H]) -> projection`: norm, then queries, keys and values.
+        attend: `(ops, layer, projection, rows, kept) -> (out [B, T, N * D], kept)`: what the layer keeps, a cache for example,
+            goes in and comes out.
+        output: `(ops, layer, out, add=None) -> partial sum [B, T, H]` of the attention half, on top of `add` if that is given: a
+            schedule that has nothing to do before the addition leaves it to the product.
+        mlp: `(ops, layer, x, add=None) -> partial sum` of the MLP half, its norm included.
+    """
+
+    ops: Operations
+    layers: tuple[Any, ...]
+    project: Callable[[Operations, Any, Array], Projection]
+    attend: Callable[[Operations, Any, Projection, Rows, Any], tuple[Array, Any]]
+    output: Callable[..., Array]
+    mlp: Callable[..., Array]
+
+
+@runtime_checkable
+class Schedule(Protocol):
+    """How a model runs on its devices. Frozen and hashable: a static argument of whatever is compiled."""
+
+    def embed(self, table: Array, tokens: Array) -> Array:
+        """The rows of an embedding `[V, H]`, or of its shard."""
+        ...
+
+    def run(
+        self, stack: Stack, x: Array, rows: Rows, kept: tuple[Any, ...], taps: tuple[int, ...]
+    ) -> tuple[Array, tuple[Array, ...], tuple[Any, ...]]:
+        """All layers, in order: the residual stream after the last one, after each of `taps`, and what each layer keeps."""
+        ...
+
+    def logits(self, ops: Operations, x: Array, head: Any, norm: Norm) -> Array:
+        """Final norm and output head, float32 `[..., V]`."""
+        ...
+
+    def head_argmax(self, ops: Operations, x: Array, head: Any, norm: Norm | None = None) -> Array:
+        """The index of the largest of the logits, the first of equals. Without a norm, `x` is normalised already."""
+        ...
+
+
+@dataclass(frozen=True)
+class SingleDevice:
+    """The schedule without collectives: a shard's partial sum is the whole sum."""
+
+    def embed(self, table: Float[Array, "V H"], tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
+        return table[tokens]
+
+    def run(
+        self, stack: Stack, x: Float[Array, "B T H"], rows: Rows, kept: tuple[Any, ...], taps: tuple[int, ...]
+    ) -> tuple[Array, tuple[Array, ...], tuple[Any, ...]]:
+        ops, after, left = stack.ops, [], []
+        for layer, own in zip(stack.layers, kept, strict=True):
+            out, own = stack.attend(ops, layer, stack.project(ops, layer, x), rows, own)
+            x = stack.output(ops, layer, out, x)
+            x = stack.mlp(ops, layer, x, x)
+            after.append(x)
+            left.append(own)
+        return x, tuple(after[tap] for tap in taps), tuple(left)
+
+    def logits(self, ops: Operations, x: Float[Array, "*rows H"], head: Any, norm: Norm) -> Float[Array, "*rows V"]:
+        return ops.linear(x, head, jnp.float32, norm)
+
+    def head_argmax(
+        self, ops: Operations, x: Float[Array, "*rows H"], head: Any, norm: Norm | None = None
+    ) -> Int[Array, "*rows"]:
+        return ops.head_argmax(x, head, norm)[0]
+
+
+SINGLE_DEVICE = SingleDevice()
