@@ -126,7 +126,7 @@ def test_a_drafter_in_bfloat16_changes_no_token(tmp_path: Path, lm: LanguageMode
             NEW,
             "a prompt of 507 tokens leaves room for 5 in the model's context of 512; max_new_tokens is 6",
         ),
-        ([[1] * 120], NEW, "no declared shape holds 1 rows of 132 positions; the largest has 8 rows of 128 positions"),
+        ([[1] * 124], NEW, "no declared shape holds 1 rows of 130 positions; the largest has 8 rows of 128 positions"),
         ([[1], [2]], [NEW], "expected one sampling for each of 2 prompts, found 1"),
     ],
 )
@@ -138,7 +138,7 @@ def test_what_a_call_refuses(lm: LanguageModel, asked: Any, sampling: Any, messa
 
 
 def test_one_batch_holds_no_more_than_the_table(lm: LanguageModel):
-    with pytest.raises(ValueError, match="no declared shape holds 9 rows of 13 positions"):
+    with pytest.raises(ValueError, match="no declared shape holds 9 rows of 7 positions"):
         lm.start([[1]] * 9, NEW)
 
 
@@ -149,6 +149,22 @@ def test_the_whole_context_can_be_used(tmp_path: Path):
         assert len(lm.generate([[1] * 34], NEW, drafted)[0].tokens) == 6
     with pytest.raises(ValueError, match="leaves room for 5"):
         lm.generate([[1] * 35], NEW)
+
+
+@pytest.mark.parametrize("settings", [{}, {"draft_window": 5}, {"drafter": "ngram"}], ids=["contiguous", "ring", "ngram"])
+def test_the_last_positions_of_the_longest_capacity_can_be_used(tmp_path: Path, settings: dict[str, Any]):
+    """With a drafter and without, beside a row that ends long before."""
+    target, drafter = as_folders(tmp_path, random_pair(0, **SIZES))
+    tight, wide = (
+        load(target, **{"drafter": drafter, **settings}, table=replace(TABLE, capacities=c)) for c in ((64,), (128,))
+    )
+    asked = [[int(n) for n in np.arange(54) % 7], [3, 1, 4]]
+    want = [result.tokens for result in wide.generate(asked, [Sampling(10), Sampling(4)], speculative=False)]
+    for drafted in (False, True):
+        got = tight.generate(asked, [Sampling(10), Sampling(4)], drafted)
+        assert [result.tokens for result in got] == want
+    with pytest.raises(ValueError, match="no declared shape holds 1 rows of 65 positions"):
+        tight.generate(asked[:1], Sampling(11))
 
 
 @pytest.mark.parametrize(

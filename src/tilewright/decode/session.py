@@ -33,7 +33,8 @@ class Session:
     ):  # fmt: skip
         self.programs = programs
         self.rows = [Request(i, p, s, StreamDecoder(tokenizer)) for i, (p, s) in enumerate(zip(prompts, sampling, strict=True))]
-        positions = max(row.end for row in self.rows)
+        ends = [row.end for row in self.rows]
+        positions = max(ends if drafter is None else [*ends, drafter.block_size])  # a block is written in one piece
         shape = programs.table.shape(len(self.rows), positions, widest(each.warp for each in sampling))
         self.batch = Batch(programs, shape, drafter)
         self.prefill_seconds = self.decode_seconds = 0.0

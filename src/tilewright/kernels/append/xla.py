@@ -62,5 +62,6 @@ def append_attend(
     """Appends the projection's keys and values, and lets the query at `start + t` see all entries up to its own."""
     q, new_k, new_v = heads(projection, how)
     k, v = append(k, new_k, start, count), append(v, new_v, start, count)
-    lengths = start[:, None] + jnp.arange(q.shape[1])[None] + 1
+    # What is asked behind the last entry means nothing, but kernels check their lengths.
+    lengths = jnp.minimum(start[:, None] + jnp.arange(q.shape[1])[None] + 1, k.shape[2])
     return attend(q, k, v, lengths).reshape(*q.shape[:2], -1), k, v
