@@ -33,9 +33,10 @@ from tilewright.compiled.machine import chip_name
 from tilewright.compiled.timing import alternate, medians
 from tilewright.kernels import native
 from tilewright.kernels.attention import cpu as attention
+from tilewright.kernels.heads.xla import rotate_halves
 from tilewright.kernels.linear import cpu as linear
 from tilewright.kernels.rms_norm import cpu as norm
-from tilewright.models.layers import rope_tables, rotate_halves
+from tilewright.models.layers import rope_tables
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 EPS = 1e-6

@@ -15,10 +15,10 @@ import numpy as np
 from tilewright.kernels import build, native
 from tilewright.kernels.attention import cpu as attention
 from tilewright.kernels.attention import reference as plain_attention
+from tilewright.kernels.heads.xla import rotate_halves
 from tilewright.kernels.linear import cpu
 from tilewright.kernels.rms_norm import cpu as rms_norm
 from tilewright.kernels.rms_norm import reference as plain_norm
-from tilewright.models.layers import rotate_halves
 
 FORMATS: tuple[cpu.Format, ...] = ("float32", "bfloat16", "int8")
 COUNTS = range(1, 71)

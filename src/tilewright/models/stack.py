@@ -42,8 +42,8 @@ class Stack:
         project: `(ops, layer, x [B, T, H]) -> projection`: norm, then queries, keys and values.
         attend: `(ops, layer, projection, rows, kept) -> (out [B, T, N * D], kept)`: what the layer keeps, a cache for example,
             goes in and comes out.
-        output: `(ops, layer, out, add=None) -> partial sum [B, T, H]` of the attention half, on top of `add` if that is given: a
-            schedule that has nothing to do before the addition leaves it to the product.
+        output: `(ops, layer, out, add=None) -> partial sum [B, T, H]` of the attention half, on top of `add` if that is given:
+            a schedule that has nothing to do before the addition leaves it to the product.
         mlp: `(ops, layer, x, add=None) -> partial sum` of the MLP half, its norm included.
     """
 
