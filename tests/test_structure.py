@@ -43,24 +43,8 @@ IMPLEMENTATIONS = {"cpu", "xla", "pallas_tpu", "pallas_gpu", "nki", "reference"}
 IMPORTERS = {
     "bench/bandwidth.py": "measures what reading alone can do, and calls the kernel for it",
     "bench/linear.py": "measures the implementations against each other",
-    "bench/round_compiled.py": "",
-    "cli/bench_linear.py": "",
-    "decode/drafters/base.py": "",
-    "decode/drafters/blockwise.py": "",
-    "decode/drafters/dflash.py": "",
-    "decode/drafters/eagle3.py": "",
-    "decode/drafters/ngram.py": "",
-    "decode/language_model.py": "",
-    "decode/sampling.py": "",
-    "models/decoder.py": "",
-    "models/dflash.py": "",
-    "models/eagle3.py": "",
-    "models/layers.py": "",
-    "train/drafter.py": "",
-    "train/eagle3.py": "",
-    "train/precision.py": "",
 }
-"""Who imports an implementation all the same, and why; without a reason, until it takes the bundle of operations instead."""
+"""Who imports an implementation all the same, and why."""
 
 UNUSED = {
     "contains_shape": "what tests of compiled programs ask, defined beside the arrays that it looks through",

@@ -52,7 +52,7 @@ from train.support import (
 
 SIZE = DRAFTER.block_size
 TARGET_PARAMS, DRAFTER_PARAMS = target_params(), drafter_params()
-compiled_logits = jax.jit(draft_logits, static_argnums=(0, 1))
+compiled_logits = jax.jit(draft_logits, static_argnums=(0, 1, 2))
 
 
 def random_tokens(seed: int, rows: int, length: int) -> np.ndarray:
@@ -120,7 +120,7 @@ def test_labels_stop_at_the_end_of_the_text_and_of_the_sequence():
 def logits_at(tokens: np.ndarray, anchors: list[list[int]]) -> np.ndarray:
     """Draft logits `[rows, anchors, slots, V]`."""
     arrays = jnp.asarray(tokens), jnp.asarray(anchors, jnp.int32)
-    flat = compiled_logits(TARGET, DRAFTER, TARGET_PARAMS, DRAFTER_PARAMS, *arrays)
+    flat = compiled_logits(TARGET, DRAFTER, PLAIN, TARGET_PARAMS, DRAFTER_PARAMS, *arrays)
     return np.asarray(flat).reshape(len(anchors), len(anchors[0]), SIZE - 1, TARGET.vocab_size)
 
 
@@ -196,7 +196,7 @@ def test_a_block_is_drafted_as_at_inference(anchor: int, scale: float):
     block = np.full((1, SIZE), DRAFTER.mask_token_id, np.int32)
     block[0, 0] = tokens[0, anchor]
     expected = drafted_at_inference(config, jnp.asarray(tokens), jnp.asarray(block), jnp.int32(anchor))
-    got = compiled_logits(TARGET, config, TARGET_PARAMS, DRAFTER_PARAMS, jnp.asarray(tokens), jnp.asarray([[anchor]]))
+    got = compiled_logits(TARGET, config, PLAIN, TARGET_PARAMS, DRAFTER_PARAMS, jnp.asarray(tokens), jnp.asarray([[anchor]]))
     np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5)
 
 
@@ -237,7 +237,7 @@ def test_loss_is_the_weighted_mean_over_the_slots_after_the_known_one(gamma: flo
 
 def test_a_batch_without_anchors_has_loss_zero():
     batch = (jnp.asarray(random_tokens(0, 3, 16)), jnp.zeros((3, 16), bool))
-    loss_of = jax.jit(partial(drafter_loss, TARGET, DRAFTER, DFlashOptions(anchors=4)))
+    loss_of = jax.jit(partial(drafter_loss, TARGET, DRAFTER, DFlashOptions(anchors=4), PLAIN))
     loss, total = loss_of(DRAFTER_PARAMS, TARGET_PARAMS, batch, jax.random.key(0))
     assert (float(loss), float(total)) == (0.0, 0.0)
 

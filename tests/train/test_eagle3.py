@@ -145,10 +145,10 @@ def test_loss_and_agreement_equal_plain_sums(decay: float):
     tokens, flags = random_tokens(5, rows=3, low=0), rng.random((3, LENGTH)) < 0.8
     summed, total, agreed, counted = plain_sums(tokens, flags, decay)
     batch = (jnp.asarray(tokens), jnp.asarray(flags))
-    loss, weight = jax.jit(partial(drafter_loss, TARGET, DRAFTER, Eagle3Options(decay)))(PARAMS, FROZEN, batch)
+    loss, weight = jax.jit(partial(drafter_loss, TARGET, DRAFTER, Eagle3Options(decay), PLAIN))(PARAMS, FROZEN, batch)
     np.testing.assert_allclose(float(weight), total, rtol=1e-5)
     np.testing.assert_allclose(float(loss), summed / total, rtol=1e-4)
-    hits, totals = jax.jit(partial(step_agreement, TARGET, DRAFTER))(PARAMS, FROZEN, batch)
+    hits, totals = jax.jit(partial(step_agreement, TARGET, DRAFTER, PLAIN))(PARAMS, FROZEN, batch)
     assert hits.tolist() == agreed
     assert totals.tolist() == counted
     assert sum(agreed) > 0
@@ -202,8 +202,8 @@ def test_a_drafter_starts_with_its_targets_head_and_last_tap():
     assert all_equal(started.layer, PARAMS.layer), "an MLP of another size stays as it was drawn"
     alike = replace(DRAFTER, intermediate_size=TARGET.intermediate_size)
     started = warm_start(TARGET, alike, TARGET_PARAMS, FROZEN[1], initialise(eagle3.declare(alike), jax.random.key(1)))
-    kept = [getattr(started.layer, name) for name in ("gate", "up", "down", "post_attention_norm")]
-    assert all_equal(kept, [getattr(TARGET_PARAMS.layers[-1], name) for name in ("gate", "up", "down", "post_attention_norm")])
+    kept = [getattr(started.layer, name) for name in ("gate_up", "down", "post_attention_norm")]
+    assert all_equal(kept, [getattr(TARGET_PARAMS.layers[-1], name) for name in ("gate_up", "down", "post_attention_norm")])
 
 
 def all_equal(a: Any, b: Any) -> bool:

@@ -43,7 +43,7 @@ def reference_losses(config: decoder.DecoderConfig, params: Any, tokens: np.ndar
 def test_loss_is_the_mean_cross_entropy_of_what_is_in_it(config: decoder.DecoderConfig):
     params, (tokens, flags) = target_params(config), batch()
     each = reference_losses(config, params, tokens)
-    loss, count = jax.jit(partial(next_token_loss, config))(params, jnp.asarray(tokens), jnp.asarray(flags))
+    loss, count = jax.jit(partial(next_token_loss, config, PLAIN))(params, jnp.asarray(tokens), jnp.asarray(flags))
     assert float(count) == flags[:, 1:].sum()
     assert each.std() > 0.5, "the tokens must differ in their loss"
     np.testing.assert_allclose(float(loss), each[flags[:, 1:]].mean(), rtol=1e-4)
@@ -51,7 +51,7 @@ def test_loss_is_the_mean_cross_entropy_of_what_is_in_it(config: decoder.Decoder
 
 def test_a_batch_without_predictions_has_loss_zero():
     tokens, _ = batch()
-    loss_of = jax.jit(partial(next_token_loss, TARGET))
+    loss_of = jax.jit(partial(next_token_loss, TARGET, PLAIN))
     loss, count = loss_of(target_params(), jnp.asarray(tokens), jnp.zeros(tokens.shape, bool))
     assert (float(loss), float(count)) == (0.0, 0.0)
 

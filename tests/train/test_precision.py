@@ -95,4 +95,4 @@ def test_without_kernels_a_run_is_refused(monkeypatch: pytest.MonkeyPatch):
 
 def test_other_products_are_refused():
     with pytest.raises(ValueError, match="expected products in float32 or bfloat16, found 'float16'"):
-        TextOptions(products="float16")  # type: ignore[arg-type]
+        TextOptions(products="float16")

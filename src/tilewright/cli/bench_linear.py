@@ -20,7 +20,7 @@ from tilewright.compiled.figures import print_table, significant
 from tilewright.compiled.machine import chip_name
 from tilewright.kernels import native
 from tilewright.kernels.linear.cases import Case, named
-from tilewright.kernels.linear.cpu import Format
+from tilewright.kernels.operations import Format
 
 SEVERAL = Parameter(consume_multiple=True, negative=())
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Int
 
+from tilewright.decode.cache import CausalCache
 from tilewright.decode.sampling import RowSampling, Warp, penalise, sample
 from tilewright.kernels import select
 from tilewright.kernels.operations import Heads, Operations, Projection
@@ -73,7 +74,7 @@ class DecodeState:
         done: bool `[B]`; a row that is done stays as it is. Padding rows are done from the start.
         ignore_eos: bool `[B]`.
         sampling: the rows' sampling parameters.
-        target_cache: a `cache.CausalCache` for each layer.
+        target_cache: one for each layer.
         draft_cache: the drafter's context; empty where nothing drafts.
     """
 
@@ -83,7 +84,7 @@ class DecodeState:
     done: Any
     ignore_eos: Any
     sampling: RowSampling
-    target_cache: Any
+    target_cache: tuple[CausalCache, ...]
     draft_cache: Any
 
 
@@ -105,7 +106,9 @@ def block_positions(known: Int[Array, " B"], size: int) -> Int[Array, "B T"]:
     return known[:, None] + jnp.arange(size)[None]
 
 
-def cached_attend(ops: Operations, projection: Projection, heads: Heads, seen: Span, kept: Any) -> tuple[Array, Any]:
+def cached_attend(
+    ops: Operations, projection: Projection, heads: Heads, seen: Span, kept: CausalCache
+) -> tuple[Array, CausalCache]:
     """Attention over a cache to which the span's own keys and values are appended first; see `decoder.Attend`."""
     return kept.append_attend(ops, projection, heads, seen.start, seen.count)
 

@@ -57,7 +57,6 @@ argmax = head_xla.argmax
 write = append_xla.write
 
 
-@cache
 def operations(chip: Chip | None = None, weights: Weights = "auto", kernels: Kernels = "auto") -> Operations:
     """The bundle that computes a model.
 
@@ -84,8 +83,7 @@ def operations(chip: Chip | None = None, weights: Weights = "auto", kernels: Ker
     return PLAIN if chip != "cpu" else CPU_XLA
 
 
-@cache
-def training_operations(products: Products) -> Operations:
+def training_operations(products: str) -> Operations:
     """The bundle for training, on weights as they are: products in float32 by XLA, or in bfloat16 by the CPU kernels.
 
     Raises:
@@ -97,7 +95,7 @@ def training_operations(products: Products) -> Operations:
         return PLAIN
     if native.kernels().isa is None:
         raise ValueError(f"products in bfloat16 need the CPU kernels: {native.kernels().reason}")
-    return xla_operations("cpu training", product=cpu.trained_linear)
+    return TRAINED
 
 
 def plain_head_argmax(x: Float[Array, "*rows H"], head: Any, norm: Norm | None = None) -> tuple[Array, Array]:
@@ -212,6 +210,10 @@ def cpu_linear(
 def cpu_project(x: Array, joined: Any, norm: Norm | None = None, first: int = 0) -> Joint:
     count = len(joined.parts)
     return Joint(cpu.linear(x, joined, **before(norm), parts=(first, count)), joined.parts[first:])
+
+
+TRAINED = xla_operations("cpu training", product=cpu.trained_linear)
+"""Products of float32 weights that are being trained, in bfloat16 by the CPU kernels, as are those of their gradients."""
 
 
 @cache

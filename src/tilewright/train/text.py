@@ -12,7 +12,7 @@ import optax
 from jax import Array
 
 from tilewright.kernels.operations import Operations
-from tilewright.kernels.select import Products, training_operations
+from tilewright.kernels.select import training_operations
 from tilewright.train.checkpoint import fingerprint
 from tilewright.train.data import Stream, require_windows
 from tilewright.train.loop import Figures, Task, TrainOptions, TrainResult, gradient_step
@@ -56,7 +56,7 @@ class TextOptions(TrainOptions):
     seed: int = 0
     evaluate_every: int = 200
     save_every: int = 200
-    products: Products = "float32"
+    products: str = "float32"
 
     ABOVE_ZERO: ClassVar[tuple[str, ...]] = (
         *TrainOptions.ABOVE_ZERO, "steps", "sequence_length", "muon_learning_rate", "clip", "evaluate_every"
