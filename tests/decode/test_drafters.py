@@ -373,7 +373,7 @@ def test_a_round_without_a_proposal_is_a_plain_step(tmp_path: Path):
         session.advance(1)
         assert session.batch.device_state is not None
         assert session.rows[0].drafted == [0]
-        keys = np.asarray(session.batch.device_state.target_cache[0][0])
+        keys = np.asarray(session.batch.device_state.target_cache[0].k)  # type: ignore[attr-defined]
         assert int(np.flatnonzero(np.abs(keys).max(axis=(0, 1, 3)))[-1]) + 1 == written
 
 

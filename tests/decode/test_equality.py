@@ -17,8 +17,7 @@ from tilewright.decode.language_model import LanguageModel
 from tilewright.decode.programs import ProgramKey
 from tilewright.decode.sampling import Sampling
 from tilewright.decode.shapes import Shape, ShapeTable
-from tilewright.decode.state import DecodeState, Models, known_token
-from tilewright.models.decoder import DecoderConfig
+from tilewright.decode.state import DecodeState, Models, Target, known_token
 
 NEW, BLOCK = 32, 16
 TABLE = ShapeTable(batches=(1, 8), capacities=(128,), chunks=(16, 64))
@@ -102,12 +101,12 @@ def informed(tmp_path_factory: pytest.TempPathFactory, alone: list[list[int]]) -
         ends[n] = len(prompt) + NEW
     mistakes = np.random.default_rng(0).random(texts.shape) < 0.15
 
-    def look_up(drafter: DFlash, target: DecoderConfig, models: Models, state: DecodeState) -> Proposal:
+    def look_up(drafter: DFlash, target: Target, models: Models, state: DecodeState) -> Proposal:
         later = jnp.arange(128)[None, None] > state.known[:, None, None]
         fits = jnp.all((state.tokens[:, None] == texts[None]) | later, axis=2) & (state.end[:, None] == ends[None])
         row = jnp.argmax(fits, axis=1)
         wrong = jnp.take(jnp.asarray(mistakes), row, axis=0) & state.ignore_eos[:, None]
-        text = (jnp.take(jnp.asarray(texts), row, axis=0) + wrong.astype(jnp.int32)) % target.vocab_size
+        text = (jnp.take(jnp.asarray(texts), row, axis=0) + wrong.astype(jnp.int32)) % target.config.vocab_size
         slots = state.known[:, None] + jnp.arange(1, drafter.block_size)[None]
         block = jnp.concatenate([known_token(state), jnp.take_along_axis(text, slots, axis=1)], axis=1)
         return Proposal(block, jnp.full(state.known.shape, drafter.block_size - 1))

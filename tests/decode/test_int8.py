@@ -60,5 +60,5 @@ def test_every_matrix_has_8_bits(demo: dict[str, LanguageModel]):
     lm = demo["float32"]
     leaves = jax.tree.leaves(lm.programs.models.target, is_leaf=lambda leaf: isinstance(leaf, PackedMatrix))
     packed = [leaf for leaf in leaves if isinstance(leaf, PackedMatrix)]
-    assert len(packed) == 6 * lm.target.num_layers + 1  # gate and up are one
+    assert len(packed) == 4 * lm.target.num_layers + 1  # q, k and v are one, gate and up too
     assert {leaf.panels.dtype for leaf in packed} == {jnp.dtype(jnp.int8)}

@@ -81,6 +81,7 @@ def pair_of(vocab: int) -> Pair:
     """A target that is not too sure of itself, and a DFlash drafter whose drafts after the prompt are likely enough."""
     seed, sureness = {8: (8, 0.25), 64: (100, 0.4)}[vocab]
     pair = random_pair(seed, vocab_size=vocab, target_layers=1, drafter_layers=1, taps=[0], block_size=4)
+    pair.drafter_config["dflash_config"]["last_tap_before_norm"] = True
     pair.target_tensors["lm_head.weight"] *= np.float32(sureness)
     return pair
 

@@ -154,8 +154,8 @@ def test_the_window_bounds_the_drafters_cache(tmp_path: Path):
     for window, slots in ((None, 64), (7, 7), (1000, 64)):
         lm = build(tmp_path, pair, draft_window=window)
         target, drafter = allocate_caches(lm.target, Shape(4, 64, "greedy"), lm.drafter, jnp.float32)
-        assert [x.shape for layer in target for x in layer] == [(4, 2, 64, 16)] * 10
-        assert [x.shape for layer in drafter for x in layer] == [(4, 2, slots, 16)] * 4
+        assert [x.shape for x in jax.tree.leaves(target)] == [(4, 2, 64, 16)] * 10
+        assert [x.shape for x in jax.tree.leaves(drafter)] == [(4, 2, slots, 16)] * 4
 
 
 @pytest.mark.parametrize("drafted", [False, True])

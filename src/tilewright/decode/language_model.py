@@ -21,7 +21,7 @@ from tilewright.decode.state import Models, Target
 from tilewright.kernels.select import Kernels, Weights, operations
 from tilewright.models import checkpoint, decoder, hub
 from tilewright.models.decoder import DecoderConfig, DecoderParams
-from tilewright.models.params import DTYPES, Dtype
+from tilewright.models.params import DTYPES
 from tilewright.models.tokenizer import load_tokenizer
 
 
@@ -36,11 +36,10 @@ class LanguageModel:
     """
 
     def __init__(
-        self, target: DecoderConfig, params: DecoderParams, tokenizer: Tokenizer, dtype: Dtype = "float32",
+        self, target: DecoderConfig, params: DecoderParams, tokenizer: Tokenizer, dtype: str = "float32",
         weights: Weights = "auto", kernels: Kernels = "auto", table: ShapeTable | None = None,
     ):  # fmt: skip
-        if dtype not in DTYPES:
-            raise ValueError(f"expected dtype to be one of {', '.join(DTYPES)}, found {dtype!r}")
+        check_dtype(dtype)
         self.target, self.tokenizer, self.dtype, self.weights = target, tokenizer, dtype, weights
         self.ops = operations(weights=weights, kernels=kernels)
         self.kernels, self.table = self.ops.name, table or ShapeTable()
@@ -187,6 +186,12 @@ class LanguageModel:
         self.programs.warm((key for shape in shapes for key in self.programs.keys(shape, drafter)), console)
 
 
+def check_dtype(dtype: str) -> None:
+    """Raises a `ValueError` if models do not run in it."""
+    if dtype not in DTYPES:
+        raise ValueError(f"expected dtype to be one of {', '.join(DTYPES)}, found {dtype!r}")
+
+
 def load(
     model: str | Path,
     drafter: str | Path | None = None,
@@ -224,6 +229,7 @@ def load(
     Raises:
         ValueError: what is wrong with the files, or how the drafter fails to fit the target.
     """
+    check_dtype(dtype)
     operations(weights=weights, kernels=kernels)  # what cannot run here is said before anything is read
     source = None if drafter is None else str(drafter)
     options = DrafterOptions(block_size, draft_window, drafter_dtype, refine, drafter_revision)
@@ -231,5 +237,5 @@ def load(
     folder = hub.resolve(str(model), revision, console)
     tokenizer = load_tokenizer(folder)
     target, params = checkpoint.load_decoder(folder, DTYPES[dtype], console)
-    lm = LanguageModel(target, params, tokenizer, cast(Dtype, dtype), weights, kernels, table)
+    lm = LanguageModel(target, params, tokenizer, dtype, weights, kernels, table)
     return lm.with_drafter(*lm.load_drafter(source, options, console))
