@@ -101,6 +101,6 @@ def test_allocate():
     leaves = jax.tree.leaves(made)
     assert {(x.shape, x.dtype.name, bool(jnp.any(x))) for x in leaves} == {((2, 4, 16, 8), "bfloat16", False)}
     for window, slots in ((5, 5), (50, 16)):
-        (ring,) = cache.allocate(1, 2, 4, 16, 8, jnp.float32, window)
+        (ring,) = cache.allocate_windows(1, 2, 4, 16, 8, jnp.float32, window)
         assert isinstance(ring, cache.Ring)
         assert ring.k.shape[2] == slots

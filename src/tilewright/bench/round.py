@@ -123,7 +123,7 @@ def programs(setup: Setup) -> dict[str, Part]:
         return state, drafting.propose(target, models, state).block
 
     def draft_head(models: Models, state: DecodeState, hidden: Array) -> tuple[DecodeState, Any]:
-        return state, setup.ops.head_argmax(hidden, decoder.output_head(models.target))
+        return state, setup.ops.head_argmax(hidden, decoder.output_head(models.target))[0]
 
     def verify_block(models: Models, state: DecodeState, block: Array) -> tuple[DecodeState, Any]:
         verified = verify(target, models.target, state, block, drafting.tap_layers, "greedy")

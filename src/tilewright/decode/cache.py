@@ -133,10 +133,16 @@ class Ring(InRows):
         return jnp.minimum(stop, self.k.shape[2])
 
 
-def allocate(
-    layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, dtype: DTypeLike, window: int | None = None
+def allocate(layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, dtype: DTypeLike) -> tuple[Contiguous, ...]:
+    """Empty caches of `capacity` positions, one for each layer."""
+    shape = (batch, kv_heads, capacity, head_dim)
+    return tuple(Contiguous(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(layers))
+
+
+def allocate_windows(
+    layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, dtype: DTypeLike, window: int | None
 ) -> tuple[KVCache, ...]:
-    """Empty caches, one for each layer: contiguous ones of `capacity` positions, or rings of the last `window` of them."""
-    layout, slots = (Contiguous, capacity) if window is None else (Ring, min(window, capacity))
-    shape = (batch, kv_heads, slots, head_dim)
-    return tuple(layout(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(layers))
+    """The same for a context of which a window, if there is one, keeps the last positions alone."""
+    if window is None:
+        return allocate(layers, batch, kv_heads, capacity, head_dim, dtype)
+    return tuple(Ring(one.k, one.v) for one in allocate(layers, batch, kv_heads, min(window, capacity), head_dim, dtype))

@@ -58,7 +58,9 @@ class DFlash:
 
     def allocate(self, batch: int, capacity: int) -> Any:
         config, dtype = self.config, DTYPES[self.dtype]
-        return cache.allocate(config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim, dtype, self.window)
+        return cache.allocate_windows(
+            config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim, dtype, self.window
+        )
 
     def propose(self, target: Target, models: Models, state: DecodeState) -> Proposal:
         """Drafts the drafter's most likely token for each slot behind the known one."""

@@ -67,7 +67,7 @@ class Eagle3:
 
     def allocate(self, batch: int, capacity: int) -> Any:
         config, dtype = self.config, DTYPES[self.dtype]
-        (keys,) = cache.allocate(1, batch, config.num_kv_heads, capacity, config.head_dim, dtype, self.window)
+        (keys,) = cache.allocate_windows(1, batch, config.num_kv_heads, capacity, config.head_dim, dtype, self.window)
         return Context(keys, jnp.zeros((batch, 1, config.hidden_size), dtype))
 
     def embed(self, target: Target, models: Models, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
