@@ -56,9 +56,12 @@ CONFIGS = {
 @pytest.mark.parametrize("model", CASES)
 def test_cases_have_the_sizes_that_the_models_declare(model: str):
     declared = declare(CONFIGS[model])
-    for layer in ("q", "k", "v", "o", "gate", "up", "down"):
+    first = declared.layers[0]
+    gate, up = first.gate_up.parts
+    given = {**dict(zip("qkv", first.qkv.parts, strict=True)), "o": first.o, "gate": gate, "up": up, "down": first.down}
+    for layer, spec in given.items():
         case = CASES[model]["gate_up" if layer in ("gate", "up") else layer]
-        assert getattr(declared.layers[0], layer).shape == (case.inputs, case.outputs), layer
+        assert spec.shape == (case.inputs, case.outputs), layer
     head = CASES[model]["head"]
     assert declared.embed.shape == (head.outputs, head.inputs)
     assert all((case.model, case.layer) == (model, layer) for layer, case in CASES[model].items())

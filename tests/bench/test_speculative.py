@@ -115,7 +115,7 @@ def test_the_parts_of_a_round_are_those_that_the_decode_loop_runs(lm: LanguageMo
     batch, results = session.batch, {}
     known = np.asarray([len(prompt) - 1 for prompt in prompts])
     for part in (None, *PARTS, *PARTS):
-        results[part] = batch.run(partial(round_up_to, part, own, model.target, batch.shape.warp))
+        results[part] = batch.run(partial(round_up_to, part, own, model.programs.target, batch.shape.warp))
         state = batch.device_state
         assert state is not None
         np.testing.assert_array_equal(state.known[:2], known)

@@ -266,7 +266,7 @@ DRAFTER = ["drafter", "TEXT", "--target", "TARGET", "--out", "new"]
         (["lm", "absent", "--out", "new"], "absent: no such file or folder"),
         (LM, "the training text has"),
         ([*LM, "--held-out", "0"], "expected a held-out share between 0 and 1, found 0.0"),
-        ([*LM, "--steps", "0"], "steps must be positive, found 0"),
+        ([*LM, "--steps", "0"], "expected steps above 0, found 0"),
         ([*LM, "--optimizer", "sgd"], "sgd"),
         ([*LM, "--heads", "3"], "num_attention_heads is no multiple of num_key_value_heads"),
         ([*LM, "--vocab-size", "100"], "expected a vocabulary of at least 258, found 100"),
