@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 ORACLE_BIN := .venv-oracle/bin
+# What must hold for the programs that users run: the same answer, with all of XLA's optimisations.
+EXACTNESS := $(addprefix tests/decode/test_,equality.py exactness.py lossless.py batch.py int8.py drafters.py)
 PIP_FLAGS := --disable-pip-version-check
 
 .PHONY: help demo test test-all oracle lint bench clean
@@ -17,8 +19,9 @@ demo: .venv/installed-base ## generates with the shipped pair, and beside it wit
 test: .venv/installed-test ## runs the tests (no torch), but for those marked slow
 	$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow"
 
-test-all: .venv/installed-test .venv/installed-tpu ## runs every test, compilations for TPUs too, with optimised programs
-	$(BIN)/python -m pytest -n auto --dist loadfile --optimised
+test-all: .venv/installed-test .venv/installed-tpu ## runs every test, compilations for TPUs too, and exactness with optimised programs
+	$(BIN)/python -m pytest -n auto --dist loadfile --optimised $(EXACTNESS)
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 lint: .venv/installed-lint ## ruff and pyright
 	$(BIN)/ruff check src tests benchmarks hatch_build.py

@@ -1,7 +1,7 @@
 """Settings of every test: eight CPU devices, strict dtypes, shape annotations checked, programs made quickly.
 
 `--optimised` compiles them as users' programs are compiled, with optimisations that take XLA five times as long as all the rest
-and that programs run for a millisecond do not pay back. `.ci/run` asks for it.
+and that programs run for a millisecond do not pay back. `.ci/run` asks for it where the same answer is at stake.
 """
 
 import mmap
