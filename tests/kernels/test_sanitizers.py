@@ -11,6 +11,7 @@ import pytest
 from kernels.test_instruction_sets import BEST, ORDER
 from tilewright.kernels import build
 
+pytestmark = pytest.mark.slow  # compiles every kernel for a minute
 HERE = Path(__file__).parent
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g1", "-pthread"]
 
