@@ -48,7 +48,6 @@ IMPORTERS = {
 
 UNUSED = {
     "contains_shape": "what tests of compiled programs ask, defined beside the arrays that it looks through",
-    "edge_dot_csr": "",
     "parse": "Jinja calls it",
 }
 """Functions and classes of the package that nothing in it names, and why they stay."""

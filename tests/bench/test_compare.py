@@ -13,7 +13,22 @@ from tilewright.decode.request import Generation, Result
 from tilewright.decode.sampling import Sampling
 from tilewright.models.dflash import DFlashConfig
 
-DRAFTER = DFlash(DFlashConfig(8, 4, 4, 1, 1, 1, 4, 6, 7, (0,), 1), block_size=4)
+DRAFTER = DFlash(
+    DFlashConfig(
+        vocab_size=8,
+        hidden_size=4,
+        intermediate_size=4,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=4,
+        block_size=6,
+        mask_token_id=7,
+        target_layer_ids=(0,),
+        num_target_layers=1,
+    ),
+    block_size=4,
+)
 
 
 def result(tokens: Sequence[int], lengths: Sequence[int], drafts: int = 0) -> Result:

@@ -42,7 +42,22 @@ def fake_side(name: str, weight_bytes: int) -> Side:
 
 
 def qwen3(hidden: int, inner: int, layers: int, heads: int) -> DecoderConfig:
-    return DecoderConfig("qwen3", 151936, hidden, inner, layers, heads, 8, 128, 1e-6, 1e6, None, True, 40960, (151645,))
+    return DecoderConfig(
+        family="qwen3",
+        vocab_size=151936,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        rope_scaling=None,
+        tie_word_embeddings=True,
+        max_position_embeddings=40960,
+        eos_token_ids=(151645,),
+    )
 
 
 CONFIGS = {

@@ -23,10 +23,14 @@ NEW, BLOCK = 32, 16
 TABLE = ShapeTable(batches=(1, 8), capacities=(128,), chunks=(16, 64))
 ASKED = prompts(0, [*range(1, 61), *range(2, 42)])
 """100 prompts."""
+KNOWN = (8, 30, 70)
+SOME = (*KNOWN, *range(3, 100, 7))
+some_and_all = pytest.mark.parametrize(
+    "which", [pytest.param(SOME, id="some"), pytest.param(range(len(ASKED)), id="all", marks=pytest.mark.slow)]
+)
 SIZES: dict[str, Any] = {
     "block_size": BLOCK, "target_layers": 2, "drafter_layers": 1, "taps": [0, 1], "drafter_intermediate_size": 1024
 }  # fmt: skip
-KNOWN = (8, 30, 70)
 GREEDY = Sampling(max_new_tokens=NEW)
 REQUESTS = [
     Sampling(NEW, temperature=1.0, top_p=0.9, seed=3),
@@ -69,23 +73,33 @@ def alone(guessing: LanguageModel) -> list[list[int]]:
     return tokens_of(guessing, ASKED, GREEDY, speculative=False, batch=1)
 
 
-def test_batch_rows_give_what_they_give_alone(guessing: LanguageModel, alone: list[list[int]]):
+def picked(items: Sequence[list[int]], which: Sequence[int]) -> list[list[int]]:
+    return [items[n] for n in which]
+
+
+@some_and_all
+def test_batch_rows_give_what_they_give_alone(guessing: LanguageModel, alone: list[list[int]], which: Sequence[int]):
+    assert tokens_of(guessing, picked(ASKED, which), GREEDY, speculative=False, batch=8) == picked(alone, which)
+
+
+def test_texts_differ(alone: list[list[int]]):
     assert len({len(prompt) for prompt in ASKED}) == 60
-    assert tokens_of(guessing, ASKED, GREEDY, speculative=False, batch=8) == alone
     assert {len(tokens) for tokens in alone} == {NEW}
     assert len({tuple(tokens) for tokens in alone}) == len(ASKED)
 
 
+@some_and_all
 @pytest.mark.parametrize("batch", [1, 8])
-def test_random_drafter(guessing: LanguageModel, alone: list[list[int]], batch: int):
-    lengths = check_same_as_autoregressive(guessing, ASKED, GREEDY, batch, alone)
+def test_random_drafter(guessing: LanguageModel, alone: list[list[int]], batch: int, which: Sequence[int]):
+    lengths = check_same_as_autoregressive(guessing, picked(ASKED, which), GREEDY, batch, picked(alone, which))
     assert 1 <= np.mean(lengths) < 1.2
 
 
-def test_drafter_that_knows_some_texts(skilled: LanguageModel, alone: list[list[int]]):
-    lengths = check_same_as_autoregressive(skilled, ASKED, GREEDY, 8, alone)
+@some_and_all
+def test_drafter_that_knows_some_texts(skilled: LanguageModel, alone: list[list[int]], which: Sequence[int]):
+    lengths = check_same_as_autoregressive(skilled, picked(ASKED, which), GREEDY, 8, picked(alone, which))
     assert {1, BLOCK} < set(lengths)
-    known = check_same_as_autoregressive(skilled, [ASKED[n] for n in KNOWN], GREEDY, 1, [alone[n] for n in KNOWN])
+    known = check_same_as_autoregressive(skilled, picked(ASKED, KNOWN), GREEDY, 1, picked(alone, KNOWN))
     assert 3 < np.mean(known) < BLOCK
 
 
@@ -119,16 +133,21 @@ def informed(tmp_path_factory: pytest.TempPathFactory, alone: list[list[int]]) -
     return lm
 
 
+@some_and_all
 @pytest.mark.parametrize("batch", [1, 8])
-def test_drafter_that_is_always_right(informed: LanguageModel, alone: list[list[int]], batch: int):
+def test_drafter_that_is_always_right(informed: LanguageModel, alone: list[list[int]], batch: int, which: Sequence[int]):
     """Every round settles a whole block: tau is the block size."""
-    assert set(check_same_as_autoregressive(informed, ASKED, GREEDY, batch, alone)) == {BLOCK}
+    lengths = check_same_as_autoregressive(informed, picked(ASKED, which), GREEDY, batch, picked(alone, which))
+    assert set(lengths) == {BLOCK}
 
 
+@some_and_all
 @pytest.mark.parametrize("batch", [1, 8])
-def test_drafter_that_is_right_in_part(informed: LanguageModel, alone: list[list[int]], batch: int):
-    lengths = check_same_as_autoregressive(informed, ASKED, replace(GREEDY, ignore_eos=True), batch, alone)
-    assert set(lengths) == set(range(1, BLOCK + 1))
+def test_drafter_that_is_right_in_part(informed: LanguageModel, alone: list[list[int]], batch: int, which: Sequence[int]):
+    wanting = replace(GREEDY, ignore_eos=True)
+    lengths = check_same_as_autoregressive(informed, picked(ASKED, which), wanting, batch, picked(alone, which))
+    assert {1, BLOCK} < set(lengths) <= set(range(1, BLOCK + 1))
+    assert len(set(lengths)) == BLOCK or len(which) < len(ASKED)
     assert 3 < np.mean(lengths) < 9
 
 

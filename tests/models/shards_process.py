@@ -21,7 +21,9 @@ from tilewright.parallel.sharding import FULLY_SHARDED_TENSOR_PARALLEL, TENSOR_P
 index, folder = int(sys.argv[2]), Path(sys.argv[3])
 initialise_processes(sys.argv[1], 2, index, timeout=60)
 
-config = DecoderConfig("llama", 24, 8, 12, 1, 4, 2, 6)
+config = DecoderConfig(
+    family="llama", vocab_size=24, hidden_size=8, intermediate_size=12, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=6
+)
 specs = declare(config)
 mesh = make_mesh({"fsdp": 2, "tp": 2})  # the first process has the first row of devices, and so the first half of "fsdp"
 both = shardings(specs, mesh, FULLY_SHARDED_TENSOR_PARALLEL)

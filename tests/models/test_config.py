@@ -76,21 +76,109 @@ def problems(fields: dict[str, Any]) -> list[str]:
 def test_published_llama():
     scaling = RopeScaling(8.0, 1.0, 4.0, 8192)
     expected = DecoderConfig(
-        "llama", 128256, 4096, 14336, 32, 32, 8, 128, 1e-5, 5e5, scaling, False, 131072, (128001, 128008, 128009)
+        family="llama",
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-5,
+        rope_theta=5e5,
+        rope_scaling=scaling,
+        tie_word_embeddings=False,
+        max_position_embeddings=131072,
+        eos_token_ids=(128001, 128008, 128009),
     )
     assert config_from_hf(LLAMA31) == expected
 
 
 def test_published_qwen3():
-    expected = DecoderConfig("qwen3", 151936, 2560, 9728, 36, 32, 8, 128, 1e-6, 1e6, None, True, 40960, (151645,))
+    expected = DecoderConfig(
+        family="qwen3",
+        vocab_size=151936,
+        hidden_size=2560,
+        intermediate_size=9728,
+        num_layers=36,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        rope_scaling=None,
+        tie_word_embeddings=True,
+        max_position_embeddings=40960,
+        eos_token_ids=(151645,),
+    )
     assert config_from_hf(QWEN3) == expected
 
 
 GOLDEN_CONFIGS = {
-    "llama-scaled": DecoderConfig("llama", 96, 32, 56, 3, 4, 2, 16, 1e-5, 1e4, RopeScaling(8.0, 1.0, 4.0, 32), True, 256, (2,)),
-    "llama-untied": DecoderConfig("llama", 96, 48, 64, 2, 6, 3, 8, 1e-5, 5e5, None, False, 256, (2,)),
-    "qwen3-tied": DecoderConfig("qwen3", 96, 32, 56, 3, 4, 2, 16, 1e-6, 1e6, None, True, 256, (5,)),
-    "qwen3-untied": DecoderConfig("qwen3", 96, 40, 48, 2, 5, 1, 12, 1e-6, 5e3, None, False, 256, (2, 5)),
+    "llama-scaled": DecoderConfig(
+        family="llama",
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=56,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-5,
+        rope_theta=1e4,
+        rope_scaling=RopeScaling(8.0, 1.0, 4.0, 32),
+        tie_word_embeddings=True,
+        max_position_embeddings=256,
+        eos_token_ids=(2,),
+    ),
+    "llama-untied": DecoderConfig(
+        family="llama",
+        vocab_size=96,
+        hidden_size=48,
+        intermediate_size=64,
+        num_layers=2,
+        num_heads=6,
+        num_kv_heads=3,
+        head_dim=8,
+        rms_norm_eps=1e-5,
+        rope_theta=5e5,
+        rope_scaling=None,
+        tie_word_embeddings=False,
+        max_position_embeddings=256,
+        eos_token_ids=(2,),
+    ),
+    "qwen3-tied": DecoderConfig(
+        family="qwen3",
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=56,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        rope_scaling=None,
+        tie_word_embeddings=True,
+        max_position_embeddings=256,
+        eos_token_ids=(5,),
+    ),
+    "qwen3-untied": DecoderConfig(
+        family="qwen3",
+        vocab_size=96,
+        hidden_size=40,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=5,
+        num_kv_heads=1,
+        head_dim=12,
+        rms_norm_eps=1e-6,
+        rope_theta=5e3,
+        rope_scaling=None,
+        tie_word_embeddings=False,
+        max_position_embeddings=256,
+        eos_token_ids=(2, 5),
+    ),
 }
 
 
@@ -116,7 +204,22 @@ def test_defaults():
     short = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     kept = (*short, "max_position_embeddings")
     llama = config_from_hf({name: LLAMA31[name] for name in kept})
-    assert llama == DecoderConfig("llama", 128256, 4096, 14336, 32, 32, 32, 128, 1e-6, 1e4, None, False, 131072, ())
+    assert llama == DecoderConfig(
+        family="llama",
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=32,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        rope_scaling=None,
+        tie_word_embeddings=False,
+        max_position_embeddings=131072,
+        eos_token_ids=(),
+    )
     assert config_from_hf({name: QWEN3[name] for name in kept}).head_dim == 128
     assert config_from_hf({**LLAMA31, "num_attention_heads": 16, "head_dim": None}).head_dim == 256
 

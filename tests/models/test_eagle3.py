@@ -1,7 +1,6 @@
 """EAGLE-3's maths against the NumPy reference, its configuration, and its checkpoints."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,14 +23,6 @@ from tilewright.kernels.select import PLAIN, operations
 from tilewright.models import decoder, eagle3
 from tilewright.models.eagle3 import Eagle3Config, Eagle3Params
 from tilewright.models.params import count, initialise
-from train.support import cheap_compilation
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cheap_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with cheap_compilation(tmp_path_factory.getbasetemp() / "compiled"):
-        yield
-
 
 PAIR = random_pair(5)
 TARGET = decoder.config_from_hf(PAIR.target_config)

@@ -20,7 +20,9 @@ from tilewright.models.params import abstract, initialise, spec_leaves
 from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.sharding import FULLY_SHARDED_TENSOR_PARALLEL, Rules, shardings
 
-CONFIG = DecoderConfig("qwen3", 24, 16, 48, 1, 8, 4, 6)
+CONFIG = DecoderConfig(
+    family="qwen3", vocab_size=24, hidden_size=16, intermediate_size=48, num_layers=1, num_heads=8, num_kv_heads=4, head_dim=6
+)
 SPECS = declare(CONFIG)
 RULES = FULLY_SHARDED_TENSOR_PARALLEL
 Sizes = dict[str, int | None]

@@ -20,7 +20,17 @@ from tilewright.models.params import initialise
 from tilewright.models.stack import SINGLE_DEVICE, Schedule
 from tilewright.parallel.schedules import MicroBatches
 
-CONFIG = DecoderConfig("qwen3", 50, 32, 48, 3, 4, 2, 16, tie_word_embeddings=True)
+CONFIG = DecoderConfig(
+    family="qwen3",
+    vocab_size=50,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    tie_word_embeddings=True,
+)
 TOKENS = jnp.arange(24).reshape(4, 6) * 7 % 50
 BUNDLES: dict[str, Callable[[], Operations]] = {"plain": lambda: PLAIN, "chosen here": operations}
 

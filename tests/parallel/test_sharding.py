@@ -33,7 +33,7 @@ SIZES: dict[str, Any] = {
     "head_dim": 6,
 }
 MODELS = {
-    "decoder": decoder.declare(decoder.DecoderConfig("qwen3", num_layers=2, **SIZES)),
+    "decoder": decoder.declare(decoder.DecoderConfig(family="qwen3", num_layers=2, **SIZES)),
     "dflash": dflash.declare(
         dflash.DFlashConfig(**SIZES, num_layers=1, block_size=4, mask_token_id=1, target_layer_ids=(0, 1), num_target_layers=2)
     ),

@@ -1,15 +1,11 @@
 """What the tests of training share: a tiny language model, a drafter for it, and texts for both."""
 
 import io
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from rich.console import Console
 
 from tilewright.models import decoder, dflash
@@ -21,7 +17,7 @@ from tilewright.train.text import TextOptions
 
 END = 0
 TARGET = DecoderConfig(
-    "qwen3", vocab_size=24, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
+    family="qwen3", vocab_size=24, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
     rope_theta=10000.0, tie_word_embeddings=True, max_position_embeddings=256, eos_token_ids=(END,),
 )  # fmt: skip
 DRAFTER = DFlashConfig(
@@ -60,24 +56,3 @@ def silent() -> Console:
 
 def options(**changes: Any) -> TextOptions:
     return replace(OPTIONS, **changes)
-
-
-@contextmanager
-def cheap_compilation(folder: Path) -> Iterator[None]:
-    """While it lasts, programs are hardly optimised, and kept in `folder` for the next test that needs the same ones."""
-    settings = {
-        "jax_disable_most_optimizations": True,
-        "jax_compilation_cache_dir": str(folder),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: jax.config.values[name] for name in settings}
-    try:
-        for name, value in settings.items():
-            jax.config.update(name, value)
-        reset_cache()
-        yield
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        reset_cache()

@@ -37,10 +37,32 @@ BANDWIDTH_BYTES = 2**30
 CACHE_MULTIPLE = 128
 """Caches are as long as context and block together, rounded up to this."""
 
-QWEN3_4B = DecoderConfig("qwen3", 151936, 2560, 9728, 36, 32, 8, 128, tie_word_embeddings=True)
+QWEN3_4B = DecoderConfig(
+    family="qwen3",
+    vocab_size=151936,
+    hidden_size=2560,
+    intermediate_size=9728,
+    num_layers=36,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    tie_word_embeddings=True,
+)
 """huggingface.co/Qwen/Qwen3-4B, config.json."""
 
-DFLASH_B16 = DFlashConfig(151936, 2560, 9728, 5, 32, 8, 128, 16, 151669, (1, 9, 17, 25, 33), 36)
+DFLASH_B16 = DFlashConfig(
+    vocab_size=151936,
+    hidden_size=2560,
+    intermediate_size=9728,
+    num_layers=5,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    block_size=16,
+    mask_token_id=151669,
+    target_layer_ids=(1, 9, 17, 25, 33),
+    num_target_layers=36,
+)
 """The drafter for it: sgl-project/SpecForge, configs/qwen3-4b-dflash.json."""
 
 PARTS = ("draft", "draft_head", "verify", "verify_head", "extend", "round")

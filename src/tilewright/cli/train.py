@@ -128,10 +128,19 @@ class ModelSizes:
 
     def config(self, vocab_size: int, end: int) -> DecoderConfig:
         sizes = DecoderConfig(
-            "qwen3", vocab_size, given(self.hidden_size, 256), given(self.intermediate_size, 768), given(self.layers, 4),
-            given(self.heads, 4), given(self.kv_heads, 2), given(self.head_dim, 64), rope_theta=10000.0,
-            tie_word_embeddings=True, max_position_embeddings=given(self.context, 1024), eos_token_ids=(end,),
-        )  # fmt: skip
+            family="qwen3",
+            vocab_size=vocab_size,
+            hidden_size=given(self.hidden_size, 256),
+            intermediate_size=given(self.intermediate_size, 768),
+            num_layers=given(self.layers, 4),
+            num_heads=given(self.heads, 4),
+            num_kv_heads=given(self.kv_heads, 2),
+            head_dim=given(self.head_dim, 64),
+            rope_theta=10000.0,
+            tie_word_embeddings=True,
+            max_position_embeddings=given(self.context, 1024),
+            eos_token_ids=(end,),
+        )
         return decoder.config_from_hf(decoder.config_to_hf(sizes), "the model's sizes")
 
 
@@ -278,11 +287,13 @@ class DFlashArguments:
         mask = tokenizer.token_to_id(MASK) if self.mask_token_id is None else self.mask_token_id
         every_layer = tuple(range(target.num_layers))
         made = DFlashConfig(
-            target.vocab_size, target.hidden_size, target.intermediate_size, given(self.layers, 2), target.num_heads,
-            target.num_kv_heads, target.head_dim, given(sizes.block_size, 16), target.vocab_size - 1 if mask is None else mask,
-            sizes.taps or (every_layer if len(every_layer) < 9 else default_target_layers(len(every_layer), 5)),
-            target.num_layers, target.rms_norm_eps, target.rope_theta,
-        )  # fmt: skip
+            **{**target.sizes(), "num_layers": given(self.layers, 2), "rope_scaling": None},
+            block_size=given(sizes.block_size, 16),
+            mask_token_id=target.vocab_size - 1 if mask is None else mask,
+            target_layer_ids=sizes.taps
+            or (every_layer if len(every_layer) < 9 else default_target_layers(len(every_layer), 5)),
+            num_target_layers=target.num_layers,
+        )
         config = dflash.config_from_hf(dflash.config_to_hf(made), "the drafter's sizes")
         dflash.check_fits(config, target)
         return config
@@ -307,11 +318,12 @@ class Eagle3Arguments:
 
     def config(self, sizes: DrafterSizes, target: DecoderConfig) -> Eagle3Config:
         made = Eagle3Config(
-            target.vocab_size, given(self.draft_vocab, default_draft_vocab(target.vocab_size)), target.hidden_size,
-            target.hidden_size, target.intermediate_size, target.num_heads, target.num_kv_heads, target.head_dim,
-            sizes.taps or eagle3.default_target_layers(target.num_layers), given(sizes.block_size, eagle3.BLOCK_SIZE),
-            target.rms_norm_eps, target.rope_theta, target.rope_scaling,
-        )  # fmt: skip
+            **{**target.sizes(), "num_layers": 1},
+            draft_vocab_size=given(self.draft_vocab, default_draft_vocab(target.vocab_size)),
+            target_hidden_size=target.hidden_size,
+            target_layer_ids=sizes.taps or eagle3.default_target_layers(target.num_layers),
+            block_size=given(sizes.block_size, eagle3.BLOCK_SIZE),
+        )
         config = eagle3.config_from_hf(eagle3.config_to_hf(made), target.num_layers, "the drafter's sizes")
         eagle3.check_fits(config, target)
         return config

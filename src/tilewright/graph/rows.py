@@ -235,4 +235,10 @@ def row_dot(a: Array, b: Array, rows: Array, sources: Array) -> Float[Array, "S 
 
 def dot_slots(rows: Rows, a: Float[Array, "N H D"], b: Float[Array, "M H D"]) -> Slots:
     """`row_dot` for every slot."""
-    return rows.map_slots(partial(row_dot, a, b), 2 * a.shape[1] * a.shape[2])
+
+    def by_slots() -> Slots:
+        return rows.map_slots(partial(row_dot, a, b), 2 * a.shape[1] * a.shape[2])
+
+    if isinstance(rows, BucketRows):
+        return by_slots()
+    return (select.edge_dot_csr(a, b, (rows.offsets, rows.sources), lambda: by_slots()[0]),)

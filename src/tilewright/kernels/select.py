@@ -293,6 +293,20 @@ def attend_csr_grad(operands: tuple[Any, ...], slope: float, otherwise: Callable
     return jax.lax.platform_dependent(*operands, cpu=fused, default=lambda *_: otherwise())
 
 
+def edge_dot_csr(
+    rows: Float[Array, "R H D"],
+    x: Float[Array, "M H D"],
+    lists: tuple[Int32[Array, " R1"], Int32[Array, " E"]],
+    otherwise: Callable[[], Float[Array, "E H"]],
+) -> Float[Array, "E H"]:
+    """The product of each edge's row and source, head by head, in float32; `lists` and `otherwise` as in `attend_csr`."""
+    if not reduces_lists() or rows.dtype != x.dtype:
+        return otherwise()
+    flat = rows.reshape(rows.shape[0], -1), x.reshape(x.shape[0], -1)
+    fused = partial(gather_cpu.edge_dot_csr, heads=x.shape[1])
+    return jax.lax.platform_dependent(*flat, *lists, cpu=fused, default=lambda *_: otherwise())
+
+
 def reduces_lists() -> bool:
     """Whether a kernel reduces lists of neighbours here, so that they beat padded rows."""
     return native.kernels().isa is not None

@@ -1,12 +1,54 @@
 """Reads a Hugging Face `config.json` and collects everything that is wrong with it into one error."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
-from tilewright.models.layers import RopeScaling
+from tilewright.models.layers import RopeScaling, rope_frequencies
 
 ROPE_THETA = 10000.0
 """The base of a configuration that names none (Su et al. 2021, and the libraries' default)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What every model of decoder layers has; the fields are those of its `config.json`."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = ROPE_THETA
+    rope_scaling: RopeScaling | None = None
+
+    @property
+    def rope_frequencies(self) -> list[float]:
+        return rope_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
+
+    def sizes(self) -> dict[str, Any]:
+        """These fields by name, for a drafter of a target's own sizes."""
+        return {field.name: getattr(self, field.name) for field in fields(Sizes)}
+
+    def to_hf(self) -> dict[str, Any]:
+        """These fields under the names of a `config.json`."""
+        return {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": None if self.rope_scaling is None else dict(vars(self.rope_scaling)),
+        }
 
 
 def is_number(value: object) -> bool:
@@ -95,6 +137,30 @@ class ConfigReader:
         factor, low, high, original = values.values()
         self.require(high > low, f"rope_scaling: high_freq_factor ({high}) must exceed low_freq_factor ({low})")
         return RopeScaling(float(factor), float(low), float(high), int(original))
+
+    def sizes(self, head_dim: int | None = None) -> dict[str, Any]:
+        """The fields of `Sizes`.
+
+        Args:
+            head_dim: where the configuration names none; by default the hidden size divided by the heads.
+        """
+        hidden, heads = self.integer("hidden_size"), self.integer("num_attention_heads")
+        theta, scaling = self.rope()
+        sizes = {
+            "vocab_size": self.integer("vocab_size"),
+            "hidden_size": hidden,
+            "intermediate_size": self.integer("intermediate_size"),
+            "num_layers": self.integer("num_hidden_layers"),
+            "num_heads": heads,
+            "num_kv_heads": self.integer("num_key_value_heads", default=heads),
+            "head_dim": self.integer("head_dim", default=head_dim or max(hidden // heads, 2)),
+            "rms_norm_eps": self.number("rms_norm_eps", default=1e-6),
+            "rope_theta": theta,
+            "rope_scaling": scaling,
+        }
+        self.require(heads % sizes["num_kv_heads"] == 0, "num_attention_heads is no multiple of num_key_value_heads")
+        self.require(sizes["head_dim"] % 2 == 0, "head_dim must be even")
+        return sizes
 
     def finish(self) -> None:
         if self.problems:

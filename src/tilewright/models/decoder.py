@@ -19,36 +19,22 @@ from jaxtyping import Float, Int
 from tilewright.kernels import select
 from tilewright.kernels.operations import Heads, Joined, Norm, Operations, Projection, Transposed
 from tilewright.models import layers
-from tilewright.models.config import ConfigReader
-from tilewright.models.layers import RopeScaling
+from tilewright.models.config import ConfigReader, Sizes
 from tilewright.models.params import ArraySpec, matrix, norm_weight
 from tilewright.models.stack import SINGLE_DEVICE, Rows, Schedule, Stack
 
 Family = Literal["qwen3", "llama"]
 
 
-@dataclass(frozen=True)
-class DecoderConfig:
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(Sizes):
     """Sizes of a decoder language model; the fields are those of its `config.json`."""
 
     family: Family
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float = 1e-6
     rope_theta: float = 1e6
-    rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 40960
     eos_token_ids: tuple[int, ...] = ()
-
-    @property
-    def rope_frequencies(self) -> list[float]:
-        return layers.rope_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
 
 
 def config_from_hf(fields: Mapping[str, Any], where: str = "config.json") -> DecoderConfig:
@@ -65,49 +51,24 @@ def config_from_hf(fields: Mapping[str, Any], where: str = "config.json") -> Dec
     read.expect("use_sliding_window", False)
     read.expect("quantization_config", None)
     read.expect_all("layer_types", "full_attention")
-    hidden, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
-    theta, scaling = read.rope()
     config = DecoderConfig(
         family=cast(Family, family),
-        vocab_size=read.integer("vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=read.integer("intermediate_size"),
-        num_layers=read.integer("num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=read.integer("num_key_value_heads", default=heads),
         # Qwen3's heads have 128 unless it says otherwise (Qwen3-4B: 2560 / 32 = 80, but heads of 128).
-        head_dim=read.integer("head_dim", default=128 if family == "qwen3" else max(hidden // heads, 2)),
-        rms_norm_eps=read.number("rms_norm_eps", default=1e-6),
-        rope_theta=theta,
-        rope_scaling=scaling,
+        **read.sizes(head_dim=128 if family == "qwen3" else None),
         tie_word_embeddings=read.flag("tie_word_embeddings", default=False),
         max_position_embeddings=read.integer("max_position_embeddings"),
         eos_token_ids=read.token_ids("eos_token_id"),
     )
-    read.require(config.num_heads % config.num_kv_heads == 0, "num_attention_heads is no multiple of num_key_value_heads")
-    read.require(config.head_dim % 2 == 0, "head_dim must be even")
     read.finish()
     return config
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """The `config.json` of a model that was made here; other libraries read it too."""
-    scaling = config.rope_scaling
     return {
         "architectures": ["Qwen3ForCausalLM" if config.family == "qwen3" else "LlamaForCausalLM"],
         "model_type": config.family,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None if scaling is None else dict(vars(scaling)),
+        **config.to_hf(),
         "tie_word_embeddings": config.tie_word_embeddings,
         "max_position_embeddings": config.max_position_embeddings,
         "eos_token_id": list(config.eos_token_ids) or None,

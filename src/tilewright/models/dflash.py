@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 
 from tilewright.kernels.operations import Heads, Norm, Operations, Projection
 from tilewright.models import layers
-from tilewright.models.config import ConfigReader
+from tilewright.models.config import ConfigReader, Sizes
 from tilewright.models.decoder import Attend, DecoderConfig, Layer, declare_layer, head_norms, stack_of
 from tilewright.models.params import matrix, norm_weight
 from tilewright.models.stack import SINGLE_DEVICE, Rows
@@ -29,8 +29,8 @@ DFLASH_FIELDS = (
 """What `dflash_config` may hold; not all values of all of them are supported."""
 
 
-@dataclass(frozen=True)
-class DFlashConfig:
+@dataclass(frozen=True, kw_only=True)
+class DFlashConfig(Sizes):
     """Sizes of a DFlash drafter.
 
     Attributes:
@@ -41,25 +41,13 @@ class DFlashConfig:
             code does; the PyTorch code reads it after (`hidden_states[-1]` of transformers). A field of our own.
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
     num_target_layers: int
-    rms_norm_eps: float = 1e-6
     rope_theta: float = 1e6
     input_embedding_scale: float = 1.0
     last_tap_before_norm: bool = False
-
-    @property
-    def rope_frequencies(self) -> list[float]:
-        return layers.rope_frequencies(self.head_dim, self.rope_theta, None)
 
 
 def default_target_layers(num_target_layers: int, taps: int) -> tuple[int, ...]:
@@ -107,28 +95,18 @@ def config_from_hf(fields: Mapping[str, Any], where: str = "config.json", num_ta
         raise ValueError(f"{where}: dflash_config must be an object, found {inner!r}")
     read = ConfigReader({name: value for name, value in {**fields, **inner}.items() if value is not None}, where)
     _refuse_unsupported(read, inner)
-    hidden, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
-    theta, scaling = read.rope()
     taps = read.token_ids("target_layer_ids")
     mask = read.token_ids("mask_token_id")
     config = DFlashConfig(
-        vocab_size=read.integer("vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=read.integer("intermediate_size"),
-        num_layers=read.integer("num_hidden_layers"),
-        num_heads=heads,
-        num_kv_heads=read.integer("num_key_value_heads", default=heads),
-        head_dim=read.integer("head_dim", default=128),  # as the published code's Qwen3 layers have
+        **read.sizes(head_dim=128),  # as the published code's Qwen3 layers have
         block_size=read.integer("block_size"),
         mask_token_id=mask[0] if mask else 0,
         target_layer_ids=taps,
         num_target_layers=read.integer("num_target_layers", default=num_target_layers),
-        rms_norm_eps=read.number("rms_norm_eps", default=1e-6),
-        rope_theta=theta,
         input_embedding_scale=read.number("input_embedding_scale", default=1.0),
         last_tap_before_norm=read.flag("last_tap_before_norm", default=False),
     )
-    read.require(scaling is None, "rope_scaling is not supported in a drafter")
+    read.require(config.rope_scaling is None, "rope_scaling is not supported in a drafter")
     read.require(len(taps) > 0, "target_layer_ids is missing (expected in dflash_config)")
     read.require(len(mask) == 1, "mask_token_id is missing (expected in dflash_config)")
     read.require(config.block_size >= 2, f"block_size must be at least 2, found {config.block_size}")
@@ -146,19 +124,8 @@ def config_to_hf(config: DFlashConfig) -> dict[str, Any]:
         | ({} if config.input_embedding_scale == 1 else {"input_embedding_scale": config.input_embedding_scale})
         | ({"last_tap_before_norm": True} if config.last_tap_before_norm else {}),
         "num_target_layers": config.num_target_layers,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "attention_bias": False,
+        **config.to_hf(),
         "layer_types": ["full_attention"] * config.num_layers,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None,
         "tie_word_embeddings": False,
     }
 

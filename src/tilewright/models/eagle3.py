@@ -25,9 +25,8 @@ from rich.console import Console
 from tilewright.kernels.operations import Heads, Norm, Operations, Projection
 from tilewright.models import layers
 from tilewright.models.checkpoint import CONFIG, load_params, load_stored, read_config, read_headers, save_params, weight_files
-from tilewright.models.config import ConfigReader
+from tilewright.models.config import ConfigReader, Sizes
 from tilewright.models.decoder import DecoderConfig, Layer, declare_layer, head_norms, mlp, output
-from tilewright.models.layers import RopeScaling
 from tilewright.models.params import ArraySpec, matrix, norm_weight
 
 BLOCK_SIZE = 8
@@ -44,8 +43,8 @@ EAGLE_FIELDS: dict[str, object] = {
 """Fields of published configurations, inside `eagle_config` or beside it, with the only value that is supported here."""
 
 
-@dataclass(frozen=True)
-class Eagle3Config:
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(Sizes):
     """Sizes of an EAGLE-3 drafter.
 
     Attributes:
@@ -58,29 +57,13 @@ class Eagle3Config:
         own_embedding: the checkpoint holds an embedding; otherwise the target's serves.
     """
 
-    vocab_size: int
+    num_layers: int = 1
     draft_vocab_size: int
-    hidden_size: int
     target_hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     target_layer_ids: tuple[int, ...]
     block_size: int = BLOCK_SIZE
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
     norm_before_residual: bool = False
     own_embedding: bool = False
-
-    @property
-    def num_layers(self) -> int:
-        return 1
-
-    @property
-    def rope_frequencies(self) -> list[float]:
-        return layers.rope_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
 
 
 def default_target_layers(num_target_layers: int) -> tuple[int, ...]:
@@ -142,28 +125,20 @@ def config_from_hf(fields: Mapping[str, Any], num_target_layers: int, where: str
     _eagle_fields(read)
     inside = ConfigReader(inner, where)
     taps = inside.token_ids("eagle_aux_hidden_state_layer_ids")
-    hidden, heads, vocab = read.integer("hidden_size"), read.integer("num_attention_heads"), read.integer("vocab_size")
-    theta, scaling = read.rope()
+    sizes = read.sizes()
     config = Eagle3Config(
-        vocab_size=vocab,
-        draft_vocab_size=read.integer("draft_vocab_size", default=vocab),
-        hidden_size=hidden,
-        target_hidden_size=read.integer("target_hidden_size", default=hidden),
-        intermediate_size=read.integer("intermediate_size"),
-        num_heads=heads,
-        num_kv_heads=read.integer("num_key_value_heads", default=heads),
-        head_dim=read.integer("head_dim", default=max(hidden // heads, 2)),
+        **sizes,
+        draft_vocab_size=read.integer("draft_vocab_size", default=sizes["vocab_size"]),
+        target_hidden_size=read.integer("target_hidden_size", default=sizes["hidden_size"]),
         target_layer_ids=taps or default_target_layers(num_target_layers),
         block_size=inside.integer("block_size", default=BLOCK_SIZE),
-        rms_norm_eps=read.number("rms_norm_eps", default=1e-6),
-        rope_theta=theta,
-        rope_scaling=scaling,
         norm_before_residual=read.flag("norm_before_residual", default=False),
     )
     read.problems += inside.problems
-    read.require(config.draft_vocab_size <= vocab, f"draft_vocab_size {config.draft_vocab_size} exceeds vocab_size {vocab}")
-    read.require(heads % config.num_kv_heads == 0, "num_attention_heads is no multiple of num_key_value_heads")
-    read.require(config.head_dim % 2 == 0, "head_dim must be even")
+    read.require(
+        config.draft_vocab_size <= config.vocab_size,
+        f"draft_vocab_size {config.draft_vocab_size} exceeds vocab_size {config.vocab_size}",
+    )
     read.require(config.block_size >= 2, f"block_size must be at least 2, found {config.block_size}")
     read.finish()
     return config
@@ -171,24 +146,12 @@ def config_from_hf(fields: Mapping[str, Any], num_target_layers: int, where: str
 
 def config_to_hf(config: Eagle3Config) -> dict[str, Any]:
     """The `config.json` of a drafter that was trained here, with the fields of the published ones."""
-    scaling = config.rope_scaling
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        "vocab_size": config.vocab_size,
+        **config.to_hf(),
         "draft_vocab_size": config.draft_vocab_size,
-        "hidden_size": config.hidden_size,
         "target_hidden_size": config.target_hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None if scaling is None else dict(vars(scaling)),
         "tie_word_embeddings": False,
         "norm_before_residual": config.norm_before_residual,
         "eagle_config": {

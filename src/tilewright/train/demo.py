@@ -81,18 +81,11 @@ REGENERATION_SAMPLING = (
 def drafter_config(target: DecoderConfig) -> DFlashConfig:
     """The drafter: two layers of the target's own sizes, which read the target after each of its layers."""
     return DFlashConfig(
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        intermediate_size=target.intermediate_size,
-        num_layers=2,
-        num_heads=target.num_heads,
-        num_kv_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
+        **{**target.sizes(), "num_layers": 2},
         block_size=16,
         mask_token_id=MASK_TOKEN_ID,
         target_layer_ids=tuple(range(target.num_layers)),
         num_target_layers=target.num_layers,
-        rope_theta=target.rope_theta,
     )
 
 

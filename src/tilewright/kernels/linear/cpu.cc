@@ -47,6 +47,7 @@ inline Best* best_of(const Call& call, int64_t begin, int64_t row) { return call
 typedef void (*Body)(const Call&, int64_t begin, int64_t end);
 typedef void (*Packing)(const Call&, const float* w, bool transposed, uint16_t* panels, int64_t begin, int64_t end);
 struct Kernel {
+  int64_t size;  // bytes of a number in `rows`
   Body prepare;  // over rows: fills `rows`
   Body run;      // over panels
   Body prepare_transposed = nullptr;  // bfloat16 only, as is the next
@@ -75,6 +76,8 @@ TARGET_END
 TARGET("avx512f,avx512bw,avx512vl,avx512dq,fma")
 namespace avx512 {
 #define VECTORS 8
+#undef INT8_DOT
+#define INT8_DOT 0  // without AVX-512-VNNI, those of AVX2 serve
 #include "tile.inc"
 #undef VECTORS
 }  // namespace avx512
@@ -96,8 +99,9 @@ TARGET_END
 
 enum Weights { FLOAT32, BFLOAT16, INT8 };
 
-#define KERNEL(isa, format, run) Kernel{isa::prepare<isa::format>, isa::run<isa::format>}
-#define BFLOAT16_KERNEL(isa, run) Kernel{isa::prepare<isa::BFloat16>, isa::run<isa::BFloat16>, isa::prepare_transposed, isa::pack_panels}
+#define KERNEL(isa, format, run) Kernel{sizeof(isa::format::X), isa::prepare<isa::format>, isa::run<isa::format>}
+#define BFLOAT16_KERNEL(isa, run) \
+  Kernel{sizeof(isa::BFloat16::X), isa::prepare<isa::BFloat16>, isa::run<isa::BFloat16>, isa::prepare_transposed, isa::pack_panels}
 
 // Of one instruction set those parts that this machine has: 8-bit products of AVX-512-VNNI without AVX-512-BF16, for one.
 Kernel kernel_for(Weights weights) {
@@ -129,14 +133,14 @@ Kernel kernel_for(Weights weights) {
 bool worth_sharing(const Call& call) { return call.panels * call.panel_size * std::max<int64_t>(1, call.m / 4) >= (1 << 16); }
 
 void compute(ffi::ThreadPool& pool, Call& call, Weights weights, bool transposed = false) {
-  static constexpr int64_t size[] = {4, 2, 1};
   call.panel_size = call.k_padded * 16;
   const Kernel kernel = kernel_for(weights);
-  const bool as_it_is = call.norm == nullptr && call.k == call.k_padded && weights == (call.narrow_x ? BFLOAT16 : FLOAT32);
+  const bool fits = weights == (call.narrow_x ? BFLOAT16 : FLOAT32) && kernel.size == (call.narrow_x ? 2 : 4);
+  const bool as_it_is = fits && call.norm == nullptr && call.k == call.k_padded;
   if (as_it_is) {
     call.rows = const_cast<void*>(call.x);
   } else {
-    call.rows = native::scratch<1>(call.m * call.k_padded * size[weights] + 64);
+    call.rows = native::scratch<1>(call.m * call.k_padded * kernel.size + 64);
     call.row_scales = static_cast<float*>(native::scratch<2>(call.m * sizeof(float) + 64));
     const Body prepare = transposed ? kernel.prepare_transposed : kernel.prepare;
     native::share(pool, call.m, 16, call.m * call.k >= (1 << 16), [&](int64_t begin, int64_t end) { prepare(call, begin, end); });

@@ -13,9 +13,9 @@ constexpr int64_t PIECE = 1 << 16;      // elements that are read in so many str
 
 ffi::Error Read(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> x, ffi::ResultBuffer<ffi::S32> total) {
   if (total->element_count() != 1) return ffi::Error::InvalidArgument("tilewright_read: expected one result");
-  const auto read = ON_BEST_ISA(read);
+  const auto total_of = ON_BEST_ISA(total_of);
   std::atomic<uint32_t> sum{0};
-  native::share(pool, x.element_count(), PIECE, true, [&](int64_t begin, int64_t end) { sum += read(x.typed_data(), begin, end); });
+  native::share(pool, x.element_count(), PIECE, true, [&](int64_t begin, int64_t end) { sum += total_of(x.typed_data(), begin, end); });
   *total->typed_data() = static_cast<int32_t>(sum.load());
   return ffi::Error::Success();
 }
