@@ -43,6 +43,12 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["t1", "--max-new-tokens", "0"], "expected max_new_tokens of at least 1, found 0"),
         (["t1", "--block-size", "1"], "expected a block size from 2 to the drafter's 4, found 1"),
         (["t1", "--block-size", "5"], "expected a block size from 2 to the drafter's 4, found 5"),
+        (["t1", "--block-size", "wide"], "wide"),
+        (["t1", "--drafter", "none", "--block-size", "auto"], "a block size of auto needs a drafter; no drafter was named"),
+        (
+            ["t1", "--drafter", "auto", "--draft-window", "4"],
+            "a draft window needs a drafter with weights; n-gram drafting has no",
+        ),
         (["t1", "--draft-window", "0"], "expected a draft window of at least 1, found 0"),
         (["t1", "--temperature", "-0.5"], "expected a temperature of 0, or from 1e-06 to 1e+06, found -0.5"),
         (["t1", "--temperature", "nan"], "expected a temperature of 0, or from 1e-06 to 1e+06, found nan"),

@@ -123,7 +123,7 @@ def check_types(figures: dict[str, Any]) -> None:
 
 def test_json_of_a_comparison(run: Run, pair: list[Any], expected: dict[str, Any], tmp_path: Path):
     path = tmp_path / "figures.json"
-    ran = run("generate", *expected, *pair, *NEW, "--compare", "--repetitions", 2, "--json", path)
+    ran = run("generate", *expected, *pair, "--block-size", 4, *NEW, "--compare", "--repetitions", 2, "--json", path)
     figures = json.loads(path.read_text())
     assert [p.name for p in tmp_path.iterdir()] == ["figures.json"]
     check_types(figures)
@@ -137,12 +137,51 @@ def test_json_of_a_comparison(run: Run, pair: list[Any], expected: dict[str, Any
     assert drafts["mean_acceptance_length"] == sum((n + 1) * count for n, count in enumerate(counts)) / sum(counts)
     assert figures["rounds"] == sum(counts) == drafts["num_spec_steps"]
     assert figures["repetitions"] == 2
+    assert figures["chosen"] is None
     for shown in (f"{figures['speedup']:.2f}x", "outputs identical", "yes", f"{figures['tokens_per_round']:.2f} of 4"):
         assert shown in ran.out
 
 
+def check_chosen(ran: Ran, figures: dict[str, Any], drafters: set[str], most: int) -> None:
+    """What was chosen, and why, is in the JSON and in one line."""
+    chosen = figures["chosen"]
+    assert chosen["widths"] == "alike", "in float32"
+    assert sum(each["rounds"] for each in chosen["choices"]) == figures["rounds"]
+    assert sum(each["tokens"] for each in chosen["choices"]) == sum(map(len, figures["tokens"]))
+    assert sum(each["share_of_rounds"] for each in chosen["choices"]) == pytest.approx(1)
+    (costs,) = chosen["costs"]
+    assert {each["drafter"] for each in costs["rounds"]} == {"none", *drafters}
+    assert max(each["block_size"] for each in costs["rounds"]) == most
+    plain = next(each for each in costs["rounds"] if each["drafter"] == "none")
+    assert (plain["round_cost_steps"], plain["expected_speedup"], plain["measured"]) == (1, pytest.approx(1), True)
+    assert "rounds chosen: " in ran.out + ran.err
+
+
+def test_rounds_are_chosen_unless_a_block_size_is_given(run: Run, pair: list[Any], expected: dict[str, Any], tmp_path: Path):
+    prompts, compared = list(expected), ["--compare", "--repetitions", 1, "--json", "-"]
+    for asked in ([], ["--block-size", "auto"]):
+        ran = run("generate", *prompts, *pair, *NEW, *asked, *compared)
+        assert ran.json["tokens"] == [tokens for tokens, _ in expected.values()]
+        assert ran.json["identical"] is True
+        check_chosen(ran, ran.json, {"dflash"}, 4)
+    model = pair[:2]
+    ran = run("generate", *prompts, *model, "--drafter", "auto", *NEW, "--json", "-")
+    assert ran.json["tokens"] == [tokens for tokens, _ in expected.values()]
+    check_chosen(ran, ran.json, {"ngram"}, 16)
+
+
+def test_a_replay_says_what_each_round_was(run: Run, pair: list[Any], expected: dict[str, Any], tmp_path: Path):
+    ran = run("generate", *expected, *pair, *NEW, "--json", "-", "--replay", tmp_path / "page.html")
+    assert ran.status == 0
+    page = Page(tmp_path / "page.html")
+    for passage in page.data()["passages"]:
+        for each in passage["rounds"]:
+            assert (each["drafter"], each["width"]) in {("none", 1), ("dflash", 2), ("dflash", 4)}
+            assert len(each["drafted"]) == each["width"] - 1
+
+
 def test_json_without_a_comparison(run: Run, pair: list[Any]):
-    figures = run("generate", "t1 t2 t3", *pair, *NEW, "--json", "-").json
+    figures = run("generate", "t1 t2 t3", *pair, "--block-size", 4, *NEW, "--json", "-").json
     check_types(figures)
     assert [figures[name] for name in ("autoregressive_tokens_per_s", "speedup", "identical")] == [None] * 3
     assert figures["speculative_tokens_per_s"] > 0

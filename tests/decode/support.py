@@ -17,9 +17,9 @@ TABLE = ShapeTable(batches=(1, 4, 8), capacities=(64, 128), chunks=(8, 32))
 
 
 def build(folder: Path, pair: Pair, **settings: Any) -> LanguageModel:
-    """The pair as a language model, read back from `folder`. `settings` are those of `load`."""
+    """The pair as a language model, read back from `folder`. `settings` are those of `load`; blocks are the drafter's own."""
     target, drafter = as_folders(folder, pair)
-    return load(target, drafter, **{"table": TABLE, **settings})
+    return load(target, drafter, **{"table": TABLE, "block_size": pair.drafter_config["block_size"], **settings})
 
 
 def prompts(seed: int, lengths: Sequence[int], vocab: int = 40) -> list[list[int]]:

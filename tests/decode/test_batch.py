@@ -28,8 +28,8 @@ REQUESTS = [
 ]  # fmt: skip
 KINDS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "plain": (None, {}),
-    "dflash": ("dflash", {}),
-    "dflash, ring": ("dflash", {"draft_window": 3}),
+    "dflash": ("dflash", {"block_size": BLOCK}),
+    "dflash, ring": ("dflash", {"block_size": BLOCK, "draft_window": 3}),
     "eagle3": ("eagle3", {"block_size": BLOCK}),
     "eagle3, ring": ("eagle3", {"block_size": BLOCK, "draft_window": 3}),
     "ngram": ("ngram", {"block_size": BLOCK}),
@@ -91,7 +91,7 @@ def test_rows_admitted_while_others_run(folders: dict[str | None, Any], alone: l
 
 
 def test_the_rows_that_run_are_not_touched_by_an_admission(folders: dict[str | None, Any]):
-    lm = load(folders["target"], folders["dflash"], draft_window=3, table=TABLE)
+    lm = load(folders["target"], folders["dflash"], block_size=BLOCK, draft_window=3, table=TABLE)
     batch = Batch(lm.programs, Shape(4, 64, "plain"), lm.drafter)
     batch.admit({1: request(lm, 2)})
     batch.advance(2)

@@ -15,7 +15,7 @@ NEW = 32
 
 @pytest.fixture(scope="module")
 def demo() -> LanguageModel:
-    return load("demo", drafter="demo-drafter")
+    return load("demo", drafter="demo-drafter", block_size=16)
 
 
 @pytest.fixture(scope="module")

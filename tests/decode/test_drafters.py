@@ -45,9 +45,9 @@ REQUESTS = [
     replace(PENALISED, temperature=0.0), GREEDY, Sampling(NEW - 5, temperature=1.5, top_k=6, seed=3), PENALISED,
 ]  # fmt: skip
 KINDS: dict[str, tuple[str | None, dict[str, Any]]] = {
-    "dflash": ("dflash", {}),
-    "dflash, window": ("dflash", {"draft_window": 3}),
-    "dflash, refined": ("dflash", {"refine": 1}),
+    "dflash": ("dflash", {"block_size": BLOCK}),
+    "dflash, window": ("dflash", {"block_size": BLOCK, "draft_window": 3}),
+    "dflash, refined": ("dflash", {"block_size": BLOCK, "refine": 1}),
     "eagle3": ("eagle3", {"block_size": BLOCK}),
     "eagle3, window": ("eagle3", {"block_size": BLOCK, "draft_window": 3}),
     "ngram": ("ngram", {"block_size": BLOCK}),
@@ -243,7 +243,7 @@ def test_eagle3_rounds_equal_the_reference(tmp_path: Path, window: int | None):
 
 
 def test_refining_reads_the_drafts_in_place_of_the_masks(folders: dict[str | None, Any]):
-    lm = load(folders["target"], folders["dflash"], table=TABLE)
+    lm = load(folders["target"], folders["dflash"], block_size=BLOCK, table=TABLE)
     session, drafter = lm.start(ASKED[5:6], GREEDY), lm.drafter
     session.prefill()
     assert isinstance(drafter, DFlash)

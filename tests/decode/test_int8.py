@@ -30,7 +30,10 @@ def asked() -> list[str]:
 @pytest.fixture(scope="module")
 def demo() -> dict[str, LanguageModel]:
     """By the dtype of their activations."""
-    return {dtype: load("demo", drafter="demo-drafter", dtype=dtype, weights="int8") for dtype in ("float32", "bfloat16")}
+    return {
+        dtype: load("demo", drafter="demo-drafter", block_size=16, dtype=dtype, weights="int8")
+        for dtype in ("float32", "bfloat16")
+    }
 
 
 @pytest.mark.parametrize("dtype, batch", [("bfloat16", 1), ("float32", 8)])

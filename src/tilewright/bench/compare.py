@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from tilewright.bench.chosen import chosen_figures
 from tilewright.bench.figures import BASELINE, Row, Run, benchmark_row
 from tilewright.compiled.machine import chip_name
 from tilewright.compiled.timing import REPETITIONS, alternate
@@ -44,6 +45,7 @@ def decode_in_turns(
             responses=taken[name][0].results,
             tokens_per_s=[each.tokens_per_s for each in taken[name]],
             seconds_per_round=[each.decode_seconds / each.rounds for each in taken[name]],
+            chosen=None if name == BASELINE else chosen_figures(lm, taken[name][-1].results),
         )
         for name, lm in ways.items()
     ]
@@ -56,7 +58,12 @@ def compare(
     repetitions: int = REPETITIONS,
     on_run: Callable[[], None] = lambda: None,
 ) -> Row:
-    """The figures of decoding with the drafter, beside decoding without it."""
+    """The figures of decoding with the drafter, beside decoding without it.
+
+    Where rounds are chosen, whatever promises to be faster is compiled, however long that takes.
+    """
+    if lm.pacing is not None:
+        lm.pacing.patient = True
     plain, drafted = decode_in_turns({BASELINE: lm, "drafter": lm}, batches, sampling, repetitions, on_run)
     return benchmark_row(drafted, plain)
 

@@ -156,6 +156,7 @@ class Run:
         batch_size: the most rows decoded together.
         skipped: turns left out because they don't fit the model's context.
         part_seconds: the parts of one round that drafts ("draft", "verify", "other"), where they were measured.
+        chosen: what rounds did, where that was chosen as decoding went; see `bench/chosen.py`.
     """
 
     dataset: str
@@ -168,6 +169,7 @@ class Run:
     batch_size: int = 1
     skipped: int = 0
     part_seconds: Mapping[str, float] | None = None
+    chosen: Row | None = None
 
 
 def acceptance_figures(responses: Sequence[Result]) -> Row:
@@ -231,6 +233,7 @@ def benchmark_row(run: Run, baseline: Run | None, price_per_hour: float | None =
         "cost_per_million_tokens": None if price_per_hour is None else cost_per_million_tokens(price_per_hour, rate.median),
         "acceptance_by_position": acceptance_by_position(run.responses, run.num_spec_tokens),
         "tau_by_position": tau_by_position(run.responses),
+        "chosen": run.chosen,
         "categories": category_figures(run),
     }
 

@@ -1,7 +1,8 @@
 """What the replay page shows of a generation: every round with its drafts, and what the target thought of each token."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import repeat
 from typing import NamedTuple
 
 import jax
@@ -12,12 +13,14 @@ from jaxtyping import Float, Int
 
 from tilewright.bench.compare import environment
 from tilewright.bench.figures import first_difference
-from tilewright.decode.drafters.base import Proposal
+from tilewright.decode.drafters.base import Drafter, Proposal
 from tilewright.decode.language_model import LanguageModel
-from tilewright.decode.request import Result
+from tilewright.decode.policy import Choice, estimated
+from tilewright.decode.request import Generation, Result
 from tilewright.decode.sampling import Sampling
 from tilewright.decode.session import Session
-from tilewright.decode.state import DecodeState, Models
+from tilewright.decode.state import DecodeState, Models, Target
+from tilewright.decode.team import Team
 from tilewright.kernels.operations import Operations
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
@@ -86,45 +89,69 @@ def token_texts(lm: LanguageModel, tokens: Sequence[int]) -> list[str]:
     return texts
 
 
-def proposals(session: Session, lm: LanguageModel) -> Iterator[np.ndarray]:
-    """Runs a session round by round; yields the drafts of its only row, `[block_size - 1]`, before each round."""
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def propose(drafter: Drafter, target: Target, models: Models, state: DecodeState) -> tuple[DecodeState, Proposal]:
+    """What is drafted next. DONATES state, and returns it as it was."""
+    return state, drafter.propose(target, models, state)
+
+
+def proposals(session: Session, lm: LanguageModel, choices: Iterable[Choice | None]) -> Iterator[np.ndarray]:
+    """Runs a session round by round; yields the drafts of its only row before each round.
+
+    Args:
+        choices: what the rounds of a team do.
+    """
     drafter = lm.drafter
     assert drafter is not None, "a replay needs a drafter"
-
-    @partial(jax.jit, donate_argnums=1)
-    def propose(models: Models, state: DecodeState) -> tuple[DecodeState, Proposal]:
-        return state, drafter.propose(lm.programs.target, models, state)
-
     session.prefill()
-    while not session.finished:
-        proposal = session.batch.run(propose)
+    for choice in choices:
+        if session.finished:
+            break
+        turn = drafter.turn(choice) if isinstance(drafter, Team) and choice is not None else drafter
+        assert not isinstance(turn, Team), "a team's rounds do what was chosen"
+        proposal = session.batch.run(partial(propose, turn, lm.programs.target))
         drafts, count = np.asarray(proposal.block)[0, 1:], int(np.asarray(proposal.drafts)[0])
-        session.advance(1)
+        session.advance(1, choice)
         yield drafts[:count]
 
 
 def passage(lm: LanguageModel, title: str, prompt: str | Sequence[int], sampling: Sampling) -> Passage:
-    """Decodes one prompt both ways. Times are those of a run in one piece, shared evenly by its steps or rounds.
+    """Decodes one prompt both ways. Times are those of a run in one piece, shared by its steps or rounds.
 
-    The run is the fastest of a few, both ways alternating.
+    The run is the fastest of a few, both ways alternating. Its rounds share its time evenly, or, where they were chosen as
+    decoding went, by what such rounds cost.
     """
     tokens = lm.encode(prompt)
     timed = [[lm.generate([tokens], sampling, speculative=way) for way in (False, True)] for _ in range(TIMED)]
     plain, drafted = (min(runs, key=lambda run: run.decode_seconds) for runs in zip(*timed, strict=True))
-    session = lm.start([tokens], sampling)
-    drafts = list(proposals(session, lm))
+    session, choices = lm.start([tokens], sampling), drafted[0].choices
+    drafts = list(proposals(session, lm, choices or repeat(None)))
     result = session.results()[0]
     assert result.tokens == drafted[0].tokens, "the same prompt gives the same tokens"
     emitted, at, rounds = described(lm, tokens, result), 0, []
-    for proposed, added, accepted in zip(drafts, result.acceptance_lengths, result.accepted, strict=True):
+    seconds = round_seconds(session, drafted)
+    for n, (proposed, added, accepted) in enumerate(zip(drafts, result.acceptance_lengths, result.accepted, strict=True)):
         shown = [Token(int(token), text) for token, text in zip(proposed, token_texts(lm, proposed.tolist()), strict=True)]
-        own = emitted[at : at + added]
-        rounds.append(Round(drafted.decode_seconds / drafted.rounds, shown, accepted, own))
+        own, choice = emitted[at : at + added], result.choices[n] if result.choices else None
+        about = {} if choice is None else {"drafter": choice.drafter, "width": choice.width}
+        rounds.append(Round(seconds[n], shown, accepted, own, **about))
         at += added
-    seconds = plain.decode_seconds / plain.rounds
-    baseline = [Step(token, seconds) for token in described(lm, tokens, plain[0])]
+    each = plain.decode_seconds / plain.rounds
+    baseline = [Step(token, each) for token in described(lm, tokens, plain[0])]
     text = prompt if isinstance(prompt, str) else lm.tokenizer.decode(tokens, skip_special_tokens=False)
     return Passage(title, text, baseline, rounds)
+
+
+def round_seconds(session: Session, timed: Generation) -> list[float]:
+    """The time of each round of a single text."""
+    policy, result = session.policy, timed[0]
+    if policy is None:
+        return [timed.decode_seconds / timed.rounds] * timed.rounds
+    costs = [
+        estimated(policy.costs, choice).expected(float(drafted == 0))
+        for choice, drafted in zip(result.choices, result.drafted, strict=True)
+    ]
+    return [cost / sum(costs) * timed.decode_seconds for cost in costs]
 
 
 def replay(
@@ -146,6 +173,8 @@ def replay(
         passages.append(passage(lm, title, prompt, own))
         on_passage()
     assert lm.drafter is not None
+    if isinstance(lm.drafter, Team):
+        names = names[0], ", ".join(member.name for member in lm.drafter.members) + ", as chosen round by round"
     told, usual = ("temperature", "seed"), vars(Sampling())
     settings = {name: value for name, value in vars(each[0]).items() if name in told or value != usual[name]}
     if len({own.seed for own in each}) > 1:

@@ -17,6 +17,7 @@ from tilewright.decode.language_model import LanguageModel
 from tilewright.decode.sampling import Sampling, Warp
 from tilewright.decode.speculative import verify_and_extend
 from tilewright.decode.state import DecodeState, Models, Target, verify
+from tilewright.decode.team import Team
 from tilewright.models.chat import ChatTemplate
 
 PARTS = ("draft", "verify", "other")
@@ -92,7 +93,8 @@ def measure(
     for run in decode_in_turns(ways, batches, sampling, repetitions, on_run):
         lm = ways[run.drafter]
         drafter = None if run.drafter == BASELINE else lm.drafter
-        seconds = None if drafter is None else part_seconds(lm, drafter, batches[0], sampling)
+        # Of a team there is no one round.
+        seconds = None if drafter is None or isinstance(drafter, Team) else part_seconds(lm, drafter, batches[0], sampling)
         runs.append(replace(run, **about, batch_size=batch_size, part_seconds=seconds))
         on_run()
     return runs

@@ -5,7 +5,7 @@ import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,8 +20,10 @@ from tilewright.bench.datasets import Example, read_examples
 from tilewright.bench.figures import BASELINE, Run, average_rows, benchmark_rows, csv_text
 from tilewright.bench.speculative import PARTS, Asked, ask, measure
 from tilewright.cli.common import (
+    AUTO,
     DEMO,
     DEMO_DRAFTERS,
+    BlockSize,
     JsonFile,
     TargetOptions,
     check_output_file,
@@ -52,16 +54,18 @@ class Drafted:
     """What is drafted, and with what.
 
     Attributes:
-        drafter: folders, Hugging Face ids, "ngram"; for the demo also "dflash" and "eagle3". Plain decoding always runs beside
-            them; "none" with a block size adds plain decoding through a program of that width.
+        drafter: folders, Hugging Face ids, "ngram"; for the demo also "dflash" and "eagle3"; "auto" takes whichever promises
+            most, round by round. Plain decoding always runs beside them; "none" with a block size adds plain decoding through a
+            program of that width.
         block_size: tokens drafted at once by every drafter, the known one included; by default what each was trained for.
+            "auto" and "auto-inexact" choose it round by round, as `generate` does.
         draft_window: keep only this many last positions in the drafters' contexts.
         drafter_dtype: of the drafters alone.
         refine: further passes of a DFlash drafter over each block that it drafted.
     """
 
     drafter: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative=())] = ("dflash",)
-    block_size: int | None = None
+    block_size: BlockSize = None
     draft_window: int | None = None
     drafter_dtype: str | None = None
     refine: int = 0
@@ -74,7 +78,7 @@ class Drafted:
         """Raises a `ValueError` if the drafters cannot be measured."""
         if len(set(self.drafter)) < len(self.drafter):
             raise ValueError(f"expected different drafters, found {', '.join(self.drafter)}")
-        if self.block_size is None and set(self.drafter) <= {BASELINE}:
+        if not isinstance(self.block_size, int) and set(self.drafter) <= {BASELINE}:
             raise ValueError("this benchmark needs a drafter, or a block size for plain decoding of that width; found neither")
         if set(self.drafter) <= {BASELINE, NGRAM}:
             self.options.check(NGRAM)  # nothing here has weights
@@ -91,12 +95,15 @@ class Drafted:
             if name != BASELINE:
                 shown = name if short.count(Path(name).name) > 1 else Path(name).name
                 ways[shown] = base.with_drafter(*self.load(name, target, base, console))
-            elif self.block_size is not None:
+            elif isinstance(self.block_size, int):
                 ways[f"none, block {self.block_size}"] = base.with_drafter(*self.load(None, target, base, console))
         return ways
 
     def load(self, name: str | None, target: TargetOptions, base: LanguageModel, console: Console) -> tuple[Any, Any]:
-        return base.load_drafter(target.drafter_source(name), self.options.fitting(name), progress_console(console))
+        options = self.options if name == AUTO else self.options.fitting(name)
+        if name == AUTO and options.block_size is None:
+            options = replace(options, block_size=AUTO)
+        return base.load_drafter(target.drafter_source(name), options, progress_console(console))
 
 
 @Parameter(name="*")

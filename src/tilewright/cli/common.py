@@ -17,7 +17,8 @@ from rich.progress import Progress
 from tilewright.bench.datasets import Example, read_examples
 from tilewright.bench.replay import replay
 from tilewright.compiled import cache as compile_cache
-from tilewright.decode.drafters.load import DrafterOptions
+from tilewright.decode.costs import CostFiles
+from tilewright.decode.drafters.load import NGRAM, DrafterOptions
 from tilewright.decode.language_model import LanguageModel, load
 from tilewright.decode.sampling import Sampling
 from tilewright.kernels import native
@@ -32,7 +33,9 @@ DEMO_DRAFTERS = {"dflash": "demo-drafter", "eagle3": "demo-eagle3"}
 """The packaged drafters, by the names that they have beside the packaged target."""
 DEMO_PROMPT = 51
 """The packaged prompt that stands in where the demo is given none; what follows it repeats itself less than most."""
-
+AUTO = "auto"
+"""As a drafter: whichever promises most, round by round."""
+BlockSize = int | Literal["auto", "auto-inexact"] | None
 
 CompileCache = Annotated[bool, Parameter(env_var="TILEWRIGHT_COMPILE_CACHE")]
 """Whether compiled programs are kept on disk for the next process."""
@@ -48,6 +51,13 @@ def keep_programs() -> Path | None:
     return None
 
 
+def cost_files() -> CostFiles:
+    """Where what rounds cost is kept from one process to the next."""
+    said = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
+    kernels = sorted(native.library_names().values())
+    return CostFiles(cache_folder() / "costs", kernels, lambda line: said.print(line, style="dim", markup=False))
+
+
 @Parameter(name="*")
 @dataclass(frozen=True)
 class TargetOptions:
@@ -58,7 +68,8 @@ class TargetOptions:
         dtype: "float32" or "bfloat16".
         weights: "int8" keeps matrices in 8 bits, which the CPU kernels multiply; "auto" keeps them in dtype.
         kernels: "auto" takes this package's own kernels where they run, "xla" leaves everything to XLA.
-        compile_cache: keep compiled programs in the user's cache folder, and load those that are there.
+        compile_cache: keep compiled programs, and what rounds were measured to cost, in the user's cache folder, and use those
+            that are there.
     """
 
     model: str = DEMO
@@ -68,7 +79,7 @@ class TargetOptions:
     compile_cache: CompileCache = True
 
     def load_with(self, drafter: str | None, options: DrafterOptions, console: Console) -> LanguageModel:
-        """The target with a drafter: a folder, a Hugging Face id, "ngram", or for the demo "dflash" or "eagle3"."""
+        """The target with a drafter: a folder, a Hugging Face id, "ngram", "auto", or for the demo "dflash" or "eagle3"."""
         if self.compile_cache:
             keep_programs()
         if self.kernels == "auto":
@@ -85,12 +96,14 @@ class TargetOptions:
         )
         if self.kernels == "auto" and lm.kernels == "xla":
             console.print(f"without CPU kernels ({native.kernels().reason}): XLA does the products", style="dim", markup=False)
-        return lm
+        return lm.keep_costs(cost_files()) if self.compile_cache else lm
 
-    def drafter_source(self, drafter: str | None) -> str | None:
-        """What `load` takes: the demo has names for its own drafters; "none" is none."""
+    def drafter_source(self, drafter: str | None) -> str | list[str] | None:
+        """What `load` takes: the demo has names for its own drafters; "none" is none, "auto" all that come with the model."""
         if drafter in (None, "none"):
             return None
+        if drafter == AUTO:
+            return [NGRAM, *(DEMO_DRAFTERS.values() if self.model == DEMO else ())]
         return DEMO_DRAFTERS.get(drafter, drafter) if self.model == DEMO else drafter
 
     def chat_template(self, console: Console) -> ChatTemplate | None:
@@ -104,22 +117,24 @@ class ModelOptions(TargetOptions):
     """Which models to load, and how.
 
     Attributes:
-        drafter: a folder, a Hugging Face id, "ngram" or "none"; by default the demo's own for the demo, and none otherwise.
-        block_size: tokens drafted at once, the known one included; by default what the drafter was trained for. Without a
-            drafter: plain decoding through a program of this width.
+        drafter: a folder, a Hugging Face id, "ngram" or "none"; for the demo also "dflash" and "eagle3". "auto" takes whichever
+            promises most, round by round: n-gram and for the demo its own; it is the default for the demo, "none" otherwise.
+        block_size: tokens drafted at once, the known one included. "auto", the default, takes the width that promises most,
+            round by round, plain decoding among them; where narrower programs round differently all run at the widest, unless
+            it is "auto-inexact". Without a drafter: plain decoding through a program of this width.
         draft_window: keep only this many last positions in the drafter's context, so that drafting never gets slower.
         drafter_dtype: of the drafter alone; the output is the same either way. By default as dtype.
         refine: further passes of a DFlash drafter over each block that it drafted.
     """
 
     drafter: str | None = None
-    block_size: int | None = None
+    block_size: BlockSize = None
     draft_window: int | None = None
     drafter_dtype: str | None = None
     refine: int = 0
 
     def load(self, console: Console) -> LanguageModel:
-        drafter = "dflash" if self.drafter is None and self.model == DEMO else self.drafter
+        drafter = AUTO if self.drafter is None and self.model == DEMO else self.drafter
         options = DrafterOptions(self.block_size, self.draft_window, self.drafter_dtype, self.refine)
         return self.load_with(drafter, options, console)
 

@@ -9,6 +9,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import Progress
 
+from tilewright.bench.chosen import chosen_figures
 from tilewright.bench.compare import compare, environment, num_spec_tokens
 from tilewright.bench.datasets import prompt as prompt_text
 from tilewright.bench.figures import generation_figures
@@ -139,6 +140,9 @@ def generate(
         console.print("\n".join(terminal.histogram_lines(counts)), markup=False)
     said = {"text": [r.text for r in generation], "tokens": [r.tokens for r in generation]}
     said |= {"finish_reason": [r.finish_reason for r in generation], "seed": [r.seed for r in generation]}
+    chosen = figures.get("chosen")
+    if chosen is not None:
+        console.print(terminal.chosen_line(chosen), markup=False, soft_wrap=True)
     write_json(outputs.json_file, {**figures, **compile_figures(ledger), **environment(lm), **said})
     if outputs.replay is not None and not interrupted:
         titled = [(f"prompt {n}", each) for n, each in enumerate(tokens, 1)]
@@ -148,7 +152,7 @@ def generate(
 COMPARED = (
     "autoregressive_tokens_per_s", "speculative_tokens_per_s", "speedup", "speedup_range", "round_cost_steps", "identical",
     "first_differences", "block_size", "responses", "tokens", "rounds", "tokens_per_round", "tau_by_response", "tau_published",
-    "distinct_4gram_ratio", "speculative_decoding",
+    "distinct_4gram_ratio", "speculative_decoding", "chosen",
 )  # fmt: skip
 """What `--compare` gives: the figures of docs/metrics.md, and the speed of both ways."""
 
@@ -182,6 +186,7 @@ def single_figures(lm: LanguageModel, generation: Generation) -> dict[str, Any]:
         "prefill_seconds": generation.prefill_seconds,
         "decode_seconds": generation.decode_seconds,
         **generation_figures(generation.results, num_spec_tokens(lm)),
+        "chosen": chosen_figures(lm, generation.results),
     }
 
 

@@ -8,11 +8,13 @@ import jax
 import numpy as np
 
 from tilewright.decode.drafters.base import Drafter
+from tilewright.decode.policy import Choice
 from tilewright.decode.programs import ProgramKey, Programs
 from tilewright.decode.request import Request
 from tilewright.decode.sampling import row_sampling, widest
 from tilewright.decode.shapes import Shape
 from tilewright.decode.state import DecodeState, StepInfo
+from tilewright.decode.team import Team
 
 
 class Batch:
@@ -23,13 +25,23 @@ class Batch:
         device_state: the rows on the device, None while there are none. Programs consume it: whoever else needs it uses `run`.
     """
 
-    def __init__(self, programs: Programs, shape: Shape, drafter: Drafter | None):
+    def __init__(self, programs: Programs, shape: Shape, drafter: Drafter | Team | None):
         self.programs, self.shape, self.drafter = programs, shape, drafter
         self.models = programs.read_models(drafter)
         self.device_state: DecodeState | None = None
+        self.rounds: dict[Choice | None, Callable[..., Any]] = {}
 
     def key(self, name: str, chunk: int = 0) -> ProgramKey:
         return ProgramKey(name, self.shape, self.drafter, chunk)
+
+    def round_key(self, choice: Choice | None) -> ProgramKey:
+        """The program that runs rounds: of a team those of this choice."""
+        drafter = self.drafter
+        if (choice is not None) != isinstance(drafter, Team):
+            raise ValueError(f"expected a choice for a team of drafters and for nothing else, found {choice}")
+        if isinstance(drafter, Team) and choice is not None:
+            drafter = drafter.turn(choice)
+        return ProgramKey("decode" if self.programs.table.device_loop else "step", self.shape, drafter)
 
     def keys(self, requests: Iterable[Request]) -> list[ProgramKey]:
         """The programs that these requests need: those of the shape, of the prefill chunks only what their prompts use."""
@@ -94,18 +106,24 @@ class Batch:
 
         return replace(state, **{name: jax.tree.map(put, getattr(state, name), some) for name, some in new.items()})
 
-    def advance(self, steps: int) -> StepInfo:
+    def advance(self, steps: int, choice: Choice | None = None) -> StepInfo:
         """Runs up to `steps` rounds (steps, without a drafter), fewer once every row is done.
+
+        Args:
+            choice: what a team's rounds do.
 
         Returns:
             their infos, on the host, `[rounds, ...]` each.
         """
+        if choice not in self.rounds:  # a key of large configurations takes as long to look up as a small round
+            self.rounds[choice] = self.programs.get(self.round_key(choice))
+        program = self.rounds[choice]
         if self.programs.table.device_loop:
-            infos, ran = jax.device_get(self.run(self.programs.get(self.key("decode")), np.int32(steps)))
+            infos, ran = jax.device_get(self.run(program, np.int32(steps)))
             return jax.tree.map(lambda each: each[:ran], infos)
-        step, taken = self.programs.get(self.key("step")), []
+        taken: list[StepInfo] = []
         while len(taken) < steps and not self.done.all():
-            taken.append(jax.device_get(self.run(step)))
+            taken.append(jax.device_get(self.run(program)))
         return jax.tree.map(lambda *each: np.stack(each), *taken)
 
     @property

@@ -10,14 +10,17 @@ from jax.typing import DTypeLike
 from rich.console import Console
 from tokenizers import Tokenizer
 
+from tilewright.decode.costs import CostFiles
 from tilewright.decode.drafters.base import Drafter
-from tilewright.decode.drafters.load import DrafterOptions, load_drafter
+from tilewright.decode.drafters.load import AUTO, NGRAM, DrafterOptions, load_drafter
+from tilewright.decode.pacing import Pacing
 from tilewright.decode.programs import Programs
 from tilewright.decode.request import Generation
 from tilewright.decode.sampling import Sampling, Warp
 from tilewright.decode.session import Session
 from tilewright.decode.shapes import ShapeTable
 from tilewright.decode.state import Models, Target
+from tilewright.decode.team import Team, rows_alike
 from tilewright.kernels.select import Kernels, Weights, operations
 from tilewright.models import checkpoint, decoder, hub
 from tilewright.models.decoder import DecoderConfig, DecoderParams
@@ -33,6 +36,7 @@ class LanguageModel:
         dtype: of weights and activations.
         weights: "int8" keeps matrices in 8 bits; "auto" keeps them in `dtype`.
         ops: what computes; `kernels` is its name.
+        drafter: what drafts; a team where rounds are chosen as decoding goes, which `pacing` then does.
     """
 
     def __init__(
@@ -43,32 +47,64 @@ class LanguageModel:
         self.target, self.tokenizer, self.dtype, self.weights = target, tokenizer, dtype, weights
         self.ops = operations(weights=weights, kernels=kernels)
         self.kernels, self.table = self.ops.name, table or ShapeTable()
-        self.drafter: Drafter | None = None
+        self.drafter: Drafter | Team | None = None
+        self.pacing: Pacing | None = None
+        self.cost_files: CostFiles | None = None
         self.programs = self.programs_of(Models(decoder.prepare(target, self.ops, params)))
 
     def programs_of(self, models: Models) -> Programs:
         return Programs(Target(self.target, self.ops), models, DTYPES[self.dtype], self.table)
 
-    def with_drafter(self, drafter: Drafter | None, params: Any = None) -> "LanguageModel":
+    def with_drafter(self, drafter: Drafter | Team | None, params: Any = None) -> "LanguageModel":
         """The same target, whose parameters are shared, with another drafter; None for none.
 
         Args:
-            params: the drafter's parameters as they were loaded.
+            params: the drafter's parameters as they were loaded; of a team those of each member.
         """
-        other = copy(self)
-        target, head = self.programs.models.target, None
-        if drafter is not None and drafter.dtype is not None:
-            params = self.ops.prepare(drafter.declared, params)
-            if drafter.reads_target_head and drafter.dtype != self.dtype and self.weights == "auto":
-                head = self.head_in(DTYPES[drafter.dtype])
-            drafter = replace(cast(Any, drafter), ops=self.ops)
-        other.drafter, other.programs = drafter, self.programs_of(Models(target, params, head))
+        other, target, head = copy(self), self.programs.models.target, None
+        members, each = (drafter.members, params) if isinstance(drafter, Team) else ((drafter,), (params,))
+        prepared = [self.prepared(*one) for one in zip(members, each, strict=True)]
+        reading = [one for one in members if one is not None and one.reads_target_head and one.dtype is not None]
+        if reading and reading[0].dtype != self.dtype and self.weights == "auto":
+            head = self.head_in(DTYPES[cast(str, reading[0].dtype)])
+        members, each = zip(*prepared, strict=True)
+        if isinstance(drafter, Team):
+            other.drafter, other.programs = replace(drafter, members=members), self.programs_of(Models(target, each, head))
+            other.pacing = Pacing(other.drafter, other.programs, self.dtype, self.weights, self.cost_files)
+        else:
+            other.drafter, other.programs, other.pacing = members[0], self.programs_of(Models(target, each[0], head)), None
         return other
 
-    def load_drafter(self, source: str | None, options: DrafterOptions, console: Console | None = None) -> tuple[Any, Any]:
-        """Reads a drafter for this target, as `with_drafter` takes it. See `drafters.load.load_drafter`."""
-        options.check(source)
-        return load_drafter(source, self.target, self.dtype, options, console)
+    def prepared(self, drafter: Drafter | None, params: Any) -> tuple[Drafter | None, Any]:
+        """A drafter and its parameters as this model's operations want them."""
+        if drafter is None or drafter.dtype is None:
+            return drafter, params
+        return replace(cast(Any, drafter), ops=self.ops), self.ops.prepare(drafter.declared, params)
+
+    def load_drafter(
+        self, source: str | Sequence[str] | None, options: DrafterOptions, console: Console | None = None
+    ) -> tuple[Any, Any]:
+        """Reads drafters for this target, as `with_drafter` takes them: a team if they are several or rounds are chosen.
+
+        See `drafters.load.load_drafter`.
+        """
+        check_sources(source, options)
+        if source is None or (isinstance(source, str) and options.block_size not in AUTO):
+            return load_drafter(source, self.target, self.dtype, options, console)
+        sources = [source] if isinstance(source, str) else list(source)
+        fixed = isinstance(options.block_size, int)
+        own = options if fixed else replace(options, block_size=None)
+        loaded = [load_drafter(each, self.target, self.dtype, own.fitting(each), console) for each in sources]
+        drafters, params = zip(*loaded, strict=True)
+        masked = options.block_size != AUTO[1] and not rows_alike(self.ops, self.dtype)
+        return Team(drafters, () if fixed else self.table.widths, masked), params
+
+    def keep_costs(self, files: CostFiles) -> "LanguageModel":
+        """The same model, which keeps what rounds cost in files for the next process; for any drafter that it is given."""
+        self.cost_files = files
+        if self.pacing is not None:
+            self.pacing.files = files
+        return self
 
     def head_in(self, dtype: DTypeLike) -> Any:
         """The target's output head in another dtype, prepared."""
@@ -114,7 +150,7 @@ class LanguageModel:
             raise ValueError(f"expected one sampling for each of {len(prompts)} prompts, found {len(each)}")
         return [one.seeded() for one in each]
 
-    def drafter_for(self, speculative: bool | None) -> Drafter | None:
+    def drafter_for(self, speculative: bool | None) -> Drafter | Team | None:
         """What drafts, if anything does.
 
         Raises:
@@ -144,7 +180,8 @@ class LanguageModel:
         encoded = [self.encode(prompt) for prompt in listed]
         for tokens, one in zip(encoded, each, strict=True):
             self.check_length(tokens, one)
-        return Session(self.programs, self.tokenizer, encoded, each, drafter)
+        pacing = None if drafter is None else self.pacing
+        return Session(self.programs, self.tokenizer, encoded, each, drafter, pacing)
 
     def batches(
         self,
@@ -186,6 +223,19 @@ class LanguageModel:
         self.programs.warm((key for shape in shapes for key in self.programs.keys(shape, drafter)), console)
 
 
+def check_sources(source: str | Sequence[str] | None, options: DrafterOptions) -> None:
+    """Raises a `ValueError` if options do not go with the drafter, or of several drafters with none."""
+    if source is None or isinstance(source, str):
+        options.check(source)
+        return
+    if not source:
+        raise ValueError("expected at least one drafter, found none")
+    if set(source) == {NGRAM}:
+        options.check(NGRAM)
+    for each in source:
+        options.fitting(each).check(each)
+
+
 def check_dtype(dtype: str) -> None:
     """Raises a `ValueError` if models do not run in it."""
     if dtype not in DTYPES:
@@ -194,11 +244,11 @@ def check_dtype(dtype: str) -> None:
 
 def load(
     model: str | Path,
-    drafter: str | Path | None = None,
+    drafter: str | Path | Sequence[str | Path] | None = None,
     *,
     dtype: str = "float32",
     weights: Weights = "auto",
-    block_size: int | None = None,
+    block_size: int | str | None = None,
     draft_window: int | None = None,
     drafter_dtype: str | None = None,
     refine: int = 0,
@@ -212,12 +262,14 @@ def load(
 
     Args:
         model, drafter: a folder or a Hugging Face id, with `config.json`, safetensors and (the target) `tokenizer.json`. A
-            drafter may be a DFlash or an EAGLE-3 one, or "ngram", which has no weights.
+            drafter may be a DFlash or an EAGLE-3 one, or "ngram", which has no weights; several take turns.
         dtype: of the weights and activations, "float32" or "bfloat16".
         weights: "int8" keeps the target's and the drafter's matrices, but not the embedding, in 8 bits, with a scale for each
             output; "auto" keeps them in `dtype`.
-        block_size: tokens drafted at once, the known one included; by default what the drafter was trained for. Without a
-            drafter: plain decoding through a program of that width (see `decode/drafters/blockwise.py`).
+        block_size: tokens drafted at once, the known one included. "auto", the default, takes what promises most, round by round,
+            plain decoding included (see `decode/policy.py`); where the number of rows changes how the target rounds, it runs
+            all rounds at the widest, and "auto-inexact" does not. Without a drafter: plain decoding through a program of that
+            width (see `decode/drafters/blockwise.py`).
         draft_window: keep only this many last positions in the drafter's context.
         drafter_dtype: of the drafter's weights and activations; by default the target's. The output is the same either way.
         refine: further passes of a DFlash drafter over each block that it drafted.
@@ -231,9 +283,10 @@ def load(
     """
     check_dtype(dtype)
     operations(weights=weights, kernels=kernels)  # what cannot run here is said before anything is read
-    source = None if drafter is None else str(drafter)
-    options = DrafterOptions(block_size, draft_window, drafter_dtype, refine, drafter_revision)
-    options.check(source)
+    source = drafter if drafter is None else str(drafter) if isinstance(drafter, str | Path) else [str(one) for one in drafter]
+    size = AUTO[0] if drafter is not None and block_size is None else block_size
+    options = DrafterOptions(size, draft_window, drafter_dtype, refine, drafter_revision)
+    check_sources(source, options)
     folder = hub.resolve(str(model), revision, console)
     tokenizer = load_tokenizer(folder)
     target, params = checkpoint.load_decoder(folder, DTYPES[dtype], console)

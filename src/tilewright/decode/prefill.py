@@ -8,11 +8,12 @@ from jaxtyping import Int
 
 from tilewright.decode.drafters.base import Drafter
 from tilewright.decode.state import DecodeState, Models, Span, Target, block_positions, run_target
+from tilewright.decode.team import Team
 
 
 def prefill(
     target: Target,
-    drafter: Drafter | None,
+    drafter: Drafter | Team | None,
     chunk: int,
     models: Models,
     state: DecodeState,

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
@@ -23,45 +24,58 @@ from tilewright.decode.sampling import Sampling, row_sampling
 from tilewright.decode.shapes import Shape, ShapeTable
 from tilewright.decode.speculative import step_of
 from tilewright.decode.state import DecodeState, Models, StepInfo, Target, run_steps
+from tilewright.decode.team import Team, Turn
 from tilewright.models.decoder import DecoderConfig
 
 STEPS_PER_DISPATCH = 64
 """The most steps that one call of the decode loop runs on the device; a caller may ask for fewer."""
+DECODING = ("decode", "step")
+"""The programs that settle tokens."""
 
 
 @dataclass(frozen=True)
 class ProgramKey:
-    """Everything that tells one program from another. `drafter` is None for autoregressive decoding."""
+    """Everything that tells one program from another.
+
+    Attributes:
+        drafter: None for autoregressive decoding. Of a team, decoding has a program for each `Turn`; the others serve all.
+    """
 
     name: str
     shape: Shape
-    drafter: Drafter | None
+    drafter: Drafter | Team | None
     chunk: int = 0
 
 
-def allocate_caches(target: DecoderConfig, shape: Shape, drafter: Drafter | None, dtype: DTypeLike) -> tuple[Any, Any]:
+def allocate_caches(target: DecoderConfig, shape: Shape, drafter: Drafter | Team | None, dtype: DTypeLike) -> tuple[Any, Any]:
     """The target's cache and the drafter's context, empty."""
     target_cache = cache.allocate(target.num_layers, shape.batch, target.num_kv_heads, shape.capacity, target.head_dim, dtype)
     return target_cache, () if drafter is None else drafter.allocate(shape.batch, shape.capacity)
 
 
 class Programs:
-    """Compiles and keeps the programs of one model pair; safe to use from several threads."""
+    """Compiles and keeps the programs of one model pair; safe to use from several threads.
+
+    Attributes:
+        compiled, seconds: of each program that was needed so far: itself, and how long it took to compile or to load.
+    """
 
     def __init__(self, target: Target, models: Models, dtype: DTypeLike, table: ShapeTable):
         self.target, self.models, self.dtype, self.table = target, models, dtype, table
         self.compiled: dict[ProgramKey, jax.stages.Compiled] = {}
         self.locks: dict[ProgramKey, threading.Lock] = {}
+        self.seconds: dict[ProgramKey, float] = {}
 
-    def keys(self, shape: Shape, drafter: Drafter | None) -> Iterator[ProgramKey]:
+    def keys(self, shape: Shape, drafter: Drafter | Team | None) -> Iterator[ProgramKey]:
         """All programs that serve a shape."""
         for name, chunk in self.table.programs():
-            yield self.shared(ProgramKey(name, shape, drafter, chunk))
+            turns = map(drafter.turn, drafter.choices) if name in DECODING and isinstance(drafter, Team) else (drafter,)
+            yield from (self.shared(ProgramKey(name, shape, each, chunk)) for each in turns)
 
     @staticmethod
     def shared(key: ProgramKey) -> ProgramKey:
         """The key that a program is kept under. Only what settles tokens samples: all kinds of sampling share the rest."""
-        return key if key.name in ("decode", "step") else replace(key, shape=replace(key.shape, warp="greedy"))
+        return key if key.name in DECODING else replace(key, shape=replace(key.shape, warp="greedy"))
 
     def get(self, key: ProgramKey) -> jax.stages.Compiled:
         """The compiled program, compiling it if this is its first use."""
@@ -69,7 +83,10 @@ class Programs:
         if key not in self.compiled:
             with self.locks.setdefault(key, threading.Lock()):  # whoever else needs it waits for it
                 if key not in self.compiled:
-                    self.compiled[key] = self.compile(key)
+                    began = time.perf_counter()
+                    compiled = self.compile(key)
+                    self.seconds[key] = time.perf_counter() - began
+                    self.compiled[key] = compiled
         return self.compiled[key]
 
     def warm(self, keys: Iterable[ProgramKey], console: Console | None = None) -> None:
@@ -110,17 +127,22 @@ class Programs:
                 return prefill(target, drafter, key.chunk, models, state, start, count), None
 
             return prefill_chunk, (jax.ShapeDtypeStruct((key.shape.batch,), jnp.int32),) * 2
+        assert not isinstance(drafter, Team), "one of its turns decodes"
         step, width = step_of(drafter, target, warp), 1 if drafter is None else drafter.block_size
         if key.name == "step":
             return step, ()
 
         def decode_loop(models: Models, state: DecodeState, limit: Array) -> tuple[DecodeState, tuple[StepInfo, Array]]:
+            if isinstance(drafter, Turn):
+                state = drafter.opened(target, state, STEPS_PER_DISPATCH)
             state, infos, ran = run_steps(step, models, state, limit, STEPS_PER_DISPATCH, width)
+            if isinstance(drafter, Turn):
+                state = drafter.closed(target, models, state)
             return state, (infos, ran)
 
         return decode_loop, (jax.ShapeDtypeStruct((), jnp.int32),)
 
-    def read_models(self, drafter: Drafter | None) -> Models:
+    def read_models(self, drafter: Drafter | Team | None) -> Models:
         """The parameters that programs with or without a drafter read."""
         return self.models if drafter is not None else Models(self.models.target)
 

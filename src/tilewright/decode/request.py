@@ -5,6 +5,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tilewright.decode.policy import Choice
 from tilewright.decode.sampling import Sampling
 from tilewright.models.tokenizer import StreamDecoder
 
@@ -36,6 +37,7 @@ class Result:
         finish_reason: "eos", "stop", "length" or "interrupted".
         prompt_tokens: length of the prompt.
         seed: what it was drawn with; None where nothing was drawn and no seed was given.
+        choices: what each round did, where that was chosen as decoding went; else empty.
     """
 
     text: str
@@ -46,6 +48,7 @@ class Result:
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     seed: int | None = None
+    choices: list[Choice] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -104,13 +107,18 @@ class Request:
     acceptance_lengths: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
     text: str = ""
     shown: int = 0
     finish_reason: FinishReason | None = None
 
-    def add_round(self, tokens: Sequence[int], drafted: int, accepted: int, eos: Sequence[int]) -> list[Piece]:
+    def add_round(
+        self, tokens: Sequence[int], drafted: int, accepted: int, eos: Sequence[int], choice: Choice | None = None
+    ) -> list[Piece]:
         """Takes the tokens that a round settled, up to a stop string. Returns what they add to the text."""
         pieces = []
+        if choice is not None:
+            self.choices.append(choice)
         self.drafted.append(drafted)
         self.accepted.append(accepted)
         taken = 0
@@ -150,7 +158,7 @@ class Request:
         text = self.text if self.finish_reason else self.text + copy(self.decoder).flush()
         reason = self.finish_reason or "interrupted"
         rounds = (list(self.acceptance_lengths), reason, len(self.prompt), list(self.drafted), list(self.accepted))
-        return Result(text, list(self.tokens), *rounds, self.sampling.seed)
+        return Result(text, list(self.tokens), *rounds, self.sampling.seed, list(self.choices))
 
 
 def find_stop(text: str, stops: Sequence[str]) -> int | None:

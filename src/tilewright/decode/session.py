@@ -8,10 +8,13 @@ from tokenizers import Tokenizer
 
 from tilewright.decode.batch import Batch
 from tilewright.decode.drafters.base import Drafter
-from tilewright.decode.programs import STEPS_PER_DISPATCH, ProgramKey, Programs
+from tilewright.decode.pacing import Pacing
+from tilewright.decode.policy import Choice, Plan, Policy
+from tilewright.decode.programs import DECODING, STEPS_PER_DISPATCH, ProgramKey, Programs
 from tilewright.decode.request import Generation, Piece, Request, Result
 from tilewright.decode.sampling import Sampling, widest
 from tilewright.decode.state import StepInfo
+from tilewright.decode.team import Team
 from tilewright.models.tokenizer import StreamDecoder
 
 
@@ -25,13 +28,15 @@ class Session:
         batch: them on the device.
         prefill_seconds, decode_seconds: time spent in the programs, compilation excluded.
         rounds: rounds (steps, without a drafter) run so far, counted once for the whole batch.
+        policy: what chooses the rounds of a team, from the prefill on.
     """
 
     def __init__(
         self, programs: Programs, tokenizer: Tokenizer, prompts: Sequence[list[int]], sampling: Sequence[Sampling],
-        drafter: Drafter | None,
+        drafter: Drafter | Team | None, pacing: Pacing | None = None,
     ):  # fmt: skip
-        self.programs = programs
+        self.programs, self.pacing = programs, pacing
+        self.policy: Policy | None = None
         self.rows = [Request(i, p, s, StreamDecoder(tokenizer)) for i, (p, s) in enumerate(zip(prompts, sampling, strict=True))]
         ends = [row.end for row in self.rows]
         positions = max(ends if drafter is None else [*ends, drafter.block_size])  # a block is written in one piece
@@ -50,7 +55,10 @@ class Session:
         if self.finished or self.batch.device_state is not None:
             return
         for key in self.keys:
-            self.programs.get(key)
+            if self.pacing is None or key.name not in DECODING:
+                self.programs.get(key)
+        if self.pacing is not None:
+            self.policy = self.pacing.policy(self.batch)
         began = time.perf_counter()
         self.batch.admit(dict(enumerate(self.rows)))
         jax.block_until_ready(self.batch.device_state)
@@ -60,11 +68,14 @@ class Session:
     def finished(self) -> bool:
         return all(row.finish_reason is not None for row in self.rows)
 
-    def advance(self, steps: int = STEPS_PER_DISPATCH) -> list[Piece]:
+    def advance(self, steps: int = STEPS_PER_DISPATCH, choice: Choice | None = None) -> list[Piece]:
         """Runs up to `steps` steps or rounds on the device and returns what they added to each row, in the order it came.
 
+        Args:
+            choice: what a team's rounds do; by default its policy says so, and may look again after fewer rounds.
+
         Raises:
-            ValueError: not 1 <= steps <= 64.
+            ValueError: not 1 <= steps <= 64, or a choice that is not the team's.
         """
         if not 1 <= steps <= STEPS_PER_DISPATCH:
             raise ValueError(f"expected from 1 to {STEPS_PER_DISPATCH} steps, found {steps}")
@@ -72,11 +83,14 @@ class Session:
             return []
         self.prefill()
         running = [row for row in self.rows if row.finish_reason is None]
+        if choice is None and self.policy is not None and self.pacing is not None:
+            left = max(row.end - len(row.prompt) - len(row.tokens) for row in running)
+            self.pacing.add_wanted(self.policy, self.batch, left)
         began = time.perf_counter()
-        infos = self.batch.advance(steps)
+        infos, choice = self.dispatch(steps, choice)
         self.decode_seconds += time.perf_counter() - began
         self.rounds += len(infos.settled)
-        pieces = self.take(infos)
+        pieces = self.take(infos, choice)
         stopped = [row.index for row in running if row.finish_reason == "stop"]
         if self.finished:
             self.batch.free()
@@ -84,14 +98,25 @@ class Session:
             self.batch.stop(stopped)
         return pieces
 
-    def take(self, infos: StepInfo) -> list[Piece]:
+    def dispatch(self, steps: int, choice: Choice | None) -> tuple[StepInfo, Choice | None]:
+        """Runs rounds of a choice, or of the policy's. Returns what came of them, and what they did."""
+        if self.policy is None:
+            return self.batch.advance(steps, choice), choice
+        plan = self.policy.next(steps) if choice is None else Plan(choice, steps)
+        began = time.perf_counter()
+        infos = self.batch.advance(plan.rounds, plan.choice)
+        self.policy.observe(plan.choice, infos.drafted, infos.accepted, infos.settled > 0, time.perf_counter() - began)
+        return infos, plan.choice
+
+    def take(self, infos: StepInfo, choice: Choice | None) -> list[Piece]:
         """Hands each row the tokens that each round settled for it."""
         pieces: list[Piece] = []
         for tokens, settled, drafted, accepted in zip(*infos, strict=True):
             for i, row in enumerate(self.rows):
                 if row.finish_reason is None and settled[i] > 0:
                     new = tokens[i, : settled[i]].tolist()
-                    pieces += row.add_round(new, int(drafted[i]), int(accepted[i]), self.programs.target.config.eos_token_ids)
+                    eos = self.programs.target.config.eos_token_ids
+                    pieces += row.add_round(new, int(drafted[i]), int(accepted[i]), eos, choice)
         return pieces
 
     def results(self) -> list[Result]:

@@ -28,6 +28,8 @@ class ShapeTable:
         batches: numbers of rows; more prompts than the largest run as several batches.
         capacities: numbers of cache positions.
         chunks: lengths of a prefill chunk.
+        widths: of blocks, where these are chosen round by round; a drafter adds its own block size, which is its widest, and
+            plain decoding has a width of 1.
         device_loop: a dispatch runs many steps, in a loop on the device. Without it, it is a single step, whose program has no
             loop that depends on data: some compilers take none.
     """
@@ -35,6 +37,7 @@ class ShapeTable:
     batches: tuple[int, ...] = (1, 2, 4, 8)
     capacities: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
     chunks: tuple[int, ...] = (16, 64, 256)
+    widths: tuple[int, ...] = (2, 4, 8, 16)
     device_loop: bool = True
 
     def __post_init__(self) -> None:
@@ -42,6 +45,8 @@ class ShapeTable:
             values = getattr(self, name)
             if not values or sorted(set(values)) != list(values) or values[0] < 1:
                 raise ValueError(f"{name} must be increasing positive numbers, found {values}")
+        if sorted(set(self.widths)) != list(self.widths) or min(self.widths, default=2) < 2:
+            raise ValueError(f"widths must be increasing numbers from 2 on, found {self.widths}")
         if any(capacity % self.chunks[-1] for capacity in self.capacities):
             raise ValueError(f"every capacity must be a multiple of the largest chunk, {self.chunks[-1]}")
 
@@ -73,7 +78,8 @@ class ShapeTable:
     def programs(self) -> list[tuple[str, int]]:
         """The programs that serve a shape, as pairs of (name, chunk length).
 
-        They are: allocation, one prefill for each chunk length, and the decode loop or the single step.
+        They are: allocation, one prefill for each chunk length, and the decode loop or the single step, of which there is one
+        for each choice where rounds are chosen as decoding goes (`team.Team.choices`).
         """
         return [("allocate", 0), *(("prefill", chunk) for chunk in self.chunks), ("decode" if self.device_loop else "step", 0)]
 

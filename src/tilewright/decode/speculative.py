@@ -24,7 +24,8 @@ def speculative_round(
         return verify_and_extend(drafter, target, warp, models, state, proposal)
 
     def idle(state: DecodeState) -> tuple[DecodeState, StepInfo]:
-        after, info = autoregressive_step(target, warp, models, state)
+        nothing = Proposal(proposal.block[:, :1], jnp.zeros_like(proposal.drafts))
+        after, info = verify_and_extend(drafter, target, warp, models, state, nothing)
         unused = jnp.zeros_like(proposal.block[:, 1:])
         return after, info._replace(tokens=jnp.concatenate([info.tokens, unused], axis=1))
 

@@ -209,6 +209,7 @@
     const round = run.passage.rounds[n - 1];
     return [
       ["round", `${n} of ${run.passage.rounds.length}`],
+      ...(round.drafter == null ? [] : [["chosen", round.drafter === "none" ? "plain step" : `${round.drafter}, block ${round.width}`]]),
       ["accepted", `${round.accepted} of ${round.drafted.length} drafts`],
       ["added", `${round.emitted.length} ${round.emitted.length === 1 ? "token" : "tokens"}`],
       ["took", seconds(round.seconds)],

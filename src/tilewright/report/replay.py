@@ -46,12 +46,16 @@ class Round:
         accepted: how many of them the target accepted.
         emitted: what the round added to the text: the accepted drafts, then the target's own token. Shorter only in the last
             round, if the text ended within it.
+        drafter, width: whose proposals they are, "none" in a plain step, and the tokens in its block, where rounds were chosen
+            as decoding went; None where all are alike.
     """
 
     seconds: float
     drafted: Sequence[Token]
     accepted: int
     emitted: Sequence[Token]
+    drafter: str | None = None
+    width: int | None = None
 
 
 @dataclass(frozen=True)
@@ -111,8 +115,9 @@ def passage_problems(passage: Passage, block_size: int) -> Iterator[str]:
 def round_problems(taken: Round, block_size: int, last: bool) -> Iterator[str]:
     drafted, accepted, emitted = len(taken.drafted), taken.accepted, len(taken.emitted)
     yield from seconds_problems(taken.seconds)
-    if drafted >= block_size:
-        yield f"expected fewer drafted tokens than the block size {block_size}, found {drafted}"
+    widest = block_size if taken.width is None else taken.width
+    if drafted >= widest:
+        yield f"expected fewer drafted tokens than the block size {widest}, found {drafted}"
     if not 0 <= accepted <= drafted:
         yield f"expected from 0 to {drafted} accepted tokens, as many as were drafted, found {accepted}"
     if emitted != accepted + 1 and not (last and 1 <= emitted <= accepted):

@@ -46,6 +46,25 @@ def comparison_table(figures: Mapping[str, Any]) -> Table:
     return table
 
 
+def choice_name(row: Mapping[str, Any]) -> str:
+    return "plain" if row["drafter"] == "none" else f"{row['drafter']} {row['block_size']}"
+
+
+def chosen_line(chosen: Mapping[str, Any], most: int = 3) -> str:
+    """What rounds did, most of them first, and why the first of these was chosen."""
+    rows = sorted(chosen["choices"], key=lambda row: -row["rounds"])
+    if not rows:
+        return "no round was run"
+    shares = [f"{choice_name(row)} in {row['share_of_rounds']:.0%}" for row in rows[:most]]
+    others = len(rows) - most
+    text = "rounds chosen: " + ", ".join(shares) + (f" and {others} other{'s' * (others > 1)}" if others > 0 else "")
+    known = (each for costs in reversed(chosen["costs"]) for each in costs["rounds"])
+    why = next((row for row in known if choice_name(row) == choice_name(rows[0])), None)
+    if why is None or rows[0]["drafter"] == "none":
+        return text + ("" if why is None else "; no drafter promised more tokens a second")
+    return f"{text}; such a round costs {why['round_cost_steps']:.1f} steps and gives {rows[0]['tokens_per_round']:.1f} tokens"
+
+
 def number(value: float | None, form: str) -> str:
     """A figure, or a dash where it is not known."""
     return "–" if value is None else format(value, form)

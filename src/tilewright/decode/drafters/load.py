@@ -16,13 +16,15 @@ from tilewright.models.decoder import DecoderConfig
 from tilewright.models.params import DTYPES, Dtype
 
 NGRAM = "ngram"
+AUTO = ("auto", "auto-inexact")
+"""Block sizes that are chosen round by round; see `language_model.load`."""
 
 
 @dataclass(frozen=True)
 class DrafterOptions:
     """What a user may ask of a drafter; None leaves it to the drafter. Named as in `language_model.load`."""
 
-    block_size: int | None = None
+    block_size: int | str | None = None
     draft_window: int | None = None
     drafter_dtype: str | None = None
     refine: int = 0
@@ -30,6 +32,10 @@ class DrafterOptions:
 
     def check(self, drafter: str | None) -> None:
         """Raises a `ValueError` that names an option which does not go with the drafter."""
+        if isinstance(self.block_size, str) and self.block_size not in AUTO:
+            raise ValueError(f"expected a block size, {' or '.join(AUTO)}, found {self.block_size!r}")
+        if isinstance(self.block_size, str) and drafter is None:
+            raise ValueError(f"a block size of {self.block_size} needs a drafter; no drafter was named")
         if self.drafter_dtype is not None and self.drafter_dtype not in DTYPES:
             raise ValueError(f"expected a drafter dtype among {', '.join(DTYPES)}, found {self.drafter_dtype!r}")
         if drafter not in (None, NGRAM):
@@ -58,6 +64,7 @@ def load_drafter(
         dtype: of the drafter, unless the options name another.
     """
     size = options.block_size
+    assert not isinstance(size, str), "whoever chooses round by round loads drafters as wide as they are"
     if source is None:
         return (None if size is None else Blockwise(size)), None
     if source == NGRAM:

@@ -1,0 +1,75 @@
+"""Records how far every choice's drafts would be accepted in the texts of data files, and simulates the policy on that.
+
+    python benchmarks/round_traces.py record traces.json --data humaneval.jsonl gsm8k_test.jsonl --samples 4
+    python benchmarks/round_traces.py simulate traces.json
+"""
+
+import argparse
+import datetime
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from tilewright.bench.compare import environment
+from tilewright.bench.datasets import read_examples
+from tilewright.bench.speculative import ask
+from tilewright.bench.traces import Recording, record, simulate
+from tilewright.cli.common import ModelOptions, packaged_prompts_file
+from tilewright.decode.sampling import Sampling
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("record", "simulate"))
+    parser.add_argument("traces", type=Path)
+    parser.add_argument("--data", type=Path, nargs="*", default=[], help="JSONL files; by default the packaged prompts")
+    parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--drafter", default="auto")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    console = Console()
+    if asked.what == "record":
+        recorded(asked, console)
+    rows = simulate(Recording.load(asked.traces))
+    table = Table(title="tokens/s of the policy, simulated on recorded acceptance")
+    for name in ("data", "tokens", "plain", "best choice", "its tokens/s", "policy", "of best", "of plain"):
+        table.add_column(name, justify="left" if name in ("data", "best choice") else "right")
+    for row in rows:
+        rates = [f"{row[name]:,.0f}" for name in ("best_tokens_per_s", "policy_tokens_per_s")]
+        shares = [f"{row[name]:.3f}" for name in ("of_best", "of_plain")]
+        table.add_row(row["dataset"], str(row["tokens"]), f"{row['plain_tokens_per_s']:,.0f}", row["best"], *rates, *shares)
+    console.print(table)
+    if asked.json is not None:
+        asked.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def recorded(asked: argparse.Namespace, console: Console) -> None:
+    """Writes the traces."""
+    lm = ModelOptions(asked.model, asked.dtype, drafter=asked.drafter).load(console)
+    sampling = Sampling(asked.max_new_tokens, asked.temperature, asked.top_p, seed=0)
+    files = {path.stem: path for path in asked.data} or {"held-out code": packaged_prompts_file()}
+    assert lm.pacing is not None
+    lm.pacing.patient = True
+    traces = []
+    with Progress(console=console, transient=True) as bar:
+        row = bar.add_task("recording", total=len(files) * asked.samples)
+        for name, path in files.items():
+            prompts = ask(lm, name, read_examples(path)[: asked.samples], None, sampling).prompts
+            traces += record(lm, name, prompts, sampling, lambda: bar.advance(row))
+    session = lm.start([[0]], sampling)
+    lm.programs.warm(session.keys)
+    costs = lm.pacing.measured(session.batch, session.batch.drafter.choices)
+    about = {"date": datetime.date.today().isoformat(), **environment(lm), "temperature": asked.temperature}
+    Recording(traces, costs, about).save(asked.traces)
+
+
+if __name__ == "__main__":
+    main()

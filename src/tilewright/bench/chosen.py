@@ -1,0 +1,59 @@
+"""What rounds did where that was chosen as decoding went, and why: for JSON, tables and pages."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from tilewright.decode.language_model import LanguageModel
+from tilewright.decode.policy import PLAIN, Policy, estimated
+from tilewright.decode.request import Result
+from tilewright.decode.team import Team, rows_alike
+
+Row = dict[str, Any]
+
+
+def chosen_figures(lm: LanguageModel, responses: Sequence[Result]) -> Row | None:
+    """The figures of docs/metrics.md under `chosen`; None where nothing was chosen."""
+    team, pacing = lm.drafter, lm.pacing
+    if not isinstance(team, Team) or pacing is None:
+        return None
+    rounds = [each for r in responses for each in zip(r.choices, r.acceptance_lengths, r.drafted, r.accepted, strict=True)]
+    shapes = [
+        {
+            "batch_size": shape.batch,
+            "capacity": shape.capacity,
+            "sampling": shape.warp,
+            "dispatch_ms": 1000 * costs.dispatch,
+            "rounds": cost_rows(team, Policy(pacing.history, costs.rounds, costs.rounds)),
+        }
+        for shape, costs in pacing.costs.items()
+    ]
+    choices = []
+    for choice in team.choices:
+        own = [each for each in rounds if each[0] == choice]
+        if own:
+            tokens = sum(added for _, added, _, _ in own)
+            about = {"drafter": choice.drafter, "block_size": choice.width, "rounds": len(own), "tokens": tokens}
+            about["share_of_rounds"] = len(own) / len(rounds)
+            choices.append({**about, "tokens_per_round": tokens / len(own)})
+    return {"widths": held(lm), "choices": choices, "costs": shapes}
+
+
+def held(lm: LanguageModel) -> str:
+    """Why the output does not depend on the choices: all widths round alike, all run masked at the widest; or that it does."""
+    assert isinstance(lm.drafter, Team)
+    if lm.drafter.masked:
+        return "masked"
+    return "alike" if rows_alike(lm.ops, lm.dtype) else "inexact"
+
+
+def cost_rows(team: Team, policy: Policy) -> list[Row]:
+    """Of each choice: what a round costs, and what is expected of it after all that was decoded so far."""
+    outlook, plain = policy.outlook(team.choices), policy.costs[PLAIN].drafting
+    rows = []
+    for choice, expected in outlook.items():
+        cost = estimated(policy.costs, choice)
+        about = {"drafter": choice.drafter, "block_size": choice.width, "measured": choice in policy.costs}
+        about |= {"round_ms": 1000 * cost.drafting, "idle_ms": None if cost.idle is None else 1000 * cost.idle}
+        about |= {"round_cost_steps": expected.seconds / plain, "expected_tokens_per_round": expected.tokens}
+        rows.append({**about, "expected_speedup": expected.rate * plain})
+    return sorted(rows, key=lambda row: -row["expected_speedup"])

@@ -1,0 +1,174 @@
+"""How far each choice's drafts would be accepted at every place of a text: recorded once, and policies simulated on it.
+
+The text does not depend on the rounds, so that one recording tells what any sequence of them would have given.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from tilewright.bench.replay import propose
+from tilewright.decode.costs import Costs, parsed
+from tilewright.decode.language_model import LanguageModel
+from tilewright.decode.policy import PLAIN, Choice, History, Policy
+from tilewright.decode.programs import STEPS_PER_DISPATCH
+from tilewright.decode.sampling import Sampling
+from tilewright.decode.team import Team
+
+DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+IDLE = "."
+"""In the place of a number of accepted drafts, where nothing was drafted."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One text.
+
+    Attributes:
+        dataset: what its prompt is from.
+        accepted: for each choice but plain decoding a character for each token of the text: how many drafts the target would
+            have accepted in a round that began before it, `IDLE` where the drafter had none.
+    """
+
+    dataset: str
+    accepted: Mapping[Choice, str]
+
+    @property
+    def length(self) -> int:
+        return len(next(iter(self.accepted.values())))
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Traces, and what rounds cost where they were recorded.
+
+    Attributes:
+        about: model, machine, settings.
+    """
+
+    traces: Sequence[Trace]
+    costs: Costs
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def save(self, path: Path) -> None:
+        rounds = [
+            {"drafter": one.drafter, "width": one.width, "drafting_s": cost.drafting, "idle_s": cost.idle}
+            for one, cost in sorted(self.costs.rounds.items())
+        ]
+        texts = [
+            {"dataset": trace.dataset, **{f"{one.drafter} {one.width}": text for one, text in trace.accepted.items()}}
+            for trace in self.traces
+        ]
+        whole = {"about": dict(self.about), "dispatch_s": self.costs.dispatch, "rounds": rounds, "texts": texts}
+        path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: Path) -> "Recording":
+        found = json.loads(path.read_text(encoding="utf-8"))
+        traces = []
+        for text in found["texts"]:
+            named = {name.rpartition(" ")[::2]: accepted for name, accepted in text.items() if name != "dataset"}
+            accepted = {Choice(drafter, int(width)): accepted for (drafter, width), accepted in named.items()}
+            traces.append(Trace(text["dataset"], accepted))
+        return Recording(traces, parsed(found), found["about"])
+
+
+def record(
+    lm: LanguageModel, dataset: str, prompts: Sequence[Sequence[int]], sampling: Sampling, on_text: Callable[[], None]
+) -> list[Trace]:
+    """Decodes each prompt step by step and asks every choice for its drafts before each step."""
+    team = lm.drafter
+    assert isinstance(team, Team), "choices are those of a team"
+    turns = {choice: partial(propose, team.turn(choice), lm.programs.target) for choice in team.choices[1:]}
+    traces = []
+    for prompt in prompts:
+        session = lm.start([prompt], sampling)
+        session.prefill()
+        drafts: dict[Choice, list[np.ndarray]] = {choice: [] for choice in turns}
+        while not session.finished:
+            for choice, turn in turns.items():
+                block, count = jax.device_get(session.batch.run(turn))
+                drafts[choice].append(block[0, 1 : 1 + int(count[0])])
+            session.advance(1, PLAIN)
+        tokens = session.results()[0].tokens
+        traces.append(Trace(dataset, {choice: accepted_before(tokens, each) for choice, each in drafts.items()}))
+        on_text()
+    return traces
+
+
+def accepted_before(tokens: Sequence[int], drafts: Sequence[np.ndarray]) -> str:
+    """How many of the drafts made before each token are those that follow, a character each."""
+    counts = []
+    for place, own in enumerate(drafts):
+        same = own[: len(tokens) - place] == np.asarray(tokens[place : place + len(own)])
+        counts.append(DIGITS[int(np.sum(np.cumprod(same)))] if len(own) else IDLE)
+    return "".join(counts)
+
+
+def seconds_of(trace: Trace, costs: Costs, chooser: Policy | Choice) -> tuple[float, dict[Choice, int]]:
+    """How long a text would have taken with a policy, or with one choice alone, and the rounds of each choice."""
+    place, seconds, rounds = 0, 0.0, dict[Choice, int]()
+    while place < trace.length:
+        choice, most = (chooser, STEPS_PER_DISPATCH) if isinstance(chooser, Choice) else chooser.next(STEPS_PER_DISPATCH)[:2]
+        drafted, accepted, cost = [], [], costs.rounds[choice]
+        while len(drafted) < most and place < trace.length:
+            at = IDLE if choice == PLAIN else trace.accepted[choice][place]
+            drafted.append(0 if at == IDLE else choice.width - 1)
+            accepted.append(0 if at == IDLE else DIGITS.index(at))
+            place += accepted[-1] + 1
+            seconds += cost.drafting if at != IDLE or cost.idle is None else cost.idle
+        seconds += costs.dispatch
+        rounds[choice] = rounds.get(choice, 0) + len(drafted)
+        if isinstance(chooser, Policy):
+            counts = (np.asarray(each, np.int32)[:, None] for each in (drafted, accepted))
+            chooser.observe(choice, *counts, np.ones((len(drafted), 1), bool))
+    return seconds, rounds
+
+
+def simulate(recording: Recording, costs: Costs | None = None) -> list[dict[str, Any]]:
+    """The policy over the texts of each dataset in order, beside each choice alone, in tokens a second.
+
+    Args:
+        costs: others than those recorded, such as estimates for a machine that is not there.
+    """
+    costs = costs or recording.costs
+    rows = []
+    for dataset in dict.fromkeys(trace.dataset for trace in recording.traces):
+        own = [trace for trace in recording.traces if trace.dataset == dataset]
+        tokens = sum(trace.length for trace in own)
+        choices = [PLAIN, *own[0].accepted]
+        fixed = {choice: tokens / sum(seconds_of(trace, costs, choice)[0] for trace in own) for choice in choices}
+        history = History({name: max(one.width for one in choices if one.drafter == name) for name in drafters(choices)})
+        total, rounds = 0.0, dict[Choice, int]()
+        for trace in own:
+            seconds, counts = seconds_of(trace, costs, Policy(history, dict(costs.rounds), choices, costs.dispatch))
+            total += seconds
+            for choice, count in counts.items():
+                rounds[choice] = rounds.get(choice, 0) + count
+        best = max(fixed, key=lambda choice: fixed[choice])
+        rows.append(
+            {
+                "dataset": dataset,
+                "texts": len(own),
+                "tokens": tokens,
+                "policy_tokens_per_s": tokens / total,
+                "plain_tokens_per_s": fixed[PLAIN],
+                "best": str(best),
+                "best_tokens_per_s": fixed[best],
+                "of_best": tokens / total / fixed[best],
+                "of_plain": tokens / total / fixed[PLAIN],
+                "fixed_tokens_per_s": {str(choice): rate for choice, rate in fixed.items()},
+                "rounds": {str(choice): count for choice, count in sorted(rounds.items())},
+            }
+        )
+    return rows
+
+
+def drafters(choices: Sequence[Choice]) -> list[str]:
+    return sorted({choice.drafter for choice in choices if choice != PLAIN})

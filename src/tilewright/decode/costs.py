@@ -1,0 +1,222 @@
+"""What rounds cost on this machine: measured for a shape when it is first used, and kept in a file for the next process."""
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from tilewright.compiled.cache import digest, require_private
+from tilewright.compiled.machine import chip_name
+from tilewright.decode.batch import Batch
+from tilewright.decode.policy import PLAIN, Choice, Cost
+from tilewright.decode.programs import STEPS_PER_DISPATCH, Programs
+from tilewright.decode.shapes import Shape
+from tilewright.decode.team import Team
+
+BUDGET_S = 0.2
+"""How long a choice may be measured, unless a single run takes longer."""
+RUN_S = 0.004
+"""How long a run should take: rounds are repeated until it does."""
+RUNS = 6
+"""The most runs of a choice, of which the fastest counts: what disturbs a run only makes it longer."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of one shape.
+
+    Attributes:
+        dispatch: seconds that a dispatch takes besides its rounds.
+        rounds: of each choice that was measured; policies correct them as they time dispatches.
+    """
+
+    dispatch: float
+    rounds: dict[Choice, Cost]
+
+
+def measure(programs: Programs, shape: Shape, team: Team, choices: Collection[Choice]) -> Costs:
+    """Times rounds of the choices in turns, in the middle of empty caches of this shape.
+
+    A drafter that may propose nothing has both kinds of round timed: behind a text that repeats itself, and behind one that
+    does not. Memory for one more batch is taken meanwhile.
+    """
+    bench = Bench(programs, shape, team)
+    jobs = {(choice, drafting): bench.rounds(choice) for choice in choices for drafting in bench.kinds(choice)}
+    taken: dict[tuple[Choice, bool], list[float]] = {job: [] for job in jobs}
+    nothing: dict[tuple[Choice, bool], list[float]] = {job: [] for job in jobs}
+    dispatches: list[float] = []
+    began = time.perf_counter()
+    for run in range(RUNS + 1):
+        for (choice, drafting), rounds in list(jobs.items())[:: -1 if run % 2 else 1]:
+            seconds = bench.timed(choice, rounds, drafting)
+            if run == 0:  # what comes first also touches memory for the first time
+                jobs[choice, drafting] = bench.enough(choice, rounds, seconds)
+                continue
+            taken[choice, drafting].append(seconds / rounds)
+            nothing[choice, drafting].append(bench.timed(choice, 0, drafting) / rounds)
+            dispatches.append(bench.idle_dispatch(choice))
+        if run and time.perf_counter() - began > BUDGET_S * len(jobs):
+            break
+    bench.batch.free()
+    least = {job: max(min(taken[job]) - min(nothing[job]), 1e-9) for job in jobs}
+    idle = {choice: least.get((choice, False)) for choice in choices}
+    return Costs(max(min(dispatches), 1e-9), {choice: Cost(least[choice, True], idle[choice]) for choice in choices})
+
+
+class Bench:
+    """A batch in which every row stands in the middle of its cache, and can be put there again."""
+
+    def __init__(self, programs: Programs, shape: Shape, team: Team):
+        self.batch, self.team, self.programs = Batch(programs, shape, team), team, programs
+        self.batch.device_state = programs.empty_state(shape, *programs.get(self.batch.key("allocate"))())
+        rows = np.ones(shape.batch, np.int32)
+        self.start, self.end = rows * (shape.capacity // 2), rows * shape.capacity
+        tokens = np.arange(shape.capacity) % programs.target.config.vocab_size
+        self.fresh = np.tile(tokens.astype(np.int32), (shape.batch, 1))
+
+    def kinds(self, choice: Choice) -> tuple[bool, ...]:
+        return (True, False) if self.team.turn(choice).may_be_idle else (True,)
+
+    def rounds(self, choice: Choice) -> int:
+        """For a first run. Of drafters that may be idle a single round is timed, for none knows what the next one finds."""
+        return 1 if self.team.turn(choice).may_be_idle else 2
+
+    def enough(self, choice: Choice, rounds: int, seconds: float) -> int:
+        """How many rounds make a run long enough, and have room."""
+        if self.team.turn(choice).may_be_idle:
+            return 1
+        room = int(self.end[0] - self.start[0] - 1) // self.team.turn(choice).block_size
+        return max(1, min(STEPS_PER_DISPATCH, room, math.ceil(RUN_S / seconds * rounds)))
+
+    def timed(self, choice: Choice, rounds: int, drafting: bool) -> float:
+        """Seconds of a dispatch of so many rounds, from the middle on."""
+        state = self.batch.device_state
+        assert state is not None
+        tokens = np.zeros_like(self.fresh) if drafting else self.fresh
+        rows = {"tokens": tokens, "known": self.start, "end": self.end, "done": self.start < 0, "ignore_eos": self.start > 0}
+        self.batch.device_state = replace(state, **rows)
+        began = time.perf_counter()
+        if rounds or self.programs.table.device_loop:
+            self.batch.advance(rounds, choice)
+        return time.perf_counter() - began
+
+    def idle_dispatch(self, choice: Choice) -> float:
+        """Seconds of a dispatch that runs nothing."""
+        began = time.perf_counter()
+        if self.programs.table.device_loop:
+            self.batch.advance(0, choice)
+        return time.perf_counter() - began
+
+
+class CostFiles:
+    """Measured costs on disk, a file for each configuration and shape, in a folder that is its owner's alone.
+
+    Args:
+        folder: made if it is not there.
+        made_of: what costs depend on besides the machine and JAX, such as the names of kernel libraries.
+        say: told in one line why a file is not used.
+    """
+
+    def __init__(self, folder: Path, made_of: Collection[str], say: Callable[[str], None]):
+        self.folder, self.say = folder, say
+        self.made_on = {"machine": digest(*made_of), "chip": chip_name(), "jax": jax.__version__}
+
+    def check_folder(self) -> None:
+        """Raises a `ValueError` if somebody else could have written the files."""
+        for folder in (self.folder.parent, self.folder):
+            require_private(folder)
+
+    def path(self, about: Mapping[str, Any]) -> Path:
+        return self.folder / (hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16] + ".json")
+
+    def read(self, about: Mapping[str, Any], choices: Collection[Choice]) -> Costs | None:
+        """The costs of a configuration, of those choices that were measured; None where nothing fits."""
+        path = self.path(about)
+        try:
+            self.check_folder()
+            found = json.loads(path.read_text(encoding="utf-8"))
+            made_on, costs = dict(found["made_on"]), parsed(found)
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError, KeyError, OSError) as error:
+            self.say(f"measuring what rounds cost: {path} cannot be used ({shortened(error)})")
+            return None
+        if made_on != self.made_on:
+            differing = [name for name, value in self.made_on.items() if made_on.get(name) != value]
+            self.say(f"measuring what rounds cost: {path} is from another {' and '.join(differing) or 'machine'}")
+            return None
+        return Costs(costs.dispatch, {choice: cost for choice, cost in costs.rounds.items() if choice in choices})
+
+    def write(self, about: Mapping[str, Any], costs: Costs) -> None:
+        """Keeps costs; a folder that is not safe, or cannot be written to, is left alone, and one line says so."""
+        rounds = [
+            {"drafter": one.drafter, "width": one.width, "drafting_s": cost.drafting, "idle_s": cost.idle}
+            for one, cost in sorted(costs.rounds.items())
+        ]
+        kept = {"made_on": self.made_on, "about": dict(about), "dispatch_s": costs.dispatch, "rounds": rounds}
+        try:
+            self.folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.folder.mkdir(exist_ok=True, mode=0o700)
+            self.check_folder()
+            with tempfile.NamedTemporaryFile("w", dir=self.folder, delete=False, encoding="utf-8") as partial:
+                partial.write(json.dumps(kept, indent=1) + "\n")
+            os.replace(partial.name, self.path(about))
+        except (OSError, ValueError) as error:
+            self.say(f"what rounds cost is not kept: {shortened(error)}")
+
+
+def shortened(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 160 else text[:157] + "..."
+
+
+def parsed(found: Any) -> Costs:
+    """The costs in a file's JSON.
+
+    Raises:
+        ValueError, TypeError, KeyError: they are not what `CostFiles.write` wrote.
+    """
+    rounds = {Choice(str(one["drafter"]), int(one["width"])): Cost(*seconds_of(one)) for one in found["rounds"]}
+    if PLAIN not in rounds:
+        raise ValueError("it has no cost of plain decoding")
+    return Costs(positive(found["dispatch_s"]), rounds)
+
+
+def seconds_of(one: Mapping[str, Any]) -> Iterator[float | None]:
+    yield positive(one["drafting_s"])
+    yield None if one["idle_s"] is None else positive(one["idle_s"])
+
+
+def positive(value: Any) -> float:
+    if not isinstance(value, float) or not 0 < value < math.inf:
+        raise ValueError(f"expected a time above 0, found {value!r}")
+    return value
+
+
+def configuration(team: Team, programs: Programs, shape: Shape, dtype: str, weights: str) -> dict[str, Any]:
+    """What costs depend on besides the machine: models, shape and how they are computed, as JSON."""
+    members = [
+        {each.name: str(getattr(member, each.name)) for each in fields(member) if each.name != "ops"}  # type: ignore[arg-type]
+        for member in team.members
+    ]
+    target = programs.target
+    return {
+        "target": str(target.config),
+        "schedule": str(target.schedule),
+        "kernels": target.ops.name,
+        "dtype": dtype,
+        "weights": weights,
+        "drafters": [{"kind": member.name, **about} for member, about in zip(team.members, members, strict=True)],
+        "masked": team.masked,
+        "shape": {"batch": shape.batch, "capacity": shape.capacity, "sampling": shape.warp},
+        "device_loop": programs.table.device_loop,
+    }

@@ -1,0 +1,282 @@
+"""Which round runs next: whose drafts, and how many, or plain decoding, by what a round costs and what it is expected to give.
+
+Plain host code without a device: it is told costs and what came of past rounds, and says what to run. Acceptance is kept for
+each drafter by position, so that a wide block tells of all narrower ones, and forgotten slowly, since texts change. What is not
+running is tried now and then, within an allowance: a share of the time that passes.
+"""
+
+import math
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+ALLOWANCE = 0.015
+"""The share of the time that may be lost to trying drafters that are off."""
+PROBE = 4
+"""Rounds in which a drafter that is off is tried."""
+FIRST_LOOK = 8
+"""Rounds after which a new choice is looked at; each further look comes after twice as many."""
+MEMORY = 48.0
+"""Rounds after which what a batch has seen counts a third."""
+LONG_MEMORY = 512.0
+"""The same of what all batches together have seen."""
+WEIGHT = 4.0
+"""How many rows' rounds an expectation counts for against what is seen."""
+OPTIMISM = 0.7
+"""The expected acceptance of a draft of which nothing was seen yet."""
+CORRECTION = 0.2
+"""How far the cost of a choice follows the time of a dispatch, as a power of their quotient."""
+MOST_CORRECTION = 2.0
+"""The largest such quotient that is believed: a dispatch may have been interrupted."""
+WORTHWHILE = 1.02
+"""How much faster a choice must be expected to be for a program to be compiled."""
+
+
+@dataclass(frozen=True, order=True)
+class Choice:
+    """What a round does.
+
+    Attributes:
+        drafter: the name of the one that drafts; "none" for plain decoding.
+        width: tokens in its block, the known one included; 1 for plain decoding.
+    """
+
+    drafter: str
+    width: int
+
+    def __str__(self) -> str:
+        return "plain" if self == PLAIN else f"{self.drafter}, block {self.width}"
+
+
+PLAIN = Choice("none", 1)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of a round of the whole batch.
+
+    Attributes:
+        drafting: of one that drafts (of a step, for plain decoding).
+        idle: of one for which the drafter found nothing to propose; None of a drafter that always proposes.
+    """
+
+    drafting: float
+    idle: float | None = None
+
+    def expected(self, idle_share: float) -> float:
+        return self.drafting if self.idle is None else idle_share * self.idle + (1 - idle_share) * self.drafting
+
+    def times(self, factor: float) -> "Cost":
+        return Cost(self.drafting * factor, None if self.idle is None else self.idle * factor)
+
+
+def estimated(costs: Mapping[Choice, Cost], choice: Choice) -> Cost:
+    """What a choice costs: as measured, or else between, or beyond, the measured widths of its drafter on a straight line.
+
+    Plain decoding counts as a width of 1. A drafter of which nothing was measured is taken to cost what the others do.
+    """
+    if choice in costs:
+        return costs[choice]
+    own = {one.width: cost for one, cost in costs.items() if one.drafter == choice.drafter}
+    idles = [cost.idle for cost in own.values() if cost.idle is not None]
+    own = own or {one.width: cost for one, cost in costs.items() if one != PLAIN}
+    if not own:
+        return costs[PLAIN]
+    points = sorted({PLAIN.width: costs[PLAIN].drafting, **{width: cost.drafting for width, cost in own.items()}}.items())
+    widths, seconds = (np.asarray(each, float) for each in zip(*points, strict=True))
+    slope = max(0.0, (seconds[-1] - seconds[-2]) / (widths[-1] - widths[-2]))
+    beyond = max(0.0, choice.width - widths[-1])
+    return Cost(float(np.interp(choice.width, widths, seconds) + slope * beyond), min(idles, default=None))
+
+
+class Acceptance:
+    """How far one drafter's drafts are accepted, by position, counted with a memory that fades.
+
+    Attributes:
+        reached: rounds (of a row) whose block had the position and that accepted all before it, `[positions]`.
+        accepted: of these, those that accepted it too. A position for which nothing was proposed counts as not accepted.
+        rounds, idle: of the batch: all, and those for which the drafter found nothing for any row.
+    """
+
+    def __init__(self, positions: int, memory: float):
+        self.reached, self.accepted = np.zeros(positions), np.zeros(positions)
+        self.rounds = self.idle = 0.0
+        self.memory = memory
+
+    def observe(self, width: int, accepted: np.ndarray, rounds: int, idle: int) -> None:
+        """Counts rounds of a width: `accepted` of each row that was still running, in each of `rounds` rounds."""
+        at_least = np.cumsum(np.bincount(accepted, minlength=width)[::-1])[::-1][:width]
+        self.fade(rounds)
+        self.reached[: width - 1] += at_least[:-1]
+        self.accepted[: width - 1] += at_least[1:]
+        self.rounds, self.idle = self.rounds + rounds, self.idle + idle
+
+    def fade(self, rounds: int) -> None:
+        """Forgets as much as so many rounds, its own or others', let it forget."""
+        kept = math.exp(-rounds / self.memory)
+        self.reached *= kept
+        self.accepted *= kept
+        self.rounds, self.idle = self.rounds * kept, self.idle * kept
+
+    def rates(self, expected: Sequence[float] | None = None) -> list[float]:
+        """The acceptance of each position, given that all before it were accepted.
+
+        Args:
+            expected: what to expect where little was seen; it is weighed against the position before.
+        """
+        rates, before = [], OPTIMISM if expected is None else expected[0]
+        for place, (reached, accepted) in enumerate(zip(self.reached.tolist(), self.accepted.tolist(), strict=True)):
+            prior = before if expected is None else (before + expected[place]) / 2
+            before = (accepted + WEIGHT * prior) / (reached + WEIGHT)
+            rates.append(before)
+        return rates
+
+    def idle_share(self, expected: float = 0.0) -> float:
+        return (self.idle + WEIGHT * expected) / (self.rounds + WEIGHT)
+
+
+class History:
+    """What all batches of a model have seen so far: what a new batch expects.
+
+    Args:
+        drafters: the names of those that may draft, each with the most tokens in its block.
+    """
+
+    def __init__(self, drafters: Mapping[str, int]):
+        self.widest = dict(drafters)
+        self.seen = {name: Acceptance(width - 1, LONG_MEMORY) for name, width in drafters.items()}
+        self.allowance = dict.fromkeys([PLAIN.drafter, *drafters], 0.0)
+
+
+class Plan(NamedTuple):
+    """The next rounds: what they do, how many at most before the next look, and whether they only try a drafter."""
+
+    choice: Choice
+    rounds: int
+    tries: bool = False
+
+
+class Outlook(NamedTuple):
+    """What is expected of a choice: tokens that a round adds to each row, its seconds, and tokens of a row for each second."""
+
+    tokens: float
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+class Policy:
+    """Chooses the rounds of one batch.
+
+    Attributes:
+        costs: of the choices that were measured, that of plain decoding among them; corrected in place as dispatches are timed.
+        ready: the choices that may run.
+    """
+
+    def __init__(
+        self, history: History, costs: dict[Choice, Cost], ready: Iterable[Choice], dispatch: float = 0.0
+    ):  # fmt: skip
+        """Args:
+        dispatch: seconds that a dispatch costs, whatever it runs.
+
+        Raises:
+            ValueError: plain decoding has no cost or is not ready.
+        """
+        self.history, self.costs, self.ready, self.dispatch = history, costs, set(ready), dispatch
+        if PLAIN not in self.costs or PLAIN not in self.ready:
+            raise ValueError(f"expected plain decoding among the choices that are ready and have a cost, found {self.ready}")
+        self.seen = {name: Acceptance(width - 1, MEMORY) for name, width in history.widest.items()}
+        self.last: Choice | None = None
+        self.stretch = FIRST_LOOK
+
+    def outlook(self, choices: Collection[Choice]) -> dict[Choice, Outlook]:
+        """What is expected of these choices."""
+        found = {}
+        for drafter in {choice.drafter for choice in choices}:
+            if drafter == PLAIN.drafter:
+                found[PLAIN] = Outlook(1.0, self.costs[PLAIN].drafting)
+                continue
+            before, own = self.history.seen[drafter], self.seen[drafter]
+            rates = own.rates(before.rates())
+            settled = list(accumulate(accumulate(rates, operator.mul), initial=1.0))
+            idle = own.idle_share(before.idle_share())
+            for choice in (choice for choice in choices if choice.drafter == drafter):
+                seconds = estimated(self.costs, choice).expected(idle)
+                found[choice] = Outlook(settled[choice.width - 1], seconds)
+        return found
+
+    def next(self, most: int) -> Plan:
+        """What runs next, `most` rounds at most."""
+        outlook = self.outlook(self.ready)
+        best = self.best(outlook)
+        tried = self.tried(outlook, best)
+        if tried is not None:
+            return Plan(tried, min(PROBE, most), tries=True)
+        self.stretch = min(2 * self.stretch, most) if best == self.last else FIRST_LOOK
+        self.last = best
+        return Plan(best, min(self.stretch, most))
+
+    @staticmethod
+    def best(outlook: Mapping[Choice, Outlook]) -> Choice:
+        """The choice with the most expected tokens a second; of equals the narrower."""
+        return max(outlook, key=lambda choice: (outlook[choice].rate, -choice.width, choice.drafter))
+
+    def tried(self, outlook: Mapping[Choice, Outlook], best: Choice) -> Choice | None:
+        """A choice of a drafter that is off, if what trying it is expected to lose is within the allowance."""
+        drafters = {choice.drafter for choice in outlook} - {best.drafter}
+        for drafter in sorted(drafters, key=lambda name: -self.history.allowance[name]):
+            choice = self.best({one: each for one, each in outlook.items() if one.drafter == drafter})
+            lost = PROBE * (outlook[choice].seconds - outlook[choice].tokens / outlook[best].rate) + self.dispatch
+            if lost <= self.history.allowance[drafter]:
+                return choice
+        return None
+
+    def observe(
+        self, choice: Choice, drafted: np.ndarray, accepted: np.ndarray, running: np.ndarray, seconds: float | None = None
+    ) -> None:
+        """Takes in what came of the rounds of a dispatch.
+
+        Args:
+            drafted, accepted: drafts of each round and row, and how many the target agreed with, int `[rounds, rows]`.
+            running: whether the row was still running, bool `[rounds, rows]`.
+            seconds: that the dispatch took; they correct what its choice is taken to cost, a little at a time.
+        """
+        rounds, idle = len(drafted), 0
+        if choice != PLAIN:
+            idle = int(np.sum(~np.any(running & (drafted > 0), axis=1)))
+            for seen in (self.seen[choice.drafter], self.history.seen[choice.drafter]):
+                seen.observe(choice.width, accepted[running], rounds, idle)
+        for name, seen in self.seen.items():
+            if name != choice.drafter:
+                seen.fade(rounds)
+        cost = estimated(self.costs, choice)
+        spent = self.dispatch + rounds * cost.expected(idle / max(rounds, 1))
+        if seconds is not None and rounds:
+            change = min(max(seconds / spent, 1 / MOST_CORRECTION), MOST_CORRECTION)
+            self.costs[choice] = cost.times(change**CORRECTION)
+        allowance = self.history.allowance
+        allowance[choice.drafter] = 0.0
+        for name in allowance:
+            if name != choice.drafter:
+                allowance[name] += ALLOWANCE * spent / (len(allowance) - 1)
+
+    def wanted(self, choices: Collection[Choice], tokens: int) -> tuple[Choice, float] | None:
+        """Of choices that are not ready, the one that is expected to be the fastest, if it is faster than those that are.
+
+        Args:
+            tokens: still to be produced for a row.
+
+        Returns:
+            it, and the seconds that it is expected to save.
+        """
+        outlook = self.outlook({*choices, *self.ready})
+        best, now = self.best(outlook), self.best({choice: outlook[choice] for choice in self.ready})
+        if best in self.ready or outlook[best].rate < WORTHWHILE * outlook[now].rate:
+            return None
+        return best, tokens / outlook[now].rate - tokens / outlook[best].rate

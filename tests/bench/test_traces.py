@@ -1,0 +1,74 @@
+"""Recorded acceptance, and the policy simulated on it."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from decode.support import prompts
+from reference.dflash_numpy import as_folders, random_pair
+from tilewright.bench.traces import Recording, Trace, accepted_before, record, seconds_of, simulate
+from tilewright.decode.costs import Costs
+from tilewright.decode.language_model import load
+from tilewright.decode.policy import PLAIN, Choice, Cost, History, Policy
+from tilewright.decode.sampling import Sampling
+from tilewright.decode.shapes import ShapeTable
+
+TABLE = ShapeTable(batches=(1,), capacities=(64,), chunks=(8,), widths=(2,))
+PAIR = random_pair(0, vocab_size=12, target_layers=1, drafter_layers=1, taps=[0], block_size=4)
+NGRAM, WIDE = Choice("ngram", 4), Choice("dflash", 16)
+RECORDED = Path(__file__).parent / "round_traces.json"
+"""The shipped pair on its held-out prompts, with what rounds cost where it was recorded."""
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+def test_what_is_recorded_is_what_rounds_accept(tmp_path: Path):
+    """A session whose rounds all do the same accepts, round by round, what was recorded for the place it stands at."""
+    target, drafter = as_folders(tmp_path, PAIR)
+    lm, asked = load(target, ["ngram", drafter], block_size=4, table=TABLE), prompts(0, [3, 9], 12)
+    done: list[None] = []
+    traces = record(lm, "made up", asked, Sampling(30), lambda: done.append(None))
+    assert len(done) == len(traces) == 2
+    for prompt, trace in zip(asked, traces, strict=True):
+        assert trace.length == 30
+        for choice, counts in trace.accepted.items():
+            session = lm.start([prompt], Sampling(30))
+            while not session.finished:
+                session.advance(64, choice)
+            (result,) = session.results()
+            starts = np.cumsum([0, *result.acceptance_lengths])[:-1]
+            for start, added, drafted in zip(starts, result.acceptance_lengths, result.drafted, strict=True):
+                if drafted == 0:
+                    assert counts[start] == "."
+                else:
+                    assert min(int(counts[start]) + 1, 30 - start) == added
+
+
+def test_accepted_drafts_are_those_that_follow():
+    drafts = [np.array(each) for each in ([1, 2, 9], [2, 3, 4], [], [7], [5, 5])]
+    assert accepted_before([1, 2, 3, 4, 5], drafts) == "23.01"
+
+
+def test_the_time_of_one_choice():
+    costs = Costs(0.5, {PLAIN: Cost(1.0), NGRAM: Cost(3.0, 1.25)})
+    trace = Trace("made up", {NGRAM: "3...1.0."})
+    assert seconds_of(trace, costs, PLAIN) == (8.5, {PLAIN: 8})
+    # Four tokens, then two, then nothing drafted is met never: places 0, 4 and 6, 7.
+    assert seconds_of(trace, costs, NGRAM) == (0.5 + 3 + 3 + 3 + 1.25, {NGRAM: 4})
+
+
+def test_recordings_are_kept(tmp_path: Path):
+    whole = Recording(
+        [Trace("a", {NGRAM: "3..", WIDE: "f00"})], Costs(1e-4, {PLAIN: Cost(1e-3), NGRAM: Cost(2e-3, 1e-3)}), {"x": 1}
+    )
+    whole.save(tmp_path / "traces.json")
+    assert Recording.load(tmp_path / "traces.json") == whole
+
+
+def test_a_policy_on_a_text_that_is_always_drafted():
+    costs = Costs(1e-9, {PLAIN: Cost(1.0), WIDE: Cost(2.0)})
+    trace = Trace("made up", {WIDE: "f" * 800})
+    seconds, rounds = seconds_of(trace, costs, Policy(History({"dflash": 16}), dict(costs.rounds), costs.rounds))
+    assert seconds < 1.1 * 100
+    assert rounds[WIDE] >= 48

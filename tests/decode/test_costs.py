@@ -1,0 +1,185 @@
+"""What rounds cost: measured here, kept in a file, and measured again where that file says nothing of this machine."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from decode.support import prompts
+from reference.dflash_numpy import as_folders, random_pair
+from tilewright.decode import pacing
+from tilewright.decode.costs import CostFiles, Costs, configuration, measure
+from tilewright.decode.language_model import LanguageModel, load
+from tilewright.decode.pacing import Pacing
+from tilewright.decode.policy import PLAIN, Choice, Cost
+from tilewright.decode.sampling import Sampling
+from tilewright.decode.shapes import Shape, ShapeTable
+from tilewright.decode.team import Team
+
+TABLE = ShapeTable(batches=(1, 4), capacities=(64, 128), chunks=(8,), widths=(2,))
+PAIR = random_pair(0, vocab_size=16, target_layers=1, drafter_layers=1, taps=[0], block_size=4)
+NARROW, WIDE = Choice("dflash", 2), Choice("dflash", 4)
+ABOUT = {"target": "a", "shape": {"batch": 1}}
+KEPT = Costs(1e-4, {PLAIN: Cost(1e-3), WIDE: Cost(2e-3), Choice("ngram", 4): Cost(2e-3, 1.1e-3)})
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+@pytest.fixture(scope="module")
+def lm(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    target, drafter = as_folders(tmp_path_factory.mktemp("pair"), PAIR)
+    return load(target, ["ngram", drafter], table=TABLE)
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def files(tmp_path: Path, said: list[str]) -> CostFiles:
+    tmp_path.chmod(0o700)
+    return CostFiles(tmp_path / "costs", ["linear-1.so"], said.append)
+
+
+def team_of(lm: LanguageModel) -> Team:
+    assert isinstance(lm.drafter, Team)
+    return lm.drafter
+
+
+def test_every_choice_is_measured(lm: LanguageModel):
+    """For rounds that draft, and for those in which an n-gram drafter finds nothing; memory goes back."""
+    shape = Shape(4, 64, "greedy")
+    costs = measure(lm.programs, shape, team_of(lm), team_of(lm).choices)
+    assert set(costs.rounds) == {PLAIN, NARROW, WIDE, Choice("ngram", 2), Choice("ngram", 16)}
+    assert 0 < costs.dispatch < 1
+    for choice, cost in costs.rounds.items():
+        assert 0 < cost.drafting < 1
+        assert (cost.idle is None) == (choice.drafter != "ngram")
+
+
+def test_files_keep_costs(files: CostFiles, said: list[str]):
+    assert files.read(ABOUT, list(KEPT.rounds)) is None
+    files.write(ABOUT, KEPT)
+    assert files.read(ABOUT, list(KEPT.rounds)) == KEPT
+    assert files.read(ABOUT, [PLAIN]) == Costs(KEPT.dispatch, {PLAIN: KEPT.rounds[PLAIN]})
+    assert files.read({**ABOUT, "shape": {"batch": 2}}, list(KEPT.rounds)) is None
+    (path,) = files.folder.iterdir()
+    assert (files.folder.stat().st_mode & 0o777, path.stat().st_mode & 0o777) == (0o700, 0o600)
+    assert said == []
+
+
+def changed(key: str, value: Any) -> Callable[[dict[str, Any]], str]:
+    def change(found: dict[str, Any]) -> str:
+        return json.dumps({**found, key: value})
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (lambda _: "{", "cannot be used (Expecting property name"),
+        (lambda _: "[]", "cannot be used (list indices"),
+        (changed("rounds", []), "cannot be used (it has no cost of plain decoding)"),
+        (changed("rounds", [{"drafter": "none", "width": 1, "drafting_s": -1.0, "idle_s": None}]), "expected a time above 0"),
+        (changed("rounds", [{"drafter": "none", "width": 1}]), "cannot be used ('drafting_s')"),
+        (changed("dispatch_s", "x"), "expected a time above 0, found 'x'"),
+        (changed("made_on", {"machine": "another"}), "is from another machine and chip and jax"),
+        (lambda found: json.dumps({**found, "made_on": {**found["made_on"], "jax": "0.1"}}), "is from another jax"),
+        (changed("made_on", 3), "cannot be used"),
+    ],
+)
+def test_what_does_not_fit_is_measured_again(files: CostFiles, said: list[str], change: Callable[[Any], str], line: str):
+    files.write(ABOUT, KEPT)
+    path = files.path(ABOUT)
+    path.write_text(change(json.loads(path.read_text())))
+    assert files.read(ABOUT, list(KEPT.rounds)) is None
+    assert len(said) == 1
+    assert said[0].startswith(f"measuring what rounds cost: {path}")
+    assert line in said[0]
+    assert "\n" not in said[0]
+
+
+def test_other_kernels_are_another_machine(files: CostFiles, said: list[str]):
+    files.write(ABOUT, KEPT)
+    assert CostFiles(files.folder, ["linear-2.so"], said.append).read(ABOUT, [PLAIN]) is None
+    assert said[0].endswith("is from another machine")
+
+
+def test_a_folder_that_others_may_write_to_is_not_used(files: CostFiles, said: list[str]):
+    files.write(ABOUT, KEPT)
+    files.folder.chmod(0o777)
+    assert files.read(ABOUT, [PLAIN]) is None
+    files.write({"other": 1}, KEPT)
+    assert [line.split(":")[0] for line in said] == ["measuring what rounds cost", "what rounds cost is not kept"]
+    assert len(list(files.folder.iterdir())) == 1
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[Choice]]:
+    """Every measurement: the choices. Nothing is timed."""
+    made: list[list[Choice]] = []
+
+    def noted(programs: Any, shape: Shape, team: Team, choices: list[Choice]) -> Costs:
+        made.append(list(choices))
+        return Costs(1e-4, {choice: Cost(2e-3 if choice == PLAIN else 1e-3) for choice in choices})
+
+    monkeypatch.setattr(pacing, "measure", noted)
+    return made
+
+
+def test_a_later_process_measures_nothing(
+    lm: LanguageModel, files: CostFiles, measured: list[list[Choice]], monkeypatch: pytest.MonkeyPatch
+):
+    asked = prompts(0, [3], 16)
+    lm.programs.warm(lm.start(asked, Sampling(8)).keys)
+    for n in range(2):
+        monkeypatch.setattr(lm, "pacing", Pacing(team_of(lm), lm.programs, "float32", "auto", files))
+        lm.generate(asked, Sampling(8))
+        assert len(measured) == 1, n
+    assert measured[0] == sorted(team_of(lm).choices)
+
+
+def test_a_batch_begins_with_two_programs_and_adds_what_pays(
+    lm: LanguageModel, measured: list[list[Choice]], monkeypatch: pytest.MonkeyPatch
+):
+    """What is expected to save less than it takes to compile is left, unless somebody is patient."""
+    session = lm.start(prompts(0, [70], 16), Sampling(8))  # a shape that nobody used yet
+    paces = Pacing(team_of(lm), lm.programs, "float32", "auto")
+    policy = paces.policy(session.batch)
+    assert policy.ready == {PLAIN, Choice("ngram", 2)}
+    assert measured == [sorted(policy.ready)]
+    paces.add_wanted(policy, session.batch, 8)
+    assert len(policy.ready) == 2
+    paces.add_wanted(policy, session.batch, 10**9)
+    assert len(policy.ready) == 3
+    added = (policy.ready - {PLAIN, Choice("ngram", 2)}).pop()
+    assert policy.costs[added].drafting == pytest.approx(1e-3)
+    assert measured[-1] == sorted({PLAIN, added})
+    paces.patient = True
+    nothing = np.zeros((64, 1), int)
+    for choice in policy.ready - {PLAIN}:
+        policy.observe(choice, nothing, nothing, nothing == 0)  # so that the other drafter promises more
+    paces.add_wanted(policy, session.batch, 1)
+    assert len(policy.ready) == 4
+    assert paces.policy(session.batch).ready == policy.ready
+
+
+def test_the_configuration_names_what_costs_depend_on(lm: LanguageModel):
+    team, shape = team_of(lm), Shape(1, 64, "greedy")
+    about = configuration(team, lm.programs, shape, "float32", "auto")
+    assert json.loads(json.dumps(about)) == about
+    assert "0x" not in json.dumps(about), "no address of a function"
+    for other in (
+        configuration(replace(team, masked=True), lm.programs, shape, "float32", "auto"),
+        configuration(replace(team, members=team.members[:1]), lm.programs, shape, "float32", "auto"),
+        configuration(team, lm.programs, replace(shape, batch=4), "float32", "auto"),
+        configuration(team, lm.programs, shape, "bfloat16", "auto"),
+        configuration(team, lm.programs, shape, "float32", "int8"),
+    ):
+        assert other != about

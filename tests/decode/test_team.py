@@ -1,0 +1,204 @@
+"""Drafters that take turns: whatever the rounds do, the tokens are those of plain decoding, and no context falls behind."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decode.support import prompts, tokens_of
+from reference.dflash_numpy import as_folders, random_pair
+from reference.eagle3_numpy import as_folder, random_eagle3
+from tilewright.decode.drafters.load import DrafterOptions
+from tilewright.decode.drafters.ngram import NGram
+from tilewright.decode.language_model import LanguageModel, load
+from tilewright.decode.policy import PLAIN, Choice
+from tilewright.decode.sampling import Sampling
+from tilewright.decode.session import Session
+from tilewright.decode.shapes import ShapeTable
+from tilewright.decode.state import DecodeState, Models, Target
+from tilewright.decode.team import Team, Turn
+
+NEW, VOCAB, BLOCK = 24, 16, 4
+TABLE = ShapeTable(batches=(1, 4), capacities=(64,), chunks=(8,), widths=(2,))
+PAIR = random_pair(0, vocab_size=VOCAB, target_layers=2, drafter_layers=1, taps=[0], block_size=BLOCK)
+"""With so few tokens even random drafts are accepted now and then."""
+EAGLE3 = random_eagle3(0, PAIR.target_config, taps=[1], draft_vocab_size=12)
+ASKED = prompts(0, [1, 3, 14, 21], vocab=VOCAB)
+REQUESTS = [Sampling(NEW), Sampling(NEW, temperature=1.0, seed=1), Sampling(NEW - 7), Sampling(NEW, temperature=0.7, seed=2)]
+GREEDY = Sampling(NEW)
+CHOICES = [PLAIN, *(Choice(name, width) for name in ("ngram", "dflash", "eagle3") for width in (2, BLOCK))]
+RUNS = st.lists(st.tuples(st.sampled_from(CHOICES), st.integers(1, 5)), min_size=1, max_size=12)
+"""What the dispatches of a session do, and how many rounds each has."""
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    target, dflash = as_folders(folder, PAIR)
+    return {"target": target, "dflash": dflash, "eagle3": as_folder(folder / "eagle3", *EAGLE3)}
+
+
+def team_of(sources: dict[str, Path], masked: bool = False, **options: Any) -> LanguageModel:
+    """A model with all drafters, each with blocks of `BLOCK` tokens at most."""
+    target = load(sources["target"], table=options.pop("table", TABLE), **options)
+    own = DrafterOptions(block_size=BLOCK)
+    loaded = [target.load_drafter(source, own) for source in ("ngram", str(sources["dflash"]), str(sources["eagle3"]))]
+    members, params = zip(*loaded, strict=True)
+    return target.with_drafter(Team(members, TABLE.widths, masked), params)
+
+
+@pytest.fixture(scope="module")
+def lm(sources: dict[str, Path]) -> LanguageModel:
+    return team_of(sources)
+
+
+def forced(lm: LanguageModel, runs: Sequence[tuple[Choice, int]], asked: Sequence[Any], each: Sequence[Sampling]) -> Session:
+    """A session in which the dispatches do what `runs` say, over and over."""
+    session, number = lm.start(asked, each), 0
+    while not session.finished:
+        choice, rounds = runs[number % len(runs)]
+        session.advance(rounds, choice)
+        number += 1
+    return session
+
+
+def check_rounds(session: Session) -> None:
+    for result in session.results():
+        assert len(result.choices) == len(result.acceptance_lengths)
+        for choice, added, drafted in zip(result.choices, result.acceptance_lengths, result.drafted, strict=True):
+            assert 1 <= added <= drafted + 1 <= choice.width
+
+
+@settings(max_examples=12)
+@given(RUNS)
+def test_any_sequence_of_choices_gives_the_tokens_of_plain_decoding(lm: LanguageModel, runs: list[tuple[Choice, int]]):
+    want = tokens_of(lm, ASKED, REQUESTS, speculative=False)
+    session = forced(lm, runs, ASKED, REQUESTS)
+    assert [result.tokens for result in session.results()] == want
+    check_rounds(session)
+
+
+def test_every_choice_drafts(lm: LanguageModel):
+    """Else the sequences above would say little."""
+    for choice in CHOICES[1:]:
+        session = forced(lm, [(choice, 64)], ASKED, REQUESTS)
+        assert max(max(result.acceptance_lengths) for result in session.results()) > 1, choice
+
+
+@settings(max_examples=12)
+@given(RUNS)
+def test_contexts_keep_up(lm: LanguageModel, runs: list[tuple[Choice, int]]):
+    """After any rounds each drafter proposes what it proposes behind the same text as a prompt."""
+    session = lm.start(ASKED[2:], REQUESTS[2:])
+    session.prefill()
+    for choice, rounds in runs:
+        if session.batch.done[:2].any():
+            break
+        before = [(row.prompt, list(row.tokens)) for row in session.rows]
+        if min(NEW - 7 - len(tokens) for _, tokens in before) <= rounds * BLOCK:
+            break
+        session.advance(rounds, choice)
+    asked = [[*row.prompt, *row.tokens] for row in session.rows]
+    fresh = lm.start(asked, Sampling(5))
+    fresh.prefill()
+    for choice in CHOICES[2::2]:
+        got, want = (proposed(lm, each, choice) for each in (session, fresh))
+        np.testing.assert_array_equal(got, want, str(choice))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def propose(turn: Turn, target: Target, models: Models, state: DecodeState) -> jax.Array:
+    return turn.propose(target, models, state).block
+
+
+def proposed(lm: LanguageModel, session: Session, choice: Choice) -> np.ndarray:
+    """The blocks that a choice's drafter proposes now."""
+    turn, state = cast(Team, lm.drafter).turn(choice), session.batch.device_state
+    assert state is not None
+    return np.asarray(propose(turn, lm.programs.target, session.batch.models, state))[:2]
+
+
+def test_single_steps_keep_contexts_too(sources: dict[str, Path], lm: LanguageModel):
+    """Where a dispatch is a single round, without a loop."""
+    stepping = team_of(sources, table=replace(TABLE, device_loop=False))
+    runs = [(PLAIN, 2), (CHOICES[-1], 1), (CHOICES[1], 3), (CHOICES[4], 1)]
+    got, want = (forced(each, runs, ASKED[1:], REQUESTS[1:]).results() for each in (stepping, lm))
+    assert got == want
+
+
+def test_masked_rounds_all_run_the_widest_block(sources: dict[str, Path]):
+    """In bfloat16 by XLA, where narrower programs may round differently: any choice gives the block-wide program's tokens."""
+    masked = team_of(sources, masked=True, dtype="bfloat16", kernels="xla")
+    team = cast(Team, masked.drafter)
+    assert {team.turn(choice).block_size for choice in team.choices} == {BLOCK}
+    assert not any(team.turn(choice).may_be_idle for choice in team.choices)
+    wide = masked.with_drafter(*masked.load_drafter(None, DrafterOptions(block_size=BLOCK)))
+    want = tokens_of(wide, ASKED, REQUESTS, speculative=True)
+    for runs in ([(choice, 3)] for choice in (PLAIN, CHOICES[1], CHOICES[3])):
+        session = forced(masked, runs, ASKED, REQUESTS)
+        assert [result.tokens for result in session.results()] == want
+        check_rounds(session)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kernels", "block_size", "masked"),
+    [
+        ("float32", "xla", "auto", False),
+        ("bfloat16", "xla", "auto", True),
+        ("bfloat16", "xla", "auto-inexact", False),
+        ("bfloat16", "xla", None, True),
+    ],
+)
+def test_what_rounds_run_masked(sources: dict[str, Path], dtype: str, kernels: Any, block_size: Any, masked: bool):
+    loaded = load(sources["target"], sources["dflash"], dtype=dtype, kernels=kernels, block_size=block_size, table=TABLE)
+    team = loaded.drafter
+    assert isinstance(team, Team)
+    assert team.masked == masked
+    assert team.choices == (PLAIN, Choice("dflash", 2), Choice("dflash", BLOCK))
+    assert loaded.pacing is not None
+
+
+def test_the_cpu_kernels_need_no_mask(sources: dict[str, Path]):
+    loaded = load(sources["target"], "ngram", dtype="bfloat16", table=TABLE)
+    if loaded.kernels == "xla":
+        pytest.skip("no CPU kernels here")
+    assert isinstance(loaded.drafter, Team)
+    assert not loaded.drafter.masked
+
+
+def test_several_drafters_of_one_block_size(sources: dict[str, Path]):
+    loaded = load(sources["target"], ["ngram", sources["dflash"]], block_size=3, table=TABLE)
+    assert isinstance(loaded.drafter, Team)
+    assert loaded.drafter.choices == (PLAIN, Choice("ngram", 3), Choice("dflash", 3))
+
+
+def test_errors(sources: dict[str, Path], lm: LanguageModel):
+    with pytest.raises(ValueError, match="expected drafters of different kinds, found ngram, ngram"):
+        Team((NGram(), NGram(4)), (2,))
+    with pytest.raises(ValueError, match="expected at least one drafter, found none"):
+        load(sources["target"], [])
+    with pytest.raises(ValueError, match="expected a block size, auto or auto-inexact, found 'wide'"):
+        load(sources["target"], "ngram", block_size="wide")
+    with pytest.raises(ValueError, match="a block size of auto needs a drafter; no drafter was named"):
+        load(sources["target"], block_size="auto")
+    with pytest.raises(ValueError, match=r"expected one of plain; ngram, block 2;.* found ngram, block 3"):
+        lm.start([[1]], GREEDY).advance(1, Choice("ngram", 3))
+    with pytest.raises(ValueError, match="a choice for a team of drafters and for nothing else, found ngram, block 4"):
+        lm.start([[1]], GREEDY, speculative=False).advance(1, Choice("ngram", 4))
+
+
+def test_a_turn_is_a_drafter(lm: LanguageModel):
+    team = cast(Team, lm.drafter)
+    turns = [team.turn(choice) for choice in team.choices]
+    assert [(turn.name, turn.block_size) for turn in turns] == [(choice.drafter, choice.width) for choice in CHOICES]
+    assert [turn.behind for turn in turns[::2]] == [(1, 2), (1, 2), (2,), (1,)]
+    assert isinstance(turns[0], Turn)
