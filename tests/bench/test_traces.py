@@ -7,7 +7,7 @@ import pytest
 
 from decode.support import prompts
 from reference.dflash_numpy import as_folders, random_pair
-from tilewright.bench.traces import Recording, Trace, accepted_before, record, seconds_of, simulate
+from tilewright.bench.traces import Recording, Trace, accepted_before, record, seconds_of
 from tilewright.decode.costs import Costs
 from tilewright.decode.language_model import load
 from tilewright.decode.policy import PLAIN, Choice, Cost, History, Policy

@@ -266,7 +266,7 @@ def load(
         dtype: of the weights and activations, "float32" or "bfloat16".
         weights: "int8" keeps the target's and the drafter's matrices, but not the embedding, in 8 bits, with a scale for each
             output; "auto" keeps them in `dtype`.
-        block_size: tokens drafted at once, the known one included. "auto", the default, takes what promises most, round by round,
+        block_size: tokens drafted at once, the known one included. "auto", the default, takes what promises most each round,
             plain decoding included (see `decode/policy.py`); where the number of rows changes how the target rounds, it runs
             all rounds at the widest, and "auto-inexact" does not. Without a drafter: plain decoding through a program of that
             width (see `decode/drafters/blockwise.py`).
