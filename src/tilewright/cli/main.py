@@ -46,7 +46,3 @@ def main(arguments: list[str] | None = None) -> None:
         message = " ".join(str(error).split())
         errors.print(f"tilewright: {message}", style="red", markup=False, highlight=False)
         sys.exit(2)
-
-
-if __name__ == "__main__":
-    main()

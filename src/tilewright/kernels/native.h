@@ -12,6 +12,9 @@
 #include <string>
 #include <vector>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
@@ -124,6 +127,15 @@ void* scratch(size_t bytes) {
     kept.reset(std::aligned_alloc(64, size));
   }
   return kept.get();
+}
+
+// For results. Memory of this size comes from the operating system at each call, and to get it in pages of 4 KiB takes as long as the work.
+inline void on_huge_pages(void* data, int64_t bytes) {
+#if defined(__linux__)
+  constexpr uintptr_t page = 4096;
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page, end = (reinterpret_cast<uintptr_t>(data) + bytes) / page * page;
+  if (bytes >= (1 << 25)) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#endif
 }
 
 }  // namespace native

@@ -8,10 +8,6 @@
 
 #include <cmath>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 namespace {
 
 enum Reduce { SUM, MEAN, MAX, MIN };
@@ -88,15 +84,6 @@ ffi::Error describe(Call& call, const ffi::AnyBuffer& x, const S32& offsets, con
   return ffi::Error::Success();
 }
 
-// Memory of this size comes from the operating system at each call, and to get it in pages of 4 KiB takes as long as the work.
-void on_huge_pages(void* data, int64_t bytes) {
-#if defined(__linux__)
-  constexpr uintptr_t page = 4096;
-  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page, end = (reinterpret_cast<uintptr_t>(data) + bytes) / page * page;
-  if (bytes >= (1 << 25)) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#endif
-}
-
 // Runs body(first_vector, stop_vector, begin, end) over all rows, in several threads; with `divided`, over parts of a long row's vectors.
 // An edge counts as much as a row does.
 template <class Body>
@@ -153,7 +140,7 @@ ffi::Error GatherReduce(ffi::ThreadPool pool, ffi::AnyBuffer x, S32 offsets, S32
     return wrong("shapes or types do not fit");
   call.reduce = static_cast<Reduce>(reduce), call.out = out->untyped_data(), call.weights = weighted ? weights.typed_data() : nullptr;
   if (out->element_count() == 0) return ffi::Error::Success();
-  on_huge_pages(call.out, out->size_bytes());
+  native::on_huge_pages(call.out, out->size_bytes());
   const Kernel kernel = kernel_for(x.element_type() == ffi::BF16);
   return share_rows(pool, kernel, call, true, [&](int64_t first, int64_t stop, int64_t begin, int64_t end) { kernel.reduce(call, first, stop, begin, end); });
 }
@@ -188,7 +175,7 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer x, F32 source_score, F32 
     return wrong("shapes or types do not fit");
   const Attention attention{slope, source_score.typed_data(), target_score.typed_data(), row_max->typed_data(), row_sum->typed_data(), nullptr, nullptr};
   call.out = out->untyped_data();
-  on_huge_pages(call.out, out->size_bytes());
+  native::on_huge_pages(call.out, out->size_bytes());
   const Kernel kernel = kernel_for(x.element_type() == ffi::BF16);
   return share_rows(pool, kernel, call, false, [&](int64_t first, int64_t stop, int64_t begin, int64_t end) {
     std::vector<float> weights;
@@ -217,7 +204,7 @@ ffi::Error AttendGrad(ffi::ThreadPool pool, ffi::AnyBuffer dy, ffi::AnyBuffer x,
     return wrong("shapes or types do not fit");
   const Attention attention{slope, source_score.typed_data(), nullptr, nullptr, nullptr, facts.typed_data(), grad_score->typed_data()};
   call.rows_x = x.untyped_data(), call.dots = grad_edges->typed_data(), call.out = dx->untyped_data();
-  on_huge_pages(call.out, dx->size_bytes());
+  native::on_huge_pages(call.out, dx->size_bytes());
   std::fill(call.dots, call.dots + call.offsets[0] * call.heads, 0.0f);
   std::fill(call.dots + call.offsets[call.rows] * call.heads, call.dots + grad_edges->element_count(), 0.0f);
   const Kernel kernel = kernel_for(x.element_type() == ffi::BF16);

@@ -202,6 +202,7 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi:
     return ffi::Error::InvalidArgument("tilewright_linear: expected an output in float32 or bfloat16, and what is added to it like it");
   call.narrow_out = y->element_type() == ffi::BF16;
   call.out = y->untyped_data();
+  native::on_huge_pages(call.out, y->size_bytes());
   call.add = add.element_count() == 0 ? nullptr : add.untyped_data();
   if (call.m > 0) compute(pool, call, weights);
   return ffi::Error::Success();
