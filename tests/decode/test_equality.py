@@ -24,10 +24,7 @@ TABLE = ShapeTable(batches=(1, 8), capacities=(128,), chunks=(16, 64))
 ASKED = prompts(0, [*range(1, 61), *range(2, 42)])
 """100 prompts."""
 KNOWN = (8, 30, 70)
-SOME = (*KNOWN, *range(3, 100, 7))
-some_and_all = pytest.mark.parametrize(
-    "which", [pytest.param(SOME, id="some"), pytest.param(range(len(ASKED)), id="all", marks=pytest.mark.slow)]
-)
+SOME = sorted({*KNOWN, *range(2, 10), *range(20, 28), 59})
 SIZES: dict[str, Any] = {
     "block_size": BLOCK, "target_layers": 2, "drafter_layers": 1, "taps": [0, 1], "drafter_intermediate_size": 1024
 }  # fmt: skip
@@ -67,52 +64,52 @@ def same_target(a: Pair, b: Pair) -> bool:
     )
 
 
+@pytest.fixture(
+    scope="module", params=[pytest.param(SOME, id="some"), pytest.param(range(100), id="all", marks=pytest.mark.slow)]
+)
+def which(request: pytest.FixtureRequest) -> Sequence[int]:
+    """Which prompts are asked."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def alone(guessing: LanguageModel) -> list[list[int]]:
+def alone(guessing: LanguageModel, which: Sequence[int]) -> dict[int, list[int]]:
     """What each prompt gives by itself, greedy and autoregressive."""
-    return tokens_of(guessing, ASKED, GREEDY, speculative=False, batch=1)
+    asked = [ASKED[n] for n in which]
+    return dict(zip(which, tokens_of(guessing, asked, GREEDY, speculative=False, batch=1), strict=True))
 
 
-def picked(items: Sequence[list[int]], which: Sequence[int]) -> list[list[int]]:
-    return [items[n] for n in which]
+def check(lm: LanguageModel, alone: dict[int, list[int]], batch: int, sampling: Sampling = GREEDY) -> list[int]:
+    """See `check_same_as_autoregressive`."""
+    return check_same_as_autoregressive(lm, [ASKED[n] for n in alone], sampling, batch, list(alone.values()))
 
 
-@some_and_all
-def test_batch_rows_give_what_they_give_alone(guessing: LanguageModel, alone: list[list[int]], which: Sequence[int]):
-    assert tokens_of(guessing, picked(ASKED, which), GREEDY, speculative=False, batch=8) == picked(alone, which)
+def test_batch_rows_give_what_they_give_alone(guessing: LanguageModel, alone: dict[int, list[int]]):
+    assert tokens_of(guessing, [ASKED[n] for n in alone], GREEDY, speculative=False, batch=8) == list(alone.values())
+    assert {len(tokens) for tokens in alone.values()} == {NEW}
+    assert len({tuple(tokens) for tokens in alone.values()}) == len(alone)
 
 
-def test_texts_differ(alone: list[list[int]]):
-    assert len({len(prompt) for prompt in ASKED}) == 60
-    assert {len(tokens) for tokens in alone} == {NEW}
-    assert len({tuple(tokens) for tokens in alone}) == len(ASKED)
-
-
-@some_and_all
 @pytest.mark.parametrize("batch", [1, 8])
-def test_random_drafter(guessing: LanguageModel, alone: list[list[int]], batch: int, which: Sequence[int]):
-    lengths = check_same_as_autoregressive(guessing, picked(ASKED, which), GREEDY, batch, picked(alone, which))
-    assert 1 <= np.mean(lengths) < 1.2
+def test_random_drafter(guessing: LanguageModel, alone: dict[int, list[int]], batch: int):
+    assert 1 <= np.mean(check(guessing, alone, batch)) < 1.2
 
 
-@some_and_all
-def test_drafter_that_knows_some_texts(skilled: LanguageModel, alone: list[list[int]], which: Sequence[int]):
-    lengths = check_same_as_autoregressive(skilled, picked(ASKED, which), GREEDY, 8, picked(alone, which))
-    assert {1, BLOCK} < set(lengths)
-    known = check_same_as_autoregressive(skilled, picked(ASKED, KNOWN), GREEDY, 1, picked(alone, KNOWN))
-    assert 3 < np.mean(known) < BLOCK
+def test_drafter_that_knows_some_texts(skilled: LanguageModel, alone: dict[int, list[int]]):
+    assert {1, BLOCK} < set(check(skilled, alone, 8))
+    assert 3 < np.mean(check(skilled, {n: alone[n] for n in KNOWN}, 1)) < BLOCK
 
 
 @pytest.fixture(scope="module")
-def informed(tmp_path_factory: pytest.TempPathFactory, alone: list[list[int]]) -> LanguageModel:
+def informed(tmp_path_factory: pytest.TempPathFactory, alone: dict[int, list[int]]) -> LanguageModel:
     """With a drafter that looks each row's text up among the right ones; in rows that ignore EOS it makes mistakes.
 
     (The target has no EOS token, so that the flag is free to tell the two apart.)
     """
-    texts, ends = np.zeros((len(ASKED), 128), np.int32), np.zeros(len(ASKED), np.int32)
-    for n, prompt in enumerate(ASKED):
-        texts[n, : len(prompt) + NEW] = prompt + alone[n]
-        ends[n] = len(prompt) + NEW
+    texts, ends = np.zeros((len(alone), 128), np.int32), np.zeros(len(alone), np.int32)
+    for row, (n, tokens) in enumerate(alone.items()):
+        ends[row] = len(ASKED[n]) + NEW
+        texts[row, : ends[row]] = ASKED[n] + tokens
     mistakes = np.random.default_rng(0).random(texts.shape) < 0.15
 
     def look_up(drafter: DFlash, target: Target, models: Models, state: DecodeState) -> Proposal:
@@ -133,28 +130,24 @@ def informed(tmp_path_factory: pytest.TempPathFactory, alone: list[list[int]]) -
     return lm
 
 
-@some_and_all
 @pytest.mark.parametrize("batch", [1, 8])
-def test_drafter_that_is_always_right(informed: LanguageModel, alone: list[list[int]], batch: int, which: Sequence[int]):
+def test_drafter_that_is_always_right(informed: LanguageModel, alone: dict[int, list[int]], batch: int):
     """Every round settles a whole block: tau is the block size."""
-    lengths = check_same_as_autoregressive(informed, picked(ASKED, which), GREEDY, batch, picked(alone, which))
-    assert set(lengths) == {BLOCK}
+    assert set(check(informed, alone, batch)) == {BLOCK}
 
 
-@some_and_all
 @pytest.mark.parametrize("batch", [1, 8])
-def test_drafter_that_is_right_in_part(informed: LanguageModel, alone: list[list[int]], batch: int, which: Sequence[int]):
-    wanting = replace(GREEDY, ignore_eos=True)
-    lengths = check_same_as_autoregressive(informed, picked(ASKED, which), wanting, batch, picked(alone, which))
+def test_drafter_that_is_right_in_part(informed: LanguageModel, alone: dict[int, list[int]], batch: int):
+    lengths = check(informed, alone, batch, replace(GREEDY, ignore_eos=True))
     assert {1, BLOCK} < set(lengths) <= set(range(1, BLOCK + 1))
-    assert len(set(lengths)) == BLOCK or len(which) < len(ASKED)
+    assert len(set(lengths)) == BLOCK or len(alone) < len(ASKED)
     assert 3 < np.mean(lengths) < 9
 
 
-def test_without_the_packages_own_kernels(tmp_path: Path, alone: list[list[int]]):
-    lm = build(tmp_path, random_pair(0, **SIZES), table=TABLE, kernels="xla")
-    assert tokens_of(lm, ASKED[2:10], GREEDY, speculative=False) == alone[2:10]
-    check_same_as_autoregressive(lm, ASKED[2:10], GREEDY, 8, alone[2:10])
+def test_without_the_packages_own_kernels(tmp_path: Path, alone: dict[int, list[int]]):
+    lm, some = build(tmp_path, random_pair(0, **SIZES), table=TABLE, kernels="xla"), {n: alone[n] for n in range(2, 10)}
+    assert tokens_of(lm, [ASKED[n] for n in some], GREEDY, speculative=False) == list(some.values())
+    check(lm, some, 8)
 
 
 def each_alone(lm: LanguageModel, asked: Sequence[list[int]], speculative: bool) -> list[list[int]]:
@@ -186,7 +179,7 @@ def test_rows_of_one_prompt_differ_by_seed_alone(skilled: LanguageModel):
         assert len({tuple(tokens) for tokens in got}) == 4
 
 
-def test_a_row_is_not_changed_by_the_limits_of_others(skilled: LanguageModel, alone: list[list[int]]):
+def test_a_row_is_not_changed_by_the_limits_of_others(skilled: LanguageModel, alone: dict[int, list[int]]):
     """Rows end at different rounds; those that are done stand still while the rest go on."""
     limits = [1, 2, 15, 16, 17, NEW, 5, 31]
     requests = [replace(GREEDY, max_new_tokens=limit) for limit in limits]
