@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 from decode.support import build, check_same_as_autoregressive, prompts, tokens_of
+from reference.dflash2_numpy import as_dflash2
 from reference.dflash_numpy import Pair, Target, as_folders, autoregressive_greedy, cut, random_pair
 from reference.eagle3_numpy import Chain, as_folder, random_eagle3
 from tilewright.decode.cache import Contiguous
 from tilewright.decode.drafters.blockwise import Blockwise
 from tilewright.decode.drafters.dflash import DFlash
+from tilewright.decode.drafters.dflash2 import DFlash2
 from tilewright.decode.drafters.eagle3 import Eagle3
 from tilewright.decode.drafters.load import DrafterOptions, load_dflash
 from tilewright.decode.drafters.ngram import NGram
@@ -33,6 +35,7 @@ VOCAB, DRAFT_VOCAB = 16, 12
 TABLE = ShapeTable(batches=(1, 8), capacities=(64,), chunks=(8,))
 PAIR = random_pair(0, vocab_size=VOCAB, target_layers=1, drafter_layers=1, taps=[0], block_size=BLOCK)
 """With so few tokens even random drafts are accepted now and then."""
+PAIR2 = as_dflash2(PAIR, window=6, sliding=[0], output_multiplier=0.5, final_logit_softcapping=8.0, input_embedding_scale=0.5)
 EAGLE3 = random_eagle3(0, PAIR.target_config, taps=[0], draft_vocab_size=DRAFT_VOCAB)
 DEEP = random_pair(0, vocab_size=VOCAB, target_layers=3, drafter_layers=1, taps=[0])
 ASKED = prompts(0, [1, 1, 2, 3, 9, 14, 21, 33], vocab=VOCAB)
@@ -48,12 +51,14 @@ KINDS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "dflash": ("dflash", {"block_size": BLOCK}),
     "dflash, window": ("dflash", {"block_size": BLOCK, "draft_window": 3}),
     "dflash, refined": ("dflash", {"block_size": BLOCK, "refine": 1}),
+    "dflash2": ("dflash2", {"block_size": BLOCK}),
+    "dflash2, sampled": ("dflash2", {"block_size": BLOCK, "walk": "sampled", "draft_window": 3}),
     "eagle3": ("eagle3", {"block_size": BLOCK}),
     "eagle3, window": ("eagle3", {"block_size": BLOCK, "draft_window": 3}),
     "ngram": ("ngram", {"block_size": BLOCK}),
     "none": (None, {"block_size": BLOCK}),
 }
-"""What to load, and how. Both windows are shorter than the block."""
+"""What to load, and how. All windows that are given are shorter than the block."""
 
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -64,7 +69,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Any]:
     """Where each kind of drafter is, and the target's folder under "target"."""
     folder = tmp_path_factory.mktemp("pair")
     target, drafter = as_folders(folder, PAIR)
-    return {"target": target, "dflash": drafter, "eagle3": as_folder(folder / "e", *EAGLE3), "ngram": "ngram", None: None}
+    _, second = as_folders(folder / "2", PAIR2)
+    chain = as_folder(folder / "e", *EAGLE3)
+    return {"target": target, "dflash": drafter, "dflash2": second, "eagle3": chain, "ngram": "ngram", None: None}
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +109,7 @@ def test_a_row_drafts_what_it_drafts_alone(drafting: LanguageModel):
     assert [drafting.generate([prompt], GREEDY)[0] for prompt in ASKED[2:]] == together.results[2:]
 
 
-@pytest.mark.parametrize("drafting", ["dflash", "eagle3", "ngram", "none"], indirect=True)
+@pytest.mark.parametrize("drafting", ["dflash", "dflash2, sampled", "eagle3", "ngram", "none"], indirect=True)
 def test_sampled_rows_equal_plain_decoding(drafting: LanguageModel, sampled_alone: list[list[int]]):
     """Penalised, filtered and greedy rows in one batch, each with its seed."""
     check_same_as_autoregressive(drafting, ASKED, REQUESTS, 8, sampled_alone)
@@ -112,8 +119,9 @@ def test_what_is_loaded(drafting: LanguageModel):
     drafter = drafting.drafter
     assert drafter is not None
     assert drafter.block_size == BLOCK
-    assert type(drafter) is {"dflash": DFlash, "eagle3": Eagle3, "ngram": NGram, "none": Blockwise}[drafter.name]
-    assert drafter.reads_target_head == (drafter.name == "dflash")
+    kinds = {"dflash": DFlash, "dflash2": DFlash2, "eagle3": Eagle3, "ngram": NGram, "none": Blockwise}
+    assert type(drafter) is kinds[drafter.name]
+    assert drafter.reads_target_head == drafter.name.startswith("dflash")
 
 
 def test_a_published_eagle3_drafts_seven_tokens(folders: dict[str | None, Any]):
@@ -145,6 +153,11 @@ def test_a_drafter_is_changed_and_the_target_shared(plain: LanguageModel, greedy
         ("ngram", {"draft_window": 4}, "a draft window needs a drafter with weights; n-gram drafting has no weights"),
         ("ngram", {"drafter_dtype": "bfloat16"}, "a drafter dtype needs a drafter with weights; n-gram"),
         ("ngram", {"refine": 1}, "refining needs a DFlash drafter; n-gram drafting has no weights"),
+        ("dflash2", {"walk": "random"}, "expected the walk to be greedy or sampled, found 'random'"),
+        ("dflash2", {"block_size": 5}, "expected a block size from 2 to the drafter's 4, found 5"),
+        ("dflash", {"walk": "greedy"}, "a walk needs a DFlash 2 drafter; this is a DFlash one"),
+        ("eagle3", {"walk": "greedy"}, "a walk needs a DFlash 2 drafter; this is an EAGLE-3 one"),
+        ("ngram", {"walk": "greedy"}, "a walk needs a DFlash 2 drafter; n-gram drafting has no weights"),
         (None, {"block_size": 1}, "expected a block size of at least 2, found 1"),
     ],
 )

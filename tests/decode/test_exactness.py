@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from decode.support import prompts
+from reference.dflash2_numpy import as_dflash2
 from reference.dflash_numpy import Target, as_folders, random_pair
 from reference.eagle3_numpy import as_folder, random_eagle3
 from tilewright.bench.replay import difference
@@ -43,6 +44,7 @@ def tokens_of(lm: LanguageModel, asked: Sequence[list[int]], each: Sequence[Samp
 def test_every_drafter_equals_the_block_wide_program(tmp_path: Path, kernels: Kernels):
     """100 prompts, greedy and sampled by turns in the same batches."""
     folder, dflash = as_folders(tmp_path, SMALL)
+    _, dflash2 = as_folders(tmp_path / "2", as_dflash2(SMALL, top_k=16))
     eagle3 = as_folder(tmp_path / "eagle3", *random_eagle3(0, SMALL.target_config, taps=[0, 1], draft_vocab_size=20))
     target = load(folder, dtype="bfloat16", kernels=kernels, table=SMALL_TABLE)
     options = DrafterOptions(block_size=BLOCK)
@@ -51,6 +53,7 @@ def test_every_drafter_equals_the_block_wide_program(tmp_path: Path, kernels: Ke
     assert tau == 1
     for lm in (
         target.with_drafter(*target.load_drafter(str(dflash), options)),
+        target.with_drafter(*target.load_drafter(str(dflash2), replace(options, walk="sampled"))),
         target.with_drafter(*target.load_drafter(str(eagle3), replace(options, draft_window=4))),
         target.with_drafter(NGram(BLOCK, may_be_idle=False)),  # a round of one row would be another program
     ):

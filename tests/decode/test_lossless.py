@@ -19,6 +19,7 @@ from jax import Array
 from numpy.typing import NDArray
 
 from decode.support import build, check_same_as_autoregressive, prompts, tokens_of
+from reference.dflash2_numpy import as_dflash2
 from reference.dflash_numpy import Pair, Target, as_folders, random_pair
 from reference.eagle3_numpy import as_folder, random_eagle3
 from reference.sampling_numpy import boundary_gap, chi_square_excess, penalised, warped
@@ -53,6 +54,11 @@ def dflash(folder: Path, pair: Pair) -> LanguageModel:
     return build(folder, pair, table=TABLE)
 
 
+def dflash2(folder: Path, pair: Pair) -> LanguageModel:
+    """Its drafts are drawn; a selector that says little keeps them likely."""
+    return build(folder, as_dflash2(pair, strength=0.3), table=TABLE, walk="sampled")
+
+
 def ngram(folder: Path, pair: Pair) -> LanguageModel:
     return load(as_folders(folder, pair)[0], "ngram", block_size=4, table=TABLE)
 
@@ -65,7 +71,12 @@ def eagle3(folder: Path, pair: Pair) -> LanguageModel:
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
-DRAFTERS: dict[str, Callable[[Path, Pair], LanguageModel]] = {"dflash": dflash, "eagle3": eagle3, "ngram": ngram}
+DRAFTERS: dict[str, Callable[[Path, Pair], LanguageModel]] = {
+    "dflash": dflash,
+    "dflash2": dflash2,
+    "eagle3": eagle3,
+    "ngram": ngram,
+}
 """How to load the target of a pair with each kind of drafter; what weights these have is random."""
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from decode.support import build, prompts
+from reference.dflash2_numpy import as_dflash2, build2
 from reference.dflash_numpy import Pair, Round, as_folders, oracle_like_pair, random_pair, speculative_greedy
 from tilewright.decode.drafters.dflash import DFlash
 from tilewright.decode.drafters.load import load_dflash
@@ -43,7 +44,11 @@ def observer(lm: LanguageModel) -> Callable[..., Any]:
             seen.append(lm.ops.linear(x, head, jnp.float32, norm))
             return lm.ops.head_argmax(x, head, norm)
 
-        target = Decoding(lm.target, replace(lm.ops, head_argmax=record))
+        def record_top(x: Any, head: Any, k: int) -> Any:
+            seen.append(lm.ops.linear(x, head, jnp.float32))
+            return lm.ops.head_top_k(x, head, k)
+
+        target = Decoding(lm.target, replace(lm.ops, head_argmax=record, head_top_k=record_top))
         block = drafter.propose(target, models, state).block
         verify(target, models.target, state, block, drafter.tap_layers, "greedy")
         draft_logits, target_logits = seen
@@ -69,7 +74,7 @@ class Seen:
 
 def compare(lm: LanguageModel, pair: Pair, asked: Sequence[list[int]], window: int | None, block_size: int) -> Seen:
     """Holds every round of every row against the reference's."""
-    target, drafter = pair.build()
+    target, drafter = build2(pair) if "selector_rank" in pair.drafter_config["dflash_config"] else pair.build()
     want = [speculative_greedy(target, drafter, prompt, NEW, block_size, window) for prompt in asked]
     session = lm.start(asked, Sampling(max_new_tokens=NEW))
     session.prefill()
@@ -120,6 +125,25 @@ def test_rounds_equal_the_reference(tmp_path: Path, window: int | None, block_si
     assert seen.last_start >= 30
     assert {0, block_size - 1} <= set(seen.accepted)
     assert any(0 < accepted < block_size - 1 for accepted in seen.accepted)
+
+
+@pytest.mark.parametrize(
+    ("window", "block_size", "second"),
+    [
+        (None, 4, {"window": 8, "sliding": [0], "output_multiplier": 0.5, "final_logit_softcapping": 20.0, "kernel": 3}),
+        (5, 6, {"window": 9, "sliding": [0, 1], "input_embedding_scale": 0.9, "top_k": 2}),
+        (None, 6, {"window": 100, "sliding": [1], "strength": 1.0}),
+    ],
+)
+def test_dflash2_rounds_equal_the_reference(tmp_path: Path, window: int | None, block_size: int, second: dict[str, Any]):
+    """The context passes the windows; each row of a block sees another part of it."""
+    fitted = {"length": NEW, "window": window, "drafter_intermediate_size": 320, "block_size": block_size}
+    pair = as_dflash2(oracle_like_pair(2, ASKED, **{**SMALL, **fitted}), **{"strength": 0.2, **second})
+    pair.drafter_config["block_size"] = 6
+    lm = build(tmp_path, pair, draft_window=window, block_size=block_size)
+    seen = compare(lm, pair, ASKED, window, block_size)
+    assert seen.last_start >= 30
+    assert second.get("strength") or max(seen.accepted) >= 1
 
 
 def test_random_drafter_equals_the_reference(tmp_path: Path):

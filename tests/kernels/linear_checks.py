@@ -103,8 +103,8 @@ def check_gated(seed: int, rows: int, sizes: tuple[int, int], kind: cpu.Format) 
     within(actual, silu * u, bound + 1e-30)
 
 
-def check_argmax(seed: int, rows: int, sizes: tuple[int, int], kind: cpu.Format, case: str) -> None:
-    """The index agrees with the outputs that `linear` writes, bit for bit; where several are largest, it is the first."""
+def check_largest(seed: int, rows: int, sizes: tuple[int, int], kind: cpu.Format, case: str) -> None:
+    """The largest outputs and their indices are those of what `linear` writes, bit for bit; of equal ones the first first."""
     rng = np.random.default_rng(seed)
     x, w = normal(rng, rows, sizes[0]), normal(rng, *sizes)
     if case == "ties":
@@ -114,9 +114,18 @@ def check_argmax(seed: int, rows: int, sizes: tuple[int, int], kind: cpu.Format,
     if case == "zeros":
         x[::2] = 0
     packed = cpu.pack(jnp.asarray(w), kind)
-    outputs, (found, largest) = jax.jit(lambda x, w: (cpu.linear(x, w), cpu.linear_argmax(x, w)))(jnp.asarray(x), packed)
+    top = min(16, sizes[1])
+
+    @jax.jit
+    def run(x: jax.Array, w: cpu.PackedMatrix) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+        return cpu.linear(x, w), cpu.linear_argmax(x, w), cpu.linear_top_k(x, w, top)
+
+    outputs, (found, largest), (places, values) = run(jnp.asarray(x), packed)
     np.testing.assert_array_equal(found, np.argmax(np.asarray(outputs), axis=1))
     np.testing.assert_array_equal(largest, np.max(np.asarray(outputs), axis=1))
+    order = np.argsort(-np.asarray(outputs), axis=1, kind="stable")[:, :top]
+    np.testing.assert_array_equal(places, order)
+    np.testing.assert_array_equal(values, np.take_along_axis(np.asarray(outputs), order, axis=1))
     assert case != "negative" or (np.asarray(outputs) < 0).all()
 
 
@@ -325,7 +334,7 @@ def main(isa: str, tiles: str = "") -> None:
             check_product(rows, rows, sizes, kind)
             check_gated(rows, rows, sizes, kind)
         for rows, case in ((1, "ties"), (6, "negative"), (19, "ties"), (33, "zeros")):
-            check_argmax(rows, rows, (40, 77), kind, case)
+            check_largest(rows, rows, (40, 77), kind, case)
         for dtype in (jnp.float32, jnp.bfloat16):
             check_joined_calls(0, 3, (96, 48), kind, dtype)
             check_joined_calls(1, 18, (70, 41), kind, dtype)

@@ -252,13 +252,25 @@ void check_linear(Weights format, int64_t rows, int64_t inputs, int64_t outputs,
     const float* largest = std::max_element(&y[row * outputs], &y[row * outputs] + outputs);
     check(found[row] == largest - &y[row * outputs] && most[row] == *largest, "argmax", rows, inputs, outputs);
   }
+  const int64_t top = std::min<int64_t>(outputs, 16);
+  Exact<int32_t> places(rows * top);
+  Exact<float> values(rows * top);
+  const Buffer pb(XLA_FFI_DataType_S32, places, {rows, top}), vb(XLA_FFI_DataType_F32, values, {rows, top});
+  linear::TopK(pool(), xb.as<Any>(), wb.as<Any>(), scales.as<F32>(), sums.as<S32>(), nothing.as<Any>(), pb.as<S32>(), vb.as<F32>(), outputs);
+  for (int64_t row = 0; row < rows; ++row) {
+    std::vector<int64_t> order(outputs);
+    for (int64_t n = 0; n < outputs; ++n) order[n] = n;
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return y[row * outputs + a] > y[row * outputs + b]; });
+    for (int64_t i = row * top; i < (row + 1) * top; ++i)
+      check(places[i] == order[i - row * top] && values[i] == y[row * outputs + places[i]], "top", rows, inputs, outputs);
+  }
   // Outputs from the second panel on, with something added; then after a norm, whose result an earlier one has to give as well.
   const int64_t rest = outputs - 16;
   Exact<float> add(rows * rest), part(rows * rest), weight(inputs), normed(rows * inputs), apart(rows * outputs), together(rows * outputs);
   for (int64_t i = 0; i < add.count; ++i) add[i] = normal();
   for (int64_t i = 0; i < inputs; ++i) weight[i] = normal();
-  const Buffer ab(XLA_FFI_DataType_F32, add, {rows, rest}), pb(XLA_FFI_DataType_F32, part, {rows, rest});
-  call(nothing, ab, pb, 1);
+  const Buffer ab(XLA_FFI_DataType_F32, add, {rows, rest}), rb(XLA_FFI_DataType_F32, part, {rows, rest});
+  call(nothing, ab, rb, 1);
   for (int64_t i = 0; i < part.count; ++i) check(part[i] == y[i / rest * outputs + 16 + i % rest] + add[i], "part", rows, inputs, outputs);
   const Buffer wn(XLA_FFI_DataType_F32, weight, {inputs}), nb(XLA_FFI_DataType_F32, normed, {rows, inputs});
   const Buffer one(XLA_FFI_DataType_F32, apart, {rows, outputs}), other(XLA_FFI_DataType_F32, together, {rows, outputs});

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -97,10 +98,10 @@ def test_packed_gated_products_are_within_the_bounds_of_their_format(
 @formats
 @settings(max_examples=12)
 @given(seeds, rows, widths, st.sampled_from(["random", "ties", "negative", "zeros"]))
-def test_argmax_is_the_first_index_of_the_largest_output(
+def test_the_largest_outputs_are_found_and_the_first_of_equal_ones_first(
     kind: cpu.Format, seed: int, rows: int, sizes: tuple[int, int], case: str
 ):
-    linear_checks.check_argmax(seed, rows, sizes, kind, case)
+    linear_checks.check_largest(seed, rows, sizes, kind, case)
 
 
 @needs_native
@@ -130,6 +131,9 @@ def test_argmax_of_what_is_no_number_stays_in_range(case: str):
     x = jnp.full((3, 8), np.nan if case == "inputs" else 1.0)
     index, value = jax.jit(cpu.linear_argmax)(x, cpu.pack(jnp.asarray(w)))
     assert (np.asarray(index) == 0).all()
+    assert np.isneginf(value).all()
+    index, value = jax.jit(cpu.linear_top_k, static_argnums=2)(x, cpu.pack(jnp.asarray(w)), 4)
+    np.testing.assert_array_equal(index, [[0, 1, 2, 3]] * 3)
     assert np.isneginf(value).all()
 
 
@@ -246,7 +250,7 @@ def broken(w: cpu.PackedMatrix) -> dict[str, tuple[cpu.PackedMatrix, str]]:
 
 
 @needs_native
-@pytest.mark.parametrize("run", [cpu.linear, cpu.linear_argmax])
+@pytest.mark.parametrize("run", [cpu.linear, cpu.linear_argmax, partial(cpu.linear_top_k, k=2)])
 @pytest.mark.parametrize("case", ["inputs", "outputs", "panels", "lanes", "type", "rank", "scales", "sums"])
 def test_weights_that_do_not_fit_are_refused(run, case: str):
     w = cpu.pack(jnp.ones((32, 20)), "int8")

@@ -154,9 +154,9 @@ def draft_layers(topology: str, setup: Setup, layers: int) -> Estimate:
     small = with_layers(setup, layers)
 
     def run(table: Array, drafter: Any, context: Any, known: Array, block: Array) -> Array:
-        positions, visible = block_positions(known, setup.block_size), context[0].visible(known)
+        positions = block_positions(known, setup.block_size)
         attend = dflash.attend_context
-        return dflash.run_block(small.drafter, small.ops, drafter, table[block], positions, context, attend, visible)
+        return dflash.run_block(small.drafter, small.ops, drafter, table[block], positions, context, attend, known)
 
     models, state = small.models(), jax.eval_shape(small.state)
     block = jax.ShapeDtypeStruct((1, setup.block_size), "int32")

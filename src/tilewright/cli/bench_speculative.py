@@ -62,6 +62,7 @@ class Drafted:
         draft_window: keep only this many last positions in the drafters' contexts.
         drafter_dtype: of the drafters alone.
         refine: further passes of a DFlash drafter over each block that it drafted.
+        walk: how DFlash 2 drafters take a token among a slot's candidates: "greedy" (the default) or "sampled".
     """
 
     drafter: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative=())] = ("dflash",)
@@ -69,10 +70,11 @@ class Drafted:
     draft_window: int | None = None
     drafter_dtype: str | None = None
     refine: int = 0
+    walk: str | None = None
 
     @property
     def options(self) -> DrafterOptions:
-        return DrafterOptions(self.block_size, self.draft_window, self.drafter_dtype, self.refine)
+        return DrafterOptions(self.block_size, self.draft_window, self.drafter_dtype, self.refine, self.walk)
 
     def check(self, model: str) -> None:
         """Raises a `ValueError` if the drafters cannot be measured."""
@@ -207,6 +209,7 @@ def speculative(
         "draft_window": drafted.draft_window,
         "drafter_dtype": drafted.drafter_dtype or target.dtype,
         "refine": drafted.refine,
+        "walk": drafted.walk,
         "chat_template": template is not None,
     }
     title = "temperature {temperature:g}, top-p {top_p:g}, {max_new_tokens} new tokens, batch ".format(**settings)

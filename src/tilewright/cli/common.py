@@ -125,6 +125,8 @@ class ModelOptions(TargetOptions):
         draft_window: keep only this many last positions in the drafter's context, so that drafting never gets slower.
         drafter_dtype: of the drafter alone; the output is the same either way. By default as dtype.
         refine: further passes of a DFlash drafter over each block that it drafted.
+        walk: how a DFlash 2 drafter takes a token among a slot's candidates: "greedy", the best (the default), or "sampled",
+            drawn at the request's temperature; the output is the same either way.
     """
 
     drafter: str | None = None
@@ -132,10 +134,11 @@ class ModelOptions(TargetOptions):
     draft_window: int | None = None
     drafter_dtype: str | None = None
     refine: int = 0
+    walk: str | None = None
 
     def load(self, console: Console) -> LanguageModel:
         drafter = AUTO if self.drafter is None and self.model == DEMO else self.drafter
-        options = DrafterOptions(self.block_size, self.draft_window, self.drafter_dtype, self.refine)
+        options = DrafterOptions(self.block_size, self.draft_window, self.drafter_dtype, self.refine, self.walk)
         return self.load_with(drafter, options, console)
 
 

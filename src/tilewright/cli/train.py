@@ -1,10 +1,10 @@
-"""`tilewright train`: language models, drafters for them, the demo pair, and (in `train_gnn.py`) graph neural networks."""
+"""`tilewright train`: language models and the demo pair; drafters and graph neural networks have files of their own."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from shutil import copyfile
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import jax.numpy as jnp
 from cyclopts import App, Parameter
@@ -13,18 +13,11 @@ from tokenizers import Tokenizer
 
 from tilewright.cli.common import JsonFile, check_json_file, human_console, progress_console, write_json
 from tilewright.compiled.machine import chip_name
-from tilewright.decode.language_model import LanguageModel
-from tilewright.decode.sampling import Sampling
-from tilewright.models import decoder, dflash, eagle3, hub
-from tilewright.models.checkpoint import CONFIG, load_decoder, load_params, read_config, save_params
+from tilewright.models import decoder, hub
+from tilewright.models.checkpoint import load_decoder, save_params
 from tilewright.models.decoder import DecoderConfig, DecoderParams
-from tilewright.models.dflash import DFlashConfig, DFlashParams, default_target_layers
-from tilewright.models.eagle3 import Eagle3Config
-from tilewright.models.params import DTYPES, Dtype
 from tilewright.models.tokenizer import load_tokenizer
 from tilewright.train.data import (
-    MASK,
-    Stream,
     encode_documents,
     end_of_text,
     read_documents,
@@ -32,14 +25,12 @@ from tilewright.train.data import (
     train_tokenizer,
 )
 from tilewright.train.demo import train_demo
-from tilewright.train.drafter import DFlashOptions, train_drafter
-from tilewright.train.eagle3 import Eagle3Options, default_draft_vocab, train_eagle3
 from tilewright.train.lm import train_lm
 from tilewright.train.loop import CHECKPOINT, TrainResult
-from tilewright.train.regenerate import cut_prompts, regenerate
 from tilewright.train.text import TextOptions, require_texts, text_figures
 
 app = App(name="train", help="Training.")
+app.command("tilewright.cli.train_drafter:drafter", help="Trains a drafter for a target, which stays as it is.")
 app.command("tilewright.cli.train_gnn:gnn", help="Trains a graph neural network, on nodes or on graphs.")
 
 
@@ -232,218 +223,6 @@ def kept_tokenizer(out: Path) -> Tokenizer | None:
     """The tokenizer that an interrupted run left with its checkpoint."""
     there = (out / "training" / CHECKPOINT).exists() and (out / "tokenizer.json").exists()
     return load_tokenizer(out) if there else None
-
-
-@Parameter(name="*")
-@dataclass(frozen=True)
-class DrafterSizes:
-    """What drafter to make; its layers have the target's own sizes.
-
-    Attributes:
-        block_size: tokens drafted at once, the known one included; by default 16 for dflash, 8 for eagle3.
-        taps: the target's layers whose outputs the drafter reads, from 0. By default the published choice for the kind; of a
-            target with few layers, all (dflash, fewer than nine) or three (eagle3, fewer than seven).
-    """
-
-    block_size: int | None = None
-    taps: tuple[int, ...] = ()
-
-
-@Parameter(name="*")
-@dataclass(frozen=True)
-class DFlashArguments:
-    """What only --kind dflash knows.
-
-    Attributes:
-        layers: dflash: the drafter's layers (2 by default).
-        mask_token_id: dflash: the token that stands for a position to be drafted; by default <|mask|>, else the vocabulary's
-            last.
-        anchors: dflash: blocks drawn from each sequence at each step (32 by default).
-        gamma: dflash: decay of the loss weights exp(-(k-1)/gamma); by default the published one for the block size.
-        start: dflash: a drafter to go on from, a folder, a Hugging Face id or "demo-drafter"; its block size may be another. By
-            default training starts from the target's last layers.
-    """
-
-    layers: int | None = None
-    mask_token_id: int | None = None
-    anchors: int | None = None
-    gamma: float | None = None
-    start: str | None = None
-
-    def options(self) -> DFlashOptions:
-        return DFlashOptions(given(self.anchors, 32), self.gamma)
-
-    def start_params(self, config: DFlashConfig | Eagle3Config, console: Console) -> DFlashParams | None:
-        """The parameters to go on from, float32, if any were named."""
-        if self.start is None or isinstance(config, Eagle3Config):
-            return None
-        folder = hub.resolve(self.start, console=progress_console(console))
-        found = dflash.config_from_hf(read_config(folder), str(folder / CONFIG), config.num_target_layers)
-        if replace(found, block_size=config.block_size) != config:
-            raise ValueError(f"expected --start to be a drafter of these sizes: {config}; found {found}")
-        return load_params(folder, dflash.declare(config), jnp.float32)
-
-    def config(self, sizes: DrafterSizes, target: DecoderConfig, tokenizer: Tokenizer) -> DFlashConfig:
-        mask = tokenizer.token_to_id(MASK) if self.mask_token_id is None else self.mask_token_id
-        every_layer = tuple(range(target.num_layers))
-        made = DFlashConfig(
-            **{**target.sizes(), "num_layers": given(self.layers, 2), "rope_scaling": None},
-            block_size=given(sizes.block_size, 16),
-            mask_token_id=target.vocab_size - 1 if mask is None else mask,
-            target_layer_ids=sizes.taps
-            or (every_layer if len(every_layer) < 9 else default_target_layers(len(every_layer), 5)),
-            num_target_layers=target.num_layers,
-        )
-        config = dflash.config_from_hf(dflash.config_to_hf(made), "the drafter's sizes")
-        dflash.check_fits(config, target)
-        return config
-
-
-@Parameter(name="*")
-@dataclass(frozen=True)
-class Eagle3Arguments:
-    """What only --kind eagle3 knows.
-
-    Attributes:
-        draft_vocab: eagle3: tokens that the drafter can propose, the most frequent of the training text; by default all of a
-            vocabulary up to 8,192, else at most 32,000.
-        decay: eagle3: weight of a draft step's loss against that of the step before (0.8 by default).
-    """
-
-    draft_vocab: int | None = None
-    decay: float | None = None
-
-    def options(self) -> Eagle3Options:
-        return Eagle3Options(given(self.decay, 0.8))
-
-    def config(self, sizes: DrafterSizes, target: DecoderConfig) -> Eagle3Config:
-        made = Eagle3Config(
-            **{**target.sizes(), "num_layers": 1},
-            draft_vocab_size=given(self.draft_vocab, default_draft_vocab(target.vocab_size)),
-            target_hidden_size=target.hidden_size,
-            target_layer_ids=sizes.taps or eagle3.default_target_layers(target.num_layers),
-            block_size=given(sizes.block_size, eagle3.BLOCK_SIZE),
-        )
-        config = eagle3.config_from_hf(eagle3.config_to_hf(made), target.num_layers, "the drafter's sizes")
-        eagle3.check_fits(config, target)
-        return config
-
-
-def given(value: Any, default: Any) -> Any:
-    return default if value is None else value
-
-
-def refuse_others(kind: str, of_kind: dict[str, object]) -> None:
-    """Raises a `ValueError` that lists the arguments given for another kind of drafter."""
-    wrong = [
-        f"--{name.replace('_', '-')} (for {other})"
-        for other, arguments in of_kind.items()
-        for name, value in vars(arguments).items()
-        if other != kind and value is not None
-    ]
-    if wrong:
-        raise ValueError(f"--kind {kind} does not take {', '.join(wrong)}")
-
-
-@Parameter(name="*")
-@dataclass(frozen=True)
-class Regeneration:
-    """Whether the target writes the text that its drafter learns from, and how.
-
-    Attributes:
-        regenerated: let the target continue this many stretches of the data and train on what it writes instead of on the data.
-        prompt_tokens: length of such a stretch.
-        response_tokens: length of its continuation.
-        temperature: of the continuations; half of them are always greedy.
-    """
-
-    regenerated: int = 0
-    prompt_tokens: int = 64
-    response_tokens: int = 192
-    temperature: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.regenerated < 0:
-            raise ValueError(f"expected a number of continuations, found {self.regenerated}")
-        if self.prompt_tokens < 1:
-            raise ValueError(f"expected prompts of at least 1 token, found {self.prompt_tokens}")
-
-    def samplings(self) -> list[Sampling]:
-        return [Sampling(self.response_tokens, 0.0), Sampling(self.response_tokens, self.temperature)]
-
-    def apply(self, lm: LanguageModel, streams: list[Stream], end: int, out: Path, console: Console) -> list[Stream]:
-        """Training and held-out text as the target continues them; as they are where nothing is to be regenerated."""
-        if not self.regenerated:
-            return streams
-        counts = (self.regenerated, max(64, self.regenerated // 32))
-        written = []
-        for name, stream, count in zip(("trained", "held_out"), streams, counts, strict=True):
-            prompts = cut_prompts(stream, count, self.prompt_tokens, seed=0)
-            written.append(regenerate(lm, prompts, self.samplings(), out / f"responses_{name}.jsonl", end, console))
-        return written
-
-
-def drafter_text(
-    data: Sequence[Path], loop: LoopOptions, regeneration: Regeneration, lm: LanguageModel, out: Path, console: Console
-) -> list[Stream]:
-    """What a drafter of `lm` is trained on, and what is held out."""
-    end = lm.target.eos_token_ids[0] if lm.target.eos_token_ids else 0
-    parts = split_documents(read_documents(data), loop.held_out, loop.seed)
-    streams = [encode_documents(lm.tokenizer, part, end) for part in parts]
-    return regeneration.apply(lm, streams, end, out / "training", console)
-
-
-@app.command
-def drafter(
-    *data: Path,
-    target: str,
-    out: Path,
-    kind: Literal["dflash", "eagle3"] = "dflash",
-    sizes: DrafterSizes = DrafterSizes(),
-    for_dflash: DFlashArguments = DFlashArguments(),
-    for_eagle3: Eagle3Arguments = Eagle3Arguments(),
-    regeneration: Regeneration = Regeneration(),
-    loop: LoopOptions = LoopOptions(),
-    dtype: Dtype = "float32",
-    json_file: JsonFile = None,
-) -> None:
-    """Trains a drafter for a target, which stays as it is.
-
-    Parameters
-    ----------
-    data
-        Text files, JSONL files or folders, of the kind of text that will be generated; prompts are not in the loss.
-    target
-        A folder, a Hugging Face id, or "demo".
-    out
-        Folder for the drafter; its subfolder `training` holds the checkpoint that an interrupted run resumes from.
-    kind
-        A block-diffusion drafter (dflash), which drafts a block in one pass, or a chain (eagle3), one token after another.
-    dtype
-        Of the drafter as it is written; it is trained in float32.
-    json_file
-        Write the figures as JSON to this file, "-" for standard output.
-    """
-    check_json_file(json_file)
-    console = human_console(json_file)
-    require_data(data)
-    refuse_others(kind, {"dflash": for_dflash, "eagle3": for_eagle3})
-    options, anchors, chain = loop.options(), for_dflash.options(), for_eagle3.options()
-    folder = hub.resolve(target, console=progress_console(console))
-    tokenizer = load_tokenizer(folder)
-    config, params = load_decoder(folder, jnp.float32, progress_console(console))
-    made = for_dflash.config(sizes, config, tokenizer) if kind == "dflash" else for_eagle3.config(sizes, config)
-    start = for_dflash.start_params(made, console)
-    text, held_out = drafter_text(data, loop, regeneration, LanguageModel(config, params, tokenizer), out, console)
-    figures: dict[str, object] = {"training_tokens": int(text.in_loss.sum()), "target": target}
-    if isinstance(made, DFlashConfig):
-        result = train_drafter(config, params, made, text, held_out, options, anchors, out / "training", console, start)
-        save_params(out, dflash.config_to_hf(made), dflash.declare(made), result.params, DTYPES[dtype])
-    else:
-        result, agreed = train_eagle3(config, params, made, text, held_out, options, chain, out / "training", console)
-        eagle3.save(out, made, result.params, DTYPES[dtype])
-        figures["agreement"] = agreed
-    finish(result, out, console, json_file, **figures)
 
 
 @app.command

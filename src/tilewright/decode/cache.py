@@ -6,7 +6,8 @@ a row's length is stale: masked until a later write replaces it, so a rejected d
 Legend: B rows of a batch, T new positions, S slots, N query heads, K key/value heads, D head size.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -15,6 +16,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
+from tilewright.kernels import select
 from tilewright.kernels.operations import Heads, Operations, Projection
 
 
@@ -35,6 +37,10 @@ class KVCache(Protocol):
 
     def visible(self, stop: Array) -> Array:
         """How many entries, from the first, hold a position before `stop`, `[B]`."""
+        ...
+
+    def attend_before(self, ops: Operations, q: Array, stop: Array, own: tuple[Array, Array]) -> Array:
+        """Attention of queries at `stop` `[B]` and behind it over what it holds before `stop`, and over all of `own`."""
         ...
 
     def rows(self, first: int | Array, count: int) -> Any:
@@ -74,6 +80,18 @@ class InRows:
     ) -> Float[Array, "B T N D"]:
         return ops.prefix_attention(q, self.k, self.v, lengths, own)
 
+    def visible(self, stop: Int[Array, " B"]) -> Int[Array, " B"]:
+        return jnp.minimum(stop, self.k.shape[2])
+
+    def attend_before(
+        self,
+        ops: Operations,
+        q: Float[Array, "B T N D"],
+        stop: Int[Array, " B"],
+        own: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]],
+    ) -> Float[Array, "B T N D"]:
+        return self.attend(ops, q, jnp.broadcast_to(self.visible(stop)[:, None], q.shape[:2]), own)
+
     def rows(self, first: int | Array, count: int) -> Any:
         return jax.tree.map(lambda part: jax.lax.dynamic_slice_in_dim(part, first, count), self)
 
@@ -102,9 +120,6 @@ class Contiguous(InRows):
         out, k, v = ops.append_attend(projection, heads, self.k, self.v, start, count)
         return out, Contiguous(k, v)
 
-    def visible(self, stop: Int[Array, " B"]) -> Int[Array, " B"]:
-        return stop
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -127,10 +142,29 @@ class Ring(InRows):
             picked = jnp.take_along_axis(new, jnp.clip(index, 0, new.shape[2] - 1)[:, None, :, None], axis=2)
             return jnp.where((index >= 0)[:, None, :, None], picked, cached)
 
-        return Ring(put(self.k, k), put(self.v, v))
+        return replace(self, k=put(self.k, k), v=put(self.v, v))
 
-    def visible(self, stop: Int[Array, " B"]) -> Int[Array, " B"]:
-        return jnp.minimum(stop, self.k.shape[2])
+
+@partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=["window"])
+@dataclass(frozen=True)
+class Sliding(Ring):
+    """A ring for a layer whose query at position p sees the positions above `p - window` alone: each row of a block its own."""
+
+    window: int
+
+    def attend_before(
+        self,
+        ops: Operations,
+        q: Float[Array, "B T N D"],
+        stop: Int[Array, " B"],
+        own: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]],
+    ) -> Float[Array, "B T N D"]:
+        last, slots = stop[:, None] - 1, self.k.shape[2]
+        held = last - (last - jnp.arange(slots)[None]) % slots  # negative where there was no such position yet
+        positions = stop[:, None] + jnp.arange(q.shape[1])[None]
+        seen = (held[:, None] >= 0) & (held[:, None] > positions[:, :, None] - self.window)
+        whole = jnp.ones((1, q.shape[1], own[0].shape[2]), bool)
+        return select.attention_over(q, [select.KeyValues(self.k, self.v, seen), select.KeyValues(*own, whole)])
 
 
 def allocate(layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, dtype: DTypeLike) -> tuple[Contiguous, ...]:
@@ -139,10 +173,16 @@ def allocate(layers: int, batch: int, kv_heads: int, capacity: int, head_dim: in
     return tuple(Contiguous(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(layers))
 
 
+def allocate_rings(
+    layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, dtype: DTypeLike, window: int
+) -> tuple[Ring, ...]:
+    """The same for a context that keeps its last `window` positions alone."""
+    return tuple(Ring(one.k, one.v) for one in allocate(layers, batch, kv_heads, min(window, capacity), head_dim, dtype))
+
+
 def allocate_windows(
     layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, dtype: DTypeLike, window: int | None
 ) -> tuple[KVCache, ...]:
     """The same for a context of which a window, if there is one, keeps the last positions alone."""
-    if window is None:
-        return allocate(layers, batch, kv_heads, capacity, head_dim, dtype)
-    return tuple(Ring(one.k, one.v) for one in allocate(layers, batch, kv_heads, min(window, capacity), head_dim, dtype))
+    sizes = (layers, batch, kv_heads, capacity, head_dim, dtype)
+    return allocate(*sizes) if window is None else allocate_rings(*sizes, window)

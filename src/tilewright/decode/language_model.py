@@ -252,6 +252,7 @@ def load(
     draft_window: int | None = None,
     drafter_dtype: str | None = None,
     refine: int = 0,
+    walk: str | None = None,
     revision: str | None = None,
     drafter_revision: str | None = None,
     table: ShapeTable | None = None,
@@ -262,10 +263,9 @@ def load(
 
     Args:
         model, drafter: a folder or a Hugging Face id, with `config.json`, safetensors and (the target) `tokenizer.json`. A
-            drafter may be a DFlash or an EAGLE-3 one, or "ngram", which has no weights; several take turns.
+            drafter may be a DFlash, DFlash 2 or EAGLE-3 one, or "ngram", which has no weights; several take turns.
         dtype: of the weights and activations, "float32" or "bfloat16".
-        weights: "int8" keeps the target's and the drafter's matrices, but not the embedding, in 8 bits, with a scale for each
-            output; "auto" keeps them in `dtype`.
+        weights: "int8" keeps all matrices but the embedding in 8 bits, with a scale for each output; "auto" as `dtype`.
         block_size: tokens drafted at once, the known one included. "auto", the default, takes what promises most each round,
             plain decoding included (see `decode/policy.py`); where the number of rows changes how the target rounds, it runs
             all rounds at the widest, and "auto-inexact" does not. Without a drafter: plain decoding through a program of that
@@ -273,6 +273,7 @@ def load(
         draft_window: keep only this many last positions in the drafter's context.
         drafter_dtype: of the drafter's weights and activations; by default the target's. The output is the same either way.
         refine: further passes of a DFlash drafter over each block that it drafted.
+        walk: a DFlash 2 drafter's, "greedy" (the default) or "sampled" (see `drafters/dflash2.py`); the output is the same.
         revision, drafter_revision: a branch, tag or commit on the hub.
         table: the declared shapes.
         kernels: "auto" takes this package's own kernels where they run, "xla" leaves everything to XLA.
@@ -285,10 +286,9 @@ def load(
     operations(weights=weights, kernels=kernels)  # what cannot run here is said before anything is read
     source = drafter if drafter is None else str(drafter) if isinstance(drafter, str | Path) else [str(one) for one in drafter]
     size = AUTO[0] if drafter is not None and block_size is None else block_size
-    options = DrafterOptions(size, draft_window, drafter_dtype, refine, drafter_revision)
+    options = DrafterOptions(size, draft_window, drafter_dtype, refine, walk, drafter_revision)
     check_sources(source, options)
     folder = hub.resolve(str(model), revision, console)
     tokenizer = load_tokenizer(folder)
-    target, params = checkpoint.load_decoder(folder, DTYPES[dtype], console)
-    lm = LanguageModel(target, params, tokenizer, dtype, weights, kernels, table)
+    lm = LanguageModel(*checkpoint.load_decoder(folder, DTYPES[dtype], console), tokenizer, dtype, weights, kernels, table)
     return lm.with_drafter(*lm.load_drafter(source, options, console))

@@ -235,3 +235,14 @@ def sample(logits: Float[Array, "B T V"], rows: RowSampling, positions: Int32[Ar
     gumbel = jax.vmap(noise)(jnp.asarray(rows.key), positions)
     drawn = argmax(warp_logits(logits, rows, warp) + gumbel)
     return jnp.where(jnp.asarray(rows.temperature)[:, None] > 0, drawn, best)
+
+
+def draft_noise(rows: RowSampling, positions: Int32[Array, "B T"], count: int) -> Float[Array, "B T {count}"]:
+    """Gumbel noise for drafts that are drawn, of each row and position, apart from what `sample` draws with there."""
+
+    def noise(key: Array, row_positions: Array) -> Array:
+        streams = row_positions.astype(jnp.uint32) + jnp.uint32(2**31)  # no position is so large
+        keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.wrap_key_data(key), streams)
+        return jax.vmap(lambda k: jax.random.gumbel(k, (count,), jnp.float32))(keys)
+
+    return jax.vmap(noise)(jnp.asarray(rows.key), positions)

@@ -21,6 +21,7 @@ TARGETS = {
     "linear": {
         "tilewright_linear": "TilewrightLinear",
         "tilewright_argmax": "TilewrightArgmax",
+        "tilewright_top_k": "TilewrightTopK",
         "tilewright_matmul": "TilewrightMatmul",
     },
     "attention": {

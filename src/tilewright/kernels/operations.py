@@ -86,6 +86,8 @@ class Operations:
         append_attend: `(projection, Heads, k, v, start, count) -> (out [B, T, N * D], k, v)`: appends to the caches and lets
             the query at `start + t` see all entries up to its own.
         head_argmax: `(x, head, norm=None) -> (index, value)` of the largest of `x @ head` by float32 sums; the first of equals.
+        head_top_k: `(x, head, k) -> (index, value)` `[..., k]` of the `k` largest of `x @ head`, in descending order; of equals
+            the first goes first.
         prepare_matrix, prepare_joined: `(weight, name) -> weight` as the operations want it; a `ValueError` names a weight
             that cannot be prepared.
         restore: the matrix `[I, O]` that `prepare_matrix` was given, rounded to the format; zeros may follow its inputs.
@@ -103,6 +105,7 @@ class Operations:
     append: Callable[[Array, Array, Array, Array], Array]
     append_attend: Callable[..., tuple[Array, Array, Array]]
     head_argmax: Callable[..., tuple[Array, Array]]
+    head_top_k: Callable[[Array, Any, int], tuple[Array, Array]]
     prepare_matrix: Callable[[Any, str], Any]
     prepare_joined: Callable[[Joined, str], Any]
     restore: Callable[[Any], Array]

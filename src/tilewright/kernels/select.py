@@ -21,7 +21,9 @@ from tilewright.kernels.attention import cpu as attention_cpu
 from tilewright.kernels.attention import pallas_tpu as attention_tpu
 from tilewright.kernels.attention import xla as attention_xla
 from tilewright.kernels.attention.xla import MASKED as MASKED
+from tilewright.kernels.attention.xla import KeyValues as KeyValues
 from tilewright.kernels.attention.xla import attention as attention
+from tilewright.kernels.attention.xla import attention_over as attention_over
 from tilewright.kernels.attention.xla import group_rows as group_rows
 from tilewright.kernels.attention.xla import ungroup_rows as ungroup_rows
 from tilewright.kernels.gather_reduce import cpu as gather_cpu
@@ -32,6 +34,8 @@ from tilewright.kernels.gather_reduce import xla as gather_xla
 from tilewright.kernels.gather_reduce.reference import Reduce
 from tilewright.kernels.head_argmax import pallas_tpu as head_tpu
 from tilewright.kernels.head_argmax import xla as head_xla
+from tilewright.kernels.head_top_k import pallas_tpu as top_k_tpu
+from tilewright.kernels.head_top_k import xla as top_k_xla
 from tilewright.kernels.heads import xla as heads_xla
 from tilewright.kernels.linear import cpu, xla
 from tilewright.kernels.operations import Heads, Joined, Norm, Operations, Transposed
@@ -54,6 +58,7 @@ Weights = Literal["auto", "int8"]
 Products = Literal["float32", "bfloat16"]
 
 argmax = head_xla.argmax
+top_k = top_k_xla.top_k
 write = append_xla.write
 
 
@@ -109,6 +114,17 @@ def tpu_head_argmax(x: Float[Array, "*rows H"], head: Any, norm: Norm | None = N
     return (head_tpu if head_tpu.fits(x, w) else head_xla).head_argmax(x, w, tied)
 
 
+def plain_head_top_k(x: Float[Array, "*rows H"], head: Any, k: int) -> tuple[Array, Array]:
+    tied = isinstance(head, Transposed)
+    return top_k_xla.head_top_k(x, head.w if tied else head, k, tied)
+
+
+def tpu_head_top_k(x: Float[Array, "*rows H"], head: Any, k: int) -> tuple[Array, Array]:
+    tied = isinstance(head, Transposed)
+    w = head.w if tied else head
+    return (top_k_tpu if top_k_tpu.fits(x, w, k) else top_k_xla).head_top_k(x, w, k, tied)
+
+
 def tpu_prefix_attention(q: Array, k: Array, v: Array, lengths: Array, own: tuple[Array, Array] | None = None) -> Array:
     return (attention_tpu if attention_tpu.fits(q, k, own) else attention_xla).prefix_attention(q, k, v, lengths, own)
 
@@ -123,6 +139,7 @@ def xla_operations(
     rotate: Callable[..., Array] = heads_xla.rotate_halves,
     attend: Callable[..., Array] = attention_xla.prefix_attention,
     head_argmax: Callable[..., tuple[Array, Array]] = plain_head_argmax,
+    head_top_k: Callable[..., tuple[Array, Array]] = plain_head_top_k,
     own_head: bool = False,
 ) -> Operations:
     """Operations on weights as they are."""
@@ -138,6 +155,7 @@ def xla_operations(
         append=append_xla.append,
         append_attend=partial(append_xla.append_attend, heads=heads, attend=attend),
         head_argmax=head_argmax,
+        head_top_k=head_top_k,
         prepare_matrix=as_it_is,
         prepare_joined=as_it_is,
         restore=lambda w: w.w.T if isinstance(w, Transposed) else w,
@@ -151,7 +169,7 @@ PLAIN = xla_operations("xla")
 CPU_XLA = xla_operations("xla", own_head=True)
 """The same on a CPU, whose products read `[in, out]` up to twice as fast as the embedding transposed."""
 
-TPU = xla_operations("tpu", xla.tpu_product, heads_xla.rotate_by_product, tpu_prefix_attention, tpu_head_argmax)
+TPU = xla_operations("tpu", xla.tpu_product, heads_xla.rotate_by_product, tpu_prefix_attention, tpu_head_argmax, tpu_head_top_k)
 
 
 class Joint(NamedTuple):
@@ -238,6 +256,7 @@ def cpu_operations(name: str, weights: Weights) -> Operations:
         append=append_xla.append,
         append_attend=cpu_append_attend,
         head_argmax=lambda x, head, norm=None: cpu.linear_argmax(x, head, **before(norm)),
+        head_top_k=cpu.linear_top_k,
         prepare_matrix=lambda w, name: cpu.pack(w, kind, name),
         prepare_joined=prepare_joined,
         restore=cpu.unpack,

@@ -20,7 +20,7 @@ from tilewright.models import layers
 from tilewright.models.config import ConfigReader, Sizes
 from tilewright.models.decoder import Attend, DecoderConfig, Layer, declare_layer, head_norms, stack_of
 from tilewright.models.params import matrix, norm_weight
-from tilewright.models.stack import SINGLE_DEVICE, Rows
+from tilewright.models.stack import SINGLE_DEVICE, Rows, Stack
 
 DFLASH_FIELDS = (
     "target_layer_ids mask_token_id block_size num_target_layers is_causal layer_types sliding_window use_sliding_window "
@@ -57,23 +57,21 @@ def default_target_layers(num_target_layers: int, taps: int) -> tuple[int, ...]:
     return tuple(round(1 + i * (num_target_layers - 4) / (taps - 1)) for i in range(taps))
 
 
-def _refuse_unsupported(read: ConfigReader, inner: Mapping[str, Any]) -> None:
-    """Notes everything in a configuration that would change the maths and is not covered here."""
-    unknown = sorted(inner.keys() - set(DFLASH_FIELDS))
-    read.require(not unknown, f"dflash_config has unknown fields: {', '.join(unknown)}")
-    # Others share the fields and differ in the layout: slot 0 predicts (DSpark), or convolutions mix the slots (DFlash2).
+def open_config(fields: Mapping[str, Any], where: str) -> tuple[ConfigReader, Mapping[str, Any]]:
+    """A reader of a drafter's `config.json`, where `dflash_config` goes before the top level; and `dflash_config` itself."""
+    inner = fields.get("dflash_config") or {}
+    if not isinstance(inner, Mapping):
+        raise ValueError(f"{where}: dflash_config must be an object, found {inner!r}")
+    return ConfigReader({name: value for name, value in {**fields, **inner}.items() if value is not None}, where), inner
+
+
+def _refuse_unsupported(read: ConfigReader) -> None:
+    """Notes what would change the maths of this drafter and is not covered here."""
+    # Others share the fields and differ in the layout: slot 0 predicts (DSpark), or convolutions mix the slots (DFlash 2).
     read.expect_all("architectures", "DFlashDraftModel")
-    read.expect("sample_from_anchor", False)
-    read.expect("model_type", "qwen3")
-    read.expect("hidden_act", "silu")
-    read.expect("attention_bias", False)
     read.expect("is_causal", False)
     read.expect("use_sliding_window", False)
-    if not read.fields.keys() & {
-        "use_sliding_window",
-        "layer_types",
-    }:  # with either of them, the window is one that is not used
-        read.expect("sliding_window", None)
+    refuse_loose_window(read)
     read.expect_all("layer_types", "full_attention")
     # Positive, these two change no argmax, and drafts are argmaxes: neither is needed.
     read.number("output_multiplier", default=1.0)
@@ -81,20 +79,26 @@ def _refuse_unsupported(read: ConfigReader, inner: Mapping[str, Any]) -> None:
         read.number("final_logit_softcapping", default=1.0)
 
 
-def config_from_hf(fields: Mapping[str, Any], where: str = "config.json", num_target_layers: int | None = None) -> DFlashConfig:
-    """Reads a drafter's `config.json`. What is DFlash's own may stand at the top or inside `dflash_config`.
+def refuse_loose_window(read: ConfigReader) -> None:
+    """Notes a window of which nothing says whether it is used; with either of the two fields, it is one that is not."""
+    if not read.fields.keys() & {"use_sliding_window", "layer_types"}:
+        read.expect("sliding_window", None)
+
+
+def read_backbone(
+    read: ConfigReader, inner: Mapping[str, Any], known: Sequence[str], num_target_layers: int | None
+) -> DFlashConfig:
+    """The sizes that all drafters of this kind have. What is wrong with them is noted in `read`.
 
     Args:
-        num_target_layers: of the target, for a configuration that does not say, as the newest published ones.
-
-    Raises:
-        ValueError: one message that lists everything missing or unsupported.
+        inner, known: `dflash_config`, and the fields that it may hold.
     """
-    inner = fields.get("dflash_config") or {}
-    if not isinstance(inner, Mapping):
-        raise ValueError(f"{where}: dflash_config must be an object, found {inner!r}")
-    read = ConfigReader({name: value for name, value in {**fields, **inner}.items() if value is not None}, where)
-    _refuse_unsupported(read, inner)
+    unknown = sorted(inner.keys() - set(known))
+    read.require(not unknown, f"dflash_config has unknown fields: {', '.join(unknown)}")
+    read.expect("sample_from_anchor", False)
+    read.expect("model_type", "qwen3")
+    read.expect("hidden_act", "silu")
+    read.expect("attention_bias", False)
     taps = read.token_ids("target_layer_ids")
     mask = read.token_ids("mask_token_id")
     config = DFlashConfig(
@@ -110,6 +114,21 @@ def config_from_hf(fields: Mapping[str, Any], where: str = "config.json", num_ta
     read.require(len(taps) > 0, "target_layer_ids is missing (expected in dflash_config)")
     read.require(len(mask) == 1, "mask_token_id is missing (expected in dflash_config)")
     read.require(config.block_size >= 2, f"block_size must be at least 2, found {config.block_size}")
+    return config
+
+
+def config_from_hf(fields: Mapping[str, Any], where: str = "config.json", num_target_layers: int | None = None) -> DFlashConfig:
+    """Reads a drafter's `config.json`. What is DFlash's own may stand at the top or inside `dflash_config`.
+
+    Args:
+        num_target_layers: of the target, for a configuration that does not say, as the newest published ones.
+
+    Raises:
+        ValueError: one message that lists everything missing or unsupported.
+    """
+    read, inner = open_config(fields, where)
+    _refuse_unsupported(read)
+    config = read_backbone(read, inner, DFLASH_FIELDS, num_target_layers)
     read.finish()
     return config
 
@@ -228,14 +247,28 @@ def run_block(
         context: that of each layer, the `kept` of `attend`.
         attend, seen: what a block sees of it; see `decoder.Attend`.
     """
+    return run_stack(config, stack_of(config, ops, params.layers, attend), params.norm, embedded, positions, context, seen)
+
+
+def run_stack(
+    config: DFlashConfig,
+    stack: Stack,
+    norm: Float[Array, " H"],
+    embedded: Float[Array, "B T H"],
+    positions: Int[Array, "B T"],
+    context: tuple[Any, ...],
+    seen: Any,
+) -> Float[Array, "B T H"]:
+    """`run_block` for layers that are given in their parts, and then a norm of this weight."""
     rows = Rows(layers.rope_tables(positions, config.rope_frequencies), seen)
-    x = embedded * config.input_embedding_scale
-    x, _, _ = SINGLE_DEVICE.run(stack_of(config, ops, params.layers, attend), x, rows, context, ())
-    return ops.rms_norm(x, params.norm, config.rms_norm_eps)
+    x, _, _ = SINGLE_DEVICE.run(stack, embedded * config.input_embedding_scale, rows, context, ())
+    return stack.ops.rms_norm(x, norm, config.rms_norm_eps)
 
 
 def attend_context(ops: Operations, projection: Projection, heads: Heads, seen: Array, kept: Any) -> tuple[Array, Any]:
-    """Attention of a block over its context, the first `seen` `[B]` entries of a cache, and over all of itself."""
+    """Attention of a block over its context, what a cache holds of the positions before `seen` `[B]`, and over all of itself.
+
+    `seen` is the known token's position, at which the block begins.
+    """
     q, k, v = ops.heads(projection, heads)
-    lengths = jnp.broadcast_to(seen[:, None], q.shape[:2])
-    return kept.attend(ops, q, lengths, (k, v)).reshape(*q.shape[:2], -1), kept
+    return kept.attend_before(ops, q, seen, (k, v)).reshape(*q.shape[:2], -1), kept

@@ -77,6 +77,10 @@ class Schedule(Protocol):
         """The index of the largest of the logits, the first of equals. Without a norm, `x` is normalised already."""
         ...
 
+    def head_top_k(self, ops: Operations, x: Array, head: Any, k: int) -> tuple[Array, Array]:
+        """Indices and values of the `k` largest logits of an `x` that is normalised already; see `Operations.head_top_k`."""
+        ...
+
 
 @dataclass(frozen=True)
 class SingleDevice:
@@ -104,6 +108,11 @@ class SingleDevice:
         self, ops: Operations, x: Float[Array, "*rows H"], head: Any, norm: Norm | None = None
     ) -> Int[Array, "*rows"]:
         return ops.head_argmax(x, head, norm)[0]
+
+    def head_top_k(
+        self, ops: Operations, x: Float[Array, "*rows H"], head: Any, k: int
+    ) -> tuple[Int[Array, "*rows {k}"], Float[Array, "*rows {k}"]]:
+        return ops.head_top_k(x, head, k)
 
 
 SINGLE_DEVICE = SingleDevice()

@@ -65,3 +65,8 @@ class MicroBatches:
 
     def head_argmax(self, ops: Any, x: Float[Array, "*rows H"], head: Any, norm: Any = None) -> Int[Array, "*rows"]:
         return ops.head_argmax(x, head, norm)[0]
+
+    def head_top_k(
+        self, ops: Any, x: Float[Array, "*rows H"], head: Any, k: int
+    ) -> tuple[Int[Array, "*rows {k}"], Float[Array, "*rows {k}"]]:
+        return ops.head_top_k(x, head, k)

@@ -47,7 +47,7 @@ class IfDivides:
 
 Rules = Mapping[str, MeshAxes | IfDivides | None]
 
-WHOLE: Rules = MappingProxyType(dict.fromkeys(("vocab", "hidden", "heads", "kv_heads", "head", "mlp", "taps")))
+WHOLE: Rules = MappingProxyType(dict.fromkeys(("vocab", "hidden", "heads", "kv_heads", "head", "mlp", "taps", "conv", "rank")))
 """Every device holds everything."""
 
 TENSOR_PARALLEL: Rules = MappingProxyType({**WHOLE, "vocab": "tp", "heads": "tp", "kv_heads": IfDivides("tp"), "mlp": "tp"})

@@ -5,9 +5,11 @@ see the features of positions strictly before it (`kv < anchor`) and their own b
 token at position anchor + k with weight exp(-(k - 1) / gamma). Embedding and head are the target's, and stay as they are.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -84,8 +86,12 @@ def anchored_attention(
     context: tuple[Float[Array, "B K T D"], Float[Array, "B K T D"]],
     block: tuple[Float[Array, "BA K S D"], Float[Array, "BA K S D"]],
     anchors: Int[Array, "B A"],
+    window: int | None = None,
 ) -> Float[Array, "BA S N D"]:
-    """Attention for many blocks of one sequence at once: they share the sequence's context keys."""
+    """Attention for many blocks of one sequence at once: they share the sequence's context keys.
+
+    With a window, a query at position p sees only the positions above `p - window` of the context.
+    """
     batch, count = anchors.shape
     size, d = q.shape[1], q.shape[3]
     heads, length = context[0].shape[1], context[0].shape[2]
@@ -99,13 +105,55 @@ def anchored_attention(
         return split.transpose(0, 2, 1, 3, 4).reshape(batch * count, heads, -1, x.shape[-1])
 
     seen = by_block(jnp.einsum("bkrd,bktd->bkrt", by_sequence(rows), context[0]))
-    before = jnp.arange(length)[None] < anchors.reshape(-1, 1)
-    seen = jnp.where(before[:, None, None], seen, MASKED)
+    first, position = anchors.reshape(-1, 1, 1), jnp.arange(length)
+    visible = position < first
+    if window is not None:
+        near = position > first + jnp.arange(size)[:, None] - window
+        visible = jnp.tile(visible & near, (1, q.shape[2] // heads, 1))
+    seen = jnp.where(visible[:, None], seen, MASKED)
     own = jnp.einsum("bkrd,bksd->bkrs", rows, block[0])
     weights = jax.nn.softmax(jnp.concatenate([seen, own], axis=-1), axis=-1)
     from_context = jnp.einsum("bkrt,bktd->bkrd", by_sequence(weights[..., :length]), context[1])
     out = by_block(from_context) + jnp.einsum("bkrs,bksd->bkrd", weights[..., length:], block[1])
     return ungroup_rows(out, size)
+
+
+RunBlock = Callable[..., Float[Array, "BA T H"]]
+"""`dflash.run_block`, or another drafter's, with configuration, operations and parameters given."""
+
+
+def draft_hidden(
+    target: DecoderConfig,
+    config: DFlashConfig,
+    ops: Operations,
+    target_params: DecoderParams,
+    params: DFlashParams,
+    run_block: RunBlock,
+    tokens: Int[Array, "B T"],
+    anchors: Int[Array, "B A"],
+    windows: Sequence[int | None],
+) -> Float[Array, "BA S H"]:
+    """What the head reads of every slot after the known one, S = block_size - 1, for the block at every anchor.
+
+    Args:
+        params: what makes the context.
+        windows: how many positions a query sees in each layer; None for all.
+    """
+    ran = decoder.forward_full(target, ops, target_params, tokens, config.target_layer_ids)
+    taps = dflash.normal_taps(config, ops, ran.taps, Norm(target_params.norm, target.rms_norm_eps))
+    features = dflash.context_features(config, ops, params, jax.lax.stop_gradient(taps))
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    context = tuple(zip(dflash.context_kv(config, ops, params, features, positions), windows, strict=True))
+    block = anchors.reshape(-1, 1) + jnp.arange(config.block_size)
+    known = jnp.take_along_axis(tokens, anchors, axis=1).reshape(-1, 1)
+    masks = jnp.full((known.shape[0], config.block_size - 1), config.mask_token_id, known.dtype)
+    x = target_params.embed[jnp.concatenate([known, masks], axis=1)]
+
+    def attend(ops: Operations, projection: Projection, heads: Heads, anchors: Array, kept: Any) -> tuple[Array, Any]:
+        (q, k, v), (pair, window) = ops.heads(projection, heads), kept
+        return anchored_attention(q, pair, (k, v), anchors, window).reshape(*q.shape[:2], -1), kept
+
+    return run_block(x, block, context, attend, anchors)[:, 1:]
 
 
 def draft_logits(
@@ -118,22 +166,48 @@ def draft_logits(
     anchors: Int[Array, "B A"],
 ) -> Float[Array, "BA S V"]:
     """The drafter's logits for every slot after the known one, S = block_size - 1, for the block at every anchor."""
-    ran = decoder.forward_full(target, ops, target_params, tokens, config.target_layer_ids)
-    taps = dflash.normal_taps(config, ops, ran.taps, Norm(target_params.norm, target.rms_norm_eps))
-    features = dflash.context_features(config, ops, params, jax.lax.stop_gradient(taps))
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    context = dflash.context_kv(config, ops, params, features, positions)
-    block = anchors.reshape(-1, 1) + jnp.arange(config.block_size)
-    known = jnp.take_along_axis(tokens, anchors, axis=1).reshape(-1, 1)
-    masks = jnp.full((known.shape[0], config.block_size - 1), config.mask_token_id, known.dtype)
-    x = target_params.embed[jnp.concatenate([known, masks], axis=1)]
+    run, everything = partial(dflash.run_block, config, ops, params), (None,) * config.num_layers
+    hidden = draft_hidden(target, config, ops, target_params, params, run, tokens, anchors, everything)
+    return ops.linear(hidden, decoder.output_head(target_params), jnp.float32)
 
-    def attend(ops: Operations, projection: Projection, heads: Heads, anchors: Array, pair: Any) -> tuple[Array, Any]:
-        q, k, v = ops.heads(projection, heads)
-        return anchored_attention(q, pair, (k, v), anchors).reshape(*q.shape[:2], -1), pair
 
-    hidden = dflash.run_block(config, ops, params, x, block, context, attend, anchors)
-    return ops.linear(hidden[:, 1:], decoder.output_head(target_params), jnp.float32)
+class Blocks(NamedTuple):
+    """Random blocks of a batch, BA of them with S slots to be drafted.
+
+    Attributes:
+        anchors: the known tokens' positions, `[B, A]`.
+        before, wanted: the right token of the slot before each one, and of the slot itself, `[BA, S]`.
+        weights: of each slot in the loss, `[BA, S]`.
+    """
+
+    anchors: Array
+    before: Array
+    wanted: Array
+    weights: Array
+
+
+def draw_blocks(
+    target: DecoderConfig,
+    config: DFlashConfig,
+    options: DFlashOptions,
+    batch: tuple[Int[Array, "B T"], Bool[Array, "B T"]],
+    key: Array,
+) -> Blocks:
+    tokens, in_loss = batch
+    anchors, real = draw_anchors(in_loss, options.anchors, key)
+    end = target.eos_token_ids[0] if target.eos_token_ids else -1
+    labels, counted = block_labels(tokens, in_loss, anchors, config.block_size, end)
+    decay = jnp.exp(-jnp.arange(config.block_size - 1, dtype=jnp.float32) / options.decay(config.block_size))
+    weights = counted[:, :, 1:] * real.astype(jnp.float32)[:, :, None] * decay
+    flat = (x.reshape(-1, config.block_size - 1) for x in (labels[:, :, :-1], labels[:, :, 1:], weights))
+    return Blocks(anchors, *flat)
+
+
+def weighted_nll(logits: Float[Array, "BA S V"], wanted: Int[Array, "BA S"], weights: Float[Array, "BA S"]) -> Float[Array, ""]:
+    """The weighted mean cross-entropy in nats; 0 where all weights are."""
+    label_logits = jnp.take_along_axis(logits, wanted[..., None], axis=-1)[..., 0]
+    nll = jax.nn.logsumexp(logits, axis=-1) - label_logits
+    return jnp.sum(nll * weights) / jnp.maximum(jnp.sum(weights), 1e-6)
 
 
 def drafter_loss(
@@ -147,18 +221,9 @@ def drafter_loss(
     key: Array,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The weighted mean cross-entropy in nats over the slots of random blocks, and the sum of the weights."""
-    tokens, in_loss = batch
-    anchors, real = draw_anchors(in_loss, options.anchors, key)
-    end = target.eos_token_ids[0] if target.eos_token_ids else -1
-    labels, counted = block_labels(tokens, in_loss, anchors, config.block_size, end)
-    logits = draft_logits(target, config, ops, target_params, params, tokens, anchors)
-    decay = jnp.exp(-jnp.arange(config.block_size - 1, dtype=jnp.float32) / options.decay(config.block_size))
-    weights = (counted[:, :, 1:] * real.astype(jnp.float32)[:, :, None] * decay).reshape(logits.shape[:2])
-    wanted = labels[:, :, 1:].reshape(logits.shape[:2])
-    label_logits = jnp.take_along_axis(logits, wanted[..., None], axis=-1)[..., 0]
-    nll = jax.nn.logsumexp(logits, axis=-1) - label_logits
-    total = jnp.sum(weights)
-    return jnp.sum(nll * weights) / jnp.maximum(total, 1e-6), total
+    blocks = draw_blocks(target, config, options, batch, key)
+    logits = draft_logits(target, config, ops, target_params, params, batch[0], blocks.anchors)
+    return weighted_nll(logits, blocks.wanted, blocks.weights), jnp.sum(blocks.weights)
 
 
 def warm_start(target: DecoderConfig, config: DFlashConfig, target_params: DecoderParams, params: DFlashParams) -> DFlashParams:
@@ -208,20 +273,28 @@ def train_drafter(
             layers where these fit.
     """
     dflash.check_fits(config, target)
-    if drafter_options.anchors >= options.sequence_length:
-        raise ValueError(
-            f"expected fewer anchors than the sequence length {options.sequence_length}, found {drafter_options.anchors}"
-        )
-
-    def loss(params: Any, frozen: Any, batch: Any, key: Array) -> tuple[Array, Array]:
-        return drafter_loss(target, config, drafter_options, options.ops, params, frozen, batch, key)
+    check_anchors(drafter_options, options)
 
     def init() -> DFlashParams:
         if start is not None:
             return start
         return warm_start(target, config, target_params, initialise(dflash.declare(config), jax.random.key(options.seed)))
 
-    same = {"config": asdict(config), "drafter": asdict(drafter_options), "target": fingerprint(target_params)}
-    same["start"] = None if start is None else fingerprint(start)
+    loss = partial(drafter_loss, target, config, drafter_options, options.ops)
+    same = identity(config, drafter_options, target_params, start)
     windows = Windows(stream, held_out, options.sequence_length, options)
     return train(text_task("DFlash drafter", loss, init, hidden_matrices, windows, same, target_params), console, out)
+
+
+def check_anchors(drafter_options: DFlashOptions, options: TextOptions) -> None:
+    """Raises a `ValueError` if a sequence has too few positions for the anchors."""
+    if drafter_options.anchors >= options.sequence_length:
+        raise ValueError(
+            f"expected fewer anchors than the sequence length {options.sequence_length}, found {drafter_options.anchors}"
+        )
+
+
+def identity(config: DFlashConfig, drafter_options: DFlashOptions, target_params: DecoderParams, start: Any) -> dict[str, Any]:
+    """What a checkpoint of such a training must agree with."""
+    same = {"config": asdict(config), "drafter": asdict(drafter_options), "target": fingerprint(target_params)}
+    return same | {"start": None if start is None else fingerprint(start)}

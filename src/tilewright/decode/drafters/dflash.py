@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from tilewright.decode import cache
 from tilewright.decode.drafters import base
@@ -14,7 +14,7 @@ from tilewright.decode.state import DecodeState, Models, Target, block_positions
 from tilewright.kernels import select
 from tilewright.kernels.operations import Norm, Operations
 from tilewright.models import decoder, dflash
-from tilewright.models.dflash import DFlashConfig
+from tilewright.models.dflash import DFlashConfig, DFlashParams
 from tilewright.models.params import DTYPES, Dtype
 
 
@@ -72,19 +72,27 @@ class DFlash:
 
     def fill(self, target: Target, models: Models, state: DecodeState, block: Int[Array, "B T"]) -> Int[Array, "B drafts"]:
         """One pass: the most likely token for every slot but the first."""
-        hidden = dflash.run_block(
-            self.config,
-            self.ops,
-            models.drafter,
-            target.schedule.embed(models.target.embed, block).astype(DTYPES[self.dtype]),
-            block_positions(state.known, self.block_size),
-            state.draft_cache,
-            dflash.attend_context,
-            state.draft_cache[0].visible(state.known),
-        )
+        hidden = self.hidden(target, models, state, block)
         if models.draft_head is not None:
-            return self.ops.head_argmax(hidden[:, 1:], models.draft_head)[0]
-        return target.schedule.head_argmax(target.ops, hidden[:, 1:], decoder.output_head(models.target))
+            return self.ops.head_argmax(hidden, models.draft_head)[0]
+        return target.schedule.head_argmax(target.ops, hidden, decoder.output_head(models.target))
+
+    def hidden(
+        self, target: Target, models: Models, state: DecodeState, block: Int[Array, "B T"]
+    ) -> Float[Array, "B drafts H"]:
+        """What the head reads of every slot but the first."""
+        embedded = target.schedule.embed(models.target.embed, block).astype(DTYPES[self.dtype])
+        positions = block_positions(state.known, self.block_size)
+        ran = self.run_block(models, embedded, positions, state.draft_cache, dflash.attend_context, state.known)
+        return ran[:, 1:]
+
+    def backbone(self, models: Models) -> DFlashParams:
+        """The parameters that make the context."""
+        return models.drafter
+
+    def run_block(self, models: Models, *block: Any) -> Array:
+        """See `models.dflash.run_block`."""
+        return dflash.run_block(self.config, self.ops, models.drafter, *block)
 
     def extend(
         self, target: Target, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Int[Array, " B"],
@@ -92,7 +100,8 @@ class DFlash:
     ) -> DecodeState:  # fmt: skip
         taps = dflash.normal_taps(self.config, target.ops, taps, Norm(models.target.norm, target.config.rms_norm_eps))
         wanted = [tap.astype(DTYPES[self.dtype]) for tap in taps]
-        features = dflash.context_features(self.config, self.ops, models.drafter, wanted)
-        new = dflash.context_kv(self.config, self.ops, models.drafter, features, block_positions(start, features.shape[1]))
+        params = self.backbone(models)
+        features = dflash.context_features(self.config, self.ops, params, wanted)
+        new = dflash.context_kv(self.config, self.ops, params, features, block_positions(start, features.shape[1]))
         pairs = zip(state.draft_cache, new, strict=True)
         return replace(state, draft_cache=tuple(old.append(self.ops, k, v, start, stop - start) for old, (k, v) in pairs))

@@ -1,5 +1,5 @@
-// Products with weights that were packed once, on CPUs: y = x @ W; y = silu(x @ G) * (x @ U) in one call; and each row's largest output
-// with its index, without the outputs. Rows may be normalised first, and something added to the outputs. tile.inc says how weights are laid
+// Products with weights that were packed once, on CPUs: y = x @ W; y = silu(x @ G) * (x @ U) in one call; and each row's largest outputs,
+// one or several, with their indices, without the outputs. Rows may be normalised first, and something added to the outputs. tile.inc says how weights are laid
 // out; amx.inc is the same for machines with a tile unit.
 //
 // Built for several instruction sets, of which the best that the machine has is taken at run time. Work is split over panels of outputs.
@@ -11,7 +11,7 @@
 
 namespace {
 
-enum Output { SUMS, GATED, ARGMAX };
+enum Output { SUMS, GATED, ARGMAX, TOP };
 
 // The largest output so far in each of 16 lanes, and its panel.
 struct Best {
@@ -37,12 +37,26 @@ struct Call {
   const void* add;            // [m, n], or null
   void* out;                  // [m, n]
   Best* best;                 // [pieces, m], for ARGMAX
-  int64_t piece;              // panels to a piece, for ARGMAX
+  int64_t piece;              // panels to a piece, for ARGMAX and TOP
+  int64_t top;                // how many of the largest outputs, for TOP
+  float* top_values;          // [pieces, m, top], for TOP: in descending order, from minus infinity
+  int32_t* top_indices;       // [pieces, m, top], for TOP: NOWHERE where there is none yet
 };
+
+constexpr int32_t NOWHERE = std::numeric_limits<int32_t>::max();
 
 constexpr int64_t GRAIN = 4;  // panels that stay together in one thread
 
 inline Best* best_of(const Call& call, int64_t begin, int64_t row) { return call.best + begin / call.piece * call.m + row; }
+
+inline int64_t top_of(const Call& call, int64_t begin, int64_t row) { return (begin / call.piece * call.m + row) * call.top; }
+
+// Puts an output that is larger than the last of a list into it, behind all that are as large: they came before.
+inline void insert(float* values, int32_t* indices, int64_t count, float value, int32_t index) {
+  int64_t at = count - 1;
+  for (; at > 0 && values[at - 1] < value; --at) values[at] = values[at - 1], indices[at] = indices[at - 1];
+  values[at] = value, indices[at] = index;
+}
 
 typedef void (*Body)(const Call&, int64_t begin, int64_t end);
 typedef void (*Packing)(const Call&, const float* w, bool transposed, uint16_t* panels, int64_t begin, int64_t end);
@@ -145,7 +159,7 @@ void compute(ffi::ThreadPool& pool, Call& call, Weights weights, bool transposed
     const Body prepare = transposed ? kernel.prepare_transposed : kernel.prepare;
     native::share(pool, call.m, 16, call.m * call.k >= (1 << 16), [&](int64_t begin, int64_t end) { prepare(call, begin, end); });
   }
-  if (call.output != ARGMAX) {
+  if (call.output != ARGMAX && call.output != TOP) {
     native::share(pool, call.panels, GRAIN, worth_sharing(call), [&](int64_t begin, int64_t end) { kernel.run(call, begin, end); });
     return;
   }
@@ -208,6 +222,13 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi:
   return ffi::Error::Success();
 }
 
+// Cuts the panels into pieces, which have results of their own. Returns how many.
+int64_t cut(Call& call, ffi::ThreadPool& pool) {
+  const int64_t each = (call.panels + 4 * pool.num_threads() - 1) / (4 * pool.num_threads());
+  call.piece = std::max<int64_t>(GRAIN, (each + GRAIN - 1) / GRAIN * GRAIN);
+  return (call.panels + call.piece - 1) / call.piece;
+}
+
 ffi::Error Argmax(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::S32> sums, ffi::AnyBuffer norm,
                   ffi::ResultBuffer<ffi::S32> index, ffi::ResultBuffer<ffi::F32> value, int64_t outputs, float eps) {
   Call call{};
@@ -218,9 +239,7 @@ ffi::Error Argmax(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi:
   if (const char* problem = describe(call, weights, x, w, scales, sums, norm, 0); problem != nullptr) return ffi::Error::InvalidArgument(problem);
   if (index->element_count() != static_cast<size_t>(call.m) || value->element_count() != static_cast<size_t>(call.m))
     return ffi::Error::InvalidArgument("tilewright_argmax: the output has another shape");
-  const int64_t each = (call.panels + 4 * pool.num_threads() - 1) / (4 * pool.num_threads());
-  call.piece = std::max<int64_t>(GRAIN, (each + GRAIN - 1) / GRAIN * GRAIN);
-  const int64_t pieces = (call.panels + call.piece - 1) / call.piece;
+  const int64_t pieces = cut(call, pool);
   call.best = static_cast<Best*>(native::scratch<3>(pieces * call.m * sizeof(Best)));
   for (int64_t i = 0; i < pieces * call.m; ++i) {
     std::fill_n(call.best[i].value, 16, -std::numeric_limits<float>::infinity());
@@ -240,6 +259,45 @@ ffi::Error Argmax(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi:
     index->typed_data()[row] = static_cast<int32_t>(std::min(first, call.n - 1));
     value->typed_data()[row] = largest;
   }
+  return ffi::Error::Success();
+}
+
+// The lists of all pieces of a row, from the first piece on, become one. What is missing in it, because no more outputs are larger than
+// minus infinity, are the first of the others.
+void merge(const Call& call, int64_t pieces, int64_t row, int32_t* index, float* value) {
+  std::fill_n(value, call.top, -std::numeric_limits<float>::infinity());
+  std::fill_n(index, call.top, NOWHERE);
+  for (int64_t piece = 0; piece < pieces; ++piece) {
+    const int64_t from = top_of(call, piece * call.piece, row);
+    for (int64_t i = from; i < from + call.top && call.top_values[i] > value[call.top - 1]; ++i)
+      insert(value, index, call.top, call.top_values[i], call.top_indices[i]);
+  }
+  const int64_t found = std::find(index, index + call.top, NOWHERE) - index;
+  int32_t next = 0;
+  for (int64_t i = found; i < call.top; ++i, ++next) {
+    while (std::find(index, index + found, next) != index + found) ++next;
+    index[i] = next;
+  }
+}
+
+ffi::Error TopK(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::S32> sums, ffi::AnyBuffer norm,
+                ffi::ResultBuffer<ffi::S32> index, ffi::ResultBuffer<ffi::F32> value, int64_t outputs) {
+  Call call{};
+  Weights weights;
+  call.output = TOP;
+  call.n = outputs;
+  if (const char* problem = describe(call, weights, x, w, scales, sums, norm, 0); problem != nullptr) return ffi::Error::InvalidArgument(problem);
+  call.top = index->dimensions().size() == 0 ? 0 : index->dimensions().back();
+  const auto wanted = static_cast<size_t>(call.m * call.top);
+  if (call.top < 1 || call.top > outputs || index->element_count() != wanted || value->element_count() != wanted)
+    return ffi::Error::InvalidArgument("tilewright_top_k: the output has another shape");
+  const int64_t pieces = cut(call, pool), entries = pieces * call.m * call.top;
+  call.top_values = static_cast<float*>(native::scratch<3>(2 * entries * sizeof(float) + 64));
+  call.top_indices = reinterpret_cast<int32_t*>(call.top_values + entries);
+  std::fill_n(call.top_values, entries, -std::numeric_limits<float>::infinity());
+  std::fill_n(call.top_indices, entries, NOWHERE);
+  if (call.m > 0) compute(pool, call, weights);
+  for (int64_t row = 0; row < call.m; ++row) merge(call, pieces, row, index->typed_data() + row * call.top, value->typed_data() + row * call.top);
   return ffi::Error::Success();
 }
 
@@ -288,6 +346,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightArgmax, Argmax,
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<int64_t>("outputs")
                                   .Attr<float>("eps"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightTopK, TopK,
+                              ffi::Ffi::Bind().ROWS_AND_WEIGHTS.Ret<ffi::Buffer<ffi::S32>>().Ret<ffi::Buffer<ffi::F32>>().Attr<int64_t>("outputs"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightMatmul, Matmul,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()

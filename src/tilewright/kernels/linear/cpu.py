@@ -228,6 +228,23 @@ def linear_argmax(
     return index, value
 
 
+def linear_top_k(
+    x: Float[Array, "*rows I"], w: PackedMatrix, k: int
+) -> tuple[Int32[Array, "*rows {k}"], Float32[Array, "*rows {k}"]]:
+    """Indices and values of the `k` largest of each row's outputs `x @ w`, in descending order, of equal ones the first first.
+
+    The other outputs are not written to memory. What is no number counts as minus infinity.
+    """
+    if not 1 <= k <= w.outputs:
+        raise ValueError(f"expected from 1 to {w.outputs} of the largest outputs, found {k}")
+    shape = (*x.shape[:-1], k)
+    results = (jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32))
+    index, value = jax.ffi.ffi_call("tilewright_top_k", results)(
+        x, w.panels, w.scales, w.sums, or_nothing(None, x.dtype), outputs=w.outputs
+    )
+    return index, value
+
+
 def matmul(
     a: Float[Array, "..."], b: Float[Array, "..."], *, a_transposed: bool = False, b_transposed: bool = False
 ) -> Float[Array, "M N"]:

@@ -1,0 +1,298 @@
+"""`tilewright train drafter`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from cyclopts import Parameter
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from tilewright.cli.common import JsonFile, check_json_file, human_console, progress_console
+from tilewright.cli.train import LoopOptions, finish, require_data
+from tilewright.decode.language_model import LanguageModel
+from tilewright.decode.sampling import Sampling
+from tilewright.models import dflash, dflash2, eagle3, hub
+from tilewright.models.checkpoint import CONFIG, load_decoder, load_params, read_config, save_params
+from tilewright.models.decoder import DecoderConfig
+from tilewright.models.dflash import DFlashConfig, default_target_layers
+from tilewright.models.dflash2 import DFlash2Config
+from tilewright.models.eagle3 import Eagle3Config
+from tilewright.models.params import DTYPES, Dtype
+from tilewright.models.tokenizer import load_tokenizer
+from tilewright.train.data import MASK, Stream, encode_documents, read_documents, split_documents
+from tilewright.train.dflash2 import DFlash2Options, train_dflash2
+from tilewright.train.drafter import DFlashOptions, train_drafter
+from tilewright.train.eagle3 import Eagle3Options, default_draft_vocab, train_eagle3
+from tilewright.train.loop import TrainResult
+from tilewright.train.regenerate import cut_prompts, regenerate
+from tilewright.train.text import TextOptions
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class DrafterSizes:
+    """What drafter to make; its layers have the target's own sizes.
+
+    Attributes:
+        block_size: tokens drafted at once, the known one included; by default 16 for dflash and dflash2, 8 for eagle3.
+        taps: the target's layers whose outputs the drafter reads, from 0. By default the published choice for the kind; of a
+            target with few layers, all (dflash and dflash2, fewer than nine) or three (eagle3, fewer than seven).
+    """
+
+    block_size: int | None = None
+    taps: tuple[int, ...] = ()
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class DFlashArguments:
+    """What --kind dflash and --kind dflash2 know.
+
+    Attributes:
+        layers: dflash: the drafter's layers (2 by default).
+        mask_token_id: dflash: the token that stands for a position to be drafted; by default <|mask|>, else the vocabulary's
+            last.
+        anchors: dflash: blocks drawn from each sequence at each step (32 by default).
+        gamma: dflash: decay of the loss weights exp(-(k-1)/gamma); by default the published one for the block size.
+        start: dflash: a drafter to go on from, a folder, a Hugging Face id or "demo-drafter"; its block size may be another;
+            for dflash2 also a DFlash one, as backbone. By default training starts from the target's last layers.
+    """
+
+    layers: int | None = None
+    mask_token_id: int | None = None
+    anchors: int | None = None
+    gamma: float | None = None
+    start: str | None = None
+
+    def options(self) -> DFlashOptions:
+        return DFlashOptions(given(self.anchors, 32), self.gamma)
+
+    def start_params(self, config: DFlashConfig, seed: int, console: Console) -> Any:
+        """The parameters to go on from, float32, if any were named."""
+        if self.start is None:
+            return None
+        folder = hub.resolve(self.start, console=progress_console(console))
+        fields, where = read_config(folder), str(folder / CONFIG)
+        model = dflash2 if dflash2.is_dflash2(fields) else dflash
+        found, wanted = model.config_from_hf(fields, where, config.num_target_layers), config
+        if isinstance(config, DFlash2Config) and model is dflash:
+            wanted = config.backbone
+        if replace(found, block_size=config.block_size) != wanted:
+            raise ValueError(f"expected --start to be a drafter of these sizes: {wanted}; found {found}")
+        params = load_params(folder, model.declare(found), jnp.float32)
+        if wanted is config or not isinstance(config, DFlash2Config):
+            return params
+        return replace(dflash2.fresh(config, jax.random.key(seed)), backbone=params)
+
+    def config(self, sizes: DrafterSizes, target: DecoderConfig, tokenizer: Tokenizer) -> DFlashConfig:
+        mask = tokenizer.token_to_id(MASK) if self.mask_token_id is None else self.mask_token_id
+        every_layer = tuple(range(target.num_layers))
+        made = DFlashConfig(
+            **{**target.sizes(), "num_layers": given(self.layers, 2), "rope_scaling": None},
+            block_size=given(sizes.block_size, 16),
+            mask_token_id=target.vocab_size - 1 if mask is None else mask,
+            target_layer_ids=sizes.taps
+            or (every_layer if len(every_layer) < 9 else default_target_layers(len(every_layer), 5)),
+            num_target_layers=target.num_layers,
+        )
+        config = dflash.config_from_hf(dflash.config_to_hf(made), "the drafter's sizes")
+        dflash.check_fits(config, target)
+        return config
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class DFlash2Arguments:
+    """What only --kind dflash2 knows, besides what --kind dflash does.
+
+    Attributes:
+        conv_kernel: dflash2: slots that a convolution reads, the slot itself included (2 by default).
+        conv_group: dflash2: channels that share the dynamic part of a kernel (16 by default).
+        selector_rank: dflash2: the inner size of the score of two neighbouring tokens (256 by default).
+        selector_top_k: dflash2: candidates of a slot (16 by default).
+        selector_weight: dflash2: of the selector's loss against the backbone's (1 by default).
+    """
+
+    conv_kernel: int | None = None
+    conv_group: int | None = None
+    selector_rank: int | None = None
+    selector_top_k: int | None = None
+    selector_weight: float | None = None
+
+    def options(self, blocks: DFlashOptions) -> DFlash2Options:
+        return DFlash2Options(**vars(blocks), selector_weight=given(self.selector_weight, 1.0))
+
+    def config(self, backbone: DFlashConfig) -> DFlash2Config:
+        made = DFlash2Config(
+            **vars(backbone),
+            conv_kernel_size=given(self.conv_kernel, 2),
+            conv_group_size=given(self.conv_group, 16),
+            selector_rank=given(self.selector_rank, 256),
+            selector_top_k=given(self.selector_top_k, 16),
+        )
+        return dflash2.config_from_hf(dflash2.config_to_hf(made), "the drafter's sizes")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Eagle3Arguments:
+    """What only --kind eagle3 knows.
+
+    Attributes:
+        draft_vocab: eagle3: tokens that the drafter can propose, the most frequent of the training text; by default all of a
+            vocabulary up to 8,192, else at most 32,000.
+        decay: eagle3: weight of a draft step's loss against that of the step before (0.8 by default).
+    """
+
+    draft_vocab: int | None = None
+    decay: float | None = None
+
+    def options(self) -> Eagle3Options:
+        return Eagle3Options(given(self.decay, 0.8))
+
+    def config(self, sizes: DrafterSizes, target: DecoderConfig) -> Eagle3Config:
+        made = Eagle3Config(
+            **{**target.sizes(), "num_layers": 1},
+            draft_vocab_size=given(self.draft_vocab, default_draft_vocab(target.vocab_size)),
+            target_hidden_size=target.hidden_size,
+            target_layer_ids=sizes.taps or eagle3.default_target_layers(target.num_layers),
+            block_size=given(sizes.block_size, eagle3.BLOCK_SIZE),
+        )
+        config = eagle3.config_from_hf(eagle3.config_to_hf(made), target.num_layers, "the drafter's sizes")
+        eagle3.check_fits(config, target)
+        return config
+
+
+def given(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def refuse_others(kind: str, of_kind: dict[str, object]) -> None:
+    """Raises a `ValueError` that lists the arguments given for another kind of drafter."""
+    wrong = [
+        f"--{name.replace('_', '-')} (for {other})"
+        for other, arguments in of_kind.items()
+        for name, value in vars(arguments).items()
+        if other != kind and value is not None and (kind, other) != ("dflash2", "dflash")
+    ]
+    if wrong:
+        raise ValueError(f"--kind {kind} does not take {', '.join(wrong)}")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Regeneration:
+    """Whether the target writes the text that its drafter learns from, and how.
+
+    Attributes:
+        regenerated: let the target continue this many stretches of the data and train on what it writes instead of on the data.
+        prompt_tokens: length of such a stretch.
+        response_tokens: length of its continuation.
+        temperature: of the continuations; half of them are always greedy.
+    """
+
+    regenerated: int = 0
+    prompt_tokens: int = 64
+    response_tokens: int = 192
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.regenerated < 0:
+            raise ValueError(f"expected a number of continuations, found {self.regenerated}")
+        if self.prompt_tokens < 1:
+            raise ValueError(f"expected prompts of at least 1 token, found {self.prompt_tokens}")
+
+    def samplings(self) -> list[Sampling]:
+        return [Sampling(self.response_tokens, 0.0), Sampling(self.response_tokens, self.temperature)]
+
+    def apply(self, lm: LanguageModel, streams: list[Stream], end: int, out: Path, console: Console) -> list[Stream]:
+        """Training and held-out text as the target continues them; as they are where nothing is to be regenerated."""
+        if not self.regenerated:
+            return streams
+        counts = (self.regenerated, max(64, self.regenerated // 32))
+        written = []
+        for name, stream, count in zip(("trained", "held_out"), streams, counts, strict=True):
+            prompts = cut_prompts(stream, count, self.prompt_tokens, seed=0)
+            written.append(regenerate(lm, prompts, self.samplings(), out / f"responses_{name}.jsonl", end, console))
+        return written
+
+
+def drafter_text(
+    data: Sequence[Path], loop: LoopOptions, regeneration: Regeneration, lm: LanguageModel, out: Path, console: Console
+) -> list[Stream]:
+    """What a drafter of `lm` is trained on, and what is held out."""
+    end = lm.target.eos_token_ids[0] if lm.target.eos_token_ids else 0
+    parts = split_documents(read_documents(data), loop.held_out, loop.seed)
+    streams = [encode_documents(lm.tokenizer, part, end) for part in parts]
+    return regeneration.apply(lm, streams, end, out / "training", console)
+
+
+def fit(
+    made: DFlashConfig | Eagle3Config, own: Any, target: tuple[DecoderConfig, Any], texts: list[Stream], options: TextOptions,
+    start: Any, out: Path, dtype: Dtype, console: Console,
+) -> tuple[TrainResult, dict[str, Any]]:  # fmt: skip
+    """Trains and saves a drafter; `own` are the options of its kind. Returns what came of it, and figures of its kind."""
+    arguments: tuple[Any, ...] = (*target, made, *texts, options, own, out / "training", console)
+    if isinstance(made, Eagle3Config):
+        result, agreed = train_eagle3(*arguments)
+        eagle3.save(out, made, result.params, DTYPES[dtype])
+        return result, {"agreement": agreed}
+    model, train = (dflash2, train_dflash2) if isinstance(made, DFlash2Config) else (dflash, train_drafter)
+    result = train(*arguments, start)
+    save_params(out, model.config_to_hf(made), model.declare(made), result.params, DTYPES[dtype])
+    return result, {}
+
+
+def drafter(
+    *data: Path,
+    target: str,
+    out: Path,
+    kind: Literal["dflash", "dflash2", "eagle3"] = "dflash",
+    sizes: DrafterSizes = DrafterSizes(),
+    for_dflash: DFlashArguments = DFlashArguments(),
+    for_dflash2: DFlash2Arguments = DFlash2Arguments(),
+    for_eagle3: Eagle3Arguments = Eagle3Arguments(),
+    regeneration: Regeneration = Regeneration(),
+    loop: LoopOptions = LoopOptions(),
+    dtype: Dtype = "float32",
+    json_file: JsonFile = None,
+) -> None:
+    """Trains a drafter for a target, which stays as it is.
+
+    Parameters
+    ----------
+    data
+        Text files, JSONL files or folders, of the kind of text that will be generated; prompts are not in the loss.
+    target
+        A folder, a Hugging Face id, or "demo".
+    out
+        Folder for the drafter; its subfolder `training` holds the checkpoint that an interrupted run resumes from.
+    kind
+        A block-diffusion drafter (dflash), which drafts a block in one pass; one that besides walks through each slot's best
+        candidates (dflash2); or a chain (eagle3), one token after another.
+    dtype
+        Of the drafter as it is written; it is trained in float32.
+    json_file
+        Write the figures as JSON to this file, "-" for standard output.
+    """
+    check_json_file(json_file)
+    console = human_console(json_file)
+    require_data(data)
+    refuse_others(kind, {"dflash": for_dflash, "dflash2": for_dflash2, "eagle3": for_eagle3})
+    options, blocks = loop.options(), for_dflash.options()
+    own = {"dflash": blocks, "dflash2": for_dflash2.options(blocks), "eagle3": for_eagle3.options()}[kind]
+    folder = hub.resolve(target, console=progress_console(console))
+    tokenizer = load_tokenizer(folder)
+    config, params = load_decoder(folder, jnp.float32, progress_console(console))
+    made = for_eagle3.config(sizes, config) if kind == "eagle3" else for_dflash.config(sizes, config, tokenizer)
+    if kind == "dflash2" and isinstance(made, DFlashConfig):
+        made = for_dflash2.config(made)
+    start = for_dflash.start_params(made, options.seed, console) if isinstance(made, DFlashConfig) else None
+    texts = drafter_text(data, loop, regeneration, LanguageModel(config, params, tokenizer), out, console)
+    result, more = fit(made, own, (config, params), texts, options, start, out, dtype, console)
+    figures = {"training_tokens": int(texts[0].in_loss.sum()), "target": target, **more}
+    finish(result, out, console, json_file, **figures)

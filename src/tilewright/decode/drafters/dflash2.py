@@ -1,0 +1,70 @@
+"""Drafting with DFlash 2: one pass, then a walk through each slot's candidates."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jax import Array
+from jaxtyping import Int
+
+from tilewright.decode import cache, sampling
+from tilewright.decode.cache import KVCache
+from tilewright.decode.drafters.dflash import DFlash
+from tilewright.decode.state import DecodeState, Models, Target, block_positions
+from tilewright.models import decoder, dflash, dflash2
+from tilewright.models.dflash2 import DFlash2Config
+from tilewright.models.params import DTYPES
+
+Walk = Literal["greedy", "sampled"]
+"""How a candidate is taken: the best one, or one that is drawn at the row's temperature, unless that is 0. The output is the
+same: drafts only decide how many tokens a round settles."""
+
+
+@dataclass(frozen=True)
+class DFlash2(DFlash):
+    """How to draft.
+
+    Attributes:
+        walk: how a candidate is taken.
+    """
+
+    config: DFlash2Config
+    walk: Walk = "greedy"
+
+    name = "dflash2"
+
+    @property
+    def declared(self) -> Any:
+        return dflash2.declare(self.config)
+
+    def allocate(self, batch: int, capacity: int) -> Any:
+        return tuple(self.allocate_layer(window, batch, capacity) for window in self.config.windows)
+
+    def allocate_layer(self, window: int | None, batch: int, capacity: int) -> KVCache:
+        """The context of a layer with this window; in a cache that is shorter, no query comes to the window's end."""
+        sizes = (self.config.num_kv_heads, capacity, self.config.head_dim, DTYPES[self.dtype])
+        if window is None or window >= capacity + self.config.block_size:
+            (whole,) = cache.allocate_windows(1, batch, *sizes, self.window)
+            return whole
+        (ring,) = cache.allocate_rings(1, batch, *sizes, window - 1 if self.window is None else min(window - 1, self.window))
+        return cache.Sliding(ring.k, ring.v, window)
+
+    def backbone(self, models: Models) -> dflash.DFlashParams:
+        return models.drafter.backbone
+
+    def run_block(self, models: Models, *block: Any) -> Array:
+        return dflash2.run_block(self.config, self.ops, models.drafter, *block)
+
+    def fill(self, target: Target, models: Models, state: DecodeState, block: Int[Array, "B T"]) -> Int[Array, "B drafts"]:
+        """One pass, and a walk over every slot but the first."""
+        hidden, k = self.hidden(target, models, state, block), self.config.selector_top_k
+        if models.draft_head is not None:
+            candidates, logits = self.ops.head_top_k(hidden, models.draft_head, k)
+        else:
+            candidates, logits = target.schedule.head_top_k(target.ops, hidden, decoder.output_head(models.target), k)
+        selector = models.drafter.selector
+        scores = dflash2.transition_scores(self.config, self.ops, selector, hidden, block[:, 0], candidates, logits)
+        if self.walk == "greedy":
+            return dflash2.walk(scores, candidates)
+        positions = block_positions(state.known + 1, candidates.shape[1])
+        noise = sampling.draft_noise(state.sampling, positions, k)
+        return dflash2.walk(scores, candidates, state.sampling.temperature, noise)

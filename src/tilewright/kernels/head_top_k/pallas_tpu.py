@@ -1,0 +1,157 @@
+"""The operation on a TPU: the vocabulary passes through VMEM tile by tile, and the logits never reach memory.
+
+Every lane keeps the K largest logits that it has seen, sorted, and where they were: a new one sinks past all that are as
+large or larger. After the last tile the lists of the lanes are merged, K times the best of their heads. A chip with two
+cores gives each of them one half of the tiles; on the others the halves run one after the other.
+
+Of equal logits the first goes first. A NaN counts as -inf.
+
+Legend: R rows, H hidden size, V vocabulary, C columns of a tile, P halves, L lanes, K as many as are wanted.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Float, Float32, Int32
+
+from tilewright.kernels.head_argmax.pallas_tpu import HALVES, LANES, VMEM_BYTES, tile_columns
+from tilewright.kernels.head_argmax.pallas_tpu import vmem_bytes as argmax_vmem_bytes
+
+NOWHERE = 2**31 - 1
+"""The place of an entry that a list does not have yet: it loses against every other."""
+
+
+def vmem_bytes(rows: int, hidden: int, columns: int, itemsize: int, k: int) -> int:
+    """What the kernel holds in VMEM: that of an argmax, and the lists."""
+    return argmax_vmem_bytes(rows, hidden, columns, itemsize) + 2 * k * -(-rows // 8) * 8 * LANES * 4
+
+
+def fits(x: Array | jax.ShapeDtypeStruct, head: Array | jax.ShapeDtypeStruct, k: int) -> bool:
+    """Whether the kernel takes these: one dtype, sizes that VMEM holds, and no more results than lanes."""
+    rows, hidden, itemsize = x.size // x.shape[-1], x.shape[-1], head.dtype.itemsize
+    wanted = vmem_bytes(rows, hidden, tile_columns(hidden, itemsize), itemsize, k)
+    dtypes = x.dtype == head.dtype and head.dtype in (jnp.float32, jnp.bfloat16)
+    return rows > 0 and 1 <= k <= LANES and wanted <= VMEM_BYTES and dtypes
+
+
+def sink(part: Array, at: Array, values_ref, places_ref, k: int, unroll: bool) -> None:
+    """Lets one logit of each lane, `part` and `at` [R, L], sink into the lane's list; what it takes the place of sinks on."""
+
+    def one(depth: Array, falling: tuple[Array, Array]) -> tuple[Array, Array]:
+        value, place = falling
+        held, where = values_ref[depth], places_ref[depth]
+        goes_in = (value > held) | ((value == held) & (place < where))
+        values_ref[depth] = jnp.where(goes_in, value, held)
+        places_ref[depth] = jnp.where(goes_in, place, where)
+        return jnp.where(goes_in, held, value), jnp.where(goes_in, where, place)
+
+    jax.lax.fori_loop(0, k, one, (part, at), unroll=unroll)
+
+
+def merge(best_ref, place_ref, values_ref, places_ref, k: int) -> None:
+    """Writes the K best of all lanes, in order, to the first K lanes of `best` and `place` [1, R, L]. Spends the lists."""
+    lane = jax.lax.broadcasted_iota(jnp.int32, best_ref.shape[1:], 1)
+    best_ref[0] = jnp.full(best_ref.shape[1:], -jnp.inf, jnp.float32)
+    place_ref[0] = jnp.full(place_ref.shape[1:], NOWHERE, jnp.int32)
+
+    def take(n: Array, _: None) -> None:
+        head, where = values_ref[0], places_ref[0]
+        largest = jnp.max(head, axis=1, keepdims=True)
+        first = jnp.min(jnp.where(head == largest, where, NOWHERE), axis=1, keepdims=True)
+        best_ref[0] = jnp.where(lane == n, largest, best_ref[0])
+        place_ref[0] = jnp.where(lane == n, first, place_ref[0])
+        taken = (head == largest) & (where == first)
+
+        def up(depth: Array, _: None) -> None:
+            values_ref[depth] = jnp.where(taken, values_ref[depth + 1], values_ref[depth])
+            places_ref[depth] = jnp.where(taken, places_ref[depth + 1], places_ref[depth])
+
+        jax.lax.fori_loop(0, k - 1, up, None)
+        places_ref[k - 1] = jnp.where(taken, NOWHERE, places_ref[k - 1])
+        values_ref[k - 1] = jnp.where(taken, -jnp.inf, values_ref[k - 1])
+
+    jax.lax.fori_loop(0, k, take, None)
+
+
+def kernel(
+    x_ref, head_ref, best_ref, place_ref, values_ref, places_ref, *, vocab: int, tiles: int, transposed: bool, k: int,
+    unroll: bool,
+):  # fmt: skip
+    """One tile: x [R, H], head [H, C] or transposed [C, H]; the lists [K, R, L] stay in VMEM through a half."""
+    half, tile = pl.program_id(0), pl.program_id(1)
+    lane = jax.lax.broadcasted_iota(jnp.int32, best_ref.shape[1:], 1)
+
+    @pl.when(tile == 0)
+    def _():
+        values_ref[...] = jnp.full(values_ref.shape, -jnp.inf, jnp.float32)
+        places_ref[...] = jnp.full(places_ref.shape, NOWHERE, jnp.int32)
+
+    contracted = ((1,), (1 if transposed else 0,))
+    logits = jax.lax.dot_general(
+        x_ref[...],
+        head_ref[...],
+        (contracted, ((), ())),
+        precision=jax.lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+    columns = logits.shape[1]
+    first = (half * tiles + tile) * columns
+    for start in range(0, columns, LANES):
+        at = first + start + lane
+        part = logits[:, start : start + LANES]
+        real = at < vocab  # what lies beyond the vocabulary may be anything
+        known = jnp.where(real & (part > -jnp.inf), part, -jnp.inf)
+        sink(known, jnp.where(real, at, NOWHERE), values_ref, places_ref, k, unroll)
+
+    @pl.when(tile == tiles - 1)
+    def _():
+        merge(best_ref, place_ref, values_ref, places_ref, k)
+
+
+def head_top_k(
+    x: Float[Array, "*rows H"], head: Float[Array, "..."], k: int, transposed: bool = False, interpret: bool = False
+) -> tuple[Int32[Array, "*rows {k}"], Float32[Array, "*rows {k}"]]:
+    """Indices and values of the `k` largest of `x @ head`, where `fits`; logits are float32 sums.
+
+    Args:
+        head: `[H, V]`, or with `transposed` `[V, H]`, as an embedding lies in memory.
+        interpret: runs without a TPU, slowly.
+    """
+    rows, hidden = x.size // x.shape[-1], x.shape[-1]
+    vocab = head.shape[0 if transposed else 1]
+    columns = tile_columns(hidden, head.dtype.itemsize)
+    last = pl.cdiv(vocab, columns) - 1
+    tiles = pl.cdiv(last + 1, HALVES)
+
+    def head_block(half: Array, tile: Array) -> tuple[Array | int, Array | int]:
+        at = jnp.minimum(half * tiles + tile, last)
+        return (at, 0) if transposed else (0, at)
+
+    kept = pl.BlockSpec((1, rows, LANES), lambda half, tile: (half, 0, 0))
+    moved = (head.size + rows * hidden) * head.dtype.itemsize + HALVES * rows * LANES * 8
+    best, place = pl.pallas_call(
+        partial(kernel, vocab=vocab, tiles=tiles, transposed=transposed, k=k, unroll=not interpret),
+        grid=(HALVES, tiles),
+        in_specs=[
+            pl.BlockSpec((rows, hidden), lambda half, tile: (0, 0)),
+            pl.BlockSpec((columns, hidden) if transposed else (hidden, columns), head_block),
+        ],
+        out_specs=[kept, kept],
+        out_shape=[jax.ShapeDtypeStruct((HALVES, rows, LANES), dtype) for dtype in (jnp.float32, jnp.int32)],
+        scratch_shapes=[pltpu.VMEM((k, rows, LANES), jnp.float32), pltpu.VMEM((k, rows, LANES), jnp.int32)],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=max(2**24, vmem_bytes(rows, hidden, columns, head.dtype.itemsize, k) * 5 // 4),
+        ),
+        cost_estimate=pl.CostEstimate(flops=2 * rows * head.size, bytes_accessed=moved, transcendentals=0),
+        interpret=interpret,
+        name="head_top_k",
+    )(x.reshape(rows, hidden), head)
+    # The first half's places are all smaller: of equal values, the one that stands first here is the first.
+    value, among = jax.lax.top_k(jnp.concatenate(list(best[:, :, :k]), axis=1), k)
+    index = jnp.take_along_axis(jnp.concatenate(list(place[:, :, :k]), axis=1), among, axis=1)
+    return index.reshape(*x.shape[:-1], k), value.reshape(*x.shape[:-1], k)

@@ -1,0 +1,122 @@
+"""Training a DFlash 2 drafter: the loss of a DFlash drafter, and beside it that of its selector.
+
+The selector learns to tell the right token among the most likely ones of its slot, given the right token before it. Where the
+right token is not among them, it takes the place of the last. Both losses weigh the slots alike, and both reach the backbone.
+
+Sources of the recipe: the trainers' (speculators #1006, Model-Optimizer #2216); the authors publish none.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int
+from rich.console import Console
+
+from tilewright.kernels import select
+from tilewright.kernels.operations import Operations
+from tilewright.models import decoder, dflash, dflash2
+from tilewright.models.decoder import DecoderConfig, DecoderParams
+from tilewright.models.dflash2 import DFlash2Config, DFlash2Params
+from tilewright.train import drafter
+from tilewright.train.data import Stream
+from tilewright.train.drafter import Blocks, DFlashOptions, draft_hidden, draw_blocks, weighted_nll
+from tilewright.train.loop import TrainResult, train
+from tilewright.train.text import TextOptions, Windows, text_task
+
+
+@dataclass(frozen=True)
+class DFlash2Options(DFlashOptions):
+    """What is particular to the training of a DFlash 2 drafter.
+
+    Attributes:
+        selector_weight: of the selector's loss against the backbone's.
+    """
+
+    selector_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.selector_weight >= 0:
+            raise ValueError(f"expected a selector weight of at least 0, found {self.selector_weight}")
+
+
+def selector_loss(
+    config: DFlash2Config,
+    ops: Operations,
+    params: DFlash2Params,
+    hidden: Float[Array, "BA S H"],
+    logits: Float[Array, "BA S V"],
+    blocks: Blocks,
+) -> Float[Array, ""]:
+    """The weighted mean cross-entropy in nats of the right token among the candidates; `logits` are scaled already."""
+    candidates, _ = select.top_k(jax.lax.stop_gradient(logits), config.selector_top_k)
+    wanted = blocks.wanted[..., None]
+    there = jnp.any(candidates == wanted, axis=-1)
+    candidates = candidates.at[..., -1].set(jnp.where(there, candidates[..., -1], blocks.wanted))
+    pairs = dflash2.pair_scores(ops, params.selector, hidden, blocks.before[..., None], candidates)
+    scores = jnp.take_along_axis(logits, candidates, axis=-1) + pairs[:, :, 0]
+    return weighted_nll(scores, jnp.argmax(candidates == wanted, axis=-1), blocks.weights)
+
+
+def drafter_losses(
+    target: DecoderConfig,
+    config: DFlash2Config,
+    options: DFlash2Options,
+    ops: Operations,
+    params: DFlash2Params,
+    target_params: DecoderParams,
+    batch: tuple[Int[Array, "B T"], Bool[Array, "B T"]],
+    key: Array,
+) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
+    """The backbone's loss and the selector's, both in nats, and the sum of the slots' weights."""
+    blocks, run = draw_blocks(target, config, options, batch, key), partial(dflash2.run_block, config, ops, params)
+    arguments = (target_params, params.backbone, run, batch[0], blocks.anchors, config.windows)
+    hidden = draft_hidden(target, config, ops, *arguments)
+    logits = dflash2.scaled_logits(config, ops.linear(hidden, decoder.output_head(target_params), jnp.float32))
+    chosen = selector_loss(config, ops, params, hidden, logits, blocks)
+    return weighted_nll(logits, blocks.wanted, blocks.weights), chosen, jnp.sum(blocks.weights)
+
+
+def start_of(target: DecoderConfig, config: DFlash2Config, target_params: DecoderParams, key: Array) -> DFlash2Params:
+    """A backbone that starts as a DFlash drafter's, and additions that do nothing yet."""
+    params = dflash2.fresh(config, key)
+    return replace(params, backbone=drafter.warm_start(target, config, target_params, params.backbone))
+
+
+def hidden_matrices(params: DFlash2Params) -> DFlash2Params:
+    """True for every matrix; a codebook is an embedding, not one of them."""
+    matrices = jax.tree.map(lambda x: x.ndim == 2, params)
+    return replace(matrices, selector=replace(matrices.selector, predecessor=False, successor=False))
+
+
+def train_dflash2(
+    target: DecoderConfig,
+    target_params: DecoderParams,
+    config: DFlash2Config,
+    stream: Stream,
+    held_out: Stream,
+    options: TextOptions,
+    drafter_options: DFlash2Options,
+    out: Path,
+    console: Console,
+    start: DFlash2Params | None = None,
+) -> TrainResult:
+    """Trains a drafter. Its loss is the backbone's and `selector_weight` times the selector's; see `drafter.train_drafter`."""
+    dflash.check_fits(config, target)
+    drafter.check_anchors(drafter_options, options)
+
+    def loss(params: Any, frozen: Any, batch: Any, key: Array) -> tuple[Array, Array]:
+        backbone, chosen, total = drafter_losses(target, config, drafter_options, options.ops, params, frozen, batch, key)
+        return backbone + drafter_options.selector_weight * chosen, total
+
+    def init() -> DFlash2Params:
+        return start_of(target, config, target_params, jax.random.key(options.seed)) if start is None else start
+
+    same = drafter.identity(config, drafter_options, target_params, start)
+    windows = Windows(stream, held_out, options.sequence_length, options)
+    return train(text_task("DFlash 2 drafter", loss, init, hidden_matrices, windows, same, target_params), console, out)

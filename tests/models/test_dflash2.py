@@ -1,0 +1,343 @@
+"""DFlash 2: what a checkpoint says and how it is checked, the maths against NumPy, and the walk's distribution."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from reference.dflash2_numpy import as_dflash2, build2
+from reference.dflash_numpy import Pair, as_folders, random_pair
+from reference.sampling_numpy import chi_square_excess
+from tilewright.decode import sampling
+from tilewright.decode.drafters.load import load_dflash2
+from tilewright.decode.sampling import Sampling, row_sampling
+from tilewright.kernels.select import PLAIN
+from tilewright.models import decoder, dflash, dflash2
+from tilewright.models.checkpoint import read_config, save_params
+from tilewright.models.dflash2 import AFTER, BEFORE, DFlash2Config, DFlash2Params
+from tilewright.models.params import count, initialise, to_tensors
+
+PLAIN_PAIR = random_pair(0, vocab_size=16, target_layers=1, drafter_layers=2, taps=[0], block_size=4)
+FIELDS = {"output_multiplier": 0.5, "final_logit_softcapping": 8.0, "input_embedding_scale": 0.75}
+PAIR = as_dflash2(PLAIN_PAIR, window=6, sliding=[0], **FIELDS)
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+def loaded(folder: Path, pair: Pair = PAIR) -> tuple[DFlash2Config, DFlash2Params]:
+    _, drafter = as_folders(folder, pair)
+    return load_dflash2(drafter, read_config(drafter), decoder.config_from_hf(pair.target_config), "float32", None)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[DFlash2Config, DFlash2Params]:
+    return loaded(tmp_path_factory.mktemp("model"))
+
+
+# Configuration and checkpoint
+
+MUSE = {
+    "architectures": ["DFlash2DraftModel"], "model_type": "qwen3", "is_causal": False, "hidden_size": 6656,
+    "intermediate_size": 19968, "vocab_size": 202048, "num_hidden_layers": 5, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "num_target_layers": 52, "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_theta": 5e5}, "layer_types": ["sliding_attention"] * 5, "sliding_window": 2048,
+    "use_sliding_window": True, "attention_bias": False, "tie_word_embeddings": False,
+    "dflash_config": {
+        "block_size": 16, "conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16,
+        "mask_token_id": 201818, "target_layer_ids": [1, 13, 25, 37, 49], "output_multiplier": 0.19611613513818404,
+        "final_logit_softcapping": 20.0,
+    },
+}  # fmt: skip
+"""The published configuration for Muse-Glimmer-30B."""
+
+
+def test_a_published_configuration():
+    config = dflash2.config_from_hf(MUSE)
+    assert config.windows == (2048,) * 5
+    assert (config.block_size, config.conv_kernel_size, config.conv_groups) == (16, 2, 416)
+    assert (config.output_multiplier, config.final_logit_softcapping) == (0.19611613513818404, 20.0)
+    assert config.target_layer_ids == (1, 13, 25, 37, 49)
+    assert dflash2.config_from_hf(dflash2.config_to_hf(config)) == config
+    shapes = {spec.name: list(spec.stored_shape) for spec in jax.tree.leaves(dflash2.declare(config))}
+    backbone = {spec.name for spec in jax.tree.leaves(dflash.declare(config))}
+    conv = {"base_kernel": [2, 2, 6656], "kernel_projection.weight": [1664, 6656]}
+    own = {
+        f"layers.{n}.{side}_conv.{name}": shape
+        for n in range(5)
+        for side in ("attention", "mlp")
+        for name, shape in conv.items()
+    }
+    own |= {f"candidate_selector.{name}_codebook": [202048, 256] for name in ("predecessor", "successor")}
+    own |= {"candidate_selector.hidden_projection.weight": [256, 6656]}
+    assert {name: shape for name, shape in shapes.items() if name not in backbone} == own
+
+
+def test_sizes_of_the_additions():
+    """The published account of a 4B drafter's: 16.5 M parameters in the convolutions."""
+    fields = {**MUSE, "hidden_size": 2560, "vocab_size": 151936}
+    config = dflash2.config_from_hf(fields | {"dflash_config": MUSE["dflash_config"] | {"mask_token_id": 1}})
+    declared = dflash2.declare(config)
+    assert round(count((declared.attention_convs, declared.mlp_convs)) / 1e6, 2) == 16.49
+    assert dflash2.is_dflash2(fields)
+    assert not dflash2.is_dflash2(PLAIN_PAIR.drafter_config)
+
+
+def test_what_may_be_absent():
+    fields = {
+        name: value for name, value in MUSE.items() if name not in ("layer_types", "sliding_window", "use_sliding_window")
+    }
+    inner = {name: value for name, value in MUSE["dflash_config"].items() if not name.startswith(("output", "final"))}
+    config = dflash2.config_from_hf(fields | {"dflash_config": inner, "is_causal": None})
+    assert (config.windows, config.output_multiplier, config.final_logit_softcapping) == ((None,) * 5, 1.0, None)
+    assert dflash2.config_from_hf(dflash2.config_to_hf(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "inside", "message"),
+    [
+        ({}, {"conv_kernel_size": None, "selector_rank": None}, "conv_kernel_size must be a positive integer, found None"),
+        ({}, {"conv_kernel_size": None, "selector_rank": None}, "selector_rank must be a positive integer, found None"),
+        ({}, {"conv_group_size": 7}, "conv_group_size 7 does not divide hidden_size 6656"),
+        ({}, {"selector_top_k": 300000}, "selector_top_k 300000 exceeds vocab_size 202048"),
+        ({}, {"output_multiplier": -1}, "output_multiplier must be a positive number, found -1"),
+        ({}, {"final_logit_softcapping": "x"}, "final_logit_softcapping must be a positive number, found 'x'"),
+        ({}, {"markov_rank": 256}, "dflash_config has unknown fields: markov_rank"),
+        ({"is_causal": None}, {}, "is_causal must be false where layers slide"),
+        ({"is_causal": True}, {}, "is_causal must be false where layers slide"),
+        ({"layer_types": ["sliding_attention"] * 4}, {}, "layer_types must name full_attention or sliding_attention for"),
+        ({"layer_types": ["chunked"] * 5}, {}, "layer_types must name full_attention or sliding_attention for"),
+        ({"layer_types": None}, {}, "use_sliding_window needs layer_types"),
+        ({"layer_types": None, "use_sliding_window": None}, {}, "sliding_window=2048 is not supported"),
+        ({"use_sliding_window": False}, {}, "use_sliding_window is false, but layer_types has sliding_attention"),
+        ({"sliding_window": None}, {}, "sliding_window must be a positive integer, found None"),
+        ({"sliding_window": 15}, {}, "sliding_window must be at least the block's 16, found 15"),
+        ({"architectures": ["DFlashDraftModel"]}, {}, "architectures=.'DFlashDraftModel'. is not supported"),
+    ],
+)  # fmt: skip
+def test_a_field_that_does_not_fit_is_named(change: dict[str, Any], inside: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        dflash2.config_from_hf(MUSE | change | {"dflash_config": MUSE["dflash_config"] | inside})
+
+
+def test_every_field_that_does_not_fit_is_named_at_once():
+    fields = {**MUSE, "is_causal": True, "hidden_size": 100, "model_type": "llama", "num_attention_heads": 0}
+    fields["dflash_config"] = MUSE["dflash_config"] | {"selector_rank": "r", "markov_rank": 1, "block_size": 1}
+    with pytest.raises(ValueError, match="markov_rank") as caught:
+        dflash2.config_from_hf(fields)
+    named = (
+        "is_causal",
+        "conv_group_size 16 does not divide",
+        "model_type",
+        "num_attention_heads",
+        "selector_rank",
+        "block_size",
+    )
+    assert all(name in str(caught.value) for name in named)
+
+
+def test_every_tensor_that_does_not_fit_is_named_at_once(tmp_path: Path):
+    """And how the sizes do not fit the target."""
+    _, folder = as_folders(tmp_path, PAIR)
+    tensors = load_file(folder / "model.safetensors")
+    gone, wide = "layers.0.mlp_conv.base_kernel", "layers.1.attention_conv.base_kernel"
+    del tensors[gone]
+    tensors[wide] = np.zeros((2, 3, 32), np.float32)
+    tensors["candidate_selector.extra"] = np.zeros(3, np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    target = decoder.config_from_hf(PAIR.target_config | {"num_hidden_layers": 3})
+    with pytest.raises(ValueError, match="num_target_layers is 1 but the target's is 3") as caught:
+        load_dflash2(folder, read_config(folder), target, "float32", None)
+    for named in (f"1 missing: {gone}", "candidate_selector.extra", f"{wide} (expected [2, 2, 32], found [2, 3, 32])"):
+        assert named in str(caught.value)
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+def test_names_and_values_survive_a_round_trip(tmp_path: Path, prefix: bool):
+    _, folder = as_folders(tmp_path, PAIR, model_prefix=prefix, block_size_inside=True)
+    config, params = load_dflash2(folder, read_config(folder), decoder.config_from_hf(PAIR.target_config), "float32", None)
+    save_params(tmp_path / "saved", dflash2.config_to_hf(config), dflash2.declare(config), params, jnp.float32)
+    stored = load_file(tmp_path / "saved" / "model.safetensors")
+    assert stored.keys() == PAIR.drafter_tensors.keys()
+    for name, tensor in PAIR.drafter_tensors.items():
+        np.testing.assert_array_equal(stored[name], tensor)
+    fields = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert dflash2.config_from_hf(fields) == config
+
+
+# Maths
+
+
+def test_the_convolution_by_hand():
+    config = dflash2.config_from_hf(PAIR.drafter_config)
+    config = replace(config, hidden_size=4, conv_group_size=2, conv_kernel_size=2)
+    base = np.zeros((2, 2, 4), np.float32)
+    base[BEFORE, 0], base[BEFORE, 1], base[AFTER, 1] = 1, [10, 20, 30, 40], 1
+    dynamic = np.zeros((1, 3, 2, 2, 2), np.float32)
+    dynamic[0, 1, BEFORE, 1] = [1, 2]  # slot 1 takes more of slot 0, each group of two channels its own
+    y = jnp.asarray(np.arange(12, dtype=np.float32).reshape(1, 3, 4))
+    conv = dflash2.Convolution(jnp.asarray(base), None)
+    before, after = (dflash2.convolve(config, conv, jnp.asarray(dynamic), side, y)[0] for side in (BEFORE, AFTER))
+    np.testing.assert_array_equal(before[0], [0, 1, 2, 3])
+    np.testing.assert_array_equal(before[1], [4 + 11 * 0, 5 + 21 * 1, 6 + 32 * 2, 7 + 42 * 3])
+    np.testing.assert_array_equal(before[2], [8 + 10 * 4, 9 + 20 * 5, 10 + 30 * 6, 11 + 40 * 7])
+    np.testing.assert_array_equal(after, [[0, 0, 0, 0], [0, 1, 2, 3], [4, 5, 6, 7]])
+
+
+def test_fresh_parameters_do_what_dflash_does(model: tuple[DFlash2Config, DFlash2Params]):
+    config, _ = model
+    params = dflash2.fresh(config, jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (2, 4, 32))
+    positions = jnp.arange(4)[None] + jnp.zeros((2, 1), jnp.int32)
+
+    def attend(ops: Any, projection: Any, heads: Any, seen: Any, kept: Any) -> tuple[jax.Array, Any]:
+        q = ops.heads(projection, heads)[0]
+        return q.reshape(*q.shape[:2], -1), kept
+
+    arguments = (x, positions, (None, None), attend, None)
+    got = dflash2.run_block(config, PLAIN, params, *arguments)
+    np.testing.assert_allclose(got, dflash.run_block(config, PLAIN, params.backbone, *arguments), atol=1e-6)
+    tokens = jnp.arange(12).reshape(2, 3, 2) % 16
+    assert not np.any(dflash2.pair_scores(PLAIN, params.selector, x[:, 1:], tokens, tokens))
+    assert np.any(np.asarray(params.selector.predecessor))
+
+
+@pytest.mark.parametrize("fields", [{}, FIELDS])
+def test_scores_and_walk_equal_the_reference(tmp_path: Path, fields: dict[str, Any]):
+    pair = as_dflash2(PLAIN_PAIR, **fields)
+    config, params = loaded(tmp_path, pair)
+    _, drafter = build2(pair)
+    hidden = np.random.default_rng(0).normal(size=(5, 3, 32)).astype(np.float32)
+    known = np.arange(5)
+    logits = np.stack([drafter.target.head(h.astype(np.float64)) for h in hidden])
+    candidates = np.argsort(-logits, axis=-1, kind="stable")[..., :5]
+    unary = np.take_along_axis(logits, candidates, axis=-1).astype(np.float32)
+
+    @jax.jit
+    def run(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+        scores = dflash2.transition_scores(config, PLAIN, params.selector, *arrays)
+        return scores, dflash2.walk(scores, arrays[2])
+
+    scores, walked = run(*(jnp.asarray(x) for x in (hidden, known, candidates, unary)))
+    for row in range(5):
+        own, before = drafter.logits(hidden[row].astype(np.float64)), int(known[row])
+        for slot in range(3):
+            tokens, want = drafter.choices(hidden[row, slot].astype(np.float64), own[slot], before)
+            assert tokens == candidates[row, slot].tolist()
+            place = 0 if slot == 0 else candidates[row, slot - 1].tolist().index(before)
+            np.testing.assert_allclose(scores[row, slot, place], want, rtol=1e-4, atol=1e-4)
+            before = tokens[int(np.argmax(want))]
+            assert walked[row, slot] == before
+
+
+def test_the_first_of_equal_candidates_is_taken():
+    candidates = jnp.asarray([[[7, 3], [5, 9]]])
+    assert dflash2.walk(jnp.zeros((1, 2, 2, 2)), candidates).tolist() == [[7, 5]]
+
+
+# The sampled walk
+
+Draw = Callable[..., jax.Array]
+TEMPERATURE, ROWS, BATCHES = 1.3, 64, 60
+
+
+def one_noise(scores: Any, candidates: Any, temperature: Any, gumbel: Any) -> jax.Array:
+    """All slots draw with the same noise."""
+    return dflash2.walk(scores, candidates, temperature, jnp.broadcast_to(gumbel[:, :1], gumbel.shape))
+
+
+def cold(scores: Any, candidates: Any, temperature: Any, gumbel: Any) -> jax.Array:
+    """The temperature is left out."""
+    return dflash2.walk(scores, candidates, jnp.ones_like(temperature), gumbel)
+
+
+def pairs_unseen(scores: Any, candidates: Any, temperature: Any, gumbel: Any) -> jax.Array:
+    """Every slot follows the first candidate of the slot before, whichever was taken."""
+    return dflash2.walk(jnp.broadcast_to(scores[:, :, :1], scores.shape), candidates, temperature, gumbel)
+
+
+@pytest.fixture(scope="module")
+def walks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[tuple[int, ...], float], Callable[[Draw], np.ndarray]]:
+    """The exact distribution of the walks over three slots; and many walks, drawn in the engine's way by a given rule."""
+    pair = as_dflash2(PLAIN_PAIR, top_k=3, **FIELDS)
+    config, params = loaded(tmp_path_factory.mktemp("walks"), pair)
+    _, drafter = build2(pair)
+    hidden, known = np.random.default_rng(1).normal(size=(3, 32)), 6
+    exact = drafter.walk_distribution(hidden, known, TEMPERATURE)
+    logits = drafter.target.head(hidden)
+    candidates = np.argsort(-logits, axis=-1, kind="stable")[None, :, :3]
+    unary = np.take_along_axis(logits[None], candidates, axis=-1)
+    arrays = (hidden[None], np.array([known]), candidates, unary)
+    repeated = [jnp.asarray(np.repeat(x, ROWS, axis=0), jnp.int32 if x.dtype.kind == "i" else jnp.float32) for x in arrays]
+    scores = dflash2.transition_scores(config, PLAIN, params.selector, *repeated)
+
+    def drawn(rule: Draw) -> np.ndarray:
+        @jax.jit
+        def batch(n: jax.Array) -> jax.Array:
+            rows = row_sampling([Sampling(temperature=TEMPERATURE, seed=0)] * ROWS, [1] * ROWS)
+            key = jnp.asarray(rows.key).at[:, 1].set((jnp.arange(ROWS) + n * ROWS).astype(jnp.uint32))
+            positions = jnp.broadcast_to(5 + jnp.arange(3, dtype=jnp.int32), (ROWS, 3))
+            noise = sampling.draft_noise(replace(rows, key=key), positions, 3)
+            return rule(scores, repeated[2], jnp.asarray(rows.temperature), noise)
+
+        return np.concatenate([np.asarray(batch(jnp.int32(n))) for n in range(BATCHES)])
+
+    return exact, drawn
+
+
+def excess(exact: dict[tuple[int, ...], float], drawn: np.ndarray) -> float:
+    """The chi-square statistic over what chance allows."""
+    places = {walk: n for n, walk in enumerate(exact)}
+    counts = np.bincount([places[tuple(walk)] for walk in drawn.tolist()], minlength=len(exact))
+    return chi_square_excess(counts, np.array(list(exact.values())))
+
+
+def test_the_sampled_walk_has_its_exact_distribution(walks: Any):
+    exact, drawn = walks
+    assert len(exact) == 27
+    assert sum(exact.values()) == pytest.approx(1)
+    found = drawn(dflash2.walk)
+    assert excess(exact, found) < 1
+    assert len({tuple(walk) for walk in found.tolist()}) > 15
+
+
+@pytest.mark.parametrize("rule", [one_noise, cold, pairs_unseen])
+def test_a_broken_walk_is_rejected(walks: Any, rule: Draw):
+    exact, drawn = walks
+    assert excess(exact, drawn(rule)) > 1
+
+
+def test_rows_of_temperature_zero_walk_greedily():
+    scores = jax.random.normal(jax.random.key(0), (4, 3, 5, 5))
+    candidates = jnp.broadcast_to(jnp.arange(5), (4, 3, 5))
+    noise = 50 * jax.random.normal(jax.random.key(1), (4, 3, 5))
+    mixed = dflash2.walk(scores, candidates, jnp.asarray([0.0, 1.0, 0.0, 1.0]), noise)
+    greedy = dflash2.walk(scores, candidates)
+    np.testing.assert_array_equal(mixed[::2], greedy[::2])
+    assert np.any(np.asarray(mixed[1::2]) != np.asarray(greedy[1::2]))
+
+
+def test_draft_noise_is_apart_from_the_targets():
+    """And differs by row and position."""
+    rows = row_sampling([Sampling(temperature=1.0, seed=seed) for seed in (1, 2)], [1, 1])
+    positions = jnp.asarray([[3, 4, 5], [3, 4, 5]], jnp.int32)
+    noise = np.asarray(sampling.draft_noise(rows, positions, 4))
+    assert len(np.unique(noise)) == noise.size
+    key = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(rows.key)[0]), 3)
+    assert not np.any(np.isin(np.asarray(jax.random.gumbel(key, (64,), jnp.float32)), noise))
+
+
+def test_fresh_needs_its_own_start(model: tuple[DFlash2Config, DFlash2Params]):
+    """A plain initialisation would leave convolutions that let nothing through."""
+    plain = initialise(dflash2.declare(model[0]), jax.random.key(0))
+    assert not np.any(np.asarray(plain.attention_convs[0].base_kernel))
+    stored = dict(to_tensors(dflash2.declare(model[0]), dflash2.fresh(model[0], jax.random.key(0)), np.float32))
+    kernel = stored["layers.1.mlp_conv.base_kernel"]
+    assert (kernel[:, 0] == 1).all()
+    assert not kernel[:, 1:].any()
