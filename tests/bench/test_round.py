@@ -56,12 +56,14 @@ def test_the_parts_are_those_of_the_round():
     for name in ("draft_head", "verify_head"):
         _, best = run[name](models, state, hidden)
         np.testing.assert_array_equal(best, jnp.argmax(hidden @ models.target.embed.T, axis=-1))
+    _, (best, _) = run["draft_top_k"](models, state, hidden)
+    np.testing.assert_array_equal(best, jax.lax.top_k(hidden @ models.target.embed.T, SETUP.top_k)[1])
 
 
 def test_every_input_is_the_size_of_the_block():
     for name, program in programs(SETUP).items():
         rows = {leaf.shape[1] for leaf in jax.tree.leaves(program.inputs)}
-        expected = {"draft_head": {3}, "verify": {4}, "verify_head": {4}, "extend": {4}}
+        expected = {"draft_head": {3}, "draft_top_k": {3}, "verify": {4}, "verify_head": {4}, "extend": {4}}
         assert rows == expected.get(name, set())
 
 

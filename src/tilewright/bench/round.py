@@ -22,6 +22,7 @@ from tilewright.decode.sampling import Sampling, row_sampling
 from tilewright.decode.speculative import speculative_round
 from tilewright.decode.state import DecodeState, Models, Target, verify
 from tilewright.kernels import select
+from tilewright.kernels.head_top_k.cases import TOP_K
 from tilewright.kernels.operations import Operations
 from tilewright.models import decoder, dflash, params
 from tilewright.models.decoder import DecoderConfig
@@ -65,8 +66,9 @@ DFLASH_B16 = DFlashConfig(
 )
 """The drafter for it: sgl-project/SpecForge, configs/qwen3-4b-dflash.json."""
 
-PARTS = ("draft", "draft_head", "verify", "verify_head", "extend", "round")
-"""A round's parts: drafting and verifying with their heads, these heads alone, extending the context, and all of it."""
+PARTS = ("draft", "draft_head", "draft_top_k", "verify", "verify_head", "extend", "round")
+"""A round's parts: drafting and verifying with their heads, these heads alone, extending the context, and all of it; and
+beside the draft's head what DFlash 2 asks of it, each slot's `TOP_K` best tokens."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,11 @@ class Setup:
     def capacity(self) -> int:
         """Positions in the caches."""
         return -(-(self.context + self.block_size) // CACHE_MULTIPLE) * CACHE_MULTIPLE
+
+    @property
+    def top_k(self) -> int:
+        """Candidates of a slot."""
+        return min(TOP_K, self.target.vocab_size)
 
     @property
     def drafting(self) -> DFlash:
@@ -147,6 +154,9 @@ def programs(setup: Setup) -> dict[str, Part]:
     def draft_head(models: Models, state: DecodeState, hidden: Array) -> tuple[DecodeState, Any]:
         return state, setup.ops.head_argmax(hidden, decoder.output_head(models.target))[0]
 
+    def draft_top_k(models: Models, state: DecodeState, hidden: Array) -> tuple[DecodeState, Any]:
+        return state, setup.ops.head_top_k(hidden, decoder.output_head(models.target), setup.top_k)
+
     def verify_block(models: Models, state: DecodeState, block: Array) -> tuple[DecodeState, Any]:
         verified = verify(target, models.target, state, block, drafting.tap_layers, "greedy")
         return verified.state, (verified.tokens, verified.taps)
@@ -170,8 +180,9 @@ def programs(setup: Setup) -> dict[str, Part]:
         return again(state, after), info
 
     block = jax.ShapeDtypeStruct((1, size), jnp.int32)
-    heads = (Part(draft_head, (setup.hidden(size - 1),)), Part(verify_head, (setup.hidden(size),)))
-    parts = Part(draft), heads[0], Part(verify_block, (block,)), heads[1], Part(extend, (taps,)), Part(whole_round)
+    drafts, verified = (setup.hidden(size - 1),), (setup.hidden(size),)
+    drafting_parts = Part(draft), Part(draft_head, drafts), Part(draft_top_k, drafts)
+    parts = *drafting_parts, Part(verify_block, (block,)), Part(verify_head, verified), Part(extend, (taps,)), Part(whole_round)
     return {**dict(zip(PARTS, parts, strict=True)), "step": Part(step)}
 
 

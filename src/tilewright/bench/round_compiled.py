@@ -19,14 +19,15 @@ from tilewright.compiled.aot import Compiled, compile_for
 from tilewright.compiled.hlo import execution, read_module
 from tilewright.decode.state import DecodeState, Span, Target, block_positions, run_target
 from tilewright.kernels import select
+from tilewright.kernels.operations import Operations
 from tilewright.models import decoder, dflash
 
 LAYERS_COMPILED = (4, 8)
 """Layers of the models that are compiled. With fewer, most weights find room in VMEM, and the estimates are far too low."""
 
 RATIOS = (
-    *(f"{part}_cycles" for part in ("draft", "draft_head", "verify", "verify_head", "extend")),
-    *(f"{part}_bound_cycles" for part in ("draft", "draft_head", "verify", "verify_head", "extend", "round")),
+    *(f"{part}_cycles" for part in ("draft", "draft_head", "draft_top_k", "verify", "verify_head", "extend")),
+    *(f"{part}_bound_cycles" for part in ("draft", "draft_head", "draft_top_k", "verify", "verify_head", "extend", "round")),
 )
 """The figures that a record sets against those of block 16."""
 
@@ -106,12 +107,15 @@ def over_layers(compile_with: Callable[[int], Estimate], layers: int) -> Estimat
 
 
 def head_estimates(topology: str, setup: Setup) -> dict[str, Estimate]:
-    """Both heads, and both as XLA compiles a product and an argmax; they do not depend on the context."""
+    """Both heads and the draft's best tokens, and all of them as XLA compiles them; none depends on the context."""
     target, models = setup.target, with_layers(setup, 1).models()
     norm_and_head = replace(models.target, layers=())
 
     def plain(x: Array, params: Any) -> Array:
         return select.PLAIN.head_argmax(x, decoder.output_head(params))[0]
+
+    def best(ops: Operations, x: Array, params: Any) -> tuple[Array, Array]:
+        return ops.head_top_k(x, decoder.output_head(params), setup.top_k)
 
     block, drafts = setup.hidden(setup.block_size), setup.hidden(setup.block_size - 1)
     jobs: dict[str, tuple[Callable[..., Any], Any, Any]] = {
@@ -119,6 +123,8 @@ def head_estimates(topology: str, setup: Setup) -> dict[str, Estimate]:
         "verify_head_xla": (plain, block, norm_and_head),
         "draft_head": (lambda x, params: setup.ops.head_argmax(x, decoder.output_head(params))[0], drafts, norm_and_head),
         "draft_head_xla": (plain, drafts, norm_and_head),
+        "draft_top_k": (partial(best, setup.ops), drafts, norm_and_head),
+        "draft_top_k_xla": (partial(best, select.PLAIN), drafts, norm_and_head),
     }
     return {
         name: estimate(chip_of(topology), compile_for(topology, run, x, head))

@@ -170,7 +170,7 @@ def measured(console: Console, setups: Sequence[Sequence[Setup]], options: Round
     table = Table(
         title=f"a round on {chip_name()}, {kernels}: ms (× of block {data[0]['base_block_size']})", box=box.SIMPLE_HEAD
     )
-    for column in ("context", "block", "draft", "its head", "verify", "its head", "extend", "round", "step"):
+    for column in ("context", "block", "draft", "its head", "top 16", "verify", "its head", "extend", "round", "step"):
         table.add_column(column, justify="right")
     for one in data:
         parts = [f"{significant(one[f'{part}_ms'])} ({one[f'{part}_ms_ratio']:.2f})" for part in MEASURED]
@@ -183,7 +183,7 @@ def measured(console: Console, setups: Sequence[Sequence[Setup]], options: Round
     return kernels, data
 
 
-MEASURED = ("draft", "draft_head", "verify", "verify_head", "extend", "round")
+MEASURED = ("draft", "draft_head", "draft_top_k", "verify", "verify_head", "extend", "round")
 
 
 def by_context(data: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -218,12 +218,15 @@ ESTIMATED = {
     "draft": "draft",
     "draft_head": "  its head",
     "draft_head_xla": "  … by XLA",
+    "draft_top_k": "  its top 16",
+    "draft_top_k_xla": "  … by XLA",
     "verify": "verify",
     "verify_head": "  its head",
     "verify_head_xla": "  … by XLA",
     "extend": "extend",
 }
-"""Parts of a round and their names in the table; the heads by XLA are what the blockwise head is set against."""
+"""Parts of a round and their names in the table; the heads by XLA are what the blockwise head is set against.
+A DFlash 2 drafter asks for each slot's best tokens where a DFlash one asks for the best."""
 
 
 def estimate_cells(one: Mapping[str, Any], part: str) -> list[str]:
