@@ -195,18 +195,19 @@ def check_joined_calls(seed: int, rows: int, sizes: tuple[int, int], kind: cpu.F
         np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
 
 
-def check_matmul(seed: int, rows: int, sizes: tuple[int, int]) -> None:
-    """Bit for bit the packed product in bfloat16, however the operands lie."""
+def check_matmul(seed: int, rows: int, sizes: tuple[int, int], kind: cpu.Format) -> None:
+    """Bit for bit the packed product (of few inputs: many are added up in stretches), however the operands lie."""
     rng = np.random.default_rng(seed)
     a, b = normal(rng, rows, sizes[0]), normal(rng, *sizes)
-    expected, bound = product(a, b, "bfloat16")
+    expected, bound = product(a, b, kind)
+    multiply = partial(cpu.matmul, bfloat16=kind == "bfloat16")
 
     @jax.jit
     def run(a: list[jax.Array], b: list[jax.Array], w: cpu.PackedMatrix) -> list[jax.Array]:
         ways = [(left, right) for left in (0, 1) for right in (0, 1)]
-        return [cpu.matmul(a[i], b[j], a_transposed=bool(i), b_transposed=bool(j)) for i, j in ways] + [cpu.linear(a[0], w)]
+        return [multiply(a[i], b[j], a_transposed=bool(i), b_transposed=bool(j)) for i, j in ways] + [cpu.linear(a[0], w)]
 
-    *found, packed = run([a, a.T.copy()], [b, b.T.copy()], cpu.pack(jnp.asarray(b), "bfloat16"))
+    *found, packed = run([a, a.T.copy()], [b, b.T.copy()], cpu.pack(jnp.asarray(b), kind))
     within(packed, expected, bound)
     for actual in found:
         np.testing.assert_array_equal(actual, packed)
@@ -339,7 +340,8 @@ def main(isa: str, tiles: str = "") -> None:
             check_joined_calls(0, 3, (96, 48), kind, dtype)
             check_joined_calls(1, 18, (70, 41), kind, dtype)
     for rows, sizes in ((3, (33, 47)), (35, (65, 70))):
-        check_matmul(rows, rows, sizes)
+        for kind in FORMATS[:2]:
+            check_matmul(rows, rows, sizes, kind)
     if not tiles:
         for dtype in (jnp.float32, jnp.bfloat16):
             check_attention(dtype)

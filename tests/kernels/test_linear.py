@@ -16,7 +16,7 @@ from kernels import linear_checks
 from kernels.linear_checks import normal
 from tilewright.kernels import native, select
 from tilewright.kernels.linear import cpu, reference, xla
-from tilewright.kernels.operations import Joined
+from tilewright.kernels.operations import Joined, Transposed
 
 seeds = st.integers(0, 2**31 - 1)
 needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
@@ -118,9 +118,10 @@ def test_norm_addition_and_joined_matrices_in_one_call_give_the_bits_of_several(
 
 
 @needs_native
+@pytest.mark.parametrize("kind", linear_checks.FORMATS[:2])
 @given(seeds, rows, widths)
-def test_matmul_of_two_new_matrices_is_the_packed_product(seed: int, rows: int, sizes: tuple[int, int]):
-    linear_checks.check_matmul(seed, rows, sizes)
+def test_matmul_of_two_new_matrices_is_the_packed_product(kind: cpu.Format, seed: int, rows: int, sizes: tuple[int, int]):
+    linear_checks.check_matmul(seed, rows, sizes, kind)
 
 
 @needs_native
@@ -193,23 +194,85 @@ def test_packing_refuses_by_name():
         cpu.pack_joined([jnp.ones((2, 3)), jnp.ones((4, 3))], name="qkv")
 
 
+TRAINED = [cpu.Training(False), cpu.Training(True)]
+KINDS: dict[bool, cpu.Format] = {False: "float32", True: "bfloat16"}
+
+
 @needs_native
-@given(seeds, st.sampled_from([(3,), (2, 5), (31,)]), st.sampled_from([(33, 47), (64, 16)]))
-def test_gradients_of_a_trained_matrix_are_products_of_the_same_kind(seed: int, rows: tuple[int, ...], sizes: tuple[int, int]):
+@pytest.mark.parametrize("how", TRAINED, ids=["float32", "bfloat16"])
+@given(
+    seeds,
+    st.sampled_from([(3,), (2, 5), (31,), (121,)]),
+    st.sampled_from([(33, 47), (64, 16), (400, 20)]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_gradients_of_a_trained_matrix_are_products_of_the_same_kind(
+    how: cpu.Training, seed: int, rows: tuple[int, ...], sizes: tuple[int, int], tied: bool, added: bool
+):
     rng = np.random.default_rng(seed)
-    x, w, dy = normal(rng, *rows, sizes[0]), normal(rng, *sizes), normal(rng, *rows, sizes[1])
+    x, w, dy, add = (
+        normal(rng, *rows, sizes[0]),
+        normal(rng, *sizes),
+        normal(rng, *rows, sizes[1]),
+        normal(rng, *rows, sizes[1]),
+    )
 
     @jax.jit
-    def run(x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
-        y, backward = jax.vjp(cpu.trained_linear, x, w)
+    def run(x: jax.Array, w: jax.Array, dy: jax.Array, add: jax.Array) -> Any:
+        def multiplied(x: jax.Array, w: jax.Array, add: jax.Array) -> jax.Array:
+            return cpu.trained_linear(how, x, Transposed(w.T) if tied else w, add=add if added else None)
+
+        y, backward = jax.vjp(multiplied, x, w, add)
         return y, *backward(dy)
 
-    y, dx, dw = run(x, w, dy)
+    y, dx, dw, dadd = run(x, w, dy, add)
     assert (y.shape, dx.shape, dw.shape) == (dy.shape, x.shape, w.shape)
-    flat_x, flat_dy = x.reshape(-1, sizes[0]), dy.reshape(-1, sizes[1])
-    linear_checks.within(y.reshape(flat_dy.shape), *linear_checks.product(flat_x, w, "bfloat16"))
-    linear_checks.within(dx.reshape(flat_x.shape), *linear_checks.product(flat_dy, w.T, "bfloat16"))
-    linear_checks.within(dw, *linear_checks.product(flat_x.T, flat_dy, "bfloat16"))
+    flat_x, flat_dy, flat_add = x.reshape(-1, sizes[0]), dy.reshape(-1, sizes[1]), add.reshape(-1, sizes[1])
+    expected, bound = linear_checks.product(flat_x, w, KINDS[how.bfloat16])
+    if added:
+        expected, bound = expected + flat_add, bound + 2.0**-22 * (np.abs(expected) + np.abs(flat_add))
+    linear_checks.within(y.reshape(flat_dy.shape), expected, bound)
+    linear_checks.within(dx.reshape(flat_x.shape), *linear_checks.product(flat_dy, w.T, KINDS[how.bfloat16]))
+    linear_checks.within(dw, *linear_checks.product(flat_x.T, flat_dy, KINDS[how.bfloat16]))
+    np.testing.assert_array_equal(dadd, dy if added else np.zeros_like(dy))
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@given(seeds, st.sampled_from([(1, 1), (7, 40), (100, 33)]), st.sampled_from([5, 16, 90]), st.sampled_from(range(4)))
+def test_products_of_either_type_lie_either_way(dtype: Any, seed: int, sizes: tuple[int, int], columns: int, way: int):
+    """Sums of the operands as they are, rounded once to the result's type."""
+    rng = np.random.default_rng(seed)
+    a, b = (jnp.asarray(normal(rng, *shape), dtype) for shape in (sizes, (sizes[1], columns)))
+    wide_a, wide_b = (np.asarray(x.astype(jnp.float32)) for x in (a, b))
+    expected, bound = linear_checks.product(wide_a, wide_b, "float32")
+    turned = {"a_transposed": way % 2 == 1, "b_transposed": way >= 2}
+    run = jax.jit(partial(cpu.matmul, out_dtype=dtype, **turned))
+    found = run(a.T if turned["a_transposed"] else a, b.T if turned["b_transposed"] else b)
+    assert found.dtype == dtype
+    rounding = 0 if dtype == jnp.float32 else linear_checks.UNIT["bfloat16"] * (np.abs(expected) + bound)
+    linear_checks.within(found.astype(jnp.float32), expected, bound + rounding)
+
+
+@needs_native
+@pytest.mark.parametrize("how", TRAINED, ids=["float32", "bfloat16"])
+@given(seeds, st.sampled_from([1, 9, 40]), st.sampled_from([(33, 5), (16, 48)]))
+def test_a_trained_gate_has_the_gradient_of_the_plain_one(how: cpu.Training, seed: int, rows: int, sizes: tuple[int, int]):
+    rng = np.random.default_rng(seed)
+    x, gate, up, dy = normal(rng, rows, sizes[0]), normal(rng, *sizes), normal(rng, *sizes), normal(rng, rows, sizes[1])
+    w = np.concatenate([gate, up], axis=1) / sizes[0] ** 0.5
+
+    @jax.jit
+    def both(x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
+        y, back = jax.vjp(lambda x, w: cpu.trained_gated(how, x, w), x, w)
+        z, plain = jax.vjp(lambda x, w: reference.gated_linear(x, *jnp.split(w, 2, axis=1)), x, w)
+        return (y, *back(dy.astype(y.dtype))), (z, *plain(dy))
+
+    unit = 2.0**-20 if not how.bfloat16 else 2.0**-6
+    for one, other in zip(*both(x, w, dy), strict=True):
+        scale = float(jnp.abs(other).max()) + 1
+        np.testing.assert_allclose(one.astype(jnp.float32), other, atol=8 * unit * scale, rtol=unit)
 
 
 @needs_native
@@ -280,5 +343,5 @@ def test_operands_that_do_not_fit_are_refused(operands: dict[str, Any], complain
 def test_matrices_that_do_not_fit_are_refused(shapes: tuple[tuple[int, ...], tuple[int, ...]]):
     call = jax.ffi.ffi_call("tilewright_matmul", jax.ShapeDtypeStruct((2, 3), jnp.float32))
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"expected matrices|shapes do not fit"):
-        run = jax.jit(lambda a, b: call(a, b, a_transposed=False, b_transposed=False))
+        run = jax.jit(lambda a, b: call(a, b, jnp.zeros(0), a_transposed=False, b_transposed=False, bfloat16=False))
         jax.block_until_ready(run(*(jnp.ones(shape) for shape in shapes)))

@@ -1,5 +1,7 @@
 """RMS normalisation: the kernel against NumPy in float64, and its promise that rows are independent bit for bit."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,6 +52,27 @@ def test_a_row_gets_the_same_bits_whatever_the_number_of_rows(dtype: jnp.dtype, 
     for rows in (1, 3, 16):
         np.testing.assert_array_equal(run(x[:rows], weight, 1e-5), whole[:rows])
         np.testing.assert_array_equal(run(x[-rows:], weight, 1e-5), whole[-rows:])
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@given(st.integers(0, 2**31 - 1), st.sampled_from([1, 5, 150]), WIDTHS)
+def test_training_norm_and_its_gradient(dtype: jnp.dtype, seed: int, rows: int, width: int):
+    x, weight = drawn(seed, rows, width, jnp.float32)
+    due = jnp.asarray(np.random.default_rng(seed).standard_normal((rows, width)), dtype)
+
+    @jax.jit
+    def both(x: jax.Array, weight: jax.Array, due: jax.Array) -> Any:
+        y, back = jax.vjp(lambda x, weight: cpu.trained_norm(x, weight, 1e-6, dtype), x, weight)
+        z, plain = jax.vjp(lambda x, weight: reference.rms_norm(x, weight, 1e-6), x, weight)
+        return (y, *back(due)), (z, *plain(due.astype(jnp.float32)))
+
+    found, expected = both(x, weight, due)
+    np.testing.assert_allclose(found[0].astype(jnp.float32), expected[0], rtol=3e-6 if dtype == jnp.float32 else 2**-8)
+    for one, other in zip(found[1:], expected[1:], strict=True):
+        # Of numbers that all but cancel: what they are made of decides.
+        made_of = max(float(jnp.abs(other).max()), float(np.abs(weight).max() / np.sqrt(np.mean(np.square(x)))))
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * made_of)
 
 
 @needs_native

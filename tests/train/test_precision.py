@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from tilewright.kernels import native
+from tilewright.kernels.linear.cpu import BFLOAT16_ISAS
 from tilewright.kernels.operations import Operations
-from tilewright.kernels.select import training_operations
+from tilewright.kernels.select import PLAIN, training_operations
 from tilewright.models import decoder
 from tilewright.train.checkpoint import named_leaves
 from tilewright.train.drafter import DFlashOptions, drafter_loss
@@ -25,7 +26,8 @@ TIED = replace(TARGET, num_layers=1)
 UNTIED = replace(TIED, tie_word_embeddings=False)
 TOKENS = np.random.default_rng(0).integers(1, 12, (3, 9)).astype(np.int32)
 """Only the first half of the vocabulary."""
-MATRICES = 7 * TIED.num_layers + 1
+MATRICES = 4 * TIED.num_layers + 1
+"""Queries, keys and values are one, gate and up another; with the head."""
 
 
 def gradients(config: decoder.DecoderConfig, params: Any) -> tuple[Any, Any, str]:
@@ -90,9 +92,28 @@ def test_without_kernels_a_run_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(native, "kernels", lambda: native.Native(None, "there is no C++ compiler"))
     with pytest.raises(ValueError, match="products in bfloat16 need the CPU kernels: there is no C"):
         TextOptions(products="bfloat16")
-    assert TextOptions().products == "float32"
+    assert TextOptions().products == "auto"
+    assert TextOptions().ops == PLAIN
+
+
+@needs_native
+def test_the_default_multiplies_in_bfloat16_where_the_cpu_can():
+    narrow = native.kernels().isa in BFLOAT16_ISAS
+    assert training_operations("auto") == training_operations("bfloat16" if narrow else "float32")
+    assert training_operations("auto").name == f"cpu training, {'bfloat16' if narrow else 'float32'}"
+
+
+@needs_native
+def test_float32_products_of_the_kernels_agree_with_plain_ones():
+    def loss_of(ops: Operations, params: Any) -> jax.Array:
+        return next_token_loss(UNTIED, ops, params, jnp.asarray(TOKENS), jnp.ones(TOKENS.shape, bool))[0]
+
+    params = target_params(UNTIED)
+    found, expected = (jax.jit(jax.grad(partial(loss_of, ops)))(params) for ops in (training_operations("float32"), PLAIN))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5 * float(jnp.abs(other).max()))
 
 
 def test_other_products_are_refused():
-    with pytest.raises(ValueError, match="expected products in float32 or bfloat16, found 'float16'"):
+    with pytest.raises(ValueError, match="expected products in auto, float32 or bfloat16, found 'float16'"):
         TextOptions(products="float16")

@@ -50,7 +50,8 @@ class LoopOptions:
         held_out: share of the documents that is kept for the held-out loss.
         evaluate_every: steps from one held-out loss to the next.
         save_every: steps from one checkpoint to the next.
-        products: float32, or bfloat16 with float32 sums by the CPU kernels, which is faster; weights are float32 either way.
+        products: float32, bfloat16 with float32 sums by the CPU kernels, or auto: bfloat16 where the CPU has instructions for
+            it, else float32. Weights are float32 either way.
     """
 
     steps: int = 1000
@@ -63,7 +64,7 @@ class LoopOptions:
     held_out: float = 0.02
     evaluate_every: int = 100
     save_every: int = 100
-    products: Literal["float32", "bfloat16"] = "float32"
+    products: Literal["auto", "float32", "bfloat16"] = "auto"
 
     def options(self) -> TextOptions:
         if not 0 < self.held_out < 1:

@@ -37,6 +37,13 @@
 #define TARGET_END _Pragma("GCC pop_options")
 #endif
 
+// Of a function that isas.inc or its like made for several instruction sets, the one to run.
+#if defined(__x86_64__)
+#define ON_BEST_ISA(name) (native::isa() >= native::AVX512 ? avx512::name : native::isa() == native::AVX2 ? avx2::name : plain::name)
+#else
+#define ON_BEST_ISA(name) plain::name
+#endif
+
 namespace ffi = xla::ffi;
 
 namespace native {

@@ -23,14 +23,23 @@ TARGETS = {
         "tilewright_argmax": "TilewrightArgmax",
         "tilewright_top_k": "TilewrightTopK",
         "tilewright_matmul": "TilewrightMatmul",
+        "tilewright_gate": "TilewrightGate",
     },
     "attention": {
         "tilewright_attention": "TilewrightAttention",
         "tilewright_append_attend": "TilewrightAppendAttend",
         "tilewright_norm_rotate": "TilewrightNormRotate",
     },
+    "causal_attention": {
+        "tilewright_causal_attention": "TilewrightCausalAttention",
+        "tilewright_causal_attention_grad": "TilewrightCausalAttentionGrad",
+    },
     "read": {"tilewright_read": "TilewrightRead"},
-    "rms_norm": {"tilewright_rms_norm": "TilewrightRmsNorm"},
+    "rms_norm": {
+        "tilewright_rms_norm": "TilewrightRmsNorm",
+        "tilewright_normalise": "TilewrightNormalise",
+        "tilewright_normalise_grad": "TilewrightNormaliseGrad",
+    },
     "gather_reduce": {
         "tilewright_gather_reduce": "TilewrightGatherReduce",
         "tilewright_edge_dot": "TilewrightEdgeDot",

@@ -85,6 +85,10 @@ class Operations:
             new entries from its slot `start` on, and nothing else. `start + count` must not pass S.
         append_attend: `(projection, Heads, k, v, start, count) -> (out [B, T, N * D], k, v)`: appends to the caches and lets
             the query at `start + t` see all entries up to its own.
+        causal_attention: `(projection, Heads) -> out [B, T, N * D]`: each query sees all entries up to its own; with a gradient
+            where the bundle trains.
+        cross_entropy: `(x, head, labels, weights) -> the sum of weights * loss` in nats, by float32 sums; with a gradient
+            where the bundle trains. Never holds the logits of all rows.
         head_argmax: `(x, head, norm=None) -> (index, value)` of the largest of `x @ head` by float32 sums; the first of equals.
         head_top_k: `(x, head, k) -> (index, value)` `[..., k]` of the `k` largest of `x @ head`, in descending order; of equals
             the first goes first.
@@ -104,6 +108,8 @@ class Operations:
     prefix_attention: Callable[..., Array]
     append: Callable[[Array, Array, Array, Array], Array]
     append_attend: Callable[..., tuple[Array, Array, Array]]
+    causal_attention: Callable[[Projection, Heads], Array]
+    cross_entropy: Callable[[Array, Any, Array, Array], Array]
     head_argmax: Callable[..., tuple[Array, Array]]
     head_top_k: Callable[[Array, Any, int], tuple[Array, Array]]
     prepare_matrix: Callable[[Any, str], Any]

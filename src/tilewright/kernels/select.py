@@ -5,6 +5,7 @@ the device that they run on.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, cast, get_args
@@ -26,6 +27,9 @@ from tilewright.kernels.attention.xla import attention as attention
 from tilewright.kernels.attention.xla import attention_over as attention_over
 from tilewright.kernels.attention.xla import group_rows as group_rows
 from tilewright.kernels.attention.xla import ungroup_rows as ungroup_rows
+from tilewright.kernels.causal_attention import cpu as causal_cpu
+from tilewright.kernels.causal_attention import xla as causal_xla
+from tilewright.kernels.cross_entropy import xla as loss_xla
 from tilewright.kernels.gather_reduce import cpu as gather_cpu
 from tilewright.kernels.gather_reduce import nki as gather_nki
 from tilewright.kernels.gather_reduce import pallas_tpu as gather_tpu
@@ -55,7 +59,7 @@ Attended = tuple[Array, Array, Array]
 Chip = Literal["cpu", "gpu", "tpu"]
 Kernels = Literal["auto", "xla"]
 Weights = Literal["auto", "int8"]
-Products = Literal["float32", "bfloat16"]
+Products = Literal["auto", "float32", "bfloat16"]
 
 argmax = head_xla.argmax
 top_k = top_k_xla.top_k
@@ -89,18 +93,23 @@ def operations(chip: Chip | None = None, weights: Weights = "auto", kernels: Ker
 
 
 def training_operations(products: str) -> Operations:
-    """The bundle for training, on weights as they are: products in float32 by XLA, or in bfloat16 by the CPU kernels.
+    """The bundle for training, on weights as they are, which stay float32 as the residual stream does.
+
+    Args:
+        products: "float32"; "bfloat16" by the CPU kernels, with float32 sums; or "auto": bfloat16 where the CPU has
+            instructions for it, else float32. Float32 products are the CPU kernels' too where these run, else XLA's.
 
     Raises:
-        ValueError: other products, or the CPU kernels do not run here.
+        ValueError: other products, or bfloat16 where the CPU kernels do not run.
     """
     if products not in get_args(Products):
-        raise ValueError(f"expected products in {' or '.join(get_args(Products))}, found {products!r}")
-    if products == "float32":
-        return PLAIN
-    if native.kernels().isa is None:
+        raise ValueError(f"expected products in auto, float32 or bfloat16, found {products!r}")
+    isa = native.kernels().isa
+    if isa is None and products == "bfloat16":
         raise ValueError(f"products in bfloat16 need the CPU kernels: {native.kernels().reason}")
-    return TRAINED
+    if isa is None:
+        return PLAIN
+    return trained_operations(cpu.Training(products == "bfloat16" or (products == "auto" and isa in cpu.BFLOAT16_ISAS)))
 
 
 def plain_head_argmax(x: Float[Array, "*rows H"], head: Any, norm: Norm | None = None) -> tuple[Array, Array]:
@@ -143,10 +152,10 @@ def xla_operations(
     own_head: bool = False,
 ) -> Operations:
     """Operations on weights as they are."""
-    heads = partial(heads_xla.heads, rotate=rotate)
+    heads, linear = partial(heads_xla.heads, rotate=rotate), partial(xla.linear, product=product)
     return Operations(
         name=name,
-        linear=partial(xla.linear, product=product),
+        linear=linear,
         gated_linear=partial(xla.gated_linear, product=product),
         project=partial(xla.project, product=product),
         heads=heads,
@@ -154,6 +163,8 @@ def xla_operations(
         prefix_attention=attend,
         append=append_xla.append,
         append_attend=partial(append_xla.append_attend, heads=heads, attend=attend),
+        causal_attention=partial(causal_xla.causal_attention, heads=heads),
+        cross_entropy=partial(loss_xla.cross_entropy, linear=linear),
         head_argmax=head_argmax,
         head_top_k=head_top_k,
         prepare_matrix=as_it_is,
@@ -230,8 +241,50 @@ def cpu_project(x: Array, joined: Any, norm: Norm | None = None, first: int = 0)
     return Joint(cpu.linear(x, joined, **before(norm), parts=(first, count)), joined.parts[first:])
 
 
-TRAINED = xla_operations("cpu training", product=cpu.trained_linear)
-"""Products of float32 weights that are being trained, in bfloat16 by the CPU kernels, as are those of their gradients."""
+@cache
+def trained_operations(how: cpu.Training) -> Operations:
+    """The CPU kernels and their gradients, on weights as they are; the residual stream is float32."""
+
+    def normed(x: Array, norm: Norm | None) -> Array:
+        return x if norm is None else norm_cpu.trained_norm(x.astype(jnp.float32), norm.weight, norm.eps, how.dtype)
+
+    def linear(
+        x: Array, w: Any, out_dtype: DTypeLike | None = None, norm: Norm | None = None, add: Array | None = None
+    ) -> Array:
+        return cpu.trained_linear(how, normed(x, norm), w, out_dtype or jnp.float32, add)
+
+    def gated_linear(x: Array, joined: Joined, norm: Norm | None = None) -> Array:
+        flat = normed(x, norm).reshape(-1, x.shape[-1])
+        return cpu.trained_gated(how, flat, jnp.concatenate(joined.parts, axis=1)).reshape(*x.shape[:-1], -1)
+
+    def project(x: Array, joined: Joined, norm: Norm | None = None, first: int = 0) -> Joint:
+        parts = joined.parts[first:]
+        array = cpu.trained_linear(how, normed(x, norm), jnp.concatenate(parts, axis=1), how.dtype)
+        return Joint(array, tuple(part.shape[1] for part in parts))
+
+    def heads(projection: Joint, what: Heads) -> tuple[Array | None, Array, Array]:
+        return heads_xla.heads(tuple(part.astype(jnp.float32) for part in projection.split()), what)
+
+    def causal_attention(projection: Joint, what: Heads) -> Array:
+        if what.head_dim % causal_cpu.HEAD_MULTIPLE:
+            return causal_xla.causal_attention(projection, what, heads)
+        (array, count, _, size), options = attention_operands(projection, what)
+        sizes = causal_cpu.Sizes(count, size, options["eps"])
+        return causal_cpu.causal_attention(sizes, array, *(options[name] for name in ("q_norm", "k_norm", "cos", "sin")))
+
+    return replace(
+        PLAIN,
+        name=f"cpu training, {'bfloat16' if how.bfloat16 else 'float32'}",
+        linear=linear,
+        gated_linear=gated_linear,
+        project=project,
+        heads=heads,
+        rms_norm=lambda x, weight, eps: norm_cpu.trained_norm(x, weight, eps, x.dtype),
+        append_attend=partial(append_xla.append_attend, heads=heads, attend=attention_xla.prefix_attention),
+        causal_attention=causal_attention,
+        cross_entropy=partial(loss_xla.cross_entropy, linear=linear),
+        head_argmax=lambda x, head, norm=None: plain_head_argmax(normed(x, norm).astype(jnp.float32), head),
+    )
 
 
 @cache
@@ -255,6 +308,8 @@ def cpu_operations(name: str, weights: Weights) -> Operations:
         prefix_attention=cpu_prefix_attention,
         append=append_xla.append,
         append_attend=cpu_append_attend,
+        causal_attention=partial(causal_xla.causal_attention, heads=cpu_heads),
+        cross_entropy=partial(loss_xla.cross_entropy, linear=cpu_linear),
         head_argmax=lambda x, head, norm=None: cpu.linear_argmax(x, head, **before(norm)),
         head_top_k=cpu.linear_top_k,
         prepare_matrix=lambda w, name: cpu.pack(w, kind, name),

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from tilewright.kernels import select
 from tilewright.kernels.operations import Heads, Joined, Norm, Operations, Projection, Transposed
 from tilewright.models import layers
 from tilewright.models.config import ConfigReader, Sizes
@@ -243,6 +242,18 @@ def logits(
     return schedule.logits(ops, hidden, output_head(params), Norm(params.norm, config.rms_norm_eps))
 
 
+def cross_entropy(
+    config: DecoderConfig,
+    ops: Operations,
+    params: DecoderParams,
+    hidden: Float[Array, "*rows H"],
+    labels: Int[Array, "*rows"],
+    weights: Float[Array, "*rows"],
+) -> Float[Array, ""]:
+    """The sum of `weights` times the loss of each label under `logits`, in nats, without these."""
+    return ops.cross_entropy(ops.rms_norm(hidden, params.norm, config.rms_norm_eps), output_head(params), labels, weights)
+
+
 def most_likely(
     config: DecoderConfig,
     ops: Operations,
@@ -256,10 +267,7 @@ def most_likely(
 
 def causal_attend(ops: Operations, projection: Projection, heads: Heads, seen: Any, kept: Any) -> tuple[Array, None]:
     """Plain causal self-attention over a whole sequence: for training, and as the reference of every cached path."""
-    q, k, v = ops.heads(projection, heads)
-    t = q.shape[1]
-    out = select.attention(q, k, v, jnp.tril(jnp.ones((1, t, t), bool)))
-    return out.reshape(*q.shape[:2], -1), None
+    return ops.causal_attention(projection, heads), None
 
 
 def forward_full(

@@ -27,12 +27,9 @@ def next_token_loss(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Mean cross-entropy in nats of each token given those before it, and the number of tokens predicted."""
     hidden = decoder.forward_full(config, ops, params, tokens[:, :-1]).hidden
-    logits = decoder.logits(config, ops, params, hidden)
-    labels, weights = tokens[:, 1:], in_loss[:, 1:].astype(jnp.float32)
-    label_logits = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-    nll = jax.nn.logsumexp(logits, axis=-1) - label_logits
+    weights = in_loss[:, 1:].astype(jnp.float32)
     total = jnp.sum(weights)
-    return jnp.sum(nll * weights) / jnp.maximum(total, 1.0), total
+    return decoder.cross_entropy(config, ops, params, hidden, tokens[:, 1:], weights) / jnp.maximum(total, 1.0), total
 
 
 def hidden_matrices(params: DecoderParams) -> DecoderParams:

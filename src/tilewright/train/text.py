@@ -41,7 +41,8 @@ class TextOptions(TrainOptions):
         clip: largest global norm of a gradient.
         seed: of the initialisation and of the data's order.
         evaluate_every, save_every: in steps.
-        products: "float32", or "bfloat16" with float32 sums by the CPU kernels (see `kernels.select`); weights are float32.
+        products: "float32"; "bfloat16" with float32 sums, by the CPU kernels; or "auto", bfloat16 where the CPU has
+            instructions for it (see `kernels.select.training_operations`). Weights are float32.
     """
 
     steps: int = 1000
@@ -56,7 +57,7 @@ class TextOptions(TrainOptions):
     seed: int = 0
     evaluate_every: int = 200
     save_every: int = 200
-    products: str = "float32"
+    products: str = "auto"
 
     ABOVE_ZERO: ClassVar[tuple[str, ...]] = (
         *TrainOptions.ABOVE_ZERO, "steps", "sequence_length", "muon_learning_rate", "clip", "evaluate_every"

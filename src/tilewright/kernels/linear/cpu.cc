@@ -45,6 +45,26 @@ struct Call {
 
 constexpr int32_t NOWHERE = std::numeric_limits<int32_t>::max();
 
+// a @ b of two matrices that are both new. Each is float32 or bfloat16, and may lie transposed in memory.
+struct Product {
+  int64_t m, n, k;            // rows, columns, inputs
+  const void *a, *b;
+  bool a_narrow, b_narrow;    // whether they are bfloat16
+  bool a_transposed, b_transposed;
+  bool bfloat16;              // float32 operands are rounded to bfloat16
+  const void* add;            // [m, n] of the result's type, or null
+  void* out;                  // [m, n]
+  bool narrow_out;            // whether it is bfloat16
+};
+
+// A gate and what it lets through, side by side in rows of 2 n.
+struct Gate {
+  int64_t rows, n;
+  const void* x;
+  const void* due;  // [rows, n], or null
+  void* out;        // [rows, n], or, where something is due, like x
+};
+
 constexpr int64_t GRAIN = 4;  // panels that stay together in one thread
 
 inline Best* best_of(const Call& call, int64_t begin, int64_t row) { return call.best + begin / call.piece * call.m + row; }
@@ -59,12 +79,12 @@ inline void insert(float* values, int32_t* indices, int64_t count, float value, 
 }
 
 typedef void (*Body)(const Call&, int64_t begin, int64_t end);
-typedef void (*Packing)(const Call&, const float* w, bool transposed, uint16_t* panels, int64_t begin, int64_t end);
+typedef void (*Packing)(const Call&, const Product&, uint16_t* panels, int64_t begin, int64_t end);
 struct Kernel {
   int64_t size;  // bytes of a number in `rows`
   Body prepare;  // over rows: fills `rows`
   Body run;      // over panels
-  Body prepare_transposed = nullptr;  // bfloat16 only, as is the next
+  Body prepare_transposed = nullptr;  // where there are dot products of bfloat16 pairs, as is the next
   Packing pack = nullptr;
 };
 
@@ -73,6 +93,7 @@ namespace plain {
 #define BF16_DOT 0
 #define INT8_DOT 0
 #include "tile.inc"
+#include "product.inc"
 #undef VECTORS
 }  // namespace plain
 
@@ -83,6 +104,7 @@ namespace avx2 {
 #undef INT8_DOT
 #define INT8_DOT 256
 #include "tile.inc"
+#include "product.inc"
 #undef VECTORS
 }  // namespace avx2
 TARGET_END
@@ -93,6 +115,7 @@ namespace avx512 {
 #undef INT8_DOT
 #define INT8_DOT 0  // without AVX-512-VNNI, those of AVX2 serve
 #include "tile.inc"
+#include "product.inc"
 #undef VECTORS
 }  // namespace avx512
 TARGET_END
@@ -114,7 +137,7 @@ TARGET_END
 enum Weights { FLOAT32, BFLOAT16, INT8 };
 
 #define KERNEL(isa, format, run) Kernel{sizeof(isa::format::X), isa::prepare<isa::format>, isa::run<isa::format>}
-#define BFLOAT16_KERNEL(isa, run) \
+#define PAIRS_KERNEL(isa, run) \
   Kernel{sizeof(isa::BFloat16::X), isa::prepare<isa::BFloat16>, isa::run<isa::BFloat16>, isa::prepare_transposed, isa::pack_panels}
 
 // Of one instruction set those parts that this machine has: 8-bit products of AVX-512-VNNI without AVX-512-BF16, for one.
@@ -127,26 +150,26 @@ Kernel kernel_for(Weights weights) {
     if (isa >= native::AVX2) return KERNEL(avx2, Int8, run);
     return KERNEL(plain, Int8, run);
   }
-  if (weights == BFLOAT16 && isa == native::AMX) return BFLOAT16_KERNEL(avx512dot, run_tiles);
-  if (weights == BFLOAT16 && isa == native::AVX512_BF16) return BFLOAT16_KERNEL(avx512dot, run);
+  if (weights == BFLOAT16 && isa == native::AMX) return PAIRS_KERNEL(avx512dot, run_tiles);
+  if (weights == BFLOAT16 && isa == native::AVX512_BF16) return PAIRS_KERNEL(avx512dot, run);
   if (isa >= native::AVX512) {
-    if (weights == BFLOAT16) return BFLOAT16_KERNEL(avx512, run);
+    if (weights == BFLOAT16) return KERNEL(avx512, BFloat16, run);
     return KERNEL(avx512, Float32, run);
   }
   if (isa == native::AVX2) {
-    if (weights == BFLOAT16) return BFLOAT16_KERNEL(avx2, run);
+    if (weights == BFLOAT16) return KERNEL(avx2, BFloat16, run);
     return KERNEL(avx2, Float32, run);
   }
 #endif
   if (weights == INT8) return KERNEL(plain, Int8, run);
-  if (weights == BFLOAT16) return BFLOAT16_KERNEL(plain, run);
+  if (weights == BFLOAT16) return KERNEL(plain, BFloat16, run);
   return KERNEL(plain, Float32, run);
 }
 
 // Below some 10 microseconds of work a second thread costs more than it brings.
 bool worth_sharing(const Call& call) { return call.panels * call.panel_size * std::max<int64_t>(1, call.m / 4) >= (1 << 16); }
 
-void compute(ffi::ThreadPool& pool, Call& call, Weights weights, bool transposed = false) {
+void compute(ffi::ThreadPool& pool, Call& call, Weights weights) {
   call.panel_size = call.k_padded * 16;
   const Kernel kernel = kernel_for(weights);
   const bool fits = weights == (call.narrow_x ? BFLOAT16 : FLOAT32) && kernel.size == (call.narrow_x ? 2 : 4);
@@ -156,8 +179,7 @@ void compute(ffi::ThreadPool& pool, Call& call, Weights weights, bool transposed
   } else {
     call.rows = native::scratch<1>(call.m * call.k_padded * kernel.size + 64);
     call.row_scales = static_cast<float*>(native::scratch<2>(call.m * sizeof(float) + 64));
-    const Body prepare = transposed ? kernel.prepare_transposed : kernel.prepare;
-    native::share(pool, call.m, 16, call.m * call.k >= (1 << 16), [&](int64_t begin, int64_t end) { prepare(call, begin, end); });
+    native::share(pool, call.m, 16, call.m * call.k >= (1 << 16), [&](int64_t begin, int64_t end) { kernel.prepare(call, begin, end); });
   }
   if (call.output != ARGMAX && call.output != TOP) {
     native::share(pool, call.panels, GRAIN, worth_sharing(call), [&](int64_t begin, int64_t end) { kernel.run(call, begin, end); });
@@ -301,30 +323,91 @@ ffi::Error TopK(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::B
   return ffi::Error::Success();
 }
 
-// a @ b for two float32 matrices, either of which may lie transposed in memory; products of bfloat16, float32 sums.
-ffi::Error Matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> a, ffi::Buffer<ffi::F32> b, ffi::ResultBuffer<ffi::F32> y, bool a_transposed,
-                  bool b_transposed) {
-  const auto left = a.dimensions(), right = b.dimensions(), out = y->dimensions();
-  if (left.size() != 2 || right.size() != 2 || out.size() != 2) return ffi::Error::InvalidArgument("tilewright_matmul: expected matrices");
+// The product by dot products of bfloat16 pairs: both operands are packed whole.
+void multiply_pairs(ffi::ThreadPool& pool, const Product& product) {
+  constexpr int64_t BLOCK = 256;  // rows that stay in the second-level cache while all panels pass
   Call call{};
   call.output = SUMS;
-  call.m = left[a_transposed ? 1 : 0];
-  call.k = left[a_transposed ? 0 : 1];
-  call.n = right[b_transposed ? 0 : 1];
-  if (right[b_transposed ? 1 : 0] != call.k || out[0] != call.m || out[1] != call.n)
-    return ffi::Error::InvalidArgument("tilewright_matmul: shapes do not fit");
+  call.m = product.m, call.n = product.n, call.k = product.k;
   call.k_padded = (call.k + 31) / 32 * 32;
   call.panels = (call.n + 15) / 16;
   call.panel_size = call.k_padded * 16;
-  call.x = a.typed_data();
-  call.out = y->typed_data();
-  if (y->element_count() == 0) return ffi::Error::Success();
+  call.x = product.a, call.narrow_x = product.a_narrow;
+  call.add = product.add, call.out = product.out, call.narrow_out = product.narrow_out;
   auto* panels = static_cast<uint16_t*>(native::scratch<4>(call.panels * call.panel_size * 2 + 64));
   call.w = panels;
-  const Packing pack = kernel_for(BFLOAT16).pack;
+  const Kernel kernel = kernel_for(BFLOAT16);
   const bool worth_it = call.panels * call.panel_size >= (1 << 16);
-  native::share(pool, call.panels, 1, worth_it, [&](int64_t begin, int64_t end) { pack(call, b.typed_data(), b_transposed, panels, begin, end); });
-  compute(pool, call, BFLOAT16, a_transposed);
+  native::share(pool, call.panels, 1, worth_it, [&](int64_t begin, int64_t end) { kernel.pack(call, product, panels, begin, end); });
+  call.rows = const_cast<void*>(call.x);
+  if (product.a_transposed || !product.a_narrow || call.k != call.k_padded) {
+    call.rows = native::scratch<1>(call.m * call.k_padded * 2 + 64);
+    const Body prepare = product.a_transposed ? kernel.prepare_transposed : kernel.prepare;
+    native::share(pool, call.m, 16, call.m * call.k >= (1 << 16), [&](int64_t begin, int64_t end) { prepare(call, begin, end); });
+  }
+  const int64_t blocks = (call.m + BLOCK - 1) / BLOCK, block = ((call.m + blocks - 1) / blocks + 31) / 32 * 32;
+  const int64_t wanted = std::max<int64_t>(1, 4 * pool.num_threads() / blocks), size = call.narrow_out ? 2 : 4;
+  const int64_t run = ((call.panels + wanted - 1) / wanted + GRAIN - 1) / GRAIN * GRAIN, runs = (call.panels + run - 1) / run;
+  native::share(pool, blocks * runs, 1, worth_sharing(call), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t row = i / runs * block, panel = i % runs * run;
+      if (row >= call.m) continue;
+      Call part = call;
+      part.m = std::min(block, call.m - row);
+      part.rows = static_cast<uint16_t*>(call.rows) + row * call.k_padded;
+      part.out = static_cast<char*>(call.out) + row * call.n * size;
+      if (call.add != nullptr) part.add = static_cast<const char*>(call.add) + row * call.n * size;
+      kernel.run(part, panel, std::min(call.panels, panel + run));
+    }
+  });
+}
+
+// The product in float32, some hundred inputs at a time: their panels stay in the first-level cache, one after the other, and are still in
+// the third-level cache when the next rows come.
+void multiply(ffi::ThreadPool& pool, const Product& product) {
+  constexpr int64_t INPUTS = 384, ROWS = 12;  // ROWS: a multiple of every instruction set's tile
+  const int64_t blocks = product.narrow_out ? 1 : std::max<int64_t>(1, (product.k + INPUTS - 1) / INPUTS);
+  const int64_t each = (product.k + blocks - 1) / blocks, panels = (product.n + 15) / 16;
+  auto* packed = static_cast<float*>(native::scratch<4>(panels * 16 * each * sizeof(float) + 64));
+  const auto pack = ON_BEST_ISA(pack_block);
+  const auto run = ON_BEST_ISA(multiply_block);
+  for (int64_t first = 0; first == 0 || first < product.k; first += each) {
+    const int64_t count = std::min(each, product.k - first);
+    native::share(pool, panels, 1, panels * count >= (1 << 12), [&](int64_t begin, int64_t end) { pack(product, first, count, begin, end, packed); });
+    native::share(pool, product.m, ROWS, product.m * product.n * count >= (1 << 18),
+                  [&](int64_t begin, int64_t end) { run(product, first, count, begin, end, packed); });
+    if (count == 0) return;
+  }
+}
+
+ffi::Error Matmul(ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::AnyBuffer b, ffi::AnyBuffer add, ffi::Result<ffi::AnyBuffer> y, bool a_transposed,
+                  bool b_transposed, bool bfloat16) {
+  const auto left = a.dimensions(), right = b.dimensions(), out = y->dimensions();
+  if (left.size() != 2 || right.size() != 2 || out.size() != 2) return ffi::Error::InvalidArgument("tilewright_matmul: expected matrices");
+  if (!is_float(a) || !is_float(b) || !is_float(*y) || add.element_type() != y->element_type())
+    return ffi::Error::InvalidArgument("tilewright_matmul: expected matrices in float32 or bfloat16, and what is added like the result");
+  Product product{left[a_transposed ? 1 : 0], right[b_transposed ? 0 : 1], left[a_transposed ? 0 : 1], a.untyped_data(), b.untyped_data(),
+                  a.element_type() == ffi::BF16, b.element_type() == ffi::BF16, a_transposed, b_transposed, bfloat16,
+                  add.element_count() == 0 ? nullptr : add.untyped_data(), y->untyped_data(), y->element_type() == ffi::BF16};
+  if (right[b_transposed ? 1 : 0] != product.k || out[0] != product.m || out[1] != product.n ||
+      (add.element_count() != 0 && add.element_count() != y->element_count()))
+    return ffi::Error::InvalidArgument("tilewright_matmul: shapes do not fit");
+  if (y->element_count() == 0) return ffi::Error::Success();
+  bfloat16 && kernel_for(BFLOAT16).pack != nullptr ? multiply_pairs(pool, product) : multiply(pool, product);
+  return ffi::Error::Success();
+}
+
+ffi::Error Gated(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer due, ffi::Result<ffi::AnyBuffer> out) {
+  const auto dims = x.dimensions();
+  const bool back = due.element_count() != 0;
+  if (!is_float(x) || due.element_type() != x.element_type() || out->element_type() != x.element_type())
+    return ffi::Error::InvalidArgument("tilewright_gate: expected all in one type, float32 or bfloat16");
+  if (dims.size() != 2 || dims[1] % 2 != 0 || (back && due.element_count() * 2 != x.element_count()) ||
+      out->element_count() * (back ? 1 : 2) != x.element_count())
+    return ffi::Error::InvalidArgument("tilewright_gate: shapes do not fit");
+  const Gate call{dims[0], dims[1] / 2, x.untyped_data(), back ? due.untyped_data() : nullptr, out->untyped_data()};
+  const auto run = x.element_type() == ffi::BF16 ? ON_BEST_ISA(gate<uint16_t>) : ON_BEST_ISA(gate<float>);
+  native::share(pool, call.rows, 1, call.rows * call.n >= (1 << 15), [&](int64_t begin, int64_t end) { run(call, begin, end); });
   return ffi::Error::Success();
 }
 
@@ -351,10 +434,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightTopK, TopK,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightMatmul, Matmul,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
                                   .Attr<bool>("a_transposed")
-                                  .Attr<bool>("b_transposed"));
+                                  .Attr<bool>("b_transposed")
+                                  .Attr<bool>("bfloat16"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightGate, Gated,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
 
 extern "C" const char* TilewrightIsa() { return native::isa_names[native::isa()]; }

@@ -7,7 +7,7 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int32
 
 from tilewright.kernels.native import or_nothing
+from tilewright.kernels.operations import Transposed
 
 LANES = 16
 """Outputs in a panel."""
@@ -26,6 +27,8 @@ STEP: dict[str, int] = {"float32": 1, "bfloat16": 2, "int8": 4}
 """Inputs that lie side by side in a panel."""
 MULTIPLE: dict[str, int] = {"float32": 1, "bfloat16": 32, "int8": 64}
 """Inputs are padded with zeros to a multiple of this: a tile of the tile unit has 64 bytes to a row."""
+BFLOAT16_ISAS = ("avx512bf16", "amx")
+"""Instruction sets that multiply bfloat16."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["panels", "scales", "sums"], meta_fields=["outputs", "gated", "parts"])
@@ -246,34 +249,111 @@ def linear_top_k(
 
 
 def matmul(
-    a: Float[Array, "..."], b: Float[Array, "..."], *, a_transposed: bool = False, b_transposed: bool = False
+    a: Float[Array, "..."],
+    b: Float[Array, "..."],
+    *,
+    a_transposed: bool = False,
+    b_transposed: bool = False,
+    add: Float[Array, "M N"] | None = None,
+    out_dtype: DTypeLike = jnp.float32,
+    bfloat16: bool = False,
 ) -> Float[Array, "M N"]:
-    """`a @ b` in bfloat16 with float32 sums, for float32 matrices of which either may be given as its transpose."""
-    out = jax.ShapeDtypeStruct((a.shape[1 if a_transposed else 0], b.shape[0 if b_transposed else 1]), jnp.float32)
-    return jax.ffi.ffi_call("tilewright_matmul", out)(a, b, a_transposed=a_transposed, b_transposed=b_transposed)
+    """`a @ b + add` with float32 sums, for two matrices of float32 or bfloat16 that may be given as their transposes.
+
+    Args:
+        bfloat16: operands in float32 are rounded to bfloat16 first. Products are then those of the CPU's bfloat16 instructions
+            where it has them.
+    """
+    dtype = jnp.dtype(out_dtype)
+    out = jax.ShapeDtypeStruct((a.shape[1 if a_transposed else 0], b.shape[0 if b_transposed else 1]), dtype)
+    call = jax.ffi.ffi_call("tilewright_matmul", out)
+    return call(a, b, or_nothing(add, dtype), a_transposed=a_transposed, b_transposed=b_transposed, bfloat16=bfloat16)
 
 
-@jax.custom_vjp
-def trained_matmul(x: Float[Array, "M I"], w: Float[Array, "I O"]) -> Float[Array, "M O"]:
-    """`x @ w`, whose gradients are products of the same kind."""
-    return matmul(x, w)
+class Training(NamedTuple):
+    """How matrices are multiplied that are being trained.
+
+    Attributes:
+        bfloat16: products of bfloat16, and what stands between two of them in bfloat16; else all in float32.
+    """
+
+    bfloat16: bool
+
+    @property
+    def dtype(self) -> Any:
+        """Of what stands between two products."""
+        return jnp.bfloat16 if self.bfloat16 else jnp.float32
 
 
-def trained_forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
-    return matmul(x, w), (x, w)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def trained_matmul(
+    how: Training,
+    transposed: bool,
+    out_dtype: DTypeLike,
+    x: Float[Array, "M I"],
+    w: Float[Array, "..."],
+    add: Float[Array, "M O"] | None,
+) -> Float[Array, "M O"]:
+    """`x @ w + add`, with `w.T` if it is `transposed`; its gradients are products of the same kind."""
+    return matmul(x, w, b_transposed=transposed, add=add, out_dtype=out_dtype, bfloat16=how.bfloat16)
 
 
-def trained_backward(kept: tuple[Array, Array], dy: Float[Array, "M O"]) -> tuple[Array, Array]:
-    x, w = kept
-    return matmul(dy, w, b_transposed=True), matmul(x, dy, a_transposed=True)
+def trained_forward(
+    how: Training, transposed: bool, out_dtype: DTypeLike, x: Array, w: Array, add: Array | None
+) -> tuple[Array, Any]:
+    return trained_matmul(how, transposed, out_dtype, x, w, add), (x, w, None if add is None else ())
+
+
+def trained_backward(
+    how: Training, transposed: bool, out_dtype: DTypeLike, kept: Any, dy: Float[Array, "M O"]
+) -> tuple[Array, Array, Array | None]:
+    x, w, added = kept
+    dx = matmul(dy, w, b_transposed=not transposed, out_dtype=x.dtype, bfloat16=how.bfloat16)
+    first, second = (dy, x) if transposed else (x, dy)
+    dw = matmul(first, second, a_transposed=True, out_dtype=w.dtype, bfloat16=how.bfloat16)
+    return dx, dw, None if added is None else dy
 
 
 trained_matmul.defvjp(trained_forward, trained_backward)
 
 
 def trained_linear(
-    x: Float[Array, "*rows I"], w: Float[Array, "I O"], out_dtype: DTypeLike | None = None
+    how: Training,
+    x: Float[Array, "*rows I"],
+    w: Any,
+    out_dtype: DTypeLike = jnp.float32,
+    add: Float[Array, "*rows O"] | None = None,
 ) -> Float[Array, "*rows O"]:
-    """`x @ w` in bfloat16 with float32 sums, for a float32 `w`; its gradients are products of the same kind."""
-    flat = trained_matmul(x.reshape(-1, x.shape[-1]).astype(jnp.float32), w)
-    return flat.reshape(*x.shape[:-1], -1).astype(out_dtype or x.dtype)
+    """`x @ w + add` for a matrix `[I, O]`, or one that is `Transposed`; `add` is of the result's dtype."""
+    transposed = isinstance(w, Transposed)
+    flat = None if add is None else add.reshape(-1, add.shape[-1])
+    y = trained_matmul(how, transposed, out_dtype, x.reshape(-1, x.shape[-1]), w.w if transposed else w, flat)
+    return y.reshape(*x.shape[:-1], -1)
+
+
+def gate(x: Float[Array, "M O2"], due: Float[Array, "M O"] | None = None) -> Float[Array, "M _"]:
+    """`silu(g) * u` for rows of g and u side by side; or, where something is due to that, what is due to `x`."""
+    width = x.shape[1] // 2 if due is None else x.shape[1]
+    call = jax.ffi.ffi_call("tilewright_gate", jax.ShapeDtypeStruct((x.shape[0], width), x.dtype))
+    return call(x, or_nothing(due, x.dtype))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def trained_gated(how: Training, x: Float[Array, "M I"], w: Float[Array, "I O2"]) -> Float[Array, "M O"]:
+    """`silu(x @ gate) * (x @ up)`, gate and up side by side in `w`."""
+    return gated_forward(how, x, w)[0]
+
+
+def gated_forward(how: Training, x: Array, w: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+    both = matmul(x, w, out_dtype=how.dtype, bfloat16=how.bfloat16)
+    return gate(both), (x, w, both)
+
+
+def gated_backward(how: Training, kept: tuple[Array, Array, Array], dy: Float[Array, "M O"]) -> tuple[Array, Array]:
+    x, w, both = kept
+    due = gate(both, dy)
+    dx = matmul(due, w, b_transposed=True, out_dtype=x.dtype, bfloat16=how.bfloat16)
+    return dx, matmul(x, due, a_transposed=True, out_dtype=w.dtype, bfloat16=how.bfloat16)
+
+
+trained_gated.defvjp(gated_forward, gated_backward)

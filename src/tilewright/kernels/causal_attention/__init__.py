@@ -1,0 +1,1 @@
+"""Causal self-attention of whole sequences, for training: with its gradient."""

@@ -1,0 +1,21 @@
+"""The operation as XLA compiles it, on any device, from whatever a bundle's `heads` takes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from tilewright.kernels.attention.xla import attention
+from tilewright.kernels.heads.xla import heads as split_and_turn
+from tilewright.kernels.operations import Heads
+
+
+def causal_attention(
+    projection: Any, how: Heads, heads: Callable[[Any, Heads], tuple[Any, Array, Array]] = split_and_turn
+) -> Float[Array, "B T _"]:
+    """What each position's query sees of all keys up to its own position, heads side by side."""
+    q, k, v = heads(projection, how)
+    t = q.shape[1]
+    return attention(q, k, v, jnp.tril(jnp.ones((1, t, t), bool))).reshape(*q.shape[:2], -1)

@@ -1,0 +1,15 @@
+"""What the operation means."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+
+def cross_entropy(
+    x: Float[Array, "*rows H"], head: Float[Array, "H V"], labels: Int[Array, "*rows"], weights: Float[Array, "*rows"]
+) -> Float[Array, ""]:
+    """The sum over rows of `weights * (logsumexp(x @ head) - (x @ head)[label])`, in nats."""
+    logits = jnp.matmul(x, head, precision=jax.lax.Precision.HIGHEST)
+    own = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+    return jnp.sum(weights * (jax.nn.logsumexp(logits, axis=-1) - own))

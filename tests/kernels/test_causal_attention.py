@@ -1,0 +1,179 @@
+"""Causal attention of whole sequences: the reference against NumPy in float64, and every implementation against the reference,
+gradients included."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilewright.kernels import native, select
+from tilewright.kernels.causal_attention import cpu, reference, xla
+from tilewright.kernels.operations import Heads, Joined, Norm
+
+needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
+EPS = 1e-5
+Case = tuple[int, int, int, int, int, bool]
+"""Rows of the batch, positions, key heads, queries to each, head size, whether there are norms."""
+CASES: list[Case] = [(2, 1, 1, 1, 16, True), (1, 23, 2, 3, 48, True), (2, 49, 1, 5, 64, False), (1, 130, 1, 2, 32, True)]
+
+
+def drawn(case: Case, dtype: Any = jnp.float32, seed: int = 0) -> tuple[Any, ...]:
+    b, t, heads, group, d, normed = case
+    rng = np.random.default_rng(seed)
+    qkv = jnp.asarray(rng.standard_normal((b, t, heads * (group + 2) * d)), dtype)
+    norms = [jnp.asarray(1 + 0.3 * rng.standard_normal(d), jnp.float32) if normed else None for _ in range(2)]
+    angles = rng.uniform(0, 7, (b, t, d // 2))
+    return qkv, *norms, jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)
+
+
+def plain(case: Case, qkv: Any, q_norm: Any, k_norm: Any, cos: Any, sin: Any) -> Any:
+    return reference.causal_attention(qkv, case[2], case[4], q_norm, k_norm, EPS, cos, sin)
+
+
+def kernel(case: Case, *operands: Any) -> Any:
+    return cpu.causal_attention(cpu.Sizes(case[2] * case[3], case[4], EPS), *operands)
+
+
+def numpy_attention(case: Case, *operands: Any) -> np.ndarray:
+    """Position by position, in float64."""
+    b, t, heads, group, d, _ = case
+    qkv, q_norm, k_norm, cos, sin = (None if x is None else np.asarray(x, np.float64) for x in operands)
+    n = heads * group
+    x = qkv.reshape(b, t, -1, d)
+
+    def turned(x: np.ndarray, norm: np.ndarray | None, row: int, at: int) -> np.ndarray:
+        if norm is not None:
+            x = norm * x / np.sqrt(np.mean(x**2) + EPS)
+        first, second, c, s = x[: d // 2], x[d // 2 :], cos[row, at], sin[row, at]
+        return np.concatenate([first * c - second * s, second * c + first * s])
+
+    out = np.zeros((b, t, n, d))
+    for row, at, head in np.ndindex(b, t, n):
+        own = head // group
+        q = turned(x[row, at, head], q_norm, row, at)
+        scores = np.array([q @ turned(x[row, s, n + own], k_norm, row, s) for s in range(at + 1)]) / np.sqrt(d)
+        weights = np.exp(scores - scores.max())
+        out[row, at, head] = weights @ x[row, : at + 1, n + heads + own] / weights.sum()
+    return out.reshape(b, t, -1)
+
+
+@pytest.mark.parametrize("case", CASES[:3])
+def test_the_reference_against_numpy(case: Case):
+    operands = drawn(case)
+    found = jax.jit(partial(plain, case))(*operands)
+    np.testing.assert_allclose(found, numpy_attention(case, *operands), rtol=1e-4, atol=1e-5)
+
+
+def value_and_gradient(function: Any, case: Case, operands: tuple[Any, ...], due: Any) -> tuple[Any, list[Any]]:
+    """The result, and what is due to projection and norms."""
+    given_to, angles = tuple(x for x in operands[:3] if x is not None), operands[3:]
+
+    @jax.jit
+    def run(due: Any, *given_to: Any) -> Any:
+        def of(*given_to: Any) -> Any:
+            return function(case, given_to[0], *(given_to[1:] or (None, None)), *angles)
+
+        out, back = jax.vjp(of, *given_to)
+        return out, back(due)
+
+    out, gradient = run(due, *given_to)
+    return out, list(gradient)
+
+
+def compare(case: Case, dtype: Any, seed: int) -> None:
+    """In units of what each array is made of: sums of T products of numbers about 1 err by some units of sqrt(T)."""
+    operands = drawn(case, dtype, seed)
+    b, t, heads, group, d, _ = case
+    due = jnp.asarray(np.random.default_rng(seed + 1).standard_normal((b, t, heads * group * d)), dtype)
+    wide = tuple(None if x is None else x.astype(jnp.float32) for x in operands)
+    expected, wanted = value_and_gradient(plain, case, wide, due.astype(jnp.float32))
+    out, gradient = value_and_gradient(kernel, case, operands, due)
+    unit = 2.0**-22 if dtype == jnp.float32 else 2.0**-7
+    assert out.dtype == dtype
+    assert [g.dtype for g in gradient] == [x.dtype for x in operands[:3] if x is not None]
+    for one, other in zip([out, *gradient], [expected, *wanted], strict=True):
+        scale = float(jnp.abs(other).max()) + 1
+        np.testing.assert_allclose(one.astype(jnp.float32), other, atol=unit * scale * (4 + t**0.5), rtol=unit)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernel_and_its_gradient(case: Case, dtype: Any):
+    compare(case, dtype, 0)
+
+
+@needs_native
+@given(
+    st.integers(0, 2**31 - 1),
+    st.tuples(
+        st.sampled_from([1, 3]),
+        st.integers(1, 60),
+        st.sampled_from([1, 2]),
+        st.sampled_from([1, 4]),
+        st.just(16),
+        st.booleans(),
+    ),
+)
+def test_sizes_at_random(seed: int, case: Case):
+    compare(case, jnp.float32, seed)
+
+
+@needs_native
+def test_a_later_position_changes_nothing_before_it():
+    case = CASES[1]
+    qkv, *rest = drawn(case)
+    changed = qkv.at[:, 17:].add(1.0)
+    one, other = (np.asarray(jax.jit(partial(kernel, case))(x, *rest)) for x in (qkv, changed))
+    np.testing.assert_array_equal(one[:, :17], other[:, :17])
+    assert (one[:, 17:] != other[:, 17:]).any()
+
+
+@pytest.mark.parametrize("head_dim", [16, 24])
+def test_bundles_agree(head_dim: int):
+    """Whatever a bundle's projection is; head sizes that the kernel does not take are XLA's."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((2, 7, 40)), jnp.float32)
+    parts = tuple(jnp.asarray(rng.standard_normal((40, n * head_dim)) / 6, jnp.float32) for n in (4, 2, 2))
+    angles = rng.uniform(0, 7, (2, 7, head_dim // 2))
+    rope = jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)
+    norm = Norm(jnp.asarray(1 + 0.1 * rng.standard_normal(head_dim), jnp.float32), EPS)
+
+    def attended(ops: Any) -> Any:
+        def run(x: Any, parts: Any) -> Any:
+            joined = Joined(parts)
+            if ops.prepares:
+                joined = ops.prepare_joined(joined, "qkv")
+            return ops.causal_attention(ops.project(x, joined), Heads(head_dim, norm, norm, rope))
+
+        return run(x, parts) if ops.prepares else jax.jit(run)(x, parts)
+
+    expected = reference.causal_attention(
+        jnp.concatenate([x @ w for w in parts], -1), 2, head_dim, norm.weight, norm.weight, EPS, *rope
+    )
+    for ops in {select.PLAIN, select.operations(), select.training_operations("float32")}:
+        np.testing.assert_allclose(attended(ops), expected, rtol=1e-4, atol=1e-5, err_msg=ops.name)
+
+
+@needs_native
+def test_the_bundle_decides_which_kernel_is_in_the_program():
+    case = CASES[2]
+    qkv, _, _, cos, sin = drawn(case)
+    how = Heads(case[4], None, None, (cos, sin))
+    sizes = (case[2] * case[3] * case[4], case[2] * case[4], case[2] * case[4])
+    program = jax.jit(lambda x: select.training_operations("float32").causal_attention(select.Joint(x, sizes), how))
+    assert "tilewright_causal_attention" in program.lower(qkv).as_text()
+    parts = jnp.split(qkv, [sizes[0], sizes[0] + sizes[1]], axis=-1)
+    assert "tilewright" not in jax.jit(lambda *x: xla.causal_attention(x, how)).lower(*parts).as_text()
+
+
+@needs_native
+def test_what_does_not_fit_is_refused():
+    operands = drawn(CASES[1])
+    with pytest.raises(jax.errors.JaxRuntimeError, match="tilewright_causal_attention: shapes do not fit"):
+        jax.block_until_ready(jax.jit(partial(cpu.causal_attention, cpu.Sizes(5, 48, EPS)))(*operands))
