@@ -26,6 +26,12 @@ namespace rms_norm {
 #include "../../src/tilewright/kernels/rms_norm/cpu.cc"
 }  // namespace rms_norm
 
+namespace causal_attention {
+#undef TilewrightIsa
+#define TilewrightIsa TilewrightCausalIsa
+#include "../../src/tilewright/kernels/causal_attention/cpu.cc"
+}  // namespace causal_attention
+
 namespace gather_reduce {
 #undef TilewrightIsa
 #define TilewrightIsa TilewrightGatherIsa
@@ -321,33 +327,148 @@ void check_best(Weights format, int64_t rows, int64_t inputs, int64_t outputs) {
       }
 }
 
-void check_matmul(int64_t rows, int64_t inputs, int64_t outputs, bool a_transposed, bool b_transposed) {
-  Exact<float> a(rows * inputs), b(inputs * outputs), y(rows * outputs);
-  for (int64_t i = 0; i < a.count; ++i) a[i] = normal();
-  for (int64_t i = 0; i < b.count; ++i) b[i] = normal();
-  const Buffer ab(XLA_FFI_DataType_F32, a, a_transposed ? std::vector<int64_t>{inputs, rows} : std::vector<int64_t>{rows, inputs});
-  const Buffer bb(XLA_FFI_DataType_F32, b, b_transposed ? std::vector<int64_t>{outputs, inputs} : std::vector<int64_t>{inputs, outputs});
-  const Buffer yb(XLA_FFI_DataType_F32, y, {rows, outputs});
-  const ffi::Error done = linear::Matmul(pool(), ab.as<F32>(), bb.as<F32>(), yb.as<F32>(), a_transposed, b_transposed);
-  check(done.success(), done.message().c_str(), rows, inputs, outputs);
-  for (int64_t m = 0; m < rows; ++m)
-    for (int64_t n = 0; n < outputs; ++n) {
-      double sum = 0, size = 0;
-      for (int64_t k = 0; k < inputs; ++k) {
-        const double left = widen(narrow(a[a_transposed ? k * rows + m : m * inputs + k]));
-        const double product = left * widen(narrow(b[b_transposed ? n * inputs + k : k * outputs + n]));
-        sum += product, size += std::abs(product);
-      }
-      check(std::abs(y[m * outputs + n] - sum) <= (inputs + 4) * 0x1p-24 * size, "matmul", rows, inputs, outputs);
-    }
-}
-
 template <class T> XLA_FFI_DataType type_of() { return sizeof(T) == 4 ? XLA_FFI_DataType_F32 : XLA_FFI_DataType_BF16; }
 template <class T> T stored(float x);
 template <> float stored(float x) { return x; }
 template <> uint16_t stored(float x) { return narrow(x); }
 float worth(float x) { return x; }
 float worth(uint16_t x) { return widen(x); }
+
+// Products of two matrices in one type, with something added, that come as they are or rounded to bfloat16.
+template <class T>
+void check_matmul(int64_t rows, int64_t inputs, int64_t outputs, bool a_transposed, bool b_transposed, bool rounded) {
+  Exact<T> a(rows * inputs), b(inputs * outputs), add(rows * outputs), y(rows * outputs);
+  for (Exact<T>* x : {&a, &b, &add})
+    for (int64_t i = 0; i < x->count; ++i) (*x)[i] = stored<T>(normal());
+  const auto type = type_of<T>();
+  const Buffer ab(type, a, a_transposed ? std::vector<int64_t>{inputs, rows} : std::vector<int64_t>{rows, inputs});
+  const Buffer bb(type, b, b_transposed ? std::vector<int64_t>{outputs, inputs} : std::vector<int64_t>{inputs, outputs});
+  const Buffer addb(type, add, {rows, outputs}), yb(type, y, {rows, outputs});
+  const ffi::Error done = linear::Matmul(pool(), ab.as<Any>(), bb.as<Any>(), addb.as<Any>(), yb.as<Any>(), a_transposed, b_transposed, rounded);
+  check(done.success(), done.message().c_str(), rows, inputs, outputs);
+  const auto taken = [&](T x) { return rounded ? double(widen(narrow(worth(x)))) : double(worth(x)); };
+  for (int64_t m = 0; m < rows; ++m)
+    for (int64_t n = 0; n < outputs; ++n) {
+      double sum = worth(add[m * outputs + n]), size = std::abs(sum);
+      for (int64_t k = 0; k < inputs; ++k) {
+        const double product = taken(a[a_transposed ? k * rows + m : m * inputs + k]) * taken(b[b_transposed ? n * inputs + k : k * outputs + n]);
+        sum += product, size += std::abs(product);
+      }
+      const double bound = (inputs + 4) * 0x1p-24 * size + (sizeof(T) == 4 ? 0 : 0x1p-8) * std::abs(sum);
+      check(std::abs(worth(y[m * outputs + n]) - sum) <= bound, "matmul", rows, inputs, outputs);
+    }
+}
+
+template <class T>
+void check_gate(int64_t rows, int64_t size) {
+  Exact<T> x(rows * 2 * size), due(rows * size), out(rows * size), back(rows * 2 * size), none(0);
+  for (Exact<T>* some : {&x, &due})
+    for (int64_t i = 0; i < some->count; ++i) (*some)[i] = stored<T>(normal());
+  const auto type = type_of<T>();
+  const Buffer xb(type, x, {rows, 2 * size}), db(type, due, {rows, size}), ob(type, out, {rows, size}), bb(type, back, {rows, 2 * size}), nothing(type, none, {0});
+  check(linear::Gated(pool(), xb.as<Any>(), nothing.as<Any>(), ob.as<Any>()).success(), "gate", rows, size, size);
+  check(linear::Gated(pool(), xb.as<Any>(), db.as<Any>(), bb.as<Any>()).success(), "gate", rows, size, size);
+  for (int64_t i = 0; i < out.count; ++i) {
+    const int64_t at = i / size * 2 * size + i % size;
+    const double g = worth(x[at]), u = worth(x[at + size]), share = 1 / (1 + std::exp(-g)), given = worth(due[i]);
+    const auto close = [&](T found, double expected) {
+      check(std::abs(worth(found) - expected) <= (sizeof(T) == 4 ? 1e-5 : 0x1p-7) * (std::abs(expected) + std::abs(given * u) + 1e-6), "gate", rows, size, size);
+    };
+    close(out[i], g * share * u);
+    close(back[at], given * u * share * (1 + g * (1 - share)));
+    close(back[at + size], given * g * share);
+  }
+}
+
+// A norm for training and its gradient, which is compared with the change of the norm along each input.
+template <class T>
+void check_normalise(int64_t rows, int64_t size) {
+  Exact<float> x(rows * size), weight(size), dx(rows * size), dw(size);
+  Exact<T> out(rows * size), due(rows * size);
+  for (Exact<float>* some : {&x, &weight})
+    for (int64_t i = 0; i < some->count; ++i) (*some)[i] = normal();
+  for (int64_t i = 0; i < due.count; ++i) due[i] = stored<T>(normal());
+  const auto type = type_of<T>();
+  const Buffer xb(XLA_FFI_DataType_F32, x, {rows, size}), wb(XLA_FFI_DataType_F32, weight, {size}), ob(type, out, {rows, size}), db(type, due, {rows, size});
+  const Buffer dxb(XLA_FFI_DataType_F32, dx, {rows, size}), dwb(XLA_FFI_DataType_F32, dw, {size});
+  check(rms_norm::Normalise(pool(), xb.as<F32>(), wb.as<F32>(), ob.as<Any>(), 1e-6f).success(), "normalise", rows, size, size);
+  check(rms_norm::NormaliseGrad(pool(), xb.as<F32>(), wb.as<F32>(), db.as<Any>(), dxb.as<F32>(), dwb.as<F32>(), 1e-6f).success(), "normalise", rows, size, size);
+  std::vector<double> weight_due(size), sizes(size);
+  for (int64_t row = 0; row < rows; ++row) {
+    double squares = 0, product = 0;
+    for (int64_t i = 0; i < size; ++i) {
+      const double value = x[row * size + i];
+      squares += value * value, product += value * weight[i] * worth(due[row * size + i]);
+    }
+    const double scale = 1 / std::sqrt(squares / size + 1e-6);
+    for (int64_t i = 0; i < size; ++i) {
+      const double value = x[row * size + i], given = worth(due[row * size + i]), expected = weight[i] * value * scale;
+      check(std::abs(worth(out[row * size + i]) - expected) <= (sizeof(T) == 4 ? 1e-5 : 0x1p-8) * std::abs(expected) + 1e-30, "normalise", rows, size, size);
+      const double own = given * weight[i] * scale, shared = value * scale * scale * scale * product / size;
+      check(std::abs(dx[row * size + i] - (own - shared)) <= 1e-4 * (std::abs(own) + std::abs(shared) + scale), "normalise, input", rows, size, size);
+      weight_due[i] += given * value * scale, sizes[i] += std::abs(given * value * scale);
+    }
+  }
+  for (int64_t i = 0; i < size; ++i) check(std::abs(dw[i] - weight_due[i]) <= 1e-5 * sizes[i] + 1e-30, "normalise, weight", rows, size, size);
+}
+
+// Two rows of a batch without norms and rotation; values and the gradient of all three against plain loops. With norms and rotation it only
+// has to stay within its buffers: other tests have their gradient.
+template <class T>
+void check_causal(int64_t t, int64_t heads, int64_t group, int64_t d, bool turned) {
+  const int64_t b = 2, n = heads * group, width = (n + 2 * heads) * d;
+  Exact<T> qkv(b * t * width), out(b * t * n * d), due(b * t * n * d), back(b * t * width);
+  Exact<float> cosines(b * t * (d / 2)), sines(b * t * (d / 2)), sums(b * n * t), norm(turned ? d : 0), q_due(norm.count), k_due(norm.count);
+  for (Exact<T>* some : {&qkv, &due})
+    for (int64_t i = 0; i < some->count; ++i) (*some)[i] = stored<T>(normal());
+  for (int64_t i = 0; i < cosines.count; ++i) cosines[i] = turned ? std::cos(i) : 1, sines[i] = turned ? std::sin(i) : 0;
+  for (int64_t i = 0; i < norm.count; ++i) norm[i] = normal();
+  const auto type = type_of<T>();
+  const Buffer xb(type, qkv, {b, t, width}), ob(type, out, {b, t, n * d}), gb(type, due, {b, t, n * d}), rb(type, back, {b, t, width});
+  const Buffer cb(XLA_FFI_DataType_F32, cosines, {b, t, d / 2}), sb(XLA_FFI_DataType_F32, sines, {b, t, d / 2}), lb(XLA_FFI_DataType_F32, sums, {b, n, t});
+  const Buffer nb(XLA_FFI_DataType_F32, norm, {norm.count}), qb(XLA_FFI_DataType_F32, q_due, {norm.count}), kb(XLA_FFI_DataType_F32, k_due, {norm.count});
+  const ffi::Error ran = causal_attention::CausalAttention(pool(), xb.as<Any>(), nb.as<F32>(), nb.as<F32>(), cb.as<F32>(), sb.as<F32>(), ob.as<Any>(), lb.as<F32>(), 1e-6f);
+  const ffi::Error graded = causal_attention::CausalAttentionGrad(pool(), xb.as<Any>(), nb.as<F32>(), nb.as<F32>(), cb.as<F32>(), sb.as<F32>(), ob.as<Any>(),
+                                                                  lb.as<F32>(), gb.as<Any>(), rb.as<Any>(), qb.as<F32>(), kb.as<F32>(), 1e-6f);
+  check(ran.success() && graded.success(), "causal", t, d, n);
+  for (int64_t i = 0; i < back.count; ++i) check(std::isfinite(worth(back[i])), "causal, finite", t, d, n);
+  if (turned) return;
+  const double bound = sizeof(T) == 4 ? 1e-4 : 0x1p-5;
+  std::vector<double> expected(b * t * width);
+  const auto at = [&](int64_t row, int64_t s, int64_t head, int64_t i) { return ((row * t + s) * (n + 2 * heads) + head) * d + i; };
+  for (int64_t row = 0; row < b; ++row)
+    for (int64_t head = 0; head < n; ++head)
+      for (int64_t q = 0; q < t; ++q) {
+        const int64_t key = n + head / group, value = key + heads;
+        std::vector<double> weights(q + 1), products(q + 1);
+        double total = 0, shared = 0;
+        for (int64_t s = 0; s <= q; ++s) {
+          double score = 0;
+          for (int64_t i = 0; i < d; ++i) score += double(worth(qkv[at(row, q, head, i)])) * worth(qkv[at(row, s, key, i)]);
+          total += weights[s] = std::exp(score / std::sqrt(double(d)));
+        }
+        const int64_t mine = ((row * t + q) * n + head) * d;
+        for (int64_t i = 0; i < d; ++i) {
+          double sum = 0;
+          for (int64_t s = 0; s <= q; ++s) sum += weights[s] / total * worth(qkv[at(row, s, value, i)]);
+          check(std::abs(worth(out[mine + i]) - sum) < bound, "causal", t, d, n);
+        }
+        for (int64_t s = 0; s <= q; ++s) {
+          for (int64_t i = 0; i < d; ++i) {
+            products[s] += double(worth(due[mine + i])) * worth(qkv[at(row, s, value, i)]);
+            expected[at(row, s, value, i)] += weights[s] / total * worth(due[mine + i]);
+          }
+          shared += weights[s] / total * products[s];
+        }
+        for (int64_t s = 0; s <= q; ++s)
+          for (int64_t i = 0; i < d; ++i) {
+            const double blame = weights[s] / total * (products[s] - shared) / std::sqrt(double(d));
+            expected[at(row, q, head, i)] += blame * worth(qkv[at(row, s, key, i)]);
+            expected[at(row, s, key, i)] += blame * worth(qkv[at(row, q, head, i)]);
+          }
+      }
+  for (int64_t i = 0; i < back.count; ++i) check(std::abs(worth(back[i]) - expected[i]) < 4 * bound * (1 + std::abs(expected[i])), "causal, gradient", t, d, n);
+}
 
 // One row of the batch and one key head with `group` query heads.
 template <class T>
@@ -592,7 +713,20 @@ int main() {
       for (const auto& [inputs, outputs] : shapes) check_narrow(format, rows, inputs, outputs), join();
   for (int way = 0; way < 4; ++way)
     for (const int64_t rows : {1, 16, 37})
-      for (const auto& [inputs, outputs] : {shapes[0], shapes[1], shapes[3]}) check_matmul(rows, inputs, outputs, way & 1, way & 2), join();
+      for (const auto& [inputs, outputs] : {shapes[0], shapes[1], shapes[3], std::pair<int64_t, int64_t>{401, 19}}) {
+        for (const bool rounded : {false, true}) check_matmul<float>(rows, inputs, outputs, way & 1, way & 2, rounded), join();
+        check_matmul<uint16_t>(rows, inputs, outputs, way & 1, way & 2, true), join();
+      }
+  for (const int64_t size : {1, 17, 64})
+    for (const int64_t rows : {1, 5, 70}) {
+      check_gate<float>(rows, size), check_gate<uint16_t>(rows, size), join();
+      check_normalise<float>(rows, size), check_normalise<uint16_t>(rows, size), join();
+    }
+  for (const int64_t t : {1, 15, 61})
+    for (const bool turned : {false, true}) {
+      check_causal<float>(t, 1, 3, 16, turned), check_causal<float>(t, 2, 1, 48, turned), join();
+      check_causal<uint16_t>(t, 1, 2, 64, turned), join();
+    }
   for (const int64_t queries : {1, 3, 16})
     for (const int64_t size : {16, 48}) {
       check_attention<float>(queries, 2, size, 37, queries), join();
