@@ -1,7 +1,7 @@
 """Tokens/s of training a decoder: tilewright's step and torch's on transformers' Qwen3 of the same shape, side by side.
 
-Both begin with the same weights and take the same batches: forward, loss, backward, clipping and AdamW, all in one process on the
-same cores, in alternating order; the table shows medians. torch runs in float32 and under bfloat16 autocast, without
+Both begin with the same weights and take the same batches: forward, loss, backward, clipping and AdamW, all in one process on
+the same cores, in alternating order; the table shows medians. torch runs in float32 and under bfloat16 autocast, without
 `torch.compile`, with one thread and with one for each core, and ratios are to the best of these. Needs the `oracle` extra:
 
     python tests/oracle/bench_train.py [--layers 12 ...] [--products auto ...] [--repetitions 5] [--json FILE]
