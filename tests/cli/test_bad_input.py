@@ -288,6 +288,10 @@ DRAFTER = ["drafter", "TEXT", "--target", "TARGET", "--out", "new"]
         ([*DRAFTER, "--regenerated", "-1"], "a number of continuations, found -1"),
         (["drafter", "TEXT", "--target", "absent", "--out", "new"], "absent"),
         (["demo", "--gsm8k", "absent.jsonl"], "absent.jsonl: no such file"),
+        (["demo", "--gsm8k", "absent.jsonl", "--start", "demo", "--tokenizer", "demo"], "--start takes its tokenizer along"),
+        (["demo", "--gsm8k", "absent.jsonl", "--start", "absent"], "absent"),
+        (["evaluate", "--gsm8k", "absent.jsonl"], "absent.jsonl: no such file"),
+        (["evaluate", "absent", "--gsm8k", "TEXT"], "absent"),
     ],
 )
 def test_training(run: Run, folders: tuple[Path, Path], empty: Path, arguments: list[str], problem: str):

@@ -136,14 +136,24 @@ def test_a_language_model_goes_on_from_another(run: Command, text: Path, target:
     assert "belongs to another run (start: checkpoint '" in " ".join(without.err.split())
     for arguments, problem in (
         (
-            [start, "--layers", 2, "--vocab-size", 300],
-            "its sizes and its tokenizer along, found --layers, --vocab-size as well",
+            [start, "--heads", 2, "--vocab-size", 300],
+            "its sizes and its tokenizer along, found --heads, --vocab-size as well",
         ),
+        ([start, "--context", 48], "a model grows from context 96, found 48"),
         ([start, "--tokenizer", start], "--start takes its tokenizer along, found --tokenizer as well"),
     ):
         other = run(*command, *arguments)
         assert other.status == 2
         assert problem in " ".join(other.err.split())
+
+
+def test_a_language_model_grows(run: Command, text: Path, target: Path, tmp_path: Path):
+    command = ["train", "lm", text, "--out", tmp_path / "deep", *LOOP, "--steps", 1, "--start", target, "--layers", 3]
+    ran = run(*command, "--context", 128)
+    assert ran.status == 0, ran.err
+    lm = tw.load(tmp_path / "deep")
+    assert (lm.target.num_layers, lm.target.max_position_embeddings) == (3, 128)
+    assert "resuming language model at step 1 of 1" in run(*command, "--context", 128).out
 
 
 @pytest.mark.parametrize("regenerated", [0, 12])

@@ -1,79 +1,62 @@
-"""The demo pair's text and sizes; its training takes too long for a test."""
+"""The demo's models: sizes that fit together, and a training of all of them that is small enough for a test."""
 
-import sysconfig
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from rich.console import Console
+from tokenizers import Tokenizer
 
-from tilewright.models import dflash
-from tilewright.models.decoder import config_from_hf, config_to_hf
-from tilewright.train import demo
-from tilewright.train.data import END_OF_TEXT, MASK, Document, train_tokenizer
+from tilewright import load
+from tilewright.decode.drafters.load import DrafterOptions
+from tilewright.models import decoder, dflash, dflash2, eagle3
+from tilewright.models.checkpoint import load_decoder
+from tilewright.models.decoder import DecoderConfig, DecoderParams, config_from_hf, config_to_hf
+from tilewright.models.params import count
+from tilewright.train import demo, evaluate
+from tilewright.train.data import END_OF_TEXT, MASK, Document, Stream, encode_documents, train_tokenizer
+from tilewright.train.demo_text import DemoText
+from tilewright.train.grow import grow
+from tilewright.train.loop import TrainResult
+from tilewright.train.text import TextOptions
+from train.support import TARGET, silent, target_params
 
-MODULES = {
-    "keep.py": "kept = 1\n",
-    "json/__init__.py": "json_package = 2\n",
-    "json/inner/deep.py": "json_deep = 3\n",
-    "csv.py": "csv_module = 4\n",
-    "other/json.py": "not_the_package = 5\n",
-    "other/test/test_x.py": "a_test = 6\n",
-    "site-packages/installed.py": "installed = 7\n",
-    "encodings/cp1.py": "table = 8\n",
-}
-
-
-@pytest.fixture
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A standard library of a few modules."""
-    root = tmp_path / "lib"
-    for name, text in MODULES.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    monkeypatch.setattr(demo.sysconfig, "get_paths", lambda: {"stdlib": str(root)})
-    return root
+LINE = "for x in range(3): print(x)\n"
+TINY = replace(TARGET, vocab_size=280)
 
 
-def test_named_modules_are_held_out_and_no_others(library: Path):
-    trained, held_out = ([p.relative_to(library).as_posix() for p in paths] for paths in demo.library_sources())
-    assert held_out == ["csv.py", "json/__init__.py", "json/inner/deep.py"]
-    assert trained == ["keep.py", "other/json.py"]
-
-
-def test_the_library_of_this_machine_is_split_by_module():
-    root = Path(sysconfig.get_paths()["stdlib"])
-    trained, held_out = demo.library_sources()
-    tops = [{path.relative_to(root).parts[0].removesuffix(".py") for path in paths} for paths in (trained, held_out)]
-    assert tops[1] == demo.HELD_OUT_MODULES, "each held-out name is a module of the library"
-    assert not tops[0] & tops[1]
-    assert len(trained) > 10 * len(held_out) > 100
-    assert not [path for path in trained + held_out if demo.NOT_CODE & set(path.relative_to(root).parts)]
-
-
-def test_questions_are_split_too(library: Path, tmp_path: Path):
-    path = tmp_path / "gsm8k.jsonl"
-    path.write_text("".join(f'{{"question": "q{i}?", "answer": "a{i}"}}\n' for i in range(40)))
-    trained, held_out = ([document.whole for document in part] for part in demo.demo_documents(path))
-    assert len(trained) == 2 + 38
-    assert held_out == ["csv_module = 4\n", "json_package = 2\n", "json_deep = 3\n"] + [
-        f"Question: q{i}?\nAnswer: a{i}" for i in range(2)
-    ]
-    assert not set(trained) & set(held_out)
-    again = tuple([document.whole for document in part] for part in demo.demo_documents(path))
-    assert again == (trained, held_out), "the order is always the same"
-    assert trained != sorted(trained, key=lambda text: text.startswith("Question")), "code and questions are mixed"
+def grown_config(tokenizer: Tokenizer) -> DecoderConfig:
+    return replace(demo.target_config(tokenizer), num_layers=demo.LAYERS)
 
 
 def test_configurations_fit_together():
-    target = demo.target_config(train_tokenizer([Document("aaa bbb")], 260))
-    drafter = demo.drafter_config(target)
+    target = grown_config(train_tokenizer([Document("aaa bbb")], 260))
+    drafter, chain = demo.dflash_config(target), demo.eagle3_config(target)
     dflash.check_fits(drafter, target)
+    second = demo.dflash2_config(target)
+    assert second.backbone == drafter
+    assert dflash2.config_from_hf(dflash2.config_to_hf(second)) == second
+    eagle3.check_fits(chain, target)
     assert config_from_hf(config_to_hf(target)) == target
     assert dflash.config_from_hf(dflash.config_to_hf(drafter)) == drafter
+    assert eagle3.config_from_hf(eagle3.config_to_hf(chain), target.num_layers) == chain
     assert drafter.block_size == 16
+    assert drafter.target_layer_ids == (2, 5, 8, 10)
+    assert chain.target_layer_ids == (5, 8, 10)
     with pytest.raises(ValueError, match="vocab_size is 260 but the target's is 261"):
         dflash.check_fits(drafter, replace(target, vocab_size=261))
+
+
+def test_all_that_ships_stays_small():
+    target = replace(grown_config(train_tokenizer([Document("a b c")], 300)), vocab_size=4096)
+    sizes = [
+        count(decoder.declare(target)), count(dflash.declare(demo.dflash_config(target))),
+        count(dflash2.declare(demo.dflash2_config(target))), count(eagle3.declare(demo.eagle3_config(target))),
+    ]  # fmt: skip
+    assert 10_000_000 <= sizes[0] <= 13_000_000
+    assert 2 * sum(sizes) < 31_000_000, "bytes in bfloat16"
 
 
 def test_special_tokens_are_where_the_configurations_say():
@@ -84,25 +67,110 @@ def test_special_tokens_are_where_the_configurations_say():
 
 def test_the_training_fits_the_context():
     target = demo.target_config(train_tokenizer([Document("a b c")], 300))
-    for options in (demo.TARGET_OPTIONS, demo.DRAFTER_OPTIONS):
+    for options in (demo.SHALLOW_OPTIONS, demo.TARGET_OPTIONS, *(options for _, options in demo.DRAFTERS.values())):
         assert options.sequence_length <= target.max_position_embeddings
     assert demo.ANCHOR_OPTIONS.anchors < demo.DRAFTER_OPTIONS.sequence_length
     longest = demo.PROMPT_TOKENS + max(sampling.max_new_tokens for sampling in demo.REGENERATION_SAMPLING)
     assert longest <= target.max_position_embeddings
 
 
-def test_an_interrupted_run_keeps_its_tokenizer(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = tmp_path / "gsm8k.jsonl"
-    path.write_text('{"question": "q?", "answer": "a"}\n')
-    monkeypatch.setattr(demo, "VOCAB_SIZE", 270)
-    first = demo.prepare_text(path, tmp_path / "out")
-    monkeypatch.setattr(demo, "VOCAB_SIZE", 260)
-    again = demo.prepare_text(path, tmp_path / "out")
-    assert first.tokenizer.to_str() == again.tokenizer.to_str()
-    np.testing.assert_array_equal(first.trained.tokens, again.trained.tokens)
-    np.testing.assert_array_equal(first.held_out.tokens, again.held_out.tokens)
-    ends = int((first.trained.tokens == first.end).sum())
-    assert ends == len(demo.demo_documents(path)[0])
+@pytest.mark.slow
+def test_all_of_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Tiny models, one step of each training: what is written loads, drafts, and is not made again."""
+    tokenizer = train_tokenizer([Document(LINE * 9)], 280)
+    stream = encode_documents(tokenizer, [Document(LINE * 40)] * 8, 0)
+    told = {"left_out": {}, "dependencies": [], "dependencies_left_out": []}
+    text = DemoText(tokenizer, stream, {"library": stream, "questions": stream}, told)
+    small = {"steps": 1, "batch_size": 2, "sequence_length": 64}
+    patched = {
+        "prepare_text": lambda gsm8k, bpe: text, "LAYERS": 3, "TARGET_OPTIONS": replace(demo.TARGET_OPTIONS, **small),
+        "DRAFTERS": {name: (train, replace(options, **small)) for name, (train, options) in demo.DRAFTERS.items()},
+        "REGENERATED": 256, "REGENERATION_BATCH": 256, "PROMPT_TOKENS": 8,
+        "REGENERATION_SAMPLING": tuple(replace(sampling, max_new_tokens=24) for sampling in demo.REGENERATION_SAMPLING),
+        "library_sources": lambda: ([], []),
+    }  # fmt: skip
+    for name, value in patched.items():
+        monkeypatch.setattr(demo, name, value)
+    for name, value in {"BATCH": 2, "WINDOW": 32, "BATCHES": 1, "PROMPTS": 2, "PROMPT_TOKENS": 8, "NEW_TOKENS": 6}.items():
+        monkeypatch.setattr(evaluate, name, value)
+    plan = demo.Plan(1, (TINY, target_params(TINY)))
+    figures = demo.train_demo(tmp_path / "gsm8k.jsonl", tmp_path / "out", tokenizer, silent(), plan)
+    assert figures.keys() >= {"text", "target", *demo.DRAFTERS}
+    assert figures["target"]["held_out"].keys() == text.held_out.keys()
+    assert figures["regenerated_tokens"] == 256 * 24
+    lm = load(tmp_path / "out" / "target")
+    assert lm.target.num_layers == 3
+    for name in demo.DRAFTERS:
+        lm.load_drafter(str(tmp_path / "out" / name), DrafterOptions())
+    weights = [(tmp_path / "out" / name / "model.safetensors").read_bytes() for name in ("target", *demo.DRAFTERS)]
+    again = demo.train_demo(tmp_path / "gsm8k.jsonl", tmp_path / "out", tokenizer, silent(), plan)
+    assert weights == [(tmp_path / "out" / name / "model.safetensors").read_bytes() for name in ("target", *demo.DRAFTERS)]
+    assert again["target"]["curve"] == figures["target"]["curve"]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, TextOptions]]:
+    """Layers, context and options of each target that was to be trained; nothing is."""
+    calls: list[tuple[int, int, TextOptions]] = []
+    curve = {name: np.zeros(1) for name in ("step", "loss", "held_out_loss")}
+
+    def told(
+        config: DecoderConfig, stream: Stream, held_out: Stream, options: TextOptions, out: Path, console: Console,
+        start: DecoderParams | None = None,
+    ) -> TrainResult:  # fmt: skip
+        calls.append((config.num_layers, config.max_position_embeddings, options))
+        return TrainResult(target_params(config) if start is None else start, curve, 0.0, 0.0)
+
+    monkeypatch.setattr(demo, "train_lm", told)
+    monkeypatch.setattr(demo, "target_config", lambda bpe: TINY)
+    monkeypatch.setattr(demo, "evaluate_target", lambda *given: {})
+    monkeypatch.setattr(demo, "LAYERS", 4)
+    return calls
+
+
+def tiny_text() -> DemoText:
+    tokenizer = train_tokenizer([Document(LINE * 9)], 280)
+    stream = encode_documents(tokenizer, [Document(LINE)], 0)
+    return DemoText(tokenizer, stream, {"library": stream}, {"left_out": {}, "dependencies": [], "dependencies_left_out": []})
+
+
+def test_the_shallow_target_comes_first_unless_there_is_another(asked: list[tuple[int, int, TextOptions]], tmp_path: Path):
+    config, params, figures = demo.train_target(tiny_text(), demo.Plan(7), tmp_path, silent())
+    whole = (demo.LAYERS, demo.CONTEXT, replace(demo.TARGET_OPTIONS, steps=7))
+    assert asked == [
+        (TINY.num_layers, TINY.max_position_embeddings, demo.SHALLOW_OPTIONS), whole
+    ]  # fmt: skip
+    assert config.num_layers == demo.LAYERS == len(params.layers)
+    assert "shallow" in figures
+    deeper = replace(TINY, num_layers=demo.LAYERS + 1)
+    config, _, figures = demo.train_target(
+        tiny_text(), demo.Plan(7, (deeper, target_params(deeper))), tmp_path / "more", silent()
+    )
+    assert asked[2:] == [(deeper.num_layers, *whole[1:])]
+    assert "shallow" not in figures
+
+
+def test_drafters_learn_from_the_target_as_it_ships(
+    asked: list[tuple[int, int, TextOptions]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    text, lessons = tiny_text(), []
+
+    def taught(lesson: demo.Lesson, options: TextOptions) -> dict[str, int]:
+        lessons.append((lesson, options))
+        return {"steps": options.steps}
+
+    monkeypatch.setattr(demo, "prepare_text", lambda gsm8k, bpe: text)
+    monkeypatch.setattr(demo, "continue_text", lambda *given: (text.trained, text.trained))
+    monkeypatch.setattr(demo, "DRAFTERS", {"one": (taught, demo.DRAFTER_OPTIONS)})
+    monkeypatch.setattr(demo, "library_sources", lambda: ([], []))
+    figures = demo.train_demo(tmp_path / "gsm8k.jsonl", tmp_path, text.tokenizer, silent())
+    ((lesson, options),) = lessons
+    assert figures["one"] == {"steps": demo.DRAFTER_OPTIONS.steps} == {"steps": options.steps}
+    _, stored = load_decoder(tmp_path / "target", np.float32)
+    for kept, given in zip(jax.tree.leaves(stored), jax.tree.leaves(lesson.params), strict=True):
+        np.testing.assert_array_equal(kept, given)
+    _, exact = grow(TINY, target_params(TINY), demo.LAYERS)
+    assert np.any(np.asarray(exact.embed) != np.asarray(lesson.params.embed)), "it ships rounded"
 
 
 def test_prompts_end_with_the_head_of_a_function(tmp_path: Path):

@@ -9,17 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilewright.compiled.timing import quotients, spread
-from tilewright.decode.request import Result
+from tilewright.decode.request import Result, distinct_ngram_ratio
 
 BASELINE = "none"
 """The drafter of the run that the others are compared with: plain decoding."""
 Row = dict[str, Any]
-
-
-def distinct_ngram_ratio(tokens: Sequence[int], n: int = 4) -> float:
-    """Different n-grams over all n-grams: 1 where nothing repeats, near 0 in a loop. 1 for texts shorter than n."""
-    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
-    return len(set(grams)) / len(grams) if grams else 1.0
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:

@@ -41,6 +41,11 @@ CompileCache = Annotated[bool, Parameter(env_var="TILEWRIGHT_COMPILE_CACHE")]
 """Whether compiled programs are kept on disk for the next process."""
 
 
+def given(value: Any, default: Any) -> Any:
+    """`value`, or `default` where there is none."""
+    return default if value is None else value
+
+
 def keep_programs() -> Path | None:
     """Keeps compiled programs in a folder beside the CPU kernels; where it cannot, one line says why, and there is none."""
     try:

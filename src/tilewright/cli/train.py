@@ -1,17 +1,17 @@
-"""`tilewright train`: language models and the demo pair; drafters and graph neural networks have files of their own."""
+"""`tilewright train`: language models; drafters, the demo's models and graph neural networks have files of their own."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import copyfile
-from typing import Annotated, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 from cyclopts import App, Parameter
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from tilewright.cli.common import JsonFile, check_json_file, human_console, progress_console, write_json
+from tilewright.cli.common import JsonFile, check_json_file, given, human_console, progress_console, write_json
 from tilewright.compiled.machine import chip_name
 from tilewright.models import decoder, hub
 from tilewright.models.checkpoint import load_decoder, save_params
@@ -24,7 +24,7 @@ from tilewright.train.data import (
     split_documents,
     train_tokenizer,
 )
-from tilewright.train.demo import train_demo
+from tilewright.train.grow import grow
 from tilewright.train.lm import train_lm
 from tilewright.train.loop import CHECKPOINT, TrainResult
 from tilewright.train.text import TextOptions, require_texts, text_figures
@@ -32,6 +32,8 @@ from tilewright.train.text import TextOptions, require_texts, text_figures
 app = App(name="train", help="Training.")
 app.command("tilewright.cli.train_drafter:drafter", help="Trains a drafter for a target, which stays as it is.")
 app.command("tilewright.cli.train_gnn:gnn", help="Trains a graph neural network, on nodes or on graphs.")
+app.command("tilewright.cli.train_demo:demo", help="Repeats the training of the demo's target and drafters.")
+app.command("tilewright.cli.train_demo:evaluate", help="Measures a language model on the demo's held-out text.")
 
 
 @Parameter(name="*")
@@ -87,16 +89,16 @@ def finish(result: TrainResult, out: Path, console: Console, json_file: str | No
 @Parameter(name="*")
 @dataclass(frozen=True)
 class ModelSizes:
-    """What language model to make; with --start, the model started from has its own.
+    """What language model to make; with --start, the model started from has its own, and can grow in layers and context.
 
     Attributes:
         hidden_size: width of the residual stream (256 by default).
-        layers: the model's layers (4).
+        layers: the model's layers (4). With --start as many as there are; more of them begin as copies that add nothing yet.
         heads: query heads of a layer (4).
         kv_heads: key/value heads of a layer; they divide the query heads (2).
         head_dim: size of a head (64).
         intermediate_size: width inside a layer's MLP (768).
-        context: the longest sequence that the model will accept (1024).
+        context: the longest sequence that the model will accept (1024; with --start what it was, or more).
         vocab_size: tokens of the byte-level BPE that is trained on the data, at most (4096).
     """
 
@@ -156,11 +158,13 @@ class Beginning:
     def choose(cls, start: str | None, tokenizer: Path | None, sizes: ModelSizes, console: Console) -> "Beginning | None":
         """A model that is there already with its tokenizer, or a tokenizer alone; None where neither is named."""
         if start is not None:
-            sizes.refuse("--start takes its sizes and its tokenizer along", *vars(sizes))
+            fixed = [name for name in vars(sizes) if name not in ("layers", "context")]
+            sizes.refuse("--start takes its sizes and its tokenizer along", *fixed)
             if tokenizer is not None:
                 raise ValueError("--start takes its tokenizer along, found --tokenizer as well")
             folder = hub.resolve(start, console=progress_console(console))
             config, params = load_decoder(folder, jnp.float32, progress_console(console))
+            config, params = grow(config, params, sizes.layers, sizes.context)
             files = tuple(folder / name for name in hub.TOKENIZER[1:] if (folder / name).is_file())
             return cls(load_tokenizer(folder), config, params, files)
         if tokenizer is not None:
@@ -224,28 +228,3 @@ def kept_tokenizer(out: Path) -> Tokenizer | None:
     """The tokenizer that an interrupted run left with its checkpoint."""
     there = (out / "training" / CHECKPOINT).exists() and (out / "tokenizer.json").exists()
     return load_tokenizer(out) if there else None
-
-
-@app.command
-def demo(
-    *,
-    gsm8k: Annotated[Path, Parameter(name="--gsm8k")],
-    out: Path = Path("runs/demo"),
-    json_file: JsonFile = None,
-) -> None:
-    """Repeats the training of the demo pair: the standard library's source and GSM8K's training questions.
-
-    Parameters
-    ----------
-    gsm8k
-        GSM8K's training questions, as JSONL.
-    out
-        Folder for both models and for the checkpoints that an interrupted run resumes from.
-    json_file
-        Write the figures as JSON to this file, "-" for standard output.
-    """
-    check_json_file(json_file)
-    console = human_console(json_file)
-    figures = train_demo(gsm8k, out, console)
-    console.print(f"wrote {out / 'target'} and {out / 'drafter'}")
-    write_json(json_file, {**figures, "chip": chip_name()})

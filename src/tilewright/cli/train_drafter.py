@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from tilewright.cli.common import JsonFile, check_json_file, human_console, progress_console
+from tilewright.cli.common import JsonFile, check_json_file, given, human_console, progress_console
 from tilewright.cli.train import LoopOptions, finish, require_data
 from tilewright.decode.language_model import LanguageModel
 from tilewright.decode.sampling import Sampling
@@ -165,10 +165,6 @@ class Eagle3Arguments:
         config = eagle3.config_from_hf(eagle3.config_to_hf(made), target.num_layers, "the drafter's sizes")
         eagle3.check_fits(config, target)
         return config
-
-
-def given(value: Any, default: Any) -> Any:
-    return default if value is None else value
 
 
 def refuse_others(kind: str, of_kind: dict[str, object]) -> None:

@@ -90,6 +90,12 @@ class Generation:
         )
 
 
+def distinct_ngram_ratio(tokens: Sequence[int], n: int = 4) -> float:
+    """Different n-grams over all n-grams: 1 where nothing repeats, near 0 in a loop. 1 for texts shorter than n."""
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return len(set(grams)) / len(grams) if grams else 1.0
+
+
 @dataclass
 class Request:
     """One request on the host: what it asks for, and its text so far.

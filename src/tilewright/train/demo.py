@@ -1,13 +1,11 @@
-"""The demo pair: what it is trained on, its sizes, and the whole training from those inputs.
+"""The demo's models: their sizes, and their whole training from its inputs (see `demo_text.py`).
 
-The text is the Python standard library's own source on the training machine, whole modules of it held out, and GSM8K's training
-questions with their answers.
+The target is trained in two parts: first with a few layers, which is cheap, then grown to all of them (see `grow.py`).
 """
 
 import json
 import re
-import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,39 +18,39 @@ from tokenizers import Tokenizer
 from tilewright.decode.language_model import LanguageModel
 from tilewright.decode.sampling import Sampling
 from tilewright.decode.shapes import ShapeTable
-from tilewright.kernels import native
-from tilewright.models import decoder, dflash
+from tilewright.models import decoder, dflash, dflash2, eagle3
 from tilewright.models.checkpoint import load_decoder, save_params
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.dflash import DFlashConfig
+from tilewright.models.dflash2 import DFlash2Config
+from tilewright.models.eagle3 import Eagle3Config
 from tilewright.models.params import count
-from tilewright.train.data import Document, Stream, encode_documents, end_of_text, read_documents, train_tokenizer
+from tilewright.train.data import Stream, end_of_text
+from tilewright.train.demo_text import DemoText, library_sources, prepare_text
+from tilewright.train.dflash2 import DFlash2Options, train_dflash2
 from tilewright.train.drafter import DFlashOptions, train_drafter
+from tilewright.train.eagle3 import Eagle3Options, train_eagle3
+from tilewright.train.evaluate import evaluate_target
+from tilewright.train.grow import grow
 from tilewright.train.lm import train_lm
 from tilewright.train.regenerate import cut_prompts, regenerate
 from tilewright.train.text import TextOptions, text_figures
 
-HELD_OUT_MODULES = frozenset(
-    "calendar configparser csv fractions heapq json mailbox queue sched shutil statistics textwrap wsgiref zipfile".split()
-)
-"""Modules and packages of the standard library that are never trained on."""
-
-NOT_CODE = frozenset(("site-packages", "test", "tests", "encodings", "pydoc_data", "__phello__", "__pycache__"))
-"""Folders of tables, tests and installed packages."""
-
-VOCAB_SIZE = 4096
 MASK_TOKEN_ID = 1
 
+SHALLOW_LAYERS, LAYERS, CONTEXT = 4, 12, 2048
+
 TARGET_OPTIONS = TextOptions(
-    steps=1000,
+    steps=2000,
     batch_size=8,
     sequence_length=512,
-    learning_rate=3e-3,
+    learning_rate=1.5e-3,
     optimizer="muon",
-    muon_learning_rate=0.02,
+    muon_learning_rate=0.015,
     evaluate_every=200,
     save_every=50,
 )
+SHALLOW_OPTIONS = replace(TARGET_OPTIONS, steps=1000, learning_rate=3e-3, muon_learning_rate=0.02)
 
 
 DRAFTER_OPTIONS = TextOptions(
@@ -67,6 +65,7 @@ DRAFTER_OPTIONS = TextOptions(
     save_every=50,
 )
 ANCHOR_OPTIONS = DFlashOptions(anchors=48)
+DRAFT_VOCAB = 3072
 
 PROMPT_TOKENS = 64
 REGENERATED = 6400
@@ -75,85 +74,58 @@ REGENERATION_SAMPLING = (
     *3 * (Sampling(max_new_tokens=191, temperature=0.0, ignore_eos=True),),
     Sampling(max_new_tokens=191, temperature=1.0, top_p=0.9, ignore_eos=True),
 )
-"""Three of four responses are greedy, one is drawn: the two ways in which the pair is judged, the first one more so."""
+"""Three of four responses are greedy, one is drawn: the two ways in which the models are judged, the first one more so."""
 
 
-def drafter_config(target: DecoderConfig) -> DFlashConfig:
-    """The drafter: two layers of the target's own sizes, which read the target after each of its layers."""
+def tapped_layers(target: DecoderConfig) -> tuple[int, ...]:
+    """Where the drafters read their target: after every third layer, and what its last one reads."""
+    return tuple(sorted({*range(2, target.num_layers - 1, 3), target.num_layers - 2}))
+
+
+def dflash_config(target: DecoderConfig) -> DFlashConfig:
+    """The DFlash drafter: a layer of the target's own sizes."""
     return DFlashConfig(
-        **{**target.sizes(), "num_layers": 2},
+        **{**target.sizes(), "num_layers": 1},
         block_size=16,
         mask_token_id=MASK_TOKEN_ID,
-        target_layer_ids=tuple(range(target.num_layers)),
+        target_layer_ids=tapped_layers(target),
         num_target_layers=target.num_layers,
     )
 
 
+def dflash2_config(target: DecoderConfig) -> DFlash2Config:
+    """The DFlash 2 drafter: the same backbone with convolutions, and a selector that is small for the models' sake."""
+    return DFlash2Config(
+        **vars(dflash_config(target)), conv_kernel_size=2, conv_group_size=16, selector_rank=64, selector_top_k=16
+    )
+
+
+def eagle3_config(target: DecoderConfig) -> Eagle3Config:
+    """The EAGLE-3 drafter: one layer of the target's own sizes, and a head of its own over frequent tokens."""
+    return Eagle3Config(
+        **{**target.sizes(), "num_layers": 1},
+        draft_vocab_size=min(DRAFT_VOCAB, target.vocab_size),
+        target_hidden_size=target.hidden_size,
+        target_layer_ids=tapped_layers(target)[-3:],
+    )
+
+
 def target_config(tokenizer: Tokenizer) -> DecoderConfig:
-    """The target: Qwen3's architecture, small enough for two CPU cores to train in under an hour."""
+    """The target before it grows: Qwen3's architecture, narrow."""
     return DecoderConfig(
         family="qwen3",
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=256,
         intermediate_size=768,
-        num_layers=4,
+        num_layers=SHALLOW_LAYERS,
         num_heads=4,
         num_kv_heads=2,
         head_dim=64,
         rope_theta=10000.0,
         tie_word_embeddings=True,
-        max_position_embeddings=1024,
+        max_position_embeddings=CONTEXT,
         eos_token_ids=(end_of_text(tokenizer),),
     )
-
-
-def library_sources() -> tuple[list[Path], list[Path]]:
-    """The standard library's source files on this machine: those to train on, and the held-out modules'."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    trained, held_out = [], []
-    for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).parts
-        if NOT_CODE.intersection(parts):
-            continue
-        (held_out if parts[0].removesuffix(".py") in HELD_OUT_MODULES else trained).append(path)
-    return trained, held_out
-
-
-def demo_documents(gsm8k: Path) -> tuple[list[Document], list[Document]]:
-    """Training documents, shuffled, and held-out ones. A twentieth of GSM8K's training questions is held out too."""
-    questions = read_documents([gsm8k])
-    trained, held_out = library_sources()
-    cut = len(questions) // 20
-    documents = read_documents(trained) + questions[cut:]
-    order = np.random.default_rng(0).permutation(len(documents))
-    return [documents[i] for i in order], read_documents(held_out) + questions[:cut]
-
-
-@dataclass(frozen=True)
-class DemoText:
-    """The demo's text, tokenised."""
-
-    tokenizer: Tokenizer
-    trained: Stream
-    held_out: Stream
-
-    @property
-    def end(self) -> int:
-        return end_of_text(self.tokenizer)
-
-
-def prepare_text(gsm8k: Path, out: Path) -> DemoText:
-    """Reads the text and trains its tokenizer, or reads the tokenizer that an interrupted run left in `out`."""
-    trained, held_out = demo_documents(gsm8k)
-    path = out / "tokenizer.json"
-    if path.exists():
-        tokenizer = Tokenizer.from_file(str(path))
-    else:
-        out.mkdir(parents=True, exist_ok=True)
-        tokenizer = train_tokenizer(trained, VOCAB_SIZE)
-        tokenizer.save(str(path))
-    end = end_of_text(tokenizer)
-    return DemoText(tokenizer, encode_documents(tokenizer, trained, end), encode_documents(tokenizer, held_out, end))
 
 
 def continue_text(
@@ -163,7 +135,7 @@ def continue_text(
     table = ShapeTable(batches=(REGENERATION_BATCH,))
     lm = LanguageModel(target, params, text.tokenizer, table=table)
     streams = []
-    for name, stream, wanted in (("trained", text.trained, REGENERATED), ("held_out", text.held_out, REGENERATED // 32)):
+    for name, stream, wanted in (("trained", text.trained, REGENERATED), ("held_out", text.watched, REGENERATED // 32)):
         prompts = cut_prompts(stream, wanted, PROMPT_TOKENS, seed=0)
         streams.append(regenerate(lm, prompts, REGENERATION_SAMPLING, out / f"responses_{name}.jsonl", text.end, console))
     return streams[0], streams[1]
@@ -186,35 +158,130 @@ def held_out_prompts(paths: Sequence[Path], each: int = 3, characters: int = 480
     return records
 
 
-def train_demo(gsm8k: Path, out: Path, console: Console) -> dict[str, Any]:
-    """Trains target and drafter and writes both as checkpoints below `out`. Resumes where an earlier run stopped.
+@dataclass(frozen=True)
+class Plan:
+    """How the target is trained.
+
+    Attributes:
+        steps: of the whole depth.
+        start: a model to go on from in the place of the shallow one, and its parameters in float32; it grows to `LAYERS` if it
+            has fewer.
+    """
+
+    steps: int = TARGET_OPTIONS.steps
+    start: tuple[DecoderConfig, DecoderParams] | None = None
+
+
+def train_target(
+    text: DemoText, plan: Plan, out: Path, console: Console
+) -> tuple[DecoderConfig, DecoderParams, dict[str, Any]]:
+    """Trains the target and writes it to `out / "target"`.
+
+    Returns:
+        its configuration, its parameters as they ship, rounded to bfloat16, and what was reached.
+    """
+    figures, start = {}, plan.start
+    if start is None:
+        shallow = target_config(text.tokenizer)
+        first = train_lm(shallow, text.trained, text.watched, SHALLOW_OPTIONS, out / "training" / "shallow", console)
+        start, figures["shallow"] = (shallow, first.params), text_figures(first)
+    config, params = grow(*start, max(LAYERS, start[0].num_layers), max(CONTEXT, start[0].max_position_embeddings))
+    options = replace(TARGET_OPTIONS, steps=plan.steps)
+    result = train_lm(config, text.trained, text.watched, options, out / "training" / "target", console, params)
+    folder = out / "target"
+    save_params(folder, decoder.config_to_hf(config), decoder.declare(config), result.params, ml_dtypes.bfloat16)
+    text.tokenizer.save(str(folder / "tokenizer.json"))
+    _, params = load_decoder(folder, np.float32)
+    figures |= {
+        **text_figures(result),
+        "parameters": count(decoder.declare(config)),
+        "held_out": evaluate_target(config, params, text.tokenizer, text.held_out),
+    }
+    return config, params, figures
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What every drafter learns from: the target as it ships, and what it wrote.
+
+    Attributes:
+        held_out: what it wrote after held-out text.
+        out: the folder of all that is trained.
+    """
+
+    target: DecoderConfig
+    params: DecoderParams
+    written: Stream
+    held_out: Stream
+    out: Path
+    console: Console
+
+    def training(self, name: str) -> Path:
+        return self.out / "training" / name
+
+
+def train_demo_dflash(lesson: Lesson, options: TextOptions) -> dict[str, Any]:
+    config = dflash_config(lesson.target)
+    result = train_drafter(
+        lesson.target, lesson.params, config, lesson.written, lesson.held_out, options, ANCHOR_OPTIONS,
+        lesson.training("drafter"), lesson.console,
+    )  # fmt: skip
+    folder, declared = lesson.out / "drafter", dflash.declare(config)
+    save_params(folder, dflash.config_to_hf(config), declared, result.params, ml_dtypes.bfloat16)
+    return {**text_figures(result), "parameters": count(declared)}
+
+
+def train_demo_dflash2(lesson: Lesson, options: TextOptions) -> dict[str, Any]:
+    config = dflash2_config(lesson.target)
+    result = train_dflash2(
+        lesson.target, lesson.params, config, lesson.written, lesson.held_out, options,
+        DFlash2Options(**vars(ANCHOR_OPTIONS)), lesson.training("dflash2"), lesson.console,
+    )  # fmt: skip
+    folder, declared = lesson.out / "dflash2", dflash2.declare(config)
+    save_params(folder, dflash2.config_to_hf(config), declared, result.params, ml_dtypes.bfloat16)
+    return {**text_figures(result), "parameters": count(declared)}
+
+
+def train_demo_eagle3(lesson: Lesson, options: TextOptions) -> dict[str, Any]:
+    config = eagle3_config(lesson.target)
+    result, agreed = train_eagle3(
+        lesson.target, lesson.params, config, lesson.written, lesson.held_out, options, Eagle3Options(),
+        lesson.training("eagle3"), lesson.console,
+    )  # fmt: skip
+    eagle3.save(lesson.out / "eagle3", config, result.params, ml_dtypes.bfloat16)
+    return {**text_figures(result), "parameters": count(eagle3.declare(config)), "agreement": agreed}
+
+
+DRAFTERS: dict[str, tuple[Callable[[Lesson, TextOptions], dict[str, Any]], TextOptions]] = {
+    "drafter": (train_demo_dflash, DRAFTER_OPTIONS),
+    "dflash2": (train_demo_dflash2, DRAFTER_OPTIONS),
+    "eagle3": (train_demo_eagle3, replace(DRAFTER_OPTIONS, steps=1600, batch_size=2)),
+}
+"""The folder of each drafter, what trains it, and how. Another kind is another row."""
+
+
+def train_demo(gsm8k: Path, out: Path, tokenizer: Tokenizer, console: Console, plan: Plan = Plan()) -> dict[str, Any]:
+    """Trains target and drafters and writes them as checkpoints below `out`. Resumes where an earlier run stopped.
+
+    Args:
+        tokenizer: of the model to start from, if there is one.
 
     Returns:
         what was reached, for the model card and `--json`.
     """
-    text = prepare_text(gsm8k, out)
-    target = target_config(text.tokenizer)
-    console.print(f"{len(text.trained.tokens):,} training tokens, {len(text.held_out.tokens):,} held out")
-    first = train_lm(target, text.trained, text.held_out, TARGET_OPTIONS, out / "training" / "target", console)
-    folder = out / "target"
-    save_params(folder, decoder.config_to_hf(target), decoder.declare(target), first.params, ml_dtypes.bfloat16)
-    text.tokenizer.save(str(folder / "tokenizer.json"))
-    # What the drafter learns from is the target as it ships: rounded to bfloat16.
-    _, params = load_decoder(folder, np.float32)
+    text = prepare_text(gsm8k, tokenizer)
+    console.print(text.summary(), markup=False)
+    target, params, figures = train_target(text, plan, out, console)
+    # What the drafters learn from is the target as it ships.
     written, written_held_out = continue_text(text, target, params, out / "training", console)
-    drafter = drafter_config(target)
-    options = replace(DRAFTER_OPTIONS, products="float32" if native.kernels().isa is None else "bfloat16")
-    second = train_drafter(
-        target, params, drafter, written, written_held_out, options, ANCHOR_OPTIONS, out / "training" / "drafter", console
-    )
-    save_params(out / "drafter", dflash.config_to_hf(drafter), dflash.declare(drafter), second.params, ml_dtypes.bfloat16)
+    lesson = Lesson(target, params, written, written_held_out, out, console)
+    drafters = {name: train(lesson, options) for name, (train, options) in DRAFTERS.items()}
     lines = [json.dumps(record) for record in held_out_prompts(library_sources()[1])]
     (out / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return {
-        "target": text_figures(first),
-        "drafter": text_figures(second),
+        "text": text.told,
         "training_tokens": len(text.trained.tokens),
         "regenerated_tokens": int(written.in_loss.sum()),
-        "target_parameters": count(decoder.declare(target)),
-        "drafter_parameters": count(dflash.declare(drafter)),
+        "target": figures,
+        **drafters,
     }

@@ -1,0 +1,234 @@
+"""What the demo's models are trained on, and what is held out.
+
+Training: the source of the Python standard library and of this project's own installed dependencies that are permissively
+licensed, cleaned (see `clean.py`), and GSM8K's training questions with their answers. Held out: named modules of the library,
+a tenth of the dependencies' modules, and a twentieth of the questions.
+"""
+
+import re
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from tilewright.train.clean import Cleaner
+from tilewright.train.data import Document, Stream, encode_documents, end_of_text, read_documents, read_text
+
+HELD_OUT_MODULES = frozenset(
+    "calendar configparser csv fractions heapq json mailbox queue sched shutil statistics textwrap wsgiref zipfile".split()
+)
+"""Modules and packages of the standard library that are never trained on."""
+
+NOT_CODE = frozenset(
+    "site-packages test tests testing _test encodings pydoc_data __phello__ __pycache__ _vendor vendor third_party".split()
+)
+"""Folders of tables, tests, installed packages and copies of other packages."""
+
+PERMISSIVE = re.compile(
+    r"MIT( License)?|BSD( License)?|BSD-[23]-Clause|0BSD|Apache-2\.0|Apache( Software)? License( 2\.0)?|Apache 2\.0|ISC"
+    r"|Zlib|CC0-1\.0|PSF-2\.0|Python-2\.0|Python Software Foundation License",
+    re.IGNORECASE,
+)
+
+WEIGHTS = {"library": 3, "dependencies": 1, "questions": 4}
+"""How often each kind of document comes in the training text."""
+
+
+def library_sources() -> tuple[list[Path], list[Path]]:
+    """The standard library's source files on this machine: those to train on, and the held-out modules'."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    trained, held_out = [], []
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).parts
+        if NOT_CODE.intersection(parts):
+            continue
+        (held_out if parts[0].removesuffix(".py") in HELD_OUT_MODULES else trained).append(path)
+    return trained, held_out
+
+
+@dataclass(frozen=True)
+class Dependency:
+    """An installed distribution.
+
+    Attributes:
+        licence: as its metadata say, an SPDX expression or the names of its classifiers; "" where they say nothing.
+        sources: its Python files but for tests and copies of other packages, by module name.
+    """
+
+    name: str
+    version: str
+    licence: str
+    sources: tuple[tuple[str, Path], ...]
+
+    @property
+    def permissive(self) -> bool:
+        """Whether every licence that is named is one that asks for no more than its notice."""
+        names = [name.strip(" ()") for name in re.split(r"\bAND\b|\bOR\b|;", self.licence)]
+        return all(PERMISSIVE.fullmatch(name) for name in names)
+
+
+def licence_of(found: Distribution) -> str:
+    """The licence as the metadata name it: the SPDX expression, else the classifiers, else a name in `License`."""
+
+    def named(field: str) -> list[str]:
+        return found.metadata.get_all(field) or []
+
+    classifiers = [c.rpartition(" :: ")[2] for c in named("Classifier") if c.startswith("License :: ")]
+    free = [text.strip().split("\n")[0] for text in named("License")]
+    return "; ".join(named("License-Expression") or classifiers or free)
+
+
+def module_sources(found: Distribution) -> Iterator[tuple[str, Path]]:
+    for file in sorted(found.files or [], key=str):
+        is_test = file.name.startswith("test_") or file.name.endswith("_test.py")
+        if file.suffix == ".py" and not is_test and not {*NOT_CODE, ".."}.intersection(file.parts):
+            path = Path(str(file.locate()))
+            if path.is_file():
+                yield ".".join(file.with_suffix("").parts).removesuffix(".__init__"), path
+
+
+def dependencies(project: str = "tilewright") -> list[Dependency]:
+    """What `project` needs, directly or not, as far as it is installed, by name. Extras count; the project itself does not."""
+    waiting, known = [project], {}
+    while waiting:
+        name = re.sub(r"[-_.]+", "-", waiting.pop()).lower()
+        if name in known:
+            continue
+        try:
+            known[name] = distribution(name)
+        except PackageNotFoundError:
+            continue
+        own = name == re.sub(r"[-_.]+", "-", project).lower()
+        asked = [need for need in known[name].requires or [] if own or "extra ==" not in need]
+        waiting += [matched[0] for need in asked if (matched := re.match(r"[\w.-]+", need))]
+    known.pop(re.sub(r"[-_.]+", "-", project).lower(), None)
+    return [
+        Dependency(name, found.version, licence_of(found), tuple(module_sources(found)))
+        for name, found in sorted(known.items())
+    ]
+
+
+def is_held_out(module: str) -> bool:
+    """Whether a dependency's module is held out: one in ten, by the hash of its name."""
+    return int.from_bytes(sha256(module.encode()).digest()[:4], "big") % 10 == 0
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The demo's documents, by kind: "library", "dependencies", "questions"."""
+
+    trained: dict[str, list[Document]]
+    held_out: dict[str, list[Document]]
+    cleaner: Cleaner
+    needed: list[Dependency]
+
+    def told(self) -> dict[str, Any]:
+        """What was read, left out and weighted, for `--json` and the model card."""
+        listed = [[one for one in self.needed if one.permissive is wanted] for wanted in (True, False)]
+        kept, left_out = ([f"{one.name} {one.version} ({one.licence})" for one in part] for part in listed)
+        return {
+            "documents": {kind: len(part) for kind, part in self.trained.items()},
+            "held_out_documents": {kind: len(part) for kind, part in self.held_out.items()},
+            "weights": WEIGHTS,
+            "lines": self.cleaner.kept,
+            "left_out": dict(sorted(self.cleaner.left_out.items())),
+            "dependencies": kept,
+            "dependencies_left_out": left_out,
+        }
+
+
+def cleaned(cleaner: Cleaner, paths: Sequence[Path]) -> list[Document]:
+    """Each source as a document; those of which nothing is left, or that are no UTF-8, are left out."""
+    documents = []
+    for path in paths:
+        try:
+            text = cleaner.clean(read_text(path))
+        except ValueError:
+            cleaner.left_out["file, not UTF-8"] += 1
+            continue
+        if text:
+            documents.append(Document(text))
+    return documents
+
+
+def demo_documents(gsm8k: Path, held_out_only: bool = False) -> Documents:
+    """The demo's documents. Held-out sources are cleaned first, so that what training text has of them is cut there.
+
+    Args:
+        held_out_only: spares the cleaning of the training text, of which there is none then.
+    """
+    questions, cleaner, needed = read_documents([gsm8k]), Cleaner(), dependencies()
+    cut, library = len(questions) // 20, library_sources()
+    sources = [source for one in needed if one.permissive for source in one.sources]
+
+    def of(held_out: bool) -> dict[str, list[Document]]:
+        modules = [path for module, path in sources if is_held_out(module) is held_out]
+        code = {"library": cleaned(cleaner, library[held_out]), "dependencies": cleaned(cleaner, modules)}
+        return {**code, "questions": questions[:cut] if held_out else questions[cut:]}
+
+    held_out = of(True)
+    return Documents({} if held_out_only else of(False), held_out, cleaner, needed)
+
+
+@dataclass(frozen=True)
+class DemoText:
+    """The demo's text, tokenised.
+
+    Attributes:
+        held_out: by kind; see `Documents`.
+        told: see `Documents`.
+    """
+
+    tokenizer: Tokenizer
+    trained: Stream
+    held_out: dict[str, Stream]
+    told: dict[str, Any]
+
+    @property
+    def end(self) -> int:
+        return end_of_text(self.tokenizer)
+
+    def summary(self) -> str:
+        """How much there is, and what was left out."""
+        held_out = ", ".join(f"{len(stream.tokens):,} of {kind}" for kind, stream in self.held_out.items())
+        left_out = ", ".join(f"{reason} {lines:,}" for reason, lines in self.told["left_out"].items())
+        return (
+            f"{len(self.trained.tokens):,} training tokens; held out: {held_out}\n"
+            f"left out (lines): {left_out}\n"
+            f"dependencies: {', '.join(self.told['dependencies'])}\n"
+            f"left out for their licence: {', '.join(self.told['dependencies_left_out']) or 'none'}"
+        )
+
+    @property
+    def watched(self) -> Stream:
+        """What is measured while training goes on: a part of each kind of held-out text, in short turns."""
+        return interleaved(list(self.held_out.values()))
+
+
+def interleaved(streams: Sequence[Stream], piece: int = 2048) -> Stream:
+    """Equally much of each stream, by turns of `piece` tokens."""
+    pieces = min(max(1, len(stream.tokens) // piece) for stream in streams)
+    parts = [(stream, slice(n * piece, (n + 1) * piece)) for n in range(pieces) for stream in streams]
+    tokens, flags = ([getattr(stream, name)[part] for stream, part in parts] for name in ("tokens", "in_loss"))
+    return Stream(np.concatenate(tokens), np.concatenate(flags))
+
+
+def held_out_text(documents: Documents, tokenizer: Tokenizer) -> dict[str, Stream]:
+    """Each kind of held-out document, tokenised."""
+    end = end_of_text(tokenizer)
+    return {kind: encode_documents(tokenizer, part, end) for kind, part in documents.held_out.items()}
+
+
+def prepare_text(gsm8k: Path, tokenizer: Tokenizer) -> DemoText:
+    """Reads, cleans and tokenises the demo's text; training documents are shuffled, each as often as `WEIGHTS` say."""
+    documents = demo_documents(gsm8k)
+    weighted = [document for kind, part in documents.trained.items() for document in part * WEIGHTS[kind]]
+    order = np.random.default_rng(0).permutation(len(weighted))
+    trained = encode_documents(tokenizer, [weighted[n] for n in order], end_of_text(tokenizer))
+    return DemoText(tokenizer, trained, held_out_text(documents, tokenizer), documents.told())

@@ -1,0 +1,64 @@
+"""What a language model makes of held-out text: its loss, by token and by byte, and how much its own continuations repeat."""
+
+from collections.abc import Mapping
+from functools import partial
+from itertools import islice
+
+import jax
+import numpy as np
+from tokenizers import Tokenizer
+
+from tilewright.decode.language_model import LanguageModel
+from tilewright.decode.request import distinct_ngram_ratio
+from tilewright.decode.sampling import Sampling
+from tilewright.decode.shapes import ShapeTable
+from tilewright.kernels.select import training_operations
+from tilewright.models.decoder import DecoderConfig, DecoderParams
+from tilewright.train.data import Stream, require_windows
+from tilewright.train.lm import next_token_loss
+from tilewright.train.regenerate import cut_prompts
+
+BATCH, WINDOW, BATCHES = 8, 512, 16
+"""Held-out text is read in at most so many batches of windows of so many tokens."""
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 16, 64, 128
+"""What is continued greedily, of each text."""
+
+
+def token_bytes(tokenizer: Tokenizer) -> np.ndarray:
+    """The bytes that each token of a byte-level BPE stands for, int32 `[vocab]`; a special token stands for none."""
+    special = tokenizer.get_added_tokens_decoder()
+    # A byte-level vocabulary writes each byte as one character.
+    sizes = [0 if n in special else len(tokenizer.id_to_token(n) or "") for n in range(tokenizer.get_vocab_size())]
+    return np.asarray(sizes, np.int32)
+
+
+def held_out_loss(config: DecoderConfig, params: DecoderParams, sizes: np.ndarray, stream: Stream) -> dict[str, float]:
+    """The mean loss over windows of a text, each token given those before it in its window, at most `WINDOW`.
+
+    Args:
+        params: float32.
+        sizes: see `token_bytes`.
+    """
+    require_windows(stream, WINDOW + 1, BATCH, "the held-out text")
+    measure = jax.jit(partial(next_token_loss, config, training_operations("float32")))
+    nats = tokens = covered = 0.0
+    for batch, in_loss in islice(stream.windows(WINDOW + 1, BATCH, 0, 0), BATCHES):
+        loss, count = measure(params, batch, in_loss)
+        nats, tokens = nats + float(loss) * float(count), tokens + float(count)
+        covered += float(np.sum(sizes[batch[:, 1:]] * in_loss[:, 1:]))
+    return {"tokens": tokens, "loss_nats_per_token": nats / tokens, "bits_per_byte": nats / np.log(2.0) / covered}
+
+
+def evaluate_target(
+    config: DecoderConfig, params: DecoderParams, tokenizer: Tokenizer, held_out: Mapping[str, Stream]
+) -> dict[str, dict[str, float]]:
+    """For each text: `held_out_loss`, and the distinct 4-grams of greedy continuations of stretches of it."""
+    table, sizes = ShapeTable(batches=(PROMPTS,)), token_bytes(tokenizer)
+    lm = LanguageModel(config, params, tokenizer, table=table)
+    asked, figures = Sampling(NEW_TOKENS, 0.0, ignore_eos=True), {}
+    for name, stream in held_out.items():
+        written = lm.generate(cut_prompts(stream, PROMPTS, PROMPT_TOKENS, seed=0), asked, speculative=False)
+        ratios = [distinct_ngram_ratio(result.tokens) for result in written]
+        loss = held_out_loss(config, params, sizes, stream)
+        figures[name] = {**loss, "distinct_4gram_ratio": sum(ratios) / len(ratios)}
+    return figures

@@ -1,0 +1,81 @@
+"""What is measured on held-out text, against sums by hand."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tilewright.kernels.select import training_operations
+from tilewright.models import decoder
+from tilewright.models.decoder import DecoderConfig
+from tilewright.train import evaluate
+from tilewright.train.data import END_OF_TEXT, Document, Stream, encode_documents, train_tokenizer
+from train.support import TARGET, target_params
+
+TEXT = "for x in range(3): print(x, 'ä')\n" * 12
+
+
+def evaluate_config(vocab_size: int) -> DecoderConfig:
+    return replace(TARGET, vocab_size=vocab_size)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch):
+    for name, value in {"BATCH": 2, "WINDOW": 16, "BATCHES": 3, "PROMPTS": 2, "PROMPT_TOKENS": 8, "NEW_TOKENS": 6}.items():
+        monkeypatch.setattr(evaluate, name, value)
+
+
+def test_the_bytes_of_tokens_add_up_to_those_of_the_text():
+    tokenizer = train_tokenizer([Document(TEXT)], 300)
+    sizes = evaluate.token_bytes(tokenizer)
+    ids = tokenizer.encode(TEXT).ids
+    assert sizes[ids].sum() == len(TEXT.encode()) > len(ids)
+    assert sizes[tokenizer.token_to_id(END_OF_TEXT)] == 0
+
+
+def test_the_loss_by_token_and_by_byte(small: None):
+    tokenizer = train_tokenizer([Document(TEXT)], 300)
+    config = evaluate_config(tokenizer.get_vocab_size())
+    params, sizes = target_params(config), evaluate.token_bytes(tokenizer)
+    stream = encode_documents(tokenizer, [Document(TEXT), Document("given " * 9 + TEXT)], 0)
+    stream = Stream(stream.tokens, np.arange(len(stream.tokens)) % 5 != 0)
+    found = evaluate.held_out_loss(config, params, sizes, stream)
+    nats, count, covered = 0.0, 0, 0
+    for number, (tokens, in_loss) in enumerate(stream.windows(17, 2, 0, 0)):
+        if number == 3:
+            break
+        hidden = decoder.forward_full(config, training_operations("float32"), params, jnp.asarray(tokens[:, :-1])).hidden
+        logits = np.asarray(decoder.logits(config, training_operations("float32"), params, hidden), np.float64)
+        chances = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        for row, wanted, flags in zip(chances, tokens[:, 1:], in_loss[:, 1:], strict=True):
+            for said, token, counts in zip(row, wanted, flags, strict=True):
+                if counts:
+                    nats, count, covered = nats - said[token], count + 1, covered + int(sizes[token])
+    assert found["tokens"] == count
+    assert found["loss_nats_per_token"] == pytest.approx(nats / count, rel=1e-5)
+    assert found["bits_per_byte"] == pytest.approx(nats / np.log(2) / covered, rel=1e-5)
+
+
+def test_each_text_is_measured_apart(small: None):
+    tokenizer = train_tokenizer([Document(TEXT)], 280)
+    config = evaluate_config(280)
+    params = target_params(config)
+    encode = partial(encode_documents, tokenizer, end=0)
+    texts = {"code": encode([Document(TEXT)]), "prose": encode([Document("Some words, and more of them. " * 20)])}
+    figures = evaluate.evaluate_target(config, params, tokenizer, texts)
+    assert figures.keys() == texts.keys()
+    assert figures["code"]["loss_nats_per_token"] != figures["prose"]["loss_nats_per_token"]
+    for row in figures.values():
+        assert 0 < row["distinct_4gram_ratio"] <= 1
+        assert row["bits_per_byte"] > 0
+    again = evaluate.evaluate_target(config, params, tokenizer, texts)
+    assert again == figures
+
+
+def test_a_short_text_is_refused():
+    tokenizer = train_tokenizer([Document(TEXT)], 280)
+    stream = encode_documents(tokenizer, [Document(TEXT)], 0)
+    with pytest.raises(ValueError, match="the held-out text has"):
+        evaluate.held_out_loss(evaluate_config(280), target_params(), evaluate.token_bytes(tokenizer), stream)
