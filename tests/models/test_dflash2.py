@@ -25,7 +25,7 @@ from tilewright.models.dflash2 import AFTER, BEFORE, DFlash2Config, DFlash2Param
 from tilewright.models.params import count, initialise, to_tensors
 
 PLAIN_PAIR = random_pair(0, vocab_size=16, target_layers=1, drafter_layers=2, taps=[0], block_size=4)
-FIELDS = {"output_multiplier": 0.5, "final_logit_softcapping": 8.0, "input_embedding_scale": 0.75}
+FIELDS: dict[str, Any] = {"output_multiplier": 0.5, "final_logit_softcapping": 8.0, "input_embedding_scale": 0.75}
 PAIR = as_dflash2(PLAIN_PAIR, window=6, sliding=[0], **FIELDS)
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")

@@ -77,7 +77,7 @@ class DFlashArguments:
             return None
         folder = hub.resolve(self.start, console=progress_console(console))
         fields, where = read_config(folder), str(folder / CONFIG)
-        model = dflash2 if dflash2.is_dflash2(fields) else dflash
+        model: Any = dflash2 if dflash2.is_dflash2(fields) else dflash
         found, wanted = model.config_from_hf(fields, where, config.num_target_layers), config
         if isinstance(config, DFlash2Config) and model is dflash:
             wanted = config.backbone
@@ -237,7 +237,8 @@ def fit(
         result, agreed = train_eagle3(*arguments)
         eagle3.save(out, made, result.params, DTYPES[dtype])
         return result, {"agreement": agreed}
-    model, train = (dflash2, train_dflash2) if isinstance(made, DFlash2Config) else (dflash, train_drafter)
+    of_kind: tuple[Any, Any] = (dflash2, train_dflash2) if isinstance(made, DFlash2Config) else (dflash, train_drafter)
+    model, train = of_kind
     result = train(*arguments, start)
     save_params(out, model.config_to_hf(made), model.declare(made), result.params, DTYPES[dtype])
     return result, {}
