@@ -260,15 +260,15 @@ void check_linear(Weights format, int64_t rows, int64_t inputs, int64_t outputs,
   }
   const int64_t top = std::min<int64_t>(outputs, 16);
   Exact<int32_t> places(rows * top);
-  Exact<float> values(rows * top);
-  const Buffer pb(XLA_FFI_DataType_S32, places, {rows, top}), vb(XLA_FFI_DataType_F32, values, {rows, top});
+  Exact<float> best(rows * top);
+  const Buffer pb(XLA_FFI_DataType_S32, places, {rows, top}), vb(XLA_FFI_DataType_F32, best, {rows, top});
   linear::TopK(pool(), xb.as<Any>(), wb.as<Any>(), scales.as<F32>(), sums.as<S32>(), nothing.as<Any>(), pb.as<S32>(), vb.as<F32>(), outputs);
   for (int64_t row = 0; row < rows; ++row) {
     std::vector<int64_t> order(outputs);
     for (int64_t n = 0; n < outputs; ++n) order[n] = n;
     std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return y[row * outputs + a] > y[row * outputs + b]; });
     for (int64_t i = row * top; i < (row + 1) * top; ++i)
-      check(places[i] == order[i - row * top] && values[i] == y[row * outputs + places[i]], "top", rows, inputs, outputs);
+      check(places[i] == order[i - row * top] && best[i] == y[row * outputs + places[i]], "top", rows, inputs, outputs);
   }
   // Outputs from the second panel on, with something added; then after a norm, whose result an earlier one has to give as well.
   const int64_t rest = outputs - 16;
