@@ -214,12 +214,12 @@ void run_kernel(int64_t rows, const Matrix& w, Exact<float>& x, Exact<float>& y,
   call.panels = w.panels, call.panel_size = w.padded * 16, call.piece = piece;
   call.output = w.gated ? linear::GATED : best != nullptr ? linear::ARGMAX : linear::SUMS;
   call.x = x.data, call.w = w.packed.data, call.scales = w.scales.data, call.sums = w.sums.data, call.out = y.data;
-  Exact<uint8_t> converted(w.format == linear::FLOAT32 ? 0 : rows * w.padded * Matrix::size(w.format));
+  const linear::Kernel kernel = linear::kernel_for(w.format);
+  Exact<uint8_t> converted(w.format == linear::FLOAT32 ? 0 : rows * w.padded * kernel.size);
   Exact<float> row_scales(w.format == linear::INT8 ? rows : 0);
   call.rows = w.format == linear::FLOAT32 ? static_cast<void*>(x.data) : converted.data;
   call.row_scales = row_scales.data;
   if (best != nullptr) call.best = best->data;
-  const linear::Kernel kernel = linear::kernel_for(w.format);
   if (w.format != linear::FLOAT32) kernel.prepare(call, 0, rows);
   for (int64_t begin = 0; begin < w.panels; begin += piece) kernel.run(call, begin, std::min(w.panels, begin + piece));
 }
