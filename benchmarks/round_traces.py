@@ -66,7 +66,7 @@ def recorded(asked: argparse.Namespace, console: Console) -> None:
             traces += record(lm, name, prompts, sampling, lambda: bar.advance(row))
     session = lm.start([[0]], sampling)
     lm.programs.warm(session.keys)
-    costs = lm.pacing.measured(session.batch, session.batch.drafter.choices)
+    costs = lm.pacing.measured(session.batch, lm.pacing.team.choices)
     about = {"date": datetime.date.today().isoformat(), **environment(lm), "temperature": asked.temperature}
     Recording(traces, costs, about).save(asked.traces)
 

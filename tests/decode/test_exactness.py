@@ -22,6 +22,7 @@ from tilewright.decode.drafters.ngram import NGram
 from tilewright.decode.language_model import Kernels, LanguageModel, load
 from tilewright.decode.sampling import Sampling
 from tilewright.decode.shapes import ShapeTable
+from tilewright.decode.team import Team
 from tilewright.models.hub import PACKAGED
 
 KERNELS: tuple[Kernels, ...] = ("xla", "auto")
@@ -62,6 +63,25 @@ def test_every_drafter_equals_the_block_wide_program(tmp_path: Path, kernels: Ke
         assert tau > 1
     if target.kernels != "xla":
         assert tokens_of(target, SMALL_ASKED, SMALL_REQUESTS)[0] == want
+
+
+def test_any_widths_by_the_cpu_kernels(tmp_path: Path):
+    """Dispatches that do whatever they like, in no order, against decoding one row at a time."""
+    folder, dflash = as_folders(tmp_path, SMALL)
+    eagle3 = as_folder(tmp_path / "eagle3", *random_eagle3(0, SMALL.target_config, taps=[0, 1], draft_vocab_size=20))
+    table = replace(SMALL_TABLE, widths=(2,))
+    lm = load(folder, ["ngram", dflash, eagle3], dtype="bfloat16", table=table, block_size="auto")
+    if lm.kernels == "xla":
+        pytest.skip("no CPU kernels here")
+    assert isinstance(lm.drafter, Team)
+    assert not lm.drafter.masked
+    rng = np.random.default_rng(0)
+    for group in (slice(0, 8), slice(8, 16)):
+        asked, each = SMALL_ASKED[20:][group], SMALL_REQUESTS[group]
+        session = lm.start(asked, each)
+        while not session.finished:
+            session.advance(int(rng.integers(1, 4)), lm.drafter.choices[rng.integers(len(lm.drafter.choices))])
+        assert [r.tokens for r in session.results()] == [r.tokens for r in lm.generate(asked, each, speculative=False)]
 
 
 def test_the_demo_pair_by_xla():

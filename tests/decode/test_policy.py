@@ -186,7 +186,7 @@ def test_costs_follow_what_dispatches_take():
     assert chosen[-30:].count(PLAIN) >= 25
     assert policy.costs[WIDE[1]].drafting > 1
     before = policy.costs[PLAIN].drafting
-    policy.observe(PLAIN, accepted[:1], accepted[:1], accepted[:1] == 0, 1000.0)
+    policy.observe(PLAIN, np.zeros((1, 1), int), np.zeros((1, 1), int), np.ones((1, 1), bool), 1000.0)
     assert policy.costs[PLAIN].drafting < 1.2 * before
 
 

@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from report.reading import Page, check_self_contained
-from tilewright.report.benchmark import BenchmarkReport, CategoryTau, Measured, category_table, figures_table, write_benchmark
+from tilewright.report.benchmark import (
+    BenchmarkReport,
+    CategoryTau,
+    Measured,
+    category_table,
+    chosen_tables,
+    figures_table,
+    write_benchmark,
+)
 from tilewright.report.charts import LineChart, Series, StackedBars, compact, round_step, ticks, x_ticks
 from tilewright.report.page import Cell, Section, Table, write_sections
 
@@ -90,6 +98,18 @@ def test_categories_have_a_table_of_their_own():
     assert texts(table) == [["mt_bench: writing <x>", "4", "2.20", None], ["mt_bench: –", "3", None, "1.25"]]
 
 
+def test_what_rounds_were_chosen_has_a_table():
+    rows = [
+        measured("a", "auto", 2.0, 3.0, chosen=[("plain", 0.25), ("dflash 4", 0.75)]),
+        measured("a", "x", 2.0, 3.0),
+        measured("b", "auto", 4.0, 5.0, chosen=[("ngram 16", 1.0)]),
+    ]
+    (table,) = chosen_tables(rows)
+    assert table.columns == ["data", "drafter", "plain", "dflash 4", "ngram 16"]
+    assert texts(table) == [["a", "auto", "25%", "75%", None], ["b", "auto", None, None, "100%"]]
+    assert chosen_tables(rows[1:2]) == []
+
+
 def test_a_drafter_without_figures_leaves_its_cells_empty():
     rows = [measured("a", "x", 2.0, 3.0), measured("b", "x", 4.0, 5.0), measured("b", "y", 1.0, 1.0)]
     table = figures_table("All", rows)
@@ -112,6 +132,7 @@ BAD = [
     ({"speedup": float("nan")}, "expected speedup above 0, found nan"),
     ({"tau": float("inf")}, "expected tau above 0, found inf"),
     ({"prompts": 0}, "expected prompts above 0, found 0"),
+    ({"chosen": [("plain", 1.5)]}, "expected a share of rounds from 0 to 1, found 1.5 of plain"),
     ({"draft_seconds": float("inf")}, "expected finite draft_seconds, found inf"),
     ({"cost_per_million_tokens": float("nan")}, "expected cost_per_million_tokens of 0 or more, found nan"),
     ({"acceptance_by_position": [0.5, 1.5]}, "expected acceptance_by_position from 0 to 1, found 1.5"),

@@ -77,7 +77,7 @@ PLAIN: dict[str, Any] = {
     "dataset": "gsm8k", "drafter": "none", "tokens_per_s": 1234.56, "speedup": 1.0, "tokens_per_round": 1.0,
     "round_cost_steps": 1.0, "batch_size": 1, "responses": 2, "distinct_4gram_ratio": 0.87, "first_differences": None,
     "cost_per_million_tokens": None,
-    "draft_ms": None, "verify_ms": None, "other_ms": None, "round_ms": None, "speculative_decoding": None,
+    "draft_ms": None, "verify_ms": None, "other_ms": None, "round_ms": None, "speculative_decoding": None, "chosen": None,
     "acceptance_by_position": [], "categories": [],
 }  # fmt: skip
 DRAFTED: dict[str, Any] = PLAIN | {
@@ -115,6 +115,31 @@ def test_a_benchmark_has_a_line_for_each_way_of_decoding():
     ], "what drafted nothing is left out"
     assert "gsm8k: τ by category" in categories
     assert cells(categories) == [["category", name, "ngram"], ["[odd]", "3.00", "3.00"], ["–", "5.00", "5.00"]]
+
+
+CHOSEN: dict[str, Any] = {
+    "choices": [
+        {"drafter": "none", "block_size": 1, "rounds": 20, "share_of_rounds": 0.2, "tokens_per_round": 1.0},
+        {"drafter": "dflash", "block_size": 4, "rounds": 70, "share_of_rounds": 0.7, "tokens_per_round": 2.66},
+        {"drafter": "ngram", "block_size": 16, "rounds": 6, "share_of_rounds": 0.06, "tokens_per_round": 4.0},
+        {"drafter": "ngram", "block_size": 8, "rounds": 4, "share_of_rounds": 0.04, "tokens_per_round": 4.0},
+    ],
+    "costs": [{"rounds": [{"drafter": "dflash", "block_size": 4, "round_cost_steps": 1.64}]}],
+}  # fmt: skip
+
+
+def test_what_was_chosen_is_a_table_and_a_line():
+    chosen = benchmark(PLAIN, DRAFTED | {"chosen": CHOSEN, "round_ms": None})[-2]
+    assert cells(chosen) == [
+        ["data", "drafter", "share of rounds"],
+        ["gsm8k", DRAFTED["drafter"], "dflash 4 70%, plain 20%, ngram 16 6%, others 4%"],
+    ]
+    shares, why = terminal.chosen_line(CHOSEN).split("; ")
+    assert shares == "rounds chosen: dflash 4 70%, plain 20%, ngram 16 6%, others 4%"
+    assert why == "a round of dflash 4 costs 1.6 steps and gives 2.7 tokens"
+    plain = {"choices": CHOSEN["choices"][:1], "costs": [{"rounds": [{"drafter": "none", "block_size": 1}]}]}
+    assert terminal.chosen_line(plain) == "rounds chosen: plain 20%; no drafter promised more tokens a second"
+    assert terminal.chosen_line({"choices": [], "costs": []}) == "no round was run"
 
 
 def test_a_benchmark_of_plain_decoding_is_one_table():

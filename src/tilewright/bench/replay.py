@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
+from tilewright.bench.chosen import held
 from tilewright.bench.compare import environment
 from tilewright.bench.figures import first_difference
 from tilewright.decode.drafters.base import Drafter, Proposal
@@ -174,9 +175,11 @@ def replay(
         on_passage()
     assert lm.drafter is not None
     if isinstance(lm.drafter, Team):
-        names = names[0], ", ".join(member.name for member in lm.drafter.members) + ", as chosen round by round"
+        names = names[0], " or ".join(member.name for member in lm.drafter.members) + " as chosen round by round"
     told, usual = ("temperature", "seed"), vars(Sampling())
     settings = {name: value for name, value in vars(each[0]).items() if name in told or value != usual[name]}
     if len({own.seed for own in each}) > 1:
         settings["seed"] = [own.seed for own in each]
+    if isinstance(lm.drafter, Team):
+        settings["widths"] = held(lm)
     return Replay("A generation, round by round", *names, lm.drafter.block_size, passages, {**environment(lm), **settings})

@@ -126,8 +126,8 @@ def seconds_of(trace: Trace, costs: Costs, chooser: Policy | Choice) -> tuple[fl
         seconds += costs.dispatch
         rounds[choice] = rounds.get(choice, 0) + len(drafted)
         if isinstance(chooser, Policy):
-            counts = (np.asarray(each, np.int32)[:, None] for each in (drafted, accepted))
-            chooser.observe(choice, *counts, np.ones((len(drafted), 1), bool))
+            was, agreed = (np.asarray(each, np.int32)[:, None] for each in (drafted, accepted))
+            chooser.observe(choice, was, agreed, np.ones(was.shape, bool))
     return seconds, rounds
 
 

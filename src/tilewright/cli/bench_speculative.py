@@ -301,6 +301,9 @@ def benchmark_report(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
                 cost_per_million_tokens=row["cost_per_million_tokens"],
                 acceptance_by_position=[each["rate"] for each in row["acceptance_by_position"] if each["rate"] is not None],
                 tau_by_position=[(each["from"], each["tau"]) for each in row["tau_by_position"]],
+                chosen=[
+                    (terminal.choice_name(each), each["share_of_rounds"]) for each in (row["chosen"] or {}).get("choices", ())
+                ],
                 **parts,
             )
         )

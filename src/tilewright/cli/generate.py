@@ -134,15 +134,14 @@ def generate(
         figures: dict[str, Any] = single_figures(lm, generation)
         if outputs.compare_both and not interrupted:
             figures |= comparison(lm, tokens, sampling, outputs.repetitions, console)
+    if figures["chosen"] is not None:
+        console.print(terminal.chosen_line(figures["chosen"]), markup=False, soft_wrap=True)
     if lm.drafter is not None and figures["speculative_decoding"]["num_spec_steps"]:
         console.print("rounds by accepted draft tokens")
         counts = figures["speculative_decoding"]["acceptance_histogram"]
         console.print("\n".join(terminal.histogram_lines(counts)), markup=False)
     said = {"text": [r.text for r in generation], "tokens": [r.tokens for r in generation]}
     said |= {"finish_reason": [r.finish_reason for r in generation], "seed": [r.seed for r in generation]}
-    chosen = figures.get("chosen")
-    if chosen is not None:
-        console.print(terminal.chosen_line(chosen), markup=False, soft_wrap=True)
     write_json(outputs.json_file, {**figures, **compile_figures(ledger), **environment(lm), **said})
     if outputs.replay is not None and not interrupted:
         titled = [(f"prompt {n}", each) for n, each in enumerate(tokens, 1)]

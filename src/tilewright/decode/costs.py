@@ -6,7 +6,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -185,15 +185,14 @@ def parsed(found: Any) -> Costs:
     Raises:
         ValueError, TypeError, KeyError: they are not what `CostFiles.write` wrote.
     """
-    rounds = {Choice(str(one["drafter"]), int(one["width"])): Cost(*seconds_of(one)) for one in found["rounds"]}
+    rounds = {Choice(str(one["drafter"]), int(one["width"])): cost_of(one) for one in found["rounds"]}
     if PLAIN not in rounds:
         raise ValueError("it has no cost of plain decoding")
     return Costs(positive(found["dispatch_s"]), rounds)
 
 
-def seconds_of(one: Mapping[str, Any]) -> Iterator[float | None]:
-    yield positive(one["drafting_s"])
-    yield None if one["idle_s"] is None else positive(one["idle_s"])
+def cost_of(one: Mapping[str, Any]) -> Cost:
+    return Cost(positive(one["drafting_s"]), None if one["idle_s"] is None else positive(one["idle_s"]))
 
 
 def positive(value: Any) -> float:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 from tokenizers import Tokenizer
 
 from tilewright.decode.batch import Batch
@@ -105,7 +106,9 @@ class Session:
         plan = self.policy.next(steps) if choice is None else Plan(choice, steps)
         began = time.perf_counter()
         infos = self.batch.advance(plan.rounds, plan.choice)
-        self.policy.observe(plan.choice, infos.drafted, infos.accepted, infos.settled > 0, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        drafted, accepted, settled = (np.asarray(each) for each in (infos.drafted, infos.accepted, infos.settled))
+        self.policy.observe(plan.choice, drafted, accepted, settled > 0, seconds)
         return infos, plan.choice
 
     def take(self, infos: StepInfo, choice: Choice | None) -> list[Piece]:

@@ -23,6 +23,7 @@ class Measured:
         cost_per_million_tokens: at a price that the caller knows; None where none was given.
         acceptance_by_position: for each slot after the known token, the share of rounds whose draft there was accepted.
         tau_by_position: points (position in the generation, tau there).
+        chosen: the share of rounds of each choice, where rounds were chosen as decoding went.
         draft_seconds, verify_seconds, other_seconds: of a round; None where they were not told apart. As differences of times
             they may be below 0.
     """
@@ -40,6 +41,7 @@ class Measured:
     draft_seconds: float | None = None
     verify_seconds: float | None = None
     other_seconds: float | None = None
+    chosen: Sequence[tuple[str, float]] = ()
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,9 @@ def measured_problems(row: Measured | CategoryTau) -> Iterator[str]:
         value = getattr(row, name)
         if value is not None and not math.isfinite(value):
             yield f"expected finite {name}, found {value}"
+    for name, share in row.chosen:
+        if not 0 <= share <= 1:
+            yield f"expected a share of rounds from 0 to 1, found {share} of {name}"
     for share in row.acceptance_by_position:
         if not 0 <= share <= 1:
             yield f"expected acceptance_by_position from 0 to 1, found {share}"
@@ -122,6 +127,7 @@ def write_benchmark(path: str | Path, report: BenchmarkReport) -> None:
     """
     whole = report.measured
     tables = [figures_table("Whole datasets", whole), *([category_table(report)] if report.categories else [])]
+    tables += chosen_tables(whole)
     text = "τ is all tokens over all rounds, the target's own included; speedup is against plain decoding of the same prompts."
     sections = [Section("Speed and acceptance", tables, " ".join([text, *report.notes]))]
     sections += [section for section in (acceptance(whole), tau_curves(whole), round_times(whole)) if section.blocks]
@@ -174,6 +180,17 @@ def category_table(report: BenchmarkReport) -> Table:
         prompts = next(row.prompts for row in each if row)
         rows.append([f"{dataset}: {category or '–'}", f"{prompts:,}", *(f"{row.tau:.2f}" if row else None for row in each)])
     return Table("τ by category", ["category", "prompts", *drafters], rows)
+
+
+def chosen_tables(measured: Sequence[Measured]) -> list[Table]:
+    """What rounds did where that was chosen, a column for each choice."""
+    own = [row for row in measured if row.chosen]
+    if not own:
+        return []
+    names = distinct([name for row in own for name, _ in row.chosen])
+    shares = [(row, dict(row.chosen)) for row in own]
+    rows = [[row.dataset, row.drafter, *(f"{has[name]:.0%}" if name in has else None for name in names)] for row, has in shares]
+    return [Table("Rounds that were chosen", ["data", "drafter", *names], rows)]
 
 
 def rate(tokens_per_s: float) -> str:

@@ -50,19 +50,31 @@ def choice_name(row: Mapping[str, Any]) -> str:
     return "plain" if row["drafter"] == "none" else f"{row['drafter']} {row['block_size']}"
 
 
-def chosen_line(chosen: Mapping[str, Any], most: int = 3) -> str:
+def by_rounds(chosen: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The choices that ran, those of most rounds first."""
+    return sorted(chosen["choices"], key=lambda row: -row["rounds"])
+
+
+def shares_text(chosen: Mapping[str, Any], most: int = 3) -> str:
+    """The share of rounds that each of the most frequent choices had."""
+    rows = by_rounds(chosen)
+    others = sum(row["share_of_rounds"] for row in rows[most:])
+    shares = [f"{choice_name(row)} {row['share_of_rounds']:.0%}" for row in rows[:most]]
+    return ", ".join([*shares, *([f"others {others:.0%}"] if others else [])])
+
+
+def chosen_line(chosen: Mapping[str, Any]) -> str:
     """What rounds did, most of them first, and why the first of these was chosen."""
-    rows = sorted(chosen["choices"], key=lambda row: -row["rounds"])
+    rows = by_rounds(chosen)
     if not rows:
         return "no round was run"
-    shares = [f"{choice_name(row)} in {row['share_of_rounds']:.0%}" for row in rows[:most]]
-    others = len(rows) - most
-    text = "rounds chosen: " + ", ".join(shares) + (f" and {others} other{'s' * (others > 1)}" if others > 0 else "")
+    text = f"rounds chosen: {shares_text(chosen)}"
     known = (each for costs in reversed(chosen["costs"]) for each in costs["rounds"])
     why = next((row for row in known if choice_name(row) == choice_name(rows[0])), None)
     if why is None or rows[0]["drafter"] == "none":
         return text + ("" if why is None else "; no drafter promised more tokens a second")
-    return f"{text}; such a round costs {why['round_cost_steps']:.1f} steps and gives {rows[0]['tokens_per_round']:.1f} tokens"
+    name, cost = choice_name(rows[0]), why["round_cost_steps"]
+    return f"{text}; a round of {name} costs {cost:.1f} steps and gives {rows[0]['tokens_per_round']:.1f} tokens"
 
 
 def number(value: float | None, form: str) -> str:
@@ -95,6 +107,9 @@ def benchmark_tables(title: str, rows: Sequence[Row], averages: Sequence[Row] = 
         places = shown_positions(max(len(row["acceptance_by_position"]) for row in drafting))
         cells = [(row["data"], row["drafter"], rates_at(row, places)) for row in drafting]
         tables.append(lines_table("drafts accepted, by position in the block", "", [str(place) for place in places], cells))
+    chosen = [(row["data"], row["drafter"], [shares_text(row["chosen"])]) for row in rows if row["chosen"]]
+    if chosen:
+        tables.append(lines_table("rounds that were chosen", "", ["share of rounds"], chosen))
     return [*tables, *category_tables(rows)]
 
 
