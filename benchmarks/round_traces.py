@@ -2,6 +2,9 @@
 
     python benchmarks/round_traces.py record traces.json --data humaneval.jsonl gsm8k_test.jsonl --samples 4
     python benchmarks/round_traces.py simulate traces.json
+    python benchmarks/round_traces.py simulate traces.json --costs round.json
+
+The last takes the costs of rounds from `tilewright bench round --chip v5e:2x2 --json round.json`, say.
 """
 
 import argparse
@@ -16,7 +19,7 @@ from rich.table import Table
 from tilewright.bench.compare import environment
 from tilewright.bench.datasets import read_examples
 from tilewright.bench.speculative import ask
-from tilewright.bench.traces import Recording, record, simulate
+from tilewright.bench.traces import Recording, costs_of, record, simulate
 from tilewright.cli.common import ModelOptions, packaged_prompts_file
 from tilewright.decode.sampling import Sampling
 
@@ -33,12 +36,14 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--drafter", default="auto")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--costs", type=Path, help="what bench round --json wrote, in the place of the recorded costs")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     console = Console()
     if asked.what == "record":
         recorded(asked, console)
-    rows = simulate(Recording.load(asked.traces))
+    costs = None if asked.costs is None else costs_of(json.loads(asked.costs.read_text(encoding="utf-8"))["data"])
+    rows = simulate(Recording.load(asked.traces), costs)
     table = Table(title="tokens/s of the policy, simulated on recorded acceptance")
     for name in ("data", "tokens", "plain", "best choice", "its tokens/s", "policy", "of best", "of plain"):
         table.add_column(name, justify="left" if name in ("data", "best choice") else "right")

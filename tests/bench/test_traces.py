@@ -7,7 +7,7 @@ import pytest
 
 from decode.support import prompts
 from reference.dflash_numpy import as_folders, random_pair
-from tilewright.bench.traces import Recording, Trace, accepted_before, record, seconds_of
+from tilewright.bench.traces import Recording, Trace, accepted_before, costs_of, record, seconds_of, simulate
 from tilewright.decode.costs import Costs
 from tilewright.decode.language_model import load
 from tilewright.decode.policy import PLAIN, Choice, Cost, History, Policy
@@ -72,3 +72,24 @@ def test_a_policy_on_a_text_that_is_always_drafted():
     seconds, rounds = seconds_of(trace, costs, Policy(History({"dflash": 16}), dict(costs.rounds), costs.rounds))
     assert seconds < 1.1 * 100
     assert rounds[WIDE] >= 48
+
+
+def test_the_policy_is_about_as_fast_as_the_best_choice_in_hindsight():
+    """On what the shipped pair accepts, at what rounds cost where that was recorded; and where rows cost nothing, or much."""
+    recording = Recording.load(RECORDED)
+    for row_cost in (None, 0.0, 0.4):
+        costs = recording.costs
+        if row_cost is not None:
+            plain = costs.rounds[PLAIN].drafting
+            rounds = {choice: Cost(plain * (1.2 + row_cost * choice.width)) for choice in costs.rounds if choice != PLAIN}
+            costs = Costs(costs.dispatch, {PLAIN: costs.rounds[PLAIN], **rounds})
+        for row in simulate(recording, costs):
+            assert row["of_best"] > 0.95, row
+            assert row["of_plain"] > 0.97, row
+
+
+def test_a_chips_estimates_stand_in_for_seconds():
+    records = [{"block_size": size, "round_bound_cycles": 10.0 + size, "step_bound_cycles": 12.0} for size in (4, 16)]
+    assert costs_of(records) == Costs(0.0, {PLAIN: Cost(12.0), Choice("dflash", 4): Cost(14.0), WIDE: Cost(26.0)})
+    measured = [{"block_size": 4, "round_ms": 3.0, "step_ms": 1.5}]
+    assert costs_of(measured, "x") == Costs(0.0, {PLAIN: Cost(1.5), Choice("x", 4): Cost(3.0)})

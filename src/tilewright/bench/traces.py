@@ -16,7 +16,7 @@ import numpy as np
 from tilewright.bench.replay import propose
 from tilewright.decode.costs import Costs, parsed
 from tilewright.decode.language_model import LanguageModel
-from tilewright.decode.policy import PLAIN, Choice, History, Policy
+from tilewright.decode.policy import PLAIN, Choice, Cost, History, Policy
 from tilewright.decode.programs import STEPS_PER_DISPATCH
 from tilewright.decode.sampling import Sampling
 from tilewright.decode.team import Team
@@ -131,18 +131,29 @@ def seconds_of(trace: Trace, costs: Costs, chooser: Policy | Choice) -> tuple[fl
     return seconds, rounds
 
 
+def costs_of(records: Sequence[Mapping[str, Any]], drafter: str = "dflash") -> Costs:
+    """What `bench round` says of rounds at one context, measured or estimated for a chip that is not there.
+
+    Estimates count cycles in the place of seconds, which changes no ratio, and dispatches as nothing.
+    """
+    figure = "round_ms" if "round_ms" in records[0] else "round_bound_cycles"
+    step = figure.replace("round_", "step_")
+    rounds = {Choice(drafter, one["block_size"]): Cost(float(one[figure])) for one in records}
+    return Costs(0.0, {PLAIN: Cost(float(records[0][step])), **rounds})
+
+
 def simulate(recording: Recording, costs: Costs | None = None) -> list[dict[str, Any]]:
     """The policy over the texts of each dataset in order, beside each choice alone, in tokens a second.
 
     Args:
-        costs: others than those recorded, such as estimates for a machine that is not there.
+        costs: others than those recorded, such as estimates for a machine that is not there; of choices that were recorded.
     """
     costs = costs or recording.costs
     rows = []
     for dataset in dict.fromkeys(trace.dataset for trace in recording.traces):
         own = [trace for trace in recording.traces if trace.dataset == dataset]
         tokens = sum(trace.length for trace in own)
-        choices = [PLAIN, *own[0].accepted]
+        choices = [PLAIN, *(choice for choice in own[0].accepted if choice in costs.rounds)]
         fixed = {choice: tokens / sum(seconds_of(trace, costs, choice)[0] for trace in own) for choice in choices}
         history = History({name: max(one.width for one in choices if one.drafter == name) for name in drafters(choices)})
         total, rounds = 0.0, dict[Choice, int]()

@@ -26,6 +26,8 @@ BUDGET_S = 0.2
 """How long a choice may be measured, unless a single run takes longer."""
 RUN_S = 0.004
 """How long a run should take: rounds are repeated until it does."""
+LEAST_SHARE = 0.2
+"""Of a run at least so much is taken to be its rounds; what else a dispatch takes is measured apart, and may be disturbed."""
 RUNS = 6
 """The most runs of a choice, of which the fastest counts: what disturbs a run only makes it longer."""
 
@@ -67,7 +69,7 @@ def measure(programs: Programs, shape: Shape, team: Team, choices: Collection[Ch
         if run and time.perf_counter() - began > BUDGET_S * len(jobs):
             break
     bench.batch.free()
-    least = {job: max(min(taken[job]) - min(nothing[job]), 1e-9) for job in jobs}
+    least = {job: max(min(taken[job]) - min(nothing[job]), LEAST_SHARE * min(taken[job])) for job in jobs}
     idle = {choice: least.get((choice, False)) for choice in choices}
     return Costs(max(min(dispatches), 1e-9), {choice: Cost(least[choice, True], idle[choice]) for choice in choices})
 

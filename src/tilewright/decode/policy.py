@@ -20,6 +20,8 @@ PROBE = 4
 """Rounds in which a drafter that is off is tried."""
 FIRST_LOOK = 8
 """Rounds after which a new choice is looked at; each further look comes after twice as many."""
+REFRESHED = 64
+"""Rounds after which drafters that are off are thought of anew."""
 MEMORY = 48.0
 """Rounds after which what a batch has seen counts a third."""
 LONG_MEMORY = 512.0
@@ -28,7 +30,7 @@ WEIGHT = 4.0
 """How many rows' rounds an expectation counts for against what is seen."""
 OPTIMISM = 0.7
 """The expected acceptance of a draft of which nothing was seen yet."""
-CORRECTION = 0.2
+CORRECTION = 0.3
 """How far the cost of a choice follows the time of a dispatch, as a power of their quotient."""
 MOST_CORRECTION = 2.0
 """The largest such quotient that is believed: a dispatch may have been interrupted."""
@@ -194,6 +196,8 @@ class Policy:
         self.seen = {name: Acceptance(width - 1, MEMORY) for name, width in history.widest.items()}
         self.last: Choice | None = None
         self.stretch = FIRST_LOOK
+        self.known: dict[str, tuple[list[float], float]] = {}
+        self.faded = 0
 
     def outlook(self, choices: Collection[Choice]) -> dict[Choice, Outlook]:
         """What is expected of these choices."""
@@ -202,14 +206,20 @@ class Policy:
             if drafter == PLAIN.drafter:
                 found[PLAIN] = Outlook(1.0, self.costs[PLAIN].drafting)
                 continue
-            before, own = self.history.seen[drafter], self.seen[drafter]
-            rates = own.rates(before.rates())
-            settled = list(accumulate(accumulate(rates, operator.mul), initial=1.0))
-            idle = own.idle_share(before.idle_share())
+            settled, idle = self.expected(drafter)
             for choice in (choice for choice in choices if choice.drafter == drafter):
                 seconds = estimated(self.costs, choice).expected(idle)
                 found[choice] = Outlook(settled[choice.width - 1], seconds)
         return found
+
+    def expected(self, drafter: str) -> tuple[list[float], float]:
+        """The tokens that a round of each width is expected to add, from width 1 on, and the share of rounds that are idle."""
+        if drafter not in self.known:
+            before, own = self.history.seen[drafter], self.seen[drafter]
+            rates = own.rates(before.rates())
+            settled = list(accumulate(accumulate(rates, operator.mul), initial=1.0))
+            self.known[drafter] = settled, own.idle_share(before.idle_share())
+        return self.known[drafter]
 
     def next(self, most: int) -> Plan:
         """What runs next, `most` rounds at most."""
@@ -255,6 +265,7 @@ class Policy:
         for name, seen in self.seen.items():
             if name != choice.drafter:
                 seen.fade(rounds)
+        self.forget(choice.drafter, rounds)
         cost = estimated(self.costs, choice)
         spent = self.dispatch + rounds * cost.expected(idle / max(rounds, 1))
         if seconds is not None and rounds:
@@ -265,6 +276,13 @@ class Policy:
         for name in allowance:
             if name != choice.drafter:
                 allowance[name] += ALLOWANCE * spent / (len(allowance) - 1)
+
+    def forget(self, drafter: str, rounds: int) -> None:
+        """What is to be worked out again: all of a drafter of which more was seen, and now and then what fades."""
+        self.faded += rounds
+        if self.faded >= REFRESHED:
+            self.known, self.faded = {}, 0
+        self.known.pop(drafter, None)
 
     def wanted(self, choices: Collection[Choice], tokens: int) -> tuple[Choice, float] | None:
         """Of choices that are not ready, the one that is expected to be the fastest, if it is faster than those that are.
