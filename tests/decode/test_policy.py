@@ -94,7 +94,7 @@ def test_rounds_between_two_looks():
     assert policy.next(3).rounds <= 3
     policy.last = None
     policy.history.allowance["dflash"] = -1000.0
-    assert [policy.next(64) for _ in range(5)] == [Plan(PLAIN, rounds) for rounds in (8, 16, 32, 64, 64)]
+    assert [policy.next(64) for _ in range(5)] == [Plan(PLAIN, rounds) for rounds in (8, 16, 32, 32, 32)]
 
 
 def test_only_what_is_ready_runs():
@@ -127,6 +127,24 @@ def test_what_finds_nothing_costs_what_finding_nothing_costs():
     assert policy.best(outlook) == ngram
 
 
+def test_what_is_overheard_counts_whatever_runs():
+    """A drafter whose rounds are known without running takes over as they say; a batch is idle if all of its rows are."""
+    ngram = Choice("ngram", 8)
+    costs = {PLAIN: Cost(1.0), ngram: Cost(3.0, 1.05)}
+    policy = Policy(History({"ngram": 8}), costs, costs)
+    policy.overhear("ngram", [0] * 40, [0] * 40)
+    assert policy.next(64).choice == PLAIN
+    policy.overhear("ngram", [7] * 8, [7] * 8)
+    assert policy.next(64).choice == ngram
+    nothing = np.zeros((8, 2), int)
+    before = policy.outlook([ngram])[ngram].tokens
+    policy.observe(ngram, nothing, nothing, nothing == 0)
+    assert policy.outlook([ngram])[ngram].tokens == before, "its own rounds say nothing more"
+    policy.overhear("ngram", [0] * 8, [0] * 8)
+    alone, together = [policy.outlook([ngram])[ngram].seconds for policy.rows in (1, 8) if not policy.known.clear()]
+    assert alone < together
+
+
 def test_rows_that_have_ended_say_nothing():
     policies = [Policy(History({"dflash": 4}), STEEP, [PLAIN, *WIDE[:2]]) for _ in range(2)]
     accepted = np.asarray([[2, 0], [3, 0], [1, 0]])
@@ -152,7 +170,7 @@ def test_acceptance_counts_positions(rounds: Sequence[tuple[int, list[int]]]):
 
 def test_acceptance_is_forgotten():
     seen = Acceptance(3, memory=10)
-    seen.observe(4, np.full(100, 3), 100, 0)
+    seen.observe(4, np.full(25, 3), 25, 0)
     seen.observe(4, np.zeros(40, int), 40, 40)
     assert seen.rates()[0] < 0.11
     assert seen.idle_share() > 0.8
@@ -187,7 +205,7 @@ def test_costs_follow_what_dispatches_take():
     assert policy.costs[WIDE[1]].drafting > 1
     before = policy.costs[PLAIN].drafting
     policy.observe(PLAIN, np.zeros((1, 1), int), np.zeros((1, 1), int), np.ones((1, 1), bool), 1000.0)
-    assert policy.costs[PLAIN].drafting < 1.2 * before
+    assert policy.costs[PLAIN].drafting < 1.25 * before
 
 
 def test_choices_are_named():

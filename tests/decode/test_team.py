@@ -21,6 +21,7 @@ from tilewright.decode.language_model import LanguageModel, load
 from tilewright.decode.policy import PLAIN, Choice
 from tilewright.decode.sampling import Sampling
 from tilewright.decode.session import Session
+from tilewright.decode.shadow import NGramShadow
 from tilewright.decode.shapes import ShapeTable
 from tilewright.decode.state import DecodeState, Models, Target
 from tilewright.decode.team import Team, Turn
@@ -194,6 +195,24 @@ def test_errors(sources: dict[str, Path], lm: LanguageModel):
         lm.start([[1]], GREEDY).advance(1, Choice("ngram", 3))
     with pytest.raises(ValueError, match="a choice for a team of drafters and for nothing else, found ngram, block 4"):
         lm.start([[1]], GREEDY, speculative=False).advance(1, Choice("ngram", 4))
+
+
+@pytest.mark.parametrize("block", [2, 4, 16])
+def test_a_shadow_knows_the_rounds_that_n_grams_would_have(sources: dict[str, Path], block: int):
+    """Told from the text, in pieces of any size, against rounds that ran."""
+    drafting = load(sources["target"], "ngram", block_size=block, table=TABLE)
+    assert isinstance(drafting.drafter, NGram)
+    found = []
+    for prompt, result in zip(ASKED, drafting.generate(ASKED, GREEDY), strict=True):
+        shadow, rounds, tokens = NGramShadow(drafting.drafter, prompt), [], list(result.tokens)
+        while tokens:
+            rounds += shadow.push(tokens[:5])
+            tokens = tokens[5:]
+        ran = list(zip(result.drafted, result.accepted, strict=True))
+        assert rounds[: len(ran) - 1] == ran[:-1]  # of the last one the end is not in the text
+        found += rounds
+    assert any(accepted for _, accepted in found)
+    assert any(drafted == 0 for drafted, _ in found)
 
 
 def test_a_turn_is_a_drafter(lm: LanguageModel):

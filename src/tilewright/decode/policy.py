@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-ALLOWANCE = 0.015
+ALLOWANCE = 0.01
 """The share of the time that may be lost to trying drafters that are off."""
 PROBE = 4
 """Rounds in which a drafter that is off is tried."""
@@ -22,9 +22,11 @@ FIRST_LOOK = 8
 """Rounds after which a new choice is looked at; each further look comes after twice as many."""
 REFRESHED = 64
 """Rounds after which drafters that are off are thought of anew."""
-MEMORY = 48.0
-"""Rounds after which what a batch has seen counts a third."""
-LONG_MEMORY = 512.0
+LONGEST_LOOK = 32
+"""The most rounds between two looks."""
+MEMORY = 24.0
+"""Tokens of a row after which what a batch has seen counts a third."""
+LONG_MEMORY = 1024.0
 """The same of what all batches together have seen."""
 WEIGHT = 4.0
 """How many rows' rounds an expectation counts for against what is seen."""
@@ -112,14 +114,14 @@ class Acceptance:
     def observe(self, width: int, accepted: np.ndarray, rounds: int, idle: int) -> None:
         """Counts rounds of a width: `accepted` of each row that was still running, in each of `rounds` rounds."""
         at_least = np.cumsum(np.bincount(accepted, minlength=width)[::-1])[::-1][:width]
-        self.fade(rounds)
+        self.fade(float(np.sum(accepted) + len(accepted)) * rounds / max(len(accepted), 1))
         self.reached[: width - 1] += at_least[:-1]
         self.accepted[: width - 1] += at_least[1:]
         self.rounds, self.idle = self.rounds + rounds, self.idle + idle
 
-    def fade(self, rounds: int) -> None:
-        """Forgets as much as so many rounds, its own or others', let it forget."""
-        kept = math.exp(-rounds / self.memory)
+    def fade(self, tokens: float) -> None:
+        """Forgets as much as so many tokens of a row, whoever drafted them, let it forget."""
+        kept = math.exp(-tokens / self.memory)
         self.reached *= kept
         self.accepted *= kept
         self.rounds, self.idle = self.rounds * kept, self.idle * kept
@@ -179,6 +181,7 @@ class Policy:
     Attributes:
         costs: of the choices that were measured, that of plain decoding among them; corrected in place as dispatches are timed.
         ready: the choices that may run.
+        overheard: the drafters whose rounds are known whether they run or not; see `overhear`.
     """
 
     def __init__(
@@ -198,6 +201,8 @@ class Policy:
         self.stretch = FIRST_LOOK
         self.known: dict[str, tuple[list[float], float]] = {}
         self.faded = 0
+        self.overheard: set[str] = set()
+        self.rows = 1
 
     def outlook(self, choices: Collection[Choice]) -> dict[Choice, Outlook]:
         """What is expected of these choices."""
@@ -218,7 +223,9 @@ class Policy:
             before, own = self.history.seen[drafter], self.seen[drafter]
             rates = own.rates(before.rates())
             settled = list(accumulate(accumulate(rates, operator.mul), initial=1.0))
-            self.known[drafter] = settled, own.idle_share(before.idle_share())
+            idle = own.idle_share(before.idle_share())
+            # Rounds that were overheard are those of one row: a batch is idle where all of its rows are.
+            self.known[drafter] = settled, idle**self.rows if drafter in self.overheard else idle
         return self.known[drafter]
 
     def next(self, most: int) -> Plan:
@@ -228,7 +235,7 @@ class Policy:
         tried = self.tried(outlook, best)
         if tried is not None:
             return Plan(tried, min(PROBE, most), tries=True)
-        self.stretch = min(2 * self.stretch, most) if best == self.last else FIRST_LOOK
+        self.stretch = min(2 * self.stretch, most, LONGEST_LOOK) if best == self.last else FIRST_LOOK
         self.last = best
         return Plan(best, min(self.stretch, most))
 
@@ -260,11 +267,13 @@ class Policy:
         rounds, idle = len(drafted), 0
         if choice != PLAIN:
             idle = int(np.sum(~np.any(running & (drafted > 0), axis=1)))
+        if choice != PLAIN and choice.drafter not in self.overheard:
             for seen in (self.seen[choice.drafter], self.history.seen[choice.drafter]):
                 seen.observe(choice.width, accepted[running], rounds, idle)
         for name, seen in self.seen.items():
-            if name != choice.drafter:
-                seen.fade(rounds)
+            if name != choice.drafter and name not in self.overheard:
+                seen.fade(float(np.sum(accepted[running]) + np.sum(running)) / max(1, running.shape[1]))
+        self.rows = max(1, int(np.sum(running[-1:])))
         self.forget(choice.drafter, rounds)
         cost = estimated(self.costs, choice)
         spent = self.dispatch + rounds * cost.expected(idle / max(rounds, 1))
@@ -276,6 +285,21 @@ class Policy:
         for name in allowance:
             if name != choice.drafter:
                 allowance[name] += ALLOWANCE * spent / (len(allowance) - 1)
+
+    def overhear(self, drafter: str, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Takes in rounds of a drafter's widest block that did not run: what they would have given is plain from the text.
+
+        From the first time on, its own rounds tell nothing more.
+
+        Args:
+            drafted, accepted: drafts of each round of a row, and how many the target would have agreed with.
+        """
+        self.overheard.add(drafter)
+        if drafted:
+            idle, counts = sum(each == 0 for each in drafted), np.asarray(accepted)
+            for seen in (self.seen[drafter], self.history.seen[drafter]):
+                seen.observe(self.history.widest[drafter], counts, len(drafted), idle)
+            self.known.pop(drafter, None)
 
     def forget(self, drafter: str, rounds: int) -> None:
         """What is to be worked out again: all of a drafter of which more was seen, and now and then what fades."""

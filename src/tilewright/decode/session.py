@@ -9,11 +9,13 @@ from tokenizers import Tokenizer
 
 from tilewright.decode.batch import Batch
 from tilewright.decode.drafters.base import Drafter
+from tilewright.decode.drafters.ngram import NGram
 from tilewright.decode.pacing import Pacing
 from tilewright.decode.policy import Choice, Plan, Policy
 from tilewright.decode.programs import DECODING, STEPS_PER_DISPATCH, ProgramKey, Programs
 from tilewright.decode.request import Generation, Piece, Request, Result
 from tilewright.decode.sampling import Sampling, widest
+from tilewright.decode.shadow import NGramShadow
 from tilewright.decode.state import StepInfo
 from tilewright.decode.team import Team
 from tilewright.models.tokenizer import StreamDecoder
@@ -38,6 +40,8 @@ class Session:
     ):  # fmt: skip
         self.programs, self.pacing = programs, pacing
         self.policy: Policy | None = None
+        members = drafter.members if isinstance(drafter, Team) else ()
+        self.shadows = [NGramShadow(member, prompt) for member in members if isinstance(member, NGram) for prompt in prompts]
         self.rows = [Request(i, p, s, StreamDecoder(tokenizer)) for i, (p, s) in enumerate(zip(prompts, sampling, strict=True))]
         ends = [row.end for row in self.rows]
         positions = max(ends if drafter is None else [*ends, drafter.block_size])  # a block is written in one piece
@@ -91,7 +95,9 @@ class Session:
         infos, choice = self.dispatch(steps, choice)
         self.decode_seconds += time.perf_counter() - began
         self.rounds += len(infos.settled)
+        heard = [len(row.tokens) for row in self.rows]
         pieces = self.take(infos, choice)
+        self.overhear(heard)
         stopped = [row.index for row in running if row.finish_reason == "stop"]
         if self.finished:
             self.batch.free()
@@ -110,6 +116,17 @@ class Session:
         drafted, accepted, settled = (np.asarray(each) for each in (infos.drafted, infos.accepted, infos.settled))
         self.policy.observe(plan.choice, drafted, accepted, settled > 0, seconds)
         return infos, plan.choice
+
+    def overhear(self, heard: Sequence[int]) -> None:
+        """Tells the policy what n-gram drafting would have given in what came behind the first `heard` tokens of each row."""
+        if self.policy is None or not self.shadows:
+            return
+        rounds = [
+            each
+            for shadow, row, before in zip(self.shadows, self.rows, heard, strict=True)
+            for each in shadow.push(row.tokens[before:])
+        ]
+        self.policy.overhear(NGram.name, [drafted for drafted, _ in rounds], [accepted for _, accepted in rounds])
 
     def take(self, infos: StepInfo, choice: Choice | None) -> list[Piece]:
         """Hands each row the tokens that each round settled for it."""
