@@ -58,8 +58,8 @@ class Pacing:
             of_first = [choice for choice in drafted if choice.drafter == drafted[0].drafter]
             narrow = jax.default_backend() == "cpu" and not self.team.masked
             return max(choice for choice in of_first if not narrow or choice.width <= max(FIRST_WIDTH, of_first[0].width))
-        outlook = Policy(self.history, known.rounds, {PLAIN}, known.dispatch).outlook(drafted)
-        return Policy.best(outlook)
+        policy = Policy(self.history, known.rounds, {PLAIN}, known.dispatch)
+        return policy.best(policy.outlook(drafted))
 
     def known(self, shape: Shape) -> Costs | None:
         """The costs of a shape as far as they were measured, now or by an earlier process."""

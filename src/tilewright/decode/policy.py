@@ -32,6 +32,8 @@ WEIGHT = 4.0
 """How many rows' rounds an expectation counts for against what is seen."""
 OPTIMISM = 0.7
 """The expected acceptance of a draft of which nothing was seen yet."""
+WATCHING = 1.04
+"""What it is worth that a drafter proposes nothing where it has nothing."""
 CORRECTION = 0.3
 """How far the cost of a choice follows the time of a dispatch, as a power of their quotient."""
 MOST_CORRECTION = 2.0
@@ -239,10 +241,18 @@ class Policy:
         self.last = best
         return Plan(best, min(self.stretch, most))
 
-    @staticmethod
-    def best(outlook: Mapping[Choice, Outlook]) -> Choice:
-        """The choice with the most expected tokens a second; of equals the narrower."""
-        return max(outlook, key=lambda choice: (outlook[choice].rate, -choice.width, choice.drafter))
+    def best(self, outlook: Mapping[Choice, Outlook]) -> Choice:
+        """The choice with the most expected tokens a second; of equals the narrower.
+
+        One that may be idle is worth a little more than it is expected to give: its rounds see when a text begins to repeat
+        itself, which the next look may see 32 rounds later.
+        """
+
+        def worth(choice: Choice) -> tuple[float, int, str]:
+            watching = choice in self.costs and self.costs[choice].idle is not None
+            return outlook[choice].rate * (WATCHING if watching else 1.0), -choice.width, choice.drafter
+
+        return max(outlook, key=worth)
 
     def tried(self, outlook: Mapping[Choice, Outlook], best: Choice) -> Choice | None:
         """A choice of a drafter that is off, if what trying it is expected to lose is within the allowance."""
