@@ -145,6 +145,20 @@ def test_a_later_process_measures_nothing(
     assert measured[0] == sorted(team_of(lm).choices)
 
 
+def test_a_file_that_does_not_fit_is_told_of_once(
+    lm: LanguageModel, files: CostFiles, said: list[str], measured: list[list[Choice]]
+):
+    session = lm.start(prompts(0, [3], 16), Sampling(8))
+    paces = Pacing(team_of(lm), lm.programs, "float32", "auto", files)
+    files.folder.mkdir(mode=0o700)
+    files.path(paces.about(session.batch.shape)).write_text("{")
+    paces.policy(session.batch)
+    paces.policy(session.batch)
+    assert len(said) == 1
+    assert measured
+    assert files.read(paces.about(session.batch.shape), [PLAIN]) is not None
+
+
 def test_a_batch_begins_with_two_programs_and_adds_what_pays(
     lm: LanguageModel, measured: list[list[Choice]], monkeypatch: pytest.MonkeyPatch
 ):

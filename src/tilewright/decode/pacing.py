@@ -27,6 +27,7 @@ class Pacing:
         history: what all batches have seen.
         costs: of the shapes that were used.
         files: where costs are kept; None measures them in every process.
+        looked: the shapes whose file was read, or found not to fit.
         patient: compiles whatever promises to be faster, however long it takes: for measurements.
     """
 
@@ -34,6 +35,7 @@ class Pacing:
         self.team, self.programs, self.dtype, self.weights, self.files = team, programs, dtype, weights, files
         self.history = History({member.name: member.block_size for member in team.members})
         self.costs: dict[Shape, Costs] = {}
+        self.looked: set[Shape] = set()
         self.patient = False
         self.lock = threading.Lock()
 
@@ -63,7 +65,8 @@ class Pacing:
 
     def known(self, shape: Shape) -> Costs | None:
         """The costs of a shape as far as they were measured, now or by an earlier process."""
-        if shape not in self.costs and self.files is not None:
+        if shape not in self.costs and self.files is not None and shape not in self.looked:
+            self.looked.add(shape)
             found = self.files.read(self.about(shape), self.team.choices)
             if found is not None:
                 self.costs[shape] = found

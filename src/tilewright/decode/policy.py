@@ -23,7 +23,7 @@ FIRST_LOOK = 8
 REFRESHED = 64
 """Rounds after which drafters that are off are thought of anew."""
 LONGEST_LOOK = 32
-"""The most rounds between two looks."""
+"""The most rounds of a drafter between two looks."""
 MEMORY = 24.0
 """Tokens of a row after which what a batch has seen counts a third."""
 LONG_MEMORY = 1024.0
@@ -237,7 +237,8 @@ class Policy:
         tried = self.tried(outlook, best)
         if tried is not None:
             return Plan(tried, min(PROBE, most), tries=True)
-        self.stretch = min(2 * self.stretch, most, LONGEST_LOOK) if best == self.last else FIRST_LOOK
+        longest = most if best == PLAIN else min(most, LONGEST_LOOK)
+        self.stretch = min(2 * self.stretch, longest) if best == self.last else FIRST_LOOK
         self.last = best
         return Plan(best, min(self.stretch, most))
 
