@@ -38,6 +38,7 @@ oracle: .venv-oracle/installed ## compares with transformers, live; installs tor
 		--new-tokens 16 --repetitions 3
 	$(ORACLE_BIN)/python tests/oracle/bench_linear.py --layers q gate_up --rows 1 16 512 --repetitions 3
 	$(ORACLE_BIN)/python -W ignore tests/oracle/bench_graph.py
+	$(ORACLE_BIN)/python -W ignore tests/oracle/bench_train.py --layers 2 --batch 2 --length 256 --repetitions 3
 
 clean: ## removes both environments and all caches
 	rm -rf .venv .venv-oracle build dist .pytest_cache .ruff_cache .hypothesis
