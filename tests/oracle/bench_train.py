@@ -4,7 +4,7 @@ Both begin with the same weights and take the same batches: forward, loss, backw
 the same cores, in alternating order; the table shows medians. torch runs in float32 and under bfloat16 autocast, without
 `torch.compile`, with one thread and with one for each core, and ratios are to the best of these. Needs the `oracle` extra:
 
-    python tests/oracle/bench_train.py [--layers 12 ...] [--products auto ...] [--repetitions 5] [--json FILE]
+    python tests/oracle/bench_train.py [--layers 12 ...] [--products auto ...] [--clock cpu] [--json FILE]
 """
 
 import argparse
@@ -34,6 +34,9 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--products", nargs="+", default=["auto"], choices=["auto", "float32", "bfloat16", "xla"])
     parser.add_argument("--torch", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    parser.add_argument(
+        "--clock", choices=["wall", "cpu"], default="wall", help="cpu: processor time, for a machine with other work"
+    )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     return parser.parse_args()
 
@@ -111,11 +114,11 @@ def torch_side(args: argparse.Namespace, dtype: str, threads: int, folder: Path)
     return run
 
 
-def timed(name: str, step: Step, tokens: int) -> tuple[float, float]:
+def timed(name: str, step: Step, tokens: int, clock: Callable[[], float]) -> tuple[float, float]:
     """Tokens/s, and the loss."""
-    began = time.perf_counter()
+    began = clock()
     loss = step()
-    speed = tokens / (time.perf_counter() - began)
+    speed = tokens / (clock() - began)
     print(f"{name}: {speed:,.0f} tokens/s, loss {loss:.4f}", file=sys.stderr)
     return speed, loss
 
@@ -137,7 +140,8 @@ def measure(args: argparse.Namespace, threads: int, folder: Path) -> dict[str, A
     sides = {f"tilewright {products}": own_side(args, products, params) for products in args.products}
     for dtype in args.torch:
         sides |= {f"torch {dtype}, threads {n}": torch_side(args, dtype, n, folder) for n in sorted({1, threads})}
-    runs = {name: partial(timed, name, step, args.batch * args.length * args.steps) for name, step in sides.items()}
+    clock = time.process_time if args.clock == "cpu" else time.perf_counter
+    runs = {name: partial(timed, name, step, args.batch * args.length * args.steps, clock) for name, step in sides.items()}
     taken = alternate(runs, args.repetitions, warm=True)
     speeds = {name: [speed for speed, _ in each] for name, each in taken.items()}
     middle = medians(speeds)
