@@ -11,7 +11,11 @@ from safetensors.numpy import load_file
 
 import tilewright as tw
 from cli.conftest import Run as Command
+from tilewright.train import demo_text
+from tilewright.train import evaluate as train_evaluate
+from tilewright.train.clean import Cleaner
 from tilewright.train.data import read_documents, train_tokenizer
+from tilewright.train.demo_text import Dependency, is_held_out
 from tilewright.train.loop import Run
 
 SIZES = [
@@ -145,6 +149,28 @@ def test_a_language_model_goes_on_from_another(run: Command, text: Path, target:
         other = run(*command, *arguments)
         assert other.status == 2
         assert problem in " ".join(other.err.split())
+
+
+def test_a_model_is_measured_on_the_demos_text(run: Command, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "held.py").write_text("".join(f"one_{n} = two({n})\n" for n in range(200)))
+    questions = "".join(json.dumps({"question": f"one {n}?", "answer": "two three " * 20}) + "\n" for n in range(200))
+    (tmp_path / "gsm8k.jsonl").write_text(questions)
+    needed = Dependency("pack", "1.0", "MIT", (("package.module_0", tmp_path / "held.py"),))
+    assert is_held_out("package.module_0")
+    monkeypatch.setattr(demo_text, "library_sources", lambda: ([], [tmp_path / "held.py"]))
+    monkeypatch.setattr(demo_text, "dependencies", lambda: [needed, Dependency("closed", "2.0", "Secret", ())])
+    small = {"BATCH": 2, "WINDOW": 16, "BATCHES": 2, "PROMPTS": 2, "PROMPT_TOKENS": 8, "NEW_TOKENS": 6}
+    for name, value in small.items():
+        monkeypatch.setattr(train_evaluate, name, value)
+    monkeypatch.setattr(Cleaner, "without_duplicates", lambda self, lines, left_out: list(lines))
+    ran = run("train", "evaluate", target, "--gsm8k", tmp_path / "gsm8k.jsonl", "--json", "-")
+    assert ran.status == 0, ran.err
+    figures = json.loads(ran.out)
+    assert figures["held_out"].keys() == {"library", "dependencies", "questions"}
+    assert figures["held_out"]["library"] == figures["held_out"]["dependencies"] != figures["held_out"]["questions"]
+    assert figures["text"]["dependencies"] == ["pack 1.0 (MIT)"]
+    assert figures["text"]["dependencies_left_out"] == ["closed 2.0 (Secret)"]
+    assert f"held-out questions: {figures['held_out']['questions']['loss_nats_per_token']:.3f} nats a token" in ran.err
 
 
 def test_a_language_model_grows(run: Command, text: Path, target: Path, tmp_path: Path):
