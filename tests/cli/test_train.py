@@ -213,13 +213,17 @@ def test_a_drafter_goes_on_from_another_of_a_different_block(run: Command, text:
     first, wider = tmp_path / "first", tmp_path / "wider"
     command = ["train", "drafter", text, "--target", target, "--regenerated", 0, "--layers", 1, "--anchors", 4, *LOOP]
     assert run(*command, "--out", first, "--block-size", 4, "--steps", 3).status == 0
+    fields = json.loads((first / "config.json").read_text())
+    fields["dflash_config"]["last_tap_before_norm"] = True
+    (first / "config.json").write_text(json.dumps(fields))
     hardly = ["--steps", 1, "--learning-rate", 1e-6]
     ran = run(*command, *hardly, "--out", wider, "--block-size", 6, "--start", first)
     assert ran.status == 0, ran.err
     begun, gone_on = (load_file(folder / "model.safetensors") for folder in (first, wider))
     for name, tensor in begun.items():
         np.testing.assert_allclose(gone_on[name], tensor, atol=1e-4)
-    assert json.loads((wider / "config.json").read_text())["block_size"] == 6
+    written = json.loads((wider / "config.json").read_text())
+    assert (written["block_size"], written["dflash_config"]["last_tap_before_norm"]) == (6, True)
     for resumed_from in (["--start", wider], []):
         other = run(*command, *hardly, "--out", wider, "--block-size", 6, *resumed_from)
         assert other.status == 2

@@ -71,22 +71,23 @@ class DFlashArguments:
     def options(self) -> DFlashOptions:
         return DFlashOptions(given(self.anchors, 32), self.gamma)
 
-    def start_params(self, config: DFlashConfig, seed: int, console: Console) -> Any:
-        """The parameters to go on from, float32, if any were named."""
+    def begin(self, config: DFlashConfig, seed: int, console: Console) -> tuple[DFlashConfig, Any]:
+        """The configuration, and the parameters to go on from, float32, if any were named; it reads the last tap as they do."""
         if self.start is None:
-            return None
+            return config, None
         folder = hub.resolve(self.start, console=progress_console(console))
         fields, where = read_config(folder), str(folder / CONFIG)
         model: Any = dflash2 if dflash2.is_dflash2(fields) else dflash
-        found, wanted = model.config_from_hf(fields, where, config.num_target_layers), config
+        found: DFlashConfig = model.config_from_hf(fields, where, config.num_target_layers)
+        wanted = config = replace(config, last_tap_before_norm=found.last_tap_before_norm)
         if isinstance(config, DFlash2Config) and model is dflash:
             wanted = config.backbone
         if replace(found, block_size=config.block_size) != wanted:
             raise ValueError(f"expected --start to be a drafter of these sizes: {wanted}; found {found}")
         params = load_params(folder, model.declare(found), jnp.float32)
         if wanted is config or not isinstance(config, DFlash2Config):
-            return params
-        return replace(dflash2.fresh(config, jax.random.key(seed)), backbone=params)
+            return config, params
+        return config, replace(dflash2.fresh(config, jax.random.key(seed)), backbone=params)
 
     def config(self, sizes: DrafterSizes, target: DecoderConfig, tokenizer: Tokenizer) -> DFlashConfig:
         mask = tokenizer.token_to_id(MASK) if self.mask_token_id is None else self.mask_token_id
@@ -288,7 +289,9 @@ def drafter(
     made = for_eagle3.config(sizes, config) if kind == "eagle3" else for_dflash.config(sizes, config, tokenizer)
     if kind == "dflash2" and isinstance(made, DFlashConfig):
         made = for_dflash2.config(made)
-    start = for_dflash.start_params(made, options.seed, console) if isinstance(made, DFlashConfig) else None
+    start = None
+    if isinstance(made, DFlashConfig):
+        made, start = for_dflash.begin(made, options.seed, console)
     texts = drafter_text(data, loop, regeneration, LanguageModel(config, params, tokenizer), out, console)
     result, more = fit(made, own, (config, params), texts, options, start, out, dtype, console)
     figures = {"training_tokens": int(texts[0].in_loss.sum()), "target": target, **more}
