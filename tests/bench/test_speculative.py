@@ -17,6 +17,7 @@ from tilewright.decode.drafters.base import Drafter
 from tilewright.decode.drafters.ngram import NGram
 from tilewright.decode.language_model import LanguageModel
 from tilewright.decode.sampling import Sampling
+from tilewright.decode.team import Team
 from tilewright.models.chat import ChatTemplate
 
 SAMPLING = Sampling(8)
@@ -131,6 +132,7 @@ def test_the_parts_of_a_round_are_those_that_the_decode_loop_runs(lm: LanguageMo
 
 def chosen(lm: LanguageModel) -> Drafter:
     assert lm.drafter is not None
+    assert not isinstance(lm.drafter, Team)
     return lm.drafter
 
 

@@ -26,6 +26,7 @@ from tilewright.decode.language_model import LanguageModel, load
 from tilewright.decode.sampling import Sampling
 from tilewright.decode.shapes import ShapeTable
 from tilewright.decode.state import DecodeState, Models
+from tilewright.decode.team import Team
 from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder, dflash, eagle3
 from tilewright.models.checkpoint import read_config
@@ -118,6 +119,7 @@ def test_sampled_rows_equal_plain_decoding(drafting: LanguageModel, sampled_alon
 def test_what_is_loaded(drafting: LanguageModel):
     drafter = drafting.drafter
     assert drafter is not None
+    assert not isinstance(drafter, Team)
     assert drafter.block_size == BLOCK
     kinds = {"dflash": DFlash, "dflash2": DFlash2, "eagle3": Eagle3, "ngram": NGram, "none": Blockwise}
     assert type(drafter) is kinds[drafter.name]
@@ -208,6 +210,7 @@ def compare_rounds(lm: LanguageModel, chain: Chain, asked: Sequence[list[int]], 
     """Holds every round of every row against the reference. Returns how many drafts each accepted."""
     drafter, seen = lm.drafter, []
     assert drafter is not None
+    assert not isinstance(drafter, Team)
     propose = jax.jit(partial(drafter.propose, lm.programs.target))
     session, texts = lm.start(asked, GREEDY), [list(prompt) for prompt in asked]
     session.prefill()

@@ -42,7 +42,8 @@ def kernel(case: Case, *operands: Any) -> Any:
 def numpy_attention(case: Case, *operands: Any) -> np.ndarray:
     """Position by position, in float64."""
     b, t, heads, group, d, _ = case
-    qkv, q_norm, k_norm, cos, sin = (None if x is None else np.asarray(x, np.float64) for x in operands)
+    wide: list[Any] = [None if x is None else np.asarray(x, np.float64) for x in operands]
+    qkv, q_norm, k_norm, cos, sin = wide
     n = heads * group
     x = qkv.reshape(b, t, -1, d)
 

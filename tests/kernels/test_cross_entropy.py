@@ -48,16 +48,17 @@ def test_blocks_give_value_and_gradient_of_the_whole(products: str, seed: int, r
 
     def blocked(x: Any, w: Any, weights: Any) -> Any:
         flat = x.reshape(count, -1), Transposed(w.T) if tied else w, labels.reshape(-1), weights.reshape(-1)
-        return 3 * xla.weighted(linear, min(block, count), *flat)
+        loss: Any = xla.weighted(linear, min(block, count), *flat)
+        return 3 * loss
 
     def whole(x: Any, w: Any, weights: Any) -> Any:
         return 3 * reference.cross_entropy(x, w, labels, weights)
 
     found, expected = (jax.jit(jax.value_and_grad(f, (0, 1, 2)))(x, head, weights) for f in (blocked, whole))
-    tolerance = {"rtol": 1e-5, "atol": 1e-5} if products == "float32" else {"rtol": 0.05, "atol": 0.05}
+    tolerance = 1e-5 if products == "float32" else 0.05
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         scale = float(jnp.abs(other).max()) + 1
-        np.testing.assert_allclose(np.asarray(one) / scale, np.asarray(other) / scale, **tolerance)
+        np.testing.assert_allclose(np.asarray(one) / scale, np.asarray(other) / scale, rtol=tolerance, atol=tolerance)
     np.testing.assert_allclose(jax.jit(blocked)(x, head, weights), found[0], rtol=1e-6)
 
 

@@ -265,7 +265,8 @@ def test_a_trained_gate_has_the_gradient_of_the_plain_one(how: cpu.Training, see
 
     @jax.jit
     def both(x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
-        y, back = jax.vjp(lambda x, w: cpu.trained_gated(how, x, w), x, w)
+        found: Any = jax.vjp(lambda x, w: cpu.trained_gated(how, x, w), x, w)
+        y, back = found
         z, plain = jax.vjp(lambda x, w: reference.gated_linear(x, *jnp.split(w, 2, axis=1)), x, w)
         return (y, *back(dy.astype(y.dtype))), (z, *plain(dy))
 

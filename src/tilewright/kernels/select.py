@@ -255,7 +255,8 @@ def trained_operations(how: cpu.Training) -> Operations:
 
     def gated_linear(x: Array, joined: Joined, norm: Norm | None = None) -> Array:
         flat = normed(x, norm).reshape(-1, x.shape[-1])
-        return cpu.trained_gated(how, flat, jnp.concatenate(joined.parts, axis=1)).reshape(*x.shape[:-1], -1)
+        y: Any = cpu.trained_gated(how, flat, jnp.concatenate(joined.parts, axis=1))
+        return y.reshape(*x.shape[:-1], -1)
 
     def project(x: Array, joined: Joined, norm: Norm | None = None, first: int = 0) -> Joint:
         parts = joined.parts[first:]

@@ -47,7 +47,7 @@ def divided(rows: int, *arrays: Array) -> tuple[Array, ...]:
 def weighted(
     linear: Linear, rows: int, x: Float[Array, "M H"], head: Any, labels: Int[Array, " M"], weights: Float32[Array, " M"]
 ) -> Float32[Array, ""]:
-    def block(total: Array, part: tuple[Array, Array, Array]) -> tuple[Array, None]:
+    def block(total: Array, part: Any) -> tuple[Array, None]:
         x, labels, weights = part
         return total + jnp.sum(losses(linear(x, head, jnp.float32), labels)[0] * weights), None
 
@@ -57,7 +57,7 @@ def weighted(
 def forward(
     linear: Linear, rows: int, x: Array, head: Any, labels: Array, weights: Array
 ) -> tuple[Array, tuple[Array, Any, Array]]:
-    def block(sums: tuple[Array, Any], part: tuple[Array, Array, Array]) -> tuple[tuple[Array, Any], tuple[Array, Array]]:
+    def block(sums: tuple[Array, Any], part: Any) -> tuple[tuple[Array, Any], tuple[Array, Array]]:
         x, labels, weights = part
         logits, back = jax.vjp(lambda x, head: linear(x, head, jnp.float32), x, head)
         loss, powers, total = losses(logits, labels)

@@ -327,7 +327,7 @@ def trained_linear(
     """`x @ w + add` for a matrix `[I, O]`, or one that is `Transposed`; `add` is of the result's dtype."""
     transposed = isinstance(w, Transposed)
     flat = None if add is None else add.reshape(-1, add.shape[-1])
-    y = trained_matmul(how, transposed, out_dtype, x.reshape(-1, x.shape[-1]), w.w if transposed else w, flat)
+    y: Any = trained_matmul(how, transposed, out_dtype, x.reshape(-1, x.shape[-1]), w.w if transposed else w, flat)
     return y.reshape(*x.shape[:-1], -1)
 
 
