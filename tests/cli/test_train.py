@@ -227,7 +227,8 @@ def test_a_drafter_goes_on_from_another_of_a_different_block(run: Command, text:
     for resumed_from in (["--start", wider], []):
         other = run(*command, *hardly, "--out", wider, "--block-size", 6, *resumed_from)
         assert other.status == 2
-        assert "belongs to another run (start: checkpoint '" in " ".join(other.err.split())
+        assert "belongs to another run (" in (told := " ".join(other.err.split()))
+        assert "start: checkpoint '" in told
     other = run(*command, *hardly, "--out", tmp_path / "x", "--start", "demo-drafter")
     assert other.status == 2
     assert "expected --start to be a drafter of these sizes" in other.err
