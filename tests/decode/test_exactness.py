@@ -41,16 +41,18 @@ def tokens_of(lm: LanguageModel, asked: Sequence[list[int]], each: Sequence[Samp
     return [r.tokens for r in results], float(np.mean([n for r in results for n in r.acceptance_lengths]))
 
 
+@pytest.mark.parametrize("count", [24, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_every_drafter_equals_the_block_wide_program(tmp_path: Path, kernels: Kernels):
-    """100 prompts, greedy and sampled by turns in the same batches."""
+def test_every_drafter_equals_the_block_wide_program(tmp_path: Path, kernels: Kernels, count: int):
+    """So many prompts, greedy and sampled by turns in the same batches."""
+    asked, each = SMALL_ASKED[-count:], SMALL_REQUESTS[:count]
     folder, dflash = as_folders(tmp_path, SMALL)
     _, dflash2 = as_folders(tmp_path / "2", as_dflash2(SMALL, top_k=16))
     eagle3 = as_folder(tmp_path / "eagle3", *random_eagle3(0, SMALL.target_config, taps=[0, 1], draft_vocab_size=20))
     target = load(folder, dtype="bfloat16", kernels=kernels, table=SMALL_TABLE)
     options = DrafterOptions(block_size=BLOCK)
     wide = target.with_drafter(*target.load_drafter(None, options))
-    want, tau = tokens_of(wide, SMALL_ASKED, SMALL_REQUESTS)
+    want, tau = tokens_of(wide, asked, each)
     assert tau == 1
     for lm in (
         target.with_drafter(*target.load_drafter(str(dflash), options)),
@@ -58,11 +60,11 @@ def test_every_drafter_equals_the_block_wide_program(tmp_path: Path, kernels: Ke
         target.with_drafter(*target.load_drafter(str(eagle3), replace(options, draft_window=4))),
         target.with_drafter(NGram(BLOCK, may_be_idle=False)),  # a round of one row would be another program
     ):
-        got, tau = tokens_of(lm, SMALL_ASKED, SMALL_REQUESTS)
+        got, tau = tokens_of(lm, asked, each)
         assert got == want
         assert tau > 1
     if target.kernels != "xla":
-        assert tokens_of(target, SMALL_ASKED, SMALL_REQUESTS)[0] == want
+        assert tokens_of(target, asked, each)[0] == want
 
 
 def test_any_widths_by_the_cpu_kernels(tmp_path: Path):
@@ -84,6 +86,7 @@ def test_any_widths_by_the_cpu_kernels(tmp_path: Path):
         assert [r.tokens for r in session.results()] == [r.tokens for r in lm.generate(asked, each, speculative=False)]
 
 
+@pytest.mark.slow
 def test_the_demo_pair_by_xla():
     """As above, with a drafter that was trained. Here decoding one row at a time is a program that rounds differently."""
     target = load("demo", dtype="bfloat16", kernels="xla", table=DEMO_TABLE)

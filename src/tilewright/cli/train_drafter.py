@@ -289,9 +289,7 @@ def drafter(
     made = for_eagle3.config(sizes, config) if kind == "eagle3" else for_dflash.config(sizes, config, tokenizer)
     if kind == "dflash2" and isinstance(made, DFlashConfig):
         made = for_dflash2.config(made)
-    start = None
-    if isinstance(made, DFlashConfig):
-        made, start = for_dflash.begin(made, options.seed, console)
+    made, start = for_dflash.begin(made, options.seed, console) if isinstance(made, DFlashConfig) else (made, None)
     texts = drafter_text(data, loop, regeneration, LanguageModel(config, params, tokenizer), out, console)
     result, more = fit(made, own, (config, params), texts, options, start, out, dtype, console)
     figures = {"training_tokens": int(texts[0].in_loss.sum()), "target": target, **more}
