@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from models.sizes import decoder_config
 from tilewright.bench import linear
 from tilewright.bench.bandwidth import Memory
 from tilewright.bench.linear import (
@@ -42,18 +43,17 @@ def fake_side(name: str, weight_bytes: int) -> Side:
 
 
 def qwen3(hidden: int, inner: int, layers: int, heads: int) -> DecoderConfig:
-    return DecoderConfig(
-        family="qwen3",
-        vocab_size=151936,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=8,
-        head_dim=128,
+    return decoder_config(
+        "qwen3",
+        151936,
+        hidden,
+        inner,
+        layers,
+        heads,
+        8,
+        128,
         rms_norm_eps=1e-6,
         rope_theta=1e6,
-        rope_scaling=None,
         tie_word_embeddings=True,
         max_position_embeddings=40960,
         eos_token_ids=(151645,),

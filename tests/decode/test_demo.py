@@ -39,7 +39,8 @@ def test_greedy(demo: LanguageModel, asked: list[list[int]], batch: int, every: 
     assert np.mean(lengths) > 1.5
 
 
-def test_sampled(demo: LanguageModel, asked: list[list[int]]):
-    each = [Sampling(NEW, temperature=1.0, top_p=0.9, seed=n) for n in range(16)]
-    want = tokens_of(demo, asked[:16], each, speculative=False)
-    check_same_as_autoregressive(demo, asked[:16], each, 8, want)
+@pytest.mark.parametrize("count", [16, pytest.param(24, marks=pytest.mark.slow)])
+def test_sampled(demo: LanguageModel, asked: list[list[int]], count: int):
+    each = [Sampling(NEW, temperature=1.0, top_p=0.9, seed=n) for n in range(count)]
+    want = tokens_of(demo, asked[:count], each, speculative=False)
+    check_same_as_autoregressive(demo, asked[:count], each, 8, want)

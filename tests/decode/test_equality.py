@@ -86,6 +86,7 @@ def check(lm: LanguageModel, alone: dict[int, list[int]], batch: int, sampling: 
 
 def test_batch_rows_give_what_they_give_alone(guessing: LanguageModel, alone: dict[int, list[int]]):
     assert tokens_of(guessing, [ASKED[n] for n in alone], GREEDY, speculative=False, batch=8) == list(alone.values())
+    assert len({len(prompt) for prompt in ASKED}) == 60
     assert {len(tokens) for tokens in alone.values()} == {NEW}
     assert len({tuple(tokens) for tokens in alone.values()}) == len(alone)
 

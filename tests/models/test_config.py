@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from models.sizes import decoder_config
 from tilewright.models.decoder import DecoderConfig, config_from_hf, config_to_hf
 from tilewright.models.layers import RopeScaling
 
@@ -75,19 +76,18 @@ def problems(fields: dict[str, Any]) -> list[str]:
 
 def test_published_llama():
     scaling = RopeScaling(8.0, 1.0, 4.0, 8192)
-    expected = DecoderConfig(
-        family="llama",
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
+    expected = decoder_config(
+        "llama",
+        128256,
+        4096,
+        14336,
+        32,
+        32,
+        8,
+        128,
         rms_norm_eps=1e-5,
         rope_theta=5e5,
         rope_scaling=scaling,
-        tie_word_embeddings=False,
         max_position_embeddings=131072,
         eos_token_ids=(128001, 128008, 128009),
     )
@@ -95,18 +95,17 @@ def test_published_llama():
 
 
 def test_published_qwen3():
-    expected = DecoderConfig(
-        family="qwen3",
-        vocab_size=151936,
-        hidden_size=2560,
-        intermediate_size=9728,
-        num_layers=36,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
+    expected = decoder_config(
+        "qwen3",
+        151936,
+        2560,
+        9728,
+        36,
+        32,
+        8,
+        128,
         rms_norm_eps=1e-6,
         rope_theta=1e6,
-        rope_scaling=None,
         tie_word_embeddings=True,
         max_position_embeddings=40960,
         eos_token_ids=(151645,),
@@ -115,15 +114,15 @@ def test_published_qwen3():
 
 
 GOLDEN_CONFIGS = {
-    "llama-scaled": DecoderConfig(
-        family="llama",
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=56,
-        num_layers=3,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
+    "llama-scaled": decoder_config(
+        "llama",
+        96,
+        32,
+        56,
+        3,
+        4,
+        2,
+        16,
         rms_norm_eps=1e-5,
         rope_theta=1e4,
         rope_scaling=RopeScaling(8.0, 1.0, 4.0, 32),
@@ -131,53 +130,26 @@ GOLDEN_CONFIGS = {
         max_position_embeddings=256,
         eos_token_ids=(2,),
     ),
-    "llama-untied": DecoderConfig(
-        family="llama",
-        vocab_size=96,
-        hidden_size=48,
-        intermediate_size=64,
-        num_layers=2,
-        num_heads=6,
-        num_kv_heads=3,
-        head_dim=8,
-        rms_norm_eps=1e-5,
-        rope_theta=5e5,
-        rope_scaling=None,
-        tie_word_embeddings=False,
-        max_position_embeddings=256,
-        eos_token_ids=(2,),
+    "llama-untied": decoder_config(
+        "llama", 96, 48, 64, 2, 6, 3, 8, rms_norm_eps=1e-5, rope_theta=5e5, max_position_embeddings=256, eos_token_ids=(2,)
     ),
-    "qwen3-tied": DecoderConfig(
-        family="qwen3",
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=56,
-        num_layers=3,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
+    "qwen3-tied": decoder_config(
+        "qwen3",
+        96,
+        32,
+        56,
+        3,
+        4,
+        2,
+        16,
         rms_norm_eps=1e-6,
         rope_theta=1e6,
-        rope_scaling=None,
         tie_word_embeddings=True,
         max_position_embeddings=256,
         eos_token_ids=(5,),
     ),
-    "qwen3-untied": DecoderConfig(
-        family="qwen3",
-        vocab_size=96,
-        hidden_size=40,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=5,
-        num_kv_heads=1,
-        head_dim=12,
-        rms_norm_eps=1e-6,
-        rope_theta=5e3,
-        rope_scaling=None,
-        tie_word_embeddings=False,
-        max_position_embeddings=256,
-        eos_token_ids=(2, 5),
+    "qwen3-untied": decoder_config(
+        "qwen3", 96, 40, 48, 2, 5, 1, 12, rms_norm_eps=1e-6, rope_theta=5e3, max_position_embeddings=256, eos_token_ids=(2, 5)
     ),
 }
 
@@ -204,19 +176,17 @@ def test_defaults():
     short = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     kept = (*short, "max_position_embeddings")
     llama = config_from_hf({name: LLAMA31[name] for name in kept})
-    assert llama == DecoderConfig(
-        family="llama",
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=32,
-        head_dim=128,
+    assert llama == decoder_config(
+        "llama",
+        128256,
+        4096,
+        14336,
+        32,
+        32,
+        32,
+        128,
         rms_norm_eps=1e-6,
         rope_theta=1e4,
-        rope_scaling=None,
-        tie_word_embeddings=False,
         max_position_embeddings=131072,
         eos_token_ids=(),
     )

@@ -12,17 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.counting import READ, CountedFile
+from models.sizes import decoder_config
 from parallel.processes import run_two
 from tilewright.models import checkpoint
 from tilewright.models.checkpoint import load_decoder, save_params
-from tilewright.models.decoder import DecoderConfig, DecoderParams, config_to_hf, declare
+from tilewright.models.decoder import DecoderParams, config_to_hf, declare
 from tilewright.models.params import abstract, initialise, spec_leaves
 from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.sharding import FULLY_SHARDED_TENSOR_PARALLEL, Rules, shardings
 
-CONFIG = DecoderConfig(
-    family="qwen3", vocab_size=24, hidden_size=16, intermediate_size=48, num_layers=1, num_heads=8, num_kv_heads=4, head_dim=6
-)
+CONFIG = decoder_config("qwen3", 24, 16, 48, 1, 8, 4, 6)
 SPECS = declare(CONFIG)
 RULES = FULLY_SHARDED_TENSOR_PARALLEL
 Sizes = dict[str, int | None]

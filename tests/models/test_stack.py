@@ -9,24 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from models.sizes import decoder_config
 from tilewright.kernels.operations import Joined, Transposed
 from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder
-from tilewright.models.decoder import DecoderConfig, Layer
+from tilewright.models.decoder import Layer
 from tilewright.models.params import initialise
 from tilewright.models.stack import SINGLE_DEVICE, Rows, SingleDevice, Stack
 
-CONFIG = DecoderConfig(
-    family="qwen3",
-    vocab_size=50,
-    hidden_size=24,
-    intermediate_size=40,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    tie_word_embeddings=True,
-)
+CONFIG = decoder_config("qwen3", 50, 24, 40, 3, 4, 2, 8, tie_word_embeddings=True)
 SHARDS = 2
 
 

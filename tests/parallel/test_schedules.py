@@ -10,27 +10,18 @@ import numpy as np
 import pytest
 from jax import Array
 
+from models.sizes import decoder_config
 from tilewright.decode.cache import allocate
 from tilewright.decode.state import Span, cached_attend
 from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import PLAIN, operations
 from tilewright.models import decoder
-from tilewright.models.decoder import DecoderConfig, DecoderParams
+from tilewright.models.decoder import DecoderParams
 from tilewright.models.params import initialise
 from tilewright.models.stack import SINGLE_DEVICE, Schedule
 from tilewright.parallel.schedules import MicroBatches
 
-CONFIG = DecoderConfig(
-    family="qwen3",
-    vocab_size=50,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    tie_word_embeddings=True,
-)
+CONFIG = decoder_config("qwen3", 50, 32, 48, 3, 4, 2, 16, tie_word_embeddings=True)
 TOKENS = jnp.arange(24).reshape(4, 6) * 7 % 50
 BUNDLES: dict[str, Callable[[], Operations]] = {"plain": lambda: PLAIN, "chosen here": operations}
 
