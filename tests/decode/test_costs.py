@@ -12,7 +12,7 @@ import pytest
 from decode.support import prompts
 from reference.dflash_numpy import as_folders, random_pair
 from tilewright.decode import pacing
-from tilewright.decode.costs import CostFiles, Costs, configuration, measure
+from tilewright.decode.costs import CostFiles, Costs, Run, configuration, cost_of_runs, measure
 from tilewright.decode.language_model import LanguageModel, load
 from tilewright.decode.pacing import Pacing
 from tilewright.decode.policy import PLAIN, Choice, Cost
@@ -60,6 +60,26 @@ def test_every_choice_is_measured(lm: LanguageModel):
     for choice, cost in costs.rounds.items():
         assert 0 < cost.drafting < 1
         assert (cost.idle is None) == (choice.drafter != "ngram")
+
+
+def test_both_kinds_of_round_are_told_from_runs_that_mix_them():
+    mixed = [Run(6 * 2e-3 + 2 * 1e-3, 6, 2), Run(1 * 2e-3 + 7 * 1e-3, 1, 7)]
+    cost = cost_of_runs(mixed)
+    assert cost.idle is not None
+    np.testing.assert_allclose((cost.drafting, cost.idle), (2e-3, 1e-3))
+    assert cost_of_runs([Run(8e-3, 4)]) == Cost(2e-3)
+
+
+def test_runs_that_are_alike_tell_an_average():
+    cost = cost_of_runs([Run(9e-3, 8, 1), Run(9e-3, 8, 1)])
+    assert cost == Cost(1e-3, 1e-3)
+
+
+def test_no_kind_of_round_is_free_whatever_disturbed_a_run():
+    cost = cost_of_runs([Run(1e-3, 8, 0), Run(9e-3, 1, 7)])
+    assert cost.idle is not None
+    assert cost.drafting > 0
+    assert cost_of_runs([Run(9e-3, 8, 0), Run(1e-3, 4, 4)]).idle == pytest.approx(0.2 * 10e-3 / 16)
 
 
 def test_files_keep_costs(files: CostFiles, said: list[str]):

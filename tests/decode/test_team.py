@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -19,12 +20,14 @@ from tilewright.decode.drafters.load import DrafterOptions
 from tilewright.decode.drafters.ngram import NGram
 from tilewright.decode.language_model import LanguageModel, load
 from tilewright.decode.policy import PLAIN, Choice
+from tilewright.decode.programs import allocate_caches
 from tilewright.decode.sampling import Sampling
 from tilewright.decode.session import Session
 from tilewright.decode.shadow import NGramShadow
 from tilewright.decode.shapes import ShapeTable
 from tilewright.decode.state import DecodeState, Models, Target
 from tilewright.decode.team import Team, Turn
+from tilewright.kernels import native
 
 NEW, VOCAB, BLOCK = 24, 16, 4
 TABLE = ShapeTable(batches=(1, 4), capacities=(64,), chunks=(8,), widths=(2,))
@@ -118,7 +121,7 @@ def test_contexts_keep_up(lm: LanguageModel, runs: list[tuple[Choice, int]]):
 
 @partial(jax.jit, static_argnums=(0, 1))
 def propose(turn: Turn, target: Target, models: Models, state: DecodeState) -> jax.Array:
-    return turn.propose(target, models, state).block
+    return turn.propose(target, models, turn.opened(target, models, state)).block
 
 
 def proposed(lm: LanguageModel, session: Session, choice: Choice) -> np.ndarray:
@@ -126,6 +129,18 @@ def proposed(lm: LanguageModel, session: Session, choice: Choice) -> np.ndarray:
     turn, state = cast(Team, lm.drafter).turn(choice), session.batch.device_state
     assert state is not None
     return np.asarray(propose(turn, lm.programs.target, session.batch.models, state))[:2]
+
+
+@pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
+def test_rounds_move_no_whole_cache(sources: dict[str, Path]):
+    """XLA:CPU would copy caches for a branch, and convert all of what is bfloat16 to write a few entries of it."""
+    lm = team_of(sources, table=ShapeTable(batches=(4,), capacities=(2048,), chunks=(8,), widths=(2,)), dtype="bfloat16")
+    batch = lm.start(ASKED, GREEDY).batch
+    caches = jax.eval_shape(lambda: allocate_caches(lm.target, batch.shape, lm.drafter, jnp.bfloat16))
+    smallest = min(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches) if leaf.ndim == 4)
+    for choice in CHOICES:
+        memory = lm.programs.get(batch.round_key(choice)).memory_analysis()
+        assert memory.temp_size_in_bytes < smallest, choice
 
 
 def test_single_steps_keep_contexts_too(sources: dict[str, Path], lm: LanguageModel):

@@ -38,6 +38,18 @@ namespace gather_reduce {
 #include "../../src/tilewright/kernels/gather_reduce/cpu.cc"
 }  // namespace gather_reduce
 
+namespace appending {
+#undef TilewrightIsa
+#define TilewrightIsa TilewrightAppendIsa
+#include "../../src/tilewright/kernels/append/cpu.cc"
+}  // namespace appending
+
+namespace taking {
+#undef TilewrightIsa
+#define TilewrightIsa TilewrightTakeIsa
+#include "../../src/tilewright/kernels/take/cpu.cc"
+}  // namespace taking
+
 namespace reading {
 #undef TilewrightIsa
 #define TilewrightIsa TilewrightReadIsa
@@ -567,6 +579,28 @@ void check_read(int64_t count) {
   check(static_cast<uint32_t>(total[0]) == expected, "read", 1, count, 1);
 }
 
+// Every row's entries at its own place, to the very end of the cache, and rows of a table, its last one among them.
+template <class T>
+void check_moves(int64_t batch, int64_t heads, int64_t slots, int64_t added, int64_t size) {
+  const auto type = sizeof(T) == 4 ? XLA_FFI_DataType_F32 : XLA_FFI_DataType_BF16;
+  Exact<T> cache(batch * heads * slots * size), fresh(batch * heads * added * size), taken(batch * size);
+  Exact<int32_t> start(batch), count(batch), index(batch);
+  for (int64_t i = 0; i < batch * heads * slots * size; ++i) cache[i] = static_cast<T>(i % 251);
+  for (int64_t i = 0; i < batch * heads * added * size; ++i) fresh[i] = static_cast<T>(255);
+  for (int64_t b = 0; b < batch; ++b) count[b] = static_cast<int32_t>(b % (added + 1)), start[b] = static_cast<int32_t>(slots - count[b]);
+  for (int64_t b = 0; b < batch; ++b) index[b] = static_cast<int32_t>(batch * heads * slots - 1 - b);
+  const Buffer cb(type, cache, {batch, heads, slots, size}), fb(type, fresh, {batch, heads, added, size}), sb(XLA_FFI_DataType_S32, start, {batch}),
+      nb(XLA_FFI_DataType_S32, count, {batch}), table(type, cache, {batch * heads * slots, size}), ib(XLA_FFI_DataType_S32, index, {batch}),
+      tb(type, taken, {batch, size});
+  check(appending::Append(cb.as<Any>(), fb.as<Any>(), sb.as<S32>(), nb.as<S32>(), cb.as<Any>()).success(), "append", batch, slots, added);
+  for (int64_t i = 0; i < batch * heads * slots * size; ++i) {
+    const int64_t slot = i / size % slots, b = i / (size * slots * heads);
+    check(cache[i] == static_cast<T>(slot >= start[b] ? 255 : i % 251), "append", batch, slots, added);
+  }
+  check(taking::Take(table.as<Any>(), ib.as<S32>(), tb.as<Any>()).success(), "take", batch, slots, size);
+  for (int64_t i = 0; i < batch * size; ++i) check(taken[i] == cache[index[i / size] * size + i % size], "take", batch, slots, size);
+}
+
 // A graph with an empty row, a long one and sources beyond the last offset; its transposed, and where each edge is there.
 struct Graph {
   int64_t rows, nodes, edges;
@@ -737,6 +771,8 @@ int main() {
       check_append<float>(queries, 1, 5, size, 37), join();
       check_append<uint16_t>(queries, 2, 2, size, 21), join();
     }
+  for (const int64_t batch : {1, 5})
+    for (const int64_t size : {1, 48}) check_moves<float>(batch, 2, 7, 4, size), check_moves<uint16_t>(batch, 1, 16, 16, size);
   for (const int64_t count : {1, 65536, 400000}) check_read(count), join();
   for (const auto& [rows, nodes, edges] : {std::array<int64_t, 3>{1, 1, 0}, {1, 3, 7}, {9, 5, 40}, {40, 30, 1500}})
     for (const auto& [heads, each] : {std::pair<int64_t, int64_t>{1, 1}, {1, 16}, {1, 33}, {3, 5}, {2, 24}, {1, 150}})

@@ -6,10 +6,10 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -28,6 +28,8 @@ RUN_S = 0.004
 """How long a run should take: rounds are repeated until it does."""
 LEAST_SHARE = 0.2
 """Of a run at least so much is taken to be its rounds; what else a dispatch takes is measured apart, and may be disturbed."""
+LEAST_CONTRAST = 0.2
+"""How different the shares of idle rounds in two runs must be to tell what such a round costs."""
 RUNS = 6
 """The most runs of a choice, of which the fastest counts: what disturbs a run only makes it longer."""
 
@@ -48,30 +50,55 @@ class Costs:
 def measure(programs: Programs, shape: Shape, team: Team, choices: Collection[Choice]) -> Costs:
     """Times rounds of the choices in turns, in the middle of empty caches of this shape.
 
-    A drafter that may propose nothing has both kinds of round timed: behind a text that repeats itself, and behind one that
-    does not. Memory for one more batch is taken meanwhile.
+    A drafter that may propose nothing is timed twice: behind a text that repeats itself, and behind one that does not. Memory
+    for one more batch is taken meanwhile.
     """
     bench = Bench(programs, shape, team)
-    jobs = {(choice, drafting): bench.rounds(choice) for choice in choices for drafting in bench.kinds(choice)}
-    taken: dict[tuple[Choice, bool], list[float]] = {job: [] for job in jobs}
+    jobs = {(choice, repeating): 2 for choice in choices for repeating in bench.texts(choice)}
+    taken: dict[tuple[Choice, bool], list[Run]] = {job: [] for job in jobs}
     nothing: dict[tuple[Choice, bool], list[float]] = {job: [] for job in jobs}
     dispatches: list[float] = []
     began = time.perf_counter()
     for run in range(RUNS + 1):
-        for (choice, drafting), rounds in list(jobs.items())[:: -1 if run % 2 else 1]:
-            seconds = bench.timed(choice, rounds, drafting)
+        for (choice, repeating), rounds in list(jobs.items())[:: -1 if run % 2 else 1]:
+            timed = bench.timed(choice, rounds, repeating)
             if run == 0:  # what comes first also touches memory for the first time
-                jobs[choice, drafting] = bench.enough(choice, rounds, seconds)
+                jobs[choice, repeating] = bench.enough(choice, timed)
                 continue
-            taken[choice, drafting].append(seconds / rounds)
-            nothing[choice, drafting].append(bench.timed(choice, 0, drafting) / rounds)
+            taken[choice, repeating].append(timed)
+            nothing[choice, repeating].append(bench.timed(choice, 0, repeating).seconds)
             dispatches.append(bench.idle_dispatch(choice))
         if run and time.perf_counter() - began > BUDGET_S * len(jobs):
             break
     bench.batch.free()
-    least = {job: max(min(taken[job]) - min(nothing[job]), LEAST_SHARE * min(taken[job])) for job in jobs}
-    idle = {choice: least.get((choice, False)) for choice in choices}
-    return Costs(max(min(dispatches), 1e-9), {choice: Cost(least[choice, True], idle[choice]) for choice in choices})
+    least = {job: min(runs).beyond(min(nothing[job])) for job, runs in taken.items()}
+    costs = {choice: cost_of_runs([least[choice, text] for text in bench.texts(choice)]) for choice in choices}
+    return Costs(max(min(dispatches), 1e-9), costs)
+
+
+class Run(NamedTuple):
+    """A dispatch: its seconds, and how many of its rounds drafted and how many had nothing to propose."""
+
+    seconds: float
+    drafting: int
+    idle: int = 0
+
+    def beyond(self, nothing: float) -> "Run":
+        """Its rounds alone, given what a dispatch without any takes."""
+        return self._replace(seconds=max(self.seconds - nothing, LEAST_SHARE * self.seconds))
+
+
+def cost_of_runs(runs: Sequence[Run]) -> Cost:
+    """What rounds of a choice cost: told by one run of one kind of round, or by two runs that mix both kinds."""
+    average = sum(run.seconds for run in runs) / sum(run.drafting + run.idle for run in runs)
+    if len(runs) == 1:
+        return Cost(average)
+    counts = np.asarray([[run.drafting, run.idle] for run in runs], float)
+    shares = counts / counts.sum(axis=1, keepdims=True)
+    if abs(np.linalg.det(shares)) < LEAST_CONTRAST:
+        return Cost(average, average)
+    drafting, idle = np.linalg.solve(counts, [run.seconds for run in runs]).tolist()
+    return Cost(max(drafting, LEAST_SHARE * average), max(idle, LEAST_SHARE * average))
 
 
 class Bench:
@@ -85,31 +112,30 @@ class Bench:
         tokens = np.arange(shape.capacity) % programs.target.config.vocab_size
         self.fresh = np.tile(tokens.astype(np.int32), (shape.batch, 1))
 
-    def kinds(self, choice: Choice) -> tuple[bool, ...]:
+    def texts(self, choice: Choice) -> tuple[bool, ...]:
+        """Whether the text repeats itself, for each run that a choice needs."""
         return (True, False) if self.team.turn(choice).may_be_idle else (True,)
 
-    def rounds(self, choice: Choice) -> int:
-        """For a first run. Of drafters that may be idle a single round is timed, for none knows what the next one finds."""
-        return 1 if self.team.turn(choice).may_be_idle else 2
-
-    def enough(self, choice: Choice, rounds: int, seconds: float) -> int:
+    def enough(self, choice: Choice, timed: Run) -> int:
         """How many rounds make a run long enough, and have room."""
-        if self.team.turn(choice).may_be_idle:
-            return 1
         room = int(self.end[0] - self.start[0] - 1) // self.team.turn(choice).block_size
-        return max(1, min(STEPS_PER_DISPATCH, room, math.ceil(RUN_S / seconds * rounds)))
+        return max(1, min(STEPS_PER_DISPATCH, room, math.ceil(RUN_S / timed.seconds * (timed.drafting + timed.idle))))
 
-    def timed(self, choice: Choice, rounds: int, drafting: bool) -> float:
-        """Seconds of a dispatch of so many rounds, from the middle on."""
+    def timed(self, choice: Choice, rounds: int, repeating: bool) -> Run:
+        """A dispatch of so many rounds, from the middle on."""
         state = self.batch.device_state
         assert state is not None
-        tokens = np.zeros_like(self.fresh) if drafting else self.fresh
+        tokens = np.zeros_like(self.fresh) if repeating else self.fresh
         rows = {"tokens": tokens, "known": self.start, "end": self.end, "done": self.start < 0, "ignore_eos": self.start > 0}
-        self.batch.device_state = replace(state, **rows)
+        contexts = replace(state.draft_cache, held=(self.start,) * len(self.team.members))
+        self.batch.device_state = replace(state, **rows, draft_cache=contexts)
+        if not rounds and not self.programs.table.device_loop:
+            return Run(0.0, 0)
         began = time.perf_counter()
-        if rounds or self.programs.table.device_loop:
-            self.batch.advance(rounds, choice)
-        return time.perf_counter() - began
+        infos = self.batch.advance(rounds, choice)
+        seconds = time.perf_counter() - began
+        drafting = len(infos.drafted) if choice == PLAIN else int(np.sum(np.any(infos.drafted > 0, axis=1)))
+        return Run(seconds, drafting, len(infos.drafted) - drafting)
 
     def idle_dispatch(self, choice: Choice) -> float:
         """Seconds of a dispatch that runs nothing."""

@@ -50,7 +50,11 @@ class ProgramKey:
 def allocate_caches(target: DecoderConfig, shape: Shape, drafter: Drafter | Team | None, dtype: DTypeLike) -> tuple[Any, Any]:
     """The target's cache and the drafter's context, empty."""
     target_cache = cache.allocate(target.num_layers, shape.batch, target.num_kv_heads, shape.capacity, target.head_dim, dtype)
-    return target_cache, () if drafter is None else drafter.allocate(shape.batch, shape.capacity)
+    context = () if drafter is None else drafter.allocate(shape.batch, shape.capacity)
+    team = drafter.team if isinstance(drafter, Turn) else drafter
+    if isinstance(team, Team):
+        context = replace(context, taps=team.room(shape.batch, shape.capacity, target.hidden_size, dtype))
+    return target_cache, context
 
 
 class Programs:
@@ -129,18 +133,19 @@ class Programs:
             return prefill_chunk, (jax.ShapeDtypeStruct((key.shape.batch,), jnp.int32),) * 2
         assert not isinstance(drafter, Team), "one of its turns decodes"
         step, width = step_of(drafter, target, warp), 1 if drafter is None else drafter.block_size
-        if key.name == "step":
-            return step, ()
 
         def decode_loop(models: Models, state: DecodeState, limit: Array) -> tuple[DecodeState, tuple[StepInfo, Array]]:
-            if isinstance(drafter, Turn):
-                state = drafter.opened(target, state, STEPS_PER_DISPATCH)
             state, infos, ran = run_steps(step, models, state, limit, STEPS_PER_DISPATCH, width)
-            if isinstance(drafter, Turn):
-                state = drafter.closed(target, models, state)
             return state, (infos, ran)
 
-        return decode_loop, (jax.ShapeDtypeStruct((), jnp.int32),)
+        run, inputs = (step, ()) if key.name == "step" else (decode_loop, (jax.ShapeDtypeStruct((), jnp.int32),))
+        if not isinstance(drafter, Turn):
+            return run, inputs
+
+        def dispatch(models: Models, state: DecodeState, *inputs: Array) -> tuple[DecodeState, Any]:
+            return run(models, drafter.opened(target, models, state), *inputs)
+
+        return dispatch, inputs
 
     def read_models(self, drafter: Drafter | Team | None) -> Models:
         """The parameters that programs with or without a drafter read."""

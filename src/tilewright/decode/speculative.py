@@ -6,8 +6,12 @@ is the one that autoregressive decoding with the same seed would have drawn; the
 settle. For a drafter that proposes its argmax this has the acceptance probability of the one-hot rejection rule, p(draft).
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from tilewright.decode.autoregressive import autoregressive_step
 from tilewright.decode.drafters.base import Drafter, Proposal
@@ -29,13 +33,23 @@ def speculative_round(
         unused = jnp.zeros_like(proposal.block[:, 1:])
         return after, info._replace(tokens=jnp.concatenate([info.tokens, unused], axis=1))
 
-    # The one branch in a step: a chip whose compiler takes none sets `may_be_idle` to False.
-    return jax.lax.cond(
-        jnp.any((proposal.drafts > 0) & ~state.done),
-        lambda state: verify_and_extend(drafter, target, warp, models, state, proposal),
-        idle,
-        state,
-    )
+    def drafted(state: DecodeState) -> tuple[DecodeState, StepInfo]:
+        return verify_and_extend(drafter, target, warp, models, state, proposal)
+
+    return one_of(jnp.any((proposal.drafts > 0) & ~state.done), drafted, idle, state)
+
+
+def one_of(
+    first: Array, run: Callable[[DecodeState], Any], otherwise: Callable[[DecodeState], Any], state: DecodeState
+) -> tuple[DecodeState, StepInfo]:
+    """`run(state)` where `first` is true, else `otherwise(state)`: two loops of one turn or none.
+
+    XLA copies what a branch is given, caches and all, and updates what a loop carries in place.
+    """
+    turns = first.astype(jnp.int32)
+    nothing = jax.tree.map(lambda each: jnp.zeros(each.shape, each.dtype), jax.eval_shape(run, state)[1])
+    carry = jax.lax.fori_loop(0, turns, lambda _, carry: run(carry[0]), (state, nothing))
+    return jax.lax.fori_loop(0, 1 - turns, lambda _, carry: otherwise(carry[0]), carry)
 
 
 def verify_and_extend(

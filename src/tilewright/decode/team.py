@@ -1,8 +1,8 @@
 """Drafters that take turns on one batch, and the rounds that each of them, or none, may draft.
 
-Every drafter's context has to hold all positions before the known one, whoever drafted them. The one that drafts extends its
-context in each round. For the others the rounds of a dispatch set the target's hidden states aside, and their contexts catch up
-when it ends, many positions at a time: so a drafter that is off costs next to nothing.
+A drafter's context has to hold all positions before the known one, whoever drafted them. The one that drafts extends its context
+in each round. For the others the target's hidden states are set aside, and a context catches up when its drafter's turn comes,
+many positions at a time: so a drafter that is off costs next to nothing.
 """
 
 from dataclasses import dataclass, replace
@@ -11,13 +11,13 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Int
 
 from tilewright.decode.drafters import base
 from tilewright.decode.drafters.base import Drafter, Proposal
 from tilewright.decode.policy import PLAIN, Choice
 from tilewright.decode.state import DecodeState, Models, Target
-from tilewright.kernels import select
 from tilewright.kernels.operations import Operations
 
 CATCH_UP = 16
@@ -31,18 +31,18 @@ def rows_alike(ops: Operations, dtype: str) -> bool:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class SetAside:
-    """The drafters' contexts in the middle of a dispatch.
+class Contexts:
+    """What a team keeps of its rows.
 
     Attributes:
-        contexts: of each drafter.
-        taps: the target's hidden states at positions from `start` on, `[B, positions, H]` each.
-        start: `[B]`; where the dispatch began.
+        of_members: the context of each drafter.
+        held: how many positions, from the first, each of them holds, `[B]`.
+        taps: the target's hidden states, `[B, 1, capacity, H]` for each tapped layer, at all positions that a context lacks.
     """
 
-    contexts: tuple[Any, ...]
+    of_members: tuple[Any, ...]
+    held: tuple[Any, ...]
     taps: tuple[Any, ...]
-    start: Any
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,13 @@ class Team:
         return Turn(self, choice)
 
     def allocate(self, batch: int, capacity: int) -> Any:
-        return tuple(member.allocate(batch, capacity) for member in self.members)
+        """Empty contexts, without room for what is set aside; see `room`."""
+        of_members = tuple(member.allocate(batch, capacity) for member in self.members)
+        return Contexts(of_members, tuple(jnp.zeros(batch, jnp.int32) for _ in self.members), ())
+
+    def room(self, batch: int, capacity: int, hidden_size: int, dtype: DTypeLike) -> tuple[Array, ...]:
+        """Where the target's hidden states are set aside."""
+        return tuple(jnp.zeros((batch, 1, capacity, hidden_size), dtype) for _ in self.tap_layers)
 
     def extend(
         self, target: Target, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Int[Array, " B"],
@@ -122,16 +128,18 @@ class Team:
         member, contexts = self.members[place], state.draft_cache
         own = tuple(taps[self.tap_layers.index(layer)] for layer in member.tap_layers)
         after = member.extend(target, *self.seat(place, models, state), own, start, stop)
-        return replace(state, draft_cache=(*contexts[:place], after.draft_cache, *contexts[place + 1 :]))
+        of_members, held = list(contexts.of_members), list(contexts.held)
+        of_members[place], held[place] = after.draft_cache, jnp.where(stop > start, stop, held[place])
+        return replace(state, draft_cache=replace(contexts, of_members=tuple(of_members), held=tuple(held)))
 
     def seat(self, place: int, models: Models, state: DecodeState) -> tuple[Models, DecodeState]:
         """Parameters and state as a member knows them."""
-        return replace(models, drafter=models.drafter[place]), replace(state, draft_cache=state.draft_cache[place])
+        return replace(models, drafter=models.drafter[place]), replace(state, draft_cache=state.draft_cache.of_members[place])
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A team in rounds of one kind: a drafter as any other, for the step of one round; `opened` for a dispatch of many."""
+    """A team in rounds of one kind: a drafter as any other, once it is `opened`."""
 
     team: Team
     choice: Choice
@@ -172,8 +180,6 @@ class Turn:
             block = base.masked_block(state, width, 0)
             return Proposal(block, jnp.zeros(block.shape[:1], jnp.int32))
         member = replace(cast(Any, self.team.members[place]), block_size=self.choice.width)
-        if isinstance(state.draft_cache, SetAside):
-            state = replace(state, draft_cache=state.draft_cache.contexts)
         block, drafts = member.propose(target, *self.team.seat(place, models, state))
         return Proposal(jnp.pad(block, ((0, 0), (0, width - block.shape[1]))), drafts)
 
@@ -181,44 +187,34 @@ class Turn:
         self, target: Target, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Int[Array, " B"],
         stop: Int[Array, " B"],
     ) -> DecodeState:  # fmt: skip
-        """Extends all contexts; in an opened dispatch that of whoever drafts, and sets aside the taps for the others."""
-        aside = state.draft_cache
-        if not isinstance(aside, SetAside):
-            return self.team.extend(target, models, state, taps, start, stop)
-        begin, count = start - aside.start, stop - start
-        kept = tuple(select.write(all_taps, new, begin, count) for all_taps, new in zip(aside.taps, taps, strict=True))
-        state, place = replace(state, draft_cache=aside.contexts), self.team.place(self.choice)
-        if place is not None:
-            state = self.team.extend_one(place, target, models, state, taps, start, stop)
-        return replace(state, draft_cache=SetAside(state.draft_cache, kept, aside.start))
+        """Extends the context of whoever drafts, and sets the taps aside for the others."""
+        if self.behind:
+            contexts, count = state.draft_cache, stop - start
+            pairs = zip(contexts.taps, taps, strict=True)
+            kept = tuple(target.ops.append(room, new[:, None], start, count) for room, new in pairs)
+            state = replace(state, draft_cache=replace(contexts, taps=kept))
+        place = self.team.place(self.choice)
+        return state if place is None else self.team.extend_one(place, target, models, state, taps, start, stop)
 
-    def opened(self, target: Target, state: DecodeState, rounds: int) -> DecodeState:
-        """The state for a dispatch of so many rounds at most."""
-        if not self.behind:
-            return state
-        shape = (state.known.shape[0], -(-rounds * self.block_size // CATCH_UP) * CATCH_UP, target.config.hidden_size)
-        dtype = jax.tree.leaves(state.target_cache)[0].dtype
-        return replace(
-            state,
-            draft_cache=SetAside(state.draft_cache, tuple(jnp.zeros(shape, dtype) for _ in self.tap_layers), state.known),
-        )
-
-    def closed(self, target: Target, models: Models, state: DecodeState) -> DecodeState:
-        """The state after the dispatch, every context complete again."""
-        aside = state.draft_cache
-        if not isinstance(aside, SetAside):
+    def opened(self, target: Target, models: Models, state: DecodeState) -> DecodeState:
+        """The state with the context of whoever drafts complete."""
+        place, contexts = self.team.place(self.choice), state.draft_cache
+        # A row may hold another request than it did, and stand before what its contexts held.
+        held = tuple(jnp.minimum(each, state.known) for each in contexts.held)
+        state = replace(state, draft_cache=replace(contexts, held=held))
+        if place is None or not self.team.members[place].tap_layers:
             return state
 
-        def going(carry: tuple[DecodeState, Array]) -> Array:
-            return jnp.any(aside.start + carry[1] < carry[0].known)
+        def behind(state: DecodeState) -> Array:
+            return jnp.any(state.draft_cache.held[place] < state.known)
 
-        def body(carry: tuple[DecodeState, Array]) -> tuple[DecodeState, Array]:
-            state, n = carry
-            taps = tuple(jax.lax.dynamic_slice_in_dim(tap, n, CATCH_UP, axis=1) for tap in aside.taps)
-            start = aside.start + n
-            stop = jnp.clip(state.known, start, start + CATCH_UP)
-            for place in self.behind:
-                state = self.team.extend_one(place, target, models, state, taps, start, stop)
-            return state, n + CATCH_UP
+        def caught_up(state: DecodeState) -> DecodeState:
+            contexts, start = state.draft_cache, state.draft_cache.held[place]
+            batch, _, capacity, size = contexts.taps[0].shape
+            positions = jnp.minimum(start[:, None] + jnp.arange(CATCH_UP), capacity - 1)
+            entries = jnp.arange(batch)[:, None] * capacity + positions
+            taps = tuple(target.ops.take(room.reshape(-1, size), entries) for room in contexts.taps)
+            stop = jnp.minimum(start + CATCH_UP, state.known)
+            return self.team.extend_one(place, target, models, state, taps, start, stop)
 
-        return jax.lax.while_loop(going, body, (replace(state, draft_cache=aside.contexts), jnp.int32(0)))[0]
+        return jax.lax.while_loop(behind, caught_up, state)

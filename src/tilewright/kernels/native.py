@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from tilewright.kernels.build import PREBUILT, build_all, cache_folder, find_compiler, library_name, unwanted
 
 TARGETS = {
+    "append": {"tilewright_append": "TilewrightAppend"},
     "linear": {
         "tilewright_linear": "TilewrightLinear",
         "tilewright_argmax": "TilewrightArgmax",
@@ -40,6 +41,7 @@ TARGETS = {
         "tilewright_normalise": "TilewrightNormalise",
         "tilewright_normalise_grad": "TilewrightNormaliseGrad",
     },
+    "take": {"tilewright_take": "TilewrightTake"},
     "gather_reduce": {
         "tilewright_gather_reduce": "TilewrightGatherReduce",
         "tilewright_edge_dot": "TilewrightEdgeDot",

@@ -73,6 +73,7 @@ class Operations:
 
     Attributes:
         name: of the implementation, as it is shown to users.
+        take: `(table [V, H], index) -> rows [..., H]`: the rows of a table, such as the embeddings of tokens.
         linear: `(x, w, out_dtype=None, norm=None, add=None) -> x @ w + add`, after `norm` if one is given; in `out_dtype`, else
             that of `x`.
         gated_linear: `(x, joined, norm=None) -> silu(x @ gate) * (x @ up)`.
@@ -100,6 +101,7 @@ class Operations:
     """
 
     name: str
+    take: Callable[[Array, Array], Array]
     linear: Callable[..., Array]
     gated_linear: Callable[..., Array]
     project: Callable[..., Projection]

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int32
 
 from tilewright.kernels import native
+from tilewright.kernels.append import cpu as append_cpu
 from tilewright.kernels.append import xla as append_xla
 from tilewright.kernels.attention import cpu as attention_cpu
 from tilewright.kernels.attention import pallas_tpu as attention_tpu
@@ -48,6 +49,8 @@ from tilewright.kernels.rms_norm import reference as norm_reference
 from tilewright.kernels.scatter_add import nki as scatter_nki
 from tilewright.kernels.scatter_add import pallas_tpu as scatter_tpu
 from tilewright.kernels.scatter_add import xla as scatter_xla
+from tilewright.kernels.take import cpu as take_cpu
+from tilewright.kernels.take import xla as take_xla
 
 IMPLEMENTATIONS = {
     "gather_reduce": {"tpu": gather_tpu, "trainium": gather_nki},
@@ -155,6 +158,7 @@ def xla_operations(
     heads, linear = partial(heads_xla.heads, rotate=rotate), partial(xla.linear, product=product)
     return Operations(
         name=name,
+        take=take_xla.take,
         linear=linear,
         gated_linear=partial(xla.gated_linear, product=product),
         project=partial(xla.project, product=product),
@@ -301,13 +305,14 @@ def cpu_operations(name: str, weights: Weights) -> Operations:
 
     return Operations(
         name=name,
+        take=take_cpu.take,
         linear=cpu_linear,
         gated_linear=lambda x, w, norm=None: cpu_linear(x, w, norm=norm),
         project=cpu_project,
         heads=cpu_heads,
         rms_norm=norm_cpu.rms_norm,
         prefix_attention=cpu_prefix_attention,
-        append=append_xla.append,
+        append=append_cpu.append,
         append_attend=cpu_append_attend,
         causal_attention=partial(causal_xla.causal_attention, heads=cpu_heads),
         cross_entropy=partial(loss_xla.cross_entropy, linear=cpu_linear),

@@ -222,7 +222,7 @@ def forward(
     rows = Rows(layers.rope_tables(positions, config.rope_frequencies), seen)
     stack = stack_of(config, ops, params.layers, attend)
     before = (None,) * config.num_layers if kept is None else kept
-    hidden, taps, after = schedule.run(stack, schedule.embed(params.embed, tokens), rows, before, tap_layers)
+    hidden, taps, after = schedule.run(stack, schedule.embed(ops, params.embed, tokens), rows, before, tap_layers)
     return Forward(hidden, taps, after)
 
 

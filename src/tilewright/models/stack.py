@@ -59,7 +59,7 @@ class Stack:
 class Schedule(Protocol):
     """How a model runs on its devices. Frozen and hashable: a static argument of whatever is compiled."""
 
-    def embed(self, table: Array, tokens: Array) -> Array:
+    def embed(self, ops: Operations, table: Array, tokens: Array) -> Array:
         """The rows of an embedding `[V, H]`, or of its shard."""
         ...
 
@@ -86,8 +86,8 @@ class Schedule(Protocol):
 class SingleDevice:
     """The schedule without collectives: a shard's partial sum is the whole sum."""
 
-    def embed(self, table: Float[Array, "V H"], tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
-        return table[tokens]
+    def embed(self, ops: Operations, table: Float[Array, "V H"], tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
+        return ops.take(table, tokens)
 
     def run(
         self, stack: Stack, x: Float[Array, "B T H"], rows: Rows, kept: tuple[Any, ...], taps: tuple[int, ...]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from tilewright.kernels.operations import Operations
 from tilewright.parallel.rows import rows_of, with_rows
 
 
@@ -30,8 +31,8 @@ class MicroBatches:
         if self.count < 1:
             raise ValueError(f"expected at least 1 micro-batch, found {self.count}")
 
-    def embed(self, table: Float[Array, "V H"], tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
-        return table[tokens]
+    def embed(self, ops: Operations, table: Float[Array, "V H"], tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
+        return ops.take(table, tokens)
 
     def run(
         self, stack: Any, x: Float[Array, "B T H"], rows: Any, kept: tuple[Any, ...], taps: tuple[int, ...]

@@ -81,7 +81,7 @@ class DFlash:
         self, target: Target, models: Models, state: DecodeState, block: Int[Array, "B T"]
     ) -> Float[Array, "B drafts H"]:
         """What the head reads of every slot but the first."""
-        embedded = target.schedule.embed(models.target.embed, block).astype(DTYPES[self.dtype])
+        embedded = target.schedule.embed(target.ops, models.target.embed, block).astype(DTYPES[self.dtype])
         positions = block_positions(state.known, self.block_size)
         ran = self.run_block(models, embedded, positions, state.draft_cache, dflash.attend_context, state.known)
         return ran[:, 1:]

@@ -72,7 +72,7 @@ class Eagle3:
 
     def embed(self, target: Target, models: Models, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
         table = models.target.embed if models.drafter.embed is None else models.drafter.embed
-        return target.schedule.embed(table, tokens).astype(DTYPES[self.dtype])
+        return target.schedule.embed(target.ops, table, tokens).astype(DTYPES[self.dtype])
 
     def propose(self, target: Target, models: Models, state: DecodeState) -> Proposal:
         """Drafts token after token: each step reads its own output of the step before, and the token drafted there."""

@@ -22,8 +22,8 @@ def write(
 
 
 def append(
-    cache: Float[Array, "B K S D"], new: Float[Array, "B K T D"], start: Int[Array, " B"], count: Int[Array, " B"]
-) -> Float[Array, "B K S D"]:
+    cache: Shaped[Array, "B K S D"], new: Shaped[Array, "B K T D"], start: Int[Array, " B"], count: Int[Array, " B"]
+) -> Shaped[Array, "B K S D"]:
     """The same for a cache, whose heads come before its entries."""
     return write_along(2, cache, new, start, count)
 

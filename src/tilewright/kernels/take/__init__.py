@@ -1,0 +1,1 @@
+"""Rows of a table, such as the embeddings of tokens."""
