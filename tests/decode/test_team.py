@@ -26,7 +26,7 @@ from tilewright.decode.session import Session
 from tilewright.decode.shadow import NGramShadow
 from tilewright.decode.shapes import ShapeTable
 from tilewright.decode.state import DecodeState, Models, Target
-from tilewright.decode.team import Team, Turn
+from tilewright.decode.team import Team, Turn, opened
 from tilewright.kernels import native
 
 NEW, VOCAB, BLOCK = 24, 16, 4
@@ -121,7 +121,7 @@ def test_contexts_keep_up(lm: LanguageModel, runs: list[tuple[Choice, int]]):
 
 @partial(jax.jit, static_argnums=(0, 1))
 def propose(turn: Turn, target: Target, models: Models, state: DecodeState) -> jax.Array:
-    return turn.propose(target, models, turn.opened(target, models, state)).block
+    return turn.propose(target, models, opened(turn, target, models, state)).block
 
 
 def proposed(lm: LanguageModel, session: Session, choice: Choice) -> np.ndarray:

@@ -21,7 +21,7 @@ from tilewright.decode.request import Generation, Result
 from tilewright.decode.sampling import Sampling
 from tilewright.decode.session import Session
 from tilewright.decode.state import DecodeState, Models, Target
-from tilewright.decode.team import Team
+from tilewright.decode.team import Team, opened
 from tilewright.kernels.operations import Operations
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
@@ -92,7 +92,8 @@ def token_texts(lm: LanguageModel, tokens: Sequence[int]) -> list[str]:
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def propose(drafter: Drafter, target: Target, models: Models, state: DecodeState) -> tuple[DecodeState, Proposal]:
-    """What is drafted next. DONATES state, and returns it as it was."""
+    """What is drafted next. DONATES state, and returns it as it was, but that the drafter's context is complete."""
+    state = opened(drafter, target, models, state)
     return state, drafter.propose(target, models, state)
 
 

@@ -119,8 +119,7 @@ class Batch:
             self.rounds[choice] = self.programs.get(self.round_key(choice))
         program = self.rounds[choice]
         if self.programs.table.device_loop:
-            infos, ran = jax.device_get(self.run(program, np.int32(steps)))
-            return jax.tree.map(lambda each: each[:ran], infos)
+            return StepInfo.unpacked(np.asarray(self.run(program, np.int32(steps))))
         taken: list[StepInfo] = []
         while len(taken) < steps and not self.done.all():
             taken.append(jax.device_get(self.run(program)))

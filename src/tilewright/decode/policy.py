@@ -24,6 +24,8 @@ REFRESHED = 64
 """Rounds after which drafters that are off are thought of anew."""
 LONGEST_LOOK = 32
 """The most rounds of a drafter between two looks."""
+DISPATCHING = 0.05
+"""The share of the time that dispatches may take by themselves: where they cost much beside a round, looks are rarer."""
 MEMORY = 24.0
 """Tokens of a row after which what a batch has seen counts a third."""
 LONG_MEMORY = 1024.0
@@ -240,7 +242,8 @@ class Policy:
         longest = most if best == PLAIN else min(most, LONGEST_LOOK)
         self.stretch = min(2 * self.stretch, longest) if best == self.last else FIRST_LOOK
         self.last = best
-        return Plan(best, min(self.stretch, most))
+        worth_it = math.ceil(self.dispatch / (DISPATCHING * outlook[best].seconds))
+        return Plan(best, min(max(self.stretch, worth_it), most))
 
     def best(self, outlook: Mapping[Choice, Outlook]) -> Choice:
         """The choice with the most expected tokens a second; of equals the narrower.

@@ -23,8 +23,8 @@ from tilewright.decode.prefill import prefill
 from tilewright.decode.sampling import Sampling, row_sampling
 from tilewright.decode.shapes import Shape, ShapeTable
 from tilewright.decode.speculative import step_of
-from tilewright.decode.state import DecodeState, Models, StepInfo, Target, run_steps
-from tilewright.decode.team import Team, Turn
+from tilewright.decode.state import DecodeState, Models, Target, run_steps
+from tilewright.decode.team import Team, Turn, opened
 from tilewright.models.decoder import DecoderConfig
 
 STEPS_PER_DISPATCH = 64
@@ -134,16 +134,13 @@ class Programs:
         assert not isinstance(drafter, Team), "one of its turns decodes"
         step, width = step_of(drafter, target, warp), 1 if drafter is None else drafter.block_size
 
-        def decode_loop(models: Models, state: DecodeState, limit: Array) -> tuple[DecodeState, tuple[StepInfo, Array]]:
-            state, infos, ran = run_steps(step, models, state, limit, STEPS_PER_DISPATCH, width)
-            return state, (infos, ran)
+        def decode_loop(models: Models, state: DecodeState, limit: Array) -> tuple[DecodeState, Array]:
+            return run_steps(step, models, state, limit, STEPS_PER_DISPATCH, width)
 
         run, inputs = (step, ()) if key.name == "step" else (decode_loop, (jax.ShapeDtypeStruct((), jnp.int32),))
-        if not isinstance(drafter, Turn):
-            return run, inputs
 
         def dispatch(models: Models, state: DecodeState, *inputs: Array) -> tuple[DecodeState, Any]:
-            return run(models, drafter.opened(target, models, state), *inputs)
+            return run(models, opened(drafter, target, models, state), *inputs)
 
         return dispatch, inputs
 

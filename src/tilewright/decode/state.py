@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int
 
@@ -183,10 +184,21 @@ class StepInfo(NamedTuple):
         accepted: `[B]`; drafts that the target agreed with, those behind the row's end included.
     """
 
-    tokens: Array
-    settled: Array
-    drafted: Array
-    accepted: Array
+    tokens: Any
+    settled: Any
+    drafted: Any
+    accepted: Any
+
+    def packed(self) -> Int[Array, "B _"]:
+        """All of it in one array: what a dispatch reports then comes to the host in one piece."""
+        counts = jnp.stack([self.settled, self.drafted, self.accepted], axis=1)
+        return jnp.concatenate([counts, self.tokens], axis=1).astype(jnp.int32)
+
+    @staticmethod
+    def unpacked(packed: np.ndarray) -> "StepInfo":
+        """The steps of a dispatch that ran: each settles a token of some row, or it would not have run."""
+        ran = packed[: np.count_nonzero(np.any(packed[..., 0] > 0, axis=1))]
+        return StepInfo(ran[..., 3:], *(ran[..., n] for n in range(3)))
 
 
 Step = Callable[[Models, DecodeState], tuple[DecodeState, StepInfo]]
@@ -195,29 +207,24 @@ Step = Callable[[Models, DecodeState], tuple[DecodeState, StepInfo]]
 
 def run_steps(
     step: Step, models: Models, state: DecodeState, limit: Int[Array, ""], most: int, width: int
-) -> tuple[DecodeState, StepInfo, Int[Array, ""]]:
+) -> tuple[DecodeState, Int[Array, "most B _"]]:
     """Runs up to `limit` (at most `most`) steps on the device, fewer once every row is done.
 
     Args:
         width: T, the tokens that a step reports for each row.
 
     Returns:
-        the state, the steps' infos, `[most, ...]` each and 0 where nothing ran, and the number of steps that ran.
+        the state, and the steps' packed infos, 0 where nothing ran.
     """
-    empty = jnp.zeros((most, state.known.shape[0]), jnp.int32)
-    none = StepInfo(jnp.zeros((*empty.shape, width), jnp.int32), empty, empty, empty)
+    none = jnp.zeros((most, state.known.shape[0], 3 + width), jnp.int32)
 
-    def going(carry: tuple[DecodeState, StepInfo, Array]) -> Bool[Array, ""]:
+    def going(carry: tuple[DecodeState, Array, Array]) -> Bool[Array, ""]:
         state, _, n = carry
         return (n < limit) & ~jnp.all(state.done)
 
-    def body(carry: tuple[DecodeState, StepInfo, Array]) -> tuple[DecodeState, StepInfo, Array]:
+    def body(carry: tuple[DecodeState, Array, Array]) -> tuple[DecodeState, Array, Array]:
         state, infos, n = carry
         state, info = step(models, state)
+        return state, jax.lax.dynamic_update_index_in_dim(infos, info.packed(), n, 0), n + 1
 
-        def put(all_steps: Array, this: Array) -> Array:
-            return jax.lax.dynamic_update_index_in_dim(all_steps, this.astype(jnp.int32), n, 0)
-
-        return state, jax.tree.map(put, infos, info), n + 1
-
-    return jax.lax.while_loop(going, body, (state, none, jnp.int32(0)))
+    return jax.lax.while_loop(going, body, (state, none, jnp.int32(0)))[:2]

@@ -1,6 +1,6 @@
 """Drafters that take turns on one batch, and the rounds that each of them, or none, may draft.
 
-A drafter's context has to hold all positions before the known one, whoever drafted them. The one that drafts extends its context
+A drafter's context has to hold all positions before the known one, whoever drafted them. The one that drafts extends its own
 in each round. For the others the target's hidden states are set aside, and a context catches up when its drafter's turn comes,
 many positions at a time: so a drafter that is off costs next to nothing.
 """
@@ -139,7 +139,7 @@ class Team:
 
 @dataclass(frozen=True)
 class Turn:
-    """A team in rounds of one kind: a drafter as any other, once it is `opened`."""
+    """A team in rounds of one kind: a drafter as any other, once its state is `opened`."""
 
     team: Team
     choice: Choice
@@ -196,25 +196,27 @@ class Turn:
         place = self.team.place(self.choice)
         return state if place is None else self.team.extend_one(place, target, models, state, taps, start, stop)
 
-    def opened(self, target: Target, models: Models, state: DecodeState) -> DecodeState:
-        """The state with the context of whoever drafts complete."""
-        place, contexts = self.team.place(self.choice), state.draft_cache
-        # A row may hold another request than it did, and stand before what its contexts held.
-        held = tuple(jnp.minimum(each, state.known) for each in contexts.held)
-        state = replace(state, draft_cache=replace(contexts, held=held))
-        if place is None or not self.team.members[place].tap_layers:
-            return state
 
-        def behind(state: DecodeState) -> Array:
-            return jnp.any(state.draft_cache.held[place] < state.known)
+def opened(drafter: Drafter | None, target: Target, models: Models, state: DecodeState) -> DecodeState:
+    """The state as rounds may begin with it: of a team's turn with the context of whoever drafts complete."""
+    if not isinstance(drafter, Turn):
+        return state
+    team, contexts = drafter.team, state.draft_cache
+    # A row may hold another request than it did, and stand before what its contexts held.
+    held = tuple(jnp.minimum(each, state.known) for each in contexts.held)
+    state, place = replace(state, draft_cache=replace(contexts, held=held)), team.place(drafter.choice)
+    if place is None or not team.members[place].tap_layers:
+        return state
 
-        def caught_up(state: DecodeState) -> DecodeState:
-            contexts, start = state.draft_cache, state.draft_cache.held[place]
-            batch, _, capacity, size = contexts.taps[0].shape
-            positions = jnp.minimum(start[:, None] + jnp.arange(CATCH_UP), capacity - 1)
-            entries = jnp.arange(batch)[:, None] * capacity + positions
-            taps = tuple(target.ops.take(room.reshape(-1, size), entries) for room in contexts.taps)
-            stop = jnp.minimum(start + CATCH_UP, state.known)
-            return self.team.extend_one(place, target, models, state, taps, start, stop)
+    def behind(state: DecodeState) -> Array:
+        return jnp.any(state.draft_cache.held[place] < state.known)
 
-        return jax.lax.while_loop(behind, caught_up, state)
+    def caught_up(state: DecodeState) -> DecodeState:
+        contexts, start = state.draft_cache, state.draft_cache.held[place]
+        batch, _, capacity, size = contexts.taps[0].shape
+        positions = jnp.minimum(start[:, None] + jnp.arange(CATCH_UP), capacity - 1)
+        entries = jnp.arange(batch)[:, None] * capacity + positions
+        taps = tuple(target.ops.take(room.reshape(-1, size), entries) for room in contexts.taps)
+        return team.extend_one(place, target, models, state, taps, start, jnp.minimum(start + CATCH_UP, state.known))
+
+    return jax.lax.while_loop(behind, caught_up, state)
