@@ -81,7 +81,7 @@ def test_all_of_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     stream = encode_documents(tokenizer, [Document(LINE * 40)] * 8, 0)
     told = {"left_out": {}, "dependencies": [], "dependencies_left_out": []}
     text = DemoText(tokenizer, stream, {"library": stream, "questions": stream}, told)
-    small = {"steps": 1, "batch_size": 2, "sequence_length": 64}
+    small = {"batch_size": 2, "sequence_length": 64}
     patched = {
         "prepare_text": lambda gsm8k, bpe: text, "LAYERS": 3, "TARGET_OPTIONS": replace(demo.TARGET_OPTIONS, **small),
         "DRAFTERS": {name: (train, replace(options, **small)) for name, (train, options) in demo.DRAFTERS.items()},
@@ -93,7 +93,7 @@ def test_all_of_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(demo, name, value)
     for name, value in {"BATCH": 2, "WINDOW": 32, "BATCHES": 1, "PROMPTS": 2, "PROMPT_TOKENS": 8, "NEW_TOKENS": 6}.items():
         monkeypatch.setattr(evaluate, name, value)
-    plan = demo.Plan(1, (TINY, target_params(TINY)))
+    plan = demo.Plan(1, 1, (TINY, target_params(TINY)))
     figures = demo.train_demo(tmp_path / "gsm8k.jsonl", tmp_path / "out", tokenizer, silent(), plan)
     assert figures.keys() >= {"text", "target", *demo.DRAFTERS}
     assert figures["target"]["held_out"].keys() == text.held_out.keys()

@@ -24,6 +24,7 @@ def demo(
     start: str | None = None,
     tokenizer: str | None = None,
     steps: int = TARGET_OPTIONS.steps,
+    drafter_steps: int | None = None,
     json_file: JsonFile = None,
 ) -> None:
     """Repeats the training of the demo's target and drafters: the standard library's source, that of installed dependencies
@@ -43,6 +44,8 @@ def demo(
         that losses compare.
     steps
         Steps of the target at its whole depth.
+    drafter_steps
+        Steps of each drafter; by default 2900, for EAGLE-3 1600.
     json_file
         Write the figures as JSON to this file, "-" for standard output.
     """
@@ -52,7 +55,7 @@ def demo(
         raise ValueError("--start takes its tokenizer along, found --tokenizer as well")
     progress = progress_console(console)
     folder = hub.resolve(start or tokenizer or "demo", console=progress)
-    plan = Plan(steps, None if start is None else load_decoder(folder, jnp.float32, progress))
+    plan = Plan(steps, drafter_steps, None if start is None else load_decoder(folder, jnp.float32, progress))
     figures = train_demo(gsm8k, out, load_tokenizer(folder), console, plan)
     show_held_out(figures["target"]["held_out"], console)
     console.print(f"wrote {', '.join(str(out / name) for name in ('target', *DRAFTERS))}")

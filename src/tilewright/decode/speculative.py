@@ -42,10 +42,13 @@ def speculative_round(
 def one_of(
     first: Array, run: Callable[[DecodeState], Any], otherwise: Callable[[DecodeState], Any], state: DecodeState
 ) -> tuple[DecodeState, StepInfo]:
-    """`run(state)` where `first` is true, else `otherwise(state)`: two loops of one turn or none.
+    """`run(state)` where `first` is true, else `otherwise(state)`.
 
-    XLA copies what a branch is given, caches and all, and updates what a loop carries in place.
+    A branch, which a chip whose compiler takes none avoids by `may_be_idle`; on a CPU two loops of one turn or none, for XLA
+    copies there what it gives to a branch, caches and all, and updates in place what a loop carries.
     """
+    if jax.default_backend() != "cpu":
+        return jax.lax.cond(first, run, otherwise, state)
     turns = first.astype(jnp.int32)
     nothing = jax.tree.map(lambda each: jnp.zeros(each.shape, each.dtype), jax.eval_shape(run, state)[1])
     carry = jax.lax.fori_loop(0, turns, lambda _, carry: run(carry[0]), (state, nothing))

@@ -160,15 +160,17 @@ def held_out_prompts(paths: Sequence[Path], each: int = 3, characters: int = 480
 
 @dataclass(frozen=True)
 class Plan:
-    """How the target is trained.
+    """How the models are trained.
 
     Attributes:
-        steps: of the whole depth.
+        steps: of the target at its whole depth.
+        drafter_steps: of each drafter; None for those in `DRAFTERS`.
         start: a model to go on from in the place of the shallow one, and its parameters in float32; it grows to `LAYERS` if it
             has fewer.
     """
 
     steps: int = TARGET_OPTIONS.steps
+    drafter_steps: int | None = None
     start: tuple[DecoderConfig, DecoderParams] | None = None
 
 
@@ -275,7 +277,10 @@ def train_demo(gsm8k: Path, out: Path, tokenizer: Tokenizer, console: Console, p
     # What the drafters learn from is the target as it ships.
     written, written_held_out = continue_text(text, target, params, out / "training", console)
     lesson = Lesson(target, params, written, written_held_out, out, console)
-    drafters = {name: train(lesson, options) for name, (train, options) in DRAFTERS.items()}
+    drafters = {
+        name: train(lesson, replace(options, steps=plan.drafter_steps or options.steps))
+        for name, (train, options) in DRAFTERS.items()
+    }
     lines = [json.dumps(record) for record in held_out_prompts(library_sources()[1])]
     (out / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return {
