@@ -284,11 +284,35 @@ def test_the_best_parameters_of_each_run_are_kept(tmp_path: Path, score: str | N
 
 
 def test_better_ones_replace_whole_arrays_of_a_run():
-    old, new = {"w": jnp.zeros((2, 3, 4)), "b": jnp.zeros(2)}, {"w": jnp.ones((2, 3, 4)), "b": jnp.ones(2)}
-    kept = keep_better(old, new, jnp.array([False, True]))
+    new, scores = {"w": jnp.ones((2, 3, 4)), "b": jnp.ones(2)}, jnp.array([0.1, 0.3])
+    best, kept = keep_better((jnp.full(2, 0.2), jax.tree.map(jnp.zeros_like, new)), scores, new)
+    np.testing.assert_array_equal(best, np.array([0.2, 0.3], np.float32))
     assert kept["b"].tolist() == [0, 1]
     np.testing.assert_array_equal(kept["w"], np.repeat([0.0, 1.0], 12).reshape(2, 3, 4))
-    np.testing.assert_array_equal(keep_better(old, new, jnp.array(True))["w"], new["w"])
+    np.testing.assert_array_equal(keep_better((jnp.array(0.0), jnp.zeros(3)), jnp.array(0.1), jnp.ones(3))[1], np.ones(3))
+
+
+class Figure:
+    """An array that knows whether anybody has read it, for which one waits."""
+
+    read = False
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        self.read = True
+        return np.zeros(2, np.float32)
+
+
+@pytest.mark.parametrize(("every", "read"), [(1, False), (2, True)])
+def test_nobody_waits_for_a_step_between_two_evaluations(every: int, read: bool):
+    """The host hands out one epoch after another; a mean over several steps is the host's work."""
+    made, figures = falling_then_rising("score"), [Figure() for _ in range(4)]
+    told = iter(figures)
+    run = Run(replace(made, step=lambda params, opt_state, batch, key: (params + 1, opt_state, {"loss": next(told)})), None)
+    for n in range(1, 5):
+        run.advance(None)
+        if n % every == 0:
+            run.evaluate()
+    assert [figure.read for figure in figures] == [read] * 4
 
 
 def test_a_checkpoint_beyond_the_last_step_is_refused(tmp_path: Path):

@@ -1,6 +1,7 @@
 """The loop that all training shares: steps, evaluations, progress, and checkpoints from which a run resumes exactly.
 
-A task gives its step, compiled; the loop knows nothing of models, losses, optimisers or devices.
+A task gives its step, compiled; the loop knows nothing of models, losses, optimisers or devices. It reads no figure before it
+must, so that the device always has the next step at hand.
 """
 
 import time
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jaxtyping import Bool, Int
+from jaxtyping import Float, Int
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -155,15 +156,28 @@ def step_keys(seed: Int[Array, "..."], step: Int[Array, ""]) -> Array:
     return jax.vmap(one)(seed) if seed.ndim else one(seed)
 
 
-@jax.jit
-def keep_better(best: Any, new: Any, better: Bool[Array, "..."]) -> Any:
-    """`new` in the runs where it is better, elsewhere `best`; runs are the first dims of every array."""
-    return jax.tree.map(lambda b, n: jnp.where(jnp.expand_dims(better, range(better.ndim, n.ndim)), n, b), best, new)
+@partial(jax.jit, donate_argnums=0)
+def keep_better(best: tuple[Array, Any], score: Float[Array, "..."], params: Any) -> tuple[Array, Any]:
+    """Score and parameters of the best evaluation; DONATES `best`. Runs are the first dims of every array.
+
+    A score that is no number counts as better: where there is nothing to measure it on, the last parameters stay.
+    """
+    better = ~(score <= best[0])
+
+    def choose(old: Array, new: Array) -> Array:
+        return jnp.where(jnp.expand_dims(better, range(better.ndim, new.ndim)), new, old)
+
+    return jax.tree.map(choose, best, (score, params))
 
 
 def stacked(rows: Sequence[Figures]) -> dict[str, np.ndarray]:
     """An array for each figure, with a row for each of `rows`."""
     return {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]} if rows else {}
+
+
+def mean_figures(rows: Sequence[Figures]) -> Figures:
+    """The mean of each figure; of one row it is the row, still on the device, which nobody waits for."""
+    return rows[0] if len(rows) == 1 else {name: values.mean(0) for name, values in stacked(rows).items()}
 
 
 def unstacked(figures: Mapping[str, np.ndarray], prefix: str) -> list[Figures]:
@@ -214,20 +228,17 @@ class Run:
 
     def advance(self, batch: Any) -> None:
         """Takes one step."""
-        key = step_keys(self.seed, jnp.int32(self.step))
+        key = step_keys(self.seed, np.int32(self.step))
         self.params, self.opt_state, figures = self.task.step(self.params, self.opt_state, batch, key)
         self.recent.append(figures)
         self.step += 1
 
     def evaluate(self) -> None:
         """Adds a point to the curve, and keeps the parameters where they are the best so far."""
-        means = {name: values.mean(0) for name, values in stacked(self.recent).items()}
-        self.curve.append({"step": self.step, **means, **self.task.evaluate(self.params, self.step)})
+        self.curve.append({"step": self.step, **mean_figures(self.recent), **self.task.evaluate(self.params, self.step)})
         self.recent = []
         if self.best is not None:
-            score = jnp.asarray(self.curve[-1][str(self.task.score)], jnp.float32)
-            # Also where there is no score: nothing to measure it on leaves the last parameters.
-            self.best = keep_better(self.best, (score, self.params), ~(score <= self.best[0]))
+            self.best = keep_better(self.best, jnp.asarray(self.curve[-1][str(self.task.score)], jnp.float32), self.params)
 
     def shown(self) -> str:
         """The newest figures as a line."""
