@@ -4,12 +4,14 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from reference.dflash_numpy import as_folders, random_pair
 from tilewright.cli.main import main
@@ -60,6 +62,21 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         return Ran(status, printed.out, printed.err)
 
     return command
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder that commands keep their compiled programs below."""
+    names = [name for name in jax.config.values if name.startswith(("jax_compilation_cache_dir", "jax_persistent_cache_min"))]
+    before = {name: jax.config.values[name] for name in names}
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    monkeypatch.setattr("tilewright.cli.common.cache_folder", lambda: tmp_path)
+    monkeypatch.setenv("TILEWRIGHT_COMPILE_CACHE", "1")
+    yield tmp_path
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")

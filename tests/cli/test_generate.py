@@ -1,13 +1,11 @@
 """`tilewright generate`: where prompts come from, what is printed, the JSON, and interruptions."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 import tilewright as tw
 from cli.conftest import Ran, Run
@@ -190,21 +188,6 @@ def test_json_without_a_comparison(run: Run, pair: list[Any]):
     assert figures["tau_by_response"] == figures["speculative_decoding"]["mean_acceptance_length"] >= 12 / figures["rounds"]
     assert figures["tokens_per_round"] == 12 / figures["rounds"]
     assert figures["compilations"] >= 3, "allocation, prefill and the decode loop"
-
-
-@pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder that commands keep their compiled programs below."""
-    names = [name for name in jax.config.values if name.startswith(("jax_compilation_cache_dir", "jax_persistent_cache_min"))]
-    before = {name: jax.config.values[name] for name in names}
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
-    monkeypatch.setattr("tilewright.cli.common.cache_folder", lambda: tmp_path)
-    monkeypatch.setenv("TILEWRIGHT_COMPILE_CACHE", "1")
-    yield tmp_path
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 def programs(ran: Ran) -> tuple[int, int]:

@@ -25,7 +25,7 @@ SIZES = [
 LOOP = ["--batch-size", 2, "--sequence-length", 24, "--held-out", 0.3, "--evaluate-every", 4, "--save-every", 2]
 FIELDS = {
     "steps", "loss_nats_per_token", "held_out_loss_nats_per_token", "tokens_per_s", "seconds", "curve", "training_tokens",
-    "chip", "out",
+    "compilations", "programs_loaded", "compile_seconds", "chip", "out",
 }  # fmt: skip
 
 

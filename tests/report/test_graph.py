@@ -28,7 +28,7 @@ def record(experiment: str, name: str, place: str = "a machine", ms: float | Non
         "largest_difference": None if ms is None else 1e-6, "estimated_cycles": 41_000 if ms is None else None,
         "without_estimate": 3, "memory_cycles": 1500 if ms is None else None, "read_bytes": 3_000_000,
         "written_bytes": 1_000_000, "round_trips": 2, "round_trip_bytes": 500_000, "peak_bytes": 7_000_000, "compile_s": 0.5,
-        "tpu_dma_descriptors": None, "nki_dma_descriptors": None,
+        "loaded": False, "tpu_dma_descriptors": None, "nki_dma_descriptors": None,
     }  # fmt: skip
     sizes = {f"{kind}_{way}_bytes": None for kind in ("tpu", "nki") for way in ("read", "written")}
     return {**fields, **sizes, **more}

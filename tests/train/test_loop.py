@@ -252,7 +252,8 @@ def test_options_out_of_range_are_refused(change: dict[str, Any], problem: str):
 def test_figures_are_plain_data(tmp_path: Path):
     figures = text_figures(fit(tmp_path))
     losses = {"loss_nats_per_token", "held_out_loss_nats_per_token"}
-    assert figures.keys() == {"steps", "tokens_per_s", "seconds", "curve", *losses}
+    compiling = {"compilations", "programs_loaded", "compile_seconds"}
+    assert figures.keys() == {"steps", "tokens_per_s", "seconds", "curve", *losses, *compiling}
     assert [point.keys() for point in figures["curve"]] == 2 * [{"step", *losses}]
     assert json.loads(json.dumps(figures)) == figures
 

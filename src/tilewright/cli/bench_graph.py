@@ -17,7 +17,15 @@ from rich.table import Table
 from rich.text import Text
 
 from tilewright.bench.graph import EXPERIMENTS, PUBLISHED, Experiment, Graph, measure, prepare, read_graph
-from tilewright.cli.common import JsonFile, check_output_file, human_console, whole_file, write_json
+from tilewright.cli.common import (
+    CompileCache,
+    JsonFile,
+    check_output_file,
+    human_console,
+    keep_programs,
+    whole_file,
+    write_json,
+)
 from tilewright.compiled.aot import tpu_topology
 from tilewright.compiled.compare import steps
 from tilewright.compiled.figures import print_table, significant
@@ -69,6 +77,7 @@ class GraphOptions:
     dtype: Dtype = "float32"
     chip: Annotated[tuple[str, ...], SEVERAL] = ()
     repetitions: int = 5
+    compile_cache: CompileCache = True
 
     def check(self) -> None:
         """Raises a `ValueError` for an option out of its range."""
@@ -98,6 +107,7 @@ def bench_graph(
     check_output_file("--json", json_file)
     check_output_file("--html", None if html is None else str(html))
     options.check()
+    keep_programs(options.compile_cache)
     console = human_console(json_file)
     graph = read_graph(options.data)
     chips = tuple(dict.fromkeys(options.chip))

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from tilewright.bench.bandwidth import Memory, threads
 from tilewright.bench.linear import Load, measure, steps, summary
-from tilewright.cli.common import JsonFile, check_json_file, human_console, write_json
+from tilewright.cli.common import CompileCache, JsonFile, check_json_file, human_console, keep_programs, write_json
 from tilewright.compiled.figures import print_table, significant
 from tilewright.compiled.machine import chip_name
 from tilewright.kernels import native
@@ -46,6 +46,7 @@ class LinearOptions:
     dtype: Annotated[tuple[Format, ...], SEVERAL] = ("bfloat16",)
     weights_mb: float = 100.0
     repetitions: int = 5
+    compile_cache: CompileCache = True
 
     def check(self) -> list[Case]:
         """The layers asked for.
@@ -89,6 +90,7 @@ def report(
     """
     check_json_file(json_file)
     cases = options.check()
+    keep_programs(options.compile_cache)
     console = human_console(json_file)
     found = native.kernels()
     if found.isa is None:

@@ -16,7 +16,7 @@ from rich.table import Table
 from tilewright.bench.round import DFLASH_B16, QWEN3_4B, Setup, load, measure, runs
 from tilewright.bench.round_compiled import compiled_rounds
 from tilewright.chips.tpu import chip_of
-from tilewright.cli.common import DEMO, JsonFile, check_json_file, human_console, write_json
+from tilewright.cli.common import DEMO, CompileCache, JsonFile, check_json_file, human_console, keep_programs, write_json
 from tilewright.compiled.figures import print_table, significant
 from tilewright.compiled.machine import chip_name
 from tilewright.kernels.select import operations
@@ -74,6 +74,7 @@ class RoundOptions:
     dtype: Dtype = "bfloat16"
     repetitions: int = 5
     kernels: Literal["auto", "xla"] = "auto"
+    compile_cache: CompileCache = True
 
     def pair(self) -> tuple[DecoderConfig, DFlashConfig]:
         """The shapes of both models.
@@ -145,6 +146,7 @@ def bench_round(*, options: RoundOptions = RoundOptions(), json_file: JsonFile =
     """
     check_json_file(json_file)
     setups = options.setups()
+    keep_programs(options.compile_cache)
     console = human_console(json_file)
     named = options.model_config is not None
     model = {"model": f"{options.model_config}, {options.draft_config}" if named else BUILT_IN, "dtype": options.dtype}

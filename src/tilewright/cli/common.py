@@ -37,8 +37,14 @@ AUTO = "auto"
 """As a drafter: whichever promises most, round by round."""
 BlockSize = int | Literal["auto", "auto-inexact"] | None
 
-CompileCache = Annotated[bool, Parameter(env_var="TILEWRIGHT_COMPILE_CACHE")]
-"""Whether compiled programs are kept on disk for the next process."""
+CompileCache = Annotated[
+    bool,
+    Parameter(
+        env_var="TILEWRIGHT_COMPILE_CACHE",
+        help="Keep compiled programs, and what rounds cost, in the user's cache folder, and use what is there.",
+    ),
+]
+"""Whether compiled programs are kept on disk for the next process; every command that compiles takes it."""
 
 
 def given(value: Any, default: Any) -> Any:
@@ -46,8 +52,14 @@ def given(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def keep_programs() -> Path | None:
-    """Keeps compiled programs in a folder beside the CPU kernels; where it cannot, one line says why, and there is none."""
+def keep_programs(wanted: bool) -> Path | None:
+    """Keeps compiled programs, if wanted, in a folder beside the CPU kernels; where it cannot, one line says why.
+
+    Returns:
+        the folder, if programs are kept there.
+    """
+    if not wanted:
+        return None
     try:
         return compile_cache.enable(cache_folder(), *native.library_names().values())
     except (ValueError, OSError) as error:
@@ -73,8 +85,6 @@ class TargetOptions:
         dtype: "float32" or "bfloat16".
         weights: "int8" keeps matrices in 8 bits, which the CPU kernels multiply; "auto" keeps them in dtype.
         kernels: "auto" takes this package's own kernels where they run, "xla" leaves everything to XLA.
-        compile_cache: keep compiled programs, and what rounds were measured to cost, in the user's cache folder, and use those
-            that are there.
     """
 
     model: str = DEMO
@@ -85,8 +95,7 @@ class TargetOptions:
 
     def load_with(self, drafter: str | None, options: DrafterOptions, console: Console) -> LanguageModel:
         """The target with a drafter: a folder, a Hugging Face id, "ngram", "auto", or for the demo "dflash" or "eagle3"."""
-        if self.compile_cache:
-            keep_programs()
+        keep_programs(self.compile_cache)
         if self.kernels == "auto":
             with console.status("CPU kernels: compiled at first use, then kept"):
                 native.kernels()

@@ -200,15 +200,12 @@ def doctor(*, compile_cache: CompileCache = True, json_file: JsonFile = None) ->
 
     Parameters
     ----------
-    compile_cache
-        Keep compiled programs in the user's cache folder, and load those that are there.
     json_file
         Write the findings as JSON to this file, "-" for standard output.
     """
     check_json_file(json_file)
     console = human_console(json_file)
-    if compile_cache:
-        keep_programs()
+    keep_programs(compile_cache)
     findings = examine(console)
     styles = {"ok": "green", "missing": "yellow", "failed": "red"}
     for finding in findings:

@@ -142,7 +142,7 @@ def generate(
         console.print("\n".join(terminal.histogram_lines(counts)), markup=False)
     said = {"text": [r.text for r in generation], "tokens": [r.tokens for r in generation]}
     said |= {"finish_reason": [r.finish_reason for r in generation], "seed": [r.seed for r in generation]}
-    write_json(outputs.json_file, {**figures, **compile_figures(ledger), **environment(lm), **said})
+    write_json(outputs.json_file, {**figures, **ledger.figures(), **environment(lm), **said})
     if outputs.replay is not None and not interrupted:
         titled = [(f"prompt {n}", each) for n, each in enumerate(tokens, 1)]
         write_replay_page(outputs.replay, lm, (models.model, models.drafter or "dflash"), titled, sampling, console)
@@ -167,11 +167,6 @@ def comparison(
     figures = {name: measured[names.get(name, name)] for name in COMPARED} | {"repetitions": repetitions}
     print_table(console, terminal.comparison_table(figures))
     return figures
-
-
-def compile_figures(ledger: Ledger) -> dict[str, Any]:
-    """How many programs were not in memory, how many of these came from the cache on disk, and what both took."""
-    return {"compilations": ledger.compilations, "programs_loaded": ledger.loaded, "compile_seconds": ledger.seconds}
 
 
 def single_figures(lm: LanguageModel, generation: Generation) -> dict[str, Any]:

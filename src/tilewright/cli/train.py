@@ -11,7 +11,16 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from tilewright.cli.common import JsonFile, check_json_file, given, human_console, progress_console, write_json
+from tilewright.cli.common import (
+    CompileCache,
+    JsonFile,
+    check_json_file,
+    given,
+    human_console,
+    keep_programs,
+    progress_console,
+    write_json,
+)
 from tilewright.compiled.machine import chip_name
 from tilewright.models import decoder, hub
 from tilewright.models.checkpoint import load_decoder, save_params
@@ -67,11 +76,17 @@ class LoopOptions:
     evaluate_every: int = 100
     save_every: int = 100
     products: Literal["auto", "float32", "bfloat16"] = "auto"
+    compile_cache: CompileCache = True
 
     def options(self) -> TextOptions:
+        """How to train.
+
+        Raises:
+            ValueError: an option is out of its range.
+        """
         if not 0 < self.held_out < 1:
             raise ValueError(f"expected a held-out share between 0 and 1, found {self.held_out}")
-        return TextOptions(**{k: v for k, v in vars(self).items() if k != "held_out"})
+        return TextOptions(**{k: v for k, v in vars(self).items() if k not in ("held_out", "compile_cache")})
 
 
 def require_data(data: Sequence[Path]) -> None:
@@ -203,6 +218,7 @@ def lm(
     console = human_console(json_file)
     require_data(data)
     options = loop.options()
+    keep_programs(loop.compile_cache)
     documents = split_documents(read_documents(data), loop.held_out, loop.seed)
     kept = kept_tokenizer(out)
     begin = Beginning.choose(start, tokenizer, sizes, console)

@@ -7,7 +7,15 @@ import jax.numpy as jnp
 from cyclopts import Parameter
 from rich.console import Console
 
-from tilewright.cli.common import JsonFile, check_json_file, human_console, progress_console, write_json
+from tilewright.cli.common import (
+    CompileCache,
+    JsonFile,
+    check_json_file,
+    human_console,
+    keep_programs,
+    progress_console,
+    write_json,
+)
 from tilewright.compiled.machine import chip_name
 from tilewright.models import hub
 from tilewright.models.checkpoint import load_decoder
@@ -25,6 +33,7 @@ def demo(
     tokenizer: str | None = None,
     steps: int = TARGET_OPTIONS.steps,
     drafter_steps: int | None = None,
+    compile_cache: CompileCache = True,
     json_file: JsonFile = None,
 ) -> None:
     """Repeats the training of the demo's target and drafters: the standard library's source, that of installed dependencies
@@ -53,6 +62,7 @@ def demo(
     console = human_console(json_file)
     if start is not None and tokenizer is not None:
         raise ValueError("--start takes its tokenizer along, found --tokenizer as well")
+    keep_programs(compile_cache)
     progress = progress_console(console)
     folder = hub.resolve(start or tokenizer or "demo", console=progress)
     plan = Plan(steps, drafter_steps, None if start is None else load_decoder(folder, jnp.float32, progress))
@@ -70,7 +80,13 @@ def show_held_out(figures: dict[str, dict[str, float]], console: Console) -> Non
         )
 
 
-def evaluate(model: str = "demo", *, gsm8k: Annotated[Path, Parameter(name="--gsm8k")], json_file: JsonFile = None) -> None:
+def evaluate(
+    model: str = "demo",
+    *,
+    gsm8k: Annotated[Path, Parameter(name="--gsm8k")],
+    compile_cache: CompileCache = True,
+    json_file: JsonFile = None,
+) -> None:
     """Measures a language model on the demo's held-out text: its loss, and how much its greedy continuations repeat.
 
     Parameters
@@ -84,6 +100,7 @@ def evaluate(model: str = "demo", *, gsm8k: Annotated[Path, Parameter(name="--gs
     """
     check_json_file(json_file)
     console = human_console(json_file)
+    keep_programs(compile_cache)
     folder = hub.resolve(model, console=progress_console(console))
     config, params = load_decoder(folder, jnp.float32, progress_console(console))
     tokenizer, documents = load_tokenizer(folder), demo_documents(gsm8k, held_out_only=True)

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from tilewright.cli.common import JsonFile, check_json_file, given, human_console, progress_console
+from tilewright.cli.common import JsonFile, check_json_file, given, human_console, keep_programs, progress_console
 from tilewright.cli.train import LoopOptions, finish, require_data
 from tilewright.decode.language_model import LanguageModel
 from tilewright.decode.sampling import Sampling
@@ -282,6 +282,7 @@ def drafter(
     require_data(data)
     refuse_others(kind, {"dflash": for_dflash, "dflash2": for_dflash2, "eagle3": for_eagle3})
     options, blocks = loop.options(), for_dflash.options()
+    keep_programs(loop.compile_cache)
     own = {"dflash": blocks, "dflash2": for_dflash2.options(blocks), "eagle3": for_eagle3.options()}[kind]
     folder = hub.resolve(target, console=progress_console(console))
     tokenizer = load_tokenizer(folder)

@@ -9,7 +9,7 @@ from cyclopts import Parameter
 from jax.sharding import Mesh
 from rich.table import Table
 
-from tilewright.cli.common import JsonFile, check_json_file, human_console, write_json
+from tilewright.cli.common import CompileCache, JsonFile, check_json_file, human_console, keep_programs, write_json
 from tilewright.compiled.figures import print_table
 from tilewright.compiled.machine import chip_name
 from tilewright.graph.data import KARATE, GraphData, NodeData, read_data, with_folds, with_split
@@ -84,6 +84,7 @@ class GNNLoop:
     fold: str = "all"
     save_every: int = 50
     devices: int | None = None
+    compile_cache: CompileCache = True
 
     def mesh(self) -> Mesh | None:
         return None if self.devices is None else make_mesh({"nodes": self.devices})
@@ -171,6 +172,7 @@ def gnn(
     """
     check_json_file(json_file)
     console = human_console(json_file)
+    keep_programs(loop.compile_cache)
     found = read_data(data)
     if isinstance(found, GraphData):
         config, task = graph_task(found, model, sizes, loop)
@@ -182,7 +184,7 @@ def gnn(
     if out is not None:
         save_gnn(out, config, *best_run(result))
         console.print(f"{out} written", markup=False)
-    more = {"epochs_per_s": result.rate, "seconds": result.seconds, "chip": chip_name()}
+    more = {"epochs_per_s": result.rate, "seconds": result.seconds, **result.ledger.figures(), "chip": chip_name()}
     told = {"config": config_to_json(config), "accuracy": figures, "loss_nats": summary(result.last("loss"))}
     write_json(json_file, {**task.identity, "epochs": len(result.curve["step"]), **told, **more})
 

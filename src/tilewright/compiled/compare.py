@@ -21,6 +21,7 @@ from rich.text import Text
 from tilewright.chips.tpu import CHIPS
 from tilewright.compiled.aot import Compiled, compile_for, read_compiled, tpu_topology
 from tilewright.compiled.figures import significant, uncut
+from tilewright.compiled.ledger import Ledger
 from tilewright.compiled.machine import chip_name
 from tilewright.compiled.round_trips import round_trips
 from tilewright.compiled.timing import REPETITIONS, alternate, medians, quotients, spread
@@ -41,7 +42,8 @@ class PlacedProgram:
     Attributes:
         name: of the function.
         place: the device that it ran on, or the topology that it was compiled for.
-        compile_s: seconds to trace and compile it.
+        compile_s: seconds to trace it, and to compile it or load it.
+        loaded: whether it came from JAX's cache on disk, and was not compiled.
         read_bytes, written_bytes: of device memory, by the account of the compiled program (`compiled.traffic`).
         round_trips, round_trip_bytes: intermediate arrays that it writes to device memory and reads back, and their bytes.
         peak_bytes: of device memory, at once.
@@ -61,6 +63,7 @@ class PlacedProgram:
     name: str
     place: str
     compile_s: float
+    loaded: bool
     read_bytes: int
     written_bytes: int
     round_trips: int
@@ -257,10 +260,11 @@ def run_here(
     accounts, timers, results = [], {"": copy_timer()}, []
     for name, program in programs.items():
         began = time.perf_counter()
-        compiled = program.lower(*args).compile()
+        with Ledger() as ledger:
+            compiled = program.lower(*args).compile()
         seconds = time.perf_counter() - began
         read = read_compiled(place, compiled.as_text(), compiled.memory_analysis(), compiled.cost_analysis())
-        accounts.append(account(name, read, seconds))
+        accounts.append(account(name, read, seconds, ledger.loaded > 0))
         results.append(jax.device_get(compiled(*args)))
         timers[name] = timer(compiled, args)
         on_run()
@@ -337,13 +341,14 @@ def estimate(name: str, program: Any, leaves: Sequence[Any], chip: str) -> Place
     )
 
 
-def account(name: str, compiled: Compiled, seconds: float) -> dict[str, Any]:
+def account(name: str, compiled: Compiled, seconds: float, loaded: bool = False) -> dict[str, Any]:
     """The fields of `PlacedProgram` that a compiled program has in any case."""
     traffic, trips = compiled.traffic(), round_trips(compiled.hlo)
     return {
         "name": name,
         "place": compiled.chip,
         "compile_s": seconds,
+        "loaded": loaded,
         "read_bytes": traffic.read,
         "written_bytes": traffic.written,
         "round_trips": sum(trip.times for trip in trips),
@@ -400,5 +405,5 @@ def table(programs: Sequence[PlacedProgram]) -> Table:
             cells = [f"{(one.estimated_cycles or 0) / 1e3:,.1f}", str(one.without_estimate), bound]
         sizes = (one.read_bytes, one.written_bytes, None, one.round_trip_bytes, one.peak_bytes)
         cells += [str(one.round_trips) if size is None else f"{size / 1e6:,.2f}" for size in sizes]
-        shown.add_row(Text(one.name), *cells, f"{one.compile_s:.2f}")
+        shown.add_row(Text(one.name), *cells, f"{one.compile_s:.2f}{' loaded' if one.loaded else ''}")
     return shown

@@ -102,6 +102,10 @@ class Ledger:
         """Time spent on all of them."""
         return sum(program.seconds for program in self.programs)
 
+    def figures(self) -> dict[str, Any]:
+        """For `--json`: how many programs were not in memory, how many of these came from the cache, and what all took."""
+        return {"compilations": self.compilations, "programs_loaded": self.loaded, "compile_seconds": self.seconds}
+
     def __enter__(self) -> "Ledger":
         _announcements.add(self)
         return self

@@ -99,7 +99,7 @@ def times_table(place: str, records: Sequence[Mapping[str, Any]]) -> Table:
                 bound = one["memory_cycles"]
                 cells += [f"{one['estimated_cycles'] / 1e3:,.1f}", f"{one['without_estimate']:,}"]
                 cells.append(None if bound is None else f"{bound / 1e3:,.1f}")
-            rows.append([*cells, f"{one['compile_s']:.2f}"])
+            rows.append([*cells, f"{one['compile_s']:.2f}{' loaded' if one['loaded'] else ''}"])
     return Table(f"{'Measured' if measured else 'Estimated'}, {place}", ["program", *times, "compile s"], rows)
 
 

@@ -6,7 +6,7 @@ must, so that the device always has the next step at hand.
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -21,6 +21,7 @@ from jaxtyping import Float, Int
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from tilewright.compiled.ledger import Ledger
 from tilewright.train import checkpoint
 
 Figures = dict[str, Any]
@@ -106,12 +107,14 @@ class TrainResult:
         curve: a row for each evaluation: its "step", the figures of the steps since the one before (means), and its own.
         rate: of this process, in what `Task.progress` counts a second.
         seconds: of this process, compilation included.
+        ledger: what was compiled, or loaded from the disk, in that time.
     """
 
     params: Any
     curve: dict[str, np.ndarray]
     rate: float
     seconds: float
+    ledger: Ledger = field(default_factory=Ledger)
 
     def last(self, figure: str) -> Any:
         """A figure of the last evaluation."""
@@ -267,7 +270,7 @@ def train(task: Task, console: Console, out: Path | None = None) -> TrainResult:
     def rate() -> float:
         return (run.step - start) * each / (time.perf_counter() - began)
 
-    with progress_bar(console) as bar:
+    with Ledger() as ledger, progress_bar(console) as bar:
         row = bar.add_task(task.title, total=task.steps, completed=start, figures="")
         for batch in islice(task.batches(start), task.steps - start):
             run.advance(batch)
@@ -280,4 +283,4 @@ def train(task: Task, console: Console, out: Path | None = None) -> TrainResult:
                 bar.update(row, completed=run.step, figures=f"{run.shown()}  {rate():,.1f} {unit}/s")
                 looked = time.perf_counter()
     params = run.params if run.best is None else run.best[1]
-    return TrainResult(params, stacked(run.curve), rate(), time.perf_counter() - began)
+    return TrainResult(params, stacked(run.curve), rate(), time.perf_counter() - began, ledger)

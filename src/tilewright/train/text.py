@@ -191,4 +191,5 @@ def text_figures(result: TrainResult) -> dict[str, Any]:
     fields = {"step": "step", "loss": "loss_nats_per_token", "held_out_loss": "held_out_loss_nats_per_token"}
     curve = [{field: result.curve[name][n].item() for name, field in fields.items()} for n in range(len(result.curve["step"]))]
     steps, last = curve[-1]["step"], {field: value for field, value in curve[-1].items() if field != "step"}
-    return {"steps": steps, **last, "tokens_per_s": result.rate, "seconds": result.seconds, "curve": curve}
+    times = {"tokens_per_s": result.rate, "seconds": result.seconds, **result.ledger.figures()}
+    return {"steps": steps, **last, **times, "curve": curve}
