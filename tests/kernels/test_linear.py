@@ -113,6 +113,25 @@ def test_a_row_gets_the_same_bits_whatever_the_number_of_rows(kind: cpu.Format, 
 
 @needs_native
 @formats
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_blocks_of_many_rows_give_the_bits_of_few(kind: cpu.Format, dtype: Any):
+    """Thousands of rows run in blocks, in float32 by tiles of their own; seven rows do not. What is added comes along."""
+    rng = np.random.default_rng(0)
+    count, few = 1540, 7
+    x, add = (jnp.asarray(normal(rng, count, width), dtype) for width in (40, 100))
+    weights = [cpu.pack(jnp.asarray(normal(rng, 40, 100)), kind)]
+    weights.append(cpu.pack_gated(jnp.asarray(normal(rng, 40, 100)), jnp.asarray(normal(rng, 40, 100)), kind))
+    for w, adds in ((weights[0], True), (weights[0], False), (weights[1], False)):
+
+        def run(x: jax.Array, add: jax.Array, w: cpu.PackedMatrix = w, adds: bool = adds) -> jax.Array:
+            return cpu.linear(x, w, add=add if adds else None)
+
+        by_few = jax.lax.map(lambda both: run(*both), (x.reshape(-1, few, 40), add.reshape(-1, few, 100)))
+        np.testing.assert_array_equal(jax.jit(run)(x, add), by_few.reshape(count, -1))
+
+
+@needs_native
+@formats
 def test_norm_addition_and_joined_matrices_in_one_call_give_the_bits_of_several(kind: cpu.Format):
     linear_checks.check_joined_calls(0, 5, (33, 1), kind, jnp.bfloat16)
 

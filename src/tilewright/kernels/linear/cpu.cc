@@ -154,7 +154,7 @@ Kernel kernel_for(Weights weights) {
   if (weights == BFLOAT16 && isa == native::AVX512_BF16) return PAIRS_KERNEL(avx512dot, run);
   if (isa >= native::AVX512) {
     if (weights == BFLOAT16) return KERNEL(avx512, BFloat16, run);
-    return KERNEL(avx512, Float32, run);
+    return Kernel{sizeof(float), avx512::prepare<avx512::Float32>, avx512::run_float32};
   }
   if (isa == native::AVX2) {
     if (weights == BFLOAT16) return KERNEL(avx2, BFloat16, run);
@@ -169,6 +169,27 @@ Kernel kernel_for(Weights weights) {
 // Below some 10 microseconds of work a second thread costs more than it brings.
 bool worth_sharing(const Call& call) { return call.panels * call.panel_size * std::max<int64_t>(1, call.m / 4) >= (1 << 16); }
 
+// All outputs of prepared rows: some hundred rows at a time, which stay in the second-level cache while panels pass.
+void run_blocks(ffi::ThreadPool& pool, const Call& call, const Kernel& kernel) {
+  constexpr int64_t BLOCK = 256;
+  const int64_t blocks = (call.m + BLOCK - 1) / BLOCK, block = ((call.m + blocks - 1) / blocks + 31) / 32 * 32;
+  const int64_t wanted = std::max<int64_t>(1, 4 * pool.num_threads() / blocks), size = call.narrow_out ? 2 : 4;
+  const int64_t run = ((call.panels + wanted - 1) / wanted + GRAIN - 1) / GRAIN * GRAIN, runs = (call.panels + run - 1) / run;
+  native::share(pool, blocks * runs, 1, worth_sharing(call), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t row = i / runs * block, panel = i % runs * run;
+      if (row >= call.m) continue;
+      Call part = call;
+      part.m = std::min(block, call.m - row);
+      part.rows = static_cast<char*>(call.rows) + row * call.k_padded * kernel.size;
+      if (call.row_scales != nullptr) part.row_scales = call.row_scales + row;
+      part.out = static_cast<char*>(call.out) + row * call.n * size;
+      if (call.add != nullptr) part.add = static_cast<const char*>(call.add) + row * call.n * size;
+      kernel.run(part, panel, std::min(call.panels, panel + run));
+    }
+  });
+}
+
 void compute(ffi::ThreadPool& pool, Call& call, Weights weights) {
   call.panel_size = call.k_padded * 16;
   const Kernel kernel = kernel_for(weights);
@@ -182,8 +203,9 @@ void compute(ffi::ThreadPool& pool, Call& call, Weights weights) {
     native::share(pool, call.m, 16, call.m * call.k >= (1 << 16), [&](int64_t begin, int64_t end) { kernel.prepare(call, begin, end); });
   }
   if (call.output != ARGMAX && call.output != TOP) {
-    native::share(pool, call.panels, GRAIN, worth_sharing(call), [&](int64_t begin, int64_t end) { kernel.run(call, begin, end); });
-    return;
+    constexpr int64_t FEW = 1024;  // rows that may all pass before the next panels
+    if (call.m > FEW) return run_blocks(pool, call, kernel);
+    return native::share(pool, call.panels, GRAIN, worth_sharing(call), [&](int64_t begin, int64_t end) { kernel.run(call, begin, end); });
   }
   const int64_t pieces = (call.panels + call.piece - 1) / call.piece;
   native::share(pool, pieces, 1, worth_sharing(call), [&](int64_t begin, int64_t end) {
@@ -325,7 +347,6 @@ ffi::Error TopK(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::B
 
 // The product by dot products of bfloat16 pairs: both operands are packed whole.
 void multiply_pairs(ffi::ThreadPool& pool, const Product& product) {
-  constexpr int64_t BLOCK = 256;  // rows that stay in the second-level cache while all panels pass
   Call call{};
   call.output = SUMS;
   call.m = product.m, call.n = product.n, call.k = product.k;
@@ -345,21 +366,7 @@ void multiply_pairs(ffi::ThreadPool& pool, const Product& product) {
     const Body prepare = product.a_transposed ? kernel.prepare_transposed : kernel.prepare;
     native::share(pool, call.m, 16, call.m * call.k >= (1 << 16), [&](int64_t begin, int64_t end) { prepare(call, begin, end); });
   }
-  const int64_t blocks = (call.m + BLOCK - 1) / BLOCK, block = ((call.m + blocks - 1) / blocks + 31) / 32 * 32;
-  const int64_t wanted = std::max<int64_t>(1, 4 * pool.num_threads() / blocks), size = call.narrow_out ? 2 : 4;
-  const int64_t run = ((call.panels + wanted - 1) / wanted + GRAIN - 1) / GRAIN * GRAIN, runs = (call.panels + run - 1) / run;
-  native::share(pool, blocks * runs, 1, worth_sharing(call), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t row = i / runs * block, panel = i % runs * run;
-      if (row >= call.m) continue;
-      Call part = call;
-      part.m = std::min(block, call.m - row);
-      part.rows = static_cast<uint16_t*>(call.rows) + row * call.k_padded;
-      part.out = static_cast<char*>(call.out) + row * call.n * size;
-      if (call.add != nullptr) part.add = static_cast<const char*>(call.add) + row * call.n * size;
-      kernel.run(part, panel, std::min(call.panels, panel + run));
-    }
-  });
+  run_blocks(pool, call, kernel);
 }
 
 // The product in float32, some hundred inputs at a time: their panels stay in the first-level cache, one after the other, and are still in
