@@ -8,7 +8,9 @@ Of equal logits the first wins, and a row of nothing but -inf gives 0. A NaN nev
 Legend: R rows, H hidden size, V vocabulary, C columns of a tile, P halves, L lanes.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +47,17 @@ def fits(x: Array | jax.ShapeDtypeStruct, head: Array | jax.ShapeDtypeStruct) ->
     return rows > 0 and wanted <= VMEM_BYTES and x.dtype == head.dtype and head.dtype in (jnp.float32, jnp.bfloat16)
 
 
+def tile_logits(x_ref, head_ref, transposed: bool) -> Float32[Array, "R C"]:
+    """The logits of one tile: x [R, H], head [H, C] or transposed [C, H]."""
+    return jax.lax.dot_general(
+        x_ref[...],
+        head_ref[...],
+        (((1,), (1 if transposed else 0,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
 def kernel(x_ref, head_ref, best_ref, place_ref, *, vocab: int, tiles: int, transposed: bool):
     """One tile: x [R, H], head [H, C] or transposed [C, H]; best and place [1, R, L] stay in VMEM through a half."""
     half, tile = pl.program_id(0), pl.program_id(1)
@@ -55,14 +68,7 @@ def kernel(x_ref, head_ref, best_ref, place_ref, *, vocab: int, tiles: int, tran
         best_ref[0] = jnp.full(best_ref.shape[1:], -jnp.inf, jnp.float32)
         place_ref[0] = lane
 
-    contracted = ((1,), (1 if transposed else 0,))
-    logits = jax.lax.dot_general(
-        x_ref[...],
-        head_ref[...],
-        (contracted, ((), ())),
-        precision=jax.lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
+    logits = tile_logits(x_ref, head_ref, transposed)
     best, place = best_ref[0], place_ref[0]
     columns = logits.shape[1]
     first = (half * tiles + tile) * columns
@@ -74,14 +80,19 @@ def kernel(x_ref, head_ref, best_ref, place_ref, *, vocab: int, tiles: int, tran
     best_ref[0], place_ref[0] = best, place
 
 
-def head_argmax(
-    x: Float[Array, "*rows H"], head: Float[Array, "..."], transposed: bool = False, interpret: bool = False
-) -> tuple[Int32[Array, "*rows"], Float32[Array, "*rows"]]:
-    """Index and value of the largest of `x @ head`, where `fits`; logits are float32 sums.
+def over_tiles(
+    kernel: Callable[..., None], x: Float[Array, "*rows H"], head: Float[Array, "..."], transposed: bool, vmem: int, name: str,
+    interpret: bool, scratch_shapes: Sequence[Any] = (),
+) -> tuple[Float32[Array, "P R L"], Int32[Array, "P R L"]]:  # fmt: skip
+    """Runs a kernel over all tiles of the head.
 
     Args:
-        head: `[H, V]`, or with `transposed` `[V, H]`, as an embedding lies in memory.
-        interpret: runs without a TPU, slowly.
+        kernel: takes x, head, the blocks [1, R, L] of the two results and the scratch; by name `vocab`, `tiles` (of a half)
+            and `transposed`.
+        vmem: bytes that it holds in VMEM.
+
+    Returns:
+        what each half leaves in the lanes: values and places.
     """
     rows, hidden = x.size // x.shape[-1], x.shape[-1]
     vocab = head.shape[0 if transposed else 1]
@@ -95,7 +106,7 @@ def head_argmax(
 
     kept = pl.BlockSpec((1, rows, LANES), lambda half, tile: (half, 0, 0))
     moved = (head.size + rows * hidden) * head.dtype.itemsize + HALVES * rows * LANES * 8
-    best, place = pl.pallas_call(
+    values, places = pl.pallas_call(
         partial(kernel, vocab=vocab, tiles=tiles, transposed=transposed),
         grid=(HALVES, tiles),
         in_specs=[
@@ -104,15 +115,31 @@ def head_argmax(
         ],
         out_specs=[kept, kept],
         out_shape=[jax.ShapeDtypeStruct((HALVES, rows, LANES), dtype) for dtype in (jnp.float32, jnp.int32)],
+        scratch_shapes=scratch_shapes,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"),
-            vmem_limit_bytes=max(2**24, vmem_bytes(rows, hidden, columns, head.dtype.itemsize) * 5 // 4),
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=max(2**24, vmem * 5 // 4)
         ),
         cost_estimate=pl.CostEstimate(flops=2 * rows * head.size, bytes_accessed=moved, transcendentals=0),
         interpret=interpret,
-        name="head_argmax",
+        name=name,
     )(x.reshape(rows, hidden), head)
+    return values, places
+
+
+def head_argmax(
+    x: Float[Array, "*rows H"], head: Float[Array, "..."], transposed: bool = False, interpret: bool = False
+) -> tuple[Int32[Array, "*rows"], Float32[Array, "*rows"]]:
+    """Index and value of the largest of `x @ head`, where `fits`; logits are float32 sums.
+
+    Args:
+        head: `[H, V]`, or with `transposed` `[V, H]`, as an embedding lies in memory.
+        interpret: runs without a TPU, slowly.
+    """
+    hidden, itemsize = x.shape[-1], head.dtype.itemsize
+    vmem = vmem_bytes(x.size // hidden, hidden, tile_columns(hidden, itemsize), itemsize)
+    best, place = over_tiles(kernel, x, head, transposed, vmem, "head_argmax", interpret)
     # The halves take turns in no lane: of equal logits the one with the smaller index is first.
     largest = jnp.max(best, axis=(0, 2), keepdims=True)
-    first = jnp.min(jnp.where(best == largest, place, vocab - 1), axis=(0, 2))
+    nowhere = head.shape[0 if transposed else 1] - 1
+    first = jnp.min(jnp.where(best == largest, place, nowhere), axis=(0, 2))
     return first.reshape(x.shape[:-1]), largest.reshape(x.shape[:-1])

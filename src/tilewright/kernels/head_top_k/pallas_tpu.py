@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Float32, Int32
 
-from tilewright.kernels.head_argmax.pallas_tpu import HALVES, LANES, VMEM_BYTES, tile_columns
+from tilewright.kernels.head_argmax.pallas_tpu import LANES, VMEM_BYTES, over_tiles, tile_columns, tile_logits
 from tilewright.kernels.head_argmax.pallas_tpu import vmem_bytes as argmax_vmem_bytes
 
 NOWHERE = 2**31 - 1
@@ -90,14 +90,7 @@ def kernel(
         values_ref[...] = jnp.full(values_ref.shape, -jnp.inf, jnp.float32)
         places_ref[...] = jnp.full(places_ref.shape, NOWHERE, jnp.int32)
 
-    contracted = ((1,), (1 if transposed else 0,))
-    logits = jax.lax.dot_general(
-        x_ref[...],
-        head_ref[...],
-        (contracted, ((), ())),
-        precision=jax.lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
+    logits = tile_logits(x_ref, head_ref, transposed)
     columns = logits.shape[1]
     first = (half * tiles + tile) * columns
     for start in range(0, columns, LANES):
@@ -121,36 +114,11 @@ def head_top_k(
         head: `[H, V]`, or with `transposed` `[V, H]`, as an embedding lies in memory.
         interpret: runs without a TPU, slowly.
     """
-    rows, hidden = x.size // x.shape[-1], x.shape[-1]
-    vocab = head.shape[0 if transposed else 1]
-    columns = tile_columns(hidden, head.dtype.itemsize)
-    last = pl.cdiv(vocab, columns) - 1
-    tiles = pl.cdiv(last + 1, HALVES)
-
-    def head_block(half: Array, tile: Array) -> tuple[Array | int, Array | int]:
-        at = jnp.minimum(half * tiles + tile, last)
-        return (at, 0) if transposed else (0, at)
-
-    kept = pl.BlockSpec((1, rows, LANES), lambda half, tile: (half, 0, 0))
-    moved = (head.size + rows * hidden) * head.dtype.itemsize + HALVES * rows * LANES * 8
-    best, place = pl.pallas_call(
-        partial(kernel, vocab=vocab, tiles=tiles, transposed=transposed, k=k, unroll=not interpret),
-        grid=(HALVES, tiles),
-        in_specs=[
-            pl.BlockSpec((rows, hidden), lambda half, tile: (0, 0)),
-            pl.BlockSpec((columns, hidden) if transposed else (hidden, columns), head_block),
-        ],
-        out_specs=[kept, kept],
-        out_shape=[jax.ShapeDtypeStruct((HALVES, rows, LANES), dtype) for dtype in (jnp.float32, jnp.int32)],
-        scratch_shapes=[pltpu.VMEM((k, rows, LANES), jnp.float32), pltpu.VMEM((k, rows, LANES), jnp.int32)],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"),
-            vmem_limit_bytes=max(2**24, vmem_bytes(rows, hidden, columns, head.dtype.itemsize, k) * 5 // 4),
-        ),
-        cost_estimate=pl.CostEstimate(flops=2 * rows * head.size, bytes_accessed=moved, transcendentals=0),
-        interpret=interpret,
-        name="head_top_k",
-    )(x.reshape(rows, hidden), head)
+    rows, hidden, itemsize = x.size // x.shape[-1], x.shape[-1], head.dtype.itemsize
+    vmem = vmem_bytes(rows, hidden, tile_columns(hidden, itemsize), itemsize, k)
+    lists = [pltpu.VMEM((k, rows, LANES), dtype) for dtype in (jnp.float32, jnp.int32)]
+    run = partial(kernel, k=k, unroll=not interpret)
+    best, place = over_tiles(run, x, head, transposed, vmem, "head_top_k", interpret, lists)
     # The first half's places are all smaller: of equal values, the one that stands first here is the first.
     value, among = jax.lax.top_k(jnp.concatenate(list(best[:, :, :k]), axis=1), k)
     index = jnp.take_along_axis(jnp.concatenate(list(place[:, :, :k]), axis=1), among, axis=1)
