@@ -140,6 +140,7 @@ def test_rounds_move_no_whole_cache(sources: dict[str, Path]):
     smallest = min(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches) if leaf.ndim == 4)
     for choice in CHOICES:
         memory = lm.programs.get(batch.round_key(choice)).memory_analysis()
+        assert memory is not None
         assert memory.temp_size_in_bytes < smallest, choice
 
 

@@ -50,7 +50,7 @@ class ProgramKey:
 def allocate_caches(target: DecoderConfig, shape: Shape, drafter: Drafter | Team | None, dtype: DTypeLike) -> tuple[Any, Any]:
     """The target's cache and the drafter's context, empty."""
     target_cache = cache.allocate(target.num_layers, shape.batch, target.num_kv_heads, shape.capacity, target.head_dim, dtype)
-    context = () if drafter is None else drafter.allocate(shape.batch, shape.capacity)
+    context: Any = () if drafter is None else drafter.allocate(shape.batch, shape.capacity)
     team = drafter.team if isinstance(drafter, Turn) else drafter
     if isinstance(team, Team):
         context = replace(context, taps=team.room(shape.batch, shape.capacity, target.hidden_size, dtype))
