@@ -189,19 +189,6 @@ def test_what_was_not_measured_lies_on_a_line():
     assert estimated(idle, Choice("ngram", 8)).idle == 1.1
 
 
-def test_what_a_context_takes_to_catch_up_is_no_cost_of_its_rounds():
-    """A drafter's first dispatch after another's says nothing of what its rounds cost; the next one does."""
-    costs = {PLAIN: Cost(1.0), WIDE[1]: Cost(2.0)}
-    policy = Policy(History({"dflash": 4}), costs, costs)
-    nothing = np.zeros((8, 1), int)
-    for _ in range(2):
-        policy.observe(PLAIN, nothing, nothing, nothing == 0, 8.0)
-    policy.observe(WIDE[1], nothing, nothing, nothing == 0, 160.0)
-    assert policy.costs[WIDE[1]].drafting == 2
-    policy.observe(WIDE[1], nothing, nothing, nothing == 0, 24.0)
-    assert policy.costs[WIDE[1]].drafting > 2
-
-
 def test_costs_follow_what_dispatches_take():
     """A choice that was measured as cheap and is not is left; one bad dispatch says little."""
     rng = np.random.default_rng(0)

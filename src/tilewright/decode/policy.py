@@ -202,7 +202,6 @@ class Policy:
             raise ValueError(f"expected plain decoding among the choices that are ready and have a cost, found {self.ready}")
         self.seen = {name: Acceptance(width - 1, MEMORY) for name, width in history.widest.items()}
         self.last: Choice | None = None
-        self.drafted: str | None = None
         self.stretch = FIRST_LOOK
         self.known: dict[str, tuple[list[float], float]] = {}
         self.faded = 0
@@ -292,10 +291,9 @@ class Policy:
         self.forget(choice.drafter, rounds)
         cost = estimated(self.costs, choice)
         spent = self.dispatch + rounds * cost.expected(idle / max(rounds, 1))
-        if seconds is not None and rounds and choice.drafter == self.drafted:  # the first time its context catches up as well
+        if seconds is not None and rounds:
             change = min(max(seconds / spent, 1 / MOST_CORRECTION), MOST_CORRECTION)
             self.costs[choice] = cost.times(change**CORRECTION)
-        self.drafted = choice.drafter
         allowance = self.history.allowance
         allowance[choice.drafter] = 0.0
         for name in allowance:

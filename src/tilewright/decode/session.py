@@ -30,6 +30,7 @@ class Session:
         rows: the requests, in order.
         batch: them on the device.
         prefill_seconds, decode_seconds: time spent in the programs, compilation excluded.
+        drafted: who drafted last, "none" for plain decoding; None before the first round, when all contexts are complete.
         rounds: rounds (steps, without a drafter) run so far, counted once for the whole batch.
         policy: what chooses the rounds of a team, from the prefill on.
     """
@@ -49,6 +50,7 @@ class Session:
         self.batch = Batch(programs, shape, drafter)
         self.prefill_seconds = self.decode_seconds = 0.0
         self.rounds = 0
+        self.drafted: str | None = None
 
     @property
     def keys(self) -> list[ProgramKey]:
@@ -110,6 +112,9 @@ class Session:
         if self.policy is None:
             return self.batch.advance(steps, choice), choice
         plan = self.policy.next(steps) if choice is None else Plan(choice, steps)
+        if self.drafted not in (None, plan.choice.drafter) and self.batch.has_context(plan.choice):
+            self.batch.advance(0, plan.choice)  # its context catches up apart: rounds are timed alone
+        self.drafted = plan.choice.drafter
         began = time.perf_counter()
         infos = self.batch.advance(plan.rounds, plan.choice)
         seconds = time.perf_counter() - began
