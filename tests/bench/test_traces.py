@@ -18,7 +18,7 @@ TABLE = ShapeTable(batches=(1,), capacities=(64,), chunks=(8,), widths=(2,))
 PAIR = random_pair(0, vocab_size=12, target_layers=1, drafter_layers=1, taps=[0], block_size=4)
 NGRAM, WIDE = Choice("ngram", 4), Choice("dflash", 16)
 RECORDED = Path(__file__).parent / "round_traces.json"
-"""The shipped pair on its held-out prompts, with what rounds cost where it was recorded."""
+"""The first pair that was shipped, on its held-out prompts, with what rounds cost where it was recorded."""
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
