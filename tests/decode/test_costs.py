@@ -12,7 +12,7 @@ import pytest
 from decode.support import prompts
 from reference.dflash_numpy import as_folders, random_pair
 from tilewright.decode import pacing
-from tilewright.decode.costs import CostFiles, Costs, Run, configuration, cost_of_runs, measure
+from tilewright.decode.costs import CostFiles, Costs, Run, configuration, measure, no_dearer_when_narrower
 from tilewright.decode.language_model import LanguageModel, load
 from tilewright.decode.pacing import Pacing
 from tilewright.decode.policy import PLAIN, Choice, Cost
@@ -62,24 +62,20 @@ def test_every_choice_is_measured(lm: LanguageModel):
         assert (cost.idle is None) == (choice.drafter != "ngram")
 
 
-def test_both_kinds_of_round_are_told_from_runs_that_mix_them():
-    mixed = [Run(6 * 2e-3 + 2 * 1e-3, 6, 2), Run(1 * 2e-3 + 7 * 1e-3, 1, 7)]
-    cost = cost_of_runs(mixed)
-    assert cost.idle is not None
-    np.testing.assert_allclose((cost.drafting, cost.idle), (2e-3, 1e-3))
-    assert cost_of_runs([Run(8e-3, 4)]) == Cost(2e-3)
+def test_rounds_that_find_nothing_are_taken_to_cost_a_step():
+    mixed = Run(6 * 2e-3 + 2 * 1e-3, 6, 2).cost(1e-3, may_be_idle=True)
+    assert (mixed.drafting, mixed.idle) == (pytest.approx(2e-3), 1e-3)
+    assert Run(8e-3, 4).cost(1e-3, may_be_idle=False) == Cost(2e-3)
+    assert Run(3e-3, 4, 4).cost(1e-3, may_be_idle=True) == Cost(1e-3, 1e-3)
+    assert Run(8e-3, 0, 8).cost(1e-3, may_be_idle=True) == Cost(1e-3, 1e-3)
 
 
-def test_runs_that_are_alike_tell_an_average():
-    cost = cost_of_runs([Run(9e-3, 8, 1), Run(9e-3, 8, 1)])
-    assert cost == Cost(1e-3, 1e-3)
-
-
-def test_no_kind_of_round_is_free_whatever_disturbed_a_run():
-    cost = cost_of_runs([Run(1e-3, 8, 0), Run(9e-3, 1, 7)])
-    assert cost.idle is not None
-    assert cost.drafting > 0
-    assert cost_of_runs([Run(9e-3, 8, 0), Run(1e-3, 4, 4)]).idle == pytest.approx(0.2 * 10e-3 / 16)
+def test_a_narrow_block_costs_no_more_than_a_wide_one():
+    """What disturbed a run made it longer."""
+    ngram = [Choice("ngram", width) for width in (2, 4, 8)]
+    costs = {PLAIN: Cost(1.0), NARROW: Cost(9.0), WIDE: Cost(2.0), **dict(zip(ngram, map(Cost, (1.5, 4.0, 3.0)), strict=True))}
+    best = no_dearer_when_narrower(costs)
+    assert best == {**costs, NARROW: Cost(2.0), ngram[1]: Cost(3.0)}
 
 
 def test_files_keep_costs(files: CostFiles, said: list[str]):

@@ -6,7 +6,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,8 +28,6 @@ RUN_S = 0.004
 """How long a run should take: rounds are repeated until it does."""
 LEAST_SHARE = 0.2
 """Of a run at least so much is taken to be its rounds; what else a dispatch takes is measured apart, and may be disturbed."""
-LEAST_CONTRAST = 0.2
-"""How different the shares of idle rounds in two runs must be to tell what such a round costs."""
 RUNS = 6
 """The most runs of a choice, of which the fastest counts: what disturbs a run only makes it longer."""
 
@@ -50,30 +48,32 @@ class Costs:
 def measure(programs: Programs, shape: Shape, team: Team, choices: Collection[Choice]) -> Costs:
     """Times rounds of the choices in turns, in the middle of empty caches of this shape.
 
-    A drafter that may propose nothing is timed twice: behind a text that repeats itself, and behind one that does not. Memory
-    for one more batch is taken meanwhile.
+    Args:
+        choices: plain decoding among them: a round for which a drafter finds nothing is taken to cost a step, which it runs.
+            Memory for one more batch is taken meanwhile.
     """
     bench = Bench(programs, shape, team)
-    jobs = {(choice, repeating): 2 for choice in choices for repeating in bench.texts(choice)}
-    taken: dict[tuple[Choice, bool], list[Run]] = {job: [] for job in jobs}
-    nothing: dict[tuple[Choice, bool], list[float]] = {job: [] for job in jobs}
+    rounds = dict.fromkeys(choices, 2)
+    taken: dict[Choice, list[Run]] = {choice: [] for choice in choices}
+    nothing: dict[Choice, list[float]] = {choice: [] for choice in choices}
     dispatches: list[float] = []
     began = time.perf_counter()
     for run in range(RUNS + 1):
-        for (choice, repeating), rounds in list(jobs.items())[:: -1 if run % 2 else 1]:
-            timed = bench.timed(choice, rounds, repeating)
+        for choice in list(rounds)[:: -1 if run % 2 else 1]:
+            timed = bench.timed(choice, rounds[choice])
             if run == 0:  # what comes first also touches memory for the first time
-                jobs[choice, repeating] = bench.enough(choice, timed)
+                rounds[choice] = bench.enough(choice, timed)
                 continue
-            taken[choice, repeating].append(timed)
-            nothing[choice, repeating].append(bench.timed(choice, 0, repeating).seconds)
+            taken[choice].append(timed)
+            nothing[choice].append(bench.timed(choice, 0).seconds)
             dispatches.append(bench.idle_dispatch(choice))
-        if run and time.perf_counter() - began > BUDGET_S * len(jobs):
+        if run and time.perf_counter() - began > BUDGET_S * len(rounds):
             break
     bench.batch.free()
-    least = {job: min(runs).beyond(min(nothing[job])) for job, runs in taken.items()}
-    costs = {choice: cost_of_runs([least[choice, text] for text in bench.texts(choice)]) for choice in choices}
-    return Costs(max(min(dispatches), 1e-9), costs)
+    least = {choice: min(runs).beyond(min(nothing[choice])) for choice, runs in taken.items()}
+    step = least[PLAIN].seconds / least[PLAIN].drafting
+    costs = {choice: run.cost(step, team.turn(choice).may_be_idle) for choice, run in least.items()}
+    return Costs(max(min(dispatches), 1e-9), no_dearer_when_narrower(costs))
 
 
 class Run(NamedTuple):
@@ -87,18 +87,21 @@ class Run(NamedTuple):
         """Its rounds alone, given what a dispatch without any takes."""
         return self._replace(seconds=max(self.seconds - nothing, LEAST_SHARE * self.seconds))
 
+    def cost(self, step: float, may_be_idle: bool) -> Cost:
+        """What its rounds cost, those that had nothing to propose a step each, where a drafter may be idle."""
+        if not may_be_idle:
+            return Cost(self.seconds / (self.drafting + self.idle))
+        drafting = (self.seconds - self.idle * step) / max(self.drafting, 1)
+        return Cost(max(drafting, step), step)
 
-def cost_of_runs(runs: Sequence[Run]) -> Cost:
-    """What rounds of a choice cost: told by one run of one kind of round, or by two runs that mix both kinds."""
-    average = sum(run.seconds for run in runs) / sum(run.drafting + run.idle for run in runs)
-    if len(runs) == 1:
-        return Cost(average)
-    counts = np.asarray([[run.drafting, run.idle] for run in runs], float)
-    shares = counts / counts.sum(axis=1, keepdims=True)
-    if abs(np.linalg.det(shares)) < LEAST_CONTRAST:
-        return Cost(average, average)
-    drafting, idle = np.linalg.solve(counts, [run.seconds for run in runs]).tolist()
-    return Cost(max(drafting, LEAST_SHARE * average), max(idle, LEAST_SHARE * average))
+
+def no_dearer_when_narrower(costs: Mapping[Choice, Cost]) -> dict[Choice, Cost]:
+    """The costs, none above that of a wider block of the same drafter: what disturbs a run only makes it longer."""
+    best = dict(costs)
+    for choice in sorted(costs, reverse=True):
+        wider = [best[one].drafting for one in best if one.drafter == choice.drafter and one.width > choice.width]
+        best[choice] = replace(best[choice], drafting=min([best[choice].drafting, *wider]))
+    return best
 
 
 class Bench:
@@ -109,23 +112,17 @@ class Bench:
         self.batch.device_state = programs.empty_state(shape, *programs.get(self.batch.key("allocate"))())
         rows = np.ones(shape.batch, np.int32)
         self.start, self.end = rows * (shape.capacity // 2), rows * shape.capacity
-        tokens = np.arange(shape.capacity) % programs.target.config.vocab_size
-        self.fresh = np.tile(tokens.astype(np.int32), (shape.batch, 1))
-
-    def texts(self, choice: Choice) -> tuple[bool, ...]:
-        """Whether the text repeats itself, for each run that a choice needs."""
-        return (True, False) if self.team.turn(choice).may_be_idle else (True,)
 
     def enough(self, choice: Choice, timed: Run) -> int:
         """How many rounds make a run long enough, and have room."""
         room = int(self.end[0] - self.start[0] - 1) // self.team.turn(choice).block_size
         return max(1, min(STEPS_PER_DISPATCH, room, math.ceil(RUN_S / timed.seconds * (timed.drafting + timed.idle))))
 
-    def timed(self, choice: Choice, rounds: int, repeating: bool) -> Run:
-        """A dispatch of so many rounds, from the middle on."""
+    def timed(self, choice: Choice, rounds: int) -> Run:
+        """A dispatch of so many rounds, from the middle on, behind a text that repeats itself."""
         state = self.batch.device_state
         assert state is not None
-        tokens = np.zeros_like(self.fresh) if repeating else self.fresh
+        tokens = np.zeros((len(self.start), int(self.end[0])), np.int32)
         rows = {"tokens": tokens, "known": self.start, "end": self.end, "done": self.start < 0, "ignore_eos": self.start > 0}
         contexts = replace(state.draft_cache, held=(self.start,) * len(self.team.members))
         self.batch.device_state = replace(state, **rows, draft_cache=contexts)
