@@ -38,6 +38,9 @@ WATCHING = 1.04
 """What it is worth that a drafter proposes nothing where it has nothing."""
 CORRECTION = 0.3
 """How far the cost of a choice follows the time of a dispatch, as a power of their quotient."""
+TOLERANCE = 1.5
+"""How far that quotient may be from 1 before it corrects anything: whatever runs is slower than its fastest run was, and what
+does not run must not look better for that."""
 MOST_CORRECTION = 2.0
 """The largest such quotient that is believed: a dispatch may have been interrupted."""
 WORTHWHILE = 1.02
@@ -292,7 +295,8 @@ class Policy:
         cost = estimated(self.costs, choice)
         spent = self.dispatch + rounds * cost.expected(idle / max(rounds, 1))
         if seconds is not None and rounds:
-            change = min(max(seconds / spent, 1 / MOST_CORRECTION), MOST_CORRECTION)
+            beyond = max(seconds / spent / TOLERANCE, 1.0) * min(seconds / spent * TOLERANCE, 1.0)
+            change = min(max(beyond, 1 / MOST_CORRECTION), MOST_CORRECTION)
             self.costs[choice] = cost.times(change**CORRECTION)
         allowance = self.history.allowance
         allowance[choice.drafter] = 0.0
