@@ -144,7 +144,7 @@ def test_the_shallow_target_comes_first_unless_there_is_another(asked: list[tupl
     assert "shallow" in figures
     deeper = replace(TINY, num_layers=demo.LAYERS + 1)
     config, _, figures = demo.train_target(
-        tiny_text(), demo.Plan(7, (deeper, target_params(deeper))), tmp_path / "more", silent()
+        tiny_text(), demo.Plan(7, start=(deeper, target_params(deeper))), tmp_path / "more", silent()
     )
     assert asked[2:] == [(deeper.num_layers, *whole[1:])]
     assert "shallow" not in figures
