@@ -35,6 +35,8 @@ def test_a_licence_header_goes_and_code_stays():
         ("# --- Helpers ---", "# --- Helpers ---"),
         ("# ---- Helpers ----", "# Helpers"),
         ("#### Helpers ####", "# Helpers"),
+        ("# ....................{ IMPORTS                            }....................", "# IMPORTS"),
+        ("# and so on ...", "# and so on ..."),
         ("x = 3 - 4", "x = 3 - 4"),
         ("# a -> b", "# a -> b"),
         ("        ...", "        ..."),

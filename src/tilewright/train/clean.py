@@ -21,7 +21,7 @@ GENERATED = re.compile(
     r"auto-?generated|generated (?:by|from|automatically)|do not edit|don't (?:manually )?edit", re.IGNORECASE
 )
 RULER = re.compile(r"\s*(?:[#;]|//)?\s*([-=*#~_+.^])(?:\s*\1){3,}\s*#?\s*")
-FRAME = (re.compile(r"^(\s*)#*\s*([-=*#~_+])\2{3,}"), re.compile(r"\s*([-=*#~_+])\1{3,}\s*#?\s*$"))
+FRAME = (re.compile(r"^(\s*)#*\s*([-=*#~_+.])\2{3,}\{?"), re.compile(r"\s*\}?([-=*#~_+.])\1{3,}\s*#?\s*$"))
 """Rulers before and behind the words of a comment."""
 LITERAL = re.compile(r"""[rbuRBU]{0,2}(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|\b\d[\w.]*|\b(?:None|True|False)\b""")
 BETWEEN_LITERALS = frozenset(" \t,:()[]{}|=*+-.\\")
