@@ -132,17 +132,15 @@ class Programs:
 
             return prefill_chunk, (jax.ShapeDtypeStruct((key.shape.batch,), jnp.int32),) * 2
         assert not isinstance(drafter, Team), "one of its turns decodes"
-        step, width = step_of(drafter, target, warp), 1 if drafter is None else drafter.block_size
+        run, width = step_of(drafter, target, warp), 1 if drafter is None else drafter.block_size
+
+        def step(models: Models, state: DecodeState) -> tuple[DecodeState, Any]:
+            return run(models, opened(drafter, target, models, state))
 
         def decode_loop(models: Models, state: DecodeState, limit: Array) -> tuple[DecodeState, Array]:
-            return run_steps(step, models, state, limit, STEPS_PER_DISPATCH, width)
+            return run_steps(run, models, opened(drafter, target, models, state), limit, STEPS_PER_DISPATCH, width)
 
-        run, inputs = (step, ()) if key.name == "step" else (decode_loop, (jax.ShapeDtypeStruct((), jnp.int32),))
-
-        def dispatch(models: Models, state: DecodeState, *inputs: Array) -> tuple[DecodeState, Any]:
-            return run(models, opened(drafter, target, models, state), *inputs)
-
-        return dispatch, inputs
+        return (step, ()) if key.name == "step" else (decode_loop, (jax.ShapeDtypeStruct((), jnp.int32),))
 
     def read_models(self, drafter: Drafter | Team | None) -> Models:
         """The parameters that programs with or without a drafter read."""
