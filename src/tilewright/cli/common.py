@@ -31,7 +31,7 @@ from tilewright.report.replay import write_replay
 DEMO = "demo"
 DEMO_DRAFTERS = {"dflash": "demo-drafter", "eagle3": "demo-eagle3"}
 """The packaged drafters, by the names that they have beside the packaged target."""
-DEMO_PROMPT = 23
+DEMO_PROMPT = 32
 """The packaged prompt that stands in where the demo is given none; what follows it repeats itself less than most."""
 AUTO = "auto"
 """As a drafter: whichever promises most, round by round."""
