@@ -1,4 +1,4 @@
-"""The pair that ships with the package: both ways of decoding give the same tokens, and drafts are accepted."""
+"""The pair that ships with the package: both ways of decoding give the same tokens, and a drafter is worth having."""
 
 import json
 
@@ -13,9 +13,13 @@ from tilewright.models.hub import PACKAGED
 NEW = 32
 
 
-@pytest.fixture(scope="module")
-def demo() -> LanguageModel:
-    return load("demo", drafter="demo-drafter", block_size=16)
+WORTH = {"demo-drafter": 1.2, "demo-eagle3": 1.5}
+"""The mean acceptance length that each must exceed. DFlash is weak: it was trained for ten minutes (see the model card)."""
+
+
+@pytest.fixture(scope="module", params=list(WORTH))
+def demo(request: pytest.FixtureRequest) -> LanguageModel:
+    return load("demo", drafter=request.param, block_size=16 if request.param == "demo-drafter" else 8)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +40,8 @@ def test_greedy(demo: LanguageModel, asked: list[list[int]], batch: int, every: 
     sampling, some = Sampling(max_new_tokens=NEW), asked[::every]
     want = tokens_of(demo, some, sampling, speculative=False, batch=batch)
     lengths = check_same_as_autoregressive(demo, some, sampling, batch, want)
-    assert np.mean(lengths) > 1.2
+    assert demo.drafter is not None
+    assert np.mean(lengths) > WORTH["demo-drafter" if demo.drafter.name == "dflash" else "demo-eagle3"]
 
 
 @pytest.mark.parametrize("count", [16, pytest.param(24, marks=pytest.mark.slow)])

@@ -86,7 +86,7 @@ def test_any_widths_by_the_cpu_kernels(tmp_path: Path):
         assert [r.tokens for r in session.results()] == [r.tokens for r in lm.generate(asked, each, speculative=False)]
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [16, pytest.param(100, marks=pytest.mark.slow)])
 def test_the_demo_pair_by_xla(count: int):
     """As above, with a drafter that was trained. Here decoding one row at a time is a program that rounds differently."""
     target = load("demo", dtype="bfloat16", kernels="xla", table=DEMO_TABLE)
@@ -97,9 +97,14 @@ def test_the_demo_pair_by_xla(count: int):
     wide = target.with_drafter(*target.load_drafter(None, DrafterOptions(block_size=16)))
     want, _ = tokens_of(wide, asked, each)
     assert len({tuple(tokens) for tokens in want}) > 0.9 * count
-    drafted, tau = tokens_of(target.with_drafter(*target.load_drafter("demo-drafter", DrafterOptions())), asked, each)
-    assert drafted == want
-    assert tau > 1.1
+    reached = []
+    for drafter, size in (("demo-drafter", None), ("demo-eagle3", 8)):
+        options = DrafterOptions(block_size=size)
+        drafted, tau = tokens_of(target.with_drafter(*target.load_drafter(drafter, options)), asked, each)
+        if size is None:  # of the width of `wide`: a narrower program may round differently
+            assert drafted == want
+        reached.append(tau)
+    assert max(reached) > 1.3
     one_row, _ = tokens_of(target, asked, each)
     parted = [difference(target, *case) for case in zip(asked[::2], one_row[::2], want[::2], strict=True)]
     # Only where two tokens are all but equally likely: logits from 16 to 32 have steps of 1/8 in bfloat16, to which the hidden

@@ -48,15 +48,15 @@ class Costs:
 def measure(programs: Programs, shape: Shape, team: Team, choices: Collection[Choice]) -> Costs:
     """Times rounds of the choices in turns, in the middle of empty caches of this shape.
 
+    Memory for one more batch is taken meanwhile.
+
     Args:
         choices: plain decoding among them: a round for which a drafter finds nothing is taken to cost a step, which it runs.
-            Memory for one more batch is taken meanwhile.
     """
     bench = Bench(programs, shape, team)
     rounds = dict.fromkeys(choices, 2)
     taken: dict[Choice, list[Run]] = {choice: [] for choice in choices}
     nothing: dict[Choice, list[float]] = {choice: [] for choice in choices}
-    dispatches: list[float] = []
     began = time.perf_counter()
     for run in range(RUNS + 1):
         for choice in list(rounds)[:: -1 if run % 2 else 1]:
@@ -66,14 +66,13 @@ def measure(programs: Programs, shape: Shape, team: Team, choices: Collection[Ch
                 continue
             taken[choice].append(timed)
             nothing[choice].append(bench.timed(choice, 0).seconds)
-            dispatches.append(bench.idle_dispatch(choice))
         if run and time.perf_counter() - began > BUDGET_S * len(rounds):
             break
     bench.batch.free()
     least = {choice: min(runs).beyond(min(nothing[choice])) for choice, runs in taken.items()}
     step = least[PLAIN].seconds / least[PLAIN].drafting
     costs = {choice: run.cost(step, team.turn(choice).may_be_idle) for choice, run in least.items()}
-    return Costs(max(min(dispatches), 1e-9), no_dearer_when_narrower(costs))
+    return Costs(max(min(map(min, nothing.values())), 1e-9), no_dearer_when_narrower(costs))
 
 
 class Run(NamedTuple):
@@ -133,13 +132,6 @@ class Bench:
         seconds = time.perf_counter() - began
         drafting = len(infos.drafted) if choice == PLAIN else int(np.sum(np.any(infos.drafted > 0, axis=1)))
         return Run(seconds, drafting, len(infos.drafted) - drafting)
-
-    def idle_dispatch(self, choice: Choice) -> float:
-        """Seconds of a dispatch that runs nothing."""
-        began = time.perf_counter()
-        if self.programs.table.device_loop:
-            self.batch.advance(0, choice)
-        return time.perf_counter() - began
 
 
 class CostFiles:
