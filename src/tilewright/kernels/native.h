@@ -3,11 +3,9 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -24,6 +22,7 @@
 #endif
 #endif
 
+#include "helpers.h"
 #include "xla/ffi/api/ffi.h"
 
 // Compiles what follows for an instruction set of its own, until TARGET_END.
@@ -92,33 +91,23 @@ inline Isa isa() {
   return chosen;
 }
 
-// Runs body(begin, end) over [0, items) in pieces of a multiple of `grain`. The calling thread claims pieces until none is left, and
-// threads of the pool help if they are free: a busy pool delays nothing and cannot deadlock.
+// Runs body(begin, end) over [0, items) in pieces of a multiple of `grain`, on as many threads as XLA's pool has; in the calling thread alone
+// where it is not worth it, or where the helpers are at work for somebody else.
 template <class Body>
 void share(ffi::ThreadPool& pool, int64_t items, int64_t grain, bool worth_it, const Body& body) {
   const int64_t threads = pool.num_threads();
   if (threads < 2 || items <= grain || !worth_it) return body(0, items);
-  struct State {
-    std::atomic<int64_t> next{0}, finished{0};
+  struct Work {
+    const Body& body;
+    int64_t items, piece;
   };
-  auto state = std::make_shared<State>();
-  const int64_t each = (items + 2 * threads - 1) / (2 * threads);
-  const int64_t piece = (each + grain - 1) / grain * grain;
-  const int64_t pieces = (items + piece - 1) / piece;
-  auto help = [state, piece, pieces, items, &body] {
-    for (int64_t i; (i = state->next.fetch_add(1)) < pieces;) {
-      body(i * piece, std::min(items, (i + 1) * piece));
-      state->finished.fetch_add(1, std::memory_order_release);
-    }
+  const int64_t each = (items + 2 * threads - 1) / (2 * threads), piece = (each + grain - 1) / grain * grain;
+  const Work work{body, items, piece};
+  const auto run = [](const void* given, int64_t number) {
+    const Work& work = *static_cast<const Work*>(given);
+    work.body(number * work.piece, std::min(work.items, (number + 1) * work.piece));
   };
-  for (int64_t t = 1; t < std::min(threads, pieces); ++t) pool.Schedule(std::function<void()>(help));
-  help();
-  // Whatever is not finished is being computed by a running thread. A helper that starts later finds nothing left and touches only `state`.
-  while (state->finished.load(std::memory_order_acquire) < pieces) {
-#if defined(__x86_64__)
-    _mm_pause();
-#endif
-  }
+  if (!helpers().help(threads - 1, (items + piece - 1) / piece, &work, run)) body(0, items);
 }
 
 // Memory that a thread keeps from call to call: fresh pages cost more than small products. Aligned to 64 bytes; one block for each SLOT.
