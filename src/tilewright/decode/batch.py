@@ -125,12 +125,6 @@ class Batch:
             taken.append(jax.device_get(self.run(program)))
         return jax.tree.map(lambda *each: np.stack(each), *taken)
 
-    def has_context(self, choice: Choice) -> bool:
-        """Whether whoever drafts rounds of a team's choice has a context, which may have to catch up before them."""
-        assert isinstance(self.drafter, Team)
-        place = self.drafter.place(choice)
-        return self.programs.table.device_loop and place is not None and len(self.drafter.members[place].tap_layers) > 0
-
     @property
     def done(self) -> np.ndarray:
         """Which rows have ended, bool `[B]`; those that hold no request have."""

@@ -22,13 +22,17 @@ from tilewright.decode.programs import STEPS_PER_DISPATCH, Programs
 from tilewright.decode.shapes import Shape
 from tilewright.decode.team import Team
 
-BUDGET_S = 0.2
+BUDGET_S = 0.4
 """How long a choice may be measured, unless a single run takes longer."""
-RUN_S = 0.004
-"""How long a run should take: rounds are repeated until it does."""
+RUN_S = 0.02
+"""How long a run should take: rounds are repeated until it does, about as many as a session's dispatch has. The first ones after a
+rest are slower."""
+REST_S = 0.002
+"""How long the device waits before each run, as it does while a host takes in what the last one gave: a dispatch after it takes
+several times as long as one that follows at once, for threads sleep and caches forget."""
 LEAST_SHARE = 0.2
 """Of a run at least so much is taken to be its rounds; what else a dispatch takes is measured apart, and may be disturbed."""
-RUNS = 6
+RUNS = 15
 """The most runs of a choice, of which the fastest counts: what disturbs a run only makes it longer."""
 
 
@@ -54,25 +58,28 @@ def measure(programs: Programs, shape: Shape, team: Team, choices: Collection[Ch
         choices: plain decoding among them: a round for which a drafter finds nothing is taken to cost a step, which it runs.
     """
     bench = Bench(programs, shape, team)
+    bench.repeat_text()
     rounds = dict.fromkeys(choices, 2)
     taken: dict[Choice, list[Run]] = {choice: [] for choice in choices}
-    nothing: dict[Choice, list[float]] = {choice: [] for choice in choices}
+    single: list[float] = []
     began = time.perf_counter()
     for run in range(RUNS + 1):
         for choice in list(rounds)[:: -1 if run % 2 else 1]:
             timed = bench.timed(choice, rounds[choice])
             if run == 0:  # what comes first also touches memory for the first time
-                rounds[choice] = bench.enough(choice, timed)
+                rounds[choice] = max(2, bench.enough(choice, bench.timed(choice, 2)))
                 continue
             taken[choice].append(timed)
-            nothing[choice].append(bench.timed(choice, 0).seconds)
+            single.append(bench.timed(PLAIN, 1).seconds)
         if run and time.perf_counter() - began > BUDGET_S * len(rounds):
             break
     bench.batch.free()
-    least = {choice: min(runs).beyond(min(nothing[choice])) for choice, runs in taken.items()}
+    least = {choice: min(runs) for choice, runs in taken.items()}
+    dispatch = least[PLAIN].dispatch(min(single))
+    least = {choice: run.beyond(dispatch) for choice, run in least.items()}
     step = least[PLAIN].seconds / least[PLAIN].drafting
     costs = {choice: run.cost(step, team.turn(choice).may_be_idle) for choice, run in least.items()}
-    return Costs(max(min(map(min, nothing.values())), 1e-9), no_dearer_when_narrower(costs))
+    return Costs(dispatch, no_dearer_when_narrower(costs))
 
 
 class Run(NamedTuple):
@@ -82,9 +89,14 @@ class Run(NamedTuple):
     drafting: int
     idle: int = 0
 
-    def beyond(self, nothing: float) -> "Run":
-        """Its rounds alone, given what a dispatch without any takes."""
-        return self._replace(seconds=max(self.seconds - nothing, LEAST_SHARE * self.seconds))
+    def dispatch(self, single: float) -> float:
+        """What a dispatch takes besides its rounds, given one of a single round like these."""
+        more = (self.seconds - single) / (self.drafting + self.idle - 1)
+        return max(single - more, 1e-9)
+
+    def beyond(self, dispatch: float) -> "Run":
+        """Its rounds alone, given what a dispatch takes besides."""
+        return self._replace(seconds=max(self.seconds - dispatch, LEAST_SHARE * self.seconds))
 
     def cost(self, step: float, may_be_idle: bool) -> Cost:
         """What its rounds cost, those that had nothing to propose a step each, where a drafter may be idle."""
@@ -111,27 +123,47 @@ class Bench:
         self.batch.device_state = programs.empty_state(shape, *programs.get(self.batch.key("allocate"))())
         rows = np.ones(shape.batch, np.int32)
         self.start, self.end = rows * (shape.capacity // 2), rows * shape.capacity
+        self.tokens = np.zeros((shape.batch, shape.capacity), np.int32)
 
-    def enough(self, choice: Choice, timed: Run) -> int:
-        """How many rounds make a run long enough, and have room."""
-        room = int(self.end[0] - self.start[0] - 1) // self.team.turn(choice).block_size
-        return max(1, min(STEPS_PER_DISPATCH, room, math.ceil(RUN_S / timed.seconds * (timed.drafting + timed.idle))))
+    def repeat_text(self) -> None:
+        """Makes the text one in which all that the target says next was said before, with another token behind it.
+
+        So an n-gram drafter finds something in each round, and each round adds one token.
+        """
+        self.timed(PLAIN, 2)  # what comes first also touches memory for the first time
+        rounds = self.enough(PLAIN, self.timed(PLAIN, 2), BUDGET_S)
+        self.rewind()
+        said = self.batch.advance(rounds, PLAIN).tokens[: self.start[0] // 3, :, 0]
+        wrong = np.setdiff1d(np.arange(said.size + 1), said)[0]
+        pairs = np.stack([np.concatenate([np.zeros_like(said[:1]), said[:-1]]), said, np.full_like(said, wrong)], axis=1)
+        text = pairs.reshape(-1, said.shape[1])
+        self.tokens[:, : len(text)] = text.T
+
+    def enough(self, choice: Choice, timed: Run, wanted: float = RUN_S) -> int:
+        """How many rounds make a run of so many seconds, and have room."""
+        room = int(self.end[0] - self.start[0]) - self.team.turn(choice).block_size
+        return max(1, min(STEPS_PER_DISPATCH, room, math.ceil(wanted / timed.seconds * (timed.drafting + timed.idle))))
 
     def timed(self, choice: Choice, rounds: int) -> Run:
-        """A dispatch of so many rounds, from the middle on, behind a text that repeats itself."""
-        state = self.batch.device_state
-        assert state is not None
-        tokens = np.zeros((len(self.start), int(self.end[0])), np.int32)
-        rows = {"tokens": tokens, "known": self.start, "end": self.end, "done": self.start < 0, "ignore_eos": self.start > 0}
-        contexts = replace(state.draft_cache, held=(self.start,) * len(self.team.members))
-        self.batch.device_state = replace(state, **rows, draft_cache=contexts)
-        if not rounds and not self.programs.table.device_loop:
-            return Run(0.0, 0)
+        """A dispatch of so many rounds, from the middle on."""
+        self.rewind()
+        rest = time.perf_counter() + REST_S
+        while time.perf_counter() < rest:  # a host is at work meanwhile: a processor that slept would wake up slow
+            pass
         began = time.perf_counter()
         infos = self.batch.advance(rounds, choice)
         seconds = time.perf_counter() - began
         drafting = len(infos.drafted) if choice == PLAIN else int(np.sum(np.any(infos.drafted > 0, axis=1)))
         return Run(seconds, drafting, len(infos.drafted) - drafting)
+
+    def rewind(self) -> None:
+        """Puts every row back into the middle."""
+        state = self.batch.device_state
+        assert state is not None
+        start = self.start
+        rows = {"tokens": self.tokens, "known": start, "end": self.end, "done": start < 0, "ignore_eos": start > 0}
+        contexts = replace(state.draft_cache, held=(start,) * len(self.team.members))
+        self.batch.device_state = replace(state, **rows, draft_cache=contexts)
 
 
 class CostFiles:

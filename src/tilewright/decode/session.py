@@ -112,14 +112,14 @@ class Session:
         if self.policy is None:
             return self.batch.advance(steps, choice), choice
         plan = self.policy.next(steps) if choice is None else Plan(choice, steps)
-        if self.drafted not in (None, plan.choice.drafter) and self.batch.has_context(plan.choice):
-            self.batch.advance(0, plan.choice)  # its context catches up apart: rounds are timed alone
-        self.drafted = plan.choice.drafter
         began = time.perf_counter()
         infos = self.batch.advance(plan.rounds, plan.choice)
         seconds = time.perf_counter() - began
         drafted, accepted, settled = (np.asarray(each) for each in (infos.drafted, infos.accepted, infos.settled))
-        self.policy.observe(plan.choice, drafted, accepted, settled > 0, seconds)
+        # Where another one drafted before, a context catches up first.
+        alone = self.drafted in (None, plan.choice.drafter)
+        self.policy.observe(plan.choice, drafted, accepted, settled > 0, seconds if alone else None)
+        self.drafted = plan.choice.drafter
         return infos, plan.choice
 
     def overhear(self, heard: Sequence[int]) -> None:
