@@ -25,8 +25,8 @@ from tilewright.decode.team import Team
 BUDGET_S = 0.4
 """How long a choice may be measured, unless a single run takes longer."""
 RUN_S = 0.02
-"""How long a run should take: rounds are repeated until it does, about as many as a session's dispatch has. The first ones after a
-rest are slower."""
+"""How long a run should take: rounds are repeated until it does, about as many as a session's dispatch has. The first ones
+after a rest are slower."""
 REST_S = 0.002
 """How long the device waits before each run, as it does while a host takes in what the last one gave: a dispatch after it takes
 several times as long as one that follows at once, for threads sleep and caches forget."""
