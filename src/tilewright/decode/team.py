@@ -37,12 +37,13 @@ class Contexts:
     Attributes:
         of_members: the context of each drafter.
         held: how many positions, from the first, each of them holds, `[B]`.
-        taps: the target's hidden states, `[B, 1, capacity, H]` for each tapped layer, at all positions that a context lacks.
+        taps: the target's hidden states at all positions that a context lacks, those of the tapped layers side by side,
+            `[B, 1, capacity, taps * H]`; None where nothing is tapped.
     """
 
     of_members: tuple[Any, ...]
     held: tuple[Any, ...]
-    taps: tuple[Any, ...]
+    taps: Any
 
 
 @dataclass(frozen=True)
@@ -106,11 +107,12 @@ class Team:
     def allocate(self, batch: int, capacity: int) -> Any:
         """Empty contexts, without room for what is set aside; see `room`."""
         of_members = tuple(member.allocate(batch, capacity) for member in self.members)
-        return Contexts(of_members, tuple(jnp.zeros(batch, jnp.int32) for _ in self.members), ())
+        return Contexts(of_members, tuple(jnp.zeros(batch, jnp.int32) for _ in self.members), None)
 
-    def room(self, batch: int, capacity: int, hidden_size: int, dtype: DTypeLike) -> tuple[Array, ...]:
+    def room(self, batch: int, capacity: int, hidden_size: int, dtype: DTypeLike) -> Array | None:
         """Where the target's hidden states are set aside."""
-        return tuple(jnp.zeros((batch, 1, capacity, hidden_size), dtype) for _ in self.tap_layers)
+        taps = len(self.tap_layers)
+        return jnp.zeros((batch, 1, capacity, taps * hidden_size), dtype) if taps else None
 
     def extend(
         self, target: Target, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Int[Array, " B"],
@@ -189,9 +191,8 @@ class Turn:
     ) -> DecodeState:  # fmt: skip
         """Extends the context of whoever drafts, and sets the taps aside for the others."""
         if self.behind:
-            contexts, count = state.draft_cache, stop - start
-            pairs = zip(contexts.taps, taps, strict=True)
-            kept = tuple(target.ops.append(room, new[:, None], start, count) for room, new in pairs)
+            contexts, added = state.draft_cache, jnp.concatenate(taps, axis=-1)[:, None]
+            kept = target.ops.append(contexts.taps, added, start, stop - start)
             state = replace(state, draft_cache=replace(contexts, taps=kept))
         place = self.team.place(self.choice)
         return state if place is None else self.team.extend_one(place, target, models, state, taps, start, stop)
@@ -213,10 +214,11 @@ def opened(drafter: Drafter | None, target: Target, models: Models, state: Decod
 
     def caught_up(state: DecodeState) -> DecodeState:
         contexts, start = state.draft_cache, state.draft_cache.held[place]
-        batch, _, capacity, size = contexts.taps[0].shape
+        batch, _, capacity, size = contexts.taps.shape
         positions = jnp.minimum(start[:, None] + jnp.arange(CATCH_UP), capacity - 1)
         entries = jnp.arange(batch)[:, None] * capacity + positions
-        taps = tuple(target.ops.take(room.reshape(-1, size), entries) for room in contexts.taps)
+        aside = target.ops.take(contexts.taps.reshape(-1, size), entries)
+        taps = tuple(jnp.split(aside, len(team.tap_layers), axis=-1))
         return team.extend_one(place, target, models, state, taps, start, jnp.minimum(start + CATCH_UP, state.known))
 
     return jax.lax.while_loop(behind, caught_up, state)
