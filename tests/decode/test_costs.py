@@ -12,7 +12,7 @@ import pytest
 from decode.support import prompts
 from reference.dflash_numpy import as_folders, random_pair
 from tilewright.decode import pacing
-from tilewright.decode.costs import CostFiles, Costs, Run, configuration, measure, no_dearer_when_narrower
+from tilewright.decode.costs import Bench, CostFiles, Costs, Run, configuration, measure, no_dearer_when_narrower
 from tilewright.decode.language_model import LanguageModel, load
 from tilewright.decode.pacing import Pacing
 from tilewright.decode.policy import PLAIN, Choice, Cost
@@ -60,6 +60,25 @@ def test_every_choice_is_measured(lm: LanguageModel):
     for choice, cost in costs.rounds.items():
         assert 0 < cost.drafting < 1
         assert (cost.idle is None) == (choice.drafter != "ngram")
+
+
+def test_rounds_of_ngrams_draft_while_they_are_measured(lm: LanguageModel):
+    """Rounds that find nothing would tell what a step costs; and drafts that are right would run out of room."""
+    for shape in (Shape(4, 128, "greedy"), Shape(1, 64, "greedy")):
+        bench = Bench(lm.programs, shape, team_of(lm))
+        assert bench.timed(Choice("ngram", 2), 8).idle > 0
+        bench.repeat_text()
+        for choice in (Choice("ngram", 2), Choice("ngram", 16)):
+            run = bench.timed(choice, 8)
+            assert (run.drafting, run.idle) == (8, 0)
+            assert bench.timed(choice, 8)[1:] == (8, 0), "it begins where it began before"
+
+
+def test_a_dispatch_is_what_rounds_do_not_explain():
+    assert Run(10e-3, 5).dispatch(4e-3) == pytest.approx(2.5e-3)
+    assert Run(10e-3, 5).beyond(2.5e-3).seconds == pytest.approx(7.5e-3)
+    assert Run(10e-3, 5).dispatch(1e-3) == 1e-9, "a single round that was faster than the others explains it all"
+    assert Run(10e-3, 5).beyond(9.9e-3).seconds == pytest.approx(2e-3)
 
 
 def test_rounds_that_find_nothing_are_taken_to_cost_a_step():

@@ -86,7 +86,7 @@ def test_any_widths_by_the_cpu_kernels(tmp_path: Path):
         assert [r.tokens for r in session.results()] == [r.tokens for r in lm.generate(asked, each, speculative=False)]
 
 
-@pytest.mark.parametrize("count", [16, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [8, pytest.param(100, marks=pytest.mark.slow)])
 def test_the_demo_pair_by_xla(count: int):
     """As above, with a drafter that was trained. Here decoding one row at a time is a program that rounds differently."""
     target = load("demo", dtype="bfloat16", kernels="xla", table=DEMO_TABLE)

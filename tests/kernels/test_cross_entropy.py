@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilewright.kernels import native, select
@@ -38,6 +38,7 @@ def test_the_reference_against_numpy():
 
 
 @pytest.mark.parametrize("products", ["float32", pytest.param("bfloat16", marks=needs_native)])
+@settings(max_examples=30)  # each compiles three programs
 @given(
     seed=st.integers(0, 2**31 - 1), rows=st.sampled_from([(1,), (2, 9), (31,)]), block=st.integers(1, 40), tied=st.booleans()
 )

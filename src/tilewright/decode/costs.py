@@ -133,11 +133,12 @@ class Bench:
         self.timed(PLAIN, 2)  # what comes first also touches memory for the first time
         rounds = self.enough(PLAIN, self.timed(PLAIN, 2), BUDGET_S)
         self.rewind()
-        said = self.batch.advance(rounds, PLAIN).tokens[: self.start[0] // 3, :, 0]
-        wrong = np.setdiff1d(np.arange(said.size + 1), said)[0]
-        pairs = np.stack([np.concatenate([np.zeros_like(said[:1]), said[:-1]]), said, np.full_like(said, wrong)], axis=1)
-        text = pairs.reshape(-1, said.shape[1])
-        self.tokens[:, : len(text)] = text.T
+        room = self.start[0] // 3 - 2  # behind it zeros go on as the text begins
+        said = self.batch.advance(rounds, PLAIN).tokens[:room, :, 0]
+        nothing = np.zeros_like(said[:1])
+        before, after = np.concatenate([nothing, said[:-1]]), np.concatenate([said[1:], nothing])
+        text = np.stack([before, said, (after + 1) % self.programs.target.config.vocab_size], axis=1)
+        self.tokens[:, : 3 * len(said)] = text.reshape(-1, said.shape[1]).T
 
     def enough(self, choice: Choice, timed: Run, wanted: float = RUN_S) -> int:
         """How many rounds make a run of so many seconds, and have room."""
