@@ -54,9 +54,9 @@ class Drafted:
     """What is drafted, and with what.
 
     Attributes:
-        drafter: folders, Hugging Face ids, "ngram"; for the demo also "dflash" and "eagle3"; "auto" takes whichever promises
-            most, round by round. Plain decoding always runs beside them; "none" with a block size adds plain decoding through a
-            program of that width.
+        drafter: folders, Hugging Face ids, "ngram"; for the demo also "dflash", "dflash2" and "eagle3"; "auto" takes
+            whichever promises most, round by round. Plain decoding always runs beside them; "none" with a block size adds plain
+            decoding through a program of that width.
         block_size: tokens drafted at once by every drafter, the known one included; by default what each was trained for.
             "auto" and "auto-inexact" choose it round by round, as `generate` does.
         draft_window: keep only this many last positions in the drafters' contexts.

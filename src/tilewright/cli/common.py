@@ -29,7 +29,7 @@ from tilewright.models.hub import PACKAGED
 from tilewright.report.replay import write_replay
 
 DEMO = "demo"
-DEMO_DRAFTERS = {"dflash": "demo-drafter", "eagle3": "demo-eagle3"}
+DEMO_DRAFTERS = {"dflash": "demo-drafter", "dflash2": "demo-dflash2", "eagle3": "demo-eagle3"}
 """The packaged drafters, by the names that they have beside the packaged target."""
 DEMO_PROMPT = 32
 """The packaged prompt that stands in where the demo is given none; what follows it repeats itself less than most."""
@@ -94,7 +94,7 @@ class TargetOptions:
     compile_cache: CompileCache = True
 
     def load_with(self, drafter: str | None, options: DrafterOptions, console: Console) -> LanguageModel:
-        """The target with a drafter: a folder, a Hugging Face id, "ngram", "auto", or for the demo "dflash" or "eagle3"."""
+        """The target with a drafter: a folder, a Hugging Face id, "ngram", "auto", or for the demo one of `DEMO_DRAFTERS`."""
         keep_programs(self.compile_cache)
         if self.kernels == "auto":
             with console.status("CPU kernels: compiled at first use, then kept"):
@@ -131,8 +131,9 @@ class ModelOptions(TargetOptions):
     """Which models to load, and how.
 
     Attributes:
-        drafter: a folder, a Hugging Face id, "ngram" or "none"; for the demo also "dflash" and "eagle3". "auto" takes whichever
-            promises most, round by round: n-gram and for the demo its own; it is the default for the demo, "none" otherwise.
+        drafter: a folder, a Hugging Face id, "ngram" or "none"; for the demo also "dflash", "dflash2" and "eagle3". "auto"
+            takes whichever promises most, round by round: n-gram and for the demo its own; it is the default for the demo,
+            "none" otherwise.
         block_size: tokens drafted at once, the known one included. "auto", the default, takes the width that promises most,
             round by round, plain decoding among them; where narrower programs round differently all run at the widest, unless
             it is "auto-inexact". Without a drafter: plain decoding through a program of this width.

@@ -7,7 +7,12 @@ from rich.console import Console
 TOKENIZER = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 """A model's tokenizer and what belongs to it."""
 DEMO = Path(__file__).parents[1] / "assets" / "demo"
-PACKAGED = {"demo": DEMO / "target", "demo-drafter": DEMO / "drafter", "demo-eagle3": DEMO / "eagle3"}
+PACKAGED = {
+    "demo": DEMO / "target",
+    "demo-drafter": DEMO / "drafter",
+    "demo-dflash2": DEMO / "dflash2",
+    "demo-eagle3": DEMO / "eagle3",
+}
 """Models that come with the package, by the names that stand for their folders."""
 
 

@@ -82,13 +82,10 @@ def tapped_layers(target: DecoderConfig) -> tuple[int, ...]:
     return tuple(sorted({*range(2, target.num_layers - 1, 3), target.num_layers - 2}))
 
 
-def dflash_config(target: DecoderConfig) -> DFlashConfig:
-    """The DFlash drafter: two layers of the target's own sizes.
-
-    With one, a slot sees the known token and what the target saw before it apart, and half as many second drafts are right.
-    """
+def dflash_config(target: DecoderConfig, layers: int = 1) -> DFlashConfig:
+    """The DFlash drafter: a layer of the target's own sizes, so that all that ships stays small."""
     return DFlashConfig(
-        **{**target.sizes(), "num_layers": 2},
+        **{**target.sizes(), "num_layers": layers},
         block_size=16,
         mask_token_id=MASK_TOKEN_ID,
         target_layer_ids=tapped_layers(target),
@@ -97,9 +94,13 @@ def dflash_config(target: DecoderConfig) -> DFlashConfig:
 
 
 def dflash2_config(target: DecoderConfig) -> DFlash2Config:
-    """The DFlash 2 drafter: the same backbone with convolutions, and a selector that is small for the models' sake."""
+    """The DFlash 2 drafter: a backbone of two layers with convolutions, and a selector that is small for the models' sake."""
     return DFlash2Config(
-        **vars(dflash_config(target)), conv_kernel_size=2, conv_group_size=16, selector_rank=64, selector_top_k=16
+        **vars(dflash_config(target, layers=2)),
+        conv_kernel_size=2,
+        conv_group_size=16,
+        selector_rank=64,
+        selector_top_k=16,
     )
 
 
