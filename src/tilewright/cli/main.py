@@ -22,6 +22,7 @@ app = App(
 app.command("tilewright.cli.generate:generate", name="generate", help="Generates text and shows which tokens were drafted.")
 app.command("tilewright.cli.train:app", name="train", help="Training.")
 app.command(bench)
+app.command("tilewright.cli.shapes:app", name="shapes", help="The shapes that serving declares.")
 app.command(
     "tilewright.cli.doctor:doctor",
     name="doctor",

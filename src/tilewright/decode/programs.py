@@ -57,6 +57,13 @@ def allocate_caches(target: DecoderConfig, shape: Shape, drafter: Drafter | Team
     return target_cache, context
 
 
+def program_keys(table: ShapeTable, shape: Shape, drafter: Drafter | Team | None) -> Iterator[ProgramKey]:
+    """All programs that serve a shape of a table, each under the key that it is kept under."""
+    for name, chunk in table.programs():
+        turns = map(drafter.turn, drafter.choices) if name in DECODING and isinstance(drafter, Team) else (drafter,)
+        yield from (Programs.shared(ProgramKey(name, shape, each, chunk)) for each in turns)
+
+
 class Programs:
     """Compiles and keeps the programs of one model pair; safe to use from several threads.
 
@@ -72,9 +79,7 @@ class Programs:
 
     def keys(self, shape: Shape, drafter: Drafter | Team | None) -> Iterator[ProgramKey]:
         """All programs that serve a shape."""
-        for name, chunk in self.table.programs():
-            turns = map(drafter.turn, drafter.choices) if name in DECODING and isinstance(drafter, Team) else (drafter,)
-            yield from (self.shared(ProgramKey(name, shape, each, chunk)) for each in turns)
+        return program_keys(self.table, shape, drafter)
 
     @staticmethod
     def shared(key: ProgramKey) -> ProgramKey:

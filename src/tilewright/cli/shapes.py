@@ -1,0 +1,411 @@
+"""`tilewright shapes`: which shapes to declare, from the lengths of requests."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from cyclopts import App, Parameter
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from tilewright.bench.lengths import read_lengths
+from tilewright.cli.common import JsonFile, TargetOptions, check_output_file, human_console, write_json, write_text
+from tilewright.compiled.figures import print_table, significant
+from tilewright.compiled.ledger import Ledger
+from tilewright.decode.drafters.load import DrafterOptions
+from tilewright.decode.language_model import LanguageModel
+from tilewright.decode.programs import ProgramKey
+from tilewright.decode.sampling import Warp
+from tilewright.decode.shapes import ShapeTable
+from tilewright.engine.advice import (
+    Buckets,
+    Lengths,
+    capacity_choice,
+    capacity_choices,
+    chunk_choice,
+    chunk_choices,
+    chunk_lengths,
+    compile_seconds,
+    programs_of,
+    recommended,
+    saved_shares,
+)
+from tilewright.engine.shape_file import read_table, table_text
+from tilewright.report.terminal import number
+
+app = App(name="shapes", help="The shapes that serving declares.")
+
+SEVERAL = Parameter(consume_multiple=True, negative=())
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class ShapeOptions:
+    """What to choose from, and by what.
+
+    Attributes:
+        max_buckets: the most capacities, and the most chunk lengths, to look at.
+        least_saving: the share of the work that one more bucket must save to be recommended. Work is counted in positions.
+        multiple: the shortest chunk; the others are this doubled. 16 suits CPUs, 128 TPUs.
+        longest_chunk: the longest chunk; capacities are multiples of it.
+        chunk_overhead: what running a chunk costs besides its own positions, in positions: the dispatch, reading the weights.
+        context: positions of the longest request that the model takes; that of --model, or of the trace, by default.
+        batches: numbers of rows in the table.
+        sampling: kinds of sampling to compile for: greedy, plain, filtered, penalised.
+        compile_seconds: that a program takes to compile; otherwise, with --model, measured.
+        model: a folder, a Hugging Face id, or "demo": compiles one program of each kind, and gives the context.
+        drafter: that the model serves with, named as for `generate`; none by default.
+    """
+
+    max_buckets: int = 8
+    least_saving: float = 0.05
+    multiple: int = 16
+    longest_chunk: int = 256
+    chunk_overhead: int = 64
+    context: int | None = None
+    batches: Annotated[tuple[int, ...], SEVERAL] = ShapeTable.batches
+    sampling: Annotated[tuple[Warp, ...], SEVERAL] = ("greedy",)
+    compile_seconds: float | None = None
+    model: str | None = None
+    drafter: str | None = None
+
+    def check(self) -> None:
+        """Raises a `ValueError` for an option out of its range."""
+        for name, value, least in (
+            ("max_buckets", self.max_buckets, 1),
+            ("chunk_overhead", self.chunk_overhead, 0),
+            ("context", 1 if self.context is None else self.context, 1),
+        ):
+            if value < least:
+                raise ValueError(f"expected {name} of at least {least}, found {value}")
+        if not 0 <= self.least_saving < 1:
+            raise ValueError(f"expected least_saving from 0 to below 1, found {self.least_saving:g}")
+        if self.compile_seconds is not None and not 0 < self.compile_seconds < math.inf:
+            raise ValueError(f"expected compile_seconds above 0, found {self.compile_seconds:g}")
+        if not self.sampling:
+            raise ValueError("expected a kind of sampling, found none")
+        if self.drafter is not None and self.model is None:
+            raise ValueError("--drafter needs --model")
+        chunk_lengths(self.multiple, self.longest_chunk)
+        ShapeTable(self.batches, (self.longest_chunk,), (self.longest_chunk,))
+
+    def load(self, console: Console) -> LanguageModel | None:
+        """The model, if one is named; programs are not kept on disk, so that they are compiled when they are timed."""
+        if self.model is None:
+            return None
+        return TargetOptions(self.model, compile_cache=False).load_with(self.drafter, DrafterOptions(), console)
+
+    def limit(self, lm: LanguageModel | None) -> int | None:
+        """Positions of the longest request that counts; None for the trace's longest.
+
+        Raises:
+            ValueError: the model's context has fewer than were asked for.
+        """
+        if lm is None:
+            return self.context
+        most = lm.target.max_position_embeddings
+        if self.context is not None and self.context > most:
+            raise ValueError(f"expected a context of at most {most}, which the model has, found {self.context}")
+        return self.context or most
+
+
+@dataclass(frozen=True)
+class Requests:
+    """The requests that count.
+
+    Attributes:
+        positions: that each takes in a cache: prompt and output.
+        prefilled: tokens that each prefills: all of its prompt but the last.
+        beyond: how many others are longer than the context.
+        context: positions; None where nothing limits them.
+    """
+
+    positions: Lengths
+    prefilled: Lengths
+    beyond: int
+    context: int | None
+
+    @classmethod
+    def within(cls, context: int | None, prompts: Lengths, outputs: Lengths) -> "Requests":
+        positions = prompts + outputs
+        fits = positions <= (positions.max() if context is None else context)
+        if not fits.any():
+            raise ValueError(
+                f"expected requests of at most {context} positions, the context; the shortest has {positions.min()}"
+            )
+        return cls(positions[fits], prompts[fits] - 1, int(np.sum(~fits)), context)
+
+    @property
+    def longest(self) -> int:
+        return int(self.positions.max())
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """How many programs tables have, and how long these take to compile.
+
+    Attributes:
+        each: seconds of a program, by its name; empty where nothing is known.
+        source: "given", "measured", or None.
+        loaded: of those measured, how many came from JAX's compilation cache on disk.
+    """
+
+    options: ShapeOptions
+    lm: LanguageModel | None
+    longest: int
+    each: Mapping[str, float]
+    source: str | None = None
+    loaded: int = 0
+
+    @classmethod
+    def make(
+        cls, options: ShapeOptions, lm: LanguageModel | None, longest: int, table: ShapeTable, console: Console
+    ) -> "Estimate":
+        """With seconds as given, or of one program of each name of a table."""
+        bare = cls(options, lm, longest, {})
+        first: dict[str, ProgramKey] = {}
+        for key in bare.programs(table):
+            first.setdefault(key.name, key)
+        if options.compile_seconds is not None:
+            return cls(options, lm, longest, dict.fromkeys(first, options.compile_seconds), "given")
+        if lm is None:
+            return bare
+        with Ledger() as ledger, console.status("compiling one program of each kind"):
+            for key in first.values():
+                lm.programs.get(key)
+        seconds = {name: lm.programs.seconds[key] for name, key in first.items()}
+        return cls(options, lm, longest, seconds, "measured", ledger.loaded)
+
+    def programs(self, table: ShapeTable) -> list[ProgramKey]:
+        return programs_of(table, self.options.sampling, self.longest, self.lm and self.lm.drafter)
+
+    def figures(self, table: ShapeTable) -> dict[str, Any]:
+        programs = self.programs(table)
+        seconds = compile_seconds(programs, self.each) if self.each else None
+        return {"programs": len(programs), "compile_seconds": seconds}
+
+
+@app.command
+def suggest(
+    *,
+    trace: Path,
+    options: ShapeOptions = ShapeOptions(),
+    shapes: Path | None = None,
+    out: Path | None = None,
+    force: bool = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Proposes capacities and prefill chunks for requests of known lengths, with padding, programs and compile time.
+
+    Parameters
+    ----------
+    trace
+        The requests: .csv or .jsonl with prompt_tokens and output_tokens, or ContextTokens and GeneratedTokens.
+    shapes
+        A table to compare with, in a file as --out writes it; the default one otherwise.
+    out
+        Write the recommended table to this file, as JSON.
+    force
+        Let --out replace a file.
+    json_file
+        Write the figures as JSON to this file, "-" for standard output.
+    """
+    check_output_file("--json", json_file)
+    check_output_file("--out", None if out is None else str(out))
+    if out is not None and out.exists() and not force:
+        raise ValueError(f"--out {out}: it exists; --force replaces it")
+    options.check()
+    console = human_console(json_file)
+    present = ShapeTable() if shapes is None else read_table(shapes)
+    prompts, outputs = read_lengths(trace)
+    lm = options.load(console)
+    requests = Requests.within(options.limit(lm), prompts, outputs)
+    figures, table = advise(options, requests, lm, present, "default" if shapes is None else str(shapes), console)
+    lengths = {"prompt_tokens": spread(prompts), "output_tokens": spread(outputs)}
+    figures = {"trace": str(trace), "requests": len(prompts), **lengths, **figures}
+    show(figures, console)
+    if out is not None:
+        write_text(out, table_text(table))
+        console.print(f"{out} written", markup=False)
+    write_json(json_file, figures)
+
+
+def advise(
+    options: ShapeOptions, requests: Requests, lm: LanguageModel | None, present: ShapeTable, name: str, console: Console
+) -> tuple[dict[str, Any], ShapeTable]:
+    """The figures of every choice, and the table that is recommended."""
+    candidates = chunk_lengths(options.multiple, options.longest_chunk)
+    chunks = chunk_choices(requests.prefilled, options.max_buckets, candidates, options.chunk_overhead)
+    capacities = capacity_choices(requests.positions, options.max_buckets, options.longest_chunk)
+    best = [recommended(choices, options.least_saving) for choices in (chunks, capacities)]
+
+    def table(these: Buckets, those: Buckets) -> ShapeTable:
+        return ShapeTable(options.batches, these.sizes, those.sizes)
+
+    chosen = table(capacities[best[1]], chunks[best[0]])
+    estimate = Estimate.make(options, lm, requests.longest, chosen, console)
+    chunk_tables = [table(capacities[best[1]], one) for one in chunks]
+    capacity_tables = [table(one, chunks[best[0]]) for one in capacities]
+    return {
+        "requests_beyond_context": requests.beyond,
+        "context_positions": requests.context,
+        "longest_request_positions": requests.longest,
+        "multiple_positions": options.multiple,
+        "longest_chunk_positions": options.longest_chunk,
+        "chunk_overhead_positions": options.chunk_overhead,
+        "least_saving_share": options.least_saving,
+        "max_buckets": options.max_buckets,
+        "sampling": list(options.sampling),
+        "model": options.model,
+        "drafter": options.drafter,
+        "compile_seconds_source": estimate.source,
+        "compile_seconds_per_program": dict(estimate.each) or None,
+        "compile_programs_loaded": estimate.loaded,
+        "chunks": records("chunks", chunks, best[0], chunk_tables, estimate),
+        "capacities": records("capacities", capacities, best[1], capacity_tables, estimate),
+        "present": present_figures(present, name, requests, estimate),
+        "recommended": asdict(chosen) | estimate.figures(chosen),
+    }, chosen
+
+
+def records(
+    name: str, choices: Sequence[Buckets], best: int, tables: Sequence[ShapeTable], estimate: Estimate
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The figures of each choice; programs are those of a table with it, and with what is recommended of the other kind."""
+    return [
+        {
+            name: list(one.sizes),
+            **bucket_figures(one),
+            "saved_share": saved,
+            **estimate.figures(table),
+            "recommended": n == best,
+        }
+        for n, (one, saved, table) in enumerate(zip(choices, saved_shares(choices), tables, strict=True))
+    ]
+
+
+def bucket_figures(one: Buckets) -> dict[str, Any]:
+    return {
+        "padding_share": one.padding_share,
+        "needed_positions": one.needed,
+        "computed_positions": one.computed,
+        "runs": one.runs,
+        "work_positions": one.work,
+    }
+
+
+def present_figures(present: ShapeTable, name: str, requests: Requests, estimate: Estimate) -> dict[str, Any]:
+    """What another table makes of the requests that it has a shape for."""
+    fits = requests.positions <= present.capacities[-1]
+    chunks = chunk_choice(present.chunks, requests.prefilled[fits], estimate.options.chunk_overhead)
+    capacities = capacity_choice(present.capacities, requests.positions[fits])
+    return {
+        "table": name,
+        **asdict(present),
+        "requests_without_shape": int(np.sum(~fits)),
+        "chunk_figures": bucket_figures(chunks),
+        "capacity_figures": bucket_figures(capacities),
+        **estimate.figures(present),
+    }
+
+
+def spread(lengths: Lengths) -> dict[str, float]:
+    return {"median": float(np.median(lengths)), "p99": float(np.quantile(lengths, 0.99)), "max": int(lengths.max())}
+
+
+TITLES = {"chunks": "chunk lengths of prefill", "capacities": "capacities of caches"}
+
+
+def show(figures: Mapping[str, Any], console: Console) -> None:
+    """Prints the figures."""
+
+    def say(text: str, style: str = "") -> None:
+        console.print(text, style=style, markup=False, soft_wrap=True)
+
+    say(f"{figures['trace']}: {figures['requests']:,} requests")
+    for name in ("prompt_tokens", "output_tokens"):
+        of = figures[name]
+        say(f"  {name.replace('_', ' ')}: median {of['median']:,.0f}, 99 % {of['p99']:,.0f}, most {of['max']:,}")
+    if figures["requests_beyond_context"]:
+        beyond, limit = figures["requests_beyond_context"], figures["context_positions"]
+        say(f"{beyond:,} requests are longer than the context of {limit:,} positions and are in no figure below", "yellow")
+    for name in TITLES:
+        print_table(console, choices_table(name, figures))
+    for line in (*explanation(figures), *comparison(figures), compile_line(figures)):
+        say(line)
+
+
+def choices_table(name: str, figures: Mapping[str, Any]) -> Table:
+    """A line for each number of buckets; that which is recommended has a star."""
+    table = Table(title=TITLES[name], box=box.SIMPLE_HEAD)
+    table.padding = (0, 1, 0, 0)
+    table.add_column("")
+    table.add_column("positions")
+    for column in ("padding", *(["runs a\nprompt"] if name == "chunks" else []), "work\nsaved", "programs", "compile"):
+        table.add_column(column, justify="right")
+    requests = figures["requests"] - figures["requests_beyond_context"]
+    for one in figures[name]:
+        cells = [f"{one['padding_share']:.1%}"]
+        if name == "chunks":
+            cells.append(f"{one['runs'] / requests:.2f}")
+        cells += [number(one["saved_share"], ".1%"), f"{one['programs']:,}", duration(one["compile_seconds"])]
+        sizes = " ".join(map(str, one[name]))
+        table.add_row("*" if one["recommended"] else "", sizes, *cells, style="bold" if one["recommended"] else "")
+    return table
+
+
+def explanation(figures: Mapping[str, Any]) -> list[str]:
+    """What the tables do not say themselves."""
+    share, overhead = figures["least_saving_share"], figures["chunk_overhead_positions"]
+    lines = [
+        f"work: positions computed or held, and {overhead} more for each run of prefill",
+        f"*: recommended, the first after which one more saves less than {share:.3g} of the work",
+        "programs: of a table with this choice and with the one that has a star in the other list",
+    ]
+    for name in TITLES:
+        if figures[name][-1]["recommended"] and len(figures[name]) == figures["max_buckets"]:
+            lines.append(f"more than {figures['max_buckets']} {name} were not looked at; --max-buckets says how many are")
+    return lines
+
+
+def comparison(figures: Mapping[str, Any]) -> list[str]:
+    """What the recommended table and the present one make of the requests."""
+    best = {name: next(one for one in figures[name] if one["recommended"]) for name in TITLES}
+    present, lines = figures["present"], []
+    called = "the default table" if present["table"] == "default" else present["table"]
+    for name, table, held, prefilled in (
+        ("recommended", figures["recommended"], best["capacities"], best["chunks"]),
+        (called, present, present["capacity_figures"], present["chunk_figures"]),
+    ):
+        padding = f"{held['padding_share']:.1%} of cache positions and {prefilled['padding_share']:.1%} of prefill are padding"
+        seconds = table["compile_seconds"]
+        compiling = "" if seconds is None else f", {duration(seconds)} to compile"
+        lines.append(f"{name}: {padding}; {table['programs']:,} programs{compiling}")
+    if present["requests_without_shape"]:
+        lines[-1] += f"; no shape for {present['requests_without_shape']:,} requests"
+    largest = figures["recommended"]["capacities"][-1]
+    if largest < (figures["context_positions"] or math.inf):
+        lines.append(f"requests of more than {largest:,} positions have no shape in the recommended table")
+    return lines
+
+
+def compile_line(figures: Mapping[str, Any]) -> str:
+    """Where compile times come from."""
+    each, loaded = figures["compile_seconds_per_program"], figures["compile_programs_loaded"]
+    if each is None:
+        return "compile times: unknown without --compile-seconds or --model"
+    told = ", ".join(f"{name} {significant(seconds, 2)} s" for name, seconds in each.items())
+    where = f" ({loaded} of them read from JAX's cache on disk)" if loaded else ""
+    return f"compile times: estimates, one program after another; {figures['compile_seconds_source']}: {told}{where}"
+
+
+def duration(seconds: float | None) -> str:
+    """A time for people, in the unit that suits it; a dash where it is not known."""
+    if seconds is None:
+        return "–"
+    unit, size = next((each for each in (("h", 3600), ("min", 60)) if seconds >= 2 * each[1]), ("s", 1))
+    return f"{significant(seconds / size, 2)} {unit}"

@@ -1,0 +1,1 @@
+"""Serving: which shapes to declare for the requests that come."""
