@@ -36,7 +36,7 @@ def test_configurations_fit_together():
     drafter, chain = demo.dflash_config(target), demo.eagle3_config(target)
     dflash.check_fits(drafter, target)
     second = demo.dflash2_config(target)
-    assert second.backbone == drafter
+    assert second.backbone == demo.dflash_config(target, layers=2)
     assert dflash2.config_from_hf(dflash2.config_to_hf(second)) == second
     eagle3.check_fits(chain, target)
     assert config_from_hf(config_to_hf(target)) == target
@@ -56,7 +56,7 @@ def test_all_that_ships_stays_small():
         count(dflash2.declare(demo.dflash2_config(target))), count(eagle3.declare(demo.eagle3_config(target))),
     ]  # fmt: skip
     assert 10_000_000 <= sizes[0] <= 13_000_000
-    assert 2 * sum(sizes) < 31_000_000, "bytes in bfloat16"
+    assert 2 * sum(sizes) < 32_000_000, "bytes in bfloat16"
 
 
 def test_special_tokens_are_where_the_configurations_say():
