@@ -64,7 +64,7 @@ class CausalCache(KVCache, Protocol):
         ...
 
 
-def attend_visible(cache: KVCache, ops: Operations, q: Array, stop: Array, own: tuple[Array, Array]) -> Array:
+def attend_visible(cache: Any, ops: Operations, q: Array, stop: Array, own: tuple[Array, Array]) -> Array:
     """Attention of all queries over what a cache holds before `stop` `[B]`, and over all of `own`."""
     return cache.attend(ops, q, jnp.broadcast_to(cache.visible(stop)[:, None], q.shape[:2]), own)
 

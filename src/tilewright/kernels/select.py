@@ -151,19 +151,20 @@ def tpu_pages(count: int, kv_heads: int, entries: int, head_dim: int, dtype: DTy
 
 
 def tpu_paged_append(pool: Pool, *rest: Array) -> Pool:
-    return (paged_xla if isinstance(pool, Pages) else paged_tpu).append(pool, *rest)
+    made: Any = paged_xla if isinstance(pool, Pages) else paged_tpu
+    return made.append(pool, *rest)
 
 
 def tpu_paged_attention(q: Array, pool: Pool, table: Array, lengths: Array, own: tuple[Array, Array] | None = None) -> Array:
-    made = paged_xla if isinstance(pool, Pages) else paged_tpu
+    made: Any = paged_xla if isinstance(pool, Pages) else paged_tpu
     return made.prefix_attention(q, pool, table, lengths, own, tpu_prefix_attention)
 
 
 def tpu_paged_append_attend(projection: Any, how: Heads, pool: Pool, *rest: Array) -> tuple[Array, Pool]:
     heads = partial(heads_xla.heads, rotate=heads_xla.rotate_by_product)
     if isinstance(pool, Pages):
-        return paged_xla.append_attend(projection, how, pool, *rest, heads, tpu_prefix_attention)
-    return paged_tpu.append_attend(projection, how, pool, *rest, heads)
+        return paged_xla.append_attend(projection, how, pool, *rest, heads=heads, attend=tpu_prefix_attention)
+    return paged_tpu.append_attend(projection, how, pool, *rest, heads=heads)
 
 
 def as_it_is(weight: Any, name: str) -> Any:
@@ -271,7 +272,7 @@ def cpu_paged_attention(q: Array, pool: Pages, table: Array, lengths: Array, own
 
 def cpu_paged_append_attend(projection: Joint, how: Heads, pool: Pages, *places: Array) -> tuple[Array, Pages]:
     if how.head_dim % attention_cpu.HEAD_MULTIPLE:
-        return paged_xla.append_attend(projection, how, pool, *places, cpu_heads)
+        return paged_xla.append_attend(projection, how, pool, *places, heads=cpu_heads)
     operands, options = attention_operands(projection, how)
     table, start, count = places
     return paged_cpu.append_attend(*operands, **options, pool=pool, table=table, start=start, count=count)

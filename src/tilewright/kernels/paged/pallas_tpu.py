@@ -31,7 +31,7 @@ BLOCK_QUERIES = 32
 class PairedPages(NamedTuple):
     """A pool `[P, E, 2 K, D]` of pages in which each head's key is followed by its value."""
 
-    kv: Array
+    kv: Any
 
     @property
     def page_size(self) -> int:
