@@ -4,7 +4,7 @@
 
 import hashlib
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels import paged_checks
 from tilewright.kernels import build, native
 from tilewright.kernels.attention import cpu as attention
 from tilewright.kernels.attention import reference as plain_attention
@@ -347,6 +348,10 @@ def main(isa: str, tiles: str = "") -> None:
             check_attention(dtype)
         for case in APPENDED:
             check_append(case)
+            paged_checks.check_appended(replace(case, capacity=96).draw(0), 16)
+        for dtype in (jnp.float32, jnp.bfloat16):
+            for own in (0, 7):
+                paged_checks.check_attention(dtype, 32, own)
     print(digest.hexdigest())
 
 

@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "../../src/tilewright/kernels/native.h"
+#include "../../src/tilewright/kernels/pages.h"
 
 namespace linear {
 #include "../../src/tilewright/kernels/linear/cpu.cc"
@@ -513,6 +514,28 @@ void check_attention(int64_t queries, int64_t group, int64_t size, int64_t capac
   }
 }
 
+// Caches [2, heads, capacity, size] in pages of 16 entries in memory of their exact size, in reverse order and with a spare page in front; and
+// the table, whose rows end with what each of them needs.
+template <class T>
+struct Paged {
+  int64_t heads, capacity, size, width;
+  Exact<T> data;
+  Exact<int32_t> table;
+  Paged(Exact<T>& cache, int64_t heads, int64_t capacity, int64_t size, const int64_t (&needed)[2])
+      : heads(heads), capacity(capacity), size(size), width((capacity + 15) / 16), data((2 * width + 1) * heads * 16 * size), table(2 * width) {
+    for (int64_t i = 0; i < 2 * width; ++i) table[i] = static_cast<int32_t>(i % width * 16 < needed[i / width] ? 2 * width - i : -1);
+    for (int64_t i = 0; i < cache.count; ++i)
+      if (T* entry = at(i)) *entry = cache[i];
+  }
+  // Where the caches' element i lies; null where there is no page for it.
+  T* at(int64_t i) {
+    const int64_t row = i / (heads * capacity * size), head = i / (capacity * size) % heads, entry = i / size % capacity;
+    const int64_t page = table[row * width + entry / 16];
+    return page < 0 ? nullptr : &data[((page * heads + head) * 16 + entry % 16) * size + i % size];
+  }
+  std::vector<int64_t> dims() const { return {2 * width + 1, heads, 16, size}; }
+};
+
 // Norm, rotation and cache in one call are the same as one after the other: two rows of the batch, of which the second keeps only one entry.
 template <class T>
 void check_append(int64_t queries, int64_t heads, int64_t group, int64_t size, int64_t capacity) {
@@ -526,6 +549,8 @@ void check_append(int64_t queries, int64_t heads, int64_t group, int64_t size, i
   std::memcpy(before.data, k.data, k.count * sizeof(T));
   for (int64_t i = 0; i < cosines.count; ++i) cosines[i] = std::cos(i), sines[i] = std::sin(i);
   start[0] = capacity - queries, start[1] = 0, count[0] = queries, count[1] = 1;
+  const int64_t needed[2] = {capacity, 1};
+  Paged<T> k_pages(k, heads, capacity, size, needed), v_pages(v, heads, capacity, size, needed), apart(k, heads, capacity, size, needed);
   const auto type = type_of<T>();
   const Buffer all_b(type, qkv, {2, queries, all * size}), nb(type, norm, {size}), nothing(type, none, {0}), qb(type, q, {2, queries, heads * group, size});
   const Buffer ob(type, out, {2, queries, heads * group * size}), kb(type, k, {2, heads, capacity, size}), vb(type, v, {2, heads, capacity, size});
@@ -549,6 +574,24 @@ void check_append(int64_t queries, int64_t heads, int64_t group, int64_t size, i
   const Buffer lb(XLA_FFI_DataType_S32, lengths, {2, queries}), pb(type, plain, {2, queries, heads * group, size}), empty(type, none, {2, heads, 0, size});
   attention::Attention(pool(), qb.as<Any>(), kb.as<Any>(), vb.as<Any>(), lb.as<S32>(), empty.as<Any>(), empty.as<Any>(), pb.as<Any>());
   for (int64_t i = 0; i < out.count; ++i) check(out[i] == plain[i], "attended", queries, size, capacity);
+  // The same in pages, together and one after the other.
+  Exact<T> paged(out.count), alone(out.count);
+  const Buffer table(XLA_FFI_DataType_S32, k_pages.table, {2, k_pages.width}), to(type, paged, {2, queries, heads * group * size});
+  const Buffer kp(type, k_pages.data, k_pages.dims()), vp(type, v_pages.data, k_pages.dims()), ap(type, apart.data, k_pages.dims());
+  const Buffer one(type, alone, {2, queries, heads * group, size});
+  const ffi::Error appended =
+      attention::PagedAppendAttend(pool(), all_b.as<Any>(), nb.as<Any>(), nothing.as<Any>(), cb.as<F32>(), sb.as<F32>(), first.as<S32>(), kept.as<S32>(),
+                                   kp.as<Any>(), vp.as<Any>(), table.as<S32>(), to.as<Any>(), kp.as<Any>(), vp.as<Any>(), 1e-6f);
+  const ffi::Error attended =
+      attention::PagedAttention(pool(), qb.as<Any>(), kp.as<Any>(), vp.as<Any>(), table.as<S32>(), lb.as<S32>(), empty.as<Any>(), empty.as<Any>(), one.as<Any>());
+  const ffi::Error copied = appending::PagedAppend(ap.as<Any>(), okb.as<Any>(), first.as<S32>(), kept.as<S32>(), table.as<S32>(), ap.as<Any>());
+  check(appended.success() && attended.success() && copied.success(), "pages", queries, size, capacity);
+  for (int64_t i = 0; i < out.count; ++i) check(paged[i] == out[i] && alone[i] == out[i], "attended in pages", queries, size, capacity);
+  for (int64_t i = 0; i < k.count; ++i)
+    if (k_pages.at(i) != nullptr) check(*k_pages.at(i) == k[i] && *v_pages.at(i) == v[i] && *apart.at(i) == k[i], "appended in pages", queries, size, capacity);
+  k_pages.table[0] = -1;
+  check(appending::PagedAppend(ap.as<Any>(), okb.as<Any>(), first.as<S32>(), kept.as<S32>(), table.as<S32>(), ap.as<Any>()).success() == (start[0] >= 16),
+        "a page that is not there", queries, size, capacity);
 }
 
 template <class T>

@@ -258,8 +258,8 @@ def test_caches_are_written_in_place():
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"start": jnp.asarray([58, 0])}, "5 keys from 58 on do not fit a cache of 60"),
-        ({"start": jnp.asarray([-1, 0])}, "5 keys from -1 on do not fit"),
+        ({"start": jnp.asarray([58, 0])}, "5 entries from 58 on do not fit a cache of 60"),
+        ({"start": jnp.asarray([-1, 0])}, "5 entries from -1 on do not fit"),
         ({"count": jnp.asarray([6, 0])}, "a count is out of range: 6"),
         ({"count": jnp.asarray([0, -1])}, "a count is out of range: -1"),
         ({"k_norm": jnp.ones(48, jnp.bfloat16)}, "in one type"),

@@ -3,7 +3,7 @@
 One `KVCache` holds the keys and values of one layer, for all rows of a batch, in one of several layouts. What lies at or beyond
 a row's length is stale: masked until a later write replaces it, so a rejected draft needs no clean-up.
 
-Legend: B rows of a batch, T new positions, S slots, N query heads, K key/value heads, D head size.
+Legend: B rows of a batch, T new positions, S slots, N query heads, K key/value heads, D head size, M pages that a row may have.
 """
 
 from dataclasses import dataclass, replace
@@ -12,12 +12,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from tilewright.kernels import select
-from tilewright.kernels.operations import Heads, Operations, Projection
+from tilewright.kernels.operations import UNMAPPED, Heads, Operations, Projection
 
 
 @runtime_checkable
@@ -63,6 +64,11 @@ class CausalCache(KVCache, Protocol):
         ...
 
 
+def attend_visible(cache: Any, ops: Operations, q: Array, stop: Array, own: tuple[Array, Array]) -> Array:
+    """Attention of all queries over what a cache holds before `stop` `[B]`, and over all of `own`."""
+    return cache.attend(ops, q, jnp.broadcast_to(cache.visible(stop)[:, None], q.shape[:2]), own)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class InRows:
@@ -90,7 +96,7 @@ class InRows:
         stop: Int[Array, " B"],
         own: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]],
     ) -> Float[Array, "B T N D"]:
-        return self.attend(ops, q, jnp.broadcast_to(self.visible(stop)[:, None], q.shape[:2]), own)
+        return attend_visible(self, ops, q, stop, own)
 
     def rows(self, first: int | Array, count: int) -> Any:
         return jax.tree.map(lambda part: jax.lax.dynamic_slice_in_dim(part, first, count), self)
@@ -167,6 +173,67 @@ class Sliding(Ring):
         return select.attention_over(q, [select.KeyValues(self.k, self.v, seen), select.KeyValues(*own, whole)])
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Paged:
+    """Position p of a row lies in a page that a table gives to the row for it; the pages are a pool that all rows share.
+
+    Whoever fills the table sees to it that a row's pages are there before they are written or seen, and that no row writes to a
+    page that another one reads. Some rows of it are those of the table, beside the whole pool: of rows that were taken out the
+    latest pool is what counts, so they are put back before the next ones are taken.
+
+    Attributes:
+        pool: what `Operations.pages` made.
+        table: int32 `[B, M]`; `UNMAPPED` where a row has no page.
+    """
+
+    pool: Any
+    table: Any
+
+    def append(
+        self,
+        ops: Operations,
+        k: Float[Array, "B K T D"],
+        v: Float[Array, "B K T D"],
+        start: Int[Array, " B"],
+        count: Int[Array, " B"],
+    ) -> "Paged":
+        return replace(self, pool=ops.paged_append(self.pool, self.table, k, v, start, count))
+
+    def append_attend(
+        self, ops: Operations, projection: Projection, heads: Heads, start: Int[Array, " B"], count: Int[Array, " B"]
+    ) -> tuple[Array, "Paged"]:
+        out, pool = ops.paged_append_attend(projection, heads, self.pool, self.table, start, count)
+        return out, replace(self, pool=pool)
+
+    def attend(
+        self,
+        ops: Operations,
+        q: Float[Array, "B T N D"],
+        lengths: Int[Array, "B T"],
+        own: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None = None,
+    ) -> Float[Array, "B T N D"]:
+        return ops.paged_attention(q, self.pool, self.table, lengths, own)
+
+    def visible(self, stop: Int[Array, " B"]) -> Int[Array, " B"]:
+        return jnp.minimum(stop, select.held(self.table, self.pool.page_size))
+
+    def attend_before(
+        self,
+        ops: Operations,
+        q: Float[Array, "B T N D"],
+        stop: Int[Array, " B"],
+        own: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]],
+    ) -> Float[Array, "B T N D"]:
+        return attend_visible(self, ops, q, stop, own)
+
+    def rows(self, first: int | Array, count: int) -> "Paged":
+        return replace(self, table=jax.lax.dynamic_slice_in_dim(self.table, first, count))
+
+    def with_rows(self, first: int | Array, some: "Paged") -> "Paged":
+        return Paged(some.pool, jax.lax.dynamic_update_slice_in_dim(self.table, some.table, first, 0))
+
+
 def allocate(layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, dtype: DTypeLike) -> tuple[Contiguous, ...]:
     """Empty caches of `capacity` positions, one for each layer."""
     shape = (batch, kv_heads, capacity, head_dim)
@@ -186,3 +253,32 @@ def allocate_windows(
     """The same for a context of which a window, if there is one, keeps the last positions alone."""
     sizes = (layers, batch, kv_heads, capacity, head_dim, dtype)
     return allocate(*sizes) if window is None else allocate_rings(*sizes, window)
+
+
+PAGE_MULTIPLE = 16
+"""Page sizes are multiples of this: of the panels that the CPU kernels read keys in, and of a TPU's tiles."""
+
+
+def allocate_paged(
+    ops: Operations, layers: int, table: np.ndarray, pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: DTypeLike
+) -> tuple[Paged, ...]:
+    """Empty pools of `pages` pages, one for each layer, all with this table; each layer has its own copy, for donation.
+
+    Args:
+        ops: what will compute over them, which lays pages out.
+        table: int `[B, M]`: row b's positions from `i * page_size` on lie in page `table[b, i]`; `UNMAPPED` where it has none.
+        page_size: positions of a page.
+
+    Raises:
+        ValueError: a page size that is no multiple of 16, or a table that names pages which are not there.
+    """
+    if page_size < 1 or page_size % PAGE_MULTIPLE:
+        raise ValueError(f"expected a page size that is a multiple of {PAGE_MULTIPLE}, found {page_size}")
+    if table.ndim != 2 or not np.issubdtype(table.dtype, np.integer):
+        raise ValueError(f"expected a table of integers [rows, pages], found {table.dtype} {list(table.shape)}")
+    wrong = table[(table < UNMAPPED) | (table >= pages)]
+    if wrong.size:
+        raise ValueError(f"expected pages from 0 to {pages - 1}, or {UNMAPPED} for none, found {wrong[0]}")
+    return tuple(
+        Paged(ops.pages(pages, kv_heads, page_size, head_dim, dtype), jnp.array(table, jnp.int32)) for _ in range(layers)
+    )

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from tilewright.kernels.build import PREBUILT, build_all, cache_folder, find_compiler, library_name, unwanted
 
 TARGETS = {
-    "append": {"tilewright_append": "TilewrightAppend"},
+    "append": {"tilewright_append": "TilewrightAppend", "tilewright_paged_append": "TilewrightPagedAppend"},
     "linear": {
         "tilewright_linear": "TilewrightLinear",
         "tilewright_argmax": "TilewrightArgmax",
@@ -30,6 +30,8 @@ TARGETS = {
         "tilewright_attention": "TilewrightAttention",
         "tilewright_append_attend": "TilewrightAppendAttend",
         "tilewright_norm_rotate": "TilewrightNormRotate",
+        "tilewright_paged_attention": "TilewrightPagedAttention",
+        "tilewright_paged_append_attend": "TilewrightPagedAppendAttend",
     },
     "causal_attention": {
         "tilewright_causal_attention": "TilewrightCausalAttention",

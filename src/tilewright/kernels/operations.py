@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 from jax import Array
+from jax.typing import DTypeLike
 
 Tree = TypeVar("Tree")
 Format = Literal["float32", "bfloat16", "int8"]
@@ -63,6 +64,23 @@ class Heads(NamedTuple):
     rope: tuple[Array, Array]
 
 
+class Pages(NamedTuple):
+    """A pool of pages `[P, K, E, D]`, E entries each, which the rows of a batch share by a table."""
+
+    k: Array
+    v: Array
+
+    @property
+    def page_size(self) -> int:
+        return self.k.shape[2]
+
+
+UNMAPPED = -1
+"""In a table of pages: the row has none there."""
+
+Pool = Any
+"""What `pages` gives: `Pages`, or an implementation's own. The first dim of its arrays is the pages; it has a `page_size`."""
+
 Projection = Any
 """What `project` gives: an implementation's own, for `heads` and `append_attend` of the same bundle."""
 
@@ -86,6 +104,14 @@ class Operations:
             new entries from its slot `start` on, and nothing else. `start + count` must not pass S.
         append_attend: `(projection, Heads, k, v, start, count) -> (out [B, T, N * D], k, v)`: appends to the caches and lets
             the query at `start + t` see all entries up to its own.
+        pages: `(count, K, entries, D, dtype) -> Pool`: empty pages for the three that follow, for which row b's position p lies
+            in entry `p % entries` of page `table[b, p // entries]`; `table` is int32 `[B, M]`, `UNMAPPED` where a row has no
+            page. Positions without one must not be written or seen: an error with the CPU kernels, without effect elsewhere.
+        paged_append: `(pool, table, k [B, K, T, D], v, start [B], count [B]) -> pool`: as `append`. Of rows that share a page
+            none may write there.
+        paged_attention: `(q, pool, table, lengths, own=None)`: as `prefix_attention`.
+        paged_append_attend: `(projection, Heads, pool, table, start, count) -> (out, pool)`: as `append_attend`, with zeros for
+            queries from `count` on.
         causal_attention: `(projection, Heads) -> out [B, T, N * D]`: each query sees all entries up to its own; with a gradient
             where the bundle trains.
         cross_entropy: `(x, head, labels, weights) -> the sum of weights * loss` in nats, by float32 sums; with a gradient
@@ -110,6 +136,10 @@ class Operations:
     prefix_attention: Callable[..., Array]
     append: Callable[[Array, Array, Array, Array], Array]
     append_attend: Callable[..., tuple[Array, Array, Array]]
+    pages: Callable[[int, int, int, int, DTypeLike], Pool]
+    paged_append: Callable[[Pool, Array, Array, Array, Array, Array], Pool]
+    paged_attention: Callable[..., Array]
+    paged_append_attend: Callable[[Projection, Heads, Pool, Array, Array, Array], tuple[Array, Pool]]
     causal_attention: Callable[[Projection, Heads], Array]
     cross_entropy: Callable[[Array, Any, Array, Array], Array]
     head_argmax: Callable[..., tuple[Array, Array]]

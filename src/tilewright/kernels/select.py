@@ -43,7 +43,10 @@ from tilewright.kernels.head_top_k import pallas_tpu as top_k_tpu
 from tilewright.kernels.head_top_k import xla as top_k_xla
 from tilewright.kernels.heads import xla as heads_xla
 from tilewright.kernels.linear import cpu, xla
-from tilewright.kernels.operations import Heads, Joined, Norm, Operations, Transposed
+from tilewright.kernels.operations import Heads, Joined, Norm, Operations, Pages, Pool, Transposed
+from tilewright.kernels.paged import cpu as paged_cpu
+from tilewright.kernels.paged import pallas_tpu as paged_tpu
+from tilewright.kernels.paged import xla as paged_xla
 from tilewright.kernels.rms_norm import cpu as norm_cpu
 from tilewright.kernels.rms_norm import reference as norm_reference
 from tilewright.kernels.scatter_add import nki as scatter_nki
@@ -67,6 +70,7 @@ Products = Literal["auto", "float32", "bfloat16"]
 argmax = head_xla.argmax
 top_k = top_k_xla.top_k
 write = append_xla.write
+held = paged_xla.held
 
 
 def operations(chip: Chip | None = None, weights: Weights = "auto", kernels: Kernels = "auto") -> Operations:
@@ -141,6 +145,28 @@ def tpu_prefix_attention(q: Array, k: Array, v: Array, lengths: Array, own: tupl
     return (attention_tpu if attention_tpu.fits(q, k, own) else attention_xla).prefix_attention(q, k, v, lengths, own)
 
 
+def tpu_pages(count: int, kv_heads: int, entries: int, head_dim: int, dtype: DTypeLike) -> Pool:
+    made = paged_tpu if paged_tpu.fits(kv_heads, head_dim, dtype) else paged_xla
+    return made.empty(count, kv_heads, entries, head_dim, dtype)
+
+
+def tpu_paged_append(pool: Pool, *rest: Array) -> Pool:
+    made: Any = paged_xla if isinstance(pool, Pages) else paged_tpu
+    return made.append(pool, *rest)
+
+
+def tpu_paged_attention(q: Array, pool: Pool, table: Array, lengths: Array, own: tuple[Array, Array] | None = None) -> Array:
+    made: Any = paged_xla if isinstance(pool, Pages) else paged_tpu
+    return made.prefix_attention(q, pool, table, lengths, own, tpu_prefix_attention)
+
+
+def tpu_paged_append_attend(projection: Any, how: Heads, pool: Pool, *rest: Array) -> tuple[Array, Pool]:
+    heads = partial(heads_xla.heads, rotate=heads_xla.rotate_by_product)
+    if isinstance(pool, Pages):
+        return paged_xla.append_attend(projection, how, pool, *rest, heads=heads, attend=tpu_prefix_attention)
+    return paged_tpu.append_attend(projection, how, pool, *rest, heads=heads)
+
+
 def as_it_is(weight: Any, name: str) -> Any:
     return weight
 
@@ -167,6 +193,10 @@ def xla_operations(
         prefix_attention=attend,
         append=append_xla.append,
         append_attend=partial(append_xla.append_attend, heads=heads, attend=attend),
+        pages=paged_xla.empty,
+        paged_append=paged_xla.append,
+        paged_attention=paged_xla.prefix_attention,
+        paged_append_attend=partial(paged_xla.append_attend, heads=heads),
         causal_attention=partial(causal_xla.causal_attention, heads=heads),
         cross_entropy=partial(loss_xla.cross_entropy, linear=linear),
         head_argmax=head_argmax,
@@ -184,7 +214,13 @@ PLAIN = xla_operations("xla")
 CPU_XLA = xla_operations("xla", own_head=True)
 """The same on a CPU, whose products read `[in, out]` up to twice as fast as the embedding transposed."""
 
-TPU = xla_operations("tpu", xla.tpu_product, heads_xla.rotate_by_product, tpu_prefix_attention, tpu_head_argmax, tpu_head_top_k)
+TPU = replace(
+    xla_operations("tpu", xla.tpu_product, heads_xla.rotate_by_product, tpu_prefix_attention, tpu_head_argmax, tpu_head_top_k),
+    pages=tpu_pages,
+    paged_append=tpu_paged_append,
+    paged_attention=tpu_paged_attention,
+    paged_append_attend=tpu_paged_append_attend,
+)
 
 
 class Joint(NamedTuple):
@@ -227,6 +263,19 @@ def cpu_append_attend(
         return append_xla.append_attend(projection, how, k, v, start, count, cpu_heads, cpu_prefix_attention)
     operands, options = attention_operands(projection, how)
     return attention_cpu.append_attend(*operands, **options, k_cache=k, v_cache=v, start=start, count=count)
+
+
+def cpu_paged_attention(q: Array, pool: Pages, table: Array, lengths: Array, own: tuple[Array, Array] | None = None) -> Array:
+    run = paged_xla if q.shape[3] % attention_cpu.HEAD_MULTIPLE else paged_cpu
+    return run.prefix_attention(q, pool, table, lengths, own)
+
+
+def cpu_paged_append_attend(projection: Joint, how: Heads, pool: Pages, *places: Array) -> tuple[Array, Pages]:
+    if how.head_dim % attention_cpu.HEAD_MULTIPLE:
+        return paged_xla.append_attend(projection, how, pool, *places, heads=cpu_heads)
+    operands, options = attention_operands(projection, how)
+    table, start, count = places
+    return paged_cpu.append_attend(*operands, **options, pool=pool, table=table, start=start, count=count)
 
 
 def before(norm: Norm | None) -> dict[str, Any]:
@@ -286,6 +335,7 @@ def trained_operations(how: cpu.Training) -> Operations:
         heads=heads,
         rms_norm=lambda x, weight, eps: norm_cpu.trained_norm(x, weight, eps, x.dtype),
         append_attend=partial(append_xla.append_attend, heads=heads, attend=attention_xla.prefix_attention),
+        paged_append_attend=partial(paged_xla.append_attend, heads=heads),
         causal_attention=causal_attention,
         cross_entropy=partial(loss_xla.cross_entropy, linear=linear),
         head_argmax=lambda x, head, norm=None: plain_head_argmax(normed(x, norm).astype(jnp.float32), head),
@@ -314,6 +364,10 @@ def cpu_operations(name: str, weights: Weights) -> Operations:
         prefix_attention=cpu_prefix_attention,
         append=append_cpu.append,
         append_attend=cpu_append_attend,
+        pages=paged_xla.empty,
+        paged_append=paged_cpu.append,
+        paged_attention=cpu_paged_attention,
+        paged_append_attend=cpu_paged_append_attend,
         causal_attention=partial(causal_xla.causal_attention, heads=cpu_heads),
         cross_entropy=partial(loss_xla.cross_entropy, linear=cpu_linear),
         head_argmax=lambda x, head, norm=None: cpu.linear_argmax(x, head, **before(norm)),

@@ -1,8 +1,9 @@
 // Attention on CPUs, of a few queries over the first keys of a cache and over keys of their own; and what comes before it: a joined
 // projection's queries and keys are normalised and rotated, and keys and values written into the cache. Only keys that some query sees are
-// read, whatever the cache's capacity.
+// read, whatever the cache's capacity. A cache is a block of memory for each row of the batch, or pages that a table gives to the rows.
 
 #include "../native.h"
+#include "../pages.h"
 
 #include <cmath>
 #include <utility>
@@ -11,7 +12,8 @@ namespace {
 
 struct Call {
   int64_t batch, t, n, d;      // rows of the batch, queries a row, query heads, head size
-  int64_t heads, s, own;       // key heads, capacity of the cache, keys of the queries' own
+  int64_t heads, own;          // key heads, keys of the queries' own
+  native::Cache cache;
   const void* q;
   const void *k, *v, *own_k, *own_v;
   const int32_t* lengths;      // [batch, t]: how many of the cache's first keys each query sees
@@ -23,14 +25,14 @@ struct Call {
 // Queries, keys and values side by side, [batch, t, n + 2 heads, d], and where they go.
 struct Projection {
   int64_t batch, t, n, d, heads;
-  int64_t s;                   // entries of k and v
+  native::Cache cache;         // where k and v have their entries
   const void* qkv;
   const void *q_norm, *k_norm;  // [d], or null
   float eps;
   const float *cos, *sin;      // [batch, t, d / 2]
   const int32_t *start, *count;  // [batch]: the first entry to write, and how many; null: all from entry 0
   void* q;                     // [batch, t, n, d]
-  void *k, *v;                 // [batch, heads, s, d]
+  void *k, *v;
 };
 
 #define TILE "attention/tile.inc"
@@ -38,6 +40,14 @@ struct Projection {
 #undef TILE
 
 ffi::Error wrong(const std::string& what) { return ffi::Error::InvalidArgument("tilewright_attention: " + what); }
+
+using Table = const ffi::Buffer<ffi::S32>*;  // of pages; null for a cache in one block for each row
+
+// Whether k has the batch's entries. Pages hold whole panels of 16 keys.
+bool has_rows(Table table, int64_t batch, const ffi::AnyBuffer& k) {
+  const auto dims = k.dimensions();
+  return table == nullptr ? dims[0] == batch : native::fits_rows(table, batch) && dims[2] > 0 && dims[2] % 16 == 0;
+}
 
 bool is_float(ffi::DataType type) { return type == ffi::F32 || type == ffi::BF16; }
 
@@ -55,36 +65,51 @@ void attend(ffi::ThreadPool& pool, Call& call, bool bfloat16) {
   native::share(pool, items * call.pieces, 1, worth_it, [&](int64_t begin, int64_t end) { run(call, begin, end); });
 }
 
-ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::Buffer<ffi::S32> lengths, ffi::AnyBuffer own_k,
-                     ffi::AnyBuffer own_v, ffi::Result<ffi::AnyBuffer> out) {
+ffi::Error attention_over(ffi::ThreadPool& pool, const ffi::AnyBuffer& q, const ffi::AnyBuffer& k, const ffi::AnyBuffer& v, Table table,
+                          const ffi::Buffer<ffi::S32>& lengths, const ffi::AnyBuffer& own_k, const ffi::AnyBuffer& own_v, ffi::Result<ffi::AnyBuffer>& out) {
   const auto dims = q.dimensions(), cache = k.dimensions(), own = own_k.dimensions();
   const ffi::DataType type = q.element_type();
   for (const ffi::AnyBuffer& other : {k, v, own_k, own_v, *out})
     if (!is_float(type) || other.element_type() != type) return wrong("expected all in one type, float32 or bfloat16");
   if (dims.size() != 4 || cache.size() != 4 || own.size() != 4 || dims[3] % 16 != 0 || cache[1] == 0 || dims[2] % cache[1] != 0 || cache[3] != dims[3] ||
-      cache[0] != dims[0] || own[0] != dims[0] || own[1] != cache[1] || own[3] != dims[3] || v.element_count() != k.element_count() ||
+      !has_rows(table, dims[0], k) || own[0] != dims[0] || own[1] != cache[1] || own[3] != dims[3] || v.element_count() != k.element_count() ||
       own_v.element_count() != own_k.element_count() || out->element_count() != q.element_count() ||
       lengths.element_count() != static_cast<size_t>(dims[0] * dims[1]))
     return wrong("shapes do not fit");
-  Call call{dims[0], dims[1], dims[2], dims[3], cache[1], cache[2], own[2], q.untyped_data(), k.untyped_data(), v.untyped_data(),
+  Call call{dims[0], dims[1], dims[2], dims[3], cache[1], own[2], {cache, table}, q.untyped_data(), k.untyped_data(), v.untyped_data(),
             own_k.untyped_data(), own_v.untyped_data(), lengths.typed_data(), out->untyped_data(), 0, 0, 0};
   for (int64_t i = 0; i < call.batch * call.t; ++i)
-    if (call.lengths[i] < 0 || call.lengths[i] > call.s) return wrong("a length is out of range: " + std::to_string(call.lengths[i]));
+    if (call.lengths[i] < 0 || call.lengths[i] > call.cache.capacity()) return wrong("a length is out of range: " + std::to_string(call.lengths[i]));
+  for (int64_t b = 0; b < call.batch && call.t > 0; ++b) {
+    const int32_t* row = call.lengths + b * call.t;
+    if (const std::string what = call.cache.complaint(b, 0, *std::max_element(row, row + call.t)); !what.empty()) return wrong(what);
+  }
   attend(pool, call, type == ffi::BF16);
   return ffi::Error::Success();
 }
 
+ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::Buffer<ffi::S32> lengths, ffi::AnyBuffer own_k,
+                     ffi::AnyBuffer own_v, ffi::Result<ffi::AnyBuffer> out) {
+  return attention_over(pool, q, k, v, nullptr, lengths, own_k, own_v, out);
+}
+
+ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::Buffer<ffi::S32> table,
+                          ffi::Buffer<ffi::S32> lengths, ffi::AnyBuffer own_k, ffi::AnyBuffer own_v, ffi::Result<ffi::AnyBuffer> out) {
+  return attention_over(pool, q, k, v, &table, lengths, own_k, own_v, out);
+}
+
 // What `place` needs, but for where it writes.
 ffi::Error describe(Projection& call, const ffi::AnyBuffer& qkv, const ffi::AnyBuffer& q_norm, const ffi::AnyBuffer& k_norm,
-                    const ffi::Buffer<ffi::F32>& cos, const ffi::Buffer<ffi::F32>& sin, const ffi::AnyBuffer& k, const ffi::AnyBuffer& v, float eps) {
+                    const ffi::Buffer<ffi::F32>& cos, const ffi::Buffer<ffi::F32>& sin, const ffi::AnyBuffer& k, const ffi::AnyBuffer& v, Table table,
+                    float eps) {
   const auto dims = qkv.dimensions(), kept = k.dimensions();
   const ffi::DataType type = qkv.element_type();
   for (const ffi::AnyBuffer& other : {q_norm, k_norm, k, v})
     if (!is_float(type) || other.element_type() != type) return wrong("expected all but the rotation in one type, float32 or bfloat16");
-  if (dims.size() != 3 || kept.size() != 4 || kept[0] != dims[0] || v.element_count() != k.element_count() || kept[1] == 0 || kept[3] == 0 ||
+  if (dims.size() != 3 || kept.size() != 4 || !has_rows(table, dims[0], k) || v.element_count() != k.element_count() || kept[1] == 0 || kept[3] == 0 ||
       kept[3] % 16 != 0)
     return wrong("shapes do not fit");
-  call = {dims[0], dims[1], dims[2] / kept[3] - 2 * kept[1], kept[3], kept[1], kept[2], qkv.untyped_data(), nullptr, nullptr, eps,
+  call = {dims[0], dims[1], dims[2] / kept[3] - 2 * kept[1], kept[3], kept[1], {kept, table}, qkv.untyped_data(), nullptr, nullptr, eps,
           cos.typed_data(), sin.typed_data(), nullptr, nullptr, nullptr, k.untyped_data(), v.untyped_data()};
   const auto fits = [&](const ffi::AnyBuffer& norm) { return norm.element_count() == 0 || norm.element_count() == static_cast<size_t>(call.d); };
   const auto angles = static_cast<size_t>(call.batch * call.t * call.d / 2);
@@ -105,11 +130,37 @@ void place(ffi::ThreadPool& pool, const Projection& call, bool bfloat16) {
 ffi::Error NormRotate(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBuffer q_norm, ffi::AnyBuffer k_norm, ffi::Buffer<ffi::F32> cos,
                       ffi::Buffer<ffi::F32> sin, ffi::Result<ffi::AnyBuffer> q, ffi::Result<ffi::AnyBuffer> k, ffi::Result<ffi::AnyBuffer> v, float eps) {
   Projection call;
-  if (ffi::Error error = describe(call, qkv, q_norm, k_norm, cos, sin, *k, *v, eps); error.failure()) return error;
-  if (q->element_type() != qkv.element_type() || static_cast<int64_t>(q->element_count()) != call.batch * call.t * call.n * call.d || call.s != call.t)
+  if (ffi::Error error = describe(call, qkv, q_norm, k_norm, cos, sin, *k, *v, nullptr, eps); error.failure()) return error;
+  if (q->element_type() != qkv.element_type() || static_cast<int64_t>(q->element_count()) != call.batch * call.t * call.n * call.d || call.cache.slots != call.t)
     return wrong("shapes or types do not fit");
   call.q = q->untyped_data();
   place(pool, call, qkv.element_type() == ffi::BF16);
+  return ffi::Error::Success();
+}
+
+// Writes what `call` describes and attends to it; the handlers below fill in where.
+ffi::Error append_and_attend(ffi::ThreadPool& pool, Projection& call, const ffi::AnyBuffer& qkv, const ffi::Buffer<ffi::S32>& start,
+                             const ffi::Buffer<ffi::S32>& count, ffi::Result<ffi::AnyBuffer>& out, const void* k_out, const void* v_out) {
+  const auto rows = static_cast<size_t>(call.batch);
+  const bool bfloat16 = qkv.element_type() == ffi::BF16;
+  if (start.element_count() != rows || count.element_count() != rows || out->element_type() != qkv.element_type() ||
+      static_cast<int64_t>(out->element_count()) != call.batch * call.t * call.n * call.d)
+    return wrong("shapes or types do not fit");
+  if (k_out != call.k || v_out != call.v) return wrong("the caches are not written in place");
+  call.start = start.typed_data(), call.count = count.typed_data();
+  auto* lengths = static_cast<int32_t*>(native::scratch<1>(call.batch * call.t * sizeof(int32_t)));
+  for (int64_t b = 0; b < call.batch; ++b) {
+    const int64_t first = call.start[b], kept = call.count[b];
+    if (kept < 0 || kept > call.t) return wrong("a count is out of range: " + std::to_string(kept));
+    std::string what = kept == 0 ? "" : call.cache.complaint(b, first, first + kept);
+    if (what.empty() && kept > 0) what = call.cache.complaint(b, 0, first);  // these are read
+    if (!what.empty()) return wrong(what);
+    for (int64_t t = 0; t < call.t; ++t) lengths[b * call.t + t] = static_cast<int32_t>(t < kept ? first + t + 1 : 0);
+  }
+  call.q = native::scratch<2>(call.batch * call.t * call.n * call.d * (bfloat16 ? 2 : 4));
+  place(pool, call, bfloat16);
+  Call attention{call.batch, call.t, call.n, call.d, call.heads, 0, call.cache, call.q, call.k, call.v, call.k, call.v, lengths, out->untyped_data(), 0, 0, 0};
+  attend(pool, attention, bfloat16);
   return ffi::Error::Success();
 }
 
@@ -117,27 +168,17 @@ ffi::Error AppendAttend(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBuffer
                         ffi::Buffer<ffi::F32> sin, ffi::Buffer<ffi::S32> start, ffi::Buffer<ffi::S32> count, ffi::AnyBuffer k, ffi::AnyBuffer v,
                         ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> k_out, ffi::Result<ffi::AnyBuffer> v_out, float eps) {
   Projection call;
-  if (ffi::Error error = describe(call, qkv, q_norm, k_norm, cos, sin, k, v, eps); error.failure()) return error;
-  const auto rows = static_cast<size_t>(call.batch);
-  const bool bfloat16 = qkv.element_type() == ffi::BF16;
-  if (start.element_count() != rows || count.element_count() != rows || out->element_type() != qkv.element_type() ||
-      static_cast<int64_t>(out->element_count()) != call.batch * call.t * call.n * call.d)
-    return wrong("shapes or types do not fit");
-  if (k_out->untyped_data() != k.untyped_data() || v_out->untyped_data() != v.untyped_data()) return wrong("the caches are not written in place");
-  call.start = start.typed_data(), call.count = count.typed_data();
-  auto* lengths = static_cast<int32_t*>(native::scratch<1>(call.batch * call.t * sizeof(int32_t)));
-  for (int64_t b = 0; b < call.batch; ++b) {
-    const int64_t first = call.start[b], kept = call.count[b];
-    if (kept < 0 || kept > call.t) return wrong("a count is out of range: " + std::to_string(kept));
-    if (kept > 0 && (first < 0 || first + kept > call.s))
-      return wrong(std::to_string(kept) + " keys from " + std::to_string(first) + " on do not fit a cache of " + std::to_string(call.s));
-    for (int64_t t = 0; t < call.t; ++t) lengths[b * call.t + t] = static_cast<int32_t>(t < kept ? first + t + 1 : 0);
-  }
-  call.q = native::scratch<2>(call.batch * call.t * call.n * call.d * (bfloat16 ? 2 : 4));
-  place(pool, call, bfloat16);
-  Call attention{call.batch, call.t, call.n, call.d, call.heads, call.s, 0, call.q, call.k, call.v, call.k, call.v, lengths, out->untyped_data(), 0, 0, 0};
-  attend(pool, attention, bfloat16);
-  return ffi::Error::Success();
+  if (ffi::Error error = describe(call, qkv, q_norm, k_norm, cos, sin, k, v, nullptr, eps); error.failure()) return error;
+  return append_and_attend(pool, call, qkv, start, count, out, k_out->untyped_data(), v_out->untyped_data());
+}
+
+ffi::Error PagedAppendAttend(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBuffer q_norm, ffi::AnyBuffer k_norm, ffi::Buffer<ffi::F32> cos,
+                             ffi::Buffer<ffi::F32> sin, ffi::Buffer<ffi::S32> start, ffi::Buffer<ffi::S32> count, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                             ffi::Buffer<ffi::S32> table, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> k_out,
+                             ffi::Result<ffi::AnyBuffer> v_out, float eps) {
+  Projection call;
+  if (ffi::Error error = describe(call, qkv, q_norm, k_norm, cos, sin, k, v, &table, eps); error.failure()) return error;
+  return append_and_attend(pool, call, qkv, start, count, out, k_out->untyped_data(), v_out->untyped_data());
 }
 
 }  // namespace
@@ -149,10 +190,15 @@ using S32 = ffi::Buffer<ffi::S32>;
 XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightAttention, Attention,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<S32>().Arg<Any>().Arg<Any>().Ret<Any>());
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightPagedAttention, PagedAttention,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<S32>().Arg<S32>().Arg<Any>().Arg<Any>().Ret<Any>());
+
 #define PROJECTION Ctx<ffi::ThreadPool>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<F32>().Arg<F32>()
 #define PLACED Ret<Any>().Ret<Any>().Ret<Any>().Attr<float>("eps")
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightNormRotate, NormRotate, ffi::Ffi::Bind().PROJECTION.PLACED);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightAppendAttend, AppendAttend, ffi::Ffi::Bind().PROJECTION.Arg<S32>().Arg<S32>().Arg<Any>().Arg<Any>().PLACED);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightPagedAppendAttend, PagedAppendAttend,
+                              ffi::Ffi::Bind().PROJECTION.Arg<S32>().Arg<S32>().Arg<Any>().Arg<Any>().Arg<S32>().PLACED);
 
 extern "C" const char* TilewrightIsa() { return native::isa_names[native::isa()]; }

@@ -1,0 +1,111 @@
+"""What attention over pages costs on the CPU beside attention over caches in one block: `append_attend` of both, in turns.
+
+    python benchmarks/paged_attention.py [--contexts 512,2048 --rows 1,16 --queries 1,16 --pages 16,64,128] [--json FILE]
+
+Random bfloat16 keys and values, pages in no order. Each side runs in a device loop that writes its entries at the same place
+again and again, for about `--seconds` a repetition. Printed are medians of times, pages by one block: above 1 is slower.
+On a machine with other work: `NPROC=1 taskset -c 0 python benchmarks/paged_attention.py --clock cpu`.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from tilewright.compiled.machine import chip_name
+from tilewright.compiled.timing import alternate, spread
+from tilewright.kernels import native
+from tilewright.kernels.attention import cpu as attention
+from tilewright.kernels.operations import Pages
+from tilewright.kernels.paged import cpu as paged
+
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128
+SIZES: dict[str, Any] = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "eps": 1e-6}
+
+
+def contiguous(operands: dict[str, Any], k: Array, v: Array) -> tuple[Array, Array]:
+    return attention.append_attend(**SIZES, **operands, k_cache=k, v_cache=v)[1:]
+
+
+def over_pages(table: Array, operands: dict[str, Any], k: Array, v: Array) -> tuple[Array, Array]:
+    pool = paged.append_attend(**SIZES, **operands, pool=Pages(k, v), table=table)[1]
+    return pool.k, pool.v
+
+
+@partial(jax.jit, static_argnums=0)
+def repeated(run: Any, operands: dict[str, Any], k: Array, v: Array, turns: Array) -> Array:
+    """Some of the caches that `run` leaves behind after so many turns."""
+    k, v = jax.lax.fori_loop(0, turns, lambda _, caches: run.function(*run.operands, operands, *caches), (k, v))
+    return k[:1, :1, :1] + v[:1, :1, :1]
+
+
+class Side:
+    """A function with operands of its own, hashable by what it is."""
+
+    def __init__(self, function: Callable[..., tuple[Array, Array]], *operands: Array):
+        self.function, self.operands = function, operands
+
+
+def compare(context: int, rows: int, queries: int, sizes: list[int], how: argparse.Namespace) -> dict[str, Any]:
+    """Medians and ranges of the ratios to contiguous caches, by the size of pages."""
+    rng = np.random.default_rng(0)
+
+    def draw(*shape: int) -> Array:
+        return jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16)
+
+    angles = rng.uniform(0, 6, (rows, queries, HEAD_DIM // 2)).astype(np.float32)
+    operands = {"qkv": draw(rows, queries, (HEADS + 2 * KV_HEADS) * HEAD_DIM), "cos": np.cos(angles), "sin": np.sin(angles)}
+    operands |= {"q_norm": draw(HEAD_DIM), "k_norm": draw(HEAD_DIM), "start": np.full(rows, context - queries, np.int32)}
+    operands |= {"count": np.full(rows, queries, np.int32)}
+    k, v = (draw(rows, KV_HEADS, context, HEAD_DIM) for _ in range(2))
+    sides: dict[int, Any] = {0: (Side(contiguous), k, v)}
+    for size in sizes:
+        order = rng.permutation(rows * context // size).astype(np.int32)
+        shape = (len(order), KV_HEADS, size, HEAD_DIM)
+        sides[size] = (Side(over_pages, jnp.asarray(order.reshape(rows, -1))), k.reshape(shape), v.reshape(shape))
+    clock = CLOCKS[how.clock]
+
+    def timed(side: Any, turns: int) -> float:
+        began = clock()
+        repeated(side[0], operands, *side[1:], turns).block_until_ready()
+        return clock() - began
+
+    for side in sides.values():
+        timed(side, 1)
+    turns = max(1, round(how.seconds / max(timed(sides[0], 2) / 2, 1e-6)))
+    taken = alternate({size: partial(timed, side, turns) for size, side in sides.items()}, how.repetitions, warm=True)
+    return {str(size): spread([x / y for x, y in zip(taken[size], taken[0], strict=True)]).__dict__ for size in sizes}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("contexts", "512,2048"), ("rows", "1,16"), ("queries", "1,16"), ("pages", "16,64,128")):
+        parser.add_argument(f"--{name}", type=lambda text: [int(part) for part in text.split(",")], default=default)
+    parser.add_argument("--seconds", type=float, default=0.02)
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--json", type=Path)
+    how = parser.parse_args()
+    results: dict[str, Any] = {"chip": chip_name(), "isa": native.kernels().isa, "clock": how.clock, "ratios": {}}
+    for context in how.contexts:
+        for rows in how.rows:
+            for queries in how.queries:
+                found = compare(context, rows, queries, how.pages, how)
+                results["ratios"][f"context {context}, rows {rows}, queries {queries}"] = found
+                line = "  ".join(f"{size}: {x['median']:.3f} ({x['least']:.3f}-{x['most']:.3f})" for size, x in found.items())
+                print(f"context {context:5} rows {rows:2} queries {queries:2}  pages of  {line}", flush=True)
+    if how.json:
+        how.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

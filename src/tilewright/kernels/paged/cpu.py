@@ -1,0 +1,80 @@
+"""The operations on a CPU; the kernels are those of `append/cpu.cc` and `attention/cpu.cc`, told where a row's entries lie.
+
+Results are those of a cache in one block, bit for bit: pages hold whole panels of 16 keys, and sums go on from page to page.
+What a row has no page for is an error.
+
+Legend: P pages, E entries of a page, M pages that a row may have, B rows, T positions, N query heads, K key/value heads, D head
+size, h half of it, U own keys.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float, Float32, Int, Int32, Shaped
+
+from tilewright.kernels.native import or_nothing
+from tilewright.kernels.operations import Pages
+
+
+def append(
+    pool: Pages,
+    table: Int32[Array, "B M"],
+    k: Shaped[Array, "B K T D"],
+    v: Shaped[Array, "B K T D"],
+    start: Int[Array, " B"],
+    count: Int[Array, " B"],
+) -> Pages:
+    """As `xla.append`; the pool is written where it is, if nothing else reads it afterwards."""
+    places = start.astype(jnp.int32), count.astype(jnp.int32), table
+
+    def put(held: Array, new: Array) -> Array:
+        shape = jax.ShapeDtypeStruct(held.shape, held.dtype)
+        return jax.ffi.ffi_call("tilewright_paged_append", shape, input_output_aliases={0: 0})(held, new, *places)
+
+    return Pages(put(pool.k, k), put(pool.v, v))
+
+
+def prefix_attention(
+    q: Float[Array, "B T N D"],
+    pool: Pages,
+    table: Int32[Array, "B M"],
+    lengths: Int[Array, "B T"],
+    own: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None = None,
+) -> Float[Array, "B T N D"]:
+    """Attention of each query over the first `lengths` entries of its row, and over all of `own`.
+
+    A query that sees nothing gets zeros.
+    """
+    if own is None:
+        nothing = jnp.zeros((q.shape[0], pool.k.shape[1], 0, q.shape[3]), q.dtype)
+        own = (nothing, nothing)
+    call = jax.ffi.ffi_call("tilewright_paged_attention", jax.ShapeDtypeStruct(q.shape, q.dtype))
+    return call(q, *pool, table, lengths.astype(jnp.int32), *own)
+
+
+def append_attend(
+    qkv: Float[Array, "B T _"],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    q_norm: Float[Array, " D"] | None,
+    k_norm: Float[Array, " D"] | None,
+    eps: float,
+    cos: Float32[Array, "B T h"],
+    sin: Float32[Array, "B T h"],
+    pool: Pages,
+    table: Int32[Array, "B M"],
+    start: Int[Array, " B"],
+    count: Int[Array, " B"],
+) -> tuple[Float[Array, "B T _"], Pages]:
+    """A layer's attention in one call, as `attention.cpu.append_attend`."""
+    assert pool.k.shape[1::2] == (kv_heads, head_dim), "the pages' heads are the projection's"
+    out = jax.ShapeDtypeStruct((*qkv.shape[:2], heads * head_dim), qkv.dtype)
+    results = (out, *(jax.ShapeDtypeStruct(pages.shape, pages.dtype) for pages in pool))
+    norms = or_nothing(q_norm, qkv.dtype), or_nothing(k_norm, qkv.dtype)
+    places = start.astype(jnp.int32), count.astype(jnp.int32)
+    call = jax.ffi.ffi_call("tilewright_paged_append_attend", results, input_output_aliases={7: 1, 8: 2})
+    attended, k, v = call(qkv, *norms, cos, sin, *places, *pool, table, eps=np.float32(eps))
+    return attended, Pages(k, v)
