@@ -29,7 +29,7 @@ lint: .venv/installed-lint ## ruff and pyright
 	$(BIN)/pyright
 
 bench: .venv/installed-base ## measures the shipped drafters against plain decoding
-	$(BIN)/tilewright bench speculative --dtype bfloat16 --drafter dflash eagle3 ngram auto
+	$(BIN)/tilewright bench speculative --dtype bfloat16 --drafter dflash dflash2 eagle3 ngram auto
 
 oracle: .venv-oracle/installed ## compares with transformers, live; installs torch into an environment of its own
 	$(ORACLE_BIN)/python -m pytest tests/oracle -W default

@@ -84,6 +84,7 @@ def test_all_of_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     small = {"batch_size": 2, "sequence_length": 64}
     patched = {
         "prepare_text": lambda gsm8k, bpe: text, "LAYERS": 3, "TARGET_OPTIONS": replace(demo.TARGET_OPTIONS, **small),
+        "ANCHOR_OPTIONS": replace(demo.ANCHOR_OPTIONS, anchors=16),
         "DRAFTERS": {name: (train, replace(options, **small)) for name, (train, options) in demo.DRAFTERS.items()},
         "REGENERATED": 256, "REGENERATION_BATCH": 256, "PROMPT_TOKENS": 8,
         "REGENERATION_SAMPLING": tuple(replace(sampling, max_new_tokens=24) for sampling in demo.REGENERATION_SAMPLING),
