@@ -11,6 +11,7 @@ import pytest
 from decode.support import TABLE, build, prompts, run
 from reference.dflash_numpy import Generation, Pair, oracle_like_pair, speculative_greedy
 from tilewright.decode.language_model import LanguageModel
+from tilewright.decode.layout import Layout
 from tilewright.decode.programs import ProgramKey, allocate_caches
 from tilewright.decode.request import Piece, Result
 from tilewright.decode.sampling import Sampling, Warp
@@ -245,7 +246,7 @@ def test_the_single_step_gives_what_the_loop_gives(pair: Pair, lm: LanguageModel
 def test_the_single_step_has_no_loop_that_depends_on_data(lm: LanguageModel, warp: Warp):
     """Loops of a fixed number of turns are `scan` in a trace."""
     shape, loops = Shape(4, 64, warp), {}
-    caches = jax.eval_shape(lambda: allocate_caches(lm.target, shape, lm.drafter, "float32"))
+    caches = jax.eval_shape(lambda: allocate_caches(lm.programs.target, Layout(4, 64), lm.drafter, "float32"))
     state = jax.eval_shape(lambda: lm.programs.empty_state(shape, *caches))
     for name in ("decode", "step"):
         function, inputs = lm.programs.function(ProgramKey(name, shape, lm.drafter))

@@ -16,9 +16,9 @@ from reference.dflash_numpy import Pair, Round, as_folders, oracle_like_pair, ra
 from tilewright.decode.drafters.dflash import DFlash
 from tilewright.decode.drafters.load import load_dflash
 from tilewright.decode.language_model import LanguageModel
+from tilewright.decode.layout import Layout
 from tilewright.decode.programs import allocate_caches
 from tilewright.decode.sampling import Sampling
-from tilewright.decode.shapes import Shape
 from tilewright.decode.state import Target as Decoding
 from tilewright.decode.state import verify
 from tilewright.models.checkpoint import load_decoder, read_config
@@ -177,7 +177,7 @@ def test_the_window_bounds_the_drafters_cache(tmp_path: Path):
     pair = random_pair(0)
     for window, slots in ((None, 64), (7, 7), (1000, 64)):
         lm = build(tmp_path, pair, draft_window=window)
-        target, drafter = allocate_caches(lm.target, Shape(4, 64, "greedy"), lm.drafter, jnp.float32)
+        target, drafter = allocate_caches(lm.programs.target, Layout(4, 64), lm.drafter, jnp.float32)
         assert [x.shape for x in jax.tree.leaves(target)] == [(4, 2, 64, 16)] * 10
         assert [x.shape for x in jax.tree.leaves(drafter)] == [(4, 2, slots, 16)] * 4
 

@@ -19,6 +19,7 @@ from reference.eagle3_numpy import as_folder, random_eagle3
 from tilewright.decode.drafters.load import DrafterOptions
 from tilewright.decode.drafters.ngram import NGram
 from tilewright.decode.language_model import LanguageModel, load
+from tilewright.decode.layout import Layout
 from tilewright.decode.policy import PLAIN, Choice
 from tilewright.decode.programs import allocate_caches
 from tilewright.decode.sampling import Sampling
@@ -136,7 +137,7 @@ def test_rounds_move_no_whole_cache(sources: dict[str, Path]):
     """XLA:CPU would copy caches for a branch, and convert all of what is bfloat16 to write a few entries of it."""
     lm = team_of(sources, table=ShapeTable(batches=(4,), capacities=(2048,), chunks=(8,), widths=(2,)), dtype="bfloat16")
     batch = lm.start(ASKED, GREEDY).batch
-    caches = jax.eval_shape(lambda: allocate_caches(lm.target, batch.shape, lm.drafter, jnp.bfloat16))
+    caches = jax.eval_shape(lambda: allocate_caches(lm.programs.target, Layout(4, 2048), lm.drafter, jnp.bfloat16))
     smallest = min(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches) if leaf.ndim == 4)
     for choice in CHOICES:
         memory = lm.programs.get(batch.round_key(choice)).memory_analysis()

@@ -18,6 +18,7 @@ from tilewright.compiled.timing import REPETITIONS, alternate, spread
 from tilewright.decode import cache
 from tilewright.decode.autoregressive import autoregressive_step
 from tilewright.decode.drafters.dflash import DFlash
+from tilewright.decode.layout import Layout
 from tilewright.decode.sampling import Sampling, row_sampling
 from tilewright.decode.speculative import speculative_round
 from tilewright.decode.state import DecodeState, Models, Target, verify
@@ -124,7 +125,7 @@ class Setup:
             ignore_eos=rows == 0,
             sampling=row_sampling([Sampling()], [1]),
             target_cache=cache.allocate(self.target.num_layers, *sizes),
-            draft_cache=self.drafting.allocate(1, self.capacity),
+            draft_cache=self.drafting.allocate(Layout(1, self.capacity)),
         )
 
     def hidden(self, rows: int) -> jax.ShapeDtypeStruct:

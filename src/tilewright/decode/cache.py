@@ -260,13 +260,21 @@ PAGE_MULTIPLE = 16
 
 
 def allocate_paged(
-    ops: Operations, layers: int, table: np.ndarray, pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: DTypeLike
+    ops: Operations,
+    layers: int,
+    table: np.ndarray | None,
+    pages: int,
+    kv_heads: int,
+    page_size: int,
+    head_dim: int,
+    dtype: DTypeLike,
 ) -> tuple[Paged, ...]:
     """Empty pools of `pages` pages, one for each layer, all with this table; each layer has its own copy, for donation.
 
     Args:
         ops: what will compute over them, which lays pages out.
         table: int `[B, M]`: row b's positions from `i * page_size` on lie in page `table[b, i]`; `UNMAPPED` where it has none.
+            None where each program is given one (`layout.rows_of`).
         page_size: positions of a page.
 
     Raises:
@@ -274,6 +282,8 @@ def allocate_paged(
     """
     if page_size < 1 or page_size % PAGE_MULTIPLE:
         raise ValueError(f"expected a page size that is a multiple of {PAGE_MULTIPLE}, found {page_size}")
+    if table is None:
+        return tuple(Paged(ops.pages(pages, kv_heads, page_size, head_dim, dtype), None) for _ in range(layers))
     if table.ndim != 2 or not np.issubdtype(table.dtype, np.integer):
         raise ValueError(f"expected a table of integers [rows, pages], found {table.dtype} {list(table.shape)}")
     wrong = table[(table < UNMAPPED) | (table >= pages)]

@@ -17,15 +17,14 @@ from jax.typing import DTypeLike
 from rich.console import Console
 from rich.progress import Progress
 
-from tilewright.decode import cache
 from tilewright.decode.drafters.base import Drafter
+from tilewright.decode.layout import Layout
 from tilewright.decode.prefill import prefill
 from tilewright.decode.sampling import Sampling, row_sampling
 from tilewright.decode.shapes import Shape, ShapeTable
 from tilewright.decode.speculative import step_of
 from tilewright.decode.state import DecodeState, Models, Target, run_steps
 from tilewright.decode.team import Team, Turn, opened
-from tilewright.models.decoder import DecoderConfig
 
 STEPS_PER_DISPATCH = 64
 """The most steps that one call of the decode loop runs on the device; a caller may ask for fewer."""
@@ -47,13 +46,14 @@ class ProgramKey:
     chunk: int = 0
 
 
-def allocate_caches(target: DecoderConfig, shape: Shape, drafter: Drafter | Team | None, dtype: DTypeLike) -> tuple[Any, Any]:
+def allocate_caches(target: Target, layout: Layout, drafter: Drafter | Team | None, dtype: DTypeLike) -> tuple[Any, Any]:
     """The target's cache and the drafter's context, empty."""
-    target_cache = cache.allocate(target.num_layers, shape.batch, target.num_kv_heads, shape.capacity, target.head_dim, dtype)
-    context: Any = () if drafter is None else drafter.allocate(shape.batch, shape.capacity)
+    sizes = target.config
+    target_cache = layout.caches(target.ops, sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, dtype)
+    context: Any = () if drafter is None else drafter.allocate(layout)
     team = drafter.team if isinstance(drafter, Turn) else drafter
     if isinstance(team, Team):
-        context = replace(context, taps=team.room(shape.batch, shape.capacity, target.hidden_size, dtype))
+        context = replace(context, taps=team.room(layout, sizes.hidden_size, dtype))
     return target_cache, context
 
 
@@ -119,7 +119,8 @@ class Programs:
             pool.shutdown(cancel_futures=True)
 
     def compile(self, key: ProgramKey) -> jax.stages.Compiled:
-        allocate = partial(allocate_caches, self.target.config, key.shape, key.drafter, self.dtype)
+        layout = Layout(key.shape.batch, key.shape.capacity)
+        allocate = partial(allocate_caches, self.target, layout, key.drafter, self.dtype)
         allocate.__name__ = "allocate"  # type: ignore[attr-defined]
         if key.name == "allocate":
             return jax.jit(allocate).lower().compile()

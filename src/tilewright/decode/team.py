@@ -16,6 +16,7 @@ from jaxtyping import Int
 
 from tilewright.decode.drafters import base
 from tilewright.decode.drafters.base import Drafter, Proposal
+from tilewright.decode.layout import Layout
 from tilewright.decode.policy import PLAIN, Choice
 from tilewright.decode.state import DecodeState, Models, Target
 from tilewright.kernels.operations import Operations
@@ -38,7 +39,7 @@ class Contexts:
         of_members: the context of each drafter.
         held: how many positions, from the first, each of them holds, `[B]`.
         taps: the target's hidden states at all positions that a context lacks, those of the tapped layers side by side,
-            `[B, 1, capacity, taps * H]`; None where nothing is tapped.
+            `taps * H` of them; None where nothing is tapped.
     """
 
     of_members: tuple[Any, ...]
@@ -104,15 +105,14 @@ class Team:
             raise ValueError(f"expected one of {'; '.join(map(str, self.choices))}, found {choice}")
         return Turn(self, choice)
 
-    def allocate(self, batch: int, capacity: int) -> Any:
+    def allocate(self, layout: Layout) -> Any:
         """Empty contexts, without room for what is set aside; see `room`."""
-        of_members = tuple(member.allocate(batch, capacity) for member in self.members)
-        return Contexts(of_members, tuple(jnp.zeros(batch, jnp.int32) for _ in self.members), None)
+        of_members = tuple(member.allocate(layout) for member in self.members)
+        return Contexts(of_members, tuple(jnp.zeros(layout.batch, jnp.int32) for _ in self.members), None)
 
-    def room(self, batch: int, capacity: int, hidden_size: int, dtype: DTypeLike) -> Array | None:
-        """Where the target's hidden states are set aside."""
-        taps = len(self.tap_layers)
-        return jnp.zeros((batch, 1, capacity, taps * hidden_size), dtype) if taps else None
+    def room(self, layout: Layout, hidden_size: int, dtype: DTypeLike) -> Any:
+        """Where the target's hidden states are set aside; None where nothing is tapped."""
+        return layout.aside(len(self.tap_layers) * hidden_size, dtype) if self.tap_layers else None
 
     def extend(
         self, target: Target, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Int[Array, " B"],
@@ -173,8 +173,8 @@ class Turn:
         active = self.team.place(self.choice)
         return tuple(n for n, member in enumerate(self.team.members) if n != active and member.tap_layers)
 
-    def allocate(self, batch: int, capacity: int) -> Any:
-        return self.team.allocate(batch, capacity)
+    def allocate(self, layout: Layout) -> Any:
+        return self.team.allocate(layout)
 
     def propose(self, target: Target, models: Models, state: DecodeState) -> Proposal:
         place, width = self.team.place(self.choice), self.block_size
@@ -191,8 +191,8 @@ class Turn:
     ) -> DecodeState:  # fmt: skip
         """Extends the context of whoever drafts, and sets the taps aside for the others."""
         if self.behind:
-            contexts, added = state.draft_cache, jnp.concatenate(taps, axis=-1)[:, None]
-            kept = target.ops.append(contexts.taps, added, start, stop - start)
+            contexts, added = state.draft_cache, jnp.concatenate(taps, axis=-1)
+            kept = contexts.taps.append(target.ops, added, start, stop - start)
             state = replace(state, draft_cache=replace(contexts, taps=kept))
         place = self.team.place(self.choice)
         return state if place is None else self.team.extend_one(place, target, models, state, taps, start, stop)
@@ -214,10 +214,7 @@ def opened(drafter: Drafter | None, target: Target, models: Models, state: Decod
 
     def caught_up(state: DecodeState) -> DecodeState:
         contexts, start = state.draft_cache, state.draft_cache.held[place]
-        batch, _, capacity, size = contexts.taps.shape
-        positions = jnp.minimum(start[:, None] + jnp.arange(CATCH_UP), capacity - 1)
-        entries = jnp.arange(batch)[:, None] * capacity + positions
-        aside = target.ops.take(contexts.taps.reshape(-1, size), entries)
+        aside = contexts.taps.at(target.ops, start[:, None] + jnp.arange(CATCH_UP))
         taps = tuple(jnp.split(aside, len(team.tap_layers), axis=-1))
         return team.extend_one(place, target, models, state, taps, start, jnp.minimum(start + CATCH_UP, state.known))
 

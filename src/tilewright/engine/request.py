@@ -11,8 +11,8 @@ MOST_LOGPROBS = 20
 """The most alternatives that come with a token."""
 
 EndReason = Literal["eos", "stop", "length", "cancelled", "deadline", "error"]
-"""Why a request ended: the end-of-sequence token, a stop string, its length limit; the client gave it up, its time was up, or the
-engine failed on it."""
+"""Why a request ended: the end-of-sequence token, a stop string, its length limit; the client gave it up, its time was up, or
+the engine failed on it."""
 
 
 class Overloaded(Exception):
@@ -38,14 +38,14 @@ class Ask:
     Attributes:
         prompt: token ids, at least one.
         sampling: what to draw, and when to stop.
-        logprobs: with each token its log-probability and those of so many alternatives, from 0 to 20; None for neither. They are
-            the target's, of its logits as they are: before temperature, filters and penalties.
+        logprobs: with each token its log-probability and those of so many alternatives, from 0 to 20; None for neither. They
+            are the target's, of its logits as they are: before temperature, filters and penalties.
         prompt_logprobs: the same for the prompt's tokens from the second one on; needs `logprobs`.
         deadline_s: seconds after which it is ended, waiting or not; None for never.
     """
 
     prompt: Sequence[int]
-    sampling: Sampling = Sampling()
+    sampling: Sampling = field(default_factory=Sampling)
     logprobs: int | None = None
     prompt_logprobs: bool = False
     deadline_s: float | None = None

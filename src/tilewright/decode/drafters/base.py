@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Int
 
+from tilewright.decode.layout import Layout
 from tilewright.decode.state import DecodeState, Models, Target, known_token
 
 
@@ -63,8 +64,8 @@ class Drafter(Protocol):
         """Whether a round without any proposal is run as a plain step of one row."""
         ...
 
-    def allocate(self, batch: int, capacity: int) -> Any:
-        """An empty context for `batch` rows of `capacity` positions."""
+    def allocate(self, layout: Layout) -> Any:
+        """An empty context for the rows of a layout."""
         ...
 
     def propose(self, target: Target, models: Models, state: DecodeState) -> Proposal:

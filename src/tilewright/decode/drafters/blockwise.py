@@ -14,6 +14,7 @@ from jaxtyping import Int
 
 from tilewright.decode.drafters import base
 from tilewright.decode.drafters.base import Proposal
+from tilewright.decode.layout import Layout
 from tilewright.decode.state import DecodeState, Models, Target
 
 
@@ -33,7 +34,7 @@ class Blockwise:
     def __post_init__(self) -> None:
         base.check_block_size(self.block_size)
 
-    def allocate(self, batch: int, capacity: int) -> Any:
+    def allocate(self, layout: Layout) -> Any:
         return ()
 
     def propose(self, target: Target, models: Models, state: DecodeState) -> Proposal:

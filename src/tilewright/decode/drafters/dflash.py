@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from tilewright.decode import cache
 from tilewright.decode.drafters import base
 from tilewright.decode.drafters.base import Proposal
+from tilewright.decode.layout import Layout
 from tilewright.decode.state import DecodeState, Models, Target, block_positions
 from tilewright.kernels import select
 from tilewright.kernels.operations import Norm, Operations
@@ -56,11 +56,9 @@ class DFlash:
     def declared(self) -> Any:
         return dflash.declare(self.config)
 
-    def allocate(self, batch: int, capacity: int) -> Any:
+    def allocate(self, layout: Layout) -> Any:
         config, dtype = self.config, DTYPES[self.dtype]
-        return cache.allocate_windows(
-            config.num_layers, batch, config.num_kv_heads, capacity, config.head_dim, dtype, self.window
-        )
+        return layout.caches(self.ops, config.num_layers, config.num_kv_heads, config.head_dim, dtype, self.window)
 
     def propose(self, target: Target, models: Models, state: DecodeState) -> Proposal:
         """Drafts the drafter's most likely token for each slot behind the known one."""

@@ -9,6 +9,7 @@ from jaxtyping import Int
 from tilewright.decode import cache, sampling
 from tilewright.decode.cache import KVCache
 from tilewright.decode.drafters.dflash import DFlash
+from tilewright.decode.layout import Layout
 from tilewright.decode.state import DecodeState, Models, Target, block_positions
 from tilewright.models import decoder, dflash, dflash2
 from tilewright.models.dflash2 import DFlash2Config
@@ -36,16 +37,17 @@ class DFlash2(DFlash):
     def declared(self) -> Any:
         return dflash2.declare(self.config)
 
-    def allocate(self, batch: int, capacity: int) -> Any:
-        return tuple(self.allocate_layer(window, batch, capacity) for window in self.config.windows)
+    def allocate(self, layout: Layout) -> Any:
+        return tuple(self.allocate_layer(window, layout) for window in self.config.windows)
 
-    def allocate_layer(self, window: int | None, batch: int, capacity: int) -> KVCache:
+    def allocate_layer(self, window: int | None, layout: Layout) -> KVCache:
         """The context of a layer with this window; in a cache that is shorter, no query comes to the window's end."""
-        sizes = (self.config.num_kv_heads, capacity, self.config.head_dim, DTYPES[self.dtype])
-        if window is None or window >= capacity + self.config.block_size:
-            (whole,) = cache.allocate_windows(1, batch, *sizes, self.window)
+        sizes = (self.ops, 1, self.config.num_kv_heads, self.config.head_dim, DTYPES[self.dtype])
+        if window is None or window >= layout.capacity + self.config.block_size:
+            (whole,) = layout.caches(*sizes, self.window)
             return whole
-        (ring,) = cache.allocate_rings(1, batch, *sizes, window - 1 if self.window is None else min(window - 1, self.window))
+        (ring,) = layout.caches(*sizes, window - 1 if self.window is None else min(window - 1, self.window))
+        assert isinstance(ring, cache.Ring)
         return cache.Sliding(ring.k, ring.v, window)
 
     def backbone(self, models: Models) -> dflash.DFlashParams:

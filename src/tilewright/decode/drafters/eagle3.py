@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from tilewright.decode import cache
 from tilewright.decode.cache import KVCache
 from tilewright.decode.drafters import base
 from tilewright.decode.drafters.base import Proposal
+from tilewright.decode.layout import Layout
 from tilewright.decode.state import DecodeState, Models, Target, block_positions, known_token
 from tilewright.kernels import select
 from tilewright.kernels.operations import Heads, Operations, Projection
@@ -65,10 +65,10 @@ class Eagle3:
         ids = ArraySpec("d2t", (self.config.draft_vocab_size,), ("vocab",))
         return replace(eagle3.declare(self.config), target_ids=ids)
 
-    def allocate(self, batch: int, capacity: int) -> Any:
+    def allocate(self, layout: Layout) -> Any:
         config, dtype = self.config, DTYPES[self.dtype]
-        (keys,) = cache.allocate_windows(1, batch, config.num_kv_heads, capacity, config.head_dim, dtype, self.window)
-        return Context(keys, jnp.zeros((batch, 1, config.hidden_size), dtype))
+        (keys,) = layout.caches(self.ops, 1, config.num_kv_heads, config.head_dim, dtype, self.window)
+        return Context(keys, jnp.zeros((layout.batch, 1, config.hidden_size), dtype))
 
     def embed(self, target: Target, models: Models, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
         table = models.target.embed if models.drafter.embed is None else models.drafter.embed

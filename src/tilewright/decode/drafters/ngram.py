@@ -12,6 +12,7 @@ from jaxtyping import Int, Int32
 
 from tilewright.decode.drafters import base
 from tilewright.decode.drafters.base import Proposal
+from tilewright.decode.layout import Layout
 from tilewright.decode.state import DecodeState, Models, Target, known_token
 
 
@@ -44,7 +45,7 @@ class NGram:
                 f"expected n-gram lengths with 1 <= min_n <= max_n, found min_n {self.min_n} and max_n {self.max_n}"
             )
 
-    def allocate(self, batch: int, capacity: int) -> Any:
+    def allocate(self, layout: Layout) -> Any:
         return ()
 
     def propose(self, target: Target, models: Models, state: DecodeState) -> Proposal:
