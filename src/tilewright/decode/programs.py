@@ -1,10 +1,6 @@
 """The compiled programs behind generation: built ahead of time for a declared shape, kept, and never traced again."""
 
-import os
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
-from rich.console import Console
-from rich.progress import Progress
 
+from tilewright.compiled.store import Store
 from tilewright.decode.drafters.base import Drafter
 from tilewright.decode.layout import Layout
 from tilewright.decode.prefill import prefill
@@ -64,18 +59,12 @@ def program_keys(table: ShapeTable, shape: Shape, drafter: Drafter | Team | None
         yield from (Programs.shared(ProgramKey(name, shape, each, chunk)) for each in turns)
 
 
-class Programs:
-    """Compiles and keeps the programs of one model pair; safe to use from several threads.
-
-    Attributes:
-        compiled, seconds: of each program that was needed so far: itself, and how long it took to compile or to load.
-    """
+class Programs(Store[ProgramKey]):
+    """The programs of one model pair."""
 
     def __init__(self, target: Target, models: Models, dtype: DTypeLike, table: ShapeTable):
+        super().__init__()
         self.target, self.models, self.dtype, self.table = target, models, dtype, table
-        self.compiled: dict[ProgramKey, jax.stages.Compiled] = {}
-        self.locks: dict[ProgramKey, threading.Lock] = {}
-        self.seconds: dict[ProgramKey, float] = {}
 
     def keys(self, shape: Shape, drafter: Drafter | Team | None) -> Iterator[ProgramKey]:
         """All programs that serve a shape."""
@@ -85,38 +74,6 @@ class Programs:
     def shared(key: ProgramKey) -> ProgramKey:
         """The key that a program is kept under. Only what settles tokens samples: all kinds of sampling share the rest."""
         return key if key.name in DECODING else replace(key, shape=replace(key.shape, warp="greedy"))
-
-    def get(self, key: ProgramKey) -> jax.stages.Compiled:
-        """The compiled program, compiling it if this is its first use."""
-        key = self.shared(key)
-        if key not in self.compiled:
-            with self.locks.setdefault(key, threading.Lock()):  # whoever else needs it waits for it
-                if key not in self.compiled:
-                    began = time.perf_counter()
-                    compiled = self.compile(key)
-                    self.seconds[key] = time.perf_counter() - began
-                    self.compiled[key] = compiled
-        return self.compiled[key]
-
-    def warm(self, keys: Iterable[ProgramKey], console: Console | None = None) -> None:
-        """Compiles what is missing of `keys`, several at a time, with a progress bar on the console.
-
-        Only XLA's part runs at the same time as another's: tracing holds Python's lock. JAX's settings in a `with` block
-        (`jax.default_device` and its like) hold for the calling thread alone and are not seen here.
-        """
-        missing = [key for key in dict.fromkeys(map(self.shared, keys)) if key not in self.compiled]
-        if not missing:
-            return
-        bar = Progress(console=console, transient=True, disable=console is None)
-        pool = ThreadPoolExecutor(os.cpu_count())
-        try:
-            with bar:
-                row = bar.add_task("compiling", total=len(missing))
-                for compiled in as_completed([pool.submit(self.get, key) for key in missing]):
-                    compiled.result()
-                    bar.advance(row)
-        finally:
-            pool.shutdown(cancel_futures=True)
 
     def compile(self, key: ProgramKey) -> jax.stages.Compiled:
         layout = Layout(key.shape.batch, key.shape.capacity)
@@ -153,7 +110,7 @@ class Programs:
         return self.models if drafter is not None else Models(self.models.target)
 
     @staticmethod
-    def empty_state(shape: Shape, target_cache: Any, draft_cache: Any) -> DecodeState:
+    def empty_state(shape: Shape | Layout, target_cache: Any, draft_cache: Any) -> DecodeState:
         """Rows that hold nothing, done from the start."""
         rows = np.zeros(shape.batch, np.int32)
         return DecodeState(

@@ -1,0 +1,116 @@
+"""The device as the engine sees it: a state that programs consume and give back, sent to without waiting, read one small array at a
+time."""
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from tilewright.decode.policy import Choice
+from tilewright.decode.sampling import Warp
+from tilewright.decode.state import DecodeState, StepInfo
+from tilewright.engine.programs import EngineKey, EnginePrograms, request_row
+from tilewright.engine.scheduler import Chunk, Seat
+from tilewright.kernels.operations import UNMAPPED
+
+
+class Sent(NamedTuple):
+    """Rounds that were sent.
+
+    Attributes:
+        seats: in the order of the program's rows.
+        rows: that the program runs.
+        rounds: at most.
+        width: tokens in a block.
+        infos: what came of them, once the device is there.
+        at: when they were sent, by `time.perf_counter()`.
+    """
+
+    seats: Sequence[Seat]
+    rows: int
+    choice: Choice | None
+    warp: Warp
+    rounds: int
+    width: int
+    infos: Any
+    at: float
+
+
+class Device:
+    """Sends programs one behind the other. What is handed to one is never changed afterwards: it may be read in place.
+
+    Attributes:
+        state: the slots and the pool; None before `reset`.
+    """
+
+    def __init__(self, programs: EnginePrograms):
+        self.programs = programs
+        self.state: DecodeState | None = None
+
+    def reset(self) -> None:
+        """Empty slots, whatever was there."""
+        self.state = None
+        self.state = self.programs.empty_state(self.programs.get(EngineKey("allocate"))())
+
+    def run(self, key: EngineKey, *inputs: Any) -> Any:
+        assert self.state is not None, "the device was not reset"
+        state, self.state = self.state, None  # lost, if this fails
+        self.state, result = self.programs.get(key)(self.programs.models, state, *inputs)
+        return result
+
+    def table(self, seats: Sequence[Seat], rows: int, positions: int) -> np.ndarray:
+        """The pages of some seats, int32 `[rows, M]`."""
+        table = np.full((rows, positions // self.programs.layout.page_size), UNMAPPED, np.int32)
+        for row, seat in zip(table, seats, strict=False):
+            pages = seat.pages[: len(row)]
+            row[: len(pages)] = pages
+        return table
+
+    def admit(self, seat: Seat) -> None:
+        """Puts a job into its slot."""
+        tokens, request = seat.job.tokens, seat.job.request
+        held = np.zeros((1, self.programs.layout.capacity), np.int32)
+        held[0, : len(tokens)] = tokens
+        row = request_row(held, seat.known, request.end, request.sampling, len(request.prompt), seat.job.scored)
+        self.run(EngineKey("admit"), np.asarray([seat.slot], np.int32), row, np.asarray([seat.filled], np.int32))
+
+    def prefill(self, chunk: Chunk) -> Any:
+        """Computes a piece of a prompt; what its scores are, where the job asks for them."""
+        name = "prefill" if chunk.seat.job.prompt_scores is None else "scored_prefill"
+        table = self.table([chunk.seat], 1, self.programs.layout.capacity)
+        places = [np.asarray([each], np.int32) for each in (chunk.seat.slot, chunk.start, chunk.count)]
+        return self.run(EngineKey(name, chunk=chunk.size), places[0], table, *places[1:])
+
+    def rounds(self, seats: Sequence[Seat], choice: Choice | None, warp: Warp, rounds: int, positions: int) -> Sent:
+        """Runs up to so many rounds.
+
+        Args:
+            positions: that rounds look at, at most.
+        """
+        rows = self.rows_for(len(seats))
+        key = EngineKey("rounds", rows, self.positions_for(positions), choice=choice, warp=warp)
+        own = [seat.slot for seat in seats]
+        others = [slot for slot in range(self.programs.layout.batch) if slot not in own]
+        slots = np.asarray([*own, *others[: rows - len(own)]], np.int32)
+        running = np.arange(rows) < len(own)
+        at = time.perf_counter()
+        infos = self.run(key, slots, self.table(seats, rows, key.positions), running, np.int32(rounds))
+        infos.copy_to_host_async()
+        return Sent(seats, rows, choice, warp, rounds, self.programs.width(choice), infos, at)
+
+    def rows_for(self, seats: int) -> int:
+        """The least declared number of rows that holds so many."""
+        return next(rows for rows in self.programs.table.batches if rows >= seats)
+
+    def positions_for(self, positions: int) -> int:
+        return next(each for each in self.programs.table.capacities if each >= positions)
+
+    def read(self, sent: Sent) -> StepInfo:
+        """What came of rounds; waits for the device."""
+        return StepInfo.unpacked(np.asarray(sent.infos))
+
+    def wait(self) -> None:
+        """Until all that was sent has run."""
+        jax.block_until_ready(self.state)

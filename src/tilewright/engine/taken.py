@@ -1,0 +1,47 @@
+"""What a request takes from the rounds of a dispatch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tilewright.decode.policy import Choice
+from tilewright.decode.state import StepInfo
+from tilewright.engine.request import Token, TokenLogprobs, Update
+from tilewright.engine.scheduler import Job
+
+
+def take_rounds(job: Job, infos: StepInfo, row: int, choice: Choice | None, eos: Sequence[int]) -> Update:
+    """Hands a job the tokens that each round settled for its row; what comes behind its end is dropped."""
+    tokens: list[Token] = []
+    for n in np.flatnonzero(infos.settled[:, row]):
+        new = infos.tokens[n, row, : infos.settled[n, row]].tolist()
+        pieces = job.request.add_round(new, int(infos.drafted[n, row]), int(infos.accepted[n, row]), eos, choice)
+        scores = [None] * len(pieces) if not job.scored else token_scores(infos.scores, (n, row), len(pieces), job.alternatives)
+        tokens += [Token(one.token, one.text, one.drafted, score) for one, score in zip(pieces, scores, strict=True)]
+        if job.request.finish_reason is not None:
+            break
+    reason = job.request.finish_reason
+    return Update(tuple(tokens), None if reason == "interrupted" else reason, prompt_logprobs(job))
+
+
+def token_scores(scores: Any, at: tuple[int, int], count: int, alternatives: int) -> list[TokenLogprobs]:
+    """The log-probabilities of the first `count` positions of a block.
+
+    Args:
+        scores: what `state.Scores` holds, on the host.
+        at: which block of it.
+    """
+    chosen, ids, logprobs = (np.asarray(each)[at] for each in scores)
+    return [
+        TokenLogprobs(float(chosen[slot]), tuple(zip(ids[slot, :alternatives].tolist(), logprobs[slot, :alternatives].tolist())))
+        for slot in range(count)
+    ]
+
+
+def prompt_logprobs(job: Job) -> tuple[TokenLogprobs, ...] | None:
+    """Those of the prompt, the first time that somebody asks; None without."""
+    if job.prompt_scores is None:
+        return None
+    parts, job.prompt_scores = job.prompt_scores, None
+    return tuple(one for scores, count in parts for one in token_scores(scores, (0,), count, job.alternatives))
