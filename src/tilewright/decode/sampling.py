@@ -17,9 +17,10 @@ from jaxtyping import Bool, Float, Int, Int32
 
 from tilewright.kernels.select import argmax
 
-Warp = Literal["greedy", "plain", "filtered", "penalised"]
+Warp = Literal["greedy", "plain", "filtered", "penalised", "mixed"]
 """What a program must be able to do, besides all that the kinds before it can: argmax alone; draws from the tempered
-distribution; draws after top-k, top-p and min-p; penalties for repeating, before the argmax too."""
+distribution; draws after top-k, top-p and min-p; penalties for repeating, before the argmax too; all of it, row by row, for the
+rows alone that ask for it (see `mixed.py`), in loops whose length is data, which not every compiler takes."""
 
 TEMPERATURES = (1e-6, 1e6)
 REPETITION_PENALTIES = (1e-3, 1e3)
@@ -227,14 +228,18 @@ def sample(logits: Float[Array, "B T V"], rows: RowSampling, positions: Int32[Ar
     best = argmax(logits)
     if warp == "greedy":
         return best
+    return jnp.where(jnp.asarray(rows.temperature)[:, None] > 0, draw(logits, rows, positions, warp), best)
+
+
+def draw(logits: Float[Array, "B T V"], rows: RowSampling, positions: Int32[Array, "B T"], warp: Warp) -> Int32[Array, "B T"]:
+    """The same where all rows have a temperature above 0."""
 
     def noise(key: Array, row_positions: Array) -> Array:
         keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.wrap_key_data(key), row_positions)
         return jax.vmap(lambda k: jax.random.gumbel(k, logits.shape[-1:], jnp.float32))(keys)
 
     gumbel = jax.vmap(noise)(jnp.asarray(rows.key), positions)
-    drawn = argmax(warp_logits(logits, rows, warp) + gumbel)
-    return jnp.where(jnp.asarray(rows.temperature)[:, None] > 0, drawn, best)
+    return argmax(warp_logits(logits, rows, warp) + gumbel)
 
 
 def draft_noise(rows: RowSampling, positions: Int32[Array, "B T"], count: int) -> Float[Array, "B T {count}"]:

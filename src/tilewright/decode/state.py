@@ -11,6 +11,7 @@ from jax import Array
 from jaxtyping import Bool, Int
 
 from tilewright.decode.cache import CausalCache
+from tilewright.decode.mixed import History, sample_each
 from tilewright.decode.sampling import RowSampling, Warp, penalise, sample
 from tilewright.kernels import select
 from tilewright.kernels.operations import Heads, Operations, Projection
@@ -144,11 +145,13 @@ def verify(
     if warp == "greedy":
         return Verified(decoder.most_likely(target.config, target.ops, params, ran.hidden, target.schedule), ran.taps, kept)
     logits = decoder.logits(target.config, target.ops, params, ran.hidden, target.schedule)
+    after = block_positions(state.known + 1, block.shape[1])
+    if warp == "mixed":
+        history = History(state.tokens, state.known, block)
+        return Verified(sample_each(logits, state.sampling, history, after, ~state.done), ran.taps, kept)
     if warp == "penalised":
         logits = penalise(logits, state.sampling, state.tokens, state.known, block)
-    after = block_positions(state.known + 1, block.shape[1])
-    tokens = sample(logits, state.sampling, after, warp)
-    return Verified(tokens, ran.taps, kept)
+    return Verified(sample(logits, state.sampling, after, warp), ran.taps, kept)
 
 
 def commit(

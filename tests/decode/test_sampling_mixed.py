@@ -1,0 +1,104 @@
+"""Batches of rows of every kind in one program: each row gets the tokens of the program that serves it alone."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tilewright.decode.mixed import History, filters, for_each, penalises, sample_each
+from tilewright.decode.sampling import Sampling, Warp, penalise, row_sampling, sample
+
+ROWS, VOCAB, LENGTH = 4, 40, 24
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.8},
+    {"temperature": 1.3, "top_p": 0.8},
+    {"temperature": 0.7, "top_k": 7, "min_p": 0.02},
+    {"repetition_penalty": 1.3, "frequency_penalty": 0.4},
+    {"temperature": 1.0, "presence_penalty": -0.7},
+    {"temperature": 1.6, "top_p": 0.9, "frequency_penalty": 0.3, "repetition_penalty": 0.8},
+)
+each_jitted = jax.jit(sample_each)
+
+
+@partial(jax.jit, static_argnames="warp")
+def by_kind(logits: Any, rows: Any, history: History, positions: Any, warp: Warp) -> jax.Array:
+    """As the kinds before do it, for all rows alike."""
+    if warp == "penalised":
+        logits = penalise(logits, rows, *history)
+    return sample(logits, rows, positions, warp)
+
+
+def problem(seed: int, slots: int, rounded: bool, vocab: int = VOCAB) -> tuple[NDArray[np.float32], History, NDArray[np.int32]]:
+    """Logits of rows whose texts repeat, with the positions that follow; `rounded` as bfloat16 is, so that many are equal."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(0, 2, (ROWS, slots, vocab)).astype(np.float32)
+    if rounded:
+        logits = np.asarray(jnp.asarray(logits).astype(jnp.bfloat16).astype(jnp.float32))
+    tokens, block = (rng.integers(0, 9, shape).astype(np.int32) for shape in ((ROWS, LENGTH), (ROWS, slots)))
+    known = rng.integers(0, LENGTH, ROWS).astype(np.int32)
+    block[:, 0] = tokens[np.arange(ROWS), known]
+    return logits, History(tokens, known, block), known[:, None] + 1 + np.arange(slots, dtype=np.int32)
+
+
+def check_each(requests: list[Sampling], logits: Any, history: History, positions: Any, asking: NDArray[np.bool_]) -> None:
+    lengths = np.maximum(history.known - 5, 1)
+    got = np.asarray(each_jitted(logits, row_sampling(requests, lengths), history, positions, asking))
+    best = np.asarray(logits).argmax(axis=-1)
+    together = np.asarray(by_kind(logits, row_sampling(requests, lengths), history, positions, "penalised"))
+    for row, request in enumerate(requests):
+        alone = (part[row : row + 1] for part in history)
+        one = row_sampling([request], lengths[row : row + 1])
+        want = by_kind(logits[row : row + 1], one, History(*alone), positions[row : row + 1], request.warp)
+        np.testing.assert_array_equal(got[row], np.asarray(want)[0] if asking[row] else best[row])
+        np.testing.assert_array_equal(together[row], np.asarray(want)[0])
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 2**32 - 1)), min_size=ROWS, max_size=ROWS),
+    st.lists(st.booleans() | st.just(True), min_size=ROWS, max_size=ROWS),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([1, 16]),
+    st.booleans(),
+)
+def test_rows_of_every_kind(kinds: list[tuple[dict[str, Any], int]], asking: list[bool], seed: int, slots: int, rounded: bool):
+    requests = [Sampling(seed=own, **kind) for kind, own in kinds]
+    check_each(requests, *problem(seed, slots, rounded), np.asarray(asking))
+
+
+@pytest.mark.parametrize("slots", [1, 16])
+@pytest.mark.parametrize("vocab", [4096, 5003])
+def test_large_vocabularies(slots: int, vocab: int):
+    for first in range(len(KINDS)):
+        requests = [Sampling(seed=n, **KINDS[(first + n) % len(KINDS)]) for n in range(ROWS)]
+        check_each(requests, *problem(first, slots, first % 2 == 0, vocab), np.ones(ROWS, bool))
+
+
+def test_what_rows_ask_is_told_as_their_requests_tell_it():
+    requests = [Sampling(**kind) for kind in KINDS]
+    rows = row_sampling(requests, [1] * len(KINDS))
+    assert [request.warp == "penalised" for request in requests] == np.asarray(penalises(rows)).tolist()
+    unpenalised = [
+        replace(request, temperature=1.0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
+        for request in requests
+    ]
+    assert [request.warp == "filtered" for request in unpenalised] == np.asarray(filters(rows)).tolist()
+    assert all(request.warp in get_args(Warp)[:4] for request in requests)
+
+
+@given(st.lists(st.booleans(), min_size=9, max_size=9))
+def test_a_turn_for_each_row_that_is_named_and_for_no_other(which: list[bool]):
+    def take(n: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        seen, turns = carry
+        return seen.at[turns].set(n.astype(jnp.int32)), turns + 1
+
+    seen, turns = for_each(jnp.asarray(which), take, (jnp.full(9, -1, jnp.int32), jnp.int32(0)))
+    assert seen[: int(turns)].tolist() == [n for n, named in enumerate(which) if named]
