@@ -12,7 +12,7 @@ import pytest
 from decode.support import prompts
 from reference.dflash_numpy import as_folders, random_pair
 from tilewright.decode import pacing
-from tilewright.decode.costs import Bench, CostFiles, Costs, Run, configuration, measure, no_dearer_when_narrower
+from tilewright.decode.costs import BatchBench, CostFiles, Costs, Run, configuration, measure, no_dearer_when_narrower
 from tilewright.decode.language_model import LanguageModel, load
 from tilewright.decode.pacing import Pacing
 from tilewright.decode.policy import PLAIN, Choice, Cost
@@ -54,7 +54,7 @@ def team_of(lm: LanguageModel) -> Team:
 def test_every_choice_is_measured(lm: LanguageModel):
     """For rounds that draft, and for those in which an n-gram drafter finds nothing; memory goes back."""
     shape = Shape(4, 64, "greedy")
-    costs = measure(lm.programs, shape, team_of(lm), team_of(lm).choices)
+    costs = measure(BatchBench(lm.programs, shape, team_of(lm)), team_of(lm).choices)
     assert set(costs.rounds) == {PLAIN, NARROW, WIDE, Choice("ngram", 2), Choice("ngram", 16)}
     assert 0 < costs.dispatch < 1
     for choice, cost in costs.rounds.items():
@@ -65,7 +65,7 @@ def test_every_choice_is_measured(lm: LanguageModel):
 def test_rounds_of_ngrams_draft_while_they_are_measured(lm: LanguageModel):
     """Rounds that find nothing would tell what a step costs; and drafts that are right would run out of room."""
     for shape in (Shape(4, 128, "greedy"), Shape(1, 64, "greedy")):
-        bench = Bench(lm.programs, shape, team_of(lm))
+        bench = BatchBench(lm.programs, shape, team_of(lm))
         assert bench.timed(Choice("ngram", 2), 8).idle > 0
         bench.repeat_text()
         for choice in (Choice("ngram", 2), Choice("ngram", 16)):
@@ -160,7 +160,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[Choice]]:
     """Every measurement: the choices. Nothing is timed."""
     made: list[list[Choice]] = []
 
-    def noted(programs: Any, shape: Shape, team: Team, choices: list[Choice]) -> Costs:
+    def noted(bench: BatchBench, choices: list[Choice]) -> Costs:
         made.append(list(choices))
         return Costs(1e-4, {choice: Cost(2e-3 if choice == PLAIN else 1e-3) for choice in choices})
 

@@ -20,6 +20,7 @@ from tilewright.decode.batch import Batch
 from tilewright.decode.policy import PLAIN, Choice, Cost
 from tilewright.decode.programs import STEPS_PER_DISPATCH, Programs
 from tilewright.decode.shapes import Shape
+from tilewright.decode.state import DecodeState, StepInfo
 from tilewright.decode.team import Team
 
 BUDGET_S = 0.4
@@ -49,15 +50,12 @@ class Costs:
     rounds: dict[Choice, Cost]
 
 
-def measure(programs: Programs, shape: Shape, team: Team, choices: Collection[Choice]) -> Costs:
-    """Times rounds of the choices in turns, in the middle of empty caches of this shape.
-
-    Memory for one more batch is taken meanwhile.
+def measure(bench: "Bench", choices: Collection[Choice]) -> Costs:
+    """Times rounds of the choices in turns, in the middle of empty caches.
 
     Args:
         choices: plain decoding among them: a round for which a drafter finds nothing is taken to cost a step, which it runs.
     """
-    bench = Bench(programs, shape, team)
     bench.repeat_text()
     rounds = dict.fromkeys(choices, 2)
     taken: dict[Choice, list[Run]] = {choice: [] for choice in choices}
@@ -73,12 +71,11 @@ def measure(programs: Programs, shape: Shape, team: Team, choices: Collection[Ch
             single.append(bench.timed(PLAIN, 1).seconds)
         if run and time.perf_counter() - began > BUDGET_S * len(rounds):
             break
-    bench.batch.free()
     least = {choice: min(runs) for choice, runs in taken.items()}
     dispatch = least[PLAIN].dispatch(min(single))
     least = {choice: run.beyond(dispatch) for choice, run in least.items()}
     step = least[PLAIN].seconds / least[PLAIN].drafting
-    costs = {choice: run.cost(step, team.turn(choice).may_be_idle) for choice, run in least.items()}
+    costs = {choice: run.cost(step, bench.team.turn(choice).may_be_idle) for choice, run in least.items()}
     return Costs(dispatch, no_dearer_when_narrower(costs))
 
 
@@ -116,14 +113,36 @@ def no_dearer_when_narrower(costs: Mapping[Choice, Cost]) -> dict[Choice, Cost]:
 
 
 class Bench:
-    """A batch in which every row stands in the middle of its cache, and can be put there again."""
+    """Rows of which each stands in the middle of its cache, and can be put there again.
 
-    def __init__(self, programs: Programs, shape: Shape, team: Team):
-        self.batch, self.team, self.programs = Batch(programs, shape, team), team, programs
-        self.batch.device_state = programs.empty_state(shape, *programs.get(self.batch.key("allocate"))())
-        rows = np.ones(shape.batch, np.int32)
-        self.start, self.end = rows * (shape.capacity // 2), rows * shape.capacity
-        self.tokens = np.zeros((shape.batch, shape.capacity), np.int32)
+    Attributes:
+        start, end: where the rows stand, and where their caches end, int32 `[B]`.
+        tokens: what they hold, int32 `[B, capacity]`.
+    """
+
+    def __init__(self, team: Team, vocab_size: int, batch: int, capacity: int, positions: int):
+        """Args:
+        capacity, positions: entries for a row's tokens, and how many of them its cache has room for.
+        """
+        self.team, self.vocab_size = team, vocab_size
+        rows = np.ones(batch, np.int32)
+        self.start, self.end = rows * (positions // 2), rows * positions
+        self.tokens = np.zeros((batch, capacity), np.int32)
+
+    def advance(self, rounds: int, choice: Choice) -> StepInfo:
+        """Runs rounds, and waits for them."""
+        raise NotImplementedError
+
+    def rewound(self, state: DecodeState) -> DecodeState:
+        """A state with every row back in the middle."""
+        start = self.start
+        rows = {"tokens": self.tokens, "known": start, "end": self.end, "done": start < 0, "ignore_eos": start > 0}
+        contexts = replace(state.draft_cache, held=(start,) * len(self.team.members))
+        return replace(state, **rows, draft_cache=contexts)
+
+    def rewind(self) -> None:
+        """Puts every row back into the middle."""
+        raise NotImplementedError
 
     def repeat_text(self) -> None:
         """Makes the text one in which all that the target says next was said before, with another token behind it.
@@ -134,11 +153,11 @@ class Bench:
         rounds = self.enough(PLAIN, self.timed(PLAIN, 2), BUDGET_S)
         self.rewind()
         room = self.start[0] // 3 - 2  # behind it zeros go on as the text begins
-        said = self.batch.advance(rounds, PLAIN).tokens[:room, :, 0]
+        said = self.advance(rounds, PLAIN).tokens[:room, :, 0]
         nothing = np.zeros_like(said[:1])
         before, after = np.concatenate([nothing, said[:-1]]), np.concatenate([said[1:], nothing])
-        text = np.stack([before, said, (after + 1) % self.programs.target.config.vocab_size], axis=1)
-        self.tokens[:, : 3 * len(said)] = text.reshape(-1, said.shape[1]).T
+        text = np.stack([before, said, (after + 1) % self.vocab_size], axis=1)
+        self.tokens[: said.shape[1], : 3 * len(said)] = text.reshape(-1, said.shape[1]).T
 
     def enough(self, choice: Choice, timed: Run, wanted: float = RUN_S) -> int:
         """How many rounds make a run of so many seconds, and have room."""
@@ -152,19 +171,26 @@ class Bench:
         while time.perf_counter() < rest:  # a host is at work meanwhile: a processor that slept would wake up slow
             pass
         began = time.perf_counter()
-        infos = self.batch.advance(rounds, choice)
+        infos = self.advance(rounds, choice)
         seconds = time.perf_counter() - began
         drafting = len(infos.drafted) if choice == PLAIN else int(np.sum(np.any(infos.drafted > 0, axis=1)))
         return Run(seconds, drafting, len(infos.drafted) - drafting)
 
+
+class BatchBench(Bench):
+    """A batch of a shape. It takes memory of its own, until it is freed."""
+
+    def __init__(self, programs: Programs, shape: Shape, team: Team):
+        super().__init__(team, programs.target.config.vocab_size, shape.batch, shape.capacity, shape.capacity)
+        self.batch = Batch(programs, shape, team)
+        self.batch.device_state = programs.empty_state(shape, *programs.get(self.batch.key("allocate"))())
+
+    def advance(self, rounds: int, choice: Choice) -> StepInfo:
+        return self.batch.advance(rounds, choice)
+
     def rewind(self) -> None:
-        """Puts every row back into the middle."""
-        state = self.batch.device_state
-        assert state is not None
-        start = self.start
-        rows = {"tokens": self.tokens, "known": start, "end": self.end, "done": start < 0, "ignore_eos": start > 0}
-        contexts = replace(state.draft_cache, held=(start,) * len(self.team.members))
-        self.batch.device_state = replace(state, **rows, draft_cache=contexts)
+        assert self.batch.device_state is not None
+        self.batch.device_state = self.rewound(self.batch.device_state)
 
 
 class CostFiles:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from tilewright.decode.batch import Batch
-from tilewright.decode.costs import CostFiles, Costs, configuration, measure
+from tilewright.decode.costs import BatchBench, CostFiles, Costs, configuration, measure
 from tilewright.decode.policy import PLAIN, Choice, History, Policy
 from tilewright.decode.programs import Programs
 from tilewright.decode.shapes import Shape
@@ -81,7 +81,9 @@ class Pacing:
         missing = sorted(choice for choice in choices if known is None or choice not in known.rounds)
         if known is not None and not missing:
             return known
-        found = measure(self.programs, batch.shape, self.team, sorted({PLAIN, *missing}))
+        bench = BatchBench(self.programs, batch.shape, self.team)
+        found = measure(bench, sorted({PLAIN, *missing}))
+        bench.batch.free()
         if known is not None:  # a machine that is slower now than it was then is slower for all choices
             now = known.rounds[PLAIN].drafting / found.rounds[PLAIN].drafting
             known.rounds.update({choice: found.rounds[choice].times(now) for choice in missing})

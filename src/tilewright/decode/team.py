@@ -209,13 +209,16 @@ def opened(drafter: Drafter | None, target: Target, models: Models, state: Decod
     if place is None or not team.members[place].tap_layers:
         return state
 
+    # Rows that are done draft no more, and may have no memory.
+    goal = jnp.where(state.done, held[place], state.known)
+
     def behind(state: DecodeState) -> Array:
-        return jnp.any(state.draft_cache.held[place] < state.known)
+        return jnp.any(state.draft_cache.held[place] < goal)
 
     def caught_up(state: DecodeState) -> DecodeState:
         contexts, start = state.draft_cache, state.draft_cache.held[place]
         aside = contexts.taps.at(target.ops, start[:, None] + jnp.arange(CATCH_UP))
         taps = tuple(jnp.split(aside, len(team.tap_layers), axis=-1))
-        return team.extend_one(place, target, models, state, taps, start, jnp.minimum(start + CATCH_UP, state.known))
+        return team.extend_one(place, target, models, state, taps, start, jnp.minimum(start + CATCH_UP, goal))
 
     return jax.lax.while_loop(behind, caught_up, state)

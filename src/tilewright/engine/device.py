@@ -1,5 +1,4 @@
-"""The device as the engine sees it: a state that programs consume and give back, sent to without waiting, read one small array at a
-time."""
+"""The device as the engine sees it: programs are sent one behind the other, and little is read of what they gave."""
 
 import time
 from collections.abc import Sequence
@@ -60,9 +59,13 @@ class Device:
         self.state, result = self.programs.get(key)(self.programs.models, state, *inputs)
         return result
 
+    def no_pages(self, rows: int, positions: int) -> np.ndarray:
+        """A table, int32 `[rows, M]`, in which no row has a page."""
+        return np.full((rows, positions // self.programs.layout.page_size), UNMAPPED, np.int32)
+
     def table(self, seats: Sequence[Seat], rows: int, positions: int) -> np.ndarray:
         """The pages of some seats, int32 `[rows, M]`."""
-        table = np.full((rows, positions // self.programs.layout.page_size), UNMAPPED, np.int32)
+        table = self.no_pages(rows, positions)
         for row, seat in zip(table, seats, strict=False):
             pages = seat.pages[: len(row)]
             row[: len(pages)] = pages
@@ -73,7 +76,7 @@ class Device:
         tokens, request = seat.job.tokens, seat.job.request
         held = np.zeros((1, self.programs.layout.capacity), np.int32)
         held[0, : len(tokens)] = tokens
-        row = request_row(held, seat.known, request.end, request.sampling, len(request.prompt), seat.job.scored)
+        row = request_row(held, seat.known, request.end, request.sampling, len(request.prompt))
         self.run(EngineKey("admit"), np.asarray([seat.slot], np.int32), row, np.asarray([seat.filled], np.int32))
 
     def prefill(self, chunk: Chunk) -> Any:

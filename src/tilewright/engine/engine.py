@@ -21,7 +21,7 @@ from tilewright.decode.sampling import Warp
 from tilewright.decode.shadow import NGramShadow
 from tilewright.decode.team import Team
 from tilewright.engine.costs import measured_costs
-from tilewright.engine.counts import Counts
+from tilewright.engine.counts import count_rounds, snapshot
 from tilewright.engine.device import Device, Sent
 from tilewright.engine.options import EngineOptions
 from tilewright.engine.pacer import Pacer
@@ -51,7 +51,7 @@ class Engine:
         ready: whether it takes requests.
     """
 
-    def __init__(self, lm: LanguageModel, options: EngineOptions = EngineOptions()):  # noqa: B008
+    def __init__(self, lm: LanguageModel, options: EngineOptions = EngineOptions()):
         """Raises a `ValueError` for options that do not go together, or with the model."""
         self.lm, self.options = lm, options
         table = options.shapes(lm.target.max_position_embeddings)
@@ -72,7 +72,7 @@ class Engine:
         self.scheduler = Scheduler(table, self.pages, capacity, self.prefix_cache, tapping)
         self.device = Device(self.programs)
         self.pacer = Pacer(self.programs, options.dispatch_s)
-        self.counts = Counts()
+        self.counted = Figures()
         self.flight: deque[Sent] = deque()
         self.wake = threading.Condition()
         self.asked: deque[Job] = deque()
@@ -91,7 +91,8 @@ class Engine:
             costs = measured_costs(self.device, self.lm, console)
             self.pacer = Pacer(self.programs, self.options.dispatch_s, costs)
             self.device.reset()
-        self.counts.warmed(len(self.programs.compiled), time.perf_counter() - began)
+        self.counted.programs = len(self.programs.compiled)
+        self.counted.warm_seconds = time.perf_counter() - began
 
     def start(self) -> None:
         """Begins to step, on a thread of its own."""
@@ -124,7 +125,7 @@ class Engine:
             (waiting, self.options.queue_requests, "requests"), (held, self.options.queue_tokens, "tokens of prompts"),
         ):  # fmt: skip
             if found > most:
-                self.counts.rejected += 1
+                self.counted.rejected += 1
                 raise Overloaded(f"the queue holds at most {most} {what}", RETRY_AFTER_S)
 
     def submit(self, ask: Ask, listener: Listener) -> Ticket:
@@ -239,7 +240,7 @@ class Engine:
             times = seat.job.ticket.times
             times.admitted = times.admitted or time.monotonic()
             if not seat.job.ticket.preemptions:
-                self.counts.prompt_tokens += seat.prompt + 1
+                self.counted.prompt_tokens += seat.prompt + 1
             self.device.admit(seat)
 
     def fill(self) -> int:
@@ -250,7 +251,8 @@ class Engine:
             if chunk.seat.job.prompt_scores is not None:
                 chunk.seat.job.prompt_scores.append((scores, chunk.count))
             self.scheduler.filled(chunk)
-            self.counts.filled(chunk)
+            self.counted.prefill_tokens += chunk.count
+            self.counted.prefill_padding += chunk.size - chunk.count
             sent += 1
         return sent
 
@@ -259,9 +261,8 @@ class Engine:
         seats = self.scheduler.runnable()
         if not seats:
             return False
-        hurry = bool(self.scheduler.waiting) or any(not seat.prefilled or not seat.job.request.tokens for seat in self.scheduler.seated)
         warp = self.warp(seats)
-        choice, rounds = self.pacer.plan(self.device.rows_for(len(seats)), warp, hurry)
+        choice, rounds = self.pacer.plan(self.device.rows_for(len(seats)), warp, self.scheduler.hurried)
         width = self.programs.width(choice)
         seats, rounds = self.scheduler.make_room(seats, rounds, width)
         if not seats:
@@ -274,15 +275,15 @@ class Engine:
     def warp(self, seats: list[Seat]) -> Warp:
         """The least program that serves all of them."""
         if any(seat.job.scored for seat in seats):
-            return "penalised"
-        return "filtered" if any(seat.job.request.sampling.warp != "greedy" for seat in seats) else "greedy"
+            return "mixed"
+        return "mixed" if any(seat.job.request.sampling.warp != "greedy" for seat in seats) else "greedy"
 
     def read(self, sent: Sent) -> None:
         """Hands out what came of rounds."""
         began = time.perf_counter()
         infos = self.device.read(sent)
         self.pacer.observe(sent, infos, began, time.perf_counter())
-        self.counts.rounds_ran(sent, infos)
+        count_rounds(self.counted, sent, infos)
         jobs = [seat.job for seat in sent.seats]
         heard = [len(job.request.tokens) for job in jobs]
         drafter = None if sent.choice is None else sent.choice.drafter
@@ -298,7 +299,7 @@ class Engine:
         job = seat.job
         times = job.ticket.times
         times.first_token = times.first_token or time.monotonic()
-        self.counts.generated_tokens += len(update.tokens)
+        self.counted.generated_tokens += len(update.tokens)
         if update.end is None:
             self.tell(job, update)
             return
@@ -312,7 +313,7 @@ class Engine:
         """Ends a job that has no place any more."""
         job.ticket.times.ended = time.monotonic()
         job.ticket.result = job.request.result()
-        self.counts.ended[reason] = self.counts.ended.get(reason, 0) + 1
+        self.counted.ended[reason] = self.counted.ended.get(reason, 0) + 1
         self.tell(job, update or Update(end=reason, error=error))
 
     def tell(self, job: Job, update: Update) -> None:
@@ -342,4 +343,5 @@ class Engine:
 
     def figures(self) -> Figures:
         """What was counted so far, and how things stand."""
-        return self.counts.figures(self.scheduler, len(self.asked), self.asked_tokens, time.monotonic() - self.stepped)
+        age = time.monotonic() - self.stepped
+        return snapshot(self.counted, self.scheduler, len(self.asked), self.asked_tokens, age)

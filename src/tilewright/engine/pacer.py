@@ -4,12 +4,12 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from tilewright.decode.costs import Costs
 from tilewright.decode.drafters.ngram import NGram
 from tilewright.decode.policy import Choice, History, Plan, Policy
 from tilewright.decode.programs import STEPS_PER_DISPATCH
 from tilewright.decode.sampling import Warp
 from tilewright.decode.state import StepInfo
-from tilewright.decode.costs import Costs
 from tilewright.decode.team import Team
 from tilewright.engine.device import Sent
 from tilewright.engine.programs import EnginePrograms

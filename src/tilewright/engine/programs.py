@@ -18,6 +18,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from tilewright.compiled.store import Store
+from tilewright.decode.cache import KVCache, Ring
 from tilewright.decode.drafters.base import Drafter
 from tilewright.decode.layout import PagedLayout, rows_of, with_rows
 from tilewright.decode.policy import Choice
@@ -29,7 +30,7 @@ from tilewright.decode.speculative import step_of
 from tilewright.decode.state import DecodeState, Models, Target, run_steps
 from tilewright.decode.team import Contexts, Team, opened
 
-WARPS: tuple[Warp, ...] = ("greedy", "filtered", "penalised")
+WARPS: tuple[Warp, ...] = ("greedy", "mixed")
 """What rounds are compiled for: argmax alone; rows that ask for anything, each paying for its own; log-probabilities too."""
 
 
@@ -67,6 +68,13 @@ class EnginePrograms(Store[EngineKey]):
         super().__init__()
         self.target, self.models, self.dtype, self.drafter = target, models, dtype, drafter
         self.table, self.layout = table, layout
+
+    @property
+    def pages_hold_all(self) -> bool:
+        """Whether pages hold all that a drafter knows of a position: a window's rows are not in them."""
+        state = jax.eval_shape(lambda: allocate_caches(self.target, self.layout, self.drafter, self.dtype))
+        parts = jax.tree.leaves(state, is_leaf=lambda part: isinstance(part, KVCache))
+        return not any(isinstance(part, Ring) for part in parts)
 
     @property
     def choices(self) -> tuple[Choice | None, ...]:

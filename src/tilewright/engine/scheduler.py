@@ -6,11 +6,12 @@ on as it would have.
 """
 
 from bisect import insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tilewright.decode.request import Request
+from tilewright.decode.shadow import NGramShadow
 from tilewright.decode.shapes import ShapeTable
 from tilewright.engine.pages import Pages, page_keys
 from tilewright.engine.request import Listener, Ticket
@@ -22,6 +23,7 @@ class Job:
 
     Attributes:
         request: its text so far.
+        shadow: follows its text for n-gram drafting, where a team has that.
         faults: how many dispatches failed with it aboard.
         prompt_scores: what prefill said of the prompt, as far as it went, still on the device; None once it was told, or where
             nobody asks.
@@ -30,12 +32,23 @@ class Job:
     ticket: Ticket
     listener: Listener
     request: Request
+    shadow: NGramShadow | None = None
     faults: int = 0
     prompt_scores: list[tuple[Any, int]] | None = None
 
     @property
     def number(self) -> int:
         return self.ticket.number
+
+    @property
+    def scored(self) -> bool:
+        """Whether it asks for log-probabilities."""
+        return self.ticket.ask.logprobs is not None
+
+    @property
+    def alternatives(self) -> int:
+        """How many come with each token."""
+        return self.ticket.ask.logprobs or 0
 
     @property
     def length(self) -> int:
@@ -186,6 +199,12 @@ class Scheduler:
         """Those that rounds can run for, the oldest first."""
         return [seat for seat in self.seated if seat.prefilled and not seat.ending]
 
+    @property
+    def hurried(self) -> bool:
+        """Whether somebody waits for the end of the next dispatch: for a place, for a prompt, or for a first token."""
+        waits = (not seat.prefilled or not seat.job.request.tokens for seat in self.seats if seat is not None)
+        return bool(self.waiting) or any(waits)
+
     def reach(self, seat: Seat, rounds: int, width: int) -> int:
         """The positions that a seat may write in so many more rounds: those that it may settle, and a block behind them."""
         settled = min(seat.known + seat.most + rounds * width, seat.job.request.end - 1)
@@ -256,12 +275,11 @@ class Scheduler:
             self.pages.keep(page, key)
         seat.kept = full
 
-    def forget(self) -> Mapping[int, Job]:
-        """Puts all that run back into the queue and keeps no page: what the device held is lost. Returns them by slot."""
-        jobs = {}
-        for seat in self.seated:
+    def forget(self) -> list[Job]:
+        """Puts all that run back into the queue and keeps no page: what the device held is lost."""
+        seats = self.seated
+        for seat in seats:
             seat.kept = len(seat.pages)  # nothing of it is to be found
-            jobs[seat.slot] = seat.job
             self.preempt(seat)
         self.pages.forget()
-        return jobs
+        return [seat.job for seat in seats]

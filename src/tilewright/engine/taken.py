@@ -33,10 +33,8 @@ def token_scores(scores: Any, at: tuple[int, int], count: int, alternatives: int
         at: which block of it.
     """
     chosen, ids, logprobs = (np.asarray(each)[at] for each in scores)
-    return [
-        TokenLogprobs(float(chosen[slot]), tuple(zip(ids[slot, :alternatives].tolist(), logprobs[slot, :alternatives].tolist())))
-        for slot in range(count)
-    ]
+    tops = [zip(ids[slot].tolist(), logprobs[slot].tolist(), strict=True) for slot in range(count)]
+    return [TokenLogprobs(float(chosen[slot]), tuple(top)[:alternatives]) for slot, top in enumerate(tops)]
 
 
 def prompt_logprobs(job: Job) -> tuple[TokenLogprobs, ...] | None:
