@@ -2,7 +2,7 @@
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -132,7 +132,9 @@ def test_compiles_in_other_threads_are_recorded():
     assert sorted(names(ledger)) == [f"jit(thread_{n})" for n in range(4)]
 
 
-def test_a_program_from_the_disk_cache_counts_and_says_so(tmp_path: Path):
+@pytest.fixture
+def _disk_cache(tmp_path: Path) -> Iterator[None]:
+    """JAX keeps programs in a folder of this test alone."""
     settings = {
         "jax_compilation_cache_dir": str(tmp_path),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -140,21 +142,24 @@ def test_a_program_from_the_disk_cache_counts_and_says_so(tmp_path: Path):
     }
     before = {name: getattr(jax.config, name) for name in settings}
     compilation_cache.reset_cache()
-    try:
-        for name, value in settings.items():
-            jax.config.update(name, value)
-        with Ledger() as ledger:
-            fresh("stored")(row(3))
-            jax.clear_caches()
-            fresh("stored")(row(3))
-            fresh("other")(row(5))
-        with pytest.raises(CompileError, match=r"jit\(stored\) \([0-9.]+ s, from disk: "), no_compile_guard("fail"):
-            jax.clear_caches()
-            fresh("stored")(row(3))
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.usefixtures("_disk_cache")
+def test_a_program_from_the_disk_cache_counts_and_says_so():
+    with Ledger() as ledger:
+        fresh("stored")(row(3))
+        jax.clear_caches()
+        fresh("stored")(row(3))
+        fresh("other")(row(5))
+    with pytest.raises(CompileError, match=r"jit\(stored\) \([0-9.]+ s, from disk: "), no_compile_guard("fail"):
+        jax.clear_caches()
+        fresh("stored")(row(3))
     assert (ledger.compilations, ledger.loaded) == (3, 1)
     assert [(program.name, program.from_disk) for program in ledger.programs] == [
         ("jit(stored)", False),

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decode.support import build, check_same_as_autoregressive, prompts, tokens_of
+from decode.support import build, check_same_as_autoregressive, prompts, run, tokens_of
 from reference.dflash_numpy import Pair, oracle_like_pair, random_pair
+from tilewright.decode.batch import Batch
 from tilewright.decode.drafters.base import Proposal
 from tilewright.decode.drafters.dflash import DFlash
 from tilewright.decode.language_model import LanguageModel
@@ -168,6 +169,16 @@ def test_sampled_rows_of_a_mixed_batch(guessing: LanguageModel, skilled: Languag
     differ = [a[: len(b)] != b for a, b in zip(greedy, want, strict=True)]
     # At a temperature of 1/1000 a draw is the argmax, unless the best two are very close.
     assert differ == [True, False, True, True, True, True, False]
+
+
+def test_one_program_for_rows_of_every_kind(guessing: LanguageModel, skilled: LanguageModel):
+    asked = [ASKED[n] for n in (4, 8, 0, 12, 15, 16, 2)]
+    want = tokens_of(guessing, asked, REQUESTS, speculative=False)
+    for lm, speculative_too in ((guessing, False), (skilled, True)):
+        session = lm.start(asked, REQUESTS, speculative=speculative_too)
+        session.batch = Batch(lm.programs, replace(session.batch.shape, warp="mixed"), session.batch.drafter)
+        run(session)
+        assert [result.tokens for result in session.results()] == want
 
 
 def test_rows_of_one_prompt_differ_by_seed_alone(skilled: LanguageModel):

@@ -1,5 +1,6 @@
 """Batches of rows of every kind in one program: each row gets the tokens of the program that serves it alone."""
 
+import re
 from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
@@ -102,3 +103,24 @@ def test_a_turn_for_each_row_that_is_named_and_for_no_other(which: list[bool]):
 
     seen, turns = for_each(jnp.asarray(which), take, (jnp.full(9, -1, jnp.int32), jnp.int32(0)))
     assert seen[: int(turns)].tolist() == [n for n, named in enumerate(which) if named]
+
+
+def opcodes(hlo: str, name: str, depth: int) -> set[str]:
+    """The operations of a computation and of what it calls, loops' bodies included if no more than `depth` deep."""
+    (body,) = re.findall(rf"^(?:ENTRY )?%{re.escape(name)} \(.*?\{{\n(.*?)^\}}", hlo, re.DOTALL | re.MULTILINE)
+    found = set(re.findall(r"^ *(?:ROOT )?%\S+ = .*?[\]})] ([a-z][a-z0-9-]*)\(", body, re.MULTILINE))
+    called = [(other, depth) for other in re.findall(r"(?:calls|to_apply)=%([\w.-]+)", body)]
+    called += [(other, depth - 1) for other in re.findall(r"body=%([\w.-]+)", body) if depth > 0]
+    return found.union(*(opcodes(hlo, *each) for each in called))
+
+
+def test_no_work_of_a_row_is_done_before_it_is_known_that_it_is_asked_for():
+    """XLA computes before a loop what does not depend on its counter, were the loop to have no turn."""
+    requests, (logits, history, positions) = [Sampling(**kind) for kind in KINDS[:ROWS]], problem(0, 2, rounded=False)
+    asked = row_sampling(requests, history.known), history, positions, np.ones(ROWS, bool)
+    hlo = jax.jit(sample_each).lower(logits, *asked).compile().as_text()
+    assert hlo is not None
+    (entry,) = re.findall(r"^ENTRY %([\w.-]+) ", hlo, re.MULTILINE)
+    of_draws_and_penalties = {"xor", "log", "divide"}
+    assert of_draws_and_penalties <= opcodes(hlo, entry, 9)
+    assert not of_draws_and_penalties & opcodes(hlo, entry, 1)

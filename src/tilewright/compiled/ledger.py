@@ -3,6 +3,9 @@
 JAX announces every program that it asks the compiler for through `jax.monitoring`. One listener, registered when this module is
 imported, remembers the arguments of each program, which tells why a later one of the same name is needed, and passes each
 announcement to the ledgers that are open at that moment. So ledgers may nest, overlap and run in several threads.
+
+A trap is asked before the compiler is, in the thread that wants the program, and may refuse. Of a refused program JAX keeps
+what it traced and lowered, and can compile it later.
 """
 
 import sys
@@ -11,13 +14,14 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import jax
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-"""Announced once for each program that was not in memory, with its name and the seconds it took."""
+"""Announced once for each program that was not in memory: before it is compiled or read from disk, with its name, as a scalar;
+and afterwards with the seconds that it took."""
 
 DISK_HIT_EVENT = "/jax/compilation_cache/cache_hits"
 """Announced just before, in the same thread, where the program came from JAX's compilation cache on disk."""
@@ -63,6 +67,7 @@ class Program:
         name: as JAX names it, `jit(decode_round)` say.
         seconds: time in the compiler, or to read the program from the disk cache; tracing is not in it.
         from_disk: it came from JAX's compilation cache on disk.
+        refused: a trap was open: it was asked for and not compiled.
         arguments: the arrays that it reads, in order; JAX drops those that a function takes and does not use.
         cause: in which arguments it differs from the closest program of the same name that the process compiled before.
             Empty, like `arguments`, where JAX does not tell.
@@ -73,6 +78,11 @@ class Program:
     from_disk: bool = False
     arguments: tuple[Argument, ...] = ()
     cause: str = ""
+    refused: bool = False
+
+    def __str__(self) -> str:
+        took = "refused" if self.refused else f"{self.seconds:.2f} s{', from disk' if self.from_disk else ''}"
+        return f"{self.name} ({took}{': ' if self.cause else ''}{self.cause})"
 
 
 class Ledger:
@@ -80,6 +90,8 @@ class Ledger:
 
     A program that JAX's disk cache supplies counts like one that was compiled: whoever waited for it was not served from
     memory, and a count must not depend on what earlier processes left on the disk. `Program.from_disk` tells them apart.
+
+    So does one that a trap refused: somebody had to go without it (`Program.refused`).
 
     A ledger may be opened again after it was closed; it then goes on from where it stopped.
     """
@@ -120,25 +132,34 @@ class _Announcements:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.open: tuple[Ledger, ...] = ()
+        self.traps: tuple[CompileTrap, ...] = ()
         self.thread = threading.local()
         self.lowered: dict[int, tuple[Argument, ...]] = {}
         self.earlier: dict[str, list[tuple[Argument, ...]]] = {}
         jax.monitoring.register_event_listener(self.on_event)
+        jax.monitoring.register_scalar_listener(self.on_scalar)
         jax.monitoring.register_event_duration_secs_listener(self.on_duration)
 
-    def add(self, ledger: Ledger) -> None:
+    def add(self, ledger: Ledger, trap: "CompileTrap | None" = None) -> None:
         with self.lock:
             if any(other is ledger for other in self.open):
                 raise ValueError("this ledger is open already; open a second one to count separately")
             self.open = (*self.open, ledger)
+            if trap is not None and trap.mode != "off":
+                self.traps = (*self.traps, trap)
 
     def remove(self, ledger: Ledger) -> None:
         with self.lock:
             self.open = tuple(other for other in self.open if other is not ledger)
+            self.traps = tuple(trap for trap in self.traps if trap.ledger is not ledger)
 
     def on_event(self, event: str, **_: str | int) -> None:
         if event == DISK_HIT_EVENT:
             self.thread.disk_hit = True
+
+    def on_scalar(self, event: str, value: float, **details: str | int) -> None:
+        if event == COMPILE_EVENT and self.traps:
+            self.ask_traps(str(details.get("fun_name", "unnamed")))
 
     def on_duration(self, event: str, duration_secs: float, **details: str | int) -> None:
         if event == LOWERING_EVENT:
@@ -158,6 +179,24 @@ class _Announcements:
         )
         with self.lock:
             self.lowered[id(found["lowering_result"].module)] = arguments
+
+    def ask_traps(self, name: str) -> None:
+        """Warns of a program that is about to be compiled, or refuses it."""
+        found = announcer("computation", "compile_options")
+        with self.lock:
+            arguments = None if found is None else self.lowered.get(id(found["computation"]))
+            cause = "" if arguments is None else difference(arguments, self.earlier.get(name, []))
+            traps = self.traps
+            failing = next((trap for trap in traps if trap.mode == "fail"), None)
+            if failing is not None:
+                refused = Program(name, 0.0, arguments=arguments or (), cause=cause, refused=True)
+                for ledger in self.open:
+                    ledger.programs.append(refused)
+        message = f"{name} had to be compiled during {{}}, where every program was to be ready{': ' if cause else ''}{cause}"
+        if failing is not None:
+            raise CompileError(message.format(failing.what))
+        for trap in traps:
+            warnings.warn(message.format(trap.what), CompileWarning, stacklevel=above_jax(sys._getframe()))
 
     def record(self, name: str, seconds: float) -> None:
         from_disk, self.thread.disk_hit = getattr(self.thread, "disk_hit", False), False
@@ -190,6 +229,17 @@ def announcer(*names: str) -> Mapping[str, Any] | None:
     return None
 
 
+def above_jax(frame: FrameType | None) -> int:
+    """The `stacklevel` at which a warning that is issued in `frame`, which JAX called, points at whoever called JAX."""
+    level, met = 1, False
+    while frame is not None:
+        inside = frame.f_globals["__name__"].startswith("jax.")
+        if met and not inside:
+            break
+        frame, level, met = frame.f_back, level + 1, met or inside
+    return level
+
+
 def described(aval: Any, sharding: Any) -> str:
     """An argument's type as a message shows it."""
     weak = "weak " if getattr(aval, "weak_type", False) else ""
@@ -218,12 +268,57 @@ def difference(arguments: tuple[Argument, ...], earlier: list[tuple[Argument, ..
     return "; ".join(closest[:SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
 
 
+class CompileTrap:
+    """Stops whoever asks XLA for a program while the trap is open, on any thread of the process, before XLA compiles it.
+
+    It may stay open for the life of a server. A program from JAX's disk cache is trapped like one that is compiled. Programs in
+    memory run as ever, and what was refused compiles once the trap is closed. Several may be open at once: one that fails goes
+    before those that warn. A trap may be opened again, and goes on with its ledger.
+
+    Args:
+        mode: "fail" raises `CompileError` where the program was asked for; "warn" issues a `CompileWarning` there, and it is
+            compiled; "off" only counts.
+        what: how messages call the time in which it is open.
+
+    Attributes:
+        ledger: what was asked for meanwhile, refused programs included.
+
+    Raises:
+        ValueError: an unknown mode.
+    """
+
+    def __init__(self, mode: str = "fail", what: str = "serving"):
+        check_mode(mode)
+        self.mode, self.what = mode, what
+        self.ledger = Ledger()
+
+    def open(self) -> "CompileTrap":
+        """From now on. An error if it is open already."""
+        _announcements.add(self.ledger, self)
+        return self
+
+    def close(self) -> None:
+        """No longer; without effect on one that is closed."""
+        _announcements.remove(self.ledger)
+
+    def __enter__(self) -> "CompileTrap":
+        return self.open()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
 _announcements = _Announcements()
+
+
+def check_mode(mode: str) -> None:
+    if mode not in GUARD_MODES:
+        raise ValueError(f"the no-compile guard must be one of {', '.join(GUARD_MODES)}, found {mode!r}")
 
 
 @contextmanager
 def no_compile_guard(mode: str, what: str = "this block") -> Iterator[Ledger]:
-    """Traps a compile inside the block.
+    """Tells at its end of what was compiled inside the block; `CompileTrap` does so at once.
 
     The verdict falls when the block ends, not in the middle of a compile: JAX's own state stays whole, the work in the block
     is done, and one message names all the programs, and the arguments by which each differs from the closest earlier one of its
@@ -240,17 +335,12 @@ def no_compile_guard(mode: str, what: str = "this block") -> Iterator[Ledger]:
         ValueError: an unknown mode.
         CompileError: in mode "fail", after a block in which something was compiled.
     """
-    if mode not in GUARD_MODES:
-        raise ValueError(f"the no-compile guard must be one of {', '.join(GUARD_MODES)}, found {mode!r}")
+    check_mode(mode)
     with Ledger() as ledger:
         yield ledger
     if not ledger.programs or mode == "off":
         return
-    told = ", ".join(
-        f"{program.name} ({program.seconds:.2f} s{', from disk' if program.from_disk else ''}"
-        f"{': ' if program.cause else ''}{program.cause})"
-        for program in ledger.programs
-    )
+    told = ", ".join(map(str, ledger.programs))
     message = f"{ledger.compilations} program(s) compiled during {what}, where none may be: {told}"
     if mode == "fail":
         raise CompileError(message)

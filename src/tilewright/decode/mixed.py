@@ -6,6 +6,7 @@ those of `sampling.py`, on slices of one row.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -13,14 +14,14 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int32
 
-from tilewright.decode.sampling import RowSampling, draw, penalise
+from tilewright.decode.sampling import RowSampling, Warp, draw, penalise
 from tilewright.kernels.select import argmax
 
 Tree = TypeVar("Tree")
 
 
 class History(NamedTuple):
-    """What penalties read: `tokens` `[B, L]`, settled up to `known` `[B]`, and the `block` `[B, T]`; see `sampling.penalise`."""
+    """What penalties read: `tokens` `[B, L]`, settled up to `known` `[B]`, and the `block` `[B, T]`; see `penalise`."""
 
     tokens: Any
     known: Any
@@ -38,9 +39,13 @@ def for_each(which: Bool[Array, " N"], run: Callable[[Array, Tree], Tree], carry
     return jax.lax.fori_loop(0, jnp.sum(which), lambda turn, carry: run(order[turn], carry), carry)
 
 
-def where_asked(asked: Bool[Array, ""], run: Callable[[Array], Array], otherwise: Array) -> Array:
-    """`run(otherwise)` if `asked`, in a loop of one turn or none: on a CPU, XLA copies what it gives to a branch."""
-    return jax.lax.fori_loop(0, asked.astype(jnp.int32), lambda _, carry: run(carry), otherwise)
+def where_asked(asked: Bool[Array, ""], row: Array, run: Callable[[Array, Array], Array], otherwise: Array) -> Array:
+    """`run(row, otherwise)` if `asked`, in a loop of one turn or none: on a CPU, XLA copies what it gives to a branch.
+
+    What does not depend on a loop's counter XLA computes before it, asked or not. So the counter is the row: all that costs
+    must be of `run`'s own.
+    """
+    return jax.lax.fori_loop(row, row + asked.astype(row.dtype), run, otherwise)
 
 
 def penalises(rows: RowSampling) -> Bool[Array, " B"]:
@@ -66,12 +71,17 @@ def sample_each(
     """
     penalised, filtered, drawn = penalises(rows), filters(rows), jnp.asarray(rows.temperature) > 0
 
+    def penalise_one(row: Array, own: Array) -> Array:
+        return penalise(own, of_row(row, rows), *of_row(row, history))
+
+    def draw_one(own: Array, warp: Warp, row: Array, _: Array) -> Array:
+        return draw(own, of_row(row, rows), of_row(row, positions), warp)
+
     def settle(row: Array, tokens: Array) -> Array:
-        own, rows_, history_, positions_ = of_row(row, (logits, rows, history, positions))
-        own = where_asked(penalised[row], lambda x: penalise(x, rows_, *history_), own)
-        best = argmax(own)
-        best = where_asked(drawn[row] & ~filtered[row], lambda _: draw(own, rows_, positions_, "plain"), best)
-        best = where_asked(drawn[row] & filtered[row], lambda _: draw(own, rows_, positions_, "filtered"), best)
-        return jax.lax.dynamic_update_slice_in_dim(tokens, best, row, 0)
+        own = where_asked(penalised[row], row, penalise_one, of_row(row, logits))
+        token = argmax(own)
+        token = where_asked(drawn[row] & ~filtered[row], row, partial(draw_one, own, "plain"), token)
+        token = where_asked(drawn[row] & filtered[row], row, partial(draw_one, own, "filtered"), token)
+        return jax.lax.dynamic_update_slice_in_dim(tokens, token, row, 0)
 
     return for_each(asking & (penalised | drawn), settle, argmax(logits))
