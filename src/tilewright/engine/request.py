@@ -87,18 +87,35 @@ class Token(NamedTuple):
     logprobs: TokenLogprobs | None = None
 
 
+class Round(NamedTuple):
+    """One round (a step, without a drafter) of a request.
+
+    Attributes:
+        tokens: how many it added.
+        drafted, accepted: drafts that it ran, and how many of them the target agreed with.
+        choice: what it did, where that was chosen: "plain", or the drafter and the block's width; else empty.
+    """
+
+    tokens: int
+    drafted: int
+    accepted: int
+    choice: str
+
+
 @dataclass(frozen=True)
 class Update:
     """What one dispatch added to a request.
 
     Attributes:
         tokens: those that it settled, in order; none in an update that only ends the request.
+        rounds: those that settled them.
         end: why the request ended; None while it goes on. Nothing comes after an update that has it.
         prompt_logprobs: of the prompt's tokens from the second one on, once, in the first update; None where nobody asked.
         error: what a client may be told of a failure; empty otherwise.
     """
 
     tokens: tuple[Token, ...] = ()
+    rounds: tuple[Round, ...] = ()
     end: EndReason | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     error: str = ""

@@ -7,22 +7,25 @@ import numpy as np
 
 from tilewright.decode.policy import Choice
 from tilewright.decode.state import StepInfo
-from tilewright.engine.request import Token, TokenLogprobs, Update
+from tilewright.engine.request import Round, Token, TokenLogprobs, Update
 from tilewright.engine.scheduler import Job
 
 
 def take_rounds(job: Job, infos: StepInfo, row: int, choice: Choice | None, eos: Sequence[int]) -> Update:
     """Hands a job the tokens that each round settled for its row; what comes behind its end is dropped."""
     tokens: list[Token] = []
+    rounds: list[Round] = []
     for n in np.flatnonzero(infos.settled[:, row]):
         new = infos.tokens[n, row, : infos.settled[n, row]].tolist()
-        pieces = job.request.add_round(new, int(infos.drafted[n, row]), int(infos.accepted[n, row]), eos, choice)
+        drafted, accepted = int(infos.drafted[n, row]), int(infos.accepted[n, row])
+        pieces = job.request.add_round(new, drafted, accepted, eos, choice)
+        rounds.append(Round(len(pieces), drafted, accepted, "" if choice is None else str(choice)))
         scores = [None] * len(pieces) if not job.scored else token_scores(infos.scores, (n, row), len(pieces), job.alternatives)
         tokens += [Token(one.token, one.text, one.drafted, score) for one, score in zip(pieces, scores, strict=True)]
         if job.request.finish_reason is not None:
             break
     reason = job.request.finish_reason
-    return Update(tuple(tokens), None if reason == "interrupted" else reason, prompt_logprobs(job))
+    return Update(tuple(tokens), tuple(rounds), None if reason == "interrupted" else reason, prompt_logprobs(job))
 
 
 def token_scores(scores: Any, at: tuple[int, int], count: int, alternatives: int) -> list[TokenLogprobs]:
