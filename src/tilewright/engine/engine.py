@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from rich.console import Console
 
+from tilewright.compiled.ledger import CompileTrap
 from tilewright.decode.language_model import LanguageModel
 from tilewright.decode.layout import PagedLayout
 from tilewright.decode.request import Request
@@ -73,6 +74,7 @@ class Engine:
         self.device = Device(self.programs)
         self.pacer = Pacer(self.programs, options.dispatch_s)
         self.counted = Figures()
+        self.trap = CompileTrap(options.guard, "serving")
         self.flight: deque[Sent] = deque()
         self.wake = threading.Condition()
         self.asked: deque[Job] = deque()
@@ -94,11 +96,17 @@ class Engine:
         self.counted.programs = len(self.programs.compiled)
         self.counted.warm_seconds = time.perf_counter() - began
 
-    def start(self) -> None:
-        """Begins to step, on a thread of its own."""
+    def open(self) -> None:
+        """Takes requests from now on, for a caller that steps by itself."""
         assert self.device.state is not None, "the engine was not warmed"
-        assert self.thread is None, "the engine has begun already"
+        assert not self.ready, "the engine has begun already"
+        assert not self.ending, "an engine that has ended does not begin again"
+        self.trap.open()
         self.ready, self.stepped = True, time.monotonic()
+
+    def start(self) -> None:
+        """Takes requests from now on, and steps on a thread of its own."""
+        self.open()
         self.thread = threading.Thread(target=self.run, name="tilewright engine", daemon=True)
         self.thread.start()
 
@@ -174,8 +182,11 @@ class Engine:
         with self.wake:
             drained, self.ending = not self.busy, True
             self.wake.notify()
-        if self.thread is not None:
+        if self.thread is None:
+            self.end_all()
+        else:
             self.thread.join()
+        self.trap.close()
         return drained
 
     @property
@@ -189,7 +200,7 @@ class Engine:
                 with self.wake:
                     if not (self.asked or self.given_up or self.ending):
                         self.wake.wait(IDLE_S)
-        self.end_all("cancelled", "the engine has stopped")
+        self.end_all()
 
     def step(self) -> bool:
         """Takes in, sends, and reads what the step before had sent. Returns whether there was anything to do."""
@@ -334,14 +345,16 @@ class Engine:
                 self.end(job, "error", "the request could not be computed")
         self.device.reset()
 
-    def end_all(self, reason: EndReason, error: str) -> None:
+    def end_all(self) -> None:
+        """Cancels whatever is left."""
         self.take_asked()
         self.flight.clear()
         for job, leave in self.jobs():
             leave()
-            self.end(job, reason, error)
+            self.end(job, "cancelled", "the engine has stopped")
 
     def figures(self) -> Figures:
         """What was counted so far, and how things stand."""
         age = time.monotonic() - self.stepped
+        self.counted.compilations = self.trap.ledger.compilations
         return snapshot(self.counted, self.scheduler, len(self.asked), self.asked_tokens, age)

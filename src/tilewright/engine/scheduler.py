@@ -24,6 +24,7 @@ class Job:
     Attributes:
         request: its text so far.
         shadow: follows its text for n-gram drafting, where a team has that.
+        queued: tokens that it was queued with.
         faults: how many dispatches failed with it aboard.
         prompt_scores: what prefill said of the prompt, as far as it went, still on the device; None once it was told, or where
             nobody asks.
@@ -33,6 +34,7 @@ class Job:
     listener: Listener
     request: Request
     shadow: NGramShadow | None = None
+    queued: int = 0
     faults: int = 0
     prompt_scores: list[tuple[Any, int]] | None = None
 
@@ -136,12 +138,13 @@ class Scheduler:
     def wait(self, job: Job) -> None:
         """Puts a job into the queue, at the place of its number."""
         insort(self.waiting, job, key=lambda each: each.number)
-        self.waiting_tokens += job.length
+        job.queued = job.length  # which may grow, while what it has in flight is read
+        self.waiting_tokens += job.queued
 
     def drop(self, job: Job) -> None:
         """Takes a job out of the queue."""
         self.waiting.remove(job)
-        self.waiting_tokens -= job.length
+        self.waiting_tokens -= job.queued
 
     def admit(self) -> list[Seat]:
         """Gives slots and pages to those that wait, in order, as long as there are any."""

@@ -1,0 +1,277 @@
+"""The engine gives each request what plain decoding gives it alone, whatever happens beside it, and holds nothing after."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from decode.support import build, prompts
+from engine.support import Heard, check_empty, drive, expected, samplings
+from reference.dflash_numpy import as_folders, random_pair
+from reference.eagle3_numpy import as_folder, random_eagle3
+from tilewright.decode.drafters.load import DrafterOptions
+from tilewright.decode.language_model import LanguageModel, load
+from tilewright.decode.policy import Choice
+from tilewright.decode.sampling import Sampling
+from tilewright.decode.shapes import ShapeTable
+from tilewright.decode.team import Team
+from tilewright.engine.engine import Engine
+from tilewright.engine.options import EngineOptions
+from tilewright.engine.request import Ask, Overloaded, Stopped
+
+VOCAB, BLOCK, CAPACITY, PAGE = 24, 4, 96, 16
+TABLE = ShapeTable(batches=(1, 4), capacities=(CAPACITY,), chunks=(16,), widths=(2,))
+PAIR = random_pair(0, vocab_size=VOCAB, target_layers=2, drafter_layers=1, taps=[0], block_size=BLOCK)
+EAGLE3 = random_eagle3(0, PAIR.target_config, taps=[1], draft_vocab_size=12)
+SMALL_POOL = 9
+"""Pages that four slots of up to six pages have to share."""
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+def team_of(folder: Path) -> LanguageModel:
+    """A model with three drafters that take turns."""
+    target, dflash = as_folders(folder, PAIR)
+    lm = load(target, table=TABLE)
+    own = DrafterOptions(block_size=BLOCK)
+    sources = ("ngram", str(dflash), str(as_folder(folder / "eagle3", *EAGLE3)))
+    members, params = zip(*(lm.load_drafter(source, own) for source in sources), strict=True)
+    return lm.with_drafter(Team(members, TABLE.widths), params)
+
+
+MODELS: dict[str, Callable[[Path], LanguageModel]] = {
+    "plain": lambda folder: build(folder, PAIR, table=TABLE).with_drafter(None),
+    "dflash": lambda folder: build(folder, PAIR, table=TABLE),
+    "team": team_of,
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def lm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    return MODELS[request.param](tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def warm(lm: LanguageModel) -> Engine:
+    """An engine whose programs the others use too."""
+    engine = Engine(lm, EngineOptions(table=TABLE, page_size=PAGE, pages=SMALL_POOL))
+    engine.programs.warm(engine.programs.keys())
+    return engine
+
+
+@pytest.fixture
+def engines(lm: LanguageModel, warm: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
+    """Makes engines, which are stopped in the end; of a team, rounds are drawn from all choices."""
+    made: list[Engine] = []
+
+    def make(**options: Any) -> Engine:
+        engine = Engine(lm, EngineOptions(table=TABLE, page_size=PAGE, pages=SMALL_POOL, **options))
+        engine.programs.compiled = warm.programs.compiled
+        engine.device.reset()
+        rng = np.random.default_rng(5)
+
+        def plan(rows: int, warp: str, hurry: bool) -> tuple[Choice | None, int]:
+            choices = engine.programs.choices
+            return choices[rng.integers(len(choices))], int(rng.integers(1, 7))
+
+        monkeypatch.setattr(engine.pacer, "plan", plan)
+        monkeypatch.setattr(engine.pacer, "observe", lambda *given: None)
+        monkeypatch.setattr(engine.pacer, "overhear", lambda *given: None)
+        made.append(engine)
+        return engine
+
+    yield make
+    for engine in made:
+        engine.stop()
+
+
+@pytest.fixture
+def engine(engines: Callable[..., Engine]) -> Engine:
+    return engines()
+
+
+def requests(seed: int, count: int) -> list[Ask]:
+    """Prompts of mixed lengths, several of which begin alike, with all kinds of sampling."""
+    rng = np.random.default_rng(seed)
+    begun = prompts(seed, [40, 33], vocab=VOCAB)
+    asked = prompts(seed + 1, [int(n) for n in rng.integers(1, 50, count)], vocab=VOCAB)
+    asked = [[*begun[n % 2], *own][:60] if n % 3 == 0 else own for n, own in enumerate(asked)]
+    return [Ask(tokens, sampling) for tokens, sampling in zip(asked, samplings(rng, count, 36), strict=True)]
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_the_tokens_are_those_of_plain_decoding(lm: LanguageModel, engine: Engine, seed: int):
+    """64 requests in random order and pace, with pages for a few of them only, prefixes in common, and some given up."""
+    asks = requests(seed, 64)
+    want = expected(lm, asks)
+    cancelled = [7, 20, 41]
+    engine.open()
+    heard, tickets = drive(engine, asks, np.random.default_rng(seed), cancelled)
+    for n, (each, ticket) in enumerate(zip(heard, tickets, strict=True)):
+        assert ticket.result is not None
+        assert each.tokens == ticket.result.tokens
+        if each.end == "cancelled":
+            assert n in cancelled
+            assert each.tokens == want[n][: len(each.tokens)]
+        else:
+            assert each.tokens == want[n], n
+            stopped = each.tokens[-1] in lm.target.eos_token_ids and not asks[n].sampling.ignore_eos
+            assert each.end == ("eos" if stopped else "length")
+        assert each.text == ticket.result.text or each.end == "cancelled"
+        assert sum(one.tokens for update in each.updates for one in update.rounds) == len(each.tokens)
+    figures = engine.figures()
+    assert figures.preemptions > 0
+    assert figures.prefix_hits > 0
+    assert {each.end for each in heard} >= {"length", "cancelled"}
+    assert figures.generated_tokens == sum(len(each.tokens) for each in heard)
+    assert figures.row_rounds <= figures.generated_tokens + 64
+    check_empty(engine)
+    engine.stop()
+    check_empty(engine)
+
+
+def test_rounds_are_those_of_the_standalone_loop(lm: LanguageModel, engine: Engine):
+    """One request at a time: as many tokens a round, drafts run and accepted, as without an engine."""
+    if isinstance(lm.drafter, Team):
+        pytest.skip("whose rounds are drawn here")
+    asks = requests(3, 6)
+    wanted = [lm.generate([list(ask.prompt)], ask.sampling)[0] for ask in asks]
+    engine.open()
+    for ask, want in zip(asks, wanted, strict=True):
+        heard = Heard()
+        ticket = engine.submit(ask, heard)
+        while not heard.ended:
+            engine.step()
+        got = ticket.result
+        assert got is not None
+        assert (got.tokens, got.text, got.finish_reason) == (want.tokens, want.text, want.finish_reason)
+        assert (got.acceptance_lengths, got.drafted, got.accepted) == (want.acceptance_lengths, want.drafted, want.accepted)
+
+
+def test_a_stop_string_ends_a_request_inside_a_block(lm: LanguageModel, engine: Engine):
+    (prompt,) = prompts(4, [9], vocab=VOCAB)
+    whole = lm.generate([prompt], Sampling(30, ignore_eos=True), speculative=False)[0].text
+    stop = whole[9:12]
+    want = lm.generate([prompt], Sampling(30, ignore_eos=True, stop=(stop,)), speculative=False)[0]
+    heard = Heard()
+    engine.open()
+    engine.submit(Ask(prompt, Sampling(30, ignore_eos=True, stop=(stop,))), heard)
+    while engine.step():
+        pass
+    assert (heard.end, heard.text, heard.tokens) == ("stop", want.text, want.tokens)
+    assert stop not in heard.text
+    check_empty(engine)
+
+
+def test_what_is_refused(engine: Engine):
+    with pytest.raises(Stopped, match="takes no requests"):
+        engine.submit(Ask([1], Sampling(4)), Heard())
+    engine.open()
+    for ask, message in (
+        (Ask([]), "at least one token, found an empty one"),
+        (Ask([VOCAB + 99]), "below the vocabulary size"),
+        (Ask([1] * 90, Sampling(7)), f"90 tokens leaves room for 6 in the context of {CAPACITY}; max_new_tokens is 7"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.submit(ask, Heard())
+    check_empty(engine)
+
+
+def test_the_queue_is_bounded_by_requests_and_by_tokens(engines: Callable[..., Engine]):
+    engine, few = engines(queue_requests=3, queue_tokens=40), Sampling(4)
+    engine.open()
+    heard = [Heard() for _ in range(3)]
+    engine.submit(Ask([1] * 30, few), heard[0])
+    with pytest.raises(Overloaded, match="at most 40 tokens of prompts") as caught:
+        engine.submit(Ask([1] * 30, few), Heard())
+    assert caught.value.retry_after_s > 0
+    for each in heard[1:]:
+        engine.submit(Ask([1], few), each)
+    with pytest.raises(Overloaded, match="at most 3 requests"):
+        engine.check_room(1, 0)
+    assert engine.figures().rejected == 2
+    while engine.step():
+        pass
+    assert all(each.ended for each in heard)
+    engine.check_room(3, 40)
+
+
+def test_a_deadline_ends_a_request_wherever_it_is(engine: Engine):
+    engine.open()
+    heard = [Heard() for _ in range(6)]
+    for n, each in enumerate(heard):
+        engine.submit(Ask([1, 2], Sampling(60, ignore_eos=True), deadline_s=None if n == 3 else 1e-9), each)
+    while engine.step():
+        pass
+    assert [each.end for each in heard] == ["deadline"] * 3 + ["length"] + ["deadline"] * 2
+    assert "within 1e-09 s" in heard[0].updates[-1].error
+    check_empty(engine)
+
+
+def test_a_listener_that_fails_ends_its_own_request_alone(lm: LanguageModel, engine: Engine):
+    def fails(update: object) -> None:
+        raise RuntimeError("no more")
+
+    ask, good = Ask([1, 2], Sampling(20, ignore_eos=True)), Heard()
+    (want,) = expected(lm, [ask])
+    engine.open()
+    engine.submit(Ask([3, 4], Sampling(40, ignore_eos=True)), fails)
+    engine.submit(ask, good)
+    while engine.step():
+        pass
+    assert good.tokens == want
+    assert engine.figures().ended == {"cancelled": 1, "length": 1}
+    check_empty(engine)
+
+
+def test_after_a_failed_dispatch_requests_are_computed_anew(lm: LanguageModel, engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    """Once; those aboard of a second failure are given up, and the engine goes on."""
+    asks = requests(6, 5)
+    want = expected(lm, asks)
+    real, calls = engine.device.rounds, []
+
+    def flaky(*given: object) -> object:
+        calls.append(1)
+        if len(calls) in failing:
+            raise RuntimeError("the device is gone")
+        return real(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine.device, "rounds", flaky)
+    engine.open()
+    failing = {3}
+    heard, _ = drive(engine, asks, np.random.default_rng(0))
+    assert [each.tokens for each in heard] == want
+    check_empty(engine)
+    failing, first = {len(calls) + 1, len(calls) + 2}, Heard()
+    engine.submit(asks[0], first)
+    while engine.step():
+        pass
+    assert (first.end, first.updates[-1].error) == ("error", "the request could not be computed")
+    heard, _ = drive(engine, asks, np.random.default_rng(0))
+    assert [each.tokens for each in heard] == want
+    check_empty(engine)
+
+
+def test_it_steps_on_a_thread_and_ends_what_it_has(lm: LanguageModel, engine: Engine):
+    asks = requests(7, 8)
+    want, heard = expected(lm, asks), [Heard() for _ in asks]
+    engine.start()
+    for ask, each in zip(asks, heard, strict=True):
+        engine.submit(ask, each)
+    assert engine.stop(drain_s=60.0)
+    assert [each.tokens for each in heard] == want
+    with pytest.raises(Stopped):
+        engine.submit(asks[0], Heard())
+    check_empty(engine)
+
+
+def test_what_has_not_ended_when_it_stops_is_cancelled(engine: Engine):
+    engine.open()
+    heard = Heard()
+    engine.submit(Ask([1, 2], Sampling(60, ignore_eos=True)), heard)
+    engine.step()
+    assert not engine.stop()
+    assert (heard.end, heard.updates[-1].error) == ("cancelled", "the engine has stopped")
+    check_empty(engine)
