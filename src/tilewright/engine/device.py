@@ -25,6 +25,7 @@ class Sent(NamedTuple):
         width: tokens in a block.
         infos: what came of them, once the device is there.
         at: when they were sent, by `time.perf_counter()`.
+        alone: nothing but rounds was sent since the rounds before.
     """
 
     seats: Sequence[Seat]
@@ -35,6 +36,7 @@ class Sent(NamedTuple):
     width: int
     infos: Any
     at: float
+    alone: bool
 
 
 class Device:
@@ -42,11 +44,13 @@ class Device:
 
     Attributes:
         state: the slots and the pool; None before `reset`.
+        sent: what was sent since the last rounds.
     """
 
     def __init__(self, programs: EnginePrograms):
         self.programs = programs
         self.state: DecodeState | None = None
+        self.sent: list[str] = []
 
     def reset(self) -> None:
         """Empty slots, whatever was there."""
@@ -56,6 +60,7 @@ class Device:
     def run(self, key: EngineKey, *inputs: Any) -> Any:
         assert self.state is not None, "the device was not reset"
         state, self.state = self.state, None  # lost, if this fails
+        self.sent.append(key.name)
         self.state, result = self.programs.get(key)(self.programs.models, state, *inputs)
         return result
 
@@ -101,7 +106,8 @@ class Device:
         at = time.perf_counter()
         infos = self.run(key, slots, self.table(seats, rows, key.positions), running, np.int32(rounds))
         infos.copy_to_host_async()
-        return Sent(seats, rows, choice, warp, rounds, self.programs.width(choice), infos, at)
+        alone, self.sent = self.sent == ["rounds"], []
+        return Sent(seats, rows, choice, warp, rounds, self.programs.width(choice), infos, at, alone)
 
     def rows_for(self, seats: int) -> int:
         """The least declared number of rows that holds so many."""

@@ -255,16 +255,20 @@ class Engine:
             self.device.admit(seat)
 
     def fill(self) -> int:
-        """Sends pieces of prompts: one, if there are rounds to run besides, so that nobody waits long for either."""
-        sent = 0
-        while (chunk := self.scheduler.next_chunk()) is not None and not (sent and self.scheduler.runnable()):
+        """Sends pieces of prompts: a large one or several small ones, if there are rounds to run besides; else all.
+
+        Returns:
+            how many positions they compute.
+        """
+        sent, most = 0, self.programs.table.chunks[-1]
+        while (chunk := self.scheduler.next_chunk()) is not None and (sent < most or not self.scheduler.runnable()):
             scores = self.device.prefill(chunk)
             if chunk.seat.job.prompt_scores is not None:
                 chunk.seat.job.prompt_scores.append((scores, chunk.count))
             self.scheduler.filled(chunk)
             self.counted.prefill_tokens += chunk.count
             self.counted.prefill_padding += chunk.size - chunk.count
-            sent += 1
+            sent += chunk.size
         return sent
 
     def send(self) -> bool:

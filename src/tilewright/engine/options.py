@@ -36,7 +36,7 @@ class EngineOptions:
     queue_tokens: int = 262_144
     prefix_cache: bool = True
     guard: Guard = "fail"
-    dispatch_s: float = 0.02
+    dispatch_s: float = 0.03
 
     def __post_init__(self) -> None:
         for name in ("pages", "queue_requests", "queue_tokens"):

@@ -1,5 +1,6 @@
 """How many rounds a dispatch runs, and what they do."""
 
+import math
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -19,8 +20,11 @@ FIRST_ROUNDS = 8
 """Of a dispatch before any was timed."""
 IN_HURRY = 4
 """Where somebody waits for a first token, or for a place, dispatches are so many times as short."""
-SMOOTHING = 0.3
-"""How far the time of a round follows the last dispatch."""
+WAITED_S = 1e-4
+"""How long somebody must have waited for a dispatch to know when it ended."""
+SLOWER = 1.05
+"""How much slower than before a round may be taken to be after each dispatch. The fastest lately is what counts: dispatches of
+few rounds, and those beside which a host was at work, tell little of what more rounds would take."""
 
 
 class Pacer:
@@ -76,13 +80,12 @@ class Pacer:
             began, ended: when somebody began to wait for it and had it. If it was there before, its time is not known.
         """
         rounds = len(infos.settled)
-        waited = ended - began > 1e-4 and rounds > 0
-        seconds = ended - max(sent.at, self.read_at) if waited else None
+        known = sent.alone and rounds > 0 and ended - began > WAITED_S
+        seconds = ended - max(sent.at, self.read_at) if known else None
         self.read_at = ended
         if seconds is not None:
             key = (sent.rows, sent.warp, sent.choice)
-            last = self.seconds.get(key, seconds / rounds)
-            self.seconds[key] = last + SMOOTHING * (seconds / rounds - last)
+            self.seconds[key] = min(seconds / rounds, SLOWER * self.seconds.get(key, math.inf))
         if self.team is not None and sent.choice is not None and rounds:
             running = infos.settled > 0
             self.policy(sent.rows, sent.warp).observe(sent.choice, infos.drafted, infos.accepted, running, seconds)

@@ -204,8 +204,9 @@ class Scheduler:
 
     @property
     def hurried(self) -> bool:
-        """Whether somebody waits for the end of the next dispatch: for a place, for a prompt, or for a first token."""
-        waits = (not seat.prefilled or not seat.job.request.tokens for seat in self.seats if seat is not None)
+        """Whether somebody waits for the end of the next dispatch: for a place, for a prompt, or for its first rounds."""
+        seats = [seat for seat in self.seats if seat is not None]
+        waits = (not seat.prefilled or not (seat.most or seat.job.request.tokens) for seat in seats)
         return bool(self.waiting) or any(waits)
 
     def reach(self, seat: Seat, rounds: int, width: int) -> int:
