@@ -41,7 +41,7 @@ class EngineBench(Bench):
 
 def measured_costs(device: Device, lm: LanguageModel, console: Console | None = None) -> dict[int, Costs]:
     """The costs of a team's rounds, by the number of rows, from a file where an earlier process has left them there."""
-    team, found = lm.drafter, {}
+    team, found = device.programs.drafter, {}
     assert isinstance(team, Team)
     batches = device.programs.table.batches
     for rows in track(batches, "measuring rounds", console=console, transient=True, disable=console is None):

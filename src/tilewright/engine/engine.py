@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -62,12 +63,12 @@ class Engine:
         capacity, slots = table.capacities[-1], table.batches[-1]
         pages = slots * capacity // options.page_size if options.pages is None else options.pages
         layout = PagedLayout(slots, capacity, pages, options.page_size)
-        programs = lm.programs
-        self.programs = EnginePrograms(
-            programs.target, programs.read_models(lm.drafter), programs.dtype, lm.drafter, table, layout
-        )
+        programs, drafter = lm.programs, lm.drafter
+        if isinstance(drafter, Team) and drafter.widths:
+            drafter = replace(drafter, widths=table.widths)
+        self.programs = EnginePrograms(programs.target, programs.read_models(drafter), programs.dtype, drafter, table, layout)
         self.prefix_cache = options.prefix_cache and self.programs.pages_hold_all
-        members = lm.drafter.members if isinstance(lm.drafter, Team) else ()
+        members = drafter.members if isinstance(drafter, Team) else ()
         tapping = [member.name for member in members if member.tap_layers]
         self.pages = Pages(pages, options.page_size)
         self.scheduler = Scheduler(table, self.pages, capacity, self.prefix_cache, tapping)
@@ -89,7 +90,7 @@ class Engine:
         began = time.perf_counter()
         self.programs.warm(self.programs.keys(), console)
         self.device.reset()
-        if isinstance(self.lm.drafter, Team):
+        if isinstance(self.programs.drafter, Team):
             costs = measured_costs(self.device, self.lm, console)
             self.pacer = Pacer(self.programs, self.options.dispatch_s, costs)
             self.device.reset()
