@@ -68,7 +68,7 @@ def in_turn(lm: LanguageModel, order: tuple[int, ...], rows: tuple[int, ...], pa
         for row, own in list(running.items()):
             assert batch.done[row] == (own.finish_reason is not None)
         infos = batch.advance(1)
-        for tokens, settled, drafted, accepted in zip(*infos, strict=True):
+        for tokens, settled, drafted, accepted in zip(*infos[:4], strict=True):
             for row, own in list(running.items()):
                 own.add_round(tokens[row, : settled[row]].tolist(), int(drafted[row]), int(accepted[row]), ())
                 if own.finish_reason is not None:

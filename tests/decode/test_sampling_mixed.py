@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +92,7 @@ def test_what_rows_ask_is_told_as_their_requests_tell_it():
         for request in requests
     ]
     assert [request.warp == "filtered" for request in unpenalised] == np.asarray(filters(rows)).tolist()
-    assert all(request.warp in get_args(Warp)[:4] for request in requests)
+    assert all(request.warp in ("greedy", "plain", "filtered", "penalised") for request in requests)
 
 
 @given(st.lists(st.booleans(), min_size=9, max_size=9))

@@ -244,11 +244,12 @@ def test_the_single_step_gives_what_the_loop_gives(pair: Pair, lm: LanguageModel
 
 @pytest.mark.parametrize("warp", get_args(Warp))
 def test_the_single_step_has_no_loop_that_depends_on_data(lm: LanguageModel, warp: Warp):
-    """Loops of a fixed number of turns are `scan` in a trace."""
+    """Loops of a fixed number of turns are `scan` in a trace. Only sampling row by row has others."""
     shape, loops = Shape(4, 64, warp), {}
     caches = jax.eval_shape(lambda: allocate_caches(lm.programs.target, Layout(4, 64), lm.drafter, "float32"))
     state = jax.eval_shape(lambda: lm.programs.empty_state(shape, *caches))
     for name in ("decode", "step"):
         function, inputs = lm.programs.function(ProgramKey(name, shape, lm.drafter))
         loops[name] = str(jax.make_jaxpr(function)(lm.programs.models, state, *inputs)).count(" while[")
-    assert loops == {"decode": 1, "step": 0}
+    assert loops["decode"] == loops["step"] + 1
+    assert (loops["step"] > 0) == (warp in ("mixed", "scored"))

@@ -55,7 +55,7 @@ class ShapeOptions:
         chunk_overhead: what running a chunk costs besides its own positions, in positions: the dispatch, reading the weights.
         context: positions of the longest request that the model takes; that of --model, or of the trace, by default.
         batches: numbers of rows in the table.
-        sampling: kinds of sampling to compile for: greedy, plain, filtered, penalised, mixed.
+        sampling: kinds of sampling to compile for: greedy, plain, filtered, penalised, mixed, scored.
         compile_seconds: that a program takes to compile; otherwise, with --model, measured.
         model: a folder, a Hugging Face id, or "demo": compiles one program of each kind, and gives the context.
         drafter: that the model serves with, named as for `generate`; none by default.

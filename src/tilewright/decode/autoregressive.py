@@ -11,4 +11,4 @@ def autoregressive_step(target: Target, warp: Warp, models: Models, state: Decod
     verified = verify(target, models.target, state, known_token(state), (), warp)
     none = jnp.zeros_like(state.known)
     state, settled = commit(target, verified.state, verified.tokens, none)
-    return state, StepInfo(verified.tokens, settled, none, none)
+    return state, StepInfo(verified.tokens, settled, none, none, verified.scores(settled))

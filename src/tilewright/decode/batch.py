@@ -12,6 +12,7 @@ from tilewright.decode.policy import Choice
 from tilewright.decode.programs import ProgramKey, Programs
 from tilewright.decode.request import Request
 from tilewright.decode.sampling import row_sampling, widest
+from tilewright.decode.scores import alternatives
 from tilewright.decode.shapes import Shape
 from tilewright.decode.state import DecodeState, StepInfo
 from tilewright.decode.team import Team
@@ -119,7 +120,8 @@ class Batch:
             self.rounds[choice] = self.programs.get(self.round_key(choice))
         program = self.rounds[choice]
         if self.programs.table.device_loop:
-            return StepInfo.unpacked(np.asarray(self.run(program, np.int32(steps))))
+            scored = alternatives(self.shape.warp, self.programs.target.config.vocab_size)
+            return StepInfo.unpacked(np.asarray(self.run(program, np.int32(steps))), scored)
         taken: list[StepInfo] = []
         while len(taken) < steps and not self.done.all():
             taken.append(jax.device_get(self.run(program)))

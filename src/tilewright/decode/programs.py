@@ -16,6 +16,7 @@ from tilewright.decode.drafters.base import Drafter
 from tilewright.decode.layout import Layout
 from tilewright.decode.prefill import prefill
 from tilewright.decode.sampling import Sampling, row_sampling
+from tilewright.decode.scores import alternatives
 from tilewright.decode.shapes import Shape, ShapeTable
 from tilewright.decode.speculative import step_of
 from tilewright.decode.state import DecodeState, Models, Target, run_steps
@@ -101,7 +102,8 @@ class Programs(Store[ProgramKey]):
             return run(models, opened(drafter, target, models, state))
 
         def decode_loop(models: Models, state: DecodeState, limit: Array) -> tuple[DecodeState, Array]:
-            return run_steps(run, models, opened(drafter, target, models, state), limit, STEPS_PER_DISPATCH, width)
+            state = opened(drafter, target, models, state)
+            return run_steps(run, models, state, limit, STEPS_PER_DISPATCH, width, alternatives(warp, target.config.vocab_size))
 
         return (step, ()) if key.name == "step" else (decode_loop, (jax.ShapeDtypeStruct((), jnp.int32),))
 

@@ -17,10 +17,11 @@ from jaxtyping import Bool, Float, Int, Int32
 
 from tilewright.kernels.select import argmax
 
-Warp = Literal["greedy", "plain", "filtered", "penalised", "mixed"]
+Warp = Literal["greedy", "plain", "filtered", "penalised", "mixed", "scored"]
 """What a program must be able to do, besides all that the kinds before it can: argmax alone; draws from the tempered
 distribution; draws after top-k, top-p and min-p; penalties for repeating, before the argmax too; all of it, row by row, for the
-rows alone that ask for it (see `mixed.py`), in loops whose length is data, which not every compiler takes."""
+rows alone that ask for it (`mixed.py`), in loops whose length is data, which not every compiler takes; log-probabilities, for
+the rows that ask for those (`scores.py`)."""
 
 TEMPERATURES = (1e-6, 1e6)
 REPETITION_PENALTIES = (1e-3, 1e3)
@@ -109,6 +110,7 @@ class RowSampling:
     Attributes:
         key: the raw key made from the seed, uint32 `[B, 2]`.
         prompt_length: int32 `[B]`; tokens from this position on count as generated.
+        scored: bool `[B]`; whether log-probabilities are asked for.
     """
 
     temperature: Any
@@ -120,10 +122,13 @@ class RowSampling:
     presence_penalty: Any
     frequency_penalty: Any
     prompt_length: Any
+    scored: Any
 
 
-def row_sampling(requests: Sequence[Sampling], prompt_lengths: Sequence[int] | np.ndarray) -> RowSampling:
-    """Gathers requests into arrays, on the host."""
+def row_sampling(
+    requests: Sequence[Sampling], prompt_lengths: Sequence[int] | np.ndarray, scored: Sequence[bool] | np.ndarray | None = None
+) -> RowSampling:
+    """Gathers requests into arrays, on the host; without `scored` none of them asks for log-probabilities."""
     return RowSampling(
         temperature=np.asarray([r.temperature for r in requests], np.float32),
         top_p=np.asarray([r.top_p for r in requests], np.float32),
@@ -134,6 +139,7 @@ def row_sampling(requests: Sequence[Sampling], prompt_lengths: Sequence[int] | n
         presence_penalty=np.asarray([r.presence_penalty for r in requests], np.float32),
         frequency_penalty=np.asarray([r.frequency_penalty for r in requests], np.float32),
         prompt_length=np.asarray(prompt_lengths, np.int32),
+        scored=np.zeros(len(requests), bool) if scored is None else np.asarray(scored, bool),
     )
 
 

@@ -136,7 +136,7 @@ class Session:
     def take(self, infos: StepInfo, choice: Choice | None) -> list[Piece]:
         """Hands each row the tokens that each round settled for it."""
         pieces: list[Piece] = []
-        for tokens, settled, drafted, accepted in zip(*infos, strict=True):
+        for tokens, settled, drafted, accepted in zip(*infos[:4], strict=True):
             for i, row in enumerate(self.rows):
                 if row.finish_reason is None and settled[i] > 0:
                     new = tokens[i, : settled[i]].tolist()

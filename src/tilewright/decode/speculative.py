@@ -30,8 +30,7 @@ def speculative_round(
     def idle(state: DecodeState) -> tuple[DecodeState, StepInfo]:
         nothing = Proposal(proposal.block[:, :1], jnp.zeros_like(proposal.drafts))
         after, info = verify_and_extend(drafter, target, warp, models, state, nothing)
-        unused = jnp.zeros_like(proposal.block[:, 1:])
-        return after, info._replace(tokens=jnp.concatenate([info.tokens, unused], axis=1))
+        return after, info.widened(proposal.block.shape[1])
 
     def drafted(state: DecodeState) -> tuple[DecodeState, StepInfo]:
         return verify_and_extend(drafter, target, warp, models, state, proposal)
@@ -67,7 +66,7 @@ def verify_and_extend(
     after, settled = commit(target, verified.state, verified.tokens, accepted)
     after = drafter.extend(target, models, after, verified.taps, state.known, after.known)
     drafted, accepted = (jnp.where(state.done, 0, count) for count in (proposal.drafts, accepted))
-    return after, StepInfo(verified.tokens, settled, drafted, accepted)
+    return after, StepInfo(verified.tokens, settled, drafted, accepted, verified.scores(settled))
 
 
 def step_of(drafter: Drafter | None, target: Target, warp: Warp) -> Step:

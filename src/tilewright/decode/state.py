@@ -13,6 +13,7 @@ from jaxtyping import Bool, Int
 from tilewright.decode.cache import CausalCache
 from tilewright.decode.mixed import History, sample_each
 from tilewright.decode.sampling import RowSampling, Warp, penalise, sample
+from tilewright.decode.scores import Scores, score_each
 from tilewright.kernels import select
 from tilewright.kernels.operations import Heads, Operations, Projection
 from tilewright.models import decoder
@@ -97,11 +98,20 @@ class Verified(NamedTuple):
         tokens: for each slot the token that the target itself puts *after* it, `[B, T]`.
         taps: hidden states for the drafter.
         state: the state with the block's keys and values in the target's cache.
+        logits: what tokens are scored by, `[B, T, V]`; None where the program scores none.
     """
 
     tokens: Array
     taps: tuple[Array, ...]
     state: DecodeState
+    logits: Array | None = None
+
+    def scores(self, settled: Int[Array, " B"]) -> Scores | None:
+        """Of the first `settled` tokens of the rows that ask."""
+        if self.logits is None:
+            return None
+        asking = jnp.asarray(self.state.sampling.scored)[:, None]
+        return score_each(self.logits, self.tokens, asking & (jnp.arange(self.tokens.shape[1])[None] < settled[:, None]))
 
 
 def block_positions(known: Int[Array, " B"], size: int) -> Int[Array, "B T"]:
@@ -146,9 +156,10 @@ def verify(
         return Verified(decoder.most_likely(target.config, target.ops, params, ran.hidden, target.schedule), ran.taps, kept)
     logits = decoder.logits(target.config, target.ops, params, ran.hidden, target.schedule)
     after = block_positions(state.known + 1, block.shape[1])
-    if warp == "mixed":
+    if warp in ("mixed", "scored"):
         history = History(state.tokens, state.known, block)
-        return Verified(sample_each(logits, state.sampling, history, after, ~state.done), ran.taps, kept)
+        tokens = sample_each(logits, state.sampling, history, after, ~state.done)
+        return Verified(tokens, ran.taps, kept, logits if warp == "scored" else None)
     if warp == "penalised":
         logits = penalise(logits, state.sampling, state.tokens, state.known, block)
     return Verified(sample(logits, state.sampling, after, warp), ran.taps, kept)
@@ -178,30 +189,59 @@ def known_token(state: DecodeState) -> Int[Array, "B 1"]:
 
 
 class StepInfo(NamedTuple):
-    """What a step or round reports, and all that the host reads of it; int32.
+    """What a step or round reports, and all that the host reads of it; int32 but for log-probabilities.
 
     Attributes:
         tokens: `[B, T]`, T being 1 or the block size; the first `settled` of a row's are those it added, the rest mean nothing.
         settled: `[B]`; how many tokens it added to each row.
         drafted: `[B]`; drafts that it ran.
         accepted: `[B]`; drafts that the target agreed with, those behind the row's end included.
+        scores: of the tokens that it added to rows that ask for them; None where the program scores none.
     """
 
     tokens: Any
     settled: Any
     drafted: Any
     accepted: Any
+    scores: Scores | None = None
 
-    def packed(self) -> Int[Array, "B _"]:
-        """All of it in one array: what a dispatch reports then comes to the host in one piece."""
-        counts = jnp.stack([self.settled, self.drafted, self.accepted], axis=1)
-        return jnp.concatenate([counts, self.tokens], axis=1).astype(jnp.int32)
+    def widened(self, width: int) -> "StepInfo":
+        """The same with `width` slots, those behind the last one empty."""
+
+        def wide(x: Array) -> Array:
+            return jnp.pad(x, [(0, 0), (0, width - x.shape[1]), *[(0, 0)] * (x.ndim - 2)])
+
+        return self._replace(tokens=wide(self.tokens), scores=jax.tree.map(wide, self.scores))
 
     @staticmethod
-    def unpacked(packed: np.ndarray) -> "StepInfo":
-        """The steps of a dispatch that ran: each settles a token of some row, or it would not have run."""
+    def packed_size(width: int, alternatives: int = 0) -> int:
+        """Entries of a row when `packed`."""
+        return 3 + width * (2 + 2 * alternatives if alternatives else 1)
+
+    def packed(self) -> Int[Array, "B _"]:
+        """All of it in one array: what a dispatch reports then comes to the host in one piece. Floats go by their bits."""
+        counts = jnp.stack([self.settled, self.drafted, self.accepted], axis=1)
+        parts = [counts, self.tokens]
+        if self.scores is not None:
+            chosen, logprobs = (jax.lax.bitcast_convert_type(x, jnp.int32) for x in (self.scores.chosen, self.scores.logprobs))
+            parts += [part.reshape(len(counts), -1) for part in (chosen, self.scores.ids, logprobs)]
+        return jnp.concatenate(parts, axis=1).astype(jnp.int32)
+
+    @staticmethod
+    def unpacked(packed: np.ndarray, alternatives: int = 0) -> "StepInfo":
+        """The steps of a dispatch that ran: each settles a token of some row, or it would not have run.
+
+        Args:
+            alternatives: K of the scores that the steps report; 0 if they report none.
+        """
         ran = packed[: np.count_nonzero(np.any(packed[..., 0] > 0, axis=1))]
-        return StepInfo(ran[..., 3:], *(ran[..., n] for n in range(3)))
+        width = (packed.shape[-1] - 3) // (2 + 2 * alternatives if alternatives else 1)
+        tokens, chosen, ids, logprobs = np.split(ran[..., 3:], np.cumsum([width, width, width * alternatives]), axis=-1)
+        scores = None
+        if alternatives:
+            shape = (*chosen.shape, alternatives)
+            scores = Scores(chosen.view(np.float32), ids.reshape(shape), logprobs.view(np.float32).reshape(shape))
+        return StepInfo(tokens, ran[..., 0], ran[..., 1], ran[..., 2], scores)
 
 
 Step = Callable[[Models, DecodeState], tuple[DecodeState, StepInfo]]
@@ -209,17 +249,18 @@ Step = Callable[[Models, DecodeState], tuple[DecodeState, StepInfo]]
 
 
 def run_steps(
-    step: Step, models: Models, state: DecodeState, limit: Int[Array, ""], most: int, width: int
+    step: Step, models: Models, state: DecodeState, limit: Int[Array, ""], most: int, width: int, alternatives: int = 0
 ) -> tuple[DecodeState, Int[Array, "most B _"]]:
     """Runs up to `limit` (at most `most`) steps on the device, fewer once every row is done.
 
     Args:
         width: T, the tokens that a step reports for each row.
+        alternatives: K of the scores that it reports (`scores.alternatives`); 0 if it reports none.
 
     Returns:
         the state, and the steps' packed infos, 0 where nothing ran.
     """
-    none = jnp.zeros((most, state.known.shape[0], 3 + width), jnp.int32)
+    none = jnp.zeros((most, state.known.shape[0], StepInfo.packed_size(width, alternatives)), jnp.int32)
 
     def going(carry: tuple[DecodeState, Array, Array]) -> Bool[Array, ""]:
         state, _, n = carry
