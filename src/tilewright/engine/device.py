@@ -9,6 +9,7 @@ import numpy as np
 
 from tilewright.decode.policy import Choice
 from tilewright.decode.sampling import Warp
+from tilewright.decode.scores import alternatives
 from tilewright.decode.state import DecodeState, StepInfo
 from tilewright.engine.programs import EngineKey, EnginePrograms, request_row
 from tilewright.engine.scheduler import Chunk, Seat
@@ -81,7 +82,7 @@ class Device:
         tokens, request = seat.job.tokens, seat.job.request
         held = np.zeros((1, self.programs.layout.capacity), np.int32)
         held[0, : len(tokens)] = tokens
-        row = request_row(held, seat.known, request.end, request.sampling, len(request.prompt))
+        row = request_row(held, seat.known, request.end, request.sampling, len(request.prompt), seat.job.scored)
         self.run(EngineKey("admit"), np.asarray([seat.slot], np.int32), row, np.asarray([seat.filled], np.int32))
 
     def prefill(self, chunk: Chunk) -> Any:
@@ -118,7 +119,8 @@ class Device:
 
     def read(self, sent: Sent) -> StepInfo:
         """What came of rounds; waits for the device."""
-        return StepInfo.unpacked(np.asarray(sent.infos))
+        scored = alternatives(sent.warp, self.programs.target.config.vocab_size)
+        return StepInfo.unpacked(np.asarray(sent.infos), scored)
 
     def wait(self) -> None:
         """Until all that was sent has run."""

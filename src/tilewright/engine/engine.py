@@ -158,7 +158,7 @@ class Engine:
             ticket = Ticket(ask, self.numbers)
             ticket.times.asked = time.monotonic()
             self.numbers += 1
-            self.asked.append(Job(ticket, listener, request, shadow=shadow))
+            self.asked.append(Job(ticket, listener, request, shadow, prompt_scores=[] if ask.prompt_logprobs else None))
             self.asked_tokens += len(request.prompt)
             self.wake.notify()
         return ticket
@@ -291,7 +291,7 @@ class Engine:
     def warp(self, seats: list[Seat]) -> Warp:
         """The least program that serves all of them."""
         if any(seat.job.scored for seat in seats):
-            return "mixed"
+            return "scored"
         return "mixed" if any(seat.job.request.sampling.warp != "greedy" for seat in seats) else "greedy"
 
     def read(self, sent: Sent) -> None:

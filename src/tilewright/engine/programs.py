@@ -22,15 +22,16 @@ from tilewright.decode.cache import KVCache, Ring
 from tilewright.decode.drafters.base import Drafter
 from tilewright.decode.layout import PagedLayout, rows_of, with_rows
 from tilewright.decode.policy import Choice
-from tilewright.decode.prefill import prefill
+from tilewright.decode.prefill import prefill, scored_prefill
 from tilewright.decode.programs import STEPS_PER_DISPATCH, Programs, allocate_caches
 from tilewright.decode.sampling import Sampling, Warp, row_sampling
+from tilewright.decode.scores import alternatives
 from tilewright.decode.shapes import ShapeTable
 from tilewright.decode.speculative import step_of
 from tilewright.decode.state import DecodeState, Models, Target, run_steps
 from tilewright.decode.team import Contexts, Team, opened
 
-WARPS: tuple[Warp, ...] = ("greedy", "mixed")
+WARPS: tuple[Warp, ...] = ("greedy", "mixed", "scored")
 """What rounds are compiled for: argmax alone; rows that ask for anything, each paying for its own; log-probabilities too."""
 
 
@@ -45,7 +46,7 @@ class EngineKey:
         choice: what a team's rounds do; None without a team.
     """
 
-    name: Literal["allocate", "admit", "prefill", "rounds"]
+    name: Literal["allocate", "admit", "prefill", "scored_prefill", "rounds"]
     rows: int = 0
     positions: int = 0
     chunk: int = 0
@@ -96,7 +97,7 @@ class EnginePrograms(Store[EngineKey]):
     def keys(self) -> Iterator[EngineKey]:
         """All programs that the engine may need."""
         yield from (EngineKey("allocate"), EngineKey("admit"))
-        yield from (EngineKey("prefill", chunk=chunk) for chunk in self.table.chunks)
+        yield from (EngineKey(name, chunk=chunk) for name in ("prefill", "scored_prefill") for chunk in self.table.chunks)
         for warp in WARPS:
             for positions in self.table.capacities:
                 for rows in self.table.batches:
@@ -130,19 +131,32 @@ class EnginePrograms(Store[EngineKey]):
                 state = replace(state, draft_cache=replace(contexts, held=held))
             return state, None
 
-        row = request_row(np.zeros((1, self.layout.capacity), np.int32), 1, 1, Sampling(), 1)
+        row = request_row(np.zeros((1, self.layout.capacity), np.int32), 1, 1, Sampling(), 1, scored=False)
         one = jax.ShapeDtypeStruct((1,), jnp.int32)
         return admit, (one, row, one)
 
     def prefill(self, key: EngineKey) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`f(models, state, slot [1], table [1, M], start [1], count [1])`: computes a chunk of a prompt."""
+
+        def run(*given: Any) -> tuple[DecodeState, None]:
+            return prefill(*given), None
+
+        return self.prefill_by(run, key)
+
+    def scored_prefill(self, key: EngineKey) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """The same with the scores of the tokens that follow, `[1, chunk]`."""
+        return self.prefill_by(scored_prefill, key)
+
+    def prefill_by(
+        self, run: Callable[..., tuple[DecodeState, Any]], key: EngineKey
+    ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         target, drafter, chunk = self.target, self.drafter, key.chunk
 
         def prefill_chunk(
             models: Models, state: DecodeState, slot: Array, table: Array, start: Array, count: Array
-        ) -> tuple[DecodeState, None]:
-            row = prefill(target, drafter, chunk, models, rows_of(state, slot, table), start, count)
-            return with_rows(state, row, slot), None
+        ) -> tuple[DecodeState, Any]:
+            row, result = run(target, drafter, chunk, models, rows_of(state, slot, table), start, count)
+            return with_rows(state, row, slot), result
 
         one = jax.ShapeDtypeStruct((1,), jnp.int32)
         return prefill_chunk, (one, self.table_of(1, self.layout.capacity), one, one)
@@ -153,7 +167,7 @@ class EnginePrograms(Store[EngineKey]):
         Slots that are not running fill the shape. The result is the rounds' packed infos (`state.run_steps`).
         """
         target, turn, width = self.target, self.turn(key.choice), self.width(key.choice)
-        step = step_of(turn, target, key.warp)
+        step, scored = step_of(turn, target, key.warp), alternatives(key.warp, target.config.vocab_size)
 
         def run_rounds(
             models: Models, state: DecodeState, slots: Array, table: Array, running: Array, limit: Array
@@ -162,7 +176,7 @@ class EnginePrograms(Store[EngineKey]):
             whole, done = some.tokens, some.done
             some = replace(some, tokens=whole[:, : key.positions], done=done | ~running)
             some = opened(turn, target, models, some)
-            some, infos = run_steps(step, models, some, limit, STEPS_PER_DISPATCH, width)
+            some, infos = run_steps(step, models, some, limit, STEPS_PER_DISPATCH, width, scored)
             tokens = whole.at[:, : key.positions].set(some.tokens)
             return with_rows(state, replace(some, tokens=tokens, done=jnp.where(running, some.done, done)), slots), infos
 
@@ -171,12 +185,15 @@ class EnginePrograms(Store[EngineKey]):
         return run_rounds, (slots, self.table_of(key.rows, key.positions), running, limit)
 
 
-def request_row(tokens: np.ndarray, known: int, end: int, sampling: Sampling, prompt_length: int) -> dict[str, Any]:
+def request_row(
+    tokens: np.ndarray, known: int, end: int, sampling: Sampling, prompt_length: int, scored: bool
+) -> dict[str, Any]:
     """What a slot holds of a request, but for its caches: the fields of a `DecodeState` for one row.
 
     Args:
         tokens: int32 `[1, L]`.
         prompt_length: tokens from this position on count as generated.
+        scored: whether it asks for log-probabilities.
     """
     return {
         "tokens": tokens,
@@ -184,5 +201,5 @@ def request_row(tokens: np.ndarray, known: int, end: int, sampling: Sampling, pr
         "end": np.asarray([end], np.int32),
         "done": np.zeros(1, bool),
         "ignore_eos": np.asarray([sampling.ignore_eos]),
-        "sampling": row_sampling([sampling], [prompt_length]),
+        "sampling": row_sampling([sampling], [prompt_length], [scored]),
     }

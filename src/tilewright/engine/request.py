@@ -6,9 +6,7 @@ from typing import Literal, NamedTuple
 
 from tilewright.decode.request import Result
 from tilewright.decode.sampling import Sampling
-
-MOST_LOGPROBS = 20
-"""The most alternatives that come with a token."""
+from tilewright.decode.scores import MOST_ALTERNATIVES
 
 EndReason = Literal["eos", "stop", "length", "cancelled", "deadline", "error"]
 """Why a request ended: the end-of-sequence token, a stop string, its length limit; the client gave it up, its time was up, or
@@ -51,8 +49,8 @@ class Ask:
     deadline_s: float | None = None
 
     def __post_init__(self) -> None:
-        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
-            raise ValueError(f"expected logprobs from 0 to {MOST_LOGPROBS}, found {self.logprobs}")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_ALTERNATIVES:
+            raise ValueError(f"expected logprobs from 0 to {MOST_ALTERNATIVES}, found {self.logprobs}")
         if self.prompt_logprobs and self.logprobs is None:
             raise ValueError("expected logprobs with prompt_logprobs, found none")
         if self.deadline_s is not None and not self.deadline_s > 0:
