@@ -108,7 +108,7 @@ def meets(outcome: Outcome, goodput: Mapping[str, float]) -> bool:
 
 
 def counted_by(outcomes: Sequence[Outcome]) -> str | None:
-    """Where the numbers of generated tokens come from: "usage", "chunks" where the server gives none, "both"; None of nothing."""
+    """Where the numbers of generated tokens come from: "usage", "chunks" where the server gives none, or "both"."""
     ways = {"usage" if outcome.answer.counted_by_usage else "chunks" for outcome in outcomes}
     return None if not ways else ways.pop() if len(ways) == 1 else "both"
 
