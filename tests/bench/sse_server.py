@@ -14,7 +14,11 @@ STALL = 60.0
 Step = bytes | float
 """What to send, or how long to wait before the next."""
 Script = Callable[[dict[str, Any], int], Sequence[Step]]
-"""What is answered to the body of a POST, and its number among them; the connection is closed behind an answer without a length."""
+"""What is answered to the body of a POST, and its number among them.
+
+Behind `CLOSE`, and behind an answer that does not say where it ends, the connection is closed.
+"""
+CLOSE = b""
 
 
 def event(said: dict[str, Any] | str) -> bytes:
@@ -38,7 +42,8 @@ def answered(status: int, said: Any, headers: str = "") -> list[Step]:
 
 
 def completion_chunks(
-    counts: Sequence[int], prompt_tokens: int, *, chat: bool = False, continuous: bool = True, metrics: dict[str, Any] | None = None
+    counts: Sequence[int], prompt_tokens: int, *, chat: bool = False, continuous: bool = True,
+    metrics: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The chunks of an answer that brings so many tokens in each, as vLLM sends them."""
     chunks: list[dict[str, Any]] = []
@@ -91,6 +96,13 @@ class Scripted:
         return f"http://127.0.0.1:{self.port}"
 
 
+def keeps(steps: Sequence[Step]) -> bool:
+    """Whether an answer says itself where it ends: by its length, or by HTTP's last chunk."""
+    first, last = (steps[0], steps[-1]) if steps else (CLOSE, CLOSE)
+    sized = isinstance(first, bytes) and b"Content-Length" in first
+    return last != CLOSE and (sized or (isinstance(last, bytes) and last.startswith(b"0")))
+
+
 async def say(server: Scripted, steps: Sequence[Step], writer: asyncio.StreamWriter) -> None:
     server.under_way += 1
     server.most_under_way = max(server.most_under_way, server.under_way)
@@ -105,7 +117,9 @@ async def say(server: Scripted, steps: Sequence[Step], writer: asyncio.StreamWri
         server.under_way -= 1
 
 
-async def serve(server: Scripted, script: Script, models: list[Step], reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+async def serve(
+    server: Scripted, script: Script, models: list[Step], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+):
     """One connection, request after request."""
     server.connections += 1
     try:
@@ -120,8 +134,7 @@ async def serve(server: Scripted, script: Script, models: list[Step], reader: as
                 server.bodies.append((route, body))
                 steps = script(body, len(server.bodies) - 1)
             await say(server, steps, writer)
-            whole = bool(steps) and (steps[-1] == END or (isinstance(steps[0], bytes) and b"Content-Length" in steps[0]))
-            if not whole:
+            if not keeps(steps):
                 return
     except (asyncio.IncompleteReadError, ConnectionError):
         return  # the client has left

@@ -84,7 +84,9 @@ def test_text_without_a_token_ends_no_gap_between_tokens():
 
 @pytest.mark.parametrize("field", ["content", "reasoning_content", "reasoning", "refusal"])
 def test_all_that_is_generated_is_text(field: str):
-    made = answer((1, {"choices": [{"delta": {"role": "assistant", field: None}}]}), (2, {"choices": [{"delta": {field: "a"}}]}))
+    made = answer(
+        (1, {"choices": [{"delta": {"role": "assistant", field: None}}]}), (2, {"choices": [{"delta": {field: "a"}}]})
+    )
     assert made.first_s == 2
 
 

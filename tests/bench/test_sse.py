@@ -39,7 +39,9 @@ def test_streams(stream: bytes, events: list[Event]):
     assert read(*(bytes([each]) for each in stream)) == events
 
 
-LINE = st.sampled_from([b"data: a", b"data:", b"data: \xc3\xa9", b"event: error", b": hm", b"id: 1", b"retry: 2", b"x", b"", b""])
+LINE = st.sampled_from(
+    [b"data: a", b"data:", b"data: \xc3\xa9", b"event: error", b": hm", b"id: 1", b"retry: 2", b"x", b"", b""]
+)
 BREAK = st.sampled_from([b"\n", b"\r\n", b"\r"])
 
 

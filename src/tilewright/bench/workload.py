@@ -71,7 +71,7 @@ def joined(examples: Sequence[Example]) -> str:
 
 def context_scale(trace: Trace, context: int | None) -> float:
     """What the lengths of a trace are multiplied by so that its longest request fits `context` positions; at most 1."""
-    longest = int((trace.prompts + trace.outputs).max())
+    longest = int((trace.prompts + np.maximum(trace.outputs, 1)).max())
     return 1.0 if context is None else min(1.0, context / longest)
 
 
