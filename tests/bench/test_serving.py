@@ -44,7 +44,7 @@ def plan(count: int = 1, gap: float = 0.0) -> list[Planned]:
 
 def run(url: str, planned: Sequence[Planned], peer: Peer = Peer("m"), **more: Any) -> list[Outcome]:
     async def main() -> list[Outcome]:
-        connections = Connections(Address.parse(url), {"X-Test": "yes"})
+        connections = Connections(Address.from_url(url), {"X-Test": "yes"})
         try:
             return await replay(connections, peer, planned, **more)
         finally:
@@ -307,7 +307,7 @@ def test_token_ids_are_no_conversation():
 
 def ask_model(models: list[Step] | None, timeout: float = 5.0) -> str:
     async def main(server: Scripted) -> str:
-        connections = Connections(Address.parse(server.url), {})
+        connections = Connections(Address.from_url(server.url), {})
         try:
             return await first_model(connections, timeout)
         finally:
@@ -342,7 +342,7 @@ def test_servers_without_a_model(models: list[Step], problem: str):
 @pytest.mark.parametrize(("steps", "expected"), [(streamed(completion_chunks([1], 5)), 4.0), (answered(503, ""), None)])
 def test_how_a_server_counts(steps: list[Step], expected: float | None):
     async def main(server: Scripted) -> float | None:
-        connections = Connections(Address.parse(server.url), {})
+        connections = Connections(Address.from_url(server.url), {})
         try:
             return await characters_per_token(connections, Peer("m"), "x" * 20)
         finally:
@@ -358,7 +358,7 @@ def test_a_connection_that_the_server_has_closed_is_not_used_again():
     with scripted(always(WELL)) as server:
 
         async def main() -> list[Any]:
-            connections = Connections(Address.parse(server.url), {})
+            connections = Connections(Address.from_url(server.url), {})
             first = await replay(connections, Peer("m"), plan())
             connections.idle[0].writer.transport.abort()
             second = await replay(connections, Peer("m"), plan())
@@ -382,7 +382,7 @@ def test_a_connection_that_the_server_has_closed_is_not_used_again():
     ],
 )
 def test_addresses(url: str, shown: str):
-    assert Address.parse(url).url == shown
+    assert Address.from_url(url).url == shown
 
 
 @pytest.mark.parametrize(
@@ -392,7 +392,7 @@ def test_addresses(url: str, shown: str):
 )  # fmt: skip
 def test_what_is_no_address(url: str):
     with pytest.raises(ValueError, match="expected a URL like") as caught:
-        Address.parse(url)
+        Address.from_url(url)
     assert "secret" not in str(caught.value)
 
 
@@ -451,7 +451,7 @@ def test_a_body_that_is_refused_before_it_was_read():
     async def main() -> Outcome:
         server = await asyncio.start_server(refuse, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        connections = Connections(Address.parse(f"http://127.0.0.1:{port}"), {})
+        connections = Connections(Address.from_url(f"http://127.0.0.1:{port}"), {})
         (outcome,) = await replay(connections, Peer("m"), [Planned(0, 0.0, "x" * 5_000_000, 1)])
         await connections.close()
         server.close()

@@ -88,12 +88,13 @@ class Answer:
             return None
         if not isinstance(usage, dict) or not is_count(usage.get("completion_tokens")):
             raise Malformed(f"expected completion_tokens in the usage, found {shortened(usage)}")
-        before, self.usage_tokens = self.usage_tokens or 0, usage["completion_tokens"]
+        before, now = self.usage_tokens or 0, usage["completion_tokens"]
         if is_count(usage.get("prompt_tokens")):
             self.prompt_tokens = usage["prompt_tokens"]
-        if self.usage_tokens < before:
-            raise Malformed(f"expected completion_tokens of at least {before}, found {self.usage_tokens}")
-        return self.usage_tokens - before
+        if now < before:
+            raise Malformed(f"expected completion_tokens of at least {before}, found {now}")
+        self.usage_tokens = now
+        return now - before
 
     def take_choice(self, choices: Any, new: int | None, now: float) -> None:
         choice = choices[0] if isinstance(choices, list) else None

@@ -41,7 +41,7 @@ class Address:
     path: str
 
     @classmethod
-    def parse(cls, url: str) -> "Address":
+    def from_url(cls, url: str) -> "Address":
         """Of a URL with the API's path; one without any path means `/v1`.
 
         Raises:

@@ -76,7 +76,7 @@ class PeerOptions:
 
     def check(self) -> None:
         """Raises a `ValueError` for an option that cannot be."""
-        Address.parse(self.url)
+        Address.from_url(self.url)
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"expected a temperature of 0 or more, found {self.temperature:g}")
         if not 0 < self.timeout < math.inf:
@@ -88,7 +88,7 @@ class PeerOptions:
         headers = {"User-Agent": f"tilewright/{__version__}", "Accept": "text/event-stream, application/json"}
         if self.api_key is not None:
             headers["Authorization"] = f"Bearer {self.api_key}"
-        return Connections(Address.parse(self.url), headers)
+        return Connections(Address.from_url(self.url), headers)
 
     def peer(self, model: str, seed: int, ignore_eos: bool) -> Peer:
         ignore_eos = ignore_eos if self.ignore_eos is None else self.ignore_eos
@@ -361,14 +361,15 @@ async def shown(
         TextColumn("{task.fields[under_way]} under way, {task.fields[failed]} failed"),
         TimeElapsedColumn(),
     )
-    counts = {"under_way": 0, "failed": 0}
+    under_way = failed = 0
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        row = bar.add_task(name, total=len(plan), **counts)
+        row = bar.add_task(name, total=len(plan), under_way=0, failed=0)
 
         def changed(outcome: Outcome, sent: bool) -> None:
-            counts["under_way"] += 1 if sent else -1
-            counts["failed"] += outcome.failure is not None
-            bar.update(row, advance=0 if sent else 1, **counts)
+            nonlocal under_way, failed
+            under_way += 1 if sent else -1
+            failed += outcome.failure is not None
+            bar.update(row, advance=0 if sent else 1, under_way=under_way, failed=failed)
 
         return await replay(connections, peer, plan, concurrency, changed)
 
@@ -381,7 +382,7 @@ def settings(options: PeerOptions, workload: WorkloadOptions, requests: Workload
         "date": datetime.date.today().isoformat(),
         "tilewright_version": __version__,
         "python_version": platform.python_version(),
-        "url": Address.parse(options.url).url,
+        "url": Address.from_url(options.url).url,
         "model": ran.peer.model,
         "route": ran.peer.route,
         "trace": str(workload.trace) if trace else None,
