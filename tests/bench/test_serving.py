@@ -135,7 +135,8 @@ def test_a_stream_that_stays_open_behind_its_end(monkeypatch: pytest.MonkeyPatch
         (answered(400, {"error": {"message": "max_tokens is too large", "type": "x"}}), "http_400", "max_tokens is too large"),
         (answered(401, {"error": {"message": "no key"}}), "http_401", "no key"),
         (answered(404, {"detail": "Not Found"}), "http_404", "Not Found"),
-        (answered(500, "a  trace\nof it"), "http_500", "a trace of it"),
+        (answered(500, "a  trace\nof it\x1b[2J"), "http_500", "a trace of it�[2J"),
+        (answered(500, {"error": {"message": "é" * 1000}}), "http_500", "é" * 240),
         (answered(500, ""), "http_500", "no message"),
         (answered(429, {"error": {"message": "slow down"}}), "http_429", "slow down"),
         (
@@ -327,6 +328,7 @@ def test_the_first_model_is_taken():
         (answered(401, {"error": {"message": "no key"}}), "http 401: no key"),
         (answered(200, {"data": []}), "expected a list of models, found something else"),
         (answered(200, {"data": [{"id": 3}]}), "expected a list of models"),
+        (answered(200, {"data": [{"id": "\x1b[2J"}]}), "expected a list of models"),
         (answered(200, [1]), "expected a list of models"),
         (answered(200, "<html>"), "expected a list of models"),
         ([], "closed before the response"),

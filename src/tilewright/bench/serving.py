@@ -175,16 +175,22 @@ async def ask(connections: Connections, peer: Peer, outcome: Outcome, now: Calla
     except TimeoutError:
         return Failure("timeout", f"no complete answer within {peer.timeout_s:g} s; {len(answer.chunks)} chunks came")
     except Refused as error:
-        return Failure(error.kind, str(error))
+        return Failure(error.kind, one_line(error))
     except Unreachable as error:
-        return Failure("unreachable", str(error))
+        return Failure("unreachable", one_line(error))
     except OSError as error:
-        return Failure("disconnected", str(error))
+        return Failure("disconnected", one_line(error))
     except ValueError as error:  # what is no HTTP, no stream of events, no completion
-        return Failure("malformed", str(error))
+        return Failure("malformed", one_line(error))
     if not answer.ended:
         return Failure("disconnected", f"the stream ended without [DONE] after {len(answer.chunks)} chunks")
     return None if answer.tokens else Failure("empty", "the answer has no tokens")
+
+
+def one_line(error: Exception) -> str:
+    """What an error says, fit for a terminal whatever a server put into it."""
+    text = " ".join(str(error).split())[:300]
+    return "".join(each if each.isprintable() else "�" for each in text) or "no message"
 
 
 async def check_status(response: Response) -> None:
@@ -195,9 +201,9 @@ async def check_status(response: Response) -> None:
     try:
         said = error_message(json.loads(text))
     except (ValueError, RecursionError):
-        said = " ".join(text.split())
+        said = text
     again = response.headers.get("retry-after")
-    said = said[:300] or "no message"
+    said = said.strip()[:240]
     raise Refused(f"http_{response.status}", said if again is None else f"{said} (Retry-After: {again[:40]})")
 
 
@@ -238,10 +244,11 @@ async def first_model(connections: Connections, timeout_s: float) -> str:
         async with asyncio.timeout(timeout_s), connections.request("GET", "/models") as response:
             await check_status(response)
             listed = json.loads(await response.text(1 << 22))["data"]
-            if isinstance(listed[0]["id"], str):
-                return listed[0]["id"]
+            name = listed[0]["id"]
+            if isinstance(name, str) and name.isprintable():
+                return name
     except Refused as error:
-        raise NoModel(f"no model from {where}: {error.kind.replace('_', ' ')}: {error}") from None
+        raise NoModel(f"no model from {where}: {error.kind.replace('_', ' ')}: {one_line(error)}") from None
     except TimeoutError:
         raise NoModel(f"no model from {where}: no answer within {timeout_s:g} s") from None
     except OSError as error:
