@@ -191,7 +191,7 @@ def test_a_server_that_is_not_there():
     outcomes = run(url, plan(3))
     assert [outcome.failure and outcome.failure.kind for outcome in outcomes] == ["unreachable"] * 3
     assert outcomes[0].failure is not None
-    assert f"no connection to 127.0.0.1:{server.port}" in outcomes[0].failure.message
+    assert outcomes[0].failure.message == f"no connection to 127.0.0.1:{server.port}: Connection refused"
     (unnamed,) = run("http://nothing.invalid", plan())
     assert unnamed.failure is not None
     assert unnamed.failure.kind == "unreachable"

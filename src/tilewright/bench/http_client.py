@@ -5,6 +5,7 @@ little puts little of its own time into what it measures. No redirects, proxies 
 """
 
 import asyncio
+import os
 import re
 import ssl
 import time
@@ -219,14 +220,19 @@ class Connections:
         try:
             streams = await asyncio.open_connection(self.address.host, self.address.port, ssl=self.context, limit=READ)
         except (OSError, UnicodeError) as error:  # the latter: no name that a host can have
-            raise Unreachable(
-                f"no connection to {self.address.authority}: {getattr(error, 'strerror', None) or error}"
-            ) from error
+            raise Unreachable(f"no connection to {self.address.authority}: {reason(error)}") from error
         return Connection(*streams)
 
     async def close(self) -> None:
         while self.idle:
             await self.idle.pop().close()
+
+
+def reason(error: OSError | UnicodeError) -> str:
+    """Why there is no connection. asyncio puts a text of its own, with the address once more, in the place of the system's."""
+    if isinstance(error, ConnectionError) and error.errno:
+        return os.strerror(error.errno)
+    return str(getattr(error, "strerror", None) or error)
 
 
 async def read_head(reader: asyncio.StreamReader) -> Response:
