@@ -3,9 +3,10 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tilewright.bench.lengths import read_lengths
+from tilewright.bench.lengths import read_lengths, read_trace
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109"
 
@@ -68,3 +69,54 @@ def test_what_is_wrong(tmp_path: Path, name: str, text: bytes, problem: str):
 def test_a_file_that_is_not_there(tmp_path: Path, name: str):
     with pytest.raises(ValueError, match=f"{name} cannot be read: No such file or directory"):
         read_lengths(tmp_path / name)
+
+
+TIMED = '{"prompt_tokens": 1, "output_tokens": 2, "arrival_s": 1}\n'
+DATE, NUMBER = "expected a date and time in TIMESTAMP", "expected a number of seconds in arrival_s"
+LIKE = "expected arrival_s as the first request has it"
+CSV = "arrival_s,prompt_tokens,output_tokens\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "requests"),
+    [
+        ("azure.csv", AZURE, [(374, 44, 0.0), (396, 109, 4.314579)]),
+        ("zone.csv", AZURE.replace(",374", "+00:00,374"), [(374, 44, 0.0), (396, 109, 4.314579)]),
+        ("plain.csv", "arrival_s,output_tokens,prompt_tokens\n5,1,2\n 3.5,3,4\n3.5,5,6", [(4, 3, 0), (6, 5, 0), (2, 1, 1.5)]),
+        ("a.jsonl", TIMED + TIMED.replace("1}", "-0.5}"), [(1, 2, 0), (1, 2, 1.5)]),
+    ],
+)
+def test_times_of_arrival(tmp_path: Path, name: str, text: str, requests: list[tuple[int, int, float]]):
+    (tmp_path / name).write_text(text)
+    trace = read_trace(tmp_path / name)
+    assert trace.arrivals_s is not None
+    assert list(zip(trace.prompts.tolist(), trace.outputs.tolist(), strict=True)) == [each[:2] for each in requests]
+    np.testing.assert_allclose(trace.arrivals_s, [each[2] for each in requests], atol=2e-6)
+
+
+def test_a_trace_need_not_say_when(tmp_path: Path):
+    (tmp_path / "a.csv").write_text("prompt_tokens,output_tokens\n1,2\n")
+    trace = read_trace(tmp_path / "a.csv")
+    assert (trace.arrivals_s, trace.prompts.tolist(), trace.outputs.tolist()) == (None, [1], [2])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("t.csv", AZURE.replace("2023-11-16 18:15:50", "yesterday"), f":3: {DATE}, found 'yesterday"),
+        ("t.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n1.5,1,2", f":2: {DATE}, found '1.5'"),
+        ("t.csv", CSV + "soon,1,2", f":2: {NUMBER}, found 'soon'"),
+        ("t.csv", CSV + "nan,1,2", f":2: {NUMBER}, found 'nan'"),
+        ("t.jsonl", TIMED.replace(": 1}", ": true}"), f":1: {NUMBER}, found True"),
+        ("t.jsonl", TIMED.replace(": 1}", ": null}"), f":1: {NUMBER}, found None"),
+        ("t.jsonl", TIMED.replace(": 1}", f": 1{'0' * 400}}}"), f":1: {NUMBER}, found 1000"),
+        ("t.jsonl", TIMED + TIMED.replace("arrival_s", "x"), f":2: {LIKE}, found no time"),
+        ("t.jsonl", TIMED + TIMED.replace("arrival_s", "TIMESTAMP"), f":2: {LIKE}, found TIM"),
+        ("t.csv", "prompt_tokens,output_tokens\n0,2\n", f":2: {PROMPT}, found '0'"),
+        ("t.csv", "prompt_tokens,output_tokens\n", ": expected at least one request, found none"),
+    ],
+)  # fmt: skip
+def test_times_that_are_none(tmp_path: Path, name: str, text: str, problem: str):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / name}{problem}")):
+        read_trace(tmp_path / name)

@@ -19,6 +19,13 @@ app.command(
     help="Times drafting, verifying, both heads and the extension of the context apart, with random weights.",
 )
 app.command(
+    "tilewright.cli.bench_serving:serving",
+    name="serving",
+    help="Sends a trace's requests or a file's prompts to an OpenAI-compatible server, and prints what a client sees.\n\n"
+    "Times to the first token and between tokens, throughput, goodput, τ. Exit status 1 if every request failed. Every figure "
+    "is defined in docs/metrics.md.",
+)
+app.command(
     "tilewright.cli.bench_speculative:speculative",
     name="speculative",
     help="Decodes the prompts of each file with every drafter and without one, alternating, and prints the papers' table.\n\n"

@@ -1,0 +1,105 @@
+"""What `tilewright bench serving` says in the terminal and above its page."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from tilewright.report.terminal import number
+
+NAMES = {
+    "ttft": "first token (TTFT)",
+    "tpot": "per token (TPOT)",
+    "itl": "between chunks (ITL)",
+    "token_itl": "between tokens",
+    "e2e": "end to end (E2E)",
+    "held": "held by --concurrency",
+    "slip": "sent late",
+}
+"""The latencies in the order of the table."""
+
+
+def summary(figures: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
+    """The figures that are one number, in sentences; the first says what was asked for."""
+    lines = [f"{facts['model']} at {facts['url']}: {workload_text(figures, facts)}"]
+    done = f"{figures['completed']:,} completed in {figures['duration_s']:,.2f} s"
+    if figures["failed"]:
+        done += f", {figures['failed']:,} failed"
+        done += f" ({figures['rejected']:,} turned away as too many)" if figures["rejected"] else ""
+    lines.append(f"{done}; at most {figures['peak_concurrency']:,} under way at once")
+    for row in figures["failures"]:
+        lines.append(f"  {row['requests']:,} × {row['kind'].replace('_', ' ')}: {row['first_message']}")
+    if figures["completed"]:
+        rates = [
+            f"{number(figures['requests_per_s'], ',.2f')} requests/s",
+            f"{number(figures['output_tokens_per_s'], ',.1f')} output tokens/s",
+        ]
+        if figures["total_tokens_per_s"] is not None:
+            rates.append(f"{figures['total_tokens_per_s']:,.1f} tokens/s with prompts")
+        lines.append(", ".join(rates))
+    if figures["goodput_requests_per_s"] is not None:
+        asked = ", ".join(f"{name.upper()} {most:g} ms" for name, most in figures["goodput"].items())
+        met = f"{figures['requests_within_goodput']:,} of {figures['requests']:,} requests"
+        lines.append(f"goodput: {figures['goodput_requests_per_s']:,.2f} requests/s ({met} within {asked})")
+    drafts = figures["speculative_decoding"]
+    if drafts is not None:
+        tau, rate = drafts["mean_acceptance_length"], drafts["draft_acceptance_rate"]
+        lines.append(f"τ {tau:.2f}: {rate:.0%} of drafts accepted, in {drafts['num_spec_steps']:,} rounds that drafted")
+    return lines
+
+
+def workload_text(figures: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+    count = f"{figures['requests']:,} request{'s' if figures['requests'] > 1 else ''}"
+    source = facts["trace"] or facts["prompt_file"] or "held-out code"
+    if facts["rate_per_s"] is not None:
+        when = f"{facts['rate_per_s']:g} a second at random"
+    elif facts["arrivals"] == "burst":
+        when = "all at once" if facts["concurrency"] is None else "as fast as possible"
+    else:
+        when = "in real time" if facts["arrivals"] == "real" else f"{facts['arrivals']} times as fast"
+    limit = "" if facts["concurrency"] is None else f", at most {facts['concurrency']:,} at a time"
+    return f"{count} of {source}, {when}{limit}"
+
+
+def latency_table(figures: Mapping[str, Any], percentiles: Sequence[float]) -> Table:
+    """A line for each latency that there are values of."""
+    table = Table(title="milliseconds", box=box.SIMPLE_HEAD)
+    table.add_column("")
+    for column in ("mean", *(f"p{each:g}" for each in percentiles)):
+        table.add_column(column, justify="right")
+    for name, cells in latency_cells(figures, percentiles):
+        table.add_row(name, *cells)
+    return table
+
+
+def latency_cells(figures: Mapping[str, Any], percentiles: Sequence[float]) -> list[tuple[str, list[str]]]:
+    """Names and texts of the table's lines; what held nothing back has none."""
+    lines = []
+    for name, shown in NAMES.items():
+        values = [figures[f"{name}_{column}_ms"] for column in ("mean", *(f"p{each:g}" for each in percentiles))]
+        if values[0] is not None and (name != "held" or any(values)):
+            lines.append((shown, [f"{value:,.1f}" if value >= 10 else f"{value:,.2f}" for value in values]))
+    return lines
+
+
+def notes(figures: Mapping[str, Any], facts: Mapping[str, Any], late: int) -> list[str]:
+    """What a reader must know of the figures; `late` counts requests that this client sent more than 10 ms too late."""
+    said = []
+    scale, source = facts["length_scale"], facts["characters_per_token_source"]
+    if scale is not None and scale < 1:
+        said.append(f"lengths are the trace's times {scale:.3g}: its longest request then fits {facts['context']:,} positions")
+    if source is not None:
+        said.append(f"prompts are text cut at {facts['characters_per_token']:.3g} characters a token ({source})")
+    if facts["records"] is not None and figures["requests"] + facts["warmup"] > facts["records"]:
+        said.append(f"the {facts['records']:,} records of the file were sent more than once; a server may remember them")
+    if facts["warmup"]:
+        failed = f", of which {figures['warmup_failed']} failed" if figures["warmup_failed"] else ""
+        said.append(f"{facts['warmup']:,} warm-up requests{failed} are in no figure")
+    if figures["output_tokens_counted_by"] in ("chunks", "both"):
+        said.append("the server gives no usage: each chunk counts as one token, which is too few where it brings several")
+    elif figures["completed"] and figures["token_itl_mean_ms"] is None and figures["itl_mean_ms"] is not None:
+        said.append("the server does not say how many tokens a chunk brings: there is no time between tokens")
+    if late:
+        said.append(f"this client sent {late:,} requests more than 10 ms late: it was itself too slow for their times")
+    return said
