@@ -83,7 +83,7 @@ def check_empty(engine: Engine) -> None:
     """No page and no slot is held, and nobody waits."""
     figures = engine.figures()
     assert (figures.running, figures.waiting, figures.waiting_tokens, figures.pages_used) == (0, 0, 0, 0)
-    assert figures.compilations == 0
+    assert figures.compilations == 0 or engine.options.guard == "off"
     pages = engine.pages
     assert not any(pages.holders)
     assert sorted([*pages.empty, *pages.idle]) == list(range(pages.count))

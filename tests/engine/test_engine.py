@@ -1,9 +1,11 @@
 """The engine gives each request what plain decoding gives it alone, whatever happens beside it, and holds nothing after."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -20,6 +22,7 @@ from tilewright.decode.team import Team
 from tilewright.engine.engine import Engine
 from tilewright.engine.options import EngineOptions
 from tilewright.engine.request import Ask, Overloaded, Stopped
+from tilewright.models import decoder
 
 VOCAB, BLOCK, CAPACITY, PAGE = 24, 4, 96, 16
 TABLE = ShapeTable(batches=(1, 4), capacities=(CAPACITY,), chunks=(16,), widths=(2,))
@@ -54,20 +57,31 @@ def lm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture(scope="module")
-def warm(lm: LanguageModel) -> Engine:
+def options(lm: LanguageModel) -> EngineOptions:
+    """Of a team, only the programs that are needed are compiled: for four rows alone, and those that serve all requests."""
+    team = isinstance(lm.drafter, Team)
+    table = replace(TABLE, batches=(4,)) if team else TABLE
+    return EngineOptions(table=table, page_size=PAGE, pages=SMALL_POOL, guard="off" if team else "fail")
+
+
+@pytest.fixture(scope="module")
+def warm(lm: LanguageModel, options: EngineOptions) -> Engine:
     """An engine whose programs the others use too."""
-    engine = Engine(lm, EngineOptions(table=TABLE, page_size=PAGE, pages=SMALL_POOL))
-    engine.programs.warm(engine.programs.keys())
+    engine = Engine(lm, options)
+    if options.guard == "fail":
+        engine.programs.warm(engine.programs.keys())
     return engine
 
 
 @pytest.fixture
-def engines(lm: LanguageModel, warm: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
+def engines(
+    lm: LanguageModel, options: EngineOptions, warm: Engine, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Engine]]:
     """Makes engines, which are stopped in the end; of a team, rounds are drawn from all choices."""
     made: list[Engine] = []
 
-    def make(**options: Any) -> Engine:
-        engine = Engine(lm, EngineOptions(table=TABLE, page_size=PAGE, pages=SMALL_POOL, **options))
+    def make(**more: Any) -> Engine:
+        engine = Engine(lm, replace(options, **more))
         engine.programs.compiled = warm.programs.compiled
         engine.device.reset()
         rng = np.random.default_rng(5)
@@ -76,6 +90,8 @@ def engines(lm: LanguageModel, warm: Engine, monkeypatch: pytest.MonkeyPatch) ->
             choices = engine.programs.choices
             return choices[rng.integers(len(choices))], int(rng.integers(1, 7))
 
+        if options.guard == "off":
+            monkeypatch.setattr(engine, "warp", lambda seats: "scored")
         monkeypatch.setattr(engine.pacer, "plan", plan)
         monkeypatch.setattr(engine.pacer, "observe", lambda *given: None)
         monkeypatch.setattr(engine.pacer, "overhear", lambda *given: None)
@@ -275,3 +291,41 @@ def test_what_has_not_ended_when_it_stops_is_cancelled(engine: Engine):
     assert not engine.stop()
     assert (heard.end, heard.updates[-1].error) == ("cancelled", "the engine has stopped")
     check_empty(engine)
+
+
+def test_log_probabilities_are_the_targets_at_each_position(lm: LanguageModel, engine: Engine):
+    """With any drafter, in any company; the prompt's too, though its beginning lies in pages that others have filled."""
+    asks = [
+        Ask(list(ask.prompt), ask.sampling, logprobs=3 if n % 2 else None, prompt_logprobs=n % 4 == 1)
+        for n, ask in enumerate(requests(8, 24))
+    ]
+    engine.open()
+    heard, _ = drive(engine, asks, np.random.default_rng(1))
+    assert engine.figures().preemptions > 0
+    check_empty(engine)
+    engine.stop()
+    for n, (ask, each) in enumerate(zip(asks, heard, strict=True)):
+        given = [token.logprobs for update in each.updates for token in update.tokens]
+        prompt = [update.prompt_logprobs for update in each.updates]
+        assert all(one is None for one in prompt[1:])
+        if ask.logprobs is None:
+            assert not any(given)
+            continue
+        text = [*ask.prompt, *each.tokens]
+        logits = np.asarray(observed_logits(lm, text), np.float64)
+        want = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        first = 1 if ask.prompt_logprobs else len(ask.prompt)
+        found = [*(prompt[0] or ()), *given]
+        assert len(found) == len(text) - first
+        for position, one in enumerate(found, first):
+            assert one is not None
+            assert one.logprob == pytest.approx(want[position - 1, text[position]], abs=1e-4), (n, position)
+            assert [value for _, value in one.top] == pytest.approx(sorted(want[position - 1])[:-4:-1], abs=1e-4)
+            assert all(want[position - 1, token] == pytest.approx(value, abs=1e-4) for token, value in one.top)
+
+
+def observed_logits(lm: LanguageModel, text: list[int]) -> Any:
+    """The target's logits `[T, V]` at each position of a text, in one pass without a cache."""
+    params, config, ops = lm.programs.models.target, lm.target, lm.ops
+    ran = decoder.forward_full(config, ops, params, jnp.asarray([[*text, *[0] * (CAPACITY - len(text))]]))
+    return decoder.logits(config, ops, params, ran.hidden)[0, : len(text)]

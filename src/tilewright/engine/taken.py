@@ -15,7 +15,7 @@ def take_rounds(job: Job, infos: StepInfo, row: int, choice: Choice | None, eos:
     """Hands a job the tokens that each round settled for its row; what comes behind its end is dropped."""
     tokens: list[Token] = []
     rounds: list[Round] = []
-    for n in np.flatnonzero(infos.settled[:, row]):
+    for n in np.flatnonzero(infos.settled[:, row]).tolist():
         new = infos.tokens[n, row, : infos.settled[n, row]].tolist()
         drafted, accepted = int(infos.drafted[n, row]), int(infos.accepted[n, row])
         pieces = job.request.add_round(new, drafted, accepted, eos, choice)
@@ -28,7 +28,7 @@ def take_rounds(job: Job, infos: StepInfo, row: int, choice: Choice | None, eos:
     return Update(tuple(tokens), tuple(rounds), None if reason == "interrupted" else reason, prompt_logprobs(job))
 
 
-def token_scores(scores: Any, at: tuple[int, int], count: int, alternatives: int) -> list[TokenLogprobs]:
+def token_scores(scores: Any, at: tuple[int, ...], count: int, alternatives: int) -> list[TokenLogprobs]:
     """The log-probabilities of the first `count` positions of a block.
 
     Args:
