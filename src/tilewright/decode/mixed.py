@@ -1,10 +1,12 @@
 """Sampling for batches that mix rows of every kind: a row pays for what it asks, and the others do not.
 
-The argmax is taken for all rows together. Whoever asks for more is gone through one by one, in a loop on the device that has as
-many turns as there are such rows, and within it penalties, draws and filters are loops of one turn or none. The functions are
-those of `sampling.py`, on slices of one row.
+The argmax is taken for all rows together. Rows that draw are gone through in loops on the device that have as many turns as it
+takes: where a row has a single token, many at once, for there a turn costs more than its rows; of a block one slot after the
+other, up to the first token that is not the block's own, for none behind it is settled. Rows with penalties are gone through
+one by one. The functions are those of `sampling.py`, on slices.
 """
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -39,6 +41,29 @@ def for_each(which: Bool[Array, " N"], run: Callable[[Array, Tree], Tree], carry
     return jax.lax.fori_loop(0, jnp.sum(which), lambda turn, carry: run(order[turn], carry), carry)
 
 
+TOGETHER = 16
+"""How many rows draw a single token together at most."""
+
+
+def for_some(which: Bool[Array, " N"], most: int, run: Callable[[list[Array], Tree], list[Tree]], carry: Array) -> Array:
+    """Replaces the rows of `carry` that `which` names by what `run` makes of their numbers, `most` at a time.
+
+    The last time, rows that were asked for before, or not at all, may fill up; what is made of those is dropped.
+    """
+    count, order = jnp.sum(which), jnp.argsort(~which, stable=True)
+
+    def turn(n: Array, carry: Array) -> Array:
+        places = [n * most + k for k in range(most)]
+        rows = [order[jnp.minimum(place, which.shape[0] - 1)] for place in places]
+        for place, row, made in zip(places, rows, run(rows, carry), strict=True):
+            made = jnp.where(place < count, made, of_row(row, carry))
+            carry = jax.lax.dynamic_update_slice_in_dim(carry, made, row, 0)
+        return carry
+
+    turns = jnp.sum(count > jnp.arange(0, which.shape[0], most))
+    return jax.lax.fori_loop(0, turns, turn, carry)
+
+
 def where_asked(asked: Bool[Array, ""], row: Array, run: Callable[[Array, Array], Array], otherwise: Array) -> Array:
     """`run(row, otherwise)` if `asked`, in a loop of one turn or none: on a CPU, XLA copies what it gives to a branch.
 
@@ -66,6 +91,8 @@ def sample_each(
 ) -> Int32[Array, "B T"]:  # fmt: skip
     """Each row's tokens at `positions`, those that the kind of program draws that serves the row alone.
 
+    Of a row that draws they are given up to the first that is not the block's next one; what stands behind it means nothing.
+
     Args:
         asking: what rows that are not get means nothing, and costs nothing.
     """
@@ -74,14 +101,50 @@ def sample_each(
     def penalise_one(row: Array, own: Array) -> Array:
         return penalise(own, of_row(row, rows), *of_row(row, history))
 
-    def draw_one(own: Array, warp: Warp, row: Array, _: Array) -> Array:
-        return draw(own, of_row(row, rows), of_row(row, positions), warp)
-
     def settle(row: Array, tokens: Array) -> Array:
         own = where_asked(penalised[row], row, penalise_one, of_row(row, logits))
-        token = argmax(own)
-        token = where_asked(drawn[row] & ~filtered[row], row, partial(draw_one, own, "plain"), token)
-        token = where_asked(drawn[row] & filtered[row], row, partial(draw_one, own, "filtered"), token)
-        return jax.lax.dynamic_update_slice_in_dim(tokens, token, row, 0)
+        best = where_asked(penalised[row], row, lambda _, best: argmax(own), of_row(row, tokens))
+        kind = [(drawn[row] & ~filtered[row], "plain"), (drawn[row] & filtered[row], "filtered")]
+        found = draw_slots(own, of_row(row, rows), of_row(row, positions), of_row(row, history.block), kind, best)
+        return jax.lax.dynamic_update_slice_in_dim(tokens, found, row, 0)
 
-    return for_each(asking & (penalised | drawn), settle, argmax(logits))
+    def draw_some(warp: Warp, some: list[Array], _: Array) -> list[Array]:
+        own = [of_row(row, (logits, rows, positions)) for row in some]
+        asked, sampling, places = jax.tree.map(lambda *each: jnp.concatenate(each), *own)
+        return jnp.split(draw(asked, sampling, places, warp), len(some))
+
+    tokens = argmax(logits)
+    if logits.shape[1] > 1:
+        return for_each(asking & (penalised | drawn), settle, tokens)
+    tokens = for_each(asking & penalised, settle, tokens)
+    together, left = min(logits.shape[0], TOGETHER), asking & drawn & ~penalised
+    tokens = for_some(left & ~filtered, together, partial(draw_some, "plain"), tokens)
+    return for_some(left & filtered, together, partial(draw_some, "filtered"), tokens)
+
+
+def draw_slots(
+    logits: Float[Array, "1 T V"], row: RowSampling, positions: Int32[Array, "1 T"], block: Int32[Array, "1 T"],
+    kinds: list[tuple[Bool[Array, ""], Warp]], best: Int32[Array, "1 T"],
+) -> Int32[Array, "1 T"]:  # fmt: skip
+    """A row's tokens, slot by slot up to the first that is not the block's next one.
+
+    Args:
+        kinds: how it draws: whichever is true; `best` stays where none is.
+    """
+    size = block.shape[1]
+
+    def draw_one(warp: Warp, slot: Array, _: Array) -> Array:
+        own, place = (jax.lax.dynamic_slice_in_dim(each, slot, 1, axis=1) for each in (logits, positions))
+        return draw(own, row, place, warp)
+
+    def draw_slot(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        slot, tokens, _ = carry
+        token = jax.lax.dynamic_slice_in_dim(tokens, slot, 1, axis=1)
+        for asked, warp in kinds:
+            token = where_asked(asked, slot, partial(draw_one, warp), token)
+        following = jax.lax.dynamic_slice_in_dim(block, jnp.minimum(slot + 1, size - 1), 1, axis=1)
+        more = (slot + 1 < size) & (token == following)[0, 0]
+        return slot + 1, jax.lax.dynamic_update_slice_in_dim(tokens, token, slot, 1), more
+
+    first = functools.reduce(jnp.logical_or, [asked for asked, _ in kinds])
+    return jax.lax.while_loop(lambda carry: carry[2], draw_slot, (jnp.int32(0), best, first))[1]
