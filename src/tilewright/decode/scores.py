@@ -48,7 +48,7 @@ def score_each(logits: Float32[Array, "B T V"], tokens: Int32[Array, "B T"], ask
         own = jax.lax.dynamic_slice_in_dim(each, n, 1)
         own = jnp.where(own == 0, 0.0, own)  # -0.0 equals it, and would go behind it
         ids, values = top_k(own, k)
-        most = values[:, :1]
+        most = jnp.max(own, axis=1, keepdims=True)  # not `values[:, :1]`, with which XLA sorts all instead of seeking the best
         total = jnp.log(jnp.sum(jnp.exp(own - most), axis=1, keepdims=True))
         value = jax.lax.dynamic_slice(own, (0, chosen[n]), (1, 1))
         found = Scores((value - most - total)[:, 0], ids, values - most - total)
