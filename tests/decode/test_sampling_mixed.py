@@ -129,9 +129,9 @@ def test_a_turn_for_each_row_that_is_named_and_for_no_other(which: list[bool]):
 
 
 def opcodes(hlo: str, name: str, depth: int) -> set[str]:
-    """The operations of a computation and of what it calls, loops' bodies included if no more than `depth` deep."""
+    """The operations over the vocabulary of a computation and of what it calls, loops' bodies included up to `depth` deep."""
     (body,) = re.findall(rf"^(?:ENTRY )?%{re.escape(name)} \(.*?\{{\n(.*?)^\}}", hlo, re.DOTALL | re.MULTILINE)
-    found = set(re.findall(r"^ *(?:ROOT )?%\S+ = .*?[\]})] ([a-z][a-z0-9-]*)\(", body, re.MULTILINE))
+    found = set(re.findall(rf"^ *(?:ROOT )?%\S+ = \S*\b{VOCAB}\b\S*[\]}})] ([a-z][a-z0-9-]*)\(", body, re.MULTILINE))
     called = [(other, depth) for other in re.findall(r"(?:calls|to_apply)=%([\w.-]+)", body)]
     called += [(other, depth - 1) for other in re.findall(r"body=%([\w.-]+)", body) if depth > 0]
     return found.union(*(opcodes(hlo, *each) for each in called))
