@@ -1,0 +1,26 @@
+"""The engine, as the server sees it."""
+
+from typing import Protocol, runtime_checkable
+
+from rich.console import Console
+
+from tilewright.decode.language_model import LanguageModel
+from tilewright.engine.options import EngineOptions
+from tilewright.engine.request import Ask, Figures, Listener, Ticket
+
+
+@runtime_checkable
+class Engine(Protocol):
+    lm: LanguageModel
+    options: EngineOptions
+    context: int
+    ready: bool
+
+    def warm(self, console: Console | None = None) -> None: ...
+    def start(self) -> None: ...
+    def check(self, ask: Ask) -> None: ...
+    def check_room(self, requests: int, tokens: int) -> None: ...
+    def submit(self, ask: Ask, listener: Listener) -> Ticket: ...
+    def cancel(self, ticket: Ticket) -> None: ...
+    def figures(self) -> Figures: ...
+    def stop(self, drain_s: float = 0.0) -> bool: ...
