@@ -162,7 +162,7 @@ class CompletionForm(Form):
         tokens: list[tuple[int, TokenLogprobs | None]] = [(token.token, token.logprobs) for token in update.tokens]
         offsets = self.offsets[index].of([token for token, _ in tokens])
         if self.echo and first:
-            tokens = [*zip(prompt.tokens, (None, *self.of_prompts.pop(index)), strict=True), *tokens]
+            tokens = [*zip(prompt.tokens, (None, *self.of_prompts.pop(index, ())), strict=True), *tokens]
             offsets = [*prompt.offsets, *offsets]
         return completion_logprobs(self.served.texts, tokens, offsets)
 

@@ -60,6 +60,7 @@ class Running:
         self.engine, self.timings = engine, timings
         self.loop, self.told = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Update]]()
         self.tickets: list[Ticket] = []
+        self.ended: set[int] = set()
         try:
             for index, ask in enumerate(asks):
                 self.tickets.append(engine.submit(ask, partial(self.tell, index)))
@@ -74,8 +75,10 @@ class Running:
         self.loop.call_soon_threadsafe(self.told.put_nowait, (index, update))
 
     def cancel(self) -> None:
-        for ticket in self.tickets:
-            self.engine.cancel(ticket)
+        """Gives up those that have not ended."""
+        for index, ticket in enumerate(self.tickets):
+            if index not in self.ended:
+                self.engine.cancel(ticket)
 
     async def updates(self) -> AsyncIterator[tuple[int, Update]]:
         """Each update with the number of its request, until all have ended.
@@ -83,8 +86,8 @@ class Running:
         Raises:
             ApiError: one ended without an answer.
         """
-        left, arrived = len(self.tickets), dict[int, float]()
-        while left:
+        arrived: dict[int, float] = {}
+        while len(self.ended) < len(self.tickets):
             index, update = await self.told.get()
             if update.tokens:
                 now = time.monotonic()
@@ -92,10 +95,10 @@ class Running:
                     self.timings.gap(now - arrived[index])
                 arrived[index] = now
             if update.end is not None:
+                self.ended.add(index)
                 self.timings.end(self.tickets[index].times)
             if update.end is not None and update.end not in FINISHES:
                 raise ended_badly(update)
-            left -= update.end is not None
             yield index, update
 
 
