@@ -16,8 +16,20 @@ from rich.console import Console
 from tilewright.decode.drafters.ngram import NGram
 from tilewright.decode.language_model import LanguageModel
 from tilewright.decode.request import Request
+from tilewright.engine.engine import Engine
 from tilewright.engine.options import EngineOptions
-from tilewright.engine.request import Ask, EndReason, Figures, Listener, Overloaded, Stopped, Ticket, Token, TokenLogprobs, Update
+from tilewright.engine.request import (
+    Ask,
+    EndReason,
+    Figures,
+    Listener,
+    Overloaded,
+    Stopped,
+    Ticket,
+    Token,
+    TokenLogprobs,
+    Update,
+)
 from tilewright.models.decoder import config_from_hf
 from tilewright.models.hub import PACKAGED
 from tilewright.models.tokenizer import StreamDecoder, load_tokenizer
@@ -45,8 +57,8 @@ class Job:
 
 
 @dataclass
-class FakeEngine:
-    """The engine's interface.
+class FakeEngine(Engine):
+    """The engine's interface; nothing of its inside.
 
     Attributes:
         per_update: tokens of an update; all but the last of them count as drafted.
@@ -179,7 +191,10 @@ class FakeEngine:
             with self.lock:
                 self.jobs.remove(job)
         error = "the engine failed" if end == "error" else ""
-        job.listener(Update(tokens, end, told, error))
+        try:
+            job.listener(Update(tokens, end, told, error))
+        except RuntimeError:  # of a loop that is gone, as the real one takes it
+            job.cancelled = True
 
     def logprobs(self, token: int, ask: Ask) -> TokenLogprobs:
         """The token itself is the likeliest, those after it follow."""

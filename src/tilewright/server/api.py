@@ -12,6 +12,7 @@ from fastapi import Request
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
+from tilewright.engine.engine import Engine
 from tilewright.engine.request import Overloaded
 from tilewright.models.chat import ChatTemplate
 from tilewright.server.asks import Plan, plan_of, rough_size
@@ -19,7 +20,6 @@ from tilewright.server.errors import ApiError, invalid_body
 from tilewright.server.forms import Served
 from tilewright.server.generation import overloaded, stopping
 from tilewright.server.metrics import EngineCollector, Timings
-from tilewright.server.protocol import Engine
 from tilewright.server.schema import GenerationBody, ModelBody
 from tilewright.server.tokens import TokenTexts
 

@@ -8,10 +8,10 @@ from typing import Any
 import jinja2
 
 from tilewright.decode.sampling import Sampling
+from tilewright.engine.engine import Engine
 from tilewright.engine.request import Ask
 from tilewright.models.chat import ChatTemplate
 from tilewright.server.errors import ApiError
-from tilewright.server.protocol import Engine
 from tilewright.server.schema import ChatBody, CompletionBody, GenerationBody, Message
 from tilewright.server.tokens import Offsets
 

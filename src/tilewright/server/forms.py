@@ -8,10 +8,10 @@ from typing import Any
 
 from tilewright import __version__
 from tilewright.decode.acceptance import num_spec_tokens, speculative_decoding
+from tilewright.engine.engine import Engine
 from tilewright.engine.request import EndReason, Ticket, Token, TokenLogprobs, Update
 from tilewright.server.asks import Plan
 from tilewright.server.logprobs import chat_logprobs, completion_logprobs
-from tilewright.server.protocol import Engine
 from tilewright.server.responses import (
     AnswerMessage,
     Chat,

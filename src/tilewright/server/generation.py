@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tilewright.engine.engine import Engine
 from tilewright.engine.request import Ask, Overloaded, Stopped, Ticket, Update
 from tilewright.server.errors import ApiError
 from tilewright.server.forms import FINISHES, Form, joined, with_usage
 from tilewright.server.metrics import Timings
-from tilewright.server.protocol import Engine
 from tilewright.server.schema import StreamOptions
 
 log = logging.getLogger("tilewright.server")

@@ -5,9 +5,10 @@ it is unknown, which is an error too. Values that change nothing (`user`, `metad
 those that a route cannot do without may be null, which is as if it were not there.
 """
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, LiteralString, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
 from pydantic_core import PydanticCustomError
 
 from tilewright.decode.sampling import LEAST_TOP_P, REPETITION_PENALTIES, TEMPERATURES
@@ -28,7 +29,7 @@ LONGEST_NAME = 512
 def expect(text: str, kind: str = "expected") -> WrapValidator:
     """Says one thing of whatever is wrong with a value, where the alternatives of a union would each say their own."""
 
-    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    def check(value: Any, handler: Callable[[Any], Any]) -> Any:
         try:
             return handler(value)
         except ValidationError:
