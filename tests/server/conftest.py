@@ -48,6 +48,15 @@ def client() -> Iterator[Client]:
         fake.stop()
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[TestClient]:
+    """One application for tests that leave nothing behind in it."""
+    engine = FakeEngine(context=256)
+    engine.start()
+    yield TestClient(make_app(Api(engine, ServerOptions("demo", TEMPLATE))), raise_server_exceptions=False)
+    engine.stop()
+
+
 @dataclass(frozen=True)
 class Real:
     """A server on a port."""

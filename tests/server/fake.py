@@ -1,7 +1,7 @@
 """An engine without a model, for what a real one does seldom: being full, slow, stuck, failing.
 
-It says what it was asked: the tokens of the prompt, again and again, a fixed number of them to an update. Stop strings, ends and
-text are those of the real one (`decode/request.py`).
+It says what it was asked: the tokens of the prompt, again and again, a fixed number of them to an update. Stop strings, ends
+and text are those of the real one (`decode/request.py`).
 """
 
 import json
@@ -24,6 +24,7 @@ from tilewright.engine.request import (
     Figures,
     Listener,
     Overloaded,
+    Round,
     Stopped,
     Ticket,
     Token,
@@ -74,7 +75,7 @@ class FakeEngine(Engine):
     context: int = 2048
     ends: tuple[EndReason, int] | None = None
     ready: bool = True
-    options: EngineOptions = EngineOptions()
+    options: EngineOptions = field(default_factory=EngineOptions)
     step_age_s: float = 0.0
     lm: LanguageModel = field(default_factory=model_without_weights)
 
@@ -148,7 +149,11 @@ class FakeEngine(Engine):
             self.go.wait(10)
             time.sleep(self.pause_s)
             for job in list(self.jobs):
-                self.advance(job)
+                try:
+                    self.advance(job)
+                except Exception:  # nobody waits for ever
+                    job.listener(Update(end="error"))
+                    raise
             if not self.jobs:
                 self.work.clear()
 
@@ -172,6 +177,7 @@ class FakeEngine(Engine):
         elif ask.deadline_s is not None and time.monotonic() - ticket.times.asked > ask.deadline_s:
             end = "deadline"
         tokens: tuple[Token, ...] = ()
+        rounds_told: tuple[Round, ...] = ()
         if end is None:
             at = len(request.tokens) % len(ask.prompt)
             coming = list(islice([*ask.prompt[at:], *ask.prompt * self.per_update], self.per_update))
@@ -180,6 +186,7 @@ class FakeEngine(Engine):
                 Token(one.token, one.text, one.drafted, None if ask.logprobs is None else self.logprobs(one.token, ask))
                 for one in pieces
             )
+            rounds_told = (Round(len(tokens), 3, self.per_update - 1, "ngram, 4"),)
             self.counted.generated_tokens += len(tokens)
             reason = request.finish_reason
             assert reason != "interrupted"
@@ -192,7 +199,7 @@ class FakeEngine(Engine):
                 self.jobs.remove(job)
         error = "the engine failed" if end == "error" else ""
         try:
-            job.listener(Update(tokens, end, told, error))
+            job.listener(Update(tokens, rounds_told, end, told, error))
         except RuntimeError:  # of a loop that is gone, as the real one takes it
             job.cancelled = True
 

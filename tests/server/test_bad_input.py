@@ -60,9 +60,9 @@ def refused(client: TestClient, route: str, body: Any, status: int = 400) -> dic
         ({"frobnicate": 1}, "frobnicate", "unknown_parameter"),
     ],
 )
-def test_a_bad_field_is_named_by_both_routes(client: Client, fields: dict[str, Any], param: str, code: str):
+def test_a_bad_field_is_named_by_both_routes(shared: TestClient, fields: dict[str, Any], param: str, code: str):
     for route, needed in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": HELLO})):
-        error = refused(client(), route, needed | fields)
+        error = refused(shared, route, needed | fields)
         assert (error["param"], error["code"], error["type"]) == (param, code, "invalid_request_error")
         assert "found" in error["message"] or code in ("unsupported_parameter", "unknown_parameter")
 
@@ -86,8 +86,8 @@ def test_a_bad_field_is_named_by_both_routes(client: Client, fields: dict[str, A
         ({"prompt": [7] * 2048}, "prompt", "context_length_exceeded"),
     ],
 )
-def test_a_bad_field_of_completions_is_named(client: Client, fields: dict[str, Any], param: str, code: str):
-    error = refused(client(), "/v1/completions", {"prompt": "a"} | fields)
+def test_a_bad_field_of_completions_is_named(shared: TestClient, fields: dict[str, Any], param: str, code: str):
+    error = refused(shared, "/v1/completions", {"prompt": "a"} | fields)
     assert (error["param"], error["code"]) == (param, code)
 
 
@@ -114,8 +114,8 @@ def test_a_bad_field_of_completions_is_named(client: Client, fields: dict[str, A
         ({"max_completion_tokens": 2048}, "messages", "context_length_exceeded"),
     ],
 )
-def test_a_bad_field_of_chats_is_named(client: Client, fields: dict[str, Any], param: str, code: str):
-    error = refused(client(), "/v1/chat/completions", {"messages": HELLO} | fields)
+def test_a_bad_field_of_chats_is_named(shared: TestClient, fields: dict[str, Any], param: str, code: str):
+    error = refused(shared, "/v1/chat/completions", {"messages": HELLO} | fields)
     assert (error["param"], error["code"]) == (param, code)
 
 
@@ -146,8 +146,8 @@ def test_every_parameter_of_openais_own_client_is_known():
         b"\x00" * 100,
     ],
 )
-def test_what_is_no_body_is_a_400(client: Client, raw: bytes):
-    assert refused(client(), "/v1/completions", raw)["type"] == "invalid_request_error"
+def test_what_is_no_body_is_a_400(shared: TestClient, raw: bytes):
+    assert refused(shared, "/v1/completions", raw)["type"] == "invalid_request_error"
 
 
 def test_a_body_of_another_type_is_not_read(client: Client):
@@ -197,18 +197,6 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )
-
-
-@pytest.fixture(scope="module")
-def shared() -> Any:
-    """One application for all examples."""
-    from tilewright.server.api import Api, ServerOptions
-    from tilewright.server.app import make_app
-
-    engine = FakeEngine(context=256)
-    engine.start()
-    yield TestClient(make_app(Api(engine, ServerOptions("demo"))), raise_server_exceptions=False)
-    engine.stop()
 
 
 @given(raw=st.binary(max_size=200))

@@ -207,6 +207,16 @@ def test_usage_comes_at_the_end_or_as_it_goes(client: Client):
     assert [part["usage"]["completion_tokens"] for part in got] == [3, 6, 7, 7]
 
 
+def test_a_stream_tells_of_rounds_where_it_is_asked_to(client: Client):
+    got = chunks(client(), prompt=[5, 6, 7], max_tokens=4, stream_options={"include_rounds": True})
+    texts = [model_without_weights().tokenizer.decode([token]) for token in (5, 6, 7)]
+    drafted = [{"text": text, "drafted": n < 2} for n, text in enumerate(texts)]
+    assert [part["rounds"] for part in got] == [
+        [{"tokens": drafted, "drafted": 3, "accepted": 2, "choice": "ngram, 4"}],
+        [{"tokens": drafted[:1], "drafted": 3, "accepted": 2, "choice": "ngram, 4"}],
+    ]
+
+
 def test_tokens_with_one_text_and_tokens_that_are_no_text_are_told_apart(client: Client):
     lm = model_without_weights()
     euro = [token for token in lm.encode("€") if b"\xe2" in lm.tokenizer.id_to_token(token).encode("latin-1", "ignore")]

@@ -2,8 +2,9 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from tilewright import __version__
@@ -26,6 +27,8 @@ from tilewright.server.responses import (
     FinishReason,
     Metrics,
     PromptDetails,
+    ShownRound,
+    ShownToken,
     SpeculativeDecoding,
     Usage,
 )
@@ -50,7 +53,7 @@ def joined(updates: Sequence[Update]) -> Update:
     """All that a request was told, as one."""
     tokens = tuple(token for update in updates for token in update.tokens)
     found = next((update.prompt_logprobs for update in updates if update.prompt_logprobs is not None), None)
-    return Update(tokens, updates[-1].end, found, updates[-1].error)
+    return Update(tokens=tokens, end=updates[-1].end, prompt_logprobs=found)
 
 
 def text_of(tokens: Sequence[Token]) -> str:
@@ -210,8 +213,18 @@ class ChatForm(Form):
         return chat_logprobs(self.served.texts, [(token, one) for token, one in found if one is not None])
 
 
-def with_usage(chunk: Completion | ChatChunk, form: Form, options: StreamOptions | None) -> Completion | ChatChunk:
-    """A chunk with the usage so far, where that is wanted, or null, where it comes at the end."""
+def completed(chunk: Completion | ChatChunk, update: Update, form: Form, options: StreamOptions | None) -> bytes:
+    """A chunk with what the stream's options add to each: the usage so far, or null where it comes at the end; the rounds."""
     if options is not None and options.include_usage:
         chunk.usage = form.usage() if options.continuous_usage_stats else None
-    return chunk
+    if options is not None and options.include_rounds:
+        chunk.rounds = list(rounds_of(update))
+    return chunk.json_bytes
+
+
+def rounds_of(update: Update) -> Iterator[ShownRound]:
+    """The rounds of an update, each with its tokens."""
+    tokens = iter(update.tokens)
+    for each in update.rounds:
+        own = [ShownToken(text=token.text, drafted=token.drafted) for token in islice(tokens, each.tokens)]
+        yield ShownRound(tokens=own, drafted=each.drafted, accepted=each.accepted, choice=each.choice)

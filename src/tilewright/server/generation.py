@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from tilewright.engine.engine import Engine
 from tilewright.engine.request import Ask, Overloaded, Stopped, Ticket, Update
 from tilewright.server.errors import ApiError
-from tilewright.server.forms import FINISHES, Form, joined, with_usage
+from tilewright.server.forms import FINISHES, Form, completed, joined
 from tilewright.server.metrics import Timings
 from tilewright.server.schema import StreamOptions
 
@@ -120,7 +120,7 @@ async def events(running: Running, form: Form, options: StreamOptions | None) ->
         async for index, update in running.updates():
             chunk = form.chunk(index, update)
             if chunk is not None:
-                yield event(with_usage(chunk, form, options).json_bytes)
+                yield event(completed(chunk, update, form, options))
         if options is not None and options.include_usage:
             yield event(form.last_chunk().json_bytes)
     except ApiError as error:

@@ -49,6 +49,20 @@ class Metrics(Answer):
     speculative_decoding: SpeculativeDecoding | None
 
 
+class ShownToken(Answer):
+    text: str
+    drafted: bool
+
+
+class ShownRound(Answer):
+    """A round of a choice: its tokens, how many drafts it ran and how many of them the target agreed with, and what it did."""
+
+    tokens: list[ShownToken]
+    drafted: int
+    accepted: int
+    choice: str
+
+
 class Root(Answer):
     """What bodies and chunks begin with."""
 
@@ -81,6 +95,7 @@ class Completion(Root):
     choices: list[CompletionChoice]
     usage: Usage | None = None
     metrics: Metrics | None = None
+    rounds: list[ShownRound] | None = None
 
 
 class TopLogprob(Answer):
@@ -143,6 +158,7 @@ class ChatChunk(Root):
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
     metrics: Metrics | None = None
+    rounds: list[ShownRound] | None = None
 
 
 class Model(Answer):

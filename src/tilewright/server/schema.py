@@ -81,9 +81,12 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
+    """`include_rounds` is this server's own: each chunk tells which of its tokens were drafted, round by round."""
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
+    include_rounds: bool | None = None
 
 
 class ModelBody(Body):
