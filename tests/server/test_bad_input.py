@@ -33,6 +33,7 @@ def refused(client: TestClient, route: str, body: Any, status: int = 400) -> dic
     [
         ({"max_tokens": 0}, "max_tokens", "invalid_value"),
         ({"max_tokens": "5"}, "max_tokens", "invalid_type"),
+        ({"max_tokens": 5.5}, "max_tokens", "invalid_type"),
         ({"max_tokens": 10**30}, "max_tokens", "invalid_value"),
         ({"max_tokens": True}, "max_tokens", "invalid_type"),
         ({"temperature": -1}, "temperature", "invalid_value"),
@@ -117,6 +118,11 @@ def test_a_bad_field_of_completions_is_named(shared: TestClient, fields: dict[st
 def test_a_bad_field_of_chats_is_named(shared: TestClient, fields: dict[str, Any], param: str, code: str):
     error = refused(shared, "/v1/chat/completions", {"messages": HELLO} | fields)
     assert (error["param"], error["code"]) == (param, code)
+
+
+def test_a_whole_number_may_be_written_as_a_fraction(shared: TestClient):
+    answer = shared.post("/v1/completions", json={"prompt": [5.0, 6], "max_tokens": 3.0})
+    assert answer.json()["usage"]["completion_tokens"] == 3
 
 
 def test_every_parameter_of_openais_own_client_is_known():

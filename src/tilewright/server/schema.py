@@ -8,11 +8,11 @@ those that a route cannot do without may be null, which is as if it were not the
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, LiteralString, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator
 from pydantic_core import PydanticCustomError
 
 from tilewright.decode.sampling import LEAST_TOP_P, REPETITION_PENALTIES, TEMPERATURES
-from tilewright.engine.request import MOST_LOGPROBS
+from tilewright.decode.scores import MOST_ALTERNATIVES
 
 MOST_CHOICES = 16
 """The most that `n` may be."""
@@ -47,9 +47,23 @@ NothingAsked = Annotated[
 """The same, where clients also send it empty."""
 Ignored = Annotated[str, Field(max_length=LONGEST_NAME)] | None
 
+
+def whole(value: Any) -> Any:
+    """JSON knows one kind of number: 16.0 is 16."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+WHOLE = BeforeValidator(whole)
+
+OnlyZero = Annotated[
+    Annotated[int, Field(ge=0, le=0), WHOLE] | None, expect("is not offered by this server; it may be 0", "not_offered")
+]
+OnlyFalse = Annotated[Literal[False] | None, expect("is not offered by this server; it may be false", "not_offered")]
+OnlyTrue = Annotated[Literal[True] | None, expect("is not offered by this server; it may be true", "not_offered")]
+
 TOKEN_ID = "TokenId"
 """The title of token ids in the schema, whose bound depends on the model."""
-TokenId = Annotated[int, Field(ge=0, lt=2**31, title=TOKEN_ID)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31, title=TOKEN_ID), WHOLE]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Text = Annotated[str, Field(min_length=1)]
 Prompt = Annotated[
@@ -70,8 +84,8 @@ Temperature = Annotated[
     expect(f"expected 0, or a number from {TEMPERATURES[0]:g} to {TEMPERATURES[1]:g}"),
 ]
 Penalty = Annotated[float, Field(ge=-2, le=2)] | None
-Length = Annotated[int, Field(ge=1, lt=2**31)] | None
-Seed = Annotated[int, Field(ge=0, lt=2**32)] | None
+Length = Annotated[int, Field(ge=1, lt=2**31), WHOLE] | None
+Seed = Annotated[int, Field(ge=0, lt=2**32), WHOLE] | None
 
 
 class Body(BaseModel):
@@ -99,12 +113,12 @@ class GenerationBody(ModelBody):
     max_tokens: Length = None
     temperature: Temperature = None
     top_p: Annotated[float, Field(ge=LEAST_TOP_P, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31), WHOLE] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])] | None = None
     presence_penalty: Penalty = None
     frequency_penalty: Penalty = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES), WHOLE] | None = None
     seed: Seed = None
     stop: Stop = None
     ignore_eos: bool | None = None
@@ -113,28 +127,20 @@ class GenerationBody(ModelBody):
 
     user: Ignored = None
     metadata: Annotated[dict[str, Any], Field(max_length=16)] | None = None
-    store: Annotated[Literal[False] | None, expect("is not offered by this server; it may be false", "not_offered")] = None
+    store: OnlyFalse = None
     service_tier: Annotated[
         Literal["auto", "default"] | None, expect("is not offered by this server but as auto or default", "not_offered")
     ] = None
 
     logit_bias: NothingAsked = None
     # What vLLM's servers take besides.
-    min_tokens: Annotated[
-        Annotated[int, Field(ge=0, le=0)] | None, expect("is not offered by this server; it may be 0", "not_offered")
-    ] = None
+    min_tokens: OnlyZero = None
     stop_token_ids: NothingAsked = None
     bad_words: NothingAsked = None
     allowed_token_ids: NotOffered = None
-    include_stop_str_in_output: Annotated[
-        Literal[False] | None, expect("is not offered by this server; it may be false", "not_offered")
-    ] = None
-    skip_special_tokens: Annotated[
-        Literal[True] | None, expect("is not offered by this server; it may be true", "not_offered")
-    ] = None
-    use_beam_search: Annotated[
-        Literal[False] | None, expect("is not offered by this server; it may be false", "not_offered")
-    ] = None
+    include_stop_str_in_output: OnlyFalse = None
+    skip_special_tokens: OnlyTrue = None
+    use_beam_search: OnlyFalse = None
     prompt_logprobs: NotOffered = None
     truncate_prompt_tokens: NotOffered = None
     guided_json: NotOffered = None
@@ -144,9 +150,7 @@ class GenerationBody(ModelBody):
     structured_outputs: NotOffered = None
     logits_processors: NotOffered = None
     cache_salt: NotOffered = None
-    priority: Annotated[
-        Annotated[int, Field(ge=0, le=0)] | None, expect("is not offered by this server; it may be 0", "not_offered")
-    ] = None
+    priority: OnlyZero = None
 
 
 class TextFormat(Body):
@@ -160,9 +164,9 @@ class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
     prompt: Prompt
-    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES), WHOLE] | None = None
     echo: bool | None = None
-    best_of: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MOST_CHOICES), WHOLE] | None = None
     suffix: NotOffered = None
     prompt_embeds: NotOffered = None
     response_format: ResponseFormat = None
@@ -210,7 +214,7 @@ class ChatBody(GenerationBody):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: Length = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES), WHOLE] | None = None
     response_format: ResponseFormat = None
     chat_template_kwargs: TemplateValues | None = None
 
@@ -236,13 +240,9 @@ class ChatBody(GenerationBody):
     verbosity: NotOffered = None
     web_search_options: NotOffered = None
     # What vLLM's servers take besides.
-    echo: Annotated[Literal[False] | None, expect("is not offered by this server; it may be false", "not_offered")] = None
-    add_generation_prompt: Annotated[
-        Literal[True] | None, expect("is not offered by this server; it may be true", "not_offered")
-    ] = None
-    continue_final_message: Annotated[
-        Literal[False] | None, expect("is not offered by this server; it may be false", "not_offered")
-    ] = None
+    echo: OnlyFalse = None
+    add_generation_prompt: OnlyTrue = None
+    continue_final_message: OnlyFalse = None
     chat_template: NotOffered = None
     documents: NotOffered = None
     reasoning: NotOffered = None
