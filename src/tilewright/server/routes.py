@@ -33,7 +33,8 @@ from tilewright.server.schema import ChatBody, CompletionBody, DetokenizeBody, G
 READING = (400, 404, 408, 413, 415)
 """What can be wrong with a body."""
 GENERATING = (*READING, 500, 503, 504)
-EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
+EVENTS = {"text/event-stream": {"schema": {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}}}
+"""A stream: each event's data is a chunk, as JSON; the last one's is [DONE]."""
 
 
 def answer(body: Answer) -> Response:
