@@ -22,7 +22,7 @@ SPECULATIVE_FIELDS = ("method", "model", "num_speculative_tokens")
 METHODS = ("dflash", "eagle3", NGRAM)
 
 SEVERAL = Parameter(consume_multiple=True, negative=())
-DEMO_TEMPLATE = "{% for message in messages %}{{ message.content }}{% if not loop.last %}\n{% endif %}{% endfor %}"
+DEMO_TEMPLATE = "{% for message in messages %}{{ message.content }}{{ '' if loop.last else '\n' }}{% endfor %}"
 """The demo continues Python code and knows no roles: it is given what was said, line after line."""
 
 

@@ -1,8 +1,10 @@
 """A server from its beginning to its end: listening while the engine warms up, serving, and stopping when told to."""
 
 import asyncio
+import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,12 +32,15 @@ def listen(host: str, port: int) -> socket.socket:
     """A socket that listens; port 0 takes any that is free.
 
     Raises:
+        ValueError: there is no such port.
         OSError: it is taken, or not this machine's.
     """
+    if not 0 <= port < 2**16:
+        raise ValueError(f"expected a port from 0 to 65535, found {port}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise OSError(f"cannot listen at {host} port {port}: {error}") from error
 
 
@@ -72,13 +77,18 @@ class Server:
         asyncio.run(self.serve(listening))
         if self.failure:
             raise self.failure[0]
+        if self.warming.is_alive():
+            # Nothing interrupts a compiler, and an interpreter that ends would wait for all that are queued.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
 
     async def serve(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self.told_to_stop)
-        # A daemon, for nothing can interrupt a compiler: an ending process does not wait for it.
-        threading.Thread(target=self.warm, args=(loop,), name="warming", daemon=True).start()
+        self.warming = threading.Thread(target=self.warm, args=(loop,), name="warming", daemon=True)
+        self.warming.start()
         await self.http.serve([listening])
 
     def warm(self, loop: asyncio.AbstractEventLoop) -> None:
