@@ -101,6 +101,7 @@ def test_speculative_decoding_means_what_vllm_means():
         "mean_acceptance_length": pytest.approx(1.2325581395348837),
         "draft_acceptance_rate": pytest.approx(0.07751937984496124),
         "acceptance_histogram": [39, 1, 0, 3],
+        "acceptance_histogram_by_draft_length": {"3": [39, 1, 0, 3]},
         "num_spec_steps": 43,
         "num_accepted_draft_tokens": 10,
         "num_draft_tokens": 129,
@@ -113,6 +114,7 @@ def test_rounds_that_propose_nothing_are_steps_and_no_speculation():
     figures = speculative_decoding(responses, 3)
     assert figures is not None
     assert figures["acceptance_histogram"] == [1, 0, 1, 0]
+    assert figures["acceptance_histogram_by_draft_length"] == {"2": [1, 0, 0], "3": [0, 0, 1, 0]}
     assert (figures["num_spec_steps"], figures["num_draft_tokens"], figures["mean_acceptance_length"]) == (2, 5, 2)
     assert tokens_per_round(responses) == 6 / 4
     nothing = speculative_decoding([result(1, 1, drafts=0)], 3)

@@ -9,13 +9,9 @@ from tilewright.bench.chosen import chosen_figures
 from tilewright.bench.figures import BASELINE, Row, Run, benchmark_row
 from tilewright.compiled.machine import chip_name
 from tilewright.compiled.timing import REPETITIONS, alternate
+from tilewright.decode.acceptance import num_spec_tokens
 from tilewright.decode.language_model import Generation, LanguageModel
 from tilewright.decode.sampling import Sampling
-
-
-def num_spec_tokens(lm: LanguageModel) -> int:
-    """The most drafts in a round; 0 without a drafter."""
-    return 0 if lm.drafter is None else lm.drafter.block_size - 1
 
 
 def decode_in_turns(

@@ -3,12 +3,12 @@
 import csv
 import io
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tilewright.compiled.timing import quotients, spread
+from tilewright.decode.acceptance import drafting_rounds, speculative_decoding
 from tilewright.decode.request import Result, distinct_ngram_ratio
 
 BASELINE = "none"
@@ -61,34 +61,6 @@ def over_responses(accepted: Iterable[Sequence[int]]) -> float | None:
     """The mean over responses that have a round of the mean acceptance length of each."""
     each = (mean(n + 1 for n in rounds) for rounds in accepted)
     return mean(value for value in each if value is not None)
-
-
-def speculative_decoding(responses: Sequence[Result], num_spec_tokens: int) -> Row | None:
-    """The object that vLLM calls `metrics.speculative_decoding`, over all rounds that drafted; None where nothing drafts.
-
-    Source: vLLM, `docs/features/speculative_decoding/acceptance_metrics.md`. There too, drafts count as accepted before an end
-    cuts the round, and rounds that propose nothing do not count. With no round at all its acceptance length is 1, its rate 0.
-    """
-    if num_spec_tokens == 0:
-        return None
-    steps = drafting_rounds(responses)
-    accepted, drafted = sum(a for _, a in steps), sum(d for d, _ in steps)
-    counts = Counter(a for _, a in steps)
-    return {
-        "mean_acceptance_length": 1 + accepted / len(steps) if steps else 1.0,
-        "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
-        "acceptance_histogram": [counts[n] for n in range(num_spec_tokens + 1)],
-        "num_spec_steps": len(steps),
-        "num_accepted_draft_tokens": accepted,
-        "num_draft_tokens": drafted,
-        "num_spec_tokens": num_spec_tokens,
-    }
-
-
-def drafting_rounds(responses: Sequence[Result]) -> list[tuple[int, int]]:
-    """(drafted, accepted) of all rounds that proposed anything."""
-    rounds = ((drafted, accepted) for r in responses for drafted, accepted in zip(r.drafted, r.accepted, strict=True))
-    return [(drafted, accepted) for drafted, accepted in rounds if drafted > 0]
 
 
 def acceptance_by_position(responses: Sequence[Result], num_spec_tokens: int) -> list[Row]:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from tilewright.bench.chosen import chosen_figures
-from tilewright.bench.compare import compare, environment, num_spec_tokens
+from tilewright.bench.compare import compare, environment
 from tilewright.bench.datasets import prompt as prompt_text
 from tilewright.bench.figures import generation_figures
 from tilewright.bench.speculative import encoded
@@ -25,6 +25,7 @@ from tilewright.cli.common import (
 )
 from tilewright.compiled.figures import print_table
 from tilewright.compiled.ledger import Ledger
+from tilewright.decode.acceptance import num_spec_tokens
 from tilewright.decode.language_model import LanguageModel
 from tilewright.decode.request import Generation
 from tilewright.decode.sampling import Sampling

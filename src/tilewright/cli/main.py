@@ -20,6 +20,7 @@ app = App(
     version_format="plaintext",
 )
 app.command("tilewright.cli.generate:generate", name="generate", help="Generates text and shows which tokens were drafted.")
+app.command("tilewright.cli.serve:serve", name="serve", help="Serves a model over HTTP, for any OpenAI client.")
 app.command("tilewright.cli.train:app", name="train", help="Training.")
 app.command(bench)
 app.command("tilewright.cli.shapes:app", name="shapes", help="The shapes that serving declares.")
@@ -28,6 +29,12 @@ app.command(
     name="doctor",
     help="Shows what runs here and why, and what is missing for the rest. Exit status 1 if nothing can be generated.",
 )
+
+SERVING = ("serving", "serve")
+EXTRAS = {
+    "optax": ("training", "train"), "fastapi": SERVING, "uvicorn": SERVING, "prometheus_client": SERVING, "pydantic": SERVING,
+}  # fmt: skip
+"""What is missing without an extra, by the module that it brings."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -39,9 +46,12 @@ def main(arguments: list[str] | None = None) -> None:
         app(arguments, exit_on_error=False, print_error=False, error_console=errors)
     except ImportError as error:
         missing = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error
-        if getattr(missing, "name", None) != "optax":
+        needs = EXTRAS.get(getattr(missing, "name", None) or "")
+        if needs is None:
             raise
-        errors.print("tilewright: training needs the train extra: pip install 'tilewright[train]'", style="red", markup=False)
+        what, extra = needs
+        said = f"tilewright: {what} needs the {extra} extra: pip install 'tilewright[{extra}]'"
+        errors.print(said, style="red", markup=False)
         sys.exit(2)
     except (ValueError, OSError, CycloptsError) as error:
         message = " ".join(str(error).split())

@@ -56,11 +56,20 @@ class ChatTemplate:
             source = default_template(config.get("chat_template"), where)
         if source is None:
             return None
+        return ChatTemplate.compiled(source, where, special_tokens(config))
+
+    @staticmethod
+    def compiled(source: str, where: str, special_tokens: Mapping[str, str] | None = None) -> "ChatTemplate":
+        """A template from its source.
+
+        Raises:
+            ValueError: it does not compile.
+        """
         try:
             template = environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"{where}: the chat template does not compile: line {error.lineno}: {error.message}") from error
-        return ChatTemplate(template, special_tokens(config), where)
+        return ChatTemplate(template, special_tokens or {}, where)
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, enable_thinking: bool = False

@@ -1,0 +1,1 @@
+"""HTTP: the engine behind the routes that OpenAI's clients call."""

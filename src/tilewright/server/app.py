@@ -1,0 +1,65 @@
+"""The application: routes, the form of errors, and what surrounds them."""
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from tilewright import __version__
+from tilewright.server.api import Api
+from tilewright.server.errors import ApiError
+from tilewright.server.generation import Disconnected
+from tilewright.server.middleware import Keys, RequestIds, internal_error
+from tilewright.server.openapi import describe
+from tilewright.server.routes import generation_routes, state_routes, token_routes
+
+CLIENT_GONE = 499
+"""The status that nobody reads: the client has gone."""
+
+
+def make_app(api: Api) -> ASGIApp:
+    """All routes, behind keys if there are any; the outermost layer gives every request its id."""
+    # The pages that FastAPI offers for its description load scripts from elsewhere.
+    routes = FastAPI(
+        title="Tilewright", version=__version__, description="An OpenAI-compatible server.", docs_url=None, redoc_url=None,
+        redirect_slashes=False,
+    )  # fmt: skip
+    for group in (generation_routes, token_routes, state_routes):
+        routes.include_router(group(api))
+    routes.add_exception_handler(ApiError, api_error)
+    routes.add_exception_handler(HTTPException, http_error)
+    routes.add_exception_handler(Disconnected, nobody)
+    routes.add_exception_handler(ClientDisconnect, nobody)
+    routes.add_exception_handler(Exception, failure)
+    routes.openapi = describe(routes, api.options.name, api.engine.lm.target.vocab_size)
+    app: ASGIApp = routes
+    if api.options.api_keys:
+        app = Keys(app, api.options.api_keys)
+    if api.options.origins:
+        allowed = ("authorization", "content-type")
+        app = CORSMiddleware(app, api.options.origins, ("GET", "POST"), allowed, expose_headers=("x-request-id",))
+    return RequestIds(app)
+
+
+async def api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def http_error(request: Request, error: Exception) -> Response:
+    """No such route, or no such method there."""
+    assert isinstance(error, HTTPException)
+    said = {404: f"there is no {request.scope['path'][:100]}", 405: f"{request.method[:20]} is not a method of this route"}
+    message = said.get(error.status_code, str(error.detail))
+    return ApiError(error.status_code, message, None, None, error.headers).response()
+
+
+async def failure(request: Request, error: Exception) -> Response:
+    """The exception itself goes on to the outermost layer, which logs it."""
+    return internal_error().response()
+
+
+async def nobody(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_GONE)

@@ -1,0 +1,180 @@
+"""Running a body's requests in the engine, and answering: whole, or as server-sent events."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tilewright.engine.engine import Engine
+from tilewright.engine.request import Ask, Overloaded, Stopped, Ticket, Update
+from tilewright.server.errors import ApiError
+from tilewright.server.forms import FINISHES, Form, completed, joined
+from tilewright.server.metrics import Timings
+from tilewright.server.schema import StreamOptions
+
+log = logging.getLogger("tilewright.server")
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Disconnected(Exception):
+    """The client has gone."""
+
+
+def overloaded(error: Overloaded) -> ApiError:
+    retry = {"retry-after": str(max(1, round(error.retry_after_s)))}
+    return ApiError(503, "the server has more requests than it can queue; try again later", "server_overloaded", None, retry)
+
+
+def stopping() -> ApiError:
+    return ApiError(503, "the server is stopping", "server_stopping", None, {"retry-after": "5"})
+
+
+def ended_badly(update: Update) -> ApiError:
+    """What a client is told of a request that did not come to its end."""
+    if update.end == "deadline":
+        # Clients of OpenAI's would ask again, and take as long.
+        no_retry = {"x-should-retry": "false"}
+        return ApiError(504, "the request took longer than this server allows", "deadline_exceeded", None, no_retry)
+    if update.end == "cancelled":
+        return stopping()
+    return ApiError(500, update.error or "the engine failed on this request", "engine_error")
+
+
+class Running:
+    """Requests in the engine that belong to one body: submitted together, listened to together, cancelled together."""
+
+    def __init__(self, engine: Engine, asks: Sequence[Ask], timings: Timings):
+        """Submits them.
+
+        Raises:
+            ApiError: the engine takes one of them not; then it keeps none.
+        """
+        self.engine, self.timings = engine, timings
+        self.loop, self.told = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Update]]()
+        self.tickets: list[Ticket] = []
+        self.ended: set[int] = set()
+        try:
+            for index, ask in enumerate(asks):
+                self.tickets.append(engine.submit(ask, partial(self.tell, index)))
+        except (ValueError, Overloaded, Stopped) as error:
+            self.cancel()
+            if isinstance(error, ValueError):
+                raise ApiError(400, str(error), "invalid_value") from error
+            raise (overloaded(error) if isinstance(error, Overloaded) else stopping()) from error
+
+    def tell(self, index: int, update: Update) -> None:
+        """Called on the engine's thread."""
+        self.loop.call_soon_threadsafe(self.told.put_nowait, (index, update))
+
+    def cancel(self) -> None:
+        """Gives up those that have not ended."""
+        for index, ticket in enumerate(self.tickets):
+            if index not in self.ended:
+                self.engine.cancel(ticket)
+
+    async def updates(self) -> AsyncIterator[tuple[int, Update]]:
+        """Each update with the number of its request, until all have ended.
+
+        Raises:
+            ApiError: one ended without an answer.
+        """
+        arrived: dict[int, float] = {}
+        while len(self.ended) < len(self.tickets):
+            index, update = await self.told.get()
+            if update.tokens:
+                now = time.monotonic()
+                if index in arrived:
+                    self.timings.gap(now - arrived[index])
+                arrived[index] = now
+            if update.end is not None:
+                self.ended.add(index)
+                self.timings.end(self.tickets[index].times)
+            if update.end is not None and update.end not in FINISHES:
+                raise ended_badly(update)
+            yield index, update
+
+
+async def collected(running: Running, form: Form) -> Response:
+    """The answer as a whole."""
+    told: list[list[Update]] = [[] for _ in running.tickets]
+    async for index, update in running.updates():
+        told[index].append(update)
+    return Response(form.whole([joined(updates) for updates in told]).json_bytes, media_type="application/json")
+
+
+def event(body: bytes) -> bytes:
+    return b"data: " + body + b"\n\n"
+
+
+async def events(running: Running, form: Form, options: StreamOptions | None) -> AsyncIterator[bytes]:
+    """The answer as events. An error after the first of them is an event too."""
+    try:
+        async for index, update in running.updates():
+            chunk = form.chunk(index, update)
+            if chunk is not None:
+                yield event(completed(chunk, update, form, options))
+        if options is not None and options.include_usage:
+            yield event(form.last_chunk().json_bytes)
+    except ApiError as error:
+        yield event(error.body.model_dump_json().encode())
+    except Exception:  # the status is out; the client gets a fixed message in the stream
+        log.exception("request %s failed", form.request_id)
+        yield event(ApiError(500, "the server failed on this request", "internal_error").body.model_dump_json().encode())
+    yield DONE
+
+
+class EventStream(Response):
+    """Server-sent events, which end when the client goes."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, source: AsyncIterator[bytes], running: Running):
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self.source, self.running = source, running
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_gone(receive, self.sent(send))
+        except Disconnected:
+            log.debug("a client has gone")
+        finally:
+            self.running.cancel()
+
+    async def sent(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for body in self.source:
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def gone(receive: Receive) -> None:
+    """Returns when the client has gone. The body has been read before."""
+    while (await receive())["type"] != "http.disconnect":
+        continue
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` gives, which is cancelled when the client goes.
+
+    Raises:
+        Disconnected: the client has gone.
+    """
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise Disconnected
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)

@@ -1,0 +1,65 @@
+"""The OpenAPI description: bodies as `schema.py` declares them, narrowed to the model that is served."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from tilewright.server.errors import ErrorBody
+from tilewright.server.schema import TOKEN_ID, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+
+BODIES: tuple[type[BaseModel], ...] = (ChatBody, CompletionBody, DetokenizeBody, TokenizeBody)
+REFERENCE = "#/components/schemas/{model}"
+
+Json = dict[str, Any]
+
+
+def takes(body: type[BaseModel]) -> Json:
+    """The part of a route's description that says what it takes; the route reads the body by itself."""
+    content = {"application/json": {"schema": {"$ref": REFERENCE.format(model=body.__name__)}}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def errors(*statuses: int) -> dict[int | str, Json]:
+    """The part that says which statuses a route may answer with besides 200."""
+    return {status: {"model": ErrorBody} for status in statuses}
+
+
+def describe(app: FastAPI, model: str, vocab: int) -> Callable[[], Json]:
+    """What the app gives as its description.
+
+    Args:
+        model: the one name that bodies may have as theirs.
+        vocab: token ids are below it.
+    """
+
+    def described() -> Json:
+        if app.openapi_schema is None:
+            made = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+            _, bodies = models_json_schema([(body, "validation") for body in BODIES], ref_template=REFERENCE)
+            for schema in bodies["$defs"].values():
+                narrow(schema, model, vocab)
+            made["components"]["schemas"] |= bodies["$defs"]
+            app.openapi_schema = made
+        return app.openapi_schema
+
+    return described
+
+
+def narrow(schema: Any, model: str, vocab: int) -> None:
+    """Says of the model's name and of token ids what holds here."""
+    if isinstance(schema, list):
+        for each in schema:
+            narrow(each, model, vocab)
+    elif isinstance(schema, Mapping):
+        properties = schema.get("properties", {})
+        if isinstance(properties.get("model"), dict):
+            properties["model"] = {"anyOf": [{"type": "string", "enum": [model]}, {"type": "null"}]}
+        if schema.get("title") == TOKEN_ID:
+            del schema["exclusiveMaximum"]  # type: ignore[attr-defined]
+            schema["maximum"] = vocab - 1  # type: ignore[index]
+        for each in schema.values():
+            narrow(each, model, vocab)

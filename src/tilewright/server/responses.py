@@ -1,0 +1,208 @@
+"""What clients get, field by field; the errors are in `errors.py`."""
+
+from typing import Literal
+
+from pydantic import BaseModel
+
+FinishReason = Literal["stop", "length"]
+
+
+class Answer(BaseModel):
+    """Any answer; a stream leaves out fields that nobody set."""
+
+    @property
+    def json_bytes(self) -> bytes:
+        return self.model_dump_json(exclude_unset=True).encode()
+
+
+class PromptDetails(Answer):
+    """How many of the prompt's tokens were found in the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(Answer):
+    """Tokens; a prompt counts once, however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class SpeculativeDecoding(Answer):
+    """What became of drafts, by vLLM's definitions; see docs/metrics.md."""
+
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]
+    acceptance_histogram_by_draft_length: dict[str, list[int]]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int
+
+
+class Metrics(Answer):
+    """Null where nothing drafts, and where there are several choices."""
+
+    speculative_decoding: SpeculativeDecoding | None
+
+
+class ShownToken(Answer):
+    text: str
+    drafted: bool
+
+
+class ShownRound(Answer):
+    """A round of a choice: its tokens, how many drafts it ran and how many of them the target agreed with, and what it did."""
+
+    tokens: list[ShownToken]
+    drafted: int
+    accepted: int
+    choice: str
+
+
+class Root(Answer):
+    """What bodies and chunks begin with."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
+class CompletionLogprobs(Answer):
+    """An entry for each token; those of an echoed prompt come first, and its first token has null for both figures."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Answer):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class Completion(Root):
+    """Of `/v1/completions`: the whole, or a chunk of a stream."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    metrics: Metrics | None = None
+    rounds: list[ShownRound] | None = None
+
+
+class TopLogprob(Answer):
+    """`bytes` are those of the token, which need not be whole characters."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Answer):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class AnswerMessage(Answer):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(Answer):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+
+
+class Chat(Root):
+    """Of `/v1/chat/completions`, as a whole."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+    metrics: Metrics
+
+
+class Delta(Answer):
+    """What a chunk adds; `role` is there once, with the first token."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(Answer):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatChunk(Root):
+    """Of `/v1/chat/completions`, a chunk of a stream."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    metrics: Metrics | None = None
+    rounds: list[ShownRound] | None = None
+
+
+class Model(Answer):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(Answer):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Tokenized(Answer):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(Answer):
+    prompt: str
+
+
+class TokenizerInfo(Answer):
+    """Texts of the special tokens; null for those that the model lacks."""
+
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+
+
+class Health(Answer):
+    """Whether the engine steps; `step_age_s` is null before it is warm."""
+
+    status: Literal["ok", "warming", "stuck"]
+    step_age_s: float | None
+
+
+class Ready(Answer):
+    status: Literal["ready", "warming", "stopping"]
+
+
+class Version(Answer):
+    version: str

@@ -1,0 +1,264 @@
+"""What clients may send: the bodies of all routes, with a range for every number.
+
+A field is offered, or it is known and refused by name (`NotOffered`: it would change the output and cannot be given here), or
+it is unknown, which is an error too. Values that change nothing (`user`, `metadata`) are taken and not read. Every field but
+those that a route cannot do without may be null, which is as if it were not there.
+"""
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, LiteralString, cast
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic_core import PydanticCustomError
+
+from tilewright.decode.sampling import LEAST_TOP_P, REPETITION_PENALTIES, TEMPERATURES
+from tilewright.decode.scores import MOST_ALTERNATIVES
+
+MOST_CHOICES = 16
+"""The most that `n` may be."""
+MOST_PROMPTS = 128
+"""The most prompts in one request."""
+MOST_MESSAGES = 4096
+MOST_STOPS = 16
+LONGEST_STOP = 128
+"""In characters. The engine looks for stop strings in its own thread, after each token."""
+LONGEST_NAME = 512
+"""Of a model, a user, a key: texts that are compared or not read at all."""
+
+
+def expect(text: str, kind: str = "expected") -> WrapValidator:
+    """Says one thing of whatever is wrong with a value, where the alternatives of a union would each say their own."""
+
+    def check(value: Any, handler: Callable[[Any], Any]) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise PydanticCustomError(cast(LiteralString, kind), cast(LiteralString, text)) from None
+
+    return WrapValidator(check)
+
+
+NotOffered = Annotated[None, expect("is not offered by this server", "not_offered")]
+"""A field that others offer. It may be there as null, as some clients send it."""
+NothingAsked = Annotated[
+    Annotated[list[Any], Field(max_length=0)] | Annotated[dict[str, Any], Field(max_length=0)] | None,
+    expect("is not offered by this server; it may be null or empty", "not_offered"),
+]
+"""The same, where clients also send it empty."""
+Ignored = Annotated[str, Field(max_length=LONGEST_NAME)] | None
+
+
+def whole(value: Any) -> Any:
+    """JSON knows one kind of number: 16.0 is 16."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+WHOLE = BeforeValidator(whole)
+
+OnlyZero = Annotated[
+    Annotated[int, Field(ge=0, le=0), WHOLE] | None, expect("is not offered by this server; it may be 0", "not_offered")
+]
+OnlyFalse = Annotated[Literal[False] | None, expect("is not offered by this server; it may be false", "not_offered")]
+OnlyTrue = Annotated[Literal[True] | None, expect("is not offered by this server; it may be true", "not_offered")]
+
+TOKEN_ID = "TokenId"
+"""The title of token ids in the schema, whose bound depends on the model."""
+TokenId = Annotated[int, Field(ge=0, lt=2**31, title=TOKEN_ID), WHOLE]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Text = Annotated[str, Field(min_length=1)]
+Prompt = Annotated[
+    Text
+    | TokenIds
+    | Annotated[list[Text], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
+    | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)],
+    Field(union_mode="left_to_right"),
+    expect(f"expected a text, a list of token ids, or a list of at most {MOST_PROMPTS} of either, none of them empty"),
+]
+StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+Stop = Annotated[
+    StopText | Annotated[list[StopText], Field(max_length=MOST_STOPS)] | None,
+    expect(f"expected a text of 1 to {LONGEST_STOP} characters, or a list of at most {MOST_STOPS}"),
+]
+Temperature = Annotated[
+    Annotated[float, Field(ge=0, le=0)] | Annotated[float, Field(ge=TEMPERATURES[0], le=TEMPERATURES[1])] | None,
+    expect(f"expected 0, or a number from {TEMPERATURES[0]:g} to {TEMPERATURES[1]:g}"),
+]
+Penalty = Annotated[float, Field(ge=-2, le=2)] | None
+Length = Annotated[int, Field(ge=1, lt=2**31), WHOLE] | None
+Seed = Annotated[int, Field(ge=0, lt=2**32), WHOLE] | None
+
+
+class Body(BaseModel):
+    """JSON as it is: no text for a number, no field beyond those declared."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class StreamOptions(Body):
+    """`include_rounds` is this server's own: each chunk tells which of its tokens were drafted, round by round."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+    include_rounds: bool | None = None
+
+
+class ModelBody(Body):
+    model: Annotated[str, Field(max_length=LONGEST_NAME)] | None = None
+
+
+class GenerationBody(ModelBody):
+    """What both ways of generating take."""
+
+    max_tokens: Length = None
+    temperature: Temperature = None
+    top_p: Annotated[float, Field(ge=LEAST_TOP_P, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31), WHOLE] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])] | None = None
+    presence_penalty: Penalty = None
+    frequency_penalty: Penalty = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES), WHOLE] | None = None
+    seed: Seed = None
+    stop: Stop = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    user: Ignored = None
+    metadata: Annotated[dict[str, Any], Field(max_length=16)] | None = None
+    store: OnlyFalse = None
+    service_tier: Annotated[
+        Literal["auto", "default"] | None, expect("is not offered by this server but as auto or default", "not_offered")
+    ] = None
+
+    logit_bias: NothingAsked = None
+    # What vLLM's servers take besides.
+    min_tokens: OnlyZero = None
+    stop_token_ids: NothingAsked = None
+    bad_words: NothingAsked = None
+    allowed_token_ids: NotOffered = None
+    include_stop_str_in_output: OnlyFalse = None
+    skip_special_tokens: OnlyTrue = None
+    use_beam_search: OnlyFalse = None
+    prompt_logprobs: NotOffered = None
+    truncate_prompt_tokens: NotOffered = None
+    guided_json: NotOffered = None
+    guided_regex: NotOffered = None
+    guided_choice: NotOffered = None
+    guided_grammar: NotOffered = None
+    structured_outputs: NotOffered = None
+    logits_processors: NotOffered = None
+    cache_salt: NotOffered = None
+    priority: OnlyZero = None
+
+
+class TextFormat(Body):
+    type: Literal["text"]
+
+
+ResponseFormat = Annotated[TextFormat | None, expect('is not offered by this server but as {"type": "text"}', "not_offered")]
+
+
+class CompletionBody(GenerationBody):
+    """`POST /v1/completions`."""
+
+    prompt: Prompt
+    logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES), WHOLE] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1, le=MOST_CHOICES), WHOLE] | None = None
+    suffix: NotOffered = None
+    prompt_embeds: NotOffered = None
+    response_format: ResponseFormat = None
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """One message of a conversation. What assistants' messages have in answers may be sent back with them, if it is empty."""
+
+    role: Annotated[
+        Literal["system", "developer", "user", "assistant"],
+        expect("expected system, developer, user or assistant; tools and functions are not offered by this server"),
+    ]
+    content: Annotated[
+        str | Annotated[list[TextPart], Field(min_length=1, max_length=MOST_MESSAGES)],
+        expect("expected a text, or a list of parts of type text; images, audio and files are not offered by this server"),
+    ]
+    name: Ignored = None
+    refusal: NotOffered = None
+    annotations: NothingAsked = None
+    audio: NotOffered = None
+    function_call: NotOffered = None
+    tool_calls: NothingAsked = None
+    reasoning_content: NotOffered = None
+
+    @property
+    def text(self) -> str:
+        """Its content; parts are put together with line breaks."""
+        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+
+
+class TemplateValues(Body):
+    """What a request may tell the chat template."""
+
+    enable_thinking: bool | None = None
+
+
+class ChatBody(GenerationBody):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    max_completion_tokens: Length = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES), WHOLE] | None = None
+    response_format: ResponseFormat = None
+    chat_template_kwargs: TemplateValues | None = None
+
+    parallel_tool_calls: bool | None = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+    safety_identifier: Ignored = None
+    modalities: Annotated[
+        Annotated[list[Literal["text"]], Field(max_length=1)] | None,
+        expect('is not offered by this server but as ["text"]', "not_offered"),
+    ] = None
+    tool_choice: Annotated[
+        Literal["none", "auto"] | None, expect("is not offered by this server: there are no tools", "not_offered")
+    ] = None
+    tools: NothingAsked = None
+    functions: NothingAsked = None
+    function_call: NotOffered = None
+    audio: NotOffered = None
+    moderation: NotOffered = None
+    prediction: NotOffered = None
+    prompt_cache_options: NotOffered = None
+    reasoning_effort: NotOffered = None
+    verbosity: NotOffered = None
+    web_search_options: NotOffered = None
+    # What vLLM's servers take besides.
+    echo: OnlyFalse = None
+    add_generation_prompt: OnlyTrue = None
+    continue_final_message: OnlyFalse = None
+    chat_template: NotOffered = None
+    documents: NotOffered = None
+    reasoning: NotOffered = None
+
+
+class TokenizeBody(ModelBody):
+    """`POST /tokenize`: a text, or a conversation."""
+
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(ModelBody):
+    """`POST /detokenize`."""
+
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]

@@ -1,0 +1,85 @@
+"""Servers for tests: an application without a network, and a real one on a port of its own."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.testclient import TestClient
+
+from server.fake import FakeEngine
+from tilewright.engine.engine import Engine
+from tilewright.models.chat import ChatTemplate
+from tilewright.server.api import Api, ServerOptions
+from tilewright.server.app import make_app
+
+TEMPLATE = ChatTemplate.compiled(
+    "{% for m in messages %}{% if m.role == 'nobody' %}{{ raise_exception('no') }}{% endif %}{{ m.content }}\n{% endfor %}",
+    "a test's template",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick(quick_compiles: None) -> None:
+    """What is tested here are rules."""
+
+
+Client = Callable[..., TestClient]
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    """`client(FakeEngine(...), api_keys=..., ...)`: the application, called without a network."""
+    engines: list[FakeEngine] = []
+
+    def made(engine: FakeEngine | None = None, **options: Any) -> TestClient:
+        fake = engine or FakeEngine()
+        fake.start()
+        engines.append(fake)
+        api = Api(fake, ServerOptions(**{"name": "demo", "template": TEMPLATE, **options}))
+        return TestClient(make_app(api), raise_server_exceptions=False)
+
+    yield made
+    for fake in engines:
+        fake.stop()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[TestClient]:
+    """One application for tests that leave nothing behind in it."""
+    engine = FakeEngine(context=256)
+    engine.start()
+    yield TestClient(make_app(Api(engine, ServerOptions("demo", TEMPLATE))), raise_server_exceptions=False)
+    engine.stop()
+
+
+@dataclass(frozen=True)
+class Real:
+    """A server on a port."""
+
+    url: str
+    engine: Any
+    api: Api
+
+
+@contextmanager
+def on_a_port(engine: Engine, **options: Any) -> Iterator[Real]:
+    """Serves an engine that is ready, in a thread."""
+    api = Api(engine, ServerOptions(**{"name": "demo", "template": TEMPLATE, **options}))
+    config = uvicorn.Config(make_app(api), port=0, log_config=None, access_log=False, lifespan="off", ws="none")
+    http = uvicorn.Server(config)
+    thread = threading.Thread(target=lambda: asyncio.run(http.serve()), daemon=True)
+    thread.start()
+    while not http.started:
+        assert thread.is_alive(), "the server did not start"
+        threading.Event().wait(0.01)
+    port = http.servers[0].sockets[0].getsockname()[1]
+    yield Real(f"http://127.0.0.1:{port}", engine, api)
+    http.should_exit = True
+    thread.join(20)
+    assert not thread.is_alive(), "the server did not end"
+    api.threads.shutdown()

@@ -1,0 +1,131 @@
+"""`/v1/chat/completions`, over an engine that repeats the prompt's tokens."""
+
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from server.conftest import TEMPLATE, Client
+from server.fake import FakeEngine, model_without_weights
+from server.test_completions import chunks
+from tilewright.models.chat import ChatTemplate
+from tilewright.server.responses import Chat, ChatChunk
+
+HELLO = [{"role": "user", "content": "hello there"}]
+ROUTE = "/v1/chat/completions"
+
+
+def chat(client: TestClient, **body: Any) -> dict[str, Any]:
+    answer = client.post(ROUTE, json={"messages": HELLO, **body})
+    assert answer.status_code == 200, answer.text
+    Chat.model_validate(answer.json())
+    return answer.json()
+
+
+def prompt_of(engine: FakeEngine) -> str:
+    return engine.lm.tokenizer.decode(list(engine.asked[-1].prompt))
+
+
+def test_an_answer_is_a_message(client: Client):
+    found = chat(client(), max_tokens=4)
+    assert found["object"] == "chat.completion"
+    assert found["id"].startswith("chatcmpl-")
+    (choice,) = found["choices"]
+    assert choice["message"] == {"role": "assistant", "content": choice["message"]["content"], "refusal": None}
+    assert "hello there\n".startswith(choice["message"]["content"])
+    assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, "length", None)
+    assert found["usage"]["completion_tokens"] == 4
+    assert found["metrics"]["speculative_decoding"]["num_spec_tokens"] == 3
+
+
+def test_an_answer_may_take_what_is_left_of_the_context(client: Client):
+    engine = FakeEngine(context=64)
+    found = chat(client(engine))
+    assert found["usage"]["total_tokens"] == 64
+    assert chat(client(engine), max_completion_tokens=3)["usage"]["completion_tokens"] == 3
+
+
+def test_a_conversation_goes_through_the_template(client: Client):
+    engine = FakeEngine()
+    said = [
+        {"role": "developer", "content": "be short"},
+        {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}], "name": "Ada"},
+        {"role": "assistant", "content": "three", "refusal": None, "tool_calls": None, "annotations": []},
+    ]
+    chat(client(engine), messages=said)
+    assert prompt_of(engine) == "be short\none\ntwo\nthree\n"
+
+
+def test_a_template_sees_roles_and_whether_to_think(client: Client):
+    source = "{% for m in messages %}{{ m.role }}={{ m.name }} {% endfor %}{{ enable_thinking }} {{ add_generation_prompt }}"
+    engine = FakeEngine()
+    with_roles = client(engine, template=ChatTemplate.compiled(source, "a test's"))
+    said = [{"role": "developer", "content": ""}, {"role": "user", "content": "", "name": "Ada"}]
+    chat(with_roles, messages=said, chat_template_kwargs={"enable_thinking": True})
+    assert prompt_of(engine) == "system= user=Ada True True"
+    chat(with_roles, messages=said)
+    assert prompt_of(engine) == "system= user=Ada False True"
+
+
+def test_the_role_comes_with_the_first_token_and_one_chunk_ends_each_choice(client: Client):
+    got = chunks(client(), ROUTE, messages=HELLO, max_tokens=8, n=2)
+    assert [ChatChunk.model_validate(part).object for part in got] == ["chat.completion.chunk"] * len(got)
+    for index in (0, 1):
+        own = [part["choices"][0] for part in got if part["choices"][0]["index"] == index]
+        assert [("role" in each["delta"]) for each in own] == [True] + [False] * (len(own) - 1)
+        assert own[0]["delta"]["content"]
+        assert [each["finish_reason"] for each in own] == [None] * (len(own) - 1) + ["length"]
+        whole = chat(client(), max_tokens=8)["choices"][0]["message"]["content"]
+        assert "".join(each["delta"].get("content", "") for each in own) == whole
+
+
+def test_an_end_without_tokens_is_a_chunk_without_content(client: Client):
+    """The engine may find out after an update that this was the last one."""
+    (*_, last) = chunks(client(FakeEngine(ends=("length", 2))), ROUTE, messages=HELLO, max_tokens=50)
+    assert last["choices"] == [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "length"}]
+
+
+def test_logprobs_have_bytes_and_alternatives(client: Client):
+    body = {"logprobs": True, "top_logprobs": 2, "max_tokens": 3}
+    entries = chat(client(), **body)["choices"][0]["logprobs"]["content"]
+    lm = model_without_weights()
+    tokens = lm.encode("hello there\n")[:3]
+    assert [entry["token"] for entry in entries] == [lm.tokenizer.decode([token]) for token in tokens]
+    for entry in entries:
+        assert bytes(entry["bytes"]).decode() == entry["token"]
+        assert entry["logprob"] == -0.5
+        assert [each["logprob"] for each in entry["top_logprobs"]] == [-0.5, -1.5]
+        assert entry["top_logprobs"][0]["token"] == entry["token"]
+    streamed = chunks(client(), ROUTE, messages=HELLO, **body)
+    assert [one for part in streamed for one in part["choices"][0]["logprobs"]["content"]] == entries
+    (bare, *_) = chat(client(), logprobs=True, max_tokens=1)["choices"][0]["logprobs"]["content"]
+    assert bare["top_logprobs"] == []
+
+
+def test_a_model_without_a_template_says_so(client: Client):
+    answer = client(template=None).post(ROUTE, json={"messages": HELLO})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "no_chat_template"
+
+
+def test_a_template_that_refuses_is_quoted_and_one_that_fails_is_not(client: Client):
+    refusing = ChatTemplate.compiled("{{ raise_exception('roles must alternate') }}", "/a/place/of/the/server")
+    failing = ChatTemplate.compiled("{{ messages[0].content + 1 }}", "/a/place/of/the/server")
+    for template, said in ((refusing, "conversation: roles must alternate"), (failing, "refuses this conversation")):
+        answer = client(template=template).post(ROUTE, json={"messages": HELLO})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].endswith(said)
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+def test_parts_that_are_no_text_are_refused(client: Client, kind: str):
+    answer = client().post(ROUTE, json={"messages": [{"role": "user", "content": [{"type": kind, kind: {}}]}]})
+    assert answer.status_code == 400
+    assert "not offered" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == "messages[0].content"
+
+
+def test_the_shared_template_refuses_and_renders():
+    assert TEMPLATE.render([{"role": "user", "content": "x"}]) == "x\n"
+    with pytest.raises(ValueError, match="no"):
+        TEMPLATE.render([{"role": "nobody", "content": "x"}])

@@ -1,0 +1,189 @@
+"""The server over the real engine and the demo's model: what is served is what the model gives alone."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from server.conftest import Real, on_a_port
+from tilewright.decode.language_model import LanguageModel, load
+from tilewright.decode.request import Result
+from tilewright.decode.sampling import Sampling
+from tilewright.decode.shapes import ShapeTable
+from tilewright.engine.engine import Engine
+from tilewright.engine.options import EngineOptions
+
+TABLE = ShapeTable(batches=(1, 2), capacities=(256,), chunks=(16, 64), widths=(4,))
+PROMPT = "def add(first, second):\n    return first + second\n\ndef add_all(first, second, third):\n    return first +"
+
+
+@pytest.fixture(scope="module")
+def lm() -> LanguageModel:
+    return load("demo", "ngram", block_size=4, table=TABLE)
+
+
+SAMPLINGS = (Sampling(40, 0.0), Sampling(40, 0.8, seed=5, top_p=0.9), Sampling(60, 0.0, stop=("\n\n",)))
+PROMPTS = (PROMPT, "import os\n", "class A:\n    def", PROMPT + " second", "x = [1, 2,")
+Alone = tuple[list[Result], list[str]]
+
+
+@pytest.fixture(scope="module")
+def alone(lm: LanguageModel) -> Alone:
+    """What the model gives without a server: of the first prompt by each sampling, and of each prompt."""
+    by_sampling = [result for sampling in SAMPLINGS for result in lm.generate(PROMPT, sampling)]
+    return by_sampling, [result.text for prompt in PROMPTS for result in lm.generate(prompt, Sampling(24))]
+
+
+@pytest.fixture(scope="module")
+def real(lm: LanguageModel, alone: Alone) -> Iterator[Real]:
+    engine = Engine(lm, EngineOptions(table=TABLE))
+    engine.warm()
+    engine.start()
+    with on_a_port(engine) as server:
+        yield server
+    assert engine.stop(20.0)
+    figures = engine.figures()
+    assert (figures.compilations, figures.running, figures.waiting, figures.pages_used) == (0, 0, 0, 0)
+
+
+@pytest.fixture
+def client(real: Real) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{real.url}/v1", api_key="any", max_retries=0, timeout=60) as made:
+        yield made
+
+
+@pytest.mark.parametrize("number", range(len(SAMPLINGS)))
+def test_what_is_served_is_what_the_model_gives_alone(client: openai.OpenAI, alone: Alone, number: int):
+    sampling, wanted = SAMPLINGS[number], alone[0][number]
+    asked: dict[str, Any] = {"max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "seed": sampling.seed}
+    asked |= {"top_p": sampling.top_p, "stop": list(sampling.stop)}
+    found = client.completions.create(model="demo", prompt=PROMPT, **asked)
+    assert found.choices[0].text == wanted.text
+    assert found.choices[0].finish_reason == ("length" if wanted.finish_reason == "length" else "stop")
+    assert found.usage is not None
+    assert found.usage.completion_tokens == len(wanted.tokens)
+    stream = client.completions.create(model="demo", prompt=PROMPT, stream=True, **asked)
+    assert "".join(part.choices[0].text for part in stream) == wanted.text
+
+
+def test_what_is_served_beside_others_is_the_same(client: openai.OpenAI, alone: Alone):
+    def ask(prompt: str) -> str:
+        return client.completions.create(model="demo", prompt=prompt, max_tokens=24, temperature=0).choices[0].text
+
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        assert list(pool.map(ask, PROMPTS)) == alone[1]
+    together = client.completions.create(model="demo", prompt=list(PROMPTS), max_tokens=24, temperature=0)
+    assert [choice.text for choice in together.choices] == alone[1]
+
+
+def test_drafts_are_counted_as_the_model_counts_them(client: openai.OpenAI):
+    found = client.completions.create(model="demo", prompt=PROMPT, max_tokens=40, temperature=0)
+    assert found.model_extra is not None
+    told = found.model_extra["metrics"]["speculative_decoding"]
+    assert told["num_spec_tokens"] == 3
+    assert told["num_accepted_draft_tokens"] == sum(n * count for n, count in enumerate(told["acceptance_histogram"])) > 0
+
+
+def test_logprobs_of_a_prompt_are_those_of_generating_it(client: openai.OpenAI):
+    """Text that the model gave, put to it as a prompt, has the log-probabilities that it had when it was given."""
+    given = client.completions.create(model="demo", prompt=PROMPT, max_tokens=20, temperature=0, logprobs=3).choices[0]
+    assert given.logprobs is not None
+    prompt = client.completions.create(
+        model="demo", prompt=PROMPT + given.text, max_tokens=1, temperature=0, logprobs=3, echo=True
+    ).choices[0]  # fmt: skip
+    assert prompt.logprobs is not None
+    assert prompt.text.startswith(PROMPT + given.text)
+    old, new = given.logprobs.token_logprobs or [], prompt.logprobs.token_logprobs or []
+    assert new[0] is None
+    assert old == pytest.approx(new[-21:-1], abs=2e-4)
+    tops = prompt.logprobs.top_logprobs or []
+    assert [max(top, key=lambda text: top[text]) for top in tops[-21:-1]] == given.logprobs.tokens
+    offsets = prompt.logprobs.text_offset or []
+    tokens = prompt.logprobs.tokens or []
+    assert [prompt.text[at : at + len(text)] for at, text in zip(offsets, tokens, strict=True)] == tokens
+
+
+def test_a_second_asking_finds_the_prompt_in_the_cache(client: openai.OpenAI):
+    prompt = PROMPT * 3
+    for _ in range(2):
+        found = client.completions.create(model="demo", prompt=prompt, max_tokens=2, temperature=0)
+    assert found.usage is not None
+    assert found.usage.prompt_tokens_details is not None
+    assert (found.usage.prompt_tokens_details.cached_tokens or 0) >= 64
+
+
+def test_chats_stream(client: openai.OpenAI):
+    stream = client.chat.completions.create(
+        model="demo", messages=[{"role": "user", "content": "def main():"}], max_tokens=12, temperature=0, stream=True,
+        logprobs=True, top_logprobs=2,
+    )  # fmt: skip
+    parts = list(stream)
+    assert parts[0].choices[0].delta.role == "assistant"
+    assert parts[-1].choices[0].finish_reason == "length"
+    entries = [one for part in parts if part.choices[0].logprobs for one in part.choices[0].logprobs.content or ()]
+    assert len(entries) == 12
+    assert "".join(entry.token for entry in entries) == "".join(part.choices[0].delta.content or "" for part in parts)
+    assert all(entry.logprob == entry.top_logprobs[0].logprob for entry in entries), "at temperature 0 the best is taken"
+
+
+LM_EVAL = """
+import json, sys
+from lm_eval import simple_evaluate
+
+url, folder = sys.argv[1:]
+task = {
+    "task": "tiny", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": folder + "/data.jsonl"}},
+    "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_choice": "choices",
+    "doc_to_target": "answer", "target_delimiter": "", "metric_list": [{"metric": "acc"}],
+}
+generating = {
+    "task": "say", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": folder + "/data.jsonl"}},
+    "test_split": "test", "output_type": "generate_until", "doc_to_text": "{{question}}", "target_delimiter": "",
+    "doc_to_target": "{{choices[answer]}}", "generation_kwargs": {"until": ["\\n"], "max_gen_toks": 8},
+    "metric_list": [{"metric": "exact_match"}],
+}
+about = {"model": "demo", "base_url": url + "/v1/completions", "max_length": 256, "batch_size": int(2)}
+found = simple_evaluate("local-completions", model_args=about, tasks=[task, generating], bootstrap_iters=0, log_samples=True)
+samples = {name: [each["filtered_resps"] for each in of] for name, of in found["samples"].items()}
+print("FOUND " + json.dumps(samples))
+"""
+
+
+def test_lm_eval_measures_likelihoods_and_generates(real: Real, client: openai.OpenAI, tmp_path: Path):
+    """The harness tokenises through the server, and sums the log-probabilities of each choice."""
+    questions = [
+        {"question": "def add(a, b):\n    return a", "choices": [" + b", " zebra", " import"], "answer": 0},
+        {"question": "for i in range(", "choices": ["class", "10):", "€"], "answer": 1},
+    ]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(each) + "\n" for each in questions))
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path), "OPENAI_API_KEY": "any"}
+    command = [sys.executable, "-c", LM_EVAL, real.url, str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | offline, timeout=280)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    (line,) = [line for line in ran.stdout.splitlines() if line.startswith("FOUND ")]
+    found = json.loads(line.removeprefix("FOUND "))
+    for question, measured in zip(questions, found["tiny"], strict=True):
+        for choice, (likelihood, greedy) in zip(question["choices"], measured, strict=True):
+            asked = {"model": "demo", "temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True}
+            told = client.completions.create(prompt=question["question"] + choice, **asked).choices[0].logprobs
+            assert told is not None
+            begins = len(question["question"])
+            each = [
+                (p, at)
+                for p, at in zip(told.token_logprobs or [], told.text_offset or [], strict=True)
+                if begins <= at < begins + len(choice)
+            ]
+            assert float(likelihood) == pytest.approx(sum(p for p, _ in each if p is not None), abs=1e-3)
+            assert greedy in (True, False, "True", "False")
+    for question, said in zip(questions, found["say"], strict=True):
+        alone = client.completions.create(
+            model="demo", prompt=question["question"], max_tokens=8, temperature=0, stop=["\n"]
+        ).choices[0]
+        assert said == [alone.text]

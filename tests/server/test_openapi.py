@@ -1,0 +1,98 @@
+"""The OpenAPI description, and Schemathesis over it: what it allows is served, what it does not is refused, never by a 5xx."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
+
+from server.conftest import TEMPLATE
+from server.fake import FakeEngine
+from tilewright.server.api import Api, ServerOptions
+from tilewright.server.app import make_app
+
+TOGETHER = {"invalid_value", "context_length_exceeded"}
+"""Codes of what a JSON schema cannot say: fields that do not go together, prompts too long for the context."""
+
+
+@pytest.fixture(scope="module")
+def app() -> Iterator[Any]:
+    engine = FakeEngine(context=512, per_update=16)
+    engine.start()
+    yield make_app(Api(engine, ServerOptions("demo", TEMPLATE)))
+    engine.stop()
+
+
+@pytest.fixture(scope="module")
+def description(app: Any) -> Any:
+    config = schemathesis.Config()
+    project = config.projects.default
+    project.checks.positive_data_acceptance.expected_statuses = ["200", "400", "404"]
+    return schemathesis.openapi.from_asgi("/openapi.json", app, config=config)
+
+
+def operations(description: Any) -> dict[str, Any]:
+    """Every operation but the one that only says how things stand in text."""
+    return {each.ok().label: each.ok() for each in description.get_all_operations()}
+
+
+POSTS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+GETS = ("/v1/models", "/v1/models/{name}", "/health", "/ready", "/metrics", "/version", "/tokenizer_info")
+
+
+def test_every_route_is_described(description: Any):
+    assert sorted(operations(description)) == sorted([f"POST {path}" for path in POSTS] + [f"GET {path}" for path in GETS])
+
+
+def test_the_description_knows_the_model(description: Any):
+    schemas = description.raw_schema["components"]["schemas"]
+    assert schemas["CompletionBody"]["properties"]["model"]["anyOf"][0]["enum"] == ["demo"]
+    assert schemas["DetokenizeBody"]["properties"]["tokens"]["items"]["maximum"] == 4095
+    assert schemas["CompletionBody"]["additionalProperties"] is False
+
+
+def check_all(description: Any, label: str, mode: GenerationMode, examples: int) -> list[int]:
+    """Calls one operation with that many examples; every answer must be as described. Returns the statuses."""
+    operation, statuses = operations(description)[label], []
+
+    @settings(
+        max_examples=examples, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def called(case: Any) -> None:
+        response = case.call_and_validate()
+        statuses.append(response.status_code)
+        assert response.status_code < 500
+        assert response.headers["x-request-id"]
+        if mode is GenerationMode.POSITIVE and response.status_code == 400:
+            assert response.json()["error"]["code"] in TOGETHER, response.text
+
+    called()
+    return statuses
+
+
+def positive_and_negative(description: Any, path: str, examples: int) -> None:
+    served = check_all(description, f"POST {path}", GenerationMode.POSITIVE, examples)
+    refused = check_all(description, f"POST {path}", GenerationMode.NEGATIVE, examples)
+    assert 200 in served, f"nothing that the schema allows is served: {served}"
+    assert set(refused) <= {400, 404, 405, 415}, refused
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_what_the_schema_says_holds(description: Any, path: str):
+    positive_and_negative(description, path, 25)
+
+
+@pytest.mark.parametrize("path", GETS)
+def test_what_the_schema_says_of_reading_holds(description: Any, path: str):
+    statuses = check_all(description, f"GET {path}", GenerationMode.POSITIVE, 5)
+    assert set(statuses) <= ({200} if "{" not in path else {200, 404})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", POSTS)
+def test_what_the_schema_says_holds_at_length(description: Any, path: str):
+    positive_and_negative(description, path, 300)
