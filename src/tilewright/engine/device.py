@@ -98,7 +98,7 @@ class Device:
         Args:
             positions: that rounds look at, at most.
         """
-        rows = self.rows_for(len(seats))
+        rows = self.programs.rows_for(len(seats), warp)
         key = EngineKey("rounds", rows, self.positions_for(positions), choice=choice, warp=warp)
         own = [seat.slot for seat in seats]
         others = [slot for slot in range(self.programs.layout.batch) if slot not in own]
@@ -109,10 +109,6 @@ class Device:
         infos.copy_to_host_async()
         alone, self.sent = self.sent == ["rounds"], []
         return Sent(seats, rows, choice, warp, rounds, self.programs.width(choice), infos, at, alone)
-
-    def rows_for(self, seats: int) -> int:
-        """The least declared number of rows that holds so many."""
-        return next(rows for rows in self.programs.table.batches if rows >= seats)
 
     def positions_for(self, positions: int) -> int:
         return next(each for each in self.programs.table.capacities if each >= positions)

@@ -278,7 +278,7 @@ class Engine:
         if not seats:
             return False
         warp = self.warp(seats)
-        choice, rounds = self.pacer.plan(self.device.rows_for(len(seats)), warp, self.scheduler.hurried)
+        choice, rounds = self.pacer.plan(self.programs.rows_for(len(seats), warp), warp, self.scheduler.hurried)
         width = self.programs.width(choice)
         seats, rounds = self.scheduler.make_room(seats, rounds, width)
         if not seats:

@@ -94,13 +94,21 @@ class EnginePrograms(Store[EngineKey]):
         turn = self.turn(choice)
         return 1 if turn is None else turn.block_size
 
+    def batches(self, warp: Warp) -> tuple[int, ...]:
+        """The numbers of rows that rounds are compiled for. Few ask for log-probabilities: whoever runs with them fills up."""
+        return self.table.batches[-1:] if warp == "scored" else self.table.batches
+
+    def rows_for(self, seats: int, warp: Warp) -> int:
+        """The least declared number of rows that holds so many."""
+        return next(rows for rows in self.batches(warp) if rows >= seats)
+
     def keys(self) -> Iterator[EngineKey]:
         """All programs that the engine may need."""
         yield from (EngineKey("allocate"), EngineKey("admit"))
         yield from (EngineKey(name, chunk=chunk) for name in ("prefill", "scored_prefill") for chunk in self.table.chunks)
         for warp in WARPS:
             for positions in self.table.capacities:
-                for rows in self.table.batches:
+                for rows in self.batches(warp):
                     yield from (EngineKey("rounds", rows, positions, choice=choice, warp=warp) for choice in self.choices)
 
     def compile(self, key: EngineKey) -> jax.stages.Compiled:
