@@ -23,11 +23,13 @@ from reference.dflash2_numpy import as_dflash2
 from reference.dflash_numpy import Pair, Target, as_folders, random_pair
 from reference.eagle3_numpy import as_folder, random_eagle3
 from reference.sampling_numpy import boundary_gap, chi_square_excess, penalised, warped
+from tilewright.decode import mixed as mixed_module
 from tilewright.decode import sampling as sampling_module
 from tilewright.decode import speculative
 from tilewright.decode import state as state_module
 from tilewright.decode.language_model import LanguageModel, load
-from tilewright.decode.sampling import RowSampling, Sampling, Warp, penalise, sample, warp_logits
+from tilewright.decode.mixed import draw_slots, sample_each
+from tilewright.decode.sampling import RowSampling, Sampling, Warp, penalise, warp_logits
 from tilewright.decode.shapes import ShapeTable
 from tilewright.decode.state import DecodeState, Verified, verify
 
@@ -216,14 +218,14 @@ def second_chance(config: Any, params: Any, state: DecodeState, block: Array, *r
     return first._replace(tokens=jnp.where(first.tokens == drafts, first.tokens, second.tokens))
 
 
-def one_noise(logits: Array, rows: RowSampling, positions: Array, warp: Warp) -> Array:
+def one_noise(logits: Array, row: RowSampling, positions: Array, *rest: Any) -> Array:
     """All slots of a block draw with the same noise."""
-    return sample(logits, rows, jnp.broadcast_to(positions[:, :1], positions.shape), warp)
+    return draw_slots(logits, row, jnp.broadcast_to(positions[:, :1], positions.shape), *rest)
 
 
-def greedy_rows_drawn(logits: Array, rows: RowSampling, positions: Array, warp: Warp) -> Array:
+def greedy_rows_drawn(logits: Array, rows: RowSampling, *rest: Any) -> Array:
     """Greedy rows of a mixed batch are drawn at temperature 1."""
-    return sample(logits, replace(rows, temperature=jnp.where(rows.temperature > 0, rows.temperature, 1)), positions, warp)
+    return sample_each(logits, replace(rows, temperature=jnp.where(rows.temperature > 0, rows.temperature, 1)), *rest)
 
 
 def temperature_last(logits: Array, rows: RowSampling, warp: Warp) -> Array:
@@ -239,10 +241,10 @@ def block_unseen(logits: Array, rows: RowSampling, tokens: Array, known: Array, 
 
 MUTATIONS: list[tuple[Any, str, Rule, Sequence[str]]] = [
     (speculative, "verify", second_chance, ["plain", "top-p", "min-p"]),
-    (state_module, "sample", one_noise, ["plain", "min-p"]),
-    (state_module, "sample", greedy_rows_drawn, list(GREEDY)),
+    (mixed_module, "draw_slots", one_noise, ["plain", "min-p"]),
+    (state_module, "sample_each", greedy_rows_drawn, list(GREEDY)),
     (sampling_module, "warp_logits", temperature_last, ["top-p"]),
-    (state_module, "penalise", block_unseen, ["all"]),
+    (mixed_module, "penalise", block_unseen, ["all"]),
 ]
 """Where a rule stands, what breaks it, and which kinds of rows must show it."""
 

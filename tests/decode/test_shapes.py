@@ -50,8 +50,9 @@ def test_plans_of_the_default_table():
 def test_shape_is_the_smallest_that_holds():
     table = ShapeTable((1, 4), (32, 64), (16,))
     assert table.shape(1, 1, "greedy") == Shape(1, 32, "greedy")
-    assert table.shape(1, 32, "plain") == Shape(1, 32, "plain")
-    assert table.shape(2, 33, "filtered") == Shape(4, 64, "filtered")
+    assert table.shape(1, 32, "plain") == Shape(1, 32, "mixed")
+    assert table.shape(2, 33, "penalised") == Shape(4, 64, "mixed")
+    assert replace(table, device_loop=False).shape(2, 33, "filtered") == Shape(4, 64, "filtered")
     assert table.shape(4, 64, "greedy") == Shape(4, 64, "greedy")
 
 
@@ -66,9 +67,9 @@ def test_the_programs_of_a_shape_are_declared():
 )
 def test_shapes_that_requests_may_run_in(positions: int, capacities: list[int]):
     table = ShapeTable((1, 4), (32, 64, 96), (16,))
-    listed = list(table.shapes(("greedy", "plain"), positions))
+    listed = list(table.shapes(("greedy", "plain", "filtered"), positions))
     assert len(listed) == len(set(listed)) == 4 * len(capacities)
-    assert set(listed) == {Shape(b, c, warp) for b in (1, 4) for c in capacities for warp in ("greedy", "plain")}
+    assert set(listed) == {Shape(b, c, warp) for b in (1, 4) for c in capacities for warp in ("greedy", "mixed")}
     assert all(table.shape(n, min(positions, 96), "plain") in listed for n in range(1, 5))
 
 

@@ -136,8 +136,8 @@ def test_programs_are_those_of_the_table():
     team = Team((NGram(4),), (2,), False)
     assert len(programs_of(table, ("greedy",), 32, team)) == 2 * (1 + 2 + len(team.choices))
     assert {key.shape for key in programs_of(table, ("plain",), 1, None) if key.name == "decode"} == {
-        Shape(1, 32, "plain"),
-        Shape(4, 32, "plain"),
+        Shape(1, 32, "mixed"),
+        Shape(4, 32, "mixed"),
     }
 
 

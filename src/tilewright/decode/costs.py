@@ -19,6 +19,7 @@ from tilewright.compiled.machine import chip_name
 from tilewright.decode.batch import Batch
 from tilewright.decode.policy import PLAIN, Choice, Cost
 from tilewright.decode.programs import STEPS_PER_DISPATCH, Programs
+from tilewright.decode.sampling import Sampling, row_sampling
 from tilewright.decode.shapes import Shape
 from tilewright.decode.state import DecodeState, StepInfo
 from tilewright.decode.team import Team
@@ -33,6 +34,8 @@ REST_S = 0.002
 several times as long as one that follows at once, for threads sleep and caches forget."""
 LEAST_SHARE = 0.2
 """Of a run at least so much is taken to be its rounds; what else a dispatch takes is measured apart, and may be disturbed."""
+DRAWN = Sampling(temperature=1.0, top_p=0.9, seed=0)
+"""How the rows of a shape that draws do so while it is measured."""
 RUNS = 15
 """The most runs of a choice, of which the fastest counts: what disturbs a run only makes it longer."""
 
@@ -118,13 +121,14 @@ class Bench:
     Attributes:
         start, end: where the rows stand, and where their caches end, int32 `[B]`.
         tokens: what they hold, int32 `[B, capacity]`.
+        sampling: how they draw.
     """
 
     def __init__(self, team: Team, vocab_size: int, batch: int, capacity: int, positions: int):
         """Args:
         capacity, positions: entries for a row's tokens, and how many of them its cache has room for.
         """
-        self.team, self.vocab_size = team, vocab_size
+        self.team, self.vocab_size, self.sampling = team, vocab_size, Sampling()
         rows = np.ones(batch, np.int32)
         self.start, self.end = rows * (positions // 2), rows * positions
         self.tokens = np.zeros((batch, capacity), np.int32)
@@ -138,7 +142,8 @@ class Bench:
         start = self.start
         rows = {"tokens": self.tokens, "known": start, "end": self.end, "done": start < 0, "ignore_eos": start > 0}
         contexts = replace(state.draft_cache, held=(start,) * len(self.team.members))
-        return replace(state, **rows, draft_cache=contexts)
+        sampling = row_sampling([self.sampling] * len(start), start)
+        return replace(state, **rows, sampling=sampling, draft_cache=contexts)
 
     def rewind(self) -> None:
         """Puts every row back into the middle."""
@@ -182,6 +187,7 @@ class BatchBench(Bench):
 
     def __init__(self, programs: Programs, shape: Shape, team: Team):
         super().__init__(team, programs.target.config.vocab_size, shape.batch, shape.capacity, shape.capacity)
+        self.sampling = Sampling() if shape.warp == "greedy" else DRAWN
         self.batch = Batch(programs, shape, team)
         self.batch.device_state = programs.empty_state(shape, *programs.get(self.batch.key("allocate"))())
 

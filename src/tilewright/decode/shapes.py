@@ -61,7 +61,14 @@ class ShapeTable:
         if batch is None or capacity is None:
             largest = f"{self.batches[-1]} rows of {self.capacities[-1]} positions"
             raise ValueError(f"no declared shape holds {rows} rows of {positions} positions; the largest has {largest}")
-        return Shape(batch, capacity, warp)
+        return Shape(batch, capacity, self.warp(warp))
+
+    def warp(self, asked: Warp) -> Warp:
+        """The kind of sampling that programs are compiled for: where loops may depend on data, one serves all but greedy rows.
+
+        Of a block it draws no more than is settled, where the others draw all of it.
+        """
+        return "mixed" if self.device_loop and asked not in ("greedy", "scored") else asked
 
     def prefill_plan(self, tokens: int) -> Iterator[tuple[int, int]]:
         """Covers `tokens` tokens with chunks: pairs of (first position, chunk length).
@@ -86,4 +93,4 @@ class ShapeTable:
     def shapes(self, warps: Iterable[Warp], positions: int) -> Iterator[Shape]:
         """All shapes that requests of up to `positions` positions may run in, with these kinds of sampling."""
         needed = [capacity for n, capacity in enumerate(self.capacities) if n == 0 or self.capacities[n - 1] < positions]
-        return starmap(Shape, product(self.batches, needed, warps))
+        return starmap(Shape, product(self.batches, needed, dict.fromkeys(map(self.warp, warps))))
