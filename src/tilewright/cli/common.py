@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -21,6 +21,7 @@ from tilewright.decode.costs import CostFiles
 from tilewright.decode.drafters.load import NGRAM, DrafterOptions
 from tilewright.decode.language_model import LanguageModel, load
 from tilewright.decode.sampling import Sampling
+from tilewright.decode.shapes import ShapeTable
 from tilewright.kernels import native
 from tilewright.kernels.build import cache_folder
 from tilewright.models import hub
@@ -93,8 +94,14 @@ class TargetOptions:
     kernels: Literal["auto", "xla"] = "auto"
     compile_cache: CompileCache = True
 
-    def load_with(self, drafter: str | None, options: DrafterOptions, console: Console) -> LanguageModel:
-        """The target with a drafter: a folder, a Hugging Face id, "ngram", "auto", or for the demo one of `DEMO_DRAFTERS`."""
+    def load_with(
+        self, drafter: str | None, options: DrafterOptions, console: Console, table: ShapeTable | None = None
+    ) -> LanguageModel:
+        """The target with a drafter: a folder, a Hugging Face id, "ngram", "auto", or for the demo one of `DEMO_DRAFTERS`.
+
+        Args:
+            table: the declared shapes; among its widths rounds choose.
+        """
         keep_programs(self.compile_cache)
         if self.kernels == "auto":
             with console.status("CPU kernels: compiled at first use, then kept"):
@@ -105,6 +112,7 @@ class TargetOptions:
             dtype=self.dtype,
             weights=self.weights,
             kernels=self.kernels,
+            table=table,
             console=progress_console(console),
             **{"drafter_revision" if name == "revision" else name: value for name, value in vars(options).items()},
         )
@@ -151,10 +159,27 @@ class ModelOptions(TargetOptions):
     refine: int = 0
     walk: str | None = None
 
-    def load(self, console: Console) -> LanguageModel:
-        drafter = AUTO if self.drafter is None and self.model == DEMO else self.drafter
+    @property
+    def drafter_name(self) -> str | None:
+        """The drafter that is meant: the demo has a default."""
+        return AUTO if self.drafter is None and self.model == DEMO else self.drafter
+
+    def load(self, console: Console, table: ShapeTable | None = None) -> LanguageModel:
         options = DrafterOptions(self.block_size, self.draft_window, self.drafter_dtype, self.refine, self.walk)
-        return self.load_with(drafter, options, console)
+        return self.load_with(self.drafter_name, options, console, table)
+
+
+def named_model(model: str | None, models: ModelOptions) -> ModelOptions:
+    """The options with the model that stands alone on the command line.
+
+    Raises:
+        ValueError: `--model` names another one.
+    """
+    if model is None:
+        return models
+    if models.model not in (DEMO, model):
+        raise ValueError(f"expected one model, found {model} and --model {models.model}")
+    return replace(models, model=model)
 
 
 JsonFile = Annotated[str | None, Parameter(name="--json", allow_leading_hyphen=True)]
