@@ -142,15 +142,12 @@ class Page:
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
     def complaints(self) -> list[str]:
-        """What the browser wrote to its console: violations of the policy, exceptions, requests that failed."""
+        """What went wrong in the page: violations of its policy, exceptions that nothing caught."""
         self.value("0")
-        found = []
-        for each in self.browser.told:
-            if each.get("sessionId") == self.session and each["method"] == "Log.entryAdded":
-                found.append(each["params"]["entry"]["text"])
-            if each.get("sessionId") == self.session and each["method"] == "Runtime.exceptionThrown":
-                found.append(each["params"]["exceptionDetails"]["text"])
-        return found
+        own = [each for each in self.browser.told if each.get("sessionId") == self.session]
+        entries = [each["params"]["entry"] for each in own if each["method"] == "Log.entryAdded"]
+        thrown = [each["params"]["exceptionDetails"]["text"] for each in own if each["method"] == "Runtime.exceptionThrown"]
+        return thrown + [each["text"] for each in entries if each["level"] != "verbose" and each["source"] != "network"]
 
     def close(self) -> None:
         self.browser.call("Target.closeTarget", targetId=self.target)

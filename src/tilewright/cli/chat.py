@@ -269,7 +269,7 @@ def chat(
         raise ValueError(f"expected --context of at least 1, found {context}")
     console = Console(highlight=False, emoji=False)
     talk = Conversation(models.chat_template(console), system)
-    lm = models.load(console, ShapeTable(widths=WIDTHS))
+    lm = models.load(console)
     engine = Engine(lm, EngineOptions(table_for(lm, context)))
     shown = Chat(engine, talk, sampling, console)
     engine.warm(progress_console(shown.notes))

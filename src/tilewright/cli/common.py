@@ -21,7 +21,6 @@ from tilewright.decode.costs import CostFiles
 from tilewright.decode.drafters.load import NGRAM, DrafterOptions
 from tilewright.decode.language_model import LanguageModel, load
 from tilewright.decode.sampling import Sampling
-from tilewright.decode.shapes import ShapeTable
 from tilewright.kernels import native
 from tilewright.kernels.build import cache_folder
 from tilewright.models import hub
@@ -94,14 +93,8 @@ class TargetOptions:
     kernels: Literal["auto", "xla"] = "auto"
     compile_cache: CompileCache = True
 
-    def load_with(
-        self, drafter: str | None, options: DrafterOptions, console: Console, table: ShapeTable | None = None
-    ) -> LanguageModel:
-        """The target with a drafter: a folder, a Hugging Face id, "ngram", "auto", or for the demo one of `DEMO_DRAFTERS`.
-
-        Args:
-            table: the declared shapes; among its widths rounds choose.
-        """
+    def load_with(self, drafter: str | None, options: DrafterOptions, console: Console) -> LanguageModel:
+        """The target with a drafter: a folder, a Hugging Face id, "ngram", "auto", or for the demo one of `DEMO_DRAFTERS`."""
         keep_programs(self.compile_cache)
         if self.kernels == "auto":
             with console.status("CPU kernels: compiled at first use, then kept"):
@@ -112,7 +105,6 @@ class TargetOptions:
             dtype=self.dtype,
             weights=self.weights,
             kernels=self.kernels,
-            table=table,
             console=progress_console(console),
             **{"drafter_revision" if name == "revision" else name: value for name, value in vars(options).items()},
         )
@@ -164,9 +156,9 @@ class ModelOptions(TargetOptions):
         """The drafter that is meant: the demo has a default."""
         return AUTO if self.drafter is None and self.model == DEMO else self.drafter
 
-    def load(self, console: Console, table: ShapeTable | None = None) -> LanguageModel:
+    def load(self, console: Console) -> LanguageModel:
         options = DrafterOptions(self.block_size, self.draft_window, self.drafter_dtype, self.refine, self.walk)
-        return self.load_with(self.drafter_name, options, console, table)
+        return self.load_with(self.drafter_name, options, console)
 
 
 def named_model(model: str | None, models: ModelOptions) -> ModelOptions:
