@@ -103,6 +103,15 @@ def test_turns_go_through_the_models_template(talk: Callable[..., Ran], answer: 
     assert "no chat template" not in ran.err
 
 
+def test_a_seed_that_was_drawn_is_told_and_gives_the_answer_again(talk: Callable[..., Ran]):
+    drawn = talk("t1 t2", options=["--temperature", 1])
+    found = re.search(r" tokens/s · τ [\d.]+ · seed (\d+)\n", drawn.err)
+    assert found is not None
+    again = talk("t1 t2", options=["--temperature", 1, "--seed", found[1]])
+    assert again.out == drawn.out
+    assert "seed" not in again.err
+
+
 def test_commands(talk: Callable[..., Ran], answer: Answer):
     ran = talk("/help", "/system t4 t5", "/nope t1", " /t1", "/quit", "t9")
     assert ran.out == answer("t4 t5\n\n /t1") + "\n", "nothing comes after /quit"

@@ -200,7 +200,9 @@ class Chat:
         result, times = result_of(ticket), ticket.times
         if result.tokens:
             rounds = len(result.acceptance_lengths) if self.engine.lm.drafter is not None else 0
-            self.note(terminal.answer_line(len(result.tokens), times.ended - times.asked, rounds, chosen(result)))
+            figures = terminal.answer_line(len(result.tokens), times.ended - times.asked, rounds, chosen(result))
+            drawn = result.seed is not None and self.sampling.seed is None
+            self.note(f"{figures} · seed {result.seed}" if drawn else figures)
         if last.end == "cancelled":
             self.note("stopped" if result.text else "stopped; the turn is left out")
         elif last.end == "length" and result.prompt_tokens + len(result.tokens) >= self.engine.context:
