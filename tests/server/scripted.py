@@ -97,10 +97,11 @@ def stream(rounds: Rounds, *, end: Callable[[Handler], None] | None = None) -> C
 
     def answer(handler: Handler) -> None:
         handler.send(200, "text/event-stream")
-        for number, (tokens, drafted, choice) in enumerate(rounds, 1):
+        for tokens, drafted, choice in rounds:
+            shown = [{"text": text, "drafted": was_drafted} for text, was_drafted in tokens]
             accepted = sum(was_drafted for _, was_drafted in tokens)
-            told = {"tokens": tokens, "rounds": [[len(tokens), drafted, accepted, choice]], "elapsed_s": number / 4}
-            handler.event(chunk(handler.path, "".join(text for text, _ in tokens), tilewright=told))
+            told = {"tokens": shown, "drafted": drafted, "accepted": accepted, "choice": choice}
+            handler.event(chunk(handler.path, "".join(text for text, _ in tokens), rounds=[told]))
             handler.wfile.flush()
         if end is not None:
             end(handler)
