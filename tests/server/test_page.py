@@ -9,6 +9,8 @@ import pytest
 
 from server import browser
 from server.browser import Browser, Page
+from server.conftest import Client, on_a_port
+from server.fake import FakeEngine
 from server.scripted import Script, serving, stream, until_gone
 from tilewright.server.page import CSP, PAGE, policy
 
@@ -291,6 +293,36 @@ def test_it_fits_its_window(chromium: Browser, script: Script, address: str, wid
         "rgb(251, 251, 249)" if scheme == "light" else "rgb(19, 22, 25)"
     )
     tab.close()
+
+
+def test_it_chats_with_the_server_itself(chromium: Browser):
+    """The engine says the prompt's tokens again and again, 3 to a round of which 2 were drafted."""
+    engine = FakeEngine()
+    engine.start()
+    with on_a_port(engine, api_keys=("key",)) as real:
+        tab = chromium.page()
+        tab.open(f"{real.url}/")
+        tab.wait("!document.querySelector('#settings').hidden")
+        tab.fill("#key", "key")
+        tab.fill("#max_tokens", "6")
+        tab.wait("document.title.startsWith('demo')")
+        say(tab, "a b c")
+        tokens = engine.lm.encode("a b c\n")
+        assert tab.texts(".wrong") == []
+        assert "".join(tab.texts(".t")) == tab.text(".text") == engine.lm.tokenizer.decode([*tokens, *tokens][:6])
+        assert classes(tab) == ["t accepted", "t accepted", "t target"] * 2
+        assert (tab.text("#tau"), tab.text("#width")) == ("3.00", "ngram, 4")
+        assert tab.complaints() == []
+        tab.close()
+    engine.stop()
+
+
+def test_it_stands_at_the_root_under_its_policy(client: Client):
+    answer = client(api_keys=("key",)).get("/")
+    assert (answer.status_code, answer.content) == (200, PAGE)
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert answer.headers["content-security-policy"] == CSP
+    assert client().post("/").status_code == 405
 
 
 def test_every_control_has_a_name(page: Page):
