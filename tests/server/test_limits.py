@@ -12,7 +12,16 @@ from tilewright.server.api import ServerOptions
 
 ASK = {"prompt": "a b c", "max_tokens": 5}
 OPEN = ("/", "/health", "/ready")
-CLOSED = ("/v1/models", "/metrics", "/version", "/openapi.json", "/tokenizer_info", "/nothing", "//health", "/health/")
+CLOSED = (
+    "/v1/models",
+    "/metrics",
+    "/version",
+    "/openapi.json",
+    "/tokenizer_info",
+    "/nothing",
+    "http://testserver//health",
+    "/health/",
+)
 
 
 def test_without_keys_nobody_needs_one(client: Client):
