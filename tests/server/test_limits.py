@@ -11,17 +11,26 @@ from server.fake import FakeEngine
 from tilewright.server.api import ServerOptions
 
 ASK = {"prompt": "a b c", "max_tokens": 5}
-OPEN = ("/health", "/ready")
-CLOSED = ("/v1/models", "/metrics", "/version", "/openapi.json", "/tokenizer_info", "/nothing", "/", "//health", "/health/")
+OPEN = ("/", "/health", "/ready")
+CLOSED = (
+    "/v1/models",
+    "/metrics",
+    "/version",
+    "/openapi.json",
+    "/tokenizer_info",
+    "/nothing",
+    "http://testserver//health",
+    "/health/",
+)
 
 
 def test_without_keys_nobody_needs_one(client: Client):
     assert client().get("/v1/models").status_code == 200
 
 
-def test_with_keys_everything_but_the_probes_needs_one(client: Client):
+def test_with_keys_everything_but_the_probes_and_the_page_needs_one(client: Client):
     locked = client(api_keys=("first", "sécret"))
-    assert [locked.get(path).status_code for path in OPEN] == [200, 200]
+    assert [locked.get(path).status_code for path in OPEN] == [200, 200, 200]
     for path in CLOSED:
         answer = locked.get(path)
         assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")

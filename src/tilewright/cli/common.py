@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -151,10 +151,27 @@ class ModelOptions(TargetOptions):
     refine: int = 0
     walk: str | None = None
 
+    @property
+    def drafter_name(self) -> str | None:
+        """The drafter that is meant: the demo has a default."""
+        return AUTO if self.drafter is None and self.model == DEMO else self.drafter
+
     def load(self, console: Console) -> LanguageModel:
-        drafter = AUTO if self.drafter is None and self.model == DEMO else self.drafter
         options = DrafterOptions(self.block_size, self.draft_window, self.drafter_dtype, self.refine, self.walk)
-        return self.load_with(drafter, options, console)
+        return self.load_with(self.drafter_name, options, console)
+
+
+def named_model(model: str | None, models: ModelOptions) -> ModelOptions:
+    """The options with the model that stands alone on the command line.
+
+    Raises:
+        ValueError: `--model` names another one.
+    """
+    if model is None:
+        return models
+    if models.model not in (DEMO, model):
+        raise ValueError(f"expected one model, found {model} and --model {models.model}")
+    return replace(models, model=model)
 
 
 JsonFile = Annotated[str | None, Parameter(name="--json", allow_leading_hyphen=True)]

@@ -21,6 +21,7 @@ app = App(
 )
 app.command("tilewright.cli.generate:generate", name="generate", help="Generates text and shows which tokens were drafted.")
 app.command("tilewright.cli.serve:serve", name="serve", help="Serves a model over HTTP, for any OpenAI client.")
+app.command("tilewright.cli.chat:chat", name="chat", help="Chats with a model in the terminal.")
 app.command("tilewright.cli.train:app", name="train", help="Training.")
 app.command(bench)
 app.command("tilewright.cli.shapes:app", name="shapes", help="The shapes that serving declares.")

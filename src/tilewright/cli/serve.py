@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 from rich.console import Console
 
-from tilewright.cli.common import DEMO, ModelOptions, progress_console
+from tilewright.cli.common import DEMO, ModelOptions, named_model, progress_console
 from tilewright.decode.drafters.load import NGRAM
 from tilewright.engine.engine import Engine
 from tilewright.engine.options import EngineOptions
@@ -180,15 +180,6 @@ def serve(
         engine = Engine(lm, capacity.engine_options(lm.target.max_position_embeddings))
         said = ready_line(options, models, engine, url_of(listening))
         Server(Api(engine, options), http.drain, said, progress_console(console)).run(listening)
-
-
-def named_model(model: str | None, models: ModelOptions) -> ModelOptions:
-    """The options with the model that stands alone on the command line."""
-    if model is None:
-        return models
-    if models.model not in (DEMO, model):
-        raise ValueError(f"expected one model, found {model} and --model {models.model}")
-    return replace(models, model=model)
 
 
 def demo_template() -> ChatTemplate:

@@ -63,6 +63,21 @@ def shares_text(chosen: Mapping[str, Any], most: int = 3) -> str:
     return ", ".join([*shares, *([f"others {others:.0%}"] if others else [])])
 
 
+def answer_line(tokens: int, seconds: float, rounds: int, chosen: Mapping[str, Any]) -> str:
+    """The figures of one answer.
+
+    Args:
+        rounds: 0 where nothing drafts.
+        chosen: `choices`, as in docs/metrics.md; none where rounds are all alike.
+    """
+    parts = [f"{tokens:,} tokens in {seconds:.2f} s", f"{tokens / seconds:,.0f} tokens/s"]
+    if rounds:
+        parts.append(f"τ {tokens / rounds:.2f}")
+    if chosen["choices"]:
+        parts.append(shares_text(chosen))
+    return " · ".join(parts)
+
+
 def chosen_line(chosen: Mapping[str, Any]) -> str:
     """What rounds did, most of them first, and why the first of these was chosen."""
     rows = by_rounds(chosen)

@@ -13,7 +13,7 @@ from tilewright.server.errors import ApiError
 from tilewright.server.generation import Disconnected
 from tilewright.server.middleware import Keys, RequestIds, internal_error
 from tilewright.server.openapi import describe
-from tilewright.server.routes import generation_routes, state_routes, token_routes
+from tilewright.server.routes import generation_routes, page_routes, state_routes, token_routes
 
 CLIENT_GONE = 499
 """The status that nobody reads: the client has gone."""
@@ -28,6 +28,7 @@ def make_app(api: Api) -> ASGIApp:
     )  # fmt: skip
     for group in (generation_routes, token_routes, state_routes):
         routes.include_router(group(api))
+    routes.include_router(page_routes())
     routes.add_exception_handler(ApiError, api_error)
     routes.add_exception_handler(HTTPException, http_error)
     routes.add_exception_handler(Disconnected, nobody)

@@ -12,8 +12,8 @@ from tilewright.server.errors import ApiError
 
 log = logging.getLogger("tilewright.server")
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
-"""What needs no key: probes have none, and learn no more than a status."""
+OPEN_PATHS = frozenset({"/", "/health", "/ready"})
+"""What needs no key: probes and browsers have none, and learn no more than a status, and the page that asks for one."""
 
 
 class RequestIds:

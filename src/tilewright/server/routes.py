@@ -15,6 +15,7 @@ from tilewright.server.forms import ChatForm, CompletionForm, Form
 from tilewright.server.generation import EventStream, Running, collected, events, unless_gone
 from tilewright.server.metrics import text_of
 from tilewright.server.openapi import errors, takes
+from tilewright.server.page import CSP, PAGE
 from tilewright.server.responses import (
     Answer,
     Chat,
@@ -124,6 +125,18 @@ def token_routes(api: Api) -> APIRouter:
         eos = lm.tokenizer.id_to_token(ends[0]) if ends else None
         named = api.options.template.special_tokens if api.options.template is not None else {}
         return answer(TokenizerInfo(bos_token=named.get("bos_token"), eos_token=eos, pad_token=named.get("pad_token")))
+
+    return router
+
+
+def page_routes() -> APIRouter:
+    router = APIRouter()
+    headers = {"content-security-policy": CSP, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
+
+    @router.get("/", include_in_schema=False)
+    async def page() -> Response:
+        """The page to chat with the server; it holds nothing that needs a key."""
+        return Response(PAGE, media_type="text/html; charset=utf-8", headers=headers)
 
     return router
 

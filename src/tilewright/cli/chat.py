@@ -1,0 +1,302 @@
+"""`tilewright chat`: a conversation in the terminal, over the engine without HTTP."""
+
+import re
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from io import TextIOWrapper
+from queue import SimpleQueue
+from types import FrameType
+from typing import Any, cast
+
+from cyclopts import Parameter
+from rich.console import Console
+
+from tilewright.bench.speculative import encoded
+from tilewright.cli.common import ModelOptions, named_model, progress_console
+from tilewright.cli.generate import SamplingOptions
+from tilewright.decode.language_model import LanguageModel
+from tilewright.decode.request import Result
+from tilewright.decode.sampling import Sampling
+from tilewright.decode.shapes import ShapeTable
+from tilewright.engine.engine import Engine
+from tilewright.engine.options import WIDTHS, EngineOptions
+from tilewright.engine.request import Ask, Ticket, Update
+from tilewright.models.chat import ChatTemplate
+from tilewright.report import terminal
+
+LONGEST_CONTEXT = 8192
+"""Positions that a conversation has without `--context`, for a model that can have more: memory is taken for all of them."""
+
+HELP = """\
+/reset          forget all turns
+/system TEXT    what the model is told before the first turn; without a text, nothing
+/help           this
+/quit           end, as the end of the input does
+Ctrl-C stops an answer and keeps what came of it."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class AnswerOptions(SamplingOptions):
+    """How to draw answers.
+
+    Attributes:
+        max_new_tokens: the length limit of each answer.
+    """
+
+    max_new_tokens: int = 512
+
+
+@dataclass
+class Conversation:
+    """Turns, and the text that the model reads of them.
+
+    Attributes:
+        template: None for a model that has none: it continues the text of all turns.
+        turns: pairs of what was said and what was answered.
+    """
+
+    template: ChatTemplate | None
+    system: str = ""
+    turns: list[tuple[str, str]] = field(default_factory=list)
+
+    def text(self, said: str) -> str:
+        """What the model reads when `said` is next.
+
+        Raises:
+            ValueError: the template refuses the conversation.
+        """
+        if self.template is None:
+            before = [self.system] if self.system else []
+            return "\n\n".join([*before, *(asked + answer for asked, answer in self.turns), said])
+        messages = [{"role": "system", "content": self.system}] if self.system else []
+        for asked, answer in self.turns:
+            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        return self.template.render([*messages, {"role": "user", "content": said}])
+
+
+class Chat:
+    """A conversation with an engine that has begun.
+
+    Args:
+        console: where answers go; whatever else there is to say goes to standard error where answers go to a file or a pipe.
+    """
+
+    def __init__(self, engine: Engine, conversation: Conversation, sampling: Sampling, console: Console):
+        self.engine, self.conversation, self.sampling, self.console = engine, conversation, sampling, console
+        self.notes = console if console.is_terminal else Console(stderr=True, highlight=False, emoji=False)
+
+    def note(self, text: str, style: str = "dim") -> None:
+        self.notes.print(text, style=style, markup=False, soft_wrap=True)
+
+    def run(self) -> None:
+        """Answers line after line, until the input ends or says so."""
+        for line in self.lines():
+            if line == "/quit":
+                return
+            if re.match(r"/\w", line):
+                self.command(*line.split(maxsplit=1))
+            elif line.strip():
+                self.say(line)
+
+    def lines(self) -> Iterator[str]:
+        """What the user enters.
+
+        Raises:
+            ValueError: standard input is not UTF-8.
+        """
+        if not (sys.stdin.isatty() and self.console.is_terminal):
+            cast(TextIOWrapper, sys.stdin).reconfigure(encoding="utf-8", errors="strict")  # whatever the locale says
+            try:
+                yield from (line.rstrip("\n") for line in sys.stdin)
+            except UnicodeDecodeError as error:
+                raise ValueError(f"standard input is not UTF-8: byte {error.object[error.start]:#04x}") from None
+            return
+        with suppress(ImportError):
+            import_module("readline")  # its import gives `input` a history and keys to edit with
+        while True:
+            try:
+                line = input("> ")
+            except EOFError:
+                self.console.print()
+                return
+            except KeyboardInterrupt:
+                self.console.print()
+                self.note("/quit ends")
+                continue
+            yield line
+
+    def command(self, name: str, text: str = "") -> None:
+        if name == "/reset":
+            self.conversation.turns.clear()
+            self.note("all turns are forgotten")
+        elif name == "/system":
+            self.conversation.system = text
+            self.note("the model is told this before the first turn" if text else "there is no system prompt")
+        elif name == "/help":
+            self.note(HELP)
+        else:
+            self.note(f"there is no {name}; /help lists what there is, and a space before it makes it a turn", "red")
+
+    def say(self, said: str) -> None:
+        """Answers a turn. One that cannot be answered leaves the conversation as it was."""
+        try:
+            ticket, told = self.submit(said)
+        except ValueError as error:
+            self.note(str(error), "red")
+            return
+        with stopped_by_interrupt(lambda: self.engine.cancel(ticket)):
+            last = self.show(ticket, told)
+        result = result_of(ticket)
+        if last.end != "error" and (result.text or last.end != "cancelled"):
+            self.conversation.turns.append((said, result.text))
+        self.tell(ticket, last)
+
+    def submit(self, said: str) -> tuple[Ticket, SimpleQueue[Update]]:
+        """Asks the engine for an answer.
+
+        Raises:
+            ValueError: the conversation does not fit, or the template refuses it.
+        """
+        tokens = encoded(self.engine.lm, self.conversation.text(said), self.conversation.template)
+        context = self.engine.context
+        if len(tokens) >= context:
+            raise ValueError(
+                f"with this turn the conversation has {len(tokens)} tokens, and the context {context}: "
+                "the turn is left out; say something shorter, or forget all turns with /reset"
+            )
+        sampling = replace(self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, context - len(tokens)))
+        told = SimpleQueue[Update]()
+        return self.engine.submit(Ask(tokens, sampling), told.put), told
+
+    def show(self, ticket: Ticket, told: SimpleQueue[Update]) -> Update:
+        """Shows tokens as they come. Returns the update that ends them."""
+        shown, last = 0, Update()
+        while last.end is None:
+            last = told.get()
+            for token in last.tokens:
+                self.put(token.text, token.drafted)
+                shown += len(token.text)
+            if last.end is not None:
+                self.put(result_of(ticket).text[shown:], False)  # what was held back, if the answer was stopped
+            self.console.file.flush()
+        self.console.print()
+        return last
+
+    def put(self, text: str, drafted: bool) -> None:
+        """A token in the colour of its source; to a file or a pipe as it is."""
+        if self.console.is_terminal:
+            self.console.print(terminal.piece_text(text, drafted), end="", soft_wrap=True)
+        else:
+            self.console.file.write(text)
+
+    def tell(self, ticket: Ticket, last: Update) -> None:
+        """Says what the answer cost, and why it ended where that is not plain to see."""
+        result, times = result_of(ticket), ticket.times
+        if result.tokens:
+            rounds = len(result.acceptance_lengths) if self.engine.lm.drafter is not None else 0
+            figures = terminal.answer_line(len(result.tokens), times.ended - times.asked, rounds, chosen(result))
+            drawn = result.seed is not None and self.sampling.seed is None
+            self.note(f"{figures} · seed {result.seed}" if drawn else figures)
+        if last.end == "cancelled":
+            self.note("stopped" if result.text else "stopped; the turn is left out")
+        elif last.end == "length" and result.prompt_tokens + len(result.tokens) >= self.engine.context:
+            self.note(f"the context of {self.engine.context} tokens is full: /reset forgets all turns", "red")
+        elif last.end == "length":
+            self.note(f"ended at --max-new-tokens {self.sampling.max_new_tokens}")
+        elif last.end == "error":
+            self.note(f"{last.error}; the turn is left out", "red")
+
+
+def result_of(ticket: Ticket) -> Result:
+    """All that came of a request that has ended."""
+    assert ticket.result is not None, "an update that ends a request comes after its result"
+    return ticket.result
+
+
+def chosen(result: Result) -> dict[str, Any]:
+    """What its rounds did, where that was chosen: the `choices` of docs/metrics.md."""
+    counts, rounds = Counter(result.choices), len(result.choices)
+    return {
+        "choices": [
+            {"drafter": choice.drafter, "block_size": choice.width, "rounds": n, "share_of_rounds": n / rounds}
+            for choice, n in counts.items()
+        ]
+    }
+
+
+@contextmanager
+def stopped_by_interrupt(stop: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C calls `stop`, and does no more than that; a second one interrupts as ever."""
+
+    def once(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, before)
+        stop()
+
+    before = signal.signal(signal.SIGINT, once)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def chat(
+    model: str | None = None,
+    /,
+    *,
+    system: str = "",
+    context: int | None = None,
+    models: ModelOptions = ModelOptions(),
+    options: AnswerOptions = AnswerOptions(),
+) -> None:
+    """Chats with a model in the terminal.
+
+    Parameters
+    ----------
+    model
+        A folder, a Hugging Face id, or "demo", as --model.
+    system
+        What the model is told before the first turn.
+    context
+        The most tokens of a conversation, rounded up to a multiple of 256; by default the model's own context, or 8192 if that
+        is longer.
+    """
+    models, sampling = named_model(model, models), options.sampling()
+    if context is not None and context < 1:
+        raise ValueError(f"expected --context of at least 1, found {context}")
+    console = Console(highlight=False, emoji=False)
+    talk = Conversation(models.chat_template(console), system)
+    lm = models.load(console)
+    engine = Engine(lm, EngineOptions(table_for(lm, context)))
+    shown = Chat(engine, talk, sampling, console)
+    engine.warm(progress_console(shown.notes))
+    engine.start()
+    try:
+        greet(shown, models)
+        shown.run()
+    finally:
+        engine.stop()
+
+
+def table_for(lm: LanguageModel, context: int | None) -> ShapeTable:
+    """The shapes of one request at a time."""
+    longest = lm.target.max_position_embeddings
+    if context is not None and context > longest:
+        raise ValueError(f"--context {context}: the model's context is {longest}")
+    multiple = ShapeTable().chunks[-1]
+    positions = min(longest, LONGEST_CONTEXT) if context is None else context
+    return ShapeTable(batches=(1,), capacities=(-(-positions // multiple) * multiple,), widths=WIDTHS)
+
+
+def greet(shown: Chat, models: ModelOptions) -> None:
+    drafter = "no drafter" if models.drafter_name in (None, "none") else f"drafter {models.drafter_name}"
+    shown.note(f"{models.model}, {drafter}, context {shown.engine.context}; /help lists the commands")
+    if shown.conversation.template is None:
+        shown.note(f"{models.model} has no chat template: it continues the text of all turns, one after another")
+    if shown.engine.lm.drafter is not None and shown.console.is_terminal:
+        shown.console.print(terminal.legend())

@@ -1,0 +1,368 @@
+"""The chat page, in a browser where there is one: what it shows, what it asks, and what it does when things go wrong."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server import browser
+from server.browser import Browser, Page
+from server.conftest import Client, on_a_port
+from server.fake import FakeEngine
+from server.scripted import Script, serving, stream, until_gone
+from tilewright.server.page import CSP, PAGE, policy
+
+HTML = PAGE.decode()
+REPORT = Path(__file__).parents[2] / "src" / "tilewright" / "report"
+
+NGRAM = "ngram, block 16"
+HELLO = [
+    ([("Hel", False)], 0, "plain"),
+    ([("lo,", True), (" wor", True), ("", True), ("ld", False)], 15, NGRAM),
+    ([("!", True), ("\n", False)], 3, NGRAM),
+]
+"""Three rounds of 7 tokens in all, of which 4 were drafted and one has no text yet."""
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    program = browser.find()
+    if program is None:
+        pytest.skip(f"needs a browser: none of {', '.join(browser.NAMES)} is installed")
+    started = Browser(program, tmp_path_factory.mktemp("profile"))
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+def address(script: Script) -> Iterator[str]:
+    yield from serving(script)
+
+
+@pytest.fixture
+def page(chromium: Browser, address: str, script: Script) -> Iterator[Page]:
+    """The page, just opened; at its end nothing has violated its policy or gone wrong unseen."""
+    tab = chromium.page()
+    tab.open(address)
+    tab.wait("document.title !== 'Tilewright'")
+    yield tab
+    assert tab.complaints() == []
+    tab.close()
+    script.gone.set()
+
+
+def say(page: Page, text: str) -> None:
+    """Sends a message, and waits until the answer has ended."""
+    page.fill("#said", text)
+    page.press("Enter")
+    page.wait("!document.querySelector('#send').hidden")
+
+
+def classes(page: Page) -> list[str]:
+    return page.value("[...document.querySelectorAll('.t')].map((each) => each.className)")
+
+
+def test_an_answer_shows_its_tokens_and_its_figures(page: Page, script: Script):
+    script.answers = [stream(HELLO)]
+    assert page.text("#model") == "small, context 2,048"
+    assert page.value("document.activeElement.id") == "said"
+    say(page, "Hi")
+    assert page.texts(".said") == ["Hi"]
+    assert page.texts(".t") == ["Hel", "lo,", " wor", "ld", "!", "\n"]
+    assert classes(page) == ["t target", "t accepted", "t accepted", "t target", "t accepted", "t target"]
+    assert [page.text(f"#{name}") for name in ("tau", "width")] == ["2.33", NGRAM]
+    (cost,) = page.texts(".cost")
+    assert re.fullmatch(rf"7 tokens in \d+\.\d\d s · [\d,]+ tokens/s · τ 2\.33 · {NGRAM} 67% · plain 33%", cost)
+    assert f" · {page.text('#rate')} tokens/s" in cost
+    heights = "[...document.querySelectorAll('#bars .{}')].map((each) => Number(each.getAttribute('height')))"
+    assert page.value(heights.format("accepted")) == [0, 3, 1]
+    assert page.value(heights.format("target")) == [1, 1, 1]
+    (asked,) = script.asked
+    assert asked.path == "/v1/chat/completions"
+    options = {"include_usage": True, "include_rounds": True}
+    messages = [{"role": "user", "content": "Hi"}]
+    assert asked.body == {"model": "small", "stream": True, "stream_options": options, "messages": messages}
+    assert "Authorization" not in asked.headers
+
+
+def test_tokens_are_coloured_as_the_key_says(page: Page, script: Script):
+    script.answers = [stream(HELLO)]
+    say(page, "Hi")
+    colour = "getComputedStyle(document.querySelector('{}')).backgroundColor"
+    shown = {name: page.value(colour.format(f".text .{name}")) for name in ("accepted", "target")}
+    assert shown == {"accepted": "rgb(217, 233, 246)", "target": "rgb(250, 230, 192)"}, "--accepted and --target"
+    assert page.text(".key").split() == "drafted and accepted from the target colours".split()
+    page.click("#colours")
+    assert page.value(colour.format(".text .accepted")) == "rgba(0, 0, 0, 0)"
+
+
+def test_a_conversation_and_its_settings(page: Page, script: Script):
+    script.answers = [stream(HELLO), stream(HELLO), stream(HELLO)]
+    say(page, "Hi")
+    assert page.value("document.querySelector('#settings').hidden")
+    page.click("#more")
+    assert page.value("document.querySelector('#more').getAttribute('aria-expanded')") == "true"
+    for name, text in {"system": "Be short.", "temperature": "0.7", "top_p": ".9", "max_tokens": "12", "seed": "x"}.items():
+        page.fill(f"#{name}", text)
+    say(page, "  Go on")
+    body = script.asked[1].body
+    assert body["messages"] == [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello, world!\n"},
+        {"role": "user", "content": "  Go on"},
+    ]
+    assert {name: body[name] for name in ("temperature", "top_p", "max_tokens", "seed")} == {
+        "temperature": 0.7, "top_p": 0.9, "max_tokens": 12, "seed": "x"
+    }  # fmt: skip
+    page.click("#fresh")
+    assert page.texts("#log *") == []
+    say(page, "Anew")
+    assert [each["content"] for each in script.asked[2].body["messages"]] == ["Be short.", "Anew"]
+
+
+def test_keys(page: Page, script: Script):
+    script.answers = [stream(HELLO), stream(HELLO, end=until_gone)]
+    page.press("Enter")
+    page.fill("#said", "one")
+    page.press("Enter", shift=True)
+    page.call("Input.insertText", text="two")
+    page.press("Enter")
+    page.wait("document.querySelector('.cost')")
+    assert [each.body["messages"][0]["content"] for each in script.asked] == ["one\ntwo"], "an empty message is not sent"
+    page.fill("#said", "more")
+    page.press("Enter")
+    page.wait("document.querySelectorAll('.t').length === 12")
+    page.press("Escape")
+    page.wait("!document.querySelector('#send').hidden")
+    assert script.gone.wait(browser.SECONDS)
+
+
+def test_an_answer_that_is_stopped_keeps_what_came(page: Page, script: Script):
+    script.answers = [stream(HELLO, end=until_gone), stream(HELLO)]
+    page.fill("#said", "Hi")
+    page.press("Enter")
+    page.wait("document.querySelectorAll('.t').length === 6")
+    assert page.value("[document.querySelector('#send').hidden, document.querySelector('#stop').hidden]") == [True, False]
+    assert page.text("#state") == "answering"
+    assert page.texts(".now") == ["!", "\n"], "those that came last stand out"
+    assert page.value("document.querySelector('article').getAttribute('aria-busy')") == "true"
+    page.click("#stop")
+    assert script.gone.wait(browser.SECONDS), "the server hears of it"
+    page.wait("!document.querySelector('#send').hidden")
+    assert (page.text("#state"), page.texts(".wrong"), page.texts(".now")) == ("stopped", [], [])
+    say(page, "Go on")
+    assert [each["content"] for each in script.asked[1].body["messages"]] == ["Hi", "Hello, world!\n", "Go on"]
+
+
+def check_left_out(page: Page, script: Script, message: str) -> None:
+    """The message is there to be sent again, and the next request knows nothing of the turn that failed."""
+    assert page.texts(".wrong") == [message]
+    assert page.value("document.querySelector('.wrong').getAttribute('role')") == "alert"
+    assert page.value("document.querySelector('#said').value") == "Hi"
+    page.press("Enter")
+    page.wait("document.querySelectorAll('.cost').length && !document.querySelector('#send').hidden")
+    assert script.asked[1].body["messages"] == [{"role": "user", "content": "Hi"}]
+    assert page.value("document.querySelectorAll('.said.left-out').length") == 1
+
+
+def test_an_error_is_told_as_the_server_words_it(page: Page, script: Script):
+    message = "'temperature': expected 0, or a number from 0.01 to 100, found \"<b>hot</b>\""
+    script.answers = [lambda handler: handler.error(400, message, "invalid_type"), stream(HELLO)]
+    say(page, "Hi")
+    check_left_out(page, script, message)
+
+
+def test_an_error_within_the_answer(page: Page, script: Script):
+    told = {"error": {"message": "the request could not be computed", "type": "server_error", "param": None, "code": None}}
+    script.answers = [stream(HELLO[:1], end=lambda handler: handler.event(told)), stream(HELLO)]
+    say(page, "Hi")
+    check_left_out(page, script, "the request could not be computed")
+
+
+def test_an_answer_that_breaks_off(page: Page, script: Script):
+    script.answers = [stream(HELLO[:1], end=lambda _: None), stream(HELLO)]
+    say(page, "Hi")
+    check_left_out(page, script, "the server ended the answer before its end")
+
+
+def test_an_error_without_words(page: Page, script: Script):
+    script.answers = [lambda handler: handler.send(502, "text/html", b"<p>Bad gateway"), stream(HELLO)]
+    say(page, "Hi")
+    check_left_out(page, script, "the server answers 502")
+
+
+def test_a_model_without_a_chat_template_continues_the_text(page: Page, script: Script):
+    script.answers = [lambda handler: handler.error(400, "small has none", "no_chat_template"), stream(HELLO), stream(HELLO)]
+    say(page, "def f():")
+    assert page.texts(".note:not(.wrong)") == ["This model has no chat template: it continues the text of all turns."]
+    page.click("#more")
+    page.fill("#system", "# code")
+    say(page, "def g():")
+    assert [each.path for each in script.asked] == ["/v1/chat/completions", "/v1/completions", "/v1/completions"]
+    assert script.asked[1].body["prompt"] == "def f():"
+    assert script.asked[2].body["prompt"] == "# code\n\ndef f():Hello, world!\n\n\ndef g():"
+    assert "messages" not in script.asked[2].body
+    assert page.texts(".t")[:2] == ["Hel", "lo,"]
+
+
+def test_a_server_that_tells_nothing_of_drafts(page: Page, script: Script):
+    def plain(handler: Any) -> None:
+        handler.send(200, "text/event-stream")
+        for data in (b'{"choices": [{"delta": {"content": "Hel"}}]}', b'{"choices": [{"delta": {"content": "lo"}}]}'):
+            handler.wfile.write(b": a comment\r\n\r\ndata:" + data + b"\r\n\r\n")
+        handler.event({"choices": [], "usage": {"completion_tokens": 2}})
+        handler.event(b"[DONE]")
+
+    script.answers = [plain]
+    say(page, "Hi")
+    assert page.texts(".text") == ["Hello"]
+    assert page.texts(".cost")[0].startswith("2 tokens in ")
+    assert page.text("#tau") == "–"
+
+
+def test_what_the_model_writes_is_text(page: Page, script: Script):
+    code = "<img src=x onerror='window.hacked = 1'><script>window.hacked = 1</script>"
+    script.answers = [stream([([(code, True), ("</div>", False)], 3, code)])]
+    say(page, code)
+    assert page.texts(".text, .said") == [code, code + "</div>"]
+    assert page.text("#width") == code
+    assert page.value("[window.hacked ?? 0, document.querySelectorAll('img').length]") == [0, 0]
+
+
+def test_the_policy_stops_what_is_not_the_pages_own(chromium: Browser, address: str):
+    tab = chromium.page()
+    tab.open(address)
+    tab.value("{const s = document.createElement('script'); s.textContent = 'window.hacked = 1'; document.body.append(s); 0}")
+    assert tab.value("fetch('http://127.0.0.2:9/').catch(() => 'stopped')") == "stopped"
+    assert tab.value("window.hacked ?? 0") == 0
+    assert len([text for text in tab.complaints() if "Content Security Policy" in text]) >= 2
+    tab.close()
+
+
+def test_a_key_is_asked_for_and_sent(chromium: Browser, script: Script, address: str):
+    script.key, script.answers = "secret", [stream(HELLO)]
+    tab = chromium.page()
+    tab.open(address)
+    tab.wait("!document.querySelector('#settings').hidden")
+    assert tab.text("#state") == "a valid API key is required"
+    say(tab, "Hi")
+    assert tab.texts(".wrong") == ["a valid API key is required"]
+    assert tab.value("document.activeElement.id") == "key"
+    tab.fill("#key", "secret")
+    tab.wait("document.title.startsWith('small')")
+    tab.wait("document.querySelector('#state').textContent === ''")
+    tab.value("document.querySelector('#said').focus()")
+    tab.press("Enter")
+    tab.wait("document.querySelector('.cost')")
+    assert script.asked[-1].headers["Authorization"] == "Bearer secret"
+    assert tab.value("localStorage.length + sessionStorage.length + document.cookie.length") == 0
+    tab.close()
+
+
+def test_a_server_that_warms_up_is_waited_for(chromium: Browser, script: Script, address: str):
+    script.ready = False
+    tab = chromium.page()
+    tab.open(address)
+    tab.wait("document.querySelector('#state').textContent === 'the server is warming up'")
+    script.ready = True
+    tab.wait("document.querySelector('#state').textContent === ''")
+    tab.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [320, 1280])
+def test_it_fits_its_window(chromium: Browser, script: Script, address: str, width: int, scheme: str):
+    wide = [([("x" * 300, True), ("y" * 300, False)], 15, "a drafter of a very long name, block 16")] * 3
+    script.answers = [stream(wide)]
+    tab = chromium.page(width, 640, scheme)
+    tab.open(address)
+    tab.click("#more")
+    say(tab, "z" * 300)
+    beyond = "[...document.querySelectorAll('body *')].filter((each) => each.getBoundingClientRect().right > innerWidth + 1)"
+    assert tab.value(f"{beyond}.map((each) => each.id || each.className)") == []
+    assert tab.value("document.querySelector('#composer').getBoundingClientRect().bottom <= innerHeight")
+    assert tab.value("getComputedStyle(document.body).backgroundColor") == (
+        "rgb(251, 251, 249)" if scheme == "light" else "rgb(19, 22, 25)"
+    )
+    tab.close()
+
+
+def test_it_chats_with_the_server_itself(chromium: Browser):
+    """The engine says the prompt's tokens again and again, 3 to a round of which 2 were drafted."""
+    engine = FakeEngine()
+    engine.start()
+    with on_a_port(engine, api_keys=("key",)) as real:
+        tab = chromium.page()
+        tab.open(f"{real.url}/")
+        tab.wait("!document.querySelector('#settings').hidden")
+        tab.fill("#key", "key")
+        tab.fill("#max_tokens", "6")
+        tab.wait("document.title.startsWith('demo')")
+        say(tab, "a b c")
+        tokens = engine.lm.encode("a b c\n")
+        assert tab.texts(".wrong") == []
+        assert "".join(tab.texts(".t")) == tab.text(".text") == engine.lm.tokenizer.decode([*tokens, *tokens][:6])
+        assert classes(tab) == ["t accepted", "t accepted", "t target"] * 2
+        assert (tab.text("#tau"), tab.text("#width")) == ("3.00", "ngram, 4")
+        assert tab.complaints() == []
+        tab.close()
+    engine.stop()
+
+
+def test_it_stands_at_the_root_under_its_policy(client: Client):
+    answer = client(api_keys=("key",)).get("/")
+    assert (answer.status_code, answer.content) == (200, PAGE)
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert answer.headers["content-security-policy"] == CSP
+    assert client().post("/").status_code == 405
+
+
+def test_every_control_has_a_name(page: Page):
+    unnamed = """[...document.querySelectorAll('input, textarea, button, [role], main')].filter((each) =>
+        !each.labels?.length && !each.getAttribute('aria-label') && !each.textContent.trim() && each.role !== 'status')"""
+    assert page.value(f"{unnamed}.map((each) => each.id)") == []
+
+
+def test_the_page_asks_nothing_of_anybody_else():
+    """Also where there is no browser."""
+    assert not re.search(
+        r"https?:(?!//www\.w3\.org/2000/svg\")|@import|url\(|innerHTML|outerHTML|insertAdjacentHTML|eval\(", HTML
+    )
+    assert not re.search(r"<[^>]+\s(?:on\w+|style|src|href|action)=", HTML)
+    assert "localStorage" not in HTML
+    assert PAGE.isascii() is False
+    assert '<meta charset="utf-8">' in HTML[:100]
+
+
+def test_the_policy_names_the_pages_own_script_and_style():
+    assert policy(HTML) == CSP
+    assert re.fullmatch(
+        r"default-src 'none'; connect-src 'self'; script-src 'sha256-[\w+/]{43}='; style-src 'sha256-[\w+/]{43}='; "
+        r"base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+        CSP,
+    )
+    assert policy(HTML.replace("const RECENT = 64", "const RECENT = 65")) != CSP
+
+
+def colours(css: str) -> list[dict[str, str]]:
+    """The custom properties of each scheme, light and dark."""
+    return [dict(re.findall(r"(--[\w-]+): ([^;]+);", block)) for block in re.findall(r":root \{(.*?)\}", css, re.DOTALL)]
+
+
+def test_colours_are_those_of_the_replay_page():
+    """The server imports nothing of the reports, so the page has them once more."""
+    reports = [colours((REPORT / name).read_text()) for name in ("page.css", "replay.css")]
+    theirs = [page_css | replay_css for page_css, replay_css in zip(*reports, strict=True)]
+    own = colours(HTML)
+    assert len(own) == 2
+    for mine, expected in zip(own, theirs, strict=True):
+        assert mine.items() <= expected.items()
+        assert {"--accepted", "--target", "--target-mark"} <= mine.keys()
