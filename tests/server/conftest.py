@@ -11,6 +11,7 @@ import pytest
 import uvicorn
 from starlette.testclient import TestClient
 
+import tilewright as tw
 from server.fake import FakeEngine
 from tilewright.engine.engine import Engine
 from tilewright.models.chat import ChatTemplate
@@ -40,7 +41,7 @@ def client() -> Iterator[Client]:
         fake = engine or FakeEngine()
         fake.start()
         engines.append(fake)
-        api = Api(fake, ServerOptions(**{"name": "demo", "template": TEMPLATE, **options}))
+        api = Api(fake, ServerOptions(**{"name": "demo", "version": tw.__version__, "template": TEMPLATE, **options}))
         return TestClient(make_app(api), raise_server_exceptions=False)
 
     yield made
@@ -53,7 +54,7 @@ def shared() -> Iterator[TestClient]:
     """One application for tests that leave nothing behind in it."""
     engine = FakeEngine(context=256)
     engine.start()
-    yield TestClient(make_app(Api(engine, ServerOptions("demo", TEMPLATE))), raise_server_exceptions=False)
+    yield TestClient(make_app(Api(engine, ServerOptions("demo", tw.__version__, TEMPLATE))), raise_server_exceptions=False)
     engine.stop()
 
 
@@ -69,7 +70,7 @@ class Real:
 @contextmanager
 def on_a_port(engine: Engine, **options: Any) -> Iterator[Real]:
     """Serves an engine that is ready, in a thread."""
-    api = Api(engine, ServerOptions(**{"name": "demo", "template": TEMPLATE, **options}))
+    api = Api(engine, ServerOptions(**{"name": "demo", "version": tw.__version__, "template": TEMPLATE, **options}))
     config = uvicorn.Config(make_app(api), port=0, log_config=None, access_log=False, lifespan="off", ws="none")
     http = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(http.serve()), daemon=True)

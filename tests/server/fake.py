@@ -80,8 +80,8 @@ class FakeEngine(Engine):
     lm: LanguageModel = field(default_factory=model_without_weights)
 
     def __post_init__(self) -> None:
-        self.jobs: list[Job] = []
-        self.asked: list[Ask] = []
+        self.there: list[Job] = []
+        self.taken: list[Ask] = []
         self.cancelled = 0
         self.counted = Figures(slots=8, pages=256, programs=5, warm_seconds=1.5, accepted_at=[0, 0, 0])
         self.lock, self.work, self.ending = threading.Lock(), threading.Event(), False
@@ -101,7 +101,7 @@ class FakeEngine(Engine):
             raise ValueError("the request is too long")
 
     def check_room(self, requests: int, tokens: int) -> None:
-        if len(self.jobs) + requests > self.room:
+        if len(self.there) + requests > self.room:
             self.counted.rejected += 1
             raise Overloaded("full", 2.4)
 
@@ -111,31 +111,31 @@ class FakeEngine(Engine):
         with self.lock:
             if self.ending or self.thread is None:
                 raise Stopped("no more")
-            self.asked.append(ask)
-            ticket = Ticket(ask, len(self.asked) - 1)
+            self.taken.append(ask)
+            ticket = Ticket(ask, len(self.taken) - 1)
             ticket.times.asked = time.monotonic()
             decoder = StreamDecoder(self.lm.tokenizer)
-            self.jobs.append(Job(ticket, listener, Request(0, list(ask.prompt), ask.sampling, decoder)))
+            self.there.append(Job(ticket, listener, Request(0, list(ask.prompt), ask.sampling, decoder)))
         self.work.set()
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
         with self.lock:
-            for job in self.jobs:
+            for job in self.there:
                 job.cancelled |= job.ticket is ticket
 
     def figures(self) -> Figures:
-        self.counted.running, self.counted.step_age_s = len(self.jobs), self.step_age_s
+        self.counted.running, self.counted.step_age_s = len(self.there), self.step_age_s
         return self.counted
 
     def stop(self, drain_s: float = 0.0) -> bool:
         self.ending = True
         end = time.monotonic() + drain_s
-        while self.jobs and time.monotonic() < end:
+        while self.there and time.monotonic() < end:
             time.sleep(0.005)
         with self.lock:
-            drained = not self.jobs
-            for job in self.jobs:
+            drained = not self.there
+            for job in self.there:
                 job.cancelled = True
         self.go.set()
         self.work.set()
@@ -144,17 +144,17 @@ class FakeEngine(Engine):
         return drained
 
     def run(self) -> None:
-        while not (self.ending and not self.jobs):
+        while not (self.ending and not self.there):
             self.work.wait(0.05)
             self.go.wait(10)
             time.sleep(self.pause_s)
-            for job in list(self.jobs):
+            for job in list(self.there):
                 try:
                     self.advance(job)
                 except Exception:  # nobody waits for ever
                     job.listener(Update(end="error"))
                     raise
-            if not self.jobs:
+            if not self.there:
                 self.work.clear()
 
     def advance(self, job: Job) -> None:
@@ -180,7 +180,7 @@ class FakeEngine(Engine):
         rounds_told: tuple[Round, ...] = ()
         if end is None:
             at = len(request.tokens) % len(ask.prompt)
-            coming = list(islice([*ask.prompt[at:], *ask.prompt * self.per_update], self.per_update))
+            coming = list(islice([*ask.prompt[at:], *list(ask.prompt) * self.per_update], self.per_update))
             pieces = request.add_round(coming, 3, self.per_update - 1, self.lm.target.eos_token_ids)
             tokens = tuple(
                 Token(one.token, one.text, one.drafted, None if ask.logprobs is None else self.logprobs(one.token, ask))
@@ -196,7 +196,7 @@ class FakeEngine(Engine):
             ticket.result = request.result()
             self.counted.ended[end] = self.counted.ended.get(end, 0) + 1
             with self.lock:
-                self.jobs.remove(job)
+                self.there.remove(job)
         error = "the engine failed" if end == "error" else ""
         try:
             job.listener(Update(tokens, rounds_told, end, told, error))

@@ -23,7 +23,7 @@ def chat(client: TestClient, **body: Any) -> dict[str, Any]:
 
 
 def prompt_of(engine: FakeEngine) -> str:
-    return engine.lm.tokenizer.decode(list(engine.asked[-1].prompt))
+    return engine.lm.tokenizer.decode(list(engine.taken[-1].prompt))
 
 
 def test_an_answer_is_a_message(client: Client):

@@ -128,12 +128,12 @@ def test_a_client_that_goes_away_ends_its_requests(real: Real, stream: bool, gen
     host, port = real.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
-        assert until(lambda: len(engine.jobs) == 2)
+        assert until(lambda: len(engine.there) == 2)
         if generated:
-            assert until(lambda: all(len(job.request.tokens) > 3 for job in engine.jobs))
-    assert until(lambda: all(job.cancelled for job in engine.jobs))
+            assert until(lambda: all(len(job.request.tokens) > 3 for job in engine.there))
+    assert until(lambda: all(job.cancelled for job in engine.there))
     engine.go.set()
-    assert until(lambda: not engine.jobs)
+    assert until(lambda: not engine.there)
     assert engine.cancelled == before + 2
     engine.pause_s = 0.0
 

@@ -81,7 +81,7 @@ def test_two_keys_at_once_are_none(client: Client):
 )
 def test_options_out_of_range_are_refused(fields: dict[str, object], said: str):
     with pytest.raises(ValueError, match=said):
-        ServerOptions(**{"name": "demo", **fields})  # type: ignore[arg-type]
+        ServerOptions(**{"name": "demo", "version": "0.1", **fields})  # type: ignore[arg-type]
 
 
 def test_browsers_read_answers_only_from_origins_that_are_allowed(client: Client):
@@ -110,7 +110,7 @@ def test_a_full_queue_is_a_503_that_says_when_to_come_back(client: Client):
     answer = client(engine).post("/v1/completions", json=ASK | {"n": 2})
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
     assert answer.json()["error"]["code"] == "server_overloaded"
-    assert not engine.asked
+    assert not engine.taken
     assert client(engine).post("/v1/completions", json=ASK).status_code == 200
 
 
@@ -151,14 +151,14 @@ def test_what_was_submitted_is_given_up_when_the_rest_is_refused(client: Client,
     real = engine.submit
 
     def submit(ask: object, listener: object) -> object:
-        if len(engine.jobs) == 2:
+        if len(engine.there) == 2:
             monkeypatch.undo()
         return real(ask, listener)  # type: ignore[arg-type]
 
     monkeypatch.setattr(engine, "submit", submit)
     answer = client(engine).post("/v1/completions", json=ASK | {"n": 3})
     assert answer.status_code == 503
-    assert [job.cancelled for job in engine.jobs] == [True, True]
+    assert [job.cancelled for job in engine.there] == [True, True]
     engine.go.set()
 
 

@@ -21,7 +21,7 @@ TOGETHER = {"invalid_value", "context_length_exceeded"}
 def app() -> Iterator[Any]:
     engine = FakeEngine(context=512, per_update=16)
     engine.start()
-    yield make_app(Api(engine, ServerOptions("demo", TEMPLATE)))
+    yield make_app(Api(engine, ServerOptions("demo", "0.1", TEMPLATE)))
     engine.stop()
 
 
@@ -59,7 +59,7 @@ def check_all(description: Any, label: str, mode: GenerationMode, examples: int)
 
     @settings(
         max_examples=examples, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
     )  # fmt: skip
     @given(case=operation.as_strategy(generation_mode=mode))
     def called(case: Any) -> None:

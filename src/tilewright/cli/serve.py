@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 from rich.console import Console
 
+from tilewright import __version__
 from tilewright.cli.common import DEMO, ModelOptions, named_model, progress_console
 from tilewright.decode.drafters.load import NGRAM
 from tilewright.engine.engine import Engine
@@ -145,6 +146,7 @@ class HttpOptions:
             raise ValueError(f"expected --drain of at least 0, found {self.drain}")
         return ServerOptions(
             name=name if self.served_model_name is None else self.served_model_name,
+            version=__version__,
             template=template,
             api_keys=self.api_key,
             origins=self.allow_origin,

@@ -28,7 +28,7 @@ Body = TypeVar("Body", bound=ModelBody)
 PARSED_HERE = 65_536
 """Bytes of a body that are parsed at once; longer ones are parsed in a thread, for others wait meanwhile."""
 TOKENISERS = 2
-"""Threads that parse long bodies and tokenise."""
+"""Threads that read long bodies and tokenise."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class ServerOptions:
 
     Attributes:
         name: of the model, as clients know it.
+        version: of this software.
         template: the model's chat template; None where it has none.
         api_keys: one of which a request must bring; none for no check.
         origins: of web pages that browsers let read the answers (CORS); "*" for all.
@@ -47,6 +48,7 @@ class ServerOptions:
     """
 
     name: str
+    version: str
     template: ChatTemplate | None = None
     api_keys: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
@@ -86,7 +88,9 @@ class Api:
     threads: ThreadPoolExecutor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.served = Served(self.engine, self.options.name, int(time.time()), TokenTexts(self.engine.lm.tokenizer))
+        self.served = Served(
+            self.engine, self.options.name, self.options.version, int(time.time()), TokenTexts(self.engine.lm.tokenizer)
+        )
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(self.engine, self.options.name))
         self.timings = Timings(self.registry, self.options.name)

@@ -7,7 +7,6 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from tilewright import __version__
 from tilewright.server.api import Api
 from tilewright.server.errors import ApiError
 from tilewright.server.generation import Disconnected
@@ -23,7 +22,7 @@ def make_app(api: Api) -> ASGIApp:
     """All routes, behind keys if there are any; the outermost layer gives every request its id."""
     # The pages that FastAPI offers for its description load scripts from elsewhere.
     routes = FastAPI(
-        title="Tilewright", version=__version__, description="An OpenAI-compatible server.", docs_url=None, redoc_url=None,
+        title="Tilewright", version=api.options.version, description="For OpenAI's clients.", docs_url=None, redoc_url=None,
         redirect_slashes=False,
     )  # fmt: skip
     for group in (generation_routes, token_routes, state_routes):

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from tilewright import __version__
 from tilewright.decode.acceptance import num_spec_tokens, speculative_decoding
 from tilewright.engine.engine import Engine
 from tilewright.engine.request import EndReason, Ticket, Token, TokenLogprobs, Update
@@ -41,10 +40,17 @@ FINISHES: Mapping[EndReason, FinishReason] = {"eos": "stop", "stop": "stop", "le
 
 @dataclass(frozen=True)
 class Served:
-    """What all answers need: the engine, the model's public name, when the server began (in Unix seconds), its tokens."""
+    """What all answers need.
+
+    Attributes:
+        name: of the model, as clients know it.
+        version: of this software.
+        created: when the server began, in Unix seconds.
+    """
 
     engine: Engine
     name: str
+    version: str
     created: int
     texts: TokenTexts
 
@@ -78,7 +84,11 @@ class Form(ABC):
 
     def __post_init__(self) -> None:
         self.generated = [0] * len(self.plan.asks)
-        self.root = {"created": int(time.time()), "model": self.served.name, "system_fingerprint": f"tilewright-{__version__}"}
+        self.root = {
+            "created": int(time.time()),
+            "model": self.served.name,
+            "system_fingerprint": f"tilewright-{self.served.version}",
+        }
 
     def begins(self, index: int) -> bool:
         """Whether nothing of a choice has been shown yet."""
@@ -195,9 +205,9 @@ class ChatForm(Form):
             return None
         first = self.begins(index)
         self.generated[index] += len(update.tokens)
-        delta = Delta(
-            **({"role": "assistant"} if first else {}), **({"content": text_of(update.tokens)} if update.tokens else {})
-        )
+        delta = Delta(role="assistant") if first else Delta()
+        if update.tokens:
+            delta.content = text_of(update.tokens)
         found, reason = self.logprobs(index, update), self.finish(update)
         choice = ChatChunkChoice(index=index, delta=delta, logprobs=found, finish_reason=reason)
         return ChatChunk(**self.root, object="chat.completion.chunk", choices=[choice])

@@ -7,7 +7,6 @@ from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
-from tilewright import __version__
 from tilewright.server.api import Api
 from tilewright.server.asks import rendered
 from tilewright.server.errors import ApiError
@@ -73,7 +72,7 @@ def generation_routes(api: Api) -> APIRouter:
         openapi_extra=takes(ChatBody),
         responses={200: {"model": Chat, "content": EVENTS}, **errors(*GENERATING)},
     )
-    async def chat_completions(request: Request) -> Response:
+    async def chats(request: Request) -> Response:
         """Answers a conversation, put into the model's chat template."""
         return await generated(api, request, await api.body(request, ChatBody), ChatForm)
 
@@ -154,7 +153,7 @@ def state_routes(api: Api) -> APIRouter:
         return answer(ModelList(object="list", data=[model()]))
 
     @router.get("/v1/models/{name:path}", responses={200: {"model": Model}, **errors(404)})
-    async def model_named(name: str) -> Response:
+    async def named(name: str) -> Response:
         """The model of this name."""
         if name != api.options.name:
             api.model_unknown(name)
@@ -184,6 +183,6 @@ def state_routes(api: Api) -> APIRouter:
     @router.get("/version", responses={200: {"model": Version}})
     async def version() -> Response:
         """The version of this software."""
-        return answer(Version(version=__version__))
+        return answer(Version(version=api.options.version))
 
     return router
