@@ -1,0 +1,223 @@
+"""Requests put to the engine in every order, and what it gives for them, for `verify-exact`."""
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from queue import Empty, SimpleQueue
+from typing import Literal
+
+import numpy as np
+
+from tilewright.bench.exact import Answer, Asked, Plain, Ran, made_of
+from tilewright.decode.language_model import LanguageModel
+from tilewright.decode.sampling import Sampling
+from tilewright.decode.shapes import ShapeTable
+from tilewright.decode.team import Team
+from tilewright.engine.engine import Engine
+from tilewright.engine.options import EngineOptions
+from tilewright.engine.request import Ask, Figures, Ticket, Update
+
+Order = Literal["given", "reversed", "shuffled"]
+
+PAGE_SIZE = 16
+"""The smallest there is: requests cross pages, run out of them and share them most often."""
+PATIENCE_S = 300.0
+"""How long nothing may come of anything before the engine counts as stuck."""
+SCARCE = 0.4
+"""Of the pages that as many requests as there are slots may come to need, how many a scarce pool has."""
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """How requests come.
+
+    Attributes:
+        together: the most at a time; None for all at once.
+        every: tokens that come of earlier ones between two arrivals.
+        again: requests that begin like earlier ones follow.
+        strangers: beside each request there is another, given up when its first tokens come.
+        scarce: the pool is too small for those that run.
+    """
+
+    name: str
+    order: Order = "given"
+    together: int | None = None
+    every: int = 0
+    again: bool = False
+    strangers: bool = False
+    scarce: bool = False
+
+
+ARRIVALS = {
+    each.name: each for each in (
+        Arrivals("as given"),
+        Arrivals("reversed", "reversed"),
+        Arrivals("shuffled", "shuffled"),
+        Arrivals("staggered", every=6),
+        Arrivals("prefix hits", again=True),
+        Arrivals("preempted", scarce=True),
+        Arrivals("neighbours cancelled", strangers=True),
+        Arrivals("everything", "shuffled", every=6, again=True, strangers=True, scarce=True),
+    )
+}  # fmt: skip
+"""By name; "everything" is all of them at once."""
+
+
+def make_engine(lm: LanguageModel, batches: Sequence[int], capacity: int) -> Engine:
+    """An engine that is ready, with as many slots as the largest batch."""
+    table = ShapeTable(tuple(engine_batches(lm.drafter, batches)), (capacity,), lm.table.chunks)
+    # The queue takes all that is asked at once.
+    engine = Engine(lm, EngineOptions(table, PAGE_SIZE, queue_requests=2**20, queue_tokens=2**30))
+    engine.warm()
+    engine.start()
+    return engine
+
+
+@dataclass
+class Client:
+    """Asks and listens.
+
+    Attributes:
+        heard: all updates, each with the place of its request; strangers have places below 0.
+        tokens: of each request, as they came.
+        running, strangers: the tickets of those that have not ended, by place.
+        since: tokens of requests since the last one was asked.
+    """
+
+    engine: Engine
+    asked: Sequence[Asked]
+    arrivals: Arrivals
+    heard: SimpleQueue[tuple[int, Update]] = field(default_factory=SimpleQueue)
+    tokens: list[list[int]] = field(default_factory=list)
+    running: dict[int, Ticket] = field(default_factory=dict)
+    strangers: dict[int, Ticket] = field(default_factory=dict)
+    since: int = 0
+    problem: str = ""
+
+    def run(self) -> None:
+        """Until all have ended, or the engine is stuck."""
+        self.tokens = [[] for _ in self.asked]
+        left = deque(range(len(self.asked)))
+        while left or self.running or self.strangers:
+            while left and self.may_ask():
+                self.ask(left.popleft())
+            try:
+                self.take(*self.heard.get(timeout=PATIENCE_S))
+            except Empty:
+                self.problem = f"the engine was stuck: nothing came in {PATIENCE_S:g} s"
+                for ticket in [*self.running.values(), *self.strangers.values()]:
+                    self.engine.cancel(ticket)
+                return
+
+    def may_ask(self) -> bool:
+        together = len(self.asked) if self.arrivals.together is None else self.arrivals.together
+        return not self.running or (len(self.running) < together and self.since >= self.arrivals.every)
+
+    def ask(self, place: int) -> None:
+        asked, self.since = self.asked[place], 0
+        if self.arrivals.strangers:
+            sampling = replace(asked.sampling, ignore_eos=True, stop=())
+            self.strangers[-1 - place] = self.submit(-1 - place, asked.prompt[::-1], sampling)
+        self.running[place] = self.submit(place, asked.prompt, asked.sampling)
+
+    def submit(self, place: int, prompt: Sequence[int], sampling: Sampling) -> Ticket:
+        return self.engine.submit(Ask(prompt, sampling), lambda update: self.heard.put((place, update)))
+
+    def take(self, place: int, update: Update) -> None:
+        """Takes in what came of a request, or of a stranger."""
+        if place < 0:
+            if update.end is not None:
+                del self.strangers[place]
+            elif update.tokens:
+                self.engine.cancel(self.strangers[place])
+        else:
+            self.tokens[place] += [each.token for each in update.tokens]
+            self.since += len(update.tokens)
+            if update.end is not None:
+                del self.running[place]
+        if update.end == "error":
+            self.problem = update.error
+
+
+class EnginePath:
+    """Runs requests through one engine as they arrive.
+
+    Args:
+        seed: of the shuffled order.
+    """
+
+    def __init__(self, engine: Engine, plain: Plain, arrivals: Arrivals, seed: int):
+        self.engine, self.plain, self.arrivals, self.seed = engine, plain, arrivals, seed
+
+    def __call__(self, asked: Sequence[Asked]) -> Ran:
+        in_order = [asked[n] for n in self.order(len(asked))]
+        if self.arrivals.again:
+            in_order += [each for one in in_order for each in made_of(self.plain, one)]
+        client = Client(self.engine, in_order, self.arrivals)
+        self.engine.pages.forget()  # nothing that an earlier path left is found
+        before = self.engine.figures()
+        with self.scarcity(in_order) as held:
+            client.run()
+            problem = client.problem or left_over(self.engine, held)
+        exercised = exercised_between(before, self.engine.figures())
+        answers = [Answer(one, tokens) for one, tokens in zip(in_order, client.tokens, strict=True)]
+        return Ran(answers, exercised, self.lacking(exercised), problem)
+
+    def order(self, count: int) -> list[int]:
+        if self.arrivals.order == "shuffled":
+            return np.random.default_rng(self.seed).permutation(count).tolist()
+        return list(range(count))[:: -1 if self.arrivals.order == "reversed" else 1]
+
+    @contextmanager
+    def scarcity(self, asked: Sequence[Asked]) -> Iterator[int]:
+        """Holds pages back if they are to be scarce, but those that each request needs by itself; yields how many.
+
+        The engine has nothing to do when this begins and ends, so that its accounts stand still.
+        """
+        pages, widest = self.engine.pages, 1 if self.engine.lm.drafter is None else self.engine.lm.drafter.block_size
+        needs = sorted(self.engine.scheduler.pages_for(each.end + widest) for each in asked)
+        left = max(needs[-1], int(SCARCE * sum(needs[-len(self.engine.scheduler.seats) :])))
+        held = pages.take(max(0, pages.free - left)) if self.arrivals.scarce else []
+        assert held is not None, "no more pages are taken than are free"
+        yield len(held)
+        pages.release(held)
+
+    def lacking(self, exercised: dict[str, int]) -> list[str]:
+        """What should have happened and did not."""
+        wanted = {
+            "preemptions": self.arrivals.scarce,
+            "prefix tokens": self.arrivals.again,
+            "cancelled": self.arrivals.strangers,
+        }
+        wanted["accepted drafts"] = self.engine.lm.drafter is not None
+        return [name for name, needed in wanted.items() if needed and not exercised.get(name)]
+
+
+def left_over(engine: Engine, held: int) -> str:
+    """What an engine that has nothing to do still holds, besides `held` pages; empty if nothing."""
+    until = time.monotonic() + PATIENCE_S
+    while engine.busy and time.monotonic() < until:  # a dispatch behind the last end is still to be read
+        time.sleep(0.001)
+    figures = engine.figures()
+    kept = {"running": figures.running, "waiting": figures.waiting, "pages": figures.pages_used - held}
+    return ", ".join(f"{count} {name} left over" for name, count in kept.items() if count)
+
+
+def exercised_between(before: Figures, after: Figures) -> dict[str, int]:
+    """What an engine has done between two looks."""
+    counted = {
+        "rounds": after.rounds - before.rounds,
+        "accepted drafts": after.accepted - before.accepted,
+        "preemptions": after.preemptions - before.preemptions,
+        "prefix tokens": after.prefix_hits - before.prefix_hits,
+        "cancelled": after.ended.get("cancelled", 0) - before.ended.get("cancelled", 0),
+    }
+    widths = {f"of {name}": count - before.widths.get(name, 0) for name, count in after.widths.items() if name != "fixed"}
+    return {name: count for name, count in (counted | widths).items() if count}
+
+
+def engine_batches(drafter: object, batches: Sequence[int]) -> list[int]:
+    """The numbers of rows that an engine compiles rounds for: of a team, which has many programs, the least and the most."""
+    return sorted({batches[0], batches[-1]} if isinstance(drafter, Team) else set(batches))
