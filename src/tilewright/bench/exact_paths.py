@@ -1,4 +1,4 @@
-"""The ways that `verify-exact` holds against plain decoding, drafter by drafter: in batches, in other widths, through engines."""
+"""The ways that `verify-exact` holds against plain decoding, drafter by drafter: batches, other widths, engines."""
 
 import time
 from collections import Counter
