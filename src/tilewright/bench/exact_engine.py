@@ -12,7 +12,6 @@ import numpy as np
 
 from tilewright.bench.exact import Answer, Asked, Plain, Ran, made_of
 from tilewright.decode.language_model import LanguageModel
-from tilewright.decode.sampling import Sampling
 from tilewright.decode.shapes import ShapeTable
 from tilewright.decode.team import Team
 from tilewright.engine.engine import Engine
@@ -38,6 +37,7 @@ class Arrivals:
         every: tokens that come of earlier ones between two arrivals.
         again: requests that begin like earlier ones follow.
         strangers: beside each request there is another, given up when its first tokens come.
+        scored: every third request asks for log-probabilities, and every sixth for those of its prompt.
         scarce: the pool is too small for those that run.
     """
 
@@ -47,6 +47,7 @@ class Arrivals:
     every: int = 0
     again: bool = False
     strangers: bool = False
+    scored: bool = False
     scarce: bool = False
 
 
@@ -59,17 +60,19 @@ ARRIVALS = {
         Arrivals("prefix hits", again=True),
         Arrivals("preempted", scarce=True),
         Arrivals("neighbours cancelled", strangers=True),
-        Arrivals("everything", "shuffled", every=6, again=True, strangers=True, scarce=True),
+        Arrivals("log-probabilities", scored=True),
+        Arrivals("everything", "shuffled", every=6, again=True, strangers=True, scored=True, scarce=True),
     )
 }  # fmt: skip
 """By name; "everything" is all of them at once."""
 
 
 def make_engine(lm: LanguageModel, batches: Sequence[int], capacity: int) -> Engine:
-    """An engine that is ready, with as many slots as the largest batch."""
-    table = ShapeTable(tuple(engine_batches(lm.drafter, batches)), (capacity,), lm.table.chunks)
+    """An engine that is ready, with as many slots as the largest batch. A compile that it asks for is counted, not refused."""
+    widths = lm.drafter.widths if isinstance(lm.drafter, Team) else ()
+    table = ShapeTable(tuple(batches), (capacity,), lm.table.chunks, widths)
     # The queue takes all that is asked at once.
-    engine = Engine(lm, EngineOptions(table, PAGE_SIZE, queue_requests=2**20, queue_tokens=2**30))
+    engine = Engine(lm, EngineOptions(table, PAGE_SIZE, queue_requests=2**20, queue_tokens=2**30, guard="off"))
     engine.warm()
     engine.start()
     return engine
@@ -119,11 +122,13 @@ class Client:
         asked, self.since = self.asked[place], 0
         if self.arrivals.strangers:
             sampling = replace(asked.sampling, ignore_eos=True, stop=())
-            self.strangers[-1 - place] = self.submit(-1 - place, asked.prompt[::-1], sampling)
-        self.running[place] = self.submit(place, asked.prompt, asked.sampling)
+            self.strangers[-1 - place] = self.submit(-1 - place, Ask(asked.prompt[::-1], sampling))
+        scored = self.arrivals.scored and place % 3 == 0
+        ask = Ask(asked.prompt, asked.sampling, 2 if scored else None, scored and place % 6 == 0)
+        self.running[place] = self.submit(place, ask)
 
-    def submit(self, place: int, prompt: Sequence[int], sampling: Sampling) -> Ticket:
-        return self.engine.submit(Ask(prompt, sampling), lambda update: self.heard.put((place, update)))
+    def submit(self, place: int, ask: Ask) -> Ticket:
+        return self.engine.submit(ask, lambda update: self.heard.put((place, update)))
 
     def take(self, place: int, update: Update) -> None:
         """Takes in what came of a request, or of a stranger."""
@@ -155,13 +160,18 @@ class EnginePath:
         in_order = [asked[n] for n in self.order(len(asked))]
         if self.arrivals.again:
             in_order += [each for one in in_order for each in made_of(self.plain, one)]
+        for each in in_order:
+            self.plain.answer(each)  # whatever that compiles is not the engine's doing
         client = Client(self.engine, in_order, self.arrivals)
         self.engine.pages.forget()  # nothing that an earlier path left is found
         before = self.engine.figures()
         with self.scarcity(in_order) as held:
             client.run()
             problem = client.problem or left_over(self.engine, held)
-        exercised = exercised_between(before, self.engine.figures())
+        after = self.engine.figures()
+        if after.compilations > before.compilations:
+            problem = problem or f"{after.compilations - before.compilations} programs compiled while requests ran"
+        exercised = exercised_between(before, after)
         answers = [Answer(one, tokens) for one, tokens in zip(in_order, client.tokens, strict=True)]
         return Ran(answers, exercised, self.lacking(exercised), problem)
 
@@ -216,8 +226,3 @@ def exercised_between(before: Figures, after: Figures) -> dict[str, int]:
     }
     widths = {f"of {name}": count - before.widths.get(name, 0) for name, count in after.widths.items() if name != "fixed"}
     return {name: count for name, count in (counted | widths).items() if count}
-
-
-def engine_batches(drafter: object, batches: Sequence[int]) -> list[int]:
-    """The numbers of rows that an engine compiles rounds for: of a team, which has many programs, the least and the most."""
-    return sorted({batches[0], batches[-1]} if isinstance(drafter, Team) else set(batches))

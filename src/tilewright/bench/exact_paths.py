@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tilewright.bench.exact import Answer, Asked, Finding, Plain, Ran, requests_of
-from tilewright.bench.exact_engine import ARRIVALS, Arrivals, EnginePath, engine_batches, make_engine
+from tilewright.bench.exact_engine import ARRIVALS, Arrivals, EnginePath, make_engine
 from tilewright.bench.figures import BASELINE
 from tilewright.decode.drafters.base import Drafter
 from tilewright.decode.language_model import LanguageModel
@@ -43,6 +43,8 @@ class Effort:
         widths: of blocks, besides each drafter's own.
         alone, served: kinds of sampling without the engine, and with it.
         arrivals: names of `exact_engine.ARRIVALS`.
+        whole_team: a team's engine has rounds for all numbers of rows, as the others, and not for the most alone: its programs
+            are many.
     """
 
     requests: int
@@ -52,12 +54,17 @@ class Effort:
     alone: tuple[str, ...]
     served: tuple[str, ...]
     arrivals: tuple[str, ...]
+    whole_team: bool = False
+
+    def engine_batches(self, drafter: object) -> tuple[int, ...]:
+        """The numbers of rows that an engine with this drafter compiles rounds for."""
+        return self.batches if self.whole_team or not isinstance(drafter, Team) else self.batches[-1:]
 
 
 EVERY = ("greedy", "sampled", "penalised", "mixed")
 QUICK = Effort(6, 24, (1, 4), (), ("greedy", "sampled"), ("greedy", "mixed"), ("as given", "everything"))
 USUAL = Effort(16, 48, (1, 4, 8), (4,), ("greedy", "sampled", "penalised"), ("greedy", "mixed"), tuple(ARRIVALS))
-THOROUGH = Effort(64, 128, (1, 2, 4, 8), (2, 4, 8), EVERY, EVERY, tuple(ARRIVALS))
+THOROUGH = Effort(64, 128, (1, 2, 4, 8), (2, 4, 8), EVERY, EVERY, tuple(ARRIVALS), whole_team=True)
 
 
 class Alone(NamedTuple):
@@ -152,16 +159,16 @@ class Verification:
         blocks = [Alone(f"one at a time, block {n}", 1, n) for n in self.effort.widths if n < block_size(drafter)]
         return [*own, *blocks, *(Alone(f"batches of {n}", n) for n in batches[1:])]
 
-    def served(self, drafter: Any) -> list[Arrivals]:
-        """The ways of a drafter through an engine."""
-        few = engine_batches(drafter, self.effort.batches)[:-1] if "as given" in self.effort.arrivals else []
+    def served(self) -> list[Arrivals]:
+        """The ways of each drafter through an engine."""
+        few = [n for n in self.effort.batches[:-1] if "as given" in self.effort.arrivals]
         return [*(Arrivals(f"{n} at a time", together=n) for n in few), *(ARRIVALS[name] for name in self.effort.arrivals)]
 
     def count(self) -> int:
         """How many findings there will be."""
         every = [drafter for drafter, _ in self.drafters.values()]
         return sum(
-            len(self.alone(one)) * len(self.effort.alone) + len(self.served(one)) * len(self.effort.served) for one in every
+            len(self.alone(one)) * len(self.effort.alone) + len(self.served()) * len(self.effort.served) for one in every
         )
 
     def findings(self, on_path: Callable[[str], None] = lambda name: None) -> Iterator[Finding]:
@@ -177,9 +184,10 @@ class Verification:
                 lm.pacing = None  # rounds are drawn
                 yield from self.run(name, way.name, self.effort.alone, AlonePath(lm, way.batch, self.seed), on_path)
             on_path(f"{name}: the engine compiles")
-            engine = make_engine(self.base.with_drafter(drafter, params), self.effort.batches, self.capacity)
+            lm = self.base.with_drafter(drafter, params)
+            engine = make_engine(lm, self.effort.engine_batches(drafter), self.capacity)
             try:
-                for arrivals in self.served(drafter):
+                for arrivals in self.served():
                     path = EnginePath(engine, self.plain, arrivals, self.seed)
                     yield from self.run(name, f"engine, {arrivals.name}", self.effort.served, path, on_path)
             finally:
