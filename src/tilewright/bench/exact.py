@@ -27,8 +27,6 @@ STOP = ("\n\n",)
 """What ends every fourth of the mixed requests besides."""
 SHORTER = (1.0, 0.75, 1.0, 0.4)
 """Of the length limit, by turns: rows end at different times."""
-SHOWN_DIGITS = 10
-"""Of a hash."""
 
 
 @dataclass(frozen=True)

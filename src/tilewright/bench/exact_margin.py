@@ -42,10 +42,9 @@ def top_margin(lm: LanguageModel, text: Sequence[int]) -> float:
     return float(first - second)
 
 
-def score_lead(
-    lm: LanguageModel, sampling: Sampling, prompt: Sequence[int], text: Sequence[int], one: int, other: int
-) -> float | None:
-    """How far token `one` is ahead of `other` in what a draw behind a text compares; None where filters leave one of them out.
+def draw_scores(lm: LanguageModel, sampling: Sampling, prompt: Sequence[int], text: Sequence[int]) -> np.ndarray:
+    """What the draw behind a text takes the largest of, float32 `[vocabulary]`: these logits after penalties, temperature and
+    filters, with the noise of the request's seed and position; -inf for what filters leave out.
 
     Args:
         prompt: what the text begins with; penalties count what was generated behind it.
@@ -55,5 +54,13 @@ def score_lead(
     scores = penalise(jnp.asarray(next_logits(lm, text))[None, None], rows, tokens, known, block)
     if sampling.temperature > 0:
         scores = drawn_scores(scores, rows, jnp.full((1, 1), length, jnp.int32), "filtered")
-    lead = float(scores[0, 0, one]) - float(scores[0, 0, other])
+    return np.asarray(scores)[0, 0]
+
+
+def score_lead(
+    lm: LanguageModel, sampling: Sampling, prompt: Sequence[int], text: Sequence[int], one: int, other: int
+) -> float | None:
+    """How far token `one` is ahead of `other` in these scores; None where filters leave one of them out."""
+    scores = draw_scores(lm, sampling, prompt, text)
+    lead = float(scores[one]) - float(scores[other])
     return lead if math.isfinite(lead) else None

@@ -183,6 +183,8 @@ class Verification:
                 lm = self.base.with_drafter(wanted, params)
                 lm.pacing = None  # rounds are drawn
                 yield from self.run(name, way.name, self.effort.alone, AlonePath(lm, way.batch, self.seed), on_path)
+            if not self.effort.arrivals:
+                continue
             on_path(f"{name}: the engine compiles")
             lm = self.base.with_drafter(drafter, params)
             engine = make_engine(lm, self.effort.engine_batches(drafter), self.capacity)
