@@ -24,8 +24,9 @@ PAGE_SIZE = 16
 """The smallest there is: requests cross pages, run out of them and share them most often."""
 PATIENCE_S = 300.0
 """How long nothing may come of anything before the engine counts as stuck."""
-SCARCE = 0.4
-"""Of the pages that as many requests as there are slots may come to need, how many a scarce pool has."""
+SCARCE = (0.5, 0.35, 0.2)
+"""Of the pages that as many requests as there are slots may come to need, how many a scarce pool has; the next where nobody had
+to give way."""
 
 
 @dataclass(frozen=True)
@@ -162,17 +163,20 @@ class EnginePath:
             in_order += [each for one in in_order for each in made_of(self.plain, one)]
         for each in in_order:
             self.plain.answer(each)  # whatever that compiles is not the engine's doing
-        client = Client(self.engine, in_order, self.arrivals)
-        self.engine.pages.forget()  # nothing that an earlier path left is found
-        before = self.engine.figures()
-        with self.scarcity(in_order) as held:
-            client.run()
-            problem = client.problem or left_over(self.engine, held)
+        before, answers, problem = self.engine.figures(), [], ""
+        for share in SCARCE if self.arrivals.scarce else (1.0,):
+            client = Client(self.engine, in_order, self.arrivals)
+            self.engine.pages.forget()  # nothing that was computed before is found
+            with self.scarcity(in_order, share) as held:
+                client.run()
+                problem = problem or client.problem or left_over(self.engine, held)
+            answers += [Answer(one, tokens) for one, tokens in zip(in_order, client.tokens, strict=True)]
+            if problem or self.engine.figures().preemptions > before.preemptions:
+                break
         after = self.engine.figures()
         if after.compilations > before.compilations:
             problem = problem or f"{after.compilations - before.compilations} programs compiled while requests ran"
         exercised = exercised_between(before, after)
-        answers = [Answer(one, tokens) for one, tokens in zip(in_order, client.tokens, strict=True)]
         return Ran(answers, exercised, self.lacking(exercised), problem)
 
     def order(self, count: int) -> list[int]:
@@ -181,14 +185,15 @@ class EnginePath:
         return list(range(count))[:: -1 if self.arrivals.order == "reversed" else 1]
 
     @contextmanager
-    def scarcity(self, asked: Sequence[Asked]) -> Iterator[int]:
+    def scarcity(self, asked: Sequence[Asked], share: float) -> Iterator[int]:
         """Holds pages back if they are to be scarce, but those that each request needs by itself; yields how many.
 
         The engine has nothing to do when this begins and ends, so that its accounts stand still.
         """
-        pages, widest = self.engine.pages, 1 if self.engine.lm.drafter is None else self.engine.lm.drafter.block_size
-        needs = sorted(self.engine.scheduler.pages_for(each.end + widest) for each in asked)
-        left = max(needs[-1], int(SCARCE * sum(needs[-len(self.engine.scheduler.seats) :])))
+        pages, scheduler, drafter = self.engine.pages, self.engine.scheduler, self.engine.lm.drafter
+        widest = 1 if drafter is None else drafter.block_size
+        needs = sorted(scheduler.pages_for(each.end + widest) for each in asked)
+        left = max(needs[-1], int(share * sum(needs[-len(scheduler.seats) :])))
         held = pages.take(max(0, pages.free - left)) if self.arrivals.scarce else []
         assert held is not None, "no more pages are taken than are free"
         yield len(held)
