@@ -121,6 +121,6 @@ def test_more_requests_than_the_file_has(run: Run, asked: list[object]):
 
 
 def test_a_prompt_beyond_the_context(run: Run, asked: list[object]):
-    ran = run(*[120 if option == 12 else option for option in asked])
+    ran = run(*[200 if option == 12 else option for option in asked])
     assert ran.status == 2
     assert "context of 128" in ran.err
