@@ -26,6 +26,11 @@ app.command("tilewright.cli.train:app", name="train", help="Training.")
 app.command(bench)
 app.command("tilewright.cli.shapes:app", name="shapes", help="The shapes that serving declares.")
 app.command(
+    "tilewright.cli.verify_exact:verify_exact",
+    name="verify-exact",
+    help="Checks that every fast path gives the tokens of plain decoding. Exit status 1 if any differs.",
+)
+app.command(
     "tilewright.cli.doctor:doctor",
     name="doctor",
     help="Shows what runs here and why, and what is missing for the rest. Exit status 1 if nothing can be generated.",

@@ -239,13 +239,20 @@ def sample(logits: Float[Array, "B T V"], rows: RowSampling, positions: Int32[Ar
 
 def draw(logits: Float[Array, "B T V"], rows: RowSampling, positions: Int32[Array, "B T"], warp: Warp) -> Int32[Array, "B T"]:
     """The same where all rows have a temperature above 0."""
+    return argmax(drawn_scores(logits, rows, positions, warp))
+
+
+def drawn_scores(
+    logits: Float[Array, "B T V"], rows: RowSampling, positions: Int32[Array, "B T"], warp: Warp
+) -> Float[Array, "B T V"]:
+    """What a draw takes the argmax of: the warped logits and the noise of each row's seed and position."""
 
     def noise(key: Array, row_positions: Array) -> Array:
         keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.wrap_key_data(key), row_positions)
         return jax.vmap(lambda k: jax.random.gumbel(k, logits.shape[-1:], jnp.float32))(keys)
 
     gumbel = jax.vmap(noise)(jnp.asarray(rows.key), positions)
-    return argmax(warp_logits(logits, rows, warp) + gumbel)
+    return warp_logits(logits, rows, warp) + gumbel
 
 
 def draft_noise(rows: RowSampling, positions: Int32[Array, "B T"], count: int) -> Float[Array, "B T {count}"]:

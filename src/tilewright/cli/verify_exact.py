@@ -1,0 +1,224 @@
+"""`tilewright verify-exact`: the first promise as a command."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tilewright.bench.compare import environment
+from tilewright.bench.datasets import prompt as prompt_text
+from tilewright.bench.datasets import read_examples
+from tilewright.bench.exact import Finding, agreeing, mixed_lengths
+from tilewright.bench.exact_paths import QUICK, THOROUGH, USUAL, Effort, Loaded, Verification
+from tilewright.cli.common import (
+    AUTO,
+    DEMO,
+    DEMO_DRAFTERS,
+    JsonFile,
+    TargetOptions,
+    check_json_file,
+    human_console,
+    packaged_prompts_file,
+    progress_console,
+    write_json,
+)
+from tilewright.compiled.figures import print_table
+from tilewright.decode.drafters.load import NGRAM, DrafterOptions
+from tilewright.decode.language_model import LanguageModel
+from tilewright.report.exact import by_path, difference_lines, exact_table
+
+QUICK_DRAFTER = "dflash"
+"""The demo's drafter that `--quick` takes."""
+MOST_LINES = 20
+"""Differences that are printed."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Asking:
+    """What is asked, and how.
+
+    Attributes:
+        drafter: folders, Hugging Face ids, "ngram"; for the demo also "dflash", "dflash2" and "eagle3", and by default all of
+            these (with --quick dflash), else ngram. A team of them, whose rounds are chosen as they go, joins them.
+        batch_size: rows decoded together; the largest is the number of the engine's slots.
+        requests: how many; by default 16 (6 with --quick, 64 with --thorough), or all of a file that has fewer.
+        max_new_tokens: the most of a request; some ask for less.
+        prompt_file: a JSONL file of prompts, read as `bench speculative` reads its data, of several turns the first; by default
+            the packaged code, cut at many lengths.
+        seed: of the requests that draw, and of the order in which they come.
+        quick: fewer requests, kinds of sampling and orders.
+        thorough: more of them, and more widths.
+    """
+
+    drafter: Annotated[tuple[str, ...] | None, Parameter(consume_multiple=True, negative=())] = None
+    batch_size: Annotated[tuple[int, ...] | None, Parameter(consume_multiple=True, negative=())] = None
+    requests: int | None = None
+    max_new_tokens: int | None = None
+    prompt_file: Path | None = None
+    seed: int = 0
+    quick: Annotated[bool, Parameter(negative=())] = False
+    thorough: Annotated[bool, Parameter(negative=())] = False
+
+    def effort(self) -> Effort:
+        """How much is tried.
+
+        Raises:
+            ValueError: a number that makes no sense, or options that exclude each other.
+        """
+        if self.quick and self.thorough:
+            raise ValueError("expected --quick or --thorough, found both")
+        effort = QUICK if self.quick else THOROUGH if self.thorough else USUAL
+        sizes = self.batch_size
+        if sizes is not None and (not sizes or min(sizes) < 1 or len(set(sizes)) < len(sizes)):
+            raise ValueError(f"expected batch sizes of at least 1, each once, found {', '.join(map(str, sizes)) or 'none'}")
+        for name in ("requests", "max_new_tokens"):
+            found = getattr(self, name)
+            if found is not None and found < 1:
+                raise ValueError(f"expected {name} of at least 1, found {found}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"expected a seed from 0 to 2**32 - 1, found {self.seed}")
+        given = {name: getattr(self, name) for name in ("requests", "max_new_tokens") if getattr(self, name) is not None}
+        return replace(effort, batches=tuple(sorted({1, *(sizes or effort.batches)})), **given)
+
+    def names(self, model: str) -> list[str]:
+        """The drafters, as they are named.
+
+        Raises:
+            ValueError: one is named twice, or is another model's.
+        """
+        usual = [QUICK_DRAFTER] if self.quick else [NGRAM, *DEMO_DRAFTERS]
+        every = [NGRAM, *(DEMO_DRAFTERS if model == DEMO else ())]
+        named = (usual if model == DEMO else [NGRAM]) if self.drafter is None else self.drafter
+        names = [name for each in named for name in (every if each == AUTO else () if each == "none" else (each,))]
+        if len(set(names)) < len(names):
+            raise ValueError(f"expected different drafters, found {', '.join(names)}")
+        absent = [name for name in names if name in DEMO_DRAFTERS and model != DEMO and not Path(name).is_dir()]
+        if absent:
+            raise ValueError(f"expected a folder, a Hugging Face id, ngram or none as drafter; {absent[0]} is the demo's")
+        return names
+
+    def prompts(self, lm: LanguageModel, effort: Effort) -> list[list[int]]:
+        """The prompts as tokens.
+
+        Raises:
+            ValueError: the file is malformed, or has fewer than were asked for.
+        """
+        if self.prompt_file is None:
+            whole = [lm.encode(prompt_text(each, (), None)) for each in read_examples(packaged_prompts_file())]
+            room = lm.target.max_position_embeddings - effort.max_new_tokens
+            if room < 1:
+                raise ValueError(f"the model's context of {room + effort.max_new_tokens} leaves no room for a prompt")
+            return mixed_lengths([each[:room] for each in whole], effort.requests, self.seed)
+        examples = read_examples(self.prompt_file)
+        if self.requests is not None and len(examples) < self.requests:
+            raise ValueError(f"{self.prompt_file}: expected {self.requests} records, found {len(examples)}")
+        return [lm.encode(prompt_text(each, (), None)) for each in examples[: effort.requests]]
+
+
+def verify_exact(
+    model: str | None = None, /, *, asking: Asking = Asking(), target: TargetOptions = TargetOptions(),
+    json_file: JsonFile = None,
+) -> None:  # fmt: skip
+    """Checks that every fast path gives the tokens of plain decoding. Exit status 1 if any differs.
+
+    Parameters
+    ----------
+    model
+        The same as --model.
+    json_file
+        Write all findings as JSON to this file, "-" for standard output.
+    """
+    check_json_file(json_file)
+    effort = asking.effort()
+    target = named_target(model, target)
+    names = asking.names(target.model)
+    console, progress = human_console(json_file), Console(stderr=True, highlight=False, emoji=False)
+    lm = target.load_with(None, DrafterOptions(), progress)
+    drafters = load_drafters(names, target, lm, progress)
+    verification = Verification(lm, drafters, asking.prompts(lm, effort), effort, asking.seed)
+    findings = run_all(verification, progress)
+    figures = figures_of(verification, findings)
+    about = {"model": target.model, "drafters": list(drafters), "seed": asking.seed}
+    settings = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(effort).items()}
+    write_json(json_file, {**environment(lm), **about, **settings, **figures})
+    tell(console, f"{target.model}, {lm.dtype}, kernels {lm.kernels}", figures)
+    if not figures["same"]:
+        sys.exit(1)
+
+
+def named_target(model: str | None, target: TargetOptions) -> TargetOptions:
+    """The target, whichever way it was named.
+
+    Raises:
+        ValueError: it was named twice, or what was named is an option that does not exist.
+    """
+    if model is None:
+        return target
+    if model.startswith("-"):
+        raise ValueError(f"unknown option {model}")
+    if target.model not in (DEMO, model):
+        raise ValueError(f"expected one model, found {model} and {target.model}")
+    return replace(target, model=model)
+
+
+def load_drafters(names: Sequence[str], target: TargetOptions, lm: LanguageModel, console: Console) -> dict[str, Loaded]:
+    """Each drafter with its own block size, by the name that it is shown with."""
+    short = [Path(name).name for name in names]
+    loaded = {}
+    for name, last in zip(names, short, strict=True):
+        drafter = lm.load_drafter(target.drafter_source(name), DrafterOptions(), progress_console(console))
+        loaded[name if short.count(last) > 1 else last] = drafter
+    return loaded
+
+
+def run_all(verification: Verification, console: Console) -> list[Finding]:
+    """All findings, with a progress bar."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        row = bar.add_task("", total=verification.count())
+        found = []
+        for finding in verification.findings(lambda what: bar.update(row, description=escape(what))):
+            found.append(finding)
+            bar.advance(row)
+        return found
+
+
+def figures_of(verification: Verification, findings: Sequence[Finding]) -> dict[str, Any]:
+    """What `--json` writes of the findings."""
+    agree, compared = agreeing(findings, len(verification.prompts))
+    rows = []
+    for finding in findings:
+        row = {name: value for name, value in vars(finding).items() if name not in ("kind", "lacking", "plain_sha256")}
+        differences = [asdict(each) for each in finding.differences]
+        rows.append({**row, "sampling": finding.kind, "not_exercised": list(finding.lacking), "differences": differences})
+        rows[-1]["same"] = finding.same
+    return {
+        "same": all(finding.same for finding in findings),
+        "prompt_tokens": [len(prompt) for prompt in verification.prompts],
+        "requests_compared": compared,
+        "requests_agreeing": agree,
+        "plain": {finding.kind: finding.plain_sha256 for finding in findings},
+        "findings": rows,
+    }
+
+
+def tell(console: Console, title: str, figures: dict[str, Any]) -> None:
+    """Prints the table, and where paths differ."""
+    findings = figures["findings"]
+    print_table(console, exact_table(title, figures["plain"], findings))
+    for line in difference_lines(findings, MOST_LINES):
+        console.print(line, markup=False, soft_wrap=True)
+    groups = by_path(findings).values()
+    same = sum(all(one["same"] for one in group) for group in groups)
+    agree, compared = figures["requests_agreeing"], figures["requests_compared"]
+    console.print(
+        f"{same} of {len(groups)} paths give the tokens of plain decoding.", style="bold" if figures["same"] else "bold red"
+    )
+    console.print(f"{agree} of {compared} requests, kinds of sampling counted apart, get the same tokens on all paths.")
