@@ -238,7 +238,9 @@ def test_what_else_goes_wrong_is_a_problem_too(lm: LanguageModel):
 class DeadEngine(Engine):
     """An engine that takes requests and answers none, and holds on to what it had."""
 
-    busy = False
+    @property
+    def busy(self) -> bool:
+        return False
 
     def __init__(self, figured: Figures = Figures()):
         self.figured, self.gave_up = figured, 0

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -44,7 +45,7 @@ class Heard:
 
 def samplings(rng: np.random.Generator, count: int, longest: int) -> list[Sampling]:
     """Greedy, drawn, filtered and penalised requests of mixed lengths, each drawn one with its seed."""
-    kinds = (
+    kinds: tuple[dict[str, Any], ...] = (
         {}, {}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 0.7, "top_k": 5},
         {"repetition_penalty": 1.2}, {"temperature": 1.0, "min_p": 0.05, "presence_penalty": 0.5, "frequency_penalty": 0.3},
     )  # fmt: skip

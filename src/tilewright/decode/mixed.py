@@ -45,7 +45,7 @@ TOGETHER = 16
 """How many rows draw a single token together at most."""
 
 
-def for_some(which: Bool[Array, " N"], most: int, run: Callable[[list[Array], Tree], list[Tree]], carry: Array) -> Array:
+def for_some(which: Bool[Array, " N"], most: int, run: Callable[[list[Array], Array], list[Array]], carry: Array) -> Array:
     """Replaces the rows of `carry` that `which` names by what `run` makes of their numbers, `most` at a time.
 
     The last time, rows that were asked for before, or not at all, may fill up; what is made of those is dropped.
@@ -104,8 +104,8 @@ def sample_each(
     def settle(row: Array, tokens: Array) -> Array:
         own = where_asked(penalised[row], row, penalise_one, of_row(row, logits))
         best = where_asked(penalised[row], row, lambda _, best: argmax(own), of_row(row, tokens))
-        kind = [(drawn[row] & ~filtered[row], "plain"), (drawn[row] & filtered[row], "filtered")]
-        found = draw_slots(own, of_row(row, rows), of_row(row, positions), of_row(row, history.block), kind, best)
+        kinds: list[tuple[Any, Warp]] = [(drawn[row] & ~filtered[row], "plain"), (drawn[row] & filtered[row], "filtered")]
+        found = draw_slots(own, of_row(row, rows), of_row(row, positions), of_row(row, history.block), kinds, best)
         return jax.lax.dynamic_update_slice_in_dim(tokens, found, row, 0)
 
     def draw_some(warp: Warp, some: list[Array], _: Array) -> list[Array]:

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from rich.console import Console
 
@@ -244,8 +245,8 @@ class Engine:
 
     def jobs(self) -> list[tuple[Job, Callable[[], None]]]:
         """All jobs, each with what frees its place."""
-        waiting = [(job, lambda job=job: self.scheduler.drop(job)) for job in self.scheduler.waiting]
-        return waiting + [(seat.job, lambda seat=seat: self.scheduler.leave(seat)) for seat in self.scheduler.seated]
+        waiting = [(job, partial(self.scheduler.drop, job)) for job in self.scheduler.waiting]
+        return [*waiting, *((seat.job, partial(self.scheduler.leave, seat)) for seat in self.scheduler.seated)]
 
     def admit(self) -> None:
         for seat in self.scheduler.admit():

@@ -8,7 +8,7 @@ on as it would have.
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from tilewright.decode.request import Request
 from tilewright.decode.shadow import NGramShadow
@@ -97,7 +97,8 @@ class Seat:
         return self.known + self.least >= self.job.request.end - 1
 
 
-class Chunk(NamedTuple):
+@dataclass(frozen=True)
+class Chunk:
     """A piece of a prompt: `count` positions from `start` on, by the program for `size` of them."""
 
     seat: Seat
