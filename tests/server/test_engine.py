@@ -4,13 +4,17 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from server.conftest import Real, on_a_port
 from tilewright.decode.language_model import LanguageModel, load
@@ -56,6 +60,12 @@ def real(lm: LanguageModel, alone: Alone) -> Iterator[Real]:
 @pytest.fixture
 def client(real: Real) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{real.url}/v1", api_key="any", max_retries=0, timeout=60) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def http(real: Real) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=real.url, timeout=60) as made:
         yield made
 
 
@@ -131,6 +141,55 @@ def test_chats_stream(client: openai.OpenAI):
     assert len(entries) == 12
     assert "".join(entry.token for entry in entries) == "".join(part.choices[0].delta.content or "" for part in parts)
     assert all(entry.logprob == entry.top_logprobs[0].logprob for entry in entries), "at temperature 0 the best is taken"
+
+
+def test_a_client_that_goes_away_frees_its_slot(real: Real, client: openai.OpenAI):
+    before = real.engine.figures().ended.get("cancelled", 0)
+    asked = {"model": "demo", "max_tokens": 150, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    with client.completions.create(prompt=PROMPT, stream=True, n=2, **asked) as stream:
+        next(iter(stream))
+    end = time.monotonic() + 20
+    while real.engine.figures().running and time.monotonic() < end:
+        time.sleep(0.01)
+    figures = real.engine.figures()
+    assert (figures.running, figures.pages_used, figures.ended["cancelled"]) == (0, 0, before + 2)
+
+
+@given(
+    given=st.fixed_dictionaries(
+        {"prompt": st.sampled_from(PROMPTS), "max_tokens": st.integers(1, 12), "seed": st.integers(0, 2**32 - 1)},
+        optional={
+            "temperature": st.sampled_from([0, 1e-6, 0.3, 1, 2.5, 1e6]),
+            "top_p": st.floats(1e-6, 1),
+            "top_k": st.integers(-1, 5000),
+            "min_p": st.floats(0, 1),
+            "repetition_penalty": st.floats(0.001, 1000),
+            "presence_penalty": st.floats(-2, 2),
+            "frequency_penalty": st.floats(-2, 2),
+            "n": st.integers(1, 3),
+            "logprobs": st.integers(0, 20),
+            "echo": st.booleans(),
+            "ignore_eos": st.booleans(),
+            "stop": st.lists(st.sampled_from(["\n", "a", "return", ":"]), max_size=3),
+        },
+    )
+)
+def test_whatever_is_asked_a_stream_says_what_the_whole_says(http: httpx2.Client, given: dict[str, Any]):
+    answer = http.post("/v1/completions", json=given)
+    assert answer.status_code == 200, answer.text
+    whole = answer.json()
+    streamed = http.post("/v1/completions", json={**given, "stream": True}).text.split("\n\n")
+    parts = [json.loads(event.removeprefix("data: "))["choices"][0] for event in streamed[:-2]]
+    for choice in whole["choices"]:
+        own = [part for part in parts if part["index"] == choice["index"]]
+        assert "".join(part["text"] for part in own) == choice["text"]
+        assert own[-1]["finish_reason"] == choice["finish_reason"]
+        assert (choice["logprobs"] is None) == ("logprobs" not in given)
+        if choice["logprobs"] is not None:
+            told = choice["logprobs"]
+            assert [text for part in own for text in part["logprobs"]["tokens"]] == told["tokens"]
+            assert all(one is None or one <= 0 for one in told["token_logprobs"])
+            assert {len(top) for top in told["top_logprobs"] if top is not None} <= {given["logprobs"], given["logprobs"] + 1}
 
 
 LM_EVAL = """

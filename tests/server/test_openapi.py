@@ -13,6 +13,9 @@ from server.fake import FakeEngine
 from tilewright.server.api import Api, ServerOptions
 from tilewright.server.app import make_app
 
+# Hypothesis blames a strategy if `random` was used while it drew, and any thread's use counts: those of Schemathesis' own.
+pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module")
+
 TOGETHER = {"invalid_value", "context_length_exceeded"}
 """Codes of what a JSON schema cannot say: fields that do not go together, prompts too long for the context."""
 

@@ -169,7 +169,7 @@ def serve(
     Parameters
     ----------
     model
-        A folder, a Hugging Face id, or "demo", as --model.
+        A folder, a Hugging Face id, or "demo", as --model; the demo drafts by n-grams unless --drafter says otherwise.
     """
     models = speculation.applied(named_model(model, models))
     if models.drafter is None and models.model == DEMO:

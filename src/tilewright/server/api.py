@@ -18,7 +18,7 @@ from tilewright.models.chat import ChatTemplate
 from tilewright.server.asks import Plan, plan_of, rough_size
 from tilewright.server.errors import ApiError, invalid_body
 from tilewright.server.forms import Served
-from tilewright.server.generation import overloaded, stopping
+from tilewright.server.generation import Running, overloaded, stopping
 from tilewright.server.metrics import EngineCollector, Timings
 from tilewright.server.schema import GenerationBody, ModelBody
 from tilewright.server.tokens import TokenTexts
@@ -167,20 +167,25 @@ class Api:
             self.pending_requests -= requests
             self.pending_tokens -= tokens
 
-    async def plan(self, body: GenerationBody) -> Plan:
-        """The body's requests, tokenised; there is room for them, or was."""
+    async def start(self, body: GenerationBody) -> tuple[Plan, Running]:
+        """Tokenises a body and submits its requests, where there is room for them."""
         self.check_serving()
         requests, tokens = rough_size(body)
-        most = self.engine.options
-        if requests > most.queue_requests:
-            expected = f"at most {most.queue_requests} choices, those of all prompts together"
+        most = self.engine.options.queue_requests
+        if requests > most:
+            expected = f"at most {most} choices, those of all prompts together"
             raise ApiError(400, f"expected {expected}, found {requests}", "too_many_choices", "n")
+        running = Running(self.engine, self.timings)
         with self.room(requests, tokens):
-            how = (self.engine, self.options.template, self.options.deadline_s)
-            plan = await asyncio.get_running_loop().run_in_executor(self.threads, plan_of, body, *how)
-        tokens = sum(len(ask.prompt) for ask in plan.asks)
-        if tokens > most.queue_tokens:
-            expected = f"at most {most.queue_tokens} prompt tokens, those of all choices together"
+            plan = await asyncio.get_running_loop().run_in_executor(self.threads, self.submitted, body, running)
+        return plan, running
+
+    def submitted(self, body: GenerationBody, running: Running) -> Plan:
+        """The part of `start` that takes time with long prompts; it runs in a thread."""
+        plan = plan_of(body, self.engine, self.options.template, self.options.deadline_s)
+        tokens, most = sum(len(ask.prompt) for ask in plan.asks), self.engine.options.queue_tokens
+        if tokens > most:
+            expected = f"at most {most} prompt tokens, those of all choices together"
             raise ApiError(400, f"expected {expected}, found {tokens}", "too_many_tokens", "prompt")
-        self.check_serving()
+        running.submit(plan.asks)
         return plan

@@ -49,21 +49,26 @@ def ended_badly(update: Update) -> ApiError:
 
 
 class Running:
-    """Requests in the engine that belong to one body: submitted together, listened to together, cancelled together."""
+    """Requests in the engine that belong to one body: submitted together, listened to together, cancelled together.
 
-    def __init__(self, engine: Engine, asks: Sequence[Ask], timings: Timings):
-        """Submits them.
+    It is made in the event loop that listens.
+    """
 
-        Raises:
-            ApiError: the engine takes one of them not; then it keeps none.
-        """
+    def __init__(self, engine: Engine, timings: Timings):
         self.engine, self.timings = engine, timings
         self.loop, self.told = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Update]]()
         self.tickets: list[Ticket] = []
         self.ended: set[int] = set()
+
+    def submit(self, asks: Sequence[Ask]) -> None:
+        """Submits requests, on any thread.
+
+        Raises:
+            ApiError: the engine does not take one of them; then it keeps none.
+        """
         try:
             for index, ask in enumerate(asks):
-                self.tickets.append(engine.submit(ask, partial(self.tell, index)))
+                self.tickets.append(self.engine.submit(ask, partial(self.tell, index)))
         except (ValueError, Overloaded, Stopped) as error:
             self.cancel()
             if isinstance(error, ValueError):

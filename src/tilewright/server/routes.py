@@ -11,7 +11,7 @@ from tilewright.server.api import Api
 from tilewright.server.asks import rendered
 from tilewright.server.errors import ApiError
 from tilewright.server.forms import ChatForm, CompletionForm, Form
-from tilewright.server.generation import EventStream, Running, collected, events, unless_gone
+from tilewright.server.generation import EventStream, collected, events, unless_gone
 from tilewright.server.metrics import text_of
 from tilewright.server.openapi import errors, takes
 from tilewright.server.page import CSP, PAGE
@@ -43,8 +43,7 @@ def answer(body: Answer) -> Response:
 
 async def generated(api: Api, request: Request, body: GenerationBody, make: Any) -> Response:
     """Runs a body's requests and answers; `make` is the form's class with what only it takes."""
-    plan = await api.plan(body)
-    running = Running(api.engine, plan.asks, api.timings)
+    plan, running = await api.start(body)
     form: Form = make(api.served, request.state.request_id, plan, running.tickets)
     if body.stream:
         return EventStream(events(running, form, body.stream_options), running)
