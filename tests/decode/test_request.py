@@ -72,3 +72,5 @@ def test_find_stop():
     assert find_stop("abcabd", ["bd", "ca"]) == 2
     assert find_stop("abc", ["d"]) is None
     assert find_stop("abc", []) is None
+    assert find_stop("abxab", ["ab"], 4) == 3
+    assert find_stop("abx", ["ab"], 2) is None, "it ended before"

@@ -129,6 +129,7 @@ class Request:
         self.accepted.append(accepted)
         taken = 0
         for slot, token in enumerate(tokens):
+            before = len(self.text)
             self.tokens.append(token)
             taken += 1
             ended = token in eos and not self.sampling.ignore_eos
@@ -139,7 +140,7 @@ class Request:
                 self.finish_reason = "length"
             if self.finish_reason is not None:
                 self.text += self.decoder.flush()
-            stop = find_stop(self.text, self.sampling.stop)
+            stop = find_stop(self.text, self.sampling.stop, before)
             if stop is not None:
                 self.text, self.finish_reason = self.text[:stop], "stop"
             pieces.append(Piece(self.index, self.newly_shown(), token, drafted=slot < accepted))
@@ -167,9 +168,13 @@ class Request:
         return Result(text, list(self.tokens), *rounds, self.sampling.seed, list(self.choices))
 
 
-def find_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Where the earliest stop string begins, if one is there."""
-    found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
+def find_stop(text: str, stops: Sequence[str], searched: int = 0) -> int | None:
+    """Where the earliest stop string begins, if one is there.
+
+    Args:
+        searched: so many of the first characters are known to hold none as a whole.
+    """
+    found = [at for at in (text.find(stop, max(0, searched - len(stop) + 1)) for stop in stops) if at >= 0]
     return min(found, default=None)
 
 
