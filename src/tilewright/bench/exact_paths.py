@@ -46,7 +46,7 @@ class Effort:
         alone, served: kinds of sampling without the engine, and with it.
         arrivals: names of `exact_engine.ARRIVALS`.
         whole: every order of arrival runs every kind of sampling that is served, and a team's engine has rounds for all numbers
-            of rows. Else most orders run the last kind alone, and that engine, whose programs are many, rounds of the most rows.
+            of rows. Else most orders run the last kind alone, and that engine, whose programs are many, only the most rows.
     """
 
     requests: int
