@@ -238,8 +238,6 @@ def test_what_else_goes_wrong_is_a_problem_too(lm: LanguageModel):
 class DeadEngine(Engine):
     """An engine that takes requests and answers none, and holds on to what it had."""
 
-    busy = False
-
     def __init__(self, figured: Figures = Figures()):
         self.figured, self.gave_up = figured, 0
 
@@ -248,6 +246,10 @@ class DeadEngine(Engine):
 
     def cancel(self, ticket: Ticket) -> None:
         self.gave_up += 1
+
+    @property
+    def busy(self) -> bool:
+        return False
 
     def figures(self) -> Figures:
         return self.figured
