@@ -24,7 +24,7 @@ PAGE_SIZE = 16
 """The smallest there is: requests cross pages, run out of them and share them most often."""
 PATIENCE_S = 300.0
 """How long nothing may come of anything before the engine counts as stuck."""
-SCARCE = (0.5, 0.35, 0.2)
+SCARCE = (0.4, 0.2)
 """Of the pages that as many requests as there are slots may come to need, how many a scarce pool has; the next where nobody had
 to give way."""
 
@@ -36,7 +36,7 @@ class Arrivals:
     Attributes:
         together: the most at a time; None for all at once.
         every: tokens that come of earlier ones between two arrivals.
-        again: requests that begin like earlier ones follow.
+        again: requests that begin like every second of these follow.
         strangers: beside each request there is another, given up when its first tokens come.
         scored: every third request asks for log-probabilities, and every sixth for those of its prompt.
         scarce: the pool is too small for those that run.
@@ -160,7 +160,7 @@ class EnginePath:
     def __call__(self, asked: Sequence[Asked]) -> Ran:
         in_order = [asked[n] for n in self.order(len(asked))]
         if self.arrivals.again:
-            in_order += [each for one in in_order for each in made_of(self.plain, one)]
+            in_order += [each for one in in_order[::2] for each in made_of(self.plain, one)]
         for each in in_order:
             self.plain.answer(each)  # whatever that compiles is not the engine's doing
         before, answers, problem = self.engine.figures(), [], ""

@@ -23,6 +23,8 @@ CHUNKS = (16, 64)
 """Lengths of a prefill chunk: short, so that prompts take several."""
 MOST_ROUNDS = 3
 """Of a dispatch whose choice was drawn."""
+MOST_TRIED = ("as given", "everything")
+"""Orders of arrival that run every kind of sampling, whatever the effort."""
 TEAM = "auto"
 """How the team of all drafters is shown."""
 TEAM_WIDTHS = (4,)
@@ -43,8 +45,8 @@ class Effort:
         widths: of blocks, besides each drafter's own.
         alone, served: kinds of sampling without the engine, and with it.
         arrivals: names of `exact_engine.ARRIVALS`.
-        whole_team: a team's engine has rounds for all numbers of rows, as the others, and not for the most alone: its programs
-            are many.
+        whole: every order of arrival runs every kind of sampling that is served, and a team's engine has rounds for all numbers
+            of rows. Else most orders run the last kind alone, and that engine, whose programs are many, only the most rows.
     """
 
     requests: int
@@ -54,17 +56,21 @@ class Effort:
     alone: tuple[str, ...]
     served: tuple[str, ...]
     arrivals: tuple[str, ...]
-    whole_team: bool = False
+    whole: bool = False
+
+    def kinds(self, arrivals: Arrivals) -> tuple[str, ...]:
+        """The kinds of sampling that an order of arrival runs."""
+        return self.served if self.whole or arrivals.name in MOST_TRIED else self.served[-1:]
 
     def engine_batches(self, drafter: object) -> tuple[int, ...]:
         """The numbers of rows that an engine with this drafter compiles rounds for."""
-        return self.batches if self.whole_team or not isinstance(drafter, Team) else self.batches[-1:]
+        return self.batches if self.whole or not isinstance(drafter, Team) else self.batches[-1:]
 
 
 EVERY = ("greedy", "sampled", "penalised", "mixed")
 QUICK = Effort(6, 24, (1, 4), (), ("greedy", "sampled"), ("greedy", "mixed"), ("as given", "everything"))
-USUAL = Effort(16, 48, (1, 4, 8), (4,), ("greedy", "sampled", "penalised"), ("greedy", "mixed"), tuple(ARRIVALS))
-THOROUGH = Effort(64, 128, (1, 2, 4, 8), (2, 4, 8), EVERY, EVERY, tuple(ARRIVALS), whole_team=True)
+USUAL = Effort(16, 32, (1, 8), (4,), ("greedy", "sampled", "penalised"), ("greedy", "mixed"), tuple(ARRIVALS))
+THOROUGH = Effort(64, 128, (1, 2, 4, 8), (2, 4, 8), EVERY, EVERY, tuple(ARRIVALS), whole=True)
 
 
 class Alone(NamedTuple):
@@ -167,9 +173,8 @@ class Verification:
     def count(self) -> int:
         """How many findings there will be."""
         every = [drafter for drafter, _ in self.drafters.values()]
-        return sum(
-            len(self.alone(one)) * len(self.effort.alone) + len(self.served()) * len(self.effort.served) for one in every
-        )
+        served = sum(len(self.effort.kinds(arrivals)) for arrivals in self.served())
+        return sum(len(self.alone(one)) * len(self.effort.alone) + served for one in every)
 
     def findings(self, on_path: Callable[[str], None] = lambda name: None) -> Iterator[Finding]:
         """Runs all ways, and compares what each gave.
@@ -191,7 +196,8 @@ class Verification:
             try:
                 for arrivals in self.served():
                     path = EnginePath(engine, self.plain, arrivals, self.seed)
-                    yield from self.run(name, f"engine, {arrivals.name}", self.effort.served, path, on_path)
+                    kinds = self.effort.kinds(arrivals)
+                    yield from self.run(name, f"engine, {arrivals.name}", kinds, path, on_path)
             finally:
                 engine.stop()
 

@@ -43,7 +43,7 @@ class Pacer:
         members = self.team.members if self.team is not None else ()
         self.history = History({member.name: member.block_size for member in members})
         self.ngram = next((member for member in members if isinstance(member, NGram)), None)
-        self.read_at = 0.0
+        self.read_at, self.waited = 0.0, False
 
     def policy(self, rows: int, warp: Warp) -> Policy:
         """What chooses the rounds of so many rows."""
@@ -77,12 +77,13 @@ class Pacer:
         """Takes in what came of a dispatch.
 
         Args:
-            began, ended: when somebody began to wait for it and had it. If it was there before, its time is not known.
+            began, ended: when somebody began to wait for it and had it. If it was there before, it is not known when it ended,
+                nor how long the next one took, if that had been sent already.
         """
-        rounds = len(infos.settled)
-        known = sent.alone and rounds > 0 and ended - began > WAITED_S
-        seconds = ended - max(sent.at, self.read_at) if known else None
-        self.read_at = ended
+        rounds, waited = len(infos.settled), ended - began > WAITED_S
+        follows = self.waited or sent.at >= self.read_at
+        seconds = ended - max(sent.at, self.read_at) if sent.alone and rounds > 0 and waited and follows else None
+        self.read_at, self.waited = ended, waited
         if seconds is not None:
             key = (sent.rows, sent.warp, sent.choice)
             self.seconds[key] = min(seconds / rounds, SLOWER * self.seconds.get(key, math.inf))
