@@ -115,7 +115,7 @@ def measure(
     how: argparse.Namespace, lm: LanguageModel, engine: Engine, connection: http.client.HTTPConnection
 ) -> dict[str, Any]:
     sampling = Sampling(how.new_tokens, how.temperature, 0.9 if how.temperature else 1.0, seed=1, ignore_eos=True)
-    texts = [lm.encode(prompt(each))[:PROMPT_TOKENS] for each in read_examples(PROMPTS)]
+    texts = [lm.encode(prompt(each, (), None))[:PROMPT_TOKENS] for each in read_examples(PROMPTS)]
     ways = {
         "standalone": lambda tokens: [len(lm.generate([tokens], sampling)[0].tokens)],
         "engine": lambda tokens: through_engine(engine, [tokens], sampling),

@@ -1,5 +1,7 @@
 """Models, tokens, versions, metrics."""
 
+import socket
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -7,6 +9,7 @@ import tilewright
 from server.conftest import Client
 from server.fake import FakeEngine, model_without_weights
 from tilewright.models.chat import ChatTemplate
+from tilewright.server.run import listen
 
 
 def test_the_one_model_is_listed(client: Client):
@@ -94,3 +97,11 @@ def test_metrics_have_vllms_names_and_our_own(client: Client):
     }
     assert {key: samples.get(key) for key in wanted} == wanted
     assert 'vllm:spec_decode_num_drafts_total{model_name="demo"}' in answer.text
+
+
+def test_what_is_accepted_sends_at_once():
+    """Without it a small answer waits for the client's acknowledgement of its head."""
+    with listen("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()[:2]):
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -39,9 +39,12 @@ def listen(host: str, port: int) -> socket.socket:
         raise ValueError(f"expected a port from 0 to 65535, found {port}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family)
+        listening = socket.create_server((host, port), family=family)
     except OSError as error:
         raise OSError(f"cannot listen at {host} port {port}: {error}") from error
+    # Inherited by what is accepted. Asyncio leaves it out for such sockets, and small answers would wait 40 ms for an ACK.
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening
 
 
 def url_of(listening: socket.socket) -> str:
