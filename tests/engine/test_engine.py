@@ -22,6 +22,7 @@ from tilewright.decode.team import Team
 from tilewright.engine.engine import Engine
 from tilewright.engine.options import EngineOptions
 from tilewright.engine.request import Ask, Overloaded, Stopped
+from tilewright.kernels import native
 from tilewright.models import decoder
 
 VOCAB, BLOCK, CAPACITY, PAGE = 24, 4, 96, 16
@@ -47,12 +48,15 @@ def team_of(folder: Path) -> LanguageModel:
 MODELS: dict[str, Callable[[Path], LanguageModel]] = {
     "plain": lambda folder: build(folder, PAIR, table=TABLE).with_drafter(None),
     "dflash": lambda folder: build(folder, PAIR, table=TABLE),
+    "bfloat16": lambda folder: build(folder, PAIR, table=TABLE, dtype="bfloat16"),
     "team": team_of,
 }
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def lm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    if request.param == "bfloat16" and native.kernels().isa is None:
+        pytest.skip(native.kernels().reason or "no kernels")  # others round a block and a row differently
     return MODELS[request.param](tmp_path_factory.mktemp(request.param))
 
 
@@ -295,6 +299,8 @@ def test_what_has_not_ended_when_it_stops_is_cancelled(engine: Engine):
 
 def test_log_probabilities_are_the_targets_at_each_position(lm: LanguageModel, engine: Engine):
     """With any drafter, in any company; the prompt's too, though its beginning lies in pages that others have filled."""
+    if lm.dtype == "bfloat16":
+        pytest.skip("a pass without a cache rounds otherwise; tests/decode/test_scores.py holds it against plain decoding")
     asks = [
         Ask(list(ask.prompt), ask.sampling, logprobs=3 if n % 2 else None, prompt_logprobs=n % 4 == 1)
         for n, ask in enumerate(requests(8, 24))
