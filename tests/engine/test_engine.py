@@ -246,6 +246,25 @@ def test_a_listener_that_fails_ends_its_own_request_alone(lm: LanguageModel, eng
     check_empty(engine)
 
 
+def test_a_request_whose_text_fails_ends_alone(lm: LanguageModel, engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    ask, good, bad = Ask([1, 2], Sampling(20, ignore_eos=True)), Heard(), Heard()
+    (want,) = expected(lm, [ask])
+    engine.open()
+    engine.submit(Ask([3, 4], Sampling(40, ignore_eos=True)), bad)
+
+    def broken(*given: object) -> str:
+        raise RuntimeError("no such text")
+
+    monkeypatch.setattr(engine.asked[0].request.decoder, "push", broken)
+    engine.submit(ask, good)
+    while engine.step():
+        pass
+    assert (bad.end, bad.updates[-1].error) == ("error", "the request could not be computed")
+    assert (good.end, good.tokens) == ("length", want)
+    assert engine.figures().preemptions == 0
+    check_empty(engine)
+
+
 def test_after_a_failed_dispatch_requests_are_computed_anew(lm: LanguageModel, engine: Engine, monkeypatch: pytest.MonkeyPatch):
     """Once; those aboard of a second failure are given up, and the engine goes on."""
     asks = requests(6, 5)

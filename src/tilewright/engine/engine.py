@@ -42,6 +42,8 @@ IDLE_S = 0.5
 FAULTS = 2
 """Dispatches that may fail with a request aboard before it is given up."""
 RETRY_AFTER_S = 1.0
+NOT_COMPUTED = "the request could not be computed"
+"""What a client is told of a failure; the log has the rest."""
 
 
 class Engine:
@@ -308,7 +310,12 @@ class Engine:
             settled = int(infos.settled[:, row].sum())
             self.scheduler.read(seat, sent.rounds, sent.width, settled, drafter)
             if settled and seat.job.request.finish_reason is None and seat.job.ticket.result is None:
-                self.hand_out(seat, take_rounds(seat.job, infos, row, sent.choice, self.lm.target.eos_token_ids))
+                try:
+                    update = take_rounds(seat.job, infos, row, sent.choice, self.lm.target.eos_token_ids)
+                except Exception:
+                    log.exception("a request failed")
+                    update = Update(end="error", error=NOT_COMPUTED)
+                self.hand_out(seat, update)
         self.pacer.overhear(sent, jobs, heard)
 
     def hand_out(self, seat: Seat, update: Update) -> None:
@@ -348,7 +355,7 @@ class Engine:
             job.faults += 1
             if job.faults >= FAULTS:
                 self.scheduler.drop(job)
-                self.end(job, "error", "the request could not be computed")
+                self.end(job, "error", NOT_COMPUTED)
         self.device.reset()
 
     def end_all(self) -> None:
