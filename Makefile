@@ -6,7 +6,7 @@ ORACLE_BIN := .venv-oracle/bin
 EXACTNESS := $(addprefix tests/decode/test_,equality.py exactness.py lossless.py batch.py int8.py drafters.py)
 PIP_FLAGS := --disable-pip-version-check
 
-.PHONY: help demo test test-all oracle lint bench clean
+.PHONY: help demo test test-all oracle lint bench soak clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -30,6 +30,10 @@ lint: .venv/installed-lint ## ruff and pyright
 
 bench: .venv/installed-base ## measures the shipped drafters against plain decoding
 	$(BIN)/tilewright bench speculative --dtype bfloat16 --drafter dflash dflash2 eagle3 ngram auto
+
+soak: .venv/installed-serve ## ten minutes of mixed load on a server, which must not leak, slow down, differ or break
+	mkdir -p build
+	$(BIN)/python benchmarks/soak.py --minutes 10 --json build/soak.json
 
 oracle: .venv-oracle/installed ## compares with transformers, live; installs torch into an environment of its own
 	$(ORACLE_BIN)/python -m pytest tests/oracle -W default

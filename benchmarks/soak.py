@@ -1,0 +1,382 @@
+"""A server under a mixed load for minutes: nothing may leak, slow down, differ or break.
+
+    python benchmarks/soak.py --minutes 10 --json soak.json
+
+Starts `tilewright serve` in a process of its own, with a queue and a pool of pages so small that requests are turned away and
+have to give way, and asks of it what clients ask: good requests of every kind, clients that go away, bodies that are wrong or
+too large, bursts, slow readers. The same requests come again and again and must have the same answers. It ends with a verdict,
+and with status 1 if that is bad.
+"""
+
+import asyncio
+import datetime
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, Parameter
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from soak_load import Drawer, Limits, Load, canaries, metrics_of, reached
+from soak_verdict import (
+    Bounds,
+    Check,
+    Sample,
+    between,
+    equal_check,
+    latency_check,
+    lines_check,
+    memory_checks,
+    positive_checks,
+    quarter_medians,
+    theil_sen,
+)
+
+import tilewright
+from tilewright.bench.datasets import read_examples
+from tilewright.bench.http_client import Address
+from tilewright.cli.common import JsonFile, check_output_file, human_console, packaged_prompts_file
+from tilewright.compiled.machine import cores, cpu_facts
+from tilewright.decode.shapes import ShapeTable
+from tilewright.engine.shape_file import table_text
+
+TABLE = ShapeTable(batches=(1, 2, 4), capacities=(512,), chunks=(16, 64), widths=(4,))
+PAGE_SIZE, PAGES = 16, 56
+"""Four requests of the whole context would fill 128 pages."""
+QUEUE_REQUESTS, BODY_MB = 32, 0.25
+CLIENTS = 6
+READY_S, END_S, IDLE_S = 600.0, 60.0, 30.0
+"""How long the server may take to be ready, to end, and to have nothing to do once nobody asks."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a soak runs; times in seconds.
+
+    Attributes:
+        sample_s, canary_s, burst_s: between two samples, canaries and bursts.
+    """
+
+    minutes: float = 10.0
+    model: str = "demo"
+    drafter: str = "ngram"
+    seed: int = 0
+    sample_s: float = 2.0
+    canary_s: float = 0.3
+    burst_s: float = 20.0
+    bounds: Bounds = field(default_factory=Bounds)
+
+
+@dataclass
+class Server:
+    """A server in a process of its own.
+
+    Attributes:
+        err: the file that its standard error goes to.
+    """
+
+    process: subprocess.Popen[str]
+    command: list[str]
+    address: Address
+    err: Path
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Lines of /proc/PID/status that are numbers: `VmRSS` and such in kB, `Threads`."""
+        lines = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
+        fields = ((name, value.split()) for name, _, value in (line.partition(":") for line in lines))
+        return {name: int(value[0]) for name, value in fields if value and value[0].isdecimal()}
+
+    @property
+    def files(self) -> int:
+        """How many it has open."""
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    def end(self) -> int:
+        """Its status after SIGTERM."""
+        self.process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):  # then it is killed, and has the status of that
+            return self.process.wait(END_S)
+        self.process.kill()
+        return self.process.wait()
+
+
+@contextmanager
+def serving(settings: Settings) -> Iterator[Server]:
+    """A server that listens; it need not be ready."""
+    with tempfile.TemporaryDirectory() as folder:
+        shapes, err = Path(folder) / "shapes.json", Path(folder) / "stderr"
+        shapes.write_text(table_text(TABLE), encoding="utf-8")
+        options = {
+            "model": settings.model, "drafter": settings.drafter, "shapes": shapes, "page-size": PAGE_SIZE, "pages": PAGES,
+            "queue-requests": QUEUE_REQUESTS, "max-body-mb": BODY_MB, "guard": "fail", "port": 0,
+        }  # fmt: skip
+        named = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+        command = [sys.executable, "-m", "tilewright", "serve", *named]
+        # The same package as here, wherever this was started.
+        path = os.pathsep.join([str(Path(tilewright.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+        with err.open("w", encoding="utf-8") as to:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=to, text=True,
+                env=os.environ | {"PYTHONPATH": path},
+            )  # fmt: skip
+        try:
+            shown = ["tilewright", "serve", *(part if part != str(shapes) else "SHAPES" for part in named)]
+            yield Server(process, shown, url_of(process, err), err)
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def url_of(process: subprocess.Popen[str], err: Path) -> Address:
+    """Where it listens, which it says once it is ready."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    url = next((word for word in line.split() if word.startswith("http://")), None)
+    if url is None:
+        raise ValueError(f"the server did not become ready: {err.read_text(encoding='utf-8')[-2000:] or line}")
+    found = Address.from_url(url)
+    return Address(found.secure, found.host, found.port, "")
+
+
+@dataclass
+class Samples:
+    """What was measured over time.
+
+    Attributes:
+        rows: of the process and `/health`: seconds, resident and anonymous memory in MB, threads, open files, step age, seconds
+            that `/health` took, running and waiting requests, pages in use (a share), load average.
+        metrics: of `/metrics`, at the end.
+    """
+
+    COLUMNS = (
+        "at_s", "rss_mb", "anonymous_mb", "threads", "files", "step_age_s", "health_s", "running", "waiting", "pages_used",
+        "load_average",
+    )  # fmt: skip
+    rows: list[tuple[float, ...]] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    unhealthy: int = 0
+
+    def of(self, column: str) -> list[Sample]:
+        place = self.COLUMNS.index(column)
+        return [Sample(row[0], row[place]) for row in self.rows]
+
+    async def take(self, load: Load, server: Server) -> str:
+        began, at = time.monotonic(), load.now
+        status, _, body = await load.exchange("GET", "/health")
+        took = time.monotonic() - began
+        age = json.loads(body).get("step_age_s")
+        if status != 200 or age is None:
+            self.unhealthy += 1
+            raise ValueError(f"/health: status {status}: {body[:200]!r}")
+        status, _, text = await load.exchange("GET", "/metrics")
+        if status != 200:
+            raise ValueError(f"/metrics: status {status}")
+        self.metrics = metrics_of(text.decode())
+        memory, found = server.memory, self.metrics
+        megabytes = (round(memory.get(name, 0) / 1024, 3) for name in ("VmRSS", "RssAnon"))
+        self.rows.append((
+            round(at, 2), *megabytes, memory["Threads"], server.files, round(age, 4), round(took, 4),
+            found["vllm:num_requests_running"], found["vllm:num_requests_waiting"],
+            round(found["vllm:kv_cache_usage_perc"], 3), round(os.getloadavg()[0], 2),
+        ))  # fmt: skip
+        return "samples"
+
+
+async def soak(settings: Settings, server: Server, show: Callable[[Load, Samples], None]) -> tuple[Load, Samples]:
+    """The load from its beginning to its end, and until the server has nothing to do."""
+    load, samples = Load(server.address, limits_of(settings), settings.seed), Samples()
+    prompts = [example.turns[0] for example in read_examples(packaged_prompts_file())]
+    texts, chats = await load.texts(prompts)
+    drawer, repeated = Drawer(settings.seed + 1, texts, chats, load.limits), canaries(texts, chats)
+    for name, wanted in repeated:  # alone, before anything runs beside them
+        await load.attempt(f"canary {name}", load.canary(name, wanted))
+    load.ttft.clear()
+    load.tpot.clear()
+    load.began, ended = time.monotonic(), asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        for number in range(CLIENTS):
+            group.create_task(load.client(Drawer(settings.seed + 2 + number, texts, chats, load.limits), ended))
+        group.create_task(load.bursts_of(drawer, settings.burst_s, ended))
+        group.create_task(load.canaries_of(repeated, settings.canary_s, ended))
+        while load.now < settings.minutes * 60:
+            await load.attempt("sample", samples.take(load, server))
+            show(load, samples)
+            await reached(ended, settings.sample_s)
+        ended.set()
+    await load.attempt("end", idle(load, samples))
+    await load.connections.close()
+    return load, samples
+
+
+def limits_of(settings: Settings) -> Limits:
+    return Limits(settings.model, TABLE.capacities[-1], QUEUE_REQUESTS, int(BODY_MB * 2**20))
+
+
+async def idle(load: Load, samples: Samples) -> str:
+    """Takes the last metrics once nothing runs or waits: those whose clients have gone end with the next dispatch."""
+    until = time.monotonic() + IDLE_S
+    while True:
+        _, _, text = await load.exchange("GET", "/metrics")
+        samples.metrics = metrics_of(text.decode())
+        busy = samples.metrics["vllm:num_requests_running"] + samples.metrics["vllm:num_requests_waiting"]
+        if not busy or time.monotonic() > until:
+            return "ends"
+        await asyncio.sleep(0.1)
+
+
+def verdict(load: Load, samples: Samples, length_s: float, status: int, err: str, bounds: Bounds) -> list[Check]:
+    """Every rule, with what was found."""
+    # A server that has gone says nothing, and breaks every rule about what it says.
+    found = defaultdict(lambda: float("nan"), samples.metrics)
+    ages = [each.value for each in samples.of("step_age_s")]
+    ttft, tpot = ([Sample(*each) for each in of] for of in (load.ttft, load.tpot))
+    reasons = ("stop", "length", "abort", "error")
+    ended = {reason: found[f'vllm:request_success_total{{finished_reason="{reason}"}}'] for reason in reasons}
+    success, most = ended["stop"] + ended["length"], load.finished + load.abandoned
+    busy = found["vllm:num_requests_running"], found["vllm:num_requests_waiting"]
+    oldest = max(ages, default=float("inf"))
+    met = {
+        "preemptions": found["vllm:num_preemptions_total"], "prefix cache hits": found["vllm:prefix_cache_hits_total"],
+        "accepted drafts": found["vllm:spec_decode_num_accepted_tokens_total"],
+        "turned away": load.counts["turned away"], "given up": ended["abort"], "refused": load.counts["refused"],
+    }  # fmt: skip
+    return [
+        equal_check("answers that are not as they must be", load.wrong, 0),
+        equal_check("health checks that failed", samples.unhealthy, 0),
+        Check("oldest step", oldest <= bounds.step_age_s, f"{oldest:.2f} s", f"≤ {bounds.step_age_s} s"),
+        *memory_checks(samples.of("rss_mb"), length_s, bounds),
+        latency_check("canaries' time to first token", ttft, length_s, bounds),
+        latency_check("canaries' time per output token", tpot, length_s, bounds),
+        equal_check("running and waiting at the end", busy, (0, 0)),
+        equal_check("pages used at the end", found["vllm:kv_cache_usage_perc"], 0),
+        equal_check("prompt tokens waiting at the end", found["tilewright_waiting_tokens"], 0),
+        equal_check("compilations while serving", found['tilewright_xla_compilations_total{phase="serving"}'], 0),
+        equal_check("requests that the engine failed on", ended["error"], 0),
+        Check("requests that ended well", load.finished <= success <= most, f"{success:g}", f"{load.finished} to {most}"),
+        *positive_checks(met),
+        equal_check("status after SIGTERM", status, 0),
+        lines_check(err),
+    ]  # fmt: skip
+
+
+def figures_of(settings: Settings, server: Server, load: Load, samples: Samples, checks: list[Check]) -> dict[str, Any]:
+    """All that is kept of a run."""
+    length_s = settings.minutes * 60
+    half = between(samples.of("rss_mb"), length_s / 2, length_s)
+    quarters = {
+        name: quarter_medians([Sample(*each) for each in of], length_s)
+        for name, of in (("rss_mb", samples.of("rss_mb")), ("ttft_s", load.ttft), ("tpot_s", load.tpot))
+    }
+    packages = ("tilewright", "jax", "uvicorn", "fastapi")
+    timed = {"ttft_s": load.ttft, "tpot_s": load.tpot}
+    return {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{cpu_facts('model name') or platform.machine()}, {cores()} cores",
+        "versions": {"python": platform.python_version(), **{each: version(each) for each in packages}},
+        "settings": asdict(settings), "command": server.command, "shapes": asdict(TABLE),
+        "held": all(check.held for check in checks), "checks": [asdict(check) for check in checks],
+        "counts": dict(load.counts), "problems": load.problems, "finished": load.finished, "abandoned": load.abandoned,
+        "logprob_deviation": load.deviation, "rss_slope_mb_per_min": theil_sen(half) * 60, "quarter_medians": quarters,
+        "metrics": {name: value for name, value in samples.metrics.items() if "_bucket" not in name and "_created" not in name},
+        "columns": samples.COLUMNS, "samples": samples.rows,
+        **{name: [[round(at, 1), round(value, 5)] for at, value in of] for name, of in timed.items()},
+    }  # fmt: skip
+
+
+def run(settings: Settings, console: Console) -> dict[str, Any]:
+    """A whole soak: the figures, with the verdict among them."""
+    with serving(settings) as server:
+        bar = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), TextColumn("{task.fields[said]}")
+        with Progress(*bar, console=console, disable=not console.is_terminal) as progress:
+            row = progress.add_task("soaking", total=settings.minutes * 60, said="")
+
+            def show(load: Load, samples: Samples) -> None:
+                whole = sum(load.counts[each] for each in ("whole", "streamed", "read slowly"))
+                gone = sum(count for name, count in load.counts.items() if name.startswith("gone"))
+                canary, refused, away = (load.counts[each] for each in ("canaries", "refused", "turned away"))
+                said = f"{whole} answered, {canary} canaries, {refused} refused, {gone} gone, {away} turned away"
+                progress.update(row, completed=min(load.now, settings.minutes * 60), said=f"{said}, {load.wrong} wrong")
+
+            load, samples = asyncio.run(soak(settings, server, show))
+        status = server.end()
+        err = server.err.read_text(encoding="utf-8", errors="replace")
+        checks = verdict(load, samples, settings.minutes * 60, status, err, settings.bounds)
+        return figures_of(settings, server, load, samples, checks) | {"standard_error": err[-4000:]}
+
+
+def show_verdict(figures: dict[str, Any], console: Console) -> None:
+    table = Table("rule", "found", "expected", "", title=f"{figures['settings']['minutes']:g} minutes on {figures['machine']}")
+    for check in figures["checks"]:
+        table.add_row(check["name"], check["found"], check["expected"], "[green]held[/]" if check["held"] else "[red]broken[/]")
+    console.print(table)
+    for problem in figures["problems"][:10]:
+        console.print(f"{problem['at_s']:8.1f} s  {problem['kind']}: {problem['what'][:200]}", markup=False)
+
+
+def lines_of(figures: dict[str, Any]) -> str:
+    """JSON with a line for each figure, and for each row of samples: thousands of them, which somebody may want to read."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, list) and value:
+            return "[\n  " + ",\n  ".join(json.dumps(each) for each in value) + "\n ]"
+        return json.dumps(value)
+
+    return "{\n" + ",\n".join(f" {json.dumps(name)}: {text(value)}" for name, value in figures.items()) + "\n}\n"
+
+
+app = App(name="soak", help=__doc__, help_format="plaintext")
+
+
+@app.default
+def main(
+    *,
+    minutes: float = Settings.minutes,
+    model: str = Settings.model,
+    drafter: str = Settings.drafter,
+    seed: int = Settings.seed,
+    json_file: Annotated[JsonFile, Parameter(name="--json")] = None,
+) -> int:
+    """Soaks a server.
+
+    Parameters
+    ----------
+    minutes
+        How long.
+    model
+        A folder, a Hugging Face id, or "demo".
+    drafter
+        As for `tilewright serve`.
+    seed
+        Of all that is drawn.
+    json_file
+        Where to write samples and verdict; "-" is standard output.
+    """
+    if not minutes > 0:
+        raise ValueError(f"expected --minutes above 0, found {minutes}")
+    check_output_file("--json", json_file)
+    console = human_console(json_file)
+    figures = run(Settings(minutes, model, drafter, seed), console)
+    show_verdict(figures, console)
+    if json_file == "-":
+        sys.stdout.write(lines_of(figures))
+    elif json_file is not None:
+        Path(json_file).write_text(lines_of(figures), encoding="utf-8")
+    return 0 if figures["held"] else 1
+
+
+if __name__ == "__main__":
+    app()

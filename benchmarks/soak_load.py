@@ -1,0 +1,593 @@
+"""The load of a soak: what is asked of the server, good and bad, and what each answer must be."""
+
+import asyncio
+import json
+import random
+import re
+import socket
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import cycle
+from typing import Any
+
+from tilewright.bench.http_client import READ, Address, Connections, Disconnected, Response, read_head
+from tilewright.bench.sse import EventReader
+
+PATIENCE_S = 90.0
+"""How long any answer may take."""
+THINK_S = 0.15
+"""How long a client waits between two requests, on average."""
+KEPT_PROBLEMS = 50
+LOGPROB_TOLERANCE = 1e-3
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+STOPS = ("\n\n", "return", "self", "):", "=")
+
+Json = dict[str, Any]
+
+
+class Wrong(Exception):
+    """An answer is not what it must be."""
+
+
+def expect(holds: bool, what: str) -> None:
+    if not holds:
+        raise Wrong(what)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The server's, as it was started: its model's name, positions of a request, requests that may wait, bytes of a body."""
+
+    model: str
+    context: int
+    queue_requests: int
+    body_bytes: int
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt and its tokens, by the server's own tokeniser; `messages` where it is a conversation."""
+
+    text: str
+    tokens: list[int]
+    messages: list[Json] | None = None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A request that is to be answered, and what its answer is checked against."""
+
+    route: str
+    body: Json
+    prompts: tuple[Text, ...]
+
+    @property
+    def stream(self) -> bool:
+        return bool(self.body.get("stream"))
+
+    @property
+    def choices(self) -> int:
+        return self.body.get("n", 1) * len(self.prompts)
+
+    def streamed(self) -> "Wanted":
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        return Wanted(self.route, self.body | {"stream": True, "stream_options": options}, self.prompts)
+
+
+@dataclass
+class Choice:
+    """A choice of an answer, whole or put together from chunks."""
+
+    text: str = ""
+    finish: str | None = None
+    logprobs: list[float | None] | None = None
+
+    def take(self, choice: Json) -> None:
+        """Takes a choice of a body or of a chunk."""
+        said = choice.get("message") or choice.get("delta") or {}
+        self.text += choice.get("text") or said.get("content") or ""
+        if choice.get("finish_reason") is not None:
+            expect(self.finish is None, "a choice ended twice")
+            self.finish = choice["finish_reason"]
+        found = choice.get("logprobs")
+        if found is not None:
+            values = found["token_logprobs"] if "token_logprobs" in found else [each["logprob"] for each in found["content"]]
+            self.logprobs = [*(self.logprobs or ()), *values]
+
+
+@dataclass
+class Answer:
+    """An answer with status 200.
+
+    Attributes:
+        arrivals: when chunks with text came, each with the tokens that had come by then.
+    """
+
+    choices: dict[int, Choice] = field(default_factory=dict)
+    usage: Json | None = None
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    done: bool = False
+
+    def take(self, body: Json) -> None:
+        expect("error" not in body, f"an error in the stream: {body.get('error')}")
+        self.usage = body.get("usage") or self.usage
+        for choice in body["choices"]:
+            self.choices.setdefault(choice["index"], Choice()).take(choice)
+
+    @property
+    def facts(self) -> list[Any]:
+        """What must be the same each time; log-probabilities may differ by rounding."""
+        ended = [(each.text, each.finish) for _, each in sorted(self.choices.items())]
+        return [ended, (self.usage or {}).get("completion_tokens"), (self.usage or {}).get("prompt_tokens")]
+
+    @property
+    def logprobs(self) -> list[float]:
+        return [value for _, each in sorted(self.choices.items()) for value in each.logprobs or () if value is not None]
+
+
+def check_answer(wanted: Wanted, answer: Answer) -> None:
+    """Raises `Wrong` where an answer is not what was asked for."""
+    body = wanted.body
+    expect(sorted(answer.choices) == list(range(wanted.choices)), f"choices {sorted(answer.choices)}, not {wanted.choices}")
+    expect(answer.done or not wanted.stream, "a stream without [DONE]")
+    stops = body.get("stop", ())
+    for index, choice in answer.choices.items():
+        prompt = wanted.prompts[index // body.get("n", 1)]
+        expect(choice.finish in ("stop", "length"), f"finish reason {choice.finish}")
+        if body.get("echo"):
+            expect(choice.text.startswith(prompt.text), "the echo is not the prompt")
+        text = choice.text[len(prompt.text) if body.get("echo") else 0 :]
+        expect(not any(stop in text for stop in stops), f"a stop string in {text[-40:]!r}")
+        if body.get("ignore_eos") and not stops:
+            expect(choice.finish == "length", f"finish reason {choice.finish} without an end")
+        if body["temperature"] == 0:
+            expect(choice.text == answer.choices[index - index % body.get("n", 1)].text, "greedy choices differ")
+    check_usage(wanted, answer)
+
+
+def check_usage(wanted: Wanted, answer: Answer) -> None:
+    """Counts: of usage against the prompts, the limit, and the log-probabilities."""
+    body, usage = wanted.body, answer.usage
+    if usage is None:
+        raise Wrong("no usage")
+    prompt, generated = sum(len(each.tokens) for each in wanted.prompts), usage["completion_tokens"]
+    expect(usage["prompt_tokens"] == prompt, f"{usage['prompt_tokens']} prompt tokens, not {prompt}")
+    expect(usage["total_tokens"] == prompt + generated, "the total is no sum")
+    most = wanted.choices * body["max_tokens"]
+    expect(0 < generated <= most, f"{generated} tokens of at most {most}")
+    if all(choice.finish == "length" for choice in answer.choices.values()):
+        expect(generated == most, f"{generated} tokens, ended by a length of {most}")
+    asked = body.get("logprobs")
+    if asked is not None and asked is not False:  # 0 asks too, for no alternatives
+        echoed = prompt * body.get("n", 1) if body.get("echo") else 0
+        given = sum(len(choice.logprobs or ()) for choice in answer.choices.values())
+        expect(given == generated + echoed, f"{given} log-probabilities for {generated + echoed} tokens")
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A request that is to be refused: the head, but for its length, and the body, with the status and the error's code."""
+
+    name: str
+    method: str
+    route: str
+    body: bytes
+    status: int
+    code: str | None = None
+    media: str = "application/json"
+
+
+def bad_requests(limits: Limits) -> list[Bad]:
+    """Bodies that are no JSON, fields that are wrong, what is too large, what is not there."""
+
+    def body(name: str, status: int, code: str | None, route: str = COMPLETIONS, **fields: Any) -> Bad:
+        given = {"prompt": "x"} if route == COMPLETIONS else {"messages": [{"role": "user", "content": "x"}]}
+        return Bad(name, "POST", route, json.dumps(given | fields).encode(), status, code)
+
+    def raw(name: str, text: bytes, route: str = COMPLETIONS) -> Bad:
+        return Bad(name, "POST", route, text, 400, "invalid_json")
+
+    too_long = [7] * (limits.context + 1)
+    return [
+        raw("no JSON", b'{"prompt": "x", '), raw("half a string", b'{"prompt": "x'), raw("nothing", b""),
+        raw("not UTF-8", b'{"prompt": "\xff\xfe\x80"}'), raw("bytes", bytes(range(256))),
+        raw("deep lists", b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"),
+        raw("deep objects", b'{"a":' * 20_000 + b"1" + b"}" * 20_000, CHATS),
+        raw("half a surrogate", b'{"prompt": "\\ud800"}'),
+        Bad("a list", "POST", COMPLETIONS, b"[1, 2]", 400), Bad("null", "POST", CHATS, b"null", 400),
+        body("temperature below 0", 400, "invalid_value", temperature=-1),
+        body("temperature text", 400, None, temperature="hot"),
+        body("no tokens", 400, "invalid_value", max_tokens=0), body("n 0", 400, "invalid_value", n=0),
+        body("n 17", 400, "invalid_value", n=17), body("unknown field", 400, "unknown_parameter", surprise=1),
+        body("tools", 400, "unsupported_parameter", CHATS, tools=[{"type": "function"}]),
+        body("empty prompt", 400, None, prompt=""),
+        body("no such token", 400, None, prompt=[2**31 - 1]), body("negative token", 400, None, prompt=[-1]),
+        body("role", 400, None, CHATS, messages=[{"role": "wizard", "content": "x"}]),
+        body("no messages", 400, None, CHATS, messages=[]),
+        body("stream options", 400, "invalid_value", stream_options={"include_usage": True}),
+        body("logprobs 21", 400, "invalid_value", logprobs=21), body("seed", 400, None, seed=-5),
+        body("long stop", 400, None, stop=["x" * 129]), body("other model", 404, "model_not_found", model="other"),
+        body("prompt too long", 400, "context_length_exceeded", prompt=too_long),
+        body("context too small", 400, "context_length_exceeded", max_tokens=limits.context),
+        body("far too many tokens", 400, "context_length_exceeded", CHATS, max_tokens=2**31 - 1),
+        body("too many choices", 400, "too_many_choices", prompt=["x"] * 16, n=16, max_tokens=1),
+        Bad("unknown route", "POST", "/v1/embeddings", b"{}", 404), Bad("no route", "GET", "/../etc/passwd", b"", 404),
+        Bad("odd route", "GET", "/%ff%00", b"", 404),
+        Bad("no such model", "GET", "/v1/models/other", b"", 404, "model_not_found"),
+        Bad("wrong method", "GET", COMPLETIONS, b"", 405), Bad("post to health", "POST", "/health", b"{}", 405),
+        Bad("form", "POST", COMPLETIONS, b"prompt=x", 415, "unsupported_media_type", "application/x-www-form-urlencoded"),
+        Bad("announced too large", "POST", COMPLETIONS, b" " * (limits.body_bytes + 1), 413, "body_too_large"),
+    ]  # fmt: skip
+
+
+class Drawer:
+    """Draws requests that are to be answered."""
+
+    def __init__(self, seed: int, texts: Sequence[Text], chats: Sequence[Text], limits: Limits):
+        self.draws, self.texts, self.chats, self.limits = random.Random(seed), texts, chats, limits
+
+    def sampling(self, chat: bool) -> Json:
+        """How to draw tokens, when to stop, and what to tell of them."""
+        pick = self.draws
+        fields: Json = {"temperature": 0}
+        if pick.random() < 0.5:
+            fields = {"temperature": pick.choice((0.3, 0.8, 1.0, 1.5)), "seed": pick.randrange(2**32)}
+            fields |= pick.choice(({}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05}, {"top_p": 0.95, "top_k": 50}))
+        if pick.random() < 0.2:
+            fields |= pick.choice(({"repetition_penalty": 1.2}, {"presence_penalty": 0.5, "frequency_penalty": 0.5}))
+        if pick.random() < 0.25:
+            fields["stop"] = pick.sample(STOPS, pick.choice((1, 2)))
+        if pick.random() < 0.3:
+            fields["ignore_eos"] = True
+        if pick.random() < 0.2:
+            fields |= {"logprobs": True, "top_logprobs": pick.choice((0, 5))} if chat else {"logprobs": pick.choice((0, 5))}
+        if not chat and pick.random() < 0.15:
+            fields["echo"] = True
+        if pick.random() < 0.15:
+            fields["n"] = pick.choice((2, 3))
+        return fields
+
+    def wanted(self) -> Wanted:
+        """One or two prompts, or a conversation, short or long."""
+        pick, chat = self.draws, self.draws.random() < 0.35
+        fields = self.sampling(chat)
+        prompts = (pick.choice(self.chats if chat else self.texts),)
+        if not chat and pick.random() < 0.1:
+            prompts = (*prompts, pick.choice(self.texts))
+        room = self.limits.context - max(len(each.tokens) for each in prompts)
+        fields["max_tokens"] = min(room, pick.choice((1, 4, 16, 16, 32, 64, 128, 300)))
+        if chat:
+            body = {"messages": prompts[0].messages, **fields}
+        elif pick.random() < 0.2 and "echo" not in fields:
+            body = {"prompt": [each.tokens for each in prompts], **fields}
+        else:
+            body = {"prompt": prompts[0].text if len(prompts) == 1 else [each.text for each in prompts], **fields}
+        if pick.random() < 0.3:
+            body["model"] = self.limits.model
+        made = Wanted(CHATS if chat else COMPLETIONS, body, prompts)
+        return made.streamed() if pick.random() < 0.5 else made
+
+    def small(self) -> Wanted:
+        """Part of a burst."""
+        text = self.draws.choice(self.texts)
+        fields = {"prompt": text.text, "temperature": 0, "max_tokens": self.draws.choice((4, 16, 40))}
+        return Wanted(COMPLETIONS, fields, (text,))
+
+    def long_stream(self, **fields: Any) -> Wanted:
+        text = min(self.texts, key=lambda each: len(each.tokens))
+        tokens = self.limits.context - len(text.tokens)
+        body = {"prompt": text.text, "temperature": 0, "ignore_eos": True, "max_tokens": tokens, **fields}
+        return Wanted(COMPLETIONS, body, (text,)).streamed()
+
+
+def canaries(texts: Sequence[Text], chats: Sequence[Text]) -> list[tuple[str, Wanted]]:
+    """Requests whose answers never change; those that stream are timed."""
+    long, short, chat = texts[0], texts[-1], chats[0]
+
+    def one(name: str, text: Text, **fields: Any) -> tuple[str, Wanted]:
+        body = {"prompt": text.text, "temperature": 0, "max_tokens": 48, **fields}
+        return name, Wanted(COMPLETIONS, body, (text,))
+
+    drawn: Json = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
+    return [
+        (name, wanted.streamed())
+        for name, wanted in (
+            one("greedy", long), one("sampled", long, **drawn), one("penalised", short, repetition_penalty=1.3),
+            one("sampled and penalised", short, frequency_penalty=0.7, **drawn), one("log-probabilities", long, logprobs=3),
+            one("stop string", short, stop=["return"], max_tokens=96),
+            ("chat", Wanted(CHATS, {"messages": chat.messages, "temperature": 0, "max_tokens": 48}, (chat,))),
+        )
+    ] + [one("three choices", short, n=3, **drawn), one("echo", long, echo=True, logprobs=1, max_tokens=4)]  # fmt: skip
+
+
+class Load:
+    """Clients, and what they found.
+
+    Attributes:
+        counts: requests by what was done with them; `refused` and `turned away` as they should be.
+        problems: what was not as it must be, with the time; only the first ones are kept, `wrong` counts all.
+        finished, abandoned: choices that came whole, and that were given up or turned away.
+        ttft, tpot: of canaries, with the time; seconds.
+        deviation: the furthest that a canary's log-probability was from its first one.
+    """
+
+    def __init__(self, address: Address, limits: Limits, seed: int):
+        self.address, self.limits, self.draws = address, limits, random.Random(seed)
+        self.connections = Connections(address, {})
+        self.counts: Counter[str] = Counter()
+        self.problems: list[Json] = []
+        self.wrong = self.finished = self.abandoned = self.bursts = 0
+        self.burst_ended = 0.0
+        self.first: dict[str, Answer] = {}
+        self.ttft: list[tuple[float, float]] = []
+        self.tpot: list[tuple[float, float]] = []
+        self.deviation = 0.0
+        self.began = time.monotonic()
+
+    @property
+    def now(self) -> float:
+        return time.monotonic() - self.began
+
+    async def texts(self, prompts: Sequence[str]) -> tuple[list[Text], list[Text]]:
+        """Prompts that share beginnings, the longest first, and conversations, with their tokens by `/tokenize`."""
+        shared, texts, chats = prompts[0][:250] + prompts[1][:250], list[Text](), list[Text]()
+        pieces = [shared + prompts[2][:400], *(shared + each[:200] for each in prompts[3:8]), *prompts[8:14]]
+        for piece in (*pieces, *(each[-60:] for each in prompts[14:18]), "def main():"):
+            texts.append(Text(piece, (await self.json("/tokenize", {"prompt": piece}))["tokens"]))
+        texts.sort(key=lambda each: -len(each.tokens))
+        for number, piece in enumerate(prompts[18:24]):
+            said: list[Json] = [{"role": "system", "content": shared}] if number % 2 else []
+            said += [{"role": "user", "content": [{"type": "text", "text": piece[:150]}]}]
+            said += [{"role": "assistant", "content": piece[150:200]}, {"role": "user", "content": piece[200:300]}]
+            chats.append(Text("", (await self.json("/tokenize", {"messages": said}))["tokens"], said))
+        return texts, chats
+
+    async def json(self, route: str, body: Json) -> Json:
+        status, _, raw = await self.exchange("POST", route, json.dumps(body).encode())
+        expect(status == 200, f"{route}: status {status}: {raw[:200]!r}")
+        return json.loads(raw)
+
+    async def exchange(self, method: str, route: str, body: bytes = b"") -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body of an answer."""
+        async with asyncio.timeout(PATIENCE_S), self.connections.request(method, route, body) as response:
+            return response.status, dict(response.headers), await whole(response)
+
+    async def attempt(self, kind: str, work: Awaitable[str]) -> None:
+        """Does one thing and counts it under what came of it; whatever goes wrong is a problem of the run."""
+        try:
+            self.counts[await work] += 1
+        except (Wrong, OSError, ValueError, LookupError, TypeError, asyncio.IncompleteReadError) as error:
+            what = "no answer in time" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
+            self.wrong += 1
+            if len(self.problems) < KEPT_PROBLEMS:
+                self.problems.append({"at_s": round(self.now, 1), "kind": kind, "what": what[:500]})
+
+    async def answered(self, wanted: Wanted) -> Answer | None:
+        """The answer, checked; None where the server was full, as it may be while there is a burst."""
+        began, body = self.now, json.dumps(wanted.body).encode()
+        async with asyncio.timeout(PATIENCE_S), self.connections.request("POST", wanted.route, body) as response:
+            if response.status == 503:
+                self.check_full(began, dict(response.headers), json.loads(await whole(response)))
+                self.abandoned += wanted.choices
+                return None
+            if response.status != 200:
+                raise Wrong(f"status {response.status}: {(await whole(response))[:200]!r} for {str(wanted.body)[:200]}")
+            answer = Answer()
+            if not wanted.stream:
+                answer.take(json.loads(await whole(response)))
+            else:
+                async for event in events(response):
+                    self.take_event(wanted, answer, event)
+        check_answer(wanted, answer)
+        self.finished += wanted.choices
+        return answer
+
+    def take_event(self, wanted: Wanted, answer: Answer, data: str) -> None:
+        expect(not answer.done, "something behind [DONE]")
+        if data == "[DONE]":
+            answer.done = True
+            return
+        chunk = json.loads(data)
+        begins = not answer.choices
+        answer.take(chunk)
+        if begins and wanted.route == CHATS:
+            expect(chunk["choices"][0]["delta"].get("role") == "assistant", "the first chunk has no role")
+        if chunk["choices"]:
+            answer.arrivals.append((time.monotonic(), chunk["usage"]["completion_tokens"]))
+
+    def check_full(self, began: float, headers: dict[str, str], body: Json) -> None:
+        """A 503 is right with its code and `Retry-After`, and while a burst is on."""
+        expect(body["error"]["code"] == "server_overloaded", f"503 {body['error']['code']}")
+        expect(int(headers.get("retry-after", "0")) >= 1, "a 503 without Retry-After")
+        expect(self.bursts > 0 or self.burst_ended >= began, "a 503 without a burst")
+
+    async def ask(self, wanted: Wanted) -> str:
+        answer = await self.answered(wanted)
+        return "turned away" if answer is None else "streamed" if wanted.stream else "whole"
+
+    async def canary(self, name: str, wanted: Wanted) -> str:
+        """Asks what was asked before, and compares."""
+        began, at = time.monotonic(), self.now
+        answer = await self.answered(wanted)
+        if answer is None:
+            return "turned away"
+        first = self.first.setdefault(name, answer)
+        expect(answer.facts == first.facts, f"canary {name}: {answer.facts} after {first.facts}")
+        apart = [abs(old - new) for old, new in zip(first.logprobs, answer.logprobs, strict=True)]
+        self.deviation = max([self.deviation, *apart])
+        expect(self.deviation <= LOGPROB_TOLERANCE, f"canary {name}: log-probabilities differ by {self.deviation}")
+        if answer.arrivals:
+            (come, had), (end, have) = answer.arrivals[0], answer.arrivals[-1]
+            self.ttft.append((at, come - began))
+            if have > had:
+                self.tpot.append((at, (end - come) / (have - had)))
+        return "canaries"
+
+    async def refused(self, bad: Bad) -> str:
+        """A request that must be refused, in the form of OpenAI's errors."""
+        try:
+            async with asyncio.timeout(PATIENCE_S), self.raw(bad.method, bad.route, bad.body, bad.media) as (reader, _):
+                response = await read_head(reader)
+                status, raw = response.status, await whole(response)
+        except (Disconnected, ConnectionError):
+            # The answer to a body that nobody reads may be lost with what was still on its way.
+            expect(bad.status == 413, f"{bad.name}: the connection broke")
+            return "refused"
+        expect(status == bad.status, f"{bad.name}: status {status}, not {bad.status}: {raw[:200]!r}")
+        error = json.loads(raw)["error"]
+        expect(set(error) == {"message", "type", "param", "code"}, f"{bad.name}: {sorted(error)}")
+        expect(bool(error["message"]) and bad.code in (None, error["code"]), f"{bad.name}: {error}")
+        return "refused"
+
+    @asynccontextmanager
+    async def raw(
+        self, method: str, route: str, body: bytes, media: str = "application/json", length: int | None = None, buffer: int = 0
+    ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        """A connection of its own that a request was written to; `length` is what is announced, if that is another one.
+
+        Args:
+            buffer: of the system's, for what was received; 0 for its default.
+        """
+        receiving = socket.socket()
+        if buffer:
+            receiving.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        receiving.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(receiving, (self.address.host, self.address.port))
+        reader, writer = await asyncio.open_connection(sock=receiving, limit=buffer or READ)
+        try:
+            head = f"{method} {route} HTTP/1.1\r\nHost: soak\r\nContent-Type: {media}\r\n"
+            head += f"Content-Length: {len(body) if length is None else length}\r\n\r\n"
+            writer.write(head.encode() + body)
+            yield reader, writer
+        finally:
+            writer.transport.abort()
+
+    async def leave(self, wanted: Wanted, after_s: float) -> str:
+        """Goes away after a while, without having read a thing: before the first token, in the queue, or anywhere."""
+        self.abandoned += wanted.choices
+        async with self.raw("POST", wanted.route, json.dumps(wanted.body).encode()):
+            await asyncio.sleep(after_s)
+        return "gone early"
+
+    async def leave_midway(self, wanted: Wanted, chunks: int) -> str:
+        """Goes away after some chunks of a stream."""
+        self.abandoned += wanted.choices
+        began, body = self.now, json.dumps(wanted.body).encode()
+        async with asyncio.timeout(PATIENCE_S), self.connections.request("POST", wanted.route, body) as response:
+            if response.status == 503:
+                self.check_full(began, dict(response.headers), json.loads(await whole(response)))
+                return "turned away"
+            expect(response.status == 200, f"status {response.status}")
+            async for _ in events(response):
+                chunks -= 1
+                if chunks <= 0:
+                    break
+        return "gone midway"
+
+    async def leave_in_body(self) -> str:
+        async with self.raw("POST", COMPLETIONS, b'{"prompt": "def ', length=1000):
+            await asyncio.sleep(0.05)
+        return "gone in the body"
+
+    async def read_slowly(self, wanted: Wanted) -> str:
+        """Reads a stream through a small buffer, waiting now and then: the server must hold back, and lose nothing."""
+        began = self.now
+        async with (
+            asyncio.timeout(2 * PATIENCE_S),
+            self.raw("POST", wanted.route, json.dumps(wanted.body).encode(), buffer=4096) as (reader, _),
+        ):
+            response, answer = await read_head(reader), Answer()
+            if response.status == 503:
+                self.abandoned += wanted.choices
+                self.check_full(began, dict(response.headers), json.loads(await whole(response)))
+                return "turned away"
+            await asyncio.sleep(2.0)
+            async for event in events(response):
+                self.take_event(wanted, answer, event)
+                await asyncio.sleep(0.01)
+        check_answer(wanted, answer)
+        self.finished += wanted.choices
+        return "read slowly"
+
+    async def round_trip(self, text: Text) -> str:
+        """Tokens and back."""
+        tokens = (await self.json("/tokenize", {"prompt": text.text}))["tokens"]
+        expect(tokens == text.tokens, "other tokens than before")
+        expect((await self.json("/detokenize", {"tokens": tokens}))["prompt"] == text.text, "tokens do not give the text back")
+        return "tokenised"
+
+    async def lookups(self) -> str:
+        for route in ("/v1/models", f"/v1/models/{self.limits.model}", "/version", "/ready", "/", "/tokenizer_info"):
+            status, _, _ = await self.exchange("GET", route)
+            expect(status == 200, f"{route}: status {status}")
+        return "looked up"
+
+    async def client(self, drawer: Drawer, ended: asyncio.Event) -> None:
+        """One client, which does one thing after another until the end."""
+        pick, bad = random.Random(self.draws.randrange(2**32)), bad_requests(self.limits)
+        kinds: dict[str, tuple[int, Callable[[], Awaitable[str]]]] = {
+            "answered": (50, lambda: self.ask(drawer.wanted())),
+            "refused": (25, lambda: self.refused(pick.choice(bad))),
+            "gone early": (7, lambda: self.leave(drawer.wanted(), pick.choice((0.0, 0.002, 0.02, 0.1)))),
+            "gone midway": (7, lambda: self.leave_midway(drawer.long_stream(), pick.randrange(1, 12))),
+            "gone in the body": (2, self.leave_in_body),
+            "read slowly": (2, lambda: self.read_slowly(drawer.long_stream(logprobs=5))),
+            "tokenised": (4, lambda: self.round_trip(pick.choice(drawer.texts))),
+            "looked up": (3, self.lookups),
+        }
+        names, weights = list(kinds), [weight for weight, _ in kinds.values()]
+        while not ended.is_set():
+            (kind,) = pick.choices(names, weights)
+            await self.attempt(kind, kinds[kind][1]())
+            await asyncio.sleep(pick.expovariate(1 / THINK_S))
+
+    async def bursts_of(self, drawer: Drawer, every_s: float, ended: asyncio.Event) -> None:
+        """More requests at once than the queue holds, some of whose clients go while they wait."""
+        while not await reached(ended, every_s):
+            self.bursts += 1
+            count = 2 * self.limits.queue_requests
+            leaving = (self.leave(drawer.small(), self.draws.random() * 0.5) for _ in range(count // 4))
+            asking = (self.ask(drawer.small()) for _ in range(count))
+            await asyncio.gather(*(self.attempt("burst", each) for each in (*leaving, *asking)))
+            self.bursts, self.burst_ended = self.bursts - 1, self.now
+            self.counts["bursts"] += 1
+
+    async def canaries_of(self, each: Sequence[tuple[str, Wanted]], every_s: float, ended: asyncio.Event) -> None:
+        for name, wanted in cycle(each):
+            await self.attempt(f"canary {name}", self.canary(name, wanted))
+            if await reached(ended, every_s):
+                return
+
+
+async def reached(ended: asyncio.Event, within_s: float) -> bool:
+    """Waits for so long, or for the end; whether that has come."""
+    try:
+        await asyncio.wait_for(ended.wait(), within_s)
+    except TimeoutError:
+        return False
+    return True
+
+
+async def whole(response: Response) -> bytes:
+    body = b""
+    while part := await response.read():
+        body += part
+    return body
+
+
+async def events(response: Response) -> AsyncIterator[str]:
+    """The data of a stream's events."""
+    reader = EventReader()
+    while part := await response.read():
+        for event in reader.feed(part):
+            yield event.data
+
+
+def metrics_of(text: str) -> dict[str, float]:
+    """Prometheus' text by name, with the labels but the model's."""
+    found = re.findall(r"^([a-zA-Z_:]+)\{([^}]*)\} ([^ ]+)$", text, re.MULTILINE)
+    labelled = ((name, re.sub(r'model_name="[^"]*",?', "", labels).strip(","), float(value)) for name, labels, value in found)
+    return {name + (f"{{{labels}}}" if labels else ""): value for name, labels, value in labelled}
