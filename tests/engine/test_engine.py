@@ -349,6 +349,28 @@ def test_log_probabilities_are_the_targets_at_each_position(lm: LanguageModel, e
             assert all(want[position - 1, token] == pytest.approx(value, abs=1e-4) for token, value in one.top)
 
 
+def test_a_prompts_log_probabilities_outlast_a_preemption(lm: LanguageModel, engine: Engine):
+    """Whenever it comes: while the prompt is computed, while rounds are on their way, and later."""
+    ask = Ask(prompts(9, [40], vocab=VOCAB)[0], Sampling(30, ignore_eos=True), logprobs=0, prompt_logprobs=True)
+    told = []
+    engine.open()
+    for steps in (0, 1, 2, 4):
+        heard = Heard()
+        engine.submit(ask, heard)
+        for _ in range(steps):
+            engine.step()
+        for seat in engine.scheduler.seated:
+            engine.scheduler.preempt(seat)
+        while engine.step():
+            pass
+        first = heard.updates[0].prompt_logprobs
+        assert first is not None
+        told.append([one.logprob for one in first])
+        assert len(told[-1]) == len(ask.prompt) - 1
+    assert all(each == pytest.approx(told[0], abs=1e-5) for each in told)
+    check_empty(engine)
+
+
 def observed_logits(lm: LanguageModel, text: list[int]) -> Any:
     """The target's logits `[T, V]` at each position of a text, in one pass without a cache."""
     params, config, ops = lm.programs.models.target, lm.target, lm.ops

@@ -87,7 +87,7 @@ class Device:
 
     def prefill(self, chunk: Chunk) -> Any:
         """Computes a piece of a prompt; what its scores are, where the job asks for them."""
-        name = "prefill" if chunk.seat.job.prompt_scores is None else "scored_prefill"
+        name = "scored_prefill" if chunk.seat.job.scoring else "prefill"
         table = self.table([chunk.seat], 1, self.programs.layout.capacity)
         places = [np.asarray([each], np.int32) for each in (chunk.seat.slot, chunk.start, chunk.count)]
         return self.run(EngineKey(name, chunk=chunk.size), places[0], table, *places[1:])

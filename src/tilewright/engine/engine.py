@@ -267,7 +267,7 @@ class Engine:
         sent, most = 0, self.programs.table.chunks[-1]
         while (chunk := self.scheduler.next_chunk()) is not None and (sent < most or not self.scheduler.runnable()):
             scores = self.device.prefill(chunk)
-            if chunk.seat.job.prompt_scores is not None:
+            if scores is not None and chunk.seat.job.prompt_scores is not None:
                 chunk.seat.job.prompt_scores.append((scores, chunk.count))
             self.scheduler.filled(chunk)
             self.counted.prefill_tokens += chunk.count

@@ -48,6 +48,12 @@ class Job:
         return self.ticket.ask.logprobs is not None
 
     @property
+    def scoring(self) -> bool:
+        """Whether prefill has still to score some of the prompt."""
+        scored = sum(count for _, count in self.prompt_scores or ())
+        return self.prompt_scores is not None and scored < len(self.request.prompt) - 1
+
+    @property
     def alternatives(self) -> int:
         """How many come with each token."""
         return self.ticket.ask.logprobs or 0
@@ -165,7 +171,7 @@ class Scheduler:
         Each of the others is left a page to grow into, lest they have to give way at once.
         """
         tokens = job.tokens
-        whole = self.prefix_cache and job.prompt_scores is None
+        whole = self.prefix_cache and not job.scoring
         # At least one position is computed: a drafter's context may begin with what comes of the last one.
         shared = self.pages.find(page_keys(tokens[:-1], self.pages.page_size)) if whole else []
         needed = self.pages_for(len(tokens)) - len(shared)
@@ -259,8 +265,8 @@ class Scheduler:
         self.leave(seat)
         seat.job.ticket.preemptions += 1
         self.preemptions += 1
-        if seat.job.prompt_scores is not None:
-            seat.job.prompt_scores = []
+        if seat.job.scoring:
+            seat.job.prompt_scores = []  # from the beginning again
         self.wait(seat.job)
 
     def leave(self, seat: Seat) -> None:
