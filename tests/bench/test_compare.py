@@ -105,6 +105,7 @@ def test_figures_of_a_comparison():
         "mean_acceptance_length": 3,
         "draft_acceptance_rate": 6 / 9,
         "acceptance_histogram": [1, 0, 0, 2],
+        "acceptance_histogram_by_draft_length": {"3": [1, 0, 0, 2]},
         "num_spec_steps": 3,
         "num_accepted_draft_tokens": 6,
         "num_draft_tokens": 9,

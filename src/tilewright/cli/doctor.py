@@ -37,6 +37,11 @@ INSTRUCTIONS = {
 """What the kernels know to use, by the names that Linux gives them."""
 EXTRAS = {
     "train": (("optax",), "tilewright train", "pip install 'tilewright[train]'"),
+    "serve": (
+        ("fastapi", "uvicorn", "prometheus_client", "pydantic"),
+        "serving over HTTP",
+        "pip install 'tilewright[serve]'",
+    ),
     "graph": (("scipy",), "graphs with their nodes numbered for locality", "pip install 'tilewright[graph]'"),
     "tpu": (("libtpu",), "TPUs, and compiling for a TPU that is not here", "pip install 'tilewright[tpu]'"),
     "oracle": (
