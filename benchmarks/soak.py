@@ -57,7 +57,6 @@ TABLE = ShapeTable(batches=(1, 2, 4), capacities=(512,), chunks=(16, 64), widths
 PAGE_SIZE, PAGES = 16, 56
 """Four requests of the whole context would fill 128 pages."""
 QUEUE_REQUESTS, BODY_MB = 32, 0.25
-CLIENTS = 6
 READY_S, END_S, IDLE_S = 600.0, 60.0, 30.0
 """How long the server may take to be ready, to end, and to have nothing to do once nobody asks."""
 
@@ -67,13 +66,15 @@ class Settings:
     """How a soak runs; times in seconds.
 
     Attributes:
-        sample_s, canary_s, burst_s: between two samples, canaries and bursts.
+        clients: that do one thing after another, besides samples, canaries and bursts.
+        sample_s, canary_s, burst_s: between two of these.
     """
 
     minutes: float = 10.0
     model: str = "demo"
     drafter: str = "ngram"
     seed: int = 0
+    clients: int = 6
     sample_s: float = 2.0
     canary_s: float = 0.3
     burst_s: float = 20.0
@@ -208,7 +209,7 @@ async def soak(settings: Settings, server: Server, show: Callable[[Load, Samples
     load.tpot.clear()
     load.began, ended = time.monotonic(), asyncio.Event()
     async with asyncio.TaskGroup() as group:
-        for number in range(CLIENTS):
+        for number in range(settings.clients):
             group.create_task(load.client(Drawer(settings.seed + 2 + number, texts, chats, load.limits), ended))
         group.create_task(load.bursts_of(drawer, settings.burst_s, ended))
         group.create_task(load.canaries_of(repeated, settings.canary_s, ended))
