@@ -427,7 +427,8 @@ class Load:
         return "canaries"
 
     async def refused(self, bad: Bad) -> str:
-        """A request that must be refused, in the form of OpenAI's errors."""
+        """A request that must be refused, in the form of OpenAI's errors; a full queue says so before it reads the prompt."""
+        began = self.now
         try:
             async with asyncio.timeout(PATIENCE_S), self.raw(bad.method, bad.route, bad.body, bad.media) as (reader, _):
                 response = await read_head(reader)
@@ -436,6 +437,9 @@ class Load:
             # The answer to a body that nobody reads may be lost with what was still on its way.
             expect(bad.status == 413, f"{bad.name}: the connection broke")
             return "refused"
+        if status == 503:
+            self.check_full(began, dict(response.headers), json.loads(raw))
+            return "turned away"
         expect(status == bad.status, f"{bad.name}: status {status}, not {bad.status}: {raw[:200]!r}")
         error = json.loads(raw)["error"]
         expect(set(error) == {"message", "type", "param", "code"}, f"{bad.name}: {sorted(error)}")
