@@ -37,6 +37,8 @@ TARGETS = {
         "tilewright_causal_attention": "TilewrightCausalAttention",
         "tilewright_causal_attention_grad": "TilewrightCausalAttentionGrad",
     },
+    "window_attention": {"tilewright_window_attention": "TilewrightWindowAttention"},
+    "put": {"tilewright_put": "TilewrightPut"},
     "read": {"tilewright_read": "TilewrightRead"},
     "rms_norm": {
         "tilewright_rms_norm": "TilewrightRmsNorm",

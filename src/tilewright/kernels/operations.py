@@ -92,14 +92,19 @@ class Operations:
     Attributes:
         name: of the implementation, as it is shown to users.
         take: `(table [V, H], index) -> rows [..., H]`: the rows of a table, such as the embeddings of tokens.
-        linear: `(x, w, out_dtype=None, norm=None, add=None) -> x @ w + add`, after `norm` if one is given; in `out_dtype`, else
-            that of `x`.
-        gated_linear: `(x, joined, norm=None) -> silu(x @ gate) * (x @ up)`.
-        project: `(x, joined, norm=None, first=0) -> Projection`: the products with all matrices from the `first` on.
+        put: `(table [V, H], index [R], rows [R, H]) -> table` with these rows at these places, no two the same; a row whose
+            index is out of range goes nowhere.
+        linear: `(x, w, out_dtype=None, norm=None, add=None, count=None) -> x @ w + add`, after `norm` if one is given; in
+            `out_dtype`, else that of `x`. Of `x` only the first `count` rows need be computed; see `counts`.
+        gated_linear: `(x, joined, norm=None, count=None) -> silu(x @ gate) * (x @ up)`.
+        project: `(x, joined, norm=None, first=0, last=None, count=None) -> Projection`: the products with all matrices from the
+            `first` on, up to the one before the `last`.
         heads: `(projection, Heads) -> (q [B, T, N, D], k [B, K, T, D], v [B, K, T, D])`, normed and rotated; None for q where
-            the projection was of k and v alone.
+            the projection was of k and v alone, and for these where it was of q alone.
         rms_norm: `(x, weight, eps)`.
         prefix_attention: `(q, k, v, lengths, own=None)`: see `attention/reference.py`.
+        window_attention: `(q [B, W, N, D], k [B, S, K, D], v, changes, lengths [B], kinds [B, W], before [B, W, N * D]) ->
+            (after, statistics [B, W, 3])`: see `window_attention/reference.py`.
         append: `(cache [B, K, S, D], new [B, K, T, D], start [B], count [B]) -> cache`: writes the first `count` of each row's
             new entries from its slot `start` on, and nothing else. `start + count` must not pass S.
         append_attend: `(projection, Heads, k, v, start, count) -> (out [B, T, N * D], k, v)`: appends to the caches and lets
@@ -124,16 +129,19 @@ class Operations:
         restore: the matrix `[I, O]` that `prepare_matrix` was given, rounded to the format; zeros may follow its inputs.
         prepares: prepared weights are not the matrices that they were.
         own_head: a tied model gets a head of its own: the products read it faster than the embedding transposed.
+        counts: products leave out rows behind a `count`, so that it need not be rounded up to a declared number of rows.
     """
 
     name: str
     take: Callable[[Array, Array], Array]
+    put: Callable[[Array, Array, Array], Array]
     linear: Callable[..., Array]
     gated_linear: Callable[..., Array]
     project: Callable[..., Projection]
     heads: Callable[[Projection, Heads], tuple[Any, Array, Array]]
     rms_norm: Callable[[Array, Array, float], Array]
     prefix_attention: Callable[..., Array]
+    window_attention: Callable[..., tuple[Array, Array]]
     append: Callable[[Array, Array, Array, Array], Array]
     append_attend: Callable[..., tuple[Array, Array, Array]]
     pages: Callable[[int, int, int, int, DTypeLike], Pool]
@@ -149,6 +157,7 @@ class Operations:
     restore: Callable[[Any], Array]
     prepares: bool = False
     own_head: bool = False
+    counts: bool = False
 
     def prepare(self, specs: Tree, params: Tree) -> Tree:
         """Parameters as these operations want them.

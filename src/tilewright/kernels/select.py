@@ -47,6 +47,8 @@ from tilewright.kernels.operations import Heads, Joined, Norm, Operations, Pages
 from tilewright.kernels.paged import cpu as paged_cpu
 from tilewright.kernels.paged import pallas_tpu as paged_tpu
 from tilewright.kernels.paged import xla as paged_xla
+from tilewright.kernels.put import cpu as put_cpu
+from tilewright.kernels.put import xla as put_xla
 from tilewright.kernels.rms_norm import cpu as norm_cpu
 from tilewright.kernels.rms_norm import reference as norm_reference
 from tilewright.kernels.scatter_add import nki as scatter_nki
@@ -54,6 +56,8 @@ from tilewright.kernels.scatter_add import pallas_tpu as scatter_tpu
 from tilewright.kernels.scatter_add import xla as scatter_xla
 from tilewright.kernels.take import cpu as take_cpu
 from tilewright.kernels.take import xla as take_xla
+from tilewright.kernels.window_attention import cpu as window_cpu
+from tilewright.kernels.window_attention import xla as window_xla
 
 IMPLEMENTATIONS = {
     "gather_reduce": {"tpu": gather_tpu, "trainium": gather_nki},
@@ -185,12 +189,14 @@ def xla_operations(
     return Operations(
         name=name,
         take=take_xla.take,
+        put=put_xla.put,
         linear=linear,
         gated_linear=partial(xla.gated_linear, product=product),
         project=partial(xla.project, product=product),
         heads=heads,
         rms_norm=norm_reference.rms_norm,  # XLA makes one loop of it
         prefix_attention=attend,
+        window_attention=window_xla.window_attention,
         append=append_xla.append,
         append_attend=partial(append_xla.append_attend, heads=heads, attend=attend),
         pages=paged_xla.empty,
@@ -244,7 +250,7 @@ def attention_operands(projection: Joint, how: Heads) -> tuple[tuple[Any, ...], 
 
 
 def cpu_heads(projection: Joint, how: Heads) -> tuple[Array | None, Array, Array]:
-    if how.head_dim % attention_cpu.HEAD_MULTIPLE:
+    if how.head_dim % attention_cpu.HEAD_MULTIPLE or len(projection.parts) == 1:
         return heads_xla.heads(projection.split(), how, norm=norm_cpu.rms_norm)
     operands, options = attention_operands(projection, how)
     q, k, v = attention_cpu.norm_rotate(*operands, **options)
@@ -284,14 +290,25 @@ def before(norm: Norm | None) -> dict[str, Any]:
 
 
 def cpu_linear(
-    x: Array, w: Any, out_dtype: DTypeLike | None = None, norm: Norm | None = None, add: Array | None = None
+    x: Array,
+    w: Any,
+    out_dtype: DTypeLike | None = None,
+    norm: Norm | None = None,
+    add: Array | None = None,
+    count: Array | None = None,
 ) -> Array:
-    return cpu.linear(x, w, out_dtype, **before(norm), add=add)
+    return cpu.linear(x, w, out_dtype, **before(norm), add=add, count=count)
 
 
-def cpu_project(x: Array, joined: Any, norm: Norm | None = None, first: int = 0) -> Joint:
-    count = len(joined.parts)
-    return Joint(cpu.linear(x, joined, **before(norm), parts=(first, count)), joined.parts[first:])
+def cpu_project(
+    x: Array, joined: Any, norm: Norm | None = None, first: int = 0, last: int | None = None, count: Array | None = None
+) -> Joint:
+    parts = joined.parts[first:last]
+    return Joint(cpu.linear(x, joined, **before(norm), parts=(first, first + len(parts)), count=count), parts)
+
+
+def cpu_window_attention(q: Array, *rest: Array) -> tuple[Array, Array]:
+    return (window_xla if q.shape[3] % window_cpu.HEAD_MULTIPLE else window_cpu).window_attention(q, *rest)
 
 
 @cache
@@ -356,12 +373,14 @@ def cpu_operations(name: str, weights: Weights) -> Operations:
     return Operations(
         name=name,
         take=take_cpu.take,
+        put=put_cpu.put,
         linear=cpu_linear,
-        gated_linear=lambda x, w, norm=None: cpu_linear(x, w, norm=norm),
+        gated_linear=lambda x, w, norm=None, count=None: cpu_linear(x, w, norm=norm, count=count),
         project=cpu_project,
         heads=cpu_heads,
         rms_norm=norm_cpu.rms_norm,
         prefix_attention=cpu_prefix_attention,
+        window_attention=cpu_window_attention,
         append=append_cpu.append,
         append_attend=cpu_append_attend,
         pages=paged_xla.empty,
@@ -377,6 +396,7 @@ def cpu_operations(name: str, weights: Weights) -> Operations:
         restore=cpu.unpack,
         prepares=True,
         own_head=True,
+        counts=True,
     )
 
 

@@ -45,12 +45,15 @@ def heads(
     how: Heads,
     rotate: Callable[[Array, Array, Array], Array] = rotate_halves,
     norm: Callable[[Array, Array, float], Array] = rms_norm,
-) -> tuple[Float[Array, "B T N D"] | None, Float[Array, "B K T D"], Float[Array, "B K T D"]]:
-    """Queries, keys and values of q, k and v, or of k and v alone, each `[B, T, heads * D]`."""
-    *q, k, v = (split_heads(part, how.head_dim) for part in projection)
+) -> tuple[Float[Array, "B T N D"] | None, Float[Array, "B K T D"] | None, Float[Array, "B K T D"] | None]:
+    """Queries, keys and values of q, k and v, of k and v alone, or of q alone, each `[B, T, heads * D]`."""
+    parts = [split_heads(part, how.head_dim) for part in projection]
+    q, kv = (parts[0], parts[1:]) if len(parts) != 2 else (None, parts)
 
     def turned(x: Array, weight: Norm | None) -> Array:
         return rotate(x if weight is None else norm(x, *weight), *how.rope)
 
-    keys, values = turned(k, how.k_norm).transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    return (turned(q[0], how.q_norm) if q else None), keys, values
+    queries = None if q is None else turned(q, how.q_norm)
+    if not kv:
+        return queries, None, None
+    return queries, turned(kv[0], how.k_norm).transpose(0, 2, 1, 3), kv[1].transpose(0, 2, 1, 3)

@@ -247,7 +247,7 @@ const char* describe(Call& call, Weights& weights, const ffi::AnyBuffer& x, cons
 }
 
 ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::S32> sums, ffi::AnyBuffer norm,
-                  ffi::AnyBuffer add, ffi::Result<ffi::AnyBuffer> y, bool gated, float eps, int64_t first) {
+                  ffi::AnyBuffer add, ffi::Buffer<ffi::S32> count, ffi::Result<ffi::AnyBuffer> y, bool gated, float eps, int64_t first) {
   Call call{};
   Weights weights;
   call.output = gated ? GATED : SUMS;
@@ -262,6 +262,8 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi:
   call.out = y->untyped_data();
   native::on_huge_pages(call.out, y->size_bytes());
   call.add = add.element_count() == 0 ? nullptr : add.untyped_data();
+  if (count.element_count() > 1) return ffi::Error::InvalidArgument("tilewright_linear: expected one number of rows, or none");
+  if (count.element_count() == 1) call.m = std::clamp<int64_t>(count.typed_data()[0], 0, call.m);
   if (call.m > 0) compute(pool, call, weights);
   return ffi::Error::Success();
 }
@@ -426,6 +428,7 @@ ffi::Error Gated(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer due, ffi
 XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightLinear, Linear,
                               ffi::Ffi::Bind()
                                   .ROWS_AND_WEIGHTS.Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<bool>("gated")
                                   .Attr<float>("eps")

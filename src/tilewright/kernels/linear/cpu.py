@@ -191,6 +191,7 @@ def linear(
     eps: float = 0.0,
     add: Float[Array, "*rows O"] | None = None,
     parts: tuple[int, int] | None = None,
+    count: Int32[Array, ""] | None = None,
 ) -> Float[Array, "*rows O"]:
     """`x @ w`, or `silu(x @ gate) * (x @ up)` for a gated matrix; float32 sums, whatever the weights.
 
@@ -203,6 +204,7 @@ def linear(
         eps: of that norm.
         add: is added to the sums before they are rounded to the result's dtype, which it has.
         parts: only the outputs of these matrices of several that were joined: the first, and the one behind the last.
+        count: only so many rows are computed, from the first; what is returned for the others means nothing.
     """
     dtype = jnp.dtype(out_dtype or x.dtype)
     begin, end = (0, w.outputs) if parts is None else (sum(w.parts[: parts[0]]), sum(w.parts[: parts[1]]))
@@ -211,7 +213,7 @@ def linear(
     assert add is None or skipped == 0, "nothing is added to a part that begins within a panel"
     out = jax.ShapeDtypeStruct((*x.shape[:-1], end - first * LANES), dtype)
     y = jax.ffi.ffi_call("tilewright_linear", out)(
-        x, w.panels, w.scales, w.sums, or_nothing(norm, x.dtype), or_nothing(add, dtype),
+        x, w.panels, w.scales, w.sums, or_nothing(norm, x.dtype), or_nothing(add, dtype), or_nothing(count, jnp.int32),
         gated=w.gated, eps=np.float32(eps), first=np.int64(first),
     )  # fmt: skip
     return y[..., skipped:]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from tilewright.kernels.operations import Joined, Norm, Transposed
 from tilewright.kernels.rms_norm.reference import rms_norm
@@ -46,6 +46,7 @@ def linear(
     out_dtype: DTypeLike | None = None,
     norm: Norm | None = None,
     add: Float[Array, "*rows O"] | None = None,
+    count: Int[Array, ""] | None = None,
     product: Product = product,
 ) -> Float[Array, "*rows O"]:
     """`x @ w` for a matrix `[I, O]`, or one that is `Transposed`, after a norm if there is one, and `add` added to it."""
@@ -54,15 +55,25 @@ def linear(
 
 
 def project(
-    x: Float[Array, "*rows I"], joined: Joined, norm: Norm | None = None, first: int = 0, product: Product = product
+    x: Float[Array, "*rows I"],
+    joined: Joined,
+    norm: Norm | None = None,
+    first: int = 0,
+    last: int | None = None,
+    count: Int[Array, ""] | None = None,
+    product: Product = product,
 ) -> tuple[Float[Array, "*rows _"], ...]:
-    """The products with each matrix from the `first` on."""
+    """The products with each matrix from the `first` on, up to the one before the `last`."""
     x = normed(x, norm)
-    return tuple(product(x, w, None) for w in joined.parts[first:])
+    return tuple(product(x, w, None) for w in joined.parts[first:last])
 
 
 def gated_linear(
-    x: Float[Array, "*rows I"], joined: Joined, norm: Norm | None = None, product: Product = product
+    x: Float[Array, "*rows I"],
+    joined: Joined,
+    norm: Norm | None = None,
+    count: Int[Array, ""] | None = None,
+    product: Product = product,
 ) -> Float[Array, "*rows O"]:
     """`silu(x @ gate) * (x @ up)` (Shazeer 2020)."""
     gate, up = project(x, joined, norm, product=product)

@@ -1,0 +1,15 @@
+"""The operation on a CPU; the kernel itself is `cpu.cc`.
+
+XLA:CPU has no updates of bfloat16: it converts the whole table to float32, and back, to write a few rows.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Int, Shaped
+
+
+def put(table: Shaped[Array, "V H"], index: Int[Array, " R"], rows: Shaped[Array, "R H"]) -> Shaped[Array, "V H"]:
+    """As `xla.put`; the table is written where it is, if nothing else reads it afterwards."""
+    call = jax.ffi.ffi_call("tilewright_put", jax.ShapeDtypeStruct(table.shape, table.dtype), input_output_aliases={0: 0})
+    return call(table, index.astype(jnp.int32), rows.astype(table.dtype))
