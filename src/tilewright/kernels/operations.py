@@ -95,7 +95,8 @@ class Operations:
         linear: `(x, w, out_dtype=None, norm=None, add=None) -> x @ w + add`, after `norm` if one is given; in `out_dtype`, else
             that of `x`.
         gated_linear: `(x, joined, norm=None) -> silu(x @ gate) * (x @ up)`.
-        project: `(x, joined, norm=None, first=0) -> Projection`: the products with all matrices from the `first` on.
+        project: `(x, joined, norm=None, first=0, bias=None) -> Projection`: the products with all matrices from the `first` on,
+            each plus its own of the vectors `bias`, one for every matrix.
         heads: `(projection, Heads) -> (q [B, T, N, D], k [B, K, T, D], v [B, K, T, D])`, normed and rotated; None for q where
             the projection was of k and v alone.
         rms_norm: `(x, weight, eps)`.

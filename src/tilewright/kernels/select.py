@@ -289,9 +289,16 @@ def cpu_linear(
     return cpu.linear(x, w, out_dtype, **before(norm), add=add)
 
 
-def cpu_project(x: Array, joined: Any, norm: Norm | None = None, first: int = 0) -> Joint:
-    count = len(joined.parts)
-    return Joint(cpu.linear(x, joined, **before(norm), parts=(first, count)), joined.parts[first:])
+def biased(products: Array, bias: tuple[Array, ...] | None, first: int) -> Array:
+    """Joint products with their biases on top, where there are some."""
+    return products if bias is None else products + jnp.concatenate(bias[first:]).astype(products.dtype)
+
+
+def cpu_project(
+    x: Array, joined: Any, norm: Norm | None = None, first: int = 0, bias: tuple[Array, ...] | None = None
+) -> Joint:
+    products = cpu.linear(x, joined, **before(norm), parts=(first, len(joined.parts)))
+    return Joint(biased(products, bias, first), joined.parts[first:])
 
 
 @cache
@@ -311,10 +318,12 @@ def trained_operations(how: cpu.Training) -> Operations:
         y: Any = cpu.trained_gated(how, flat, jnp.concatenate(joined.parts, axis=1))
         return y.reshape(*x.shape[:-1], -1)
 
-    def project(x: Array, joined: Joined, norm: Norm | None = None, first: int = 0) -> Joint:
+    def project(
+        x: Array, joined: Joined, norm: Norm | None = None, first: int = 0, bias: tuple[Array, ...] | None = None
+    ) -> Joint:
         parts = joined.parts[first:]
         array = cpu.trained_linear(how, normed(x, norm), jnp.concatenate(parts, axis=1), how.dtype)
-        return Joint(array, tuple(part.shape[1] for part in parts))
+        return Joint(biased(array, bias, first), tuple(part.shape[1] for part in parts))
 
     def heads(projection: Joint, what: Heads) -> tuple[Array | None, Array, Array]:
         return heads_xla.heads(tuple(part.astype(jnp.float32) for part in projection.split()), what)

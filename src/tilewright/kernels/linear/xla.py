@@ -54,11 +54,17 @@ def linear(
 
 
 def project(
-    x: Float[Array, "*rows I"], joined: Joined, norm: Norm | None = None, first: int = 0, product: Product = product
+    x: Float[Array, "*rows I"],
+    joined: Joined,
+    norm: Norm | None = None,
+    first: int = 0,
+    bias: tuple[Float[Array, " _"], ...] | None = None,
+    product: Product = product,
 ) -> tuple[Float[Array, "*rows _"], ...]:
-    """The products with each matrix from the `first` on."""
+    """The products with each matrix from the `first` on, and on top of them its bias where there are some."""
     x = normed(x, norm)
-    return tuple(product(x, w, None) for w in joined.parts[first:])
+    products = tuple(product(x, w, None) for w in joined.parts[first:])
+    return products if bias is None else tuple(y + b for y, b in zip(products, bias[first:], strict=True))
 
 
 def gated_linear(
