@@ -14,7 +14,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 FOLDER = Path(__file__).parent / "decoders"
 ROWS, LENGTH = 2, 40
@@ -32,7 +40,7 @@ LLAMA3_ROPE = {
 
 
 def models() -> dict[str, PreTrainedModel]:
-    """The models by name: both families, both kinds of head, several ratios of heads, with and without RoPE scaling."""
+    """The models by name: all families, both kinds of head, several ratios of heads, with and without RoPE scaling."""
     narrow = dict(SIZES, hidden_size=32, intermediate_size=56, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
     return {
         "qwen3-tied": Qwen3ForCausalLM(
@@ -72,6 +80,18 @@ def models() -> dict[str, PreTrainedModel]:
         "llama-scaled": LlamaForCausalLM(
             LlamaConfig(**narrow, num_hidden_layers=3, tie_word_embeddings=True, rms_norm_eps=1e-5, rope_parameters=LLAMA3_ROPE)
         ),
+        "qwen2-untied": Qwen2ForCausalLM(
+            Qwen2Config(
+                **SIZES,
+                hidden_size=48,
+                intermediate_size=64,
+                num_attention_heads=6,
+                num_key_value_heads=2,
+                num_hidden_layers=2,
+                eos_token_id=5,
+                rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+            )
+        ),
     }
 
 
@@ -81,7 +101,7 @@ def randomise(model: PreTrainedModel, generator: torch.Generator) -> None:
     for name, weight in model.named_parameters():
         drawn = torch.randn(weight.shape, generator=generator)
         if weight.ndim == 1:
-            weight.copy_(1.0 + 0.4 * drawn)
+            weight.copy_(0.4 * drawn if name.endswith("bias") else 1.0 + 0.4 * drawn)
         else:
             weight.copy_(drawn if "embed" in name else drawn * weight.shape[1] ** -0.5)
 

@@ -67,6 +67,29 @@ QWEN3: dict[str, Any] = {
 """Qwen3 4B as published: heads larger than hidden / heads."""
 
 
+QWEN25: dict[str, Any] = {
+    "model_type": "qwen2",
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 21,
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+"""Qwen2.5 0.5B as published: no word of its biases, nor of `head_dim`, and a window that it does not use."""
+
+
 def problems(fields: dict[str, Any]) -> list[str]:
     """What the error lists, one by one."""
     with pytest.raises(ValueError, match=r"^some/config\.json: ") as caught:
@@ -113,7 +136,15 @@ def test_published_qwen3():
     assert config_from_hf(QWEN3) == expected
 
 
+def test_published_qwen2():
+    sizes = (151936, 896, 4864, 24, 14, 2, 64)
+    more = {"tie_word_embeddings": True, "max_position_embeddings": 32768, "eos_token_ids": (151645,)}
+    assert config_from_hf(QWEN25) == decoder_config("qwen2", *sizes, **more)
+    assert problems({**QWEN25, "attention_bias": False}) == ["attention_bias=False is not supported (only True)"]
+
+
 GOLDEN_CONFIGS = {
+    "qwen2-untied": decoder_config("qwen2", 96, 48, 64, 2, 6, 2, 8, max_position_embeddings=256, eos_token_ids=(5,)),
     "llama-scaled": decoder_config(
         "llama",
         96,
@@ -197,8 +228,8 @@ def test_defaults():
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"model_type": "mistral"}, "model_type must be one of qwen3, llama, found 'mistral'"),
-        ({"model_type": None}, "model_type must be one of qwen3, llama, found None"),
+        ({"model_type": "mistral"}, "model_type must be one of qwen3, qwen2, llama, found 'mistral'"),
+        ({"model_type": None}, "model_type must be one of qwen3, qwen2, llama, found None"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported (only 'silu')"),
         ({"attention_bias": True}, "attention_bias=True is not supported (only False)"),
         ({"mlp_bias": True}, "mlp_bias=True is not supported (only False)"),
@@ -263,7 +294,7 @@ def test_everything_missing_is_listed_at_once(family: dict[str, Any]):
     """And nothing that only follows from it."""
     expected = {f"{name} must be a positive integer, found None" for name in REQUIRED}
     assert set(problems({"model_type": family["model_type"]})) == expected
-    assert set(problems({})) == expected | {"model_type must be one of qwen3, llama, found None"}
+    assert set(problems({})) == expected | {"model_type must be one of qwen3, qwen2, llama, found None"}
 
 
 def test_everything_wrong_is_listed_at_once():
@@ -288,7 +319,7 @@ scalings = st.fixed_dictionaries(
 def configs(draw: st.DrawFn) -> dict[str, Any]:
     kv_heads = draw(st.integers(1, 8))
     return {
-        "family": draw(st.sampled_from(["qwen3", "llama"])),
+        "family": draw(st.sampled_from(["qwen3", "qwen2", "llama"])),
         "vocab_size": draw(st.integers(1, 1 << 18)),
         "hidden_size": draw(st.integers(1, 1 << 14)),
         "intermediate_size": draw(st.integers(1, 1 << 16)),

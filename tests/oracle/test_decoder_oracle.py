@@ -40,6 +40,8 @@ CASES: dict[str, tuple[str, bool, int, int, int | None, dict[str, Any]]] = {
     "qwen3-tied": ("qwen3", True, 8, 2, 32, PLAIN_ROPE),
     "qwen3-untied": ("qwen3", False, 4, 1, 24, PLAIN_ROPE),
     "qwen3-scaled": ("qwen3", True, 4, 4, 16, LLAMA3_ROPE),
+    "qwen2-tied": ("qwen2", True, 4, 2, None, PLAIN_ROPE),
+    "qwen2-scaled": ("qwen2", False, 6, 6, None, LLAMA3_ROPE),
     "llama-tied": ("llama", True, 6, 2, None, PLAIN_ROPE),
     "llama-untied": ("llama", False, 4, 4, 20, PLAIN_ROPE),
     "llama-scaled": ("llama", False, 8, 4, None, LLAMA3_ROPE),
@@ -62,15 +64,14 @@ def torch_model(case: str, generator: Any) -> Any:
     }
     if head_dim is not None:
         sizes["head_dim"] = head_dim
-    if family == "qwen3":
-        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
-    else:
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    name = family.capitalize()
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             drawn = torch.randn(weight.shape, generator=generator)
             scale = 1.0 if "embed" in name else weight.shape[-1] ** -0.5
-            weight.copy_(1.0 + 0.4 * drawn if weight.ndim == 1 else scale * drawn)
+            shift = 1.0 if weight.ndim == 1 and "norm" in name else 0.0
+            weight.copy_(shift + (0.4 if weight.ndim == 1 else scale) * drawn)
     return model.eval()
 
 
@@ -174,13 +175,13 @@ OWN = DecoderConfig(
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
 @pytest.mark.parametrize("scaling", [None, RopeScaling(8.0, 1.0, 4.0, 32)])
 def test_transformers_reads_what_we_write(family: str, tied: bool, scaling: RopeScaling | None, tmp_path: Path):
     """A model made here, saved here and loaded by transformers, gives the same logits."""
     config = DecoderConfig(**{**vars(OWN), "family": family, "tie_word_embeddings": tied, "rope_scaling": scaling})
     specs = declare(config)
-    params = jax.tree.map(lambda x: 1.0 + 4 * (x - 1.0) if x.ndim == 1 else 6.0 * x, initialise(specs, jax.random.key(SEED)))
+    params = jax.tree.map(lambda x: 6.0 * x if x.ndim == 2 else x, initialise(specs, jax.random.key(SEED)))
     save_params(tmp_path, config_to_hf(config), specs, params, jnp.float32)
     model, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32", output_loading_info=True)
     assert not report["missing_keys"]

@@ -97,8 +97,9 @@ class Operations:
         linear: `(x, w, out_dtype=None, norm=None, add=None, count=None) -> x @ w + add`, after `norm` if one is given; in
             `out_dtype`, else that of `x`. Of `x` only the first `count` rows need be computed; see `counts`.
         gated_linear: `(x, joined, norm=None, count=None) -> silu(x @ gate) * (x @ up)`.
-        project: `(x, joined, norm=None, first=0, last=None, count=None) -> Projection`: the products with all matrices from the
-            `first` on, up to the one before the `last`.
+        project: `(x, joined, norm=None, first=0, last=None, bias=None, count=None) -> Projection`: the products with all
+            matrices from the `first` on, up to the one before the `last`, each plus its own of the vectors `bias`, of which
+            there is one for every matrix.
         heads: `(projection, Heads) -> (q [B, T, N, D], k [B, K, T, D], v [B, K, T, D])`, normed and rotated; None for q where
             the projection was of k and v alone, and for these where it was of q alone.
         rms_norm: `(x, weight, eps)`.

@@ -300,11 +300,23 @@ def cpu_linear(
     return cpu.linear(x, w, out_dtype, **before(norm), add=add, count=count)
 
 
+def biased(products: Array, bias: tuple[Array, ...] | None, first: int, last: int | None = None) -> Array:
+    """Joint products with their biases on top, where there are some."""
+    return products if bias is None else products + jnp.concatenate(bias[first:last]).astype(products.dtype)
+
+
 def cpu_project(
-    x: Array, joined: Any, norm: Norm | None = None, first: int = 0, last: int | None = None, count: Array | None = None
+    x: Array,
+    joined: Any,
+    norm: Norm | None = None,
+    first: int = 0,
+    last: int | None = None,
+    bias: tuple[Array, ...] | None = None,
+    count: Array | None = None,
 ) -> Joint:
     parts = joined.parts[first:last]
-    return Joint(cpu.linear(x, joined, **before(norm), parts=(first, first + len(parts)), count=count), parts)
+    products = cpu.linear(x, joined, **before(norm), parts=(first, first + len(parts)), count=count)
+    return Joint(biased(products, bias, first, last), parts)
 
 
 def cpu_window_attention(q: Array, *rest: Array) -> tuple[Array, Array]:
@@ -328,10 +340,12 @@ def trained_operations(how: cpu.Training) -> Operations:
         y: Any = cpu.trained_gated(how, flat, jnp.concatenate(joined.parts, axis=1))
         return y.reshape(*x.shape[:-1], -1)
 
-    def project(x: Array, joined: Joined, norm: Norm | None = None, first: int = 0) -> Joint:
+    def project(
+        x: Array, joined: Joined, norm: Norm | None = None, first: int = 0, bias: tuple[Array, ...] | None = None
+    ) -> Joint:
         parts = joined.parts[first:]
         array = cpu.trained_linear(how, normed(x, norm), jnp.concatenate(parts, axis=1), how.dtype)
-        return Joint(array, tuple(part.shape[1] for part in parts))
+        return Joint(biased(array, bias, first), tuple(part.shape[1] for part in parts))
 
     def heads(projection: Joint, what: Heads) -> tuple[Array | None, Array, Array]:
         return heads_xla.heads(tuple(part.astype(jnp.float32) for part in projection.split()), what)

@@ -1,15 +1,16 @@
-"""Decoder language models: Qwen3 and Llama 3.
+"""Decoder language models: Qwen3, Qwen2 and Llama 3.
 
 A layer is four functions (see `stack.py`), and a schedule runs the layers. What a query may see, and where keys and values are
 kept, is the business of the `attend` callback; which implementation computes, that of the bundle of operations.
 
-Sources: Qwen3 technical report (arXiv 2505.09388) §2; Llama 3 (arXiv 2407.21783) §3.2; tensor names as in their checkpoints.
+Sources: Qwen3 technical report (arXiv 2505.09388) §2; Qwen2 (arXiv 2407.10671) §2.2, which Qwen2.5 follows; Llama 3
+(arXiv 2407.21783) §3.2; tensor names as in their checkpoints.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,9 @@ from tilewright.models.config import ConfigReader, Sizes
 from tilewright.models.params import ArraySpec, matrix, norm_weight
 from tilewright.models.stack import SINGLE_DEVICE, Rows, Schedule, Stack
 
-Family = Literal["qwen3", "llama"]
+Family = Literal["qwen3", "qwen2", "llama"]
+ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
+"""What other libraries call the families."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,31 +46,37 @@ def config_from_hf(fields: Mapping[str, Any], where: str = "config.json") -> Dec
         ValueError: one message that lists every missing field and every value that this family does not support.
     """
     read = ConfigReader(fields, where)
-    family = read.choice("model_type", ("qwen3", "llama"))
+    config = read_decoder(read, cast(Family, read.choice("model_type", get_args(Family))))
+    read.finish()
+    return config
+
+
+def read_decoder(read: ConfigReader, family: Family) -> DecoderConfig:
+    """What `read` says of a decoder of this family; its problems are for `read.finish`."""
     read.expect("hidden_act", "silu")
-    read.expect("attention_bias", False)
+    # Qwen2's queries, keys and values always have biases, of which its configurations need not speak.
+    read.expect("attention_bias", family == "qwen2")
     read.expect("mlp_bias", False)
     read.expect("use_sliding_window", False)
     read.expect("quantization_config", None)
     read.expect_all("layer_types", "full_attention")
-    config = DecoderConfig(
-        family=cast(Family, family),
+    return DecoderConfig(
+        family=family,
         # Qwen3's heads have 128 unless it says otherwise (Qwen3-4B: 2560 / 32 = 80, but heads of 128).
         **read.sizes(head_dim=128 if family == "qwen3" else None),
         tie_word_embeddings=read.flag("tie_word_embeddings", default=False),
         max_position_embeddings=read.integer("max_position_embeddings"),
         eos_token_ids=read.token_ids("eos_token_id"),
     )
-    read.finish()
-    return config
 
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """The `config.json` of a model that was made here; other libraries read it too."""
     return {
-        "architectures": ["Qwen3ForCausalLM" if config.family == "qwen3" else "LlamaForCausalLM"],
+        "architectures": [ARCHITECTURES[config.family]],
         "model_type": config.family,
         **config.to_hf(),
+        "attention_bias": config.family == "qwen2",
         "tie_word_embeddings": config.tie_word_embeddings,
         "max_position_embeddings": config.max_position_embeddings,
         "eos_token_id": list(config.eos_token_ids) or None,
@@ -77,7 +86,7 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer. `q_norm` and `k_norm` are Qwen3's; a Llama layer has None there."""
+    """One decoder layer. `q_norm` and `k_norm` are Qwen3's, and `qkv_bias`, a tuple, Qwen2's; others have None there."""
 
     input_norm: Any
     qkv: Any
@@ -87,6 +96,7 @@ class Layer:
     post_attention_norm: Any
     gate_up: Any
     down: Any
+    qkv_bias: Any = None
 
 
 @jax.tree_util.register_dataclass
@@ -100,11 +110,12 @@ class DecoderParams:
     head: Any
 
 
-def declare_layer(config: Any, prefix: str, qk_norm: bool, inputs: int | None = None) -> Layer:
+def declare_layer(config: Any, prefix: str, qk_norm: bool, inputs: int | None = None, qkv_bias: bool = False) -> Layer:
     """The arrays of one layer. `config` needs the sizes of `DecoderConfig`; a DFlash layer has the same arrays.
 
     Args:
         inputs: of queries, keys and values, where that is not the hidden size.
+        qkv_bias: queries, keys and values have biases.
     """
     h, i, d = config.hidden_size, config.intermediate_size, config.head_dim
     query, key = config.num_heads * d, config.num_kv_heads * d
@@ -114,6 +125,9 @@ def declare_layer(config: Any, prefix: str, qk_norm: bool, inputs: int | None = 
 
     def projection(name: str, size: int, axis: str) -> ArraySpec:
         return matrix(f"{attn}.{name}_proj.weight", inputs or h, size, ("hidden", axis), units=(1, d))
+
+    def bias(name: str, size: int, axis: str) -> ArraySpec:
+        return ArraySpec(f"{attn}.{name}_proj.bias", (size,), (axis,), units=(d,))
 
     return Layer(
         input_norm=norm_weight(f"{prefix}.input_layernorm.weight", h),
@@ -126,6 +140,7 @@ def declare_layer(config: Any, prefix: str, qk_norm: bool, inputs: int | None = 
             tuple(matrix(f"{mlp}.{name}_proj.weight", h, i, ("hidden", "mlp")) for name in ("gate", "up")), gated=True
         ),
         down=matrix(f"{mlp}.down_proj.weight", i, h, ("mlp", "hidden"), out_scale),
+        qkv_bias=tuple(bias(*one) for one in qkv) if qkv_bias else None,
     )
 
 
@@ -133,9 +148,10 @@ def declare(config: DecoderConfig) -> DecoderParams:
     """The model's arrays, each declared once (see `params.ArraySpec`)."""
     v, h = config.vocab_size, config.hidden_size
     head = None if config.tie_word_embeddings else matrix("lm_head.weight", h, v, ("hidden", "vocab"), kind="head")
+    of_family = {"qk_norm": config.family == "qwen3", "qkv_bias": config.family == "qwen2"}
     return DecoderParams(
         embed=ArraySpec("model.embed_tokens.weight", (v, h), ("vocab", "hidden"), "embedding"),
-        layers=tuple(declare_layer(config, f"model.layers.{n}", config.family == "qwen3") for n in range(config.num_layers)),
+        layers=tuple(declare_layer(config, f"model.layers.{n}", **of_family) for n in range(config.num_layers)),
         norm=norm_weight("model.norm.weight", h),
         head=head,
     )
@@ -180,7 +196,7 @@ def stack_of(config: Any, ops: Operations, of: tuple[Layer, ...], attend: Attend
     """Layers in their parts. `config` is that of a decoder, or of a drafter with layers like a decoder's."""
 
     def project(ops: Operations, layer: Layer, x: Float[Array, "B T H"]) -> Projection:
-        return ops.project(x, layer.qkv, Norm(layer.input_norm, config.rms_norm_eps))
+        return ops.project(x, layer.qkv, Norm(layer.input_norm, config.rms_norm_eps), bias=layer.qkv_bias)
 
     def attended(ops: Operations, layer: Layer, projection: Projection, rows: Rows, kept: Any) -> tuple[Array, Any]:
         return attend(ops, projection, head_norms(config, layer, rows.rope), rows.seen, kept)

@@ -60,12 +60,14 @@ def project(
     norm: Norm | None = None,
     first: int = 0,
     last: int | None = None,
+    bias: tuple[Float[Array, " _"], ...] | None = None,
     count: Int[Array, ""] | None = None,
     product: Product = product,
 ) -> tuple[Float[Array, "*rows _"], ...]:
-    """The products with each matrix from the `first` on, up to the one before the `last`."""
+    """The products with each matrix from the `first` on, up to the one before the `last`, plus its own of the biases."""
     x = normed(x, norm)
-    return tuple(product(x, w, None) for w in joined.parts[first:last])
+    products = tuple(product(x, w, None) for w in joined.parts[first:last])
+    return products if bias is None else tuple(y + b for y, b in zip(products, bias[first:last], strict=True))
 
 
 def gated_linear(

@@ -38,7 +38,7 @@ def window_attention(
 
     Returns:
         The contexts, and the sums over their entries of before * after, before ** 2 and after ** 2: the cosine between both is
-        `moved` of them. The sums of idle queries are those of a context that stays.
+        `cosine` of them. The sums of idle queries are those of a context that stays.
     """
     batch, window, n, d = q.shape
     group = n // k.shape[2]
@@ -57,7 +57,7 @@ def window_attention(
 
 
 def cosine(statistics: Float32[Array, "*rows 3"]) -> Float32[Array, "*rows"]:
-    """How far contexts turned, from sums over all of their entries (those of shards added up); 1 where both are zero."""
+    """How far contexts turned, from sums over all of their entries (those of shards added up); 0 where one of them is zero."""
     both, old, new = (statistics[..., n] for n in range(3))
     norm = jnp.sqrt(old) * jnp.sqrt(new)
-    return jnp.where(norm > 0, both / jnp.where(norm > 0, norm, 1.0), jnp.where(old == new, 1.0, 0.0))
+    return jnp.where(norm > 0, both / jnp.where(norm > 0, norm, 1.0), 0.0)
