@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from models.sizes import decoder_config
-from reference.diffusion_model_numpy import dream_logits, llada_logits, shifted
+from reference.diffusion_forward_numpy import dream_logits, llada_logits, shifted
 from tilewright.kernels.select import PLAIN, operations, training_operations
 from tilewright.models import decoder, diffusion, hub
 from tilewright.models.checkpoint import save_params

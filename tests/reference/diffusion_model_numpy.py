@@ -1,69 +1,209 @@
-"""A second reading of LLaDA's and Dream's forward pass, in NumPy float64, from raw tensors under their checkpoint names.
+"""LLaDA and Dream as small transformers in NumPy float64, and their checkpoints: what `diffusion_numpy.py` denoises with.
 
-Written from the published modelling code and not from the package. One sequence without padding at a time.
+Legend: n positions, r rows (positions that are computed), H hidden, N query heads, K key/value heads, D head size, I inner,
+V vocabulary. Weights are `[out, in]`, as checkpoints hold them.
 
-Sources: `modeling_llada.py` of GSAI-ML/LLaDA-8B-Instruct (`LLaDALlamaBlock`); `modeling_dream.py` of
-Dream-org/Dream-v0-Base-7B.
+Sources: LLaDA (arXiv 2502.09992) and Dream (arXiv 2508.15487), their published configurations and modelling code.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from reference.dflash_numpy import attention, rms_norm, rotate
-
 Array = NDArray[np.float64]
-Tensors = Mapping[str, NDArray[Any]]
+Rows = NDArray[np.int64]
 
 
-def silu(x: Array) -> Array:
-    return x / (1 + np.exp(-x))
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """`x / rms(x) * weight` over the last dim."""
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 
 
-def bidirectional(q: Array, k: Array, v: Array, heads: int, kv_heads: int, theta: float) -> Array:
-    """Attention of all positions `[n, _]` to all, after rotation by their places."""
-    n, size = len(q), q.shape[1] // heads
-    places = range(n)
-    queries, keys = rotate(q.reshape(n, heads, size), places, theta), rotate(k.reshape(n, kv_heads, size), places, theta)
-    return attention(queries, keys, v.reshape(n, kv_heads, size), np.ones((n, n), bool))
+def rotate(x: Array, positions: Rows, theta: float) -> Array:
+    """RoPE by half rotation: component i of `x` `[r, heads, D]` turns together with component i + D/2."""
+    half = x.shape[-1] // 2
+    angles = positions[:, None, None] * theta ** (-np.arange(half) / half)
+    first, second = x[..., :half], x[..., half:]
+    cos, sin = np.cos(angles), np.sin(angles)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def llada_logits(config: Mapping[str, Any], tensors: Tensors, tokens: Sequence[int]) -> Array:
-    """`[n, V]`: the logits of each position, which predict that position's token."""
-    w = {name.removeprefix("model.transformer."): np.asarray(value, np.float64) for name, value in tensors.items()}
-    eps = config["rms_norm_eps"]
-    x = w["wte.weight"][np.asarray(tokens)]
-    for n in range(config["n_layers"]):
-        at = f"blocks.{n}."
-        h = rms_norm(x, w[at + "attn_norm.weight"], eps)
-        q, k, v = (h @ w[f"{at}{name}_proj.weight"].T for name in "qkv")
-        out = bidirectional(q, k, v, config["n_heads"], config["n_kv_heads"], config["rope_theta"])
-        x = x + out @ w[at + "attn_out.weight"].T
-        h = rms_norm(x, w[at + "ff_norm.weight"], eps)
-        x = x + (silu(h @ w[at + "ff_proj.weight"].T) * (h @ w[at + "up_proj.weight"].T)) @ w[at + "ff_out.weight"].T
-    head = w["wte.weight"] if config["weight_tying"] else w["ff_out.weight"]
-    return rms_norm(x, w["ln_f.weight"], eps) @ head.T
+def softmax(x: Array) -> Array:
+    """Over the last dim."""
+    weights = np.exp(x - x.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
 
 
-def dream_logits(config: Mapping[str, Any], tensors: Tensors, tokens: Sequence[int]) -> Array:
-    """`[n, V]`: the logits of each position, which predict the token behind it."""
-    w = {name.removeprefix("model."): np.asarray(value, np.float64) for name, value in tensors.items()}
-    eps = config["rms_norm_eps"]
-    x = w["embed_tokens.weight"][np.asarray(tokens)]
-    for n in range(config["num_hidden_layers"]):
-        attn, mlp = f"layers.{n}.self_attn.", f"layers.{n}.mlp."
-        h = rms_norm(x, w[f"layers.{n}.input_layernorm.weight"], eps)
-        q, k, v = (h @ w[f"{attn}{name}_proj.weight"].T + w[f"{attn}{name}_proj.bias"] for name in "qkv")
-        heads = config["num_attention_heads"], config["num_key_value_heads"]
-        x = x + bidirectional(q, k, v, *heads, config["rope_theta"]) @ w[attn + "o_proj.weight"].T
-        h = rms_norm(x, w[f"layers.{n}.post_attention_layernorm.weight"], eps)
-        x = x + (silu(h @ w[mlp + "gate_proj.weight"].T) * (h @ w[mlp + "up_proj.weight"].T)) @ w[mlp + "down_proj.weight"].T
-    head = w["embed_tokens.weight"] if config["tie_word_embeddings"] else w["lm_head.weight"]
-    return rms_norm(x, w["norm.weight"], eps) @ head.T
+def attend(q: Array, k: Array, v: Array) -> Array:
+    """`softmax(q k^T / sqrt(D)) v` of `q` `[r, N, D]` over all of `k`, `v` `[m, K, D]`; gives `[r, N * D]`."""
+    group = q.shape[1] // k.shape[1]
+    heads = [softmax(q[:, i] @ k[:, i // group].T / np.sqrt(q.shape[2])) @ v[:, i // group] for i in range(q.shape[1])]
+    return np.concatenate(heads, axis=1)
 
 
-def shifted(logits: Array) -> Array:
-    """Dream's logits moved to the positions that they predict, as its `generation_utils.py` does it."""
-    return np.concatenate([logits[:1], logits[:-1]])
+@dataclass(frozen=True)
+class Layer:
+    """q `[N * D, H]`, k and v `[K * D, H]`, o `[H, N * D]`, gate and up `[I, H]`, down `[H, I]`; biases are None for LLaDA."""
+
+    attention_norm: Array
+    q: Array
+    k: Array
+    v: Array
+    q_bias: Array | None
+    k_bias: Array | None
+    v_bias: Array | None
+    o: Array
+    ffn_norm: Array
+    gate: Array
+    up: Array
+    down: Array
+
+
+@dataclass(frozen=True)
+class Model:
+    """embed and head `[V, H]`, norm `[H]`. Of the family depend the shift of logits by one ("dream") and tensors' names."""
+
+    family: Literal["llada", "dream"]
+    embed: Array
+    layers: list[Layer]
+    norm: Array
+    head: Array
+    head_size: int
+    theta: float
+    eps: float
+
+    @property
+    def shift(self) -> int:
+        return int(self.family == "dream")
+
+    def project(self, x: Array, weight: Array, bias: Array | None) -> Array:
+        """`x` `[r, H]` to heads `[r, heads, D]`."""
+        flat = x @ weight.T + (0 if bias is None else bias)
+        return flat.reshape(len(x), len(weight) // self.head_size, self.head_size)
+
+    def queries(self, layer: Layer, x: Array, positions: Rows) -> Array:
+        h = rms_norm(x, layer.attention_norm, self.eps)
+        return rotate(self.project(h, layer.q, layer.q_bias), positions, self.theta)
+
+    def keys_values(self, layer: Layer, x: Array, positions: Rows) -> tuple[Array, Array]:
+        h = rms_norm(x, layer.attention_norm, self.eps)
+        keys = rotate(self.project(h, layer.k, layer.k_bias), positions, self.theta)
+        return keys, self.project(h, layer.v, layer.v_bias)
+
+    def ffn(self, layer: Layer, x: Array) -> Array:
+        h = rms_norm(x, layer.ffn_norm, self.eps)
+        gate = h @ layer.gate.T
+        return gate / (1 + np.exp(-gate)) * (h @ layer.up.T) @ layer.down.T
+
+    def logits(self, x: Array) -> Array:
+        """`[r, V]` of the residual stream `[r, H]`, not shifted."""
+        return rms_norm(x, self.norm, self.eps) @ self.head.T
+
+
+def random_model(
+    seed: int, family: Literal["llada", "dream"], vocab: int = 40, hidden: int = 32, layers: int = 3, heads: int = 4,
+    kv_heads: int | None = None, inner: int = 48,
+) -> Model:  # fmt: skip
+    """Float32 numbers held in float64; Dream has biases and, unless told, half as many key/value heads.
+
+    Large enough that attention is far from uniform, so that mistakes in it show.
+    """
+    rng = np.random.default_rng(seed)
+    kv_heads = kv_heads or (heads if family == "llada" else heads // 2)
+    head_size = hidden // heads
+    query, key = hidden, kv_heads * head_size
+
+    def single(x: NDArray[np.floating]) -> Array:
+        return x.astype(np.float32).astype(np.float64)
+
+    def matrix(rows: int, columns: int, gain: float = 1.0) -> Array:
+        return single(rng.normal(size=(rows, columns)) * gain / np.sqrt(columns))
+
+    def norm() -> Array:
+        return single(rng.uniform(0.5, 1.5, hidden))
+
+    def bias(size: int) -> Array | None:
+        return single(rng.normal(size=size) * 0.5) if family == "dream" else None
+
+    stack = [
+        Layer(
+            norm(), matrix(query, hidden, 1.5), matrix(key, hidden, 1.5), matrix(key, hidden),
+            bias(query), bias(key), bias(key), matrix(hidden, query, 1.5),
+            norm(), matrix(inner, hidden, 1.5), matrix(inner, hidden), matrix(hidden, inner, 1.5),
+        ) for _ in range(layers)
+    ]  # fmt: skip
+    embed, head = single(rng.normal(size=(vocab, hidden))), matrix(vocab, hidden, 2.0)
+    theta, eps = (500000.0, 1e-5) if family == "llada" else (1000000.0, 1e-6)
+    return Model(family, embed, stack, norm(), head, head_size, theta, eps)
+
+
+@dataclass
+class Caches:
+    """What one layer keeps of all n positions: keys after RoPE and values `[n, K, D]`, contexts before the output projection
+    `[n, N * D]`, FFN outputs `[n, H]`; and `base`, the values that `keep_prompt_updates` compares with."""
+
+    k: Array
+    v: Array
+    c: Array
+    f: Array
+    base: Array
+
+
+def dense(model: Model, tokens: Sequence[int] | Rows, length: int | None = None) -> tuple[Array, list[Caches]]:
+    """Logits `[n, V]`, not shifted, and what each layer computed. All rows see the first `length` positions; None: all."""
+    rows = np.arange(len(tokens))
+    x, caches = model.embed[list(tokens)], []
+    for layer in model.layers:
+        k, v = model.keys_values(layer, x, rows)
+        c = attend(model.queries(layer, x, rows), k[:length], v[:length])
+        x = x + c @ layer.o.T
+        f = model.ffn(layer, x)
+        x = x + f
+        caches.append(Caches(k, v, c, f, v.copy()))
+    return model.logits(x), caches
+
+
+NAMES = {
+    "llada": "attn_norm q_proj k_proj v_proj attn_out ff_norm ff_proj up_proj ff_out".split(),
+    "dream": "input_layernorm self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj post_attention_layernorm "
+    "mlp.gate_proj mlp.up_proj mlp.down_proj".split(),
+}
+FIELDS = "attention_norm q k v o ffn_norm gate up down".split()
+OUTER = {
+    "llada": ("model.transformer.wte", "model.transformer.ln_f", "model.transformer.ff_out", "model.transformer.blocks"),
+    "dream": ("model.embed_tokens", "model.norm", "lm_head", "model.layers"),
+}
+"""Names in a checkpoint: of a layer's tensors, in the order of `FIELDS`; of embedding, final norm, head and layers."""
+
+
+def checkpoint(model: Model, mask: int, eos: int) -> tuple[dict[str, Any], dict[str, NDArray[np.float32]]]:
+    """The `config.json` and the tensors under their published names."""
+    vocab, hidden = model.embed.shape
+    heads, kv_heads = (len(weight) // model.head_size for weight in (model.layers[0].q, model.layers[0].k))
+    common = {"vocab_size": vocab, "rope_theta": model.theta, "rms_norm_eps": model.eps, "mask_token_id": mask}
+    common |= {"eos_token_id": eos, "pad_token_id": eos}
+    if model.family == "llada":
+        config = common | {
+            "model_type": "llada", "architectures": ["LLaDAModelLM"], "d_model": hidden, "n_layers": len(model.layers),
+            "n_heads": heads, "n_kv_heads": kv_heads, "mlp_hidden_size": len(model.layers[0].gate), "embedding_size": vocab,
+            "max_sequence_length": 4096, "weight_tying": False, "include_bias": False, "include_qkv_bias": False,
+            "activation_type": "silu", "block_type": "llama", "layer_norm_type": "rms", "rope": True,
+        }  # fmt: skip
+    else:
+        config = common | {
+            "model_type": "Dream", "architectures": ["DreamModel"], "hidden_size": hidden,
+            "num_hidden_layers": len(model.layers),
+            "num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": len(model.layers[0].gate),
+            "max_position_embeddings": 4096, "tie_word_embeddings": False, "hidden_act": "silu",
+        }  # fmt: skip
+    embed, norm, head, blocks = OUTER[model.family]
+    tensors = {f"{embed}.weight": model.embed, f"{norm}.weight": model.norm, f"{head}.weight": model.head}
+    for i, layer in enumerate(model.layers):
+        for name, own in zip(NAMES[model.family], FIELDS, strict=True):
+            tensors[f"{blocks}.{i}.{name}.weight"] = getattr(layer, own)
+            if (bias := getattr(layer, f"{own}_bias", None)) is not None:
+                tensors[f"{blocks}.{i}.{name}.bias"] = bias
+    return config, {name: np.ascontiguousarray(tensor, np.float32) for name, tensor in tensors.items()}
