@@ -58,6 +58,10 @@ from tilewright.kernels.take import cpu as take_cpu
 from tilewright.kernels.take import xla as take_xla
 from tilewright.kernels.window_attention import cpu as window_cpu
 from tilewright.kernels.window_attention import xla as window_xla
+from tilewright.kernels.window_attention.reference import CARRIED as CARRIED
+from tilewright.kernels.window_attention.reference import EXACT as EXACT
+from tilewright.kernels.window_attention.reference import IDLE as IDLE
+from tilewright.kernels.window_attention.reference import cosine as cosine
 
 IMPLEMENTATIONS = {
     "gather_reduce": {"tpu": gather_tpu, "trainium": gather_nki},
@@ -331,11 +335,16 @@ def trained_operations(how: cpu.Training) -> Operations:
         return x if norm is None else norm_cpu.trained_norm(x.astype(jnp.float32), norm.weight, norm.eps, how.dtype)
 
     def linear(
-        x: Array, w: Any, out_dtype: DTypeLike | None = None, norm: Norm | None = None, add: Array | None = None
+        x: Array,
+        w: Any,
+        out_dtype: DTypeLike | None = None,
+        norm: Norm | None = None,
+        add: Array | None = None,
+        count: Array | None = None,
     ) -> Array:
         return cpu.trained_linear(how, normed(x, norm), w, out_dtype or jnp.float32, add)
 
-    def gated_linear(x: Array, joined: Joined, norm: Norm | None = None) -> Array:
+    def gated_linear(x: Array, joined: Joined, norm: Norm | None = None, count: Array | None = None) -> Array:
         flat = normed(x, norm).reshape(-1, x.shape[-1])
         y: Any = cpu.trained_gated(how, flat, jnp.concatenate(joined.parts, axis=1))
         return y.reshape(*x.shape[:-1], -1)

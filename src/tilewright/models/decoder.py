@@ -185,11 +185,16 @@ def output(
 
 
 def mlp(
-    config: Any, ops: Operations, layer: Layer, x: Float[Array, "B T H"], add: Float[Array, "B T H"] | None = None
+    config: Any,
+    ops: Operations,
+    layer: Layer,
+    x: Float[Array, "B T H"],
+    add: Float[Array, "B T H"] | None = None,
+    count: Int[Array, ""] | None = None,
 ) -> Float[Array, "B T H"]:
-    """The MLP half's partial sum, on top of `add` if that is given."""
-    inner = ops.gated_linear(x, layer.gate_up, Norm(layer.post_attention_norm, config.rms_norm_eps))
-    return ops.linear(inner, layer.down, add=add)
+    """The MLP half's partial sum, on top of `add` if that is given; of the first `count` rows at least (see `Operations`)."""
+    inner = ops.gated_linear(x, layer.gate_up, Norm(layer.post_attention_norm, config.rms_norm_eps), count=count)
+    return ops.linear(inner, layer.down, add=add, count=count)
 
 
 def stack_of(config: Any, ops: Operations, of: tuple[Layer, ...], attend: Attend) -> Stack:

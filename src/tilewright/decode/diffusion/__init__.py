@@ -1,0 +1,1 @@
+"""Denoising of diffusion language models: dense, over cached keys and values, and sparse."""

@@ -1,0 +1,103 @@
+"""Which tokens a step commits: the choice at each masked position of a block, and how these rank.
+
+Legend: B rows of a batch, K positions of a block, V vocabulary.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Float32, Int, Int32
+
+from tilewright.decode.diffusion.options import ALWAYS, LLADA_RULES, REMASKING, RowOptions
+from tilewright.decode.mixed import for_each, of_row
+from tilewright.decode.sampling import RowSampling, warp_logits
+from tilewright.kernels.select import argmax
+
+ENTROPY_EPSILON = 1e-10
+
+
+class Choices(NamedTuple):
+    """What would be put at each position, `[B, K]`: the token, its probability, and the score that it ranks by."""
+
+    token: Array
+    probability: Array
+    score: Array
+
+
+def step_keys(rows: RowSampling, positions: Int[Array, "B K"], steps: Int[Array, " B"]) -> Array:
+    """The randomness of a position in a step, keys `[B, K]`: a position is drawn again and again, each time anew."""
+
+    def of_one(key: Array, position: Array, step: Array) -> Array:
+        return jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(key), position), step)
+
+    return jax.vmap(jax.vmap(of_one, in_axes=(None, 0, None)))(jnp.asarray(rows.key), positions, steps)
+
+
+def ranked_by(rule: Int[Array, " B"], logits: Float[Array, "B K V"], token: Int[Array, "B K"], chance: Array) -> Choices:
+    """Choices under the distribution of these logits."""
+    p = jax.nn.softmax(logits, axis=-1)
+    likely = jnp.take_along_axis(p, token[..., None], axis=-1)[..., 0]
+    first = argmax(logits)
+    best = jnp.take_along_axis(p, first[..., None], axis=-1)[..., 0]
+    second = jnp.max(jnp.where(jnp.arange(p.shape[-1]) == first[..., None], 0.0, p), axis=-1)
+    scores = {
+        "random": chance,
+        "origin": chance,
+        "topk_margin": best - second,
+        "entropy": jnp.sum(p * jnp.log(p + ENTROPY_EPSILON), axis=-1),
+    }
+    score = likely
+    for name, found in scores.items():
+        score = jnp.where(rule[:, None] == REMASKING.index(name), found, score)
+    return Choices(token, likely, score)
+
+
+def choose(
+    logits: Float32[Array, "B K V"],
+    options: RowOptions,
+    positions: Int32[Array, "B K"],
+    steps: Int32[Array, " B"],
+    mask_token_id: int,
+) -> Choices:
+    """The choice at each of `positions`, from the logits that predict it; a mask is never chosen.
+
+    Rows that draw or filter are gone through one by one, for only they pay for it.
+    """
+    logits = jnp.where(jnp.arange(logits.shape[-1]) == mask_token_id, -jnp.inf, logits)
+    rule, rows = jnp.asarray(options.rule), options.sampling
+    keys = step_keys(rows, positions, steps)
+    chance = jax.vmap(jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1))))(keys)
+    temperature, top_p = jnp.asarray(rows.temperature), jnp.asarray(rows.top_p)
+
+    def warped(row: Array, found: Choices) -> Choices:
+        own, sampling, own_rule = of_row(row, (logits, rows, rule))
+        drawn_from: Any = warp_logits(own, sampling, "filtered")
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, own.shape[-1:], jnp.float32))(keys[row])
+        noisy = drawn_from + jnp.where(temperature[row] > 0, noise, 0.0)[None]
+        of_llada = own_rule[0] < len(LLADA_RULES)
+        one = ranked_by(own_rule, jnp.where(of_llada, own, drawn_from), argmax(noisy), of_row(row, chance))
+        return jax.tree.map(lambda whole, new: jax.lax.dynamic_update_slice_in_dim(whole, new, row, 0), found, one)
+
+    plain = ranked_by(rule, logits, argmax(logits), chance)
+    return for_each((temperature > 0) | (top_p < 1), warped, plain)
+
+
+def commits(
+    choices: Choices, candidates: Bool[Array, "B K"], options: RowOptions, block_step: Int[Array, " B"]
+) -> Bool[Array, "B K"]:
+    """Which of the candidates are committed; of equal scores the first goes first."""
+    score = jnp.where(candidates, choices.score, -jnp.inf)
+    slot = jnp.arange(score.shape[1])
+    mine, other = score[:, :, None], score[:, None, :]
+    ahead = (other > mine) | ((other == mine) & (slot[None, :] < slot[:, None]))
+    rank = jnp.sum(ahead & candidates[:, None, :], axis=-1)
+    at = jnp.minimum(block_step, score.shape[1] - 1)[:, None]
+    quota, share = (jnp.take_along_axis(jnp.asarray(x), at, axis=1) for x in (options.quotas, options.shares))
+    threshold = jnp.asarray(options.threshold)[:, None]
+    by_quota = rank < quota
+    by_threshold = (rank == 0) | (choices.probability >= threshold)
+    taken = jnp.where(threshold < ALWAYS, by_threshold, by_quota)
+    origin = jnp.asarray(options.rule)[:, None] == REMASKING.index("origin")
+    return candidates & jnp.where(origin, choices.score < share, taken)

@@ -1,0 +1,217 @@
+"""A diffusion language model with its tokenizer and programs: `load`, then `generate`, or `start` to follow each step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from tilewright.decode.diffusion.options import Denoising
+from tilewright.decode.diffusion.programs import DiffusionKey, DiffusionPrograms, DiffusionTable
+from tilewright.decode.diffusion.state import SPANS
+from tilewright.decode.language_model import check_dtype
+from tilewright.kernels.select import Kernels, Weights, operations
+from tilewright.models import decoder, diffusion, hub
+from tilewright.models.diffusion import DiffusionConfig
+from tilewright.models.params import DTYPES
+from tilewright.models.tokenizer import load_tokenizer
+
+
+@dataclass
+class Denoised:
+    """What came of one prompt.
+
+    Attributes:
+        tokens: the response; up to its end-of-sequence token, which is left out, if that ended it.
+        text: of these tokens.
+        finish_reason: "stop" for an end-of-sequence token, else "length".
+        steps: how many it took.
+        committed: tokens that each step committed.
+        seed: with which its tokens were drawn; None where nothing was.
+    """
+
+    tokens: list[int]
+    text: str
+    finish_reason: str
+    steps: int
+    committed: list[int]
+    seed: int | None = None
+
+
+class StepReport(NamedTuple):
+    """A step of a batch: what it looked at (`state.SPANS`), tokens committed `[B]` (-1: the row took no step), and how many
+    positions were salient `[B, layers]`."""
+
+    span: str
+    committed: np.ndarray
+    salient: np.ndarray
+
+
+@dataclass
+class DiffusionSession:
+    """One batch under way.
+
+    Attributes:
+        prompts, requests: of each row.
+        reports: of the steps so far.
+    """
+
+    model: "DiffusionModel"
+    prompts: list[list[int]]
+    requests: list[Denoising]
+    reports: list[StepReport] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        programs, lengths = self.model.programs, [len(prompt) for prompt in self.prompts]
+        self.shape = programs.table.shape(len(self.prompts), lengths, self.requests)
+        caches = programs.get(DiffusionKey("allocate", self.shape))()
+        self.state = programs.state(self.shape, self.prompts, self.requests, caches)
+        self.finished = False
+
+    def advance(self, steps: int = 64) -> list[StepReport]:
+        """Runs up to so many steps on the device, with one read at the end. Returns their reports."""
+        run = self.model.programs.get(DiffusionKey("denoise", self.shape))
+        self.state, packed = run(self.model.programs.params, self.state, np.int32(steps))
+        told, rows = np.asarray(packed), len(self.prompts)
+        ran = told[: int(np.count_nonzero((told[:, :rows, 0] >= 0).any(axis=1)))]
+        new = [StepReport(SPANS[int(one[0, 1])], one[:rows, 0], one[:rows, 2:]) for one in ran]
+        self.reports += new
+        self.finished = bool(np.asarray(self.state.done)[:rows].all())
+        return new
+
+    def tokens(self) -> list[list[int]]:
+        """Each row's response as it stands, masks included."""
+        told = np.asarray(self.state.tokens)
+        ends = [len(prompt) + request.new_tokens for prompt, request in zip(self.prompts, self.requests, strict=True)]
+        return [told[n, len(prompt) : end].tolist() for n, (prompt, end) in enumerate(zip(self.prompts, ends, strict=True))]
+
+    def results(self) -> list[Denoised]:
+        """What came of each row, so far."""
+        return [self.result(n, tokens) for n, tokens in enumerate(self.tokens())]
+
+    def result(self, row: int, tokens: list[int]) -> Denoised:
+        config, request = self.model.config, self.requests[row]
+        mask, eos = config.mask_token_id, () if request.ignore_eos else config.eos_token_ids
+        kept = tokens[: tokens.index(mask)] if mask in tokens else tokens
+        end = next((n for n, token in enumerate(kept) if token in eos), None)
+        committed = [int(each) for report in self.reports if (each := report.committed[row]) >= 0]
+        kept = tokens if end is None else kept[:end]
+        text = self.model.tokenizer.decode([token for token in kept if token != mask])
+        return Denoised(kept, text, "length" if end is None else "stop", len(committed), committed, request.seed)
+
+
+class DiffusionModel:
+    """A diffusion language model.
+
+    Attributes:
+        config, tokenizer: its own.
+        programs: compiled as they are needed, or all at once by `warm`.
+    """
+
+    def __init__(
+        self, config: DiffusionConfig, params: Any, tokenizer: Tokenizer, dtype: str = "float32",
+        weights: Weights = "auto", kernels: Kernels = "auto", table: DiffusionTable | None = None,
+    ):  # fmt: skip
+        self.config, self.tokenizer, self.dtype = config, tokenizer, dtype
+        ops = operations(weights=weights, kernels=kernels)
+        prepared = decoder.prepare(config.decoder, ops, params)
+        self.programs = DiffusionPrograms(config, ops, prepared, DTYPES[dtype], table or DiffusionTable())
+
+    @property
+    def table(self) -> DiffusionTable:
+        return self.programs.table
+
+    @property
+    def context(self) -> int:
+        """The most positions of prompt and response together."""
+        return min(self.config.decoder.max_position_embeddings, self.table.positions[-1])
+
+    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+        """The tokens of a prompt, which may be tokens already.
+
+        Raises:
+            ValueError: it is empty, holds an id outside the vocabulary, or a mask.
+        """
+        tokens = self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else [int(token) for token in prompt]
+        if not tokens:
+            raise ValueError("expected a prompt of at least one token, found an empty one")
+        vocab, mask = self.config.decoder.vocab_size, self.config.mask_token_id
+        if outside := [token for token in tokens if not 0 <= token < vocab]:
+            raise ValueError(f"expected token ids below the vocabulary size {vocab}, found {outside[0]}")
+        if mask in tokens:
+            raise ValueError(f"expected a prompt without the mask token {mask}, found one")
+        return tokens
+
+    def check(self, tokens: Sequence[int], request: Denoising) -> None:
+        """Raises a `ValueError` if a request does not fit the model's context."""
+        if len(tokens) + request.new_tokens > self.context:
+            room = max(0, self.context - len(tokens))
+            raise ValueError(
+                f"a prompt of {len(tokens)} tokens leaves room for {room} in the context of {self.context}; "
+                f"new_tokens is {request.new_tokens}"
+            )
+
+    def start(
+        self, prompts: str | Sequence[str | Sequence[int]], requests: Denoising | Sequence[Denoising] = Denoising()
+    ) -> DiffusionSession:
+        """Begins one batch: texts, or lists of token ids, at most as many as the table's largest batch.
+
+        Raises:
+            ValueError: what does not fit, and why.
+        """
+        listed = [prompts] if isinstance(prompts, str) else list(prompts)
+        each = [requests] * len(listed) if isinstance(requests, Denoising) else list(requests)
+        if not listed or len(each) != len(listed):
+            raise ValueError(f"expected prompts and a request for each, found {len(listed)} and {len(each)}")
+        encoded = [self.encode(prompt) for prompt in listed]
+        for tokens, request in zip(encoded, each, strict=True):
+            self.check(tokens, request)
+        return DiffusionSession(self, encoded, [request.seeded() for request in each])
+
+    def generate(
+        self, prompts: str | Sequence[str | Sequence[int]], requests: Denoising | Sequence[Denoising] = Denoising()
+    ) -> list[Denoised]:
+        """Denoises a response to every prompt, in as many batches as it takes; arguments as for `start`."""
+        listed = [prompts] if isinstance(prompts, str) else list(prompts)
+        each = [requests] * len(listed) if isinstance(requests, Denoising) else list(requests)
+        if not listed or len(each) != len(listed):
+            raise ValueError(f"expected prompts and a request for each, found {len(listed)} and {len(each)}")
+        most, found = self.table.batches[-1], []
+        for first in range(0, len(listed), most):
+            session = self.start(listed[first : first + most], each[first : first + most])
+            while not session.finished:
+                session.advance()
+            found += session.results()
+        return found
+
+    def warm(self, modes: Sequence[str] = ("sparse",), guided: bool = False, console: Console | None = None) -> None:
+        """Compiles every program of the table that requests of these modes can use, so that no call compiles any more."""
+        shapes = self.table.shapes(self.context, modes, guided)
+        self.programs.warm((key for shape in shapes for key in self.programs.keys(shape)), console)
+
+
+def load(
+    model: str | Path,
+    *,
+    dtype: str = "float32",
+    weights: Weights = "auto",
+    kernels: Kernels = "auto",
+    table: DiffusionTable | None = None,
+    revision: str | None = None,
+    console: Console | None = None,
+) -> DiffusionModel:
+    """Loads a LLaDA or Dream from a folder or the hub; arguments as for `language_model.load`.
+
+    Raises:
+        ValueError: what is wrong with the files.
+    """
+    check_dtype(dtype)
+    operations(weights=weights, kernels=kernels)  # what cannot run here is said before anything is read
+    folder = hub.resolve(str(model), revision, console)
+    tokenizer = load_tokenizer(folder)
+    config, params = diffusion.load_diffusion(folder, DTYPES[dtype], console)
+    return DiffusionModel(config, params, tokenizer, dtype, weights, kernels, table)

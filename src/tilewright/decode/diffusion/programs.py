@@ -1,0 +1,182 @@
+"""The declared shapes of denoising, and the compiled program of each."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
+
+from tilewright.compiled.store import Store
+from tilewright.decode.diffusion.options import Denoising, row_options
+from tilewright.decode.diffusion.state import DiffusionState
+from tilewright.decode.diffusion.steps import Denoiser, run_steps
+from tilewright.decode.diffusion.window import BUCKETS, allocate
+from tilewright.kernels.operations import Operations
+from tilewright.models.decoder import DecoderParams
+from tilewright.models.diffusion import DiffusionConfig
+from tilewright.models.stack import SINGLE_DEVICE, Schedule
+
+
+@dataclass(frozen=True)
+class DiffusionShape:
+    """What one program is compiled for.
+
+    Attributes:
+        batch: rows, without those that guidance adds.
+        positions: of a row, prompt and response together.
+        response, block: the longest ones.
+        dense: every row computes everything in every step, without caches.
+        narrow: some rows may look at their blocks alone.
+        guided: some rows are guided.
+    """
+
+    batch: int
+    positions: int
+    response: int
+    block: int
+    dense: bool
+    narrow: bool
+    guided: bool
+
+
+@dataclass(frozen=True)
+class DiffusionTable:
+    """The shapes that are compiled; each request goes into the smallest that holds it.
+
+    Attributes:
+        batches, positions, responses, blocks: numbers of rows, and lengths, in ascending order.
+        buckets: numbers of salient positions that programs compute, besides all.
+    """
+
+    batches: tuple[int, ...] = (1, 4)
+    positions: tuple[int, ...] = (256, 512, 1024, 2048, 4096)
+    responses: tuple[int, ...] = (64, 128, 256, 512, 1024)
+    blocks: tuple[int, ...] = (8, 32, 128)
+    buckets: tuple[int, ...] = BUCKETS
+
+    def __post_init__(self) -> None:
+        for name, sizes in vars(self).items():
+            if (not sizes and name != "buckets") or list(sizes) != sorted(set(sizes)) or (sizes and sizes[0] < 1):
+                raise ValueError(f"expected {name} to be sizes of at least 1 in ascending order, found {sizes}")
+
+    def shape(self, rows: int, lengths: Sequence[int], requests: Sequence[Denoising]) -> DiffusionShape:
+        """The smallest shape for prompts of these lengths.
+
+        Raises:
+            ValueError: none holds them; with the field and what came.
+        """
+
+        def least(name: str, sizes: tuple[int, ...], needed: int) -> int:
+            found = next((size for size in sizes if size >= needed), None)
+            if found is None:
+                raise ValueError(f"expected {name} of at most {sizes[-1]}, the largest declared, found {needed}")
+            return found
+
+        longest = max(length + request.new_tokens for length, request in zip(lengths, requests, strict=True))
+        modes = {request.mode for request in requests}
+        response = least("responses", self.responses, max(request.new_tokens for request in requests))
+        return DiffusionShape(
+            batch=least("rows", self.batches, rows),
+            positions=least("prompt and response together", self.positions, max(longest, response + 1)),
+            response=response,
+            block=least("blocks", self.blocks, max(request.block for request in requests)),
+            dense=modes == {"dense"},
+            narrow="dual" in modes,
+            guided=any(request.guidance > 0 for request in requests),
+        )
+
+    def shapes(self, positions: int, modes: Sequence[str], guided: bool = False) -> Iterator[DiffusionShape]:
+        """All shapes that batches of requests of these modes may run in, up to so many positions."""
+        needed = [size for n, size in enumerate(self.positions) if n == 0 or self.positions[n - 1] < positions]
+        kinds = {(set(modes) == {"dense"}, "dual" in modes)}
+        for batch, size, response, block in product(self.batches, needed, self.responses, self.blocks):
+            if response < size and block <= response:
+                yield from (DiffusionShape(batch, size, response, block, *kind, guided) for kind in kinds)
+
+
+@dataclass(frozen=True)
+class DiffusionKey:
+    name: str
+    shape: DiffusionShape
+
+
+class DiffusionPrograms(Store[DiffusionKey]):
+    """The programs of one model."""
+
+    def __init__(
+        self, config: DiffusionConfig, ops: Operations, params: DecoderParams, dtype: DTypeLike, table: DiffusionTable,
+        schedule: Schedule = SINGLE_DEVICE,
+    ):  # fmt: skip
+        super().__init__()
+        self.config, self.ops, self.params, self.dtype, self.table = config, ops, params, dtype, table
+        self.schedule = schedule
+
+    def denoiser(self, shape: DiffusionShape) -> Denoiser:
+        more = int(self.config.shifted)
+        return Denoiser(
+            config=self.config,
+            ops=self.ops,
+            widths=(shape.block + more if shape.narrow else None, shape.response + more),
+            block=shape.block,
+            dense=shape.dense,
+            guided=shape.guided,
+            buckets=self.table.buckets,
+            schedule=self.schedule,
+        )
+
+    def keys(self, shape: DiffusionShape) -> tuple[DiffusionKey, ...]:
+        return DiffusionKey("allocate", shape), DiffusionKey("denoise", shape)
+
+    @staticmethod
+    def shared(key: DiffusionKey) -> DiffusionKey:
+        """What is allocated does not depend on windows."""
+        if key.name == "denoise":
+            return key
+        return replace(key, shape=replace(key.shape, response=0, block=0, narrow=False))
+
+    def allocate(self, shape: DiffusionShape) -> Any:
+        rows = shape.batch * (2 if shape.guided else 1)
+        return () if shape.dense else allocate(self.config.decoder, rows, shape.positions, self.dtype)
+
+    def compile(self, key: DiffusionKey) -> jax.stages.Compiled:
+        make = partial(self.allocate, key.shape)
+        if key.name == "allocate":
+            make.__name__ = "allocate"  # type: ignore[attr-defined]
+            return jax.jit(make).lower().compile()
+        how = self.denoiser(key.shape)
+
+        def denoise(params: DecoderParams, state: DiffusionState, limit: Array) -> tuple[DiffusionState, Array]:
+            return run_steps(how, params, state, limit)
+
+        state = jax.eval_shape(lambda: self.state(key.shape, [], [], make()))
+        limit = jax.ShapeDtypeStruct((), jnp.int32)
+        return jax.jit(denoise, donate_argnums=1).lower(self.params, state, limit).compile()
+
+    def state(
+        self, shape: DiffusionShape, prompts: Sequence[Sequence[int]], requests: Sequence[Denoising], caches: Any
+    ) -> DiffusionState:
+        """A batch at its beginning; rows that only fill it are done from the start. The arrays are the host's."""
+        padding = shape.batch - len(prompts)
+        asked = [*requests, *[Denoising(1)] * padding]
+        lengths = np.asarray([*map(len, prompts), *[0] * padding], np.int32)
+        ends = lengths + np.asarray([request.new_tokens for request in asked], np.int32)
+        tokens = np.full((shape.batch, shape.positions), self.config.mask_token_id, np.int32)
+        for row, prompt in zip(tokens, prompts, strict=False):
+            row[: len(prompt)] = prompt
+        rows = [tokens, lengths, ends, row_options(asked, shape.block), np.arange(shape.batch) >= len(prompts)]
+        if shape.guided:
+            hidden = tokens.copy()
+            hidden[np.arange(shape.positions) < lengths[:, None]] = self.config.mask_token_id
+            rows = jax.tree.map(lambda x: np.concatenate([x, x]), rows)
+            rows[0][shape.batch :] = hidden
+        tokens, start, stop, options, done = rows
+        zeros = np.zeros_like(start)
+        return DiffusionState(
+            tokens, start, stop, zeros, zeros.copy(), start.copy(), np.zeros(tokens.shape, bool), done, options, caches
+        )

@@ -1,0 +1,221 @@
+"""Denoising steps: a pass over the positions that matter, logits of those that can be committed, and the commit.
+
+Legend: B rows of a batch, S positions of a row, W of a window, K of the longest block, H hidden size, V vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from tilewright.decode.diffusion.commit import choose, commits
+from tilewright.decode.diffusion.state import SPANS, DiffusionState, Plan, Span, ended, plan, window_of
+from tilewright.decode.diffusion.window import BUCKETS, Trace, run_window
+from tilewright.kernels.operations import Norm, Operations
+from tilewright.models import decoder, diffusion
+from tilewright.models.decoder import DecoderParams
+from tilewright.models.diffusion import DiffusionConfig
+from tilewright.models.stack import SINGLE_DEVICE, Schedule
+
+STEPS_PER_DISPATCH = 64
+"""How many steps a dispatch runs at most."""
+
+
+@dataclass(frozen=True)
+class Denoiser:
+    """What a program must know when it is compiled. Hashable.
+
+    Attributes:
+        widths: positions of a window for each span but the whole: of the longest block, and of the longest response, each with
+            the position before it where logits are shifted; None for a span that no row of the program asks for.
+        block: K.
+        dense: every row computes everything in every step: no caches.
+        guided: the second half of the batch repeats the first with the prompt masked.
+        buckets: numbers of salient positions that programs are made for, besides all.
+    """
+
+    config: DiffusionConfig
+    ops: Operations
+    widths: tuple[int | None, int | None]
+    block: int
+    dense: bool = False
+    guided: bool = False
+    buckets: tuple[int, ...] = BUCKETS
+    schedule: Schedule = SINGLE_DEVICE
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Those that passes are made for."""
+        return tuple(span for span, width in zip(SPANS, (*self.widths, 1), strict=True) if width is not None)
+
+    def width(self, span: Span, positions: int) -> int:
+        width = positions if span == "whole" else self.widths[SPANS.index(span)]
+        assert width is not None, "no row of this program asks for such a window"
+        return min(width, positions)
+
+
+class StepInfo(NamedTuple):
+    """What a step reports, and all that the host reads of it; int32.
+
+    Attributes:
+        committed: `[B]`: tokens that it committed; -1 for a row that took no step.
+        span: `[]`: the number in `SPANS` of what was looked at.
+        salient: `[B, layers]`: positions whose MLP was computed; 0 where every step is dense.
+    """
+
+    committed: Any
+    span: Any
+    salient: Any
+
+    def packed(self) -> Int[Array, "B _"]:
+        """All of it in one array, which comes to the host in one piece."""
+        span = jnp.broadcast_to(self.span, self.committed.shape)
+        return jnp.concatenate([self.committed[:, None], span[:, None], self.salient], axis=1).astype(jnp.int32)
+
+
+def halves(how: Denoiser, x: Array) -> tuple[Array, Array]:
+    half = len(x) // 2
+    return x[:half], x[half:]
+
+
+def twice(how: Denoiser, x: Array) -> Array:
+    """What holds of rows, for those without their prompts too."""
+    return jnp.concatenate([x, x]) if how.guided else x
+
+
+def candidates(state: DiffusionState, how: Denoiser) -> tuple[Int[Array, "B K"], Array]:
+    """The positions of each row's block, and which of them are masked."""
+    positions = state.block_start[:, None] + jnp.arange(how.block, dtype=jnp.int32)[None]
+    inside = (positions < state.block_stop[:, None]) & ~state.done[:, None]
+    at = jnp.minimum(positions, state.tokens.shape[1] - 1)
+    masked = jnp.take_along_axis(state.tokens, at, axis=1) == how.config.mask_token_id
+    return at, inside & masked
+
+
+def predicted(
+    how: Denoiser, params: DecoderParams, x: Float[Array, "B W H"], begin: Array, first: Array, positions: Int[Array, "B K"]
+) -> Float[Array, "B K V"]:
+    """The logits that predict these positions, from a window that begins at `begin` and whose rows from `first` on count."""
+    rows = jnp.maximum(positions - int(how.config.shifted), first[:, None]) - begin[:, None]
+    batch, width = x.shape[:2]
+    flat = jnp.arange(batch)[:, None] * width + jnp.clip(rows, 0, width - 1)
+    hidden = how.ops.take(x.reshape(batch * width, -1), flat.astype(jnp.int32))
+    return diffusion.logits(how.config, how.ops, params, hidden, how.schedule)
+
+
+def look(
+    how: Denoiser, span: Span, params: DecoderParams, state: DiffusionState, what: Plan
+) -> tuple[Float[Array, "B W H"], Array, Any, Trace | None]:
+    """A pass of a span: the residual stream, where its window begins, the caches, and how it went."""
+    length = state.tokens.shape[1]
+    if how.dense:
+        ran = diffusion.forward_full(how.config, how.ops, params, state.tokens, state.stop, schedule=how.schedule)
+        return ran.hidden, jnp.zeros_like(state.start), state.caches, None
+    window = window_of(state, what, how.width(span, length))
+    sizes, reduce = how.config.decoder, getattr(how.schedule, "reduce", lambda x: x)
+    x, caches, trace = run_window(
+        sizes, how.ops, params, state.tokens, window, state.caches, how.buckets, how.schedule, reduce
+    )
+    return x, window.positions[:, 0], caches, trace
+
+
+def step_span(
+    how: Denoiser, span: Span, params: DecoderParams, state: DiffusionState
+) -> tuple[DiffusionState, StepInfo]:
+    """One step of a batch none of whose rows asks for more than this span."""
+    what = plan(state, how.config.shifted)
+    x, begin, caches, trace = look(how, span, params, state, what)
+    positions, masked = candidates(state, how)
+    logits = predicted(how, params, x, begin, what.first, positions)
+    if how.guided:
+        with_prompt, without = halves(how, logits)
+        scale = jnp.asarray(state.options.guidance)[: len(without), None, None]
+        logits = without + (scale + 1) * (with_prompt - without)
+        logits = jnp.concatenate([logits, logits])
+    found = choose(logits, state.options, positions, state.step, how.config.mask_token_id)
+    taken = commits(found, masked, state.options, state.block_step)
+    after = settle(how, replace(state, caches=caches), positions, masked, taken, found.token)
+    count = jnp.where(state.done, -1, jnp.sum(taken, axis=1))
+    layers = how.config.decoder.num_layers
+    salient = jnp.zeros((len(count), layers), jnp.int32) if trace is None else jnp.sum(trace.salient, axis=2).T
+    return after, StepInfo(count.astype(jnp.int32), jnp.int32(SPANS.index(span)), salient.astype(jnp.int32))
+
+
+def settle(
+    how: Denoiser, state: DiffusionState, positions: Int[Array, "B K"], masked: Array, taken: Array, token: Int[Array, "B K"]
+) -> DiffusionState:
+    """The state after a commit: tokens, which of them changed, and where each row stands."""
+    rows = jnp.arange(len(positions))[:, None]
+    at = jnp.where(taken, positions, state.tokens.shape[1])
+    tokens = state.tokens.at[rows, at].set(token, mode="drop")
+    changed = jnp.zeros_like(state.changed).at[rows, at].set(True, mode="drop")
+    eos = ended(tokens, state, how.config.mask_token_id, how.config.eos_token_ids)
+    if how.guided:  # the first half decides
+        eos = twice(how, halves(how, eos)[0])
+    full = ~jnp.any(masked & ~taken, axis=1)
+    block_start = jnp.where(full, state.block_stop, state.block_start)
+    finished = eos | (block_start >= state.stop)
+
+    def where_running(new: Array, old: Array) -> Array:
+        return jnp.where(state.done, old, new)
+
+    return replace(
+        state,
+        tokens=tokens,
+        changed=changed & ~state.done[:, None],
+        step=where_running(state.step + 1, state.step),
+        block_step=where_running(jnp.where(full, 0, state.block_step + 1), state.block_step),
+        block_start=where_running(block_start, state.block_start),
+        done=state.done | finished,
+    )
+
+
+def step_of(how: Denoiser) -> Callable[[DecoderParams, DiffusionState], tuple[DiffusionState, StepInfo]]:
+    """A step of whatever span the rows ask for, chosen on the device.
+
+    Each span is a loop of one turn or none: what XLA gives to a branch it copies on a CPU, and the caches are large.
+    """
+    if len(how.spans) == 1 or how.dense:
+        return lambda params, state: step_span(how, "whole", params, state)
+
+    def step(params: DecoderParams, state: DiffusionState) -> tuple[DiffusionState, StepInfo]:
+        offered = [SPANS.index(span) for span in how.spans]
+        asked = jnp.max(plan(state, how.config.shifted).span)
+        least = jnp.min(jnp.where(jnp.asarray(offered) >= asked, jnp.asarray(offered), len(SPANS)))
+        layers = how.config.decoder.num_layers
+        nothing = StepInfo(jnp.zeros_like(state.step), jnp.int32(0), jnp.zeros((len(state.step), layers), jnp.int32))
+        carry = (state, nothing)
+        for span in how.spans:
+
+            def once(_: Array, carry: tuple[Any, Any], span: Span = span) -> tuple[Any, Any]:
+                return step_span(how, span, params, carry[0])
+
+            carry = jax.lax.fori_loop(0, (least == SPANS.index(span)).astype(jnp.int32), once, carry)
+        return carry
+
+    return step
+
+
+def run_steps(
+    how: Denoiser, params: DecoderParams, state: DiffusionState, limit: Int[Array, ""], most: int = STEPS_PER_DISPATCH
+) -> tuple[DiffusionState, Int[Array, "most B _"]]:
+    """Up to `limit` (at most `most`) steps on the device, fewer once every row is done. DONATES state."""
+    step = step_of(how)
+    layers = how.config.decoder.num_layers
+    reports = jnp.full((most, len(state.tokens), 2 + layers), -1, jnp.int32)
+
+    def going(carry: tuple[Any, ...]) -> Array:
+        count, state, _ = carry
+        return (count < jnp.minimum(limit, most)) & ~jnp.all(state.done)
+
+    def turn(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        count, state, reports = carry
+        state, info = step(params, state)
+        return count + 1, state, jax.lax.dynamic_update_slice_in_dim(reports, info.packed()[None], count, 0)
+
+    _, state, reports = jax.lax.while_loop(going, turn, (jnp.int32(0), state, reports))
+    return state, reports
