@@ -38,6 +38,7 @@ TARGETS = {
         "tilewright_causal_attention_grad": "TilewrightCausalAttentionGrad",
     },
     "window_attention": {"tilewright_window_attention": "TilewrightWindowAttention"},
+    "compact": {"tilewright_compact": "TilewrightCompact"},
     "put": {"tilewright_put": "TilewrightPut"},
     "read": {"tilewright_read": "TilewrightRead"},
     "rms_norm": {

@@ -30,6 +30,8 @@ from tilewright.kernels.attention.xla import group_rows as group_rows
 from tilewright.kernels.attention.xla import ungroup_rows as ungroup_rows
 from tilewright.kernels.causal_attention import cpu as causal_cpu
 from tilewright.kernels.causal_attention import xla as causal_xla
+from tilewright.kernels.compact import cpu as compact_cpu
+from tilewright.kernels.compact import xla as compact_xla
 from tilewright.kernels.cross_entropy import xla as loss_xla
 from tilewright.kernels.gather_reduce import cpu as gather_cpu
 from tilewright.kernels.gather_reduce import nki as gather_nki
@@ -194,6 +196,7 @@ def xla_operations(
         name=name,
         take=take_xla.take,
         put=put_xla.put,
+        compact=compact_xla.compact,
         linear=linear,
         gated_linear=partial(xla.gated_linear, product=product),
         project=partial(xla.project, product=product),
@@ -246,7 +249,8 @@ class Joint(NamedTuple):
 
 def attention_operands(projection: Joint, how: Heads) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What the CPU kernels take for a projection, with queries or without: its heads, and their norms and rotation."""
-    *queries, key, _ = (size // how.head_dim for size in projection.parts)
+    sizes = [size // how.head_dim for size in projection.parts]
+    queries, key = sizes[: len(sizes) % 2], sizes[-1] if len(sizes) > 1 else 0
     norms = {name: None if norm is None else norm.weight for name, norm in (("q_norm", how.q_norm), ("k_norm", how.k_norm))}
     eps = next((norm.eps for norm in (how.q_norm, how.k_norm) if norm is not None), 0.0)
     cos, sin = how.rope
@@ -254,11 +258,11 @@ def attention_operands(projection: Joint, how: Heads) -> tuple[tuple[Any, ...], 
 
 
 def cpu_heads(projection: Joint, how: Heads) -> tuple[Array | None, Array, Array]:
-    if how.head_dim % attention_cpu.HEAD_MULTIPLE or len(projection.parts) == 1:
+    if how.head_dim % attention_cpu.HEAD_MULTIPLE:
         return heads_xla.heads(projection.split(), how, norm=norm_cpu.rms_norm)
     operands, options = attention_operands(projection, how)
     q, k, v = attention_cpu.norm_rotate(*operands, **options)
-    return (q if q.shape[2] else None), k, v
+    return (q if q.shape[2] else None), (k if k.shape[1] else None), (v if v.shape[1] else None)
 
 
 def cpu_prefix_attention(q: Array, k: Array, v: Array, lengths: Array, own: tuple[Array, Array] | None = None) -> Array:
@@ -397,6 +401,7 @@ def cpu_operations(name: str, weights: Weights) -> Operations:
         name=name,
         take=take_cpu.take,
         put=put_cpu.put,
+        compact=compact_cpu.compact,
         linear=cpu_linear,
         gated_linear=lambda x, w, norm=None, count=None: cpu_linear(x, w, norm=norm, count=count),
         project=cpu_project,

@@ -72,9 +72,12 @@ def choose(
     temperature, top_p = jnp.asarray(rows.temperature), jnp.asarray(rows.top_p)
 
     def warped(row: Array, found: Choices) -> Choices:
+        # No token is below 0, but XLA can't know: of a batch of one it would compute all of this before the loop, asked or not.
+        here = (of_row(row, found.token) >= 0)[..., None]
         own, sampling, own_rule = of_row(row, (logits, rows, rule))
+        own, data = jnp.where(here, own, 0.0), jnp.where(here[0], jax.random.key_data(keys[row]), 0)
         drawn_from: Any = warp_logits(own, sampling, "filtered")
-        noise = jax.vmap(lambda key: jax.random.gumbel(key, own.shape[-1:], jnp.float32))(keys[row])
+        noise = jax.vmap(lambda key: jax.random.gumbel(jax.random.wrap_key_data(key), own.shape[-1:], jnp.float32))(data)
         noisy = drawn_from + jnp.where(temperature[row] > 0, noise, 0.0)[None]
         of_llada = own_rule[0] < len(LLADA_RULES)
         one = ranked_by(own_rule, jnp.where(of_llada, own, drawn_from), argmax(noisy), of_row(row, chance))

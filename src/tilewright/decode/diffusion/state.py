@@ -59,12 +59,14 @@ class Plan:
 
     Attributes:
         first, last: the active positions, from the first to the one before the last.
+        response: where the window of a response begins.
         exact: all of them are salient everywhere.
         span: the number in `SPANS` of the smallest one that holds them.
     """
 
     first: Any
     last: Any
+    response: Any
     exact: Any
     span: Any
 
@@ -79,14 +81,15 @@ def plan(state: DiffusionState, shifted: bool) -> Plan:
     mode = [jnp.asarray(options.mode) == n for n in range(len(MODES))]
     back = jnp.where(jnp.asarray(options.boundary) | ~mode[MODES.index("sparse")], 1, 0) if shifted else 0
     sparse, cached = mode[MODES.index("sparse")], mode[MODES.index("prefix")] | mode[MODES.index("dual")]
-    response = sparse & (number > options.full_steps) & (number % options.every != 0)
+    narrow = sparse & (number > options.full_steps) & (number % options.every != 0)
     within = cached & (state.block_step > 0)
-    first = jnp.where(response, state.start, jnp.where(within, state.block_start, back)) - back
+    response = jnp.maximum(state.start - back, 0)
+    first = jnp.where(narrow, response, jnp.where(within, jnp.maximum(state.block_start - back, 0), 0))
     last = jnp.where(within & mode[MODES.index("dual")], state.block_stop, state.stop)
     exact = ~sparse | (number <= options.full_steps)
     of_block = within & mode[MODES.index("dual")]
-    span = jnp.where(of_block, 0, jnp.where(response | within, 1, 2))
-    return Plan(jnp.maximum(first, 0), last, exact, jnp.where(state.done, 0, span))
+    span = jnp.where(of_block, 0, jnp.where(narrow | within, 1, 2))
+    return Plan(first, last, response, exact, jnp.where(state.done, 0, span))
 
 
 def window_of(state: DiffusionState, what: Plan, size: int) -> Window:
@@ -95,18 +98,20 @@ def window_of(state: DiffusionState, what: Plan, size: int) -> Window:
     begin = jnp.clip(what.first, 0, length - size)
     positions = begin[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
     active = (positions >= what.first[:, None]) & (positions < what.last[:, None]) & ~state.done[:, None]
-    whole = what.first == 0
-    carried = (positions < state.start[:, None]) & (whole & options.keep_prompt)[:, None]
+    whole, catches_up, renews = what.first == 0, None, None
+    if size == length:
+        catches_up = ((positions < what.response[:, None]) & (whole & options.keep_prompt)[:, None]).astype(jnp.int32)
+        renews = whole & ~state.done
     return Window(
         positions=positions,
         lengths=state.stop,
         active=active,
         changed=jnp.take_along_axis(state.changed, positions, axis=1),
-        carried=carried.astype(jnp.int32),
+        catches_up=catches_up,
         tau=jnp.where(what.exact, ALWAYS, options.tau),
         first_all=what.exact | options.first_layer,
         keep_changed=jnp.asarray(options.keep_changed),
-        renews=whole & ~state.done,
+        renews=renews,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from tilewright.decode.diffusion.commit import choose, commits
 from tilewright.decode.diffusion.state import SPANS, DiffusionState, Plan, Span, ended, plan, window_of
@@ -138,7 +138,7 @@ def step_span(
         logits = jnp.concatenate([logits, logits])
     found = choose(logits, state.options, positions, state.step, how.config.mask_token_id)
     taken = commits(found, masked, state.options, state.block_step)
-    after = settle(how, replace(state, caches=caches), positions, masked, taken, found.token)
+    after = settle(how, replace(state, caches=caches), masked, taken, found.token)
     count = jnp.where(state.done, -1, jnp.sum(taken, axis=1))
     layers = how.config.decoder.num_layers
     salient = jnp.zeros((len(count), layers), jnp.int32) if trace is None else jnp.sum(trace.salient, axis=2).T
@@ -146,13 +146,14 @@ def step_span(
 
 
 def settle(
-    how: Denoiser, state: DiffusionState, positions: Int[Array, "B K"], masked: Array, taken: Array, token: Int[Array, "B K"]
+    how: Denoiser, state: DiffusionState, masked: Bool[Array, "B K"], taken: Bool[Array, "B K"], token: Int[Array, "B K"]
 ) -> DiffusionState:
     """The state after a commit: tokens, which of them changed, and where each row stands."""
-    rows = jnp.arange(len(positions))[:, None]
-    at = jnp.where(taken, positions, state.tokens.shape[1])
-    tokens = state.tokens.at[rows, at].set(token, mode="drop")
-    changed = jnp.zeros_like(state.changed).at[rows, at].set(True, mode="drop")
+    # Each position looks into the block: a scatter would go through it entry by entry on a CPU.
+    slot = jnp.arange(state.tokens.shape[1])[None] - state.block_start[:, None]
+    inside, slot = (slot >= 0) & (slot < how.block), jnp.clip(slot, 0, how.block - 1)
+    changed = inside & jnp.take_along_axis(taken, slot, axis=1)
+    tokens = jnp.where(changed, jnp.take_along_axis(token, slot, axis=1), state.tokens)
     eos = ended(tokens, state, how.config.mask_token_id, how.config.eos_token_ids)
     if how.guided:  # the first half decides
         eos = twice(how, halves(how, eos)[0])
@@ -166,7 +167,7 @@ def settle(
     return replace(
         state,
         tokens=tokens,
-        changed=changed & ~state.done[:, None],
+        changed=changed,
         step=where_running(state.step + 1, state.step),
         block_step=where_running(jnp.where(full, 0, state.block_step + 1), state.block_step),
         block_start=where_running(block_start, state.block_start),

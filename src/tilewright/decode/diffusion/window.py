@@ -41,24 +41,24 @@ class LayerCache:
         k, v: keys, rotated, and values, `[B, S, K, D]`.
         context: what its query saw, before the output projection, `[B, S, N * D]`.
         ffn: what its MLP gave, `[B, S, H]`.
-        base: the values as they were when the whole sequence was computed last, `[B, S, K, D]`; None where nobody asks.
+        base: the values as they were when the whole sequence was computed last, `[B, S, K, D]`.
     """
 
     k: Any
     v: Any
     context: Any
     ffn: Any
-    base: Any = None
+    base: Any
 
 
-def allocate(config: DecoderConfig, batch: int, positions: int, dtype: DTypeLike, base: bool = True) -> tuple[LayerCache, ...]:
-    """Empty caches, one for each layer: 4 sizes of a position, and one of its values more with a base."""
+def allocate(config: DecoderConfig, batch: int, positions: int, dtype: DTypeLike) -> tuple[LayerCache, ...]:
+    """Empty caches, one for each layer."""
 
     def one() -> LayerCache:
         values = (batch, positions, config.num_kv_heads, config.head_dim)
         context = (batch, positions, config.num_heads * config.head_dim)
-        shapes = (values, values, context, (batch, positions, config.hidden_size))
-        return LayerCache(*(jnp.zeros(shape, dtype) for shape in shapes), jnp.zeros(values, dtype) if base else None)
+        shapes = (values, values, context, (batch, positions, config.hidden_size), values)
+        return LayerCache(*(jnp.zeros(shape, dtype) for shape in shapes))
 
     return tuple(one() for _ in range(config.num_layers))
 
@@ -73,18 +73,19 @@ class Window:
         lengths: positions that there are, `[B]`.
         active: `[B, W]`; positions that are not stay as they are, in all caches.
         changed: `[B, W]`: whose token was committed since the pass before.
-        carried: `[B, W]`: which of the changes of values carries a context on: 0, those of this pass; 1, all since `base`.
+        catches_up: `[B, W]`: contexts that are carried on by all that values changed since `base`, and not in this pass alone.
+            None where the window is not the whole sequence: `base` is neither read nor written then.
         tau: `[B]`; a position is salient in the next layer if the cosine of its contexts is below. Above 1, all are.
         first_all: `[B]`: all active positions are salient in the first layer.
         keep_changed: `[B]`: those that changed are salient in every layer.
-        renews: `[B]`: whether `base` becomes the values after this pass.
+        renews: `[B]`: whether `base` becomes the values after this pass; None as above.
     """
 
     positions: Any
     lengths: Any
     active: Any
     changed: Any
-    carried: Any
+    catches_up: Any
     tau: Any
     first_all: Any
     keep_changed: Any
@@ -111,11 +112,8 @@ class Picked(NamedTuple):
         return jnp.where(slots < self.count, places.reshape(-1)[self.index], -1)
 
 
-def pick(mask: Bool[Array, "B W"]) -> Picked:
-    flat = mask.reshape(-1)
-    rank = jnp.cumsum(flat) - 1
-    index = jnp.zeros(flat.size, jnp.int32).at[jnp.where(flat, rank, flat.size)].set(jnp.arange(flat.size), mode="drop")
-    return Picked(index, jnp.sum(flat, dtype=jnp.int32))
+def pick(ops: Operations, mask: Bool[Array, "B W"]) -> Picked:
+    return Picked(*ops.compact(mask.reshape(-1)))
 
 
 def bucket_sizes(buckets: tuple[int, ...], rows: int) -> tuple[int, ...]:
@@ -202,13 +200,13 @@ class Pass:
         self, layer: Layer, cache: LayerCache, x: Float[Array, "B W H"], salient: Bool[Array, "B W"]
     ) -> tuple[LayerCache, Float[Array, "B C S K D"]]:
         """Keys and values of the salient positions, and by how much the values changed, in this pass and since the base."""
-        picked, flat = pick(salient), [part.reshape(-1, part.shape[-1]) for part in (x, *self.rope)]
+        picked, flat = pick(self.ops, salient), [part.reshape(-1, part.shape[-1]) for part in (x, *self.rope)]
         k, v = on_picked(self.ops, self.buckets, lambda *rows, count: self.keys_values(layer, *rows, count), picked, *flat)
         places = picked.among(self.rows)
         old = self.ops.take(cache.v.reshape(-1, v.shape[-1]), jnp.maximum(places, 0))
         moved = self.put(jnp.zeros_like(cache.v), places, v - old)
         after = replace(cache, k=self.put(cache.k, places, k), v=self.put(cache.v, places, v))
-        changes = [moved] if cache.base is None else [moved, after.v - cache.base]
+        changes = [moved] if self.window.catches_up is None else [moved, after.v - cache.base]
         return after, jnp.stack(changes, axis=1)
 
     def layer(
@@ -217,7 +215,8 @@ class Pass:
         """The residual stream after a layer, its cache, the positions that are salient in the next one, and the cosines."""
         ops, window = self.ops, self.window
         cache, changes = self.renew_values(layer, cache, x, salient)
-        kinds = jnp.where(salient, select.EXACT, select.CARRIED + window.carried)
+        carried = 0 if window.catches_up is None else window.catches_up
+        kinds = jnp.where(salient, select.EXACT, select.CARRIED + carried)
         kinds = jnp.where(window.active, kinds, select.IDLE).astype(jnp.int32)
         context, statistics = ops.window_attention(
             self.queries(layer, x), cache.k, cache.v, changes, window.lengths, kinds, self.of_window(cache.context)
@@ -231,14 +230,14 @@ class Pass:
         else:
             places = jnp.where(window.active, self.rows, -1).reshape(-1)
             cache = replace(cache, context=self.put(cache.context, places, context.reshape(places.size, -1)))
-        picked = pick(after)
+        picked = pick(ops, after)
 
         def mlp(rows: Float[Array, "R H"], count: Array | None) -> Float[Array, "R H"]:
             return decoder.mlp(self.config, ops, layer, rows[None], count=count)[0]
 
         rows = self.reduce(on_picked(ops, self.buckets, mlp, picked, x.reshape(-1, x.shape[-1])))
         cache = replace(cache, ffn=self.put(cache.ffn, picked.among(self.rows), rows))
-        if cache.base is not None:
+        if window.renews is not None:
             base = jnp.where(window.renews[:, None, None, None], cache.v, cache.base)
             cache = replace(cache, base=base)
         return x + self.of_window(cache.ffn), cache, after, turned

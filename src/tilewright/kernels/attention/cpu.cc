@@ -106,14 +106,14 @@ ffi::Error describe(Projection& call, const ffi::AnyBuffer& qkv, const ffi::AnyB
   const ffi::DataType type = qkv.element_type();
   for (const ffi::AnyBuffer& other : {q_norm, k_norm, k, v})
     if (!is_float(type) || other.element_type() != type) return wrong("expected all but the rotation in one type, float32 or bfloat16");
-  if (dims.size() != 3 || kept.size() != 4 || !has_rows(table, dims[0], k) || v.element_count() != k.element_count() || kept[1] == 0 || kept[3] == 0 ||
+  if (dims.size() != 3 || kept.size() != 4 || !has_rows(table, dims[0], k) || v.element_count() != k.element_count() || kept[3] == 0 ||
       kept[3] % 16 != 0)
     return wrong("shapes do not fit");
   call = {dims[0], dims[1], dims[2] / kept[3] - 2 * kept[1], kept[3], kept[1], {kept, table}, qkv.untyped_data(), nullptr, nullptr, eps,
           cos.typed_data(), sin.typed_data(), nullptr, nullptr, nullptr, k.untyped_data(), v.untyped_data()};
   const auto fits = [&](const ffi::AnyBuffer& norm) { return norm.element_count() == 0 || norm.element_count() == static_cast<size_t>(call.d); };
   const auto angles = static_cast<size_t>(call.batch * call.t * call.d / 2);
-  if (dims[2] % call.d != 0 || call.n < 0 || call.n % call.heads != 0 || !fits(q_norm) || !fits(k_norm) || cos.element_count() != angles ||
+  if (dims[2] % call.d != 0 || call.n < 0 || (call.heads != 0 && call.n % call.heads != 0) || !fits(q_norm) || !fits(k_norm) || cos.element_count() != angles ||
       sin.element_count() != angles)
     return wrong("shapes do not fit");
   if (q_norm.element_count() != 0) call.q_norm = q_norm.untyped_data();

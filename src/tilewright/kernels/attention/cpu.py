@@ -51,7 +51,7 @@ def norm_rotate(
     """A joined projection's queries, and its keys and values as a cache has them.
 
     Args:
-        qkv: `heads` queries, `kv_heads` keys and as many values side by side. There may be no queries.
+        qkv: `heads` queries, `kv_heads` keys and as many values side by side. There may be no queries, or no keys and values.
         q_norm, k_norm: weights of the RMS norm of each head's queries and keys; None: there is none.
         cos, sin: of each position's angles; the rotation is over halves (see `models.layers.rotate`).
     """

@@ -1,0 +1,1 @@
+"""The places at which a mask holds."""

@@ -1,0 +1,16 @@
+"""The operation on a CPU; the kernel itself is `cpu.cc`.
+
+XLA:CPU sums up in several passes, each a call, and scatters entry by entry.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Int32
+
+
+def compact(mask: Bool[Array, " R"]) -> tuple[Int32[Array, " R"], Int32[Array, ""]]:
+    """As `xla.compact`."""
+    results = (jax.ShapeDtypeStruct(mask.shape, jnp.int32), jax.ShapeDtypeStruct((), jnp.int32))
+    index, count = jax.ffi.ffi_call("tilewright_compact", results)(mask)
+    return index, count

@@ -1,0 +1,13 @@
+"""The operation as XLA compiles it, on any device."""
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Int32
+
+
+def compact(mask: Bool[Array, " R"]) -> tuple[Int32[Array, " R"], Int32[Array, ""]]:
+    """The places where the mask holds, in order, with zeros behind them; and how many they are."""
+    rank = jnp.cumsum(mask, dtype=jnp.int32)
+    places = jnp.where(mask, rank - 1, mask.size)
+    index = jnp.zeros(mask.size, jnp.int32).at[places].set(jnp.arange(mask.size, dtype=jnp.int32), mode="drop")
+    return index, rank[-1]
