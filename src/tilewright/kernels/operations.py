@@ -131,6 +131,7 @@ class Operations:
         restore: the matrix `[I, O]` that `prepare_matrix` was given, rounded to the format; zeros may follow its inputs.
         prepares: prepared weights are not the matrices that they were.
         own_head: a tied model gets a head of its own: the products read it faster than the embedding transposed.
+        window_multiple: of the queries of a `window_attention` that its kernel takes.
         counts: products leave out rows behind a `count`, so that it need not be rounded up to a declared number of rows.
     """
 
@@ -161,6 +162,7 @@ class Operations:
     prepares: bool = False
     own_head: bool = False
     counts: bool = False
+    window_multiple: int = 1
 
     def prepare(self, specs: Tree, params: Tree) -> Tree:
         """Parameters as these operations want them.

@@ -59,6 +59,7 @@ from tilewright.kernels.scatter_add import xla as scatter_xla
 from tilewright.kernels.take import cpu as take_cpu
 from tilewright.kernels.take import xla as take_xla
 from tilewright.kernels.window_attention import cpu as window_cpu
+from tilewright.kernels.window_attention import pallas_tpu as window_tpu
 from tilewright.kernels.window_attention import xla as window_xla
 from tilewright.kernels.window_attention.reference import CARRIED as CARRIED
 from tilewright.kernels.window_attention.reference import EXACT as EXACT
@@ -227,8 +228,15 @@ PLAIN = xla_operations("xla")
 CPU_XLA = xla_operations("xla", own_head=True)
 """The same on a CPU, whose products read `[in, out]` up to twice as fast as the embedding transposed."""
 
+
+def tpu_window_attention(q: Array, k: Array, *rest: Array) -> tuple[Array, Array]:
+    return (window_tpu if window_tpu.fits(q, k) else window_xla).window_attention(q, k, *rest)
+
+
 TPU = replace(
     xla_operations("tpu", xla.tpu_product, heads_xla.rotate_by_product, tpu_prefix_attention, tpu_head_argmax, tpu_head_top_k),
+    window_attention=tpu_window_attention,
+    window_multiple=window_tpu.LANES,
     pages=tpu_pages,
     paged_append=tpu_paged_append,
     paged_attention=tpu_paged_attention,

@@ -59,6 +59,10 @@ class Stack:
 class Schedule(Protocol):
     """How a model runs on its devices. Frozen and hashable: a static argument of whatever is compiled."""
 
+    def reduce(self, x: Array) -> Array:
+        """The sum of what the shards of the model have: a partial sum, or whatever is summed over heads."""
+        ...
+
     def embed(self, ops: Operations, table: Array, tokens: Array) -> Array:
         """The rows of an embedding `[V, H]`, or of its shard."""
         ...
@@ -85,6 +89,9 @@ class Schedule(Protocol):
 @dataclass(frozen=True)
 class SingleDevice:
     """The schedule without collectives: a shard's partial sum is the whole sum."""
+
+    def reduce(self, x: Array) -> Array:
+        return x
 
     def embed(self, ops: Operations, table: Float[Array, "V H"], tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
         return ops.take(table, tokens)

@@ -1,24 +1,27 @@
 """A diffusion language model with its tokenizer and programs: `load`, then `generate`, or `start` to follow each step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from rich.console import Console
 from tokenizers import Tokenizer
 
 from tilewright.decode.diffusion.options import Denoising
-from tilewright.decode.diffusion.programs import DiffusionKey, DiffusionPrograms, DiffusionTable
+from tilewright.decode.diffusion.programs import AXIS, DiffusionKey, DiffusionPrograms, DiffusionTable
 from tilewright.decode.diffusion.state import SPANS
 from tilewright.decode.language_model import check_dtype
 from tilewright.kernels.select import Kernels, Weights, operations
 from tilewright.models import decoder, diffusion, hub
+from tilewright.models.decoder import DecoderParams
 from tilewright.models.diffusion import DiffusionConfig
 from tilewright.models.params import DTYPES
 from tilewright.models.tokenizer import load_tokenizer
+from tilewright.parallel.sharding import TENSOR_PARALLEL, shardings
 
 
 @dataclass
@@ -114,12 +117,14 @@ class DiffusionModel:
 
     def __init__(
         self, config: DiffusionConfig, params: Any, tokenizer: Tokenizer, dtype: str = "float32",
-        weights: Weights = "auto", kernels: Kernels = "auto", table: DiffusionTable | None = None,
+        weights: Weights = "auto", kernels: Kernels = "auto", table: DiffusionTable | None = None, mesh: Mesh | None = None,
     ):  # fmt: skip
         self.config, self.tokenizer, self.dtype = config, tokenizer, dtype
-        ops = operations(weights=weights, kernels=kernels)
+        ops = operations(weights=weights, kernels="xla" if mesh is not None else kernels)
         prepared = decoder.prepare(config.decoder, ops, params)
-        self.programs = DiffusionPrograms(config, ops, prepared, DTYPES[dtype], table or DiffusionTable())
+        if mesh is not None:
+            prepared = divided(config, mesh, prepared)
+        self.programs = DiffusionPrograms(config, ops, prepared, DTYPES[dtype], table or DiffusionTable(), mesh)
 
     @property
     def table(self) -> DiffusionTable:
@@ -194,6 +199,21 @@ class DiffusionModel:
         self.programs.warm((key for shape in shapes for key in self.programs.keys(shape)), console)
 
 
+def divided(config: DiffusionConfig, mesh: Mesh, params: DecoderParams) -> DecoderParams:
+    """Parameters over the axis "tp" of a mesh.
+
+    Raises:
+        ValueError: the mesh has no such axis, or it does not divide the heads, the MLP or the vocabulary.
+    """
+    if AXIS not in mesh.shape:
+        raise ValueError(f"expected a mesh with the axis {AXIS!r}, found {', '.join(mesh.shape)}")
+    size, heads = mesh.shape[AXIS], config.decoder.num_kv_heads
+    if heads % size:
+        raise ValueError(f"expected an axis {AXIS!r} that divides the {heads} key/value heads, found {size} devices")
+    specs = diffusion.declare(replace(config, decoder=replace(config.decoder, tie_word_embeddings=params.head is None)))
+    return jax.device_put(params, shardings(specs, mesh, TENSOR_PARALLEL))
+
+
 def load(
     model: str | Path,
     *,
@@ -202,9 +222,13 @@ def load(
     kernels: Kernels = "auto",
     table: DiffusionTable | None = None,
     revision: str | None = None,
+    mesh: Mesh | None = None,
     console: Console | None = None,
 ) -> DiffusionModel:
     """Loads a LLaDA or Dream from a folder or the hub; arguments as for `language_model.load`.
+
+    Args:
+        mesh: with an axis "tp" whose devices share each layer; None for the default device.
 
     Raises:
         ValueError: what is wrong with the files.
@@ -214,4 +238,4 @@ def load(
     folder = hub.resolve(str(model), revision, console)
     tokenizer = load_tokenizer(folder)
     config, params = diffusion.load_diffusion(folder, DTYPES[dtype], console)
-    return DiffusionModel(config, params, tokenizer, dtype, weights, kernels, table)
+    return DiffusionModel(config, params, tokenizer, dtype, weights, kernels, table, mesh)

@@ -1,6 +1,6 @@
 """The declared shapes of denoising, and the compiled program of each."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -10,17 +10,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from tilewright.compiled.store import Store
 from tilewright.decode.diffusion.options import Denoising, row_options
 from tilewright.decode.diffusion.state import DiffusionState
 from tilewright.decode.diffusion.steps import Denoiser, run_steps
-from tilewright.decode.diffusion.window import BUCKETS, allocate
+from tilewright.decode.diffusion.window import BUCKETS, Buckets, LayerCache, allocate
 from tilewright.kernels.operations import Operations
 from tilewright.models.decoder import DecoderParams
 from tilewright.models.diffusion import DiffusionConfig
-from tilewright.models.stack import SINGLE_DEVICE, Schedule
+from tilewright.models.stack import SINGLE_DEVICE
+from tilewright.parallel.schedules import TensorParallel
+
+AXIS = "tp"
+"""Of the mesh: heads, MLP columns and vocabulary are divided over it."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +56,20 @@ class DiffusionTable:
 
     Attributes:
         batches, positions, responses, blocks: numbers of rows, and lengths, in ascending order.
-        buckets: numbers of salient positions that programs compute, besides all.
+        buckets: numbers of salient positions that programs compute; None, the last, for all.
     """
 
     batches: tuple[int, ...] = (1, 4)
     positions: tuple[int, ...] = (256, 512, 1024, 2048, 4096)
     responses: tuple[int, ...] = (64, 128, 256, 512, 1024)
     blocks: tuple[int, ...] = (8, 32, 128)
-    buckets: tuple[int, ...] = BUCKETS
+    buckets: Buckets = BUCKETS
 
     def __post_init__(self) -> None:
-        for name, sizes in vars(self).items():
+        if not self.buckets or self.buckets[-1] is not None or None in self.buckets[:-1]:
+            raise ValueError(f"expected buckets with None, for all, as the last of them, found {self.buckets}")
+        for name, all_sizes in vars(self).items():
+            sizes = [size for size in all_sizes if size is not None]
             if (not sizes and name != "buckets") or list(sizes) != sorted(set(sizes)) or (sizes and sizes[0] < 1):
                 raise ValueError(f"expected {name} to be sizes of at least 1 in ascending order, found {sizes}")
 
@@ -111,11 +119,10 @@ class DiffusionPrograms(Store[DiffusionKey]):
 
     def __init__(
         self, config: DiffusionConfig, ops: Operations, params: DecoderParams, dtype: DTypeLike, table: DiffusionTable,
-        schedule: Schedule = SINGLE_DEVICE,
+        mesh: Mesh | None = None,
     ):  # fmt: skip
         super().__init__()
-        self.config, self.ops, self.params, self.dtype, self.table = config, ops, params, dtype, table
-        self.schedule = schedule
+        self.config, self.ops, self.params, self.dtype, self.table, self.mesh = config, ops, params, dtype, table, mesh
 
     def denoiser(self, shape: DiffusionShape) -> Denoiser:
         more = int(self.config.shifted)
@@ -127,7 +134,7 @@ class DiffusionPrograms(Store[DiffusionKey]):
             dense=shape.dense,
             guided=shape.guided,
             buckets=self.table.buckets,
-            schedule=self.schedule,
+            schedule=SINGLE_DEVICE if self.mesh is None else TensorParallel(AXIS),
         )
 
     def keys(self, shape: DiffusionShape) -> tuple[DiffusionKey, ...]:
@@ -148,7 +155,8 @@ class DiffusionPrograms(Store[DiffusionKey]):
         make = partial(self.allocate, key.shape)
         if key.name == "allocate":
             make.__name__ = "allocate"  # type: ignore[attr-defined]
-            return jax.jit(make).lower().compile()
+            placed = None if self.mesh is None else self.placed(jax.eval_shape(make))
+            return jax.jit(make, out_shardings=placed).lower().compile()
         how = self.denoiser(key.shape)
 
         def denoise(params: DecoderParams, state: DiffusionState, limit: Array) -> tuple[DiffusionState, Array]:
@@ -156,7 +164,29 @@ class DiffusionPrograms(Store[DiffusionKey]):
 
         state = jax.eval_shape(lambda: self.state(key.shape, [], [], make()))
         limit = jax.ShapeDtypeStruct((), jnp.int32)
-        return jax.jit(denoise, donate_argnums=1).lower(self.params, state, limit).compile()
+        run = denoise if self.mesh is None else self.divided(denoise, state)
+        return jax.jit(run, donate_argnums=1).lower(self.params, state, limit).compile()
+
+    def divided(self, run: Callable[..., Any], state: Any) -> Callable[..., Any]:
+        """A program in which each device computes with its part of the parameters and caches, all of them with one state."""
+        assert self.mesh is not None
+        parts = jax.tree.map(lambda x: x.sharding.spec, self.params)
+        held = jax.tree.map(lambda _: PartitionSpec(), state)
+        held = replace(held, caches=jax.tree.map(lambda sharding: sharding.spec, self.placed(state.caches)))
+        whole = PartitionSpec()
+        return jax.shard_map(run, mesh=self.mesh, in_specs=(parts, held, whole), out_specs=(held, whole), check_vma=False)
+
+    def placed(self, caches: Any) -> Any:
+        """Where caches lie on the mesh: what belongs to heads is divided."""
+        assert self.mesh is not None
+        heads = {name: PartitionSpec(None, None, AXIS) for name in ("k", "v", "context", "base")}
+
+        def of_layer(_: LayerCache) -> LayerCache:
+            return LayerCache(
+                **{name: NamedSharding(self.mesh, spec) for name, spec in (heads | {"ffn": PartitionSpec()}).items()}
+            )
+
+        return jax.tree.map(of_layer, caches, is_leaf=lambda x: isinstance(x, LayerCache))
 
     def state(
         self, shape: DiffusionShape, prompts: Sequence[Sequence[int]], requests: Sequence[Denoising], caches: Any

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 
 from tilewright.decode.diffusion.commit import choose, commits
 from tilewright.decode.diffusion.state import SPANS, DiffusionState, Plan, Span, ended, plan, window_of
-from tilewright.decode.diffusion.window import BUCKETS, Trace, run_window
+from tilewright.decode.diffusion.window import BUCKETS, Buckets, Trace, run_window
 from tilewright.kernels.operations import Norm, Operations
 from tilewright.models import decoder, diffusion
 from tilewright.models.decoder import DecoderParams
@@ -35,7 +35,7 @@ class Denoiser:
         block: K.
         dense: every row computes everything in every step: no caches.
         guided: the second half of the batch repeats the first with the prompt masked.
-        buckets: numbers of salient positions that programs are made for, besides all.
+        buckets: numbers of salient positions that programs are made for.
     """
 
     config: DiffusionConfig
@@ -44,7 +44,7 @@ class Denoiser:
     block: int
     dense: bool = False
     guided: bool = False
-    buckets: tuple[int, ...] = BUCKETS
+    buckets: Buckets = BUCKETS
     schedule: Schedule = SINGLE_DEVICE
 
     @property
@@ -55,7 +55,8 @@ class Denoiser:
     def width(self, span: Span, positions: int) -> int:
         width = positions if span == "whole" else self.widths[SPANS.index(span)]
         assert width is not None, "no row of this program asks for such a window"
-        return min(width, positions)
+        multiple = self.ops.window_multiple
+        return min(-(-width // multiple) * multiple, positions)
 
 
 class StepInfo(NamedTuple):
@@ -116,16 +117,12 @@ def look(
         ran = diffusion.forward_full(how.config, how.ops, params, state.tokens, state.stop, schedule=how.schedule)
         return ran.hidden, jnp.zeros_like(state.start), state.caches, None
     window = window_of(state, what, how.width(span, length))
-    sizes, reduce = how.config.decoder, getattr(how.schedule, "reduce", lambda x: x)
-    x, caches, trace = run_window(
-        sizes, how.ops, params, state.tokens, window, state.caches, how.buckets, how.schedule, reduce
-    )
+    sizes = how.config.decoder
+    x, caches, trace = run_window(sizes, how.ops, params, state.tokens, window, state.caches, how.buckets, how.schedule)
     return x, window.positions[:, 0], caches, trace
 
 
-def step_span(
-    how: Denoiser, span: Span, params: DecoderParams, state: DiffusionState
-) -> tuple[DiffusionState, StepInfo]:
+def step_span(how: Denoiser, span: Span, params: DecoderParams, state: DiffusionState) -> tuple[DiffusionState, StepInfo]:
     """One step of a batch none of whose rows asks for more than this span."""
     what = plan(state, how.config.shifted)
     x, begin, caches, trace = look(how, span, params, state, what)

@@ -28,8 +28,9 @@ from tilewright.models.decoder import DecoderConfig, DecoderParams, Layer
 from tilewright.models.layers import rope_tables
 from tilewright.models.stack import SINGLE_DEVICE, Schedule
 
-BUCKETS = (32, 64, 128, 256)
-"""Numbers of salient positions that programs are made for, besides all."""
+Buckets = tuple[int | None, ...]
+BUCKETS: Buckets = (32, 64, 128, 256, None)
+"""Numbers of salient positions that programs are made for, in ascending order; None stands for all."""
 
 
 @jax.tree_util.register_dataclass
@@ -116,14 +117,14 @@ def pick(ops: Operations, mask: Bool[Array, "B W"]) -> Picked:
     return Picked(*ops.compact(mask.reshape(-1)))
 
 
-def bucket_sizes(buckets: tuple[int, ...], rows: int) -> tuple[int, ...]:
+def bucket_sizes(buckets: Buckets, rows: int) -> tuple[int, ...]:
     """The numbers of rows that programs for up to `rows` are made for."""
-    return (*(size for size in buckets if size < rows), rows)
+    return tuple(dict.fromkeys(min(rows if size is None else size, rows) for size in buckets))
 
 
 def on_picked(
     ops: Operations,
-    buckets: tuple[int, ...],
+    buckets: Buckets,
     function: Callable[..., Any],
     picked: Picked,
     *arrays: Float[Array, "R _"],
@@ -150,20 +151,21 @@ class Pass:
     """What is the same in all layers of a pass.
 
     Attributes:
-        rows: the batch's rows in the flat caches, `[B, W]`.
-        reduce: adds up what shards of a tensor-parallel mesh have.
+        rope: cosines and sines of the window's positions.
+        positions: S.
     """
 
     config: DecoderConfig
     ops: Operations
-    buckets: tuple[int, ...]
+    buckets: Buckets
     window: Window
     rope: tuple[Array, Array]
-    reduce: Callable[[Array], Array]
+    schedule: Schedule
     positions: int
 
     @property
     def rows(self) -> Int[Array, "B W"]:
+        """Where the window's positions lie in the flat caches."""
         batch = jnp.arange(len(self.window.positions), dtype=jnp.int32)[:, None]
         return batch * self.positions + self.window.positions
 
@@ -221,10 +223,10 @@ class Pass:
         context, statistics = ops.window_attention(
             self.queries(layer, x), cache.k, cache.v, changes, window.lengths, kinds, self.of_window(cache.context)
         )
-        turned = select.cosine(self.reduce(statistics))
+        turned = select.cosine(self.schedule.reduce(statistics))
         tau = window.tau[:, None]
         after = window.active & ((turned < tau) | (tau > 1) | (window.keep_changed[:, None] & window.changed))
-        x = x + self.reduce(ops.linear(context, layer.o))
+        x = x + self.schedule.reduce(ops.linear(context, layer.o))
         if self.whole:
             cache = replace(cache, context=context)
         else:
@@ -235,7 +237,7 @@ class Pass:
         def mlp(rows: Float[Array, "R H"], count: Array | None) -> Float[Array, "R H"]:
             return decoder.mlp(self.config, ops, layer, rows[None], count=count)[0]
 
-        rows = self.reduce(on_picked(ops, self.buckets, mlp, picked, x.reshape(-1, x.shape[-1])))
+        rows = self.schedule.reduce(on_picked(ops, self.buckets, mlp, picked, x.reshape(-1, x.shape[-1])))
         cache = replace(cache, ffn=self.put(cache.ffn, picked.among(self.rows), rows))
         if window.renews is not None:
             base = jnp.where(window.renews[:, None, None, None], cache.v, cache.base)
@@ -250,9 +252,8 @@ def run_window(
     tokens: Int[Array, "B S"],
     window: Window,
     caches: tuple[LayerCache, ...],
-    buckets: tuple[int, ...] = BUCKETS,
+    buckets: Buckets = BUCKETS,
     schedule: Schedule = SINGLE_DEVICE,
-    reduce: Callable[[Array], Array] = lambda x: x,
 ) -> tuple[Float[Array, "B W H"], tuple[LayerCache, ...], Trace]:
     """All layers over a window.
 
@@ -263,7 +264,7 @@ def run_window(
         The residual stream after the last layer, of active positions; the caches; and how it went.
     """
     rope = rope_tables(window.positions, config.rope_frequencies)
-    step = Pass(config, ops, buckets, window, rope, reduce, tokens.shape[1])
+    step = Pass(config, ops, buckets, window, rope, schedule, tokens.shape[1])
     x = schedule.embed(ops, params.embed, jnp.take_along_axis(tokens, window.positions, axis=1))
     salient = window.active & (window.changed | window.first_all[:, None])
     after, traces = [], []
