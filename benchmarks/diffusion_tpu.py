@@ -71,7 +71,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     how = parser.parse_args()
     console, rows = Console(), []
-    table = Table("chip", "step", "salient", "version", "Mcycles a layer", "of dense", "MB a layer", "of dense", "Mcycles besides")
+    heads = ("chip", "step", "salient", "version", "Mcycles a layer", "of dense", "MB a layer", "of dense", "Mcycles besides")
+    table = Table(*heads)
     for chip in how.chips:
         for kernels in ("xla", "auto"):
             cases: list[tuple[str, str, int | None]] = [("dense", "whole", None)]
@@ -83,10 +84,10 @@ def main() -> None:
                 base = base or found
                 ratios = [found[key] / base[key] for key in ("cycles_per_layer", "hbm_bytes_per_layer")]
                 rows.append({"chip": chip, "kernels": kernels, "step": name, "salient_positions": salient, **found})
-                table.add_row(
-                    chip, name, str(salient or "all"), "XLA" if kernels == "xla" else "Pallas", f"{found['cycles_per_layer'] / 1e6:.3f}",
-                    f"{ratios[0]:.2f}", f"{found['hbm_bytes_per_layer'] / 1e6:.0f}", f"{ratios[1]:.2f}", f"{found['cycles_besides'] / 1e6:.2f}",
-                )  # fmt: skip
+                cycles, moved = f"{found['cycles_per_layer'] / 1e6:.3f}", f"{found['hbm_bytes_per_layer'] / 1e6:.0f}"
+                version, besides = "XLA" if kernels == "xla" else "Pallas", f"{found['cycles_besides'] / 1e6:.2f}"
+                shares = [f"{ratio:.2f}" for ratio in ratios]
+                table.add_row(chip, name, str(salient or "all"), version, cycles, shares[0], moved, shares[1], besides)
     console.print(table)
     if how.json is not None:
         about = {"model": "LLaDA-8B shapes", "dtype": "bfloat16", "jax": jax.__version__, "positions": how.positions}

@@ -130,10 +130,8 @@ class TensorParallel:
     ) -> tuple[Int[Array, "*rows {k}"], Float[Array, "*rows {k}"]]:
         index, value = ops.head_top_k(x, head, k)
         places, values = self.gathered(index, value, head)
-        places, values = (
-            part.reshape(*part.shape[:-2], -1) for part in (jnp.moveaxis(places, -1, -2), jnp.moveaxis(values, -1, -2))
-        )
-        best, at = jax.lax.top_k(values, k)
+        places, values = (part.swapaxes(-1, -2).reshape(*part.shape[:-2], -1) for part in (places, values))
+        best, at = jax.lax.top_k(values, k)  # devices' parts lie in the vocabulary's order: of equals the first goes first
         return jnp.take_along_axis(places, at, axis=-1), best
 
     def gathered(self, index: Array, value: Array, head: Any) -> tuple[Array, Array]:

@@ -36,11 +36,17 @@ def fits(q: Float[Array, "B W N D"], k: Float[Array, "B S K D"]) -> bool:
     return whole and q.dtype == k.dtype and q.dtype in (jnp.float32, jnp.bfloat16)
 
 
+def block_size(most: int, size: int) -> int:
+    """The largest number of whole lanes up to `most` that divides a size."""
+    return next(each for each in range(most, 0, -LANES) if size % each == 0)
+
+
 def kernel(
     live_ref, exact_ref, moved_ref, q_ref, kinds_ref, before_ref, k_ref, v_ref, changes_ref, out_ref, statistics_ref,
     largest_ref, total_ref, values_ref, *, positions: int, scale: float,
 ):  # fmt: skip
-    """One block: q, before and out [1, Q, D], kinds [1, Q, 1], k and v [1, P, D], changes [1, C, P, D], statistics [1, 1, 8, Q].
+    """One block: q, before and out [1, Q, D], kinds [1, Q, 1], k and v [1, P, D], changes [1, C, P, D], statistics
+    [1, 1, 8, Q].
 
     Scratch, kept through all blocks of positions: largest score and sum of weights [Q, L], sums of values and of each change
     [1 + C, Q, D].
@@ -116,10 +122,7 @@ def window_attention(
         interpret: runs without a TPU, slowly.
     """
     (b, w, n, d), (s, heads), count = q.shape, k.shape[1:3], changes.shape[1]
-    # Whole blocks, of a size that divides: lanes do at least.
-    rows, positions = (
-        next(size for size in range(most, 0, -LANES) if each % size == 0) for most, each in ((QUERIES, w), (POSITIONS, s))
-    )
+    rows, positions = block_size(QUERIES, w), block_size(POSITIONS, s)
     parts, blocks = w // rows, s // positions
     exact = jnp.any((kinds == EXACT).reshape(b, parts, rows), axis=2).astype(jnp.int32)
     moved = jnp.any((changes != 0).reshape(b, count, blocks, -1), axis=3).astype(jnp.int32)
@@ -128,7 +131,7 @@ def window_attention(
     def of_position(row: Any, head: Any, _: Any, block: Any, live: Any, *rest: Any) -> tuple[Any, ...]:
         """Stays at the last block that is seen: what is there already is not fetched again."""
         last = jnp.maximum(pl.cdiv(live[row], positions) - 1, 0)
-        return row, jnp.minimum(block, last), head // (n // heads)
+        return row, jnp.minimum(block, last), jax.lax.div(head, n // heads)
 
     def of_change(*at: Any) -> tuple[Any, ...]:
         row, block, head = of_position(*at)
