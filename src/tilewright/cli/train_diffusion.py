@@ -118,5 +118,6 @@ def llada_config(sizes: ModelSizes, bpe: Tokenizer) -> DiffusionConfig:
     hidden, heads, end = given(sizes.hidden_size, 256), given(sizes.heads, 4), end_of_text(bpe)
     layers = replace(sizes, head_dim=given(sizes.head_dim, max(hidden // heads, 1))).config(bpe.get_vocab_size(), end)
     mask = bpe.token_to_id(MASK)
+    assert mask is not None, "`train_tokenizer` makes it a token"
     config = DiffusionConfig(family="llada", decoder=replace(layers, family="llama"), mask_token_id=mask, pad_token_id=end)
     return models.config_from_hf(models.config_to_hf(config), "the model's sizes")
