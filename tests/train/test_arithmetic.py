@@ -85,6 +85,7 @@ def test_what_is_drawn():
     assert np.mean([problem.held_out for problem in drawn]) == pytest.approx(1 / HELD_OUT, abs=0.015)
     added = [problem for problem in drawn if not problem.product]
     assert {len(problem.numbers) for problem in added} == {2, 3, 4}
-    assert {len(str(number)) for problem in added for number in problem.numbers} == {2, 3, 4, 5}
-    assert {len(str(problem.numbers[0])) for problem in drawn if problem.product} == {3, 4, 5}
+    sizes = [{len(str(number)) for number in problem.numbers} for problem in added]
+    assert (max(map(len, sizes)), set.union(*sizes)) == (1, {2, 3, 4, 5})
+    assert {len(str(problem.numbers[0])) for problem in drawn if problem.product} == {2, 3, 4, 5}
     assert {problem.numbers[1] for problem in drawn if problem.product} == set(range(2, 10))
