@@ -11,7 +11,7 @@ from decode.support import TABLE, check_same_as_autoregressive, prompts, tokens_
 from reference.dflash_numpy import as_folders, random_pair
 from tilewright.decode.language_model import load
 from tilewright.decode.sampling import Sampling
-from tilewright.kernels.select import PLAIN
+from tilewright.kernels.select import PLAIN, Kernels
 from tilewright.models import decoder
 from tilewright.models.checkpoint import load_decoder
 
@@ -20,7 +20,7 @@ NEW = 12
 
 
 @pytest.mark.parametrize("kernels", ["auto", "xla"])
-def test_qwen2(kernels: str, tmp_path: Path):
+def test_qwen2(kernels: Kernels, tmp_path: Path):
     """Greedy tokens are those of the plain forward pass, and n-gram drafts do not change them; 8-bit weights decode too."""
     tokenizer = as_folders(tmp_path, random_pair(0))[0] / "tokenizer.json"
     folder = tmp_path / "qwen2"

@@ -12,7 +12,8 @@ import pytest
 from jax import Array
 from safetensors.numpy import load_file
 
-from tilewright.kernels.select import PLAIN
+from tilewright.kernels.operations import Heads, Joined, Operations
+from tilewright.kernels.select import PLAIN, operations, training_operations
 from tilewright.models import decoder
 from tilewright.models.checkpoint import load_decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams, causal_attend, declare, forward, forward_full
@@ -215,6 +216,23 @@ def test_families_and_heads_differ_in_their_arrays_alone():
     extra = {f"model.layers.{n}.self_attn.{which}_norm.weight" for n in (0, 1) for which in "qk"}
     assert {spec.name for spec in spec_leaves(qwen)} == (names | extra) - {"lm_head.weight"}
     assert (qwen.head, llama.layers[0].q_norm) == (None, None)
+
+
+@pytest.mark.parametrize("ops", [PLAIN, operations(), training_operations("float32")], ids=lambda ops: ops.name)
+@pytest.mark.parametrize("first", [0, 1])
+def test_biases_follow_their_matrices(ops: Operations, first: int):
+    """Also where a projection is of keys and values alone."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(24, 16 * n)).astype(np.float32) for n in (2, 1, 1))
+    bias = tuple(jnp.asarray(rng.normal(size=w.shape[1]), jnp.float32) for w in (q, k, v))
+    x = jnp.asarray(rng.normal(size=(2, 3, 24)), jnp.float32)
+    joined = ops.prepare_joined(Joined(tuple(map(jnp.asarray, (q, k, v)))), "qkv")
+    still = Heads(16, None, None, (jnp.ones((2, 3, 8)), jnp.zeros((2, 3, 8))))
+    queries, keys, values = ops.heads(ops.project(x, joined, first=first, bias=bias), still)
+    assert (queries is None) is bool(first)
+    found = [*([] if queries is None else [queries]), keys.swapaxes(1, 2), values.swapaxes(1, 2)]
+    for part, w, b in zip(found, (q, k, v)[first:], bias[first:], strict=True):
+        np.testing.assert_allclose(part.reshape(2, 3, -1), np.asarray(x) @ w + np.asarray(b), rtol=0, atol=1e-4)
 
 
 def test_abstract_has_the_shapes_of_initialise():

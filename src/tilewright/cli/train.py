@@ -40,6 +40,7 @@ from tilewright.train.text import TextOptions, require_texts, text_figures
 
 app = App(name="train", help="Training.")
 app.command("tilewright.cli.train_drafter:drafter", help="Trains a drafter for a target, which stays as it is.")
+app.command("tilewright.cli.train_diffusion:diffusion", help="Trains a diffusion language model, on arithmetic and texts.")
 app.command("tilewright.cli.train_gnn:gnn", help="Trains a graph neural network, on nodes or on graphs.")
 app.command("tilewright.cli.train_demo:demo", help="Repeats the training of the demo's target and drafters.")
 app.command("tilewright.cli.train_demo:evaluate", help="Measures a language model on the demo's held-out text.")

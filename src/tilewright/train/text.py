@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, count, islice
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,8 @@ from tilewright.train.loop import Figures, Task, TrainOptions, TrainResult, grad
 Batch = tuple[np.ndarray, np.ndarray]
 """Tokens, and which of them are in the loss, `[batch, length]` each."""
 
-Loss = Callable[[Any, Any, tuple[Array, Array], Array], tuple[Array, Array]]
-"""`loss(params, frozen, batch, key) -> (mean loss in nats, how much was predicted)`, of a `Batch` on the device."""
+Loss = Callable[[Any, Any, Any, Array], tuple[Array, Array]]
+"""`loss(params, frozen, batch, key) -> (mean loss in nats, how much was predicted)`, of a batch on the device."""
 
 HELD_OUT_BATCHES = 32
 
@@ -100,6 +100,26 @@ def make_optimizer(options: TextOptions, is_hidden_matrix: Callable[[Any], Any])
     return optax.chain(clip, optax.transforms.partition({"muon": muon, "adamw": adamw}, label))
 
 
+@runtime_checkable
+class Batches(Protocol):
+    """What a run is fed with: `Windows` of a text, say."""
+
+    @property
+    def options(self) -> TextOptions: ...
+
+    def batches(self, first: int) -> Iterator[Any]:
+        """What is trained on from step `first` on."""
+        ...
+
+    def held_out_batches(self) -> list[Any]:
+        """The same at every evaluation."""
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint must agree with."""
+        ...
+
+
 def require_texts(stream: Stream, held_out: Stream, length: int, options: TextOptions) -> None:
     """Raises a `ValueError` where one of the texts is too short for a batch of windows of `length` tokens."""
     require_windows(stream, length, options.batch_size, "the training text")
@@ -146,7 +166,7 @@ def text_task(
     loss: Loss,
     init: Callable[[], Any],
     is_hidden_matrix: Callable[[Any], Any],
-    windows: Windows,
+    windows: Batches,
     identity: dict[str, Any],
     frozen: Any = None,
 ) -> Task:

@@ -1,0 +1,123 @@
+"""`tilewright train diffusion`: a diffusion language model, on arithmetic written out in steps and on texts."""
+
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from tilewright.cli.common import JsonFile, check_json_file, given, human_console, keep_programs, progress_console
+from tilewright.cli.train import LoopOptions, ModelSizes, finish, kept_tokenizer
+from tilewright.models import diffusion as models
+from tilewright.models import hub
+from tilewright.models.checkpoint import save_params
+from tilewright.models.decoder import DecoderParams
+from tilewright.models.diffusion import DiffusionConfig
+from tilewright.models.params import DTYPES, Dtype
+from tilewright.models.tokenizer import load_tokenizer
+from tilewright.train.arithmetic import problems
+from tilewright.train.clean import Cleaner
+from tilewright.train.data import MASK, Document, end_of_text, read_documents, split_documents, train_tokenizer
+from tilewright.train.demo_text import cleaned, library_sources
+from tilewright.train.diffusion import Examples, Pairs, train_diffusion
+
+SAMPLE = 2000
+"""Problems that the tokenizer learns from."""
+
+
+def diffusion(
+    *data: Path,
+    out: Path,
+    start: str | None = None,
+    arithmetic: float = 0.0,
+    library: bool = False,
+    dtype: Dtype = "float32",
+    sizes: ModelSizes = ModelSizes(),
+    loop: LoopOptions = LoopOptions(),
+    json_file: JsonFile = None,
+) -> None:
+    """Trains a diffusion language model: one of LLaDA's architecture from random weights, or one that is there already.
+
+    Parameters
+    ----------
+    data
+        Text files, JSONL files (text, prompt and response, or question and answer), or folders of both. Prompts are never
+        masked; of a text without one, each stretch that fills a sequence has its first quarter for its prompt.
+    out
+        Folder for the model; its subfolder `training` holds the checkpoint that an interrupted run resumes from.
+    start
+        A LLaDA or Dream to go on from, with a fresh optimizer: a folder or a Hugging Face id.
+    arithmetic
+        Share of the sequences that are arithmetic problems, worked out in steps; 1 needs no data.
+    library
+        Train on the source of the Python standard library too, but for the modules that the demo holds out.
+    dtype
+        Of the saved weights.
+    json_file
+        Write the figures as JSON to this file, "-" for standard output.
+    """
+    check_json_file(json_file)
+    console = human_console(json_file)
+    options = loop.options()
+    if arithmetic < 1 and not (data or library):
+        raise ValueError("expected files or folders to train on, --library, or --arithmetic 1, found none of them")
+    keep_programs(loop.compile_cache)
+    trained, held_out = texts(data, library, loop)
+    bpe, config, params = begin(start, kept_tokenizer(out), sizes, console) or fresh(trained, arithmetic, sizes, loop.seed)
+    length, context = options.sequence_length, config.decoder.max_position_embeddings
+    if length > context:
+        raise ValueError(f"expected sequences of at most the model's context of {context} tokens, found {length}")
+    pairs = [Pairs.encode(bpe, part, length) for part in (trained, held_out)]
+    end = given(config.pad_token_id, config.eos_token_ids[0] if config.eos_token_ids else None)
+    examples = Examples(bpe, pairs[0], pairs[1], arithmetic, end_of_text(bpe) if end is None else end, options)
+    out.mkdir(parents=True, exist_ok=True)
+    bpe.save(str(out / "tokenizer.json"))
+    result = train_diffusion(config, examples, out / "training", console, params, {"vocab_size": sizes.bpe_size})
+    save_params(out, models.config_to_hf(config), models.declare(config), result.params, DTYPES[dtype])
+    finish(result, out, console, json_file, training_texts=len(pairs[0].starts))
+
+
+def texts(data: tuple[Path, ...], library: bool, loop: LoopOptions) -> tuple[list[Document], list[Document]]:
+    """What is trained on, and what is held out."""
+    documents = read_documents(data)
+    trained, held_out = split_documents(documents, loop.held_out, loop.seed) if documents else ([], [])
+    if library:
+        cleaner, (known, unknown) = Cleaner(), library_sources()
+        held_out += cleaned(cleaner, unknown)  # first, so that what training text has of it is cut there
+        trained += cleaned(cleaner, known)
+    return trained, held_out
+
+
+Beginning = tuple[Tokenizer, DiffusionConfig, DecoderParams | None]
+"""A tokenizer, a model's sizes, and its parameters, float32; None for random ones."""
+
+
+def begin(start: str | None, kept: Tokenizer | None, sizes: ModelSizes, console: Console) -> Beginning | None:
+    """What an interrupted run left or `start` names; None where neither is there."""
+    if start is not None:
+        sizes.refuse("--start takes its sizes and its tokenizer along", *vars(sizes))
+        folder = hub.resolve(start, console=progress_console(console))
+        config, params = models.load_diffusion(folder, jnp.float32, progress_console(console))
+        return load_tokenizer(folder), config, params
+    return None if kept is None else (kept, llada_config(sizes, kept), None)
+
+
+def fresh(trained: list[Document], arithmetic: float, sizes: ModelSizes, seed: int) -> Beginning:
+    """A tokenizer for the texts and the problems, and a model for it."""
+    drawn = islice(problems(np.random.default_rng(seed), held_out=False), SAMPLE if arithmetic else 0)
+    worked = [Document(problem.response, problem.prompt) for problem in drawn]
+    bpe = train_tokenizer([*trained, *worked], sizes.bpe_size)
+    return bpe, llada_config(sizes, bpe), None
+
+
+def llada_config(sizes: ModelSizes, bpe: Tokenizer) -> DiffusionConfig:
+    """The sizes under LLaDA's rule that the heads make up the hidden size."""
+    hidden, heads, end = given(sizes.hidden_size, 256), given(sizes.heads, 4), end_of_text(bpe)
+    layers = replace(sizes, head_dim=given(sizes.head_dim, max(hidden // heads, 1))).config(bpe.get_vocab_size(), end)
+    mask = bpe.token_to_id(MASK)
+    assert mask is not None, "`train_tokenizer` makes it a token"
+    config = DiffusionConfig(family="llada", decoder=replace(layers, family="llama"), mask_token_id=mask, pad_token_id=end)
+    return models.config_from_hf(models.config_to_hf(config), "the model's sizes")

@@ -1,0 +1,101 @@
+"""`tilewright train diffusion`: from problems and texts to a folder that loads, and what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from cli.conftest import Run as Command
+from tilewright.cli import train_diffusion as cli
+from tilewright.models.diffusion import load_diffusion
+from tilewright.models.tokenizer import load_tokenizer
+from tilewright.train.data import MASK, Document
+from tilewright.train.loop import Run
+
+SIZES = [
+    "--vocab-size", 290, "--hidden-size", 32, "--layers", 1, "--heads", 2, "--kv-heads", 1, "--intermediate-size", 48,
+    "--context", 256,
+]  # fmt: skip
+LOOP = ["--batch-size", 2, "--sequence-length", 240, "--evaluate-every", 2, "--save-every", 1]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    records = [{"prompt": f"say {n}\n", "response": "so and so " * 4} for n in range(20)]
+    (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "long.txt").write_text("".join(f"line {n}\n" for n in range(200)))
+    return folder
+
+
+def test_a_model_is_trained_resumed_and_gone_on_from(run: Command, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    out, advance = tmp_path / "out", Run.advance
+    command = [
+        "train",
+        "diffusion",
+        text,
+        "--out",
+        out,
+        "--arithmetic",
+        0.5,
+        *SIZES,
+        *LOOP,
+        "--steps",
+        3,
+        "--dtype",
+        "bfloat16",
+    ]
+
+    def interrupted(self: Run, batch: Any) -> None:
+        if self.step == 2:
+            raise KeyboardInterrupt
+        advance(self, batch)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Run, "advance", interrupted)
+        assert run(*command).status != 0
+    ran = run(*command, "--json", tmp_path / "figures.json")
+    assert ran.status == 0, ran.err
+    assert "resuming diffusion model at step 2 of 3" in ran.out
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert [point["step"] for point in figures["curve"]] == [2, 3]
+    assert figures["training_texts"] > 20
+    config, params = load_diffusion(out, jnp.bfloat16)
+    bpe = load_tokenizer(out)
+    assert (config.family, config.decoder.head_dim, config.decoder.vocab_size) == ("llada", 16, bpe.get_vocab_size())
+    assert (config.mask_token_id, config.pad_token_id, params.head) == (bpe.token_to_id(MASK), 0, None)
+    assert len(bpe.encode("12345").ids) == 5
+    more = ["train", "diffusion", "--out", tmp_path / "more", "--arithmetic", 1, *LOOP, "--steps", 1, "--start", out]
+    assert run(*more).status == 0
+    assert (tmp_path / "more" / "tokenizer.json").read_bytes() == (out / "tokenizer.json").read_bytes()
+    sized = run(*more, "--layers", 2)
+    assert sized.status == 2
+    assert "--start takes its sizes and its tokenizer along, found --layers as well" in sized.err
+
+
+def test_the_library_is_a_text_too(run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cli, "library_sources", lambda: ([tmp_path / "known.py"], [tmp_path / "unknown.py"]))
+    monkeypatch.setattr(cli, "cleaned", lambda cleaner, paths: [Document(f"{path.stem} is\na file\n" * 40) for path in paths])
+    ran = run("train", "diffusion", "--library", "--out", tmp_path / "out", *SIZES, *LOOP, "--steps", 1)
+    assert ran.status == 0, ran.err
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "expected files or folders to train on, --library, or --arithmetic 1"),
+        ({"--arithmetic": 1.2}, "expected a share of arithmetic from 0 to 1, found 1.2"),
+        ({"--arithmetic": 1, "--hidden-size": 33}, "expected heads that make up the hidden size"),
+        ({"--arithmetic": 1, "--context": 128}, "sequences of at most the model's context of 128 tokens, found 240"),
+        ({"--arithmetic": 1, "--sequence-length": 20}, "expected sequences above a problem's"),
+    ],
+)
+def test_what_is_refused(run: Command, tmp_path: Path, changes: dict[str, Any], expected: str):
+    given = {**dict(zip(SIZES[::2], SIZES[1::2], strict=True)), **dict(zip(LOOP[::2], LOOP[1::2], strict=True)), **changes}
+    ran = run("train", "diffusion", "--out", tmp_path / "out", *(word for pair in given.items() for word in pair))
+    assert ran.status == 2
+    assert expected in " ".join(ran.err.split())
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,182 @@
+"""Masked-diffusion training: what is masked, what is in the loss, what the batches hold, and that a run learns and resumes."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from models.sizes import decoder_config
+from reference.diffusion_model_numpy import dream_logits, llada_logits, shifted
+from tilewright.kernels.select import PLAIN
+from tilewright.models import diffusion
+from tilewright.models.diffusion import DiffusionConfig
+from tilewright.models.params import initialise, to_tensors
+from tilewright.train.arithmetic import Problem
+from tilewright.train.data import MASK, Document, end_of_text, train_tokenizer
+from tilewright.train.diffusion import PADDING_WEIGHT, Batch, Examples, Pairs, diffusion_loss, fill_ins, train_diffusion
+from tilewright.train.loop import Run
+from tilewright.train.text import TextOptions
+from train.support import silent
+
+SIZES = (40, 32, 48, 2, 4, 2, 8)
+LLADA = DiffusionConfig(family="llada", decoder=decoder_config("llama", *SIZES, rope_theta=1e4), mask_token_id=39)
+DREAM = DiffusionConfig(family="dream", decoder=decoder_config("qwen2", *SIZES, rope_theta=1e4), mask_token_id=39)
+OPTIONS = TextOptions(steps=4, batch_size=3, sequence_length=48, evaluate_every=2, save_every=1, products="float32")
+PROBLEMS = [Problem((n, 90 - n)) for n in range(20, 60)]
+TEXT = Document("".join(f"line {n} of it\n" for n in range(59)))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_tokenizer([TEXT, *(Document(p.response, p.prompt) for p in PROBLEMS)], 300)
+
+
+def examples(tokenizer: Tokenizer, arithmetic: float = 0.0, **changes: Any) -> Examples:
+    options = replace(OPTIONS, **changes)
+    pairs = Pairs.encode(tokenizer, [TEXT, Document("one two", "given ")], options.sequence_length)
+    return Examples(tokenizer, pairs, pairs, arithmetic, end_of_text(tokenizer), options)
+
+
+def drawn(config: DiffusionConfig) -> Any:
+    params = initialise(diffusion.declare(config), jax.random.key(0))
+    return jax.tree.map(lambda x: 8 * x if x.ndim == 2 else x, params)
+
+
+def small_batch(rows: int = 8) -> Batch:
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 39, (rows, 20)).astype(np.int32)
+    first, end = rng.integers(0, 5, rows), rng.integers(8, 12, rows)
+    return Batch(*(jnp.asarray(x, jnp.int32) for x in (tokens, first, end, rng.integers(13, 20, rows))))
+
+
+@pytest.mark.parametrize("config", [LLADA, DREAM], ids=["llada", "dream"])
+def test_the_loss_is_that_of_numpy(config: DiffusionConfig, monkeypatch: pytest.MonkeyPatch):
+    """Of the tokens that the model saw as masks; prompts and padding are never among them."""
+    params, batch, fields = drawn(config), small_batch(), diffusion.config_to_hf(config)
+    tensors = dict(to_tensors(diffusion.declare(config), params, jnp.float32))
+    seen = []
+    forward = diffusion.forward_full
+
+    def spied(config: Any, ops: Any, params: Any, tokens: Any, valid: Any) -> Any:
+        seen.append(np.asarray(tokens))
+        return forward(config, ops, params, tokens, valid)
+
+    monkeypatch.setattr(diffusion, "forward_full", spied)
+    loss, total = diffusion_loss(config, PLAIN, params, batch, jax.random.key(1))
+    key, _ = jax.random.split(jax.random.key(1))
+    t = 1e-3 + (1 - 1e-3) * ((float(jax.random.uniform(key)) + np.arange(8) / 8) % 1)
+    expected = weight = 0.0
+    shares = []
+    for row, (first, end, valid) in enumerate(zip(*(np.asarray(part) for part in batch[1:]), strict=True)):
+        tokens, ids = np.asarray(batch.tokens[row]), seen[0][row]
+        masked = np.flatnonzero(ids == 39)
+        assert ((first <= masked) & (masked < valid)).all()
+        shares.append(len(masked) / (valid - first))
+        logits = (llada_logits if config is LLADA else dream_logits)(fields, tensors, ids[:valid].tolist())
+        logits = shifted(logits) if config.shifted else logits
+        losses = (
+            np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1)) + logits.max(1) - logits[range(valid), tokens[:valid]]
+        )
+        weights = np.where(np.arange(valid) < end, 1.0, PADDING_WEIGHT)
+        expected += (losses * weights)[masked].sum() / t[row]
+        weight += weights[first:].sum()
+    np.testing.assert_allclose(float(total), weight, rtol=1e-5)
+    np.testing.assert_allclose(float(loss), expected / weight, rtol=1e-4)
+    assert np.corrcoef(shares, t)[0, 1] > 0.8, "rows are masked by their t"
+
+
+def test_the_shares_spread_over_their_range():
+    """Every batch has rows with little and rows with much of them masked; another key masks others."""
+    batch = small_batch(64)._replace(first=jnp.zeros(64, jnp.int32), valid=jnp.full(64, 20, jnp.int32))
+    params = drawn(LLADA)
+    losses = {float(diffusion_loss(LLADA, PLAIN, params, batch, jax.random.key(n))[0]) for n in range(4)}
+    assert len(losses) == 4
+    assert np.std(list(losses)) < 0.25 * np.mean(list(losses))
+
+
+def test_texts_become_prompts_and_responses(tokenizer: Tokenizer):
+    """Nothing is lost but what no window holds, and no piece is too long."""
+    found = fill_ins(tokenizer, [TEXT, Document("b", "a"), Document("word " * 100)], 48)
+    assert found[0] == Document("b", "a")
+    assert "".join(document.whole for document in found[1:]) == TEXT.text
+    for document in found[1:]:
+        assert document.prompt.count("\n") == -(-document.whole.count("\n") // 4)
+    pairs = Pairs.encode(tokenizer, [TEXT, Document("long " * 50, "given ")], 48)
+    assert len(pairs.starts) == len(found) - 1
+    ids, first = pairs[0]
+    assert tokenizer.decode(ids[:first].tolist()) == found[1].prompt
+    assert tokenizer.decode(ids.tolist()) == found[1].whole
+
+
+def test_what_a_batch_holds(tokenizer: Tokenizer):
+    """Prompt, response and end-of-text up to the row's length; problems that are held out in held-out batches alone."""
+    source, end = examples(tokenizer, 0.5, batch_size=40, sequence_length=256), end_of_text(tokenizer)
+    training, held_out = next(source.batches(0)), source.held_out_batches()[0]
+    kinds = set()
+    for batch, apart in ((training, False), (held_out, True)):
+        for ids, first, behind, valid in zip(*batch, strict=True):
+            assert 0 < first < behind <= valid <= 256
+            assert (ids[behind - 1 :] == end).all()
+            assert end not in ids[: behind - 1]
+            prompt, response = tokenizer.decode(ids[:first]), tokenizer.decode(ids[first : behind - 1])
+            kinds.add((apart, "answer" in response))
+            if "answer" in response:
+                terms = prompt.removesuffix("=\n")
+                problem = Problem(tuple(map(int, terms.replace("*", "+").split("+"))), "*" in terms)
+                assert (problem.response, problem.held_out) == (response, apart)
+    assert kinds == {(apart, answer) for apart in (False, True) for answer in (False, True)}
+    assert 8 < (training.valid == 256).sum() < 40
+
+
+def test_batches_depend_on_seed_and_step_alone(tokenizer: Tokenizer):
+    source = examples(tokenizer, 0.5, sequence_length=256)
+    later, steps = next(source.batches(2)), source.batches(0)
+    third = [next(steps) for _ in range(3)][2]
+    for a, b in zip(later, third, strict=True):
+        np.testing.assert_array_equal(a, b)
+    other = next(examples(tokenizer, 0.5, sequence_length=256, seed=1).batches(2))
+    assert not np.array_equal(other.tokens, later.tokens)
+
+
+def config_for(tokenizer: Tokenizer) -> DiffusionConfig:
+    sizes = replace(LLADA.decoder, vocab_size=tokenizer.get_vocab_size(), tie_word_embeddings=True)
+    return replace(LLADA, decoder=sizes, mask_token_id=tokenizer.token_to_id(MASK))
+
+
+def test_training_learns_and_resumes_exactly(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config, source = config_for(tokenizer), examples(tokenizer, steps=30, evaluate_every=15, learning_rate=1e-2, batch_size=8)
+    whole = train_diffusion(config, source, tmp_path / "whole", silent())
+    assert whole.last("held_out_loss") < 0.7 * np.log(300)
+    advance = Run.advance
+
+    def interrupted(self: Run, batch: Any) -> None:
+        if self.step == 17:
+            raise KeyboardInterrupt
+        advance(self, batch)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Run, "advance", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train_diffusion(config, source, tmp_path / "cut", silent())
+    resumed = train_diffusion(config, source, tmp_path / "cut", silent())
+    for a, b in zip(jax.tree.leaves(whole.params), jax.tree.leaves(resumed.params), strict=True):
+        np.testing.assert_array_equal(a, b)
+    with pytest.raises(ValueError, match=r"belongs to another run \(text"):
+        train_diffusion(config, replace(source, texts=Pairs.encode(tokenizer, [TEXT], 48)), tmp_path / "cut", silent())
+    going_on = train_diffusion(config, examples(tokenizer, steps=1), tmp_path / "on", silent(), start=whole.params)
+    assert going_on.last("held_out_loss") < 1.2 * whole.last("held_out_loss")
+
+
+def test_what_cannot_be_trained_on(tokenizer: Tokenizer):
+    with pytest.raises(ValueError, match=r"expected a share of arithmetic from 0 to 1, found 1\.5"):
+        examples(tokenizer, 1.5)
+    empty = Pairs.encode(tokenizer, [], 48)
+    with pytest.raises(ValueError, match="the training text has no prompt and response that fit 48 tokens"):
+        Examples(tokenizer, empty, empty, 0.0, 0, OPTIONS)
+    with pytest.raises(ValueError, match=r"expected sequences above a problem's 2\d\d tokens, found 48"):
+        Examples(tokenizer, empty, empty, 1.0, 0, OPTIONS)
