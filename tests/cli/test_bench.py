@@ -81,6 +81,7 @@ def check_row(row: dict[str, Any], prompts: int) -> None:
         assert (row["tokens_per_round"], row["rounds"], vllm["num_spec_steps"]) == (1, 8 * prompts, 0)
 
 
+@pytest.mark.slow
 def test_rows_may_be_decoded_together(run: Run, pair: list[Any], data: list[Any]):
     alone = run("bench", "speculative", *pair, *data, "--json", "-").json["data"]
     ran = run("bench", "speculative", *pair, *data, "--batch-size", 4, 1, "--json", "-")

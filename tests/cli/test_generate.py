@@ -24,6 +24,12 @@ NEW = ["--max-new-tokens", 12]
 
 
 @pytest.fixture(scope="module")
+def fixed(pair: list[Any]) -> list[Any]:
+    """The pair with rounds of one kind, which nothing that was measured chooses."""
+    return [*pair, "--block-size", 4]
+
+
+@pytest.fixture(scope="module")
 def expected(folders: tuple[Path, Path]) -> dict[str, tuple[list[int], str]]:
     """Tokens and text that the target alone gives for each prompt."""
     prompts = ["t1 t2 t3", "t7", "t5 t5 t9 t30"]
@@ -31,19 +37,18 @@ def expected(folders: tuple[Path, Path]) -> dict[str, tuple[list[int], str]]:
     return {prompt: (result.tokens, result.text) for prompt, result in zip(prompts, results, strict=True)}
 
 
-def test_one_prompt_is_printed_with_its_text(run: Run, pair: list[Any], expected: dict[str, Any]):
-    ran = run("generate", "t1 t2 t3", *pair, *NEW)
+def test_one_prompt_is_printed_with_its_text(run: Run, fixed: list[Any], expected: dict[str, Any]):
+    ran = run("generate", "t1 t2 t3", *fixed, *NEW)
     assert ran.status == 0
     assert "accepted draft tokens, tokens from the target\n" in ran.out
     assert "t1 t2 t3" + expected["t1 t2 t3"][1] + "\n" in ran.out
-    chosen, histogram = ran.out.split("rounds by accepted draft tokens\n")
+    _, histogram = ran.out.split("rounds by accepted draft tokens\n")
     assert [line.split()[0] for line in histogram.splitlines()] == ["0", "1", "2", "3"]
-    assert chosen.splitlines()[-1].startswith("rounds chosen: ")
     assert ran.err == ""
 
 
-def test_several_prompts_form_a_batch(run: Run, pair: list[Any], expected: dict[str, Any]):
-    ran = run("generate", *expected, *pair, *NEW, "--json", "-")
+def test_several_prompts_form_a_batch(run: Run, fixed: list[Any], expected: dict[str, Any]):
+    ran = run("generate", *expected, *fixed, *NEW, "--json", "-")
     assert ran.json["tokens"] == [tokens for tokens, _ in expected.values()]
     assert ran.json["text"] == [text for _, text in expected.values()]
     assert ran.json["finish_reason"] == ["length"] * 3
@@ -79,9 +84,9 @@ def test_prompts_of_every_layout(run: Run, pair: list[Any], tmp_path: Path, monk
     assert seen == [["t1", "t4 t4"]] * 7 + [["t1", "Question: t4 t4\nAnswer: "]]
 
 
-def test_prompts_from_a_file(run: Run, pair: list[Any], expected: dict[str, Any], tmp_path: Path):
+def test_prompts_from_a_file(run: Run, fixed: list[Any], expected: dict[str, Any], tmp_path: Path):
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in expected))
-    ran = run("generate", "--prompt-file", tmp_path / "prompts.jsonl", *pair, *NEW, "--json", "-")
+    ran = run("generate", "--prompt-file", tmp_path / "prompts.jsonl", *fixed, *NEW, "--json", "-")
     assert ran.json["text"] == [text for _, text in expected.values()]
 
 
@@ -99,15 +104,15 @@ def test_a_chat_goes_through_the_models_template(run: Run, folders: tuple[Path, 
 
 
 @pytest.mark.parametrize("argument", [[], ["-"]], ids=["piped", "dash"])
-def test_prompt_from_standard_input(run: Run, pair: list[Any], expected: dict[str, Any], argument: list[str]):
-    ran = run("generate", *argument, *pair, *NEW, "--json", "-", stdin="t1 t2 t3")
+def test_prompt_from_standard_input(run: Run, fixed: list[Any], expected: dict[str, Any], argument: list[str]):
+    ran = run("generate", *argument, *fixed, *NEW, "--json", "-", stdin="t1 t2 t3")
     assert ran.json["text"] == [expected["t1 t2 t3"][1]]
 
 
-def test_text_is_printed_as_it_is(run: Run, pair: list[Any]):
+def test_text_is_printed_as_it_is(run: Run, fixed: list[Any]):
     """Neither markup nor emoji names are interpreted, in prompts or in what follows them."""
     for prompts in (["[bold]t1[/bold] :warning:  t2"], ["[red]t1", ":warning:", "t1"]):
-        ran = run("generate", *prompts, *pair, *NEW)
+        ran = run("generate", *prompts, *fixed, *NEW)
         assert ran.status == 0
         for prompt in prompts:
             assert prompt in ran.out
@@ -232,16 +237,16 @@ def test_json_without_a_drafter(run: Run, folders: tuple[Path, Path], expected: 
     assert "accepted draft" not in ran.err
 
 
-def test_sampling_options_reach_the_generation(run: Run, folders: tuple[Path, Path], pair: list[Any]):
+def test_sampling_options_reach_the_generation(run: Run, folders: tuple[Path, Path], fixed: list[Any]):
     options = ["--temperature", 0.9, "--top-p", 0.8, "--top-k", 7, "--seed", 5]
     sampling = tw.Sampling(12, temperature=0.9, top_p=0.8, top_k=7, seed=5)
     want = tw.load(*folders).generate("t1 t2 t3", sampling)[0]
     assert want.tokens != tw.load(*folders).generate("t1 t2 t3", tw.Sampling(12))[0].tokens
-    assert run("generate", "t1 t2 t3", *pair, *NEW, *options, "--json", "-").json["tokens"] == [want.tokens]
+    assert run("generate", "t1 t2 t3", *fixed, *NEW, *options, "--json", "-").json["tokens"] == [want.tokens]
 
 
-def test_without_a_seed_each_prompt_draws_its_own_which_is_told(run: Run, pair: list[Any]):
-    options = [*pair, *NEW, "--temperature", 1, "--json", "-"]
+def test_without_a_seed_each_prompt_draws_its_own_which_is_told(run: Run, fixed: list[Any]):
+    options = [*fixed, *NEW, "--temperature", 1, "--json", "-"]
     drawn = run("generate", "t1", "t1", *options, "--compare", "--repetitions", 1)
     assert drawn.json["identical"] is True, "both ways draw with the same seeds"
     seeds, tokens = drawn.json["seed"], drawn.json["tokens"]
@@ -251,7 +256,7 @@ def test_without_a_seed_each_prompt_draws_its_own_which_is_told(run: Run, pair: 
     again = run("generate", "t1", *options, "--seed", seeds[1])
     assert (again.json["tokens"], again.json["seed"]) == ([tokens[1]], [seeds[1]])
     assert f"seed {seeds[1]}\n" in again.err
-    assert run("generate", "t1", *pair, *NEW, "--json", "-").json["seed"] == [None], "nothing was drawn"
+    assert run("generate", "t1", *fixed, *NEW, "--json", "-").json["seed"] == [None], "nothing was drawn"
 
 
 def test_every_sampling_option_reaches_its_field(run: Run, pair: list[Any], monkeypatch: pytest.MonkeyPatch):
@@ -274,10 +279,10 @@ def test_every_sampling_option_reaches_its_field(run: Run, pair: list[Any], monk
     assert seen == [[asked]]
 
 
-def test_a_stop_string_ends_the_text(run: Run, pair: list[Any], expected: dict[str, Any]):
+def test_a_stop_string_ends_the_text(run: Run, fixed: list[Any], expected: dict[str, Any]):
     words = expected["t1 t2 t3"][1].split()
     stop = f" {words[5]}"
-    figures = run("generate", "t1 t2 t3", *pair, *NEW, "--stop", stop, "--json", "-").json
+    figures = run("generate", "t1 t2 t3", *fixed, *NEW, "--stop", stop, "--json", "-").json
     assert figures["finish_reason"] == ["stop"]
     assert figures["text"] == [expected["t1 t2 t3"][1].split(stop)[0]]
 

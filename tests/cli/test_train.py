@@ -182,7 +182,7 @@ def test_a_language_model_grows(run: Command, text: Path, target: Path, tmp_path
     assert "resuming language model at step 1 of 1" in run(*command, "--context", 128).out
 
 
-@pytest.mark.parametrize("regenerated", [0, 12])
+@pytest.mark.parametrize("regenerated", [pytest.param(0, marks=pytest.mark.slow), 12])
 def test_a_drafter_is_trained_for_a_target_and_drafts(
     run: Command, text: Path, target: Path, tmp_path: Path, regenerated: int, monkeypatch: pytest.MonkeyPatch
 ):

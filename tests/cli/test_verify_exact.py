@@ -26,6 +26,7 @@ def asked(tmp_path: Path, folders: tuple[Path, Path]) -> list[object]:
     return ["verify-exact", folders[0], *options]
 
 
+@pytest.mark.slow
 def test_all_is_well(run: Run, asked: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Without the engine, which tests of `bench.exact` run."""
     monkeypatch.setattr("tilewright.cli.verify_exact.QUICK", replace(QUICK, arrivals=()))
@@ -52,6 +53,7 @@ def test_all_is_well(run: Run, asked: list[object], tmp_path: Path, monkeypatch:
     assert "8 of 8 requests" in ran.out
 
 
+@pytest.mark.slow  # as `bench/test_exact.py` has it, through the command
 def test_a_wrong_token_is_shown(run: Run, asked: list[object], monkeypatch: pytest.MonkeyPatch):
     """Rounds take another token than the target's at position 30, in the engine and without; one of the requests gets there."""
     monkeypatch.setattr(

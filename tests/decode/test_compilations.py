@@ -28,7 +28,7 @@ TABLE = ShapeTable(batches=(1, 3), capacities=(64, 128), chunks=(8, 32))
 NEW = 8
 PROGRAMS = {"jit(allocate)", "jit(prefill_chunk)", "jit(decode_loop)"}
 PAIR = random_pair(0, target_layers=1, drafter_layers=1, taps=[0])
-KINDS = ("plain", "dflash", "eagle3", "ngram", "none")
+KINDS = ("plain", "dflash", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("eagle3", "ngram", "none")))
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 

@@ -25,7 +25,6 @@ from tilewright.decode.shapes import ShapeTable
 from tilewright.decode.team import Team
 from tilewright.models.hub import PACKAGED
 
-KERNELS: tuple[Kernels, ...] = ("xla", "auto")
 SMALL = random_pair(0, vocab_size=32, hidden_size=64, target_layers=2, drafter_layers=1, taps=[0])
 SMALL_TABLE = ShapeTable(batches=(8,), capacities=(128,), chunks=(32,))
 SMALL_ASKED = prompts(0, [*range(1, 51)] * 2, vocab=32)
@@ -42,7 +41,7 @@ def tokens_of(lm: LanguageModel, asked: Sequence[list[int]], each: Sequence[Samp
 
 
 @pytest.mark.parametrize("count", [24, pytest.param(100, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", [pytest.param("xla", marks=pytest.mark.slow), "auto"])
 def test_every_drafter_equals_the_block_wide_program(tmp_path: Path, kernels: Kernels, count: int):
     """So many prompts, greedy and sampled by turns in the same batches."""
     asked, each = SMALL_ASKED[-count:], SMALL_REQUESTS[:count]
@@ -86,7 +85,8 @@ def test_any_widths_by_the_cpu_kernels(tmp_path: Path):
         assert [r.tokens for r in session.results()] == [r.tokens for r in lm.generate(asked, each, speculative=False)]
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.slow  # XLA's products of bfloat16 are slow on CPUs
+@pytest.mark.parametrize("count", [8, 100])
 def test_the_demo_pair_by_xla(count: int):
     """As above, with a drafter that was trained. Here decoding one row at a time is a program that rounds differently."""
     target = load("demo", dtype="bfloat16", kernels="xla", table=DEMO_TABLE)

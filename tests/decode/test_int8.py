@@ -36,7 +36,7 @@ def demo() -> dict[str, LanguageModel]:
     }
 
 
-@pytest.mark.parametrize("dtype, batch", [("bfloat16", 1), ("float32", 8)])
+@pytest.mark.parametrize("dtype, batch", [pytest.param("bfloat16", 1, marks=pytest.mark.slow), ("float32", 8)])
 def test_speculative_is_plain_decoding(demo: dict[str, LanguageModel], asked: list[str], dtype: str, batch: int):
     want = tokens_of(demo[dtype], asked, Sampling(NEW), speculative=False, batch=batch)
     lengths = check_same_as_autoregressive(demo[dtype], asked, Sampling(NEW), batch, want)

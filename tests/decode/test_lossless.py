@@ -167,7 +167,7 @@ def excess(counts: dict[str, NDArray[np.int64]], vocab: int) -> dict[str, float]
     }
 
 
-@pytest.mark.parametrize("vocab", LENGTHS)
+@pytest.mark.parametrize("vocab", [8, pytest.param(64, marks=pytest.mark.slow)])
 def test_emits_the_targets_warped_distribution(models: dict[int, LanguageModel], vocab: int):
     counts, settled = emitted(models[vocab], vocab, batches=800)
     assert {1, 2} <= settled, "rounds without and with an accepted draft"

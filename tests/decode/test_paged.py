@@ -57,8 +57,13 @@ def decode(lm: LanguageModel, speculative: bool, layout: type) -> tuple[list[Any
     return [(r.tokens, r.acceptance_lengths) for r in session.results()], held
 
 
-@pytest.mark.parametrize("kernels", ["xla", "auto"])
-@pytest.mark.parametrize("speculative", [False, True])
+@pytest.mark.parametrize(
+    ("kernels", "speculative"),
+    [
+        ("auto", True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("xla", False), ("xla", True), ("auto", False))),
+    ],
+)
 def test_decoding_over_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: Kernels, speculative: bool):
     """Prefill in chunks, drafting over a context, rounds with rejected drafts, rows that end before others."""
     pair = oracle_like_pair(1, ASKED, length=NEW, drafter_intermediate_size=320, target_layers=2, taps=[0], drafter_layers=1)

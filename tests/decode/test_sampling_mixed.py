@@ -98,8 +98,10 @@ def test_rows_of_every_kind(kinds: list[tuple[dict[str, Any], int]], asking: lis
     check_each(requests, *problem(seed, slots, rounded), np.asarray(asking))
 
 
-@pytest.mark.parametrize("slots", [1, 16])
-@pytest.mark.parametrize("vocab", [4096, 5003])
+@pytest.mark.parametrize(
+    ("vocab", "slots"),
+    [(4096, 1), (5003, 16), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4096, 16), (5003, 1)))],
+)
 def test_large_vocabularies(slots: int, vocab: int):
     for first in range(len(KINDS)):
         requests = [Sampling(seed=n, **KINDS[(first + n) % len(KINDS)]) for n in range(ROWS)]

@@ -140,6 +140,13 @@ def decode(lm: LanguageModel, rows: Sequence[int] = range(len(ASKED)), steps: in
     ]
 
 
+REST = [
+    *(("bfloat16", "auto", width) for width in (2, 16)),
+    *(("float32", "auto", width) for width in (2, 16)),
+    *(("float32", "xla", width) for width in (2, 5, 16)),
+]
+
+
 def compare(got: Scores, want: Scores, exact: bool) -> None:
     """Bit for bit; or else to a tolerance that float32 sums of another order keep to, whatever the order of ids."""
     if exact:
@@ -149,8 +156,13 @@ def compare(got: Scores, want: Scores, exact: bool) -> None:
         np.testing.assert_allclose(got.logprobs, want.logprobs, atol=5e-5, rtol=0)
 
 
-@pytest.mark.parametrize("width", [2, 5, 16])
-@pytest.mark.parametrize(("dtype", "kernels"), [("bfloat16", "auto"), ("float32", "auto"), ("float32", "xla")])
+@pytest.mark.parametrize(
+    ("dtype", "kernels", "width"),
+    [
+        ("bfloat16", "auto", 5), ("float32", "auto", 5),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in REST),
+    ],
+)  # fmt: skip
 def test_under_speculation_they_are_those_of_plain_decoding(
     tmp_path: Path, pair: Pair, dtype: str, kernels: Kernels, width: int
 ):

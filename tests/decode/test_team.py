@@ -83,7 +83,7 @@ def check_rounds(session: Session) -> None:
             assert 1 <= added <= drafted + 1 <= choice.width
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(RUNS)
 def test_any_sequence_of_choices_gives_the_tokens_of_plain_decoding(lm: LanguageModel, runs: list[tuple[Choice, int]]):
     want = tokens_of(lm, ASKED, REQUESTS, speculative=False)
@@ -99,7 +99,7 @@ def test_every_choice_drafts(lm: LanguageModel):
         assert max(max(result.acceptance_lengths) for result in session.results()) > 1, choice
 
 
-@settings(max_examples=12)
+@settings(max_examples=5)
 @given(RUNS)
 def test_contexts_keep_up(lm: LanguageModel, runs: list[tuple[Choice, int]]):
     """After any rounds each drafter proposes what it proposes behind the same text as a prompt."""
@@ -145,6 +145,7 @@ def test_rounds_move_no_whole_cache(sources: dict[str, Path]):
         assert memory.temp_size_in_bytes < smallest, choice
 
 
+@pytest.mark.slow
 def test_single_steps_keep_contexts_too(sources: dict[str, Path], lm: LanguageModel):
     """Where a dispatch is a single round, without a loop."""
     stepping = team_of(sources, table=replace(TABLE, device_loop=False))
@@ -153,6 +154,7 @@ def test_single_steps_keep_contexts_too(sources: dict[str, Path], lm: LanguageMo
     assert got == want
 
 
+@pytest.mark.slow
 def test_masked_rounds_all_run_the_widest_block(sources: dict[str, Path]):
     """In bfloat16 by XLA, where narrower programs may round differently: any choice gives the block-wide program's tokens."""
     masked = team_of(sources, masked=True, dtype="bfloat16", kernels="xla")

@@ -61,7 +61,8 @@ class Simulation:
             chunk = scheduler.next_chunk()
             if chunk is None:
                 break
-            assert 1 <= chunk.count <= chunk.size
+            assert chunk.count <= chunk.size
+            assert chunk.count > 0 or not chunk.seat.begun, "only the first one may have no position"
             self.write(chunk.seat, chunk.start, chunk.count)
             scheduler.filled(chunk)
         sent = self.send()

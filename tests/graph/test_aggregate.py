@@ -120,7 +120,7 @@ def test_more_sources_than_nodes(layout: str):
 
 
 @pytest.mark.parametrize(("layout", "order"), SOME_TABLES)
-@pytest.mark.parametrize("reduce", ["sum", "mean"])
+@pytest.mark.parametrize("reduce", [pytest.param("sum", marks=pytest.mark.slow), "mean"])
 def test_gradients_by_differences(layout: str, order: str, reduce: str):
     ids, weights, x = drawn(7)
     table = NeighborTable.from_edges(ids, NODES, layout=layout, order=order, limit=4)
@@ -141,7 +141,7 @@ def test_gradients_of_the_normalisations_by_differences(layout: str):
 
 
 @pytest.mark.parametrize(("layout", "order"), SOME_TABLES)
-@pytest.mark.parametrize("reduce", ["max", "min"])
+@pytest.mark.parametrize("reduce", ["max", pytest.param("min", marks=pytest.mark.slow)])
 def test_an_extremes_gradient_is_shared_by_ties(layout: str, order: str, reduce: str):
     """As JAX's own for a segment's extreme, which shares equally; many of the messages are equal."""
     ids, weights, x = drawn(9)

@@ -288,6 +288,7 @@ def program(*arguments: str, **settings: str) -> list[str]:
 
 
 @NEED
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", ["plain", "avx2", "avx512"])
 def test_every_instruction_set_passes_the_same_checks(isa: str):
     if not here(isa):

@@ -32,7 +32,7 @@ def params() -> DecoderParams:
     return jax.tree.map(lambda w: 4 * w if w.ndim == 2 else w, drawn)
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_forward_and_gradient_equal_those_of_a_single_device(params: DecoderParams, count: int):
     def loss(schedule: Schedule, params: DecoderParams) -> tuple[Array, Any]:
         ran = decoder.forward_full(CONFIG, PLAIN, params, TOKENS, (2, 0), schedule)

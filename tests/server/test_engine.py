@@ -215,6 +215,7 @@ print("FOUND " + json.dumps(samples))
 """
 
 
+@pytest.mark.slow
 def test_lm_eval_measures_likelihoods_and_generates(real: Real, client: openai.OpenAI, tmp_path: Path):
     """The harness tokenises through the server, and sums the log-probabilities of each choice."""
     questions = [

@@ -77,20 +77,19 @@ class Device:
             row[: len(pages)] = pages
         return table
 
-    def admit(self, seat: Seat) -> None:
-        """Puts a job into its slot."""
-        tokens, request = seat.job.tokens, seat.job.request
-        held = np.zeros((1, self.programs.layout.capacity), np.int32)
-        held[0, : len(tokens)] = tokens
-        row = request_row(held, seat.known, request.end, request.sampling, len(request.prompt), seat.job.scored)
-        self.run(EngineKey("admit"), np.asarray([seat.slot], np.int32), row, np.asarray([seat.filled], np.int32))
-
     def prefill(self, chunk: Chunk) -> Any:
-        """Computes a piece of a prompt; what its scores are, where the job asks for them."""
+        """Computes a piece of a prompt, the first one with the job's admission; its scores, where the job asks for them."""
         name = "scored_prefill" if chunk.seat.job.scoring else "prefill"
         table = self.table([chunk.seat], 1, self.programs.layout.capacity)
-        places = [np.asarray([each], np.int32) for each in (chunk.seat.slot, chunk.start, chunk.count)]
-        return self.run(EngineKey(name, chunk=chunk.size), places[0], table, *places[1:])
+        slot, start, count = (np.asarray([each], np.int32) for each in (chunk.seat.slot, chunk.start, chunk.count))
+        return self.run(EngineKey(name, chunk=chunk.size), slot, self.row(chunk.seat), table, start, count)
+
+    def row(self, seat: Seat) -> dict[str, Any]:
+        """What a job's slot begins with."""
+        job, request = seat.job, seat.job.request
+        tokens = np.zeros((1, self.programs.layout.capacity), np.int32)
+        tokens[0, : job.length] = job.tokens
+        return request_row(tokens, seat.known, request.end, request.sampling, len(request.prompt), job.scored)
 
     def rounds(self, seats: Sequence[Seat], choice: Choice | None, warp: Warp, rounds: int, positions: int) -> Sent:
         """Runs up to so many rounds.

@@ -256,7 +256,6 @@ class Engine:
             times.admitted = times.admitted or time.monotonic()
             if not seat.job.ticket.preemptions:
                 self.counted.prompt_tokens += seat.prompt + 1
-            self.device.admit(seat)
 
     def fill(self) -> int:
         """Sends pieces of prompts: a large one or several small ones, if there are rounds to run besides; else all.

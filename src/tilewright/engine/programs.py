@@ -46,7 +46,7 @@ class EngineKey:
         choice: what a team's rounds do; None without a team.
     """
 
-    name: Literal["allocate", "admit", "prefill", "scored_prefill", "rounds"]
+    name: Literal["allocate", "prefill", "scored_prefill", "rounds"]
     rows: int = 0
     positions: int = 0
     chunk: int = 0
@@ -104,7 +104,7 @@ class EnginePrograms(Store[EngineKey]):
 
     def keys(self) -> Iterator[EngineKey]:
         """All programs that the engine may need."""
-        yield from (EngineKey("allocate"), EngineKey("admit"))
+        yield EngineKey("allocate")
         yield from (EngineKey(name, chunk=chunk) for name in ("prefill", "scored_prefill") for chunk in self.table.chunks)
         for warp in WARPS:
             for positions in self.table.capacities:
@@ -127,24 +127,12 @@ class EnginePrograms(Store[EngineKey]):
     def table_of(self, rows: int, positions: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, positions // self.layout.page_size), jnp.int32)
 
-    def admit(self, key: EngineKey) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """`f(models, state, slot [1], row, cached [1])`: puts a request into a slot; `cached` of its positions are computed."""
-
-        def admit(models: Models, state: DecodeState, slot: Array, row: Any, cached: Array) -> tuple[DecodeState, None]:
-            old = {name: getattr(state, name) for name in row}
-            state = replace(state, **jax.tree.map(lambda all_rows, new: all_rows.at[slot].set(new), old, row))
-            contexts = state.draft_cache
-            if isinstance(contexts, Contexts):
-                held = tuple(each.at[slot].set(cached) for each in contexts.held)
-                state = replace(state, draft_cache=replace(contexts, held=held))
-            return state, None
-
-        row = request_row(np.zeros((1, self.layout.capacity), np.int32), 1, 1, Sampling(), 1, scored=False)
-        one = jax.ShapeDtypeStruct((1,), jnp.int32)
-        return admit, (one, row, one)
-
     def prefill(self, key: EngineKey) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """`f(models, state, slot [1], table [1, M], start [1], count [1])`: computes a chunk of a prompt."""
+        """`f(models, state, slot [1], row, table [1, M], start [1], count [1])`: computes a chunk of a prompt.
+
+        `row` is the request (`request_row`). It is given with each chunk, so that the first one also admits it: a program of
+        its own for that would cost a dispatch more before the first token.
+        """
 
         def run(*given: Any) -> tuple[DecodeState, None]:
             return prefill(*given), None
@@ -161,13 +149,17 @@ class EnginePrograms(Store[EngineKey]):
         target, drafter, chunk = self.target, self.drafter, key.chunk
 
         def prefill_chunk(
-            models: Models, state: DecodeState, slot: Array, table: Array, start: Array, count: Array
+            models: Models, state: DecodeState, slot: Array, row: Any, table: Array, start: Array, count: Array
         ) -> tuple[DecodeState, Any]:
-            row, result = run(target, drafter, chunk, models, rows_of(state, slot, table), start, count)
-            return with_rows(state, row, slot), result
+            own = replace(rows_of(state, slot, table), **row)
+            if isinstance(contexts := own.draft_cache, Contexts):
+                own = replace(own, draft_cache=replace(contexts, held=tuple(start for _ in contexts.held)))
+            own, result = run(target, drafter, chunk, models, own, start, count)
+            return with_rows(state, own, slot), result
 
+        row = request_row(np.zeros((1, self.layout.capacity), np.int32), 1, 1, Sampling(), 1, scored=False)
         one = jax.ShapeDtypeStruct((1,), jnp.int32)
-        return prefill_chunk, (one, self.table_of(1, self.layout.capacity), one, one)
+        return prefill_chunk, (one, row, self.table_of(1, self.layout.capacity), one, one)
 
     def rounds(self, key: EngineKey) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`f(models, state, slots [n], table [n, M], running [n], limit)`: runs up to `limit` rounds of some slots.

@@ -78,6 +78,7 @@ class Seat:
         least: how many tokens those that were not read yet settle at least, unless it ends; `most` at most.
         filled: positions whose keys and values are computed, by prefills that were sent.
         prompt: positions that prefill computes: all before the known one.
+        begun: whether a chunk was sent; the first one, which may have no position at all, also puts the job into its slot.
         kept: of its pages, from the first, those that others may find.
         held: how many positions the context of each of a team's drafters holds.
     """
@@ -88,6 +89,7 @@ class Seat:
     known: int
     filled: int
     prompt: int
+    begun: bool = False
     least: int = 0
     most: int = 0
     kept: int = 0
@@ -95,7 +97,7 @@ class Seat:
 
     @property
     def prefilled(self) -> bool:
-        return self.filled >= self.prompt
+        return self.begun and self.filled >= self.prompt
 
     @property
     def ending(self) -> bool:
@@ -197,11 +199,12 @@ class Scheduler:
         seat = next((seat for seat in self.seated if not seat.prefilled), None)
         if seat is None:
             return None
-        _, size = next(iter(self.table.prefill_plan(seat.prompt - seat.filled)))
+        _, size = next(self.table.prefill_plan(max(1, seat.prompt - seat.filled)))
         return Chunk(seat, seat.filled, min(size, seat.prompt - seat.filled), size)
 
     def filled(self, chunk: Chunk) -> None:
         """Takes in that a chunk was sent. What comes later runs behind it, so its pages may be found from now on."""
+        chunk.seat.begun = True
         chunk.seat.filled += chunk.count
         self.keep(chunk.seat, chunk.seat.filled)
 
