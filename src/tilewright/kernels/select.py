@@ -230,7 +230,8 @@ CPU_XLA = xla_operations("xla", own_head=True)
 
 
 def tpu_window_attention(q: Array, k: Array, *rest: Array) -> tuple[Array, Array]:
-    return (window_tpu if window_tpu.fits(q, k) else window_xla).window_attention(q, k, *rest)
+    made: Any = window_tpu if window_tpu.fits(q, k) else window_xla
+    return made.window_attention(q, k, *rest)
 
 
 TPU = replace(
@@ -265,7 +266,7 @@ def attention_operands(projection: Joint, how: Heads) -> tuple[tuple[Any, ...], 
     return (projection.array, sum(queries), key, how.head_dim), {**norms, "eps": eps, "cos": cos, "sin": sin}
 
 
-def cpu_heads(projection: Joint, how: Heads) -> tuple[Array | None, Array, Array]:
+def cpu_heads(projection: Joint, how: Heads) -> tuple[Any, Any, Any]:
     if how.head_dim % attention_cpu.HEAD_MULTIPLE:
         return heads_xla.heads(projection.split(), how, norm=norm_cpu.rms_norm)
     operands, options = attention_operands(projection, how)
@@ -368,7 +369,7 @@ def trained_operations(how: cpu.Training) -> Operations:
         array = cpu.trained_linear(how, normed(x, norm), jnp.concatenate(parts, axis=1), how.dtype)
         return Joint(biased(array, bias, first), tuple(part.shape[1] for part in parts))
 
-    def heads(projection: Joint, what: Heads) -> tuple[Array | None, Array, Array]:
+    def heads(projection: Joint, what: Heads) -> tuple[Any, Any, Any]:
         return heads_xla.heads(tuple(part.astype(jnp.float32) for part in projection.split()), what)
 
     def causal_attention(projection: Joint, what: Heads) -> Array:

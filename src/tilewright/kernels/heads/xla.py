@@ -4,6 +4,7 @@ Legend: B rows of a batch, T positions, N query heads, K key/value heads, D head
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,8 +46,9 @@ def heads(
     how: Heads,
     rotate: Callable[[Array, Array, Array], Array] = rotate_halves,
     norm: Callable[[Array, Array, float], Array] = rms_norm,
-) -> tuple[Float[Array, "B T N D"] | None, Float[Array, "B K T D"] | None, Float[Array, "B K T D"] | None]:
-    """Queries, keys and values of q, k and v, of k and v alone, or of q alone, each `[B, T, heads * D]`."""
+) -> tuple[Any, Any, Any]:
+    """Queries `[B, T, N, D]`, keys and values `[B, K, T, D]` of q, k and v, of k and v alone, or of q alone, each
+    `[B, T, heads * D]`; None for what is not among them."""
     parts = [split_heads(part, how.head_dim) for part in projection]
     q, kv = (parts[0], parts[1:]) if len(parts) != 2 else (None, parts)
 
