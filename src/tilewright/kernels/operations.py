@@ -139,7 +139,7 @@ class Operations:
     linear: Callable[..., Array]
     gated_linear: Callable[..., Array]
     project: Callable[..., Projection]
-    heads: Callable[[Projection, Heads], tuple[Any, Array, Array]]
+    heads: Callable[[Projection, Heads], tuple[Any, Any, Any]]
     rms_norm: Callable[[Array, Array, float], Array]
     prefix_attention: Callable[..., Array]
     window_attention: Callable[..., tuple[Array, Array]]

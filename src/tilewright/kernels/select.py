@@ -253,7 +253,7 @@ def attention_operands(projection: Joint, how: Heads) -> tuple[tuple[Any, ...], 
     return (projection.array, sum(queries), key, how.head_dim), {**norms, "eps": eps, "cos": cos, "sin": sin}
 
 
-def cpu_heads(projection: Joint, how: Heads) -> tuple[Array | None, Array, Array]:
+def cpu_heads(projection: Joint, how: Heads) -> tuple[Array | None, Array | None, Array | None]:
     if how.head_dim % attention_cpu.HEAD_MULTIPLE or len(projection.parts) == 1:
         return heads_xla.heads(projection.split(), how, norm=norm_cpu.rms_norm)
     operands, options = attention_operands(projection, how)
@@ -356,7 +356,7 @@ def trained_operations(how: cpu.Training) -> Operations:
         array = cpu.trained_linear(how, normed(x, norm), jnp.concatenate(parts, axis=1), how.dtype)
         return Joint(biased(array, bias, first), tuple(part.shape[1] for part in parts))
 
-    def heads(projection: Joint, what: Heads) -> tuple[Array | None, Array, Array]:
+    def heads(projection: Joint, what: Heads) -> tuple[Array | None, Array | None, Array | None]:
         return heads_xla.heads(tuple(part.astype(jnp.float32) for part in projection.split()), what)
 
     def causal_attention(projection: Joint, what: Heads) -> Array:

@@ -24,4 +24,5 @@ def window_attention(
 ) -> tuple[Float[Array, "B W _"], Float32[Array, "B W 3"]]:
     """As `reference.window_attention`."""
     results = (jax.ShapeDtypeStruct(before.shape, before.dtype), jax.ShapeDtypeStruct((*kinds.shape, 3), jnp.float32))
-    return jax.ffi.ffi_call("tilewright_window_attention", results)(q, k, v, changes, lengths, kinds, before)
+    context, statistics = jax.ffi.ffi_call("tilewright_window_attention", results)(q, k, v, changes, lengths, kinds, before)
+    return context, statistics
