@@ -59,12 +59,14 @@ class Plan:
 
     Attributes:
         first, last: the active positions, from the first to the one before the last.
+        window: where the positions begin that a step over the response alone computes.
         exact: all of them are salient everywhere.
         span: the number in `SPANS` of the smallest one that holds them.
     """
 
     first: Any
     last: Any
+    window: Any
     exact: Any
     span: Any
 
@@ -81,12 +83,13 @@ def plan(state: DiffusionState, shifted: bool) -> Plan:
     sparse, cached = mode[MODES.index("sparse")], mode[MODES.index("prefix")] | mode[MODES.index("dual")]
     response = sparse & (number > options.full_steps) & (number % options.every != 0)
     within = cached & (state.block_step > 0)
-    first = jnp.where(response, state.start, jnp.where(within, state.block_start, back)) - back
+    window = state.start - back
+    first = jnp.where(response, window, jnp.where(within, state.block_start - back, 0))
     last = jnp.where(within & mode[MODES.index("dual")], state.block_stop, state.stop)
     exact = ~sparse | (number <= options.full_steps)
     of_block = within & mode[MODES.index("dual")]
     span = jnp.where(of_block, 0, jnp.where(response | within, 1, 2))
-    return Plan(jnp.maximum(first, 0), last, exact, jnp.where(state.done, 0, span))
+    return Plan(jnp.maximum(first, 0), last, window, exact, jnp.where(state.done, 0, span))
 
 
 def window_of(state: DiffusionState, what: Plan, size: int) -> Window:
@@ -96,7 +99,7 @@ def window_of(state: DiffusionState, what: Plan, size: int) -> Window:
     positions = begin[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
     active = (positions >= what.first[:, None]) & (positions < what.last[:, None]) & ~state.done[:, None]
     whole = what.first == 0
-    carried = (positions < state.start[:, None]) & (whole & options.keep_prompt)[:, None]
+    carried = (positions < what.window[:, None]) & (whole & options.keep_prompt)[:, None]
     return Window(
         positions=positions,
         lengths=state.stop,
