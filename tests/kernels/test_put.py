@@ -69,11 +69,19 @@ def test_a_table_that_is_read_afterwards_keeps_its_rows(put: Any):
     np.testing.assert_array_equal(table, np.arange(6.0).reshape(3, 2))
 
 
+@PUTS
+def test_a_table_of_more_dims_is_one_of_rows(put: Any):
+    table, index, new = jnp.arange(48.0).reshape(2, 3, 4, 2), jnp.asarray([5, -1, 0, 6]), -jnp.ones((4, 8))
+    found = jax.jit(put)(table, index, new)
+    np.testing.assert_array_equal(found, jax.jit(put)(table.reshape(6, 8), index, new).reshape(table.shape))
+
+
 @needs_native
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_loop_writes_a_donated_table_where_it_is(dtype: Any):
+@pytest.mark.parametrize("shape", [(512, 64), (2, 256, 4, 16)])
+def test_a_loop_writes_a_donated_table_where_it_is(dtype: Any, shape: tuple[int, ...]):
     """No instruction copies it, and the buffer stays what it was."""
-    table, rows = jnp.zeros((512, 64), dtype), jnp.ones((4, 64), dtype)
+    table, rows = jnp.zeros(shape, dtype), jnp.ones((4, 64), dtype)
 
     def filled(table: jax.Array, rows: jax.Array) -> jax.Array:
         index = jnp.arange(4, dtype=jnp.int32)
@@ -82,7 +90,8 @@ def test_a_loop_writes_a_donated_table_where_it_is(dtype: Any):
     compiled = jax.jit(filled, donate_argnums=0).lower(table, rows).compile()
     text = compiled.as_text() or ""
     assert "tilewright_put" in text
-    assert not [line for line in text.splitlines() if "copy(" in line and "[512,64]" in line]
+    sizes = (f"[{','.join(map(str, each))}]" for each in (shape, (512, 64)))
+    assert not [line for size in sizes for line in text.splitlines() if "copy(" in line and size in line]
     before = table.unsafe_buffer_pointer()
     after = compiled(table, rows)
     assert after.unsafe_buffer_pointer() == before
@@ -92,7 +101,7 @@ def test_a_loop_writes_a_donated_table_where_it_is(dtype: Any):
 @needs_native
 @pytest.mark.parametrize(
     ("table", "index", "rows"),
-    [((3, 2), (2,), (3, 2)), ((3, 2), (2,), (2, 3)), ((3, 2), (1,), (0, 2))],
+    [((3, 2), (2,), (3, 2)), ((3, 2), (2,), (2, 4)), ((3, 2), (1,), (0, 2)), ((3, 2), (2,), (2, 0))],
 )
 def test_what_does_not_fit_is_refused(table: tuple[int, ...], index: tuple[int, ...], rows: tuple[int, ...]):
     call = jax.ffi.ffi_call("tilewright_put", jax.ShapeDtypeStruct(table, jnp.float32))

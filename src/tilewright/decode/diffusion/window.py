@@ -179,11 +179,6 @@ class Pass:
             return cache
         return self.ops.take(cache.reshape(-1, cache.shape[-1]), self.rows)
 
-    def put(self, cache: Array, places: Int[Array, " R"], rows: Float[Array, "R F"]) -> Array:
-        """A cache `[B, S, ...]` with these rows at these flat places; those below 0 go nowhere."""
-        flat = self.ops.put(cache.reshape(-1, rows.shape[-1]), places, rows)
-        return flat.reshape(cache.shape)
-
     def keys_values(
         self, layer: Layer, x: Float[Array, "R H"], cos: Array, sin: Array, count: Array | None
     ) -> tuple[Float[Array, "R _"], Float[Array, "R _"]]:
@@ -206,8 +201,8 @@ class Pass:
         k, v = on_picked(self.ops, self.buckets, lambda *rows, count: self.keys_values(layer, *rows, count), picked, *flat)
         places = picked.among(self.rows)
         old = self.ops.take(cache.v.reshape(-1, v.shape[-1]), jnp.maximum(places, 0))
-        moved = self.put(jnp.zeros_like(cache.v), places, v - old)
-        after = replace(cache, k=self.put(cache.k, places, k), v=self.put(cache.v, places, v))
+        moved = self.ops.put(jnp.zeros_like(cache.v), places, v - old)
+        after = replace(cache, k=self.ops.put(cache.k, places, k), v=self.ops.put(cache.v, places, v))
         changes = [moved] if cache.base is None else [moved, after.v - cache.base]
         return after, jnp.stack(changes, axis=1)
 
@@ -230,14 +225,14 @@ class Pass:
             cache = replace(cache, context=context)
         else:
             places = jnp.where(window.active, self.rows, -1).reshape(-1)
-            cache = replace(cache, context=self.put(cache.context, places, context.reshape(places.size, -1)))
+            cache = replace(cache, context=self.ops.put(cache.context, places, context.reshape(places.size, -1)))
         picked = pick(after)
 
         def mlp(rows: Float[Array, "R H"], count: Array | None) -> Float[Array, "R H"]:
             return decoder.mlp(self.config, ops, layer, rows[None], count=count)[0]
 
         rows = self.reduce(on_picked(ops, self.buckets, mlp, picked, x.reshape(-1, x.shape[-1])))
-        cache = replace(cache, ffn=self.put(cache.ffn, picked.among(self.rows), rows))
+        cache = replace(cache, ffn=self.ops.put(cache.ffn, picked.among(self.rows), rows))
         if cache.base is not None:
             base = jnp.where(window.renews[:, None, None, None], cache.v, cache.base)
             cache = replace(cache, base=base)
