@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels import paged_checks
+from kernels import paged_checks, window_cases
 from tilewright.kernels import build, native
 from tilewright.kernels.attention import cpu as attention
 from tilewright.kernels.attention import reference as plain_attention
@@ -20,6 +20,7 @@ from tilewright.kernels.heads.xla import rotate_halves
 from tilewright.kernels.linear import cpu
 from tilewright.kernels.rms_norm import cpu as rms_norm
 from tilewright.kernels.rms_norm import reference as plain_norm
+from tilewright.kernels.window_attention import cpu as window_attention
 
 FORMATS: tuple[cpu.Format, ...] = ("float32", "bfloat16", "int8")
 COUNTS = range(1, 71)
@@ -352,6 +353,8 @@ def main(isa: str, tiles: str = "") -> None:
         for dtype in (jnp.float32, jnp.bfloat16):
             for own in (0, 7):
                 paged_checks.check_attention(dtype, 32, own)
+            for sizes in window_cases.SIZES:
+                window_cases.check(jax.jit(window_attention.window_attention), sizes.draw(0, dtype))
     print(digest.hexdigest())
 
 

@@ -57,6 +57,18 @@ namespace reading {
 #include "../../src/tilewright/kernels/read/cpu.cc"
 }  // namespace reading
 
+namespace putting {
+#undef TilewrightIsa
+#define TilewrightIsa TilewrightPutIsa
+#include "../../src/tilewright/kernels/put/cpu.cc"
+}  // namespace putting
+
+namespace window_attention {
+#undef TilewrightIsa
+#define TilewrightIsa TilewrightWindowIsa
+#include "../../src/tilewright/kernels/window_attention/cpu.cc"
+}  // namespace window_attention
+
 namespace {
 
 std::mt19937 generator(0);
@@ -254,14 +266,24 @@ void check_linear(Weights format, int64_t rows, int64_t inputs, int64_t outputs,
   const Buffer sums(XLA_FFI_DataType_S32, m.sums, {m.sums.count}), yb(XLA_FFI_DataType_F32, y, {rows, outputs});
   const Buffer wb(format == linear::FLOAT32 ? XLA_FFI_DataType_F32 : format == linear::BFLOAT16 ? XLA_FFI_DataType_BF16 : XLA_FFI_DataType_S8, m.packed, shape);
   Exact<float> none(0);
-  const Buffer nothing(XLA_FFI_DataType_F32, none, {0});
+  Exact<int32_t> uncounted(0), half(1);
+  half[0] = rows / 2;
+  const Buffer nothing(XLA_FFI_DataType_F32, none, {0}), all(XLA_FFI_DataType_S32, uncounted, {0}), some(XLA_FFI_DataType_S32, half, {});
   const auto call = [&](const Buffer& norm, const Buffer& add, const Buffer& to, int64_t first) {
-    const ffi::Error done = linear::Linear(pool(), xb.as<Any>(), wb.as<Any>(), scales.as<F32>(), sums.as<S32>(), norm.as<Any>(), add.as<Any>(), to.as<Any>(),
-                                           gated, 1e-6f, first);
+    const ffi::Error done = linear::Linear(pool(), xb.as<Any>(), wb.as<Any>(), scales.as<F32>(), sums.as<S32>(), norm.as<Any>(), add.as<Any>(), all.as<S32>(),
+                                           to.as<Any>(), gated, 1e-6f, first);
     check(done.success(), done.message().c_str(), rows, inputs, outputs);
   };
   call(nothing, nothing, yb, 0);
   compare(gated ? "gated, shared" : "linear, shared", values, w, y, rows);
+  // Of a counted number of rows the others need not even be there: nothing is read or written behind the last that counts.
+  Exact<float> first_rows(half[0] * inputs), first_out(half[0] * outputs);
+  std::memcpy(first_rows.data, x.data, first_rows.count * sizeof(float));
+  const Buffer fb(XLA_FFI_DataType_F32, first_rows, {rows, inputs}), fo(XLA_FFI_DataType_F32, first_out, {rows, outputs});
+  const ffi::Error counted = linear::Linear(pool(), fb.as<Any>(), wb.as<Any>(), scales.as<F32>(), sums.as<S32>(), nothing.as<Any>(), nothing.as<Any>(),
+                                            some.as<S32>(), fo.as<Any>(), gated, 1e-6f, 0);
+  check(counted.success(), counted.message().c_str(), rows, inputs, outputs);
+  for (int64_t i = 0; i < first_out.count; ++i) check(first_out[i] == y[i], "counted", rows, inputs, outputs);
   if (gated) return;
   Exact<int32_t> found(rows);
   Exact<float> most(rows);
@@ -294,7 +316,7 @@ void check_linear(Weights format, int64_t rows, int64_t inputs, int64_t outputs,
   const Buffer wn(XLA_FFI_DataType_F32, weight, {inputs}), nb(XLA_FFI_DataType_F32, normed, {rows, inputs});
   const Buffer one(XLA_FFI_DataType_F32, apart, {rows, outputs}), other(XLA_FFI_DataType_F32, together, {rows, outputs});
   rms_norm::RmsNorm(pool(), xb.as<Any>(), wn.as<Any>(), nb.as<Any>(), 1e-6f);
-  linear::Linear(pool(), nb.as<Any>(), wb.as<Any>(), scales.as<F32>(), sums.as<S32>(), nothing.as<Any>(), nothing.as<Any>(), one.as<Any>(), false, 0.0f, 0);
+  linear::Linear(pool(), nb.as<Any>(), wb.as<Any>(), scales.as<F32>(), sums.as<S32>(), nothing.as<Any>(), nothing.as<Any>(), all.as<S32>(), one.as<Any>(), false, 0.0f, 0);
   call(wn, nothing, other, 0);
   for (int64_t i = 0; i < apart.count; ++i) check(apart[i] == together[i], "norm first", rows, inputs, outputs);
 }
@@ -511,6 +533,68 @@ void check_attention(int64_t queries, int64_t group, int64_t size, int64_t capac
       for (int64_t i = 0; i < size; ++i) sums[i] += weights[s] / total * worth(s < seen ? v[s * size + i] : own_v[(s - seen) * size + i]);
     const double bound = sizeof(T) == 4 ? 1e-4 : 0x1p-6;
     for (int64_t i = 0; i < size; ++i) check(std::abs(worth(out[row * size + i]) - sums[i]) < bound, "attention", queries, size, capacity);
+  }
+}
+
+// Two rows of the batch, of which the first sees `seen` positions and the second all, and queries of all kinds in turn.
+template <class T>
+void check_window(int64_t window, int64_t positions, int64_t heads, int64_t group, int64_t d, int64_t seen) {
+  const int64_t b = 2, n = heads * group, changes = 2;
+  Exact<T> q(b * window * n * d), k(b * positions * heads * d), v(k.count), change(b * changes * positions * heads * d), before(q.count), out(q.count);
+  Exact<float> sums(b * window * 3);
+  Exact<int32_t> lengths(b), kinds(b * window);
+  for (Exact<T>* x : {&q, &k, &v, &before})
+    for (int64_t i = 0; i < x->count; ++i) (*x)[i] = stored<T>(normal());
+  for (int64_t i = 0; i < change.count; ++i) change[i] = stored<T>(i / (heads * d) % 3 == 0 ? normal() : 0.0f);
+  lengths[0] = seen, lengths[1] = positions;
+  for (int64_t i = 0; i < kinds.count; ++i) kinds[i] = i % 4 - 2;
+  const auto type = type_of<T>();
+  const Buffer qb(type, q, {b, window, n, d}), kb(type, k, {b, positions, heads, d}), vb(type, v, {b, positions, heads, d});
+  const Buffer cb(type, change, {b, changes, positions, heads, d}), pb(type, before, {b, window, n * d}), ob(type, out, {b, window, n * d});
+  const Buffer lb(XLA_FFI_DataType_S32, lengths, {b}), ib(XLA_FFI_DataType_S32, kinds, {b, window}), sb(XLA_FFI_DataType_F32, sums, {b, window, 3});
+  const ffi::Error done = window_attention::WindowAttention(pool(), qb.as<Any>(), kb.as<Any>(), vb.as<Any>(), cb.as<Any>(), lb.as<S32>(), ib.as<S32>(),
+                                                            pb.as<Any>(), ob.as<Any>(), sb.as<F32>());
+  check(done.success(), done.message().c_str(), window, positions, d);
+  for (int64_t i = 0; i < b * window; ++i) {
+    const int64_t row = i / window, kind = kinds[i];
+    double statistics[3] = {}, size = 0;
+    for (int64_t head = 0; head < n; ++head) {
+      const auto at = [&](int64_t s, int64_t f) { return ((row * positions + s) * heads + head / group) * d + f; };
+      std::vector<double> weights(lengths[row]);
+      double total = 0;
+      for (int64_t s = 0; s < lengths[row]; ++s) {
+        double score = 0;
+        for (int64_t f = 0; f < d; ++f) score += double(worth(q[(i * n + head) * d + f])) * worth(k[at(s, f)]);
+        total += weights[s] = std::exp(score / std::sqrt(double(d)));
+      }
+      for (int64_t f = 0; f < d; ++f) {
+        const int64_t own = (i * n + head) * d + f;
+        const double old = worth(before[own]);
+        double sum = kind == -1 ? 0 : old;
+        for (int64_t s = 0; kind != -2 && s < lengths[row]; ++s)
+          sum += weights[s] / total * (kind == -1 ? worth(v[at(s, f)]) : worth(change[at(s, f) + (row * (changes - 1) + kind) * positions * heads * d]));
+        check(std::abs(worth(out[own]) - sum) < (sizeof(T) == 4 ? 1e-4 : 0x1p-5), "window", window, positions, d);
+        statistics[0] += old * sum, statistics[1] += old * old, statistics[2] += sum * sum, size += old * old + sum * sum;
+      }
+    }
+    for (int64_t j = 0; j < 3; ++j) check(std::abs(sums[i * 3 + j] - statistics[j]) <= 1e-4 * size + 1e-4, "window, sums", window, positions, d);
+  }
+}
+
+// Rows at the table's ends, and rows that have no place.
+template <class T>
+void check_put(int64_t places, int64_t size) {
+  Exact<T> table(places * size), before(table.count), rows(4 * size);
+  Exact<int32_t> index(4);
+  for (int64_t i = 0; i < table.count; ++i) before[i] = table[i] = static_cast<T>(i % 251);
+  for (int64_t i = 0; i < rows.count; ++i) rows[i] = static_cast<T>(255 - i % 3);
+  index[0] = -1, index[1] = static_cast<int32_t>(places - 1), index[2] = static_cast<int32_t>(places), index[3] = places > 1 ? 0 : -7;
+  const auto type = type_of<T>();
+  const Buffer tb(type, table, {places, size}), ib(XLA_FFI_DataType_S32, index, {4}), rb(type, rows, {4, size});
+  check(putting::Put(tb.as<Any>(), ib.as<S32>(), rb.as<Any>(), tb.as<Any>()).success(), "put", places, size, 4);
+  for (int64_t i = 0; i < table.count; ++i) {
+    const int64_t row = i / size == places - 1 ? 1 : i / size == 0 ? 3 : -1;
+    check(table[i] == (row < 0 ? before[i] : rows[row * size + i % size]), "put", places, size, 4);
   }
 }
 
@@ -809,6 +893,13 @@ int main() {
       check_attention<float>(queries, 2, size, 37, queries), join();
       check_attention<uint16_t>(queries, 3, size, 16, 0), join();
     }
+  for (const int64_t window : {1, 5, 101})
+    for (const auto& [positions, seen] : {std::pair<int64_t, int64_t>{1, 0}, {37, 0}, {16, 16}, {45, 7}}) {
+      check_window<float>(window, positions, 2, 1, 48, seen), check_window<float>(window, positions, 1, 3, 16, seen), join();
+      check_window<uint16_t>(window, positions, 2, 2, 64, seen), join();
+    }
+  for (const int64_t places : {1, 2, 37})
+    for (const int64_t size : {1, 48}) check_put<float>(places, size), check_put<uint16_t>(places, size);
   for (const int64_t queries : {1, 5, 21})
     for (const int64_t size : {16, 48, 64}) {
       check_append<float>(queries, 1, 5, size, 37), join();

@@ -127,7 +127,7 @@ class Denoising:
                 f"steps of at most one a token, {self.new_tokens}",
                 self.steps,
             ),
-            (self.guidance >= 0, "guidance of at least 0", self.guidance),
+            (0 <= self.guidance < float("inf"), "guidance of at least 0", self.guidance),
         ):
             if not good:
                 raise ValueError(f"expected {expected}, found {found}")

@@ -72,6 +72,10 @@ class DiffusionTable:
             sizes = [size for size in all_sizes if size is not None]
             if (not sizes and name != "buckets") or list(sizes) != sorted(set(sizes)) or (sizes and sizes[0] < 1):
                 raise ValueError(f"expected {name} to be sizes of at least 1 in ascending order, found {sizes}")
+        if self.responses[-1] >= self.positions[-1]:
+            raise ValueError(
+                f"expected responses shorter than the most positions {self.positions[-1]}, found {self.responses[-1]}"
+            )
 
     def shape(self, rows: int, lengths: Sequence[int], requests: Sequence[Denoising]) -> DiffusionShape:
         """The smallest shape for prompts of these lengths.
@@ -100,12 +104,22 @@ class DiffusionTable:
         )
 
     def shapes(self, positions: int, modes: Sequence[str], guided: bool = False) -> Iterator[DiffusionShape]:
-        """All shapes that batches of requests of these modes may run in, up to so many positions."""
-        needed = [size for n, size in enumerate(self.positions) if n == 0 or self.positions[n - 1] < positions]
-        kinds = {(set(modes) == {"dense"}, "dual" in modes)}
-        for batch, size, response, block in product(self.batches, needed, self.responses, self.blocks):
-            if response < size and block <= response:
-                yield from (DiffusionShape(batch, size, response, block, *kind, guided) for kind in kinds)
+        """All shapes that batches of requests of some of these modes may run in, up to so many positions.
+
+        Args:
+            guided: some of the requests may be guided.
+        """
+
+        def needed(sizes: tuple[int, ...], least: int, most: int) -> tuple[int, ...]:
+            """Those that one number or another from the least to the most goes into."""
+            return tuple(size for n, size in enumerate(sizes) if size >= least and (n == 0 or sizes[n - 1] < most))
+
+        kinds = {"dense": (True, False), "prefix": (False, False), "dual": (False, True), "sparse": (False, False)}
+        offered = product(dict.fromkeys(kinds[mode] for mode in modes), (False, True) if guided else (False,))
+        for batch, response, (kind, guide) in product(self.batches, needed(self.responses, 1, positions - 1), [*offered]):
+            for size in needed(self.positions, response + 1, max(positions, response + 1)):
+                for block in needed(self.blocks, 1, response):
+                    yield DiffusionShape(batch, size, response, block, *kind, guide)
 
 
 @dataclass(frozen=True)
@@ -178,13 +192,12 @@ class DiffusionPrograms(Store[DiffusionKey]):
 
     def placed(self, caches: Any) -> Any:
         """Where caches lie on the mesh: what belongs to heads is divided."""
-        assert self.mesh is not None
-        heads = {name: PartitionSpec(None, None, AXIS) for name in ("k", "v", "context", "base")}
+        mesh = self.mesh
+        assert mesh is not None
+        of_heads, whole = (NamedSharding(mesh, spec) for spec in (PartitionSpec(None, None, AXIS), PartitionSpec()))
 
         def of_layer(_: LayerCache) -> LayerCache:
-            return LayerCache(
-                **{name: NamedSharding(self.mesh, spec) for name, spec in (heads | {"ffn": PartitionSpec()}).items()}
-            )
+            return LayerCache(k=of_heads, v=of_heads, context=of_heads, ffn=whole, base=of_heads)
 
         return jax.tree.map(of_layer, caches, is_leaf=lambda x: isinstance(x, LayerCache))
 

@@ -14,6 +14,7 @@ D head size.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -103,15 +104,15 @@ class Trace(NamedTuple):
 
 
 class Picked(NamedTuple):
-    """Positions of a window that were picked, `[B, W]` flattened: the first `count` entries of `index` `[R]`."""
+    """Positions of a window that were picked, `[B, W]` flattened: the first `number` entries of `which` `[R]`."""
 
-    index: Array
-    count: Array
+    which: Array
+    number: Array
 
     def among(self, places: Int[Array, "B W"]) -> Int[Array, " R"]:
         """Their places, and -1 behind them."""
-        slots = jnp.arange(self.index.size)
-        return jnp.where(slots < self.count, places.reshape(-1)[self.index], -1)
+        slots = jnp.arange(self.which.size)
+        return jnp.where(slots < self.number, places.reshape(-1)[self.which], -1)
 
 
 def pick(ops: Operations, mask: Bool[Array, "B W"]) -> Picked:
@@ -131,19 +132,19 @@ def on_picked(
     *arrays: Float[Array, "R _"],
 ) -> Any:
     """`function(*rows, count=...)` of the picked rows of arrays; of its results, `[R, ...]`, the first `count` rows count."""
-    size = picked.index.size
+    size = picked.which.size
     if ops.counts:
-        return function(*(ops.take(x, picked.index) for x in arrays), count=picked.count)
+        return function(*(ops.take(x, picked.which) for x in arrays), count=picked.number)
     sizes = bucket_sizes(buckets, size)
 
     def branch(rows: int) -> Callable[[], Any]:
         def run() -> Any:
-            results = function(*(ops.take(x, picked.index[:rows]) for x in arrays), count=None)
+            results = function(*(ops.take(x, picked.which[:rows]) for x in arrays), count=None)
             return jax.tree.map(lambda y: jnp.pad(y, [(0, size - rows), *[(0, 0)] * (y.ndim - 1)]), results)
 
         return run
 
-    which = sum((picked.count > rows).astype(jnp.int32) for rows in sizes[:-1]) if len(sizes) > 1 else jnp.int32(0)
+    which = sum((picked.number > rows).astype(jnp.int32) for rows in sizes[:-1]) if len(sizes) > 1 else jnp.int32(0)
     return jax.lax.switch(which, [branch(rows) for rows in sizes])
 
 
@@ -180,13 +181,8 @@ class Pass:
             return cache
         return self.ops.take(cache.reshape(-1, cache.shape[-1]), self.rows)
 
-    def put(self, cache: Array, places: Int[Array, " R"], rows: Float[Array, "R F"]) -> Array:
-        """A cache `[B, S, ...]` with these rows at these flat places; those below 0 go nowhere."""
-        flat = self.ops.put(cache.reshape(-1, rows.shape[-1]), places, rows)
-        return flat.reshape(cache.shape)
-
     def keys_values(
-        self, layer: Layer, x: Float[Array, "R H"], cos: Array, sin: Array, count: Array | None
+        self, layer: Layer, x: Float[Array, "R H"], cos: Array, sin: Array, count: Array | None = None
     ) -> tuple[Float[Array, "R _"], Float[Array, "R _"]]:
         norm = Norm(layer.input_norm, self.config.rms_norm_eps)
         projection = self.ops.project(x[None], layer.qkv, norm, first=1, bias=layer.qkv_bias, count=count)
@@ -204,11 +200,11 @@ class Pass:
     ) -> tuple[LayerCache, Float[Array, "B C S K D"]]:
         """Keys and values of the salient positions, and by how much the values changed, in this pass and since the base."""
         picked, flat = pick(self.ops, salient), [part.reshape(-1, part.shape[-1]) for part in (x, *self.rope)]
-        k, v = on_picked(self.ops, self.buckets, lambda *rows, count: self.keys_values(layer, *rows, count), picked, *flat)
+        k, v = on_picked(self.ops, self.buckets, partial(self.keys_values, layer), picked, *flat)
         places = picked.among(self.rows)
         old = self.ops.take(cache.v.reshape(-1, v.shape[-1]), jnp.maximum(places, 0))
-        moved = self.put(jnp.zeros_like(cache.v), places, v - old)
-        after = replace(cache, k=self.put(cache.k, places, k), v=self.put(cache.v, places, v))
+        moved = self.ops.put(jnp.zeros_like(cache.v), places, v - old)
+        after = replace(cache, k=self.ops.put(cache.k, places, k), v=self.ops.put(cache.v, places, v))
         changes = [moved] if self.window.catches_up is None else [moved, after.v - cache.base]
         return after, jnp.stack(changes, axis=1)
 
@@ -232,14 +228,14 @@ class Pass:
             cache = replace(cache, context=context)
         else:
             places = jnp.where(window.active, self.rows, -1).reshape(-1)
-            cache = replace(cache, context=self.put(cache.context, places, context.reshape(places.size, -1)))
+            cache = replace(cache, context=self.ops.put(cache.context, places, context.reshape(places.size, -1)))
         picked = pick(ops, after)
 
         def mlp(rows: Float[Array, "R H"], count: Array | None) -> Float[Array, "R H"]:
             return decoder.mlp(self.config, ops, layer, rows[None], count=count)[0]
 
         rows = self.schedule.reduce(on_picked(ops, self.buckets, mlp, picked, x.reshape(-1, x.shape[-1])))
-        cache = replace(cache, ffn=self.put(cache.ffn, picked.among(self.rows), rows))
+        cache = replace(cache, ffn=self.ops.put(cache.ffn, picked.among(self.rows), rows))
         if window.renews is not None:
             base = jnp.where(window.renews[:, None, None, None], cache.v, cache.base)
             cache = replace(cache, base=base)

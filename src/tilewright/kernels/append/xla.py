@@ -56,7 +56,7 @@ def append_attend(
     v: Float[Array, "B K S D"],
     start: Int[Array, " B"],
     count: Int[Array, " B"],
-    heads: Callable[[Any, Heads], tuple[Any, Array, Array]],
+    heads: Callable[[Any, Heads], tuple[Any, Any, Any]],
     attend: Callable[..., Array],
 ) -> tuple[Float[Array, "B T _"], Float[Array, "B K S D"], Float[Array, "B K S D"]]:
     """Appends the projection's keys and values, and lets the query at `start + t` see all entries up to its own."""

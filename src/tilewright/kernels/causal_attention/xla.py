@@ -13,7 +13,7 @@ from tilewright.kernels.operations import Heads
 
 
 def causal_attention(
-    projection: Any, how: Heads, heads: Callable[[Any, Heads], tuple[Any, Array, Array]] = split_and_turn
+    projection: Any, how: Heads, heads: Callable[[Any, Heads], tuple[Any, Any, Any]] = split_and_turn
 ) -> Float[Array, "B T _"]:
     """What each position's query sees of all keys up to its own position, heads side by side."""
     q, k, v = heads(projection, how)

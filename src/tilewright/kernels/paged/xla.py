@@ -91,7 +91,7 @@ def append_attend(
     table: Int32[Array, "B M"],
     start: Int[Array, " B"],
     count: Int[Array, " B"],
-    heads: Callable[[Any, Heads], tuple[Any, Array, Array]],
+    heads: Callable[[Any, Heads], tuple[Any, Any, Any]],
     attend: Callable[..., Array] = xla.prefix_attention,
 ) -> tuple[Float[Array, "B T _"], Pages]:
     """Appends the projection's keys and values, and lets the query at `start + t` see all entries up to its own."""

@@ -4,17 +4,20 @@
 
 namespace {
 
+// The table's rows are as long as those that are written; how many dims it has does not matter.
 ffi::Error Put(ffi::AnyBuffer table, ffi::Buffer<ffi::S32> index, ffi::AnyBuffer rows, ffi::Result<ffi::AnyBuffer> out) {
-  const auto dims = table.dimensions();
+  const auto dims = rows.dimensions();
   if (dims.size() != 2 || rows.element_type() != table.element_type() || out->element_type() != table.element_type() ||
-      out->element_count() != table.element_count() || rows.element_count() != index.element_count() * static_cast<size_t>(dims[1]))
+      out->element_count() != table.element_count() || static_cast<size_t>(dims[0]) != index.element_count() ||
+      (dims[1] == 0 ? table.element_count() != 0 : table.element_count() % dims[1] != 0))
     return ffi::Error::InvalidArgument("tilewright_put: shapes or types do not fit");
   const size_t row = dims[1] * ffi::ByteWidth(table.element_type());
+  const int64_t places = dims[1] == 0 ? 0 : table.element_count() / dims[1];
   auto* to = static_cast<char*>(out->untyped_data());
   if (to != table.untyped_data()) std::memcpy(to, table.untyped_data(), table.size_bytes());
   for (size_t i = 0; i < index.element_count(); ++i) {
     const int64_t at = index.typed_data()[i];
-    if (at >= 0 && at < dims[0]) std::memcpy(to + at * row, static_cast<const char*>(rows.untyped_data()) + i * row, row);
+    if (at >= 0 && at < places) std::memcpy(to + at * row, static_cast<const char*>(rows.untyped_data()) + i * row, row);
   }
   return ffi::Error::Success();
 }

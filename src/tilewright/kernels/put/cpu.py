@@ -9,7 +9,10 @@ from jax import Array
 from jaxtyping import Int, Shaped
 
 
-def put(table: Shaped[Array, "V H"], index: Int[Array, " R"], rows: Shaped[Array, "R H"]) -> Shaped[Array, "V H"]:
-    """As `xla.put`; the table is written where it is, if nothing else reads it afterwards."""
+def put(table: Shaped[Array, "*table"], index: Int[Array, " R"], rows: Shaped[Array, "R H"]) -> Shaped[Array, "*table"]:
+    """As `xla.put`; the table is written where it is, if nothing else reads it afterwards.
+
+    It is taken in the shape that it has: a table that is reshaped for the call, and back, XLA copies both times.
+    """
     call = jax.ffi.ffi_call("tilewright_put", jax.ShapeDtypeStruct(table.shape, table.dtype), input_output_aliases={0: 0})
     return call(table, index.astype(jnp.int32), rows.astype(table.dtype))

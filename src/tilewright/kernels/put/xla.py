@@ -5,7 +5,11 @@ from jax import Array
 from jaxtyping import Int, Shaped
 
 
-def put(table: Shaped[Array, "V H"], index: Int[Array, " R"], rows: Shaped[Array, "R H"]) -> Shaped[Array, "V H"]:
-    """The table with these rows at these places, no two the same; a row whose index is below 0 or beyond V goes nowhere."""
-    at = jnp.where(index < 0, table.shape[0], index)
-    return table.at[at].set(rows.astype(table.dtype), mode="drop")
+def put(table: Shaped[Array, "*table"], index: Int[Array, " R"], rows: Shaped[Array, "R H"]) -> Shaped[Array, "*table"]:
+    """The table with these rows at these places, no two the same; a row whose index is below 0 or beyond the last goes nowhere.
+
+    A table of more dims than two is one of rows `[V, H]` all the same.
+    """
+    flat = table.reshape(-1, rows.shape[1])
+    at = jnp.where(index < 0, flat.shape[0], index)
+    return flat.at[at].set(rows.astype(table.dtype), mode="drop").reshape(table.shape)
