@@ -1,11 +1,11 @@
 """A diffusion language model with its tokenizer and programs: `load`, then `generate`, or `start` to follow each step."""
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from rich.console import Console
 from tokenizers import Tokenizer
@@ -120,6 +120,12 @@ class DiffusionModel:
         ops = operations(weights=weights, kernels=kernels)
         prepared = decoder.prepare(config.decoder, ops, params)
         self.programs = DiffusionPrograms(config, ops, prepared, DTYPES[dtype], table or DiffusionTable())
+
+    def with_table(self, table: DiffusionTable) -> "DiffusionModel":
+        """The same model, its arrays shared, with other declared shapes."""
+        other, old = copy(self), self.programs
+        other.programs = DiffusionPrograms(self.config, old.ops, old.params, old.dtype, table, old.schedule)
+        return other
 
     @property
     def table(self) -> DiffusionTable:

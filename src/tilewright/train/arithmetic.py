@@ -1,0 +1,96 @@
+"""Arithmetic written out in steps: problems whose answers can be checked, for models too small to know anything.
+
+A response works column by column from the ones on, so that each of its characters follows from a few others. Every problem is
+either held out or not, by a hash of its text, whatever the seed that it is drawn with.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+
+import numpy as np
+
+PLACES = ("ones", "tens", "hundreds", "thousands", "ten-thousands")
+ANSWER = "answer:"
+HELD_OUT = 16
+"""One problem in so many is held out."""
+PRODUCTS = 0.3
+"""Share of the problems that are products."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Numbers to be added up, or one to be multiplied by a digit.
+
+    Attributes:
+        numbers: at least two, of at most as many digits as there are `PLACES`; of a product the second has one digit.
+        product: whether they are multiplied.
+    """
+
+    numbers: tuple[int, ...]
+    product: bool = False
+
+    @property
+    def prompt(self) -> str:
+        return ("*" if self.product else "+").join(map(str, self.numbers)) + "=\n"
+
+    @property
+    def answer(self) -> int:
+        return self.numbers[0] * self.numbers[1] if self.product else sum(self.numbers)
+
+    @property
+    def response(self) -> str:
+        """A line for each column, with its sums or its product and sum, the digit that stays and the carry; then the answer."""
+        lines, carry = [], 0
+        for place in range(len(str(max(self.numbers)))):
+            steps, carry, digit = self._column(place, carry)
+            lines.append(f"{PLACES[place]}:{steps},write:{digit},carry:{carry}\n")
+        return "".join(lines) + f"{ANSWER}{self.answer}"
+
+    @property
+    def held_out(self) -> bool:
+        return sha256(self.prompt.encode()).digest()[0] % HELD_OUT == 0
+
+    def _column(self, place: int, carry: int) -> tuple[str, int, int]:
+        """What is written of a column, its carry and its digit. Every intermediate result has two digits."""
+        digits = [number // 10**place % 10 for number in self.numbers]
+        if self.product:
+            partial = digits[0] * self.numbers[1]
+            steps, total = f"{digits[0]}*{self.numbers[1]}={partial:02}+{carry}", partial + carry
+        else:
+            steps, total = f"{carry}", carry
+            for digit in digits:
+                steps, total = f"{steps}+{digit}={total + digit:02}", total + digit
+        return (f"{steps}={total:02}" if self.product else steps), *divmod(total, 10)
+
+
+LONGEST = Problem((10 ** len(PLACES) - 1,) * 4)
+"""No problem that is drawn has more to write."""
+
+
+def is_right(problem: Problem, response: str) -> bool:
+    """Whether a response ends with the right answer, however it came to it."""
+    told = response.strip().rpartition("\n")[2]
+    return told == f"{ANSWER}{problem.answer}"
+
+
+def draw(rng: np.random.Generator) -> Problem:
+    """A sum of two to four numbers of two to five digits, or a product of one of three to five digits by a digit."""
+    if rng.random() < PRODUCTS:
+        return Problem((_number(rng, (3, 4, 5), (1, 2, 2)), int(rng.integers(2, 10))), product=True)
+    count = rng.choice((2, 3, 4), p=(1 / 6, 2 / 6, 3 / 6))
+    return Problem(tuple(_number(rng, (2, 3, 4, 5), (1, 2, 4, 3)) for _ in range(count)))
+
+
+def _number(rng: np.random.Generator, digits: tuple[int, ...], weights: tuple[int, ...]) -> int:
+    shares = np.asarray(weights) / sum(weights)
+    size = int(rng.choice(digits, p=shares))
+    return int(rng.integers(10 ** (size - 1), 10**size))
+
+
+def problems(rng: np.random.Generator, held_out: bool) -> Iterator[Problem]:
+    """Problems without end, all of them held out or none."""
+    while True:
+        problem = draw(rng)
+        if problem.held_out is held_out:
+            yield problem
