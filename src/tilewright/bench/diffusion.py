@@ -139,7 +139,7 @@ def run_figures(run: Run) -> Row:
         "committed_tokens": sum(committed),
         "steps": run.steps,
         "tokens_per_forward": mean(committed),
-        "tokens_per_forward_by_step": [float(x) for x in by_step([np.asarray(r.committed) for r in run.results])],
+        "tokens_per_forward_by_step": [x.item() for x in by_step([np.asarray([r.committed]).T for r in run.results])],
         "spans": dict(Counter(report.span for reports in run.reports for report in reports)),
         "salient_share": float(each.mean()) if each.size else None,
         "salient_share_by_layer": each.mean(axis=0).tolist() if each.size else [],

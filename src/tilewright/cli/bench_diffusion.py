@@ -46,7 +46,7 @@ class Compared:
     """What is compared, and on what. The first three take several values.
 
     Attributes:
-        modes: of "dense", "prefix", "dual" and "sparse"; plain dense steps always run, and are what the others are compared with.
+        modes: of "dense", "prefix", "dual" and "sparse"; plain dense steps always run, for the others are compared with them.
         tau: thresholds of saliency, for each of which sparse steps run.
         threshold: every mode runs with a quota a step, and once more with each of these: steps commit all tokens so likely.
         task: "arithmetic" asks held-out problems and checks their answers; "prompts" is `--prompt-file` without a check. By

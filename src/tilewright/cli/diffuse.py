@@ -25,7 +25,7 @@ from tilewright.cli.common import (
 )
 from tilewright.cli.diffusion_options import DEMO, DiffusionModelOptions, StepOptions, encoded_prompts, held_out_problems
 from tilewright.compiled.ledger import Ledger
-from tilewright.decode.diffusion.model import DiffusionModel, DiffusionSession
+from tilewright.decode.diffusion.model import Denoised, DiffusionModel, DiffusionSession
 from tilewright.decode.diffusion.options import Denoising, Mode, Saliency
 from tilewright.decode.diffusion.steps import STEPS_PER_DISPATCH
 from tilewright.models.tokenizer import StreamDecoder
@@ -171,7 +171,7 @@ def show(
                     advance(session, STEPS_PER_DISPATCH, run)
             except KeyboardInterrupt:
                 interrupted = True
-            run.results += session.results()
+            run.results += [unfinished(model, result) for result in session.results()] if interrupted else session.results()
             run.reports.append(session.reports)
             run.positions.append([len(each) + request.new_tokens for each in session.prompts])
             bar.advance(row, len(session.prompts))
@@ -181,6 +181,12 @@ def show(
     if interrupted:
         console.print("interrupted", style="red")
     return run, interrupted
+
+
+def unfinished(model: DiffusionModel, result: Denoised) -> Denoised:
+    """What is there of a response that was interrupted; one that had come to its end is whole."""
+    kept = [token for token in result.tokens if token != model.config.mask_token_id]
+    return result if len(kept) == len(result.tokens) else replace(result, tokens=kept, finish_reason="interrupted")
 
 
 def print_texts(texts: Sequence[str], run: Run, console: Console) -> None:

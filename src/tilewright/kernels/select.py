@@ -253,7 +253,7 @@ def attention_operands(projection: Joint, how: Heads) -> tuple[tuple[Any, ...], 
     return (projection.array, sum(queries), key, how.head_dim), {**norms, "eps": eps, "cos": cos, "sin": sin}
 
 
-def cpu_heads(projection: Joint, how: Heads) -> tuple[Array | None, Array, Array]:
+def cpu_heads(projection: Joint, how: Heads) -> tuple[Array | None, Array | None, Array | None]:
     if how.head_dim % attention_cpu.HEAD_MULTIPLE or len(projection.parts) == 1:
         return heads_xla.heads(projection.split(), how, norm=norm_cpu.rms_norm)
     operands, options = attention_operands(projection, how)

@@ -26,7 +26,7 @@ def frame(console: Console, prompt: str, pieces: Sequence[Piece], status: str) -
     room = max(console.height - 3, 1)
     newest = max((n for n, line in enumerate(lines) if any(span.style == FRESH for span in line.spans)), default=0)
     first = min(max(newest - room // 2, 0), max(len(lines) - room, 0))
-    return Group(*lines[first : first + room], Text(status, style="dim"))
+    return Group(*lines[first : first + room], Text(status, style="dim", no_wrap=True, overflow="ellipsis"))
 
 
 def figures_line(figures: Mapping[str, Any]) -> str:

@@ -75,17 +75,12 @@ def is_right(problem: Problem, response: str) -> bool:
 
 
 def draw(rng: np.random.Generator) -> Problem:
-    """A sum of two to four numbers of two to five digits, or a product of one of three to five digits by a digit."""
-    if rng.random() < PRODUCTS:
-        return Problem((_number(rng, (3, 4, 5), (1, 2, 2)), int(rng.integers(2, 10))), product=True)
-    count = rng.choice((2, 3, 4), p=(1 / 6, 2 / 6, 3 / 6))
-    return Problem(tuple(_number(rng, (2, 3, 4, 5), (1, 2, 4, 3)) for _ in range(count)))
-
-
-def _number(rng: np.random.Generator, digits: tuple[int, ...], weights: tuple[int, ...]) -> int:
-    shares = np.asarray(weights) / sum(weights)
-    size = int(rng.choice(digits, p=shares))
-    return int(rng.integers(10 ** (size - 1), 10**size))
+    """A sum of two to four numbers of as many digits each, two to five, or a product of such a number by a digit."""
+    size = int(rng.choice((2, 3, 4, 5), p=(0.1, 0.2, 0.4, 0.3)))
+    product = bool(rng.random() < PRODUCTS)
+    count = 1 if product else int(rng.choice((2, 3, 4), p=(0.2, 0.3, 0.5)))
+    numbers = rng.integers(10 ** (size - 1), 10**size, count).tolist()
+    return Problem((*numbers, int(rng.integers(2, 10))) if product else tuple(numbers), product)
 
 
 def problems(rng: np.random.Generator, held_out: bool) -> Iterator[Problem]:

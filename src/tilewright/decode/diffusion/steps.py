@@ -15,8 +15,8 @@ from jaxtyping import Float, Int
 from tilewright.decode.diffusion.commit import choose, commits
 from tilewright.decode.diffusion.state import SPANS, DiffusionState, Plan, Span, ended, plan, window_of
 from tilewright.decode.diffusion.window import BUCKETS, Trace, run_window
-from tilewright.kernels.operations import Norm, Operations
-from tilewright.models import decoder, diffusion
+from tilewright.kernels.operations import Operations
+from tilewright.models import diffusion
 from tilewright.models.decoder import DecoderParams
 from tilewright.models.diffusion import DiffusionConfig
 from tilewright.models.stack import SINGLE_DEVICE, Schedule
