@@ -111,8 +111,8 @@ WORDS = Words(
     round="step",
     legend='<span><i class="swatch accepted"></i>committed in this step</span>'
     '<span><i class="t masked">▒</i>still a mask</span>'
-    '<span><i class="t committed differs">x</i>not what dense steps put</span>'
-    '<span><i class="swatch scale"></i>salient share of positions, 0 to 100 %</span>',
+    '<span><i class="t committed differs">x</i>not as in dense steps</span>'
+    '<span><i class="swatch scale"></i>salient share, 0 to 100 %</span>',
     denoising=True,
 )
 

@@ -145,13 +145,13 @@ def write_diffusion(path: str | Path, report: DiffusionReport) -> None:
 def figures_table(rows: Sequence[Row]) -> Table:
     """A line for each way; the best speedup and the best accuracy are strong."""
     most = max(row["speedup"] for row in rows)
-    best = max((row["accuracy"] for row in rows if row["accuracy"] is not None), default=None)
+    best = max((row["accuracy"] for row in rows if row["accuracy"]), default=None)
     lines: list[list[str | Cell | None]] = []
     for row in rows:
         texts: list[str | Cell | None] = [None if value is None else format(value, form) for value, form in cells(row)]
         if row["accuracy"] is not None:
             counts = f"{row['accuracy']:.1%} ({row['correct']}/{row['responses']})"
-            texts[0] = Cell(counts, row["accuracy"] == best > 0, row["accuracy"])
+            texts[0] = Cell(counts, row["accuracy"] == best, row["accuracy"])
         texts[-1] = Cell(f"{row['speedup']:.2f}×", row["speedup"] == most, min(row["speedup"] / most, 1))
         lines.append([row["name"], *texts])
     heads = ["right", "agrees with dense", "same argmax", "KL, nats", "salient", "tokens per forward", "tokens/s", "ms a step"]

@@ -196,7 +196,7 @@
       const there = new Map(plain.map((entry) => [entry.position, entry.token.id]));
       const other = fast.filter((entry) => there.get(entry.position) !== entry.token.id);
       for (const entry of other) entry.element.classList.add("differs");
-      $("verdict").textContent = `${number(fast.length - other.length, 0)} of ${number(most, 0)} tokens as dense steps put them`;
+      $("verdict").textContent = `${number(fast.length - other.length, 0)} of ${number(most, 0)} tokens as in dense steps`;
       return;
     }
     fast[at]?.element.classList.add("differs");
