@@ -7,7 +7,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 MASK, MASKED = "▒", "dim"
-FRESH = "bold black on green"
+FRESH = "not dim bold black on green"
 Piece = tuple[str | None, bool]
 """What a token adds to the text, None for a mask; and whether it is new since the frame before."""
 

@@ -1,8 +1,9 @@
 """A forward pass over a window of positions that computes what has changed and takes the rest from caches.
 
-DyLLM (arXiv 2603.08026) recomputes the positions whose attention context turned, *salient* ones, and reuses what the others gave
-the step before. Where every position of a window is salient this is attention over cached keys and values as Fast-dLLM
-(arXiv 2505.22618) has it, and where the window is the whole sequence it is the dense pass. So a batch may hold rows of all kinds.
+DyLLM (arXiv 2603.08026) recomputes the positions whose attention context turned, *salient* ones, and reuses what the others
+gave the step before. Where every position of a window is salient this is attention over cached keys and values as Fast-dLLM
+(arXiv 2505.22618) has it, and where the window is the whole sequence it is the dense pass. So a batch may hold rows of all
+kinds.
 
 How many positions are salient depends on the data; shapes do not. They are gathered into the smallest declared number of rows
 that holds them, chosen on the device, or counted where products leave out rows by themselves (`Operations.counts`).
@@ -92,7 +93,7 @@ class Window:
 
 
 class Trace(NamedTuple):
-    """How a pass went, `[layers, B, W]` each: the positions salient before and after each layer's attention, and the cosines."""
+    """How a pass went, `[layers, B, W]` each: positions salient before and after each layer's attention, and the cosines."""
 
     incoming: Array
     salient: Array
