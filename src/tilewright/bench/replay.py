@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from tilewright.bench.chosen import held
 from tilewright.bench.compare import environment
 from tilewright.bench.figures import first_difference
+from tilewright.decode.diffusion.model import DiffusionModel
 from tilewright.decode.drafters.base import Drafter, Proposal
 from tilewright.decode.language_model import LanguageModel
 from tilewright.decode.policy import Choice, estimated
@@ -81,7 +82,7 @@ def difference(lm: LanguageModel, prompt: Sequence[int], a: Sequence[int], b: Se
     return Difference(at, float(opinions_of(lm, text)[1][-1]))
 
 
-def token_texts(lm: LanguageModel, tokens: Sequence[int]) -> list[str]:
+def token_texts(lm: LanguageModel | DiffusionModel, tokens: Sequence[int]) -> list[str]:
     """What each token adds to a text; the last one has what is left."""
     decoding = StreamDecoder(lm.tokenizer)
     texts = [decoding.push([token]) for token in tokens]

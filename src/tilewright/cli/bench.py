@@ -4,6 +4,12 @@ from cyclopts import App
 
 app = App(name="bench", help="Benchmarks.")
 app.command(
+    "tilewright.cli.bench_diffusion:bench_diffusion",
+    name="diffusion",
+    help="Denoises the same prompts in every mode, in turns, and prints speed, accuracy and what each step changed.\n\n"
+    "Every figure is defined in docs/metrics.md.",
+)
+app.command(
     "tilewright.cli.bench_graph:bench_graph",
     name="graph",
     help="Compares graph neural networks on neighbour tables with gathering, masking and summing, side by side.",

@@ -266,8 +266,11 @@ def standard_input() -> str:
         raise ValueError(f"standard input is not UTF-8: byte {error.object[error.start]:#04x} at {error.start}") from None
 
 
-def gather_prompts(given: Sequence[str], prompt_file: Path | None, model: str) -> list[Example]:
+def gather_prompts(given: Sequence[str], prompt_file: Path | None, model: str, otherwise: Sequence[str] = ()) -> list[Example]:
     """Prompts from the arguments, a file, or standard input; for the demo alone there is one to fall back on.
+
+    Args:
+        otherwise: what else to fall back on.
 
     Raises:
         ValueError: there is none, one is empty or not UTF-8, the file is malformed, or an argument is an option that does not
@@ -289,6 +292,8 @@ def gather_prompts(given: Sequence[str], prompt_file: Path | None, model: str) -
         except UnicodeEncodeError:
             raise ValueError(f"prompt {number} is not UTF-8") from None
     prompts = [Example("prompt", "", (text,), number) for number, text in enumerate(texts, 1)]
+    if not prompts and prompt_file is None:
+        prompts = [Example("prompt", "", (text,), number) for number, text in enumerate(otherwise, 1)]
     if prompt_file is not None:
         prompts += read_examples(prompt_file)
     if not prompts and model == DEMO:

@@ -20,6 +20,11 @@ app = App(
     version_format="plaintext",
 )
 app.command("tilewright.cli.generate:generate", name="generate", help="Generates text and shows which tokens were drafted.")
+app.command(
+    "tilewright.cli.diffuse:diffuse",
+    name="diffuse",
+    help="Denoises a response with a diffusion language model, and shows how its masks give way.",
+)
 app.command("tilewright.cli.serve:serve", name="serve", help="Serves a model over HTTP, for any OpenAI client.")
 app.command("tilewright.cli.chat:chat", name="chat", help="Chats with a model in the terminal.")
 app.command("tilewright.cli.train:app", name="train", help="Training.")

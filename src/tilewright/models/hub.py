@@ -12,6 +12,7 @@ PACKAGED = {
     "demo-drafter": DEMO / "drafter",
     "demo-dflash2": DEMO / "dflash2",
     "demo-eagle3": DEMO / "eagle3",
+    "demo-diffusion": DEMO / "diffusion",
 }
 """Models that come with the package, by the names that stand for their folders."""
 

@@ -9,10 +9,16 @@
     target: "from the target",
     rejected: "rejected draft",
     plain: "plain decoding",
+    committed: "committed",
   };
+  const MASK = "▒";
+  const SPANS = { block: "its block", response: "the response", whole: "everything" };
 
   const data = JSON.parse(document.getElementById("data").textContent);
   const $ = (id) => document.getElementById(id);
+  const denoising = data.kind === "denoising"; // masks give way all over a text, and steps take the part of rounds
+  const word = denoising ? "step" : "round";
+  const capital = denoising ? "Step" : "Round";
 
   let run; // the passage that is shown, see `load`
   let index = 0;
@@ -75,7 +81,18 @@
       if (entry.kind !== "rejected") element.append("\n");
     });
     entry.element = element;
+    entry.nodes = [...element.childNodes];
     return element;
+  }
+
+  /** Shows a token, or what stands in its place until it is there. */
+  function uncover(entry, on) {
+    if (!denoising) {
+      entry.element.hidden = !on;
+      return;
+    }
+    entry.element.replaceChildren(...(on ? entry.nodes : [MASK]));
+    entry.element.classList.toggle("masked", !on);
   }
 
   function plainEntries(passage) {
@@ -114,20 +131,27 @@
     });
   }
 
+  /** For each denoising step its tokens, wherever they stand. */
+  function unmaskedEntries(steps) {
+    return steps.map((step, n) =>
+      step.committed.map(({ position, token }) => ({ kind: "committed", token, position, round: n, seconds: step.seconds })),
+    );
+  }
+
   function pane(id, prompt, groups, ends) {
     const box = $(id);
     box.replaceChildren(make("span", "given", promptTail(prompt)));
-    for (const group of groups) {
-      for (const entry of group) {
-        const element = tokenElement(entry);
-        element.hidden = true;
-        if (entry.beyond) element.classList.add("beyond");
-        known.set(element, entry);
-        box.append(element);
-      }
+    const all = groups.flat();
+    if (denoising) all.sort((a, b) => a.position - b.position);
+    for (const entry of all) {
+      const element = tokenElement(entry);
+      uncover(entry, false);
+      if (entry.beyond) element.classList.add("beyond");
+      known.set(element, entry);
+      box.append(element);
     }
     const lengths = groups.map((group) => group.filter((entry) => entry.kind !== "rejected").length);
-    return { box, groups, ends, counts: [0, ...sums(lengths)], shown: 0, all: groups.flat() };
+    return { box, groups, ends, counts: [0, ...sums(lengths)], shown: 0, all };
   }
 
   const known = new WeakMap(); // what is known of a token's element
@@ -145,8 +169,8 @@
     const fastEnds = sums(passage.rounds.map((round) => round.seconds));
     run = {
       passage,
-      plain: pane("plain", passage.prompt, plainEntries(passage), plainEnds),
-      fast: pane("fast", passage.prompt, fastEntries(passage), fastEnds),
+      plain: pane("plain", passage.prompt, denoising ? unmaskedEntries(passage.baseline) : plainEntries(passage), plainEnds),
+      fast: pane("fast", passage.prompt, denoising ? unmaskedEntries(passage.rounds) : fastEntries(passage), fastEnds),
       total: Math.max(plainEnds.at(-1), fastEnds.at(-1)),
     };
     $("passage").value = which;
@@ -168,6 +192,13 @@
       $("verdict").textContent = `✓ the same ${number(most, 0)} tokens`;
       return;
     }
+    if (denoising) {
+      const there = new Map(plain.map((entry) => [entry.position, entry.token.id]));
+      const other = fast.filter((entry) => there.get(entry.position) !== entry.token.id);
+      for (const entry of other) entry.element.classList.add("differs");
+      $("verdict").textContent = `${number(fast.length - other.length, 0)} of ${number(most, 0)} tokens as in dense steps`;
+      return;
+    }
     fast[at]?.element.classList.add("differs");
     const margin = fast[at]?.token.margin;
     const close = margin == null ? "" : `, where the margin is ${margin.toPrecision(3)}`;
@@ -178,8 +209,11 @@
 
   function drawStrip() {
     const { rounds } = run.passage;
-    const [height, most] = [100, data.block_size];
-    const svg = shape("svg", { viewBox: `0 0 ${rounds.length} ${height}`, preserveAspectRatio: "none", "aria-hidden": "true" });
+    // Of denoising, layers stand below the bars, each step's salient share in each.
+    const layers = denoising ? Math.max(...rounds.map((round) => round.salient.length)) : 0;
+    const height = layers ? 62 : 100;
+    const most = denoising ? Math.max(...rounds.map((round) => round.committed.length), 1) : data.block_size;
+    const svg = shape("svg", { viewBox: `0 0 ${rounds.length} 100`, preserveAspectRatio: "none", "aria-hidden": "true" });
     const gap = rounds.length > 250 ? 0 : 0.14;
     run.bars = rounds.map((round, n) => {
       const group = shape("g", {});
@@ -187,17 +221,43 @@
         const box = { x: n + gap / 2, width: 1 - gap, y: height * (1 - to / most), height: (height * (to - from)) / most };
         group.append(shape("rect", { class: kind, ...box }));
       };
+      svg.append(group);
+      if (denoising) {
+        bar("accepted", 0, round.committed.length);
+        round.salient.forEach((share, layer) => {
+          const at = { x: n, width: 1, y: 66 + (34 * layer) / layers, height: 34 / layers };
+          svg.append(shape("rect", { class: "heat", ...at, "fill-opacity": warmth(share) }));
+        });
+        return group;
+      }
       const accepted = Math.min(round.accepted, round.emitted.length);
       bar("ghost", round.emitted.length, Math.max(round.drafted.length + 1, round.emitted.length));
       bar("accepted", 0, accepted);
       bar("target", accepted, round.emitted.length);
-      svg.append(group);
       return group;
     });
-    run.line = shape("rect", { class: "head-line", y: -4, height: height + 8 });
+    run.line = shape("rect", { class: "head-line", y: -4, height: 108 });
     svg.append(run.line);
     $("strip").replaceChildren(svg);
     $("strip").setAttribute("aria-valuemax", rounds.length);
+  }
+
+  /** How strongly a salient share is coloured: small ones are told from none. */
+  const warmth = (share) => (share > 0 ? 0.06 + 0.94 * share : 0).toFixed(3);
+  const average = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
+
+  /** What the step that ended last looked at, and what was salient in it. */
+  function renderStep(n) {
+    const step = run.passage.rounds[n - 1];
+    $("looked").textContent = step ? SPANS[step.span] : "–";
+    const cells = (step?.salient ?? []).map((share, layer) => {
+      const cell = make("i", "cell");
+      cell.style.setProperty("--share", warmth(share));
+      cell.title = `layer ${layer + 1}: ${percent(share)}`;
+      return cell;
+    });
+    const shown = cells.length ? percent(average(step.salient)) : step ? "all" : "–";
+    $("heat").replaceChildren(shown, ...cells);
   }
 
   function stripRound(event) {
@@ -207,6 +267,15 @@
 
   function roundText(n) {
     const round = run.passage.rounds[n - 1];
+    if (denoising) {
+      return [
+        ["step", `${n} of ${run.passage.rounds.length}`],
+        ["looked at", SPANS[round.span]],
+        ["committed", `${round.committed.length} ${round.committed.length === 1 ? "token" : "tokens"}`],
+        ["salient", round.salient.length ? percent(average(round.salient)) : "all"],
+        ["took", seconds(round.seconds)],
+      ];
+    }
     return [
       ["round", `${n} of ${run.passage.rounds.length}`],
       ...(round.drafter == null ? [] : [["chosen", round.drafter === "none" ? "plain step" : `${round.drafter}, block ${round.width}`]]),
@@ -223,13 +292,13 @@
     const set = (n, on) => {
       for (const entry of side.groups[n]) {
         const kept = entry.kind !== "rejected" || n === until - 1 || (keep && !entry.beyond);
-        entry.element.hidden = !(on && kept);
+        uncover(entry, on && kept);
         entry.element.classList.toggle("now", on && n === until - 1);
       }
     };
     const [low, high] = [Math.min(side.shown, until), Math.max(side.shown, until)];
     for (let n = Math.max(low - 1, 0); n < high; n++) set(n, n < until);
-    const newest = side.groups[until - 1]?.[0].element;
+    const newest = side.groups[until - 1]?.[0]?.element;
     if (side.stop) side.stop.tabIndex = -1;
     side.stop = newest ?? null;
     if (side.stop && !side.box.contains(document.activeElement)) side.stop.tabIndex = 0;
@@ -267,19 +336,20 @@
       return perSecond;
     });
     const tau = rounds ? fast.counts[rounds] / rounds : 0;
-    $("tau").replaceChildren(...(rounds ? [number(tau, 2), make("small", "", `of ${data.block_size}`)] : ["–"]));
+    $("tau").replaceChildren(...(rounds ? [number(tau, 2), make("small", "", denoising ? "" : `of ${data.block_size}`)] : ["–"]));
     $("speedup").textContent = figures[0] && figures[1] ? `${number(figures[1] / figures[0], 2)}×` : "–";
+    if (denoising) renderStep(rounds);
     renderTransport(rounds);
   }
 
   function renderTransport(rounds) {
     const all = run.passage.rounds.length;
-    $("round").textContent = `Round ${rounds} of ${all}`;
+    $("round").textContent = `${capital} ${rounds} of ${all}`;
     $("time").textContent = `${seconds(time)} of ${seconds(run.total)}`;
     $("play-shape").setAttribute("d", playing ? SHAPES.pause : SHAPES.play);
     $("play").setAttribute("aria-label", playing ? "Pause" : "Play");
     $("strip").setAttribute("aria-valuenow", rounds);
-    $("strip").setAttribute("aria-valuetext", rounds ? roundText(rounds).flat().join(" ") : `before round 1 of ${all}`);
+    $("strip").setAttribute("aria-valuetext", rounds ? roundText(rounds).flat().join(" ") : `before ${word} 1 of ${all}`);
     run.bars.forEach((bar, n) => bar.classList.toggle("ahead", n >= rounds));
     const width = (1.5 * all) / Math.max($("strip").clientWidth, 1);
     run.line.setAttribute("width", width);
@@ -363,7 +433,7 @@
     const { token } = entry;
     const length = (entry.kind === "plain" ? run.plain : run.fast).counts.at(-1);
     const facts = [
-      ["position", `${entry.position + 1} of ${length}`],
+      ["position", denoising ? entry.position + 1 : `${entry.position + 1} of ${length}`],
       ["token id", token.id],
     ];
     if (token.probability != null) facts.push(["target's probability", percent(token.probability)]);
@@ -371,7 +441,8 @@
     if (entry.instead) facts.push(["drafter proposed", `${visible(entry.instead.text)} (${entry.instead.id})`]);
     if (entry.by) facts.push(entry.beyond ? ["dropped", "after a rejection"] : ["target put", `${visible(entry.by.text)} (${entry.by.id})`]);
     if (entry.round !== undefined) {
-      facts.push(["round", entry.round + 1], ["slot", `${entry.slot}${entry.bonus ? ", after the last draft" : ""}`]);
+      facts.push([word, entry.round + 1]);
+      if (entry.slot !== undefined) facts.push(["slot", `${entry.slot}${entry.bonus ? ", after the last draft" : ""}`]);
     }
     if (entry.seconds !== undefined) facts.push(["step took", seconds(entry.seconds)]);
     return facts;

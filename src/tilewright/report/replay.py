@@ -143,6 +143,41 @@ def token_problems(token: Token) -> Iterator[str]:
         yield f"token {token.id}: expected a margin of 0 or more, found {token.margin}"
 
 
+@dataclass(frozen=True)
+class Words:
+    """What the player's page calls things.
+
+    Attributes:
+        plain, fast: the two ways of making a text; `plain_rate` and `fast_rate` where their speeds stand.
+        per_round: the figure of tokens over rounds.
+        round: one of them.
+        legend: HTML.
+        denoising: whether texts are unmasked, and not written from left to right.
+    """
+
+    plain: str
+    fast: str
+    per_round: str
+    fast_rate: str
+    plain_rate: str
+    round: str
+    legend: str
+    denoising: bool = False
+
+
+WORDS = Words(
+    plain="Plain decoding",
+    fast="Speculative decoding",
+    per_round="Tokens per round, τ",
+    fast_rate="Speculative",
+    plain_rate="Plain",
+    round="round",
+    legend='<span><i class="swatch accepted"></i>accepted draft</span>'
+    '<span><i class="swatch target"></i>from the target</span>'
+    '<span><i class="swatch rejected"></i>rejected draft</span>',
+)
+
+
 def write_replay(path: str | Path, replay: Replay) -> None:
     """Writes the page as one HTML file that works offline.
 
@@ -153,6 +188,17 @@ def write_replay(path: str | Path, replay: Replay) -> None:
     """
     lead = f"{replay.model} with {replay.drafter}, blocks of {replay.block_size}"
     facts = {"target": replay.model, "drafter": replay.drafter, "block size": replay.block_size, **replay.about}
-    body = Template(asset("replay.html")).substitute(title=escape(replay.title), lead=escape(lead), facts=facts_html(facts))
-    page = document(replay.title, body, styles=("page.css", "replay.css"), scripts=("replay.js",), data=asdict(replay))
+    write_player(path, replay.title, lead, facts, WORDS, asdict(replay))
+
+
+def write_player(path: str | Path, title: str, lead: str, facts: Mapping[str, Any], words: Words, data: Any) -> None:
+    """Writes the player with its data, which the script reads."""
+    of_one_kind = {
+        "speculative_only": "hidden" if words.denoising else "",
+        "denoising_only": "" if words.denoising else "hidden",
+    }
+    body = Template(asset("replay.html")).substitute(
+        title=escape(title), lead=escape(lead), facts=facts_html(facts), **vars(words), **of_one_kind
+    )
+    page = document(title, body, styles=("page.css", "replay.css"), scripts=("replay.js",), data=data)
     Path(path).write_text(page, encoding="utf-8")

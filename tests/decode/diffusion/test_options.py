@@ -196,7 +196,7 @@ def test_blocks_beyond_the_longest_are_said():
         table.shape(1, [5], [Denoising(32)])
 
 
-SHAPED = DiffusionTable((1, 4), (16, 64, 96), (6, 40), (4, 8, 48), ())
+SHAPED = DiffusionTable((1, 4), (16, 64, 96), (6, 40), (4, 8, 48), (None,))
 
 
 @given(

@@ -1,6 +1,7 @@
 """A diffusion language model with its tokenizer and programs: `load`, then `generate`, or `start` to follow each step."""
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -125,6 +126,12 @@ class DiffusionModel:
         if mesh is not None:
             prepared = divided(config, mesh, prepared)
         self.programs = DiffusionPrograms(config, ops, prepared, DTYPES[dtype], table or DiffusionTable(), mesh)
+
+    def with_table(self, table: DiffusionTable) -> "DiffusionModel":
+        """The same model, its arrays shared, with other declared shapes."""
+        other, old = copy(self), self.programs
+        other.programs = DiffusionPrograms(self.config, old.ops, old.params, old.dtype, table, old.mesh)
+        return other
 
     @property
     def table(self) -> DiffusionTable:

@@ -122,8 +122,24 @@ def look(
     return x, window.positions[:, 0], caches, trace
 
 
-def step_span(how: Denoiser, span: Span, params: DecoderParams, state: DiffusionState) -> tuple[DiffusionState, StepInfo]:
-    """One step of a batch none of whose rows asks for more than this span."""
+class BlockLogits(NamedTuple):
+    """What a pass says of each row's block.
+
+    Attributes:
+        logits: that predict `positions`, `[B, K, V]`.
+        masked: which of them can be committed.
+        caches, trace: of the pass.
+    """
+
+    logits: Array
+    positions: Array
+    masked: Array
+    caches: Any
+    trace: Trace | None
+
+
+def block_logits(how: Denoiser, span: Span, params: DecoderParams, state: DiffusionState) -> BlockLogits:
+    """A pass of a batch none of whose rows asks for more than this span; nothing is committed."""
     what = plan(state, how.config.shifted)
     x, begin, caches, trace = look(how, span, params, state, what)
     positions, masked = candidates(state, how)
@@ -133,6 +149,12 @@ def step_span(how: Denoiser, span: Span, params: DecoderParams, state: Diffusion
         scale = jnp.asarray(state.options.guidance)[: len(without), None, None]
         logits = without + (scale + 1) * (with_prompt - without)
         logits = jnp.concatenate([logits, logits])
+    return BlockLogits(logits, positions, masked, caches, trace)
+
+
+def step_span(how: Denoiser, span: Span, params: DecoderParams, state: DiffusionState) -> tuple[DiffusionState, StepInfo]:
+    """One step of a batch none of whose rows asks for more than this span."""
+    logits, positions, masked, caches, trace = block_logits(how, span, params, state)
     found = choose(logits, state.options, positions, state.step, how.config.mask_token_id)
     taken = commits(found, masked, state.options, state.block_step)
     after = settle(how, replace(state, caches=caches), masked, taken, found.token)

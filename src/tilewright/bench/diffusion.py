@@ -1,0 +1,285 @@
+"""`tilewright bench diffusion`: the same prompts denoised in several modes, side by side in one run."""
+
+import csv
+import io
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from tilewright.bench.diffusion_quality import Quality, compare_with_dense, token_agreement
+from tilewright.bench.figures import mean
+from tilewright.compiled.ledger import Ledger
+from tilewright.compiled.machine import chip_name
+from tilewright.compiled.timing import REPETITIONS, alternate, quotients, spread
+from tilewright.decode.diffusion.model import Denoised, DiffusionModel, StepReport
+from tilewright.decode.diffusion.options import Denoising, Mode
+from tilewright.decode.diffusion.programs import DiffusionKey, DiffusionTable
+
+Row = dict[str, Any]
+
+PADDED = 16
+"""Sequences get room for a multiple of so many positions: what is padded costs plain dense steps most."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of denoising, and what it is called."""
+
+    name: str
+    request: Denoising
+
+
+def ways_of(base: Denoising, modes: Sequence[Mode], taus: Sequence[float] = (), thresholds: Sequence[float] = ()) -> list[Way]:
+    """Every mode, sparse once for each tau, first with a quota a step and then with each threshold.
+
+    The first is plain dense denoising, asked for or not: the others are compared with it.
+    """
+    found = [Way("dense", replace(base, mode="dense"))]
+    for threshold in (None, *thresholds):
+        told = "" if threshold is None else f" p≥{threshold:g}"
+        commits = replace(base, threshold=threshold, steps=base.steps if threshold is None else None)
+        for mode in modes:
+            if mode == "sparse":
+                found += [
+                    Way(f"sparse τ{tau:g}{told}", replace(commits, mode=mode, saliency=replace(base.saliency, tau=tau)))
+                    for tau in taus
+                ]
+            else:
+                found.append(Way(f"{mode}{told}", replace(commits, mode=mode)))
+    return list({way.name: way for way in found}.values())
+
+
+def fitted_table(prompts: Sequence[Sequence[int]], base: Denoising, batch_size: int) -> DiffusionTable:
+    """One shape that holds all prompts with their responses and little else."""
+    longest = max(len(prompt) for prompt in prompts) + base.new_tokens
+    positions = -(-longest // PADDED) * PADDED
+    return DiffusionTable((batch_size,), (positions,), (base.new_tokens,), (base.block,))
+
+
+@dataclass
+class Run:
+    """Prompts denoised once.
+
+    Attributes:
+        results: of each prompt.
+        reports: of each batch, of each step.
+        positions: of prompt and response together, of each row of each batch.
+        seconds: in the denoising loop.
+        dispatches: programs that were run, each with one read by the host at its end.
+        plain: whether every step was dense, without caches.
+    """
+
+    results: list[Denoised]
+    reports: list[list[StepReport]]
+    positions: list[list[int]]
+    seconds: float
+    dispatches: int
+    plain: bool
+
+    @property
+    def steps(self) -> int:
+        """Forward passes, of a batch each."""
+        return sum(map(len, self.reports))
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(result.tokens) for result in self.results)
+
+    def salient(self) -> list[np.ndarray]:
+        """Of each row the share of its positions whose MLP was computed, `[steps, layers]`; all of them in dense steps."""
+        found = []
+        for reports, positions in zip(self.reports, self.positions, strict=True):
+            for row, size in enumerate(positions):
+                counts = np.asarray([report.salient[row] for report in reports if report.committed[row] >= 0])
+                found.append(np.ones(counts.shape) if self.plain else counts / size)
+        return found
+
+
+def denoise(
+    model: DiffusionModel, prompts: Sequence[Sequence[int]], request: Denoising, batch_size: int, on_row: Callable[[int], None]
+) -> Run:
+    """Denoises all prompts, timed without what happens before the first step of each batch.
+
+    Args:
+        on_row: called with the number of rows that are done, after each batch.
+    """
+    run = Run([], [], [], 0.0, 0, request.mode == "dense")
+    for first in range(0, len(prompts), batch_size):
+        session = model.start(prompts[first : first + batch_size], request)
+        model.programs.warm(model.programs.keys(session.shape))
+        began = time.perf_counter()
+        while not session.finished:
+            session.advance()
+            run.dispatches += 1
+        run.seconds += time.perf_counter() - began
+        run.results += session.results()
+        run.reports.append(session.reports)
+        run.positions.append([len(prompt) + request.new_tokens for prompt in session.prompts])
+        on_row(len(session.prompts))
+    return run
+
+
+def by_step(rows: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The mean of rows' entries at each step, over the rows that took it."""
+    return [np.mean([row[step] for row in rows if step < len(row)], axis=0) for step in range(max(map(len, rows), default=0))]
+
+
+def run_figures(run: Run) -> Row:
+    """What can be said of one run by itself."""
+    shares, committed = run.salient(), [n for result in run.results for n in result.committed]
+    each = np.concatenate(shares) if shares else np.zeros((0, 1))
+    return {
+        "responses": len(run.results),
+        "tokens": run.tokens,
+        "committed_tokens": sum(committed),
+        "steps": run.steps,
+        "tokens_per_forward": mean(committed),
+        "tokens_per_forward_by_step": [x.item() for x in by_step([np.asarray([r.committed]).T for r in run.results])],
+        "spans": dict(Counter(report.span for reports in run.reports for report in reports)),
+        "salient_share": float(each.mean()) if each.size else None,
+        "salient_share_by_layer": each.mean(axis=0).tolist() if each.size else [],
+        "salient_share_by_step": [float(x.mean()) for x in by_step(shares)],
+        "salient_share_by_step_and_layer": [x.tolist() for x in by_step(shares)],
+        "host_synchronisations": run.dispatches,
+        "host_synchronisations_per_step": run.dispatches / run.steps if run.steps else None,
+    }
+
+
+@dataclass
+class Measured:
+    """Everything that was measured of one way.
+
+    Attributes:
+        whole: all prompts, once; the figures of tokens and steps are its.
+        timed: the first prompts, over and over, in turns with the other ways.
+        compiled: `program_figures`.
+    """
+
+    way: Way
+    whole: Run
+    timed: list[Run]
+    quality: Quality
+    compiled: Row
+    compilations_while_timed: int = 0
+
+
+def program_figures(model: DiffusionModel, prompts: Sequence[Sequence[int]], request: Denoising, batch_size: int) -> Row:
+    """Compiles what a way needs, and what that took and takes; a program that an earlier way needed is not compiled again."""
+    batch = prompts[:batch_size]
+    shape = model.table.shape(len(batch), [len(prompt) for prompt in batch], [request] * len(batch))
+    with Ledger() as ledger:
+        model.programs.warm(model.programs.keys(shape))
+    memory = model.programs.get(DiffusionKey("denoise", shape)).memory_analysis()
+    held = None
+    if memory is not None:
+        held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        held += memory.temp_size_in_bytes
+    return {**ledger.figures(), "peak_bytes": held, "positions": shape.positions}
+
+
+def measure(
+    model: DiffusionModel,
+    ways: Sequence[Way],
+    prompts: Sequence[Sequence[int]],
+    *,
+    batch_size: int = 1,
+    timed: int = 8,
+    compared: int = 4,
+    repetitions: int = REPETITIONS,
+    on_row: Callable[[int], None] = lambda _: None,
+) -> list[Measured]:
+    """Denoises the prompts in every way.
+
+    Args:
+        timed: how many of the prompts are denoised `repetitions` times more, all ways in turns.
+        compared: how many of them are gone through step by step beside dense passes.
+        on_row: called with a number of prompts that are done, `rows_in_all` of them together.
+    """
+    found = []
+    for way in ways:
+        compiled = program_figures(model, prompts, way.request, batch_size)
+        whole = denoise(model, prompts, way.request, batch_size, on_row)
+        found.append(Measured(way, whole, [], Quality(), compiled))
+
+    def timed_run(way: Way) -> Callable[[], Run]:
+        return lambda: denoise(model, prompts[:timed], way.request, batch_size, on_row)
+
+    with Ledger() as ledger:
+        taken = alternate({way.name: timed_run(way) for way in ways}, repetitions)
+    for one in found:
+        one.timed, one.compilations_while_timed = taken[one.way.name], ledger.compilations
+        one.quality = compare_with_dense(model, prompts[:compared], one.way.request, batch_size)
+        on_row(min(compared, len(prompts)))
+    return found
+
+
+def rows_in_all(ways: int, prompts: int, timed: int, compared: int, repetitions: int) -> int:
+    """How many prompts `measure` tells of."""
+    return ways * (prompts + min(timed, prompts) * repetitions + min(compared, prompts))
+
+
+def figures(one: Measured, baseline: Measured, right: Callable[[int, str], bool] | None = None) -> Row:
+    """One way's row under the field names of `--json`, defined in docs/metrics.md; ratios are to the baseline's.
+
+    Args:
+        right: whether a text answers the prompt of this number; None where nobody knows.
+    """
+    request, rates = one.way.request, [run.tokens / run.seconds for run in one.timed]
+    steps = [run.seconds / run.steps for run in one.timed]
+    plain_steps = [run.seconds / run.steps for run in baseline.timed]
+    responses, plain = ([result.tokens for result in each.whole.results] for each in (one, baseline))
+    answered = None if right is None else [right(n, result.text) for n, result in enumerate(one.whole.results)]
+    speedups = quotients([run.seconds for run in baseline.timed], [run.seconds for run in one.timed])
+    return {
+        "name": one.way.name,
+        "mode": request.mode,
+        "threshold": request.threshold,
+        "tau": request.saliency.tau if request.mode == "sparse" else None,
+        "correct": None if answered is None else sum(answered),
+        "accuracy": None if answered is None else mean(map(float, answered)),
+        **run_figures(one.whole),
+        "token_agreement": None if one is baseline else token_agreement(plain, responses),
+        "identical_responses": None if one is baseline else sum(a == b for a, b in zip(plain, responses, strict=True)),
+        **one.quality.figures(),
+        "tokens_per_s": spread(rates).median,
+        "tokens_per_s_range": spread(rates).range,
+        "speedup": speedups.median,
+        "speedup_range": speedups.range,
+        "seconds_per_step": spread(steps).median,
+        "seconds_per_step_range": spread(steps).range,
+        "step_speedup": quotients(plain_steps, steps).median,
+        **one.compiled,
+        "compilations_while_timed": one.compilations_while_timed,
+    }
+
+
+def rows(measured: Sequence[Measured], right: Callable[[int, str], bool] | None = None) -> list[Row]:
+    """A row of figures for each way."""
+    return [figures(one, measured[0], right) for one in measured]
+
+
+def environment(model: DiffusionModel) -> Row:
+    """What the figures were measured on and with."""
+    return {
+        "chip": chip_name(),
+        "dtype": model.dtype,
+        "kernels": model.programs.ops.name,
+        "jax_version": jax.__version__,
+        "family": model.config.family,
+        "layers": model.config.decoder.num_layers,
+    }
+
+
+def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows as CSV: those of their figures that are one number or name."""
+    names = [name for name in rows[0] if not any(isinstance(row[name], (list, tuple, dict)) for row in rows)]
+    out = io.StringIO()
+    writer: csv.DictWriter[str] = csv.DictWriter(out, names, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()

@@ -1,0 +1,121 @@
+"""What caches cost a step: its logits beside those of a dense pass over the same tokens, all along a mode's own trajectory."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from tilewright.bench.figures import mean
+from tilewright.decode.diffusion.model import DiffusionModel
+from tilewright.decode.diffusion.options import Denoising
+from tilewright.decode.diffusion.state import SPANS, DiffusionState, Span, plan
+from tilewright.decode.diffusion.steps import Denoiser, block_logits, step_span
+from tilewright.models.decoder import DecoderParams
+
+
+class Beside(NamedTuple):
+    """One step beside a dense pass, `[B]`: sums over the positions that it could commit.
+
+    Attributes:
+        kl: nats, of the dense distribution against the step's, at temperature 1 and before any filter.
+        agreeing: whose most likely tokens are the same.
+        masked: how many positions these are.
+    """
+
+    kl: Array
+    agreeing: Array
+    masked: Array
+
+
+def beside(dense: Float[Array, "B K V"], own: Float[Array, "B K V"], masked: Bool[Array, "B K"], mask_token_id: int) -> Beside:
+    """How far logits are from those of a dense pass. The mask itself, which is never chosen, counts in neither."""
+    kept = jnp.arange(dense.shape[-1]) != mask_token_id
+    p, q = (jax.nn.log_softmax(jnp.where(kept, x.astype(jnp.float32), -jnp.inf), axis=-1) for x in (dense, own))
+    each = jnp.sum(jnp.where(kept, jnp.exp(p) * (p - q), 0.0), axis=-1)
+    same = jnp.argmax(p, axis=-1) == jnp.argmax(q, axis=-1)
+    kl = jnp.sum(jnp.where(masked, jnp.maximum(each, 0.0), 0.0), axis=1)  # which rounding may take below 0
+    return Beside(kl, jnp.sum(same & masked, axis=1), jnp.sum(masked, axis=1))
+
+
+@partial(jax.jit, static_argnums=0)
+def asked_span(how: Denoiser, state: DiffusionState) -> Int[Array, ""]:
+    """The number in `SPANS` of what the rows ask for."""
+    return jnp.max(plan(state, how.config.shifted).span)
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def step_beside_dense(how: Denoiser, span: Span, params: DecoderParams, state: DiffusionState) -> tuple[DiffusionState, Beside]:
+    """A step, and how far its logits are from those of a dense pass over the same tokens. DONATES state."""
+    own = block_logits(how, span, params, state)
+    dense = block_logits(replace(how, dense=True), "whole", params, state)
+    told = beside(dense.logits, own.logits, own.masked, how.config.mask_token_id)
+    return step_span(how, span, params, state)[0], told
+
+
+@dataclass
+class Quality:
+    """Sums over responses, an entry for each step."""
+
+    kl: list[float] = field(default_factory=list)
+    agreeing: list[int] = field(default_factory=list)
+    masked: list[int] = field(default_factory=list)
+
+    def add(self, step: int, told: Beside, rows: int) -> None:
+        for sums, values in ((self.kl, told.kl), (self.agreeing, told.agreeing), (self.masked, told.masked)):
+            if step == len(sums):
+                sums.append(0)
+            sums[step] += np.asarray(values)[:rows].sum().item()
+
+    def figures(self) -> dict[str, object]:
+        """Means over masked positions, of all steps and of each; None where nothing was compared."""
+        positions = sum(self.masked)
+        by_step = [(kl / n, same / n) for kl, same, n in zip(self.kl, self.agreeing, self.masked, strict=True) if n]
+        return {
+            "compared_positions": positions,
+            "logit_kl_nats": sum(self.kl) / positions if positions else None,
+            "logit_kl_nats_by_step": [kl for kl, _ in by_step],
+            "argmax_agreement": sum(self.agreeing) / positions if positions else None,
+            "argmax_agreement_by_step": [same for _, same in by_step],
+        }
+
+
+def compare_with_dense(
+    model: DiffusionModel,
+    prompts: Sequence[Sequence[int]],
+    request: Denoising,
+    batch_size: int,
+    on_batch: Callable[[], None] = lambda: None,
+) -> Quality:
+    """Denoises the prompts step by step, each beside a dense pass over the tokens as they stand.
+
+    Dense steps differ from themselves in nothing, and are not run.
+    """
+    quality = Quality()
+    for first in range(0, len(prompts), batch_size):
+        if request.mode == "dense":
+            break
+        batch = prompts[first : first + batch_size]
+        session = model.start(batch, request)
+        how, state, step = model.programs.denoiser(session.shape), session.state, 0
+        while not np.asarray(state.done)[: len(batch)].all():
+            asked = int(asked_span(how, state))
+            span = next(span for span in how.spans if SPANS.index(span) >= asked)
+            state, told = step_beside_dense(how, span, model.programs.params, state)
+            quality.add(step, told, len(batch))
+            step += 1
+        on_batch()
+    return quality
+
+
+def token_agreement(dense: Sequence[Sequence[int]], own: Sequence[Sequence[int]]) -> float | None:
+    """The share of places of responses that hold the same token, places that one of the two lacks included."""
+    pairs = list(zip(dense, own, strict=True))
+    places = [max(len(a), len(b)) for a, b in pairs]
+    same = [sum(x == y for x, y in zip(a, b, strict=False)) for a, b in pairs]
+    return sum(same) / sum(places) if sum(places) else mean(1.0 for _ in pairs)

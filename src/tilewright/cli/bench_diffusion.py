@@ -1,0 +1,223 @@
+"""`tilewright bench diffusion`: ways of denoising the same prompts, side by side."""
+
+import datetime
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.progress import Progress
+
+from tilewright.bench.datasets import prompt as prompt_text
+from tilewright.bench.datasets import read_examples
+from tilewright.bench.diffusion import csv_text, environment, fitted_table, measure, rows, rows_in_all, ways_of
+from tilewright.cli.common import (
+    JsonFile,
+    check_output_file,
+    human_console,
+    progress_console,
+    whole_file,
+    write_json,
+    write_text,
+)
+from tilewright.cli.diffusion_options import DEMO, DiffusionModelOptions, StepOptions, encoded_prompts, held_out_problems
+from tilewright.compiled.figures import print_table
+from tilewright.compiled.timing import REPETITIONS
+from tilewright.decode.diffusion.model import DiffusionModel
+from tilewright.decode.diffusion.options import Denoising, Mode
+from tilewright.models import hub
+from tilewright.models.chat import ChatTemplate
+from tilewright.report.diffusion import DiffusionReport, programs_table, table, write_diffusion
+from tilewright.train.arithmetic import Problem, is_right
+
+SEVERAL = Parameter(consume_multiple=True, negative=())
+ARITHMETIC = "arithmetic"
+CARDS = ("README.md", "MODEL_CARD.md")
+"""Where a model's folder says what it is for: a line `task: arithmetic`."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Compared:
+    """What is compared, and on what. The first three take several values.
+
+    Attributes:
+        modes: of "dense", "prefix", "dual" and "sparse"; plain dense steps always run, for the others are compared with them.
+        tau: thresholds of saliency, for each of which sparse steps run.
+        threshold: every mode runs with a quota a step, and once more with each of these: steps commit all tokens so likely.
+        task: "arithmetic" asks held-out problems and checks their answers; "prompts" is `--prompt-file` without a check. By
+            default what the model's card says, if it has a line `task: arithmetic`.
+        prompt_file: a JSONL file of prompts, read as `bench speculative` reads its data; of several turns the first.
+        chat: put the prompts to the model as a user's messages, in its own chat template.
+        problems: how many prompts, from the beginning.
+        new_tokens: the length of each response, a multiple of the block length; by default as many blocks as the longest
+            solution of the problems takes, 128 tokens for other prompts.
+        seed: of what is drawn.
+        batch_size: rows denoised together.
+        timed: prompts that are denoised over and over, all ways in turns.
+        repetitions: how often.
+        beside: prompts that are gone through step by step beside dense passes; 0 leaves that out.
+    """
+
+    modes: Annotated[tuple[Mode, ...], SEVERAL] = ("dense", "prefix", "dual", "sparse")
+    tau: Annotated[tuple[float, ...], SEVERAL] = (0.99,)
+    threshold: Annotated[tuple[float, ...], SEVERAL] = ()
+    task: Literal["arithmetic", "prompts"] | None = None
+    prompt_file: Path | None = None
+    chat: Annotated[bool, Parameter(negative=())] = False
+    problems: int = 32
+    new_tokens: int | None = None
+    seed: int = 0
+    batch_size: int = 1
+    timed: int = 8
+    repetitions: int = REPETITIONS
+    beside: int = 4
+
+    def check(self) -> None:
+        for name in ("problems", "batch_size", "timed", "repetitions"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"expected {name} of at least 1, found {getattr(self, name)}")
+        if self.beside < 0:
+            raise ValueError(f"expected beside of at least 0, found {self.beside}")
+        for name, needed in (("modes", True), ("tau", "sparse" in self.modes), ("threshold", False)):
+            values = getattr(self, name)
+            if (needed and not values) or len(set(values)) < len(values):
+                found = ", ".join(map(str, values)) or "none"
+                raise ValueError(f"expected {'different ' if values else ''}{name}, found {found}")
+        if self.task == ARITHMETIC and self.prompt_file is not None:
+            raise ValueError("expected --task arithmetic, which has its own problems, or --prompt-file, found both")
+
+    def arithmetic(self, model: str, console: Console) -> bool:
+        """Whether problems are asked.
+
+        Raises:
+            ValueError: neither that, nor is there a file of prompts.
+        """
+        if self.prompt_file is not None or self.task == "prompts":
+            found = False
+        else:
+            found = self.task == ARITHMETIC or model == DEMO or card_task(hub.resolve(model, None, progress_console(console)))
+        if not found and self.prompt_file is None:
+            raise ValueError("expected --prompt-file, or --task arithmetic for problems with answers that are checked")
+        return found
+
+    def texts(self, model: str, template: ChatTemplate | None, console: Console) -> tuple[list[str], list[Problem]]:
+        """The prompts, and the problems that they ask, if they do."""
+        if self.arithmetic(model, console):
+            asked = held_out_problems(self.problems)
+            return [problem.prompt for problem in asked], asked
+        assert self.prompt_file is not None
+        return [prompt_text(each, (), template) for each in read_examples(self.prompt_file)[: self.problems]], []
+
+    def length(self, model: DiffusionModel, problems: Sequence[Problem], block: int) -> int:
+        """Tokens of a response."""
+        if self.new_tokens is not None:
+            return self.new_tokens
+        longest = max((len(model.tokenizer.encode(problem.response).ids) + 1 for problem in problems), default=128)
+        return -(-longest // block) * block if problems else longest
+
+
+def card_task(folder: Path) -> bool:
+    """Whether a model's card says that it does arithmetic."""
+    cards = (folder / name for name in CARDS)
+    lines = (line for card in cards if card.is_file() for line in card.read_text(encoding="utf-8").splitlines())
+    return any(line.strip() == f"task: {ARITHMETIC}" for line in lines)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Outputs:
+    """Where figures go, besides the terminal.
+
+    Attributes:
+        json_file: the figures as JSON; "-" is standard output.
+        csv: the table as CSV.
+        html: a page with tables and charts.
+    """
+
+    json_file: JsonFile = None
+    csv: Path | None = None
+    html: Path | None = None
+
+    def check(self) -> None:
+        check_output_file("--json", self.json_file)
+        for name in ("csv", "html"):
+            path = getattr(self, name)
+            check_output_file(f"--{name}", None if path is None else str(path))
+
+
+def bench_diffusion(
+    *,
+    compared: Compared = Compared(),
+    models: DiffusionModelOptions = DiffusionModelOptions(),
+    options: StepOptions = StepOptions(),
+    outputs: Outputs = Outputs(),
+) -> None:
+    """Denoises the same prompts in every mode, in turns, and prints speed, accuracy and what each step changed.
+
+    Every figure is defined in docs/metrics.md.
+    """
+    outputs.check()
+    compared.check()
+    if compared.new_tokens is not None:
+        options.request(compared.new_tokens, compared.seed)
+    console = human_console(outputs.json_file)
+    template = models.chat_template(console) if compared.chat else None
+    if compared.chat and template is None:
+        raise ValueError(f"--chat needs a model with a chat template; {models.model} has none")
+    texts, problems = compared.texts(models.model, template, console)
+    model = models.load_model(console)
+    base = options.request(compared.length(model, problems, options.block_length), compared.seed)
+    ways = ways_of(base, compared.modes, compared.tau, compared.threshold)
+    prompts = encoded_prompts(model, texts, template)
+    for prompt in prompts:
+        model.check(prompt, base)
+    model = model.with_table(fitted_table(prompts, base, compared.batch_size))
+    sizes = {name: getattr(compared, name) for name in ("timed", "repetitions")} | {"compared": compared.beside}
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("denoising", total=rows_in_all(len(ways), len(prompts), **sizes))
+        found = measure(
+            model, ways, prompts, batch_size=compared.batch_size, **sizes, on_row=lambda count: bar.advance(task, count)
+        )
+    right = (lambda n, text: is_right(problems[n], text)) if problems else None
+    figures = rows(found, right)
+    say(console, figures)
+    about = facts(model, models, compared, base, problems)
+    write_json(outputs.json_file, {**about, "data": figures})
+    if outputs.csv is not None:
+        write_text(outputs.csv, csv_text(figures))
+    if outputs.html is not None:
+        command = {"command": shlex.join(["tilewright", *sys.argv[1:]])}
+        asked = f"{len(prompts)} {'problems' if problems else 'prompts'}"
+        lead = f"{models.model}, {asked}, responses of {base.new_tokens} tokens in blocks of {base.block}."
+        with whole_file(outputs.html) as partial:
+            write_diffusion(partial, DiffusionReport("Denoising side by side", lead, figures, {**about, **command}))
+        console.print(f"{outputs.html} written", markup=False)
+
+
+def say(console: Console, figures: Sequence[dict[str, Any]]) -> None:
+    """The tables."""
+    print_table(console, table("denoising side by side", figures))
+    print_table(console, programs_table(figures))
+
+
+def facts(
+    model: DiffusionModel, models: DiffusionModelOptions, compared: Compared, base: Denoising, problems: Sequence[Problem]
+) -> dict[str, Any]:
+    """What the figures depend on."""
+    names = ("problems", "batch_size", "timed", "repetitions", "beside", "seed")
+    settled = ("new_tokens", "steps", "block_length", "remasking", "temperature", "top_p", "guidance")
+    switches = {name: value for name, value in vars(base.saliency).items() if name != "tau"}
+    return {
+        "date": datetime.date.today().isoformat(),
+        **environment(model),
+        "model": models.model,
+        "task": ARITHMETIC if problems else "prompts",
+        **{name: getattr(compared, name) for name in names},
+        **{name: getattr(base, name) for name in settled},
+        **switches,
+    }

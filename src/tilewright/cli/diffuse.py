@@ -1,0 +1,255 @@
+"""`tilewright diffuse`: a response of a diffusion language model, as its masks give way."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.live import Live
+from rich.progress import Progress
+
+from tilewright.bench.datasets import prompt as prompt_text
+from tilewright.bench.diffusion import Run, environment, run_figures
+from tilewright.bench.diffusion_replay import denoising_replay
+from tilewright.cli.common import (
+    JsonFile,
+    check_output_file,
+    gather_prompts,
+    human_console,
+    progress_console,
+    whole_file,
+    write_json,
+)
+from tilewright.cli.diffusion_options import DEMO, DiffusionModelOptions, StepOptions, encoded_prompts, held_out_problems
+from tilewright.compiled.ledger import Ledger
+from tilewright.decode.diffusion.model import Denoised, DiffusionModel, DiffusionSession
+from tilewright.decode.diffusion.options import Denoising, Mode, Saliency
+from tilewright.decode.diffusion.steps import STEPS_PER_DISPATCH
+from tilewright.models.tokenizer import StreamDecoder
+from tilewright.report.denoising import write_denoising
+from tilewright.report.unmasking import Piece, figures_line, frame
+
+FRAME_S = 1 / 8
+"""How long the steps between two frames take, about, unless their number is given."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Asked:
+    """What is asked for.
+
+    Attributes:
+        new_tokens: the length of each response, a multiple of the block length.
+        mode: which positions a step computes: "dense" all; "prefix" those from the block on, "dual" the block's alone, over
+            cached keys and values; "sparse" those that are salient.
+        threshold: each step commits all tokens at least this likely; without one, a quota.
+        tau: sparse: a position is salient where the cosine between its attention contexts of two steps is below; above 1, all.
+        seed: the same seed gives the same response; without one, each that draws gets its own, which is shown.
+        ignore_eos: go on past the end-of-sequence token.
+    """
+
+    new_tokens: int = 128
+    mode: Mode = "dense"
+    threshold: float | None = None
+    tau: float = Saliency.tau
+    seed: int | None = None
+    ignore_eos: bool = False
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Outputs:
+    """What is made besides the text.
+
+    Attributes:
+        steps_per_frame: denoising steps from one frame in the terminal to the next; by default as many as an eighth of a
+            second holds.
+        replay: write an HTML page that plays the response step by step, beside dense steps.
+        json_file: write the figures as JSON to this file, "-" for standard output.
+    """
+
+    steps_per_frame: int | None = None
+    replay: Path | None = None
+    json_file: JsonFile = None
+
+    def check(self) -> None:
+        check_output_file("--json", self.json_file)
+        check_output_file("--replay", None if self.replay is None else str(self.replay))
+        if self.steps_per_frame is not None and not 1 <= self.steps_per_frame <= STEPS_PER_DISPATCH:
+            raise ValueError(f"expected steps_per_frame from 1 to {STEPS_PER_DISPATCH}, found {self.steps_per_frame}")
+
+
+def diffuse(
+    *prompt: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    prompt_file: Path | None = None,
+    chat: Annotated[bool, Parameter(negative=())] = False,
+    models: DiffusionModelOptions = DiffusionModelOptions(),
+    asked: Asked = Asked(),
+    options: StepOptions = StepOptions(),
+    outputs: Outputs = Outputs(),
+) -> None:
+    """Denoises a response with a diffusion language model, and shows how its masks give way.
+
+    Parameters
+    ----------
+    prompt
+        Texts to respond to, "-" for standard input; several form batches.
+    prompt_file
+        A JSONL file of prompts, read as `bench speculative` reads its data; of several turns the first is taken.
+    chat
+        Put the prompts to the model as a user's messages, in its own chat template.
+    """
+    outputs.check()
+    dense = options.request(asked.new_tokens, asked.seed, asked.tau)
+    request = replace(dense, mode=asked.mode, threshold=asked.threshold, ignore_eos=asked.ignore_eos)
+    console = human_console(outputs.json_file)
+    otherwise = [held_out_problems(1)[0].prompt] if models.model == DEMO else []
+    examples = gather_prompts(prompt, prompt_file, models.model, otherwise)
+    template = models.chat_template(console) if chat else None
+    if chat and template is None:
+        raise ValueError(f"--chat needs a model with a chat template; {models.model} has none")
+    model = models.load_model(console)
+    texts = [prompt_text(example, (), template) for example in examples]
+    tokens = encoded_prompts(model, texts, template)
+    for each in tokens:
+        model.check(each, request)
+    with Ledger() as ledger:
+        run, interrupted = show(model, texts, tokens, request, outputs.steps_per_frame, console)
+    figures = {"seconds": run.seconds, "tokens_per_s": run.tokens / run.seconds if run.seconds else None, **run_figures(run)}
+    console.print(figures_line(figures), style="dim", markup=False, soft_wrap=True)
+    said = {name: [getattr(result, name) for result in run.results] for name in ("text", "tokens", "finish_reason", "seed")}
+    said["response_tokens"] = said.pop("tokens")
+    said["committed"] = [result.committed for result in run.results]
+    settings = {**vars(request), "saliency": vars(request.saliency)}
+    del settings["seed"], settings["steps"]
+    about = {**environment(model), "model": models.model, **settings, "steps_asked": request.steps}
+    write_json(outputs.json_file, {**figures, **ledger.figures(), **about, **said})
+    if outputs.replay is not None and not interrupted:
+        requests = [replace(request, seed=result.seed) for result in run.results]
+        write_page(outputs.replay, model, models.model, tokens, requests, console)
+
+
+def write_page(
+    path: Path, model: DiffusionModel, name: str, tokens: Sequence[list[int]], requests: Sequence[Denoising], console: Console
+) -> None:
+    """Denoises the prompts once more step by step, and writes the page that plays them."""
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        row = bar.add_task("replay", total=len(tokens))
+        titled = [(f"prompt {n}", each) for n, each in enumerate(tokens, 1)]
+        shown = denoising_replay(model, name, titled, requests, lambda: bar.advance(row))
+    with whole_file(path) as partial:
+        write_denoising(partial, shown)
+    console.print(f"{path} written", markup=False)
+
+
+def show(
+    model: DiffusionModel,
+    texts: Sequence[str],
+    tokens: Sequence[list[int]],
+    request: Denoising,
+    steps_per_frame: int | None,
+    console: Console,
+) -> tuple[Run, bool]:
+    """Denoises and prints: a single response as it comes, several one after another at the end.
+
+    Interrupting it (Ctrl-C) keeps what was there so far. Returns that, and whether it was interrupted.
+    """
+    run, interrupted, most = Run([], [], [], 0.0, 0, request.mode == "dense"), False, model.table.batches[-1]
+    live = len(texts) == 1 and console.is_terminal
+    with Progress(console=console, transient=True, disable=live or not console.is_terminal) as bar:
+        row = bar.add_task("denoising", total=len(texts))
+        for first in range(0, len(texts), most):
+            session = model.start(tokens[first : first + most], request)
+            model.programs.warm(model.programs.keys(session.shape), progress_console(console) if live else None)
+            try:
+                if live:
+                    show_live(model, session, texts[0], steps_per_frame, console, run)
+                while not session.finished:
+                    advance(session, STEPS_PER_DISPATCH, run)
+            except KeyboardInterrupt:
+                interrupted = True
+            run.results += [unfinished(model, result) for result in session.results()] if interrupted else session.results()
+            run.reports.append(session.reports)
+            run.positions.append([len(each) + request.new_tokens for each in session.prompts])
+            bar.advance(row, len(session.prompts))
+            if interrupted:
+                break
+    print_texts(texts, run, console)
+    if interrupted:
+        console.print("interrupted", style="red")
+    return run, interrupted
+
+
+def unfinished(model: DiffusionModel, result: Denoised) -> Denoised:
+    """What is there of a response that was interrupted; one that had come to its end is whole."""
+    kept = [token for token in result.tokens if token != model.config.mask_token_id]
+    return result if len(kept) == len(result.tokens) else replace(result, tokens=kept, finish_reason="interrupted")
+
+
+def print_texts(texts: Sequence[str], run: Run, console: Console) -> None:
+    """The prompts with their responses."""
+    for number, (prompt, result) in enumerate(zip(texts, run.results, strict=False), 1):
+        seed = "" if result.seed is None else f"seed {result.seed}"
+        if len(texts) > 1:
+            console.rule(f"{number} of {len(texts)} ({', '.join(filter(None, (result.finish_reason, seed)))})")
+        console.print(prompt, style="dim", end="", markup=False, soft_wrap=True)
+        console.print(result.text, markup=False, soft_wrap=True)
+        if len(texts) == 1 and seed:
+            console.print(seed, style="dim")
+
+
+def advance(session: DiffusionSession, steps: int, run: Run) -> float:
+    """Runs up to so many steps in one dispatch, adds them to the run, and returns the seconds of each."""
+    began = time.perf_counter()
+    ran = session.advance(steps)
+    seconds = time.perf_counter() - began
+    run.seconds += seconds
+    run.dispatches += 1
+    return seconds / max(len(ran), 1)
+
+
+def show_live(
+    model: DiffusionModel, session: DiffusionSession, prompt: str, steps_per_frame: int | None, console: Console, run: Run
+) -> None:
+    """Denoises one prompt, a frame after each dispatch; what the last one committed stands out."""
+    steps, before = steps_per_frame or 1, session.tokens()[0]
+    with Live(console=console, transient=True, auto_refresh=False, vertical_overflow="crop") as live:
+        live.update(frame(console, prompt, pieces(model, before, before), "step 0"), refresh=True)
+        while not session.finished:
+            each = advance(session, steps, run)
+            if steps_per_frame is None:
+                steps = min(max(round(FRAME_S / each), 1), STEPS_PER_DISPATCH)
+            after = session.tokens()[0]
+            live.update(frame(console, prompt, pieces(model, after, before), status(session, run, each)), refresh=True)
+            before = after
+
+
+def status(session: DiffusionSession, run: Run, seconds: float) -> str:
+    """The line below a frame."""
+    done, last = session.results()[0], session.reports[-1]
+    size = len(session.prompts[0]) + session.requests[0].new_tokens
+    parts = [f"step {done.steps}", f"{sum(done.committed) / max(done.steps, 1):.2f} tokens per forward"]
+    parts += [
+        f"{sum(done.committed) / run.seconds:,.0f} tokens/s",
+        f"{1000 * seconds:.1f} ms a step",
+        f"looked at: {last.span}",
+    ]
+    if not run.plain:
+        parts.append(f"salient {last.salient[0].mean() / size:.0%}")
+    return " · ".join(parts)
+
+
+def pieces(model: DiffusionModel, tokens: Sequence[int], before: Sequence[int]) -> list[Piece]:
+    """What each token of a response adds to its text, None for masks; and whether it was a mask before."""
+    mask, decoder = model.config.mask_token_id, StreamDecoder(model.tokenizer)
+    found: list[Piece] = []
+    for new, old in zip(tokens, before, strict=True):
+        if new == mask:
+            found += [(rest, False)] if (rest := decoder.flush()) else []
+            found.append((None, False))
+        else:
+            found.append((decoder.push([new]), old == mask))
+    return [*found, (decoder.flush(), False)]

@@ -1,0 +1,238 @@
+"""`tilewright diffuse`: what is printed, live and piped, the JSON, the replay page, and what is refused."""
+
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from cli.conftest import Run
+from reference.diffusion_folder import write_folder
+from report.reading import Page, check_self_contained
+from tilewright.decode.diffusion.model import DiffusionModel, DiffusionSession, StepReport, load
+from tilewright.decode.diffusion.options import Denoising, Saliency
+from tilewright.report.unmasking import MASK
+
+PROMPT = "t1 t2 t3"
+SMALL = ["--new-tokens", 16, "--block-length", 8, "--ignore-eos"]
+ASKED = Denoising(16, block_length=8, ignore_eos=True)
+PROMISED = set(
+    "seconds tokens_per_s tokens steps tokens_per_forward salient_share salient_share_by_layer spans text response_tokens "
+    "finish_reason seed committed mode threshold saliency chip dtype kernels compilations host_synchronisations".split()
+)
+"""The fields that `--json` always has."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("diffusion"))
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> DiffusionModel:
+    return load(folder)
+
+
+def test_a_pipe_gets_plain_text(run: Run, folder: Path, model: DiffusionModel):
+    want = model.generate(PROMPT, ASKED)[0]
+    ran = run("diffuse", PROMPT, "--model", folder, *SMALL)
+    assert (ran.status, ran.err) == (0, "")
+    assert ran.out.startswith(f"{PROMPT}{want.text}\n16 tokens in ")
+    assert "16 steps · 1.00 tokens per forward · salient 100%\n" in ran.out
+    assert "\x1b" not in ran.out
+    assert MASK not in ran.out
+
+
+def test_json_has_the_promised_fields(run: Run, folder: Path, model: DiffusionModel):
+    ran = run("diffuse", PROMPT, "--model", folder, *SMALL, "--mode", "sparse", "--json", "-")
+    want = model.generate(PROMPT, replace(ASKED, mode="sparse"))[0]
+    figures = ran.json
+    assert set(figures) >= PROMISED
+    assert (figures["text"], figures["response_tokens"]) == ([want.text], [want.tokens])
+    assert (figures["steps"], figures["committed"], figures["mode"]) == (16, [want.committed], "sparse")
+    assert figures["tokens_per_forward"] == 1
+    assert figures["spans"] == {"whole": 7, "response": 9}, "four full steps, then each fourth"
+    assert figures["salient_share_by_step_and_layer"][0] == [1, 1], "the first step computes everything"
+    assert 0 < figures["salient_share"] < 1
+    assert len(figures["salient_share_by_layer"]) == 2
+    assert figures["saliency"]["tau"] == 0.99
+    assert "16 steps" in ran.err
+
+
+def test_several_prompts_form_a_batch(run: Run, folder: Path, model: DiffusionModel):
+    prompts = [PROMPT, "t9 t4"]
+    want = model.generate(prompts, ASKED)
+    ran = run("diffuse", *prompts, "--model", folder, *SMALL)
+    for number, (prompt, result) in enumerate(zip(prompts, want, strict=True), 1):
+        assert f" {number} of 2 (length) " in ran.out
+        assert prompt + result.text in ran.out
+
+
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, width=80, height=20, highlight=False, emoji=False, _environ={})
+    monkeypatch.setattr("tilewright.cli.diffuse.human_console", lambda _: console)
+    return shown
+
+
+def test_masks_give_way_on_a_terminal(run: Run, folder: Path, model: DiffusionModel, monkeypatch: pytest.MonkeyPatch):
+    shown = on_a_terminal(monkeypatch)
+    ran = run("diffuse", PROMPT, "--model", folder, *SMALL, "--mode", "sparse", "--steps-per-frame", 4, "--json", "-")
+    assert ran.json["host_synchronisations"] == 4
+    frames = [re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", each) for each in shown.getvalue().split("step ")]
+    masks = [frame.count(MASK) for frame in frames]
+    assert sorted(set(masks), reverse=True) == [16, 12, 8, 4, 0]
+    assert shown.getvalue().count("\x1b[1;30;42m") >= 16, "each token stands out once"
+    assert model.generate(PROMPT, replace(ASKED, mode="sparse"))[0].text in shown.getvalue()
+
+
+def test_frames_come_at_a_rate(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """A step that takes next to nothing: the first frame shows one, the next as many as a dispatch takes."""
+    on_a_terminal(monkeypatch)
+    steps, advance = [], DiffusionSession.advance
+
+    def noted(self: DiffusionSession, most: int = 64) -> list[StepReport]:
+        steps.append(most)
+        return advance(self, most)
+
+    monkeypatch.setattr(DiffusionSession, "advance", noted)
+    monkeypatch.setattr("tilewright.cli.diffuse.FRAME_S", 1e9)
+    run("diffuse", PROMPT, "--model", folder, *SMALL)
+    assert steps == [1, 64]
+
+
+def test_what_is_drawn_can_be_drawn_again(run: Run, folder: Path):
+    options = ["--model", folder, *SMALL, "--temperature", 1, "--json", "-"]
+    first = run("diffuse", PROMPT, *options)
+    seed = first.json["seed"][0]
+    assert f"seed {seed}\n" in first.err
+    assert run("diffuse", PROMPT, *options, "--seed", seed).json["response_tokens"] == first.json["response_tokens"]
+
+
+def test_every_option_reaches_its_field(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    seen: list[Any] = []
+
+    def watched(self: DiffusionModel, prompts: Any, request: Denoising) -> DiffusionSession:
+        seen.append(request)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(DiffusionModel, "start", watched)
+    saliency = Saliency(0.9, 2, 3, True, False, False, False)
+    switches = ["--tau", 0.9, "--full-steps", 2, "--every", 3, "--first-layer", "--no-keep-changed", "--no-keep-prompt"]
+    options = (
+        "--new-tokens 24 --block-length 12 --steps 8 --remasking entropy --temperature 0.5 --top-p 0.9 --seed 5 --guidance 1.5"
+    )
+    run("diffuse", PROMPT, "--model", folder, *options.split(), "--mode", "sparse", *switches, "--no-boundary")
+    assert seen == [Denoising(24, 8, 12, "entropy", 0.5, 0.9, 5, None, "sparse", saliency, 1.5)]
+    run("diffuse", PROMPT, "--model", folder, *SMALL, "--threshold", 0.7)
+    assert seen[1].threshold == 0.7
+
+
+def test_prompts_of_a_file_and_of_a_chat(run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A file's prompts come after those of the arguments, and a template makes messages of both."""
+    seen: list[Any] = []
+
+    def watched(self: DiffusionModel, prompts: Any, request: Denoising) -> DiffusionSession:
+        seen.append(prompts)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(DiffusionModel, "start", watched)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "t4 t5"}\n')
+    run("diffuse", "t1", "--prompt-file", tmp_path / "prompts.jsonl", "--model", folder, *SMALL)
+    chatting = write_folder(tmp_path / "chatting")
+    (chatting / "chat_template.jinja").write_text("t9 {{ messages[0]['content'] }} t8")
+    run("diffuse", "t1", "--chat", "--model", chatting, *SMALL)
+    assert seen == [[[1], [4, 5]], [[9, 1, 8]]]
+
+
+def test_a_replay_shows_every_step(run: Run, folder: Path, tmp_path: Path):
+    options = ["--model", folder, *SMALL, "--mode", "sparse", "--threshold", 0.05, "--json", "-"]
+    ran = run("diffuse", PROMPT, *options, "--replay", tmp_path / "page.html")
+    assert f"{tmp_path / 'page.html'} written" in "".join(ran.err.splitlines())
+    page = Page(tmp_path / "page.html")
+    check_self_contained(page)
+    (passage,) = page.data()["passages"]
+    tokens = {placed["position"]: placed["token"]["id"] for step in passage["rounds"] for placed in step["committed"]}
+    assert [tokens[place] for place in range(16)] == ran.json["response_tokens"][0]
+    assert [len(step["committed"]) for step in passage["rounds"]] == ran.json["committed"][0]
+    assert [step["salient"] for step in passage["rounds"]] == ran.json["salient_share_by_step_and_layer"]
+    assert len(passage["baseline"]) == 16, "a token a step"
+    assert all(step["salient"] == [] for step in passage["baseline"])
+
+
+def test_an_interruption_keeps_what_was_there(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    advance, done = DiffusionSession.advance, []
+
+    def interrupted(self: DiffusionSession, steps: int = 64) -> list[StepReport]:
+        if done:
+            raise KeyboardInterrupt
+        done.append(self)
+        return advance(self, 3)
+
+    monkeypatch.setattr(DiffusionSession, "advance", interrupted)
+    ran = run("diffuse", PROMPT, "--model", folder, *SMALL, "--json", "-")
+    assert ran.status == 0
+    assert "interrupted" in ran.err
+    assert (ran.json["steps"], ran.json["finish_reason"]) == (3, ["interrupted"])
+    assert len(ran.json["response_tokens"][0]) == 3, "without its masks"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--new-tokens", 20], "expected new_tokens that are a multiple of the block_length 8, found 20"),
+        (["--new-tokens", 0], "expected new_tokens of at least 1, found 0"),
+        (["--block-length", 0], "expected a block_length of at least 1, found 0"),
+        (["--steps", 5], "expected steps that the 2 blocks divide, found 5"),
+        (["--steps", 32], "expected steps of at most one a token, 16, found 32"),
+        (["--threshold", 0], "expected a threshold above 0, up to 1, found 0"),
+        (["--threshold", 1.5], "expected a threshold above 0, up to 1, found 1.5"),
+        (["--threshold", 0.9, "--steps", 8], "expected steps or a threshold, not both, found 8"),
+        (["--threshold", 0.9, "--remasking", "random"], "expected no threshold with random, which ranks by chance, found 0.9"),
+        (["--tau", 0], "expected a saliency threshold above 0, up to 2, found 0"),
+        (["--full-steps", 0], "expected at least 1 full step, which fills the caches, found 0"),
+        (["--every", 0], "expected whole-sequence steps every 1 step or more, found 0"),
+        (["--mode", "fast"], "fast"),
+        (["--guidance", -1], "expected guidance of at least 0, found -1"),
+        (["--temperature", -1], "expected a temperature of 0, or from 1e-06 to 1e+06, found -1"),
+        (["--steps-per-frame", 0], "expected steps_per_frame from 1 to 64, found 0"),
+        (["--dtype", "float16"], "expected dtype to be one of float32, bfloat16, found 'float16'"),
+        (["--chat"], "--chat needs a model with a chat template"),
+        (["--replay", "absent/page.html"], "--replay absent/page.html: its folder does not exist"),
+        (["--json", "."], "--json .: expected a file, found a folder"),
+        (["--nope"], "unknown option --nope"),
+        (["t39"], "expected a prompt without the mask token 39, found one"),
+        (["t1 " * 4090], "a prompt of 4090 tokens leaves room for 6 in the context of 4096; new_tokens is 16"),
+    ],
+)
+def test_what_is_refused(run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: Any, problem: str):
+    monkeypatch.chdir(tmp_path)
+    default = [] if "--new-tokens" in arguments else ["--new-tokens", 16]
+    default += [] if "--block-length" in arguments else ["--block-length", 8]
+    ran = run("diffuse", PROMPT, *arguments, "--model", folder, *default)
+    assert ran.status == 2
+    assert problem in ran.err
+    assert ran.err.startswith("tilewright: ")
+    assert ran.err.count("\n") == 1
+    assert ran.out == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_mask_outside_the_vocabulary_is_refused(run: Run, tmp_path: Path):
+    folder = write_folder(tmp_path / "model", mask_token_id=40)
+    ran = run("diffuse", PROMPT, "--model", folder, *SMALL)
+    assert (ran.status, ran.out) == (2, "")
+    assert "mask_token_id [40] lies outside the vocabulary of 40" in ran.err
+
+
+def test_a_model_of_another_kind_is_refused(run: Run, tmp_path: Path):
+    folder = write_folder(tmp_path / "model")
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | {"model_type": "qwen3"}))
+    ran = run("diffuse", PROMPT, "--model", folder, *SMALL)
+    assert ran.status == 2
+    assert "model_type must be one of llada, Dream, found 'qwen3'" in ran.err
