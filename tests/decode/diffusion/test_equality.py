@@ -90,7 +90,7 @@ def test_an_end_of_sequence_token_ends_a_row_unless_it_is_to_be_ignored(made: tu
         pytest.param("llada", "auto", marks=needs_native),
         pytest.param("dream", "auto", marks=[needs_native, pytest.mark.slow]),
         pytest.param("llada", "xla", marks=pytest.mark.slow),
-        ("dream", "xla"),
+        pytest.param("dream", "xla", marks=pytest.mark.slow),
     ],
 )
 def test_guidance_in_every_mode_equals_the_reference(family: Any, kernels: str):
@@ -107,10 +107,10 @@ def test_guidance_in_every_mode_equals_the_reference(family: Any, kernels: str):
         compare_all(session, family)
 
 
-QUICK = {("dense", "auto"), ("dense", "xla"), ("sparse", "auto")}
+QUICK = {("dense", "auto", "llada"), ("dense", "xla", "dream"), ("sparse", "auto", "llada")}
 ALONE = [
     pytest.param(mode, backend.values[0], id=f"{mode}-{backend.id}",
-                 marks=[*backend.marks, *(() if (mode, backend.values[0][1]) in QUICK else (pytest.mark.slow,))])
+                 marks=[*backend.marks, *(() if (mode, *backend.values[0][::-1]) in QUICK else (pytest.mark.slow,))])
     for mode in ("dense", "prefix", "dual", "sparse") for backend in BACKENDS
 ]  # fmt: skip
 
