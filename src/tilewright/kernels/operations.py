@@ -92,8 +92,8 @@ class Operations:
     Attributes:
         name: of the implementation, as it is shown to users.
         take: `(table [V, H], index) -> rows [..., H]`: the rows of a table, such as the embeddings of tokens.
-        put: `(table, index [R], rows [R, H]) -> table` with these rows at these places, no two the same; a row whose index is out
-            of range goes nowhere. The table is one of rows `[V, H]`, of whatever shape.
+        put: `(table, index [R], rows [R, H]) -> table` with these rows at these places, no two the same; a row whose index is
+            out of range goes nowhere. The table is one of rows `[V, H]`, of whatever shape.
         linear: `(x, w, out_dtype=None, norm=None, add=None, count=None) -> x @ w + add`, after `norm` if one is given; in
             `out_dtype`, else that of `x`. Of `x` only the first `count` rows need be computed; see `counts`.
         gated_linear: `(x, joined, norm=None, count=None) -> silu(x @ gate) * (x @ up)`.

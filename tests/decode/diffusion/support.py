@@ -1,4 +1,4 @@
-"""What the tests of denoising share: small models, requests as the reference takes them, and when two generations are the same."""
+"""What the tests of denoising share: small models, requests as the reference takes them, and when generations are the same."""
 
 import functools
 import json
@@ -25,7 +25,7 @@ from tilewright.kernels import native
 
 VOCAB = 40
 MARGIN, COSINE_MARGIN = 1e-4, 2e-5
-"""By how much choices must stand apart to be decided in float32; and cosines from their threshold, which depend on fewer sums."""
+"""By how much choices must stand apart to be decided in float32, and cosines from their threshold, which take fewer sums."""
 MODELS: dict[str, Model] = {
     "llada": random_model(5, "llada", VOCAB, hidden=64, layers=2),
     "dream": random_model(6, "dream", VOCAB, hidden=64, layers=2),

@@ -1,4 +1,4 @@
-"""A row of a batch is what it is alone: whatever its neighbours are, how many positions there are, and how steps are dispatched."""
+"""A row of a batch is what it is alone, whatever its neighbours are, its program's shapes, and how steps are dispatched."""
 
 from dataclasses import replace
 from typing import Any

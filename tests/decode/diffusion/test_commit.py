@@ -42,7 +42,11 @@ def test_choices_are_those_of_the_reference(rule: Any, seed: int):
     positions = np.sort(rng.permutation(30)[:BLOCK])[None] + np.arange(4)[:, None]
     steps = rng.integers(0, 30, 4)
     found = run_choose(
-        jnp.asarray(logits), row_options(requests, LONGEST), jnp.asarray(positions, jnp.int32), jnp.asarray(steps, jnp.int32), MASK
+        jnp.asarray(logits),
+        row_options(requests, LONGEST),
+        jnp.asarray(positions, jnp.int32),
+        jnp.asarray(steps, jnp.int32),
+        MASK,
     )
     for (row, at), position in np.ndenumerate(positions):
         noise, uniform = randomness(requests[row].seed or 0)

@@ -5,15 +5,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from decode.diffusion.support import EOS, MODELS, asking, build, folder_of
+from decode.diffusion.support import EOS, MODELS, asking, build, folder_of, needs_native
 from reference.diffusion_cases import MASK
 from tilewright.decode.diffusion.model import DiffusionModel, load
 from tilewright.decode.diffusion.options import Denoising
 from tilewright.decode.diffusion.programs import DiffusionTable
-from tilewright.kernels import native
 
 TABLE = DiffusionTable((1, 2), (32,), (16,), (16,), ())
 
@@ -24,7 +22,7 @@ def model() -> DiffusionModel:
 
 
 def test_a_prompt_is_text_or_tokens(model: DiffusionModel):
-    assert model.encode("t3 t17 t8") == model.encode([3, 17, 8]) == model.encode(np.asarray([3, 17, 8])) == [3, 17, 8]
+    assert model.encode("t3 t17 t8") == model.encode([3, 17, 8]) == [3, 17, 8]
     asked = asking()
     assert model.generate("t3 t17", asked) == model.generate([[3, 17]], asked) == model.generate(["t3 t17"], [asked])
 
@@ -57,14 +55,15 @@ def test_rows_that_draw_get_seeds_that_bring_their_results_back(model: Diffusion
     assert model.generate("t3", asking(seed=None))[0].seed is None
 
 
-def test_a_model_in_bfloat16_and_8_bits_denoises():
-    if native.kernels().isa is None:
-        pytest.skip("needs the CPU kernels")
-    for settings in ({"dtype": "bfloat16"}, {"weights": "int8"}):
-        made = build("tiny", table=TABLE, **settings)
-        for result in made.generate(["t3 t17", "t5"], asking(mode="sparse")):
-            assert MASK not in result.tokens
-            assert len(result.tokens) == 12
+@needs_native
+@pytest.mark.parametrize(
+    "settings", [{"dtype": "bfloat16"}, pytest.param({"weights": "int8"}, marks=pytest.mark.slow)], ids=str
+)
+def test_models_in_few_bits_denoise(settings: dict[str, Any]):
+    made = build("tiny", table=TABLE, **settings)
+    for result in made.generate(["t3 t17", "t5"], asking(mode="sparse")):
+        assert MASK not in result.tokens
+        assert len(result.tokens) == 12
 
 
 BAD: list[tuple[Any, Any, str]] = [

@@ -127,7 +127,8 @@ def test_what_no_sparse_step_can_be(fields: dict[str, Any], said: str):
 
 
 def test_a_request_that_draws_gets_a_seed_and_others_none():
-    for fields in ({"temperature": 0.5}, {"remasking": "random"}, {"remasking": "origin"}):
+    ways: list[dict[str, Any]] = [{"temperature": 0.5}, {"remasking": "random"}, {"remasking": "origin"}]
+    for fields in ways:
         asked = Denoising(**fields)
         assert asked.seeded().seed is not None
         assert asked.seeded().seed != asked.seeded().seed
@@ -202,7 +203,8 @@ SHAPED = DiffusionTable((1, 4), (16, 64, 96), (6, 40), (4, 8, 48), ())
 @given(
     st.lists(
         st.tuples(
-            st.integers(1, 60), st.integers(1, 4), st.sampled_from([1, 4, 5, 8, 10]), st.sampled_from(MODES), st.sampled_from([0.0, 1.0])
+            st.integers(1, 60), st.integers(1, 4), st.sampled_from([1, 4, 5, 8, 10]), st.sampled_from(MODES),
+            st.sampled_from([0.0, 1.0]),
         ),
         min_size=1, max_size=4,
     ),

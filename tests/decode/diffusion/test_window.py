@@ -28,11 +28,11 @@ SIZED = replace(TABLE, batches=(4,))
 class Seen(NamedTuple):
     """A step: the logits of each block's positions, which of them are masked, how the pass went, and what was reported."""
 
-    logits: np.ndarray
-    masked: np.ndarray
+    logits: Any
+    masked: Any
     trace: Any
-    committed: np.ndarray
-    salient: np.ndarray
+    committed: Any
+    salient: Any
 
 
 @partial(jax.jit, static_argnums=0)
@@ -104,8 +104,8 @@ def test_results_do_not_depend_on_buckets():
     requests = [asking(mode="sparse", saliency=how) for how in (PLAIN, REPAIRED, replace(REPAIRED, tau=0.97), EXACT)]
     whole = list(follow(model, requests, buckets=()))
     counts = {int(seen.trace.salient[n].sum()) for _, seen in whole for n in range(2)}
-    assert len({min(n for n in (4, 17, 999) if n >= count) for count in counts}) == 3, counts
-    for (tokens, one), (same_tokens, other) in zip(follow(model, requests, buckets=(4, 17)), whole, strict=True):
+    assert len({min(n for n in (20, 30, 999) if n >= count) for count in counts}) == 3, counts
+    for (tokens, one), (same_tokens, other) in zip(follow(model, requests, buckets=(20, 30)), whole, strict=True):
         np.testing.assert_array_equal(tokens, same_tokens)
         np.testing.assert_array_equal(one.salient, other.salient)
         np.testing.assert_allclose(one.logits[one.masked], other.logits[other.masked], atol=1e-5)
@@ -117,9 +117,9 @@ MASKS = st.lists(st.booleans(), min_size=12, max_size=12).map(lambda mask: np.as
 @given(MASKS)
 def test_picked_positions_come_in_order_and_their_places_too(mask: np.ndarray):
     picked = jax.jit(pick)(mask)
-    count = int(picked.count)
+    count = int(picked.number)
     assert count == mask.sum()
-    assert picked.index[:count].tolist() == np.flatnonzero(mask).tolist()
+    assert picked.indices[:count].tolist() == np.flatnonzero(mask).tolist()
     places = np.asarray(picked.among(jnp.arange(100, 112).reshape(2, 6)))
     assert places.tolist() == [*(np.flatnonzero(mask) + 100), *[-1] * (12 - count)]
 

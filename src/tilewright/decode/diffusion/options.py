@@ -105,7 +105,11 @@ class Denoising:
         for good, expected, found in (
             (self.new_tokens >= 1, "new_tokens of at least 1", self.new_tokens),
             (block >= 1, "a block_length of at least 1", block),
-            (self.new_tokens % max(block, 1) == 0, f"new_tokens that are a multiple of the block_length {block}", self.new_tokens),
+            (
+                self.new_tokens % max(block, 1) == 0,
+                f"new_tokens that are a multiple of the block_length {block}",
+                self.new_tokens,
+            ),
             (self.threshold is None or 0 < self.threshold <= 1, "a threshold above 0, up to 1", self.threshold),
             (
                 self.threshold is None or self.remasking not in BY_CHANCE,

@@ -65,7 +65,9 @@ class DiffusionTable:
             if (not sizes and name != "buckets") or list(sizes) != sorted(set(sizes)) or (sizes and sizes[0] < 1):
                 raise ValueError(f"expected {name} to be sizes of at least 1 in ascending order, found {sizes}")
         if self.responses[-1] >= self.positions[-1]:
-            raise ValueError(f"expected responses shorter than the most positions {self.positions[-1]}, found {self.responses[-1]}")
+            raise ValueError(
+                f"expected responses shorter than the most positions {self.positions[-1]}, found {self.responses[-1]}"
+            )
 
     def shape(self, rows: int, lengths: Sequence[int], requests: Sequence[Denoising]) -> DiffusionShape:
         """The smallest shape for prompts of these lengths.

@@ -15,8 +15,8 @@ from jaxtyping import Float, Int
 from tilewright.decode.diffusion.commit import choose, commits
 from tilewright.decode.diffusion.state import SPANS, DiffusionState, Plan, Span, ended, plan, window_of
 from tilewright.decode.diffusion.window import BUCKETS, Trace, run_window
-from tilewright.kernels.operations import Norm, Operations
-from tilewright.models import decoder, diffusion
+from tilewright.kernels.operations import Operations
+from tilewright.models import diffusion
 from tilewright.models.decoder import DecoderParams
 from tilewright.models.diffusion import DiffusionConfig
 from tilewright.models.stack import SINGLE_DEVICE, Schedule
@@ -117,15 +117,11 @@ def look(
         return ran.hidden, jnp.zeros_like(state.start), state.caches, None
     window = window_of(state, what, how.width(span, length))
     sizes, reduce = how.config.decoder, getattr(how.schedule, "reduce", lambda x: x)
-    x, caches, trace = run_window(
-        sizes, how.ops, params, state.tokens, window, state.caches, how.buckets, how.schedule, reduce
-    )
+    x, caches, trace = run_window(sizes, how.ops, params, state.tokens, window, state.caches, how.buckets, how.schedule, reduce)
     return x, window.positions[:, 0], caches, trace
 
 
-def step_span(
-    how: Denoiser, span: Span, params: DecoderParams, state: DiffusionState
-) -> tuple[DiffusionState, StepInfo]:
+def step_span(how: Denoiser, span: Span, params: DecoderParams, state: DiffusionState) -> tuple[DiffusionState, StepInfo]:
     """One step of a batch none of whose rows asks for more than this span."""
     what = plan(state, how.config.shifted)
     x, begin, caches, trace = look(how, span, params, state, what)

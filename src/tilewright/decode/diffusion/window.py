@@ -1,8 +1,9 @@
 """A forward pass over a window of positions that computes what has changed and takes the rest from caches.
 
-DyLLM (arXiv 2603.08026) recomputes the positions whose attention context turned, *salient* ones, and reuses what the others gave
-the step before. Where every position of a window is salient this is attention over cached keys and values as Fast-dLLM
-(arXiv 2505.22618) has it, and where the window is the whole sequence it is the dense pass. So a batch may hold rows of all kinds.
+DyLLM (arXiv 2603.08026) recomputes the positions whose attention context turned, *salient* ones, and reuses what the others
+gave the step before. Where every position of a window is salient this is attention over cached keys and values as Fast-dLLM
+(arXiv 2505.22618) has it, and where the window is the whole sequence it is the dense pass. So a batch may hold rows of all
+kinds.
 
 How many positions are salient depends on the data; shapes do not. They are gathered into the smallest declared number of rows
 that holds them, chosen on the device, or counted where products leave out rows by themselves (`Operations.counts`).
@@ -58,7 +59,8 @@ def allocate(config: DecoderConfig, batch: int, positions: int, dtype: DTypeLike
         values = (batch, positions, config.num_kv_heads, config.head_dim)
         context = (batch, positions, config.num_heads * config.head_dim)
         shapes = (values, values, context, (batch, positions, config.hidden_size))
-        return LayerCache(*(jnp.zeros(shape, dtype) for shape in shapes), jnp.zeros(values, dtype) if base else None)
+        k, v, seen, ffn = (jnp.zeros(shape, dtype) for shape in shapes)
+        return LayerCache(k, v, seen, ffn, jnp.zeros(values, dtype) if base else None)
 
     return tuple(one() for _ in range(config.num_layers))
 
@@ -92,7 +94,7 @@ class Window:
 
 
 class Trace(NamedTuple):
-    """How a pass went, `[layers, B, W]` each: the positions salient before and after each layer's attention, and the cosines."""
+    """How a pass went, `[layers, B, W]` each: positions salient before and after each layer's attention, and the cosines."""
 
     incoming: Array
     salient: Array
@@ -100,15 +102,15 @@ class Trace(NamedTuple):
 
 
 class Picked(NamedTuple):
-    """Positions of a window that were picked, `[B, W]` flattened: the first `count` entries of `index` `[R]`."""
+    """Positions of a window that were picked, `[B, W]` flattened: the first `number` entries of `indices` `[R]`."""
 
-    index: Array
-    count: Array
+    indices: Array
+    number: Array
 
     def among(self, places: Int[Array, "B W"]) -> Int[Array, " R"]:
         """Their places, and -1 behind them."""
-        slots = jnp.arange(self.index.size)
-        return jnp.where(slots < self.count, places.reshape(-1)[self.index], -1)
+        slots = jnp.arange(self.indices.size)
+        return jnp.where(slots < self.number, places.reshape(-1)[self.indices], -1)
 
 
 def pick(mask: Bool[Array, "B W"]) -> Picked:
@@ -131,19 +133,19 @@ def on_picked(
     *arrays: Float[Array, "R _"],
 ) -> Any:
     """`function(*rows, count=...)` of the picked rows of arrays; of its results, `[R, ...]`, the first `count` rows count."""
-    size = picked.index.size
+    size = picked.indices.size
     if ops.counts:
-        return function(*(ops.take(x, picked.index) for x in arrays), count=picked.count)
+        return function(*(ops.take(x, picked.indices) for x in arrays), count=picked.number)
     sizes = bucket_sizes(buckets, size)
 
     def branch(rows: int) -> Callable[[], Any]:
         def run() -> Any:
-            results = function(*(ops.take(x, picked.index[:rows]) for x in arrays), count=None)
+            results = function(*(ops.take(x, picked.indices[:rows]) for x in arrays), count=None)
             return jax.tree.map(lambda y: jnp.pad(y, [(0, size - rows), *[(0, 0)] * (y.ndim - 1)]), results)
 
         return run
 
-    which = sum((picked.count > rows).astype(jnp.int32) for rows in sizes[:-1]) if len(sizes) > 1 else jnp.int32(0)
+    which = sum((picked.number > rows).astype(jnp.int32) for rows in sizes[:-1]) if len(sizes) > 1 else jnp.int32(0)
     return jax.lax.switch(which, [branch(rows) for rows in sizes])
 
 
@@ -198,7 +200,9 @@ class Pass:
     ) -> tuple[LayerCache, Float[Array, "B C S K D"]]:
         """Keys and values of the salient positions, and by how much the values changed, in this pass and since the base."""
         picked, flat = pick(salient), [part.reshape(-1, part.shape[-1]) for part in (x, *self.rope)]
-        k, v = on_picked(self.ops, self.buckets, lambda *rows, count: self.keys_values(layer, *rows, count), picked, *flat)
+        k, v = on_picked(
+            self.ops, self.buckets, lambda *rows, count: self.keys_values(layer, *rows, count=count), picked, *flat
+        )
         places = picked.among(self.rows)
         old = self.ops.take(cache.v.reshape(-1, v.shape[-1]), jnp.maximum(places, 0))
         moved = self.ops.put(jnp.zeros_like(cache.v), places, v - old)

@@ -1,6 +1,7 @@
 """The operation on a CPU's vector unit; the kernel itself is `cpu.cc`.
 
-Only exact queries meet all values; of the changes only the positions that changed are read. A query's result depends on no other.
+Only exact queries meet all values; of the changes only the positions that changed are read. A query's result depends on no
+other.
 Float32 or bfloat16, in and out; everything between is float32.
 """
 

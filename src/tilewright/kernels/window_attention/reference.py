@@ -53,7 +53,9 @@ def window_attention(
     after = jnp.where(kind == EXACT, full, old)
     for number, step in enumerate(steps):
         after = jnp.where(kind == CARRIED + number, old + step, after)
-    return after.astype(before.dtype), jnp.stack([jnp.sum(x * y, axis=-1) for x, y in ((old, after), (old, old), (after, after))], -1)
+    return after.astype(before.dtype), jnp.stack(
+        [jnp.sum(x * y, axis=-1) for x, y in ((old, after), (old, old), (after, after))], -1
+    )
 
 
 def cosine(statistics: Float32[Array, "*rows 3"]) -> Float32[Array, "*rows"]:
