@@ -39,7 +39,7 @@ def test_the_rows_that_count_have_the_bits_that_all_would_give(
     rng = np.random.default_rng(seed)
     x, norm = (jnp.asarray(normal(rng, *shape), dtype) for shape in ((ROWS, 33), (33,)))
     matrices = [jnp.asarray(normal(rng, 33, 50)) for _ in range(2)]
-    w = cpu.pack_gated(*matrices, kind) if gated else cpu.pack(matrices[0], kind)
+    w = cpu.pack_gated(matrices[0], matrices[1], kind) if gated else cpu.pack(matrices[0], kind)
 
     @jax.jit
     def run(x: jax.Array, w: cpu.PackedMatrix, count: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -63,7 +63,8 @@ def test_one_count_at_most():
     call = jax.ffi.ffi_call("tilewright_linear", jax.ShapeDtypeStruct((5, 50), jnp.float32))
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="expected one number of rows"):
         counts = jnp.asarray([1, 2])
-        found = call(x, w.panels, w.scales, w.sums, *none, counts, gated=False, eps=np.float32(0), first=np.int64(0))
+        options: dict[str, Any] = {"gated": False, "eps": np.float32(0), "first": np.int64(0)}
+        found: Any = call(x, w.panels, w.scales, w.sums, *none, counts, **options)
         jax.block_until_ready(found)
 
 

@@ -9,8 +9,19 @@ from typing import Any
 import pytest
 
 from decode.diffusion.support import (
-    BACKENDS, EOS, EXACT, PLAIN, REPAIRED, TABLE, asking, build, compare, compare_all, needs_native, together
-)  # fmt: skip
+    BACKENDS,
+    EOS,
+    EXACT,
+    PLAIN,
+    REPAIRED,
+    TABLE,
+    asking,
+    build,
+    compare,
+    compare_all,
+    needs_native,
+    together,
+)
 from reference.diffusion_cases import PROMPT
 from tilewright.decode.diffusion.model import DiffusionModel
 from tilewright.decode.diffusion.options import Denoising, Saliency
@@ -33,7 +44,10 @@ ENDING = {"llada": 47, "dream": 104}
 """Seeds with which some rows end early."""
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
+@pytest.fixture(
+    scope="module",
+    params=[*BACKENDS[:1], pytest.param(BACKENDS[1].values[0], id=BACKENDS[1].id, marks=pytest.mark.slow), *BACKENDS[2:]],
+)
 def made(request: pytest.FixtureRequest) -> tuple[DiffusionModel, str]:
     family, kernels = request.param
     return build(family, kernels), family
@@ -90,7 +104,7 @@ def test_an_end_of_sequence_token_ends_a_row_unless_it_is_to_be_ignored(made: tu
         pytest.param("llada", "auto", marks=needs_native),
         pytest.param("dream", "auto", marks=[needs_native, pytest.mark.slow]),
         pytest.param("llada", "xla", marks=pytest.mark.slow),
-        ("dream", "xla"),
+        pytest.param("dream", "xla", marks=pytest.mark.slow),
     ],
 )
 def test_guidance_in_every_mode_equals_the_reference(family: Any, kernels: str):
@@ -107,15 +121,18 @@ def test_guidance_in_every_mode_equals_the_reference(family: Any, kernels: str):
         compare_all(session, family)
 
 
-QUICK = {("dense", "auto"), ("dense", "xla"), ("sparse", "auto")}
-ALONE = [
-    pytest.param(mode, backend.values[0], id=f"{mode}-{backend.id}",
-                 marks=[*backend.marks, *(() if (mode, backend.values[0][1]) in QUICK else (pytest.mark.slow,))])
-    for mode in ("dense", "prefix", "dual", "sparse") for backend in BACKENDS
-]  # fmt: skip
+QUICK = {("dense", "auto", "llada"), ("dense", "xla", "dream"), ("sparse", "auto", "llada")}
 
 
-@pytest.mark.parametrize(("mode", "backend"), ALONE)
+def alone(mode: str, backend: Any) -> Any:
+    family, kernels = backend.values[0]
+    slow = () if (mode, kernels, family) in QUICK else (pytest.mark.slow,)
+    return pytest.param(mode, (family, kernels), id=f"{mode}-{backend.id}", marks=[*backend.marks, *slow])
+
+
+@pytest.mark.parametrize(
+    ("mode", "backend"), [alone(mode, backend) for mode in ("dense", "prefix", "dual", "sparse") for backend in BACKENDS]
+)
 def test_a_mode_by_itself_in_a_program_of_its_own(mode: Any, backend: tuple[str, str]):
     model = build(*backend, replace(TABLE, batches=(1,)))
     for extra in ({}, {"threshold": 0.3}, {"steps": 6, "remasking": "topk_margin"}):

@@ -127,7 +127,8 @@ def test_what_no_sparse_step_can_be(fields: dict[str, Any], said: str):
 
 
 def test_a_request_that_draws_gets_a_seed_and_others_none():
-    for fields in ({"temperature": 0.5}, {"remasking": "random"}, {"remasking": "origin"}):
+    ways: list[dict[str, Any]] = [{"temperature": 0.5}, {"remasking": "random"}, {"remasking": "origin"}]
+    for fields in ways:
         asked = Denoising(**fields)
         assert asked.seeded().seed is not None
         assert asked.seeded().seed != asked.seeded().seed
@@ -174,7 +175,7 @@ def test_a_table_that_is_none_is_refused(fields: dict[str, Any], said: str):
         DiffusionTable(**fields)
 
 
-SMALL = DiffusionTable((1, 2), (32, 64), (8, 16), (4, 16), (None,))
+SMALL = DiffusionTable((1, 2), (32, 64), (8, 16), (4, 16), ())
 
 
 @pytest.mark.parametrize(
@@ -196,13 +197,14 @@ def test_blocks_beyond_the_longest_are_said():
         table.shape(1, [5], [Denoising(32)])
 
 
-SHAPED = DiffusionTable((1, 4), (16, 64, 96), (6, 40), (4, 8, 48), (None,))
+SHAPED = DiffusionTable((1, 4), (16, 64, 96), (6, 40), (4, 8, 48), ())
 
 
 @given(
     st.lists(
         st.tuples(
-            st.integers(1, 60), st.integers(1, 4), st.sampled_from([1, 4, 5, 8, 10]), st.sampled_from(MODES), st.sampled_from([0.0, 1.0])
+            st.integers(1, 60), st.integers(1, 4), st.sampled_from([1, 4, 5, 8, 10]), st.sampled_from(MODES),
+            st.sampled_from([0.0, 1.0]),
         ),
         min_size=1, max_size=4,
     ),

@@ -17,7 +17,7 @@ from tilewright.compiled.store import Store
 from tilewright.decode.diffusion.options import Denoising, row_options
 from tilewright.decode.diffusion.state import DiffusionState
 from tilewright.decode.diffusion.steps import Denoiser, run_steps
-from tilewright.decode.diffusion.window import BUCKETS, Buckets, LayerCache, allocate
+from tilewright.decode.diffusion.window import BUCKETS, LayerCache, allocate
 from tilewright.kernels.operations import Operations
 from tilewright.models.decoder import DecoderParams
 from tilewright.models.diffusion import DiffusionConfig
@@ -56,20 +56,17 @@ class DiffusionTable:
 
     Attributes:
         batches, positions, responses, blocks: numbers of rows, and lengths, in ascending order.
-        buckets: numbers of salient positions that programs compute; None, the last, for all.
+        buckets: numbers of salient positions that programs compute, besides all.
     """
 
     batches: tuple[int, ...] = (1, 4)
     positions: tuple[int, ...] = (256, 512, 1024, 2048, 4096)
     responses: tuple[int, ...] = (64, 128, 256, 512, 1024)
     blocks: tuple[int, ...] = (8, 32, 128)
-    buckets: Buckets = BUCKETS
+    buckets: tuple[int, ...] = BUCKETS
 
     def __post_init__(self) -> None:
-        if not self.buckets or self.buckets[-1] is not None or None in self.buckets[:-1]:
-            raise ValueError(f"expected buckets with None, for all, as the last of them, found {self.buckets}")
-        for name, all_sizes in vars(self).items():
-            sizes = [size for size in all_sizes if size is not None]
+        for name, sizes in vars(self).items():
             if (not sizes and name != "buckets") or list(sizes) != sorted(set(sizes)) or (sizes and sizes[0] < 1):
                 raise ValueError(f"expected {name} to be sizes of at least 1 in ascending order, found {sizes}")
         if self.responses[-1] >= self.positions[-1]:

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 
 from tilewright.decode.diffusion.commit import choose, commits
 from tilewright.decode.diffusion.state import SPANS, DiffusionState, Plan, Span, ended, plan, window_of
-from tilewright.decode.diffusion.window import BUCKETS, Buckets, Trace, run_window
+from tilewright.decode.diffusion.window import BUCKETS, Trace, run_window
 from tilewright.kernels.operations import Operations
 from tilewright.models import diffusion
 from tilewright.models.decoder import DecoderParams
@@ -35,7 +35,7 @@ class Denoiser:
         block: K.
         dense: every row computes everything in every step: no caches.
         guided: the second half of the batch repeats the first with the prompt masked.
-        buckets: numbers of salient positions that programs are made for.
+        buckets: numbers of salient positions that programs are made for, besides all.
     """
 
     config: DiffusionConfig
@@ -44,7 +44,7 @@ class Denoiser:
     block: int
     dense: bool = False
     guided: bool = False
-    buckets: Buckets = BUCKETS
+    buckets: tuple[int, ...] = BUCKETS
     schedule: Schedule = SINGLE_DEVICE
 
     @property

@@ -30,9 +30,8 @@ from tilewright.models.decoder import DecoderConfig, DecoderParams, Layer
 from tilewright.models.layers import rope_tables
 from tilewright.models.stack import SINGLE_DEVICE, Schedule
 
-Buckets = tuple[int | None, ...]
-BUCKETS: Buckets = (32, 64, 128, 256, None)
-"""Numbers of salient positions that programs are made for, in ascending order; None stands for all."""
+BUCKETS = (32, 64, 128, 256)
+"""Numbers of salient positions that programs are made for, besides all."""
 
 
 @jax.tree_util.register_dataclass
@@ -104,42 +103,42 @@ class Trace(NamedTuple):
 
 
 class Picked(NamedTuple):
-    """Positions of a window that were picked, `[B, W]` flattened: the first `number` entries of `which` `[R]`."""
+    """Positions of a window that were picked, `[B, W]` flattened: the first `number` entries of `indices` `[R]`."""
 
-    which: Array
+    indices: Array
     number: Array
 
     def among(self, places: Int[Array, "B W"]) -> Int[Array, " R"]:
         """Their places, and -1 behind them."""
-        slots = jnp.arange(self.which.size)
-        return jnp.where(slots < self.number, places.reshape(-1)[self.which], -1)
+        slots = jnp.arange(self.indices.size)
+        return jnp.where(slots < self.number, places.reshape(-1)[self.indices], -1)
 
 
 def pick(ops: Operations, mask: Bool[Array, "B W"]) -> Picked:
     return Picked(*ops.compact(mask.reshape(-1)))
 
 
-def bucket_sizes(buckets: Buckets, rows: int) -> tuple[int, ...]:
+def bucket_sizes(buckets: tuple[int, ...], rows: int) -> tuple[int, ...]:
     """The numbers of rows that programs for up to `rows` are made for."""
-    return tuple(dict.fromkeys(min(rows if size is None else size, rows) for size in buckets))
+    return (*(size for size in buckets if size < rows), rows)
 
 
 def on_picked(
     ops: Operations,
-    buckets: Buckets,
+    buckets: tuple[int, ...],
     function: Callable[..., Any],
     picked: Picked,
     *arrays: Float[Array, "R _"],
 ) -> Any:
     """`function(*rows, count=...)` of the picked rows of arrays; of its results, `[R, ...]`, the first `count` rows count."""
-    size = picked.which.size
+    size = picked.indices.size
     if ops.counts:
-        return function(*(ops.take(x, picked.which) for x in arrays), count=picked.number)
+        return function(*(ops.take(x, picked.indices) for x in arrays), count=picked.number)
     sizes = bucket_sizes(buckets, size)
 
     def branch(rows: int) -> Callable[[], Any]:
         def run() -> Any:
-            results = function(*(ops.take(x, picked.which[:rows]) for x in arrays), count=None)
+            results = function(*(ops.take(x, picked.indices[:rows]) for x in arrays), count=None)
             return jax.tree.map(lambda y: jnp.pad(y, [(0, size - rows), *[(0, 0)] * (y.ndim - 1)]), results)
 
         return run
@@ -159,7 +158,7 @@ class Pass:
 
     config: DecoderConfig
     ops: Operations
-    buckets: Buckets
+    buckets: tuple[int, ...]
     window: Window
     rope: tuple[Array, Array]
     schedule: Schedule
@@ -249,7 +248,7 @@ def run_window(
     tokens: Int[Array, "B S"],
     window: Window,
     caches: tuple[LayerCache, ...],
-    buckets: Buckets = BUCKETS,
+    buckets: tuple[int, ...] = BUCKETS,
     schedule: Schedule = SINGLE_DEVICE,
 ) -> tuple[Float[Array, "B W H"], tuple[LayerCache, ...], Trace]:
     """All layers over a window.
