@@ -3,8 +3,8 @@
     python benchmarks/diffusion_tpu.py [--chips v5e:1x1 v6e:1x1] [--positions 1024] [--response 256] [--json FILE]
 
 Some layers of the real shapes and the output head for one block of 32, compiled by the chip's own compiler; figures of a layer
-are differences between two numbers of layers. Each number of salient positions is a program of its own here. Cycles are those of the plain XLA version, for the compiler gives none for a Pallas
-kernel; bytes are told for both.
+are differences between two numbers of layers. Each number of salient positions is a program of its own here. Cycles are those
+of the plain XLA version, for the compiler gives none for a Pallas kernel; bytes are told for both.
 """
 
 import argparse
@@ -77,8 +77,8 @@ def main() -> None:
     for chip in how.chips:
         for kernels in ("xla", "auto"):
             cases: list[tuple[str, str, int | None]] = [("dense", "whole", None)]
-            for span, window in (("whole", how.positions), ("response", how.response)):
-                cases += [(span, span, round(share * window)) for share in how.shares]
+            for span, size in (("whole", how.positions), ("response", how.response)):
+                cases += [(span, span, round(share * size)) for share in how.shares]
             base: dict[str, Any] = {}
             for name, span, salient in cases:
                 found = figures(how, chip, kernels, span, salient)

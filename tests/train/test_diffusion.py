@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from models.sizes import decoder_config
-from reference.diffusion_model_numpy import dream_logits, llada_logits, shifted
+from reference.diffusion_forward_numpy import dream_logits, llada_logits, shifted
 from tilewright.kernels.select import PLAIN
 from tilewright.models import diffusion
 from tilewright.models.diffusion import DiffusionConfig

@@ -79,6 +79,7 @@ SHAPES: list[dict[str, Any]] = [{"batches": (1,)}, {"positions": (48,)}, {"respo
 
 
 @needs_native
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
