@@ -107,3 +107,18 @@ def test_what_does_not_fit_is_refused(table: tuple[int, ...], index: tuple[int, 
     call = jax.ffi.ffi_call("tilewright_put", jax.ShapeDtypeStruct(table, jnp.float32))
     with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="shapes or types do not fit"):
         jax.block_until_ready(jax.jit(call)(jnp.zeros(table), jnp.zeros(index, jnp.int32), jnp.zeros(rows)))
+
+
+@pytest.mark.parametrize(
+    "exchange", [pytest.param(cpu.exchange, id="cpu", marks=needs_native), pytest.param(xla.exchange, id="xla")]
+)
+@given(st.integers(0, 2**31 - 1), DTYPES)
+def test_an_exchange_gives_what_stood_there(exchange: Any, seed: int, dtype: Any):
+    rng = np.random.default_rng(seed)
+    index = rng.permutation(np.arange(-3, 10))[:6].astype(np.int32)
+    table, new = jnp.asarray(rng.integers(-100, 100, (2, 4, 3)), dtype), jnp.asarray(rng.integers(-100, 100, (6, 3)), dtype)
+    after, old = jax.jit(exchange)(table, index, new)
+    np.testing.assert_array_equal(after, jax.jit(xla.put)(table, index, new))
+    flat = np.asarray(table).reshape(8, 3)
+    for row, at in zip(np.asarray(old), index, strict=True):
+        np.testing.assert_array_equal(row, flat[at] if 0 <= at < 8 else np.zeros(3, flat.dtype))

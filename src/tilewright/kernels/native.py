@@ -39,7 +39,7 @@ TARGETS = {
     },
     "window_attention": {"tilewright_window_attention": "TilewrightWindowAttention"},
     "compact": {"tilewright_compact": "TilewrightCompact"},
-    "put": {"tilewright_put": "TilewrightPut"},
+    "put": {"tilewright_put": "TilewrightPut", "tilewright_exchange": "TilewrightExchange"},
     "read": {"tilewright_read": "TilewrightRead"},
     "rms_norm": {
         "tilewright_rms_norm": "TilewrightRmsNorm",

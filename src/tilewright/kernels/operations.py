@@ -94,6 +94,7 @@ class Operations:
         take: `(table [V, H], index) -> rows [..., H]`: the rows of a table, such as the embeddings of tokens.
         put: `(table, index [R], rows [R, H]) -> table` with these rows at these places, no two the same; a row whose index is
             out of range goes nowhere. The table is one of rows `[V, H]`, of whatever shape.
+        exchange: `(table, index, rows) -> (table, old rows)`: the same, and what stood there; zeros for rows that go nowhere.
         compact: `(mask [R]) -> (index [R], count)`: the places where it holds, in order, and how many they are.
         linear: `(x, w, out_dtype=None, norm=None, add=None, count=None) -> x @ w + add`, after `norm` if one is given; in
             `out_dtype`, else that of `x`. Of `x` only the first `count` rows need be computed; see `counts`.
@@ -138,6 +139,7 @@ class Operations:
     name: str
     take: Callable[[Array, Array], Array]
     put: Callable[[Array, Array, Array], Array]
+    exchange: Callable[[Array, Array, Array], tuple[Array, Array]]
     compact: Callable[[Array], tuple[Array, Array]]
     linear: Callable[..., Array]
     gated_linear: Callable[..., Array]

@@ -103,7 +103,7 @@ class Counted:
 def test_a_dispatch_runs_many_steps_and_the_host_waits_for_none(
     model: DiffusionModel, monkeypatch: pytest.MonkeyPatch, steps: int, dispatches: int
 ):
-    """It reads after the dispatch, what all of its steps report at once, and which rows are done."""
+    """It reads once after the dispatch: what all of its steps report."""
     calls: list[str] = []
     session = model.start([[1, 2, 3]], asking(mode="sparse", saliency=REPAIRED))
     program = Counted(model.programs.get(DiffusionKey("denoise", session.shape)), calls)
@@ -111,7 +111,7 @@ def test_a_dispatch_runs_many_steps_and_the_host_waits_for_none(
     monkeypatch.setattr(module, "np", Counted(np, calls))
     while not session.finished:
         session.advance(steps)
-    assert calls == ["dispatch", "read", "read"] * dispatches
+    assert calls == ["dispatch", "read"] * dispatches
     assert len(session.reports) == 12
 
 
@@ -157,11 +157,11 @@ def cache_copies(text: str, cache: LayerCache) -> Counter[str]:
 
 
 def test_no_cache_is_copied_but_values(program: Any):
-    """Three spans of two layers. Values are copied where the old ones are read beside the new, and where `base` begins anew."""
+    """Three spans of two layers. Values are copied where the whole sequence is computed and `base` begins anew."""
     kernels, compiled, caches = program
     if kernels == "xla":
         pytest.skip("XLA's own updates are its own affair")
     copied = cache_copies(compiled.as_text() or "", caches[0])
-    assert copied["f32[3,48,2,16]"] <= 3 * 2 * 3, copied
+    assert copied["f32[3,48,2,16]"] <= 2, copied
     assert copied["f32[3,48,64]"] <= 2, copied
     assert set(copied) <= {"f32[3,48,2,16]", "f32[3,48,64]"}, "nothing is reshaped to be written"

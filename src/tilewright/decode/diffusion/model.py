@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from tilewright.decode.diffusion.options import Denoising
 from tilewright.decode.diffusion.programs import AXIS, DiffusionKey, DiffusionPrograms, DiffusionTable
 from tilewright.decode.diffusion.state import SPANS
+from tilewright.decode.diffusion.steps import STEPS_PER_DISPATCH
 from tilewright.decode.language_model import check_dtype
 from tilewright.kernels.select import Kernels, Weights, operations
 from tilewright.models import decoder, diffusion, hub
@@ -76,15 +77,22 @@ class DiffusionSession:
         self.state = programs.state(self.shape, self.prompts, self.requests, caches)
         self.finished = False
 
-    def advance(self, steps: int = 64) -> list[StepReport]:
-        """Runs up to so many steps on the device, with one read at the end. Returns their reports."""
+    def advance(self, steps: int = STEPS_PER_DISPATCH) -> list[StepReport]:
+        """Runs up to so many steps on the device, with one read at the end. Returns their reports.
+
+        Raises:
+            ValueError: less than one step is asked for.
+        """
+        if steps < 1:
+            raise ValueError(f"expected at least 1 step, found {steps}")
         run = self.model.programs.get(DiffusionKey("denoise", self.shape))
         self.state, packed = run(self.model.programs.params, self.state, np.int32(steps))
-        told, rows = np.asarray(packed), len(self.prompts)
-        ran = told[: int(np.count_nonzero((told[:, :rows, 0] >= 0).any(axis=1)))]
-        new = [StepReport(SPANS[int(one[0, 1])], one[:rows, 0], one[:rows, 2:]) for one in ran]
+        rows = len(self.prompts)
+        told = np.asarray(packed)[:, :rows]
+        ran = told[: int(np.count_nonzero((told[..., 0] >= 0).any(axis=1)))]
+        new = [StepReport(SPANS[int(one[0, 1])], one[:, 0], one[:, 3:]) for one in ran]
         self.reports += new
-        self.finished = bool(np.asarray(self.state.done)[:rows].all())
+        self.finished = self.finished or bool(ran[-1, :, 2].all())
         return new
 
     def tokens(self) -> list[list[int]]:

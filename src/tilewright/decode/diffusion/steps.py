@@ -65,17 +65,20 @@ class StepInfo(NamedTuple):
     Attributes:
         committed: `[B]`: tokens that it committed; -1 for a row that took no step.
         span: `[]`: the number in `SPANS` of what was looked at.
+        done: `[B]`: whether it needs no more steps.
         salient: `[B, layers]`: positions whose MLP was computed; 0 where every step is dense.
     """
 
     committed: Any
     span: Any
+    done: Any
     salient: Any
 
     def packed(self) -> Int[Array, "B _"]:
         """All of it in one array, which comes to the host in one piece."""
         span = jnp.broadcast_to(self.span, self.committed.shape)
-        return jnp.concatenate([self.committed[:, None], span[:, None], self.salient], axis=1).astype(jnp.int32)
+        columns = [self.committed, span, self.done.astype(jnp.int32)]
+        return jnp.concatenate([jnp.stack(columns, axis=1), self.salient], axis=1).astype(jnp.int32)
 
 
 def halves(how: Denoiser, x: Array) -> tuple[Array, Array]:
@@ -161,7 +164,7 @@ def step_span(how: Denoiser, span: Span, params: DecoderParams, state: Diffusion
     count = jnp.where(state.done, -1, jnp.sum(taken, axis=1))
     layers = how.config.decoder.num_layers
     salient = jnp.zeros((len(count), layers), jnp.int32) if trace is None else jnp.sum(trace.salient, axis=2).T
-    return after, StepInfo(count.astype(jnp.int32), jnp.int32(SPANS.index(span)), salient.astype(jnp.int32))
+    return after, StepInfo(count.astype(jnp.int32), jnp.int32(SPANS.index(span)), after.done, salient.astype(jnp.int32))
 
 
 def settle(
@@ -207,7 +210,9 @@ def step_of(how: Denoiser) -> Callable[[DecoderParams, DiffusionState], tuple[Di
         asked = jnp.max(plan(state, how.config.shifted).span)
         least = jnp.min(jnp.where(jnp.asarray(offered) >= asked, jnp.asarray(offered), len(SPANS)))
         layers = how.config.decoder.num_layers
-        nothing = StepInfo(jnp.zeros_like(state.step), jnp.int32(0), jnp.zeros((len(state.step), layers), jnp.int32))
+        nothing = StepInfo(
+            jnp.zeros_like(state.step), jnp.int32(0), state.done, jnp.zeros((len(state.step), layers), jnp.int32)
+        )
         carry = (state, nothing)
         for span in how.spans:
 
@@ -226,7 +231,7 @@ def run_steps(
     """Up to `limit` (at most `most`) steps on the device, fewer once every row is done. DONATES state."""
     step = step_of(how)
     layers = how.config.decoder.num_layers
-    reports = jnp.full((most, len(state.tokens), 2 + layers), -1, jnp.int32)
+    reports = jnp.full((most, len(state.tokens), 3 + layers), -1, jnp.int32)
 
     def going(carry: tuple[Any, ...]) -> Array:
         count, state, _ = carry

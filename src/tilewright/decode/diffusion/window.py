@@ -201,9 +201,9 @@ class Pass:
         picked, flat = pick(self.ops, salient), [part.reshape(-1, part.shape[-1]) for part in (x, *self.rope)]
         k, v = on_picked(self.ops, self.buckets, partial(self.keys_values, layer), picked, *flat)
         places = picked.among(self.rows)
-        old = self.ops.take(cache.v.reshape(-1, v.shape[-1]), jnp.maximum(places, 0))
-        moved = self.ops.put(jnp.zeros_like(cache.v), places, v - old)
-        after = replace(cache, k=self.ops.put(cache.k, places, k), v=self.ops.put(cache.v, places, v))
+        values, old = self.ops.exchange(cache.v, places, v)
+        moved = self.ops.put(jnp.zeros_like(values), places, v - old)
+        after = replace(cache, k=self.ops.put(cache.k, places, k), v=values)
         changes = [moved] if self.window.catches_up is None else [moved, after.v - cache.base]
         return after, jnp.stack(changes, axis=1)
 

@@ -22,8 +22,27 @@ ffi::Error Put(ffi::AnyBuffer table, ffi::Buffer<ffi::S32> index, ffi::AnyBuffer
   return ffi::Error::Success();
 }
 
+// The same, and the rows that stood there before; zeros for those that go nowhere.
+ffi::Error Exchange(ffi::AnyBuffer table, ffi::Buffer<ffi::S32> index, ffi::AnyBuffer rows, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> old) {
+  const auto dims = rows.dimensions();
+  if (dims.size() != 2 || static_cast<size_t>(dims[0]) != index.element_count() || old->element_type() != table.element_type() ||
+      old->element_count() != rows.element_count() || (dims[1] == 0 ? table.element_count() != 0 : table.element_count() % dims[1] != 0))
+    return ffi::Error::InvalidArgument("tilewright_exchange: shapes or types do not fit");
+  const size_t row = dims[1] * ffi::ByteWidth(table.element_type());
+  const int64_t places = dims[1] == 0 ? 0 : table.element_count() / dims[1];
+  auto* to = static_cast<char*>(old->untyped_data());
+  for (size_t i = 0; i < index.element_count(); ++i, to += row) {
+    const int64_t at = index.typed_data()[i];
+    if (at >= 0 && at < places) std::memcpy(to, static_cast<const char*>(table.untyped_data()) + at * row, row);
+    else std::memset(to, 0, row);
+  }
+  return Put(table, index, rows, out);
+}
+
 }  // namespace
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightExchange, Exchange,
+                              ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Arg<ffi::Buffer<ffi::S32>>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightPut, Put,
                               ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Arg<ffi::Buffer<ffi::S32>>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
 

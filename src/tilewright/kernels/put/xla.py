@@ -13,3 +13,13 @@ def put(table: Shaped[Array, "*table"], index: Int[Array, " R"], rows: Shaped[Ar
     flat = table.reshape(-1, rows.shape[1])
     at = jnp.where(index < 0, flat.shape[0], index)
     return flat.at[at].set(rows.astype(table.dtype), mode="drop").reshape(table.shape)
+
+
+def exchange(
+    table: Shaped[Array, "*table"], index: Int[Array, " R"], rows: Shaped[Array, "R H"]
+) -> tuple[Shaped[Array, "*table"], Shaped[Array, "R H"]]:
+    """The same, and the rows that stood there before; zeros for those that go nowhere."""
+    flat = table.reshape(-1, rows.shape[1])
+    here = (index >= 0) & (index < flat.shape[0])
+    old = jnp.where(here[:, None], flat[jnp.where(here, index, 0)], jnp.zeros((), table.dtype))
+    return put(table, index, rows), old
