@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from models.sizes import decoder_config
-from reference.diffusion_forward_numpy import dream_logits, llada_logits, shifted
+from reference.diffusion_model_numpy import predictions, read_model
 from tilewright.kernels.select import PLAIN, operations, training_operations
 from tilewright.models import decoder, diffusion, hub
 from tilewright.models.checkpoint import save_params
@@ -108,7 +108,7 @@ def test_logits_equal_numpy(stored: Path):
     found, (tokens, _) = own_logits(config, params), rows(config)
     for row, length in enumerate(LENGTHS):
         ids = tokens[row, :length].tolist()
-        expected = shifted(dream_logits(fields, tensors, ids)) if config.shifted else llada_logits(fields, tensors, ids)
+        expected = predictions(read_model(fields, tensors), ids)
         np.testing.assert_allclose(found[row, :length], expected, rtol=0, atol=TOLERANCE)
 
 

@@ -1,4 +1,4 @@
-"""A small diffusion language model of random weights on disk, with a tokenizer of words."""
+"""Small diffusion language models of random weights on disk, with a tokenizer of words."""
 
 import json
 from pathlib import Path
@@ -7,22 +7,27 @@ from typing import Any, Literal
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from reference.diffusion_model_numpy import checkpoint, random_model
+from reference.diffusion_model_numpy import Model, checkpoint, random_model
 
 VOCAB, MASK, EOS = 40, 39, 38
 
 
-def write_folder(folder: Path, family: Literal["llada", "dream"] = "llada", seed: int = 3, **fields: Any) -> Path:
-    """A model of two layers; the word "t7" is token 7.
+def write_model(folder: Path, model: Model, mask: int, eos: int, **fields: Any) -> Path:
+    """A checkpoint with a tokenizer: the word "t7" is token 7.
 
     Args:
         fields: of its `config.json` that are to be otherwise.
     """
-    config, tensors = checkpoint(random_model(seed, family, vocab=VOCAB, layers=2), mask=MASK, eos=EOS)
+    config, tensors = checkpoint(model, mask, eos)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config | fields))
     save_file(tensors, folder / "model.safetensors")
-    tokenizer = Tokenizer(models.WordLevel({f"t{token}": token for token in range(VOCAB)}, unk_token="t0"))
+    tokenizer = Tokenizer(models.WordLevel({f"t{token}": token for token in range(len(model.embed))}, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
+
+
+def write_folder(folder: Path, family: Literal["llada", "dream"] = "llada", seed: int = 3, **fields: Any) -> Path:
+    """A model of two layers of its own; see `write_model`."""
+    return write_model(folder, random_model(seed, family, vocab=VOCAB, layers=2), MASK, EOS, **fields)

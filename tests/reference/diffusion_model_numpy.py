@@ -6,7 +6,7 @@ V vocabulary. Weights are `[out, in]`, as checkpoints hold them.
 Sources: LLaDA (arXiv 2502.09992) and Dream (arXiv 2508.15487), their published configurations and modelling code.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -177,6 +177,8 @@ OUTER = {
     "dream": ("model.embed_tokens", "model.norm", "lm_head", "model.layers"),
 }
 """Names in a checkpoint: of a layer's tensors, in the order of `FIELDS`; of embedding, final norm, head and layers."""
+COUNTS = (("n_layers", "num_hidden_layers"), ("n_heads", "num_attention_heads"))
+"""How many layers and heads there are, in the words of LLaDA's and of Dream's `config.json`."""
 
 
 def checkpoint(model: Model, mask: int, eos: int) -> tuple[dict[str, Any], dict[str, NDArray[np.float32]]]:
@@ -207,3 +209,28 @@ def checkpoint(model: Model, mask: int, eos: int) -> tuple[dict[str, Any], dict[
             if (bias := getattr(layer, f"{own}_bias", None)) is not None:
                 tensors[f"{blocks}.{i}.{name}.bias"] = bias
     return config, {name: np.ascontiguousarray(tensor, np.float32) for name, tensor in tensors.items()}
+
+
+def read_model(config: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> Model:
+    """The model of a checkpoint, the inverse of `checkpoint`; a tied one has its embedding as its head."""
+    family: Any = config["model_type"].lower()
+    w = {name: np.asarray(tensor, np.float64) for name, tensor in tensors.items()}
+    embed, norm, head, blocks = OUTER[family]
+    names = dict(zip(FIELDS, NAMES[family], strict=True))
+
+    def layer(n: int) -> Layer:
+        biases = {f"{field}_bias": w.get(f"{blocks}.{n}.{names[field]}.bias") for field in "qkv"}
+        return Layer(**{field: w[f"{blocks}.{n}.{name}.weight"] for field, name in names.items()}, **biases)
+
+    count, heads = (config.get(name) or config[other] for name, other in COUNTS)
+    layers = [layer(n) for n in range(count)]
+    return Model(
+        family, w[f"{embed}.weight"], layers, w[f"{norm}.weight"], w.get(f"{head}.weight", w[f"{embed}.weight"]),
+        len(layers[0].q) // heads, config["rope_theta"], config["rms_norm_eps"],
+    )  # fmt: skip
+
+
+def predictions(model: Model, tokens: Sequence[int] | Rows) -> Array:
+    """Logits `[n, V]` that predict each position: those of the row before it where they are shifted, for the first its own."""
+    logits, _ = dense(model, tokens)
+    return np.concatenate([logits[:1], logits[:-1]]) if model.shift else logits

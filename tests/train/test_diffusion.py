@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from models.sizes import decoder_config
-from reference.diffusion_forward_numpy import dream_logits, llada_logits, shifted
+from reference.diffusion_model_numpy import predictions, read_model
 from tilewright.kernels.select import PLAIN
 from tilewright.models import diffusion
 from tilewright.models.diffusion import DiffusionConfig
@@ -77,8 +77,7 @@ def test_the_loss_is_that_of_numpy(config: DiffusionConfig, monkeypatch: pytest.
         masked = np.flatnonzero(ids == 39)
         assert ((first <= masked) & (masked < valid)).all()
         shares.append(len(masked) / (valid - first))
-        logits = (llada_logits if config is LLADA else dream_logits)(fields, tensors, ids[:valid].tolist())
-        logits = shifted(logits) if config.shifted else logits
+        logits = predictions(read_model(fields, tensors), ids[:valid].tolist())
         losses = (
             np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1)) + logits.max(1) - logits[range(valid), tokens[:valid]]
         )

@@ -1,7 +1,6 @@
 """What the tests of denoising share: small models, requests as the reference takes them, and when generations are the same."""
 
 import functools
-import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,11 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from reference.diffusion_cases import MASK
-from reference.diffusion_model_numpy import Model, checkpoint, random_model, softmax
+from reference.diffusion_folder import write_model
+from reference.diffusion_model_numpy import Model, random_model, softmax
 from reference.diffusion_numpy import CachedMode, Dense, Generation, Mode, Request, SparseMode, Step, generate
 from tilewright.decode.diffusion.model import DiffusionModel, DiffusionSession, load
 from tilewright.decode.diffusion.options import ALWAYS, Denoising, Saliency
@@ -46,21 +44,9 @@ BACKENDS = [
 ]
 
 
-def folder_of(model: Model, folder: Path, eos: int) -> Path:
-    """A checkpoint with a tokenizer: the word "t7" is token 7."""
-    config, tensors = checkpoint(model, MASK, eos)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors")
-    tokenizer = Tokenizer(models.WordLevel({f"t{token}": token for token in range(len(model.embed))}, unk_token="t0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
-
-
 def build(family: str, kernels: Any = "auto", table: DiffusionTable = TABLE, **settings: Any) -> DiffusionModel:
     with tempfile.TemporaryDirectory() as folder:
-        return load(folder_of(MODELS[family], Path(folder), EOS[family]), kernels=kernels, table=table, **settings)
+        return load(write_model(Path(folder), MODELS[family], MASK, EOS[family]), kernels=kernels, table=table, **settings)
 
 
 def asking(**changes: Any) -> Denoising:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from decode.diffusion.support import EOS, MODELS, asking, build, folder_of, needs_native
+from decode.diffusion.support import EOS, MODELS, asking, build, needs_native
 from reference.diffusion_cases import MASK
+from reference.diffusion_folder import write_model
 from tilewright.decode.diffusion.model import DiffusionModel, load
 from tilewright.decode.diffusion.options import Denoising
 from tilewright.decode.diffusion.programs import DiffusionTable
@@ -102,7 +103,7 @@ def test_a_prompt_may_fill_the_context(model: DiffusionModel):
 
 
 def test_the_context_is_the_models_where_that_is_smaller(tmp_path: Path):
-    folder = folder_of(MODELS["tiny"], tmp_path, EOS["tiny"])
+    folder = write_model(tmp_path, MODELS["tiny"], MASK, EOS["tiny"])
     fields = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(fields | {"max_sequence_length": 20}))
     made = load(folder, kernels="xla", table=TABLE)
@@ -133,7 +134,7 @@ def test_settings_that_are_none_are_said_before_anything_is_read(settings: dict[
     ],
 )
 def test_a_configuration_that_does_not_fit_is_said(tmp_path: Path, change: dict[str, Any], said: str):
-    folder = folder_of(MODELS["tiny"], tmp_path, EOS["tiny"])
+    folder = write_model(tmp_path, MODELS["tiny"], MASK, EOS["tiny"])
     fields = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(fields | change))
     with pytest.raises(ValueError, match=said):
