@@ -219,8 +219,9 @@ def read_model(config: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -
     names = dict(zip(FIELDS, NAMES[family], strict=True))
 
     def layer(n: int) -> Layer:
-        biases = {f"{field}_bias": w.get(f"{blocks}.{n}.{names[field]}.bias") for field in "qkv"}
-        return Layer(**{field: w[f"{blocks}.{n}.{name}.weight"] for field, name in names.items()}, **biases)
+        given: dict[str, Any] = {field: w[f"{blocks}.{n}.{name}.weight"] for field, name in names.items()}
+        given |= {f"{field}_bias": w.get(f"{blocks}.{n}.{names[field]}.bias") for field in ("q", "k", "v")}
+        return Layer(**given)
 
     count, heads = (config.get(name) or config[other] for name, other in COUNTS)
     layers = [layer(n) for n in range(count)]
