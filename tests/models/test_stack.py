@@ -67,7 +67,7 @@ class Tiled(SingleDevice):
     def run(
         self, stack: Stack, x: Array, rows: Rows, kept: tuple[Any, ...], taps: tuple[int, ...]
     ) -> tuple[Array, tuple[Array, ...], tuple[Any, ...]]:
-        def linear(x: Array, w: Array, out_dtype: Any = None, norm: Any = None, add: Any = 0) -> Array:
+        def linear(x: Array, w: Array, out_dtype: Any = None, norm: Any = None, add: Any = 0, count: Any = None) -> Array:
             pairs = zip(jnp.split(x, self.tiles, axis=-1), jnp.split(w, self.tiles), strict=True)
             return sum((stack.ops.linear(part, tile) for part, tile in pairs), start=jnp.float32(0)) + add
 

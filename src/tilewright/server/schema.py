@@ -58,8 +58,18 @@ WHOLE = BeforeValidator(whole)
 OnlyZero = Annotated[
     Annotated[int, Field(ge=0, le=0), WHOLE] | None, expect("is not offered by this server; it may be 0", "not_offered")
 ]
-OnlyFalse = Annotated[Literal[False] | None, expect("is not offered by this server; it may be false", "not_offered")]
-OnlyTrue = Annotated[Literal[True] | None, expect("is not offered by this server; it may be true", "not_offered")]
+
+
+def flag(value: Any) -> Any:
+    """JSON's true and false are no numbers: to Python 0.0 is False."""
+    if value is not None and not isinstance(value, bool):
+        raise PydanticCustomError("expected", "expected true or false")
+    return value
+
+
+FLAG = BeforeValidator(flag)
+OnlyFalse = Annotated[Literal[False] | None, FLAG, expect("is not offered by this server; it may be false", "not_offered")]
+OnlyTrue = Annotated[Literal[True] | None, FLAG, expect("is not offered by this server; it may be true", "not_offered")]
 
 TOKEN_ID = "TokenId"
 """The title of token ids in the schema, whose bound depends on the model."""
