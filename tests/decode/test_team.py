@@ -83,7 +83,7 @@ def check_rounds(session: Session) -> None:
             assert 1 <= added <= drafted + 1 <= choice.width
 
 
-@settings(max_examples=8)
+@settings(max_examples=12)
 @given(RUNS)
 def test_any_sequence_of_choices_gives_the_tokens_of_plain_decoding(lm: LanguageModel, runs: list[tuple[Choice, int]]):
     want = tokens_of(lm, ASKED, REQUESTS, speculative=False)
@@ -99,7 +99,7 @@ def test_every_choice_drafts(lm: LanguageModel):
         assert max(max(result.acceptance_lengths) for result in session.results()) > 1, choice
 
 
-@settings(max_examples=5)
+@settings(max_examples=12)
 @given(RUNS)
 def test_contexts_keep_up(lm: LanguageModel, runs: list[tuple[Choice, int]]):
     """After any rounds each drafter proposes what it proposes behind the same text as a prompt."""

@@ -34,7 +34,7 @@ def held(capacities: tuple[int, ...], lengths: np.ndarray) -> int | None:
     return sum(next(c for c in capacities if c >= n) for n in lengths.tolist())
 
 
-@settings(max_examples=60)
+@settings(max_examples=200)
 @given(LENGTHS, st.integers(1, 5), st.sampled_from([1, 3, 4, 16]))
 def test_capacities_are_the_best_of_all(lengths: np.ndarray, most: int, multiple: int):
     choices = capacity_choices(lengths, most, multiple)

@@ -24,9 +24,9 @@ PAGE_SIZE = 16
 """The smallest there is: requests cross pages, run out of them and share them most often."""
 PATIENCE_S = 300.0
 """How long nothing may come of anything before the engine counts as stuck."""
-SCARCE = (0.4, 0.2)
-"""Of the pages that as many requests as there are slots may come to need, how many a scarce pool has; the next where nobody had
-to give way."""
+SCARCE = (0.4, 0.2, 0.7)
+"""Of the pages that as many requests as there are slots may come to need, how many a scarce pool has; the next where something
+that was to happen did not: nobody had to give way, or no page outlasted its request until another one began alike."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class EnginePath:
                 client.run()
                 problem = problem or client.problem or left_over(self.engine, held)
             answers += [Answer(one, tokens) for one, tokens in zip(in_order, client.tokens, strict=True)]
-            if problem or self.engine.figures().preemptions > before.preemptions:
+            if problem or not self.lacking(exercised_between(before, self.engine.figures())):
                 break
         after = self.engine.figures()
         if after.compilations > before.compilations:

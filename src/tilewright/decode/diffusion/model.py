@@ -183,10 +183,7 @@ class DiffusionModel:
         Raises:
             ValueError: what does not fit, and why.
         """
-        listed = [prompts] if isinstance(prompts, str) else list(prompts)
-        each = [requests] * len(listed) if isinstance(requests, Denoising) else list(requests)
-        if not listed or len(each) != len(listed):
-            raise ValueError(f"expected prompts and a request for each, found {len(listed)} and {len(each)}")
+        listed, each = paired(prompts, requests)
         encoded = [self.encode(prompt) for prompt in listed]
         for tokens, request in zip(encoded, each, strict=True):
             self.check(tokens, request)
@@ -196,10 +193,7 @@ class DiffusionModel:
         self, prompts: str | Sequence[str | Sequence[int]], requests: Denoising | Sequence[Denoising] = Denoising()
     ) -> list[Denoised]:
         """Denoises a response to every prompt, in as many batches as it takes; arguments as for `start`."""
-        listed = [prompts] if isinstance(prompts, str) else list(prompts)
-        each = [requests] * len(listed) if isinstance(requests, Denoising) else list(requests)
-        if not listed or len(each) != len(listed):
-            raise ValueError(f"expected prompts and a request for each, found {len(listed)} and {len(each)}")
+        listed, each = paired(prompts, requests)
         most, found = self.table.batches[-1], []
         for first in range(0, len(listed), most):
             session = self.start(listed[first : first + most], each[first : first + most])
@@ -212,6 +206,17 @@ class DiffusionModel:
         """Compiles every program of the table that requests of these modes can use, so that no call compiles any more."""
         shapes = self.table.shapes(self.context, modes, guided)
         self.programs.warm((key for shape in shapes for key in self.programs.keys(shape)), console)
+
+
+def paired(
+    prompts: str | Sequence[str | Sequence[int]], requests: Denoising | Sequence[Denoising]
+) -> tuple[list[str | Sequence[int]], list[Denoising]]:
+    """Each prompt with a request. Raises a `ValueError` for none, or for as many others."""
+    listed: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
+    each = [requests] * len(listed) if isinstance(requests, Denoising) else list(requests)
+    if not listed or len(each) != len(listed):
+        raise ValueError(f"expected prompts and a request for each, found {len(listed)} and {len(each)}")
+    return listed, each
 
 
 def divided(config: DiffusionConfig, mesh: Mesh, params: DecoderParams) -> DecoderParams:

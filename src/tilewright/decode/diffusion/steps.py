@@ -81,16 +81,6 @@ class StepInfo(NamedTuple):
         return jnp.concatenate([jnp.stack(columns, axis=1), self.salient], axis=1).astype(jnp.int32)
 
 
-def halves(how: Denoiser, x: Array) -> tuple[Array, Array]:
-    half = len(x) // 2
-    return x[:half], x[half:]
-
-
-def twice(how: Denoiser, x: Array) -> Array:
-    """What holds of rows, for those without their prompts too."""
-    return jnp.concatenate([x, x]) if how.guided else x
-
-
 def candidates(state: DiffusionState, how: Denoiser) -> tuple[Int[Array, "B K"], Array]:
     """The positions of each row's block, and which of them are masked."""
     positions = state.block_start[:, None] + jnp.arange(how.block, dtype=jnp.int32)[None]
@@ -148,8 +138,8 @@ def block_logits(how: Denoiser, span: Span, params: DecoderParams, state: Diffus
     positions, masked = candidates(state, how)
     logits = predicted(how, params, x, begin, what.first, positions)
     if how.guided:
-        with_prompt, without = halves(how, logits)
-        scale = jnp.asarray(state.options.guidance)[: len(without), None, None]
+        with_prompt, without = jnp.split(logits, 2)
+        scale = jnp.split(jnp.asarray(state.options.guidance), 2)[0][:, None, None]
         logits = without + (scale + 1) * (with_prompt - without)
         logits = jnp.concatenate([logits, logits])
     return BlockLogits(logits, positions, masked, caches, trace)
@@ -178,7 +168,7 @@ def settle(
     tokens = jnp.where(changed, jnp.take_along_axis(token, slot, axis=1), state.tokens)
     eos = ended(tokens, state, how.config.mask_token_id, how.config.eos_token_ids)
     if how.guided:  # the first half decides
-        eos = twice(how, halves(how, eos)[0])
+        eos = jnp.tile(jnp.split(eos, 2)[0], 2)
     full = ~jnp.any(masked & ~taken, axis=1)
     block_start = jnp.where(full, state.block_stop, state.block_start)
     finished = eos | (block_start >= state.stop)
