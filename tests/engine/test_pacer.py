@@ -5,7 +5,8 @@ import pytest
 
 from tilewright.decode.state import StepInfo
 from tilewright.engine.device import Sent
-from tilewright.engine.pacer import FIRST_ROUNDS, Pacer
+from tilewright.engine.pace import FIRST_ROUNDS
+from tilewright.engine.pacer import Pacer
 from tilewright.engine.programs import EnginePrograms
 
 

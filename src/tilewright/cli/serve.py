@@ -11,7 +11,10 @@ from rich.console import Console
 
 from tilewright import __version__
 from tilewright.cli.common import DEMO, ModelOptions, named_model, progress_console
+from tilewright.cli.diffusion_options import DEMO as DEMO_DIFFUSION
+from tilewright.cli.serve_diffusion import DenoisingOptions, diffusion_engine, is_diffusion
 from tilewright.decode.drafters.load import NGRAM
+from tilewright.engine.diffusion import DiffusionEngine
 from tilewright.engine.engine import Engine
 from tilewright.engine.options import EngineOptions
 from tilewright.engine.shape_file import read_table
@@ -23,8 +26,14 @@ SPECULATIVE_FIELDS = ("method", "model", "num_speculative_tokens")
 METHODS = ("dflash", "eagle3", NGRAM)
 
 SEVERAL = Parameter(consume_multiple=True, negative=())
-DEMO_TEMPLATE = "{% for message in messages %}{{ message.content }}{{ '' if loop.last else '\n' }}{% endfor %}"
-"""The demo continues Python code and knows no roles: it is given what was said, line after line."""
+DEMO_TEMPLATES = {
+    DEMO: ChatTemplate.compiled(
+        "{% for message in messages %}{{ message.content }}{{ '' if loop.last else '\n' }}{% endfor %}", "the demo's template"
+    ),
+    DEMO_DIFFUSION: ChatTemplate.compiled("{{ messages[-1].content }}\n", "the demo's template"),
+}
+"""The demos know no roles: the one that continues Python code is given what was said, line after line, the one that writes
+arithmetic out in steps what was said last."""
 
 
 @Parameter(name="*")
@@ -100,12 +109,21 @@ class CapacityOptions:
     queue_requests: int = EngineOptions.queue_requests
     queue_tokens: int = EngineOptions.queue_tokens
 
+    @property
+    def shared(self) -> dict[str, Any]:
+        """What every engine takes."""
+        return {"queue_requests": self.queue_requests, "queue_tokens": self.queue_tokens, "guard": self.guard}
+
+    def refuse_paging(self) -> None:
+        """Raises a `ValueError` for anything that was said of pages, for a model that has none."""
+        for name in ("shapes", "page_size", "pages", "prefix_cache"):
+            if getattr(self, name) != getattr(CapacityOptions, name):
+                raise ValueError(f"--{name.replace('_', '-')} is for models that decode token by token; this one denoises")
+
     def engine_options(self, context: int) -> EngineOptions:
         """As the engine takes them, for a model of this context."""
         table = None if self.shapes is None else read_table(self.shapes)
-        options = EngineOptions(
-            table, self.page_size, self.pages, self.queue_requests, self.queue_tokens, self.prefix_cache, self.guard
-        )
+        options = EngineOptions(table, self.page_size, self.pages, self.prefix_cache, **self.shared)
         if self.slots is None:
             return options
         if self.slots < 1:
@@ -162,6 +180,7 @@ def serve(
     models: ModelOptions = ModelOptions(),
     speculation: SpeculationOptions = SpeculationOptions(),
     capacity: CapacityOptions = CapacityOptions(),
+    denoising: DenoisingOptions = DenoisingOptions(),
     http: HttpOptions = HttpOptions(),
 ) -> None:
     """Serves a model over HTTP, for any OpenAI client.
@@ -169,30 +188,40 @@ def serve(
     Parameters
     ----------
     model
-        A folder, a Hugging Face id, or "demo", as --model; the demo drafts by n-grams unless --drafter says otherwise.
+        A folder, a Hugging Face id, "demo" or "demo-diffusion", as --model; the demo drafts by n-grams unless --drafter says
+        otherwise.
     """
     models = speculation.applied(named_model(model, models))
     if models.drafter is None and models.model == DEMO:
         models = replace(models, drafter=NGRAM)
     console = Console(stderr=True, highlight=False, emoji=False)
     with listen(http.host, http.port) as listening:
-        template = demo_template() if models.model == DEMO else models.chat_template(console)
+        template = DEMO_TEMPLATES.get(models.model) or models.chat_template(console)
         options = http.server_options(models.model, template)
-        lm = models.load(console)
-        engine = Engine(lm, capacity.engine_options(lm.target.max_position_embeddings))
+        engine = engine_of(models, capacity, denoising, console)
         said = ready_line(options, models, engine, url_of(listening))
         Server(Api(engine, options), http.drain, said, progress_console(console)).run(listening)
 
 
-def demo_template() -> ChatTemplate:
-    return ChatTemplate.compiled(DEMO_TEMPLATE, "the demo's template")
+def engine_of(
+    models: ModelOptions, capacity: CapacityOptions, denoising: DenoisingOptions, console: Console
+) -> Engine | DiffusionEngine:
+    """The engine for a model of either kind."""
+    if is_diffusion(models, console):
+        capacity.refuse_paging()
+        return diffusion_engine(models, denoising, capacity.slots, capacity.shared, console)
+    denoising.refuse()
+    lm = models.load(console)
+    return Engine(lm, capacity.engine_options(lm.target.max_position_embeddings))
 
 
-def ready_line(options: ServerOptions, models: ModelOptions, engine: Engine, url: str) -> Callable[[], None]:
+def ready_line(options: ServerOptions, models: ModelOptions, engine: Engine | DiffusionEngine, url: str) -> Callable[[], None]:
     """What says that the server is ready."""
 
     def say() -> None:
         drafter = "no drafter" if models.drafter in (None, "none") else f"drafter {models.drafter}"
+        if isinstance(engine, DiffusionEngine):
+            drafter = f"{engine.options.defaults.mode} steps"
         print(f"{options.name} with {drafter} at {url} (context {engine.context})", flush=True)
 
     return say

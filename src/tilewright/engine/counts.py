@@ -1,6 +1,6 @@
 """What an engine counts, in its `Figures`."""
 
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -29,27 +29,16 @@ def count_rounds(counted: Figures, sent: Sent, infos: StepInfo) -> None:
     counted.widths[name] = counted.widths.get(name, 0) + rounds
 
 
-def snapshot(counted: Figures, scheduler: Scheduler, asked: int, asked_tokens: int, step_age_s: float) -> Figures:
-    """The figures as they stand.
-
-    Args:
-        asked, asked_tokens: requests that the scheduler has not seen yet.
-    """
+def standing(scheduler: Scheduler) -> dict[str, Any]:
+    """The figures that a scheduler's accounts say."""
     pages = scheduler.pages
-    return replace(
-        counted,
-        running=sum(seat is not None for seat in scheduler.seats),
-        waiting=len(scheduler.waiting) + asked,
-        waiting_tokens=scheduler.waiting_tokens + asked_tokens,
-        slots=len(scheduler.seats),
-        pages=pages.count,
-        pages_used=pages.used,
-        pages_cached=pages.cached,
-        prefix_queries=scheduler.prefix_queries,
-        prefix_hits=scheduler.prefix_hits,
-        preemptions=scheduler.preemptions,
-        accepted_at=list(counted.accepted_at),
-        widths=dict(counted.widths),
-        ended=dict(counted.ended),
-        step_age_s=step_age_s,
-    )
+    return {
+        "running": sum(seat is not None for seat in scheduler.seats),
+        "slots": len(scheduler.seats),
+        "pages": pages.count,
+        "pages_used": pages.used,
+        "pages_cached": pages.cached,
+        "prefix_queries": scheduler.prefix_queries,
+        "prefix_hits": scheduler.prefix_hits,
+        "preemptions": scheduler.preemptions,
+    }

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
+from tilewright.decode.diffusion.options import Denoising
 from tilewright.decode.request import Result
 from tilewright.decode.sampling import Sampling
 from tilewright.decode.scores import MOST_ALTERNATIVES
@@ -53,8 +54,42 @@ class Ask:
             raise ValueError(f"expected logprobs from 0 to {MOST_ALTERNATIVES}, found {self.logprobs}")
         if self.prompt_logprobs and self.logprobs is None:
             raise ValueError("expected logprobs with prompt_logprobs, found none")
-        if self.deadline_s is not None and not self.deadline_s > 0:
-            raise ValueError(f"expected a deadline of more than 0 seconds, found {self.deadline_s}")
+        check_deadline(self.deadline_s)
+
+
+@dataclass(frozen=True)
+class DenoisingAsk:
+    """One request of a diffusion language model.
+
+    Attributes:
+        prompt: token ids, at least one.
+        denoising: how its response comes about.
+        stop: strings that end it, once they stand in finished blocks.
+        deadline_s: seconds after which it is ended, waiting or not; None for never.
+    """
+
+    prompt: Sequence[int]
+    denoising: Denoising = field(default_factory=Denoising)
+    stop: tuple[str, ...] = ()
+    deadline_s: float | None = None
+    logprobs: ClassVar[None] = None
+    """A response does not come token by token: no token has a probability given those before it."""
+
+    def __post_init__(self) -> None:
+        check_deadline(self.deadline_s)
+        Sampling(stop=self.stop)  # says what is wrong with the strings
+
+    @property
+    def sampling(self) -> Sampling:
+        asked = self.denoising
+        return Sampling(
+            asked.new_tokens, asked.temperature, asked.top_p, seed=asked.seed, stop=self.stop, ignore_eos=asked.ignore_eos
+        )
+
+
+def check_deadline(deadline_s: float | None) -> None:
+    if deadline_s is not None and not deadline_s > 0:
+        raise ValueError(f"expected a deadline of more than 0 seconds, found {deadline_s}")
 
 
 class TokenLogprobs(NamedTuple):
@@ -141,13 +176,15 @@ class Ticket:
         number: its place in the order of arrival, from 0.
         cached_tokens: of the prompt, how many were found in the prefix cache.
         preemptions: how often it gave its pages to an older one and was computed anew.
+        steps: denoising steps that it took.
     """
 
-    ask: Ask
+    ask: Ask | DenoisingAsk
     number: int
     times: Times = field(default_factory=Times)
     cached_tokens: int = 0
     preemptions: int = 0
+    steps: int = 0
     result: Result | None = None
     """All that came of it, once it has ended: tokens, text, acceptance lengths, drafts run and accepted, widths chosen."""
 

@@ -10,37 +10,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tilewright.decode.request import Request
 from tilewright.decode.shadow import NGramShadow
 from tilewright.decode.shapes import ShapeTable
 from tilewright.engine.pages import Pages, page_keys
-from tilewright.engine.request import Listener, Ticket
+from tilewright.engine.service import Taken
 
 
 @dataclass(eq=False)
-class Job:
+class Job(Taken):
     """A request on its way, in a slot or not.
 
     Attributes:
-        request: its text so far.
         shadow: follows its text for n-gram drafting, where a team has that.
         queued: tokens that it was queued with.
-        faults: how many dispatches failed with it aboard.
         prompt_scores: what prefill said of the prompt, as far as it went, still on the device; None once it was told, or where
             nobody asks.
     """
 
-    ticket: Ticket
-    listener: Listener
-    request: Request
     shadow: NGramShadow | None = None
     queued: int = 0
-    faults: int = 0
     prompt_scores: list[tuple[Any, int]] | None = None
-
-    @property
-    def number(self) -> int:
-        return self.ticket.number
 
     @property
     def scored(self) -> bool:

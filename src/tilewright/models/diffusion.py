@@ -77,6 +77,11 @@ class DiffusionConfig:
         return self.decoder.eos_token_ids
 
 
+def is_diffusion(folder: Path) -> bool:
+    """Whether a folder holds a LLaDA or Dream. Raises a `ValueError` if it holds no configuration."""
+    return read_config(folder).get("model_type") in MODEL_TYPES
+
+
 def config_from_hf(fields: Mapping[str, Any], where: str = "config.json") -> DiffusionConfig:
     """Reads the `config.json` of a LLaDA or Dream.
 

@@ -6,21 +6,23 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
-from tilewright.engine.engine import Engine
+from tilewright.engine.diffusion import DiffusionEngine
 from tilewright.engine.request import Overloaded
+from tilewright.engine.service import Service
 from tilewright.models.chat import ChatTemplate
 from tilewright.server.asks import Plan, plan_of, rough_size
+from tilewright.server.denoising import DenoisingChatBody, DenoisingCompletionBody
 from tilewright.server.errors import ApiError, invalid_body
 from tilewright.server.forms import Served
 from tilewright.server.generation import Running, overloaded, stopping
 from tilewright.server.metrics import EngineCollector, Timings
-from tilewright.server.schema import GenerationBody, ModelBody
+from tilewright.server.schema import ChatBody, CompletionBody, GenerationBody, ModelBody
 from tilewright.server.tokens import TokenTexts
 
 Body = TypeVar("Body", bound=ModelBody)
@@ -77,7 +79,7 @@ class Api:
         pending_requests, pending_tokens: those that are being tokenised, about: the engine does not know of them yet.
     """
 
-    engine: Engine
+    engine: Service[Any]
     options: ServerOptions
     stopping: bool = False
     pending_requests: int = 0
@@ -89,12 +91,21 @@ class Api:
 
     def __post_init__(self) -> None:
         self.served = Served(
-            self.engine, self.options.name, self.options.version, int(time.time()), TokenTexts(self.engine.lm.tokenizer)
+            self.engine, self.options.name, self.options.version, int(time.time()), TokenTexts(self.engine.tokenizer)
         )
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(self.engine, self.options.name))
         self.timings = Timings(self.registry, self.options.name)
         self.threads = ThreadPoolExecutor(TOKENISERS, "tokenise")
+
+    @property
+    def completion_body(self) -> type[CompletionBody]:
+        """What the model that is served takes; `chat_body` likewise."""
+        return DenoisingCompletionBody if isinstance(self.engine, DiffusionEngine) else CompletionBody
+
+    @property
+    def chat_body(self) -> type[ChatBody]:
+        return DenoisingChatBody if isinstance(self.engine, DiffusionEngine) else ChatBody
 
     async def body(self, request: Request, kind: type[Body]) -> Body:
         """The body of a request.

@@ -33,7 +33,7 @@ def make_app(api: Api) -> ASGIApp:
     routes.add_exception_handler(Disconnected, nobody)
     routes.add_exception_handler(ClientDisconnect, nobody)
     routes.add_exception_handler(Exception, failure)
-    routes.openapi = describe(routes, api.options.name, api.engine.lm.target.vocab_size)
+    routes.openapi = describe(routes, (api.completion_body, api.chat_body), api.options.name, api.engine.vocab_size)
     app: ASGIApp = routes
     if api.options.api_keys:
         app = Keys(app, api.options.api_keys)

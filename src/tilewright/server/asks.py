@@ -8,9 +8,11 @@ from typing import Any
 import jinja2
 
 from tilewright.decode.sampling import Sampling
-from tilewright.engine.engine import Engine
-from tilewright.engine.request import Ask
+from tilewright.engine.diffusion import DiffusionEngine
+from tilewright.engine.request import Ask, DenoisingAsk
+from tilewright.engine.service import Service
 from tilewright.models.chat import ChatTemplate
+from tilewright.server.denoising import DenoisingBody, asks_of
 from tilewright.server.errors import ApiError
 from tilewright.server.schema import ChatBody, CompletionBody, GenerationBody, Message
 from tilewright.server.tokens import Offsets
@@ -48,7 +50,7 @@ class Plan:
 
     prompts: list[Prompted]
     choices: int
-    asks: list[Ask]
+    asks: list[Ask] | list[DenoisingAsk]
 
     def prompt_of(self, index: int) -> Prompted:
         return self.prompts[index // self.choices]
@@ -116,27 +118,31 @@ def seeded(sampling: Sampling, choice: int) -> Sampling:
     return sampling if sampling.seed is None else replace(sampling, seed=(sampling.seed + choice) % 2**32)
 
 
-def new_tokens_of(body: GenerationBody, prompt: Sequence[int], context: int) -> int:
+def new_tokens_of(body: GenerationBody, prompt: Sequence[int], context: int, otherwise: int | None = None) -> int:
     """How many tokens to generate after a prompt.
+
+    Args:
+        otherwise: if the body does not say; None for what OpenAI generates then.
 
     Raises:
         ApiError: the context has no room for them.
     """
     room = context - len(prompt)
     asked = given(body.max_completion_tokens, body.max_tokens) if isinstance(body, ChatBody) else body.max_tokens
-    default = room if isinstance(body, ChatBody) else min(room, COMPLETION_TOKENS)
-    if room < given(asked, 1):
+    default = otherwise if otherwise is not None else room if isinstance(body, ChatBody) else min(room, COMPLETION_TOKENS)
+    least = given(asked, given(otherwise, 1))
+    if room < least:
         raise ApiError(
             400,
             f"this model's context has {context} positions; the prompt has {len(prompt)} tokens, and at least "
-            f"{given(asked, 1)} are to be generated",
+            f"{least} are to be generated",
             "context_length_exceeded",
             "messages" if isinstance(body, ChatBody) else "prompt",
         )
     return given(asked, default)
 
 
-def plan_of(body: GenerationBody, engine: Engine, template: ChatTemplate | None, deadline_s: float | None) -> Plan:
+def plan_of(body: GenerationBody, engine: Service[Any], template: ChatTemplate | None, deadline_s: float | None) -> Plan:
     """Tokenises, and makes the requests. This may take a while.
 
     Raises:
@@ -150,45 +156,50 @@ def plan_of(body: GenerationBody, engine: Engine, template: ChatTemplate | None,
         assert isinstance(body, CompletionBody)
         echo, logprobs = bool(body.echo), body.logprobs
         prompts = [prompted(one, engine, echo, logprobs is not None) for one in listed(body.prompt)]
-    choices, asks = given(body.n, 1), list[Ask]()
-    for prompt in prompts:
-        sampling = sampling_of(body, new_tokens_of(body, prompt.tokens, engine.context))
-        for choice in range(choices):
-            how = (logprobs, echo and logprobs is not None, deadline_s)
-            asks.append(Ask(prompt.tokens, seeded(sampling, choice), *how))
-    for ask in asks[::choices]:
-        try:
+    choices, asks = given(body.n, 1), list[Any]()
+    try:
+        for prompt in prompts:
+            if isinstance(body, DenoisingBody):
+                assert isinstance(engine, DiffusionEngine), "the routes take the bodies of what they serve"
+                defaults = engine.options.defaults
+                new_tokens = new_tokens_of(body, prompt.tokens, engine.context, defaults.new_tokens)
+                asks += asks_of(body, prompt.tokens, new_tokens, defaults, choices, deadline_s)
+            else:
+                sampling = sampling_of(body, new_tokens_of(body, prompt.tokens, engine.context))
+                how = (logprobs, echo and logprobs is not None, deadline_s)
+                asks += [Ask(prompt.tokens, seeded(sampling, choice), *how) for choice in range(choices)]
+        for ask in asks[::choices]:
             engine.check(ask)
-        except ValueError as error:
-            raise ApiError(400, str(error), "invalid_value") from error
+    except ValueError as error:
+        raise ApiError(400, str(error), "invalid_value") from error
     return Plan(prompts, choices, asks)
 
 
-def prompted(prompt: str | list[int], engine: Engine, echo: bool, offsets: bool) -> Prompted:
+def prompted(prompt: str | list[int], engine: Service[Any], echo: bool, offsets: bool) -> Prompted:
     """A prompt of `/v1/completions`."""
-    tokenizer = engine.lm.tokenizer
+    tokenizer = engine.tokenizer
     try:
         if isinstance(prompt, list):
-            tokens = engine.lm.encode(prompt)
+            tokens = engine.encode(prompt)
             if not echo:
                 return Prompted(tokens)
             begins = Offsets(tokenizer, skip_special_tokens=False).of(tokens) if offsets else ()
             return Prompted(tokens, tokenizer.decode(tokens, skip_special_tokens=False), tuple(begins))
         if not (echo and offsets):
-            return Prompted(engine.lm.encode(prompt), prompt)
+            return Prompted(engine.encode(prompt), prompt)
         encoding = tokenizer.encode(prompt)
-        return Prompted(engine.lm.encode(encoding.ids), prompt, tuple(begin for begin, _ in encoding.offsets))
+        return Prompted(engine.encode(encoding.ids), prompt, tuple(begin for begin, _ in encoding.offsets))
     except ValueError as error:
         raise ApiError(400, f"'prompt': {error}", "invalid_value", "prompt") from error
 
 
-def conversation(body: ChatBody, engine: Engine, template: ChatTemplate | None) -> Prompted:
+def conversation(body: ChatBody, engine: Service[Any], template: ChatTemplate | None) -> Prompted:
     """The prompt that the chat template makes of a conversation."""
     thinking = body.chat_template_kwargs is not None and bool(body.chat_template_kwargs.enable_thinking)
     text = rendered(body.messages, template, thinking=thinking)
     try:
         # The template has put the special tokens where the model wants them.
-        return Prompted(engine.lm.encode(engine.lm.tokenizer.encode(text, add_special_tokens=False).ids))
+        return Prompted(engine.encode(engine.tokenizer.encode(text, add_special_tokens=False).ids))
     except ValueError as error:
         raise ApiError(400, f"'messages': {error}", "invalid_value", "messages") from error
 

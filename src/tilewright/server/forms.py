@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from tilewright.decode.acceptance import num_spec_tokens, speculative_decoding
-from tilewright.engine.engine import Engine
+from tilewright.decode.acceptance import speculative_decoding
 from tilewright.engine.request import EndReason, Ticket, Token, TokenLogprobs, Update
+from tilewright.engine.service import Service
 from tilewright.server.asks import Plan
 from tilewright.server.logprobs import chat_logprobs, completion_logprobs
 from tilewright.server.responses import (
@@ -23,6 +23,7 @@ from tilewright.server.responses import (
     CompletionChoice,
     CompletionLogprobs,
     Delta,
+    DenoisingSteps,
     FinishReason,
     Metrics,
     PromptDetails,
@@ -48,7 +49,7 @@ class Served:
         created: when the server began, in Unix seconds.
     """
 
-    engine: Engine
+    engine: Service[Any]
     name: str
     version: str
     created: int
@@ -109,7 +110,10 @@ class Form(ABC):
         result = self.tickets[0].result
         if len(self.tickets) != 1 or result is None:
             return Metrics(speculative_decoding=None)
-        found = speculative_decoding([result], num_spec_tokens(self.served.engine.lm))
+        if steps := self.tickets[0].steps:
+            told = DenoisingSteps(steps=steps, tokens_per_step=len(result.tokens) / steps)
+            return Metrics(speculative_decoding=None, denoising=told)
+        found = speculative_decoding([result], self.served.engine.num_spec_tokens)
         return Metrics(speculative_decoding=None if found is None else SpeculativeDecoding.model_validate(found))
 
     def finish(self, update: Update) -> FinishReason | None:

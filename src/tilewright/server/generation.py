@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tilewright.engine.engine import Engine
-from tilewright.engine.request import Ask, Overloaded, Stopped, Ticket, Update
+from tilewright.engine.request import Ask, DenoisingAsk, Overloaded, Stopped, Ticket, Update
+from tilewright.engine.service import Service
 from tilewright.server.errors import ApiError
 from tilewright.server.forms import FINISHES, Form, completed, joined
 from tilewright.server.metrics import Timings
@@ -54,13 +54,13 @@ class Running:
     It is made in the event loop that listens.
     """
 
-    def __init__(self, engine: Engine, timings: Timings):
+    def __init__(self, engine: Service[Any], timings: Timings):
         self.engine, self.timings = engine, timings
         self.loop, self.told = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Update]]()
         self.tickets: list[Ticket] = []
         self.ended: set[int] = set()
 
-    def submit(self, asks: Sequence[Ask]) -> None:
+    def submit(self, asks: Sequence[Ask] | Sequence[DenoisingAsk]) -> None:
         """Submits requests, on any thread.
 
         Raises:

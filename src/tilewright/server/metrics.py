@@ -4,13 +4,14 @@ Where a figure means what it means in vLLM it has vLLM's name; the others begin 
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tilewright.engine.engine import Engine
 from tilewright.engine.request import EndReason, Figures, Times
+from tilewright.engine.service import Service
 
 FINISHED: Mapping[EndReason, str] = {
     "eos": "stop", "stop": "stop", "length": "length", "cancelled": "abort", "deadline": "abort", "error": "error",
@@ -64,7 +65,11 @@ FAMILIES = {
         "phase",
         lambda f: {"warm": f.programs, "serving": f.compilations},
     ),
-    "tilewright_rounds": ("Rounds, by drafter and block width.", "choice", lambda f: f.widths),
+    "tilewright_rounds": (
+        "Rounds, by drafter and block width; denoising steps, by what they look at.",
+        "choice",
+        lambda f: f.widths,
+    ),
 }
 """Counters with a label besides the model's name."""
 
@@ -86,7 +91,7 @@ def by_finish(ended: Mapping[str, int]) -> dict[str, int]:
 class EngineCollector(Collector):
     """Reads the engine's figures when Prometheus asks."""
 
-    def __init__(self, engine: Engine, model: str):
+    def __init__(self, engine: Service[Any], model: str):
         self.engine, self.model = engine, model
 
     def describe(self) -> Iterable[Metric]:

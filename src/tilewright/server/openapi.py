@@ -1,6 +1,6 @@
 """The OpenAPI description: bodies as `schema.py` declares them, narrowed to the model that is served."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -9,9 +9,9 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from tilewright.server.errors import ErrorBody
-from tilewright.server.schema import TOKEN_ID, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from tilewright.server.schema import TOKEN_ID, DetokenizeBody, TokenizeBody
 
-BODIES: tuple[type[BaseModel], ...] = (ChatBody, CompletionBody, DetokenizeBody, TokenizeBody)
+BODIES: tuple[type[BaseModel], ...] = (DetokenizeBody, TokenizeBody)
 REFERENCE = "#/components/schemas/{model}"
 
 Json = dict[str, Any]
@@ -28,10 +28,11 @@ def errors(*statuses: int) -> dict[int | str, Json]:
     return {status: {"model": ErrorBody} for status in statuses}
 
 
-def describe(app: FastAPI, model: str, vocab: int) -> Callable[[], Json]:
+def describe(app: FastAPI, generating: Sequence[type[BaseModel]], model: str, vocab: int) -> Callable[[], Json]:
     """What the app gives as its description.
 
     Args:
+        generating: the bodies of the routes that generate.
         model: the one name that bodies may have as theirs.
         vocab: token ids are below it.
     """
@@ -39,7 +40,7 @@ def describe(app: FastAPI, model: str, vocab: int) -> Callable[[], Json]:
     def described() -> Json:
         if app.openapi_schema is None:
             made = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-            _, bodies = models_json_schema([(body, "validation") for body in BODIES], ref_template=REFERENCE)
+            _, bodies = models_json_schema([(body, "validation") for body in (*generating, *BODIES)], ref_template=REFERENCE)
             for schema in bodies["$defs"].values():
                 narrow(schema, model, vocab)
             made["components"]["schemas"] |= bodies["$defs"]

@@ -43,10 +43,18 @@ class SpeculativeDecoding(Answer):
     num_spec_tokens: int
 
 
+class DenoisingSteps(Answer):
+    """How many steps of a diffusion model a response took."""
+
+    steps: int
+    tokens_per_step: float
+
+
 class Metrics(Answer):
-    """Null where nothing drafts, and where there are several choices."""
+    """Null where nothing drafts, and where there are several choices; of a diffusion model its steps."""
 
     speculative_decoding: SpeculativeDecoding | None
+    denoising: DenoisingSteps | None = None
 
 
 class ShownToken(Answer):

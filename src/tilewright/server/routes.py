@@ -28,7 +28,7 @@ from tilewright.server.responses import (
     TokenizerInfo,
     Version,
 )
-from tilewright.server.schema import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, TokenizeBody
+from tilewright.server.schema import DetokenizeBody, GenerationBody, TokenizeBody
 
 READING = (400, 404, 408, 413, 415)
 """What can be wrong with a body."""
@@ -58,28 +58,28 @@ def generation_routes(api: Api) -> APIRouter:
 
     @router.post(
         "/v1/completions",
-        openapi_extra=takes(CompletionBody),
+        openapi_extra=takes(api.completion_body),
         responses={200: {"model": Completion, "content": EVENTS}, **errors(*GENERATING)},
     )
     async def completions(request: Request) -> Response:
         """Continues one prompt or several."""
-        body = await api.body(request, CompletionBody)
+        body = await api.body(request, api.completion_body)
         return await generated(api, request, body, lambda *of: CompletionForm(*of, echo=bool(body.echo)))
 
     @router.post(
         "/v1/chat/completions",
-        openapi_extra=takes(ChatBody),
+        openapi_extra=takes(api.chat_body),
         responses={200: {"model": Chat, "content": EVENTS}, **errors(*GENERATING)},
     )
     async def chats(request: Request) -> Response:
         """Answers a conversation, put into the model's chat template."""
-        return await generated(api, request, await api.body(request, ChatBody), ChatForm)
+        return await generated(api, request, await api.body(request, api.chat_body), ChatForm)
 
     return router
 
 
 def token_routes(api: Api) -> APIRouter:
-    router, lm = APIRouter(tags=["tokens"]), api.engine.lm
+    router, engine = APIRouter(tags=["tokens"]), api.engine
 
     def encoded(body: TokenizeBody) -> list[int]:
         if (body.prompt is None) == (body.messages is None):
@@ -89,7 +89,7 @@ def token_routes(api: Api) -> APIRouter:
         if text is None:
             begin = body.add_generation_prompt is not False
             special, text = bool(special), rendered(body.messages or (), api.options.template, begin)
-        return lm.tokenizer.encode(text, add_special_tokens=special is not False).ids
+        return engine.tokenizer.encode(text, add_special_tokens=special is not False).ids
 
     @router.post("/tokenize", openapi_extra=takes(TokenizeBody), responses={200: {"model": Tokenized}, **errors(*READING)})
     async def tokenize(request: Request) -> Response:
@@ -102,10 +102,10 @@ def token_routes(api: Api) -> APIRouter:
 
     def decoded(body: DetokenizeBody) -> str:
         try:
-            tokens = lm.encode(body.tokens) if body.tokens else []
+            tokens = engine.encode(body.tokens) if body.tokens else []
         except ValueError as error:
             raise ApiError(400, f"'tokens': {error}", "invalid_value", "tokens") from error
-        return lm.tokenizer.decode(tokens, skip_special_tokens=False)
+        return engine.tokenizer.decode(tokens, skip_special_tokens=False)
 
     @router.post(
         "/detokenize", openapi_extra=takes(DetokenizeBody), responses={200: {"model": Detokenized}, **errors(*READING)}
@@ -119,8 +119,8 @@ def token_routes(api: Api) -> APIRouter:
     @router.get("/tokenizer_info", responses={200: {"model": TokenizerInfo}})
     async def tokenizer_info() -> Response:
         """The special tokens that clients which tokenise here ask for."""
-        ends = lm.target.eos_token_ids
-        eos = lm.tokenizer.id_to_token(ends[0]) if ends else None
+        ends = engine.eos_token_ids
+        eos = engine.tokenizer.id_to_token(ends[0]) if ends else None
         named = api.options.template.special_tokens if api.options.template is not None else {}
         return answer(TokenizerInfo(bos_token=named.get("bos_token"), eos_token=eos, pad_token=named.get("pad_token")))
 

@@ -10,7 +10,9 @@ from hashlib import sha256
 
 import numpy as np
 
-PLACES = ("ones", "tens", "hundreds", "thousands", "ten-thousands")
+NAMES = "abcd"
+"""Of a problem's numbers: what a digit of one of them is looked up by."""
+PLACES = ("ones", "tens", "hundreds", "thousands")
 ANSWER = "answer:"
 HELD_OUT = 16
 """One problem in so many is held out."""
@@ -32,7 +34,8 @@ class Problem:
 
     @property
     def prompt(self) -> str:
-        return ("*" if self.product else "+").join(map(str, self.numbers)) + "=\n"
+        given = " ".join(f"{name}={number}" for name, number in zip(NAMES, self.numbers, strict=False))
+        return f"{given} {('*' if self.product else '+').join(NAMES[: len(self.numbers)])}\n"
 
     @property
     def answer(self) -> int:
@@ -56,11 +59,11 @@ class Problem:
         digits = [number // 10**place % 10 for number in self.numbers]
         if self.product:
             partial = digits[0] * self.numbers[1]
-            steps, total = f"{digits[0]}*{self.numbers[1]}={partial:02}+{carry}", partial + carry
+            steps, total = f"a{digits[0]}*b{self.numbers[1]}={partial:02}+{carry}", partial + carry
         else:
             steps, total = f"{carry}", carry
-            for digit in digits:
-                steps, total = f"{steps}+{digit}={total + digit:02}", total + digit
+            for name, digit in zip(NAMES, digits, strict=False):
+                steps, total = f"{steps}+{name}{digit}={total + digit:02}", total + digit
         return (f"{steps}={total:02}" if self.product else steps), *divmod(total, 10)
 
 
@@ -75,8 +78,8 @@ def is_right(problem: Problem, response: str) -> bool:
 
 
 def draw(rng: np.random.Generator) -> Problem:
-    """A sum of two to four numbers of as many digits each, two to five, or a product of such a number by a digit."""
-    size = int(rng.choice((2, 3, 4, 5), p=(0.1, 0.2, 0.4, 0.3)))
+    """A sum of two to four numbers of as many digits each, two to four, or a product of such a number by a digit."""
+    size = int(rng.choice((2, 3, 4), p=(0.2, 0.3, 0.5)))
     product = bool(rng.random() < PRODUCTS)
     count = 1 if product else int(rng.choice((2, 3, 4), p=(0.2, 0.3, 0.5)))
     numbers = rng.integers(10 ** (size - 1), 10**size, count).tolist()

@@ -168,12 +168,7 @@ class DiffusionModel:
 
     def check(self, tokens: Sequence[int], request: Denoising) -> None:
         """Raises a `ValueError` if a request does not fit the model's context."""
-        if len(tokens) + request.new_tokens > self.context:
-            room = max(0, self.context - len(tokens))
-            raise ValueError(
-                f"a prompt of {len(tokens)} tokens leaves room for {room} in the context of {self.context}; "
-                f"new_tokens is {request.new_tokens}"
-            )
+        check_room(tokens, request, self.context)
 
     def start(
         self, prompts: str | Sequence[str | Sequence[int]], requests: Denoising | Sequence[Denoising] = Denoising()
@@ -206,6 +201,15 @@ class DiffusionModel:
         """Compiles every program of the table that requests of these modes can use, so that no call compiles any more."""
         shapes = self.table.shapes(self.context, modes, guided)
         self.programs.warm((key for shape in shapes for key in self.programs.keys(shape)), console)
+
+
+def check_room(tokens: Sequence[int], request: Denoising, context: int) -> None:
+    """Raises a `ValueError` if a prompt and its response do not fit a context."""
+    if len(tokens) + request.new_tokens > context:
+        raise ValueError(
+            f"a prompt of {len(tokens)} tokens leaves room for {max(0, context - len(tokens))} in the context of {context}; "
+            f"new_tokens is {request.new_tokens}"
+        )
 
 
 def paired(

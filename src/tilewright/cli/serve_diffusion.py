@@ -1,0 +1,101 @@
+"""What `tilewright serve` takes for diffusion language models besides what it takes for all."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from cyclopts import Parameter
+from rich.console import Console
+
+from tilewright.cli.common import ModelOptions, given, progress_console
+from tilewright.cli.diffusion_options import DiffusionModelOptions
+from tilewright.decode.diffusion.options import MODES, Denoising, Mode, Remasking
+from tilewright.decode.diffusion.programs import DiffusionTable
+from tilewright.engine.diffusion import DiffusionEngine
+from tilewright.engine.options import DENOISING, DiffusionEngineOptions
+from tilewright.models import diffusion, hub
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class DenoisingOptions:
+    """How a diffusion language model is served; with any other model these are errors.
+
+    Attributes:
+        mode: how requests are denoised that do not say: "dense", "prefix", "dual" or "sparse".
+        modes: those that requests may ask for; all by default. Fewer make smaller programs.
+        threshold: of requests that name neither steps nor a threshold: each step commits all tokens at least this likely.
+        tau: sparse: the threshold of saliency, of requests that do not say.
+        remasking: what ranks masked positions, of requests that do not say.
+        new_tokens: the length of responses, of requests that do not say.
+        block_length: tokens that are denoised together, of requests that do not say.
+        positions: lengths of prompt and response together that programs are compiled for.
+        responses, blocks: of responses and of blocks likewise.
+    """
+
+    mode: Mode | None = None
+    modes: tuple[Mode, ...] | None = None
+    threshold: float | None = None
+    tau: float | None = None
+    remasking: Remasking | None = None
+    new_tokens: int | None = None
+    block_length: int | None = None
+    positions: tuple[int, ...] | None = None
+    responses: tuple[int, ...] | None = None
+    blocks: tuple[int, ...] | None = None
+
+    def refuse(self) -> None:
+        """Raises a `ValueError` for anything that was said of a model that does not denoise."""
+        for name, value in vars(self).items():
+            if value is not None:
+                raise ValueError(f"--{name.replace('_', '-')} is for diffusion models; this one decodes token by token")
+
+    @property
+    def defaults(self) -> Denoising:
+        """What a request asks for that says nothing."""
+        said = {name: value for name in ("mode", "threshold", "remasking", "new_tokens", "block_length")
+                if (value := getattr(self, name)) is not None}  # fmt: skip
+        if self.mode is None and self.modes is not None:
+            said["mode"] = self.modes[0]
+        saliency = DENOISING.saliency if self.tau is None else replace(DENOISING.saliency, tau=self.tau)
+        return replace(DENOISING, saliency=saliency, **said)
+
+    def engine_options(self, slots: int | None, shared: Mapping[str, Any], context: int) -> DiffusionEngineOptions:
+        """As the engine takes them, for a model of this context.
+
+        Args:
+            shared: what every engine takes.
+
+        Raises:
+            ValueError: what does not go together.
+        """
+        if slots is not None and slots < 1:
+            raise ValueError(f"expected --slots of at least 1, found {slots}")
+        options = DiffusionEngineOptions(modes=given(self.modes, MODES), defaults=self.defaults, **shared)
+        table = options.shapes(context if self.positions is None else min(context, self.positions[-1]))
+        said = {name: value for name in ("positions", "responses", "blocks") if (value := getattr(self, name)) is not None}
+        if slots is not None:
+            said["batches"] = tuple(sorted({1, slots}))
+        return replace(options, table=DiffusionTable(**(asdict(table) | said)))
+
+
+def is_diffusion(models: ModelOptions, console: Console) -> bool:
+    """Whether a model denoises. Raises a `ValueError` for what such a model cannot take."""
+    if not diffusion.is_diffusion(hub.resolve(models.model, console=progress_console(console))):
+        return False
+    plain = ModelOptions(models.model)
+    taken = {field.name for field in fields(DiffusionModelOptions)}
+    for name, value in vars(models).items():
+        if name not in taken and value != getattr(plain, name):
+            raise ValueError(f"--{name.replace('_', '-')} is for models that decode token by token; {models.model} denoises")
+    return True
+
+
+def diffusion_engine(
+    models: ModelOptions, denoising: DenoisingOptions, slots: int | None, shared: Mapping[str, Any], console: Console
+) -> DiffusionEngine:
+    """The engine of a diffusion model."""
+    own = {field.name: getattr(models, field.name) for field in fields(DiffusionModelOptions)}
+    model = DiffusionModelOptions(**own).load_model(console)
+    options = denoising.engine_options(slots, shared, model.config.decoder.max_position_embeddings)
+    return DiffusionEngine(model, options)

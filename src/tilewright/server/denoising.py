@@ -1,0 +1,99 @@
+"""What diffusion language models are asked: bodies with the fields of their steps, and the requests that they make.
+
+Fields that only decoding token by token can honour are refused by name, log-probabilities among them: no token of a response
+has a probability given just those before it.
+"""
+
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from tilewright.decode.diffusion.options import ALWAYS, Denoising, Mode, Remasking
+from tilewright.engine.request import DenoisingAsk
+from tilewright.server.schema import (
+    FLAG,
+    WHOLE,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    Length,
+    expect,
+)
+
+NOT_OF_DIFFUSION = "is not offered for a diffusion model"
+SETTLES_MANY = f"{NOT_OF_DIFFUSION}, which settles many tokens at once"
+
+
+def only(value: int) -> Any:
+    """A number that is taken where it changes nothing."""
+    return expect(f"{NOT_OF_DIFFUSION}; it may be {value}", "not_offered")
+
+
+class DenoisingBody(GenerationBody):
+    """What both ways of generating take from a diffusion model; fields that are not there are as the server was started.
+
+    Attributes:
+        max_tokens: the response's length, a multiple of the block's.
+        steps: in all; the number of blocks divides them.
+        threshold: commits all tokens at least this likely, in place of a number of steps.
+        tau: sparse: the threshold of saliency.
+    """
+
+    steps: Length = None
+    block_length: Length = None
+    threshold: Annotated[float, Field(gt=0, le=1)] | None = None
+    mode: Mode | None = None
+    remasking: Remasking | None = None
+    tau: Annotated[float, Field(gt=0, le=ALWAYS)] | None = None
+
+    top_k: Annotated[Annotated[int, Field(ge=-1, le=0), WHOLE] | None, only(0)] = None
+    min_p: Annotated[Annotated[float, Field(ge=0, le=0)] | None, only(0)] = None
+    repetition_penalty: Annotated[Annotated[float, Field(ge=1, le=1)] | None, only(1)] = None
+    presence_penalty: Annotated[Annotated[float, Field(ge=0, le=0)] | None, only(0)] = None
+    frequency_penalty: Annotated[Annotated[float, Field(ge=0, le=0)] | None, only(0)] = None
+
+
+class DenoisingCompletionBody(DenoisingBody, CompletionBody):
+    """`POST /v1/completions`."""
+
+    logprobs: Annotated[None, expect(SETTLES_MANY, "not_offered")] = None  # type: ignore[assignment]
+
+
+class DenoisingChatBody(DenoisingBody, ChatBody):
+    """`POST /v1/chat/completions`."""
+
+    logprobs: Annotated[Literal[False] | None, FLAG, expect(SETTLES_MANY, "not_offered")] = None  # type: ignore[assignment]
+    top_logprobs: Annotated[None, expect(SETTLES_MANY, "not_offered")] = None  # type: ignore[assignment]
+
+
+def denoising_of(body: DenoisingBody, defaults: Denoising, new_tokens: int) -> Denoising:
+    """How a body's responses come about.
+
+    Raises:
+        ValueError: what does not go together.
+    """
+    asked: dict[str, Any] = {
+        name: value
+        for name in ("block_length", "mode", "remasking", "temperature", "top_p", "seed", "ignore_eos")
+        if (value := getattr(body, name)) is not None
+    }
+    if body.steps is not None or body.threshold is not None:  # either takes the place of what the server was told
+        asked |= {"steps": body.steps, "threshold": body.threshold}
+    if body.tau is not None:
+        asked["saliency"] = replace(defaults.saliency, tau=body.tau)
+    return replace(defaults, new_tokens=new_tokens, **asked)
+
+
+def asks_of(
+    body: DenoisingBody, prompt: list[int], new_tokens: int, defaults: Denoising, choices: int, deadline_s: float | None
+) -> list[DenoisingAsk]:
+    """The requests of one prompt; the seed of each is the body's and the choice's number (modulo 2**32).
+
+    Raises:
+        ValueError: what does not go together.
+    """
+    denoising, stop = denoising_of(body, defaults, new_tokens), () if body.stop is None else body.stop
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    seeds = [None if denoising.seed is None else (denoising.seed + choice) % 2**32 for choice in range(choices)]
+    return [DenoisingAsk(prompt, replace(denoising, seed=seed), stops, deadline_s) for seed in seeds]
