@@ -46,6 +46,9 @@ def test_ways_are_told_apart_and_plain_dense_comes_first():
     assert [way.request.threshold for way in ways] == [None] * 4 + [0.9] * 3
     assert ways[-1].request.saliency.tau == 0.5
     assert [way.name for way in ways_of(BASE, ("dense", "prefix"))] == ["dense", "prefix"]
+    ways = ways_of(BASE, ("dual",), thresholds=(0.9,), suffixes=(32,))
+    assert [way.name for way in ways] == ["dense", "dual", "dual p≥0.9", "dual +32", "dual p≥0.9 +32"]
+    assert [way.request.suffix_window for way in ways] == [None, None, None, 32, 32]
 
 
 def test_a_table_is_no_larger_than_what_it_holds():

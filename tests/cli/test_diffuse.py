@@ -125,9 +125,10 @@ def test_every_option_reaches_its_field(run: Run, folder: Path, monkeypatch: pyt
     switches = ["--tau", 0.9, "--full-steps", 2, "--every", 3, "--first-layer", "--no-keep-changed", "--no-keep-prompt"]
     options = (
         "--new-tokens 24 --block-length 12 --steps 8 --remasking entropy --temperature 0.5 --top-p 0.9 --seed 5 --guidance 1.5"
+        " --suffix-window 6"
     )
     run("diffuse", PROMPT, "--model", folder, *options.split(), "--mode", "sparse", *switches, "--no-boundary")
-    assert seen == [Denoising(24, 8, 12, "entropy", 0.5, 0.9, 5, None, "sparse", saliency, 1.5)]
+    assert seen == [Denoising(24, 8, 12, "entropy", 0.5, 0.9, 5, None, "sparse", saliency, 6, 1.5)]
     run("diffuse", PROMPT, "--model", folder, *SMALL, "--threshold", 0.7)
     assert seen[1].threshold == 0.7
 

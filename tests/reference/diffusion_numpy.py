@@ -43,6 +43,9 @@ of the block ("dual"). They see their own fresh K and V, and the kept ones of al
 adds the row before the block, its K and V fresh too. (The published loop for Dream instead commits the block's first position,
 alone, at block step 0, and so never needs it.)
 
+**Suffix.** With `suffix_window` a forward gets the tokens up to so many positions behind the block, and knows no others; what
+the next block shows more of is in no cache, so DyLLM's first step of a block is full.
+
 **DyLLM.** With t = step + 1, a step is full for t <= num_full_steps; else response-only for t > whole_until and t % every != 0;
 else whole-sequence. The rows of a response-only step, its *window*, are those of the response, masked later blocks too, and
 row P - 1 for Dream with `shift_boundary`. A sparse step (whole-sequence or response-only) takes the embeddings x of its rows,
@@ -80,13 +83,15 @@ Uniform = Callable[[int, int], float]
 
 @dataclass(frozen=True)
 class Call:
-    """What a forward is told: its step and block step, where the block lies, and the rows committed in the step before."""
+    """What a forward is told: its step and block step, where the block lies, the rows committed in the step before, and whether
+    it sees more positions than the block before did."""
 
     step: int
     block_step: int
     start: int
     end: int
     changed: Rows
+    shows_more: bool = False
 
 
 @dataclass(frozen=True)
@@ -186,7 +191,7 @@ class Sparse:
         self.caches: list[Caches] = []
 
     def forward(self, tokens: Sequence[int], call: Call) -> Pass:
-        kind = self.mode.kind(call.step)
+        kind = "full" if call.shows_more else self.mode.kind(call.step)
         if kind == "full":
             logits, self.caches = dense(self.model, tokens)
             return Pass(kind, 0, logits)
@@ -251,6 +256,7 @@ class Request:
     timestep_eps: float = 1e-3
     threshold: float | None = None
     eos: Collection[int] = ()
+    suffix_window: int | None = None
     forbid: Collection[int] = ()
 
     def __post_init__(self) -> None:
@@ -432,8 +438,10 @@ def generate(
             candidates = start + np.flatnonzero(np.array(tokens[start : start + request.block_length]) == request.mask)
             if not len(candidates) or end is not None:
                 break
-            call = Call(len(steps), block_step, start, start + request.block_length, changed)
-            run, logits = candidate_logits(streams, tokens, len(prompt), candidates, request, call)
+            stop = start + request.block_length
+            call = Call(len(steps), block_step, start, stop, changed, request.suffix_window is not None and block_step == 0)
+            seen = tokens if request.suffix_window is None else tokens[: stop + request.suffix_window]
+            run, logits = candidate_logits(streams, seen, len(prompt), candidates, request, call)
             choices = [
                 choose(row, request, call.step, int(p), noise, uniform) for p, row in zip(candidates, logits, strict=True)
             ]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.train.arithmetic import HELD_OUT, PLACES, Problem, draw, is_right, problems
+from tilewright.train.arithmetic import HELD_OUT, NAMES, PLACES, Problem, draw, is_right, problems
 
 numbers = st.integers(0, 10 ** len(PLACES) - 1)
 # Numbers rather than problems: the annotation checks draw random numbers, which no strategy may do.
@@ -24,9 +24,11 @@ def test_every_step_is_right(drawn: Any):
     *lines, last = problem.response.split("\n")
     carry, digits = 0, ""
     for place, line in enumerate(lines):
-        told = re.fullmatch(r"([a-z-]+):([\d+*=]+),write:(\d),carry:(\d)", line)
+        told = re.fullmatch(r"([a-z]+):([a-d\d+*=]+),write:(\d),carry:(\d)", line)
         assert told
-        name, steps, digit, after = told.groups()
+        name, named, digit, after = told.groups()
+        assert re.findall("[a-d]", named) == list(NAMES[: len(problem.numbers)])
+        steps = re.sub("[a-d]", "", named)
         assert name == PLACES[place]
         terms = steps.split("=")
         assert all(len(result) == 2 for result in re.findall(r"=(\d+)", steps))
@@ -61,13 +63,14 @@ def test_an_answer_is_right_or_wrong(drawn: Any, other: int):
 
 def test_a_problem_reads_well():
     problem = Problem((907, 88))
-    assert problem.prompt == "907+88=\n"
+    assert problem.prompt == "a=907 b=88 a+b\n"
     assert problem.response == (
-        "ones:0+7=07+8=15,write:5,carry:1\ntens:1+0=01+8=09,write:9,carry:0\nhundreds:0+9=09+0=09,write:9,carry:0\nanswer:995"
+        "ones:0+a7=07+b8=15,write:5,carry:1\ntens:1+a0=01+b8=09,write:9,carry:0\n"
+        "hundreds:0+a9=09+b0=09,write:9,carry:0\nanswer:995"
     )
     product = Problem((38, 7), product=True)
-    assert (product.prompt, product.answer) == ("38*7=\n", 266)
-    assert product.response == "ones:8*7=56+0=56,write:6,carry:5\ntens:3*7=21+5=26,write:6,carry:2\nanswer:266"
+    assert (product.prompt, product.answer) == ("a=38 b=7 a*b\n", 266)
+    assert product.response == "ones:a8*b7=56+0=56,write:6,carry:5\ntens:a3*b7=21+5=26,write:6,carry:2\nanswer:266"
 
 
 @pytest.mark.parametrize("held_out", [False, True])
@@ -86,6 +89,6 @@ def test_what_is_drawn():
     added = [problem for problem in drawn if not problem.product]
     assert {len(problem.numbers) for problem in added} == {2, 3, 4}
     sizes = [{len(str(number)) for number in problem.numbers} for problem in added]
-    assert (max(map(len, sizes)), set.union(*sizes)) == (1, {2, 3, 4, 5})
-    assert {len(str(problem.numbers[0])) for problem in drawn if problem.product} == {2, 3, 4, 5}
+    assert (max(map(len, sizes)), set.union(*sizes)) == (1, {2, 3, 4})
+    assert {len(str(problem.numbers[0])) for problem in drawn if problem.product} == {2, 3, 4}
     assert {problem.numbers[1] for problem in drawn if problem.product} == set(range(2, 10))

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import jax
@@ -34,15 +35,20 @@ class Way:
     request: Denoising
 
 
-def ways_of(base: Denoising, modes: Sequence[Mode], taus: Sequence[float] = (), thresholds: Sequence[float] = ()) -> list[Way]:
-    """Every mode, sparse once for each tau, first with a quota a step and then with each threshold.
+def ways_of(
+    base: Denoising, modes: Sequence[Mode], taus: Sequence[float] = (), thresholds: Sequence[float] = (),
+    suffixes: Sequence[int] = (),
+) -> list[Way]:  # fmt: skip
+    """Every mode, sparse once for each tau, first with a quota a step and then with each threshold; then all again
+    with each suffix window.
 
     The first is plain dense denoising, asked for or not: the others are compared with it.
     """
     found = [Way("dense", replace(base, mode="dense"))]
-    for threshold in (None, *thresholds):
-        told = "" if threshold is None else f" p≥{threshold:g}"
-        commits = replace(base, threshold=threshold, steps=base.steps if threshold is None else None)
+    for suffix_window, threshold in product((None, *suffixes), (None, *thresholds)):
+        told = ("" if threshold is None else f" p≥{threshold:g}") + ("" if suffix_window is None else f" +{suffix_window}")
+        steps = base.steps if threshold is None else None
+        commits = replace(base, threshold=threshold, steps=steps, suffix_window=suffix_window)
         for mode in modes:
             if mode == "sparse":
                 found += [

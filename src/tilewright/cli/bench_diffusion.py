@@ -43,12 +43,13 @@ CARDS = ("README.md", "MODEL_CARD.md")
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Compared:
-    """What is compared, and on what. The first three take several values.
+    """What is compared, and on what. The first four take several values.
 
     Attributes:
         modes: of "dense", "prefix", "dual" and "sparse"; plain dense steps always run, for the others are compared with them.
         tau: thresholds of saliency, for each of which sparse steps run.
         threshold: every mode runs with a quota a step, and once more with each of these: steps commit all tokens so likely.
+        suffix_window: all of these again with each of these numbers of positions behind the block, those further on left out.
         task: "arithmetic" asks held-out problems and checks their answers; "prompts" is `--prompt-file` without a check. By
             default what the model's card says, if it has a line `task: arithmetic`.
         prompt_file: a JSONL file of prompts, read as `bench speculative` reads its data; of several turns the first.
@@ -66,6 +67,7 @@ class Compared:
     modes: Annotated[tuple[Mode, ...], SEVERAL] = ("dense", "prefix", "dual", "sparse")
     tau: Annotated[tuple[float, ...], SEVERAL] = (0.99,)
     threshold: Annotated[tuple[float, ...], SEVERAL] = ()
+    suffix_window: Annotated[tuple[int, ...], SEVERAL] = ()
     task: Literal["arithmetic", "prompts"] | None = None
     prompt_file: Path | None = None
     chat: Annotated[bool, Parameter(negative=())] = False
@@ -83,7 +85,7 @@ class Compared:
                 raise ValueError(f"expected {name} of at least 1, found {getattr(self, name)}")
         if self.beside < 0:
             raise ValueError(f"expected beside of at least 0, found {self.beside}")
-        for name, needed in (("modes", True), ("tau", "sparse" in self.modes), ("threshold", False)):
+        for name, needed in (("modes", True), ("tau", "sparse" in self.modes), ("threshold", False), ("suffix_window", False)):
             values = getattr(self, name)
             if (needed and not values) or len(set(values)) < len(values):
                 found = ", ".join(map(str, values)) or "none"
@@ -172,7 +174,7 @@ def bench_diffusion(
     texts, problems = compared.texts(models.model, template, console)
     model = models.load_model(console)
     base = options.request(compared.length(model, problems, options.block_length), compared.seed)
-    ways = ways_of(base, compared.modes, compared.tau, compared.threshold)
+    ways = ways_of(base, compared.modes, compared.tau, compared.threshold, compared.suffix_window)
     prompts = encoded_prompts(model, texts, template)
     for prompt in prompts:
         model.check(prompt, base)

@@ -47,6 +47,7 @@ class Asked:
             cached keys and values; "sparse" those that are salient.
         threshold: each step commits all tokens at least this likely; without one, a quota.
         tau: sparse: a position is salient where the cosine between its attention contexts of two steps is below; above 1, all.
+        suffix_window: how many positions behind the block a step knows of; by default all.
         seed: the same seed gives the same response; without one, each that draws gets its own, which is shown.
         ignore_eos: go on past the end-of-sequence token.
     """
@@ -55,6 +56,7 @@ class Asked:
     mode: Mode = "dense"
     threshold: float | None = None
     tau: float = Saliency.tau
+    suffix_window: int | None = None
     seed: int | None = None
     ignore_eos: bool = False
 
@@ -104,7 +106,8 @@ def diffuse(
     """
     outputs.check()
     dense = options.request(asked.new_tokens, asked.seed, asked.tau)
-    request = replace(dense, mode=asked.mode, threshold=asked.threshold, ignore_eos=asked.ignore_eos)
+    asks = {name: getattr(asked, name) for name in ("mode", "threshold", "suffix_window", "ignore_eos")}
+    request = replace(dense, **asks)
     console = human_console(outputs.json_file)
     otherwise = [held_out_problems(1)[0].prompt] if models.model == DEMO else []
     examples = gather_prompts(prompt, prompt_file, models.model, otherwise)

@@ -26,6 +26,7 @@ class DenoisingOptions:
         modes: those that requests may ask for; all by default. Fewer make smaller programs.
         threshold: of requests that name neither steps nor a threshold: each step commits all tokens at least this likely.
         tau: sparse: the threshold of saliency, of requests that do not say.
+        suffix_window: positions behind the block that a step knows of, of requests that do not say; all by default.
         remasking: what ranks masked positions, of requests that do not say.
         new_tokens: the length of responses, of requests that do not say.
         block_length: tokens that are denoised together, of requests that do not say.
@@ -37,6 +38,7 @@ class DenoisingOptions:
     modes: tuple[Mode, ...] | None = None
     threshold: float | None = None
     tau: float | None = None
+    suffix_window: int | None = None
     remasking: Remasking | None = None
     new_tokens: int | None = None
     block_length: int | None = None
@@ -53,7 +55,7 @@ class DenoisingOptions:
     @property
     def defaults(self) -> Denoising:
         """What a request asks for that says nothing."""
-        said = {name: value for name in ("mode", "threshold", "remasking", "new_tokens", "block_length")
+        said = {name: value for name in ("mode", "threshold", "suffix_window", "remasking", "new_tokens", "block_length")
                 if (value := getattr(self, name)) is not None}  # fmt: skip
         if self.mode is None and self.modes is not None:
             said["mode"] = self.modes[0]

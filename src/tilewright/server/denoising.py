@@ -37,12 +37,14 @@ class DenoisingBody(GenerationBody):
         max_tokens: the response's length, a multiple of the block's.
         steps: in all; the number of blocks divides them.
         threshold: commits all tokens at least this likely, in place of a number of steps.
+        suffix_window: positions behind the block that a step knows of.
         tau: sparse: the threshold of saliency.
     """
 
     steps: Length = None
     block_length: Length = None
     threshold: Annotated[float, Field(gt=0, le=1)] | None = None
+    suffix_window: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = None
     mode: Mode | None = None
     remasking: Remasking | None = None
     tau: Annotated[float, Field(gt=0, le=ALWAYS)] | None = None
@@ -75,7 +77,7 @@ def denoising_of(body: DenoisingBody, defaults: Denoising, new_tokens: int) -> D
     """
     asked: dict[str, Any] = {
         name: value
-        for name in ("block_length", "mode", "remasking", "temperature", "top_p", "seed", "ignore_eos")
+        for name in ("block_length", "suffix_window", "mode", "remasking", "temperature", "top_p", "seed", "ignore_eos")
         if (value := getattr(body, name)) is not None
     }
     if body.steps is not None or body.threshold is not None:  # either takes the place of what the server was told

@@ -79,6 +79,7 @@ def request_of(asked: Denoising, family: str) -> Request:
         top_p=asked.top_p,
         cfg_scale=asked.guidance,
         threshold=asked.threshold,
+        suffix_window=asked.suffix_window,
         eos=() if asked.ignore_eos else (EOS[family],),
     )
 

@@ -70,6 +70,18 @@ def test_every_mode_equals_the_reference(made: tuple[DiffusionModel, str], rules
     compare_all(session, family)
 
 
+def test_what_lies_far_behind_the_block_is_as_if_it_were_not_there(made: tuple[DiffusionModel, str]):
+    model, family = made
+    ways: list[dict[str, Any]] = [{}, {"steps": 6}, {"threshold": 0.3}]
+    windows = [0, 3, 100]
+    requests = requests_for([{"suffix_window": window, **way} for window, way in zip(windows, ways, strict=True)])
+    session = together(model, prompts_for(requests), requests)
+    compare_all(session, family)
+    whole = together(model, session.prompts[:-1], [replace(each, suffix_window=None) for each in requests])
+    same = [a == b for a, b in zip(session.tokens(), whole.tokens(), strict=True)]
+    assert not all(same[row] for row, each in enumerate(requests) if each.suffix_window == 0)
+
+
 def test_single_blocks_and_blocks_of_one(made: tuple[DiffusionModel, str]):
     model, family = made
     requests = [asking(block_length=block, mode=mode) for block in (None, 1) for mode in ("dense", "prefix", "dual")]

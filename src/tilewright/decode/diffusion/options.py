@@ -1,7 +1,7 @@
 """What a request asks of a diffusion language model, and its rows as arrays.
 
 Sources: LLaDA (arXiv 2502.09992, Algorithms 4 and 5), Dream (arXiv 2508.15487), Fast-dLLM (arXiv 2505.22618), DyLLM
-(arXiv 2603.08026).
+(arXiv 2603.08026); masks far behind the block are left out as in DPad (arXiv 2508.14148).
 """
 
 from collections.abc import Sequence
@@ -29,6 +29,8 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 TIME_EPSILON = 1e-3
 """Where Dream's schedule of times ends."""
+FAR = 2**30
+"""Behind all positions that there are."""
 ALWAYS = 2.0
 """A threshold of saliency that every position is below."""
 
@@ -79,6 +81,7 @@ class Denoising:
         threshold: each step commits all tokens at least this likely, and the best one whatever it is; None commits a quota.
         mode: which positions a step computes.
         saliency: how sparse steps are taken.
+        suffix_window: how many positions behind the block a step knows of, as if the response ended there. None for all.
         guidance: classifier-free guidance, `un + (guidance + 1) * (with the prompt - un)`; 0 for none.
         ignore_eos: go on past the end-of-sequence token.
     """
@@ -93,6 +96,7 @@ class Denoising:
     threshold: float | None = None
     mode: Mode = "dense"
     saliency: Saliency = Saliency()
+    suffix_window: int | None = None
     guidance: float = 0.0
     ignore_eos: bool = False
 
@@ -126,6 +130,11 @@ class Denoising:
                 self.steps is None or self.steps <= self.new_tokens,
                 f"steps of at most one a token, {self.new_tokens}",
                 self.steps,
+            ),
+            (
+                self.suffix_window is None or self.suffix_window >= 0,
+                "a suffix_window of at least 0 positions",
+                self.suffix_window,
             ),
             (0 <= self.guidance < float("inf"), "guidance of at least 0", self.guidance),
         ):
@@ -179,6 +188,7 @@ class RowOptions:
         quotas, shares: `[B, K]`, K being the longest block of the program.
         rule: the number of `remasking` in `REMASKING`; `mode` that in `MODES`.
         threshold: above 1 where a quota is committed.
+        suffix_window: `FAR` for all.
     """
 
     block: Any
@@ -194,6 +204,7 @@ class RowOptions:
     keep_changed: Any
     keep_prompt: Any
     boundary: Any
+    suffix_window: Any
     guidance: Any
     ignore_eos: Any
     sampling: RowSampling
@@ -227,6 +238,7 @@ def row_options(requests: Sequence[Denoising], longest: int) -> RowOptions:
         keep_changed=each([s.keep_changed for s in sparse], bool),
         keep_prompt=each([s.keep_prompt for s in sparse], bool),
         boundary=each([s.boundary for s in sparse], bool),
+        suffix_window=each([FAR if r.suffix_window is None else min(r.suffix_window, FAR) for r in requests], np.int32),
         guidance=each([r.guidance for r in requests], np.float32),
         ignore_eos=each([r.ignore_eos for r in requests], bool),
         sampling=row_sampling([r.sampling() for r in requests], [0] * len(requests)),

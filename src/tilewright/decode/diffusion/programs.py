@@ -95,7 +95,7 @@ class DiffusionTable:
             positions=least("prompt and response together", self.positions, max(longest, response + 1)),
             response=response,
             block=least("blocks", self.blocks, max(request.block for request in requests)),
-            dense=modes == {"dense"},
+            dense=modes == {"dense"} and all(request.suffix_window is None for request in requests),
             narrow="dual" in modes,
             guided=any(request.guidance > 0 for request in requests),
         )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Int
 
-from tilewright.decode.diffusion.options import ALWAYS, MODES, RowOptions
+from tilewright.decode.diffusion.options import ALWAYS, FAR, MODES, RowOptions
 from tilewright.decode.diffusion.window import Window
 
 Span = Literal["block", "response", "whole"]
@@ -51,6 +51,11 @@ class DiffusionState:
     def block_stop(self) -> Int[Array, " B"]:
         return jnp.minimum(self.block_start + self.options.block, self.stop)
 
+    @property
+    def visible(self) -> Int[Array, " B"]:
+        """Where the positions end that a step knows of."""
+        return jnp.minimum(self.block_stop + self.options.suffix_window, self.stop)
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -78,15 +83,18 @@ def plan(state: DiffusionState, shifted: bool) -> Plan:
         shifted: logits of a position predict the token behind it.
     """
     options, number = state.options, state.step + 1
+    # A block that begins shows positions that no cache holds yet.
+    shows_more = (jnp.asarray(options.suffix_window) < FAR) & (state.block_step == 0)
     mode = [jnp.asarray(options.mode) == n for n in range(len(MODES))]
     back = jnp.where(jnp.asarray(options.boundary) | ~mode[MODES.index("sparse")], 1, 0) if shifted else 0
     sparse, cached = mode[MODES.index("sparse")], mode[MODES.index("prefix")] | mode[MODES.index("dual")]
-    narrow = sparse & (number > options.full_steps) & (number % options.every != 0)
+    full = (number <= options.full_steps) | shows_more
+    narrow = sparse & ~full & (number % options.every != 0)
     within = cached & (state.block_step > 0)
     response = jnp.maximum(state.start - back, 0)
     first = jnp.where(narrow, response, jnp.where(within, jnp.maximum(state.block_start - back, 0), 0))
-    last = jnp.where(within & mode[MODES.index("dual")], state.block_stop, state.stop)
-    exact = ~sparse | (number <= options.full_steps)
+    last = jnp.where(within & mode[MODES.index("dual")], state.block_stop, state.visible)
+    exact = ~sparse | full
     of_block = within & mode[MODES.index("dual")]
     span = jnp.where(of_block, 0, jnp.where(narrow | within, 1, 2))
     return Plan(first, last, response, exact, jnp.where(state.done, 0, span))
@@ -104,7 +112,7 @@ def window_of(state: DiffusionState, what: Plan, size: int) -> Window:
         renews = whole & ~state.done
     return Window(
         positions=positions,
-        lengths=state.stop,
+        lengths=state.visible,
         active=active,
         changed=jnp.take_along_axis(state.changed, positions, axis=1),
         catches_up=catches_up,

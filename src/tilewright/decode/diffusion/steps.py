@@ -107,7 +107,7 @@ def look(
     """A pass of a span: the residual stream, where its window begins, the caches, and how it went."""
     length = state.tokens.shape[1]
     if how.dense:
-        ran = diffusion.forward_full(how.config, how.ops, params, state.tokens, state.stop, schedule=how.schedule)
+        ran = diffusion.forward_full(how.config, how.ops, params, state.tokens, state.visible, schedule=how.schedule)
         return ran.hidden, jnp.zeros_like(state.start), state.caches, None
     window = window_of(state, what, how.width(span, length))
     sizes = how.config.decoder
