@@ -237,3 +237,10 @@ def test_a_model_of_another_kind_is_refused(run: Run, tmp_path: Path):
     ran = run("diffuse", PROMPT, "--model", folder, *SMALL)
     assert ran.status == 2
     assert "model_type must be one of llada, Dream, found 'qwen3'" in ran.err
+
+
+@pytest.mark.parametrize("command", [["generate", "x"], ["chat"]])
+def test_commands_for_models_of_tokens_say_which_ones_take_it(run: Run, folder: Path, command: list[str]):
+    ran = run(*command, "--model", folder)
+    assert ran.status == 2
+    assert f"{folder} is a diffusion language model: `tilewright diffuse`" in ran.err

@@ -24,6 +24,7 @@ from tilewright.decode.team import Team, rows_alike
 from tilewright.kernels.select import Kernels, Weights, operations
 from tilewright.models import checkpoint, decoder, hub
 from tilewright.models.decoder import DecoderConfig, DecoderParams
+from tilewright.models.diffusion import is_diffusion
 from tilewright.models.params import DTYPES
 from tilewright.models.tokenizer import load_tokenizer
 
@@ -289,6 +290,8 @@ def load(
     options = DrafterOptions(size, draft_window, drafter_dtype, refine, walk, drafter_revision)
     check_sources(source, options)
     folder = hub.resolve(str(model), revision, console)
+    if is_diffusion(folder):
+        raise ValueError(f"{model} is a diffusion language model: `tilewright diffuse`, `bench diffusion` and `serve` take it")
     tokenizer = load_tokenizer(folder)
     lm = LanguageModel(*checkpoint.load_decoder(folder, DTYPES[dtype], console), tokenizer, dtype, weights, kernels, table)
     return lm.with_drafter(*lm.load_drafter(source, options, console))
