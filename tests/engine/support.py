@@ -9,7 +9,8 @@ import numpy as np
 from tilewright.decode.language_model import LanguageModel
 from tilewright.decode.sampling import Sampling
 from tilewright.engine.engine import Engine
-from tilewright.engine.request import Ask, Ticket, Update
+from tilewright.engine.request import Ask, DenoisingAsk, Ticket, Update
+from tilewright.engine.service import Service
 
 
 @dataclass
@@ -62,7 +63,7 @@ def expected(lm: LanguageModel, asks: Sequence[Ask]) -> list[list[int]]:
 
 
 def drive(
-    engine: Engine, asks: Sequence[Ask], rng: np.random.Generator, cancelled: Sequence[int] = ()
+    engine: Service[Any], asks: Sequence[Ask | DenoisingAsk], rng: np.random.Generator, cancelled: Sequence[int] = ()
 ) -> tuple[list[Heard], list[Ticket]]:
     """Asks in random portions between steps until all have ended; some requests are given up on the way."""
     heard = [Heard() for _ in asks]
