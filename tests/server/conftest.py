@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 import tilewright as tw
 from server.fake import FakeEngine
-from tilewright.engine.engine import Engine
+from tilewright.engine.service import Service
 from tilewright.models.chat import ChatTemplate
 from tilewright.server.api import Api, ServerOptions
 from tilewright.server.app import make_app
@@ -68,7 +68,7 @@ class Real:
 
 
 @contextmanager
-def on_a_port(engine: Engine, **options: Any) -> Iterator[Real]:
+def on_a_port(engine: Service[Any], **options: Any) -> Iterator[Real]:
     """Serves an engine that is ready, in a thread."""
     api = Api(engine, ServerOptions(**{"name": "demo", "version": tw.__version__, "template": TEMPLATE, **options}))
     config = uvicorn.Config(make_app(api), port=0, log_config=None, access_log=False, lifespan="off", ws="none")

@@ -8,14 +8,23 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 
+from decode.diffusion.support import build
 from server.conftest import TEMPLATE
 from server.fake import FakeEngine
+from tilewright.decode.diffusion.options import Denoising
+from tilewright.decode.diffusion.programs import DiffusionTable
+from tilewright.engine.diffusion import DiffusionEngine
+from tilewright.engine.options import DiffusionEngineOptions
 from tilewright.server.api import Api, ServerOptions
 from tilewright.server.app import make_app
 
 # Hypothesis blames a strategy if `random` was used while it drew, and any thread's use counts: those of Schemathesis' own.
 pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module")
 
+DENOISING = DiffusionEngineOptions(
+    table=DiffusionTable(batches=(4,), positions=(256,), responses=(64,), blocks=(16,), buckets=()),
+    defaults=Denoising(16, block_length=8),
+)
 TOGETHER = {"invalid_value", "context_length_exceeded"}
 """Codes of what a JSON schema cannot say: fields that do not go together, prompts too long for the context."""
 
@@ -29,7 +38,18 @@ def app() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
+def denoising() -> Any:
+    """The application over a small diffusion model that is not warm: it is described, and serves nothing."""
+    return make_app(Api(DiffusionEngine(build("tiny"), DENOISING), ServerOptions("demo", "0.1", TEMPLATE)))
+
+
+@pytest.fixture(scope="module")
 def description(app: Any) -> Any:
+    return described(app)
+
+
+def described(app: Any) -> Any:
+    """What Schemathesis makes of an application's description."""
     config = schemathesis.Config()
     project = config.projects.default
     project.checks.positive_data_acceptance.expected_statuses = ["200", "400", "404"]
@@ -54,6 +74,22 @@ def test_the_description_knows_the_model(description: Any):
     assert schemas["CompletionBody"]["properties"]["model"]["anyOf"][0]["enum"] == ["demo"]
     assert schemas["DetokenizeBody"]["properties"]["tokens"]["items"]["maximum"] == 4095
     assert schemas["CompletionBody"]["additionalProperties"] is False
+
+
+def test_the_description_of_a_diffusion_model_has_the_fields_of_its_steps(denoising: Any, description: Any):
+    schemas = described(denoising).raw_schema["components"]["schemas"]
+    plain = description.raw_schema["components"]["schemas"]
+    for route in ("Completion", "Chat"):
+        own, others = schemas[f"Denoising{route}Body"], plain[f"{route}Body"]
+        assert own["additionalProperties"] is False
+        assert set(own["properties"]) - set(others["properties"]) == {
+            "steps", "block_length", "threshold", "mode", "remasking", "tau"
+        }  # fmt: skip
+        assert own["properties"]["mode"]["anyOf"][0]["enum"] == ["dense", "prefix", "dual", "sparse"]
+        assert own["properties"]["threshold"]["anyOf"][0] == {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
+        assert own["properties"]["top_k"]["anyOf"][0] == {"type": "integer", "minimum": -1, "maximum": 0}
+        assert f"{route}Body" not in schemas
+    assert schemas["DenoisingCompletionBody"]["properties"]["logprobs"]["type"] == "null"
 
 
 def check_all(description: Any, label: str, mode: GenerationMode, examples: int) -> list[int]:
@@ -99,3 +135,19 @@ def test_what_the_schema_says_of_reading_holds(description: Any, path: str):
 @pytest.mark.parametrize("path", POSTS)
 def test_what_the_schema_says_holds_at_length(description: Any, path: str):
     positive_and_negative(description, path, 300)
+
+
+@pytest.fixture(scope="module")
+def denoiser() -> Iterator[Any]:
+    engine = DiffusionEngine(build("tiny"), DENOISING)
+    engine.warm()
+    engine.start()
+    yield described(make_app(Api(engine, ServerOptions("demo", "0.1", TEMPLATE))))
+    assert engine.stop(20.0)
+    assert engine.figures().compilations == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_what_the_schema_says_of_a_diffusion_model_holds(denoiser: Any, path: str):
+    positive_and_negative(denoiser, path, 100)

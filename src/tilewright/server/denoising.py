@@ -84,7 +84,10 @@ def denoising_of(body: DenoisingBody, defaults: Denoising, new_tokens: int) -> D
         asked |= {"steps": body.steps, "threshold": body.threshold}
     if body.tau is not None:
         asked["saliency"] = replace(defaults.saliency, tau=body.tau)
-    return replace(defaults, new_tokens=new_tokens, **asked)
+    try:
+        return replace(defaults, new_tokens=new_tokens, **asked)
+    except ValueError as error:  # in the words of the API
+        raise ValueError(str(error).replace("new_tokens", "max_tokens")) from error
 
 
 def asks_of(
