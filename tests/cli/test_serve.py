@@ -19,7 +19,7 @@ import pytest
 from cli.conftest import Run
 from tilewright.cli import main as command_line
 from tilewright.cli.common import ModelOptions
-from tilewright.cli.serve import CapacityOptions, HttpOptions, SpeculationOptions, demo_template
+from tilewright.cli.serve import DEMO_TEMPLATES, CapacityOptions, HttpOptions, SpeculationOptions
 from tilewright.decode.shapes import ShapeTable
 
 TABLE = {"batches": [1], "capacities": [128], "chunks": [16], "widths": []}
@@ -105,9 +105,10 @@ def test_a_folder_is_served_under_its_name(tmp_path: Path):
     assert HttpOptions(served_model_name="x").server_options("org/model", None).name == "x"
 
 
-def test_the_demo_is_given_what_was_said():
+def test_the_demos_are_given_what_was_said():
     said = [{"role": "system", "content": "import os"}, {"role": "user", "content": "def main():"}]
-    assert demo_template().render(said) == "import os\ndef main():"
+    assert DEMO_TEMPLATES["demo"].render(said) == "import os\ndef main():"
+    assert DEMO_TEMPLATES["demo-diffusion"].render(said) == "def main():\n"
 
 
 @pytest.mark.parametrize("module", ["fastapi", "uvicorn", "prometheus_client", "pydantic"])

@@ -268,14 +268,14 @@ def test_after_a_failed_dispatch_requests_are_computed_anew(
     flaky.failing = {4}
     engine.open()
     heard = [Heard() for _ in asks]
-    for asked, each in zip(asks, heard, strict=True):
-        engine.submit(asked, each)
+    tickets = [engine.submit(asked, each) for asked, each in zip(asks, heard, strict=True)]
     for _ in range(3):
         engine.step()
     assert all(len(each.tokens) == 4 for each in heard[:3]), "a block of each was handed out before"
     run(engine)
     assert [each.tokens for each in heard] == [one.tokens for one in want]
     assert [each.text for each in heard] == [one.text for one in want]
+    assert [ticket.steps for ticket in tickets] == [one.steps for one in want]
     assert engine.figures().ended == {"length": 5}
     check_empty(engine)
 

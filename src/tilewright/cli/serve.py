@@ -25,12 +25,11 @@ from tilewright.server.run import Server, listen, url_of
 SPECULATIVE_FIELDS = ("method", "model", "num_speculative_tokens")
 METHODS = ("dflash", "eagle3", NGRAM)
 
-SEVERAL = Parameter(consume_multiple=True, negative=())
 DEMO_TEMPLATES = {
     DEMO: ChatTemplate.compiled(
         "{% for message in messages %}{{ message.content }}{{ '' if loop.last else '\n' }}{% endfor %}", "the demo's template"
     ),
-    DEMO_DIFFUSION: ChatTemplate.compiled("{{ messages[-1].content }}\n", "the demo's template"),
+    DEMO_DIFFUSION: ChatTemplate.compiled("{{ messages[-1].content + '\n' }}", "the demo's template"),
 }
 """The demos know no roles: the one that continues Python code is given what was said, line after line, the one that writes
 arithmetic out in steps what was said last."""

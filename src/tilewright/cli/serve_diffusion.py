@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 from rich.console import Console
@@ -14,6 +14,8 @@ from tilewright.decode.diffusion.programs import DiffusionTable
 from tilewright.engine.diffusion import DiffusionEngine
 from tilewright.engine.options import DENOISING, DiffusionEngineOptions
 from tilewright.models import diffusion, hub
+
+SEVERAL = Parameter(consume_multiple=True, negative=())
 
 
 @Parameter(name="*")
@@ -35,16 +37,16 @@ class DenoisingOptions:
     """
 
     mode: Mode | None = None
-    modes: tuple[Mode, ...] | None = None
+    modes: Annotated[tuple[Mode, ...] | None, SEVERAL] = None
     threshold: float | None = None
     tau: float | None = None
     suffix_window: int | None = None
     remasking: Remasking | None = None
     new_tokens: int | None = None
     block_length: int | None = None
-    positions: tuple[int, ...] | None = None
-    responses: tuple[int, ...] | None = None
-    blocks: tuple[int, ...] | None = None
+    positions: Annotated[tuple[int, ...] | None, SEVERAL] = None
+    responses: Annotated[tuple[int, ...] | None, SEVERAL] = None
+    blocks: Annotated[tuple[int, ...] | None, SEVERAL] = None
 
     def refuse(self) -> None:
         """Raises a `ValueError` for anything that was said of a model that does not denoise."""
@@ -78,7 +80,12 @@ class DenoisingOptions:
         said = {name: value for name in ("positions", "responses", "blocks") if (value := getattr(self, name)) is not None}
         if slots is not None:
             said["batches"] = tuple(sorted({1, slots}))
-        return replace(options, table=DiffusionTable(**(asdict(table) | said)))
+        table = DiffusionTable(**(asdict(table) | said))
+        try:
+            table.shape(1, [1], [options.defaults])
+        except ValueError as error:
+            raise ValueError(f"--new-tokens, --block-length: {error}") from error
+        return replace(options, table=table)
 
 
 def is_diffusion(models: ModelOptions, console: Console) -> bool:
@@ -96,8 +103,8 @@ def is_diffusion(models: ModelOptions, console: Console) -> bool:
 def diffusion_engine(
     models: ModelOptions, denoising: DenoisingOptions, slots: int | None, shared: Mapping[str, Any], console: Console
 ) -> DiffusionEngine:
-    """The engine of a diffusion model."""
+    """The engine of a diffusion model. What is wrong with the options is said before its weights are read."""
+    sizes = diffusion.read_diffusion(hub.resolve(models.model, console=progress_console(console))).decoder
+    options = denoising.engine_options(slots, shared, sizes.max_position_embeddings)
     own = {field.name: getattr(models, field.name) for field in fields(DiffusionModelOptions)}
-    model = DiffusionModelOptions(**own).load_model(console)
-    options = denoising.engine_options(slots, shared, model.config.decoder.max_position_embeddings)
-    return DiffusionEngine(model, options)
+    return DiffusionEngine(DiffusionModelOptions(**own).load_model(console), options)

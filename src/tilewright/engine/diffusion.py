@@ -155,7 +155,7 @@ class DiffusionEngine(Service[DiffusionJob]):
     def forget(self) -> list[DiffusionJob]:
         self.flight.clear()
         for job in self.seated:
-            job.fresh = True
+            job.fresh, job.steps, job.ticket.steps = True, 0, 0
         return self.seated
 
     def clear(self) -> None:

@@ -82,6 +82,11 @@ def is_diffusion(folder: Path) -> bool:
     return read_config(folder).get("model_type") in MODEL_TYPES
 
 
+def read_diffusion(folder: Path) -> DiffusionConfig:
+    """The configuration of a LLaDA or Dream in a folder. Raises a `ValueError` for one that is none, or not supported."""
+    return config_from_hf(read_config(folder), where=str(folder / CONFIG))
+
+
 def config_from_hf(fields: Mapping[str, Any], where: str = "config.json") -> DiffusionConfig:
     """Reads the `config.json` of a LLaDA or Dream.
 
@@ -198,7 +203,7 @@ def load_diffusion(
     Raises:
         ValueError: see `checkpoint.read_config`, `config_from_hf` and `checkpoint.load_params`.
     """
-    config = config_from_hf(read_config(folder), where=str(folder / CONFIG))
+    config = read_diffusion(folder)
     head = "lm_head.weight" if config.family == "dream" else llada_name("lm_head.weight")
 
     def ignore(name: str) -> bool:
