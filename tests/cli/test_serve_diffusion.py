@@ -42,11 +42,11 @@ def test_without_options_everything_is_the_engines_own():
 
 def test_options_become_the_engines():
     options = DenoisingOptions(
-        mode="sparse", modes=("dense", "sparse"), threshold=0.9, tau=0.95, remasking="entropy", new_tokens=16, block_length=8,
-        positions=(64, 128), responses=(32,), blocks=(8, 16),
+        mode="sparse", modes=("dense", "sparse"), threshold=0.9, tau=0.95, suffix_window=32, remasking="entropy",
+        new_tokens=16, block_length=8, positions=(64, 128), responses=(32,), blocks=(8, 16),
     )  # fmt: skip
     found = options.engine_options(3, SHARED, 4096)
-    wanted = Denoising(16, None, 8, "entropy", threshold=0.9, mode="sparse", saliency=Saliency(0.95))
+    wanted = Denoising(16, None, 8, "entropy", threshold=0.9, mode="sparse", saliency=Saliency(0.95), suffix_window=32)
     assert (found.defaults, found.modes) == (wanted, ("dense", "sparse"))
     assert found.table == DiffusionTable((1, 3), (64, 128), (32,), (8, 16))
     assert (found.queue_requests, found.queue_tokens, found.guard) == (5, 99, "warn")
@@ -77,11 +77,11 @@ def caught(run: Run, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> dic
 def test_the_command_line_is_read(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch):
     found = caught(
         run, monkeypatch, folder, "--modes", "dense", "sparse", "--mode", "sparse", "--threshold", 0.9, "--tau", 0.95,
-        "--remasking", "entropy", "--new-tokens", 16, "--block-length", 8, "--positions", 64, 128, "--responses", 32,
-        "--blocks", 8, 16, "--slots", 3, "--guard", "warn", "--queue-requests", 7, "--dtype", "bfloat16",
+        "--suffix-window", 24, "--remasking", "entropy", "--new-tokens", 16, "--block-length", 8, "--positions", 64, 128,
+        "--responses", 32, "--blocks", 8, 16, "--slots", 3, "--guard", "warn", "--queue-requests", 7, "--dtype", "bfloat16",
     )  # fmt: skip
     assert found["denoising"] == DenoisingOptions(
-        "sparse", ("dense", "sparse"), 0.9, 0.95, "entropy", 16, 8, (64, 128), (32,), (8, 16)
+        "sparse", ("dense", "sparse"), 0.9, 0.95, 24, "entropy", 16, 8, (64, 128), (32,), (8, 16)
     )
     assert (found["slots"], found["shared"]) == (3, {"queue_requests": 7, "queue_tokens": 262_144, "guard": "warn"})
     assert (found["models"].model, found["models"].dtype) == (str(folder), "bfloat16")
@@ -107,6 +107,7 @@ def test_the_command_line_is_read(run: Run, folder: Path, monkeypatch: pytest.Mo
         (["--threshold", "1.5"], "expected a threshold above 0, up to 1, found 1.5"),
         (["--threshold", "0.5", "--remasking", "random"], "no threshold with random, which ranks by chance, found 0.5"),
         (["--tau", "2.5"], "expected a saliency threshold above 0, up to 2, found 2.5"),
+        (["--suffix-window", "-1"], "expected a suffix_window of at least 0 positions, found -1"),
         (["--block-length", "12"], "expected new_tokens that are a multiple of the block_length 12, found 128"),
         (["--positions", "128", "64"], "expected positions to be sizes of at least 1 in ascending order"),
         (["--positions", "64", "--responses", "64"], "expected responses shorter than the most positions 64, found 64"),
@@ -129,7 +130,8 @@ def test_what_a_diffusion_model_cannot_take_is_said_before_its_weights_are_read(
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--mode", "sparse"], ["--modes", "dense", "dual"], ["--threshold", "0.9"], ["--tau", "0.9"], ["--remasking", "random"],
+        ["--mode", "sparse"], ["--modes", "dense", "dual"], ["--threshold", "0.9"], ["--tau", "0.9"],
+        ["--suffix-window", "8"], ["--remasking", "random"],
         ["--new-tokens", "64"], ["--block-length", "8"], ["--positions", "64"], ["--responses", "32"], ["--blocks", "8"],
     ],
     ids=lambda given: given[0],

@@ -50,6 +50,8 @@ def requests(seed: int, count: int, modes: Sequence[Mode] = MODES) -> list[Denoi
         block, blocks = (int(rng.choice([2, 4, 8])), int(rng.integers(1, 3)))
         if "threshold" not in way and rng.integers(2):
             way = {"steps": blocks * int(rng.integers(1, block + 1)), **way}
+        if rng.integers(3) == 0:
+            way = {"suffix_window": int(rng.integers(0, 5)), **way}
         asked: dict[str, Any] = {"new_tokens": block * blocks, "block_length": block, "ignore_eos": bool(rng.integers(2))}
         asked |= {"seed": int(rng.integers(2**32)), "saliency": (PLAIN, REPAIRED, EXACT)[int(rng.integers(3))]}
         asks.append(DenoisingAsk(prompt, Denoising(mode=modes[int(rng.integers(len(modes)))], **asked, **way)))

@@ -118,6 +118,24 @@ def test_one_thread_of_its_own_serves_them_too(model: DiffusionModel, warm: Diff
     check_empty(engine)
 
 
+def test_an_engine_of_dense_steps_alone_takes_no_caches(rng: np.random.Generator):
+    model = build("tiny", table=BY_ITSELF)
+    asks = requests(6, 12, ("dense",))
+    assert any(ask.denoising.suffix_window is not None for ask in asks)
+    want = expected(model, asks)
+    engine = DiffusionEngine(model, replace(OPTIONS, modes=("dense",)))
+    engine.warm()
+    engine.pace.most = lambda seconds, hurry: int(rng.integers(1, 7))  # type: ignore[method-assign]
+    engine.open()
+    heard, tickets = drive(engine, asks, rng)
+    assert engine.pool is not None
+    assert engine.pool.caches == ()
+    check_empty(engine)
+    engine.stop()
+    for each, ticket, alone in zip(heard, tickets, want, strict=True):
+        check_same(each, ticket, alone)
+
+
 def test_four_devices_give_what_one_does(rng: np.random.Generator):
     """Rows of a divided pool are taken out and put back on each device."""
     modes: tuple[Mode, ...] = ("prefix", "sparse")

@@ -159,6 +159,7 @@ class FakeEngine(Engine):
 
     def advance(self, job: Job) -> None:
         request, ticket, ask = job.request, job.ticket, job.ticket.ask
+        assert isinstance(ask, Ask)
         rounds = len(request.acceptance_lengths)
         told = None
         if not job.begun:

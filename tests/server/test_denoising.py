@@ -89,6 +89,7 @@ ASKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"max_tokens": 24, "block_length": 8}, {"new_tokens": 24, "block_length": 8}),
     ({"threshold": 0.6}, {"threshold": 0.6}),
     ({"mode": "dense"}, {"mode": "dense"}),
+    ({"suffix_window": 0}, {"suffix_window": 0}),
     ({"mode": "dual", "threshold": 1}, {"mode": "dual", "threshold": 1.0}),
     ({"tau": 0.01, "steps": 12.0}, {"saliency": replace(DEFAULTS.saliency, tau=0.01), "steps": 12, "threshold": None}),
     ({"remasking": "random", "steps": 12, "seed": 5}, {"remasking": "random", "steps": 12, "threshold": None, "seed": 5}),
@@ -225,6 +226,7 @@ MANY = "is not offered for a diffusion model, which settles many tokens at once"
         ({"tau": 0}, "tau", "greater than 0, found 0"),
         ({"steps": 0}, "steps", "greater than or equal to 1, found 0"),
         ({"steps": 2.5}, "steps", "found 2.5"),
+        ({"suffix_window": -1}, "suffix_window", "greater than or equal to 0, found -1"),
         ({"block_length": 0}, "block_length", "greater than or equal to 1, found 0"),
         ({"max_tokens": 10}, None, "expected max_tokens that are a multiple of the block_length 4, found 10"),
         ({"steps": 7}, None, "expected steps that the 3 blocks divide, found 7"),
@@ -269,7 +271,15 @@ def test_a_bad_field_of_one_route_is_named(http: httpx2.Client, route: str, fiel
 
 @pytest.mark.parametrize(
     "fields",
-    [{"steps": 4}, {"block_length": 4}, {"threshold": 0.5}, {"mode": "dense"}, {"remasking": "random"}, {"tau": 0.9}],
+    [
+        {"steps": 4},
+        {"block_length": 4},
+        {"threshold": 0.5},
+        {"suffix_window": 8},
+        {"mode": "dense"},
+        {"remasking": "random"},
+        {"tau": 0.9},
+    ],
     ids=str,
 )
 def test_a_server_that_decodes_token_by_token_knows_none_of_these_fields(shared: TestClient, fields: dict[str, Any]):

@@ -83,7 +83,7 @@ def test_the_description_of_a_diffusion_model_has_the_fields_of_its_steps(denois
         own, others = schemas[f"Denoising{route}Body"], plain[f"{route}Body"]
         assert own["additionalProperties"] is False
         assert set(own["properties"]) - set(others["properties"]) == {
-            "steps", "block_length", "threshold", "mode", "remasking", "tau"
+            "steps", "block_length", "threshold", "suffix_window", "mode", "remasking", "tau"
         }  # fmt: skip
         assert own["properties"]["mode"]["anyOf"][0]["enum"] == ["dense", "prefix", "dual", "sparse"]
         assert own["properties"]["threshold"]["anyOf"][0] == {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
