@@ -243,6 +243,14 @@ def check_dtype(dtype: str) -> None:
         raise ValueError(f"expected dtype to be one of {', '.join(DTYPES)}, found {dtype!r}")
 
 
+def target_folder(model: str, revision: str | None, console: Console | None) -> Path:
+    """The folder of a target. Raises a `ValueError` for a model of another kind."""
+    folder = hub.resolve(model, revision, console)
+    if is_diffusion(folder):
+        raise ValueError(f"{model} is a diffusion language model: `tilewright diffuse`, `bench diffusion` and `serve` take it")
+    return folder
+
+
 def load(
     model: str | Path,
     drafter: str | Path | Sequence[str | Path] | None = None,
@@ -289,9 +297,7 @@ def load(
     size = AUTO[0] if drafter is not None and block_size is None else block_size
     options = DrafterOptions(size, draft_window, drafter_dtype, refine, walk, drafter_revision)
     check_sources(source, options)
-    folder = hub.resolve(str(model), revision, console)
-    if is_diffusion(folder):
-        raise ValueError(f"{model} is a diffusion language model: `tilewright diffuse`, `bench diffusion` and `serve` take it")
+    folder = target_folder(str(model), revision, console)
     tokenizer = load_tokenizer(folder)
     lm = LanguageModel(*checkpoint.load_decoder(folder, DTYPES[dtype], console), tokenizer, dtype, weights, kernels, table)
     return lm.with_drafter(*lm.load_drafter(source, options, console))
