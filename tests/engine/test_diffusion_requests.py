@@ -297,6 +297,25 @@ def test_those_aboard_of_a_second_failure_are_given_up_and_the_engine_goes_on(
     check_empty(engine)
 
 
+def test_an_engine_whose_device_is_gone_for_good_ends_all_requests(
+    engine: DiffusionEngine, flaky: Flaky, monkeypatch: pytest.MonkeyPatch
+):
+    def gone() -> NoReturn:
+        raise MemoryError("no room for a pool")
+
+    flaky.failing = {1}
+    monkeypatch.setattr(engine, "clear", gone)
+    engine.open()
+    heard = [Heard() for _ in range(4)]
+    for each in heard:
+        engine.submit(ask([1, 2, 5]), each)
+    engine.run()
+    assert [each.end for each in heard] == ["cancelled"] * 4
+    assert (engine.ready, engine.ending) == (False, True)
+    with pytest.raises(Stopped):
+        engine.submit(ask([1]), Heard())
+
+
 def test_a_failing_listener_or_text_ends_its_own_request_alone(
     model: DiffusionModel, engine: DiffusionEngine, monkeypatch: pytest.MonkeyPatch
 ):

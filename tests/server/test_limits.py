@@ -225,3 +225,12 @@ def test_health_is_bad_when_the_engine_is_stuck(client: Client):
     engine.step_age_s = 11.0
     answer = app.get("/health")
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_stuck")
+
+
+def test_health_is_bad_when_the_engine_has_ended_by_itself(client: Client):
+    engine = FakeEngine()
+    app = client(engine)
+    engine.ready, engine.ending = False, True
+    answer = app.get("/health")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_stuck")
+    assert "has ended" in answer.json()["error"]["message"]

@@ -252,12 +252,17 @@ class Service(ABC, Generic[Job]):
         return bool(self.asked or self.flight or self.jobs())
 
     def run(self) -> None:
-        """Steps until the engine ends."""
-        while not self.ending:
-            if not self.step():
-                with self.wake:
-                    if not (self.asked or self.given_up or self.ending):
-                        self.wake.wait(IDLE_S)
+        """Steps until the engine ends: when it is told to, or where not even an empty state can be made any more."""
+        try:
+            while not self.ending:
+                if not self.step():
+                    with self.wake:
+                        if not (self.asked or self.given_up or self.ending):
+                            self.wake.wait(IDLE_S)
+        except Exception:
+            log.exception("the engine cannot go on")
+            with self.wake:
+                self.ready, self.ending = False, True
         self.end_all()
 
     def step(self) -> bool:

@@ -161,6 +161,8 @@ def state_routes(api: Api) -> APIRouter:
     @router.get("/health", responses={200: {"model": Health}, **errors(503)})
     async def health() -> Response:
         """Whether the engine is alive: warming up, or stepping."""
+        if api.engine.ending and not api.stopping:
+            raise ApiError(503, "the engine has ended; the log says why", "engine_stuck")
         if not api.engine.ready:
             return answer(Health(status="warming", step_age_s=None))
         age = api.engine.figures().step_age_s
