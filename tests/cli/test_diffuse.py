@@ -121,8 +121,8 @@ def test_every_option_reaches_its_field(run: Run, folder: Path, monkeypatch: pyt
         raise ValueError("enough")
 
     monkeypatch.setattr(DiffusionModel, "start", watched)
-    saliency = Saliency(0.9, 2, 3, True, False, False, False)
-    switches = ["--tau", 0.9, "--full-steps", 2, "--every", 3, "--first-layer", "--no-keep-changed", "--no-keep-prompt"]
+    saliency = Saliency(0.9, 2, 3, False, False, False, False)
+    switches = ["--tau", 0.9, "--full-steps", 2, "--every", 3, "--no-first-layer", "--no-keep-changed", "--no-keep-prompt"]
     options = (
         "--new-tokens 24 --block-length 12 --steps 8 --remasking entropy --temperature 0.5 --top-p 0.9 --seed 5 --guidance 1.5"
         " --suffix-window 6"

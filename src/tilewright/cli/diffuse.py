@@ -116,6 +116,8 @@ def diffuse(
         raise ValueError(f"--chat needs a model with a chat template; {models.model} has none")
     model = models.load_model(console)
     texts = [prompt_text(example, (), template) for example in examples]
+    if models.model == DEMO:
+        texts = [text if text.endswith("\n") else f"{text}\n" for text in texts]  # as its problems end
     tokens = encoded_prompts(model, texts, template)
     for each in tokens:
         model.check(each, request)

@@ -31,9 +31,11 @@ MODELS: dict[str, Model] = {
 }
 EOS = {"llada": 12, "dream": 30, "tiny": 12}
 TABLE = DiffusionTable(batches=(8,), positions=(32,), responses=(16,), blocks=(16,), buckets=(12,))
-PLAIN = Saliency(tau=0.99, full_steps=2, every=3, keep_changed=False, keep_prompt=False, boundary=False)
+PLAIN = Saliency(
+    tau=0.99, full_steps=2, every=3, first_layer=False, keep_changed=False, keep_prompt=False, boundary=False
+)  # fmt: skip
 """As published."""
-REPAIRED = Saliency(tau=0.9, full_steps=2, every=3)
+REPAIRED = Saliency(tau=0.9, full_steps=2, every=3, first_layer=False)
 EXACT = Saliency(tau=ALWAYS, full_steps=1, every=1, first_layer=True)
 
 needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")

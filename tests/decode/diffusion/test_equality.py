@@ -29,7 +29,7 @@ from tilewright.decode.diffusion.options import Denoising, Saliency
 PROMPTS = [PROMPT, [4], [7, 7, 21, 2, 35, 9, 13], [31, 5]]
 SPARSE: list[dict[str, Any]] = [
     {"mode": "sparse", "saliency": how}
-    for how in (EXACT, PLAIN, REPAIRED, Saliency(0.95, 1, 4, first_layer=True), Saliency(0.995, 3, 2, keep_prompt=False))
+    for how in (EXACT, PLAIN, REPAIRED, Saliency(0.95, 1, 4, first_layer=True), Saliency(0.995, 3, 2, False, keep_prompt=False))
 ]
 MODES: list[dict[str, Any]] = [{"mode": "dense"}, {"mode": "prefix"}, *SPARSE]
 RULES: dict[str, list[dict[str, Any]]] = {

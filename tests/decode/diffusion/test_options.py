@@ -138,7 +138,7 @@ def test_a_request_that_draws_gets_a_seed_and_others_none():
 
 def test_requests_as_rows():
     requests = [
-        Denoising(12, 6, 4, "entropy", mode="sparse", saliency=Saliency(0.5, 2, 3, True, False, False, False), seed=9),
+        Denoising(12, 6, 4, "entropy", mode="sparse", saliency=Saliency(0.5, 2, 3, False, False, False, False), seed=9),
         Denoising(5, threshold=0.25, mode="dual", guidance=1.5, ignore_eos=True, temperature=0.5, top_p=0.75),
     ]
     rows = row_options(requests, 8)
@@ -148,7 +148,7 @@ def test_requests_as_rows():
     assert [MODES[n] for n in rows.mode] == ["sparse", "dual"]
     assert [REMASKING[n] for n in rows.rule] == ["entropy", "low_confidence"]
     for name, values in {
-        "block": [4, 5], "tau": [0.5, np.float32(0.99)], "full_steps": [2, 4], "every": [3, 4], "first_layer": [True, False],
+        "block": [4, 5], "tau": [0.5, np.float32(0.99)], "full_steps": [2, 4], "every": [3, 4], "first_layer": [False, True],
         "keep_changed": [False, True], "keep_prompt": [False, True], "boundary": [False, True], "guidance": [0, 1.5],
         "ignore_eos": [False, True],
     }.items():  # fmt: skip

@@ -62,7 +62,7 @@ def follow(model: DiffusionModel, requests: list[Denoising], **changes: Any) -> 
 def test_every_layer_finds_the_positions_that_the_reference_finds(backend: tuple[str, str]):
     """Exactly those, before and after its attention; with cosines and logits to within rounding."""
     family, model = backend[0], build(*backend, SIZED)
-    ways = [PLAIN, REPAIRED, Saliency(0.95, 1, 4, first_layer=True), Saliency(0.97, 1, 2, keep_changed=False)]
+    ways = [PLAIN, REPAIRED, Saliency(0.95, 1, 4, first_layer=True), Saliency(0.97, 1, 2, False, keep_changed=False)]
     requests = [asking(mode="sparse", saliency=how, steps=steps) for how, steps in zip(ways, (12, 12, 6, 12), strict=True)]
     wants = [wanted(family, prompt, each) for prompt, each in zip(PROMPTS, requests, strict=True)]
     open_rows, compared = set(range(4)), 0

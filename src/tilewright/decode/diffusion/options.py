@@ -52,7 +52,7 @@ class Saliency:
     tau: float = 0.99
     full_steps: int = 4
     every: int = 4
-    first_layer: bool = False
+    first_layer: bool = True
     keep_changed: bool = True
     keep_prompt: bool = True
     boundary: bool = True
