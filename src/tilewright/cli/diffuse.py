@@ -60,6 +60,12 @@ class Asked:
     seed: int | None = None
     ignore_eos: bool = False
 
+    def request(self, options: StepOptions) -> Denoising:
+        """Raises a `ValueError` for what is out of its range."""
+        dense = options.request(self.new_tokens, self.seed, self.tau)
+        asks = {name: getattr(self, name) for name in ("mode", "threshold", "suffix_window", "ignore_eos")}
+        return replace(dense, **asks)
+
 
 @Parameter(name="*")
 @dataclass(frozen=True)
@@ -105,9 +111,7 @@ def diffuse(
         Put the prompts to the model as a user's messages, in its own chat template.
     """
     outputs.check()
-    dense = options.request(asked.new_tokens, asked.seed, asked.tau)
-    asks = {name: getattr(asked, name) for name in ("mode", "threshold", "suffix_window", "ignore_eos")}
-    request = replace(dense, **asks)
+    request = asked.request(options)
     console = human_console(outputs.json_file)
     otherwise = [held_out_problems(1)[0].prompt] if models.model == DEMO else []
     examples = gather_prompts(prompt, prompt_file, models.model, otherwise)
