@@ -46,9 +46,9 @@ def test_every_step_is_right(drawn: Any):
                 assert int(begin) + int(digit_added) == int(result.partition("+")[0])
         assert int(terms[-1]) == 10 * int(after) + int(digit)
         carry, digits = int(after), digit + digits
-    assert last == f"answer:{int(f'{carry}{digits}')}"
+    assert last == f"answer:{carry}{digits}"
     expected = problem.numbers[0] * problem.numbers[1] if problem.product else sum(problem.numbers)
-    assert (last, problem.answer) == (f"answer:{expected}", expected)
+    assert (int(last.removeprefix("answer:")), problem.answer) == (expected, expected)
 
 
 @given(st.one_of(sums, products), st.integers(0, 10**7))
@@ -56,8 +56,17 @@ def test_an_answer_is_right_or_wrong(drawn: Any, other: int):
     problem = Problem(tuple(drawn[0]), *drawn[1:])
     assert is_right(problem, problem.response)
     assert is_right(problem, f"  anything\nanswer:{problem.answer}\n")
+    assert is_right(problem, f"answer:00{problem.answer}")
     assert is_right(problem, f"answer:{other}") is (other == problem.answer)
-    for wrong in ("", "answer:", f"answer:{problem.answer}0", f"{problem.answer}", f"answer:{problem.answer}\nmore"):
+    for wrong in (
+        "",
+        "answer:",
+        f"answer:{problem.answer}1",
+        f"{problem.answer}",
+        f"answer:{problem.answer}\nmore",
+        "answer:²",
+        f"0answer:{problem.answer}",
+    ):
         assert not is_right(problem, wrong)
 
 
@@ -66,7 +75,7 @@ def test_a_problem_reads_well():
     assert problem.prompt == "a=907 b=88 a+b\n"
     assert problem.response == (
         "ones:0+a7=07+b8=15,write:5,carry:1\ntens:1+a0=01+b8=09,write:9,carry:0\n"
-        "hundreds:0+a9=09+b0=09,write:9,carry:0\nanswer:995"
+        "hundreds:0+a9=09+b0=09,write:9,carry:0\nanswer:0995"
     )
     product = Problem((38, 7), product=True)
     assert (product.prompt, product.answer) == ("a=38 b=7 a*b\n", 266)

@@ -43,12 +43,15 @@ class Problem:
 
     @property
     def response(self) -> str:
-        """A line for each column, with its sums or its product and sum, the digit that stays and the carry; then the answer."""
-        lines, carry = [], 0
-        for place in range(len(str(max(self.numbers)))):
+        """A line for each column, with its sums or its product and sum, the digit that stays and the carry; then the answer.
+
+        That has a digit for each column and one for the last carry, so that each stands at its own place.
+        """
+        lines, carry, size = [], 0, len(str(max(self.numbers)))
+        for place in range(size):
             steps, carry, digit = self._column(place, carry)
             lines.append(f"{PLACES[place]}:{steps},write:{digit},carry:{carry}\n")
-        return "".join(lines) + f"{ANSWER}{self.answer}"
+        return "".join(lines) + f"{ANSWER}{self.answer:0{size + 1}}"
 
     @property
     def held_out(self) -> bool:
@@ -73,8 +76,8 @@ LONGEST = Problem((10 ** len(PLACES) - 1,) * 4)
 
 def is_right(problem: Problem, response: str) -> bool:
     """Whether a response ends with the right answer, however it came to it."""
-    told = response.strip().rpartition("\n")[2]
-    return told == f"{ANSWER}{problem.answer}"
+    begin, found, told = response.strip().rpartition("\n")[2].rpartition(ANSWER)
+    return not begin and bool(found) and told.isascii() and told.isdecimal() and int(told) == problem.answer
 
 
 def draw(rng: np.random.Generator) -> Problem:
