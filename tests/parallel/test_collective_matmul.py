@@ -119,6 +119,16 @@ def test_products_and_gradients_are_those_of_whole_matrices(made: Callable[..., 
     close(by_w, x.T @ due, len(x))
 
 
+@pytest.mark.parametrize("axis", ["fsdp", "tp"])
+def test_a_ring_goes_along_one_axis_of_several(axis: str):
+    other, x = {"fsdp": "tp", "tp": "fsdp"}[axis], numbers(6, 2, 6)
+    mesh = make_mesh({"fsdp": 2, "tp": 3})
+    inside = partial(rings.all_gather, axis=axis)
+    spec = PartitionSpec(None, None, other)
+    run = jax.shard_map(inside, mesh=mesh, in_specs=PartitionSpec(axis, None, other), out_specs=spec, check_vma=False)
+    np.testing.assert_array_equal(jax.jit(run)(x), x)
+
+
 @settings(max_examples=12)
 @given(
     devices=st.sampled_from([1, 2, 3, 4]),
@@ -148,8 +158,15 @@ def test_a_hop_is_a_transfer_and_nothing_else_is_exchanged(made: Callable[..., A
         program = made(devices, Route(bidirectional, chunk=chunk))
         assert permutes(program, x, w) == hops
         by_x = jax.jit(lambda x, w, program=program: jax.vjp(lambda x: program(x, w), x)[1](program(x, w)))
-        # The gradient's own hops, beside those of the forward pass.
+        # Those of the products, and as many for their gradient.
         assert permutes(by_x, x, w) == 2 * hops
+
+
+def test_the_weights_of_gathered_rows_have_their_gradient_in_one_product():
+    x, w = numbers(8, 8), numbers(8, 8)
+    program = gathered_product(4, Route())
+    gradient = jax.jit(lambda x, w, due: jax.vjp(program, x, w)[1](due))
+    assert gradient.lower(x, w, x).as_text().count("stablehlo.dot_general") == 4 + 1  # by x for each hop, and by w
 
 
 def test_a_loop_has_as_many_transfers_whatever_the_number_of_devices():

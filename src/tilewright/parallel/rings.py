@@ -11,6 +11,7 @@ hop to hop. The collectives of matrices' rows (`all_gather_matmul`, `matmul_redu
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -172,14 +173,14 @@ def all_gather_matmul(
 ) -> Tree:
     """The product of all devices' rows with this device's columns: rows are under way while those that came are multiplied.
 
-    Equals `product(jax.lax.all_gather(x, axis, tiled=True), w)`. Its gradient by `x` is the ring of `matmul_reduce_scatter`,
-    and that by `w` the sum of the tiles', for which the rows that came are kept; `jax.checkpoint` has them travel again.
+    Equals `product(jax.lax.all_gather(x, axis, tiled=True), w)`. Its gradient by `x` is the ring of `matmul_reduce_scatter`;
+    that by `w` is one product over all rows, which are kept for it; `jax.checkpoint` has them travel again.
 
     Args:
         x: this device's M rows.
         w: whatever the product takes: columns `[I, O]` of a matrix, several matrices, packed ones.
         axis: name of the mesh axis.
-        product: of some rows and `w`.
+        product: of some rows and `w`. It may hold constants, but nothing that the gradient is taken by.
         route: how the rows travel.
 
     Returns:
@@ -194,12 +195,14 @@ def all_gather_matmul(
     size, rows = jax.lax.axis_size(axis), len(x)
     ways, chunk = route.ways(size), route.chunk_of(rows)
 
+    fixed = jax.lax.stop_gradient(w)
+
     def visit(held: list[list[Array]], going: list[Way]) -> tuple[list[list[Array]], list[list[Tree]]]:
-        return _sent(held, going, axis), [[product(part, w) for part in parts] for parts in held]
+        return _sent(held, going, axis), [[(part, product(part, fixed)) for part in parts] for parts in held]
 
     own = [x[first : first + chunk] for first in range(0, rows, chunk)]
-    held, tiles = _sent([own] * len(ways), ways, axis), {0: [product(part, w) for part in own]}
-    repeated = route.loop(size)
+    held, (each, *_) = visit([own] * max(1, len(ways)), ways)
+    tiles, repeated = {0: each}, route.loop(size)
     if repeated:
         held, stacked = jax.lax.scan(lambda held, _: visit(held, ways), held, length=repeated)
         for way, each in zip(ways, stacked, strict=True):
@@ -208,7 +211,8 @@ def all_gather_matmul(
         held, made = visit(held, [way for way in ways if way.hops > hop])
         tiles |= {way.by * hop: each for way, each in zip(ways, made, strict=False)}
     starts = row_starts(tiles, rows, chunk, axis)
-    return jax.tree.map(lambda *leaves: placed(leaves, starts), *(tile for each in tiles.values() for tile in each))
+    whole, y = jax.tree.map(lambda *leaves: placed(leaves, starts), *(tile for each in tiles.values() for tile in each))
+    return _weighted(product, w, whole, y)
 
 
 def _sent(held: list[list[Array]], going: list[Way], axis: str) -> list[list[Array]]:
@@ -230,7 +234,7 @@ def matmul_reduce_scatter(
     Equals `jax.lax.psum_scatter(product(x, w), axis, tiled=True)` but for the order of the sums. With n devices, p[i] for what
     device i has of the rows of device d, and i modulo n, rows that go one way have `((p[d + 1] + p[d + 2]) + ...) + p[d]`, and
     those that go both `(before + behind) + p[d]`: `before` is `(p[d - n // 2] + ...) + p[d - 1]`, and `behind`
-    `(p[d + (n - 1) // 2] + ...) + p[d + 1]`. The gradient by `x` is the ring of `all_gather_matmul`.
+    `(p[d + (n - 1) // 2] + ...) + p[d + 1]`. The gradient by `x` is the ring of `all_gather_matmul`, by `w` a sum over hops.
 
     Args:
         x: this device's columns of all rows, R of them.
@@ -352,6 +356,24 @@ def sliced(whole: Array, starts: tuple[Array, ...]) -> tuple[Array, ...]:
 # write zeros in their places, or add as many whole arrays as there are tiles.
 placed.defvjp(lambda tiles, starts: (placed(tiles, starts), starts), lambda starts, due: (sliced(due, starts), None))
 sliced.defvjp(lambda whole, starts: (sliced(whole, starts), starts), lambda starts, due: (placed(tuple(due), starts), None))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _weighted(product: Product, w: Any, rows: Array, made: Tree) -> Tree:
+    """What a product made of rows and constant weights, with the weights' gradient.
+
+    That is one product over all rows: a sum of as many as there are tiles would go through memory as often.
+    """
+    return made
+
+
+def _weights_due(product: Product, kept: tuple[Any, Array], due: Tree) -> tuple[Any, None, Tree]:
+    w, rows = kept
+    _, back = jax.vjp(lambda w: product(rows, w), w)
+    return *back(due), None, due
+
+
+_weighted.defvjp(lambda product, w, rows, made: (made, (w, rows)), _weights_due)
 
 
 def _rows_alone(rows: Array, _: None) -> Array:
