@@ -5,10 +5,10 @@ the device that they run on.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -246,7 +246,9 @@ TPU = replace(
 )
 
 
-class Joint(NamedTuple):
+@partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["parts"])
+@dataclass(frozen=True)
+class Joint:
     """The products with several joined matrices, `[B, T, sum(parts)]`, side by side."""
 
     array: Array

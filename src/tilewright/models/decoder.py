@@ -178,9 +178,9 @@ def head_norms(config: Any, layer: Layer, rope: layers.Rope) -> Heads:
 
 
 def output(
-    ops: Operations, layer: Layer, out: Float[Array, "B T _"], add: Float[Array, "B T H"] | None = None
-) -> Float[Array, "B T H"]:
-    """The attention half's partial sum, on top of `add` if that is given."""
+    ops: Operations, layer: Layer, out: Float[Array, "B T _"], add: Float[Array, "*rows H"] | None = None
+) -> Float[Array, "*rows H"]:
+    """The attention half's partial sum, on top of `add` if that is given; of some rows alone where the product gives these."""
     return ops.linear(out, layer.o, add=add)
 
 

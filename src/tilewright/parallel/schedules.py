@@ -3,7 +3,8 @@
 They take any stack and any tree of rows, and know no model.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -11,7 +12,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from tilewright.kernels.operations import Operations
+from tilewright.kernels.operations import Norm, Operations
+from tilewright.parallel import rings
 from tilewright.parallel.rows import rows_of, with_rows
 
 
@@ -98,10 +100,14 @@ class TensorParallel:
         return jax.lax.axis_index(self.axis) * size
 
     def embed(self, ops: Operations, table: Float[Array, "V H"], tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
+        return self.reduce(self.own_rows(ops, table, tokens))
+
+    def own_rows(self, ops: Operations, table: Float[Array, "V H"], tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
+        """The rows that are in this device's part of the table, and zeros for the others."""
         own = tokens - self.first(len(table))
         here = (own >= 0) & (own < len(table))
         rows = ops.take(table, jnp.clip(own, 0, len(table) - 1))
-        return self.reduce(jnp.where(here[..., None], rows, 0))
+        return jnp.where(here[..., None], rows, 0)
 
     def run(
         self, stack: Any, x: Float[Array, "B T H"], rows: Any, kept: tuple[Any, ...], taps: tuple[int, ...]
@@ -140,3 +146,101 @@ class TensorParallel:
         parts = (index + self.first(size), value)
         places, values = (jax.lax.all_gather(part, self.axis, axis=part.ndim) for part in parts)
         return places, values
+
+
+@dataclass(frozen=True)
+class Sequence(TensorParallel):
+    """Tensor parallelism whose residual stream is divided along the rows of the batch, one position after another.
+
+    Norms and additions run on a device's own rows; these are gathered before q, k and v and before the MLP, and partial sums
+    are added up and divided after attention and after the MLP: as many bytes as `TensorParallel`'s sums, in two steps. The
+    stream that a program sees, before the layers and after them, is whole. After Korthikanti et al., "Reducing Activation
+    Recomputation in Large Transformer Models" (2022), section 4.2.2, "sequence parallelism".
+
+    Attributes:
+        axis: of the mesh; it divides the key/value heads, and rows times positions of every batch.
+    """
+
+    def run(
+        self, stack: Any, x: Float[Array, "B T H"], rows: Any, kept: tuple[Any, ...], taps: tuple[int, ...]
+    ) -> tuple[Array, tuple[Array, ...], tuple[Any, ...]]:
+        """See `models.stack.Schedule.run`.
+
+        Raises:
+            ValueError: the devices do not divide the rows times the positions.
+        """
+        ops, shape, after, left = self.divided(stack.ops, x.shape), x.shape, [], []
+        own = rings.shard_rows(shape[0] * shape[1], self.axis)
+        x = jax.lax.dynamic_slice_in_dim(x.reshape(1, -1, shape[2]), self.first(own), own, 1)
+        for layer, before in zip(stack.layers, kept, strict=True):
+            out, now = stack.attend(stack.ops, layer, stack.project(ops, layer, x), rows, before)
+            x = stack.output(ops, layer, out, x)
+            x = stack.mlp(ops, layer, x, x)
+            after.append(x)
+            left.append(now)
+
+        def whole(x: Array) -> Array:
+            return self.gather(x[0], None, lambda rows, _: rows).reshape(shape)
+
+        return whole(x), tuple(whole(after[tap]) for tap in taps), tuple(left)
+
+    def divided(self, ops: Operations, shape: tuple[int, ...]) -> Operations:
+        """Products between a device's own rows `[1, rows, H]` and all of a batch of this shape."""
+
+        def gathered(product: Callable[..., Any], x: Array, w: Any, norm: Norm | None) -> Any:
+            own = x[0] if norm is None else ops.rms_norm(x[0], *norm)
+            made = self.gather(own, w, product)
+            return jax.tree.map(lambda leaf: leaf.reshape(*shape[:2], *leaf.shape[1:]), made)
+
+        # A `count` of rows is what need be computed at least, and here all are.
+        def project(x: Array, w: Any, norm: Norm | None = None, bias: Any = None, count: Any = None, **which: int) -> Any:
+            return gathered(lambda rows, w: ops.project(rows, w[0], bias=w[1], **which), x, (w, bias), norm)
+
+        def gated_linear(x: Array, w: Any, norm: Norm | None = None, count: Any = None) -> Array:
+            return gathered(ops.gated_linear, x, w, norm)
+
+        def linear(
+            x: Array, w: Any, out_dtype: Any = None, norm: Norm | None = None, add: Array | None = None, count: Any = None
+        ) -> Array:
+            rows = x.reshape(-1, x.shape[-1])
+            y = self.scatter(rows if norm is None else ops.rms_norm(rows, *norm), w, ops.linear, out_dtype)[None]
+            return y if add is None else add + y
+
+        return replace(ops, project=project, gated_linear=gated_linear, linear=linear)
+
+    def gather(self, x: Float[Array, "M H"], w: Any, product: rings.Product) -> Any:
+        """The product of all devices' rows."""
+        return product(jax.lax.all_gather(x, self.axis, tiled=True), w)
+
+    def scatter(self, x: Float[Array, "R I"], w: Any, product: Callable[..., Any], dtype: Any) -> Float[Array, "M H"]:
+        """The devices' products summed, of a device's own rows."""
+        return jax.lax.psum_scatter(product(x, w, dtype), self.axis, tiled=True)
+
+
+@dataclass(frozen=True)
+class Ring(Sequence):
+    """`Sequence` whose collectives are hidden under the products beside them, hop by hop (see `rings.all_gather_matmul`).
+
+    No other collective is left in the layers, nor in the embedding. After Wang et al., "Overlap Communication with Dependent
+    Computation via Decomposition" (ASPLOS 2023).
+
+    Attributes:
+        route: how rows go round the ring.
+    """
+
+    route: rings.Route = field(default_factory=rings.Route)
+
+    def embed(self, ops: Operations, table: Float[Array, "V H"], tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
+        rows = self.own_rows(ops, table, tokens)
+        return rings.all_reduce(rows.reshape(-1, rows.shape[-1]), self.axis, self.route).reshape(rows.shape)
+
+    def gather(self, x: Float[Array, "M H"], w: Any, product: rings.Product) -> Any:
+        return rings.all_gather_matmul(x, w, self.axis, product, self.route)
+
+    def scatter(self, x: Float[Array, "R I"], w: Any, product: Callable[..., Any], dtype: Any) -> Float[Array, "M H"]:
+        # A partial sum is rounded once, after what came has been added: XLA fuses the two then.
+        def wide(rows: Array, w: Any) -> Array:
+            return product(rows, w, jnp.float32)
+
+        rounded = jax.eval_shape(lambda rows, w: product(rows, w, dtype), x, w).dtype
+        return rings.matmul_reduce_scatter(x, w, self.axis, wide, self.route, rounded)
