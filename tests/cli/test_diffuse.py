@@ -244,3 +244,11 @@ def test_commands_for_models_of_tokens_say_which_ones_take_it(run: Run, folder: 
     ran = run(*command, "--model", folder)
     assert ran.status == 2
     assert f"{folder} is a diffusion language model: `tilewright diffuse`" in ran.err
+
+
+def test_the_packaged_model_is_asked_a_problem_as_it_was_trained_on_them(run: Run):
+    """With a line's end, whether that was typed or not."""
+    options = ["--new-tokens", 64, "--threshold", 0.9, "--json", "-"]
+    typed, whole = (run("diffuse", f"a=12 b=34 a+b{end}", *options).json for end in ("", "\n"))
+    assert typed["response_tokens"] == whole["response_tokens"]
+    assert typed["text"][0].startswith("ones:0+a2=02+b4=06")

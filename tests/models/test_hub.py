@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from rich.console import Console
 
 from models.hub_server import HubServer, Repo
-from tilewright.models.hub import PACKAGED, resolve
+from tilewright.models.hub import resolve
 
 OLD, NEW = "0" * 39 + "1", "0" * 39 + "2"
 WEIGHTS = bytes(range(256)) * 1000
@@ -203,9 +203,3 @@ def test_environment_of_a_new_process(hub: HubServer, tmp_path: Path):
     hub.requests.clear()
     assert run(HF_HUB_OFFLINE="1").stdout == first.stdout
     assert hub.requests == []
-
-
-def test_a_packaged_model_that_is_still_to_come(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setitem(PACKAGED, "demo-diffusion", tmp_path / "not there")
-    with pytest.raises(ValueError, match="demo-diffusion does not come with this version yet; expected a folder or a Hugging"):
-        resolve("demo-diffusion")

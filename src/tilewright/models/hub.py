@@ -40,8 +40,6 @@ def resolve(source: str, revision: str | None = None, console: Console | None = 
     if source in PACKAGED:
         if revision is not None:
             raise ValueError(f"revision {revision!r} was given, but {source!r} comes with the package, which has none")
-        if not PACKAGED[source].is_dir():
-            raise ValueError(f"{source} does not come with this version yet; expected a folder or a Hugging Face id")
         return PACKAGED[source]
     from tilewright.models.hub_client import fetch  # the client takes a quarter of a second to import
 
