@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--shares", type=float, nargs="+", default=[0.1, 0.25], help="of salient positions in a window")
     parser.add_argument("--json", type=Path)
     how = parser.parse_args()
-    console, rows = Console(), []
+    console, rows = Console(width=120), []
     heads = ("chip", "step", "salient", "version", "Mcycles a layer", "of dense", "MB a layer", "of dense", "Mcycles besides")
     table = Table(*heads)
     for chip in how.chips:
