@@ -1,5 +1,6 @@
 """Masked-diffusion training: what is masked, what is in the loss, what the batches hold, and that a run learns and resumes."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -125,9 +126,8 @@ def test_what_a_batch_holds(tokenizer: Tokenizer):
             prompt, response = tokenizer.decode(ids[:first]), tokenizer.decode(ids[first : behind - 1])
             kinds.add((apart, "answer" in response))
             if "answer" in response:
-                terms = prompt.removesuffix("=\n")
-                problem = Problem(tuple(map(int, terms.replace("*", "+").split("+"))), "*" in terms)
-                assert (problem.response, problem.held_out) == (response, apart)
+                problem = Problem(tuple(map(int, re.findall(r"=(\d+)", prompt))), "*" in prompt)
+                assert (problem.prompt, problem.response, problem.held_out) == (prompt, response, apart)
     assert kinds == {(apart, answer) for apart in (False, True) for answer in (False, True)}
     assert 8 < (training.valid == 256).sum() < 40
 
