@@ -16,6 +16,7 @@ from tilewright.bench.datasets import prompt as prompt_text
 from tilewright.bench.datasets import read_examples
 from tilewright.bench.diffusion import csv_text, environment, fitted_table, measure, rows, rows_in_all, ways_of
 from tilewright.cli.common import (
+    SEVERAL,
     JsonFile,
     check_output_file,
     human_console,
@@ -34,7 +35,6 @@ from tilewright.models.chat import ChatTemplate
 from tilewright.report.diffusion import DiffusionReport, programs_table, table, write_diffusion
 from tilewright.train.arithmetic import Problem, is_right
 
-SEVERAL = Parameter(consume_multiple=True, negative=())
 ARITHMETIC = "arithmetic"
 CARDS = ("README.md", "MODEL_CARD.md")
 """Where a model's folder says what it is for: a line `task: arithmetic`."""

@@ -15,14 +15,12 @@ from rich.table import Table
 
 from tilewright.bench.bandwidth import Memory, threads
 from tilewright.bench.linear import Load, measure, steps, summary
-from tilewright.cli.common import CompileCache, JsonFile, check_json_file, human_console, keep_programs, write_json
+from tilewright.cli.common import SEVERAL, CompileCache, JsonFile, check_json_file, human_console, keep_programs, write_json
 from tilewright.compiled.figures import print_table, significant
 from tilewright.compiled.machine import chip_name
 from tilewright.kernels import native
 from tilewright.kernels.linear.cases import Case, named
 from tilewright.kernels.operations import Format
-
-SEVERAL = Parameter(consume_multiple=True, negative=())
 
 
 @Parameter(name="*")

@@ -16,7 +16,16 @@ from rich.table import Table
 from tilewright.bench.round import DFLASH_B16, QWEN3_4B, Setup, load, measure, runs
 from tilewright.bench.round_compiled import compiled_rounds
 from tilewright.chips.tpu import chip_of
-from tilewright.cli.common import DEMO, CompileCache, JsonFile, check_json_file, human_console, keep_programs, write_json
+from tilewright.cli.common import (
+    DEMO,
+    SEVERAL,
+    CompileCache,
+    JsonFile,
+    check_json_file,
+    human_console,
+    keep_programs,
+    write_json,
+)
 from tilewright.compiled.figures import print_table, significant
 from tilewright.compiled.machine import chip_name
 from tilewright.kernels.select import operations
@@ -26,7 +35,6 @@ from tilewright.models.dflash import DFlashConfig
 from tilewright.models.hub import PACKAGED
 from tilewright.models.params import Dtype
 
-SEVERAL = Parameter(consume_multiple=True, negative=())
 DEMO_DRAFTER = "demo-drafter"
 BUILT_IN = "qwen3-4b, dflash-b16"
 

@@ -35,12 +35,19 @@ from tilewright.bench.workload import (
     trace_plan,
     trace_times,
 )
-from tilewright.cli.common import JsonFile, check_output_file, human_console, packaged_prompts_file, whole_file, write_json
+from tilewright.cli.common import (
+    SEVERAL,
+    JsonFile,
+    check_output_file,
+    human_console,
+    packaged_prompts_file,
+    whole_file,
+    write_json,
+)
 from tilewright.compiled.figures import print_table
 from tilewright.report.serving import ServingReport, write_serving
 from tilewright.report.serving_terminal import latency_table, notes, summary
 
-SEVERAL = Parameter(consume_multiple=True, negative=())
 NEW_TOKENS = 128
 """Tokens to generate behind a prompt of a file."""
 ASSUMED_CHARACTERS = 4.0

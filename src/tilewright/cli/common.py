@@ -37,6 +37,9 @@ AUTO = "auto"
 """As a drafter: whichever promises most, round by round."""
 BlockSize = int | Literal["auto", "auto-inexact"] | None
 
+SEVERAL = Parameter(consume_multiple=True, negative=())
+"""Of an option that takes several values in a row."""
+
 CompileCache = Annotated[
     bool,
     Parameter(

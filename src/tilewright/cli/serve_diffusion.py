@@ -7,15 +7,13 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from rich.console import Console
 
-from tilewright.cli.common import ModelOptions, given, progress_console
+from tilewright.cli.common import SEVERAL, ModelOptions, given, progress_console
 from tilewright.cli.diffusion_options import DiffusionModelOptions
 from tilewright.decode.diffusion.options import MODES, Denoising, Mode, Remasking
 from tilewright.decode.diffusion.programs import DiffusionTable
 from tilewright.engine.diffusion import DiffusionEngine
 from tilewright.engine.options import DENOISING, DiffusionEngineOptions
 from tilewright.models import diffusion, hub
-
-SEVERAL = Parameter(consume_multiple=True, negative=())
 
 
 @Parameter(name="*")

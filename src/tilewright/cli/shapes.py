@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tilewright.bench.lengths import read_lengths
-from tilewright.cli.common import JsonFile, TargetOptions, check_output_file, human_console, write_json, write_text
+from tilewright.cli.common import SEVERAL, JsonFile, TargetOptions, check_output_file, human_console, write_json, write_text
 from tilewright.compiled.figures import print_table, significant
 from tilewright.compiled.ledger import Ledger
 from tilewright.decode.drafters.load import DrafterOptions
@@ -38,8 +38,6 @@ from tilewright.engine.shape_file import read_table, table_text
 from tilewright.report.terminal import number
 
 app = App(name="shapes", help="The shapes that serving declares.")
-
-SEVERAL = Parameter(consume_multiple=True, negative=())
 
 
 @Parameter(name="*")
