@@ -11,15 +11,34 @@ class TpuChip:
         name: the kind, as topologies name it.
         hbm_gb_per_s: bandwidth of its device memory, in 1e9 bytes a second.
         bf16_tflop_per_s: peak of its matrix units for bfloat16 products.
-        flops_per_cycle: what they do in a cycle of the clock: units, times the products in a unit, times 2.
+        cores: TensorCores.
+        matrix_units: of all cores together.
+        matrix_dim: rows, and columns, of such a unit.
         vmem_mib: vector memory of one core.
+        hbm_gb: size of its device memory, in 1e9 bytes.
+        ici_gb_per_s: what a link to a neighbour carries in one direction, in 1e9 bytes a second; it has as much in the other.
+        ici_axes: axes of its torus; two links on each, one either way.
+        wrap_multiple: along an axis whose length is a multiple of this the last chip has a link to the first.
+        wraps_whole: whether there are such links only where all axes are such multiples (cubes joined by optical switches).
     """
 
     name: str
     hbm_gb_per_s: float
     bf16_tflop_per_s: float
-    flops_per_cycle: int
+    cores: int
+    matrix_units: int
+    matrix_dim: int
     vmem_mib: int
+    hbm_gb: float
+    ici_gb_per_s: float
+    ici_axes: int
+    wrap_multiple: int
+    wraps_whole: bool
+
+    @property
+    def flops_per_cycle(self) -> int:
+        """What its matrix units do in a cycle of the clock: a product and a sum in each place."""
+        return 2 * self.matrix_units * self.matrix_dim**2
 
     @property
     def clock_ghz(self) -> float:
@@ -40,15 +59,19 @@ CHIPS = {
     for chip in (
         # docs.cloud.google.com/tpu/docs/v5e: 819 GB/s, 197 TFLOP/s, 4 matrix units of 128 x 128 in its one core.
         # VMEM: jax/_src/pallas/mosaic/tpu_info.py, as for the others.
-        TpuChip("v5e", 819, 197, 2 * 4 * 128 * 128, 128),
+        # Of all: sizes of memory, links and where they wrap, jax-ml.github.io/scaling-book/tpus, tables of chips and of links.
+        TpuChip("v5e", 819, 197, 1, 4, 128, 128, 16, 50, 2, 16, False),
         # docs.cloud.google.com/tpu/docs/v5p: 2765 GB/s, 459 TFLOP/s, two cores with 4 matrix units of 128 x 128 each.
-        TpuChip("v5p", 2765, 459, 2 * 8 * 128 * 128, 64),
+        TpuChip("v5p", 2765, 459, 2, 8, 128, 64, 96, 100, 3, 4, True),
         # docs.cloud.google.com/tpu/docs/v6e: 1638 GB/s, 918 TFLOP/s. Matrix units: that page said 4 and now says 2; only
         # 4 of 256 x 256 agree with what libtpu estimates for a large product, 4.6e5 operations a cycle.
-        TpuChip("v6e", 1638, 918, 2 * 4 * 256 * 256, 128),
+        TpuChip("v6e", 1638, 918, 1, 4, 256, 128, 32, 100, 2, 16, False),
     )
 }
 """By kind."""
+
+KINDS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e"}
+"""The names of `CHIPS` by what JAX calls a device's kind."""
 
 
 def chip_of(topology: str) -> TpuChip:

@@ -1,0 +1,183 @@
+"""What a layer of a decoder takes when devices divide it, before anything is compiled: the model that schedules are chosen by.
+
+A product takes the longer of its operations at the chip's peak and its bytes at the memory's bandwidth. Transfers are those of
+`links.Fabric`. Left out is what is the same under all schedules, attention above all. `tilewright inspect overlap` shows what a
+compiler makes of each; the constants below were read from that, for Llama-3-8B's layers over eight chips.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+from types import MappingProxyType
+from typing import NamedTuple
+
+from tilewright.chips.links import Fabric
+
+NUMBER_BYTES = 2
+"""Of an activation or a weight: bfloat16."""
+
+TILE_US: Mapping[str, float] = MappingProxyType({"v5e": 3.3, "v5p": 4.2, "v6e": 0.8})
+"""What each tile of a product takes beyond its roofline, by libtpu's estimates."""
+
+TILE_PASSES = 5
+"""How often rows and sums go through memory where products are cut into tiles, all rows of the stream each time."""
+
+LEAST_GAIN = 0.1
+"""By which share another schedule has to be faster than `sync` to be chosen: by so much these estimates were off."""
+
+MICRO_BATCHES = 2
+
+
+class Product(NamedTuple):
+    """A matrix that devices divide: `inputs` and `columns` are one device's."""
+
+    inputs: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A device's products in a layer.
+
+    Attributes:
+        hidden: size of the residual stream.
+        halves: the product that begins each half of a layer and the one that ends it, of attention and of the MLP.
+    """
+
+    hidden: int
+    halves: tuple[tuple[Product, Product], tuple[Product, Product]]
+
+
+def divided_layer(hidden: int, heads: int, kv_heads: int, head_dim: int, mlp: int, devices: int) -> Layer:
+    """A layer of these sizes over so many devices; key/value heads that are fewer than they are held by several of them."""
+    own, kv = heads // devices, max(1, kv_heads // devices)
+    attention = Product(hidden, (own + 2 * kv) * head_dim), Product(own * head_dim, hidden)
+    return Layer(hidden, (attention, (Product(hidden, 2 * mlp // devices), Product(mlp // devices, hidden))))
+
+
+class Estimate(NamedTuple):
+    """What a layer takes: its products, norms and additions, and what of its communication nothing hides."""
+
+    compute_s: float
+    exposed_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.compute_s + self.exposed_s
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of products and transfers on the devices of a fabric, in seconds."""
+
+    fabric: Fabric
+
+    @property
+    def devices(self) -> int:
+        return len(self.fabric.places)
+
+    def product_s(self, rows: int, product: Product, tiles: int = 1) -> float:
+        """Cut into tiles by its rows: weights are read once, as they stay in VMEM."""
+        numbers = product.inputs * product.columns + rows * (product.inputs + product.columns)
+        flops = 2.0 * rows * product.inputs * product.columns
+        least, chip = self.fabric.chip.roofline_seconds(NUMBER_BYTES * numbers, flops), self.fabric.chip.name
+        return least + (1e-6 * tiles * TILE_US.get(chip, max(TILE_US.values())) if tiles > 1 else 0.0)
+
+    def tiles_s(self, rows: int, product: Product) -> float:
+        """A product in as many tiles as there are devices."""
+        return self.product_s(rows, product, self.devices)
+
+    def stream_s(self, rows: int, layer: Layer, passes: int = 10) -> float:
+        """Rows of the residual stream through memory; by default two norms, and two additions, in place."""
+        return self.fabric.chip.roofline_seconds(float(passes) * NUMBER_BYTES * rows * layer.hidden, 0)
+
+    def collective_s(self, kind: str, rows: int, layer: Layer) -> float:
+        """As compilers were seen to have them go: of three axes along each, where a reduce-scatter is an all-reduce; else round
+        all devices, reduce-scatters in one direction."""
+        by_axis, whole = sum(size > 1 for size in self.fabric.torus.sizes) > 2, float(NUMBER_BYTES * rows * layer.hidden)
+        scatters = kind == "reduce-scatter"
+        kind, directions = "all-reduce" if by_axis and scatters else kind, 1 if scatters and not by_axis else 2
+        return self.fabric.collective(kind, [range(self.devices)], whole, directions, by_axis).seconds
+
+    @cached_property
+    def hops(self) -> int:
+        """One after another, of a ring both ways."""
+        return ceil((self.devices - 1) / 2)
+
+    def hop_s(self, rows: int, layer: Layer) -> float:
+        """A device's share of so many rows, to the next device and to the one before."""
+        around = {(n, (n + step) % self.devices) for n in range(self.devices) for step in (1, -1)}  # of two, they are the same
+        return self.fabric.permute(around, NUMBER_BYTES * rows / self.devices * layer.hidden).seconds
+
+    def ring_exposed_s(self, rows: int, layer: Layer, product: Product) -> float:
+        """Of rows that travel under tiles of a product of them.
+
+        One tile is beside a hop: compilers were seen to compute that of the other direction where nothing travels.
+        """
+        tile = self.product_s(rows, product) / self.devices
+        return self.hops * max(0.0, self.hop_s(rows, layer) - tile)
+
+
+def sync(costs: Costs, rows: int, layer: Layer) -> Estimate:
+    """A sum over all devices after each half, by the compiler's own algorithm, with nothing beside it."""
+    products = sum(costs.product_s(rows, product) for half in layer.halves for product in half)
+    return Estimate(products + costs.stream_s(rows, layer), 2 * costs.collective_s("all-reduce", rows, layer))
+
+
+def sequence(costs: Costs, rows: int, layer: Layer) -> Estimate:
+    """The stream divided along its rows, with nothing beside its all-gathers and reduce-scatters."""
+    products = sum(costs.product_s(rows, product) for half in layer.halves for product in half)
+    both = sum(costs.collective_s(kind, rows, layer) for kind in ("all-gather", "reduce-scatter"))
+    return Estimate(products + costs.stream_s(rows // costs.devices, layer), 2 * both)
+
+
+def ring(costs: Costs, rows: int, layer: Layer) -> Estimate:
+    """Each hop of these collectives beside tiles of the product that it belongs to."""
+    products = [product for half in layer.halves for product in half]
+    compute = sum(costs.tiles_s(rows, product) for product in products) + costs.stream_s(rows, layer, TILE_PASSES)
+    return Estimate(compute, sum(costs.ring_exposed_s(rows, layer, product) for product in products))
+
+
+def domino(costs: Costs, rows: int, layer: Layer) -> Estimate:
+    """Micro-batches: of each, rows and sums that travel beside the other's attention half, and the MLP's as those of `ring`."""
+    own, (attention, (first, last)) = rows // MICRO_BATCHES, layer.halves
+    hops, beside = costs.hops * costs.hop_s(own, layer), sum(costs.product_s(own, product) for product in attention)
+    # The other's hops, and a micro-batch's own, have the same links while the MLP's first product is computed.
+    in_mlp = max(costs.ring_exposed_s(own, layer, first), 2 * hops - costs.tiles_s(own, first))
+    exposed = max(0.0, hops - beside) + max(0.0, in_mlp) + costs.ring_exposed_s(own, layer, last)
+    products = beside + costs.tiles_s(own, first) + costs.tiles_s(own, last)
+    return Estimate(MICRO_BATCHES * products + costs.stream_s(rows, layer, TILE_PASSES), MICRO_BATCHES * exposed)
+
+
+ESTIMATES: Mapping[str, Callable[[Costs, int, Layer], Estimate]] = MappingProxyType(
+    {"sync": sync, "sequence": sequence, "ring": ring, "domino": domino}
+)
+"""By the names of schedules (`parallel/schedules.py`)."""
+
+
+class Choice(NamedTuple):
+    """A schedule, why it is that one, and what each was estimated to take."""
+
+    name: str
+    why: str
+    estimates: Mapping[str, Estimate]
+
+
+def choose(costs: Costs, rows: int, layer: Layer, micro_batches: bool) -> Choice:
+    """The schedule with the least estimated time, if that is well below `sync`'s.
+
+    Args:
+        rows: of the residual stream: rows of a batch times positions.
+        micro_batches: whether they can be divided in two that take turns.
+    """
+    names = ["sync"]
+    if rows % costs.devices == 0:
+        names += ["sequence", "ring"]
+    if micro_batches and rows % (MICRO_BATCHES * costs.devices) == 0:
+        names.append("domino")
+    estimates = {name: ESTIMATES[name](costs, rows, layer) for name in names}
+    best, plain = min(names, key=lambda name: estimates[name].total_s), estimates["sync"].total_s
+    chosen = best if estimates[best].total_s < (1 - LEAST_GAIN) * plain else "sync"
+    each = ", ".join(f"{name} {1e6 * of.total_s:,.0f} us ({1e6 * of.exposed_s:,.0f} exposed)" for name, of in estimates.items())
+    return Choice(chosen, f"{chosen} for {rows:,} rows on {costs.devices} {costs.fabric.chip.name}; a layer: {each}", estimates)

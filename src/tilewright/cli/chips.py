@@ -1,0 +1,87 @@
+"""`tilewright chips`: chips of several makers side by side, and how long a piece of work takes each at least."""
+
+from typing import Annotated, Any
+
+from rich import box
+from rich.table import Table
+
+from tilewright.chips.accelerators import ACCELERATORS, Accelerator, accelerator_of
+from tilewright.chips.figures import disputed
+from tilewright.chips.neuron import NEURON_CHIPS
+from tilewright.cli.common import WORDS, JsonFile, check_json_file, human_console, write_json
+from tilewright.compiled.figures import print_table, significant
+
+FOOTNOTE = (
+    "flop/byte: how many bfloat16 operations a chip does while a byte passes its memory, or its links in either direction; "
+    "above the first, its ridge point, compute is the limit. The sources of all figures stand in src/tilewright/chips/."
+)
+
+
+def chips(
+    *,
+    chip: Annotated[tuple[str, ...], WORDS] = (),
+    gflop: float | None = None,
+    memory_mb: float | None = None,
+    link_mb: float | None = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Shows chips side by side: peak, memory, links, and operations per byte of each.
+
+    With a piece of work, also its roofline.
+
+    Parameters
+    ----------
+    chip
+        Only these, by name: several, with commas.
+    gflop
+        Work: operations, in 1e9.
+    memory_mb
+        Work: bytes to and from memory, in 1e6.
+    link_mb
+        Work: bytes sent over links, in 1e6; chips without links take none.
+    json_file
+        Write the figures as JSON to this file, "-" for standard output.
+    """
+    check_json_file(json_file)
+    for name, value in (("--gflop", gflop), ("--memory-mb", memory_mb), ("--link-mb", link_mb)):
+        if value is not None and not 0 <= value < float("inf"):
+            raise ValueError(f"expected {name} of 0 or more, found {value:g}")
+    shown = [accelerator_of(name) for name in chip] or list(ACCELERATORS.values())
+    work = None if gflop is memory_mb is link_mb is None else (1e9 * (gflop or 0), 1e6 * (memory_mb or 0), 1e6 * (link_mb or 0))
+    records = [record(one, work) for one in shown]
+    console = human_console(json_file)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("chip")
+    heads = ["TFLOP/s\nbf16", "memory\nGB", "memory\nGB/s", "links\nGB/s", "flop/byte\nmemory", "flop/byte\nlinks"]
+    for head in heads + (["least\nms"] if work else []):
+        table.add_column(head, justify="right")
+    table.add_column("limit" if work else "fabric")
+    for one in records:
+        links = [one["links_gb_per_s"], one["flops_per_memory_byte"], one["flops_per_link_byte"]]
+        cells = [one["bf16_tflop_per_s"], one["memory_gb"], one["memory_gb_per_s"], *links]
+        last = [significant(one["least_ms"]), one["limit"]] if work else [one["fabric"]]
+        table.add_row(one["name"], *("" if cell is None else significant(cell) for cell in cells), *last)
+    print_table(console, table)
+    console.print(FOOTNOTE)
+    write_json(json_file, {"data": records})
+
+
+def record(one: Accelerator, work: tuple[float, float, float] | None) -> dict[str, Any]:
+    """A chip's figures, and what it does with the work."""
+    found: dict[str, Any] = {
+        "name": one.name, "maker": one.maker, "cores": one.cores, "matrix_units": one.matrix_units,
+        "bf16_tflop_per_s": float(one.bf16_tflop_per_s),
+        "memory_gb": one.memory_gb, "memory_gb_per_s": float(one.memory_gb_per_s),
+        "links": one.links, "link_gb_per_s_each_way": float(one.link_gb_per_s), "links_gb_per_s": one.links_gb_per_s,
+        "flops_per_memory_byte": one.flops_per_memory_byte, "flops_per_link_byte": one.flops_per_link_byte,
+        "fabric": one.fabric,
+    }  # fmt: skip
+    if one.name in NEURON_CHIPS:
+        chip = NEURON_CHIPS[one.name]
+        found["disputed"] = {name: [float(v), v.other] for name, v in (disputed(chip.core) | disputed(chip)).items()}
+    if work is not None:
+        roofline = one.roofline(*(work if one.links else (*work[:2], 0.0)))
+        found |= {"least_ms": 1e3 * roofline.seconds, "limit": roofline.limit}
+        found |= {"compute_ms": 1e3 * roofline.compute_s, "memory_ms": 1e3 * roofline.memory_s}
+        found["link_ms"] = None if roofline.link_s is None else 1e3 * roofline.link_s
+    return found

@@ -1,0 +1,188 @@
+"""`tilewright neuron simulate`: a program on a simulated Neuron chip."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+from rich import box
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from tilewright.bench.model_configs import model_config
+from tilewright.chips.neuron import instance_of
+from tilewright.chips.tpu import chip_of
+from tilewright.cli.common import (
+    NUMBERS,
+    JsonFile,
+    check_json_file,
+    check_output_file,
+    human_console,
+    whole_file,
+    write_json,
+    write_text,
+)
+from tilewright.compiled.figures import print_table, significant
+from tilewright.compiled.schedule import read_schedule
+from tilewright.neuron.inference import Work, inference_program
+from tilewright.neuron.machine import Machine, Settings, machine_of
+from tilewright.neuron.program import Program
+from tilewright.neuron.programs import dflash_program, diffusion_program, gather_reduce_program, hlo_program
+from tilewright.neuron.results import MOMENTS, Result, trace
+from tilewright.neuron.simulate import simulate
+from tilewright.neuron.training import Step, training_program
+from tilewright.report.neuron import Engines, write_simulation
+
+Kind = Literal["decode", "prefill", "training", "dflash", "diffusion", "gather-reduce", "hlo"]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class ProgramOptions:
+    """What to simulate, and on what.
+
+    Attributes:
+        model_config: llama3-8b, llama3-70b, qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3-32b, or a folder with a config.json.
+        instance: inf2.48xlarge, trn1.32xlarge, trn2.48xlarge, trn2-ultraserver or trn3-16.
+        cores: tensor-parallel width.
+        fsdp: fully sharded ranks, for training.
+        schedule: sync, domino, column or ring, for prefill and decode.
+        streams: of collectives.
+        dma_packet_size, cc_packet_size: bytes of compute's packets, and of collectives', by stream.
+        batch, input: rows, and prompt tokens or cached positions; for training sequences and positions of each fully sharded
+            rank.
+        block: of a DFlash round.
+        salient: share of positions that a sparse denoising step computes.
+        early, late: shifts of training, in halves of layers.
+        threaded: whether training's collectives are in the order of a token.
+        nodes, degree, features: of a gather-reduce.
+        hlo: a file with scheduled HLO.
+        chip: the TPU that the HLO was compiled for.
+    """
+
+    model_config: str = "llama3-8b"
+    instance: str = "inf2.48xlarge"
+    cores: int = 8
+    fsdp: int = 1
+    schedule: str = "sync"
+    streams: int = 1
+    dma_packet_size: int = 4096
+    cc_packet_size: Annotated[tuple[int, ...], NUMBERS] = (65536,)
+    batch: int = 4
+    input: int = 1024
+    block: int = 16
+    salient: float = 0.25
+    early: int = 1
+    late: int = 1
+    threaded: bool = True
+    nodes: int = 16384
+    degree: int = 16
+    features: int = 256
+    hlo: Path | None = None
+    chip: str = "v5e:4x2"
+
+    def machine(self) -> Machine:
+        """Raises ValueError for an unknown instance, cores that it has not, or settings that the runtime does not take."""
+        settings = Settings(self.dma_packet_size, self.cc_packet_size, self.streams)
+        instance = instance_of(self.instance)
+        if self.cores < 1 or self.fsdp < 1:
+            raise ValueError(f"expected cores and fsdp from 1, found {self.cores} and {self.fsdp}")
+        return machine_of(instance, settings, fsdp=self.fsdp, tp=self.cores)
+
+    def program(self, kind: Kind, machine: Machine) -> Program:
+        """Raises ValueError where sizes do not fit one another."""
+        if kind == "gather-reduce":
+            return gather_reduce_program(machine, self.nodes, self.degree, self.features)
+        if kind == "hlo":
+            if self.hlo is None:
+                raise ValueError("expected --hlo with a file of scheduled HLO, found none")
+            chip = chip_of(self.chip)
+            return hlo_program(read_schedule(self.hlo.read_text(encoding="utf-8"), chip), chip, machine, self.hlo.name)
+        config = model_config(self.model_config)
+        if kind == "training":
+            step = Step(self.batch, self.input, self.threaded, self.early, self.late)
+            return training_program(config, machine, step)
+        if kind == "dflash":
+            return dflash_program(config, machine, self.batch, self.block, self.input)
+        if kind == "diffusion":
+            return diffusion_program(config, machine, self.batch, self.input, self.salient)
+        return inference_program(config, machine, Work(kind, self.batch, self.input), self.schedule)
+
+
+def simulate_program(
+    kind: Kind,
+    *,
+    options: ProgramOptions = ProgramOptions(),
+    json_file: JsonFile = None,
+    html: Path | None = None,
+    trace_file: Annotated[Path | None, Parameter(name="--trace")] = None,
+) -> None:
+    """Simulates a program on a Neuron chip that need not be there, and shows what its engines do.
+
+    A discrete-event model, no measurement: docs/neuron.md. Every figure is defined in docs/metrics.md.
+
+    Parameters
+    ----------
+    kind
+        decode, prefill, training, dflash (a speculative round), diffusion (a sparse denoising step), gather-reduce, or hlo
+        (what XLA scheduled for a TPU).
+    json_file
+        Write the figures as JSON to this file, "-" for standard output.
+    html
+        Write a page with what each engine does when to this file.
+    trace_file
+        Write what runs when as a Chrome trace, which Perfetto opens, to this file.
+    """
+    check_json_file(json_file)
+    for option, path in (("--html", html), ("--trace", trace_file)):
+        check_output_file(option, None if path is None else str(path))
+    machine = options.machine()
+    program, console = options.program(kind, machine), human_console(json_file)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        row = bar.add_task(program.name, total=len(program.ops))
+        result = simulate(program, machine, progress=lambda done: bar.update(row, completed=done))
+    figures = {**result.record(), "operations": len(program.ops), "measured": False}
+    show(console, figures)
+    write_json(json_file, figures)
+    about = {"instance": options.instance, "mesh": str(dict(machine.mesh.axes)), "streams": options.streams}
+    if html is not None:
+        with whole_file(html) as partial:
+            write_simulation(partial, f"{program.name} on {options.instance}", figures, engines_of(result), about)
+    if trace_file is not None:
+        write_text(trace_file, json.dumps(trace([(program.name, result)])))
+    for path in (html, trace_file):
+        if path is not None:
+            console.print(f"{path} written", markup=False)
+
+
+def engines_of(result: Result) -> Engines:
+    """What each engine did, as the page draws it."""
+    lanes: dict[str, list[tuple[float, float, str]]] = {name: [] for name in result.busy_s}
+    for span in result.spans:
+        collective = result.program.ops[span.op].collective
+        kind = "compute" if span.engine in ("tensor", "vector", "scalar", "gpsimd") else "dma"
+        if collective is not None:
+            kind = collective.purpose if collective.purpose in ("tp", "fsdp") else "other"
+        lanes[span.engine].append((1e3 * span.begin_s, 1e3 * span.end_s, kind))
+    return Engines("What each engine does", list(lanes.items()), 1e3 * result.total_s)
+
+
+def show(console: Console, figures: dict[str, Any]) -> None:
+    """A table of engines, and what the time goes to."""
+    table = Table(title=f"{figures['program']} on {figures['instance']}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("engine")
+    for head in ("busy ms", "idle ms", "busy"):
+        table.add_column(head, justify="right")
+    for name, busy in figures["busy_ms"].items():
+        cells = significant(busy), significant(figures["idle_ms"][name]), f"{busy / (figures['total_ms'] or 1.0):.1%}"
+        table.add_row(name, *cells)
+    print_table(console, table)
+    times = ", ".join(f"{name} {significant(figures[f'{name}_ms'])}" for name in MOMENTS)
+    console.print(f"{significant(figures['total_ms'])} ms: {times}")
+    shares = ", ".join(f"{name} {share:.1%}" for name, share in figures["dma_share"].items())
+    memory = f"{figures['memory_gib']:.2f} of {figures['memory_limit_gib']:.1f} GiB"
+    console.print(f"bytes through the DMA engines: {shares}; device memory: {memory}; busy longest: {figures['limit']}")
+    for note in figures["notes"]:
+        console.print(note, style="yellow", markup=False)

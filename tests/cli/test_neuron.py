@@ -1,0 +1,198 @@
+"""`tilewright plan`, `neuron` and `chips`: what they print and write, and what they refuse."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli.conftest import Run
+
+CONFIG = {
+    "model_type": "llama", "vocab_size": 2048, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def embedded(page: Path) -> dict:
+    """The data in a page."""
+    text = page.read_text()
+    return json.loads(text.partition('id="data">')[2].partition("</script>")[0])
+
+
+def test_plan_inference(run: Run, model: Path, tmp_path: Path):
+    page = tmp_path / "plan.html"
+    options = ["--model-config", model, "--cores", "2,4", "--batch", "2", "--input", "128,256", "--output", 16, "--html", page]
+    ran = run("plan", "inference", *options, "--json", "-")
+    assert ran.status == 0, ran.err
+    records = ran.json["data"]
+    assert [(one["input_tokens"], one["cores"], one["schedule"]) for one in records] == [
+        (tokens, cores, name) for tokens in (128, 256) for cores in (2, 4) for name in ("sync", "domino", "ring")
+    ]
+    for one in records:
+        assert one["tokens_per_s"] == pytest.approx(1e3 * one["batch_rows"] / one["tpot_ms"])
+        base = next(each for each in records if each["schedule"] == "sync" and each["cores"] == one["cores"]
+                    and each["input_tokens"] == one["input_tokens"])  # fmt: skip
+        assert one["tpot_gain"] == pytest.approx(1 - one["tpot_ms"] / base["tpot_ms"])
+    assert ran.json["winner"]["tokens_per_s"] == max(one["tokens_per_s"] for one in records)
+    figures = [one["figure"] for one in ran.json["sensitivity"]]
+    assert figures == ["as specified", "dma_gb_per_s", "link_gb_per_s", "hop_us", "hop_us"]
+    assert "most tokens a second" in ran.err
+    assert embedded(page)["data"] == records
+    assert page.read_text().count("<figure>") == 6, "the source's six"
+
+
+def test_an_adaptive_plan_is_nowhere_slower(run: Run, model: Path):
+    options = ["--model-config", model, "--cores", "4", "--batch", "2", "--input", "128", "--output", 16, "--json", "-"]
+    options += ["--schedule", "sync,ring"]
+    plain, adaptive = (run("plan", "inference", *options, *more).json["data"] for more in ([], ["--adaptive"]))
+    assert all(two["tpot_ms"] <= one["tpot_ms"] for one, two in zip(plain, adaptive, strict=True))
+    assert any(two["decode"]["prefetch"] for two in adaptive)
+
+
+def test_plan_training(run: Run, model: Path, tmp_path: Path):
+    page = tmp_path / "plan.html"
+    options = [
+        "--model-config",
+        model,
+        "--mesh",
+        "tp=4,fsdp=4",
+        "--early",
+        "0,1",
+        "--late",
+        "1",
+        "--streams",
+        2,
+        "--positions",
+        256,
+    ]
+    ran = run("plan", "training", *options, "--html", page, "--json", "-")
+    assert ran.status == 0, ran.err
+    records = ran.json["data"]
+    assert len(records) == 1 + 2 * 2
+    assert [one["step_ms"] for one in records] == sorted(one["step_ms"] for one in records)
+    names = {one["name"] for one in ran.json["winner_environment"]}
+    assert "NEURON_FSDP_NUM_LAYER_EARLY_AG_SHIFT" in names
+    assert all(f"export {name}=" in ran.err for name in names)
+    assert f"limited by {records[0]['limit']}" in ran.err
+    assert len(ran.json["sensitivity"]) == 1 + 5
+    assert embedded(page)["winner"] == records[0]
+
+
+def test_simulate_writes_figures_a_page_and_a_trace(run: Run, model: Path, tmp_path: Path):
+    page, trace = tmp_path / "page.html", tmp_path / "trace.json"
+    options = ["--model-config", model, "--cores", 4, "--input", 64, "--html", page, "--trace", trace, "--json", "-"]
+    ran = run("neuron", "simulate", "decode", *options)
+    assert ran.status == 0, ran.err
+    found = ran.json
+    parts = [found[f"{name}_ms"] for name in ("compute", "loading", "exposed", "waiting")]
+    assert sum(parts) == pytest.approx(found["total_ms"])
+    for name, busy in found["busy_ms"].items():
+        assert busy + found["idle_ms"][name] == pytest.approx(found["total_ms"])
+    assert sum(found["dma_share"].values()) == pytest.approx(1)
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert len([event for event in events if event["ph"] == "X"]) == found["operations"]
+    assert embedded(page)["data"] == found
+    assert "What each engine does" in page.read_text()
+
+
+@pytest.mark.parametrize("kind", ["prefill", "training", "dflash", "diffusion", "gather-reduce"])
+def test_other_programs(run: Run, model: Path, kind: str):
+    options = ["--model-config", model, "--cores", 4, "--fsdp", 2 if kind == "training" else 1, "--input", 64, "--nodes", 256]
+    ran = run("neuron", "simulate", kind, *options, "--json", "-")
+    assert ran.status == 0, ran.err
+    assert ran.json["total_ms"] > 0
+
+
+def test_scheduled_hlo(run: Run, tmp_path: Path):
+    hlo, array = tmp_path / "program.hlo", "f32[1000000]{0}"
+    pairs = "source_target_pairs={{0,1},{1,2},{2,3},{3,0}}"
+    hlo.write_text(
+        "HloModule m, is_scheduled=true\n\n"
+        f"%inner (p: f32[4]) -> f32[4] {{\n  ROOT %p = {array} parameter(0)\n}}\n\n"
+        f"ENTRY %main (x: f32[4]) -> f32[4] {{\n  %x = {array} parameter(0)\n"
+        f"  %s = ({array}, {array}, u32[], u32[]) collective-permute-start(%x), {pairs}\n"
+        f'  %c = {array} fusion(%x), kind=kLoop, calls=%inner, backend_config={{"estimated_cycles":"150000"}}\n'
+        f"  %d = {array} collective-permute-done(%s)\n  ROOT %end = ({array}, {array}) tuple(%c, %d)\n}}\n"
+    )
+    ran = run("neuron", "simulate", "hlo", "--hlo", hlo, "--cores", 4, "--json", "-")
+    assert ran.status == 0, ran.err
+    assert ran.json["busy_ms"]["tensor"] == pytest.approx(0.1 * 197 / 91.75, rel=0.01)
+    assert ran.json["busy_ms"]["cc0"] > 4e6 / 51.6e6
+    assert "the compute of a TPU v5e, 2.15 times as long: by peaks" in ran.err
+    hlo.write_text("no program")
+    assert run("neuron", "simulate", "hlo", "--hlo", hlo).status == 2
+
+
+def test_without_simpy_the_extra_is_named():
+    """In a process of its own, where nothing has imported it."""
+    code = "import sys; sys.modules['simpy'] = None; from tilewright.cli.main import main; main(['plan', 'inference'])"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert ran.returncode == 2
+    assert ran.stderr == "tilewright: simulating Neuron chips needs the neuron extra: pip install 'tilewright[neuron]'\n"
+
+
+def test_env_and_calibrate(run: Run, tmp_path: Path):
+    ran = run("neuron", "env", "--train", "fsdp,tp", "--json", "-")
+    assert {one["name"] for one in ran.json["jax"]} >= {"NEURON_FSDP", "NEURON_RT_DBG_CC_DMA_PACKET_SIZE"}
+    assert "# NeuronX Distributed" in ran.err
+    assert "export NEURON_RT_DBG_CC_DMA_PACKET_SIZE=65536,4096" in ran.err
+    ran = run("neuron", "calibrate", "--json", "-")
+    assert ran.json["geometric_mean_error"] < 0.042
+    curve = tmp_path / "curve.json"
+    curve.write_text(json.dumps([[2**n, 50 + 2**n / 4e4] for n in range(10, 28, 2)]))
+    assert run("neuron", "calibrate", curve, "--json", "-").json["geometric_mean_error"] < 0.01
+    curve.write_text("[[1, 0]]")
+    assert "[bytes, microseconds] pairs" in run("neuron", "calibrate", curve).err
+
+
+def test_chips(run: Run):
+    ran = run("chips", "--json", "-")
+    found = {one["name"]: one for one in ran.json["data"]}
+    assert {"Inferentia2", "Trainium2", "TPU v4", "TPU 7x", "MI250X", "H200", "CPU"} <= set(found)
+    assert found["TPU v5e"]["flops_per_link_byte"] == pytest.approx(492.5)
+    assert found["Inferentia2"]["disputed"]["dma_gb_per_s"] == [17, 27.2]
+    work = run("chips", "--chip", "A100,CPU", "--gflop", 312e3, "--memory-mb", 1, "--link-mb", 1, "--json", "-").json["data"]
+    assert [(one["name"], one["limit"]) for one in work] == [("A100", "compute"), ("CPU", "compute")]
+    assert work[0]["least_ms"] == pytest.approx(1000)
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        (["plan", "inference", "--instance", "inf2.48large"], "found 'inf2.48large' (did you mean inf2.48xlarge"),
+        (["plan", "inference", "--cores", "25"], "expected 1 to 24 cores of inf2.48xlarge, found 25"),
+        (["plan", "inference", "--cores", "two"], "expected whole numbers with commas between them, found 'two'"),
+        (["plan", "inference", "--schedule", "dominoes"], "found 'dominoes' (did you mean domino?)"),
+        (["plan", "inference", "--batch", "1"], "expected batches of at least 2 rows for domino"),
+        (["plan", "inference", "--output", "0"], "expected output from 1, found 0"),
+        (["plan", "training", "--mesh", "pp=4"], "expected --mesh tp=N,fsdp=M with whole numbers from 1, found 'pp=4'"),
+        (["plan", "training", "--mesh", "tp=4,fsdp=32"], "at most the 64 cores of trn2.48xlarge, found 128: fsdp=32, tp=4"),
+        (["plan", "training", "--streams", "5"], "at most as many streams as the 4 collective cores"),
+        (["plan", "training", "--packet-size", "big"], "expected packet sizes of default, recommended; found 'big'"),
+        (["plan", "training", "--early", "9"], "expected --early from 0 to 8 halves of layers, found (9,)"),
+        (["neuron", "simulate", "decode", "--cc-packet-size", "131072"], "of 1 to 65536 bytes for collectives, found 131072"),
+        (["neuron", "simulate", "hlo"], "expected --hlo with a file of scheduled HLO, found none"),
+        (["neuron", "simulate", "decode", "--model-config", "llama9"], "expected a model of llama3-8b"),
+        (["neuron", "env", "--train", "fsdp,pp"], "expected axes to train over of fsdp, tp; found 'pp'"),
+        (["chips", "--chip", "H1000"], "found 'H1000' (did you mean H100"),
+        (["chips", "--gflop", "-1"], "expected --gflop of 0 or more, found -1"),
+        (["chips", "--json", "no/folder.json"], "its folder does not exist"),
+    ],
+)
+def test_what_is_refused(run: Run, command: list[str], problem: str):
+    ran = run(*command)
+    assert (ran.status, ran.out) == (2, "")
+    assert problem in ran.err
+    assert ran.err.count("\n") == 1
