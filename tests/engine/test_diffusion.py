@@ -136,6 +136,7 @@ def test_an_engine_of_dense_steps_alone_takes_no_caches(rng: np.random.Generator
         check_same(each, ticket, alone)
 
 
+@pytest.mark.slow
 def test_four_devices_give_what_one_does(rng: np.random.Generator):
     """Rows of a divided pool are taken out and put back on each device."""
     modes: tuple[Mode, ...] = ("prefix", "sparse")

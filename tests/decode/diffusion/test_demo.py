@@ -26,7 +26,9 @@ def test_it_is_small_and_has_a_card():
     assert "task: arithmetic" in (folder / "MODEL_CARD.md").read_text().splitlines()
 
 
-@pytest.mark.parametrize("mode", ["dense", pytest.param("prefix", marks=pytest.mark.slow), "dual", "sparse"])
+@pytest.mark.parametrize(
+    "mode", ["dense", "sparse", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("prefix", "dual"))]
+)
 def test_it_solves_most_problems(demo: DiffusionModel, mode: Mode):
     asked = list(islice(problems(np.random.default_rng(1), held_out=True), 12))
     request = Denoising(160, block_length=32, mode=mode, threshold=0.9, saliency=Saliency(tau=0.999))

@@ -63,28 +63,44 @@ def choose(
 ) -> Choices:
     """The choice at each of `positions`, from the logits that predict it; a mask is never chosen.
 
-    Rows that draw or filter are gone through one by one, for only they pay for it.
+    What ranks by the most likely token's probability is computed for all rows together. Others are gone through one by one, in
+    loops of as many turns as there are such rows: only they pay for randomness, for sums over the vocabulary, for a filter.
     """
     logits = jnp.where(jnp.arange(logits.shape[-1]) == mask_token_id, -jnp.inf, logits)
     rule, rows = jnp.asarray(options.rule), options.sampling
-    keys = step_keys(rows, positions, steps)
-    chance = jax.vmap(jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1))))(keys)
-    temperature, top_p = jnp.asarray(rows.temperature), jnp.asarray(rows.top_p)
+    temperature = jnp.asarray(rows.temperature)
+    draws = (temperature > 0) | (jnp.asarray(rows.top_p) < 1)
 
-    def warped(row: Array, found: Choices) -> Choices:
-        # No token is below 0, but XLA can't know: of a batch of one it would compute all of this before the loop, asked or not.
-        here = (of_row(row, found.token) >= 0)[..., None]
-        own, sampling, own_rule = of_row(row, (logits, rows, rule))
-        own, data = jnp.where(here, own, 0.0), jnp.where(here[0], jax.random.key_data(keys[row]), 0)
-        drawn_from: Any = warp_logits(own, sampling, "filtered")
-        noise = jax.vmap(lambda key: jax.random.gumbel(jax.random.wrap_key_data(key), own.shape[-1:], jnp.float32))(data)
+    def seen(row: Array, found: Choices) -> tuple[Array, Array, Array]:
+        """A row's logits, `[1, K, V]`, its keys and a chance for each position, `[1, K]`."""
+        # None is below 0, but XLA can't know: of a batch of one it would compute all of this before the loop, asked or not.
+        here = of_row(row, found.probability) >= 0
+        keys = step_keys(of_row(row, rows), jnp.where(here, of_row(row, positions), 0), of_row(row, steps))
+        chance = jax.vmap(jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1))))(keys)
+        return jnp.where(here[..., None], of_row(row, logits), 0.0), keys, chance
+
+    def ranked(row: Array, found: Choices) -> Choices:
+        own, _, chance = seen(row, found)
+        return with_row(found, row, ranked_by(of_row(row, rule), own, of_row(row, found.token), chance))
+
+    def drawn(row: Array, found: Choices) -> Choices:
+        own, keys, chance = seen(row, found)
+        own_rule = of_row(row, rule)
+        drawn_from: Any = warp_logits(own, of_row(row, rows), "filtered")
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, own.shape[-1:], jnp.float32))(keys[0])
         noisy = drawn_from + jnp.where(temperature[row] > 0, noise, 0.0)[None]
         of_llada = own_rule[0] < len(LLADA_RULES)
-        one = ranked_by(own_rule, jnp.where(of_llada, own, drawn_from), argmax(noisy), of_row(row, chance))
-        return jax.tree.map(lambda whole, new: jax.lax.dynamic_update_slice_in_dim(whole, new, row, 0), found, one)
+        return with_row(found, row, ranked_by(own_rule, jnp.where(of_llada, own, drawn_from), argmax(noisy), chance))
 
-    plain = ranked_by(rule, logits, argmax(logits), chance)
-    return for_each((temperature > 0) | (top_p < 1), warped, plain)
+    likely = 1 / jnp.sum(jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True)), axis=-1)
+    found = Choices(argmax(logits), likely, likely)
+    by_likelihood = (rule == REMASKING.index("low_confidence")) | (rule == REMASKING.index("maskgit_plus"))
+    return for_each(draws, drawn, for_each(~by_likelihood & ~draws, ranked, found))
+
+
+def with_row(found: Choices, row: Array, one: Choices) -> Choices:
+    """The choices of all rows with those of one in their place."""
+    return jax.tree.map(lambda whole, new: jax.lax.dynamic_update_slice_in_dim(whole, new, row, 0), found, one)
 
 
 def commits(
