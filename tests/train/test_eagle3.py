@@ -210,6 +210,7 @@ def all_equal(a: Any, b: Any) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
+@pytest.mark.slow
 def test_a_drafter_learns_what_its_target_says_and_resumes_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """On a text that goes round, every step of the chain comes to agree with the target."""
     stream = counting_stream(600)

@@ -77,7 +77,7 @@ def test_graphs_are_told_apart():
     assert result.last("test").min() == 1.0
 
 
-@pytest.mark.parametrize("kind", ["whole", "sampled", "graphs"])
+@pytest.mark.parametrize("kind", ["whole", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("sampled", "graphs"))])
 def test_an_interrupted_run_ends_as_if_it_had_not_been(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Also in the middle of an epoch: those of the sampled nodes have two steps, those of the graphs three."""
     epochs, stop = {"whole": (9, 8), "sampled": (4, 5), "graphs": (4, 8)}[kind]

@@ -19,7 +19,8 @@ from tilewright.models.params import initialise
 from tilewright.train.checkpoint import fingerprint
 from tilewright.train.data import Stream
 from tilewright.train.loop import TrainResult, train
-from tilewright.train.text import TextOptions, Windows, text_task
+from tilewright.train.sharded import Setup, over_mesh, sharded_loss
+from tilewright.train.text import TextOptions, Windows, make_optimizer, text_task
 
 
 def next_token_loss(
@@ -47,20 +48,35 @@ def train_lm(
     console: Console,
     start: DecoderParams | None = None,
     identity: Mapping[str, Any] = MappingProxyType({}),
+    setup: Setup | None = None,
 ) -> TrainResult:
     """Trains a language model on `stream`; see `loop.train` for checkpoints and resumption.
 
     Args:
         start: parameters to go on from, float32; by default random ones.
         identity: what else a resumed run must agree on.
+        setup: of the mesh to train over; by default one device.
+
+    Raises:
+        ValueError: the mesh does not divide the model or a batch, or see `loop.train`.
     """
 
     def loss(params: Any, frozen: None, batch: Any, key: Array) -> tuple[Array, Array]:
-        return next_token_loss(config, options.ops, params, *batch)
+        if setup is None:
+            return next_token_loss(config, options.ops, params, *batch)
+        return sharded_loss(setup)(params, *batch), jnp.sum(batch[1][:, 1:].astype(jnp.float32))
 
     def init() -> DecoderParams:
-        return initialise(decoder.declare(config), jax.random.key(options.seed)) if start is None else start
+        if start is not None:
+            return start
+        return initialise(
+            decoder.declare(config), jax.random.key(options.seed), shardings=None if setup is None else setup.shardings
+        )
 
     same = {"config": asdict(config), "start": None if start is None else fingerprint(start), **identity}
     windows = Windows(stream, held_out, options.sequence_length + 1, options)
-    return train(text_task("language model", loss, init, hidden_matrices, windows, same), console, out)
+    task = text_task("language model", loss, init, hidden_matrices, windows, same)
+    if setup is not None:
+        setup.check_batch((options.batch_size, options.sequence_length + 1))
+        task = over_mesh(task, setup, make_optimizer(options, hidden_matrices), init)
+    return train(task, console, out)

@@ -206,7 +206,7 @@ class Run:
         self.params, self.opt_state = task.init()
         self.best: tuple[Any, Any] | None = None
         if task.score is not None:
-            self.best = (jnp.full(self.seed.shape, -jnp.inf), jax.tree.map(jnp.copy, self.params))
+            self.best = (jnp.full(self.seed.shape, -jnp.inf, jnp.float32), jax.tree.map(jnp.copy, self.params))
         self.step = 0
         self.curve: list[Figures] = []
         self.recent: list[Figures] = []

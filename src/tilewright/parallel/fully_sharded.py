@@ -1,0 +1,345 @@
+"""Layers whose weights are divided over one axis of a mesh and gathered for their turn, with every collective in its place.
+
+Fully sharded training (Rajbhandari et al., "ZeRO", 2020, stage 3) beside tensor parallelism and a stream divided along its rows
+(`schedules.Sequence`). A layer is two halves, attention and MLP. Each gathers its weights over the data axis some layers before
+its turn, and hands out its weights' gradient some layers after it, both while other halves compute, in one chain of tokens
+(`tokens.py`) that runs through the forward pass and one through the backward pass:
+
+    gather rows | gather weights of a layer ahead, scatter the gradient of a layer behind; meanwhile: products | scatter rows
+
+Forward and backward pass are both written out, for autodiff would leave the place of its collectives to the compiler. After
+"Weight Prefetch" in the AWS Neuron SDK's "Overlapping compute and communication". `exchanges.py` has the collectives.
+
+Legend: R rows that a group of the data axis has, M those of them that a device has, H hidden size.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from tilewright.parallel import rings, tokens
+from tilewright.parallel.exchanges import NAMES, Exchange, Halves, Plan
+from tilewright.parallel.schedules import Ring, Sequence
+
+
+@dataclass(frozen=True)
+class _Chained(Sequence):
+    """Whose rows are gathered in a chain, and whose partial sums are left as they are."""
+
+    exchange: Any = None
+    chain: list[Any] = field(default_factory=list, hash=False)
+
+    def gather(self, x: Array, w: Any, product: rings.Product) -> Any:
+        rows, self.chain[0] = self.exchange.gather_rows(x, self.chain[0])
+        return product(rows, w)
+
+    def scatter(self, x: Array, w: Any, product: Callable[..., Any], dtype: Any) -> Array:
+        return product(x, w, dtype)
+
+
+def run_layers(
+    exchange: Exchange,
+    stack: Any,
+    split: Callable[[Any], tuple[Any, Any]],
+    join: Callable[[Any, Any], Any],
+    how: Any,
+    x: Float[Array, "M H"],
+    rows: Any,
+    shape: tuple[int, ...],
+    tail: Any = None,
+    tail_how: Any = None,
+) -> tuple[Float[Array, "M H"], Any]:
+    """All layers of a stack, within `jax.shard_map`; differentiable by their shards, by `x` and by the tail's shards.
+
+    Args:
+        exchange: the plan and its axes.
+        stack: whose layers are shards (see `models.stack.Stack`).
+        split, join: a layer to its halves, of each of which the other's arrays are missing, and back.
+        how: a layer's `Divided`s.
+        x: this device's rows of the stream.
+        rows: what the parts need to know of each row; not differentiated.
+        shape: of the stream of all rows, `[B, T, H]`.
+        tail: shards of what is read behind the layers, such as the head; gathered during the last layer.
+        tail_how: the tail's `Divided`s.
+
+    Returns:
+        the stream after the last layer, and the whole tail.
+
+    Raises:
+        ValueError: see `Plan.check`.
+    """
+    exchange.plan.check(len(stack.layers))
+    parts = _Parts(exchange, stack, shape, Halves(*split(how)), tail_how)
+
+    @jax.custom_vjp
+    def run(layers: Any, tail: Any, x: Array, rows: Any) -> tuple[Array, Any]:
+        return _Forward(parts, Halves(*_columns(map(split, layers))), rows, keep=False).run(x, tail)[0]
+
+    def forward(layers: Any, tail: Any, x: Array, rows: Any) -> tuple[tuple[Array, Any], Any]:
+        shards = Halves(*_columns(map(split, layers)))
+        made, kept = _Forward(parts, shards, rows, keep=True).run(x, tail)
+        return made, (shards if exchange.plan.remat else None, kept, rows)
+
+    def backward(saved: Any, due: tuple[Array, Any]) -> tuple[Any, Any, Array, None]:
+        shards, kept, rows = saved
+        gradients, tail_due, x_due = _Backward(parts, shards, rows, kept).run(*due)
+        return tuple(map(join, *gradients)), tail_due, x_due, None
+
+    run.defvjp(forward, backward)
+    return run(stack.layers, tail, x, rows)
+
+
+def _columns(pairs: Any) -> tuple[list[Any], list[Any]]:
+    first, second = zip(*pairs, strict=True)
+    return list(first), list(second)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What both passes compute with."""
+
+    exchange: Exchange
+    stack: Any
+    shape: tuple[int, ...]
+    how: Halves
+    tail_how: Any
+
+    @property
+    def plan(self) -> Plan:
+        return self.exchange.plan
+
+    @property
+    def rings(self) -> bool:
+        return self.plan.activations == "ring"
+
+    @property
+    def peeled(self) -> int:
+        """Layers at the end that stand outside a loop: all of them where too few are left to loop over."""
+        layers, early = len(self.stack.layers), max(self.plan.early)
+        peeled = max(early, *self.plan.late, 0 if self.tail_how is None else 1)
+        return peeled if self.plan.scan and layers - peeled - early > 1 else layers
+
+    def half(self, which: int, rows: Any, w: Any, x: Array, token: Any) -> tuple[Array, Any]:
+        """A half's partial sum over all rows, in rings its whole sum over own rows; the token is that of its first gather."""
+        stack, axis = self.stack, self.exchange.axis
+        chain = [token]
+        schedule = Ring(axis) if self.rings else _Chained(axis, self.exchange, chain)
+        ops = schedule.divided(stack.ops, self.shape)
+        if which == 0:
+            out, _ = stack.attend(stack.ops, w, stack.project(ops, w, x[None]), rows, None)
+            y = stack.output(ops, w, out)[0]
+        else:
+            y = stack.mlp(ops, w, x[None])[0]
+        return y, chain[0]
+
+
+class _Forward:
+    """The forward pass."""
+
+    def __init__(self, parts: _Parts, shards: Halves, rows: Any, keep: bool):
+        self.parts, self.exchange, self.rows, self.keep = parts, parts.exchange, rows, keep
+        self.count = len(shards.attention)
+        self.loops = self.count - parts.peeled
+        self.shards = Halves(*map(stacked, shards)) if self.loops else shards
+
+    def run(self, x: Array, tail: Any) -> tuple[tuple[Array, Any], Any]:
+        """The stream and the tail after the last layer; what is kept of each layer, those in a loop first."""
+        early, token, held = self.parts.plan.early, tokens.new_token(), Halves((), ())
+        for n in range(max(early)):
+            for half in range(2):
+                if n < early[half]:
+                    w, token = self.gather(half, n, token)
+                    held = put(held, half, (*held[half], w))
+        state, kept, looped = (token, x, held), [], None
+        if self.loops:
+            state, looped = jax.lax.scan(lambda state, n: self.layer(state, n, True), state, jnp.arange(self.loops))
+        whole_tail = None
+        for n in range(self.loops, self.count):
+            last = tail if n == self.count - 1 else None
+            state, each = self.layer(state, n, False, last)
+            kept.append(each)
+        token, x, held = state
+        if tail is not None:
+            whole_tail = held[1][-1]
+        return (x, whole_tail), (looped, kept)
+
+    def gather(self, half: int, n: Any, token: Any) -> tuple[Any, Any]:
+        name = f"{n if isinstance(n, int) else 'next'}_{NAMES[half]}"
+        return self.exchange.gather(at(self.shards[half], n), self.parts.how[half], token, name)
+
+    def layer(self, state: Any, n: Any, steady: bool, tail: Any = None) -> tuple[Any, Any]:
+        """One layer. In the steady state of a loop there is always a layer ahead; what is kept is its second result."""
+        (token, x, held), early, kept = state, self.parts.plan.early, []
+        for half in range(2):
+            x, token = self.exchange.mark(x, token)
+            ready = held[half]
+            if not early[half]:
+                w, token = self.gather(half, n, token)
+                ready = (w,)
+            with jax.named_scope(f"layer_{n if isinstance(n, int) else 'looped'}/{NAMES[half]}"):
+                y, back, token = self.computed(half, ready[0], x, token)
+            ready = ready[1:]
+            if early[half] and (steady or n + early[half] < self.count):
+                w, token = self.gather(half, n + early[half], token)
+                ready = (*ready, w)
+            if tail is not None and half == 1:
+                w, token = self.exchange.gather(tail, self.parts.tail_how, token, "tail")
+                ready = (*ready, w)
+            held = put(held, half, ready)
+            if not self.parts.rings:
+                y, token = self.exchange.scatter_rows(y, token)
+            kept.append((x if self.parts.plan.remat else back) if self.keep else None)
+            x = x + y
+        return (token, x, held), tuple(kept)
+
+    def computed(self, half: int, w: Any, x: Array, token: Any) -> tuple[Array, Any, Any]:
+        """A half's sum, its gradient if that is to be kept, and the token."""
+        run = partial(self.parts.half, half, self.rows)
+        if self.parts.plan.remat or not self.keep:
+            y, token = run(w, x, token)
+            return y, None, token
+        (y, token), back = jax.vjp(run, w, x, token)
+        return y, back, token
+
+
+class _Backward:
+    """The backward pass."""
+
+    def __init__(self, parts: _Parts, shards: Halves | None, rows: Any, kept: Any):
+        self.parts, self.exchange, self.rows = parts, parts.exchange, rows
+        (self.looped, self.kept), self.count = kept, len(parts.stack.layers)
+        self.loops = self.count - parts.peeled
+        self.shards = Halves(*map(stacked, shards)) if self.loops and shards is not None else shards
+        self.gradients: Halves = Halves([None] * self.count, [None] * self.count)
+
+    def run(self, x_due: Array, tail_due: Any) -> tuple[Halves, Any, Array]:
+        """Gradients of each half's shards, of the tail's, and of the stream before the first layer."""
+        early, late, last = self.parts.plan.early, self.parts.plan.late, self.count - 1
+        token, held, pending = tokens.new_token(), Halves((), ()), Halves((), ())
+        x_due, token = self.exchange.mark(x_due, token)
+        for n in range(max(early) if self.parts.plan.remat else 0):
+            for half in (1, 0):
+                if n < early[half]:
+                    w, token = self.gather(half, last - n, token)
+                    held = put(held, half, (*held[half], w))
+        state, tail_gradient = (token, x_due, held, pending), None
+        for n in range(last, self.loops - 1, -1):
+            state, found, of_tail = self.layer(state, n, self.kept[n - self.loops], tail_due if n == last else None)
+            self.note(n, found)
+            tail_gradient = of_tail if n == last else tail_gradient
+        if self.loops:
+            state = self.loop(state, max(early))
+            for n in range(max(early) - 1, -1, -1):
+                state, found, _ = self.layer(state, n, at(self.looped, n))
+                self.note(n, found)
+        token, x_due, held, pending = state
+        for half in (1, 0):
+            for n, due in zip(range(late[half] - 1, -1, -1), pending[half], strict=True):
+                self.gradients[half][n], token = self.scatter(half, n, due, token)
+        return self.all_summed(), tail_gradient, x_due
+
+    def loop(self, state: Any, least: int) -> Any:
+        """Layers from the last in the forward pass's loop down to `least`, before which there are none to gather."""
+
+        def layer(state: Any, n: Array) -> tuple[Any, Any]:
+            state, found, _ = self.layer(state, n, at(self.looped, n))
+            return state, found
+
+        order = range(self.loops - 1, least - 1, -1)
+        state, found = jax.lax.scan(layer, state, jnp.asarray(list(order)))
+        for step, n in enumerate(order):
+            self.note(n, at(found, step))
+        return state
+
+    def note(self, n: int, found: tuple[Any, Any]) -> None:
+        """Keeps what was scattered during a layer."""
+        for half, gradient in enumerate(found):
+            if gradient is not None:
+                self.gradients[half][n + self.parts.plan.late[half]] = gradient
+
+    def all_summed(self) -> Halves:
+        """Sums of what all layers left as summands, the same array of all layers in one."""
+
+        def of(half: int) -> list[Any]:
+            each = self.gradients[half]
+            leaves = [jax.tree.leaves(one) for one in each]
+            for place, how in enumerate(jax.tree.leaves(self.parts.how[half])):
+                if how.dim is None:
+                    together = self.exchange.summed(jnp.stack([one[place] for one in leaves]), how)
+                    for n, one in enumerate(leaves):
+                        one[place] = together[n]
+            return [jax.tree.unflatten(jax.tree.structure(each[0]), one) for one in leaves]
+
+        return Halves(of(0), of(1))
+
+    def gather(self, half: int, n: Any, token: Any) -> tuple[Any, Any]:
+        assert self.shards is not None
+        name = f"{n if isinstance(n, int) else 'next'}_{NAMES[half]}_again"
+        return self.exchange.gather(at(self.shards[half], n), self.parts.how[half], token, name)
+
+    def scatter(self, half: int, n: Any, due: Any, token: Any) -> tuple[Any, Any]:
+        name = f"{n if isinstance(n, int) else 'last'}_{NAMES[half]}"
+        return self.exchange.scatter(due, self.parts.how[half], token, name)
+
+    def layer(self, state: Any, n: Any, kept: Any, tail_due: Any = None) -> tuple[Any, tuple[Any, Any], Any]:
+        """One layer: the state, for each half the gradient that was scattered meanwhile, and the tail's."""
+        (token, x_due, held, pending), plan, found = state, self.parts.plan, [None, None]
+        tail_gradient = None
+        for half in (1, 0):
+            x_due, token = self.exchange.mark(x_due, token)
+            ready, waiting = held[half], pending[half]
+            if plan.remat and not plan.early[half]:
+                w, token = self.gather(half, n, token)
+                ready = (w,)
+            due = x_due
+            with jax.named_scope(f"back_{n if isinstance(n, int) else 'looped'}/{NAMES[half]}"):
+                if not self.parts.rings:
+                    due, token = self.exchange.gather_rows(x_due, token)
+                back, token = self.again(half, ready[0], kept[half], token) if plan.remat else (kept[half], token)
+            ready = ready[1:]
+            if plan.remat and plan.early[half] and (not isinstance(n, int) or n >= plan.early[half]):
+                w, token = self.gather(half, n - plan.early[half], token)
+                ready = (*ready, w)
+            if tail_due is not None and half == 1:
+                tail_gradient, token = self.exchange.scatter(tail_due, self.parts.tail_how, token, "tail")
+            if plan.late[half] and len(waiting) == plan.late[half]:
+                found[half], token = self.scatter(half, n + plan.late[half], waiting[0], token)
+                waiting = waiting[1:]
+            with jax.named_scope(f"back_{n if isinstance(n, int) else 'looped'}/{NAMES[half]}"):
+                w_due, more, token = back((due, token))
+            x_due = x_due + more
+            if plan.late[half]:
+                waiting = (*waiting, w_due)
+            else:
+                found[half], token = self.scatter(half, n, w_due, token)
+            held, pending = put(held, half, ready), put(pending, half, waiting)
+        return (token, x_due, held, pending), (found[0], found[1]), tail_gradient
+
+    def again(self, half: int, w: Any, x: Array, token: Any) -> tuple[Any, Any]:
+        """Computes a half once more, for its gradient."""
+        if self.parts.rings or not self.parts.plan.threaded:  # else it waits for the rows that it gathers
+            x, token = self.exchange.mark(x, token)
+        (_, token), back = jax.vjp(partial(self.parts.half, half, self.rows), w, x, token)
+        return back, token
+
+
+def stacked(layers: list[Any]) -> Any:
+    """Trees of arrays as one, their layers the first dim."""
+    return jax.tree.map(lambda *of: jnp.stack(of), *layers)
+
+
+def at(layers: Any, n: Any) -> Any:
+    """One layer of a list, or of a stack."""
+    if isinstance(layers, list):
+        return layers[n]
+    return jax.tree.map(lambda of: jax.lax.dynamic_index_in_dim(of, n, keepdims=False), layers)
+
+
+def put(halves: Halves, which: int, value: Any) -> Halves:
+    return Halves(value, halves.mlp) if which == 0 else Halves(halves.attention, value)

@@ -1,0 +1,63 @@
+"""Models and batches for the tests of sharded training, and the single device that all of it is held against."""
+
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from models.sizes import decoder_config
+from tilewright.kernels.select import PLAIN
+from tilewright.models import decoder
+from tilewright.models.decoder import DecoderConfig, DecoderParams
+from tilewright.models.params import initialise
+from tilewright.parallel.exchanges import Plan
+from tilewright.train.lm import next_token_loss
+from tilewright.train.sharded import Setup, sharded_gradient, training_mesh
+
+CONFIGS = {
+    "llama": decoder_config("llama", 64, 32, 48, 3, 16, 2, 8),  # groups of queries, of which 4 and 8 devices have parts
+    "looped": decoder_config("llama", 64, 32, 48, 7, 8, 8, 8),  # so many layers that some are in a loop under every shift
+    "qwen3": decoder_config("qwen3", 64, 32, 48, 2, 8, 8, 8, tie_word_embeddings=True),
+    "qwen2": decoder_config("qwen2", 64, 32, 48, 2, 8, 2, 8),
+}
+EPS = float(jnp.finfo(jnp.float32).eps)
+
+
+@cache
+def drawn(family: str) -> DecoderParams:
+    params = jax.jit(partial(initialise, decoder.declare(CONFIGS[family])))(jax.random.key(0))
+    # Larger than they are drawn, so that every part of a layer shows; biases and norms are not all alike.
+    return jax.tree.map(lambda w: 4 * w if w.ndim == 2 else w * (1 + 0.1 * jnp.cos(jnp.arange(len(w)))), params)
+
+
+@cache
+def batch(rows: int = 16, length: int = 9) -> tuple[Array, Array]:
+    """Tokens, and which of them are in the loss: devices have different numbers of them."""
+    rng = np.random.default_rng(0)
+    return jnp.asarray(rng.integers(0, 64, (rows, length)), jnp.int32), jnp.asarray(rng.random((rows, length)) < 0.7)
+
+
+@cache
+def alone(family: str) -> Any:
+    """Loss and gradient on one device."""
+    run = jax.value_and_grad(lambda params: next_token_loss(CONFIGS[family], PLAIN, params, *batch())[0])
+    return jax.jit(run)(drawn(family))
+
+
+def setup(family: str, fsdp: int, tp: int, plan: Plan, accumulate: int = 1) -> Setup:
+    config = CONFIGS[family]
+    return Setup(config, PLAIN, training_mesh({"fsdp": fsdp, "tp": tp}, config), plan, accumulate)
+
+
+def over_devices(of: Setup, family: str) -> Any:
+    """Loss and gradient over the mesh."""
+    return jax.jit(sharded_gradient(of))(jax.device_put(drawn(family), of.shardings), *batch())
+
+
+def tolerance(config: DecoderConfig) -> float:
+    """Of the largest entry of each array: the rounding of the longest chain of sums, those of all layers' products."""
+    terms = config.num_layers * (2 * config.hidden_size + config.num_heads * config.head_dim + config.intermediate_size)
+    return 16 * terms**0.5 * EPS

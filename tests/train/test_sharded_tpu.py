@@ -1,0 +1,116 @@
+"""What the TPU compiler makes of the sharded step: what runs while weights are gathered. Skipped without the compiler.
+
+v5e's all-gathers are asynchronous, v6e's are not: there the rings are. Compiler estimates of a few layers, no measurements.
+"""
+
+import re
+from collections import defaultdict
+from functools import cache
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from models.sizes import decoder_config
+from tilewright.chips.tpu import chip_of
+from tilewright.compiled.aot import Compiled, compile_for, tpu_topology
+from tilewright.compiled.schedule import COPY, read_schedule
+from tilewright.kernels.select import PLAIN
+from tilewright.models import decoder
+from tilewright.models.params import abstract
+from tilewright.parallel.exchanges import Halves, Plan
+from tilewright.train.sharded import Setup, sharded_gradient, training_mesh
+
+pytestmark = pytest.mark.tpu
+
+LAYERS = 3
+CONFIG = decoder_config("llama", 2048, 2048, 8192, LAYERS, 16, 8, 128)
+BATCH = (16, 1025)
+PLANS = {
+    "threaded": Plan(dtype="bfloat16"),
+    "late": Plan(early=Halves(0, 0), dtype="bfloat16"),
+    "no tokens": Plan(dtype="bfloat16", threaded=False),
+    "rings": Plan(dtype="bfloat16", weights="ring", activations="ring"),
+}
+
+
+@cache
+def compiled(chip: str, plan: str) -> Compiled:
+    mesh = training_mesh({"fsdp": 4, "tp": 2}, CONFIG, tpu_topology(chip).devices)
+    setup = Setup(CONFIG, PLAIN, mesh, PLANS[plan])
+    params = abstract(decoder.declare(CONFIG), jnp.float32, setup.shardings)
+    batch = [jax.ShapeDtypeStruct(BATCH, dtype, sharding=setup.batch_sharding) for dtype in (jnp.int32, jnp.bool_)]
+    return compile_for(chip, sharded_gradient(setup), params, *batch)
+
+
+class Travel(NamedTuple):
+    """One of the transfers by which a half's weights or gradients travel, and whose products the core computes meanwhile."""
+
+    name: str
+    role: str
+    beside: frozenset[str]
+
+
+@cache
+def travels(chip: str, plan: str) -> list[Travel]:
+    """Transfers of weights and gradients, in the order in which they begin."""
+    nodes = read_schedule(compiled(chip, plan).hlo, chip_of(chip)).nodes
+    ends = {node.start: at for at, node in enumerate(nodes) if node.start is not None}
+    found = []
+    for start, node in enumerate(nodes):
+        end = ends.get(start, start)
+        name = re.search(r"(?:gather|scatter)_(?:\d+_\w+|tail)", nodes[end].op_name)
+        if node.transfer is None or node.transfer.kind == COPY or name is None:
+            continue
+        products = [each.op_name for each in nodes[start + 1 : end] if each.cycles and "dot_general" in each.op_name]
+        beside = [part[0] for each in products if (part := re.search(r"(?:layer|back)_\d+/\w+", each))]
+        found.append(Travel(name[0], node.role, frozenset(beside)))
+    return found
+
+
+def beside(chip: str, plan: str) -> dict[str, set[str]]:
+    """For each half's gather or scatter, all arrays together, what is computed meanwhile."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for each in travels(chip, plan):
+        found[each.name] |= each.beside
+    return found
+
+
+def expected() -> dict[str, str]:
+    """Of every gather but the first layer's of a pass: the half of the layer before that it is to hide under."""
+    forward = {f"gather_{n}_{half}": f"layer_{n - 1}/{half}" for n in range(1, LAYERS) for half in ("attention", "mlp")}
+    back = {f"gather_{n}_{half}_again": f"back_{n + 1}/{half}" for n in range(LAYERS - 1) for half in ("attention", "mlp")}
+    return forward | back
+
+
+def hidden(chip: str, plan: str) -> list[bool]:
+    found = beside(chip, plan)
+    return [found[name] == {under} for name, under in expected().items()]
+
+
+@pytest.mark.parametrize("chip, plan", [("v5e:4x2", "threaded"), ("v6e:4x2", "rings")])
+def test_weights_are_gathered_under_the_layer_before_in_both_passes(chip: str, plan: str):
+    assert all(hidden(chip, plan))
+
+
+@pytest.mark.parametrize("plan", ["no tokens", "late"])
+def test_without_tokens_or_without_a_shift_they_are_not(plan: str):
+    assert not all(hidden("v5e:4x2", plan))
+
+
+def test_collectives_begin_in_the_order_of_the_plan():
+    """Gathers a layer ahead, forwards and then backwards, and each gradient behind the gather of the layer two before it."""
+    names = list(dict.fromkeys(each.name for each in travels("v5e:4x2", "threaded")))
+    forward = [f"gather_{n}_{half}" for n in range(LAYERS) for half in ("attention", "mlp")]
+    back = [f"gather_{n}_{half}_again" for n in range(LAYERS - 1, -1, -1) for half in ("mlp", "attention")]
+    scatter = [f"scatter_{n}_{half}" for n in range(LAYERS - 1, -1, -1) for half in ("mlp", "attention")]
+    assert [name for name in names if name in forward] == forward
+    assert [name for name in names if name in back] == back
+    assert [name for name in names if name in scatter] == scatter
+    assert names.index("scatter_2_mlp") > names.index("gather_0_mlp_again")
+
+
+def test_rings_are_asynchronous_where_gathers_and_scatters_are_not():
+    assert {each.role for each in travels("v6e:4x2", "rings")} == {"start"}
+    assert "sync" in {each.role for each in travels("v5e:4x2", "threaded")}  # of the gradients
