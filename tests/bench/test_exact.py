@@ -64,6 +64,7 @@ def drafters(lm: LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> dic
     return {"dflash": lm.load_drafter(source, DrafterOptions())}
 
 
+@pytest.mark.slow
 def test_every_path_gives_the_plain_tokens(lm: LanguageModel, drafters: dict[str, Any]):
     told: list[str] = []
     verification = Verification(lm, drafters, ASKED, EFFORT, seed=1)

@@ -49,7 +49,9 @@ def check_passage(shown: Passage, lm: LanguageModel, sampling: Sampling) -> list
     return tokens
 
 
-@pytest.mark.parametrize(("kind", "temperature"), [("dflash", 0.0), ("ngram", 1.0), ("none", 0.0)])
+@pytest.mark.parametrize(
+    ("kind", "temperature"), [("dflash", 0.0), pytest.param("ngram", 1.0, marks=pytest.mark.slow), ("none", 0.0)]
+)
 def test_rounds_are_those_of_the_decode_loop(lm: LanguageModel, tmp_path: Path, kind: str, temperature: float):
     model = {"dflash": lm, "ngram": lm.with_drafter(NGram(4)), "none": lm.with_drafter(Blockwise(4))}[kind]
     sampling = Sampling(12, temperature=temperature, seed=5)

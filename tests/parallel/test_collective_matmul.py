@@ -203,7 +203,12 @@ def test_wider_products_are_rounded_as_they_travel():
 def test_sizes_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="expected rows that the 4 devices of 'tp' divide, found 6"):
         scattered_product(4, Route())(numbers(6, 4), numbers(4, 4))
-    with pytest.raises(ValueError, match="expected a chunk that divides the 3 rows of a shard, found 2"):
-        gathered_product(4, Route(chunk=2))(numbers(12, 4), numbers(4, 4))
-    with pytest.raises(ValueError, match="expected a chunk that divides the 3 rows of a shard, found 0"):
-        scattered_product(4, Route(chunk=0))(numbers(12, 4), numbers(4, 4))
+    with pytest.raises(ValueError, match="expected a chunk of at least one row, found 0"):
+        Route(chunk=0)
+
+
+@pytest.mark.parametrize("rows, chunk", [(3, 3), (4, 2), (6, 3), (5, 1), (2, 2), (1, 1)])
+def test_a_chunk_is_the_most_rows_that_divide_a_shard(rows: int, chunk: int):
+    """One route serves shards of every size: here three rows at most."""
+    assert Route(chunk=3).chunk_of(rows) == chunk
+    assert Route().chunk_of(rows) == rows

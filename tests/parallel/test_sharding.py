@@ -16,10 +16,12 @@ from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.sharding import (
     FULLY_SHARDED,
     FULLY_SHARDED_TENSOR_PARALLEL,
+    GROUPED,
+    GROUPED_AXES,
     TENSOR_PARALLEL,
-    WHOLE,
     IfDivides,
     Rules,
+    grouped_mesh,
     partition,
     shardings,
 )
@@ -63,16 +65,45 @@ def test_tensor_parallel_rules():
 
 
 def test_fewer_key_value_heads_than_devices():
-    """Eight heads over four devices, two key/value heads whole on each; with two axes, those divide as far as one goes."""
-    queries, keys = "self_attn.q_proj", "self_attn.k_proj"
-    found = specs_by_name("decoder", {"tp": 4}, TENSOR_PARALLEL)
-    assert (found[queries], found[keys]) == (PartitionSpec(None, "tp"), PartitionSpec())
-    found = specs_by_name("decoder", {"kv": 2, "group": 2}, {**WHOLE, "heads": ("kv", "group"), "kv_heads": "kv"})
-    assert (found[queries], found[keys]) == (PartitionSpec(None, ("kv", "group")), PartitionSpec(None, "kv"))
+    """Eight heads in two groups over four devices: two devices to a group, and to its key/value head."""
+    queries, keys, values, out = (f"self_attn.{name}_proj" for name in "qkvo")
     with pytest.raises(
         ValueError, match=r"layers\.0\.self_attn\.k_proj\.weight: .*'kv_heads' .* over tp=4, found 2 units of 6"
     ):
-        specs_by_name("decoder", {"tp": 4}, {**TENSOR_PARALLEL, "kv_heads": "tp"})
+        specs_by_name("decoder", {"tp": 4}, TENSOR_PARALLEL)
+    mesh = grouped_mesh(make_mesh({"tp": 4}), "tp", heads=8, kv_heads=2, vocabulary=24)
+    assert mesh.shape == {"kv": 2, "group": 2}
+    placed = jax.tree.leaves(shardings(MODELS["decoder"], mesh, GROUPED))
+    names = [spec.name.removesuffix(".weight").removeprefix("model.layers.0.") for spec in spec_leaves(MODELS["decoder"])]
+    found = dict(zip(names, placed, strict=True))
+    assert (found[queries].spec, found[out].spec) == (PartitionSpec(None, GROUPED_AXES), PartitionSpec(GROUPED_AXES))
+    assert found[keys].spec == found[values].spec == PartitionSpec(None, "kv")
+    for name, size, per in ((queries, 48, 12), (keys, 12, 6)):
+        parts = found[name].devices_indices_map((8, size))
+        starts = [parts[device][1].indices(size)[0] // 6 for device in jax.devices()[:4]]
+        assert starts == ([0, 2, 4, 6] if per == 12 else [0, 0, 1, 1]), "each device has the head that its queries read"
+
+
+def test_a_grouped_mesh_keeps_the_other_axes_and_the_order_of_devices():
+    whole = make_mesh({"fsdp": 2, "tp": 4})
+    assert grouped_mesh(whole, "tp", heads=8, kv_heads=8).shape == {"fsdp": 2, "kv": 4, "group": 1}
+    cut = grouped_mesh(whole, "tp", heads=8, kv_heads=1)
+    assert (cut.shape, list(cut.devices.flat)) == ({"fsdp": 2, "kv": 1, "group": 4}, list(whole.devices.flat))
+
+
+@pytest.mark.parametrize(
+    ("devices", "sizes", "message"),
+    [
+        (8, {"heads": 12, "kv_heads": 4}, r"divide 12 heads, and that divide 4 key/value .*: 1, 2, 4, 12; found 8$"),
+        (6, {"heads": 12, "kv_heads": 4}, r"are a multiple of them: 1, 2, 4, 12; found 6$"),
+        (8, {"heads": 8, "kv_heads": 8, "vocabulary": 50}, r"divide 8 heads, 50 vocabulary, .*: 1, 2; found 8$"),
+    ],
+)
+def test_devices_that_do_not_fit_a_model(devices: int, sizes: dict[str, int], message: str):
+    with pytest.raises(ValueError, match=message):
+        grouped_mesh(make_mesh({"tp": devices}), "tp", **sizes)
+    with pytest.raises(ValueError, match=r"expected a mesh with the axis 'tp', found nodes"):
+        grouped_mesh(make_mesh({"nodes": devices}), "tp", **sizes)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -3,6 +3,7 @@
 from collections import Counter
 from functools import cache, partial
 from itertools import product
+from math import prod
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from models.sizes import decoder_config
 from tilewright.compiled.hlo import read_module
@@ -21,20 +22,24 @@ from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.params import initialise
 from tilewright.models.stack import SINGLE_DEVICE, Schedule
+from tilewright.parallel.domino import Column, Domino
 from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.rings import Route
 from tilewright.parallel.schedules import Ring, Sequence, TensorParallel
-from tilewright.parallel.sharding import TENSOR_PARALLEL, shardings
+from tilewright.parallel.sharding import GROUPED, GROUPED_AXES, grouped_mesh, shardings
 
 CONFIGS = {
-    "llama": decoder_config("llama", 64, 32, 48, 2, 16, 8, 8),  # grouped queries
+    "llama": decoder_config("llama", 64, 32, 48, 2, 16, 2, 8),  # groups of queries, of which 4 and 8 devices have parts
     "qwen3": decoder_config("qwen3", 64, 32, 48, 2, 8, 8, 8, tie_word_embeddings=True),
 }
 SCHEDULES = {
-    "sync": TensorParallel(),
-    "sequence": Sequence(),
-    "ring": Ring(),
-    "ring, one way in a loop": Ring(route=Route(bidirectional=False, looped=True, chunk=2)),
+    "sync": TensorParallel(GROUPED_AXES),
+    "sequence": Sequence(GROUPED_AXES),
+    "ring": Ring(GROUPED_AXES),
+    "ring, one way in a loop": Ring(GROUPED_AXES, route=Route(bidirectional=False, looped=True, chunk=2)),
+    "domino": Domino(GROUPED_AXES, least=1),
+    "domino, four in one way": Domino(GROUPED_AXES, 4, Route(bidirectional=False), least=1),
+    "column": Column(GROUPED_AXES, least=1),
 }
 WHOLE = PartitionSpec()
 
@@ -65,13 +70,19 @@ def loss(config: DecoderConfig, schedule: Schedule, params: DecoderParams, batch
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - logits[..., 3]), (logits, ran.taps)
 
 
+def placed(family: str, devices: int) -> tuple[Mesh, DecoderParams]:
+    """Parameters over so many devices."""
+    config = CONFIGS[family]
+    mesh = grouped_mesh(make_mesh({"tp": devices}), "tp", heads=config.num_heads, kv_heads=config.num_kv_heads)
+    return mesh, jax.device_put(drawn(family), shardings(decoder.declare(config), mesh, GROUPED))
+
+
 def divided(family: str, schedule: Schedule, devices: int) -> tuple[Any, DecoderParams]:
     """`loss` over so many devices, and parameters that lie there."""
-    config, mesh = CONFIGS[family], make_mesh({"tp": devices})
-    placed = jax.device_put(drawn(family), shardings(decoder.declare(config), mesh, TENSOR_PARALLEL))
-    specs = jax.tree.map(lambda x: x.sharding.spec, placed)
-    inside = partial(loss, config, schedule)
-    return jax.shard_map(inside, mesh=mesh, in_specs=(specs, WHOLE), out_specs=WHOLE, check_vma=False), placed
+    mesh, params = placed(family, devices)
+    specs = jax.tree.map(lambda x: x.sharding.spec, params)
+    inside = partial(loss, CONFIGS[family], schedule)
+    return jax.shard_map(inside, mesh=mesh, in_specs=(specs, WHOLE), out_specs=WHOLE, check_vma=False), params
 
 
 @cache
@@ -80,81 +91,159 @@ def alone(family: str, batch: int, length: int) -> Any:
     return jax.jit(run)(drawn(family), tokens(batch, length))
 
 
-QUICK = [("llama", "sync", 2), ("llama", "sequence", 4), ("llama", "ring", 2), ("llama", "ring", 4), ("qwen3", "ring", 2)]
+QUICK = [
+    ("llama", "sync", 4),
+    ("llama", "sequence", 2),
+    ("qwen3", "ring", 2),
+    ("llama", "domino", 4),
+    ("llama", "column", 2),
+]
 """Of the product of families, schedules and devices."""
 
+EVERY = [
+    pytest.param(*each, marks=[] if each in QUICK else pytest.mark.slow) for each in product(CONFIGS, SCHEDULES, (1, 2, 4, 8))
+]
 
-@pytest.mark.parametrize(
-    "family, schedule, devices",
-    [
-        pytest.param(*each, marks=[] if each in QUICK else pytest.mark.slow)
-        for each in product(CONFIGS, SCHEDULES, (1, 2, 4, 8))
-    ],
-)
+
+@pytest.mark.parametrize("family, schedule, devices", EVERY)
 def test_prefill_and_gradient_equal_those_of_a_single_device(family: str, schedule: str, devices: int):
-    run, placed = divided(family, SCHEDULES[schedule], devices)
-    found = jax.jit(jax.value_and_grad(run, has_aux=True))(placed, tokens(2, 8))
-    wanted = alone(family, 2, 8)
+    run, params = divided(family, SCHEDULES[schedule], devices)
+    found = jax.jit(jax.value_and_grad(run, has_aux=True))(params, tokens(4, 8))
+    wanted = alone(family, 4, 8)
     close(found, wanted, CONFIGS[family])
     assert all(float(jnp.max(jnp.abs(leaf))) > 1e-4 for leaf in jax.tree.leaves(wanted[1]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch, length", [(1, 8), (4, 4), (8, 1)])
-@pytest.mark.parametrize("devices", [2, 4, 8])
-@pytest.mark.parametrize("schedule", [Sequence(), Ring()], ids=["sequence", "ring"])
-@pytest.mark.parametrize("family", CONFIGS)
-def test_rows_are_divided_wherever_they_come_from(family: str, schedule: Schedule, devices: int, batch: int, length: int):
-    """One long row, several, and a single position of many."""
-    run, placed = divided(family, schedule, devices)
-    close(jax.jit(run)(placed, tokens(batch, length)), alone(family, batch, length)[0], CONFIGS[family])
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("family, schedule, devices", EVERY)
+def test_gradient_of_one_row_and_of_eight(family: str, schedule: str, devices: int, batch: int):
+    if batch == 1 and "domino" in schedule:
+        pytest.skip("one row without a cache: see test_one_row_without_a_cache_cannot_be_divided")
+    run, params = divided(family, SCHEDULES[schedule], devices)
+    close(jax.jit(jax.value_and_grad(run, has_aux=True))(params, tokens(batch, 8)), alone(family, batch, 8), CONFIGS[family])
 
 
-@pytest.mark.parametrize("schedule", [Sequence(), Ring()], ids=["sequence", "ring"])
-def test_caches_are_divided_by_heads(schedule: Schedule):
-    """A step of decoding, each row at its own place: hidden states, and all that the caches hold."""
-    config, mesh, start = CONFIGS["llama"], make_mesh({"tp": 4}), jnp.array([0, 3, 5, 9], jnp.int32)
-    empty = allocate(config.num_layers, 4, config.num_kv_heads, 16, config.head_dim, jnp.float32)
-    rng = np.random.default_rng(0)
-    caches = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), empty)
+def over_caches(config: DecoderConfig, schedule: Schedule, params: DecoderParams, batch: Array, steps: int) -> Any:
+    """Prefill from each row's place on, of which five are kept, and a step of decoding: logits, and what the caches hold."""
+    rows = len(batch)
+    start = jnp.arange(rows, dtype=jnp.int32) % 3
+    heads = params.layers[0].qkv.parts[1].shape[1] // config.head_dim
+    kept, found = allocate(config.num_layers, rows, heads, 16, config.head_dim, jnp.float32), []
+    for n in range(1 + steps):
+        count = min(batch.shape[1], 5)
+        span = Span(start, jnp.full(rows, count, jnp.int32))
+        places = start[:, None] + jnp.arange(batch.shape[1])
+        ran = decoder.forward(config, PLAIN, params, batch, places, cached_attend, span, kept, schedule=schedule)
+        kept, start = ran.kept, start + count
+        found.append(decoder.logits(config, PLAIN, params, ran.hidden, schedule))
+        batch = batch[:, :1] + n
+    return found, kept
 
-    def step(schedule: Schedule, params: DecoderParams, caches: Any) -> tuple[Array, Any]:
-        span = Span(start, jnp.ones(4, jnp.int32))
-        ran = decoder.forward(
-            config, PLAIN, params, tokens(4, 1), start[:, None], cached_attend, span, caches, schedule=schedule
-        )
-        return ran.hidden, ran.kept
 
-    placed = jax.device_put(drawn("llama"), shardings(decoder.declare(config), mesh, TENSOR_PARALLEL))
-    heads = jax.tree.map(lambda _: PartitionSpec(None, "tp"), caches)
-    specs = jax.tree.map(lambda x: x.sharding.spec, placed)
-    run = partial(step, schedule)
-    over = jax.shard_map(run, mesh=mesh, in_specs=(specs, heads), out_specs=(WHOLE, heads), check_vma=False)
-    found, wanted = jax.jit(over)(placed, caches), jax.jit(partial(step, SINGLE_DEVICE))(drawn("llama"), caches)
-    close(found, wanted, config)
-    assert any((np.asarray(a) != np.asarray(b)).any() for a, b in zip(*map(jax.tree.leaves, (found[1], caches)), strict=True))
+@cache
+def cached_alone(family: str, batch: int) -> Any:
+    run = partial(over_caches, CONFIGS[family], SINGLE_DEVICE, steps=1)
+    return jax.jit(run)(drawn(family), tokens(batch, 8))
+
+
+QUICK_CACHED = [("llama", "domino", 4, 1), ("llama", "ring", 8, 1), ("qwen3", "domino", 2, 4)]
+
+
+@pytest.mark.parametrize(
+    "family, schedule, devices, batch",
+    [
+        pytest.param(*each, marks=[] if each in QUICK_CACHED else pytest.mark.slow)
+        for each in product(CONFIGS, SCHEDULES, (1, 2, 4, 8), (1, 3, 4, 8))
+    ],
+)
+def test_prefill_and_decoding_over_caches(family: str, schedule: str, devices: int, batch: int):
+    """Rows at their own places; each device's caches hold the heads that its queries read, and nothing else."""
+    config, how = CONFIGS[family], SCHEDULES[schedule]
+    count = how.count if isinstance(how, Domino) else 1
+    mesh, params = placed(family, devices)
+    specs = jax.tree.map(lambda x: x.sharding.spec, params)
+    heads = PartitionSpec(None, "kv")
+    steps = 1 if batch % count == 0 else 0  # a single position cannot be divided
+
+    run = jax.shard_map(
+        partial(over_caches, config, how, steps=steps),
+        mesh=mesh,
+        in_specs=(specs, WHOLE),
+        out_specs=(WHOLE, heads),
+        check_vma=False,
+    )
+    found, wanted = jax.jit(run)(params, tokens(batch, 8)), cached_alone(family, batch)
+    close(found[0], wanted[0][: 1 + steps], config)
+    if steps:
+        close(found[1], wanted[1], config)
+    held = found[1][0].k.addressable_shards[0].data.shape
+    assert held == (batch, max(1, config.num_kv_heads // devices), 16, config.head_dim)
+
+
+def test_one_row_without_a_cache_cannot_be_divided():
+    run, params = divided("llama", Domino(GROUPED_AXES), 2)
+    with pytest.raises(ValueError, match="2 micro-batches divide, found 1 rows whose 8 positions cannot be divided: no cache"):
+        jax.eval_shape(run, params, tokens(1, 8))
+    with pytest.raises(ValueError, match="found 3 rows and 7 positions, which they do not divide either"):
+        jax.eval_shape(run, params, tokens(3, 7))
+    with pytest.raises(ValueError, match="at least 2 micro-batches, and tiles of at least 1 row, found 1 and 256"):
+        Domino(count=1)
+
+
+def test_columns_that_cannot_be_cut():
+    run, params = divided("llama", Column(GROUPED_AXES, parts=3), 2)
+    with pytest.raises(ValueError, match="expected a matrix whose columns 3 parts divide, found one of 32 columns"):
+        jax.eval_shape(run, params, tokens(1, 8))
+    with pytest.raises(ValueError, match="at least 2 parts, and tiles of at least 1 row, found 2 and 0"):
+        Column(least=0)
 
 
 def test_what_is_exchanged_is_what_the_schedule_says():
     """Collectives of a whole pass over four devices, the embedding's and the head's included."""
 
     def exchanged(schedule: Schedule) -> Counter[str]:
-        run, placed = divided("llama", schedule, 4)
-        text: Any = jax.jit(run).lower(placed, tokens(2, 8)).compile().as_text()
+        run, params = divided("llama", schedule, 4)
+        text: Any = jax.jit(run).lower(params, tokens(2, 8)).compile().as_text()
         ops = [op for each in read_module(text).computations.values() for op in each.ops]
         names = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute")
         return Counter(op.opcode.removesuffix("-start") for op in ops if op.opcode.removesuffix("-start") in names)
 
-    layers, hops = CONFIGS["llama"].num_layers, 3
-    assert exchanged(TensorParallel()) == {"all-reduce": 2 * layers + 1, "all-gather": 1}
+    layers, hops, axis = CONFIGS["llama"].num_layers, 3, GROUPED_AXES
+    assert exchanged(TensorParallel(axis)) == {"all-reduce": 2 * layers + 1, "all-gather": 1}
     # The stream after the last layer and after the tapped one, and the logits.
-    assert exchanged(Sequence()) == {"all-reduce": 1, "all-gather": 2 * layers + 3, "reduce-scatter": 2 * layers}
+    assert exchanged(Sequence(axis)) == {"all-reduce": 1, "all-gather": 2 * layers + 3, "reduce-scatter": 2 * layers}
     # As many rings, two for the sum of the embedding, and the logits.
-    assert exchanged(Ring()) == {"collective-permute": hops * (4 * layers + 2 + 2), "all-gather": 1}
+    assert exchanged(Ring(axis)) == {"collective-permute": hops * (4 * layers + 2 + 2), "all-gather": 1}
+    # Two rings for every sum: of both micro-batches, of both parts of the columns, and of the embedding; one more of each
+    # micro-batch for the tapped layer.
+    assert exchanged(Domino(axis)) == {"collective-permute": 2 * hops * (4 * layers + 1) + 2 * hops, "all-gather": 1}
+    assert exchanged(Column(axis)) == {"all-reduce": 1, "collective-permute": 2 * hops * 4 * layers, "all-gather": 1}
 
 
-@pytest.mark.parametrize("schedule", [Sequence(), Ring()], ids=["sequence", "ring"])
-def test_rows_that_the_devices_do_not_divide_are_refused(schedule: Schedule):
-    run, placed = divided("llama", schedule, 4)
-    with pytest.raises(ValueError, match="expected rows that the 4 devices of 'tp' divide, found 6"):
-        jax.jit(run)(placed, tokens(2, 3))
+def test_a_sum_by_hops_sends_no_more_than_its_numbers_however_few_its_rows():
+    """Two micro-batches of three rows, and one of one number that needs padding, over four devices."""
+    mesh = make_mesh({"tp": 4})
+
+    def sent(shape: tuple[int, ...]) -> int:
+        run = jax.shard_map(Domino().reduce, mesh=mesh, in_specs=WHOLE, out_specs=WHOLE, check_vma=False)
+        x = jnp.arange(prod(shape), dtype=jnp.float32).reshape(shape)
+        program: Any = jax.jit(run).lower(x).compile()
+        np.testing.assert_array_equal(program(x), 4 * x)
+        ops = [op for each in read_module(program.as_text()).computations.values() for op in each.ops]
+        return sum(op.outputs[0].elements for op in ops if op.opcode in ("collective-permute", "collective-permute-start"))
+
+    assert sent((3, 1, 32)) == 2 * 3 * (3 * 32) // 4
+    assert sent((4, 1, 32)) == 2 * 3 * (4 * 32) // 4
+    assert sent((1, 1, 1)) == 2 * 3
+
+
+@pytest.mark.parametrize("schedule", [Sequence(GROUPED_AXES), Ring(GROUPED_AXES)], ids=["sequence", "ring"])
+def test_rows_that_the_devices_do_not_divide_are_summed_as_they_are(schedule: Schedule):
+    """Six rows over four devices: no bytes but theirs, in one sum after each half."""
+    run, params = divided("llama", schedule, 4)
+    program: Any = jax.jit(run).lower(params, tokens(2, 3)).compile()
+    close(program(params, tokens(2, 3)), alone("llama", 2, 3)[0], CONFIGS["llama"])
+    ops = [op for each in read_module(program.as_text()).computations.values() for op in each.ops]
+    sums = [op.outputs for op in ops if op.opcode == "all-reduce" and op.outputs[0].elements == 6 * 32]
+    assert len(sums) == 2 * CONFIGS["llama"].num_layers + isinstance(schedule, Sequence) - isinstance(schedule, Ring)

@@ -240,23 +240,20 @@ def execution(module: Module, weigh: Callable[[Op, Computation], float]) -> Exec
 def _steps(
     module: Module, computation: Computation, weigh: Callable[[Op, Computation], float], notes: list[str], times: int = 1
 ) -> Iterator[Step]:
-    def enter(name: str, times: int) -> list[Step]:
-        return list(_steps(module, module.computations[name], weigh, notes, times))
-
     for op in computation.ops:
         if op.opcode == "while":
             trips = trip_count(module, computation, op)
             if trips is None:
                 notes.append(f"{op.name}: trip count unknown, counted as one iteration")
             for name in op.callees("condition") + op.callees("body"):
-                yield from enter(name, times * (1 if trips is None else trips))
+                yield from _steps(module, module.computations[name], weigh, notes, times * (1 if trips is None else trips))
         elif op.opcode == "conditional":
             names = op.callees("branch_computations") or op.callees("true_computation") + op.callees("false_computation")
-            branches = [enter(name, times) for name in names]
+            branches = [list(_steps(module, module.computations[name], weigh, notes, times)) for name in names]
             notes.append(f"{op.name}: the heaviest of {len(branches)} branches counted")
             yield from max(branches, key=lambda steps: sum(weigh(step.op, step.computation) * step.times for step in steps))
         elif op.opcode == "call":
-            yield from enter(op.callees("to_apply")[0], times)
+            yield from _steps(module, module.computations[op.callees("to_apply")[0]], weigh, notes, times)
         else:
             yield Step(op, computation, times)
 

@@ -249,19 +249,20 @@ def described(aval: Any, sharding: Any) -> str:
     return f"{weak}{aval.str_short()}{placement}"
 
 
+def differing(arguments: tuple[Argument, ...], others: tuple[Argument, ...]) -> list[str]:
+    """What of each argument differs between a program and another."""
+    now = {argument.name: argument.type for argument in arguments}
+    before = {argument.name: argument.type for argument in others}
+    changed = [f"{name} is {now[name]}, was {before[name]}" for name in now if name in before and now[name] != before[name]]
+    added = [f"{name} is new, {now[name]}" for name in now if name not in before]
+    return changed + added + [f"{name} is gone, was {before[name]}" for name in before if name not in now]
+
+
 def difference(arguments: tuple[Argument, ...], earlier: list[tuple[Argument, ...]]) -> str:
     """In which arguments a program differs from the closest of some others, the latest of those equally close."""
     if not earlier:
         return "the first program of this name"
-
-    def differing(others: tuple[Argument, ...]) -> list[str]:
-        now = {argument.name: argument.type for argument in arguments}
-        before = {argument.name: argument.type for argument in others}
-        changed = [f"{name} is {now[name]}, was {before[name]}" for name in now if name in before and now[name] != before[name]]
-        added = [f"{name} is new, {now[name]}" for name in now if name not in before]
-        return changed + added + [f"{name} is gone, was {before[name]}" for name in before if name not in now]
-
-    closest = min((differing(others) for others in reversed(earlier)), key=len)
+    closest = min((differing(arguments, others) for others in reversed(earlier)), key=len)
     if not closest:
         return "the same arguments as before, so a static argument, the function itself or a setting of JAX differs"
     more = len(closest) - SHOWN_DIFFERENCES

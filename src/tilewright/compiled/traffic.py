@@ -156,21 +156,21 @@ def share_read(module: Module, computation: Computation, op: Op, position: int) 
 
 def share_of_parameter(module: Module, inner: Computation, number: int) -> float:
     """Which part of a parameter a fused computation reads."""
-    in_place = updates_in_place(inner)
-
-    def share(name: str) -> float:
-        total = 0.0
-        for user, position in inner.users[name]:
-            if user.opcode in UPDATING and position == 0 and user.name not in in_place:
-                total += 1.0
-            elif user.opcode in ELEMENTWISE and not user.is_root:
-                total += share(user.name)
-            else:
-                total += share_read(module, inner, user, position)
-        return min(1.0, total)
-
     parameter = inner.parameter(number)
-    return 1.0 if parameter.is_root else share(parameter.name)
+    return 1.0 if parameter.is_root else share_of_value(module, inner, updates_in_place(inner), parameter.name)
+
+
+def share_of_value(module: Module, inner: Computation, in_place: set[str], name: str) -> float:
+    """Which part of a value its users read together; `in_place` names the updates that overwrite their operand."""
+    total = 0.0
+    for user, position in inner.users[name]:
+        if user.opcode in UPDATING and position == 0 and user.name not in in_place:
+            total += 1.0
+        elif user.opcode in ELEMENTWISE and not user.is_root:
+            total += share_of_value(module, inner, in_place, user.name)
+        else:
+            total += share_read(module, inner, user, position)
+    return min(1.0, total)
 
 
 def shares_written(module: Module, computation: Computation, op: Op) -> list[float]:

@@ -5,6 +5,8 @@ from math import prod
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
 
 
@@ -14,7 +16,8 @@ def make_mesh(axes: Mapping[str, int | None], devices: Sequence[Any] | None = No
     Args:
         axes: the name of each axis and the number of devices along it; one of them may be None, for as many as are left.
         devices: which (`jax.Device`s); by default those at hand, of all processes: all, or the first that the sizes ask for.
-            JAX orders those of a TPU so that neighbours on an axis are neighbours on the wire.
+            JAX orders those of a TPU so that most neighbours on an axis are neighbours on the wire, though not on every slice:
+            `tilewright inspect overlap` counts the links between them, and over v5p:2x2x2 one axis is no ring.
 
     Raises:
         ValueError: no axis, no name, a size below 1, two open sizes, or devices that are too few, that don't divide by the
@@ -55,13 +58,36 @@ def first_devices(count: int | None) -> Sequence[Any]:
     return found[:count]
 
 
+def is_first_process() -> bool:
+    """Whether this process speaks for all: it is the only one, or the first."""
+    return not jax.distributed.is_initialized() or jax.process_index() == 0
+
+
+def agreed(mesh: Mesh | None, value: np.ndarray) -> np.ndarray:
+    """The first process's value, for what every process would find for itself and must be the same: a time, a random number.
+
+    Args:
+        mesh: over which the processes work together; without one, and over one process's devices, the value stays as it is.
+        value: of at most 32 bits a number; the same shape and dtype everywhere. All processes have to come here.
+    """
+    if mesh is None or not mesh.is_multi_process:
+        return value
+    return np.asarray(multihost_utils.broadcast_one_to_all(value))
+
+
+def agreed_seconds(mesh: Mesh | None, seconds: float) -> float:
+    """`agreed`, of a time."""
+    alone = mesh is None or not mesh.is_multi_process
+    return seconds if alone else float(agreed(mesh, np.asarray(seconds, np.float32)))
+
+
 def initialise_processes(
     coordinator: str | None = None, processes: int | None = None, index: int | None = None, timeout: int = 300
 ) -> None:
     """Joins this process to those that share the work (`jax.distributed.initialize`); afterwards JAX sees the devices of all.
 
     Every process calls this before anything else touches JAX, and then runs the same program. Nobody starts processes here:
-    that is for a shell, Slurm, Kubernetes or a cloud's own tools. CPU processes exchange data by Gloo.
+    that is for Slurm, Kubernetes, a cloud's own tools, or `tilewright launch`. CPU processes exchange data by Gloo.
 
     Args:
         coordinator: `host:port` where the first process listens. None, as for the other two, where JAX can ask the cluster:

@@ -9,8 +9,8 @@ hop to hop. The collectives of matrices' rows (`all_gather_matmul`, `matmul_redu
 `Route`. After Wang et al., "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS 2023).
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -24,8 +24,11 @@ from jaxtyping import Float, Shaped
 Tree = Any
 """A pytree of arrays; a shard is one, and what is computed of it."""
 
+Axis = str | tuple[str, ...]
+"""A mesh axis, or several that count as one: the devices along the first of them lie farthest apart."""
 
-def shift(tree: Tree, axis: str, by: int = 1) -> Tree:
+
+def shift(tree: Tree, axis: Axis, by: int = 1) -> Tree:
     """Each device takes what the device `by` places behind it on the axis holds; the last stands before the first."""
     size = jax.lax.axis_size(axis)
     if by % size == 0:
@@ -34,7 +37,7 @@ def shift(tree: Tree, axis: str, by: int = 1) -> Tree:
     return jax.tree.map(lambda leaf: jax.lax.ppermute(leaf, axis, pairs), tree)
 
 
-def checked_hops(hops: Sequence[int] | None, axis: str) -> list[int]:
+def checked_hops(hops: Sequence[int] | None, axis: Axis) -> list[int]:
     """Which hops have a visit, by default all; the first of them needs no transfer."""
     size = jax.lax.axis_size(axis)
     chosen = list(range(size)) if hops is None else list(hops)
@@ -44,7 +47,7 @@ def checked_hops(hops: Sequence[int] | None, axis: str) -> list[int]:
 
 
 def ring(
-    visit: Callable[[int, Tree, Tree], Tree], shard: Tree, total: Tree, axis: str, hops: Sequence[int] | None = None
+    visit: Callable[[int, Tree, Tree], Tree], shard: Tree, total: Tree, axis: Axis, hops: Sequence[int] | None = None
 ) -> Tree:
     """Every shard visits every device.
 
@@ -71,7 +74,7 @@ def ring_collect(
     visit: Callable[[int, Tree, Tree], tuple[Tree, Tree]],
     shard: Tree,
     total: Tree,
-    axis: str,
+    axis: Axis,
     hops: Sequence[int] | None = None,
 ) -> tuple[Tree, Tree]:
     """Every shard visits every device and is given something there, and the sum of it all comes home.
@@ -96,20 +99,20 @@ def ring_collect(
     return total, carried
 
 
-def gathered(visit: Callable[[int, Tree, Tree], Tree], shard: Tree, total: Tree, axis: str) -> Tree:
+def gathered(visit: Callable[[int, Tree, Tree], Tree], shard: Tree, total: Tree, axis: Axis) -> Tree:
     """One visit, at hop 0, of all shards at once: their leading dims one after another, in the order of the devices."""
     return visit(0, gather(shard, axis), total)
 
 
 def gathered_collect(
-    visit: Callable[[int, Tree, Tree], tuple[Tree, Tree]], shard: Tree, total: Tree, axis: str
+    visit: Callable[[int, Tree, Tree], tuple[Tree, Tree]], shard: Tree, total: Tree, axis: Axis
 ) -> tuple[Tree, Tree]:
     """`gathered`, where what is given is for all shards one after another, and each gets its own sum."""
     total, given = visit(0, gather(shard, axis), total)
     return total, jax.tree.map(lambda leaf: jax.lax.psum_scatter(leaf, axis, tiled=True), given)
 
 
-def gather(shard: Tree, axis: str) -> Tree:
+def gather(shard: Tree, axis: Axis) -> Tree:
     """The shards of all devices, their leading dims one after another."""
     return jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, axis, tiled=True), shard)
 
@@ -138,8 +141,9 @@ class Route:
             first way one hop more.
         looped: a `jax.lax.scan` over the hops, which compiles faster, for one more copy of the rows on the side where they are
             all together; by default where the axis has more than `UNROLLED` devices.
-        chunk: rows that are sent and computed with at once; by default all of a shard's, which makes the largest products and
-            the fewest transfers. Smaller ones let a part of a shard go on while the rest is computed.
+        chunk: rows that are sent and computed with at once, at most: the largest number up to it that divides a shard's rows,
+            so that one route serves every shape. By default all of them, which makes the largest products and the fewest
+            transfers; smaller ones let a part of a shard go on while the rest is computed.
     """
 
     bidirectional: bool = True
@@ -156,20 +160,22 @@ class Route:
         looped = size > UNROLLED if self.looped is None else self.looped
         return max(0, min((way.hops for way in self.ways(size)), default=0) - 1) if looped else 0
 
-    def chunk_of(self, rows: int) -> int:
-        """Rows of a chunk of a shard that has so many.
+    def __post_init__(self) -> None:
+        if self.chunk is not None and self.chunk < 1:
+            raise ValueError(f"expected a chunk of at least one row, found {self.chunk}")
 
-        Raises:
-            ValueError: it does not divide them.
-        """
-        chunk = rows if self.chunk is None else self.chunk
-        if chunk < 1 or rows % chunk:
-            raise ValueError(f"expected a chunk that divides the {rows} rows of a shard, found {chunk}")
-        return chunk
+    def chunk_of(self, rows: int) -> int:
+        """Rows of a chunk of a shard that has so many."""
+        return next(n for n in range(min(self.chunk or rows, rows), 0, -1) if rows % n == 0)
 
 
 def all_gather_matmul(
-    x: Shaped[Array, "M ..."], w: Any, axis: str, product: Product = jnp.matmul, route: Route = Route()
+    x: Shaped[Array, "M ..."],
+    w: Any,
+    axis: Axis,
+    product: Product = jnp.matmul,
+    route: Route = Route(),
+    beside: Callable[[Tree], Tree] = lambda made: made,
 ) -> Tree:
     """The product of all devices' rows with this device's columns: rows are under way while those that came are multiplied.
 
@@ -182,12 +188,11 @@ def all_gather_matmul(
         axis: name of the mesh axis.
         product: of some rows and `w`. It may hold constants, but nothing that the gradient is taken by.
         route: how the rows travel.
+        beside: ties what a hop brings and the two tiles that are made meanwhile to something else that is under way; not called
+            for the first hop, beside which there is one tile. Of routes that are not looped.
 
     Returns:
         rows of all devices, in their order: `[M * devices, O]`, or a tree of such.
-
-    Raises:
-        ValueError: the chunk does not divide the rows.
 
     Source: Wang et al. 2023, AllGather-Einsum with bidirectional transfers. What it replaces is the all-gather of Korthikanti
     et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), section 4.2.2.
@@ -208,14 +213,14 @@ def all_gather_matmul(
         for way, each in zip(ways, stacked, strict=True):
             tiles |= {way.by * (hop + 1): jax.tree.map(itemgetter(hop), each) for hop in range(repeated)}
     for hop in range(repeated + 1, farthest(ways) + 1):
-        held, made = visit(held, [way for way in ways if way.hops > hop])
+        held, made = beside(visit(held, [way for way in ways if way.hops > hop]))
         tiles |= {way.by * hop: each for way, each in zip(ways, made, strict=False)}
     starts = row_starts(tiles, rows, chunk, axis)
     whole, y = jax.tree.map(lambda *leaves: placed(leaves, starts), *(tile for each in tiles.values() for tile in each))
-    return _weighted(product, w, whole, y)
+    return weighted(product, w, whole, y)
 
 
-def _sent(held: list[list[Array]], going: list[Way], axis: str) -> list[list[Array]]:
+def _sent(held: list[list[Array]], going: list[Way], axis: Axis) -> list[list[Array]]:
     """What arrives on the ways that go on, where each device sends what it holds."""
     arriving = [shift(parts, axis, way.by) for way, parts in zip(going, held, strict=False)]
     return jax.lax.optimization_barrier(arriving)  # together: else the compiler lets one direction wait for the other
@@ -224,7 +229,7 @@ def _sent(held: list[list[Array]], going: list[Way], axis: str) -> list[list[Arr
 def matmul_reduce_scatter(
     x: Shaped[Array, "R ..."],
     w: Any,
-    axis: str,
+    axis: Axis,
     product: Product = jnp.matmul,
     route: Route = Route(),
     dtype: DTypeLike | None = None,
@@ -246,7 +251,7 @@ def matmul_reduce_scatter(
         `[R / devices, O]`, or a tree of such.
 
     Raises:
-        ValueError: the devices do not divide the rows, or the chunk does not divide those of one device.
+        ValueError: the devices do not divide the rows.
 
     Source: Wang et al. 2023, Einsum-ReduceScatter; see `all_gather_matmul`.
     """
@@ -273,7 +278,7 @@ def matmul_reduce_scatter(
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *total)
 
 
-def _parts(x: Array, ways: Sequence[Way], chunk: int, axis: str) -> dict[int, tuple[Array, ...]]:
+def _parts(x: Array, ways: Sequence[Way], chunk: int, axis: Axis) -> dict[int, tuple[Array, ...]]:
     """For each hop the chunks of the device so far ahead."""
     hops = [0, *(way.by * hop for way in ways for hop in range(1, way.hops + 1))]
     tiles = sliced(x, row_starts(hops, len(x) // len(hops), chunk, axis))
@@ -291,12 +296,12 @@ def _added(new: Tree, dtype: DTypeLike | None, *totals: Tree) -> Tree:
     return jax.tree.map(of, new, *totals)
 
 
-def all_gather(x: Shaped[Array, "M ..."], axis: str, route: Route = Route()) -> Shaped[Array, "R ..."]:
+def all_gather(x: Shaped[Array, "M ..."], axis: Axis, route: Route = Route()) -> Shaped[Array, "R ..."]:
     """`jax.lax.all_gather(x, axis, tiled=True)` by hops between neighbours; raises as `all_gather_matmul` does."""
     return all_gather_matmul(x, None, axis, _rows_alone, route)
 
 
-def reduce_scatter(x: Shaped[Array, "R ..."], axis: str, route: Route = Route()) -> Shaped[Array, "M ..."]:
+def reduce_scatter(x: Shaped[Array, "R ..."], axis: Axis, route: Route = Route()) -> Shaped[Array, "M ..."]:
     """`jax.lax.psum_scatter(x, axis, tiled=True)` by hops between neighbours.
 
     The order of the sum is that of `matmul_reduce_scatter`, which raises the same.
@@ -304,16 +309,57 @@ def reduce_scatter(x: Shaped[Array, "R ..."], axis: str, route: Route = Route())
     return matmul_reduce_scatter(x, None, axis, _rows_alone, route)
 
 
-def all_reduce(x: Float[Array, "R ..."], axis: str, route: Route = Route()) -> Float[Array, "R ..."]:
+def all_reduce(x: Float[Array, "R ..."], axis: Axis, route: Route = Route()) -> Float[Array, "R ..."]:
     """`jax.lax.psum(x, axis)` by `reduce_scatter` and `all_gather`: the same bits on all devices, rows summed in that order.
 
-    Raises:
-        ValueError: as `reduce_scatter` does.
+    Rows that the devices do not divide are taken for one row of numbers each, in as many pieces as there are devices: so
+    little is sent for a few rows as for many, and at most a number per device is padding. A chunk of such pieces is the whole.
     """
-    return all_gather(reduce_scatter(x, axis, route), axis, route)
+    size = jax.lax.axis_size(axis)
+    if len(x) % size == 0:
+        return all_gather(reduce_scatter(x, axis, route), axis, route)
+    pieces = jnp.pad(x.reshape(-1), (0, -x.size % size)).reshape(size, -1)
+    whole = replace(route, chunk=None)
+    return all_gather(reduce_scatter(pieces, axis, whole), axis, whole).reshape(-1)[: x.size].reshape(x.shape)
 
 
-def shard_rows(rows: int, axis: str) -> int:
+Hops = Generator[list[Array], list[Array], Array]
+"""A collective, a hop at a time, for whoever has something to compute meanwhile: it yields what is arriving and takes it back,
+perhaps tied to what was computed meanwhile; the result is what it returns. There are `farthest` hops of the route's ways."""
+
+
+def reduce_scatter_hops(x: Float[Array, "R ..."], axis: Axis, route: Route = Route()) -> Hops:
+    """`reduce_scatter`, unrolled and in one chunk, whatever the route says."""
+    ways, sums = route.ways(jax.lax.axis_size(axis)), []
+    parts = _parts(x, ways, shard_rows(len(x), axis), axis)
+    for hop in range(farthest(ways), 0, -1):
+        here = [parts[way.by * hop][0] for way in ways if way.hops >= hop]
+        joined = [came + own for came, own in zip(sums, here, strict=False)]
+        sums = yield [shift(part, axis, -way.by) for way, part in zip(ways, joined + here[len(joined) :], strict=False)]
+    return sum(sums[1:], start=sums[0]) + parts[0][0] if sums else parts[0][0]
+
+
+def all_gather_hops(x: Float[Array, "M ..."], axis: Axis, route: Route = Route()) -> Hops:
+    """`all_gather`, unrolled and in one chunk, whatever the route says."""
+    ways = route.ways(jax.lax.axis_size(axis))
+    tiles, held = {0: x}, [x] * len(ways)
+    for hop in range(1, farthest(ways) + 1):
+        going = [way for way in ways if way.hops >= hop]
+        held = yield [shift(part, axis, way.by) for way, part in zip(going, held, strict=False)]
+        tiles |= {way.by * hop: part for way, part in zip(going, held, strict=True)}
+    return placed(tuple(tiles.values()), row_starts(tiles, len(x), len(x), axis))
+
+
+def all_reduce_hops(x: Float[Array, "R ..."], axis: Axis, route: Route = Route()) -> Hops:
+    """`all_reduce`: the hops of `reduce_scatter_hops`, then as many of `all_gather_hops`."""
+    size = jax.lax.axis_size(axis)
+    pieces = x if len(x) % size == 0 else jnp.pad(x.reshape(-1), (0, -x.size % size)).reshape(size, -1)
+    own = yield from reduce_scatter_hops(pieces, axis, route)
+    whole = yield from all_gather_hops(own, axis, route)
+    return whole.reshape(-1)[: x.size].reshape(x.shape)
+
+
+def shard_rows(rows: int, axis: Axis) -> int:
     """A device's share of so many rows.
 
     Raises:
@@ -330,7 +376,7 @@ def farthest(ways: Sequence[Way]) -> int:
     return max((way.hops for way in ways), default=0)
 
 
-def row_starts(hops: Iterable[int], rows: int, chunk: int, axis: str) -> tuple[Array, ...]:
+def row_starts(hops: Iterable[int], rows: int, chunk: int, axis: Axis) -> tuple[Array, ...]:
     """Where chunks begin among the rows of all devices: for each hop those of the shard of the device so far ahead."""
     size, own = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     return tuple((own + hop) % size * rows + first for hop in hops for first in range(0, rows, chunk))
@@ -358,8 +404,25 @@ placed.defvjp(lambda tiles, starts: (placed(tiles, starts), starts), lambda star
 sliced.defvjp(lambda whole, starts: (sliced(whole, starts), starts), lambda starts, due: (placed(tuple(due), starts), None))
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def put(whole: Array, tile: Array, start: int) -> Array:
+    """A tile in its place among rows of which nobody has read that place: their gradient goes on as it is."""
+    return jax.lax.dynamic_update_slice_in_dim(whole, tile, start, 0)
+
+
+def _put_forward(whole: Array, tile: Array, start: int) -> tuple[Array, int]:
+    return put(whole, tile, start), len(tile)
+
+
+def _put_backward(start: int, size: int, due: Array) -> tuple[Array, Array]:
+    return due, jax.lax.dynamic_slice_in_dim(due, start, size)
+
+
+put.defvjp(_put_forward, _put_backward)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _weighted(product: Product, w: Any, rows: Array, made: Tree) -> Tree:
+def weighted(product: Product, w: Any, rows: Array, made: Tree) -> Tree:
     """What a product made of rows and constant weights, with the weights' gradient.
 
     That is one product over all rows: a sum of as many as there are tiles would go through memory as often.
@@ -373,7 +436,7 @@ def _weights_due(product: Product, kept: tuple[Any, Array], due: Tree) -> tuple[
     return *back(due), None, due
 
 
-_weighted.defvjp(lambda product, w, rows, made: (made, (w, rows)), _weights_due)
+weighted.defvjp(lambda product, w, rows, made: (made, (w, rows)), _weights_due)
 
 
 def _rows_alone(rows: Array, _: None) -> Array:

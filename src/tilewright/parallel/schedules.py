@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 
 from tilewright.kernels.operations import Norm, Operations
 from tilewright.parallel import rings
-from tilewright.parallel.rows import rows_of, with_rows
+from tilewright.parallel.turns import take_turns
 
 
 @dataclass(frozen=True)
@@ -46,26 +46,9 @@ class MicroBatches:
         """See `models.stack.Schedule.run`.
 
         Raises:
-            ValueError: the micro-batches do not divide the batch.
+            ValueError: see `turns.take_turns`.
         """
-        size, rest = divmod(x.shape[0], self.count)
-        if rest:
-            raise ValueError(f"expected a batch that {self.count} micro-batches divide, found {x.shape[0]} rows")
-        ops, firsts = stack.ops, range(0, x.shape[0], size)
-        streams = [rows_of(x, first, size) for first in firsts]
-        around = [rows_of(rows, first, size) for first in firsts]
-        after, left = [], []
-        for layer, whole in zip(stack.layers, kept, strict=True):
-            for n, first in enumerate(firsts):
-                projection = stack.project(ops, layer, streams[n])
-                out, own = stack.attend(ops, layer, projection, around[n], rows_of(whole, first, size))
-                whole = with_rows(whole, first, own)
-                streams[n] = streams[n] + stack.output(ops, layer, out)
-            for n, stream in enumerate(streams):
-                streams[n] = stream + stack.mlp(ops, layer, stream)
-            after.append(tuple(streams))
-            left.append(whole)
-        return jnp.concatenate(streams), tuple(jnp.concatenate(after[tap]) for tap in taps), tuple(left)
+        return take_turns(self.count, stack, x, rows, kept, taps)
 
     def logits(self, ops: Any, x: Float[Array, "*rows H"], head: Any, norm: Any) -> Float[Array, "*rows V"]:
         return ops.linear(x, head, jnp.float32, norm)
@@ -79,6 +62,25 @@ class MicroBatches:
         return ops.head_top_k(x, head, k)
 
 
+def run_layers(
+    stack: Any,
+    x: Float[Array, "B T H"],
+    rows: Any,
+    kept: tuple[Any, ...],
+    taps: tuple[int, ...],
+    reduce: Callable[[Array], Array],
+) -> tuple[Array, tuple[Array, ...], tuple[Any, ...]]:
+    """A schedule's `run` (see `models.stack.Schedule`), half a layer after the other, where `reduce` sums the partial sums."""
+    ops, after, left = stack.ops, [], []
+    for layer, own in zip(stack.layers, kept, strict=True):
+        out, own = stack.attend(ops, layer, stack.project(ops, layer, x), rows, own)
+        x = x + reduce(stack.output(ops, layer, out))
+        x = x + reduce(stack.mlp(ops, layer, x))
+        after.append(x)
+        left.append(own)
+    return x, tuple(after[tap] for tap in taps), tuple(left)
+
+
 @dataclass(frozen=True)
 class TensorParallel:
     """Heads, MLP columns and vocabulary over an axis of the mesh, and a sum over the devices after each half of a layer.
@@ -87,10 +89,10 @@ class TensorParallel:
     2019). Nothing runs under the sums: this is the plain schedule that others are compared with.
 
     Attributes:
-        axis: of the mesh; it divides the key/value heads.
+        axis: of the mesh, or axes; see `sharding.TENSOR_PARALLEL` and `sharding.GROUPED`.
     """
 
-    axis: str = "tp"
+    axis: rings.Axis = "tp"
 
     def reduce(self, x: Array) -> Array:
         return jax.lax.psum(x, self.axis)
@@ -113,14 +115,7 @@ class TensorParallel:
         self, stack: Any, x: Float[Array, "B T H"], rows: Any, kept: tuple[Any, ...], taps: tuple[int, ...]
     ) -> tuple[Array, tuple[Array, ...], tuple[Any, ...]]:
         """See `models.stack.Schedule.run`."""
-        ops, after, left = stack.ops, [], []
-        for layer, own in zip(stack.layers, kept, strict=True):
-            out, own = stack.attend(ops, layer, stack.project(ops, layer, x), rows, own)
-            x = x + self.reduce(stack.output(ops, layer, out))
-            x = x + self.reduce(stack.mlp(ops, layer, x))
-            after.append(x)
-            left.append(own)
-        return x, tuple(after[tap] for tap in taps), tuple(left)
+        return run_layers(stack, x, rows, kept, taps, self.reduce)
 
     def logits(self, ops: Any, x: Float[Array, "*rows H"], head: Any, norm: Any) -> Float[Array, "*rows V"]:
         own = ops.linear(x, head, jnp.float32, norm)
@@ -157,18 +152,17 @@ class Sequence(TensorParallel):
     stream that a program sees, before the layers and after them, is whole. After Korthikanti et al., "Reducing Activation
     Recomputation in Large Transformer Models" (2022), section 4.2.2, "sequence parallelism".
 
-    Attributes:
-        axis: of the mesh; it divides the key/value heads, and rows times positions of every batch.
+    Rows times positions that the devices do not divide go the way of `TensorParallel`: a decoding step of few rows, mostly.
+    Padded to a multiple they would take up to as many times the bytes as there are devices, and its sum takes no more than
+    theirs. Other shapes are in the hands of whoever declares them.
     """
 
     def run(
         self, stack: Any, x: Float[Array, "B T H"], rows: Any, kept: tuple[Any, ...], taps: tuple[int, ...]
     ) -> tuple[Array, tuple[Array, ...], tuple[Any, ...]]:
-        """See `models.stack.Schedule.run`.
-
-        Raises:
-            ValueError: the devices do not divide the rows times the positions.
-        """
+        """See `models.stack.Schedule.run`."""
+        if x.shape[0] * x.shape[1] % jax.lax.axis_size(self.axis):
+            return TensorParallel.run(self, stack, x, rows, kept, taps)
         ops, shape, after, left = self.divided(stack.ops, x.shape), x.shape, [], []
         own = rings.shard_rows(shape[0] * shape[1], self.axis)
         x = jax.lax.dynamic_slice_in_dim(x.reshape(1, -1, shape[2]), self.first(own), own, 1)

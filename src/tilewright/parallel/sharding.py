@@ -7,12 +7,12 @@ so that nothing is replicated by oversight.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 from types import MappingProxyType
 from typing import Protocol, TypeVar, runtime_checkable
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 Tree = TypeVar("Tree")
 
@@ -50,16 +50,66 @@ Rules = Mapping[str, MeshAxes | IfDivides | None]
 WHOLE: Rules = MappingProxyType(dict.fromkeys(("vocab", "hidden", "heads", "kv_heads", "head", "mlp", "taps", "conv", "rank")))
 """Every device holds everything."""
 
-TENSOR_PARALLEL: Rules = MappingProxyType({**WHOLE, "vocab": "tp", "heads": "tp", "kv_heads": IfDivides("tp"), "mlp": "tp"})
-"""Heads, MLP columns and vocabulary over "tp" (Shoeybi et al., "Megatron-LM", 2019). Where there are fewer key/value heads than
-devices, each device holds all of them."""
+TENSOR_PARALLEL: Rules = MappingProxyType({**WHOLE, "vocab": "tp", "heads": "tp", "kv_heads": "tp", "mlp": "tp"})
+"""Heads, MLP columns and vocabulary over "tp" (Shoeybi et al., "Megatron-LM", 2019). With more devices than key/value heads,
+see `GROUPED`: a device must hold the very head that its queries read."""
+
+GROUPED_AXES = ("kv", "group")
+"""What `grouped_mesh` makes of one axis. Together they are the axis of a schedule."""
+
+GROUPED: Rules = MappingProxyType(
+    {**WHOLE, "vocab": GROUPED_AXES, "heads": GROUPED_AXES, "kv_heads": "kv", "mlp": GROUPED_AXES}
+)
+"""The same over a `grouped_mesh`: the devices of a "group" hold the same key/value heads, of whose queries each has its own.
+Nothing else is held twice; of weights and caches, "kv" divides what belongs to key/value heads."""
 
 FULLY_SHARDED: Rules = MappingProxyType({**WHOLE, "hidden": "fsdp"})
 """The hidden dim of every array over "fsdp": no array is whole anywhere but the norms of single heads (Rajbhandari et al.,
 "ZeRO", 2020, stage 3)."""
 
-FULLY_SHARDED_TENSOR_PARALLEL: Rules = MappingProxyType({**TENSOR_PARALLEL, "hidden": "fsdp"})
-"""Both, over a mesh of "fsdp" and "tp"."""
+FULLY_SHARDED_TENSOR_PARALLEL: Rules = MappingProxyType({**TENSOR_PARALLEL, "kv_heads": IfDivides("tp"), "hidden": "fsdp"})
+"""Both, over a mesh of "fsdp" and "tp", for programs that the compiler divides: where there are fewer key/value heads than
+devices of "tp", each of these holds all of them."""
+
+
+FULLY_SHARDED_GROUPED: Rules = MappingProxyType({**GROUPED, "hidden": "fsdp"})
+"""`GROUPED`, and the hidden dim over "fsdp": for programs that gather weights themselves (`fully_sharded.py`)."""
+
+
+def grouped_mesh(mesh: Mesh, axis: str, *, heads: int, kv_heads: int, **others: int) -> Mesh:
+    """The mesh with one axis cut in two, `GROUPED_AXES`, for tensor parallelism over any number of devices.
+
+    "kv" is as long as key/value heads can be divided, and "group" has the devices that share one of them.
+
+    Args:
+        axis: that divides a model's layers.
+        heads, kv_heads: of the model.
+        others: whatever else is divided over all devices, under its name: `vocabulary=128256`.
+
+    Raises:
+        ValueError: the mesh has no such axis, the devices do not divide the heads or something else, or they neither divide the
+            key/value heads nor are a multiple of them. It says how many devices could.
+    """
+    if axis not in mesh.shape:
+        raise ValueError(f"expected a mesh with the axis {axis!r}, found {', '.join(mesh.shape)}")
+    size = mesh.shape[axis]
+    whole = {"heads": heads, **others}
+
+    def fits(size: int) -> bool:
+        return not any(count % size for count in whole.values()) and (kv_heads % size == 0 or size % kv_heads == 0)
+
+    if not fits(size):
+        expected = ", ".join(f"{count} {name}" for name, count in whole.items())
+        could = [n for n in range(1, gcd(*whole.values()) + 1) if fits(n)]
+        raise ValueError(
+            f"expected devices that divide {expected}, and that divide {kv_heads} key/value heads or are a multiple of them: "
+            f"{', '.join(map(str, could))}; found {size}"
+        )
+    kv, sizes = gcd(size, kv_heads), dict(mesh.shape)
+    at = list(sizes).index(axis)
+    names, shape = list(sizes), list(sizes.values())
+    names[at : at + 1], shape[at : at + 1] = GROUPED_AXES, (kv, size // kv)
+    return Mesh(mesh.devices.reshape(shape), tuple(names), axis_types=(AxisType.Auto,) * len(shape))
 
 
 def shardings(specs: Tree, mesh: Mesh, rules: Rules) -> Tree:

@@ -1,0 +1,396 @@
+"""What schedules leave exposed of a model's communication, on TPUs that are not there.
+
+The layers of a model are compiled as they would run: over a mesh, with parameters and caches divided, from the residual stream
+before the first layer to that after the last. Their time is `compiled/timeline.py`'s model of what the compiler scheduled, an
+estimate. A few layers are compiled and the middle one is reported: the first has nothing before it under which its first
+transfers could hide, the last nothing behind it.
+"""
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import gcd
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from tilewright.chips.layers import divided_layer
+from tilewright.chips.links import HOP_US, Fabric, least_seconds, ring_of, torus_of
+from tilewright.chips.tpu import TpuChip, chip_of
+from tilewright.compiled.aot import compile_for, tpu_topology
+from tilewright.compiled.schedule import read_schedule
+from tilewright.compiled.timeline import Sums, Timeline, busiest_link_s, lay_out
+from tilewright.decode.cache import allocate
+from tilewright.decode.state import Span, cached_attend
+from tilewright.kernels.select import Kernels, operations
+from tilewright.models import decoder
+from tilewright.models.decoder import DecoderConfig
+from tilewright.models.layers import rope_tables
+from tilewright.models.params import abstract
+from tilewright.models.stack import Rows, Schedule
+from tilewright.parallel.auto import AUTO, Auto
+from tilewright.parallel.auto import SCHEDULES as NAMED
+from tilewright.parallel.mesh import make_mesh
+from tilewright.parallel.schedules import TensorParallel
+from tilewright.parallel.sharding import TENSOR_PARALLEL, shardings
+
+AXIS = "tp"
+SYNC = "sync"
+BOUND = "no communication"
+"""Names of the schedule that others are compared with, and of the same one without its collectives."""
+
+LEAST_LAYERS, LAYERS = 3, 5
+"""How many layers are compiled: fewer have none in the middle. Of those at the end, weights and caches may find room in VMEM,
+which those of a whole model do not, so that two should stand behind the one that is reported."""
+
+STEADY = 0.05
+"""By how much the layer before the reported one may differ from it before a note says so."""
+
+
+class WithoutCommunication(TensorParallel):
+    """Tensor parallelism that leaves out its sums: what it computes is wrong, and takes the least time."""
+
+    def reduce(self, x: Array) -> Array:
+        return x
+
+
+SCHEDULES: dict[str, type[TensorParallel]] = {**NAMED, AUTO: Auto}
+"""By the names that commands have for them."""
+
+DeviceOrder = Literal["mesh", "ring"]
+
+
+class Phase(NamedTuple):
+    """What the layers do.
+
+    Attributes:
+        kind: `prefill`, all positions of each row at once, or `decode`, one more position of each row behind the others.
+        batch: rows.
+        positions: of each row, with those that are cached.
+    """
+
+    kind: Literal["prefill", "decode"]
+    batch: int
+    positions: int
+
+    @property
+    def new(self) -> int:
+        """Positions of each row that are computed."""
+        return self.positions if self.kind == "prefill" else 1
+
+    @property
+    def divisible(self) -> bool:
+        """Whether two micro-batches can take turns: rows, or positions over a cache."""
+        return self.batch % 2 == 0 or self.new % 2 == 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}:{self.batch}x{self.positions}"
+
+
+def read_phase(text: str) -> Phase:
+    """A phase as `Phase.name` spells it.
+
+    Raises:
+        ValueError: it is spelled otherwise.
+    """
+    found = re.fullmatch(r"(prefill|decode):([1-9]\d*)x([1-9]\d*)", text)
+    if found is None:
+        raise ValueError(f"expected a phase as prefill:BATCHxPOSITIONS or decode:BATCHxPOSITIONS, found {text!r}")
+    return Phase("prefill" if found[1] == "prefill" else "decode", int(found[2]), int(found[3]))
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is compiled.
+
+    Attributes:
+        chip: topology of a TPU; all its devices divide the model.
+        model: its name, for the report.
+        layers: how many are compiled.
+        kernels: which operations compute; see `kernels.select.operations`.
+        device_order: "mesh", the order that JAX gives a mesh of one axis, or "ring", in which devices that follow one another
+            are neighbours wherever the slice has such a ring.
+        hop_us: latency of a hop between neighbours, in microseconds.
+    """
+
+    chip: str
+    model: str
+    config: DecoderConfig
+    layers: int = LAYERS
+    kernels: Kernels = "auto"
+    device_order: DeviceOrder = "mesh"
+    hop_us: float = HOP_US
+
+    @property
+    def spec(self) -> TpuChip:
+        return chip_of(self.chip)
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        devices = tpu_topology(self.chip).devices
+        if self.device_order == "mesh":
+            return make_mesh({AXIS: None}, devices)
+        at = {tuple(device.coords): device for device in devices}
+        return Mesh(np.array([at[place] for place in ring_of(at)]), (AXIS,), axis_types=(AxisType.Auto,))
+
+    @property
+    def devices(self) -> int:
+        return self.mesh.size
+
+    @cached_property
+    def fabric(self) -> Fabric:
+        sizes = [int(size) for size in self.chip.partition(":")[2].split("x")]
+        places = tuple(tuple(device.coords)[: len(sizes)] for device in self.mesh.devices.flat)
+        return Fabric(self.spec, torus_of(self.spec, sizes), places, self.hop_us)
+
+    @cached_property
+    def auto(self) -> Auto:
+        config = self.config
+        sizes = (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size)
+        return Auto(AXIS, divided_layer(*sizes, devices=self.devices), self.fabric)
+
+    def check(self, tensor_parallel: int | None) -> None:
+        """Refuses what cannot be divided.
+
+        Args:
+            tensor_parallel: over how many devices it is meant to be; None stands for all.
+
+        Raises:
+            ValueError: what it says.
+        """
+        if not LEAST_LAYERS <= self.layers <= self.config.num_layers:
+            raise ValueError(
+                f"expected from {LEAST_LAYERS} to {self.config.num_layers} layers, so that {self.model} has them and one is in "
+                f"the middle; found {self.layers}"
+            )
+        if not self.hop_us >= 0 or self.hop_us == float("inf"):
+            raise ValueError(f"expected the latency of a hop from 0 us, found {self.hop_us:g}")
+        ways = tensor_parallel or self.devices
+        counts = {
+            "heads": self.config.num_heads,
+            "key/value heads": self.config.num_kv_heads,
+            "MLP columns": self.config.intermediate_size,
+        }
+        common = gcd(*counts.values())
+        for name, count in counts.items():
+            if count % ways:
+                fits = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+                raise ValueError(
+                    f"expected tensor parallelism over devices that divide the {count} {name} of {self.model}, found {ways}; "
+                    f"{fits} would do"
+                )
+        if ways != self.devices:
+            raise ValueError(
+                f"expected a topology of {ways} devices for tensor parallelism over {ways}, found {self.chip} of {self.devices}"
+            )
+
+
+@dataclass(frozen=True)
+class Run:
+    """A compiled program of some layers, and the model of its time."""
+
+    setup: Setup
+    phase: Phase
+    schedule: str
+    timeline: Timeline
+    compile_s: float
+
+    @property
+    def middle(self) -> int:
+        """The layer that is reported."""
+        return self.setup.layers // 2
+
+    @cached_property
+    def layer(self) -> Sums:
+        return self.timeline.sums()[self.middle]
+
+    @cached_property
+    def unsteady_share(self) -> float:
+        """By how much the layer before it takes longer, or less long."""
+        before = self.timeline.sums()[self.middle - 1].total_s
+        return abs(before / self.layer.total_s - 1)
+
+    @property
+    def notes(self) -> list[str]:
+        """What had to be assumed, and whether more layers should be compiled."""
+        notes = list(self.timeline.graph.notes)
+        if self.schedule == AUTO:
+            notes.append(f"{AUTO}: {self.setup.auto.choice(self.phase.batch * self.phase.new, self.phase.divisible).why}")
+        if self.unsteady_share <= STEADY:
+            return notes
+        differs = f"{self.schedule}: layer {self.middle} and the one before it differ by {self.unsteady_share:.0%}"
+        return [*notes, f"{differs}; more layers may say more"]
+
+    @cached_property
+    def busiest_link_s(self) -> float:
+        """How long the busiest link is taken by the layer's transfers: the least that they need."""
+        return busiest_link_s(self.timeline, self.setup.fabric, self.middle)
+
+
+def layer_of(name: str) -> int | None:
+    """The layer of an argument of the compiled program, by its name there."""
+    found = re.match(r"(?:layers|caches)\[(\d+)\]", name)
+    return int(found[1]) if found else None
+
+
+def program(setup: Setup, phase: Phase, schedule: Schedule) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The function that is compiled, and its abstract arguments: layers, caches, the residual stream, where each row begins."""
+    config, mesh = replace(setup.config, num_layers=setup.layers), setup.mesh
+    ops = operations("tpu", kernels=setup.kernels)
+    specs = decoder.declare(config)
+    held = abstract(specs, jnp.bfloat16, shardings(specs, mesh, TENSOR_PARALLEL)).layers
+    whole, by_heads = PartitionSpec(), PartitionSpec(None, AXIS)
+
+    def run(layers: Any, caches: Any, stream: Array, start: Array) -> tuple[Array, Any]:
+        positions = start[:, None] + jnp.arange(phase.new)[None]
+        span = Span(start, jnp.full_like(start, phase.new))
+        stack = decoder.stack_of(config, ops, layers, cached_attend)
+        stream, _, kept = schedule.run(stack, stream, Rows(rope_tables(positions, config.rope_frequencies), span), caches, ())
+        return stream, kept
+
+    def array(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    sizes = (setup.layers, phase.batch, config.num_kv_heads, phase.positions, config.head_dim, jnp.bfloat16)
+    caches = jax.tree.map(lambda x: array(x.shape, x.dtype, by_heads), jax.eval_shape(lambda: allocate(*sizes)))
+    stream = array((phase.batch, phase.new, config.hidden_size), jnp.bfloat16, whole)
+    start = array((phase.batch,), jnp.int32, whole)
+    of = tuple(jax.tree.map(lambda x: x.sharding.spec, tree) for tree in (held, caches, stream, start))
+    inside = jax.shard_map(run, mesh=mesh, in_specs=of, out_specs=(whole, of[1]), check_vma=False)
+    return inside, (held, caches, stream, start)
+
+
+def compiled(setup: Setup, phase: Phase, name: str) -> Run:
+    """Compiles the layers under a schedule of `SCHEDULES`, or under `BOUND`.
+
+    Raises:
+        ValueError: the schedule cannot divide the phase's rows.
+    """
+    schedule = WithoutCommunication(AXIS) if name == BOUND else setup.auto if name == AUTO else SCHEDULES[name](AXIS)
+    began = time.perf_counter()
+    try:
+        function, arguments = program(setup, phase, schedule)
+        found = compile_for(setup.chip, function, *arguments, donate=1)
+    except ValueError as error:
+        raise ValueError(f"{name}, {phase.name}: {error}") from error
+    graph = read_schedule(found.hlo, setup.spec, layer_of)
+    return Run(setup, phase, name, lay_out(graph, setup.fabric), time.perf_counter() - began)
+
+
+def runs_of(
+    setup: Setup, phases: Sequence[Phase], names: Sequence[str], on_run: Callable[[str], None] = lambda _: None
+) -> list[Run]:
+    """All programs: for each phase every schedule, and the bound. `on_run` is told before each what it is."""
+    found = []
+    for phase in phases:
+        for name in (*names, BOUND):
+            on_run(f"{setup.chip} {phase.name} {name}")
+            found.append(compiled(setup, phase, name))
+    return found
+
+
+def least_communication_s(setup: Setup, phase: Phase) -> float:
+    """The least time for two sums of the residual stream over all devices, if every chip used all its links."""
+    stream_bytes = 2.0 * phase.batch * phase.new * setup.config.hidden_size
+    return 2 * least_seconds(setup.spec, setup.fabric.torus, "all-reduce", stream_bytes)
+
+
+def ratio(part: float, whole: float | None) -> float | None:
+    return None if not whole else part / whole
+
+
+def records(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """The figures of each schedule and phase, as docs/metrics.md defines them; those of the bound stand beside each."""
+    return [record(run, runs) for run in runs if run.schedule != BOUND]
+
+
+def record(run: Run, runs: Sequence[Run]) -> dict[str, Any]:
+    """The figures of one program, set against `SYNC`'s, if that is there, and the bound's."""
+    same = {other.schedule: other for other in runs if (other.setup, other.phase) == (run.setup, run.phase)}
+    own, bound, sync = run.layer, same[BOUND].layer, same[SYNC].layer if SYNC in same else None
+    setup, least = run.setup, least_communication_s(run.setup, run.phase)
+    return {
+        "chip": setup.chip,
+        "devices": setup.devices,
+        "device_order": setup.device_order,
+        "schedule": run.schedule,
+        "phase": run.phase.kind,
+        "batch_rows": run.phase.batch,
+        "positions": run.phase.positions,
+        **layer_figures(own, setup.spec),
+        "exposed_share": ratio(own.exposed_s, own.communication_s),
+        "exposed_share_of_sync": None if sync is None else ratio(own.exposed_s, sync.exposed_s),
+        "extra_compute_share": None if sync is None else own.compute_s / sync.compute_s - 1,
+        "busiest_link_ms": 1e3 * run.busiest_link_s,
+        "least_exposed_ms": 1e3 * max(0.0, run.busiest_link_s - own.compute_s),
+        "all_links_communication_ms": 1e3 * least,
+        "all_links_least_exposed_ms": 1e3 * max(0.0, least - bound.compute_s),
+        "bound_total_ms": 1e3 * bound.total_s,
+        "bound_compute_cycles": round(bound.compute_s * 1e9 * setup.spec.clock_ghz),
+        "total_over_bound": own.total_s / bound.total_s,
+        "total_over_larger": own.total_s / max(own.compute_s, run.busiest_link_s),
+        "model_layers": setup.config.num_layers,
+        "model_total_ms": 1e3 * own.total_s * setup.config.num_layers,
+        "model_exposed_ms": 1e3 * own.exposed_s * setup.config.num_layers,
+        "layers_compiled": setup.layers,
+        "reported_layer": run.middle,
+        "layers": [
+            {"layer": at, **layer_figures(sums, setup.spec)} for at, sums in run.timeline.sums().items() if at is not None
+        ],
+        "compile_s": run.compile_s,
+        "without_estimate": len(run.timeline.graph.without_estimate),
+        "unsteady_share": run.unsteady_share,
+        "notes": [*run.notes, *same[BOUND].notes],
+    }
+
+
+def layer_figures(sums: Sums, chip: TpuChip) -> dict[str, Any]:
+    """Those of one layer."""
+    return {
+        "compute_cycles": round(sums.compute_s * 1e9 * chip.clock_ghz),
+        "compute_ms": 1e3 * sums.compute_s,
+        "communication_ms": 1e3 * sums.communication_s,
+        "hidden_ms": 1e3 * sums.hidden_s,
+        "exposed_ms": 1e3 * sums.exposed_s,
+        "memory_wait_ms": 1e3 * sums.memory_wait_s,
+        "total_ms": 1e3 * sums.total_s,
+        "transfers": round(sums.transfers),
+        "sent_bytes": round(sums.sent_bytes),
+    }
+
+
+def lanes(run: Run) -> dict[str, Any]:
+    """What happens when, for a picture: of the core, and of the links; milliseconds, neighbours of a kind put together.
+
+    `core` and `links` hold (begin, end, kind): `compute`, `exposed`, `memory wait`; `hidden` and `exposed`.
+    """
+    core, transfers = run.timeline.core, run.timeline.transfers
+    under_way = merged([(span.begin_s, span.end_s, "hidden") for span in transfers if span.track == "ici"])
+    waits = [(span.begin_s, span.end_s, "exposed") for span in core if span.track == "exposed"]
+    begins: dict[int, float] = {}
+    for span in core:
+        layer = run.timeline.layer(span)
+        if layer is not None and span.track == "compute":
+            begins.setdefault(layer, 1e3 * span.begin_s)
+    # What is exposed is drawn over what is under way.
+    shown = {"core": merged([(span.begin_s, span.end_s, span.track) for span in core]), "links": under_way + merged(waits)}
+    scaled = {name: [(1e3 * begin, 1e3 * end, kind) for begin, end, kind in spans] for name, spans in shown.items()}
+    return {"schedule": run.schedule, **scaled, "layer_begins_ms": [begins[layer] for layer in sorted(begins)]}
+
+
+def merged(spans: Sequence[tuple[float, float, str]]) -> list[tuple[float, float, str]]:
+    """The spans in order; those of a kind that touch or overlap are one."""
+    found: list[tuple[float, float, str]] = []
+    for begin, end, kind in sorted(spans):
+        if found and found[-1][2] == kind and begin <= found[-1][1] + 1e-12:
+            found[-1] = (found[-1][0], max(end, found[-1][1]), kind)
+        else:
+            found.append((begin, end, kind))
+    return found

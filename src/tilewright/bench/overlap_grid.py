@@ -1,0 +1,146 @@
+"""Times to the first token and for each further one, by schedule and number of devices: predicted for absent TPUs.
+
+A prediction puts together what `bench/overlap.py` compiles: the middle layer of a prefill of all prompts and that of a decoding
+step half-way through the output, each times the model's layers, and the head by the chip's roofline. The embedding is left out:
+it is one look-up and one sum of the stream, where every layer has two sums.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from tilewright.bench.overlap import SYNC, Phase, Run, Setup, compiled
+from tilewright.chips.tpu import CHIPS
+
+SLICES = {2: {2: "2x1", 4: "2x2", 8: "4x2", 16: "4x4"}, 3: {2: "2x1x1", 4: "2x2x1", 8: "2x2x2", 16: "4x2x2"}}
+"""By the axes of a chip's torus and the number of devices: the slice that is compiled for."""
+
+TILE = 128
+"""Positions of a decoding step are rounded up to a multiple of this, so that caches fill whole tiles."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Fixed shapes, and no traffic: all rows begin together.
+
+    Attributes:
+        input_tokens: of each prompt.
+        output_tokens: that each row is given.
+        batch: rows.
+    """
+
+    input_tokens: int
+    output_tokens: int
+    batch: int
+
+    @property
+    def positions(self) -> int:
+        """Of a decoding step half-way through the output."""
+        return -(-(self.input_tokens + self.output_tokens // 2) // TILE) * TILE
+
+    @property
+    def phases(self) -> tuple[Phase, Phase]:
+        """The prefill and the decoding step."""
+        return Phase("prefill", self.batch, self.input_tokens), Phase("decode", self.batch, self.positions)
+
+    def figures(self, ttft_s: float, tpot_s: float) -> dict[str, Any]:
+        """What the case is, and the three figures of it."""
+        about = {"input_tokens": self.input_tokens, "output_tokens": self.output_tokens, "batch_rows": self.batch}
+        return {**about, "ttft_ms": 1e3 * ttft_s, "tpot_ms": 1e3 * tpot_s, "output_tokens_per_s": self.batch / tpot_s}
+
+
+def slice_of(kind: str, devices: int) -> str:
+    """The topology of a kind of chip over which a model is divided.
+
+    Raises:
+        ValueError: a kind or a number of devices that there is none for.
+    """
+    if kind not in CHIPS:
+        raise ValueError(f"expected a kind of TPU of {', '.join(CHIPS)}, found {kind!r}")
+    slices = SLICES[CHIPS[kind].ici_axes]
+    if devices not in slices:
+        raise ValueError(f"expected tensor parallelism over {', '.join(map(str, slices))} devices of {kind}, found {devices}")
+    return f"{kind}:{slices[devices]}"
+
+
+def head_s(setup: Setup, rows: int) -> float:
+    """The head over the last position of each row, on the device's part of the vocabulary: no less than the roofline."""
+    hidden, vocabulary = setup.config.hidden_size, setup.config.vocab_size / setup.devices
+    return setup.spec.roofline_seconds(2 * hidden * vocabulary, 2 * rows * hidden * vocabulary)
+
+
+def device_gb(setup: Setup, case: Case) -> float:
+    """What weights and caches in bfloat16 take of a device's memory, in 1e9 bytes, activations not counted."""
+    config = setup.config
+    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    layer = config.hidden_size * (heads + 3 * config.intermediate_size)
+    tables = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size
+    row = 2 * config.num_layers * config.num_kv_heads * config.head_dim * (case.input_tokens + case.output_tokens)
+    return 2 * (config.num_layers * layer + tables + case.batch * row) / setup.devices / 1e9
+
+
+def predictions(
+    setups: Sequence[Setup], cases: Sequence[Case], schedules: Sequence[str], on_run: Callable[[str], None] = lambda _: None
+) -> list[dict[str, Any]]:
+    """A record for each setup, case and schedule, as docs/metrics.md defines it. `on_run` is told of each program before it.
+
+    Raises:
+        ValueError: a schedule cannot divide a batch.
+    """
+    found = []
+    for setup, case, schedule in product(setups, cases, schedules):
+        runs = []
+        for phase in case.phases:
+            on_run(f"{setup.chip} {phase.name} {schedule}")
+            runs.append(compiled(setup, phase, schedule))
+        found.append(prediction(case, *runs))
+    for name in ("ttft", "tpot"):
+        for record, share in zip(found, against_sync(found, f"{name}_ms"), strict=True):
+            record[f"{name}_over_sync"] = share
+    return found
+
+
+def prediction(case: Case, prefill: Run, decode: Run) -> dict[str, Any]:
+    """The record of one case from its two programs."""
+    setup = prefill.setup
+    layers, head = setup.config.num_layers, head_s(setup, case.batch)
+    first, step = (layers * run.layer.total_s + head for run in (prefill, decode))
+    needs = device_gb(setup, case)
+    return {
+        "chip": setup.chip,
+        "devices": setup.devices,
+        "schedule": prefill.schedule,
+        **case.figures(first, step),
+        "prefill_exposed_ms": 1e3 * layers * prefill.layer.exposed_s,
+        "decode_exposed_ms": 1e3 * layers * decode.layer.exposed_s,
+        "head_ms": 1e3 * head,
+        "decode_positions": decode.phase.positions,
+        "device_gb": needs,
+        "fits": needs < setup.spec.hbm_gb,
+        "compile_s": prefill.compile_s + decode.compile_s,
+        "notes": [*dict.fromkeys([*prefill.notes, *decode.notes])],
+    }
+
+
+def scaled(case: Case, divisor: int) -> Case:
+    """The case with this part of its tokens, for devices that are here.
+
+    Raises:
+        ValueError: nothing would be left to time.
+    """
+    small = replace(case, input_tokens=case.input_tokens // divisor, output_tokens=case.output_tokens // divisor)
+    if small.input_tokens < 2 or small.output_tokens < 2:
+        raise ValueError(
+            f"expected at least {2 * divisor} input and output tokens, of which one in {divisor} is left here, found "
+            f"{case.input_tokens} and {case.output_tokens}"
+        )
+    return small
+
+
+def against_sync(records: Sequence[Mapping[str, Any]], name: str) -> list[float | None]:
+    """A figure of each record over that of `SYNC` in the same case and place; None where that was not asked for."""
+    same = ("chip", "devices", "input_tokens", "output_tokens", "batch_rows")
+    sync = {tuple(one[key] for key in same): one[name] for one in records if one["schedule"] == SYNC}
+    found = [(one[name], sync.get(tuple(one[key] for key in same))) for one in records]
+    return [None if other is None else own / other for own, other in found]

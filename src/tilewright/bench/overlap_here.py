@@ -1,0 +1,108 @@
+"""The grid of the overlap benchmark on devices that are here: a small model of Llama 3's form, through the engine's programs.
+
+Where several devices are forced out of one CPU they share its cores: there, what counts is that every schedule and number of
+devices gives the same tokens, and how many collectives of how many bytes its programs hold. Times are given all the same.
+"""
+
+import time
+from collections import Counter
+from functools import cache, partial
+from typing import Any
+
+import jax
+import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from tilewright.bench.overlap_grid import Case
+from tilewright.compiled.hlo import read_module
+from tilewright.decode.division import divide
+from tilewright.decode.language_model import LanguageModel
+from tilewright.decode.sampling import Sampling
+from tilewright.decode.session import Session
+from tilewright.models import decoder
+from tilewright.models.decoder import DecoderConfig, DecoderParams
+from tilewright.models.params import initialise
+from tilewright.parallel.mesh import make_mesh
+
+CONFIG = DecoderConfig(
+    family="llama", vocab_size=512, hidden_size=256, intermediate_size=896, num_layers=4, num_heads=16, num_kv_heads=8,
+    head_dim=16, rms_norm_eps=1e-5, rope_theta=500000.0, max_position_embeddings=8192,
+)  # fmt: skip
+"""Llama 3 8B with a sixteenth of its width: 3.5 columns of the MLP for each hidden one, and key/value heads for 8 devices."""
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+@cache
+def drawn() -> DecoderParams:
+    """Random weights, larger than they are drawn for training, so that tokens vary."""
+    params = jax.jit(partial(initialise, decoder.declare(CONFIG)))(jax.random.key(0))
+    return jax.tree.map(lambda w: 4 * w if w.ndim == 2 else w, params)
+
+
+def model(devices: int, schedule: str | None) -> LanguageModel:
+    """The model with random weights, the same for any number of devices.
+
+    Raises:
+        ValueError: there are not so many devices, or the model cannot be divided over them.
+    """
+    mesh = None if devices == 1 else make_mesh({"tp": devices})
+    words = Tokenizer(WordLevel({f"t{n} ": n for n in range(CONFIG.vocab_size)}, unk_token="t0 "))
+    return LanguageModel(CONFIG, drawn(), words, kernels="xla", division=divide(CONFIG, mesh, schedule))
+
+
+def prompts(case: Case) -> list[list[int]]:
+    rng = np.random.default_rng(case.input_tokens)
+    return rng.integers(CONFIG.vocab_size, size=(case.batch, case.input_tokens)).tolist()
+
+
+def timed(lm: LanguageModel, case: Case) -> tuple[float, float, list[list[int]], Session]:
+    """Seconds to the first token, seconds for each further one, and the tokens of each row.
+
+    The last prompt token is the first that decoding runs, so that the first token takes the prefill and a step.
+    """
+    session = lm.start(prompts(case), Sampling(case.output_tokens, ignore_eos=True))
+    session.prefill()
+    session.advance(1)
+    first = session.prefill_seconds + session.decode_seconds
+    began = time.perf_counter()
+    while not session.finished:
+        session.advance()
+    further = (time.perf_counter() - began) / (case.output_tokens - 1)
+    return first, further, [result.tokens for result in session.results()], session
+
+
+def measured(lm: LanguageModel, case: Case, wanted: list[list[int]] | None) -> tuple[dict[str, Any], list[list[int]]]:
+    """The record of a model and a case, and its tokens, which are to be `wanted`; None where nothing stands beside them."""
+    timed(lm, case)  # compiles
+    first, further, tokens, session = timed(lm, case)
+    chunks = Counter(chunk for _, chunk in session.batch.plan(session.rows))
+    programs = {key.name if key.name != "prefill" else key.chunk: lm.programs.get(key) for key in session.keys}
+    prefill = [exchanged(programs[chunk], times) for chunk, times in chunks.items()]
+    record = {
+        "devices": 1 if lm.division is None else lm.division.mesh.size,
+        "schedule": None if lm.division is None else lm.division.name,
+        **case.figures(first, further),
+        "same_tokens": None if wanted is None else tokens == wanted,
+    }
+    for name, counts in (("prefill", prefill), ("step", [exchanged(programs["decode"], 1)])):
+        record[f"{name}_collectives"] = sum((Counter(kinds) for kinds, _ in counts), Counter())
+        record[f"{name}_sent_bytes"] = sum(sent for _, sent in counts)
+    return record, tokens
+
+
+def exchanged(program: Any, times: int) -> tuple[dict[str, int], int]:
+    """How many collectives of each kind a program holds, and the bytes that a device gives to them, `times` over.
+
+    Of a decoding loop those of its body, which is a step.
+    """
+    kinds: Counter[str] = Counter()
+    sent = 0
+    for each in read_module(program.as_text()).computations.values():
+        for op in each.ops:
+            kind = op.opcode.removesuffix("-start")
+            if kind in COLLECTIVES:
+                kinds[kind] += times
+                sent += times * sum(array.bytes for name in op.operands for array in each.by_name[name].outputs)
+    return dict(kinds), sent

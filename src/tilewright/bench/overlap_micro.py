@@ -1,0 +1,199 @@
+"""What a compiler makes asynchronous, merges or serialises: collectives beside a product, compiled, or run on devices here.
+
+Four programs for each collective and size. `beside`: a product, and a collective that has nothing to do with it. `after`: a
+collective of what a product gives. `before`: a product of what a collective gives. `two`: a product, and two collectives of one
+kind that are independent of it and of one another. Only `after` and `before` leave nothing to overlap, unless the compiler cuts
+them into tiles. For absent TPUs the schedule is read and its time modelled; on devices that are here, the parts are timed.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tilewright.chips.links import HOP_US, Fabric, ring_seconds, torus_of
+from tilewright.chips.tpu import chip_of
+from tilewright.compiled.aot import compile_for, tpu_topology
+from tilewright.compiled.schedule import PERMUTE, Graph, read_schedule
+from tilewright.compiled.timeline import lay_out
+from tilewright.compiled.timing import alternate, medians
+from tilewright.parallel.mesh import make_mesh
+from tilewright.parallel.rings import shift
+
+AXIS = "x"
+HIDDEN = 4096
+"""Columns of all matrices."""
+
+ROWS = 2048
+"""Of the product's input on each device, unless the collective is of its input or its result."""
+
+COLLECTIVES: dict[str, Callable[[Array], Array]] = {
+    "all-reduce": lambda x: jax.lax.psum(x, AXIS),
+    "all-gather": lambda x: jax.lax.all_gather(x, AXIS, tiled=True),
+    "reduce-scatter": lambda x: jax.lax.psum_scatter(x, AXIS, tiled=True),
+    "all-to-all": lambda x: jax.lax.all_to_all(x, AXIS, 0, 0, tiled=True),
+    PERMUTE: lambda x: shift(x, AXIS),
+}
+"""By the names that HLO has for them."""
+
+Programs = dict[str, Callable[..., Any]]
+
+
+def programs(collective: Callable[[Array], Array]) -> Programs:
+    """Each takes a device's `x [rows, HIDDEN]`, `w [HIDDEN, HIDDEN]`, and `y`, `z`, which the collective is of."""
+    return {
+        "beside": lambda x, w, y, z: (x @ w, collective(y)),
+        "after": lambda x, w, y, z: collective(y @ w),
+        "before": lambda x, w, y, z: collective(y) @ w,
+        "two": lambda x, w, y, z: (x @ w, collective(y), collective(z)),
+    }
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program of `programs`.
+
+    Attributes:
+        size_bytes: of what each device gives to a collective, bfloat16.
+    """
+
+    collective: str
+    program: str
+    size_bytes: int
+
+    @property
+    def rows(self) -> int:
+        return self.size_bytes // (2 * HIDDEN)
+
+    @property
+    def expected(self) -> int:
+        """How many collectives the program asks for."""
+        return 2 if self.program == "two" else 1
+
+
+def cases(collectives: Sequence[str], sizes_kib: Sequence[int], devices: int) -> list[Case]:
+    """All of them.
+
+    Raises:
+        ValueError: a collective that there is not, or a size that the devices do not divide into rows.
+    """
+    for name in collectives:
+        if name not in COLLECTIVES:
+            raise ValueError(f"expected a collective of {', '.join(COLLECTIVES)}, found {name!r}")
+    least = devices * 2 * HIDDEN // 1024
+    for size in sizes_kib:
+        if size < 1 or size % least:
+            raise ValueError(f"expected multiples of {least} KiB, a row for each of {devices} devices, found {size}")
+    return [Case(name, program, 1024 * size) for name in collectives for size in sizes_kib for program in programs(abs)]
+
+
+def arguments(case: Case, mesh: Mesh) -> tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]:
+    """The function over the mesh, and its abstract arguments. Every device gives and keeps its own part."""
+    each, specs = PartitionSpec(AXIS), each_spec()
+    run = programs(COLLECTIVES[case.collective])[case.program]
+    shapes = ((ROWS * mesh.size, HIDDEN), (HIDDEN, HIDDEN), *[(case.rows * mesh.size, HIDDEN)] * 2)
+    function = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=each, check_vma=False)
+    given = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip(shapes, specs, strict=True)
+    ]
+    return function, tuple(given)
+
+
+def compiled(chip: str, case: Case, hop_us: float = HOP_US) -> dict[str, Any]:
+    """What the compiler makes of a case, for an absent TPU."""
+    spec, mesh = chip_of(chip), make_mesh({AXIS: None}, tpu_topology(chip).devices)
+    sizes = [int(size) for size in chip.partition(":")[2].split("x")]
+    places = tuple(tuple(device.coords)[: len(sizes)] for device in mesh.devices.flat)
+    function, given = arguments(case, mesh)
+    graph = read_schedule(compile_for(chip, function, *given).hlo, spec)
+    whole = lay_out(graph, Fabric(spec, torus_of(spec, sizes), places, hop_us)).whole()
+    size = case.size_bytes * (mesh.size if case.collective == "all-gather" else 1)
+    ring = None if case.collective == PERMUTE else ring_seconds(spec, case.collective, size, (mesh.size,), hop_us=hop_us)
+    return {
+        "chip": chip,
+        "collective": case.collective,
+        "program": case.program,
+        "size_bytes": case.size_bytes,
+        **verdict(graph, case),
+        "compute_us": 1e6 * whole.compute_s,
+        "communication_us": 1e6 * whole.communication_s,
+        "hidden_us": 1e6 * whole.hidden_s,
+        "exposed_us": 1e6 * whole.exposed_s,
+        "ring_us": None if ring is None else 1e6 * ring,
+        "notes": list(graph.notes),
+    }
+
+
+def verdict(graph: Graph, case: Case) -> dict[str, Any]:
+    """What became of the collectives: kinds and numbers, and in words.
+
+    The words: `synchronous` or `asynchronous`, `partly asynchronous`; then `merged` where there are fewer than asked for, `in
+    parts` where there are more, and `as KIND` where the compiler took another one.
+    """
+    found = [node for node in graph.nodes if node.engine == "ici"]
+    started = sum(node.role == "start" for node in found)
+    kinds = sorted({node.transfer.kind for node in found if node.transfer is not None})
+    words = ["asynchronous" if started == len(found) else "partly asynchronous" if started else "synchronous"]
+    if len(found) < case.expected:
+        words = [*words, "merged"] if found else ["left out"]
+    if len(found) > case.expected:
+        words.append("in parts")
+    if found and kinds != [case.collective]:
+        words.append(f"as {' and '.join(kinds)}")
+    return {"made_of_it": ", ".join(words), "kinds": kinds, "transfers": len(found), "asynchronous": started}
+
+
+def measured(case: Case, mesh: Mesh, repetitions: int) -> dict[str, Any]:
+    """Times of a case on devices that are here, and of its product and its collectives alone: medians of runs in turns."""
+    function, given = arguments(case, mesh)
+    values = [jax.device_put(jnp.ones(one.shape, one.dtype), one.sharding) for one in given]
+    alone, each = COLLECTIVES[case.collective], PartitionSpec(AXIS)
+    over = partial(jax.shard_map, mesh=mesh, in_specs=each_spec(), out_specs=each, check_vma=False)
+    collective = over(partial(collectives_alone, alone, case.expected))
+    parts = {"both": function, "product": over(products(case)), "collective": collective}
+    jitted = {name: jax.jit(part).lower(*values).compile() for name, part in parts.items()}
+
+    def timed(run: Callable[..., Any]) -> float:
+        began = time.perf_counter()
+        jax.block_until_ready(run(*values))
+        return time.perf_counter() - began
+
+    taken = medians(alternate({name: partial(timed, run) for name, run in jitted.items()}, repetitions, warm=True))
+    hidden = taken["product"] + taken["collective"] - taken["both"]
+    times = {f"{name}_us": 1e6 * seconds for name, seconds in taken.items()}
+    about = {"collective": case.collective, "program": case.program, "size_bytes": case.size_bytes}
+    return {**about, **times, "hidden_share": hidden / taken["collective"]}
+
+
+def each_spec() -> tuple[PartitionSpec, ...]:
+    """How the four arguments of a program are divided."""
+    each = PartitionSpec(AXIS)
+    return each, PartitionSpec(), each, each
+
+
+def products(case: Case) -> Callable[..., Any]:
+    """The product of a case alone; that of what was gathered has as many rows as it would have."""
+    if case.program in ("beside", "two"):
+        return lambda x, w, y, z: x @ w
+    if case.program == "after":
+        return lambda x, w, y, z: y @ w
+
+    def before(x: Array, w: Array, y: Array, z: Array) -> Array:
+        devices = jax.lax.axis_size(AXIS)
+        if case.collective == "all-gather":
+            y = jnp.tile(y, (devices, 1))
+        return (y[: len(y) // devices] if case.collective == "reduce-scatter" else y) @ w
+
+    return before
+
+
+def collectives_alone(collective: Callable[[Array], Array], count: int, x: Array, w: Array, y: Array, z: Array) -> Any:
+    """The collectives of a case without its product."""
+    return (collective(y), collective(z))[:count]

@@ -1,0 +1,11 @@
+"""`tilewright inspect`: what compilers make of programs, also for chips that aren't here. Imported when called."""
+
+from cyclopts import App
+
+app = App(name="inspect", help="Shows what compilers make of programs, also for chips that aren't here.")
+app.command(
+    "tilewright.cli.inspect_overlap:inspect_overlap",
+    name="overlap",
+    help="Compiles a model's layers for TPUs and shows how much of their communication each schedule hides.\n\n"
+    "Compiler estimates and a model of links and memory, no measurements; every figure is defined in docs/metrics.md.",
+)

@@ -1,0 +1,238 @@
+"""`tilewright inspect overlap`: what schedules leave exposed of a model's communication, on TPUs that are not there."""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+from cyclopts import Parameter
+from rich import box
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from tilewright.bench.model_configs import model_config
+from tilewright.bench.overlap import (
+    BOUND,
+    HOP_US,
+    LAYERS,
+    SCHEDULES,
+    SYNC,
+    DeviceOrder,
+    Phase,
+    Run,
+    Setup,
+    lanes,
+    read_phase,
+    records,
+    runs_of,
+)
+from tilewright.chips.tpu import chip_of
+from tilewright.cli.common import (
+    WORDS,
+    JsonFile,
+    check_json_file,
+    check_output_file,
+    human_console,
+    whole_file,
+    write_json,
+    write_text,
+)
+from tilewright.compiled.figures import print_table, significant
+from tilewright.compiled.timeline import trace
+from tilewright.kernels.select import Kernels
+from tilewright.report.overlap import OverlapReport, place, write_overlap
+
+FOOTNOTE = (
+    "One layer, compiler estimates and a model of links and memory. under way: at least one collective is; hidden beside "
+    "compute or waiting for memory, exposed where the core waits for it; least: what its busiest link takes beyond the "
+    "compute; total: compute, exposed, and waiting for memory; × bound: against the same layer without any communication."
+)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class OverlapOptions:
+    """What to compile. The options of several values take them with commas or blanks between them.
+
+    Attributes:
+        model_config: llama3-8b, llama3-70b, qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3-32b, or a folder with a config.json.
+        chip: topologies of TPUs, several: v5e:4x2, v5p:2x2x2, v6e:4x2. All devices of each divide the model.
+        tensor_parallel: over how many devices the model is divided; by default all of a topology, as it must be.
+        schedule: sync, sequence, ring, domino, column, exact, or auto for what is estimated to be fastest: several.
+        phase: prefill:BATCHxPOSITIONS or decode:BATCHxPOSITIONS, several; a decode step has that many positions cached.
+        layers: how many are compiled; the middle one is reported.
+        kernels: "auto" takes this package's own kernels, "xla" leaves everything to XLA.
+        device_order: "mesh" takes devices as JAX orders those of a mesh of one axis, "ring" so that they are neighbours.
+        hop_us: latency of a hop between neighbours, in microseconds: a working figure, which no specification gives.
+    """
+
+    model_config: str = "llama3-8b"
+    chip: Annotated[tuple[str, ...], WORDS] = ("v5e:4x2",)
+    tensor_parallel: int | None = None
+    schedule: Annotated[tuple[str, ...], WORDS] = ("sync", "sequence", "ring")
+    phase: Annotated[tuple[str, ...], WORDS] = ("prefill:4x1024", "decode:8x4096")
+    layers: int = LAYERS
+    kernels: Kernels = "auto"
+    device_order: DeviceOrder = "mesh"
+    hop_us: float = HOP_US
+
+    def setups(self) -> list[Setup]:
+        """One for each chip.
+
+        Raises:
+            ValueError: an option is none that there is, or does not fit the others.
+        """
+        for name in self.schedule:
+            if name not in SCHEDULES:
+                raise ValueError(f"expected a schedule of {', '.join(SCHEDULES)}, found {name!r}")
+        for name, given in (("schedule", self.schedule), ("phase", self.phase), ("chip", self.chip)):
+            if not given:
+                raise ValueError(f"expected at least one {name}, found none")
+        if self.tensor_parallel is not None and self.tensor_parallel < 1:
+            raise ValueError(f"expected --tensor-parallel from 1, found {self.tensor_parallel}")
+        for chip in self.chip:
+            chip_of(chip)
+        config, found = model_config(self.model_config), []
+        for chip in self.chip:
+            setup = Setup(chip, self.model_config, config, self.layers, self.kernels, self.device_order, self.hop_us)
+            setup.check(self.tensor_parallel)
+            found.append(setup)
+        return found
+
+    def phases(self) -> list[Phase]:
+        """Raises ValueError where one is spelled otherwise."""
+        return [read_phase(text) for text in self.phase]
+
+
+def inspect_overlap(
+    *,
+    options: OverlapOptions = OverlapOptions(),
+    json_file: JsonFile = None,
+    html: Path | None = None,
+    trace_file: Annotated[Path | None, Parameter(name="--trace")] = None,
+    graph: Path | None = None,
+    fail_above: float | None = None,
+) -> None:
+    """Compiles a model's layers for TPUs and shows how much of their communication each schedule hides.
+
+    Compiler estimates and a model of links and memory, no measurements; every figure is defined in docs/metrics.md.
+
+    Parameters
+    ----------
+    json_file
+        Write the figures as JSON to this file, "-" for standard output.
+    html
+        Write a page with tables and timelines to this file.
+    trace_file
+        Write what runs when as a Chrome trace, which Perfetto opens, to this file.
+    graph
+        Write the programs as graphs (operations, engines, cycles, bytes, dependencies) to this file, as JSON for a simulator.
+    fail_above
+        Exit with status 1 if a schedule leaves more than this share of its communication exposed, from 0 to 1; sync counts only
+        where no other schedule is asked for.
+    """
+    check_json_file(json_file)
+    for option, path in (("--html", html), ("--trace", trace_file), ("--graph", graph)):
+        check_output_file(option, None if path is None else str(path))
+    if fail_above is not None and not 0 <= fail_above <= 1:
+        raise ValueError(f"expected --fail-above from 0 to 1, found {fail_above:g}")
+    phases, setups, console = options.phases(), options.setups(), human_console(json_file)
+    runs: list[Run] = []
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=len(setups) * len(phases) * (len(options.schedule) + 1))
+        for setup in setups:
+            runs += runs_of(setup, phases, options.schedule, lambda name: bar.update(task, advance=1, description=name))
+    figures = records(runs)
+    show(console, options, figures)
+    about = environment(options)
+    write_json(json_file, {**about, "measured": False, "data": figures})
+    write_files(console, runs, figures, about, html, trace_file, graph)
+    if fail_above is not None:
+        check_exposed(console, figures, fail_above)
+
+
+def environment(options: OverlapOptions) -> dict[str, Any]:
+    """What the figures depend on."""
+    about = {"model": options.model_config, "dtype": "bfloat16", "kernels": options.kernels, "hop_us": options.hop_us}
+    return {**about, "device_order": options.device_order, "jax_version": jax.__version__, "libtpu_version": version("libtpu")}
+
+
+def write_files(
+    console: Console, runs: Sequence[Run], figures: Sequence[Mapping[str, Any]], about: Mapping[str, Any],
+    html: Path | None, trace_file: Path | None, graph: Path | None,
+) -> None:  # fmt: skip
+    """The page, the trace and the graphs, as far as they are asked for."""
+    named = [(f"{run.setup.chip} {run.phase.name}", run) for run in runs]
+    if html is not None:
+        shown = {name: [lanes(run) for other, run in named if other == name] for name, _ in named}
+        report = OverlapReport(f"Communication of {about['model']} under schedules", figures, shown, about)
+        with whole_file(html) as partial:
+            write_overlap(partial, report)
+    if trace_file is not None:
+        write_text(trace_file, json.dumps(trace((f"{name} {run.schedule}", run.timeline) for name, run in named)))
+    if graph is not None:
+        programs = [{"name": name, "schedule": run.schedule, **run.timeline.graph.record()} for name, run in named]
+        write_text(graph, json.dumps({**about, "programs": programs}))
+    for path in (html, trace_file, graph):
+        if path is not None:
+            console.print(f"{path} written", markup=False)
+
+
+def show(console: Console, options: OverlapOptions, figures: Sequence[Mapping[str, Any]]) -> None:
+    """A table for each chip and phase."""
+    for name in dict.fromkeys(map(place, figures)):
+        of = [one for one in figures if place(one) == name]
+        first = of[0]
+        layers = f"one of {first['model_layers']} layers, the middle of {first['layers_compiled']}"
+        table = Table(title=f"{options.model_config} on {name}: {layers}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table.add_column("schedule")
+        heads = ("compute\nkcycles", "compute\nms", "under\nway ms", "hidden\nms", "exposed\nms", "exposed", "of\nsync's")
+        for column in (*heads, "compute\nextra", "least\nms", "total\nms", "×\nbound", "model\nms"):
+            table.add_column(column, justify="right")
+        for one in of:
+            table.add_row(one["schedule"], *cells(one))
+        cycles, total = first["bound_compute_cycles"], first["bound_total_ms"]
+        table.add_row(
+            BOUND, f"{cycles / 1e3:,.0f}", *[""] * 9, significant(total), "1.00", significant(total * first["model_layers"])
+        )
+        print_table(console, table)
+        links, exposed = (significant(first[f"all_links_{name}_ms"]) for name in ("communication", "least_exposed"))
+        console.print(f"through all links of every chip: {links} ms, {exposed} ms of them beyond the bound's compute")
+        for note in dict.fromkeys(note for one in of for note in one["notes"]):
+            console.print(note, style="yellow", markup=False)
+    console.print(FOOTNOTE)
+
+
+def cells(one: Mapping[str, Any]) -> list[str]:
+    """The figures of a row of the table."""
+    return [
+        f"{one['compute_cycles'] / 1e3:,.0f}",
+        *(significant(one[f"{name}_ms"]) for name in ("compute", "communication", "hidden", "exposed")),
+        percent(one["exposed_share"]),
+        percent(one["exposed_share_of_sync"]),
+        percent(one["extra_compute_share"]),
+        significant(one["least_exposed_ms"]),
+        significant(one["total_ms"]),
+        f"{one['total_over_bound']:.2f}",
+        significant(one["model_total_ms"]),
+    ]
+
+
+def percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"
+
+
+def check_exposed(console: Console, figures: Sequence[Mapping[str, Any]], most: float) -> None:
+    """Ends with status 1 if more than this share of a schedule's communication is exposed."""
+    alone = all(one["schedule"] == SYNC for one in figures)
+    above = [one for one in figures if (one["exposed_share"] or 0) > most and (alone or one["schedule"] != SYNC)]
+    for one in above:
+        said = f"{place(one)} {one['schedule']}: {percent(one['exposed_share'])} exposed, more than {percent(most)}"
+        console.print(said, style="red", markup=False)
+    if above:
+        sys.exit(1)

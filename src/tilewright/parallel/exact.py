@@ -1,0 +1,234 @@
+"""`Exact`: the same bits on any number of devices.
+
+A sum of floats depends on its order, and a matrix product on how a library blocks it, which goes by its shape: XLA's on a CPU
+gives other bits for the same column of a narrower matrix. So everything that a device's share could change is cut into blocks
+of one shape, a loop over which has the same body everywhere, and blocks are added up as a binary tree whose lower part is
+within a device and whose upper part is between devices.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from tilewright.kernels.operations import Heads, Joined, Norm, Operations, Transposed
+from tilewright.parallel.rings import Axis
+from tilewright.parallel.schedules import TensorParallel, run_layers
+
+Columns = Callable[[Array, Any], Array]
+"""`columns(x, w) -> y`: of some of a matrix's columns, as many of each of its parts."""
+
+
+@dataclass(frozen=True)
+class Exact(TensorParallel):
+    """`TensorParallel` whose logits have the same bits on 1, 2, 4, ... up to `parts` devices, in float32 on CPUs.
+
+    Contractions that devices share are summed in `parts` parts, in the order of a binary tree; other products, and the head,
+    are computed by columns in as many blocks, and attention by query heads. Between devices the sum is that of `tree_sum`,
+    which sends as many bytes as a ring: 2 (n - 1) / n times the stream for n devices after each half of a layer. It costs
+    memory traffic instead: each of n devices writes and reads `parts / n` partial sums, and each query head reads its keys and
+    values for itself, where otherwise those of a group do so together. With as many devices as parts, products of heads and of
+    the MLP are what they would be.
+
+    Gradients are right, but not the same bits. It takes bundles that compute with matrices as they are.
+
+    Attributes:
+        axis: of the mesh, or axes; `()` is a single device, outside of `jax.shard_map`.
+        parts: a power of two; it divides heads times their size, the MLP's columns and the vocabulary.
+    """
+
+    axis: Axis = ()
+    parts: int = 8
+
+    def __post_init__(self) -> None:
+        if self.parts < 1 or self.parts & (self.parts - 1):
+            raise ValueError(f"expected a power of two as the number of parts, found {self.parts}")
+
+    @property
+    def size(self) -> int:
+        """The devices.
+
+        Raises:
+            ValueError: the parts cannot be divided among them.
+        """
+        size = jax.lax.axis_size(self.axis) if self.axis else 1
+        if self.parts % size:
+            raise ValueError(f"expected devices that divide the {self.parts} parts of an exact sum, found {size}")
+        return size
+
+    def reduce(self, x: Array) -> Array:
+        return tree_sum(x, self.axis) if self.size > 1 else x
+
+    def embed(self, ops: Operations, table: Float[Array, "V H"], tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
+        return super().embed(ops, table, tokens) if self.axis else ops.take(table, tokens)
+
+    def run(
+        self, stack: Any, x: Float[Array, "B T H"], rows: Any, kept: tuple[Any, ...], taps: tuple[int, ...]
+    ) -> tuple[Array, tuple[Array, ...], tuple[Any, ...]]:
+        """See `models.stack.Schedule.run`.
+
+        Raises:
+            ValueError: devices, columns or inputs that do not divide; operations that pack their weights.
+        """
+        if stack.ops.prepares:
+            raise ValueError(f"expected operations on matrices as they are, kernels 'xla', found {stack.ops.name!r}")
+        # Key/value heads lie over the first of several axes, and every device of the others has the same ones.
+        copies = self.size // jax.lax.axis_size(self.axis[0]) if isinstance(self.axis, tuple) and self.axis else 1
+        ops = in_parts(stack.ops, self.parts // self.size, self.parts // self.size * copies)
+        return run_layers(replace(stack, ops=ops), x, rows, kept, taps, self.reduce)
+
+    def logits(self, ops: Any, x: Float[Array, "*rows H"], head: Any, norm: Norm | None) -> Float[Array, "*rows V"]:
+        x = x if norm is None else ops.rms_norm(x, *norm)
+        own = by_columns(lambda x, w: ops.linear(x, w, jnp.float32), x, head, self.parts // self.size)
+        return jax.lax.all_gather(own, self.axis, axis=own.ndim - 1, tiled=True) if self.axis else own
+
+    def head_argmax(self, ops: Any, x: Float[Array, "*rows H"], head: Any, norm: Any = None) -> Int[Array, "*rows"]:
+        """The largest of `logits`, which are held for it."""
+        return jnp.argmax(self.logits(ops, x, head, norm), axis=-1).astype(jnp.int32)
+
+    def head_top_k(
+        self, ops: Any, x: Float[Array, "*rows H"], head: Any, k: int
+    ) -> tuple[Int[Array, "*rows {k}"], Float[Array, "*rows {k}"]]:
+        values, index = jax.lax.top_k(self.logits(ops, x, head, None), k)
+        return index, values
+
+
+def block(w: Any, n: Array | int, count: int, dim: int) -> Any:
+    """Block n of so many along a dim of a matrix `[I, O]`, of one that is `Transposed`, or of the parts of `Joined` ones."""
+    if isinstance(w, Joined):
+        return replace(w, parts=tuple(block(part, n, count, dim) for part in w.parts))
+    if isinstance(w, Transposed):
+        return Transposed(block(w.w, n, count, 1 - dim))
+    if not isinstance(w, Array) or w.shape[dim] % count:
+        found = f"one {list(w.shape)}" if isinstance(w, Array) else f"a {type(w).__name__}"
+        raise ValueError(f"expected a matrix that {count} blocks divide along its dim {dim}, found {found}")
+    size = w.shape[dim] // count
+    return jax.lax.dynamic_slice_in_dim(w, n * size, size, dim)
+
+
+def for_each(count: int, of: Callable[[Array], Any]) -> Any:
+    """`of(n)` for each n below `count`, stacked; a loop whose body is the same program however often it runs."""
+    return jax.lax.scan(lambda _, n: (None, jax.lax.optimization_barrier(of(n))), None, jnp.arange(count))[1]
+
+
+def by_columns(product: Columns, x: Float[Array, "*rows I"], w: Any, count: int) -> Float[Array, "*rows O"]:
+    """`product(x, w)`, so many blocks of columns one after another."""
+    blocks = jnp.moveaxis(for_each(count, lambda n: product(x, block(w, n, count, 1))), 0, -2)
+    return blocks.reshape(*blocks.shape[:-2], -1)
+
+
+def by_inputs(product: Columns, x: Float[Array, "*rows I"], w: Any, count: int) -> Float[Array, "*rows O"]:
+    """The sum of so many products of some inputs each, as a tree."""
+
+    def of(n: Array) -> Array:
+        size = x.shape[-1] // count
+        return product(jax.lax.dynamic_slice_in_dim(x, n * size, size, x.ndim - 1), block(w, n, count, 0))
+
+    sums = for_each(count, of)
+    while len(sums) > 1:
+        sums = sums[0::2] + sums[1::2]
+    return sums[0]
+
+
+def heads_apart(ops: Operations, projection: tuple[Array, ...], how: Heads) -> tuple[Any, Any, Any]:
+    """`ops.heads`, one head after another: XLA's sums over the entries of a head go by how many heads there are."""
+    q, kv = (projection[0], projection[1:]) if len(projection) != 2 else (None, projection)
+
+    def of(parts: tuple[Array, ...], take: Callable[[tuple[Any, Any, Any]], Any]) -> Any:
+        def one(n: Array) -> Any:
+            own = [jax.lax.dynamic_slice_in_dim(part, n * how.head_dim, how.head_dim, 2) for part in parts]
+            return take(ops.heads(tuple(own), how))
+
+        return for_each(parts[0].shape[-1] // how.head_dim, one)
+
+    queries = None if q is None else jnp.moveaxis(of((q,), lambda made: made[0][:, :, 0]), 0, 2)
+    if not kv:
+        return queries, None, None
+    k, v = (jnp.moveaxis(part, 0, 1) for part in of(kv, lambda made: tuple(part[:, 0] for part in made[1:])))
+    return queries, k, v
+
+
+def by_heads(
+    ops: Operations,
+    q: Float[Array, "B T N D"],
+    k: Float[Array, "B K S D"],
+    v: Float[Array, "B K S D"],
+    lengths: Int[Array, "B T"],
+) -> Float[Array, "B T _"]:
+    """Attention of each query over the first `lengths` entries, one query head after another."""
+    batch, length, heads, _ = q.shape
+
+    def of(n: Array) -> Array:
+        own = [jax.lax.dynamic_slice_in_dim(part, n // (heads // k.shape[1]), 1, 1) for part in (k, v)]
+        return ops.prefix_attention(jax.lax.dynamic_slice_in_dim(q, n, 1, 2), *own, lengths)[:, :, 0]
+
+    return jnp.moveaxis(for_each(heads, of), 0, 2).reshape(batch, length, -1)
+
+
+def in_parts(ops: Operations, count: int, key_count: int) -> Operations:
+    """What layers compute with, in blocks.
+
+    Args:
+        count: blocks of this device's columns, or inputs where it has these.
+        key_count: blocks of its keys' and values' columns.
+    """
+
+    def normed(x: Array, norm: Norm | None) -> Array:
+        return x if norm is None else ops.rms_norm(x, *norm)
+
+    def project(x: Array, w: Joined, norm: Norm | None = None, bias: Any = None) -> tuple[Array, ...]:
+        x, counts = normed(x, norm), (count, key_count, key_count)
+        made = [by_columns(ops.linear, x, part, n) for part, n in zip(w.parts, counts, strict=True)]
+        return tuple(made if bias is None else (y + b for y, b in zip(made, bias, strict=True)))
+
+    def gated_linear(x: Array, w: Joined, norm: Norm | None = None, count: Any = None, blocks: int = count) -> Array:
+        return by_columns(ops.gated_linear, normed(x, norm), w, blocks)
+
+    def linear(
+        x: Array, w: Any, out_dtype: Any = None, norm: Norm | None = None, add: Array | None = None, count: Any = None,
+        blocks: int = count,
+    ) -> Array:  # fmt: skip
+        y = by_inputs(partial(ops.linear, out_dtype=out_dtype), normed(x, norm), w, blocks)
+        return y if add is None else add + y
+
+    def append_attend(projection: Any, how: Heads, k: Array, v: Array, start: Array, count: Array) -> tuple[Array, ...]:
+        q, new_k, new_v = heads_apart(ops, projection, how)
+        k, v = ops.append(k, new_k, start, count), ops.append(v, new_v, start, count)
+        lengths = jnp.minimum(start[:, None] + jnp.arange(q.shape[1])[None] + 1, k.shape[2])
+        return by_heads(ops, q, k, v, lengths), k, v
+
+    def causal_attention(projection: Any, how: Heads) -> Array:
+        q, k, v = heads_apart(ops, projection, how)
+        return by_heads(ops, q, k, v, jnp.broadcast_to(jnp.arange(q.shape[1]) + 1, q.shape[:2]))
+
+    return replace(
+        ops, project=project, gated_linear=gated_linear, linear=linear, heads=partial(heads_apart, ops),
+        append_attend=append_attend, causal_attention=causal_attention,
+    )  # fmt: skip
+
+
+def tree_sum(x: Float[Array, "..."], axis: Axis) -> Float[Array, "..."]:
+    """`jax.lax.psum(x, axis)` as a tree: ((0 + 1) + (2 + 3)) + ... of the devices, with the same bits on all of them.
+
+    By recursive halving (Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005):
+    devices that differ in one bit of their index exchange halves of what they hold, until each holds its piece of the sum;
+    then these are gathered. Of n devices each sends and receives 2 (n - 1) / n times the bytes of `x`, padded to n pieces.
+
+    Raises:
+        ValueError: the number of devices is no power of two.
+    """
+    size, own = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    if size & (size - 1):
+        raise ValueError(f"expected a power of two devices, found {size}")
+    held, bit = jnp.pad(x.reshape(-1), (0, -x.size % size)).reshape(size, -1), 1
+    while bit < size:
+        halves, mine = held.reshape(len(held) // 2, 2, -1), (own // bit) % 2
+        kept, sent = (jax.lax.dynamic_index_in_dim(halves, n, 1, keepdims=False) for n in (mine, 1 - mine))
+        held = kept + jax.lax.ppermute(sent, axis, [(device, device ^ bit) for device in range(size)])
+        bit *= 2
+    return jax.lax.all_gather(held[0], axis, tiled=True)[: x.size].reshape(x.shape)

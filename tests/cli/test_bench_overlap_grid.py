@@ -1,0 +1,146 @@
+"""`tilewright bench overlap`: what it predicts, what it runs here, and what it refuses."""
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.conftest import Run
+from report.reading import Page, check_self_contained
+from tilewright.bench import overlap, overlap_grid
+from tilewright.chips.links import Fabric, torus_of
+from tilewright.chips.tpu import CHIPS
+from tilewright.cli import bench_overlap_grid
+from tilewright.compiled.schedule import Graph, Node, Transfer
+from tilewright.compiled.timeline import lay_out
+
+COMMAND = ("bench", "overlap")
+SPEC = CHIPS["v5e"]
+LAYER_S = {"prefill": 1e-3, "decode": 1e-4}
+"""What a layer of the programs below computes."""
+
+
+def made(setup: overlap.Setup, phase: overlap.Phase, name: str) -> overlap.Run:
+    """A program whose layers wait for a sum, or, under "ring", do not."""
+    sizes = [int(size) for size in setup.chip.partition(":")[2].split("x")]
+    places = tuple((x, y) for x in range(sizes[0]) for y in range(sizes[1]))
+    nodes = []
+    for layer in range(setup.layers):
+        if name == overlap.SYNC:
+            nodes.append(Node(f"sum{layer}", "all-reduce", "", "sync", transfer=Transfer("all-reduce", 1_000_000), layer=layer))
+        cycles = LAYER_S[phase.kind] * 1e9 * SPEC.clock_ghz
+        nodes.append(Node(f"product{layer}", "fusion", "", "run", cycles=cycles, layer=layer))
+    fabric = Fabric(SPEC, torus_of(SPEC, sizes), places, hop_us=0.0)
+    return overlap.Run(setup, phase, name, lay_out(Graph(tuple(nodes), ()), fabric), 1.0)
+
+
+@pytest.fixture
+def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that are made up, on slices whose devices need no compiler."""
+    count = property(lambda setup: prod(int(size) for size in setup.chip.partition(":")[2].split("x")))
+    monkeypatch.setattr(overlap.Setup, "devices", count)
+    monkeypatch.setattr(overlap_grid, "compiled", made)
+    monkeypatch.setattr(bench_overlap_grid, "version", lambda _: "0")
+
+
+@pytest.mark.usefixtures("without_compiler")
+def test_predictions_are_the_layers_and_the_head(run: Run, tmp_path: Path):
+    figures, page = tmp_path / "figures.json", tmp_path / "page.html"
+    how = ("--no-here", "--input", "1024,4096", "--output", 512, "--batch", "4,8", "--tensor-parallel", "4,8")
+    ran = run(*COMMAND, *how, "--json", figures, "--html", page, columns=200)
+    assert ran.status == 0, ran.err
+    found = json.loads(figures.read_text())
+    assert (found["measured"], found["measured_on"], found["model"]) == ([], None, "llama3-8b")
+    assert len(found["predicted"]) == 2 * 2 * 2 * 2
+    one = next(one for one in found["predicted"] if (one["devices"], one["schedule"], one["batch_rows"]) == (8, "ring", 4))
+    assert (one["chip"], one["input_tokens"], one["output_tokens"], one["decode_positions"]) == ("v5e:4x2", 1024, 512, 1280)
+    head_s = 2 * 4096 * 128256 / 8 / 819e9  # its weights are read once
+    assert one["head_ms"] == pytest.approx(1e3 * head_s)
+    assert one["ttft_ms"] == pytest.approx(1e3 * (32 * LAYER_S["prefill"] + head_s))
+    assert one["tpot_ms"] == pytest.approx(1e3 * (32 * LAYER_S["decode"] + head_s))
+    assert one["output_tokens_per_s"] == pytest.approx(4e3 / one["tpot_ms"])
+    assert one["prefill_exposed_ms"] == one["decode_exposed_ms"] == 0
+    sync = next(
+        each for each in found["predicted"] if each["schedule"] == "sync" and each["devices"] == 8 and each["batch_rows"] == 4
+    )
+    assert sync["decode_exposed_ms"] == pytest.approx(sync["tpot_ms"] - one["tpot_ms"])
+    assert one["tpot_over_sync"] == pytest.approx(one["tpot_ms"] / sync["tpot_ms"])
+    assert (sync["ttft_over_sync"], sync["tpot_over_sync"]) == (1, 1)
+    # Llama 3 8B has 8.03e9 parameters of two bytes; a position of a row takes 128 KiB.
+    assert one["device_gb"] == pytest.approx((2 * 8.03e9 + 4 * 1536 * 2**17) / 8 / 1e9, rel=1e-3)
+    assert one["fits"]
+    assert "predicted for v5e" in ran.out
+    check_self_contained(Page(page))
+    text = page.read_text()
+    assert text.count("<polyline") == 6 * 4, "six charts, a line for each batch and schedule"
+    assert "Throughput (tokens/s), 4,096 tokens in and 512 out" in text
+
+
+def test_what_runs_here_gives_the_same_tokens(run: Run, tmp_path: Path):
+    """And as many collectives, of as many bytes, as the schedules have: two sums a layer, and the embedding's."""
+    page = tmp_path / "page.html"
+    how = ("--chip", "none", "--here", "--input", 64, "--output", 64, "--batch", 2, "--tensor-parallel", 2)
+    ran = run(*COMMAND, *how, "--json", "-", "--html", page)
+    assert ran.status == 0, ran.err
+    assert ran.json["predicted"] == []
+    alone, sync, ring = ran.json["measured"]
+    assert (alone["devices"], alone["schedule"], alone["same_tokens"]) == (1, None, None)
+    assert (alone["prefill_collectives"], alone["step_sent_bytes"]) == ({}, 0)
+    assert [one["same_tokens"] for one in (sync, ring)] == [True, True]
+    assert [one["input_tokens"] for one in (sync, ring)] == [4, 4]
+    layers, stream = 4, 2 * 256 * 4  # a position of both rows, in float32
+    assert sync["step_collectives"] == {"all-reduce": 2 * layers + 1, "all-gather": 2}
+    assert sync["step_sent_bytes"] == (2 * layers + 1) * stream + 2 * 2 * 4
+    # A prefill needs nothing of the last layer but its keys and values.
+    assert sync["prefill_collectives"] == {"all-reduce": 2 * (layers - 1) + 1}
+    assert sync["prefill_sent_bytes"] == (2 * (layers - 1) + 1) * 16 * stream
+    assert set(ring["prefill_collectives"]) == {"collective-permute"}
+    assert all(one[name] > 0 for one in (alone, sync, ring) for name in ("ttft_ms", "tpot_ms", "output_tokens_per_s"))
+    assert "The times say nothing about a schedule." in " ".join(ran.err.split())
+    assert Page(page).data()["measured"][1]["schedule"] == "sync"
+
+
+def test_other_tokens_than_one_device_gives_are_a_failure(run: Run, monkeypatch: pytest.MonkeyPatch):
+    def measured(lm: Any, case: overlap_grid.Case, wanted: Any) -> tuple[dict[str, Any], Any]:
+        counts = {
+            f"{name}_{what}": {} if what == "collectives" else 0
+            for name in ("prefill", "step")
+            for what in ("collectives", "sent_bytes")
+        }
+        same = None if wanted is None else wanted == [[2]]
+        return {"devices": 1, "schedule": None, **case.figures(1.0, 1.0), "same_tokens": same, **counts}, [[1]]
+
+    monkeypatch.setattr("tilewright.bench.overlap_here.measured", measured)
+    monkeypatch.setattr("tilewright.bench.overlap_here.model", lambda *_: None)
+    ran = run(*COMMAND, "--chip", "none", "--here", "--input", 64, "--batch", 2, "--tensor-parallel", 2, "--schedule", "sync")
+    assert ran.status == 1
+    assert " no " in ran.out
+
+
+@pytest.mark.usefixtures("without_compiler")
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            ("--schedule", "domino9"),
+            "expected a schedule of sync, sequence, ring, domino, column, exact, auto, found 'domino9'",
+        ),
+        (("--chip", "v5e:4x2"), "expected a kind of TPU of v5e, v5p, v6e, found 'v5e:4x2'"),
+        (("--tensor-parallel", "3"), "expected tensor parallelism over 2, 4, 8, 16 devices of v5e, found 3"),
+        (("--tensor-parallel", "16"), "divide the 8 key/value heads of llama3-8b, found 16; 1, 2, 4, 8 would do"),
+        (("--input", "1"), "expected --input from 2, found 1"),
+        (("--batch", "0"), "expected --batch from 1, found 0"),
+        (("--schedule", ","), "expected at least one --schedule, found none"),
+        (("--layers", "2"), "expected from 3 to 32 layers"),
+        (("--chip", "none", "--no-here"), "expected a chip, or several devices here; found neither"),
+        (("--chip", "none", "--here", "--tensor-parallel", "16"), "a number that the 8 devices here have, found (16,)"),
+        (("--chip", "none", "--here", "--input", "16"), "expected at least 32 input and output tokens"),
+        (("--html", "nowhere/page.html"), "its folder does not exist"),
+    ],
+)
+def test_what_cannot_be_is_refused(run: Run, options: tuple[str, ...], message: str):
+    ran = run(*COMMAND, *options)
+    assert ran.status == 2
+    assert message in " ".join(ran.err.split())

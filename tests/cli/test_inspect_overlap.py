@@ -1,0 +1,180 @@
+"""`tilewright inspect overlap`: what it refuses, what it writes, and what it finds with the TPU compiler."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cli.conftest import Run
+from tilewright.bench import overlap
+from tilewright.chips.links import Fabric, torus_of
+from tilewright.chips.tpu import CHIPS
+from tilewright.cli import inspect_overlap
+from tilewright.compiled.schedule import Graph, Node, Transfer
+from tilewright.compiled.timeline import lay_out
+
+CONFIG = {
+    "model_type": "llama", "vocab_size": 256, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 512,
+}  # fmt: skip
+COMMAND = ("inspect", "overlap")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def made(setup: overlap.Setup, phase: overlap.Phase, name: str) -> overlap.Run:
+    """A program whose layers take a tenth of a millisecond, with a transfer that is as long as the phase's rows are many."""
+    chip = CHIPS["v5e"]
+    places = tuple(overlap.ring_of([(x, y) for x in range(4) for y in range(2)]))
+    fabric = Fabric(chip, torus_of(chip, (4, 2)), places, hop_us=0.0)
+    sent, nodes = Transfer("all-reduce", phase.batch * 1_000_000), []
+    for layer in range(setup.layers):
+        if name != overlap.BOUND:
+            role = "sync" if name == "sync" else "start"
+            nodes.append(Node(f"sum{layer}", "all-reduce", "", role, transfer=sent, layer=layer))
+        began = len(nodes) - 1
+        nodes.append(Node(f"product{layer}", "fusion", "", "run", cycles=1e5 * chip.clock_ghz, layer=layer))
+        if name == "ring":
+            nodes.append(Node(f"done{layer}", "done", "", "done", start=began, layer=layer))
+    return overlap.Run(setup, phase, name, lay_out(Graph(tuple(nodes), ()), fabric), 1.0)
+
+
+@pytest.fixture
+def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that are made up, on a slice whose devices need no compiler."""
+    chip = CHIPS["v5e"]
+    places = [(x, y) for x in range(4) for y in range(2)]
+    monkeypatch.setattr(overlap.Setup, "devices", 8)
+    monkeypatch.setattr(overlap.Setup, "fabric", Fabric(chip, torus_of(chip, (4, 2)), tuple(places)))
+    monkeypatch.setattr(overlap, "compiled", made)
+    monkeypatch.setattr(inspect_overlap, "version", lambda _: "0")
+
+
+@pytest.mark.usefixtures("without_compiler")
+def test_tables_and_files(run: Run, model: Path, tmp_path: Path):
+    files = {name: tmp_path / f"figures.{name}" for name in ("json", "html", "trace", "graph")}
+    options = [word for name, path in files.items() for word in (f"--{name}", path)]
+    phases = "decode:8x64,prefill:64x8"
+    ran = run(*COMMAND, "--model-config", model, "--layers", 3, "--schedule", "sync,ring", "--phase", phases, *options)
+    assert ran.status == 0, ran.err
+    written = json.loads(files["json"].read_text())
+    assert (written["measured"], written["hop_us"], written["dtype"]) == (False, 1.0, "bfloat16")
+    assert [(one["schedule"], one["phase"], one["batch_rows"]) for one in written["data"]] == [
+        ("sync", "decode", 8), ("ring", "decode", 8), ("sync", "prefill", 64), ("ring", "prefill", 64)
+    ]  # fmt: skip
+    # 8 MB all round a ring of eight take 140 us, of which a layer of 100 us hides its own share: the rest waits.
+    sync, ring = written["data"][:2]
+    assert sync["communication_ms"] == pytest.approx(0.14)
+    assert (sync["exposed_share"], sync["exposed_share_of_sync"], sync["extra_compute_share"]) == (1, 1, 0)
+    assert sync["total_over_bound"] == pytest.approx(2.4)
+    assert ring["hidden_ms"] == pytest.approx(0.1)
+    assert ring["exposed_share_of_sync"] == pytest.approx(0.04 / 0.14)
+    assert ring["least_exposed_ms"] == pytest.approx(0.04)
+    assert ring["model_exposed_ms"] == pytest.approx(4 * 0.04)
+    assert [layer["layer"] for layer in ring["layers"]] == [0, 1, 2]
+    assert "28.6%" in ran.out
+    assert "What runs when, v5e:4x2 prefill:64x8" in files["html"].read_text()
+    events = json.loads(files["trace"].read_text())["traceEvents"]
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} >= {"v5e:4x2 decode:8x64 ring"}
+    programs = json.loads(files["graph"].read_text())["programs"]
+    assert len(programs) == 6
+    assert programs[1]["nodes"][0]["transfer"]["kind"] == "all-reduce"
+
+
+@pytest.mark.usefixtures("without_compiler")
+@pytest.mark.parametrize(
+    "schedules, share, status", [("sync,ring", 0.3, 0), ("sync,ring", 0.2, 1), ("sync", 0.99, 1), ("sync", 1, 0)]
+)
+def test_a_share_above_what_is_allowed_fails(run: Run, model: Path, schedules: str, share: float, status: int):
+    how = ("--model-config", model, "--layers", 3, "--phase", "decode:8x64", "--schedule", schedules)
+    ran = run(*COMMAND, *how, "--fail-above", share)
+    assert ran.status == status
+    assert ("exposed, more than" in ran.out) == bool(status)
+
+
+@pytest.mark.usefixtures("without_compiler")
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (("--schedule", "domino9"), "expected a schedule of sync, sequence, ring, domino, column, exact, auto"),
+        (("--phase", "prefill:4"), "expected a phase as prefill:BATCHxPOSITIONS or decode:BATCHxPOSITIONS, found 'prefill:4'"),
+        (("--chip", "v9:4x2"), "expected a TPU of v5e, v5p, v6e, found 'v9:4x2'"),
+        (("--model-config", "llama9"), "expected a model of llama3-8b, llama3-70b"),
+        (
+            ("--model-config", "llama3-8b", "--tensor-parallel", "3"),
+            "divide the 32 heads of llama3-8b, found 3; 1, 2, 4, 8 would do",
+        ),
+        (
+            ("--model-config", "llama3-8b", "--tensor-parallel", "16"),
+            "divide the 8 key/value heads of llama3-8b, found 16; 1, 2, 4",
+        ),
+        (("--model-config", "llama3-8b", "--tensor-parallel", "4"), "expected a topology of 4 devices"),
+        (("--layers", "2"), "expected from 3 to 32 layers"),
+        (("--layers", "33"), "expected from 3 to 32 layers"),
+        (("--hop-us", "-1"), "expected the latency of a hop from 0 us, found -1"),
+        (("--fail-above", "2"), "expected --fail-above from 0 to 1, found 2"),
+        (("--schedule", ","), "expected at least one schedule, found none"),
+        (("--html", "nowhere/page.html"), "its folder does not exist"),
+    ],
+)
+def test_what_cannot_be_is_refused(run: Run, options: tuple[str, ...], message: str):
+    ran = run(*COMMAND, *options)
+    assert ran.status == 2
+    assert message in " ".join(ran.err.split())
+
+
+def test_a_topology_that_is_none_is_refused(run: Run):
+    ran = run(*COMMAND, "--chip", "v5e:4by2")
+    assert ran.status == 2
+    assert "sizes up to 16, such as v5e:1x1" in " ".join(ran.err.split())
+
+
+def test_without_the_compiler_the_extra_is_named(run: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    ran = run(*COMMAND)
+    assert ran.status == 2
+    assert "pip install 'tilewright[tpu]'" in ran.err
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("chip", ["v5e:4x2", pytest.param("v5p:2x2x2", marks=pytest.mark.slow)])
+def test_rings_hide_what_plain_sums_expose(run: Run, model: Path, tmp_path: Path, chip: str):
+    """On a small model: all of a plain sum is exposed; of a ring, some passes under products."""
+    path = tmp_path / "figures.json"
+    how = (
+        "--model-config",
+        model,
+        "--layers",
+        3,
+        "--schedule",
+        "sync,ring",
+        "--phase",
+        "prefill:4x512",
+        "--device-order",
+        "ring",
+    )
+    ran = run(*COMMAND, *how, "--chip", chip, "--json", path)
+    assert ran.status == 0, ran.err
+    sync, ring = json.loads(path.read_text())["data"]
+    assert sync["transfers"] == 2
+    assert sync["sent_bytes"] == 2 * 4 * 512 * 1024 * 2
+    assert sync["exposed_share"] == 1
+    assert ring["transfers"] == 4 * 7  # four rings of seven hops, both ways together
+    assert ring["hidden_ms"] > 0.1 * ring["communication_ms"]
+    assert ring["exposed_share"] < 0.9
+    for one in (sync, ring):
+        assert one["hidden_ms"] + one["exposed_ms"] == pytest.approx(one["communication_ms"])
+        assert one["bound_compute_cycles"] > 0
+
+
+@pytest.mark.tpu
+def test_a_batch_that_cannot_be_divided_is_refused(run: Run, model: Path):
+    ran = run(*COMMAND, "--model-config", model, "--layers", 3, "--schedule", "domino", "--phase", "decode:3x64")
+    assert ran.status == 2
+    assert "domino, decode:3x64: expected a batch that 2 micro-batches divide, found 3 rows" in " ".join(ran.err.split())

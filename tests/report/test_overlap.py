@@ -1,0 +1,49 @@
+"""The page of `inspect overlap`: what is drawn is what was given."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tilewright.report.overlap import Lanes, OverlapReport, write_overlap
+
+TIMES = {
+    "compute_ms": 2.0,
+    "communication_ms": 1.0,
+    "hidden_ms": 0.75,
+    "exposed_ms": 0.25,
+    "memory_wait_ms": 0.125,
+    "total_ms": 2.375,
+}
+RECORD = {
+    "chip": "v5e:4x2", "devices": 8, "phase": "decode", "batch_rows": 8, "positions": 64, "schedule": "<ring>", **TIMES,
+    "exposed_share": 0.25, "exposed_share_of_sync": None, "extra_compute_share": None, "least_exposed_ms": 0.0,
+    "bound_total_ms": 1.9, "total_over_bound": 1.25, "all_links_communication_ms": 0.5, "all_links_least_exposed_ms": 0.0,
+    "model_layers": 32, "layers_compiled": 3, "layers": [{"layer": 1, **TIMES}],
+}  # fmt: skip
+ROW = {
+    "schedule": "<ring>",
+    "core": [(0.0, 2.0, "compute"), (2.0, 2.25, "exposed"), (2.25, 2.5, "memory wait")],
+    "links": [(1.25, 2.25, "hidden"), (2.0, 2.25, "exposed")],
+    "layer_begins_ms": [0.0],
+}
+
+
+def test_bars_are_as_long_as_their_times():
+    html = Lanes("a program", [ROW]).html()
+    found = re.findall(r'<rect class="s(\d)" x="([\d.]+)" y="(\d+)" width="([\d.]+)"', html)
+    drawn = [(int(colour), float(x), int(y), float(width)) for colour, x, y, width in found]
+    assert drawn == [(1, 0, 0, 800), (2, 800, 0, 100), (3, 900, 0, 100), (4, 500, 15, 400), (2, 800, 15, 100)]
+    # The figures: what is exposed is no part of what is hidden.
+    assert re.findall(r"<td>([\d.]+)</td>", html) == ["2.000", "0.250", "0.250", "0.750"]
+
+
+def test_the_page_holds_the_figures_and_escapes_names(tmp_path: Path):
+    path = tmp_path / "page.html"
+    write_overlap(path, OverlapReport("A title", [RECORD], {"v5e:4x2 decode:8x64": [ROW]}, {"model": "a & b"}))
+    page = path.read_text()
+    for shown in ("25.0 %", "v5e:4x2 decode:8x64", "One of 32 layers, the middle of 3", "a &amp; b", "&lt;ring&gt;", "2.375"):
+        assert shown in page
+    assert "<ring>" not in page
+    with pytest.raises(ValueError, match="expected figures of at least one schedule"):
+        OverlapReport("A title", [], {})
