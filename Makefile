@@ -16,16 +16,16 @@ help: ## lists the targets
 demo: .venv/installed-base ## generates with the shipped pair, and beside it without a drafter
 	$(BIN)/tilewright generate --compare --dtype bfloat16
 
-test: .venv/installed-test ## runs the tests (no torch), but for those marked slow
-	$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow"
+test: .venv/installed-test ## runs the tests (no torch), but for those marked slow, without checks of annotations
+	TILEWRIGHT_UNCHECKED=1 $(BIN)/python -m pytest -n auto --dist loadfile -m "not slow"
 
 test-all: .venv/installed-test .venv/installed-tpu ## runs every test, compilations for TPUs too, and exactness with optimised programs
 	$(BIN)/python -m pytest -n auto --dist loadfile --optimised $(EXACTNESS)
 	$(BIN)/python -m pytest -n auto --dist loadfile
 
 lint: .venv/installed-lint ## ruff and pyright
-	$(BIN)/ruff check src tests benchmarks hatch_build.py
-	$(BIN)/ruff format --check src tests hatch_build.py
+	$(BIN)/ruff check src tests benchmarks examples hatch_build.py
+	$(BIN)/ruff format --check src tests examples hatch_build.py
 	$(BIN)/pyright
 
 bench: .venv/installed-base ## measures the shipped drafters against plain decoding

@@ -4,6 +4,7 @@
 and that programs run for a millisecond do not pay back. `.ci/run` asks for it where the same answer is at stake.
 """
 
+import gc
 import mmap
 import os
 import sys
@@ -23,8 +24,10 @@ from hypothesis import settings
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-# From here on, every import of the package checks its annotations: wrong shapes fail where they enter.
-jaxtyping.install_import_hook("tilewright", "typecheck.check")
+# From here on, every import of the package checks its annotations: wrong shapes fail where they enter. A third of the time of
+# all tests goes there, so that `make test` leaves it to `make test-all` and to whoever runs pytest.
+if "TILEWRIGHT_UNCHECKED" not in os.environ:
+    jaxtyping.install_import_hook("tilewright", "typecheck.check")
 
 # The same examples on every run and every machine; the first example of a property compiles, so no deadline.
 settings.register_profile("tilewright", deadline=None, derandomize=True, max_examples=20)
@@ -36,6 +39,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Tracing makes objects by the million and hardly a cycle: Python's default looks for cycles a hundred times as often.
+    gc.set_threshold(100_000, 20, 100)
     if not config.getoption("optimised"):
         jax.config.update("jax_disable_most_optimizations", True)
         os.environ["XLA_FLAGS"] += without_fusion_emitters()
@@ -55,6 +60,14 @@ def without_fusion_emitters() -> str:
             if read.find(flag.encode()) >= 0:
                 return f" --{flag}=false"
     return ""
+
+
+def resident_bytes() -> float:
+    """Memory that this process holds; infinity where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+    except OSError:
+        return float("inf")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -79,6 +92,7 @@ def quick_compiles() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _programs_are_let_go() -> Iterator[None]:
-    """Programs of a whole worker's modules together would take several gigabytes."""
+    """Programs of a whole worker's modules together would take several gigabytes; what fits spares others a second trace."""
     yield
-    jax.clear_caches()
+    if resident_bytes() > 2 << 30:
+        jax.clear_caches()

@@ -15,6 +15,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from reference.dflash_numpy import as_folders, random_pair
 from tilewright.cli.main import main
+from tilewright.train import loop
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -92,3 +93,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def pair(folders: tuple[Path, Path]) -> list[object]:
     """The options that name both models."""
     return ["--model", folders[0], "--drafter", folders[1]]
+
+
+def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has training stop there, as if by Ctrl-C."""
+    advance = loop.Run.advance
+
+    def interrupted(self: loop.Run, batch: Any) -> None:
+        if self.step == step:
+            raise KeyboardInterrupt
+        advance(self, batch)
+
+    monkeypatch.setattr(loop.Run, "advance", interrupted)

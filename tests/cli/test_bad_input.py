@@ -57,6 +57,17 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["t1", "--top-k", "-1"], "expected top_k from 0 to 2**31 - 1, found -1"),
         (["t1", "--seed", "-1"], "expected a seed from 0 to 2**32 - 1, found -1"),
         (["t1", "--dtype", "float16"], "expected dtype to be one of float32, bfloat16, found 'float16'"),
+        (["t1", "--schedule", "ring"], "--schedule needs --tensor-parallel: on one device nothing is added up"),
+        (
+            ["t1", "--tensor-parallel", "2", "--schedule", "star"],
+            "expected a schedule among sync, sequence, ring, domino, column, exact, auto, found 'star'",
+        ),
+        (["t1", "--tensor-parallel", "0"], "--tensor-parallel 0: expected a size of 1 or more"),
+        (
+            ["t1", "--tensor-parallel", "9"],
+            "from 1 to 8 devices, as many as there are here, found 9; XLA_FLAGS=--xla_force_host",
+        ),
+        (["t1", "--tensor-parallel", "3"], "expected devices that divide 4 heads"),
         (["t1", "--compare", "--repetitions", "0"], "expected at least 1 repetition, found 0"),
         (["t1", "--drafter", "none", "--compare"], "--compare needs a drafter"),
         (["t1", "--drafter", "none", "--block-size", "1"], "expected a block size of at least 2, found 1"),

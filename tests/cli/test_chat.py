@@ -119,6 +119,7 @@ def test_commands(talk: Callable[..., Ran], answer: Answer):
         assert shown in ran.err
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_which_tokens_were_drafted_and_what_was_chosen(
     typed: Callable[..., Ran], pair: list[Any], answer: Answer
 ):

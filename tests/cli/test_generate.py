@@ -16,7 +16,7 @@ from tilewright.decode.session import Session
 
 PROMISED = set(
     "autoregressive_tokens_per_s speculative_tokens_per_s speedup tokens_per_round tau_published block_size rounds identical "
-    "speculative_decoding tokens text compilations chip dtype".split()
+    "speculative_decoding tokens text compilations chip devices schedule dtype".split()
 )
 """The fields that `--json` always has."""
 
@@ -55,6 +55,13 @@ def test_several_prompts_form_a_batch(run: Run, fixed: list[Any], expected: dict
     for number, (prompt, (_, text)) in enumerate(expected.items(), 1):
         assert f" {number} of 3 (length) " in ran.err
         assert prompt + text in ran.err
+
+
+def test_several_devices_give_the_same_text(run: Run, fixed: list[Any], expected: dict[str, Any]):
+    ran = run("generate", *expected, *fixed, *NEW, "--tensor-parallel", 2, "--schedule", "ring", "--json", "-")
+    assert ran.status == 0, ran.err
+    assert ran.json["tokens"] == [tokens for tokens, _ in expected.values()]
+    assert (ran.json["devices"], ran.json["schedule"]) == (2, "ring")
 
 
 RECORDS = {
@@ -302,6 +309,7 @@ def test_without_a_drafter_a_block_size_decodes_in_blocks(run: Run, folders: tup
     assert "rounds by accepted draft tokens" not in ran.err, "none drafted anything"
 
 
+@pytest.mark.slow
 def test_a_replay_shows_every_prompt(run: Run, folders: tuple[Path, Path], expected: dict[str, Any], tmp_path: Path):
     options = ["--model", folders[0], "--drafter", "ngram", *NEW, "--temperature", 1, "--min-p", 0.01, "--json", "-"]
     ran = run("generate", *expected, *options, "--replay", tmp_path / "page.html")

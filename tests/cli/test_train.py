@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 from shutil import copytree
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +10,12 @@ from safetensors.numpy import load_file
 
 import tilewright as tw
 from cli.conftest import Run as Command
+from cli.conftest import interrupt_at
 from tilewright.train import demo_text
 from tilewright.train import evaluate as train_evaluate
 from tilewright.train.clean import Cleaner
 from tilewright.train.data import read_documents, train_tokenizer
 from tilewright.train.demo_text import Dependency, is_held_out
-from tilewright.train.loop import Run
 
 SIZES = [
     "--vocab-size", 270, "--hidden-size", 32, "--layers", 1, "--heads", 2, "--kv-heads", 1, "--head-dim", 16,
@@ -48,17 +47,6 @@ def target(run: Command, text: Path, tmp_path_factory: pytest.TempPathFactory) -
         ran = run("train", "lm", text, "--out", folder, *SIZES, *LOOP, "--steps", 8)
         assert ran.status == 0, ran.err
     return folder
-
-
-def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    advance = Run.advance
-
-    def interrupted(self: Run, batch: Any) -> None:
-        if self.step == step:
-            raise KeyboardInterrupt
-        advance(self, batch)
-
-    monkeypatch.setattr(Run, "advance", interrupted)
 
 
 def same_weights(a: Path, b: Path) -> None:

@@ -48,7 +48,8 @@ def test_greedy(demo: LanguageModel, asked: list[list[int]], batch: int, every: 
     assert np.mean(lengths) > WORTH[demo.drafter.name]
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(24, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [8, 24])
 def test_sampled(demo: LanguageModel, asked: list[list[int]], count: int):
     each = [Sampling(NEW, temperature=1.0, top_p=0.9, seed=n) for n in range(count)]
     want = tokens_of(demo, asked[:count], each, speculative=False)

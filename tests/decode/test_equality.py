@@ -146,6 +146,7 @@ def test_drafter_that_is_right_in_part(informed: LanguageModel, alone: dict[int,
     assert 3 < np.mean(lengths) < 9
 
 
+@pytest.mark.slow
 def test_without_the_packages_own_kernels(tmp_path: Path, alone: dict[int, list[int]]):
     lm, some = build(tmp_path, random_pair(0, **SIZES), table=TABLE, kernels="xla"), {n: alone[n] for n in range(2, 10)}
     assert tokens_of(lm, [ASKED[n] for n in some], GREEDY, speculative=False) == list(some.values())
@@ -156,6 +157,7 @@ def each_alone(lm: LanguageModel, asked: Sequence[list[int]], speculative: bool)
     return [lm.generate([p], [s], speculative)[0].tokens for p, s in zip(asked, REQUESTS, strict=True)]
 
 
+@pytest.mark.slow
 def test_sampled_rows_of_a_mixed_batch(guessing: LanguageModel, skilled: LanguageModel):
     """Every row has its own sampling; the programs differ too (a greedy row alone runs in one that cannot draw)."""
     asked = [ASKED[n] for n in (4, 8, 0, 12, 15, 16, 2)]

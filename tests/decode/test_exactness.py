@@ -66,6 +66,7 @@ def test_every_drafter_equals_the_block_wide_program(tmp_path: Path, kernels: Ke
         assert tokens_of(target, asked, each)[0] == want
 
 
+@pytest.mark.slow
 def test_any_widths_by_the_cpu_kernels(tmp_path: Path):
     """Dispatches that do whatever they like, in no order, against decoding one row at a time."""
     folder, dflash = as_folders(tmp_path, SMALL)

@@ -82,9 +82,10 @@ DRAFTERS: dict[str, Callable[[Path, Pair], LanguageModel]] = {
 """How to load the target of a pair with each kind of drafter; what weights these have is random."""
 
 
-# With DFlash 2 at length only: `test_drafters.py` holds its tokens to those of plain decoding too.
+# With DFlash 2 and n-grams at length only: `test_drafters.py` holds their tokens to those of plain decoding too.
 @pytest.fixture(
-    scope="module", params=[pytest.param(kind, marks=pytest.mark.slow if kind == "dflash2" else ()) for kind in DRAFTERS]
+    scope="module",
+    params=[pytest.param(kind, marks=pytest.mark.slow if kind in ("dflash2", "ngram") else ()) for kind in DRAFTERS],
 )
 def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[int, LanguageModel]:
     """One drafter's models, by the size of the vocabulary."""

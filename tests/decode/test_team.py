@@ -83,6 +83,7 @@ def check_rounds(session: Session) -> None:
             assert 1 <= added <= drafted + 1 <= choice.width
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(RUNS)
 def test_any_sequence_of_choices_gives_the_tokens_of_plain_decoding(lm: LanguageModel, runs: list[tuple[Choice, int]]):

@@ -27,11 +27,11 @@ from tilewright.engine.advice import (
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30).map(lambda found: np.asarray(found, np.int64))
 
 
-def held(capacities: tuple[int, ...], lengths: np.ndarray) -> int | None:
-    """The positions of the smallest capacity that holds each request; None if one does not fit."""
-    if lengths.max() > capacities[-1]:
-        return None
-    return sum(next(c for c in capacities if c >= n) for n in lengths.tolist())
+def held(capacities: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """`[choices, sizes] -> [choices]`: the positions of the smallest capacity that holds each request, where all fit."""
+    capacities = capacities[capacities[:, -1] >= lengths.max()]
+    fitting = np.searchsorted(np.sort(lengths), capacities, side="right")  # requests that each capacity holds
+    return (np.diff(fitting, prepend=0) * capacities).sum(axis=1)
 
 
 @settings(max_examples=200)
@@ -41,8 +41,8 @@ def test_capacities_are_the_best_of_all(lengths: np.ndarray, most: int, multiple
     allowed = range(multiple, 40 + multiple, multiple)
     for number, choice in enumerate(choices, 1):
         assert len(choice.sizes) == number
-        every = [total for c in combinations(allowed, number) if (total := held(c, lengths)) is not None]
-        assert choice.computed == choice.work == held(choice.sizes, lengths) == min(every)
+        every = held(np.array(list(combinations(allowed, number))), lengths)
+        assert choice.computed == choice.work == held(np.array([choice.sizes]), lengths)[0] == every.min()
     assert len(choices) == min(most, len({-(-n // multiple) for n in lengths.tolist()}))
 
 

@@ -53,7 +53,9 @@ MODELS: dict[str, Callable[[Path], LanguageModel]] = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.slow if name == "bfloat16" else ()) for name in MODELS]
+)
 def lm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
     if request.param == "bfloat16" and native.kernels().isa is None:
         pytest.skip(native.kernels().reason or "no kernels")  # others round a block and a row differently

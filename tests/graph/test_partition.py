@@ -62,7 +62,10 @@ HOWS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("form", "weighted"), list(zip(FORMS, [False, True, True, False], strict=True)))
+@pytest.mark.parametrize(
+    ("form", "weighted"),
+    [(FORMS[0], False), pytest.param(FORMS[1], True, marks=pytest.mark.slow), (FORMS[2], True), (FORMS[3], False)],
+)
 def test_reductions_and_gradients_are_those_of_one_device(form: tuple[str, str], weighted: bool):
     hows = HOWS if form[1] == "csr" else HOWS[::2]  # programs of buckets take a while to compile
     edges, x, due = graph(), features(), features(37, FEATURES, len(hows))[::-1]

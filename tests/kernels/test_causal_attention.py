@@ -109,6 +109,7 @@ def test_the_kernel_and_its_gradient(case: Case, dtype: Any):
     compare(case, dtype, 0)
 
 
+@pytest.mark.slow
 @needs_native
 @given(
     st.integers(0, 2**31 - 1),

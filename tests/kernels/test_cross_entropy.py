@@ -37,7 +37,7 @@ def test_the_reference_against_numpy():
     np.testing.assert_allclose(reference.cross_entropy(x, head, labels, weights), expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("products", ["float32", pytest.param("bfloat16", marks=needs_native)])
+@pytest.mark.parametrize("products", ["float32", pytest.param("bfloat16", marks=[needs_native, pytest.mark.slow])])
 @settings(max_examples=30)  # each compiles three programs
 @given(
     seed=st.integers(0, 2**31 - 1), rows=st.sampled_from([(1,), (2, 9), (31,)]), block=st.integers(1, 40), tied=st.booleans()

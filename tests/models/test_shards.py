@@ -19,7 +19,7 @@ from tilewright.models.checkpoint import load_decoder, save_params
 from tilewright.models.decoder import DecoderParams, config_to_hf, declare
 from tilewright.models.params import abstract, initialise, spec_leaves
 from tilewright.parallel.mesh import make_mesh
-from tilewright.parallel.sharding import FULLY_SHARDED_TENSOR_PARALLEL, Rules, shardings
+from tilewright.parallel.sharding import FULLY_SHARDED_TENSOR_PARALLEL, GROUPED, Rules, grouped_mesh, shardings
 
 CONFIG = decoder_config("qwen3", 24, 16, 48, 1, 8, 4, 6)
 SPECS = declare(CONFIG)
@@ -71,6 +71,25 @@ def test_each_entry_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch):
     layer = "model.layers.0."
     names = ("mlp.down_proj.weight", "input_layernorm.weight", "self_attn.q_norm.weight")
     assert [parts[layer + name] for name in names] == [8, 4, 1]
+
+
+@pytest.mark.parametrize("devices", [2, 8])
+def test_shared_key_value_heads_are_read_once_and_no_device_holds_others(
+    folder: Path, params: DecoderParams, monkeypatch: pytest.MonkeyPatch, devices: int
+):
+    """Four key/value heads over eight devices: two devices read and hold the same one."""
+    monkeypatch.setattr(checkpoint, "safe_open", CountedFile)
+    READ.clear()
+    mesh = grouped_mesh(make_mesh({"tp": devices}), "tp", heads=CONFIG.num_heads, kv_heads=CONFIG.num_kv_heads)
+    on = shardings(SPECS, mesh, GROUPED)
+    loaded = load_decoder(folder, jnp.float32, shard=lambda _: on)[1]
+    assert_equal(loaded, params, on)
+    held = min(devices, CONFIG.num_kv_heads)
+    name, size = "model.layers.0.self_attn.k_proj.weight", 4 * CONFIG.hidden_size * CONFIG.num_kv_heads * CONFIG.head_dim
+    assert [part for part in READ if part[0] == name] == [(name, size // held)] * held
+    for n, shard in enumerate(loaded.layers[0].qkv.parts[1].addressable_shards):
+        head, width = n * held // devices, CONFIG.num_kv_heads // held * CONFIG.head_dim
+        np.testing.assert_array_equal(shard.data, params.layers[0].qkv.parts[1][:, head * width : (head + 1) * width])
 
 
 def test_saved_from_shards_and_loaded_under_another_mesh(folder: Path, params: DecoderParams, tmp_path: Path):

@@ -20,6 +20,13 @@ app.command(
     help="Times the linear layers of real models against XLA and against the machine's memory.",
 )
 app.command(
+    "tilewright.cli.bench_overlap:bench_overlap",
+    name="overlap",
+    help="Times to the first token and for each further one, by schedule and number of devices, for fixed shapes.\n\n"
+    "Predicted from compiled programs for TPUs that aren't here, and run on a small model where several devices are. --micro "
+    "shows what compilers make of single collectives beside a product. Every figure is defined in docs/metrics.md.",
+)
+app.command(
     "tilewright.cli.bench_round:bench_round",
     name="round",
     help="Times drafting, verifying, both heads and the extension of the context apart, with random weights.",

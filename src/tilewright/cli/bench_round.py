@@ -1,6 +1,5 @@
 """`tilewright bench round`: where a round's time goes, measured here or estimated for TPUs that are not there."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from tilewright.bench.model_configs import json_fields
 from tilewright.bench.round import DFLASH_B16, QWEN3_4B, Setup, load, measure, runs
 from tilewright.bench.round_compiled import compiled_rounds
 from tilewright.chips.tpu import chip_of
@@ -135,13 +135,7 @@ def read_config(file: str, packaged: str) -> dict[str, Any]:
     path = Path(file)
     if not path.is_file():
         raise ValueError(f"expected a config.json or {packaged!r}, found {file!r}, which is no file")
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{file}: expected a JSON object, found {type(fields).__name__}")
-    return fields
+    return json_fields(path)
 
 
 def bench_round(*, options: RoundOptions = RoundOptions(), json_file: JsonFile = None) -> None:

@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from io import TextIOWrapper
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal, cast
 
 from cyclopts import Parameter
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import Progress
 
@@ -26,6 +28,7 @@ from tilewright.kernels.build import cache_folder
 from tilewright.models import hub
 from tilewright.models.chat import ChatTemplate
 from tilewright.models.hub import PACKAGED
+from tilewright.parallel.mesh import is_first_process, make_mesh
 from tilewright.report.replay import write_replay
 
 DEMO = "demo"
@@ -48,6 +51,33 @@ CompileCache = Annotated[
     ),
 ]
 """Whether compiled programs are kept on disk for the next process; every command that compiles takes it."""
+
+
+def comma_separated(type_: Any, tokens: Sequence[Any]) -> tuple[str, ...]:
+    """Words apart or with commas between them, each once."""
+    return tuple(dict.fromkeys(text for token in tokens for text in token.value.split(",") if text))
+
+
+WORDS = Parameter(consume_multiple=True, negative=(), converter=comma_separated)
+"""Options of several words."""
+
+
+def comma_separated_numbers(type_: Any, tokens: Sequence[Any]) -> tuple[int, ...]:
+    """The same of whole numbers.
+
+    Raises:
+        ValueError: one is none.
+    """
+    found = []
+    for text in comma_separated(type_, tokens):
+        if not text.isdecimal():
+            raise ValueError(f"expected whole numbers with commas between them, found {text!r}")
+        found.append(int(text))
+    return tuple(dict.fromkeys(found))
+
+
+NUMBERS = Parameter(consume_multiple=True, negative=(), converter=comma_separated_numbers)
+"""Options of several whole numbers."""
 
 
 def given(value: Any, default: Any) -> Any:
@@ -80,6 +110,44 @@ def cost_files() -> CostFiles:
 
 @Parameter(name="*")
 @dataclass(frozen=True)
+class DeviceOptions:
+    """Over which devices to divide the target.
+
+    Attributes:
+        tensor_parallel: the first so many devices share every layer; by default one computes all. They have to divide the
+            model's heads, MLP columns and vocabulary.
+        schedule: how these devices add up what each has: "sync" (the default), "sequence", "ring"; "domino", for an even
+            number of rows; "column" and "exact", with --kernels xla; or "auto", what is estimated to be fastest for each number
+            of rows. docs/overlap.md says what they do.
+    """
+
+    tensor_parallel: int | None = None
+    schedule: str | None = None
+
+    def mesh(self) -> Mesh | None:
+        """The devices; None for the default one.
+
+        Raises:
+            ValueError: there are not so many, or a schedule was named for a single one.
+        """
+        if self.tensor_parallel is None:
+            if self.schedule is not None:
+                raise ValueError("--schedule needs --tensor-parallel: on one device nothing is added up")
+            return None
+        try:
+            return make_mesh({"tp": self.tensor_parallel})
+        except ValueError as error:
+            raise ValueError(f"--tensor-parallel {self.tensor_parallel}: {error}") from error
+
+    def refuse(self, kind: str) -> None:
+        """Raises a `ValueError` if devices were asked for, for a kind of model that is not divided."""
+        for name, value in vars(self).items():
+            if value is not None:
+                raise ValueError(f"--{name.replace('_', '-')} is for models that decode token by token; this one {kind}")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
 class TargetOptions:
     """Which target to load, and how it multiplies.
 
@@ -96,8 +164,11 @@ class TargetOptions:
     kernels: Literal["auto", "xla"] = "auto"
     compile_cache: CompileCache = True
 
-    def load_with(self, drafter: str | None, options: DrafterOptions, console: Console) -> LanguageModel:
+    def load_with(
+        self, drafter: str | None, options: DrafterOptions, console: Console, devices: DeviceOptions = DeviceOptions()
+    ) -> LanguageModel:
         """The target with a drafter: a folder, a Hugging Face id, "ngram", "auto", or for the demo one of `DEMO_DRAFTERS`."""
+        mesh = devices.mesh()
         keep_programs(self.compile_cache)
         if self.kernels == "auto":
             with console.status("CPU kernels: compiled at first use, then kept"):
@@ -108,11 +179,16 @@ class TargetOptions:
             dtype=self.dtype,
             weights=self.weights,
             kernels=self.kernels,
+            mesh=mesh,
+            schedule=devices.schedule,
             console=progress_console(console),
             **{"drafter_revision" if name == "revision" else name: value for name, value in vars(options).items()},
         )
         if self.kernels == "auto" and lm.kernels == "xla":
             console.print(f"without CPU kernels ({native.kernels().reason}): XLA does the products", style="dim", markup=False)
+        if lm.division is not None:
+            for why in filter(None, map(lm.division.why, (1, max(lm.table.chunks)))):
+                console.print(f"--schedule auto: {why}", style="dim", markup=False)
         return lm.keep_costs(cost_files()) if self.compile_cache else lm
 
     def drafter_source(self, drafter: str | None) -> str | list[str] | None:
@@ -159,9 +235,9 @@ class ModelOptions(TargetOptions):
         """The drafter that is meant: the demo has a default."""
         return AUTO if self.drafter is None and self.model == DEMO else self.drafter
 
-    def load(self, console: Console) -> LanguageModel:
+    def load(self, console: Console, devices: DeviceOptions = DeviceOptions()) -> LanguageModel:
         options = DrafterOptions(self.block_size, self.draft_window, self.drafter_dtype, self.refine, self.walk)
-        return self.load_with(self.drafter_name, options, console)
+        return self.load_with(self.drafter_name, options, console, devices)
 
 
 def named_model(model: str | None, models: ModelOptions) -> ModelOptions:
@@ -182,8 +258,11 @@ JsonFile = Annotated[str | None, Parameter(name="--json", allow_leading_hyphen=T
 
 
 def human_console(json_file: str | None) -> Console:
-    """Where people read: standard output, or standard error when the figures go to standard output."""
-    return Console(stderr=json_file == "-", highlight=False, emoji=False)
+    """Where people read: standard output, or standard error when the figures go to standard output.
+
+    Of several processes that run a command together, the first one speaks.
+    """
+    return Console(stderr=json_file == "-", highlight=False, emoji=False, quiet=not is_first_process())
 
 
 def progress_console(console: Console) -> Console | None:
@@ -193,7 +272,14 @@ def progress_console(console: Console) -> Console | None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A file to write to, which becomes `path` at the end; if something fails there is none, and `path` stays as it was."""
+    """A file to write to, which becomes `path` at the end; if something fails there is none, and `path` stays as it was.
+
+    Of several processes that run a command together, the first one's file is kept.
+    """
+    if not is_first_process():
+        with TemporaryDirectory() as folder:
+            yield Path(folder) / path.name
+        return
     partial = path.with_name(path.name + ".partial")
     try:
         yield partial
@@ -210,7 +296,7 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(json_file: str | None, figures: Mapping[str, Any]) -> None:
     """Writes the figures where `--json` says."""
-    if json_file is None:
+    if json_file is None or not is_first_process():
         return
     text = json.dumps(figures, indent=2, ensure_ascii=False) + "\n"
     if json_file == "-":

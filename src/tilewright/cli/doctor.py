@@ -43,6 +43,7 @@ EXTRAS = {
         "pip install 'tilewright[serve]'",
     ),
     "graph": (("scipy",), "graphs with their nodes numbered for locality", "pip install 'tilewright[graph]'"),
+    "neuron": (("simpy",), "simulating Neuron chips", "pip install 'tilewright[neuron]'"),
     "tpu": (("libtpu",), "TPUs, and compiling for a TPU that is not here", "pip install 'tilewright[tpu]'"),
     "oracle": (
         ("torch", "transformers"),

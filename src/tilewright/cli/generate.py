@@ -15,6 +15,7 @@ from tilewright.bench.datasets import prompt as prompt_text
 from tilewright.bench.figures import generation_figures
 from tilewright.bench.speculative import encoded
 from tilewright.cli.common import (
+    DeviceOptions,
     JsonFile,
     ModelOptions,
     check_output_file,
@@ -104,6 +105,7 @@ def generate(
     prompt_file: Path | None = None,
     chat: Annotated[bool, Parameter(negative=())] = False,
     models: ModelOptions = ModelOptions(),
+    devices: DeviceOptions = DeviceOptions(),
     options: SamplingOptions = SamplingOptions(),
     outputs: Outputs = Outputs(),
 ) -> None:
@@ -125,7 +127,7 @@ def generate(
     template = models.chat_template(console) if chat else None
     if chat and template is None:
         raise ValueError(f"--chat needs a model with a chat template; {models.model} has none")
-    lm = models.load(console)
+    lm = models.load(console, devices)
     outputs.check_drafter(lm)
     texts = [prompt_text(example, (), template) for example in examples]
     tokens = [encoded(lm, text, template) for text in texts]

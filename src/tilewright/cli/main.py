@@ -4,14 +4,20 @@ A command is imported when it is called, for JAX takes a second to import; its h
 the command's own.
 """
 
+import os
 import sys
+from functools import partial
 
 from cyclopts import App, CycloptsError
 from rich.console import Console
 
 from tilewright import __version__
 from tilewright.cli.bench import app as bench
+from tilewright.cli.inspect import app as inspect
+from tilewright.cli.neuron import app as neuron
+from tilewright.cli.plan import app as plan
 from tilewright.cli.platforms import leave_tpus_out
+from tilewright.cli.processes import COORDINATOR, end_together, join
 
 app = App(
     name="tilewright",
@@ -29,7 +35,23 @@ app.command("tilewright.cli.serve:serve", name="serve", help="Serves a model ove
 app.command("tilewright.cli.chat:chat", name="chat", help="Chats with a model in the terminal.")
 app.command("tilewright.cli.train:app", name="train", help="Training.")
 app.command(bench)
+app.command(inspect)
+app.command(plan)
+app.command(neuron)
+app.command(
+    "tilewright.cli.chips:chips",
+    name="chips",
+    help="Shows chips side by side: peak, memory, links, and operations per byte of each.\n\n"
+    "With a piece of work, also its roofline.",
+)
 app.command("tilewright.cli.shapes:app", name="shapes", help="The shapes that serving declares.")
+app.command(
+    "tilewright.cli.launch:launch",
+    name="launch",
+    help="Runs a command in several processes on this machine, which divide its work, to try that out without a cluster.\n\n"
+    "The first process prints and writes files. Exit status: that of the first to fail, and all others are stopped then. They "
+    "compute on CPUs, unless JAX_PLATFORMS says otherwise.",
+)
 app.command(
     "tilewright.cli.verify_exact:verify_exact",
     name="verify-exact",
@@ -43,17 +65,29 @@ app.command(
 
 SERVING = ("serving", "serve")
 EXTRAS = {
-    "optax": ("training", "train"), "fastapi": SERVING, "uvicorn": SERVING, "prometheus_client": SERVING, "pydantic": SERVING,
+    "optax": ("training", "train"), "simpy": ("simulating Neuron chips", "neuron"),
+    "fastapi": SERVING, "uvicorn": SERVING, "prometheus_client": SERVING, "pydantic": SERVING,
 }  # fmt: skip
 """What is missing without an extra, by the module that it brings."""
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line."""
+    """Runs the command line, alone or with the processes that the environment names."""
     if "jax" not in sys.modules:
         leave_tpus_out()
+    given = sys.argv[1:] if arguments is None else arguments
+    if COORDINATOR in os.environ:
+        end_together(partial(run, given))
+    else:
+        run(given)
+
+
+def run(arguments: list[str]) -> None:
+    """Runs the command line in this process."""
     errors = Console(stderr=True, soft_wrap=True, emoji=False)
     try:
+        if COORDINATOR in os.environ:
+            join(arguments)
         app(arguments, exit_on_error=False, print_error=False, error_console=errors)
     except ImportError as error:
         missing = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error

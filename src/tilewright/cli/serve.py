@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from tilewright import __version__
-from tilewright.cli.common import DEMO, ModelOptions, named_model, progress_console
+from tilewright.cli.common import DEMO, DeviceOptions, ModelOptions, named_model, progress_console
 from tilewright.cli.diffusion_options import DEMO as DEMO_DIFFUSION
 from tilewright.cli.serve_diffusion import DenoisingOptions, diffusion_engine, is_diffusion
 from tilewright.decode.drafters.load import NGRAM
@@ -177,6 +177,7 @@ def serve(
     /,
     *,
     models: ModelOptions = ModelOptions(),
+    devices: DeviceOptions = DeviceOptions(),
     speculation: SpeculationOptions = SpeculationOptions(),
     capacity: CapacityOptions = CapacityOptions(),
     denoising: DenoisingOptions = DenoisingOptions(),
@@ -197,20 +198,21 @@ def serve(
     with listen(http.host, http.port) as listening:
         template = DEMO_TEMPLATES.get(models.model) or models.chat_template(console)
         options = http.server_options(models.model, template)
-        engine = engine_of(models, capacity, denoising, console)
+        engine = engine_of(models, devices, capacity, denoising, console)
         said = ready_line(options, models, engine, url_of(listening))
         Server(Api(engine, options), http.drain, said, progress_console(console)).run(listening)
 
 
 def engine_of(
-    models: ModelOptions, capacity: CapacityOptions, denoising: DenoisingOptions, console: Console
+    models: ModelOptions, devices: DeviceOptions, capacity: CapacityOptions, denoising: DenoisingOptions, console: Console
 ) -> Engine | DiffusionEngine:
     """The engine for a model of either kind."""
     if is_diffusion(models, console):
         capacity.refuse_paging()
+        devices.refuse("denoises")
         return diffusion_engine(models, denoising, capacity.slots, capacity.shared, console)
     denoising.refuse()
-    lm = models.load(console)
+    lm = models.load(console, devices)
     return Engine(lm, capacity.engine_options(lm.target.max_position_embeddings))
 
 

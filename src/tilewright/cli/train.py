@@ -1,7 +1,9 @@
 """`tilewright train`: language models; drafters, the demo's models and graph neural networks have files of their own."""
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from math import prod
 from pathlib import Path
 from shutil import copyfile
 from typing import Literal
@@ -26,6 +28,7 @@ from tilewright.models import decoder, hub
 from tilewright.models.checkpoint import load_decoder, save_params
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.tokenizer import load_tokenizer
+from tilewright.parallel.exchanges import Halves, Plan
 from tilewright.train.data import (
     encode_documents,
     end_of_text,
@@ -36,6 +39,7 @@ from tilewright.train.data import (
 from tilewright.train.grow import grow
 from tilewright.train.lm import train_lm
 from tilewright.train.loop import CHECKPOINT, TrainResult
+from tilewright.train.sharded import Setup, training_mesh
 from tilewright.train.text import TextOptions, require_texts, text_figures
 
 app = App(name="train", help="Training.")
@@ -154,6 +158,75 @@ class ModelSizes:
         return decoder.config_from_hf(decoder.config_to_hf(sizes), "the model's sizes")
 
 
+@Parameter(name="*")
+@dataclass(frozen=True)
+class MeshOptions:
+    """How to train over several devices.
+
+    Attributes:
+        mesh: devices along "fsdp", which divides batches and weights, and "tp", which divides layers: fsdp=4,tp=2. By default
+            one device. A run may go on over another mesh.
+        early: by how many layers weights are gathered before their turn; two numbers are for attention and MLP.
+        late: by how many layers gradients are scattered after their turn.
+        remat: the backward pass gathers weights and computes activations again.
+        scan_layers: layers run in a loop, which compiles faster.
+        rings: collectives go hop by hop, weights' and activations'.
+        compute: dtype of products and of weights on their way. Weights are float32 where they lie, and gradients are summed so.
+        accumulate: into how many parts a batch is divided, one after another.
+    """
+
+    mesh: str | None = None
+    early: str = "1"
+    late: str = "1"
+    remat: bool = True
+    scan_layers: bool = False
+    rings: bool = False
+    compute: Literal["float32", "bfloat16"] = "float32"
+    accumulate: int = 1
+
+    def setup(self, config: DecoderConfig, options: TextOptions) -> Setup | None:
+        """The model on the mesh; None without one.
+
+        Raises:
+            ValueError: an option that does not fit the devices, the model or the batch, or that says nothing without a mesh.
+        """
+        if self.mesh is None:
+            without = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
+            if without:
+                names = ", ".join(f"--{name.replace('_', '-')}" for name in without)
+                raise ValueError(f"expected --mesh with {names}, found none")
+            return None
+        form = "ring" if self.rings else "whole"
+        plan = Plan(
+            early=halves("early", self.early), late=halves("late", self.late), remat=self.remat, scan=self.scan_layers,
+            weights=form, activations=form, dtype=self.compute,
+        )  # fmt: skip
+        made = Setup(config, options.ops, training_mesh(mesh_axes(self.mesh), config), plan, self.accumulate)
+        made.check_batch((options.batch_size, options.sequence_length + 1))
+        return made
+
+    def figures(self) -> dict[str, object]:
+        """For `--json`: the devices and how they stand; nothing without a mesh."""
+        return {} if self.mesh is None else {"devices": prod(mesh_axes(self.mesh).values()), "mesh": self.mesh}
+
+
+def mesh_axes(text: str) -> dict[str, int]:
+    """The axes of a mesh, as `fsdp=4,tp=2` has them."""
+    found = re.fullmatch(r"(\w+=[1-9]\d*)(,\w+=[1-9]\d*)*", text)
+    axes = [part.split("=") for part in text.split(",")]
+    if found is None or len({name for name, _ in axes}) < len(axes):
+        raise ValueError(f"expected --mesh as fsdp=4,tp=2, found {text!r}")
+    return {name: int(size) for name, size in axes}
+
+
+def halves(name: str, text: str) -> Halves:
+    """A shift of both halves, or one of each: `1` or `1,2`."""
+    if re.fullmatch(r"\d+(,\d+)?", text) is None:
+        raise ValueError(f"expected --{name} as a number of layers, or two for attention and MLP, found {text!r}")
+    first, _, second = text.partition(",")
+    return Halves(int(first), int(second or first))
+
+
 @dataclass(frozen=True)
 class Beginning:
     """What the training of a language model begins with.
@@ -197,6 +270,7 @@ def lm(
     tokenizer: Path | None = None,
     sizes: ModelSizes = ModelSizes(),
     loop: LoopOptions = LoopOptions(),
+    over: MeshOptions = MeshOptions(),
     json_file: JsonFile = None,
 ) -> None:
     """Trains a language model: one of Qwen3's architecture from random weights, or one that is there already.
@@ -222,23 +296,23 @@ def lm(
     keep_programs(loop.compile_cache)
     documents = split_documents(read_documents(data), loop.held_out, loop.seed)
     kept = kept_tokenizer(out)
-    begin = Beginning.choose(start, tokenizer, sizes, console)
-    begin = begin or Beginning(kept or train_tokenizer(documents[0], sizes.bpe_size))
-    bpe = begin.tokenizer
+    chosen = Beginning.choose(start, tokenizer, sizes, console)
+    begin = chosen or Beginning(kept or train_tokenizer(documents[0], sizes.bpe_size))
+    bpe, identity = begin.tokenizer, {"vocab_size": sizes.bpe_size}
     if kept is not None and kept.to_str() != bpe.to_str():
         raise ValueError(f"{out} holds a run with another tokenizer; name another --out")
     config = begin.config or sizes.config(bpe.get_vocab_size(), end_of_text(bpe))
     end = config.eos_token_ids[0] if config.eos_token_ids else end_of_text(bpe)
     streams = [encode_documents(bpe, part, end) for part in documents]
     require_texts(streams[0], streams[1], options.sequence_length + 1, options)
+    setup = over.setup(config, options)
     out.mkdir(parents=True, exist_ok=True)
     bpe.save(str(out / "tokenizer.json"))
-    same = {"vocab_size": sizes.bpe_size}
-    result = train_lm(config, streams[0], streams[1], options, out / "training", console, begin.params, same)
+    result = train_lm(config, streams[0], streams[1], options, out / "training", console, begin.params, identity, setup)
     save_params(out, decoder.config_to_hf(config), decoder.declare(config), result.params, jnp.float32)
     for file in begin.files:
         copyfile(file, out / file.name)
-    finish(result, out, console, json_file, training_tokens=len(streams[0].tokens))
+    finish(result, out, console, json_file, training_tokens=len(streams[0].tokens), **over.figures())
 
 
 def kept_tokenizer(out: Path) -> Tokenizer | None:

@@ -23,6 +23,7 @@ from tilewright.decode.sampling import Sampling, row_sampling
 from tilewright.decode.shapes import Shape
 from tilewright.decode.state import DecodeState, StepInfo
 from tilewright.decode.team import Team
+from tilewright.parallel.mesh import agreed_seconds
 
 BUDGET_S = 0.4
 """How long a choice may be measured, unless a single run takes longer."""
@@ -72,7 +73,7 @@ def measure(bench: "Bench", choices: Collection[Choice]) -> Costs:
                 continue
             taken[choice].append(timed)
             single.append(bench.timed(PLAIN, 1).seconds)
-        if run and time.perf_counter() - began > BUDGET_S * len(rounds):
+        if run and bench.agreed(time.perf_counter() - began) > BUDGET_S * len(rounds):
             break
     least = {choice: min(runs) for choice, runs in taken.items()}
     dispatch = least[PLAIN].dispatch(min(single))
@@ -137,6 +138,10 @@ class Bench:
         """Runs rounds, and waits for them."""
         raise NotImplementedError
 
+    def agreed(self, seconds: float) -> float:
+        """A time by the clock of the first of the processes that measure together."""
+        return seconds
+
     def rewound(self, state: DecodeState) -> DecodeState:
         """A state with every row back in the middle."""
         start = self.start
@@ -177,7 +182,7 @@ class Bench:
             pass
         began = time.perf_counter()
         infos = self.advance(rounds, choice)
-        seconds = time.perf_counter() - began
+        seconds = self.agreed(time.perf_counter() - began)
         drafting = len(infos.drafted) if choice == PLAIN else int(np.sum(np.any(infos.drafted > 0, axis=1)))
         return Run(seconds, drafting, len(infos.drafted) - drafting)
 
@@ -193,6 +198,9 @@ class BatchBench(Bench):
 
     def advance(self, rounds: int, choice: Choice) -> StepInfo:
         return self.batch.advance(rounds, choice)
+
+    def agreed(self, seconds: float) -> float:
+        return agreed_seconds(self.batch.programs.target.mesh, seconds)
 
     def rewind(self) -> None:
         assert self.batch.device_state is not None
@@ -293,6 +301,7 @@ def configuration(team: Team, programs: Programs, shape: Shape, dtype: str, weig
     return {
         "target": str(target.config),
         "schedule": str(target.schedule),
+        "mesh": None if target.mesh is None else dict(target.mesh.shape),
         "kernels": target.ops.name,
         "dtype": dtype,
         "weights": weights,

@@ -6,11 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from rich.console import Console
 from tokenizers import Tokenizer
 
 from tilewright.decode.costs import CostFiles
+from tilewright.decode.division import Division, check_schedule, divide
 from tilewright.decode.drafters.base import Drafter
 from tilewright.decode.drafters.load import AUTO, NGRAM, DrafterOptions, load_drafter
 from tilewright.decode.pacing import Pacing
@@ -27,6 +30,7 @@ from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.diffusion import is_diffusion
 from tilewright.models.params import DTYPES
 from tilewright.models.tokenizer import load_tokenizer
+from tilewright.parallel.mesh import agreed
 
 
 class LanguageModel:
@@ -37,24 +41,30 @@ class LanguageModel:
         dtype: of weights and activations.
         weights: "int8" keeps matrices in 8 bits; "auto" keeps them in `dtype`.
         ops: what computes; `kernels` is its name.
+        division: over which devices it lies; None for the default one.
         drafter: what drafts; a team where rounds are chosen as decoding goes, which `pacing` then does.
     """
 
     def __init__(
         self, target: DecoderConfig, params: DecoderParams, tokenizer: Tokenizer, dtype: str = "float32",
         weights: Weights = "auto", kernels: Kernels = "auto", table: ShapeTable | None = None,
+        division: Division | None = None,
     ):  # fmt: skip
         check_dtype(dtype)
         self.target, self.tokenizer, self.dtype, self.weights = target, tokenizer, dtype, weights
         self.ops = operations(weights=weights, kernels=kernels)
-        self.kernels, self.table = self.ops.name, table or ShapeTable()
+        self.kernels, self.table, self.division = self.ops.name, table or ShapeTable(), division
         self.drafter: Drafter | Team | None = None
         self.pacing: Pacing | None = None
         self.cost_files: CostFiles | None = None
-        self.programs = self.programs_of(Models(decoder.prepare(target, self.ops, params)))
+        prepare = decoder.prepare if division is None else division.prepared
+        self.programs = self.programs_of(Models(prepare(target, self.ops, params)))
 
     def programs_of(self, models: Models) -> Programs:
-        return Programs(Target(self.target, self.ops), models, DTYPES[self.dtype], self.table)
+        target = Target(self.target, self.ops)
+        if self.division is not None:
+            target = replace(target, schedule=self.division.schedule, mesh=self.division.mesh)
+        return Programs(target, models, DTYPES[self.dtype], self.table)
 
     def with_drafter(self, drafter: Drafter | Team | None, params: Any = None) -> "LanguageModel":
         """The same target, whose parameters are shared, with another drafter; None for none.
@@ -80,7 +90,8 @@ class LanguageModel:
         """A drafter and its parameters as this model's operations want them."""
         if drafter is None or drafter.dtype is None:
             return drafter, params
-        return replace(cast(Any, drafter), ops=self.ops), self.ops.prepare(drafter.declared, params)
+        prepared = self.ops.prepare(drafter.declared, params)
+        return replace(cast(Any, drafter), ops=self.ops), prepared if self.division is None else self.division.whole(prepared)
 
     def load_drafter(
         self, source: str | Sequence[str] | None, options: DrafterOptions, console: Console | None = None
@@ -97,18 +108,33 @@ class LanguageModel:
         own = options if fixed else replace(options, block_size=None)
         loaded = [load_drafter(each, self.target, self.dtype, own.fitting(each), console) for each in sources]
         drafters, params = zip(*loaded, strict=True)
-        masked = options.block_size != AUTO[1] and not rows_alike(self.ops, self.dtype)
+        # Partial sums of other numbers of rows are added up in other ways.
+        alike = rows_alike(self.ops, self.dtype) if self.division is None else self.dtype == "float32"
+        masked = options.block_size != AUTO[1] and not alike
         return Team(drafters, () if fixed else self.table.widths, masked), params
 
     def keep_costs(self, files: CostFiles) -> "LanguageModel":
-        """The same model, which keeps what rounds cost in files for the next process; for any drafter that it is given."""
+        """The same model, which keeps what rounds cost in files for the next process; for any drafter that it is given.
+
+        Over several processes nothing is kept: each might find other files.
+        """
+        if self.division is not None and self.division.mesh.is_multi_process:
+            return self
         self.cost_files = files
         if self.pacing is not None:
             self.pacing.files = files
         return self
 
     def head_in(self, dtype: DTypeLike) -> Any:
-        """The target's output head in another dtype, prepared."""
+        """The target's output head in another dtype, prepared.
+
+        Raises:
+            ValueError: no device holds all of it.
+        """
+        if self.division is not None:
+            raise ValueError(
+                f"expected a drafter in {self.dtype}, as the model whose output head lies over a mesh, found another"
+            )
         head = self.ops.restore(decoder.output_head(self.programs.models.target))
         return self.ops.prepare_matrix(head[: self.target.hidden_size].astype(dtype), "lm_head")
 
@@ -151,6 +177,12 @@ class LanguageModel:
             raise ValueError(f"expected one sampling for each of {len(prompts)} prompts, found {len(each)}")
         return [one.seeded() for one in each]
 
+    def agreed_sampling(self, each: Sequence[Sampling]) -> list[Sampling]:
+        """The same with the first process's seeds: each process has drawn fresh ones."""
+        mesh = None if self.division is None else self.division.mesh
+        seeds = agreed(mesh, np.array([one.seed or 0 for one in each], np.uint32))
+        return [one if one.seed is None else replace(one, seed=int(seed)) for one, seed in zip(each, seeds, strict=True)]
+
     def drafter_for(self, speculative: bool | None) -> Drafter | Team | None:
         """What drafts, if anything does.
 
@@ -176,7 +208,7 @@ class LanguageModel:
             speculative: False decodes without the drafter; by default a drafter is used if there is one.
         """
         listed = [prompts] if isinstance(prompts, str) else list(prompts)
-        each = self.each_sampling(listed, sampling)
+        each = self.agreed_sampling(self.each_sampling(listed, sampling))
         drafter = self.drafter_for(speculative)
         encoded = [self.encode(prompt) for prompt in listed]
         for tokens, one in zip(encoded, each, strict=True):
@@ -252,22 +284,12 @@ def target_folder(model: str, revision: str | None, console: Console | None) -> 
 
 
 def load(
-    model: str | Path,
-    drafter: str | Path | Sequence[str | Path] | None = None,
-    *,
-    dtype: str = "float32",
-    weights: Weights = "auto",
-    block_size: int | str | None = None,
-    draft_window: int | None = None,
-    drafter_dtype: str | None = None,
-    refine: int = 0,
-    walk: str | None = None,
-    revision: str | None = None,
-    drafter_revision: str | None = None,
-    table: ShapeTable | None = None,
-    kernels: Kernels = "auto",
-    console: Console | None = None,
-) -> LanguageModel:
+    model: str | Path, drafter: str | Path | Sequence[str | Path] | None = None, *, dtype: str = "float32",
+    weights: Weights = "auto", block_size: int | str | None = None, draft_window: int | None = None,
+    drafter_dtype: str | None = None, refine: int = 0, walk: str | None = None, revision: str | None = None,
+    drafter_revision: str | None = None, table: ShapeTable | None = None, kernels: Kernels = "auto", mesh: Mesh | None = None,
+    schedule: str | None = None, console: Console | None = None,
+) -> LanguageModel:  # fmt: skip
     """Loads a target and, if one is named, its drafter.
 
     Args:
@@ -286,18 +308,26 @@ def load(
         revision, drafter_revision: a branch, tag or commit on the hub.
         table: the declared shapes.
         kernels: "auto" takes this package's own kernels where they run, "xla" leaves everything to XLA.
+        mesh: of one axis (`parallel.mesh.make_mesh`), whose devices divide the target among them: each reads its part of the
+            files alone. Drafters are whole on every device. None for the default device.
+        schedule: how sums travel over the mesh, "sync" (the default) or another of `parallel.auto.SCHEDULES`, or
+            "auto".
         console: where progress is shown.
 
     Raises:
-        ValueError: what is wrong with the files, or how the drafter fails to fit the target.
+        ValueError: what is wrong with the files, how the drafter fails to fit the target, or which sizes the mesh does not
+            divide.
     """
     check_dtype(dtype)
+    check_schedule(mesh, schedule)
     operations(weights=weights, kernels=kernels)  # what cannot run here is said before anything is read
     source = drafter if drafter is None else str(drafter) if isinstance(drafter, str | Path) else [str(one) for one in drafter]
     size = AUTO[0] if drafter is not None and block_size is None else block_size
     options = DrafterOptions(size, draft_window, drafter_dtype, refine, walk, drafter_revision)
     check_sources(source, options)
     folder = target_folder(str(model), revision, console)
+    division = divide(checkpoint.decoder_config(folder), mesh, schedule)
     tokenizer = load_tokenizer(folder)
-    lm = LanguageModel(*checkpoint.load_decoder(folder, DTYPES[dtype], console), tokenizer, dtype, weights, kernels, table)
+    target = checkpoint.load_decoder(folder, DTYPES[dtype], console, None if division is None else division.shardings)
+    lm = LanguageModel(*target, tokenizer, dtype, weights, kernels, table, division)
     return lm.with_drafter(*lm.load_drafter(source, options, console))

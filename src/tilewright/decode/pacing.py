@@ -12,6 +12,7 @@ from tilewright.decode.policy import PLAIN, Choice, History, Policy
 from tilewright.decode.programs import Programs
 from tilewright.decode.shapes import Shape
 from tilewright.decode.team import Team
+from tilewright.parallel.mesh import agreed_seconds
 
 FIRST_WIDTH = 4
 """Of the first drafted block on a CPU, where every row costs, while nothing is known; elsewhere it is the widest."""
@@ -46,7 +47,7 @@ class Pacing:
             known = self.known(batch.shape)
             if PLAIN not in ready or len(ready) == 1:
                 ready |= {PLAIN, self.first(known)}
-                self.programs.warm(batch.round_key(choice) for choice in ready)
+                self.programs.warm(batch.round_key(choice) for choice in sorted(ready))
             costs = self.measured(batch, ready)
             return Policy(self.history, costs.rounds, ready, costs.dispatch)
 
@@ -104,8 +105,9 @@ class Pacing:
             if wanted is None:
                 return
             choice, saved = wanted
-            seconds = [self.programs.seconds.get(batch.round_key(each), 0.0) for each in compiled]
-            if choice not in compiled and saved < max(seconds) and not self.patient:
+            seconds = max(self.programs.seconds.get(batch.round_key(each), 0.0) for each in compiled)
+            longest = agreed_seconds(self.programs.target.mesh, seconds)
+            if choice not in compiled and saved < longest and not self.patient:
                 return
             self.programs.get(batch.round_key(choice))
             self.measured(batch, {choice})

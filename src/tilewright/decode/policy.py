@@ -254,17 +254,17 @@ class Policy:
         One that may be idle is worth a little more than it is expected to give: its rounds see when a text begins to repeat
         itself, which the next look may see 32 rounds later.
         """
+        return max(outlook, key=lambda choice: (self.worth(choice, outlook[choice]), -choice.width, choice.drafter))
 
-        def worth(choice: Choice) -> tuple[float, int, str]:
-            watching = choice in self.costs and self.costs[choice].idle is not None
-            return outlook[choice].rate * (WATCHING if watching else 1.0), -choice.width, choice.drafter
-
-        return max(outlook, key=worth)
+    def worth(self, choice: Choice, outlook: Outlook) -> float:
+        """Expected tokens a second, and a little more where a choice may be idle."""
+        watching = choice in self.costs and self.costs[choice].idle is not None
+        return outlook.rate * (WATCHING if watching else 1.0)
 
     def tried(self, outlook: Mapping[Choice, Outlook], best: Choice) -> Choice | None:
         """A choice of a drafter that is off, if what trying it is expected to lose is within the allowance."""
         drafters = {choice.drafter for choice in outlook} - {best.drafter}
-        for drafter in sorted(drafters, key=lambda name: -self.history.allowance[name]):
+        for drafter in sorted(drafters, key=lambda name: (-self.history.allowance[name], name)):
             choice = self.best({one: each for one, each in outlook.items() if one.drafter == drafter})
             lost = PROBE * (outlook[choice].seconds - outlook[choice].tokens / outlook[best].rate) + self.dispatch
             if lost <= self.history.allowance[drafter]:

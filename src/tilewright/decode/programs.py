@@ -12,6 +12,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from tilewright.compiled.store import Store
+from tilewright.decode.division import compile_allocate, compile_step
 from tilewright.decode.drafters.base import Drafter
 from tilewright.decode.layout import Layout
 from tilewright.decode.prefill import prefill
@@ -78,13 +79,12 @@ class Programs(Store[ProgramKey]):
 
     def compile(self, key: ProgramKey) -> jax.stages.Compiled:
         layout = Layout(key.shape.batch, key.shape.capacity)
-        allocate = partial(allocate_caches, self.target, layout, key.drafter, self.dtype)
-        allocate.__name__ = "allocate"  # type: ignore[attr-defined]
+        allocate = partial(allocate_caches, layout=layout, drafter=key.drafter, dtype=self.dtype)
         if key.name == "allocate":
-            return jax.jit(allocate).lower().compile()
-        state = jax.eval_shape(lambda: self.empty_state(key.shape, *allocate()))
+            return compile_allocate(self.target, allocate)
         function, inputs = self.function(key)
-        return jax.jit(function, donate_argnums=1).lower(self.read_models(key.drafter), state, *inputs).compile()
+        empty = partial(self.empty_state, key.shape)
+        return compile_step(self.target, function, self.read_models(key.drafter), allocate, empty, inputs)
 
     def function(self, key: ProgramKey) -> tuple[Callable[..., tuple[DecodeState, Any]], tuple[jax.ShapeDtypeStruct, ...]]:
         """The program to compile, as `f(models, state, *inputs) -> (state, result)`, and its inputs."""

@@ -19,6 +19,7 @@ from tilewright.decode.shadow import NGramShadow
 from tilewright.decode.state import StepInfo
 from tilewright.decode.team import Team
 from tilewright.models.tokenizer import StreamDecoder
+from tilewright.parallel.mesh import agreed_seconds
 
 
 class Session:
@@ -114,7 +115,7 @@ class Session:
         plan = self.policy.next(steps) if choice is None else Plan(choice, steps)
         began = time.perf_counter()
         infos = self.batch.advance(plan.rounds, plan.choice)
-        seconds = time.perf_counter() - began
+        seconds = agreed_seconds(self.programs.target.mesh, time.perf_counter() - began)
         drafted, accepted, settled = (np.asarray(each) for each in (infos.drafted, infos.accepted, infos.settled))
         # Where another one drafted before, a context catches up first.
         alone = self.drafted in (None, plan.choice.drafter)

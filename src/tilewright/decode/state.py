@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 from jaxtyping import Bool, Int
 
 from tilewright.decode.cache import CausalCache
@@ -28,11 +29,13 @@ class Target:
     Attributes:
         ops: what its parameters were prepared for.
         schedule: how it runs on its devices.
+        mesh: these devices, as `division.Division` has them; None for the default one.
     """
 
     config: DecoderConfig
     ops: Operations = select.PLAIN
     schedule: Schedule = SINGLE_DEVICE
+    mesh: Mesh | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -42,6 +45,10 @@ class Span:
 
     start: Any
     count: Any
+
+    def positions(self, first: int, count: int) -> "Span":
+        """Those among `count` of them from the first on, counted from each row's start."""
+        return Span(self.start + first, jnp.clip(self.count - first, 0, count))
 
 
 @jax.tree_util.register_dataclass

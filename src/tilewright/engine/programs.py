@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 
 from tilewright.compiled.store import Store
 from tilewright.decode.cache import KVCache, Ring
+from tilewright.decode.division import compile_allocate, compile_step
 from tilewright.decode.drafters.base import Drafter
 from tilewright.decode.layout import PagedLayout, rows_of, with_rows
 from tilewright.decode.policy import Choice
@@ -112,13 +113,12 @@ class EnginePrograms(Store[EngineKey]):
                     yield from (EngineKey("rounds", rows, positions, choice=choice, warp=warp) for choice in self.choices)
 
     def compile(self, key: EngineKey) -> jax.stages.Compiled:
-        allocate = partial(allocate_caches, self.target, self.layout, self.drafter, self.dtype)
+        allocate = partial(allocate_caches, layout=self.layout, drafter=self.drafter, dtype=self.dtype)
         if key.name == "allocate":
-            allocate.__name__ = "allocate"  # type: ignore[attr-defined]
-            return jax.jit(allocate).lower().compile()
-        state = jax.eval_shape(lambda: self.empty_state(allocate()))
+            return compile_allocate(self.target, allocate)
         function, inputs = getattr(self, key.name)(key)
-        return jax.jit(function, donate_argnums=1).lower(self.models, state, *inputs).compile()
+        empty = partial(Programs.empty_state, self.layout)
+        return compile_step(self.target, function, self.models, allocate, empty, inputs)
 
     def empty_state(self, caches: tuple[Any, Any]) -> DecodeState:
         """Slots that hold nothing, done from the start."""

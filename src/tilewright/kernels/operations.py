@@ -128,7 +128,8 @@ class Operations:
         head_top_k: `(x, head, k) -> (index, value)` `[..., k]` of the `k` largest of `x @ head`, in descending order; of equals
             the first goes first.
         prepare_matrix, prepare_joined: `(weight, name) -> weight` as the operations want it; a `ValueError` names a weight
-            that cannot be prepared.
+            that cannot be prepared. The former takes `largest=None` as well, the largest absolute weight of each output where
+            the matrix has only some of their inputs.
         restore: the matrix `[I, O]` that `prepare_matrix` was given, rounded to the format; zeros may follow its inputs.
         prepares: prepared weights are not the matrices that they were.
         own_head: a tied model gets a head of its own: the products read it faster than the embedding transposed.
@@ -158,7 +159,7 @@ class Operations:
     cross_entropy: Callable[[Array, Any, Array, Array], Array]
     head_argmax: Callable[..., tuple[Array, Array]]
     head_top_k: Callable[[Array, Any, int], tuple[Array, Array]]
-    prepare_matrix: Callable[[Any, str], Any]
+    prepare_matrix: Callable[..., Any]
     prepare_joined: Callable[[Joined, str], Any]
     restore: Callable[[Any], Array]
     prepares: bool = False

@@ -178,7 +178,7 @@ def tpu_paged_append_attend(projection: Any, how: Heads, pool: Pool, *rest: Arra
     return paged_tpu.append_attend(projection, how, pool, *rest, heads=heads)
 
 
-def as_it_is(weight: Any, name: str) -> Any:
+def as_it_is(weight: Any, name: str, largest: Any = None) -> Any:
     return weight
 
 
@@ -432,7 +432,7 @@ def cpu_operations(name: str, weights: Weights) -> Operations:
         cross_entropy=partial(loss_xla.cross_entropy, linear=cpu_linear),
         head_argmax=lambda x, head, norm=None: cpu.linear_argmax(x, head, **before(norm)),
         head_top_k=cpu.linear_top_k,
-        prepare_matrix=lambda w, name: cpu.pack(w, kind, name),
+        prepare_matrix=lambda w, name, largest=None: cpu.pack(w, kind, name, largest),
         prepare_joined=prepare_joined,
         restore=cpu.unpack,
         prepares=True,

@@ -296,6 +296,11 @@ def save_params(
     multihost_utils.sync_global_devices(f"saved {folder}")
 
 
+def decoder_config(folder: Path) -> DecoderConfig:
+    """The configuration of a decoder language model. Raises a `ValueError` as `read_config` and `config_from_hf` do."""
+    return config_from_hf(read_config(folder), where=str(folder / CONFIG))
+
+
 def load_decoder(
     folder: Path,
     dtype: DTypeLike,
@@ -314,7 +319,7 @@ def load_decoder(
     Raises:
         ValueError: see `read_config`, `decoder.config_from_hf` and `load_params`.
     """
-    config = config_from_hf(read_config(folder), where=str(folder / CONFIG))
+    config = decoder_config(folder)
 
     def ignore(name: str) -> bool:
         return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")

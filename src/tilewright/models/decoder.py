@@ -8,7 +8,7 @@ Sources: Qwen3 technical report (arXiv 2505.09388) §2; Qwen2 (arXiv 2407.10671)
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast, get_args
 
@@ -99,6 +99,18 @@ class Layer:
     qkv_bias: Any = None
 
 
+def split_layer(layer: Layer) -> tuple[Layer, Layer]:
+    """What a layer's attention half reads, and what its MLP half does, with None for the rest; of any tree like a layer's."""
+    mlp = {"post_attention_norm", "gate_up", "down"}
+    other = {field.name for field in fields(Layer)} - mlp
+    return replace(layer, **dict.fromkeys(mlp)), replace(layer, **dict.fromkeys(other))
+
+
+def join_layer(attention: Layer, mlp: Layer) -> Layer:
+    """The inverse of `split_layer`."""
+    return replace(attention, post_attention_norm=mlp.post_attention_norm, gate_up=mlp.gate_up, down=mlp.down)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecoderParams:
@@ -121,17 +133,13 @@ def declare_layer(config: Any, prefix: str, qk_norm: bool, inputs: int | None = 
     query, key = config.num_heads * d, config.num_kv_heads * d
     attn, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     out_scale = 0.02 / (2 * config.num_layers) ** 0.5
-    qkv = (("q", query, "heads"), ("k", key, "kv_heads"), ("v", key, "kv_heads"))
-
-    def projection(name: str, size: int, axis: str) -> ArraySpec:
-        return matrix(f"{attn}.{name}_proj.weight", inputs or h, size, ("hidden", axis), units=(1, d))
-
-    def bias(name: str, size: int, axis: str) -> ArraySpec:
-        return ArraySpec(f"{attn}.{name}_proj.bias", (size,), (axis,), units=(d,))
-
+    qkv = [(f"{attn}.{name}_proj", size, axis) for name, size, axis in
+           (("q", query, "heads"), ("k", key, "kv_heads"), ("v", key, "kv_heads"))]  # fmt: skip
+    products = [matrix(f"{name}.weight", inputs or h, size, ("hidden", axis), units=(1, d)) for name, size, axis in qkv]
+    biases = [ArraySpec(f"{name}.bias", (size,), (axis,), units=(d,)) for name, size, axis in qkv]
     return Layer(
         input_norm=norm_weight(f"{prefix}.input_layernorm.weight", h),
-        qkv=Joined(tuple(projection(*one) for one in qkv)),
+        qkv=Joined(tuple(products)),
         o=matrix(f"{attn}.o_proj.weight", query, h, ("heads", "hidden"), out_scale, units=(d, 1)),
         q_norm=norm_weight(f"{attn}.q_norm.weight", d, "head") if qk_norm else None,
         k_norm=norm_weight(f"{attn}.k_norm.weight", d, "head") if qk_norm else None,
@@ -140,7 +148,7 @@ def declare_layer(config: Any, prefix: str, qk_norm: bool, inputs: int | None = 
             tuple(matrix(f"{mlp}.{name}_proj.weight", h, i, ("hidden", "mlp")) for name in ("gate", "up")), gated=True
         ),
         down=matrix(f"{mlp}.down_proj.weight", i, h, ("mlp", "hidden"), out_scale),
-        qkv_bias=tuple(bias(*one) for one in qkv) if qkv_bias else None,
+        qkv_bias=tuple(biases) if qkv_bias else None,
     )
 
 
@@ -191,8 +199,11 @@ def mlp(
     x: Float[Array, "B T H"],
     add: Float[Array, "B T H"] | None = None,
     count: Int[Array, ""] | None = None,
-) -> Float[Array, "B T H"]:
-    """The MLP half's partial sum, on top of `add` if that is given; of the first `count` rows at least (see `Operations`)."""
+) -> Float[Array, "*rows H"]:
+    """The MLP half's partial sum, on top of `add` if that is given; of the first `count` rows at least (see `Operations`).
+
+    Of other rows than those of `x` where the products give these (see `stack.py`).
+    """
     inner = ops.gated_linear(x, layer.gate_up, Norm(layer.post_attention_norm, config.rms_norm_eps), count=count)
     return ops.linear(inner, layer.down, add=add, count=count)
 
@@ -200,13 +211,16 @@ def mlp(
 def stack_of(config: Any, ops: Operations, of: tuple[Layer, ...], attend: Attend) -> Stack:
     """Layers in their parts. `config` is that of a decoder, or of a drafter with layers like a decoder's."""
 
+    def norms(layer: Layer) -> tuple[Norm, Norm]:
+        return Norm(layer.input_norm, config.rms_norm_eps), Norm(layer.post_attention_norm, config.rms_norm_eps)
+
     def project(ops: Operations, layer: Layer, x: Float[Array, "B T H"]) -> Projection:
-        return ops.project(x, layer.qkv, Norm(layer.input_norm, config.rms_norm_eps), bias=layer.qkv_bias)
+        return ops.project(x, layer.qkv, norms(layer)[0], bias=layer.qkv_bias)
 
     def attended(ops: Operations, layer: Layer, projection: Projection, rows: Rows, kept: Any) -> tuple[Array, Any]:
         return attend(ops, projection, head_norms(config, layer, rows.rope), rows.seen, kept)
 
-    return Stack(ops, of, project, attended, output, partial(mlp, config))
+    return Stack(ops, of, project, attended, output, partial(mlp, config), norms)
 
 
 class Forward(NamedTuple):

@@ -145,15 +145,16 @@ def from_parts(
     shape: tuple[int, ...], sharding: Sharding | None, dtype: DTypeLike, read: Callable[[Bounds], np.ndarray]
 ) -> Array:
     """An array from the parts that this process's devices hold: `read` gives one, in any dtype, and is called once for each."""
-
-    def part(bounds: Bounds) -> np.ndarray:
-        return np.asarray(read(bounds), jnp.dtype(dtype), order="C")
-
     if sharding is None:
         (whole,) = held_parts(shape, None)
-        return jax.device_put(part(whole))  # `jnp.asarray` compiles a program for each shape
-    once = cache(part)  # replicas share what was read
+        return jax.device_put(np.asarray(read(whole), jnp.dtype(dtype), order="C"))  # `jnp.asarray` compiles for each shape
+    once = cache(lambda bounds: np.asarray(read(bounds), jnp.dtype(dtype), order="C"))  # replicas share what was read
     return jax.make_array_from_callback(shape, sharding, lambda index: once(_bounds(index, shape)), dtype=jnp.dtype(dtype))
+
+
+def read_part(spec: ArraySpec, read: Callable[[str, Bounds], np.ndarray], bounds: Bounds) -> np.ndarray:
+    """Part of an array, of which a checkpoint may hold the transpose."""
+    return read(spec.name, bounds[::-1]).T if spec.transposed else read(spec.name, bounds)
 
 
 def from_tensors(
@@ -166,9 +167,6 @@ def from_tensors(
     """
 
     def place(spec: ArraySpec, sharding: Sharding | None) -> Array:
-        def part(bounds: Bounds) -> np.ndarray:
-            return read(spec.name, bounds[::-1]).T if spec.transposed else read(spec.name, bounds)
-
-        return from_parts(spec.shape, sharding, dtype, part)
+        return from_parts(spec.shape, sharding, dtype, partial(read_part, spec, read))
 
     return each(specs, shardings, place)

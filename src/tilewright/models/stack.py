@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
@@ -33,6 +34,16 @@ class Rows(NamedTuple):
     rope: Rope
     seen: Any
 
+    @property
+    def divisible(self) -> bool:
+        """Whether they can be divided along their positions, so that later ones see the earlier ones in a cache."""
+        return hasattr(self.seen, "positions")
+
+    def positions(self, first: int, count: int) -> "Rows":
+        """The same for so many positions of each row, from the first on."""
+        cos, sin = (jax.lax.slice_in_dim(part, first, first + count, axis=1) for part in self.rope)
+        return Rows((cos, sin), self.seen.positions(first, count))
+
 
 @dataclass(frozen=True)
 class Stack:
@@ -47,6 +58,8 @@ class Stack:
         output: `(ops, layer, out, add=None) -> partial sum [B, T, H]` of the attention half, on top of `add` if that is given:
             a schedule that has nothing to do before the addition leaves it to the product.
         mlp: `(ops, layer, x, add=None) -> partial sum` of the MLP half, its norm included.
+        norms: `layer -> (norm, norm)`, which `project` and `mlp` begin with and hand to their operations, for a schedule that
+            has rows normed before they come to these; None if they begin otherwise.
     """
 
     ops: Operations
@@ -55,6 +68,7 @@ class Stack:
     attend: Callable[[Operations, Any, Projection, Rows, Any], tuple[Array, Any]]
     output: Callable[..., Array]
     mlp: Callable[..., Array]
+    norms: Callable[[Any], tuple[Norm, Norm]] | None = None
 
 
 @runtime_checkable

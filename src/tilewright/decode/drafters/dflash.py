@@ -1,6 +1,7 @@
 """Drafting with DFlash: one pass proposes the whole block (arXiv 2602.06036)."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax.numpy as jnp
@@ -52,7 +53,7 @@ class DFlash:
     def tap_layers(self) -> tuple[int, ...]:
         return self.config.target_layer_ids
 
-    @property
+    @cached_property
     def declared(self) -> Any:
         return dflash.declare(self.config)
 

@@ -1,6 +1,7 @@
 """Drafting with DFlash 2: one pass, then a walk through each slot's candidates."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from jax import Array
@@ -33,7 +34,7 @@ class DFlash2(DFlash):
 
     name = "dflash2"
 
-    @property
+    @cached_property
     def declared(self) -> Any:
         return dflash2.declare(self.config)
 

@@ -1,6 +1,7 @@
 """Drafting with EAGLE-3: a chain of single steps, all in one round (arXiv 2503.01840)."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -60,7 +61,7 @@ class Eagle3:
     def tap_layers(self) -> tuple[int, ...]:
         return self.config.target_layer_ids
 
-    @property
+    @cached_property
     def declared(self) -> Any:
         ids = ArraySpec("d2t", (self.config.draft_vocab_size,), ("vocab",))
         return replace(eagle3.declare(self.config), target_ids=ids)
@@ -71,8 +72,10 @@ class Eagle3:
         return Context(keys, jnp.zeros((layout.batch, 1, config.hidden_size), dtype))
 
     def embed(self, target: Target, models: Models, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
-        table = models.target.embed if models.drafter.embed is None else models.drafter.embed
-        return target.schedule.embed(target.ops, table, tokens).astype(DTYPES[self.dtype])
+        own = models.drafter.embed  # which is whole on every device
+        if own is None:
+            return target.schedule.embed(target.ops, models.target.embed, tokens).astype(DTYPES[self.dtype])
+        return self.ops.take(own, tokens).astype(DTYPES[self.dtype])
 
     def propose(self, target: Target, models: Models, state: DecodeState) -> Proposal:
         """Drafts token after token: each step reads its own output of the step before, and the token drafted there."""

@@ -53,11 +53,21 @@ class PackedMatrix:
     gated: bool = False
     parts: tuple[int, ...] = ()
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """As of the matrix, with the zeros that follow its inputs."""
+        return self.panels.shape[1] * (1 if self.panels.ndim == 3 else self.panels.shape[3]), self.outputs
 
-def quantise(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A matrix `[I, O]` as int8 from -127 to 127, and a float32 scale for each output: its largest weight becomes 127."""
+
+def quantise(w: np.ndarray, largest: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """A matrix `[I, O]` as int8 from -127 to 127, and a float32 scale for each output: its largest weight becomes 127.
+
+    Args:
+        largest: of each output, where there are more inputs than these.
+    """
     wide = np.asarray(w, np.float32)
-    scales = np.max(np.abs(wide), axis=0, initial=0.0) / np.float32(127)
+    most = np.max(np.abs(wide), axis=0, initial=0.0) if largest is None else np.asarray(largest, np.float32)
+    scales = most / np.float32(127)
     units = np.divide(wide, scales, out=np.zeros_like(wide), where=scales > 0)
     return np.rint(np.clip(units, -127, 127)).astype(np.int8), scales  # (a subnormal scale is too coarse)
 
@@ -94,22 +104,23 @@ def on_huge_pages(array: np.ndarray) -> Array:
     return jax.device_put(placed)
 
 
-def packed(matrices: list[Any], kind: Format) -> PackedMatrix:
+def lanes(vectors: list[np.ndarray]) -> np.ndarray:
+    """Per-output vectors in the order of the panels."""
+    padded = [np.pad(v, (0, -len(v) % LANES)).reshape(-1, LANES) for v in vectors]
+    return np.stack(padded, axis=1).reshape(-1)
+
+
+def packed(matrices: list[Any], kind: Format, largest: np.ndarray | None = None) -> PackedMatrix:
     """One matrix, or a gate and an up matrix whose panels alternate."""
     outputs = matrices[0].shape[1]
     parts = [np.asarray(w) for w in matrices]
     scales = sums = [np.zeros(0, np.float32)]
     if kind == "int8":
-        quantised = [quantise(w) for w in parts]
+        quantised = [quantise(w, largest) for w in parts]
         parts = [q for q, _ in quantised]
         scales, sums = [s for _, s in quantised], [q.sum(axis=0, dtype=np.int32) for q in parts]
     else:
         parts = [w.astype(jnp.dtype(kind)) for w in parts]
-
-    def lanes(vectors: list[np.ndarray]) -> np.ndarray:
-        """Per-output vectors in the order of the panels."""
-        padded = [np.pad(v, (0, -len(v) % LANES)).reshape(-1, LANES) for v in vectors]
-        return np.stack(padded, axis=1).reshape(-1)
 
     both = np.stack([panels_of(w, kind) for w in parts], axis=1)
     return PackedMatrix(
@@ -133,20 +144,21 @@ def check(w: Any, kind: str, name: str) -> None:
         raise ValueError(f"{name}: expected finite weights, which 8 bits can hold, found infinity or NaN")
 
 
-def pack(w: Float[Array, "I O"], kind: Format | None = None, name: str = "weight") -> PackedMatrix:
+def pack(w: Float[Array, "I O"], kind: Format | None = None, name: str = "weight", largest: Any = None) -> PackedMatrix:
     """Packs one matrix.
 
     Args:
         w: float32 or bfloat16.
         kind: the format to pack into; None keeps the dtype.
         name: what a complaint calls it.
+        largest: the largest absolute weight of each output, `[O]`, where these are not all of its inputs; for 8 bits.
 
     Raises:
         ValueError: `w` is no such matrix.
     """
     chosen = cast(Format, kind or w.dtype.name)
     check(w, chosen, name)
-    return packed([w], chosen)
+    return packed([w], chosen, largest)
 
 
 def unpack(w: PackedMatrix) -> Float[Array, "I O"]:

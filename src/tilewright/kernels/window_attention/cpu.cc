@@ -45,10 +45,10 @@ ffi::Error WindowAttention(ffi::ThreadPool pool, Any q, Any k, Any v, Any change
     if (call.lengths[b] < 0 || call.lengths[b] > call.positions) return wrong("a length is out of range");
   for (int64_t i = 0; i < queries; ++i)
     if (call.kinds[i] < IDLE || call.kinds[i] >= CARRIED + call.changes) return wrong("a kind is out of range");
-  const int64_t items = call.batch * call.n;
+  const int64_t items = call.batch * call.n, together = call.batch * call.heads >= pool.num_threads() ? call.n / call.heads : 1;
   call.sums = static_cast<float*>(native::scratch<1>(queries * call.n * 3 * sizeof(float) + 64));
   const auto run = type == ffi::BF16 ? ON_BEST_ISA(attend<uint16_t>) : ON_BEST_ISA(attend<float>);
-  native::share(pool, items, 1, items * call.window * call.positions * call.d >= (1 << 17), [&](int64_t begin, int64_t end) { run(call, begin, end); });
+  native::share(pool, items, together, items * call.window * call.positions * call.d >= (1 << 17), [&](int64_t begin, int64_t end) { run(call, begin, end); });
   for (int64_t b = 0; b < call.batch; ++b)
     for (int64_t i = 0; i < call.window * 3; ++i) {
       float sum = 0;
