@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from tokenizers import Tokenizer
 
 from tilewright.train.clean import Cleaner
@@ -29,6 +31,9 @@ NOT_CODE = frozenset(
     "site-packages test tests testing _test encodings pydoc_data __phello__ __pycache__ _vendor vendor third_party".split()
 )
 """Folders of tables, tests, installed packages and copies of other packages."""
+
+EXTRAS = ("train", "serve", "graph", "neuron")
+"""The project's extras whose packages are read: those that it runs with, not those that test it."""
 
 PERMISSIVE = re.compile(
     r"MIT( License)?|BSD( License)?|BSD-[23]-Clause|0BSD|Apache-2\.0|Apache( Software)? License( 2\.0)?|Apache 2\.0|ISC"
@@ -93,21 +98,26 @@ def module_sources(found: Distribution) -> Iterator[tuple[str, Path]]:
                 yield ".".join(file.with_suffix("").parts).removesuffix(".__init__"), path
 
 
-def dependencies(project: str = "tilewright") -> list[Dependency]:
-    """What `project` needs, directly or not, as far as it is installed, by name. Extras count; the project itself does not."""
-    waiting, known = [project], {}
+def dependencies(project: str = "tilewright", extras: Sequence[str] = EXTRAS) -> list[Dependency]:
+    """What `project` with `extras` needs here, directly or not, as far as it is installed, by name; the project itself is left out.
+
+    What only other systems, Python versions or extras ask for does not count: the text is the same wherever it is run.
+    """
+    own = canonicalize_name(project)
+    waiting, seen, known = [(own, frozenset(extras))], set(), {}
     while waiting:
-        name = re.sub(r"[-_.]+", "-", waiting.pop()).lower()
-        if name in known:
+        name, asked = waiting.pop()
+        if (name, asked) in seen:
             continue
+        seen.add((name, asked))
         try:
             known[name] = distribution(name)
         except PackageNotFoundError:
             continue
-        own = name == re.sub(r"[-_.]+", "-", project).lower()
-        asked = [need for need in known[name].requires or [] if own or "extra ==" not in need]
-        waiting += [matched[0] for need in asked if (matched := re.match(r"[\w.-]+", need))]
-    known.pop(re.sub(r"[-_.]+", "-", project).lower(), None)
+        for need in map(Requirement, known[name].requires or []):
+            if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in asked or ("",)):
+                waiting.append((canonicalize_name(need.name), frozenset(need.extras)))
+    known.pop(own, None)
     return [
         Dependency(name, found.version, licence_of(found), tuple(module_sources(found)))
         for name, found in sorted(known.items())

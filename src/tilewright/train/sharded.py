@@ -230,13 +230,19 @@ _taken.defvjp(_taken_forward, _taken_backward)
 
 
 def state_shardings(setup: Setup, optimizer: optax.GradientTransformation) -> Any:
-    """Where an optimiser's state lies: what belongs to an array as this does, counters everywhere."""
+    """Where an optimiser's state lies: what belongs to an array as this does, counters everywhere.
+
+    A part of the state belongs to the array whose path its own ends with: optimisers keep such parts in the parameters' structure.
+    """
     params = abstract(decoder.declare(setup.config), jnp.float32, setup.shardings)
+    known = {path: (param.shape, param.sharding) for path, param in jax.tree_util.tree_leaves_with_path(params)}
     everywhere = NamedSharding(setup.mesh, PartitionSpec())
-    return optax.tree_utils.tree_map_params(
-        optimizer, lambda _, param: param.sharding, jax.eval_shape(optimizer.init, params), params,
-        transform_non_params=lambda _: everywhere,
-    )  # fmt: skip
+
+    def place(path: tuple[Any, ...], part: jax.ShapeDtypeStruct) -> NamedSharding:
+        found = next((known[path[n:]] for n in range(len(path)) if path[n:] in known), None)
+        return found[1] if found and found[0] == part.shape else everywhere
+
+    return jax.tree_util.tree_map_with_path(place, jax.eval_shape(optimizer.init, params))
 
 
 def sharded_step(setup: Setup, optimizer: optax.GradientTransformation) -> Step:
