@@ -53,10 +53,10 @@ def test_loss_and_every_gradient_equal_those_of_one_device(
 
 
 OTHERS = {
-    "rings, tied head": ("qwen3", (2, 4), Plan(weights="ring", activations="ring"), 1),
+    "rings, tied head": ("qwen3", (2, 4), Plan(weights="ring", gradients="ring", activations="ring"), 1),
     "halves of their own shifts, biases": ("qwen2", (4, 2), Plan(early=Halves(2, 0), late=Halves(0, 1)), 1),
-    "rings in a loop": ("looped", (4, 2), Plan(weights="ring", activations="ring", scan=True), 1),
-    "rings of weights alone, kept": ("qwen2", (8, 1), Plan(weights="ring", remat=False), 1),
+    "rings in a loop": ("looped", (4, 2), Plan(weights="ring", gradients="ring", activations="ring", scan=True), 1),
+    "rings of weights alone, kept": ("qwen2", (8, 1), Plan(weights="ring", gradients="ring", remat=False), 1),
     "rings of rows alone, kept": ("llama", (1, 8), Plan(activations="ring", remat=False), 1),
     "parts of a batch": ("qwen3", (4, 2), Plan(), 4),
     "no tokens": ("qwen3", (2, 4), Plan(threaded=False), 1),

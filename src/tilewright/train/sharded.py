@@ -232,7 +232,8 @@ _taken.defvjp(_taken_forward, _taken_backward)
 def state_shardings(setup: Setup, optimizer: optax.GradientTransformation) -> Any:
     """Where an optimiser's state lies: what belongs to an array as this does, counters everywhere.
 
-    A part of the state belongs to the array whose path its own ends with: optimisers keep such parts in the parameters' structure.
+    A part of the state belongs to the array whose path its own ends with: optimisers keep such parts in the structure of the
+    parameters.
     """
     params = abstract(decoder.declare(setup.config), jnp.float32, setup.shardings)
     known = {path: (param.shape, param.sharding) for path, param in jax.tree_util.tree_leaves_with_path(params)}
@@ -245,12 +246,9 @@ def state_shardings(setup: Setup, optimizer: optax.GradientTransformation) -> An
     return jax.tree_util.tree_map_with_path(place, jax.eval_shape(optimizer.init, params))
 
 
-def sharded_step(setup: Setup, optimizer: optax.GradientTransformation) -> Step:
-    """The step of a task (see `loop.Step`); parameters lie as `Setup.shardings` has them, and state as `state_shardings`.
-
-    Batches come as whole arrays, of which each process gives its devices their parts.
-    """
-    gradient, state = sharded_gradient(setup), state_shardings(setup, optimizer)
+def jitted_step(setup: Setup, optimizer: optax.GradientTransformation, gradient: Gradient) -> Any:
+    """`step(params, state, tokens, in_loss) -> (params, state, figures)`, which takes over the buffers of the first two."""
+    state = state_shardings(setup, optimizer)
 
     @partial(jax.jit, donate_argnums=(0, 1), out_shardings=(setup.shardings, state, None))
     def step(params: Any, opt_state: Any, tokens: Array, in_loss: Array) -> tuple[Any, Any, Figures]:
@@ -258,6 +256,16 @@ def sharded_step(setup: Setup, optimizer: optax.GradientTransformation) -> Step:
         with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes in places
             update, after = optimizer.update(due, opt_state, params)
         return optax.apply_updates(params, update), after, {"loss": value}
+
+    return step
+
+
+def sharded_step(setup: Setup, optimizer: optax.GradientTransformation) -> Step:
+    """The step of a task (see `loop.Step`); parameters lie as `Setup.shardings` has them, and state as `state_shardings`.
+
+    Batches come as whole arrays, of which each process gives its devices their parts.
+    """
+    step = jitted_step(setup, optimizer, sharded_gradient(setup))
 
     def run(params: Any, opt_state: Any, batch: Any, key: Array) -> tuple[Any, Any, Figures]:
         return step(params, opt_state, *(on_mesh(setup, each) for each in batch))
