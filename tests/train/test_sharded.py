@@ -16,7 +16,7 @@ from tilewright.train.lm import hidden_matrices, next_token_loss
 from tilewright.train.loop import gradient_step
 from tilewright.train.sharded import Setup, sharded_gradient, sharded_init, sharded_step, training_mesh
 from tilewright.train.text import TextOptions, make_optimizer
-from train.sharded_support import CONFIGS, alone, batch, drawn, over_devices, setup, tolerance
+from train.sharded_support import CONFIGS, alone, batch, drawn, equal, over_devices, setup
 
 MESHES = [(8, 1), (4, 2), (2, 4), (1, 8)]
 SHIFTS = list(product(range(3), repeat=2))
@@ -31,16 +31,6 @@ EVERY = [
     pytest.param(*each, marks=[] if each in QUICK else pytest.mark.slow)
     for each in product(MESHES, SHIFTS, (False, True), (False, True))
 ]
-
-
-def equal(found: Any, family: str) -> None:
-    """Loss and every gradient, to the stated tolerance; none of them is zero."""
-    share = tolerance(CONFIGS[family])
-    for ours, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(alone(family)), strict=True):
-        assert ours.dtype == jnp.float32
-        largest = float(jnp.max(jnp.abs(wanted)))
-        assert largest > 1e-5
-        np.testing.assert_allclose(ours, wanted, rtol=0, atol=share * largest)
 
 
 @pytest.mark.parametrize("mesh, shifts, scan, remat", EVERY)

@@ -214,7 +214,7 @@ class Reader:
             node = replace(node, role="done", start=started)
         elif (found := self.transfer(computation, op)) is not None:
             role, transfer = found
-            node = replace(node, role=role, transfer=transfer)
+            node = replace(node, role=role, transfer=transfer, op_name=op.op_name or self.inner_name(computation, op))
         elif not op.opcode.endswith(("-start", "-done")):
             hands_on = [need for need in needs if self.started(need) is not None]
             if hands_on and is_continuation(self.module, op):
@@ -262,6 +262,14 @@ class Reader:
         read, _ = op_bytes(self.module, computation, op)
         self.notes.append(f"{op.name}: taken for a copy of the bytes that it reads from HBM")
         return role, Transfer(COPY, read)
+
+    def inner_name(self, computation: Computation, op: Op) -> str:
+        """Where the collective in an operation comes from, if it says so: a sum may say it of its additions alone."""
+        of, _ = self.inner_collective(computation, op)
+        if of is None:
+            return ""
+        sums = [self.module.computations[name].root.op_name for name in of.callees("to_apply")]
+        return next((name for name in (of.op_name, *sums) if name), "")
 
     def inner_collective(self, computation: Computation, op: Op) -> tuple[Op | None, Computation]:
         """The collective that an operation is, or has inside; not one that others began and it hands on."""
