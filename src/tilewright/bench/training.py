@@ -348,9 +348,9 @@ def travels(program: Program, turn: Turn) -> list[dict[str, Any]]:
         of = {span.node for span in spans}
         waits = sum(span.seconds for span in timeline.core if span.track == "exposed" and span.node in of)
         first, last = min(span.begin_s for span in spans), max(span.end_s for span in spans)
-        roles = {timeline.graph.nodes[node].role for node in of}
+        asynchronous = sum(timeline.graph.nodes[span.node].role == "start" for span in spans)
         found.append({
-            "pass": turn.part, "name": name, "kind": kind, "transfers": len(spans), "asynchronous": "sync" not in roles,
+            "pass": turn.part, "name": name, "kind": kind, "transfers": len(spans), "asynchronous": asynchronous,
             "begin_ms": 1e3 * (first - turn.begin_s), "end_ms": 1e3 * (last - turn.begin_s),
             "alone_ms": 1e3 * sum(span.alone_s for span in spans), "exposed_ms": 1e3 * waits,
             "beside_ms": compute_beside(timeline, [(span.begin_s, span.end_s) for span in spans]),

@@ -271,7 +271,7 @@ def transfers_table(one: Mapping[str, Any]) -> Table:
     for each in one["transfers_of_layer"]:
         beside = ", ".join(f"{name} {significant(taken)}" for name, taken in each["beside_ms"].items())
         times = (significant(each[f"{what}_ms"]) for what in ("begin", "end", "alone", "exposed"))
-        kind = f"{each['transfers']} {each['kind']}, {'asynchronous' if each['asynchronous'] else 'synchronous'}"
+        kind = f"{each['transfers']} {each['kind']}, {each['asynchronous']} asynchronous"
         table.add_row(each["pass"], each["name"], kind, *times, beside)
     return table
 

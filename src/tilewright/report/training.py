@@ -103,7 +103,7 @@ def transfers_table(record: Mapping[str, Any]) -> Table:
     for each in record["transfers_of_layer"]:
         beside = ", ".join(f"{name} {milliseconds(taken)}" for name, taken in each["beside_ms"].items())
         times = [milliseconds(each[f"{what}_ms"]) for what in ("begin", "end", "alone", "exposed")]
-        how = "asynchronous" if each["asynchronous"] else "synchronous"
-        rows.append([f"{each['pass']}: {each['name']}", f"{each['transfers']} {each['kind']}, {how}", *times, beside])
+        kind = f"{each['transfers']} {each['kind']}, {each['asynchronous']} asynchronous"
+        rows.append([f"{each['pass']}: {each['name']}", kind, *times, beside])
     heads = ["for", "kind", "begin ms", "end ms", "alone ms", "exposed ms", "compute meanwhile, ms"]
     return Table(f"Transfers of layer {record['reported_layer']}, {record['program']}", heads, rows)
