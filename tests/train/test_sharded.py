@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from tilewright.kernels.select import PLAIN
 from tilewright.parallel.exchanges import Halves, Plan
+from tilewright.train.finite import FINITE, NotFinite, require_finite
 from tilewright.train.lm import hidden_matrices, next_token_loss
 from tilewright.train.loop import gradient_step
 from tilewright.train.sharded import Setup, sharded_gradient, sharded_init, sharded_step, training_mesh
@@ -114,8 +116,8 @@ def test_a_scanned_step_has_a_loop_for_each_pass_and_an_unrolled_one_none():
 OPTIONS = TextOptions(steps=50, learning_rate=3e-3, warmup=0.1, clip=0.5, weight_decay=0.1)
 
 
-def curves(optimizer: str, steps: int, of: Setup) -> tuple[np.ndarray, np.ndarray, Any]:
-    """Losses of steps on a few batches over the mesh and on one device, and where the optimiser's state lies."""
+def curves(optimizer: str, steps: int, of: Setup) -> tuple[np.ndarray, np.ndarray, list[tuple[int, int]]]:
+    """Losses of steps on a few batches over the mesh and on one device; of each matrix of the state its size and a shard's."""
     made = make_optimizer(TextOptions(**{**vars(OPTIONS), "optimizer": optimizer}), hidden_matrices)
     tokens, in_loss = (np.asarray(each) for each in batch())
     start, key = drawn("qwen2"), jax.random.key(0)
@@ -130,16 +132,19 @@ def curves(optimizer: str, steps: int, of: Setup) -> tuple[np.ndarray, np.ndarra
         alone_params, alone_state, wanted = plain(alone_params, alone_state, tuple(map(jnp.asarray, each)), key)
         losses.append((float(figures["loss"]), float(wanted["loss"])))
     found = np.array(losses)
-    return found[:, 0], found[:, 1], state
+    divided = [(leaf.size, leaf.addressable_shards[0].data.size) for leaf in jax.tree.leaves(state) if leaf.ndim == 2]
+    broken = replace(params, norm=params.norm.at[0].set(jnp.nan))
+    with pytest.raises(NotFinite, match="step 9: the loss and every gradient"):
+        require_finite(9, ours(broken, state, (tokens, in_loss), key)[2][FINITE])
+    return found[:, 0], found[:, 1], divided
 
 
 def test_steps_follow_those_of_one_device_and_the_state_stays_divided():
     of = setup("qwen2", 4, 2, Plan())
-    ours, wanted, state = curves("adamw", 3, of)
+    ours, wanted, divided = curves("adamw", 3, of)
     np.testing.assert_allclose(ours, wanted, rtol=1e-5)
-    divided = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim == 2]
     assert len(divided) == 2 * (2 * 7 + 2)
-    assert all(leaf.addressable_shards[0].data.size * 8 in (leaf.size, leaf.size * 1) for leaf in divided)
+    assert all(part * 8 == whole for whole, part in divided)
 
 
 @pytest.mark.slow

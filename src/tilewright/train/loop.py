@@ -23,12 +23,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tilewright.compiled.ledger import Ledger
 from tilewright.train import checkpoint
+from tilewright.train.finite import FINITE, NotFinite, Watch, finite
 
 Figures = dict[str, Any]
 """Named numbers: each an array, of the dims of the task's seed."""
 
 Step = Callable[[Any, Any, Any, Array], tuple[Any, Any, Figures]]
-"""`step(params, opt_state, batch, key) -> (params, opt_state, figures)`, compiled; DONATES the first two."""
+"""`step(params, opt_state, batch, key) -> (params, opt_state, figures)`, compiled; DONATES the first two.
+
+The figures hold a `finite.Finite` under `FINITE`, which is none of those that are shown.
+"""
 
 CHECKPOINT = "state.safetensors"
 REFRESH_S = 0.2
@@ -123,12 +127,15 @@ class TrainResult:
 
 def descend(
     loss: Callable[[Any], tuple[Array, Any]], optimizer: optax.GradientTransformation, params: Any, opt_state: Any
-) -> tuple[Any, Any, Array, Any]:
-    """One step of an optimiser down `loss(params) -> (loss, more)`: parameters, its state, and loss and more from before."""
+) -> tuple[Any, Any, Figures, Any]:
+    """One step of an optimiser down `loss(params) -> (loss, more)`: parameters, its state, and loss and more from before.
+
+    The loss is among the figures of a step, which say too whether it and its gradient are finite.
+    """
     (value, more), gradient = jax.value_and_grad(loss, has_aux=True)(params)
     with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes in places
         update, opt_state = optimizer.update(gradient, opt_state, params)
-    return optax.apply_updates(params, update), opt_state, value, more
+    return optax.apply_updates(params, update), opt_state, {"loss": value, FINITE: finite(value, gradient)}, more
 
 
 def gradient_step(
@@ -143,8 +150,7 @@ def gradient_step(
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Any, opt_state: Any, frozen: Any, batch: Any, key: Array) -> tuple[Any, Any, Figures]:
-        params, opt_state, value, _ = descend(lambda p: loss(p, frozen, batch, key), optimizer, params, opt_state)
-        return params, opt_state, {"loss": value}
+        return descend(lambda p: loss(p, frozen, batch, key), optimizer, params, opt_state)[:3]
 
     return lambda params, opt_state, batch, key: step(params, opt_state, frozen, batch, key)
 
@@ -196,6 +202,8 @@ class Run:
         params, opt_state: where it stands; every step DONATES them.
         best: score and parameters of the best evaluation; None where the last ones count.
         step: steps taken so far.
+        saved: after how many of them the checkpoint was written; None where there is none.
+        watch: over losses and gradients.
         curve: the figures of each evaluation.
         recent: the figures of the steps since the last one.
     """
@@ -210,6 +218,8 @@ class Run:
         self.step = 0
         self.curve: list[Figures] = []
         self.recent: list[Figures] = []
+        self.watch = Watch()
+        self.saved: int | None = None
 
     def resume(self) -> bool:
         """Goes to where the checkpoint stands; False if there is none."""
@@ -220,21 +230,40 @@ class Run:
         if self.step > self.task.steps:
             raise ValueError(f"{self.path} stands at step {self.step} already, beyond the {self.task.steps} asked for")
         self.curve, self.recent = unstacked(figures, "curve."), unstacked(figures, "recent.")
+        self.saved = self.step
         return True
 
     def save(self) -> None:
-        """Writes the checkpoint, if one is wanted."""
+        """Writes the checkpoint, if one is wanted. Raises a `NotFinite` where a step since the last one went wrong."""
+        self.watch.settle()
         if self.path is not None:
             series = {"curve.": stacked(self.curve), "recent.": stacked(self.recent)}
             figures = {prefix + name: values for prefix, each in series.items() for name, values in each.items()}
             checkpoint.save(self.path, (self.params, self.opt_state, self.best), self.step, figures, self.task.identity)
+            self.saved = self.step
 
     def advance(self, batch: Any) -> None:
-        """Takes one step."""
+        """Takes one step. Raises a `NotFinite` where one of those before it went wrong."""
         key = step_keys(self.seed, np.int32(self.step))
         self.params, self.opt_state, figures = self.task.step(self.params, self.opt_state, batch, key)
-        self.recent.append(figures)
+        self.recent.append({name: value for name, value in figures.items() if name != FINITE})
         self.step += 1
+        self.watch.note(self.step, figures[FINITE])
+
+    def take(self, batch: Any) -> bool:
+        """Takes one step, and evaluates and saves where that is due. Returns whether it was the last one."""
+        task = self.task
+        try:
+            self.advance(batch)
+            last = self.step == task.steps
+            if self.step % task.evaluate_every == 0 or last:
+                self.evaluate()
+            if self.step % task.save_every == 0 or last:
+                self.save()
+        except NotFinite as error:
+            kept = "nothing was saved" if self.saved is None else f"the checkpoint of step {self.saved} stays"
+            raise NotFinite(f"{task.title}: {error}; {kept}") from error
+        return last
 
     def evaluate(self) -> None:
         """Adds a point to the curve, and keeps the parameters where they are the best so far."""
@@ -260,6 +289,7 @@ def train(task: Task, console: Console, out: Path | None = None) -> TrainResult:
 
     Raises:
         ValueError: the checkpoint is that of another run, or beyond the last step.
+        NotFinite: the loss or a gradient was no finite number. The last checkpoint stays as it is.
     """
     run = Run(task, out)
     if run.resume():
@@ -273,12 +303,7 @@ def train(task: Task, console: Console, out: Path | None = None) -> TrainResult:
     with Ledger() as ledger, progress_bar(console) as bar:
         row = bar.add_task(task.title, total=task.steps, completed=start, figures="")
         for batch in islice(task.batches(start), task.steps - start):
-            run.advance(batch)
-            last = run.step == task.steps
-            if run.step % task.evaluate_every == 0 or last:
-                run.evaluate()
-            if run.step % task.save_every == 0 or last:
-                run.save()
+            last = run.take(batch)
             if last or (console.is_terminal and time.perf_counter() - looked > REFRESH_S):
                 bar.update(row, completed=run.step, figures=f"{run.shown()}  {rate():,.1f} {unit}/s")
                 looked = time.perf_counter()

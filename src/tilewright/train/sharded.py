@@ -29,6 +29,7 @@ from tilewright.parallel.exchanges import Exchange, Plan, divided, whole
 from tilewright.parallel.fully_sharded import run_layers
 from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.sharding import FULLY_SHARDED_GROUPED, GROUPED, GROUPED_AXES, grouped_mesh, partition
+from tilewright.train.finite import FINITE, Finite, finite
 from tilewright.train.loop import Figures, Step, Task
 
 DATA, TENSOR = "fsdp", "tp"
@@ -232,7 +233,8 @@ _taken.defvjp(_taken_forward, _taken_backward)
 def state_shardings(setup: Setup, optimizer: optax.GradientTransformation) -> Any:
     """Where an optimiser's state lies: what belongs to an array as this does, counters everywhere.
 
-    A part of the state belongs to the array whose path its own ends with: optimisers keep such parts in the parameters' structure.
+    A part of the state belongs to the array whose path its own ends with: optimisers keep such parts in the structure of the
+    parameters.
     """
     params = abstract(decoder.declare(setup.config), jnp.float32, setup.shardings)
     known = {path: (param.shape, param.sharding) for path, param in jax.tree_util.tree_leaves_with_path(params)}
@@ -243,6 +245,19 @@ def state_shardings(setup: Setup, optimizer: optax.GradientTransformation) -> An
         return found[1] if found and found[0] == part.shape else everywhere
 
     return jax.tree_util.tree_map_with_path(place, jax.eval_shape(optimizer.init, params))
+
+
+def sharded_finite(setup: Setup, value: Array, gradient: DecoderParams) -> Finite:
+    """`finite`, of divided arrays: each device looks at its shards, and one small reduction joins what they found."""
+    axes = tuple(setup.mesh.shape)
+
+    def inside(value: Array, gradient: DecoderParams) -> Finite:
+        found = finite(value, gradient)
+        return replace(found, flags=jax.lax.pmin(found.flags.astype(jnp.int32), axes) > 0)
+
+    whole = PartitionSpec()
+    run = jax.shard_map(inside, mesh=setup.mesh, in_specs=(whole, setup.specs), out_specs=whole, check_vma=False)
+    return run(value, gradient)
 
 
 def sharded_step(setup: Setup, optimizer: optax.GradientTransformation) -> Step:
@@ -257,7 +272,7 @@ def sharded_step(setup: Setup, optimizer: optax.GradientTransformation) -> Step:
         value, due = gradient(params, tokens, in_loss)
         with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes in places
             update, after = optimizer.update(due, opt_state, params)
-        return optax.apply_updates(params, update), after, {"loss": value}
+        return optax.apply_updates(params, update), after, {"loss": value, FINITE: sharded_finite(setup, value, due)}
 
     def run(params: Any, opt_state: Any, batch: Any, key: Array) -> tuple[Any, Any, Figures]:
         return step(params, opt_state, *(on_mesh(setup, each) for each in batch))
