@@ -65,7 +65,8 @@ app.command(
 
 SERVING = ("serving", "serve")
 EXTRAS = {
-    "optax": ("training", "train"), "simpy": ("simulating Neuron chips", "neuron"),
+    "optax": ("training", "train"), "orbax": ("training over several devices", "sharded"),
+    "simpy": ("simulating Neuron chips", "neuron"),
     "fastapi": SERVING, "uvicorn": SERVING, "prometheus_client": SERVING, "pydantic": SERVING,
 }  # fmt: skip
 """What is missing without an extra, by the module that it brings."""

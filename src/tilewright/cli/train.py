@@ -29,6 +29,7 @@ from tilewright.models.checkpoint import load_decoder, save_params
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.tokenizer import load_tokenizer
 from tilewright.parallel.exchanges import Halves, Plan
+from tilewright.train.checkpoint import steps_in
 from tilewright.train.data import (
     encode_documents,
     end_of_text,
@@ -38,7 +39,7 @@ from tilewright.train.data import (
 )
 from tilewright.train.grow import grow
 from tilewright.train.lm import train_lm
-from tilewright.train.loop import CHECKPOINT, TrainResult
+from tilewright.train.loop import TrainResult
 from tilewright.train.sharded import Setup, training_mesh
 from tilewright.train.text import TextOptions, require_texts, text_figures
 
@@ -196,6 +197,8 @@ class MeshOptions:
                 names = ", ".join(f"--{name.replace('_', '-')}" for name in without)
                 raise ValueError(f"expected --mesh with {names}, found none")
             return None
+        import orbax.checkpoint  # noqa: F401 (of the extra that checkpoints need: where it is absent, this is when to say so)
+
         form = "ring" if self.rings else "whole"
         plan = Plan(
             early=halves("early", self.early), late=halves("late", self.late), remat=self.remat, scan=self.scan_layers,
@@ -317,5 +320,5 @@ def lm(
 
 def kept_tokenizer(out: Path) -> Tokenizer | None:
     """The tokenizer that an interrupted run left with its checkpoint."""
-    there = (out / "training" / CHECKPOINT).exists() and (out / "tokenizer.json").exists()
+    there = steps_in(out / "training") and (out / "tokenizer.json").exists()
     return load_tokenizer(out) if there else None

@@ -90,13 +90,13 @@ class Watch:
 
 def require_finite(step: int, found: Finite) -> None:
     """Raises a `NotFinite` that names what is not."""
-    flags = np.asarray(found.flags).reshape(-1, len(found.names) + 1)
+    flags: np.ndarray = np.asarray(found.flags).reshape(-1, len(found.names) + 1)
     if flags.all():
         return
     runs = "" if len(flags) == 1 else f" of run {', '.join(str(n + 1) for n in np.flatnonzero(~flags.all(1)))}"
-    loss, *good = flags.all(0)
-    bad = [name for name, one in zip(found.names, good, strict=True) if not one]
+    good: np.ndarray = np.all(flags, axis=0)
+    bad = [name for name, one in zip(found.names, good[1:], strict=True) if not one]
     named = ", ".join(bad[:LISTED]) + (f" and {len(bad) - LISTED} more groups" if len(bad) > LISTED else "")
-    gradients = "every gradient" if len(bad) > 1 and len(bad) == len(good) else f"the gradient of {named}"
-    what = [*([] if loss else ["the loss"]), *([gradients] if bad else [])]
+    gradients = "every gradient" if len(bad) > 1 and len(bad) == len(found.names) else f"the gradient of {named}"
+    what = [*([] if good[0] else ["the loss"]), *([gradients] if bad else [])]
     raise NotFinite(f"step {step}{runs}: {' and '.join(what)} {'are' if len(what) > 1 else 'is'} not finite")

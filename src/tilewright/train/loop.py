@@ -34,7 +34,6 @@ Step = Callable[[Any, Any, Any, Array], tuple[Any, Any, Figures]]
 The figures hold a `finite.Finite` under `FINITE`, which is none of those that are shown.
 """
 
-CHECKPOINT = "state.safetensors"
 REFRESH_S = 0.2
 """How often the progress bar looks at figures; each look waits for the device."""
 
@@ -209,7 +208,7 @@ class Run:
     """
 
     def __init__(self, task: Task, out: Path | None):
-        self.task, self.path = task, None if out is None else out / CHECKPOINT
+        self.task, self.out = task, out
         self.seed = jnp.asarray(task.seed)
         self.params, self.opt_state = task.init()
         self.best: tuple[Any, Any] | None = None
@@ -223,12 +222,15 @@ class Run:
 
     def resume(self) -> bool:
         """Goes to where the checkpoint stands; False if there is none."""
-        if self.path is None or not self.path.exists():
-            return False
         like = (self.params, self.opt_state, self.best)
-        (self.params, self.opt_state, self.best), self.step, figures = checkpoint.load(self.path, like, self.task.identity)
+        found = None if self.out is None else checkpoint.read(self.out, like, self.task.identity)
+        if found is None:
+            return False
+        (self.params, self.opt_state, self.best), self.step, figures = found
         if self.step > self.task.steps:
-            raise ValueError(f"{self.path} stands at step {self.step} already, beyond the {self.task.steps} asked for")
+            raise ValueError(
+                f"the checkpoint in {self.out} stands at step {self.step} already, beyond the {self.task.steps} asked for"
+            )
         self.curve, self.recent = unstacked(figures, "curve."), unstacked(figures, "recent.")
         self.saved = self.step
         return True
@@ -236,10 +238,10 @@ class Run:
     def save(self) -> None:
         """Writes the checkpoint, if one is wanted. Raises a `NotFinite` where a step since the last one went wrong."""
         self.watch.settle()
-        if self.path is not None:
+        if self.out is not None:
             series = {"curve.": stacked(self.curve), "recent.": stacked(self.recent)}
             figures = {prefix + name: values for prefix, each in series.items() for name, values in each.items()}
-            checkpoint.save(self.path, (self.params, self.opt_state, self.best), self.step, figures, self.task.identity)
+            checkpoint.write(self.out, (self.params, self.opt_state, self.best), self.step, figures, self.task.identity)
             self.saved = self.step
 
     def advance(self, batch: Any) -> None:
