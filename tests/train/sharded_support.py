@@ -1,6 +1,7 @@
 """Models and batches for the tests of sharded training, and the single device that all of it is held against."""
 
 from functools import cache, partial
+from math import prod
 from typing import Any
 
 import jax
@@ -31,6 +32,13 @@ def drawn(family: str) -> DecoderParams:
     params = jax.jit(partial(initialise, decoder.declare(CONFIGS[family])))(jax.random.key(0))
     # Larger than they are drawn, so that every part of a layer shows; biases and norms are not all alike.
     return jax.tree.map(lambda w: 4 * w if w.ndim == 2 else w * (1 + 0.1 * jnp.cos(jnp.arange(len(w)))), params)
+
+
+def counted(family: str) -> DecoderParams:
+    """Numbers in the places of parameters, the same in every process; no program makes them."""
+    return jax.tree.map(
+        lambda spec: np.arange(prod(spec.shape), dtype=np.float32).reshape(spec.shape), decoder.declare(CONFIGS[family])
+    )
 
 
 @cache

@@ -61,15 +61,13 @@ def step_of(path: Path) -> int:
         raise ValueError(f"{path} is not a readable checkpoint: {error}") from error
 
 
-def read(folder: Path, like: Any, identity: Mapping[str, Any]) -> Saved | None:
-    """The latest checkpoint of a run, whatever its form; None if there is none. All processes call this.
+def read(folder: Path, like: Any, identity: Mapping[str, Any]) -> Saved:
+    """The latest of the checkpoints of a run, of which there is one at least. All processes call this.
 
     Raises:
         ValueError: see `load`.
     """
     found = steps_in(folder)
-    if not found:
-        return None
     place = max(found, key=lambda each: found[each])
     if place.name == WHOLE:
         return load(place, like, identity)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +20,7 @@ from tilewright.models.params import initialise
 from tilewright.train.checkpoint import fingerprint
 from tilewright.train.data import Stream
 from tilewright.train.loop import TrainResult, train
-from tilewright.train.sharded import Setup, over_mesh, sharded_loss
+from tilewright.train.sharded import Setup, on_mesh, over_mesh, sharded_loss
 from tilewright.train.text import TextOptions, Windows, make_optimizer, text_task
 
 
@@ -53,7 +54,8 @@ def train_lm(
     """Trains a language model on `stream`; see `loop.train` for checkpoints and resumption.
 
     Args:
-        start: parameters to go on from, float32; by default random ones.
+        start: parameters to go on from, float32; by default random ones. Over a mesh those in their places (see
+            `sharded.model_shardings`) are DONATED.
         identity: what else a resumed run must agree on.
         setup: of the mesh to train over; by default one device.
 
@@ -74,9 +76,10 @@ def train_lm(
         )
 
     same = {"config": asdict(config), "start": None if start is None else fingerprint(start), **identity}
-    windows = Windows(stream, held_out, options.sequence_length + 1, options)
-    task = text_task("language model", loss, init, hidden_matrices, windows, same)
-    if setup is not None:
-        setup.check_batch((options.batch_size, options.sequence_length + 1))
-        task = over_mesh(task, setup, make_optimizer(options, hidden_matrices), init)
-    return train(task, console, out)
+    length, task = options.sequence_length + 1, partial(text_task, "language model", loss, init, hidden_matrices)
+    if setup is None:
+        return train(task(Windows(stream, held_out, length, options), same), console, out)
+    setup.check_batch((options.batch_size, length))
+    windows = Windows(stream, held_out, length, options, setup.own_rows(options.batch_size))
+    single = task(windows, same, place=partial(on_mesh, setup))
+    return train(over_mesh(single, setup, make_optimizer(options, hidden_matrices), init), console, out)

@@ -222,10 +222,10 @@ class Run:
 
     def resume(self) -> bool:
         """Goes to where the checkpoint stands; False if there is none."""
-        like = (self.params, self.opt_state, self.best)
-        found = None if self.out is None else checkpoint.read(self.out, like, self.task.identity)
-        if found is None:
+        if self.out is None or not checkpoint.steps_in(self.out):
             return False
+        like = jax.tree.map(given_back, (self.params, self.opt_state, self.best))
+        found = checkpoint.read(self.out, like, self.task.identity)
         (self.params, self.opt_state, self.best), self.step, figures = found
         if self.step > self.task.steps:
             raise ValueError(
@@ -279,6 +279,13 @@ class Run:
         newest = {**(self.curve[-1] if self.curve else {}), **stacked(self.recent[-10:])}
         means = {name: float(np.mean(values)) for name, values in newest.items() if name != "step"}
         return "  ".join(f"{name.replace('_', ' ')} {mean:.3f}" for name, mean in means.items() if not np.isnan(mean))
+
+
+def given_back(leaf: Array) -> jax.ShapeDtypeStruct:
+    """What an array was like, whose memory is wanted for another in its place."""
+    like = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+    leaf.delete()
+    return like
 
 
 def progress_bar(console: Console) -> Progress:

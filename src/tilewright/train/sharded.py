@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from tilewright.kernels.operations import Norm, Operations, Transposed
 from tilewright.models import decoder, layers
@@ -62,20 +62,21 @@ class Setup:
 
     @property
     def specs(self) -> DecoderParams:
-        """Each array's partition. Matrices are divided by both axes; norms and biases, which are small, by "tp" alone."""
-
-        def of(spec: ArraySpec) -> PartitionSpec:
-            return partition(spec, self.mesh.shape, FULLY_SHARDED_GROUPED if len(spec.shape) > 1 else GROUPED)
-
-        return jax.tree.map(of, decoder.declare(self.config))
+        """Each array's partition."""
+        return jax.tree.map(lambda sharding: sharding.spec, self.shardings)
 
     @property
     def shardings(self) -> DecoderParams:
-        return jax.tree.map(partial(NamedSharding, self.mesh), self.specs, is_leaf=is_partition)
+        return model_shardings(self.mesh, decoder.declare(self.config))
 
     @property
     def batch_sharding(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec(DATA))
+
+    def own_rows(self, batch: int) -> Int[np.ndarray, " R"]:
+        """Which rows of a batch of so many the devices of this process compute on."""
+        parts = self.batch_sharding.addressable_devices_indices_map((batch,)).values()
+        return np.concatenate([np.arange(*span) for span in sorted({part[0].indices(batch) for part in parts if part})])
 
     def check_batch(self, shape: tuple[int, ...]) -> None:
         """Raises a `ValueError` where the mesh does not divide a batch of tokens `[B, T + 1]`."""
@@ -91,6 +92,16 @@ class Setup:
 
 def is_partition(leaf: Any) -> bool:
     return isinstance(leaf, PartitionSpec)
+
+
+def model_shardings(mesh: Mesh, specs: DecoderParams) -> DecoderParams:
+    """Where the declared arrays lie. Matrices are divided by both axes; norms and biases, which are small, by "tp" alone."""
+
+    def of(spec: ArraySpec) -> NamedSharding:
+        rules = FULLY_SHARDED_GROUPED if len(spec.shape) > 1 else GROUPED
+        return NamedSharding(mesh, partition(spec, mesh.shape, rules))
+
+    return jax.tree.map(of, specs)
 
 
 def training_mesh(axes: Mapping[str, int | None], config: DecoderConfig, devices: Any = None) -> Mesh:
@@ -263,7 +274,7 @@ def sharded_finite(setup: Setup, value: Array, gradient: DecoderParams) -> Finit
 def sharded_step(setup: Setup, optimizer: optax.GradientTransformation) -> Step:
     """The step of a task (see `loop.Step`); parameters lie as `Setup.shardings` has them, and state as `state_shardings`.
 
-    Batches come as whole arrays, of which each process gives its devices their parts.
+    Of each batch a process brings the rows that its devices compute on (`Setup.own_rows`).
     """
     gradient, state = sharded_gradient(setup), state_shardings(setup, optimizer)
 
@@ -275,24 +286,41 @@ def sharded_step(setup: Setup, optimizer: optax.GradientTransformation) -> Step:
         return optax.apply_updates(params, update), after, {"loss": value, FINITE: sharded_finite(setup, value, due)}
 
     def run(params: Any, opt_state: Any, batch: Any, key: Array) -> tuple[Any, Any, Figures]:
-        return step(params, opt_state, *(on_mesh(setup, each) for each in batch))
+        return step(params, opt_state, *on_mesh(setup, batch))
 
     return run
 
 
-def on_mesh(setup: Setup, batch: Any) -> Array:
-    """A batch that every process has whole, divided over the devices."""
-    whole_batch = np.asarray(batch)
-    return jax.make_array_from_callback(whole_batch.shape, setup.batch_sharding, lambda index: whole_batch[index])
+def on_mesh(setup: Setup, batch: Any) -> Any:
+    """The arrays of a batch, of which each process has its rows, divided over the devices."""
+    groups = setup.mesh.shape[DATA]
+    held = len(setup.own_rows(groups))  # groups of "fsdp" with a device of this process
+
+    def place(own: np.ndarray) -> Array:
+        shape = (len(own) * groups // held, *own.shape[1:])
+        return jax.make_array_from_process_local_data(setup.batch_sharding, own, shape)
+
+    return jax.tree.map(place, jax.tree.map(np.asarray, batch))
 
 
 def sharded_init(
     setup: Setup, optimizer: optax.GradientTransformation, params: Callable[[], DecoderParams]
 ) -> Callable[[], tuple[DecoderParams, Any]]:
-    """What gives a task its parameters and the optimiser's state, divided; `params` may give them divided or not."""
+    """What gives a task its parameters and the optimiser's state, divided.
+
+    `params` may give arrays divided or not. Those that lie in their places already are taken as they are: training DONATES them.
+    """
 
     def init() -> tuple[DecoderParams, Any]:
-        placed = jax.tree.map(jnp.copy, jax.device_put(params(), setup.shardings))
+        taken: set[int] = set()
+
+        def place(array: Array, sharding: NamedSharding) -> Array:
+            if array.sharding == sharding and id(array) not in taken:  # layers of a grown model have arrays in common
+                taken.add(id(array))
+                return array
+            return jax.device_put(array, sharding, may_alias=False)
+
+        placed = jax.tree.map(place, params(), setup.shardings)
         return placed, jax.jit(optimizer.init, out_shardings=state_shardings(setup, optimizer))(placed)
 
     return init
