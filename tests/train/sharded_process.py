@@ -56,7 +56,7 @@ for of, own in ((over_both, 4), (over_rows, 4), (over_columns, 8)):
     require_shards(on_mesh(of, cut), batch_of(None))
 print("batches divided")
 
-checkpoint.write(folder, divided(over_both), 3, {"curve.loss": np.float32([2.5])}, {"run": 1})
+checkpoint.write(folder, divided(over_both), 3, {"curve.loss": np.array([2.5], np.float32)}, {"run": 1})
 found, step, figures = checkpoint.read(folder, divided(over_rows), {"run": 1})
 require_shards(found, counted("qwen2"))
 assert (step, figures["curve.loss"].tolist()) == (3, [2.5])

@@ -26,6 +26,7 @@ from tilewright.models.params import initialise
 from tilewright.train.arithmetic import LONGEST, Problem, problems
 from tilewright.train.checkpoint import fingerprint
 from tilewright.train.data import Document
+from tilewright.train.flops import token_flops
 from tilewright.train.lm import hidden_matrices
 from tilewright.train.loop import TrainResult, train
 from tilewright.train.text import TextOptions, text_task
@@ -215,4 +216,5 @@ def train_diffusion(
         return initialise(diffusion.declare(config), jax.random.key(options.seed)) if start is None else start
 
     same = {"config": asdict(config), "start": None if start is None else fingerprint(start), **identity}
-    return train(text_task("diffusion model", loss, init, hidden_matrices, examples, same), console, out)
+    flops = token_flops(config.decoder, options.sequence_length)
+    return train(text_task("diffusion model", loss, init, hidden_matrices, examples, same, flops=flops), console, out)

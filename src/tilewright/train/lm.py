@@ -19,6 +19,7 @@ from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.params import initialise
 from tilewright.train.checkpoint import fingerprint
 from tilewright.train.data import Stream
+from tilewright.train.flops import token_flops
 from tilewright.train.loop import TrainResult, train
 from tilewright.train.sharded import Setup, on_mesh, over_mesh, sharded_loss
 from tilewright.train.text import TextOptions, Windows, make_optimizer, text_task
@@ -76,7 +77,8 @@ def train_lm(
         )
 
     same = {"config": asdict(config), "start": None if start is None else fingerprint(start), **identity}
-    length, task = options.sequence_length + 1, partial(text_task, "language model", loss, init, hidden_matrices)
+    length, flops = options.sequence_length + 1, token_flops(config, options.sequence_length)
+    task = partial(text_task, "language model", loss, init, hidden_matrices, flops=flops)
     if setup is None:
         return train(task(Windows(stream, held_out, length, options), same), console, out)
     setup.check_batch((options.batch_size, length))

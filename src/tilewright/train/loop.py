@@ -24,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tilewright.compiled.ledger import Ledger
 from tilewright.train import checkpoint
 from tilewright.train.finite import FINITE, NotFinite, Watch, finite
+from tilewright.train.flops import peak_flop_per_s
 
 Figures = dict[str, Any]
 """Named numbers: each an array, of the dims of the task's seed."""
@@ -83,6 +84,8 @@ class Task:
         evaluate_every, save_every: in steps; both also come after the last one.
         seed: of each step's key; an array `[runs]` where several runs train side by side, which all figures then are too.
         progress: what a step gets done, for the rate: ("tokens", 4096).
+        flops: operations that a step needs (see `flops.token_flops`); 0 where nobody counts them.
+        devices: how many share them.
         score: the figure, higher being better, that says after which evaluation the parameters are best. By default those after
             the last step are the result.
     """
@@ -98,6 +101,8 @@ class Task:
     save_every: int
     seed: int | Int[np.ndarray, " runs"]
     progress: tuple[str, float]
+    flops: float = 0.0
+    devices: int = 1
     score: str | None = None
 
 
@@ -111,6 +116,8 @@ class TrainResult:
         rate: of this process, in what `Task.progress` counts a second.
         seconds: of this process, compilation included.
         ledger: what was compiled, or loaded from the disk, in that time.
+        utilisation: share of the devices' peak that the model's operations make up, from this process's first step to its last;
+            None where one of the two is not known.
     """
 
     params: Any
@@ -118,6 +125,7 @@ class TrainResult:
     rate: float
     seconds: float
     ledger: Ledger = field(default_factory=Ledger)
+    utilisation: float | None = None
 
     def last(self, figure: str) -> Any:
         """A figure of the last evaluation."""
@@ -293,6 +301,43 @@ def progress_bar(console: Console) -> Progress:
     return Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal)
 
 
+class Pace:
+    """How fast a run goes.
+
+    Attributes:
+        first: after which step, and when, the first of this process was handed out: then all is compiled.
+    """
+
+    def __init__(self, task: Task, step: int):
+        self.task, self.start, self.step, self.began = task, step, step, time.perf_counter()
+        self.first: tuple[int, float] | None = None
+        self.peak = peak_flop_per_s(task.devices) if task.flops else None
+
+    def note(self, step: int) -> None:
+        """So many steps are taken."""
+        self.step = step
+        self.first = self.first or (step, time.perf_counter())
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self.began
+
+    def rate(self) -> float:
+        """In what `Task.progress` counts a second, compilation included."""
+        return (self.step - self.start) * self.task.progress[1] / self.seconds()
+
+    def utilisation(self) -> float | None:
+        """See `TrainResult`."""
+        if self.peak is None or self.first is None or self.step == self.first[0]:
+            return None
+        done, since = (now - then for now, then in zip((self.step, time.perf_counter()), self.first, strict=True))
+        return done * self.task.flops / since / self.peak
+
+    def shown(self) -> str:
+        """All of it as a line."""
+        used = self.utilisation()
+        return f"{self.rate():,.1f} {self.task.progress[0]}/s" + ("" if used is None else f"  {used:.1%} of peak")
+
+
 def train(task: Task, console: Console, out: Path | None = None) -> TrainResult:
     """Takes all steps of a task; with `out`, from the checkpoint there if there is one.
 
@@ -303,18 +348,14 @@ def train(task: Task, console: Console, out: Path | None = None) -> TrainResult:
     run = Run(task, out)
     if run.resume():
         console.print(f"resuming {task.title} at step {run.step} of {task.steps}", markup=False)
-    start, began = run.step, time.perf_counter()
-    looked, (unit, each) = began, task.progress
-
-    def rate() -> float:
-        return (run.step - start) * each / (time.perf_counter() - began)
-
+    pace, looked = Pace(task, run.step), time.perf_counter()
     with Ledger() as ledger, progress_bar(console) as bar:
-        row = bar.add_task(task.title, total=task.steps, completed=start, figures="")
-        for batch in islice(task.batches(start), task.steps - start):
+        row = bar.add_task(task.title, total=task.steps, completed=run.step, figures="")
+        for batch in islice(task.batches(run.step), task.steps - run.step):
             last = run.take(batch)
+            pace.note(run.step)
             if last or (console.is_terminal and time.perf_counter() - looked > REFRESH_S):
-                bar.update(row, completed=run.step, figures=f"{run.shown()}  {rate():,.1f} {unit}/s")
+                bar.update(row, completed=run.step, figures=f"{run.shown()}  {pace.shown()}")
                 looked = time.perf_counter()
     params = run.params if run.best is None else run.best[1]
-    return TrainResult(params, stacked(run.curve), rate(), time.perf_counter() - began, ledger)
+    return TrainResult(params, stacked(run.curve), pace.rate(), pace.seconds(), ledger, pace.utilisation())

@@ -335,4 +335,5 @@ def over_mesh(task: Task, setup: Setup, optimizer: optax.GradientTransformation,
         optimizer: the task's.
         params: gives those to start from.
     """
-    return replace(task, init=sharded_init(setup, optimizer, params), step=sharded_step(setup, optimizer))
+    divided = {"init": sharded_init(setup, optimizer, params), "step": sharded_step(setup, optimizer)}
+    return replace(task, **divided, devices=setup.mesh.size)
