@@ -12,8 +12,8 @@ def token_flops(config: DecoderConfig, length: int) -> float:
     """Operations of a token in a sequence of `length`, forward and backward: 6 N + 12 L H Q T.
 
     N are the parameters that a token is multiplied with: an embedding that is not the head too is only read from. L layers
-    have H heads of size Q, and T is the length. What is computed again in the backward pass does not count, nor does it take off that
-    causal attention needs half of its products. (Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B.)
+    have H heads of size Q, and T is the length. What is computed again in the backward pass does not count, and nothing is
+    taken off for causal attention, which needs half of its products. (Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B.)
     """
     read_only = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     parameters = count(decoder.declare(config)) - read_only

@@ -308,7 +308,7 @@ def sharded_init(
 ) -> Callable[[], tuple[DecoderParams, Any]]:
     """What gives a task its parameters and the optimiser's state, divided.
 
-    `params` may give arrays divided or not. Those that lie in their places already are taken as they are: training DONATES them.
+    `params` may give arrays divided or not. Those that lie in their places are taken as they are: training DONATES them.
     """
 
     def init() -> tuple[DecoderParams, Any]:
