@@ -17,7 +17,7 @@ COORDINATOR, PROCESSES, INDEX = "TILEWRIGHT_COORDINATOR", "TILEWRIGHT_PROCESSES"
 CLUSTER = "cluster"
 """As the coordinator: JAX asks the cluster (Slurm, Open MPI, Cloud TPU, Kubernetes) for all three."""
 
-TOGETHER = ("generate", "bench overlap", "train lm")
+TOGETHER = ("generate", "bench overlap", "train lm", "train diffusion")
 """The commands whose work several processes can divide. They compute the same from the same arguments, and all the time."""
 
 

@@ -21,7 +21,7 @@ from tilewright.train.checkpoint import fingerprint
 from tilewright.train.data import Stream
 from tilewright.train.flops import token_flops
 from tilewright.train.loop import TrainResult, train
-from tilewright.train.sharded import Setup, on_mesh, over_mesh, sharded_loss
+from tilewright.train.sharded import Setup, next_tokens, on_mesh, over_mesh, sharded_loss
 from tilewright.train.text import TextOptions, Windows, make_optimizer, text_task
 
 
@@ -67,7 +67,7 @@ def train_lm(
     def loss(params: Any, frozen: None, batch: Any, key: Array) -> tuple[Array, Array]:
         if setup is None:
             return next_token_loss(config, options.ops, params, *batch)
-        return sharded_loss(setup)(params, *batch), jnp.sum(batch[1][:, 1:].astype(jnp.float32))
+        return sharded_loss(setup)(params, next_tokens(*batch)), jnp.sum(batch[1][:, 1:].astype(jnp.float32))
 
     def init() -> DecoderParams:
         if start is not None:
