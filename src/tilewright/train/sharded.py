@@ -268,8 +268,7 @@ _taken.defvjp(_taken_forward, _taken_backward)
 def state_shardings(setup: Setup, optimizer: optax.GradientTransformation) -> Any:
     """Where an optimiser's state lies: what belongs to an array as this does, counters everywhere.
 
-    A part of the state belongs to the array whose path its own ends with: optimisers keep such parts in the structure of the
-    parameters.
+    A part of the state belongs to the array whose path its own path ends with: optimisers keep the parameters' structure.
     """
     params = abstract(decoder.declare(setup.config), jnp.float32, setup.shardings)
     known = {path: (param.shape, param.sharding) for path, param in jax.tree_util.tree_leaves_with_path(params)}
