@@ -21,6 +21,7 @@ from tilewright.train.sharded import Setup, sharded_gradient, training_mesh
 CONFIGS = {
     "llama": decoder_config("llama", 64, 32, 48, 3, 16, 2, 8),  # groups of queries, of which 4 and 8 devices have parts
     "looped": decoder_config("llama", 64, 32, 48, 7, 8, 8, 8),  # so many layers that some are in a loop under every shift
+    "short": decoder_config("llama", 64, 32, 48, 4, 8, 8, 8),  # so many that some are in a loop under shifts of one layer
     "qwen3": decoder_config("qwen3", 64, 32, 48, 2, 8, 8, 8, tie_word_embeddings=True),
     "qwen2": decoder_config("qwen2", 64, 32, 48, 2, 8, 2, 8),
 }

@@ -362,7 +362,7 @@ def sharded_init(
             if array.sharding == sharding and id(array) not in taken:  # layers of a grown model have arrays in common
                 taken.add(id(array))
                 return array
-            return jax.device_put(array, sharding, may_alias=False)
+            return jnp.copy(jax.device_put(array, sharding))  # which may share a device's buffer
 
         placed = jax.tree.map(place, params(), setup.shardings)
         return placed, jax.jit(optimizer.init, out_shardings=state_shardings(setup, optimizer))(placed)
