@@ -1,6 +1,6 @@
 """Models and batches for the tests of sharded training, and the single device that all of it is held against."""
 
-from functools import cache, partial
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -13,7 +13,7 @@ from models.sizes import decoder_config
 from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
-from tilewright.models.params import initialise
+from tilewright.models.params import ArraySpec
 from tilewright.parallel.exchanges import Plan
 from tilewright.train.lm import next_token_loss
 from tilewright.train.sharded import Setup, sharded_gradient, training_mesh
@@ -30,9 +30,15 @@ EPS = float(jnp.finfo(jnp.float32).eps)
 
 @cache
 def drawn(family: str) -> DecoderParams:
-    params = jax.jit(partial(initialise, decoder.declare(CONFIGS[family])))(jax.random.key(0))
-    # Larger than they are drawn, so that every part of a layer shows; biases and norms are not all alike.
-    return jax.tree.map(lambda w: 4 * w if w.ndim == 2 else w * (1 + 0.1 * jnp.cos(jnp.arange(len(w)))), params)
+    """By NumPy, which compiles nothing; larger than models begin, so that every part of a layer shows, and norms not all alike."""
+    rng = np.random.default_rng(0)
+
+    def draw(spec: ArraySpec) -> Array:
+        values = np.ones(spec.shape) if spec.init == "ones" else spec.scale * rng.normal(size=spec.shape).clip(-3, 3)
+        larger = 4 * values if values.ndim == 2 else values * (1 + 0.1 * np.cos(np.arange(len(values))))
+        return jnp.asarray(larger.astype(np.float32))
+
+    return jax.tree.map(draw, decoder.declare(CONFIGS[family]))
 
 
 def counted(family: str) -> DecoderParams:
