@@ -19,6 +19,7 @@ from safetensors.numpy import load_file
 from cli.conftest import Run as Command
 from cli.conftest import interrupt_at
 from cli.test_launch import sources  # noqa: F401 (a fixture)
+from tilewright.cli import train_drafter as cli_drafter
 from tilewright.cli.train import Beginning, MeshOptions, ModelSizes
 from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder
@@ -139,6 +140,31 @@ def test_a_run_that_went_wrong_ends_with_a_line_and_status_1(
     ran = run("train", "lm", text, "--out", tmp_path / "out", *OPTIONS)
     assert ran.status == 1
     assert " ".join(ran.err.split()) == "tilewright: language model: step 1: the loss is not finite; nothing was saved"
+
+
+def test_a_drafter_is_handed_its_mesh(run: Command, text: Path, folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`tests/train/test_partitioned.py` has the training."""
+    given: list[Any] = []
+
+    def caught(*arguments: Any) -> Any:
+        given.extend(arguments)
+        raise ValueError("caught")
+
+    monkeypatch.setattr(cli_drafter, "fit", caught)
+    command = ["train", "drafter", text, "--target", folders[0], "--out", tmp_path / "out", "--batch-size", 4]
+    ran = run(*command, "--mesh", "fsdp=2,tp=2")
+    assert "caught" in ran.err, ran.err
+    (_, params), division = given[2], given[-1]
+    assert dict(division.mesh.shape) == {"fsdp": 2, "tp": 2}
+    assert params.layers[0].o.sharding.shard_shape(params.layers[0].o.shape) == tuple(n // 2 for n in params.layers[0].o.shape)
+    for more, problem in (
+        (["--mesh", "fsdp=8"], "expected a batch that fsdp=8 divides, found 4"),
+        (["--mesh", "fsdp=2", "--regenerated", 4], "expected --mesh or --regenerated, found both"),
+        (["--mesh", "dp=2"], "expected the axes fsdp and tp, found dp"),
+    ):
+        ran = run(*command, *more)
+        assert (ran.status, problem in " ".join(ran.err.split())) == (2, True), ran.err
+    assert not (tmp_path / "out").exists()
 
 
 def test_processes_without_a_mesh_are_refused(monkeypatch: pytest.MonkeyPatch):

@@ -146,16 +146,20 @@ def descend(
 
 
 def gradient_step(
-    loss: Callable[[Any, Any, Any, Array], tuple[Array, Any]], optimizer: optax.GradientTransformation, frozen: Any = None
+    loss: Callable[[Any, Any, Any, Array], tuple[Array, Any]],
+    optimizer: optax.GradientTransformation,
+    frozen: Any = None,
+    placed: Any = None,
 ) -> Step:
-    """The plain step of a task: one gradient on one device.
+    """The plain step of a task: one gradient.
 
     Args:
         loss: `loss(params, frozen, batch, key) -> (loss, more)`.
         frozen: arrays that the loss reads and that stay as they are (a drafter's target).
+        placed: the shardings of parameters, state and figures, where the compiler is to divide the step; by default one device.
     """
 
-    @partial(jax.jit, donate_argnums=(0, 1))
+    @partial(jax.jit, donate_argnums=(0, 1), out_shardings=placed)
     def step(params: Any, opt_state: Any, frozen: Any, batch: Any, key: Array) -> tuple[Any, Any, Figures]:
         return descend(lambda p: loss(p, frozen, batch, key), optimizer, params, opt_state)[:3]
 

@@ -129,15 +129,24 @@ def model_shardings(mesh: Mesh, specs: DecoderParams) -> DecoderParams:
     return jax.tree.map(of, specs)
 
 
+def data_mesh(axes: Mapping[str, int | None], devices: Any = None) -> Mesh:
+    """A mesh of "fsdp" and "tp"; an axis that is not named has one device.
+
+    Raises:
+        ValueError: another axis, or sizes that do not fit the devices (see `make_mesh`).
+    """
+    if unknown := sorted(set(axes) - {DATA, TENSOR}):
+        raise ValueError(f"expected the axes {DATA} and {TENSOR}, found {', '.join(unknown)}")
+    return make_mesh({DATA: axes.get(DATA, 1), TENSOR: axes.get(TENSOR, 1)}, devices)
+
+
 def training_mesh(axes: Mapping[str, int | None], config: DecoderConfig, devices: Any = None) -> Mesh:
     """A mesh of "fsdp" and "tp" for a model; an axis that is not named has one device.
 
     Raises:
         ValueError: another axis; sizes that do not fit the devices (see `make_mesh`) or the model (see `grouped_mesh`).
     """
-    if unknown := sorted(set(axes) - {DATA, TENSOR}):
-        raise ValueError(f"expected the axes {DATA} and {TENSOR}, found {', '.join(unknown)}")
-    mesh = make_mesh({DATA: axes.get(DATA, 1), TENSOR: axes.get(TENSOR, 1)}, devices)
+    mesh = data_mesh(axes, devices)
     if config.hidden_size % mesh.shape[DATA]:
         raise ValueError(f"expected fsdp that divides the hidden size {config.hidden_size}, found {mesh.shape[DATA]}")
     return grouped_mesh(
@@ -270,9 +279,13 @@ def state_shardings(setup: Setup, optimizer: optax.GradientTransformation) -> An
 
     A part of the state belongs to the array whose path its own path ends with: optimisers keep the parameters' structure.
     """
-    params = abstract(decoder.declare(setup.config), jnp.float32, setup.shardings)
+    return places_of_state(abstract(decoder.declare(setup.config), jnp.float32, setup.shardings), setup.mesh, optimizer)
+
+
+def places_of_state(params: Any, mesh: Mesh, optimizer: optax.GradientTransformation) -> Any:
+    """The same for any parameters, as abstract arrays with their shardings."""
     known = {path: (param.shape, param.sharding) for path, param in jax.tree_util.tree_leaves_with_path(params)}
-    everywhere = NamedSharding(setup.mesh, PartitionSpec())
+    everywhere = NamedSharding(mesh, PartitionSpec())
 
     def place(path: tuple[Any, ...], part: jax.ShapeDtypeStruct) -> NamedSharding:
         found = next((known[path[n:]] for n in range(len(path)) if path[n:] in known), None)
