@@ -25,6 +25,7 @@ from tilewright.train.data import MASK, Document, end_of_text, read_documents, s
 from tilewright.train.demo_text import cleaned, library_sources
 from tilewright.train.diffusion import Examples, Pairs, train_diffusion
 from tilewright.train.sharded import model_shardings
+from tilewright.train.text import TextOptions
 
 SAMPLE = 2000
 """Problems that the tokenizer learns from."""
@@ -69,20 +70,30 @@ def diffusion(
         raise ValueError("expected files or folders to train on, --library, or --arithmetic 1, found none of them")
     keep_programs(loop.compile_cache)
     trained, held_out = texts(data, library, loop)
-    bpe, config, params = begin(start, kept_tokenizer(out), sizes, over, console) or fresh(
-        trained, arithmetic, sizes, loop.seed
-    )
-    length, context = options.sequence_length, config.decoder.max_position_embeddings
-    if length > context:
-        raise ValueError(f"expected sequences of at most the model's context of {context} tokens, found {length}")
-    pairs = [Pairs.encode(bpe, part, length) for part in (trained, held_out)]
-    end = given(config.pad_token_id, config.eos_token_ids[0] if config.eos_token_ids else None)
-    examples = Examples(bpe, pairs[0], pairs[1], arithmetic, end_of_text(bpe) if end is None else end, options)
+    begun = begin(start, kept_tokenizer(out), sizes, over, console)
+    bpe, config, params = begun or fresh(trained, arithmetic, sizes, loop.seed)
+    examples = examples_of(bpe, config, (trained, held_out), arithmetic, options)
     setup = over.setup(config.decoder, options)
     save_tokenizer(out, bpe)
     result = train_diffusion(config, examples, out / "training", console, params, {"vocab_size": sizes.bpe_size}, setup)
     save_params(out, models.config_to_hf(config), models.declare(config), result.params, DTYPES[dtype])
-    finish(result, out, console, json_file, training_texts=len(pairs[0].starts), **over.figures())
+    finish(result, out, console, json_file, training_texts=len(examples.texts.starts), **over.figures())
+
+
+def examples_of(
+    bpe: Tokenizer,
+    config: DiffusionConfig,
+    parts: tuple[list[Document], list[Document]],
+    arithmetic: float,
+    options: TextOptions,
+) -> Examples:
+    """Batches for a model. Raises a `ValueError` where they would not fit its context."""
+    length, context = options.sequence_length, config.decoder.max_position_embeddings
+    if length > context:
+        raise ValueError(f"expected sequences of at most the model's context of {context} tokens, found {length}")
+    trained, held_out = (Pairs.encode(bpe, part, length) for part in parts)
+    end = given(config.pad_token_id, config.eos_token_ids[0] if config.eos_token_ids else None)
+    return Examples(bpe, trained, held_out, arithmetic, end_of_text(bpe) if end is None else end, options)
 
 
 def texts(data: tuple[Path, ...], library: bool, loop: LoopOptions) -> tuple[list[Document], list[Document]]:

@@ -170,6 +170,18 @@ class Eagle3Arguments:
         return config
 
 
+def configured(
+    kind: str, arguments: tuple[DFlashArguments, DFlash2Arguments, Eagle3Arguments], sizes: DrafterSizes,
+    target: DecoderConfig, tokenizer: Tokenizer, seed: int, console: Console,
+) -> tuple[DFlashConfig | Eagle3Config, Any]:  # fmt: skip
+    """The drafter's configuration, and the parameters to go on from, if any were named."""
+    for_dflash, for_dflash2, for_eagle3 = arguments
+    if kind == "eagle3":
+        return for_eagle3.config(sizes, target), None
+    backbone = for_dflash.config(sizes, target, tokenizer)
+    return for_dflash.begin(for_dflash2.config(backbone) if kind == "dflash2" else backbone, seed, console)
+
+
 def refuse_others(kind: str, of_kind: dict[str, object]) -> None:
     """Raises a `ValueError` that lists the arguments given for another kind of drafter."""
     wrong = [
@@ -231,11 +243,11 @@ def drafter_text(
     return regeneration.apply(LanguageModel(*target, tokenizer), streams, end, out / "training", console)
 
 
-def division_of(mesh: str | None, regeneration: Regeneration) -> Division:
+def division_of(mesh: str | None, regeneration: Regeneration, batch_size: int) -> Division:
     """The mesh to train over, if one is named.
 
     Raises:
-        ValueError: it does not fit the devices, or the target is to write text, which it does on one device.
+        ValueError: it does not fit the devices or the batch, or the target is to write text, which it does on one device.
     """
     if mesh is None:
         return Division()
@@ -243,7 +255,9 @@ def division_of(mesh: str | None, regeneration: Regeneration) -> Division:
         raise ValueError("expected --mesh or --regenerated, found both: write the text first, in a run on one device")
     import orbax.checkpoint  # noqa: F401 (see `train.MeshOptions.setup`)
 
-    return Division(data_mesh(mesh_axes(mesh)))
+    division = Division(data_mesh(mesh_axes(mesh)))
+    division.check_batch(batch_size)
+    return division
 
 
 def fit(
@@ -292,8 +306,7 @@ def drafter(
         A block-diffusion drafter (dflash), which drafts a block in one pass; one that besides walks through each slot's best
         candidates (dflash2); or a chain (eagle3), one token after another.
     mesh
-        Devices along "fsdp", which divides batches, the drafter and its target, and "tp", which divides their layers:
-        fsdp=4,tp=2. The compiler divides the step. By default one device.
+        Devices along "fsdp" and "tp", which divide batches, drafter and target: fsdp=4,tp=2. By default one device.
     dtype
         Of the drafter as it is written; it is trained in float32.
     json_file
@@ -304,18 +317,14 @@ def drafter(
     require_data(data)
     refuse_others(kind, {"dflash": for_dflash, "dflash2": for_dflash2, "eagle3": for_eagle3})
     options, blocks = loop.options(), for_dflash.options()
-    keep_programs(loop.compile_cache)
     own = {"dflash": blocks, "dflash2": for_dflash2.options(blocks), "eagle3": for_eagle3.options()}[kind]
+    keep_programs(loop.compile_cache)
     folder = hub.resolve(target, console=progress_console(console))
     tokenizer = load_tokenizer(folder)
-    division = division_of(mesh, regeneration)
-    division.check_batch(options.batch_size)
+    division = division_of(mesh, regeneration, options.batch_size)
     config, params = load_decoder(folder, jnp.float32, progress_console(console), division.shardings)
-    made = for_eagle3.config(sizes, config) if kind == "eagle3" else for_dflash.config(sizes, config, tokenizer)
-    if kind == "dflash2" and isinstance(made, DFlashConfig):
-        made = for_dflash2.config(made)
-    made, start = for_dflash.begin(made, options.seed, console) if isinstance(made, DFlashConfig) else (made, None)
+    kinds = (for_dflash, for_dflash2, for_eagle3)
+    made, start = configured(kind, kinds, sizes, config, tokenizer, options.seed, console)
     texts = drafter_text(data, loop, regeneration, (config, params), tokenizer, out, console)
     result, more = fit(made, own, (config, params), texts, options, start, out, dtype, console, division)
-    figures = {"training_tokens": int(texts[0].in_loss.sum()), "target": target, **more}
-    finish(result, out, console, json_file, **figures)
+    finish(result, out, console, json_file, training_tokens=int(texts[0].in_loss.sum()), target=target, **more)

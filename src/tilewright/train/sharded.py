@@ -325,20 +325,18 @@ Predict = Callable[[Any, Array], Predicted]
 """`predict(batch, key)`: what a batch is to predict; the key is the step's."""
 
 
-def of_text(batch: Any, key: Array) -> Predicted:
-    """`next_tokens` of a batch of `text.Windows`."""
-    return next_tokens(*batch)
-
-
-def sharded_step(setup: Setup, optimizer: optax.GradientTransformation, predict: Predict = of_text) -> Step:
+def sharded_step(setup: Setup, optimizer: optax.GradientTransformation, predict: Predict | None = None) -> Step:
     """The step of a task (see `loop.Step`); parameters lie as `Setup.shardings` has them, and state as `state_shardings`.
 
-    Of each batch a process brings the rows that its devices compute on (`Setup.own_rows`).
+    Of each batch a process brings the rows that its devices compute on (`Setup.own_rows`). By default they are of text, whose
+    tokens are predicted one after another.
     """
-    gradient = predicted_gradient(setup)
+    of_text, of_others = sharded_gradient(setup), predicted_gradient(setup)
 
     def of_batch(params: Any, batch: Any, key: Array) -> tuple[Array, Any]:
-        return gradient(params, predict(batch, jax.random.wrap_key_data(key)))
+        if predict is None:
+            return of_text(params, *batch)
+        return of_others(params, predict(batch, jax.random.wrap_key_data(key)))
 
     step = jitted_step(setup, optimizer, of_batch)
 
@@ -388,7 +386,7 @@ def over_mesh(
     setup: Setup,
     optimizer: optax.GradientTransformation,
     params: Callable[[], DecoderParams],
-    predict: Predict = of_text,
+    predict: Predict | None = None,
 ) -> Task:
     """The task of training with this module's step in the place of its own; see `text.text_task` for that.
 
@@ -397,7 +395,7 @@ def over_mesh(
     Args:
         optimizer: the task's.
         params: gives those to start from.
-        predict: what a batch is to predict.
+        predict: what a batch is to predict; by default each token given those before it.
     """
     step = sharded_step(setup, optimizer, predict)
     return replace(task, init=sharded_init(setup, optimizer, params), step=step, devices=setup.mesh.size)
