@@ -122,5 +122,5 @@ def train_dflash2(
 
     same = drafter.identity(config, drafter_options, target_params, start)
     windows = Windows(stream, held_out, options.sequence_length, options)
-    over = (target_params, division, dflash2.declare(config))
-    return train(partitioned_task("DFlash 2 drafter", loss, init, hidden_matrices, windows, same, *over), console, out)
+    trained = (init, dflash2.declare(config), hidden_matrices, division)
+    return train(partitioned_task("DFlash 2 drafter", windows, same, loss, target_params, *trained), console, out)

@@ -286,8 +286,8 @@ def train_drafter(
     loss = partial(drafter_loss, target, config, drafter_options, division.ops(options))
     same = identity(config, drafter_options, target_params, start)
     windows = Windows(stream, held_out, options.sequence_length, options)
-    over = (target_params, division, dflash.declare(config))
-    return train(partitioned_task("DFlash drafter", loss, init, hidden_matrices, windows, same, *over), console, out)
+    trained = (init, dflash.declare(config), hidden_matrices, division)
+    return train(partitioned_task("DFlash drafter", windows, same, loss, target_params, *trained), console, out)
 
 
 def check_anchors(drafter_options: DFlashOptions, options: TextOptions) -> None:

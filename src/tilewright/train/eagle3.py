@@ -270,8 +270,8 @@ def train_eagle3(
 
     same = {"config": asdict(config), "eagle3": asdict(eagle3_options), "target": fingerprint(target_params)}
     windows, frozen = Windows(stream, held_out, options.sequence_length, options), (target_params, ids)
-    over = (frozen, division, eagle3.declare(config))
-    result = train(partitioned_task("EAGLE-3 drafter", loss, init, hidden_matrices, windows, same, *over), console, out)
+    trained = (init, eagle3.declare(config), hidden_matrices, division)
+    result = train(partitioned_task("EAGLE-3 drafter", windows, same, loss, frozen, *trained), console, out)
     agree = jax.jit(partial(step_agreement, target, config, ops))
     counts = [agree(result.params, frozen, batch) for batch in windows.held_out_batches()]
     hits, totals = (np.sum([np.asarray(part[n]) for part in counts], axis=0) for n in range(2))

@@ -54,16 +54,9 @@ class Division:
 
 
 def partitioned_task(
-    title: str,
-    loss: Loss,
-    init: Callable[[], Any],
-    is_hidden_matrix: Callable[[Any], Any],
-    windows: Batches,
-    identity: dict[str, Any],
-    frozen: Any,
-    division: Division,
-    specs: Any,
-) -> Task:
+    title: str, windows: Batches, identity: dict[str, Any], loss: Loss, frozen: Any, init: Callable[[], Any], specs: Any,
+    is_hidden_matrix: Callable[[Any], Any], division: Division,
+) -> Task:  # fmt: skip
     """`text.text_task` over a mesh, or on one device.
 
     Args:
