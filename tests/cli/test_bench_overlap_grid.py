@@ -22,18 +22,18 @@ LAYER_S = {"prefill": 1e-3, "decode": 1e-4}
 """What a layer of the programs below computes."""
 
 
-def made(setup: overlap.Setup, phase: overlap.Phase, name: str) -> overlap.Run:
+def made(setup: overlap.Setup, phase: overlap.Phase, name: str, layers: int) -> overlap.Run:
     """A program whose layers wait for a sum, or, under "ring", do not."""
     sizes = [int(size) for size in setup.chip.partition(":")[2].split("x")]
     places = tuple((x, y) for x in range(sizes[0]) for y in range(sizes[1]))
     nodes = []
-    for layer in range(setup.layers):
+    for layer in range(layers):
         if name == overlap.SYNC:
             nodes.append(Node(f"sum{layer}", "all-reduce", "", "sync", transfer=Transfer("all-reduce", 1_000_000), layer=layer))
         cycles = LAYER_S[phase.kind] * 1e9 * SPEC.clock_ghz
         nodes.append(Node(f"product{layer}", "fusion", "", "run", cycles=cycles, layer=layer))
     fabric = Fabric(SPEC, torus_of(SPEC, sizes), places, hop_us=0.0)
-    return overlap.Run(setup, phase, name, lay_out(Graph(tuple(nodes), ()), fabric), 1.0)
+    return overlap.Run(setup, phase, name, layers, lay_out(Graph(tuple(nodes), ()), fabric), 1.0)
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that are made up, on slices whose devices need no compiler."""
     count = property(lambda setup: prod(int(size) for size in setup.chip.partition(":")[2].split("x")))
     monkeypatch.setattr(overlap.Setup, "devices", count)
-    monkeypatch.setattr(overlap_grid, "compiled", made)
+    monkeypatch.setattr(overlap, "compiled", made)
     monkeypatch.setattr(bench_overlap_grid, "version", lambda _: "0")
 
 

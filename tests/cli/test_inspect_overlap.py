@@ -28,13 +28,13 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def made(setup: overlap.Setup, phase: overlap.Phase, name: str) -> overlap.Run:
+def made(setup: overlap.Setup, phase: overlap.Phase, name: str, layers: int) -> overlap.Run:
     """A program whose layers take a tenth of a millisecond, with a transfer that is as long as the phase's rows are many."""
     chip = CHIPS["v5e"]
     places = tuple(overlap.ring_of([(x, y) for x in range(4) for y in range(2)]))
     fabric = Fabric(chip, torus_of(chip, (4, 2)), places, hop_us=0.0)
     sent, nodes = Transfer("all-reduce", phase.batch * 1_000_000), []
-    for layer in range(setup.layers):
+    for layer in range(layers):
         if name != overlap.BOUND:
             role = "sync" if name == "sync" else "start"
             nodes.append(Node(f"sum{layer}", "all-reduce", "", role, transfer=sent, layer=layer))
@@ -42,7 +42,7 @@ def made(setup: overlap.Setup, phase: overlap.Phase, name: str) -> overlap.Run:
         nodes.append(Node(f"product{layer}", "fusion", "", "run", cycles=1e5 * chip.clock_ghz, layer=layer))
         if name == "ring":
             nodes.append(Node(f"done{layer}", "done", "", "done", start=began, layer=layer))
-    return overlap.Run(setup, phase, name, lay_out(Graph(tuple(nodes), ()), fabric), 1.0)
+    return overlap.Run(setup, phase, name, layers, lay_out(Graph(tuple(nodes), ()), fabric), 1.0)
 
 
 @pytest.fixture
