@@ -1,14 +1,18 @@
 """How many layers are compiled before one of them stands for all."""
 
+from itertools import product
+
 import pytest
 
 from tilewright.bench import overlap
 from tilewright.bench.model_configs import model_config
-from tilewright.bench.overlap import LAYERS, Phase, Run, Setup, steady
-from tilewright.chips.links import Fabric, torus_of
+from tilewright.bench.overlap import LAYERS, Phase, Run, Setup, runs_of, steady
+from tilewright.chips.links import Fabric, ring_of, torus_of
 from tilewright.chips.tpu import CHIPS
 from tilewright.compiled.schedule import Graph, Node
 from tilewright.compiled.timeline import lay_out
+from tilewright.parallel.auto import AUTO
+from tilewright.parallel.mesh import make_mesh
 
 PREFILL, DECODE = Phase("prefill", 1, 8), Phase("decode", 1, 8)
 FABRIC = Fabric(CHIPS["v5e"], torus_of(CHIPS["v5e"], (1, 1)), ((0, 0),))
@@ -39,7 +43,7 @@ def setup_of(layers: int | None) -> Setup:
 
 def test_layers_are_added_until_the_neighbours_agree(asked: list[int]):
     run = steady(setup_of(None), PREFILL, "sync")
-    assert asked == [3, 5, 7], "of three and of five, the middle one has an end or the second beside it"
+    assert asked == [5, 7], "of five, the middle one has the second beside it"
     assert (run.layers, run.middle, run.steady, run.notes) == (7, 3, True, [])
     asked.clear()
     assert steady(setup_of(None), DECODE, "sync").layers == LAYERS["decode"][0]
@@ -57,3 +61,13 @@ def test_what_is_never_steady_says_so(monkeypatch: pytest.MonkeyPatch):
     run = steady(setup_of(None), PREFILL, "sync")
     assert (run.layers, run.steady) == (LAYERS["prefill"][-1], False)
     assert run.unsteady_share == pytest.approx(1 - 1000 / 1060)
+
+
+def test_what_auto_takes_is_compiled_once(asked: list[int]):
+    setup = setup_of(9)
+    vars(setup)["fabric"] = Fabric(CHIPS["v5e"], torus_of(CHIPS["v5e"], (4, 2)), tuple(ring_of(product(range(4), range(2)))))
+    vars(setup)["mesh"] = make_mesh({"tp": 8})
+    runs = runs_of(setup, DECODE, ["sync", AUTO, "ring"])
+    assert [run.schedule for run in runs] == ["sync", AUTO, "ring"]
+    assert (len(asked), runs[0].timeline is runs[1].timeline) == (2, True)
+    assert "auto: sync for 1 rows" in runs[1].notes[0]

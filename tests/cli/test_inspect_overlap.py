@@ -7,7 +7,7 @@ import pytest
 
 from cli.conftest import Run
 from tilewright.bench import overlap
-from tilewright.chips.links import Fabric, torus_of
+from tilewright.chips.links import Fabric, ring_of, torus_of
 from tilewright.chips.tpu import CHIPS
 from tilewright.cli import inspect_overlap
 from tilewright.compiled.schedule import Graph, Node, Transfer
@@ -31,7 +31,7 @@ def model(tmp_path: Path) -> Path:
 def made(setup: overlap.Setup, phase: overlap.Phase, name: str, layers: int) -> overlap.Run:
     """A program whose layers take a tenth of a millisecond, with a transfer that is as long as the phase's rows are many."""
     chip = CHIPS["v5e"]
-    places = tuple(overlap.ring_of([(x, y) for x in range(4) for y in range(2)]))
+    places = tuple(ring_of([(x, y) for x in range(4) for y in range(2)]))
     fabric = Fabric(chip, torus_of(chip, (4, 2)), places, hop_us=0.0)
     sent, nodes = Transfer("all-reduce", phase.batch * 1_000_000), []
     for layer in range(layers):
@@ -156,8 +156,6 @@ def test_rings_hide_what_plain_sums_expose(run: Run, model: Path, tmp_path: Path
         "sync,ring",
         "--phase",
         "prefill:4x512",
-        "--device-order",
-        "ring",
     )
     ran = run(*COMMAND, *how, "--chip", chip, "--json", path)
     assert ran.status == 0, ran.err

@@ -16,12 +16,11 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tilewright.chips.layers import divided_layer
-from tilewright.chips.links import HOP_US, Fabric, least_seconds, ring_of, torus_of
+from tilewright.chips.layers import Choice, divided_layer
+from tilewright.chips.links import HOP_US, Fabric, least_seconds, torus_of
 from tilewright.chips.tpu import TpuChip, chip_of
 from tilewright.compiled.aot import compile_for, tpu_topology
 from tilewright.compiled.schedule import read_schedule
@@ -48,7 +47,7 @@ BOUND = "no communication"
 LEAST_LAYERS = 3
 """How many layers are compiled at the least: fewer have none in the middle."""
 
-LAYERS: Mapping[str, Sequence[int]] = {"prefill": (3, 5, 7, 9, 11), "decode": (9, 11, 13)}
+LAYERS: Mapping[str, Sequence[int]] = {"prefill": (5, 7, 9, 11), "decode": (9, 11, 13)}
 """How many are compiled by phase, one after another until the middle one is steady. A decoding step begins with more: of its
 last two layers weights and caches lie in VMEM, and the compiler decides otherwise, for all layers, where these are a large part
 of the program. On v5e:4x2 the middle layer takes 347 us of five and of seven, 306 us of nine, and the same of 32."""
@@ -66,8 +65,6 @@ class WithoutCommunication(TensorParallel):
 
 SCHEDULES: dict[str, type[TensorParallel]] = {**NAMED, AUTO: Auto}
 """By the names that commands have for them."""
-
-DeviceOrder = Literal["mesh", "ring"]
 
 
 class Phase(NamedTuple):
@@ -119,8 +116,6 @@ class Setup:
         model: its name, for the report.
         layers: how many are compiled; None stands for as many as it takes, see `steady`.
         kernels: which operations compute; see `kernels.select.operations`.
-        device_order: "mesh", the order that JAX gives a mesh of one axis, or "ring", in which devices that follow one another
-            are neighbours wherever the slice has such a ring.
         hop_us: latency of a hop between neighbours, in microseconds.
     """
 
@@ -129,7 +124,6 @@ class Setup:
     config: DecoderConfig
     layers: int | None = None
     kernels: Kernels = "auto"
-    device_order: DeviceOrder = "mesh"
     hop_us: float = HOP_US
 
     @property
@@ -138,11 +132,7 @@ class Setup:
 
     @cached_property
     def mesh(self) -> Mesh:
-        devices = tpu_topology(self.chip).devices
-        if self.device_order == "mesh":
-            return make_mesh({AXIS: None}, devices)
-        at = {tuple(device.coords): device for device in devices}
-        return Mesh(np.array([at[place] for place in ring_of(at)]), (AXIS,), axis_types=(AxisType.Auto,))
+        return make_mesh({AXIS: None}, tpu_topology(self.chip).devices)
 
     @property
     def devices(self) -> int:
@@ -159,6 +149,10 @@ class Setup:
         config = self.config
         sizes = (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size)
         return Auto(AXIS, divided_layer(*sizes, devices=self.devices), self.fabric)
+
+    def chosen(self, phase: Phase) -> Choice:
+        """What `AUTO` takes for a phase."""
+        return self.auto.choice(phase.batch * phase.new, phase.divisible)
 
     def check(self, tensor_parallel: int | None) -> None:
         """Refuses what cannot be divided.
@@ -234,7 +228,7 @@ class Run:
         """What had to be assumed, and whether the layer may not stand for all."""
         notes = list(self.timeline.graph.notes)
         if self.schedule == AUTO:
-            notes.append(f"{AUTO}: {self.setup.auto.choice(self.phase.batch * self.phase.new, self.phase.divisible).why}")
+            notes.append(f"{AUTO}: {self.setup.chosen(self.phase).why}")
         if self.steady:
             return notes
         differs = f"layer {self.middle} of {self.layers} and a neighbour of it differ by {self.unsteady_share:.0%}"
@@ -280,12 +274,12 @@ def program(setup: Setup, phase: Phase, schedule: Schedule, layers: int) -> tupl
 
 
 def compiled(setup: Setup, phase: Phase, name: str, layers: int) -> Run:
-    """Compiles so many layers under a schedule of `SCHEDULES`, or under `BOUND`.
+    """Compiles so many layers under a schedule of `SCHEDULES` but for `AUTO`, or under `BOUND`.
 
     Raises:
         ValueError: the schedule cannot divide the phase's rows.
     """
-    schedule = WithoutCommunication(AXIS) if name == BOUND else setup.auto if name == AUTO else SCHEDULES[name](AXIS)
+    schedule = WithoutCommunication(AXIS) if name == BOUND else NAMED[name](AXIS)
     began = time.perf_counter()
     try:
         function, arguments = program(setup, phase, schedule, layers)
@@ -312,15 +306,19 @@ def steady(setup: Setup, phase: Phase, name: str) -> Run:
     return run
 
 
-def runs_of(
-    setup: Setup, phases: Sequence[Phase], names: Sequence[str], on_run: Callable[[str], None] = lambda _: None
-) -> list[Run]:
-    """All programs: for each phase every schedule, and the bound. `on_run` is told before each what it is."""
+def runs_of(setup: Setup, phase: Phase, names: Sequence[str], on_run: Callable[[str], None] = lambda _: None) -> list[Run]:
+    """The programs of a phase, by the names of their schedules, each compiled once: that of `AUTO` is the one that it chooses.
+
+    `on_run` is told before each what it is.
+    """
+    made: dict[str, Run] = {}
     found = []
-    for phase in phases:
-        for name in (*names, BOUND):
-            on_run(f"{setup.chip} {phase.name} {name}")
-            found.append(steady(setup, phase, name))
+    for name in names:
+        on_run(f"{setup.chip} {phase.name} {name}")
+        program = setup.chosen(phase).name if name == AUTO else name
+        if program not in made:
+            made[program] = steady(setup, phase, program)
+        found.append(replace(made[program], schedule=name))
     return found
 
 
@@ -347,7 +345,6 @@ def record(run: Run, runs: Sequence[Run]) -> dict[str, Any]:
     return {
         "chip": setup.chip,
         "devices": setup.devices,
-        "device_order": setup.device_order,
         "schedule": run.schedule,
         "phase": run.phase.kind,
         "batch_rows": run.phase.batch,

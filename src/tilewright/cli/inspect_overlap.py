@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +22,6 @@ from tilewright.bench.overlap import (
     HOP_US,
     SCHEDULES,
     SYNC,
-    DeviceOrder,
     Phase,
     Run,
     Setup,
@@ -67,7 +67,6 @@ class OverlapOptions:
         layers: how many are compiled, of which the middle one is reported; by default as many as it takes for it to be like its
             neighbours, up to 13.
         kernels: "auto" takes this package's own kernels, "xla" leaves everything to XLA.
-        device_order: "mesh" takes devices as JAX orders those of a mesh of one axis, "ring" so that they are neighbours.
         hop_us: latency of a hop between neighbours, in microseconds: a working figure, which no specification gives.
     """
 
@@ -78,7 +77,6 @@ class OverlapOptions:
     phase: Annotated[tuple[str, ...], WORDS] = ("prefill:4x1024", "decode:8x4096")
     layers: int | None = None
     kernels: Kernels = "auto"
-    device_order: DeviceOrder = "mesh"
     hop_us: float = HOP_US
 
     def setups(self) -> list[Setup]:
@@ -99,7 +97,7 @@ class OverlapOptions:
             chip_of(chip)
         config, found = model_config(self.model_config), []
         for chip in self.chip:
-            setup = Setup(chip, self.model_config, config, self.layers, self.kernels, self.device_order, self.hop_us)
+            setup = Setup(chip, self.model_config, config, self.layers, self.kernels, self.hop_us)
             setup.check(self.tensor_parallel)
             found.append(setup)
         return found
@@ -145,8 +143,9 @@ def inspect_overlap(
     runs: list[Run] = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=len(setups) * len(phases) * (len(options.schedule) + 1))
-        for setup in setups:
-            runs += runs_of(setup, phases, options.schedule, lambda name: bar.update(task, advance=1, description=name))
+        for setup, phase in product(setups, phases):
+            names = (*options.schedule, BOUND)
+            runs += runs_of(setup, phase, names, lambda name: bar.update(task, advance=1, description=name))
     figures = records(runs)
     show(console, options, figures)
     about = environment(options)
@@ -159,7 +158,7 @@ def inspect_overlap(
 def environment(options: OverlapOptions) -> dict[str, Any]:
     """What the figures depend on."""
     about = {"model": options.model_config, "dtype": "bfloat16", "kernels": options.kernels, "hop_us": options.hop_us}
-    return {**about, "device_order": options.device_order, "jax_version": jax.__version__, "libtpu_version": version("libtpu")}
+    return {**about, "jax_version": jax.__version__, "libtpu_version": version("libtpu")}
 
 
 def write_files(
