@@ -71,6 +71,9 @@ def test_predictions_are_the_layers_and_the_head(run: Run, tmp_path: Path):
     # Llama 3 8B has 8.03e9 parameters of two bytes; a position of a row takes 128 KiB.
     assert one["device_gb"] == pytest.approx((2 * 8.03e9 + 4 * 1536 * 2**17) / 8 / 1e9, rel=1e-3)
     assert one["fits"]
+    assert (one["prefill_layers_compiled"], one["decode_layers_compiled"]) == (5, 9)
+    assert (one["prefill_steady"], one["decode_steady"]) == (True, True)
+    assert "not steady" not in ran.out
     assert "predicted for v5e" in ran.out
     check_self_contained(Page(page))
     text = page.read_text()
@@ -117,6 +120,19 @@ def test_other_tokens_than_one_device_gives_are_a_failure(run: Run, monkeypatch:
     ran = run(*COMMAND, "--chip", "none", "--here", "--input", 64, "--batch", 2, "--tensor-parallel", 2, "--schedule", "sync")
     assert ran.status == 1
     assert " no " in ran.out
+
+
+@pytest.mark.usefixtures("without_compiler")
+def test_a_layer_that_is_unlike_its_neighbours_is_said_to_be(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(overlap, "STEADY", -1.0)
+    page = tmp_path / "page.html"
+    how = ("--no-here", "--input", 1024, "--batch", 4, "--tensor-parallel", 4, "--schedule", "sync", "--json", "-")
+    ran = run(*COMMAND, *how, "--html", page)
+    assert ran.status == 0, ran.err
+    (one,) = ran.json["predicted"]
+    assert (one["prefill_layers_compiled"], one["prefill_steady"], one["decode_steady"]) == (11, False, False)
+    assert ran.err.count("not steady") >= 2
+    assert "(not steady)" in page.read_text()
 
 
 @pytest.mark.usefixtures("without_compiler")

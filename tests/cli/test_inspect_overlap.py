@@ -88,6 +88,19 @@ def test_tables_and_files(run: Run, model: Path, tmp_path: Path):
 
 
 @pytest.mark.usefixtures("without_compiler")
+def test_a_layer_that_is_unlike_its_neighbours_is_said_to_be(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch):
+    """A model of four layers has no more to add."""
+    how = ("--model-config", model, "--schedule", "sync", "--phase", "decode:8x64")
+    ran = run(*COMMAND, *how)
+    assert ran.status == 0, ran.err
+    assert "not steady" not in ran.out
+    monkeypatch.setattr(overlap, "STEADY", -1.0)
+    ran = run(*COMMAND, *how, columns=200)
+    assert ran.status == 0, ran.err
+    assert ran.out.count("not steady") >= 3, "the schedule's time, the bound's, and a note"
+
+
+@pytest.mark.usefixtures("without_compiler")
 @pytest.mark.parametrize(
     "schedules, share, status", [("sync,ring", 0.3, 0), ("sync,ring", 0.2, 1), ("sync", 0.99, 1), ("sync", 1, 0)]
 )

@@ -25,8 +25,8 @@ from tilewright.compiled.machine import chip_name
 from tilewright.parallel.auto import AUTO
 from tilewright.report.overlap_grid import CPUS, PREDICTED, write_grid
 
-RUN_HERE = ("sync", "sequence", "ring", AUTO)
-"""Schedules that run prefill and decoding, with whatever kernels there are."""
+RUN_HERE = ("sync", "sequence", "ring", "domino", "column", AUTO)
+"""Schedules whose tokens are those of one device. `exact` sums in an order of its own."""
 
 
 @Parameter(name="*")
@@ -40,7 +40,7 @@ class GridOptions:
         output: tokens that each row is given.
         batch: rows, several.
         tensor_parallel: numbers of devices, several.
-        schedule: sync, sequence, ring, domino, column, exact, auto: several. Domino, column and exact don't run here.
+        schedule: sync, sequence, ring, domino, column, exact, auto: several. exact doesn't run here.
         layers: how many are compiled for a prediction, of which the middle one stands for all; by default as many as it takes
             for it to be like its neighbours, up to 13.
         here_divisor: of the tokens one in so many is left on devices that are here.
