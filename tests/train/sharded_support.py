@@ -30,7 +30,7 @@ EPS = float(jnp.finfo(jnp.float32).eps)
 
 @cache
 def drawn(family: str) -> DecoderParams:
-    """By NumPy, which compiles nothing; larger than models begin, so that every part of a layer shows, and norms not all alike."""
+    """By NumPy, which compiles nothing; larger than models begin, so that all of a layer shows, and norms not all alike."""
     rng = np.random.default_rng(0)
 
     def draw(spec: ArraySpec) -> Array:
