@@ -30,7 +30,7 @@ EPS = float(jnp.finfo(jnp.float32).eps)
 
 @cache
 def drawn(family: str) -> DecoderParams:
-    """By NumPy, which compiles nothing; larger than models begin, so that every part shows, and norms are not all alike."""
+    """By NumPy, which compiles nothing; larger than models begin, so that all of a layer shows, and norms not all alike."""
     rng = np.random.default_rng(0)
 
     def draw(spec: ArraySpec) -> Array:
@@ -76,3 +76,13 @@ def tolerance(config: DecoderConfig) -> float:
     """Of the largest entry of each array: the rounding of the longest chain of sums, those of all layers' products."""
     terms = config.num_layers * (2 * config.hidden_size + config.num_heads * config.head_dim + config.intermediate_size)
     return 16 * terms**0.5 * EPS
+
+
+def equal(found: Any, family: str) -> None:
+    """Loss and every gradient, to the stated tolerance; none of them is zero."""
+    share = tolerance(CONFIGS[family])
+    for ours, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(alone(family)), strict=True):
+        assert ours.dtype == jnp.float32
+        largest = float(jnp.max(jnp.abs(wanted)))
+        assert largest > 1e-5
+        np.testing.assert_allclose(ours, wanted, rtol=0, atol=share * largest)

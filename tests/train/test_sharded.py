@@ -18,7 +18,7 @@ from tilewright.train.lm import hidden_matrices, next_token_loss
 from tilewright.train.loop import gradient_step
 from tilewright.train.sharded import Setup, sharded_gradient, sharded_init, sharded_step, training_mesh
 from tilewright.train.text import TextOptions, make_optimizer
-from train.sharded_support import CONFIGS, alone, batch, drawn, over_devices, setup, tolerance
+from train.sharded_support import CONFIGS, alone, batch, drawn, equal, over_devices, setup
 
 MESHES = [(8, 1), (4, 2), (2, 4), (1, 8)]
 SHIFTS = list(product(range(3), repeat=2))
@@ -35,16 +35,6 @@ EVERY = [
 ]
 
 
-def equal(found: Any, family: str) -> None:
-    """Loss and every gradient, to the stated tolerance; none of them is zero."""
-    share = tolerance(CONFIGS[family])
-    for ours, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(alone(family)), strict=True):
-        assert ours.dtype == jnp.float32
-        largest = float(jnp.max(jnp.abs(wanted)))
-        assert largest > 1e-5
-        np.testing.assert_allclose(ours, wanted, rtol=0, atol=share * largest)
-
-
 @pytest.mark.parametrize("mesh, shifts, scan, remat", EVERY)
 def test_loss_and_every_gradient_equal_those_of_one_device(
     mesh: tuple[int, int], shifts: tuple[int, int], scan: bool, remat: bool
@@ -55,10 +45,10 @@ def test_loss_and_every_gradient_equal_those_of_one_device(
 
 
 OTHERS = {
-    "rings, tied head": ("qwen3", (2, 4), Plan(weights="ring", activations="ring"), 1),
+    "rings, tied head": ("qwen3", (2, 4), Plan(weights="ring", gradients="ring", activations="ring"), 1),
     "halves of their own shifts, biases": ("qwen2", (4, 2), Plan(early=Halves(2, 0), late=Halves(0, 1)), 1),
-    "rings in a loop": ("looped", (4, 2), Plan(weights="ring", activations="ring", scan=True), 1),
-    "rings of weights alone, kept": ("qwen2", (8, 1), Plan(weights="ring", remat=False), 1),
+    "rings in a loop": ("looped", (4, 2), Plan(weights="ring", gradients="ring", activations="ring", scan=True), 1),
+    "rings of weights alone, kept": ("qwen2", (8, 1), Plan(weights="ring", gradients="ring", remat=False), 1),
     "rings of rows alone, kept": ("llama", (1, 8), Plan(activations="ring", remat=False), 1),
     "parts of a batch": ("qwen3", (4, 2), Plan(), 4),
     "no tokens": ("qwen3", (2, 4), Plan(threaded=False), 1),

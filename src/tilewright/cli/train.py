@@ -222,7 +222,7 @@ class MeshOptions:
         form = "ring" if self.rings else "whole"
         plan = Plan(
             early=halves("early", self.early), late=halves("late", self.late), remat=self.remat, scan=self.scan_layers,
-            weights=form, activations=form, dtype=self.compute,
+            weights=form, gradients=form, activations=form, dtype=self.compute,
         )  # fmt: skip
         made = Setup(config, options.ops, mesh, plan, self.accumulate)
         made.check_batch((options.batch_size, options.sequence_length + 1))

@@ -128,6 +128,24 @@ class Timeline:
             found[self.layer(span)] = found[self.layer(span)].plus(one)
         return found
 
+    def within(self, begin_s: float, end_s: float) -> Sums:
+        """Of a stretch of time; a transfer is one of those in which it begins."""
+        stretch: Interval = (begin_s, end_s)
+        taken: Counter[str] = Counter()
+        for span in self.core:
+            taken[span.track] += overlap(stretch, [(span.begin_s, span.end_s)])  # type: ignore[assignment]
+        begun = [span for span in self.transfers if span.track == "ici" and begin_s <= span.begin_s < end_s]
+        under_way, until = 0.0, begin_s
+        for span in sorted((each for each in self.transfers if each.track == "ici"), key=lambda each: each.begin_s):
+            under_way += max(0.0, min(span.end_s, end_s) - max(span.begin_s, until))
+            until = max(until, span.end_s)
+        sent = sum(of.bytes for span in begun if (of := self.graph.nodes[span.node].transfer) is not None)
+        exposed = taken["exposed"]
+        return Sums(
+            taken["compute"], exposed, max(0.0, under_way - exposed), taken["memory wait"],
+            sum(span.alone_s for span in begun), sent, len(begun),
+        )  # fmt: skip
+
     def whole(self) -> Sums:
         """Of the whole program."""
         total = Sums()
@@ -218,10 +236,15 @@ def trace(timelines: Iterable[tuple[str, Timeline]]) -> dict[str, Any]:
 
 def busiest_link_s(timeline: Timeline, fabric: Fabric, layer: int | None) -> float:
     """How long the transfers of a layer take that link which they take longest: no schedule of them takes less."""
+    return busiest_s(timeline, fabric, [span for span in timeline.transfers if timeline.layer(span) == layer])
+
+
+def busiest_s(timeline: Timeline, fabric: Fabric, transfers: Iterable[Span]) -> float:
+    """The same of these transfers; copies don't count."""
     taken: Counter[Link] = Counter()
-    for span in timeline.transfers:
+    for span in transfers:
         transfer = timeline.graph.nodes[span.node].transfer
-        if span.track == "ici" and transfer is not None and timeline.layer(span) == layer:
+        if span.track == "ici" and transfer is not None:
             for link, seconds in load_of(transfer, fabric).busy_s.items():
                 taken[link] += seconds  # type: ignore[assignment]
     return max(taken.values(), default=0.0)

@@ -21,8 +21,8 @@ CURIOSITY = 0.05
 PROBE = 4
 """Rounds in which a drafter that is off is tried."""
 FIRST_LOOK = 8
-"""Rounds after which a new choice is looked at; each further look comes after twice as many. One that may be idle sees by itself
-where it has nothing, and begins with as many rounds as there may be between two looks."""
+"""Rounds after which a new choice is looked at; each further look comes after twice as many. One that may be idle sees by
+itself where it has nothing, and begins with as many rounds as there may be between two looks."""
 REFRESHED = 64
 """Rounds after which drafters that are off are thought of anew."""
 LONGEST_LOOK = 32
@@ -41,8 +41,8 @@ CAUTION = 0.3
 """The same of the others: to try each of several costs more than most texts give back, and the allowance tries them too."""
 WATCHING = 1.3
 """What it is worth that a drafter proposes nothing where it has nothing: its rounds see when a text begins to repeat itself,
-which the next look may see 32 rounds later. This and the three numbers before it are from simulations on recorded acceptance, of
-several machines' costs (`benchmarks/round_traces.py`)."""
+which the next look may see 32 rounds later. This and the three numbers before it are from simulations on recorded acceptance,
+of several machines' costs (`benchmarks/round_traces.py`)."""
 CORRECTION = 0.3
 """How far the cost of a choice follows the time of a dispatch, as a power of their quotient."""
 TOLERANCE = 1.5
@@ -164,7 +164,7 @@ class History:
     """What all batches of a model have seen so far: what a new batch expects.
 
     Args:
-        drafters: the names of those that may draft, each with the most tokens in its block; the first one is expected to be good.
+        drafters: the names of those that may draft, each with the most tokens in its block; the first is expected to be good.
     """
 
     def __init__(self, drafters: Mapping[str, int]):
