@@ -22,18 +22,18 @@ LAYER_S = {"prefill": 1e-3, "decode": 1e-4}
 """What a layer of the programs below computes."""
 
 
-def made(setup: overlap.Setup, phase: overlap.Phase, name: str) -> overlap.Run:
+def made(setup: overlap.Setup, phase: overlap.Phase, name: str, layers: int) -> overlap.Run:
     """A program whose layers wait for a sum, or, under "ring", do not."""
     sizes = [int(size) for size in setup.chip.partition(":")[2].split("x")]
     places = tuple((x, y) for x in range(sizes[0]) for y in range(sizes[1]))
     nodes = []
-    for layer in range(setup.layers):
+    for layer in range(layers):
         if name == overlap.SYNC:
             nodes.append(Node(f"sum{layer}", "all-reduce", "", "sync", transfer=Transfer("all-reduce", 1_000_000), layer=layer))
         cycles = LAYER_S[phase.kind] * 1e9 * SPEC.clock_ghz
         nodes.append(Node(f"product{layer}", "fusion", "", "run", cycles=cycles, layer=layer))
     fabric = Fabric(SPEC, torus_of(SPEC, sizes), places, hop_us=0.0)
-    return overlap.Run(setup, phase, name, lay_out(Graph(tuple(nodes), ()), fabric), 1.0)
+    return overlap.Run(setup, phase, name, layers, lay_out(Graph(tuple(nodes), ()), fabric), 1.0)
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that are made up, on slices whose devices need no compiler."""
     count = property(lambda setup: prod(int(size) for size in setup.chip.partition(":")[2].split("x")))
     monkeypatch.setattr(overlap.Setup, "devices", count)
-    monkeypatch.setattr(overlap_grid, "compiled", made)
+    monkeypatch.setattr(overlap, "compiled", made)
     monkeypatch.setattr(bench_overlap_grid, "version", lambda _: "0")
 
 
@@ -71,6 +71,9 @@ def test_predictions_are_the_layers_and_the_head(run: Run, tmp_path: Path):
     # Llama 3 8B has 8.03e9 parameters of two bytes; a position of a row takes 128 KiB.
     assert one["device_gb"] == pytest.approx((2 * 8.03e9 + 4 * 1536 * 2**17) / 8 / 1e9, rel=1e-3)
     assert one["fits"]
+    assert (one["prefill_layers_compiled"], one["decode_layers_compiled"]) == (5, 9)
+    assert (one["prefill_steady"], one["decode_steady"]) == (True, True)
+    assert "not steady" not in ran.out
     assert "predicted for v5e" in ran.out
     check_self_contained(Page(page))
     text = page.read_text()
@@ -117,6 +120,19 @@ def test_other_tokens_than_one_device_gives_are_a_failure(run: Run, monkeypatch:
     ran = run(*COMMAND, "--chip", "none", "--here", "--input", 64, "--batch", 2, "--tensor-parallel", 2, "--schedule", "sync")
     assert ran.status == 1
     assert " no " in ran.out
+
+
+@pytest.mark.usefixtures("without_compiler")
+def test_a_layer_that_is_unlike_its_neighbours_is_said_to_be(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(overlap, "STEADY", -1.0)
+    page = tmp_path / "page.html"
+    how = ("--no-here", "--input", 1024, "--batch", 4, "--tensor-parallel", 4, "--schedule", "sync", "--json", "-")
+    ran = run(*COMMAND, *how, "--html", page)
+    assert ran.status == 0, ran.err
+    (one,) = ran.json["predicted"]
+    assert (one["prefill_layers_compiled"], one["prefill_steady"], one["decode_steady"]) == (11, False, False)
+    assert ran.err.count("not steady") >= 2
+    assert "(not steady)" in page.read_text()
 
 
 @pytest.mark.usefixtures("without_compiler")

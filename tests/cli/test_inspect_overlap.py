@@ -7,7 +7,7 @@ import pytest
 
 from cli.conftest import Run
 from tilewright.bench import overlap
-from tilewright.chips.links import Fabric, torus_of
+from tilewright.chips.links import Fabric, ring_of, torus_of
 from tilewright.chips.tpu import CHIPS
 from tilewright.cli import inspect_overlap
 from tilewright.compiled.schedule import Graph, Node, Transfer
@@ -28,13 +28,13 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def made(setup: overlap.Setup, phase: overlap.Phase, name: str) -> overlap.Run:
+def made(setup: overlap.Setup, phase: overlap.Phase, name: str, layers: int) -> overlap.Run:
     """A program whose layers take a tenth of a millisecond, with a transfer that is as long as the phase's rows are many."""
     chip = CHIPS["v5e"]
-    places = tuple(overlap.ring_of([(x, y) for x in range(4) for y in range(2)]))
+    places = tuple(ring_of([(x, y) for x in range(4) for y in range(2)]))
     fabric = Fabric(chip, torus_of(chip, (4, 2)), places, hop_us=0.0)
     sent, nodes = Transfer("all-reduce", phase.batch * 1_000_000), []
-    for layer in range(setup.layers):
+    for layer in range(layers):
         if name != overlap.BOUND:
             role = "sync" if name == "sync" else "start"
             nodes.append(Node(f"sum{layer}", "all-reduce", "", role, transfer=sent, layer=layer))
@@ -42,7 +42,7 @@ def made(setup: overlap.Setup, phase: overlap.Phase, name: str) -> overlap.Run:
         nodes.append(Node(f"product{layer}", "fusion", "", "run", cycles=1e5 * chip.clock_ghz, layer=layer))
         if name == "ring":
             nodes.append(Node(f"done{layer}", "done", "", "done", start=began, layer=layer))
-    return overlap.Run(setup, phase, name, lay_out(Graph(tuple(nodes), ()), fabric), 1.0)
+    return overlap.Run(setup, phase, name, layers, lay_out(Graph(tuple(nodes), ()), fabric), 1.0)
 
 
 @pytest.fixture
@@ -85,6 +85,19 @@ def test_tables_and_files(run: Run, model: Path, tmp_path: Path):
     programs = json.loads(files["graph"].read_text())["programs"]
     assert len(programs) == 6
     assert programs[1]["nodes"][0]["transfer"]["kind"] == "all-reduce"
+
+
+@pytest.mark.usefixtures("without_compiler")
+def test_a_layer_that_is_unlike_its_neighbours_is_said_to_be(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch):
+    """A model of four layers has no more to add."""
+    how = ("--model-config", model, "--schedule", "sync", "--phase", "decode:8x64")
+    ran = run(*COMMAND, *how)
+    assert ran.status == 0, ran.err
+    assert "not steady" not in ran.out
+    monkeypatch.setattr(overlap, "STEADY", -1.0)
+    ran = run(*COMMAND, *how, columns=200)
+    assert ran.status == 0, ran.err
+    assert ran.out.count("not steady") >= 3, "the schedule's time, the bound's, and a note"
 
 
 @pytest.mark.usefixtures("without_compiler")
@@ -156,8 +169,6 @@ def test_rings_hide_what_plain_sums_expose(run: Run, model: Path, tmp_path: Path
         "sync,ring",
         "--phase",
         "prefill:4x512",
-        "--device-order",
-        "ring",
     )
     ran = run(*COMMAND, *how, "--chip", chip, "--json", path)
     assert ran.status == 0, ran.err

@@ -1,9 +1,12 @@
 """The mesh, and what stands in the way of one."""
 
+from types import SimpleNamespace
+
 import jax
 import pytest
 
-from tilewright.parallel.mesh import initialise_processes, make_mesh
+from tilewright.compiled.aot import tpu_topology
+from tilewright.parallel.mesh import in_a_ring, initialise_processes, make_mesh
 
 
 def test_a_mesh_has_the_devices_asked_for():
@@ -20,6 +23,29 @@ def test_several_axes():
     assert make_mesh({"fsdp": None, "tp": 2}) == grid
     assert make_mesh({"fsdp": 2, "tp": None}, jax.devices()[:6]).shape == {"fsdp": 2, "tp": 3}
     assert list(make_mesh({"a": 1, "b": 3, "c": 2}).devices.flat) == jax.devices()[:6]
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("chip", ["v5e:4x2", "v6e:4x2", "v5p:2x2x2", "v5e:4x4"])
+def test_devices_of_a_tpu_along_one_axis_are_a_ring_of_neighbours(chip: str):
+    devices = tpu_topology(chip).devices
+    for axes in ({"tp": None}, {"fsdp": 1, "tp": None}):
+        mesh = make_mesh(axes, devices)
+        assert mesh.axis_names == tuple(axes)
+        places = [device.coords for device in mesh.devices.flat]
+        assert len(set(map(tuple, places))) == len(devices)
+        apart = [sum(abs(a - b) for a, b in zip(places[n - 1], place, strict=True)) for n, place in enumerate(places)]
+        assert set(apart) == {1}
+
+
+def test_what_is_no_box_of_chips_stays_in_jax_order():
+    def chip(*coords: int) -> SimpleNamespace:
+        return SimpleNamespace(coords=coords)
+
+    assert in_a_ring(jax.devices()) is None
+    assert in_a_ring([chip(0, 0), chip(0, 1), chip(1, 0)]) is None, "a corner"
+    assert in_a_ring([chip(0, 0), chip(0, 0)]) is None, "two devices of a chip"
+    assert in_a_ring([]) is None
 
 
 @pytest.mark.parametrize("axes", [{"nodes": 9}, {"fsdp": 3, "tp": 3}])

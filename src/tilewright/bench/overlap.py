@@ -3,12 +3,12 @@
 The layers of a model are compiled as they would run: over a mesh, with parameters and caches divided, from the residual stream
 before the first layer to that after the last. Their time is `compiled/timeline.py`'s model of what the compiler scheduled, an
 estimate. A few layers are compiled and the middle one is reported: the first has nothing before it under which its first
-transfers could hide, the last nothing behind it.
+transfers could hide, the last nothing behind it. See `steady`.
 """
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
@@ -16,12 +16,11 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tilewright.chips.layers import divided_layer
-from tilewright.chips.links import HOP_US, Fabric, least_seconds, ring_of, torus_of
+from tilewright.chips.layers import Choice, divided_layer
+from tilewright.chips.links import HOP_US, Fabric, least_seconds, torus_of
 from tilewright.chips.tpu import TpuChip, chip_of
 from tilewright.compiled.aot import compile_for, tpu_topology
 from tilewright.compiled.schedule import read_schedule
@@ -45,12 +44,16 @@ SYNC = "sync"
 BOUND = "no communication"
 """Names of the schedule that others are compared with, and of the same one without its collectives."""
 
-LEAST_LAYERS, LAYERS = 3, 5
-"""How many layers are compiled: fewer have none in the middle. Of those at the end, weights and caches may find room in VMEM,
-which those of a whole model do not, so that two should stand behind the one that is reported."""
+LEAST_LAYERS = 3
+"""How many layers are compiled at the least: fewer have none in the middle."""
+
+LAYERS: Mapping[str, Sequence[int]] = {"prefill": (5, 7, 9, 11), "decode": (9, 11, 13)}
+"""How many are compiled by phase, one after another until the middle one is steady. A decoding step begins with more: of its
+last two layers weights and caches lie in VMEM, and the compiler decides otherwise, for all layers, where these are a large part
+of the program. On v5e:4x2 the middle layer takes 347 us of five and of seven, 306 us of nine, and the same of 32."""
 
 STEADY = 0.05
-"""By how much the layer before the reported one may differ from it before a note says so."""
+"""By how much its neighbours may differ from a steady layer."""
 
 
 class WithoutCommunication(TensorParallel):
@@ -62,8 +65,6 @@ class WithoutCommunication(TensorParallel):
 
 SCHEDULES: dict[str, type[TensorParallel]] = {**NAMED, AUTO: Auto}
 """By the names that commands have for them."""
-
-DeviceOrder = Literal["mesh", "ring"]
 
 
 class Phase(NamedTuple):
@@ -113,19 +114,16 @@ class Setup:
     Attributes:
         chip: topology of a TPU; all its devices divide the model.
         model: its name, for the report.
-        layers: how many are compiled.
+        layers: how many are compiled; None stands for as many as it takes, see `steady`.
         kernels: which operations compute; see `kernels.select.operations`.
-        device_order: "mesh", the order that JAX gives a mesh of one axis, or "ring", in which devices that follow one another
-            are neighbours wherever the slice has such a ring.
         hop_us: latency of a hop between neighbours, in microseconds.
     """
 
     chip: str
     model: str
     config: DecoderConfig
-    layers: int = LAYERS
+    layers: int | None = None
     kernels: Kernels = "auto"
-    device_order: DeviceOrder = "mesh"
     hop_us: float = HOP_US
 
     @property
@@ -134,11 +132,7 @@ class Setup:
 
     @cached_property
     def mesh(self) -> Mesh:
-        devices = tpu_topology(self.chip).devices
-        if self.device_order == "mesh":
-            return make_mesh({AXIS: None}, devices)
-        at = {tuple(device.coords): device for device in devices}
-        return Mesh(np.array([at[place] for place in ring_of(at)]), (AXIS,), axis_types=(AxisType.Auto,))
+        return make_mesh({AXIS: None}, tpu_topology(self.chip).devices)
 
     @property
     def devices(self) -> int:
@@ -156,6 +150,10 @@ class Setup:
         sizes = (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size)
         return Auto(AXIS, divided_layer(*sizes, devices=self.devices), self.fabric)
 
+    def chosen(self, phase: Phase) -> Choice:
+        """What `AUTO` takes for a phase."""
+        return self.auto.choice(phase.batch * phase.new, phase.divisible)
+
     def check(self, tensor_parallel: int | None) -> None:
         """Refuses what cannot be divided.
 
@@ -165,10 +163,12 @@ class Setup:
         Raises:
             ValueError: what it says.
         """
-        if not LEAST_LAYERS <= self.layers <= self.config.num_layers:
+        has = self.config.num_layers
+        if not LEAST_LAYERS <= (has if self.layers is None else self.layers) <= has:
+            found = f"a model of {has}" if self.layers is None else self.layers
             raise ValueError(
-                f"expected from {LEAST_LAYERS} to {self.config.num_layers} layers, so that {self.model} has them and one is in "
-                f"the middle; found {self.layers}"
+                f"expected from {LEAST_LAYERS} to {has} layers, so that {self.model} has them and one is in the middle; "
+                f"found {found}"
             )
         if not self.hop_us >= 0 or self.hop_us == float("inf"):
             raise ValueError(f"expected the latency of a hop from 0 us, found {self.hop_us:g}")
@@ -194,18 +194,19 @@ class Setup:
 
 @dataclass(frozen=True)
 class Run:
-    """A compiled program of some layers, and the model of its time."""
+    """A compiled program of so many layers, and the model of its time."""
 
     setup: Setup
     phase: Phase
     schedule: str
+    layers: int
     timeline: Timeline
     compile_s: float
 
     @property
     def middle(self) -> int:
         """The layer that is reported."""
-        return self.setup.layers // 2
+        return self.layers // 2
 
     @cached_property
     def layer(self) -> Sums:
@@ -213,20 +214,25 @@ class Run:
 
     @cached_property
     def unsteady_share(self) -> float:
-        """By how much the layer before it takes longer, or less long."""
-        before = self.timeline.sums()[self.middle - 1].total_s
-        return abs(before / self.layer.total_s - 1)
+        """By how much that of its neighbours which differs most takes longer, or less long."""
+        sums = self.timeline.sums()
+        return max(abs(sums[self.middle + by].total_s / self.layer.total_s - 1) for by in (-1, 1))
+
+    @property
+    def steady(self) -> bool:
+        """Whether the layer may stand for all."""
+        return self.unsteady_share <= STEADY
 
     @property
     def notes(self) -> list[str]:
-        """What had to be assumed, and whether more layers should be compiled."""
+        """What had to be assumed, and whether the layer may not stand for all."""
         notes = list(self.timeline.graph.notes)
         if self.schedule == AUTO:
-            notes.append(f"{AUTO}: {self.setup.auto.choice(self.phase.batch * self.phase.new, self.phase.divisible).why}")
-        if self.unsteady_share <= STEADY:
+            notes.append(f"{AUTO}: {self.setup.chosen(self.phase).why}")
+        if self.steady:
             return notes
-        differs = f"{self.schedule}: layer {self.middle} and the one before it differ by {self.unsteady_share:.0%}"
-        return [*notes, f"{differs}; more layers may say more"]
+        differs = f"layer {self.middle} of {self.layers} and a neighbour of it differ by {self.unsteady_share:.0%}"
+        return [*notes, f"{self.phase.name} {self.schedule}: not steady, {differs}"]
 
     @cached_property
     def busiest_link_s(self) -> float:
@@ -236,29 +242,29 @@ class Run:
 
 def layer_of(name: str) -> int | None:
     """The layer of an argument of the compiled program, by its name there."""
-    found = re.match(r"(?:layers|caches)\[(\d+)\]", name)
+    found = re.match(r"(?:held|caches)\[(\d+)\]", name)
     return int(found[1]) if found else None
 
 
-def program(setup: Setup, phase: Phase, schedule: Schedule) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def program(setup: Setup, phase: Phase, schedule: Schedule, layers: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The function that is compiled, and its abstract arguments: layers, caches, the residual stream, where each row begins."""
-    config, mesh = replace(setup.config, num_layers=setup.layers), setup.mesh
+    config, mesh = replace(setup.config, num_layers=layers), setup.mesh
     ops = operations("tpu", kernels=setup.kernels)
     specs = decoder.declare(config)
     held = abstract(specs, jnp.bfloat16, shardings(specs, mesh, TENSOR_PARALLEL)).layers
     whole, by_heads = PartitionSpec(), PartitionSpec(None, AXIS)
 
-    def run(layers: Any, caches: Any, stream: Array, start: Array) -> tuple[Array, Any]:
+    def run(held: Any, caches: Any, stream: Array, start: Array) -> tuple[Array, Any]:
         positions = start[:, None] + jnp.arange(phase.new)[None]
         span = Span(start, jnp.full_like(start, phase.new))
-        stack = decoder.stack_of(config, ops, layers, cached_attend)
+        stack = decoder.stack_of(config, ops, held, cached_attend)
         stream, _, kept = schedule.run(stack, stream, Rows(rope_tables(positions, config.rope_frequencies), span), caches, ())
         return stream, kept
 
     def array(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
-    sizes = (setup.layers, phase.batch, config.num_kv_heads, phase.positions, config.head_dim, jnp.bfloat16)
+    sizes = (layers, phase.batch, config.num_kv_heads, phase.positions, config.head_dim, jnp.bfloat16)
     caches = jax.tree.map(lambda x: array(x.shape, x.dtype, by_heads), jax.eval_shape(lambda: allocate(*sizes)))
     stream = array((phase.batch, phase.new, config.hidden_size), jnp.bfloat16, whole)
     start = array((phase.batch,), jnp.int32, whole)
@@ -267,32 +273,52 @@ def program(setup: Setup, phase: Phase, schedule: Schedule) -> tuple[Callable[..
     return inside, (held, caches, stream, start)
 
 
-def compiled(setup: Setup, phase: Phase, name: str) -> Run:
-    """Compiles the layers under a schedule of `SCHEDULES`, or under `BOUND`.
+def compiled(setup: Setup, phase: Phase, name: str, layers: int) -> Run:
+    """Compiles so many layers under a schedule of `SCHEDULES` but for `AUTO`, or under `BOUND`.
 
     Raises:
         ValueError: the schedule cannot divide the phase's rows.
     """
-    schedule = WithoutCommunication(AXIS) if name == BOUND else setup.auto if name == AUTO else SCHEDULES[name](AXIS)
+    schedule = WithoutCommunication(AXIS) if name == BOUND else NAMED[name](AXIS)
     began = time.perf_counter()
     try:
-        function, arguments = program(setup, phase, schedule)
+        function, arguments = program(setup, phase, schedule, layers)
         found = compile_for(setup.chip, function, *arguments, donate=1)
     except ValueError as error:
         raise ValueError(f"{name}, {phase.name}: {error}") from error
     graph = read_schedule(found.hlo, setup.spec, layer_of)
-    return Run(setup, phase, name, lay_out(graph, setup.fabric), time.perf_counter() - began)
+    return Run(setup, phase, name, layers, lay_out(graph, setup.fabric), time.perf_counter() - began)
 
 
-def runs_of(
-    setup: Setup, phases: Sequence[Phase], names: Sequence[str], on_run: Callable[[str], None] = lambda _: None
-) -> list[Run]:
-    """All programs: for each phase every schedule, and the bound. `on_run` is told before each what it is."""
+def steady(setup: Setup, phase: Phase, name: str) -> Run:
+    """Compiles more and more layers until the middle one is steady; if it never is, the last program says so of itself.
+
+    Raises:
+        ValueError: see `compiled`.
+    """
+    has = setup.config.num_layers
+    counts = (setup.layers,) if setup.layers else tuple(n for n in LAYERS[phase.kind] if n <= has) or (has,)
+    run = compiled(setup, phase, name, counts[0])
+    for layers in counts[1:]:
+        if run.steady:
+            break
+        run = compiled(setup, phase, name, layers)
+    return run
+
+
+def runs_of(setup: Setup, phase: Phase, names: Sequence[str], on_run: Callable[[str], None] = lambda _: None) -> list[Run]:
+    """The programs of a phase, by the names of their schedules, each compiled once: that of `AUTO` is the one that it chooses.
+
+    `on_run` is told before each what it is.
+    """
+    made: dict[str, Run] = {}
     found = []
-    for phase in phases:
-        for name in (*names, BOUND):
-            on_run(f"{setup.chip} {phase.name} {name}")
-            found.append(compiled(setup, phase, name))
+    for name in names:
+        on_run(f"{setup.chip} {phase.name} {name}")
+        program = setup.chosen(phase).name if name == AUTO else name
+        if program not in made:
+            made[program] = steady(setup, phase, program)
+        found.append(replace(made[program], schedule=name))
     return found
 
 
@@ -319,7 +345,6 @@ def record(run: Run, runs: Sequence[Run]) -> dict[str, Any]:
     return {
         "chip": setup.chip,
         "devices": setup.devices,
-        "device_order": setup.device_order,
         "schedule": run.schedule,
         "phase": run.phase.kind,
         "batch_rows": run.phase.batch,
@@ -339,7 +364,7 @@ def record(run: Run, runs: Sequence[Run]) -> dict[str, Any]:
         "model_layers": setup.config.num_layers,
         "model_total_ms": 1e3 * own.total_s * setup.config.num_layers,
         "model_exposed_ms": 1e3 * own.exposed_s * setup.config.num_layers,
-        "layers_compiled": setup.layers,
+        "layers_compiled": run.layers,
         "reported_layer": run.middle,
         "layers": [
             {"layer": at, **layer_figures(sums, setup.spec)} for at, sums in run.timeline.sums().items() if at is not None
@@ -347,6 +372,8 @@ def record(run: Run, runs: Sequence[Run]) -> dict[str, Any]:
         "compile_s": run.compile_s,
         "without_estimate": len(run.timeline.graph.without_estimate),
         "unsteady_share": run.unsteady_share,
+        "steady": run.steady,
+        "bound_steady": same[BOUND].steady,
         "notes": [*run.notes, *same[BOUND].notes],
     }
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from tilewright.bench.overlap import SYNC, Phase, Run, Setup, compiled
+from tilewright.bench.overlap import SYNC, Phase, Run, Setup, runs_of
 from tilewright.chips.tpu import CHIPS
 
 SLICES = {2: {2: "2x1", 4: "2x2", 8: "4x2", 16: "4x4"}, 3: {2: "2x1x1", 4: "2x2x1", 8: "2x2x2", 16: "4x2x2"}}
@@ -89,12 +89,9 @@ def predictions(
         ValueError: a schedule cannot divide a batch.
     """
     found = []
-    for setup, case, schedule in product(setups, cases, schedules):
-        runs = []
-        for phase in case.phases:
-            on_run(f"{setup.chip} {phase.name} {schedule}")
-            runs.append(compiled(setup, phase, schedule))
-        found.append(prediction(case, *runs))
+    for setup, case in product(setups, cases):
+        prefills, decodes = (runs_of(setup, phase, schedules, on_run) for phase in case.phases)
+        found += [prediction(case, *runs) for runs in zip(prefills, decodes, strict=True)]
     for name in ("ttft", "tpot"):
         for record, share in zip(found, against_sync(found, f"{name}_ms"), strict=True):
             record[f"{name}_over_sync"] = share
@@ -118,6 +115,10 @@ def prediction(case: Case, prefill: Run, decode: Run) -> dict[str, Any]:
         "decode_positions": decode.phase.positions,
         "device_gb": needs,
         "fits": needs < setup.spec.hbm_gb,
+        "prefill_layers_compiled": prefill.layers,
+        "decode_layers_compiled": decode.layers,
+        "prefill_steady": prefill.steady,
+        "decode_steady": decode.steady,
         "compile_s": prefill.compile_s + decode.compile_s,
         "notes": [*dict.fromkeys([*prefill.notes, *decode.notes])],
     }

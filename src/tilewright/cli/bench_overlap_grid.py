@@ -16,7 +16,7 @@ from rich.table import Table
 
 from tilewright.bench import overlap_here
 from tilewright.bench.model_configs import model_config
-from tilewright.bench.overlap import LAYERS, SCHEDULES, Setup
+from tilewright.bench.overlap import SCHEDULES, Setup
 from tilewright.bench.overlap_grid import Case, predictions, scaled, slice_of
 from tilewright.cli.bench_round import NUMBERS
 from tilewright.cli.common import WORDS, human_console, whole_file, write_json
@@ -25,8 +25,8 @@ from tilewright.compiled.machine import chip_name
 from tilewright.parallel.auto import AUTO
 from tilewright.report.overlap_grid import CPUS, PREDICTED, write_grid
 
-RUN_HERE = ("sync", "sequence", "ring", AUTO)
-"""Schedules that run prefill and decoding, with whatever kernels there are."""
+RUN_HERE = ("sync", "sequence", "ring", "domino", "column", AUTO)
+"""Schedules whose tokens are those of one device. `exact` sums in an order of its own."""
 
 
 @Parameter(name="*")
@@ -40,8 +40,9 @@ class GridOptions:
         output: tokens that each row is given.
         batch: rows, several.
         tensor_parallel: numbers of devices, several.
-        schedule: sync, sequence, ring, domino, column, exact, auto: several. Domino, column and exact don't run here.
-        layers: how many are compiled for a prediction; the middle one stands for all.
+        schedule: sync, sequence, ring, domino, column, exact, auto: several. exact doesn't run here.
+        layers: how many are compiled for a prediction, of which the middle one stands for all; by default as many as it takes
+            for it to be like its neighbours, up to 13.
         here_divisor: of the tokens one in so many is left on devices that are here.
     """
 
@@ -51,7 +52,7 @@ class GridOptions:
     batch: Annotated[tuple[int, ...], NUMBERS] = (4, 8)
     tensor_parallel: Annotated[tuple[int, ...], NUMBERS] = (2, 4, 8)
     schedule: Annotated[tuple[str, ...], WORDS] = ("sync", "ring")
-    layers: int = LAYERS
+    layers: int | None = None
     here_divisor: int = 16
 
     def cases(self) -> list[Case]:
@@ -159,7 +160,7 @@ def measurements(
 def environment(grid: GridOptions, hop_us: float, predicted: bool, ran: bool) -> dict[str, Any]:
     """What the figures depend on."""
     about: dict[str, Any] = {"model": grid.model_config if predicted else None, "hop_us": hop_us if predicted else None}
-    about |= {"layers_compiled": grid.layers if predicted else None, "libtpu_version": version("libtpu") if predicted else None}
+    about |= {"libtpu_version": version("libtpu") if predicted else None}
     about |= {"measured_on": chip_name() if ran else None, "measured_platform": jax.devices()[0].platform if ran else None}
     return {**about, "processes": jax.process_count() if ran else None, "jax_version": jax.__version__}
 
@@ -204,7 +205,10 @@ def table_of(
 
 
 def predicted_cells(one: Mapping[str, Any]) -> list[str]:
-    first, step = (significant(one[name]) for name in ("ttft_ms", "tpot_ms"))
+    first, step = (
+        significant(one[f"{name}_ms"]) + ("" if one[f"{phase}_steady"] else "\nnot steady")
+        for name, phase in (("ttft", "prefill"), ("tpot", "decode"))
+    )
     exposed = (f"{one['prefill_exposed_ms'] / one['ttft_ms']:.0%}", f"{one['decode_exposed_ms'] / one['tpot_ms']:.0%}")
     of_sync = ["" if one[f"{name}_over_sync"] is None else f"{one[f'{name}_over_sync']:.2f}" for name in ("ttft", "tpot")]
     return [

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,10 +20,8 @@ from tilewright.bench.model_configs import model_config
 from tilewright.bench.overlap import (
     BOUND,
     HOP_US,
-    LAYERS,
     SCHEDULES,
     SYNC,
-    DeviceOrder,
     Phase,
     Run,
     Setup,
@@ -65,9 +64,9 @@ class OverlapOptions:
         tensor_parallel: over how many devices the model is divided; by default all of a topology, as it must be.
         schedule: sync, sequence, ring, domino, column, exact, or auto for what is estimated to be fastest: several.
         phase: prefill:BATCHxPOSITIONS or decode:BATCHxPOSITIONS, several; a decode step has that many positions cached.
-        layers: how many are compiled; the middle one is reported.
+        layers: how many are compiled, of which the middle one is reported; by default as many as it takes for it to be like its
+            neighbours, up to 13.
         kernels: "auto" takes this package's own kernels, "xla" leaves everything to XLA.
-        device_order: "mesh" takes devices as JAX orders those of a mesh of one axis, "ring" so that they are neighbours.
         hop_us: latency of a hop between neighbours, in microseconds: a working figure, which no specification gives.
     """
 
@@ -76,9 +75,8 @@ class OverlapOptions:
     tensor_parallel: int | None = None
     schedule: Annotated[tuple[str, ...], WORDS] = ("sync", "sequence", "ring")
     phase: Annotated[tuple[str, ...], WORDS] = ("prefill:4x1024", "decode:8x4096")
-    layers: int = LAYERS
+    layers: int | None = None
     kernels: Kernels = "auto"
-    device_order: DeviceOrder = "mesh"
     hop_us: float = HOP_US
 
     def setups(self) -> list[Setup]:
@@ -99,7 +97,7 @@ class OverlapOptions:
             chip_of(chip)
         config, found = model_config(self.model_config), []
         for chip in self.chip:
-            setup = Setup(chip, self.model_config, config, self.layers, self.kernels, self.device_order, self.hop_us)
+            setup = Setup(chip, self.model_config, config, self.layers, self.kernels, self.hop_us)
             setup.check(self.tensor_parallel)
             found.append(setup)
         return found
@@ -145,8 +143,9 @@ def inspect_overlap(
     runs: list[Run] = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=len(setups) * len(phases) * (len(options.schedule) + 1))
-        for setup in setups:
-            runs += runs_of(setup, phases, options.schedule, lambda name: bar.update(task, advance=1, description=name))
+        for setup, phase in product(setups, phases):
+            names = (*options.schedule, BOUND)
+            runs += runs_of(setup, phase, names, lambda name: bar.update(task, advance=1, description=name))
     figures = records(runs)
     show(console, options, figures)
     about = environment(options)
@@ -159,7 +158,7 @@ def inspect_overlap(
 def environment(options: OverlapOptions) -> dict[str, Any]:
     """What the figures depend on."""
     about = {"model": options.model_config, "dtype": "bfloat16", "kernels": options.kernels, "hop_us": options.hop_us}
-    return {**about, "device_order": options.device_order, "jax_version": jax.__version__, "libtpu_version": version("libtpu")}
+    return {**about, "jax_version": jax.__version__, "libtpu_version": version("libtpu")}
 
 
 def write_files(
@@ -188,18 +187,17 @@ def show(console: Console, options: OverlapOptions, figures: Sequence[Mapping[st
     for name in dict.fromkeys(map(place, figures)):
         of = [one for one in figures if place(one) == name]
         first = of[0]
-        layers = f"one of {first['model_layers']} layers, the middle of {first['layers_compiled']}"
-        table = Table(title=f"{options.model_config} on {name}: {layers}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        title = f"{options.model_config} on {name}: one of {first['model_layers']} layers"
+        table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         table.add_column("schedule")
-        heads = ("compute\nkcycles", "compute\nms", "under\nway ms", "hidden\nms", "exposed\nms", "exposed", "of\nsync's")
-        for column in (*heads, "compute\nextra", "least\nms", "total\nms", "×\nbound", "model\nms"):
+        heads = ("layers\ncompiled", "compute\nkcycles", "compute\nms", "under\nway ms", "hidden\nms", "exposed\nms", "exposed")
+        for column in (*heads, "of\nsync's", "compute\nextra", "least\nms", "total\nms", "×\nbound", "model\nms"):
             table.add_column(column, justify="right")
         for one in of:
             table.add_row(one["schedule"], *cells(one))
         cycles, total = first["bound_compute_cycles"], first["bound_total_ms"]
-        table.add_row(
-            BOUND, f"{cycles / 1e3:,.0f}", *[""] * 9, significant(total), "1.00", significant(total * first["model_layers"])
-        )
+        model = significant(total * first["model_layers"])
+        table.add_row(BOUND, "", f"{cycles / 1e3:,.0f}", *[""] * 9, shown_total(total, first["bound_steady"]), "1.00", model)
         print_table(console, table)
         links, exposed = (significant(first[f"all_links_{name}_ms"]) for name in ("communication", "least_exposed"))
         console.print(f"through all links of every chip: {links} ms, {exposed} ms of them beyond the bound's compute")
@@ -211,16 +209,21 @@ def show(console: Console, options: OverlapOptions, figures: Sequence[Mapping[st
 def cells(one: Mapping[str, Any]) -> list[str]:
     """The figures of a row of the table."""
     return [
+        str(one["layers_compiled"]),
         f"{one['compute_cycles'] / 1e3:,.0f}",
         *(significant(one[f"{name}_ms"]) for name in ("compute", "communication", "hidden", "exposed")),
         percent(one["exposed_share"]),
         percent(one["exposed_share_of_sync"]),
         percent(one["extra_compute_share"]),
         significant(one["least_exposed_ms"]),
-        significant(one["total_ms"]),
+        shown_total(one["total_ms"], one["steady"]),
         f"{one['total_over_bound']:.2f}",
         significant(one["model_total_ms"]),
     ]
+
+
+def shown_total(total_ms: float, steady: bool) -> str:
+    return significant(total_ms) + ("" if steady else "\nnot steady")
 
 
 def percent(share: float | None) -> str:

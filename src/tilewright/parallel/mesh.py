@@ -9,6 +9,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
 
+from tilewright.chips.links import ring_of
+
 
 def make_mesh(axes: Mapping[str, int | None], devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of one or several axes, say `{"fsdp": None, "tp": 2}`.
@@ -16,8 +18,8 @@ def make_mesh(axes: Mapping[str, int | None], devices: Sequence[Any] | None = No
     Args:
         axes: the name of each axis and the number of devices along it; one of them may be None, for as many as are left.
         devices: which (`jax.Device`s); by default those at hand, of all processes: all, or the first that the sizes ask for.
-            JAX orders those of a TPU so that most neighbours on an axis are neighbours on the wire, though not on every slice:
-            `tilewright inspect overlap` counts the links between them, and over v5p:2x2x2 one axis is no ring.
+            Those of a TPU along a single axis are put in the order of a ring of neighbours where the slice has one. Over
+            several axes it is JAX's order, in which most neighbours on an axis are neighbours on the wire.
 
     Raises:
         ValueError: no axis, no name, a size below 1, two open sizes, or devices that are too few, that don't divide by the
@@ -38,7 +40,22 @@ def make_mesh(axes: Mapping[str, int | None], devices: Sequence[Any] | None = No
         expected = f"a multiple of {known}" if is_open else str(known)
         raise ValueError(f"expected {expected} devices for the axes {dict(axes)}, found {len(devices)}")
     shape = tuple(left if size is None else size for size in axes.values())
-    return jax.make_mesh(shape, tuple(axes), axis_types=(AxisType.Auto,) * len(shape), devices=list(devices))
+    types = (AxisType.Auto,) * len(shape)
+    if max(shape) == prod(shape) and (ring := in_a_ring(devices)) is not None:
+        return Mesh(np.array(ring).reshape(shape), tuple(axes), axis_types=types)
+    return jax.make_mesh(shape, tuple(axes), axis_types=types, devices=list(devices))
+
+
+def in_a_ring(devices: Sequence[Any]) -> list[Any] | None:
+    """The same devices, one the neighbour of the next by their coordinates; None where these are no box of TPUs.
+
+    JAX's own order over v5p:2x2x2, for one, takes hops of a ring over two and three links.
+    """
+    at = {tuple(device.coords): device for device in devices if hasattr(device, "coords")}
+    sides = [len(set(along)) for along in zip(*at, strict=True)]
+    if len(at) != len(devices) or prod(sides) != len(devices):
+        return None
+    return [at[place] for place in ring_of(at)]
 
 
 def first_devices(count: int | None) -> Sequence[Any]:

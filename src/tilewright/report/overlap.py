@@ -60,9 +60,9 @@ def write_overlap(path: str | Path, report: OverlapReport) -> None:
         first = records[0]
         bound, wires, beyond = (milliseconds(first[f"{key}_ms"]) for key in WITHOUT)
         text = (
-            f"One of {first['model_layers']} layers, the middle of {first['layers_compiled']} that were compiled, on "
-            f"{first['devices']} chips. Without communication it takes {bound} ms. If every chip used all its links, two sums "
-            f"would take {wires} ms, and {beyond} ms of them would not fit under the compute."
+            f"One of {first['model_layers']} layers, the middle of those that were compiled, on {first['devices']} chips. "
+            f"Without communication it takes {bound} ms{unsteady(first['bound_steady'])}. If every chip used all its links, "
+            f"two sums would take {wires} ms, and {beyond} ms of them would not fit under the compute."
         )
         picture = Lanes(f"What runs when, {name}", report.lanes[name])
         blocks = [figures_table(records), against_table(records), layer_bars(records), picture]
@@ -78,6 +78,11 @@ def place(record: Mapping[str, Any]) -> str:
 
 def milliseconds(value: float) -> str:
     return f"{value:,.3f}"
+
+
+def unsteady(steady: bool) -> str:
+    """What stands beside a time if the layer may not stand for all."""
+    return "" if steady else " (not steady)"
 
 
 def percent(share: float | None) -> str | None:
@@ -100,12 +105,13 @@ def against_table(records: Sequence[Mapping[str, Any]]) -> Table:
     rows = []
     for one in records:
         of_sync = [percent(one["exposed_share_of_sync"]), percent(one["extra_compute_share"])]
-        total = [milliseconds(one["total_ms"]), f"{one['total_over_bound']:.2f}"]
+        total = [milliseconds(one["total_ms"]) + unsteady(one["steady"]), f"{one['total_over_bound']:.2f}"]
         rows.append([one["schedule"], *of_sync, milliseconds(one["least_exposed_ms"]), *total])
     heads = ["schedule", "exposed of sync's", "compute over sync's", "least exposed ms", "total ms", "over bound"]
     note = (
         "Total: compute, exposed communication, and waiting for copies from memory; over bound: against the layer without "
-        "communication; least exposed: what the busiest link takes beyond the compute."
+        "communication; least exposed: what the busiest link takes beyond the compute. Not steady: the layer's neighbours "
+        "differ from it, so that it may not stand for all."
     )
     return Table("Against plain sums and bounds", heads, rows, note=note)
 

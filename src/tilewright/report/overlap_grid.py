@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.report.charts import LineChart, Series
+from tilewright.report.overlap import unsteady
 from tilewright.report.page import Block, Cell, Section, Table, write_sections
 
 PREDICTED = (
@@ -78,7 +79,10 @@ def predicted_table(records: Sequence[Mapping[str, Any]]) -> Table:
     for one in records:
         shares = (one["prefill_exposed_ms"] / one["ttft_ms"], one["decode_exposed_ms"] / one["tpot_ms"])
         exposed = [Cell(f"{share:.0%}", share=min(1.0, share), colour=1) for share in shares]
-        times = [f"{one[name]:,.2f}" for name in ("ttft_ms", "tpot_ms")]
+        times = [
+            f"{one[f'{name}_ms']:,.2f}" + unsteady(one[f"{phase}_steady"])
+            for name, phase in (("ttft", "prefill"), ("tpot", "decode"))
+        ]
         speed = f"{one['output_tokens_per_s']:,.0f}"
         needs = Cell(f"{one['device_gb']:.1f}" + ("" if one["fits"] else " (too much)"), strong=not one["fits"])
         rows.append([row_name(one), times[0], exposed[0], times[1], exposed[1], speed, needs])
