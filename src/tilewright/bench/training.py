@@ -2,7 +2,7 @@
 
 The step of `train/sharded.py`, optimiser and all, is compiled for a slice with a few layers, under several plans; beside it the
 same step without tokens, and the one that is left to XLA (`train/annotated.py`). Their time is the model of
-`compiled/timeline.py`, an estimate. Of each pass the middle layer is reported: from its first product to that of the next.
+`compiled/timeline.py`, an estimate. Of each pass the middle layer is reported: what says that it is its own, wherever it runs.
 """
 
 import re
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from tilewright.bench.overlap import STEADY, layer_figures, merged, ratio, timel
 from tilewright.chips.links import HOP_US, Fabric, torus_of
 from tilewright.chips.tpu import TpuChip, chip_of
 from tilewright.compiled.aot import Compiled, compile_for, tpu_topology
-from tilewright.compiled.schedule import read_schedule
+from tilewright.compiled.schedule import Graph, Node, read_schedule
 from tilewright.compiled.timeline import Interval, Span, Sums, Timeline, busiest_s, lay_out, overlap
 from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder
@@ -120,15 +120,6 @@ class Case:
         return self.batch * self.length * flops / (prod(self.axes.values()) * 1e12 * self.spec.bf16_tflop_per_s)
 
 
-class Turn(NamedTuple):
-    """A layer of a pass, from its first product to the next layer's."""
-
-    part: str
-    layer: int
-    begin_s: float
-    end_s: float
-
-
 @dataclass(frozen=True)
 class Program:
     """A compiled step, and the model of its time."""
@@ -141,11 +132,8 @@ class Program:
     compile_s: float
 
     @cached_property
-    def turns(self) -> list[Turn]:
-        return turns_of(self.timeline)
-
-    def turn(self, part: str, layer: int) -> Turn:
-        return next(each for each in self.turns if (each.part, each.layer) == (part, layer))
+    def sums(self) -> dict[int | None, Sums]:
+        return self.timeline.sums()
 
     @property
     def middle(self) -> int:
@@ -153,9 +141,15 @@ class Program:
         return (self.case.layers - 1) // 2
 
     def layer(self, part: str, layer: int | None = None) -> Sums:
-        """Of a layer, by default the middle one, in a pass."""
-        turn = self.turn(part, self.middle if layer is None else layer)
-        return self.timeline.within(turn.begin_s, turn.end_s)
+        """Of a layer, by default the middle one, in a pass.
+
+        Raises:
+            ValueError: no operation says that it is that layer's.
+        """
+        number = number_of(part, self.middle if layer is None else layer)
+        if number not in self.sums:
+            raise ValueError(f"expected operations of layer {number // 2} in the {part} pass, found none")
+        return self.sums[number]
 
     @cached_property
     def unsteady_share(self) -> float:
@@ -172,46 +166,43 @@ class Program:
         return notes
 
 
+def number_of(part: str, layer: int) -> int:
+    """Of a layer in a pass, as nodes of its graph have it."""
+    return 2 * layer + PASSES.index(part)
+
+
 def place_of(name: str) -> tuple[str, int, str] | None:
-    """The pass, layer and half that an operation belongs to, by where it comes from in the Python program."""
-    found = re.search(r"(layer|back)_(\d+)/(\w+)", name)
+    """The pass, layer and half that an operation belongs to, by where it comes from in the Python program.
+
+    A layer's weights belong to the pass that they are gathered for, its gradient to the backward pass.
+    """
+    found = re.search(r"(layer|back|gather|scatter)_(\d+)[/_](attention|mlp)(_again)?", name)
     if found is None:
         return None
-    back = found[1] == "back" or "transpose(" in name or "rematted" in name
-    return BACKWARD if back else FORWARD, int(found[2]), found[3]
+    ours = found[1] in ("back", "scatter") or found[4] is not None
+    peers = found[1] == "layer" and ("transpose(" in name or "rematted" in name)
+    return BACKWARD if ours or peers else FORWARD, int(found[2]), found[3]
 
 
-def turns_of(timeline: Timeline) -> list[Turn]:
-    """The layers of both passes, in their order.
-
-    Raises:
-        ValueError: the program's operations do not say what layers they belong to.
-    """
-    begins: dict[tuple[str, int], float] = {}
-    for span in timeline.core:
-        name = timeline.graph.nodes[span.node].op_name
-        place = place_of(name)
-        if span.track == "compute" and place is not None and "dot_general" in name:
-            begins.setdefault(place[:2], span.begin_s)
-    found = []
-    for part in PASSES:
-        order = sorted((layer for of, layer in begins if of == part), reverse=part == BACKWARD)
-        if len(order) < 2:
-            raise ValueError(f"expected products of several layers in the {part} pass, found {len(order)}")
-        times = [begins[part, layer] for layer in order]
-        ends = [*times[1:], last_product_end(timeline, part)]
-        found += [Turn(part, layer, begin, end) for layer, begin, end in zip(order, times, ends, strict=True)]
-    return found
-
-
-def last_product_end(timeline: Timeline, part: str) -> float:
-    """When the last operation that belongs to a layer of this pass ends."""
-    places = ((span, place_of(timeline.graph.nodes[span.node].op_name)) for span in timeline.core)
-    return max(span.end_s for span, place in places if place is not None and place[0] == part)
+def placed(graph: Graph) -> Graph:
+    """The graph whose nodes know their layer and pass, as `number_of` has them. Operations of the core and copies that
+    don't say it belong to that of the operation before."""
+    nodes: list[Node] = []
+    last: int | None = None
+    for node in graph.nodes:
+        place, own = place_of(node.op_name), None
+        if place is not None:
+            own = number_of(*place[:2])
+        elif not node.op_name and (node.role == "run" or node.engine == "hbm"):
+            own = last
+        if node.role == "run" and node.op_name:
+            last = own
+        nodes.append(replace(node, layer=own))
+    return replace(graph, nodes=tuple(nodes))
 
 
 def read_program(case: Case, name: str, plan: Plan, compiled: Compiled, compile_s: float) -> Program:
-    graph = read_schedule(compiled.hlo, case.spec)
+    graph = placed(read_schedule(compiled.hlo, case.spec))
     return Program(case, name, plan, compiled, lay_out(graph, case.fabric), compile_s)
 
 
@@ -274,9 +265,8 @@ def record(program: Program, same: Sequence[Program]) -> dict[str, Any]:
     plain = next((both(other) for other in same if other.name == PLAIN_STEP), None)
     others = case.config.num_layers - case.layers
     total = whole.total_s + others * layer.total_s
-    turns = [program.turn(part, program.middle) for part in PASSES]
-    begun = [span for span in timeline.transfers if any(turn.begin_s <= span.begin_s < turn.end_s for turn in turns)]
-    busiest = busiest_s(timeline, case.fabric, begun)
+    own = {number_of(part, program.middle) for part in PASSES}
+    busiest = busiest_s(timeline, case.fabric, [span for span in timeline.transfers if timeline.layer(span) in own])
     return {
         "chip": case.chip,
         "devices": prod(case.axes.values()),
@@ -304,10 +294,11 @@ def record(program: Program, same: Sequence[Program]) -> dict[str, Any]:
         "layers_compiled": case.layers,
         "reported_layer": program.middle,
         "layers": [
-            {"pass": turn.part, "layer": turn.layer, **layer_figures(timeline.within(turn.begin_s, turn.end_s), case.spec)}
-            for turn in program.turns
+            {"pass": part, "layer": layer, **layer_figures(program.layer(part, layer), case.spec)}
+            for part in PASSES
+            for layer in range(case.layers)
         ],
-        "transfers_of_layer": [each for turn in turns for each in travels(program, turn)],
+        "transfers_of_layer": [each for part in PASSES for each in travels(program, part)],
         "compile_s": program.compile_s,
         "unsteady_share": program.unsteady_share,
         "notes": program.notes,
@@ -332,17 +323,19 @@ def kept_bytes(program: Program) -> int:
     return 16 * sum(map(prod, local)) + streams * stream // prod(case.axes.values())
 
 
-def travels(program: Program, turn: Turn) -> list[dict[str, Any]]:
-    """The transfers that begin in a layer's turn, those of one purpose together: when, how long, and what runs meanwhile.
+def travels(program: Program, part: str) -> list[dict[str, Any]]:
+    """The transfers of the middle layer in a pass, those of one purpose together: when, how long, and what runs meanwhile.
 
-    Times are milliseconds from the turn's begin; `beside` has the compute while they are under way, by pass, layer and half.
+    Times are milliseconds from the layer's first product in the pass, so that what comes before it is below zero; `beside_ms`
+    has the compute while they are under way, by pass, layer and half.
     """
-    timeline = program.timeline
+    timeline, number = program.timeline, number_of(part, program.middle)
     groups: dict[tuple[str, str], list[Span]] = {}
     for span in timeline.transfers:
         node = timeline.graph.nodes[span.node]
-        if span.track == "ici" and turn.begin_s <= span.begin_s < turn.end_s and node.transfer is not None:
+        if span.track == "ici" and node.layer == number and node.transfer is not None:
             groups.setdefault((purpose(node.op_name), node.transfer.kind), []).append(span)
+    begin = first_product_s(timeline, number)
     found = []
     for (name, kind), spans in groups.items():
         of = {span.node for span in spans}
@@ -350,12 +343,24 @@ def travels(program: Program, turn: Turn) -> list[dict[str, Any]]:
         first, last = min(span.begin_s for span in spans), max(span.end_s for span in spans)
         asynchronous = sum(timeline.graph.nodes[span.node].role == "start" for span in spans)
         found.append({
-            "pass": turn.part, "name": name, "kind": kind, "transfers": len(spans), "asynchronous": asynchronous,
-            "begin_ms": 1e3 * (first - turn.begin_s), "end_ms": 1e3 * (last - turn.begin_s),
+            "pass": part, "name": name, "kind": kind, "transfers": len(spans), "asynchronous": asynchronous,
+            "begin_ms": 1e3 * (first - begin), "end_ms": 1e3 * (last - begin),
             "alone_ms": 1e3 * sum(span.alone_s for span in spans), "exposed_ms": 1e3 * waits,
             "beside_ms": compute_beside(timeline, [(span.begin_s, span.end_s) for span in spans]),
         })  # fmt: skip
     return found
+
+
+def first_product_s(timeline: Timeline, number: int) -> float:
+    """When the first product of a layer in a pass begins; the beginning of the program where none says so."""
+    products = (
+        span.begin_s
+        for span in timeline.core
+        if span.track == "compute"
+        and timeline.layer(span) == number
+        and "dot_general" in timeline.graph.nodes[span.node].op_name
+    )
+    return min(products, default=0.0)
 
 
 def purpose(name: str) -> str:
@@ -379,5 +384,6 @@ def compute_beside(timeline: Timeline, under_way: Sequence[Interval]) -> dict[st
 
 def lanes(program: Program) -> dict[str, Any]:
     """What happens when, for a picture; see `overlap.lanes`."""
-    begins = [1e3 * turn.begin_s for turn in program.turns]
+    numbers = [number_of(part, layer) for part in PASSES for layer in range(program.case.layers)]
+    begins = sorted(1e3 * first_product_s(program.timeline, number) for number in numbers)
     return {"schedule": program.name, **timeline_lanes(program.timeline), "layer_begins_ms": begins}

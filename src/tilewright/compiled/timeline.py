@@ -128,24 +128,6 @@ class Timeline:
             found[self.layer(span)] = found[self.layer(span)].plus(one)
         return found
 
-    def within(self, begin_s: float, end_s: float) -> Sums:
-        """Of a stretch of time; a transfer is one of those in which it begins."""
-        stretch: Interval = (begin_s, end_s)
-        taken: Counter[str] = Counter()
-        for span in self.core:
-            taken[span.track] += overlap(stretch, [(span.begin_s, span.end_s)])  # type: ignore[assignment]
-        begun = [span for span in self.transfers if span.track == "ici" and begin_s <= span.begin_s < end_s]
-        under_way, until = 0.0, begin_s
-        for span in sorted((each for each in self.transfers if each.track == "ici"), key=lambda each: each.begin_s):
-            under_way += max(0.0, min(span.end_s, end_s) - max(span.begin_s, until))
-            until = max(until, span.end_s)
-        sent = sum(of.bytes for span in begun if (of := self.graph.nodes[span.node].transfer) is not None)
-        exposed = taken["exposed"]
-        return Sums(
-            taken["compute"], exposed, max(0.0, under_way - exposed), taken["memory wait"],
-            sum(span.alone_s for span in begun), sent, len(begun),
-        )  # fmt: skip
-
     def whole(self) -> Sums:
         """Of the whole program."""
         total = Sums()

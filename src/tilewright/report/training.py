@@ -45,7 +45,7 @@ def write_training(path: str | Path, report: TrainingReport) -> None:
         first = records[0]
         text = (
             f"Layer {first['reported_layer']} of {first['layers_compiled']} that were compiled; the model has "
-            f"{first['model_layers']}. From a layer's first product to the next one's, in both passes."
+            f"{first['model_layers']}. What is the layer's own in both passes, wherever it runs."
         )
         picture = Lanes(f"What runs when in the step of {first['layers_compiled']} layers", report.lanes[name])
         blocks = [layer_table(records), memory_table(records), layer_bars(records), picture, *map(transfers_table, records)]
