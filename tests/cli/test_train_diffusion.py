@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from cli.conftest import Run as Command
@@ -99,3 +100,35 @@ def test_what_is_refused(run: Command, tmp_path: Path, changes: dict[str, Any], 
     assert ran.status == 2
     assert expected in " ".join(ran.err.split())
     assert not (tmp_path / "out").exists()
+
+
+def test_a_mesh_is_handed_on_and_what_does_not_fit_is_refused(
+    run: Command, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """`tests/train/test_sharded_diffusion.py` has the step."""
+    given: list[Any] = []
+
+    def caught(*arguments: Any) -> Any:
+        given.extend(arguments)
+        raise ValueError("caught")
+
+    monkeypatch.setattr(cli, "train_diffusion", caught)
+    command = ["train", "diffusion", text, "--out", tmp_path / "out", *SIZES, *LOOP]
+    assert "caught" in run(*command, "--mesh", "fsdp=2,tp=2").err
+    assert dict(given[-1].mesh.shape) == {"fsdp": 2, "kv": 1, "group": 2}
+    ran = run(*command, "--mesh", "fsdp=4")
+    assert (ran.status, "that fsdp=4 × 1 parts divide, found 2" in " ".join(ran.err.split())) == (2, True), ran.err
+
+
+@pytest.mark.slow
+def test_a_mesh_gives_what_one_device_gives(run: Command, text: Path, tmp_path: Path):
+    curves = []
+    for name, more in (("alone", []), ("mesh", ["--mesh", "fsdp=2,tp=2", "--early", "0,1"])):
+        command = ["train", "diffusion", text, "--out", tmp_path / name, *SIZES, *LOOP, "--steps", 4, "--products", "float32"]
+        ran = run(*command, *more, "--json", tmp_path / f"{name}.json")
+        assert ran.status == 0, ran.err
+        points = json.loads((tmp_path / f"{name}.json").read_text())["curve"]
+        curves.append([[point["loss_nats_per_token"], point["held_out_loss_nats_per_token"]] for point in points])
+    np.testing.assert_allclose(curves[1], curves[0], rtol=1e-4)
+    config, _ = load_diffusion(tmp_path / "mesh", jnp.float32)
+    assert config.decoder.num_layers == 1

@@ -1,15 +1,37 @@
 """`tilewright train lm --mesh`: over several devices as over one, on over another mesh, and what does not fit."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from cli.conftest import Run as Command
 from cli.conftest import interrupt_at
+from cli.test_launch import sources  # noqa: F401 (a fixture)
+from tilewright.cli import train_drafter as cli_drafter
+from tilewright.cli.train import Beginning, MeshOptions, ModelSizes
+from tilewright.kernels.select import PLAIN
+from tilewright.models import decoder
+from tilewright.models.checkpoint import load_decoder, save_params
+from tilewright.train import loop
+from tilewright.train.data import Document, Stream, train_tokenizer
+from tilewright.train.finite import NotFinite
+from tilewright.train.lm import train_lm
+from tilewright.train.text import TextOptions
+from train.support import TARGET, silent
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "decoders"
 
 OPTIONS = [
     "--vocab-size", 264, "--hidden-size", 32, "--layers", 2, "--heads", 2, "--kv-heads", 1, "--head-dim", 8,
@@ -71,3 +93,119 @@ def test_a_mesh_that_does_not_fit_is_refused_before_anything_is_written(
     assert ran.status == 2
     assert expected in " ".join(ran.err.split())
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        ("llama-scaled", "fsdp=2,tp=2"),
+        pytest.param("qwen2-untied", "fsdp=4,tp=2", marks=pytest.mark.slow),
+        pytest.param("qwen3-untied", "fsdp=8", marks=pytest.mark.slow),
+    ],
+)
+def test_a_published_model_goes_on_and_is_saved_as_it_came(tmp_path: Path, name: str, axes: str):
+    """One step that changes next to nothing: what is saved then has the logits that transformers gave for the model.
+
+    Every device reads its shards and trains on them: nobody holds them a second time.
+    """
+    copytree(GOLDEN / name, tmp_path / "start")
+    train_tokenizer([Document("one two")], 258).save(str(tmp_path / "start" / "tokenizer.json"))
+    over, options = (
+        MeshOptions(mesh=axes, remat=False),
+        TextOptions(steps=1, batch_size=8, sequence_length=8, learning_rate=1e-12),
+    )
+    begin: Any = Beginning.choose(str(tmp_path / "start"), None, ModelSizes(), over, silent())
+    setup: Any = over.setup(begin.config, options)
+    assert jax.tree.map(lambda leaf: leaf.sharding, begin.params) == setup.shardings
+    text = Stream(np.random.default_rng(0).integers(0, 96, 400).astype(np.int32), np.ones(400, bool))
+    result = train_lm(begin.config, text, text, options, tmp_path / "training", silent(), begin.params, setup=setup)
+    assert any(leaf.is_deleted() for leaf in jax.tree.leaves(begin.params)), "their memory went into the step"
+    config = begin.config
+    save_params(tmp_path / "out", decoder.config_to_hf(config), decoder.declare(config), result.params, jnp.float32)
+    found, params = load_decoder(tmp_path / "out", jnp.float32)
+    assert found == config
+    with np.load(GOLDEN / name / "outputs.npz") as outputs:
+        tokens, wanted = jnp.asarray(outputs["tokens"]), outputs["logits"]
+    logits = jax.jit(lambda p: decoder.logits(config, PLAIN, p, decoder.forward_full(config, PLAIN, p, tokens).hidden))(params)
+    np.testing.assert_allclose(logits, wanted, rtol=0, atol=1e-4)
+
+
+def test_a_run_that_went_wrong_ends_with_a_line_and_status_1(
+    run: Command, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def broken(self: loop.Run, batch: Any) -> None:
+        raise NotFinite("step 1: the loss is not finite")
+
+    monkeypatch.setattr(loop.Run, "advance", broken)
+    ran = run("train", "lm", text, "--out", tmp_path / "out", *OPTIONS)
+    assert ran.status == 1
+    assert " ".join(ran.err.split()) == "tilewright: language model: step 1: the loss is not finite; nothing was saved"
+
+
+def test_a_drafter_is_handed_its_mesh(run: Command, text: Path, folders: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`tests/train/test_partitioned.py` has the training."""
+    given: list[Any] = []
+
+    def caught(*arguments: Any) -> Any:
+        given.extend(arguments)
+        raise ValueError("caught")
+
+    monkeypatch.setattr(cli_drafter, "fit", caught)
+    command = ["train", "drafter", text, "--target", folders[0], "--out", tmp_path / "out", "--batch-size", 4]
+    ran = run(*command, "--mesh", "fsdp=2,tp=2")
+    assert "caught" in ran.err, ran.err
+    (_, params), division = given[2], given[-1]
+    assert dict(division.mesh.shape) == {"fsdp": 2, "tp": 2}
+    assert params.layers[0].o.sharding.shard_shape(params.layers[0].o.shape) == tuple(n // 2 for n in params.layers[0].o.shape)
+    for more, problem in (
+        (["--mesh", "fsdp=8"], "expected a batch that fsdp=8 divides, found 4"),
+        (["--mesh", "fsdp=2", "--regenerated", 4], "expected --mesh or --regenerated, found both"),
+        (["--mesh", "dp=2"], "expected the axes fsdp and tp, found dp"),
+    ):
+        ran = run(*command, *more)
+        assert (ran.status, problem in " ".join(ran.err.split())) == (2, True), ran.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_processes_without_a_mesh_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="expected --mesh for 2 processes, found none"):
+        MeshOptions().of(TARGET)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("sources")
+def test_two_processes_are_killed_and_one_goes_on_and_gives_what_one_gives(run: Command, text: Path, tmp_path: Path):
+    """Two devices each. The first process alone prints and writes; what both wrote goes on over eight devices of one."""
+    options = [12 if before == "--steps" else word for before, word in pairwise([None, *OPTIONS])]
+
+    def command(name: str, *more: object) -> list[str]:
+        words = ["train", "lm", text, "--out", tmp_path / name, *options, "--json", tmp_path / f"{name}.json", *more]
+        return list(map(str, words))
+
+    def two(name: str) -> list[str]:
+        launched = ["launch", "-n", "2", "--devices-per-process", "2", "--", *command(name, "--mesh", "fsdp=2,tp=2")]
+        return [sys.executable, "-m", "tilewright", *launched]
+
+    alone = run(*command("alone"))
+    assert alone.status == 0, alone.err
+    whole = subprocess.run(two("whole"), capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert whole.returncode == 0, whole.stderr
+    assert whole.stdout.count("nats a token") == 1
+    with subprocess.Popen(two("parts"), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as started:
+        while not list(tmp_path.glob("parts/training/sharded/[1-9]")) and started.poll() is None:
+            time.sleep(0.01)
+        started.send_signal(signal.SIGTERM)
+        said = started.communicate()
+    assert started.returncode == 128 + signal.SIGTERM, said
+    assert not (tmp_path / "parts" / "model.safetensors").exists()
+    ran = run(*command("parts", "--mesh", "fsdp=8"))
+    assert ran.status == 0, ran.err
+    assert "resuming language model at step" in ran.out
+    wanted = load_file(tmp_path / "alone" / "model.safetensors")
+    for name in ("whole", "parts"):
+        np.testing.assert_allclose(curve(tmp_path / f"{name}.json"), curve(tmp_path / "alone.json"), rtol=1e-4)
+        ours = load_file(tmp_path / name / "model.safetensors")
+        assert ours.keys() == wanted.keys()
+        for tensor, value in wanted.items():
+            np.testing.assert_allclose(ours[tensor], value, atol=1e-3 * np.abs(value).max())

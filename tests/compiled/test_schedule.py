@@ -346,6 +346,12 @@ def test_the_graph_and_the_trace_are_plain_data():
         ("[2,2]<=[4]", ((0, 1), (2, 3))),
         ("[2,2]<=[2,2]T(1,0)", ((0, 2), (1, 3))),
         ("{}", ()),
+        ("mesh['a'=2,'b'=2] {'b'}", ((0, 1), (2, 3))),
+        ("mesh['a'=2,'b'=2] {'a'}", ((0, 2), (1, 3))),
+        ("mesh['a'=2,'b'=2] {'b','a'}", ((0, 2, 1, 3),)),
+        ("mesh['a'=2,'b'=1,'c'=2], device_ids=([2,2]T(1,0)) {'c'}", ((0, 2), (1, 3))),
+        ("mesh['a'=4] {'a':(2)2}", ((0, 1), (2, 3))),
+        ("mesh['a'=4] {'a':(1)2}", ((0, 2), (1, 3))),
     ],
 )
 def test_groups_of_devices(groups: str, expected: tuple[tuple[int, ...], ...]):
@@ -360,8 +366,9 @@ def test_what_cannot_be_read_is_refused():
         read_schedule(program(done("d", "x0")), V5E)
     with pytest.raises(ValueError, match="expected devices below 4, as many as the slice has, found 5"):
         laid_out(program(permute("s", "x0", "{{0,5}}"), done("d", "s")))
-    with pytest.raises(ValueError, match="expected replica groups as lists or as an array"):
-        read_schedule(program(f"  %r = {ARRAY} all-reduce(%x0), replica_groups=mesh[a]", inputs=1), V5E)
+    for groups, ways in (("(0)", "as lists or as an array"), ("mesh[a]", "by the axes of a mesh")):
+        with pytest.raises(ValueError, match=f"expected replica groups {ways}"):
+            read_schedule(program(f"  %r = {ARRAY} all-reduce(%x0), replica_groups={groups}", inputs=1), V5E)
     unknown = laid_out(program(f"  %r = {ARRAY} collective-broadcast(%x0), {GROUPS}", inputs=1))
     assert unknown.graph.notes == ("r: the time of a collective-broadcast is not modelled, and counted as none",)
     assert unknown.whole() == Sums()

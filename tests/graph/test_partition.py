@@ -146,8 +146,8 @@ def test_a_training_step_is_that_of_one_device(family: str, exchange: str):
         def scores(params: Any, statistics: Any) -> tuple[Array, Any]:
             return gnn.apply(config, params, table, x, statistics, train=True, rows=rows)
 
-        after, _, loss, scored = descend_rows((params, state), optimizer.init(params), optimizer, scores, labels, counts)
-        return after, loss, scored
+        after, _, figures, scored = descend_rows((params, state), optimizer.init(params), optimizer, scores, labels, counts)
+        return after, figures["loss"], scored
 
     wanted = step(single, jnp.asarray(x), jnp.asarray(labels), jnp.asarray(counts), None)
     given = [several.arrange(value) for value in (x, labels, counts)]

@@ -1,5 +1,5 @@
 // Stands in for the CPU's tile unit where there is none: what Intel's manual (volume 2: LDTILECFG, TILELOADD, TILESTORED, TDPBF16PS,
-// TDPBSSD) says that the instructions do, one number at a time. Included by linear/amx.inc instead of the instructions.
+// TDPBSSD) says that the instructions do, one number at a time. Included by tiles.inc instead of the instructions.
 //
 // It shows that tiles are configured, addressed and put together as the manual asks. It proves nothing about speed, about the operating
 // system's consent, or about a chip that departs from its manual.
@@ -68,7 +68,7 @@ struct Tiles {
 
   static float flush(float x) { return std::abs(x) < std::numeric_limits<float>::min() ? 0.0f : x; }
 
-  template <int C, int A, int B> static void dot(BFloat16) {
+  template <int C, int A, int B> static void dot_bfloat16() {
     check<C, A, B>();
     for (int m = 0; m < state().rows[C]; ++m)
       for (int n = 0; n < state().bytes[C] / 4; ++n) {
@@ -82,7 +82,7 @@ struct Tiles {
       }
   }
 
-  template <int C, int A, int B> static void dot(Int8) {
+  template <int C, int A, int B> static void dot_int8() {
     check<C, A, B>();
     for (int m = 0; m < state().rows[C]; ++m)
       for (int n = 0; n < state().bytes[C] / 4; ++n)

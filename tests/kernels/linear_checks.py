@@ -318,12 +318,12 @@ def main(isa: str, tiles: str = "") -> None:
 
     Args:
         isa: what must have been chosen.
-        tiles: a header that stands in for the tile unit (see `amx_tiles.h`); the linear kernels are built with it.
+        tiles: a header that stands in for the tile unit (see `amx_tiles.h`); what uses tiles is built with it.
     """
     if tiles:
         flags = ("-O1" if flag == "-O3" else flag for flag in build.FLAGS)
         build.FLAGS = (*flags, f'-DTILEWRIGHT_AMX_TILES="{tiles}"')
-        build.OPERATIONS = ["linear", "rms_norm"]
+        build.OPERATIONS = ["linear", "rms_norm", "attention"]
         native.TARGETS = {name: native.TARGETS[name] for name in build.OPERATIONS}
     found = native.kernels()
     assert found.isa == isa, found
@@ -344,17 +344,15 @@ def main(isa: str, tiles: str = "") -> None:
     for rows, sizes in ((3, (33, 47)), (35, (65, 70))):
         for kind in FORMATS[:2]:
             check_matmul(rows, rows, sizes, kind)
-    if not tiles:
-        for dtype in (jnp.float32, jnp.bfloat16):
-            check_attention(dtype)
-        for case in APPENDED:
-            check_append(case)
-            paged_checks.check_appended(replace(case, capacity=96).draw(0), 16)
-        for dtype in (jnp.float32, jnp.bfloat16):
-            for own in (0, 7):
-                paged_checks.check_attention(dtype, 32, own)
-            for sizes in window_cases.SIZES:
-                window_cases.check(jax.jit(window_attention.window_attention), sizes.draw(0, dtype))
+    for case in APPENDED:
+        check_append(case)
+        paged_checks.check_appended(replace(case, capacity=96).draw(0), 16)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        check_attention(dtype)
+        for own in (0, 7):
+            paged_checks.check_attention(dtype, 32, own)
+        for sizes in () if tiles else window_cases.SIZES:
+            window_cases.check(jax.jit(window_attention.window_attention), sizes.draw(0, dtype))
     print(digest.hexdigest())
 
 

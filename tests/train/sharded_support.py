@@ -1,6 +1,7 @@
 """Models and batches for the tests of sharded training, and the single device that all of it is held against."""
 
-from functools import cache, partial
+from functools import cache
+from math import prod
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from models.sizes import decoder_config
 from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
-from tilewright.models.params import initialise
+from tilewright.models.params import ArraySpec
 from tilewright.parallel.exchanges import Plan
 from tilewright.train.lm import next_token_loss
 from tilewright.train.sharded import Setup, sharded_gradient, training_mesh
@@ -20,6 +21,7 @@ from tilewright.train.sharded import Setup, sharded_gradient, training_mesh
 CONFIGS = {
     "llama": decoder_config("llama", 64, 32, 48, 3, 16, 2, 8),  # groups of queries, of which 4 and 8 devices have parts
     "looped": decoder_config("llama", 64, 32, 48, 7, 8, 8, 8),  # so many layers that some are in a loop under every shift
+    "short": decoder_config("llama", 64, 32, 48, 4, 8, 8, 8),  # so many that some are in a loop under shifts of one layer
     "qwen3": decoder_config("qwen3", 64, 32, 48, 2, 8, 8, 8, tie_word_embeddings=True),
     "qwen2": decoder_config("qwen2", 64, 32, 48, 2, 8, 2, 8),
 }
@@ -28,9 +30,22 @@ EPS = float(jnp.finfo(jnp.float32).eps)
 
 @cache
 def drawn(family: str) -> DecoderParams:
-    params = jax.jit(partial(initialise, decoder.declare(CONFIGS[family])))(jax.random.key(0))
-    # Larger than they are drawn, so that every part of a layer shows; biases and norms are not all alike.
-    return jax.tree.map(lambda w: 4 * w if w.ndim == 2 else w * (1 + 0.1 * jnp.cos(jnp.arange(len(w)))), params)
+    """By NumPy, which compiles nothing; larger than models begin, so that all of a layer shows, and norms not all alike."""
+    rng = np.random.default_rng(0)
+
+    def draw(spec: ArraySpec) -> Array:
+        values = np.ones(spec.shape) if spec.init == "ones" else spec.scale * rng.normal(size=spec.shape).clip(-3, 3)
+        larger = 4 * values if values.ndim == 2 else values * (1 + 0.1 * np.cos(np.arange(len(values))))
+        return jnp.asarray(larger.astype(np.float32))
+
+    return jax.tree.map(draw, decoder.declare(CONFIGS[family]))
+
+
+def counted(family: str) -> DecoderParams:
+    """Numbers in the places of parameters, the same in every process; no program makes them."""
+    return jax.tree.map(
+        lambda spec: np.arange(prod(spec.shape), dtype=np.float32).reshape(spec.shape), decoder.declare(CONFIGS[family])
+    )
 
 
 @cache
@@ -61,3 +76,13 @@ def tolerance(config: DecoderConfig) -> float:
     """Of the largest entry of each array: the rounding of the longest chain of sums, those of all layers' products."""
     terms = config.num_layers * (2 * config.hidden_size + config.num_heads * config.head_dim + config.intermediate_size)
     return 16 * terms**0.5 * EPS
+
+
+def equal(found: Any, family: str) -> None:
+    """Loss and every gradient, to the stated tolerance; none of them is zero."""
+    share = tolerance(CONFIGS[family])
+    for ours, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(alone(family)), strict=True):
+        assert ours.dtype == jnp.float32
+        largest = float(jnp.max(jnp.abs(wanted)))
+        assert largest > 1e-5
+        np.testing.assert_allclose(ours, wanted, rtol=0, atol=share * largest)

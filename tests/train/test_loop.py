@@ -18,8 +18,9 @@ import tilewright.models.checkpoint
 from tilewright.parallel.mesh import make_mesh
 from tilewright.train import checkpoint
 from tilewright.train.drafter import DFlashOptions, train_drafter
+from tilewright.train.finite import FINITE, finite
 from tilewright.train.lm import train_lm
-from tilewright.train.loop import Run, Task, TrainResult, gradient_step, keep_better, train
+from tilewright.train.loop import Figures, Run, Task, TrainResult, gradient_step, keep_better, train
 from tilewright.train.text import TextOptions, make_optimizer, text_figures
 from train.support import DRAFTER, TARGET, options, random_stream, silent, target_params
 
@@ -261,8 +262,8 @@ def test_figures_are_plain_data(tmp_path: Path):
 def falling_then_rising(score: str | None) -> Task:
     """Two runs whose parameter is the step; one is best at step 4, the other one at the end."""
 
-    def step(params: Array, opt_state: Any, batch: Any, key: Array) -> tuple[Array, Any, dict[str, Array]]:
-        return params + 1, opt_state, {"loss": params}
+    def step(params: Array, opt_state: Any, batch: Any, key: Array) -> tuple[Array, Any, Figures]:
+        return params + 1, opt_state, {"loss": params, FINITE: finite(params, {})}
 
     def evaluate(params: Array, step: int) -> dict[str, Array]:
         return {"score": jnp.array([1.0, -1.0]) * -((params - 4.0) ** 2), "nothing": jnp.full(2, jnp.nan)}
@@ -308,7 +309,11 @@ def test_nobody_waits_for_a_step_between_two_evaluations(every: int, read: bool)
     """The host hands out one epoch after another; a mean over several steps is the host's work."""
     made, figures = falling_then_rising("score"), [Figure() for _ in range(4)]
     told = iter(figures)
-    run = Run(replace(made, step=lambda params, opt_state, batch, key: (params + 1, opt_state, {"loss": next(told)})), None)
+
+    def step(params: Any, opt_state: Any, batch: Any, key: Any) -> Any:
+        return params + 1, opt_state, {"loss": next(told), FINITE: finite(jnp.float32(0), {})}
+
+    run = Run(replace(made, step=step), None)
     for n in range(1, 5):
         run.advance(None)
         if n % every == 0:
@@ -319,7 +324,7 @@ def test_nobody_waits_for_a_step_between_two_evaluations(every: int, read: bool)
 def test_a_checkpoint_beyond_the_last_step_is_refused(tmp_path: Path):
     task = falling_then_rising(None)
     train(task, silent(), tmp_path)
-    with pytest.raises(ValueError, match=r"state\.safetensors stands at step 9 already, beyond the 5 asked for"):
+    with pytest.raises(ValueError, match=r"the checkpoint in .* stands at step 9 already, beyond the 5 asked for"):
         train(replace(task, steps=5), silent(), tmp_path)
 
 

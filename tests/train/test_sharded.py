@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -12,11 +13,12 @@ import pytest
 
 from tilewright.kernels.select import PLAIN
 from tilewright.parallel.exchanges import Halves, Plan
+from tilewright.train.finite import FINITE, NotFinite, require_finite
 from tilewright.train.lm import hidden_matrices, next_token_loss
 from tilewright.train.loop import gradient_step
 from tilewright.train.sharded import Setup, sharded_gradient, sharded_init, sharded_step, training_mesh
 from tilewright.train.text import TextOptions, make_optimizer
-from train.sharded_support import CONFIGS, alone, batch, drawn, over_devices, setup, tolerance
+from train.sharded_support import CONFIGS, alone, batch, drawn, equal, over_devices, setup
 
 MESHES = [(8, 1), (4, 2), (2, 4), (1, 8)]
 SHIFTS = list(product(range(3), repeat=2))
@@ -33,30 +35,20 @@ EVERY = [
 ]
 
 
-def equal(found: Any, family: str) -> None:
-    """Loss and every gradient, to the stated tolerance; none of them is zero."""
-    share = tolerance(CONFIGS[family])
-    for ours, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(alone(family)), strict=True):
-        assert ours.dtype == jnp.float32
-        largest = float(jnp.max(jnp.abs(wanted)))
-        assert largest > 1e-5
-        np.testing.assert_allclose(ours, wanted, rtol=0, atol=share * largest)
-
-
 @pytest.mark.parametrize("mesh, shifts, scan, remat", EVERY)
 def test_loss_and_every_gradient_equal_those_of_one_device(
     mesh: tuple[int, int], shifts: tuple[int, int], scan: bool, remat: bool
 ):
     plan = Plan(early=Halves(shifts[0], shifts[0]), late=Halves(shifts[1], shifts[1]), scan=scan, remat=remat)
-    family = "looped" if scan else "llama"
+    family = ("short" if shifts == (1, 1) else "looped") if scan else "llama"
     equal(over_devices(setup(family, *mesh, plan), family), family)
 
 
 OTHERS = {
-    "rings, tied head": ("qwen3", (2, 4), Plan(weights="ring", activations="ring"), 1),
+    "rings, tied head": ("qwen3", (2, 4), Plan(weights="ring", gradients="ring", activations="ring"), 1),
     "halves of their own shifts, biases": ("qwen2", (4, 2), Plan(early=Halves(2, 0), late=Halves(0, 1)), 1),
-    "rings in a loop": ("looped", (4, 2), Plan(weights="ring", activations="ring", scan=True), 1),
-    "rings of weights alone, kept": ("qwen2", (8, 1), Plan(weights="ring", remat=False), 1),
+    "rings in a loop": ("looped", (4, 2), Plan(weights="ring", gradients="ring", activations="ring", scan=True), 1),
+    "rings of weights alone, kept": ("qwen2", (8, 1), Plan(weights="ring", gradients="ring", remat=False), 1),
     "rings of rows alone, kept": ("llama", (1, 8), Plan(activations="ring", remat=False), 1),
     "parts of a batch": ("qwen3", (4, 2), Plan(), 4),
     "no tokens": ("qwen3", (2, 4), Plan(threaded=False), 1),
@@ -106,16 +98,16 @@ def test_a_scanned_step_has_a_loop_for_each_pass_and_an_unrolled_one_none():
         of = setup(family, 4, 2, plan)
         return str(jax.make_jaxpr(sharded_gradient(of))(drawn(family), *batch())).count(" scan[")
 
-    assert loops(Plan(), "looped") == 1
-    assert loops(Plan(scan=True), "looped") == 3
+    assert loops(Plan(), "short") == 1
+    assert loops(Plan(scan=True), "short") == 3
     assert loops(Plan(scan=True), "qwen2") == 1  # too few layers
 
 
 OPTIONS = TextOptions(steps=50, learning_rate=3e-3, warmup=0.1, clip=0.5, weight_decay=0.1)
 
 
-def curves(optimizer: str, steps: int, of: Setup) -> tuple[np.ndarray, np.ndarray, Any]:
-    """Losses of steps on a few batches over the mesh and on one device, and where the optimiser's state lies."""
+def curves(optimizer: str, steps: int, of: Setup) -> tuple[np.ndarray, np.ndarray, list[tuple[int, int]]]:
+    """Losses of steps on a few batches over the mesh and on one device; of each matrix of the state its size and a shard's."""
     made = make_optimizer(TextOptions(**{**vars(OPTIONS), "optimizer": optimizer}), hidden_matrices)
     tokens, in_loss = (np.asarray(each) for each in batch())
     start, key = drawn("qwen2"), jax.random.key(0)
@@ -130,16 +122,20 @@ def curves(optimizer: str, steps: int, of: Setup) -> tuple[np.ndarray, np.ndarra
         alone_params, alone_state, wanted = plain(alone_params, alone_state, tuple(map(jnp.asarray, each)), key)
         losses.append((float(figures["loss"]), float(wanted["loss"])))
     found = np.array(losses)
-    return found[:, 0], found[:, 1], state
+    divided = [(leaf.size, leaf.addressable_shards[0].data.size) for leaf in jax.tree.leaves(state) if leaf.ndim == 2]
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(start)), "training donates its own"
+    broken = replace(params, norm=params.norm.at[0].set(jnp.nan))
+    with pytest.raises(NotFinite, match="step 9: the loss and every gradient"):
+        require_finite(9, ours(broken, state, (tokens, in_loss), key)[2][FINITE])
+    return found[:, 0], found[:, 1], divided
 
 
 def test_steps_follow_those_of_one_device_and_the_state_stays_divided():
     of = setup("qwen2", 4, 2, Plan())
-    ours, wanted, state = curves("adamw", 3, of)
+    ours, wanted, divided = curves("adamw", 3, of)
     np.testing.assert_allclose(ours, wanted, rtol=1e-5)
-    divided = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim == 2]
     assert len(divided) == 2 * (2 * 7 + 2)
-    assert all(leaf.addressable_shards[0].data.size * 8 in (leaf.size, leaf.size * 1) for leaf in divided)
+    assert all(part * 8 == whole for whole, part in divided)
 
 
 @pytest.mark.slow

@@ -398,18 +398,22 @@ def lanes(run: Run) -> dict[str, Any]:
 
     `core` and `links` hold (begin, end, kind): `compute`, `exposed`, `memory wait`; `hidden` and `exposed`.
     """
-    core, transfers = run.timeline.core, run.timeline.transfers
-    under_way = merged([(span.begin_s, span.end_s, "hidden") for span in transfers if span.track == "ici"])
-    waits = [(span.begin_s, span.end_s, "exposed") for span in core if span.track == "exposed"]
     begins: dict[int, float] = {}
-    for span in core:
+    for span in run.timeline.core:
         layer = run.timeline.layer(span)
         if layer is not None and span.track == "compute":
             begins.setdefault(layer, 1e3 * span.begin_s)
+    return {"schedule": run.schedule, **timeline_lanes(run.timeline), "layer_begins_ms": [begins[n] for n in sorted(begins)]}
+
+
+def timeline_lanes(timeline: Timeline) -> dict[str, list[tuple[float, float, str]]]:
+    """`core` and `links`, as `lanes` has them."""
+    core, transfers = timeline.core, timeline.transfers
+    under_way = merged([(span.begin_s, span.end_s, "hidden") for span in transfers if span.track == "ici"])
+    waits = [(span.begin_s, span.end_s, "exposed") for span in core if span.track == "exposed"]
     # What is exposed is drawn over what is under way.
     shown = {"core": merged([(span.begin_s, span.end_s, span.track) for span in core]), "links": under_way + merged(waits)}
-    scaled = {name: [(1e3 * begin, 1e3 * end, kind) for begin, end, kind in spans] for name, spans in shown.items()}
-    return {"schedule": run.schedule, **scaled, "layer_begins_ms": [begins[layer] for layer in sorted(begins)]}
+    return {name: [(1e3 * begin, 1e3 * end, kind) for begin, end, kind in spans] for name, spans in shown.items()}
 
 
 def merged(spans: Sequence[tuple[float, float, str]]) -> list[tuple[float, float, str]]:

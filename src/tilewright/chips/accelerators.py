@@ -1,11 +1,12 @@
 """Chips of several makers side by side, and the roofline: how long operations, memory and link traffic take at least."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from tilewright.chips.figures import refuse_name
 from tilewright.chips.neuron import GIB, NEURON_CHIPS, NeuronChip
-from tilewright.chips.tpu import CHIPS, TpuChip
+from tilewright.chips.tpu import CHIPS, KINDS, TpuChip
 
 Maker = Literal["Neuron", "TPU", "GPU", "CPU"]
 
@@ -127,3 +128,9 @@ def accelerator_of(name: str) -> Accelerator:
     """
     found = next((one for key, one in ACCELERATORS.items() if key.lower() == name.lower()), None)
     return found or refuse_name("a chip", name, ACCELERATORS)
+
+
+def accelerator_of_device(kind: str) -> Accelerator | None:
+    """The chip behind JAX's `device_kind` ("TPU v5 lite", "NVIDIA H100 80GB HBM3"); None for a CPU, and for what has no row."""
+    names = {f"TPU {KINDS[kind]}"} if kind in KINDS else {kind, *re.split(r"[ -]", kind)}
+    return next((one for name, one in ACCELERATORS.items() if name in names and one.maker != "CPU"), None)

@@ -37,6 +37,7 @@ INSTRUCTIONS = {
 """What the kernels know to use, by the names that Linux gives them."""
 EXTRAS = {
     "train": (("optax",), "tilewright train", "pip install 'tilewright[train]'"),
+    "sharded": (("orbax",), "checkpoints of training over several devices", "pip install 'tilewright[sharded]'"),
     "serve": (
         ("fastapi", "uvicorn", "prometheus_client", "pydantic"),
         "serving over HTTP",

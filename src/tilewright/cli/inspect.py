@@ -9,3 +9,10 @@ app.command(
     help="Compiles a model's layers for TPUs and shows how much of their communication each schedule hides.\n\n"
     "Compiler estimates and a model of links and memory, no measurements; every figure is defined in docs/metrics.md.",
 )
+app.command(
+    "tilewright.cli.inspect_training:inspect_training",
+    name="training",
+    help="Compiles a train step over a mesh for TPUs and shows how much of its communication each shift hides, and at what "
+    "memory.\n\nCompiler estimates and a model of links and memory, no measurements; every figure is defined in "
+    "docs/metrics.md.",
+)

@@ -65,7 +65,8 @@ app.command(
 
 SERVING = ("serving", "serve")
 EXTRAS = {
-    "optax": ("training", "train"), "simpy": ("simulating Neuron chips", "neuron"),
+    "optax": ("training", "train"), "orbax": ("training over several devices", "sharded"),
+    "simpy": ("simulating Neuron chips", "neuron"),
     "fastapi": SERVING, "uvicorn": SERVING, "prometheus_client": SERVING, "pydantic": SERVING,
 }  # fmt: skip
 """What is missing without an extra, by the module that it brings."""
@@ -98,7 +99,7 @@ def run(arguments: list[str]) -> None:
         said = f"tilewright: {what} needs the {extra} extra: pip install 'tilewright[{extra}]'"
         errors.print(said, style="red", markup=False)
         sys.exit(2)
-    except (ValueError, OSError, CycloptsError) as error:
+    except (ValueError, OSError, CycloptsError, FloatingPointError) as error:
         message = " ".join(str(error).split())
         errors.print(f"tilewright: {message}", style="red", markup=False, highlight=False)
-        sys.exit(2)
+        sys.exit(1 if isinstance(error, FloatingPointError) else 2)

@@ -17,13 +17,13 @@ COORDINATOR, PROCESSES, INDEX = "TILEWRIGHT_COORDINATOR", "TILEWRIGHT_PROCESSES"
 CLUSTER = "cluster"
 """As the coordinator: JAX asks the cluster (Slurm, Open MPI, Cloud TPU, Kubernetes) for all three."""
 
-TOGETHER = ("generate", "bench overlap")
+TOGETHER = ("generate", "bench overlap", "train lm", "train diffusion")
 """The commands whose work several processes can divide. They compute the same from the same arguments, and all the time."""
 
 
 def check_command(arguments: Sequence[str]) -> None:
     """Raises a `ValueError` for a command that several processes cannot run together."""
-    expected = f"expected a command that processes can run together, {' or '.join(map(repr, TOGETHER))}"
+    expected = f"expected a command that processes can run together, {', '.join(map(repr, TOGETHER[:-1]))} or {TOGETHER[-1]!r}"
     if not arguments:
         raise ValueError(f"{expected}; found none")
     name = next((name for name in TOGETHER if list(arguments[: len(name.split())]) == name.split()), None)
@@ -33,7 +33,7 @@ def check_command(arguments: Sequence[str]) -> None:
         raise ValueError(
             f"{expected}; found 'serve': what comes over HTTP comes to one process, of which the others don't hear"
         )
-    found = " ".join(arguments[:2]) if arguments[0] == "bench" else arguments[0]
+    found = " ".join(arguments[:2]) if arguments[0] in ("bench", "train") else arguments[0]
     near = get_close_matches(found, TOGETHER, 1)
     raise ValueError(f"{expected}; found {found!r}" + (f". Did you mean {near[0]!r}?" if near else ""))
 

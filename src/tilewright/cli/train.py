@@ -3,13 +3,18 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from math import prod
 from pathlib import Path
 from shutil import copyfile
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from cyclopts import App, Parameter
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 from rich.console import Console
 from tokenizers import Tokenizer
 
@@ -25,10 +30,13 @@ from tilewright.cli.common import (
 )
 from tilewright.compiled.machine import chip_name
 from tilewright.models import decoder, hub
-from tilewright.models.checkpoint import load_decoder, save_params
+from tilewright.models.checkpoint import decoder_config, load_decoder, save_params
 from tilewright.models.decoder import DecoderConfig, DecoderParams
+from tilewright.models.params import DTYPES, Dtype
 from tilewright.models.tokenizer import load_tokenizer
 from tilewright.parallel.exchanges import Halves, Plan
+from tilewright.parallel.mesh import is_first_process
+from tilewright.train.checkpoint import steps_in
 from tilewright.train.data import (
     encode_documents,
     end_of_text,
@@ -38,8 +46,8 @@ from tilewright.train.data import (
 )
 from tilewright.train.grow import grow
 from tilewright.train.lm import train_lm
-from tilewright.train.loop import CHECKPOINT, TrainResult
-from tilewright.train.sharded import Setup, training_mesh
+from tilewright.train.loop import TrainResult
+from tilewright.train.sharded import Setup, model_shardings, training_mesh
 from tilewright.train.text import TextOptions, require_texts, text_figures
 
 app = App(name="train", help="Training.")
@@ -184,24 +192,39 @@ class MeshOptions:
     compute: Literal["float32", "bfloat16"] = "float32"
     accumulate: int = 1
 
+    def of(self, config: DecoderConfig) -> Mesh | None:
+        """The mesh for a model; None without one.
+
+        Raises:
+            ValueError: it does not fit the devices or the model, or there is none and several processes.
+        """
+        if self.mesh is not None:
+            return training_mesh(mesh_axes(self.mesh), config)
+        if jax.process_count() > 1:
+            raise ValueError(f"expected --mesh for {jax.process_count()} processes, found none")
+        return None
+
     def setup(self, config: DecoderConfig, options: TextOptions) -> Setup | None:
         """The model on the mesh; None without one.
 
         Raises:
             ValueError: an option that does not fit the devices, the model or the batch, or that says nothing without a mesh.
         """
-        if self.mesh is None:
+        mesh = self.of(config)
+        if mesh is None:
             without = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
             if without:
                 names = ", ".join(f"--{name.replace('_', '-')}" for name in without)
                 raise ValueError(f"expected --mesh with {names}, found none")
             return None
+        import orbax.checkpoint  # noqa: F401 (of the extra that checkpoints need: where it is absent, this is when to say so)
+
         form = "ring" if self.rings else "whole"
         plan = Plan(
             early=halves("early", self.early), late=halves("late", self.late), remat=self.remat, scan=self.scan_layers,
-            weights=form, activations=form, dtype=self.compute,
+            weights=form, gradients=form, activations=form, dtype=self.compute,
         )  # fmt: skip
-        made = Setup(config, options.ops, training_mesh(mesh_axes(self.mesh), config), plan, self.accumulate)
+        made = Setup(config, options.ops, mesh, plan, self.accumulate)
         made.check_batch((options.batch_size, options.sequence_length + 1))
         return made
 
@@ -234,7 +257,7 @@ class Beginning:
     Attributes:
         tokenizer: which splits the text.
         config: the model's; None where its sizes are still to be chosen.
-        params: float32; None for random ones.
+        params: float32, over a mesh divided; None for random ones.
         files: what a tokenizer has beside it, a chat template say, for the new model's folder.
     """
 
@@ -244,7 +267,9 @@ class Beginning:
     files: tuple[Path, ...] = ()
 
     @classmethod
-    def choose(cls, start: str | None, tokenizer: Path | None, sizes: ModelSizes, console: Console) -> "Beginning | None":
+    def choose(
+        cls, start: str | None, tokenizer: Path | None, sizes: ModelSizes, over: MeshOptions, console: Console
+    ) -> "Beginning | None":
         """A model that is there already with its tokenizer, or a tokenizer alone; None where neither is named."""
         if start is not None:
             fixed = [name for name in vars(sizes) if name not in ("layers", "context")]
@@ -252,7 +277,9 @@ class Beginning:
             if tokenizer is not None:
                 raise ValueError("--start takes its tokenizer along, found --tokenizer as well")
             folder = hub.resolve(start, console=progress_console(console))
-            config, params = load_decoder(folder, jnp.float32, progress_console(console))
+            mesh = over.of(decoder_config(folder))
+            shard = None if mesh is None else partial(model_shardings, mesh)
+            config, params = load_decoder(folder, jnp.float32, progress_console(console), shard)
             config, params = grow(config, params, sizes.layers, sizes.context)
             files = tuple(folder / name for name in hub.TOKENIZER[1:] if (folder / name).is_file())
             return cls(load_tokenizer(folder), config, params, files)
@@ -271,6 +298,7 @@ def lm(
     sizes: ModelSizes = ModelSizes(),
     loop: LoopOptions = LoopOptions(),
     over: MeshOptions = MeshOptions(),
+    dtype: Dtype = "float32",
     json_file: JsonFile = None,
 ) -> None:
     """Trains a language model: one of Qwen3's architecture from random weights, or one that is there already.
@@ -286,6 +314,8 @@ def lm(
         A model to go on from, with a fresh optimizer: a folder, a Hugging Face id, or "demo".
     tokenizer
         A folder with a tokenizer.json; by default a byte-level BPE is trained on the data.
+    dtype
+        Of the model as it is written; it is trained in float32.
     json_file
         Write the figures as JSON to this file, "-" for standard output.
     """
@@ -296,8 +326,8 @@ def lm(
     keep_programs(loop.compile_cache)
     documents = split_documents(read_documents(data), loop.held_out, loop.seed)
     kept = kept_tokenizer(out)
-    chosen = Beginning.choose(start, tokenizer, sizes, console)
-    begin = chosen or Beginning(kept or train_tokenizer(documents[0], sizes.bpe_size))
+    chosen = Beginning.choose(start, tokenizer, sizes, over, console)
+    begin = chosen or Beginning(kept or agreed_tokenizer(train_tokenizer(documents[0], sizes.bpe_size)))
     bpe, identity = begin.tokenizer, {"vocab_size": sizes.bpe_size}
     if kept is not None and kept.to_str() != bpe.to_str():
         raise ValueError(f"{out} holds a run with another tokenizer; name another --out")
@@ -306,16 +336,32 @@ def lm(
     streams = [encode_documents(bpe, part, end) for part in documents]
     require_texts(streams[0], streams[1], options.sequence_length + 1, options)
     setup = over.setup(config, options)
-    out.mkdir(parents=True, exist_ok=True)
-    bpe.save(str(out / "tokenizer.json"))
+    save_tokenizer(out, bpe, begin.files)
     result = train_lm(config, streams[0], streams[1], options, out / "training", console, begin.params, identity, setup)
-    save_params(out, decoder.config_to_hf(config), decoder.declare(config), result.params, jnp.float32)
-    for file in begin.files:
-        copyfile(file, out / file.name)
+    save_params(out, decoder.config_to_hf(config), decoder.declare(config), result.params, DTYPES[dtype])
     finish(result, out, console, json_file, training_tokens=len(streams[0].tokens), **over.figures())
+
+
+def agreed_tokenizer(tokenizer: Tokenizer) -> Tokenizer:
+    """The first process's: nothing promises that training gives each the same."""
+    if jax.process_count() == 1:
+        return tokenizer
+    own = np.frombuffer(tokenizer.to_str().encode(), np.uint8)
+    found = np.zeros(int(multihost_utils.broadcast_one_to_all(np.int32(len(own)))), np.uint8)
+    found[: len(own)] = own[: len(found)]
+    return Tokenizer.from_str(np.asarray(multihost_utils.broadcast_one_to_all(found)).tobytes().decode())
+
+
+def save_tokenizer(out: Path, tokenizer: Tokenizer, files: Sequence[Path] = ()) -> None:
+    """Writes a tokenizer and what it has beside it into a model's folder, which it makes. Of processes, the first one does."""
+    if is_first_process():
+        out.mkdir(parents=True, exist_ok=True)
+        tokenizer.save(str(out / "tokenizer.json"))
+        for file in files:
+            copyfile(file, out / file.name)
 
 
 def kept_tokenizer(out: Path) -> Tokenizer | None:
     """The tokenizer that an interrupted run left with its checkpoint."""
-    there = (out / "training" / CHECKPOINT).exists() and (out / "tokenizer.json").exists()
+    there = steps_in(out / "training") and (out / "tokenizer.json").exists()
     return load_tokenizer(out) if there else None

@@ -1,6 +1,7 @@
 """`tilewright train diffusion`: a diffusion language model, on arithmetic written out in steps and on texts."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from tilewright.cli.common import JsonFile, check_json_file, given, human_console, keep_programs, progress_console
-from tilewright.cli.train import LoopOptions, ModelSizes, finish, kept_tokenizer
+from tilewright.cli.train import LoopOptions, MeshOptions, ModelSizes, agreed_tokenizer, finish, kept_tokenizer, save_tokenizer
 from tilewright.models import diffusion as models
 from tilewright.models import hub
 from tilewright.models.checkpoint import save_params
@@ -23,6 +24,8 @@ from tilewright.train.clean import Cleaner
 from tilewright.train.data import MASK, Document, end_of_text, read_documents, split_documents, train_tokenizer
 from tilewright.train.demo_text import cleaned, library_sources
 from tilewright.train.diffusion import Examples, Pairs, train_diffusion
+from tilewright.train.sharded import model_shardings
+from tilewright.train.text import TextOptions
 
 SAMPLE = 2000
 """Problems that the tokenizer learns from."""
@@ -37,6 +40,7 @@ def diffusion(
     dtype: Dtype = "float32",
     sizes: ModelSizes = ModelSizes(),
     loop: LoopOptions = LoopOptions(),
+    over: MeshOptions = MeshOptions(),
     json_file: JsonFile = None,
 ) -> None:
     """Trains a diffusion language model: one of LLaDA's architecture from random weights, or one that is there already.
@@ -66,18 +70,30 @@ def diffusion(
         raise ValueError("expected files or folders to train on, --library, or --arithmetic 1, found none of them")
     keep_programs(loop.compile_cache)
     trained, held_out = texts(data, library, loop)
-    bpe, config, params = begin(start, kept_tokenizer(out), sizes, console) or fresh(trained, arithmetic, sizes, loop.seed)
+    begun = begin(start, kept_tokenizer(out), sizes, over, console)
+    bpe, config, params = begun or fresh(trained, arithmetic, sizes, loop.seed)
+    examples = examples_of(bpe, config, (trained, held_out), arithmetic, options)
+    setup = over.setup(config.decoder, options)
+    save_tokenizer(out, bpe)
+    result = train_diffusion(config, examples, out / "training", console, params, {"vocab_size": sizes.bpe_size}, setup)
+    save_params(out, models.config_to_hf(config), models.declare(config), result.params, DTYPES[dtype])
+    finish(result, out, console, json_file, training_texts=len(examples.texts.starts), **over.figures())
+
+
+def examples_of(
+    bpe: Tokenizer,
+    config: DiffusionConfig,
+    parts: tuple[list[Document], list[Document]],
+    arithmetic: float,
+    options: TextOptions,
+) -> Examples:
+    """Batches for a model. Raises a `ValueError` where they would not fit its context."""
     length, context = options.sequence_length, config.decoder.max_position_embeddings
     if length > context:
         raise ValueError(f"expected sequences of at most the model's context of {context} tokens, found {length}")
-    pairs = [Pairs.encode(bpe, part, length) for part in (trained, held_out)]
+    trained, held_out = (Pairs.encode(bpe, part, length) for part in parts)
     end = given(config.pad_token_id, config.eos_token_ids[0] if config.eos_token_ids else None)
-    examples = Examples(bpe, pairs[0], pairs[1], arithmetic, end_of_text(bpe) if end is None else end, options)
-    out.mkdir(parents=True, exist_ok=True)
-    bpe.save(str(out / "tokenizer.json"))
-    result = train_diffusion(config, examples, out / "training", console, params, {"vocab_size": sizes.bpe_size})
-    save_params(out, models.config_to_hf(config), models.declare(config), result.params, DTYPES[dtype])
-    finish(result, out, console, json_file, training_texts=len(pairs[0].starts))
+    return Examples(bpe, trained, held_out, arithmetic, end_of_text(bpe) if end is None else end, options)
 
 
 def texts(data: tuple[Path, ...], library: bool, loop: LoopOptions) -> tuple[list[Document], list[Document]]:
@@ -95,12 +111,16 @@ Beginning = tuple[Tokenizer, DiffusionConfig, DecoderParams | None]
 """A tokenizer, a model's sizes, and its parameters, float32; None for random ones."""
 
 
-def begin(start: str | None, kept: Tokenizer | None, sizes: ModelSizes, console: Console) -> Beginning | None:
+def begin(
+    start: str | None, kept: Tokenizer | None, sizes: ModelSizes, over: MeshOptions, console: Console
+) -> Beginning | None:
     """What an interrupted run left or `start` names; None where neither is there."""
     if start is not None:
         sizes.refuse("--start takes its sizes and its tokenizer along", *vars(sizes))
         folder = hub.resolve(start, console=progress_console(console))
-        config, params = models.load_diffusion(folder, jnp.float32, progress_console(console))
+        mesh = over.of(models.read_diffusion(folder).decoder)
+        shard = None if mesh is None else partial(model_shardings, mesh)
+        config, params = models.load_diffusion(folder, jnp.float32, progress_console(console), shard)
         return load_tokenizer(folder), config, params
     return None if kept is None else (kept, llada_config(sizes, kept), None)
 
@@ -109,7 +129,7 @@ def fresh(trained: list[Document], arithmetic: float, sizes: ModelSizes, seed: i
     """A tokenizer for the texts and the problems, and a model for it."""
     drawn = islice(problems(np.random.default_rng(seed), held_out=False), SAMPLE if arithmetic else 0)
     worked = [Document(problem.response, problem.prompt) for problem in drawn]
-    bpe = train_tokenizer([*trained, *worked], sizes.bpe_size)
+    bpe = agreed_tokenizer(train_tokenizer([*trained, *worked], sizes.bpe_size))
     return bpe, llada_config(sizes, bpe), None
 
 

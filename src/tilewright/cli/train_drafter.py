@@ -12,7 +12,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from tilewright.cli.common import JsonFile, check_json_file, given, human_console, keep_programs, progress_console
-from tilewright.cli.train import LoopOptions, finish, require_data
+from tilewright.cli.train import LoopOptions, finish, mesh_axes, require_data
 from tilewright.decode.language_model import LanguageModel
 from tilewright.decode.sampling import Sampling
 from tilewright.models import dflash, dflash2, eagle3, hub
@@ -28,7 +28,9 @@ from tilewright.train.dflash2 import DFlash2Options, train_dflash2
 from tilewright.train.drafter import DFlashOptions, train_drafter
 from tilewright.train.eagle3 import Eagle3Options, default_draft_vocab, train_eagle3
 from tilewright.train.loop import TrainResult
+from tilewright.train.partitioned import Division
 from tilewright.train.regenerate import cut_prompts, regenerate
+from tilewright.train.sharded import data_mesh
 from tilewright.train.text import TextOptions
 
 
@@ -168,6 +170,18 @@ class Eagle3Arguments:
         return config
 
 
+def configured(
+    kind: str, arguments: tuple[DFlashArguments, DFlash2Arguments, Eagle3Arguments], sizes: DrafterSizes,
+    target: DecoderConfig, tokenizer: Tokenizer, seed: int, console: Console,
+) -> tuple[DFlashConfig | Eagle3Config, Any]:  # fmt: skip
+    """The drafter's configuration, and the parameters to go on from, if any were named."""
+    for_dflash, for_dflash2, for_eagle3 = arguments
+    if kind == "eagle3":
+        return for_eagle3.config(sizes, target), None
+    backbone = for_dflash.config(sizes, target, tokenizer)
+    return for_dflash.begin(for_dflash2.config(backbone) if kind == "dflash2" else backbone, seed, console)
+
+
 def refuse_others(kind: str, of_kind: dict[str, object]) -> None:
     """Raises a `ValueError` that lists the arguments given for another kind of drafter."""
     wrong = [
@@ -207,9 +221,7 @@ class Regeneration:
         return [Sampling(self.response_tokens, 0.0), Sampling(self.response_tokens, self.temperature)]
 
     def apply(self, lm: LanguageModel, streams: list[Stream], end: int, out: Path, console: Console) -> list[Stream]:
-        """Training and held-out text as the target continues them; as they are where nothing is to be regenerated."""
-        if not self.regenerated:
-            return streams
+        """Training and held-out text as the target continues them."""
         counts = (self.regenerated, max(64, self.regenerated // 32))
         written = []
         for name, stream, count in zip(("trained", "held_out"), streams, counts, strict=True):
@@ -219,28 +231,48 @@ class Regeneration:
 
 
 def drafter_text(
-    data: Sequence[Path], loop: LoopOptions, regeneration: Regeneration, lm: LanguageModel, out: Path, console: Console
-) -> list[Stream]:
-    """What a drafter of `lm` is trained on, and what is held out."""
-    end = lm.target.eos_token_ids[0] if lm.target.eos_token_ids else 0
+    data: Sequence[Path], loop: LoopOptions, regeneration: Regeneration, target: tuple[DecoderConfig, Any],
+    tokenizer: Tokenizer, out: Path, console: Console,
+) -> list[Stream]:  # fmt: skip
+    """What a drafter of `target` is trained on, and what is held out."""
+    end = target[0].eos_token_ids[0] if target[0].eos_token_ids else 0
     parts = split_documents(read_documents(data), loop.held_out, loop.seed)
-    streams = [encode_documents(lm.tokenizer, part, end) for part in parts]
-    return regeneration.apply(lm, streams, end, out / "training", console)
+    streams = [encode_documents(tokenizer, part, end) for part in parts]
+    if not regeneration.regenerated:
+        return streams
+    return regeneration.apply(LanguageModel(*target, tokenizer), streams, end, out / "training", console)
+
+
+def division_of(mesh: str | None, regeneration: Regeneration, batch_size: int) -> Division:
+    """The mesh to train over, if one is named.
+
+    Raises:
+        ValueError: it does not fit the devices or the batch, or the target is to write text, which it does on one device.
+    """
+    if mesh is None:
+        return Division()
+    if regeneration.regenerated:
+        raise ValueError("expected --mesh or --regenerated, found both: write the text first, in a run on one device")
+    import orbax.checkpoint  # noqa: F401 (see `train.MeshOptions.setup`)
+
+    division = Division(data_mesh(mesh_axes(mesh)))
+    division.check_batch(batch_size)
+    return division
 
 
 def fit(
     made: DFlashConfig | Eagle3Config, own: Any, target: tuple[DecoderConfig, Any], texts: list[Stream], options: TextOptions,
-    start: Any, out: Path, dtype: Dtype, console: Console,
+    start: Any, out: Path, dtype: Dtype, console: Console, division: Division,
 ) -> tuple[TrainResult, dict[str, Any]]:  # fmt: skip
     """Trains and saves a drafter; `own` are the options of its kind. Returns what came of it, and figures of its kind."""
     arguments: tuple[Any, ...] = (*target, made, *texts, options, own, out / "training", console)
     if isinstance(made, Eagle3Config):
-        result, agreed = train_eagle3(*arguments)
+        result, agreed = train_eagle3(*arguments, division=division)
         eagle3.save(out, made, result.params, DTYPES[dtype])
         return result, {"agreement": agreed}
     of_kind: tuple[Any, Any] = (dflash2, train_dflash2) if isinstance(made, DFlash2Config) else (dflash, train_drafter)
     model, train = of_kind
-    result = train(*arguments, start)
+    result = train(*arguments, start=start, division=division)
     save_params(out, model.config_to_hf(made), model.declare(made), result.params, DTYPES[dtype])
     return result, {}
 
@@ -256,6 +288,7 @@ def drafter(
     for_eagle3: Eagle3Arguments = Eagle3Arguments(),
     regeneration: Regeneration = Regeneration(),
     loop: LoopOptions = LoopOptions(),
+    mesh: str | None = None,
     dtype: Dtype = "float32",
     json_file: JsonFile = None,
 ) -> None:
@@ -272,6 +305,8 @@ def drafter(
     kind
         A block-diffusion drafter (dflash), which drafts a block in one pass; one that besides walks through each slot's best
         candidates (dflash2); or a chain (eagle3), one token after another.
+    mesh
+        Devices along "fsdp" and "tp", which divide batches, drafter and target: fsdp=4,tp=2. By default one device.
     dtype
         Of the drafter as it is written; it is trained in float32.
     json_file
@@ -282,16 +317,13 @@ def drafter(
     require_data(data)
     refuse_others(kind, {"dflash": for_dflash, "dflash2": for_dflash2, "eagle3": for_eagle3})
     options, blocks = loop.options(), for_dflash.options()
-    keep_programs(loop.compile_cache)
     own = {"dflash": blocks, "dflash2": for_dflash2.options(blocks), "eagle3": for_eagle3.options()}[kind]
+    keep_programs(loop.compile_cache)
     folder = hub.resolve(target, console=progress_console(console))
     tokenizer = load_tokenizer(folder)
-    config, params = load_decoder(folder, jnp.float32, progress_console(console))
-    made = for_eagle3.config(sizes, config) if kind == "eagle3" else for_dflash.config(sizes, config, tokenizer)
-    if kind == "dflash2" and isinstance(made, DFlashConfig):
-        made = for_dflash2.config(made)
-    made, start = for_dflash.begin(made, options.seed, console) if isinstance(made, DFlashConfig) else (made, None)
-    texts = drafter_text(data, loop, regeneration, LanguageModel(config, params, tokenizer), out, console)
-    result, more = fit(made, own, (config, params), texts, options, start, out, dtype, console)
-    figures = {"training_tokens": int(texts[0].in_loss.sum()), "target": target, **more}
-    finish(result, out, console, json_file, **figures)
+    division = division_of(mesh, regeneration, options.batch_size)
+    config, params = load_decoder(folder, jnp.float32, progress_console(console), division.shardings)
+    made, start = configured(kind, (for_dflash, for_dflash2, for_eagle3), sizes, config, tokenizer, options.seed, console)
+    texts = drafter_text(data, loop, regeneration, (config, params), tokenizer, out, console)
+    result, more = fit(made, own, (config, params), texts, options, start, out, dtype, console, division)
+    finish(result, out, console, json_file, training_tokens=int(texts[0].in_loss.sum()), target=target, **more)

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from typing import Any, Literal
 
+import numpy as np
+
 from tilewright.chips.tpu import TpuChip
 from tilewright.compiled.hlo import (
     DEVICE_MEMORY,
@@ -214,7 +216,7 @@ class Reader:
             node = replace(node, role="done", start=started)
         elif (found := self.transfer(computation, op)) is not None:
             role, transfer = found
-            node = replace(node, role=role, transfer=transfer)
+            node = replace(node, role=role, transfer=transfer, op_name=op.op_name or self.inner_name(computation, op))
         elif not op.opcode.endswith(("-start", "-done")):
             hands_on = [need for need in needs if self.started(need) is not None]
             if hands_on and is_continuation(self.module, op):
@@ -262,6 +264,14 @@ class Reader:
         read, _ = op_bytes(self.module, computation, op)
         self.notes.append(f"{op.name}: taken for a copy of the bytes that it reads from HBM")
         return role, Transfer(COPY, read)
+
+    def inner_name(self, computation: Computation, op: Op) -> str:
+        """Where the collective in an operation comes from, if it says so: a sum may say it of its additions alone."""
+        of, _ = self.inner_collective(computation, op)
+        if of is None:
+            return ""
+        sums = [self.module.computations[name].root.op_name for name in of.callees("to_apply")]
+        return next((name for name in (of.op_name, *sums) if name), "")
 
     def inner_collective(self, computation: Computation, op: Op) -> tuple[Op | None, Computation]:
         """The collective that an operation is, or has inside; not one that others began and it hands on."""
@@ -337,11 +347,14 @@ def collective(op: Op, computation: Computation) -> Transfer:
 
 
 def device_groups(op: Op) -> tuple[tuple[int, ...], ...]:
-    """The groups of a collective, as lists of devices (`{{0,1},{2,3}}`) or as an array of them (`[2,2]<=[2,2]T(1,0)`).
+    """The groups of a collective, as lists of devices (`{{0,1},{2,3}}`), as an array of them (`[2,2]<=[2,2]T(1,0)`), or as axes
+    of a mesh (`mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}`).
 
     Raises:
         ValueError: another spelling.
     """
+    if "replica_groups=mesh[" in op.attributes:
+        return mesh_groups(op)
     text = re.search(r"replica_groups=(\{(?:\{[\d,]*\},?)*\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)", op.attributes)
     if text is None:
         if "replica_groups=" in op.attributes:
@@ -358,6 +371,34 @@ def device_groups(op: Op) -> tuple[tuple[int, ...], ...]:
         numbers = [number + at * strides[axis] for number in numbers for at in range(dims[axis])]
     size = shape[-1]
     return tuple(tuple(numbers[first : first + size]) for first in range(0, len(numbers), size))
+
+
+def mesh_groups(op: Op) -> tuple[tuple[int, ...], ...]:
+    """The same where axes of a mesh are named; part of an axis is `'a':(2)4`, four in sequence behind a part of two.
+
+    Raises:
+        ValueError: another spelling.
+    """
+    of = re.search(
+        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((?:\[([\d,]+)\](?:T\(([\d,]+)\))?)\))? \{([^}]*)\}", op.attributes
+    )
+    named = re.findall(r"'([^']+)'=(\d+)", of[1]) if of else []
+    wanted = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", of[4]) if of else []
+    if of is None or len(named) != of[1].count("=") or len(wanted) != of[4].count("'") // 2:
+        raise ValueError(f"expected replica groups by the axes of a mesh in {op.name}, found another spelling")
+    sizes = {name: int(size) for name, size in named}
+    devices = np.arange(prod(sizes.values()))
+    if of[2]:
+        devices = devices.reshape([int(n) for n in of[2].split(",")])
+        devices = devices.transpose([int(n) for n in of[3].split(",")]) if of[3] else devices
+    # Each axis in three: what lies before the wanted part of it, the part, and what lies behind.
+    parts = {name: (int(before or 1), int(size or sizes[name])) for name, before, size in wanted}
+    cut = [(*parts.get(name, (size, 1)), size // prod(parts.get(name, (size, 1)))) for name, size in sizes.items()]
+    devices = devices.reshape([n for each in cut for n in each])
+    inner = [3 * list(sizes).index(name) + 1 for name, _, _ in wanted]
+    outer = [at for at in range(devices.ndim) if at not in inner]
+    groups = devices.transpose(outer + inner).reshape(-1, prod(devices.shape[at] for at in inner))
+    return tuple(tuple(map(int, group)) for group in groups)
 
 
 def copied_bytes(computation: Computation, start: Op) -> int:

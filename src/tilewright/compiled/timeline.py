@@ -218,10 +218,15 @@ def trace(timelines: Iterable[tuple[str, Timeline]]) -> dict[str, Any]:
 
 def busiest_link_s(timeline: Timeline, fabric: Fabric, layer: int | None) -> float:
     """How long the transfers of a layer take that link which they take longest: no schedule of them takes less."""
+    return busiest_s(timeline, fabric, [span for span in timeline.transfers if timeline.layer(span) == layer])
+
+
+def busiest_s(timeline: Timeline, fabric: Fabric, transfers: Iterable[Span]) -> float:
+    """The same of these transfers; copies don't count."""
     taken: Counter[Link] = Counter()
-    for span in timeline.transfers:
+    for span in transfers:
         transfer = timeline.graph.nodes[span.node].transfer
-        if span.track == "ici" and transfer is not None and timeline.layer(span) == layer:
+        if span.track == "ici" and transfer is not None:
             for link, seconds in load_of(transfer, fabric).busy_s.items():
                 taken[link] += seconds  # type: ignore[assignment]
     return max(taken.values(), default=0.0)

@@ -16,10 +16,13 @@ import numpy as np
 
 ALLOWANCE = 0.01
 """The share of the time that may be lost to trying drafters that are off."""
+CURIOSITY = 0.05
+"""The same for those of which next to nothing was seen yet."""
 PROBE = 4
 """Rounds in which a drafter that is off is tried."""
 FIRST_LOOK = 8
-"""Rounds after which a new choice is looked at; each further look comes after twice as many."""
+"""Rounds after which a new choice is looked at; each further look comes after twice as many. One that may be idle sees by
+itself where it has nothing, and begins with as many rounds as there may be between two looks."""
 REFRESHED = 64
 """Rounds after which drafters that are off are thought of anew."""
 LONGEST_LOOK = 32
@@ -30,12 +33,16 @@ MEMORY = 24.0
 """Tokens of a row after which what a batch has seen counts a third."""
 LONG_MEMORY = 1024.0
 """The same of what all batches together have seen."""
-WEIGHT = 4.0
+WEIGHT = 2.0
 """How many rows' rounds an expectation counts for against what is seen."""
 OPTIMISM = 0.7
-"""The expected acceptance of a draft of which nothing was seen yet."""
-WATCHING = 1.04
-"""What it is worth that a drafter proposes nothing where it has nothing."""
+"""The expected acceptance of a draft of which nothing was seen yet, of the drafter that is named first."""
+CAUTION = 0.3
+"""The same of the others: to try each of several costs more than most texts give back, and the allowance tries them too."""
+WATCHING = 1.3
+"""What it is worth that a drafter proposes nothing where it has nothing: its rounds see when a text begins to repeat itself,
+which the next look may see 32 rounds later. This and the three numbers before it are from simulations on recorded acceptance,
+of several machines' costs (`benchmarks/round_traces.py`)."""
 CORRECTION = 0.3
 """How far the cost of a choice follows the time of a dispatch, as a power of their quotient."""
 TOLERANCE = 1.5
@@ -113,10 +120,13 @@ class Acceptance:
         rounds, idle: of the batch: all, and those for which the drafter found nothing for any row.
     """
 
-    def __init__(self, positions: int, memory: float):
+    def __init__(self, positions: int, memory: float, expected: float = OPTIMISM):
+        """Args:
+        expected: the acceptance of a draft as long as nothing was seen.
+        """
         self.reached, self.accepted = np.zeros(positions), np.zeros(positions)
         self.rounds = self.idle = 0.0
-        self.memory = memory
+        self.memory, self.first = memory, expected
 
     def observe(self, width: int, accepted: np.ndarray, rounds: int, idle: int) -> None:
         """Counts rounds of a width: `accepted` of each row that was still running, in each of `rounds` rounds."""
@@ -139,7 +149,7 @@ class Acceptance:
         Args:
             expected: what to expect where little was seen; it is weighed against the position before.
         """
-        rates, before = [], OPTIMISM if expected is None else expected[0]
+        rates, before = [], self.first if expected is None else expected[0]
         for place, (reached, accepted) in enumerate(zip(self.reached.tolist(), self.accepted.tolist(), strict=True)):
             prior = before if expected is None else (before + expected[place]) / 2
             before = (accepted + WEIGHT * prior) / (reached + WEIGHT)
@@ -154,12 +164,15 @@ class History:
     """What all batches of a model have seen so far: what a new batch expects.
 
     Args:
-        drafters: the names of those that may draft, each with the most tokens in its block.
+        drafters: the names of those that may draft, each with the most tokens in its block; the first is expected to be good.
     """
 
     def __init__(self, drafters: Mapping[str, int]):
         self.widest = dict(drafters)
-        self.seen = {name: Acceptance(width - 1, LONG_MEMORY) for name, width in drafters.items()}
+        hopes = [OPTIMISM, *[CAUTION] * len(drafters)]
+        self.seen = {
+            name: Acceptance(width - 1, LONG_MEMORY, hope) for (name, width), hope in zip(drafters.items(), hopes, strict=False)
+        }
         self.allowance = dict.fromkeys([PLAIN.drafter, *drafters], 0.0)
 
 
@@ -243,23 +256,25 @@ class Policy:
         if tried is not None:
             return Plan(tried, min(PROBE, most), tries=True)
         longest = most if best == PLAIN else min(most, LONGEST_LOOK)
-        self.stretch = min(2 * self.stretch, longest) if best == self.last else FIRST_LOOK
+        first = longest if self.watches(best) else FIRST_LOOK
+        self.stretch = min(2 * self.stretch, longest) if best == self.last else first
         self.last = best
+        if best != PLAIN and self.history.seen[best.drafter].rounds < FIRST_LOOK:
+            return Plan(best, min(FIRST_LOOK, most))
         worth_it = math.ceil(self.dispatch / (DISPATCHING * outlook[best].seconds))
         return Plan(best, min(max(self.stretch, worth_it), most))
 
     def best(self, outlook: Mapping[Choice, Outlook]) -> Choice:
-        """The choice with the most expected tokens a second; of equals the narrower.
-
-        One that may be idle is worth a little more than it is expected to give: its rounds see when a text begins to repeat
-        itself, which the next look may see 32 rounds later.
-        """
+        """The choice with the most expected tokens a second, those that watch preferred; of equals the narrower."""
         return max(outlook, key=lambda choice: (self.worth(choice, outlook[choice]), -choice.width, choice.drafter))
 
     def worth(self, choice: Choice, outlook: Outlook) -> float:
-        """Expected tokens a second, and a little more where a choice may be idle."""
-        watching = choice in self.costs and self.costs[choice].idle is not None
-        return outlook.rate * (WATCHING if watching else 1.0)
+        """Expected tokens a second, and more where a choice may be idle (see `WATCHING`)."""
+        return outlook.rate * (WATCHING if self.watches(choice) else 1.0)
+
+    def watches(self, choice: Choice) -> bool:
+        """Whether its rounds see by themselves that there is nothing to propose."""
+        return choice in self.costs and self.costs[choice].idle is not None
 
     def tried(self, outlook: Mapping[Choice, Outlook], best: Choice) -> Choice | None:
         """A choice of a drafter that is off, if what trying it is expected to lose is within the allowance."""
@@ -302,7 +317,8 @@ class Policy:
         allowance[choice.drafter] = 0.0
         for name in allowance:
             if name != choice.drafter:
-                allowance[name] += ALLOWANCE * spent / (len(allowance) - 1)
+                unknown = name != PLAIN.drafter and self.history.seen[name].rounds < PROBE
+                allowance[name] += (CURIOSITY if unknown else ALLOWANCE) * spent / (len(allowance) - 1)
 
     def overhear(self, drafter: str, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Takes in rounds of a drafter's widest block that did not run: what they would have given is plain from the text.

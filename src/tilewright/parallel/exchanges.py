@@ -52,7 +52,7 @@ class Plan:
             Otherwise everything is kept from the forward pass, whole weights too.
         scan: layers run in a loop, whose carry has the weights and gradients that are under way; the first and last layers, as
             many as the shifts, stand outside. It compiles faster, for a copy of the shards.
-        weights, activations: how they travel.
+        weights, gradients, activations: how they travel.
         dtype: of weights on their way, products and the stream.
         reduce_dtype: in which gradients are summed between devices.
         threaded: by tokens. Otherwise a compiler chooses the order: for comparison.
@@ -63,6 +63,7 @@ class Plan:
     remat: bool = True
     scan: bool = False
     weights: Form = "whole"
+    gradients: Form = "whole"
     activations: Form = "whole"
     dtype: Literal["float32", "bfloat16"] = "float32"
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -167,7 +168,7 @@ class Exchange:
         return rings.all_gather(shard.swapaxes(0, dim), self.data).swapaxes(0, dim)
 
     def _scattered(self, due: Array, dim: int, over: tuple[str, ...]) -> Array:
-        if self.plan.weights == "whole":
+        if self.plan.gradients == "whole":
             mine = jax.lax.psum_scatter(due, self.data, scatter_dimension=dim, tiled=True)
         else:
             mine = rings.reduce_scatter(due.swapaxes(0, dim), self.data).swapaxes(0, dim)

@@ -18,7 +18,7 @@ from jaxtyping import Float, Float32, Int
 from tilewright.parallel.rings import Axis
 
 BLOCK_BYTES = 2**25
-"""Logits of a block on one device, in float32."""
+"""Logits of a block on one device, in float32; more where the head has more inputs than that is rows."""
 
 Logits = Callable[[Array, Any], Array]
 """`logits(x [R, H], head) -> float32 [R, W]`."""
@@ -43,7 +43,8 @@ def cross_entropy(
         a device's equal share of it: the sum over the axis is the loss, and so gradients are summands too.
     """
     part = jax.eval_shape(logits, x, head).shape[-1]
-    rows = max(1, min(len(x), BLOCK_BYTES // (4 * part)))
+    # The head's gradient, float32, is read and written for each block: blocks of a quarter of its size make that little.
+    rows = max(1, min(len(x), max(BLOCK_BYTES // (4 * part), x.shape[1] // 4)))
     return _share(logits, axis, rows, x, head, labels, weights)
 
 

@@ -1,4 +1,7 @@
-"""Checkpoints of training: state and figures in one safetensors file, from which a run goes on as if never interrupted."""
+"""Checkpoints of training: state and figures, from which a run goes on as if never interrupted.
+
+They are one safetensors file, or, where devices hold parts of the state, a folder (`sharded_checkpoint.py`).
+"""
 
 import hashlib
 import json
@@ -10,12 +13,67 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 from safetensors import SafetensorError, safe_open
 
 from tilewright.models.checkpoint import read_part, write_tensors
 from tilewright.models.params import from_parts, to_host
 
 FIGURES = "figures."
+WHOLE, SHARDED = "state.safetensors", "sharded"
+"""The names of the file and of the folder. Where a run has both, the later one counts."""
+
+Saved = tuple[Any, int, dict[str, np.ndarray]]
+"""The state, after how many steps it stood so, and the figures."""
+
+
+def is_divided(state: Any) -> bool:
+    """Whether devices hold parts of an array."""
+    return any(isinstance(leaf, Array) and not leaf.is_fully_replicated for leaf in jax.tree.leaves(state))
+
+
+def write(folder: Path, state: Any, step: int, figures: Mapping[str, np.ndarray], identity: Mapping[str, Any]) -> None:
+    """Writes the state after `step` steps and the figures so far, in the one form or the other. All processes call this."""
+    if is_divided(state):
+        from tilewright.train import sharded_checkpoint  # a part of a second, which one device need not wait for
+
+        return sharded_checkpoint.save(folder / SHARDED, state, step, figures, identity)
+    return save(folder / WHOLE, state, step, figures, identity)
+
+
+def steps_in(folder: Path) -> dict[Path, int]:
+    """The checkpoints of a run, each with its step. What an interrupted save has left is none.
+
+    Raises:
+        ValueError: a file that is no checkpoint.
+    """
+    whole, sharded = folder / WHOLE, folder / SHARDED
+    found = {sharded / name: int(name) for name in ([each.name for each in sharded.glob("*")]) if name.isdecimal()}
+    return {**found, **({whole: step_of(whole)} if whole.exists() else {})}
+
+
+def step_of(path: Path) -> int:
+    """The step of a file. Raises a `ValueError` where it is no checkpoint."""
+    try:
+        with safe_open(path, "numpy") as file:
+            return int((file.metadata() or {})["step"])
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ValueError(f"{path} is not a readable checkpoint: {error}") from error
+
+
+def read(folder: Path, like: Any, identity: Mapping[str, Any]) -> Saved:
+    """The latest of the checkpoints of a run, of which there is one at least. All processes call this.
+
+    Raises:
+        ValueError: see `load`.
+    """
+    found = steps_in(folder)
+    place = max(found, key=lambda each: found[each])
+    if place.name == WHOLE:
+        return load(place, like, identity)
+    from tilewright.train import sharded_checkpoint
+
+    return sharded_checkpoint.load(folder / SHARDED, found[place], like, identity)
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
@@ -27,7 +85,7 @@ def fingerprint(tree: Any) -> str:
     """What tells the arrays of one tree from those of another: names, shapes, dtypes and every byte."""
     digest = hashlib.sha256()
     for name, leaf in named_leaves(tree).items():
-        array = np.ascontiguousarray(leaf)
+        array = np.ascontiguousarray(to_host(leaf))
         digest.update(f"{name} {array.shape} {array.dtype} ".encode())
         digest.update(array.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()[:16]
@@ -41,10 +99,13 @@ def save(path: Path, state: Any, step: int, figures: Mapping[str, np.ndarray], i
     arrays = ((name, to_host(leaf)) for name, leaf in named_leaves(state).items())
     named = ((FIGURES + name, np.ascontiguousarray(values)) for name, values in figures.items())
     write_tensors(path, chain(arrays, named), {"step": str(step), "identity": json.dumps(identity, sort_keys=True)})
+    if jax.process_index() == 0:
+        for left in path.parent.glob(".*tmp*"):  # by a process that was killed while it wrote: our name or safetensors' own
+            left.unlink()
 
 
-def load(path: Path, like: Any, identity: Mapping[str, Any]) -> tuple[Any, int, dict[str, np.ndarray]]:
-    """Reads a state of the same run: the state, its step and the figures.
+def load(path: Path, like: Any, identity: Mapping[str, Any]) -> Saved:
+    """Reads a state of the same run.
 
     Args:
         like: a state of the same structure; each array is divided over devices as its own, and has its dtype.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import Int
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END_OF_TEXT = "<|endoftext|>"
@@ -137,17 +138,23 @@ class Stream:
     tokens: np.ndarray
     in_loss: np.ndarray
 
-    def windows(self, length: int, batch: int, seed: int, epoch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def windows(
+        self, length: int, batch: int, seed: int, epoch: int, rows: Int[np.ndarray, " R"] | None = None
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Batches `[batch, length]` of tokens and loss flags that cover the stream once, in an order set by seed and epoch.
 
         The cut moves by a random offset each epoch; what is left over at the end waits for another epoch.
+
+        Args:
+            rows: of each batch, for who needs only some; by default all.
         """
         rng = np.random.default_rng((seed, epoch))
         spare = len(self.tokens) - length
         starts = np.arange(int(rng.integers(0, min(length, spare + 1))), spare + 1, length)
         starts = rng.permutation(starts)
         for first in range(0, len(starts) - batch + 1, batch):
-            index = starts[first : first + batch, None] + np.arange(length)
+            chosen = starts[first : first + batch]
+            index = (chosen if rows is None else chosen[rows])[:, None] + np.arange(length)
             yield self.tokens[index], self.in_loss[index]
 
     def steps_per_epoch(self, length: int, batch: int) -> int:

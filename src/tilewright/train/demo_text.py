@@ -99,7 +99,7 @@ def module_sources(found: Distribution) -> Iterator[tuple[str, Path]]:
 
 
 def dependencies(project: str = "tilewright", extras: Sequence[str] = EXTRAS) -> list[Dependency]:
-    """What `project` with `extras` needs here, directly or not, as far as it is installed, by name; the project itself is left out.
+    """What `project` with `extras` needs here, directly or not, as far as it is installed, by name; not the project itself.
 
     What only other systems, Python versions or extras ask for does not count: the text is the same wherever it is run.
     """

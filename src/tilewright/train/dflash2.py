@@ -26,7 +26,8 @@ from tilewright.train import drafter
 from tilewright.train.data import Stream
 from tilewright.train.drafter import Blocks, DFlashOptions, draft_hidden, draw_blocks, weighted_nll
 from tilewright.train.loop import TrainResult, train
-from tilewright.train.text import TextOptions, Windows, text_task
+from tilewright.train.partitioned import Division, partitioned_task
+from tilewright.train.text import TextOptions, Windows
 
 
 @dataclass(frozen=True)
@@ -105,13 +106,15 @@ def train_dflash2(
     out: Path,
     console: Console,
     start: DFlash2Params | None = None,
+    division: Division = Division(),
 ) -> TrainResult:
     """Trains a drafter. Its loss is the backbone's and `selector_weight` times the selector's; see `drafter.train_drafter`."""
     dflash.check_fits(config, target)
     drafter.check_anchors(drafter_options, options)
+    ops = division.ops(options)
 
     def loss(params: Any, frozen: Any, batch: Any, key: Array) -> tuple[Array, Array]:
-        backbone, chosen, total = drafter_losses(target, config, drafter_options, options.ops, params, frozen, batch, key)
+        backbone, chosen, total = drafter_losses(target, config, drafter_options, ops, params, frozen, batch, key)
         return backbone + drafter_options.selector_weight * chosen, total
 
     def init() -> DFlash2Params:
@@ -119,4 +122,5 @@ def train_dflash2(
 
     same = drafter.identity(config, drafter_options, target_params, start)
     windows = Windows(stream, held_out, options.sequence_length, options)
-    return train(text_task("DFlash 2 drafter", loss, init, hidden_matrices, windows, same, target_params), console, out)
+    trained = (init, dflash2.declare(config), hidden_matrices, division)
+    return train(partitioned_task("DFlash 2 drafter", windows, same, loss, target_params, *trained), console, out)

@@ -4,17 +4,18 @@ Sources: LLaDA (arXiv 2502.09992) §2.2-2.3; t spread evenly over a batch: Kingm
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from rich.console import Console
 from tokenizers import Tokenizer
 
@@ -26,9 +27,11 @@ from tilewright.models.params import initialise
 from tilewright.train.arithmetic import LONGEST, Problem, problems
 from tilewright.train.checkpoint import fingerprint
 from tilewright.train.data import Document
+from tilewright.train.flops import token_flops
 from tilewright.train.lm import hidden_matrices
 from tilewright.train.loop import TrainResult, train
-from tilewright.train.text import TextOptions, text_task
+from tilewright.train.sharded import Predicted, Setup, on_mesh, over_mesh, sharded_loss
+from tilewright.train.text import TextOptions, make_optimizer, text_task
 
 LEAST_MASKED = 1e-3
 """Of a sequence's tokens, in expectation: the weight of a masked token is the inverse of that share."""
@@ -53,13 +56,11 @@ class Batch(NamedTuple):
     valid: Any
 
 
-def diffusion_loss(
-    config: DiffusionConfig, ops: Operations, params: DecoderParams, batch: Batch, key: Array
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Cross-entropy in nats of the masked tokens, each over the share t that its row has masked in expectation; and the weight.
+def masked_tokens(config: DiffusionConfig, batch: Batch, key: Array) -> tuple[Predicted, Float[Array, ""]]:
+    """What a batch is to predict, its masked tokens, and the weight of all tokens of its responses.
 
-    It is the sum over the tokens of the responses, divided by their weight: a bound of a response's negative log-likelihood. A
-    row's t is uniform from 0 to 1, and the rows of a batch spread over that range evenly. Prompts are never masked.
+    A row's t, the share that it has masked in expectation, is uniform from 0 to 1, and the rows of a batch spread over that
+    range evenly. Prompts are never masked.
     """
     rows, length = batch.tokens.shape
     for_t, for_mask = jax.random.split(key)
@@ -69,11 +70,21 @@ def diffusion_loss(
     response = (batch.first[:, None] <= place) & (place < batch.valid[:, None])
     masked = response & (jax.random.uniform(for_mask, (rows, length)) < t)
     weights = jnp.where(response, jnp.where(place < batch.end[:, None], 1.0, PADDING_WEIGHT), 0.0)
-    tokens = jnp.where(masked, config.mask_token_id, batch.tokens)
-    hidden = diffusion.predicting(config, diffusion.forward_full(config, ops, params, tokens, batch.valid).hidden)
     total = jnp.sum(weights)
-    loss = decoder.cross_entropy(config.decoder, ops, params, hidden, batch.tokens, jnp.where(masked, weights / t, 0.0))
-    return loss / jnp.maximum(total, 1.0), total
+    of_masked = jnp.where(masked, weights / t, 0.0) / jnp.maximum(total, 1.0)
+    return Predicted(jnp.where(masked, config.mask_token_id, batch.tokens), batch.tokens, of_masked, batch.valid), total
+
+
+def diffusion_loss(
+    config: DiffusionConfig, ops: Operations, params: DecoderParams, batch: Batch, key: Array
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Cross-entropy in nats of the masked tokens, each over the share t that its row has masked in expectation; and the weight.
+
+    It is the sum over the tokens of the responses, divided by their weight: a bound of a response's negative log-likelihood.
+    """
+    found, total = masked_tokens(config, batch, key)
+    hidden = diffusion.predicting(config, diffusion.forward_full(config, ops, params, found.inputs, found.seen).hidden)
+    return decoder.cross_entropy(config.decoder, ops, params, hidden, found.labels, found.weights), total
 
 
 def fill_ins(tokenizer: Tokenizer, documents: Sequence[Document], window: int) -> list[Document]:
@@ -139,6 +150,7 @@ class Examples:
         texts, held_out: what is trained on, and what is held out.
         arithmetic: share of the rows that are problems of `arithmetic.py`; the others are texts.
         end: the token that fills up a row.
+        rows: of each batch that this process's devices compute on; None for all. Nothing else depends on it.
     """
 
     tokenizer: Tokenizer
@@ -147,6 +159,7 @@ class Examples:
     arithmetic: float
     end: int
     options: TextOptions
+    rows: Int[np.ndarray, " R"] | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.arithmetic <= 1:
@@ -175,7 +188,8 @@ class Examples:
             tokens[row, : len(ids)] = ids
             size = length if rng.random() < 0.5 else int(rng.integers(len(ids) + 1, length + 1))
             bounds[:, row] = begin, len(ids) + 1, size
-        return Batch(tokens, *bounds)
+        whole = Batch(tokens, *bounds)
+        return whole if self.rows is None else Batch(*(each[self.rows] for each in whole))
 
     def batches(self, first: int) -> Iterator[Batch]:
         """What is trained on from step `first` on; a step's rows depend on the seed and the step alone."""
@@ -199,20 +213,41 @@ def train_diffusion(
     console: Console,
     start: DecoderParams | None = None,
     identity: Mapping[str, Any] = MappingProxyType({}),
+    setup: Setup | None = None,
 ) -> TrainResult:
     """Trains a diffusion language model; see `loop.train` for checkpoints and resumption.
 
     Args:
-        start: parameters to go on from, float32; by default random ones.
+        start: parameters to go on from, float32; by default random ones. Over a mesh those in their places are DONATED.
         identity: what else a resumed run must agree on.
+        setup: of the mesh to train over, for the layers' sizes; by default one device.
     """
     options = examples.options
+    over = None if setup is None else bidirectional(config, setup)
 
     def loss(params: Any, frozen: None, batch: Any, key: Array) -> tuple[Array, Array]:
-        return diffusion_loss(config, options.ops, params, batch, key)
+        if over is None:
+            return diffusion_loss(config, options.ops, params, batch, key)
+        found, total = masked_tokens(config, batch, key)
+        return sharded_loss(over)(params, found), total
 
     def init() -> DecoderParams:
-        return initialise(diffusion.declare(config), jax.random.key(options.seed)) if start is None else start
+        if start is not None:
+            return start
+        shardings = None if over is None else over.shardings
+        return initialise(diffusion.declare(config), jax.random.key(options.seed), shardings=shardings)
 
     same = {"config": asdict(config), "start": None if start is None else fingerprint(start), **identity}
-    return train(text_task("diffusion model", loss, init, hidden_matrices, examples, same), console, out)
+    flops = token_flops(config.decoder, options.sequence_length)
+    task = partial(text_task, "diffusion model", loss, init, hidden_matrices, flops=flops)
+    if over is None:
+        return train(task(examples, same), console, out)
+    own = replace(examples, rows=over.own_rows(options.batch_size))
+    predict, optimizer = lambda batch, key: masked_tokens(config, batch, key)[0], make_optimizer(options, hidden_matrices)
+    return train(over_mesh(task(own, same, place=partial(on_mesh, over)), over, optimizer, init, predict), console, out)
+
+
+def bidirectional(config: DiffusionConfig, setup: Setup) -> Setup:
+    """The setup of a decoder's layers for those of a diffusion model, whose positions see all of their row."""
+    shift = partial(diffusion.predicting, config) if config.shifted else None
+    return replace(setup, attend=cast(decoder.Attend, diffusion.bidirectional_attend), predicting=shift)

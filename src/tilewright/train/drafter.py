@@ -27,7 +27,8 @@ from tilewright.models.params import initialise
 from tilewright.train.checkpoint import fingerprint
 from tilewright.train.data import Stream
 from tilewright.train.loop import TrainResult, train
-from tilewright.train.text import TextOptions, Windows, text_task
+from tilewright.train.partitioned import Division, partitioned_task
+from tilewright.train.text import TextOptions, Windows
 
 
 @dataclass(frozen=True)
@@ -265,10 +266,12 @@ def train_drafter(
     out: Path,
     console: Console,
     start: DFlashParams | None = None,
+    division: Division = Division(),
 ) -> TrainResult:
     """Trains a drafter. Its losses are those of `drafter_loss`.
 
     Args:
+        target_params: over a mesh divided as `division` has it.
         start: of a drafter to go on from, which may have been trained for another block size; by default the target's last
             layers where these fit.
     """
@@ -280,10 +283,11 @@ def train_drafter(
             return start
         return warm_start(target, config, target_params, initialise(dflash.declare(config), jax.random.key(options.seed)))
 
-    loss = partial(drafter_loss, target, config, drafter_options, options.ops)
+    loss = partial(drafter_loss, target, config, drafter_options, division.ops(options))
     same = identity(config, drafter_options, target_params, start)
     windows = Windows(stream, held_out, options.sequence_length, options)
-    return train(text_task("DFlash drafter", loss, init, hidden_matrices, windows, same, target_params), console, out)
+    trained = (init, dflash.declare(config), hidden_matrices, division)
+    return train(partitioned_task("DFlash drafter", windows, same, loss, target_params, *trained), console, out)
 
 
 def check_anchors(drafter_options: DFlashOptions, options: TextOptions) -> None:

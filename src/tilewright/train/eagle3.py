@@ -28,7 +28,8 @@ from tilewright.models.params import initialise
 from tilewright.train.checkpoint import fingerprint
 from tilewright.train.data import Stream
 from tilewright.train.loop import TrainResult, train
-from tilewright.train.text import TextOptions, Windows, text_task
+from tilewright.train.partitioned import Division, partitioned_task
+from tilewright.train.text import TextOptions, Windows
 
 
 @dataclass(frozen=True)
@@ -241,6 +242,7 @@ def train_eagle3(
     eagle3_options: Eagle3Options,
     out: Path,
     console: Console,
+    division: Division = Division(),
 ) -> tuple[TrainResult, list[float]]:
     """Trains a drafter that reads its target's embedding. Its losses are those of `drafter_loss`.
 
@@ -257,10 +259,10 @@ def train_eagle3(
         raise ValueError(
             f"expected a sequence length above the block size {config.block_size}, found {options.sequence_length}"
         )
-    ids = jnp.asarray(frequent_tokens(stream, config.vocab_size, config.draft_vocab_size))
+    ids, ops = jnp.asarray(frequent_tokens(stream, config.vocab_size, config.draft_vocab_size)), division.ops(options)
 
     def loss(params: Any, frozen: Any, batch: Any, key: Array) -> tuple[Array, Array]:
-        return drafter_loss(target, config, eagle3_options, options.ops, params, frozen, batch)
+        return drafter_loss(target, config, eagle3_options, ops, params, frozen, batch)
 
     def init() -> Eagle3Params:
         drawn = initialise(eagle3.declare(config), jax.random.key(options.seed))
@@ -268,8 +270,9 @@ def train_eagle3(
 
     same = {"config": asdict(config), "eagle3": asdict(eagle3_options), "target": fingerprint(target_params)}
     windows, frozen = Windows(stream, held_out, options.sequence_length, options), (target_params, ids)
-    result = train(text_task("EAGLE-3 drafter", loss, init, hidden_matrices, windows, same, frozen), console, out)
-    agree = jax.jit(partial(step_agreement, target, config, options.ops))
+    trained = (init, eagle3.declare(config), hidden_matrices, division)
+    result = train(partitioned_task("EAGLE-3 drafter", windows, same, loss, frozen, *trained), console, out)
+    agree = jax.jit(partial(step_agreement, target, config, ops))
     counts = [agree(result.params, frozen, batch) for batch in windows.held_out_batches()]
     hits, totals = (np.sum([np.asarray(part[n]) for part in counts], axis=0) for n in range(2))
     agreed = (hits / np.maximum(totals, 1)).tolist()

@@ -123,14 +123,14 @@ def descend_rows(
     scores: Callable[[Any, Any], tuple[Array, Any]],
     labels: Int[Array, " N"],
     counts: Bool[Array, " N"],
-) -> tuple[Weights, Any, Array, Array]:
+) -> tuple[Weights, Any, Figures, Array]:
     """One step of one run on the mean cross-entropy of the rows that count.
 
     Args:
         scores: `scores(params, statistics) -> (scores, statistics)`, in training.
 
     Returns:
-        weights and optimiser afterwards, and the loss and the scores before.
+        weights and optimiser afterwards, figures with the loss, and the scores before.
     """
     params, statistics = weights
 
@@ -138,8 +138,8 @@ def descend_rows(
         values, after = scores(params, statistics)
         return mean_loss(values, labels, counts), (after, values)
 
-    params, opt_state, loss, (statistics, values) = descend(loss_of, optimizer, params, opt_state)
-    return (params, statistics), opt_state, loss, values
+    params, opt_state, figures, (statistics, values) = descend(loss_of, optimizer, params, opt_state)
+    return (params, statistics), opt_state, figures, values
 
 
 def mean_loss(scores: Float[Array, "N C"], labels: Int[Array, " N"], counts: Bool[Array, " N"]) -> Float[Array, ""]:

@@ -91,8 +91,8 @@ def graphs_task(config: Config, data: GraphData, options: GNNOptions, folds: Seq
                 return scores_of((params, statistics), batch, x, capacity, train=True, key=key)
 
             there = batch.labels != PADDING
-            weights, opt_state, loss, values = descend_rows(weights, opt_state, optimizer, scores, batch.labels, there)
-            return weights, opt_state, {"loss": loss, "train": accuracy(values, batch.labels, there)}
+            weights, opt_state, figures, values = descend_rows(weights, opt_state, optimizer, scores, batch.labels, there)
+            return weights, opt_state, {**figures, "train": accuracy(values, batch.labels, there)}
 
         return over_runs(one)(weights, opt_state, batch, keys)
 

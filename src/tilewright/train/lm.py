@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,8 +19,9 @@ from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.params import initialise
 from tilewright.train.checkpoint import fingerprint
 from tilewright.train.data import Stream
+from tilewright.train.flops import token_flops
 from tilewright.train.loop import TrainResult, train
-from tilewright.train.sharded import Setup, over_mesh, sharded_loss
+from tilewright.train.sharded import Setup, next_tokens, on_mesh, over_mesh, sharded_loss
 from tilewright.train.text import TextOptions, Windows, make_optimizer, text_task
 
 
@@ -53,7 +55,8 @@ def train_lm(
     """Trains a language model on `stream`; see `loop.train` for checkpoints and resumption.
 
     Args:
-        start: parameters to go on from, float32; by default random ones.
+        start: parameters to go on from, float32; by default random ones. Over a mesh those in their places (see
+            `sharded.model_shardings`) are DONATED.
         identity: what else a resumed run must agree on.
         setup: of the mesh to train over; by default one device.
 
@@ -64,7 +67,7 @@ def train_lm(
     def loss(params: Any, frozen: None, batch: Any, key: Array) -> tuple[Array, Array]:
         if setup is None:
             return next_token_loss(config, options.ops, params, *batch)
-        return sharded_loss(setup)(params, *batch), jnp.sum(batch[1][:, 1:].astype(jnp.float32))
+        return sharded_loss(setup)(params, next_tokens(*batch)), jnp.sum(batch[1][:, 1:].astype(jnp.float32))
 
     def init() -> DecoderParams:
         if start is not None:
@@ -74,9 +77,11 @@ def train_lm(
         )
 
     same = {"config": asdict(config), "start": None if start is None else fingerprint(start), **identity}
-    windows = Windows(stream, held_out, options.sequence_length + 1, options)
-    task = text_task("language model", loss, init, hidden_matrices, windows, same)
-    if setup is not None:
-        setup.check_batch((options.batch_size, options.sequence_length + 1))
-        task = over_mesh(task, setup, make_optimizer(options, hidden_matrices), init)
-    return train(task, console, out)
+    length, flops = options.sequence_length + 1, token_flops(config, options.sequence_length)
+    task = partial(text_task, "language model", loss, init, hidden_matrices, flops=flops)
+    if setup is None:
+        return train(task(Windows(stream, held_out, length, options), same), console, out)
+    setup.check_batch((options.batch_size, length))
+    windows = Windows(stream, held_out, length, options, setup.own_rows(options.batch_size))
+    single = task(windows, same, place=partial(on_mesh, setup))
+    return train(over_mesh(single, setup, make_optimizer(options, hidden_matrices), init), console, out)

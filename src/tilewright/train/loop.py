@@ -23,14 +23,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tilewright.compiled.ledger import Ledger
 from tilewright.train import checkpoint
+from tilewright.train.finite import FINITE, NotFinite, Watch, finite
+from tilewright.train.flops import peak_flop_per_s
 
 Figures = dict[str, Any]
 """Named numbers: each an array, of the dims of the task's seed."""
 
 Step = Callable[[Any, Any, Any, Array], tuple[Any, Any, Figures]]
-"""`step(params, opt_state, batch, key) -> (params, opt_state, figures)`, compiled; DONATES the first two."""
+"""`step(params, opt_state, batch, key) -> (params, opt_state, figures)`, compiled; DONATES the first two.
 
-CHECKPOINT = "state.safetensors"
+The figures hold a `finite.Finite` under `FINITE`, which is none of those that are shown.
+"""
+
 REFRESH_S = 0.2
 """How often the progress bar looks at figures; each look waits for the device."""
 
@@ -80,6 +84,8 @@ class Task:
         evaluate_every, save_every: in steps; both also come after the last one.
         seed: of each step's key; an array `[runs]` where several runs train side by side, which all figures then are too.
         progress: what a step gets done, for the rate: ("tokens", 4096).
+        flops: operations that a step needs (see `flops.token_flops`); 0 where nobody counts them.
+        devices: how many share them.
         score: the figure, higher being better, that says after which evaluation the parameters are best. By default those after
             the last step are the result.
     """
@@ -95,6 +101,8 @@ class Task:
     save_every: int
     seed: int | Int[np.ndarray, " runs"]
     progress: tuple[str, float]
+    flops: float = 0.0
+    devices: int = 1
     score: str | None = None
 
 
@@ -108,6 +116,8 @@ class TrainResult:
         rate: of this process, in what `Task.progress` counts a second.
         seconds: of this process, compilation included.
         ledger: what was compiled, or loaded from the disk, in that time.
+        utilisation: share of the devices' peak that the model's operations make up, from this process's first step to its last;
+            None where one of the two is not known.
     """
 
     params: Any
@@ -115,6 +125,7 @@ class TrainResult:
     rate: float
     seconds: float
     ledger: Ledger = field(default_factory=Ledger)
+    utilisation: float | None = None
 
     def last(self, figure: str) -> Any:
         """A figure of the last evaluation."""
@@ -123,28 +134,34 @@ class TrainResult:
 
 def descend(
     loss: Callable[[Any], tuple[Array, Any]], optimizer: optax.GradientTransformation, params: Any, opt_state: Any
-) -> tuple[Any, Any, Array, Any]:
-    """One step of an optimiser down `loss(params) -> (loss, more)`: parameters, its state, and loss and more from before."""
+) -> tuple[Any, Any, Figures, Any]:
+    """One step of an optimiser down `loss(params) -> (loss, more)`: parameters, its state, and loss and more from before.
+
+    The loss is among the figures of a step, which say too whether it and its gradient are finite.
+    """
     (value, more), gradient = jax.value_and_grad(loss, has_aux=True)(params)
     with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes in places
         update, opt_state = optimizer.update(gradient, opt_state, params)
-    return optax.apply_updates(params, update), opt_state, value, more
+    return optax.apply_updates(params, update), opt_state, {"loss": value, FINITE: finite(value, gradient)}, more
 
 
 def gradient_step(
-    loss: Callable[[Any, Any, Any, Array], tuple[Array, Any]], optimizer: optax.GradientTransformation, frozen: Any = None
+    loss: Callable[[Any, Any, Any, Array], tuple[Array, Any]],
+    optimizer: optax.GradientTransformation,
+    frozen: Any = None,
+    placed: Any = None,
 ) -> Step:
-    """The plain step of a task: one gradient on one device.
+    """The plain step of a task: one gradient.
 
     Args:
         loss: `loss(params, frozen, batch, key) -> (loss, more)`.
         frozen: arrays that the loss reads and that stay as they are (a drafter's target).
+        placed: the shardings of parameters, state and figures, where the compiler is to divide the step; by default one device.
     """
 
-    @partial(jax.jit, donate_argnums=(0, 1))
+    @partial(jax.jit, donate_argnums=(0, 1), out_shardings=placed)
     def step(params: Any, opt_state: Any, frozen: Any, batch: Any, key: Array) -> tuple[Any, Any, Figures]:
-        params, opt_state, value, _ = descend(lambda p: loss(p, frozen, batch, key), optimizer, params, opt_state)
-        return params, opt_state, {"loss": value}
+        return descend(lambda p: loss(p, frozen, batch, key), optimizer, params, opt_state)[:3]
 
     return lambda params, opt_state, batch, key: step(params, opt_state, frozen, batch, key)
 
@@ -196,12 +213,14 @@ class Run:
         params, opt_state: where it stands; every step DONATES them.
         best: score and parameters of the best evaluation; None where the last ones count.
         step: steps taken so far.
+        saved: after how many of them the checkpoint was written; None where there is none.
+        watch: over losses and gradients.
         curve: the figures of each evaluation.
         recent: the figures of the steps since the last one.
     """
 
     def __init__(self, task: Task, out: Path | None):
-        self.task, self.path = task, None if out is None else out / CHECKPOINT
+        self.task, self.out = task, out
         self.seed = jnp.asarray(task.seed)
         self.params, self.opt_state = task.init()
         self.best: tuple[Any, Any] | None = None
@@ -210,31 +229,55 @@ class Run:
         self.step = 0
         self.curve: list[Figures] = []
         self.recent: list[Figures] = []
+        self.watch = Watch()
+        self.saved: int | None = None
 
     def resume(self) -> bool:
         """Goes to where the checkpoint stands; False if there is none."""
-        if self.path is None or not self.path.exists():
+        if self.out is None or not checkpoint.steps_in(self.out):
             return False
-        like = (self.params, self.opt_state, self.best)
-        (self.params, self.opt_state, self.best), self.step, figures = checkpoint.load(self.path, like, self.task.identity)
+        like = jax.tree.map(given_back, (self.params, self.opt_state, self.best))
+        found = checkpoint.read(self.out, like, self.task.identity)
+        (self.params, self.opt_state, self.best), self.step, figures = found
         if self.step > self.task.steps:
-            raise ValueError(f"{self.path} stands at step {self.step} already, beyond the {self.task.steps} asked for")
+            raise ValueError(
+                f"the checkpoint in {self.out} stands at step {self.step} already, beyond the {self.task.steps} asked for"
+            )
         self.curve, self.recent = unstacked(figures, "curve."), unstacked(figures, "recent.")
+        self.saved = self.step
         return True
 
     def save(self) -> None:
-        """Writes the checkpoint, if one is wanted."""
-        if self.path is not None:
+        """Writes the checkpoint, if one is wanted. Raises a `NotFinite` where a step since the last one went wrong."""
+        self.watch.settle()
+        if self.out is not None:
             series = {"curve.": stacked(self.curve), "recent.": stacked(self.recent)}
             figures = {prefix + name: values for prefix, each in series.items() for name, values in each.items()}
-            checkpoint.save(self.path, (self.params, self.opt_state, self.best), self.step, figures, self.task.identity)
+            checkpoint.write(self.out, (self.params, self.opt_state, self.best), self.step, figures, self.task.identity)
+            self.saved = self.step
 
     def advance(self, batch: Any) -> None:
-        """Takes one step."""
+        """Takes one step. Raises a `NotFinite` where one of those before it went wrong."""
         key = step_keys(self.seed, np.int32(self.step))
         self.params, self.opt_state, figures = self.task.step(self.params, self.opt_state, batch, key)
-        self.recent.append(figures)
+        self.recent.append({name: value for name, value in figures.items() if name != FINITE})
         self.step += 1
+        self.watch.note(self.step, figures[FINITE])
+
+    def take(self, batch: Any) -> bool:
+        """Takes one step, and evaluates and saves where that is due. Returns whether it was the last one."""
+        task = self.task
+        try:
+            self.advance(batch)
+            last = self.step == task.steps
+            if self.step % task.evaluate_every == 0 or last:
+                self.evaluate()
+            if self.step % task.save_every == 0 or last:
+                self.save()
+        except NotFinite as error:
+            kept = "nothing was saved" if self.saved is None else f"the checkpoint of step {self.saved} stays"
+            raise NotFinite(f"{task.title}: {error}; {kept}") from error
+        return last
 
     def evaluate(self) -> None:
         """Adds a point to the curve, and keeps the parameters where they are the best so far."""
@@ -250,9 +293,53 @@ class Run:
         return "  ".join(f"{name.replace('_', ' ')} {mean:.3f}" for name, mean in means.items() if not np.isnan(mean))
 
 
+def given_back(leaf: Array) -> jax.ShapeDtypeStruct:
+    """What an array was like, whose memory is wanted for another in its place."""
+    like = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+    leaf.delete()
+    return like
+
+
 def progress_bar(console: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[figures]}"))
     return Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal)
+
+
+class Pace:
+    """How fast a run goes.
+
+    Attributes:
+        first: after which step, and when, the first of this process was handed out: then all is compiled.
+    """
+
+    def __init__(self, task: Task, step: int):
+        self.task, self.start, self.step, self.began = task, step, step, time.perf_counter()
+        self.first: tuple[int, float] | None = None
+        self.peak = peak_flop_per_s(task.devices) if task.flops else None
+
+    def note(self, step: int) -> None:
+        """So many steps are taken."""
+        self.step = step
+        self.first = self.first or (step, time.perf_counter())
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self.began
+
+    def rate(self) -> float:
+        """In what `Task.progress` counts a second, compilation included."""
+        return (self.step - self.start) * self.task.progress[1] / self.seconds()
+
+    def utilisation(self) -> float | None:
+        """See `TrainResult`."""
+        if self.peak is None or self.first is None or self.step == self.first[0]:
+            return None
+        done, since = (now - then for now, then in zip((self.step, time.perf_counter()), self.first, strict=True))
+        return done * self.task.flops / since / self.peak
+
+    def shown(self) -> str:
+        """All of it as a line."""
+        used = self.utilisation()
+        return f"{self.rate():,.1f} {self.task.progress[0]}/s" + ("" if used is None else f"  {used:.1%} of peak")
 
 
 def train(task: Task, console: Console, out: Path | None = None) -> TrainResult:
@@ -260,27 +347,19 @@ def train(task: Task, console: Console, out: Path | None = None) -> TrainResult:
 
     Raises:
         ValueError: the checkpoint is that of another run, or beyond the last step.
+        NotFinite: the loss or a gradient was no finite number. The last checkpoint stays as it is.
     """
     run = Run(task, out)
     if run.resume():
         console.print(f"resuming {task.title} at step {run.step} of {task.steps}", markup=False)
-    start, began = run.step, time.perf_counter()
-    looked, (unit, each) = began, task.progress
-
-    def rate() -> float:
-        return (run.step - start) * each / (time.perf_counter() - began)
-
+    pace, looked = Pace(task, run.step), time.perf_counter()
     with Ledger() as ledger, progress_bar(console) as bar:
-        row = bar.add_task(task.title, total=task.steps, completed=start, figures="")
-        for batch in islice(task.batches(start), task.steps - start):
-            run.advance(batch)
-            last = run.step == task.steps
-            if run.step % task.evaluate_every == 0 or last:
-                run.evaluate()
-            if run.step % task.save_every == 0 or last:
-                run.save()
+        row = bar.add_task(task.title, total=task.steps, completed=run.step, figures="")
+        for batch in islice(task.batches(run.step), task.steps - run.step):
+            last = run.take(batch)
+            pace.note(run.step)
             if last or (console.is_terminal and time.perf_counter() - looked > REFRESH_S):
-                bar.update(row, completed=run.step, figures=f"{run.shown()}  {rate():,.1f} {unit}/s")
+                bar.update(row, completed=run.step, figures=f"{run.shown()}  {pace.shown()}")
                 looked = time.perf_counter()
     params = run.params if run.best is None else run.best[1]
-    return TrainResult(params, stacked(run.curve), rate(), time.perf_counter() - began, ledger)
+    return TrainResult(params, stacked(run.curve), pace.rate(), pace.seconds(), ledger, pace.utilisation())

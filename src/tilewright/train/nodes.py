@@ -106,8 +106,7 @@ def full_graph_task(
             def scores(params: Any, statistics: Any) -> tuple[Array, Any]:
                 return gnn.apply(config, params, graph.table, graph.x, statistics, train=True, key=key, rows=graph.rows)
 
-            weights, opt_state, loss, _ = descend_rows(weights, opt_state, optimizer, scores, graph.labels, graph.parts[0])
-            return weights, opt_state, {"loss": loss}
+            return descend_rows(weights, opt_state, optimizer, scores, graph.labels, graph.parts[0])[:3]
 
         return over_runs(one)(weights, opt_state, keys)
 
@@ -204,9 +203,9 @@ def sampled_task(config: Config, data: NodeData, options: GNNOptions, fan_outs: 
             return scores_of((params, statistics), batch, train=True, key=key)
 
         counts = batch.labels >= 0
-        weights, opt_state, loss, values = descend_rows(weights, opt_state, optimizer, scores, batch.labels, counts)
+        weights, opt_state, figures, values = descend_rows(weights, opt_state, optimizer, scores, batch.labels, counts)
         share = per_epoch / len(data.train)  # so that the mean over an epoch's steps is exact
-        return weights, opt_state, {"loss": loss, "train": share * count_right(values, batch.labels).astype(jnp.float32)}
+        return weights, opt_state, {**figures, "train": share * count_right(values, batch.labels).astype(jnp.float32)}
 
     @jax.jit
     @over_runs

@@ -1,4 +1,4 @@
-"""The train step of decoder language models over a mesh: "fsdp" divides batches and weights, "tp" layers and the stream.
+"""The train step of language models over a mesh: "fsdp" divides batches and weights, "tp" layers and the stream.
 
 Weights, gradients and the optimiser's state lie divided by the model's declared axes. `parallel/fully_sharded.py` says when
 each layer's weights and gradients travel; the optimiser computes on the divided arrays, and the sums of its clipping are XLA's.
@@ -9,7 +9,7 @@ Legend: B sequences of a batch, T positions, R rows of a group of "fsdp" (its se
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 
 from tilewright.kernels.operations import Norm, Operations, Transposed
 from tilewright.models import decoder, layers
@@ -29,6 +29,7 @@ from tilewright.parallel.exchanges import Exchange, Plan, divided, whole
 from tilewright.parallel.fully_sharded import run_layers
 from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.sharding import FULLY_SHARDED_GROUPED, GROUPED, GROUPED_AXES, grouped_mesh, partition
+from tilewright.train.finite import FINITE, Finite, finite
 from tilewright.train.loop import Figures, Step, Task
 
 DATA, TENSOR = "fsdp", "tp"
@@ -46,6 +47,8 @@ class Setup:
         mesh: of `training_mesh`.
         plan: when weights and gradients travel.
         accumulate: into how many parts a batch is divided, one after another; their gradients are summed in float32.
+        attend: what the positions of a sequence see of each other.
+        predicting: from the hidden states `[B, T, H]` to those that predict each position; None where they are the same.
     """
 
     config: DecoderConfig
@@ -53,6 +56,8 @@ class Setup:
     mesh: Mesh
     plan: Plan = field(default_factory=Plan)
     accumulate: int = 1
+    attend: decoder.Attend = decoder.causal_attend
+    predicting: Callable[[Array], Array] | None = None
 
     def __post_init__(self) -> None:
         self.plan.check(self.config.num_layers)
@@ -61,20 +66,21 @@ class Setup:
 
     @property
     def specs(self) -> DecoderParams:
-        """Each array's partition. Matrices are divided by both axes; norms and biases, which are small, by "tp" alone."""
-
-        def of(spec: ArraySpec) -> PartitionSpec:
-            return partition(spec, self.mesh.shape, FULLY_SHARDED_GROUPED if len(spec.shape) > 1 else GROUPED)
-
-        return jax.tree.map(of, decoder.declare(self.config))
+        """Each array's partition."""
+        return jax.tree.map(lambda sharding: sharding.spec, self.shardings)
 
     @property
     def shardings(self) -> DecoderParams:
-        return jax.tree.map(partial(NamedSharding, self.mesh), self.specs, is_leaf=is_partition)
+        return model_shardings(self.mesh, decoder.declare(self.config))
 
     @property
     def batch_sharding(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec(DATA))
+
+    def own_rows(self, batch: int) -> Int[np.ndarray, " R"]:
+        """Which rows of a batch of so many the devices of this process compute on."""
+        parts = self.batch_sharding.addressable_devices_indices_map((batch,)).values()
+        return np.concatenate([np.arange(*span) for span in sorted({part[0].indices(batch) for part in parts if part})])
 
     def check_batch(self, shape: tuple[int, ...]) -> None:
         """Raises a `ValueError` where the mesh does not divide a batch of tokens `[B, T + 1]`."""
@@ -88,8 +94,50 @@ class Setup:
             raise ValueError(f"expected rows (sequences × positions) that tp={tensor} divides, found {rows} of a group of fsdp")
 
 
+class Predicted(NamedTuple):
+    """What is predicted in a batch of sequences.
+
+    Attributes:
+        inputs, labels: tokens that are read, and those that each position is to predict, `[B, T]`.
+        weights: of each prediction, so that their weighted losses make up the mean.
+        seen: what `Setup.attend` needs to know of each row, `[B]`; None for nothing.
+    """
+
+    inputs: Any
+    labels: Any
+    weights: Any
+    seen: Any = None
+
+
+def next_tokens(tokens: Int[Array, "B T1"], in_loss: Bool[Array, "B T1"]) -> Predicted:
+    """Each token given those before it, as `lm.next_token_loss` has it."""
+    weights = in_loss[:, 1:].astype(jnp.float32)
+    return Predicted(tokens[:, :-1], tokens[:, 1:], weights / jnp.maximum(jnp.sum(weights), 1.0))
+
+
 def is_partition(leaf: Any) -> bool:
     return isinstance(leaf, PartitionSpec)
+
+
+def model_shardings(mesh: Mesh, specs: DecoderParams) -> DecoderParams:
+    """Where the declared arrays lie. Matrices are divided by both axes; norms and biases, which are small, by "tp" alone."""
+
+    def of(spec: ArraySpec) -> NamedSharding:
+        rules = FULLY_SHARDED_GROUPED if len(spec.shape) > 1 else GROUPED
+        return NamedSharding(mesh, partition(spec, mesh.shape, rules))
+
+    return jax.tree.map(of, specs)
+
+
+def data_mesh(axes: Mapping[str, int | None], devices: Any = None) -> Mesh:
+    """A mesh of "fsdp" and "tp"; an axis that is not named has one device.
+
+    Raises:
+        ValueError: another axis, or sizes that do not fit the devices (see `make_mesh`).
+    """
+    if unknown := sorted(set(axes) - {DATA, TENSOR}):
+        raise ValueError(f"expected the axes {DATA} and {TENSOR}, found {', '.join(unknown)}")
+    return make_mesh({DATA: axes.get(DATA, 1), TENSOR: axes.get(TENSOR, 1)}, devices)
 
 
 def training_mesh(axes: Mapping[str, int | None], config: DecoderConfig, devices: Any = None) -> Mesh:
@@ -98,9 +146,7 @@ def training_mesh(axes: Mapping[str, int | None], config: DecoderConfig, devices
     Raises:
         ValueError: another axis; sizes that do not fit the devices (see `make_mesh`) or the model (see `grouped_mesh`).
     """
-    if unknown := sorted(set(axes) - {DATA, TENSOR}):
-        raise ValueError(f"expected the axes {DATA} and {TENSOR}, found {', '.join(unknown)}")
-    mesh = make_mesh({DATA: axes.get(DATA, 1), TENSOR: axes.get(TENSOR, 1)}, devices)
+    mesh = data_mesh(axes, devices)
     if config.hidden_size % mesh.shape[DATA]:
         raise ValueError(f"expected fsdp that divides the hidden size {config.hidden_size}, found {mesh.shape[DATA]}")
     return grouped_mesh(
@@ -115,89 +161,88 @@ def sharded_gradient(setup: Setup) -> Gradient:
     Raises:
         ValueError: the mesh does not divide an array of the model; when called, a batch that it does not divide.
     """
-    specs = setup.specs
+    gradient = predicted_gradient(setup)
+    return lambda params, tokens, in_loss: gradient(params, next_tokens(tokens, in_loss))
 
-    def gradient(params: Any, tokens: Array, in_loss: Array) -> tuple[Array, Any]:
-        setup.check_batch(tokens.shape)
-        batch = PartitionSpec(DATA)
-        inside = partial(_local_gradient, setup)
-        run = jax.shard_map(
-            inside, mesh=setup.mesh, in_specs=(specs, batch, batch), out_specs=(PartitionSpec(), specs), check_vma=False
-        )
-        return run(params, tokens, in_loss)
+
+def predicted_gradient(setup: Setup) -> Callable[[Any, Predicted], tuple[Array, Any]]:
+    """The same of whatever is predicted."""
+    inside, specs = partial(_local_gradient, setup), setup.specs
+
+    def gradient(params: Any, predicted: Predicted) -> tuple[Array, Any]:
+        return _over(setup, inside, (PartitionSpec(), specs))(params, predicted)
 
     return gradient
 
 
-def sharded_loss(setup: Setup) -> Callable[[Any, Array, Array], Array]:
-    """The mean loss of a batch alone, for evaluation; a batch in one part."""
-    specs, batch = setup.specs, PartitionSpec(DATA)
+def sharded_loss(setup: Setup) -> Callable[[Any, Predicted], Array]:
+    """The loss of a batch alone, for evaluation; a batch in one part."""
+    setup = replace(setup, accumulate=1)
 
-    def inside(params: DecoderParams, tokens: Array, in_loss: Array) -> Array:
-        weights = _weights(in_loss)
-        return jax.lax.psum(_local_loss(setup, params, tokens, weights), tuple(setup.mesh.shape))
+    def inside(params: DecoderParams, predicted: Predicted) -> Array:
+        return jax.lax.psum(_local_loss(setup, params, predicted), tuple(setup.mesh.shape))
 
-    def loss(params: Any, tokens: Array, in_loss: Array) -> Array:
-        replace(setup, accumulate=1).check_batch(tokens.shape)
-        return jax.shard_map(
-            inside, mesh=setup.mesh, in_specs=(specs, batch, batch), out_specs=PartitionSpec(), check_vma=False
-        )(params, tokens, in_loss)
-
-    return loss
+    return lambda params, predicted: _over(setup, inside, PartitionSpec())(params, predicted)
 
 
-def _weights(in_loss: Array) -> Float[Array, "B T"]:
-    """Of each prediction of this device's sequences, so that all devices' losses add up to the mean."""
-    predicted = in_loss[:, 1:].astype(jnp.float32)
-    return predicted / jnp.maximum(jax.lax.psum(jnp.sum(predicted), DATA), 1.0)
+def _over(setup: Setup, inside: Callable[..., Any], results: Any) -> Callable[[Any, Predicted], Any]:
+    """A function of what a device has of the parameters and of a batch, on all devices."""
+
+    def run(params: Any, predicted: Predicted) -> Any:
+        rows, length = predicted.inputs.shape
+        setup.check_batch((rows, length + 1))
+        specs = (setup.specs, PartitionSpec(DATA))
+        return jax.shard_map(inside, mesh=setup.mesh, in_specs=specs, out_specs=results, check_vma=False)(params, predicted)
+
+    return run
 
 
-def _local_gradient(setup: Setup, params: DecoderParams, tokens: Array, in_loss: Array) -> tuple[Array, DecoderParams]:
+def _local_gradient(setup: Setup, params: DecoderParams, predicted: Predicted) -> tuple[Array, DecoderParams]:
     """A device's part: the loss of all devices, and the gradient of its shards."""
     axes = tuple(setup.mesh.shape)
-    weights = _weights(in_loss)
 
-    def part(tokens: Array, weights: Array) -> tuple[Array, DecoderParams]:
-        return jax.value_and_grad(partial(_local_loss, setup))(params, tokens, weights)
+    def part(predicted: Predicted) -> tuple[Array, DecoderParams]:
+        return jax.value_and_grad(partial(_local_loss, setup))(params, predicted)
 
     if setup.accumulate == 1:
-        value, gradient = part(tokens, weights)
+        value, gradient = part(predicted)
         return jax.lax.psum(value, axes), gradient
 
     def add(sums: Any, of: Any) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, sums, part(*of)), None
+        return jax.tree.map(jnp.add, sums, part(of)), None
 
-    parts = jax.tree.map(lambda x: x.reshape(setup.accumulate, -1, *x.shape[1:]), (tokens, weights))
+    parts = jax.tree.map(lambda x: x.reshape(setup.accumulate, -1, *x.shape[1:]), predicted)
     start = (jnp.float32(0), jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), params))
     (value, gradient), _ = jax.lax.scan(add, start, parts)
     return jax.lax.psum(value, axes), gradient
 
 
-def _local_loss(setup: Setup, params: DecoderParams, tokens: Array, weights: Float[Array, "B T"]) -> Float[Array, ""]:
+def _local_loss(setup: Setup, params: DecoderParams, predicted: Predicted) -> Float[Array, ""]:
     """A device's share of the loss: the sum over all devices is the whole."""
     config, ops, plan = setup.config, setup.ops, setup.plan
     exchange = Exchange(plan, DATA, GROUPED_AXES)
     how: DecoderParams = jax.tree.map(
         lambda spec: divided(spec, tuple(setup.mesh.shape), DATA), setup.specs, is_leaf=is_partition
     )
-    inputs, labels = tokens[:, :-1], tokens[:, 1:].reshape(-1)
+    inputs = predicted.inputs
     table = whole(exchange, how.embed, params.embed, "embedding")
     final = whole(exchange, how.norm, params.norm, "final_norm")
     x = _embedded(ops, plan, table, inputs)
     positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
-    rows = Rows(layers.rope_tables(positions, config.rope_frequencies), None)
+    rows = Rows(layers.rope_tables(positions, config.rope_frequencies), predicted.seen)
     x, head = run_layers(
-        exchange, decoder.stack_of(config, ops, params.layers, decoder.causal_attend), decoder.split_layer, decoder.join_layer,
+        exchange, decoder.stack_of(config, ops, params.layers, setup.attend), decoder.split_layer, decoder.join_layer,
         how.layers[0], x, rows, (*inputs.shape, config.hidden_size), params.head, how.head,
     )  # fmt: skip
     x = jax.lax.all_gather(ops.rms_norm(x, *Norm(final, config.rms_norm_eps)), GROUPED_AXES, tiled=True)
+    if setup.predicting is not None:
+        x = setup.predicting(x.reshape(*inputs.shape, -1)).reshape(x.shape)
 
     def logits(x: Array, head: Any) -> Array:
         return ops.linear(x, Transposed(head) if params.head is None else head, jnp.float32)
 
-    return vocabulary.cross_entropy(
-        logits, GROUPED_AXES, x, table if params.head is None else head, labels, weights.reshape(-1)
-    )
+    labels, weights = predicted.labels.reshape(-1), predicted.weights.reshape(-1)
+    return vocabulary.cross_entropy(logits, GROUPED_AXES, x, table if params.head is None else head, labels, weights)
 
 
 def _embedded(ops: Operations, plan: Plan, table: Float[Array, "W H"], tokens: Array) -> Float[Array, "M H"]:
@@ -232,11 +277,15 @@ _taken.defvjp(_taken_forward, _taken_backward)
 def state_shardings(setup: Setup, optimizer: optax.GradientTransformation) -> Any:
     """Where an optimiser's state lies: what belongs to an array as this does, counters everywhere.
 
-    A part of the state belongs to the array whose path its own ends with: optimisers keep such parts in the parameters' structure.
+    A part of the state belongs to the array whose path its own path ends with: optimisers keep the parameters' structure.
     """
-    params = abstract(decoder.declare(setup.config), jnp.float32, setup.shardings)
+    return places_of_state(abstract(decoder.declare(setup.config), jnp.float32, setup.shardings), setup.mesh, optimizer)
+
+
+def places_of_state(params: Any, mesh: Mesh, optimizer: optax.GradientTransformation) -> Any:
+    """The same for any parameters, as abstract arrays with their shardings."""
     known = {path: (param.shape, param.sharding) for path, param in jax.tree_util.tree_leaves_with_path(params)}
-    everywhere = NamedSharding(setup.mesh, PartitionSpec())
+    everywhere = NamedSharding(mesh, PartitionSpec())
 
     def place(path: tuple[Any, ...], part: jax.ShapeDtypeStruct) -> NamedSharding:
         found = next((known[path[n:]] for n in range(len(path)) if path[n:] in known), None)
@@ -245,51 +294,108 @@ def state_shardings(setup: Setup, optimizer: optax.GradientTransformation) -> An
     return jax.tree_util.tree_map_with_path(place, jax.eval_shape(optimizer.init, params))
 
 
-def sharded_step(setup: Setup, optimizer: optax.GradientTransformation) -> Step:
-    """The step of a task (see `loop.Step`); parameters lie as `Setup.shardings` has them, and state as `state_shardings`.
+def sharded_finite(setup: Setup, value: Array, gradient: DecoderParams) -> Finite:
+    """`finite`, of divided arrays: each device looks at its shards, and one small reduction joins what they found."""
+    axes = tuple(setup.mesh.shape)
 
-    Batches come as whole arrays, of which each process gives its devices their parts.
-    """
-    gradient, state = sharded_gradient(setup), state_shardings(setup, optimizer)
+    def inside(value: Array, gradient: DecoderParams) -> Finite:
+        found = finite(value, gradient)
+        return replace(found, flags=jax.lax.pmin(found.flags.astype(jnp.int32), axes) > 0)
+
+    whole = PartitionSpec()
+    run = jax.shard_map(inside, mesh=setup.mesh, in_specs=(whole, setup.specs), out_specs=whole, check_vma=False)
+    return run(value, gradient)
+
+
+def jitted_step(setup: Setup, optimizer: optax.GradientTransformation, gradient: Callable[..., tuple[Array, Any]]) -> Any:
+    """`step(params, state, *batch) -> (params, state, figures)` down `gradient(params, *batch)`; DONATES the first two."""
+    state = state_shardings(setup, optimizer)
 
     @partial(jax.jit, donate_argnums=(0, 1), out_shardings=(setup.shardings, state, None))
-    def step(params: Any, opt_state: Any, tokens: Array, in_loss: Array) -> tuple[Any, Any, Figures]:
-        value, due = gradient(params, tokens, in_loss)
+    def step(params: Any, opt_state: Any, *batch: Any) -> tuple[Any, Any, Figures]:
+        value, due = gradient(params, *batch)
         with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes in places
             update, after = optimizer.update(due, opt_state, params)
-        return optax.apply_updates(params, update), after, {"loss": value}
+        return optax.apply_updates(params, update), after, {"loss": value, FINITE: sharded_finite(setup, value, due)}
+
+    return step
+
+
+Predict = Callable[[Any, Array], Predicted]
+"""`predict(batch, key)`: what a batch is to predict; the key is the step's."""
+
+
+def sharded_step(setup: Setup, optimizer: optax.GradientTransformation, predict: Predict | None = None) -> Step:
+    """The step of a task (see `loop.Step`); parameters lie as `Setup.shardings` has them, and state as `state_shardings`.
+
+    Of each batch a process brings the rows that its devices compute on (`Setup.own_rows`). By default they are of text, whose
+    tokens are predicted one after another.
+    """
+    of_text, of_others = sharded_gradient(setup), predicted_gradient(setup)
+
+    def of_batch(params: Any, batch: Any, key: Array) -> tuple[Array, Any]:
+        if predict is None:
+            return of_text(params, *batch)
+        return of_others(params, predict(batch, jax.random.wrap_key_data(key)))
+
+    step = jitted_step(setup, optimizer, of_batch)
 
     def run(params: Any, opt_state: Any, batch: Any, key: Array) -> tuple[Any, Any, Figures]:
-        return step(params, opt_state, *(on_mesh(setup, each) for each in batch))
+        return step(params, opt_state, on_mesh(setup, batch), np.asarray(jax.random.key_data(key)))
 
     return run
 
 
-def on_mesh(setup: Setup, batch: Any) -> Array:
-    """A batch that every process has whole, divided over the devices."""
-    whole_batch = np.asarray(batch)
-    return jax.make_array_from_callback(whole_batch.shape, setup.batch_sharding, lambda index: whole_batch[index])
+def on_mesh(setup: Setup, batch: Any) -> Any:
+    """The arrays of a batch, of which each process has its rows, divided over the devices."""
+    groups = setup.mesh.shape[DATA]
+    held = len(setup.own_rows(groups))  # groups of "fsdp" with a device of this process
+
+    def place(own: np.ndarray) -> Array:
+        shape = (len(own) * groups // held, *own.shape[1:])
+        return jax.make_array_from_process_local_data(setup.batch_sharding, own, shape)
+
+    return jax.tree.map(place, jax.tree.map(np.asarray, batch))
 
 
 def sharded_init(
     setup: Setup, optimizer: optax.GradientTransformation, params: Callable[[], DecoderParams]
 ) -> Callable[[], tuple[DecoderParams, Any]]:
-    """What gives a task its parameters and the optimiser's state, divided; `params` may give them divided or not."""
+    """What gives a task its parameters and the optimiser's state, divided.
+
+    `params` may give arrays divided or not. Those that lie in their places are taken as they are: training DONATES them.
+    """
 
     def init() -> tuple[DecoderParams, Any]:
-        placed = jax.tree.map(jnp.copy, jax.device_put(params(), setup.shardings))
+        taken: set[int] = set()
+
+        def place(array: Array, sharding: NamedSharding) -> Array:
+            if array.sharding == sharding and id(array) not in taken:  # layers of a grown model have arrays in common
+                taken.add(id(array))
+                return array
+            return jnp.copy(jax.device_put(array, sharding))  # which may share a device's buffer
+
+        placed = jax.tree.map(place, params(), setup.shardings)
         return placed, jax.jit(optimizer.init, out_shardings=state_shardings(setup, optimizer))(placed)
 
     return init
 
 
-def over_mesh(task: Task, setup: Setup, optimizer: optax.GradientTransformation, params: Callable[[], DecoderParams]) -> Task:
-    """The task of training a decoder with this module's step in the place of its own; see `text.text_task` for that.
+def over_mesh(
+    task: Task,
+    setup: Setup,
+    optimizer: optax.GradientTransformation,
+    params: Callable[[], DecoderParams],
+    predict: Predict | None = None,
+) -> Task:
+    """The task of training with this module's step in the place of its own; see `text.text_task` for that.
 
     The checkpoint says nothing of the mesh or the plan: a run goes on over another one.
 
     Args:
         optimizer: the task's.
         params: gives those to start from.
+        predict: what a batch is to predict; by default each token given those before it.
     """
-    return replace(task, init=sharded_init(setup, optimizer, params), step=sharded_step(setup, optimizer))
+    step = sharded_step(setup, optimizer, predict)
+    return replace(task, init=sharded_init(setup, optimizer, params), step=step, devices=setup.mesh.size)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
+from jaxtyping import Int
 
 from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import training_operations
@@ -134,18 +135,20 @@ class Windows:
         stream, held_out: what is trained on, and what is held out.
         length: tokens of a window.
         options: how to train.
+        rows: of each batch that this process's devices compute on; None for all. Nothing else depends on it.
     """
 
     stream: Stream
     held_out: Stream
     length: int
     options: TextOptions
+    rows: Int[np.ndarray, " R"] | None = None
 
     def __post_init__(self) -> None:
         require_texts(self.stream, self.held_out, self.length, self.options)
 
     def of(self, stream: Stream, epoch: int) -> Iterator[Batch]:
-        return stream.windows(self.length, self.options.batch_size, self.options.seed, epoch)
+        return stream.windows(self.length, self.options.batch_size, self.options.seed, epoch, self.rows)
 
     def batches(self, first: int) -> Iterator[Batch]:
         """What is trained on, epoch by epoch, from step `first` on."""
@@ -169,6 +172,8 @@ def text_task(
     windows: Batches,
     identity: dict[str, Any],
     frozen: Any = None,
+    place: Callable[[Any], Any] = lambda batch: batch,
+    flops: float = 0.0,
 ) -> Task:
     """The task of training on windows of a text.
 
@@ -177,11 +182,13 @@ def text_task(
         is_hidden_matrix: see `make_optimizer`.
         identity: what a checkpoint must agree with, besides the options and the text.
         frozen: what the loss reads beside the parameters.
+        place: puts a batch where the loss, in evaluations, wants it; by default it comes as it is.
+        flops: operations that a token needs.
     """
-    options, held_out = windows.options, windows.held_out_batches()
+    options, held_out = windows.options, list(map(place, windows.held_out_batches()))
     optimizer = make_optimizer(options, is_hidden_matrix)
 
-    measure = jax.jit(loss)
+    measure, tokens = jax.jit(loss), options.batch_size * options.sequence_length
 
     def evaluate(params: Any, step: int) -> Figures:
         parts = [measure(params, frozen, batch, jax.random.key(n)) for n, batch in enumerate(held_out)]
@@ -202,7 +209,8 @@ def text_task(
         evaluate_every=options.evaluate_every,
         save_every=options.save_every,
         seed=options.seed,
-        progress=("tokens", options.batch_size * options.sequence_length),
+        progress=("tokens", tokens),
+        flops=flops * tokens,
     )
 
 
@@ -212,4 +220,5 @@ def text_figures(result: TrainResult) -> dict[str, Any]:
     curve = [{field: result.curve[name][n].item() for name, field in fields.items()} for n in range(len(result.curve["step"]))]
     steps, last = curve[-1]["step"], {field: value for field, value in curve[-1].items() if field != "step"}
     times = {"tokens_per_s": result.rate, "seconds": result.seconds, **result.ledger.figures()}
-    return {"steps": steps, **last, **times, "curve": curve}
+    used = {} if result.utilisation is None else {"model_flops_utilization": result.utilisation}
+    return {"steps": steps, **last, **times, **used, "curve": curve}

@@ -39,6 +39,30 @@ struct Projection {
 #include "../isas.inc"
 #undef TILE
 
+#if defined(__x86_64__)
+TARGET("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")
+namespace tiles {
+#define VECTORS 8
+#include "tile.inc"
+#include "amx.inc"
+#undef VECTORS
+}  // namespace tiles
+TARGET_END
+#endif
+
+// What runs the attention of one type, and how many rows it takes at a time.
+struct Kernel {
+  void (*run)(const Call&, int64_t, int64_t);
+  int64_t rows;
+};
+
+Kernel kernel_for(bool bfloat16) {
+#if defined(__x86_64__)
+  if (bfloat16 && native::isa() == native::AMX) return {tiles::run_tiles, 16};
+#endif
+  return {bfloat16 ? ON_BEST_ISA(run<uint16_t>) : ON_BEST_ISA(run<float>), 8};
+}
+
 ffi::Error wrong(const std::string& what) { return ffi::Error::InvalidArgument("tilewright_attention: " + what); }
 
 using Table = const ffi::Buffer<ffi::S32>*;  // of pages; null for a cache in one block for each row
@@ -59,10 +83,10 @@ void attend(ffi::ThreadPool& pool, Call& call, bool bfloat16) {
   const int64_t keys = *std::max_element(call.lengths, call.lengths + call.batch * call.t) + call.own, work = items * rows * keys * call.d;
   const bool worth_it = work >= (1 << 18);
   const int64_t wanted = worth_it ? (2 * static_cast<int64_t>(pool.num_threads()) + items - 1) / items : 1;
-  call.piece = std::min<int64_t>(64, std::max<int64_t>(8, ((rows + wanted - 1) / wanted + 7) / 8 * 8));
+  const Kernel kernel = kernel_for(bfloat16);
+  call.piece = std::min<int64_t>(64, ((rows + wanted - 1) / wanted + kernel.rows - 1) / kernel.rows * kernel.rows);
   call.pieces = (rows + call.piece - 1) / call.piece;
-  const auto run = bfloat16 ? ON_BEST_ISA(run<uint16_t>) : ON_BEST_ISA(run<float>);
-  native::share(pool, items * call.pieces, 1, worth_it, [&](int64_t begin, int64_t end) { run(call, begin, end); });
+  native::share(pool, items * call.pieces, 1, worth_it, [&](int64_t begin, int64_t end) { kernel.run(call, begin, end); });
 }
 
 ffi::Error attention_over(ffi::ThreadPool& pool, const ffi::AnyBuffer& q, const ffi::AnyBuffer& k, const ffi::AnyBuffer& v, Table table,

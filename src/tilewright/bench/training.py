@@ -1,0 +1,389 @@
+"""What a train step over a mesh leaves exposed of its communication, on TPUs that are not there.
+
+The step of `train/sharded.py`, optimiser and all, is compiled for a slice with a few layers, under several plans; beside it the
+same step without tokens, and the one that is left to XLA (`train/annotated.py`). Their time is the model of
+`compiled/timeline.py`, an estimate. Of each pass the middle layer is reported: what says that it is its own, wherever it runs.
+"""
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tilewright.bench.overlap import STEADY, layer_figures, merged, ratio, timeline_lanes
+from tilewright.chips.links import HOP_US, Fabric, torus_of
+from tilewright.chips.tpu import TpuChip, chip_of
+from tilewright.compiled.aot import Compiled, compile_for, tpu_topology
+from tilewright.compiled.schedule import Graph, Node, read_schedule
+from tilewright.compiled.timeline import Interval, Span, Sums, Timeline, busiest_s, lay_out, overlap
+from tilewright.kernels.select import PLAIN
+from tilewright.models import decoder
+from tilewright.models.decoder import DecoderConfig
+from tilewright.models.params import abstract
+from tilewright.parallel.exchanges import NAMES, Plan
+from tilewright.train.annotated import annotated_gradient
+from tilewright.train.sharded import Setup, jitted_step, sharded_gradient, state_shardings, training_mesh
+
+FORWARD, BACKWARD = "forward", "backward"
+PASSES = (FORWARD, BACKWARD)
+PLAIN_STEP, UNTHREADED, ANNOTATED = "no tokens or rings", "no tokens", "left to XLA"
+"""Names of the programs that ours are compared with; the first one is what shares are of."""
+
+LEAST_LAYERS = 4
+"""How many layers are compiled: of four, the inner two do the same under shifts of one. Every more needs two more."""
+
+ASYNC = {
+    "xla_tpu_enable_data_parallel_all_reduce_opt": True, "xla_tpu_data_parallel_opt_different_sized_ops": True,
+    "xla_tpu_enable_async_collective_fusion": True, "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+    "xla_tpu_enable_async_collective_fusion_multiple_steps": True, "xla_tpu_overlap_compute_collective_tc": True,
+    "xla_enable_async_all_gather": True,
+}  # fmt: skip
+FLAGS: dict[str, dict[str, bool]] = {
+    "v5e": ASYNC,
+    "v5p": {
+        **ASYNC, "xla_tpu_megacore_fusion_allow_ags": False, "xla_enable_async_collective_permute": True,
+        "xla_tpu_enable_ag_backward_pipelining": True,
+    },
+}  # fmt: skip
+"""That MaxText's scripts set for a kind of TPU: MaxText/configs/v5e/llama3/llama3_8b.sh at 74fcbe7b and v5p/llama2_7b.sh at
+dcbbec7d, github.com/AI-Hypercomputer/maxtext. Other kinds get v5e's."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is compiled.
+
+    Attributes:
+        chip: topology of a TPU.
+        model: its name, for the report.
+        config: of the whole model.
+        axes: of the mesh, `fsdp` and `tp`.
+        layers: how many are compiled.
+        batch, length: sequences of a step, over all devices, and the positions of each that are predicted.
+        hop_us: latency of a hop between neighbours, in microseconds.
+    """
+
+    chip: str
+    model: str
+    config: DecoderConfig
+    axes: Mapping[str, int]
+    layers: int
+    batch: int
+    length: int
+    hop_us: float = HOP_US
+
+    def __post_init__(self) -> None:
+        if not LEAST_LAYERS <= self.layers <= self.config.num_layers:
+            raise ValueError(
+                f"expected from {LEAST_LAYERS} to {self.config.num_layers} layers, so that {self.model} has them and two are "
+                f"in the middle; found {self.layers}"
+            )
+        for name, value in (("--batch-size", self.batch), ("--length", self.length)):
+            if value < 1:
+                raise ValueError(f"expected {name} from 1, found {value}")
+        if not 0 <= self.hop_us < float("inf"):
+            raise ValueError(f"expected the latency of a hop from 0 us, found {self.hop_us:g}")
+
+    @property
+    def spec(self) -> TpuChip:
+        return chip_of(self.chip)
+
+    def setup(self, plan: Plan) -> Setup:
+        """Raises ValueError where mesh, model, batch and plan do not fit one another or the slice."""
+        config = replace(self.config, num_layers=self.layers)
+        made = Setup(config, PLAIN, training_mesh(self.axes, config, tpu_topology(self.chip).devices), plan)
+        made.check_batch((self.batch, self.length + 1))
+        return made
+
+    @cached_property
+    def fabric(self) -> Fabric:
+        sizes = [int(size) for size in self.chip.partition(":")[2].split("x")]
+        devices = self.setup(Plan()).mesh.devices.flat
+        places = tuple(tuple(device.coords)[: len(sizes)] for device in devices)
+        return Fabric(self.spec, torus_of(self.spec, sizes), places, self.hop_us)
+
+    @property
+    def least_compute_s(self) -> float:
+        """Of a step of the whole model by its products alone, those of the second forward pass too, at the chip's peak rate."""
+        c = self.config
+        weights = c.hidden_size * (c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads) + 3 * c.intermediate_size)
+        scores = 2 * c.num_heads * c.head_dim * self.length  # of all positions, as the plain attention computes them
+        flops = 8 * c.num_layers * (weights + scores) + 6 * c.hidden_size * c.vocab_size
+        return self.batch * self.length * flops / (prod(self.axes.values()) * 1e12 * self.spec.bf16_tflop_per_s)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled step, and the model of its time."""
+
+    case: Case
+    name: str
+    plan: Plan
+    compiled: Compiled
+    timeline: Timeline
+    compile_s: float
+
+    @cached_property
+    def sums(self) -> dict[int | None, Sums]:
+        return self.timeline.sums()
+
+    @property
+    def middle(self) -> int:
+        """The layer that is reported. The one behind it does the same, if enough are compiled."""
+        return (self.case.layers - 1) // 2
+
+    def layer(self, part: str, layer: int | None = None) -> Sums:
+        """Of a layer, by default the middle one, in a pass.
+
+        Raises:
+            ValueError: no operation says that it is that layer's.
+        """
+        number = number_of(part, self.middle if layer is None else layer)
+        if number not in self.sums:
+            raise ValueError(f"expected operations of layer {number // 2} in the {part} pass, found none")
+        return self.sums[number]
+
+    @cached_property
+    def unsteady_share(self) -> float:
+        """By how much the layer behind the middle one takes longer, or less long; the larger of both passes."""
+        behind = self.middle + 1
+        return max(abs(self.layer(part, behind).total_s / self.layer(part).total_s - 1) for part in PASSES)
+
+    @property
+    def notes(self) -> list[str]:
+        notes = list(self.timeline.graph.notes)
+        if self.unsteady_share > STEADY:
+            differs = f"{self.name}: layers {self.middle} and {self.middle + 1} differ by {self.unsteady_share:.0%}"
+            notes.append(f"{differs}: not steady; more layers may say more")
+        return notes
+
+
+def number_of(part: str, layer: int) -> int:
+    """Of a layer in a pass, as nodes of its graph have it."""
+    return 2 * layer + PASSES.index(part)
+
+
+def place_of(name: str) -> tuple[str, int, str] | None:
+    """The pass, layer and half that an operation belongs to, by where it comes from in the Python program.
+
+    A layer's weights belong to the pass that they are gathered for, its gradient to the backward pass.
+    """
+    found = re.search(r"(layer|back|gather|scatter)_(\d+)[/_](attention|mlp)(_again)?", name)
+    if found is None:
+        return None
+    ours = found[1] in ("back", "scatter") or found[4] is not None
+    peers = found[1] == "layer" and ("transpose(" in name or "rematted" in name)
+    return BACKWARD if ours or peers else FORWARD, int(found[2]), found[3]
+
+
+def placed(graph: Graph) -> Graph:
+    """The graph whose nodes know their layer and pass, as `number_of` has them. Operations of the core and copies that
+    don't say it belong to that of the operation before."""
+    nodes: list[Node] = []
+    last: int | None = None
+    for node in graph.nodes:
+        place, own = place_of(node.op_name), None
+        if place is not None:
+            own = number_of(*place[:2])
+        elif not node.op_name and (node.role == "run" or node.engine == "hbm"):
+            own = last
+        if node.role == "run" and node.op_name:
+            last = own
+        nodes.append(replace(node, layer=own))
+    return replace(graph, nodes=tuple(nodes))
+
+
+def read_program(case: Case, name: str, plan: Plan, compiled: Compiled, compile_s: float) -> Program:
+    graph = placed(read_schedule(compiled.hlo, case.spec))
+    return Program(case, name, plan, compiled, lay_out(graph, case.fabric), compile_s)
+
+
+def optimizer() -> optax.GradientTransformation:
+    """That of `tilewright train lm`, but for its rate, which is one number."""
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4, b2=0.95))
+
+
+def compile_program(case: Case, name: str, plan: Plan) -> Program:
+    """Compiles one step; `ANNOTATED` is the one that is left to XLA.
+
+    Raises:
+        ValueError: what does not fit; see `Case.setup`.
+    """
+    setup, began = case.setup(plan), time.perf_counter()
+    peer = name == ANNOTATED
+    step = jitted_step(setup, optimizer(), annotated_gradient(setup) if peer else sharded_gradient(setup))
+    params = abstract(decoder.declare(setup.config), jnp.float32, setup.shardings)
+    state = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        jax.eval_shape(optimizer().init, params), state_shardings(setup, optimizer()),
+    )  # fmt: skip
+    shape = (case.batch, case.length + 1)
+    batch = [jax.ShapeDtypeStruct(shape, dtype, sharding=setup.batch_sharding) for dtype in (jnp.int32, jnp.bool_)]
+    kind = case.chip.partition(":")[0]
+    found = compile_for(case.chip, step, params, state, *batch, options=FLAGS.get(kind, ASYNC) if peer else None)
+    return read_program(case, name, plan, found, time.perf_counter() - began)
+
+
+def programs_of(plans: Mapping[str, Plan], peers: bool = True) -> dict[str, Plan]:
+    """All that is compiled, by name: the plans, and beside them the first one without tokens, with rings and without, and the
+    step left to XLA."""
+    if not peers:
+        return dict(plans)
+    first = next(iter(plans.values()))
+    plain = replace(first, threaded=False, weights="whole", gradients="whole", activations="whole")
+    unthreaded = replace(first, threaded=False)
+    rings = {} if unthreaded == plain else {UNTHREADED: unthreaded}
+    return {**plans, **rings, PLAIN_STEP: plain, ANNOTATED: first}
+
+
+def compiled_programs(case: Case, plans: Mapping[str, Plan], on_program: Callable[[str], None]) -> list[Program]:
+    """Compiles all of `programs_of`; `on_program` is told of each before."""
+    found = []
+    for name, plan in plans.items():
+        on_program(f"{case.chip} {name}")
+        found.append(compile_program(case, name, plan))
+    return found
+
+
+def records(programs: Sequence[Program]) -> list[dict[str, Any]]:
+    """The figures of each program, as docs/metrics.md defines them."""
+    return [record(program, [other for other in programs if other.case == program.case]) for program in programs]
+
+
+def record(program: Program, same: Sequence[Program]) -> dict[str, Any]:
+    """The figures of one program, set against the plain one, if that is there."""
+    case, timeline = program.case, program.timeline
+    layer, whole = both(program), timeline.whole()
+    plain = next((both(other) for other in same if other.name == PLAIN_STEP), None)
+    others = case.config.num_layers - case.layers
+    total = whole.total_s + others * layer.total_s
+    own = {number_of(part, program.middle) for part in PASSES}
+    busiest = busiest_s(timeline, case.fabric, [span for span in timeline.transfers if timeline.layer(span) in own])
+    return {
+        "chip": case.chip,
+        "devices": prod(case.axes.values()),
+        "mesh": ",".join(f"{name}={size}" for name, size in case.axes.items()),
+        "program": program.name,
+        "plan": None if program.name == ANNOTATED else asdict(program.plan),
+        "batch_rows": case.batch,
+        "positions": case.length,
+        **layer_figures(layer, case.spec),
+        **{part: layer_figures(program.layer(part), case.spec) for part in PASSES},
+        "exposed_share": ratio(layer.exposed_s, layer.communication_s),
+        "exposed_share_of_plain": None if plain is None else ratio(layer.exposed_s, plain.exposed_s),
+        "compute_share": layer.compute_s / layer.total_s,
+        "bound_total_ms": 1e3 * layer.compute_s,
+        "busiest_link_ms": 1e3 * busiest,
+        "least_exposed_ms": 1e3 * max(0.0, busiest - layer.compute_s),
+        "peak_bytes": program.compiled.peak_bytes,
+        "argument_bytes": program.compiled.argument_bytes,
+        "temporary_bytes": program.compiled.temp_bytes,
+        "model_layers": case.config.num_layers,
+        "model_peak_bytes": program.compiled.peak_bytes + others * kept_bytes(program),
+        "model_total_ms": 1e3 * total,
+        "model_exposed_ms": 1e3 * (whole.exposed_s + others * layer.exposed_s),
+        "model_products_share": case.least_compute_s / total,
+        "layers_compiled": case.layers,
+        "reported_layer": program.middle,
+        "layers": [
+            {"pass": part, "layer": layer, **layer_figures(program.layer(part, layer), case.spec)}
+            for part in PASSES
+            for layer in range(case.layers)
+        ],
+        "transfers_of_layer": [each for part in PASSES for each in travels(program, part)],
+        "compile_s": program.compile_s,
+        "unsteady_share": program.unsteady_share,
+        "notes": program.notes,
+    }
+
+
+def both(program: Program) -> Sums:
+    """The middle layer in both passes."""
+    return program.layer(FORWARD).plus(program.layer(BACKWARD))
+
+
+def kept_bytes(program: Program) -> int:
+    """What one more layer needs on a device: weights, the optimiser's two moments and the gradient, float32, and the stream
+    that is kept of it: before each half, or, left to XLA, before the layer."""
+    case = program.case
+    setup = case.setup(program.plan)
+    shapes = jax.tree.leaves(decoder.declare(setup.config).layers[0])
+    specs = jax.tree.leaves(setup.specs.layers[0], is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+    local = [NamedSharding(setup.mesh, spec).shard_shape(of.shape) for of, spec in zip(shapes, specs, strict=True)]
+    stream = case.batch * case.length * case.config.hidden_size * jnp.dtype(program.plan.dtype).itemsize
+    streams = 1 if program.name == ANNOTATED else len(NAMES)
+    return 16 * sum(map(prod, local)) + streams * stream // prod(case.axes.values())
+
+
+def travels(program: Program, part: str) -> list[dict[str, Any]]:
+    """The transfers of the middle layer in a pass, those of one purpose together: when, how long, and what runs meanwhile.
+
+    Times are milliseconds from the layer's first product in the pass, so that what comes before it is below zero; `beside_ms`
+    has the compute while they are under way, by pass, layer and half.
+    """
+    timeline, number = program.timeline, number_of(part, program.middle)
+    groups: dict[tuple[str, str], list[Span]] = {}
+    for span in timeline.transfers:
+        node = timeline.graph.nodes[span.node]
+        if span.track == "ici" and node.layer == number and node.transfer is not None:
+            groups.setdefault((purpose(node.op_name), node.transfer.kind), []).append(span)
+    begin = first_product_s(timeline, number)
+    found = []
+    for (name, kind), spans in groups.items():
+        of = {span.node for span in spans}
+        waits = sum(span.seconds for span in timeline.core if span.track == "exposed" and span.node in of)
+        first, last = min(span.begin_s for span in spans), max(span.end_s for span in spans)
+        asynchronous = sum(timeline.graph.nodes[span.node].role == "start" for span in spans)
+        found.append({
+            "pass": part, "name": name, "kind": kind, "transfers": len(spans), "asynchronous": asynchronous,
+            "begin_ms": 1e3 * (first - begin), "end_ms": 1e3 * (last - begin),
+            "alone_ms": 1e3 * sum(span.alone_s for span in spans), "exposed_ms": 1e3 * waits,
+            "beside_ms": compute_beside(timeline, [(span.begin_s, span.end_s) for span in spans]),
+        })  # fmt: skip
+    return found
+
+
+def first_product_s(timeline: Timeline, number: int) -> float:
+    """When the first product of a layer in a pass begins; the beginning of the program where none says so."""
+    products = (
+        span.begin_s
+        for span in timeline.core
+        if span.track == "compute"
+        and timeline.layer(span) == number
+        and "dot_general" in timeline.graph.nodes[span.node].op_name
+    )
+    return min(products, default=0.0)
+
+
+def purpose(name: str) -> str:
+    """What a transfer is for, by where it comes from in the Python program."""
+    found = re.search(r"(?:gather|scatter)_\w+|(?:layer|back)_\d+/\w+", name)
+    return found[0] if found else "other"
+
+
+def compute_beside(timeline: Timeline, under_way: Sequence[Interval]) -> dict[str, float]:
+    """Milliseconds of compute while any of these transfers is under way, by pass, layer and half."""
+    spans: list[Interval] = [(begin, end) for begin, end, _ in merged([(*each, "") for each in under_way])]
+    found: dict[str, float] = {}
+    for span in timeline.core:
+        seconds = overlap((span.begin_s, span.end_s), spans) if span.track == "compute" else 0.0
+        place = place_of(timeline.graph.nodes[span.node].op_name)
+        if seconds and place is not None:
+            name = "{} {} {}".format(*place)
+            found[name] = found.get(name, 0.0) + 1e3 * seconds
+    return found
+
+
+def lanes(program: Program) -> dict[str, Any]:
+    """What happens when, for a picture; see `overlap.lanes`."""
+    numbers = [number_of(part, layer) for part in PASSES for layer in range(program.case.layers)]
+    begins = sorted(1e3 * first_product_s(program.timeline, number) for number in numbers)
+    return {"schedule": program.name, **timeline_lanes(program.timeline), "layer_begins_ms": begins}

@@ -1,0 +1,26 @@
+"""The operations that a model's training needs, as the PaLM paper counts them, and how much of the devices' peak that is."""
+
+import jax
+
+from tilewright.chips.accelerators import accelerator_of_device
+from tilewright.models import decoder
+from tilewright.models.decoder import DecoderConfig
+from tilewright.models.params import count
+
+
+def token_flops(config: DecoderConfig, length: int) -> float:
+    """Operations of a token in a sequence of `length`, forward and backward: 6 N + 12 L H Q T.
+
+    N are the parameters that a token is multiplied with: an embedding that is not the head too is only read from. L layers
+    have H heads of size Q, and T is the length. What is computed again in the backward pass does not count, and nothing is
+    taken off for causal attention, which needs half of its products. (Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B.)
+    """
+    read_only = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    parameters = count(decoder.declare(config)) - read_only
+    return 6.0 * parameters + 12.0 * config.num_layers * config.num_heads * config.head_dim * length
+
+
+def peak_flop_per_s(devices: int) -> float | None:
+    """The peak of so many devices like the first, for dense bfloat16 products; None where it is not known, as of any CPU."""
+    chip = accelerator_of_device(jax.devices()[0].device_kind)
+    return None if chip is None else devices * 1e12 * chip.bf16_tflop_per_s

@@ -1,0 +1,67 @@
+"""One of two processes that divide batches and write a checkpoint together; `test_sharded_processes.py` starts both.
+
+Usage: python sharded_process.py COORDINATOR INDEX FOLDER
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from tilewright.parallel.mesh import initialise_processes
+
+# What is imported below asks for devices.
+initialise_processes(sys.argv[1], 2, int(sys.argv[2]), timeout=60)
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+
+from tilewright.cli.train import agreed_tokenizer  # noqa: E402
+from tilewright.parallel.exchanges import Plan  # noqa: E402
+from tilewright.train import checkpoint  # noqa: E402
+from tilewright.train.data import Document, train_tokenizer  # noqa: E402
+from tilewright.train.sharded import Setup, on_mesh  # noqa: E402
+from tilewright.train.text import TextOptions, Windows  # noqa: E402
+from train.sharded_support import counted, setup  # noqa: E402
+from train.support import random_stream  # noqa: E402
+
+assert (jax.process_count(), jax.local_device_count(), jax.device_count()) == (2, 2, 4)
+index, folder = jax.process_index(), Path(sys.argv[3])
+
+OPTIONS = TextOptions(steps=4, batch_size=8, sequence_length=8)
+
+
+def batch_of(of: Setup | None) -> tuple[np.ndarray, np.ndarray]:
+    rows = None if of is None else of.own_rows(OPTIONS.batch_size)
+    windows = Windows(random_stream(400), random_stream(200, seed=1), 9, OPTIONS, rows)
+    return next(windows.batches(2))
+
+
+def divided(of: Setup) -> Any:
+    def place(x: np.ndarray, sharding: Any) -> jax.Array:
+        return jax.make_array_from_callback(x.shape, sharding, lambda part: x[part])
+
+    return jax.tree.map(place, counted("qwen2"), of.shardings)
+
+
+def require_shards(found: Any, whole: Any) -> None:
+    for ours, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(whole), strict=True):
+        for shard in ours.addressable_shards:
+            np.testing.assert_array_equal(shard.data, np.asarray(wanted)[shard.index])
+
+
+over_both, over_rows, over_columns = (setup("qwen2", *sizes, Plan()) for sizes in ((2, 2), (4, 1), (1, 4)))
+for of, own in ((over_both, 4), (over_rows, 4), (over_columns, 8)):
+    cut = batch_of(of)
+    assert len(cut[0]) == own
+    require_shards(on_mesh(of, cut), batch_of(None))
+print("batches divided")
+
+checkpoint.write(folder, divided(over_both), 3, {"curve.loss": np.array([2.5], np.float32)}, {"run": 1})
+found, step, figures = checkpoint.read(folder, divided(over_rows), {"run": 1})
+require_shards(found, counted("qwen2"))
+assert (step, figures["curve.loss"].tolist()) == (3, [2.5])
+print("checkpoint read")
+
+own_words = ["one two three " * 9, "one two three four five six " * 9][index]
+agreed = agreed_tokenizer(train_tokenizer([Document(own_words)], 300))
+print("tokenizer", agreed.get_vocab_size(), len(agreed.encode("one two three four").ids))

@@ -1,0 +1,86 @@
+"""Drafters over a mesh, whose step the compiler divides, against one device; on over another mesh, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tilewright.models import decoder
+from tilewright.models.dflash2 import DFlash2Config
+from tilewright.models.eagle3 import Eagle3Config
+from tilewright.train.dflash2 import DFlash2Options, train_dflash2
+from tilewright.train.drafter import DFlashOptions, train_drafter
+from tilewright.train.eagle3 import Eagle3Options, train_eagle3
+from tilewright.train.loop import Run, TrainResult
+from tilewright.train.partitioned import Division
+from tilewright.train.sharded import data_mesh
+from train.support import DRAFTER, TARGET, options, random_stream, silent, target_params
+
+KINDS: dict[str, Any] = {
+    "dflash": (train_drafter, DRAFTER, DFlashOptions(anchors=3)),
+    "dflash2": (
+        train_dflash2,
+        DFlash2Config(**vars(DRAFTER), conv_kernel_size=2, conv_group_size=8, selector_rank=8, selector_top_k=4),
+        DFlash2Options(anchors=3),
+    ),
+    "eagle3": (
+        train_eagle3,
+        Eagle3Config(
+            **{**TARGET.sizes(), "num_layers": 1}, draft_vocab_size=16, target_hidden_size=32, target_layer_ids=(0, 0, 1),
+            block_size=3,
+        ),
+        Eagle3Options(),
+    ),
+}  # fmt: skip
+
+
+def trained(kind: str, out: Path, **axes: int) -> TrainResult:
+    train, config, own = KINDS[kind]
+    division = Division(data_mesh(axes) if axes else None)
+    params = target_params()
+    if division.mesh is not None:
+        params = jax.device_put(params, division.shardings(decoder.declare(TARGET)))
+    chosen = options(batch_size=4, steps=4, evaluate_every=2, save_every=2, products="float32")
+    texts = random_stream(600), random_stream(300, seed=9)
+    result = train(TARGET, params, config, *texts, chosen, own, out, silent(), division=division)
+    return result[0] if isinstance(result, tuple) else result
+
+
+def stopped(self: Run, batch: Any, advance: Any = Run.advance) -> None:
+    if self.step == 3:
+        raise KeyboardInterrupt
+    advance(self, batch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stops"), [("dflash", False), *(pytest.param(kind, True, marks=pytest.mark.slow) for kind in KINDS)]
+)
+def test_a_drafter_over_a_mesh_is_that_of_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, stops: bool):
+    """Also where it stops on one mesh and goes on over another one."""
+    wanted = trained(kind, tmp_path / "alone")
+    if stops:
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(Run, "advance", stopped)
+            trained(kind, tmp_path / "mesh", fsdp=4, tp=2)
+        assert (tmp_path / "mesh" / "sharded" / "2").is_dir()
+    found = trained(kind, tmp_path / "mesh", fsdp=2, tp=2)
+    for name in ("loss", "held_out_loss"):
+        np.testing.assert_allclose(found.curve[name], wanted.curve[name], rtol=1e-4)
+    divided = 0
+    for ours, alone in zip(jax.tree.leaves(found.params), jax.tree.leaves(wanted.params), strict=True):
+        if not jnp.issubdtype(ours.dtype, jnp.floating):
+            continue
+        np.testing.assert_allclose(ours, alone, rtol=0, atol=2e-3 * float(jnp.max(jnp.abs(alone))))
+        divided += ours.ndim == 2 and ours.addressable_shards[0].data.size == ours.size // 4
+    assert divided >= 4
+
+
+def test_what_a_mesh_does_not_divide_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="expected a batch that fsdp=8 divides, found 4"):
+        trained("dflash", tmp_path, fsdp=8)
+    with pytest.raises(ValueError, match="expected the axes fsdp and tp, found dp"):
+        data_mesh({"dp": 2})
+    assert not list(tmp_path.iterdir())

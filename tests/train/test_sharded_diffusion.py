@@ -1,0 +1,50 @@
+"""Diffusion models over a mesh against a single device: loss and every gradient, of both ways to predict a position."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tilewright.kernels.select import PLAIN
+from tilewright.models.diffusion import DiffusionConfig
+from tilewright.parallel.exchanges import Plan
+from tilewright.train.diffusion import Batch, bidirectional, diffusion_loss, masked_tokens
+from tilewright.train.sharded import predicted_gradient
+from train.sharded_support import CONFIGS, drawn, setup, tolerance
+
+ROWS, LENGTH = 8, 9
+
+
+def batch() -> Batch:
+    """Rows of different lengths; the first ends long before the window does."""
+    rng = np.random.default_rng(0)
+    first, valid = rng.integers(1, 3, ROWS), np.array([4, 9, 7, 9, 5, 8, 9, 6])
+    return Batch(*(x.astype(np.int32) for x in (rng.integers(0, 63, (ROWS, LENGTH)), first, valid - 1, valid)))
+
+
+CASES = {
+    "llada": ("llama", (2, 4), Plan()),
+    "dream": ("qwen2", (4, 2), Plan(weights="ring", activations="ring")),
+    "dream, in parts": ("qwen2", (4, 1), Plan()),
+}
+
+
+@pytest.mark.parametrize("name", [*list(CASES)[:1], *(pytest.param(name, marks=pytest.mark.slow) for name in list(CASES)[1:])])
+def test_loss_and_every_gradient_equal_those_of_one_device(name: str):
+    sizes, mesh, plan = CASES[name]
+    config = DiffusionConfig(family="dream" if "dream" in name else "llada", decoder=CONFIGS[sizes], mask_token_id=63)
+    over = bidirectional(config, setup(sizes, *mesh, plan, 2 if "parts" in name else 1))
+    params, key = drawn(sizes), jax.random.key(3)
+    alone = jax.value_and_grad(lambda p: diffusion_loss(config, PLAIN, p, Batch(*map(jnp.asarray, batch())), key)[0])
+    wanted = jax.jit(alone)(params)
+    predict = partial(masked_tokens, config)
+    found = jax.jit(lambda p, each: predicted_gradient(over)(p, predict(each, key)[0]))(
+        jax.device_put(params, over.shardings), batch()
+    )
+    share = tolerance(CONFIGS[sizes])
+    for ours, one in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        largest = float(jnp.max(jnp.abs(one)))
+        assert largest > 1e-5
+        np.testing.assert_allclose(ours, one, rtol=0, atol=share * largest)

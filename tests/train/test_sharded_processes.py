@@ -1,0 +1,25 @@
+"""Training in two processes of two devices each: what each brings of a batch, and a checkpoint that both write."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from parallel.processes import run_two
+from tilewright.parallel.exchanges import Plan
+from tilewright.train import checkpoint
+from train.sharded_support import counted, setup
+
+
+def test_two_processes_divide_batches_and_write_a_checkpoint_that_one_reads(tmp_path: Path):
+    said = run_two(Path(__file__).with_name("sharded_process.py"), tmp_path)
+    for text in said:
+        assert "batches divided" in text, text
+        assert "checkpoint read" in text, text
+    assert len({line for text in said for line in text.splitlines() if line.startswith("tokenizer")}) == 1
+    parts = tmp_path / "sharded" / "3" / "state"
+    assert {path.name for path in parts.glob("ocdbt.process_*")} == {"ocdbt.process_0", "ocdbt.process_1"}
+    whole, of = counted("qwen2"), setup("qwen2", 8, 1, Plan())
+    found, step, _ = checkpoint.read(tmp_path, jax.device_put(whole, of.shardings), {"run": 1})
+    assert step == 3
+    jax.tree.map(np.testing.assert_array_equal, found, whole)
