@@ -129,7 +129,7 @@ sys.exit(launch.run_all([sys.executable, "-c", check], [dict(os.environ)] * 2, s
     [
         (("-n", 0, "--", "generate"), "expected --processes from 1, found 0"),
         (("--devices-per-process", 0, "--", "generate"), "expected --devices-per-process from 1, found 0"),
-        ((), "'generate' or 'bench overlap'; found none"),
+        ((), "'train lm' or 'train diffusion'; found none"),
         (("--", "genrate", "t1"), "found 'genrate'. Did you mean 'generate'?"),
         (("--", "bench", "overlp"), "found 'bench overlp'. Did you mean 'bench overlap'?"),
         (("--", "serve", "demo"), "found 'serve': what comes over HTTP comes to one process"),

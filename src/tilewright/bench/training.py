@@ -312,7 +312,7 @@ def both(program: Program) -> Sums:
 
 def kept_bytes(program: Program) -> int:
     """What one more layer needs on a device: weights, the optimiser's two moments and the gradient, float32, and the stream
-    that is kept of it: before each half, or, left to XLA, before the layer."""
+    that is kept of it: before each half, or, left to XLA, before the layer. Weights that are not gathered again stay whole."""
     case = program.case
     setup = case.setup(program.plan)
     shapes = jax.tree.leaves(decoder.declare(setup.config).layers[0])
@@ -320,7 +320,19 @@ def kept_bytes(program: Program) -> int:
     local = [NamedSharding(setup.mesh, spec).shard_shape(of.shape) for of, spec in zip(shapes, specs, strict=True)]
     stream = case.batch * case.length * case.config.hidden_size * jnp.dtype(program.plan.dtype).itemsize
     streams = 1 if program.name == ANNOTATED else len(NAMES)
-    return 16 * sum(map(prod, local)) + streams * stream // prod(case.axes.values())
+    shards = sum(map(prod, local))
+    whole = 0 if gathers_again(program) else shards * case.axes.get("fsdp", 1) * jnp.dtype(program.plan.dtype).itemsize
+    return 16 * shards + whole + streams * stream // prod(case.axes.values())
+
+
+def gathers_again(program: Program) -> bool:
+    """Whether the backward pass gathers the middle layer's weights, and does not read what the forward pass has gathered.
+
+    Without tokens the compiler makes one of two gathers of the same weights.
+    """
+    number = number_of(BACKWARD, program.middle)
+    nodes = (node for node in program.timeline.graph.nodes if node.layer == number and node.transfer is not None)
+    return program.name == ANNOTATED or any(re.search(r"gather_\d+_\w+_again", node.op_name) for node in nodes)
 
 
 def travels(program: Program, part: str) -> list[dict[str, Any]]:
