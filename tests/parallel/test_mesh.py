@@ -1,12 +1,15 @@
 """The mesh, and what stands in the way of one."""
 
+from itertools import product
 from types import SimpleNamespace
+from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from tilewright.compiled.aot import tpu_topology
-from tilewright.parallel.mesh import in_a_ring, initialise_processes, make_mesh
+from tilewright.parallel.mesh import in_rings, initialise_processes, make_mesh
 
 
 def test_a_mesh_has_the_devices_asked_for():
@@ -38,14 +41,41 @@ def test_devices_of_a_tpu_along_one_axis_are_a_ring_of_neighbours(chip: str):
         assert set(apart) == {1}
 
 
-def test_what_is_no_box_of_chips_stays_in_jax_order():
-    def chip(*coords: int) -> SimpleNamespace:
-        return SimpleNamespace(coords=coords)
+def chips(*sides: int) -> list[SimpleNamespace]:
+    """What a TPU's devices say of themselves."""
+    return [SimpleNamespace(coords=coords) for coords in product(*map(range, sides))]
 
-    assert in_a_ring(jax.devices()) is None
-    assert in_a_ring([chip(0, 0), chip(0, 1), chip(1, 0)]) is None, "a corner"
-    assert in_a_ring([chip(0, 0), chip(0, 0)]) is None, "two devices of a chip"
-    assert in_a_ring([]) is None
+
+def apart(one: Any, other: Any) -> int:
+    return sum(abs(a - b) for a, b in zip(one.coords, other.coords, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("sides", "shape"), [((2, 2, 4), (8, 2)), ((2, 2, 4), (2, 8)), ((4, 4, 4), (16, 4)), ((2, 2, 2), (1, 8)), ((4, 2, 1), (8,))]
+)
+def test_each_axis_takes_whole_sides_and_goes_round(sides: tuple[int, ...], shape: tuple[int, ...]):
+    devices = chips(*sides)
+    ordered = in_rings(devices, shape)
+    assert ordered is not None
+    assert ordered.shape == shape
+    assert {device.coords for device in ordered.flat} == {device.coords for device in devices}
+    for axis, size in enumerate(shape):
+        neighbours = zip(ordered.flat, np.roll(ordered, -1, axis).flat, strict=True)
+        worst = max(apart(*pair) for pair in neighbours)
+        # A side of a box by itself is a ring where its ends are joined, which coordinates do not show.
+        assert worst == (size - 1 if size in sides and size < max(shape) else min(1, size - 1))
+
+
+@pytest.mark.parametrize(("sides", "shape"), [((4, 4), (8, 2)), ((4, 2), (4, 2)), ((2, 3), (3, 2))])
+def test_axes_without_whole_sides_or_with_one_each_stay_in_jax_order(sides: tuple[int, ...], shape: tuple[int, ...]):
+    assert in_rings(chips(*sides), shape) is None
+
+
+def test_what_is_no_box_of_chips_stays_in_jax_order():
+    assert in_rings(jax.devices(), (8,)) is None
+    assert in_rings([chips(2, 2)[at] for at in (0, 1, 2)], (3,)) is None, "a corner"
+    assert in_rings([*chips(1, 1), *chips(1, 1)], (2,)) is None, "two devices of a chip"
+    assert in_rings([], (0,)) is None
 
 
 @pytest.mark.parametrize("axes", [{"nodes": 9}, {"fsdp": 3, "tp": 3}])

@@ -1,6 +1,7 @@
 """The devices that a program runs on, and the processes that they belong to."""
 
 from collections.abc import Mapping, Sequence
+from itertools import combinations, product
 from math import prod
 from typing import Any
 
@@ -18,8 +19,8 @@ def make_mesh(axes: Mapping[str, int | None], devices: Sequence[Any] | None = No
     Args:
         axes: the name of each axis and the number of devices along it; one of them may be None, for as many as are left.
         devices: which (`jax.Device`s); by default those at hand, of all processes: all, or the first that the sizes ask for.
-            Those of a TPU along a single axis are put in the order of a ring of neighbours where the slice has one. Over
-            several axes it is JAX's order, in which most neighbours on an axis are neighbours on the wire.
+            Those of a TPU are put in the order of rings of neighbours, along each axis, where an axis takes whole sides of the
+            slice; else it is JAX's order, in which most neighbours on an axis are neighbours on the wire.
 
     Raises:
         ValueError: no axis, no name, a size below 1, two open sizes, or devices that are too few, that don't divide by the
@@ -41,21 +42,53 @@ def make_mesh(axes: Mapping[str, int | None], devices: Sequence[Any] | None = No
         raise ValueError(f"expected {expected} devices for the axes {dict(axes)}, found {len(devices)}")
     shape = tuple(left if size is None else size for size in axes.values())
     types = (AxisType.Auto,) * len(shape)
-    if max(shape) == prod(shape) and (ring := in_a_ring(devices)) is not None:
-        return Mesh(np.array(ring).reshape(shape), tuple(axes), axis_types=types)
+    ordered = in_rings(devices, shape)
+    if ordered is not None:
+        return Mesh(ordered, tuple(axes), axis_types=types)
     return jax.make_mesh(shape, tuple(axes), axis_types=types, devices=list(devices))
 
 
-def in_a_ring(devices: Sequence[Any]) -> list[Any] | None:
-    """The same devices, one the neighbour of the next by their coordinates; None where these are no box of TPUs.
+def in_rings(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray | None:
+    """The same devices as an array of a shape, in which each axis takes whole sides of their box and goes round in a ring.
 
     JAX's own order over v5p:2x2x2, for one, takes hops of a ring over two and three links.
+
+    Returns:
+        None where these are no box of TPUs, where no sides fit, or where every axis has a side of its own, as JAX orders them.
     """
     at = {tuple(device.coords): device for device in devices if hasattr(device, "coords")}
-    sides = [len(set(along)) for along in zip(*at, strict=True)]
-    if len(at) != len(devices) or prod(sides) != len(devices):
+    along = [sorted(set(places)) for places in zip(*at, strict=True)]
+    if not at or len(at) != len(devices) or prod(map(len, along)) != len(devices):
         return None
-    return [at[place] for place in ring_of(at)]
+    taken = sides_of(shape, {side: len(places) for side, places in enumerate(along) if len(places) > 1})
+    if taken is None or all(len(sides) < 2 for sides in taken):
+        return None
+    rings = [ring_of(product(*(along[side] for side in sides))) if sides else [()] for sides in taken]
+    ordered = np.empty(shape, object)
+    for index in np.ndindex(*shape):
+        place = [places[0] for places in along]
+        for sides, ring, step in zip(taken, rings, index, strict=True):
+            for side, coordinate in zip(sides, ring[step], strict=True):
+                place[side] = coordinate
+        ordered[index] = at[tuple(place)]
+    return ordered
+
+
+def sides_of(shape: Sequence[int], lengths: Mapping[int, int]) -> list[tuple[int, ...]] | None:
+    """Which sides of a box each axis of a mesh takes whole, the fewest that do; None where it does not come out.
+
+    Args:
+        lengths: of the sides that are left.
+    """
+    if not shape:
+        return None if lengths else []
+    for count in range(len(lengths) + 1):
+        for sides in combinations(lengths, count):
+            if prod(lengths[side] for side in sides) == shape[0]:
+                rest = sides_of(shape[1:], {side: length for side, length in lengths.items() if side not in sides})
+                if rest is not None:
+                    return [sides, *rest]
+    return None
 
 
 def first_devices(count: int | None) -> Sequence[Any]:
