@@ -36,6 +36,7 @@ settings.load_profile("tilewright")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--optimised", action="store_true", help="compile programs with all of XLA's optimisations, as users do")
+    parser.addoption("--products", action="store_true", help="run the cases of products that slow tests leave out, too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,6 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("tpu") and find_spec("libtpu") is None:
         pytest.skip("needs the tpu extra: libtpu")
+    if item.get_closest_marker("product") and not item.config.getoption("products"):
+        pytest.skip("left out without --products: every two values that it has are together in another case")
 
 
 def without_fusion_emitters() -> str:

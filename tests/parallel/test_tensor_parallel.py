@@ -1,6 +1,7 @@
 """Schedules over shards of the weights against the single device: logits, gradients, caches, and what is exchanged."""
 
 from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from functools import cache, partial
 from itertools import product
 from math import prod
@@ -100,9 +101,20 @@ QUICK = [
 ]
 """Of the product of families, schedules and devices."""
 
-EVERY = [
-    pytest.param(*each, marks=[] if each in QUICK else pytest.mark.slow) for each in product(CONFIGS, SCHEDULES, (1, 2, 4, 8))
-]
+
+def cases(quick: Collection[tuple[Any, ...]], share: int, *values: Iterable[Any]) -> Iterator[Any]:
+    """A product's cases: those of `quick` for every run, one in `share` for slow ones, the others for `--products`.
+
+    Every two values of different parts meet in one of the second kind where the other parts' places leave every remainder.
+    """
+    for places in product(*(list(enumerate(part)) for part in values)):
+        each = tuple(value for _, value in places)
+        kept = sum(place for place, _ in places) % share == 0
+        marks = [] if each in quick else [pytest.mark.slow] if kept else [pytest.mark.slow, pytest.mark.product]
+        yield pytest.param(*each, marks=marks)
+
+
+EVERY = list(cases(QUICK, 2, CONFIGS, SCHEDULES, (1, 2, 4, 8)))
 
 
 @pytest.mark.parametrize("family, schedule, devices", EVERY)
@@ -151,11 +163,7 @@ QUICK_CACHED = [("llama", "domino", 4, 1), ("llama", "ring", 8, 1), ("qwen3", "d
 
 
 @pytest.mark.parametrize(
-    "family, schedule, devices, batch",
-    [
-        pytest.param(*each, marks=[] if each in QUICK_CACHED else pytest.mark.slow)
-        for each in product(CONFIGS, SCHEDULES, (1, 2, 4, 8), (1, 3, 4, 8))
-    ],
+    "family, schedule, devices, batch", list(cases(QUICK_CACHED, 3, CONFIGS, SCHEDULES, (1, 2, 4, 8), (1, 3, 4, 8)))
 )
 def test_prefill_and_decoding_over_caches(family: str, schedule: str, devices: int, batch: int):
     """Rows at their own places; each device's caches hold the heads that its queries read, and nothing else."""
