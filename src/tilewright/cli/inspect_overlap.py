@@ -41,7 +41,7 @@ from tilewright.cli.common import (
     write_json,
     write_text,
 )
-from tilewright.compiled.figures import print_table, significant
+from tilewright.compiled.figures import percent, print_table, significant
 from tilewright.compiled.timeline import trace
 from tilewright.kernels.select import Kernels
 from tilewright.report.overlap import OverlapReport, place, write_overlap
@@ -226,16 +226,16 @@ def shown_total(total_ms: float, steady: bool) -> str:
     return significant(total_ms) + ("" if steady else "\nnot steady")
 
 
-def percent(share: float | None) -> str:
-    return "" if share is None else f"{share:.1%}"
-
-
 def check_exposed(console: Console, figures: Sequence[Mapping[str, Any]], most: float) -> None:
     """Ends with status 1 if more than this share of a schedule's communication is exposed."""
     alone = all(one["schedule"] == SYNC for one in figures)
     above = [one for one in figures if (one["exposed_share"] or 0) > most and (alone or one["schedule"] != SYNC)]
-    for one in above:
-        said = f"{place(one)} {one['schedule']}: {percent(one['exposed_share'])} exposed, more than {percent(most)}"
-        console.print(said, style="red", markup=False)
+    end_if_exposed(console, {f"{place(one)} {one['schedule']}": one["exposed_share"] for one in above}, most)
+
+
+def end_if_exposed(console: Console, above: Mapping[str, float], most: float) -> None:
+    """Names the programs that leave more than this share of their communication exposed; with any, ends with status 1."""
+    for name, share in above.items():
+        console.print(f"{name}: {percent(share)} exposed, more than {percent(most)}", style="red", markup=False)
     if above:
         sys.exit(1)

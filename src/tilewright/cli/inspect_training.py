@@ -1,7 +1,6 @@
 """`tilewright inspect training`: what a train step over a mesh leaves exposed of its communication, on absent TPUs."""
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -42,12 +41,13 @@ from tilewright.cli.common import (
     write_json,
     write_text,
 )
-from tilewright.cli.inspect_overlap import percent
+from tilewright.cli.inspect_overlap import end_if_exposed
 from tilewright.cli.train import mesh_axes
-from tilewright.compiled.figures import print_table, significant
+from tilewright.compiled.figures import percent, print_table, significant
 from tilewright.compiled.timeline import trace
 from tilewright.parallel.exchanges import Halves, Plan
-from tilewright.report.training import TrainingReport, place, write_training
+from tilewright.report.overlap import OverlapReport
+from tilewright.report.training import place, write_training
 
 TRAVELLERS = ("weights", "gradients", "activations")
 
@@ -202,7 +202,7 @@ def write_files(
         shown = {place(one): [] for one in figures}
         for one, program in zip(figures, programs, strict=True):
             shown[place(one)].append(lanes(program))
-        report = TrainingReport(f"Communication of training {about['model']}", figures, shown, about)
+        report = OverlapReport(f"Communication of training {about['model']}", figures, shown, about)
         with whole_file(html) as partial:
             write_training(partial, report)
     if trace_file is not None:
@@ -280,8 +280,4 @@ def check_exposed(console: Console, figures: Sequence[Mapping[str, Any]], most: 
     """Ends with status 1 if more than this share of a plan's communication is exposed."""
     ours = [one for one in figures if one["program"] not in (PLAIN_STEP, UNTHREADED, ANNOTATED)]
     above = [one for one in ours if (one["exposed_share"] or 0) > most]
-    for one in above:
-        said = f"{place(one)} {one['program']}: {percent(one['exposed_share'])} exposed, more than {percent(most)}"
-        console.print(said, style="red", markup=False)
-    if above:
-        sys.exit(1)
+    end_if_exposed(console, {f"{place(one)} {one['program']}": one["exposed_share"] for one in above}, most)

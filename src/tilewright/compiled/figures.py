@@ -17,6 +17,11 @@ def significant(value: float, digits: int = 3) -> str:
     return f"{value:,.{max(places, 0)}f}"
 
 
+def percent(share: float | None) -> str:
+    """A share for a table, empty where there is none."""
+    return "" if share is None else f"{share:.1%}"
+
+
 def uncut(table: Table, console: Console) -> Table:
     """The table with its columns of figures, those on the right, as wide as their figures; names fold to make room.
 

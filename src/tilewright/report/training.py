@@ -1,40 +1,21 @@
 """The page of `tilewright inspect training`: for each chip the figures of every program, its transfers, and what runs when."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tilewright.report.charts import StackedBars
-from tilewright.report.overlap import LEAD, NAMES, Lanes, milliseconds, percent
+from tilewright.report.overlap import LEAD, NAMES, Lanes, OverlapReport, milliseconds, percent
 from tilewright.report.page import Cell, Section, Table, write_sections
 
 PASSES = ("forward", "backward")
 
 
-@dataclass(frozen=True)
-class TrainingReport:
-    """All that the page shows: plain data.
-
-    Attributes:
-        title: of the page.
-        records: the figures of each chip and program, named as in docs/metrics.md.
-        lanes: by `place`, one entry for each program; see `report.overlap.OverlapReport`.
-        environment: what the figures depend on, in the order shown.
-    """
-
-    title: str
-    records: Sequence[Mapping[str, Any]]
-    lanes: Mapping[str, Sequence[Mapping[str, Any]]]
-    environment: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not self.records:
-            raise ValueError("expected figures of at least one program, found none")
-
-
-def write_training(path: str | Path, report: TrainingReport) -> None:
+def write_training(path: str | Path, report: OverlapReport) -> None:
     """Writes the page as one HTML file that works offline. The figures are in it as JSON too, in the element `data`.
+
+    Args:
+        report: records of each chip and program, and lanes by `place`, one entry for each program.
 
     Raises:
         ValueError: the environment holds something that JSON cannot.
