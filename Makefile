@@ -19,9 +19,9 @@ demo: .venv/installed-base ## generates with the shipped pair, and beside it wit
 test: .venv/installed-test ## runs the tests (no torch), but for those marked slow, without checks of annotations
 	TILEWRIGHT_UNCHECKED=1 $(BIN)/python -m pytest -n auto --dist loadfile -m "not slow"
 
-test-all: .venv/installed-test .venv/installed-tpu ## runs every test, compilations for TPUs too, and exactness with optimised programs
+test-all: .venv/installed-test .venv/installed-tpu ## runs every test, compilations for TPUs too; those of exactness with optimised programs
 	$(BIN)/python -m pytest -n auto --dist loadfile --optimised $(EXACTNESS)
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist loadfile $(addprefix --ignore=,$(EXACTNESS))
 
 lint: .venv/installed-lint ## ruff and pyright
 	$(BIN)/ruff check src tests benchmarks examples hatch_build.py
