@@ -241,3 +241,15 @@ def test_a_turn_is_a_drafter(lm: LanguageModel):
     assert [(turn.name, turn.block_size) for turn in turns] == [(choice.drafter, choice.width) for choice in CHOICES]
     assert [turn.behind for turn in turns[::2]] == [(1, 2), (1, 2), (2,), (1,)]
     assert isinstance(turns[0], Turn)
+
+
+def test_a_dispatch_hands_over_what_its_turn_reads(lm: LanguageModel):
+    """Every array that it does makes it longer."""
+    team, models = cast(Team, lm.drafter), lm.programs.models
+    arrays_of = [len(jax.tree.leaves(params)) for params in (*models.drafter, ())]
+    of_target = len(jax.tree.leaves((models.target, models.draft_head)))
+    for choice in team.choices:
+        (read, *_), _ = lm.programs.get(lm.start(ASKED, GREEDY).batch.round_key(choice)).args_info
+        place = team.place(choice)
+        assert len(jax.tree.leaves(read)) == of_target + arrays_of[-1 if place is None else place], choice
+    assert sum(arrays_of) > max(arrays_of) > 0

@@ -9,12 +9,12 @@ import numpy as np
 
 from tilewright.decode.drafters.base import Drafter
 from tilewright.decode.policy import Choice
-from tilewright.decode.programs import ProgramKey, Programs
+from tilewright.decode.programs import ProgramKey, Programs, read_models
 from tilewright.decode.request import Request
 from tilewright.decode.sampling import row_sampling, widest
 from tilewright.decode.scores import alternatives
 from tilewright.decode.shapes import Shape
-from tilewright.decode.state import DecodeState, StepInfo
+from tilewright.decode.state import DecodeState, Models, StepInfo
 from tilewright.decode.team import Team
 
 
@@ -22,15 +22,15 @@ class Batch:
     """Rows of a fixed shape. No device memory is held before the first admission, nor after `free`.
 
     Attributes:
-        models: the parameters that the programs read.
+        models: the parameters that its programs read.
         device_state: the rows on the device, None while there are none. Programs consume it: whoever else needs it uses `run`.
     """
 
     def __init__(self, programs: Programs, shape: Shape, drafter: Drafter | Team | None):
         self.programs, self.shape, self.drafter = programs, shape, drafter
-        self.models = programs.read_models(drafter)
+        self.models = read_models(programs.models, drafter)
         self.device_state: DecodeState | None = None
-        self.rounds: dict[Choice | None, Callable[..., Any]] = {}
+        self.rounds: dict[Choice | None, tuple[Callable[..., Any], Models]] = {}
 
     def key(self, name: str, chunk: int = 0) -> ProgramKey:
         return ProgramKey(name, self.shape, self.drafter, chunk)
@@ -53,10 +53,14 @@ class Batch:
         """The chunks, pairs of (first position, length), in which these prompts are prefilled together."""
         return list(self.programs.table.prefill_plan(max(len(request.prompt) for request in requests) - 1))
 
-    def run(self, program: Callable[..., tuple[DecodeState, Any]], *args: Any) -> Any:
-        """Gives the state to `program(models, state, *args) -> (state, result)` and goes on from the one that it returns."""
+    def run(self, program: Callable[..., tuple[DecodeState, Any]], *args: Any, models: Models | None = None) -> Any:
+        """Gives the state to `program(models, state, *args) -> (state, result)` and goes on from the one that it returns.
+
+        Args:
+            models: what the program reads, if not all of the batch's.
+        """
         assert self.device_state is not None, "no request was admitted, or the batch was freed"
-        self.device_state, result = program(self.models, self.device_state, *args)
+        self.device_state, result = program(models or self.models, self.device_state, *args)
         return result
 
     def admit(self, rows: Mapping[int, Request]) -> None:
@@ -117,14 +121,15 @@ class Batch:
             their infos, on the host, `[rounds, ...]` each.
         """
         if choice not in self.rounds:  # a key of large configurations takes as long to look up as a small round
-            self.rounds[choice] = self.programs.get(self.round_key(choice))
-        program = self.rounds[choice]
+            key = self.round_key(choice)
+            self.rounds[choice] = self.programs.get(key), read_models(self.programs.models, key.drafter)
+        program, models = self.rounds[choice]
         if self.programs.table.device_loop:
             scored = alternatives(self.shape.warp, self.programs.target.config.vocab_size)
-            return StepInfo.unpacked(np.asarray(self.run(program, np.int32(steps))), scored)
+            return StepInfo.unpacked(np.asarray(self.run(program, np.int32(steps), models=models)), scored)
         taken: list[StepInfo] = []
         while len(taken) < steps and not self.done.all():
-            taken.append(jax.device_get(self.run(program)))
+            taken.append(jax.device_get(self.run(program, models=models)))
         return jax.tree.map(lambda *each: np.stack(each), *taken)
 
     @property

@@ -54,6 +54,16 @@ def allocate_caches(target: Target, layout: Layout, drafter: Drafter | Team | No
     return target_cache, context
 
 
+def read_models(models: Models, drafter: Drafter | Team | None) -> Models:
+    """The parameters that the programs of a drafter read: every array that a dispatch hands over takes time."""
+    if drafter is None:
+        return Models(models.target)
+    if not isinstance(drafter, Turn):
+        return models
+    place = drafter.team.place(drafter.choice)
+    return replace(models, drafter=tuple(own if at == place else None for at, own in enumerate(models.drafter)))
+
+
 def program_keys(table: ShapeTable, shape: Shape, drafter: Drafter | Team | None) -> Iterator[ProgramKey]:
     """All programs that serve a shape of a table, each under the key that it is kept under."""
     for name, chunk in table.programs():
@@ -84,7 +94,7 @@ class Programs(Store[ProgramKey]):
             return compile_allocate(self.target, allocate)
         function, inputs = self.function(key)
         empty = partial(self.empty_state, key.shape)
-        return compile_step(self.target, function, self.read_models(key.drafter), allocate, empty, inputs)
+        return compile_step(self.target, function, read_models(self.models, key.drafter), allocate, empty, inputs)
 
     def function(self, key: ProgramKey) -> tuple[Callable[..., tuple[DecodeState, Any]], tuple[jax.ShapeDtypeStruct, ...]]:
         """The program to compile, as `f(models, state, *inputs) -> (state, result)`, and its inputs."""
@@ -106,10 +116,6 @@ class Programs(Store[ProgramKey]):
             return run_steps(run, models, state, limit, STEPS_PER_DISPATCH, width, alternatives(warp, target.config.vocab_size))
 
         return (step, ()) if key.name == "step" else (decode_loop, (jax.ShapeDtypeStruct((), jnp.int32),))
-
-    def read_models(self, drafter: Drafter | Team | None) -> Models:
-        """The parameters that programs with or without a drafter read."""
-        return self.models if drafter is not None else Models(self.models.target)
 
     @staticmethod
     def empty_state(shape: Shape | Layout, target_cache: Any, draft_cache: Any) -> DecodeState:

@@ -62,7 +62,7 @@ class Device:
         assert self.state is not None, "the device was not reset"
         state, self.state = self.state, None  # lost, if this fails
         self.sent.append(key.name)
-        self.state, result = self.programs.get(key)(self.programs.models, state, *inputs)
+        self.state, result = self.programs.get(key)(self.programs.read(key), state, *inputs)
         return result
 
     def no_pages(self, rows: int, positions: int) -> np.ndarray:

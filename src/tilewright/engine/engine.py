@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from tilewright.decode.acceptance import num_spec_tokens
 from tilewright.decode.language_model import LanguageModel
 from tilewright.decode.layout import PagedLayout
+from tilewright.decode.programs import read_models
 from tilewright.decode.request import Request
 from tilewright.decode.sampling import Warp
 from tilewright.decode.shadow import NGramShadow
@@ -58,7 +59,9 @@ class Engine(Service[Job]):
         programs, drafter = lm.programs, lm.drafter
         if isinstance(drafter, Team) and drafter.widths:
             drafter = replace(drafter, widths=table.widths)
-        self.programs = EnginePrograms(programs.target, programs.read_models(drafter), programs.dtype, drafter, table, layout)
+        self.programs = EnginePrograms(
+            programs.target, read_models(programs.models, drafter), programs.dtype, drafter, table, layout
+        )
         self.prefix_cache = options.prefix_cache and self.programs.pages_hold_all
         members = drafter.members if isinstance(drafter, Team) else ()
         tapping = [member.name for member in members if member.tap_layers]

@@ -24,7 +24,7 @@ from tilewright.decode.drafters.base import Drafter
 from tilewright.decode.layout import PagedLayout, rows_of, with_rows
 from tilewright.decode.policy import Choice
 from tilewright.decode.prefill import prefill, scored_prefill
-from tilewright.decode.programs import STEPS_PER_DISPATCH, Programs, allocate_caches
+from tilewright.decode.programs import STEPS_PER_DISPATCH, Programs, allocate_caches, read_models
 from tilewright.decode.sampling import Sampling, Warp, row_sampling
 from tilewright.decode.scores import alternatives
 from tilewright.decode.shapes import ShapeTable
@@ -118,7 +118,11 @@ class EnginePrograms(Store[EngineKey]):
             return compile_allocate(self.target, allocate)
         function, inputs = getattr(self, key.name)(key)
         empty = partial(Programs.empty_state, self.layout)
-        return compile_step(self.target, function, self.models, allocate, empty, inputs)
+        return compile_step(self.target, function, self.read(key), allocate, empty, inputs)
+
+    def read(self, key: EngineKey) -> Models:
+        """The parameters that a program reads."""
+        return self.models if key.choice is None else read_models(self.models, self.turn(key.choice))
 
     def empty_state(self, caches: tuple[Any, Any]) -> DecodeState:
         """Slots that hold nothing, done from the start."""

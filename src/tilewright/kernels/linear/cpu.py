@@ -39,8 +39,9 @@ class PackedMatrix:
     Attributes:
         panels: P panels of 16 outputs, the last one padded with zeros: float32 `[P, I, 16]`, bfloat16 `[P, I / 2, 16, 2]`, or
             int8 `[P, I / 4, 16, 4]`, with I rounded up to a multiple of 32 (bfloat16) or 64 (int8).
-        scales: float32 `[16 P]`: what a unit of each output's weights stands for. Empty but for int8.
-        sums: int32 `[16 P]`: the sum of each output's weights. Empty but for int8.
+        scales: float32 `[16 P]`: what a unit of each output's weights stands for. None but for int8: every array that there is
+            makes each dispatch longer.
+        sums: int32 `[16 P]`: the sum of each output's weights. None but for int8.
         outputs: O.
         gated: panels of a gate and of an up matrix alternate.
         parts: how many of the outputs each of several matrices side by side has; empty for a single one.
@@ -57,6 +58,11 @@ class PackedMatrix:
     def shape(self) -> tuple[int, int]:
         """As of the matrix, with the zeros that follow its inputs."""
         return self.panels.shape[1] * (1 if self.panels.ndim == 3 else self.panels.shape[3]), self.outputs
+
+    @property
+    def operands(self) -> tuple[Array, Array, Array]:
+        """Panels, scales and sums as the kernels take them."""
+        return self.panels, or_nothing(self.scales, jnp.float32), or_nothing(self.sums, jnp.int32)
 
 
 def quantise(w: np.ndarray, largest: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -114,22 +120,17 @@ def packed(matrices: list[Any], kind: Format, largest: np.ndarray | None = None)
     """One matrix, or a gate and an up matrix whose panels alternate."""
     outputs = matrices[0].shape[1]
     parts = [np.asarray(w) for w in matrices]
-    scales = sums = [np.zeros(0, np.float32)]
+    scales = sums = None
     if kind == "int8":
         quantised = [quantise(w, largest) for w in parts]
         parts = [q for q, _ in quantised]
-        scales, sums = [s for _, s in quantised], [q.sum(axis=0, dtype=np.int32) for q in parts]
+        scales = jax.device_put(lanes([s for _, s in quantised]))
+        sums = jax.device_put(lanes([q.sum(axis=0, dtype=np.int32) for q in parts]))
     else:
         parts = [w.astype(jnp.dtype(kind)) for w in parts]
 
     both = np.stack([panels_of(w, kind) for w in parts], axis=1)
-    return PackedMatrix(
-        on_huge_pages(both.reshape(-1, *both.shape[2:])),
-        jax.device_put(lanes(scales)),
-        jax.device_put(lanes(sums).astype(np.int32)),
-        outputs,
-        gated=len(matrices) == 2,
-    )
+    return PackedMatrix(on_huge_pages(both.reshape(-1, *both.shape[2:])), scales, sums, outputs, gated=len(matrices) == 2)
 
 
 def check(w: Any, kind: str, name: str) -> None:
@@ -166,7 +167,7 @@ def unpack(w: PackedMatrix) -> Float[Array, "I O"]:
     panels = np.asarray(w.panels)
     rows = panels.reshape(len(panels), -1, LANES, 1) if panels.ndim == 3 else panels
     wide = rows.transpose(1, 3, 0, 2).reshape(-1, len(panels) * LANES)
-    if len(w.scales):
+    if w.scales is not None:
         wide = wide.astype(np.float32) * np.asarray(w.scales)
     return jnp.asarray(wide[:, : w.outputs])
 
@@ -225,7 +226,7 @@ def linear(
     assert add is None or skipped == 0, "nothing is added to a part that begins within a panel"
     out = jax.ShapeDtypeStruct((*x.shape[:-1], end - first * LANES), dtype)
     y = jax.ffi.ffi_call("tilewright_linear", out)(
-        x, w.panels, w.scales, w.sums, or_nothing(norm, x.dtype), or_nothing(add, dtype), or_nothing(count, jnp.int32),
+        x, *w.operands, or_nothing(norm, x.dtype), or_nothing(add, dtype), or_nothing(count, jnp.int32),
         gated=w.gated, eps=np.float32(eps), first=np.int64(first),
     )  # fmt: skip
     return y[..., skipped:]
@@ -240,7 +241,7 @@ def linear_argmax(
     """
     results = (jax.ShapeDtypeStruct(x.shape[:-1], jnp.int32), jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32))
     index, value = jax.ffi.ffi_call("tilewright_argmax", results)(
-        x, w.panels, w.scales, w.sums, or_nothing(norm, x.dtype), outputs=w.outputs, eps=np.float32(eps)
+        x, *w.operands, or_nothing(norm, x.dtype), outputs=w.outputs, eps=np.float32(eps)
     )
     return index, value
 
@@ -256,9 +257,7 @@ def linear_top_k(
         raise ValueError(f"expected from 1 to {w.outputs} of the largest outputs, found {k}")
     shape = (*x.shape[:-1], k)
     results = (jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32))
-    index, value = jax.ffi.ffi_call("tilewright_top_k", results)(
-        x, w.panels, w.scales, w.sums, or_nothing(None, x.dtype), outputs=w.outputs
-    )
+    index, value = jax.ffi.ffi_call("tilewright_top_k", results)(x, *w.operands, or_nothing(None, x.dtype), outputs=w.outputs)
     return index, value
 
 
