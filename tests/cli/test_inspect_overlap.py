@@ -121,11 +121,12 @@ def test_a_share_above_what_is_allowed_fails(run: Run, model: Path, schedules: s
         (("--model-config", "llama9"), "expected a model of llama3-8b, llama3-70b"),
         (
             ("--model-config", "llama3-8b", "--tensor-parallel", "3"),
-            "divide the 32 heads of llama3-8b, found 3; 1, 2, 4, 8 would do",
+            "expected devices that divide 32 heads, 14336 MLP columns, and that divide 8 key/value heads or are a multiple of "
+            "them: 1, 2, 4, 8, 16, 32; found 3",
         ),
         (
             ("--model-config", "llama3-8b", "--tensor-parallel", "16"),
-            "divide the 8 key/value heads of llama3-8b, found 16; 1, 2, 4",
+            "expected a topology of 16 devices",
         ),
         (("--model-config", "llama3-8b", "--tensor-parallel", "4"), "expected a topology of 4 devices"),
         (("--layers", "2"), "expected from 3 to 32 layers"),

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import gcd
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -37,9 +36,8 @@ from tilewright.parallel.auto import AUTO, Auto
 from tilewright.parallel.auto import SCHEDULES as NAMED
 from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.schedules import TensorParallel
-from tilewright.parallel.sharding import TENSOR_PARALLEL, shardings
+from tilewright.parallel.sharding import GROUPED, GROUPED_AXES, grouped_mesh, grouping, shardings
 
-AXIS = "tp"
 SYNC = "sync"
 BOUND = "no communication"
 """Names of the schedule that others are compared with, and of the same one without its collectives."""
@@ -132,7 +130,14 @@ class Setup:
 
     @cached_property
     def mesh(self) -> Mesh:
-        return make_mesh({AXIS: None}, tpu_topology(self.chip).devices)
+        """All devices of the topology; where they are more than the key/value heads, several share one."""
+        return grouped_mesh(make_mesh({"tp": None}, tpu_topology(self.chip).devices), "tp", **self.divided)
+
+    @property
+    def divided(self) -> dict[str, int]:
+        """What devices divide, as `grouping` takes it."""
+        config = self.config
+        return {"heads": config.num_heads, "kv_heads": config.num_kv_heads, "MLP columns": config.intermediate_size}
 
     @property
     def devices(self) -> int:
@@ -148,7 +153,7 @@ class Setup:
     def auto(self) -> Auto:
         config = self.config
         sizes = (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size)
-        return Auto(AXIS, divided_layer(*sizes, devices=self.devices), self.fabric)
+        return Auto(GROUPED_AXES, divided_layer(*sizes, devices=self.devices), self.fabric)
 
     def chosen(self, phase: Phase) -> Choice:
         """What `AUTO` takes for a phase."""
@@ -173,19 +178,7 @@ class Setup:
         if not self.hop_us >= 0 or self.hop_us == float("inf"):
             raise ValueError(f"expected the latency of a hop from 0 us, found {self.hop_us:g}")
         ways = tensor_parallel or self.devices
-        counts = {
-            "heads": self.config.num_heads,
-            "key/value heads": self.config.num_kv_heads,
-            "MLP columns": self.config.intermediate_size,
-        }
-        common = gcd(*counts.values())
-        for name, count in counts.items():
-            if count % ways:
-                fits = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
-                raise ValueError(
-                    f"expected tensor parallelism over devices that divide the {count} {name} of {self.model}, found {ways}; "
-                    f"{fits} would do"
-                )
+        grouping(ways, **self.divided)
         if ways != self.devices:
             raise ValueError(
                 f"expected a topology of {ways} devices for tensor parallelism over {ways}, found {self.chip} of {self.devices}"
@@ -251,8 +244,8 @@ def program(setup: Setup, phase: Phase, schedule: Schedule, layers: int) -> tupl
     config, mesh = replace(setup.config, num_layers=layers), setup.mesh
     ops = operations("tpu", kernels=setup.kernels)
     specs = decoder.declare(config)
-    held = abstract(specs, jnp.bfloat16, shardings(specs, mesh, TENSOR_PARALLEL)).layers
-    whole, by_heads = PartitionSpec(), PartitionSpec(None, AXIS)
+    held = abstract(specs, jnp.bfloat16, shardings(specs, mesh, GROUPED)).layers
+    whole, by_heads = PartitionSpec(), PartitionSpec(None, GROUPED_AXES[0])
 
     def run(held: Any, caches: Any, stream: Array, start: Array) -> tuple[Array, Any]:
         positions = start[:, None] + jnp.arange(phase.new)[None]
@@ -279,7 +272,7 @@ def compiled(setup: Setup, phase: Phase, name: str, layers: int) -> Run:
     Raises:
         ValueError: the schedule cannot divide the phase's rows.
     """
-    schedule = WithoutCommunication(AXIS) if name == BOUND else NAMED[name](AXIS)
+    schedule = WithoutCommunication(GROUPED_AXES) if name == BOUND else NAMED[name](GROUPED_AXES)
     began = time.perf_counter()
     try:
         function, arguments = program(setup, phase, schedule, layers)

@@ -12,6 +12,7 @@ from typing import Any
 
 from tilewright.bench.overlap import SYNC, Phase, Run, Setup, runs_of
 from tilewright.chips.tpu import CHIPS
+from tilewright.parallel.sharding import grouping
 
 SLICES = {2: {2: "2x1", 4: "2x2", 8: "4x2", 16: "4x4"}, 3: {2: "2x1x1", 4: "2x2x1", 8: "2x2x2", 16: "4x2x2"}}
 """By the axes of a chip's torus and the number of devices: the slice that is compiled for."""
@@ -72,12 +73,12 @@ def head_s(setup: Setup, rows: int) -> float:
 
 def device_gb(setup: Setup, case: Case) -> float:
     """What weights and caches in bfloat16 take of a device's memory, in 1e9 bytes, activations not counted."""
-    config = setup.config
-    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    layer = config.hidden_size * (heads + 3 * config.intermediate_size)
-    tables = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size
-    row = 2 * config.num_layers * config.num_kv_heads * config.head_dim * (case.input_tokens + case.output_tokens)
-    return 2 * (config.num_layers * layer + tables + case.batch * row) / setup.devices / 1e9
+    config, devices = setup.config, setup.devices
+    heads, kv_heads = config.num_heads / devices, config.num_kv_heads / grouping(devices, **setup.divided)[0]
+    layer = config.hidden_size * (2 * (heads + kv_heads) * config.head_dim + 3 * config.intermediate_size / devices)
+    tables = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size / devices
+    row = 2 * config.num_layers * kv_heads * config.head_dim * (case.input_tokens + case.output_tokens)
+    return 2 * (config.num_layers * layer + tables + case.batch * row) / 1e9
 
 
 def predictions(

@@ -100,11 +100,10 @@ class Pacing:
         if not missing:
             return
         with self.lock:
-            compiled = self.compiled(batch)
             wanted = policy.wanted(missing, tokens)
             if wanted is None:
                 return
-            choice, saved = wanted
+            (choice, saved), compiled = wanted, self.compiled(batch)
             seconds = max(self.programs.seconds.get(batch.round_key(each), 0.0) for each in compiled)
             longest = agreed_seconds(self.programs.target.mesh, seconds)
             if choice not in compiled and saved < longest and not self.patient:

@@ -6,6 +6,7 @@ many positions at a time: so a drafter that is off costs next to nothing.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, cast
 
 import jax
@@ -69,7 +70,7 @@ class Team:
         if not names or len(set(names)) < len(names):
             raise ValueError(f"expected drafters of different kinds, found {', '.join(names) or 'none'}")
 
-    @property
+    @cached_property
     def choices(self) -> tuple[Choice, ...]:
         """What rounds may do: plain decoding first."""
         drafted = (Choice(member.name, width) for member in self.members for width in self.widths_of(member))

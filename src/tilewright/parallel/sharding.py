@@ -92,7 +92,19 @@ def grouped_mesh(mesh: Mesh, axis: str, *, heads: int, kv_heads: int, **others: 
     """
     if axis not in mesh.shape:
         raise ValueError(f"expected a mesh with the axis {axis!r}, found {', '.join(mesh.shape)}")
-    size = mesh.shape[axis]
+    sizes = dict(mesh.shape)
+    at = list(sizes).index(axis)
+    names, shape = list(sizes), list(sizes.values())
+    names[at : at + 1], shape[at : at + 1] = GROUPED_AXES, grouping(sizes[axis], heads=heads, kv_heads=kv_heads, **others)
+    return Mesh(mesh.devices.reshape(shape), tuple(names), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def grouping(size: int, *, heads: int, kv_heads: int, **others: int) -> tuple[int, int]:
+    """How long `GROUPED_AXES` are over so many devices.
+
+    Raises:
+        ValueError: see `grouped_mesh`.
+    """
     whole = {"heads": heads, **others}
 
     def fits(size: int) -> bool:
@@ -105,11 +117,8 @@ def grouped_mesh(mesh: Mesh, axis: str, *, heads: int, kv_heads: int, **others: 
             f"expected devices that divide {expected}, and that divide {kv_heads} key/value heads or are a multiple of them: "
             f"{', '.join(map(str, could))}; found {size}"
         )
-    kv, sizes = gcd(size, kv_heads), dict(mesh.shape)
-    at = list(sizes).index(axis)
-    names, shape = list(sizes), list(sizes.values())
-    names[at : at + 1], shape[at : at + 1] = GROUPED_AXES, (kv, size // kv)
-    return Mesh(mesh.devices.reshape(shape), tuple(names), axis_types=(AxisType.Auto,) * len(shape))
+    kv = gcd(size, kv_heads)
+    return kv, size // kv
 
 
 def shardings(specs: Tree, mesh: Mesh, rules: Rules) -> Tree:
