@@ -72,7 +72,9 @@ def test_predictions_are_the_layers_and_the_head(run: Run, tmp_path: Path):
     assert one["device_gb"] == pytest.approx((2 * 8.03e9 + 4 * 1536 * 2**17) / 8 / 1e9, rel=1e-3)
     assert one["fits"]
     # Over sixteen, two devices hold the same key/value head: a projection of 4096 inputs, and its caches.
-    wide = next(each for each in found["predicted"] if (each["devices"], each["batch_rows"], each["input_tokens"]) == (16, 4, 1024))
+    wide = next(
+        each for each in found["predicted"] if (each["devices"], each["batch_rows"], each["input_tokens"]) == (16, 4, 1024)
+    )
     of_head = 2 * 32 * (2 * 4096 * 128) + 4 * 1536 * 2**14
     assert wide["device_gb"] == pytest.approx(one["device_gb"] / 2 + of_head / 2 / 1e9, rel=1e-3)
     assert (one["prefill_layers_compiled"], one["decode_layers_compiled"]) == (5, 9)

@@ -1,9 +1,7 @@
 """Schedules over shards of the weights against the single device: logits, gradients, caches, and what is exchanged."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
 from functools import cache, partial
-from itertools import product
 from math import prod
 from typing import Any
 
@@ -15,6 +13,7 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from models.sizes import decoder_config
+from products import cases
 from tilewright.compiled.hlo import read_module
 from tilewright.decode.cache import allocate
 from tilewright.decode.state import Span, cached_attend
@@ -100,18 +99,6 @@ QUICK = [
     ("llama", "column", 2),
 ]
 """Of the product of families, schedules and devices."""
-
-
-def cases(quick: Collection[tuple[Any, ...]], share: int, *values: Iterable[Any]) -> Iterator[Any]:
-    """A product's cases: those of `quick` for every run, one in `share` for slow ones, the others for `--products`.
-
-    Every two values of different parts meet in one of the second kind where the other parts' places leave every remainder.
-    """
-    for places in product(*(list(enumerate(part)) for part in values)):
-        each = tuple(value for _, value in places)
-        kept = sum(place for place, _ in places) % share == 0
-        marks = [] if each in quick else [pytest.mark.slow] if kept else [pytest.mark.slow, pytest.mark.product]
-        yield pytest.param(*each, marks=marks)
 
 
 EVERY = list(cases(QUICK, 2, CONFIGS, SCHEDULES, (1, 2, 4, 8)))

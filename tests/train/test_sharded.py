@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from products import cases
 from tilewright.kernels.select import PLAIN
 from tilewright.parallel.exchanges import Halves, Plan
 from tilewright.train.finite import FINITE, NotFinite, require_finite
@@ -29,10 +30,7 @@ QUICK = {
 }
 """Mesh, shifts (early, late), scanned, remat."""
 
-EVERY = [
-    pytest.param(*each, marks=[] if each in QUICK else pytest.mark.slow)
-    for each in product(MESHES, SHIFTS, (False, True), (False, True))
-]
+EVERY = list(cases(QUICK, 3, MESHES, SHIFTS, (False, True), (False, True)))
 
 
 @pytest.mark.parametrize("mesh, shifts, scan, remat", EVERY)
