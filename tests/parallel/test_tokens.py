@@ -211,11 +211,12 @@ def test_under_jax_checkpoint_what_runs_again_is_in_no_order():
     assert found[9:] != (["gather", *BACKWARD] * 3)[1:]
 
 
-def test_several_tokens_are_all_waited_for():
+@pytest.mark.parametrize("together", [lambda *several: several, tokens.joined])
+def test_several_tokens_are_all_waited_for(together: Callable[..., Any]):
     def inside(a: Array, b: Array, c: Array) -> Any:
         x, first = tokens.thread(tokens.new_token(), COLLECTIVES["sum"], c, kind="c")
         y, second = tokens.thread(tokens.new_token(), COLLECTIVES["gather"], b, kind="b")
-        return x, y, tokens.thread((first, second), COLLECTIVES["scatter"], a, kind="a")[0]
+        return x, y, tokens.thread(together(first, second), COLLECTIVES["scatter"], a, kind="a")[0]
 
     assert order(compiled(over_mesh(inside), *numbers(3)))[-1] == "a"
 

@@ -72,11 +72,12 @@ def travels(chip: str, plan: str) -> list[Travel]:
 
 @cache
 def first_products(chip: str, plan: str) -> dict[str, int]:
-    """Where each layer's first product is, by pass and layer."""
+    """Where the first product of each layer and of each half is, by pass and layer."""
     found: dict[str, int] = {}
     for at, node in enumerate(read_schedule(compiled(chip, plan).hlo, chip_of(chip)).nodes):
-        if node.cycles and "dot_general" in node.op_name and (part := re.search(r"(?:layer|back)_\d+", node.op_name)):
+        if node.cycles and "dot_general" in node.op_name and (part := re.search(r"((?:layer|back)_\d+)/\w+", node.op_name)):
             found.setdefault(part[0], at)
+            found.setdefault(part[1], at)
     return found
 
 
@@ -89,18 +90,20 @@ def beside(chip: str, plan: str) -> dict[str, set[str]]:
 
 
 def expected() -> dict[str, str]:
-    """Of every gather but the first layer's of a pass: the half of the layer before that it is to hide under."""
+    """Of every gather but the first ones of a pass: the half that it is to hide under."""
     forward = {f"gather_{n}_{half}": f"layer_{n - 1}/{half}" for n in range(1, LAYERS) for half in ("attention", "mlp")}
-    back = {f"gather_{n}_{half}_again": f"back_{n + 1}/{half}" for n in range(LAYERS - 1) for half in ("attention", "mlp")}
-    return forward | back
+    of_mlp = {f"gather_{n}_mlp_again": f"back_{n + 1}/mlp" for n in range(LAYERS - 1)}
+    return forward | of_mlp | {f"gather_{n}_attention_again": f"back_{n}/mlp" for n in range(LAYERS)}
 
 
 def hidden(chip: str, plan: str) -> list[bool]:
+    """Whether each hides under its half, and no other but, backwards, the one before it: weights' gradients may come late."""
     found = beside(chip, plan)
-    return [found[name] == {under} for name, under in expected().items()]
+    late = {f"gather_{n}_attention_again": {f"back_{n + 1}/attention"} for n in range(LAYERS)}
+    return [{under} <= found[name] <= {under} | late.get(name, set()) for name, under in expected().items()]
 
 
-def test_weights_are_gathered_under_the_layer_before_in_both_passes():
+def test_weights_are_gathered_under_the_half_before_in_both_passes():
     assert all(hidden("v5e:4x2", "threaded"))
 
 
@@ -126,14 +129,13 @@ def test_hops_before_the_first_layer_of_a_pass_have_none(name: str):
 
 
 @pytest.mark.parametrize("name, under", expected().items())
-def test_hops_begin_with_the_layer_before(name: str, under: str):
-    """Behind its first product, and before that of their own layer."""
-    own, of = under.partition("/")[0], f"layer_{name.split('_')[1]}"
-    if name.endswith("again"):
-        of = of.replace("layer", "back")
+def test_hops_begin_with_the_layer_that_they_hide_under(name: str, under: str):
+    """Behind its first product, and before that of their own half."""
+    layer, half, *_ = name.removeprefix("gather_").split("_")
+    of = f"{'back' if name.endswith('again') else 'layer'}_{layer}/{half}"
     begins = [each.begin for each in travels("v6e:4x2", "rings") if each.name == name]
     first = first_products("v6e:4x2", "rings")
-    assert first[own] < min(begins)
+    assert first[under.partition("/")[0]] < min(begins)
     assert max(begins) < first[of]
 
 

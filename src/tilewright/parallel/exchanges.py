@@ -45,7 +45,7 @@ class Plan:
 
     Attributes:
         early: by how many layers a half's weights are gathered before its turn, in both passes; for each half. That many
-            layers' weights are held besides its own.
+            layers' weights are held besides its own. Backwards, attention's travel half a layer later, beside MLP halves.
         late: by how many layers a half's gradient is scattered after its turn in the backward pass; for each half. That many
             layers' gradients are held whole.
         remat: the backward pass gathers weights again and computes again what it needs but the stream before each half.
@@ -115,7 +115,7 @@ class Exchange:
         """The next collectives of the chain wait for these values, and those that read them for the chain."""
         return tokens.done(values, token) if self.plan.threaded else (jax.lax.optimization_barrier(values), token)
 
-    def thread(self, token: Any, collective: Callable[..., Any], x: Array, kind: str, stream: int) -> tuple[Array, Any]:
+    def thread(self, token: Any, collective: Callable[..., Any], x: Any, kind: str, stream: int) -> tuple[Any, Any]:
         if self.plan.threaded:
             return tokens.thread(token, collective, x, kind=kind, stream=stream)
         with set_xla_metadata(collective_type=kind, stream_id=str(stream)):
@@ -131,14 +131,23 @@ class Exchange:
         return self.thread(token, collective, x, "tp_reduce_scatter", ACTIVATIONS)
 
     def gather(self, shards: Tree, how: Any, token: Any, name: str = "weights") -> tuple[Tree, Any]:
-        """Whole weights, as far as the data axis divides them, one after another in the chain."""
+        """Whole weights, as far as the data axis divides them.
+
+        Collectives are one after another in the chain. In rings all arrays go at once, hop beside hop: each hop needs a product
+        beside it to be hidden, and a half has few products.
+        """
         leaves, tree = jax.tree.flatten(shards)
+        dims = {at: of.dim for at, of in enumerate(jax.tree.leaves(how)) if of.dim is not None}
         with jax.named_scope(f"gather_{name}"):
-            for at, (shard, of) in enumerate(zip(leaves, jax.tree.leaves(how), strict=True)):
-                leaves[at] = shard.astype(self.plan.dtype)
-                if of.dim is not None:
-                    collective = partial(self._gathered, dim=of.dim)
-                    leaves[at], token = self.thread(token, collective, leaves[at], "fsdp_all_gather", WEIGHTS)
+            leaves = [shard.astype(self.plan.dtype) for shard in leaves]
+            for turn in [list(dims)] if dims and self.plan.weights == "ring" else [[at] for at in dims]:
+
+                def collective(given: list[Array], turn: list[int] = turn) -> list[Array]:
+                    return [self._gathered(shard, dims[at]) for shard, at in zip(given, turn, strict=True)]
+
+                made, token = self.thread(token, collective, [leaves[at] for at in turn], "fsdp_all_gather", WEIGHTS)
+                for at, each in zip(turn, made, strict=True):
+                    leaves[at] = each
         return tree.unflatten(leaves), token
 
     def scatter(self, due: Tree, how: Any, token: Any, name: str = "weights") -> tuple[Tree, Any]:

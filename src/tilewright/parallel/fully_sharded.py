@@ -7,6 +7,11 @@ its turn, and hands out its weights' gradient some layers after it, both while o
 
     gather rows | gather weights of a layer ahead, scatter the gradient of a layer behind; meanwhile: products | scatter rows
 
+Forwards, a half's weights travel beside the same half of a layer before. Backwards all travel beside MLP halves, which have
+three times the products that they have forwards, attention's beside the one before its turn. Where both go in rings, gradients
+have a chain of their own, so that their hops go beside those of weights: each hop needs a product to be hidden, and there are
+few. A layer later the other chain waits for them, so that they don't stay in memory.
+
 Forward and backward pass are both written out, for autodiff would leave the place of its collectives to the compiler. After
 "Weight Prefetch" in the AWS Neuron SDK's "Overlapping compute and communication". `exchanges.py` has the collectives.
 
@@ -178,20 +183,18 @@ class _Forward:
         (token, x, held), early, kept = state, self.parts.plan.early, []
         for half in range(2):
             x, token = self.exchange.mark(x, token)
-            ready = held[half]
-            if not early[half]:
+            if early[half]:
+                w, held = taken(held, half)
+            else:
                 w, token = self.gather(half, n, token)
-                ready = (w,)
             with jax.named_scope(f"layer_{n if isinstance(n, int) else 'looped'}/{NAMES[half]}"):
-                y, back, token = self.computed(half, ready[0], x, token)
-            ready = ready[1:]
+                y, back, token = self.computed(half, w, x, token)
             if early[half] and (steady or n + early[half] < self.count):
                 w, token = self.gather(half, n + early[half], token)
-                ready = (*ready, w)
+                held = put(held, half, (*held[half], w))
             if tail is not None and half == 1:
                 w, token = self.exchange.gather(tail, self.parts.tail_how, token, "tail")
-                ready = (*ready, w)
-            held = put(held, half, ready)
+                held = put(held, 1, (*held[1], w))
             if not self.parts.rings:
                 y, token = self.exchange.scatter_rows(y, token)
             kept.append((x if self.parts.plan.remat else back) if self.keep else None)
@@ -218,6 +221,11 @@ class _Backward:
         self.shards = Halves(*map(stacked, shards)) if self.loops and shards is not None else shards
         self.gradients: Halves = Halves([None] * self.count, [None] * self.count)
 
+    @property
+    def apart(self) -> bool:
+        """Whether gradients have a chain of their own. Beside whole gathers they would take the links from them."""
+        return self.parts.plan.weights == self.parts.plan.gradients == "ring"
+
     def run(self, x_due: Array, tail_due: Any) -> tuple[Halves, Any, Array]:
         """Gradients of each half's shards, of the tail's, and of the stream before the first layer."""
         early, late, last = self.parts.plan.early, self.parts.plan.late, self.count - 1
@@ -225,10 +233,11 @@ class _Backward:
         x_due, token = self.exchange.mark(x_due, token)
         for n in range(max(early) if self.parts.plan.remat else 0):
             for half in (1, 0):
-                if n < early[half]:
+                if n < early[half] - (half == 0):  # attention's last weights travel beside the MLP half before
                     w, token = self.gather(half, last - n, token)
                     held = put(held, half, (*held[half], w))
-        state, tail_gradient = (token, x_due, held, pending), None
+        sent = Halves(token, token) if self.apart else Halves((), ())
+        state, tail_gradient = (token, sent, x_due, held, pending), None
         for n in range(last, self.loops - 1, -1):
             state, found, of_tail = self.layer(state, n, self.kept[n - self.loops], tail_due if n == last else None)
             self.note(n, found)
@@ -238,7 +247,8 @@ class _Backward:
             for n in range(max(early) - 1, -1, -1):
                 state, found, _ = self.layer(state, n, at(self.looped, n))
                 self.note(n, found)
-        token, x_due, held, pending = state
+        token, sent, x_due, held, pending = state
+        token = tokens.joined(token, *sent)
         for half in (1, 0):
             for n, due in zip(range(late[half] - 1, -1, -1), pending[half], strict=True):
                 self.gradients[half][n], token = self.scatter(half, n, due, token)
@@ -289,28 +299,36 @@ class _Backward:
 
     def layer(self, state: Any, n: Any, kept: Any, tail_due: Any = None) -> tuple[Any, tuple[Any, Any], Any]:
         """One layer: the state, for each half the gradient that was scattered meanwhile, and the tail's."""
-        (token, x_due, held, pending), plan, found = state, self.parts.plan, [None, None]
-        tail_gradient = None
+        (token, sent, x_due, held, pending), plan, found = state, self.parts.plan, [None, None]
+        tail_gradient = w = None
         for half in (1, 0):
             x_due, token = self.exchange.mark(x_due, token)
-            ready, waiting = held[half], pending[half]
-            if plan.remat and not plan.early[half]:
+            waiting, due = pending[half], x_due
+            if plan.remat and plan.early[half]:
+                w, held = taken(held, half)
+            elif plan.remat:
                 w, token = self.gather(half, n, token)
-                ready = (w,)
-            due = x_due
             with jax.named_scope(f"back_{n if isinstance(n, int) else 'looped'}/{NAMES[half]}"):
                 if not self.parts.rings:
                     due, token = self.exchange.gather_rows(x_due, token)
-                back, token = self.again(half, ready[0], kept[half], token) if plan.remat else (kept[half], token)
-            ready = ready[1:]
-            if plan.remat and plan.early[half] and (not isinstance(n, int) or n >= plan.early[half]):
-                w, token = self.gather(half, n - plan.early[half], token)
-                ready = (*ready, w)
+                back, token = self.again(half, w, kept[half], token) if plan.remat else (kept[half], token)
+            out = token = tokens.joined(token, sent[half])
+            for other in (0, 1) if half == 1 and plan.remat else ():
+                of = n - plan.early[other] + int(other == 0)
+                if plan.early[other] and (not isinstance(n, int) or of >= 0):
+                    w, token = self.gather(other, of, token)
+                    held = put(held, other, (*held[other], w))
+            if not self.apart:
+                out = token
             if tail_due is not None and half == 1:
-                tail_gradient, token = self.exchange.scatter(tail_due, self.parts.tail_how, token, "tail")
+                tail_gradient, out = self.exchange.scatter(tail_due, self.parts.tail_how, out, "tail")
             if plan.late[half] and len(waiting) == plan.late[half]:
-                found[half], token = self.scatter(half, n + plan.late[half], waiting[0], token)
+                found[half], out = self.scatter(half, n + plan.late[half], waiting[0], out)
                 waiting = waiting[1:]
+            if self.apart:
+                sent = put(sent, half, out)
+            else:
+                token = out
             with jax.named_scope(f"back_{n if isinstance(n, int) else 'looped'}/{NAMES[half]}"):
                 w_due, more, token = back((due, token))
             x_due = x_due + more
@@ -318,8 +336,8 @@ class _Backward:
                 waiting = (*waiting, w_due)
             else:
                 found[half], token = self.scatter(half, n, w_due, token)
-            held, pending = put(held, half, ready), put(pending, half, waiting)
-        return (token, x_due, held, pending), (found[0], found[1]), tail_gradient
+            pending = put(pending, half, waiting)
+        return (token, sent, x_due, held, pending), (found[0], found[1]), tail_gradient
 
     def again(self, half: int, w: Any, x: Array, token: Any) -> tuple[Any, Any]:
         """Computes a half once more, for its gradient."""
@@ -339,6 +357,11 @@ def at(layers: Any, n: Any) -> Any:
     if isinstance(layers, list):
         return layers[n]
     return jax.tree.map(lambda of: jax.lax.dynamic_index_in_dim(of, n, keepdims=False), layers)
+
+
+def taken(held: Halves, half: int) -> tuple[Any, Halves]:
+    """The weights whose turn it is, and what is held after that."""
+    return held[half][0], put(held, half, held[half][1:])
 
 
 def put(halves: Halves, which: int, value: Any) -> Halves:

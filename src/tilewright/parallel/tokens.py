@@ -108,6 +108,11 @@ def done(values: Tree, token: Token = ()) -> tuple[Tree, Array]:
     return _tied(_done, token, values)
 
 
+def joined(*tokens: Token) -> Array:
+    """One token of several, done when all of them are: for where a single one is asked for, such as a loop's carry."""
+    return reduce(add, jax.tree.leaves(tokens))
+
+
 def checkpoint(layer: Callable[..., tuple[Any, Array]]) -> Callable[..., tuple[Any, Array]]:
     """`jax.checkpoint` for threaded functions: what is computed again in the backward pass takes its place in its chain.
 
