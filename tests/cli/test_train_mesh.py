@@ -53,6 +53,7 @@ def curve(file: Path) -> list[list[float]]:
     return [[point["loss_nats_per_token"], point["held_out_loss_nats_per_token"]] for point in points]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_over_another_mesh_and_gives_what_one_device_gives(
     run: Command, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

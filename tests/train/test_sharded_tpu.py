@@ -112,10 +112,11 @@ MLP_HOPS = [name for name in expected() if "mlp" in name]
 
 @pytest.mark.parametrize("name", MLP_HOPS)
 def test_hops_of_the_mlps_weights_pass_beside_products_of_the_layer_before(name: str):
-    """Three quarters of them at least, and beside no other layer's but, in the backward pass, the one before that: its weights'
-    gradients may be computed late. Attention's have no product beside them (`docs/sharded-training.md`)."""
+    """Two thirds of them at least, all but the last round of a ring of four, and beside no other layer's but, in the backward
+    pass, the one before that: its weights' gradients may be computed late. Attention's, forwards, have no product beside them
+    (`docs/sharded-training.md`)."""
     hops = [each.beside for each in travels("v6e:4x2", "rings") if each.name == name]
-    assert sum(map(bool, hops)) >= 0.75 * len(hops)
+    assert 3 * sum(map(bool, hops)) >= 2 * len(hops)
     before = expected()[name]
     late = re.sub(r"back_(\d+)", lambda found: f"back_{int(found[1]) + 1}", before)
     assert set().union(*hops) <= {before, late}
