@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -108,6 +109,30 @@ void share(ffi::ThreadPool& pool, int64_t items, int64_t grain, bool worth_it, c
     work.body(number * work.piece, std::min(work.items, (number + 1) * work.piece));
   };
   if (!helpers().help(threads - 1, (items + piece - 1) / piece, &work, run)) body(0, items);
+}
+
+// The same on the threads of XLA's pool, for kernels that take long between loops of XLA's: these threads are awake then, and helpers that look
+// out for more work would be in their way. The calling thread claims pieces until none is left, and a busy pool delays nothing.
+template <class Body>
+void share_in_pool(ffi::ThreadPool& pool, int64_t items, int64_t grain, bool worth_it, const Body& body) {
+  const int64_t threads = pool.num_threads();
+  if (threads < 2 || items <= grain || !worth_it) return body(0, items);
+  struct State {
+    std::atomic<int64_t> next{0}, finished{0};
+  };
+  const auto state = std::make_shared<State>();
+  const int64_t each = (items + 2 * threads - 1) / (2 * threads), piece = (each + grain - 1) / grain * grain;
+  const int64_t pieces = (items + piece - 1) / piece;
+  const auto help = [state, piece, pieces, items, &body] {
+    for (int64_t i; (i = state->next.fetch_add(1)) < pieces;) {
+      body(i * piece, std::min(items, (i + 1) * piece));
+      state->finished.fetch_add(1, std::memory_order_release);
+    }
+  };
+  for (int64_t t = 1; t < std::min(threads, pieces); ++t) pool.Schedule(std::function<void()>(help));
+  help();
+  // What is not finished is being computed by a running thread. A helper that starts later finds nothing left and touches only `state`.
+  while (state->finished.load(std::memory_order_acquire) < pieces) pause();
 }
 
 // Memory that a thread keeps from call to call: fresh pages cost more than small products. Aligned to 64 bytes; one block for each SLOT.

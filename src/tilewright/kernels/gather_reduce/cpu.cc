@@ -101,7 +101,7 @@ ffi::Error share_rows(ffi::ThreadPool& pool, const Kernel& kernel, const Call& c
     return low;
   };
   const auto is_long = [&](int64_t row) { return call.offsets[row + 1] - call.offsets[row] > limit; };
-  native::share(pool, total, 1, total * call.features >= (1 << 15), [&](int64_t from, int64_t to) {
+  native::share_in_pool(pool, total, 1, total * call.features >= (1 << 15), [&](int64_t from, int64_t to) {
     const int64_t end = to == total ? call.rows : row_at(to);
     int64_t begin = row_at(from);
     const int64_t first = call.offsets[begin], last = call.offsets[end];
@@ -117,7 +117,7 @@ ffi::Error share_rows(ffi::ThreadPool& pool, const Kernel& kernel, const Call& c
     if (const int64_t source = call.sources[edge]; source < 0 || source >= call.nodes)
       return wrong("source " + std::to_string(edge) + " is " + std::to_string(source) + ", but there are " + std::to_string(call.nodes) + " nodes");
   for (int64_t row = 0; limit < total && row < call.rows; ++row)
-    if (is_long(row)) native::share(pool, all, 1, true, [&](int64_t first, int64_t stop) { body(first, stop, row, row + 1); });
+    if (is_long(row)) native::share_in_pool(pool, all, 1, true, [&](int64_t first, int64_t stop) { body(first, stop, row, row + 1); });
   return ffi::Error::Success();
 }
 

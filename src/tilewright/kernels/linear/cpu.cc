@@ -175,7 +175,7 @@ void run_blocks(ffi::ThreadPool& pool, const Call& call, const Kernel& kernel) {
   const int64_t blocks = (call.m + BLOCK - 1) / BLOCK, block = ((call.m + blocks - 1) / blocks + 31) / 32 * 32;
   const int64_t wanted = std::max<int64_t>(1, 4 * pool.num_threads() / blocks), size = call.narrow_out ? 2 : 4;
   const int64_t run = ((call.panels + wanted - 1) / wanted + GRAIN - 1) / GRAIN * GRAIN, runs = (call.panels + run - 1) / run;
-  native::share(pool, blocks * runs, 1, worth_sharing(call), [&](int64_t begin, int64_t end) {
+  native::share_in_pool(pool, blocks * runs, 1, worth_sharing(call), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t row = i / runs * block, panel = i % runs * run;
       if (row >= call.m) continue;
