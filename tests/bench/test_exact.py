@@ -101,6 +101,7 @@ def test_what_did_not_happen_is_told(lm: LanguageModel):
     assert all(each.same and list(each.lacking) == ["accepted drafts"] for each in found)
 
 
+@pytest.mark.slow
 def test_a_wrong_token_is_found_where_it_is(lm: LanguageModel, drafters: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     """A round settles another token than the target's at one position, whatever drafted it."""
     wrong = 60

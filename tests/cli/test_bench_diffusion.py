@@ -33,6 +33,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_every_mode_gets_its_figures(run: Run, folder: Path, prompts: Path, tmp_path: Path):
     files = ["--csv", tmp_path / "figures.csv", "--html", tmp_path / "page.html", "--json", tmp_path / "figures.json"]
     ways = ["--modes", "dense", "sparse", "--tau", 0.99, 0.9, "--full-steps", 8, "--beside", 1]

@@ -87,6 +87,7 @@ def test_predictions_are_the_layers_and_the_head(run: Run, tmp_path: Path):
     assert "Throughput (tokens/s), 4,096 tokens in and 512 out" in text
 
 
+@pytest.mark.slow
 def test_what_runs_here_gives_the_same_tokens(run: Run, tmp_path: Path):
     """And as many collectives, of as many bytes, as the schedules have: two sums a layer, and the embedding's."""
     page = tmp_path / "page.html"

@@ -36,9 +36,7 @@ def asked(demo: LanguageModel) -> list[list[int]]:
     return cut
 
 
-@pytest.mark.parametrize(
-    ("batch", "every"), [(1, 10), *(pytest.param(batch, 1, marks=pytest.mark.slow) for batch in (1, 8))]
-)
+@pytest.mark.parametrize(("batch", "every"), [(1, 10), *(pytest.param(batch, 1, marks=pytest.mark.slow) for batch in (1, 8))])
 def test_greedy(demo: LanguageModel, asked: list[list[int]], batch: int, every: int):
     """Every so many of the prompts."""
     sampling, some = Sampling(max_new_tokens=NEW), asked[::every]

@@ -114,6 +114,7 @@ def test_several_devices_decode_what_one_does(
             assert max(most for _, _, lengths in found for most in lengths) > 1, "some drafts are accepted"
 
 
+@pytest.mark.slow
 def test_exact_sums_over_one_device_and_over_several():
     """`tests/parallel/test_exact.py` holds that their logits are the same to the last bit."""
     wanted, _ = alone("llama", "ngram", "xla", "mixed", 3)
@@ -121,6 +122,7 @@ def test_exact_sums_over_one_device_and_over_several():
         assert told(build("llama", "ngram", kernels="xla", **over(devices, "exact")), "mixed", 3) == wanted
 
 
+@pytest.mark.slow
 def test_micro_batches_take_turns():
     lm = build("llama", "ngram", 2, **over(2, "domino"))
     assert told(lm, "mixed", 2) == alone("llama", "ngram", "auto", "mixed", 2)[0]
@@ -150,6 +152,7 @@ def test_exact_sums_need_plain_products():
         build("llama", "none", **over(2, "exact")).warm([widest([Sampling(1).warp])])
 
 
+@pytest.mark.slow
 def test_a_team_over_several_devices():
     """Whichever drafter's round is next, by what rounds take, the tokens are those of plain decoding."""
     lm = build("qwen3", "team", **over(2, "ring"))

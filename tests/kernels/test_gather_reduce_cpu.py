@@ -297,6 +297,7 @@ def test_every_instruction_set_passes_the_same_checks(isa: str):
 
 
 @NEED
+@pytest.mark.slow
 def test_results_do_not_depend_on_the_number_of_threads():
     assert BEST is not None
     one, five = (program(BEST, NPROC=threads) for threads in ("1", "5"))

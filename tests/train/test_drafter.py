@@ -299,6 +299,7 @@ def test_a_drafter_of_other_sizes_starts_from_random_layers():
     assert all_equal(started.fc, drafter_params(elsewhere).fc)
 
 
+@pytest.mark.slow
 def test_a_drafter_learns_what_its_target_says(tmp_path: Path):
     """On a text that goes round, nearly all drafts end up accepted; random ones are not."""
     stream = counting_stream(600)

@@ -102,7 +102,7 @@ def test_a_finished_run_is_not_trained_again(tmp_path: Path):
     assert (tmp_path / "state.safetensors").read_bytes() == before
 
 
-@pytest.mark.parametrize("kind", ["lm", "drafter"])
+@pytest.mark.parametrize("kind", ["lm", pytest.param("drafter", marks=pytest.mark.slow)])
 def test_models_resume_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str):
     text, held_out = random_stream(400), random_stream(120, seed=9)
     chosen = options(steps=7, evaluate_every=3, save_every=2)
