@@ -107,26 +107,34 @@ def test_weights_are_gathered_under_the_half_before_in_both_passes():
     assert all(hidden("v5e:4x2", "threaded"))
 
 
-MLP_HOPS = [name for name in expected() if "mlp" in name]
+def hops(name: str) -> list[frozenset[str]]:
+    """What is computed beside each hop of a half's rings."""
+    return [each.beside for each in travels("v6e:4x2", "rings") if each.name == name]
 
 
-@pytest.mark.parametrize("name", MLP_HOPS)
-def test_hops_of_the_mlps_weights_pass_beside_products_of_the_layer_before(name: str):
-    """Two thirds of them at least, all but the last round of a ring of four, and beside no other layer's but, in the backward
-    pass, the one before that: its weights' gradients may be computed late. Attention's, forwards, have no product beside them
-    (`docs/sharded-training.md`)."""
-    hops = [each.beside for each in travels("v6e:4x2", "rings") if each.name == name]
-    assert 3 * sum(map(bool, hops)) >= 2 * len(hops)
-    before = expected()[name]
-    late = re.sub(r"back_(\d+)", lambda found: f"back_{int(found[1]) + 1}", before)
-    assert set().union(*hops) <= {before, late}
+def test_hops_of_the_mlps_weights_pass_beside_products_of_the_layer_before():
+    """Three quarters of all of them. Backwards every one does; forwards all but the last round of a ring, a third of them."""
+    of_mlp = {name: hops(name) for name in expected() if "mlp" in name}
+    beside_any = [bool(each) for found in of_mlp.values() for each in found]
+    assert 4 * sum(beside_any) >= 3 * len(beside_any)
+    for name, found in of_mlp.items():
+        assert set().union(*found) == {expected()[name]}
+        assert 3 * sum(map(bool, found)) >= (3 if name.endswith("again") else 2) * len(found)
+
+
+@pytest.mark.parametrize("name", [name for name in expected() if name.endswith("attention_again")])
+def test_hops_of_attentions_weights_pass_beside_the_mlp_half_backwards(name: str):
+    """Two thirds of them at least. Forwards they have no product beside them (`docs/sharded-training.md`)."""
+    found = hops(name)
+    assert set().union(*found) == {expected()[name]}
+    assert 3 * sum(map(bool, found)) >= 2 * len(found)
 
 
 @pytest.mark.parametrize("name", ["gather_0_mlp", f"gather_{LAYERS - 1}_mlp_again"])
 def test_hops_before_the_first_layer_of_a_pass_have_none(name: str):
-    hops = [each.beside for each in travels("v6e:4x2", "rings") if each.name == name]
-    assert hops
-    assert not any(hops)
+    found = hops(name)
+    assert found
+    assert not any(found)
 
 
 @pytest.mark.parametrize("name, under", expected().items())
