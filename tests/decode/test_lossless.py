@@ -24,12 +24,11 @@ from reference.dflash_numpy import Pair, Target, as_folders, random_pair
 from reference.eagle3_numpy import as_folder, random_eagle3
 from reference.sampling_numpy import boundary_gap, chi_square_excess, penalised, warped
 from tilewright.decode import mixed as mixed_module
-from tilewright.decode import sampling as sampling_module
 from tilewright.decode import speculative
 from tilewright.decode import state as state_module
 from tilewright.decode.language_model import LanguageModel, load
 from tilewright.decode.mixed import draw_slots, sample_each
-from tilewright.decode.sampling import RowSampling, Sampling, Warp, penalise, warp_logits
+from tilewright.decode.sampling import RowSampling, Sampling, noise, penalise, warp_logits
 from tilewright.decode.shapes import ShapeTable
 from tilewright.decode.state import DecodeState, Verified, verify
 
@@ -229,10 +228,11 @@ def greedy_rows_drawn(logits: Array, rows: RowSampling, *rest: Any) -> Array:
     return sample_each(logits, replace(rows, temperature=jnp.where(rows.temperature > 0, rows.temperature, 1)), *rest)
 
 
-def temperature_last(logits: Array, rows: RowSampling, warp: Warp) -> Array:
+def temperature_last(logits: Array, rows: RowSampling, positions: Array) -> Array:
     """The filters see the distribution before its temperature."""
-    filtered = warp_logits(logits, replace(rows, temperature=jnp.ones_like(rows.temperature)), warp)
-    return filtered / jnp.where(rows.temperature > 0, rows.temperature, 1)[:, None, None]
+    filtered = warp_logits(logits, replace(rows, temperature=jnp.ones_like(rows.temperature)), "filtered")
+    tempered = filtered / jnp.where(rows.temperature > 0, rows.temperature, 1)[:, None, None]
+    return jnp.argmax(tempered + noise(rows, positions, logits.shape[-1]), axis=-1)
 
 
 def block_unseen(logits: Array, rows: RowSampling, tokens: Array, known: Array, block: Array) -> Array:
@@ -244,7 +244,7 @@ MUTATIONS: list[tuple[Any, str, Rule, Sequence[str]]] = [
     (speculative, "verify", second_chance, ["plain", "top-p", "min-p"]),
     (mixed_module, "draw_slots", one_noise, ["plain", "min-p"]),
     (state_module, "sample_each", greedy_rows_drawn, list(GREEDY)),
-    (sampling_module, "warp_logits", temperature_last, ["top-p"]),
+    (mixed_module, "draw_kept", temperature_last, ["top-p"]),
     (mixed_module, "penalise", block_unseen, ["all"]),
 ]
 """Where a rule stands, what breaks it, and which kinds of rows must show it."""

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tilewright.decode.mixed import History, filters, for_each, penalises, sample_each
-from tilewright.decode.sampling import Sampling, Warp, penalise, row_sampling, sample
+from tilewright.decode import mixed
+from tilewright.decode.mixed import TRIES, History, filters, for_each, penalises, sample_each
+from tilewright.decode.sampling import Sampling, Warp, draw, drawn_scores, penalise, row_sampling, sample
 
 ROWS, VOCAB, LENGTH = 4, 40, 24
 KINDS: tuple[dict[str, Any], ...] = (
@@ -81,7 +82,8 @@ def check_each(requests: list[Sampling], logits: Any, history: History, position
         count = meant(request, tokens, history.block[row]) if asking[row] else 0
         np.testing.assert_array_equal(got[row, :count], tokens[:count])
         if not asking[row] or request.warp != "penalised":
-            np.testing.assert_array_equal(got[row, count:], best[row, count:], "what nobody asked for was not drawn")
+            rest = got[row, count:]
+            assert np.all((rest == best[row, count:]) | (rest == 0)), "what nobody asked for was drawn"
         np.testing.assert_array_equal(together[row], tokens)
 
 
@@ -106,6 +108,20 @@ def test_large_vocabularies(slots: int, vocab: int):
     for first in range(len(KINDS)):
         requests = [Sampling(seed=n, **KINDS[(first + n) % len(KINDS)]) for n in range(ROWS)]
         check_each(requests, *problem(first, slots, first % 2 == 0, vocab), np.ones(ROWS, bool))
+
+
+@pytest.mark.parametrize("tries", [1, TRIES])
+def test_a_draw_that_the_filters_left_none_of_the_best_tokens(tries: int, monkeypatch: pytest.MonkeyPatch):
+    """A flat distribution, of which top-p keeps little: beyond some tries all is filtered, for the rows that need it."""
+    monkeypatch.setattr(mixed, "TRIES", tries)
+    requests = [Sampling(temperature=30.0, top_p=0.03, top_k=k, seed=seed) for k in (0, 35) for seed in range(20)]
+    rows, positions = row_sampling(requests, [1] * 40), jnp.full((40, 1), 3, jnp.int32)
+    logits = jnp.asarray(np.random.default_rng(0).normal(0, 2, (40, 1, VOCAB)), jnp.float32)
+    wanted = draw(logits, rows, positions, "filtered")
+    np.testing.assert_array_equal(jax.jit(mixed.draw_kept)(logits, rows, positions), wanted)
+    best = np.argsort(-np.asarray(drawn_scores(logits, rows, positions, "plain"))[:, 0], axis=-1)
+    needed = np.argmax(best == np.asarray(wanted), axis=-1) + 1
+    assert needed.min() <= TRIES < needed.max()
 
 
 def test_what_rows_ask_is_told_as_their_requests_tell_it():
@@ -139,11 +155,13 @@ def opcodes(hlo: str, name: str, depth: int) -> set[str]:
     return found.union(*(opcodes(hlo, *each) for each in called))
 
 
+@pytest.mark.parametrize("rows", [1, ROWS])
 @pytest.mark.parametrize(("slots", "loops"), [(1, 0), (2, 2)])
-def test_no_work_of_a_row_is_done_before_it_is_known_that_it_is_asked_for(slots: int, loops: int):
+def test_no_work_of_a_row_is_done_before_it_is_known_that_it_is_asked_for(slots: int, loops: int, rows: int):
     """XLA computes before a loop what does not depend on its counter, were the loop to have no turn."""
-    requests, (logits, history, positions) = [Sampling(**kind) for kind in KINDS[:ROWS]], problem(0, slots, rounded=False)
-    asked = row_sampling(requests, history.known), history, positions, np.ones(ROWS, bool)
+    requests, whole = [Sampling(**kind) for kind in KINDS[:rows]], problem(0, slots, rounded=False)
+    logits, history, positions = jax.tree.map(lambda x: x[:rows], whole)
+    asked = row_sampling(requests, history.known), history, positions, np.ones(rows, bool)
     hlo = jax.jit(sample_each).lower(logits, *asked).compile().as_text()
     assert hlo is not None
     (entry,) = re.findall(r"^ENTRY %([\w.-]+) ", hlo, re.MULTILINE)

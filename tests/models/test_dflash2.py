@@ -15,8 +15,8 @@ from safetensors.numpy import load_file, save_file
 from reference.dflash2_numpy import as_dflash2, build2
 from reference.dflash_numpy import Pair, as_folders, random_pair
 from reference.sampling_numpy import chi_square_excess
-from tilewright.decode import sampling
 from tilewright.decode.drafters.load import load_dflash2
+from tilewright.decode.noise import gumbel
 from tilewright.decode.sampling import Sampling, row_sampling
 from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder, dflash, dflash2
@@ -283,7 +283,7 @@ def walks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[tuple[int, ...
             rows = row_sampling([Sampling(temperature=TEMPERATURE, seed=0)] * ROWS, [1] * ROWS)
             key = jnp.asarray(rows.key).at[:, 1].set((jnp.arange(ROWS) + n * ROWS).astype(jnp.uint32))
             positions = jnp.broadcast_to(5 + jnp.arange(3, dtype=jnp.int32), (ROWS, 3))
-            noise = sampling.draft_noise(replace(rows, key=key), positions, 3)
+            noise = gumbel(key, positions, repeated[2])
             return rule(scores, repeated[2], jnp.asarray(rows.temperature), noise)
 
         return np.concatenate([np.asarray(batch(jnp.int32(n))) for n in range(BATCHES)])
@@ -321,16 +321,6 @@ def test_rows_of_temperature_zero_walk_greedily():
     greedy = dflash2.walk(scores, candidates)
     np.testing.assert_array_equal(mixed[::2], greedy[::2])
     assert np.any(np.asarray(mixed[1::2]) != np.asarray(greedy[1::2]))
-
-
-def test_draft_noise_is_apart_from_the_targets():
-    """And differs by row and position."""
-    rows = row_sampling([Sampling(temperature=1.0, seed=seed) for seed in (1, 2)], [1, 1])
-    positions = jnp.asarray([[3, 4, 5], [3, 4, 5]], jnp.int32)
-    noise = np.asarray(sampling.draft_noise(rows, positions, 4))
-    assert len(np.unique(noise)) == noise.size
-    key = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(rows.key)[0]), 3)
-    assert not np.any(np.isin(np.asarray(jax.random.gumbel(key, (64,), jnp.float32)), noise))
 
 
 def test_fresh_needs_its_own_start(model: tuple[DFlash2Config, DFlash2Params]):

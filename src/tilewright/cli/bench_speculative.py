@@ -62,7 +62,7 @@ class Drafted:
         draft_window: keep only this many last positions in the drafters' contexts.
         drafter_dtype: of the drafters alone.
         refine: further passes of a DFlash drafter over each block that it drafted.
-        walk: how DFlash 2 drafters take a token among a slot's candidates: "greedy" (the default) or "sampled".
+        walk: how DFlash 2 drafters take a token among a slot's candidates: "greedy" or "sampled" (the default).
     """
 
     drafter: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative=())] = ("dflash",)

@@ -219,8 +219,8 @@ class ModelOptions(TargetOptions):
         draft_window: keep only this many last positions in the drafter's context, so that drafting never gets slower.
         drafter_dtype: of the drafter alone; the output is the same either way. By default as dtype.
         refine: further passes of a DFlash drafter over each block that it drafted.
-        walk: how a DFlash 2 drafter takes a token among a slot's candidates: "greedy", the best (the default), or "sampled",
-            drawn at the request's temperature; the output is the same either way.
+        walk: how a DFlash 2 drafter takes a token among a slot's candidates: "greedy", the best, or "sampled" (the default),
+            drawn at the request's temperature with the target's own noise; the output is the same either way.
     """
 
     drafter: str | None = None

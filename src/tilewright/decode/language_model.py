@@ -304,7 +304,7 @@ def load(
         draft_window: keep only this many last positions in the drafter's context.
         drafter_dtype: of the drafter's weights and activations; by default the target's. The output is the same either way.
         refine: further passes of a DFlash drafter over each block that it drafted.
-        walk: a DFlash 2 drafter's, "greedy" (the default) or "sampled" (see `drafters/dflash2.py`); the output is the same.
+        walk: a DFlash 2 drafter's, "greedy" or "sampled" (the default; see `drafters/dflash2.py`); the output is the same.
         revision, drafter_revision: a branch, tag or commit on the hub.
         table: the declared shapes.
         kernels: "auto" takes this package's own kernels where they run, "xla" leaves everything to XLA.

@@ -7,7 +7,7 @@ draw by itself, and speculative decoding draws the very token that autoregressiv
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int, Int32
 
+from tilewright.decode.noise import gumbel
 from tilewright.kernels.select import argmax
 
 Warp = Literal["greedy", "plain", "filtered", "penalised", "mixed", "scored"]
@@ -203,30 +204,63 @@ def threshold(x: Int32[Array, "*rows V"], enough: Callable[[Array], Array]) -> I
     return jax.lax.fori_loop(0, 32, narrow, bounds)[0]
 
 
+def temper(logits: Float[Array, "B T V"], rows: RowSampling) -> Float[Array, "B T V"]:
+    """The logits at each row's temperature; greedy rows, which are not meant to be drawn from, come out with 1."""
+    temperature = jnp.asarray(rows.temperature)[:, None, None]
+    return logits / jnp.where(temperature > 0, temperature, 1.0)
+
+
+def keep_best(logits: Float[Array, "B T V"], rows: RowSampling) -> Float[Array, "B T V"]:
+    """Top-k: -inf for what it leaves out."""
+    order, vocab = sortable(logits), logits.shape[-1]
+    top_k = jnp.asarray(rows.top_k)[:, None, None]
+    wanted = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab)
+    at_least = threshold(order, lambda kept: jnp.sum(kept, axis=-1, keepdims=True) >= wanted)
+    return jnp.where(order >= at_least, logits, -jnp.inf)
+
+
+class Nucleus(NamedTuple):
+    """What top-p asks of a token: that those before it hold less than a mass.
+
+    Attributes:
+        p: the distribution, `[B, T, V]`.
+        order: integers in its order.
+        mass: that the kept ones hold at least, `[B, T, 1]`.
+    """
+
+    p: Array
+    order: Array
+    mass: Array
+
+    def holding(self, kept: Bool[Array, "B T V"]) -> Float[Array, "B T 1"]:
+        return jnp.sum(jnp.where(kept, self.p, 0.0), axis=-1, keepdims=True)
+
+
+def nucleus(logits: Float[Array, "B T V"], rows: RowSampling) -> Nucleus:
+    p = jax.nn.softmax(logits, axis=-1)
+    # Rounding may leave the whole row a little short of 1. It also hides whatever is smaller, which top_p = 1 must keep.
+    return Nucleus(p, sortable(p), jnp.asarray(rows.top_p)[:, None, None] * jnp.sum(p, axis=-1, keepdims=True))
+
+
+def keep_likely(logits: Float[Array, "B T V"], rows: RowSampling) -> Float[Array, "B T V"]:
+    """Min-p: -inf for what it leaves out."""
+    least = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(jnp.asarray(rows.min_p))[:, None, None]
+    return jnp.where(logits >= least, logits, -jnp.inf)
+
+
 def warp_logits(logits: Float[Array, "B T V"], rows: RowSampling, warp: Warp) -> Float[Array, "B T V"]:
     """The logits of the distribution that tokens are drawn from: temperature first, then top-k, top-p of what is left, min-p.
 
     The order is that of transformers; vLLM takes min-p before top-k and top-p. Penalties come before all of it (`penalise`).
-    Filtered tokens get -inf. Greedy rows (temperature 0) come out with temperature 1 and are not meant to be drawn from.
+    Filtered tokens get -inf.
     """
-    temperature = jnp.asarray(rows.temperature)[:, None, None]
-    logits = logits / jnp.where(temperature > 0, temperature, 1.0)
+    logits = temper(logits, rows)
     if warp in ("greedy", "plain"):
         return logits
-    vocab = logits.shape[-1]
-    order = sortable(logits)
-    top_k = jnp.asarray(rows.top_k)[:, None, None]
-    wanted = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab)
-    at_least = threshold(order, lambda kept: jnp.sum(kept, axis=-1, keepdims=True) >= wanted)
-    logits = jnp.where(order >= at_least, logits, -jnp.inf)
-    p = jax.nn.softmax(logits, axis=-1)
-    # Rounding may leave the whole row a little short of 1. It also hides whatever is smaller, which top_p = 1 must keep.
-    mass = jnp.asarray(rows.top_p)[:, None, None] * jnp.sum(p, axis=-1, keepdims=True)
-    order = sortable(p)
-    at_least = threshold(order, lambda kept: jnp.sum(jnp.where(kept, p, 0.0), axis=-1, keepdims=True) >= mass)
-    kept = (order >= at_least) | (jnp.asarray(rows.top_p)[:, None, None] >= 1)
-    likely = logits >= jnp.max(logits, axis=-1, keepdims=True) + jnp.log(jnp.asarray(rows.min_p))[:, None, None]
-    return jnp.where(kept & likely, logits, -jnp.inf)
+    logits = keep_best(logits, rows)
+    of = nucleus(logits, rows)
+    kept = of.order >= threshold(of.order, lambda kept: of.holding(kept) >= of.mass)
+    return jnp.where(kept | (jnp.asarray(rows.top_p)[:, None, None] >= 1), keep_likely(logits, rows), -jnp.inf)
 
 
 def sample(logits: Float[Array, "B T V"], rows: RowSampling, positions: Int32[Array, "B T"], warp: Warp) -> Int32[Array, "B T"]:
@@ -246,21 +280,9 @@ def drawn_scores(
     logits: Float[Array, "B T V"], rows: RowSampling, positions: Int32[Array, "B T"], warp: Warp
 ) -> Float[Array, "B T V"]:
     """What a draw takes the argmax of: the warped logits and the noise of each row's seed and position."""
-
-    def noise(key: Array, row_positions: Array) -> Array:
-        keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.wrap_key_data(key), row_positions)
-        return jax.vmap(lambda k: jax.random.gumbel(k, logits.shape[-1:], jnp.float32))(keys)
-
-    gumbel = jax.vmap(noise)(jnp.asarray(rows.key), positions)
-    return warp_logits(logits, rows, warp) + gumbel
+    return warp_logits(logits, rows, warp) + noise(rows, positions, logits.shape[-1])
 
 
-def draft_noise(rows: RowSampling, positions: Int32[Array, "B T"], count: int) -> Float[Array, "B T {count}"]:
-    """Gumbel noise for drafts that are drawn, of each row and position, apart from what `sample` draws with there."""
-
-    def noise(key: Array, row_positions: Array) -> Array:
-        streams = row_positions.astype(jnp.uint32) + jnp.uint32(2**31)  # no position is so large
-        keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.wrap_key_data(key), streams)
-        return jax.vmap(lambda k: jax.random.gumbel(k, (count,), jnp.float32))(keys)
-
-    return jax.vmap(noise)(jnp.asarray(rows.key), positions)
+def noise(rows: RowSampling, positions: Int32[Array, "B T"], vocab: int) -> Float[Array, "B T {vocab}"]:
+    """Gumbel noise for every token, of each row's seed and position."""
+    return gumbel(jnp.asarray(rows.key), positions, jnp.arange(vocab)[None, None])

@@ -320,7 +320,7 @@ def pair_scores(
     """What each slot's hidden state makes of every pair of a token before it and a candidate in it."""
     gate = ops.linear(hidden, selector.projection, jnp.float32)
     before, here = (
-        codebook[tokens].astype(jnp.float32)
+        ops.take(codebook, tokens).astype(jnp.float32)
         for codebook, tokens in ((selector.predecessor, previous), (selector.successor, candidates))
     )
     exact = jax.lax.Precision.HIGHEST

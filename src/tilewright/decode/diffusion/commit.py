@@ -73,11 +73,9 @@ def choose(
 
     def seen(row: Array, found: Choices) -> tuple[Array, Array, Array]:
         """A row's logits, `[1, K, V]`, its keys and a chance for each position, `[1, K]`."""
-        # None is below 0, but XLA can't know: of a batch of one it would compute all of this before the loop, asked or not.
-        here = of_row(row, found.probability) >= 0
-        keys = step_keys(of_row(row, rows), jnp.where(here, of_row(row, positions), 0), of_row(row, steps))
+        keys = step_keys(of_row(row, rows), of_row(row, positions), of_row(row, steps))
         chance = jax.vmap(jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, 1))))(keys)
-        return jnp.where(here[..., None], of_row(row, logits), 0.0), keys, chance
+        return of_row(row, logits), keys, chance
 
     def ranked(row: Array, found: Choices) -> Choices:
         own, _, chance = seen(row, found)

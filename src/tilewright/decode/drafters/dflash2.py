@@ -4,21 +4,23 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Int
 
-from tilewright.decode import cache, sampling
+from tilewright.decode import cache
 from tilewright.decode.cache import KVCache
 from tilewright.decode.drafters.dflash import DFlash
 from tilewright.decode.layout import Layout
+from tilewright.decode.noise import gumbel
 from tilewright.decode.state import DecodeState, Models, Target, block_positions
 from tilewright.models import decoder, dflash, dflash2
 from tilewright.models.dflash2 import DFlash2Config
 from tilewright.models.params import DTYPES
 
 Walk = Literal["greedy", "sampled"]
-"""How a candidate is taken: the best one, or one that is drawn at the row's temperature, unless that is 0. The output is the
-same: drafts only decide how many tokens a round settles."""
+"""How a candidate is taken: the best one, or one that is drawn at the row's temperature, unless that is 0, with the noise that
+the target draws with there (see `noise.py`). The output is the same: drafts only decide how many tokens a round settles."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class DFlash2(DFlash):
     """
 
     config: DFlash2Config
-    walk: Walk = "greedy"
+    walk: Walk = "sampled"
 
     name = "dflash2"
 
@@ -69,5 +71,5 @@ class DFlash2(DFlash):
         if self.walk == "greedy":
             return dflash2.walk(scores, candidates)
         positions = block_positions(state.known + 1, candidates.shape[1])
-        noise = sampling.draft_noise(state.sampling, positions, k)
+        noise = gumbel(jnp.asarray(state.sampling.key), positions, candidates)
         return dflash2.walk(scores, candidates, state.sampling.temperature, noise)

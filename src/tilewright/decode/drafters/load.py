@@ -88,7 +88,7 @@ def load_drafter(
         return Eagle3(config, config.block_size if size is None else size, options.draft_window, precision), params
     if dflash2.is_dflash2(fields):
         config, params = load_dflash2(folder, fields, target, precision, console)
-        walk = cast(Walk, options.walk or "greedy")
+        walk = cast(Walk, options.walk or "sampled")
         how = (config.block_size if size is None else size, options.draft_window, precision, options.refine)
         return DFlash2(config, *how, walk=walk), params
     config, params = load_dflash(folder, fields, target, precision, console)
