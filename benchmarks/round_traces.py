@@ -71,6 +71,8 @@ def recorded(asked: argparse.Namespace, console: Console) -> None:
             traces += record(lm, name, prompts, sampling, lambda: bar.advance(row))
     session = lm.start([[0]], sampling)
     lm.programs.warm(session.keys)
+    lm.pacing.costs.clear()  # they took a recording's dispatches, of one step each, for usual ones
+    lm.pacing.files = None
     costs = lm.pacing.measured(session.batch, lm.pacing.team.choices)
     about = {"date": datetime.date.today().isoformat(), **environment(lm), "temperature": asked.temperature}
     Recording(traces, costs, about).save(asked.traces)

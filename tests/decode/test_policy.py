@@ -94,7 +94,7 @@ def test_rounds_between_two_looks():
     assert policy.next(3).rounds <= 3
     policy.last = None
     policy.history.allowance["dflash"] = -1000.0
-    assert [policy.next(64) for _ in range(5)] == [Plan(PLAIN, rounds) for rounds in (8, 16, 32, 64, 64)]
+    assert [policy.next(64) for _ in range(5)] == [Plan(PLAIN, rounds) for rounds in (4, 8, 16, 32, 64)]
 
 
 def test_only_what_is_ready_runs():

@@ -16,20 +16,20 @@ import numpy as np
 
 ALLOWANCE = 0.01
 """The share of the time that may be lost to trying drafters that are off."""
-CURIOSITY = 0.05
+CURIOSITY = 0.02
 """The same for those of which next to nothing was seen yet."""
 PROBE = 4
 """Rounds in which a drafter that is off is tried."""
-FIRST_LOOK = 8
+FIRST_LOOK = 4
 """Rounds after which a new choice is looked at; each further look comes after twice as many. One that may be idle sees by
 itself where it has nothing, and begins with as many rounds as there may be between two looks."""
 REFRESHED = 64
 """Rounds after which drafters that are off are thought of anew."""
 LONGEST_LOOK = 32
 """The most rounds of a drafter between two looks."""
-DISPATCHING = 0.05
+DISPATCHING = 0.03
 """The share of the time that dispatches may take by themselves: where they cost much beside a round, looks are rarer."""
-MEMORY = 24.0
+MEMORY = 12.0
 """Tokens of a row after which what a batch has seen counts a third."""
 LONG_MEMORY = 1024.0
 """The same of what all batches together have seen."""
