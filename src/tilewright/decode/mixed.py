@@ -1,9 +1,9 @@
 """Sampling for batches that mix rows of every kind: a row pays for what it asks, and the others do not.
 
-The argmax is taken for all rows together. Rows that draw are gone through in loops on the device that have as many turns as it
-takes: where a row has a single token, many at once, for there a turn costs more than its rows; of a block one slot after the
-other, up to the first token that is not the block's own, for none behind it is settled. Rows with penalties are gone through
-one by one. The functions are those of `sampling.py`, on slices.
+The argmax is taken for all rows together, if one of them wants it. Rows that draw are gone through in loops on the device that
+have as many turns as it takes: where a row has a single token, many at once, for there a turn costs more than its rows; of a
+block one slot after the other, up to the first token that is not the block's own, for none behind it is settled. Rows with
+penalties are gone through one by one. The functions are those of `sampling.py`, on slices.
 """
 
 import functools
@@ -77,8 +77,8 @@ def for_some(which: Bool[Array, " N"], most: int, run: Callable[[list[Array], Ar
 def where_asked(asked: Bool[Array, ""], row: Array, run: Callable[[Array, Tree], Tree], otherwise: Tree) -> Tree:
     """`run(row, otherwise)` if `asked`, in a loop of one turn or none: on a CPU, XLA copies what it gives to a branch.
 
-    What does not depend on a loop's counter XLA computes before it, asked or not. So the counter is the row: all that costs
-    must be of `run`'s own.
+    What depends neither on a loop's counter nor on what it carries XLA computes before it, asked or not. So the counter is the
+    row: all that costs must be made of `run`'s own arguments.
     """
     return jax.lax.fori_loop(row, row + asked.astype(row.dtype), run, otherwise)
 
@@ -112,9 +112,8 @@ def draw_kept(logits: Float[Array, "B T V"], rows: RowSampling, positions: Int32
     it keeps, and whether it keeps a single one takes one pass: those that are more likely must hold less than the mass. Of the
     best ones, a nucleus of mass m keeps each with a chance of about m.
     """
-    # What a loop computes from its carry, XLA cannot compute before it, asked for or not.
-    asked = jnp.any(jnp.asarray(rows.top_k) > 0).astype(jnp.int32)
-    kept = jax.lax.fori_loop(0, asked, lambda _, kept: keep_best(kept, rows), temper(logits, rows))
+    once, asked = jnp.int32(0), jnp.any(jnp.asarray(rows.top_k) > 0)
+    kept = where_asked(asked, once, lambda _, kept: keep_best(kept, rows), temper(logits, rows))
     of, random = nucleus(kept, rows), noise(rows, positions, logits.shape[-1])
     whole, place = jnp.asarray(rows.top_p)[:, None] >= 1, jnp.arange(logits.shape[-1])
 
@@ -137,7 +136,7 @@ def draw_kept(logits: Float[Array, "B T V"], rows: RowSampling, positions: Int32
         left = jnp.where(tokens[..., None] < 0, logits, 0.0)
         return jnp.where(tokens < 0, argmax(warp_logits(left, rows, "filtered") + random), tokens)
 
-    return jax.lax.fori_loop(0, jnp.any(tokens < 0).astype(jnp.int32), filter_all, tokens)
+    return where_asked(jnp.any(tokens < 0), once, filter_all, tokens)
 
 
 def sample_each(
