@@ -12,7 +12,16 @@ import pytest
 from decode.support import prompts
 from reference.dflash_numpy import as_folders, random_pair
 from tilewright.decode import pacing
-from tilewright.decode.costs import BatchBench, CostFiles, Costs, Run, configuration, measure, no_dearer_when_narrower
+from tilewright.decode.costs import (
+    BatchBench,
+    CostFiles,
+    Costs,
+    Run,
+    configuration,
+    measure,
+    no_dearer_when_narrower,
+    with_idle_rounds,
+)
 from tilewright.decode.language_model import LanguageModel, load
 from tilewright.decode.pacing import Pacing
 from tilewright.decode.policy import PLAIN, Choice, Cost
@@ -72,6 +81,26 @@ def test_rounds_of_ngrams_draft_while_they_are_measured(lm: LanguageModel):
             run = bench.timed(choice, 8)
             assert (run.drafting, run.idle) == (8, 0)
             assert bench.timed(choice, 8)[1:] == (8, 0), "it begins where it began before"
+
+
+def test_rounds_that_find_nothing_are_measured_where_nothing_is_said_twice(lm: LanguageModel):
+    """What such a round takes longer than a step is told, of all widths alike, and what drafted in between is not counted."""
+
+    class Scripted(BatchBench):
+        def timed(self, choice: Choice, rounds: int) -> Run:
+            assert len(np.unique(self.tokens)) == min(self.tokens.shape[1], self.vocab_size)
+            return Run(1e-3 + 2 * 4e-3 + (rounds - 2) * slow[choice.width], 2, rounds - 2)
+
+    slow = {2: 2.5e-3, 16: 2e-3}
+    bench = Scripted(lm.programs, Shape(1, 64, "greedy"), team_of(lm))
+    costs = {PLAIN: Cost(1e-3), NARROW: Cost(2e-3), **{Choice("ngram", width): Cost(4e-3, 1e-3) for width in slow}}
+    found = with_idle_rounds(bench, 1e-3, costs)
+    assert {choice: cost.idle for choice, cost in found.items() if cost.idle is not None} == {
+        Choice("ngram", width): pytest.approx(2e-3) for width in slow
+    }
+    assert {choice: cost.drafting for choice, cost in found.items()} == {one: cost.drafting for one, cost in costs.items()}
+    slow = {2: 0.1e-3, 16: 0.2e-3}
+    assert with_idle_rounds(bench, 1e-3, costs) == costs, "never less than a step"
 
 
 def test_a_dispatch_is_what_rounds_do_not_explain():

@@ -54,7 +54,7 @@ def demo(
     steps
         Steps of the target at its whole depth.
     drafter_steps
-        Steps of each drafter; by default 2900, for EAGLE-3 1600.
+        Steps of each drafter; by default 2900, for DFlash 2 6200, for EAGLE-3 1600.
     json_file
         Write the figures as JSON to this file, "-" for standard output.
     """

@@ -37,6 +37,8 @@ LEAST_SHARE = 0.2
 """Of a run at least so much is taken to be its rounds; what else a dispatch takes is measured apart, and may be disturbed."""
 DRAWN = Sampling(temperature=1.0, top_p=0.9, seed=0)
 """How the rows of a shape that draws do so while it is measured."""
+IDLE_ROUNDS, IDLE_RUNS = 8, 5
+"""Rounds of a run that measures what it costs to find nothing, and runs of each width, of which the fastest counts."""
 RUNS = 15
 """The most runs of a choice, of which the fastest counts: what disturbs a run only makes it longer."""
 
@@ -58,7 +60,7 @@ def measure(bench: "Bench", choices: Collection[Choice]) -> Costs:
     """Times rounds of the choices in turns, in the middle of empty caches.
 
     Args:
-        choices: plain decoding among them: a round for which a drafter finds nothing is taken to cost a step, which it runs.
+        choices: plain decoding among them.
     """
     bench.repeat_text()
     rounds = dict.fromkeys(choices, 2)
@@ -80,7 +82,26 @@ def measure(bench: "Bench", choices: Collection[Choice]) -> Costs:
     least = {choice: run.beyond(dispatch) for choice, run in least.items()}
     step = least[PLAIN].seconds / least[PLAIN].drafting
     costs = {choice: run.cost(step, bench.team.turn(choice).may_be_idle) for choice, run in least.items()}
-    return Costs(dispatch, no_dearer_when_narrower(costs))
+    return Costs(dispatch, with_idle_rounds(bench, dispatch, no_dearer_when_narrower(costs)))
+
+
+def with_idle_rounds(bench: "Bench", dispatch: float, costs: Mapping[Choice, Cost]) -> dict[Choice, Cost]:
+    """The costs with those of rounds that find nothing to propose as they are in a text that says nothing twice.
+
+    They run a step, but in a program that might have done more. Where the model itself says something twice, and no run has
+    mostly such rounds, they are left at a step's.
+    """
+    bench.vary_text()
+    idle: dict[str, float] = {}
+    for choice in [choice for choice, cost in costs.items() if cost.idle is not None] * IDLE_RUNS:
+        run = bench.timed(choice, IDLE_ROUNDS).beyond(dispatch)
+        if run.idle > run.drafting:
+            seconds = (run.seconds - run.drafting * costs[choice].drafting) / run.idle
+            idle[choice.drafter] = min(seconds, idle.get(choice.drafter, seconds))
+    return {
+        choice: cost if cost.idle is None else replace(cost, idle=max(cost.idle, idle.get(choice.drafter, 0.0)))
+        for choice, cost in costs.items()
+    }
 
 
 class Run(NamedTuple):
@@ -168,6 +189,10 @@ class Bench:
         before, after = np.concatenate([nothing, said[:-1]]), np.concatenate([said[1:], nothing])
         text = np.stack([before, said, (after + 1) % self.vocab_size], axis=1)
         self.tokens[: said.shape[1], : 3 * len(said)] = text.reshape(-1, said.shape[1]).T
+
+    def vary_text(self) -> None:
+        """Makes the text one in which no token stands twice, as far as there are different ones."""
+        self.tokens[:] = np.arange(1, self.tokens.shape[1] + 1) % self.vocab_size
 
     def enough(self, choice: Choice, timed: Run, wanted: float = RUN_S) -> int:
         """How many rounds make a run of so many seconds, and have room."""

@@ -68,13 +68,13 @@ ANCHOR_OPTIONS = DFlashOptions(anchors=64)
 DRAFT_VOCAB = 3072
 
 PROMPT_TOKENS = 64
-REGENERATED = 6400
+REGENERATED = 9600
 REGENERATION_BATCH = 64
 REGENERATION_SAMPLING = (
-    *3 * (Sampling(max_new_tokens=191, temperature=0.0, ignore_eos=True),),
+    Sampling(max_new_tokens=191, temperature=0.0, ignore_eos=True),
     Sampling(max_new_tokens=191, temperature=1.0, top_p=0.9, ignore_eos=True),
 )
-"""Three of four responses are greedy, one is drawn: the two ways in which the models are judged, the first one more so."""
+"""Every second response is greedy, the others are drawn: the two ways in which the models are judged."""
 
 
 def tapped_layers(target: DecoderConfig) -> tuple[int, ...]:
@@ -260,7 +260,7 @@ def train_demo_eagle3(lesson: Lesson, options: TextOptions) -> dict[str, Any]:
 
 DRAFTERS: dict[str, tuple[Callable[[Lesson, TextOptions], dict[str, Any]], TextOptions]] = {
     "drafter": (train_demo_dflash, DRAFTER_OPTIONS),
-    "dflash2": (train_demo_dflash2, DRAFTER_OPTIONS),
+    "dflash2": (train_demo_dflash2, replace(DRAFTER_OPTIONS, steps=6200)),
     "eagle3": (train_demo_eagle3, replace(DRAFTER_OPTIONS, steps=1600, batch_size=2)),
 }
 """The folder of each drafter, what trains it, and how. Another kind is another row."""
