@@ -87,6 +87,16 @@ def test_of_several_drafters_the_better_one_drafts():
         assert 3000 / seconds(counts, costs) > 0.9 * expected_tokens(0.9, 8) / 1.6
 
 
+@pytest.mark.parametrize(("idle", "chosen"), [(1.0, Choice("ngram", 8)), (1.05, Choice("ngram", 8)), (1.15, PLAIN)])
+def test_rounds_that_watch_are_not_preferred_to_plain_ones_that_are_much_faster(idle: float, chosen: Choice):
+    """A text in which n-grams find nothing."""
+    costs = {PLAIN: Cost(1.0), Choice("ngram", 8): Cost(1.4, idle)}
+    policy = Policy(History({"ngram": 8}), costs, costs)
+    nothing = np.zeros((400, 1), int)
+    policy.observe(Choice("ngram", 8), nothing, nothing, np.ones((400, 1), bool))
+    assert policy.best(policy.outlook(costs)) == chosen
+
+
 def test_rounds_between_two_looks():
     """They double while the choice stays, and never exceed what the caller asks for."""
     policy = Policy(History({"dflash": 16}), STEEP, STEEP)

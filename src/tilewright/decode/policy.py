@@ -43,6 +43,8 @@ WATCHING = 1.3
 """What it is worth that a drafter proposes nothing where it has nothing: its rounds see when a text begins to repeat itself,
 which the next look may see 32 rounds later. This and the three numbers before it are from simulations on recorded acceptance,
 of several machines' costs (`benchmarks/round_traces.py`)."""
+WATCHING_OF_PLAIN = 1.06
+"""The same beside plain decoding, of which nothing is lost by the next look but what a repetition would have given."""
 CORRECTION = 0.3
 """How far the cost of a choice follows the time of a dispatch, as a power of their quotient."""
 TOLERANCE = 1.5
@@ -266,7 +268,10 @@ class Policy:
 
     def best(self, outlook: Mapping[Choice, Outlook]) -> Choice:
         """The choice with the most expected tokens a second, those that watch preferred; of equals the narrower."""
-        return max(outlook, key=lambda choice: (self.worth(choice, outlook[choice]), -choice.width, choice.drafter))
+        best = max(outlook, key=lambda choice: (self.worth(choice, outlook[choice]), -choice.width, choice.drafter))
+        if PLAIN in outlook and self.watches(best) and WATCHING_OF_PLAIN * outlook[best].rate < outlook[PLAIN].rate:
+            return self.best({choice: each for choice, each in outlook.items() if not self.watches(choice)})
+        return best
 
     def worth(self, choice: Choice, outlook: Outlook) -> float:
         """Expected tokens a second, and more where a choice may be idle (see `WATCHING`)."""
