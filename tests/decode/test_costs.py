@@ -84,23 +84,34 @@ def test_rounds_of_ngrams_draft_while_they_are_measured(lm: LanguageModel):
 
 
 def test_rounds_that_find_nothing_are_measured_where_nothing_is_said_twice(lm: LanguageModel):
-    """What such a round takes longer than a step is told, of all widths alike, and what drafted in between is not counted."""
+    """What such a round takes longer than a step is told, of all widths alike; what drafted in between is not counted."""
+    runs: list[tuple[Choice, int]] = []
 
     class Scripted(BatchBench):
         def timed(self, choice: Choice, rounds: int) -> Run:
             assert len(np.unique(self.tokens)) == min(self.tokens.shape[1], self.vocab_size)
-            return Run(1e-3 + 2 * 4e-3 + (rounds - 2) * slow[choice.width], 2, rounds - 2)
+            runs.append((choice, rounds))
+            drafting = 1 if rounds > 2 else 0
+            return Run(1e-3 + drafting * 4e-3 + (rounds - drafting) * idle, drafting, rounds - drafting)
 
-    slow = {2: 2.5e-3, 16: 2e-3}
-    bench = Scripted(lm.programs, Shape(1, 64, "greedy"), team_of(lm))
-    costs = {PLAIN: Cost(1e-3), NARROW: Cost(2e-3), **{Choice("ngram", width): Cost(4e-3, 1e-3) for width in slow}}
-    found = with_idle_rounds(bench, 1e-3, costs)
-    assert {choice: cost.idle for choice, cost in found.items() if cost.idle is not None} == {
-        Choice("ngram", width): pytest.approx(2e-3) for width in slow
-    }
-    assert {choice: cost.drafting for choice, cost in found.items()} == {one: cost.drafting for one, cost in costs.items()}
-    slow = {2: 0.1e-3, 16: 0.2e-3}
-    assert with_idle_rounds(bench, 1e-3, costs) == costs, "never less than a step"
+        def agreed(self, seconds: float) -> float:
+            return 0.05 * len(runs) if step < 1 else 10.0
+
+    def measured(step: float) -> dict[Choice, Cost]:
+        costs = {PLAIN: Cost(step), NARROW: Cost(2 * step), **{Choice("ngram", w): Cost(4e-3, step) for w in (2, 16)}}
+        found = with_idle_rounds(Scripted(lm.programs, Shape(1, 64, "greedy"), team_of(lm)), 1e-3, costs)
+        assert {one: cost.drafting for one, cost in found.items()} == {one: cost.drafting for one, cost in costs.items()}
+        return found
+
+    for step, idle in ((1e-3, 2e-3), (1e-3, 0.1e-3), (2.0, 3.0)):
+        runs.clear()
+        expected = pytest.approx(max(step, idle), rel=0.01)
+        found = measured(step)
+        assert {one: cost.idle for one, cost in found.items() if cost.idle is not None} == {
+            Choice("ngram", width): expected for width in (2, 16)
+        }
+        assert set(runs) == {(Choice("ngram", 2), 8 if step < 1 else 2)}
+        assert len(runs) == (5 if step < 1 else 1), "a large model's budget ends after one run"
 
 
 def test_a_dispatch_is_what_rounds_do_not_explain():

@@ -38,7 +38,7 @@ LEAST_SHARE = 0.2
 DRAWN = Sampling(temperature=1.0, top_p=0.9, seed=0)
 """How the rows of a shape that draws do so while it is measured."""
 IDLE_ROUNDS, IDLE_RUNS = 8, 5
-"""Rounds of a run that measures what it costs to find nothing, and runs of each width, of which the fastest counts."""
+"""The most rounds of a run that measures what it costs to find nothing, and the most such runs, of which the fastest counts."""
 RUNS = 15
 """The most runs of a choice, of which the fastest counts: what disturbs a run only makes it longer."""
 
@@ -92,12 +92,19 @@ def with_idle_rounds(bench: "Bench", dispatch: float, costs: Mapping[Choice, Cos
     mostly such rounds, they are left at a step's.
     """
     bench.vary_text()
+    rounds = max(2, min(IDLE_ROUNDS, math.ceil(RUN_S / costs[PLAIN].drafting)))
+    # All widths of a drafter run the same step there.
+    narrow = {choice.drafter: choice for choice, cost in sorted(costs.items(), reverse=True) if cost.idle is not None}
     idle: dict[str, float] = {}
-    for choice in [choice for choice, cost in costs.items() if cost.idle is not None] * IDLE_RUNS:
-        run = bench.timed(choice, IDLE_ROUNDS).beyond(dispatch)
-        if run.idle > run.drafting:
-            seconds = (run.seconds - run.drafting * costs[choice].drafting) / run.idle
-            idle[choice.drafter] = min(seconds, idle.get(choice.drafter, seconds))
+    for name, choice in narrow.items():
+        began = time.perf_counter()
+        for _ in range(IDLE_RUNS):
+            run = bench.timed(choice, rounds).beyond(dispatch)
+            if run.idle > run.drafting:
+                seconds = (run.seconds - run.drafting * costs[choice].drafting) / run.idle
+                idle[name] = min(seconds, idle.get(name, seconds))
+            if bench.agreed(time.perf_counter() - began) > BUDGET_S:
+                break
     return {
         choice: cost if cost.idle is None else replace(cost, idle=max(cost.idle, idle.get(choice.drafter, 0.0)))
         for choice, cost in costs.items()
