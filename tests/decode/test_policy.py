@@ -220,3 +220,26 @@ def test_costs_follow_what_dispatches_take():
 
 def test_choices_are_named():
     assert [str(choice) for choice in (PLAIN, WIDE[1])] == ["plain", "dflash, block 4"]
+
+
+def test_a_trial_that_took_longer_than_expected_delays_the_next():
+    """What a context needs to catch up is part of a trial's price, but tells nothing of what the rounds cost."""
+
+    def steps_between(factor: float) -> int:
+        policy, nothing = Policy(History({"dflash": 16}), STEEP, STEEP), np.zeros((4, 1), int)
+        run(policy, {}, 300)
+        before = dict(policy.costs)
+        policy.history.allowance["dflash"] = 1000.0
+        tried = policy.next(64)
+        assert tried.tries
+        seconds = tried.rounds * STEEP[tried.choice].drafting * factor
+        policy.observe(tried.choice, nothing, nothing, nothing == 0, seconds, caught_up=True)
+        assert policy.costs == before
+        for steps in range(0, 20_000, 64):
+            if policy.next(64).tries:
+                return steps
+            one = np.zeros((64, 1), int)
+            policy.observe(PLAIN, one, one, one == 0)
+        raise AssertionError("the drafter was never tried again")
+
+    assert 0 < 1.5 * steps_between(1.0) < steps_between(2.0)

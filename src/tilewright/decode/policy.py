@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-ALLOWANCE = 0.01
+ALLOWANCE = 0.005
 """The share of the time that may be lost to trying drafters that are off."""
 CURIOSITY = 0.02
 """The same for those of which next to nothing was seen yet."""
@@ -27,7 +27,7 @@ REFRESHED = 64
 """Rounds after which drafters that are off are thought of anew."""
 LONGEST_LOOK = 32
 """The most rounds of a drafter between two looks."""
-DISPATCHING = 0.03
+DISPATCHING = 0.025
 """The share of the time that dispatches may take by themselves: where they cost much beside a round, looks are rarer."""
 MEMORY = 12.0
 """Tokens of a row after which what a batch has seen counts a third."""
@@ -47,9 +47,9 @@ WATCHING_OF_PLAIN = 1.06
 """The same beside plain decoding, of which nothing is lost by the next look but what a repetition would have given."""
 CORRECTION = 0.3
 """How far the cost of a choice follows the time of a dispatch, as a power of their quotient."""
-TOLERANCE = 1.5
-"""How far that quotient may be from 1 before it corrects anything: whatever runs is slower than its fastest run was, and what
-does not run must not look better for that."""
+PACING = 0.15
+"""The same of the pace of all choices. Whatever runs is slower than its fastest run was, and what does not run must not look
+better for that: only what a dispatch is slower than the others is put down to its choice."""
 MOST_CORRECTION = 2.0
 """The largest such quotient that is believed: a dispatch may have been interrupted."""
 WORTHWHILE = 1.02
@@ -176,6 +176,7 @@ class History:
             name: Acceptance(width - 1, LONG_MEMORY, hope) for (name, width), hope in zip(drafters.items(), hopes, strict=False)
         }
         self.allowance = dict.fromkeys([PLAIN.drafter, *drafters], 0.0)
+        self.pace = 1.0
 
 
 class Plan(NamedTuple):
@@ -223,6 +224,7 @@ class Policy:
         self.stretch = FIRST_LOOK
         self.known: dict[str, tuple[list[float], float]] = {}
         self.faded = 0
+        self.trying = False
         self.overheard: set[str] = set()
         self.rows = 1
 
@@ -255,6 +257,7 @@ class Policy:
         outlook = self.outlook(self.ready)
         best = self.best(outlook)
         tried = self.tried(outlook, best)
+        self.trying = tried is not None
         if tried is not None:
             return Plan(tried, min(PROBE, most), tries=True)
         longest = most if best == PLAIN else min(most, LONGEST_LOOK)
@@ -292,14 +295,16 @@ class Policy:
         return None
 
     def observe(
-        self, choice: Choice, drafted: np.ndarray, accepted: np.ndarray, running: np.ndarray, seconds: float | None = None
-    ) -> None:
+        self, choice: Choice, drafted: np.ndarray, accepted: np.ndarray, running: np.ndarray, seconds: float | None = None,
+        caught_up: bool = False,
+    ) -> None:  # fmt: skip
         """Takes in what came of the rounds of a dispatch.
 
         Args:
             drafted, accepted: drafts of each round and row, and how many the target agreed with, int `[rounds, rows]`.
             running: whether the row was still running, bool `[rounds, rows]`.
             seconds: that the dispatch took; they correct what its choice is taken to cost, a little at a time.
+            caught_up: whether a context had to catch up before these rounds, so that the seconds say little of their cost.
         """
         rounds, idle = len(drafted), 0
         if choice != PLAIN:
@@ -314,12 +319,14 @@ class Policy:
         self.forget(choice.drafter, rounds)
         cost = estimated(self.costs, choice)
         spent = self.dispatch + rounds * cost.expected(idle / max(rounds, 1))
-        if seconds is not None and rounds:
-            beyond = max(seconds / spent / TOLERANCE, 1.0) * min(seconds / spent * TOLERANCE, 1.0)
-            change = min(max(beyond, 1 / MOST_CORRECTION), MOST_CORRECTION)
-            self.costs[choice] = cost.times(change**CORRECTION)
+        if seconds is not None and rounds and not caught_up:
+            slower = min(max(seconds / spent, 1 / MOST_CORRECTION), MOST_CORRECTION) / self.history.pace
+            self.costs[choice] = cost.times(slower**CORRECTION)
+            self.history.pace *= slower**PACING
+        # A trial also takes what its context needs to catch up, and its program to be fetched into caches: all of it counts.
+        late = 0.0 if seconds is None or not self.trying else min(max(seconds - spent, 0.0), MOST_CORRECTION * spent)
         allowance = self.history.allowance
-        allowance[choice.drafter] = 0.0
+        allowance[choice.drafter] = -late
         for name in allowance:
             if name != choice.drafter:
                 unknown = name != PLAIN.drafter and self.history.seen[name].rounds < PROBE

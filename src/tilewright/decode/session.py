@@ -117,9 +117,8 @@ class Session:
         infos = self.batch.advance(plan.rounds, plan.choice)
         seconds = agreed_seconds(self.programs.target.mesh, time.perf_counter() - began)
         drafted, accepted, settled = (np.asarray(each) for each in (infos.drafted, infos.accepted, infos.settled))
-        # Where another one drafted before, a context catches up first.
-        alone = self.drafted in (None, plan.choice.drafter)
-        self.policy.observe(plan.choice, drafted, accepted, settled > 0, seconds if alone else None)
+        caught_up = self.drafted not in (None, plan.choice.drafter)
+        self.policy.observe(plan.choice, drafted, accepted, settled > 0, seconds, caught_up)
         self.drafted = plan.choice.drafter
         return infos, plan.choice
 
