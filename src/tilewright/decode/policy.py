@@ -224,7 +224,7 @@ class Policy:
         self.stretch = FIRST_LOOK
         self.known: dict[str, tuple[list[float], float]] = {}
         self.faded = 0
-        self.trying = False
+        self.trying: Choice | None = None
         self.overheard: set[str] = set()
         self.rows = 1
 
@@ -257,8 +257,8 @@ class Policy:
         outlook = self.outlook(self.ready)
         best = self.best(outlook)
         tried = self.tried(outlook, best)
-        self.trying = tried is not None
         if tried is not None:
+            self.trying = tried  # until it is observed, which may be after further plans
             return Plan(tried, min(PROBE, most), tries=True)
         longest = most if best == PLAIN else min(most, LONGEST_LOOK)
         first = longest if self.watches(best) else FIRST_LOOK
@@ -324,7 +324,9 @@ class Policy:
             self.costs[choice] = cost.times(slower**CORRECTION)
             self.history.pace *= slower**PACING
         # A trial also takes what its context needs to catch up, and its program to be fetched into caches: all of it counts.
-        late = 0.0 if seconds is None or not self.trying else min(max(seconds - spent, 0.0), MOST_CORRECTION * spent)
+        late = 0.0
+        if choice == self.trying:
+            late, self.trying = min(max((seconds or 0.0) - spent, 0.0), MOST_CORRECTION * spent), None
         allowance = self.history.allowance
         allowance[choice.drafter] = -late
         for name in allowance:
