@@ -4,7 +4,7 @@ Language models take a bundle that `operations` makes once, when a model is load
 the device that they run on.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate
@@ -18,6 +18,7 @@ from jaxtyping import Float, Int32
 
 from tilewright.kernels import native
 from tilewright.kernels.append import cpu as append_cpu
+from tilewright.kernels.append import pallas_tpu as append_tpu
 from tilewright.kernels.append import xla as append_xla
 from tilewright.kernels.attention import cpu as attention_cpu
 from tilewright.kernels.attention import pallas_tpu as attention_tpu
@@ -156,6 +157,15 @@ def tpu_prefix_attention(q: Array, k: Array, v: Array, lengths: Array, own: tupl
     return (attention_tpu if attention_tpu.fits(q, k, own) else attention_xla).prefix_attention(q, k, v, lengths, own)
 
 
+def tpu_append_all(caches: Sequence[Array], new: Sequence[Array], start: Array, count: Array) -> tuple[Array, ...]:
+    made: Any = append_tpu if append_tpu.fits(caches[0], new[0]) else append_xla
+    return made.append_all(caches, new, start, count)
+
+
+def tpu_append(cache: Array, new: Array, start: Array, count: Array) -> Array:
+    return tpu_append_all((cache,), (new,), start, count)[0]
+
+
 def tpu_pages(count: int, kv_heads: int, entries: int, head_dim: int, dtype: DTypeLike) -> Pool:
     made = paged_tpu if paged_tpu.fits(kv_heads, head_dim, dtype) else paged_xla
     return made.empty(count, kv_heads, entries, head_dim, dtype)
@@ -189,6 +199,7 @@ def xla_operations(
     attend: Callable[..., Array] = attention_xla.prefix_attention,
     head_argmax: Callable[..., tuple[Array, Array]] = plain_head_argmax,
     head_top_k: Callable[..., tuple[Array, Array]] = plain_head_top_k,
+    append_all: Callable[..., tuple[Array, ...]] = append_xla.append_all,
     own_head: bool = False,
 ) -> Operations:
     """Operations on weights as they are."""
@@ -207,7 +218,7 @@ def xla_operations(
         prefix_attention=attend,
         window_attention=window_xla.window_attention,
         append=append_xla.append,
-        append_attend=partial(append_xla.append_attend, heads=heads, attend=attend),
+        append_attend=partial(append_xla.append_attend, heads=heads, attend=attend, append_all=append_all),
         pages=paged_xla.empty,
         paged_append=paged_xla.append,
         paged_attention=paged_xla.prefix_attention,
@@ -236,7 +247,16 @@ def tpu_window_attention(q: Array, k: Array, *rest: Array) -> tuple[Array, Array
 
 
 TPU = replace(
-    xla_operations("tpu", xla.tpu_product, heads_xla.rotate_by_product, tpu_prefix_attention, tpu_head_argmax, tpu_head_top_k),
+    xla_operations(
+        "tpu",
+        xla.tpu_product,
+        heads_xla.rotate_by_product,
+        tpu_prefix_attention,
+        tpu_head_argmax,
+        tpu_head_top_k,
+        tpu_append_all,
+    ),
+    append=tpu_append,
     window_attention=tpu_window_attention,
     window_multiple=window_tpu.LANES,
     pages=tpu_pages,

@@ -3,7 +3,7 @@
 Legend: B rows of a batch, T new entries, S entries of a cache, N query heads, K key/value heads, D head size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -49,6 +49,16 @@ def write_along(dim: int, buffer: Array, new: Array, start: Array, count: Array)
     return buffer
 
 
+def append_all(
+    caches: Sequence[Shaped[Array, "B K S D"]],
+    new: Sequence[Shaped[Array, "B K T D"]],
+    start: Int[Array, " B"],
+    count: Int[Array, " B"],
+) -> tuple[Shaped[Array, "B K S D"], ...]:
+    """`append` for several caches, to each its own entries at the same places."""
+    return tuple(append(cache, entries, start, count) for cache, entries in zip(caches, new, strict=True))
+
+
 def append_attend(
     projection: Any,
     how: Heads,
@@ -58,10 +68,11 @@ def append_attend(
     count: Int[Array, " B"],
     heads: Callable[[Any, Heads], tuple[Any, Any, Any]],
     attend: Callable[..., Array],
+    append_all: Callable[..., tuple[Array, ...]] = append_all,
 ) -> tuple[Float[Array, "B T _"], Float[Array, "B K S D"], Float[Array, "B K S D"]]:
     """Appends the projection's keys and values, and lets the query at `start + t` see all entries up to its own."""
-    q, new_k, new_v = heads(projection, how)
-    k, v = append(k, new_k, start, count), append(v, new_v, start, count)
+    q, *new = heads(projection, how)
+    k, v = append_all((k, v), new, start, count)
     # What is asked behind the last entry means nothing, but kernels check their lengths.
     lengths = jnp.minimum(start[:, None] + jnp.arange(q.shape[1])[None] + 1, k.shape[2])
     return attend(q, k, v, lengths).reshape(*q.shape[:2], -1), k, v

@@ -1,0 +1,42 @@
+"""Decoding steps that the TPU compiler made: what they do with their caches. Skipped without it."""
+
+from math import prod
+
+import pytest
+
+from tilewright.bench.model_configs import model_config
+from tilewright.bench.overlap import Phase, Setup, program
+from tilewright.compiled.aot import compile_for
+from tilewright.compiled.hlo import read_module
+from tilewright.parallel.schedules import TensorParallel
+from tilewright.parallel.sharding import GROUPED_AXES
+
+LAYERS, POSITIONS = 3, 1024
+MOVES = ("copy", "transpose", "fusion")
+"""Operations of which one with a whole cache for its result has copied it; what appends writes some entries in place."""
+
+pytestmark = pytest.mark.tpu
+
+
+def copied(hlo: str, cache_bytes: int) -> list[str]:
+    """Operations that write an array of bfloat16 which is as large as a cache."""
+    return [
+        f"{op.opcode} {op.name} {output.dims}"
+        for computation in read_module(hlo).computations.values()
+        for op in computation.ops
+        for output in op.outputs
+        if op.opcode in MOVES and output.dtype == "bf16" and 2 * prod(output.dims) == cache_bytes
+    ]
+
+
+@pytest.mark.parametrize("batch", [8, 1])
+@pytest.mark.parametrize("chip", ["v5e:4x2", "v5p:2x2x2", "v6e:4x2", "v5e:2x2", "v5e:1x1"])
+def test_a_step_copies_no_cache(chip: str, batch: int):
+    """With one key/value head to a chip, with two, and with all of them."""
+    config = model_config("llama3-8b")
+    setup, phase = Setup(chip, "llama3-8b", config, LAYERS), Phase("decode", batch, POSITIONS)
+    function, arguments = program(setup, phase, TensorParallel(GROUPED_AXES), LAYERS)
+    made = compile_for(chip, function, *arguments, donate=1)
+    cache_bytes = 2 * batch * config.num_kv_heads // setup.devices * POSITIONS * config.head_dim
+    assert made.alias_bytes >= 2 * LAYERS * cache_bytes
+    assert copied(made.hlo, cache_bytes) == []
