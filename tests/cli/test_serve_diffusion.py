@@ -101,7 +101,7 @@ def test_the_command_line_is_read(run: Run, folder: Path, monkeypatch: pytest.Mo
         (["--page-size", "32"], "--page-size is for models that decode token by token; this one denoises"),
         (["--no-prefix-cache"], "--prefix-cache is for models that decode token by token; this one denoises"),
         (["--shapes", "shapes.json"], "--shapes is for models that decode token by token; this one denoises"),
-        (["--tensor-parallel", "2"], "--tensor-parallel is for models that decode token by token; this one denoises"),
+        (["--schedule", "ring"], "--schedule needs --tensor-parallel: on one device nothing is added up"),
         (["--slots", "0"], "expected --slots of at least 1, found 0"),
         (["--mode", "dense", "--modes", "dual", "sparse"], "expected a default mode among dual, sparse, found dense"),
         (["--mode", "thin"], "thin"),

@@ -275,6 +275,8 @@ def environment(model: DiffusionModel) -> Row:
         "chip": chip_name(),
         "dtype": model.dtype,
         "kernels": model.programs.ops.name,
+        "devices": 1 if model.division is None else model.division.mesh.size,
+        "schedule": "single_device" if model.division is None else model.division.name,
         "jax_version": jax.__version__,
         "family": model.config.family,
         "layers": model.config.decoder.num_layers,

@@ -111,7 +111,7 @@ def cost_files() -> CostFiles:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class DeviceOptions:
-    """Over which devices to divide the target.
+    """Over which devices to divide the target, or the diffusion model.
 
     Attributes:
         tensor_parallel: the first so many devices share every layer; by default one computes all. They have to divide the
@@ -138,12 +138,6 @@ class DeviceOptions:
             return make_mesh({"tp": self.tensor_parallel})
         except ValueError as error:
             raise ValueError(f"--tensor-parallel {self.tensor_parallel}: {error}") from error
-
-    def refuse(self, kind: str) -> None:
-        """Raises a `ValueError` if devices were asked for, for a kind of model that is not divided."""
-        for name, value in vars(self).items():
-            if value is not None:
-                raise ValueError(f"--{name.replace('_', '-')} is for models that decode token by token; this one {kind}")
 
 
 @Parameter(name="*")

@@ -15,6 +15,7 @@ from tilewright.bench.datasets import prompt as prompt_text
 from tilewright.bench.diffusion import Run, environment, run_figures
 from tilewright.bench.diffusion_replay import denoising_replay
 from tilewright.cli.common import (
+    DeviceOptions,
     JsonFile,
     check_output_file,
     gather_prompts,
@@ -95,6 +96,7 @@ def diffuse(
     prompt_file: Path | None = None,
     chat: Annotated[bool, Parameter(negative=())] = False,
     models: DiffusionModelOptions = DiffusionModelOptions(),
+    devices: DeviceOptions = DeviceOptions(),
     asked: Asked = Asked(),
     options: StepOptions = StepOptions(),
     outputs: Outputs = Outputs(),
@@ -118,7 +120,7 @@ def diffuse(
     template = models.chat_template(console) if chat else None
     if chat and template is None:
         raise ValueError(f"--chat needs a model with a chat template; {models.model} has none")
-    model = models.load_model(console)
+    model = models.load_model(console, devices=devices)
     texts = [prompt_text(example, (), template) for example in examples]
     if models.model == DEMO:
         texts = [text if text.endswith("\n") else f"{text}\n" for text in texts]  # as its problems end

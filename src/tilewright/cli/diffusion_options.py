@@ -8,7 +8,7 @@ import numpy as np
 from cyclopts import Parameter
 from rich.console import Console
 
-from tilewright.cli.common import TargetOptions, keep_programs, progress_console
+from tilewright.cli.common import DeviceOptions, TargetOptions, keep_programs, progress_console
 from tilewright.decode.diffusion.model import DiffusionModel, load
 from tilewright.decode.diffusion.options import Denoising, Remasking, Saliency
 from tilewright.decode.diffusion.programs import DiffusionTable
@@ -31,19 +31,28 @@ class DiffusionModelOptions(TargetOptions):
 
     model: str = DEMO
 
-    def load_model(self, console: Console, table: DiffusionTable | None = None) -> DiffusionModel:
+    def load_model(
+        self, console: Console, table: DiffusionTable | None = None, devices: DeviceOptions = DeviceOptions()
+    ) -> DiffusionModel:
+        mesh = devices.mesh()
         keep_programs(self.compile_cache)
         if self.kernels == "auto":
             with console.status("CPU kernels: compiled at first use, then kept"):
                 native.kernels()
-        return load(
+        model = load(
             self.model,
             dtype=self.dtype,
             weights=self.weights,
             kernels=self.kernels,
             table=table,
+            mesh=mesh,
+            schedule=devices.schedule,
             console=progress_console(console),
         )
+        if model.division is not None:
+            for why in filter(None, map(model.division.why, (model.table.positions[0], model.context))):
+                console.print(f"--schedule auto: {why}", style="dim", markup=False)
+        return model
 
 
 @Parameter(name="*")

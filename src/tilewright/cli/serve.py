@@ -209,8 +209,7 @@ def engine_of(
     """The engine for a model of either kind."""
     if is_diffusion(models, console):
         capacity.refuse_paging()
-        devices.refuse("denoises")
-        return diffusion_engine(models, denoising, capacity.slots, capacity.shared, console)
+        return diffusion_engine(models, devices, denoising, capacity.slots, capacity.shared, console)
     denoising.refuse()
     lm = models.load(console, devices)
     return Engine(lm, capacity.engine_options(lm.target.max_position_embeddings))

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from rich.console import Console
 
-from tilewright.cli.common import SEVERAL, ModelOptions, given, progress_console
+from tilewright.cli.common import SEVERAL, DeviceOptions, ModelOptions, given, progress_console
 from tilewright.cli.diffusion_options import DiffusionModelOptions
 from tilewright.decode.diffusion.options import MODES, Denoising, Mode, Remasking
 from tilewright.decode.diffusion.programs import DiffusionTable
@@ -99,10 +99,11 @@ def is_diffusion(models: ModelOptions, console: Console) -> bool:
 
 
 def diffusion_engine(
-    models: ModelOptions, denoising: DenoisingOptions, slots: int | None, shared: Mapping[str, Any], console: Console
-) -> DiffusionEngine:
+    models: ModelOptions, devices: DeviceOptions, denoising: DenoisingOptions, slots: int | None, shared: Mapping[str, Any],
+    console: Console,
+) -> DiffusionEngine:  # fmt: skip
     """The engine of a diffusion model. What is wrong with the options is said before its weights are read."""
     sizes = diffusion.read_diffusion(hub.resolve(models.model, console=progress_console(console))).decoder
     options = denoising.engine_options(slots, shared, sizes.max_position_embeddings)
     own = {field.name: getattr(models, field.name) for field in fields(DiffusionModelOptions)}
-    return DiffusionEngine(DiffusionModelOptions(**own).load_model(console), options)
+    return DiffusionEngine(DiffusionModelOptions(**own).load_model(console, devices=devices), options)

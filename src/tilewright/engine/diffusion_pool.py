@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Int
 
 from tilewright.decode.diffusion.model import DiffusionModel
@@ -24,6 +23,7 @@ from tilewright.decode.diffusion.options import Denoising, RowOptions, row_optio
 from tilewright.decode.diffusion.programs import DiffusionKey, DiffusionPrograms, DiffusionShape, DiffusionTable
 from tilewright.decode.diffusion.state import DiffusionState
 from tilewright.decode.diffusion.steps import run_steps
+from tilewright.decode.division import WHOLE, on
 from tilewright.models.decoder import DecoderParams
 
 
@@ -129,7 +129,7 @@ class PoolPrograms(DiffusionPrograms):
 
     def __init__(self, model: DiffusionModel, table: DiffusionTable, modes: Sequence[str], context: int):
         of = model.programs
-        super().__init__(of.config, of.ops, of.params, of.dtype, table, of.mesh)
+        super().__init__(of.config, of.ops, of.params, of.dtype, table, of.division)
         self.kind = {"dense": {*modes} == {"dense"}, "narrow": "dual" in modes, "guided": False}
         self.context = context
         slots, positions = table.batches[-1], self.sizes[-1].positions
@@ -179,14 +179,14 @@ class PoolPrograms(DiffusionPrograms):
     def compile(self, key: DiffusionKey) -> jax.stages.Compiled:
         if key.name == "pool":
             placed, shapes = None, jax.eval_shape(self.pool)
-            if self.mesh is not None:
-                whole = NamedSharding(self.mesh, PartitionSpec())
-                placed = replace(jax.tree.map(lambda _: whole, shapes), caches=self.placed(shapes.caches))
+            if self.division is not None:
+                specs = replace(jax.tree.map(lambda _: WHOLE, shapes), caches=self.placed(shapes.caches))
+                placed = on(self.division.mesh, specs)
             return jax.jit(self.pool, out_shardings=placed).lower().compile()
         run = partial(self.run, key.shape)
         run.__name__ = "turn"  # type: ignore[attr-defined]
         pool = jax.eval_shape(self.pool)
-        run = run if self.mesh is None else self.divided(run, pool)
+        run = run if self.division is None else self.divided(run, pool)
         return jax.jit(run, donate_argnums=1).lower(self.params, pool, self.of_turn(key.shape)).compile()
 
     def run(self, shape: DiffusionShape, params: DecoderParams, pool: Pool, turn: Turn) -> tuple[Pool, Told]:

@@ -75,14 +75,14 @@ class Exact(TensorParallel):
         Raises:
             ValueError: devices, columns or inputs that do not divide; operations that pack their weights.
         """
-        if stack.ops.prepares:
-            raise ValueError(f"expected operations on matrices as they are, kernels 'xla', found {stack.ops.name!r}")
+        check_unprepared(stack.ops)
         # Key/value heads lie over the first of several axes, and every device of the others has the same ones.
         copies = self.size // jax.lax.axis_size(self.axis[0]) if isinstance(self.axis, tuple) and self.axis else 1
         ops = in_parts(stack.ops, self.parts // self.size, self.parts // self.size * copies)
         return run_layers(replace(stack, ops=ops), x, rows, kept, taps, self.reduce)
 
     def logits(self, ops: Any, x: Float[Array, "*rows H"], head: Any, norm: Norm | None) -> Float[Array, "*rows V"]:
+        check_unprepared(ops)
         x = x if norm is None else ops.rms_norm(x, *norm)
         own = by_columns(lambda x, w: ops.linear(x, w, jnp.float32), x, head, self.parts // self.size)
         return jax.lax.all_gather(own, self.axis, axis=own.ndim - 1, tiled=True) if self.axis else own
@@ -96,6 +96,12 @@ class Exact(TensorParallel):
     ) -> tuple[Int[Array, "*rows {k}"], Float[Array, "*rows {k}"]]:
         values, index = jax.lax.top_k(self.logits(ops, x, head, None), k)
         return index, values
+
+
+def check_unprepared(ops: Any) -> None:
+    """Raises a `ValueError` for operations that pack their weights, of which there are no blocks."""
+    if ops.prepares:
+        raise ValueError(f"expected operations on matrices as they are, kernels 'xla', found {ops.name!r}")
 
 
 def block(w: Any, n: Array | int, count: int, dim: int) -> Any:
@@ -159,15 +165,15 @@ def by_heads(
     k: Float[Array, "B K S D"],
     v: Float[Array, "B K S D"],
     lengths: Int[Array, "B T"],
-) -> Float[Array, "B T _"]:
+) -> Float[Array, "B T N D"]:
     """Attention of each query over the first `lengths` entries, one query head after another."""
-    batch, length, heads, _ = q.shape
+    heads = q.shape[2]
 
     def of(n: Array) -> Array:
         own = [jax.lax.dynamic_slice_in_dim(part, n // (heads // k.shape[1]), 1, 1) for part in (k, v)]
         return ops.prefix_attention(jax.lax.dynamic_slice_in_dim(q, n, 1, 2), *own, lengths)[:, :, 0]
 
-    return jnp.moveaxis(for_each(heads, of), 0, 2).reshape(batch, length, -1)
+    return jnp.moveaxis(for_each(heads, of), 0, 2)
 
 
 def in_parts(ops: Operations, count: int, key_count: int) -> Operations:
@@ -177,6 +183,9 @@ def in_parts(ops: Operations, count: int, key_count: int) -> Operations:
         count: blocks of this device's columns, or inputs where it has these.
         key_count: blocks of its keys' and values' columns.
     """
+
+    def flat(out: Array) -> Array:
+        return out.reshape(*out.shape[:2], -1)
 
     def normed(x: Array, norm: Norm | None) -> Array:
         return x if norm is None else ops.rms_norm(x, *norm)
@@ -200,15 +209,15 @@ def in_parts(ops: Operations, count: int, key_count: int) -> Operations:
         q, new_k, new_v = heads_apart(ops, projection, how)
         k, v = ops.append(k, new_k, start, count), ops.append(v, new_v, start, count)
         lengths = jnp.minimum(start[:, None] + jnp.arange(q.shape[1])[None] + 1, k.shape[2])
-        return by_heads(ops, q, k, v, lengths), k, v
+        return flat(by_heads(ops, q, k, v, lengths)), k, v
 
     def causal_attention(projection: Any, how: Heads) -> Array:
         q, k, v = heads_apart(ops, projection, how)
-        return by_heads(ops, q, k, v, jnp.broadcast_to(jnp.arange(q.shape[1]) + 1, q.shape[:2]))
+        return flat(by_heads(ops, q, k, v, jnp.broadcast_to(jnp.arange(q.shape[1]) + 1, q.shape[:2])))
 
     return replace(
         ops, project=project, gated_linear=gated_linear, linear=linear, heads=partial(heads_apart, ops),
-        append_attend=append_attend, causal_attention=causal_attention,
+        append_attend=append_attend, causal_attention=causal_attention, prefix_attention=partial(by_heads, ops),
     )  # fmt: skip
 
 

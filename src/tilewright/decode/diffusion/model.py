@@ -2,28 +2,26 @@
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 from tokenizers import Tokenizer
 
 from tilewright.decode.diffusion.options import Denoising
-from tilewright.decode.diffusion.programs import AXIS, DiffusionKey, DiffusionPrograms, DiffusionTable
+from tilewright.decode.diffusion.programs import DiffusionKey, DiffusionPrograms, DiffusionTable
 from tilewright.decode.diffusion.state import SPANS
 from tilewright.decode.diffusion.steps import STEPS_PER_DISPATCH
+from tilewright.decode.division import Division, check_schedule, divide
 from tilewright.decode.language_model import check_dtype
 from tilewright.kernels.select import Kernels, Weights, operations
 from tilewright.models import decoder, diffusion, hub
-from tilewright.models.decoder import DecoderParams
 from tilewright.models.diffusion import DiffusionConfig
 from tilewright.models.params import DTYPES
 from tilewright.models.tokenizer import load_tokenizer
-from tilewright.parallel.sharding import TENSOR_PARALLEL, shardings
 
 
 @dataclass
@@ -121,24 +119,25 @@ class DiffusionModel:
 
     Attributes:
         config, tokenizer: its own.
+        division: over which devices it lies; None for the default one.
         programs: compiled as they are needed, or all at once by `warm`.
     """
 
     def __init__(
         self, config: DiffusionConfig, params: Any, tokenizer: Tokenizer, dtype: str = "float32",
-        weights: Weights = "auto", kernels: Kernels = "auto", table: DiffusionTable | None = None, mesh: Mesh | None = None,
+        weights: Weights = "auto", kernels: Kernels = "auto", table: DiffusionTable | None = None,
+        division: Division | None = None,
     ):  # fmt: skip
-        self.config, self.tokenizer, self.dtype = config, tokenizer, dtype
-        ops = operations(weights=weights, kernels="xla" if mesh is not None else kernels)
-        prepared = decoder.prepare(config.decoder, ops, params)
-        if mesh is not None:
-            prepared = divided(config, mesh, prepared)
-        self.programs = DiffusionPrograms(config, ops, prepared, DTYPES[dtype], table or DiffusionTable(), mesh)
+        self.config, self.tokenizer, self.dtype, self.division = config, tokenizer, dtype, division
+        ops = operations(weights=weights, kernels=kernels)
+        prepare = decoder.prepare if division is None else division.prepared
+        prepared = prepare(config.decoder, ops, params)
+        self.programs = DiffusionPrograms(config, ops, prepared, DTYPES[dtype], table or DiffusionTable(), division)
 
     def with_table(self, table: DiffusionTable) -> "DiffusionModel":
         """The same model, its arrays shared, with other declared shapes."""
         other, old = copy(self), self.programs
-        other.programs = DiffusionPrograms(self.config, old.ops, old.params, old.dtype, table, old.mesh)
+        other.programs = DiffusionPrograms(self.config, old.ops, old.params, old.dtype, table, old.division)
         return other
 
     @property
@@ -223,21 +222,6 @@ def paired(
     return listed, each
 
 
-def divided(config: DiffusionConfig, mesh: Mesh, params: DecoderParams) -> DecoderParams:
-    """Parameters over the axis "tp" of a mesh.
-
-    Raises:
-        ValueError: the mesh has no such axis, or it does not divide the heads, the MLP or the vocabulary.
-    """
-    if AXIS not in mesh.shape:
-        raise ValueError(f"expected a mesh with the axis {AXIS!r}, found {', '.join(mesh.shape)}")
-    size, heads = mesh.shape[AXIS], config.decoder.num_kv_heads
-    if heads % size:
-        raise ValueError(f"expected an axis {AXIS!r} that divides the {heads} key/value heads, found {size} devices")
-    specs = diffusion.declare(replace(config, decoder=replace(config.decoder, tie_word_embeddings=params.head is None)))
-    return jax.device_put(params, shardings(specs, mesh, TENSOR_PARALLEL))
-
-
 def load(
     model: str | Path,
     *,
@@ -247,19 +231,26 @@ def load(
     table: DiffusionTable | None = None,
     revision: str | None = None,
     mesh: Mesh | None = None,
+    schedule: str | None = None,
     console: Console | None = None,
 ) -> DiffusionModel:
     """Loads a LLaDA or Dream from a folder or the hub; arguments as for `language_model.load`.
 
     Args:
-        mesh: with an axis "tp" whose devices share each layer; None for the default device.
+        mesh: of one axis, whose devices share each layer: each reads its part of the files alone. None for the default device.
+        schedule: how sums travel over the mesh in steps that compute everything, "sync" (the default) or another of
+            `parallel.auto.SCHEDULES`, or "auto". Steps over a window have few rows, and plain sums under all of them but
+            "exact", whose sums have its order there too.
 
     Raises:
-        ValueError: what is wrong with the files.
+        ValueError: what is wrong with the files, or which sizes the mesh does not divide.
     """
     check_dtype(dtype)
+    check_schedule(mesh, schedule)
     operations(weights=weights, kernels=kernels)  # what cannot run here is said before anything is read
     folder = hub.resolve(str(model), revision, console)
+    division = divide(diffusion.read_diffusion(folder).decoder, mesh, schedule)
     tokenizer = load_tokenizer(folder)
-    config, params = diffusion.load_diffusion(folder, DTYPES[dtype], console)
-    return DiffusionModel(config, params, tokenizer, dtype, weights, kernels, table, mesh)
+    shard = None if division is None else division.shardings
+    config, params = diffusion.load_diffusion(folder, DTYPES[dtype], console, shard)
+    return DiffusionModel(config, params, tokenizer, dtype, weights, kernels, table, division)

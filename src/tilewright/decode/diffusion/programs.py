@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from tilewright.compiled.store import Store
@@ -18,14 +18,12 @@ from tilewright.decode.diffusion.options import Denoising, row_options
 from tilewright.decode.diffusion.state import DiffusionState
 from tilewright.decode.diffusion.steps import Denoiser, run_steps
 from tilewright.decode.diffusion.window import BUCKETS, LayerCache, allocate
+from tilewright.decode.division import WHOLE, Division, on
 from tilewright.kernels.operations import Operations
 from tilewright.models.decoder import DecoderParams
 from tilewright.models.diffusion import DiffusionConfig
 from tilewright.models.stack import SINGLE_DEVICE
-from tilewright.parallel.schedules import TensorParallel
-
-AXIS = "tp"
-"""Of the mesh: heads, MLP columns and vocabulary are divided over it."""
+from tilewright.parallel.sharding import GROUPED_AXES
 
 
 @dataclass(frozen=True)
@@ -130,10 +128,10 @@ class DiffusionPrograms(Store[DiffusionKey]):
 
     def __init__(
         self, config: DiffusionConfig, ops: Operations, params: DecoderParams, dtype: DTypeLike, table: DiffusionTable,
-        mesh: Mesh | None = None,
+        division: Division | None = None,
     ):  # fmt: skip
         super().__init__()
-        self.config, self.ops, self.params, self.dtype, self.table, self.mesh = config, ops, params, dtype, table, mesh
+        self.config, self.ops, self.params, self.dtype, self.table, self.division = config, ops, params, dtype, table, division
 
     def denoiser(self, shape: DiffusionShape) -> Denoiser:
         more = int(self.config.shifted)
@@ -145,7 +143,7 @@ class DiffusionPrograms(Store[DiffusionKey]):
             dense=shape.dense,
             guided=shape.guided,
             buckets=self.table.buckets,
-            schedule=SINGLE_DEVICE if self.mesh is None else TensorParallel(AXIS),
+            schedule=SINGLE_DEVICE if self.division is None else self.division.schedule,
         )
 
     def keys(self, shape: DiffusionShape) -> tuple[DiffusionKey, ...]:
@@ -166,7 +164,7 @@ class DiffusionPrograms(Store[DiffusionKey]):
         make = partial(self.allocate, key.shape)
         if key.name == "allocate":
             make.__name__ = "allocate"  # type: ignore[attr-defined]
-            placed = None if self.mesh is None else self.placed(jax.eval_shape(make))
+            placed = None if self.division is None else on(self.division.mesh, self.placed(jax.eval_shape(make)))
             return jax.jit(make, out_shardings=placed).lower().compile()
         how = self.denoiser(key.shape)
 
@@ -175,26 +173,24 @@ class DiffusionPrograms(Store[DiffusionKey]):
 
         state = jax.eval_shape(lambda: self.state(key.shape, [], [], make()))
         limit = jax.ShapeDtypeStruct((), jnp.int32)
-        run = denoise if self.mesh is None else self.divided(denoise, state)
+        run = denoise if self.division is None else self.divided(denoise, state)
         return jax.jit(run, donate_argnums=1).lower(self.params, state, limit).compile()
 
     def divided(self, run: Callable[..., Any], state: Any) -> Callable[..., Any]:
         """A program in which each device computes with its part of the parameters and caches, all of them with one state."""
-        assert self.mesh is not None
+        assert self.division is not None
         parts = jax.tree.map(lambda x: x.sharding.spec, self.params)
-        held = jax.tree.map(lambda _: PartitionSpec(), state)
-        held = replace(held, caches=jax.tree.map(lambda sharding: sharding.spec, self.placed(state.caches)))
-        whole = PartitionSpec()
-        return jax.shard_map(run, mesh=self.mesh, in_specs=(parts, held, whole), out_specs=(held, whole), check_vma=False)
+        held = replace(jax.tree.map(lambda _: WHOLE, state), caches=self.placed(state.caches))
+        return jax.shard_map(
+            run, mesh=self.division.mesh, in_specs=(parts, held, WHOLE), out_specs=(held, WHOLE), check_vma=False
+        )
 
     def placed(self, caches: Any) -> Any:
-        """Where caches lie on the mesh: what belongs to heads is divided."""
-        mesh = self.mesh
-        assert mesh is not None
-        of_heads, whole = (NamedSharding(mesh, spec) for spec in (PartitionSpec(None, None, AXIS), PartitionSpec()))
+        """How caches lie on a mesh: what belongs to key/value heads is divided as these are, contexts by all heads."""
+        of_heads, of_queries = (PartitionSpec(None, None, axes) for axes in (GROUPED_AXES[0], GROUPED_AXES))
 
         def of_layer(_: LayerCache) -> LayerCache:
-            return LayerCache(k=of_heads, v=of_heads, context=of_heads, ffn=whole, base=of_heads)
+            return LayerCache(k=of_heads, v=of_heads, context=of_queries, ffn=WHOLE, base=of_heads)
 
         return jax.tree.map(of_layer, caches, is_leaf=lambda x: isinstance(x, LayerCache))
 
