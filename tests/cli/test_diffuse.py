@@ -72,6 +72,20 @@ def test_several_prompts_form_a_batch(run: Run, folder: Path, model: DiffusionMo
         assert prompt + result.text in ran.out
 
 
+def test_several_devices_give_the_same_text(run: Run, folder: Path, model: DiffusionModel):
+    want = model.generate(PROMPT, ASKED)[0]
+    ran = run("diffuse", PROMPT, "--model", folder, *SMALL, "--tensor-parallel", 2, "--schedule", "ring", "--json", "-")
+    assert ran.status == 0, ran.err
+    assert ran.json["response_tokens"] == [want.tokens]
+    assert (ran.json["devices"], ran.json["schedule"]) == (2, "ring")
+
+
+def test_the_schedule_of_an_automatic_choice_is_named(run: Run, folder: Path):
+    ran = run("diffuse", PROMPT, "--model", folder, *SMALL, "--tensor-parallel", 2, "--schedule", "auto")
+    assert ran.status == 0, ran.err
+    assert "--schedule auto: sync for 256 rows: no figures of the links between these devices" in " ".join(ran.out.split())
+
+
 def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=True, width=80, height=20, highlight=False, emoji=False, _environ={})
@@ -185,6 +199,10 @@ def test_an_interruption_keeps_what_was_there(run: Run, folder: Path, monkeypatc
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
+        (["--schedule", "ring"], "--schedule needs --tensor-parallel: on one device nothing is added up"),
+        (["--tensor-parallel", 2, "--schedule", "star"], "expected a schedule among sync, sequence, ring, domino, column, exact"),
+        (["--tensor-parallel", 3], "expected devices that divide 4 heads, 48 MLP columns, 40 tokens of the vocabulary"),
+        (["--tensor-parallel", 2, "--schedule", "domino"], "expected a batch that 2 micro-batches divide, found 1 rows"),
         (["--new-tokens", 20], "expected new_tokens that are a multiple of the block_length 8, found 20"),
         (["--new-tokens", 0], "expected new_tokens of at least 1, found 0"),
         (["--block-length", 0], "expected a block_length of at least 1, found 0"),

@@ -9,6 +9,7 @@ import pytest
 from cli.conftest import Run
 from cli.test_serve import process
 from reference.diffusion_folder import write_folder
+from tilewright.cli.common import DeviceOptions
 from tilewright.cli.serve_diffusion import DenoisingOptions
 from tilewright.decode.diffusion.model import load
 from tilewright.decode.diffusion.options import MODES, Denoising, Saliency
@@ -64,8 +65,8 @@ def caught(run: Run, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> dic
     """What the command makes of its arguments, up to where it would read weights."""
     seen: dict[str, Any] = {}
 
-    def engine(models: object, denoising: object, slots: object, shared: object, console: object) -> NoReturn:
-        seen.update(models=models, denoising=denoising, slots=slots, shared=shared)
+    def engine(models: object, devices: object, denoising: object, slots: object, shared: object, _: object) -> NoReturn:
+        seen.update(models=models, devices=devices, denoising=denoising, slots=slots, shared=shared)
         raise ValueError("enough is known")
 
     monkeypatch.setattr("tilewright.cli.serve.diffusion_engine", engine)
@@ -79,12 +80,14 @@ def test_the_command_line_is_read(run: Run, folder: Path, monkeypatch: pytest.Mo
         run, monkeypatch, folder, "--modes", "dense", "sparse", "--mode", "sparse", "--threshold", 0.9, "--tau", 0.95,
         "--suffix-window", 24, "--remasking", "entropy", "--new-tokens", 16, "--block-length", 8, "--positions", 64, 128,
         "--responses", 32, "--blocks", 8, 16, "--slots", 3, "--guard", "warn", "--queue-requests", 7, "--dtype", "bfloat16",
+        "--tensor-parallel", 2, "--schedule", "ring",
     )  # fmt: skip
     assert found["denoising"] == DenoisingOptions(
         "sparse", ("dense", "sparse"), 0.9, 0.95, 24, "entropy", 16, 8, (64, 128), (32,), (8, 16)
     )
     assert (found["slots"], found["shared"]) == (3, {"queue_requests": 7, "queue_tokens": 262_144, "guard": "warn"})
     assert (found["models"].model, found["models"].dtype) == (str(folder), "bfloat16")
+    assert found["devices"] == DeviceOptions(2, "ring")
     assert caught(run, monkeypatch, "--model", folder)["denoising"] == DenoisingOptions()
 
 

@@ -137,10 +137,12 @@ def test_an_engine_of_dense_steps_alone_takes_no_caches(rng: np.random.Generator
 
 
 @pytest.mark.slow
-def test_four_devices_give_what_one_does(rng: np.random.Generator):
+@pytest.mark.parametrize("schedule", ["sync", "ring"])
+def test_four_devices_give_what_one_does(rng: np.random.Generator, schedule: str):
     """Rows of a divided pool are taken out and put back on each device."""
     modes: tuple[Mode, ...] = ("prefix", "sparse")
-    one, four = (build("tiny", "xla", replace(BY_ITSELF, buckets=()), mesh=mesh) for mesh in (None, make_mesh({"tp": 4})))
+    own = replace(BY_ITSELF, buckets=())
+    one, four = build("tiny", "xla", own), build("tiny", "xla", own, mesh=make_mesh({"tp": 4}), schedule=schedule)
     asks = requests(4, 12, modes)
     want = expected(one, asks)
     table = replace(TABLE, batches=(1, 2), buckets=())
