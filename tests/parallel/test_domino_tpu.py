@@ -59,23 +59,25 @@ def assert_nothing_is_waited_for(module: Module, sums_at_the_end: int = 0) -> No
     assert sum(opcodes.count(name) for name in waiting) <= sums_at_the_end
 
 
+EVERY_TILE = 1.0
+"""An intensity by which any tile takes as long as a hop."""
 HOPS = 2 * (DEVICES - 1)
 """Of a sum: none was merged with another, and none left out."""
 LAST = HOPS
 """Hops that nothing is left to be computed beside: those that make the stream whole again."""
-PRODUCTS = 2 * (2 + 1 + 2) + 2 * (2 + 1) * DEVICES
-"""Of a layer, at the least: attention's, in tiles for two hops, and the MLP's, a tile for each device; gate and up are two."""
+PRODUCTS = 2 * (3 + 1 + 2 + 1) * DEVICES
+"""Of a layer, a tile for each device: q, k and v, output, gate and up, down."""
 
 
 def test_every_hop_but_those_of_the_last_sum_is_under_way_while_a_tile_is_multiplied():
     """Across halves and layers."""
-    module = compiled(Domino(least=64))
+    module = compiled(Domino(least=64, intensity=EVERY_TILE))
     found = windows(module)
     assert_nothing_is_waited_for(module)
     assert len(found) == 2 * 2 * LAYERS * HOPS
     assert sum(products == 0 for products in found) <= LAST, found
     first = found[: len(found) // LAYERS]
-    assert max(first) <= PRODUCTS // 8, "tiles are beside their own hops, and not all beside one of them"
+    assert max(first) <= PRODUCTS // 4, "tiles are beside their own hops, and not all beside one of them"
 
 
 @pytest.mark.slow

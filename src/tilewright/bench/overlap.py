@@ -32,7 +32,7 @@ from tilewright.models.decoder import DecoderConfig
 from tilewright.models.layers import rope_tables
 from tilewright.models.params import abstract
 from tilewright.models.stack import Rows, Schedule
-from tilewright.parallel.auto import AUTO, Auto
+from tilewright.parallel.auto import AUTO, Auto, schedule_of
 from tilewright.parallel.auto import SCHEDULES as NAMED
 from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.schedules import TensorParallel
@@ -272,7 +272,7 @@ def compiled(setup: Setup, phase: Phase, name: str, layers: int) -> Run:
     Raises:
         ValueError: the schedule cannot divide the phase's rows.
     """
-    schedule = WithoutCommunication(GROUPED_AXES) if name == BOUND else NAMED[name](GROUPED_AXES)
+    schedule = WithoutCommunication(GROUPED_AXES) if name == BOUND else schedule_of(name, GROUPED_AXES, None, setup.fabric)
     began = time.perf_counter()
     try:
         function, arguments = program(setup, phase, schedule, layers)

@@ -45,6 +45,11 @@ class TpuChip:
         """The clock that its peak implies."""
         return 1e3 * self.bf16_tflop_per_s / self.flops_per_cycle
 
+    @property
+    def operations_per_link_byte(self) -> float:
+        """What it does at its peak, in bfloat16, while a link passes a byte."""
+        return 1e3 * self.bf16_tflop_per_s / self.ici_gb_per_s
+
     def roofline_seconds(self, moved_bytes: float, flops: float) -> float:
         """The least time in which it can move these bytes to and from device memory and do these operations, side by side."""
         return max(moved_bytes / (1e9 * self.hbm_gb_per_s), flops / (1e12 * self.bf16_tflop_per_s))

@@ -1,6 +1,6 @@
 """`Auto`: the schedule that the cost model of `chips/layers.py` finds best, for each shape that is compiled."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax import Array
@@ -59,12 +59,17 @@ class Auto(TensorParallel):
         except ValueError:
             divisible = False
         chosen = self.choice(x.shape[0] * x.shape[1], divisible).name
-        return SCHEDULES[chosen](self.axis).run(stack, x, rows, kept, taps)
+        return schedule_of(chosen, self.axis, self.layer, self.fabric).run(stack, x, rows, kept, taps)
 
 
 def schedule_of(name: str, axis: Axis, layer: Layer | None, fabric: Fabric | None) -> TensorParallel:
     """The schedule of a name of `SCHEDULES`, or `AUTO`, whose choices go by the layer and the fabric."""
-    return Auto(axis, layer, fabric) if name == AUTO else SCHEDULES[name](axis)
+    if name == AUTO:
+        return Auto(axis, layer, fabric)
+    made = SCHEDULES[name](axis)
+    if fabric is not None and isinstance(made, Domino):
+        return replace(made, intensity=fabric.chip.operations_per_link_byte)
+    return made
 
 
 def fabric_of(mesh: Mesh) -> Fabric | None:

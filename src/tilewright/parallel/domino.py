@@ -1,13 +1,16 @@
-"""Sums that go hop by hop under tiles of products which do not depend on them: of another micro-batch, or of other columns.
+"""Sums that go hop by hop under products which do not depend on them: of another micro-batch, or of other columns.
 
 After Wang et al., "Domino: Eliminating Communication in LLM Training via Generic Tensor Slicing and Overlapping" (2024): its
 split of inputs by rows is `Domino`, that of weights by columns is `Column`.
+
+Legend: M rows of a device, R of a micro-batch (M times devices), H hidden size.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from math import ceil, prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,25 +19,26 @@ from jaxtyping import Float
 
 from tilewright.kernels.operations import Norm, Operations
 from tilewright.parallel import rings
+from tilewright.parallel.lanes import Lanes, Rows, farthest_first, gather, scatter
 from tilewright.parallel.schedules import TensorParallel, run_layers
 from tilewright.parallel.turns import cut
 
-Tree = TypeVar("Tree")
-
 LEAST_ROWS = 256
 """Of a tile: with fewer, a TPU takes longer to read the weights again than to multiply."""
+
+INTENSITY = 4000.0
+"""Operations that a chip does while a link passes a byte, where nothing else is said: about those of a v5e in bfloat16."""
 
 
 @dataclass(frozen=True)
 class Domino(TensorParallel):
     """Micro-batches that take turns, so that what one of them waits for is under way while another is computed.
 
-    The residual stream is divided along the rows, as that of `Sequence`. Products of the attention half are too short to hide
-    their own rows' travels: these are gathered, and partial sums scattered, hop by hop under the other's products. The MLP's
-    are long enough: they are those of `Ring`, under whose first one the other's hops find room too. Every hop is a permute
-    between neighbours, which every TPU's compiler lets run beside products, and is tied to a tile of them, for otherwise the
-    compiler puts all tiles beside one hop and nothing beside the others. As many bytes travel as in `TensorParallel`'s sums.
-    The gradient's hops are tied to its tiles in the same way.
+    The residual stream is divided along the rows, as that of `Sequence`. A product that begins a half is computed of the rows
+    of one device after another, as they come; one that ends it, of those of the farthest device first, whose sums set out at
+    once. So collectives may begin before the half is done that makes them, and end after the half has begun that needs them.
+    All of them, of all micro-batches, queue for the two ways round the ring (`lanes.Lanes`). As many bytes travel as in
+    `TensorParallel`'s sums.
 
     A batch is divided by its rows, or, where these cannot be, by positions over caches; see `turns.cut`. It pays in prefill and
     training: in decoding every micro-batch reads all weights again. Micro-batches whose rows times positions the devices do not
@@ -42,13 +46,15 @@ class Domino(TensorParallel):
 
     Attributes:
         count: of the micro-batches.
-        route: how rows and sums go round the ring; unrolled and in one chunk, whatever it says.
-        least: rows of a tile; products of fewer than twice as many stay whole.
+        route: how rows and sums go round the ring: both ways or one; unrolled and in one chunk, whatever it says.
+        least: rows of a tile; tiles are of as many devices' rows as make so many.
+        intensity: operations of the core while a link passes a byte, which tell how much is computed beside a hop.
     """
 
     count: int = 2
     route: rings.Route = field(default_factory=rings.Route)
     least: int = LEAST_ROWS
+    intensity: float = INTENSITY
 
     def __post_init__(self) -> None:
         if self.count < 2 or self.least < 1:
@@ -69,63 +75,203 @@ class Domino(TensorParallel):
         how = cut(x, rows, kept, self.count)
         if stack.norms is None or x.shape[0] * x.shape[1] // self.count % jax.lax.axis_size(self.axis):
             return super().run(stack, x, rows, kept, taps)
-        norms, beside = [stack.norms(layer)[0] for layer in stack.layers], BesideTiles(self.axis, self.route, self.least, 4)
-        groups = [Group(stack, beside, part, norms[0]) for part in how.streams(x)]
-        around, ops = [how.rows(rows, n) for n in range(self.count)], beside.tiled(stack.ops)
-        after, left = [], []
-        for layer, whole, norm in zip(stack.layers, kept, (*norms[1:], None), strict=True):
+        lanes = Lanes(self.axis, self.route.bidirectional, self.intensity)
+        norms = [stack.norms(layer) for layer in stack.layers]
+        groups = [Group(stack.ops, lanes, self.least, part, norms[0][0]) for part in how.streams(x)]
+        around, left, turn = [how.rows(rows, n) for n in range(self.count)], [], 0
+        after = [norm for norm, _ in norms[1:]]
+        for layer, whole, (_, norm), next_norm in zip(stack.layers, kept, norms, [*after, None], strict=True):
             for n, group in enumerate(groups):
-                out, own = stack.attend(ops, layer, stack.project(ops, layer, group.normed), around[n], how.kept(whole, n))
+                ops = group.operations(turn + self.count + n, norm)
+                projection = stack.project(ops, layer, group.own[None])
+                out, own = stack.attend(stack.ops, layer, projection, around[n], how.kept(whole, n))
                 whole = how.put(whole, n, own)
-                group.add(stack.output(ops, layer, beside.made(out)))
-            for group in groups:
-                group.mlp(layer)
-                if norm is not None:
-                    group.gather(norm)
-            after.append([group.own for group in groups])
+                lanes.worked(2.0 * out.size * out.shape[1])
+                stack.output(ops, layer, lanes.beside(out))
+            for n, group in enumerate(groups):
+                stack.mlp(group.operations(turn + 2 * self.count + n, next_norm), layer, group.own[None])
+            turn += 2 * self.count
             left.append(whole)
 
-        def joined(own: list[Array]) -> Array:
+        def joined(layer: int) -> Array:
+            own = [group.after(layer) for group in groups]
             parts = [rings.all_gather(part, self.axis, self.route) for part in own]
             return how.joined([part.reshape(group.shape) for group, part in zip(groups, parts, strict=True)])
 
-        return joined(after[-1]), tuple(joined(after[tap]) for tap in taps), tuple(left)
+        last = len(stack.layers) - 1
+        return joined(last), tuple(joined(tap) for tap in taps), tuple(left)
 
 
 class Group:
     """A micro-batch on its way through the layers. It exists while a program is traced.
 
     Attributes:
-        own: this device's rows of its residual stream, `[rows, H]`.
+        own: this device's rows of its residual stream, `[M, H]`, after the last half whose sum has come.
+        halves: the same after each half.
+        begun: halves whose sums were begun.
+        rows: normed ones of all devices, as far as they have come.
     """
 
-    def __init__(self, stack: Any, beside: "BesideTiles", x: Float[Array, "B T H"], norm: Norm):
+    def __init__(self, ops: Operations, lanes: Lanes, least: int, x: Float[Array, "B T H"], norm: Norm):
         """`norm` is the one that the layers begin with."""
-        self.stack, self.beside, self.shape = stack, beside, x.shape
-        rows = rings.shard_rows(x.shape[0] * x.shape[1], beside.axis)
-        first = jax.lax.axis_index(beside.axis) * rows
-        self.own = jax.lax.dynamic_slice_in_dim(x.reshape(-1, x.shape[-1]), first, rows)
-        self.wait: Callable[[], Array] = lambda: stack.ops.rms_norm(x, *norm)
+        self.ops, self.lanes, self.shape = ops, lanes, x.shape
+        size = rings.shard_rows(x.shape[0] * x.shape[1], lanes.axis)
+        self.own = jax.lax.dynamic_slice_in_dim(x.reshape(-1, x.shape[-1]), jax.lax.axis_index(lanes.axis) * size, size)
+        self.halves: list[Array] = []
+        self.begun, self.at_once = 0, min(lanes.size, ceil(least / size))
+        self.rows: Rows = self.cut(ops.rms_norm(x, *norm))
 
-    def gather(self, norm: Norm) -> None:
-        """Has all rows come, normed."""
-        normed = self.stack.ops.rms_norm(self.own, *norm)
-        self.wait = self.beside.start(rings.all_gather_hops(normed, self.beside.axis, self.beside.route))
+    def starts(self, order: Iterable[int]) -> tuple[Array, ...]:
+        """Where the rows of devices begin in the micro-batch; they are named by how many places they are ahead."""
+        return rings.row_starts(order, len(self.own), len(self.own), self.lanes.axis)
 
-    @property
-    def normed(self) -> Float[Array, "B T H"]:
-        """Those that `gather` had come."""
-        return self.wait().reshape(self.shape)
+    def after(self, layer: int) -> Float[Array, "M H"]:
+        """`own` after a layer that was begun."""
+        self.lanes.wait(lambda: len(self.halves) >= 2 * layer + 2)
+        return self.halves[2 * layer + 1]
 
-    def add(self, partial: Float[Array, "B T H"]) -> None:
-        """Begins the sum of the devices' partial sums."""
-        flat = partial.reshape(-1, partial.shape[-1])
-        self.wait = self.beside.start(rings.reduce_scatter_hops(flat, self.beside.axis, self.beside.route))
+    def operations(self, due: int, after: Norm | None) -> Operations:
+        """Products of a half: one of the rows that come, and one whose sum is begun and is added to `own` when it has come.
 
-    def mlp(self, layer: Any) -> None:
-        """The MLP half, once the sum has come."""
-        x = (self.own + self.wait())[None]
-        self.own = self.stack.mlp(self.beside.in_rings(self.stack.ops, self.shape), layer, x, x)[0]
+        Args:
+            due: the turn of this micro-batch's next half among all halves, in the order in which they are computed.
+            after: the norm of the next half, for which rows are gathered when the sum has come; None if there is none.
+        """
+        ops, inner = self.ops, []
+
+        def project(x: Array, w: Any, norm: Norm | None = None, bias: Any = None, count: Any = None, **which: int) -> Any:
+            made = self.tiles(lambda rows, w: ops.project(rows, w[0], bias=w[1], **which), (w, bias)).all()
+            starts = self.starts(made)
+
+            def whole(*parts: Array) -> Array:
+                return rings.placed(parts, starts).reshape(*self.shape[:-1], *parts[0].shape[1:])
+
+            return jax.tree.map(whole, *made.values())
+
+        def gated_linear(x: Array, w: Any, norm: Norm | None = None, count: Any = None) -> Array:
+            inner.append(self.tiles(ops.gated_linear, w))  # for `linear`, by which both are computed device by device
+            return x
+
+        def linear(
+            x: Array, w: Any, out_dtype: Any = None, norm: Norm | None = None, add: Array | None = None, count: Any = None
+        ) -> Array:
+            def part(rows: Array, w: Any) -> Array:
+                return ops.linear(rows, w, jnp.float32)
+
+            if inner:
+                self.sum_tiles(inner.pop(), part, w, due, after)
+            else:
+                self.begin_sum(self.lanes.ways(), self.cut(x), part, w, due, after)
+            return self.own[None]
+
+        return replace(ops, project=project, gated_linear=gated_linear, linear=linear)
+
+    def tiles(self, product: rings.Product, w: Any) -> "Tiles":
+        """A product of the rows that come, once the sum has come that was begun last."""
+        self.lanes.wait(lambda: len(self.halves) == self.begun)
+        return Tiles(self.lanes, product, w, self.rows, self.at_once)
+
+    def cut(self, x: Float[Array, "B T I"]) -> Rows:
+        """All rows, device by device."""
+        order = range(self.lanes.size)
+        return dict(zip(order, rings.sliced(x.reshape(-1, x.shape[-1]), self.starts(order)), strict=True))
+
+    def sum_tiles(self, tiles: "Tiles", product: rings.Product, w: Any, due: int, after: Norm | None) -> None:
+        """As `begin_sum`, of what is computed of rows as they come, and when all have come, of the farthest devices' first."""
+        while len(tiles.rows) < self.lanes.size > len(tiles.made):
+            tiles.next()
+        lengths = self.lanes.ways()
+        tiles.order = farthest_first(lengths, self.lanes.size)
+        while not tiles.made.keys() >= set(tiles.order[: len(lengths)]):
+            tiles.next()
+        self.begin_sum(lengths, tiles, product, w, due, after)
+        tiles.all()
+
+    def begin_sum(
+        self, lengths: dict[int, int], rows: "Rows | Tiles", product: rings.Product, w: Any, due: int, after: Norm | None
+    ) -> None:
+        """Begins the sum of the devices' products of rows, and what follows when it has come; see `operations`."""
+
+        def part(at: int, *came: Array) -> Array:
+            self.lanes.worked(product_operations(w, len(self.own)))
+            own, came = jax.lax.optimization_barrier((rows[at], came))  # else what comes is added by itself
+            made = weighted(product, w, own)
+            return sum((each.astype(made.dtype) for each in came), made).astype(self.own.dtype)
+
+        def then(total: Array) -> None:
+            self.own = self.own + total
+            self.halves.append(self.own)
+            if after is not None:
+                self.rows = {0: self.ops.rms_norm(self.own, *after)}
+                gather(self.lanes, self.rows, due)
+
+        self.begun += 1
+        scatter(self.lanes, lengths, part, due, then)
+
+
+@dataclass
+class Tiles:
+    """A product of the rows of one device after another, computed when its turn comes or when it is asked for.
+
+    Attributes:
+        rows: as far as they have come.
+        at_once: how many devices' rows make a tile.
+        made: what was computed, by how many places the device is ahead.
+        order: of the devices; that in which they come if it is empty.
+    """
+
+    lanes: Lanes
+    product: rings.Product
+    w: Any
+    rows: Rows
+    at_once: int
+    made: dict[int, Any] = field(default_factory=dict)
+    order: list[int] = field(default_factory=list)
+
+    def __getitem__(self, at: int) -> Any:
+        if at not in self.made:
+            self.compute([at])
+        return self.made[at]
+
+    def compute(self, places: Sequence[int]) -> None:
+        rows = together([self.rows[at] for at in places])
+        self.lanes.worked(product_operations(self.w, len(rows)))
+        leaves, tree = jax.tree.flatten(weighted(self.product, self.w, rows))
+        for at, *parts in zip(places, *(jnp.split(leaf, len(places)) for leaf in leaves), strict=True):
+            self.made[at] = tree.unflatten(parts)
+
+    def next(self) -> None:
+        """The next tile, beside what is under way."""
+        most = min(self.at_once, self.lanes.size - len(self.made))
+        self.lanes.wait(lambda: len(self.rows) >= len(self.made) + most)
+        new = [at for at in self.order or self.rows if at not in self.made][:most]
+        self.compute(new)
+        made, left = {at: self.made[at] for at in new}, {at: rows for at, rows in self.rows.items() if at not in self.made}
+        made, left = self.lanes.beside((made, left), product_operations(self.w, most * len(self.rows[0])))
+        self.made.update(made)
+        self.rows.update(left)
+
+    def all(self) -> dict[int, Any]:
+        """What is made of all rows."""
+        while len(self.made) < self.lanes.size:
+            self.next()
+        return self.made
+
+
+def weighted(product: rings.Product, w: Any, rows: Array) -> Any:
+    """The product, and its gradient by the weights for itself; see `rings.weighted`."""
+    return rings.weighted(product, w, rows, product(rows, jax.lax.stop_gradient(w)))
+
+
+def together(tiles: Sequence[Array]) -> Array:
+    """One after another; a TPU's compiler takes longer to concatenate them."""
+    starts = tuple(jnp.int32(n * len(tiles[0])) for n in range(len(tiles)))
+    return tiles[0] if len(tiles) == 1 else rings.placed(tuple(tiles), starts)
+
+
+def product_operations(w: Any, rows: int) -> float:
+    """Of the products of so many rows with matrices."""
+    return 2.0 * rows * sum(leaf.size for leaf in jax.tree.leaves(w) if leaf.ndim > 1)
 
 
 @dataclass(frozen=True)
@@ -168,113 +314,48 @@ class Column(TensorParallel):
         if not isinstance(w, Array) or w.shape[1] % self.parts:
             found = f"one of {w.shape[1]} columns" if isinstance(w, Array) else f"a {type(w).__name__}"
             raise ValueError(f"expected a matrix whose columns {self.parts} parts divide, found {found}")
-        x = x if norm is None else ops.rms_norm(x, *norm)
-        sums = BesideTiles(self.axis, self.route, self.least, products=1)
-        waits = []
+        rows = (x if norm is None else ops.rms_norm(x, *norm)).reshape(-1, x.shape[-1])
+        lanes, sums = Lanes(self.axis, self.route.bidirectional), []
         for part in jnp.split(w, self.parts, axis=1):
-            made = sums.product(lambda rows, w: ops.linear(rows, w, out_dtype), x, part)
-            waits.append(sums.start(rings.all_reduce_hops(made.reshape(-1, made.shape[-1]), self.axis, self.route)))
-        y = jnp.concatenate([wait().reshape(*x.shape[:-1], -1) for wait in waits], axis=-1)
+            made = self.product(lanes, lambda rows, w: ops.linear(rows, w, out_dtype), rows, part)
+            sums.append(Sum(lanes, made, len(sums)))
+        y = jnp.concatenate([each.wait() for each in sums], axis=-1).reshape(*x.shape[:-1], -1)
         return y if add is None else add + y
 
-
-class BesideTiles:
-    """What is under way while something is computed: at most one sum at a time, the next of which begins when it has come."""
-
-    def __init__(self, axis: rings.Axis, route: rings.Route, least: int, products: int):
-        """Of a sum's hops, `products` one after another have as many each beside them."""
-        self.axis, self.route, self.least = axis, replace(route, looped=False, chunk=None), least
-        self.most = 2 * rings.farthest(route.ways(jax.lax.axis_size(axis))) // products
-        self.last: Travelling | None = None
-
-    def start(self, hops: rings.Hops) -> Callable[[], Array]:
-        """Begins a sum. Returns what waits for it."""
-        if self.last is not None:
-            self.last.wait()
-        self.last = Travelling(hops)
-        return self.last.wait
-
-    def made(self, made: Tree) -> Tree:
-        """What was made while a hop was under way: both are done before the next hop and what is computed of `made` begin."""
-        return made if self.last is None else self.last.beside(made)
-
-    def product(self, product: rings.Product, x: Float[Array, "B T I"], w: Any) -> Any:
-        """The product of all rows, a tile of them beside each hop."""
-        rows, fixed = x.reshape(-1, x.shape[-1]), jax.lax.stop_gradient(w)
-        size = len(rows) // self.tiles(len(rows))
-        left, made = rows, None
-        for first in range(0, len(rows), size):
-            tile = product(left[first : first + size], fixed)
-            if made is None:
-                made = jax.tree.map(lambda leaf: jax.lax.empty((len(rows), *leaf.shape[1:]), leaf.dtype), tile)
-            made = jax.tree.map(partial(rings.put, start=first), made, tile)
-            made, left = self.made((made, left))
-        made = rings.weighted(product, w, rows, made)
-        return jax.tree.map(lambda leaf: leaf.reshape(*x.shape[:-1], *leaf.shape[1:]), made)
-
-    def tiles(self, rows: int) -> int:
-        """Into how many a product of so many rows is cut: one for each of its hops, if there are any and tiles large enough."""
-        most = 0 if self.last is None or self.last.arriving is None else self.most
-        return next((n for n in range(most, 1, -1) if rows % n == 0 and rows // n >= self.least), 1)
-
-    def tiled(self, ops: Operations) -> Operations:
-        """Products cut into tiles, of rows that were normed before."""
-
-        def project(x: Array, w: Any, norm: Norm | None = None, bias: Any = None, count: Any = None, **which: int) -> Any:
-            return self.product(lambda rows, w: ops.project(rows, w[0], bias=w[1], **which), x, (w, bias))
-
-        def gated_linear(x: Array, w: Any, norm: Norm | None = None, count: Any = None) -> Any:
-            return self.product(ops.gated_linear, x, w)
-
-        def linear(
-            x: Array, w: Any, out_dtype: Any = None, norm: Norm | None = None, add: Array | None = None, count: Any = None
-        ) -> Array:
-            y = self.product(lambda rows, w: ops.linear(rows, w, out_dtype), x, w)
-            return y if add is None else add + y
-
-        return replace(ops, project=project, gated_linear=gated_linear, linear=linear)
-
-    def in_rings(self, ops: Operations, shape: tuple[int, ...]) -> Operations:
-        """The products of an MLP between a device's own rows `[1, rows, H]` and all those of a micro-batch of this shape."""
-
-        def gated_linear(x: Array, w: Any, norm: Norm, count: Any = None) -> Array:
-            own = ops.rms_norm(x[0], *norm)
-            y = rings.all_gather_matmul(own, w, self.axis, ops.gated_linear, self.route, self.made)
-            return y.reshape(*shape[:-1], -1)
-
-        def linear(x: Array, w: Any, add: Array, count: Any = None) -> Array:
-            def wide(rows: Array, w: Any) -> Array:
-                return ops.linear(rows, w, jnp.float32)
-
-            return add + rings.matmul_reduce_scatter(x.reshape(-1, x.shape[-1]), w, self.axis, wide, self.route, x.dtype)
-
-        return replace(ops, gated_linear=gated_linear, linear=linear)
+    def product(self, lanes: Lanes, product: rings.Product, rows: Float[Array, "R I"], w: Array) -> Float[Array, "R O"]:
+        """The product of all rows, a tile of them beside each hop of a sum that is under way, where tiles are large enough."""
+        most, fixed = max(1, *(2 * lane.hops for lane in lanes.lanes.values())), jax.lax.stop_gradient(w)
+        count = next(n for n in range(most, 0, -1) if n == 1 or (len(rows) % n == 0 and len(rows) // n >= self.least))
+        left, made = jnp.split(rows, count), []
+        while left:
+            tile, left = lanes.beside((product(left[0], fixed), left[1:]))
+            made.append(tile)
+        return rings.weighted(product, w, rows, together(made))
 
 
-class Travelling:
-    """A sum on its way, whose hops are issued one by one while a program is traced."""
+class Sum:
+    """A sum over the devices on its way. Rows that they do not divide go in pieces of their numbers, the last one padded."""
 
-    def __init__(self, hops: rings.Hops):
-        self.hops, self.arriving, self.sum = hops, None, None
-        self.go_on(None)
+    def __init__(self, lanes: Lanes, x: Float[Array, "R O"], due: int):
+        self.lanes, self.shape = lanes, x.shape
+        pieces = x if len(x) % lanes.size == 0 else jnp.pad(x.reshape(-1), (0, -x.size % lanes.size)).reshape(lanes.size, -1)
+        self.size = len(pieces) // lanes.size
+        parts = rings.sliced(pieces, self.starts(range(lanes.size)))
+        self.rows: Rows = {}
 
-    def go_on(self, came: Any) -> None:
-        try:
-            self.arriving = self.hops.send(came)
-        except StopIteration as end:
-            self.arriving, self.sum = None, end.value
+        def then(total: Array) -> None:
+            self.rows[0] = total
+            gather(lanes, self.rows, due)
 
-    def beside(self, made: Tree) -> Tree:
-        """Ties a hop to what is computed beside it."""
-        if self.arriving is None:
-            return made
-        came, made = jax.lax.optimization_barrier((self.arriving, made))
-        self.go_on(came)
-        return made
+        def part(at: int, *came: Array) -> Array:
+            return sum(came, parts[at])
 
-    def wait(self) -> Array:
-        """The sum, once all hops that are left have been issued."""
-        while self.arriving is not None:
-            self.go_on(self.arriving)
-        assert self.sum is not None
-        return self.sum
+        scatter(lanes, lanes.ways(), part, due, then)
+
+    def starts(self, order: Iterable[int]) -> tuple[Array, ...]:
+        return rings.row_starts(order, self.size, self.size, self.lanes.axis)
+
+    def wait(self) -> Float[Array, "R O"]:
+        self.lanes.wait(lambda: len(self.rows) == self.lanes.size)
+        whole = rings.placed(tuple(self.rows.values()), self.starts(self.rows))
+        return whole.reshape(-1)[: prod(self.shape)].reshape(self.shape)

@@ -9,7 +9,7 @@ hop to hop. The collectives of matrices' rows (`all_gather_matmul`, `matmul_redu
 `Route`. After Wang et al., "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS 2023).
 """
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
@@ -323,42 +323,6 @@ def all_reduce(x: Float[Array, "R ..."], axis: Axis, route: Route = Route()) -> 
     return all_gather(reduce_scatter(pieces, axis, whole), axis, whole).reshape(-1)[: x.size].reshape(x.shape)
 
 
-Hops = Generator[list[Array], list[Array], Array]
-"""A collective, a hop at a time, for whoever has something to compute meanwhile: it yields what is arriving and takes it back,
-perhaps tied to what was computed meanwhile; the result is what it returns. There are `farthest` hops of the route's ways."""
-
-
-def reduce_scatter_hops(x: Float[Array, "R ..."], axis: Axis, route: Route = Route()) -> Hops:
-    """`reduce_scatter`, unrolled and in one chunk, whatever the route says."""
-    ways, sums = route.ways(jax.lax.axis_size(axis)), []
-    parts = _parts(x, ways, shard_rows(len(x), axis), axis)
-    for hop in range(farthest(ways), 0, -1):
-        here = [parts[way.by * hop][0] for way in ways if way.hops >= hop]
-        joined = [came + own for came, own in zip(sums, here, strict=False)]
-        sums = yield [shift(part, axis, -way.by) for way, part in zip(ways, joined + here[len(joined) :], strict=False)]
-    return sum(sums[1:], start=sums[0]) + parts[0][0] if sums else parts[0][0]
-
-
-def all_gather_hops(x: Float[Array, "M ..."], axis: Axis, route: Route = Route()) -> Hops:
-    """`all_gather`, unrolled and in one chunk, whatever the route says."""
-    ways = route.ways(jax.lax.axis_size(axis))
-    tiles, held = {0: x}, [x] * len(ways)
-    for hop in range(1, farthest(ways) + 1):
-        going = [way for way in ways if way.hops >= hop]
-        held = yield [shift(part, axis, way.by) for way, part in zip(going, held, strict=False)]
-        tiles |= {way.by * hop: part for way, part in zip(going, held, strict=True)}
-    return placed(tuple(tiles.values()), row_starts(tiles, len(x), len(x), axis))
-
-
-def all_reduce_hops(x: Float[Array, "R ..."], axis: Axis, route: Route = Route()) -> Hops:
-    """`all_reduce`: the hops of `reduce_scatter_hops`, then as many of `all_gather_hops`."""
-    size = jax.lax.axis_size(axis)
-    pieces = x if len(x) % size == 0 else jnp.pad(x.reshape(-1), (0, -x.size % size)).reshape(size, -1)
-    own = yield from reduce_scatter_hops(pieces, axis, route)
-    whole = yield from all_gather_hops(own, axis, route)
-    return whole.reshape(-1)[: x.size].reshape(x.shape)
-
-
 def shard_rows(rows: int, axis: Axis) -> int:
     """A device's share of so many rows.
 
@@ -402,23 +366,6 @@ def sliced(whole: Array, starts: tuple[Array, ...]) -> tuple[Array, ...]:
 # write zeros in their places, or add as many whole arrays as there are tiles.
 placed.defvjp(lambda tiles, starts: (placed(tiles, starts), starts), lambda starts, due: (sliced(due, starts), None))
 sliced.defvjp(lambda whole, starts: (sliced(whole, starts), starts), lambda starts, due: (placed(tuple(due), starts), None))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def put(whole: Array, tile: Array, start: int) -> Array:
-    """A tile in its place among rows of which nobody has read that place: their gradient goes on as it is."""
-    return jax.lax.dynamic_update_slice_in_dim(whole, tile, start, 0)
-
-
-def _put_forward(whole: Array, tile: Array, start: int) -> tuple[Array, int]:
-    return put(whole, tile, start), len(tile)
-
-
-def _put_backward(start: int, size: int, due: Array) -> tuple[Array, Array]:
-    return due, jax.lax.dynamic_slice_in_dim(due, start, size)
-
-
-put.defvjp(_put_forward, _put_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -1,0 +1,208 @@
+"""Hops of several collectives on the ways round a ring, tied to what is computed meanwhile. Within `jax.shard_map`.
+
+Each way round is a lane, on which one hop is under way at a time. Collectives queue: whenever a lane is free, that one goes on
+which is needed first. So both directions of every link are busy as long as anything waits for one of them, whichever
+collectives it belongs to, where a collective by itself leaves one direction idle at its last hop, and both between two of them.
+
+All this happens while a program is traced. A hop is a permute between neighbours, which every TPU's compiler lets run beside
+products; it is tied to as much compute as it takes by `jax.lax.optimization_barrier`, for otherwise the compiler puts all tiles
+of a product beside one hop and nothing beside the others. The gradient's hops are tied to its tiles in the same way.
+"""
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import jax
+from jax import Array
+from jaxtyping import Float
+
+from tilewright.parallel import rings
+
+Tree = TypeVar("Tree")
+
+Leg = Generator[Array, Array, None]
+"""A collective's hops on one lane: it yields what a device sends and takes what arrives."""
+
+Rows = dict[int, Array]
+"""Of each device, by how many places it is ahead."""
+
+
+@dataclass
+class Travel:
+    """A collective with so many legs that have not arrived."""
+
+    legs: int
+    then: Callable[[], None]
+
+    def arrived(self) -> None:
+        self.legs -= 1
+        if not self.legs:
+            self.then()
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A leg whose next hop sends `sent`; see `Lanes.begin`."""
+
+    due: int
+    number: int
+    sent: Array
+    leg: Leg
+    travel: Travel
+
+
+@dataclass
+class Lane:
+    """One way round.
+
+    Attributes:
+        step: of its hops; see `rings.shift`.
+        hops: queued or under way.
+        arriving, going: what is under way, if anything is, and whose it is.
+        operations: of the core since it departed.
+    """
+
+    step: int
+    queue: list[Waiting] = field(default_factory=list)
+    hops: int = 0
+    arriving: Array | None = None
+    going: Waiting | None = None
+    operations: float = 0.0
+
+
+class Lanes:
+    """The ways round a ring, and what is queued on them.
+
+    Attributes:
+        size: devices on the ring.
+        lanes: by the step of their hops.
+        intensity: operations that the core does while a link passes a byte: how much compute a hop is tied to. By default
+            whatever is computed next.
+    """
+
+    def __init__(self, axis: rings.Axis, bidirectional: bool, intensity: float = 0.0):
+        self.axis, self.size, self.intensity = axis, jax.lax.axis_size(axis), intensity
+        steps = (1, -1) if bidirectional and self.size > 2 else (1,)
+        self.lanes, self.begun = {step: Lane(step) for step in steps}, 0
+
+    def ways(self) -> dict[int, int]:
+        """How many hops of the next collective go on each lane; the longer way is that on which less is queued."""
+        first, *others = sorted(self.lanes.values(), key=lambda lane: lane.hops)
+        back = (self.size - 1) // 2 if others else 0
+        lengths = {first.step: self.size - 1 - back, **{lane.step: back for lane in others}}
+        return {step: hops for step, hops in lengths.items() if hops}
+
+    def begin(self, legs: dict[int, Leg], lengths: dict[int, int], due: int, then: Callable[[], None]) -> None:
+        """Queues a collective.
+
+        Args:
+            legs, lengths: on each lane, with the hops of each.
+            due: when its result is needed, in any unit: of those that could go on, the one with the least goes.
+            then: is called when the last of its hops has arrived.
+        """
+        self.begun += 1
+        travel = Travel(len(legs), then)
+        for step, leg in legs.items():
+            lane = self.lanes[step]
+            lane.hops += lengths[step]
+            lane.queue.append(Waiting(due, self.begun, next(leg), leg, travel))
+            self.depart(lane)
+        if not legs:
+            then()
+
+    def depart(self, lane: Lane) -> None:
+        """Sends what is needed first, if the lane is free."""
+        if lane.queue and lane.arriving is None:
+            lane.going = min(lane.queue, key=lambda each: (each.due, each.number))
+            lane.queue.remove(lane.going)
+            lane.arriving, lane.operations = rings.shift(lane.going.sent, self.axis, lane.step), 0.0
+
+    def worked(self, operations: float) -> None:
+        """Counts operations as beside all hops under way."""
+        for lane in self.lanes.values():
+            lane.operations += operations
+
+    def hop_operations(self, lane: Lane) -> float:
+        """Operations that take as long as the hop under way."""
+        return self.intensity * (0 if lane.arriving is None else lane.arriving.nbytes)
+
+    def beside(self, made: Tree, following: float = 0.0) -> Tree:
+        """Ties those hops under way to what was computed that have had enough beside them (see `worked`).
+
+        Args:
+            made: what was computed, and whatever is to be read only when they have arrived.
+            following: operations of what could be computed before they are tied.
+        """
+        ready = [lane for lane in self.lanes.values() if lane.operations + following / 2 >= self.hop_operations(lane)]
+        return self.arrive(ready, made)
+
+    def arrive(self, lanes: list[Lane], made: Tree) -> Tree:
+        """What is under way on these lanes arrives, not before `made` is; what is queued departs."""
+        lanes = [lane for lane in lanes if lane.arriving is not None]
+        if not lanes:
+            return made
+        came, made = jax.lax.optimization_barrier(([lane.arriving for lane in lanes], made))
+        ended, going = [], [lane.going for lane in lanes]
+        for lane in lanes:
+            lane.arriving, lane.hops = None, lane.hops - 1
+        for lane, own, waiting in zip(lanes, came, going, strict=True):
+            assert waiting is not None
+            try:
+                waiting.sent = waiting.leg.send(own)
+                lane.queue.append(waiting)
+            except StopIteration:
+                ended.append(waiting.travel)
+            self.depart(lane)
+        for travel in ended:
+            travel.arrived()
+        return made
+
+    def wait(self, enough: Callable[[], bool]) -> None:
+        """Lets hops arrive, with nothing beside them, until it is enough."""
+        while not enough():
+            assert any(lane.arriving is not None for lane in self.lanes.values()), "nothing is under way that could bring it"
+            self.arrive(list(self.lanes.values()), ())
+
+
+def gather(lanes: Lanes, came: Rows, due: int, then: Callable[[], None] = lambda: None) -> None:
+    """Begins to bring the rows of all devices into `came`, in the order in which they come; this device's are there."""
+
+    def leg(step: int, hops: int) -> Leg:
+        rows = came[0]
+        for hop in range(1, hops + 1):
+            rows = yield rows
+            came[step * hop % lanes.size] = rows
+
+    lengths = lanes.ways()
+    lanes.begin({step: leg(step, hops) for step, hops in lengths.items()}, lengths, due, then)
+
+
+def scatter(
+    lanes: Lanes, lengths: dict[int, int], part: Callable[..., Array], due: int, then: Callable[[Float[Array, "M H"]], None]
+) -> None:
+    """Begins the sum of the devices' parts of each other's rows, that of the farthest device first on each lane.
+
+    Args:
+        lengths: hops on each lane; see `Lanes.ways`.
+        part: `(at, *came) -> total`: what came and on top of it this device's part of the sum of the rows of the device so many
+            places ahead. It is asked for when that has come, so that a product takes the addition in.
+        then: is called with the sum of this device's own rows.
+    """
+    sums: list[Array] = []
+
+    def leg(step: int, hops: int) -> Leg:
+        total = part(-step * hops % lanes.size)
+        for hop in range(hops - 1, 0, -1):
+            came = yield total
+            total = part(-step * hop % lanes.size, came)
+        sums.append((yield total))
+
+    legs = {step: leg(step, hops) for step, hops in lengths.items()}
+    lanes.begin(legs, lengths, due, lambda: then(part(0, *sums)))
+
+
+def farthest_first(lengths: dict[int, int], size: int) -> list[int]:
+    """The devices in the order in which `scatter` asks for their parts; this one is the last."""
+    hops = range(max(lengths.values(), default=0), 0, -1)
+    return [*(-step * hop % size for hop in hops for step, most in lengths.items() if hop <= most), 0]
