@@ -26,6 +26,9 @@ TILE_PASSES = 5
 LEAST_GAIN = 0.1
 """By which share another schedule has to be faster than `sync` to be chosen: by so much these estimates were off."""
 
+LATE_SHARE = 0.5
+"""Of the time in which links are busy, how much is exposed of queued hops: compilers were seen to begin them late."""
+
 MICRO_BATCHES = 2
 
 
@@ -140,14 +143,12 @@ def ring(costs: Costs, rows: int, layer: Layer) -> Estimate:
 
 
 def domino(costs: Costs, rows: int, layer: Layer) -> Estimate:
-    """Micro-batches: of each, rows and sums that travel beside the other's attention half, and the MLP's as those of `ring`."""
-    own, (attention, (first, last)) = rows // MICRO_BATCHES, layer.halves
-    hops, beside = costs.hops * costs.hop_s(own, layer), sum(costs.product_s(own, product) for product in attention)
-    # The other's hops, and a micro-batch's own, have the same links while the MLP's first product is computed.
-    in_mlp = max(costs.ring_exposed_s(own, layer, first), 2 * hops - costs.tiles_s(own, first))
-    exposed = max(0.0, hops - beside) + max(0.0, in_mlp) + costs.ring_exposed_s(own, layer, last)
-    products = beside + costs.tiles_s(own, first) + costs.tiles_s(own, last)
-    return Estimate(MICRO_BATCHES * products + costs.stream_s(rows, layer, TILE_PASSES), MICRO_BATCHES * exposed)
+    """Micro-batches, whose rows and sums queue for the links beside tiles of all products."""
+    own, products = rows // MICRO_BATCHES, [product for half in layer.halves for product in half]
+    compute = MICRO_BATCHES * sum(costs.tiles_s(own, product) for product in products) + costs.stream_s(rows, layer, TILE_PASSES)
+    # Of a ring both ways, an all-gather and a reduce-scatter for each half.
+    links = MICRO_BATCHES * 2 * len(layer.halves) * (costs.devices - 1) / 2 * costs.hop_s(own, layer)
+    return Estimate(compute, max(LATE_SHARE * links, links - (1 - LATE_SHARE) * compute))
 
 
 ESTIMATES: Mapping[str, Callable[[Costs, int, Layer], Estimate]] = MappingProxyType(

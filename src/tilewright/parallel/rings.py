@@ -175,7 +175,6 @@ def all_gather_matmul(
     axis: Axis,
     product: Product = jnp.matmul,
     route: Route = Route(),
-    beside: Callable[[Tree], Tree] = lambda made: made,
 ) -> Tree:
     """The product of all devices' rows with this device's columns: rows are under way while those that came are multiplied.
 
@@ -188,8 +187,6 @@ def all_gather_matmul(
         axis: name of the mesh axis.
         product: of some rows and `w`. It may hold constants, but nothing that the gradient is taken by.
         route: how the rows travel.
-        beside: ties what a hop brings and the two tiles that are made meanwhile to something else that is under way; not called
-            for the first hop, beside which there is one tile. Of routes that are not looped.
 
     Returns:
         rows of all devices, in their order: `[M * devices, O]`, or a tree of such.
@@ -213,7 +210,7 @@ def all_gather_matmul(
         for way, each in zip(ways, stacked, strict=True):
             tiles |= {way.by * (hop + 1): jax.tree.map(itemgetter(hop), each) for hop in range(repeated)}
     for hop in range(repeated + 1, farthest(ways) + 1):
-        held, made = beside(visit(held, [way for way in ways if way.hops > hop]))
+        held, made = visit(held, [way for way in ways if way.hops > hop])
         tiles |= {way.by * hop: each for way, each in zip(ways, made, strict=False)}
     starts = row_starts(tiles, rows, chunk, axis)
     whole, y = jax.tree.map(lambda *leaves: placed(leaves, starts), *(tile for each in tiles.values() for tile in each))
