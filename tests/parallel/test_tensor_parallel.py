@@ -155,7 +155,7 @@ QUICK_CACHED = [("llama", "domino", 4, 1), ("llama", "ring", 8, 1), ("qwen3", "d
 def test_prefill_and_decoding_over_caches(family: str, schedule: str, devices: int, batch: int):
     """Rows at their own places; each device's caches hold the heads that its queries read, and nothing else."""
     config, how = CONFIGS[family], SCHEDULES[schedule]
-    count = how.count if isinstance(how, Domino) else 1
+    count = how.count or 2 if isinstance(how, Domino) else 1
     mesh, params = placed(family, devices)
     specs = jax.tree.map(lambda x: x.sharding.spec, params)
     heads = PartitionSpec(None, "kv")

@@ -26,7 +26,7 @@ TILE_PASSES = 5
 LEAST_GAIN = 0.1
 """By which share another schedule has to be faster than `sync` to be chosen: by so much these estimates were off."""
 
-LATE_SHARE = 0.5
+LATE_SHARE = 0.45
 """Of the time in which links are busy, how much is exposed of queued hops: compilers were seen to begin them late."""
 
 MICRO_BATCHES = 2
@@ -145,7 +145,8 @@ def ring(costs: Costs, rows: int, layer: Layer) -> Estimate:
 def domino(costs: Costs, rows: int, layer: Layer) -> Estimate:
     """Micro-batches, whose rows and sums queue for the links beside tiles of all products."""
     own, products = rows // MICRO_BATCHES, [product for half in layer.halves for product in half]
-    compute = MICRO_BATCHES * sum(costs.tiles_s(own, product) for product in products) + costs.stream_s(rows, layer, TILE_PASSES)
+    tiles = MICRO_BATCHES * sum(costs.tiles_s(own, product) for product in products)
+    compute = tiles + costs.stream_s(rows, layer, TILE_PASSES)
     # Of a ring both ways, an all-gather and a reduce-scatter for each half.
     links = MICRO_BATCHES * 2 * len(layer.halves) * (costs.devices - 1) / 2 * costs.hop_s(own, layer)
     return Estimate(compute, max(LATE_SHARE * links, links - (1 - LATE_SHARE) * compute))

@@ -45,19 +45,20 @@ class Domino(TensorParallel):
     divide go the way of `TensorParallel`, as do layers whose halves begin with anything but a norm.
 
     Attributes:
-        count: of the micro-batches.
+        count: of the micro-batches; by default 4 where these are rows of the batch that leave a device enough of each for two
+            tiles, and 2 elsewhere. The more there are, the more there is to compute while one of them waits.
         route: how rows and sums go round the ring: both ways or one; unrolled and in one chunk, whatever it says.
         least: rows of a tile; tiles are of as many devices' rows as make so many.
         intensity: operations of the core while a link passes a byte, which tell how much is computed beside a hop.
     """
 
-    count: int = 2
+    count: int | None = None
     route: rings.Route = field(default_factory=rings.Route)
     least: int = LEAST_ROWS
     intensity: float = INTENSITY
 
     def __post_init__(self) -> None:
-        if self.count < 2 or self.least < 1:
+        if (self.count is not None and self.count < 2) or self.least < 1:
             found = f"{self.count} and {self.least}"
             raise ValueError(f"expected at least 2 micro-batches, and tiles of at least 1 row, found {found}")
 
@@ -72,25 +73,28 @@ class Domino(TensorParallel):
         Raises:
             ValueError: the batch cannot be divided; see `turns.cut`.
         """
-        how = cut(x, rows, kept, self.count)
-        if stack.norms is None or x.shape[0] * x.shape[1] // self.count % jax.lax.axis_size(self.axis):
+        size, (batch, length, _) = jax.lax.axis_size(self.axis), x.shape
+        many = batch % 4 == 0 and batch // 4 * length >= 2 * self.least * size
+        count = self.count or (4 if many else 2)
+        how = cut(x, rows, kept, count)
+        if stack.norms is None or batch * length // count % size:
             return super().run(stack, x, rows, kept, taps)
         lanes = Lanes(self.axis, self.route.bidirectional, self.intensity)
         norms = [stack.norms(layer) for layer in stack.layers]
         groups = [Group(stack.ops, lanes, self.least, part, norms[0][0]) for part in how.streams(x)]
-        around, left, turn = [how.rows(rows, n) for n in range(self.count)], [], 0
+        around, left, turn = [how.rows(rows, n) for n in range(count)], [], 0
         after = [norm for norm, _ in norms[1:]]
         for layer, whole, (_, norm), next_norm in zip(stack.layers, kept, norms, [*after, None], strict=True):
             for n, group in enumerate(groups):
-                ops = group.operations(turn + self.count + n, norm)
+                ops = group.operations(turn + count + n, norm)
                 projection = stack.project(ops, layer, group.own[None])
                 out, own = stack.attend(stack.ops, layer, projection, around[n], how.kept(whole, n))
                 whole = how.put(whole, n, own)
                 lanes.worked(2.0 * out.size * out.shape[1])
                 stack.output(ops, layer, lanes.beside(out))
             for n, group in enumerate(groups):
-                stack.mlp(group.operations(turn + 2 * self.count + n, next_norm), layer, group.own[None])
-            turn += 2 * self.count
+                stack.mlp(group.operations(turn + 2 * count + n, next_norm), layer, group.own[None])
+            turn += 2 * count
             left.append(whole)
 
         def joined(layer: int) -> Array:
