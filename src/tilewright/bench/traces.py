@@ -114,7 +114,7 @@ def accepted_before(tokens: Sequence[int], drafts: Sequence[np.ndarray]) -> str:
 
 def seconds_of(trace: Trace, costs: Costs, chooser: Policy | Choice) -> tuple[float, dict[Choice, int]]:
     """How long a text would have taken with a policy, or with one choice alone, and the rounds of each choice."""
-    place, seconds, rounds, heard = 0, 0.0, dict[Choice, int](), 0
+    place, seconds, rounds, heard = 0, 0.0, dict[Choice, int](), dict[Choice, int]()
     while place < trace.length:
         choice, most = (chooser, STEPS_PER_DISPATCH) if isinstance(chooser, Choice) else chooser.next(STEPS_PER_DISPATCH)[:2]
         drafted, accepted, cost = [], [], costs.rounds[choice]
@@ -127,26 +127,30 @@ def seconds_of(trace: Trace, costs: Costs, chooser: Policy | Choice) -> tuple[fl
         seconds += costs.dispatch
         rounds[choice] = rounds.get(choice, 0) + len(drafted)
         if isinstance(chooser, Policy):
-            heard = overheard(trace, heard, min(place, trace.length), chooser)
+            overheard(trace, heard, min(place, trace.length), chooser)
             was, agreed = (np.asarray(each, np.int32)[:, None] for each in (drafted, accepted))
             chooser.observe(choice, was, agreed, np.ones(was.shape, bool))
     return seconds, rounds
 
 
-def overheard(trace: Trace, begin: int, end: int, policy: Policy) -> int:
-    """Tells a policy of the n-gram rounds that are plain from the text up to `end`. Returns where the next begins."""
-    own = [choice for choice in trace.accepted if choice.drafter == NGram.name]
-    if own:
-        counts, drafted, accepted = trace.accepted[max(own)], list[int](), list[int]()
+def overheard(trace: Trace, heard: dict[Choice, int], end: int, policy: Policy) -> None:
+    """Tells a policy of the n-gram rounds that are plain from the text up to `end`.
+
+    Args:
+        heard: where the next round of each width begins; it is brought up to date.
+    """
+    rounds: dict[int, list[tuple[int, int]]] = {}
+    for choice in (choice for choice in trace.accepted if choice.drafter == NGram.name):
+        counts, begin, own = trace.accepted[choice], heard.get(choice, 0), rounds.setdefault(choice.width, [])
         while begin < end:
             agreed = 0 if counts[begin] == IDLE else DIGITS.index(counts[begin])
             if begin + agreed >= end:
                 break
-            drafted.append(int(counts[begin] != IDLE))
-            accepted.append(agreed)
+            own.append((int(counts[begin] != IDLE), agreed))
             begin += agreed + 1
-        policy.overhear(NGram.name, drafted, accepted)
-    return begin
+        heard[choice] = begin
+    if rounds:
+        policy.overhear(NGram.name, rounds)
 
 
 def costs_of(records: Sequence[Mapping[str, Any]], drafter: str = "dflash") -> Costs:
