@@ -16,8 +16,6 @@ import numpy as np
 
 ALLOWANCE = 0.005
 """The share of the time that may be lost to trying drafters that are off."""
-CURIOSITY = 0.02
-"""The same for those of which next to nothing was seen yet."""
 PROBE = 4
 """Rounds in which a drafter that is off is tried."""
 FIRST_LOOK = 4
@@ -25,8 +23,6 @@ FIRST_LOOK = 4
 itself where it has nothing, and begins with as many rounds as there may be between two looks."""
 REFRESHED = 64
 """Rounds after which drafters that are off are thought of anew."""
-LONGEST_LOOK = 32
-"""The most rounds of a drafter between two looks."""
 DISPATCHING = 0.025
 """The share of the time that dispatches may take by themselves: where they cost much beside a round, looks are rarer."""
 MEMORY = 12.0
@@ -39,17 +35,13 @@ OPTIMISM = 0.7
 """The expected acceptance of a draft of which nothing was seen yet, of the drafter that is named first."""
 CAUTION = 0.3
 """The same of the others: to try each of several costs more than most texts give back, and the allowance tries them too."""
-WATCHING = 1.3
-"""What it is worth that a drafter proposes nothing where it has nothing: its rounds see when a text begins to repeat itself,
-which the next look may see 32 rounds later. This and the three numbers before it are from simulations on recorded acceptance,
-of several machines' costs (`benchmarks/round_traces.py`)."""
-WATCHING_OF_PLAIN = 1.06
-"""The same beside plain decoding, of which nothing is lost by the next look but what a repetition would have given."""
-CORRECTION = 0.3
-"""How far the cost of a choice follows the time of a dispatch, as a power of their quotient."""
+CORRECTION = 0.2
+"""How far the costs of a drafter's choices follow the time of a dispatch of one of them, as a power of their quotient. What its
+widths cost beside each other was measured in turns; single dispatches are too uneven to tell them apart."""
 PACING = 0.15
 """The same of the pace of all choices. Whatever runs is slower than its fastest run was, and what does not run must not look
-better for that: only what a dispatch is slower than the others is put down to its choice."""
+better for that: only what a dispatch is slower than the others is put down to its drafter. These two are from simulations with
+uneven dispatches and wrong costs (`benchmarks/round_traces.py`)."""
 MOST_CORRECTION = 2.0
 """The largest such quotient that is believed: a dispatch may have been interrupted."""
 WORTHWHILE = 1.02
@@ -213,7 +205,8 @@ class Policy:
     """Chooses the rounds of one batch.
 
     Attributes:
-        costs: of the choices that were measured, that of plain decoding among them; corrected in place as dispatches are timed.
+        costs: of the choices that were measured, that of plain decoding among them; corrected in place as dispatches are timed,
+            those of all widths of a drafter alike.
         ready: the choices that may run.
         heard: what this batch's text tells of rounds whether they run or not, of each choice by itself; see `overhear`.
     """
@@ -277,9 +270,8 @@ class Policy:
         if tried is not None:
             self.trying = tried  # until it is observed, which may be after further plans
             return Plan(tried, min(PROBE, most), tries=True)
-        longest = most if best == PLAIN else min(most, LONGEST_LOOK)
-        first = longest if self.watches(best) else FIRST_LOOK
-        self.stretch = min(2 * self.stretch, longest) if best == self.last else first
+        first = most if self.watches(best) else FIRST_LOOK
+        self.stretch = min(2 * self.stretch, most) if best == self.last else first
         self.last = best
         if best != PLAIN and self.history.of(best).rounds < FIRST_LOOK:
             return Plan(best, min(FIRST_LOOK, most))
@@ -287,15 +279,8 @@ class Policy:
         return Plan(best, min(max(self.stretch, worth_it), most))
 
     def best(self, outlook: Mapping[Choice, Outlook]) -> Choice:
-        """The choice with the most expected tokens a second, those that watch preferred; of equals the narrower."""
-        best = max(outlook, key=lambda choice: (self.worth(choice, outlook[choice]), -choice.width, choice.drafter))
-        if PLAIN in outlook and self.watches(best) and WATCHING_OF_PLAIN * outlook[best].rate < outlook[PLAIN].rate:
-            return self.best({choice: each for choice, each in outlook.items() if not self.watches(choice)})
-        return best
-
-    def worth(self, choice: Choice, outlook: Outlook) -> float:
-        """Expected tokens a second, and more where a choice may be idle (see `WATCHING`)."""
-        return outlook.rate * (WATCHING if self.watches(choice) else 1.0)
+        """The choice with the most expected tokens a second; of equals the narrower."""
+        return max(outlook, key=lambda choice: (outlook[choice].rate, -choice.width, choice.drafter))
 
     def watches(self, choice: Choice) -> bool:
         """Whether its rounds see by themselves that there is nothing to propose."""
@@ -338,8 +323,8 @@ class Policy:
         spent = self.dispatch + rounds * cost.expected(idle / max(rounds, 1))
         if seconds is not None and rounds and not caught_up:
             slower = min(max(seconds / spent, 1 / MOST_CORRECTION), MOST_CORRECTION) / self.history.pace
-            for own in {choice, *(one for one in self.costs if one.drafter == choice.drafter)}:
-                self.costs[own] = estimated(self.costs, own).times(slower**CORRECTION)
+            own = {choice: cost, **{one: each for one, each in self.costs.items() if one.drafter == choice.drafter}}
+            self.costs.update({one: each.times(slower**CORRECTION) for one, each in own.items()})
             self.history.pace *= slower**PACING
         # A trial also takes what its context needs to catch up, and its program to be fetched into caches: all of it counts.
         late = 0.0
@@ -349,8 +334,7 @@ class Policy:
         allowance[choice.drafter] = -late
         for name in allowance:
             if name != choice.drafter:
-                unknown = name != PLAIN.drafter and self.history.seen[name].rounds < PROBE
-                allowance[name] += (CURIOSITY if unknown else ALLOWANCE) * spent / (len(allowance) - 1)
+                allowance[name] += ALLOWANCE * spent / (len(allowance) - 1)
 
     def overhear(self, drafter: str, rounds: Mapping[int, Sequence[tuple[int, int]]]) -> None:
         """Takes in rounds of a drafter that did not run: what they would have given is plain from the text.
