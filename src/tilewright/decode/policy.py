@@ -16,6 +16,8 @@ import numpy as np
 
 ALLOWANCE = 0.005
 """The share of the time that may be lost to trying drafters that are off."""
+CURIOSITY = 0.02
+"""The same for those of which next to nothing was seen yet."""
 PROBE = 4
 """Rounds in which a drafter that is off is tried."""
 FIRST_LOOK = 4
@@ -41,7 +43,7 @@ widths cost beside each other was measured in turns; single dispatches are too u
 PACING = 0.15
 """The same of the pace of all choices. Whatever runs is slower than its fastest run was, and what does not run must not look
 better for that: only what a dispatch is slower than the others is put down to its drafter. These two are from simulations with
-uneven dispatches and wrong costs (`benchmarks/round_traces.py`)."""
+uneven dispatches and wrong costs (`benchmarks/round_traces.py --uneven`)."""
 MOST_CORRECTION = 2.0
 """The largest such quotient that is believed: a dispatch may have been interrupted."""
 WORTHWHILE = 1.02
@@ -334,7 +336,8 @@ class Policy:
         allowance[choice.drafter] = -late
         for name in allowance:
             if name != choice.drafter:
-                allowance[name] += ALLOWANCE * spent / (len(allowance) - 1)
+                unknown = name != PLAIN.drafter and self.history.seen[name].rounds < PROBE
+                allowance[name] += (CURIOSITY if unknown else ALLOWANCE) * spent / (len(allowance) - 1)
 
     def overhear(self, drafter: str, rounds: Mapping[int, Sequence[tuple[int, int]]]) -> None:
         """Takes in rounds of a drafter that did not run: what they would have given is plain from the text.
