@@ -146,7 +146,7 @@ def test_what_is_overheard_counts_whatever_runs():
 
 
 def test_what_is_overheard_of_one_width_says_nothing_of_another():
-    """A stretch that is repeated for long is many narrow rounds and few wide ones, whose mean would make narrow blocks look poor."""
+    """A stretch that is repeated for long is many narrow rounds and few wide ones, by which narrow blocks would look poor."""
     narrow, wide = Choice("ngram", 4), Choice("ngram", 16)
     costs = {PLAIN: Cost(1.0), narrow: Cost(1.6, 1.0), wide: Cost(4.0, 1.0)}
     policy = Policy(History({"ngram": 16}), costs, costs)

@@ -86,10 +86,11 @@ def measure(bench: "Bench", choices: Collection[Choice]) -> Costs:
 
 
 def with_idle_rounds(bench: "Bench", dispatch: float, costs: Mapping[Choice, Cost]) -> dict[Choice, Cost]:
-    """The costs with those of rounds that find nothing to propose, by what they take beside steps in a text that says nothing twice.
+    """The costs with those of rounds that find nothing to propose, as they are beside steps in a text that says nothing twice.
 
-    They run a step, but in a program that might have done more. Steps are timed there too, in turns, for such a text may be harder
-    to draw from than others. Where the model itself says something twice, and no run has mostly such rounds, they are left at a step's.
+    They run a step, but in a program that might have done more. Steps are timed there too, in turns, for such a text may be
+    harder to draw from than others. Where the model itself says something twice, and no run has mostly such rounds, they are
+    left at a step's.
     """
     bench.vary_text()
     step = costs[PLAIN].drafting

@@ -246,7 +246,7 @@ class Policy:
         return found
 
     def expected(self, choice: Choice) -> tuple[list[float], float]:
-        """The tokens that rounds like this are expected to add with blocks of each width, from 1 on, and the share of idle ones."""
+        """The tokens that such rounds are expected to add with blocks of each width, from 1 on, and the share of idle ones."""
         source = choice if choice in self.history.heard else choice.drafter
         if source not in self.known:
             before, own = self.history.of(choice), self.own(choice)
@@ -275,7 +275,7 @@ class Policy:
         first = most if self.watches(best) else FIRST_LOOK
         self.stretch = min(2 * self.stretch, most) if best == self.last else first
         self.last = best
-        if best != PLAIN and self.history.of(best).rounds < FIRST_LOOK:
+        if best != PLAIN and not self.watches(best) and self.history.of(best).rounds < FIRST_LOOK:
             return Plan(best, min(FIRST_LOOK, most))
         worth_it = math.ceil(self.dispatch / (DISPATCHING * outlook[best].seconds))
         return Plan(best, min(max(self.stretch, worth_it), most))
