@@ -97,6 +97,15 @@ def test_rounds_between_two_looks():
     assert [policy.next(64) for _ in range(5)] == [Plan(PLAIN, rounds) for rounds in (4, 8, 16, 32, 64)]
 
 
+def test_rounds_that_watch_need_no_first_look():
+    """They see by themselves where they have nothing; of another drafter a few rounds tell whether it is any good."""
+    ngram = Choice("ngram", 8)
+    watching = Policy(History({"ngram": 8}), {PLAIN: Cost(1.0), ngram: Cost(1.5, 1.0)}, [PLAIN, ngram], dispatch=1.0)
+    assert watching.next(64) == Plan(ngram, 64)
+    drafting = Policy(History({"dflash": 8}), {PLAIN: Cost(1.0), WIDE[2]: Cost(1.5)}, [PLAIN, WIDE[2]], dispatch=1.0)
+    assert drafting.next(64) == Plan(WIDE[2], 4)
+
+
 def test_only_what_is_ready_runs():
     policy = Policy(History({"dflash": 16}), FLAT, [PLAIN, WIDE[1]])
     assert set(run(policy, {"dflash": 1.0}, 400)) <= {PLAIN, WIDE[1]}

@@ -239,4 +239,5 @@ def simulate(recording: Recording, costs: Costs | None = None, uneven: float = 0
 
 
 def drafters(choices: Sequence[Choice]) -> list[str]:
-    return sorted({choice.drafter for choice in choices if choice != PLAIN})
+    """In the order in which they were recorded: a policy expects the first to be good."""
+    return list(dict.fromkeys(choice.drafter for choice in choices if choice != PLAIN))
