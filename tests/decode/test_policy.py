@@ -104,6 +104,10 @@ def test_rounds_that_watch_need_no_first_look():
     assert watching.next(64) == Plan(ngram, 64)
     drafting = Policy(History({"dflash": 8}), {PLAIN: Cost(1.0), WIDE[2]: Cost(1.5)}, [PLAIN, WIDE[2]], dispatch=1.0)
     assert drafting.next(64) == Plan(WIDE[2], 4)
+    for seen in (4, 8):  # luck does not last: however dear dispatches are, it goes on for no longer than it was seen
+        right = np.full((4, 1), 7)
+        drafting.observe(WIDE[2], right, right, right > 0)
+        assert drafting.next(64).rounds in range(4, seen + 1)
 
 
 def test_only_what_is_ready_runs():

@@ -276,8 +276,8 @@ class Policy:
         first = most if self.watches(best) else FIRST_LOOK
         self.stretch = min(2 * self.stretch, most) if best == self.last else first
         self.last = best
-        if best != PLAIN and not self.watches(best) and self.history.of(best).rounds < FIRST_LOOK:
-            return Plan(best, min(FIRST_LOOK, most))
+        if best != PLAIN and not self.watches(best):  # a few good rounds may be luck
+            most = min(most, max(FIRST_LOOK, int(self.history.of(best).rounds)))
         worth_it = math.ceil(self.dispatch / (DISPATCHING * outlook[best].seconds))
         return Plan(best, min(max(self.stretch, worth_it), most))
 
