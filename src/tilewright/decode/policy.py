@@ -41,7 +41,7 @@ CAUTION = 0.3
 CORRECTION = 0.2
 """How far the costs of a drafter's choices follow the time of a dispatch of one of them, as a power of their quotient. What its
 widths cost beside each other was measured in turns; single dispatches are too uneven to tell them apart."""
-PACING = 0.3
+PACING = 0.15
 """The same of the pace of all choices. Whatever runs is slower than its fastest run was, and what does not run must not look
 better for that: only what a dispatch is slower than the others is put down to its drafter. These two are from simulations with
 uneven dispatches and wrong costs (`benchmarks/round_traces.py --uneven`)."""
