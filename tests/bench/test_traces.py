@@ -7,7 +7,7 @@ import pytest
 
 from decode.support import prompts
 from reference.dflash_numpy import as_folders, random_pair
-from tilewright.bench.traces import Recording, Trace, accepted_before, costs_of, record, seconds_of, simulate
+from tilewright.bench.traces import Recording, Trace, Uneven, accepted_before, costs_of, record, seconds_of, simulate
 from tilewright.decode.costs import Costs
 from tilewright.decode.language_model import load
 from tilewright.decode.policy import PLAIN, Choice, Cost, History, Policy
@@ -101,6 +101,27 @@ def test_the_policy_beside_the_best_choice_in_hindsight(row: float, drafter: str
     (found,) = simulate(row_costs(Recording.load(RECORDED), row, drafter))
     assert found["of_best"] > (0.82 if drafter is None else 0.88)
     assert found["of_plain"] > 0.96
+
+
+@pytest.mark.parametrize("row", [0.2, 0.4])
+def test_the_policy_on_a_machine_that_is_uneven(row: float):
+    """N-grams whose cost was found wrong by a tenth, or a quarter, and dispatches as uneven, on the same four texts."""
+    recording = row_costs(Recording.load(RECORDED), row, "ngram")
+    for uneven, least in ((0.1, 0.9), (0.25, 0.8)):
+        shares = [simulate(recording, uneven=uneven, seed=seed)[0]["of_best"] for seed in range(8)]
+        assert np.mean(shares) > least
+        assert len(set(shares)) > 1
+
+
+def test_an_uneven_machine_differs_from_what_was_measured():
+    costs = {PLAIN: Cost(1.0), NGRAM: Cost(3.0, 1.25), Choice("ngram", 8): Cost(5.0, 1.25)}
+    found = [Uneven(0.2, seed).measured(costs) for seed in range(400)]
+    off = np.log([[each[choice].drafting / costs[choice].drafting for choice in costs] for each in found])
+    assert np.std(off, axis=0) == pytest.approx([0.2 * np.sqrt(1.25)] * 3, rel=0.15)
+    assert np.corrcoef(off.T)[1, 2] > 0.6 > 0.2 > abs(np.corrcoef(off.T)[0, 1])
+    machine = Uneven(0.2)
+    assert np.std(np.log([machine.timed(2.0) / 2 for _ in range(2000)])) == pytest.approx(0.2 * np.sqrt(2), rel=0.15)
+    assert Uneven(0.0).timed(2.0) == 2.0
 
 
 def test_a_chips_estimates_stand_in_for_seconds():

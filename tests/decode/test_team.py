@@ -224,9 +224,9 @@ def test_a_shadow_knows_the_rounds_that_n_grams_would_have(sources: dict[str, Pa
     assert isinstance(drafting.drafter, NGram)
     found = []
     for prompt, result in zip(ASKED, drafting.generate(ASKED, GREEDY), strict=True):
-        shadow, rounds, tokens = NGramShadow(drafting.drafter, prompt), [], list(result.tokens)
+        shadow, rounds, tokens = NGramShadow(drafting.drafter, prompt, (block, 7)), [], list(result.tokens)
         while tokens:
-            rounds += shadow.push(tokens[:5])
+            rounds += shadow.push(tokens[:5])[block]
             tokens = tokens[5:]
         ran = list(zip(result.drafted, result.accepted, strict=True))
         assert rounds[: len(ran) - 1] == ran[:-1]  # of the last one the end is not in the text

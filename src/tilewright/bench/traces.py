@@ -112,12 +112,43 @@ def accepted_before(tokens: Sequence[int], drafts: Sequence[np.ndarray]) -> str:
     return "".join(counts)
 
 
-def seconds_of(trace: Trace, costs: Costs, chooser: Policy | Choice) -> tuple[float, dict[Choice, int]]:
-    """How long a text would have taken with a policy, or with one choice alone, and the rounds of each choice."""
-    place, seconds, rounds, heard = 0, 0.0, dict[Choice, int](), 0
+class Uneven:
+    """A machine that is not as it was measured: some drafters cost more there than they were found to, some less, and of
+    dispatches that are alike some take longer, for a while or once.
+
+    Args:
+        sigma: of all of it, the standard deviation of a time's logarithm.
+    """
+
+    def __init__(self, sigma: float, seed: int = 0):
+        self.sigma, self.random, self.lasting = sigma, np.random.default_rng(seed), 0.0
+
+    def measured(self, rounds: Mapping[Choice, Cost]) -> dict[Choice, Cost]:
+        """What these costs may have been found to be, those of a drafter mostly wrong together."""
+        own = {name: self.factor() for name in sorted({choice.drafter for choice in rounds})}
+        return {choice: cost.times(own[choice.drafter] * self.factor() ** 0.5) for choice, cost in rounds.items()}
+
+    def timed(self, seconds: float) -> float:
+        """What a dispatch of so many seconds may take."""
+        self.lasting = 0.8 * self.lasting + 0.6 * self.sigma * float(self.random.normal())
+        return seconds * float(np.exp(self.lasting)) * self.factor()
+
+    def factor(self) -> float:
+        return float(np.exp(self.sigma * self.random.normal()))
+
+
+def seconds_of(
+    trace: Trace, costs: Costs, chooser: Policy | Choice, uneven: Uneven | None = None
+) -> tuple[float, dict[Choice, int]]:
+    """How long a text would have taken with a policy, or with one choice alone, and the rounds of each choice.
+
+    Args:
+        uneven: tells the policy how long its dispatches took; without, it hears nothing of that.
+    """
+    place, seconds, rounds, heard = 0, 0.0, dict[Choice, int](), dict[Choice, int]()
     while place < trace.length:
         choice, most = (chooser, STEPS_PER_DISPATCH) if isinstance(chooser, Choice) else chooser.next(STEPS_PER_DISPATCH)[:2]
-        drafted, accepted, cost = [], [], costs.rounds[choice]
+        drafted, accepted, cost, began = [], [], costs.rounds[choice], seconds
         while len(drafted) < most and place < trace.length:
             at = IDLE if choice == PLAIN else trace.accepted[choice][place]
             drafted.append(0 if at == IDLE else choice.width - 1)
@@ -127,26 +158,31 @@ def seconds_of(trace: Trace, costs: Costs, chooser: Policy | Choice) -> tuple[fl
         seconds += costs.dispatch
         rounds[choice] = rounds.get(choice, 0) + len(drafted)
         if isinstance(chooser, Policy):
-            heard = overheard(trace, heard, min(place, trace.length), chooser)
+            overheard(trace, heard, min(place, trace.length), chooser)
             was, agreed = (np.asarray(each, np.int32)[:, None] for each in (drafted, accepted))
-            chooser.observe(choice, was, agreed, np.ones(was.shape, bool))
+            taken = None if uneven is None else uneven.timed(seconds - began)
+            chooser.observe(choice, was, agreed, np.ones(was.shape, bool), taken)
     return seconds, rounds
 
 
-def overheard(trace: Trace, begin: int, end: int, policy: Policy) -> int:
-    """Tells a policy of the n-gram rounds that are plain from the text up to `end`. Returns where the next begins."""
-    own = [choice for choice in trace.accepted if choice.drafter == NGram.name]
-    if own:
-        counts, drafted, accepted = trace.accepted[max(own)], list[int](), list[int]()
+def overheard(trace: Trace, heard: dict[Choice, int], end: int, policy: Policy) -> None:
+    """Tells a policy of the n-gram rounds that are plain from the text up to `end`.
+
+    Args:
+        heard: where the next round of each width begins; it is brought up to date.
+    """
+    rounds: dict[int, list[tuple[int, int]]] = {}
+    for choice in (choice for choice in trace.accepted if choice.drafter == NGram.name):
+        counts, begin, own = trace.accepted[choice], heard.get(choice, 0), rounds.setdefault(choice.width, [])
         while begin < end:
             agreed = 0 if counts[begin] == IDLE else DIGITS.index(counts[begin])
             if begin + agreed >= end:
                 break
-            drafted.append(int(counts[begin] != IDLE))
-            accepted.append(agreed)
+            own.append((int(counts[begin] != IDLE), agreed))
             begin += agreed + 1
-        policy.overhear(NGram.name, drafted, accepted)
-    return begin
+        heard[choice] = begin
+    if rounds:
+        policy.overhear(NGram.name, rounds)
 
 
 def costs_of(records: Sequence[Mapping[str, Any]], drafter: str = "dflash") -> Costs:
@@ -160,11 +196,13 @@ def costs_of(records: Sequence[Mapping[str, Any]], drafter: str = "dflash") -> C
     return Costs(0.0, {PLAIN: Cost(float(records[0][step])), **rounds})
 
 
-def simulate(recording: Recording, costs: Costs | None = None) -> list[dict[str, Any]]:
+def simulate(recording: Recording, costs: Costs | None = None, uneven: float = 0.0, seed: int = 0) -> list[dict[str, Any]]:
     """The policy over the texts of each dataset in order, beside each choice alone, in tokens a second.
 
     Args:
         costs: others than those recorded, such as estimates for a machine that is not there; of choices that were recorded.
+        uneven: how wrong costs are that the policy begins with, and how uneven what it is told of dispatches (see `Uneven`).
+        seed: of that.
     """
     costs = costs or recording.costs
     rows = []
@@ -174,9 +212,10 @@ def simulate(recording: Recording, costs: Costs | None = None) -> list[dict[str,
         choices = [PLAIN, *(choice for choice in own[0].accepted if choice in costs.rounds)]
         fixed = {choice: tokens / sum(seconds_of(trace, costs, choice)[0] for trace in own) for choice in choices}
         history = History({name: max(one.width for one in choices if one.drafter == name) for name in drafters(choices)})
-        total, rounds = 0.0, dict[Choice, int]()
+        total, rounds, machine = 0.0, dict[Choice, int](), Uneven(uneven, seed) if uneven else None
+        begun = dict(costs.rounds) if machine is None else machine.measured(costs.rounds)
         for trace in own:
-            seconds, counts = seconds_of(trace, costs, Policy(history, dict(costs.rounds), choices, costs.dispatch))
+            seconds, counts = seconds_of(trace, costs, Policy(history, begun, choices, costs.dispatch), machine)
             total += seconds
             for choice, count in counts.items():
                 rounds[choice] = rounds.get(choice, 0) + count
@@ -200,4 +239,5 @@ def simulate(recording: Recording, costs: Costs | None = None) -> list[dict[str,
 
 
 def drafters(choices: Sequence[Choice]) -> list[str]:
-    return sorted({choice.drafter for choice in choices if choice != PLAIN})
+    """In the order in which they were recorded: a policy expects the first to be good."""
+    return list(dict.fromkeys(choice.drafter for choice in choices if choice != PLAIN))

@@ -86,25 +86,28 @@ def measure(bench: "Bench", choices: Collection[Choice]) -> Costs:
 
 
 def with_idle_rounds(bench: "Bench", dispatch: float, costs: Mapping[Choice, Cost]) -> dict[Choice, Cost]:
-    """The costs with those of rounds that find nothing to propose as they are in a text that says nothing twice.
+    """The costs with those of rounds that find nothing to propose, as they are beside steps in a text that says nothing twice.
 
-    They run a step, but in a program that might have done more. Where the model itself says something twice, and no run has
-    mostly such rounds, they are left at a step's.
+    They run a step, but in a program that might have done more. Steps are timed there too, in turns, for such a text may be
+    harder to draw from than others. Where the model itself says something twice, and no run has mostly such rounds, they are
+    left at a step's.
     """
     bench.vary_text()
-    rounds = max(2, min(IDLE_ROUNDS, math.ceil(RUN_S / costs[PLAIN].drafting)))
+    step = costs[PLAIN].drafting
+    rounds = max(2, min(IDLE_ROUNDS, math.ceil(RUN_S / step)))
     # All widths of a drafter run the same step there.
     narrow = {choice.drafter: choice for choice, cost in sorted(costs.items(), reverse=True) if cost.idle is not None}
     idle: dict[str, float] = {}
     for name, choice in narrow.items():
-        began = time.perf_counter()
+        began, least, least_step = time.perf_counter(), math.inf, math.inf
         for _ in range(IDLE_RUNS):
             run = bench.timed(choice, rounds).beyond(dispatch)
+            least_step = min(least_step, bench.timed(PLAIN, rounds).beyond(dispatch).seconds / rounds)
             if run.idle > run.drafting:
-                seconds = (run.seconds - run.drafting * costs[choice].drafting) / run.idle
-                idle[name] = min(seconds, idle.get(name, seconds))
+                least = min(least, (run.seconds - run.drafting * costs[choice].drafting) / run.idle)
             if bench.agreed(time.perf_counter() - began) > BUDGET_S:
                 break
+        idle[name] = 0.0 if least == math.inf else least / least_step * step
     return {
         choice: cost if cost.idle is None else replace(cost, idle=max(cost.idle, idle.get(choice.drafter, 0.0)))
         for choice, cost in costs.items()

@@ -1,8 +1,9 @@
 """Which round runs next: whose drafts, and how many, or plain decoding, by what a round costs and what it is expected to give.
 
 Plain host code without a device: it is told costs and what came of past rounds, and says what to run. Acceptance is kept for
-each drafter by position, so that a wide block tells of all narrower ones, and forgotten slowly, since texts change. What is not
-running is tried now and then, within an allowance: a share of the time that passes.
+each drafter by position, so that a wide block tells of all narrower ones, and forgotten slowly, since texts change. What n-grams
+would have given is plain from the text, and kept for each width by itself. What is not running is tried now and then, within an
+allowance: a share of the time that passes.
 """
 
 import math
@@ -25,8 +26,6 @@ FIRST_LOOK = 4
 itself where it has nothing, and begins with as many rounds as there may be between two looks."""
 REFRESHED = 64
 """Rounds after which drafters that are off are thought of anew."""
-LONGEST_LOOK = 32
-"""The most rounds of a drafter between two looks."""
 DISPATCHING = 0.025
 """The share of the time that dispatches may take by themselves: where they cost much beside a round, looks are rarer."""
 MEMORY = 12.0
@@ -39,17 +38,13 @@ OPTIMISM = 0.7
 """The expected acceptance of a draft of which nothing was seen yet, of the drafter that is named first."""
 CAUTION = 0.3
 """The same of the others: to try each of several costs more than most texts give back, and the allowance tries them too."""
-WATCHING = 1.3
-"""What it is worth that a drafter proposes nothing where it has nothing: its rounds see when a text begins to repeat itself,
-which the next look may see 32 rounds later. This and the three numbers before it are from simulations on recorded acceptance,
-of several machines' costs (`benchmarks/round_traces.py`)."""
-WATCHING_OF_PLAIN = 1.06
-"""The same beside plain decoding, of which nothing is lost by the next look but what a repetition would have given."""
-CORRECTION = 0.3
-"""How far the cost of a choice follows the time of a dispatch, as a power of their quotient."""
+CORRECTION = 0.2
+"""How far the costs of a drafter's choices follow the time of a dispatch of one of them, as a power of their quotient. What its
+widths cost beside each other was measured in turns; single dispatches are too uneven to tell them apart."""
 PACING = 0.15
 """The same of the pace of all choices. Whatever runs is slower than its fastest run was, and what does not run must not look
-better for that: only what a dispatch is slower than the others is put down to its choice."""
+better for that: only what a dispatch is slower than the others is put down to its drafter. These two are from simulations with
+uneven dispatches and wrong costs (`benchmarks/round_traces.py --uneven`)."""
 MOST_CORRECTION = 2.0
 """The largest such quotient that is believed: a dispatch may have been interrupted."""
 WORTHWHILE = 1.02
@@ -117,9 +112,9 @@ class Acceptance:
     """How far one drafter's drafts are accepted, by position, counted with a memory that fades.
 
     Attributes:
-        reached: rounds (of a row) whose block had the position and that accepted all before it, `[positions]`.
+        reached: rounds (of a row) that drafted, whose block had the position and that accepted all before it, `[positions]`.
         accepted: of these, those that accepted it too. A position for which nothing was proposed counts as not accepted.
-        rounds, idle: of the batch: all, and those for which the drafter found nothing for any row.
+        rounds, idle: of a row: all, and those for which the drafter found nothing.
     """
 
     def __init__(self, positions: int, memory: float, expected: float = OPTIMISM):
@@ -130,13 +125,19 @@ class Acceptance:
         self.rounds = self.idle = 0.0
         self.memory, self.first = memory, expected
 
-    def observe(self, width: int, accepted: np.ndarray, rounds: int, idle: int) -> None:
-        """Counts rounds of a width: `accepted` of each row that was still running, in each of `rounds` rounds."""
-        at_least = np.cumsum(np.bincount(accepted, minlength=width)[::-1])[::-1][:width]
-        self.fade(float(np.sum(accepted) + len(accepted)) * rounds / max(len(accepted), 1))
+    def observe(self, width: int, drafted: np.ndarray, accepted: np.ndarray, rows: float = 1.0) -> None:
+        """Counts rounds of a width.
+
+        Args:
+            drafted, accepted: of each row that was still running, in each round, `[N]`.
+            rows: how many these are of, on average.
+        """
+        found = accepted[drafted > 0]
+        at_least = np.cumsum(np.bincount(found, minlength=width)[::-1])[::-1][:width]
+        self.fade(float(np.sum(accepted) + len(accepted)) / rows)
         self.reached[: width - 1] += at_least[:-1]
         self.accepted[: width - 1] += at_least[1:]
-        self.rounds, self.idle = self.rounds + rounds, self.idle + idle
+        self.rounds, self.idle = self.rounds + len(accepted) / rows, self.idle + (len(accepted) - len(found)) / rows
 
     def fade(self, tokens: float) -> None:
         """Forgets as much as so many tokens of a row, whoever drafted them, let it forget."""
@@ -175,8 +176,13 @@ class History:
         self.seen = {
             name: Acceptance(width - 1, LONG_MEMORY, hope) for (name, width), hope in zip(drafters.items(), hopes, strict=False)
         }
+        self.heard: dict[Choice, Acceptance] = {}
         self.allowance = dict.fromkeys([PLAIN.drafter, *drafters], 0.0)
         self.pace = 1.0
+
+    def of(self, choice: Choice) -> Acceptance:
+        """What was seen of a choice, or overheard, if it was."""
+        return self.heard.get(choice, self.seen[choice.drafter])
 
 
 class Plan(NamedTuple):
@@ -202,9 +208,10 @@ class Policy:
     """Chooses the rounds of one batch.
 
     Attributes:
-        costs: of the choices that were measured, that of plain decoding among them; corrected in place as dispatches are timed.
+        costs: of the choices that were measured, that of plain decoding among them; corrected in place as dispatches are timed,
+            those of all widths of a drafter alike.
         ready: the choices that may run.
-        overheard: the drafters whose rounds are known whether they run or not; see `overhear`.
+        heard: what this batch's text tells of rounds whether they run or not, of each choice by itself; see `overhear`.
     """
 
     def __init__(
@@ -222,35 +229,41 @@ class Policy:
         self.seen = {name: Acceptance(width - 1, MEMORY) for name, width in history.widest.items()}
         self.last: Choice | None = None
         self.stretch = FIRST_LOOK
-        self.known: dict[str, tuple[list[float], float]] = {}
+        self.known: dict[Choice | str, tuple[list[float], float]] = {}
         self.faded = 0
         self.trying: Choice | None = None
-        self.overheard: set[str] = set()
+        self.heard: dict[Choice, Acceptance] = {}
         self.rows = 1
 
     def outlook(self, choices: Collection[Choice]) -> dict[Choice, Outlook]:
         """What is expected of these choices."""
         found = {}
-        for drafter in {choice.drafter for choice in choices}:
-            if drafter == PLAIN.drafter:
+        for choice in choices:
+            if choice == PLAIN:
                 found[PLAIN] = Outlook(1.0, self.costs[PLAIN].drafting)
                 continue
-            settled, idle = self.expected(drafter)
-            for choice in (choice for choice in choices if choice.drafter == drafter):
-                seconds = estimated(self.costs, choice).expected(idle)
-                found[choice] = Outlook(settled[choice.width - 1], seconds)
+            settled, idle = self.expected(choice)
+            found[choice] = Outlook(settled[choice.width - 1], estimated(self.costs, choice).expected(idle))
         return found
 
-    def expected(self, drafter: str) -> tuple[list[float], float]:
-        """The tokens that a round of each width is expected to add, from width 1 on, and the share of rounds that are idle."""
-        if drafter not in self.known:
-            before, own = self.history.seen[drafter], self.seen[drafter]
+    def expected(self, choice: Choice) -> tuple[list[float], float]:
+        """The tokens that such rounds are expected to add with blocks of each width, from 1 on, and the share of idle ones."""
+        source = choice if choice in self.history.heard else choice.drafter
+        if source not in self.known:
+            before, own = self.history.of(choice), self.own(choice)
             rates = own.rates(before.rates())
-            settled = list(accumulate(accumulate(rates, operator.mul), initial=1.0))
             idle = own.idle_share(before.idle_share())
-            # Rounds that were overheard are those of one row: a batch is idle where all of its rows are.
-            self.known[drafter] = settled, idle**self.rows if drafter in self.overheard else idle
-        return self.known[drafter]
+            settled = [1 + (1 - idle) * more for more in accumulate(accumulate(rates, operator.mul), initial=0.0)]
+            self.known[source] = settled, idle**self.rows  # a batch is idle where all of its rows are
+        return self.known[source]
+
+    def own(self, choice: Choice) -> Acceptance:
+        """What this batch has seen of a choice, or overheard, if it may be."""
+        if choice not in self.history.heard:
+            return self.seen[choice.drafter]
+        if choice not in self.heard:
+            self.heard[choice] = Acceptance(choice.width - 1, MEMORY)
+        return self.heard[choice]
 
     def next(self, most: int) -> Plan:
         """What runs next, `most` rounds at most."""
@@ -260,25 +273,17 @@ class Policy:
         if tried is not None:
             self.trying = tried  # until it is observed, which may be after further plans
             return Plan(tried, min(PROBE, most), tries=True)
-        longest = most if best == PLAIN else min(most, LONGEST_LOOK)
-        first = longest if self.watches(best) else FIRST_LOOK
-        self.stretch = min(2 * self.stretch, longest) if best == self.last else first
+        first = most if self.watches(best) else FIRST_LOOK
+        self.stretch = min(2 * self.stretch, most) if best == self.last else first
         self.last = best
-        if best != PLAIN and self.history.seen[best.drafter].rounds < FIRST_LOOK:
-            return Plan(best, min(FIRST_LOOK, most))
+        if best != PLAIN and not self.watches(best):  # a few good rounds may be luck
+            most = min(most, max(FIRST_LOOK, int(self.history.of(best).rounds)))
         worth_it = math.ceil(self.dispatch / (DISPATCHING * outlook[best].seconds))
         return Plan(best, min(max(self.stretch, worth_it), most))
 
     def best(self, outlook: Mapping[Choice, Outlook]) -> Choice:
-        """The choice with the most expected tokens a second, those that watch preferred; of equals the narrower."""
-        best = max(outlook, key=lambda choice: (self.worth(choice, outlook[choice]), -choice.width, choice.drafter))
-        if PLAIN in outlook and self.watches(best) and WATCHING_OF_PLAIN * outlook[best].rate < outlook[PLAIN].rate:
-            return self.best({choice: each for choice, each in outlook.items() if not self.watches(choice)})
-        return best
-
-    def worth(self, choice: Choice, outlook: Outlook) -> float:
-        """Expected tokens a second, and more where a choice may be idle (see `WATCHING`)."""
-        return outlook.rate * (WATCHING if self.watches(choice) else 1.0)
+        """The choice with the most expected tokens a second; of equals the narrower."""
+        return max(outlook, key=lambda choice: (outlook[choice].rate, -choice.width, choice.drafter))
 
     def watches(self, choice: Choice) -> bool:
         """Whether its rounds see by themselves that there is nothing to propose."""
@@ -309,19 +314,20 @@ class Policy:
         rounds, idle = len(drafted), 0
         if choice != PLAIN:
             idle = int(np.sum(~np.any(running & (drafted > 0), axis=1)))
-        if choice != PLAIN and choice.drafter not in self.overheard:
+        if choice != PLAIN and choice not in self.history.heard:
             for seen in (self.seen[choice.drafter], self.history.seen[choice.drafter]):
-                seen.observe(choice.width, accepted[running], rounds, idle)
+                seen.observe(choice.width, drafted[running], accepted[running], max(1.0, np.sum(running) / max(1, rounds)))
         for name, seen in self.seen.items():
-            if name != choice.drafter and name not in self.overheard:
+            if name != choice.drafter:
                 seen.fade(float(np.sum(accepted[running]) + np.sum(running)) / max(1, running.shape[1]))
         self.rows = max(1, int(np.sum(running[-1:])))
-        self.forget(choice.drafter, rounds)
+        self.forget([choice.drafter], rounds)
         cost = estimated(self.costs, choice)
         spent = self.dispatch + rounds * cost.expected(idle / max(rounds, 1))
         if seconds is not None and rounds and not caught_up:
             slower = min(max(seconds / spent, 1 / MOST_CORRECTION), MOST_CORRECTION) / self.history.pace
-            self.costs[choice] = cost.times(slower**CORRECTION)
+            own = {choice: cost, **{one: each for one, each in self.costs.items() if one.drafter == choice.drafter}}
+            self.costs.update({one: each.times(slower**CORRECTION) for one, each in own.items()})
             self.history.pace *= slower**PACING
         # A trial also takes what its context needs to catch up, and its program to be fetched into caches: all of it counts.
         late = 0.0
@@ -334,27 +340,31 @@ class Policy:
                 unknown = name != PLAIN.drafter and self.history.seen[name].rounds < PROBE
                 allowance[name] += (CURIOSITY if unknown else ALLOWANCE) * spent / (len(allowance) - 1)
 
-    def overhear(self, drafter: str, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Takes in rounds of a drafter's widest block that did not run: what they would have given is plain from the text.
+    def overhear(self, drafter: str, rounds: Mapping[int, Sequence[tuple[int, int]]]) -> None:
+        """Takes in rounds of a drafter that did not run: what they would have given is plain from the text.
 
-        From the first time on, its own rounds tell nothing more.
+        From the first time on, rounds of these widths that run tell nothing more.
 
         Args:
-            drafted, accepted: drafts of each round of a row, and how many the target would have agreed with.
+            rounds: of each width (drafted, accepted) of those of a row, one after the other: drafts, and how many of them the
+                target would have agreed with.
         """
-        self.overheard.add(drafter)
-        if drafted:
-            idle, counts = sum(each == 0 for each in drafted), np.asarray(accepted)
-            for seen in (self.seen[drafter], self.history.seen[drafter]):
-                seen.observe(self.history.widest[drafter], counts, len(drafted), idle)
-            self.known.pop(drafter, None)
+        for width, own in rounds.items():
+            choice = Choice(drafter, width)
+            if choice not in self.history.heard:
+                self.history.heard[choice] = Acceptance(width - 1, LONG_MEMORY, self.history.seen[drafter].first)
+            if own:
+                for heard in (self.own(choice), self.history.heard[choice]):
+                    heard.observe(width, *np.asarray(own).T, rows=self.rows)
+        self.forget([Choice(drafter, width) for width in rounds], 0)
 
-    def forget(self, drafter: str, rounds: int) -> None:
-        """What is to be worked out again: all of a drafter of which more was seen, and now and then what fades."""
+    def forget(self, sources: Iterable[Choice | str], rounds: int) -> None:
+        """What is to be worked out again: all of which more was seen, and now and then what fades."""
         self.faded += rounds
         if self.faded >= REFRESHED:
             self.known, self.faded = {}, 0
-        self.known.pop(drafter, None)
+        for source in sources:
+            self.known.pop(source, None)
 
     def wanted(self, choices: Collection[Choice], tokens: int) -> tuple[Choice, float] | None:
         """Of choices that are not ready, the one that is expected to be the fastest, if it is faster than those that are.

@@ -15,7 +15,7 @@ from tilewright.decode.policy import Choice, Plan, Policy
 from tilewright.decode.programs import DECODING, STEPS_PER_DISPATCH, ProgramKey, Programs
 from tilewright.decode.request import Generation, Piece, Request, Result
 from tilewright.decode.sampling import Sampling, widest
-from tilewright.decode.shadow import NGramShadow
+from tilewright.decode.shadow import NGramShadow, joined
 from tilewright.decode.state import StepInfo
 from tilewright.decode.team import Team
 from tilewright.models.tokenizer import StreamDecoder
@@ -42,8 +42,7 @@ class Session:
     ):  # fmt: skip
         self.programs, self.pacing = programs, pacing
         self.policy: Policy | None = None
-        members = drafter.members if isinstance(drafter, Team) else ()
-        self.shadows = [NGramShadow(member, prompt) for member in members if isinstance(member, NGram) for prompt in prompts]
+        self.shadows = shadows(drafter, prompts) if isinstance(drafter, Team) else []
         self.rows = [Request(i, p, s, StreamDecoder(tokenizer)) for i, (p, s) in enumerate(zip(prompts, sampling, strict=True))]
         ends = [row.end for row in self.rows]
         positions = max(ends if drafter is None else [*ends, drafter.block_size])  # a block is written in one piece
@@ -126,12 +125,8 @@ class Session:
         """Tells the policy what n-gram drafting would have given in what came behind the first `heard` tokens of each row."""
         if self.policy is None or not self.shadows:
             return
-        rounds = [
-            each
-            for shadow, row, before in zip(self.shadows, self.rows, heard, strict=True)
-            for each in shadow.push(row.tokens[before:])
-        ]
-        self.policy.overhear(NGram.name, [drafted for drafted, _ in rounds], [accepted for _, accepted in rounds])
+        own = zip(self.shadows, self.rows, heard, strict=True)
+        self.policy.overhear(NGram.name, joined(shadow.push(row.tokens[before:]) for shadow, row, before in own))
 
     def take(self, infos: StepInfo, choice: Choice | None) -> list[Piece]:
         """Hands each row the tokens that each round settled for it."""
@@ -151,3 +146,9 @@ class Session:
     def generation(self) -> Generation:
         """The same with the times that it took."""
         return Generation(self.results(), self.prefill_seconds, self.decode_seconds, self.rounds)
+
+
+def shadows(team: Team, prompts: Sequence[Sequence[int]]) -> list[NGramShadow]:
+    """One for each prompt, if n-grams are in the team."""
+    ngram = next((member for member in team.members if isinstance(member, NGram)), None)
+    return [] if ngram is None else [NGramShadow(ngram, prompt, team.widths_of(ngram)) for prompt in prompts]

@@ -22,7 +22,6 @@ from tilewright.decode.layout import PagedLayout
 from tilewright.decode.programs import read_models
 from tilewright.decode.request import Request
 from tilewright.decode.sampling import Warp
-from tilewright.decode.shadow import NGramShadow
 from tilewright.decode.team import Team
 from tilewright.engine.costs import measured_costs
 from tilewright.engine.counts import count_rounds, standing
@@ -120,7 +119,7 @@ class Engine(Service[Job]):
 
     def job(self, ask: Ask, ticket: Ticket, listener: Listener) -> Job:
         request = Request(0, list(ask.prompt), ask.sampling.seeded(), StreamDecoder(self.tokenizer))
-        shadow = None if self.pacer.ngram is None else NGramShadow(self.pacer.ngram, request.prompt)
+        shadow = self.pacer.shadow(request.prompt)
         return Job(ticket, listener, request, shadow=shadow, prompt_scores=[] if ask.prompt_logprobs else None)
 
     def wait(self, job: Job) -> None:

@@ -7,6 +7,7 @@ from tilewright.decode.drafters.ngram import NGram
 from tilewright.decode.policy import Choice, History, Plan, Policy
 from tilewright.decode.programs import STEPS_PER_DISPATCH
 from tilewright.decode.sampling import Warp
+from tilewright.decode.shadow import NGramShadow, joined
 from tilewright.decode.state import StepInfo
 from tilewright.decode.team import Team
 from tilewright.engine.device import Sent
@@ -65,8 +66,12 @@ class Pacer(Pace):
         """Tells the policy what n-gram drafting would have given in what came behind the first `heard` tokens of each job."""
         if self.ngram is None:
             return
-        rounds = [
-            each for job, before in zip(jobs, heard, strict=True) if job.shadow is not None
-            for each in job.shadow.push(job.request.tokens[before:])
-        ]  # fmt: skip
-        self.policy(sent.rows, sent.warp).overhear(self.ngram.name, [d for d, _ in rounds], [a for _, a in rounds])
+        own = ((job.shadow, job.request.tokens[before:]) for job, before in zip(jobs, heard, strict=True))
+        rounds = joined(shadow.push(tokens) for shadow, tokens in own if shadow is not None)
+        self.policy(sent.rows, sent.warp).overhear(self.ngram.name, rounds)
+
+    def shadow(self, prompt: Sequence[int]) -> NGramShadow | None:
+        """What follows a request's text, if n-grams may draft."""
+        if self.ngram is None or self.team is None:
+            return None
+        return NGramShadow(self.ngram, prompt, self.team.widths_of(self.ngram))
