@@ -1,9 +1,9 @@
 """Which round runs next: whose drafts, and how many, or plain decoding, by what a round costs and what it is expected to give.
 
 Plain host code without a device: it is told costs and what came of past rounds, and says what to run. Acceptance is kept for
-each drafter by position, so that a wide block tells of all narrower ones, and forgotten slowly, since texts change. What n-grams
-would have given is plain from the text, and kept for each width by itself. What is not running is tried now and then, within an
-allowance: a share of the time that passes.
+each drafter by position, so that a wide block tells of all narrower ones, and forgotten slowly, since texts change. What
+n-grams would have given is plain from the text, and kept for each width by itself. What is not running is tried now and then,
+within an allowance: a share of the time that passes.
 """
 
 import math
