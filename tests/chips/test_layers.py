@@ -12,9 +12,8 @@ from tilewright.chips.layers import ESTIMATES, LEAST_GAIN, Costs, Layer, Product
 from tilewright.chips.links import Fabric, ring_of, torus_of
 from tilewright.chips.tpu import CHIPS
 
-COMPILED = [
-    Path(__file__).parents[2] / "benchmarks" / "results" / name for name in ("2026-11-23-overlap.json", "2026-11-24-domino.json")
-]
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+COMPILED = [RESULTS / "2026-11-23-overlap.json", RESULTS / "2026-11-24-domino.json"]
 """The later one replaces figures of the earlier one."""
 
 
