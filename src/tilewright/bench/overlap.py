@@ -48,8 +48,8 @@ LEAST_LAYERS = 3
 LAYERS: Mapping[str, Sequence[int]] = {"prefill": (5, 7, 9, 11), "decode": (9, 11, 13)}
 """How many are compiled by phase, one after another until the middle one is steady. A decoding step begins with more: of its
 last two layers weights and caches lie in VMEM, and the compiler decides otherwise, for all layers, where these are a large part
-of the program. On v5e:4x2, while caches were still copied, the middle layer took 347 us of five and of seven, 306 us of nine and of
-32."""
+of the program. On v5e:4x2, while caches were still copied, the middle layer took 347 us of five and of seven, 306 us of nine
+and of 32."""
 
 STEADY = 0.05
 """By how much its neighbours may differ from a steady layer."""
