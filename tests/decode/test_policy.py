@@ -221,6 +221,18 @@ def test_acceptance_counts_positions(rounds: Sequence[tuple[int, list[int]]]):
     assert (seen.rounds, seen.idle) == (len(every) + idle, idle)
 
 
+def test_what_was_seen_of_no_position_is_as_expected():
+    """A batch that saw nothing expects what all others had, at each position; a good first position lets hope for more."""
+    expected = [0.6, 0.9, 0.8, 0.95]
+    assert Acceptance(4, memory=np.inf).rates(expected) == pytest.approx(expected)
+    good = Acceptance(4, memory=np.inf)
+    good.observe(2, np.ones(6, int), np.ones(6, int))
+    rates = good.rates(expected)
+    assert rates[0] == pytest.approx((6 + 2 * 0.6) / 8)
+    assert rates[1] == 1.0
+    assert 0.8 < rates[2] < 0.9
+
+
 def test_acceptance_is_forgotten():
     seen = Acceptance(3, memory=10)
     seen.observe(4, np.full(25, 3), np.full(25, 3))

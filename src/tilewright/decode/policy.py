@@ -150,11 +150,14 @@ class Acceptance:
         """The acceptance of each position, given that all before it were accepted.
 
         Args:
-            expected: what to expect where little was seen; it is weighed against the position before.
+            expected: what to expect where little was seen, and half of how far the position before was off from that; without,
+                what the position before has.
         """
         rates, before = [], self.first if expected is None else expected[0]
         for place, (reached, accepted) in enumerate(zip(self.reached.tolist(), self.accepted.tolist(), strict=True)):
-            prior = before if expected is None else (before + expected[place]) / 2
+            prior = before
+            if expected is not None:
+                prior = min(max(expected[place] + (before - expected[max(place - 1, 0)]) / 2, 0.0), 1.0)
             before = (accepted + WEIGHT * prior) / (reached + WEIGHT)
             rates.append(before)
         return rates
