@@ -77,7 +77,7 @@ def test_every_hop_but_those_of_the_last_sum_is_under_way_while_a_tile_is_multip
     assert len(found) == 2 * 2 * LAYERS * HOPS
     assert sum(products == 0 for products in found) <= LAST, found
     first = found[: len(found) // LAYERS]
-    assert max(first) <= PRODUCTS // 4, "tiles are beside their own hops, and not all beside one of them"
+    assert max(first) <= PRODUCTS // 7, "tiles are beside their own hops, and not all beside one of them"
 
 
 @pytest.mark.slow
