@@ -176,6 +176,14 @@ def test_prefill_and_decoding_over_caches(family: str, schedule: str, devices: i
     assert held == (batch, max(1, config.num_kv_heads // devices), 16, config.head_dim)
 
 
+@pytest.mark.parametrize("devices", [4, 8])
+def test_tiles_of_several_devices_rows(devices: int):
+    """Of two at a time, and of three, of which the last tile has two."""
+    run, params = divided("llama", Domino(GROUPED_AXES, least=6), devices)
+    found = jax.jit(jax.value_and_grad(run, has_aux=True))(params, tokens(4, 8))
+    close(found, alone("llama", 4, 8), CONFIGS["llama"])
+
+
 def test_one_row_without_a_cache_cannot_be_divided():
     run, params = divided("llama", Domino(GROUPED_AXES), 2)
     with pytest.raises(ValueError, match="2 micro-batches divide, found 1 rows whose 8 positions cannot be divided: no cache"):

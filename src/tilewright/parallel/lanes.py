@@ -165,7 +165,7 @@ class Lanes:
             self.arrive(list(self.lanes.values()), ())
 
 
-def gather(lanes: Lanes, came: Rows, due: int, then: Callable[[], None] = lambda: None) -> None:
+def gather(lanes: Lanes, came: Rows, due: int) -> None:
     """Begins to bring the rows of all devices into `came`, in the order in which they come; this device's are there."""
 
     def leg(step: int, hops: int) -> Leg:
@@ -175,7 +175,7 @@ def gather(lanes: Lanes, came: Rows, due: int, then: Callable[[], None] = lambda
             came[step * hop % lanes.size] = rows
 
     lengths = lanes.ways()
-    lanes.begin({step: leg(step, hops) for step, hops in lengths.items()}, lengths, due, then)
+    lanes.begin({step: leg(step, hops) for step, hops in lengths.items()}, lengths, due, lambda: None)
 
 
 def scatter(
@@ -204,5 +204,5 @@ def scatter(
 
 def farthest_first(lengths: dict[int, int], size: int) -> list[int]:
     """The devices in the order in which `scatter` asks for their parts; this one is the last."""
-    hops = range(max(lengths.values(), default=0), 0, -1)
-    return [*(-step * hop % size for hop in hops for step, most in lengths.items() if hop <= most), 0]
+    turns = range(max(lengths.values(), default=0))
+    return [*(-step * (hops - turn) % size for turn in turns for step, hops in lengths.items() if turn < hops), 0]

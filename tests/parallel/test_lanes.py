@@ -1,0 +1,127 @@
+"""Collectives that queue for the ways round a ring: what they give, and which hop goes when."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from tilewright.parallel.lanes import Lanes, Rows, farthest_first, gather, scatter
+from tilewright.parallel.mesh import make_mesh
+
+SPEC = PartitionSpec("ring")
+
+
+def over(devices: int, inside: Callable[[Array], Array], x: np.ndarray) -> np.ndarray:
+    """What `inside` makes of each device's rows, one device after another."""
+    run = jax.shard_map(inside, mesh=make_mesh({"ring": devices}), in_specs=SPEC, out_specs=SPEC, check_vma=False)
+    return np.asarray(jax.jit(run)(x))
+
+
+def numbers(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(-8, 8, shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 8])
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_collectives_in_a_queue_give_what_they_give_alone(devices: int, bidirectional: bool):
+    """A sum and a gathering at the same time, each device seeing rows by how many places their device is ahead."""
+    x = numbers(devices * devices, 4)
+
+    def inside(own: Array) -> Array:
+        lanes, came, sums = Lanes("ring", bidirectional), {0: own[:1]}, []
+        place = jax.lax.axis_index("ring")
+
+        def part(at: int, *came: Array) -> Array:
+            return sum(came, jax.lax.dynamic_slice_in_dim(own, (place + at) % devices, 1))
+
+        gather(lanes, came, due=1)
+        scatter(lanes, lanes.ways(), part, due=0, then=sums.append)
+        lanes.wait(lambda: len(came) == devices and bool(sums))
+        assert all(lane.hops == 0 and not lane.queue for lane in lanes.lanes.values())
+        return jnp.concatenate([*(came[at] for at in range(devices)), *sums])
+
+    found = over(devices, inside, x).reshape(devices, devices + 1, 4)
+    first, parts = x.reshape(devices, devices, 4)[:, 0], x.reshape(devices, devices, 4)
+    for device in range(devices):
+        np.testing.assert_array_equal(found[device, :devices], np.roll(first, -device, 0))
+        np.testing.assert_array_equal(found[device, devices], parts[:, device].sum(0))
+
+
+def traced(inside: Callable[[Lanes, Array], None], devices: int = 8, intensity: float = 0.0) -> None:
+    def run(own: Array) -> Array:
+        inside(Lanes("ring", True, intensity), own)
+        return own
+
+    over(devices, run, numbers(devices, 4))
+
+
+def test_the_longer_way_is_the_one_with_less_queued():
+    def inside(lanes: Lanes, own: Array) -> None:
+        lengths = []
+        for _ in range(3):
+            lengths.append(lanes.ways())
+            gather(lanes, {0: own}, due=0)
+        assert lengths == [{1: 4, -1: 3}, {-1: 4, 1: 3}, {1: 4, -1: 3}]
+        assert {step: lane.hops for step, lane in lanes.lanes.items()} == {1: 11, -1: 10}
+
+    traced(inside)
+
+
+def test_of_what_waits_that_goes_which_is_needed_first():
+    """Between two hops of another collective, too."""
+
+    def inside(lanes: Lanes, own: Array) -> None:
+        late: Rows = {0: own}
+        soon: Rows = {0: own}
+        gather(lanes, late, due=5)
+        gather(lanes, soon, due=2)
+        seen = []
+        while len(late) < 8:
+            lanes.beside(())
+            seen.append((len(late), len(soon)))
+        assert seen == [(3, 1), (3, 3), (3, 5), (3, 7), (4, 8), (6, 8), (8, 8)]
+
+    traced(inside)
+
+
+def test_a_hop_is_tied_when_as_much_was_computed_as_it_takes():
+    def inside(lanes: Lanes, own: Array) -> None:
+        came: Rows = {0: own}
+        gather(lanes, came, due=0)
+        hop = 10.0 * own.nbytes
+        lanes.worked(hop / 4)
+        lanes.beside(())
+        assert len(came) == 1, "a quarter of what it takes is too little"
+        lanes.worked(hop / 4)
+        lanes.beside((), following=hop)
+        assert len(came) == 3, "after another tile it would be farther from what it takes"
+        assert {lane.operations for lane in lanes.lanes.values()} == {0.0}
+
+    traced(inside, intensity=10.0)
+
+
+@pytest.mark.parametrize(
+    "size, bidirectional, order", [(8, True, [4, 3, 5, 2, 6, 1, 7, 0]), (3, False, [1, 2, 0]), (1, True, [0])]
+)
+def test_parts_are_asked_for_from_the_farthest_on(size: int, bidirectional: bool, order: list[int]):
+    asked: list[int] = []
+
+    def inside(own: Array) -> Array:
+        lanes = Lanes("ring", bidirectional)
+
+        def part(at: int, *came: Array) -> Array:
+            asked.append(at)
+            return sum(came, own)
+
+        lengths = lanes.ways()
+        assert farthest_first(lengths, size) == order
+        scatter(lanes, lengths, part, due=0, then=lambda total: None)
+        lanes.wait(lambda: len(asked) == size)
+        return own
+
+    over(size, inside, numbers(size, 4))
+    assert asked == order
