@@ -13,8 +13,8 @@ from tilewright.chips.links import Fabric, ring_of, torus_of
 from tilewright.chips.tpu import CHIPS
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-COMPILED = [RESULTS / "2026-11-23-overlap.json", RESULTS / "2026-11-24-domino.json"]
-"""The later one replaces figures of the earlier one."""
+COMPILED = [RESULTS / "2026-11-23-overlap.json", RESULTS / "2026-11-24-domino.json", RESULTS / "2026-11-24-hiding.json"]
+"""Later ones replace figures of earlier ones."""
 
 
 def costs(chip: str, sizes: tuple[int, ...], hop_us: float = 1.0) -> Costs:

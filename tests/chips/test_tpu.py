@@ -17,6 +17,10 @@ def test_a_roofline_is_the_slower_of_memory_and_compute():
     assert chip.roofline_cycles(0, 2 * 4 * 128 * 128 * 10) == pytest.approx(10)
 
 
+def test_loading_weights_takes_each_core_as_long_as_its_matrix_units_have_rows():
+    assert {kind: chip.loading_rows for kind, chip in CHIPS.items()} == {"v5e": 128, "v5p": 256, "v6e": 256}
+
+
 def test_an_unknown_chip_is_refused():
     with pytest.raises(ValueError, match="expected a TPU of v5e, v5p, v6e, found 'v9:2x2'"):
         chip_of("v9:2x2")

@@ -71,21 +71,40 @@ def test_the_longer_way_is_the_one_with_less_queued():
     traced(inside)
 
 
+def test_two_hops_of_different_collectives_are_on_a_lane():
+    """One gathering alone has one on each: what it sends next is what arrives."""
+
+    def inside(lanes: Lanes, own: Array) -> None:
+        came: list[Rows] = [{0: own}, {0: own}]
+        for rows, under in zip(came, (1, 2), strict=True):
+            gather(lanes, rows, due=0)
+            assert {len(lane.under) for lane in lanes.lanes.values()} == {under}
+        seen = []
+        while any(len(rows) < 8 for rows in came):
+            lanes.worked(10.0 * own.nbytes)
+            lanes.beside(())
+            seen.append(tuple(map(len, came)))
+        assert seen == [(3, 1), (3, 3), (5, 3), (5, 5), (7, 5), (7, 7), (8, 8)]
+
+    traced(inside, intensity=10.0)
+
+
 def test_of_what_waits_that_goes_which_is_needed_first():
     """Between two hops of another collective, too."""
 
     def inside(lanes: Lanes, own: Array) -> None:
-        late: Rows = {0: own}
-        soon: Rows = {0: own}
-        gather(lanes, late, due=5)
-        gather(lanes, soon, due=2)
+        came: list[Rows] = [{0: own} for _ in range(3)]
+        for rows, due in zip(came, (5, 3, 2), strict=True):
+            gather(lanes, rows, due)
         seen = []
-        while len(late) < 8:
+        while len(came[0]) < 8:
+            lanes.worked(10.0 * own.nbytes)
             lanes.beside(())
-            seen.append((len(late), len(soon)))
-        assert seen == [(3, 1), (3, 3), (3, 5), (3, 7), (4, 8), (6, 8), (8, 8)]
+            seen.append(tuple(map(len, came)))
+        assert seen[:7] == [(3, 1, 1), (3, 3, 1), (3, 3, 3), (3, 5, 3), (3, 5, 5), (3, 7, 5), (3, 7, 7)]
+        assert seen[7:] == [(4, 8, 7), (5, 8, 8), (7, 8, 8), (8, 8, 8)]
 
-    traced(inside)
+    traced(inside, intensity=10.0)
 
 
 def test_a_hop_is_tied_when_as_much_was_computed_as_it_takes():
@@ -99,9 +118,35 @@ def test_a_hop_is_tied_when_as_much_was_computed_as_it_takes():
         lanes.worked(hop / 4)
         lanes.beside((), following=hop)
         assert len(came) == 3, "after another tile it would be farther from what it takes"
-        assert {lane.operations for lane in lanes.lanes.values()} == {0.0}
+        assert {lane.under[0].until for lane in lanes.lanes.values()} == {2 * hop}, "the link is free when this one has passed"
 
     traced(inside, intensity=10.0)
+
+
+def test_beside_a_long_operation_all_arrive_that_are_on_the_lane():
+    """What departs when they have arrived has not had it beside itself."""
+
+    def inside(lanes: Lanes, own: Array) -> None:
+        came: list[Rows] = [{0: own}, {0: own}]
+        for rows in came:
+            gather(lanes, rows, due=0)
+        lanes.worked(10 * 10.0 * own.nbytes)
+        lanes.beside(())
+        assert [len(rows) for rows in came] == [3, 3]
+        lanes.beside(())
+        assert [len(rows) for rows in came] == [3, 3]
+
+    traced(inside, intensity=10.0)
+
+
+def test_products_count_with_the_loading_of_their_weights():
+    def inside(own: Array) -> Array:
+        lanes = Lanes("ring", True, loading=16)
+        weights = {"matrix": jnp.zeros((8, 4)), "bias": jnp.zeros(4), "other": jnp.zeros((8, 2))}
+        assert lanes.of_products(weights, 32) == 2 * (32 + 16) * 8 * (4 + 2)
+        return own
+
+    over(2, inside, numbers(2, 4))
 
 
 @pytest.mark.parametrize(

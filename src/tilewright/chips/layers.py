@@ -26,9 +26,9 @@ TILE_PASSES = 5
 LEAST_GAIN = 0.1
 """By which share another schedule has to be faster than `sync` to be chosen: by so much these estimates were off."""
 
-LATE_SHARE = 0.95
-"""What is exposed of queued hops, as a part of the share of the time in which links are busy: where that is large, hops wait
-for one another, and compilers were seen to begin them late."""
+LATE_SHARE = 0.4
+"""What is exposed of queued hops that compute could hide, as a part of the share of the time in which links are busy: where
+that is large, hops wait for one another."""
 
 MICRO_BATCHES = 2
 
@@ -150,7 +150,7 @@ def domino(costs: Costs, rows: int, layer: Layer) -> Estimate:
     compute = tiles + costs.stream_s(rows, layer, TILE_PASSES)
     # Of a ring both ways, an all-gather and a reduce-scatter for each half.
     links = MICRO_BATCHES * 2 * len(layer.halves) * (costs.devices - 1) / 2 * costs.hop_s(own, layer)
-    return Estimate(compute, max(links - compute, LATE_SHARE * links * links / (links + compute)))
+    return Estimate(compute, max(0.0, links - compute) + LATE_SHARE * links * links / (links + compute))
 
 
 ESTIMATES: Mapping[str, Callable[[Costs, int, Layer], Estimate]] = MappingProxyType(

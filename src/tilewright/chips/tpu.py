@@ -50,6 +50,14 @@ class TpuChip:
         """What it does at its peak, in bfloat16, while a link passes a byte."""
         return 1e3 * self.bf16_tflop_per_s / self.ici_gb_per_s
 
+    @property
+    def loading_rows(self) -> int:
+        """Rows of a product that take as long as loading its weights: as many as a matrix unit has, for each core.
+
+        Cores divide the rows, and each of them loads the weights.
+        """
+        return self.matrix_dim * self.cores
+
     def roofline_seconds(self, moved_bytes: float, flops: float) -> float:
         """The least time in which it can move these bytes to and from device memory and do these operations, side by side."""
         return max(moved_bytes / (1e9 * self.hbm_gb_per_s), flops / (1e12 * self.bf16_tflop_per_s))

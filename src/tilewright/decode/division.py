@@ -18,6 +18,7 @@ from tilewright.kernels.operations import Operations
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.parallel.auto import AUTO, SCHEDULES, Auto, fabric_of, schedule_of
+from tilewright.parallel.compiling import compile_over
 from tilewright.parallel.packing import on_each_device
 from tilewright.parallel.schedules import TensorParallel
 from tilewright.parallel.sharding import GROUPED, GROUPED_AXES, grouped_mesh, shardings
@@ -143,7 +144,7 @@ def compile_step(
     given = (jax.tree.map(lambda x: x.sharding.spec, models), held, *jax.tree.map(lambda _: WHOLE, inputs))
     inside = jax.shard_map(run, mesh=target.mesh, in_specs=given, out_specs=(held, WHOLE), check_vma=False)
     places = {"in_shardings": on(target.mesh, given), "out_shardings": on(target.mesh, (held, WHOLE))}
-    return jax.jit(wraps(run)(inside), donate_argnums=1, **places).lower(models, state, *inputs).compile()
+    return compile_over(target.mesh, jax.jit(wraps(run)(inside), donate_argnums=1, **places).lower(models, state, *inputs))
 
 
 def on(mesh: Mesh, specs: Any) -> Any:

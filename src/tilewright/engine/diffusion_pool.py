@@ -187,7 +187,7 @@ class PoolPrograms(DiffusionPrograms):
         run.__name__ = "turn"  # type: ignore[attr-defined]
         pool = jax.eval_shape(self.pool)
         run = run if self.division is None else self.divided(run, pool)
-        return jax.jit(run, donate_argnums=1).lower(self.params, pool, self.of_turn(key.shape)).compile()
+        return self.compile_run(run, pool, self.of_turn(key.shape))
 
     def run(self, shape: DiffusionShape, params: DecoderParams, pool: Pool, turn: Turn) -> tuple[Pool, Told]:
         """A dispatch. DONATES pool."""

@@ -68,7 +68,8 @@ def schedule_of(name: str, axis: Axis, layer: Layer | None, fabric: Fabric | Non
         return Auto(axis, layer, fabric)
     made = SCHEDULES[name](axis)
     if fabric is not None and isinstance(made, Domino):
-        return replace(made, intensity=fabric.chip.operations_per_link_byte)
+        chip = fabric.chip
+        return replace(made, intensity=chip.operations_per_link_byte, loading=chip.loading_rows)
     return made
 
 

@@ -29,6 +29,12 @@ LEAST_ROWS = 256
 INTENSITY = 4000.0
 """Operations that a chip does while a link passes a byte, where nothing else is said: about those of a v5e in bfloat16."""
 
+LOADING = 128
+"""Rows that take a chip as long as loading weights does, where nothing else is said; see `chips.tpu.TpuChip.loading_rows`."""
+
+ATTENTION = 8.0
+"""As how many times its products attention counts: softmax, and copies around it, were seen to take that much longer."""
+
 
 @dataclass(frozen=True)
 class Domino(TensorParallel):
@@ -50,12 +56,14 @@ class Domino(TensorParallel):
         route: how rows and sums go round the ring: both ways or one; unrolled and in one chunk, whatever it says.
         least: rows of a tile; tiles are of as many devices' rows as make so many.
         intensity: operations of the core while a link passes a byte, which tell how much is computed beside a hop.
+        loading: rows that a product counts for besides its own.
     """
 
     count: int | None = None
     route: rings.Route = field(default_factory=rings.Route)
     least: int = LEAST_ROWS
     intensity: float = INTENSITY
+    loading: int = LOADING
 
     def __post_init__(self) -> None:
         if (self.count is not None and self.count < 2) or self.least < 1:
@@ -79,7 +87,7 @@ class Domino(TensorParallel):
         how = cut(x, rows, kept, count)
         if stack.norms is None or batch * length // count % size:
             return super().run(stack, x, rows, kept, taps)
-        lanes = Lanes(self.axis, self.route.bidirectional, self.intensity)
+        lanes = Lanes(self.axis, self.route.bidirectional, self.intensity, self.loading)
         norms = [stack.norms(layer) for layer in stack.layers]
         groups = [Group(stack.ops, lanes, self.least, part, norms[0][0]) for part in how.streams(x)]
         around, left, turn = [how.rows(rows, n) for n in range(count)], [], 0
@@ -90,7 +98,7 @@ class Domino(TensorParallel):
                 projection = stack.project(ops, layer, group.own[None])
                 out, own = stack.attend(stack.ops, layer, projection, around[n], how.kept(whole, n))
                 whole = how.put(whole, n, own)
-                lanes.worked(2.0 * out.size * out.shape[1])
+                lanes.worked(ATTENTION * 2.0 * out.size * out.shape[1])
                 stack.output(ops, layer, lanes.beside(out))
             for n, group in enumerate(groups):
                 stack.mlp(group.operations(turn + 2 * count + n, next_norm), layer, group.own[None])
@@ -197,7 +205,7 @@ class Group:
         """Begins the sum of the devices' products of rows, and what follows when it has come; see `operations`."""
 
         def part(at: int, *came: Array) -> Array:
-            self.lanes.worked(product_operations(w, len(self.own)))
+            self.lanes.worked(self.lanes.of_products(w, len(self.own)))
             own, came = jax.lax.optimization_barrier((rows[at], came))  # else what comes is added by itself
             made = weighted(product, w, own)
             return sum((each.astype(made.dtype) for each in came), made).astype(self.own.dtype)
@@ -239,7 +247,7 @@ class Tiles:
 
     def compute(self, places: Sequence[int]) -> None:
         rows = together([self.rows[at] for at in places])
-        self.lanes.worked(product_operations(self.w, len(rows)))
+        self.lanes.worked(self.lanes.of_products(self.w, len(rows)))
         leaves, tree = jax.tree.flatten(weighted(self.product, self.w, rows))
         for at, *parts in zip(places, *(jnp.split(leaf, len(places)) for leaf in leaves), strict=True):
             self.made[at] = tree.unflatten(parts)
@@ -251,7 +259,7 @@ class Tiles:
         new = [at for at in self.order or self.rows if at not in self.made][:most]
         self.compute(new)
         made, left = {at: self.made[at] for at in new}, {at: rows for at, rows in self.rows.items() if at not in self.made}
-        made, left = self.lanes.beside((made, left), product_operations(self.w, most * len(self.rows[0])))
+        made, left = self.lanes.beside((made, left), self.lanes.of_products(self.w, most * len(self.rows[0])))
         self.made.update(made)
         self.rows.update(left)
 
@@ -271,11 +279,6 @@ def together(tiles: Sequence[Array]) -> Array:
     """One after another; a TPU's compiler takes longer to concatenate them."""
     starts = tuple(jnp.int32(n * len(tiles[0])) for n in range(len(tiles)))
     return tiles[0] if len(tiles) == 1 else rings.placed(tuple(tiles), starts)
-
-
-def product_operations(w: Any, rows: int) -> float:
-    """Of the products of so many rows with matrices."""
-    return 2.0 * rows * sum(leaf.size for leaf in jax.tree.leaves(w) if leaf.ndim > 1)
 
 
 @dataclass(frozen=True)

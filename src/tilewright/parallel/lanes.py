@@ -1,8 +1,10 @@
 """Hops of several collectives on the ways round a ring, tied to what is computed meanwhile. Within `jax.shard_map`.
 
-Each way round is a lane, on which one hop is under way at a time. Collectives queue: whenever a lane is free, that one goes on
-which is needed first. So both directions of every link are busy as long as anything waits for one of them, whichever
-collectives it belongs to, where a collective by itself leaves one direction idle at its last hop, and both between two of them.
+Each way round is a lane. Collectives queue: whenever there is room on a lane, that one goes on which is needed first. So both
+directions of every link are busy as long as anything waits for one of them, whichever collectives it belongs to, where a
+collective by itself leaves one direction idle at its last hop, and both between two of them. Two hops may be on a lane, of two
+collectives: one passes the link, the other follows as soon as it has, also where the core is in the middle of one long
+operation and could not send it then.
 
 All this happens while a program is traced. A hop is a permute between neighbours, which every TPU's compiler lets run beside
 products; it is tied to as much compute as it takes by `jax.lax.optimization_barrier`, for otherwise the compiler puts all tiles
@@ -11,7 +13,7 @@ of a product beside one hop and nothing beside the others. The gradient's hops a
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 from jax import Array
@@ -26,6 +28,9 @@ Leg = Generator[Array, Array, None]
 
 Rows = dict[int, Array]
 """Of each device, by how many places it is ahead."""
+
+AT_ONCE = 2
+"""Hops on a lane."""
 
 
 @dataclass
@@ -52,6 +57,15 @@ class Waiting:
     travel: Travel
 
 
+@dataclass(eq=False)
+class Hop:
+    """One under way: what arrives, whose it is, and the work of the core by when it has."""
+
+    arriving: Array
+    of: Waiting
+    until: float
+
+
 @dataclass
 class Lane:
     """One way round.
@@ -59,16 +73,15 @@ class Lane:
     Attributes:
         step: of its hops; see `rings.shift`.
         hops: queued or under way.
-        arriving, going: what is under way, if anything is, and whose it is.
-        operations: of the core since it departed.
+        under: what is under way, in the order in which it departed.
+        until: the work of the core by when the last of them has arrived; see `Lanes.work`.
     """
 
     step: int
     queue: list[Waiting] = field(default_factory=list)
     hops: int = 0
-    arriving: Array | None = None
-    going: Waiting | None = None
-    operations: float = 0.0
+    under: list[Hop] = field(default_factory=list)
+    until: float = 0.0
 
 
 class Lanes:
@@ -77,14 +90,17 @@ class Lanes:
     Attributes:
         size: devices on the ring.
         lanes: by the step of their hops.
+        work: operations of the core so far, by which the program keeps time while it is traced.
         intensity: operations that the core does while a link passes a byte: how much compute a hop is tied to. By default
             whatever is computed next.
+        loading: rows that a product counts for besides its own: loading weights takes as long.
     """
 
-    def __init__(self, axis: rings.Axis, bidirectional: bool, intensity: float = 0.0):
-        self.axis, self.size, self.intensity = axis, jax.lax.axis_size(axis), intensity
+    def __init__(self, axis: rings.Axis, bidirectional: bool, intensity: float = 0.0, loading: int = 0):
+        self.axis, self.size, self.intensity, self.loading = axis, jax.lax.axis_size(axis), intensity, loading
         steps = (1, -1) if bidirectional and self.size > 2 else (1,)
         self.lanes, self.begun = {step: Lane(step) for step in steps}, 0
+        self.work = 0.0
 
     def ways(self) -> dict[int, int]:
         """How many hops of the next collective go on each lane; the longer way is that on which less is queued."""
@@ -112,42 +128,47 @@ class Lanes:
             then()
 
     def depart(self, lane: Lane) -> None:
-        """Sends what is needed first, if the lane is free."""
-        if lane.queue and lane.arriving is None:
-            lane.going = min(lane.queue, key=lambda each: (each.due, each.number))
-            lane.queue.remove(lane.going)
-            lane.arriving, lane.operations = rings.shift(lane.going.sent, self.axis, lane.step), 0.0
+        """Sends what is needed first, as far as the lane has room."""
+        while lane.queue and len(lane.under) < AT_ONCE:
+            going = min(lane.queue, key=lambda each: (each.due, each.number))
+            lane.queue.remove(going)
+            lane.until = max(lane.until, self.work) + self.intensity * going.sent.nbytes
+            lane.under.append(Hop(rings.shift(going.sent, self.axis, lane.step), going, lane.until))
 
     def worked(self, operations: float) -> None:
-        """Counts operations as beside all hops under way."""
-        for lane in self.lanes.values():
-            lane.operations += operations
+        """Counts operations as beside what is under way."""
+        self.work += operations
 
-    def hop_operations(self, lane: Lane) -> float:
-        """Operations that take as long as the hop under way."""
-        return self.intensity * (0 if lane.arriving is None else lane.arriving.nbytes)
+    def of_products(self, w: Any, rows: int) -> float:
+        """What products of so many rows with matrices count for."""
+        matrices = [leaf for leaf in jax.tree.leaves(w) if leaf.ndim > 1]
+        return sum(2.0 * (rows + self.loading) * matrix.size for matrix in matrices)
 
     def beside(self, made: Tree, following: float = 0.0) -> Tree:
-        """Ties those hops under way to what was computed that have had enough beside them (see `worked`).
+        """Ties those hops to what was computed that have passed the link meanwhile (see `worked`), at most those on the lane.
 
         Args:
             made: what was computed, and whatever is to be read only when they have arrived.
             following: operations of what could be computed before they are tied.
         """
-        ready = [lane for lane in self.lanes.values() if lane.operations + following / 2 >= self.hop_operations(lane)]
-        return self.arrive(ready, made)
+        departed = {step: len(lane.under) for step, lane in self.lanes.items()}
+        for turn in range(AT_ONCE):
+            by = self.work + (0 if turn else following / 2)
+            ready = [lane for step, lane in self.lanes.items() if departed[step] > turn and lane.under[0].until <= by]
+            made = self.arrive(ready, made)
+        return made
 
     def arrive(self, lanes: list[Lane], made: Tree) -> Tree:
-        """What is under way on these lanes arrives, not before `made` is; what is queued departs."""
-        lanes = [lane for lane in lanes if lane.arriving is not None]
+        """The first hop under way on each of these lanes arrives, not before `made` is; what is queued departs."""
+        lanes = [lane for lane in lanes if lane.under]
         if not lanes:
             return made
-        came, made = jax.lax.optimization_barrier(([lane.arriving for lane in lanes], made))
-        ended, going = [], [lane.going for lane in lanes]
+        came, made = jax.lax.optimization_barrier(([lane.under[0].arriving for lane in lanes], made))
+        ended, going = [], []
         for lane in lanes:
-            lane.arriving, lane.hops = None, lane.hops - 1
+            going.append(lane.under.pop(0).of)
+            lane.hops -= 1
         for lane, own, waiting in zip(lanes, came, going, strict=True):
-            assert waiting is not None
             try:
                 waiting.sent = waiting.leg.send(own)
                 lane.queue.append(waiting)
@@ -161,7 +182,7 @@ class Lanes:
     def wait(self, enough: Callable[[], bool]) -> None:
         """Lets hops arrive, with nothing beside them, until it is enough."""
         while not enough():
-            assert any(lane.arriving is not None for lane in self.lanes.values()), "nothing is under way that could bring it"
+            assert any(lane.under for lane in self.lanes.values()), "nothing is under way that could bring it"
             self.arrive(list(self.lanes.values()), ())
 
 

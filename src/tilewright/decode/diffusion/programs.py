@@ -23,6 +23,7 @@ from tilewright.kernels.operations import Operations
 from tilewright.models.decoder import DecoderParams
 from tilewright.models.diffusion import DiffusionConfig
 from tilewright.models.stack import SINGLE_DEVICE
+from tilewright.parallel.compiling import compile_over
 from tilewright.parallel.sharding import GROUPED_AXES
 
 
@@ -174,7 +175,12 @@ class DiffusionPrograms(Store[DiffusionKey]):
         state = jax.eval_shape(lambda: self.state(key.shape, [], [], make()))
         limit = jax.ShapeDtypeStruct((), jnp.int32)
         run = denoise if self.division is None else self.divided(denoise, state)
-        return jax.jit(run, donate_argnums=1).lower(self.params, state, limit).compile()
+        return self.compile_run(run, state, limit)
+
+    def compile_run(self, run: Callable[..., Any], state: Any, *inputs: Any) -> jax.stages.Compiled:
+        """A program `run(params, state, *inputs)`, to which the state is donated."""
+        mesh = None if self.division is None else self.division.mesh
+        return compile_over(mesh, jax.jit(run, donate_argnums=1).lower(self.params, state, *inputs))
 
     def divided(self, run: Callable[..., Any], state: Any) -> Callable[..., Any]:
         """A program in which each device computes with its part of the parameters and caches, all of them with one state."""
