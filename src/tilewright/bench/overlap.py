@@ -34,7 +34,7 @@ from tilewright.models.params import abstract
 from tilewright.models.stack import Rows, Schedule
 from tilewright.parallel.auto import AUTO, Auto, schedule_of
 from tilewright.parallel.auto import SCHEDULES as NAMED
-from tilewright.parallel.compiling import hiding
+from tilewright.parallel.compiling import compile_hiding
 from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.schedules import TensorParallel
 from tilewright.parallel.sharding import GROUPED, GROUPED_AXES, grouped_mesh, grouping, shardings
@@ -278,7 +278,9 @@ def compiled(setup: Setup, phase: Phase, name: str, layers: int) -> Run:
     began = time.perf_counter()
     try:
         function, arguments = program(setup, phase, schedule, layers)
-        found = compile_for(setup.chip, function, *arguments, donate=1, options=hiding(setup.spec.name))
+        found = compile_hiding(
+            setup.spec.name, lambda options: compile_for(setup.chip, function, *arguments, donate=1, options=options)
+        )
     except ValueError as error:
         raise ValueError(f"{name}, {phase.name}: {error}") from error
     graph = read_schedule(found.hlo, setup.spec, layer_of)

@@ -1,7 +1,8 @@
 """What a TPU's compiler is told of programs whose collectives are to be hidden."""
 
 import logging
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import Mesh
@@ -10,6 +11,8 @@ from tilewright.chips.tpu import KINDS
 from tilewright.parallel.lanes import AT_ONCE
 
 log = logging.getLogger("tilewright.parallel")
+
+Made = TypeVar("Made")
 
 PRODUCTS_COUNT = {"v5e": 0.35, "v5p": 0.25, "v6e": 0.25}
 """What part of a product's time libtpu's scheduler is to count, by kind of chip.
@@ -27,18 +30,21 @@ def hiding(kind: str) -> dict[str, Any]:
     }
 
 
-def compile_over(mesh: Mesh | None, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compiles a lowered program, with `hiding` where it runs over several TPUs of a known kind.
+def compile_hiding(kind: str, compile: Callable[[dict[str, Any] | None], Made]) -> Made:
+    """What `compile` makes with the options for a kind of chip.
 
-    A compiler that does not know these options compiles without them; a line of the log says so.
+    A compiler that does not know them compiles without any; a line of the log says so.
     """
-    kind = None if mesh is None or mesh.size == 1 else KINDS.get(mesh.devices.flat[0].device_kind)
-    if kind is None:
-        return lowered.compile()
     try:
-        return lowered.compile(hiding(kind))
+        return compile(hiding(kind))
     except jax.errors.JaxRuntimeError as error:
         if "No such compile option" not in str(error):
             raise
         log.warning("collectives of this program may be exposed: %s", error)
-        return lowered.compile()
+        return compile(None)
+
+
+def compile_over(mesh: Mesh | None, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compiles a lowered program, as `compile_hiding` does where it runs over several TPUs of a known kind."""
+    kind = None if mesh is None or mesh.size == 1 else KINDS.get(mesh.devices.flat[0].device_kind)
+    return lowered.compile() if kind is None else compile_hiding(kind, lowered.compile)
