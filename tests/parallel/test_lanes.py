@@ -170,3 +170,50 @@ def test_parts_are_asked_for_from_the_farthest_on(size: int, bidirectional: bool
 
     over(size, inside, numbers(size, 4))
     assert asked == order
+
+
+def test_waiting_moves_the_clock_to_the_arrival():
+    """So that what departs then is tied to what is computed from then on."""
+
+    def inside(lanes: Lanes, own: Array) -> None:
+        came: Rows = {0: own}
+        gather(lanes, came, due=0)
+        hop = 10.0 * own.nbytes
+        lanes.wait(lambda: len(came) == 3)
+        assert lanes.work == hop
+        lanes.worked(hop)
+        lanes.beside(())
+        assert len(came) == 5
+
+    traced(inside, intensity=10.0)
+
+
+def test_what_was_computed_comes_before_the_next_arrival():
+    held: dict[int, Array] = {}
+
+    def inside(own: Array) -> Array:
+        lanes, came = Lanes("ring", True), {0: own}
+        gather(lanes, came, due=0)
+        before = held[0] = own + 1
+        lanes.loose.append((held, 0))
+        lanes.wait(lambda: len(came) == 3)
+        assert held[0] is not before
+        assert not lanes.loose
+        return held[0]
+
+    mesh = make_mesh({"ring": 8})
+    run = jax.shard_map(inside, mesh=mesh, in_specs=SPEC, out_specs=SPEC, check_vma=False)
+    barriers = [line for line in str(jax.make_jaxpr(run)(jnp.zeros((8, 4)))).splitlines() if "optimization_barrier" in line]
+    assert len(barriers) == 1
+    assert len(barriers[0].split("=")[1].split("optimization_barrier")[1].split()) == 3, "two hops and what was computed"
+    np.testing.assert_array_equal(over(8, inside, numbers(8, 4)), numbers(8, 4) + 1)
+
+
+def test_passes_through_memory_count():
+    def inside(own: Array) -> Array:
+        lanes = Lanes("ring", True, moving=5.0)
+        lanes.moved({"x": own, "y": own}, 3)
+        assert lanes.work == 5.0 * 3 * 2 * own.nbytes
+        return own
+
+    over(2, inside, numbers(2, 4))

@@ -17,7 +17,7 @@ from tilewright.chips.links import Fabric
 NUMBER_BYTES = 2
 """Of an activation or a weight: bfloat16."""
 
-TILE_US: Mapping[str, float] = MappingProxyType({"v5e": 3.3, "v5p": 4.2, "v6e": 0.8})
+TILE_US: Mapping[str, float] = MappingProxyType({"v5e": 3.3, "v5p": 3.1, "v6e": 0.8})
 """What each tile of a product takes beyond its roofline, by libtpu's estimates."""
 
 TILE_PASSES = 5

@@ -51,6 +51,11 @@ class TpuChip:
         return 1e3 * self.bf16_tflop_per_s / self.ici_gb_per_s
 
     @property
+    def operations_per_memory_byte(self) -> float:
+        """Of bfloat16, at the peak, while a byte passes to or from device memory."""
+        return 1e3 * self.bf16_tflop_per_s / self.hbm_gb_per_s
+
+    @property
     def loading_rows(self) -> int:
         """Rows of a product that take as long as loading its weights: as many as a matrix unit has, for each core.
 

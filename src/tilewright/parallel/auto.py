@@ -69,7 +69,8 @@ def schedule_of(name: str, axis: Axis, layer: Layer | None, fabric: Fabric | Non
     made = SCHEDULES[name](axis)
     if fabric is not None and isinstance(made, Domino):
         chip = fabric.chip
-        return replace(made, intensity=chip.operations_per_link_byte, loading=chip.loading_rows)
+        pace = {"intensity": chip.operations_per_link_byte, "moving": chip.operations_per_memory_byte}
+        return replace(made, loading=chip.loading_rows, **pace)
     return made
 
 

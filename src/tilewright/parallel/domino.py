@@ -32,8 +32,15 @@ INTENSITY = 4000.0
 LOADING = 128
 """Rows that take a chip as long as loading weights does, where nothing else is said; see `chips.tpu.TpuChip.loading_rows`."""
 
-ATTENTION = 8.0
-"""As how many times its products attention counts: softmax, and copies around it, were seen to take that much longer."""
+MOVING = 240.0
+"""Operations that a chip does while a byte passes to or from its memory, where nothing else is said: those of a v5e."""
+
+ATTENTION = 4.0
+"""As how many times its products over the causal half attention counts: softmax was seen to take that much longer."""
+
+PROJECTION_PASSES, OUT_PASSES = 3, 6
+"""How often queries, keys and values pass through memory before attention (placed together, rotated, cached), and what it gives
+around it (other layouts, and back)."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,8 @@ class Domino(TensorParallel):
         route: how rows and sums go round the ring: both ways or one; unrolled and in one chunk, whatever it says.
         least: rows of a tile; tiles are of as many devices' rows as make so many.
         intensity: operations of the core while a link passes a byte, which tell how much is computed beside a hop.
-        loading: rows that a product counts for besides its own.
+        loading, moving: rows that a product counts for besides its own, and operations of the core while a byte passes to or
+            from its memory.
     """
 
     count: int | None = None
@@ -64,6 +72,7 @@ class Domino(TensorParallel):
     least: int = LEAST_ROWS
     intensity: float = INTENSITY
     loading: int = LOADING
+    moving: float = MOVING
 
     def __post_init__(self) -> None:
         if (self.count is not None and self.count < 2) or self.least < 1:
@@ -87,7 +96,7 @@ class Domino(TensorParallel):
         how = cut(x, rows, kept, count)
         if stack.norms is None or batch * length // count % size:
             return super().run(stack, x, rows, kept, taps)
-        lanes = Lanes(self.axis, self.route.bidirectional, self.intensity, self.loading)
+        lanes = Lanes(self.axis, self.route.bidirectional, self.intensity, self.loading, self.moving)
         norms = [stack.norms(layer) for layer in stack.layers]
         groups = [Group(stack.ops, lanes, self.least, part, norms[0][0]) for part in how.streams(x)]
         around, left, turn = [how.rows(rows, n) for n in range(count)], [], 0
@@ -96,9 +105,12 @@ class Domino(TensorParallel):
             for n, group in enumerate(groups):
                 ops = group.operations(turn + count + n, norm)
                 projection = stack.project(ops, layer, group.own[None])
+                lanes.moved(projection, PROJECTION_PASSES)
+                projection = lanes.beside(projection)
                 out, own = stack.attend(stack.ops, layer, projection, around[n], how.kept(whole, n))
                 whole = how.put(whole, n, own)
                 lanes.worked(ATTENTION * 2.0 * out.size * out.shape[1])
+                lanes.moved(out, OUT_PASSES)
                 stack.output(ops, layer, lanes.beside(out))
             for n, group in enumerate(groups):
                 stack.mlp(group.operations(turn + 2 * count + n, next_norm), layer, group.own[None])
@@ -251,6 +263,7 @@ class Tiles:
         leaves, tree = jax.tree.flatten(weighted(self.product, self.w, rows))
         for at, *parts in zip(places, *(jnp.split(leaf, len(places)) for leaf in leaves), strict=True):
             self.made[at] = tree.unflatten(parts)
+            self.lanes.loose.append((self.made, at))
 
     def next(self) -> None:
         """The next tile, beside what is under way."""

@@ -8,7 +8,8 @@ operation and could not send it then.
 
 All this happens while a program is traced. A hop is a permute between neighbours, which every TPU's compiler lets run beside
 products; it is tied to as much compute as it takes by `jax.lax.optimization_barrier`, for otherwise the compiler puts all tiles
-of a product beside one hop and nothing beside the others. The gradient's hops are tied to its tiles in the same way.
+of a product beside one hop and nothing beside the others. What was computed while nothing arrived is kept before the next
+arrival, for otherwise it is put off to where it is needed. The gradient's hops are tied to its tiles in the same way.
 """
 
 from collections.abc import Callable, Generator
@@ -94,13 +95,19 @@ class Lanes:
         intensity: operations that the core does while a link passes a byte: how much compute a hop is tied to. By default
             whatever is computed next.
         loading: rows that a product counts for besides its own: loading weights takes as long.
+        moving: operations that the core does while a byte passes to or from device memory.
+        loose: what was computed since the last arrival, by the dicts that hold it and its keys there.
     """
 
-    def __init__(self, axis: rings.Axis, bidirectional: bool, intensity: float = 0.0, loading: int = 0):
-        self.axis, self.size, self.intensity, self.loading = axis, jax.lax.axis_size(axis), intensity, loading
+    def __init__(
+        self, axis: rings.Axis, bidirectional: bool, intensity: float = 0.0, loading: int = 0, moving: float = 0.0
+    ) -> None:
+        self.axis, self.size = axis, jax.lax.axis_size(axis)
+        self.intensity, self.loading, self.moving = intensity, loading, moving
         steps = (1, -1) if bidirectional and self.size > 2 else (1,)
         self.lanes, self.begun = {step: Lane(step) for step in steps}, 0
         self.work = 0.0
+        self.loose: list[tuple[dict[int, Any], int]] = []
 
     def ways(self) -> dict[int, int]:
         """How many hops of the next collective go on each lane; the longer way is that on which less is queued."""
@@ -139,6 +146,10 @@ class Lanes:
         """Counts operations as beside what is under way."""
         self.work += operations
 
+    def moved(self, arrays: Any, times: int) -> None:
+        """Counts as many passes of arrays through device memory."""
+        self.worked(self.moving * times * sum(leaf.nbytes for leaf in jax.tree.leaves(arrays)))
+
     def of_products(self, w: Any, rows: int) -> float:
         """What products of so many rows with matrices count for."""
         matrices = [leaf for leaf in jax.tree.leaves(w) if leaf.ndim > 1]
@@ -159,11 +170,14 @@ class Lanes:
         return made
 
     def arrive(self, lanes: list[Lane], made: Tree) -> Tree:
-        """The first hop under way on each of these lanes arrives, not before `made` is; what is queued departs."""
-        lanes = [lane for lane in lanes if lane.under]
+        """The first hop under way on each of these lanes arrives, after `made` and what is loose; what is queued departs."""
         if not lanes:
             return made
-        came, made = jax.lax.optimization_barrier(([lane.under[0].arriving for lane in lanes], made))
+        held, self.loose = self.loose, []
+        tied = [of[key] for of, key in held]
+        came, made, tied = jax.lax.optimization_barrier(([lane.under[0].arriving for lane in lanes], made, tied))
+        for (of, key), value in zip(held, tied, strict=True):
+            of[key] = value
         ended, going = [], []
         for lane in lanes:
             going.append(lane.under.pop(0).of)
@@ -180,10 +194,12 @@ class Lanes:
         return made
 
     def wait(self, enough: Callable[[], bool]) -> None:
-        """Lets hops arrive, with nothing beside them, until it is enough."""
+        """Lets hops arrive, with nothing more beside them, until it is enough."""
         while not enough():
-            assert any(lane.under for lane in self.lanes.values()), "nothing is under way that could bring it"
-            self.arrive(list(self.lanes.values()), ())
+            under = [lane for lane in self.lanes.values() if lane.under]
+            assert under, "nothing is under way that could bring it"
+            self.work = max(self.work, min(lane.under[0].until for lane in under))
+            self.arrive([lane for lane in under if lane.under[0].until <= self.work], ())
 
 
 def gather(lanes: Lanes, came: Rows, due: int) -> None:
