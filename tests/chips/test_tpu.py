@@ -21,6 +21,11 @@ def test_loading_weights_takes_each_core_as_long_as_its_matrix_units_have_rows()
     assert {kind: chip.loading_rows for kind, chip in CHIPS.items()} == {"v5e": 128, "v5p": 256, "v6e": 256}
 
 
+def test_operations_while_a_byte_passes_are_the_ratio_of_the_peaks():
+    assert CHIPS["v5e"].operations_per_memory_byte == pytest.approx(197e12 / 819e9)
+    assert CHIPS["v5e"].operations_per_link_byte == pytest.approx(197e12 / (1e9 * CHIPS["v5e"].ici_gb_per_s))
+
+
 def test_an_unknown_chip_is_refused():
     with pytest.raises(ValueError, match="expected a TPU of v5e, v5p, v6e, found 'v9:2x2'"):
         chip_of("v9:2x2")
