@@ -13,7 +13,8 @@ from tilewright.chips.links import Fabric, ring_of, torus_of
 from tilewright.chips.tpu import CHIPS
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-COMPILED = [RESULTS / "2026-11-23-overlap.json", RESULTS / "2026-11-24-domino.json", RESULTS / "2026-11-24-hiding.json"]
+NAMES = ("2026-11-23-overlap", "2026-11-24-domino", "2026-11-24-hiding", "2026-11-24-hops")
+COMPILED = [RESULTS / f"{name}.json" for name in NAMES]
 """Later ones replace figures of earlier ones."""
 
 
