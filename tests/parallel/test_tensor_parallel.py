@@ -176,7 +176,7 @@ def test_prefill_and_decoding_over_caches(family: str, schedule: str, devices: i
     assert held == (batch, max(1, config.num_kv_heads // devices), 16, config.head_dim)
 
 
-@pytest.mark.parametrize("devices", [4, 8])
+@pytest.mark.parametrize("devices", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_tiles_of_several_devices_rows(devices: int):
     """Of two at a time, and of three, of which the last tile has two."""
     run, params = divided("llama", Domino(GROUPED_AXES, least=6), devices)
