@@ -69,8 +69,8 @@ def schedule_of(name: str, axis: Axis, layer: Layer | None, fabric: Fabric | Non
     made = SCHEDULES[name](axis)
     if fabric is not None and isinstance(made, Domino):
         chip = fabric.chip
-        pace = {"intensity": chip.operations_per_link_byte, "moving": chip.operations_per_memory_byte}
-        return replace(made, loading=chip.loading_rows, **pace)
+        per_link, per_memory = chip.operations_per_link_byte, chip.operations_per_memory_byte
+        return replace(made, intensity=per_link, loading=chip.loading_rows, moving=per_memory)
     return made
 
 
