@@ -43,7 +43,7 @@ class KernelHook(BuildHookInterface):
         """jaxlib, for its headers: only if they are of use, and not in the environment that is being installed into."""
         kernels = load_build(self.root)
         needed = not kernels.unwanted() and kernels.find_compiler() is not None and xla_headers() is None
-        return ["jaxlib>=0.10.0"] if needed else []
+        return ["jaxlib>=0.10.0,<0.13"] if needed else []
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compiles, and adds what came of it to the wheel."""
@@ -65,7 +65,8 @@ class KernelHook(BuildHookInterface):
             return
         if editable:
             return
-        build_data["force_include"] |= {str(path): f"tilewright/kernels/prebuilt/{path.name}" for path in built}
+        files = [*built, *map(kernels.digest_file, built)]
+        build_data["force_include"] |= {str(path): f"tilewright/kernels/prebuilt/{path.name}" for path in files}
         build_data["pure_python"] = False
         platform = next(tag for tag in platform_tags() if not tag.startswith(("manylinux", "musllinux")))
         build_data["tag"] = f"py3-none-{platform}"

@@ -23,7 +23,7 @@ from rich.progress import track
 from rich.table import Table
 
 from tilewright.compiled.machine import chip_name
-from tilewright.decode.diffusion.window import Window, allocate, run_window
+from tilewright.diffusion.window import Window, allocate, run_window
 from tilewright.kernels.select import operations
 from tilewright.models import decoder, diffusion
 from tilewright.models.decoder import DecoderConfig

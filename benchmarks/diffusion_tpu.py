@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 from tilewright.compiled.aot import Compiled, compile_for
-from tilewright.decode.diffusion import window
-from tilewright.decode.diffusion.options import Denoising
-from tilewright.decode.diffusion.programs import DiffusionPrograms, DiffusionShape, DiffusionTable
-from tilewright.decode.diffusion.steps import Denoiser, step_span
+from tilewright.diffusion import window
+from tilewright.diffusion.options import Denoising
+from tilewright.diffusion.programs import DiffusionPrograms, DiffusionShape, DiffusionTable
+from tilewright.diffusion.steps import Denoiser, step_span
 from tilewright.kernels.select import operations
 from tilewright.models.decoder import DecoderConfig
 from tilewright.models.diffusion import DiffusionConfig, declare

@@ -28,12 +28,12 @@ import tilewright
 from tilewright.bench.datasets import prompt, read_examples
 from tilewright.cli.common import cost_files, keep_programs
 from tilewright.compiled.machine import chip_name
-from tilewright.decode.language_model import LanguageModel
-from tilewright.decode.sampling import Sampling
-from tilewright.engine.engine import Engine
-from tilewright.engine.options import EngineOptions
-from tilewright.engine.request import Ask, Update
+from tilewright.llm.language_model import LanguageModel
 from tilewright.models.hub import PACKAGED
+from tilewright.runtime.engine import Engine
+from tilewright.runtime.options import EngineOptions
+from tilewright.runtime.request import Ask, Update
+from tilewright.runtime.sampling import Sampling
 
 PROMPTS = PACKAGED["demo"].parent / "prompts.jsonl"
 PROMPT_TOKENS = 100
@@ -142,7 +142,7 @@ def measure(
 def main() -> None:
     how = parsed()
     lm = loaded(how)
-    engine = Engine(lm, EngineOptions(prefix_cache=False, guard="off"))
+    engine = lm.engine(EngineOptions(prefix_cache=False, guard="off"))
     engine.warm()
     engine.start()
     with served(how) as connection:

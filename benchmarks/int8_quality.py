@@ -30,8 +30,8 @@ from rich.table import Table
 
 import tilewright as tw
 from tilewright.compiled.machine import chip_name
-from tilewright.decode.language_model import LanguageModel
 from tilewright.kernels.operations import Operations
+from tilewright.llm.language_model import LanguageModel
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.hub import PACKAGED
@@ -105,7 +105,7 @@ def predictions(models: dict[str, LanguageModel], texts: Sequence[list[int]], si
     rows: dict[str, list[np.ndarray]] = {name: [] for name in models}
     for window in track(texts, "predicting", console=Console(stderr=True), transient=True):
         tokens = padded(window, size)
-        found = {name: log_probabilities(lm.target, lm.ops, lm.programs.models.target, tokens) for name, lm in models.items()}
+        found = {name: log_probabilities(lm.target, lm.ops, lm.model.models.target, tokens) for name, lm in models.items()}
         for name, each in found.items():
             rows[name].append(np.asarray(measures(found[REFERENCE], each, tokens), np.float64)[:, : len(window) - 1])
     values = {name: np.concatenate(each, axis=1) for name, each in rows.items()}
@@ -137,7 +137,7 @@ def generations(models: dict[str, LanguageModel], prompts: Sequence[list[int]], 
             same.append(first)
             if first < new:
                 text = padded([*prompt, *want[:first]], size)
-                at = log_probabilities(reference.target, reference.programs.models.target, text)[len(prompt) + first - 1]
+                at = log_probabilities(reference.target, reference.model.models.target, text)[len(prompt) + first - 1]
                 margins.append(float(at[want[first]] - at[found[first]]))
         figures[name] = {
             "equal_rows": sum(n == new for n in same),
@@ -149,7 +149,7 @@ def generations(models: dict[str, LanguageModel], prompts: Sequence[list[int]], 
 
 def weight_bytes(lm: LanguageModel) -> int:
     """Of all that a decoding step reads: everything but the embedding."""
-    target = lm.programs.models.target
+    target = lm.model.models.target
     return sum(leaf.nbytes for leaf in jax.tree.leaves((target.layers, target.head, target.norm)))
 
 

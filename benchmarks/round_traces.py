@@ -26,7 +26,7 @@ from tilewright.bench.datasets import read_examples
 from tilewright.bench.speculative import ask
 from tilewright.bench.traces import Recording, costs_of, record, simulate
 from tilewright.cli.common import ModelOptions, packaged_prompts_file
-from tilewright.decode.sampling import Sampling
+from tilewright.runtime.sampling import Sampling
 
 
 def main() -> None:
@@ -84,11 +84,11 @@ def recorded(asked: argparse.Namespace, console: Console) -> None:
         for name, path in files.items():
             prompts = ask(lm, name, read_examples(path)[: asked.samples], None, sampling).prompts
             traces += record(lm, name, prompts, sampling, lambda: bar.advance(row))
-    session = lm.start([[0]], sampling)
-    lm.programs.warm(session.keys)
+    runner = lm.start([[0]], sampling).engine.runner
+    runner.programs.warm(runner.programs.declared(runner.sampling))
     lm.pacing.costs.clear()  # they took a recording's dispatches, of one step each, for usual ones
     lm.pacing.files = None
-    costs = lm.pacing.measured(session.batch, lm.pacing.team.choices)
+    costs = lm.pacing.measured(runner, 1, sampling.temperature > 0, lm.pacing.team.choices)
     about = {"date": datetime.date.today().isoformat(), **environment(lm), "temperature": asked.temperature}
     Recording(traces, costs, about).save(asked.traces)
 

@@ -50,8 +50,8 @@ from tilewright.bench.datasets import read_examples
 from tilewright.bench.http_client import Address
 from tilewright.cli.common import JsonFile, check_output_file, human_console, packaged_prompts_file
 from tilewright.compiled.machine import cores, cpu_facts
-from tilewright.decode.shapes import ShapeTable
-from tilewright.engine.shape_file import table_text
+from tilewright.runtime.shape_file import table_text
+from tilewright.runtime.shapes import ShapeTable
 
 TABLE = ShapeTable(batches=(1, 2, 4), capacities=(512,), chunks=(16, 64), widths=(4,))
 PAGE_SIZE, PAGES = 16, 56

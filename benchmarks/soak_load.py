@@ -141,7 +141,7 @@ def check_answer(wanted: Wanted, answer: Answer) -> None:
             expect(choice.text.startswith(prompt.text), "the echo is not the prompt")
         text = choice.text[len(prompt.text) if body.get("echo") else 0 :]
         expect(not any(stop in text for stop in stops), f"a stop string in {text[-40:]!r}")
-        if body.get("ignore_eos") and not stops:
+        if body.get("ignore_eos") and not stops and "stop_token_ids" not in body:
             expect(choice.finish == "length", f"finish reason {choice.finish} without an end")
         if body["temperature"] == 0:
             expect(choice.text == answer.choices[index - index % body.get("n", 1)].text, "greedy choices differ")
@@ -207,7 +207,10 @@ def bad_requests(limits: Limits) -> list[Bad]:
         body("no such token", 400, None, prompt=[2**31 - 1]), body("negative token", 400, None, prompt=[-1]),
         body("role", 400, None, CHATS, messages=[{"role": "wizard", "content": "x"}]),
         body("no messages", 400, None, CHATS, messages=[]),
-        body("stream options", 400, "invalid_value", stream_options={"include_usage": True}),
+        body("stream options", 400, "unknown_parameter", stream_options={"surprise": 1}),
+        body("bias", 400, "invalid_value", logit_bias={"5": 200}),
+        body("no such bias", 400, "invalid_value", logit_bias={"99999999": 1}),
+        body("more than all", 400, "invalid_value", min_tokens=9, max_tokens=8),
         body("logprobs 21", 400, "invalid_value", logprobs=21), body("seed", 400, None, seed=-5),
         body("long stop", 400, None, stop=["x" * 129]), body("other model", 404, "model_not_found", model="other"),
         body("prompt too long", 400, "context_length_exceeded", prompt=too_long),
@@ -238,6 +241,8 @@ class Drawer:
             fields |= pick.choice(({}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05}, {"top_p": 0.95, "top_k": 50}))
         if pick.random() < 0.2:
             fields |= pick.choice(({"repetition_penalty": 1.2}, {"presence_penalty": 0.5, "frequency_penalty": 0.5}))
+        if pick.random() < 0.15:
+            fields |= pick.choice(({"logit_bias": {"5": 4, "9": -100}}, {"stop_token_ids": [11, 12, 13]}))
         if pick.random() < 0.25:
             fields["stop"] = pick.sample(STOPS, pick.choice((1, 2)))
         if pick.random() < 0.3:
@@ -298,6 +303,7 @@ def canaries(texts: Sequence[Text], chats: Sequence[Text]) -> list[tuple[str, Wa
             one("greedy", long), one("sampled", long, **drawn), one("penalised", short, repetition_penalty=1.3),
             one("sampled and penalised", short, frequency_penalty=0.7, **drawn), one("log-probabilities", long, logprobs=3),
             one("stop string", short, stop=["return"], max_tokens=96),
+            one("biased", long, logit_bias={"5": 3, "9": -100}, min_tokens=8, stop_token_ids=list(range(100)), **drawn),
             ("chat", Wanted(CHATS, {"messages": chat.messages, "temperature": 0, "max_tokens": 48}, (chat,))),
         )
     ] + [one("three choices", short, n=3, **drawn), one("echo", long, echo=True, logprobs=1, max_tokens=4)]  # fmt: skip

@@ -7,8 +7,10 @@ and that programs run for a millisecond do not pay back. `.ci/run` asks for it w
 import gc
 import mmap
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -33,6 +35,12 @@ if "TILEWRIGHT_UNCHECKED" not in os.environ:
 settings.register_profile("tilewright", deadline=None, derandomize=True, max_examples=20)
 settings.load_profile("tilewright")
 
+KEPT = Path(__file__).parent.parent / "build" / "tests"
+KEPT_BYTES = 4 << 30
+"""How much of what was compiled is kept: what was written first goes first."""
+QUICK_FLAGS = ("--xla_cpu_use_fusion_emitters=false",)
+"""XLA's MLIR emitters take most of the time of a compilation. JAX 0.10 can do without, 0.12 has no such flag."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--optimised", action="store_true", help="compile programs with all of XLA's optimisations, as users do")
@@ -44,7 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.set_threshold(100_000, 20, 100)
     if not config.getoption("optimised"):
         jax.config.update("jax_disable_most_optimizations", True)
-        os.environ["XLA_FLAGS"] += without_fusion_emitters()
+        if not hasattr(config, "workerinput"):  # xdist's workers have them from the process that starts them
+            os.environ["XLA_FLAGS"] += quick_flags(config)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -54,15 +63,25 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("left out without --products: every two values that it has are together in another case")
 
 
-def without_fusion_emitters() -> str:
-    """The flag that turns XLA's MLIR emitters off, which take most of the time of a compilation; an XLA without it aborts."""
-    flag = "xla_cpu_use_fusion_emitters"
-    folder = (find_spec("jaxlib") or sys.exit("no jaxlib")).submodule_search_locations or []
-    for library in Path(folder[0]).glob("libjax_common.*"):
-        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as read:
-            if read.find(flag.encode()) >= 0:
-                return f" --{flag}=false"
-    return ""
+def quick_flags(config: pytest.Config) -> str:
+    """XLA's flags that make compiling quicker, of those that the installed XLA knows: it aborts the process at any other.
+
+    So a process of its own is asked, once for each version of jaxlib: pytest's cache keeps the answer.
+    """
+    key = f"tilewright/xla_flags_{version('jaxlib')}"
+    cache = getattr(config, "cache", None)  # missing under `-p no:cacheprovider`
+    known = None if cache is None else cache.get(key, None)
+    if known is None:
+        known = [flag for flag in QUICK_FLAGS if jax_starts_with(flag)]
+        if cache is not None:
+            cache.set(key, known)
+    return "".join(f" {flag}" for flag in known)
+
+
+def jax_starts_with(flag: str) -> bool:
+    """Whether a process in which JAX is given a flag of XLA's gets as far as its devices."""
+    command, env = [sys.executable, "-c", "import jax; jax.devices()"], os.environ | {"XLA_FLAGS": flag}
+    return subprocess.run(command, env=env, capture_output=True).returncode == 0
 
 
 def resident_bytes() -> float:
@@ -74,12 +93,18 @@ def resident_bytes() -> float:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Programs are kept on disk for the session, so that a test that needs one again, in any worker, reads it."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
+def _compiled_once() -> None:
+    """Programs are kept on disk, so that a test that needs one again, in any worker and any later session, reads it.
+
+    JAX tells them apart by what they compute, its version and their options; the folder's name does so by the processor.
+    """
+    from tilewright.compiled.cache import digest, prune  # not before the import hook
+
+    folder = KEPT / digest(os.environ["XLA_FLAGS"])
+    if "PYTEST_XDIST_WORKER" not in os.environ or os.environ["PYTEST_XDIST_WORKER"] == "gw0":
+        folder.mkdir(parents=True, exist_ok=True)
+        prune(KEPT, KEPT_BYTES)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

@@ -5,25 +5,25 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tilewright.compiled.compare import compare
-    from tilewright.decode.language_model import LanguageModel, load
-    from tilewright.decode.request import Generation, Piece, Result
-    from tilewright.decode.sampling import Sampling
-    from tilewright.decode.session import Session
-    from tilewright.decode.shapes import ShapeTable
+    from tilewright.llm.language_model import LanguageModel, load
+    from tilewright.llm.stream import Stream
+    from tilewright.runtime.output import Generation, Piece, Result
+    from tilewright.runtime.sampling import Sampling
+    from tilewright.runtime.shapes import ShapeTable
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Generation", "LanguageModel", "Piece", "Result", "Sampling", "Session", "ShapeTable", "__version__", "compare", "load",
+    "Generation", "LanguageModel", "Piece", "Result", "Sampling", "ShapeTable", "Stream", "__version__", "compare", "load",
 ]  # fmt: skip
 
 _MODULES = {
     "compiled.compare": ("compare",),
-    "decode.language_model": ("LanguageModel", "load"),
-    "decode.request": ("Generation", "Piece", "Result"),
-    "decode.sampling": ("Sampling",),
-    "decode.session": ("Session",),
-    "decode.shapes": ("ShapeTable",),
+    "llm.language_model": ("LanguageModel", "load"),
+    "runtime.output": ("Generation", "Piece", "Result"),
+    "runtime.sampling": ("Sampling",),
+    "llm.stream": ("Stream",),
+    "runtime.shapes": ("ShapeTable",),
 }
 """Where the public names live. They are imported when first asked for: JAX takes a second, which `--version` need not wait."""
 

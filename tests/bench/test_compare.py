@@ -7,11 +7,11 @@ import jax
 import pytest
 
 from tilewright.bench.compare import compare, environment
-from tilewright.decode.drafters.dflash import DFlash
-from tilewright.decode.language_model import LanguageModel
-from tilewright.decode.request import Generation, Result
-from tilewright.decode.sampling import Sampling
+from tilewright.llm.language_model import LanguageModel
 from tilewright.models.dflash import DFlashConfig
+from tilewright.runtime.output import Generation, Result
+from tilewright.runtime.sampling import Sampling
+from tilewright.speculation.drafters.dflash import DFlash
 
 DRAFTER = DFlash(
     DFlashConfig(

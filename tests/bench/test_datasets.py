@@ -8,7 +8,7 @@ from typing import Any
 import jinja2
 import pytest
 
-from tilewright.bench.datasets import LAYOUTS, Example, messages, prompt, read_examples
+from tilewright.bench.datasets import LAYOUTS, NOT_THINKING, Example, messages, prompt, read_examples
 from tilewright.models.chat import ChatTemplate
 
 RECORDS: dict[str, dict[str, Any]] = {
@@ -100,8 +100,9 @@ def test_the_second_turn_comes_after_the_first_answer(tmp_path: Path):
         {"role": "assistant", "content": "Done."},
         {"role": "user", "content": "Shorten."},
     ]
-    assert prompt(two, [], TEMPLATE) == "<user>Write.False"
-    assert prompt(two, ["Done."], TEMPLATE) == "<user>Write.<assistant>Done.<user>Shorten.False"
+    assert prompt(two, [], TEMPLATE) == "<user>Write."
+    assert prompt(two, [], TEMPLATE, NOT_THINKING) == "<user>Write.False"
+    assert prompt(two, ["Done."], TEMPLATE) == "<user>Write.<assistant>Done.<user>Shorten."
     assert prompt(two, ["Done."], None) == "Write.\n\nDone.\n\nShorten."
     with pytest.raises(ValueError, match=r"fewer answers than the 2 turn\(s\), found 2"):
         prompt(two, ["Done.", "So."], None)

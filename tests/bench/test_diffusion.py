@@ -24,8 +24,8 @@ from tilewright.bench.diffusion import (
 )
 from tilewright.bench.diffusion_quality import beside, compare_with_dense, token_agreement
 from tilewright.bench.diffusion_replay import denoising_replay, plain
-from tilewright.decode.diffusion.model import Denoised, DiffusionModel, StepReport, load
-from tilewright.decode.diffusion.options import Denoising, Saliency
+from tilewright.diffusion.model import Denoised, DiffusionModel, StepReport, load
+from tilewright.diffusion.options import Denoising, Saliency
 
 BASE = Denoising(16, block_length=8, seed=0, ignore_eos=True)
 PROMPTS = [[1, 2, 3], [9, 4, 7, 7, 5], [11]]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import Array
 
-from decode.support import prompts
+from llm.support import plain_step, prompts
 from reference.dflash_numpy import Target as NumpyTarget
 from reference.dflash_numpy import as_folders, random_pair
 from reference.sampling_numpy import penalised, warped
@@ -33,13 +33,13 @@ from tilewright.bench.exact import (
 from tilewright.bench.exact_engine import ARRIVALS, Client, left_over
 from tilewright.bench.exact_margin import draw_scores, score_lead, top_margin
 from tilewright.bench.exact_paths import TEAM, Effort, Verification
-from tilewright.decode.drafters.load import DrafterOptions
-from tilewright.decode.language_model import LanguageModel, load
-from tilewright.decode.sampling import Sampling
-from tilewright.decode.shapes import ShapeTable
-from tilewright.decode.state import DecodeState, Target, Verified, verify
-from tilewright.engine.engine import Engine
-from tilewright.engine.request import Ask, Figures, Listener, Ticket, Update
+from tilewright.llm.language_model import LanguageModel, load
+from tilewright.runtime.engine import Engine
+from tilewright.runtime.request import Ask, Figures, Listener, Ticket, Update
+from tilewright.runtime.sampling import Sampling
+from tilewright.runtime.shapes import ShapeTable
+from tilewright.runtime.state import DecodeState, Target, Verified, verify
+from tilewright.speculation.drafters.load import DrafterOptions
 
 PAIR = random_pair(0, vocab_size=12, target_layers=2, drafter_layers=1, taps=[0], block_size=4)
 NEW = 40
@@ -112,7 +112,8 @@ def test_a_wrong_token_is_found_where_it_is(lm: LanguageModel, drafters: dict[st
         wrongly = jnp.where(place == wrong, (verified.tokens + 1) % 12, verified.tokens)
         return verified._replace(tokens=wrongly.astype(verified.tokens.dtype))
 
-    monkeypatch.setattr("tilewright.decode.speculative.verify", careless)
+    monkeypatch.setattr("tilewright.runtime.rounds.verify", careless)
+    monkeypatch.setattr("tilewright.runtime.rounds.autoregressive_step", plain_step)
     effort = replace(EFFORT, alone=("greedy", "sampled"), widths=(2,), arrivals=())
     found = list(Verification(lm, drafters, ASKED, effort, seed=1).findings())
     asked = requests_of(ASKED, "greedy", 1, NEW)
@@ -158,7 +159,8 @@ def test_requests_differ_in_limit_and_seed():
     asked = requests_of(ASKED, "mixed", 2**32 - 2, NEW)
     assert {each.sampling.max_new_tokens for each in asked} == {NEW, 30, 16}
     assert [each.sampling.seed for each in asked] == [2**32 - 2, 2**32 - 1, 0, 1, 2, 3]
-    assert [each.sampling.warp for each in asked] == ["greedy", "filtered", "penalised"] * 2
+    ways = [KINDS[name] for name in ("greedy", "sampled", "penalised")] * 2
+    assert [each.sampling.temperature for each in asked] == [way.temperature for way in ways]
     assert [bool(each.sampling.stop) for each in asked] == [False, False, False, True, False, False]
     assert requests_of([[1]], "sampled", 0, 1)[0].sampling == replace(KINDS["sampled"], max_new_tokens=1, seed=0)
 
@@ -243,7 +245,7 @@ class DeadEngine(Engine):
     def __init__(self, figured: Figures = Figures()):
         self.figured, self.gave_up = figured, 0
 
-    def submit(self, ask: Ask, listener: Listener) -> Ticket:
+    def submit(self, ask: Ask, listener: Listener, encoded: bool = False) -> Ticket:
         return Ticket(ask, 0)
 
     def cancel(self, ticket: Ticket) -> None:

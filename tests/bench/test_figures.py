@@ -26,7 +26,7 @@ from tilewright.bench.figures import (
     tau_published,
     tokens_per_round,
 )
-from tilewright.decode.request import Result
+from tilewright.runtime.output import Result
 
 
 def result(*added: int, drafts: int = 3, tokens: list[int] | None = None, **known: list[int]) -> Result:

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decode.support import build
+from llm.support import build
 from reference.dflash_numpy import random_pair
 from tilewright.bench.replay import described, difference, opinions_of, passage, replay, token_texts
-from tilewright.decode.drafters.blockwise import Blockwise
-from tilewright.decode.drafters.ngram import NGram
-from tilewright.decode.language_model import LanguageModel
-from tilewright.decode.sampling import Sampling
+from tilewright.llm.language_model import LanguageModel
 from tilewright.models import decoder
 from tilewright.report.replay import Passage, write_replay
+from tilewright.runtime.sampling import Sampling
+from tilewright.speculation.drafters.blockwise import Blockwise
+from tilewright.speculation.drafters.ngram import NGram
 
 PROMPT = [7, 1, 2, 7, 1, 2, 7]
 
@@ -110,7 +110,7 @@ def test_opinions_are_the_targets(tmp_path: Path):
     """Against the softmax of its logits in float64, over a text without padding."""
     model = pair_of(tmp_path, kernels="xla")
     text = [3, 9, 4, 1, 30]
-    config, ops, params = model.target, model.ops, model.programs.models.target
+    config, ops, params = model.target, model.ops, model.model.models.target
     run = jax.jit(lambda tokens: decoder.logits(config, ops, params, decoder.forward_full(config, ops, params, tokens).hidden))
     rows = np.asarray(run(jnp.asarray([text])), np.float64)[0]
     probability, margin = opinions_of(model, text)

@@ -1,24 +1,26 @@
 """The benchmark's own part: what is asked, what is left out, which runs alternate, and where a round's time goes."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jinja2
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
-from decode.support import build
+from llm.support import build, state_of
 from reference.dflash_numpy import random_pair
 from tilewright.bench import speculative
 from tilewright.bench.datasets import Example
 from tilewright.bench.speculative import PARTS, Asked, ask, encoded, measure, part_seconds, round_up_to
-from tilewright.decode.drafters.base import Drafter
-from tilewright.decode.drafters.ngram import NGram
-from tilewright.decode.language_model import LanguageModel
-from tilewright.decode.sampling import Sampling
-from tilewright.decode.team import Team
+from tilewright.llm.language_model import LanguageModel
 from tilewright.models.chat import ChatTemplate
+from tilewright.runtime.interfaces import Variant
+from tilewright.runtime.sampling import Sampling
+from tilewright.speculation.drafters.ngram import NGram
 
 SAMPLING = Sampling(8)
 TEMPLATE = ChatTemplate(jinja2.Template("{% for m in messages %}t9 {{ m.content }} {% endfor %}"), {}, "here")
@@ -65,15 +67,10 @@ def test_a_template_words_every_turn(lm: LanguageModel):
 
 def test_a_template_has_the_special_tokens(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch):
     """The tokenizer adds its own only where no template has put them."""
-    added: list[bool] = []
-
-    class Adds:
-        def encode(self, text: str, add_special_tokens: bool = True) -> Any:
-            added.append(add_special_tokens)
-            return type("Encoding", (), {"ids": [0] * add_special_tokens + [5]})
-
-    other = lm.with_drafter(None)
-    monkeypatch.setattr(other, "tokenizer", Adds())
+    other, adds = lm.with_drafter(None), Tokenizer.from_str(lm.tokenizer.to_str())
+    adds.post_processor = TemplateProcessing(single="t0 $A", special_tokens=[("t0", 0)])
+    monkeypatch.setattr(other, "tokenizer", adds)
+    monkeypatch.setattr(other, "model", replace(other.model, tokenizer=adds))
     assert encoded(other, "t5", None) == [0, 5]
     assert encoded(other, "t5", TEMPLATE) == [5]
 
@@ -113,13 +110,11 @@ def test_the_parts_of_a_round_are_those_that_the_decode_loop_runs(lm: LanguageMo
     own, prompts = chosen(model), [[7, 1, 7, 1], [2, 3]]
     session, whole = model.start(prompts, SAMPLING), model.start(prompts, SAMPLING)
     session.prefill()
-    batch, results = session.batch, {}
+    results: dict[Any, Any] = {}
     known = np.asarray([len(prompt) - 1 for prompt in prompts])
     for part in (None, *PARTS, *PARTS):
-        results[part] = batch.run(partial(round_up_to, part, own, model.programs.target, batch.shape.warp))
-        state = batch.device_state
-        assert state is not None
-        np.testing.assert_array_equal(state.known[:2], known)
+        results[part] = session.apply(partial(round_up_to, part, own, model.model.target))
+        np.testing.assert_array_equal(state_of(session)[0].known, known)
     whole.advance(1)
     info = results["other"]
     assert [row.accepted[0] for row in whole.rows] == np.asarray(info.accepted)[:2].tolist()
@@ -130,10 +125,9 @@ def test_the_parts_of_a_round_are_those_that_the_decode_loop_runs(lm: LanguageMo
     assert np.asarray(results["draft"].block)[:2, 0].tolist() == [prompt[-1] for prompt in prompts]
 
 
-def chosen(lm: LanguageModel) -> Drafter:
+def chosen(lm: LanguageModel) -> Variant:
     assert lm.drafter is not None
-    assert not isinstance(lm.drafter, Team)
-    return lm.drafter
+    return lm.drafter.turn(None)
 
 
 class Clock:
@@ -146,7 +140,7 @@ class Clock:
     def perf_counter(self) -> float:
         return self.now
 
-    def run(self, part: str | None, drafter: Any, target: Any, warp: Any, models: Any, state: Any) -> tuple[Any, Any]:
+    def run(self, part: str | None, drafter: Any, target: Any, models: Any, state: Any, *rows: Any) -> tuple[Any, Any]:
         self.now += next(self.taken[part])
         return state, 0
 

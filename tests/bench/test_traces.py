@@ -5,14 +5,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from decode.support import prompts
+from llm.support import prompts
 from reference.dflash_numpy import as_folders, random_pair
 from tilewright.bench.traces import Recording, Trace, Uneven, accepted_before, costs_of, record, seconds_of, simulate
-from tilewright.decode.costs import Costs
-from tilewright.decode.language_model import load
-from tilewright.decode.policy import PLAIN, Choice, Cost, History, Policy
-from tilewright.decode.sampling import Sampling
-from tilewright.decode.shapes import ShapeTable
+from tilewright.llm.language_model import load
+from tilewright.runtime.interfaces import PLAIN, Choice
+from tilewright.runtime.sampling import Sampling
+from tilewright.runtime.shapes import ShapeTable
+from tilewright.speculation.costs import Costs
+from tilewright.speculation.policy import Cost, History, Policy
 
 TABLE = ShapeTable(batches=(1,), capacities=(64,), chunks=(8,), widths=(2,))
 PAIR = random_pair(0, vocab_size=12, target_layers=1, drafter_layers=1, taps=[0], block_size=4)

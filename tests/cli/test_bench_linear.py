@@ -31,7 +31,7 @@ def test_table_and_json(run: Run, tmp_path: Path):
     assert written["chip"]
     expected = [(layer, dtype, rows) for layer in ("k", "q") for dtype in dtypes for rows in (1, 16)]
     assert [(one["layer"], one["dtype"], one["rows"]) for one in written["data"]] == expected
-    sizes = {"float32": 4 * 256 * 128, "bfloat16": 2 * 256 * 128, "int8": 256 * 128 + 8 * 128}
+    sizes = {"float32": 4 * 128 * 64, "bfloat16": 2 * 128 * 64, "int8": 128 * 64 + 8 * 64}
     assert all(one["weight_mb"] == sizes[one["dtype"]] / 1e6 for one in written["data"] if one["layer"] == "k")
     for one in written["data"]:
         shown = [str(one["rows"]), significant(one["median_ms"], 4), f"{one['ratio_to_xla_float32']:.2f}"]
@@ -52,7 +52,7 @@ def test_table_and_json(run: Run, tmp_path: Path):
 def test_the_table_fits_100_columns(run: Run):
     ran = run("bench", "linear", *SMALL[:2], "--layers", "head", "--rows", 1, "--repetitions", 1)
     table = ran.out.splitlines()
-    assert any("256→4096" in line for line in table)
+    assert any("128→4096" in line for line in table)
     assert max(len(line.rstrip()) for line in table if "→" in line or "─" in line or "bf16" in line) <= 100
 
 

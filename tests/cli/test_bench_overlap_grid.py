@@ -1,6 +1,7 @@
 """`tilewright bench overlap`: what it predicts, what it runs here, and what it refuses."""
 
 import json
+from html import unescape
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def made(setup: overlap.Setup, phase: overlap.Phase, name: str, layers: int) -> 
         if name == overlap.SYNC:
             nodes.append(Node(f"sum{layer}", "all-reduce", "", "sync", transfer=Transfer("all-reduce", 1_000_000), layer=layer))
         cycles = LAYER_S[phase.kind] * 1e9 * SPEC.clock_ghz
-        nodes.append(Node(f"product{layer}", "fusion", "", "run", cycles=cycles, layer=layer))
+        nodes.append(Node(f"product{layer}", "fusion", "", "run", cycles=cycles, estimated=name != "ring", layer=layer))
     fabric = Fabric(SPEC, torus_of(SPEC, sizes), places, hop_us=0.0)
     return overlap.Run(setup, phase, name, layers, lay_out(Graph(tuple(nodes), ()), fabric), 1.0)
 
@@ -53,7 +54,9 @@ def test_predictions_are_the_layers_and_the_head(run: Run, tmp_path: Path):
     assert ran.status == 0, ran.err
     found = json.loads(figures.read_text())
     assert (found["measured"], found["measured_on"], found["model"]) == ([], None, "llama3-8b")
-    assert len(found["predicted"]) == 2 * 2 * 3 * 2
+    assert len(found["predicted"]) == 2 * 2 * 3 * 3
+    assert [one["schedule"] for one in found["predicted"][:3]] == ["sync", "sequence", "ring"], "what is compared by default"
+    assert found["compiler_options"] is False
     one = next(one for one in found["predicted"] if (one["devices"], one["schedule"], one["batch_rows"]) == (8, "ring", 4))
     assert (one["chip"], one["input_tokens"], one["output_tokens"], one["decode_positions"]) == ("v5e:4x2", 1024, 512, 1280)
     head_s = 2 * 4096 * 128256 / 8 / 819e9  # its weights are read once
@@ -83,7 +86,14 @@ def test_predictions_are_the_layers_and_the_head(run: Run, tmp_path: Path):
     assert "predicted for v5e" in ran.out
     check_self_contained(Page(page))
     text = page.read_text()
-    assert text.count("<polyline") == 6 * 4, "six charts, a line for each batch and schedule"
+    # What the model leaves out, and how much the compiler has no estimate for, stand beside the figures.
+    assert one["prefill_compute_ms"] == pytest.approx(32e3 * LAYER_S["prefill"])
+    assert (one["prefill_compute_over_sync"], one["prefill_without_estimate"], one["prefill_roofline_share"]) == (1, 5, 1)
+    for shown in (ran.out, unescape(text)):
+        assert "starting one costs nothing" in " ".join(shown.split())
+        assert "sync prefill 0 (0% of a layer's compute)" in " ".join(shown.split())
+        assert "ring decode 9 (100% of a layer's compute)" in " ".join(shown.split())
+    assert text.count("<polyline") == 6 * 6, "six charts, a line for each batch and schedule"
     assert "Throughput (tokens/s), 4,096 tokens in and 512 out" in text
 
 
@@ -95,7 +105,7 @@ def test_what_runs_here_gives_the_same_tokens(run: Run, tmp_path: Path):
     ran = run(*COMMAND, *how, "--json", "-", "--html", page)
     assert ran.status == 0, ran.err
     assert ran.json["predicted"] == []
-    alone, sync, ring = ran.json["measured"]
+    alone, sync, _, ring = ran.json["measured"]
     assert (alone["devices"], alone["schedule"], alone["same_tokens"]) == (1, None, None)
     assert (alone["prefill_collectives"], alone["step_sent_bytes"]) == ({}, 0)
     assert [one["same_tokens"] for one in (sync, ring)] == [True, True]
@@ -103,8 +113,8 @@ def test_what_runs_here_gives_the_same_tokens(run: Run, tmp_path: Path):
     layers, stream = 4, 2 * 256 * 4  # a position of both rows, in float32
     assert sync["step_collectives"] == {"all-reduce": 2 * layers + 1, "all-gather": 2}
     assert sync["step_sent_bytes"] == (2 * layers + 1) * stream + 2 * 2 * 4
-    # A prefill needs nothing of the last layer but its keys and values.
-    assert sync["prefill_collectives"] == {"all-reduce": 2 * (layers - 1) + 1}
+    # A prefill needs nothing of the last layer but its keys and values; the two prompts are computed one after the other.
+    assert sync["prefill_collectives"] == {"all-reduce": 2 * (2 * (layers - 1) + 1)}
     assert sync["prefill_sent_bytes"] == (2 * (layers - 1) + 1) * 16 * stream
     assert set(ring["prefill_collectives"]) == {"collective-permute"}
     assert all(one[name] > 0 for one in (alone, sync, ring) for name in ("ttft_ms", "tpot_ms", "output_tokens_per_s"))

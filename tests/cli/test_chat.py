@@ -13,10 +13,10 @@ import pytest
 
 import tilewright as tw
 from cli.conftest import Ran, Run
-from tilewright.decode.language_model import LanguageModel
-from tilewright.engine.device import Device
-from tilewright.engine.engine import Engine
-from tilewright.engine.request import Ask, Listener, Ticket, Update
+from tilewright.llm.language_model import LanguageModel
+from tilewright.runtime.engine import Engine
+from tilewright.runtime.request import Ask, Listener, Ticket, Update
+from tilewright.runtime.runner import ModelRunner
 
 NEW = ["--max-new-tokens", 12, "--ignore-eos"]
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}t3{% endif %}"
@@ -103,6 +103,13 @@ def test_turns_go_through_the_models_template(talk: Callable[..., Ran], answer: 
     assert "no chat template" not in ran.err
 
 
+def test_the_template_is_told_what_it_is_asked_to_be(talk: Callable[..., Ran], answer: Answer, template: Path):
+    template.write_text("{{ effort }} {{ 't2' if enable_thinking is defined else 't3' }} {{ messages[0].content }}")
+    told = talk("t1", options=["--chat-template-kwargs", '{"effort": "t9", "enable_thinking": false}'])
+    assert told.out == answer("t9 t2 t1") + "\n"
+    assert talk("t1").out == answer(" t3 t1") + "\n"
+
+
 def test_a_seed_that_was_drawn_is_told_and_gives_the_answer_again(talk: Callable[..., Ran]):
     drawn = talk("t1 t2", options=["--temperature", 1])
     found = re.search(r" tokens/s · τ [\d.]+ · seed (\d+)\n", drawn.err)
@@ -148,13 +155,13 @@ def hold_at_first_token(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[En
         return submit(self, ask, hear)
 
     monkeypatch.setattr(Engine, "submit", submitted)
-    monkeypatch.setattr("tilewright.engine.pacer.Pacer.most", lambda *_: 1)
+    monkeypatch.setattr("tilewright.speculation.pacer.Pacer.most", lambda *_: 1)
 
 
 def interrupt(engine: Engine) -> None:
     os.kill(os.getpid(), signal.SIGINT)
     until = time.monotonic() + 30
-    while not engine.given_up and time.monotonic() < until:
+    while not all(job.ticket.given_up for job in engine.there) and time.monotonic() < until:
         time.sleep(0.001)
 
 
@@ -193,15 +200,15 @@ def test_an_answer_that_fills_the_context_says_so(talk: Callable[..., Ran], answ
 def test_an_answer_that_fails_leaves_its_turn_out(
     talk: Callable[..., Ran], answer: Answer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    rounds, calls = Device.rounds, []
+    rounds, calls = ModelRunner.rounds, []
 
-    def failing(self: Device, *arguments: Any) -> Any:
+    def failing(self: ModelRunner, *arguments: Any) -> Any:
         calls.append(arguments)
         if len(calls) <= 2:
             raise RuntimeError("the device has gone")
         return rounds(self, *arguments)
 
-    monkeypatch.setattr(Device, "rounds", failing)
+    monkeypatch.setattr(ModelRunner, "rounds", failing)
     ran = talk("t1 t2 t3", "t7")
     assert ran.out == "\n" + answer("t7") + "\n"
     assert "the request could not be computed; the turn is left out\n" in ran.err
@@ -219,8 +226,10 @@ def test_a_template_that_refuses_leaves_the_turn_out(talk: Callable[..., Ran], a
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--context", 0], "expected --context of at least 1, found 0"),
-        (["--context", 129], "--context 129: the model's context is 128"),
+        (["--context", 0], "expected context of at least 1, found 0"),
+        (["--chat-template-kwargs", "[1]"], "--chat-template-kwargs: expected a JSON object, found [1]"),
+        (["--chat-template-kwargs", '{"messages": 1}'], "expected values of a template, of which messages is none"),
+        (["--context", 129], "expected a context of at most 128, the model's, found 129"),
         (["other"], "expected one model, found other and --model "),
         (["--max-new-tokens", 0], "expected max_new_tokens of at least 1, found 0"),
     ],

@@ -7,14 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from rich.console import Console
 
 from cli.conftest import Run
 from reference.diffusion_folder import write_folder
 from report.reading import Page, check_self_contained
-from tilewright.decode.diffusion.model import DiffusionModel, DiffusionSession, StepReport, load
-from tilewright.decode.diffusion.options import Denoising, Saliency
+from tilewright.diffusion.model import DiffusionModel, DiffusionSession, StepReport, load
+from tilewright.diffusion.options import Denoising, Saliency
 from tilewright.report.unmasking import MASK
 
 PROMPT = "t1 t2 t3"
@@ -39,7 +40,7 @@ def model(folder: Path) -> DiffusionModel:
 
 def test_a_pipe_gets_plain_text(run: Run, folder: Path, model: DiffusionModel):
     want = model.generate(PROMPT, ASKED)[0]
-    ran = run("diffuse", PROMPT, "--model", folder, *SMALL)
+    ran = run("diffuse", PROMPT, "--model", folder, *SMALL, "--kernels", "xla")
     assert (ran.status, ran.err) == (0, "")
     assert ran.out.startswith(f"{PROMPT}{want.text}\n16 tokens in ")
     assert "16 steps · 1.00 tokens per forward · salient 100%\n" in ran.out
@@ -78,6 +79,19 @@ def test_several_devices_give_the_same_text(run: Run, folder: Path, model: Diffu
     assert ran.status == 0, ran.err
     assert ran.json["response_tokens"] == [want.tokens]
     assert (ran.json["devices"], ran.json["schedule"]) == (2, "ring")
+
+
+def test_compilers_of_several_tpus_get_options_only_if_asked(
+    run: Run, folder: Path, model: DiffusionModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """This machine's compiler, taken for a TPU's, does not know them: it says so and compiles without."""
+    monkeypatch.setattr("tilewright.parallel.compiling.KINDS", {jax.devices()[0].device_kind: "v5e"})
+    for asked in (False, True):
+        options = ["--compiler-options"] if asked else []
+        ran = run("diffuse", PROMPT, "--model", folder, *SMALL, "--tensor-parallel", 2, *options, "--json", "-")
+        assert ran.status == 0, ran.err
+        assert ran.json["response_tokens"] == [model.generate(PROMPT, ASKED)[0].tokens]
+        assert ("No such compile option: 'xla_" in caplog.text) == asked
 
 
 def test_the_schedule_of_an_automatic_choice_is_named(run: Run, folder: Path):
@@ -219,7 +233,7 @@ def test_an_interruption_keeps_what_was_there(run: Run, folder: Path, monkeypatc
         (["--guidance", -1], "expected guidance of at least 0, found -1"),
         (["--temperature", -1], "expected a temperature of 0, or from 1e-06 to 1e+06, found -1"),
         (["--steps-per-frame", 0], "expected steps_per_frame from 1 to 64, found 0"),
-        (["--dtype", "float16"], "expected dtype to be one of float32, bfloat16, found 'float16'"),
+        (["--dtype", "float16"], "expected dtype to be one of auto, float32, bfloat16, found 'float16'"),
         (["--chat"], "--chat needs a model with a chat template"),
         (["--replay", "absent/page.html"], "--replay absent/page.html: its folder does not exist"),
         (["--json", "."], "--json .: expected a file, found a folder"),
@@ -232,6 +246,7 @@ def test_what_is_refused(run: Run, folder: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     default = [] if "--new-tokens" in arguments else ["--new-tokens", 16]
     default += [] if "--block-length" in arguments else ["--block-length", 8]
+    default += ["--kernels", "xla"]  # with others a line says why heads of 8 do without them
     ran = run("diffuse", PROMPT, *arguments, "--model", folder, *default)
     assert ran.status == 2
     assert problem in ran.err

@@ -9,10 +9,12 @@ import pytest
 
 import tilewright as tw
 from cli.conftest import Ran, Run
+from reference.dflash_numpy import as_folders, random_pair
 from report.reading import Page, check_self_contained
-from tilewright.decode.language_model import LanguageModel
-from tilewright.decode.request import Piece
-from tilewright.decode.session import Session
+from tilewright.kernels import native
+from tilewright.llm.language_model import LanguageModel
+from tilewright.llm.stream import Stream
+from tilewright.runtime.output import Piece
 
 PROMISED = set(
     "autoregressive_tokens_per_s speculative_tokens_per_s speedup tokens_per_round tau_published block_size rounds identical "
@@ -47,6 +49,18 @@ def test_one_prompt_is_printed_with_its_text(run: Run, fixed: list[Any], expecte
     assert ran.err == ""
 
 
+def test_kernels_that_a_model_cannot_use_are_said(run: Run, tmp_path: Path):
+    target, _ = as_folders(tmp_path, random_pair(0, head_dim=12, target_layers=1, drafter_layers=1, taps=[0]))
+    ran = run("generate", "t1 t2", "--model", target, "--max-new-tokens", 2)
+    assert "computed by XLA" not in ran.out
+    (line,) = [line for line in ran.err.splitlines() if "computed by XLA" in line]
+    here = native.kernels()
+    why = "heads of 12 are no multiple of 16" if here.isa else here.reason
+    assert "attention, paged attention" in line
+    assert f"(C++: {why})" in line
+    assert "computed by XLA" not in run("generate", "t1 t2", "--model", target, "--max-new-tokens", 2, "--kernels", "xla").err
+
+
 def test_several_prompts_form_a_batch(run: Run, fixed: list[Any], expected: dict[str, Any]):
     ran = run("generate", *expected, *fixed, *NEW, "--json", "-")
     assert ran.json["tokens"] == [tokens for tokens, _ in expected.values()]
@@ -62,6 +76,19 @@ def test_several_devices_give_the_same_text(run: Run, fixed: list[Any], expected
     assert ran.status == 0, ran.err
     assert ran.json["tokens"] == [tokens for tokens, _ in expected.values()]
     assert (ran.json["devices"], ran.json["schedule"]) == (2, "ring")
+
+
+def test_compilers_of_several_tpus_get_options_only_if_asked(
+    run: Run, fixed: list[Any], expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """This machine's compiler, taken for a TPU's, does not know them: it says so and compiles without."""
+    monkeypatch.setattr("tilewright.parallel.compiling.KINDS", {jax.devices()[0].device_kind: "v5e"})
+    for asked in (False, True):
+        options = ["--compiler-options"] if asked else []
+        ran = run("generate", *expected, *fixed, *NEW, "--tensor-parallel", 2, *options, "--json", "-")
+        assert ran.status == 0, ran.err
+        assert ran.json["tokens"] == [tokens for tokens, _ in expected.values()]
+        assert ("No such compile option: 'xla_" in caplog.text) == asked
 
 
 RECORDS = {
@@ -269,15 +296,18 @@ def test_without_a_seed_each_prompt_draws_its_own_which_is_told(run: Run, fixed:
 def test_every_sampling_option_reaches_its_field(run: Run, pair: list[Any], monkeypatch: pytest.MonkeyPatch):
     asked = tw.Sampling(
         7, 0.6, 0.9, 5, seed=3, stop=("x",), ignore_eos=True, min_p=0.05, repetition_penalty=1.2, presence_penalty=0.4,
-        frequency_penalty=-0.3
+        frequency_penalty=-0.3, logit_bias=((4, -2.5), (7, 100.0)), min_tokens=2, stop_token_ids=(9, 8), include_stop=True,
+        skip_special_tokens=False,
     )  # fmt: skip
     assert not [name for name, value in vars(asked).items() if value == getattr(tw.Sampling(), name)]
-    options = [part for name, value in vars(asked).items() for part in (f"--{name.replace('_', '-')}", value)]
-    options[options.index("--stop") + 1] = "x"
-    options.remove(True)
+    written = {"stop": "x", "logit_bias": "4=-2.5,7=100", "stop_token_ids": "9,8"}
+    options: list[Any] = ["--no-skip-special-tokens"]
+    for name, value in vars(asked).items():
+        if value is not False:
+            options += [f"--{name.replace('_', '-')}", *([] if value is True else [written.get(name, value)])]
     seen, start = [], LanguageModel.start
 
-    def watched(self: LanguageModel, prompts: Any, sampling: Any = None, speculative: bool | None = None) -> Session:
+    def watched(self: LanguageModel, prompts: Any, sampling: Any = None, speculative: bool | None = None) -> Stream:
         seen.append(sampling)
         return start(self, prompts, tw.Sampling(1), speculative)
 
@@ -324,15 +354,15 @@ def test_a_replay_shows_every_prompt(run: Run, folders: tuple[Path, Path], expec
 
 def interrupt_after(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the given number of dispatches on, all further ones meet Ctrl-C."""
-    advance, done = Session.advance, []
+    advance, done = Stream.advance, []
 
-    def interrupted(self: Session, steps: int = 64) -> list[Piece]:
+    def interrupted(self: Stream, steps: int = 64) -> list[Piece]:
         if len(done) == calls:
             raise KeyboardInterrupt
         done.append(self)
         return advance(self, min(steps, 2))
 
-    monkeypatch.setattr(Session, "advance", interrupted)
+    monkeypatch.setattr(Stream, "advance", interrupted)
 
 
 def check_interrupted(ran: Ran, prompts: list[str], expected: dict[str, Any], path: Path) -> dict[str, Any]:

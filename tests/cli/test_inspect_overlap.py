@@ -1,6 +1,7 @@
 """`tilewright inspect overlap`: what it refuses, what it writes, and what it finds with the TPU compiler."""
 
 import json
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,14 @@ from tilewright.chips.tpu import CHIPS
 from tilewright.cli import inspect_overlap
 from tilewright.compiled.schedule import Graph, Node, Transfer
 from tilewright.compiled.timeline import lay_out
+from tilewright.parallel.compiling import hiding
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 256, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 512,
 }  # fmt: skip
 COMMAND = ("inspect", "overlap")
+COMPILED = overlap.compiled
 
 
 @pytest.fixture
@@ -39,7 +42,9 @@ def made(setup: overlap.Setup, phase: overlap.Phase, name: str, layers: int) -> 
             role = "sync" if name == "sync" else "start"
             nodes.append(Node(f"sum{layer}", "all-reduce", "", role, transfer=sent, layer=layer))
         began = len(nodes) - 1
-        nodes.append(Node(f"product{layer}", "fusion", "", "run", cycles=1e5 * chip.clock_ghz, layer=layer))
+        for operation, estimated in (("product", True), ("kernel", layer != 1)):
+            cycles = 5e4 * chip.clock_ghz
+            nodes.append(Node(f"{operation}{layer}", "fusion", "", "run", cycles=cycles, estimated=estimated, layer=layer))
         if name == "ring":
             nodes.append(Node(f"done{layer}", "done", "", "done", start=began, layer=layer))
     return overlap.Run(setup, phase, name, layers, lay_out(Graph(tuple(nodes), ()), fabric), 1.0)
@@ -79,12 +84,36 @@ def test_tables_and_files(run: Run, model: Path, tmp_path: Path):
     assert ring["model_exposed_ms"] == pytest.approx(4 * 0.04)
     assert [layer["layer"] for layer in ring["layers"]] == [0, 1, 2]
     assert "28.6%" in ran.out
+    for shown in (ran.out, files["html"].read_text()):
+        assert "starting one costs nothing" in " ".join(shown.split())
+        assert "at the full roofline: sync 1 (50% of a layer's compute), ring 1 (50%" in " ".join(unescape(shown).split())
+    assert [(one["without_estimate"], one["roofline_share"]) for one in (sync, ring)] == [(1, pytest.approx(0.5))] * 2
+    assert written["compiler_options"] is False
     assert "What runs when, v5e:4x2 prefill:64x8" in files["html"].read_text()
     events = json.loads(files["trace"].read_text())["traceEvents"]
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} >= {"v5e:4x2 decode:8x64 ring"}
     programs = json.loads(files["graph"].read_text())["programs"]
     assert len(programs) == 6
     assert programs[1]["nodes"][0]["transfer"]["kind"] == "all-reduce"
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_layers_are_compiled_with_options_only_if_asked(
+    run: Run, model: Path, monkeypatch: pytest.MonkeyPatch, without_compiler: None, asked: bool
+):
+    given = []
+
+    def compile_for(*_: object, options: object, **__: object) -> None:
+        given.append(options)
+        raise ValueError("no compiler here")
+
+    monkeypatch.setattr(overlap, "compiled", COMPILED)
+    monkeypatch.setattr(overlap, "program", lambda *_: (None, ()))
+    monkeypatch.setattr(overlap, "compile_for", compile_for)
+    options = ["--compiler-options"] if asked else []
+    ran = run(*COMMAND, "--model-config", model, "--layers", 3, "--schedule", "sync", "--phase", "decode:8x64", *options)
+    assert "no compiler here" in ran.err
+    assert given == [hiding("v5e") if asked else None]
 
 
 @pytest.mark.usefixtures("without_compiler")

@@ -1,6 +1,7 @@
 """`tilewright inspect training`: what it refuses, what it writes, and what it finds with the TPU compiler."""
 
 import json
+from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -112,6 +113,9 @@ def test_tables_and_files(run: Run, model: Path, tmp_path: Path):
     assert beside["scatter_2_mlp"]["exposed_ms"] == pytest.approx(beside["scatter_2_mlp"]["alone_ms"])
     assert "transfers of layer 2" in ran.out
     page = files["html"].read_text()
+    for shown in (ran.out, unescape(page)):
+        assert "starting one costs nothing" in " ".join(shown.split())
+        assert "at the full roofline: early 1, late 1 0 (0% of a layer's compute)" in " ".join(shown.split())
     assert "What runs when in the step of 6 layers" in page
     events = json.loads(files["trace"].read_text())["traceEvents"]
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} >= {"v5e:4x2 left to XLA"}

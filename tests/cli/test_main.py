@@ -53,6 +53,6 @@ def test_public_names_are_there_and_no_others():
     assert set(tw.__all__) <= set(dir(tw))
     for name in tw.__all__:
         assert getattr(tw, name) is not None
-    assert tw.load.__module__ == "tilewright.decode.language_model"
+    assert tw.load.__module__ == "tilewright.llm.language_model"
     with pytest.raises(AttributeError, match="module 'tilewright' has no attribute 'nope'"):
         _ = tw.nope  # type: ignore[attr-defined]

@@ -48,8 +48,19 @@ def test_plan_inference(run: Run, model: Path, tmp_path: Path):
     figures = [one["figure"] for one in ran.json["sensitivity"]]
     assert figures == ["as specified", "dma_gb_per_s", "link_gb_per_s", "hop_us", "hop_us"]
     assert "most tokens a second" in ran.err
+    for shown in (" ".join(ran.err.split()), page.read_text()):
+        assert "come to 36 % if these hops pay both, and to 1 % if sync takes KangaRing" in shown
     assert embedded(page)["data"] == records
     assert page.read_text().count("<figure>") == 6, "the source's six"
+
+
+def test_a_step_under_ring_says_what_its_hops_do_not_pay(run: Run, model: Path):
+    """One under another schedule has nothing to say."""
+    for schedule, said in (("ring", True), ("sync", False)):
+        options = ["--model-config", model, "--cores", 4, "--input", 64, "--schedule", schedule]
+        ran = run("neuron", "simulate", "decode", *options)
+        assert ran.status == 0, ran.err
+        assert ("pay neither trigger nor completion" in " ".join(ran.out.split())) == said
 
 
 def test_an_adaptive_plan_is_nowhere_slower(run: Run, model: Path):
@@ -68,9 +79,9 @@ def test_plan_training(run: Run, model: Path, tmp_path: Path):
         "--mesh",
         "tp=4,fsdp=4",
         "--early",
-        "0,1",
+        "0,0.5",
         "--late",
-        "1",
+        "1.5",
         "--streams",
         2,
         "--positions",
@@ -87,6 +98,18 @@ def test_plan_training(run: Run, model: Path, tmp_path: Path):
     assert f"limited by {records[0]['limit']}" in ran.err
     assert len(ran.json["sensitivity"]) == 1 + 5
     assert embedded(page)["winner"] == records[0]
+    assert {(one["early_layers"], one["late_layers"]) for one in records if one["threaded"]} == {(0, 1.5), (0.5, 1.5)}
+    # The runtime counts attention and MLP as a layer each.
+    shifts = {one["name"]: one["value"] for one in ran.json["winner_environment"]}
+    assert shifts["NEURON_FSDP_NUM_LAYER_LATE_RS_SHIFT"] == "3"
+
+
+@pytest.mark.parametrize(
+    "command", [("train", "lm"), ("train", "diffusion"), ("inspect", "training"), ("plan", "training"), ("neuron", "simulate")]
+)
+def test_shifts_are_in_layers_in_every_command(run: Run, command: tuple[str, str]):
+    told = " ".join(run(*command, "--help", columns=400).out.split())
+    assert told.count("by how many layers") == 2
 
 
 def test_simulate_writes_figures_a_page_and_a_trace(run: Run, model: Path, tmp_path: Path):
@@ -150,6 +173,7 @@ def test_env_and_calibrate(run: Run, tmp_path: Path):
     assert "export NEURON_RT_DBG_CC_DMA_PACKET_SIZE=65536,4096" in ran.err
     ran = run("neuron", "calibrate", "--json", "-")
     assert ran.json["geometric_mean_error"] < 0.042
+    assert "plans and simulations do not use this fit: they take 1.5 us and 17 GB/s" in ran.err
     curve = tmp_path / "curve.json"
     curve.write_text(json.dumps([[2**n, 50 + 2**n / 4e4] for n in range(10, 28, 2)]))
     assert run("neuron", "calibrate", curve, "--json", "-").json["geometric_mean_error"] < 0.01
@@ -181,7 +205,9 @@ def test_chips(run: Run):
         (["plan", "training", "--mesh", "tp=4,fsdp=32"], "at most the 64 cores of trn2.48xlarge, found 128: fsdp=32, tp=4"),
         (["plan", "training", "--streams", "5"], "at most as many streams as the 4 collective cores"),
         (["plan", "training", "--packet-size", "big"], "expected packet sizes of default, recommended; found 'big'"),
-        (["plan", "training", "--early", "9"], "expected --early from 0 to 8 halves of layers, found (9,)"),
+        (["plan", "training", "--early", "9"], "expected --early from 0 to 4 layers, found 9"),
+        (["plan", "training", "--late", "0.25"], "expected --late in layers, in steps of half a layer, found '0.25'"),
+        (["neuron", "simulate", "training", "--early", "one"], "expected --early in layers, in steps of half a layer"),
         (["neuron", "simulate", "decode", "--cc-packet-size", "131072"], "of 1 to 65536 bytes for collectives, found 131072"),
         (["neuron", "simulate", "hlo"], "expected --hlo with a file of scheduled HLO, found none"),
         (["neuron", "simulate", "decode", "--model-config", "llama9"], "expected a model of llama3-8b"),

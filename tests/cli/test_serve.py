@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,12 +16,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from cli.conftest import Run
+from models.published_files import NAME, install
 from tilewright.cli import main as command_line
-from tilewright.cli.common import ModelOptions
-from tilewright.cli.serve import DEMO_TEMPLATES, CapacityOptions, HttpOptions, SpeculationOptions
-from tilewright.decode.shapes import ShapeTable
+from tilewright.cli.common import DeviceOptions, ModelOptions
+from tilewright.cli.serve import (
+    DEMO_TEMPLATES,
+    CapacityOptions,
+    HttpOptions,
+    SpeculationOptions,
+    engine_of,
+    ready_line,
+    say_defaults,
+)
+from tilewright.cli.serve_diffusion import DenoisingOptions
+from tilewright.runtime.engine import Engine
+from tilewright.runtime.shapes import ShapeTable
+from tilewright.server.defaults import SamplingDefaults
 
 TABLE = {"batches": [1], "capacities": [128], "chunks": [16], "widths": []}
 
@@ -85,17 +99,15 @@ class HeldPort:
 
 def test_capacity_becomes_the_engines_options(tmp_path: Path):
     (tmp_path / "shapes.json").write_text(json.dumps(TABLE))
-    options = CapacityOptions(tmp_path / "shapes.json", page_size=32, pages=9, prefix_cache=False, guard="warn").engine_options(
-        128
-    )
+    said = CapacityOptions(tmp_path / "shapes.json", page_size=32, pages=9, prefix_cache=False, guard="warn")
+    options = said.engine_options()
     assert options.table == ShapeTable((1,), (128,), (16,), ())
     assert (options.page_size, options.pages, options.prefix_cache, options.guard) == (32, 9, False, "warn")
-    table = CapacityOptions(slots=3).engine_options(2048).table
-    assert table is not None
+    table = CapacityOptions(slots=3).engine_options().shapes(2048)
     assert (table.batches, table.capacities) == ((1, 2, 3), (2048,))
-    assert CapacityOptions().engine_options(2048).table is None
-    with pytest.raises(ValueError, match="--slots of at least 1, found 0"):
-        CapacityOptions(slots=0).engine_options(2048)
+    assert CapacityOptions().engine_options().table is None
+    with pytest.raises(ValueError, match="slots of at least 1, found 0"):
+        CapacityOptions(slots=0).engine_options()
 
 
 def test_a_folder_is_served_under_its_name(tmp_path: Path):
@@ -103,6 +115,70 @@ def test_a_folder_is_served_under_its_name(tmp_path: Path):
     assert HttpOptions().server_options(str(tmp_path / "my-model"), None).name == "my-model"
     assert HttpOptions().server_options("org/model", None).name == "org/model"
     assert HttpOptions(served_model_name="x").server_options("org/model", None).name == "x"
+
+
+def test_requests_draw_as_the_models_folder_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    models, console = ModelOptions(model=str(tmp_path)), Console(stderr=True)
+    assert HttpOptions().sampling(models, console) == SamplingDefaults()
+    said = {"do_sample": False, "temperature": 0.6, "top_k": 20, "top_p": None, "max_new_tokens": 2048, "eos_token_id": [1, 2]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    found = HttpOptions().sampling(models, console)
+    assert found == SamplingDefaults(temperature=0.6, top_k=20, max_new_tokens=2048)
+    assert HttpOptions(generation_config="none").sampling(models, console) == SamplingDefaults()
+    say_defaults(found, Console(stderr=True, width=500))
+    said_line = "requests that do not say: temperature 0.6, top_k 20, max_new_tokens 2048 (generation_config.json"
+    assert said_line in capsys.readouterr().err
+    say_defaults(SamplingDefaults(), console)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"temperature": -1}, "expected temperature from 0 to 1e+06, found -1"),
+        ({"top_k": 2.5}, "expected top_k from -1 to"),
+        ({"top_p": "0.9"}, "expected top_p from 0 to 1, found '0.9'"),
+        ({"max_new_tokens": 0}, "expected max_new_tokens from 1 to"),
+        ({"min_p": True}, "expected min_p from 0 to 1, found True"),
+    ],
+)
+def test_a_folder_that_asks_for_what_cannot_be_is_said(tmp_path: Path, said: dict[str, Any], message: str):
+    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        SamplingDefaults.of_model(tmp_path)
+
+
+@pytest.mark.parametrize("display", [True, False])
+def test_the_page_opens_once_the_server_is_ready(
+    display: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Without a display the address alone is said: Python would start a browser that takes the terminal."""
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    monkeypatch.setattr("sys.platform", "linux")
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.setenv(name, ":0") if display else monkeypatch.delenv(name, raising=False)
+    engine = Engine.__new__(Engine)  # of which only the context is said
+    engine.context = 128
+    options = HttpOptions().server_options("org/model", None)
+    for open_page in (False, True):
+        ready_line(options, ModelOptions("org/model", drafter="ngram"), engine, "http://127.0.0.1:1", open_page)()
+    assert opened == (["http://127.0.0.1:1"] if display else [])
+    assert capsys.readouterr().out == "org/model with drafter ngram at http://127.0.0.1:1 (context 128)\n" * 2
+
+
+def test_a_published_model_is_served_with_ngrams(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked: list[ModelOptions] = []
+
+    def stop(models: ModelOptions, *rest: Any) -> None:
+        asked.append(models)
+        raise ValueError("as far as this test goes")
+
+    install(tmp_path / "site", monkeypatch)
+    monkeypatch.setattr("tilewright.cli.serve.engine_of", stop)
+    assert "as far as this test goes" in run("serve", NAME, "--port", 0).err
+    run("serve", NAME, "--port", 0, "--drafter", "none")
+    assert [(models.model, models.drafter) for models in asked] == [(NAME, "ngram"), (NAME, "none")]
 
 
 def test_the_demos_are_given_what_was_said():
@@ -162,6 +238,19 @@ def process(*arguments: object) -> Iterator[Process]:
         made.process.communicate()
 
 
+def check_log(logged: str) -> None:
+    """What a server says of its memory, and of each tenth of its programs, where nobody watches a bar."""
+    sizes, *warming = [line.split(": ", 1)[1] for line in logged.splitlines()]
+    assert re.match(
+        r"weights .* in float32 \(--dtype.*\); keys and values .* pages of 64 .*; context \d+, .*\(--context\)$", sizes
+    )
+    done = [re.fullmatch(r"compiled (\d+) of (\d+) programs in [\d.]+ s", line) for line in warming]
+    assert all(done)
+    assert 1 <= len(done) <= 10
+    assert done[-1] is not None
+    assert done[-1][1] == done[-1][2]
+
+
 def test_a_server_ends_with_status_0_when_told_to_after_what_runs(folders: tuple[Path, Path], tmp_path: Path):
     (tmp_path / "shapes.json").write_text(json.dumps(TABLE))
     with process(folders[0], "--shapes", tmp_path / "shapes.json") as server:
@@ -176,7 +265,9 @@ def test_a_server_ends_with_status_0_when_told_to_after_what_runs(folders: tuple
         time.sleep(0.1)
         server.process.send_signal(signal.SIGTERM)
         asking.join()
-        assert server.ended() == (0, "")
+        status, logged = server.ended()
+        assert status == 0
+        check_log(logged)
         assert [choice["finish_reason"] for choice in answers[0]["choices"]] == ["length"] * 8
 
 
@@ -184,7 +275,7 @@ def test_a_server_that_is_told_to_end_while_it_warms_up_does(folders: tuple[Path
     """It listens from before the model is loaded, and answers as soon as programs are being compiled."""
     with HeldPort() as port:
         pass
-    with process(folders[0], "--drafter", "ngram", "--port", port) as server:
+    with process(folders[0], "--drafter", "ngram", "--port", port, "--log-level", "warning") as server:
         while server.process.poll() is None:
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=30) as health:
@@ -194,3 +285,26 @@ def test_a_server_that_is_told_to_end_while_it_warms_up_does(folders: tuple[Path
                 time.sleep(0.05)
         server.process.send_signal(signal.SIGINT)
         assert server.ended() == (0, "")
+
+
+def test_a_drafters_window_leaves_the_prefix_cache_out_and_says_so(
+    run: Run, folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level("INFO", "tilewright")
+
+    def started(capacity: CapacityOptions, **more: Any) -> tuple[bool, str]:
+        models = ModelOptions(model=str(folders[0]), drafter=str(folders[1]), compile_cache=False, **more)
+        caplog.clear()
+        engine = engine_of(models, DeviceOptions(), capacity, DenoisingOptions(), Console(quiet=True))
+        assert isinstance(engine, Engine)
+        return engine.prefix_cache, caplog.text
+
+    on, said = started(CapacityOptions())
+    assert (on, "prefix cache" in said) == (True, False)
+    on, said = started(CapacityOptions(), draft_window=16)
+    assert (on, said.count("no prefix cache: the drafter keeps a window of its last positions")) == (False, 1)
+    on, said = started(CapacityOptions(prefix_cache=False), draft_window=16)
+    assert (on, "prefix cache" in said) == (False, False)
+    ran = run("serve", folders[0], "--drafter", folders[1], "--draft-window", 16, "--prefix-cache", "--port", 0)
+    assert ran.status == 2
+    assert "expected no prefix cache: the drafter keeps a window" in ran.err

@@ -11,10 +11,10 @@ from cli.test_serve import process
 from reference.diffusion_folder import write_folder
 from tilewright.cli.common import DeviceOptions
 from tilewright.cli.serve_diffusion import DenoisingOptions
-from tilewright.decode.diffusion.model import load
-from tilewright.decode.diffusion.options import MODES, Denoising, Saliency
-from tilewright.decode.diffusion.programs import DiffusionTable
-from tilewright.engine.options import DENOISING, DiffusionEngineOptions
+from tilewright.diffusion.engine_options import DENOISING, DiffusionEngineOptions
+from tilewright.diffusion.model import load
+from tilewright.diffusion.options import FAR, MODES, Denoising, Saliency
+from tilewright.diffusion.programs import DiffusionTable
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +56,9 @@ def test_options_become_the_engines():
 def test_what_is_not_said_follows_from_what_is():
     assert DenoisingOptions(modes=("dual", "sparse")).defaults.mode == "dual"
     table = DenoisingOptions(positions=(300,)).engine_options(1, {}, 4096).table
-    assert table == DiffusionTable((1,), (300,), (128, 299), (32,))
+    assert table == DiffusionTable((1,), (300,), (128, 299), (32, FAR))
     table = DenoisingOptions().engine_options(8, {}, 200).table
-    assert table == DiffusionTable((1, 8), (200,), (128, 199), (32,))
+    assert table == DiffusionTable((1, 4, 8), (200,), (128, 199), (32, FAR))
 
 
 def caught(run: Run, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> dict[str, Any]:
@@ -157,4 +157,6 @@ def test_a_server_answers_as_the_model_does(folder: Path):
         assert found["choices"][0]["text"] == want.text
         assert found["metrics"]["denoising"]["steps"] == want.steps
         server.process.send_signal(signal.SIGTERM)
-        assert server.ended() == (0, "")
+        status, said = server.ended()
+    assert status == 0, said
+    assert not any(level in said for level in ("WARNING", "ERROR", "Traceback")), said

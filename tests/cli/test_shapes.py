@@ -9,9 +9,9 @@ import pytest
 
 from cli.conftest import Run
 from tilewright.cli.shapes import duration
-from tilewright.decode.shapes import ShapeTable
-from tilewright.engine.advice import programs_of
-from tilewright.engine.shape_file import read_table
+from tilewright.runtime.advice import programs_of
+from tilewright.runtime.shape_file import read_table
+from tilewright.runtime.shapes import ShapeTable
 
 SMALL = ["--multiple", 4, "--longest-chunk", 16, "--max-buckets", 3]
 
@@ -41,7 +41,7 @@ def check_cells(ran_out: str, name: str, figures: dict[str, Any]) -> None:
 def test_table_json_and_file(run: Run, trace: str):
     ran = run(
         "shapes", "suggest", "--trace", trace, *SMALL, "--compile-seconds", 30, "--batches", 1, 4,
-        "--sampling", "greedy", "plain", "--json", "figures.json", "--out", "shapes.json",
+        "--json", "figures.json", "--out", "shapes.json",
     )  # fmt: skip
     assert ran.status == 0, ran.err
     figures = json.loads(Path("figures.json").read_text())
@@ -52,8 +52,8 @@ def test_table_json_and_file(run: Run, trace: str):
     best = {name: next(one for one in figures[name] if one["recommended"]) for name in ("chunks", "capacities")}
     table = read_table(Path("shapes.json"))
     assert table == ShapeTable((1, 4), tuple(best["capacities"]["capacities"]), tuple(best["chunks"]["chunks"]))
-    programs = programs_of(table, ("greedy", "plain"), figures["longest_request_positions"], None)
-    assert len(programs) == 2 * len(table.capacities) * (1 + len(table.chunks) + 2)
+    programs = programs_of(table, figures["longest_request_positions"], None)
+    assert len(programs) == 1 + len(table.chunks) + (len(table.chunks) > 1) + 2 * len(table.capacities)
     for one in (figures["recommended"], *best.values()):
         assert (one["programs"], one["compile_seconds"]) == (len(programs), 30 * len(programs))
     assert figures["compile_seconds_source"] == "given"
@@ -63,7 +63,7 @@ def test_table_json_and_file(run: Run, trace: str):
     assert figures["longest_request_positions"] == lengths.sum(1).max() <= table.capacities[-1]
     assert best["capacities"]["needed_positions"] == lengths.sum()
     assert best["chunks"]["needed_positions"] == (lengths[:, 0] - 1).sum(), "the last token of a prompt is not prefilled"
-    held = sum(table.shape(1, n, "greedy").capacity for n in lengths.sum(1).tolist())
+    held = sum(table.shape(1, n).capacity for n in lengths.sum(1).tolist())
     assert best["capacities"]["computed_positions"] == held
     plans = [list(table.prefill_plan(n)) for n in (lengths[:, 0] - 1).tolist()]
     assert best["chunks"]["computed_positions"] == sum(chunk for plan in plans for _, chunk in plan)
@@ -102,14 +102,13 @@ def test_one_program_of_each_kind_is_compiled(run: Run, trace: str, pair: list[o
     ran = run("shapes", "suggest", "--trace", trace, *SMALL, *pair, "--batches", 1, "--json", "-")
     assert ran.status == 0, ran.err
     each = ran.json["compile_seconds_per_program"]
-    assert set(each) == {"allocate", "prefill", "decode"}
+    assert set(each) == {"allocate", "prefill", "rounds"}
     assert ran.json["compile_seconds_source"] == "measured"
     assert ran.json["context_positions"] == 128
     best = ran.json["recommended"]
-    shapes = len(best["capacities"])
-    decoding = best["programs"] // shapes - 1 - len(best["chunks"])
-    assert decoding > 1, "the drafter's widths, and plain decoding"
-    seconds = shapes * (each["allocate"] + len(best["chunks"]) * each["prefill"] + decoding * each["decode"])
+    rounds = best["programs"] - 1 - len(best["chunks"])
+    assert rounds > len(best["capacities"]), "the drafter's widths, and plain decoding"
+    seconds = each["allocate"] + len(best["chunks"]) * each["prefill"] + rounds * each["rounds"]
     assert best["compile_seconds"] == pytest.approx(seconds)
     refused = run("shapes", "suggest", "--trace", trace, *SMALL, *pair, "--context", 129)
     assert refused.status == 2
@@ -148,7 +147,6 @@ def test_that_more_could_be_looked_at_is_said(run: Run, trace: str):
         (["--compile-seconds", "inf"], "expected compile_seconds above 0, found inf"),
         (["--longest-chunk", "48"], "expected a longest chunk that is 16 doubled any number of times, found 48"),
         (["--batches", "4", "1"], "batches must be increasing positive numbers, found (4, 1)"),
-        (["--sampling", "hot"], "hot"),
         (["--drafter", "ngram"], "--drafter needs --model"),
         (["--shapes", "absent.json"], "absent.json cannot be read: No such file or directory"),
         (["--out", "absent/shapes.json"], "--out absent/shapes.json: its folder does not exist"),

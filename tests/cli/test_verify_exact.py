@@ -10,8 +10,9 @@ import pytest
 from jax import Array
 
 from cli.conftest import Run
+from llm.support import plain_step
 from tilewright.bench.exact_paths import QUICK
-from tilewright.decode.state import DecodeState, Target, Verified, verify
+from tilewright.runtime.state import DecodeState, Target, Verified, verify
 
 PROMPTS = ["t1 t2 t1 t2 t1", "t3 t4 t5 " * 9, "t9", "t7 t8 " * 12]
 LENGTHS = [5, 27, 1, 24]
@@ -65,7 +66,8 @@ def test_a_wrong_token_is_shown(run: Run, asked: list[object], monkeypatch: pyte
         place = state.known[:, None] + 1 + jnp.arange(block.shape[1])[None]
         return verified._replace(tokens=jnp.where(place == 30, (verified.tokens + 1) % 40, verified.tokens))
 
-    monkeypatch.setattr("tilewright.decode.speculative.verify", careless)
+    monkeypatch.setattr("tilewright.runtime.rounds.verify", careless)
+    monkeypatch.setattr("tilewright.runtime.rounds.autoregressive_step", plain_step)
     ran = run(*asked, "--json", "-")
     assert ran.status == 1
     assert not ran.json["same"]

@@ -54,6 +54,39 @@ def test_what_was_compiled_is_loaded(tmp_path: Path):
     assert [each.stat().st_mode & 0o777 for each in (tmp_path / "new", folder.parent, folder)] == [0o700] * 3
 
 
+@pytest.mark.parametrize("damage", ["cut", "emptied", "garbled", "one bit"])
+def test_a_damaged_entry_is_compiled_anew_once(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str):
+    folder = cache.enable(tmp_path)
+    assert folder is not None
+    compile_once()
+    (entry,) = folder.iterdir()
+    whole = entry.read_bytes()
+    middle = len(whole) // 2
+    flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+    entry.write_bytes({"cut": whole[:middle], "emptied": b"", "garbled": b"x" * 5000, "one bit": flipped}[damage])
+    caplog.clear()
+    cache.enable(tmp_path)
+    jax.config.update("jax_compilation_cache_dir", None)
+    cache.enable(tmp_path)  # as another process does
+    assert [compile_once().loaded for _ in range(3)] == [0, 1, 1]
+    assert [record.getMessage() for record in caplog.records if record.name == "tilewright.compiled"] == [
+        f"compiled programs in {folder} are damaged; they are compiled anew"
+    ]
+    assert list(folder.iterdir()) == [entry], "nothing half-written is left"
+
+
+def test_what_cannot_be_loaded_though_undamaged_is_compiled_anew_once(tmp_path: Path):
+    """As what another version of XLA has written: JAX by itself would never replace it."""
+    folder = cache.enable(tmp_path)
+    assert folder is not None
+    compile_once()
+    (entry,) = folder.iterdir()
+    cache.SealedEntries(folder).put(entry.name.removesuffix("-cache"), b"another version's")
+    with pytest.warns(UserWarning, match="Error reading persistent compilation cache"):
+        assert compile_once().loaded == 0
+    assert compile_once().loaded == 1
+
+
 def test_a_changed_kernel_library_loads_nothing(tmp_path: Path):
     cache.enable(tmp_path, "linear-1.so")
     compile_once()

@@ -1,6 +1,11 @@
 """Building the CPU kernels, finding them, and saying why there are none."""
 
+import os
 import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -25,8 +30,15 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """No kernels built at installation, an empty cache and no compiler; the folder that would hold the former."""
     monkeypatch.setattr(native, "PREBUILT", tmp_path / "prebuilt")
     monkeypatch.setattr(native, "find_compiler", lambda: None)
+    monkeypatch.setattr(native, "isa_of", lambda library: "plain")  # what the stand-in compiles cannot be asked
     monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path / "kept"))
     return tmp_path / "prebuilt"
+
+
+def made(library: Path, text: str = "") -> None:
+    """A library as one that was built, whatever is in it."""
+    library.write_text(text)
+    build.seal(library)
 
 
 def altered_headers(folder: Path, old: str, new: str) -> Path:
@@ -44,7 +56,40 @@ def test_a_library_is_built_once(tmp_path: Path, compiler: str):
     first = build.build("attention", INCLUDE, compiler, folder)
     assert build.build("attention", INCLUDE, compiler, folder) == first
     assert (tmp_path / "calls").read_text() == "called\n"
-    assert [path.name for path in folder.iterdir()] == [first.name], "nothing half-built is left"
+    assert sorted(path.name for path in folder.iterdir()) == [first.name, f"{first.name}.sha256"], "nothing half-built is left"
+
+
+def test_first_use_compiles_for_the_instruction_set_that_runs_here(bare: Path, compiler: str, monkeypatch: pytest.MonkeyPatch):
+    """And another one is compiled once it is asked for; the libraries of each are kept."""
+    monkeypatch.setattr(native, "find_compiler", lambda: compiler)
+    calls, found = bare.parent / "calls", {}
+    for isa in ("plain", "avx2", "plain"):
+        monkeypatch.setattr(native, "isa_of", lambda library, isa=isa: isa)
+        paths = native.libraries()
+        expected = {name: build.cache_folder() / build.library_name(name, INCLUDE, isa) for name in native.TARGETS}
+        assert paths == found.setdefault(isa, paths) == expected
+    assert not {*found["plain"].values()} & {*found["avx2"].values()}
+    once = len(native.TARGETS)
+    assert calls.read_text().count("called") == 1 + 2 * once, "one library tells the instruction set, and each is compiled once"
+
+
+def test_libraries_of_all_instruction_sets_serve_where_there_are_any(bare: Path):
+    folder = build.cache_folder()  # an editable installation puts them there
+    folder.mkdir()
+    for operation in native.TARGETS:
+        made(folder / build.library_name(operation, INCLUDE))
+    assert {path.name for path in native.libraries().values()} == set(native.library_names().values())
+
+
+def test_the_compiler_is_told_of_one_instruction_set(tmp_path: Path):
+    script = tmp_path / "cc"
+    script.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/said\nfor last; do :; done\n: > "$last"\n')
+    script.chmod(0o755)
+    for isa in (None, "avx2"):
+        build.build("put", INCLUDE, str(script), tmp_path / "kept", isa)
+    every, one = (tmp_path / "said").read_text().splitlines()
+    assert '-DTILEWRIGHT_ISA="avx2"' in one
+    assert "TILEWRIGHT_ISA" not in every
 
 
 def test_compiler_may_have_arguments(tmp_path: Path, compiler: str):
@@ -102,7 +147,7 @@ def test_kernels_may_be_unwanted(monkeypatch: pytest.MonkeyPatch):
 def test_kernels_of_the_installation_need_no_compiler(bare: Path):
     bare.mkdir()
     for operation in native.TARGETS:
-        (bare / build.library_name(operation, INCLUDE)).touch()
+        made(bare / build.library_name(operation, INCLUDE))
     assert {path.parent for path in native.libraries().values()} == {bare}
 
 
@@ -123,10 +168,80 @@ def test_kernels_of_another_installation_are_refused_or_rebuilt(bare: Path, comp
 def test_a_library_that_cannot_be_loaded_is_told(bare: Path):
     bare.mkdir()
     for operation in native.TARGETS:
-        (bare / build.library_name(operation, INCLUDE)).write_text("no library")
+        made(bare / build.library_name(operation, INCLUDE), "no library")
     found = native.kernels.__wrapped__()
     assert found.isa is None
     assert str(bare) in found.reason
+
+
+def truncated(library: Path) -> None:
+    os.truncate(library, library.stat().st_size // 2)
+
+
+def garbled(library: Path) -> None:
+    library.write_bytes(b"no library " * 1000)
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path) -> Path:
+    """A cache with libraries for this machine's instruction set alone, wherever those that are used here came from."""
+    isa = native.kernels().isa
+    if isa is None:
+        pytest.skip("there are no CPU kernels here")
+    folder, used = tmp_path / "own", native.libraries()
+    folder.mkdir()
+    names = native.library_names(isa) | {build.ISA: build.library_name(build.ISA, INCLUDE)}
+    for operation, name in names.items():
+        shutil.copy(used.get(operation, used["take"]), folder / name)  # any of them says what runs here
+        build.seal(folder / name)
+    return folder
+
+
+def loaded(cache: Path, compiler: str) -> subprocess.CompletedProcess[str]:
+    """What another process says that loads all kernels."""
+    code = "from tilewright.kernels import native; print(native.kernels())"
+    settings = {"TILEWRIGHT_CACHE": str(cache), "CXX": compiler, "JAX_PLATFORMS": "cpu"}
+    return subprocess.run([sys.executable, "-c", code], env=os.environ | settings, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("damage", [truncated, garbled])
+def test_a_damaged_library_in_the_cache_is_built_anew(own_cache: Path, tmp_path: Path, damage: Callable[..., None]):
+    """Damage would end the process by a signal, or leave it without kernels for ever."""
+    library = next(own_cache.glob("take-*.so"))
+    whole = shutil.copy(library, tmp_path / "whole.so")
+    compiler = tmp_path / "cc"  # compiling takes a minute
+    compiler.write_text(f'#!/bin/sh\nfor last; do :; done\ncp {whole} "$last"\n')
+    compiler.chmod(0o755)
+    damage(library)
+    first, second = (loaded(own_cache, str(compiler)) for _ in range(2))
+    assert (first.returncode, first.stdout) == (0, f"{replace(native.kernels(), folder=own_cache)}\n"), first.stderr
+    (line,) = first.stderr.splitlines()
+    assert line == f"{library} is damaged: its digest is not the one noted when it was built; kernels are built anew"
+    assert (second.returncode, second.stdout, second.stderr) == (0, first.stdout, "")
+    assert library.read_bytes() == Path(whole).read_bytes()
+
+
+def test_a_damaged_library_without_a_compiler_leaves_the_work_to_xla(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch, bare: Path
+):
+    monkeypatch.setenv("TILEWRIGHT_CACHE", str(own_cache))
+    here = native.kernels().isa
+    monkeypatch.setattr(native, "isa_of", lambda library: here)
+    library = next(own_cache.glob("linear-*.so"))
+    build.digest_file(library).unlink()
+    found = native.kernels.__wrapped__()
+    assert found.isa is None
+    assert found.reason.startswith(f"{library} is damaged")
+    assert found.reason.endswith("and there is no C++ compiler")
+
+
+def test_a_damaged_library_of_the_installation_is_not_loaded(bare: Path, compiler: str, monkeypatch: pytest.MonkeyPatch):
+    bare.mkdir()
+    for operation in native.TARGETS:
+        made(bare / build.library_name(operation, INCLUDE), "a library")
+    garbled(bare / build.library_name("linear", INCLUDE))
+    monkeypatch.setattr(native, "find_compiler", lambda: compiler)
+    assert {path.parent for path in native.libraries().values()} == {build.cache_folder()}
 
 
 def test_a_library_that_xla_refuses_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

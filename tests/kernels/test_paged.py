@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.experimental.pallas.ops.tpu import ragged_paged_attention
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
@@ -30,24 +31,35 @@ def reference_append(pool: Pages, table: Any, k: Any, v: Any, start: Any, count:
     return Pages(*(reference.append(pages, table, new, start, count) for pages, new in zip(pool, (k, v), strict=True)))
 
 
-APPENDS = [
-    pytest.param(reference_append, id="reference"),
-    pytest.param(xla.append, id="xla"),
-    pytest.param(cpu.append, id="cpu", marks=needs_native),
-    pytest.param(lambda pool, *rest: pallas_tpu.apart(pallas_tpu.append(paired(pool), *rest)), id="tpu"),
-]
-ATTENTIONS = [
-    pytest.param(reference.prefix_attention, id="reference"),
-    pytest.param(xla.prefix_attention, id="xla"),
-    pytest.param(cpu.prefix_attention, id="cpu", marks=needs_native),
-    pytest.param(lambda q, pool, *rest: TPU.paged_attention(q, paired(pool), *rest), id="tpu"),
-]
+def tpu_attention(q: Any, pool: Pages, *rest: Any) -> Any:
+    return TPU.paged_attention(q, paired(pool), *rest)
 
 
 def paired(pool: Pages) -> pallas_tpu.PairedPages:
     """The pool in the layout of the TPU's kernel."""
     pages, heads, entries, d = pool.k.shape
-    return pallas_tpu.PairedPages(jnp.stack(pool, axis=2).transpose(0, 3, 1, 2, 4).reshape(pages, entries, 2 * heads, d))
+    empty = pallas_tpu.empty(pages, heads, entries, d, pool.k.dtype)
+    start, count = jnp.zeros(pages, jnp.int32), jnp.full(pages, entries, jnp.int32)
+    return pallas_tpu.append(empty, jnp.arange(pages)[:, None], *pool, start, count)
+
+
+def apart(pool: pallas_tpu.PairedPages) -> Pages:
+    """The pool's keys and values, each for itself."""
+    return Pages(*pallas_tpu.in_rows(pool, jnp.arange(pool.kv.shape[0])[:, None]))
+
+
+APPENDS = [
+    pytest.param(reference_append, id="reference"),
+    pytest.param(xla.append, id="xla"),
+    pytest.param(cpu.append, id="cpu", marks=needs_native),
+    pytest.param(lambda pool, *rest: apart(pallas_tpu.append(paired(pool), *rest)), id="tpu"),
+]
+ATTENTIONS = [
+    pytest.param(reference.prefix_attention, id="reference"),
+    pytest.param(xla.prefix_attention, id="xla"),
+    pytest.param(cpu.prefix_attention, id="cpu", marks=needs_native),
+    pytest.param(tpu_attention, id="tpu"),
+]
 
 
 @pytest.mark.parametrize("append", APPENDS)
@@ -96,6 +108,72 @@ def test_attention_over_pages(attend: Any, seed: int, sizes: tuple[int, ...], en
     actual = jax.jit(attend)(jnp.asarray(q), pool, table, jnp.asarray(lengths), own)
     bound = 3e-6 * math.sqrt(k.shape[2] + sizes[5]) + 3e-6
     np.testing.assert_allclose(np.asarray(actual), prefix_expected(q, k, v, lengths, extra), atol=bound, rtol=0)
+
+
+BY_BLOCKS = [ATTENTIONS[1], ATTENTIONS[3]]
+"""Implementations that read a long table block by block."""
+
+
+@pytest.mark.parametrize("attend", BY_BLOCKS)
+@pytest.mark.parametrize("sizes", [(3, 1, 2, 3, 1280, 0, 64), (3, 5, 2, 2, 1088, 7, 16)])
+def test_attention_over_several_blocks(attend: Any, sizes: tuple[int, ...]):
+    """Of a table that is no multiple of a block; a row without any entry; what no row sees holds NaN."""
+    rng = np.random.default_rng(sum(sizes))
+    q, k, v, lengths, extra = prefix_case(rng, *sizes)
+    lengths[1] = 0
+    pool, table = cut(0, (k, v), 64, lengths.max(axis=1))
+    own = None if extra is None else tuple(jnp.asarray(x) for x in extra)
+    actual = jax.jit(attend)(jnp.asarray(q), pool, table, jnp.asarray(lengths), own)
+    np.testing.assert_allclose(np.asarray(actual), prefix_expected(q, k, v, lengths, extra), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("attend", BY_BLOCKS)
+@pytest.mark.parametrize(("longest", "blocks"), [(0, 0), (1, 1), (512, 1), (513, 2), (1500, 3)])
+def test_blocks_behind_the_longest_row_are_not_read(monkeypatch: pytest.MonkeyPatch, attend: Any, longest: int, blocks: int):
+    """Of 64 blocks: run outside of any program, where each turn of the loop can be seen."""
+    read: list[np.ndarray] = []
+    for module in (xla, pallas_tpu):
+
+        def seen(pages: Any, table: Any, in_rows: Any = module.in_rows) -> Any:
+            read.append(np.asarray(table))
+            return in_rows(pages, table)
+
+        monkeypatch.setattr(module, "in_rows", seen)
+    pool = Pages(*(jnp.ones((4, 1, 64, 128)) for _ in range(2)))
+    table, lengths = np.full((2, 512), UNMAPPED, np.int32), np.asarray([[longest], [0]], np.int32)
+    table[0, : -(-longest // 64)] = 2
+    with jax.disable_jit():
+        attend(jnp.ones((2, 1, 2, 128)), pool, jnp.asarray(table), jnp.asarray(lengths))
+    of_keys = read[:: 2 if attend is xla.prefix_attention else 1]  # XLA's values come in a call of their own
+    assert [part.shape for part in of_keys] == [(2, 8)] * blocks
+    assert np.concatenate([table[:, :0], *of_keys], axis=1).tolist() == table[:, : 8 * blocks].tolist()
+
+
+def test_the_program_has_room_for_a_block_and_not_for_the_whole_table():
+    """Neither in one array nor altogether."""
+
+    def compiled(columns: int) -> Any:
+        shapes = ((3, 4, 8, 64), jnp.float32), ((3, columns), jnp.int32), ((3, 4), jnp.int32)
+        q, table, lengths = (jax.ShapeDtypeStruct(*each) for each in shapes)
+        pool = jax.eval_shape(lambda: xla.empty(9, 2, 64, 64, jnp.float32))
+        return jax.jit(xla.prefix_attention).lower(q, pool, table, lengths).compile()
+
+    short, long = compiled(16), compiled(512)
+    assert "[3,2,32768,64]" not in (long.as_text() or "")
+    assert long.memory_analysis().temp_size_in_bytes < 1.1 * short.memory_analysis().temp_size_in_bytes
+
+
+def test_a_row_gets_the_same_bits_beside_longer_ones():
+    rng = np.random.default_rng(0)
+    q, k, v, _, _ = prefix_case(rng, 2, 3, 2, 2, 2048, 0, 64)
+    pool, table = cut(0, (k, v), 64)
+    attend = jax.jit(xla.prefix_attention)
+    found = [
+        np.asarray(attend(jnp.asarray(q), pool, table, np.asarray([[90, 91, 92], [other] * 3], np.int32)))[0]
+        for other in (1, 600, 2048)
+    ]
+    assert (found[0] == found[1]).all()
+    assert (found[0] == found[2]).all()
 
 
 @needs_native
@@ -179,12 +257,22 @@ def jax_reference(q: Any, kv_pages: Any, kv_lens: Any, page_indices: Any, cu_q_l
     return jnp.concatenate([out, jnp.full((q.shape[0] - out.shape[0], *out.shape[1:]), jnp.nan, out.dtype)])
 
 
-@pytest.mark.parametrize("counts", [(3, 0, 1), (0, 0, 0), (4, 4, 4)])
-def test_queries_reach_the_ragged_kernel_as_it_takes_them(monkeypatch: pytest.MonkeyPatch, counts: tuple[int, ...]):
-    monkeypatch.setattr(pallas_tpu, "ragged_paged_attention", jax_reference)
-    rng = np.random.default_rng(0)
-    q = jnp.asarray(rng.standard_normal((3, 4, 4, 128)), jnp.bfloat16)
-    caches = [jnp.asarray(rng.standard_normal((3, 2, 64, 128)), jnp.bfloat16) for _ in range(2)]
+@pytest.mark.parametrize(
+    ("heads", "counts"),
+    [
+        *(((4, 2, 128), counts) for counts in ((3, 0, 1), (0, 0, 0), (4, 4, 4))),
+        *((heads, (3, 0, 1)) for heads in ((9, 3, 64), (8, 2, 64), (3, 1, 64), (4, 4, 96), (10, 5, 32))),
+    ],
+    ids=str,
+)
+def test_queries_reach_the_ragged_kernel_as_it_takes_them(
+    monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int, int], counts: tuple[int, ...]
+):
+    """Heads that it takes as they are, and smaller ones that share its heads, evenly or not."""
+    monkeypatch.setattr(ragged_paged_attention, "ragged_paged_attention", jax_reference)
+    rng, (n, k, d) = np.random.default_rng(0), heads
+    q = jnp.asarray(rng.standard_normal((3, 4, n, d)), jnp.bfloat16)
+    caches = [jnp.asarray(rng.standard_normal((3, k, 64, d)), jnp.bfloat16) for _ in range(2)]
     count, start = np.asarray(counts, np.int32), np.asarray([60, 31, 0], np.int32)
     # The pages of no row hold NaN: with a count of 0 the kernel reads one of the pool's, for a result that is not used.
     pool, table = cut(0, (caches[0], caches[1]), 16, np.where(count > 0, start + count, 0))
@@ -196,29 +284,46 @@ def test_queries_reach_the_ragged_kernel_as_it_takes_them(monkeypatch: pytest.Mo
     assert (np.asarray(found, np.float32)[at >= count[:, None]] == 0).all()
 
 
-@pytest.mark.tpu
-def test_on_a_tpu_the_ragged_kernel_reads_the_pool_where_it_is():
-    """A decode step's and a block's; and what a drafter's block sees is copied out of the rows' pages, not out of all."""
-    shaped, whole = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16), partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    pool = pallas_tpu.PairedPages(shaped((300, 64, 16, 128)))
-    # The kernel asks for the kind of device when it is compiled, and here that is a CPU.
-    device = AbstractDevice(tpu_topology("v5e:1x1").devices[0].device_kind, 1, "tpu")
-    for t in (1, 16):
-        queries, rows = shaped((4, t, 32, 128)), (whole((4, 9)), whole((4,)), whole((4,)))
-        with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-            compiled = compile_for("v5e:1x1", pallas_tpu.causal_attention, queries, pool, *rows)
-        assert any("tpu_custom_call" in name for name in compiled.without_cycles)
-        assert not compiled.traffic().contains_shape((4, 9, 64, 16, 128))
-    own = (shaped((4, 8, 16, 128)),) * 2
-    compiled = compile_for("v5e:1x1", TPU.paged_attention, shaped((4, 16, 32, 128)), pool, whole((4, 9)), whole((4, 16)), own)
-    assert any("tpu_custom_call" in name for name in compiled.without_cycles)
-    assert compiled.temp_bytes < 300 * 64 * 16 * 128 * 2, "less than the pool"
-
-
-def test_which_heads_the_ragged_kernel_takes():
-    assert all(pallas_tpu.fits(heads, 128, jnp.bfloat16) for heads in (1, 2, 4, 8, 16, 24))
-    assert not any(pallas_tpu.fits(heads, 128, jnp.bfloat16) for heads in (3, 6, 12))
-    assert not pallas_tpu.fits(8, 64, jnp.bfloat16)
-    assert not pallas_tpu.fits(8, 128, jnp.float32)
+def test_smaller_heads_share_the_ragged_kernels():
+    """Heads to one of the kernel's, lanes of each, and how many the kernel sees."""
+    assert [pallas_tpu.packing(heads, 128) for heads in (1, 3, 8, 9)] == [(1, 128, 1), (1, 128, 4), (1, 128, 8), (1, 128, 16)]
+    assert [pallas_tpu.packing(heads, 64) for heads in (1, 3, 8)] == [(2, 64, 1), (2, 64, 2), (2, 64, 4)]
+    assert [pallas_tpu.packing(8, dim) for dim in (32, 96, 192, 256)] == [(4, 32, 2), (1, 128, 8), (1, 256, 8), (1, 256, 8)]
     assert isinstance(TPU.pages(2, 8, 16, 128, jnp.float32), Pages)
-    assert isinstance(TPU.pages(2, 8, 16, 128, jnp.bfloat16), pallas_tpu.PairedPages)
+
+
+@pytest.mark.parametrize(("name", "heads", "more"), [("Llama-3.2-1B", (8, 64), 1.0), ("SmolLM2-135M", (3, 64), 4 / 3)])
+def test_what_packed_pages_hold(name: str, heads: tuple[int, int], more: float):
+    """Bytes against those of the keys and values themselves."""
+    (count, size), entries = heads, 64
+    pool = jax.eval_shape(lambda: TPU.pages(10, count, entries, size, jnp.bfloat16))
+    assert sum(math.prod(x.shape) for x in jax.tree.leaves(pool)) == more * 10 * entries * 2 * count * size
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(
+    ("chip", "heads"), [("v5e:1x1", (32, 8, 128)), ("v5e:1x1", (9, 3, 64)), ("v6e:1x1", (32, 8, 64))], ids=str
+)
+def test_on_a_tpu_the_ragged_kernel_reads_the_pool_where_it_is(chip: str, heads: tuple[int, int, int]):
+    """A decode step's and a block's; and what a drafter's block sees is copied out of the rows' pages, not out of all.
+
+    The heads of a Qwen3, of SmolLM2-135M and of Llama-3.2-1B.
+    """
+    shaped, whole = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16), partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    n, k, d = heads
+    pool = jax.eval_shape(lambda: TPU.pages(300, k, 64, d, jnp.bfloat16))
+    # The kernel asks for the kind of device when it is compiled, and here that is a CPU.
+    device = AbstractDevice(tpu_topology(chip).devices[0].device_kind, 1, "tpu")
+    for t in (1, 16):
+        queries, rows = shaped((4, t, n, d)), (whole((4, 9)), whole((4,)), whole((4,)))
+        with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+            compiled = compile_for(chip, pallas_tpu.causal_attention, queries, pool, *rows)
+        assert any("ragged_paged_attention" in name for name in compiled.without_cycles)
+        assert not compiled.traffic().contains_shape((4, 9, *pool.kv.shape[1:]))
+    own = (shaped((4, k, 16, d)),) * 2
+    for columns in (8, 128):
+        rows = whole((4, columns)), whole((4, 16))
+        compiled = compile_for(chip, TPU.paged_attention, shaped((4, 16, n, d)), pool, *rows, own)
+        kernel = any("tpu_custom_call" in name for name in compiled.without_cycles)
+        assert kernel == (columns == 8 and d == 128), "a table of one block is for the kernel that takes rows of 128 lanes"
+        assert compiled.temp_bytes < math.prod(pool.kv.shape) * 2, "less than the pool"

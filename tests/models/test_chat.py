@@ -45,9 +45,32 @@ def load(tmp_path: Path, template: object = None, file: str | None = None, **con
 def test_a_conversation_becomes_one_text(tmp_path: Path):
     template = load(tmp_path, TEMPLATE, bos_token="[", eos_token={"content": "]", "lstrip": False})
     talk = [{"role": "system", "content": "be kind"}, *HELLO, {"role": "assistant", "content": "hi"}, *HELLO]
-    assert template.render(talk) == "<s:be kind>[u:hello][a:hi][u:hello]a:(quick)"
-    assert template.render(talk, enable_thinking=True) == "<s:be kind>[u:hello][a:hi][u:hello]a:"
+    assert template.render(talk) == "<s:be kind>[u:hello][a:hi][u:hello]a:"
+    assert template.render(talk, values={"enable_thinking": False}) == "<s:be kind>[u:hello][a:hi][u:hello]a:(quick)"
     assert template.render(HELLO, add_generation_prompt=False) == "[u:hello]"
+
+
+def test_a_template_is_told_what_it_is_given_and_nothing_else(tmp_path: Path):
+    template = load(tmp_path, "{{ enable_thinking is defined }} {{ effort }} {{ flags[1] }}{{ bos_token }}", bos_token="[")
+    assert load(tmp_path, "{{ enable_thinking is defined }}{{ bos_token }}", bos_token="[").render(HELLO) == "False["
+    values = {"enable_thinking": False, "effort": "low", "flags": [1, 2]}
+    assert template.render(HELLO, values=values) == "True low 2["
+    for name in ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"):
+        with pytest.raises(ValueError, match=f"of which {name} is none"):
+            template.render(HELLO, values={name: 1})
+
+
+def test_a_last_message_may_be_continued(tmp_path: Path):
+    template = load(
+        tmp_path, "{% for m in messages %}[{{ m.content | trim }}]{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    )
+    talk = [*HELLO, {"role": "assistant", "content": "hello"}]
+    assert template.render(talk, False, True) == "[hello][hello"
+    kept = load(tmp_path, "{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    for content, shown in (("so ", "so "), (" so", " so")):
+        assert kept.render([{"role": "assistant", "content": content}], False, True) == f"[{shown}"
+    with pytest.raises(ValueError, match="to be continued"):
+        template.render([{"role": "assistant", "content": " "}], False, True)
 
 
 def test_content_is_never_read_as_a_template(tmp_path: Path):

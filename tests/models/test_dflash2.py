@@ -15,14 +15,14 @@ from safetensors.numpy import load_file, save_file
 from reference.dflash2_numpy import as_dflash2, build2
 from reference.dflash_numpy import Pair, as_folders, random_pair
 from reference.sampling_numpy import chi_square_excess
-from tilewright.decode.drafters.load import load_dflash2
-from tilewright.decode.noise import gumbel
-from tilewright.decode.sampling import Sampling, row_sampling
 from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder, dflash, dflash2
 from tilewright.models.checkpoint import read_config, save_params
 from tilewright.models.dflash2 import AFTER, BEFORE, DFlash2Config, DFlash2Params
 from tilewright.models.params import count, initialise, to_tensors
+from tilewright.runtime.noise import gumbel
+from tilewright.runtime.sampling import Sampling, row_sampling
+from tilewright.speculation.drafters.load import load_dflash2
 
 PLAIN_PAIR = random_pair(0, vocab_size=16, target_layers=1, drafter_layers=2, taps=[0], block_size=4)
 FIELDS: dict[str, Any] = {"output_multiplier": 0.5, "final_logit_softcapping": 8.0, "input_embedding_scale": 0.75}

@@ -16,13 +16,13 @@ from safetensors.numpy import load_file, save_file
 
 from reference.dflash_numpy import Target, random_pair
 from reference.eagle3_numpy import Chain, Draft, as_folder, random_eagle3
-from tilewright.decode.drafters.eagle3 import Eagle3
 from tilewright.kernels import native
 from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import PLAIN, operations
 from tilewright.models import decoder, eagle3
 from tilewright.models.eagle3 import Eagle3Config, Eagle3Params
 from tilewright.models.params import count, initialise
+from tilewright.speculation.drafters.eagle3 import Eagle3
 
 PAIR = random_pair(5)
 TARGET = decoder.config_from_hf(PAIR.target_config)

@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,8 @@ from huggingface_hub import constants
 from rich.console import Console
 
 from models.hub_server import HubServer, Repo
+from tilewright.diffusion import model as diffusion_model
+from tilewright.llm import language_model
 from tilewright.models.hub import resolve
 
 OLD, NEW = "0" * 39 + "1", "0" * 39 + "2"
@@ -72,6 +74,43 @@ def test_branch_that_moved_is_fetched_anew(hub: HubServer):
     assert contents(resolve("org/model")) == FILES
     fetched = [request.rpartition("/")[2] for request in hub.requests if request.startswith("GET /org/model/resolve")]
     assert fetched == ["config.json"]  # the other files are the same blobs
+
+
+PARTS = {"vocab.json": b"{}", "merges.txt": b"#version: 0.2\n", "added_tokens.json": b"{}", "special_tokens_map.json": b"{}"}
+
+
+def test_parts_of_a_tokenizer_are_fetched(hub: HubServer):
+    files = {name: data for name, data in FILES.items() if name != "tokenizer.json"} | PARTS
+    hub.repos["org/model"].commits[NEW] = files | {"tokenization_dream.py": b"code"}
+    assert contents(resolve("org/model")) == files
+
+
+def test_a_check_comes_before_the_weights(hub: HubServer):
+    found: list[dict[str, bytes]] = []
+
+    def refuse(folder: Path) -> None:
+        found.append(contents(folder))
+        raise ValueError("not this one")
+
+    with pytest.raises(ValueError, match="not this one"):
+        resolve("org/model", check=refuse)
+    small = {name: data for name, data in FILES.items() if "safetensors" not in name}
+    assert found == [small]
+    assert not any("safetensors" in request for request in hub.requests if "/resolve/" in request)
+    assert contents(resolve("org/model", check=lambda folder: found.append(contents(folder)))) == FILES
+    assert found == [small, small]
+
+
+@pytest.mark.parametrize("load", [language_model.load, diffusion_model.load])
+def test_a_model_without_a_tokenizer_is_refused_before_its_weights_are_fetched(hub: HubServer, load: Callable[[str], object]):
+    kind = b"llama" if load is language_model.load else b"Dream"
+    hub.repos["org/model"].commits[NEW] = {**FILES, "config.json": b'{"model_type": "%s"}' % kind}
+    del hub.repos["org/model"].commits[NEW]["tokenizer.json"]
+    with pytest.raises(
+        ValueError, match=r"it has no tokenizer\.json, and of .*, which would do, not vocab\.json nor merges\.txt"
+    ):
+        load("org/model")
+    assert not any("safetensors" in request for request in hub.requests if "/resolve/" in request)
 
 
 def test_named_revision(hub: HubServer):

@@ -1,11 +1,14 @@
 """Reading a tokenizer, and streaming its text."""
 
+import json
+import unicodedata
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from tilewright.models.tokenizer import StreamDecoder, load_tokenizer
 
@@ -23,17 +26,38 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def byte_fallback_tokenizer() -> Tokenizer:
-    """SentencePiece style: words that start with a space mark, single bytes for the rest; decoding drops the first space."""
-    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
-    vocab |= {word: 256 + i for i, word in enumerate(["▁one", "▁two", "three", "<unk>"])}
+def fallback_tokenizer(*last: Any) -> Tokenizer:
+    """SentencePiece's BPE: words that start with a space mark, single bytes for the rest; ids of bytes are the bytes."""
+    words = ["▁one", "▁two", "three", "▁", "▁▁", "\N{REPLACEMENT CHARACTER}", "<unk>"]
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {word: 256 + i for i, word in enumerate(words)}
     tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *last])
+    tokenizer.add_special_tokens(["<|end|>"])
     return tokenizer
 
 
-BYTES, FALLBACK = byte_tokenizer(), byte_fallback_tokenizer()
+def word_tokenizer(model: Any, decoder: Any) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    if decoder is not None:
+        tokenizer.decoder = decoder
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.add_tokens(["added"])
+    return tokenizer
+
+
+MARKED = ["▁one", "▁", "two", "▁▁", "é", "\N{REPLACEMENT CHARACTER}", "!"]
+PIECES = ["one", "##two", "##.", ",", "n't", "'", "do", "\N{REPLACEMENT CHARACTER}", "[UNK]"]
+ENDED = ["one</w>", "t", "wo</w>", "</w>", "\N{REPLACEMENT CHARACTER}"]
+BYTES, FALLBACK = byte_tokenizer(), fallback_tokenizer(decoders.Strip(" ", 1, 0))
+KINDS = {
+    "byte-level": BYTES,
+    "llama-2": FALLBACK,
+    "gemma": fallback_tokenizer(),
+    "metaspace": word_tokenizer(models.Unigram([(word, -1.0) for word in MARKED], 0, False), decoders.Metaspace()),
+    "wordpiece": word_tokenizer(models.WordPiece({word: n for n, word in enumerate(PIECES)}), decoders.WordPiece()),
+    "suffix": word_tokenizer(models.BPE({word: n for n, word in enumerate(ENDED)}, []), decoders.BPEDecoder()),
+    "no decoder": word_tokenizer(models.WordLevel({"one": 0, "two": 1}, "one"), None),
+}
 
 
 def pieces(stream: StreamDecoder, ids: list[int], size: int) -> list[str]:
@@ -57,16 +81,42 @@ def test_text_comes_as_soon_as_its_last_byte():
     assert stream.flush() == ""
 
 
-@given(st.lists(st.integers(0, 256), max_size=40), st.integers(1, 5), st.booleans())
-def test_any_bytes_add_up(ids: list[int], size: int, skip: bool):
-    assert "".join(pieces(StreamDecoder(BYTES, skip), ids, size)) == BYTES.decode(ids, skip_special_tokens=skip)
+def characters(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
+    """Ids of every kind: bytes, at random and as whole characters, words, special ones, one that there is no entry for."""
+    some = st.integers(0, tokenizer.get_vocab_size() + 1).map(lambda token: [token])
+    rare = st.integers(min(256, tokenizer.get_vocab_size() - 3), tokenizer.get_vocab_size() + 1).map(lambda token: [token])
+    of_bytes = st.sampled_from("xé漢😀").map(lambda letter: list(letter.encode()))
+    parts = st.lists(some | rare | (of_bytes if tokenizer.get_vocab_size() > 256 else rare), max_size=40)
+    return parts.map(lambda found: [token for part in found for token in part])
 
 
-@given(st.lists(st.sampled_from("xé漢😀"), max_size=12), st.integers(1, 5))
-def test_byte_fallback_adds_up(letters: list[str], size: int):
-    words = {"x": [256, 257, 258]}
-    ids = [i for letter in letters for i in words.get(letter, list(letter.encode()))]
-    assert "".join(pieces(StreamDecoder(FALLBACK), ids, size)) == FALLBACK.decode(ids)
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=200)
+@given(st.data(), st.integers(1, 5), st.booleans())
+def test_pieces_of_any_tokens_add_up(kind: str, data: st.DataObject, size: int, skip: bool):
+    ids = data.draw(characters(KINDS[kind]))
+    assert "".join(pieces(StreamDecoder(KINDS[kind], skip), ids, size)) == KINDS[kind].decode(ids, skip_special_tokens=skip)
+
+
+def test_bytes_beside_one_another_wait_for_what_follows():
+    """A decoder that falls back to bytes replaces all of them if one is wrong: what was right by itself, too."""
+    stream = StreamDecoder(FALLBACK)
+    assert [stream.push([token]) for token in (*"é".encode(), END + 2)] == ["", "", "éthree"]
+    assert stream.push([*"é".encode(), 0xFF]) == ""
+    assert stream.push([END + 2]) == "\N{REPLACEMENT CHARACTER}" * 3 + "three"
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "llama-2"])
+@pytest.mark.parametrize("endless", ["words", "invalid", "special"])
+def test_a_token_costs_the_same_after_thousands(kind: str, endless: str, monkeypatch: pytest.MonkeyPatch):
+    tokenizer, decoded = KINDS[kind], []
+    token = {"words": 256 + 2 if kind == "llama-2" else 65, "invalid": 0xBD, "special": tokenizer.token_to_id("<|end|>")}[
+        endless
+    ]
+    ids, decode = [token] * 3000, StreamDecoder._decode
+    monkeypatch.setattr(StreamDecoder, "_decode", lambda self, ids, *skip: decoded.append(len(ids)) or decode(self, ids, *skip))
+    assert "".join(pieces(StreamDecoder(tokenizer), ids, 1)) == tokenizer.decode(ids)
+    assert sum(decoded) < 200 * len(ids)
 
 
 def test_flush_gives_what_never_became_a_character_and_starts_afresh():
@@ -90,6 +140,69 @@ def test_load(tmp_path: Path):
     tokenizer.enable_padding(length=8)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert load_tokenizer(tmp_path).encode(TEXT).ids == BYTES.encode(TEXT).ids
+
+
+DREAM = {"<|endoftext|>": 300, "<|mask|>": 303, "<think>": 304}
+CORPUS = ["Let's say it's naïve: 漢字 cost 1234 yen.\n\n  They're there, weren't they?", TEXT] * 3
+
+
+@pytest.fixture(scope="module")
+def qwen2() -> Tokenizer:
+    """A small tokenizer put together as Qwen2's `tokenizer.json` is, with added tokens and gaps between their ids."""
+    tokenizer = Tokenizer(models.BPE())
+    words = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    split = pre_tokenizers.Split(Regex(words), "isolated")
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False))
+    return tokenizer
+
+
+def write_dream(folder: Path, tokenizer: Tokenizer, **config: Any) -> Path:
+    """The files of a tokenizer as Dream's checkpoints have them."""
+    tokenizer.model.save(str(folder))
+    (folder / "added_tokens.json").write_text(json.dumps(DREAM))
+    special = {"mask_token": {"content": "<|mask|>"}, "additional_special_tokens": ["<|endoftext|>"]}
+    (folder / "special_tokens_map.json").write_text(json.dumps(special))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "DreamTokenizer"} | config))
+    return folder
+
+
+LISTED = {
+    str(number): {"content": token, "special": token != "<think>", "normalized": False} for token, number in DREAM.items()
+}
+
+
+@pytest.mark.parametrize("config", [{}, {"added_tokens_decoder": LISTED}])
+def test_a_tokenizer_is_built_from_the_files_of_dream(tmp_path: Path, qwen2: Tokenizer, config: dict[str, Any]):
+    """Text is cut as Qwen2's tokenizer cuts it, and added tokens keep their ids, gaps and all."""
+    built = load_tokenizer(write_dream(tmp_path, qwen2, **config))
+    for text in (*CORPUS, "e\N{COMBINING ACUTE ACCENT} WE'LL 12 \t \r\n x  ", "  a\n b"):
+        assert built.encode(text).ids == qwen2.encode(text).ids
+        assert built.decode(built.encode(text).ids) == unicodedata.normalize("NFC", text)
+    parts = "one<|mask|><think>two<|endoftext|>"
+    one, two = qwen2.encode("one").ids, qwen2.encode("two").ids
+    assert built.encode(parts).ids == [*one, 303, 304, *two, 300]
+    assert built.decode(built.encode(parts).ids) == "one<think>two"
+    assert built.decode(built.encode(parts).ids, skip_special_tokens=False) == parts
+
+
+def test_what_a_tokenizer_lacks_is_said(tmp_path: Path, qwen2: Tokenizer):
+    write_dream(tmp_path, qwen2, tokenizer_class="GPT2Tokenizer")
+    with pytest.raises(ValueError, match=r"expected a tokenizer_class among .*DreamTokenizer, found 'GPT2Tokenizer'"):
+        load_tokenizer(tmp_path)
+    write_dream(tmp_path, qwen2, added_tokens_decoder={"first": {"content": "x"}})
+    with pytest.raises(ValueError, match="added_tokens_decoder must map ids to tokens"):
+        load_tokenizer(tmp_path)
+    write_dream(tmp_path, qwen2)
+    (tmp_path / "merges.txt").write_text("#version: 0.2\nno such\n")
+    with pytest.raises(ValueError, match=r"vocab\.json and merges\.txt are no tokenizer"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "merges.txt").unlink()
+    with pytest.raises(ValueError, match=r"no tokenizer\.json, and of vocab\.json, .*, which would do, not merges\.txt"):
+        load_tokenizer(tmp_path)
 
 
 def test_load_errors(tmp_path: Path):

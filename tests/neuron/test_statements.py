@@ -1,19 +1,24 @@
 """What the source documents state of schedules, shifts, streams and packets, as the model has it; each with its margin.
 
-Nothing in the model was tuned towards these. Where a statement comes out only in part, or not, the test says what does, and
-docs/neuron.md why. Figures are those of one more layer in the middle of the model, unless they are of a whole step.
+Nothing in the model was tuned towards these. A statement that does not come out is asserted as the source makes it and marked
+as a strict expected failure, so that no failure counts as a success; docs/neuron.md says why. Figures are those of one more
+layer in the middle of the model, unless they are of a whole step.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 
 from neuron.models import LLAMA_8B, LLAMA_70B, inferentia, trainium
+from tilewright.neuron import inference as inference_module
+from tilewright.neuron.builder import Weights
+from tilewright.neuron.calibrate import calibrate
 from tilewright.neuron.environment import recommended_packets
 from tilewright.neuron.estimate import Estimate, estimate
-from tilewright.neuron.inference import Phase, Work, inference_program
-from tilewright.neuron.machine import Machine
+from tilewright.neuron.inference import RING_NOTE, Phase, Ring, Work, inference_program
+from tilewright.neuron.machine import Machine, with_figures
 from tilewright.neuron.plan_training import FEW_LAYERS
 from tilewright.neuron.program import Program
 from tilewright.neuron.results import Result
@@ -68,16 +73,68 @@ def layer_delay_ms(*setting: object) -> float:
 def test_decode_gains_of_the_ring_grow_with_width():
     gains = [gain("decode", "ring", cores) for cores in WIDTHS]
     assert gains == sorted(gains)
-    assert gains[-1] > 0.3
     assert gains[0] < 0.02
 
 
-def test_decode_gains_of_domino_grow_with_width_but_are_losses_below_24_cores():
-    """Both micro-batches read weights that SBUF does not hold: the source's gains at narrow widths do not come out."""
+class PayingRing(Ring):
+    """Hops that wait for an addition pay a trigger and a completion, as any other collective does."""
+
+    pays = False
+
+    def scatter(self, weights: Weights, needs: Sequence[int], gate: Sequence[int]) -> list[int]:
+        self.pays = True
+        found = super().scatter(weights, needs, gate)
+        self.pays = False
+        return found
+
+    def hop(self, needs: Sequence[int], first: bool, chunks: int) -> int:
+        return super().hop(needs, first or self.pays, chunks)
+
+
+def tokens_gain(over: Work) -> float:
+    """By which share the ring gives more tokens a second than `sync` as it is there."""
+    machine = inferentia(24)
+
+    def seconds(work: Work, schedule: str) -> float:
+        return estimate(32, (1, 3), lambda n: inference_program(LLAMA_8B, machine, work, schedule, n), machine).total_s
+
+    return seconds(over, "sync") / seconds(replace(over, algorithm="auto"), "ring") - 1
+
+
+def test_most_of_the_ring_s_decode_gain_is_what_its_hops_do_not_pay_and_a_one_way_sync(monkeypatch: pytest.MonkeyPatch):
+    """The note beside every figure of the ring holds these to the model: 96, 36 and 1 % of decoding."""
+    decode, prefill = Work("decode", 8, 1280), Work("prefill", 8, 1024)
+    favoured = tokens_gain(decode)
+    monkeypatch.setattr(inference_module, "Ring", PayingRing)
+    paying, against_kangaring = tokens_gain(decode), tokens_gain(replace(decode, algorithm="kangaring"))
+    assert f"{favoured:.0%} {paying:.0%} {against_kangaring:.0%}" == "96% 36% 1%"
+    said = [f"{share:.0%}".replace("%", " %") for share in (favoured, paying, against_kangaring)]
+    assert all(share in RING_NOTE for share in said)
+    assert tokens_gain(prefill) > 0.7
+
+
+def test_decode_gains_of_domino_grow_with_width():
     gains = [gain("decode", "domino", cores) for cores in WIDTHS]
     assert gains == sorted(gains)
-    assert gains[0] < -0.4
-    assert -0.02 < gains[-1] < 0.1
+
+
+@pytest.mark.xfail(strict=True, reason="both micro-batches read the weights that SBUF does not hold: losses below 24 cores")
+def test_domino_improves_decoding_at_all_widths():
+    assert min(gain("decode", "domino", cores) for cores in WIDTHS) > 0
+
+
+def test_plans_are_not_held_to_the_published_curve():
+    """What `neuron calibrate` fits is not what plans take: with it a step of decoding takes ten times as long."""
+    fit = calibrate().record()
+    figures = {name: fit[name] for name in ("hop_us", "dma_gb_per_s")}
+    assert figures == pytest.approx({"hop_us": 27.1, "dma_gb_per_s": 3.81}, abs=0.05)
+    assert (fit["plans_hop_us"], fit["plans_dma_gb_per_s"]) == (1.5, 17)
+    planned = inferentia(24)
+    took = []
+    for machine in (planned, with_figures(planned, figures)):
+        build = partial(inference_program, LLAMA_8B, machine, Work("decode", 8, 1280), "sync")
+        took.append(1e3 * estimate(32, (1, 3), build, machine).total_s)
+    assert took == pytest.approx([8.16, 95.4], abs=0.05)
 
 
 def test_prefill_gains_of_domino_grow_with_width_as_long_as_rings_do_not_close():
@@ -103,20 +160,27 @@ def test_a_second_stream_removes_the_delay_behind_large_gathers():
     assert layer_ms(*two) < 0.97 * layer_ms(*one)
 
 
-def test_recommended_packets_let_compute_load_sooner_but_hardly_shorten_the_step():
-    """The statement comes out where a step hides its communication, by less than 1 %.
+@pytest.mark.parametrize(("positions", "streams"), [(4096, 1), (2048, 2)])
+def test_recommended_packets_let_compute_load_sooner(positions: int, streams: int):
+    loads = [
+        training(positions, streams, packets, True, 1, 1)[1].moments_s["loading"] for packets in ("default", "recommended")
+    ]
+    assert loads[1] < 0.95 * loads[0]
 
-    Elsewhere compute waits less for its transfers too, and collectives wait as much more: up to 5 % are lost.
-    """
-    ratios = []
-    for positions, streams, early in ((4096, 1, 1), (2048, 2, 1)):
-        default, other = ((positions, streams, packets, True, early, 1) for packets in ("default", "recommended"))
-        loads = [training(*setting)[1].moments_s["loading"] for setting in (default, other)]
-        assert loads[1] < 0.95 * loads[0]
-        ratios.append(layer_ms(*other) / layer_ms(*default))
-    hidden, exposed = ratios
-    assert 0.98 < hidden < 0.998
-    assert 1 < exposed < 1.05
+
+@pytest.mark.parametrize(
+    ("positions", "streams"),
+    [
+        (4096, 1),
+        pytest.param(
+            2048, 2,
+            marks=pytest.mark.xfail(strict=True, reason="where communication is exposed, collectives wait as much more"),
+        ),
+    ],
+)  # fmt: skip
+def test_recommended_packets_shorten_the_step(positions: int, streams: int):
+    default, other = (layer_ms(positions, streams, packets, True, 1, 1) for packets in ("default", "recommended"))
+    assert other < 0.998 * default
 
 
 def test_attention_is_too_short_for_an_mlp_s_gather_and_scatter_and_a_shift_of_two_helps():

@@ -1,8 +1,9 @@
 """Tokens/s of training a decoder: tilewright's step and torch's on transformers' Qwen3 of the same shape, side by side.
 
 Both begin with the same weights and take the same batches: forward, loss, backward, clipping and AdamW, all in one process on
-the same cores, in alternating order; the table shows medians. torch runs in float32 and under bfloat16 autocast, without
-`torch.compile`, with one thread and with one for each core, and ratios are to the best of these. Needs the `oracle` extra:
+the same cores, in alternating order; the table shows medians. torch runs in float32 and under bfloat16 autocast, with one
+thread and with one for each core, with `--compile` through `torch.compile` too, and ratios are to the best of these. Needs the
+`oracle` extra, and `--compile` a C++ compiler:
 
     python tests/oracle/bench_train.py [--layers 12 ...] [--products auto ...] [--clock cpu] [--json FILE]
 """
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--products", nargs="+", default=["auto"], choices=["auto", "float32", "bfloat16", "xla"])
     parser.add_argument("--torch", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    parser.add_argument("--compile", action="store_true", help="torch.compile beside eager torch")
     parser.add_argument(
         "--clock", choices=["wall", "cpu"], default="wall", help="cpu: processor time, for a machine with other work"
     )
@@ -85,7 +88,7 @@ def own_side(args: argparse.Namespace, products: str, params: Any) -> Step:
     return run
 
 
-def torch_side(args: argparse.Namespace, dtype: str, threads: int, folder: Path) -> Step:
+def torch_side(args: argparse.Namespace, dtype: str, threads: int, folder: Path, compiled: bool) -> Step:
     import torch
     import transformers
 
@@ -94,6 +97,14 @@ def torch_side(args: argparse.Namespace, dtype: str, threads: int, folder: Path)
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=1e-8, fused=True)
+
+    def loss_of(tokens: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" else nullcontext():
+            logits = model(tokens[:, :-1], use_cache=False).logits
+        return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+    if compiled:
+        loss_of = torch.compile(loss_of)
     feed, taken = [torch.from_numpy(tokens.astype(np.int64)) for tokens in batches(args)], 0
 
     def run() -> float:
@@ -103,9 +114,7 @@ def torch_side(args: argparse.Namespace, dtype: str, threads: int, folder: Path)
             tokens = feed[taken % len(feed)]
             taken += 1
             optimizer.zero_grad(set_to_none=True)
-            with torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" else nullcontext():
-                logits = model(tokens[:, :-1], use_cache=False).logits
-            loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+            loss = loss_of(tokens)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -138,8 +147,9 @@ def measure(args: argparse.Namespace, threads: int, folder: Path) -> dict[str, A
     params = initialise(declare(config), jax.random.key(0))
     save_params(folder, config_to_hf(config), declare(config), params, jnp.float32)
     sides = {f"tilewright {products}": own_side(args, products, params) for products in args.products}
-    for dtype in args.torch:
-        sides |= {f"torch {dtype}, threads {n}": torch_side(args, dtype, n, folder) for n in sorted({1, threads})}
+    for dtype, compiled in product(args.torch, (False, True) if args.compile else (False,)):
+        name = f"torch{'.compile' * compiled} {dtype}"
+        sides |= {f"{name}, threads {n}": torch_side(args, dtype, n, folder, compiled) for n in sorted({1, threads})}
     clock = time.process_time if args.clock == "cpu" else time.perf_counter
     runs = {name: partial(timed, name, step, args.batch * args.length * args.steps, clock) for name, step in sides.items()}
     taken = alternate(runs, args.repetitions, warm=True)

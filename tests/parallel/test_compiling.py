@@ -1,4 +1,4 @@
-"""What compilers of programs over several devices are told."""
+"""Compiler options of programs over several TPUs: given to who asks for them, and to nobody else."""
 
 import logging
 from typing import Any
@@ -28,10 +28,10 @@ class Recorded(jax.stages.Lowered):
         return jax.jit(lambda x: x).lower(0).compile()
 
 
-def options(devices: int | None) -> Any:
-    """What a program over so many devices is compiled with."""
+def options(devices: int | None, asked: bool = True) -> Any:
+    """Options that a program over so many devices is compiled with."""
     lowered = Recorded()
-    compile_over(None if devices is None else make_mesh({"tp": devices}), lowered)
+    compile_over(None if devices is None else make_mesh({"tp": devices}), lowered, asked)
     return lowered.options
 
 
@@ -40,6 +40,10 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """One for which this machine's devices are taken."""
     monkeypatch.setitem(KINDS, jax.devices()[0].device_kind, request.param)
     return request.param
+
+
+def test_without_asking_there_are_none(kind: str):
+    assert options(2, asked=False) is None
 
 
 def test_programs_over_tpus_get_the_options_of_their_chip(kind: str):
@@ -56,7 +60,7 @@ def test_a_compiler_that_does_not_know_them_compiles_without(kind: str, caplog: 
     """That of this machine does not."""
     lowered = jax.jit(lambda x: x + 1).lower(jnp.zeros(4))
     with caplog.at_level(logging.WARNING, "tilewright.parallel"):
-        run = compile_over(make_mesh({"tp": 2}), lowered)
+        run = compile_over(make_mesh({"tp": 2}), lowered, True)
     np.testing.assert_array_equal(run(jnp.zeros(4)), np.ones(4))
     assert "may be exposed" in caplog.text
     assert "xla_" in caplog.text
@@ -64,10 +68,10 @@ def test_a_compiler_that_does_not_know_them_compiles_without(kind: str, caplog: 
 
 def test_what_else_a_compiler_refuses_is_raised(kind: str):
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
-        compile_over(make_mesh({"tp": 2}), Recorded("RESOURCE_EXHAUSTED: HBM"))
+        compile_over(make_mesh({"tp": 2}), Recorded("RESOURCE_EXHAUSTED: HBM"), True)
 
 
 def test_programs_of_this_machine_compile_as_they_do_by_themselves(caplog: pytest.LogCaptureFixture):
-    run = compile_over(make_mesh({"tp": 2}), jax.jit(lambda x: x + 1).lower(jnp.zeros(4)))
+    run = compile_over(make_mesh({"tp": 2}), jax.jit(lambda x: x + 1).lower(jnp.zeros(4)), True)
     np.testing.assert_array_equal(run(jnp.zeros(4)), np.ones(4))
     assert not caplog.records

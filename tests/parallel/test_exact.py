@@ -12,8 +12,6 @@ from jax.sharding import PartitionSpec
 
 from models.sizes import decoder_config
 from tilewright.compiled.hlo import read_module
-from tilewright.decode.cache import allocate
-from tilewright.decode.state import Span, cached_attend
 from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderParams
@@ -23,6 +21,8 @@ from tilewright.parallel.exact import Exact, tree_sum
 from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.schedules import TensorParallel
 from tilewright.parallel.sharding import GROUPED, GROUPED_AXES, grouped_mesh, shardings
+from tilewright.runtime.cache import allocate
+from tilewright.runtime.state import Span, cached_attend
 
 # Columns of the head, the MLP and the heads for which XLA's products of a half or a quarter have other bits than the whole's.
 CONFIGS = {

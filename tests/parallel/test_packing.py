@@ -11,8 +11,6 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from models.sizes import decoder_config
-from tilewright.decode.cache import allocate
-from tilewright.decode.state import Span, cached_attend
 from tilewright.kernels import native
 from tilewright.kernels.linear.cpu import PackedMatrix
 from tilewright.kernels.operations import Operations
@@ -26,6 +24,8 @@ from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.packing import on_each_device
 from tilewright.parallel.schedules import Ring, TensorParallel
 from tilewright.parallel.sharding import GROUPED, GROUPED_AXES, grouped_mesh, shardings
+from tilewright.runtime.cache import allocate
+from tilewright.runtime.state import Span, cached_attend
 
 CONFIG = decoder_config("llama", 96, 64, 128, 2, 8, 2, 16)
 SPECS = decoder.declare(CONFIG)

@@ -12,8 +12,6 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from models.sizes import decoder_config
-from tilewright.decode.cache import allocate
-from tilewright.decode.state import Span, cached_attend
 from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import PLAIN, operations
 from tilewright.models import decoder
@@ -23,6 +21,8 @@ from tilewright.models.stack import SINGLE_DEVICE, Schedule
 from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.schedules import MicroBatches, TensorParallel
 from tilewright.parallel.sharding import TENSOR_PARALLEL, shardings
+from tilewright.runtime.cache import allocate
+from tilewright.runtime.state import Span, cached_attend
 
 CONFIG = decoder_config("qwen3", 50, 32, 48, 3, 4, 2, 16, tie_word_embeddings=True)
 TOKENS = jnp.arange(24).reshape(4, 6) * 7 % 50

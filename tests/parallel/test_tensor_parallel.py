@@ -15,8 +15,6 @@ from jax.sharding import Mesh, PartitionSpec
 from models.sizes import decoder_config
 from products import cases
 from tilewright.compiled.hlo import read_module
-from tilewright.decode.cache import allocate
-from tilewright.decode.state import Span, cached_attend
 from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
@@ -27,6 +25,8 @@ from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.rings import Route
 from tilewright.parallel.schedules import Ring, Sequence, TensorParallel
 from tilewright.parallel.sharding import GROUPED, GROUPED_AXES, grouped_mesh, shardings
+from tilewright.runtime.cache import allocate
+from tilewright.runtime.state import Span, cached_attend
 
 CONFIGS = {
     "llama": decoder_config("llama", 64, 32, 48, 2, 16, 2, 8),  # groups of queries, of which 4 and 8 devices have parts

@@ -1,5 +1,6 @@
 """Token threading: the same bits, the threaded order in compiled programs, forwards and backwards, and no more collectives."""
 
+import importlib.util
 import re
 import runpy
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import Array
 from jax.experimental.xla_metadata import set_xla_metadata
+from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec
 
 from tilewright.parallel import rings, tokens
@@ -194,9 +196,10 @@ LAYERS = jnp.linspace(-1, 1, 3 * 2 * 8).reshape(3, 2, 8), jnp.ones((4, 8))
 def test_layers_keep_their_order_also_those_that_run_again(checkpoint: Any, again: list[str], scan: bool):
     """Of a layer that runs again, only what its gradient reads does, between the layer behind it and its own backward pass.
 
-    Unrolled, nothing lies between the last layer's two passes, and the compiler takes the second's weights from the first.
+    Unrolled, nothing lies between the last layer's two passes, and the compiler takes the second's weights from the first. The
+    bits are those of `jax.checkpoint`: JAX 0.12 fuses what runs again otherwise than what is kept.
     """
-    ours, plain = looped(tokens.thread, checkpoint, scan), looped(untied, scan=scan)
+    ours, plain = looped(tokens.thread, checkpoint, scan), looped(untied, checkpoint and jax.checkpoint, scan)
     repeats = 1 if scan else 3
     assert order(compiled(ours, *LAYERS)) == FORWARD * repeats
     same_bits(jax.jit(gradient(ours, 2))(*LAYERS), jax.jit(gradient(plain, 2))(*LAYERS))
@@ -209,6 +212,19 @@ def test_under_jax_checkpoint_what_runs_again_is_in_no_order():
     threaded = looped(tokens.thread, lambda layer: jax.checkpoint(layer), scan=False)
     found = order(compiled(gradient(threaded, 2), *LAYERS))
     assert found[9:] != (["gather", *BACKWARD] * 3)[1:]
+
+
+def test_a_jax_that_cannot_be_told_what_is_unread_runs_more_and_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(partial_eval, "dce_rules")
+    spec = importlib.util.spec_from_file_location("tokens_without_rules", str(tokens.__file__))
+    assert spec is not None
+    assert spec.loader is not None
+    without = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(without)
+    monkeypatch.undo()
+    with pytest.warns(UserWarning, match=r"has no dce_rules: what runs again includes collectives whose results nothing reads"):
+        found = order(compiled(gradient(looped(without.thread, without.checkpoint), 2), *LAYERS))
+    assert found == [kind for kind, _ in groupby(FORWARD + FORWARD + BACKWARD)]
 
 
 @pytest.mark.parametrize("together", [lambda *several: several, tokens.joined])

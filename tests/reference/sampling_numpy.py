@@ -1,6 +1,6 @@
 """The distribution that a token is drawn from, worked out in NumPy float64 by sorting and counting; and a chi-square test."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,16 @@ def penalised(
     return out
 
 
+def adjusted(logits: NDArray[Any], biases: Mapping[int, float], banned: Collection[int] = ()) -> NDArray[np.float64]:
+    """Logits `[V]` with biases, and without tokens that may not come; before the penalties."""
+    out = logits.astype(np.float64)
+    for token, bias in biases.items():
+        out[token] += bias
+    for token in banned:
+        out[token] = -np.inf
+    return out
+
+
 def warped(
     logits: NDArray[Any], temperature: float, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0
 ) -> NDArray[np.float64]:
@@ -36,6 +46,11 @@ def warped(
         p = np.where(p >= last, p, 0)
     p = np.where(p >= min_p * p.max() * (1 - 1e-9), p, 0)
     return p / p.sum()
+
+
+def gumbel_of(bits: NDArray[np.uint32]) -> NDArray[np.float64]:
+    """Gumbel noise of the middle of the interval of 2**-32 that 32 random bits name; it grows with them."""
+    return -np.log(-np.log((bits.astype(np.float64) + 0.5) / 2**32))
 
 
 def boundary_gap(logits: NDArray[Any], temperature: float, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> float:

@@ -11,6 +11,7 @@ RECORD = {
     "program": "<a step>", "total_ms": 4.0, "compute_ms": 2.0, "loading_ms": 0.5, "exposed_ms": 1.0, "waiting_ms": 0.5,
     "busy_ms": {"tensor": 2.0, "cc0": 2.5}, "idle_ms": {"tensor": 2.0, "cc0": 1.5}, "exposed_layers_ms": {"0": 1.0},
     "dma_gb": {"compute": 1.0, "tp": 3.0}, "dma_share": {"compute": 0.25, "tp": 0.75}, "limit": "cc0", "memory_gib": 1.5,
+    "notes": ["what was assumed"],
 }  # fmt: skip
 
 
@@ -48,4 +49,5 @@ def test_the_page_is_whole_and_asks_for_nothing(tmp_path: Path):
     page = Page(path)
     assert "A <step>" in " ".join(page.words)
     assert "cc0 is busy longest" in " ".join(page.words)
+    assert "What was assumed." in " ".join(page.words)
     assert not [attributes for _, attributes in page.elements if attributes.get("src") or attributes.get("href")]

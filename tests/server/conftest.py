@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import uvicorn
 from starlette.testclient import TestClient
 
 import tilewright as tw
 from server.fake import FakeEngine
-from tilewright.engine.service import Service
 from tilewright.models.chat import ChatTemplate
+from tilewright.runtime.service import Service
 from tilewright.server.api import Api, ServerOptions
 from tilewright.server.app import make_app
+from tilewright.server.connections import MOST_CONNECTIONS, HttpServer
+from tilewright.server.run import listen, url_of
 
 TEMPLATE = ChatTemplate.compiled(
     "{% for m in messages %}{% if m.role == 'nobody' %}{{ raise_exception('no') }}{% endif %}{{ m.content }}\n{% endfor %}",
@@ -34,12 +35,13 @@ Client = Callable[..., TestClient]
 
 @pytest.fixture
 def client() -> Iterator[Client]:
-    """`client(FakeEngine(...), api_keys=..., ...)`: the application, called without a network."""
+    """`client(FakeEngine(...), api_keys=..., ...)`: the application without a network; `started=False` while it warms."""
     engines: list[FakeEngine] = []
 
-    def made(engine: FakeEngine | None = None, **options: Any) -> TestClient:
+    def made(engine: FakeEngine | None = None, started: bool = True, **options: Any) -> TestClient:
         fake = engine or FakeEngine()
-        fake.start()
+        if started and not fake.ready:
+            fake.start()
         engines.append(fake)
         api = Api(fake, ServerOptions(**{"name": "demo", "version": tw.__version__, "template": TEMPLATE, **options}))
         return TestClient(make_app(api), raise_server_exceptions=False)
@@ -65,22 +67,18 @@ class Real:
     url: str
     engine: Any
     api: Api
+    http: HttpServer
 
 
 @contextmanager
-def on_a_port(engine: Service[Any], **options: Any) -> Iterator[Real]:
+def on_a_port(engine: Service[Any], most: int = MOST_CONNECTIONS, **options: Any) -> Iterator[Real]:
     """Serves an engine that is ready, in a thread."""
     api = Api(engine, ServerOptions(**{"name": "demo", "version": tw.__version__, "template": TEMPLATE, **options}))
-    config = uvicorn.Config(make_app(api), port=0, log_config=None, access_log=False, lifespan="off", ws="none")
-    http = uvicorn.Server(config)
-    thread = threading.Thread(target=lambda: asyncio.run(http.serve()), daemon=True)
+    http, listening = HttpServer(make_app(api), most), listen("127.0.0.1", 0)
+    thread = threading.Thread(target=lambda: asyncio.run(http.serve([listening])), daemon=True)
     thread.start()
-    while not http.started:
-        assert thread.is_alive(), "the server did not start"
-        threading.Event().wait(0.01)
-    port = http.servers[0].sockets[0].getsockname()[1]
-    yield Real(f"http://127.0.0.1:{port}", engine, api)
+    yield Real(url_of(listening), engine, api, http)
     http.should_exit = True
     thread.join(20)
     assert not thread.is_alive(), "the server did not end"
-    api.threads.shutdown()
+    api.close()

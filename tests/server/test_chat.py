@@ -23,7 +23,7 @@ def chat(client: TestClient, **body: Any) -> dict[str, Any]:
 
 
 def prompt_of(engine: FakeEngine) -> str:
-    return engine.lm.tokenizer.decode(list(engine.taken[-1].prompt))
+    return engine.model.tokenizer.decode(list(engine.taken[-1].prompt))
 
 
 def test_an_answer_is_a_message(client: Client):
@@ -64,7 +64,74 @@ def test_a_template_sees_roles_and_whether_to_think(client: Client):
     chat(with_roles, messages=said, chat_template_kwargs={"enable_thinking": True})
     assert prompt_of(engine) == "system= user=Ada True True"
     chat(with_roles, messages=said)
-    assert prompt_of(engine) == "system= user=Ada False True"
+    assert prompt_of(engine) == "system= user=Ada  True", "what is not said is not defined"
+
+
+def test_a_template_is_told_any_value(client: Client):
+    engine = FakeEngine()
+    app = client(
+        engine, template=ChatTemplate.compiled("{{ effort }} {{ enable_thinking is defined }} {{ flags[0].on }}", "a test's")
+    )
+    values = {"effort": "high", "flags": [{"on": True}]}
+    chat(app, chat_template_kwargs=values)
+    assert prompt_of(engine) == "high False True"
+    found = app.post("/tokenize", json={"messages": HELLO, "chat_template_kwargs": values}).json()
+    assert found["tokens"] == list(engine.taken[-1].prompt)
+
+
+def test_an_answer_may_go_on_with_the_last_message(client: Client):
+    source = "{% for m in messages %}<{{ m.content }}>{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    engine = FakeEngine()
+    app = client(engine, template=ChatTemplate.compiled(source, "a test's"))
+    said = [*HELLO, {"role": "assistant", "content": "I"}]
+    for fields, prompt in (
+        ({}, "<hello there><I>a:"),
+        ({"add_generation_prompt": False}, "<hello there><I>"),
+        ({"continue_final_message": True}, "<hello there><I"),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "<hello there><I"),
+    ):
+        chat(app, messages=said, **fields)
+        assert prompt_of(engine) == prompt
+        found = app.post("/tokenize", json={"messages": said, **fields}).json()
+        assert found["tokens"] == list(engine.taken[-1].prompt)
+
+
+def test_messages_may_have_what_answers_have(client: Client):
+    engine = FakeEngine()
+    part = {"type": "text", "text": "one", "cache_control": {"type": "ephemeral"}}
+    said = [
+        {"role": "user", "content": [part], "id": "msg_1"},
+        {"role": "assistant", "content": None, "tool_calls": None, "id": "msg_2", "refusal": None},
+        {"role": "assistant"},
+        {"role": "user", "content": "two"},
+    ]
+    chat(client(engine), messages=said)
+    assert prompt_of(engine) == "one\n\n\ntwo\n"
+
+
+def test_thoughts_that_come_back_are_shown_to_the_template(client: Client):
+    engine = FakeEngine()
+    app = client(
+        engine, template=ChatTemplate.compiled("{% for m in messages %}{{ m.reasoning_content }}|{% endfor %}", "a test's")
+    )
+    chat(app, messages=[*HELLO, {"role": "assistant", "content": "a", "reasoning_content": "hm"}])
+    assert prompt_of(engine) == "|hm|"
+
+
+def test_ids_and_prompt_logprobs_come_with_the_answer(client: Client):
+    engine = FakeEngine()
+    found = chat(client(engine), max_tokens=4, return_token_ids=True, prompt_logprobs=1, n=2)
+    prompt = list(engine.taken[-1].prompt)
+    assert found["prompt_token_ids"] == prompt
+    assert [choice["token_ids"] for choice in found["choices"]] == [prompt[:4]] * 2
+    assert [choice["logprobs"] for choice in found["choices"]] == [None] * 2
+    assert [None if place is None else list(place) for place in found["prompt_logprobs"]] == [
+        None,
+        *([str(t)] for t in prompt[1:]),
+    ]
+    streamed = chunks(client(), ROUTE, messages=HELLO, max_tokens=4, return_token_ids=True)
+    assert [part.get("prompt_token_ids") for part in streamed] == [prompt, *[None] * (len(streamed) - 1)]
+    assert [token for part in streamed for token in part["choices"][0]["token_ids"]] == prompt[:4]
 
 
 def test_the_role_comes_with_the_first_token_and_one_chunk_ends_each_choice(client: Client):

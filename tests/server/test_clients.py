@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -11,6 +12,8 @@ import pytest
 
 from server.conftest import Real, on_a_port
 from server.fake import FakeEngine, model_without_weights
+from tilewright.runtime.request import Ask
+from tilewright.runtime.sampling import Sampling
 
 HELLO: list[Any] = [{"role": "user", "content": "hello there"}]
 
@@ -98,21 +101,34 @@ def test_openai_raises_what_went_wrong(client: openai.OpenAI, real: Real):
         client.chat.completions.create(model="demo", messages=HELLO, tools=tools)
 
 
-def test_openai_sees_an_error_in_a_stream_and_a_full_server(client: openai.OpenAI, real: Real):
+def test_openai_sees_an_error_in_a_stream(client: openai.OpenAI, real: Real):
     engine: FakeEngine = real.engine
     engine.ends = ("error", 1)
     try:
         stream = client.completions.create(model="demo", prompt="a b c d", max_tokens=50, stream=True)
         with pytest.raises(openai.APIError, match="the engine failed"):
             list(stream)
-        engine.ends, engine.room = None, 0
+    finally:
+        engine.ends = None
+
+
+def test_openai_comes_back_to_a_full_server_when_it_is_told_to(
+    client: openai.OpenAI, real: Real, monkeypatch: pytest.MonkeyPatch
+):
+    engine: FakeEngine = real.engine
+    monkeypatch.setattr("tilewright.runtime.service.RETRY_AFTER_S", 2.0)
+    monkeypatch.setattr(engine, "options", replace(engine.options, queue_requests=1))
+    engine.go.clear()
+    try:
+        engine.submit(Ask([1, 2], Sampling(4)), lambda update: None)
         began = time.monotonic()
         with pytest.raises(openai.InternalServerError) as full:
             client.with_options(max_retries=1).completions.create(model="demo", prompt="a")
         assert full.value.code == "server_overloaded"
         assert time.monotonic() - began > 1.5, "the client waits as long as it is told to"
     finally:
-        engine.ends, engine.room = None, 256
+        engine.go.set()
+        assert until(lambda: not engine.there)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -130,8 +146,8 @@ def test_a_client_that_goes_away_ends_its_requests(real: Real, stream: bool, gen
         connection.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
         assert until(lambda: len(engine.there) == 2)
         if generated:
-            assert until(lambda: all(len(job.request.tokens) > 3 for job in engine.there))
-    assert until(lambda: all(job.cancelled for job in engine.there))
+            assert until(lambda: all(len(job.request.tokens) > 3 for job in list(engine.there)))
+    assert until(lambda: all(job.ticket.given_up for job in list(engine.there)))
     engine.go.set()
     assert until(lambda: not engine.there)
     assert engine.cancelled == before + 2

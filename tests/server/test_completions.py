@@ -8,9 +8,12 @@ from starlette.testclient import TestClient
 
 from server.conftest import Client
 from server.fake import FakeEngine, model_without_weights
+from tilewright.runtime.sampling import Sampling
+from tilewright.server.defaults import SamplingDefaults
 from tilewright.server.responses import Completion
 
 TEXT = "def add(a, b):\n    return a"
+HELLO = [{"role": "user", "content": "hello there, you"}]
 
 
 def complete(client: TestClient, **body: Any) -> dict[str, Any]:
@@ -129,6 +132,107 @@ def test_sampling_reaches_the_engine(client: Client):
     complete(client(engine), top_k=-1)
     plain = engine.taken[-1].sampling
     assert (plain.temperature, plain.top_p, plain.top_k, plain.seed) == (1.0, 1.0, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "meant"),
+    [
+        ({"seed": -1}, {"seed": None}),
+        ({"top_p": 0}, {"top_p": 0.0}),
+        ({"temperature": 1e-9}, {"temperature": 0.0}),
+        ({"temperature": 1e-3}, {"temperature": 1e-3}),
+        ({"stop": [str(n) for n in range(100, 150)]}, {"stop": tuple(str(n) for n in range(100, 150))}),
+        ({"logit_bias": {"5": -100, "7": 2.5}}, {"logit_bias": ((5, -100.0), (7, 2.5))}),
+        ({"min_tokens": 2}, {"min_tokens": 2}),
+        ({"stop_token_ids": [4, 6.0]}, {"stop_token_ids": (4, 6)}),
+        ({"include_stop_str_in_output": True}, {"include_stop": True}),
+        ({"skip_special_tokens": False}, {"skip_special_tokens": False}),
+    ],
+)
+def test_what_vllm_takes_reaches_the_engine(client: Client, fields: dict[str, Any], meant: dict[str, Any]):
+    engine = FakeEngine()
+    complete(client(engine), **fields)
+    assert {name: getattr(engine.taken[-1].sampling, name) for name in meant} == meant
+
+
+def test_a_request_that_says_nothing_draws_as_the_model_asks(client: Client):
+    engine = FakeEngine()
+    defaults = SamplingDefaults(0.6, 0.95, 20, 0.1, 1.05, max_new_tokens=5)
+    app = client(engine, sampling=defaults)
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    for route, body in (("/v1/completions", {"prompt": TEXT}), ("/v1/chat/completions", {"messages": HELLO})):
+        assert app.post(route, json=body).json()["usage"]["completion_tokens"] == 5
+        assert tuple(getattr(engine.taken[-1].sampling, name) for name in names) == (0.6, 0.95, 20, 0.1, 1.05)
+        asked = {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1, "max_tokens": 7}
+        assert app.post(route, json=body | asked).json()["usage"]["completion_tokens"] == 7
+        assert engine.taken[-1].sampling == Sampling(7)
+    (model,) = app.get("/v1/models").json()["data"]
+    assert model["sampling_defaults"] == {**{name: getattr(defaults, name) for name in names}, "max_new_tokens": 5}
+
+
+def test_a_token_may_end_a_choice_and_is_told(client: Client):
+    tokens = tokens_of(TEXT)
+    asked = {"max_tokens": 50, "stop_token_ids": [tokens[4]]}
+    at = tokens.index(tokens[4])
+    (choice,) = complete(client(), **asked)["choices"]
+    decode = model_without_weights().tokenizer.decode
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (decode(tokens[:at]), "stop", tokens[4])
+    (choice,) = complete(client(), **asked, include_stop_str_in_output=True)["choices"]
+    assert choice["text"] == decode(tokens[: at + 1])
+    (*_, last) = chunks(client(), **asked)
+    assert (last["choices"][0]["finish_reason"], last["choices"][0]["stop_reason"]) == ("stop", tokens[4])
+
+
+def test_a_stop_string_is_told_and_may_be_kept(client: Client):
+    (choice,) = complete(client(), stop=["zzz", "b)"], max_tokens=50, include_stop_str_in_output=True)["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("def add(a, b)", "stop", "b)")
+    (choice,) = complete(client(), stop=["b)"], max_tokens=50, min_tokens=len(tokens_of(TEXT)))["choices"]
+    assert choice["text"] == TEXT + "def add(a, ", "before min_tokens no stop string counts"
+
+
+def test_special_tokens_may_be_kept(client: Client):
+    prompt = [*tokens_of("one"), 0, *tokens_of("two")]
+    asked = {"prompt": prompt, "max_tokens": len(prompt), "ignore_eos": True}
+    assert complete(client(), **asked)["choices"][0]["text"] == "onetwo"
+    kept = complete(client(), **asked, skip_special_tokens=False, logprobs=0)["choices"][0]
+    assert kept["text"] == "one<|endoftext|>two"
+    assert kept["logprobs"]["text_offset"][-1] + len(kept["logprobs"]["tokens"][-1]) == len(kept["text"])
+
+
+def test_a_prompt_may_be_given_back_and_nothing_more(client: Client):
+    """As lm-eval may ask for likelihoods: one token is generated, and nobody sees it."""
+    tokens = tokens_of(TEXT)
+    found = complete(client(), echo=True, max_tokens=0, logprobs=1)
+    (choice,) = found["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (TEXT, "length")
+    assert choice["logprobs"]["token_logprobs"] == [None, *[-0.5] * (len(tokens) - 1)]
+    assert found["usage"]["completion_tokens"] == 0
+    streamed = chunks(client(), echo=True, max_tokens=0)
+    assert "".join(part["choices"][0]["text"] for part in streamed) == TEXT
+
+
+def test_prompts_have_logprobs_and_ids_where_they_are_asked_for(client: Client):
+    tokens = tokens_of(TEXT)
+    (choice,) = complete(client(), prompt_logprobs=2, return_token_ids=True, max_tokens=3)["choices"]
+    assert (choice["prompt_token_ids"], choice["token_ids"], choice["logprobs"]) == (tokens, tokens[:3], None)
+    first, *rest = choice["prompt_logprobs"]
+    assert first is None
+    texts = [model_without_weights().tokenizer.decode([token]) for token in tokens]
+    for token, text, place in zip(tokens[1:], texts[1:], rest, strict=True):
+        assert place[str(token)] == {"logprob": -0.5, "rank": 1, "decoded_token": text}
+        assert [each["rank"] for each in place.values()] == [1, 2]
+    both = complete(client(), prompt_logprobs=3, logprobs=1, max_tokens=2)["choices"][0]
+    assert [len(each) for each in both["logprobs"]["top_logprobs"]] == [1, 1]
+    assert {len(place) for place in both["prompt_logprobs"][1:]} == {3}
+    streamed = chunks(client(), return_token_ids=True, max_tokens=7)
+    assert [part["choices"][0].get("prompt_token_ids") for part in streamed] == [tokens, None, None]
+    assert [token for part in streamed for token in part["choices"][0]["token_ids"]] == tokens[:7]
+
+
+def test_special_tokens_of_a_prompt_may_be_left_out(client: Client):
+    engine = FakeEngine()
+    complete(client(engine), add_special_tokens=False)
+    assert list(engine.taken[-1].prompt) == model_without_weights().tokenizer.encode(TEXT, add_special_tokens=False).ids
 
 
 def test_null_is_as_if_it_were_not_there(client: Client):

@@ -10,13 +10,13 @@ import httpx2
 import pytest
 from starlette.testclient import TestClient
 
-from engine.denoising import model_of
+from diffusion.denoising import model_of
 from server.conftest import Real, on_a_port
-from tilewright.decode.diffusion.model import Denoised, DiffusionModel
-from tilewright.decode.diffusion.options import MODES, Denoising, Saliency
-from tilewright.decode.diffusion.programs import DiffusionTable
-from tilewright.engine.diffusion import DiffusionEngine
-from tilewright.engine.options import DiffusionEngineOptions
+from tilewright.diffusion.engine import DiffusionEngine
+from tilewright.diffusion.engine_options import DiffusionEngineOptions
+from tilewright.diffusion.model import Denoised, DiffusionModel
+from tilewright.diffusion.options import MODES, Denoising, Saliency
+from tilewright.diffusion.programs import DiffusionTable
 from tilewright.server.responses import Chat, Completion
 
 TABLE = DiffusionTable(batches=(1, 3), positions=(48,), responses=(24,), blocks=(12,), buckets=(12,))
@@ -121,6 +121,26 @@ def test_what_is_served_is_what_the_model_gives_alone(
     assert (found == plainly) == (not fields)
 
 
+@pytest.mark.parametrize("max_tokens", [1, 3, 5, 10])
+def test_a_response_of_any_length_is_cut_from_whole_blocks(http: httpx2.Client, model: DiffusionModel, max_tokens: int):
+    """Of 4 tokens each; what is returned counts, and its end is its length, even where the rest of the block has one."""
+    blocks = -(-max_tokens // 4)
+    for prompt in PROMPTS:
+        (whole,) = model.generate([prompt], replace(DEFAULTS, new_tokens=4 * blocks))
+        cut = len(whole.tokens) >= max_tokens
+        kept = whole.tokens[:max_tokens]
+        reason, count = ("length", max_tokens) if cut else (whole.finish_reason, len(whole.tokens) + 1)
+        asked = {"max_tokens": max_tokens}
+        answer = complete(http, prompt=prompt, **asked)
+        assert answer["choices"][0]["text"] == model.tokenizer.decode(kept)
+        assert answer["choices"][0]["finish_reason"] == reason
+        assert answer["usage"]["completion_tokens"] == count
+        said = {"messages": [{"role": "user", "content": words(prompt)}], "max_completion_tokens": max_tokens}
+        parts = chunks(http, "/v1/chat/completions", {**said, "stream_options": {"include_usage": True}})
+        assert "".join(part["choices"][0]["delta"].get("content", "") for part in parts[:-1]) == model.tokenizer.decode(kept)
+        assert (parts[-2]["choices"][0]["finish_reason"], parts[-1]["usage"]["completion_tokens"]) == (reason, count)
+
+
 def test_a_stream_has_blocks_as_they_finish(http: httpx2.Client, model: DiffusionModel):
     """Two steps of a dispatch settle half a block; each chunk but the last of all has a whole one."""
     asked = {
@@ -184,6 +204,8 @@ def test_stop_strings_and_echo(http: httpx2.Client, model: DiffusionModel):
 def test_what_changes_nothing_is_taken(http: httpx2.Client):
     plain = complete(http, prompt=PROMPTS[0])["choices"]
     nothing = {"top_k": 0, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0.0}
+    nothing |= {"logit_bias": {}, "min_tokens": 0, "stop_token_ids": [], "include_stop_str_in_output": False, "seed": -1}
+    nothing |= {"skip_special_tokens": True, "prompt_logprobs": None, "temperature": 1e-9, "top_p": 1, "cache_prompt": True}
     assert complete(http, prompt=PROMPTS[0], logprobs=None, steps=None, threshold=None, **nothing)["choices"] == plain
     said = ROUTES["/v1/chat/completions"]
     assert http.post("/v1/chat/completions", json={**said, "top_k": -1, "logprobs": False}).status_code == 200
@@ -216,6 +238,12 @@ MANY = "is not offered for a diffusion model, which settles many tokens at once"
         ({"presence_penalty": 0.5}, "presence_penalty", "it may be 0"),
         ({"frequency_penalty": -0.5}, "frequency_penalty", "it may be 0"),
         ({"repetition_penalty": 1.1}, "repetition_penalty", "it may be 1"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "it may be empty"),
+        ({"min_tokens": 3}, "min_tokens", "it may be 0"),
+        ({"stop_token_ids": [5]}, "stop_token_ids", "it may be empty"),
+        ({"include_stop_str_in_output": True}, "include_stop_str_in_output", "it may be false"),
+        ({"skip_special_tokens": False}, "skip_special_tokens", "it may be true"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs", MANY),
         ({"mode": "thin"}, "mode", "'dense', 'prefix', 'dual' or 'sparse', found \"thin\""),
         ({"mode": "prefix"}, None, "expected a mode among dense, dual, sparse, found prefix"),
         ({"remasking": "best"}, "remasking", 'found "best"'),
@@ -228,7 +256,7 @@ MANY = "is not offered for a diffusion model, which settles many tokens at once"
         ({"steps": 2.5}, "steps", "found 2.5"),
         ({"suffix_window": -1}, "suffix_window", "greater than or equal to 0, found -1"),
         ({"block_length": 0}, "block_length", "greater than or equal to 1, found 0"),
-        ({"max_tokens": 10}, None, "expected max_tokens that are a multiple of the block_length 4, found 10"),
+        ({"max_tokens": 10, "steps": 10}, None, "expected steps that the 3 blocks divide, found 10"),
         ({"steps": 7}, None, "expected steps that the 3 blocks divide, found 7"),
         ({"steps": 15}, None, "expected steps of at most one a token, 12, found 15"),
         ({"steps": 6, "threshold": 0.5}, None, "expected steps or a threshold, not both"),
@@ -255,6 +283,12 @@ def test_a_bad_field_is_named_by_both_routes(http: httpx2.Client, fields: dict[s
         ("/v1/completions", {"prompt": "t1 t39"}, "prompt", "a prompt without the mask token 39, found one"),
         ("/v1/completions", {"prompt": [1] * 40}, "prompt", "has 48 positions; the prompt has 40 tokens, and at least 12 are"),
         ("/v1/completions", {"prompt": [1] * 40, "max_tokens": 24}, "prompt", "and at least 24 are to be generated"),
+        (
+            "/v1/completions",
+            {"prompt": [1] * 41, "max_tokens": 7},
+            None,
+            "room for 7 in the context of 48; new_tokens is 8, in blocks of 4",
+        ),
         ("/v1/chat/completions", {"logprobs": True}, "logprobs", f"'logprobs' {MANY}"),
         ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 2}, "logprobs", f"'logprobs' {MANY}"),
         ("/v1/chat/completions", {"top_logprobs": 2}, "top_logprobs", f"'top_logprobs' {MANY}"),

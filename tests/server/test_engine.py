@@ -17,12 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.conftest import Real, on_a_port
-from tilewright.decode.language_model import LanguageModel, load
-from tilewright.decode.request import Result
-from tilewright.decode.sampling import Sampling
-from tilewright.decode.shapes import ShapeTable
-from tilewright.engine.engine import Engine
-from tilewright.engine.options import EngineOptions
+from tilewright.llm.language_model import LanguageModel, load
+from tilewright.runtime.options import EngineOptions
+from tilewright.runtime.output import Result
+from tilewright.runtime.sampling import Sampling
+from tilewright.runtime.shapes import ShapeTable
 
 TABLE = ShapeTable(batches=(1, 2), capacities=(256,), chunks=(16, 64), widths=(4,))
 PROMPT = "def add(first, second):\n    return first + second\n\ndef add_all(first, second, third):\n    return first +"
@@ -30,7 +29,7 @@ PROMPT = "def add(first, second):\n    return first + second\n\ndef add_all(firs
 
 @pytest.fixture(scope="module")
 def lm() -> LanguageModel:
-    return load("demo", "ngram", block_size=4, table=TABLE)
+    return load("demo", "ngram", block_size=4, table=TABLE, dtype="float32")
 
 
 SAMPLINGS = (Sampling(40, 0.0), Sampling(40, 0.8, seed=5, top_p=0.9), Sampling(60, 0.0, stop=("\n\n",)))
@@ -45,9 +44,28 @@ def alone(lm: LanguageModel) -> Alone:
     return by_sampling, [result.text for prompt in PROMPTS for result in lm.generate(prompt, Sampling(24))]
 
 
+DRAWN: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.8, "seed": 7})
+Changed = tuple[Sampling, Result]
+
+
 @pytest.fixture(scope="module")
-def real(lm: LanguageModel, alone: Alone) -> Iterator[Real]:
-    engine = Engine(lm, EngineOptions(table=TABLE))
+def changed(lm: LanguageModel) -> list[Changed]:
+    """What plain decoding gives where logits are changed, and how: of what it gives otherwise one token is biased away, and
+    two end it, later."""
+    found = []
+    for drawn in DRAWN:
+        (usual,) = lm.generate(PROMPT, Sampling(24, **drawn), speculative=False)
+        stops = (usual.tokens[8], usual.tokens[0])
+        asked = Sampling(
+            24, **drawn, logit_bias=((usual.tokens[2], -100.0),), min_tokens=12, stop_token_ids=stops, include_stop=True
+        )
+        found.append((asked, lm.generate(PROMPT, asked, speculative=False)[0]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def real(lm: LanguageModel, alone: Alone, changed: list[Changed]) -> Iterator[Real]:
+    engine = lm.engine(EngineOptions(table=TABLE))
     engine.warm()
     engine.start()
     with on_a_port(engine) as server:
@@ -81,6 +99,26 @@ def test_what_is_served_is_what_the_model_gives_alone(client: openai.OpenAI, alo
     assert found.usage.completion_tokens == len(wanted.tokens)
     stream = client.completions.create(model="demo", prompt=PROMPT, stream=True, **asked)
     assert "".join(part.choices[0].text for part in stream) == wanted.text
+
+
+@pytest.mark.parametrize("number", range(len(DRAWN)))
+def test_biases_and_ends_are_served_as_plain_decoding_gives_them(client: openai.OpenAI, changed: list[Changed], number: int):
+    """Under speculation: a token that is biased away, tokens that may not end it yet, and then do."""
+    asked, wanted = changed[number]
+    bias, stops = dict(asked.logit_bias), [*asked.stop_token_ids]
+    assert not bias.keys() & set(wanted.tokens)
+    assert not {*stops} & {*wanted.tokens[: asked.min_tokens]}
+    body = {"min_tokens": asked.min_tokens, "stop_token_ids": stops, "include_stop_str_in_output": True}
+    found = client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=asked.max_new_tokens, temperature=asked.temperature, seed=asked.seed,
+        logit_bias={str(token): int(each) for token, each in bias.items()}, extra_body=body | {"return_token_ids": True},
+    )  # fmt: skip
+    (choice,) = found.choices
+    assert choice.model_extra is not None
+    assert (choice.text, choice.model_extra["token_ids"]) == (wanted.text, wanted.tokens)
+    assert choice.finish_reason == ("length" if wanted.finish_reason == "length" else "stop")
+    with pytest.raises(openai.BadRequestError, match="vocabulary size"):
+        client.completions.create(model="demo", prompt=PROMPT, logit_bias={"999999": 1})
 
 
 def test_what_is_served_beside_others_is_the_same(client: openai.OpenAI, alone: Alone):
@@ -144,17 +182,22 @@ def test_chats_stream(client: openai.OpenAI):
 
 
 def test_a_client_that_goes_away_frees_its_slot(real: Real, client: openai.OpenAI):
-    before = real.engine.figures().ended.get("cancelled", 0)
+    """Sixteen answers for two slots: long enough that some are left to cancel, however fast the machine."""
+    before = real.engine.figures().ended
     asked = {"model": "demo", "max_tokens": 150, "temperature": 0, "extra_body": {"ignore_eos": True}}
-    with client.completions.create(prompt=PROMPT, stream=True, n=2, **asked) as stream:
+    with client.completions.create(prompt=PROMPT, stream=True, n=16, **asked) as stream:
         next(iter(stream))
     end = time.monotonic() + 20
-    while real.engine.figures().running and time.monotonic() < end:
+    while (figures := real.engine.figures()).running + figures.waiting and time.monotonic() < end:
         time.sleep(0.01)
-    figures = real.engine.figures()
-    assert (figures.running, figures.pages_used, figures.ended["cancelled"]) == (0, 0, before + 2)
+    assert (figures.running, figures.waiting, figures.pages_used) == (0, 0, 0)
+    ended = {reason: figures.ended.get(reason, 0) - before.get(reason, 0) for reason in ("cancelled", "length")}
+    assert sum(ended.values()) == 16
+    assert ended["cancelled"] > 0
 
 
+# The server runs in threads of this process; what they draw from `random` meanwhile is none of the strategy's doing.
+@pytest.mark.filterwarnings("ignore:Do not use the `random` module inside strategies")
 @given(
     given=st.fixed_dictionaries(
         {"prompt": st.sampled_from(PROMPTS), "max_tokens": st.integers(1, 12), "seed": st.integers(0, 2**32 - 1)},

@@ -3,11 +3,14 @@
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from server.conftest import Client
 from server.fake import FakeEngine
+from tilewright.runtime.request import Ask, Ticket
+from tilewright.runtime.sampling import Sampling
 from tilewright.server.api import ServerOptions
 
 ASK = {"prompt": "a b c", "max_tokens": 5}
@@ -93,6 +96,9 @@ def test_browsers_read_answers_only_from_origins_that_are_allowed(client: Client
     on = client(origins=("https://a.example",), api_keys=("k",))
     told = on.options("/v1/completions", headers=asking)
     assert (told.status_code, told.headers["access-control-allow-origin"]) == (200, "https://a.example")
+    for name in ("x-stainless-lang", "x-stainless-retry-count", "openai-organization"):
+        told = on.options("/v1/completions", headers=asking | {"access-control-request-headers": f"authorization,{name}"})
+        assert (told.status_code, name in told.headers["access-control-allow-headers"]) == (200, True)
     other = on.options("/v1/completions", headers=asking | {"origin": "https://b.example"})
     assert "access-control-allow-origin" not in other.headers
 
@@ -107,17 +113,25 @@ def test_request_ids_are_the_servers_own(client: Client):
 
 def test_a_full_queue_is_a_503_that_says_when_to_come_back(client: Client):
     engine = FakeEngine(room=1)
-    answer = client(engine).post("/v1/completions", json=ASK | {"n": 2})
-    assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
-    assert answer.json()["error"]["code"] == "server_overloaded"
-    assert not engine.taken
-    assert client(engine).post("/v1/completions", json=ASK).status_code == 200
+    app = client(engine)
+    engine.go.clear()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(app.post, "/v1/completions", json=ASK)
+        while not engine.there:
+            time.sleep(0.001)
+        answer = app.post("/v1/completions", json=ASK)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert answer.json()["error"]["code"] == "server_overloaded"
+        engine.go.set()
+        assert first.result().status_code == 200
+    assert len(engine.taken) == 1
+    assert app.post("/v1/completions", json=ASK).status_code == 200
 
 
 def test_a_burst_is_turned_away_before_it_is_tokenised(client: Client, monkeypatch: pytest.MonkeyPatch):
     """Those that are being tokenised count, though the engine does not know of them yet."""
     engine, tokenised, go = FakeEngine(room=3), [], threading.Event()
-    real = engine.lm.encode
+    real = engine.model.encode
 
     def slowly(prompt: object) -> list[int]:
         tokenised.append(prompt)
@@ -125,7 +139,7 @@ def test_a_burst_is_turned_away_before_it_is_tokenised(client: Client, monkeypat
         return real(prompt)  # type: ignore[arg-type]
 
     app = client(engine)
-    monkeypatch.setattr(engine.lm, "encode", slowly, raising=False)
+    monkeypatch.setattr(engine, "encode", slowly)
     with app, ThreadPoolExecutor(8) as pool:
         burst = [pool.submit(app.post, "/v1/completions", json=ASK) for _ in range(8)]
         end = time.monotonic() + 20
@@ -138,6 +152,31 @@ def test_a_burst_is_turned_away_before_it_is_tokenised(client: Client, monkeypat
     assert statuses == [200] * 3 + [503] * 5
 
 
+@pytest.mark.parametrize(
+    ("route", "body", "prompts"),
+    [
+        ("/v1/completions", {"prompt": [5, 6, 7], "n": 4}, 1),
+        ("/v1/completions", {"prompt": ["a b", "c"], "n": 2, "echo": True, "logprobs": 1}, 2),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello there"}], "n": 3}, 1),
+    ],
+)
+def test_a_prompts_tokens_are_looked_at_once(
+    client: Client, monkeypatch: pytest.MonkeyPatch, route: str, body: dict[str, object], prompts: int
+):
+    engine, looks = FakeEngine(), list[object]()
+    app, real = client(engine), engine.model.encode
+
+    def counted(prompt: Any) -> list[int]:
+        looks.append(prompt)
+        return real(prompt)
+
+    monkeypatch.setattr(engine, "encode", counted)
+    assert app.post(route, json=body | {"max_tokens": 2}).status_code == 200
+    assert len(looks) == prompts
+    with pytest.raises(ValueError, match="below the vocabulary size"):
+        engine.submit(Ask([1, 10**6], Sampling(2)), lambda update: None)
+
+
 def test_more_than_the_queue_can_ever_hold_is_a_400(client: Client):
     engine = FakeEngine()
     answer = client(engine).post("/v1/completions", json=ASK | {"prompt": ["a"] * 17, "n": 16})
@@ -145,21 +184,23 @@ def test_more_than_the_queue_can_ever_hold_is_a_400(client: Client):
 
 
 def test_what_was_submitted_is_given_up_when_the_rest_is_refused(client: Client, monkeypatch: pytest.MonkeyPatch):
-    engine = FakeEngine(room=2)
+    engine = FakeEngine(room=3)
+    app = client(engine)
     engine.go.clear()
-    monkeypatch.setattr(engine, "check_room", lambda requests, tokens: None)
     real = engine.submit
 
-    def submit(ask: object, listener: object) -> object:
-        if len(engine.there) == 2:
-            monkeypatch.undo()
-        return real(ask, listener)  # type: ignore[arg-type]
+    def submit(*given: Any, **named: Any) -> Ticket:
+        ticket = real(*given, **named)
+        if len(engine.there) == 2:  # somebody else comes in between
+            real(Ask([1, 2], Sampling(4)), lambda update: None)
+        return ticket
 
     monkeypatch.setattr(engine, "submit", submit)
-    answer = client(engine).post("/v1/completions", json=ASK | {"n": 3})
+    answer = app.post("/v1/completions", json=ASK | {"n": 3})
     assert answer.status_code == 503
-    assert [job.cancelled for job in engine.there] == [True, True]
     engine.go.set()
+    assert engine.stop(20.0)
+    assert engine.figures().ended == {"cancelled": 2, "length": 1}
 
 
 def test_a_deadline_is_a_504_that_nobody_should_repeat(client: Client):
@@ -203,15 +244,15 @@ def test_an_error_of_the_servers_own_is_logged_and_not_told(
 
 
 def test_while_warming_or_stopping_nothing_is_generated(client: Client):
-    engine = FakeEngine(ready=False)
-    app = client(engine)
+    engine = FakeEngine()
+    app = client(engine, started=False)
     for path in ("/v1/completions", "/ready"):
         answer = app.post(path, json=ASK) if path.startswith("/v1") else app.get(path)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "server_not_ready")
         assert answer.headers["retry-after"]
     assert app.get("/health").json() == {"status": "warming", "step_age_s": None}
     assert app.post("/tokenize", json={"prompt": "a"}).status_code == 200
-    engine.ready = True
+    engine.start()
     assert app.get("/ready").json() == {"status": "ready"}
     engine.stop()
     answer = app.post("/v1/completions", json=ASK)

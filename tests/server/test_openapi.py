@@ -8,13 +8,13 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 
-from decode.diffusion.support import build
+from diffusion.support import build
 from server.conftest import TEMPLATE
 from server.fake import FakeEngine
-from tilewright.decode.diffusion.options import Denoising
-from tilewright.decode.diffusion.programs import DiffusionTable
-from tilewright.engine.diffusion import DiffusionEngine
-from tilewright.engine.options import DiffusionEngineOptions
+from tilewright.diffusion.engine import DiffusionEngine
+from tilewright.diffusion.engine_options import DiffusionEngineOptions
+from tilewright.diffusion.options import Denoising
+from tilewright.diffusion.programs import DiffusionTable
 from tilewright.server.api import Api, ServerOptions
 from tilewright.server.app import make_app
 

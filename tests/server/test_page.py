@@ -307,9 +307,9 @@ def test_it_chats_with_the_server_itself(chromium: Browser):
         tab.fill("#max_tokens", "6")
         tab.wait("document.title.startsWith('demo')")
         say(tab, "a b c")
-        tokens = engine.lm.encode("a b c\n")
+        tokens = engine.model.encode("a b c\n")
         assert tab.texts(".wrong") == []
-        assert "".join(tab.texts(".t")) == tab.text(".text") == engine.lm.tokenizer.decode([*tokens, *tokens][:6])
+        assert "".join(tab.texts(".t")) == tab.text(".text") == engine.model.tokenizer.decode([*tokens, *tokens][:6])
         assert classes(tab) == ["t accepted", "t accepted", "t target"] * 2
         assert (tab.text("#tau"), tab.text("#width")) == ("3.00", "ngram, 4")
         assert tab.complaints() == []

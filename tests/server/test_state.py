@@ -19,6 +19,13 @@ def test_the_one_model_is_listed(client: Client):
     assert app.get("/v1/models/an%20org%2Fa%20model").json() == model
 
 
+@pytest.mark.parametrize("path", ["/", "/health", "/ready", "/v1/models"])
+def test_head_says_what_get_would(client: Client, path: str):
+    app = client()
+    head, get = app.head(path), app.get(path)
+    assert (head.status_code, head.headers["content-type"]) == (200, get.headers["content-type"])
+
+
 def test_the_version_is_told(client: Client):
     assert client().get("/version").json() == {"version": tilewright.__version__}
 
@@ -63,7 +70,7 @@ def test_metrics_have_vllms_names_and_our_own(client: Client):
     engine.counted.widths = {"ngram, 4": 3, "plain": 2}
     engine.counted.accepted_at = [5, 2]
     engine.counted.row_rounds, engine.counted.padding_rows = 6, 2
-    engine.counted.pages_used = 64
+    engine.pages.take(64)
     app = client(engine)
     app.post("/v1/completions", json={"prompt": "a b c", "max_tokens": 7, "stop": "none"})
     answer = app.get("/metrics")

@@ -7,18 +7,16 @@ import jax
 import numpy as np
 import pytest
 from rich.console import Console
-from tokenizers import Tokenizer
 
 from tilewright import load
-from tilewright.decode.drafters.load import DrafterOptions
 from tilewright.models import decoder, dflash, dflash2, eagle3
 from tilewright.models.checkpoint import load_decoder
-from tilewright.models.decoder import DecoderConfig, DecoderParams, config_from_hf, config_to_hf
+from tilewright.models.decoder import DecoderConfig, config_from_hf, config_to_hf
 from tilewright.models.params import count
+from tilewright.speculation.drafters.load import DrafterOptions
 from tilewright.train import demo, evaluate
 from tilewright.train.data import END_OF_TEXT, MASK, Document, Stream, encode_documents, train_tokenizer
 from tilewright.train.demo_text import DemoText
-from tilewright.train.grow import grow
 from tilewright.train.loop import TrainResult
 from tilewright.train.text import TextOptions
 from train.support import TARGET, silent, target_params
@@ -27,12 +25,8 @@ LINE = "for x in range(3): print(x)\n"
 TINY = replace(TARGET, vocab_size=280)
 
 
-def grown_config(tokenizer: Tokenizer) -> DecoderConfig:
-    return replace(demo.target_config(tokenizer), num_layers=demo.LAYERS)
-
-
 def test_configurations_fit_together():
-    target = grown_config(train_tokenizer([Document("aaa bbb")], 260))
+    target = demo.target_config(train_tokenizer([Document("aaa bbb")], 260))
     drafter, chain = demo.dflash_config(target), demo.eagle3_config(target)
     dflash.check_fits(drafter, target)
     second = demo.dflash2_config(target)
@@ -43,20 +37,18 @@ def test_configurations_fit_together():
     assert dflash.config_from_hf(dflash.config_to_hf(drafter)) == drafter
     assert eagle3.config_from_hf(eagle3.config_to_hf(chain), target.num_layers) == chain
     assert drafter.block_size == 16
-    assert drafter.target_layer_ids == (2, 5, 8, 10)
-    assert chain.target_layer_ids == (5, 8, 10)
+    assert drafter.target_layer_ids == chain.target_layer_ids == (0, 1, 2)
     with pytest.raises(ValueError, match="vocab_size is 260 but the target's is 261"):
         dflash.check_fits(drafter, replace(target, vocab_size=261))
 
 
 def test_all_that_ships_stays_small():
-    target = replace(grown_config(train_tokenizer([Document("a b c")], 300)), vocab_size=4096)
+    target = replace(demo.target_config(train_tokenizer([Document("a b c")], 300)), vocab_size=4096)
     sizes = [
         count(decoder.declare(target)), count(dflash.declare(demo.dflash_config(target))),
         count(dflash2.declare(demo.dflash2_config(target))), count(eagle3.declare(demo.eagle3_config(target))),
     ]  # fmt: skip
-    assert 10_000_000 <= sizes[0] <= 13_000_000
-    assert 2 * sum(sizes) < 32_000_000, "bytes in bfloat16"
+    assert 2 * sum(sizes) < 5_000_000, "bytes in bfloat16"
 
 
 def test_special_tokens_are_where_the_configurations_say():
@@ -67,7 +59,7 @@ def test_special_tokens_are_where_the_configurations_say():
 
 def test_the_training_fits_the_context():
     target = demo.target_config(train_tokenizer([Document("a b c")], 300))
-    for options in (demo.SHALLOW_OPTIONS, demo.TARGET_OPTIONS, *(options for _, options in demo.DRAFTERS.values())):
+    for options in (demo.TARGET_OPTIONS, *(options for _, options in demo.DRAFTERS.values())):
         assert options.sequence_length <= target.max_position_embeddings
     assert demo.ANCHOR_OPTIONS.anchors < demo.DRAFTER_OPTIONS.sequence_length
     longest = demo.PROMPT_TOKENS + max(sampling.max_new_tokens for sampling in demo.REGENERATION_SAMPLING)
@@ -81,9 +73,10 @@ def test_all_of_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     stream = encode_documents(tokenizer, [Document(LINE * 40)] * 8, 0)
     told = {"left_out": {}, "dependencies": [], "dependencies_left_out": []}
     text = DemoText(tokenizer, stream, {"library": stream, "questions": stream}, told)
-    small = {"batch_size": 2, "sequence_length": 64}
+    small, deeper = {"batch_size": 2, "sequence_length": 64}, replace(TINY, num_layers=3)
     patched = {
-        "prepare_text": lambda gsm8k, bpe: text, "LAYERS": 3, "TARGET_OPTIONS": replace(demo.TARGET_OPTIONS, **small),
+        "prepare_text": lambda gsm8k, bpe: text, "target_config": lambda bpe: deeper,
+        "TARGET_OPTIONS": replace(demo.TARGET_OPTIONS, **small),
         "ANCHOR_OPTIONS": replace(demo.ANCHOR_OPTIONS, anchors=16),
         "DRAFTERS": {name: (train, replace(options, **small)) for name, (train, options) in demo.DRAFTERS.items()},
         "REGENERATED": 256, "REGENERATION_BATCH": 256, "PROMPT_TOKENS": 8,
@@ -94,8 +87,8 @@ def test_all_of_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(demo, name, value)
     for name, value in {"BATCH": 2, "WINDOW": 32, "BATCHES": 1, "PROMPTS": 2, "PROMPT_TOKENS": 8, "NEW_TOKENS": 6}.items():
         monkeypatch.setattr(evaluate, name, value)
-    plan = demo.Plan(1, 1, (TINY, target_params(TINY)))
-    figures = demo.train_demo(tmp_path / "gsm8k.jsonl", tmp_path / "out", tokenizer, silent(), plan)
+    arguments = tmp_path / "gsm8k.jsonl", tmp_path / "out", tokenizer, silent(), 1, 1
+    figures = demo.train_demo(*arguments)
     assert figures.keys() >= {"text", "target", *demo.DRAFTERS}
     assert figures["target"]["held_out"].keys() == text.held_out.keys()
     assert figures["regenerated_tokens"] == 256 * 24
@@ -104,29 +97,9 @@ def test_all_of_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in demo.DRAFTERS:
         lm.load_drafter(str(tmp_path / "out" / name), DrafterOptions())
     weights = [(tmp_path / "out" / name / "model.safetensors").read_bytes() for name in ("target", *demo.DRAFTERS)]
-    again = demo.train_demo(tmp_path / "gsm8k.jsonl", tmp_path / "out", tokenizer, silent(), plan)
+    again = demo.train_demo(*arguments)
     assert weights == [(tmp_path / "out" / name / "model.safetensors").read_bytes() for name in ("target", *demo.DRAFTERS)]
     assert again["target"]["curve"] == figures["target"]["curve"]
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, TextOptions]]:
-    """Layers, context and options of each target that was to be trained; nothing is."""
-    calls: list[tuple[int, int, TextOptions]] = []
-    curve = {name: np.zeros(1) for name in ("step", "loss", "held_out_loss")}
-
-    def told(
-        config: DecoderConfig, stream: Stream, held_out: Stream, options: TextOptions, out: Path, console: Console,
-        start: DecoderParams | None = None,
-    ) -> TrainResult:  # fmt: skip
-        calls.append((config.num_layers, config.max_position_embeddings, options))
-        return TrainResult(target_params(config) if start is None else start, curve, 0.0, 0.0)
-
-    monkeypatch.setattr(demo, "train_lm", told)
-    monkeypatch.setattr(demo, "target_config", lambda bpe: TINY)
-    monkeypatch.setattr(demo, "evaluate_target", lambda *given: {})
-    monkeypatch.setattr(demo, "LAYERS", 4)
-    return calls
 
 
 def tiny_text() -> DemoText:
@@ -135,43 +108,35 @@ def tiny_text() -> DemoText:
     return DemoText(tokenizer, stream, {"library": stream}, {"left_out": {}, "dependencies": [], "dependencies_left_out": []})
 
 
-def test_the_shallow_target_comes_first_unless_there_is_another(asked: list[tuple[int, int, TextOptions]], tmp_path: Path):
-    config, params, figures = demo.train_target(tiny_text(), demo.Plan(7), tmp_path, silent())
-    whole = (demo.LAYERS, demo.CONTEXT, replace(demo.TARGET_OPTIONS, steps=7))
-    assert asked == [
-        (TINY.num_layers, TINY.max_position_embeddings, demo.SHALLOW_OPTIONS), whole
-    ]  # fmt: skip
-    assert config.num_layers == demo.LAYERS == len(params.layers)
-    assert "shallow" in figures
-    deeper = replace(TINY, num_layers=demo.LAYERS + 1)
-    config, _, figures = demo.train_target(
-        tiny_text(), demo.Plan(7, start=(deeper, target_params(deeper))), tmp_path / "more", silent()
-    )
-    assert asked[2:] == [(deeper.num_layers, *whole[1:])]
-    assert "shallow" not in figures
+def test_drafters_learn_from_the_target_as_it_ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    text, asked, lessons = tiny_text(), [], []
+    curve = {name: np.zeros(1) for name in ("step", "loss", "held_out_loss")}
 
-
-def test_drafters_learn_from_the_target_as_it_ships(
-    asked: list[tuple[int, int, TextOptions]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    text, lessons = tiny_text(), []
+    def trained(
+        config: DecoderConfig, stream: Stream, held_out: Stream, options: TextOptions, out: Path, console: Console
+    ) -> TrainResult:
+        asked.append((config, options))
+        return TrainResult(target_params(config), curve, 0.0, 0.0)
 
     def taught(lesson: demo.Lesson, options: TextOptions) -> dict[str, int]:
         lessons.append((lesson, options))
         return {"steps": options.steps}
 
+    monkeypatch.setattr(demo, "train_lm", trained)
+    monkeypatch.setattr(demo, "target_config", lambda bpe: TINY)
+    monkeypatch.setattr(demo, "evaluate_target", lambda *given: {})
     monkeypatch.setattr(demo, "prepare_text", lambda gsm8k, bpe: text)
     monkeypatch.setattr(demo, "continue_text", lambda *given: (text.trained, text.trained))
     monkeypatch.setattr(demo, "DRAFTERS", {"one": (taught, demo.DRAFTER_OPTIONS)})
     monkeypatch.setattr(demo, "library_sources", lambda: ([], []))
-    figures = demo.train_demo(tmp_path / "gsm8k.jsonl", tmp_path, text.tokenizer, silent())
+    figures = demo.train_demo(tmp_path / "gsm8k.jsonl", tmp_path, text.tokenizer, silent(), steps=7)
+    assert asked == [(TINY, replace(demo.TARGET_OPTIONS, steps=7))]
     ((lesson, options),) = lessons
     assert figures["one"] == {"steps": demo.DRAFTER_OPTIONS.steps} == {"steps": options.steps}
     _, stored = load_decoder(tmp_path / "target", np.float32)
     for kept, given in zip(jax.tree.leaves(stored), jax.tree.leaves(lesson.params), strict=True):
         np.testing.assert_array_equal(kept, given)
-    _, exact = grow(TINY, target_params(TINY), demo.LAYERS)
-    assert np.any(np.asarray(exact.embed) != np.asarray(lesson.params.embed)), "it ships rounded"
+    assert np.any(np.asarray(target_params(TINY).embed) != np.asarray(lesson.params.embed)), "it ships rounded"
 
 
 def test_prompts_end_with_the_head_of_a_function(tmp_path: Path):

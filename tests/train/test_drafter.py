@@ -15,16 +15,16 @@ from tokenizers import Tokenizer, models
 
 from reference.dflash_numpy import Drafter, Target
 from tilewright.bench.figures import tokens_per_round
-from tilewright.decode import cache
-from tilewright.decode.drafters.dflash import DFlash
-from tilewright.decode.language_model import LanguageModel
-from tilewright.decode.sampling import Sampling
-from tilewright.decode.shapes import ShapeTable
 from tilewright.kernels.operations import Norm
 from tilewright.kernels.select import PLAIN
+from tilewright.llm.language_model import LanguageModel
 from tilewright.models import decoder, dflash
 from tilewright.models.dflash import DFlashConfig
 from tilewright.models.params import to_tensors
+from tilewright.runtime import cache
+from tilewright.runtime.sampling import Sampling
+from tilewright.runtime.shapes import ShapeTable
+from tilewright.speculation.drafters.dflash import DFlash
 from tilewright.train import drafter
 from tilewright.train.data import Stream
 from tilewright.train.drafter import (
@@ -181,7 +181,7 @@ def drafted_at_inference(config: DFlashConfig, tokens: jax.Array, block: jax.Arr
     taps = dflash.normal_taps(config, PLAIN, ran.taps, Norm(TARGET_PARAMS.norm, TARGET.rms_norm_eps))
     features = dflash.context_features(config, PLAIN, DRAFTER_PARAMS, taps)
     pairs = dflash.context_kv(config, PLAIN, DRAFTER_PARAMS, features, jnp.arange(length)[None])
-    context = tuple(cache.Contiguous(*pair) for pair in pairs)
+    context = tuple(cache.Ring(*pair) for pair in pairs)
     positions, embedded = anchor + jnp.arange(SIZE)[None], TARGET_PARAMS.embed[block]
     attend, seen = dflash.attend_context, anchor[None]
     hidden = dflash.run_block(config, PLAIN, DRAFTER_PARAMS, embedded, positions, context, attend, seen)

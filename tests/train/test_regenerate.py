@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
-from tilewright.decode.language_model import Generation, LanguageModel
-from tilewright.decode.sampling import Sampling
-from tilewright.decode.shapes import ShapeTable
+from tilewright.llm.language_model import Generation, LanguageModel
+from tilewright.runtime.sampling import Sampling
+from tilewright.runtime.shapes import ShapeTable
 from tilewright.train.data import Stream
 from tilewright.train.regenerate import cut_prompts, pair_stream, regenerate
 from train.support import END, TARGET, random_stream, silent, target_params

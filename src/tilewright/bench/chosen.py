@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from tilewright.decode.language_model import LanguageModel
-from tilewright.decode.policy import PLAIN, Policy, estimated
-from tilewright.decode.request import Result
-from tilewright.decode.team import Team, rows_alike
+from tilewright.kernels.operations import is_batch_invariant
+from tilewright.llm.language_model import LanguageModel
+from tilewright.runtime.interfaces import PLAIN
+from tilewright.runtime.output import Result
+from tilewright.speculation.policy import Policy, estimated
+from tilewright.speculation.team import Team
 
 Row = dict[str, Any]
 
@@ -19,13 +21,13 @@ def chosen_figures(lm: LanguageModel, responses: Sequence[Result]) -> Row | None
     rounds = [each for r in responses for each in zip(r.choices, r.acceptance_lengths, r.drafted, r.accepted, strict=True)]
     shapes = [
         {
-            "batch_size": shape.batch,
-            "capacity": shape.capacity,
-            "sampling": shape.warp,
+            "batch_size": of.rows,
+            "capacity": of.layout.capacity,
+            "drawn": of.drawn,
             "dispatch_ms": 1000 * costs.dispatch,
             "rounds": cost_rows(team, Policy(pacing.history, costs.rounds, costs.rounds)),
         }
-        for shape, costs in pacing.costs.items()
+        for of, costs in pacing.costs.items()
     ]
     choices = []
     for choice in team.choices:
@@ -43,7 +45,7 @@ def held(lm: LanguageModel) -> str:
     assert isinstance(lm.drafter, Team)
     if lm.drafter.masked:
         return "masked"
-    return "alike" if rows_alike(lm.ops, lm.dtype) else "inexact"
+    return "alike" if is_batch_invariant(lm.ops, lm.dtype) else "inexact"
 
 
 def cost_rows(team: Team, policy: Policy) -> list[Row]:

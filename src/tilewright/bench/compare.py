@@ -9,9 +9,9 @@ from tilewright.bench.chosen import chosen_figures
 from tilewright.bench.figures import BASELINE, Row, Run, benchmark_row
 from tilewright.compiled.machine import chip_name
 from tilewright.compiled.timing import REPETITIONS, alternate
-from tilewright.decode.acceptance import num_spec_tokens
-from tilewright.decode.language_model import Generation, LanguageModel
-from tilewright.decode.sampling import Sampling
+from tilewright.llm.acceptance import num_spec_tokens
+from tilewright.llm.language_model import Generation, LanguageModel
+from tilewright.runtime.sampling import Sampling
 
 
 def decode_in_turns(

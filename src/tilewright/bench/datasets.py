@@ -4,7 +4,7 @@ Everything is read and checked before anything runs; what is wrong is a `ValueEr
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -214,11 +214,18 @@ def messages(of: Example, answers: Sequence[str] = ()) -> list[Message]:
     return said
 
 
-def prompt(of: Example, answers: Sequence[str], template: ChatTemplate | None) -> str:
+NOT_THINKING = {"enable_thinking": False}
+"""What benchmarks tell a chat template: acceptance lengths are held against published ones, of models that answer at once."""
+
+
+def prompt(of: Example, answers: Sequence[str], template: ChatTemplate | None, values: Mapping[str, Any] | None = None) -> str:
     """What the model reads for the turn that follows `answers`, with one answer for each turn before it.
 
-    With a template, its text for the conversation, not thinking: encode it without further special tokens. Without one, as for
-    base models, the record's own text; after the first turn all texts so far, an empty line between them.
+    With a template, its text for the conversation: encode it without further special tokens. Without one, as for base models,
+    the record's own text; after the first turn all texts so far, an empty line between them.
+
+    Args:
+        values: what the template is told.
 
     Raises:
         ValueError: no turn is left, or the template refuses the conversation.
@@ -226,7 +233,7 @@ def prompt(of: Example, answers: Sequence[str], template: ChatTemplate | None) -
     if len(answers) >= len(of.turns):
         raise ValueError(f"expected fewer answers than the {len(of.turns)} turn(s), found {len(answers)}")
     if template is not None:
-        return template.render(messages(of, answers))
+        return template.render(messages(of, answers), values=values)
     turns = [LAYOUTS[of.dataset].plain(of.turns[0]), *of.turns[1:]]
     texts = [content for _, content in of.before]
     for turn, answer in zip(turns, answers, strict=False):

@@ -17,9 +17,9 @@ from tilewright.bench.figures import mean
 from tilewright.compiled.ledger import Ledger
 from tilewright.compiled.machine import chip_name
 from tilewright.compiled.timing import REPETITIONS, alternate, quotients, spread
-from tilewright.decode.diffusion.model import Denoised, DiffusionModel, StepReport
-from tilewright.decode.diffusion.options import Denoising, Mode
-from tilewright.decode.diffusion.programs import DiffusionKey, DiffusionTable
+from tilewright.diffusion.model import Denoised, DiffusionModel, StepReport
+from tilewright.diffusion.options import Denoising, Mode
+from tilewright.diffusion.programs import DiffusionKey, DiffusionTable
 
 Row = dict[str, Any]
 

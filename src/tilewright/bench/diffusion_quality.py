@@ -12,10 +12,10 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from tilewright.bench.figures import mean
-from tilewright.decode.diffusion.model import DiffusionModel
-from tilewright.decode.diffusion.options import Denoising
-from tilewright.decode.diffusion.state import SPANS, DiffusionState, Span, plan
-from tilewright.decode.diffusion.steps import Denoiser, block_logits, step_span
+from tilewright.diffusion.model import DiffusionModel
+from tilewright.diffusion.options import Denoising
+from tilewright.diffusion.state import SPANS, DiffusionState, Span, plan
+from tilewright.diffusion.steps import Denoiser, block_logits, step_span
 from tilewright.models.decoder import DecoderParams
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from tilewright.bench.diffusion import denoise, environment
 from tilewright.bench.replay import TIMED, token_texts
-from tilewright.decode.diffusion.model import DiffusionModel
-from tilewright.decode.diffusion.options import Denoising
+from tilewright.diffusion.model import DiffusionModel
+from tilewright.diffusion.options import Denoising
 from tilewright.report.denoising import DenoisingPassage, DenoisingReplay, DenoisingStep, Placed
 from tilewright.report.replay import Token
 

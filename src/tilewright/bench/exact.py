@@ -12,8 +12,8 @@ import numpy as np
 
 from tilewright.bench.exact_margin import score_lead, top_margin
 from tilewright.bench.figures import first_difference
-from tilewright.decode.language_model import LanguageModel
-from tilewright.decode.sampling import Sampling
+from tilewright.llm.language_model import LanguageModel
+from tilewright.runtime.sampling import Sampling
 
 Kind = Literal["greedy", "sampled", "penalised", "mixed"]
 

@@ -11,12 +11,12 @@ from typing import Literal
 import numpy as np
 
 from tilewright.bench.exact import Answer, Asked, Plain, Ran, made_of
-from tilewright.decode.language_model import LanguageModel
-from tilewright.decode.shapes import ShapeTable
-from tilewright.decode.team import Team
-from tilewright.engine.engine import Engine
-from tilewright.engine.options import EngineOptions
-from tilewright.engine.request import Ask, Figures, Ticket, Update
+from tilewright.llm.language_model import LanguageModel
+from tilewright.runtime.engine import Engine
+from tilewright.runtime.options import EngineOptions
+from tilewright.runtime.request import Ask, Figures, Ticket, Update
+from tilewright.runtime.shapes import ShapeTable
+from tilewright.speculation.team import Team
 
 Order = Literal["given", "reversed", "shuffled"]
 
@@ -73,7 +73,7 @@ def make_engine(lm: LanguageModel, batches: Sequence[int], capacity: int) -> Eng
     widths = lm.drafter.widths if isinstance(lm.drafter, Team) else ()
     table = ShapeTable(tuple(batches), (capacity,), lm.table.chunks, widths)
     # The queue takes all that is asked at once.
-    engine = Engine(lm, EngineOptions(table, PAGE_SIZE, queue_requests=2**20, queue_tokens=2**30, guard="off"))
+    engine = lm.engine(EngineOptions(table, PAGE_SIZE, queue_requests=2**20, queue_tokens=2**30, guard="off"))
     engine.warm()
     engine.start()
     return engine
@@ -190,7 +190,7 @@ class EnginePath:
 
         The engine has nothing to do when this begins and ends, so that its accounts stand still.
         """
-        pages, scheduler, drafter = self.engine.pages, self.engine.scheduler, self.engine.lm.drafter
+        pages, scheduler, drafter = self.engine.pages, self.engine.scheduler, self.engine.model.drafter
         widest = 1 if drafter is None else drafter.block_size
         needs = sorted(scheduler.pages_for(each.end + widest) for each in asked)
         left = max(needs[-1], int(share * sum(needs[-len(scheduler.seats) :])))
@@ -206,7 +206,7 @@ class EnginePath:
             "prefix tokens": self.arrivals.again,
             "cancelled": self.arrivals.strangers,
         }
-        wanted["accepted drafts"] = self.engine.lm.drafter is not None
+        wanted["accepted drafts"] = self.engine.model.drafter is not None
         return [name for name, needed in wanted.items() if needed and not exercised.get(name)]
 
 

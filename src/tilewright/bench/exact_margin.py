@@ -10,11 +10,11 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
-from tilewright.decode.language_model import LanguageModel
-from tilewright.decode.sampling import Sampling, drawn_scores, penalise, row_sampling
 from tilewright.kernels.operations import Operations
+from tilewright.llm.language_model import LanguageModel
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
+from tilewright.runtime.sampling import Sampling, drawn_scores, penalise, row_sampling
 
 MULTIPLE = 256
 """Texts are padded to a multiple of so many tokens, so that those of all lengths share a few programs."""
@@ -33,7 +33,7 @@ def next_logits(lm: LanguageModel, text: Sequence[int]) -> np.ndarray:
     """The target's logits of what follows a text, by a pass over all of it without a cache; float32 `[vocabulary]`."""
     padded = np.zeros((1, -(-len(text) // MULTIPLE) * MULTIPLE), np.int32)
     padded[0, : len(text)] = text
-    return np.asarray(logits_behind(lm.target, lm.ops, lm.programs.models.target, padded, np.int32(len(text) - 1)), np.float32)
+    return np.asarray(logits_behind(lm.target, lm.ops, lm.model.models.target, padded, np.int32(len(text) - 1)), np.float32)
 
 
 def top_margin(lm: LanguageModel, text: Sequence[int]) -> float:
@@ -49,11 +49,11 @@ def draw_scores(lm: LanguageModel, sampling: Sampling, prompt: Sequence[int], te
     Args:
         prompt: what the text begins with; penalties count what was generated behind it.
     """
-    rows, length = row_sampling([sampling], [len(prompt)]), len(text)
+    rows, length = row_sampling([sampling], [len(prompt)], eos=lm.target.eos_token_ids), len(text)
     tokens, known, block = (jnp.asarray(each, jnp.int32) for each in ([list(text)], [length - 1], [[text[-1]]]))
     scores = penalise(jnp.asarray(next_logits(lm, text))[None, None], rows, tokens, known, block)
     if sampling.temperature > 0:
-        scores = drawn_scores(scores, rows, jnp.full((1, 1), length, jnp.int32), "filtered")
+        scores = drawn_scores(scores, rows, jnp.full((1, 1), length, jnp.int32))
     return np.asarray(scores)[0, 0]
 
 

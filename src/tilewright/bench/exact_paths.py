@@ -12,12 +12,14 @@ import numpy as np
 from tilewright.bench.exact import Answer, Asked, Finding, Plain, Ran, requests_of
 from tilewright.bench.exact_engine import ARRIVALS, Arrivals, EnginePath, make_engine
 from tilewright.bench.figures import BASELINE
-from tilewright.decode.drafters.base import Drafter
-from tilewright.decode.language_model import LanguageModel
-from tilewright.decode.request import Result
-from tilewright.decode.session import Session
-from tilewright.decode.shapes import ShapeTable
-from tilewright.decode.team import Team, rows_alike
+from tilewright.compiled.store import warm
+from tilewright.kernels.operations import is_batch_invariant
+from tilewright.llm.language_model import LanguageModel
+from tilewright.llm.stream import Stream
+from tilewright.runtime.interfaces import Drafter
+from tilewright.runtime.output import Result
+from tilewright.runtime.shapes import ShapeTable
+from tilewright.speculation.team import Team
 
 CHUNKS = (16, 64)
 """Lengths of a prefill chunk: short, so that prompts take several."""
@@ -93,23 +95,23 @@ class AlonePath:
 
     def __call__(self, asked: Sequence[Asked]) -> Ran:
         groups = [asked[i : i + self.batch] for i in range(0, len(asked), self.batch)]
-        sessions = [self.lm.start([one.prompt for one in group], [one.sampling for one in group]) for group in groups]
-        self.lm.programs.warm(key for session in sessions for key in session.keys)
-        results = [result for session in sessions for result in self.decode(session)]
+        streams = [self.lm.start([one.prompt for one in group], [one.sampling for one in group]) for group in groups]
+        warm((stream.engine.programs, key) for stream in streams for key in stream.keys)
+        results = [result for stream in streams for result in self.decode(stream)]
         answers = [Answer(one, result.tokens) for one, result in zip(asked, results, strict=True)]
         exercised = exercised_by(results)
         lacking = [name for name in ("accepted drafts",) if self.lm.drafter is not None and not exercised.get(name)]
         return Ran(answers, exercised, lacking)
 
-    def decode(self, session: Session) -> list[Result]:
+    def decode(self, stream: Stream) -> list[Result]:
         drafter = self.lm.drafter
-        while not session.finished:
+        while not stream.finished:
             if isinstance(drafter, Team):
                 choice = drafter.choices[self.rng.integers(len(drafter.choices))]
-                session.advance(int(self.rng.integers(1, MOST_ROUNDS + 1)), choice)
+                stream.advance(int(self.rng.integers(1, MOST_ROUNDS + 1)), choice)
             else:
-                session.advance()
-        return session.results()
+                stream.advance()
+        return stream.results()
 
 
 def exercised_by(results: Sequence[Result]) -> dict[str, int]:
@@ -225,7 +227,7 @@ def team_of(lm: LanguageModel, drafters: Iterable[Loaded]) -> Loaded:
     for drafter, params in drafters:
         kinds.setdefault(drafter.name, (drafter, params))
     members, params = zip(*kinds.values(), strict=True)
-    return Team(members, TEAM_WIDTHS, not rows_alike(lm.ops, lm.dtype)), params
+    return Team(members, TEAM_WIDTHS, not is_batch_invariant(lm.ops, lm.dtype)), params
 
 
 def block_size(drafter: Drafter | Team | None) -> int:

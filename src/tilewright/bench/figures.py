@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilewright.compiled.timing import quotients, spread
-from tilewright.decode.acceptance import drafting_rounds, speculative_decoding
-from tilewright.decode.request import Result, distinct_ngram_ratio
+from tilewright.llm.acceptance import distinct_ngram_ratio, drafting_rounds, speculative_decoding
+from tilewright.runtime.output import Result
 
 BASELINE = "none"
 """The drafter of the run that the others are compared with: plain decoding."""

@@ -8,7 +8,7 @@ transfers could hide, the last nothing behind it. See `steady`.
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -24,8 +24,6 @@ from tilewright.chips.tpu import TpuChip, chip_of
 from tilewright.compiled.aot import compile_for, tpu_topology
 from tilewright.compiled.schedule import read_schedule
 from tilewright.compiled.timeline import Sums, Timeline, busiest_link_s, lay_out
-from tilewright.decode.cache import allocate
-from tilewright.decode.state import Span, cached_attend
 from tilewright.kernels.select import Kernels, operations
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig
@@ -38,6 +36,8 @@ from tilewright.parallel.compiling import compile_hiding
 from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.schedules import TensorParallel
 from tilewright.parallel.sharding import GROUPED, GROUPED_AXES, grouped_mesh, grouping, shardings
+from tilewright.runtime.cache import allocate
+from tilewright.runtime.state import Span, cached_attend
 
 SYNC = "sync"
 BOUND = "no communication"
@@ -117,6 +117,7 @@ class Setup:
         layers: how many are compiled; None stands for as many as it takes, see `steady`.
         kernels: which operations compute; see `kernels.select.operations`.
         hop_us: latency of a hop between neighbours, in microseconds.
+        compiler_options: compile with the options of `parallel/compiling.py`.
     """
 
     chip: str
@@ -125,6 +126,7 @@ class Setup:
     layers: int | None = None
     kernels: Kernels = "auto"
     hop_us: float = HOP_US
+    compiler_options: bool = False
 
     @property
     def spec(self) -> TpuChip:
@@ -229,10 +231,28 @@ class Run:
         differs = f"layer {self.middle} of {self.layers} and a neighbour of it differ by {self.unsteady_share:.0%}"
         return [*notes, f"{self.phase.name} {self.schedule}: not steady, {differs}"]
 
+    @property
+    def without_estimate(self) -> int:
+        """Operations of the program that the compiler has no cycles for."""
+        return len(self.timeline.graph.without_estimate)
+
+    @cached_property
+    def roofline_share(self) -> float:
+        return roofline_share(self.timeline, (self.middle,))
+
     @cached_property
     def busiest_link_s(self) -> float:
         """How long the busiest link is taken by the layer's transfers: the least that they need."""
         return busiest_link_s(self.timeline, self.setup.fabric, self.middle)
+
+
+def roofline_share(timeline: Timeline, layers: Collection[int | None]) -> float:
+    """Part of these layers' compute whose operations have no estimate by the compiler, and count at the full roofline."""
+    taken = {True: 0.0, False: 0.0}
+    for span in timeline.core:
+        if span.track == "compute" and timeline.layer(span) in layers:
+            taken[timeline.graph.nodes[span.node].estimated] += span.seconds
+    return taken[False] / sum(taken.values())
 
 
 def layer_of(name: str) -> int | None:
@@ -278,9 +298,8 @@ def compiled(setup: Setup, phase: Phase, name: str, layers: int) -> Run:
     began = time.perf_counter()
     try:
         function, arguments = program(setup, phase, schedule, layers)
-        found = compile_hiding(
-            setup.spec.name, lambda options: compile_for(setup.chip, function, *arguments, donate=1, options=options)
-        )
+        kind = setup.spec.name if setup.compiler_options else None
+        found = compile_hiding(kind, lambda options: compile_for(setup.chip, function, *arguments, donate=1, options=options))
     except ValueError as error:
         raise ValueError(f"{name}, {phase.name}: {error}") from error
     graph = read_schedule(found.hlo, setup.spec, layer_of)
@@ -367,7 +386,8 @@ def record(run: Run, runs: Sequence[Run]) -> dict[str, Any]:
             {"layer": at, **layer_figures(sums, setup.spec)} for at, sums in run.timeline.sums().items() if at is not None
         ],
         "compile_s": run.compile_s,
-        "without_estimate": len(run.timeline.graph.without_estimate),
+        "without_estimate": run.without_estimate,
+        "roofline_share": run.roofline_share,
         "unsteady_share": run.unsteady_share,
         "steady": run.steady,
         "bound_steady": same[BOUND].steady,

@@ -93,7 +93,7 @@ def predictions(
     for setup, case in product(setups, cases):
         prefills, decodes = (runs_of(setup, phase, schedules, on_run) for phase in case.phases)
         found += [prediction(case, *runs) for runs in zip(prefills, decodes, strict=True)]
-    for name in ("ttft", "tpot"):
+    for name in ("ttft", "tpot", "prefill_compute"):
         for record, share in zip(found, against_sync(found, f"{name}_ms"), strict=True):
             record[f"{name}_over_sync"] = share
     return found
@@ -110,6 +110,8 @@ def prediction(case: Case, prefill: Run, decode: Run) -> dict[str, Any]:
         "devices": setup.devices,
         "schedule": prefill.schedule,
         **case.figures(first, step),
+        "prefill_compute_ms": 1e3 * layers * prefill.layer.compute_s,
+        "decode_compute_ms": 1e3 * layers * decode.layer.compute_s,
         "prefill_exposed_ms": 1e3 * layers * prefill.layer.exposed_s,
         "decode_exposed_ms": 1e3 * layers * decode.layer.exposed_s,
         "head_ms": 1e3 * head,
@@ -120,6 +122,10 @@ def prediction(case: Case, prefill: Run, decode: Run) -> dict[str, Any]:
         "decode_layers_compiled": decode.layers,
         "prefill_steady": prefill.steady,
         "decode_steady": decode.steady,
+        "prefill_without_estimate": prefill.without_estimate,
+        "decode_without_estimate": decode.without_estimate,
+        "prefill_roofline_share": prefill.roofline_share,
+        "decode_roofline_share": decode.roofline_share,
         "compile_s": prefill.compile_s + decode.compile_s,
         "notes": [*dict.fromkeys([*prefill.notes, *decode.notes])],
     }

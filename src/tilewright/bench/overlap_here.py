@@ -16,14 +16,15 @@ from tokenizers.models import WordLevel
 
 from tilewright.bench.overlap_grid import Case
 from tilewright.compiled.hlo import read_module
-from tilewright.decode.division import divide
-from tilewright.decode.language_model import LanguageModel
-from tilewright.decode.sampling import Sampling
-from tilewright.decode.session import Session
+from tilewright.llm.language_model import LanguageModel
+from tilewright.llm.stream import Stream
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.params import initialise
 from tilewright.parallel.mesh import make_mesh
+from tilewright.runtime.division import divide
+from tilewright.runtime.programs import ProgramKey
+from tilewright.runtime.sampling import Sampling
 
 CONFIG = DecoderConfig(
     family="llama", vocab_size=512, hidden_size=256, intermediate_size=896, num_layers=4, num_heads=16, num_kv_heads=8,
@@ -41,7 +42,7 @@ def drawn() -> DecoderParams:
     return jax.tree.map(lambda w: 4 * w if w.ndim == 2 else w, params)
 
 
-def model(devices: int, schedule: str | None) -> LanguageModel:
+def model(devices: int, schedule: str | None, compiler_options: bool = False) -> LanguageModel:
     """The model with random weights, the same for any number of devices.
 
     Raises:
@@ -49,7 +50,8 @@ def model(devices: int, schedule: str | None) -> LanguageModel:
     """
     mesh = None if devices == 1 else make_mesh({"tp": devices})
     words = Tokenizer(WordLevel({f"t{n} ": n for n in range(CONFIG.vocab_size)}, unk_token="t0 "))
-    return LanguageModel(CONFIG, drawn(), words, kernels="xla", division=divide(CONFIG, mesh, schedule))
+    division = divide(CONFIG, mesh, schedule, compiler_options and mesh is not None)
+    return LanguageModel(CONFIG, drawn(), words, kernels="xla", division=division)
 
 
 def prompts(case: Case) -> list[list[int]]:
@@ -57,36 +59,47 @@ def prompts(case: Case) -> list[list[int]]:
     return rng.integers(CONFIG.vocab_size, size=(case.batch, case.input_tokens)).tolist()
 
 
-def timed(lm: LanguageModel, case: Case) -> tuple[float, float, list[list[int]], Session]:
+def timed(lm: LanguageModel, case: Case) -> tuple[float, float, list[list[int]], Stream]:
     """Seconds to the first token, seconds for each further one, and the tokens of each row.
 
     The last prompt token is the first that decoding runs, so that the first token takes the prefill and a step.
     """
-    session = lm.start(prompts(case), Sampling(case.output_tokens, ignore_eos=True))
-    session.prefill()
-    session.advance(1)
-    first = session.prefill_seconds + session.decode_seconds
+    stream = lm.start(prompts(case), Sampling(case.output_tokens, ignore_eos=True))
+    stream.prefill()
+    stream.advance(1)
+    first = stream.prefill_seconds + stream.decode_seconds
     began = time.perf_counter()
-    while not session.finished:
-        session.advance()
+    while not stream.finished:
+        stream.advance()
     further = (time.perf_counter() - began) / (case.output_tokens - 1)
-    return first, further, [result.tokens for result in session.results()], session
+    return first, further, [result.tokens for result in stream.results()], stream
+
+
+def prefills(lm: LanguageModel, case: Case) -> Counter[ProgramKey]:
+    """The programs that a case's prompts run through, and how often."""
+    engine, counted = lm.start(prompts(case), Sampling(case.output_tokens, ignore_eos=True)).engine, Counter[ProgramKey]()
+    engine.admit()
+    while chunks := engine.scheduler.next_chunks():
+        counted[engine.runner.prefill_key(chunks)] += 1
+        for chunk in chunks:
+            engine.scheduler.filled(chunk)
+    return counted
 
 
 def measured(lm: LanguageModel, case: Case, wanted: list[list[int]] | None) -> tuple[dict[str, Any], list[list[int]]]:
     """The record of a model and a case, and its tokens, which are to be `wanted`; None where nothing stands beside them."""
     timed(lm, case)  # compiles
-    first, further, tokens, session = timed(lm, case)
-    chunks = Counter(chunk for _, chunk in session.batch.plan(session.rows))
-    programs = {key.name if key.name != "prefill" else key.chunk: lm.programs.get(key) for key in session.keys}
-    prefill = [exchanged(programs[chunk], times) for chunk, times in chunks.items()]
+    first, further, tokens, stream = timed(lm, case)
+    programs = stream.engine.programs
+    prefill = [exchanged(programs.get(key), times) for key, times in prefills(lm, case).items()]
+    rounds = programs.get(programs.round_key(None, case.batch, programs.layout.capacity, stream.engine.runner.sampling))
     record = {
         "devices": 1 if lm.division is None else lm.division.mesh.size,
         "schedule": None if lm.division is None else lm.division.name,
         **case.figures(first, further),
         "same_tokens": None if wanted is None else tokens == wanted,
     }
-    for name, counts in (("prefill", prefill), ("step", [exchanged(programs["decode"], 1)])):
+    for name, counts in (("prefill", prefill), ("step", [exchanged(rounds, 1)])):
         record[f"{name}_collectives"] = sum((Counter(kinds) for kinds, _ in counts), Counter())
         record[f"{name}_sent_bytes"] = sum(sent for _, sent in counts)
     return record, tokens

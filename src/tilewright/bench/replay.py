@@ -14,20 +14,22 @@ from jaxtyping import Float, Int
 from tilewright.bench.chosen import held
 from tilewright.bench.compare import environment
 from tilewright.bench.figures import first_difference
-from tilewright.decode.diffusion.model import DiffusionModel
-from tilewright.decode.drafters.base import Drafter, Proposal
-from tilewright.decode.language_model import LanguageModel
-from tilewright.decode.policy import Choice, estimated
-from tilewright.decode.request import Generation, Result
-from tilewright.decode.sampling import Sampling
-from tilewright.decode.session import Session
-from tilewright.decode.state import DecodeState, Models, Target
-from tilewright.decode.team import Team, opened
+from tilewright.diffusion.model import DiffusionModel
 from tilewright.kernels.operations import Operations
+from tilewright.llm.language_model import LanguageModel
+from tilewright.llm.stream import Stream
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.tokenizer import StreamDecoder
 from tilewright.report.replay import Passage, Replay, Round, Step, Token
+from tilewright.runtime.interfaces import Choice, Proposal, Variant
+from tilewright.runtime.layout import rows_of, with_rows
+from tilewright.runtime.output import Generation, Result
+from tilewright.runtime.sampling import Sampling
+from tilewright.runtime.state import DecodeState, Models, Target
+from tilewright.speculation.pacer import Pacer
+from tilewright.speculation.policy import estimated
+from tilewright.speculation.team import Team
 
 MULTIPLE = 256
 """Texts are padded to a multiple of so many tokens, so that those of all lengths share a few programs."""
@@ -59,7 +61,7 @@ def opinions_of(lm: LanguageModel, text: Sequence[int]) -> tuple[np.ndarray, np.
     """`opinions` of one text, float32 `[len(text)]` each."""
     padded = np.zeros((1, -(-len(text) // MULTIPLE) * MULTIPLE), np.int32)
     padded[0, : len(text)] = text
-    probability, margin = opinions(lm.target, lm.ops, lm.programs.models.target, padded)
+    probability, margin = opinions(lm.target, lm.ops, lm.model.models.target, padded)
     return np.asarray(probability)[0, : len(text)], np.asarray(margin)[0, : len(text)]
 
 
@@ -92,29 +94,29 @@ def token_texts(lm: LanguageModel | DiffusionModel, tokens: Sequence[int]) -> li
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-def propose(drafter: Drafter, target: Target, models: Models, state: DecodeState) -> tuple[DecodeState, Proposal]:
-    """What is drafted next. DONATES state, and returns it as it was, but that the drafter's context is complete."""
-    state = opened(drafter, target, models, state)
-    return state, drafter.propose(target, models, state)
+def propose(
+    drafter: Variant, target: Target, models: Models, state: DecodeState, slots: Array, table: Array
+) -> tuple[DecodeState, Proposal]:
+    """Drafts the next block of some slots. DONATES state, and returns it as it was, but with the drafter's context complete."""
+    some = drafter.open(target, models, rows_of(state, slots, table))
+    return with_rows(state, some, slots), drafter.propose(target, models, some)
 
 
-def proposals(session: Session, lm: LanguageModel, choices: Iterable[Choice | None]) -> Iterator[np.ndarray]:
-    """Runs a session round by round; yields the drafts of its only row before each round.
+def proposals(stream: Stream, lm: LanguageModel, choices: Iterable[Choice | None]) -> Iterator[np.ndarray]:
+    """Runs a stream round by round; yields the drafts of its only row before each round.
 
     Args:
         choices: what the rounds of a team do.
     """
     drafter = lm.drafter
     assert drafter is not None, "a replay needs a drafter"
-    session.prefill()
+    stream.prefill()
     for choice in choices:
-        if session.finished:
+        if stream.finished:
             break
-        turn = drafter.turn(choice) if isinstance(drafter, Team) and choice is not None else drafter
-        assert not isinstance(turn, Team), "a team's rounds do what was chosen"
-        proposal = session.batch.run(partial(propose, turn, lm.programs.target))
+        proposal = stream.apply(partial(propose, drafter.turn(choice), lm.model.target))
         drafts, count = np.asarray(proposal.block)[0, 1:], int(np.asarray(proposal.drafts)[0])
-        session.advance(1, choice)
+        stream.advance(1, choice)
         yield drafts[:count]
 
 
@@ -127,12 +129,12 @@ def passage(lm: LanguageModel, title: str, prompt: str | Sequence[int], sampling
     tokens = lm.encode(prompt)
     timed = [[lm.generate([tokens], sampling, speculative=way) for way in (False, True)] for _ in range(TIMED)]
     plain, drafted = (min(runs, key=lambda run: run.decode_seconds) for runs in zip(*timed, strict=True))
-    session, choices = lm.start([tokens], sampling), drafted[0].choices
-    drafts = list(proposals(session, lm, choices or repeat(None)))
-    result = session.results()[0]
+    stream, choices = lm.start([tokens], sampling), drafted[0].choices
+    drafts = list(proposals(stream, lm, choices or repeat(None)))
+    result = stream.results()[0]
     assert result.tokens == drafted[0].tokens, "the same prompt gives the same tokens"
     emitted, at, rounds = described(lm, tokens, result), 0, []
-    seconds = round_seconds(session, drafted)
+    seconds = round_seconds(stream, drafted)
     for n, (proposed, added, accepted) in enumerate(zip(drafts, result.acceptance_lengths, result.accepted, strict=True)):
         shown = [Token(int(token), text) for token, text in zip(proposed, token_texts(lm, proposed.tolist()), strict=True)]
         own, choice = emitted[at : at + added], result.choices[n] if result.choices else None
@@ -145,11 +147,12 @@ def passage(lm: LanguageModel, title: str, prompt: str | Sequence[int], sampling
     return Passage(title, text, baseline, rounds)
 
 
-def round_seconds(session: Session, timed: Generation) -> list[float]:
+def round_seconds(stream: Stream, timed: Generation) -> list[float]:
     """The time of each round of a single text."""
-    policy, result = session.policy, timed[0]
-    if policy is None:
+    chooser, result = stream.engine.chooser, timed[0]
+    if not isinstance(chooser, Pacer):
         return [timed.decode_seconds / timed.rounds] * timed.rounds
+    policy = chooser.policy(1)
     costs = [
         estimated(policy.costs, choice).expected(float(drafted == 0))
         for choice, drafted in zip(result.choices, result.drafted, strict=True)

@@ -15,13 +15,6 @@ from jax import Array
 
 from tilewright.bench.bandwidth import Memory
 from tilewright.compiled.timing import REPETITIONS, alternate, spread
-from tilewright.decode import cache
-from tilewright.decode.autoregressive import autoregressive_step
-from tilewright.decode.drafters.dflash import DFlash
-from tilewright.decode.layout import Layout
-from tilewright.decode.sampling import Sampling, row_sampling
-from tilewright.decode.speculative import speculative_round
-from tilewright.decode.state import DecodeState, Models, Target, verify
 from tilewright.kernels import select
 from tilewright.kernels.head_top_k.cases import TOP_K
 from tilewright.kernels.operations import Operations
@@ -29,6 +22,11 @@ from tilewright.models import decoder, dflash, params
 from tilewright.models.decoder import DecoderConfig
 from tilewright.models.dflash import DFlashConfig
 from tilewright.models.params import DTYPES, Dtype
+from tilewright.runtime import cache
+from tilewright.runtime.rounds import autoregressive_step, speculative_round
+from tilewright.runtime.sampling import Sampling, row_sampling
+from tilewright.runtime.state import DecodeState, Models, Target, verify
+from tilewright.speculation.drafters.dflash import DFlash
 
 RUN_S = 0.05
 """How long a timed run should take; one that takes longer consists of a single call."""
@@ -115,8 +113,11 @@ class Setup:
 
     def state(self) -> DecodeState:
         """The state before the round, its caches empty. Abstract inside `jax.eval_shape`."""
-        rows = jnp.zeros(1, jnp.int32)
-        sizes = (1, self.target.num_kv_heads, self.capacity, self.target.head_dim, DTYPES[self.dtype])
+        rows, dtype = jnp.zeros(1, jnp.int32), DTYPES[self.dtype]
+        target, drafter = (
+            cache.allocate(one.num_layers, 1, one.num_kv_heads, self.capacity, one.head_dim, dtype)
+            for one in (self.target, self.drafter)
+        )
         return DecodeState(
             tokens=jnp.zeros((1, self.capacity), jnp.int32),
             known=rows + self.context,
@@ -124,8 +125,8 @@ class Setup:
             done=rows > 0,
             ignore_eos=rows == 0,
             sampling=row_sampling([Sampling()], [1]),
-            target_cache=cache.allocate(self.target.num_layers, *sizes),
-            draft_cache=self.drafting.allocate(Layout(1, self.capacity)),
+            target_cache=target,
+            draft_cache=drafter,
         )
 
     def hidden(self, rows: int) -> jax.ShapeDtypeStruct:
@@ -159,7 +160,7 @@ def programs(setup: Setup) -> dict[str, Part]:
         return state, setup.ops.head_top_k(hidden, decoder.output_head(models.target), setup.top_k)
 
     def verify_block(models: Models, state: DecodeState, block: Array) -> tuple[DecodeState, Any]:
-        verified = verify(target, models.target, state, block, drafting.tap_layers, "greedy")
+        verified = verify(target, models.target, state, block, drafting.tap_layers)
         return verified.state, (verified.tokens, verified.taps)
 
     def verify_head(models: Models, state: DecodeState, hidden: Array) -> tuple[DecodeState, Any]:
@@ -173,11 +174,11 @@ def programs(setup: Setup) -> dict[str, Part]:
         return replace(after, known=before.known, done=before.done)
 
     def whole_round(models: Models, state: DecodeState) -> tuple[DecodeState, Any]:
-        after, info = speculative_round(drafting, target, "greedy", models, state)
+        after, info = speculative_round(drafting, target, models, state)
         return again(state, after), info
 
     def step(models: Models, state: DecodeState) -> tuple[DecodeState, Any]:
-        after, info = autoregressive_step(target, "greedy", models, state)
+        after, info = autoregressive_step(target, models, state)
         return again(state, after), info
 
     block = jax.ShapeDtypeStruct((1, size), jnp.int32)

@@ -17,10 +17,10 @@ from tilewright.bench.round import Setup, programs, with_ratios
 from tilewright.chips.tpu import TpuChip, chip_of
 from tilewright.compiled.aot import Compiled, compile_for
 from tilewright.compiled.hlo import execution, read_module
-from tilewright.decode.state import DecodeState, Span, Target, block_positions, run_target
 from tilewright.kernels import select
 from tilewright.kernels.operations import Operations
 from tilewright.models import decoder, dflash
+from tilewright.runtime.state import DecodeState, Span, Target, block_positions, run_target
 
 LAYERS_COMPILED = (4, 8)
 """Layers of the models that are compiled. With fewer, most weights find room in VMEM, and the estimates are far too low."""

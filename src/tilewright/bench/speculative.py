@@ -7,18 +7,23 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax import Array
 
 from tilewright.bench.compare import decode_in_turns
-from tilewright.bench.datasets import Example, prompt
+from tilewright.bench.datasets import NOT_THINKING, Example, prompt
 from tilewright.bench.figures import BASELINE, Run
+from tilewright.compiled.store import warm
 from tilewright.compiled.timing import alternate
-from tilewright.decode.drafters.base import Drafter
-from tilewright.decode.language_model import LanguageModel
-from tilewright.decode.sampling import Sampling, Warp
-from tilewright.decode.speculative import verify_and_extend
-from tilewright.decode.state import DecodeState, Models, Target, verify
-from tilewright.decode.team import Team
+from tilewright.llm.language_model import LanguageModel
 from tilewright.models.chat import ChatTemplate
+from tilewright.models.tokenizer import encode
+from tilewright.runtime.interfaces import Variant
+from tilewright.runtime.layout import rows_of, with_rows
+from tilewright.runtime.model import Model
+from tilewright.runtime.rounds import verify_and_extend
+from tilewright.runtime.sampling import Sampling
+from tilewright.runtime.state import DecodeState, Models, Target, verify
+from tilewright.speculation.team import Team
 
 PARTS = ("draft", "verify", "other")
 """The parts of a round, in order: drafting; the target's pass over the block; accepting and extending the drafter's context."""
@@ -53,7 +58,7 @@ def ask(
     for example in examples:
         answers: list[str] = []
         for turn in range(len(example.turns)):
-            text = prompt(example, answers, template)
+            text = prompt(example, answers, template, NOT_THINKING)
             tokens = encoded(lm, text, template)
             if len(tokens) > room:
                 asked.skipped += len(example.turns) - turn
@@ -66,9 +71,9 @@ def ask(
     return asked
 
 
-def encoded(lm: LanguageModel, text: str, template: ChatTemplate | None) -> list[int]:
+def encoded(lm: LanguageModel | Model, text: str, template: ChatTemplate | None) -> list[int]:
     """The tokens of a prompt. What a chat template made holds its special tokens already."""
-    return lm.encode(text if template is None else lm.tokenizer.encode(text, add_special_tokens=False).ids)
+    return lm.encode(text if template is None else encode(lm.tokenizer, text, add_special_tokens=False))
 
 
 def measure(
@@ -86,22 +91,23 @@ def measure(
     """
     batches = [asked.prompts[i : i + batch_size] for i in range(0, len(asked.prompts), batch_size)]
     for name, lm in ways.items():
-        sessions = [lm.start(batch, sampling, name != BASELINE) for batch in batches]
-        lm.programs.warm(key for session in sessions for key in session.keys)
+        streams = [lm.start(batch, sampling, name != BASELINE) for batch in batches]
+        warm((stream.engine.programs, key) for stream in streams for key in stream.keys)
     about: dict[str, Any] = {"dataset": asked.name, "categories": asked.categories, "skipped": asked.skipped}
     runs = []
     for run in decode_in_turns(ways, batches, sampling, repetitions, on_run):
         lm = ways[run.drafter]
         drafter = None if run.drafter == BASELINE else lm.drafter
         # Of a team there is no one round.
-        seconds = None if drafter is None or isinstance(drafter, Team) else part_seconds(lm, drafter, batches[0], sampling)
+        alike = None if drafter is None or isinstance(drafter, Team) else drafter.turn(None)
+        seconds = None if alike is None else part_seconds(lm, alike, batches[0], sampling)
         runs.append(replace(run, **about, batch_size=batch_size, part_seconds=seconds))
         on_run()
     return runs
 
 
 def part_seconds(
-    lm: LanguageModel, drafter: Drafter, prompts: Sequence[Sequence[int]], sampling: Sampling, repetitions: int = 30
+    lm: LanguageModel, drafter: Variant, prompts: Sequence[Sequence[int]], sampling: Sampling, repetitions: int = 30
 ) -> dict[str, float]:
     """Where the time of a round that drafts goes, in seconds for each of `PARTS`, behind the given prompts.
 
@@ -110,13 +116,12 @@ def part_seconds(
     round, less what it costs to dispatch any program, which is no part of a round: many rounds run in one dispatch. A part that
     takes next to nothing may come out below 0, by the uncertainty of both its ends.
     """
-    session = lm.start(prompts, sampling)
-    session.prefill()
-    batch = session.batch
+    stream = lm.start(prompts, sampling)
+    stream.prefill()
 
     def timed(part: str | None) -> float:
         began = time.perf_counter()
-        jax.block_until_ready(batch.run(partial(round_up_to, part, drafter, lm.programs.target, batch.shape.warp)))
+        jax.block_until_ready(stream.apply(partial(round_up_to, part, drafter, lm.model.target)))
         return time.perf_counter() - began
 
     taken = alternate({part: partial(timed, part) for part in (None, *PARTS)}, repetitions, warm=True)
@@ -124,18 +129,20 @@ def part_seconds(
     return {part: after - before for part, before, after in zip(PARTS, ends, ends[1:], strict=False)}
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=5)
+@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
 def round_up_to(
-    part: str | None, drafter: Drafter, target: Target, warp: Warp, models: Models, state: DecodeState
+    part: str | None, drafter: Variant, target: Target, models: Models, state: DecodeState, slots: Array, table: Array
 ) -> tuple[DecodeState, Any]:
-    """A round up to the end of a part; None is its beginning. DONATES state; in the one returned the round is still to come."""
+    """A round of some slots up to the end of a part; None is its beginning. DONATES state; in the one returned the round is
+    still to come."""
+    some = rows_of(state, slots, table)
     if part is None:
-        return state, state.known + 1
-    proposal = drafter.propose(target, models, state)
+        return state, some.known + 1
+    proposal = drafter.propose(target, models, some)
     if part == "draft":
         return state, proposal
     if part == "verify":
-        verified = verify(target, models.target, state, proposal.block, drafter.tap_layers, warp)
-        return verified.state, (verified.tokens, verified.taps)
-    after, info = verify_and_extend(drafter, target, warp, models, state, proposal)
-    return replace(after, known=state.known, done=state.done), info
+        verified = verify(target, models.target, some, proposal.block, drafter.tap_layers)
+        return with_rows(state, verified.state, slots), (verified.tokens, verified.taps)
+    after, info = verify_and_extend(drafter, target, models, some, proposal)
+    return with_rows(state, replace(after, known=some.known, done=some.done), slots), info

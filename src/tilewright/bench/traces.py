@@ -14,13 +14,14 @@ import jax
 import numpy as np
 
 from tilewright.bench.replay import propose
-from tilewright.decode.costs import Costs, parsed
-from tilewright.decode.drafters.ngram import NGram
-from tilewright.decode.language_model import LanguageModel
-from tilewright.decode.policy import PLAIN, Choice, Cost, History, Policy
-from tilewright.decode.programs import STEPS_PER_DISPATCH
-from tilewright.decode.sampling import Sampling
-from tilewright.decode.team import Team
+from tilewright.llm.language_model import LanguageModel
+from tilewright.runtime.interfaces import PLAIN, Choice
+from tilewright.runtime.programs import STEPS_PER_DISPATCH
+from tilewright.runtime.sampling import Sampling
+from tilewright.speculation.costs import Costs, parsed
+from tilewright.speculation.drafters.ngram import NGram
+from tilewright.speculation.policy import Cost, History, Policy
+from tilewright.speculation.team import Team
 
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 IDLE = "."
@@ -86,18 +87,18 @@ def record(
     """Decodes each prompt step by step and asks every choice for its drafts before each step."""
     team = lm.drafter
     assert isinstance(team, Team), "choices are those of a team"
-    turns = {choice: partial(propose, team.turn(choice), lm.programs.target) for choice in team.choices[1:]}
+    turns = {choice: partial(propose, team.turn(choice), lm.model.target) for choice in team.choices[1:]}
     traces = []
     for prompt in prompts:
-        session = lm.start([prompt], sampling)
-        session.prefill()
+        stream = lm.start([prompt], sampling)
+        stream.prefill()
         drafts: dict[Choice, list[np.ndarray]] = {choice: [] for choice in turns}
-        while not session.finished:
+        while not stream.finished:
             for choice, turn in turns.items():
-                block, count = jax.device_get(session.batch.run(turn))
+                block, count = jax.device_get(stream.apply(turn))
                 drafts[choice].append(block[0, 1 : 1 + int(count[0])])
-            session.advance(1, PLAIN)
-        tokens = session.results()[0].tokens
+            stream.advance(1, PLAIN)
+        tokens = stream.results()[0].tokens
         traces.append(Trace(dataset, {choice: accepted_before(tokens, each) for choice, each in drafts.items()}))
         on_text()
     return traces

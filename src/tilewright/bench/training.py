@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tilewright.bench.overlap import STEADY, layer_figures, merged, ratio, timeline_lanes
+from tilewright.bench.overlap import STEADY, layer_figures, merged, ratio, roofline_share, timeline_lanes
 from tilewright.chips.links import HOP_US, Fabric, torus_of
 from tilewright.chips.tpu import TpuChip, chip_of
 from tilewright.compiled.aot import Compiled, compile_for, tpu_topology
@@ -300,6 +300,8 @@ def record(program: Program, same: Sequence[Program]) -> dict[str, Any]:
         ],
         "transfers_of_layer": [each for part in PASSES for each in travels(program, part)],
         "compile_s": program.compile_s,
+        "without_estimate": len(timeline.graph.without_estimate),
+        "roofline_share": roofline_share(timeline, own),
         "unsteady_share": program.unsteady_share,
         "notes": program.notes,
     }

@@ -12,8 +12,8 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import Progress
 
+from tilewright.bench.datasets import NOT_THINKING, read_examples
 from tilewright.bench.datasets import prompt as prompt_text
-from tilewright.bench.datasets import read_examples
 from tilewright.bench.diffusion import csv_text, environment, fitted_table, measure, rows, rows_in_all, ways_of
 from tilewright.cli.common import (
     SEVERAL,
@@ -28,8 +28,8 @@ from tilewright.cli.common import (
 from tilewright.cli.diffusion_options import DEMO, DiffusionModelOptions, StepOptions, encoded_prompts, held_out_problems
 from tilewright.compiled.figures import print_table
 from tilewright.compiled.timing import REPETITIONS
-from tilewright.decode.diffusion.model import DiffusionModel
-from tilewright.decode.diffusion.options import Denoising, Mode
+from tilewright.diffusion.model import DiffusionModel
+from tilewright.diffusion.options import Denoising, Mode
 from tilewright.models import hub
 from tilewright.models.chat import ChatTemplate
 from tilewright.report.diffusion import DiffusionReport, programs_table, table, write_diffusion
@@ -113,7 +113,7 @@ class Compared:
             asked = held_out_problems(self.problems)
             return [problem.prompt for problem in asked], asked
         assert self.prompt_file is not None
-        return [prompt_text(each, (), template) for each in read_examples(self.prompt_file)[: self.problems]], []
+        return [prompt_text(each, (), template, NOT_THINKING) for each in read_examples(self.prompt_file)[: self.problems]], []
 
     def length(self, model: DiffusionModel, problems: Sequence[Problem], block: int) -> int:
         """Tokens of a response."""

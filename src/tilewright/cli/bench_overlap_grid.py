@@ -23,7 +23,7 @@ from tilewright.cli.common import WORDS, human_console, whole_file, write_json
 from tilewright.compiled.figures import print_table, significant
 from tilewright.compiled.machine import chip_name
 from tilewright.parallel.auto import AUTO
-from tilewright.report.overlap_grid import CPUS, PREDICTED, write_grid
+from tilewright.report.overlap_grid import CPUS, PREDICTED, grid_estimates, write_grid
 
 RUN_HERE = ("sync", "sequence", "ring", "domino", "column", AUTO)
 """Schedules whose tokens are those of one device. `exact` sums in an order of its own."""
@@ -44,6 +44,8 @@ class GridOptions:
         layers: how many are compiled for a prediction, of which the middle one stands for all; by default as many as it takes
             for it to be like its neighbours, up to 13.
         here_divisor: of the tokens one in so many is left on devices that are here.
+        compiler_options: compile with the options of parallel/compiling.py, by which transfers begin earlier; they were tuned
+            on this model of time, and no TPU has tried them.
     """
 
     model_config: str = "llama3-8b"
@@ -51,9 +53,10 @@ class GridOptions:
     output: int = 512
     batch: Annotated[tuple[int, ...], NUMBERS] = (4, 8)
     tensor_parallel: Annotated[tuple[int, ...], NUMBERS] = (2, 4, 8)
-    schedule: Annotated[tuple[str, ...], WORDS] = ("sync", "ring")
+    schedule: Annotated[tuple[str, ...], WORDS] = ("sync", "sequence", "ring")
     layers: int | None = None
     here_divisor: int = 16
+    compiler_options: bool = False
 
     def cases(self) -> list[Case]:
         """One for each input and batch.
@@ -85,7 +88,9 @@ class GridOptions:
         slices = [(slice_of(kind, devices), devices) for kind in chips for devices in sorted(self.tensor_parallel)]
         config, found = model_config(self.model_config), []
         for topology, devices in slices:
-            found.append(Setup(topology, self.model_config, config, self.layers, hop_us=hop_us))
+            found.append(
+                Setup(topology, self.model_config, config, self.layers, hop_us=hop_us, compiler_options=self.compiler_options)
+            )
             found[-1].check(devices)
         return found
 
@@ -113,7 +118,7 @@ def bench_grid(
 
         found["predicted"] = predictions(setups, cases, grid.schedule, on_run)
         if runs:
-            found["measured"] = measurements(small, widths, names, on_run)
+            found["measured"] = measurements(small, widths, names, grid.compiler_options, on_run)
     about = environment(grid, hop_us, bool(setups), runs)
     show(console, found)
     write_json(json_file, {**about, **found})
@@ -141,13 +146,13 @@ def local_widths(grid: GridOptions) -> list[int]:
 
 
 def measurements(
-    cases: Sequence[Case], widths: Sequence[int], names: Sequence[str], on_run: Callable[[str], None]
+    cases: Sequence[Case], widths: Sequence[int], names: Sequence[str], compiler_options: bool, on_run: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """A record for each case on one device, then for each number of devices and schedule, whose tokens are compared with it."""
     found, wanted = [], []
     ways: list[tuple[int, str | None]] = [(1, None), *product(widths, names)]
     for devices, name in ways:
-        lm = overlap_here.model(devices, name)
+        lm = overlap_here.model(devices, name, compiler_options)
         for number, case in enumerate(cases):
             on_run(f"here {case.batch}x{case.input_tokens} over {devices}" + (f" {name}" if name else ""))
             record, tokens = overlap_here.measured(lm, case, wanted[number] if name else None)
@@ -162,6 +167,7 @@ def environment(grid: GridOptions, hop_us: float, predicted: bool, ran: bool) ->
     about: dict[str, Any] = {"model": grid.model_config if predicted else None, "hop_us": hop_us if predicted else None}
     about |= {"libtpu_version": version("libtpu") if predicted else None}
     about |= {"measured_on": chip_name() if ran else None, "measured_platform": jax.devices()[0].platform if ran else None}
+    about |= {"compiler_options": grid.compiler_options}
     return {**about, "processes": jax.process_count() if ran else None, "jax_version": jax.__version__}
 
 
@@ -170,6 +176,7 @@ def show(console: Console, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> 
     for kind in dict.fromkeys(kind_of(one) for one in found["predicted"]):
         of = [one for one in found["predicted"] if kind_of(one) == kind]
         print_table(console, table_of(f"predicted for {kind}", of, predicted_cells, PREDICTED_HEADS))
+        console.print(grid_estimates(of), markup=False)
         for note in dict.fromkeys(note for one in of for note in one["notes"]):
             console.print(note, style="yellow", markup=False)
         console.print(PREDICTED)
@@ -184,7 +191,10 @@ def kind_of(record: Mapping[str, Any]) -> str:
 
 
 CASE_HEADS = ("input", "output", "batch", "devices")
-PREDICTED_HEADS = ("TTFT ms", "of it\nexposed", "of\nsync's", "TPOT ms", "of it\nexposed", "of\nsync's", "tokens/s", "fits")
+PREDICTED_HEADS = (
+    "TTFT ms", "of it\nexposed", "of\nsync's", "compute\nof sync's", "TPOT ms", "of it\nexposed", "of\nsync's", "tokens/s",
+    "fits",
+)  # fmt: skip
 MEASURED_HEADS = ("TTFT ms", "TPOT ms", "tokens/s", "same\ntokens", "collectives\nprefill", "KiB", "collectives\na step", "KiB")
 
 
@@ -210,14 +220,15 @@ def predicted_cells(one: Mapping[str, Any]) -> list[str]:
         for name, phase in (("ttft", "prefill"), ("tpot", "decode"))
     )
     exposed = (f"{one['prefill_exposed_ms'] / one['ttft_ms']:.0%}", f"{one['decode_exposed_ms'] / one['tpot_ms']:.0%}")
-    of_sync = ["" if one[f"{name}_over_sync"] is None else f"{one[f'{name}_over_sync']:.2f}" for name in ("ttft", "tpot")]
+    shares = (one[f"{name}_over_sync"] for name in ("ttft", "prefill_compute", "tpot"))
+    of_sync = ["" if share is None else f"{share:.2f}" for share in shares]
     return [
         first,
         exposed[0],
-        of_sync[0],
+        *of_sync[:2],
         step,
         exposed[1],
-        of_sync[1],
+        of_sync[2],
         f"{one['output_tokens_per_s']:,.0f}",
         "yes" if one["fits"] else "no",
     ]

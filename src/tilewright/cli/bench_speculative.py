@@ -37,12 +37,12 @@ from tilewright.cli.common import (
 )
 from tilewright.compiled.figures import print_table
 from tilewright.compiled.timing import REPETITIONS
-from tilewright.decode.drafters.load import NGRAM, DrafterOptions
-from tilewright.decode.language_model import LanguageModel
-from tilewright.decode.sampling import Sampling
+from tilewright.llm.language_model import LanguageModel
 from tilewright.models.chat import ChatTemplate
 from tilewright.report import terminal
 from tilewright.report.benchmark import BenchmarkReport, CategoryTau, Measured, write_benchmark
+from tilewright.runtime.sampling import Sampling
+from tilewright.speculation.drafters.load import NGRAM, DrafterOptions
 
 REPLAYED = 3
 """Prompts of each dataset that `--replay` shows."""

@@ -4,7 +4,7 @@ import re
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -17,20 +17,15 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from tilewright.bench.speculative import encoded
-from tilewright.cli.common import ModelOptions, named_model, progress_console
+from tilewright.cli.common import MEMORY_FRACTION, ModelOptions, json_object, named_model, progress_console
 from tilewright.cli.generate import SamplingOptions
-from tilewright.decode.language_model import LanguageModel
-from tilewright.decode.request import Result
-from tilewright.decode.sampling import Sampling
-from tilewright.decode.shapes import ShapeTable
-from tilewright.engine.engine import Engine
-from tilewright.engine.options import WIDTHS, EngineOptions
-from tilewright.engine.request import Ask, Ticket, Update
-from tilewright.models.chat import ChatTemplate
+from tilewright.models.chat import ChatTemplate, check_values
 from tilewright.report import terminal
-
-LONGEST_CONTEXT = 8192
-"""Positions that a conversation has without `--context`, for a model that can have more: memory is taken for all of them."""
+from tilewright.runtime.engine import Engine
+from tilewright.runtime.options import EngineOptions
+from tilewright.runtime.output import Result
+from tilewright.runtime.request import Ask, Ticket, Update
+from tilewright.runtime.sampling import Sampling
 
 HELP = """\
 /reset          forget all turns
@@ -59,11 +54,13 @@ class Conversation:
     Attributes:
         template: None for a model that has none: it continues the text of all turns.
         turns: pairs of what was said and what was answered.
+        values: what the template is told besides.
     """
 
     template: ChatTemplate | None
     system: str = ""
     turns: list[tuple[str, str]] = field(default_factory=list)
+    values: Mapping[str, Any] = field(default_factory=dict)
 
     def text(self, said: str) -> str:
         """What the model reads when `said` is next.
@@ -77,7 +74,7 @@ class Conversation:
         messages = [{"role": "system", "content": self.system}] if self.system else []
         for asked, answer in self.turns:
             messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
-        return self.template.render([*messages, {"role": "user", "content": said}])
+        return self.template.render([*messages, {"role": "user", "content": said}], values=self.values)
 
 
 class Chat:
@@ -163,7 +160,7 @@ class Chat:
         Raises:
             ValueError: the conversation does not fit, or the template refuses it.
         """
-        tokens = encoded(self.engine.lm, self.conversation.text(said), self.conversation.template)
+        tokens = encoded(self.engine.model, self.conversation.text(said), self.conversation.template)
         context = self.engine.context
         if len(tokens) >= context:
             raise ValueError(
@@ -199,7 +196,7 @@ class Chat:
         """Says what the answer cost, and why it ended where that is not plain to see."""
         result, times = result_of(ticket), ticket.times
         if result.tokens:
-            rounds = len(result.acceptance_lengths) if self.engine.lm.drafter is not None else 0
+            rounds = len(result.acceptance_lengths) if self.engine.model.drafter is not None else 0
             figures = terminal.answer_line(len(result.tokens), times.ended - times.asked, rounds, chosen(result))
             drawn = result.seed is not None and self.sampling.seed is None
             self.note(f"{figures} · seed {result.seed}" if drawn else figures)
@@ -251,6 +248,8 @@ def chat(
     *,
     system: str = "",
     context: int | None = None,
+    memory_fraction: float = MEMORY_FRACTION,
+    chat_template_kwargs: str = "{}",
     models: ModelOptions = ModelOptions(),
     options: AnswerOptions = AnswerOptions(),
 ) -> None:
@@ -259,21 +258,27 @@ def chat(
     Parameters
     ----------
     model
-        A folder, a Hugging Face id, or "demo", as --model.
+        A folder, a GGUF file, a Hugging Face id, "smollm2-135m" or "demo", as --model.
     system
         What the model is told before the first turn.
     context
-        The most tokens of a conversation, rounded up to a multiple of 256; by default the model's own context, or 8192 if that
-        is longer.
+        The most tokens of a conversation; by default the model's own context, or what there is memory for.
+    memory_fraction
+        The share of the memory that is free once the weights are loaded that the conversation may take.
+    chat_template_kwargs
+        A JSON object of what the chat template is told, as '{"enable_thinking": false}' for models that think unless they are
+        told not to.
     """
     models, sampling = named_model(model, models), options.sampling()
-    if context is not None and context < 1:
-        raise ValueError(f"expected --context of at least 1, found {context}")
+    values = json_object("--chat-template-kwargs", chat_template_kwargs)
+    check_values(values)
+    engine_options = EngineOptions(slots=1, context=context, memory_fraction=memory_fraction)
     console = Console(highlight=False, emoji=False)
-    talk = Conversation(models.chat_template(console), system)
+    talk = Conversation(models.chat_template(console), system, values=values)
     lm = models.load(console)
-    engine = Engine(lm, EngineOptions(table_for(lm, context)))
+    engine = lm.engine(engine_options)
     shown = Chat(engine, talk, sampling, console)
+    shown.note(engine.sizes_line)
     engine.warm(progress_console(shown.notes))
     engine.start()
     try:
@@ -283,20 +288,10 @@ def chat(
         engine.stop()
 
 
-def table_for(lm: LanguageModel, context: int | None) -> ShapeTable:
-    """The shapes of one request at a time."""
-    longest = lm.target.max_position_embeddings
-    if context is not None and context > longest:
-        raise ValueError(f"--context {context}: the model's context is {longest}")
-    multiple = ShapeTable().chunks[-1]
-    positions = min(longest, LONGEST_CONTEXT) if context is None else context
-    return ShapeTable(batches=(1,), capacities=(-(-positions // multiple) * multiple,), widths=WIDTHS)
-
-
 def greet(shown: Chat, models: ModelOptions) -> None:
     drafter = "no drafter" if models.drafter_name in (None, "none") else f"drafter {models.drafter_name}"
     shown.note(f"{models.model}, {drafter}, context {shown.engine.context}; /help lists the commands")
     if shown.conversation.template is None:
         shown.note(f"{models.model} has no chat template: it continues the text of all turns, one after another")
-    if shown.engine.lm.drafter is not None and shown.console.is_terminal:
+    if shown.engine.model.drafter is not None and shown.console.is_terminal:
         shown.console.print(terminal.legend())

@@ -19,19 +19,25 @@ from rich.progress import Progress
 from tilewright.bench.datasets import Example, read_examples
 from tilewright.bench.replay import replay
 from tilewright.compiled import cache as compile_cache
-from tilewright.decode.costs import CostFiles
-from tilewright.decode.drafters.load import NGRAM, DrafterOptions
-from tilewright.decode.language_model import LanguageModel, load
-from tilewright.decode.sampling import Sampling
 from tilewright.kernels import native
 from tilewright.kernels.build import cache_folder
+from tilewright.kernels.select import DECODING, Choice, fallbacks, implementations
+from tilewright.llm.language_model import LanguageModel, load
 from tilewright.models import hub
 from tilewright.models.chat import ChatTemplate
-from tilewright.models.hub import PACKAGED
+from tilewright.models.hub import PACKAGED, PUBLISHED
+from tilewright.models.tokenizer import load_tokenizer
 from tilewright.parallel.mesh import is_first_process, make_mesh
 from tilewright.report.replay import write_replay
+from tilewright.runtime.sampling import Sampling
+from tilewright.speculation.costs import CostFiles
+from tilewright.speculation.drafters.load import NGRAM, DrafterOptions
 
 DEMO = "demo"
+SPECULATING = (DEMO, *PUBLISHED)
+"""Models that have a drafter by default."""
+MEMORY_FRACTION = 0.9
+"""Of the memory that is free, what `serve` and `chat` take unless told otherwise."""
 DEMO_DRAFTERS = {"dflash": "demo-drafter", "dflash2": "demo-dflash2", "eagle3": "demo-eagle3"}
 """The packaged drafters, by the names that they have beside the packaged target."""
 DEMO_PROMPT = 32
@@ -85,6 +91,13 @@ def given(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
+def say_fallbacks(choices: Sequence[Choice]) -> None:
+    """One line on standard error where kernels for the chip at hand do not run: which ones, and why."""
+    if line := fallbacks(choices):
+        said = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False, quiet=not is_first_process())
+        said.print(line, style="dim", markup=False)
+
+
 def keep_programs(wanted: bool) -> Path | None:
     """Keeps compiled programs, if wanted, in a folder beside the CPU kernels; where it cannot, one line says why.
 
@@ -99,6 +112,12 @@ def keep_programs(wanted: bool) -> Path | None:
         said = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
         said.print(f"compiled programs are not kept: {error}", style="dim", markup=False)
     return None
+
+
+def cpu_kernels(console: Console) -> native.Native:
+    """The CPU kernels, or why they cannot be used."""
+    with console.status("CPU kernels: compiled at first use, then kept"):
+        return native.kernels()
 
 
 def cost_files() -> CostFiles:
@@ -119,18 +138,23 @@ class DeviceOptions:
         schedule: how these devices add up what each has: "sync" (the default), "sequence", "ring"; "domino", for an even
             number of rows; "column" and "exact", with --kernels xla; or "auto", what is estimated to be fastest for each number
             of rows. docs/overlap.md says what they do.
+        compiler_options: tell the compiler of several TPUs to begin transfers earlier: options that were tuned on a model of
+            time, and that no TPU has tried.
     """
 
     tensor_parallel: int | None = None
     schedule: str | None = None
+    compiler_options: bool = False
 
     def mesh(self) -> Mesh | None:
         """The devices; None for the default one.
 
         Raises:
-            ValueError: there are not so many, or a schedule was named for a single one.
+            ValueError: there are not so many, or a schedule or compiler options were named for a single one.
         """
         if self.tensor_parallel is None:
+            if self.compiler_options:
+                raise ValueError("--compiler-options needs --tensor-parallel: they are for programs over several TPUs")
             if self.schedule is not None:
                 raise ValueError("--schedule needs --tensor-parallel: on one device nothing is added up")
             return None
@@ -146,14 +170,15 @@ class TargetOptions:
     """Which target to load, and how it multiplies.
 
     Attributes:
-        model: a folder, a Hugging Face id, or "demo", the small model that comes with the package.
-        dtype: "float32" or "bfloat16".
+        model: a folder, a GGUF file, a Hugging Face id, "smollm2-135m", which pip brings, or "demo", the small model that comes
+            with the package.
+        dtype: "float32", "bfloat16" or "auto": the checkpoint's, bfloat16 for float16, float32 on a CPU without our kernels.
         weights: "int8" keeps matrices in 8 bits, which the CPU kernels multiply; "auto" keeps them in dtype.
         kernels: "auto" takes this package's own kernels where they run, "xla" leaves everything to XLA.
     """
 
     model: str = DEMO
-    dtype: str = "float32"
+    dtype: str = AUTO
     weights: Literal["auto", "int8"] = "auto"
     kernels: Literal["auto", "xla"] = "auto"
     compile_cache: CompileCache = True
@@ -165,8 +190,7 @@ class TargetOptions:
         mesh = devices.mesh()
         keep_programs(self.compile_cache)
         if self.kernels == "auto":
-            with console.status("CPU kernels: compiled at first use, then kept"):
-                native.kernels()
+            cpu_kernels(console)
         lm = load(
             self.model,
             self.drafter_source(drafter),
@@ -175,11 +199,11 @@ class TargetOptions:
             kernels=self.kernels,
             mesh=mesh,
             schedule=devices.schedule,
+            compiler_options=devices.compiler_options,
             console=progress_console(console),
             **{"drafter_revision" if name == "revision" else name: value for name, value in vars(options).items()},
         )
-        if self.kernels == "auto" and lm.kernels == "xla":
-            console.print(f"without CPU kernels ({native.kernels().reason}): XLA does the products", style="dim", markup=False)
+        say_fallbacks(implementations(lm.target, lm.model.dtype, kernels=self.kernels, of=DECODING))
         if lm.division is not None:
             for why in filter(None, map(lm.division.why, (1, max(lm.table.chunks)))):
                 console.print(f"--schedule auto: {why}", style="dim", markup=False)
@@ -195,7 +219,11 @@ class TargetOptions:
 
     def chat_template(self, console: Console) -> ChatTemplate | None:
         """The target's chat template; None where it has none, as base models do."""
-        return ChatTemplate.load(hub.resolve(self.model, console=progress_console(console)))
+        return ChatTemplate.load(self.folder(console))
+
+    def folder(self, console: Console) -> Path:
+        """The target's folder, fetched where the model is named by its id."""
+        return hub.resolve(self.model, console=progress_console(console), check=load_tokenizer)
 
 
 @Parameter(name="*")
@@ -205,8 +233,8 @@ class ModelOptions(TargetOptions):
 
     Attributes:
         drafter: a folder, a Hugging Face id, "ngram" or "none"; for the demo also "dflash", "dflash2" and "eagle3". "auto"
-            takes whichever promises most, round by round: n-gram and for the demo its own; it is the default for the demo,
-            "none" otherwise.
+            takes whichever promises most, round by round: n-gram and for the demo its own; it is the default for the demo
+            and smollm2-135m, "none" otherwise.
         block_size: tokens drafted at once, the known one included. "auto", the default, takes the width that promises most,
             round by round, plain decoding among them; where narrower programs round differently all run at the widest, unless
             it is "auto-inexact". Without a drafter: plain decoding through a program of this width.
@@ -226,8 +254,8 @@ class ModelOptions(TargetOptions):
 
     @property
     def drafter_name(self) -> str | None:
-        """The drafter that is meant: the demo has a default."""
-        return AUTO if self.drafter is None and self.model == DEMO else self.drafter
+        """The drafter that is meant: models that are named here have a default."""
+        return AUTO if self.drafter is None and self.model in SPECULATING else self.drafter
 
     def load(self, console: Console, devices: DeviceOptions = DeviceOptions()) -> LanguageModel:
         options = DrafterOptions(self.block_size, self.draft_window, self.drafter_dtype, self.refine, self.walk)
@@ -245,6 +273,21 @@ def named_model(model: str | None, models: ModelOptions) -> ModelOptions:
     if models.model not in (DEMO, model):
         raise ValueError(f"expected one model, found {model} and --model {models.model}")
     return replace(models, model=model)
+
+
+def json_object(option: str, text: str) -> dict[str, Any]:
+    """The JSON object that an option gives.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{option}: not JSON ({error})") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{option}: expected a JSON object, found {text[:60]}")
+    return fields
 
 
 JsonFile = Annotated[str | None, Parameter(name="--json", allow_leading_hyphen=True)]

@@ -26,9 +26,9 @@ from tilewright.cli.common import (
 )
 from tilewright.cli.diffusion_options import DEMO, DiffusionModelOptions, StepOptions, encoded_prompts, held_out_problems
 from tilewright.compiled.ledger import Ledger
-from tilewright.decode.diffusion.model import Denoised, DiffusionModel, DiffusionSession
-from tilewright.decode.diffusion.options import Denoising, Mode, Saliency
-from tilewright.decode.diffusion.steps import STEPS_PER_DISPATCH
+from tilewright.diffusion.model import Denoised, DiffusionModel, DiffusionSession
+from tilewright.diffusion.options import Denoising, Mode, Saliency
+from tilewright.diffusion.steps import STEPS_PER_DISPATCH
 from tilewright.models.tokenizer import StreamDecoder
 from tilewright.report.denoising import write_denoising
 from tilewright.report.unmasking import Piece, figures_line, frame

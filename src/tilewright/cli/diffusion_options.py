@@ -8,12 +8,14 @@ import numpy as np
 from cyclopts import Parameter
 from rich.console import Console
 
-from tilewright.cli.common import DeviceOptions, TargetOptions, keep_programs, progress_console
-from tilewright.decode.diffusion.model import DiffusionModel, load
-from tilewright.decode.diffusion.options import Denoising, Remasking, Saliency
-from tilewright.decode.diffusion.programs import DiffusionTable
+from tilewright.cli.common import DeviceOptions, TargetOptions, keep_programs, progress_console, say_fallbacks
+from tilewright.diffusion.model import DiffusionModel, load
+from tilewright.diffusion.options import Denoising, Remasking, Saliency
+from tilewright.diffusion.programs import DiffusionTable
 from tilewright.kernels import native
+from tilewright.kernels.select import DENOISING, implementations
 from tilewright.models.chat import ChatTemplate
+from tilewright.models.tokenizer import encode
 from tilewright.train.arithmetic import Problem, problems
 
 DEMO = "demo-diffusion"
@@ -47,8 +49,10 @@ class DiffusionModelOptions(TargetOptions):
             table=table,
             mesh=mesh,
             schedule=devices.schedule,
+            compiler_options=devices.compiler_options,
             console=progress_console(console),
         )
+        say_fallbacks(implementations(model.config.decoder, model.programs.dtype, kernels=self.kernels, of=DENOISING))
         if model.division is not None:
             for why in filter(None, map(model.division.why, (model.table.positions[0], model.context))):
                 console.print(f"--schedule auto: {why}", style="dim", markup=False)
@@ -112,5 +116,5 @@ def held_out_problems(count: int) -> list[Problem]:
 def encoded_prompts(model: DiffusionModel, texts: Sequence[str], template: ChatTemplate | None) -> list[list[int]]:
     """The tokens of prompts. What a chat template made holds its special tokens already."""
     return [
-        model.encode(text if template is None else model.tokenizer.encode(text, add_special_tokens=False).ids) for text in texts
+        model.encode(text if template is None else encode(model.tokenizer, text, add_special_tokens=False)) for text in texts
     ]

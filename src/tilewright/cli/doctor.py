@@ -1,6 +1,7 @@
 """`tilewright doctor`: what runs here and why, and what is missing for the rest."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -19,13 +20,16 @@ from tilewright import __version__
 from tilewright.cli.common import DEMO, CompileCache, JsonFile, check_json_file, human_console, keep_programs, write_json
 from tilewright.compiled.ledger import Ledger
 from tilewright.compiled.machine import chip_name, cores, cpu_facts
-from tilewright.decode.language_model import load
-from tilewright.decode.sampling import Sampling
 from tilewright.kernels import native
 from tilewright.kernels.build import PREBUILT, cache_folder, find_compiler, unwanted
-from tilewright.models.hub import PACKAGED
+from tilewright.kernels.select import Choice, implementations
+from tilewright.llm.language_model import load
+from tilewright.models import diffusion, hub
+from tilewright.models.checkpoint import decoder_config, read_config
+from tilewright.models.hub import PACKAGED, PUBLISHED
+from tilewright.runtime.sampling import Sampling
 
-TESTED_JAX = ("0.10", "0.11")
+TESTED_JAX = ("0.10", "0.11", "0.12")
 INSTRUCTIONS = {
     "avx2": "AVX2",
     "avx512f": "AVX-512F",
@@ -43,6 +47,7 @@ EXTRAS = {
         "serving over HTTP",
         "pip install 'tilewright[serve]'",
     ),
+    "gguf": (("gguf",), "models in GGUF files", "pip install 'tilewright[gguf]'"),
     "graph": (("scipy",), "graphs with their nodes numbered for locality", "pip install 'tilewright[graph]'"),
     "neuron": (("simpy",), "simulating Neuron chips", "pip install 'tilewright[neuron]'"),
     "tpu": (("libtpu",), "TPUs, and compiling for a TPU that is not here", "pip install 'tilewright[tpu]'"),
@@ -75,10 +80,8 @@ def check_jax() -> Finding:
     release = ".".join(jax.__version__.split(".")[:2])
     if release in TESTED_JAX:
         return Finding("JAX", "ok", found)
-    known = " and ".join(TESTED_JAX)
-    return Finding(
-        "JAX", "missing", f"{found}: not a version that was tested ({known})", f"pip install 'jax=={TESTED_JAX[-1]}.*'"
-    )
+    known = ", ".join(TESTED_JAX)
+    return Finding("JAX", "missing", f"{found}: not a version that was tested ({known})", "pip install 'jax>=0.10,<0.13'")
 
 
 def check_devices() -> Finding:
@@ -118,6 +121,21 @@ def check_kernels() -> Finding:
     chosen = f" (TILEWRIGHT_CPU_ISA is {asked})" if asked else ""
     came = "built at installation" if found.folder == PREBUILT else f"built into {found.folder}"
     return Finding("linear layers", "ok", f"CPU kernels, {found.isa}{chosen}, {came}")
+
+
+def check_operations(model: str) -> Iterator[Finding]:
+    """Which implementation computes each operation of a model, and why not a faster one."""
+    folder = hub.resolve(model)
+    sizes = diffusion.config_from_hf(read_config(folder)).decoder if diffusion.is_diffusion(folder) else decoder_config(folder)
+    for each, other in zip(implementations(sizes, "bfloat16"), implementations(sizes, "float32"), strict=True):
+        same = each._replace(lost="") == other._replace(lost="")
+        said = described(each) if same else f"in bfloat16 {described(each)}. In float32 {described(other)}"
+        yield Finding(each.operation, "missing" if each.lost or other.lost else "ok", said)
+
+
+def described(choice: Choice) -> str:
+    """Implementations that run, and those that do not."""
+    return choice.runs + "".join(f"; not {name}: {why}" for name, why in choice.refused)
 
 
 def kernel_advice() -> str:
@@ -171,6 +189,15 @@ def check_extras() -> Iterator[Finding]:
             yield Finding(f"extra {extra}", "ok", ", ".join(modules))
 
 
+def check_published() -> Iterator[Finding]:
+    """Which published models are installed."""
+    for name in PUBLISHED:
+        try:
+            yield Finding(name, "ok", str(hub.resolve(name)))
+        except ValueError as error:
+            yield Finding(name, "missing", str(error), "make demo, in a checkout, and `tilewright demo` fetch it")
+
+
 def check_generation() -> Finding:
     """Generates a few tokens with the demo's target, which also tries the kernels."""
     if not PACKAGED[DEMO].is_dir():
@@ -190,8 +217,8 @@ def one_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def examine(console: Console) -> list[Finding]:
-    """All findings. What needs a device is left out if there is none."""
+def examine(console: Console, model: str) -> list[Finding]:
+    """All findings, those on operations for a model. What needs a device is left out if there is none."""
     findings = [Finding("tilewright", "ok", f"{__version__}, Python {sys.version.split()[0]}"), check_jax(), check_devices()]
     works = findings[-1].status == "ok"
     with console.status("building the kernels, if they are not yet, and generating"):
@@ -199,27 +226,50 @@ def examine(console: Console) -> list[Finding]:
         checks += [check_kernels] if works else []
         checks += [check_kernel_cache, check_compile_cache]
         checks += [check_generation] if works else []
-        return [*findings, *(check() for check in checks), *check_extras()]
+        findings += [check() for check in checks]
+        if all(finding.status != "failed" for finding in findings):
+            findings += check_operations(model)
+        return [*findings, *check_published(), *check_extras()]
 
 
-def doctor(*, compile_cache: CompileCache = True, json_file: JsonFile = None) -> None:
+def clear_caches(console: Console) -> None:
+    """Removes the kept kernel libraries and compiled programs, damaged or not; what is needed of them is built anew."""
+    folder = cache_folder()
+    libraries, programs = list(folder.glob("*.so")), list(folder.glob("xla/*/*-cache"))
+    for path in (*libraries, *folder.glob("*.so.sha256")):
+        path.unlink(missing_ok=True)
+    if (folder / "xla").exists():
+        shutil.rmtree(folder / "xla")
+    console.print(
+        f"removed {len(libraries)} libraries and {len(programs)} programs from {folder}", markup=False, soft_wrap=True
+    )
+
+
+def doctor(*, model: str = DEMO, repair: bool = False, compile_cache: CompileCache = True, json_file: JsonFile = None) -> None:
     """Shows what runs here and why, and what is missing for the rest. Exit status 1 if nothing can be generated.
 
     Parameters
     ----------
+    model
+        A folder, a GGUF file, a Hugging Face id, "smollm2-135m" or "demo", for whose heads and sizes the implementations of
+        operations are listed.
+    repair
+        Clear the kernel cache and the compile cache first; kernels are built anew.
     json_file
         Write the findings as JSON to this file, "-" for standard output.
     """
     check_json_file(json_file)
     console = human_console(json_file)
+    if repair:
+        clear_caches(console)
     keep_programs(compile_cache)
-    findings = examine(console)
+    findings = examine(console, model)
     styles = {"ok": "green", "missing": "yellow", "failed": "red"}
     for finding in findings:
         console.print(f"{finding.status:8}", style=styles[finding.status], end="")
-        console.print(f"{finding.name:14}  {finding.found}", markup=False, soft_wrap=True)
+        console.print(f"{finding.name:16}  {finding.found}", markup=False, soft_wrap=True)
         if finding.advice:
-            console.print(f"{'':24}→ {finding.advice}", style="dim", markup=False, soft_wrap=True)
+            console.print(f"{'':26}→ {finding.advice}", style="dim", markup=False, soft_wrap=True)
     works = all(finding.status != "failed" for finding in findings)
     console.print("Generation works here." if works else "Generation does not work here: see what failed.", style="bold")
     isa = native.kernels().isa if works else None

@@ -15,6 +15,8 @@ from tilewright.bench.datasets import prompt as prompt_text
 from tilewright.bench.figures import generation_figures
 from tilewright.bench.speculative import encoded
 from tilewright.cli.common import (
+    NUMBERS,
+    WORDS,
     DeviceOptions,
     JsonFile,
     ModelOptions,
@@ -26,11 +28,11 @@ from tilewright.cli.common import (
 )
 from tilewright.compiled.figures import print_table
 from tilewright.compiled.ledger import Ledger
-from tilewright.decode.acceptance import num_spec_tokens
-from tilewright.decode.language_model import LanguageModel
-from tilewright.decode.request import Generation
-from tilewright.decode.sampling import Sampling
+from tilewright.llm.acceptance import num_spec_tokens
+from tilewright.llm.language_model import LanguageModel
 from tilewright.report import terminal
+from tilewright.runtime.output import Generation
+from tilewright.runtime.sampling import Sampling
 
 STREAM_STEPS = 4
 """Steps or rounds for each dispatch while text is being shown."""
@@ -53,6 +55,11 @@ class SamplingOptions:
         repetition_penalty: makes tokens of the prompt and the text so far less likely; 1 does nothing, 1.1 is common.
         presence_penalty: taken off the logit of every token generated before, from -2 to 2.
         frequency_penalty: taken off once for each time that it was generated, from -2 to 2.
+        logit_bias: TOKEN=BIAS, with commas between several: what is added to the logits of tokens (ids), from -100 to 100.
+        min_tokens: so many tokens before the text may end.
+        stop_token_ids: ids of further tokens that end the generation, with commas between them.
+        include_stop: the text ends with the stop string, or the token, that ended it.
+        skip_special_tokens: leave special tokens out of the text.
     """
 
     max_new_tokens: int = 160
@@ -66,9 +73,24 @@ class SamplingOptions:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: Annotated[tuple[str, ...], WORDS] = ()
+    min_tokens: int = 0
+    stop_token_ids: Annotated[tuple[int, ...], NUMBERS] = ()
+    include_stop: Annotated[bool, Parameter(negative=())] = False
+    skip_special_tokens: bool = True
 
     def sampling(self) -> Sampling:
-        return Sampling(**vars(self))
+        """Raises a `ValueError` for values out of their ranges."""
+        return Sampling(**{**vars(self), "logit_bias": tuple(map(biased_token, self.logit_bias))})
+
+
+def biased_token(text: str) -> tuple[int, float]:
+    """The token and its bias in "TOKEN=BIAS"."""
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise ValueError(f"expected --logit-bias of the form TOKEN=BIAS, found {text!r}") from None
 
 
 @Parameter(name="*")
@@ -194,7 +216,7 @@ def show(
 
     Interrupting it (Ctrl-C) keeps what was generated so far. Returns that, and whether it was interrupted.
     """
-    sessions = lm.batches(tokens, sampling)
+    stream = lm.start(tokens, sampling)
     alone = len(prompts) == 1
     interrupted = False
     if lm.drafter is not None:
@@ -202,19 +224,18 @@ def show(
     try:
         with Progress(console=console, transient=True, disable=alone or not console.is_terminal) as bar:
             row = bar.add_task("generating", total=sum(each.max_new_tokens for each in sampling))
-            for session in sessions:
-                if alone:
-                    with console.status("compiling"):
-                        session.prefill()
-                    console.print(prompts[0], end="", style="dim", markup=False, soft_wrap=True)
-                while not session.finished:
-                    for piece in session.advance(STREAM_STEPS if alone else 64):
-                        if alone:
-                            console.print(terminal.piece_text(piece.text, piece.drafted), end="", soft_wrap=True)
-                        bar.advance(row)
+            if alone:
+                with console.status("compiling"):
+                    stream.prefill()
+                console.print(prompts[0], end="", style="dim", markup=False, soft_wrap=True)
+            while not stream.finished:
+                for piece in stream.advance(STREAM_STEPS if alone else 64):
+                    if alone:
+                        console.print(terminal.piece_text(piece.text, piece.drafted), end="", soft_wrap=True)
+                    bar.advance(row)
     except KeyboardInterrupt:
         interrupted = True
-    generation = Generation.joined([session.generation() for session in sessions])
+    generation = stream.generation()
     if alone:
         console.print()
         seed = generation[0].seed

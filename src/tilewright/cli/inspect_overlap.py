@@ -44,12 +44,13 @@ from tilewright.cli.common import (
 from tilewright.compiled.figures import percent, print_table, significant
 from tilewright.compiled.timeline import trace
 from tilewright.kernels.select import Kernels
-from tilewright.report.overlap import OverlapReport, place, write_overlap
+from tilewright.report.overlap import CAVEATS, OverlapReport, layer_estimates, place, write_overlap
 
 FOOTNOTE = (
     "One layer, compiler estimates and a model of links and memory. under way: at least one collective is; hidden beside "
     "compute or waiting for memory, exposed where the core waits for it; least: what its busiest link takes beyond the "
-    "compute; total: compute, exposed, and waiting for memory; × bound: against the same layer without any communication."
+    "compute; total: compute, exposed, and waiting for memory; × bound: against the same layer without any communication. "
+    f"{CAVEATS}"
 )
 
 
@@ -68,6 +69,8 @@ class OverlapOptions:
             neighbours, up to 13.
         kernels: "auto" takes this package's own kernels, "xla" leaves everything to XLA.
         hop_us: latency of a hop between neighbours, in microseconds: a working figure, which no specification gives.
+        compiler_options: compile with the options of parallel/compiling.py, by which transfers begin earlier; they were tuned
+            on this model of time, and no TPU has tried them.
     """
 
     model_config: str = "llama3-8b"
@@ -78,6 +81,7 @@ class OverlapOptions:
     layers: int | None = None
     kernels: Kernels = "auto"
     hop_us: float = HOP_US
+    compiler_options: bool = False
 
     def setups(self) -> list[Setup]:
         """One for each chip.
@@ -97,7 +101,7 @@ class OverlapOptions:
             chip_of(chip)
         config, found = model_config(self.model_config), []
         for chip in self.chip:
-            setup = Setup(chip, self.model_config, config, self.layers, self.kernels, self.hop_us)
+            setup = Setup(chip, self.model_config, config, self.layers, self.kernels, self.hop_us, self.compiler_options)
             setup.check(self.tensor_parallel)
             found.append(setup)
         return found
@@ -158,6 +162,7 @@ def inspect_overlap(
 def environment(options: OverlapOptions) -> dict[str, Any]:
     """What the figures depend on."""
     about = {"model": options.model_config, "dtype": "bfloat16", "kernels": options.kernels, "hop_us": options.hop_us}
+    about |= {"compiler_options": options.compiler_options}
     return {**about, "jax_version": jax.__version__, "libtpu_version": version("libtpu")}
 
 
@@ -201,6 +206,7 @@ def show(console: Console, options: OverlapOptions, figures: Sequence[Mapping[st
         print_table(console, table)
         links, exposed = (significant(first[f"all_links_{name}_ms"]) for name in ("communication", "least_exposed"))
         console.print(f"through all links of every chip: {links} ms, {exposed} ms of them beyond the bound's compute")
+        console.print(layer_estimates(of, "schedule"), markup=False)
         for note in dict.fromkeys(note for one in of for note in one["notes"]):
             console.print(note, style="yellow", markup=False)
     console.print(FOOTNOTE)

@@ -46,7 +46,7 @@ from tilewright.cli.train import mesh_axes
 from tilewright.compiled.figures import percent, print_table, significant
 from tilewright.compiled.timeline import trace
 from tilewright.parallel.exchanges import Halves, Plan
-from tilewright.report.overlap import OverlapReport
+from tilewright.report.overlap import CAVEATS, OverlapReport, layer_estimates
 from tilewright.report.training import place, write_training
 
 TRAVELLERS = ("weights", "gradients", "activations")
@@ -54,7 +54,8 @@ TRAVELLERS = ("weights", "gradients", "activations")
 FOOTNOTE = (
     "Compiler estimates and a model of links and memory. Of the middle layer, in both passes: compute, and what the core waits "
     "for collectives (exposed); hidden: under way beside compute. peak: device memory of the compiled step, and, reckoned from "
-    "it, with all layers. all layers: the whole step, where the update of layers that were not compiled is not in it."
+    "it, with all layers. all layers: the whole step, where the update of layers that were not compiled is not in it. "
+    f"{CAVEATS}"
 )
 
 
@@ -67,8 +68,8 @@ class TrainingInspection:
         model_config: llama3-8b, llama3-70b, qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3-32b, or a folder with a config.json.
         chip: topologies of TPUs, several: v5e:4x4, v5p:2x2x4, v6e:4x4. The mesh takes all devices of each.
         mesh: devices along "fsdp" and "tp": fsdp=8,tp=2.
-        early: by how many layers weights are gathered early, several.
-        late: by how many layers gradients are scattered late, several. Every early with every late is compiled.
+        early: by how many layers weights are gathered ahead, several.
+        late: by how many layers gradients are scattered behind, several. Every early with every late is compiled.
         rings: what goes hop by hop: weights, gradients, activations, several, or all.
         reduce_dtype: in which gradients are summed between devices; left to XLA they are bfloat16.
         batch_size: sequences of a step, over all devices.
@@ -237,6 +238,7 @@ def show(console: Console, figures: Sequence[Mapping[str, Any]], transfers: bool
         for one in of:
             table.add_row(one["program"], *cells(one))
         print_table(console, table)
+        console.print(layer_estimates(of, "program"), markup=False)
         for note in dict.fromkeys(note for one in of for note in one["notes"]):
             console.print(note, style="yellow", markup=False)
         for one in of if transfers else ():

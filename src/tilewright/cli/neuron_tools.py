@@ -60,6 +60,8 @@ def calibrate_command(curve: Path | None = None, *, json_file: JsonFile = None) 
     print_table(console, table)
     console.print(f"hop {found['hop_us']:.1f} us, {found['dma_gb_per_s']:.2f} GB/s a DMA engine")
     console.print(f"held-out sizes are {found['geometric_mean_error']:.1%} off, geometric mean")
+    taken = f"{found['plans_hop_us']:g} us and {found['plans_dma_gb_per_s']:g} GB/s"
+    console.print(f"plans and simulations do not use this fit: they take {taken}, from AWS's pages")
     write_json(json_file, found)
 
 

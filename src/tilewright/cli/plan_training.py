@@ -1,5 +1,6 @@
 """`tilewright plan training`: streams, packet sizes and shifts of a sharded training step, on a simulated Neuron instance."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,10 +46,10 @@ class TrainingOptions:
         mesh: tp=N,fsdp=M: tensor-parallel ranks on neighbouring cores, and fully sharded ones.
         streams: of collectives, several.
         packet_size: default, recommended: several.
-        early: by how many halves of layers weights are gathered ahead, several.
-        late: by how many halves gradients are scattered behind, several.
+        early: by how many layers weights are gathered ahead, in steps of half a layer (attention or MLP), several.
+        late: by how many layers gradients are scattered behind, in the same steps, several.
         sequences, positions: of each fully sharded rank, and of each sequence.
-        adaptive: search all shifts of up to 4 halves besides those that are named.
+        adaptive: search all shifts of up to 2 layers besides those that are named.
     """
 
     model_config: str = "llama3-70b"
@@ -56,15 +57,16 @@ class TrainingOptions:
     mesh: Annotated[tuple[str, ...], WORDS] = ("tp=4", "fsdp=16")
     streams: Annotated[tuple[int, ...], NUMBERS] = (1, 2)
     packet_size: Annotated[tuple[str, ...], WORDS] = ("default", "recommended")
-    early: Annotated[tuple[int, ...], NUMBERS] = (0, 1, 2)
-    late: Annotated[tuple[int, ...], NUMBERS] = (0, 1, 2, 3)
+    early: Annotated[tuple[str, ...], WORDS] = ("0", "0.5", "1")
+    late: Annotated[tuple[str, ...], WORDS] = ("0", "0.5", "1", "1.5")
     sequences: int = 1
     positions: int = 4096
     adaptive: bool = False
 
     def plan(self) -> TrainingPlan:
         """Raises ValueError where an option is none that there is, or does not fit the others."""
-        axes, early, late = read_mesh(self.mesh), self.early, self.late
+        axes = read_mesh(self.mesh)
+        early, late = (tuple(halves_of(name, text) for text in getattr(self, name)) for name in ("early", "late"))
         if self.adaptive:
             early, late = (tuple(sorted({*values, *range(5)})) for values in (early, late))
         place = (self.model_config, model_config(self.model_config), instance_of(self.instance), axes["fsdp"], axes["tp"])
@@ -111,6 +113,17 @@ def plan_training(
         console.print(f"{html} written", markup=False)
 
 
+def halves_of(name: str, text: str) -> int:
+    """Halves of layers in a shift that is spelled in layers.
+
+    Raises:
+        ValueError: no multiple of half a layer from 0.
+    """
+    if re.fullmatch(r"\d+(\.[05])?", text) is None:
+        raise ValueError(f"expected --{name} in layers, in steps of half a layer, found {text!r}")
+    return round(2 * float(text))
+
+
 def read_mesh(words: Sequence[str]) -> dict[str, int]:
     """The sizes of both axes.
 
@@ -136,7 +149,8 @@ def show(console: Console, figures: Mapping[str, Any]) -> None:
     title = f"{figures['model']} on {figures['instance']}, {','.join(figures['mesh'])}, {figures['positions']:,} positions"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("packets")
-    for head in ("streams", "early", "late", "step\nms", "gain", "tokens/s", "exposed\nms", "TP delay\nms", "GiB"):
+    shifts = ("early\nlayers", "late\nlayers")
+    for head in ("streams", *shifts, "step\nms", "gain", "tokens/s", "exposed\nms", "TP delay\nms", "GiB"):
         table.add_column(head, justify="right")
     table.add_column("limit")
     own = [one for one in records[SHOWN:] if not one["threaded"]]
@@ -144,7 +158,7 @@ def show(console: Console, figures: Mapping[str, Any]) -> None:
         times = [significant(one["step_ms"]), f"{one['gain']:+.1%}", f"{one['tokens_per_s']:,.0f}"]
         waits = [significant(one["exposed_ms"]), significant(one["tp_delay_ms"])]
         memory = significant(one["memory_gib"]) + ("" if one["fits"] else " !")
-        shifts = (str(one["early_halves"]), str(one["late_halves"])) if one["threaded"] else ("compiler's", "order")
+        shifts = (f"{one['early_layers']:g}", f"{one['late_layers']:g}") if one["threaded"] else ("compiler's", "order")
         limit = f"{one['limit']} {one['limit_share']:.0%}"
         table.add_row(one["packets"], str(one["streams"]), *shifts, *times, *waits, memory, limit)
     print_table(console, table)

@@ -1,6 +1,9 @@
 """`tilewright serve`: an HTTP server that OpenAI's clients can talk to."""
 
-import json
+import logging
+import os
+import sys
+import webbrowser
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,20 +13,35 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from tilewright import __version__
-from tilewright.cli.common import DEMO, DeviceOptions, ModelOptions, named_model, progress_console
+from tilewright.cli.common import (
+    DEMO,
+    MEMORY_FRACTION,
+    SPECULATING,
+    DeviceOptions,
+    ModelOptions,
+    json_object,
+    named_model,
+    progress_console,
+)
 from tilewright.cli.diffusion_options import DEMO as DEMO_DIFFUSION
 from tilewright.cli.serve_diffusion import DenoisingOptions, diffusion_engine, is_diffusion
-from tilewright.decode.drafters.load import NGRAM
-from tilewright.engine.diffusion import DiffusionEngine
-from tilewright.engine.engine import Engine
-from tilewright.engine.options import EngineOptions
-from tilewright.engine.shape_file import read_table
+from tilewright.diffusion.engine import DiffusionEngine
 from tilewright.models.chat import ChatTemplate
+from tilewright.runtime.engine import NO_PREFIX_CACHE, Engine
+from tilewright.runtime.options import EngineOptions
+from tilewright.runtime.shape_file import read_table
 from tilewright.server.api import Api, ServerOptions
+from tilewright.server.defaults import SamplingDefaults
+from tilewright.server.middleware import access
 from tilewright.server.run import Server, listen, url_of
+from tilewright.speculation.drafters.load import NGRAM
 
 SPECULATIVE_FIELDS = ("method", "model", "num_speculative_tokens")
 METHODS = ("dflash", "eagle3", NGRAM)
+
+log = logging.getLogger("tilewright.serve")
+
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 DEMO_TEMPLATES = {
     DEMO: ChatTemplate.compiled(
@@ -33,6 +51,18 @@ DEMO_TEMPLATES = {
 }
 """The demos know no roles: the one that continues Python code is given what was said, line after line, the one that writes
 arithmetic out in steps what was said last."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class ServedModelOptions(ModelOptions):
+    """Which models to load, and how.
+
+    Attributes:
+        drafter: a folder, a Hugging Face id, "ngram" or "none"; for the demo also "dflash", "dflash2" and "eagle3". "auto"
+            takes whichever promises most, round by round: n-gram and for the demo its own. The default is "ngram" for the demo
+            and smollm2-135m, "none" otherwise.
+    """
 
 
 @Parameter(name="*")
@@ -72,12 +102,7 @@ class SpeculationOptions:
 
 def speculative_fields(text: str) -> dict[str, Any]:
     """The object that `--speculative-config` gives."""
-    try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"--speculative-config: not JSON ({error})") from None
-    if not isinstance(fields, dict):
-        raise ValueError(f"--speculative-config: expected a JSON object, found {text[:60]}")
+    fields = json_object("--speculative-config", text)
     if unknown := [name for name in fields if name not in SPECULATIVE_FIELDS]:
         raise ValueError(f"--speculative-config: expected the fields {', '.join(SPECULATIVE_FIELDS)}, found {unknown[0]!a}")
     return fields
@@ -89,11 +114,14 @@ class CapacityOptions:
     """What the engine may use.
 
     Attributes:
-        shapes: a table of shapes, as `shapes suggest` writes it; by default up to 8 requests at once of the model's context.
-        slots: how many requests run at once; the rows of the table's largest batch.
+        shapes: a table of shapes, as `shapes suggest` writes it; by default up to 8 requests at once of the context.
+        slots: how many requests run at once; programs are compiled for 1, 2, 4 and so on up to so many rows.
         page_size: positions of a page of keys and values, a multiple of 16.
-        pages: in the pool; by default as many as all slots can fill.
-        prefix_cache: keep pages for later requests that begin alike.
+        pages: in the pool; by default as many as there is memory for, and no more than all slots can fill.
+        context: the most tokens of a request, prompt and answer; by default the model's context, or what the pages hold.
+        memory_fraction: the share of the memory that is free once the weights are loaded, of the host or of each device, that
+            pages and what programs compute with may take.
+        prefix_cache: keep pages for later requests that begin alike; by default wherever there is no --draft-window.
         guard: what a compile does once the server is ready: "off", "warn" or "fail".
         queue_requests: how many requests may wait.
         queue_tokens: how many tokens their prompts may have.
@@ -103,7 +131,9 @@ class CapacityOptions:
     slots: int | None = None
     page_size: int = EngineOptions.page_size
     pages: int | None = None
-    prefix_cache: bool = True
+    context: int | None = None
+    memory_fraction: float = MEMORY_FRACTION
+    prefix_cache: bool | None = None
     guard: Literal["off", "warn", "fail"] = "fail"
     queue_requests: int = EngineOptions.queue_requests
     queue_tokens: int = EngineOptions.queue_tokens
@@ -115,21 +145,16 @@ class CapacityOptions:
 
     def refuse_paging(self) -> None:
         """Raises a `ValueError` for anything that was said of pages, for a model that has none."""
-        for name in ("shapes", "page_size", "pages", "prefix_cache"):
+        for name in ("shapes", "page_size", "pages", "context", "memory_fraction", "prefix_cache"):
             if getattr(self, name) != getattr(CapacityOptions, name):
                 raise ValueError(f"--{name.replace('_', '-')} is for models that decode token by token; this one denoises")
 
-    def engine_options(self, context: int) -> EngineOptions:
-        """As the engine takes them, for a model of this context."""
-        table = None if self.shapes is None else read_table(self.shapes)
-        options = EngineOptions(table, self.page_size, self.pages, self.prefix_cache, **self.shared)
-        if self.slots is None:
-            return options
-        if self.slots < 1:
-            raise ValueError(f"expected --slots of at least 1, found {self.slots}")
-        shapes = options.shapes(context)
-        batches = (*(rows for rows in shapes.batches if rows < self.slots), self.slots)
-        return replace(options, table=replace(shapes, batches=batches))
+    def engine_options(self) -> EngineOptions:
+        """As the engine takes them."""
+        return EngineOptions(
+            None if self.shapes is None else read_table(self.shapes), self.page_size, self.pages, self.prefix_cache,
+            slots=self.slots, context=self.context, memory_fraction=self.memory_fraction, **self.shared,
+        )  # fmt: skip
 
 
 @Parameter(name="*")
@@ -146,6 +171,10 @@ class HttpOptions:
         max_body_mb: how long a body may be.
         deadline: seconds that a request may take, waiting included.
         drain: seconds that running requests get to end once the server is told to.
+        generation_config: how requests draw that do not say: "auto" as the model's generation_config.json has it, "none" as at
+            OpenAI, at temperature 1 from all tokens.
+        access_log: write a line for each request to standard error: method, path, status, milliseconds, tokens.
+        open_page: open the page to chat in a browser once the server is ready, where there is a display.
     """
 
     host: str = "127.0.0.1"
@@ -156,15 +185,26 @@ class HttpOptions:
     max_body_mb: float = 4.0
     deadline: float | None = None
     drain: float = 30.0
+    generation_config: Literal["auto", "none"] = "auto"
+    access_log: bool = False
+    open_page: Annotated[bool, Parameter(name="--open", negative=())] = False
 
-    def server_options(self, model: str, template: ChatTemplate | None) -> ServerOptions:
-        name = Path(model).resolve().name if Path(model).is_dir() else model
+    def sampling(self, models: ModelOptions, console: Console) -> SamplingDefaults:
+        """Sampling defaults of requests that do not say."""
+        return SamplingDefaults.of_model(models.folder(console)) if self.generation_config == "auto" else SamplingDefaults()
+
+    def server_options(
+        self, model: str, template: ChatTemplate | None, sampling: SamplingDefaults = SamplingDefaults()
+    ) -> ServerOptions:
+        path = Path(model).resolve()
+        name = path.name if path.is_dir() else path.stem if path.is_file() else model
         if not self.drain >= 0:
             raise ValueError(f"expected --drain of at least 0, found {self.drain}")
         return ServerOptions(
             name=name if self.served_model_name is None else self.served_model_name,
             version=__version__,
             template=template,
+            sampling=sampling,
             api_keys=self.api_key,
             origins=self.allow_origin,
             max_body_bytes=int(self.max_body_mb * 2**20),
@@ -176,31 +216,61 @@ def serve(
     model: str | None = None,
     /,
     *,
-    models: ModelOptions = ModelOptions(),
+    models: ServedModelOptions = ServedModelOptions(),
     devices: DeviceOptions = DeviceOptions(),
     speculation: SpeculationOptions = SpeculationOptions(),
     capacity: CapacityOptions = CapacityOptions(),
     denoising: DenoisingOptions = DenoisingOptions(),
     http: HttpOptions = HttpOptions(),
+    log_level: LogLevel = "info",
 ) -> None:
     """Serves a model over HTTP, for any OpenAI client.
 
     Parameters
     ----------
     model
-        A folder, a Hugging Face id, "demo" or "demo-diffusion", as --model; the demo drafts by n-grams unless --drafter says
-        otherwise.
+        A folder, a GGUF file, a Hugging Face id, "smollm2-135m", "demo" or "demo-diffusion", as --model.
+    log_level
+        What is logged to standard error: how far warming up is, and what goes wrong.
     """
-    models = speculation.applied(named_model(model, models))
-    if models.drafter is None and models.model == DEMO:
-        models = replace(models, drafter=NGRAM)
+    start_logging(log_level)
+    chosen = speculation.applied(named_model(model, models))
+    if chosen.drafter is None and chosen.model in SPECULATING:
+        chosen = replace(chosen, drafter=NGRAM)
     console = Console(stderr=True, highlight=False, emoji=False)
+    if http.access_log:
+        log_access()
     with listen(http.host, http.port) as listening:
-        template = DEMO_TEMPLATES.get(models.model) or models.chat_template(console)
-        options = http.server_options(models.model, template)
-        engine = engine_of(models, devices, capacity, denoising, console)
-        said = ready_line(options, models, engine, url_of(listening))
+        template = DEMO_TEMPLATES.get(chosen.model) or chosen.chat_template(console)
+        options = http.server_options(chosen.model, template, http.sampling(chosen, console))
+        engine = engine_of(chosen, devices, capacity, denoising, console)
+        if not isinstance(engine, DiffusionEngine):
+            say_defaults(options.sampling, console)
+        said = ready_line(options, chosen, engine, url_of(listening), http.open_page)
         Server(Api(engine, options), http.drain, said, progress_console(console)).run(listening)
+
+
+def say_defaults(sampling: SamplingDefaults, console: Console) -> None:
+    """Says how requests draw that do not say, where it is not as at OpenAI."""
+    if sampling.said:
+        said = ", ".join(f"{name} {value:g}" for name, value in sampling.said.items())
+        why = "(generation_config.json; --generation-config none leaves it out)"
+        console.print(f"requests that do not say: {said} {why}", soft_wrap=True)
+
+
+def log_access() -> None:
+    """Writes the access log to standard error."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    access.addHandler(handler)
+    access.setLevel(logging.INFO)
+    access.propagate = False
+
+
+def start_logging(level: LogLevel) -> None:
+    """Logs what this package has to say to standard error; of other libraries warnings and errors alone."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("tilewright").setLevel(level.upper())
 
 
 def engine_of(
@@ -211,17 +281,30 @@ def engine_of(
         capacity.refuse_paging()
         return diffusion_engine(models, devices, denoising, capacity.slots, capacity.shared, console)
     denoising.refuse()
-    lm = models.load(console, devices)
-    return Engine(lm, capacity.engine_options(lm.target.max_position_embeddings))
+    options = capacity.engine_options()
+    engine = models.load(console, devices).engine(options)
+    log.info(engine.sizes_line)
+    if capacity.prefix_cache is None and not engine.prefix_cache:
+        log.info("no prefix cache: %s", NO_PREFIX_CACHE)
+    return engine
 
 
-def ready_line(options: ServerOptions, models: ModelOptions, engine: Engine | DiffusionEngine, url: str) -> Callable[[], None]:
-    """What says that the server is ready."""
+def ready_line(
+    options: ServerOptions, models: ModelOptions, engine: Engine | DiffusionEngine, url: str, open_page: bool = False
+) -> Callable[[], None]:
+    """What says that the server is ready, and opens its page."""
 
     def say() -> None:
         drafter = "no drafter" if models.drafter in (None, "none") else f"drafter {models.drafter}"
         if isinstance(engine, DiffusionEngine):
             drafter = f"{engine.options.defaults.mode} steps"
         print(f"{options.name} with {drafter} at {url} (context {engine.context})", flush=True)
+        if open_page and has_display():
+            webbrowser.open(url)
 
     return say
+
+
+def has_display() -> bool:
+    """Whether a browser has where to show a page; Python would start one that takes the terminal otherwise."""
+    return sys.platform in ("darwin", "win32") or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))

@@ -7,13 +7,15 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from rich.console import Console
 
-from tilewright.cli.common import SEVERAL, DeviceOptions, ModelOptions, given, progress_console
+from tilewright.cli.common import NUMBERS, WORDS, DeviceOptions, ModelOptions, given, progress_console
 from tilewright.cli.diffusion_options import DiffusionModelOptions
-from tilewright.decode.diffusion.options import MODES, Denoising, Mode, Remasking
-from tilewright.decode.diffusion.programs import DiffusionTable
-from tilewright.engine.diffusion import DiffusionEngine
-from tilewright.engine.options import DENOISING, DiffusionEngineOptions
+from tilewright.diffusion.engine import DiffusionEngine
+from tilewright.diffusion.engine_options import DENOISING, ROWS, DiffusionEngineOptions
+from tilewright.diffusion.options import MODES, Denoising, Mode, Remasking
+from tilewright.diffusion.programs import DiffusionTable
 from tilewright.models import diffusion, hub
+from tilewright.models.tokenizer import load_tokenizer
+from tilewright.runtime.options import batches_for
 
 
 @Parameter(name="*")
@@ -31,20 +33,20 @@ class DenoisingOptions:
         new_tokens: the length of responses, of requests that do not say.
         block_length: tokens that are denoised together, of requests that do not say.
         positions: lengths of prompt and response together that programs are compiled for.
-        responses, blocks: of responses and of blocks likewise.
+        responses, blocks: of responses and of blocks likewise; by default blocks of 32, and any up to the whole response.
     """
 
     mode: Mode | None = None
-    modes: Annotated[tuple[Mode, ...] | None, SEVERAL] = None
+    modes: Annotated[tuple[Mode, ...] | None, WORDS] = None
     threshold: float | None = None
     tau: float | None = None
     suffix_window: int | None = None
     remasking: Remasking | None = None
     new_tokens: int | None = None
     block_length: int | None = None
-    positions: Annotated[tuple[int, ...] | None, SEVERAL] = None
-    responses: Annotated[tuple[int, ...] | None, SEVERAL] = None
-    blocks: Annotated[tuple[int, ...] | None, SEVERAL] = None
+    positions: Annotated[tuple[int, ...] | None, NUMBERS] = None
+    responses: Annotated[tuple[int, ...] | None, NUMBERS] = None
+    blocks: Annotated[tuple[int, ...] | None, NUMBERS] = None
 
     def refuse(self) -> None:
         """Raises a `ValueError` for anything that was said of a model that does not denoise."""
@@ -77,7 +79,7 @@ class DenoisingOptions:
         table = options.shapes(context if self.positions is None else min(context, self.positions[-1]))
         said = {name: value for name in ("positions", "responses", "blocks") if (value := getattr(self, name)) is not None}
         if slots is not None:
-            said["batches"] = tuple(sorted({1, slots}))
+            said["batches"] = batches_for(slots, ROWS, factor=4)
         table = DiffusionTable(**(asdict(table) | said))
         try:
             table.shape(1, [1], [options.defaults])
@@ -88,7 +90,7 @@ class DenoisingOptions:
 
 def is_diffusion(models: ModelOptions, console: Console) -> bool:
     """Whether a model denoises. Raises a `ValueError` for what such a model cannot take."""
-    if not diffusion.is_diffusion(hub.resolve(models.model, console=progress_console(console))):
+    if not diffusion.is_diffusion(hub.resolve(models.model, console=progress_console(console), check=load_tokenizer)):
         return False
     plain = ModelOptions(models.model)
     taken = {field.name for field in fields(DiffusionModelOptions)}
@@ -103,7 +105,7 @@ def diffusion_engine(
     console: Console,
 ) -> DiffusionEngine:  # fmt: skip
     """The engine of a diffusion model. What is wrong with the options is said before its weights are read."""
-    sizes = diffusion.read_diffusion(hub.resolve(models.model, console=progress_console(console))).decoder
+    sizes = diffusion.read_diffusion(hub.resolve(models.model, console=progress_console(console), check=load_tokenizer)).decoder
     options = denoising.engine_options(slots, shared, sizes.max_position_embeddings)
     own = {field.name: getattr(models, field.name) for field in fields(DiffusionModelOptions)}
     return DiffusionEngine(DiffusionModelOptions(**own).load_model(console, devices=devices), options)

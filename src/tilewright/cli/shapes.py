@@ -16,12 +16,9 @@ from tilewright.bench.lengths import read_lengths
 from tilewright.cli.common import SEVERAL, JsonFile, TargetOptions, check_output_file, human_console, write_json, write_text
 from tilewright.compiled.figures import print_table, significant
 from tilewright.compiled.ledger import Ledger
-from tilewright.decode.drafters.load import DrafterOptions
-from tilewright.decode.language_model import LanguageModel
-from tilewright.decode.programs import ProgramKey
-from tilewright.decode.sampling import Warp
-from tilewright.decode.shapes import ShapeTable
-from tilewright.engine.advice import (
+from tilewright.llm.language_model import LanguageModel
+from tilewright.report.terminal import number
+from tilewright.runtime.advice import (
     Buckets,
     Lengths,
     capacity_choice,
@@ -34,8 +31,11 @@ from tilewright.engine.advice import (
     recommended,
     saved_shares,
 )
-from tilewright.engine.shape_file import read_table, table_text
-from tilewright.report.terminal import number
+from tilewright.runtime.layout import Layout
+from tilewright.runtime.programs import ProgramKey, Programs
+from tilewright.runtime.shape_file import read_table, table_text
+from tilewright.runtime.shapes import ShapeTable
+from tilewright.speculation.drafters.load import DrafterOptions
 
 app = App(name="shapes", help="The shapes that serving declares.")
 
@@ -53,7 +53,6 @@ class ShapeOptions:
         chunk_overhead: what running a chunk costs besides its own positions, in positions: the dispatch, reading the weights.
         context: positions of the longest request that the model takes; that of --model, or of the trace, by default.
         batches: numbers of rows in the table.
-        sampling: kinds of sampling to compile for: greedy, plain, filtered, penalised, mixed, scored.
         compile_seconds: that a program takes to compile; otherwise, with --model, measured.
         model: a folder, a Hugging Face id, or "demo": compiles one program of each kind, and gives the context.
         drafter: that the model serves with, named as for `generate`; none by default.
@@ -66,7 +65,6 @@ class ShapeOptions:
     chunk_overhead: int = 64
     context: int | None = None
     batches: Annotated[tuple[int, ...], SEVERAL] = ShapeTable.batches
-    sampling: Annotated[tuple[Warp, ...], SEVERAL] = ("greedy",)
     compile_seconds: float | None = None
     model: str | None = None
     drafter: str | None = None
@@ -84,8 +82,6 @@ class ShapeOptions:
             raise ValueError(f"expected least_saving from 0 to below 1, found {self.least_saving:g}")
         if self.compile_seconds is not None and not 0 < self.compile_seconds < math.inf:
             raise ValueError(f"expected compile_seconds above 0, found {self.compile_seconds:g}")
-        if not self.sampling:
-            raise ValueError("expected a kind of sampling, found none")
         if self.drafter is not None and self.model is None:
             raise ValueError("--drafter needs --model")
         chunk_lengths(self.multiple, self.longest_chunk)
@@ -173,13 +169,15 @@ class Estimate:
         if lm is None:
             return bare
         with Ledger() as ledger, console.status("compiling one program of each kind"):
+            layout, model = Layout.full(table.batches[-1], table.capacities[-1]), lm.model
+            programs = Programs(model.target, model.models, model.dtype, model.drafter, table, layout)
             for key in first.values():
-                lm.programs.get(key)
-        seconds = {name: lm.programs.seconds[key] for name, key in first.items()}
+                programs.get(key)
+        seconds = {name: programs.seconds[key] for name, key in first.items()}
         return cls(options, lm, longest, seconds, "measured", ledger.loaded)
 
     def programs(self, table: ShapeTable) -> list[ProgramKey]:
-        return programs_of(table, self.options.sampling, self.longest, self.lm and self.lm.drafter)
+        return programs_of(table, self.longest, self.lm and self.lm.drafter)
 
     def figures(self, table: ShapeTable) -> dict[str, Any]:
         programs = self.programs(table)
@@ -257,7 +255,6 @@ def advise(
         "chunk_overhead_positions": options.chunk_overhead,
         "least_saving_share": options.least_saving,
         "max_buckets": options.max_buckets,
-        "sampling": list(options.sampling),
         "model": options.model,
         "drafter": options.drafter,
         "compile_seconds_source": estimate.source,

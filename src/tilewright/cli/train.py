@@ -276,7 +276,7 @@ class Beginning:
             sizes.refuse("--start takes its sizes and its tokenizer along", *fixed)
             if tokenizer is not None:
                 raise ValueError("--start takes its tokenizer along, found --tokenizer as well")
-            folder = hub.resolve(start, console=progress_console(console))
+            folder = hub.resolve(start, console=progress_console(console), check=load_tokenizer)
             mesh = over.of(decoder_config(folder))
             shard = None if mesh is None else partial(model_shardings, mesh)
             config, params = load_decoder(folder, jnp.float32, progress_console(console), shard)

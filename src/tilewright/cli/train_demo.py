@@ -8,6 +8,7 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from tilewright.cli.common import (
+    DEMO,
     CompileCache,
     JsonFile,
     check_json_file,
@@ -20,7 +21,7 @@ from tilewright.compiled.machine import chip_name
 from tilewright.models import hub
 from tilewright.models.checkpoint import load_decoder
 from tilewright.models.tokenizer import load_tokenizer
-from tilewright.train.demo import DRAFTERS, TARGET_OPTIONS, Plan, train_demo
+from tilewright.train.demo import DRAFTERS, TARGET_OPTIONS, train_demo
 from tilewright.train.demo_text import demo_documents, held_out_text
 from tilewright.train.evaluate import evaluate_target
 
@@ -29,8 +30,6 @@ def demo(
     *,
     gsm8k: Annotated[Path, Parameter(name="--gsm8k")],
     out: Path = Path("runs/demo"),
-    start: str | None = None,
-    tokenizer: str | None = None,
     steps: int = TARGET_OPTIONS.steps,
     drafter_steps: int | None = None,
     compile_cache: CompileCache = True,
@@ -45,28 +44,19 @@ def demo(
         GSM8K's training questions, as JSONL.
     out
         Folder for the models and for the checkpoints that an interrupted run resumes from.
-    start
-        A target to go on from with a fresh optimizer: a folder, a Hugging Face id, or "demo". One of fewer layers grows. By
-        default a shallow one is trained first.
-    tokenizer
-        A folder with a tokenizer.json, or a Hugging Face id; by default that of --start, else that of the packaged models, so
-        that losses compare.
     steps
-        Steps of the target at its whole depth.
+        Steps of the target.
     drafter_steps
-        Steps of each drafter; by default 2900, for DFlash 2 6200, for EAGLE-3 1600.
+        Steps of each drafter; by default 800, for DFlash 2 1200, for EAGLE-3 500.
     json_file
         Write the figures as JSON to this file, "-" for standard output.
     """
     check_json_file(json_file)
     console = human_console(json_file)
-    if start is not None and tokenizer is not None:
-        raise ValueError("--start takes its tokenizer along, found --tokenizer as well")
     keep_programs(compile_cache)
-    progress = progress_console(console)
-    folder = hub.resolve(start or tokenizer or "demo", console=progress)
-    plan = Plan(steps, drafter_steps, None if start is None else load_decoder(folder, jnp.float32, progress))
-    figures = train_demo(gsm8k, out, load_tokenizer(folder), console, plan)
+    # The tokenizer stays as it is, so that losses compare.
+    tokenizer = load_tokenizer(hub.resolve(DEMO))
+    figures = train_demo(gsm8k, out, tokenizer, console, steps, drafter_steps)
     show_held_out(figures["target"]["held_out"], console)
     console.print(f"wrote {', '.join(str(out / name) for name in ('target', *DRAFTERS))}")
     write_json(json_file, {**figures, "chip": chip_name()})

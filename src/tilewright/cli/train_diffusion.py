@@ -117,7 +117,7 @@ def begin(
     """What an interrupted run left or `start` names; None where neither is there."""
     if start is not None:
         sizes.refuse("--start takes its sizes and its tokenizer along", *vars(sizes))
-        folder = hub.resolve(start, console=progress_console(console))
+        folder = hub.resolve(start, console=progress_console(console), check=load_tokenizer)
         mesh = over.of(models.read_diffusion(folder).decoder)
         shard = None if mesh is None else partial(model_shardings, mesh)
         config, params = models.load_diffusion(folder, jnp.float32, progress_console(console), shard)

@@ -13,8 +13,7 @@ from tokenizers import Tokenizer
 
 from tilewright.cli.common import JsonFile, check_json_file, given, human_console, keep_programs, progress_console
 from tilewright.cli.train import LoopOptions, finish, mesh_axes, require_data
-from tilewright.decode.language_model import LanguageModel
-from tilewright.decode.sampling import Sampling
+from tilewright.llm.language_model import LanguageModel
 from tilewright.models import dflash, dflash2, eagle3, hub
 from tilewright.models.checkpoint import CONFIG, load_decoder, load_params, read_config, save_params
 from tilewright.models.decoder import DecoderConfig
@@ -23,6 +22,7 @@ from tilewright.models.dflash2 import DFlash2Config
 from tilewright.models.eagle3 import Eagle3Config
 from tilewright.models.params import DTYPES, Dtype
 from tilewright.models.tokenizer import load_tokenizer
+from tilewright.runtime.sampling import Sampling
 from tilewright.train.data import MASK, Stream, encode_documents, read_documents, split_documents
 from tilewright.train.dflash2 import DFlash2Options, train_dflash2
 from tilewright.train.drafter import DFlashOptions, train_drafter
@@ -319,7 +319,7 @@ def drafter(
     options, blocks = loop.options(), for_dflash.options()
     own = {"dflash": blocks, "dflash2": for_dflash2.options(blocks), "eagle3": for_eagle3.options()}[kind]
     keep_programs(loop.compile_cache)
-    folder = hub.resolve(target, console=progress_console(console))
+    folder = hub.resolve(target, console=progress_console(console), check=load_tokenizer)
     tokenizer = load_tokenizer(folder)
     division = division_of(mesh, regeneration, options.batch_size)
     config, params = load_decoder(folder, jnp.float32, progress_console(console), division.shardings)

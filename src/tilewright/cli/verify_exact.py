@@ -29,9 +29,9 @@ from tilewright.cli.common import (
     write_json,
 )
 from tilewright.compiled.figures import print_table
-from tilewright.decode.drafters.load import NGRAM, DrafterOptions
-from tilewright.decode.language_model import LanguageModel
+from tilewright.llm.language_model import LanguageModel
 from tilewright.report.exact import by_path, difference_lines, exact_table
+from tilewright.speculation.drafters.load import NGRAM, DrafterOptions
 
 QUICK_DRAFTER = "dflash"
 """The demo's drafter that `--quick` takes."""
@@ -122,8 +122,20 @@ class Asking:
         return [lm.encode(prompt_text(each, (), None)) for each in examples[: effort.requests]]
 
 
+@Parameter(name="*")
+@dataclass(frozen=True)
+class ExactOptions(TargetOptions):
+    """Which target to load, and how it multiplies.
+
+    Attributes:
+        dtype: "float32", in which all must agree; "bfloat16", or "auto", the checkpoint's.
+    """
+
+    dtype: str = "float32"
+
+
 def verify_exact(
-    model: str | None = None, /, *, asking: Asking = Asking(), target: TargetOptions = TargetOptions(),
+    model: str | None = None, /, *, asking: Asking = Asking(), target: ExactOptions = ExactOptions(),
     json_file: JsonFile = None,
 ) -> None:  # fmt: skip
     """Checks that every fast path gives the tokens of plain decoding. Exit status 1 if any differs.
@@ -137,18 +149,18 @@ def verify_exact(
     """
     check_json_file(json_file)
     effort = asking.effort()
-    target = named_target(model, target)
-    names = asking.names(target.model)
+    named = named_target(model, target)
+    names = asking.names(named.model)
     console, progress = human_console(json_file), Console(stderr=True, highlight=False, emoji=False)
-    lm = target.load_with(None, DrafterOptions(), progress)
-    drafters = load_drafters(names, target, lm, progress)
+    lm = named.load_with(None, DrafterOptions(), progress)
+    drafters = load_drafters(names, named, lm, progress)
     verification = Verification(lm, drafters, asking.prompts(lm, effort), effort, asking.seed)
     findings = run_all(verification, progress)
     figures = figures_of(verification, findings)
-    about = {"model": target.model, "drafters": list(drafters), "seed": asking.seed}
+    about = {"model": named.model, "drafters": list(drafters), "seed": asking.seed}
     settings = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(effort).items()}
     write_json(json_file, {**environment(lm), **about, **settings, **figures})
-    tell(console, f"{target.model}, {lm.dtype}, kernels {lm.kernels}", figures)
+    tell(console, f"{named.model}, {lm.dtype}, kernels {lm.kernels}", figures)
     if not figures["same"]:
         sys.exit(1)
 

@@ -1,10 +1,16 @@
-"""Compiled programs kept on disk from one process to the next: JAX's compilation cache, in a folder of one's own."""
+"""Compiled programs kept on disk from one process to the next: JAX's compilation cache, in a folder of one's own.
+
+JAX writes an entry in place, loads whatever it finds, and never replaces one that it could not load. So entries are read and
+written here, each with a digest; one that is damaged is compiled anew, once.
+"""
 
 import hashlib
+import logging
 import os
 import platform
 import stat
 import sys
+import tempfile
 from pathlib import Path
 
 import jax
@@ -12,8 +18,11 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from tilewright.compiled.machine import cores, cpu_facts
 
+log = logging.getLogger("tilewright.compiled")
+
 LARGEST_BYTES = 2**30
 """How much is kept, over all machines and versions; what was written first goes first."""
+SEAL_BYTES = hashlib.sha256().digest_size
 
 
 def enable(cache: Path, *made_of: str) -> Path | None:
@@ -36,7 +45,9 @@ def enable(cache: Path, *made_of: str) -> Path | None:
     """
     if jax.config.values["jax_compilation_cache_dir"] or not jax.config.values["jax_enable_compilation_cache"]:
         return None
-    folder = cache / "xla" / digest(*made_of)
+    inside = sys.modules[compilation_cache.reset_cache.__module__]
+    sealed = hasattr(inside, "_cache")  # no public way in; a JAX without it keeps entries in its own way, in another folder
+    folder = cache / "xla" / digest(*(["sealed"] if sealed else []), *made_of)
     for each in (cache, folder.parent, folder):
         each.mkdir(parents=True, exist_ok=True, mode=0o700)
         require_private(each)
@@ -46,7 +57,46 @@ def enable(cache: Path, *made_of: str) -> Path | None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     compilation_cache.reset_cache()  # else JAX, if it has compiled something before, stays without
+    if sealed:
+        inside._cache = SealedEntries(folder)  # type: ignore[attr-defined]
     return folder
+
+
+class SealedEntries:
+    """A folder of entries that begin with their SHA-256, as JAX's compilation cache asks for them and gives them.
+
+    Attributes:
+        said: it was told already that some are damaged.
+    """
+
+    def __init__(self, folder: Path):
+        self._path, self.said = folder, False  # under the name that JAX knows
+
+    def path(self, key: str) -> Path:
+        return self._path / f"{key}-cache"
+
+    def get(self, key: str) -> bytes | None:
+        """An entry; None where there is none that is undamaged."""
+        path = self.path(key)
+        try:
+            raw = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        seal, entry = raw[:SEAL_BYTES], raw[SEAL_BYTES:]
+        if hashlib.sha256(entry).digest() == seal:
+            return entry
+        if not self.said:
+            log.warning("compiled programs in %s are damaged; they are compiled anew", self._path)
+        self.said = True
+        return None
+
+    def put(self, key: str, value: bytes) -> None:
+        """Keeps an entry, in the place of one that may be there: as a whole or, where the machine goes down, not at all."""
+        with tempfile.NamedTemporaryFile(dir=self._path, prefix=".", delete=False) as file:
+            file.write(hashlib.sha256(value).digest() + value)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(file.name, self.path(key))
 
 
 def digest(*made_of: str) -> str:

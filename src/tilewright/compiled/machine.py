@@ -14,6 +14,15 @@ def cpu_facts(*names: str) -> str | None:
     return next((value.strip() for name, value in facts if name.strip() in names), None)
 
 
+NO_LOOPS = frozenset({"neuron"})
+"""Platforms whose compiler takes no loop whose length is data."""
+
+
+def takes_loops() -> bool:
+    """True if the default device's compiler takes loops whose length is data."""
+    return jax.default_backend() not in NO_LOOPS
+
+
 def cores() -> int:
     """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,5 +1,6 @@
 """Compiled programs by their key: built ahead of time, several at once, kept, and never traced again."""
 
+import logging
 import os
 import threading
 import time
@@ -10,6 +11,8 @@ from typing import Any, Generic, TypeVar
 import jax
 from rich.console import Console
 from rich.progress import Progress
+
+log = logging.getLogger("tilewright.compiled")
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -47,21 +50,30 @@ class Store(Generic[Key]):
         return self.compiled[key]
 
     def warm(self, keys: Iterable[Key], console: Console | None = None) -> None:
-        """Compiles what is missing of `keys`, several at a time, with a progress bar on the console.
+        """Compiles what is missing of `keys`; see `warm`."""
+        warm(((self, key) for key in keys), console)
 
-        Only XLA's part runs at the same time as another's: tracing holds Python's lock. JAX's settings in a `with` block
-        (`jax.default_device` and its like) hold for the calling thread alone and are not seen here.
-        """
-        missing = [key for key in dict.fromkeys(map(self.shared, keys)) if key not in self.compiled]
-        if not missing:
-            return
-        bar = Progress(console=console, transient=True, disable=console is None)
-        pool = ThreadPoolExecutor(os.cpu_count())
-        try:
-            with bar:
-                row = bar.add_task("compiling", total=len(missing))
-                for compiled in as_completed([pool.submit(self.get, key) for key in missing]):
-                    compiled.result()
-                    bar.advance(row)
-        finally:
-            pool.shutdown(cancel_futures=True)
+
+def warm(programs: Iterable[tuple[Store[Any], Any]], console: Console | None = None) -> None:
+    """Compiles what is missing of programs, pairs of (store, key), several at a time, with a progress bar on the console or a
+    line in the log for each tenth of them.
+
+    Only XLA's part runs at the same time as another's: tracing holds Python's lock. JAX's settings in a `with` block
+    (`jax.default_device` and its like) hold for the calling thread alone and are not seen here.
+    """
+    wanted = dict.fromkeys((store, store.shared(key)) for store, key in programs)
+    missing = [(store, key) for store, key in wanted if key not in store.compiled]
+    if not missing:
+        return
+    bar = Progress(console=console, transient=True, disable=console is None)
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
+        with bar:
+            row, began = bar.add_task("compiling", total=len(missing)), time.perf_counter()
+            for done, compiled in enumerate(as_completed([pool.submit(store.get, key) for store, key in missing]), 1):
+                compiled.result()
+                bar.advance(row)
+                if console is None and 10 * done // len(missing) > 10 * (done - 1) // len(missing):
+                    log.info("compiled %d of %d programs in %.1f s", done, len(missing), time.perf_counter() - began)
+    finally:
+        pool.shutdown(cancel_futures=True)

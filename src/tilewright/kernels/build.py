@@ -1,6 +1,7 @@
 """Compiles the CPU kernels. Standard library only: `hatch_build.py` loads this file by its path, where there is no JAX yet.
 
-A library's name holds a digest of all that it was made from, so that one that does not fit is never found.
+A library's name holds a digest of all that it was made from, so that one that does not fit is never found. Beside it lies a
+digest of itself: what a full disk or a machine that lost its power left of one is never loaded.
 """
 
 import hashlib
@@ -19,6 +20,8 @@ HERE = Path(__file__).parent
 PREBUILT = HERE / "prebuilt"
 """What a wheel brings; in a checkout there is no such folder."""
 OPERATIONS = sorted(source.parent.name for source in HERE.glob("*/cpu.cc"))
+ISA = "isa"
+"""The library that says which instruction set runs here, built as those of operations are."""
 
 
 def cache_folder() -> Path:
@@ -38,44 +41,82 @@ def find_compiler() -> str | None:
     return os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
 
-def library_name(operation: str, include: Path) -> str:
-    """An operation's library: sources, headers of XLA, flags and kind of machine decide its name, and nothing else does."""
-    folders = (HERE, HERE / operation)
+def flags(isa: str | None) -> tuple[str, ...]:
+    """What the compiler is told for one instruction set, or for all that the sources know."""
+    return FLAGS if isa is None else (*FLAGS, f'-DTILEWRIGHT_ISA="{isa}"')
+
+
+def library_name(operation: str, include: Path, isa: str | None = None) -> str:
+    """An operation's library: sources, headers of XLA, flags and kind of machine decide its name, and nothing else does.
+
+    Args:
+        isa: the instruction set that it is for; None for one that chooses when it is loaded.
+    """
+    folders = [folder for folder in (HERE, HERE / operation) if folder.is_dir()]
     sources = sorted(path for folder in folders for path in folder.iterdir() if path.suffix in (".h", ".inc", ".cc"))
     headers = sorted((include / "xla" / "ffi" / "api").glob("*.h"))
-    digest = hashlib.sha256(" ".join((*FLAGS, sys.platform, platform.machine())).encode())
+    digest = hashlib.sha256(" ".join((*flags(isa), sys.platform, platform.machine())).encode())
     for source in (*sources, *headers):
         digest.update(source.read_bytes())
     return f"{operation}-{digest.hexdigest()[:16]}.so"
 
 
-def build(operation: str, include: Path, compiler: str, folder: Path) -> Path:
-    """Compiles an operation's `cpu.cc` into a folder, unless that has it already.
+def digest_file(library: Path) -> Path:
+    """Where a library's own digest is noted."""
+    return library.with_name(f"{library.name}.sha256")
+
+
+def digest(library: Path) -> str:
+    return hashlib.sha256(library.read_bytes()).hexdigest()
+
+
+def intact(library: Path) -> bool:
+    """Whether a library is there, as it was when it was built."""
+    noted = digest_file(library)
+    return library.is_file() and noted.is_file() and noted.read_bytes() == digest(library).encode()
+
+
+def seal(library: Path) -> Path:
+    """Notes a library's digest beside it, both safe on disk. Returns where."""
+    noted = digest_file(library)
+    noted.write_text(digest(library))
+    for path in (library, noted):
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
+    return noted
+
+
+def build(operation: str, include: Path, compiler: str, folder: Path, isa: str | None = None) -> Path:
+    """Compiles an operation's `cpu.cc` into a folder, unless that has it already, undamaged.
 
     Args:
+        operation: one of `OPERATIONS`, or `ISA`.
         include: the folder of XLA's headers.
         compiler: a program, possibly with arguments, as in `CXX`.
+        isa: the only instruction set to compile for, which takes half the time; None for all.
 
     Raises:
         RuntimeError: the compiler failed; with the first error that it reported.
         OSError: it could not be run, or the folder cannot be written to.
     """
-    built = folder / library_name(operation, include)
-    if built.exists():
+    built = folder / library_name(operation, include, isa)
+    if intact(built):
         return built
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         output = Path(scratch) / built.name
-        arguments = [*FLAGS, "-isystem", str(include), str(HERE / operation / "cpu.cc"), "-o", str(output)]
+        source = HERE / "isa.cc" if operation == ISA else HERE / operation / "cpu.cc"
+        arguments = [*flags(isa), "-isystem", str(include), str(source), "-o", str(output)]
         done = subprocess.run([*shlex.split(compiler), *arguments], capture_output=True, text=True, check=False)
         if done.returncode != 0:
             lines = done.stderr.splitlines() or ["no message"]
             raise RuntimeError(f"{compiler} failed: {next((line for line in lines if 'error' in line), lines[0])}")
+        os.replace(seal(output), digest_file(built))
         os.replace(output, built)
     return built
 
 
-def build_all(include: Path, compiler: str, folder: Path) -> list[Path]:
-    """Compiles all operations at the same time. Raises what `build` raises."""
+def build_all(include: Path, compiler: str, folder: Path, isa: str | None = None) -> list[Path]:
+    """Compiles all operations at the same time. Arguments and errors as for `build`."""
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(lambda operation: build(operation, include, compiler, folder), OPERATIONS))
+        return list(pool.map(lambda operation: build(operation, include, compiler, folder, isa), OPERATIONS))

@@ -1,4 +1,4 @@
-// What the CPU kernels share: sharing work with XLA's thread pool, memory that threads keep, and the choice of an instruction set.
+// What the CPU kernels share: sharing work with XLA's thread pool, memory that threads keep, and code for several instruction sets.
 
 #pragma once
 
@@ -15,15 +15,11 @@
 #include <sys/mman.h>
 #endif
 #if defined(__x86_64__)
-#include <cpuid.h>
 #include <immintrin.h>
-#if defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 #endif
 
 #include "helpers.h"
+#include "isa.h"
 #include "xla/ffi/api/ffi.h"
 
 // Compiles what follows for an instruction set of its own, until TARGET_END.
@@ -47,50 +43,6 @@
 namespace ffi = xla::ffi;
 
 namespace native {
-
-// What this machine can run, worst first: each one includes those before it.
-enum Isa { PLAIN, AVX2, AVX512, AVX512_VNNI, AVX512_BF16, AMX };
-inline const char* const isa_names[] = {"plain", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx"};
-
-// Tiles of 16 rows of 64 bytes, for bfloat16 and 8-bit products. The kernel of the operating system must grant their registers.
-inline bool amx_granted() {
-#if defined(TILEWRIGHT_AMX_TILES)
-  return true;  // the tests' emulation stands in for the tile unit
-#elif defined(__x86_64__) && defined(__linux__)
-  unsigned a, b, c, d;
-  constexpr unsigned wanted = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, AMX-TILE, AMX-INT8
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & wanted) != wanted) return false;
-  return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0;
-#else
-  return false;
-#endif
-}
-
-inline Isa best_isa() {
-#if defined(__x86_64__)
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return PLAIN;
-  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512dq") ||
-      !__builtin_cpu_supports("avx512vl"))
-    return AVX2;
-  if (!__builtin_cpu_supports("avx512vnni")) return AVX512;
-  if (!__builtin_cpu_supports("avx512bf16")) return AVX512_VNNI;
-  return amx_granted() ? AMX : AVX512_BF16;
-#else
-  return PLAIN;
-#endif
-}
-
-// The best, or what the environment variable TILEWRIGHT_CPU_ISA names, if the machine has it.
-inline Isa isa() {
-  static const Isa chosen = [] {
-    const Isa best = best_isa();
-    const char* wanted = std::getenv("TILEWRIGHT_CPU_ISA");
-    for (int i = PLAIN; wanted != nullptr && i < best; ++i)
-      if (std::strcmp(wanted, isa_names[i]) == 0) return static_cast<Isa>(i);
-    return best;
-  }();
-  return chosen;
-}
 
 // Runs body(begin, end) over [0, items) in pieces of a multiple of `grain`, on as many threads as XLA's pool has; in the calling thread alone
 // where it is not worth it, or where the helpers are at work for somebody else.

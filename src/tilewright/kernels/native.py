@@ -1,10 +1,12 @@
 """Finds the compiled CPU kernels, or compiles them, and registers them with XLA.
 
-They come with a wheel that was built where there was a C++17 compiler. Otherwise they are compiled at first use, into the
-user's cache. What cannot be had is said, and XLA serves.
+They come with a wheel that was built where there was a C++17 compiler, for every instruction set. Otherwise they are compiled
+at first use, into the user's cache, for the one that runs here. What cannot be had is said, and XLA serves. One that is
+damaged would end the process where it is called into: it is found by its digest, and built anew.
 """
 
 import ctypes
+import logging
 import os
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +17,19 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from tilewright.kernels.build import PREBUILT, build_all, cache_folder, find_compiler, library_name, unwanted
+from tilewright.kernels.build import (
+    ISA,
+    PREBUILT,
+    build,
+    build_all,
+    cache_folder,
+    find_compiler,
+    intact,
+    library_name,
+    unwanted,
+)
+
+log = logging.getLogger("tilewright.kernels")
 
 TARGETS = {
     "append": {"tilewright_append": "TilewrightAppend", "tilewright_paged_append": "TilewrightPagedAppend"},
@@ -72,31 +86,62 @@ class Native:
     folder: Path | None = None
 
 
-def library_names() -> dict[str, str]:
-    """The name that each operation's library must have to fit these sources and this JAX."""
+def library_names(isa: str | None = None) -> dict[str, str]:
+    """The name that each operation's library must have to fit these sources and this JAX.
+
+    Args:
+        isa: the instruction set that libraries are for; None for those that choose when they are loaded.
+    """
     include = Path(jax.ffi.include_dir())
-    return {operation: library_name(operation, include) for operation in TARGETS}
+    return {operation: library_name(operation, include, isa) for operation in TARGETS}
 
 
 def libraries() -> dict[str, Path]:
-    """The library of each operation: from the wheel, from the cache, or compiled now.
+    """The library of each operation: built at installation, from the cache, or compiled now for this instruction set.
 
     Raises:
         RuntimeError: there is none that fits, and it cannot be compiled; with the reason.
         OSError: the cache cannot be written to.
     """
-    names = library_names()
-    for folder in (PREBUILT, cache_folder()):
-        if all((folder / name).exists() for name in names.values()):
-            return {operation: folder / name for operation, name in names.items()}
-    compiler = find_compiler()
+    include, cached, compiler = Path(jax.ffi.include_dir()), cache_folder(), find_compiler()
+    for folder in (PREBUILT, cached):
+        installed = {operation: folder / name for operation, name in library_names().items()}
+        if all(map(intact, installed.values())):
+            return installed
+    known = [folder / name for folder in (PREBUILT, cached) for name in library_names().values()]
+    known.append(cached / library_name(ISA, include))
+    isa, own = None, dict[str, Path]()
+    if intact(known[-1]) or compiler is not None:
+        isa = isa_of(build(ISA, include, compiler or "", cached))
+        own = {operation: cached / name for operation, name in library_names(isa).items()}
+        if all(map(intact, own.values())):
+            return own
+        known += own.values()
+    damaged = [path for path in known if path.exists() and not intact(path)]
+    found = f"{damaged[0]} is damaged: its digest is not the one noted when it was built" if damaged else ""
     if compiler is None:
-        stale = (
-            f"those built at installation do not fit these sources and JAX {jax.__version__}, and " if PREBUILT.exists() else ""
-        )
-        raise RuntimeError(f"{stale}there is no C++ compiler")
-    build_all(Path(jax.ffi.include_dir()), compiler, cache_folder())
-    return {operation: cache_folder() / name for operation, name in names.items()}
+        fit = f"those built at installation do not fit these sources and JAX {jax.__version__}" if PREBUILT.exists() else ""
+        why = found or fit
+        raise RuntimeError(f"{why}{', and ' if why else ''}there is no C++ compiler")
+    if damaged:
+        log.warning("%s; kernels are built anew", found)
+    build_all(include, compiler, cached, isa)
+    return own
+
+
+def isa_of(library: Path) -> str:
+    """The instruction set that a library runs on here.
+
+    Raises:
+        RuntimeError: `TILEWRIGHT_CPU_ISA` asks for one that this machine does not have.
+        OSError: it cannot be loaded.
+    """
+    loaded = ctypes.CDLL(str(library))
+    loaded.TilewrightIsa.restype = ctypes.c_char_p
+    isa, wanted = loaded.TilewrightIsa().decode(), os.environ.get("TILEWRIGHT_CPU_ISA")
+    if wanted and isa != wanted:
+        raise RuntimeError(f"TILEWRIGHT_CPU_ISA is {wanted!r}, which this machine does not have: its best is {isa}")
+    return isa
 
 
 @cache
@@ -106,15 +151,10 @@ def kernels() -> Native:
         return Native(None, f"TILEWRIGHT_NO_NATIVE is {os.environ['TILEWRIGHT_NO_NATIVE']}")
     if jax.default_backend() != "cpu":
         return Native(None, f"the device is a {jax.default_backend()}")
-    wanted = os.environ.get("TILEWRIGHT_CPU_ISA")
     isa, folder = None, None
     try:
         for operation, path in libraries().items():
-            library = ctypes.CDLL(str(path))
-            library.TilewrightIsa.restype = ctypes.c_char_p
-            isa, folder = library.TilewrightIsa().decode(), path.parent
-            if wanted and isa != wanted:
-                raise RuntimeError(f"TILEWRIGHT_CPU_ISA is {wanted!r}, which this machine does not have: its best is {isa}")
+            library, isa, folder = ctypes.CDLL(str(path)), isa_of(path), path.parent
             for name, symbol in TARGETS[operation].items():
                 # XLA refuses a handler made for a newer interface than its own, by a RuntimeError.
                 jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu")

@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 from jax import Array
-from jax.typing import DTypeLike
 
 Tree = TypeVar("Tree")
 Format = Literal["float32", "bfloat16", "int8"]
@@ -112,9 +111,10 @@ class Operations:
             new entries from its slot `start` on, and nothing else. `start + count` must not pass S.
         append_attend: `(projection, Heads, k, v, start, count) -> (out [B, T, N * D], k, v)`: appends to the caches and lets
             the query at `start + t` see all entries up to its own.
-        pages: `(count, K, entries, D, dtype) -> Pool`: empty pages for the three that follow, for which row b's position p lies
-            in entry `p % entries` of page `table[b, p // entries]`; `table` is int32 `[B, M]`, `UNMAPPED` where a row has no
-            page. Positions without one must not be written or seen: an error with the CPU kernels, without effect elsewhere.
+        pages: `(count, K, entries, D, dtype, devices=1) -> Pool`: empty pages for the three that follow, their heads
+            divided among devices. Row b's position p lies in entry `p % entries` of page `table[b, p // entries]`; `table` is
+            int32 `[B, M]`, `UNMAPPED` where a row has no page. Positions without one must not be written or seen: an error with
+            the CPU kernels, without effect elsewhere.
         paged_append: `(pool, table, k [B, K, T, D], v, start [B], count [B]) -> pool`: as `append`. Of rows that share a page
             none may write there.
         paged_attention: `(q, pool, table, lengths, own=None)`: as `prefix_attention`.
@@ -151,7 +151,7 @@ class Operations:
     window_attention: Callable[..., tuple[Array, Array]]
     append: Callable[[Array, Array, Array, Array], Array]
     append_attend: Callable[..., tuple[Array, Array, Array]]
-    pages: Callable[[int, int, int, int, DTypeLike], Pool]
+    pages: Callable[..., Pool]
     paged_append: Callable[[Pool, Array, Array, Array, Array, Array], Pool]
     paged_attention: Callable[..., Array]
     paged_append_attend: Callable[[Projection, Heads, Pool, Array, Array, Array], tuple[Array, Pool]]
@@ -176,10 +176,19 @@ class Operations:
         Raises:
             ValueError: a weight, which it names, cannot be prepared.
         """
+        return jax.tree.map(self.prepare_one, specs, params, is_leaf=lambda spec: isinstance(spec, Joined))
 
-        def one(spec: Any, value: Any) -> Any:
-            if isinstance(spec, Joined):
-                return self.prepare_joined(value, " and ".join(part.name for part in spec.parts))
-            return self.prepare_matrix(value, spec.name) if spec.kind in ("matrix", "head") else value
+    def prepare_one(self, spec: Any, value: Any) -> Any:
+        """One array of a declaration, or several that are `Joined`."""
+        if isinstance(spec, Joined):
+            return self.prepare_joined(value, " and ".join(part.name for part in spec.parts))
+        return self.prepare_matrix(value, spec.name) if spec.kind in ("matrix", "head") else value
 
-        return jax.tree.map(one, specs, params, is_leaf=lambda spec: isinstance(spec, Joined))
+
+def is_batch_invariant(ops: Operations, dtype: str) -> bool:
+    """True if the target gives a row the same tokens however many rows run with it (batch-invariant).
+
+    The CPU kernels do, bit by bit in every dtype. XLA may sum in another order for another number of rows: in float32 that
+    decides only between logits that are equal but for their last bits, in bfloat16 between candidates that texts do have.
+    """
+    return ops.name.startswith("cpu ") or dtype == "float32"

@@ -1,14 +1,15 @@
 """The only dispatcher: which implementation of an operation runs.
 
-Language models take a bundle that `operations` makes once, when a model is loaded. The reductions of graph networks dispatch by
-the device that they run on.
+`CANDIDATES` lists them, the fastest first, each with what it refuses. Language models take a bundle that `operations` makes
+once, when a model is loaded. The reductions of graph networks dispatch by the device that they run on. `implementations` says
+what runs, and why not a faster one, by the same list.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +80,173 @@ Kernels = Literal["auto", "xla"]
 Weights = Literal["auto", "int8"]
 Products = Literal["auto", "float32", "bfloat16"]
 
+
+class Candidate(NamedTuple):
+    """One implementation of an operation.
+
+    Attributes:
+        name: as users read it.
+        chip: that it is for; None for any.
+        refuses: why it does not take some operands of the operation; empty if it does.
+    """
+
+    name: str
+    module: Any
+    chip: Chip | None = None
+    refuses: Callable[..., str] = lambda *operands: ""
+
+
+def unless(fits: Callable[..., bool], taken: str) -> Callable[..., str]:
+    """What a kernel refuses that takes some operands only, which `taken` describes."""
+    return lambda *operands: "" if fits(*operands) else f"it takes {taken}"
+
+
+def whole_panels(head_dim: int) -> str:
+    """Why the CPU kernels do not take heads of this size; empty if they do."""
+    multiple = attention_cpu.HEAD_MULTIPLE
+    return f"heads of {head_dim} are no multiple of {multiple}" if head_dim % multiple else ""
+
+
+LANES_OF_HEADS = "heads of a multiple of 128, all in float32 or all in bfloat16"
+
+CANDIDATES: dict[str, tuple[Candidate, ...]] = {
+    "products": (Candidate("C++", cpu, "cpu"), Candidate("XLA", xla)),
+    "norms": (Candidate("C++", norm_cpu, "cpu"), Candidate("XLA", norm_reference)),
+    "attention": (
+        Candidate("Pallas", attention_tpu, "tpu", unless(attention_tpu.fits, f"{LANES_OF_HEADS}, and few keys of a block")),
+        Candidate("C++", attention_cpu, "cpu", lambda q, *rest: whole_panels(q.shape[3])),
+        Candidate("XLA", attention_xla),
+    ),
+    "paged attention": (
+        Candidate("ragged Pallas", paged_tpu, "tpu", lambda head_dim, dtype: paged_tpu.refuses(dtype)),
+        Candidate("C++", paged_cpu, "cpu", lambda head_dim, dtype: whole_panels(head_dim)),
+        Candidate("XLA", paged_xla),
+    ),
+    "window attention": (
+        Candidate("Pallas", window_tpu, "tpu", unless(window_tpu.fits, f"{LANES_OF_HEADS}, in windows of a multiple of 128")),
+        Candidate("C++", window_cpu, "cpu", lambda q, *rest: whole_panels(q.shape[3])),
+        Candidate("XLA", window_xla),
+    ),
+    "appending": (
+        Candidate("Pallas", append_tpu, "tpu", unless(append_tpu.fits, f"few entries of several rows, {LANES_OF_HEADS}")),
+        Candidate("C++", append_cpu, "cpu"),
+        Candidate("XLA", append_xla),
+    ),
+    "head's argmax": (
+        Candidate("Pallas", head_tpu, "tpu", unless(head_tpu.fits, "rows that VMEM holds, all in float32 or all in bfloat16")),
+        Candidate("C++", cpu, "cpu"),
+        Candidate("XLA", head_xla),
+    ),
+    "head's top-k": (
+        Candidate("Pallas", top_k_tpu, "tpu", unless(top_k_tpu.fits, "rows that VMEM holds, one dtype, and k up to 128")),
+        Candidate("C++", cpu, "cpu"),
+        Candidate("XLA", top_k_xla),
+    ),
+    "graph reduction": (
+        Candidate("Pallas", gather_tpu, "tpu", unless(gather_tpu.fits, "rows that VMEM holds, and a weight for each slot")),
+        Candidate("C++", gather_cpu, "cpu"),
+        Candidate("XLA", gather_xla),
+    ),
+}
+"""The implementations of each operation of which there are several, the fastest first."""
+
+DECODING = ("products", "norms", "attention", "paged attention", "appending", "head's argmax", "head's top-k")
+DENOISING = ("products", "norms", "attention", "window attention")
+"""What language models compute with, and what diffusion language models."""
+
+
+def first(operation: str, chip: Chip, *operands: Any) -> Any:
+    """The fastest implementation for a chip that takes these operands."""
+    return next(each.module for each in CANDIDATES[operation] if each.chip in (chip, None) and not each.refuses(*operands))
+
+
+def absent(candidate: Chip, chip: Chip, kernels: Kernels) -> str:
+    """Why the kernels for a chip do not run on this one; empty if they do."""
+    if kernels == "xla":
+        return "they are switched off"
+    if candidate != chip:
+        return f"a {chip.upper()} has none"
+    return native.kernels().reason if chip == "cpu" else ""
+
+
+class Choice(NamedTuple):
+    """Which implementation of an operation runs.
+
+    Attributes:
+        runs: its name.
+        refused: faster ones, by name, and why each of them does not run.
+        lost: that of them which is for the chip at hand and was not switched off, and why it does not run; empty if none is.
+    """
+
+    operation: str
+    runs: str
+    refused: tuple[tuple[str, str], ...]
+    lost: str
+
+
+def implementations(
+    sizes: Any,
+    dtype: DTypeLike,
+    chip: Chip | None = None,
+    kernels: Kernels = "auto",
+    of: Sequence[str] = tuple(CANDIDATES),
+) -> tuple[Choice, ...]:
+    """What runs for a model in a step of several rows, and why nothing faster; `chip` and `kernels` as of `operations`.
+
+    Args:
+        sizes: the model's configuration: `vocab_size`, `hidden_size`, `num_heads`, `num_kv_heads` and `head_dim`.
+        dtype: of weights and activations.
+        of: which operations.
+    """
+    chip = cast(Chip, chip or jax.default_backend())
+    operands = typical_operands(sizes, dtype)
+
+    def choice(operation: str) -> Choice:
+        refused: list[tuple[str, str]] = []
+        lost = ""
+        for each in CANDIDATES[operation]:
+            why = (each.chip and absent(each.chip, chip, kernels)) or each.refuses(*operands[operation])
+            if not why:
+                return Choice(operation, each.name, tuple(refused), lost)
+            refused.append((each.name, why))
+            lost = f"{each.name}: {why}" if each.chip == chip and kernels == "auto" else lost
+        raise AssertionError("XLA takes anything")
+
+    return tuple(map(choice, of))
+
+
+def fallbacks(choices: Sequence[Choice]) -> str:
+    """One line on kernels for the chip at hand that do not run, each reason once; empty if all of them do."""
+    reasons: dict[str, list[str]] = {}
+    for choice in choices:
+        if choice.lost:
+            reasons.setdefault(choice.lost, []).append(choice.operation)
+    listed = "; ".join(f"{', '.join(operations)} ({reason})" for reason, operations in reasons.items())
+    return f"computed by XLA, for a faster kernel does not run: {listed}" if listed else ""
+
+
+def typical_operands(sizes: Any, dtype: DTypeLike) -> dict[str, tuple[Any, ...]]:
+    """What the candidates of each operation are asked about, in abstract arrays."""
+    rows, entries, d = 8, 1024, sizes.head_dim
+
+    def shaped(*dims: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, dtype)
+
+    q, cache = shaped(rows, 1, sizes.num_heads, d), shaped(rows, sizes.num_kv_heads, entries, d)
+    head = shaped(rows, sizes.hidden_size), shaped(sizes.hidden_size, sizes.vocab_size)
+    return {
+        "products": (),
+        "norms": (),
+        "attention": (q, cache, None),
+        "paged attention": (d, dtype),
+        "window attention": (shaped(1, 128, sizes.num_heads, d), shaped(1, entries, sizes.num_kv_heads, d)),
+        "appending": (cache, shaped(rows, sizes.num_kv_heads, 1, d)),
+        "head's argmax": head,
+        "head's top-k": (*head, 16),
+        "graph reduction": (shaped(entries, 128), jax.ShapeDtypeStruct((entries, 16), jnp.int32), None),
+    }
+
+
 argmax = head_xla.argmax
 top_k = top_k_xla.top_k
 write = append_xla.write
@@ -100,15 +268,19 @@ def operations(chip: Chip | None = None, weights: Weights = "auto", kernels: Ker
     for name, value, known in (("chip", chip, Chip), ("weights", weights, Weights), ("kernels", kernels, Kernels)):
         if value not in get_args(known):
             raise ValueError(f"expected {name} to be one of {', '.join(get_args(known))}, found {value!r}")
-    isa = native.kernels().isa if (chip, kernels) == ("cpu", "auto") else None
-    if weights == "int8" and isa is None:
-        reasons = {"xla": "they are switched off", "auto": native.kernels().reason if chip == "cpu" else f"a {chip} has none"}
-        raise ValueError(f"8-bit weights need the CPU kernels: {reasons[kernels]}")
-    if isa is not None:
-        return cpu_operations(f"cpu {isa}", weights)
-    if chip == "tpu" and kernels == "auto":
+    missing = absent("cpu", chip, kernels)
+    if not missing:
+        return cpu_operations(f"cpu {native.kernels().isa}", weights)
+    if weights == "int8":
+        raise ValueError(f"8-bit weights need the CPU kernels: {missing}")
+    if not absent("tpu", chip, kernels):
         return TPU
     return PLAIN if chip != "cpu" else CPU_XLA
+
+
+def computes_bfloat16(ops: Operations) -> bool:
+    """Whether these operations compute in bfloat16 here as fast as in float32: not if XLA does, on a CPU."""
+    return ops.prepares or jax.default_backend() != "cpu"
 
 
 def training_operations(products: str) -> Operations:
@@ -139,7 +311,7 @@ def plain_head_argmax(x: Float[Array, "*rows H"], head: Any, norm: Norm | None =
 def tpu_head_argmax(x: Float[Array, "*rows H"], head: Any, norm: Norm | None = None) -> tuple[Array, Array]:
     tied, x = isinstance(head, Transposed), xla.normed(x, norm)
     w = head.w if tied else head
-    return (head_tpu if head_tpu.fits(x, w) else head_xla).head_argmax(x, w, tied)
+    return first("head's argmax", "tpu", x, w).head_argmax(x, w, tied)
 
 
 def plain_head_top_k(x: Float[Array, "*rows H"], head: Any, k: int) -> tuple[Array, Array]:
@@ -150,25 +322,23 @@ def plain_head_top_k(x: Float[Array, "*rows H"], head: Any, k: int) -> tuple[Arr
 def tpu_head_top_k(x: Float[Array, "*rows H"], head: Any, k: int) -> tuple[Array, Array]:
     tied = isinstance(head, Transposed)
     w = head.w if tied else head
-    return (top_k_tpu if top_k_tpu.fits(x, w, k) else top_k_xla).head_top_k(x, w, k, tied)
+    return first("head's top-k", "tpu", x, w, k).head_top_k(x, w, k, tied)
 
 
 def tpu_prefix_attention(q: Array, k: Array, v: Array, lengths: Array, own: tuple[Array, Array] | None = None) -> Array:
-    return (attention_tpu if attention_tpu.fits(q, k, own) else attention_xla).prefix_attention(q, k, v, lengths, own)
+    return first("attention", "tpu", q, k, own).prefix_attention(q, k, v, lengths, own)
 
 
 def tpu_append_all(caches: Sequence[Array], new: Sequence[Array], start: Array, count: Array) -> tuple[Array, ...]:
-    made: Any = append_tpu if append_tpu.fits(caches[0], new[0]) else append_xla
-    return made.append_all(caches, new, start, count)
+    return first("appending", "tpu", caches[0], new[0]).append_all(caches, new, start, count)
 
 
 def tpu_append(cache: Array, new: Array, start: Array, count: Array) -> Array:
     return tpu_append_all((cache,), (new,), start, count)[0]
 
 
-def tpu_pages(count: int, kv_heads: int, entries: int, head_dim: int, dtype: DTypeLike) -> Pool:
-    made = paged_tpu if paged_tpu.fits(kv_heads, head_dim, dtype) else paged_xla
-    return made.empty(count, kv_heads, entries, head_dim, dtype)
+def tpu_pages(count: int, kv_heads: int, entries: int, head_dim: int, dtype: DTypeLike, devices: int = 1) -> Pool:
+    return first("paged attention", "tpu", head_dim, dtype).empty(count, kv_heads, entries, head_dim, dtype, devices)
 
 
 def tpu_paged_append(pool: Pool, *rest: Array) -> Pool:
@@ -242,8 +412,7 @@ CPU_XLA = xla_operations("xla", own_head=True)
 
 
 def tpu_window_attention(q: Array, k: Array, *rest: Array) -> tuple[Array, Array]:
-    made: Any = window_tpu if window_tpu.fits(q, k) else window_xla
-    return made.window_attention(q, k, *rest)
+    return first("window attention", "tpu", q, k).window_attention(q, k, *rest)
 
 
 TPU = replace(
@@ -290,7 +459,7 @@ def attention_operands(projection: Joint, how: Heads) -> tuple[tuple[Any, ...], 
 
 
 def cpu_heads(projection: Joint, how: Heads) -> tuple[Any, Any, Any]:
-    if how.head_dim % attention_cpu.HEAD_MULTIPLE:
+    if whole_panels(how.head_dim):
         return heads_xla.heads(projection.split(), how, norm=norm_cpu.rms_norm)
     operands, options = attention_operands(projection, how)
     q, k, v = attention_cpu.norm_rotate(*operands, **options)
@@ -298,26 +467,24 @@ def cpu_heads(projection: Joint, how: Heads) -> tuple[Any, Any, Any]:
 
 
 def cpu_prefix_attention(q: Array, k: Array, v: Array, lengths: Array, own: tuple[Array, Array] | None = None) -> Array:
-    run = attention_xla if q.shape[3] % attention_cpu.HEAD_MULTIPLE else attention_cpu
-    return run.prefix_attention(q, k, v, lengths, own)
+    return first("attention", "cpu", q, k, own).prefix_attention(q, k, v, lengths, own)
 
 
 def cpu_append_attend(
     projection: Joint, how: Heads, k: Array, v: Array, start: Array, count: Array
 ) -> tuple[Array, Array, Array]:
-    if how.head_dim % attention_cpu.HEAD_MULTIPLE:
+    if whole_panels(how.head_dim):
         return append_xla.append_attend(projection, how, k, v, start, count, cpu_heads, cpu_prefix_attention)
     operands, options = attention_operands(projection, how)
     return attention_cpu.append_attend(*operands, **options, k_cache=k, v_cache=v, start=start, count=count)
 
 
 def cpu_paged_attention(q: Array, pool: Pages, table: Array, lengths: Array, own: tuple[Array, Array] | None = None) -> Array:
-    run = paged_xla if q.shape[3] % attention_cpu.HEAD_MULTIPLE else paged_cpu
-    return run.prefix_attention(q, pool, table, lengths, own)
+    return first("paged attention", "cpu", q.shape[3], q.dtype).prefix_attention(q, pool, table, lengths, own)
 
 
 def cpu_paged_append_attend(projection: Joint, how: Heads, pool: Pages, *places: Array) -> tuple[Array, Pages]:
-    if how.head_dim % attention_cpu.HEAD_MULTIPLE:
+    if whole_panels(how.head_dim):
         return paged_xla.append_attend(projection, how, pool, *places, heads=cpu_heads)
     operands, options = attention_operands(projection, how)
     table, start, count = places
@@ -360,7 +527,7 @@ def cpu_project(
 
 
 def cpu_window_attention(q: Array, *rest: Array) -> tuple[Array, Array]:
-    return (window_xla if q.shape[3] % window_cpu.HEAD_MULTIPLE else window_cpu).window_attention(q, *rest)
+    return first("window attention", "cpu", q).window_attention(q, *rest)
 
 
 @cache
@@ -396,7 +563,7 @@ def trained_operations(how: cpu.Training) -> Operations:
         return heads_xla.heads(tuple(part.astype(jnp.float32) for part in projection.split()), what)
 
     def causal_attention(projection: Joint, what: Heads) -> Array:
-        if what.head_dim % causal_cpu.HEAD_MULTIPLE:
+        if whole_panels(what.head_dim):
             return causal_xla.causal_attention(projection, what, heads)
         (array, count, _, size), options = attention_operands(projection, what)
         sizes = causal_cpu.Sizes(count, size, options["eps"])
@@ -464,7 +631,7 @@ def cpu_operations(name: str, weights: Weights) -> Operations:
 def gather_reduce(x: Array, sources: Array, degrees: Array, weights: Array | None = None, reduce: Reduce = "sum") -> Array:
     """Reduces for each row the features of its first `degrees` sources, times their weights; see its `reference.py`."""
     plain = partial(gather_xla.gather_reduce, reduce=reduce)
-    if not gather_tpu.fits(x, sources, weights):
+    if first("graph reduction", "tpu", x, sources, weights) is gather_xla:
         return plain(x, sources, degrees, weights)
     fused = partial(gather_tpu.gather_reduce, reduce=reduce)
     return jax.lax.platform_dependent(x, sources, degrees, weights, tpu=fused, default=plain)

@@ -17,10 +17,13 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from tilewright.models import gguf
 from tilewright.models.checkpoint import read_json
 
 CONFIG = "tokenizer_config.json"
 FILE = "chat_template.jinja"
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
+"""Names that a caller's values for a template may not have: they are given otherwise, or not at all."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -47,12 +50,14 @@ class ChatTemplate:
         Raises:
             ValueError: a file is malformed, or the template does not compile.
         """
-        config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+        if (file := gguf.gguf_file(folder)) is not None:
+            where, config = str(file), gguf.open_gguf(file).tokenizer_config
+        else:
+            where, config = str(folder / CONFIG), read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
         if (folder / FILE).is_file():
             where = str(folder / FILE)
             source = read_text(folder / FILE)
         else:
-            where = str(folder / CONFIG)
             source = default_template(config.get("chat_template"), where)
         if source is None:
             return None
@@ -72,8 +77,9 @@ class ChatTemplate:
         return ChatTemplate(template, special_tokens or {}, where)
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, enable_thinking: bool = False
-    ) -> str:
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, continue_final_message: bool = False,
+        values: Mapping[str, Any] | None = None,
+    ) -> str:  # fmt: skip
         """The conversation as text.
 
         The text holds the special tokens that the model wants: encode it with `add_special_tokens=False`, or a tokenizer that
@@ -82,17 +88,43 @@ class ChatTemplate:
         Args:
             messages: each with at least `role` and `content`.
             add_generation_prompt: end with what begins an answer.
-            enable_thinking: for models that can think before they answer; the others do not read it.
+            continue_final_message: end within the last message, so that the model goes on with it.
+            values: whatever else the template is to know, such as `enable_thinking`. Templates ask what is defined, so that
+                nothing is by default.
 
         Raises:
-            ValueError: the template refuses the conversation, or fails on it.
+            ValueError: the template refuses the conversation, or fails on it; a value has a reserved name; there is nothing to
+                continue.
         """
-        values = {**self.special_tokens, "messages": [dict(message) for message in messages], "tools": None, "documents": None}
-        values |= {"add_generation_prompt": add_generation_prompt, "enable_thinking": enable_thinking}
+        check_values(values or {})
+        known = {**self.special_tokens, **(values or {}), "messages": [dict(message) for message in messages]}
+        known |= {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
         try:
-            return self.template.render(values)
+            text = self.template.render(known)
         except Exception as error:  # a template is a program: what it raises is its own affair
             raise ValueError(f"{self.where}: the chat template fails on this conversation: {error}") from error
+        return up_to(text, messages[-1]["content"]) if continue_final_message else text
+
+
+def check_values(values: Mapping[str, Any]) -> None:
+    """Raises a `ValueError` for a value that templates are given otherwise."""
+    if taken := [name for name in RESERVED if name in values]:
+        raise ValueError(f"expected values of a template, of which {taken[0]} is none")
+
+
+def up_to(text: str, last: str) -> str:
+    """A rendered conversation up to the end of its last message's content, whose outer spaces a template may have taken away.
+
+    Raises:
+        ValueError: the content is empty, or does not stand in the text.
+    """
+    bare = last.strip()
+    at = text.rfind(bare) if bare else -1
+    if at < 0:
+        raise ValueError("expected a last message that stands in the rendered conversation, to be continued")
+    spaces = last[len(last.rstrip()) :]
+    end = at + len(bare)
+    return text[: end + len(spaces)] if text.startswith(spaces, end) else text[:end]
 
 
 def read_text(path: Path) -> str:

@@ -1,6 +1,7 @@
 """Reads and writes Hugging Face checkpoints: a folder with `config.json` and its tensors in safetensors files."""
 
 import json
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -21,10 +22,15 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from tilewright.kernels.operations import Operations
+from tilewright.kernels.select import computes_bfloat16
+from tilewright.models import gguf
 from tilewright.models.decoder import DecoderConfig, DecoderParams, config_from_hf, declare
-from tilewright.models.params import ArraySpec, Bounds, each, from_tensors, held_parts, spec_leaves, to_tensors
+from tilewright.models.params import AUTO, ArraySpec, Bounds, bits, each, from_tensors, held_parts, spec_leaves, to_tensors
 
 Tree = TypeVar("Tree")
+
+log = logging.getLogger("tilewright.models")
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -53,6 +59,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return fields
 
 
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """The fields of `generation_config.json`, or of a GGUF file in its place; none where there is no such file."""
+    if (file := gguf.gguf_file(folder)) is not None:
+        return gguf.open_gguf(file).generation_config
+    path = folder / GENERATION_CONFIG
+    return read_json(path) if path.is_file() else {}
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """The fields of a checkpoint's `config.json`.
 
@@ -62,15 +76,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: the folder or its `config.json` is missing, or one of the two files is not a JSON object.
     """
+    if (file := gguf.gguf_file(folder)) is not None:
+        return gguf.open_gguf(file).config
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder")
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder} is not a checkpoint: it has no {CONFIG}")
     fields = read_json(folder / CONFIG)
-    if (folder / GENERATION_CONFIG).is_file():
-        ends = read_json(folder / GENERATION_CONFIG).get("eos_token_id")
-        if ends is not None:
-            fields["eos_token_id"] = ends
+    ends = read_generation_config(folder).get("eos_token_id")
+    if ends is not None:
+        fields["eos_token_id"] = ends
     return fields
 
 
@@ -80,6 +95,8 @@ def weight_files(folder: Path) -> list[Path]:
     Raises:
         ValueError: there is none, there are several without an index, or the index is malformed or names an absent file.
     """
+    if (file := gguf.gguf_file(folder)) is not None:
+        return [file]
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if (folder / INDEX).is_file():
@@ -103,6 +120,48 @@ def _indexed_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
+STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+def stored_dtype(folder: Path) -> str:
+    """The dtype of a checkpoint, in NumPy's words: what `config.json` says, else that of most of its numbers.
+
+    Raises:
+        ValueError: there is no configuration, or it says nothing and no tensors can be read.
+    """
+    fields = read_config(folder)
+    said = fields.get("dtype") or fields.get("torch_dtype")
+    if said is not None:
+        return str(said).removeprefix("torch.")
+    counts = Counter[str]()
+    for tensor in read_headers(weight_files(folder)):
+        counts[STORED.get(tensor.dtype, tensor.dtype)] += prod(tensor.shape)
+    return counts.most_common(1)[0][0] if counts else "float32"
+
+
+def chosen_dtype(asked: str, stored: str, bfloat16: bool) -> str:
+    """The dtype that a model runs in.
+
+    Args:
+        asked: one of `params.DTYPES`, or "auto": the checkpoint's, bfloat16 for float16, which nothing here computes in, and
+            float32 where bfloat16 is slow.
+        stored: the checkpoint's.
+        bfloat16: whether bfloat16 is fast.
+    """
+    if asked != AUTO:
+        return asked
+    return "bfloat16" if bfloat16 and stored in ("bfloat16", "float16") else "float32"
+
+
+def running_dtype(asked: str, folder: Path, ops: Operations) -> str:
+    """The dtype that the model of a folder runs in (see `chosen_dtype`); says so where numbers lose digits by it."""
+    stored = stored_dtype(folder) if asked == AUTO else ""
+    chosen = chosen_dtype(asked, stored, computes_bfloat16(ops))
+    if stored == "float16" and chosen == "bfloat16":
+        log.warning("%s is in float16: its weights are rounded to bfloat16; --dtype float32 keeps all of their digits", folder)
+    return chosen
+
+
 class StoredTensor(NamedTuple):
     """What a file's header says about a tensor.
 
@@ -120,6 +179,8 @@ class StoredTensor(NamedTuple):
 
 
 def _open(file: Path) -> Any:
+    if file.suffix == gguf.SUFFIX:
+        return gguf.open_gguf(file)
     try:
         return safe_open(file, framework="numpy")
     except (SafetensorError, OSError) as error:
@@ -140,6 +201,24 @@ def read_headers(files: Iterable[Path]) -> list[StoredTensor]:
 def read_part(file: Any, name: str, bounds: Bounds) -> np.ndarray:
     """A part of a tensor of an open safetensors file, of which nothing else is read."""
     return file.get_slice(name)[tuple(slice(start, stop) for start, stop in bounds)]
+
+
+def read_weights(file: Any, name: str, bounds: Bounds) -> np.ndarray:
+    """A part of a tensor of weights. Raises a `ValueError` if it holds infinity or NaN."""
+    value = read_part(file, name, bounds)
+    if not finite(value):
+        raise ValueError(f"{name} holds infinity or NaN, of which nothing can be computed")
+    return value
+
+
+EXPONENTS = {"float32": 0x7F80_0000, "bfloat16": 0x7F80, "float16": 0x7C00}
+"""The bits of a number's exponent, all of which are set in infinity and NaN."""
+
+
+def finite(values: np.ndarray) -> bool:
+    """Whether all are finite; told by their bits, which leaves other threads running and takes half the time of `isfinite`."""
+    exponent = bits(values).dtype.type(EXPONENTS[values.dtype.name])
+    return not np.any((bits(values) & exponent) == exponent)
 
 
 def _some(entries: Iterable[str]) -> str:
@@ -194,11 +273,12 @@ def load_params(
     ignore: Callable[[str], bool] = _none,
     console: Console | None = None,
     shardings: Tree | None = None,
+    prepare: Callable[[Any, Any], Any] | None = None,
 ) -> Tree:
     """Reads the arrays that `specs` declare from a folder's safetensors files.
 
-    All headers are checked before any data is read. The data is converted tensor by tensor; with shardings, each process reads
-    only what its own devices hold.
+    All headers are checked before any data is read. The data is converted and prepared tensor by tensor; with shardings, each
+    process reads only what its own devices hold.
 
     Args:
         folder: where the files lie (see `weight_files`).
@@ -207,14 +287,14 @@ def load_params(
         rename: from a stored name to the declared one.
         ignore: true for a stored name (before `rename`) that is to be passed over.
         console: where to show a progress bar; None for no bar.
-        shardings: a tree like `specs` with a `jax.sharding.Sharding` for each array; None for the default device.
+        shardings, prepare: see `params.from_tensors`; None for the default device, and for arrays as they are.
 
     Returns:
         The tree with a JAX array for each spec.
 
     Raises:
         ValueError: a file is missing or unreadable; or one message that lists the tensors that are missing, unknown, of the
-            wrong shape, of an unsupported dtype, or stored twice.
+            wrong shape, of an unsupported dtype, or stored twice; or the name of one that is not finite.
     """
     stored = _match(folder, specs, rename, ignore)
 
@@ -229,11 +309,11 @@ def load_params(
         task = progress.add_task("loading weights", total=total)
 
         def read(name: str, bounds: Bounds) -> np.ndarray:
-            value = read_part(files[stored[name].file], stored[name].name, bounds)
+            value = read_weights(files[stored[name].file], stored[name].name, bounds)
             progress.advance(task, value.nbytes)
             return value
 
-        return from_tensors(specs, read, dtype, shardings)
+        return from_tensors(specs, read, dtype, shardings, prepare)
 
 
 def load_stored(folder: Path, names: Collection[str], rename: Callable[[str], str] = _same) -> dict[str, np.ndarray]:
@@ -306,6 +386,7 @@ def load_decoder(
     dtype: DTypeLike,
     console: Console | None = None,
     shard: Callable[[DecoderParams], DecoderParams] | None = None,
+    ops: Operations | None = None,
 ) -> tuple[DecoderConfig, DecoderParams]:
     """Reads a decoder language model: its configuration, and its parameters as `dtype`.
 
@@ -315,6 +396,7 @@ def load_decoder(
     Args:
         shard: from the declaration to the shardings, say `lambda specs: shardings(specs, mesh, rules)`
             (`tilewright.parallel.sharding`); None for the default device.
+        ops: what the parameters are prepared for, array by array; None leaves them as they are.
 
     Raises:
         ValueError: see `read_config`, `decoder.config_from_hf` and `load_params`.
@@ -324,6 +406,6 @@ def load_decoder(
     def ignore(name: str) -> bool:
         return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
 
-    specs = declare(config)
-    placed = None if shard is None else shard(specs)
-    return config, load_params(folder, specs, dtype, ignore=ignore, console=console, shardings=placed)
+    specs = declare(config, ops is not None and ops.own_head)
+    placed, prepare = None if shard is None else shard(specs), None if ops is None else ops.prepare_one
+    return config, load_params(folder, specs, dtype, ignore=ignore, console=console, shardings=placed, prepare=prepare)

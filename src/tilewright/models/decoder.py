@@ -24,6 +24,7 @@ from tilewright.models.params import ArraySpec, matrix, norm_weight
 from tilewright.models.stack import SINGLE_DEVICE, Rows, Schedule, Stack
 
 Family = Literal["qwen3", "qwen2", "llama"]
+EMBEDDING = "model.embed_tokens.weight"
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
 """What other libraries call the families."""
 
@@ -152,13 +153,19 @@ def declare_layer(config: Any, prefix: str, qk_norm: bool, inputs: int | None = 
     )
 
 
-def declare(config: DecoderConfig) -> DecoderParams:
-    """The model's arrays, each declared once (see `params.ArraySpec`)."""
+def declare(config: DecoderConfig, own_head: bool = False) -> DecoderParams:
+    """The model's arrays, each declared once (see `params.ArraySpec`).
+
+    Args:
+        own_head: a tied model has a head of its own, which is read from the embedding's tensor.
+    """
     v, h = config.vocab_size, config.hidden_size
-    head = None if config.tie_word_embeddings else matrix("lm_head.weight", h, v, ("hidden", "vocab"), kind="head")
+    stored = EMBEDDING if config.tie_word_embeddings else "lm_head.weight"
+    tied = config.tie_word_embeddings and not own_head
+    head = None if tied else matrix(stored, h, v, ("hidden", "vocab"), kind="head")
     of_family = {"qk_norm": config.family == "qwen3", "qkv_bias": config.family == "qwen2"}
     return DecoderParams(
-        embed=ArraySpec("model.embed_tokens.weight", (v, h), ("vocab", "hidden"), "embedding"),
+        embed=ArraySpec(EMBEDDING, (v, h), ("vocab", "hidden"), "embedding"),
         layers=tuple(declare_layer(config, f"model.layers.{n}", **of_family) for n in range(config.num_layers)),
         norm=norm_weight("model.norm.weight", h),
         head=head,
@@ -168,8 +175,8 @@ def declare(config: DecoderConfig) -> DecoderParams:
 def prepare(config: DecoderConfig, ops: Operations, params: DecoderParams) -> DecoderParams:
     """Parameters as the operations want them; a tied model gets a head of its own where these say so."""
     if params.head is None and ops.own_head:
-        config, params = replace(config, tie_word_embeddings=False), replace(params, head=params.embed.T)
-    return ops.prepare(declare(config), params)
+        params = replace(params, head=params.embed.T)
+    return ops.prepare(declare(config, ops.own_head), params)
 
 
 Attend = Callable[[Operations, Projection, Heads, Any, Any], tuple[Array, Any]]

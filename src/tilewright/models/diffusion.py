@@ -183,9 +183,9 @@ def llada_name(name: str) -> str:
     return name
 
 
-def declare(config: DiffusionConfig) -> DecoderParams:
+def declare(config: DiffusionConfig, own_head: bool = False) -> DecoderParams:
     """The model's arrays, each declared once: a decoder's, under the family's names."""
-    specs = decoder.declare(config.decoder)
+    specs = decoder.declare(config.decoder, own_head)
     return specs if config.family == "dream" else jax.tree.map(lambda spec: replace(spec, name=llada_name(spec.name)), specs)
 
 
@@ -194,6 +194,7 @@ def load_diffusion(
     dtype: DTypeLike,
     console: Console | None = None,
     shard: Callable[[DecoderParams], DecoderParams] | None = None,
+    ops: Operations | None = None,
 ) -> tuple[DiffusionConfig, DecoderParams]:
     """Reads a diffusion language model: its configuration, and its parameters as `dtype`.
 
@@ -209,9 +210,9 @@ def load_diffusion(
     def ignore(name: str) -> bool:
         return name.endswith("rotary_emb.inv_freq") or (config.decoder.tie_word_embeddings and name == head)
 
-    specs = declare(config)
-    placed = None if shard is None else shard(specs)
-    return config, load_params(folder, specs, dtype, ignore=ignore, console=console, shardings=placed)
+    specs = declare(config, ops is not None and ops.own_head)
+    placed, prepare = None if shard is None else shard(specs), None if ops is None else ops.prepare_one
+    return config, load_params(folder, specs, dtype, ignore=ignore, console=console, shardings=placed, prepare=prepare)
 
 
 def bidirectional_attend(

@@ -1,11 +1,20 @@
-"""Finds a model's folder: a local one as it is, or a repository of the Hugging Face hub (`hub_client.py`)."""
+"""Finds a model's folder or file.
 
+A local one is taken as it is, a published one from where pip put it (`published.py`); a repository of the Hugging Face hub is
+fetched (`hub_client.py`).
+"""
+
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
 
+from tilewright.models import gguf, published
+
 TOKENIZER = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 """A model's tokenizer and what belongs to it."""
+TOKENIZER_PARTS = ["vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json"]
+"""What some models have in the place of `tokenizer.json`."""
 DEMO = Path(__file__).parents[1] / "assets" / "demo"
 PACKAGED = {
     "demo": DEMO / "target",
@@ -15,32 +24,43 @@ PACKAGED = {
     "demo-diffusion": DEMO / "diffusion",
 }
 """Models that come with the package, by the names that stand for their folders."""
+PUBLISHED = published.PUBLISHED
 
 
-def resolve(source: str, revision: str | None = None, console: Console | None = None) -> Path:
+def resolve(
+    source: str,
+    revision: str | None = None,
+    console: Console | None = None,
+    check: Callable[[Path], object] | None = None,
+) -> Path:
     """The folder of a model, fetched from the hub first if need be.
 
     Args:
-        source: an existing folder, a name among `PACKAGED`, or a hub id (`name` or `org/name`).
+        source: an existing folder or GGUF file, a name among `PACKAGED` or `PUBLISHED`, or a hub id (`name` or `org/name`).
         revision: a branch, tag or commit of the hub repository; its main branch by default.
         console: where to show a progress bar while files come in; None for no bar.
+        check: of a model that has to be fetched, is given the folder before the weights are in it, and raises an error for a
+            model that they need not be fetched for.
 
     Returns:
-        `source` itself where it is a folder, otherwise the snapshot in the hub client's cache.
+        `source` itself where it is a folder, the file of a published model, otherwise the snapshot in the hub client's cache.
 
     Raises:
-        ValueError: `source` is neither; or the hub has no such repository or revision, or refuses access; or it cannot be
-            reached and the cache lacks the model. `HF_ENDPOINT` names another hub.
+        ValueError: `source` is none of these, or a published model that is not installed; or the hub has no such repository or
+            revision, or refuses access; or it cannot be reached and the cache lacks the model. `HF_ENDPOINT` names another hub.
     """
     folder = Path(source)
-    if source and folder.is_dir():
+    if source and (folder.is_dir() or gguf.gguf_file(folder) is not None):
         if revision is not None:
             raise ValueError(f"revision {revision!r} was given, but {source!r} is a local folder, which has none")
         return folder
-    if source in PACKAGED:
+    if source in PACKAGED or source in PUBLISHED:
         if revision is not None:
-            raise ValueError(f"revision {revision!r} was given, but {source!r} comes with the package, which has none")
-        return PACKAGED[source]
+            where = "comes with the package" if source in PACKAGED else "is an installed file"
+            raise ValueError(f"revision {revision!r} was given, but {source!r} {where}, which has none")
+        return PACKAGED[source] if source in PACKAGED else published.find(source)
+    if folder.suffix == gguf.SUFFIX:
+        raise ValueError(f"there is no file {source}")
     from tilewright.models.hub_client import fetch  # the client takes a quarter of a second to import
 
-    return fetch(source, revision, console)
+    return fetch(source, revision, console, check)

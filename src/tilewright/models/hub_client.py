@@ -6,7 +6,7 @@ files that the cache lacks.
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -27,9 +27,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from tilewright.models.checkpoint import CONFIG, GENERATION_CONFIG, byte_progress
-from tilewright.models.hub import TOKENIZER
+from tilewright.models.hub import TOKENIZER, TOKENIZER_PARTS
 
-WANTED = [CONFIG, GENERATION_CONFIG, *TOKENIZER, "*.safetensors", "*.safetensors.index.json"]
+SMALL = [CONFIG, GENERATION_CONFIG, *TOKENIZER, *TOKENIZER_PARTS]
+WANTED = [*SMALL, "*.safetensors", "*.safetensors.index.json"]
 UNWANTED = ["*/*"]
 """Files in subfolders: other exports of the same weights."""
 COMMIT = re.compile("[0-9a-f]{40}")
@@ -38,7 +39,7 @@ NETWORK_ERRORS = (HTTPError, ConnectionError, TimeoutError)
 """The hub did not answer, or its answer broke off. `HTTPError` is that of the HTTP library below the client."""
 
 
-def fetch(source: str, revision: str | None, console: Console | None) -> Path:
+def fetch(source: str, revision: str | None, console: Console | None, check: Callable[[Path], object] | None = None) -> Path:
     """The snapshot of a hub id in the client's cache. Arguments and errors as for `hub.resolve`."""
     try:
         validate_repo_id(source)
@@ -46,10 +47,12 @@ def fetch(source: str, revision: str | None, console: Console | None) -> Path:
         raise ValueError(f"expected a folder or a hub id (name or org/name), found {source!r}") from error
     endpoint = (os.environ.get("HF_ENDPOINT") or constants.ENDPOINT).rstrip("/")
     with _one_line_errors(source, revision, endpoint):
-        return _fetch(source, revision, endpoint, console)
+        return _fetch(source, revision, endpoint, console, check)
 
 
-def _fetch(source: str, revision: str | None, endpoint: str, console: Console | None) -> Path:
+def _fetch(
+    source: str, revision: str | None, endpoint: str, console: Console | None, check: Callable[[Path], object] | None
+) -> Path:
     if revision is not None and COMMIT.fullmatch(revision):
         # A commit never changes: what the cache holds of it needs no request.
         cached = _from_cache(source, revision)
@@ -67,15 +70,23 @@ def _fetch(source: str, revision: str | None, endpoint: str, console: Console | 
             console.print(f"{endpoint} cannot be reached: using {source} as it is in the cache", markup=False)
         return cached
     with byte_progress(console) as progress:
-        folder = snapshot_download(
-            source,
-            revision=revision,
-            endpoint=endpoint,
-            allow_patterns=WANTED,
-            ignore_patterns=UNWANTED,
-            tqdm_class=_bar_class(progress, source, _missing_bytes(source, info)),
-        )
-    return Path(folder)
+        bar = _bar_class(progress, source, _missing_bytes(source, info))
+
+        def download(patterns: list[str]) -> Path:
+            return Path(
+                snapshot_download(
+                    source,
+                    revision=revision,
+                    endpoint=endpoint,
+                    allow_patterns=patterns,
+                    ignore_patterns=UNWANTED,
+                    tqdm_class=bar,
+                )
+            )
+
+        if check is not None:
+            check(download(SMALL))
+        return download(WANTED)
 
 
 def _from_cache(source: str, revision: str | None) -> Path | None:

@@ -5,7 +5,8 @@ every array; initialisation, abstract shapes and the checkpoint mapping all deri
 as a tree of `jax.sharding.Sharding` (see `tilewright.parallel.sharding`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal, TypeVar
@@ -18,11 +19,27 @@ from jax.experimental import multihost_utils
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
+from tilewright.compiled.machine import cores
+from tilewright.kernels.operations import Joined
+
 Tree = TypeVar("Tree")
 
 Dtype = Literal["float32", "bfloat16"]
 DTYPES: dict[str, Any] = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 """The dtypes that models run in, by their names."""
+
+AUTO = "auto"
+"""As a dtype: that of the checkpoint (see `checkpoint.chosen_dtype`)."""
+
+
+def check_dtype(dtype: str, known: Collection[str] = DTYPES) -> None:
+    """Raises a `ValueError` for a dtype that is not among those that are known."""
+    if dtype not in known:
+        raise ValueError(f"expected dtype to be one of {', '.join(known)}, found {dtype!r}")
+
+
+TURNED_ROWS = 256
+"""Rows of a matrix that are transposed at once: of more, what is written lies in too many places for the processor's cache."""
 
 Bounds = tuple[tuple[int, int], ...]
 """A part of an array: start and stop in each dim."""
@@ -147,9 +164,25 @@ def from_parts(
     """An array from the parts that this process's devices hold: `read` gives one, in any dtype, and is called once for each."""
     if sharding is None:
         (whole,) = held_parts(shape, None)
-        return jax.device_put(np.asarray(read(whole), jnp.dtype(dtype), order="C"))  # `jnp.asarray` compiles for each shape
-    once = cache(lambda bounds: np.asarray(read(bounds), jnp.dtype(dtype), order="C"))  # replicas share what was read
+        return jax.device_put(in_rows(read(whole), dtype))  # `jnp.asarray` compiles for each shape
+    once = cache(lambda bounds: in_rows(read(bounds), dtype))  # replicas share what was read
     return jax.make_array_from_callback(shape, sharding, lambda index: once(_bounds(index, shape)), dtype=jnp.dtype(dtype))
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    """The same memory as integers: NumPy copies those much faster than bfloat16, and other threads run meanwhile."""
+    return array.view(np.dtype(f"u{array.dtype.itemsize}"))
+
+
+def in_rows(array: np.ndarray, dtype: DTypeLike) -> np.ndarray:
+    """An array in another dtype, row after row in memory."""
+    same = array if array.dtype == jnp.dtype(dtype) else array.astype(jnp.dtype(dtype))
+    if same.ndim != 2 or same.flags.c_contiguous:
+        return np.asarray(same, order="C")
+    out = np.empty(same.shape, same.dtype)
+    for begin in range(0, same.shape[1], TURNED_ROWS):
+        bits(out)[:, begin : begin + TURNED_ROWS] = bits(same)[:, begin : begin + TURNED_ROWS]
+    return out
 
 
 def read_part(spec: ArraySpec, read: Callable[[str, Bounds], np.ndarray], bounds: Bounds) -> np.ndarray:
@@ -158,15 +191,33 @@ def read_part(spec: ArraySpec, read: Callable[[str, Bounds], np.ndarray], bounds
 
 
 def from_tensors(
-    specs: Tree, read: Callable[[str, Bounds], np.ndarray], dtype: DTypeLike, shardings: Tree | None = None
-) -> Tree:
+    specs: Tree, read: Callable[[str, Bounds], np.ndarray], dtype: DTypeLike, shardings: Tree | None = None,
+    prepare: Callable[[Any, Any], Any] | None = None,
+) -> Tree:  # fmt: skip
     """Builds the tree from checkpoint tensors, whose names and shapes are already known to fit.
 
     `read` gives a part of the tensor of one name, in the checkpoint's layout. It is called once for each part that this
-    process's devices hold, array by array, so that the host holds those of one array at a time besides the parameters.
+    process's devices hold. On one device a thread for each core reads an array, turns and prepares it, so that the host holds
+    those of so many at a time besides the parameters; over several devices one array follows the other, for what prepares
+    them may talk from device to device.
+
+    Args:
+        shardings: a tree like `specs` with a `jax.sharding.Sharding` for each array; None for the default device.
+        prepare: what becomes of each array, or of several that are `Joined`: `(spec, array)`; by default it stays as it is.
     """
 
     def place(spec: ArraySpec, sharding: Sharding | None) -> Array:
         return from_parts(spec.shape, sharding, dtype, partial(read_part, spec, read))
 
-    return each(specs, shardings, place)
+    def made(spec: Any, sharding: Any = None) -> Any:
+        value = each(spec, sharding, place)
+        return value if prepare is None else prepare(spec, value)
+
+    def joined(part: Any) -> bool:
+        return isinstance(part, Joined)
+
+    if shardings is not None:
+        return jax.tree.map(made, specs, shardings, is_leaf=joined)
+    with ThreadPoolExecutor(cores()) as pool:
+        waiting = jax.tree.map(lambda spec: pool.submit(made, spec), specs, is_leaf=joined)
+        return jax.tree.map(lambda one: one.result(), waiting)

@@ -1,23 +1,39 @@
 """Reads a model's tokenizer, and turns token ids that arrive in pieces into text."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from tilewright.models import gguf
+from tilewright.models.checkpoint import read_json
+from tilewright.models.gguf_tokenizer import WORDS
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What a decoder puts in the place of bytes that are no character, or not yet."""
 
 
+WHOLE, CONFIG, VOCAB, MERGES = "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"
+ADDED, SPECIAL = "added_tokens.json", "special_tokens_map.json"
+BYTE_LEVEL = ("Qwen2Tokenizer", "Qwen2TokenizerFast", "DreamTokenizer")
+"""Classes of transformers whose tokenizers are built alike, of a vocabulary and merges: Dream's is Qwen2's."""
+
+
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Reads `tokenizer.json`. Truncation and padding that the file asks for are switched off: they would alter prompts.
+    """Reads `tokenizer.json`, or builds the tokenizer of a GGUF file, or of what Dream's checkpoints have in its place.
+
+    Truncation and padding that the file asks for are switched off: they would alter prompts.
 
     Raises:
-        ValueError: the folder has no `tokenizer.json`, or it is not one.
+        ValueError: the folder has no `tokenizer.json` and not all of the others, or a file is not what it should be.
     """
-    path = folder / "tokenizer.json"
+    if (file := gguf.gguf_file(folder)) is not None:
+        return gguf.open_gguf(file).tokenizer()
+    path = folder / WHOLE
     if not path.is_file():
-        raise ValueError(f"{folder} is a folder without a tokenizer: it has no tokenizer.json")
+        return build_tokenizer(folder)
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more specific
@@ -27,40 +43,136 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
+def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+    """Token ids of a text, made while other threads run: `Tokenizer.encode` would keep the interpreter's lock, for seconds."""
+    return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+
+def build_tokenizer(folder: Path) -> Tokenizer:
+    """The byte-level BPE of `vocab.json` and `merges.txt`, as Qwen2's class of transformers reads them.
+
+    Raises:
+        ValueError: a file is missing or malformed, or `tokenizer_config.json` names another class.
+    """
+    if missing := [name for name in (VOCAB, MERGES, CONFIG) if not (folder / name).is_file()]:
+        parts = f"and of {VOCAB}, {MERGES} and {CONFIG}, which would do, not {' nor '.join(missing)}"
+        raise ValueError(f"{folder} is a folder without a tokenizer: it has no {WHOLE}, {parts}")
+    config = read_json(folder / CONFIG)
+    if config.get("tokenizer_class") not in BYTE_LEVEL:
+        classes = f"expected a tokenizer_class among {', '.join(BYTE_LEVEL)}, found {config.get('tokenizer_class')!r}"
+        raise ValueError(f"{folder} has no {WHOLE}, and {CONFIG}: {classes}")
+    added = added_tokens(folder, config)
+    # The library numbers added tokens one after the other, but leaves those where they are that the vocabulary has already.
+    vocab = read_json(folder / VOCAB) | {token.content: number for number, token in added.items()}
+    lines = (folder / MERGES).read_text(encoding="utf-8").split("\n")
+    pairs = [line.rstrip("\r").partition(" ") for line in lines[lines[0].startswith("#version") :] if line.strip()]
+    try:
+        tokenizer = Tokenizer(models.BPE(vocab, [(first, second) for first, _, second in pairs]))
+    except Exception as error:  # the library raises nothing more specific
+        raise ValueError(f"{folder}: {VOCAB} and {MERGES} are no tokenizer: {error}") from error
+    tokenizer.normalizer = normalizers.NFC()
+    words = pre_tokenizers.Split(Regex(WORDS), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([added[number] for number in sorted(added)])
+    return tokenizer
+
+
+def added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, AddedToken]:
+    """The tokens that are found in a text before anything else, by id.
+
+    They are those of `added_tokens_decoder` in `tokenizer_config.json`, and others of `added_tokens.json`, of which those are
+    special that a special token of the configuration or of `special_tokens_map.json` is.
+    """
+    where = folder / CONFIG
+    said = config.get("added_tokens_decoder", {})
+    if not isinstance(said, dict) or not all(number.isdigit() and texts(each) for number, each in said.items()):
+        raise ValueError(f"{where}: added_tokens_decoder must map ids to tokens with their content")
+    flags = ("single_word", "lstrip", "rstrip", "special")
+    found = {
+        int(number): AddedToken(each["content"], normalized=False, **{name: bool(each.get(name)) for name in flags})
+        for number, each in said.items()
+    }
+    if (folder / ADDED).is_file():
+        names = {**config} | (read_json(folder / SPECIAL) if (folder / SPECIAL).is_file() else {})
+        special = [each for name, value in names.items() if name.endswith(("_token", "_tokens")) for each in texts(value)]
+        for content, number in read_json(folder / ADDED).items():
+            found.setdefault(number, AddedToken(content, normalized=False, special=content in special))
+    return found
+
+
+def texts(value: Any) -> list[str]:
+    """The contents of a special token of a configuration, or of a list of them."""
+    if isinstance(value, list):
+        return [text for each in value for text in texts(each)]
+    content = value.get("content") if isinstance(value, dict) else value
+    return [content] if isinstance(content, str) else []
+
+
+BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+"""A token that stands for one byte where a tokenizer has no other for it (SentencePiece's byte fallback)."""
+HELD = 16
+"""The most replacements at the end of a text that wait for what follows; of byte-level BPE one is enough."""
+
+
 class StreamDecoder:
     """Turns token ids that arrive in pieces into text that can be shown at once, never half a character.
 
-    The pieces, with what `flush` returns, add up to `tokenizer.decode` of all ids, for every tokenizer that does not take back
-    text when more tokens come (byte-level BPE, as Qwen and Llama 3 have it, never does).
+    The pieces, with what `flush` returns, add up to `tokenizer.decode` of all ids. A decoder that falls back to bytes replaces
+    all bytes that stand side by side if they are no valid text together, so that such bytes wait for the token behind them.
+    What a token costs does not depend on how many came before.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
         self.tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
-        # The ids still needed: `_context` of them whose text is out (some decoders treat the first token of a text in their
-        # own way, so that new ids need some before them), and those that came since. `_shown` characters of their text are out.
-        self._ids: list[int] = []
-        self._context = 0
-        self._shown = 0
+        decoder = tokenizer.decoder
+        self.falls_back = decoder is not None and decoder.decode(["<0x41>"]) == "A"
+        self._restart()
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(ids), skip_special_tokens=self.skip_special_tokens)
+    def _restart(self) -> None:
+        # The ids still needed: `_context` of them whose text is out (some decoders treat the first token of a text in their
+        # own way, so that new ids need some before them), and those that came since. No later id changes the text of the first
+        # `_settled`, of which `_shown` characters are out.
+        self._ids: list[int] = []
+        self._context = self._settled = self._shown = 0
+
+    def _decode(self, ids: Sequence[int], skip: bool | None = None) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=self.skip_special_tokens if skip is None else skip)
+
+    def _is_left_out(self, token: int) -> bool:
+        """Whether `decode` takes no notice of an id: of a special token, or of one that the tokenizer has no entry for."""
+        special = self.skip_special_tokens and not self._decode([token]) and bool(self._decode([token], False))
+        return special or self.tokenizer.id_to_token(token) is None
 
     def push(self, ids: Sequence[int]) -> str:
         """Takes the next ids; returns the text that they complete, possibly none."""
-        self._ids.extend(ids)
-        text = self._decode(self._ids)
-        # A decoder may show the bytes of one unfinished character as several replacements, so that all at the end may change.
-        whole = len(text.rstrip(REPLACEMENT))
-        piece = text[self._shown : whole]
-        self._shown += len(piece)
+        settled = self._settled
+        for token in ids:
+            if not self._is_left_out(token):
+                self._ids.append(token)
+                if not (self.falls_back and BYTE.fullmatch(self.tokenizer.id_to_token(token) or "")):
+                    self._settled = len(self._ids)
+        return self._show() if self._settled > settled else ""
+
+    def _show(self) -> str:
+        text = self._decode(self._ids[: self._settled])
+        # The bytes of an unfinished character show as a replacement, and a later token may make a character of them.
+        whole = max(len(text.rstrip(REPLACEMENT)), len(text) - HELD, self._shown)
+        piece, self._shown = text[self._shown : whole], whole
         if piece and whole == len(text):
-            self._ids = self._ids[self._context :]
-            self._context = len(self._ids)
-            self._shown = len(self._decode(self._ids))
+            self._forget(self._context, 0)
+        elif self._settled - self._context > 8 * HELD:  # enough that bytes, up to four a character, fall into step again
+            self._forget(self._settled - 4 * HELD, len(text) - whole)
         return piece
+
+    def _forget(self, first: int, hidden: int) -> None:
+        """Drops the ids before `first`; the last `hidden` characters of the settled ones' text are still to be shown."""
+        self._ids, self._settled = self._ids[first:], self._settled - first
+        self._context = self._settled
+        self._shown = len(self._decode(self._ids[: self._settled])) - hidden
 
     def flush(self) -> str:
         """The rest, when no more ids come: bytes that never became a character show as U+FFFD. Starts afresh after it."""
         piece = self._decode(self._ids)[self._shown :]
-        self._ids, self._context, self._shown = [], 0, 0
+        self._restart()
         return piece

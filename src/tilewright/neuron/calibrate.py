@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 
 from tilewright.chips.neuron import instance_of
-from tilewright.neuron.machine import Machine, machine_of, with_figures
+from tilewright.neuron.machine import HOP_US, Machine, machine_of, with_figures
 from tilewright.neuron.program import CC, Collective, Op, Program
 from tilewright.neuron.simulate import simulate
+
+INSTANCE = "inf2.48xlarge"
+"""Taken for the one that was measured, which is not named."""
 
 Point = tuple[float, float]
 """Bytes of the whole array, and microseconds."""
@@ -47,6 +50,8 @@ class Calibration:
             "hop_us": self.machine.settings.hop_us,
             "dma_gb_per_s": self.machine.instance.chip.core.dma_gb_per_s,
             "geometric_mean_error": self.error,
+            "plans_hop_us": HOP_US,
+            "plans_dma_gb_per_s": instance_of(INSTANCE).chip.core.dma_gb_per_s,
             "points": [
                 {"role": role, "bytes": size, "measured_us": measured, "simulated_us": simulated}
                 for role, size, measured, simulated in sorted(rows, key=lambda row: row[1])
@@ -75,7 +80,7 @@ def calibrate(points: Sequence[Point] = PUBLISHED) -> Calibration:
     sizes, times = (np.array(column, float) for column in zip(*fitted, strict=True))
     terms = np.stack([1 / times, sizes / times], axis=1)
     (latency_us, us_per_byte), *_ = np.linalg.lstsq(terms, np.ones_like(times), rcond=None)
-    machine = machine_of(instance_of("inf2.48xlarge"), tp=2)
+    machine = machine_of(instance_of(INSTANCE), tp=2)
     steps = 2  # a reduce-scatter and an all-gather of half the bytes each
     hop_us = (float(latency_us) - machine.settings.signal_us) / steps
     if hop_us <= 0 or us_per_byte <= 0:

@@ -68,12 +68,12 @@ def variables(
         both = "token threading and, with it, streams" if streams > 1 else "token threading (it turns streams on as well)"
         found.append(Variable("NEURON_NXD_FSDP_CC_MULTISTREAM", "1", ("nxd",), both))
     shifts = (
-        ("EARLY_AG", early, "gathers weights so many layers ahead"),
-        ("LATE_RS", late, "scatters gradients so many behind"),
+        ("EARLY_AG", early, "gathers weights so many halves of layers ahead"),
+        ("LATE_RS", late, "scatters gradients so many halves of layers behind"),
     )
     for name, shift, does in shifts:
         if threaded and shift is not None:
-            said = f"{does}; attention and MLP are layers of their own"
+            said = f"{does}: attention and MLP count as a layer each here"
             found.append(Variable(f"NEURON_FSDP_NUM_LAYER_{name}_SHIFT", str(shift), FRAMEWORKS, said))
     if packets is not None and packets != (DMA_PACKET_BYTES, (CC_PACKET_BYTES,)):
         dma, cc = packets

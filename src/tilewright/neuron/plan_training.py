@@ -27,7 +27,7 @@ class Setting:
 
     Attributes:
         packets: `default` or `recommended`.
-        early, late: shifts, in halves of layers; of no account where not threaded.
+        early, late: shifts, in halves of layers; of no account where not threaded. Names, records and commands have layers.
     """
 
     streams: int
@@ -38,7 +38,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        order = f"early {self.early}, late {self.late}" if self.threaded else "compiler's order"
+        order = f"early {self.early / 2:g}, late {self.late / 2:g}" if self.threaded else "compiler's order"
         return f"{self.streams} stream{'s' * (self.streams > 1)}, {self.packets} packets, {order}"
 
     @property
@@ -59,7 +59,7 @@ class TrainingPlan:
     Attributes:
         name: of the model.
         fsdp, tp: ranks along each axis of the mesh.
-        streams, packets, early, late: settings, each with each.
+        streams, packets, early, late: settings, each with each; shifts in halves of layers.
         sequences, positions: of each fully sharded rank.
         layers: of the model that are simulated.
     """
@@ -86,8 +86,8 @@ class TrainingPlan:
                 raise ValueError(f"expected at least one of {name}, found none")
         for name, shifts in (("early", self.early), ("late", self.late)):
             if not 0 <= min(shifts) <= max(shifts) <= 2 * min(self.layers[0], self.config.num_layers):
-                most = 2 * min(self.layers[0], self.config.num_layers)
-                raise ValueError(f"expected --{name} from 0 to {most} halves of layers, found {shifts}")
+                most, given = min(self.layers[0], self.config.num_layers), ", ".join(f"{shift / 2:g}" for shift in shifts)
+                raise ValueError(f"expected --{name} from 0 to {most} layers, found {given}")
         for setting in self.settings:
             self.machine(setting)
 
@@ -134,8 +134,8 @@ def compare(plan: TrainingPlan, done: Callable[[str], None] = lambda _: None) ->
                 "threaded": setting.threaded,
                 "streams": setting.streams,
                 "packets": setting.packets,
-                "early_halves": setting.early,
-                "late_halves": setting.late,
+                "early_layers": setting.early / 2,
+                "late_layers": setting.late / 2,
                 "step_ms": 1e3 * one.total_s,
                 "tokens_per_s": tokens / one.total_s,
                 **one.record(),
@@ -152,8 +152,8 @@ def compare(plan: TrainingPlan, done: Callable[[str], None] = lambda _: None) ->
 
 def setting_of(record: Mapping[str, Any]) -> Setting:
     """The setting that a record is of."""
-    names = ("streams", "packets", "early_halves", "late_halves", "threaded")
-    return Setting(*(record[name] for name in names))
+    early, late = (round(2 * record[f"{name}_layers"]) for name in ("early", "late"))
+    return Setting(record["streams"], record["packets"], early, late, record["threaded"])
 
 
 def sensitivity(

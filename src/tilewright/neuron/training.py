@@ -66,9 +66,7 @@ class Training:
             raise ValueError(f"expected 1 to {config.num_layers} layers, found {self.layers}")
         for name, shift in (("early", step.early), ("late", step.late)):
             if shift > self.halves:
-                raise ValueError(
-                    f"expected --{name} of at most the {self.halves} halves of {self.layers} layers, found {shift}"
-                )
+                raise ValueError(f"expected --{name} of at most {self.layers} layers, found {shift / 2:g}")
         self.fsdp_stream = min(1, machine.settings.streams - 1)
         self.gathered: dict[int, int] = {}
         self.gradients: dict[int, int] = {}
@@ -214,7 +212,7 @@ def training_program(config: Config, machine: Machine, step: Step) -> Program:
     parameters = made.layers * made.share.layer_bytes / BF16 + 2 * made.share.head().bytes / BF16
     saved = made.halves * BF16 * step.tokens * config.hidden_size / made.share.ranks
     resident = STATE_BYTES * parameters / machine.mesh.size("fsdp") + saved
-    kind = f"early {step.early}, late {step.late}" if step.threaded else "left to the compiler"
+    kind = f"early {step.early / 2:g}, late {step.late / 2:g}" if step.threaded else "left to the compiler"
     return made.build.program(f"training step, {kind}", resident, made.share.notes)
 
 

@@ -1,4 +1,8 @@
-"""What a TPU's compiler is told of programs whose collectives are to be hidden."""
+"""Options for a TPU's compiler by which it begins transfers between devices earlier.
+
+They were tuned on the model of time in `compiled/timeline.py`, and no TPU has run a program that was compiled with them: nobody
+gets them without asking.
+"""
 
 import logging
 from collections.abc import Callable
@@ -30,11 +34,13 @@ def hiding(kind: str) -> dict[str, Any]:
     }
 
 
-def compile_hiding(kind: str, compile: Callable[[dict[str, Any] | None], Made]) -> Made:
-    """What `compile` makes with the options for a kind of chip.
+def compile_hiding(kind: str | None, compile: Callable[[dict[str, Any] | None], Made]) -> Made:
+    """Result of `compile` with the options for a kind of chip, or for None without any.
 
     A compiler that does not know them compiles without any; a line of the log says so.
     """
+    if kind is None:
+        return compile(None)
     try:
         return compile(hiding(kind))
     except jax.errors.JaxRuntimeError as error:
@@ -44,7 +50,9 @@ def compile_hiding(kind: str, compile: Callable[[dict[str, Any] | None], Made]) 
         return compile(None)
 
 
-def compile_over(mesh: Mesh | None, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compiles a lowered program, as `compile_hiding` does where it runs over several TPUs of a known kind."""
-    kind = None if mesh is None or mesh.size == 1 else KINDS.get(mesh.devices.flat[0].device_kind)
-    return lowered.compile() if kind is None else compile_hiding(kind, lowered.compile)
+def compile_over(mesh: Mesh | None, lowered: jax.stages.Lowered, compiler_options: bool) -> jax.stages.Compiled:
+    """Compiles a lowered program: with the options of its chips, if asked and if it runs over several TPUs of a known kind."""
+    kind = None
+    if compiler_options and mesh is not None and mesh.size > 1:
+        kind = KINDS.get(mesh.devices.flat[0].device_kind)
+    return compile_hiding(kind, lowered.compile)

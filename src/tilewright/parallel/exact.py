@@ -9,14 +9,14 @@ within a device and whose upper part is between devices.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from tilewright.kernels.operations import Heads, Joined, Norm, Operations, Transposed
+from tilewright.kernels.operations import Heads, Joined, Norm, Operations, Pages, Transposed
 from tilewright.parallel.rings import Axis
 from tilewright.parallel.schedules import TensorParallel, run_layers
 
@@ -176,6 +176,31 @@ def by_heads(
     return jnp.moveaxis(for_each(heads, of), 0, 2)
 
 
+def by_heads_over_pages(
+    ops: Operations, q: Float[Array, "B T N D"], pool: Pages, table: Int[Array, "B M"], lengths: Int[Array, "B T"]
+) -> Float[Array, "B T N D"]:
+    """Attention over entries in pages, one query head after another."""
+    heads, kv_heads = q.shape[2], pool.k.shape[1]
+
+    def of(n: Array) -> Array:
+        own = Pages(*(jax.lax.dynamic_slice_in_dim(part, n // (heads // kv_heads), 1, 1) for part in (pool.k, pool.v)))
+        return ops.paged_attention(jax.lax.dynamic_slice_in_dim(q, n, 1, 2), own, table, lengths)[:, :, 0]
+
+    return jnp.moveaxis(for_each(heads, of), 0, 2)
+
+
+def append_attend_pages(
+    ops: Operations, projection: Any, how: Heads, pool: Pages, table: Array, start: Array, count: Array
+) -> tuple[Array, Pages]:
+    """`Operations.paged_append_attend`, each query head by itself."""
+    q, new_k, new_v = heads_apart(ops, projection, how)
+    pool = cast(Pages, ops.paged_append(pool, table, new_k, new_v, start, count))
+    at = jnp.arange(q.shape[1])[None]
+    lengths = jnp.where(at < count[:, None], start[:, None] + at + 1, 0)
+    out = by_heads_over_pages(ops, q, pool, table, lengths)
+    return out.reshape(*out.shape[:2], -1), pool
+
+
 def in_parts(ops: Operations, count: int, key_count: int) -> Operations:
     """What layers compute with, in blocks.
 
@@ -217,7 +242,8 @@ def in_parts(ops: Operations, count: int, key_count: int) -> Operations:
 
     return replace(
         ops, project=project, gated_linear=gated_linear, linear=linear, heads=partial(heads_apart, ops),
-        append_attend=append_attend, causal_attention=causal_attention, prefix_attention=partial(by_heads, ops),
+        append_attend=append_attend, paged_append_attend=cast(Any, partial(append_attend_pages, ops)),
+        causal_attention=causal_attention, prefix_attention=partial(by_heads, ops),
     )  # fmt: skip
 
 

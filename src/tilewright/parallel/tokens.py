@@ -32,6 +32,7 @@ After "Token Threading for FSDP" in the AWS Neuron SDK's "Overlapping compute an
 one-element tensor to each collective's operands, keeps the order, and drops the tensors again.
 """
 
+import warnings
 from collections.abc import Callable
 from functools import partial, reduce
 from operator import add
@@ -43,7 +44,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 from jax.experimental.xla_metadata import set_xla_metadata
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, partial_eval
 
 Tree = TypeVar("Tree")
@@ -117,13 +118,17 @@ def checkpoint(layer: Callable[..., tuple[Any, Array]]) -> Callable[..., tuple[A
     """`jax.checkpoint` for threaded functions: what is computed again in the backward pass takes its place in its chain.
 
     A layer's collectives run again after those of the backward pass of the layer behind it, and before its own; those whose
-    results the gradient does not need don't. `jax.checkpoint` itself would give them the token of the forward pass, which says
-    nothing of when the backward pass has come to them.
+    results the gradient does not need don't (`jax.jit` drops them; a JAX that cannot be told runs them, and a warning says so).
+    `jax.checkpoint` itself would give them the token of the forward pass, which says nothing of when the backward pass has come
+    to them.
 
     Args:
         layer: `layer(token, *operands) -> (result, token)`, of arrays in any pytrees. The gradient is taken by the operands
             alone: what it reads besides them must not depend on what is differentiated.
     """
+    if not DROPS_UNREAD:
+        message = f"JAX {jax.__version__} has no dce_rules: what runs again includes collectives whose results nothing reads"
+        warnings.warn(message, stacklevel=2)
 
     @jax.custom_vjp
     def run(token: Array, *operands: Any) -> tuple[Any, Array]:
@@ -133,26 +138,13 @@ def checkpoint(layer: Callable[..., tuple[Any, Array]]) -> Callable[..., tuple[A
         return layer(token, *operands), operands
 
     def backward(operands: Any, due: tuple[Any, Array]) -> Any:
-        return _without_unread(partial(_again_and_back, layer), operands, due)
+        result_due, token = due
+        operands, (token,) = _tied(_wait, token, operands)
+        (_, token), back = jax.vjp(layer, token, *operands)
+        return back((result_due, token))
 
     run.defvjp(forward, backward)
     return run
-
-
-def _again_and_back(layer: Callable[..., tuple[Any, Array]], operands: Any, due: tuple[Any, Array]) -> Any:
-    """The cotangents of a layer's token and operands."""
-    result_due, token = due
-    operands, (token,) = _tied(_wait, token, operands)
-    (_, token), back = jax.vjp(layer, token, *operands)
-    return back((result_due, token))
-
-
-def _without_unread(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function gives, without the operations whose results nothing but a token reads."""
-    traced, shape = jax.make_jaxpr(function, return_shape=True)(*args)
-    jaxpr, read = partial_eval.dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
-    leaves = [leaf for leaf, is_read in zip(jax.tree.leaves(args), read, strict=True) if is_read]
-    return jax.tree.unflatten(jax.tree.structure(shape), jaxpr_as_fun(ClosedJaxpr(jaxpr, traced.consts))(*leaves))
 
 
 def _tied(tie: Callable[..., Any], token: Token, values: Any) -> Any:
@@ -300,8 +292,9 @@ TOKEN_OF = _primitive(
 )
 
 
-def _token_alone(read: list[bool], eqn: Any) -> tuple[list[bool], Any]:
-    """Where nothing reads the values, the token does not wait for them either."""
+def _token_alone(read: list[bool], *of: Any) -> tuple[list[bool], Any]:
+    """Where nothing reads the values, the token does not wait for them either. JAX 0.12 passes more before the equation."""
+    *_, eqn = of
     count = eqn.params["count"]
     if not any(read):
         return [False] * len(eqn.invars), None
@@ -311,4 +304,7 @@ def _token_alone(read: list[bool], eqn: Any) -> tuple[list[bool], Any]:
     return [at < count for at in range(len(eqn.invars))], alone
 
 
-partial_eval.dce_rules[TOKEN_OF] = _token_alone
+# JAX drops what nothing reads as it lowers a program; how it is told what a primitive reads is not documented.
+DROPS_UNREAD = hasattr(partial_eval, "dce_rules")
+if DROPS_UNREAD:
+    partial_eval.dce_rules[TOKEN_OF] = _token_alone

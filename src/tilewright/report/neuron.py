@@ -1,6 +1,6 @@
 """The pages of simulated Neuron programs and of plans: what engines do when, and figures by cores, batch and schedule."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -99,6 +99,7 @@ def write_simulation(
         Table("Exposed communication of each layer", ["layer", "ms"], [[name, f"{ms:,.3f}"] for name, ms in layers.items()]),
     ]
     text = f"{record['total_ms']:,.3f} ms; {record['limit']} is busy longest; {record['memory_gib']:,.2f} GiB of device memory."
+    text = " ".join([text, *sentences(record["notes"])])
     sections = [Section("What runs when", [engines], text), Section("Figures", blocks, grid=True)]
     data = {"environment": dict(environment), "data": dict(record)}
     write_sections(path, title, sections, lead=LEAD, facts=environment, data=data)
@@ -119,10 +120,16 @@ def write_inference_plan(path: str | Path, title: str, plan: Mapping[str, Any]) 
             *by_cores(f"Time per output token, input of {tokens:,}", "ms", "tpot_ms", of),
         ]
         sections.append(Section(f"Input of {tokens:,} tokens", blocks, grid=True))
-        sections.append(Section(f"Figures, input of {tokens:,}", [inference_table(of)]))
+        notes = " ".join(sentences(note for one in of for note in one["notes"]))
+        sections.append(Section(f"Figures, input of {tokens:,}", [inference_table(of)], notes))
     sections.append(Section("Sensitivity", [sensitivity_table(plan["sensitivity"], "tpot_ms")], SENSITIVITY))
     environment = {name: value for name, value in plan.items() if name not in ("data", "sensitivity", "winner")}
     write_sections(path, title, sections, lead=LEAD, facts=plain(environment), data=plan)
+
+
+def sentences(notes: Iterable[str]) -> list[str]:
+    """Notes for a page, each once."""
+    return [f"{note[0].upper()}{note[1:]}." for note in dict.fromkeys(notes)]
 
 
 SENSITIVITY = "Disputed figures take their other values, one at a time: does the ranking change?"
@@ -176,10 +183,10 @@ def write_training_plan(path: str | Path, title: str, plan: Mapping[str, Any]) -
     lines: dict[str, list[tuple[float, float]]] = {}
     for one in records:
         if one["threaded"]:
-            key = f"{one['streams']} stream{'s' * (one['streams'] > 1)}, early {one['early_halves']}, {one['packets']}"
-            lines.setdefault(key, []).append((one["late_halves"], one["step_ms"]))
+            key = f"{one['streams']} stream{'s' * (one['streams'] > 1)}, early {one['early_layers']:g}, {one['packets']}"
+            lines.setdefault(key, []).append((one["late_layers"], one["step_ms"]))
     charts = [
-        LineChart(f"Step by late shift, {packets} packets", "late shift, halves of layers", "ms", series)
+        LineChart(f"Step by late shift, {packets} packets", "late shift, layers", "ms", series)
         for packets in dict.fromkeys(one["packets"] for one in records if one["threaded"])
         if (series := [Series(key, sorted(points)) for key, points in lines.items() if key.endswith(packets)])
     ]

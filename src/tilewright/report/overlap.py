@@ -1,6 +1,6 @@
 """The page of `tilewright inspect overlap`: for each phase its figures, the time of each layer, and what runs when."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -42,10 +42,36 @@ class OverlapReport:
             raise ValueError("expected figures of at least one schedule, found none")
 
 
+CAVEATS = (
+    "The model flatters schedules with many transfers: starting one costs nothing, and links take nothing from the bandwidth "
+    "of memory. Operations without an estimate by the compiler count at the chip's full roofline. Part of what a schedule "
+    "saves may be less compute and no hidden communication: compare with sequence, which divides norms and additions as well."
+)
+"""Beside every time that `compiled/timeline.py` predicts."""
+
 LEAD = (
     "Compiler estimates and a model of links and memory; nothing ran. Exposed is communication that the core waits for, hidden "
-    "what passes beside its compute."
+    f"what passes beside its compute. {CAVEATS}"
 )
+
+
+def without_estimate(programs: Iterable[tuple[str, int, float]]) -> str:
+    """How much of programs the compiler has no estimate for; of those of one name the most.
+
+    Args:
+        programs: names, operations without an estimate, and the part of the reported layer's compute that these are.
+    """
+    most: dict[str, tuple[int, float]] = {}
+    for name, count, share in programs:
+        before = most.get(name, (0, 0.0))
+        most[name] = max(count, before[0]), max(share, before[1])
+    said = (f"{name} {count:,} ({share:.0%} of a layer's compute)" for name, (count, share) in most.items())
+    return f"Operations without an estimate, at the full roofline: {', '.join(said)}."
+
+
+def layer_estimates(records: Iterable[Mapping[str, Any]], name: str) -> str:
+    """The same of records of one layer, whose programs have this name."""
+    return without_estimate((one[name], one["without_estimate"], one["roofline_share"]) for one in records)
 
 
 def write_overlap(path: str | Path, report: OverlapReport) -> None:
@@ -62,7 +88,8 @@ def write_overlap(path: str | Path, report: OverlapReport) -> None:
         text = (
             f"One of {first['model_layers']} layers, the middle of those that were compiled, on {first['devices']} chips. "
             f"Without communication it takes {bound} ms{unsteady(first['bound_steady'])}. If every chip used all its links, "
-            f"two sums would take {wires} ms, and {beyond} ms of them would not fit under the compute."
+            f"two sums would take {wires} ms, and {beyond} ms of them would not fit under the compute. "
+            f"{layer_estimates(records, 'schedule')}"
         )
         picture = Lanes(f"What runs when, {name}", report.lanes[name])
         blocks = [figures_table(records), against_table(records), layer_bars(records), picture]

@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.report.charts import LineChart, Series
-from tilewright.report.overlap import unsteady
+from tilewright.report.overlap import CAVEATS, unsteady, without_estimate
 from tilewright.report.page import Block, Cell, Section, Table, write_sections
 
 PREDICTED = (
     "Predictions: compiler estimates and a model of links and memory; nothing ran. The time to the first token (TTFT) is all "
     "layers over the whole input and the head; the time for each further one (TPOT) is a step half-way through the output. The "
-    "head counts as its roofline, and the embedding is left out. Tokens a second: of all rows, after the first token."
+    "head counts as its roofline, and the embedding is left out. Tokens a second: of all rows, after the first token. "
+    f"{CAVEATS}"
 )
 CPUS = (
     "A small model of random weights. Several devices of one CPU share its cores: what counts here is that tokens are the "
@@ -39,7 +40,7 @@ def write_grid(
     sections = []
     for kind in dict.fromkeys(one["chip"].partition(":")[0] for one in predicted):
         of = [one for one in predicted if one["chip"].partition(":")[0] == kind]
-        sections.append(Section(f"Predicted for {kind}", charts(of), PREDICTED, grid=True))
+        sections.append(Section(f"Predicted for {kind}", charts(of), f"{PREDICTED} {grid_estimates(of)}", grid=True))
         sections.append(Section(f"Figures for {kind}", [predicted_table(of)]))
     if measured:
         text = CPUS if about.get("measured_platform") == "cpu" else RAN
@@ -50,6 +51,15 @@ def write_grid(
         "measured": [dict(one) for one in measured],
     }
     write_sections(path, "Schedules over the number of devices", sections, facts=about, data=data)
+
+
+def grid_estimates(records: Sequence[Mapping[str, Any]]) -> str:
+    """How much of the programs of predictions the compiler has no estimate for."""
+    return without_estimate(
+        (f"{one['schedule']} {phase}", one[f"{phase}_without_estimate"], one[f"{phase}_roofline_share"])
+        for phase in ("prefill", "decode")
+        for one in records
+    )
 
 
 def charts(records: Sequence[Mapping[str, Any]]) -> list[Block]:
@@ -85,8 +95,9 @@ def predicted_table(records: Sequence[Mapping[str, Any]]) -> Table:
         ]
         speed = f"{one['output_tokens_per_s']:,.0f}"
         needs = Cell(f"{one['device_gb']:.1f}" + ("" if one["fits"] else " (too much)"), strong=not one["fits"])
-        rows.append([row_name(one), times[0], exposed[0], times[1], exposed[1], speed, needs])
-    heads = ["batch × input, devices", "TTFT ms", "exposed", "TPOT ms", "exposed", "tokens/s", "GB a device"]
+        computed = f"{one['prefill_compute_ms']:,.2f}"
+        rows.append([row_name(one), times[0], computed, exposed[0], times[1], exposed[1], speed, needs])
+    heads = ["batch × input, devices", "TTFT ms", "of it compute", "exposed", "TPOT ms", "exposed", "tokens/s", "GB a device"]
     return Table("Predictions", heads, rows)
 
 

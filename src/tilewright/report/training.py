@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.report.charts import StackedBars
-from tilewright.report.overlap import LEAD, NAMES, Lanes, OverlapReport, milliseconds, percent
+from tilewright.report.overlap import LEAD, NAMES, Lanes, OverlapReport, layer_estimates, milliseconds, percent
 from tilewright.report.page import Cell, Section, Table, write_sections
 
 PASSES = ("forward", "backward")
@@ -26,7 +26,8 @@ def write_training(path: str | Path, report: OverlapReport) -> None:
         first = records[0]
         text = (
             f"Layer {first['reported_layer']} of {first['layers_compiled']} that were compiled; the model has "
-            f"{first['model_layers']}. What is the layer's own in both passes, wherever it runs."
+            f"{first['model_layers']}. What is the layer's own in both passes, wherever it runs. "
+            f"{layer_estimates(records, 'program')}"
         )
         picture = Lanes(f"What runs when in the step of {first['layers_compiled']} layers", report.lanes[name])
         blocks = [layer_table(records), memory_table(records), layer_bars(records), picture, *map(transfers_table, records)]

@@ -2,35 +2,40 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
-from tilewright.engine.diffusion import DiffusionEngine
-from tilewright.engine.request import Overloaded
-from tilewright.engine.service import Service
+from tilewright.diffusion.engine import DiffusionEngine
 from tilewright.models.chat import ChatTemplate
+from tilewright.runtime.request import Overloaded
+from tilewright.runtime.service import RETRY_AFTER_S, Service
 from tilewright.server.asks import Plan, plan_of, rough_size
+from tilewright.server.defaults import SamplingDefaults
 from tilewright.server.denoising import DenoisingChatBody, DenoisingCompletionBody
-from tilewright.server.errors import ApiError, invalid_body
+from tilewright.server.errors import ApiError, invalid_body, overloaded
 from tilewright.server.forms import Served
-from tilewright.server.generation import Running, overloaded, stopping
+from tilewright.server.generation import Running, stopping
 from tilewright.server.metrics import EngineCollector, Timings
 from tilewright.server.schema import ChatBody, CompletionBody, GenerationBody, ModelBody
 from tilewright.server.tokens import TokenTexts
 
 Body = TypeVar("Body", bound=ModelBody)
+T = TypeVar("T")
 
 PARSED_HERE = 65_536
 """Bytes of a body that are parsed at once; longer ones are parsed in a thread, for others wait meanwhile."""
 TOKENISERS = 2
-"""Threads that read long bodies and tokenise."""
+"""Threads that read longer bodies, and tokenise prompts of those up to this length."""
+MOST_LONG_BODIES = 64
+"""How many longer ones may be read at once, for their memory."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class ServerOptions:
         name: of the model, as clients know it.
         version: of this software.
         template: the model's chat template; None where it has none.
+        sampling: how requests draw that do not say.
         api_keys: one of which a request must bring; none for no check.
         origins: of web pages that browsers let read the answers (CORS); "*" for all.
         max_body_bytes: how long a body may be.
@@ -52,6 +58,7 @@ class ServerOptions:
     name: str
     version: str
     template: ChatTemplate | None = None
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     api_keys: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
     max_body_bytes: int = 4 * 2**20
@@ -70,24 +77,62 @@ class ServerOptions:
                 raise ValueError(f"expected {name} above 0, found {value}")
 
 
+async def in_thread(threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+    return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+
+@dataclass
+class Pending:
+    """Requests that are being tokenised, and their tokens, about: nobody else knows of them yet."""
+
+    requests: int = 0
+    tokens: int = 0
+
+    @contextmanager
+    def counting(self, requests: int, tokens: int, check: Callable[[int, int], None]) -> Iterator[None]:
+        """Counts requests while they are tokenised, so that a burst is turned away before that work.
+
+        Args:
+            check: raises `Overloaded` if there is no room for so many requests and tokens.
+
+        Raises:
+            ApiError: there is none.
+        """
+        self.requests += requests
+        self.tokens += tokens
+        try:
+            check(self.requests, self.tokens)
+            yield
+        except Overloaded as error:
+            raise overloaded(error.retry_after_s) from error
+        finally:
+            self.requests -= requests
+            self.tokens -= tokens
+
+
 @dataclass
 class Api:
     """The server's state.
 
     Attributes:
         stopping: no request is taken any more.
-        pending_requests, pending_tokens: those that are being tokenised, about: the engine does not know of them yet.
+        pending: requests on their way to the engine.
+        texts: those that are only tokenised, or decoded.
+        long_bodies: how many are being read.
     """
 
     engine: Service[Any]
     options: ServerOptions
     stopping: bool = False
-    pending_requests: int = 0
-    pending_tokens: int = 0
+    pending: Pending = field(default_factory=Pending)
+    texts: Pending = field(default_factory=Pending)
+    long_bodies: int = 0
     served: Served = field(init=False)
     registry: CollectorRegistry = field(init=False)
     timings: Timings = field(init=False)
     threads: ThreadPoolExecutor = field(init=False)
+    long_prompts_thread: ThreadPoolExecutor = field(init=False)
+    texts_thread: ThreadPoolExecutor = field(init=False)
 
     def __post_init__(self) -> None:
         self.served = Served(
@@ -97,6 +142,14 @@ class Api:
         self.registry.register(EngineCollector(self.engine, self.options.name))
         self.timings = Timings(self.registry, self.options.name)
         self.threads = ThreadPoolExecutor(TOKENISERS, "tokenise")
+        # A thread each, for what may take seconds: longer prompts keep no others waiting, and texts no prompts.
+        self.long_prompts_thread = ThreadPoolExecutor(1, "long-prompts")
+        self.texts_thread = ThreadPoolExecutor(1, "texts")
+
+    def close(self) -> None:
+        """Ends the threads, once they have done what they were given."""
+        for each in (self.threads, self.long_prompts_thread, self.texts_thread):
+            each.shutdown()
 
     @property
     def completion_body(self) -> type[CompletionBody]:
@@ -123,11 +176,10 @@ class Api:
                 raw = await self.read(request)
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {self.options.body_s:g} s", "request_timeout") from None
+        request.state.long = len(raw) > PARSED_HERE
         try:
-            if len(raw) <= PARSED_HERE:
-                body = kind.model_validate_json(raw)
-            else:
-                body = await asyncio.get_running_loop().run_in_executor(self.threads, kind.model_validate_json, raw)
+            parse = partial(kind.model_validate_json, raw)
+            body = await in_thread(self.threads, parse) if request.state.long else parse()
         except ValidationError as error:
             raise invalid_body(error) from None
         if body.model not in (None, self.options.name):
@@ -141,11 +193,18 @@ class Api:
         announced = request.headers.get("content-length", "0")
         if announced.isdecimal() and int(announced[:20]) > most:
             raise too_long
-        raw = bytearray()
-        async for part in request.stream():
-            raw += part
-            if len(raw) > most:
-                raise too_long
+        raw, is_long = bytearray(), False
+        try:
+            async for part in request.stream():
+                raw += part
+                if len(raw) > most:
+                    raise too_long
+                if len(raw) > PARSED_HERE and not is_long:
+                    if self.long_bodies >= MOST_LONG_BODIES:
+                        raise overloaded()
+                    self.long_bodies, is_long = self.long_bodies + 1, True
+        finally:
+            self.long_bodies -= is_long
         return bytes(raw)
 
     def model_unknown(self, name: str) -> None:
@@ -155,45 +214,48 @@ class Api:
 
     def check_serving(self) -> None:
         """Raises an `ApiError` while nothing is generated."""
-        if self.stopping:
+        if self.stopping or self.engine.closed:
             raise stopping()
         if not self.engine.ready:
             raise ApiError(503, "the model is not ready yet", "server_not_ready", None, {"retry-after": "5"})
 
-    @contextmanager
-    def room(self, requests: int, tokens: int) -> Iterator[None]:
-        """Counts requests as waiting while they are tokenised, so that a burst is turned away before that work.
+    def check_texts(self, requests: int, tokens: int) -> None:
+        """Raises `Overloaded` where more is to be tokenised, or decoded, than the engine's queue may hold."""
+        limits = self.engine.options
+        if requests > limits.queue_requests or tokens > limits.queue_tokens:
+            raise Overloaded("too much is to be tokenised", RETRY_AFTER_S)
 
-        Raises:
-            ApiError: there is no room for them.
+    async def tokenised(self, tokens: int, work: Callable[[], T]) -> T:
+        """Returns what `work` gives, done in a thread, where there is room for a text of about so many tokens.
+
+        Texts have a queue of their own, as long as the engine's, and keep no request from that one.
         """
-        self.pending_requests += requests
-        self.pending_tokens += tokens
-        try:
-            self.engine.check_room(self.pending_requests, self.pending_tokens)
-            yield
-        except Overloaded as error:
-            raise overloaded(error) from error
-        finally:
-            self.pending_requests -= requests
-            self.pending_tokens -= tokens
+        with self.texts.counting(1, min(tokens, self.engine.options.queue_tokens), self.check_texts):
+            return await in_thread(self.texts_thread, work)
 
-    async def start(self, body: GenerationBody) -> tuple[Plan, Running]:
-        """Tokenises a body and submits its requests, where there is room for them."""
+    async def start(self, body: GenerationBody, is_long: bool = False) -> tuple[Plan, Running]:
+        """Tokenises a body, aside if it is long, and submits its requests, where there is room for them."""
         self.check_serving()
-        requests, tokens = rough_size(body)
-        most = self.engine.options.queue_requests
-        if requests > most:
-            expected = f"at most {most} choices, those of all prompts together"
+        limits = self.engine.options
+        requests, tokens = rough_size(body, self.engine.context)
+        if requests > limits.queue_requests:
+            expected = f"at most {limits.queue_requests} choices, those of all prompts together"
             raise ApiError(400, f"expected {expected}, found {requests}", "too_many_choices", "n")
         running = Running(self.engine, self.timings)
-        with self.room(requests, tokens):
-            plan = await asyncio.get_running_loop().run_in_executor(self.threads, self.submitted, body, running)
+        # More than the queue holds is too much for ever, which is said once it is certain: when it is tokenised.
+        with self.pending.counting(requests, min(tokens, limits.queue_tokens), self.engine.check_room):
+            threads = self.long_prompts_thread if is_long else self.threads
+            try:
+                plan = await in_thread(threads, partial(self.submitted, body, running))
+            except asyncio.CancelledError:  # the thread goes on
+                running.cancel()
+                raise
         return plan, running
 
     def submitted(self, body: GenerationBody, running: Running) -> Plan:
         """The part of `start` that takes time with long prompts; it runs in a thread."""
-        plan = plan_of(body, self.engine, self.options.template, self.options.deadline_s)
+        options = self.options
+        plan = plan_of(body, self.engine, options.template, options.deadline_s, options.sampling)
         tokens, most = sum(len(ask.prompt) for ask in plan.asks), self.engine.options.queue_tokens
         if tokens > most:
             expected = f"at most {most} prompt tokens, those of all choices together"

@@ -10,12 +10,9 @@ from starlette.types import ASGIApp
 from tilewright.server.api import Api
 from tilewright.server.errors import ApiError
 from tilewright.server.generation import Disconnected
-from tilewright.server.middleware import Keys, RequestIds, internal_error
+from tilewright.server.middleware import CLIENT_GONE, Checks, Keys, RequestIds, internal_error
 from tilewright.server.openapi import describe
-from tilewright.server.routes import generation_routes, page_routes, state_routes, token_routes
-
-CLIENT_GONE = 499
-"""The status that nobody reads: the client has gone."""
+from tilewright.server.routes import generation_routes, model_routes, page_routes, state_routes, token_routes
 
 
 def make_app(api: Api) -> ASGIApp:
@@ -25,7 +22,7 @@ def make_app(api: Api) -> ASGIApp:
         title="Tilewright", version=api.options.version, description="For OpenAI's clients.", docs_url=None, redoc_url=None,
         redirect_slashes=False,
     )  # fmt: skip
-    for group in (generation_routes, token_routes, state_routes):
+    for group in (generation_routes, token_routes, model_routes, state_routes):
         routes.include_router(group(api))
     routes.include_router(page_routes())
     routes.add_exception_handler(ApiError, api_error)
@@ -38,9 +35,9 @@ def make_app(api: Api) -> ASGIApp:
     if api.options.api_keys:
         app = Keys(app, api.options.api_keys)
     if api.options.origins:
-        allowed = ("authorization", "content-type")
-        app = CORSMiddleware(app, api.options.origins, ("GET", "POST"), allowed, expose_headers=("x-request-id",))
-    return RequestIds(app)
+        # OpenAI's client for JavaScript sends more headers with each version. None of them means anything here.
+        app = CORSMiddleware(app, api.options.origins, ("GET", "HEAD", "POST"), ("*",), expose_headers=("x-request-id",))
+    return RequestIds(Checks(app))
 
 
 async def api_error(request: Request, error: Exception) -> Response:

@@ -7,14 +7,17 @@ from typing import Any
 
 import jinja2
 
-from tilewright.decode.sampling import Sampling
-from tilewright.engine.diffusion import DiffusionEngine
-from tilewright.engine.request import Ask, DenoisingAsk
-from tilewright.engine.service import Service
+from tilewright.diffusion.engine import DiffusionEngine
+from tilewright.diffusion.request import DenoisingAsk
 from tilewright.models.chat import ChatTemplate
+from tilewright.models.tokenizer import encode
+from tilewright.runtime.request import Ask
+from tilewright.runtime.sampling import Sampling
+from tilewright.runtime.service import Service
+from tilewright.server.defaults import SamplingDefaults
 from tilewright.server.denoising import DenoisingBody, asks_of
 from tilewright.server.errors import ApiError
-from tilewright.server.schema import ChatBody, CompletionBody, GenerationBody, Message
+from tilewright.server.schema import ChatBody, CompletionBody, GenerationBody, Message, Templated
 from tilewright.server.tokens import Offsets
 
 log = logging.getLogger("tilewright.server")
@@ -23,6 +26,9 @@ COMPLETION_TOKENS = 16
 """How many tokens a completion has if the request does not say, as at OpenAI; a chat takes what is left of the context."""
 CHARACTERS_A_TOKEN = 4
 """About; for counting requests that are not tokenised yet."""
+CERTAINLY = 16
+"""Characters for each position of the context. A longer text is judged by so much of it: if this has twice as many tokens as
+there are positions, then the whole does not fit, whatever comes."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +52,21 @@ class Plan:
     Attributes:
         prompts: each has `choices` requests.
         asks: of all choices, those of one prompt after another.
+        echo: prompts are given back.
+        generates: what is generated is told; of prompts that are only given back it is not.
+        logprobs, prompt_logprobs: alternatives that are told with each generated token, and with each of the prompt; None for
+            no log-probabilities.
+        token_ids: those of prompts and answers are told, too.
     """
 
     prompts: list[Prompted]
     choices: int
     asks: list[Ask] | list[DenoisingAsk]
+    echo: bool = False
+    generates: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    token_ids: bool = False
 
     def prompt_of(self, index: int) -> Prompted:
         return self.prompts[index // self.choices]
@@ -64,15 +80,27 @@ def wrong(param: str, expected: str, found: object) -> ApiError:
     return ApiError(400, f"'{param}': expected {expected}, found {found}", "invalid_value", param)
 
 
-def rough_size(body: GenerationBody) -> tuple[int, int]:
-    """How many requests a body makes, and about how many prompt tokens they have; nothing is tokenised for it."""
+def rough_tokens(prompt: str | Sequence[int]) -> int:
+    """How many tokens a prompt has, about; nothing is tokenised for it."""
+    return -(-len(prompt) // CHARACTERS_A_TOKEN) if isinstance(prompt, str) else len(prompt)
+
+
+def contents(messages: Sequence[Message]) -> str:
+    return "".join(message.text for message in messages)
+
+
+def rough_size(body: GenerationBody, context: int) -> tuple[int, int]:
+    """How many requests a body makes, and about how many prompt tokens they have.
+
+    No prompt counts for more than the context: those that have more are refused before all of it is tokenised.
+    """
     prompts: Sequence[str | list[int]]
     if isinstance(body, ChatBody):
-        prompts = ["".join(message.text for message in body.messages)]
+        prompts = [contents(body.messages)]
     else:
         assert isinstance(body, CompletionBody)
         prompts = listed(body.prompt)
-    tokens = sum(-(-len(one) // CHARACTERS_A_TOKEN) if isinstance(one, str) else len(one) for one in prompts)
+    tokens = sum(min(rough_tokens(one), context) for one in prompts)
     choices = given(body.n, 1)
     return len(prompts) * choices, tokens * choices
 
@@ -84,32 +112,43 @@ def listed(prompt: str | list[int] | list[str] | list[list[int]]) -> list[Any]:
 
 def check_together(body: GenerationBody) -> None:
     """Raises an `ApiError` for fields that do not go together."""
-    if body.stream_options is not None and not body.stream:
-        raise wrong("stream_options", "null without stream", "an object")
+    if body.prompt_logprobs is not None and body.stream:
+        raise wrong("prompt_logprobs", "null with stream", body.prompt_logprobs)
+    if body.repeat_last_n not in (None, -1) and (body.presence_penalty or body.frequency_penalty):
+        raise wrong("repeat_last_n", "-1, for penalties are of all tokens", body.repeat_last_n)
     if isinstance(body, ChatBody):
+        if body.continue_final_message and body.add_generation_prompt:
+            raise wrong("add_generation_prompt", "false or null with continue_final_message", True)
         if body.top_logprobs is not None and not body.logprobs:
             raise wrong("top_logprobs", "null without logprobs", body.top_logprobs)
         if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
             raise wrong("max_tokens", f"the same as max_completion_tokens, {body.max_completion_tokens}", body.max_tokens)
-    if isinstance(body, CompletionBody) and body.best_of not in (None, given(body.n, 1)):
-        raise wrong("best_of", f"the same as n, {given(body.n, 1)}", body.best_of)
+    if isinstance(body, CompletionBody):
+        if body.best_of not in (None, given(body.n, 1)):
+            raise wrong("best_of", f"the same as n, {given(body.n, 1)}", body.best_of)
+        if body.max_tokens == 0 and not body.echo:
+            raise wrong("max_tokens", "at least 1 without echo", 0)
 
 
-def sampling_of(body: GenerationBody, new_tokens: int) -> Sampling:
-    """How to draw. A temperature of 1 is the default, as at OpenAI; a top_k of -1 keeps all, as 0 does."""
-    stop = given(body.stop, [])
+def sampling_of(body: GenerationBody, new_tokens: int, defaults: SamplingDefaults) -> Sampling:
+    """How to draw. A top_k of -1 keeps all, as 0 does."""
     return Sampling(
         max_new_tokens=new_tokens,
-        temperature=given(body.temperature, 1.0),
-        top_p=given(body.top_p, 1.0),
-        top_k=max(given(body.top_k, 0), 0),
-        min_p=given(body.min_p, 0.0),
-        repetition_penalty=given(body.repetition_penalty, 1.0),
+        temperature=given(body.temperature, defaults.temperature),
+        top_p=given(body.top_p, defaults.top_p),
+        top_k=max(given(body.top_k, defaults.top_k), 0),
+        min_p=given(body.min_p, defaults.min_p),
+        repetition_penalty=given(body.repetition_penalty, defaults.repetition_penalty),
         presence_penalty=given(body.presence_penalty, 0.0),
         frequency_penalty=given(body.frequency_penalty, 0.0),
         seed=body.seed,
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop=body.stops,
         ignore_eos=bool(body.ignore_eos),
+        logit_bias=tuple((int(token), bias) for token, bias in given(body.logit_bias, {}).items()),
+        min_tokens=given(body.min_tokens, 0),
+        stop_token_ids=tuple(given(body.stop_token_ids, ())),
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
     )
 
 
@@ -118,11 +157,14 @@ def seeded(sampling: Sampling, choice: int) -> Sampling:
     return sampling if sampling.seed is None else replace(sampling, seed=(sampling.seed + choice) % 2**32)
 
 
-def new_tokens_of(body: GenerationBody, prompt: Sequence[int], context: int, otherwise: int | None = None) -> int:
-    """How many tokens to generate after a prompt.
+def new_tokens_of(
+    body: GenerationBody, prompt: Sequence[int], context: int, otherwise: int | None = None, most: int | None = None
+) -> int:
+    """How many tokens to generate after a prompt; one, which nobody sees, where the body wants none.
 
     Args:
         otherwise: if the body does not say; None for what OpenAI generates then.
+        most: of these.
 
     Raises:
         ApiError: the context has no room for them.
@@ -130,6 +172,8 @@ def new_tokens_of(body: GenerationBody, prompt: Sequence[int], context: int, oth
     room = context - len(prompt)
     asked = given(body.max_completion_tokens, body.max_tokens) if isinstance(body, ChatBody) else body.max_tokens
     default = otherwise if otherwise is not None else room if isinstance(body, ChatBody) else min(room, COMPLETION_TOKENS)
+    default = default if most is None else min(default, most)
+    asked = asked if asked is None else max(asked, 1)
     least = given(asked, given(otherwise, 1))
     if room < least:
         raise ApiError(
@@ -142,7 +186,22 @@ def new_tokens_of(body: GenerationBody, prompt: Sequence[int], context: int, oth
     return given(asked, default)
 
 
-def plan_of(body: GenerationBody, engine: Service[Any], template: ChatTemplate | None, deadline_s: float | None) -> Plan:
+def check_beginning(text: str, engine: Service[Any], param: str) -> None:
+    """Refuses a long text that cannot fit by its beginning: tokenising megabytes takes seconds.
+
+    Raises:
+        ApiError: it has more tokens than the context has positions.
+    """
+    beginning = text[: CERTAINLY * engine.context]
+    if len(text) > len(beginning) and len(encode(engine.tokenizer, beginning)) > 2 * engine.context:
+        size = f"the prompt has {len(text)} characters, which are more tokens than that"
+        raise ApiError(400, f"this model's context has {engine.context} positions; {size}", "context_length_exceeded", param)
+
+
+def plan_of(
+    body: GenerationBody, engine: Service[Any], template: ChatTemplate | None, deadline_s: float | None,
+    sampling: SamplingDefaults,
+) -> Plan:  # fmt: skip
     """Tokenises, and makes the requests. This may take a while.
 
     Raises:
@@ -155,8 +214,12 @@ def plan_of(body: GenerationBody, engine: Service[Any], template: ChatTemplate |
     else:
         assert isinstance(body, CompletionBody)
         echo, logprobs = bool(body.echo), body.logprobs
-        prompts = [prompted(one, engine, echo, logprobs is not None) for one in listed(body.prompt)]
+        prompts = [prompted(one, body, engine) for one in listed(body.prompt)]
     choices, asks = given(body.n, 1), list[Any]()
+    # Log-probabilities come with as many alternatives as the one that wants most of them.
+    of_prompt = body.prompt_logprobs is not None or (echo and logprobs is not None)
+    wanted = [each for each in (logprobs, body.prompt_logprobs) if each is not None]
+    how = (max(wanted, default=None), of_prompt, deadline_s)
     try:
         for prompt in prompts:
             if isinstance(body, DenoisingBody):
@@ -165,19 +228,20 @@ def plan_of(body: GenerationBody, engine: Service[Any], template: ChatTemplate |
                 new_tokens = new_tokens_of(body, prompt.tokens, engine.context, defaults.new_tokens)
                 asks += asks_of(body, prompt.tokens, new_tokens, defaults, choices, deadline_s)
             else:
-                sampling = sampling_of(body, new_tokens_of(body, prompt.tokens, engine.context))
-                how = (logprobs, echo and logprobs is not None, deadline_s)
-                asks += [Ask(prompt.tokens, seeded(sampling, choice), *how) for choice in range(choices)]
+                new_tokens = new_tokens_of(body, prompt.tokens, engine.context, most=sampling.max_new_tokens)
+                asked = sampling_of(body, new_tokens, sampling)
+                asks += [Ask(prompt.tokens, seeded(asked, choice), *how) for choice in range(choices)]
         for ask in asks[::choices]:
             engine.check(ask)
     except ValueError as error:
         raise ApiError(400, str(error), "invalid_value") from error
-    return Plan(prompts, choices, asks)
+    return Plan(prompts, choices, asks, echo, body.max_tokens != 0, logprobs, body.prompt_logprobs, bool(body.return_token_ids))
 
 
-def prompted(prompt: str | list[int], engine: Service[Any], echo: bool, offsets: bool) -> Prompted:
+def prompted(prompt: str | list[int], body: CompletionBody, engine: Service[Any]) -> Prompted:
     """A prompt of `/v1/completions`."""
-    tokenizer = engine.tokenizer
+    tokenizer, echo, special = engine.tokenizer, body.echo, body.add_special_tokens is not False
+    offsets = body.logprobs is not None
     try:
         if isinstance(prompt, list):
             tokens = engine.encode(prompt)
@@ -185,9 +249,10 @@ def prompted(prompt: str | list[int], engine: Service[Any], echo: bool, offsets:
                 return Prompted(tokens)
             begins = Offsets(tokenizer, skip_special_tokens=False).of(tokens) if offsets else ()
             return Prompted(tokens, tokenizer.decode(tokens, skip_special_tokens=False), tuple(begins))
+        check_beginning(prompt, engine, "prompt")
         if not (echo and offsets):
-            return Prompted(engine.encode(prompt), prompt)
-        encoding = tokenizer.encode(prompt)
+            return Prompted(engine.encode(encode(tokenizer, prompt, special)), prompt)
+        (encoding,) = tokenizer.encode_batch([prompt], add_special_tokens=special)
         return Prompted(engine.encode(encoding.ids), prompt, tuple(begin for begin, _ in encoding.offsets))
     except ValueError as error:
         raise ApiError(400, f"'prompt': {error}", "invalid_value", "prompt") from error
@@ -195,18 +260,16 @@ def prompted(prompt: str | list[int], engine: Service[Any], echo: bool, offsets:
 
 def conversation(body: ChatBody, engine: Service[Any], template: ChatTemplate | None) -> Prompted:
     """The prompt that the chat template makes of a conversation."""
-    thinking = body.chat_template_kwargs is not None and bool(body.chat_template_kwargs.enable_thinking)
-    text = rendered(body.messages, template, thinking=thinking)
+    text = rendered(body.messages, body, template)
+    check_beginning(text, engine, "messages")
     try:
         # The template has put the special tokens where the model wants them.
-        return Prompted(engine.encode(engine.tokenizer.encode(text, add_special_tokens=False).ids))
+        return Prompted(engine.encode(encode(engine.tokenizer, text, add_special_tokens=False)))
     except ValueError as error:
         raise ApiError(400, f"'messages': {error}", "invalid_value", "messages") from error
 
 
-def rendered(
-    messages: Sequence[Message], template: ChatTemplate | None, add_generation_prompt: bool = True, thinking: bool = False
-) -> str:
+def rendered(messages: Sequence[Message], body: Templated, template: ChatTemplate | None) -> str:
     """A conversation as text.
 
     Raises:
@@ -214,13 +277,10 @@ def rendered(
     """
     if template is None:
         raise ApiError(400, "this model has no chat template; use /v1/completions", "no_chat_template")
-    said = [
-        {"role": "system" if one.role == "developer" else one.role, "content": one.text}
-        | ({} if one.name is None else {"name": one.name})
-        for one in messages
-    ]
+    goes_on = bool(body.continue_final_message)
+    begins = given(body.add_generation_prompt, not goes_on)
     try:
-        return template.render(said, add_generation_prompt, thinking)
+        return template.render([one.shown for one in messages], begins, goes_on, body.chat_template_kwargs)
     except ValueError as error:
         log.info("a chat template failed", exc_info=error)
         # Templates refuse conversations in words of their own; what else they raise may tell of the server's inside.

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tilewright.decode.diffusion.options import ALWAYS, Denoising, Mode, Remasking
-from tilewright.engine.request import DenoisingAsk
+from tilewright.diffusion.options import ALWAYS, Denoising, Mode, Remasking
+from tilewright.diffusion.request import DenoisingAsk
 from tilewright.server.schema import (
     FLAG,
     WHOLE,
@@ -25,8 +25,8 @@ NOT_OF_DIFFUSION = "is not offered for a diffusion model"
 SETTLES_MANY = f"{NOT_OF_DIFFUSION}, which settles many tokens at once"
 
 
-def only(value: int) -> Any:
-    """A number that is taken where it changes nothing."""
+def only(value: int | str) -> Any:
+    """A value that is taken where it changes nothing."""
     return expect(f"{NOT_OF_DIFFUSION}; it may be {value}", "not_offered")
 
 
@@ -34,7 +34,7 @@ class DenoisingBody(GenerationBody):
     """What both ways of generating take from a diffusion model; fields that are not there are as the server was started.
 
     Attributes:
-        max_tokens: the response's length, a multiple of the block's.
+        max_tokens: the response's length. It comes about in whole blocks, and what is too much of the last one is cut off.
         steps: in all; the number of blocks divides them.
         threshold: commits all tokens at least this likely, in place of a number of steps.
         suffix_window: positions behind the block that a step knows of.
@@ -54,15 +54,22 @@ class DenoisingBody(GenerationBody):
     repetition_penalty: Annotated[Annotated[float, Field(ge=1, le=1)] | None, only(1)] = None
     presence_penalty: Annotated[Annotated[float, Field(ge=0, le=0)] | None, only(0)] = None
     frequency_penalty: Annotated[Annotated[float, Field(ge=0, le=0)] | None, only(0)] = None
+    logit_bias: Annotated[Annotated[dict[str, Any], Field(max_length=0)] | None, only("empty")] = None  # type: ignore[assignment]
+    min_tokens: Annotated[Annotated[int, Field(ge=0, le=0), WHOLE] | None, only(0)] = None
+    stop_token_ids: Annotated[Annotated[list[Any], Field(max_length=0)] | None, only("empty")] = None  # type: ignore[assignment]
+    include_stop_str_in_output: Annotated[Literal[False] | None, FLAG, only("false")] = None  # type: ignore[assignment]
+    skip_special_tokens: Annotated[Literal[True] | None, FLAG, only("true")] = None  # type: ignore[assignment]
+    prompt_logprobs: Annotated[None, expect(SETTLES_MANY, "not_offered")] = None  # type: ignore[assignment]
 
 
-class DenoisingCompletionBody(DenoisingBody, CompletionBody):
+class DenoisingCompletionBody(DenoisingBody, CompletionBody):  # type: ignore[misc]
     """`POST /v1/completions`."""
 
+    max_tokens: Length = None
     logprobs: Annotated[None, expect(SETTLES_MANY, "not_offered")] = None  # type: ignore[assignment]
 
 
-class DenoisingChatBody(DenoisingBody, ChatBody):
+class DenoisingChatBody(DenoisingBody, ChatBody):  # type: ignore[misc]
     """`POST /v1/chat/completions`."""
 
     logprobs: Annotated[Literal[False] | None, FLAG, expect(SETTLES_MANY, "not_offered")] = None  # type: ignore[assignment]
@@ -70,7 +77,7 @@ class DenoisingChatBody(DenoisingBody, ChatBody):
 
 
 def denoising_of(body: DenoisingBody, defaults: Denoising, new_tokens: int) -> Denoising:
-    """How a body's responses come about.
+    """How a body's responses come about: in whole blocks, of which the last may have more tokens than are asked for.
 
     Raises:
         ValueError: what does not go together.
@@ -84,8 +91,10 @@ def denoising_of(body: DenoisingBody, defaults: Denoising, new_tokens: int) -> D
         asked |= {"steps": body.steps, "threshold": body.threshold}
     if body.tau is not None:
         asked["saliency"] = replace(defaults.saliency, tau=body.tau)
+    block = asked.get("block_length", defaults.block_length)
+    whole = new_tokens if block is None else -(-new_tokens // block) * block
     try:
-        return replace(defaults, new_tokens=new_tokens, **asked)
+        return replace(defaults, new_tokens=whole, **asked)
     except ValueError as error:  # in the words of the API
         raise ValueError(str(error).replace("new_tokens", "max_tokens")) from error
 
@@ -98,7 +107,6 @@ def asks_of(
     Raises:
         ValueError: what does not go together.
     """
-    denoising, stop = denoising_of(body, defaults, new_tokens), () if body.stop is None else body.stop
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    denoising = denoising_of(body, defaults, new_tokens)
     seeds = [None if denoising.seed is None else (denoising.seed + choice) % 2**32 for choice in range(choices)]
-    return [DenoisingAsk(prompt, replace(denoising, seed=seed), stops, deadline_s) for seed in seeds]
+    return [DenoisingAsk(prompt, replace(denoising, seed=seed), body.stops, deadline_s, new_tokens) for seed in seeds]

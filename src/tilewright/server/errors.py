@@ -53,6 +53,11 @@ class ApiError(Exception):
         return Response(self.body.model_dump_json(), self.status, self.headers, "application/json")
 
 
+def overloaded(retry_after_s: float = 1.0) -> ApiError:
+    retry = {"retry-after": str(max(1, round(retry_after_s)))}
+    return ApiError(503, "the server has more requests than it can queue; try again later", "server_overloaded", None, retry)
+
+
 def shown(value: Any) -> str:
     """A wrong value, short."""
     if isinstance(value, list):

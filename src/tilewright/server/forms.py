@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from tilewright.decode.acceptance import speculative_decoding
-from tilewright.engine.request import EndReason, Ticket, Token, TokenLogprobs, Update
-from tilewright.engine.service import Service
+from tilewright.llm.acceptance import speculative_decoding
+from tilewright.runtime.request import EndReason, Ticket, Token, TokenLogprobs, Update
+from tilewright.runtime.service import Service
 from tilewright.server.asks import Plan
-from tilewright.server.logprobs import chat_logprobs, completion_logprobs
+from tilewright.server.logprobs import chat_logprobs, completion_logprobs, fewer, prompt_logprobs
 from tilewright.server.responses import (
     AnswerMessage,
     Chat,
@@ -74,6 +74,7 @@ class Form(ABC):
     Attributes:
         tickets: of all choices.
         generated: tokens of each choice so far.
+        begun: choices of which something was shown.
     """
 
     served: Served
@@ -81,6 +82,7 @@ class Form(ABC):
     plan: Plan
     tickets: Sequence[Ticket]
     generated: list[int] = field(init=False)
+    begun: set[int] = field(init=False, default_factory=set)
     root: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -93,7 +95,45 @@ class Form(ABC):
 
     def begins(self, index: int) -> bool:
         """Whether nothing of a choice has been shown yet."""
-        return self.generated[index] == 0
+        return index not in self.begun
+
+    def take(self, index: int, update: Update) -> tuple[bool, tuple[Token, ...]]:
+        """Counts what is shown of an update. Returns whether it is the choice's first, and its tokens."""
+        tokens, first = update.tokens if self.plan.generates else (), self.begins(index)
+        self.begun.add(index)
+        self.generated[index] += len(tokens)
+        return first, tokens
+
+    def ends(self, index: int, update: Update, tokens: Sequence[Token]) -> dict[str, Any]:
+        """What every choice of an update has: its number, why it ended, and ids where they are asked for."""
+        result, reason = self.tickets[index].result, None if update.end is None else FINISHES[update.end]
+        found: dict[str, Any] = {"index": index, "finish_reason": reason}
+        if reason is not None and result is not None and result.stop_reason is not None:
+            found["stop_reason"] = result.stop_reason
+        if self.plan.token_ids:
+            found["token_ids"] = [token.token for token in tokens]
+        return found
+
+    def of_prompt(self, index: int, update: Update) -> dict[str, Any]:
+        """What is told of a choice's prompt, once: its ids and log-probabilities, where they are asked for."""
+        found: dict[str, Any] = {}
+        tokens = self.plan.prompt_of(index).tokens
+        if self.plan.token_ids:
+            found["prompt_token_ids"] = tokens
+        if self.plan.prompt_logprobs is not None and update.prompt_logprobs is not None:
+            scores = update.prompt_logprobs
+            found["prompt_logprobs"] = prompt_logprobs(self.served.texts, tokens, scores, self.plan.prompt_logprobs)
+        return found
+
+    def scored(self, tokens: Sequence[Token]) -> list[tuple[int, TokenLogprobs]]:
+        """Tokens with their log-probabilities and as many alternatives as are asked for."""
+        most = self.plan.logprobs or 0
+        return [(token.token, fewer(token.logprobs, most)) for token in tokens if token.logprobs is not None]
+
+    def tokens_shown(self) -> str:
+        """For the access log."""
+        prompt = sum(len(one.tokens) for one in self.plan.prompts)
+        return f" {prompt}+{sum(self.generated)} tokens"
 
     def usage(self) -> Usage:
         firsts = self.tickets[:: self.plan.choices]
@@ -116,9 +156,6 @@ class Form(ABC):
         found = speculative_decoding([result], self.served.engine.num_spec_tokens)
         return Metrics(speculative_decoding=None if found is None else SpeculativeDecoding.model_validate(found))
 
-    def finish(self, update: Update) -> FinishReason | None:
-        return None if update.end is None else FINISHES[update.end]
-
     @abstractmethod
     def whole(self, updates: Sequence[Update]) -> Completion | Chat:
         """The body of an answer that is not streamed, of each choice's joined updates."""
@@ -137,20 +174,19 @@ class CompletionForm(Form):
     """`/v1/completions`.
 
     Attributes:
-        echo: the prompt comes before what was generated.
         offsets: where the next token of each choice begins.
         of_prompts: log-probabilities of prompts, by choice, until they are shown.
     """
 
-    echo: bool = False
     offsets: list[Offsets] = field(init=False)
     of_prompts: dict[int, Sequence[TokenLogprobs]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.root |= {"id": f"cmpl-{self.request_id}", "object": "text_completion"}
-        starts = [len(self.plan.prompt_of(index).text) if self.echo else 0 for index in range(len(self.tickets))]
-        self.offsets = [Offsets(self.served.texts.tokenizer, start) for start in starts]
+        starts = [len(self.plan.prompt_of(index).text) if self.plan.echo else 0 for index in range(len(self.tickets))]
+        special = [ask.sampling.skip_special_tokens for ask in self.plan.asks]
+        self.offsets = [Offsets(self.served.texts.tokenizer, *each) for each in zip(starts, special, strict=True)]
 
     def whole(self, updates: Sequence[Update]) -> Completion:
         self.of_prompts = {n: update.prompt_logprobs for n, update in enumerate(updates) if update.prompt_logprobs is not None}
@@ -168,18 +204,19 @@ class CompletionForm(Form):
         return Completion(**self.root, choices=[], usage=self.usage(), metrics=self.metrics())
 
     def choice(self, index: int, update: Update) -> CompletionChoice:
-        first = self.begins(index)
-        self.generated[index] += len(update.tokens)
-        text = (self.plan.prompt_of(index).text if self.echo and first else "") + text_of(update.tokens)
-        found = None if self.plan.asks[index].logprobs is None else self.logprobs(index, update, first)
-        return CompletionChoice(index=index, text=text, logprobs=found, finish_reason=self.finish(update))
+        first, tokens = self.take(index, update)
+        text = (self.plan.prompt_of(index).text if self.plan.echo and first else "") + text_of(tokens)
+        found = None if self.plan.logprobs is None else self.logprobs(index, tokens, first)
+        told = self.ends(index, update, tokens) | (self.of_prompt(index, update) if first else {})
+        return CompletionChoice(text=text, logprobs=found, **told)
 
-    def logprobs(self, index: int, update: Update, first: bool) -> CompletionLogprobs:
-        prompt = self.plan.prompt_of(index)
-        tokens: list[tuple[int, TokenLogprobs | None]] = [(token.token, token.logprobs) for token in update.tokens]
+    def logprobs(self, index: int, new: Sequence[Token], first: bool) -> CompletionLogprobs:
+        prompt, most = self.plan.prompt_of(index), self.plan.logprobs or 0
+        tokens: list[tuple[int, TokenLogprobs | None]] = [*self.scored(new)]
         offsets = self.offsets[index].of([token for token, _ in tokens])
-        if self.echo and first:
-            tokens = [*zip(prompt.tokens, (None, *self.of_prompts.pop(index, ())), strict=True), *tokens]
+        if self.plan.echo and first:
+            before = (None, *(fewer(one, most) for one in self.of_prompts.pop(index, ())))
+            tokens = [*zip(prompt.tokens, before, strict=True), *tokens]
             offsets = [*prompt.offsets, *offsets]
         return completion_logprobs(self.served.texts, tokens, offsets)
 
@@ -195,36 +232,30 @@ class ChatForm(Form):
     def whole(self, updates: Sequence[Update]) -> Chat:
         choices = []
         for index, update in enumerate(updates):
-            self.generated[index] += len(update.tokens)
-            message = AnswerMessage(role="assistant", content=text_of(update.tokens), refusal=None)
-            reason = self.finish(update)
-            assert reason is not None, "a whole answer has ended"
-            found = self.logprobs(index, update)
-            choices.append(ChatChoice(index=index, message=message, logprobs=found, finish_reason=reason))
-        ended = {"usage": self.usage(), "metrics": self.metrics()}
+            _, tokens = self.take(index, update)
+            message = AnswerMessage(role="assistant", content=text_of(tokens), refusal=None)
+            told = self.ends(index, update, tokens)
+            choices.append(ChatChoice(message=message, logprobs=self.logprobs(tokens), **told))
+        ended = {"usage": self.usage(), "metrics": self.metrics(), **self.of_prompt(0, updates[0])}
         return Chat(**self.root, object="chat.completion", choices=choices, **ended)
 
     def chunk(self, index: int, update: Update) -> ChatChunk | None:
         if not update.tokens and update.end is None:
             return None
-        first = self.begins(index)
-        self.generated[index] += len(update.tokens)
+        told = self.of_prompt(0, update) if not self.begun else {}
+        first, tokens = self.take(index, update)
         delta = Delta(role="assistant") if first else Delta()
-        if update.tokens:
-            delta.content = text_of(update.tokens)
-        found, reason = self.logprobs(index, update), self.finish(update)
-        choice = ChatChunkChoice(index=index, delta=delta, logprobs=found, finish_reason=reason)
-        return ChatChunk(**self.root, object="chat.completion.chunk", choices=[choice])
+        if tokens:
+            delta.content = text_of(tokens)
+        choice = ChatChunkChoice(delta=delta, logprobs=self.logprobs(tokens), **self.ends(index, update, tokens))
+        return ChatChunk(**self.root, object="chat.completion.chunk", choices=[choice], **told)
 
     def last_chunk(self) -> ChatChunk:
         ended = {"usage": self.usage(), "metrics": self.metrics()}
         return ChatChunk(**self.root, object="chat.completion.chunk", choices=[], **ended)
 
-    def logprobs(self, index: int, update: Update) -> ChatLogprobs | None:
-        if self.plan.asks[index].logprobs is None:
-            return None
-        found = [(token.token, token.logprobs) for token in update.tokens]
-        return chat_logprobs(self.served.texts, [(token, one) for token, one in found if one is not None])
+    def logprobs(self, tokens: Sequence[Token]) -> ChatLogprobs | None:
+        return None if self.plan.logprobs is None else chat_logprobs(self.served.texts, self.scored(tokens))
 
 
 def completed(chunk: Completion | ChatChunk, update: Update, form: Form, options: StreamOptions | None) -> bytes:

@@ -2,17 +2,19 @@
 
 import asyncio
 import logging
+import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tilewright.engine.request import Ask, DenoisingAsk, Overloaded, Stopped, Ticket, Update
-from tilewright.engine.service import Service
-from tilewright.server.errors import ApiError
+from tilewright.diffusion.request import DenoisingAsk
+from tilewright.runtime.request import Ask, Overloaded, Stopped, Ticket, Update
+from tilewright.runtime.service import Service
+from tilewright.server.errors import ApiError, overloaded
 from tilewright.server.forms import FINISHES, Form, completed, joined
 from tilewright.server.metrics import Timings
 from tilewright.server.schema import StreamOptions
@@ -22,15 +24,12 @@ log = logging.getLogger("tilewright.server")
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+COMMENT = b":\n\n"
+"""An event of nothing, which clients pass over."""
 
 
 class Disconnected(Exception):
     """The client has gone."""
-
-
-def overloaded(error: Overloaded) -> ApiError:
-    retry = {"retry-after": str(max(1, round(error.retry_after_s)))}
-    return ApiError(503, "the server has more requests than it can queue; try again later", "server_overloaded", None, retry)
 
 
 def stopping() -> ApiError:
@@ -59,29 +58,37 @@ class Running:
         self.loop, self.told = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Update]]()
         self.tickets: list[Ticket] = []
         self.ended: set[int] = set()
+        self.given_up, self.lock = False, threading.Lock()
 
     def submit(self, asks: Sequence[Ask] | Sequence[DenoisingAsk]) -> None:
-        """Submits requests, on any thread.
+        """Submits requests whose prompts the engine has encoded, on any thread; what is given up meanwhile is cancelled.
 
         Raises:
             ApiError: the engine does not take one of them; then it keeps none.
         """
         try:
             for index, ask in enumerate(asks):
-                self.tickets.append(self.engine.submit(ask, partial(self.tell, index)))
+                ticket = self.engine.submit(ask, partial(self.tell, index), encoded=True)
+                with self.lock:
+                    self.tickets.append(ticket)
+                    given_up = self.given_up
+                if given_up:
+                    self.engine.cancel(ticket)
         except (ValueError, Overloaded, Stopped) as error:
             self.cancel()
             if isinstance(error, ValueError):
                 raise ApiError(400, str(error), "invalid_value") from error
-            raise (overloaded(error) if isinstance(error, Overloaded) else stopping()) from error
+            raise (overloaded(error.retry_after_s) if isinstance(error, Overloaded) else stopping()) from error
 
     def tell(self, index: int, update: Update) -> None:
         """Called on the engine's thread."""
         self.loop.call_soon_threadsafe(self.told.put_nowait, (index, update))
 
     def cancel(self) -> None:
-        """Gives up those that have not ended."""
-        for index, ticket in enumerate(self.tickets):
+        """Gives up those that have not ended, and those that are submitted later."""
+        with self.lock:
+            self.given_up, tickets = True, list(self.tickets)
+        for index, ticket in enumerate(tickets):
             if index not in self.ended:
                 self.engine.cancel(ticket)
 
@@ -148,7 +155,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_gone(receive, self.sent(send))
+            await unless_gone(receive, self.sent(send), lambda: self.part(send, COMMENT))
         except Disconnected:
             log.debug("a client has gone")
         finally:
@@ -157,23 +164,33 @@ class EventStream(Response):
     async def sent(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for body in self.source:
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+            await self.part(send, body)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def part(self, send: Send, body: bytes) -> None:
+        await send({"type": "http.response.body", "body": body, "more_body": True})
 
-async def gone(receive: Receive) -> None:
-    """Returns when the client has gone. The body has been read before."""
+
+async def nothing() -> None:
+    """What a client is sent that is asked whether it is there, and must get its answer as a whole."""
+
+
+async def gone(receive: Receive, ask: Callable[[], Awaitable[None]]) -> None:
+    """Returns when the client has gone. The body was read before: what seems more of it is the connection's wish to `ask`."""
     while (await receive())["type"] != "http.disconnect":
-        continue
+        await ask()
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` gives, which is cancelled when the client goes.
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T], ask: Callable[[], Awaitable[None]] = nothing) -> T:
+    """Returns what `work` gives, which is cancelled when the client goes.
+
+    Args:
+        ask: sends something that changes nothing, by which a client that has gone is known.
 
     Raises:
         Disconnected: the client has gone.
     """
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone(receive))
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone(receive, ask))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if working.done():

@@ -3,8 +3,15 @@
 import math
 from collections.abc import Sequence
 
-from tilewright.engine.request import TokenLogprobs
-from tilewright.server.responses import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from tilewright.runtime.request import TokenLogprobs
+from tilewright.server.responses import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TokenLogprob,
+    TopLogprob,
+)
 from tilewright.server.tokens import TokenTexts
 
 LEAST = -9999.0
@@ -53,3 +60,24 @@ def completion_logprobs(
         top_logprobs=[None if found is None else named(texts, token, found) for token, found in tokens],
         text_offset=list(offsets),
     )
+
+
+def prompt_logprobs(
+    texts: TokenTexts, tokens: Sequence[int], found: Sequence[TokenLogprobs], alternatives: int
+) -> PromptLogprobs:
+    """Of a prompt's tokens in vLLM's form: of each place its token and the alternatives, by their ids; the first has none."""
+
+    def of(token: int, place: TokenLogprobs) -> dict[int, PromptLogprob]:
+        ranks = {each: rank for rank, (each, _) in enumerate(place.top, 1)}
+        shown = {token: place.logprob} | dict(place.top[:alternatives])
+        return {
+            each: PromptLogprob(logprob=finite(logprob), rank=ranks.get(each), decoded_token=texts.text(each))
+            for each, logprob in shown.items()
+        }
+
+    return [None, *(of(token, place) for token, place in zip(tokens[1:], found, strict=True))]
+
+
+def fewer(found: TokenLogprobs, alternatives: int) -> TokenLogprobs:
+    """The same with so many alternatives."""
+    return found._replace(top=found.top[:alternatives])

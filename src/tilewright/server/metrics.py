@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tilewright.engine.request import EndReason, Figures, Times
-from tilewright.engine.service import Service
+from tilewright.runtime.request import EndReason, Figures, Times
+from tilewright.runtime.service import Service
 
 FINISHED: Mapping[EndReason, str] = {
     "eos": "stop", "stop": "stop", "length": "length", "cancelled": "abort", "deadline": "abort", "error": "error",

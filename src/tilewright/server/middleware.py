@@ -1,17 +1,29 @@
-"""What surrounds every request: its id, its key, and the last resort for errors. Plain ASGI, on the path as it came."""
+"""What surrounds every request: its id, its line in the log, its key, the last resort for errors.
+
+Plain ASGI, on the path as it came.
+"""
 
 import hmac
 import logging
 import re
+import time
 import uuid
 from collections.abc import Iterable
+from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tilewright.server.errors import ApiError
+from tilewright.server.errors import ApiError, overloaded
 
 log = logging.getLogger("tilewright.server")
+access = logging.getLogger("tilewright.access")
+"""A line for each request, at level INFO."""
+access.setLevel(logging.WARNING)
 
+CLIENT_GONE = 499
+"""The status that nobody reads: the client has gone."""
+CROWDED = "crowded"
+"""What a connection's state has where there are too many that are being answered."""
 OPEN_PATHS = frozenset({"/", "/health", "/ready"})
 """What needs no key: probes and browsers have none, and learn no more than a status, and the page that asks for one."""
 
@@ -19,7 +31,7 @@ OPEN_PATHS = frozenset({"/", "/health", "/ready"})
 class RequestIds:
     """Gives each request an id of the server's own, in `scope["state"]["request_id"]` and the answer's `x-request-id`.
 
-    An exception that nothing else handled ends here: in the log, under that id.
+    An exception that nothing else handled ends here: in the log, under that id. So does every request, in the access log.
     """
 
     def __init__(self, app: ASGIApp):
@@ -29,13 +41,13 @@ class RequestIds:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        request_id, begun = uuid.uuid4().hex, False
+        request_id, status, began = uuid.uuid4().hex, 0, time.monotonic()
         scope.setdefault("state", {})["request_id"] = request_id
 
         async def sent(message: Message) -> None:
-            nonlocal begun
+            nonlocal status
             if message["type"] == "http.response.start":
-                begun = True
+                status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
             await send(message)
 
@@ -43,8 +55,40 @@ class RequestIds:
             await self.app(scope, receive, sent)
         except Exception:
             log.exception("request %s failed", request_id)
-            if not begun:
+            if not status:
                 await internal_error().response()(scope, receive, sent)
+        finally:
+            if access.isEnabledFor(logging.INFO):
+                ms = 1000 * (time.monotonic() - began)
+                tokens = scope["state"].get("tokens", lambda: "")
+                access.info("%s %s %d %.0f ms%s", scope["method"], quote(scope["path"]), status or CLIENT_GONE, ms, tokens())
+
+
+class Checks:
+    """Refuses what no route should see.
+
+    A body with two lengths makes proxies and servers disagree where the next request begins. Connections that are too many are
+    there for probes alone.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refused = None if scope["type"] != "http" else self.refused(scope)
+        if refused is None:
+            await self.app(scope, receive, send)
+        else:
+            refused.headers["connection"] = "close"
+            await refused.response()(scope, receive, send)
+
+    def refused(self, scope: Scope) -> ApiError | None:
+        names = {name for name, _ in scope["headers"]}
+        if {b"content-length", b"transfer-encoding"} <= names:
+            return ApiError(400, "expected either Content-Length or Transfer-Encoding, found both", "invalid_http")
+        if scope["state"].get(CROWDED) and scope["path"] not in OPEN_PATHS:
+            return overloaded()
+        return None
 
 
 def internal_error() -> ApiError:

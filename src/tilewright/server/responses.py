@@ -89,11 +89,36 @@ class CompletionLogprobs(Answer):
     text_offset: list[int]
 
 
-class CompletionChoice(Answer):
+class PromptLogprob(Answer):
+    """Of a token at a place of the prompt, under its id; its rank is null where it is not among the alternatives."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+class Choice(Answer):
+    """What the choices of every answer may have.
+
+    Attributes:
+        stop_reason: the stop string, or the token of `stop_token_ids`, at which it ended; left out at any other end.
+        token_ids: where they were asked for.
+    """
+
     index: int
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+
+
+class CompletionChoice(Choice):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Completion(Root):
@@ -129,8 +154,7 @@ class AnswerMessage(Answer):
     refusal: None
 
 
-class ChatChoice(Answer):
-    index: int
+class ChatChoice(Choice):
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
@@ -143,6 +167,8 @@ class Chat(Root):
     choices: list[ChatChoice]
     usage: Usage
     metrics: Metrics
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Delta(Answer):
@@ -152,8 +178,7 @@ class Delta(Answer):
     content: str | None = None
 
 
-class ChatChunkChoice(Answer):
-    index: int
+class ChatChunkChoice(Choice):
     delta: Delta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
@@ -164,9 +189,21 @@ class ChatChunk(Root):
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
+    prompt_token_ids: list[int] | None = None
     usage: Usage | None = None
     metrics: Metrics | None = None
     rounds: list[ShownRound] | None = None
+
+
+class SamplingDefaults(Answer):
+    """Sampling defaults of requests that do not say."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    max_new_tokens: int | None
 
 
 class Model(Answer):
@@ -175,6 +212,7 @@ class Model(Answer):
     created: int
     owned_by: str
     max_model_len: int
+    sampling_defaults: SamplingDefaults | None = None
 
 
 class ModelList(Answer):

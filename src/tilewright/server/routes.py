@@ -1,14 +1,17 @@
-"""The routes, in three groups: generating, tokens, and the server's own state."""
+"""The routes, in groups: generating, tokens, the model, and the server's own state."""
 
-import asyncio
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
+from tilewright.diffusion.engine import DiffusionEngine
+from tilewright.models.tokenizer import encode
 from tilewright.server.api import Api
-from tilewright.server.asks import rendered
+from tilewright.server.asks import contents, rendered, rough_tokens
 from tilewright.server.errors import ApiError
 from tilewright.server.forms import ChatForm, CompletionForm, Form
 from tilewright.server.generation import EventStream, collected, events, unless_gone
@@ -24,6 +27,7 @@ from tilewright.server.responses import (
     Model,
     ModelList,
     Ready,
+    SamplingDefaults,
     Tokenized,
     TokenizerInfo,
     Version,
@@ -32,7 +36,8 @@ from tilewright.server.schema import DetokenizeBody, GenerationBody, TokenizeBod
 
 READING = (400, 404, 408, 413, 415)
 """What can be wrong with a body."""
-GENERATING = (*READING, 500, 503, 504)
+TOKENISING = (*READING, 503)
+GENERATING = (*TOKENISING, 500, 504)
 EVENTS = {"text/event-stream": {"schema": {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}}}
 """A stream: each event's data is a chunk, as JSON; the last one's is [DONE]."""
 
@@ -41,10 +46,11 @@ def answer(body: Answer) -> Response:
     return Response(body.json_bytes, media_type="application/json")
 
 
-async def generated(api: Api, request: Request, body: GenerationBody, make: Any) -> Response:
-    """Runs a body's requests and answers; `make` is the form's class with what only it takes."""
-    plan, running = await api.start(body)
-    form: Form = make(api.served, request.state.request_id, plan, running.tickets)
+async def generated(api: Api, request: Request, body: GenerationBody, make: type[Form]) -> Response:
+    """Runs a body's requests and answers in a form."""
+    plan, running = await api.start(body, request.state.long)
+    form = make(api.served, request.state.request_id, plan, running.tickets)
+    request.state.tokens = form.tokens_shown
     if body.stream:
         return EventStream(events(running, form, body.stream_options), running)
     try:
@@ -63,8 +69,7 @@ def generation_routes(api: Api) -> APIRouter:
     )
     async def completions(request: Request) -> Response:
         """Continues one prompt or several."""
-        body = await api.body(request, api.completion_body)
-        return await generated(api, request, body, lambda *of: CompletionForm(*of, echo=bool(body.echo)))
+        return await generated(api, request, await api.body(request, api.completion_body), CompletionForm)
 
     @router.post(
         "/v1/chat/completions",
@@ -81,40 +86,40 @@ def generation_routes(api: Api) -> APIRouter:
 def token_routes(api: Api) -> APIRouter:
     router, engine = APIRouter(tags=["tokens"]), api.engine
 
-    def encoded(body: TokenizeBody) -> list[int]:
-        if (body.prompt is None) == (body.messages is None):
-            found = "neither" if body.prompt is None else "both"
-            raise ApiError(400, f"expected either prompt or messages, found {found}", "invalid_value", "prompt")
+    def tokenized(body: TokenizeBody) -> Response:
         special, text = body.add_special_tokens, body.prompt
         if text is None:
-            begin = body.add_generation_prompt is not False
-            special, text = bool(special), rendered(body.messages or (), api.options.template, begin)
-        return engine.tokenizer.encode(text, add_special_tokens=special is not False).ids
+            special, text = bool(special), rendered(body.messages or (), body, api.options.template)
+        tokens = encode(engine.tokenizer, text, special is not False)
+        strings = [api.served.texts.text(token) for token in tokens] if body.return_token_strs else None
+        return answer(Tokenized(count=len(tokens), max_model_len=engine.context, tokens=tokens, token_strs=strings))
 
-    @router.post("/tokenize", openapi_extra=takes(TokenizeBody), responses={200: {"model": Tokenized}, **errors(*READING)})
+    @router.post("/tokenize", openapi_extra=takes(TokenizeBody), responses={200: {"model": Tokenized}, **errors(*TOKENISING)})
     async def tokenize(request: Request) -> Response:
         """The tokens of a text, or of a conversation in the model's chat template."""
         body = await api.body(request, TokenizeBody)
-        tokens = await asyncio.get_running_loop().run_in_executor(api.threads, encoded, body)
-        strings = [api.served.texts.text(token) for token in tokens] if body.return_token_strs else None
-        context = api.engine.context
-        return answer(Tokenized(count=len(tokens), max_model_len=context, tokens=tokens, token_strs=strings))
+        if (body.prompt is None) == (body.messages is None):
+            found = "neither" if body.prompt is None else "both"
+            raise ApiError(400, f"expected either prompt or messages, found {found}", "invalid_value", "prompt")
+        text = contents(body.messages or ()) if body.prompt is None else body.prompt
+        return await api.tokenised(rough_tokens(text), partial(tokenized, body))
 
-    def decoded(body: DetokenizeBody) -> str:
+    def detokenized(body: DetokenizeBody) -> Response:
         try:
             tokens = engine.encode(body.tokens) if body.tokens else []
         except ValueError as error:
             raise ApiError(400, f"'tokens': {error}", "invalid_value", "tokens") from error
-        return engine.tokenizer.decode(tokens, skip_special_tokens=False)
+        # `decode` would keep the interpreter's lock.
+        (text,) = engine.tokenizer.decode_batch([tokens], skip_special_tokens=False)
+        return answer(Detokenized(prompt=text))
 
     @router.post(
-        "/detokenize", openapi_extra=takes(DetokenizeBody), responses={200: {"model": Detokenized}, **errors(*READING)}
+        "/detokenize", openapi_extra=takes(DetokenizeBody), responses={200: {"model": Detokenized}, **errors(*TOKENISING)}
     )
     async def detokenize(request: Request) -> Response:
         """The text of tokens, special ones included."""
         body = await api.body(request, DetokenizeBody)
-        text = await asyncio.get_running_loop().run_in_executor(api.threads, decoded, body)
-        return answer(Detokenized(prompt=text))
+        return await api.tokenised(len(body.tokens), partial(detokenized, body))
 
     @router.get("/tokenizer_info", responses={200: {"model": TokenizerInfo}})
     async def tokenizer_info() -> Response:
@@ -131,6 +136,7 @@ def page_routes() -> APIRouter:
     router = APIRouter()
     headers = {"content-security-policy": CSP, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
 
+    @router.head("/", include_in_schema=False)
     @router.get("/", include_in_schema=False)
     async def page() -> Response:
         """The page to chat with the server; it holds nothing that needs a key."""
@@ -139,13 +145,16 @@ def page_routes() -> APIRouter:
     return router
 
 
-def state_routes(api: Api) -> APIRouter:
-    router = APIRouter(tags=["state"])
+def model_routes(api: Api) -> APIRouter:
+    router = APIRouter(tags=["models"])
 
     def model() -> Model:
-        about = {"created": api.served.created, "owned_by": "tilewright", "max_model_len": api.engine.context}
+        about: dict[str, Any] = {"created": api.served.created, "owned_by": "tilewright", "max_model_len": api.engine.context}
+        if not isinstance(api.engine, DiffusionEngine):
+            about["sampling_defaults"] = SamplingDefaults.model_validate(asdict(api.options.sampling))
         return Model(id=api.options.name, object="model", **about)
 
+    @router.head("/v1/models", include_in_schema=False)
     @router.get("/v1/models", responses={200: {"model": ModelList}})
     async def models() -> Response:
         """The one model that is served."""
@@ -158,6 +167,13 @@ def state_routes(api: Api) -> APIRouter:
             api.model_unknown(name)
         return answer(model())
 
+    return router
+
+
+def state_routes(api: Api) -> APIRouter:
+    router = APIRouter(tags=["state"])
+
+    @router.head("/health", include_in_schema=False)
     @router.get("/health", responses={200: {"model": Health}, **errors(503)})
     async def health() -> Response:
         """Whether the engine is alive: warming up, or stepping."""
@@ -170,6 +186,7 @@ def state_routes(api: Api) -> APIRouter:
             raise ApiError(503, f"the engine's last step was {age:.0f} s ago", "engine_stuck")
         return answer(Health(status="ok", step_age_s=age))
 
+    @router.head("/ready", include_in_schema=False)
     @router.get("/ready", responses={200: {"model": Ready}, **errors(503)})
     async def ready() -> Response:
         """Whether requests are served: all programs are compiled, and the server is not stopping."""

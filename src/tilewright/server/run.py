@@ -1,31 +1,26 @@
 """A server from its beginning to its end: listening while the engine warms up, serving, and stopping when told to."""
 
 import asyncio
+import logging
 import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
-import uvicorn
 from rich.console import Console
 
+from tilewright.runtime.request import Stopped
 from tilewright.server.api import Api
 from tilewright.server.app import make_app
+from tilewright.server.connections import HttpServer, most_connections
 
-FLUSH_S = 5
-"""How long answers that are complete may take to reach their clients when the server ends."""
+log = logging.getLogger("tilewright.server")
+
+KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+"""A client that vanished without a word is known after a minute; in seconds and probes, on systems that have these options."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-class Uvicorn(uvicorn.Server):
-    """Uvicorn without its signal handlers, which would end the process by the signal and not with status 0."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -44,6 +39,10 @@ def listen(host: str, port: int) -> socket.socket:
         raise OSError(f"cannot listen at {host} port {port}: {error}") from error
     # Inherited by what is accepted. Asyncio leaves it out for such sockets, and small answers would wait 40 ms for an ACK.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEP_ALIVE.items():
+        if hasattr(socket, name):
+            listening.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return listening
 
 
@@ -62,12 +61,8 @@ class Server:
     """
 
     def __init__(self, api: Api, drain_s: float, say: Callable[[], None], console: Console | None = None):
-        config = uvicorn.Config(
-            make_app(api), log_config=None, access_log=False, lifespan="off", ws="none", proxy_headers=False,
-            server_header=False, timeout_graceful_shutdown=FLUSH_S,
-        )  # fmt: skip
         self.api, self.drain_s, self.say, self.console = api, drain_s, say, console
-        self.http, self.failure = Uvicorn(config), list[BaseException]()
+        self.http, self.failure = HttpServer(make_app(api), most_connections()), list[BaseException]()
 
     def run(self, listening: socket.socket) -> None:
         """Serves until SIGTERM or SIGINT.
@@ -95,12 +90,13 @@ class Server:
         await self.http.serve([listening])
 
     def warm(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Makes the engine ready."""
+        """Makes the engine ready, unless it is told to stop before."""
         try:
             self.api.engine.warm(self.console)
-            if not self.api.stopping:
-                self.api.engine.start()
-                self.say()
+            self.api.engine.start()
+            self.say()
+        except Stopped:
+            log.info("the server was told to stop before it was ready")
         except BaseException as error:  # goes on in the main thread
             self.failure.append(error)
             loop.call_soon_threadsafe(self.end)

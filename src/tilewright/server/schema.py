@@ -1,25 +1,29 @@
 """What clients may send: the bodies of all routes, with a range for every number.
 
 A field is offered, or it is known and refused by name (`NotOffered`: it would change the output and cannot be given here), or
-it is unknown, which is an error too. Values that change nothing (`user`, `metadata`) are taken and not read. Every field but
-those that a route cannot do without may be null, which is as if it were not there.
+it is unknown, which is an error too. Values that change nothing (`user`, `metadata`, what belongs to something that is off) are
+taken and not read. Every field but those that a route cannot do without may be null, which is as if it were not there.
 """
 
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, LiteralString, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator
 from pydantic_core import PydanticCustomError
 
-from tilewright.decode.sampling import LEAST_TOP_P, REPETITION_PENALTIES, TEMPERATURES
-from tilewright.decode.scores import MOST_ALTERNATIVES
+from tilewright.models.chat import check_values
+from tilewright.runtime.logprobs import MOST_ALTERNATIVES
+from tilewright.runtime.sampling import BIASES, MOST_BIASED, MOST_STOP_TOKENS, REPETITION_PENALTIES, TEMPERATURES
+from tilewright.server.defaults import cold
 
 MOST_CHOICES = 16
 """The most that `n` may be."""
 MOST_PROMPTS = 128
 """The most prompts in one request."""
 MOST_MESSAGES = 4096
-MOST_STOPS = 16
+MOST_STOPS = 1024
+MOST_VALUES = 64
+"""Of a chat template."""
 LONGEST_STOP = 128
 """In characters. The engine looks for stop strings in its own thread, after each token."""
 LONGEST_NAME = 512
@@ -40,12 +44,17 @@ def expect(text: str, kind: str = "expected") -> WrapValidator:
 
 NotOffered = Annotated[None, expect("is not offered by this server", "not_offered")]
 """A field that others offer. It may be there as null, as some clients send it."""
+NoText = Annotated[
+    Annotated[str, Field(max_length=0)] | None, expect("is not offered by this server; it may be empty", "not_offered")
+]
 NothingAsked = Annotated[
     Annotated[list[Any], Field(max_length=0)] | Annotated[dict[str, Any], Field(max_length=0)] | None,
     expect("is not offered by this server; it may be null or empty", "not_offered"),
 ]
 """The same, where clients also send it empty."""
 Ignored = Annotated[str, Field(max_length=LONGEST_NAME)] | None
+Unread = Any
+"""What changes nothing here, whatever it is."""
 
 
 def whole(value: Any) -> Any:
@@ -56,7 +65,10 @@ def whole(value: Any) -> Any:
 WHOLE = BeforeValidator(whole)
 
 OnlyZero = Annotated[
-    Annotated[int, Field(ge=0, le=0), WHOLE] | None, expect("is not offered by this server; it may be 0", "not_offered")
+    Annotated[float, Field(ge=0, le=0)] | None, expect("is not offered by this server; it may be 0", "not_offered")
+]
+OnlyOne = Annotated[
+    Annotated[float, Field(ge=1, le=1)] | None, expect("is not offered by this server; it may be 1", "not_offered")
 ]
 
 
@@ -89,13 +101,34 @@ Stop = Annotated[
     StopText | Annotated[list[StopText], Field(max_length=MOST_STOPS)] | None,
     expect(f"expected a text of 1 to {LONGEST_STOP} characters, or a list of at most {MOST_STOPS}"),
 ]
-Temperature = Annotated[
-    Annotated[float, Field(ge=0, le=0)] | Annotated[float, Field(ge=TEMPERATURES[0], le=TEMPERATURES[1])] | None,
-    expect(f"expected 0, or a number from {TEMPERATURES[0]:g} to {TEMPERATURES[1]:g}"),
-]
+Temperature = Annotated[float, Field(ge=0, le=TEMPERATURES[1]), AfterValidator(cold)] | None
 Penalty = Annotated[float, Field(ge=-2, le=2)] | None
 Length = Annotated[int, Field(ge=1, lt=2**31), WHOLE] | None
-Seed = Annotated[int, Field(ge=0, lt=2**32), WHOLE] | None
+Seed = Annotated[
+    Annotated[int, Field(ge=-1, lt=2**32), WHOLE] | None, AfterValidator(lambda seed: None if seed == -1 else seed)
+]
+"""-1 is as if there were none, as in vLLM."""
+LogitBias = Annotated[
+    Annotated[
+        dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=BIASES[0], le=BIASES[1])]],
+        Field(max_length=MOST_BIASED),
+    ]
+    | None,
+    expect(f"expected at most {MOST_BIASED} token ids, as texts, each with a number from {BIASES[0]:g} to {BIASES[1]:g}"),
+]
+PromptLogprobs = Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES), WHOLE] | None
+
+
+def template_values(values: dict[str, Any] | None) -> dict[str, Any] | None:
+    try:
+        check_values(values or {})
+    except ValueError as error:
+        raise PydanticCustomError("expected", cast(LiteralString, str(error))) from None
+    return values
+
+
+TemplateValues = Annotated[dict[str, Any] | None, Field(max_length=MOST_VALUES), AfterValidator(template_values)]
+"""What a request may tell the chat template: anything."""
 
 
 class Body(BaseModel):
@@ -122,7 +155,7 @@ class GenerationBody(ModelBody):
 
     max_tokens: Length = None
     temperature: Temperature = None
-    top_p: Annotated[float, Field(ge=LEAST_TOP_P, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31), WHOLE] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])] | None = None
@@ -135,23 +168,58 @@ class GenerationBody(ModelBody):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
+    logit_bias: LogitBias = None
+    # What vLLM's servers take besides.
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MOST_STOP_TOKENS, fail_fast=True)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: PromptLogprobs = None
+    return_token_ids: bool | None = None
+
+    # What changes nothing here.
     user: Ignored = None
     metadata: Annotated[dict[str, Any], Field(max_length=16)] | None = None
+    request_id: Ignored = None
+    session_id: Ignored = None
+    spaces_between_special_tokens: bool | None = None
+    stream_interval: Unread = None
+    truncation_side: Unread = None
+    length_penalty: Unread = None
+    early_stopping: Unread = None
+    mm_processor_kwargs: Unread = None
+    media_io_kwargs: Unread = None
+    routed_experts_prompt_start: Unread = None
+    return_token_offsets: Unread = None
+    return_mm_kwargs: Unread = None
+    # The same of llama.cpp's servers: where keys and values are kept, and settings of what is off.
+    cache_prompt: Unread = None
+    id_slot: Unread = None
+    n_keep: Unread = None
+    n_discard: Unread = None
+    dynatemp_exponent: Unread = None
+    xtc_threshold: Unread = None
+    mirostat_tau: Unread = None
+    mirostat_eta: Unread = None
+    dry_base: Unread = None
+    dry_allowed_length: Unread = None
+    dry_penalty_last_n: Unread = None
+    dry_sequence_breakers: Unread = None
+
+    # What would change the answer.
     store: OnlyFalse = None
     service_tier: Annotated[
         Literal["auto", "default"] | None, expect("is not offered by this server but as auto or default", "not_offered")
     ] = None
-
-    logit_bias: NothingAsked = None
-    # What vLLM's servers take besides.
-    min_tokens: OnlyZero = None
-    stop_token_ids: NothingAsked = None
     bad_words: NothingAsked = None
     allowed_token_ids: NotOffered = None
-    include_stop_str_in_output: OnlyFalse = None
-    skip_special_tokens: OnlyTrue = None
+    logprob_token_ids: NotOffered = None
+    return_tokens_as_token_ids: OnlyFalse = None
+    include_reasoning: OnlyTrue = None
+    thinking_token_budget: NotOffered = None
+    repetition_detection: NotOffered = None
+    watermarking: OnlyFalse = None
     use_beam_search: OnlyFalse = None
-    prompt_logprobs: NotOffered = None
     truncate_prompt_tokens: NotOffered = None
     guided_json: NotOffered = None
     guided_regex: NotOffered = None
@@ -160,7 +228,41 @@ class GenerationBody(ModelBody):
     structured_outputs: NotOffered = None
     logits_processors: NotOffered = None
     cache_salt: NotOffered = None
+    kv_transfer_params: NothingAsked = None
+    ec_transfer_params: NothingAsked = None
+    vllm_xargs: NothingAsked = None
     priority: OnlyZero = None
+    grammar: NoText = None
+    json_schema: NothingAsked = None
+    lora: NothingAsked = None
+    samplers: NothingAsked = None
+    image_data: NothingAsked = None
+    response_fields: NothingAsked = None
+    n_predict: NotOffered = None
+    n_probs: OnlyZero = None
+    n_indent: OnlyZero = None
+    min_keep: OnlyZero = None
+    t_max_predict_ms: OnlyZero = None
+    typical_p: OnlyOne = None
+    dynatemp_range: OnlyZero = None
+    xtc_probability: OnlyZero = None
+    top_n_sigma: Annotated[
+        Annotated[float, Field(le=0)] | None, expect("is not offered by this server; it may be -1", "not_offered")
+    ] = None
+    mirostat: OnlyZero = None
+    dry_multiplier: OnlyZero = None
+    repeat_penalty: OnlyOne = None
+    repeat_last_n: Annotated[int, WHOLE] | None = None
+    post_sampling_probs: OnlyFalse = None
+    timings_per_token: OnlyFalse = None
+    return_progress: OnlyFalse = None
+    return_tokens: OnlyFalse = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        stop = () if self.stop is None else self.stop
+        return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
 class TextFormat(Body):
@@ -171,18 +273,24 @@ ResponseFormat = Annotated[TextFormat | None, expect('is not offered by this ser
 
 
 class CompletionBody(GenerationBody):
-    """`POST /v1/completions`."""
+    """`POST /v1/completions`; with `echo`, `max_tokens` may be 0."""
 
     prompt: Prompt
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES), WHOLE] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=MOST_CHOICES), WHOLE] | None = None
+    add_special_tokens: bool | None = None
     suffix: NotOffered = None
     prompt_embeds: NotOffered = None
     response_format: ResponseFormat = None
 
 
 class TextPart(Body):
+    """A part of a content; what else stands in it (`cache_control`, `annotations`) changes nothing here."""
+
+    model_config = ConfigDict(extra="ignore")
+
     type: Literal["text"]
     text: str
 
@@ -195,30 +303,46 @@ class Message(Body):
         expect("expected system, developer, user or assistant; tools and functions are not offered by this server"),
     ]
     content: Annotated[
-        str | Annotated[list[TextPart], Field(min_length=1, max_length=MOST_MESSAGES)],
+        str | Annotated[list[TextPart], Field(max_length=MOST_MESSAGES)] | None,
         expect("expected a text, or a list of parts of type text; images, audio and files are not offered by this server"),
-    ]
+    ] = None
     name: Ignored = None
+    id: Ignored = None
     refusal: NotOffered = None
     annotations: NothingAsked = None
     audio: NotOffered = None
     function_call: NotOffered = None
     tool_calls: NothingAsked = None
-    reasoning_content: NotOffered = None
+    reasoning_content: str | None = None
 
     @property
     def text(self) -> str:
-        """Its content; parts are put together with line breaks."""
-        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        """Its content; parts are put together with line breaks, and of none there is no text."""
+        if isinstance(self.content, str):
+            return self.content
+        return "\n".join(part.text for part in self.content or ())
+
+    @property
+    def shown(self) -> dict[str, str]:
+        """As chat templates see it."""
+        role = "system" if self.role == "developer" else self.role
+        others = {"name": self.name, "reasoning_content": self.reasoning_content}
+        return {"role": role, "content": self.text} | {name: text for name, text in others.items() if text is not None}
 
 
-class TemplateValues(Body):
-    """What a request may tell the chat template."""
+class Templated(ModelBody):
+    """What a chat template may be told.
 
-    enable_thinking: bool | None = None
+    Attributes:
+        continue_final_message: the answer goes on with the last message, and no new one begins.
+    """
+
+    chat_template_kwargs: TemplateValues = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
-class ChatBody(GenerationBody):
+class ChatBody(GenerationBody, Templated):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
@@ -226,7 +350,6 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES), WHOLE] | None = None
     response_format: ResponseFormat = None
-    chat_template_kwargs: TemplateValues | None = None
 
     parallel_tool_calls: bool | None = None
     prompt_cache_key: Ignored = None
@@ -249,22 +372,26 @@ class ChatBody(GenerationBody):
     reasoning_effort: NotOffered = None
     verbosity: NotOffered = None
     web_search_options: NotOffered = None
-    # What vLLM's servers take besides.
+    # What other servers take besides.
+    parse_tool_calls: Unread = None
     echo: OnlyFalse = None
-    add_generation_prompt: OnlyTrue = None
-    continue_final_message: OnlyFalse = None
+    add_special_tokens: OnlyFalse = None
+    return_prompt_text: OnlyFalse = None
     chat_template: NotOffered = None
-    documents: NotOffered = None
+    documents: NothingAsked = None
     reasoning: NotOffered = None
+    reasoning_format: Annotated[Literal["none"] | None, expect("is not offered by this server but as none", "not_offered")] = (
+        None
+    )
+    thinking_forced_open: OnlyFalse = None
 
 
-class TokenizeBody(ModelBody):
+class TokenizeBody(Templated):
     """`POST /tokenize`: a text, or a conversation."""
 
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
 
 

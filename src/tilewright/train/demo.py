@@ -1,7 +1,4 @@
-"""The demo's models: their sizes, and their whole training from its inputs (see `demo_text.py`).
-
-The target is trained in two parts: first with a few layers, which is cheap, then grown to all of them (see `grow.py`).
-"""
+"""The demo's models: their sizes, and their whole training from its inputs (see `demo_text.py`)."""
 
 import json
 import re
@@ -15,9 +12,7 @@ import numpy as np
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from tilewright.decode.language_model import LanguageModel
-from tilewright.decode.sampling import Sampling
-from tilewright.decode.shapes import ShapeTable
+from tilewright.llm.language_model import LanguageModel
 from tilewright.models import decoder, dflash, dflash2, eagle3
 from tilewright.models.checkpoint import load_decoder, save_params
 from tilewright.models.decoder import DecoderConfig, DecoderParams
@@ -25,50 +20,46 @@ from tilewright.models.dflash import DFlashConfig
 from tilewright.models.dflash2 import DFlash2Config
 from tilewright.models.eagle3 import Eagle3Config
 from tilewright.models.params import count
+from tilewright.runtime.sampling import Sampling
+from tilewright.runtime.shapes import ShapeTable
 from tilewright.train.data import Stream, end_of_text
 from tilewright.train.demo_text import DemoText, library_sources, prepare_text
 from tilewright.train.dflash2 import DFlash2Options, train_dflash2
 from tilewright.train.drafter import DFlashOptions, train_drafter
 from tilewright.train.eagle3 import Eagle3Options, train_eagle3
 from tilewright.train.evaluate import evaluate_target
-from tilewright.train.grow import grow
 from tilewright.train.lm import train_lm
 from tilewright.train.regenerate import cut_prompts, regenerate
 from tilewright.train.text import TextOptions, text_figures
 
 MASK_TOKEN_ID = 1
 
-SHALLOW_LAYERS, LAYERS, CONTEXT = 4, 12, 2048
-
 TARGET_OPTIONS = TextOptions(
-    steps=2000,
-    batch_size=8,
-    sequence_length=512,
-    learning_rate=1.5e-3,
-    optimizer="muon",
-    muon_learning_rate=0.015,
-    evaluate_every=200,
-    save_every=50,
-)
-SHALLOW_OPTIONS = replace(TARGET_OPTIONS, steps=1000, learning_rate=3e-3, muon_learning_rate=0.02)
-
-
-DRAFTER_OPTIONS = TextOptions(
-    steps=2900,
+    steps=1200,
     batch_size=4,
     sequence_length=512,
-    learning_rate=1e-3,
+    learning_rate=3e-3,
     optimizer="muon",
-    muon_learning_rate=0.01,
+    muon_learning_rate=0.02,
+    evaluate_every=200,
+    save_every=100,
+)
+DRAFTER_OPTIONS = TextOptions(
+    steps=800,
+    batch_size=2,
+    sequence_length=512,
+    learning_rate=2e-3,
+    optimizer="muon",
+    muon_learning_rate=0.015,
     seed=1,
     evaluate_every=100,
-    save_every=50,
+    save_every=100,
 )
 ANCHOR_OPTIONS = DFlashOptions(anchors=64)
-DRAFT_VOCAB = 3072
+DRAFT_VOCAB = 2048
 
 PROMPT_TOKENS = 64
-REGENERATED = 9600
+REGENERATED = 3200
 REGENERATION_BATCH = 64
 REGENERATION_SAMPLING = (
     Sampling(max_new_tokens=191, temperature=0.0, ignore_eos=True),
@@ -78,8 +69,8 @@ REGENERATION_SAMPLING = (
 
 
 def tapped_layers(target: DecoderConfig) -> tuple[int, ...]:
-    """Where the drafters read their target: after every third layer, and what its last one reads."""
-    return tuple(sorted({*range(2, target.num_layers - 1, 3), target.num_layers - 2}))
+    """Where the drafters read their target: after every layer but the last."""
+    return tuple(range(target.num_layers - 1))
 
 
 def dflash_config(target: DecoderConfig, layers: int = 1) -> DFlashConfig:
@@ -99,7 +90,7 @@ def dflash2_config(target: DecoderConfig) -> DFlash2Config:
         **vars(dflash_config(target, layers=2)),
         conv_kernel_size=2,
         conv_group_size=16,
-        selector_rank=64,
+        selector_rank=32,
         selector_top_k=16,
     )
 
@@ -115,19 +106,19 @@ def eagle3_config(target: DecoderConfig) -> Eagle3Config:
 
 
 def target_config(tokenizer: Tokenizer) -> DecoderConfig:
-    """The target before it grows: Qwen3's architecture, narrow."""
+    """The target: Qwen3's architecture, as small as tests need it."""
     return DecoderConfig(
         family="qwen3",
         vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=256,
-        intermediate_size=768,
-        num_layers=SHALLOW_LAYERS,
+        hidden_size=128,
+        intermediate_size=256,
+        num_layers=4,
         num_heads=4,
         num_kv_heads=2,
-        head_dim=64,
+        head_dim=32,
         rope_theta=10000.0,
         tie_word_embeddings=True,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=2048,
         eos_token_ids=(end_of_text(tokenizer),),
     )
 
@@ -162,43 +153,21 @@ def held_out_prompts(paths: Sequence[Path], each: int = 3, characters: int = 480
     return records
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How the models are trained.
-
-    Attributes:
-        steps: of the target at its whole depth.
-        drafter_steps: of each drafter; None for those in `DRAFTERS`.
-        start: a model to go on from in the place of the shallow one, and its parameters in float32; it grows to `LAYERS` if it
-            has fewer.
-    """
-
-    steps: int = TARGET_OPTIONS.steps
-    drafter_steps: int | None = None
-    start: tuple[DecoderConfig, DecoderParams] | None = None
-
-
 def train_target(
-    text: DemoText, plan: Plan, out: Path, console: Console
+    text: DemoText, options: TextOptions, out: Path, console: Console
 ) -> tuple[DecoderConfig, DecoderParams, dict[str, Any]]:
     """Trains the target and writes it to `out / "target"`.
 
     Returns:
         its configuration, its parameters as they ship, rounded to bfloat16, and what was reached.
     """
-    figures, start = {}, plan.start
-    if start is None:
-        shallow = target_config(text.tokenizer)
-        first = train_lm(shallow, text.trained, text.watched, SHALLOW_OPTIONS, out / "training" / "shallow", console)
-        start, figures["shallow"] = (shallow, first.params), text_figures(first)
-    config, params = grow(*start, max(LAYERS, start[0].num_layers), max(CONTEXT, start[0].max_position_embeddings))
-    options = replace(TARGET_OPTIONS, steps=plan.steps)
-    result = train_lm(config, text.trained, text.watched, options, out / "training" / "target", console, params)
+    config = target_config(text.tokenizer)
+    result = train_lm(config, text.trained, text.watched, options, out / "training" / "target", console)
     folder = out / "target"
     save_params(folder, decoder.config_to_hf(config), decoder.declare(config), result.params, ml_dtypes.bfloat16)
     text.tokenizer.save(str(folder / "tokenizer.json"))
     _, params = load_decoder(folder, np.float32)
-    figures |= {
+    figures = {
         **text_figures(result),
         "parameters": count(decoder.declare(config)),
         "held_out": evaluate_target(config, params, text.tokenizer, text.held_out),
@@ -260,29 +229,33 @@ def train_demo_eagle3(lesson: Lesson, options: TextOptions) -> dict[str, Any]:
 
 DRAFTERS: dict[str, tuple[Callable[[Lesson, TextOptions], dict[str, Any]], TextOptions]] = {
     "drafter": (train_demo_dflash, DRAFTER_OPTIONS),
-    "dflash2": (train_demo_dflash2, replace(DRAFTER_OPTIONS, steps=6200)),
-    "eagle3": (train_demo_eagle3, replace(DRAFTER_OPTIONS, steps=1600, batch_size=2)),
+    "dflash2": (train_demo_dflash2, replace(DRAFTER_OPTIONS, steps=1200)),
+    "eagle3": (train_demo_eagle3, replace(DRAFTER_OPTIONS, steps=500)),
 }
 """The folder of each drafter, what trains it, and how. Another kind is another row."""
 
 
-def train_demo(gsm8k: Path, out: Path, tokenizer: Tokenizer, console: Console, plan: Plan = Plan()) -> dict[str, Any]:
+def train_demo(
+    gsm8k: Path, out: Path, tokenizer: Tokenizer, console: Console,
+    steps: int = TARGET_OPTIONS.steps, drafter_steps: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Trains target and drafters and writes them as checkpoints below `out`. Resumes where an earlier run stopped.
 
     Args:
-        tokenizer: of the model to start from, if there is one.
+        steps: of the target.
+        drafter_steps: of each drafter; None for those in `DRAFTERS`.
 
     Returns:
         what was reached, for the model card and `--json`.
     """
     text = prepare_text(gsm8k, tokenizer)
     console.print(text.summary(), markup=False)
-    target, params, figures = train_target(text, plan, out, console)
+    target, params, figures = train_target(text, replace(TARGET_OPTIONS, steps=steps), out, console)
     # What the drafters learn from is the target as it ships.
     written, written_held_out = continue_text(text, target, params, out / "training", console)
     lesson = Lesson(target, params, written, written_held_out, out, console)
     drafters = {
-        name: train(lesson, replace(options, steps=plan.drafter_steps or options.steps))
+        name: train(lesson, replace(options, steps=drafter_steps or options.steps))
         for name, (train, options) in DRAFTERS.items()
     }
     lines = [json.dumps(record) for record in held_out_prompts(library_sources()[1])]

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer
 
-from tilewright.decode.language_model import LanguageModel
-from tilewright.decode.request import distinct_ngram_ratio
-from tilewright.decode.sampling import Sampling
-from tilewright.decode.shapes import ShapeTable
 from tilewright.kernels.select import training_operations
+from tilewright.llm.acceptance import distinct_ngram_ratio
+from tilewright.llm.language_model import LanguageModel
 from tilewright.models.decoder import DecoderConfig, DecoderParams
+from tilewright.runtime.sampling import Sampling
+from tilewright.runtime.shapes import ShapeTable
 from tilewright.train.data import Stream, require_windows
 from tilewright.train.lm import next_token_loss
 from tilewright.train.regenerate import cut_prompts

@@ -10,8 +10,8 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from tilewright.decode.language_model import LanguageModel
-from tilewright.decode.sampling import Sampling
+from tilewright.llm.language_model import LanguageModel
+from tilewright.runtime.sampling import Sampling
 from tilewright.train.data import Stream, read_jsonl
 
 

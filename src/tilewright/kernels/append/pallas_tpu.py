@@ -38,7 +38,7 @@ def window_size(count: int) -> int:
     return pl.cdiv(TILE - 1 + count, TILE) * TILE
 
 
-def fits(cache: Shaped[Array, "B K S D"], new: Shaped[Array, "B K T D"]) -> bool:
+def fits(cache: Array | jax.ShapeDtypeStruct, new: Array | jax.ShapeDtypeStruct) -> bool:
     """Whether the kernel takes these: few new entries of several rows, entries of whole lanes, a cache of whole tiles."""
     (b, heads, slots, d), count = cache.shape, new.shape[2]
     whole = d % LANES == 0 and slots % TILE == 0 and cache.dtype == new.dtype and cache.dtype in (jnp.float32, jnp.bfloat16)

@@ -26,7 +26,7 @@ OWN_ENTRIES = 1024
 """U, at most: they are in VMEM whole."""
 
 
-def fits(q: Float[Array, "B T N D"], k: Float[Array, "B K S D"], own: tuple[Array, Array] | None) -> bool:
+def fits(q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct, own: tuple[Array, Array] | None) -> bool:
     """Whether the kernel takes these: one dtype, entries of whole lanes, few own ones."""
     whole = q.shape[3] % LANES == 0 and k.shape[2] > 0 and q.shape[1] > 0
     few = own is None or 0 < own[0].shape[2] <= OWN_ENTRIES

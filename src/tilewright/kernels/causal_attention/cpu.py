@@ -17,7 +17,6 @@ from jaxtyping import Float, Float32
 
 from tilewright.kernels.native import or_nothing
 
-HEAD_MULTIPLE = 16
 """Head sizes that the kernels take are multiples of this."""
 
 

@@ -36,9 +36,9 @@ def of_model(model: str, **sizes: tuple[int, int]) -> dict[str, Case]:
 
 
 CASES: dict[str, dict[str, Case]] = {
-    # assets/demo/target/config.json: hidden 256, 4 heads and 2 key-value heads of 64.
+    # assets/demo/target/config.json: hidden 128, 4 heads and 2 key-value heads of 32.
     "demo": of_model(
-        "demo", q=(256, 256), k=(256, 128), v=(256, 128), o=(256, 256), gate_up=(256, 768), down=(768, 256), head=(256, 4096)
+        "demo", q=(128, 128), k=(128, 64), v=(128, 64), o=(128, 128), gate_up=(128, 256), down=(256, 128), head=(128, 4096)
     ),
     # huggingface.co/Qwen/Qwen3-0.6B, config.json: hidden 1024, 16 heads and 8 key-value heads of 128.
     "qwen3-0.6b": of_model(

@@ -1,51 +1,86 @@
 """The operations on a TPU, where causal attention over pages is the ragged paged attention kernel that ships with JAX.
 
 That kernel wants a head's keys and values side by side, so that a page of all heads is one transfer: a pool of its own layout,
-`PairedPages`. It takes queries that are the last of their row, each seeing all up to its own entry. So it serves
-`append_attend`, in bfloat16 and where heads fill whole tiles (`fits`); in float32 it multiplies in bfloat16 passes. For queries
-with other lengths or keys of their own (a drafter's block) the rows' entries are copied out of the pages, and attention over a
-cache in one block does the rest.
+`PairedPages`. Its heads are whole lanes, and as many as fill whole tiles. Smaller heads are packed: two of 64 lie side by side
+in one of 128. A query of either has zeros where the other's keys are, so that its scores are its own, and of its result it
+keeps the half with its own values. Where heads do not come out even, zeros fill up (`packing`).
+
+The kernel takes queries that are the last of their row, each seeing all up to its own entry. So it serves `append_attend`, in
+bfloat16; in float32 it would multiply in bfloat16 passes (`refuses`). For queries with other lengths or keys of their own (a
+drafter's block) entries are copied out of the rows' pages, a block at a time.
 
 Legend: P pages, E entries of a page, M pages that a row may have, B rows, T positions, N query heads, K key/value heads, D head
-size, U own keys, R queries of all rows (B * T).
+size, U own keys, F packed heads, G queries of a head (N / K).
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 from jax.typing import DTypeLike
 from jaxtyping import BFloat16, Float, Int, Int32, Shaped
 
-from tilewright.kernels.operations import Heads, Pages
+from tilewright.kernels.operations import Heads
 from tilewright.kernels.paged import xla
 
 LANES = 128
+SUBLANES = 8
 BLOCK_ENTRIES = 512
 """Entries of a row that are in VMEM at the same time, twice."""
 BLOCK_QUERIES = 32
 
 
-class PairedPages(NamedTuple):
-    """A pool `[P, E, 2 K, D]` of pages in which each head's key is followed by its value."""
+@partial(jax.tree_util.register_dataclass, data_fields=["kv"], meta_fields=["kv_heads", "head_dim"])
+@dataclass(frozen=True)
+class PairedPages:
+    """A pool `[P, E, 2 F, lanes]` of pages in which each packed head's keys are followed by its values.
+
+    Attributes:
+        kv_heads, head_dim: of the heads that are packed, K and D; over several devices those of each.
+    """
 
     kv: Any
+    kv_heads: int
+    head_dim: int
 
     @property
     def page_size(self) -> int:
         return self.kv.shape[1]
 
 
-def fits(kv_heads: int, head_dim: int, dtype: DTypeLike) -> bool:
-    """Whether the kernel takes pages of such heads: as many pairs of them as fill whole tiles, of whole lanes."""
-    return head_dim % LANES == 0 and jnp.dtype(dtype) == jnp.bfloat16 and (kv_heads in (1, 2, 4) or kv_heads % 8 == 0)
+def refuses(dtype: DTypeLike) -> str:
+    """Why the kernel does not take keys and values of this dtype; empty if it does."""
+    if jnp.dtype(dtype) == jnp.bfloat16:
+        return ""
+    return f"it multiplies in bfloat16, and keys and values are {jnp.dtype(dtype).name}"
 
 
-def empty(pages: int, kv_heads: int, entries: int, head_dim: int, dtype: DTypeLike) -> PairedPages:
-    """A pool of pages that hold zeros."""
-    return PairedPages(jnp.zeros((pages, entries, 2 * kv_heads, head_dim), dtype))
+def packing(kv_heads: int, head_dim: int) -> tuple[int, int, int]:
+    """How K heads of D lie in a page: heads that share one of the kernel's, lanes of each, heads that the kernel sees (F)."""
+    shared = max(1, LANES // head_dim)
+    lanes = LANES // shared if head_dim <= LANES else -(-head_dim // LANES) * LANES
+    filled = -(-kv_heads // shared)
+    tiled = next((count for count in (1, 2, 4) if count >= filled), -(-filled // SUBLANES) * SUBLANES)
+    return shared, lanes, tiled
+
+
+def empty(pages: int, kv_heads: int, entries: int, head_dim: int, dtype: DTypeLike, devices: int = 1) -> PairedPages:
+    """A pool of pages that hold zeros; over several devices each packs its own part of the heads."""
+    own = kv_heads // devices
+    shared, lanes, packed = packing(own, head_dim)
+    return PairedPages(jnp.zeros((pages, entries, devices * 2 * packed, shared * lanes), dtype), own, head_dim)
+
+
+def pack(heads: Shaped[Array, "*rows K D"]) -> Shaped[Array, "*rows F lanes"]:
+    """Heads side by side as `packing` has them, zeros between and behind."""
+    *rows, k, d = heads.shape
+    shared, lanes, packed = packing(k, d)
+    around = [(0, 0)] * len(rows)
+    return jnp.pad(heads, [*around, (0, packed * shared - k), (0, lanes - d)]).reshape(*rows, packed, shared * lanes)
 
 
 def append(
@@ -57,18 +92,23 @@ def append(
     count: Int[Array, " B"],
 ) -> PairedPages:
     """As `xla.append`."""
-    b, heads, t, d = k.shape
     pages, entries, _, _ = pool.kv.shape
-    page, entry = xla.places(table, start, count, t, pages, entries)
-    pairs = jnp.stack([k, v], axis=2).transpose(0, 3, 1, 2, 4).reshape(b, t, 2 * heads, d)
-    return PairedPages(pool.kv.at[page, entry].set(pairs, mode="drop"))
+    page, entry = xla.places(table, start, count, k.shape[2], pages, entries)
+    keys, values = (pack(each.transpose(0, 2, 1, 3)) for each in (k, v))
+    pairs = jnp.stack([keys, values], axis=3).reshape(*page.shape, *pool.kv.shape[2:])
+    return replace(pool, kv=pool.kv.at[page, entry].set(pairs, mode="drop"))
 
 
-def apart(pool: PairedPages) -> Pages:
-    """The pool's keys and values, each for itself."""
-    pages, entries, heads, d = pool.kv.shape
-    k, v = jnp.moveaxis(pool.kv.reshape(pages, entries, heads // 2, 2, d), 3, 0).transpose(0, 1, 3, 2, 4)
-    return Pages(k, v)
+def in_rows(pool: PairedPages, table: Int32[Array, "B M"]) -> tuple[Shaped[Array, "B K S D"], Shaped[Array, "B K S D"]]:
+    """Each row's keys and its values side by side."""
+    found = jnp.take(pool.kv, jnp.maximum(table, 0), axis=0)  # [B, M, E, 2 F, lanes]
+    shared, lanes, packed = packing(pool.kv_heads, pool.head_dim)
+    pairs = found.reshape(table.shape[0], -1, packed, 2, shared, lanes)
+    k, v = (
+        pairs[:, :, :, which].reshape(*pairs.shape[:2], packed * shared, lanes)[:, :, : pool.kv_heads, : pool.head_dim]
+        for which in (0, 1)
+    )
+    return k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
 
 
 def prefix_attention(
@@ -79,11 +119,28 @@ def prefix_attention(
     own: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None,
     attend: Callable[..., Array],
 ) -> Float[Array, "B T N D"]:
-    """As `xla.prefix_attention`. Only the rows' own pages are copied and taken apart, not the whole pool."""
-    b, m = table.shape
-    mine = apart(PairedPages(jnp.take(pool.kv, jnp.maximum(table, 0).reshape(-1), axis=0)))
-    own_table = jnp.where(table >= 0, jnp.arange(b * m, dtype=table.dtype).reshape(b, m), table)
-    return xla.prefix_attention(q, mine, own_table, lengths, own, attend)
+    """As `xla.prefix_attention`."""
+    sizes = pool.kv_heads, pool.page_size
+    return xla.attention_over_blocks(q, partial(in_rows, pool), sizes, table, lengths, own, attend)
+
+
+def pack_queries(q: Float[Array, "R N D"], kv_heads: int) -> Float[Array, "R _ lanes"]:
+    """Queries of packed heads: each has its own numbers in the lanes of its head, and zeros in those of the others."""
+    r, n, d = q.shape
+    shared, lanes, packed = packing(kv_heads, d)
+    grouped = jnp.pad(
+        q.reshape(r, kv_heads, n // kv_heads, d), [(0, 0), (0, packed * shared - kv_heads), (0, 0), (0, lanes - d)]
+    ).reshape(r, packed, shared, n // kv_heads, 1, lanes)
+    own = jnp.eye(shared, dtype=bool)[:, None, :, None]
+    return jnp.where(own, grouped, jnp.zeros((), q.dtype)).reshape(r, -1, shared * lanes)
+
+
+def unpack_results(out: Float[Array, "R _ lanes"], kv_heads: int, head_dim: int, heads: int) -> Float[Array, "R N D"]:
+    """Of what the queries of `pack_queries` got, each one's own lanes."""
+    shared, lanes, packed = packing(kv_heads, head_dim)
+    parts = out.reshape(out.shape[0], packed, shared, heads // kv_heads, shared, lanes)
+    own = jnp.stack([parts[:, :, n, :, n, :head_dim] for n in range(shared)], axis=2)
+    return own.reshape(out.shape[0], packed * shared, -1, head_dim)[:, :kv_heads].reshape(out.shape[0], heads, head_dim)
 
 
 def causal_attention(
@@ -94,6 +151,9 @@ def causal_attention(
     count: Int[Array, " B"],
 ) -> BFloat16[Array, "B T N D"]:
     """What the query at `start + t` sees up to its own entry, which is in the pool; zeros from `count` on."""
+    # JAX's experimental kernel: imported where a TPU is compiled for, and nowhere else.
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
     b, t, n, d = q.shape
     # The kernel wants at least one query and one entry of each row; what comes of those of a row of count 0 is left out below.
     sizes = jnp.maximum(count, 1).astype(jnp.int32)
@@ -102,14 +162,14 @@ def causal_attention(
     place = ends[:-1, None] + at
     meant = at < sizes[:, None]
     # Queries of all rows one after the other, without gaps.
-    packed = jnp.zeros((b * t, n, d), q.dtype).at[jnp.where(meant, place, b * t)].set(q, mode="drop")
+    dense = jnp.zeros((b * t, n, d), q.dtype).at[jnp.where(meant, place, b * t)].set(q, mode="drop")
     pages = min(table.shape[1], max(1, BLOCK_ENTRIES // pool.page_size))
     out = ragged_paged_attention(
-        packed, pool.kv, jnp.where(count > 0, start + count, 1).astype(jnp.int32), jnp.maximum(table, 0), ends,
-        jnp.full(1, b, jnp.int32), sm_scale=d**-0.5, num_kv_pages_per_block=pages,
+        pack_queries(dense, pool.kv_heads), pool.kv, jnp.where(count > 0, start + count, 1).astype(jnp.int32),
+        jnp.maximum(table, 0), ends, jnp.full(1, b, jnp.int32), sm_scale=d**-0.5, num_kv_pages_per_block=pages,
         num_queries_per_block=min(b * t, BLOCK_QUERIES),
     )  # fmt: skip
-    spread = jnp.take(out, jnp.minimum(place, b * t - 1), axis=0)
+    spread = jnp.take(unpack_results(out, pool.kv_heads, d, n), jnp.minimum(place, b * t - 1), axis=0)
     return jnp.where((at < count[:, None])[:, :, None, None], spread, jnp.zeros((), q.dtype))
 
 

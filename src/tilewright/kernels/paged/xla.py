@@ -1,23 +1,32 @@
 """The operations as XLA compiles them, on any device. What a row has no page for is neither written nor seen.
 
+Attention reads a block of entries at a time, as many blocks as the longest row needs, under a running softmax (Milakov &
+Gimelshein 2018). A block that a row does not reach leaves its result as it is, bit for bit: so it does not depend on how long
+the other rows are.
+
 Legend: P pages, E entries of a page, M pages that a row may have, B rows, T positions, N query heads, K key/value heads, D head
-size, U own keys, S entries of a row (M * E).
+size, U own keys, S entries that are read together, R queries of a key head (`attention.xla.group_rows`).
 """
 
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int, Int32, Shaped
 
 from tilewright.kernels.attention import xla
-from tilewright.kernels.operations import Heads, Pages
+from tilewright.kernels.attention.xla import MASKED, group_rows, ungroup_rows
+from tilewright.kernels.operations import UNMAPPED, Heads, Pages
+
+BLOCK_ENTRIES = 512
+"""Entries of each row that attention reads at a time. A table of no more pages than that is read whole, without a loop."""
 
 
-def empty(pages: int, kv_heads: int, entries: int, head_dim: int, dtype: DTypeLike) -> Pages:
-    """A pool of pages that hold zeros."""
+def empty(pages: int, kv_heads: int, entries: int, head_dim: int, dtype: DTypeLike, devices: int = 1) -> Pages:
+    """A pool of pages that hold zeros, laid out alike for any number of devices."""
     shape = (pages, kv_heads, entries, head_dim)
     return Pages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
@@ -75,13 +84,73 @@ def prefix_attention(
     """Attention of each query over the first `lengths` entries of its row, and over all of `own`.
 
     Args:
-        attend: the same over the entries in rows, to which they are copied.
+        attend: the operation over entries that lie in rows, for tables of one block.
     """
-    lengths = jnp.minimum(lengths, held(table, pool.page_size)[:, None])
-    k, v = in_rows(pool.k, table), in_rows(pool.v, table)
-    # What no query sees is what other rows left there, NaN included, which a weight of zero does not take away.
+
+    def read(some: Int32[Array, "B C"]) -> tuple[Array, Array]:
+        return in_rows(pool.k, some), in_rows(pool.v, some)
+
+    return attention_over_blocks(q, read, (pool.k.shape[1], pool.page_size), table, lengths, own, attend)
+
+
+def attention_over_blocks(
+    q: Float[Array, "B T N D"],
+    read: Callable[[Array], tuple[Array, Array]],
+    sizes: tuple[int, int],
+    table: Int32[Array, "B M"],
+    lengths: Int[Array, "B T"],
+    own: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None,
+    attend: Callable[..., Array],
+) -> Float[Array, "B T N D"]:
+    """As `prefix_attention`, for a pool of any layout.
+
+    Args:
+        read: copies the keys and values `[B, K, S, D]` of some columns of the table out of the pool.
+        sizes: K and E.
+    """
+    (heads, entries), (_, t, n, d) = sizes, q.shape
+    lengths = jnp.minimum(lengths, held(table, entries)[:, None])
     reach = jnp.max(lengths, axis=1)[:, None, None, None]
-    return attend(q, k, jnp.where(jnp.arange(v.shape[2])[:, None] < reach, v, jnp.zeros((), v.dtype)), lengths, own)
+
+    def block(some: Array, first: Any) -> tuple[Array, Array, Array]:
+        """The keys and values of some columns, and their positions."""
+        k, v = read(some)
+        position = first + jnp.arange(k.shape[2])
+        # What no query sees is what other rows left there, NaN included, which a weight of zero does not take away.
+        return k, jnp.where(position[:, None] < reach, v, jnp.zeros((), v.dtype)), position
+
+    columns = max(1, BLOCK_ENTRIES // entries)
+    if table.shape[1] <= columns:
+        return attend(q, *block(table, 0)[:2], lengths, own)
+    rows, size = group_rows(q * d**-0.5, heads), columns * entries
+    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % columns)), constant_values=UNMAPPED)
+    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+
+    def add(carry: tuple[Array, ...], k: Array, v: Array, seen: Array) -> tuple[Array, ...]:
+        """Takes in some keys: largest scores and sums of weights `[B, K, R, 1]`, weighted values `[B, K, R, D]`."""
+        largest, total, values = carry
+        seen = jnp.tile(seen, (1, n // heads, 1))[:, None]
+        scores = jnp.einsum("bkrd,bksd->bkrs", rows, k, precision=precision, preferred_element_type=jnp.float32)
+        scores = jnp.where(seen, scores, MASKED)
+        now = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
+        weights = jnp.where(seen, jnp.exp(scores - now), 0.0)  # a query that has seen nothing yet has MASKED for its largest
+        kept = jnp.exp(largest - now)
+        more = jnp.einsum(
+            "bkrs,bksd->bkrd", weights.astype(v.dtype), v, precision=precision, preferred_element_type=jnp.float32
+        )
+        return now, total * kept + jnp.sum(weights, axis=-1, keepdims=True), values * kept + more
+
+    def add_block(number: Any, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        some = jax.lax.dynamic_slice_in_dim(table, number * columns, columns, axis=1)
+        k, v, position = block(some, number * size)
+        return add(carry, k, v, position < lengths[:, :, None])
+
+    nothing = jnp.zeros((*rows.shape[:3], 1), jnp.float32)
+    carry = (nothing + MASKED, nothing, jnp.zeros(rows.shape, jnp.float32))
+    if own is not None:
+        carry = add(carry, *own, jnp.ones((1, t, own[0].shape[2]), bool))
+    _, total, values = jax.lax.fori_loop(0, (jnp.max(lengths) + size - 1) // size, add_block, carry)
+    return ungroup_rows((values / jnp.where(total > 0, total, 1.0)).astype(q.dtype), t)
 
 
 def append_attend(

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32, Int
 
-HEAD_MULTIPLE = 16
 """Head sizes that the kernel takes are multiples of this."""
 
 

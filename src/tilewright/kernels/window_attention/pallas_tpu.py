@@ -30,7 +30,7 @@ STATISTICS = 8
 """Rows of statistics, of which three are used: a register's height."""
 
 
-def fits(q: Float[Array, "B W N D"], k: Float[Array, "B S K D"]) -> bool:
+def fits(q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct) -> bool:
     """Whether the kernel takes these: one dtype, heads of whole lanes, windows and sequences of whole blocks of lanes."""
     whole = q.shape[3] % LANES == 0 and q.shape[1] % LANES == 0 and k.shape[1] % LANES == 0 and q.size > 0 and k.size > 0
     return whole and q.dtype == k.dtype and q.dtype in (jnp.float32, jnp.bfloat16)

@@ -1,0 +1,128 @@
+"""What `quality.py` asks a model and how it judges: questions, reference answers, and programs that are run."""
+
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tilewright.bench.datasets import MBPP_TEST, messages, read_examples, read_records
+from tilewright.models.chat import ChatTemplate
+
+REFERENCES = {"gsm8k_test": "answer", "humaneval": "canonical_solution", "mbpp": "code", "math500": "solution"}
+"""The data files, and the field of each that holds the reference answer."""
+CPU_S, WALL_S = 5, 30
+"""How long a program may compute, and how long it may take on a machine that does other things too."""
+MEMORY_BYTES, FILE_BYTES = 1 << 30, 1 << 20
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A question as the model reads it, and the answer whose likelihood is asked for."""
+
+    data: str
+    number: int
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A problem of MBPP.
+
+    Attributes:
+        prompt: what the model reads.
+        checks: what a right program passes, as a program.
+        solution: the data's own.
+    """
+
+    number: int
+    prompt: str
+    checks: str
+    solution: str
+
+
+def references(folder: Path, template: ChatTemplate, count: int) -> list[Scored]:
+    """The first so many reference answers of each data file; line breaks are "\\n" throughout."""
+    found = []
+    for data, field in REFERENCES.items():
+        path = folder / f"{data}.jsonl"
+        records = dict(read_records(path))
+        for example in read_examples(path)[:count]:
+            prompt = template.render(messages(example))
+            found.append(Scored(data, example.line, prompt, records[example.line][field].replace("\r\n", "\n")))
+    return found
+
+
+def problems(folder: Path, template: ChatTemplate) -> list[Problem]:
+    """MBPP's test split, worded as in its paper (Austin et al. 2021) without the worked examples, as one turn of a chat."""
+    found = []
+    for _, record in read_records(folder / "mbpp.jsonl"):
+        if record["task_id"] in MBPP_TEST:
+            prompt = template.render([{"role": "user", "content": question(record)}])
+            checks = "\n".join([record["test_setup_code"], *record["test_list"]])
+            found.append(Problem(record["task_id"], prompt, checks, record["code"]))
+    return found
+
+
+def question(record: dict[str, Any]) -> str:
+    tests = "\n".join(record["test_list"])
+    return (
+        f"You are an expert Python programmer, and here is your task: {record['text'].strip()} "
+        f"Your code should pass these tests:\n\n{tests}"
+    )
+
+
+FENCE = re.compile(r"```(\w*)[^\n]*\n(.*?)(?:\n\s*```|\Z)", re.DOTALL)
+
+
+def program(answer: str) -> str:
+    """The program in an answer: the first fence marked as Python, else the first one, else all of it.
+
+    A fence that the answer's end cuts off counts.
+    """
+    fences = FENCE.findall(answer)
+    marked = [code for language, code in fences if language.lower() in ("python", "python3", "py")]
+    return next(iter([*marked, *(code for _, code in fences)]), answer)
+
+
+PASSED = 42
+"""The status of a program whose checks were all reached; one that ends itself before has another."""
+
+# A hook that sees what a program is about to do and cannot be taken off again; it may write into its working folder alone.
+GUARD = f"""
+import os, resource, sys
+for _what, _most in ("CPU", {CPU_S}), ("AS", {MEMORY_BYTES}), ("FSIZE", {FILE_BYTES}), ("CORE", 0):
+    resource.setrlimit(getattr(resource, "RLIMIT_" + _what), (_most, _most))
+_home = os.path.realpath(os.getcwd()) + os.sep
+_refused = ("socket.", "subprocess.", "os.exec", "os.fork", "os.posix_spawn", "os.system", "os.kill", "ctypes.", "os.remove",
+            "os.rename", "os.rmdir", "os.truncate", "os.chmod", "os.link", "os.symlink", "os.mkdir", "shutil.")
+def _guard(event, args):
+    if event.startswith(_refused):
+        raise PermissionError(event + " is not allowed")
+    if event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        if not isinstance(args[0], (str, bytes)) or not os.path.realpath(os.fsdecode(args[0])).startswith(_home):
+            raise PermissionError("writing elsewhere is not allowed")
+_source = sys.stdin.read()
+sys.stdin.close()
+sys.addaudithook(_guard)
+exec(compile(_source, "answer", "exec"), {{"__name__": "__main__"}})
+os._exit({PASSED})
+"""
+
+
+def passes(answer: str, checks: str) -> bool:
+    """Whether the program in an answer passes its checks, in a process of its own: bounded, without a network, in an empty
+    folder that is deleted afterwards. Made for a model's mistakes, not for programs that want to break out."""
+    source = f"{program(answer)}\n\n{checks}\n"
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            done = subprocess.run(
+                [sys.executable, "-I", "-S", "-c", GUARD], input=source.encode("utf-8", "replace"), cwd=folder, env={},
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=WALL_S, start_new_session=True,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return False
+    return done.returncode == PASSED

@@ -1,0 +1,245 @@
+"""What a request asks of a diffusion language model, and its rows as arrays.
+
+Sources: LLaDA (arXiv 2502.09992, Algorithms 4 and 5), Dream (arXiv 2508.15487), Fast-dLLM (arXiv 2505.22618), DyLLM
+(arXiv 2603.08026); masks far behind the block are left out as in DPad (arXiv 2508.14148).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import jax
+import numpy as np
+
+from tilewright.runtime.sampling import RowSampling, Sampling, row_sampling
+
+Remasking = Literal["low_confidence", "random", "origin", "maskgit_plus", "topk_margin", "entropy"]
+"""What ranks the masked positions: LLaDA's probability of the chosen token, or chance; Dream's chance of being unmasked, the
+probability of the chosen token after temperature and filters, the gap between the two best probabilities, or the negative
+entropy."""
+REMASKING: tuple[Remasking, ...] = get_args(Remasking)
+LLADA_RULES: tuple[Remasking, ...] = ("low_confidence", "random")
+"""Their probabilities are those before temperature and filters, as in LLaDA's code."""
+BY_CHANCE: tuple[Remasking, ...] = ("random", "origin")
+
+Mode = Literal["dense", "prefix", "dual", "sparse"]
+"""Which positions a step computes: all; those from the block's first on, or the block's alone, over cached keys and values; or
+those that are salient."""
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+TIME_EPSILON = 1e-3
+"""Where Dream's schedule of times ends."""
+FAR = 2**30
+"""Behind all positions that there are."""
+ALWAYS = 2.0
+"""A threshold of saliency that every position is below."""
+
+
+@dataclass(frozen=True)
+class Saliency:
+    """Options of sparse steps; the switches repair what the published code does otherwise (see `window.py`).
+
+    Attributes:
+        tau: a position is recomputed if the cosine between its contexts of two steps is below; above 1, all are.
+        full_steps: that many steps at the beginning compute everything.
+        every: each step whose number (from 1) this divides computes the whole sequence; others the response alone.
+        first_layer: all positions are salient in the first layer, so that with tau above 1 and `every` 1 steps are dense.
+        keep_changed: tokens that were committed in the step before are salient in every layer.
+        keep_prompt: prompts catch up on what changed while the response alone was computed.
+        boundary: where logits are shifted, the window of a response includes the position before it, which predicts its first.
+    """
+
+    tau: float = 0.99
+    full_steps: int = 4
+    every: int = 4
+    first_layer: bool = True
+    keep_changed: bool = True
+    keep_prompt: bool = True
+    boundary: bool = True
+
+    def __post_init__(self) -> None:
+        for good, expected, found in (
+            (0 < self.tau <= ALWAYS, f"a saliency threshold above 0, up to {ALWAYS:g}", self.tau),
+            (self.full_steps >= 1, "at least 1 full step, which fills the caches", self.full_steps),
+            (self.every >= 1, "whole-sequence steps every 1 step or more", self.every),
+        ):
+            if not good:
+                raise ValueError(f"expected {expected}, found {found}")
+
+
+@dataclass(frozen=True)
+class Denoising:
+    """Options of one denoising request.
+
+    Attributes:
+        new_tokens: the length of the response, a multiple of `block_length`.
+        steps: denoising steps in all; the number of blocks divides them. None for one a token. With a `threshold` there are as
+            many as it takes.
+        block_length: blocks are denoised one after the other; None for a single one.
+        remasking: what ranks masked positions.
+        temperature, top_p, seed: how tokens are drawn; 0 takes the most likely one.
+        threshold: each step commits all tokens at least this likely, and the best one whatever it is; None commits a quota.
+        mode: which positions a step computes.
+        saliency: how sparse steps are taken.
+        suffix_window: how many positions behind the block a step knows of, as if the response ended there. None for all.
+        guidance: classifier-free guidance, `un + (guidance + 1) * (with the prompt - un)`; 0 for none.
+        ignore_eos: go on past the end-of-sequence token.
+    """
+
+    new_tokens: int = 128
+    steps: int | None = None
+    block_length: int | None = None
+    remasking: Remasking = "low_confidence"
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    threshold: float | None = None
+    mode: Mode = "dense"
+    saliency: Saliency = Saliency()
+    suffix_window: int | None = None
+    guidance: float = 0.0
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("remasking", self.remasking, REMASKING), ("mode", self.mode, MODES)):
+            if value not in known:
+                raise ValueError(f"expected {name} to be one of {', '.join(known)}, found {value!r}")
+        self.sampling()  # says what is wrong with those fields
+        block, blocks = self.block, self.new_tokens // max(self.block, 1)
+        for good, expected, found in (
+            (self.new_tokens >= 1, "new_tokens of at least 1", self.new_tokens),
+            (block >= 1, "a block_length of at least 1", block),
+            (
+                self.new_tokens % max(block, 1) == 0,
+                f"new_tokens that are a multiple of the block_length {block}",
+                self.new_tokens,
+            ),
+            (self.threshold is None or 0 < self.threshold <= 1, "a threshold above 0, up to 1", self.threshold),
+            (
+                self.threshold is None or self.remasking not in BY_CHANCE,
+                f"no threshold with {self.remasking}, which ranks by chance",
+                self.threshold,
+            ),
+            (self.threshold is None or self.steps is None, "steps or a threshold, not both", self.steps),
+            (
+                self.steps is None or (self.steps >= 1 and self.steps % max(blocks, 1) == 0),
+                f"steps that the {blocks} blocks divide",
+                self.steps,
+            ),
+            (
+                self.steps is None or self.steps <= self.new_tokens,
+                f"steps of at most one a token, {self.new_tokens}",
+                self.steps,
+            ),
+            (
+                self.suffix_window is None or self.suffix_window >= 0,
+                "a suffix_window of at least 0 positions",
+                self.suffix_window,
+            ),
+            (0 <= self.guidance < float("inf"), "guidance of at least 0", self.guidance),
+        ):
+            if not good:
+                raise ValueError(f"expected {expected}, found {found}")
+
+    @property
+    def block(self) -> int:
+        return self.new_tokens if self.block_length is None else self.block_length
+
+    @property
+    def block_steps(self) -> int:
+        """The most steps that a block takes."""
+        steps = self.new_tokens if self.steps is None else self.steps
+        return self.block if self.threshold is not None else steps * self.block // self.new_tokens
+
+    def seeded(self) -> "Denoising":
+        """Copy with a fresh seed, if it draws and has none."""
+        draws = self.temperature > 0 or self.remasking in BY_CHANCE
+        if self.seed is not None or not draws:
+            return self
+        return replace(self, seed=Sampling(temperature=1.0).seeded().seed)
+
+    def sampling(self) -> Sampling:
+        return Sampling(1, self.temperature, self.top_p, seed=self.seed)
+
+    def shares(self) -> np.ndarray:
+        """The part of a block's masks that Dream's schedule unmasks at each of its steps, float64 `[block_steps]`."""
+        times = np.linspace(1, TIME_EPSILON, self.block_steps + 1)
+        return np.append((1 - times[1:] / times[:-1])[:-1], 1.0)
+
+    def quotas(self) -> np.ndarray:
+        """Number of tokens that each step of a block commits, int32 `[block_steps]`: LLaDA's even shares, the remainder at the
+        earliest steps, or Dream's part of the masks that are left, in whole tokens."""
+        if self.remasking in LLADA_RULES:
+            base, remainder = divmod(self.block, self.block_steps)
+            return np.asarray([base + (n < remainder) for n in range(self.block_steps)], np.int32)
+        left, counts = self.block, []
+        for share in self.shares():
+            counts.append(int(left * share))
+            left -= counts[-1]
+        return np.asarray(counts, np.int32)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RowOptions:
+    """Requests as arrays, one entry a row, named as in `Denoising` and `Saliency`.
+
+    Attributes:
+        quotas, shares: `[B, K]`, K being the longest block of the program.
+        rule: the number of `remasking` in `REMASKING`; `mode` that in `MODES`.
+        threshold: above 1 where a quota is committed.
+        suffix_window: `FAR` for all.
+    """
+
+    block: Any
+    quotas: Any
+    shares: Any
+    rule: Any
+    threshold: Any
+    mode: Any
+    tau: Any
+    full_steps: Any
+    every: Any
+    first_layer: Any
+    keep_changed: Any
+    keep_prompt: Any
+    boundary: Any
+    suffix_window: Any
+    guidance: Any
+    ignore_eos: Any
+    sampling: RowSampling
+
+
+def row_options(requests: Sequence[Denoising], longest: int) -> RowOptions:
+    """Gathers requests into arrays, on the host.
+
+    Args:
+        longest: K.
+    """
+
+    def each(values: Sequence[Any], dtype: Any) -> np.ndarray:
+        return np.asarray(values, dtype)
+
+    def padded(rows: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
+        return np.stack([np.pad(row, (0, longest - len(row))).astype(dtype) for row in rows])
+
+    sparse = [r.saliency for r in requests]
+    return RowOptions(
+        block=each([r.block for r in requests], np.int32),
+        quotas=padded([r.quotas() for r in requests], np.int32),
+        shares=padded([r.shares() for r in requests], np.float32),
+        rule=each([REMASKING.index(r.remasking) for r in requests], np.int32),
+        threshold=each([ALWAYS if r.threshold is None else r.threshold for r in requests], np.float32),
+        mode=each([MODES.index(r.mode) for r in requests], np.int32),
+        tau=each([s.tau for s in sparse], np.float32),
+        full_steps=each([s.full_steps for s in sparse], np.int32),
+        every=each([s.every for s in sparse], np.int32),
+        first_layer=each([s.first_layer for s in sparse], bool),
+        keep_changed=each([s.keep_changed for s in sparse], bool),
+        keep_prompt=each([s.keep_prompt for s in sparse], bool),
+        boundary=each([s.boundary for s in sparse], bool),
+        suffix_window=each([FAR if r.suffix_window is None else min(r.suffix_window, FAR) for r in requests], np.int32),
+        guidance=each([r.guidance for r in requests], np.float32),
+        ignore_eos=each([r.ignore_eos for r in requests], bool),
+        sampling=row_sampling([r.sampling() for r in requests], [0] * len(requests)),
+    )

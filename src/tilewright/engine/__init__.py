@@ -1,1 +1,0 @@
-"""Serving: which shapes to declare for the requests that come."""

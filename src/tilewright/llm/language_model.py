@@ -1,0 +1,386 @@
+"""A loaded model, with or without a drafter: the object that users hold."""
+
+import math
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from tilewright.compiled.machine import takes_loops
+from tilewright.compiled.store import warm
+from tilewright.kernels.operations import is_batch_invariant
+from tilewright.kernels.select import Kernels, Weights, operations
+from tilewright.llm.stream import Stream
+from tilewright.models import checkpoint, decoder, hub
+from tilewright.models.decoder import DecoderConfig, DecoderParams
+from tilewright.models.diffusion import is_diffusion
+from tilewright.models.params import AUTO as AUTO_DTYPE
+from tilewright.models.params import DTYPES, check_dtype
+from tilewright.models.tokenizer import load_tokenizer
+from tilewright.parallel.mesh import agreed
+from tilewright.runtime.cache import PAGE_MULTIPLE
+from tilewright.runtime.division import Division, check_schedule, divide
+from tilewright.runtime.engine import Engine, fixed_rounds
+from tilewright.runtime.interfaces import Drafter, RoundChooser
+from tilewright.runtime.layout import Layout
+from tilewright.runtime.memory import check_weights
+from tilewright.runtime.model import Model
+from tilewright.runtime.options import EngineOptions
+from tilewright.runtime.output import Generation
+from tilewright.runtime.programs import Programs
+from tilewright.runtime.runner import ModelRunner
+from tilewright.runtime.sampling import Sampling, SamplingMode
+from tilewright.runtime.shapes import Shape, ShapeTable
+from tilewright.runtime.state import Models, Target
+from tilewright.speculation.costs import CostFiles
+from tilewright.speculation.drafters.load import AUTO, NGRAM, DrafterOptions, load_drafter
+from tilewright.speculation.pacer import CallPacer, measured_pacer
+from tilewright.speculation.pacing import Pacing
+from tilewright.speculation.team import Team
+
+CALL = EngineOptions(prefix_cache=False, guard="off", dispatch_s=math.inf)
+"""Of the engine of a call: it serves its own prompts alone, and nobody waits for the end of a dispatch."""
+
+
+class LanguageModel:
+    """A target, its tokenizer, and a drafter if one was loaded. Made by `load`.
+
+    Attributes:
+        target: its configuration.
+        dtype: of weights and activations.
+        weights: "int8" keeps matrices in 8 bits; "auto" keeps them in `dtype`.
+        ops: what computes; `kernels` is its name.
+        division: over which devices it lies; None for the default one.
+        drafter: what drafts; a team where rounds are chosen as decoding goes, by what `pacing` has seen.
+        model: all of it, as the runtime has it.
+        programs: of calls without the drafter, or with it, and their shapes.
+    """
+
+    def __init__(
+        self, target: DecoderConfig, params: DecoderParams, tokenizer: Tokenizer, dtype: str = "float32",
+        weights: Weights = "auto", kernels: Kernels = "auto", table: ShapeTable | None = None,
+        division: Division | None = None, prepared: bool = False,
+    ):  # fmt: skip
+        """Args: `prepared`: the parameters are as the operations want them, as `load_decoder` may give them."""
+        check_dtype(dtype)
+        self.target, self.tokenizer, self.dtype, self.weights = target, tokenizer, dtype, weights
+        self.ops = operations(weights=weights, kernels=kernels)
+        self.kernels, self.division = self.ops.name, division
+        self.table = table or ShapeTable().reaching(target.max_position_embeddings)
+        self.drafter: Drafter | None = None
+        self.pacing: Pacing | None = None
+        self.cost_files: CostFiles | None = None
+        if not prepared:
+            params = (decoder.prepare if division is None else division.prepared)(target, self.ops, params)
+        self.model = self.model_of(Models(params), None)
+        self.programs: dict[tuple[bool, Shape], Programs] = {}
+
+    def model_of(self, models: Models, drafter: Drafter | None) -> Model:
+        target = Target(self.target, self.ops, loops=takes_loops())
+        if self.division is not None:
+            division = self.division
+            target = replace(target, schedule=division.schedule, mesh=division.mesh, compiler_options=division.compiler_options)
+        return Model(target, models, DTYPES[self.dtype], drafter, self.tokenizer)
+
+    def with_drafter(self, drafter: Drafter | None, params: Any = None) -> "LanguageModel":
+        """Copy of the model with another drafter, None for none; the target's parameters are shared.
+
+        Args:
+            params: the drafter's parameters as they were loaded; of a team those of each member.
+        """
+        other, target, head = copy(self), self.model.models.target, None
+        members, each = (drafter.members, params) if isinstance(drafter, Team) else ((drafter,), (params,))
+        prepared = [self.prepared(*one) for one in zip(members, each, strict=True)]
+        reading = [one for one in members if one is not None and one.reads_target_head and one.dtype is not None]
+        if reading and reading[0].dtype != self.dtype and self.weights == "auto":
+            head = self.head_in(DTYPES[cast(str, reading[0].dtype)])
+        members, each = zip(*prepared, strict=True)
+        other.drafter, own = members[0], each[0]
+        if isinstance(drafter, Team):
+            other.drafter, own = replace(drafter, members=members), each
+        other.pacing = Pacing(other.drafter, self.weights, self.cost_files) if isinstance(other.drafter, Team) else None
+        other.model, other.programs = self.model_of(Models(target, own, head), other.drafter), {}
+        return other
+
+    def prepared(self, drafter: Drafter | None, params: Any) -> tuple[Drafter | None, Any]:
+        """A drafter and its parameters as this model's operations want them."""
+        if drafter is None or drafter.dtype is None:
+            return drafter, params
+        prepared = self.ops.prepare(drafter.declared, params)
+        return replace(cast(Any, drafter), ops=self.ops), prepared if self.division is None else self.division.whole(prepared)
+
+    def load_drafter(
+        self, source: str | Sequence[str] | None, options: DrafterOptions, console: Console | None = None
+    ) -> tuple[Any, Any]:
+        """Reads drafters for this target, as `with_drafter` takes them: a team if they are several or rounds are chosen.
+
+        See `drafters.load.load_drafter`.
+        """
+        check_sources(source, options)
+        if source is None or (isinstance(source, str) and options.block_size not in AUTO):
+            return load_drafter(source, self.target, self.dtype, options, console)
+        sources = [source] if isinstance(source, str) else list(source)
+        fixed = isinstance(options.block_size, int)
+        own = options if fixed else replace(options, block_size=None)
+        loaded = [load_drafter(each, self.target, self.dtype, own.fitting(each), console) for each in sources]
+        drafters, params = zip(*loaded, strict=True)
+        # Partial sums of other numbers of rows are added up in other ways.
+        alike = is_batch_invariant(self.ops, self.dtype) if self.division is None else self.dtype == "float32"
+        masked = options.block_size != AUTO[1] and not alike
+        return Team(drafters, () if fixed else self.table.widths, masked), params
+
+    def keep_costs(self, files: CostFiles) -> "LanguageModel":
+        """Has what rounds cost kept in files for the next process, whatever drafter the model is given. Returns the model.
+
+        Over several processes nothing is kept: each might find other files.
+        """
+        if self.division is not None and self.division.mesh.is_multi_process:
+            return self
+        self.cost_files = files
+        if self.pacing is not None:
+            self.pacing.files = files
+        return self
+
+    def head_in(self, dtype: DTypeLike) -> Any:
+        """The target's output head in another dtype, prepared.
+
+        Raises:
+            ValueError: no device holds all of it.
+        """
+        if self.division is not None:
+            raise ValueError(
+                f"expected a drafter in {self.dtype}, as the model whose output head lies over a mesh, found another"
+            )
+        head = self.ops.restore(decoder.output_head(self.model.models.target))
+        return self.ops.prepare_matrix(head[: self.target.hidden_size].astype(dtype), "lm_head")
+
+    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+        """The tokens of a prompt, which may be tokens already. Raises a `ValueError`, as `Model.encode` does."""
+        return self.model.encode(prompt)
+
+    def check_length(self, tokens: Sequence[int], sampling: Sampling) -> None:
+        context = self.target.max_position_embeddings
+        if len(tokens) >= context:
+            raise ValueError(f"the prompt has {len(tokens)} tokens; the model's context is {context}")
+        if len(tokens) + sampling.max_new_tokens > context:
+            room = context - len(tokens)
+            raise ValueError(
+                f"a prompt of {len(tokens)} tokens leaves room for {room} in the model's context of {context}; "
+                f"max_new_tokens is {sampling.max_new_tokens}"
+            )
+
+    @staticmethod
+    def each_sampling(prompts: Sequence[object], sampling: Sampling | Sequence[Sampling] | None) -> list[Sampling]:
+        """One sampling for each prompt; one that draws has a seed.
+
+        Raises:
+            ValueError: there is no prompt, or a list of samplings has another length.
+        """
+        if not prompts:
+            raise ValueError("expected at least one prompt, found none")
+        each = [sampling or Sampling()] * len(prompts) if not isinstance(sampling, Sequence) else list(sampling)
+        if len(each) != len(prompts):
+            raise ValueError(f"expected one sampling for each of {len(prompts)} prompts, found {len(each)}")
+        return [one.seeded() for one in each]
+
+    def agreed_sampling(self, each: Sequence[Sampling]) -> list[Sampling]:
+        """Samplings with the first process's seeds: each process has drawn fresh ones."""
+        mesh = None if self.division is None else self.division.mesh
+        seeds = agreed(mesh, np.array([one.seed or 0 for one in each], np.uint32))
+        return [one if one.seed is None else replace(one, seed=int(seed)) for one, seed in zip(each, seeds, strict=True)]
+
+    def drafter_for(self, speculative: bool | None) -> Drafter | None:
+        """Drafter of a generation; None for plain decoding.
+
+        Raises:
+            ValueError: nothing can, and something must.
+        """
+        if speculative and self.drafter is None:
+            raise ValueError("speculative decoding needs a drafter; none was loaded")
+        return None if speculative is False else self.drafter
+
+    def programs_for(self, drafter: Drafter | None, shape: Shape) -> Programs:
+        """The programs of calls of a shape, compiled as far as they were needed."""
+        kept = drafter is not None, shape
+        if kept in self.programs:
+            return self.programs[kept]
+        whole = math.lcm(PAGE_MULTIPLE, self.table.chunks[-1])
+        capacity = -(-shape.capacity // whole) * whole
+        table = replace(self.table, batches=(shape.batch,), capacities=(capacity,))
+        layout, model = Layout.full(shape.batch, capacity), self.model
+        # Of several threads that come here at once, all go on with the first one's.
+        return self.programs.setdefault(kept, Programs(model.target, model.models, model.dtype, drafter, table, layout))
+
+    def start(
+        self,
+        prompts: str | Sequence[str | Sequence[int]],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        speculative: bool | None = None,
+    ) -> Stream:
+        """Begins a generation, for callers that stream; `generate` is the simpler way.
+
+        Args:
+            prompts: texts, or lists of token ids. More than the table's largest batch wait for one another.
+            sampling: one for all, or one each. Rows of one `Sampling` share its seed, if it has one, so that equal prompts give
+                equal texts.
+            speculative: False decodes without the drafter; by default a drafter is used if there is one.
+        """
+        listed = [prompts] if isinstance(prompts, str) else list(prompts)
+        each = self.agreed_sampling(self.each_sampling(listed, sampling))
+        drafter = self.drafter_for(speculative)
+        encoded = [self.encode(prompt) for prompt in listed]
+        for tokens, one in zip(encoded, each, strict=True):
+            self.check_length(tokens, one)
+        positions = max(len(tokens) + one.max_new_tokens for tokens, one in zip(encoded, each, strict=True))
+        if drafter is not None:
+            positions = max(positions, drafter.block_size)  # a block is written in one piece
+        programs = self.programs_for(drafter, self.table.shape(min(len(encoded), self.table.batches[-1]), positions))
+        mode, pacing = sampling_mode(programs, each), self.pacing
+
+        def chooses(runner: ModelRunner, dispatch_s: float, console: Console | None) -> RoundChooser:
+            if pacing is None or not isinstance(drafter, Team):
+                return fixed_rounds(runner, dispatch_s)
+            pacer = CallPacer(drafter, pacing, runner, any(one.temperature > 0 for one in each))
+            pacer.policy(programs.layout.batch)  # compiles and measures before anything is timed
+            return pacer
+
+        return Stream(Engine(replace(self.model, drafter=drafter), CALL, chooses, programs, mode), encoded, each)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str | Sequence[int]],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        speculative: bool | None = None,
+    ) -> Generation:
+        """Generates for every prompt; arguments as for `start`."""
+        stream = self.start(prompts, sampling, speculative)
+        while not stream.finished:
+            stream.advance()
+        return stream.generation()
+
+    def warm(self, speculative: bool | None = None, console: Console | None = None) -> None:
+        """Compiles every program of the table that the model's context can use, so that no call compiles any more.
+
+        Args:
+            speculative: as for `start`.
+            console: where a progress bar is shown.
+        """
+        drafter, shapes = self.drafter_for(speculative), self.table.shapes(self.target.max_position_embeddings)
+        each = [self.programs_for(drafter, shape) for shape in shapes]
+        warm(((programs, key) for programs in each for key in programs.declared("any")), console)
+
+    def engine(self, options: EngineOptions = EngineOptions()) -> Engine:
+        """An engine that serves many requests at once. Raises a `ValueError` for options that do not go with the model."""
+        drafter, pacing = self.drafter, self.pacing
+        if not isinstance(drafter, Team):
+            return Engine(self.model, options)
+        if drafter.widths:
+            drafter = replace(drafter, widths=options.widths)
+        shared = pacing or Pacing(drafter, self.weights, self.cost_files)
+        return Engine(replace(self.model, drafter=drafter), options, partial(measured_pacer, shared))
+
+
+def sampling_mode(programs: Programs, each: Sequence[Sampling]) -> SamplingMode:
+    """Sampling that a call's programs are for: no more than its requests ask, unless there are programs for more already."""
+    there = any(key.sampling == "any" for key in programs.compiled)
+    return "greedy" if all(one.is_greedy for one in each) and not there else "any"
+
+
+def check_sources(source: str | Sequence[str] | None, options: DrafterOptions) -> None:
+    """Raises a `ValueError` if options do not go with the drafter, or of several drafters with none."""
+    if source is None or isinstance(source, str):
+        options.check(source)
+        return
+    if not source:
+        raise ValueError("expected at least one drafter, found none")
+    if set(source) == {NGRAM}:
+        options.check(NGRAM)
+    for each in source:
+        options.fitting(each).check(each)
+
+
+def target_folder(model: str, revision: str | None, console: Console | None) -> Path:
+    """The folder of a target. Raises a `ValueError` for a model of another kind."""
+
+    def refuse_diffusion(folder: Path) -> None:
+        if is_diffusion(folder):
+            raise ValueError(
+                f"{model} is a diffusion language model: `tilewright diffuse`, `bench diffusion` and `serve` take it"
+            )
+
+    folder = hub.resolve(model, revision, console, lambda folder: (refuse_diffusion(folder), load_tokenizer(folder)))
+    refuse_diffusion(folder)
+    return folder
+
+
+def read_target(
+    name: str, folder: Path, dtype: str, weights: Weights, kernels: Kernels, table: ShapeTable | None,
+    division: Division | None, console: Console | None,
+) -> LanguageModel:  # fmt: skip
+    """The model of a folder, without a drafter. One for whose weights there is no memory is refused before these are read."""
+    ops, config = operations(weights=weights, kernels=kernels), checkpoint.decoder_config(folder)
+    tokenizer, dtype = load_tokenizer(folder), checkpoint.running_dtype(dtype, folder, ops)
+    shard, ops = (None, ops) if division is None else (division.shardings, division.operations(ops))
+    check_weights(name, decoder.declare(config, ops.own_head), shard, dtype, ops, weights)
+    target = checkpoint.load_decoder(folder, DTYPES[dtype], console, shard, ops)
+    return LanguageModel(*target, tokenizer, dtype, weights, kernels, table, division, prepared=True)
+
+
+def load(
+    model: str | Path, drafter: str | Path | Sequence[str | Path] | None = None, *, dtype: str = AUTO_DTYPE,
+    weights: Weights = "auto", block_size: int | str | None = None, draft_window: int | None = None,
+    drafter_dtype: str | None = None, refine: int = 0, walk: str | None = None, revision: str | None = None,
+    drafter_revision: str | None = None, table: ShapeTable | None = None, kernels: Kernels = "auto", mesh: Mesh | None = None,
+    schedule: str | None = None, compiler_options: bool = False, console: Console | None = None,
+) -> LanguageModel:  # fmt: skip
+    """Loads a target and, if one is named, its drafter.
+
+    Args:
+        model, drafter: a folder or a Hugging Face id, with `config.json`, safetensors and (the target) `tokenizer.json`. The
+            target may be a GGUF file or a folder that holds one (the extra `gguf`): its tensors are dequantised. A
+            drafter may be a DFlash, DFlash 2 or EAGLE-3 one, or "ngram", which has no weights; several take turns.
+        dtype: of the weights and activations, "float32", "bfloat16" or "auto": the checkpoint's, bfloat16 for float16, float32
+            on a CPU without this package's kernels.
+        weights: "int8" keeps all matrices but the embedding in 8 bits, with a scale for each output; "auto" as `dtype`.
+        block_size: tokens drafted at once, the known one included. "auto", the default, takes what promises most each round,
+            plain decoding included (see `speculation/policy.py`); where the number of rows changes how the target rounds, it
+            runs all rounds at the widest, and "auto-inexact" does not. Without a drafter: plain decoding through a program of
+            that width (see `speculation/drafters/blockwise.py`).
+        draft_window: keep only this many last positions in the drafter's context.
+        drafter_dtype: of the drafter's weights and activations; by default the target's. The output is the same either way.
+        refine: further passes of a DFlash drafter over each block that it drafted.
+        walk: a DFlash 2 drafter's, "greedy" or "sampled" (the default; see `drafters/dflash2.py`); the output is the same.
+        revision, drafter_revision: a branch, tag or commit on the hub.
+        table: the declared shapes; by default as far as the model's context goes.
+        kernels: "auto" takes this package's own kernels where they run, "xla" leaves everything to XLA.
+        mesh: of one axis (`parallel.mesh.make_mesh`), whose devices divide the target among them: each reads its part of the
+            files alone. Drafters are whole on every device. None for the default device.
+        schedule: how sums travel over the mesh, "sync" (the default) or another of `parallel.auto.SCHEDULES`, or
+            "auto".
+        compiler_options: tell the compiler of several TPUs to begin transfers earlier (`parallel/compiling.py`): tuned on a
+            model of time, tried on no TPU.
+        console: where progress is shown.
+
+    Raises:
+        ValueError: what is wrong with the files, how the drafter fails to fit the target, or which sizes the mesh does not
+            divide.
+    """
+    check_dtype(dtype, (AUTO_DTYPE, *DTYPES))
+    check_schedule(mesh, schedule, compiler_options)
+    operations(weights=weights, kernels=kernels)  # what cannot run here is said before anything is read
+    source = drafter if drafter is None else str(drafter) if isinstance(drafter, str | Path) else [str(one) for one in drafter]
+    size = AUTO[0] if drafter is not None and block_size is None else block_size
+    options = DrafterOptions(size, draft_window, drafter_dtype, refine, walk, drafter_revision)
+    check_sources(source, options)
+    folder = target_folder(str(model), revision, console)
+    division = divide(checkpoint.decoder_config(folder), mesh, schedule, compiler_options)
+    lm = read_target(str(model), folder, dtype, weights, kernels, table, division, console)
+    return lm.with_drafter(*lm.load_drafter(source, options, console))

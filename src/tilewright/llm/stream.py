@@ -1,0 +1,143 @@
+"""Prompts on their way to results, on the caller's thread: an engine of just the size that they need, until it is idle."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tilewright.runtime.engine import Engine
+from tilewright.runtime.interfaces import Choice
+from tilewright.runtime.output import Generation, Piece, Request, Result
+from tilewright.runtime.programs import STEPS_PER_DISPATCH, ProgramKey
+from tilewright.runtime.request import Ask, Ticket, Update
+from tilewright.runtime.sampling import Sampling
+from tilewright.runtime.scheduler import Job
+from tilewright.runtime.state import DecodeState
+
+
+class Stream:
+    """Decodes prompts: `advance` until `finished`, then `results`; `results` may also be taken earlier.
+
+    More prompts than the engine has slots wait for one. Device memory is taken by the first `advance` (or `prefill`) and goes
+    back when all have ended.
+
+    Attributes:
+        engine: which serves these prompts alone.
+        rows: the requests, in order.
+        prefill_seconds, decode_seconds: time spent in the programs, compilation excluded.
+    """
+
+    def __init__(self, engine: Engine, prompts: Sequence[list[int]], sampling: Sequence[Sampling]):
+        self.engine = engine
+        self.pieces: list[Piece] = []
+        self.jobs = [self.entered(row, prompt, own) for row, (prompt, own) in enumerate(zip(prompts, sampling, strict=True))]
+        self.rows: list[Request] = [job.request for job in self.jobs]
+        self.prefill_seconds = self.decode_seconds = 0.0
+        self.begun = self.failed = False
+
+    def entered(self, row: int, prompt: list[int], sampling: Sampling) -> Job:
+        """A job of the engine, which waits."""
+
+        def listen(update: Update) -> None:
+            self.failed |= update.end == "error"
+            self.pieces += [Piece(row, one.text, one.token, one.drafted) for one in update.tokens]
+
+        ask = Ask(prompt, sampling)
+        self.engine.check(ask)
+        job = self.engine.job(ask, Ticket(ask, 0), listen)
+        self.engine.enter(job)
+        self.engine.wait(job)
+        return job
+
+    @property
+    def keys(self) -> list[ProgramKey]:
+        """The programs that these prompts are known to need, of rounds only those of which there is one kind."""
+        programs, scheduler = self.engine.programs, self.engine.scheduler
+        lengths = [len(row.prompt) - 1 for row in self.rows]
+        chunks = {chunk for length in lengths for _, chunk in programs.table.prefill_plan(max(1, length))}
+        together = programs.table.together if scheduler.computed_together(lengths) else None
+        rounds = programs.choices if len(programs.choices) == 1 else ()
+
+        def needed(key: ProgramKey) -> bool:
+            if key.name == "prefill":
+                return (key.rows, key.chunk) == together or (key.rows == 1 and key.chunk in chunks)
+            return key.name == "allocate" or key.choice in rounds
+
+        return [key for key in programs.declared(self.engine.runner.sampling) if needed(key)]
+
+    @property
+    def finished(self) -> bool:
+        return all(row.finish_reason is not None for row in self.rows)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds (steps, without a drafter) run so far, counted once for all rows."""
+        return self.engine.counted.rounds
+
+    def prefill(self) -> None:
+        """Compiles what is missing and fills the caches with the prompts, if that was not done before."""
+        if self.begun or self.finished:
+            return
+        self.begun = True
+        engine = self.engine
+        engine.programs.warm(self.keys)
+        engine.choose_rounds()
+        for job in self.jobs:
+            job.followed = engine.chooser.follow(job.request.prompt)
+        self.fill()
+
+    def fill(self) -> None:
+        """Gives slots to prompts that wait, and computes them."""
+        began = time.perf_counter()
+        if self.engine.fill(everything=True):
+            self.engine.runner.wait()
+        self.prefill_seconds += time.perf_counter() - began
+
+    def advance(self, steps: int = STEPS_PER_DISPATCH, choice: Choice | None = None) -> list[Piece]:
+        """Runs up to `steps` steps or rounds on the device and returns what they added, row by row.
+
+        Args:
+            choice: what the rounds do, where they are of several kinds; by default the engine's chooser says so, and may look
+                again after fewer rounds.
+
+        Raises:
+            ValueError: not 1 <= steps <= 64, or rounds of a kind that there is not.
+            RuntimeError: a request failed; the log says how.
+        """
+        if not 1 <= steps <= STEPS_PER_DISPATCH:
+            raise ValueError(f"expected from 1 to {STEPS_PER_DISPATCH} steps, found {steps}")
+        if self.finished:
+            return []
+        self.prefill()
+        engine = self.engine
+        if engine.scheduler.waiting:
+            self.fill()
+        plan = engine.plan(steps) if choice is None else (choice, steps)
+        began = time.perf_counter()
+        engine.send_rounds(*plan)
+        sent = engine.flight.popleft()
+        infos, ended = engine.runner.read(sent), time.perf_counter()
+        self.decode_seconds += ended - began
+        engine.take(sent, infos, began, ended)
+        if self.failed:
+            raise RuntimeError("a request failed")
+        if self.finished:
+            engine.runner.free()
+        pieces, self.pieces = self.pieces, []
+        return pieces
+
+    def apply(self, program: Callable[..., tuple[DecodeState, Any]]) -> Any:
+        """Runs `program(models, state, slots [n], table [n, M]) -> (state, result)` over the rows that have slots, between two
+        dispatches: for measurements. The rows have room for a block."""
+        engine, drafter = self.engine, self.engine.programs.drafter
+        seats, _ = engine.scheduler.make_room(engine.scheduler.seated, 1, 1 if drafter is None else drafter.block_size)
+        slots = engine.runner.slots(seats, len(seats))
+        table = engine.runner.table(seats, len(seats), engine.programs.layout.capacity)
+        return engine.runner.apply(program, engine.model.models, slots, table)
+
+    def results(self) -> list[Result]:
+        """Results of all rows so far."""
+        return [row.result() for row in self.rows]
+
+    def generation(self) -> Generation:
+        """Results of all rows so far, with the times that they took."""
+        return Generation(self.results(), self.prefill_seconds, self.decode_seconds, self.rounds)

@@ -1,0 +1,288 @@
+"""GGUF files: a model in one file, read as if it were a Hugging Face folder.
+
+llama.cpp's format holds configuration, tokenizer, chat template and tensors together. Its own library reads them and undoes the
+quantisation; here they get the names and layouts that `config.json`, `tokenizer.json` and safetensors have elsewhere, so that
+all else in this package sees one kind of checkpoint.
+
+Source: the format's description in ggml (docs/gguf.md), and how llama.cpp's converter writes each family.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from tilewright.models.gguf_tokenizer import build_tokenizer
+from tilewright.models.layers import RopeScaling, rope_frequencies
+
+SUFFIX = ".gguf"
+FAMILIES = ("llama", "qwen2", "qwen3")
+"""Values of `general.architecture` that are read; each is the `model_type` of a `config.json`, too."""
+PAIRWISE = ("llama",)
+"""Families whose rotation turns neighbouring entries in GGUF, where Hugging Face turns entry i with i + d / 2."""
+
+GLOBAL_NAMES = ("model.embed_tokens", "model.norm", "lm_head")
+LAYER_NAMES = (
+    *(f"self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
+    *(f"mlp.{part}" for part in ("gate_proj", "up_proj", "down_proj")),
+    "input_layernorm",
+    "post_attention_layernorm",
+)
+"""What Hugging Face calls the parts of a layer; llama.cpp's library knows its own names for them."""
+ROPE_FACTORS = "rope_freqs.weight"
+"""What each frequency of the rotation is divided by: Llama 3's scaling, worked out."""
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""The published values of that scaling, of which a file holds only what comes of them."""
+
+ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+END_TEXTS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
+"""Control tokens that end an answer: a file names one, where `generation_config.json` lists all (Qwen3's two, say)."""
+SAMPLING = {
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
+}  # fmt: skip
+"""Sampling defaults: llama.cpp's names under `general.sampling`, and those of `generation_config.json`."""
+CONTROL = 3
+"""The type of a token that is never text."""
+
+
+def gguf_file(path: Path) -> Path | None:
+    """The GGUF file that a path stands for: itself, or the only one in a folder without a `config.json`; else None.
+
+    Raises:
+        ValueError: the folder has several.
+    """
+    if path.suffix == SUFFIX and path.is_file():
+        return path
+    if not path.is_dir() or (path / "config.json").is_file():
+        return None
+    found = sorted(path.glob(f"*{SUFFIX}"))
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        raise ValueError(f"{path}: expected one {SUFFIX} file, found {len(found)}: {names}; name one of them")
+    return found[0] if found else None
+
+
+def open_gguf(path: Path) -> "GGUFCheckpoint":
+    """Opens a GGUF file. Nothing but its head is read; what was opened once is kept as long as the file stays as it is.
+
+    Raises:
+        ValueError: it is no GGUF file, is damaged or cut off, holds another architecture, or the extra `gguf` is missing.
+    """
+    stat = path.stat()
+    return _opened(path, stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=4)
+def _opened(path: Path, changed: int, size: int) -> "GGUFCheckpoint":
+    try:
+        import gguf
+    except ImportError as error:
+        raise ValueError(f"{path} is a GGUF file: `pip install 'tilewright[gguf]'` brings what reads them") from error
+    with path.open("rb") as file:
+        start = file.read(4)
+    if start != b"GGUF":
+        raise ValueError(f"{path} is not a GGUF file: it begins with {start!r}")
+    try:
+        reader = gguf.GGUFReader(path)
+        fields = {name: field.contents() for name, field in reader.fields.items()}
+    except (ValueError, IndexError, KeyError, OverflowError, TypeError) as error:  # whatever the library meets in damaged bytes
+        raise ValueError(f"{path} is damaged or cut off: its head cannot be read ({error})") from error
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    end = max((tensor.data_offset + tensor.n_bytes for tensor in reader.tensors), default=0)
+    if end > size:
+        raise ValueError(f"{path} is cut off: its tensors end at byte {end:,}, the file at {size:,}")
+    for kind in {tensor.tensor_type: tensor for tensor in reader.tensors}.values():
+        check_type(kind, path)
+    family = fields.get("general.architecture")
+    if family not in FAMILIES:
+        raise ValueError(f"{path}: expected the architecture to be one of {', '.join(FAMILIES)}, found {family!r}")
+    return GGUFCheckpoint(path, family, fields, tensors)
+
+
+def check_type(tensor: Any, path: Path) -> None:
+    """Raises a `ValueError` if llama.cpp's library does not undo the quantisation of a tensor."""
+    from gguf.quants import dequantize
+
+    try:
+        dequantize(tensor.data.reshape(-1, tensor.data.shape[-1])[:1], tensor.tensor_type)
+    except NotImplementedError:
+        raise ValueError(f"{path}: {tensor.name} is of type {tensor.tensor_type.name}, which cannot be dequantised") from None
+
+
+class GGUFSlice:
+    """One tensor in Hugging Face's layout, of which only what is asked for is read; the interface is that of safetensors."""
+
+    def __init__(self, tensor: Any, rows: np.ndarray | None):
+        self.tensor, self.rows = tensor, rows
+
+    def get_shape(self) -> list[int]:
+        return [int(size) for size in reversed(self.tensor.shape)]
+
+    def get_dtype(self) -> str:
+        """The dtype that is read, whatever the file holds."""
+        return "F32"
+
+    def __getitem__(self, bounds: tuple[slice, ...]) -> np.ndarray:
+        """These parts of each dim, as float32. Rows are dequantised one by one, so that others cost nothing."""
+        from gguf.quants import dequantize
+
+        rows, *columns = bounds
+        data = self.tensor.data[rows] if self.rows is None else self.tensor.data[self.rows[rows]]
+        return np.asarray(dequantize(data, self.tensor.tensor_type), np.float32)[(slice(None), *columns)]
+
+
+@dataclass(frozen=True, eq=False)
+class GGUFCheckpoint:
+    """A GGUF file under the names of a Hugging Face checkpoint.
+
+    Attributes:
+        family: the architecture, one of `FAMILIES`.
+        fields: the metadata by llama.cpp's names.
+        tensors: by llama.cpp's names, as its library reads them.
+    """
+
+    path: Path
+    family: str
+    fields: Mapping[str, Any]
+    tensors: Mapping[str, Any]
+
+    def field(self, name: str, default: Any = None) -> Any:
+        """A value of the architecture's own: `llama.block_count` for "block_count"."""
+        return self.fields.get(f"{self.family}.{name}", default)
+
+    @property
+    def vocabulary(self) -> list[str]:
+        return self.fields.get("tokenizer.ggml.tokens", [])
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """What `config.json` would say. Values that are missing stay so: whoever reads it names them."""
+        heads, hidden = self.field("attention.head_count"), self.field("embedding_length")
+        head_dim = self.field("attention.key_length") or (hidden // heads if heads and hidden else None)
+        self.check_supported(head_dim)
+        theta = self.field("rope.freq_base", 10000.0)
+        return {
+            "model_type": self.family,
+            "vocab_size": self.field("vocab_size") or len(self.vocabulary) or None,
+            "hidden_size": hidden,
+            "intermediate_size": self.field("feed_forward_length"),
+            "num_hidden_layers": self.field("block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": self.field("attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "max_position_embeddings": self.field("context_length"),
+            "rms_norm_eps": self.field("attention.layer_norm_rms_epsilon"),
+            "rope_theta": theta,
+            "rope_scaling": self.rope_scaling(head_dim, theta),
+            "tie_word_embeddings": "output.weight" not in self.tensors,
+            "eos_token_id": self.end_ids,
+            "dtype": "float16" if any(t.tensor_type.name == "F16" for t in self.tensors.values()) else "bfloat16",
+        }
+
+    def check_supported(self, head_dim: int | None) -> None:
+        """Raises a `ValueError` that names what of the file changes the maths in a way that is not here."""
+        for name, supported in (
+            ("expert_count", (None, 0)),
+            ("attention.value_length", (None, head_dim)),
+            ("rope.dimension_count", (None, head_dim)),
+            ("rope.scaling.type", (None, "none")),
+            ("attention.sliding_window", (None, 0)),
+        ):
+            found = self.field(name)
+            if found not in supported:
+                expected = " or ".join(str(value) for value in supported if value is not None)
+                raise ValueError(f"{self.path}: expected {self.family}.{name} to be absent or {expected}, found {found!r}")
+
+    @cached_property
+    def end_ids(self) -> list[int]:
+        """Token ids that end an answer."""
+        named = [self.fields.get(f"tokenizer.ggml.{name}") for name in ENDS]
+        types = self.fields.get("tokenizer.ggml.token_type", [])
+        control = {text: n for n, (text, kind) in enumerate(zip(self.vocabulary, types, strict=False)) if kind == CONTROL}
+        listed = [control.get(text) for text in END_TEXTS]
+        return list(dict.fromkeys(end for end in chain(named, listed) if end is not None))
+
+    def rope_scaling(self, head_dim: int | None, theta: float) -> dict[str, Any] | None:
+        """Llama 3's scaling, found again from the factors that the file holds in its place.
+
+        Raises:
+            ValueError: they are not those of that scaling.
+        """
+        if ROPE_FACTORS not in self.tensors:
+            return None
+        assert head_dim is not None, "checked with the sizes"
+        factors = np.asarray(self.tensors[ROPE_FACTORS].data, np.float64).reshape(-1)
+        scaling = RopeScaling(factor=float(factors.max()), **LLAMA3)
+        plain, scaled = (np.asarray(rope_frequencies(head_dim, theta, one)) for one in (None, scaling))
+        if factors.shape != plain.shape or not np.allclose(plain / scaled, factors, rtol=1e-4):
+            raise ValueError(f"{self.path}: {ROPE_FACTORS} holds factors other than those of Llama 3's scaling")
+        return dict(vars(scaling))
+
+    @cached_property
+    def generation_config(self) -> dict[str, Any]:
+        """What `generation_config.json` would say: the ends, and sampling defaults where the file has any."""
+        found = {hf: self.fields.get(f"general.sampling.{name}") for name, hf in SAMPLING.items()}
+        return {"eos_token_id": self.end_ids} | {name: value for name, value in found.items() if value is not None}
+
+    @cached_property
+    def tokenizer_config(self) -> dict[str, Any]:
+        """What `tokenizer_config.json` would say: the chat template and the special tokens that it may name."""
+        named = {}
+        for name in ("bos", "eos", "unknown", "padding"):
+            number = self.fields.get(f"tokenizer.ggml.{name}_token_id")
+            if number is not None and number < len(self.vocabulary):
+                named[{"unknown": "unk", "padding": "pad"}.get(name, name) + "_token"] = self.vocabulary[number]
+        return named | {"chat_template": self.fields.get("tokenizer.chat_template")}
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises a `ValueError` for a kind that is not here."""
+        return build_tokenizer(self.fields, str(self.path))
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """llama.cpp's name of each tensor, by Hugging Face's; a tensor that neither knows keeps its own."""
+        import gguf
+
+        blocks = int(self.field("block_count", 0))
+        known = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, self.family.upper()), blocks)
+        layers = (f"model.layers.{n}.{name}" for n in range(blocks) for name in LAYER_NAMES)
+        theirs = {known.get_name(name): name for name in chain(GLOBAL_NAMES, layers)}
+        found = {}
+        for name in self.tensors:
+            stem, _, suffix = name.rpartition(".")
+            found[f"{theirs[stem]}.{suffix}" if stem in theirs else name] = name
+        found.pop(ROPE_FACTORS, None)
+        return found
+
+    # What `safetensors.safe_open` offers of a file.
+
+    def keys(self) -> Sequence[str]:
+        return list(self.names)
+
+    def get_slice(self, name: str) -> GGUFSlice:
+        tensor = self.tensors[self.names[name]]
+        return GGUFSlice(tensor, self.row_order(name))
+
+    def get_tensor(self, name: str) -> np.ndarray:
+        part = self.get_slice(name)
+        return part[tuple(slice(None) for _ in part.get_shape())]
+
+    def row_order(self, name: str) -> np.ndarray | None:
+        """Which of the file's rows is each row of a projection of queries or keys, where the rotation is pairwise."""
+        heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+        part = next((part for part in heads if f".{part}." in name), None)
+        if part is None or self.family not in PAIRWISE:
+            return None
+        rows = np.arange(self.config[heads[part]] * self.config["head_dim"])
+        return rows.reshape(self.config[heads[part]], -1, 2).swapaxes(1, 2).reshape(-1)
+
+    def __enter__(self) -> "GGUFCheckpoint":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing is to be closed: the file is mapped into memory, and kept for who opens it again."""

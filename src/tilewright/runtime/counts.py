@@ -1,0 +1,44 @@
+"""What an engine counts, in its `Figures`."""
+
+from typing import Any
+
+import numpy as np
+
+from tilewright.runtime.request import Figures
+from tilewright.runtime.runner import Sent
+from tilewright.runtime.scheduler import Scheduler
+from tilewright.runtime.state import StepInfo
+
+
+def count_rounds(counted: Figures, sent: Sent, infos: StepInfo) -> None:
+    """Counts rounds that were read."""
+    rounds, ran, drafted = len(infos.settled), infos.settled > 0, infos.drafted > 0
+    counted.dispatches += 1
+    counted.rounds += rounds
+    counted.row_rounds += int(ran.sum())
+    counted.padding_rows += rounds * sent.rows - int(ran.sum())
+    counted.drafts += int(drafted.sum())
+    counted.drafted += int(infos.drafted.sum())
+    counted.accepted += int(infos.accepted.sum())
+    most = infos.tokens.shape[2] - 1
+    at_least = np.cumsum(np.bincount(infos.accepted[drafted], minlength=most + 1)[::-1])[::-1][1:]
+    counted.accepted_at += [0] * (most - len(counted.accepted_at))
+    for place, count in enumerate(at_least.tolist()):
+        counted.accepted_at[place] += count
+    name = "fixed" if sent.choice is None else str(sent.choice)
+    counted.widths[name] = counted.widths.get(name, 0) + rounds
+
+
+def standing(scheduler: Scheduler) -> dict[str, Any]:
+    """The figures that a scheduler's accounts say."""
+    pages = scheduler.pages
+    return {
+        "running": sum(seat is not None for seat in scheduler.seats),
+        "slots": len(scheduler.seats),
+        "pages": pages.count,
+        "pages_used": pages.used,
+        "pages_cached": pages.cached,
+        "prefix_queries": scheduler.prefix_queries,
+        "prefix_hits": scheduler.prefix_hits,
+        "preemptions": scheduler.preemptions,
+    }

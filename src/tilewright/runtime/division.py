@@ -1,0 +1,164 @@
+"""A language model over several devices: where its arrays lie, and programs in which each device computes with its part.
+
+The target is divided by heads, MLP columns and vocabulary, as are its caches by key/value heads. All else is the same on every
+device: what a drafter knows, and the state of the rows. Each device samples and accepts for itself, of the same numbers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tilewright.chips.layers import Layer, divided_layer
+from tilewright.kernels.operations import Operations
+from tilewright.models import decoder
+from tilewright.models.decoder import DecoderConfig, DecoderParams
+from tilewright.parallel.auto import AUTO, SCHEDULES, Auto, fabric_of, schedule_of
+from tilewright.parallel.compiling import compile_over
+from tilewright.parallel.packing import on_each_device
+from tilewright.parallel.schedules import TensorParallel
+from tilewright.parallel.sharding import GROUPED, GROUPED_AXES, grouped_mesh, shardings
+from tilewright.runtime.state import DecodeState, Models, Target
+
+Tree = TypeVar("Tree")
+
+SYNC = "sync"
+WHOLE = PartitionSpec()
+"""Of what every device holds."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """Which devices share a model, and how.
+
+    Attributes:
+        mesh: of `GROUPED_AXES`, made by `divide`.
+        layer: what each device computes of a layer.
+        name: of the schedule, among `SCHEDULES`, or "auto".
+        compiler_options: compile with the options of `parallel/compiling.py` where the devices are TPUs.
+    """
+
+    mesh: Mesh
+    layer: Layer
+    name: str = SYNC
+    compiler_options: bool = False
+
+    @property
+    def schedule(self) -> TensorParallel:
+        return schedule_of(self.name, GROUPED_AXES, self.layer, fabric_of(self.mesh))
+
+    def why(self, positions: int) -> str | None:
+        """Which schedule "auto" takes for so many positions of one row, and why; None for any other name."""
+        return self.schedule.choice(positions, positions % 2 == 0).why if isinstance(self.schedule, Auto) else None
+
+    def shardings(self, specs: DecoderParams) -> DecoderParams:
+        """Of a model's declared arrays."""
+        return shardings(specs, self.mesh, GROUPED)
+
+    def operations(self, ops: Operations) -> Operations:
+        """Operations that prepare each device's part of a weight."""
+        return on_each_device(ops, self.mesh)
+
+    def prepared(self, config: DecoderConfig, ops: Operations, params: DecoderParams) -> DecoderParams:
+        """A model's parameters, each device's part as the operations want it."""
+        placed = jax.device_put(params, self.shardings(decoder.declare(config)))
+        return decoder.prepare(config, self.operations(ops), placed)
+
+    def whole(self, params: Tree) -> Tree:
+        """Arrays that every device holds."""
+        return jax.device_put(params, NamedSharding(self.mesh, WHOLE))
+
+
+def check_schedule(mesh: Mesh | None, schedule: str | None, compiler_options: bool = False) -> None:
+    """Raises a `ValueError` for a schedule that there is not, for one without a mesh, for a mesh that it cannot run over, and
+    for compiler options without a mesh."""
+    if schedule is not None and schedule not in (*SCHEDULES, AUTO):
+        raise ValueError(f"expected a schedule among {', '.join((*SCHEDULES, AUTO))}, found {schedule!r}")
+    if schedule is not None and mesh is None:
+        raise ValueError(f"a schedule needs several devices: expected a mesh beside {schedule!r}, found none")
+    if compiler_options and mesh is None:
+        raise ValueError("compiler options are for several devices: expected a mesh beside them, found none")
+    if mesh is not None and len(mesh.axis_names) != 1:
+        raise ValueError(f"expected a mesh of one axis, found {len(mesh.axis_names)}: {', '.join(mesh.axis_names)}")
+
+
+def divide(config: DecoderConfig, mesh: Mesh | None, schedule: str | None, compiler_options: bool = False) -> Division | None:
+    """Placement of a model over a mesh of one axis; None without a mesh.
+
+    Args:
+        schedule: "sync" by default.
+        compiler_options: see `Division`.
+
+    Raises:
+        ValueError: see `check_schedule`; or the devices do not divide the heads, the MLP's columns or the vocabulary, or do not
+            go with the key/value heads. It says how many would.
+    """
+    check_schedule(mesh, schedule, compiler_options)
+    if mesh is None:
+        return None
+    heads = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
+    more = {"MLP columns": config.intermediate_size, "tokens of the vocabulary": config.vocab_size}
+    grouped = grouped_mesh(mesh, mesh.axis_names[0], **heads, **more)
+    sizes = {"head_dim": config.head_dim, "mlp": config.intermediate_size}
+    layer = divided_layer(config.hidden_size, **heads, **sizes, devices=mesh.size)
+    return Division(grouped, layer, schedule or SYNC, compiler_options)
+
+
+Allocate = Callable[[Target], tuple[Any, Any]]
+"""Empty caches: the target's and the drafter's."""
+
+
+def cache_specs(target: Target, allocate: Allocate) -> tuple[Any, Any]:
+    """Partition specs of caches: along the dim in which those of fewer key/value heads are smaller, whatever their layout."""
+    axis = GROUPED_AXES[0]
+    assert target.mesh is not None
+    heads = target.config.num_kv_heads // target.mesh.shape[axis]
+    part = replace(target, mesh=None, config=replace(target.config, num_kv_heads=heads))
+    (whole, drafter), (own, _) = jax.eval_shape(lambda: (allocate(target), allocate(part)))
+
+    def divided(whole: Any, own: Any) -> PartitionSpec:
+        dims = [n for n, (one, other) in enumerate(zip(whole.shape, own.shape, strict=True)) if one != other]
+        return PartitionSpec(*[None] * dims[0], axis) if dims else WHOLE
+
+    return jax.tree.map(divided, whole, own), jax.tree.map(lambda _: WHOLE, drafter)
+
+
+def compile_allocate(target: Target, allocate: Allocate) -> jax.stages.Compiled:
+    """The program that gives empty caches."""
+
+    def run() -> tuple[Any, Any]:
+        return allocate(target)
+
+    run.__name__ = "allocate"
+    places = None if target.mesh is None else on(target.mesh, cache_specs(target, allocate))
+    return jax.jit(run, out_shardings=places).lower().compile()
+
+
+def compile_step(
+    target: Target, run: Callable[..., tuple[DecodeState, Any]], models: Models, allocate: Allocate,
+    empty: Callable[[Any, Any], DecodeState], inputs: tuple[Any, ...],
+) -> jax.stages.Compiled:  # fmt: skip
+    """A program `run(models, state, *inputs) -> (state, result)`, to which the state is donated.
+
+    Args:
+        empty: the state with caches as `allocate` makes them.
+        inputs: abstract; every device gets them whole.
+    """
+    state = jax.eval_shape(lambda: empty(*allocate(target)))
+    if target.mesh is None:
+        return jax.jit(run, donate_argnums=1).lower(models, state, *inputs).compile()
+    target_cache, _ = cache_specs(target, allocate)
+    held = replace(jax.tree.map(lambda _: WHOLE, state), target_cache=target_cache)
+    given = (jax.tree.map(lambda x: x.sharding.spec, models), held, *jax.tree.map(lambda _: WHOLE, inputs))
+    inside = jax.shard_map(run, mesh=target.mesh, in_specs=given, out_specs=(held, WHOLE), check_vma=False)
+    places = {"in_shardings": on(target.mesh, given), "out_shardings": on(target.mesh, (held, WHOLE))}
+    lowered = jax.jit(wraps(run)(inside), donate_argnums=1, **places).lower(models, state, *inputs)
+    return compile_over(target.mesh, lowered, target.compiler_options)
+
+
+def on(mesh: Mesh, specs: Any) -> Any:
+    """The shardings of a tree of `PartitionSpec`s."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))

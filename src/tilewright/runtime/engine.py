@@ -1,0 +1,259 @@
+"""Continuous batching: requests come and go while rounds run, several to a dispatch, and nothing compiles meanwhile.
+
+One thread steps. A step takes in what was asked, sends what there is to compute (requests into slots, pieces of prompts, rounds
+for all that are ready), and then reads the rounds that the step *before* had sent: the device has the next ones by then. What
+the host knows is thus one dispatch old, which costs nothing but care: a request that has ended meanwhile takes no part on the
+device, and what was settled behind a stop string is dropped.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from tilewright.models.tokenizer import StreamDecoder
+from tilewright.runtime.counts import count_rounds, standing
+from tilewright.runtime.interfaces import Choice, RoundChooser
+from tilewright.runtime.model import Model
+from tilewright.runtime.options import EngineOptions
+from tilewright.runtime.output import Request
+from tilewright.runtime.pace import FixedRounds
+from tilewright.runtime.pages import Pages
+from tilewright.runtime.programs import STEPS_PER_DISPATCH, Programs
+from tilewright.runtime.request import Ask, Listener, Ticket, Update
+from tilewright.runtime.runner import ModelRunner, Sent
+from tilewright.runtime.sampling import SamplingMode, check_vocabulary
+from tilewright.runtime.scheduler import Job, Scheduler
+from tilewright.runtime.service import NOT_COMPUTED, Service
+from tilewright.runtime.sizes import engine_sizes, sizes_line
+from tilewright.runtime.state import StepInfo
+from tilewright.runtime.taken import take_rounds
+
+log = logging.getLogger("tilewright.engine")
+
+
+NO_PREFIX_CACHE = "the drafter keeps a window of its last positions (--draft-window), which is not in pages"
+"""Why no later request can begin with the pages of an earlier one."""
+
+Chooses = Callable[[ModelRunner, float, Console | None], RoundChooser]
+"""Makes what chooses rounds, given the runner, how long a dispatch takes, and where progress is shown."""
+
+
+def fixed_rounds(runner: ModelRunner, dispatch_s: float, console: Console | None = None) -> RoundChooser:
+    """For drafters whose rounds are all of one kind."""
+    return FixedRounds(dispatch_s, STEPS_PER_DISPATCH)
+
+
+class Engine(Service[Job]):
+    """Serves requests with one autoregressive model, over slots and pages.
+
+    Attributes:
+        prefix_cache: whether full pages are kept for later requests that begin alike.
+    """
+
+    options: EngineOptions
+
+    def __init__(
+        self, model: Model, options: EngineOptions = EngineOptions(), chooses: Chooses = fixed_rounds,
+        programs: Programs | None = None, sampling: SamplingMode = "scored",
+    ):  # fmt: skip
+        """Args:
+            chooses: who says what rounds do.
+            programs: with the sizes that they have; by default the sizes follow from the options.
+            sampling: what requests may ask for; less of it makes smaller programs.
+
+        Raises:
+            ValueError: options do not go together, or with the model.
+        """
+        super().__init__(options)
+        self.model, self.chooses = model, chooses
+        if programs is None:
+            sizes = engine_sizes(model.target, model.drafter, model.dtype, options)
+            programs = Programs(model.target, model.models, model.dtype, model.drafter, sizes.table, sizes.layout)
+            self.sizes, self.context = sizes, sizes.context
+        else:
+            self.sizes, self.context = None, programs.layout.capacity
+        self.programs, table, layout = programs, programs.table, programs.layout
+        possible = options.prefix_cache is not False and programs.pages_hold_all
+        if options.prefix_cache and not possible:
+            raise ValueError(f"expected no prefix cache: {NO_PREFIX_CACHE}")
+        self.prefix_cache = possible
+        contexts = () if model.drafter is None else model.drafter.contexts
+        self.pages = Pages(layout.pages, layout.page_size)
+        self.scheduler = Scheduler(table, self.pages, layout.capacity, self.prefix_cache, contexts)
+        self.runner = ModelRunner(self.programs, sampling)
+        self.chooser = fixed_rounds(self.runner, options.dispatch_s)
+
+    @property
+    def sizes_line(self) -> str:
+        """Memory that it takes, and what would change that."""
+        model = self.model
+        assert self.sizes is not None, "its sizes were given"
+        own = model.target.config.max_position_embeddings
+        return sizes_line(self.sizes, model.models, jnp.dtype(model.dtype).name, own)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.model.tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.target.config.vocab_size
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self.model.target.config.eos_token_ids
+
+    @property
+    def num_spec_tokens(self) -> int:
+        return 0 if self.model.drafter is None else self.model.drafter.block_size - 1
+
+    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+        return self.model.encode(prompt)
+
+    @property
+    def prepared(self) -> bool:
+        return self.runner.state is not None
+
+    def prepare(self, console: Console | None) -> int:
+        """Compiles, and has rounds measured where they are chosen."""
+        self.programs.warm(self.programs.declared(self.runner.sampling), console)
+        self.choose_rounds(console)
+        return len(self.programs.compiled)
+
+    def choose_rounds(self, console: Console | None = None) -> None:
+        """Makes what chooses rounds, which may run some in memory of its own, and then takes the slots' memory."""
+        self.chooser = self.chooses(self.runner, self.options.dispatch_s, console)
+        self.runner.reset()
+
+    def check(self, ask: Ask) -> None:
+        length = len(ask.prompt)
+        check_vocabulary(ask.sampling, self.vocab_size)
+        if ask.logprobs is not None and not self.runner.reports_scores:
+            raise ValueError("expected no logprobs: the rounds that run here report none")
+        end = length + ask.sampling.max_new_tokens
+        if end > self.context:
+            room = f"leaves room for {max(0, self.context - length)}"
+            raise ValueError(
+                f"a prompt of {length} tokens {room} in the context of {self.context}; "
+                f"max_new_tokens is {ask.sampling.max_new_tokens}"
+            )
+        widest = max(self.programs.width(choice) for choice in self.programs.choices)
+        needed = self.scheduler.pages_for(end + widest)
+        if needed > self.pages.count:
+            raise ValueError(f"expected a request of at most {self.pages.count} pages, found one of {needed}")
+
+    def job(self, ask: Ask, ticket: Ticket, listener: Listener) -> Job:
+        decoder = StreamDecoder(self.tokenizer, ask.sampling.skip_special_tokens)
+        request = Request(0, list(ask.prompt), ask.sampling.seeded(), decoder)
+        followed = self.chooser.follow(request.prompt)
+        return Job(ticket, listener, request, followed=followed, prompt_scores=[] if ask.prompt_logprobs else None)
+
+    def wait(self, job: Job) -> None:
+        self.scheduler.wait(job)
+
+    def queued(self) -> tuple[int, int]:
+        return len(self.scheduler.waiting), self.scheduler.waiting_tokens
+
+    def admit(self) -> None:
+        for seat in self.scheduler.admit():
+            times = seat.job.ticket.times
+            times.admitted = times.admitted or time.monotonic()
+            if not seat.job.ticket.preemptions:
+                self.counted.prompt_tokens += seat.prompt + 1
+
+    def fill(self, everything: bool = False) -> int:
+        """Gives places, and sends pieces of prompts: a large one or several small ones, if rounds are to run besides; else all.
+
+        Args:
+            everything: all, whether rounds are to run or not.
+
+        Returns:
+            how many positions they compute.
+        """
+        self.admit()
+        sent, most = 0, math.inf if everything else self.programs.table.chunks[-1]
+        while (chunks := self.scheduler.next_chunks()) and (sent < most or not self.scheduler.runnable()):
+            scores = self.runner.prefill(chunks)
+            for row, chunk in enumerate(chunks):
+                job = chunk.seat.job
+                if job.prompt_scores is not None and job.scoring:
+                    job.prompt_scores.append((scores, row, chunk.count))
+                self.scheduler.filled(chunk)
+            key = self.runner.prefill_key(chunks)
+            computed, wanted = key.rows * key.chunk, sum(chunk.count for chunk in chunks)
+            self.counted.prefill_tokens += wanted
+            self.counted.prefill_padding += computed - wanted
+            sent += computed
+        return sent
+
+    def send(self) -> bool:
+        """Sends rounds for all that are ready for them."""
+        return bool(self.scheduler.runnable()) and self.send_rounds(*self.plan())
+
+    def plan(self, most: int = STEPS_PER_DISPATCH) -> tuple[Choice | None, int]:
+        """The kind of the next rounds, and how many of them, for those that are ready."""
+        seats = self.scheduler.runnable()
+        left = max(seat.job.request.end - seat.job.length for seat in seats)
+        return self.chooser.next(self.programs.rows_for(len(seats)), most, self.scheduler.hurried, left)
+
+    def send_rounds(self, choice: Choice | None, rounds: int) -> bool:
+        """Sends up to so many rounds of a kind for all that are ready. Returns False if nobody is."""
+        width = self.programs.width(choice)
+        seats, rounds = self.scheduler.make_room(self.scheduler.runnable(), rounds, width)
+        if not seats:
+            return False
+        reach = max(self.scheduler.reach(seat, rounds, width) for seat in seats)
+        self.flight.append(self.runner.rounds(seats, choice, rounds, reach))
+        self.scheduler.sent(seats, rounds, width)
+        return True
+
+    def read(self, sent: Sent) -> None:
+        """Waits for rounds, and hands out what came of them."""
+        began = time.perf_counter()
+        infos = self.runner.read(sent)
+        self.take(sent, infos, began, time.perf_counter())
+
+    def take(self, sent: Sent, infos: StepInfo, began: float, ended: float) -> None:
+        """Hands out what came of rounds.
+
+        Args:
+            began, ended: when somebody began to wait for it, and had it, by `time.perf_counter()`.
+        """
+        count_rounds(self.counted, sent, infos)
+        jobs = [seat.job for seat in sent.seats]
+        heard = [len(job.request.tokens) for job in jobs]
+        drafter = None if sent.choice is None else sent.choice.drafter
+        for row, seat in enumerate(sent.seats):
+            settled = int(infos.settled[:, row].sum())
+            self.scheduler.read(seat, sent.rounds, sent.width, settled, drafter)
+            if settled and seat.job.request.finish_reason is None and seat.job.ticket.result is None:
+                try:
+                    update = take_rounds(seat.job, infos, row, sent.choice, self.eos_token_ids)
+                except Exception:
+                    log.exception("a request failed")
+                    update = Update(end="error", error=NOT_COMPUTED)
+                self.hand_out(seat.job, update)
+        self.chooser.observe(sent, infos, jobs, heard, began, ended)
+
+    def leave(self, job: Job) -> None:
+        seat = next((seat for seat in self.scheduler.seated if seat.job is job), None)
+        if seat is None:  # it waits, perhaps since it had to give way
+            self.scheduler.drop(job)
+        else:
+            self.scheduler.leave(seat)
+
+    def forget(self) -> list[Job]:
+        self.flight.clear()
+        return self.scheduler.forget()
+
+    def clear(self) -> None:
+        self.runner.reset()
+
+    def standing(self) -> dict[str, Any]:
+        return standing(self.scheduler)

@@ -1,0 +1,71 @@
+"""Prefill: prompts go into the caches, chunk by chunk, each row at its own place."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Int
+
+from tilewright.models import decoder
+from tilewright.runtime.interfaces import Drafter
+from tilewright.runtime.logprobs import Scores, no_scores, score_each
+from tilewright.runtime.per_row import for_each, of_row
+from tilewright.runtime.state import DecodeState, Models, Span, Target, block_positions, run_target
+
+
+def prefill(
+    target: Target,
+    drafter: Drafter | None,
+    chunk: int,
+    models: Models,
+    state: DecodeState,
+    start: Int[Array, " B"],
+    count: Int[Array, " B"],
+    scoring: Bool[Array, " B"] | None = None,
+) -> tuple[DecodeState, Scores | None]:
+    """Runs each row's settled tokens at positions `start` to `start + count - 1` and fills both caches. DONATES state.
+
+    Rows of count 0 stay as they are, so that others may be admitted while they decode.
+
+    Args:
+        chunk: the most tokens of a row, which is what the program computes whatever the counts are.
+        count: at most `chunk`; a row's spans follow one another, and its tokens up to `start + count` are known.
+        scoring: the rows that get scores. The output head is computed for them alone.
+
+    Returns:
+        the state, and scores `[B, chunk]` of what follows each of these tokens: slot t is of the token at position
+        `start + t + 1`. None without `scoring`.
+    """
+    state, hidden = run_chunk(target, drafter, chunk, models, state, start, count)
+    if scoring is None:
+        return state, None
+    following, slots = tokens_at(state, block_positions(start + 1, chunk)), jnp.arange(chunk)[None]
+    asking, nothing = scoring & (count > 0), partial(no_scores, (start.shape[0], chunk), target.config.vocab_size)
+
+    def score_row(row: Array, scores: Scores) -> Scores:
+        own, tokens, most = of_row(row, (hidden, following, count))
+        logits = decoder.logits(target.config, target.ops, models.target, own, target.schedule)
+        found = score_each(logits, tokens, slots < most[:, None])
+        return jax.tree.map(lambda whole, one: jax.lax.dynamic_update_slice_in_dim(whole, one, row, 0), scores, found)
+
+    # A branch, and not the loop alone: XLA takes the logits of a single row out of that, and computes them asked for or not.
+    return state, jax.lax.cond(jnp.any(asking), lambda: for_each(asking, score_row, nothing()), nothing)
+
+
+def run_chunk(
+    target: Target, drafter: Drafter | None, chunk: int, models: Models, state: DecodeState, start: Array, count: Array
+) -> tuple[DecodeState, Array]:
+    """The state after a chunk, and the target's hidden states `[B, chunk, H]`."""
+    tokens = tokens_at(state, block_positions(start, chunk))
+    ran = run_target(target, models.target, state, tokens, Span(start, count), () if drafter is None else drafter.tap_layers)
+    state = replace(state, target_cache=ran.kept)
+    if drafter is not None:
+        state = drafter.extend(target, models, state, ran.taps, start, start + count)
+    return state, ran.hidden
+
+
+def tokens_at(state: DecodeState, positions: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """The rows' tokens; behind the last position, its token."""
+    return jnp.take_along_axis(state.tokens, jnp.minimum(positions, state.tokens.shape[1] - 1), axis=1)

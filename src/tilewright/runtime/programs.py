@@ -1,0 +1,265 @@
+"""The compiled programs behind generation, over slots whose keys and values lie in pages.
+
+Rows are not fixed to a program: each takes the slots that it is to run, by number, and the table of their pages. So any of the
+requests run together, in the smallest declared number of rows that holds them, and the host alone keeps the table.
+
+Legend: S slots, n rows of a program, L positions of a slot, M pages of one, P pages of the pool.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
+
+from tilewright.compiled.store import Store
+from tilewright.parallel.sharding import GROUPED_AXES
+from tilewright.runtime.cache import KVCache, Ring
+from tilewright.runtime.division import compile_allocate, compile_step
+from tilewright.runtime.interfaces import Choice, Drafter, Variant
+from tilewright.runtime.layout import Layout, rows_of, with_rows
+from tilewright.runtime.prefill import prefill
+from tilewright.runtime.rounds import step_of
+from tilewright.runtime.sampling import Sampling, SamplingMode, row_sampling
+from tilewright.runtime.shapes import ShapeTable
+from tilewright.runtime.state import DecodeState, Models, Reports, Target, run_steps
+
+STEPS_PER_DISPATCH = 64
+"""The most rounds that one dispatch runs on the device; a caller may ask for fewer."""
+
+
+@dataclass(frozen=True)
+class ProgramKey:
+    """Which program.
+
+    Attributes:
+        rows: that rounds run with, and that a prefill computes.
+        positions: of a slot that rounds look at.
+        chunk: the most tokens of a prefill.
+        choice: what rounds do, where there are several kinds.
+        sampling: what rows may ask for; of a prefill "scored" or "greedy", for it draws nothing.
+    """
+
+    name: Literal["allocate", "prefill", "rounds"]
+    rows: int = 0
+    positions: int = 0
+    chunk: int = 0
+    choice: Choice | None = None
+    sampling: SamplingMode = "greedy"
+
+
+class Programs(Store[ProgramKey]):
+    """The programs of one model over slots of one layout.
+
+    Attributes:
+        table: the declared shapes.
+        layout: of the slots and the pool.
+    """
+
+    def __init__(
+        self, target: Target, models: Models, dtype: DTypeLike, drafter: Drafter | None, table: ShapeTable, layout: Layout
+    ):
+        super().__init__()
+        self.target, self.models, self.dtype, self.drafter = target, models, dtype, drafter
+        self.table, self.layout = table, layout
+
+    @property
+    def pages_hold_all(self) -> bool:
+        """True if pages hold all that a drafter knows of a position: a window's rows are not in them."""
+        state = jax.eval_shape(lambda: allocate_caches(self.target, self.layout, self.drafter, self.dtype))
+        parts = jax.tree.leaves(state, is_leaf=lambda part: isinstance(part, KVCache))
+        return not any(isinstance(part, Ring) for part in parts)
+
+    @property
+    def choices(self) -> tuple[Choice | None, ...]:
+        """The kinds of rounds that there are; a single None where all are alike."""
+        return (None,) if self.drafter is None else self.drafter.choices
+
+    def turn(self, choice: Choice | None) -> Variant | None:
+        """Drafter in rounds of a kind; None for plain decoding. Raises a `ValueError` for a kind that there is not."""
+        if self.drafter is not None:
+            return self.drafter.turn(choice)
+        if choice is not None:
+            raise ValueError(f"expected plain decoding, without a drafter, found rounds of {choice}")
+        return None
+
+    def width(self, choice: Choice | None) -> int:
+        """Tokens in a block of such rounds."""
+        turn = self.turn(choice)
+        return 1 if turn is None else turn.block_size
+
+    def rows_for(self, seats: int) -> int:
+        """The least declared number of rows that holds so many."""
+        return next(rows for rows in self.table.batches if rows >= seats)
+
+    def declared(self, sampling: SamplingMode = "scored") -> Iterator[ProgramKey]:
+        """All programs that may be needed where rows ask for no more than this."""
+        return program_keys(self.table, self.choices, sampling)
+
+    def round_key(self, choice: Choice | None, rows: int, positions: int, sampling: SamplingMode = "scored") -> ProgramKey:
+        """The program of rounds of a kind over so many rows that look at so many positions."""
+        positions = next(each for each in self.table.capacities if each >= positions)
+        return ProgramKey("rounds", rows, positions, choice=choice, sampling=sampling)
+
+    def compile(self, key: ProgramKey) -> jax.stages.Compiled:
+        allocate = partial(allocate_caches, layout=self.layout, drafter=self.drafter, dtype=self.dtype)
+        if key.name == "allocate":
+            return compile_allocate(self.target, allocate)
+        function, inputs = self.function(key)
+        empty = partial(empty_state, self.layout)
+        return compile_step(self.target, function, self.params_for(key), allocate, empty, inputs)
+
+    def function(self, key: ProgramKey) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """The program to compile, as `f(models, state, *inputs) -> (state, result)`, and its inputs."""
+        return self.prefill(key) if key.name == "prefill" else self.rounds(key)
+
+    def params_for(self, key: ProgramKey) -> Models:
+        """The parameters that a program reads."""
+        if self.drafter is None:
+            return Models(self.models.target)
+        return self.models if key.name == "prefill" else self.drafter.turn(key.choice).params_for(self.models)
+
+    def table_of(self, rows: int, positions: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, positions // self.layout.page_size), jnp.int32)
+
+    def prefill(self, key: ProgramKey) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """`f(models, state, slots [n], rows, table [n, M], start [n], count [n], scoring [n])`: computes chunks of prompts.
+
+        `rows` are the requests (`request_rows`). They are given with each chunk, so that the first one also admits: a program
+        of its own for that would cost a dispatch more before the first token. A slot with a `start` below 0 fills the shape.
+        The result are the scores of the tokens that follow, `[n, chunk]`, where `scoring`; None if rows cannot ask for them.
+        """
+        target, drafter, chunk = replace(self.target, sampling=key.sampling), self.drafter, key.chunk
+
+        def prefill_chunk(
+            models: Models, state: DecodeState, slots: Array, rows: Any, table: Array, start: Array, count: Array,
+            scoring: Array,
+        ) -> tuple[DecodeState, Any]:  # fmt: skip
+            before, admitted = rows_of(state, slots, table), start >= 0
+
+            def given(new: Any, old: Any) -> Array:
+                return jnp.where(admitted.reshape(-1, *[1] * (jnp.ndim(new) - 1)), new, old)
+
+            own = replace(before, **{name: jax.tree.map(given, new, getattr(before, name)) for name, new in rows.items()})
+            start = jnp.maximum(start, 0)
+            if drafter is not None:
+                own = replace(own, draft_cache=drafter.on_prefill(own.draft_cache, start, admitted))
+            own, scores = prefill(target, drafter, chunk, models, own, start, count, scoring if target.reports_scores else None)
+            return with_rows(state, own, slots), scores
+
+        row = RowRequest(np.zeros(self.layout.capacity, np.int32), 1, 1, Sampling(), 1, scored=False)
+        numbers, flags = (jax.ShapeDtypeStruct((key.rows,), dtype) for dtype in (jnp.int32, jnp.bool_))
+        table = self.table_of(key.rows, self.layout.capacity)
+        return prefill_chunk, (numbers, request_rows([row] * key.rows, ()), table, numbers, numbers, flags)
+
+    def rounds(self, key: ProgramKey) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """`f(models, state, slots [n], table [n, M], running [n], limit)`: runs up to `limit` rounds of some slots.
+
+        Slots that are not running fill the shape. The result are the rounds' reports (`state.run_steps`). Without loops it runs
+        one round, and has no limit.
+        """
+        target = replace(self.target, sampling=key.sampling)
+        turn, width, step = self.turn(key.choice), self.width(key.choice), step_of(self.turn(key.choice), target)
+        vocab = target.config.vocab_size if target.reports_scores else None
+
+        def run_rounds(
+            models: Models, state: DecodeState, slots: Array, table: Array, running: Array, limit: Array | None = None
+        ) -> tuple[DecodeState, Reports]:
+            some = rows_of(state, slots, table)
+            whole, done = some.tokens, some.done
+            some = replace(some, tokens=whole[:, : key.positions], done=done | ~running)
+            if turn is not None:
+                some = turn.open(target, models, some)
+            if limit is not None:
+                some, reports = run_steps(step, models, some, limit, STEPS_PER_DISPATCH, width, vocab)
+            else:
+                some, info = step(models, some)
+                reports = Reports(info.packed()[None], None)
+            tokens = whole.at[:, : key.positions].set(some.tokens)
+            return with_rows(state, replace(some, tokens=tokens, done=jnp.where(running, some.done, done)), slots), reports
+
+        slots, running = (jax.ShapeDtypeStruct((key.rows,), dtype) for dtype in (jnp.int32, jnp.bool_))
+        limit = (jax.ShapeDtypeStruct((), jnp.int32),) if target.loops else ()
+        return run_rounds, (slots, self.table_of(key.rows, key.positions), running, *limit)
+
+
+def program_keys(
+    table: ShapeTable, choices: Sequence[Choice | None], sampling: SamplingMode = "scored"
+) -> Iterator[ProgramKey]:
+    """All programs that serve a table with rounds of these kinds, for rows that ask for no more than this."""
+    yield ProgramKey("allocate")
+    for rows, chunk in dict.fromkeys([*((1, chunk) for chunk in table.chunks), table.together]):
+        yield prefill_key(rows, chunk, sampling)
+    for positions, rows in product(table.capacities, table.batches):
+        yield from (ProgramKey("rounds", rows, positions, choice=choice, sampling=sampling) for choice in choices)
+
+
+def prefill_key(rows: int, chunk: int, sampling: SamplingMode) -> ProgramKey:
+    """The program that prefills chunks for rows that ask for no more than this."""
+    return ProgramKey("prefill", rows, chunk=chunk, sampling="scored" if sampling == "scored" else "greedy")
+
+
+def allocate_caches(target: Target, layout: Layout, drafter: Drafter | None, dtype: DTypeLike) -> tuple[Any, Any]:
+    """The target's cache and the drafter's context, empty."""
+    sizes = target.config
+    devices = 1 if target.mesh is None else target.mesh.shape[GROUPED_AXES[0]]
+    dims = sizes.num_layers, sizes.num_kv_heads, sizes.head_dim
+    target_cache = layout.caches(target.ops, *dims, dtype, devices=devices)
+    return target_cache, () if drafter is None else drafter.allocate(layout, target, dtype)
+
+
+def empty_state(layout: Layout, target_cache: Any, draft_cache: Any) -> DecodeState:
+    """Slots that hold nothing, done from the start."""
+    rows = np.zeros(layout.batch, np.int32)
+    return DecodeState(
+        tokens=np.zeros((layout.batch, layout.capacity), np.int32),
+        known=rows,
+        end=rows + 1,
+        done=rows == 0,
+        ignore_eos=rows > 0,
+        sampling=row_sampling([Sampling()] * layout.batch, rows + 1),
+        target_cache=target_cache,
+        draft_cache=draft_cache,
+    )
+
+
+class RowRequest(NamedTuple):
+    """Contents of a slot for a request, but for its caches.
+
+    Attributes:
+        tokens: int32 `[L]`.
+        known: the position of its last token.
+        end: no token is produced at or beyond this position.
+        prompt_length: tokens from this position on count as generated.
+        scored: whether it asks for log-probabilities.
+    """
+
+    tokens: np.ndarray
+    known: int
+    end: int
+    sampling: Sampling
+    prompt_length: int
+    scored: bool
+
+
+def request_rows(rows: Sequence[RowRequest], eos: Sequence[int]) -> dict[str, Any]:
+    """The fields of a `DecodeState` for these rows.
+
+    Args:
+        eos: the model's end-of-sequence tokens.
+    """
+    samplings = [row.sampling for row in rows]
+    return {
+        "tokens": np.stack([row.tokens for row in rows]),
+        "known": np.asarray([row.known for row in rows], np.int32),
+        "end": np.asarray([row.end for row in rows], np.int32),
+        "done": np.zeros(len(rows), bool),
+        "ignore_eos": np.asarray([each.ignore_eos for each in samplings]),
+        "sampling": row_sampling(samplings, [row.prompt_length for row in rows], [row.scored for row in rows], eos),
+    }

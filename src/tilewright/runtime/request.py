@@ -1,0 +1,233 @@
+"""What is asked of the engine, and what it tells in return."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
+
+from tilewright.runtime.logprobs import MOST_ALTERNATIVES
+from tilewright.runtime.output import Result
+from tilewright.runtime.sampling import Sampling
+
+EndReason = Literal["eos", "stop", "length", "cancelled", "deadline", "error"]
+"""Why a request ended: the end-of-sequence token, a stop string, its length limit; the client gave it up, its time was up, or
+the engine failed on it."""
+
+
+class Overloaded(Exception):
+    """The queue is full.
+
+    Attributes:
+        retry_after_s: when it may be worth asking again.
+    """
+
+    def __init__(self, message: str, retry_after_s: float):
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Stopped(Exception):
+    """The engine takes no requests: it has not begun, or is ending."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request, as the engine takes it.
+
+    Attributes:
+        prompt: token ids, at least one.
+        sampling: what to draw, and when to stop.
+        logprobs: with each token its log-probability and those of so many alternatives, from 0 to 20; None for neither. They
+            are the target's, of its logits as they are: before temperature, filters and penalties.
+        prompt_logprobs: the same for the prompt's tokens from the second one on; needs `logprobs`.
+        deadline_s: seconds after which it is ended, waiting or not; None for never.
+    """
+
+    prompt: Sequence[int]
+    sampling: Sampling = field(default_factory=Sampling)
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
+    deadline_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_ALTERNATIVES:
+            raise ValueError(f"expected logprobs from 0 to {MOST_ALTERNATIVES}, found {self.logprobs}")
+        if self.prompt_logprobs and self.logprobs is None:
+            raise ValueError("expected logprobs with prompt_logprobs, found none")
+        check_deadline(self.deadline_s)
+
+
+@runtime_checkable
+class AnyAsk(Protocol):
+    """Request to any engine, whatever model it serves."""
+
+    @property
+    def prompt(self) -> Sequence[int]: ...
+
+    @property
+    def sampling(self) -> Sampling: ...
+
+    @property
+    def logprobs(self) -> int | None: ...
+
+    @property
+    def deadline_s(self) -> float | None: ...
+
+
+def check_deadline(deadline_s: float | None) -> None:
+    if deadline_s is not None and not deadline_s > 0:
+        raise ValueError(f"expected a deadline of more than 0 seconds, found {deadline_s}")
+
+
+class TokenLogprobs(NamedTuple):
+    """The target's log-probabilities at one position.
+
+    Attributes:
+        logprob: of the token that stands there.
+        top: the most likely tokens with theirs, the likeliest first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class Token(NamedTuple):
+    """One token that a request settled.
+
+    Attributes:
+        text: what can be shown since the token before; it may be empty, for a character may take several tokens, and what may
+            turn out to begin a stop string is held back.
+        drafted: a drafter had proposed it.
+        logprobs: None where they were not asked for.
+    """
+
+    token: int
+    text: str
+    drafted: bool
+    logprobs: TokenLogprobs | None = None
+
+
+class Round(NamedTuple):
+    """One round (a step, without a drafter) of a request.
+
+    Attributes:
+        tokens: how many it added.
+        drafted, accepted: drafts that it ran, and how many of them the target agreed with.
+        choice: what it did, where that was chosen: "plain", or the drafter and the block's width; else empty.
+    """
+
+    tokens: int
+    drafted: int
+    accepted: int
+    choice: str
+
+
+@dataclass(frozen=True)
+class Update:
+    """Tokens and rounds that one dispatch added to a request.
+
+    Attributes:
+        tokens: those that it settled, in order; none in an update that only ends the request.
+        rounds: those that settled them.
+        end: why the request ended; None while it goes on. Nothing comes after an update that has it.
+        prompt_logprobs: of the prompt's tokens from the second one on, once, in the first update; None where nobody asked.
+        error: what a client may be told of a failure; empty otherwise.
+    """
+
+    tokens: tuple[Token, ...] = ()
+    rounds: tuple[Round, ...] = ()
+    end: EndReason | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    error: str = ""
+
+
+Listener = Callable[[Update], None]
+"""Called on the engine's thread with each update, in order; it must not block."""
+
+
+@dataclass
+class Times:
+    """When things happened to a request, by `time.monotonic()`; 0 where they did not yet."""
+
+    asked: float = 0.0
+    admitted: float = 0.0
+    first_token: float = 0.0
+    ended: float = 0.0
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request that the engine has taken.
+
+    Attributes:
+        number: its place in the order of arrival, from 0.
+        cached_tokens: of the prompt, how many were found in the prefix cache.
+        preemptions: how often it gave its pages to an older one and was computed anew.
+        steps: that it took, of a model that settles many tokens over and over.
+        given_up: nobody waits for it any more; the engine ends it before the next dispatch.
+    """
+
+    ask: AnyAsk
+    number: int
+    times: Times = field(default_factory=Times)
+    cached_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    given_up: bool = False
+    result: Result | None = None
+    """All that came of it, once it has ended: tokens, text, acceptance lengths, drafts run and accepted, widths chosen."""
+
+
+@dataclass
+class Figures:
+    """Counts of the engine since it began; a snapshot.
+
+    Attributes:
+        running, waiting: requests now.
+        waiting_tokens: of their prompts.
+        slots, pages, pages_used: pages that hold something for a running request; what the prefix cache alone keeps is free.
+        pages_cached: pages that the prefix cache keeps and that can be given away.
+        prompt_tokens, generated_tokens: of all requests.
+        prefix_queries, prefix_hits: prompt tokens looked up in the prefix cache, and found.
+        preemptions, rejected: requests computed anew, and turned away.
+        ended: how many ended, for each reason.
+        dispatches, rounds: of decoding; a round is counted once for all its rows.
+        row_rounds, padding_rows: rows that rounds ran for requests, and beside them to fill a shape.
+        prefill_tokens, prefill_padding: positions that prefill computed, and beside them to fill a chunk.
+        drafts: rounds of a row in which something was drafted.
+        drafted, accepted: drafts.
+        accepted_at: of each position of a block, from the first draft on, how many were accepted.
+        widths: rounds by "drafter, block width" ("plain").
+        compilations: programs compiled since the engine was ready: 0, or something is wrong.
+        warm_seconds: time that compiling took before; `programs` of them.
+        step_age_s: since the engine last went round; it does so at least every second, busy or not.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    slots: int = 0
+    pages: int = 0
+    pages_used: int = 0
+    pages_cached: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0
+    rejected: int = 0
+    ended: dict[str, int] = field(default_factory=dict)
+    dispatches: int = 0
+    rounds: int = 0
+    row_rounds: int = 0
+    padding_rows: int = 0
+    prefill_tokens: int = 0
+    prefill_padding: int = 0
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+    widths: dict[str, int] = field(default_factory=dict)
+    compilations: int = 0
+    warm_seconds: float = 0.0
+    programs: int = 0
+    step_age_s: float = 0.0

@@ -1,0 +1,84 @@
+"""A step of plain decoding, and a round of speculative decoding, whatever the drafter: propose, verify, accept, extend.
+
+Why the output is the target's own: in each slot the target draws its token from its full, warped distribution with the
+randomness of that *position* (`sampling.sample`), and a draft is accepted only if it is that very token. So every settled token
+is the one that autoregressive decoding with the same seed would have drawn; the draft decides only how many of them a round may
+settle. For a drafter that proposes its argmax this has the acceptance probability of the one-hot rejection rule, p(draft).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from tilewright.runtime.interfaces import Proposal, Variant
+from tilewright.runtime.state import DecodeState, Models, Step, StepInfo, Target, commit, known_token, verify
+
+
+def autoregressive_step(target: Target, models: Models, state: DecodeState) -> tuple[DecodeState, StepInfo]:
+    """Runs the known token through the target and settles the one that follows it."""
+    verified = verify(target, models.target, state, known_token(state), ())
+    none = jnp.zeros_like(state.known)
+    state, settled = commit(target, verified.state, verified.tokens, none)
+    return state, StepInfo(verified.tokens, settled, none, none, verified.scores)
+
+
+def speculative_round(drafter: Variant, target: Target, models: Models, state: DecodeState) -> tuple[DecodeState, StepInfo]:
+    """One round: settles the accepted drafts and one more token from the target."""
+    proposal = drafter.propose(target, models, state)
+    if not drafter.may_be_idle:
+        return verify_and_extend(drafter, target, models, state, proposal)
+
+    def idle(state: DecodeState) -> tuple[DecodeState, StepInfo]:
+        nothing = Proposal(proposal.block[:, :1], jnp.zeros_like(proposal.drafts))
+        after, info = verify_and_extend(drafter, target, models, state, nothing)
+        return after, info.widened(proposal.block.shape[1])
+
+    def drafted(state: DecodeState) -> tuple[DecodeState, StepInfo]:
+        return verify_and_extend(drafter, target, models, state, proposal)
+
+    return one_of(jnp.any((proposal.drafts > 0) & ~state.done), drafted, idle, state)
+
+
+def one_of(
+    first: Array, run: Callable[[DecodeState], Any], otherwise: Callable[[DecodeState], Any], state: DecodeState
+) -> tuple[DecodeState, StepInfo]:
+    """`run(state)` where `first` is true, else `otherwise(state)`.
+
+    A branch, which a chip whose compiler takes none avoids by `may_be_idle`; on a CPU two loops of one turn or none, for XLA
+    copies there what it gives to a branch, caches and all, and updates in place what a loop carries.
+    """
+    if jax.default_backend() != "cpu":
+        return jax.lax.cond(first, run, otherwise, state)
+    turns = first.astype(jnp.int32)
+    nothing = jax.tree.map(lambda each: jnp.zeros(each.shape, each.dtype), jax.eval_shape(run, state)[1])
+    carry = jax.lax.fori_loop(0, turns, lambda _, carry: run(carry[0]), (state, nothing))
+    return jax.lax.fori_loop(0, 1 - turns, lambda _, carry: otherwise(carry[0]), carry)
+
+
+def verify_and_extend(
+    drafter: Variant, target: Target, models: Models, state: DecodeState, proposal: Proposal
+) -> tuple[DecodeState, StepInfo]:
+    """Runs the block through the target, settles what it agrees with, and extends the drafter's context by that."""
+    block = proposal.block
+    verified = verify(target, models.target, state, block, drafter.tap_layers)
+    is_draft = jnp.arange(block.shape[1] - 1)[None] < proposal.drafts[:, None]
+    agrees = is_draft & (block[:, 1:] == verified.tokens[:, :-1])
+    accepted = jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), axis=1), axis=1)
+    after, settled = commit(target, verified.state, verified.tokens, accepted)
+    after = drafter.extend(target, models, after, verified.taps, state.known, after.known)
+    drafted, accepted = (jnp.where(state.done, 0, count) for count in (proposal.drafts, accepted))
+    return after, StepInfo(verified.tokens, settled, drafted, accepted, verified.scores)
+
+
+def step_of(drafter: Variant | None, target: Target) -> Step:
+    """The step that a decode loop runs: a round with the drafter, or an autoregressive step without one."""
+
+    def step(models: Models, state: DecodeState) -> tuple[DecodeState, StepInfo]:
+        if drafter is None:
+            return autoregressive_step(target, models, state)
+        return speculative_round(drafter, target, models, state)
+
+    return step

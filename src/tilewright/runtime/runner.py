@@ -1,0 +1,163 @@
+"""The device as the engine sees it: programs are sent one behind the other, and little is read of what they gave."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from tilewright.kernels.operations import UNMAPPED
+from tilewright.runtime.interfaces import Choice
+from tilewright.runtime.programs import ProgramKey, Programs, RowRequest, empty_state, prefill_key, request_rows
+from tilewright.runtime.sampling import SamplingMode
+from tilewright.runtime.scheduler import Chunk, Seat
+from tilewright.runtime.state import DecodeState, Models, Reports, StepInfo
+
+
+class Sent(NamedTuple):
+    """Rounds that were sent.
+
+    Attributes:
+        seats: in the order of the program's rows.
+        rows: that the program runs.
+        rounds: at most.
+        width: tokens in a block.
+        reports: what came of them, once the device is there.
+        at: when they were sent, by `time.perf_counter()`.
+        alone: nothing but rounds was sent since the rounds before.
+    """
+
+    seats: Sequence[Seat]
+    rows: int
+    choice: Choice | None
+    rounds: int
+    width: int
+    reports: Reports
+    at: float
+    alone: bool
+
+    @property
+    def scored(self) -> bool:
+        """True if any of them asks for log-probabilities."""
+        return any(seat.job.scored for seat in self.seats)
+
+
+class ModelRunner:
+    """Sends programs one behind the other. What is handed to one is never changed afterwards: it may be read in place.
+
+    Attributes:
+        sampling: what rows may ask for.
+        state: the slots and the pool; None before `reset`.
+        sent: what was sent since the last rounds.
+    """
+
+    def __init__(self, programs: Programs, sampling: SamplingMode = "scored"):
+        self.programs = programs
+        self.sampling: SamplingMode = sampling
+        self.state: DecodeState | None = None
+        self.sent: list[str] = []
+        self.called: dict[ProgramKey, tuple[Callable[..., Any], Models]] = {}
+
+    @property
+    def reports_scores(self) -> bool:
+        """True if rounds report log-probabilities to rows that ask for them."""
+        return self.programs.target.loops and self.sampling == "scored"
+
+    def reset(self) -> None:
+        """Empty slots, whatever was there."""
+        self.state = None
+        self.state = empty_state(self.programs.layout, *self.programs.get(ProgramKey("allocate"))())
+
+    def free(self) -> None:
+        """Gives the device's memory back."""
+        self.state = None
+
+    def run(self, key: ProgramKey, *inputs: Any) -> Any:
+        if key not in self.called:
+            self.called[key] = self.programs.get(key), self.programs.params_for(key)
+        program, models = self.called[key]
+        self.sent.append(key.name)
+        return self.apply(program, models, *inputs)
+
+    def apply(self, program: Callable[..., tuple[DecodeState, Any]], models: Models, *inputs: Any) -> Any:
+        """Gives the state to `program(models, state, *inputs) -> (state, result)`, and goes on from the one that it returns."""
+        assert self.state is not None, "the runner was not reset"
+        state, self.state = self.state, None  # lost, if this fails
+        self.state, result = program(models, state, *inputs)
+        return result
+
+    def table(self, seats: Sequence[Seat], rows: int, positions: int) -> np.ndarray:
+        """The pages of some seats, int32 `[rows, M]`."""
+        table = np.full((rows, positions // self.programs.layout.page_size), UNMAPPED, np.int32)
+        for row, seat in zip(table, seats, strict=False):
+            pages = seat.pages[: len(row)]
+            row[: len(pages)] = pages
+        return table
+
+    def prefill(self, chunks: Sequence[Chunk]) -> Any:
+        """Computes pieces of prompts, all of one size, a job's first one with its admission. Returns their scores, on the
+        device, in the order of the pieces; they are those of jobs that want some."""
+        key, seats = self.prefill_key(chunks), [chunk.seat for chunk in chunks]
+        fill = key.rows - len(chunks)
+        given = [self.row(seat) for seat in seats]
+        given += given[:1] * fill
+        start = np.asarray([*(chunk.start for chunk in chunks), *[-1] * fill], np.int32)
+        count = np.asarray([*(chunk.count for chunk in chunks), *[0] * fill], np.int32)
+        scoring = np.asarray([*(seat.job.scoring for seat in seats), *[False] * fill])
+        table = self.table(seats, key.rows, self.programs.layout.capacity)
+        asked = request_rows(given, self.programs.target.config.eos_token_ids)
+        return self.run(key, self.slots(seats, key.rows), asked, table, start, count, scoring)
+
+    def prefill_key(self, chunks: Sequence[Chunk]) -> ProgramKey:
+        """The program for pieces of prompts that are computed together."""
+        rows, size = (1, chunks[0].size) if len(chunks) == 1 else self.programs.table.together
+        return prefill_key(rows, size, self.sampling)
+
+    def row(self, seat: Seat) -> RowRequest:
+        """State that a job's slot begins with."""
+        job, request = seat.job, seat.job.request
+        tokens = np.zeros(self.programs.layout.capacity, np.int32)
+        tokens[: job.length] = job.tokens
+        return RowRequest(tokens, seat.known, request.end, request.sampling, len(request.prompt), job.scored)
+
+    def slots(self, seats: Sequence[Seat], rows: int) -> np.ndarray:
+        """The slots of some seats, and others that fill a program's rows, int32 `[rows]`."""
+        own = [seat.slot for seat in seats]
+        others = [slot for slot in range(self.programs.layout.batch) if slot not in own]
+        return np.asarray([*own, *others[: rows - len(own)]], np.int32)
+
+    def rounds(self, seats: Sequence[Seat], choice: Choice | None, rounds: int, positions: int) -> Sent:
+        """Runs up to so many rounds.
+
+        Args:
+            positions: that rounds look at, at most.
+        """
+        programs, rows = self.programs, self.programs.rows_for(len(seats))
+        key = programs.round_key(choice, rows, positions, self.sampling)
+        running, at = np.arange(rows) < len(seats), time.perf_counter()
+        reports = self.run_rounds(key, self.slots(seats, rows), self.table(seats, rows, key.positions), running, rounds)
+        alone, self.sent = self.sent == ["rounds"], []
+        sent = Sent(seats, rows, choice, rounds, programs.width(choice), reports, at, alone)
+        for each in jax.tree.leaves(reports if sent.scored else reports.packed):
+            if isinstance(each, jax.Array):
+                each.copy_to_host_async()
+        return sent
+
+    def run_rounds(self, key: ProgramKey, slots: np.ndarray, table: np.ndarray, running: np.ndarray, rounds: int) -> Reports:
+        """Runs up to so many rounds of these slots; without loops on the device, one program after another."""
+        if self.programs.target.loops:
+            return self.run(key, slots, table, running, np.int32(rounds))
+        taken: list[np.ndarray] = []
+        while len(taken) < rounds and (not taken or taken[-1][..., 0].any()):
+            taken.append(np.asarray(self.run(key, slots, table, running).packed))
+        self.sent = self.sent[: len(self.sent) - len(taken) + 1]
+        return Reports(np.concatenate(taken), None)
+
+    def read(self, sent: Sent) -> StepInfo:
+        """Report of rounds; waits for the device."""
+        return StepInfo.unpacked(sent.reports, sent.scored)
+
+    def wait(self) -> None:
+        """Until all that was sent has run."""
+        jax.block_until_ready(self.state)

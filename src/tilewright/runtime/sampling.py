@@ -1,0 +1,351 @@
+"""Sampling: what a request asks for, the warped distribution, and one draw from it.
+
+The randomness of a token is a function of its request's seed and its position alone. So a row of a batch draws what it would
+draw by itself, and speculative decoding draws the very token that autoregressive decoding draws (see `speculative.py`).
+"""
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Float, Int, Int32
+
+from tilewright.kernels.select import argmax
+from tilewright.runtime.noise import gumbel
+
+SamplingMode = Literal["greedy", "any", "scored"]
+"""What the rows of a program may ask for: the most likely token; whatever a `Sampling` can say; log-probabilities, too."""
+
+TEMPERATURES = (1e-6, 1e6)
+REPETITION_PENALTIES = (1e-3, 1e3)
+"""What logits may be divided by: quotients are finite in float32, so that different logits never become equal infinities."""
+LEAST_TOP_P = 1e-6
+"""Keeps the most likely token, as every smaller one would, were it not rounded to nothing at all."""
+MOST_BIASED = 300
+"""The most tokens whose logits a request may change."""
+MOST_STOP_TOKENS = 128
+"""The most tokens that may end a request, besides those that end any."""
+ADJUSTED = 512
+"""Places of a row for tokens whose logits are changed: those, and all that end it, which `min_tokens` keeps away."""
+BIASES = (-100.0, 100.0)
+NOBODY = 2**31 - 1
+"""The token id of a place that holds none."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Sampling options of one request.
+
+    Attributes:
+        max_new_tokens: the length limit.
+        temperature: 0 takes the most likely token; otherwise from 1e-6 to 1e6.
+        top_p: keep the smallest set of most likely tokens that holds this much probability (ties with the last are kept).
+        top_k: keep this many most likely tokens (ties with the last are kept); 0 keeps all.
+        seed: the request's own randomness; without one, each request draws a fresh one, which its result reports.
+        stop: texts that end the generation, in a tuple; they are not part of the result.
+        ignore_eos: go on past the end-of-sequence token.
+        min_p: keep tokens that are at least this share as likely as the most likely one; 0 keeps all.
+        repetition_penalty: a token that came before, in the prompt or after it, has its logit divided by this if it is positive
+            and multiplied if negative; 1 changes nothing, from 0.001 to 1000 (CTRL, arXiv 1909.05858, section 4.1; the signs as
+            in transformers).
+        presence_penalty: taken off the logit of every token that was generated before; from -2 to 2.
+        frequency_penalty: taken off once for each time that it was generated; from -2 to 2.
+        logit_bias: pairs of a token and what is added to its logit, from -100 to 100, before the penalties; at most 300.
+        min_tokens: so many tokens are generated before any that ends the request may come, or a stop string counts.
+        stop_token_ids: tokens that end the generation, whatever `ignore_eos` says; at most 128.
+        include_stop: the text has the stop string, or the text of the token that ended it, at its end.
+        skip_special_tokens: the text leaves special tokens out.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        (coldest, hottest), (least, most) = TEMPERATURES, REPETITION_PENALTIES
+        stops = not isinstance(self.stop, str) and all(isinstance(text, str) and text for text in self.stop)
+        biased, biases = {token for token, _ in self.logit_bias}, [bias for _, bias in self.logit_bias]
+        for good, expected, found in (
+            (self.max_new_tokens >= 1, "max_new_tokens of at least 1", self.max_new_tokens),
+            (
+                self.temperature == 0 or coldest <= self.temperature <= hottest,
+                f"a temperature of 0, or from {coldest:g} to {hottest:g}",
+                self.temperature,
+            ),
+            (0 <= self.top_p <= 1, "top_p from 0 to 1", self.top_p),
+            (0 <= self.top_k < 2**31, "top_k from 0 to 2**31 - 1", self.top_k),
+            (self.seed is None or 0 <= self.seed < 2**32, "a seed from 0 to 2**32 - 1", self.seed),
+            (stops, "a tuple of stop strings, none of them empty", self.stop),
+            (0 <= self.min_p <= 1, "min_p from 0 to 1", self.min_p),
+            (
+                least <= self.repetition_penalty <= most,
+                f"a repetition_penalty from {least:g} to {most:g}",
+                self.repetition_penalty,
+            ),
+            (-2 <= self.presence_penalty <= 2, "a presence_penalty from -2 to 2", self.presence_penalty),
+            (-2 <= self.frequency_penalty <= 2, "a frequency_penalty from -2 to 2", self.frequency_penalty),
+            (len(biased) == len(biases) <= MOST_BIASED, f"logit_bias of at most {MOST_BIASED} tokens, each once", len(biases)),
+            (all(BIASES[0] <= each <= BIASES[1] for each in biases), "a logit_bias from -100 to 100", biases),
+            (
+                0 <= self.min_tokens <= self.max_new_tokens,
+                f"min_tokens from 0 to the length limit, {self.max_new_tokens}",
+                self.min_tokens,
+            ),
+            (
+                len(self.stop_token_ids) <= MOST_STOP_TOKENS,
+                f"at most {MOST_STOP_TOKENS} stop_token_ids",
+                len(self.stop_token_ids),
+            ),
+            (all(0 <= each < NOBODY for each in biased), "a logit_bias of tokens from 0 on", sorted(biased)),
+            (all(0 <= each < NOBODY for each in self.stop_token_ids), "stop_token_ids from 0 on", self.stop_token_ids),
+        ):
+            if not good:
+                raise ValueError(f"expected {expected}, found {found!r}")
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if it takes the most likely token of the logits as they are."""
+        changed = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+        return self.temperature == 0 and not (changed or self.logit_bias or self.min_tokens)
+
+    def seeded(self) -> "Sampling":
+        """Copy with a fresh seed, if it draws and has none."""
+        return replace(self, seed=secrets.randbits(32)) if self.seed is None and self.temperature > 0 else self
+
+
+def check_vocabulary(sampling: Sampling, vocab: int) -> None:
+    """Raises a `ValueError` if a request biases a token that the model does not have."""
+    if outside := [token for token, _ in sampling.logit_bias if token >= vocab]:
+        raise ValueError(f"expected logit_bias of tokens below the vocabulary size {vocab}, found {outside[0]}")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RowSampling:
+    """The sampling parameters of a batch, one entry a row, named as in `Sampling`.
+
+    Attributes:
+        key: the raw key made from the seed, uint32 `[B, 2]`.
+        prompt_length: int32 `[B]`; tokens from this position on count as generated.
+        scored: bool `[B]`; whether log-probabilities are asked for.
+        adjusted: int32 `[B, ADJUSTED]`, tokens whose logits are changed; places that hold none have `NOBODY`.
+        adjustment: float32 `[B, ADJUSTED]`, what is added to theirs; that of a token that ends the row is -inf.
+        min_tokens: int32 `[B]`; from the position that comes after so many generated tokens on, -inf is 0.
+    """
+
+    temperature: Any
+    top_p: Any
+    top_k: Any
+    key: Any
+    min_p: Any
+    repetition_penalty: Any
+    presence_penalty: Any
+    frequency_penalty: Any
+    prompt_length: Any
+    scored: Any
+    adjusted: Any
+    adjustment: Any
+    min_tokens: Any
+
+
+def row_sampling(
+    requests: Sequence[Sampling], prompt_lengths: Sequence[int] | np.ndarray, scored: Sequence[bool] | np.ndarray | None = None,
+    eos: Sequence[int] | None = None,
+) -> RowSampling:  # fmt: skip
+    """Gathers requests into arrays, on the host.
+
+    Args:
+        scored: which of them ask for log-probabilities; none by default.
+        eos: the model's end-of-sequence tokens, which requests with `min_tokens` need.
+
+    Raises:
+        ValueError: a request changes more logits than a row has places for.
+    """
+    adjusted, adjustment = adjustments(requests, eos)
+    return RowSampling(
+        temperature=np.asarray([r.temperature for r in requests], np.float32),
+        top_p=np.asarray([max(r.top_p, LEAST_TOP_P) for r in requests], np.float32),
+        top_k=np.asarray([r.top_k for r in requests], np.int32),
+        key=np.asarray([(0, r.seed or 0) for r in requests], np.uint32),
+        min_p=np.asarray([r.min_p for r in requests], np.float32),
+        repetition_penalty=np.asarray([r.repetition_penalty for r in requests], np.float32),
+        presence_penalty=np.asarray([r.presence_penalty for r in requests], np.float32),
+        frequency_penalty=np.asarray([r.frequency_penalty for r in requests], np.float32),
+        prompt_length=np.asarray(prompt_lengths, np.int32),
+        scored=np.zeros(len(requests), bool) if scored is None else np.asarray(scored, bool),
+        adjusted=adjusted,
+        adjustment=adjustment,
+        min_tokens=np.asarray([r.min_tokens for r in requests], np.int32),
+    )
+
+
+def adjustments(requests: Sequence[Sampling], eos: Sequence[int] | None) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens whose logits requests change, and what is added to them; see `RowSampling`."""
+    tokens, added = np.full((len(requests), ADJUSTED), NOBODY, np.int32), np.zeros((len(requests), ADJUSTED), np.float32)
+    for own_tokens, own_added, request in zip(tokens, added, requests, strict=True):
+        if request.min_tokens and eos is None:
+            raise ValueError("expected the model's end-of-sequence tokens for a request with min_tokens, found none")
+        ends = {*(eos or ()), *request.stop_token_ids} if request.min_tokens else ()
+        changes = [*request.logit_bias, *((token, -np.inf) for token in ends)]
+        if len(changes) > ADJUSTED:
+            raise ValueError(f"expected at most {ADJUSTED} tokens to bias and to end with, found {len(changes)}")
+        for place, change in enumerate(changes):
+            own_tokens[place], own_added[place] = change
+    return tokens, added
+
+
+def occurrences(tokens: Int[Array, "B N"], counted: Bool[Array, "B T N"], vocab: int) -> Int32[Array, "B T V"]:
+    """Occurrences of each token of the vocabulary among `tokens`; slot t counts those that `counted[:, t]` names."""
+    batch, slots, _ = counted.shape
+    row, slot = jnp.arange(batch)[:, None, None], jnp.arange(slots)[None, :, None]
+    return jnp.zeros((batch, slots, vocab), jnp.int32).at[row, slot, tokens[:, None]].add(counted.astype(jnp.int32))
+
+
+def penalise(
+    logits: Float[Array, "B T V"], rows: RowSampling, tokens: Int[Array, "B L"], known: Int[Array, " B"],
+    block: Int[Array, "B T"],
+) -> Float[Array, "B T V"]:  # fmt: skip
+    """The logits after biases and penalties: of these the one for repetition first, then frequency and presence (vLLM's order).
+
+    Tokens that would end a row before its `min_tokens` get -inf. What slot t has before it is the row's tokens up to `known`
+    and the block's tokens 1 to t: a slot is settled only if all drafts up to it were accepted, and then just these are its
+    history. A row that asks for none of it keeps its logits.
+    """
+    logits = adjust(logits, rows, known)
+    place, slot = jnp.arange(tokens.shape[1])[None], jnp.arange(block.shape[1])
+    length = jnp.asarray(rows.prompt_length)[:, None]
+    # Counted anew in each step: no state to keep, and little beside the passes over the vocabulary that follow.
+    in_prompt, since = place < length, (place >= length) & (place <= known[:, None])
+    before = occurrences(tokens, jnp.stack([in_prompt, since], axis=1), logits.shape[-1])
+    drafted = jnp.broadcast_to((slot[None] > 0) & (slot[None] <= slot[:, None]), (*block.shape, len(slot)))
+    generated = before[:, 1:] + occurrences(block, drafted, logits.shape[-1])
+    repetition, presence, frequency = (
+        jnp.asarray(field)[:, None, None] for field in (rows.repetition_penalty, rows.presence_penalty, rows.frequency_penalty)
+    )
+    seen = (before[:, :1] > 0) | (generated > 0)
+    logits = jnp.where(seen, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
+    return logits - frequency * generated.astype(logits.dtype) - presence * (generated > 0).astype(logits.dtype)
+
+
+def adjust(logits: Float[Array, "B T V"], rows: RowSampling, known: Int[Array, " B"]) -> Float[Array, "B T V"]:
+    """The logits with each row's biases; slot t is about the position `known + 1 + t`."""
+    (batch, slots, _), tokens = logits.shape, jnp.asarray(rows.adjusted)
+    generated = known[:, None] + 1 + jnp.arange(slots) - jnp.asarray(rows.prompt_length)[:, None]
+    early, added = generated < jnp.asarray(rows.min_tokens)[:, None], jnp.asarray(rows.adjustment)[:, None]
+    added = jnp.where(early[..., None] | (added > -jnp.inf), added, 0.0).astype(logits.dtype)
+    row, slot = jnp.arange(batch)[:, None, None], jnp.arange(slots)[None, :, None]
+    return logits.at[row, slot, tokens[:, None]].add(added, mode="drop")
+
+
+def sortable(x: Float[Array, "*rows V"]) -> Int32[Array, "*rows V"]:
+    """Integers in the order of the floats."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    order = jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+    return jnp.where(x == 0, 0, order)  # -0.0 too
+
+
+def threshold(x: Int32[Array, "*rows V"], enough: Callable[[Array], Array]) -> Int32[Array, "*rows 1"]:
+    """The largest t for which `enough(x >= t)` holds, by bisection: 32 passes instead of a sort of the vocabulary.
+
+    `enough` must hold for the whole row and be monotone: once a set is enough, a larger one is too.
+    """
+
+    def narrow(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds  # enough at low; not enough above high
+        middle = (low >> 1) + (high >> 1) + ((low | high) & 1)  # the mean, rounded up, without overflow
+        good = enough(x >= middle)
+        return jnp.where(good, middle, low), jnp.where(good, high, middle - 1)
+
+    shape = (*x.shape[:-1], 1)
+    bounds = (jnp.full(shape, jnp.iinfo(jnp.int32).min), jnp.full(shape, jnp.iinfo(jnp.int32).max))
+    return jax.lax.fori_loop(0, 32, narrow, bounds)[0]
+
+
+def temper(logits: Float[Array, "B T V"], rows: RowSampling) -> Float[Array, "B T V"]:
+    """The logits at each row's temperature; greedy rows, which are not meant to be drawn from, come out with 1."""
+    temperature = jnp.asarray(rows.temperature)[:, None, None]
+    return logits / jnp.where(temperature > 0, temperature, 1.0)
+
+
+def keep_best(logits: Float[Array, "B T V"], rows: RowSampling) -> Float[Array, "B T V"]:
+    """Top-k: -inf for what it leaves out."""
+    order, vocab = sortable(logits), logits.shape[-1]
+    top_k = jnp.asarray(rows.top_k)[:, None, None]
+    wanted = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab)
+    at_least = threshold(order, lambda kept: jnp.sum(kept, axis=-1, keepdims=True) >= wanted)
+    return jnp.where(order >= at_least, logits, -jnp.inf)
+
+
+class Nucleus(NamedTuple):
+    """Condition that top-p puts on a token: those before it hold less than a mass.
+
+    Attributes:
+        p: the distribution, `[B, T, V]`.
+        order: integers in its order.
+        mass: that the kept ones hold at least, `[B, T, 1]`.
+    """
+
+    p: Array
+    order: Array
+    mass: Array
+
+    def holding(self, kept: Bool[Array, "B T V"]) -> Float[Array, "B T 1"]:
+        return jnp.sum(jnp.where(kept, self.p, 0.0), axis=-1, keepdims=True)
+
+
+def nucleus(logits: Float[Array, "B T V"], rows: RowSampling) -> Nucleus:
+    p = jax.nn.softmax(logits, axis=-1)
+    # Rounding may leave the whole row a little short of 1. It also hides whatever is smaller, which top_p = 1 must keep.
+    return Nucleus(p, sortable(p), jnp.asarray(rows.top_p)[:, None, None] * jnp.sum(p, axis=-1, keepdims=True))
+
+
+def keep_likely(logits: Float[Array, "B T V"], rows: RowSampling) -> Float[Array, "B T V"]:
+    """Min-p: -inf for what it leaves out."""
+    least = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(jnp.asarray(rows.min_p))[:, None, None]
+    return jnp.where(logits >= least, logits, -jnp.inf)
+
+
+def warp_logits(logits: Float[Array, "B T V"], rows: RowSampling) -> Float[Array, "B T V"]:
+    """The logits of the distribution that tokens are drawn from: temperature first, then top-k, top-p of what is left, min-p.
+
+    The order is that of transformers; vLLM takes min-p before top-k and top-p. Penalties come before all of it (`penalise`).
+    Filtered tokens get -inf.
+    """
+    logits = keep_best(temper(logits, rows), rows)
+    of = nucleus(logits, rows)
+    kept = of.order >= threshold(of.order, lambda kept: of.holding(kept) >= of.mass)
+    return jnp.where(kept | (jnp.asarray(rows.top_p)[:, None, None] >= 1), keep_likely(logits, rows), -jnp.inf)
+
+
+def sample(logits: Float[Array, "B T V"], rows: RowSampling, positions: Int32[Array, "B T"]) -> Int32[Array, "B T"]:
+    """Draws the token at each of `positions` by the Gumbel-max rule; rows of temperature 0 take the argmax."""
+    drawn = argmax(drawn_scores(logits, rows, positions))
+    return jnp.where(jnp.asarray(rows.temperature)[:, None] > 0, drawn, argmax(logits))
+
+
+def drawn_scores(logits: Float[Array, "B T V"], rows: RowSampling, positions: Int32[Array, "B T"]) -> Float[Array, "B T V"]:
+    """Scores that a draw takes the argmax of: the warped logits and the noise of each row's seed and position."""
+    return warp_logits(logits, rows) + noise(rows, positions, logits.shape[-1])
+
+
+def noise(rows: RowSampling, positions: Int32[Array, "B T"], vocab: int) -> Float[Array, "B T {vocab}"]:
+    """Gumbel noise for every token, of each row's seed and position."""
+    return gumbel(jnp.asarray(rows.key), positions, jnp.arange(vocab)[None, None])

@@ -1,0 +1,395 @@
+"""What every engine is: a queue that any thread may fill, one thread that steps, and listeners who are told what came of it.
+
+An engine says what is sent and read, and which jobs have places; taking requests, ending them and the thread are here. A job
+is one of `there` from the moment it is submitted until it has ended, wherever it stands meanwhile; what any thread may change
+is changed under one lock, `wake`, and a step takes all of it in at once.
+
+A step takes in what was asked, sends what there is to compute, and then reads what the step *before* had sent: the device has
+the next dispatch by then. What the host knows is thus one dispatch old, which costs nothing but care.
+"""
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from tilewright.compiled.ledger import CompileTrap
+from tilewright.runtime.options import ServiceOptions
+from tilewright.runtime.output import Request
+from tilewright.runtime.request import EndReason, Figures, Listener, Overloaded, Stopped, Ticket, Update
+
+log = logging.getLogger("tilewright.engine")
+
+IDLE_S = 0.5
+"""How long an engine without work sleeps between two looks."""
+FAULTS = 2
+"""Dispatches that may fail with a request aboard before it is given up."""
+RETRY_AFTER_S = 1.0
+NOT_COMPUTED = "the request could not be computed"
+"""What a client is told of a failure; the log has the rest."""
+
+
+@dataclass(eq=False)
+class Taken:
+    """A request that an engine has taken.
+
+    Attributes:
+        request: its text so far.
+        faults: how many dispatches failed with it aboard.
+    """
+
+    ticket: Ticket
+    listener: Listener
+    request: Request
+    faults: int = 0
+
+    @property
+    def number(self) -> int:
+        return self.ticket.number
+
+
+Job = TypeVar("Job", bound=Taken)
+
+
+class Service(ABC, Generic[Job]):
+    """An engine as its users see it: `warm`, then `start`; from then on any thread may `submit` and `cancel`.
+
+    Attributes:
+        context: the most positions of a request, prompt and new tokens.
+        ready: whether it takes requests.
+        there: all jobs that have not ended, in the order of their numbers.
+        asked: those of them that no step has taken in yet.
+        woken: whether there is something for the next step to take in.
+        closed: whether it was told to stop, or has ended by itself; it does not begin again.
+        ending: whether the thread is to end.
+        flight: dispatches that were sent and not read yet.
+    """
+
+    context: int
+
+    def __init__(self, options: ServiceOptions):
+        self.options = options
+        self.counted = Figures()
+        self.trap = CompileTrap(options.guard, "serving")
+        self.wake = threading.Condition()
+        self.there: dict[Job, None] = {}
+        self.asked: list[Job] = []
+        self.flight = deque[Any]()
+        self.numbers = self.asked_tokens = 0
+        self.ready = self.ending = self.woken = self.closed = False
+        self.stepped = time.monotonic()
+        self.thread: threading.Thread | None = None
+
+    # What an engine is asked about its model.
+
+    @property
+    @abstractmethod
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def num_spec_tokens(self) -> int:
+        """The most drafts in a round; 0 without a drafter."""
+        return 0
+
+    @abstractmethod
+    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+        """The tokens of a prompt, which may be tokens already. Raises a `ValueError` for what cannot be one."""
+
+    # What an engine does.
+
+    @abstractmethod
+    def prepare(self, console: Console | None) -> int:
+        """Compiles all programs and takes the device's memory. Returns how many programs there are."""
+
+    @property
+    @abstractmethod
+    def prepared(self) -> bool:
+        """True once the device's memory is taken."""
+
+    @abstractmethod
+    def check(self, ask: Any) -> None:
+        """Raises a `ValueError` if a request, whose tokens are the model's, can never be served. It takes no time."""
+
+    @abstractmethod
+    def job(self, ask: Any, ticket: Ticket, listener: Listener) -> Job:
+        """A request that was checked, on its way."""
+
+    @abstractmethod
+    def wait(self, job: Job) -> None:
+        """Puts a job into the queue."""
+
+    @abstractmethod
+    def queued(self) -> tuple[int, int]:
+        """Number of waiting jobs, and of the tokens of their prompts."""
+
+    @abstractmethod
+    def fill(self) -> int:
+        """Gives places to those that wait, and sends what comes before rounds. Returns 0 if that was nothing."""
+
+    @abstractmethod
+    def send(self) -> bool:
+        """Sends rounds, whose place is at the end of `flight`. Returns whether there were any."""
+
+    @abstractmethod
+    def read(self, sent: Any) -> None:
+        """Waits for what was sent, and hands out what came of it."""
+
+    @abstractmethod
+    def forget(self) -> list[Job]:
+        """After a failed dispatch, with which the device's state is lost. Returns the jobs that had a part in it; they wait."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Makes the device's state anew."""
+
+    @abstractmethod
+    def leave(self, job: Job) -> None:
+        """Frees the place of a job, wherever it is."""
+
+    @abstractmethod
+    def standing(self) -> dict[str, Any]:
+        """The figures that are read off, not counted."""
+
+    # The rest is common.
+
+    def warm(self, console: Console | None = None) -> None:
+        """Compiles all programs, measures what must be measured, and takes the device's memory."""
+        began = time.perf_counter()
+        self.counted.programs = self.prepare(console)
+        self.counted.warm_seconds = time.perf_counter() - began
+
+    def open(self) -> None:
+        """Takes requests from now on, for a caller that steps by itself.
+
+        Raises:
+            Stopped: it was told to stop meanwhile.
+        """
+        assert self.prepared, "the engine was not warmed"
+        with self.wake:
+            assert not self.ready, "the engine has begun already"
+            if self.closed:
+                raise Stopped("the engine was stopped before it began")
+            self.trap.open()
+            self.ready, self.stepped = True, time.monotonic()
+
+    def start(self) -> None:
+        """Takes requests from now on, and steps on a thread of its own. Raises what `open` raises."""
+        with self.wake:
+            self.open()
+            self.thread = threading.Thread(target=self.run, name="tilewright engine", daemon=True)
+            self.thread.start()
+
+    def check_room(self, requests: int, tokens: int) -> None:
+        """Raises `Overloaded` if the queue has no room for so many requests and tokens of prompts."""
+        with self.wake:
+            waiting, waiting_tokens = self.waiting_now()
+            for found, most, what in (
+                (waiting + requests, self.options.queue_requests, "requests"),
+                (waiting_tokens + tokens, self.options.queue_tokens, "tokens of prompts"),
+            ):
+                if found > most:
+                    self.counted.rejected += 1
+                    raise Overloaded(f"the queue holds at most {most} {what}", RETRY_AFTER_S)
+
+    def waiting_now(self) -> tuple[int, int]:
+        """Number of waiting requests, and of the tokens of their prompts. Call it with the lock."""
+        waiting, tokens = self.queued()
+        return waiting + len(self.asked), tokens + self.asked_tokens
+
+    def submit(self, ask: Any, listener: Listener, encoded: bool = False) -> Ticket:
+        """Takes a request.
+
+        Args:
+            listener: told what comes of it, on the engine's thread.
+            encoded: its prompt came from `encode`, which looks at every token; it is not looked at again.
+
+        Raises:
+            ValueError: it can never be served.
+            Overloaded: not now.
+            Stopped: the engine has not begun, or is ending.
+        """
+        if not encoded:
+            self.encode(ask.prompt)
+        self.check(ask)
+        job = self.job(ask, Ticket(ask, 0), listener)
+        with self.wake:
+            if not self.ready:
+                raise Stopped("the engine takes no requests")
+            self.check_room(1, len(job.request.prompt))
+            self.enter(job)
+            self.asked.append(job)
+            self.asked_tokens += len(job.request.prompt)
+            self.rouse()
+        return job.ticket
+
+    def enter(self, job: Job) -> None:
+        """Counts a job among those that are there. Call it with the lock, where there are other threads."""
+        job.ticket.number, job.ticket.times.asked = self.numbers, time.monotonic()
+        self.numbers += 1
+        self.there[job] = None
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Ends a request, if it has not ended, before the next dispatch."""
+        with self.wake:
+            ticket.given_up = True
+            self.rouse()
+
+    def rouse(self) -> None:
+        """Has the thread step, which may be asleep. Call it with the lock."""
+        self.woken = True
+        self.wake.notify_all()
+
+    def stop(self, drain_s: float = 0.0) -> bool:
+        """Takes no more requests, lets those that it has end for so long, cancels what is left, and ends the thread.
+
+        Returns:
+            whether all ended by themselves.
+        """
+        until = time.monotonic() + drain_s
+        with self.wake:
+            self.ready, self.closed = False, True  # from here on nobody begins it
+        while self.busy and time.monotonic() < until:
+            time.sleep(0.01)
+        with self.wake:
+            drained, self.ending = not self.busy, True
+            self.rouse()
+        if self.thread is None:
+            self.end_all()
+        else:
+            self.thread.join()
+        self.trap.close()
+        return drained
+
+    @property
+    def busy(self) -> bool:
+        """True while a request has not ended, or a dispatch was not read yet."""
+        return bool(self.there or self.flight)
+
+    def run(self) -> None:
+        """Steps until the engine ends: when it is told to, or where not even an empty state can be made any more."""
+        try:
+            while not self.ending:
+                if not self.step():
+                    with self.wake:
+                        self.wake.wait_for(lambda: self.woken, IDLE_S)
+        except Exception:
+            log.exception("the engine cannot go on")
+            with self.wake:
+                self.ready, self.closed, self.ending = False, True, True
+        self.end_all()
+
+    def step(self) -> bool:
+        """Takes in what was asked, sends, and reads. Returns whether there was anything to do."""
+        try:
+            self.expire(self.take_in())
+            worked = self.turn()
+        except Exception:
+            log.exception("a dispatch failed")
+            self.recover()
+            worked = True
+        self.stepped = time.monotonic()
+        return worked
+
+    def turn(self) -> bool:
+        """Sends, and reads what the step before had sent."""
+        filled, sent = self.fill(), self.send()
+        read = self.flight and (not sent or len(self.flight) > 1)
+        while len(self.flight) > (1 if sent else 0):
+            self.read(self.flight.popleft())
+        return bool(filled or sent or read)
+
+    def take_in(self) -> list[Job]:
+        """Puts those that were asked into the queue. Returns all jobs that are there, each of which has its place now."""
+        with self.wake:
+            self.woken = False
+            for job in self.asked:
+                self.wait(job)
+            self.asked, self.asked_tokens = [], 0
+            return list(self.there)
+
+    def expire(self, jobs: Sequence[Job]) -> None:
+        """Ends those that were given up, and those whose time is up."""
+        now = time.monotonic()
+        for job in jobs:
+            deadline = job.ticket.ask.deadline_s
+            if job.ticket.given_up:
+                self.leave(job)
+                self.end(job, "cancelled")
+            elif deadline is not None and now > job.ticket.times.asked + deadline:
+                self.leave(job)
+                self.end(job, "deadline", f"the request was not done within {deadline:g} s")
+
+    def hand_out(self, job: Job, update: Update) -> None:
+        """Tells a job's listener what it got, and ends it if that was all."""
+        times = job.ticket.times
+        times.first_token = times.first_token or time.monotonic()
+        self.counted.generated_tokens += len(update.tokens)
+        if update.end is None:
+            self.tell(job, update)
+            return
+        self.leave(job)
+        self.end(job, update.end, update=update)
+
+    def end(self, job: Job, reason: EndReason, error: str = "", update: Update | None = None) -> None:
+        """Ends a job that has no place any more."""
+        with self.wake:
+            del self.there[job]
+        job.ticket.times.ended = time.monotonic()
+        job.ticket.result = job.request.result()
+        self.counted.ended[reason] = self.counted.ended.get(reason, 0) + 1
+        self.tell(job, update or Update(end=reason, error=error))
+
+    def tell(self, job: Job, update: Update) -> None:
+        try:
+            job.listener(update)
+        except Exception:
+            log.exception("a listener failed")
+            self.cancel(job.ticket)
+
+    def recover(self) -> None:
+        """After a failed dispatch: all that ran is computed anew, or given up."""
+        for job in self.forget():
+            job.faults += 1
+            if job.faults >= FAULTS:
+                self.leave(job)
+                self.end(job, "error", NOT_COMPUTED)
+        self.clear()
+
+    def end_all(self) -> None:
+        """Cancels whatever is left."""
+        self.flight.clear()
+        for job in self.take_in():
+            self.leave(job)
+            self.end(job, "cancelled", "the engine has stopped")
+
+    def figures(self) -> Figures:
+        """Counts so far, and the present state."""
+        age = time.monotonic() - self.stepped
+        with self.wake:
+            self.counted.compilations = self.trap.ledger.compilations
+            waiting, tokens = self.waiting_now()
+        return replace(
+            self.counted,
+            waiting=waiting,
+            waiting_tokens=tokens,
+            accepted_at=list(self.counted.accepted_at),
+            widths=dict(self.counted.widths),
+            ended=dict(self.counted.ended),
+            step_age_s=age,
+            **self.standing(),
+        )

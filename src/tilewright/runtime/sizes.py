@@ -1,0 +1,147 @@
+"""How large an engine is: the pages of its pool, and the context that it serves.
+
+The pool takes what memory is free, if it is told to, but never more than all slots can fill. A request gets the smallest of the
+model's context, of the one that was asked for, and of what the pages hold.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from tilewright.parallel.sharding import GROUPED_AXES
+from tilewright.runtime.interfaces import Drafter
+from tilewright.runtime.layout import Layout
+from tilewright.runtime.memory import amount, free_bytes, held_bytes
+from tilewright.runtime.options import EngineOptions
+from tilewright.runtime.programs import allocate_caches
+from tilewright.runtime.shapes import ShapeTable
+from tilewright.runtime.state import Target
+
+LOGITS = 4
+"""Float32 arrays of all logits of a program that may be there at once: themselves, scaled, as probabilities, and in order."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of an engine.
+
+    Attributes:
+        table: the declared shapes.
+        pages, page_size: of the pool.
+        full: pages that all slots together can fill.
+        context: the most positions of a request.
+        longest: the most that the model or the options allow, whatever the pages hold.
+        widest: tokens in the widest block.
+        page_bytes: that a page takes on each device.
+        free: bytes that were free on each device when the pool was sized; None where it takes no more than was asked for.
+    """
+
+    table: ShapeTable
+    pages: int
+    page_size: int
+    full: int
+    context: int
+    longest: int
+    widest: int
+    page_bytes: int
+    free: int | None = None
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.table.batches[-1], self.table.capacities[-1], self.pages, self.page_size)
+
+
+def served_context(longest: int, capacity: int, held: int, widest: int) -> int:
+    """The most positions of a request, prompt and new tokens.
+
+    Args:
+        longest: that the model and the options allow.
+        capacity: positions of a slot, behind which nothing is written.
+        held: positions of all pages.
+        widest: tokens in a block, which is written in one piece: behind a request's last position too.
+
+    Raises:
+        ValueError: not even two positions, a token and the one behind it.
+    """
+    context = min(longest, capacity, held if held >= capacity else held - widest)
+    if context < 2:
+        raise ValueError(f"expected pages for at least {2 + widest} positions, found room for {held}")
+    return context
+
+
+def pages_within(budget: int, page_bytes: int, most: int) -> int:
+    """Pages for which there is memory, and no more than can be filled."""
+    return max(0, min(most, budget // page_bytes))
+
+
+def state_bytes(target: Target, drafter: Drafter | None, layout: Layout, dtype: Any) -> int:
+    """Bytes of all caches on each device."""
+    if target.mesh is not None:
+        kv_heads = target.config.num_kv_heads // target.mesh.shape[GROUPED_AXES[0]]
+        target = replace(target, mesh=None, config=replace(target.config, num_kv_heads=kv_heads))
+    state = jax.eval_shape(lambda: allocate_caches(target, layout, drafter, dtype))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+
+def temporary_bytes(target: Target, table: ShapeTable, widest: int) -> int:
+    """About what programs compute with besides weights and caches, on each device: logits, and what is between two layers."""
+    config, devices = target.config, 1 if target.mesh is None else target.mesh.size
+    tokens = max(table.chunks[-1], table.batches[-1] * widest)
+    logits = LOGITS * tokens * config.vocab_size * 4
+    layer = tokens * (4 * config.hidden_size + 3 * config.intermediate_size) * 4
+    return (logits + layer) // devices
+
+
+def engine_sizes(target: Target, drafter: Drafter | None, dtype: Any, options: EngineOptions) -> Sizes:
+    """The sizes of an engine for a model that is loaded.
+
+    Raises:
+        ValueError: there is no memory for the pages of a single request, or a wrong option.
+    """
+    own = target.config.max_position_embeddings
+    if options.context is not None and options.context > own:
+        raise ValueError(f"expected a context of at most {own}, the model's, found {options.context}")
+    longest, widest = min(own, options.context or own), 1 if drafter is None else drafter.block_size
+    table = options.shapes(longest)
+    capacity, size = table.capacities[-1], options.page_size
+    full = table.batches[-1] * capacity // size
+    layouts = [Layout(table.batches[-1], capacity, pages, size) for pages in (1, 2)]
+    one, two = (state_bytes(target, drafter, layout, dtype) for layout in layouts)
+    pages, free = full if options.pages is None else options.pages, None
+    if options.pages is None and options.memory_fraction is not None:
+        free = free_bytes(None if target.mesh is None else target.mesh.devices.flat)
+        besides = 2 * one - two + temporary_bytes(target, table, widest)
+        pages = pages_within(int(options.memory_fraction * free) - besides, two - one, full)
+        if pages * size < min(capacity, size + widest):
+            raise ValueError(
+                f"no memory for keys and values: of {amount(free)} that are free {options.memory_fraction:g} may be taken, "
+                f"programs compute with about {amount(besides)} of that, and a page of {size} positions takes "
+                f"{amount(two - one)}; a larger --memory-fraction, fewer --slots or a shorter --context need less"
+            )
+    context = served_context(longest, capacity, pages * size, widest)
+    return Sizes(options.shapes(context), pages, size, full, context, longest, widest, two - one, free)
+
+
+def sizes_line(sizes: Sizes, weights: Any, dtype: str, own: int) -> str:
+    """Memory that an engine takes, and what would change it, on one line.
+
+    Args:
+        weights: all that are loaded.
+        own: the model's context.
+    """
+    pages = f"{sizes.pages:,} pages of {sizes.page_size} positions"
+    if sizes.pages < sizes.full:
+        pages += f" of the {sizes.full:,} that all slots could fill"
+    of = "" if sizes.free is None else f" of {amount(sizes.free)} that are free"
+    if sizes.context == own:
+        why = "the model's"
+    elif sizes.context < sizes.longest:
+        why = f"what the {'pages' if sizes.pages < sizes.full else 'shapes'} hold; the model's is {own:,}"
+    else:
+        why = f"as asked for; the model's is {own:,}"
+    return (
+        f"weights {amount(held_bytes(weights))} in {dtype} (--dtype, --weights); keys and values "
+        f"{amount(sizes.pages * sizes.page_bytes)}{of}: {pages} (--memory-fraction, --pages, --slots); "
+        f"context {sizes.context:,}, {why} (--context)"
+    )

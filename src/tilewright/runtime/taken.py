@@ -1,0 +1,48 @@
+"""What a request takes from the rounds of a dispatch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tilewright.runtime.interfaces import Choice
+from tilewright.runtime.request import Round, Token, TokenLogprobs, Update
+from tilewright.runtime.scheduler import Job
+from tilewright.runtime.state import StepInfo
+
+
+def take_rounds(job: Job, infos: StepInfo, row: int, choice: Choice | None, eos: Sequence[int]) -> Update:
+    """Hands a job the tokens that each round settled for its row; what comes behind its end is dropped."""
+    tokens: list[Token] = []
+    rounds: list[Round] = []
+    for n in np.flatnonzero(infos.settled[:, row]).tolist():
+        new = infos.tokens[n, row, : infos.settled[n, row]].tolist()
+        drafted, accepted = int(infos.drafted[n, row]), int(infos.accepted[n, row])
+        pieces = job.request.add_round(new, drafted, accepted, eos, choice)
+        rounds.append(Round(len(pieces), drafted, accepted, "" if choice is None else str(choice)))
+        scores = [None] * len(pieces) if not job.scored else token_scores(infos.scores, (n, row), len(pieces), job.alternatives)
+        tokens += [Token(one.token, one.text, one.drafted, score) for one, score in zip(pieces, scores, strict=True)]
+        if job.request.finish_reason is not None:
+            break
+    reason = job.request.finish_reason
+    return Update(tuple(tokens), tuple(rounds), None if reason == "interrupted" else reason, prompt_logprobs(job))
+
+
+def token_scores(scores: Any, at: tuple[int, ...], count: int, alternatives: int) -> list[TokenLogprobs]:
+    """The log-probabilities of the first `count` positions of a block.
+
+    Args:
+        scores: what `state.Scores` holds, on the host.
+        at: which block of it.
+    """
+    chosen, ids, logprobs = (np.asarray(each)[at] for each in scores)
+    tops = [zip(ids[slot].tolist(), logprobs[slot].tolist(), strict=True) for slot in range(count)]
+    return [TokenLogprobs(float(chosen[slot]), tuple(top)[:alternatives]) for slot, top in enumerate(tops)]
+
+
+def prompt_logprobs(job: Job) -> tuple[TokenLogprobs, ...] | None:
+    """Those of the prompt, the first time that somebody asks; None without."""
+    if job.prompt_scores is None:
+        return None
+    parts, job.prompt_scores = job.prompt_scores, None
+    return tuple(one for scores, row, count in parts for one in token_scores(scores, (row,), count, job.alternatives))

@@ -1,0 +1,64 @@
+"""How requests draw that do not say: as the model's `generation_config.json` has it, or as at OpenAI."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from tilewright.models.checkpoint import GENERATION_CONFIG, read_generation_config
+from tilewright.runtime.sampling import REPETITION_PENALTIES, TEMPERATURES
+
+RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, TEMPERATURES[1]),
+    "top_p": (0.0, 1.0),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": REPETITION_PENALTIES,
+    "max_new_tokens": (1, 2**31 - 1),
+}
+"""What the file may say of each."""
+WHOLE_NUMBERS = ("top_k", "max_new_tokens")
+
+
+def cold(temperature: float) -> float:
+    """A temperature; 0, the limit, for one that is too low to divide by."""
+    return temperature if temperature >= TEMPERATURES[0] else 0.0
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """What holds where a request says nothing.
+
+    Attributes:
+        max_new_tokens: at most so many, if the request does not say how many; None for no such limit.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_new_tokens: int | None = None
+
+    @staticmethod
+    def of_model(folder: Path) -> "SamplingDefaults":
+        """Those of a model's folder. As in vLLM, `do_sample` is not read: where it is false and no temperature stands, 1 holds.
+
+        Raises:
+            ValueError: the file is no JSON object, or a value is out of range.
+        """
+        path, said = folder / GENERATION_CONFIG, read_generation_config(folder)
+        found = {each.name: said[each.name] for each in fields(SamplingDefaults) if said.get(each.name) is not None}
+        for name, value in found.items():
+            low, high = RANGES[name]
+            kinds = int if name in WHOLE_NUMBERS else (int, float)
+            if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
+                raise ValueError(f"{path}: expected {name} from {low:g} to {high:g}, found {value!r}")
+        if "temperature" in found:
+            found["temperature"] = cold(found["temperature"])
+        return SamplingDefaults(**found)
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """Those that are not OpenAI's."""
+        usual = SamplingDefaults()
+        return {each.name: own for each in fields(self) if (own := getattr(self, each.name)) != getattr(usual, each.name)}

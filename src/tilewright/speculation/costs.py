@@ -1,0 +1,339 @@
+"""What rounds cost on this machine: measured for a shape when it is first used, and kept in a file for the next process."""
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tilewright.compiled.cache import digest, require_private
+from tilewright.compiled.machine import chip_name
+from tilewright.kernels.operations import UNMAPPED
+from tilewright.parallel.mesh import agreed_seconds
+from tilewright.runtime.interfaces import PLAIN, Choice
+from tilewright.runtime.programs import STEPS_PER_DISPATCH, Programs
+from tilewright.runtime.runner import ModelRunner
+from tilewright.runtime.sampling import Sampling, row_sampling
+from tilewright.runtime.state import StepInfo
+from tilewright.speculation.policy import Cost
+from tilewright.speculation.team import Team
+
+BUDGET_S = 0.4
+"""How long a choice may be measured, unless a single run takes longer."""
+RUN_S = 0.02
+"""How long a run should take: rounds are repeated until it does, about as many as a session's dispatch has. The first ones
+after a rest are slower."""
+REST_S = 0.002
+"""How long the device waits before each run, as it does while a host takes in what the last one gave: a dispatch after it takes
+several times as long as one that follows at once, for threads sleep and caches forget."""
+LEAST_SHARE = 0.2
+"""Of a run at least so much is taken to be its rounds; what else a dispatch takes is measured apart, and may be disturbed."""
+DRAWN = Sampling(temperature=1.0, top_p=0.9, seed=0)
+"""How rows that draw do so while they are measured."""
+IDLE_ROUNDS, IDLE_RUNS = 8, 5
+"""The most rounds of a run that measures what it costs to find nothing, and the most such runs, of which the fastest counts."""
+RUNS = 15
+"""The most runs of a choice, of which the fastest counts: what disturbs a run only makes it longer."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of one shape.
+
+    Attributes:
+        dispatch: seconds that a dispatch takes besides its rounds.
+        rounds: of each choice that was measured; policies correct them as they time dispatches.
+    """
+
+    dispatch: float
+    rounds: dict[Choice, Cost]
+
+
+def measure(bench: "Bench", choices: Collection[Choice]) -> Costs:
+    """Times rounds of the choices in turns, in the middle of empty caches.
+
+    Args:
+        choices: plain decoding among them.
+    """
+    bench.repeat_text()
+    rounds = dict.fromkeys(choices, 2)
+    taken: dict[Choice, list[Run]] = {choice: [] for choice in choices}
+    single: list[float] = []
+    began = time.perf_counter()
+    for run in range(RUNS + 1):
+        for choice in list(rounds)[:: -1 if run % 2 else 1]:
+            timed = bench.timed(choice, rounds[choice])
+            if run == 0:  # what comes first also touches memory for the first time
+                rounds[choice] = max(2, bench.enough(choice, bench.timed(choice, 2)))
+                continue
+            taken[choice].append(timed)
+            single.append(bench.timed(PLAIN, 1).seconds)
+        if run and bench.agreed(time.perf_counter() - began) > BUDGET_S * len(rounds):
+            break
+    least = {choice: min(runs) for choice, runs in taken.items()}
+    dispatch = least[PLAIN].dispatch(min(single))
+    least = {choice: run.beyond(dispatch) for choice, run in least.items()}
+    step = least[PLAIN].seconds / least[PLAIN].drafting
+    costs = {choice: run.cost(step, bench.drafter.turn(choice).may_be_idle) for choice, run in least.items()}
+    return Costs(dispatch, with_idle_rounds(bench, dispatch, no_dearer_when_narrower(costs)))
+
+
+def with_idle_rounds(bench: "Bench", dispatch: float, costs: Mapping[Choice, Cost]) -> dict[Choice, Cost]:
+    """The costs with those of rounds that find nothing to propose, as they are beside steps in a text that says nothing twice.
+
+    They run a step, but in a program that might have done more. Steps are timed there too, in turns, for such a text may be
+    harder to draw from than others. Where the model itself says something twice, and no run has mostly such rounds, they are
+    left at a step's.
+    """
+    bench.vary_text()
+    step = costs[PLAIN].drafting
+    rounds = max(2, min(IDLE_ROUNDS, math.ceil(RUN_S / step)))
+    # All widths of a drafter run the same step there.
+    narrow = {choice.drafter: choice for choice, cost in sorted(costs.items(), reverse=True) if cost.idle is not None}
+    idle: dict[str, float] = {}
+    for name, choice in narrow.items():
+        began, least, least_step = time.perf_counter(), math.inf, math.inf
+        for _ in range(IDLE_RUNS):
+            run = bench.timed(choice, rounds).beyond(dispatch)
+            least_step = min(least_step, bench.timed(PLAIN, rounds).beyond(dispatch).seconds / rounds)
+            if run.idle > run.drafting:
+                least = min(least, (run.seconds - run.drafting * costs[choice].drafting) / run.idle)
+            if bench.agreed(time.perf_counter() - began) > BUDGET_S:
+                break
+        idle[name] = 0.0 if least == math.inf else least / least_step * step
+    return {
+        choice: cost if cost.idle is None else replace(cost, idle=max(cost.idle, idle.get(choice.drafter, 0.0)))
+        for choice, cost in costs.items()
+    }
+
+
+class Run(NamedTuple):
+    """A dispatch: its seconds, and how many of its rounds drafted and how many had nothing to propose."""
+
+    seconds: float
+    drafting: int
+    idle: int = 0
+
+    def dispatch(self, single: float) -> float:
+        """Seconds that a dispatch takes besides its rounds, given one of a single round like these."""
+        more = (self.seconds - single) / (self.drafting + self.idle - 1)
+        return max(single - more, 1e-9)
+
+    def beyond(self, dispatch: float) -> "Run":
+        """Its rounds alone, given what a dispatch takes besides."""
+        return self._replace(seconds=max(self.seconds - dispatch, LEAST_SHARE * self.seconds))
+
+    def cost(self, step: float, may_be_idle: bool) -> Cost:
+        """Cost of its rounds; those that had nothing to propose cost a step each, where a drafter may be idle."""
+        if not may_be_idle:
+            return Cost(self.seconds / (self.drafting + self.idle))
+        drafting = (self.seconds - self.idle * step) / max(self.drafting, 1)
+        return Cost(max(drafting, step), step)
+
+
+def no_dearer_when_narrower(costs: Mapping[Choice, Cost]) -> dict[Choice, Cost]:
+    """The costs, none above that of a wider block of the same drafter: what disturbs a run only makes it longer."""
+    best = dict(costs)
+    for choice in sorted(costs, reverse=True):
+        wider = [best[one].drafting for one in best if one.drafter == choice.drafter and one.width > choice.width]
+        best[choice] = replace(best[choice], drafting=min([best[choice].drafting, *wider]))
+    return best
+
+
+class Bench:
+    """The first slots of a runner that serves nobody, the pool shared among them: each row stands in the middle of its cache.
+
+    Attributes:
+        start, end: where the rows stand, and where their caches end, int32 `[B]`.
+        tokens: what they hold, int32 `[B, capacity]`.
+        sampling: how they draw.
+    """
+
+    def __init__(self, runner: ModelRunner, rows: int, drawn: bool = False):
+        """Args:
+        rows: that rounds run with.
+        drawn: whether they draw, rather than take the most likely tokens.
+        """
+        programs, layout = runner.programs, runner.programs.layout
+        assert programs.drafter is not None, "rounds are chosen among drafters'"
+        self.runner, self.rows, self.drafter = runner, rows, programs.drafter
+        self.vocab_size, self.sampling = programs.target.config.vocab_size, DRAWN if drawn else Sampling()
+        each = min(layout.pages // rows, layout.capacity // layout.page_size)
+        slots, positions = np.ones(layout.batch, np.int32), each * layout.page_size
+        self.start, self.end = slots * (positions // 2), slots * positions
+        self.tokens = np.zeros((layout.batch, layout.capacity), np.int32)
+        self.table = np.full((rows, layout.capacity // layout.page_size), UNMAPPED, np.int32)
+        self.table[:, :each] = np.arange(rows * each, dtype=np.int32).reshape(rows, each)
+        if runner.state is None:
+            runner.reset()
+
+    def advance(self, rounds: int, choice: Choice) -> StepInfo:
+        """Runs rounds, and waits for them."""
+        programs = self.runner.programs
+        key = programs.round_key(choice, self.rows, programs.table.capacities[-1], self.runner.sampling)
+        slots, running = np.arange(self.rows, dtype=np.int32), np.ones(self.rows, bool)
+        return StepInfo.unpacked(self.runner.run_rounds(key, slots, self.table, running, rounds))
+
+    def agreed(self, seconds: float) -> float:
+        """A time by the clock of the first of the processes that measure together."""
+        return agreed_seconds(self.runner.programs.target.mesh, seconds)
+
+    def rewind(self) -> None:
+        """Puts every row back into the middle."""
+        state, start = self.runner.state, self.start
+        assert state is not None
+        rows = {"tokens": self.tokens, "known": start, "end": self.end, "done": start < 0, "ignore_eos": start > 0}
+        contexts = replace(state.draft_cache, held=(start,) * len(state.draft_cache.held))
+        sampling = row_sampling([self.sampling] * len(start), start)
+        self.runner.state = replace(state, **rows, sampling=sampling, draft_cache=contexts)
+
+    def repeat_text(self) -> None:
+        """Makes the text one in which all that the target says next was said before, with another token behind it.
+
+        So an n-gram drafter finds something in each round, and each round adds one token.
+        """
+        self.timed(PLAIN, 2)  # what comes first also touches memory for the first time
+        rounds = self.enough(PLAIN, self.timed(PLAIN, 2), BUDGET_S)
+        self.rewind()
+        room = self.start[0] // 3 - 2  # behind it zeros go on as the text begins
+        said = self.advance(rounds, PLAIN).tokens[:room, :, 0]
+        nothing = np.zeros_like(said[:1])
+        before, after = np.concatenate([nothing, said[:-1]]), np.concatenate([said[1:], nothing])
+        text = np.stack([before, said, (after + 1) % self.vocab_size], axis=1)
+        self.tokens[: said.shape[1], : 3 * len(said)] = text.reshape(-1, said.shape[1]).T
+
+    def vary_text(self) -> None:
+        """Makes the text one in which no token stands twice, as far as there are different ones."""
+        self.tokens[:] = np.arange(1, self.tokens.shape[1] + 1) % self.vocab_size
+
+    def enough(self, choice: Choice, timed: Run, wanted: float = RUN_S) -> int:
+        """Number of rounds that make a run of so many seconds, and have room."""
+        room = int(self.end[0] - self.start[0]) - self.drafter.turn(choice).block_size
+        return max(1, min(STEPS_PER_DISPATCH, room, math.ceil(wanted / timed.seconds * (timed.drafting + timed.idle))))
+
+    def timed(self, choice: Choice, rounds: int) -> Run:
+        """A dispatch of so many rounds, from the middle on."""
+        self.rewind()
+        rest = time.perf_counter() + REST_S
+        while time.perf_counter() < rest:  # a host is at work meanwhile: a processor that slept would wake up slow
+            pass
+        began = time.perf_counter()
+        infos = self.advance(rounds, choice)
+        seconds = self.agreed(time.perf_counter() - began)
+        drafting = len(infos.drafted) if choice == PLAIN else int(np.sum(np.any(infos.drafted > 0, axis=1)))
+        return Run(seconds, drafting, len(infos.drafted) - drafting)
+
+
+class CostFiles:
+    """Measured costs on disk, a file for each configuration and shape, in a folder that is its owner's alone.
+
+    Args:
+        folder: made if it is not there.
+        made_of: what costs depend on besides the machine and JAX, such as the names of kernel libraries.
+        say: told in one line why a file is not used.
+    """
+
+    def __init__(self, folder: Path, made_of: Collection[str], say: Callable[[str], None]):
+        self.folder, self.say = folder, say
+        self.made_on = {"machine": digest(*made_of), "chip": chip_name(), "jax": jax.__version__}
+
+    def check_folder(self) -> None:
+        """Raises a `ValueError` if somebody else could have written the files."""
+        for folder in (self.folder.parent, self.folder):
+            require_private(folder)
+
+    def path(self, about: Mapping[str, Any]) -> Path:
+        return self.folder / (hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16] + ".json")
+
+    def read(self, about: Mapping[str, Any], choices: Collection[Choice]) -> Costs | None:
+        """The costs of a configuration, of those choices that were measured; None where nothing fits."""
+        path = self.path(about)
+        try:
+            self.check_folder()
+            found = json.loads(path.read_text(encoding="utf-8"))
+            made_on, costs = dict(found["made_on"]), parsed(found)
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError, KeyError, OSError) as error:
+            self.say(f"measuring what rounds cost: {path} cannot be used ({shortened(error)})")
+            return None
+        if made_on != self.made_on:
+            differing = [name for name, value in self.made_on.items() if made_on.get(name) != value]
+            self.say(f"measuring what rounds cost: {path} is from another {' and '.join(differing) or 'machine'}")
+            return None
+        return Costs(costs.dispatch, {choice: cost for choice, cost in costs.rounds.items() if choice in choices})
+
+    def write(self, about: Mapping[str, Any], costs: Costs) -> None:
+        """Keeps costs; a folder that is not safe, or cannot be written to, is left alone, and one line says so."""
+        rounds = [
+            {"drafter": one.drafter, "width": one.width, "drafting_s": cost.drafting, "idle_s": cost.idle}
+            for one, cost in sorted(costs.rounds.items())
+        ]
+        kept = {"made_on": self.made_on, "about": dict(about), "dispatch_s": costs.dispatch, "rounds": rounds}
+        try:
+            self.folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.folder.mkdir(exist_ok=True, mode=0o700)
+            self.check_folder()
+            with tempfile.NamedTemporaryFile("w", dir=self.folder, delete=False, encoding="utf-8") as partial:
+                partial.write(json.dumps(kept, indent=1) + "\n")
+            os.replace(partial.name, self.path(about))
+        except (OSError, ValueError) as error:
+            self.say(f"what rounds cost is not kept: {shortened(error)}")
+
+
+def shortened(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 160 else text[:157] + "..."
+
+
+def parsed(found: Any) -> Costs:
+    """The costs in a file's JSON.
+
+    Raises:
+        ValueError, TypeError, KeyError: they are not what `CostFiles.write` wrote.
+    """
+    rounds = {Choice(str(one["drafter"]), int(one["width"])): cost_of(one) for one in found["rounds"]}
+    if PLAIN not in rounds:
+        raise ValueError("it has no cost of plain decoding")
+    return Costs(positive(found["dispatch_s"]), rounds)
+
+
+def cost_of(one: Mapping[str, Any]) -> Cost:
+    return Cost(positive(one["drafting_s"]), None if one["idle_s"] is None else positive(one["idle_s"]))
+
+
+def positive(value: Any) -> float:
+    if not isinstance(value, float) or not 0 < value < math.inf:
+        raise ValueError(f"expected a time above 0, found {value!r}")
+    return value
+
+
+def configuration(programs: Programs, team: Team, rows: int, drawn: bool, weights: str) -> dict[str, Any]:
+    """Everything that costs depend on besides the machine: models, shape and how they are computed, as JSON."""
+    members = [
+        {each.name: str(getattr(member, each.name)) for each in fields(member) if each.name != "ops"}  # type: ignore[arg-type]
+        for member in team.members
+    ]
+    target, layout = programs.target, programs.layout
+    return {
+        "target": str(target.config),
+        "schedule": str(target.schedule),
+        "mesh": None if target.mesh is None else dict(target.mesh.shape),
+        "kernels": target.ops.name,
+        "dtype": jnp.dtype(programs.dtype).name,
+        "weights": weights,
+        "drafters": [{"kind": member.name, **about} for member, about in zip(team.members, members, strict=True)],
+        "masked": team.masked,
+        "shape": {"rows": rows, "slots": layout.batch, "capacity": layout.capacity, "drawn": drawn},
+        "pages": {"pages": layout.pages, "page_size": layout.page_size},
+        "loops": target.loops,
+    }

@@ -1,0 +1,22 @@
+"""Blocks and checks that several drafters need."""
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Int
+
+from tilewright.runtime.state import DecodeState, known_token
+
+
+def masked_block(state: DecodeState, size: int, filler: int) -> Int[Array, "B T"]:
+    """The known token, and `filler` in every later slot."""
+    known = known_token(state)
+    return jnp.concatenate([known, jnp.full((known.shape[0], size - 1), filler, known.dtype)], axis=1)
+
+
+def check_block_size(size: int, window: int | None = None, most: int | None = None) -> None:
+    """Raises a `ValueError` if a drafter cannot run with this block or window."""
+    if size < 2 or (most is not None and size > most):
+        limit = "of at least 2" if most is None else f"from 2 to the drafter's {most}"
+        raise ValueError(f"expected a block size {limit}, found {size}")
+    if window is not None and window < 1:
+        raise ValueError(f"expected a draft window of at least 1, found {window}")

@@ -1,0 +1,107 @@
+"""Drafting with DFlash: one pass proposes the whole block (arXiv 2602.06036)."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int
+
+from tilewright.kernels import select
+from tilewright.kernels.operations import Norm, Operations
+from tilewright.models import decoder, dflash
+from tilewright.models.dflash import DFlashConfig, DFlashParams
+from tilewright.models.params import DTYPES, Dtype
+from tilewright.runtime.interfaces import OneKind, Proposal
+from tilewright.runtime.layout import Layout
+from tilewright.runtime.state import DecodeState, Models, Target, block_positions
+from tilewright.speculation.drafters import base
+
+
+@dataclass(frozen=True)
+class DFlash(OneKind):
+    """Drafter that proposes a block in one pass, by denoising masks (DFlash).
+
+    Attributes:
+        config: the drafter's.
+        block_size: tokens in a block, the known one included; at most what the drafter was trained for.
+        window: how many of the last positions the drafter's context keeps; None keeps all.
+        dtype: of the drafter's weights and activations. Drafts are guesses that the target checks: a lower precision than the
+            target's costs accuracy in drafting and nothing in the output.
+        refine: further passes over a drafted block, each of which reads the last one's drafts in place of the mask tokens.
+        ops: what its parameters were prepared for.
+    """
+
+    config: DFlashConfig
+    block_size: int
+    window: int | None = None
+    dtype: Dtype = "float32"
+    refine: int = 0
+    ops: Operations = select.PLAIN
+
+    name = "dflash"
+    reads_target_head = True
+    may_be_idle = False
+
+    def __post_init__(self) -> None:
+        base.check_block_size(self.block_size, self.window, self.config.block_size)
+        if self.refine < 0:
+            raise ValueError(f"expected 0 or more refining passes, found {self.refine}")
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        return self.config.target_layer_ids
+
+    @cached_property
+    def declared(self) -> Any:
+        return dflash.declare(self.config)
+
+    def allocate(self, layout: Layout, target: Target, dtype: DTypeLike) -> Any:
+        config, own = self.config, DTYPES[self.dtype]
+        return layout.caches(self.ops, config.num_layers, config.num_kv_heads, config.head_dim, own, self.window)
+
+    def propose(self, target: Target, models: Models, state: DecodeState) -> Proposal:
+        """Drafts the drafter's most likely token for each slot behind the known one."""
+        block = base.masked_block(state, self.block_size, self.config.mask_token_id)
+        for _ in range(1 + self.refine):
+            drafts = self.fill(target, models, state, block)
+            block = jnp.concatenate([block[:, :1], drafts], axis=1)
+        return Proposal(block, jnp.full(block.shape[:1], self.block_size - 1, jnp.int32))
+
+    def fill(self, target: Target, models: Models, state: DecodeState, block: Int[Array, "B T"]) -> Int[Array, "B drafts"]:
+        """One pass: the most likely token for every slot but the first."""
+        hidden = self.hidden(target, models, state, block)
+        if models.draft_head is not None:
+            return self.ops.head_argmax(hidden, models.draft_head)[0]
+        return target.schedule.head_argmax(target.ops, hidden, decoder.output_head(models.target))
+
+    def hidden(
+        self, target: Target, models: Models, state: DecodeState, block: Int[Array, "B T"]
+    ) -> Float[Array, "B drafts H"]:
+        """Hidden states of every slot but the first, which the head reads."""
+        embedded = target.schedule.embed(target.ops, models.target.embed, block).astype(DTYPES[self.dtype])
+        positions = block_positions(state.known, self.block_size)
+        ran = self.run_block(models, embedded, positions, state.draft_cache, dflash.attend_context, state.known)
+        return ran[:, 1:]
+
+    def backbone(self, models: Models) -> DFlashParams:
+        """The parameters that make the context."""
+        return models.drafter
+
+    def run_block(self, models: Models, *block: Any) -> Array:
+        """See `models.dflash.run_block`."""
+        return dflash.run_block(self.config, self.ops, models.drafter, *block)
+
+    def extend(
+        self, target: Target, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Int[Array, " B"],
+        stop: Int[Array, " B"],
+    ) -> DecodeState:  # fmt: skip
+        taps = dflash.normal_taps(self.config, target.ops, taps, Norm(models.target.norm, target.config.rms_norm_eps))
+        wanted = [tap.astype(DTYPES[self.dtype]) for tap in taps]
+        params = self.backbone(models)
+        features = dflash.context_features(self.config, self.ops, params, wanted)
+        new = dflash.context_kv(self.config, self.ops, params, features, block_positions(start, features.shape[1]))
+        pairs = zip(state.draft_cache, new, strict=True)
+        return replace(state, draft_cache=tuple(old.append(self.ops, k, v, start, stop - start) for old, (k, v) in pairs))

@@ -1,0 +1,135 @@
+"""From what a user names to a drafter and its parameters."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from rich.console import Console
+
+from tilewright.models import checkpoint, dflash, dflash2, eagle3, hub
+from tilewright.models.decoder import DecoderConfig
+from tilewright.models.params import DTYPES, Dtype, Tree
+from tilewright.runtime.interfaces import Drafter
+from tilewright.speculation.drafters.blockwise import Blockwise
+from tilewright.speculation.drafters.dflash import DFlash
+from tilewright.speculation.drafters.dflash2 import DFlash2, Walk
+from tilewright.speculation.drafters.eagle3 import Eagle3
+from tilewright.speculation.drafters.ngram import NGram
+
+NGRAM = "ngram"
+AUTO = ("auto", "auto-inexact")
+"""Block sizes that are chosen round by round; see `language_model.load`."""
+
+
+@dataclass(frozen=True)
+class DrafterOptions:
+    """Options of a drafter; None leaves one to the drafter. Named as in `language_model.load`."""
+
+    block_size: int | str | None = None
+    draft_window: int | None = None
+    drafter_dtype: str | None = None
+    refine: int = 0
+    walk: str | None = None
+    revision: str | None = None
+
+    def check(self, drafter: str | None) -> None:
+        """Raises a `ValueError` that names an option which does not go with the drafter."""
+        if isinstance(self.block_size, str) and self.block_size not in AUTO:
+            raise ValueError(f"expected a block size, {' or '.join(AUTO)}, found {self.block_size!r}")
+        if isinstance(self.block_size, str) and drafter is None:
+            raise ValueError(f"a block size of {self.block_size} needs a drafter; no drafter was named")
+        if self.drafter_dtype is not None and self.drafter_dtype not in DTYPES:
+            raise ValueError(f"expected a drafter dtype among {', '.join(DTYPES)}, found {self.drafter_dtype!r}")
+        if self.walk is not None and self.walk not in get_args(Walk):
+            raise ValueError(f"expected the walk to be {' or '.join(get_args(Walk))}, found {self.walk!r}")
+        if drafter not in (None, NGRAM):
+            return
+        kind = "no drafter was named" if drafter is None else "n-gram drafting has no weights"
+        for name, value in (("draft window", self.draft_window), ("drafter dtype", self.drafter_dtype)):
+            if value is not None:
+                raise ValueError(f"a {name} needs a drafter with weights; {kind}")
+        if self.refine:
+            raise ValueError(f"refining needs a DFlash drafter; {kind}")
+        if self.walk is not None:
+            raise ValueError(f"a walk needs a DFlash 2 drafter; {kind}")
+
+    def fitting(self, drafter: str | None) -> "DrafterOptions":
+        """Those of the options that a drafter takes, for callers that give several drafters the same options."""
+        if drafter not in (None, "none", NGRAM):
+            return self
+        return DrafterOptions(block_size=self.block_size)
+
+
+def load_drafter(
+    source: str | None, target: DecoderConfig, dtype: str, options: DrafterOptions, console: Console | None
+) -> tuple[Drafter | None, Any]:
+    """Reads a drafter and checks that it fits the target. Returns it with its parameters.
+
+    Args:
+        source: a folder, a Hugging Face id or "ngram"; None for no drafter, which with a block size is block-wide decoding.
+        dtype: of the drafter, unless the options name another.
+    """
+    size = options.block_size
+    assert not isinstance(size, str), "whoever chooses round by round loads drafters as wide as they are"
+    if source is None:
+        return (None if size is None else Blockwise(size)), None
+    if source == NGRAM:
+        return (NGram() if size is None else NGram(size)), None
+    precision = cast(Dtype, options.drafter_dtype or dtype)
+    folder = hub.resolve(source, options.revision, console)
+    fields = checkpoint.read_config(folder)
+    if options.walk is not None and not dflash2.is_dflash2(fields):
+        kind = "an EAGLE-3" if eagle3.is_eagle3(fields) else "a DFlash"
+        raise ValueError(f"a walk needs a DFlash 2 drafter; this is {kind} one")
+    if eagle3.is_eagle3(fields):
+        if options.refine:
+            raise ValueError("refining needs a DFlash drafter; this is an EAGLE-3 one")
+        config, params = eagle3.load(folder, target, DTYPES[precision], console)
+        return Eagle3(config, config.block_size if size is None else size, options.draft_window, precision), params
+    if dflash2.is_dflash2(fields):
+        config, params = load_dflash2(folder, fields, target, precision, console)
+        walk = cast(Walk, options.walk or "sampled")
+        how = (config.block_size if size is None else size, options.draft_window, precision, options.refine)
+        return DFlash2(config, *how, walk=walk), params
+    config, params = load_dflash(folder, fields, target, precision, console)
+    return DFlash(config, config.block_size if size is None else size, options.draft_window, precision, options.refine), params
+
+
+def load_dflash(
+    folder: Path, fields: dict[str, Any], target: DecoderConfig, dtype: Dtype, console: Console | None
+) -> tuple[dflash.DFlashConfig, dflash.DFlashParams]:
+    """Reads a DFlash drafter, whose tensors may carry a `model.` prefix."""
+    config = dflash.config_from_hf(fields, str(folder / checkpoint.CONFIG), target.num_layers)
+    dflash.check_fits(config, target)
+    return config, load_tensors(folder, dflash.declare(config), dtype, console)
+
+
+def load_dflash2(
+    folder: Path, fields: dict[str, Any], target: DecoderConfig, dtype: Dtype, console: Console | None
+) -> tuple[dflash2.DFlash2Config, dflash2.DFlash2Params]:
+    """Reads a DFlash 2 drafter.
+
+    Raises:
+        ValueError: all that is wrong with its fields; or, where they can be read, all that keeps it from fitting the target,
+            and all tensors that do not fit.
+    """
+    config = dflash2.config_from_hf(fields, str(folder / checkpoint.CONFIG), target.num_layers)
+    problems, params = [], None
+    try:
+        dflash.check_fits(config, target)
+    except ValueError as error:
+        problems.append(str(error))
+    try:
+        params = load_tensors(folder, dflash2.declare(config), dtype, console)
+    except ValueError as error:
+        problems.append(str(error))
+    if params is None or problems:
+        raise ValueError("; ".join(problems))
+    return config, params
+
+
+def load_tensors(folder: Path, declared: Tree, dtype: Dtype, console: Console | None) -> Tree:
+    """The declared arrays; the checkpoint may name them with a leading `model.`."""
+    return checkpoint.load_params(
+        folder, declared, DTYPES[dtype], rename=lambda name: name.removeprefix("model."), console=console
+    )

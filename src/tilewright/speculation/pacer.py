@@ -1,0 +1,168 @@
+"""Who chooses a team's rounds: in an engine that serves, and in a call that compiles what pays as it goes."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import track
+
+from tilewright.parallel.mesh import agreed_seconds
+from tilewright.runtime.interfaces import PLAIN, Choice
+from tilewright.runtime.pace import Pace
+from tilewright.runtime.programs import STEPS_PER_DISPATCH
+from tilewright.runtime.runner import ModelRunner, Sent
+from tilewright.runtime.scheduler import Job
+from tilewright.runtime.state import StepInfo
+from tilewright.speculation.drafters.ngram import NGram
+from tilewright.speculation.pacing import Costed, Pacing, new_history
+from tilewright.speculation.policy import History, Policy
+from tilewright.speculation.shadow import NGramShadow, joined
+from tilewright.speculation.team import Team
+
+FIRST_WIDTH = 4
+"""Of the first drafted block on a CPU, where every row costs, while nothing is known; elsewhere it is the widest."""
+
+
+class Pacer(Pace):
+    """Chooses the rounds of an engine whose programs are all compiled, and whose costs are all measured.
+
+    Args:
+        team: as the programs have it.
+        dispatch_s: how long a dispatch takes, about.
+    """
+
+    def __init__(self, team: Team, pacing: Pacing, runner: ModelRunner, dispatch_s: float, history: History):
+        super().__init__(dispatch_s, STEPS_PER_DISPATCH)
+        self.team, self.pacing, self.runner, self.history = team, pacing, runner, history
+        self.policies: dict[int, Policy] = {}
+        self.ngram = next((member for member in team.members if isinstance(member, NGram)), None)
+
+    def policy(self, rows: int) -> Policy:
+        """Policy that chooses the rounds of so many rows."""
+        if rows not in self.policies:
+            self.policies[rows] = self.new_policy(rows)
+        return self.policies[rows]
+
+    def new_policy(self, rows: int) -> Policy:
+        costs = self.pacing.measured(self.runner, rows, False, self.team.choices)
+        return Policy(self.history, dict(costs.rounds), self.team.choices, costs.dispatch)
+
+    def follow(self, prompt: Sequence[int]) -> NGramShadow | None:
+        """Shadow that follows a request's text, if n-grams may draft."""
+        return None if self.ngram is None else NGramShadow(self.ngram, prompt, self.team.widths_of(self.ngram))
+
+    def next(self, rows: int, most: int, hurried: bool, left: int) -> tuple[Choice | None, int]:
+        policy = self.policy(rows)
+        plan = policy.next(most)
+        seconds = self.seconds.get((rows, plan.choice), policy.outlook([plan.choice])[plan.choice].seconds)
+        return plan.choice, min(plan.rounds, self.most(seconds, hurried))
+
+    def observe(
+        self, sent: Sent, infos: StepInfo, jobs: Sequence[Job], heard: Sequence[int], began: float, ended: float
+    ) -> None:
+        rounds = len(infos.settled)
+        seconds = self.time((sent.rows, sent.choice), rounds, sent.at, sent.alone, began, ended)
+        if sent.choice is not None and rounds:
+            self.policy(sent.rows).observe(sent.choice, infos.drafted, infos.accepted, infos.settled > 0, seconds)
+        self.overhear(sent.rows, jobs, heard)
+
+    def overhear(self, rows: int, jobs: Sequence[Job], heard: Sequence[int]) -> None:
+        """Tells the policy what n-gram drafting would have given in what came behind the first `heard` tokens of each job."""
+        if self.ngram is None:
+            return
+        own = ((job.followed, job.request.tokens[before:]) for job, before in zip(jobs, heard, strict=True))
+        told = joined(shadow.push(tokens) for shadow, tokens in own if shadow is not None)
+        self.policy(rows).overhear(self.ngram.name, told)
+
+
+def measured_pacer(pacing: Pacing, runner: ModelRunner, dispatch_s: float, console: Console | None = None) -> Pacer:
+    """Pacer of an engine, with every choice measured for every number of rows."""
+    team, batches = runner.programs.drafter, runner.programs.table.batches
+    assert isinstance(team, Team)
+    for rows in track(batches, "measuring rounds", console=console, transient=True, disable=console is None):
+        pacing.measured(runner, rows, False, team.choices)
+    return Pacer(team, pacing, runner, dispatch_s, new_history(team))
+
+
+class CallPacer(Pacer):
+    """Chooses the rounds of a call.
+
+    It begins with plain decoding and the choice that promises most. A further program is compiled between two dispatches, when
+    the tokens still asked for are expected to gain more from it than it takes.
+
+    Args:
+        drawn: whether any of its rows draws.
+
+    Attributes:
+        drafted: who drafted last; None before the first round, when all contexts are complete.
+    """
+
+    def __init__(self, team: Team, pacing: Pacing, runner: ModelRunner, drawn: bool):
+        super().__init__(team, pacing, runner, float("inf"), pacing.history)
+        self.programs, self.drawn, self.drafted = runner.programs, drawn, None
+
+    def new_policy(self, rows: int) -> Policy:
+        """A policy, after compiling and measuring what it needs first."""
+        with self.pacing.lock:
+            ready = self.compiled(rows)
+            if PLAIN not in ready or len(ready) == 1:
+                ready |= {PLAIN, self.first(rows)}
+                self.programs.warm(self.key(choice, rows) for choice in sorted(ready))
+            costs = self.pacing.measured(self.runner, rows, self.drawn, ready)
+            return Policy(self.history, costs.rounds, ready, costs.dispatch)
+
+    def key(self, choice: Choice, rows: int) -> Any:
+        return self.programs.round_key(choice, rows, self.programs.layout.capacity, self.runner.sampling)
+
+    def compiled(self, rows: int) -> set[Choice]:
+        return {choice for choice in self.team.choices if self.key(choice, rows) in self.programs.compiled}
+
+    def first(self, rows: int) -> Choice:
+        """Most promising of all choices but plain decoding."""
+        drafted = self.team.choices[1:]
+        known = self.pacing.known(self.programs, Costed(self.programs.layout, rows, self.drawn))
+        if known is None:
+            of_first = [choice for choice in drafted if choice.drafter == drafted[0].drafter]
+            narrow = jax.default_backend() == "cpu" and not self.team.masked
+            return max(choice for choice in of_first if not narrow or choice.width <= max(FIRST_WIDTH, of_first[0].width))
+        policy = Policy(self.history, known.rounds, {PLAIN}, known.dispatch)
+        return policy.best(policy.outlook(drafted))
+
+    def next(self, rows: int, most: int, hurried: bool, left: int) -> tuple[Choice | None, int]:
+        self.add_wanted(rows, left)
+        return super().next(rows, most, hurried, left)
+
+    def add_wanted(self, rows: int, tokens: int) -> None:
+        """Compiles and measures a choice that is not ready, if that pays for the `tokens` that a row has still to come."""
+        policy = self.policy(rows)
+        missing = set(self.team.choices) - policy.ready
+        if not missing:
+            return
+        with self.pacing.lock:
+            wanted = policy.wanted(missing, tokens)
+            if wanted is None:
+                return
+            (choice, saved), compiled = wanted, self.compiled(rows)
+            if choice not in compiled and saved < self.longest_compile(compiled, rows) and not self.pacing.patient:
+                return
+            self.programs.get(self.key(choice, rows))
+            self.pacing.measured(self.runner, rows, self.drawn, {choice})
+            policy.ready.add(choice)
+
+    def longest_compile(self, compiled: Collection[Choice], rows: int) -> float:
+        """Seconds that the slowest of the rounds' programs took."""
+        seconds = max(self.programs.seconds.get(self.key(choice, rows), 0.0) for choice in compiled)
+        return agreed_seconds(self.programs.target.mesh, seconds)
+
+    def observe(
+        self, sent: Sent, infos: StepInfo, jobs: Sequence[Job], heard: Sequence[int], began: float, ended: float
+    ) -> None:
+        """Takes in a dispatch that was waited for as soon as it was sent."""
+        if sent.choice is not None and len(infos.settled):
+            seconds = agreed_seconds(self.programs.target.mesh, ended - sent.at)
+            caught_up = self.drafted not in (None, sent.choice.drafter)
+            running = infos.settled > 0
+            self.policy(sent.rows).observe(sent.choice, infos.drafted, infos.accepted, running, seconds, caught_up)
+            self.drafted = sent.choice.drafter
+        self.overhear(sent.rows, jobs, heard)

@@ -1,0 +1,84 @@
+"""Costs and acceptance of a team's rounds, shared by all runs of a model."""
+
+import threading
+from collections.abc import Collection
+from typing import NamedTuple
+
+from tilewright.runtime.interfaces import PLAIN, Choice
+from tilewright.runtime.layout import Layout
+from tilewright.runtime.programs import Programs
+from tilewright.runtime.runner import ModelRunner
+from tilewright.speculation.costs import Bench, CostFiles, Costs, configuration, measure
+from tilewright.speculation.policy import History
+from tilewright.speculation.team import Team
+
+
+class Costed(NamedTuple):
+    """Rounds that have costs of their own.
+
+    Attributes:
+        rows: that rounds run with.
+        drawn: whether they draw.
+    """
+
+    layout: Layout
+    rows: int
+    drawn: bool
+
+
+class Pacing:
+    """Costs and acceptance of a team's rounds; safe to use from several threads.
+
+    Attributes:
+        history: what all calls have seen.
+        costs: those that were measured, or read.
+        files: where costs are kept; None measures them in every process.
+        looked: whose file was read, or found not to fit.
+        patient: compile whatever promises to be faster, however long it takes: for measurements.
+        lock: for who compiles and measures.
+    """
+
+    def __init__(self, team: Team, weights: str, files: CostFiles | None = None):
+        self.team, self.weights, self.files = team, weights, files
+        self.history = new_history(team)
+        self.costs: dict[Costed, Costs] = {}
+        self.looked: set[Costed] = set()
+        self.patient = False
+        self.lock = threading.RLock()
+
+    def known(self, programs: Programs, of: Costed) -> Costs | None:
+        """Costs as far as they were measured, now or by an earlier process."""
+        if of not in self.costs and self.files is not None and of not in self.looked:
+            self.looked.add(of)
+            found = self.files.read(configuration(programs, self.team, of.rows, of.drawn, self.weights), self.team.choices)
+            if found is not None:
+                self.costs[of] = found
+        return self.costs.get(of)
+
+    def measured(self, runner: ModelRunner, rows: int, drawn: bool, choices: Collection[Choice]) -> Costs:
+        """The costs of rounds, those of `choices` among them; what is missing is measured beside plain decoding.
+
+        Args:
+            runner: whose rounds they are; another one of its kind runs them, in memory of its own.
+        """
+        programs = runner.programs
+        with self.lock:
+            of = Costed(programs.layout, rows, drawn)
+            known = self.known(programs, of)
+            missing = sorted(choice for choice in choices if known is None or choice not in known.rounds)
+            if known is not None and not missing:
+                return known
+            found = measure(Bench(ModelRunner(programs, runner.sampling), rows, drawn), sorted({PLAIN, *missing}))
+            if known is not None:  # a machine that is slower now than it was then is slower for all choices
+                now = known.rounds[PLAIN].drafting / found.rounds[PLAIN].drafting
+                known.rounds.update({choice: found.rounds[choice].times(now) for choice in missing})
+                found = known
+            self.costs[of] = found
+            if self.files is not None:
+                self.files.write(configuration(programs, self.team, rows, drawn, self.weights), found)
+            return found
+
+
+def new_history(team: Team) -> History:
+    """A history of which nothing was seen yet."""
+    return History({member.name: member.block_size for member in team.members})

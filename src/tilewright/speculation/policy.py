@@ -1,0 +1,368 @@
+"""Which round runs next: whose drafts, and how many, or plain decoding, by what a round costs and what it is expected to give.
+
+Plain host code without a device: it is told costs and what came of past rounds, and says what to run. Acceptance is kept for
+each drafter by position, so that a wide block tells of all narrower ones, and forgotten slowly, since texts change. What
+n-grams would have given is plain from the text, and kept for each width by itself. What is not running is tried now and then,
+within an allowance: a share of the time that passes.
+"""
+
+import math
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from tilewright.runtime.interfaces import PLAIN, Choice
+
+ALLOWANCE = 0.005
+"""The share of the time that may be lost to trying drafters that are off."""
+CURIOSITY = 0.02
+"""The same for those of which next to nothing was seen yet."""
+PROBE = 4
+"""Rounds in which a drafter that is off is tried."""
+FIRST_LOOK = 4
+"""Rounds after which a new choice is looked at; each further look comes after twice as many. One that may be idle sees by
+itself where it has nothing, and begins with as many rounds as there may be between two looks."""
+REFRESHED = 64
+"""Rounds after which drafters that are off are thought of anew."""
+DISPATCHING = 0.025
+"""The share of the time that dispatches may take by themselves: where they cost much beside a round, looks are rarer."""
+MEMORY = 12.0
+"""Tokens of a row after which what a batch has seen counts a third."""
+LONG_MEMORY = 1024.0
+"""The same of what all batches together have seen."""
+WEIGHT = 2.0
+"""How many rows' rounds an expectation counts for against what is seen."""
+OPTIMISM = 0.7
+"""The expected acceptance of a draft of which nothing was seen yet, of the drafter that is named first."""
+CAUTION = 0.3
+"""The same of the others: to try each of several costs more than most texts give back, and the allowance tries them too."""
+CORRECTION = 0.2
+"""How far the costs of a drafter's choices follow the time of a dispatch of one of them, as a power of their quotient. What its
+widths cost beside each other was measured in turns; single dispatches are too uneven to tell them apart."""
+PACING = 0.15
+"""The same of the pace of all choices. Whatever runs is slower than its fastest run was, and what does not run must not look
+better for that: only what a dispatch is slower than the others is put down to its drafter. These two are from simulations with
+uneven dispatches and wrong costs (`benchmarks/round_traces.py --uneven`)."""
+MOST_CORRECTION = 2.0
+"""The largest such quotient that is believed: a dispatch may have been interrupted."""
+WORTHWHILE = 1.02
+"""How much faster a choice must be expected to be for a program to be compiled."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of a round of the whole batch.
+
+    Attributes:
+        drafting: of one that drafts (of a step, for plain decoding).
+        idle: of one for which the drafter found nothing to propose; None of a drafter that always proposes.
+    """
+
+    drafting: float
+    idle: float | None = None
+
+    def expected(self, idle_share: float) -> float:
+        return self.drafting if self.idle is None else idle_share * self.idle + (1 - idle_share) * self.drafting
+
+    def times(self, factor: float) -> "Cost":
+        return Cost(self.drafting * factor, None if self.idle is None else self.idle * factor)
+
+
+def estimated(costs: Mapping[Choice, Cost], choice: Choice) -> Cost:
+    """Cost of a choice: as measured, or else between, or beyond, the measured widths of its drafter on a straight line.
+
+    Plain decoding counts as a width of 1. A drafter of which nothing was measured is taken to cost what the others do.
+    """
+    if choice in costs:
+        return costs[choice]
+    own = {one.width: cost for one, cost in costs.items() if one.drafter == choice.drafter}
+    idles = [cost.idle for cost in own.values() if cost.idle is not None]
+    own = own or {one.width: cost for one, cost in costs.items() if one != PLAIN}
+    if not own:
+        return costs[PLAIN]
+    points = sorted({PLAIN.width: costs[PLAIN].drafting, **{width: cost.drafting for width, cost in own.items()}}.items())
+    widths, seconds = (np.asarray(each, float) for each in zip(*points, strict=True))
+    slope = max(0.0, (seconds[-1] - seconds[-2]) / (widths[-1] - widths[-2]))
+    beyond = max(0.0, choice.width - widths[-1])
+    return Cost(float(np.interp(choice.width, widths, seconds) + slope * beyond), min(idles, default=None))
+
+
+class Acceptance:
+    """Acceptance of one drafter's drafts, by position, counted with a memory that fades.
+
+    Attributes:
+        reached: rounds (of a row) that drafted, whose block had the position and that accepted all before it, `[positions]`.
+        accepted: of these, those that accepted it too. A position for which nothing was proposed counts as not accepted.
+        rounds, idle: of a row: all, and those for which the drafter found nothing.
+    """
+
+    def __init__(self, positions: int, memory: float, expected: float = OPTIMISM):
+        """Args:
+        expected: the acceptance of a draft as long as nothing was seen.
+        """
+        self.reached, self.accepted = np.zeros(positions), np.zeros(positions)
+        self.rounds = self.idle = 0.0
+        self.memory, self.first = memory, expected
+
+    def observe(self, width: int, drafted: np.ndarray, accepted: np.ndarray, rows: float = 1.0) -> None:
+        """Counts rounds of a width.
+
+        Args:
+            drafted, accepted: of each row that was still running, in each round, `[N]`.
+            rows: how many these are of, on average.
+        """
+        found = accepted[drafted > 0]
+        at_least = np.cumsum(np.bincount(found, minlength=width)[::-1])[::-1][:width]
+        self.fade(float(np.sum(accepted) + len(accepted)) / rows)
+        self.reached[: width - 1] += at_least[:-1]
+        self.accepted[: width - 1] += at_least[1:]
+        self.rounds, self.idle = self.rounds + len(accepted) / rows, self.idle + (len(accepted) - len(found)) / rows
+
+    def fade(self, tokens: float) -> None:
+        """Forgets as much as so many tokens of a row, whoever drafted them, let it forget."""
+        kept = math.exp(-tokens / self.memory)
+        self.reached *= kept
+        self.accepted *= kept
+        self.rounds, self.idle = self.rounds * kept, self.idle * kept
+
+    def rates(self, expected: Sequence[float] | None = None) -> list[float]:
+        """The acceptance of each position, given that all before it were accepted.
+
+        Args:
+            expected: what to expect where little was seen, and half of how far the position before was off from that; without,
+                what the position before has.
+        """
+        rates, before = [], self.first if expected is None else expected[0]
+        for place, (reached, accepted) in enumerate(zip(self.reached.tolist(), self.accepted.tolist(), strict=True)):
+            prior = before
+            if expected is not None:
+                prior = min(max(expected[place] + (before - expected[max(place - 1, 0)]) / 2, 0.0), 1.0)
+            before = (accepted + WEIGHT * prior) / (reached + WEIGHT)
+            rates.append(before)
+        return rates
+
+    def idle_share(self, expected: float = 0.0) -> float:
+        return (self.idle + WEIGHT * expected) / (self.rounds + WEIGHT)
+
+
+class History:
+    """Acceptance that all batches of a model have seen so far: what a new batch expects.
+
+    Args:
+        drafters: the names of those that may draft, each with the most tokens in its block; the first is expected to be good.
+    """
+
+    def __init__(self, drafters: Mapping[str, int]):
+        self.widest = dict(drafters)
+        hopes = [OPTIMISM, *[CAUTION] * len(drafters)]
+        self.seen = {
+            name: Acceptance(width - 1, LONG_MEMORY, hope) for (name, width), hope in zip(drafters.items(), hopes, strict=False)
+        }
+        self.heard: dict[Choice, Acceptance] = {}
+        self.allowance = dict.fromkeys([PLAIN.drafter, *drafters], 0.0)
+        self.pace = 1.0
+
+    def of(self, choice: Choice) -> Acceptance:
+        """Acceptance seen of a choice, or overheard, if it was."""
+        return self.heard.get(choice, self.seen[choice.drafter])
+
+
+class Plan(NamedTuple):
+    """The next rounds: what they do, how many at most before the next look, and whether they only try a drafter."""
+
+    choice: Choice
+    rounds: int
+    tries: bool = False
+
+
+class Outlook(NamedTuple):
+    """Expectation of a choice: tokens that a round adds to each row, its seconds, and tokens of a row for each second."""
+
+    tokens: float
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+class Policy:
+    """Chooses the rounds of one batch.
+
+    Attributes:
+        costs: of the choices that were measured, that of plain decoding among them; corrected in place as dispatches are timed,
+            those of all widths of a drafter alike.
+        ready: the choices that may run.
+        heard: what this batch's text tells of rounds whether they run or not, of each choice by itself; see `overhear`.
+    """
+
+    def __init__(
+        self, history: History, costs: dict[Choice, Cost], ready: Iterable[Choice], dispatch: float = 0.0
+    ):  # fmt: skip
+        """Args:
+        dispatch: seconds that a dispatch costs, whatever it runs.
+
+        Raises:
+            ValueError: plain decoding has no cost or is not ready.
+        """
+        self.history, self.costs, self.ready, self.dispatch = history, costs, set(ready), dispatch
+        if PLAIN not in self.costs or PLAIN not in self.ready:
+            raise ValueError(f"expected plain decoding among the choices that are ready and have a cost, found {self.ready}")
+        self.seen = {name: Acceptance(width - 1, MEMORY) for name, width in history.widest.items()}
+        self.last: Choice | None = None
+        self.stretch = FIRST_LOOK
+        self.known: dict[Choice | str, tuple[list[float], float]] = {}
+        self.faded = 0
+        self.trying: Choice | None = None
+        self.heard: dict[Choice, Acceptance] = {}
+        self.rows = 1
+
+    def outlook(self, choices: Collection[Choice]) -> dict[Choice, Outlook]:
+        """Expectations of these choices."""
+        found = {}
+        for choice in choices:
+            if choice == PLAIN:
+                found[PLAIN] = Outlook(1.0, self.costs[PLAIN].drafting)
+                continue
+            settled, idle = self.expected(choice)
+            found[choice] = Outlook(settled[choice.width - 1], estimated(self.costs, choice).expected(idle))
+        return found
+
+    def expected(self, choice: Choice) -> tuple[list[float], float]:
+        """The tokens that such rounds are expected to add with blocks of each width, from 1 on, and the share of idle ones."""
+        source = choice if choice in self.history.heard else choice.drafter
+        if source not in self.known:
+            before, own = self.history.of(choice), self.own(choice)
+            rates = own.rates(before.rates())
+            idle = own.idle_share(before.idle_share())
+            settled = [1 + (1 - idle) * more for more in accumulate(accumulate(rates, operator.mul), initial=0.0)]
+            self.known[source] = settled, idle**self.rows  # a batch is idle where all of its rows are
+        return self.known[source]
+
+    def own(self, choice: Choice) -> Acceptance:
+        """Acceptance that this batch has seen of a choice, or overheard, if it may be."""
+        if choice not in self.history.heard:
+            return self.seen[choice.drafter]
+        if choice not in self.heard:
+            self.heard[choice] = Acceptance(choice.width - 1, MEMORY)
+        return self.heard[choice]
+
+    def next(self, most: int) -> Plan:
+        """Plan of the next dispatch, `most` rounds at most."""
+        outlook = self.outlook(self.ready)
+        best = self.best(outlook)
+        tried = self.tried(outlook, best)
+        if tried is not None:
+            self.trying = tried  # until it is observed, which may be after further plans
+            return Plan(tried, min(PROBE, most), tries=True)
+        first = most if self.watches(best) else FIRST_LOOK
+        self.stretch = min(2 * self.stretch, most) if best == self.last else first
+        self.last = best
+        if best != PLAIN and not self.watches(best):  # a few good rounds may be luck
+            most = min(most, max(FIRST_LOOK, int(self.history.of(best).rounds)))
+        worth_it = math.ceil(self.dispatch / (DISPATCHING * outlook[best].seconds))
+        return Plan(best, min(max(self.stretch, worth_it), most))
+
+    def best(self, outlook: Mapping[Choice, Outlook]) -> Choice:
+        """The choice with the most expected tokens a second; of equals the narrower."""
+        return max(outlook, key=lambda choice: (outlook[choice].rate, -choice.width, choice.drafter))
+
+    def watches(self, choice: Choice) -> bool:
+        """True if a choice's rounds see by themselves that there is nothing to propose."""
+        return choice in self.costs and self.costs[choice].idle is not None
+
+    def tried(self, outlook: Mapping[Choice, Outlook], best: Choice) -> Choice | None:
+        """A choice of a drafter that is off, if what trying it is expected to lose is within the allowance."""
+        drafters = {choice.drafter for choice in outlook} - {best.drafter}
+        for drafter in sorted(drafters, key=lambda name: (-self.history.allowance[name], name)):
+            choice = self.best({one: each for one, each in outlook.items() if one.drafter == drafter})
+            lost = PROBE * (outlook[choice].seconds - outlook[choice].tokens / outlook[best].rate) + self.dispatch
+            if lost <= self.history.allowance[drafter]:
+                return choice
+        return None
+
+    def observe(
+        self, choice: Choice, drafted: np.ndarray, accepted: np.ndarray, running: np.ndarray, seconds: float | None = None,
+        caught_up: bool = False,
+    ) -> None:  # fmt: skip
+        """Takes in what came of the rounds of a dispatch.
+
+        Args:
+            drafted, accepted: drafts of each round and row, and how many the target agreed with, int `[rounds, rows]`.
+            running: whether the row was still running, bool `[rounds, rows]`.
+            seconds: that the dispatch took; they correct what its choice is taken to cost, a little at a time.
+            caught_up: whether a context had to catch up before these rounds, so that the seconds say little of their cost.
+        """
+        rounds, idle = len(drafted), 0
+        if choice != PLAIN:
+            idle = int(np.sum(~np.any(running & (drafted > 0), axis=1)))
+        if choice != PLAIN and choice not in self.history.heard:
+            for seen in (self.seen[choice.drafter], self.history.seen[choice.drafter]):
+                seen.observe(choice.width, drafted[running], accepted[running], max(1.0, np.sum(running) / max(1, rounds)))
+        for name, seen in self.seen.items():
+            if name != choice.drafter:
+                seen.fade(float(np.sum(accepted[running]) + np.sum(running)) / max(1, running.shape[1]))
+        self.rows = max(1, int(np.sum(running[-1:])))
+        self.forget([choice.drafter], rounds)
+        cost = estimated(self.costs, choice)
+        spent = self.dispatch + rounds * cost.expected(idle / max(rounds, 1))
+        if seconds is not None and rounds and not caught_up:
+            slower = min(max(seconds / spent, 1 / MOST_CORRECTION), MOST_CORRECTION) / self.history.pace
+            own = {choice: cost, **{one: each for one, each in self.costs.items() if one.drafter == choice.drafter}}
+            self.costs.update({one: each.times(slower**CORRECTION) for one, each in own.items()})
+            self.history.pace *= slower**PACING
+        # A trial also takes what its context needs to catch up, and its program to be fetched into caches: all of it counts.
+        late = 0.0
+        if choice == self.trying:
+            late, self.trying = min(max((seconds or 0.0) - spent, 0.0), MOST_CORRECTION * spent), None
+        allowance = self.history.allowance
+        allowance[choice.drafter] = -late
+        for name in allowance:
+            if name != choice.drafter:
+                unknown = name != PLAIN.drafter and self.history.seen[name].rounds < PROBE
+                allowance[name] += (CURIOSITY if unknown else ALLOWANCE) * spent / (len(allowance) - 1)
+
+    def overhear(self, drafter: str, rounds: Mapping[int, Sequence[tuple[int, int]]]) -> None:
+        """Takes in rounds of a drafter that did not run: what they would have given is plain from the text.
+
+        From the first time on, rounds of these widths that run tell nothing more.
+
+        Args:
+            rounds: of each width (drafted, accepted) of those of a row, one after the other: drafts, and how many of them the
+                target would have agreed with.
+        """
+        for width, own in rounds.items():
+            choice = Choice(drafter, width)
+            if choice not in self.history.heard:
+                self.history.heard[choice] = Acceptance(width - 1, LONG_MEMORY, self.history.seen[drafter].first)
+            if own:
+                for heard in (self.own(choice), self.history.heard[choice]):
+                    heard.observe(width, *np.asarray(own).T, rows=self.rows)
+        self.forget([Choice(drafter, width) for width in rounds], 0)
+
+    def forget(self, sources: Iterable[Choice | str], rounds: int) -> None:
+        """Drops what is to be worked out again: all of which more was seen, and now and then what fades."""
+        self.faded += rounds
+        if self.faded >= REFRESHED:
+            self.known, self.faded = {}, 0
+        for source in sources:
+            self.known.pop(source, None)
+
+    def wanted(self, choices: Collection[Choice], tokens: int) -> tuple[Choice, float] | None:
+        """Of choices that are not ready, the one that is expected to be the fastest, if it is faster than those that are.
+
+        Args:
+            tokens: still to be produced for a row.
+
+        Returns:
+            it, and the seconds that it is expected to save.
+        """
+        outlook = self.outlook({*choices, *self.ready})
+        best, now = self.best(outlook), self.best({choice: outlook[choice] for choice in self.ready})
+        if best in self.ready or outlook[best].rate < WORTHWHILE * outlook[now].rate:
+            return None
+        return best, tokens / outlook[now].rate - tokens / outlook[best].rate

@@ -1,0 +1,142 @@
+"""The scripts that measure quality and speed beside llama.cpp: which programs pass, what is kept, and what comes of it."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+quality: Any = importlib.import_module("quality")
+tasks: Any = importlib.import_module("quality_tasks")
+peer: Any = importlib.import_module("llama_cpp_peer")
+speed: Any = importlib.import_module("llama_cpp_speed")
+
+CHECKS = "assert add(1, 2) == 3"
+RIGHT = "def add(a, b):\n    return a + b"
+
+
+@pytest.mark.parametrize("answer, code", [
+    ("Here:\n```python\nx = 1\n```\nand\n```python\ny = 2\n```", "x = 1"),
+    ("```\nplain = 0\n```\n```py\nx = 1\n```", "x = 1"),
+    ("```\nx = 1\n```\n", "x = 1"),
+    ("It is\n```Python\nx = 1\n    y", "x = 1\n    y"),
+    ("- a list\n  ```python\n  x = 1\n  ```\n", "  x = 1"),
+    ("x = 1", "x = 1"),
+])  # fmt: skip
+def test_the_program_in_an_answer(answer: str, code: str):
+    assert tasks.program(answer) == code
+
+
+def test_a_right_program_passes_and_no_other():
+    assert tasks.passes(f"Sure.\n```python\n{RIGHT}\n```\nDone.", CHECKS)
+    assert not tasks.passes(RIGHT.replace("+", "-"), CHECKS)
+    assert not tasks.passes("no program at all", CHECKS)
+    assert not tasks.passes(f"{RIGHT}\nexit(0)", "assert False"), "it ended before its checks"
+
+
+@pytest.mark.parametrize("line", [
+    "import socket; socket.socket()",
+    "import os; os.system('true')",
+    "import subprocess; subprocess.run(['true'])",
+    "import os; os.fork()",
+    "open('{outside}', 'w')",
+    "import os; os.remove('{outside}')",
+    "x = bytearray(1 << 31)",
+    "input()",
+])  # fmt: skip
+def test_a_program_reaches_nothing_outside(line: str, tmp_path: Path):
+    outside = tmp_path / "outside"
+    outside.write_text("kept")
+    assert not tasks.passes(f"{line.format(outside=outside)}\n{RIGHT}", CHECKS)
+    assert outside.read_text() == "kept"
+
+
+def test_a_program_has_an_empty_folder_of_its_own():
+    assert tasks.passes(f"import os\nassert os.listdir() == []\nopen('here', 'w').write('x')\n{RIGHT}", CHECKS)
+
+
+def test_a_program_that_does_not_end_fails(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tasks, "WALL_S", 0.5)
+    assert not tasks.passes(f"while True: pass\n{RIGHT}", CHECKS)
+
+
+def test_problems_are_asked_with_their_tests(tmp_path: Path):
+    record = {"text": " Add. ", "code": RIGHT, "test_list": [CHECKS, "assert add(0, 0) == 0"], "test_setup_code": "z = 0"}
+    lines = [json.dumps(record | {"task_id": number}) for number in (10, 11)]
+    (tmp_path / "mbpp.jsonl").write_text("\n".join(lines))
+    template = tasks.ChatTemplate.compiled("{{ messages[0].content }}", "a test's")
+    (found,) = tasks.problems(tmp_path, template)
+    assert (found.number, found.solution, found.checks) == (11, RIGHT, f"z = 0\n{CHECKS}\nassert add(0, 0) == 0")
+    assert found.prompt.endswith(
+        f"here is your task: Add. Your code should pass these tests:\n\n{CHECKS}\nassert add(0, 0) == 0"
+    )
+
+
+def test_records_go_on_where_they_were_and_refuse_other_settings(tmp_path: Path):
+    path = tmp_path / "records.jsonl"
+    quality.Records(path, {"model": "a"}).add("mbpp", "int8", 11, tokens=[1])
+    again = quality.Records(path, {"model": "a"})
+    again.add("mbpp", "int8", 12, tokens=[2])
+    assert {number: record["tokens"] for number, record in again.of("mbpp", "int8").items()} == {11: [1], 12: [2]}
+    assert quality.Records(path, {"model": "a"}).found == again.found
+    with pytest.raises(ValueError, match=r"holds records of .*; expected"):
+        quality.Records(path, {"model": "b"})
+
+
+@pytest.mark.parametrize("drafted, changed", [([5, 6, 2], []), ([5, 7, 2], ["int8"])])
+def test_answers_beside_one_another(drafted: list[int], changed: list[str], tmp_path: Path):
+    records = quality.Records(tmp_path / "records.jsonl", {})
+    counts = {"rounds": 3, "drafted": 0, "accepted": 0}
+    for way, tokens in (("int8", [5, 6, 2]), ("int8+ngram", drafted), ("llama.cpp", [5, 9, 2])):
+        records.add("mbpp", way, 11, tokens=tokens, text=f"x = {tokens[1]}", end="eos", **counts)
+    asked = [tasks.Problem(11, "", "assert x == 6", "x = 6")]
+    assert quality.judge_all(asked, records, quality.Console(quiet=True)) == 1
+    found = quality.mbpp_figures(records)
+    passed = {row["way"]: row["passed"] for row in found["ways"]}
+    assert passed == {"int8": 1, "int8+ngram": int(not changed), "llama.cpp": 0}
+    (beside, drafts) = found["pairs"]
+    assert beside["ways"] == ("int8", "llama.cpp")
+    assert (beside["equal_texts"], beside["same_tokens_median"]) == (0, 1)
+    assert drafts["equal_tokens"] == int(not changed)
+    assert quality.changed_by_drafts(found["pairs"]) == changed
+
+
+def test_likelihoods_are_of_the_answers_that_every_way_has(tmp_path: Path):
+    records = quality.Records(tmp_path / "records.jsonl", {})
+    for way, number, nats in (
+        ("float32", 1, -4.0),
+        ("float32", 2, -6.0),
+        ("float32", 3, -9.0),
+        ("int8", 1, -5.0),
+        ("int8", 2, -9.0),
+    ):
+        records.add("likelihood math500", way, number, nats=nats, tokens=4, bytes=10)
+    whole, eight = quality.likelihood_figures(records)
+    assert (whole["answers"], whole["nats_per_token"], whole["nats_per_byte"]) == (2, -1.25, -0.5)
+    assert (eight["nats_per_token"], eight["lost_nats_per_token"]) == (-1.75, 0.5)
+
+
+def test_a_peer_that_ends_is_no_answer(tmp_path: Path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 3\n")
+    python.chmod(0o755)
+    with peer.Peer(python) as one, pytest.raises(RuntimeError, match="ended with 3"):
+        one.ask("about")
+
+
+def test_speeds_are_compared_within_a_repetition():
+    timed = speed.Timed
+    taken = {
+        ("bfloat16", 1): [timed(0.1, 0.01), timed(0.1, 0.02), timed(0.1, 0.04)],
+        ("int8", 1): [timed(0.1, 0.005)] * 3,
+        ("llama.cpp, Q4_0", 1): [timed(0.3, 0.02), timed(0.2, 0.03), timed(0.1, 0.04)],
+    }
+    own, _, other = speed.figures(taken, {("llama.cpp, Q4_0", 1): True})
+    assert (own["step_ms"], own["step_ms_range"], own["tokens_per_s"]) == (20.0, [10.0, 40.0], 50.0)
+    assert "bfloat16_speedup" not in own
+    assert (other["bfloat16_speedup"], other["bfloat16_speedup_range"], other["prompts_s"]) == (1.5, [1.0, 2.0], 0.2)
+    assert other["flash_attention"] is True
+    assert speed.faster({True: lambda: timed(1, 2.0), False: lambda: timed(2, 1.0)}) is False

@@ -1,0 +1,160 @@
+"""The diffusion engine gives each request what the model gives it alone, whatever happens beside it; it holds nothing after."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diffusion.denoising import BY_ITSELF, OPTIONS, TABLE, check_empty, check_same, engine_like, expected, model_of, requests
+from diffusion.support import build, needs_native
+from runtime.support import Heard, drive
+from tilewright.diffusion.engine import DiffusionEngine
+from tilewright.diffusion.engine_options import DiffusionEngineOptions
+from tilewright.diffusion.model import DiffusionModel
+from tilewright.diffusion.options import Denoising, Mode
+from tilewright.diffusion.programs import DiffusionKey
+from tilewright.diffusion.state import SPANS
+from tilewright.parallel.mesh import make_mesh
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+BACKENDS = [
+    pytest.param(("llada", "auto"), id="llada-auto", marks=needs_native),
+    pytest.param(("dream", "auto"), id="dream-auto", marks=[needs_native, pytest.mark.slow]),
+    *(pytest.param((family, "xla"), id=f"{family}-xla", marks=pytest.mark.slow) for family in ("llada", "dream")),
+]
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def model(request: pytest.FixtureRequest) -> DiffusionModel:
+    return model_of(*request.param)
+
+
+@pytest.fixture(scope="module")
+def warm(model: DiffusionModel) -> DiffusionEngine:
+    positions = (20, 32) if model.config.family == "llada" else (32,)
+    engine = DiffusionEngine(model, replace(OPTIONS, table=replace(TABLE, positions=positions)))
+    engine.warm()
+    return engine
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """Says how many steps dispatches have, and when requests come."""
+    return np.random.default_rng(0)
+
+
+@pytest.fixture
+def engine(warm: DiffusionEngine, rng: np.random.Generator) -> Iterator[DiffusionEngine]:
+    engine = engine_like(warm, lambda: int(rng.integers(1, 7)))
+    yield engine
+    engine.stop()
+
+
+def test_the_tokens_and_steps_are_those_of_the_model_alone(
+    model: DiffusionModel, engine: DiffusionEngine, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+):
+    """Requests of every kind come at random between steps, and some are given up on the way; the last come one by one.
+
+    Where few rows run, or short ones, they are taken out of the pool and put back.
+    """
+    asks, cancelled = requests(0, 54), [7, 20, 31]
+    want, ran, get = expected(model, asks), set(), engine.programs.get
+
+    def noted(key: DiffusionKey) -> Any:
+        ran.add((key.shape.batch, key.shape.positions))
+        return get(key)
+
+    monkeypatch.setattr(engine.programs, "get", noted)
+    engine.open()
+    heard, tickets = drive(engine, asks[:45], rng, cancelled)
+    for each in asks[45:]:
+        (one,), (ticket,) = drive(engine, [each], rng)
+        heard, tickets = [*heard, one], [*tickets, ticket]
+    check_empty(engine)
+    assert ran == {(shape.batch, shape.positions) for shape in engine.programs.sizes}
+    for n, (each, ticket) in enumerate(zip(heard, tickets, strict=True)):
+        assert ticket.result is not None
+        assert each.tokens == ticket.result.tokens
+        if each.end == "cancelled":
+            assert n in cancelled
+            assert each.tokens == want[n].tokens[: len(each.tokens)]
+        else:
+            check_same(each, ticket, want[n])
+    ended = engine.figures().ended
+    assert ended["cancelled"] > 0
+    assert ended["eos"] > 0
+
+
+def test_every_step_is_counted(model: DiffusionModel, engine: DiffusionEngine, rng: np.random.Generator):
+    asks = requests(1, 9)
+    engine.open()
+    heard, tickets = drive(engine, asks, rng)
+    figures = engine.figures()
+    assert figures.row_rounds == sum(ticket.steps for ticket in tickets)
+    assert figures.rounds == sum(figures.widths.values())
+    assert set(figures.widths) <= set(SPANS)
+    assert figures.rounds <= figures.row_rounds <= figures.row_rounds + figures.padding_rows <= 3 * figures.rounds
+    assert (figures.prompt_tokens, figures.slots) == (sum(len(ask.prompt) for ask in asks), 3)
+    assert figures.generated_tokens == sum(len(each.tokens) for each in heard)
+    assert figures.programs == 0, "those of another engine"
+    assert model.context == engine.context == 32
+
+
+def test_one_thread_of_its_own_serves_them_too(model: DiffusionModel, warm: DiffusionEngine):
+    """With as many steps to a dispatch as the clock allows."""
+    engine, asks = DiffusionEngine(model, warm.options), requests(2, 12)
+    engine.programs.compiled = warm.programs.compiled
+    engine.clear()
+    want = expected(model, asks)
+    engine.start()
+    heard = [Heard() for _ in asks]
+    tickets = [engine.submit(ask, each) for ask, each in zip(asks, heard, strict=True)]
+    assert engine.stop(drain_s=60.0)
+    for each, ticket, one in zip(heard, tickets, want, strict=True):
+        check_same(each, ticket, one)
+    check_empty(engine)
+
+
+def test_an_engine_of_dense_steps_alone_takes_no_caches(rng: np.random.Generator):
+    model = build("tiny", table=BY_ITSELF)
+    asks = requests(6, 12, ("dense",))
+    assert any(ask.denoising.suffix_window is not None for ask in asks)
+    want = expected(model, asks)
+    engine = DiffusionEngine(model, replace(OPTIONS, modes=("dense",)))
+    engine.warm()
+    engine.pace.most = lambda seconds, hurry: int(rng.integers(1, 7))  # type: ignore[method-assign]
+    engine.open()
+    heard, tickets = drive(engine, asks, rng)
+    assert engine.pool is not None
+    assert engine.pool.caches == ()
+    check_empty(engine)
+    engine.stop()
+    for each, ticket, alone in zip(heard, tickets, want, strict=True):
+        check_same(each, ticket, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["sync", "ring"])
+def test_four_devices_give_what_one_does(rng: np.random.Generator, schedule: str):
+    """Rows of a divided pool are taken out and put back on each device."""
+    modes: tuple[Mode, ...] = ("prefix", "sparse")
+    own = replace(BY_ITSELF, buckets=())
+    one, four = build("tiny", "xla", own), build("tiny", "xla", own, mesh=make_mesh({"tp": 4}), schedule=schedule)
+    asks = requests(4, 12, modes)
+    want = expected(one, asks)
+    table = replace(TABLE, batches=(1, 2), buckets=())
+    engine = DiffusionEngine(four, DiffusionEngineOptions(table=table, modes=modes, defaults=Denoising(mode="sparse")))
+    engine.warm()
+    engine.pace.most = lambda seconds, hurry: int(rng.integers(1, 7))  # type: ignore[method-assign]
+    engine.open()
+    heard, tickets = drive(engine, asks, rng)
+    assert engine.pool is not None
+    keys = engine.pool.caches[0].k
+    assert keys.sharding.shard_shape(keys.shape)[2] == 1, "each device holds the keys of its own head"
+    check_empty(engine)
+    engine.stop()
+    for each, ticket, alone in zip(heard, tickets, want, strict=True):
+        check_same(each, ticket, alone)

@@ -1,0 +1,376 @@
+"""What becomes of one request of the diffusion engine: its blocks, its ends, and what is refused, given up or computed anew."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+import pytest
+
+from diffusion.denoising import OPTIONS, ask, check_empty, check_same, engine_like, expected, model_of, requests, run
+from runtime.support import Heard
+from tilewright.diffusion.engine import DiffusionEngine
+from tilewright.diffusion.engine_options import DENOISING, DiffusionEngineOptions
+from tilewright.diffusion.model import DiffusionModel
+from tilewright.diffusion.options import Denoising
+from tilewright.diffusion.programs import DiffusionKey, DiffusionTable
+from tilewright.diffusion.request import DenoisingAsk
+from tilewright.runtime.request import Overloaded, Stopped
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+PROMPT = [3, 17, 8, 25, 11]
+
+
+@dataclass
+class Steps:
+    """How many steps the dispatches of a test have."""
+
+    count: int = 1
+
+    def __call__(self) -> int:
+        return self.count
+
+
+@pytest.fixture(scope="module")
+def model() -> DiffusionModel:
+    return model_of("dream")
+
+
+@pytest.fixture(scope="module")
+def warm(model: DiffusionModel) -> DiffusionEngine:
+    engine = DiffusionEngine(model, OPTIONS)
+    engine.warm()
+    return engine
+
+
+@pytest.fixture
+def steps() -> Steps:
+    return Steps()
+
+
+@pytest.fixture
+def engine(warm: DiffusionEngine, steps: Steps) -> Iterator[DiffusionEngine]:
+    engine = engine_like(warm, steps, queue_requests=6, queue_tokens=40)
+    yield engine
+    engine.stop()
+
+
+def served(engine: DiffusionEngine, asked: DenoisingAsk) -> Heard:
+    """What one request is told."""
+    heard = Heard()
+    engine.submit(asked, heard)
+    run(engine)
+    return heard
+
+
+# Blocks and ends.
+
+
+@pytest.mark.parametrize("threshold", [None, 0.2])
+def test_blocks_are_handed_out_as_they_finish(model: DiffusionModel, engine: DiffusionEngine, threshold: float | None):
+    asked = ask(PROMPT, threshold=threshold)
+    (want,) = expected(model, [asked])
+    engine.open()
+    heard = served(engine, asked)
+    assert [[token.token for token in update.tokens] for update in heard.updates] == [
+        want.tokens[first : first + 4] for first in (0, 4, 8)
+    ]
+    assert [update.end for update in heard.updates] == [None, None, "length"]
+    assert heard.text == want.text
+    took = [int(each.choice.removesuffix(" steps")) for update in heard.updates for each in update.rounds]
+    assert sum(took) == want.steps
+    assert took == [4, 4, 4] if threshold is None else max(took) < 4
+    check_empty(engine)
+
+
+def test_a_dispatch_of_many_steps_hands_out_many_blocks_at_once(model: DiffusionModel, engine: DiffusionEngine, steps: Steps):
+    asked, steps.count = ask(PROMPT), 8
+    (want,) = expected(model, [asked])
+    engine.open()
+    heard = served(engine, asked)
+    assert [len(update.tokens) for update in heard.updates] == [8, 4]
+    assert heard.tokens == want.tokens
+
+
+def test_the_end_of_the_sequence_ends_a_response_unless_it_is_ignored(model: DiffusionModel, engine: DiffusionEngine):
+    prompts = [[n, 2, 5] for n in range(1, 12)]
+    asks = [ask(prompt, ignore_eos=False) for prompt in prompts]
+    n, want = next((n, each) for n, each in enumerate(expected(model, asks)) if 0 < len(each.tokens) < 8)
+    (whole,) = expected(model, [ask(prompts[n])])
+    engine.open()
+    heard = served(engine, asks[n])
+    assert heard.end == "eos"
+    assert heard.tokens[:-1] == want.tokens
+    assert heard.tokens[-1] in model.config.eos_token_ids
+    assert heard.text == want.text
+    heard = served(engine, ask(prompts[n]))
+    assert (heard.end, heard.tokens) == ("length", whole.tokens)
+
+
+def test_a_stop_string_ends_a_response_inside_a_block(model: DiffusionModel, engine: DiffusionEngine):
+    (whole,) = expected(model, [ask(PROMPT)])
+    words = whole.text.split()
+    stop = f"{words[4]} {words[5]}"
+    assert whole.text.index(stop) == len(" ".join(words[:4])) + 1, "the string stands there first"
+    engine.open()
+    heard = served(engine, ask(PROMPT, stop=("nowhere", stop)))
+    assert (heard.end, heard.tokens) == ("stop", whole.tokens[:6])
+    assert heard.text == whole.text[: whole.text.index(stop)]
+    check_empty(engine)
+
+
+def test_what_draws_without_a_seed_gets_one(model: DiffusionModel, engine: DiffusionEngine):
+    engine.open()
+    heard, asked = Heard(), ask(PROMPT, temperature=1.0, seed=None)
+    ticket = engine.submit(asked, heard)
+    run(engine)
+    assert ticket.result is not None
+    assert ticket.result.seed is not None
+    (want,) = expected(model, [ask(PROMPT, temperature=1.0, seed=ticket.result.seed)])
+    assert heard.tokens == want.tokens
+
+
+# Given up, refused.
+
+
+@pytest.mark.parametrize("after", range(4))
+def test_the_slot_of_a_request_that_was_given_up_serves_the_next(model: DiffusionModel, engine: DiffusionEngine, after: int):
+    """Dispatches that were sent before are still to be read."""
+    first, others = ask(PROMPT, new_tokens=16, mode="dual"), requests(5, 3)
+    want = expected(model, others)
+    engine.open()
+    heard = Heard()
+    ticket = engine.submit(first, heard)
+    for _ in range(after):
+        engine.step()
+    assert bool(after) == (engine.slots[0] is not None)
+    engine.cancel(ticket)
+    told, tickets = [Heard() for _ in others], []
+    for asked, each in zip(others, told, strict=True):
+        tickets.append(engine.submit(asked, each))
+    engine.step()
+    assert heard.end == "cancelled"
+    assert engine.slots[0] is not None
+    assert engine.slots[0].ticket is tickets[0]
+    run(engine)
+    for each, one, alone in zip(told, tickets, want, strict=True):
+        check_same(each, one, alone)
+    check_empty(engine)
+
+
+def test_what_waits_is_given_up_too(engine: DiffusionEngine):
+    engine.open()
+    heard = [Heard() for _ in range(5)]
+    tickets = [engine.submit(ask([1, 2]), each) for each in heard]
+    engine.step()
+    assert (engine.figures().running, engine.figures().waiting, engine.figures().waiting_tokens) == (3, 2, 4)
+    engine.cancel(tickets[4])
+    run(engine)
+    assert [each.end for each in heard] == ["length"] * 4 + ["cancelled"]
+    check_empty(engine)
+
+
+def test_a_deadline_ends_a_request_wherever_it_is(engine: DiffusionEngine):
+    engine.open()
+    heard = [Heard() for _ in range(5)]
+    for n, each in enumerate(heard):
+        engine.submit(ask([1, 2], deadline_s=None if n == 3 else 1e-9), each)
+    run(engine)
+    assert [each.end for each in heard] == ["deadline"] * 3 + ["length", "deadline"]
+    assert "within 1e-09 s" in heard[0].updates[-1].error
+    check_empty(engine)
+
+
+def test_what_has_not_ended_when_it_stops_is_cancelled(engine: DiffusionEngine):
+    with pytest.raises(Stopped, match="takes no requests"):
+        engine.submit(ask([1]), Heard())
+    engine.open()
+    heard = Heard()
+    engine.submit(ask([1, 2]), heard)
+    engine.step()
+    assert not engine.stop()
+    assert (heard.end, heard.updates[-1].error) == ("cancelled", "the engine has stopped")
+    check_empty(engine)
+    with pytest.raises(Stopped, match="takes no requests"):
+        engine.submit(ask([1]), Heard())
+
+
+def test_the_queue_is_bounded_by_requests_and_by_tokens(engine: DiffusionEngine):
+    engine.open()
+    for _ in range(2):
+        engine.submit(ask([1] * 18), Heard())
+    with pytest.raises(Overloaded, match="at most 40 tokens of prompts") as caught:
+        engine.submit(ask([1] * 5), Heard())
+    assert caught.value.retry_after_s > 0
+    for _ in range(4):
+        engine.submit(ask([1]), Heard())
+    with pytest.raises(Overloaded, match="at most 6 requests"):
+        engine.submit(ask([1]), Heard())
+    assert engine.figures().rejected == 2
+    run(engine)
+    engine.check_room(6, 40)
+
+
+def test_what_can_never_be_served_is_refused(warm: DiffusionEngine, steps: Steps):
+    engine = DiffusionEngine(warm.model, replace(warm.options, modes=("dense", "sparse")))
+    for asked, message in (
+        (ask([]), "at least one token, found an empty one"),
+        (ask([40]), "below the vocabulary size 40, found 40"),
+        (ask([1, 39]), "a prompt without the mask token 39"),
+        (ask([1] * 21), "21 tokens leaves room for 11 in the context of 32; new_tokens is 12"),
+        (ask([1], mode="dual"), "expected a mode among dense, sparse, found dual"),
+        (ask([1], guidance=1.5), "expected no guidance, which takes rows of its own, found 1.5"),
+        (ask([1], new_tokens=24), "expected responses of at most 16, the largest declared, found 24"),
+        (ask([1], block_length=12), "expected blocks of at most 8, the largest declared, found 12"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.submit(asked, Heard())
+    assert (engine.figures().waiting, engine.numbers) == (0, 0)
+    with pytest.raises(ValueError, match="a deadline of more than 0 seconds, found 0"):
+        ask([1], deadline_s=0)
+    with pytest.raises(ValueError, match="stop"):
+        ask([1], stop=("",))
+
+
+# Failures.
+
+
+@dataclass
+class Flaky:
+    """Stands before an engine's programs; some dispatches fail."""
+
+    engine: DiffusionEngine
+    failing: set[int] = field(default_factory=set)
+    calls: int = 0
+
+    def __post_init__(self) -> None:
+        self.get = self.engine.programs.get
+
+    def __call__(self, key: DiffusionKey) -> Any:
+        self.calls += key.name == "turn"
+        if key.name == "turn" and self.calls in self.failing:
+            raise RuntimeError("the device is gone")
+        return self.get(key)
+
+
+@pytest.fixture
+def flaky(engine: DiffusionEngine, monkeypatch: pytest.MonkeyPatch) -> Flaky:
+    made = Flaky(engine)
+    monkeypatch.setattr(engine.programs, "get", made)
+    return made
+
+
+def test_after_a_failed_dispatch_requests_are_computed_anew(
+    model: DiffusionModel, engine: DiffusionEngine, flaky: Flaky, steps: Steps
+):
+    """What was handed out before is not told again."""
+    asks, steps.count = [ask([n, 2, 5], mode="sparse", seed=n, temperature=1.0) for n in range(1, 6)], 3
+    want = expected(model, asks)
+    flaky.failing = {4}
+    engine.open()
+    heard = [Heard() for _ in asks]
+    tickets = [engine.submit(asked, each) for asked, each in zip(asks, heard, strict=True)]
+    for _ in range(3):
+        engine.step()
+    assert all(len(each.tokens) == 4 for each in heard[:3]), "a block of each was handed out before"
+    run(engine)
+    assert [each.tokens for each in heard] == [one.tokens for one in want]
+    assert [each.text for each in heard] == [one.text for one in want]
+    assert [ticket.steps for ticket in tickets] == [one.steps for one in want]
+    assert engine.figures().ended == {"length": 5}
+    check_empty(engine)
+
+
+def test_those_aboard_of_a_second_failure_are_given_up_and_the_engine_goes_on(
+    model: DiffusionModel, engine: DiffusionEngine, flaky: Flaky
+):
+    asks = [ask([n, 2, 5]) for n in range(1, 5)]
+    want, flaky.failing = expected(model, asks), {2, 3}
+    engine.open()
+    heard = [Heard() for _ in asks]
+    for asked, each in zip(asks, heard, strict=True):
+        engine.submit(asked, each)
+    run(engine)
+    assert [each.end for each in heard] == ["error"] * 3 + ["length"]
+    assert heard[0].updates[-1].error == "the request could not be computed"
+    assert heard[3].tokens == want[3].tokens
+    assert served(engine, asks[0]).tokens == want[0].tokens
+    check_empty(engine)
+
+
+def test_an_engine_whose_device_is_gone_for_good_ends_all_requests(
+    engine: DiffusionEngine, flaky: Flaky, monkeypatch: pytest.MonkeyPatch
+):
+    def gone() -> NoReturn:
+        raise MemoryError("no room for a pool")
+
+    flaky.failing = {1}
+    monkeypatch.setattr(engine, "clear", gone)
+    engine.open()
+    heard = [Heard() for _ in range(4)]
+    for each in heard:
+        engine.submit(ask([1, 2, 5]), each)
+    engine.run()
+    assert [each.end for each in heard] == ["cancelled"] * 4
+    assert (engine.ready, engine.ending) == (False, True)
+    with pytest.raises(Stopped):
+        engine.submit(ask([1]), Heard())
+
+
+def test_a_failing_listener_or_text_ends_its_own_request_alone(
+    model: DiffusionModel, engine: DiffusionEngine, monkeypatch: pytest.MonkeyPatch
+):
+    def fails(*given: object) -> NoReturn:
+        raise RuntimeError("no more")
+
+    (want,) = expected(model, [ask(PROMPT)])
+    good, bad = Heard(), Heard()
+    engine.open()
+    engine.submit(ask([1, 2]), fails)
+    engine.submit(ask([3, 4]), bad)
+    monkeypatch.setattr(engine.asked[1].request.decoder, "push", fails)
+    engine.submit(ask(PROMPT), good)
+    run(engine)
+    assert (bad.end, bad.updates[-1].error) == ("error", "the request could not be computed")
+    assert (good.end, good.tokens) == ("length", want.tokens)
+    assert engine.figures().ended == {"cancelled": 1, "error": 1, "length": 1}
+    check_empty(engine)
+
+
+# Options.
+
+
+@pytest.mark.parametrize(
+    ("context", "positions", "responses", "blocks"),
+    [
+        (8192, (256, 1024, 4096), (128, 512, 1024), {32, 128, 512, 1024}),
+        (4096, (256, 1024, 4096), (128, 512, 1024), {32, 128, 512, 1024}),
+        (1000, (256, 1000), (128, 512, 999), {32, 128, 512, 999}),
+        (256, (256,), (128, 255), {32, 128, 255}),
+        (24, (24,), (23,), {23}),
+    ],
+)
+def test_the_default_shapes_go_as_far_as_the_context(
+    context: int, positions: tuple[int, ...], responses: tuple[int, ...], blocks: set[int]
+):
+    """A block is of 32 tokens, or as long as the response."""
+    table = DiffusionEngineOptions().shapes(context)
+    assert (table.batches, table.positions, table.responses) == ((1, 4), positions, responses)
+    shapes = list(table.shapes(context, ["sparse"]))
+    assert {shape.block for shape in shapes} == blocks
+    assert {shape.block for shape in shapes if shape.block > 32} <= {*responses}
+    assert len(shapes) == len(set(shapes))
+
+
+def test_options_that_do_not_go_together():
+    table = DiffusionTable(positions=(64,), responses=(32,))
+    assert DiffusionEngineOptions(table=table).shapes(8) is table
+    assert DiffusionEngineOptions().defaults == DENOISING == Denoising(128, block_length=32)
+    for given, message in (
+        ({"modes": ()}, "expected modes among dense, prefix, dual, sparse, found none"),
+        ({"modes": ("dual", "sparse")}, "expected a default mode among dual, sparse, found dense"),
+        ({"queue_requests": 0}, "expected queue_requests of at least 1, found 0"),
+        ({"dispatch_s": 0.0}, "expected a dispatch of more than 0 seconds, found 0.0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DiffusionEngineOptions(**given)  # type: ignore[arg-type]

@@ -1,0 +1,96 @@
+"""What the tests of decoding share: small models on disk and in memory, prompts, and the equality that they check."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from reference.dflash_numpy import Pair, as_folders
+from tilewright.llm.language_model import LanguageModel, load
+from tilewright.llm.stream import Stream
+from tilewright.runtime.interfaces import Drafter
+from tilewright.runtime.layout import rows_of
+from tilewright.runtime.output import Piece
+from tilewright.runtime.programs import Programs
+from tilewright.runtime.sampling import Sampling
+from tilewright.runtime.shapes import Shape, ShapeTable
+from tilewright.runtime.state import DecodeState, Models, StepInfo, Target, commit, known_token, verify
+
+TABLE = ShapeTable(batches=(1, 4, 8), capacities=(64, 128), chunks=(8, 32))
+
+
+def build(folder: Path, pair: Pair, **settings: Any) -> LanguageModel:
+    """The pair as a language model, read back from `folder`. `settings` are those of `load`; blocks are the drafter's own."""
+    target, drafter = as_folders(folder, pair)
+    return load(target, drafter, **{"table": TABLE, "block_size": pair.drafter_config["block_size"], **settings})
+
+
+def prompts(seed: int, lengths: Sequence[int], vocab: int = 40) -> list[list[int]]:
+    """Random tokens."""
+    rng = np.random.default_rng(seed)
+    return [[int(token) for token in rng.integers(0, vocab, length)] for length in lengths]
+
+
+def run(session: Stream, steps: int = 64) -> list[Piece]:
+    """Decodes to the end, `steps` steps a dispatch; returns all pieces."""
+    pieces = []
+    while not session.finished:
+        pieces += session.advance(steps)
+    return pieces
+
+
+def state_of(stream: Stream) -> tuple[DecodeState, list[int]]:
+    """The state of the rows that have slots, as their rounds see it, and which rows they are."""
+    held: list[DecodeState] = []
+
+    def look(models: Models, state: DecodeState, slots: Any, table: Any) -> tuple[DecodeState, None]:
+        held.append(rows_of(state, jnp.asarray(slots), jnp.asarray(table)))
+        return state, None
+
+    stream.apply(look)
+    return held[0], [seat.job.number for seat in stream.engine.scheduler.seated]
+
+
+def plain_step(target: Target, models: Models, state: DecodeState) -> tuple[DecodeState, StepInfo]:
+    """A step of plain decoding, whatever becomes of the package's own functions meanwhile."""
+    verified, none = verify(target, models.target, state, known_token(state), ()), jnp.zeros_like(state.known)
+    state, settled = commit(target, verified.state, verified.tokens, none)
+    return state, StepInfo(verified.tokens, settled, none, none, verified.scores)
+
+
+def share_programs(lm: LanguageModel, other: LanguageModel) -> None:
+    """The parameters are arguments of programs: models of equal configurations share them."""
+    own = lm.programs_for
+
+    def programs_for(drafter: Drafter | None, shape: Shape) -> Programs:
+        programs = own(drafter, shape)
+        programs.compiled = other.programs_for(None if drafter is None else other.drafter, shape).compiled
+        return programs
+
+    lm.programs_for = programs_for  # type: ignore[method-assign]
+
+
+def tokens_of(lm: LanguageModel, asked: Sequence[Any], sampling: Any, speculative: bool, batch: int = 8) -> list[list[int]]:
+    """The tokens that each prompt gives, `batch` prompts at a time."""
+    each = lm.each_sampling(asked, sampling)
+    groups = [slice(i, i + batch) for i in range(0, len(asked), batch)]
+    return [result.tokens for g in groups for result in lm.generate(asked[g], each[g], speculative)]
+
+
+def check_same_as_autoregressive(
+    lm: LanguageModel, asked: Sequence[Any], sampling: Sampling | Sequence[Sampling], batch: int, want: list[list[int]]
+) -> list[int]:
+    """Checks that speculative decoding gives the tokens `want` of autoregressive decoding. Returns all acceptance lengths."""
+    each = lm.each_sampling(asked, sampling)
+    lengths: list[int] = []
+    for i in range(0, len(asked), batch):
+        for n, result in enumerate(lm.generate(asked[i : i + batch], each[i : i + batch], speculative=True), i):
+            assert result.tokens == want[n], f"prompt {n} of {result.prompt_tokens} tokens"
+            assert sum(result.acceptance_lengths) == len(result.tokens)
+            rounds = list(zip(result.acceptance_lengths, result.drafted, result.accepted, strict=True))
+            assert all(added == accepted + 1 for added, _, accepted in rounds[:-1]), "only an end cuts a round"
+            assert all(added - 1 <= accepted <= drafted for added, drafted, accepted in rounds)
+            lengths += result.acceptance_lengths
+    return lengths

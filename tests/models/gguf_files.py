@@ -1,0 +1,102 @@
+"""Writes small GGUF files as llama.cpp's converter writes them, from a model in Hugging Face's layout."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from tilewright.models.decoder import DecoderConfig, config_to_hf
+
+NAMES = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+}  # fmt: skip
+
+
+def file_name(name: str) -> str:
+    """llama.cpp's name of a tensor."""
+    stem, _, suffix = name.rpartition(".")
+    if stem in NAMES:
+        return f"{NAMES[stem]}.{suffix}"
+    _, _, layer, part = stem.split(".", 3)
+    return f"blk.{layer}.{NAMES[part]}.{suffix}"
+
+
+def pairwise(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of queries or keys in the order of a rotation of neighbours, as the converter of Llama puts them."""
+    halves = rows.reshape(heads, 2, -1, *rows.shape[1:])
+    return halves.swapaxes(1, 2).reshape(rows.shape)
+
+
+def halves_apart(rows: np.ndarray, heads: int) -> np.ndarray:
+    """The inverse of `pairwise`."""
+    return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def write_gguf(
+    path: Path,
+    config: DecoderConfig,
+    tensors: Mapping[str, np.ndarray],
+    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    fields: Mapping[str, Any] | None = None,
+) -> dict[str, np.ndarray]:
+    """Writes a model with its matrices quantised.
+
+    Args:
+        tensors: by Hugging Face's names.
+        fields: further metadata by their names; a list becomes an array.
+
+    Returns:
+        the tensors as they are after quantisation, by Hugging Face's names.
+    """
+    arch, hf = config.family, config_to_hf(config)
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(hf["num_hidden_layers"])
+    writer.add_context_length(hf["max_position_embeddings"])
+    writer.add_embedding_length(hf["hidden_size"])
+    writer.add_feed_forward_length(hf["intermediate_size"])
+    writer.add_head_count(hf["num_attention_heads"])
+    writer.add_head_count_kv(hf["num_key_value_heads"])
+    writer.add_key_length(hf["head_dim"])
+    writer.add_value_length(hf["head_dim"])
+    writer.add_rope_freq_base(hf["rope_theta"])
+    writer.add_layer_norm_rms_eps(hf["rms_norm_eps"])
+    writer.add_vocab_size(hf["vocab_size"])
+    add_fields(writer, fields or {})
+    if config.rope_scaling is not None:
+        plain = np.asarray([config.rope_theta ** (-2 * i / config.head_dim) for i in range(config.head_dim // 2)])
+        writer.add_tensor("rope_freqs.weight", (plain / np.asarray(config.rope_frequencies)).astype(np.float32))
+    kept = {}
+    for name, value in tensors.items():
+        rows = np.asarray(value, np.float32)
+        heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
+        stored = pairwise(rows, heads) if heads is not None and arch == "llama" else rows
+        own = kind if rows.ndim == 2 else gguf.GGMLQuantizationType.F32
+        data = gguf.quants.quantize(stored, own)
+        writer.add_tensor(file_name(name), data, raw_dtype=own)
+        after = gguf.quants.dequantize(data, own)
+        kept[name] = after if heads is None or stored is rows else halves_apart(after, heads)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return kept
+
+
+def add_fields(writer: gguf.GGUFWriter, fields: Mapping[str, Any]) -> None:
+    """Metadata of the types that llama.cpp's own files have."""
+    for name, value in fields.items():
+        if isinstance(value, list):
+            writer.add_array(name, value)
+        elif isinstance(value, bool):
+            writer.add_bool(name, value)
+        elif isinstance(value, int):
+            writer.add_uint32(name, value)
+        elif isinstance(value, float):
+            writer.add_float32(name, value)
+        else:
+            writer.add_string(name, value)

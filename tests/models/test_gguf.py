@@ -1,0 +1,203 @@
+"""GGUF files: the same model, tokenizer and template as a Hugging Face folder, and one line for what cannot be read."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+from safetensors.numpy import load_file, save_file
+from tokenizers import pre_tokenizers
+
+import tilewright as tw
+from models.gguf_files import add_fields, write_gguf
+from tilewright.models.chat import ChatTemplate
+from tilewright.models.checkpoint import load_decoder, save_params
+from tilewright.models.decoder import DecoderConfig, config_to_hf, declare
+from tilewright.models.gguf import GGUFSlice, open_gguf
+from tilewright.models.layers import RopeScaling
+from tilewright.models.params import initialise
+from tilewright.models.tokenizer import load_tokenizer
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
+    "head_dim": 16, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "eos_token_ids": (257, 258),
+}  # fmt: skip
+CONFIGS = {
+    "llama": DecoderConfig(family="llama", rope_theta=5e5, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192), **SIZES),
+    "qwen2": DecoderConfig(family="qwen2", rope_theta=1e6, tie_word_embeddings=True, **SIZES),
+    "qwen3": DecoderConfig(family="qwen3", rope_theta=1e6, tie_word_embeddings=True, **{**SIZES, "head_dim": 32}),
+}
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+
+
+def vocabulary() -> list[str]:
+    """One token a byte, three that are no text, and names up to the vocabulary's size."""
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "he", "<|im_end|>", "<|endoftext|>", "<|im_start|>", "<tool>"]
+    return tokens + [f"unused{n}" for n in range(320 - len(tokens))]
+
+
+def metadata() -> dict[str, Any]:
+    tokens = vocabulary()
+    types = [1] * len(tokens)
+    types[257:260], types[260] = [3, 3, 3], 4
+    return {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types, "tokenizer.ggml.merges": ["h e"], "tokenizer.ggml.eos_token_id": 257,
+        "tokenizer.ggml.bos_token_id": 259, "tokenizer.ggml.add_bos_token": False, "tokenizer.chat_template": TEMPLATE,
+        "general.sampling.temp": 0.5, "general.sampling.top_k": 20,
+    }  # fmt: skip
+
+
+def make(folder: Path, config: DecoderConfig, kind: Kind = Kind.F32) -> tuple[Path, Path]:
+    """A GGUF file and a folder of safetensors that hold the same model, quantised and not."""
+    params = initialise(declare(config), jax.random.key(1))
+    save_params(folder / "hf", config_to_hf(config), declare(config), params, "float32")
+    kept = write_gguf(folder / "model.gguf", config, load_file(folder / "hf/model.safetensors"), kind, metadata())
+    save_file(kept, folder / "hf/model.safetensors", {"format": "pt"})
+    load_tokenizer(folder / "model.gguf").save(str(folder / "hf/tokenizer.json"))
+    return folder / "model.gguf", folder / "hf"
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.Q4_1, Kind.Q8_0], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_configuration_and_tensors_are_those_of_the_folder(tmp_path: Path, family: str, kind: Kind):
+    file, folder = make(tmp_path, CONFIGS[family], kind)
+    (got_config, got), (want_config, want) = load_decoder(file, jnp.float32), load_decoder(folder, jnp.float32)
+    assert got_config == replace(want_config, rms_norm_eps=got_config.rms_norm_eps)
+    assert got_config.rms_norm_eps == pytest.approx(want_config.rms_norm_eps)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_tokens_are_those_of_the_folder(tmp_path: Path):
+    file, folder = make(tmp_path, CONFIGS["llama"], Kind.Q8_0)
+    prompts = ["hello he", "<|im_start|>x"]
+    got, want = (
+        tw.load(one, dtype="float32").generate(prompts, tw.Sampling(max_new_tokens=6)) for one in (tmp_path / file, folder)
+    )
+    assert [r.tokens for r in got] == [r.tokens for r in want]
+
+
+def test_a_folder_that_holds_one_file_stands_for_it(tmp_path: Path):
+    file, _ = make(tmp_path, CONFIGS["qwen3"])
+    assert load_decoder(tmp_path, jnp.float32)[0] == load_decoder(file, jnp.float32)[0]
+    (tmp_path / "other.gguf").write_bytes(file.read_bytes())
+    with pytest.raises(ValueError, match=r"expected one \.gguf file, found 2: model\.gguf, other\.gguf; name one of them"):
+        load_decoder(tmp_path, jnp.float32)
+
+
+def test_tokenizer_template_ends_and_sampling_defaults(tmp_path: Path):
+    file, _ = make(tmp_path, CONFIGS["qwen3"])
+    tokenizer = load_tokenizer(file)
+    ids = tokenizer.encode("he<|im_end|><tool>").ids
+    assert ids == [256, 257, 260]
+    assert tokenizer.decode(ids) == "he<tool>"
+    template = ChatTemplate.load(file)
+    assert template is not None
+    assert template.render([{"role": "user", "content": "he"}]) == "<|im_start|>user\nhe<|im_end|>"
+    assert open_gguf(file).generation_config == {"eos_token_id": [257, 258], "temperature": 0.5, "top_k": 20}
+
+
+QUANTISED = [
+    kind for kind in Kind
+    if kind.name.startswith(("Q", "IQ", "TQ", "MXFP4")) and kind in gguf.quants._type_traits
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
+def test_parts_of_every_quantised_type_are_parts_of_the_whole(tmp_path: Path, kind: Kind):
+    entries, size = gguf.GGML_QUANT_SIZES[kind]
+    columns = 2 * max(entries, 256)
+    raw = np.random.default_rng(0).integers(0, 64, (6, columns // entries * size), np.uint8)  # scales are finite numbers
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tensor("x", raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    (tensor,) = gguf.GGUFReader(tmp_path / "m.gguf").tensors
+    part, whole = GGUFSlice(tensor, None), gguf.quants.dequantize(raw, kind)
+    assert part.get_shape() == [6, columns]
+    np.testing.assert_array_equal(part[2:5, 3:40], whole[2:5, 3:40])
+    turned = GGUFSlice(tensor, np.arange(6)[::-1])
+    np.testing.assert_array_equal(turned[0:2, 0:columns], whole[[5, 4]])
+
+
+def head(tmp_path: Path, fields: dict[str, Any], arch: str = "llama") -> Path:
+    """A file with metadata and no tensors."""
+    writer = gguf.GGUFWriter(tmp_path / "head.gguf", arch)
+    add_fields(writer, fields)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return tmp_path / "head.gguf"
+
+
+def test_a_file_that_is_cut_off_is_refused_wherever_the_cut_is(tmp_path: Path):
+    file, _ = make(tmp_path, CONFIGS["qwen3"], Kind.Q8_0)
+    whole, cut = file.read_bytes(), tmp_path / "cut.gguf"
+    for length in (0, 3, 10, 60, 2000, 9000, len(whole) // 2, len(whole) - 40):
+        cut.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=r"cut\.gguf is (not a GGUF file|damaged or cut off|cut off)") as said:
+            load_decoder(cut, jnp.float32)
+        assert "\n" not in str(said.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "arch", "said"),
+    [
+        ({}, "gptneox", r"expected the architecture to be one of llama, qwen2, qwen3, found 'gptneox'"),
+        ({"llama.expert_count": 8}, "llama", r"expected llama\.expert_count to be absent or 0, found 8"),
+        ({"llama.rope.scaling.type": "yarn"}, "llama", r"rope\.scaling\.type to be absent or none, found 'yarn'"),
+        ({}, "llama", r"num_hidden_layers must be a positive integer, found None"),
+    ],
+)
+def test_what_is_not_here_is_named(tmp_path: Path, fields: dict[str, Any], arch: str, said: str):
+    with pytest.raises(ValueError, match=said):
+        load_decoder(head(tmp_path, fields, arch), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tokenizer.ggml.model": "bert"}, r"tokenizer\.ggml\.model to be gpt2 or llama, found 'bert'"),
+        ({"tokenizer.ggml.pre": "chatglm-bpe"}, r"tokenizer\.ggml\.pre to be one of .*, found 'chatglm-bpe'"),
+        ({"tokenizer.ggml.token_type": [1]}, r"with a token_type for each, found 320 tokens and 1 types"),
+        ({"tokenizer.ggml.merges": ["x yz"]}, r"the tokenizer's merges do not fit its tokens"),
+        ({"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 999}, r"bos_token_id below 320, found 999"),
+    ],
+)
+def test_a_tokenizer_that_is_not_here_is_named(tmp_path: Path, change: dict[str, Any], said: str):
+    with pytest.raises(ValueError, match=said):
+        load_tokenizer(head(tmp_path, metadata() | change))
+
+
+def test_sentencepiece_merges_by_score_and_falls_back_to_bytes(tmp_path: Path):
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "ab", "▁ab"]
+    fields = {
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": pieces, "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * 6],
+        "tokenizer.ggml.scores": [0.0, 0.0, 0.0, *[0.0] * 256, -9.0, -9.0, -9.0, -2.0, -1.0, -3.0],
+    }  # fmt: skip
+    tokenizer = load_tokenizer(head(tmp_path, fields))
+    numbers = {piece: number for number, piece in enumerate(pieces)}
+    # "ab" scores best, so it is made before the space joins; é is two bytes.
+    want = [1, *(numbers[piece] for piece in ("▁ab", "▁a", "<0xC3>", "<0xA9>"))]
+    assert tokenizer.encode("ab aé").ids == want
+    assert tokenizer.decode(want) == "ab aé"
+
+
+def test_a_file_that_is_not_there_is_said():
+    with pytest.raises(ValueError, match=r"^there is no file absent\.gguf$"):
+        tw.load("absent.gguf")
+
+
+def test_json_of_the_configuration_is_plain(tmp_path: Path):
+    file, _ = make(tmp_path, CONFIGS["llama"])
+    assert json.loads(json.dumps(open_gguf(file).config))["rope_scaling"]["factor"] == 8.0

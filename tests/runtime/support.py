@@ -1,0 +1,92 @@
+"""What the tests of the engine share: small models, requests of all kinds, and a driver that steps."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tilewright.diffusion.request import DenoisingAsk
+from tilewright.llm.language_model import LanguageModel
+from tilewright.runtime.engine import Engine
+from tilewright.runtime.request import Ask, Ticket, Update
+from tilewright.runtime.sampling import Sampling
+from tilewright.runtime.service import Service
+
+
+@dataclass
+class Heard:
+    """What one request was told.
+
+    Attributes:
+        updates: all of them, in order.
+    """
+
+    updates: list[Update] = field(default_factory=list)
+
+    def __call__(self, update: Update) -> None:
+        assert not self.ended, "something came behind the end"
+        self.updates.append(update)
+
+    @property
+    def ended(self) -> bool:
+        return any(update.end is not None for update in self.updates)
+
+    @property
+    def end(self) -> str | None:
+        return self.updates[-1].end
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token.token for update in self.updates for token in update.tokens]
+
+    @property
+    def text(self) -> str:
+        return "".join(token.text for update in self.updates for token in update.tokens)
+
+
+def samplings(rng: np.random.Generator, count: int, longest: int) -> list[Sampling]:
+    """Greedy, drawn, filtered and penalised requests of mixed lengths, each drawn one with its seed."""
+    kinds: tuple[dict[str, Any], ...] = (
+        {}, {}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 0.7, "top_k": 5},
+        {"repetition_penalty": 1.2}, {"temperature": 1.0, "min_p": 0.05, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+    )  # fmt: skip
+    drawn = [kinds[rng.integers(len(kinds))] for _ in range(count)]
+    return [
+        Sampling(int(rng.integers(1, longest)), seed=int(rng.integers(2**32)), ignore_eos=bool(rng.integers(2)), **kind)
+        for kind in drawn
+    ]
+
+
+def expected(lm: LanguageModel, asks: Sequence[Ask]) -> list[list[int]]:
+    """The tokens that plain decoding gives for each request by itself."""
+    return [lm.generate([list(ask.prompt)], ask.sampling, speculative=False)[0].tokens for ask in asks]
+
+
+def drive(
+    engine: Service[Any], asks: Sequence[Ask | DenoisingAsk], rng: np.random.Generator, cancelled: Sequence[int] = ()
+) -> tuple[list[Heard], list[Ticket]]:
+    """Asks in random portions between steps until all have ended; some requests are given up on the way."""
+    heard = [Heard() for _ in asks]
+    tickets: list[Ticket] = []
+    while len(tickets) < len(asks) or not all(each.ended for each in heard):
+        for _ in range(int(rng.integers(0, 5))):
+            if len(tickets) < len(asks):
+                tickets.append(engine.submit(asks[len(tickets)], heard[len(tickets)]))
+        for n in cancelled:
+            if n < len(tickets) and not heard[n].ended and (len(heard[n].updates) > 1 or rng.random() < 0.05):
+                engine.cancel(tickets[n])
+        engine.step()
+    while engine.step():
+        pass
+    return heard, tickets
+
+
+def check_empty(engine: Engine) -> None:
+    """No page and no slot is held, and nobody waits."""
+    figures = engine.figures()
+    assert (figures.running, figures.waiting, figures.waiting_tokens, figures.pages_used) == (0, 0, 0, 0)
+    assert figures.compilations == 0 or engine.options.guard == "off"
+    pages = engine.pages
+    assert not any(pages.holders)
+    assert sorted([*pages.empty, *pages.idle]) == list(range(pages.count))

@@ -1,0 +1,438 @@
+"""The engine gives each request what plain decoding gives it alone, whatever happens beside it, and holds nothing after."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from llm.support import build, prompts
+from reference.dflash_numpy import as_folders, random_pair
+from reference.eagle3_numpy import as_folder, random_eagle3
+from reference.sampling_numpy import adjusted
+from runtime.support import Heard, check_empty, drive, expected, samplings
+from tilewright.kernels import native
+from tilewright.llm.language_model import LanguageModel, load
+from tilewright.models import decoder
+from tilewright.runtime.engine import Engine
+from tilewright.runtime.interfaces import Choice
+from tilewright.runtime.options import EngineOptions
+from tilewright.runtime.output import Result
+from tilewright.runtime.request import Ask, Overloaded, Stopped
+from tilewright.runtime.sampling import Sampling
+from tilewright.runtime.shapes import ShapeTable
+from tilewright.speculation.drafters.dflash import DFlash
+from tilewright.speculation.drafters.load import DrafterOptions
+from tilewright.speculation.team import Team
+
+VOCAB, BLOCK, CAPACITY, PAGE = 24, 4, 96, 16
+TABLE = ShapeTable(batches=(1, 4), capacities=(CAPACITY,), chunks=(16,), widths=(2,))
+PAIR = random_pair(0, vocab_size=VOCAB, target_layers=2, drafter_layers=1, taps=[0], block_size=BLOCK)
+EAGLE3 = random_eagle3(0, PAIR.target_config, taps=[1], draft_vocab_size=12)
+SMALL_POOL = 9
+"""Pages that four slots of up to six pages have to share."""
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+def team_of(folder: Path) -> LanguageModel:
+    """A model with three drafters that take turns."""
+    target, dflash = as_folders(folder, PAIR)
+    lm = load(target, table=TABLE)
+    own = DrafterOptions(block_size=BLOCK)
+    sources = ("ngram", str(dflash), str(as_folder(folder / "eagle3", *EAGLE3)))
+    members, params = zip(*(lm.load_drafter(source, own) for source in sources), strict=True)
+    return lm.with_drafter(Team(members, TABLE.widths), params)
+
+
+MODELS: dict[str, Callable[[Path], LanguageModel]] = {
+    "plain": lambda folder: build(folder, PAIR, table=TABLE).with_drafter(None),
+    "dflash": lambda folder: build(folder, PAIR, table=TABLE),
+    "bfloat16": lambda folder: build(folder, PAIR, table=TABLE, dtype="bfloat16"),
+    "team": team_of,
+}
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.slow if name == "bfloat16" else ()) for name in MODELS]
+)
+def lm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    if request.param == "bfloat16" and native.kernels().isa is None:
+        pytest.skip(native.kernels().reason or "no kernels")  # others round a block and a row differently
+    return MODELS[request.param](tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def options(lm: LanguageModel) -> EngineOptions:
+    """Of a team, only the programs that are needed are compiled: for four rows alone, and those that serve all requests."""
+    team = isinstance(lm.drafter, Team)
+    table = replace(TABLE, batches=(4,)) if team else TABLE
+    return EngineOptions(table=table, page_size=PAGE, pages=SMALL_POOL, guard="off" if team else "fail")
+
+
+@pytest.fixture(scope="module")
+def warm(lm: LanguageModel, options: EngineOptions) -> Engine:
+    """An engine whose programs the others use too."""
+    engine = lm.engine(options)
+    if options.guard == "fail":
+        engine.programs.warm(engine.programs.declared())
+    return engine
+
+
+@pytest.fixture
+def engines(
+    lm: LanguageModel, options: EngineOptions, warm: Engine, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Engine]]:
+    """Makes engines, which are stopped in the end; of a team, rounds are drawn from all choices."""
+    made: list[Engine] = []
+
+    def make(**more: Any) -> Engine:
+        engine = lm.engine(replace(options, **more))
+        engine.programs.compiled = warm.programs.compiled
+        engine.runner.reset()
+        rng = np.random.default_rng(5)
+
+        def plan(rows: int, most: int, hurried: bool, left: int) -> tuple[Choice | None, int]:
+            choices = engine.programs.choices
+            return choices[rng.integers(len(choices))], int(rng.integers(1, 7))
+
+        monkeypatch.setattr(engine.chooser, "next", plan)
+        monkeypatch.setattr(engine.chooser, "observe", lambda *given: None)
+        made.append(engine)
+        return engine
+
+    yield make
+    for engine in made:
+        engine.stop()
+
+
+@pytest.fixture
+def engine(engines: Callable[..., Engine]) -> Engine:
+    return engines()
+
+
+def requests(seed: int, count: int) -> list[Ask]:
+    """Prompts of mixed lengths, several of which begin alike, with all kinds of sampling."""
+    rng = np.random.default_rng(seed)
+    begun = prompts(seed, [40, 33], vocab=VOCAB)
+    asked = prompts(seed + 1, [int(n) for n in rng.integers(1, 50, count)], vocab=VOCAB)
+    asked = [[*begun[n % 2], *own][:60] if n % 3 == 0 else own for n, own in enumerate(asked)]
+    return [Ask(tokens, sampling) for tokens, sampling in zip(asked, samplings(rng, count, 36), strict=True)]
+
+
+@pytest.mark.parametrize("seed, count", [(0, 24), *(pytest.param(seed, 64, marks=pytest.mark.slow) for seed in range(3))])
+def test_the_tokens_are_those_of_plain_decoding(lm: LanguageModel, engine: Engine, seed: int, count: int):
+    """Requests in random order and pace, with pages for a few of them only, prefixes in common, and some given up."""
+    asks = requests(seed, count)
+    want = expected(lm, asks)
+    cancelled = [n for n in (7, 20, 41) if n < count]
+    engine.open()
+    heard, tickets = drive(engine, asks, np.random.default_rng(seed), cancelled)
+    for n, (each, ticket) in enumerate(zip(heard, tickets, strict=True)):
+        assert ticket.result is not None
+        assert each.tokens == ticket.result.tokens
+        if each.end == "cancelled":
+            assert n in cancelled
+            assert each.tokens == want[n][: len(each.tokens)]
+        else:
+            assert each.tokens == want[n], n
+            stopped = each.tokens[-1] in lm.target.eos_token_ids and not asks[n].sampling.ignore_eos
+            assert each.end == ("eos" if stopped else "length")
+        assert each.text == ticket.result.text or each.end == "cancelled"
+        assert sum(one.tokens for update in each.updates for one in update.rounds) == len(each.tokens)
+    figures = engine.figures()
+    assert figures.preemptions > 0
+    assert figures.prefix_hits > 0
+    assert {each.end for each in heard} >= {"length", "cancelled"}
+    assert figures.generated_tokens == sum(len(each.tokens) for each in heard)
+    assert figures.row_rounds <= figures.generated_tokens + count
+    check_empty(engine)
+    engine.stop()
+    check_empty(engine)
+
+
+def test_rounds_are_those_of_the_standalone_loop(lm: LanguageModel, engine: Engine):
+    """One request at a time: as many tokens a round, drafts run and accepted, as without an engine."""
+    if isinstance(lm.drafter, Team):
+        pytest.skip("whose rounds are drawn here")
+    asks = requests(3, 6)
+    wanted = [lm.generate([list(ask.prompt)], ask.sampling)[0] for ask in asks]
+    engine.open()
+    for ask, want in zip(asks, wanted, strict=True):
+        heard = Heard()
+        ticket = engine.submit(ask, heard)
+        while not heard.ended:
+            engine.step()
+        got = ticket.result
+        assert got is not None
+        assert (got.tokens, got.text, got.finish_reason) == (want.tokens, want.text, want.finish_reason)
+        assert (got.acceptance_lengths, got.drafted, got.accepted) == (want.acceptance_lengths, want.drafted, want.accepted)
+
+
+def test_a_stop_string_ends_a_request_inside_a_block(lm: LanguageModel, engine: Engine):
+    (prompt,) = prompts(4, [9], vocab=VOCAB)
+    whole = lm.generate([prompt], Sampling(30, ignore_eos=True), speculative=False)[0].text
+    stop = whole[9:12]
+    want = lm.generate([prompt], Sampling(30, ignore_eos=True, stop=(stop,)), speculative=False)[0]
+    heard = Heard()
+    engine.open()
+    engine.submit(Ask(prompt, Sampling(30, ignore_eos=True, stop=(stop,))), heard)
+    while engine.step():
+        pass
+    assert (heard.end, heard.text, heard.tokens) == ("stop", want.text, want.tokens)
+    assert stop not in heard.text
+    check_empty(engine)
+
+
+def test_what_is_refused(engine: Engine):
+    with pytest.raises(Stopped, match="takes no requests"):
+        engine.submit(Ask([1], Sampling(4)), Heard())
+    engine.open()
+    for ask, message in (
+        (Ask([]), "at least one token, found an empty one"),
+        (Ask([VOCAB + 99]), "below the vocabulary size"),
+        (Ask([1] * 90, Sampling(7)), f"90 tokens leaves room for 6 in the context of {CAPACITY}; max_new_tokens is 7"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.submit(ask, Heard())
+    check_empty(engine)
+
+
+def test_the_queue_is_bounded_by_requests_and_by_tokens(engines: Callable[..., Engine]):
+    engine, few = engines(queue_requests=3, queue_tokens=40), Sampling(4)
+    engine.open()
+    heard = [Heard() for _ in range(3)]
+    engine.submit(Ask([1] * 30, few), heard[0])
+    with pytest.raises(Overloaded, match="at most 40 tokens of prompts") as caught:
+        engine.submit(Ask([1] * 30, few), Heard())
+    assert caught.value.retry_after_s > 0
+    for each in heard[1:]:
+        engine.submit(Ask([1], few), each)
+    with pytest.raises(Overloaded, match="at most 3 requests"):
+        engine.check_room(1, 0)
+    assert engine.figures().rejected == 2
+    while engine.step():
+        pass
+    assert all(each.ended for each in heard)
+    engine.check_room(3, 40)
+
+
+def test_a_deadline_ends_a_request_wherever_it_is(engine: Engine):
+    engine.open()
+    heard = [Heard() for _ in range(6)]
+    for n, each in enumerate(heard):
+        engine.submit(Ask([1, 2], Sampling(60, ignore_eos=True), deadline_s=None if n == 3 else 1e-9), each)
+    while engine.step():
+        pass
+    assert [each.end for each in heard] == ["deadline"] * 3 + ["length"] + ["deadline"] * 2
+    assert "within 1e-09 s" in heard[0].updates[-1].error
+    check_empty(engine)
+
+
+def test_a_listener_that_fails_ends_its_own_request_alone(lm: LanguageModel, engine: Engine):
+    def fails(update: object) -> None:
+        raise RuntimeError("no more")
+
+    ask, good = Ask([1, 2], Sampling(20, ignore_eos=True)), Heard()
+    (want,) = expected(lm, [ask])
+    engine.open()
+    engine.submit(Ask([3, 4], Sampling(40, ignore_eos=True)), fails)
+    engine.submit(ask, good)
+    while engine.step():
+        pass
+    assert good.tokens == want
+    assert engine.figures().ended == {"cancelled": 1, "length": 1}
+    check_empty(engine)
+
+
+def test_a_request_whose_text_fails_ends_alone(lm: LanguageModel, engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    ask, good, bad = Ask([1, 2], Sampling(20, ignore_eos=True)), Heard(), Heard()
+    (want,) = expected(lm, [ask])
+    engine.open()
+    engine.submit(Ask([3, 4], Sampling(40, ignore_eos=True)), bad)
+
+    def broken(*given: object) -> str:
+        raise RuntimeError("no such text")
+
+    monkeypatch.setattr(engine.asked[0].request.decoder, "push", broken)
+    engine.submit(ask, good)
+    while engine.step():
+        pass
+    assert (bad.end, bad.updates[-1].error) == ("error", "the request could not be computed")
+    assert (good.end, good.tokens) == ("length", want)
+    assert engine.figures().preemptions == 0
+    check_empty(engine)
+
+
+def test_after_a_failed_dispatch_requests_are_computed_anew(lm: LanguageModel, engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    """Once; those aboard of a second failure are given up, and the engine goes on."""
+    asks = requests(6, 5)
+    want = expected(lm, asks)
+    real, calls = engine.runner.rounds, []
+
+    def flaky(*given: object) -> object:
+        calls.append(1)
+        if len(calls) in failing:
+            raise RuntimeError("the device is gone")
+        return real(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine.runner, "rounds", flaky)
+    engine.open()
+    failing = {3}
+    heard, _ = drive(engine, asks, np.random.default_rng(0))
+    assert [each.tokens for each in heard] == want
+    check_empty(engine)
+    failing, first = {len(calls) + 1, len(calls) + 2}, Heard()
+    engine.submit(asks[0], first)
+    while engine.step():
+        pass
+    assert (first.end, first.updates[-1].error) == ("error", "the request could not be computed")
+    heard, _ = drive(engine, asks, np.random.default_rng(0))
+    assert [each.tokens for each in heard] == want
+    check_empty(engine)
+
+
+def test_it_steps_on_a_thread_and_ends_what_it_has(lm: LanguageModel, engine: Engine):
+    asks = requests(7, 8)
+    want, heard = expected(lm, asks), [Heard() for _ in asks]
+    engine.start()
+    for ask, each in zip(asks, heard, strict=True):
+        engine.submit(ask, each)
+    assert engine.stop(drain_s=60.0)
+    assert [each.tokens for each in heard] == want
+    with pytest.raises(Stopped):
+        engine.submit(asks[0], Heard())
+    check_empty(engine)
+
+
+def test_what_has_not_ended_when_it_stops_is_cancelled(engine: Engine):
+    engine.open()
+    heard = Heard()
+    engine.submit(Ask([1, 2], Sampling(60, ignore_eos=True)), heard)
+    engine.step()
+    assert not engine.stop()
+    assert (heard.end, heard.updates[-1].error) == ("cancelled", "the engine has stopped")
+    check_empty(engine)
+
+
+CHANGES: tuple[dict[str, Any], ...] = (
+    {"logit_bias": ((3, 100.0),), "ignore_eos": True},
+    {"logit_bias": ((3, 2.0), (5, 2.5), (7, -100.0))},
+    {"stop_token_ids": (1, 4)},
+    {"stop_token_ids": tuple(range(12)), "min_tokens": 9},
+    {"stop_token_ids": tuple(range(20)), "min_tokens": 30, "temperature": 1.0},
+    {"logit_bias": ((2, 5.0), (3, 5.0)), "stop_token_ids": (2,), "min_tokens": 5, "temperature": 0.8, "top_p": 0.9},
+    {"logit_bias": ((2, 1.0),), "repetition_penalty": 1.3, "frequency_penalty": 0.4, "min_tokens": 3, "stop_token_ids": (6, 9)},
+    {},
+)
+
+
+def ended(results: Iterable[Result]) -> list[Any]:
+    """What came of requests, and why it ended."""
+    return [(result.tokens, result.finish_reason, result.stop_reason) for result in results]
+
+
+def test_changed_logits_and_ends_are_those_of_plain_decoding(lm: LanguageModel, engine: Engine):
+    """Biases, tokens that end a request, and tokens that may not end it yet: whatever is drafted, in any company."""
+    rng, asked = np.random.default_rng(3), prompts(3, [int(n) for n in range(5, 45)], vocab=VOCAB)
+    # n-grams find what repeats
+    asked = [tokens + tokens[: len(tokens) // 2] if n % 2 else tokens for n, tokens in enumerate(asked)][:32]
+    samplings = [Sampling(32, seed=n, **CHANGES[n % len(CHANGES)]) for n in range(len(asked))]
+    asks = [Ask(tokens[:60], sampling) for tokens, sampling in zip(asked, samplings, strict=True)]
+    plain = [lm.generate([list(ask.prompt)], ask.sampling, speculative=False)[0] for ask in asks]
+    if isinstance(lm.drafter, DFlash):
+        drafted = [lm.generate([list(ask.prompt) for ask in asks[n : n + 4]], samplings[n : n + 4]) for n in (0, 4)]
+        assert [result for part in drafted for result in ended(part)] == ended(plain[:8])
+    engine.open()
+    heard, tickets = drive(engine, asks, rng)
+    assert [each.tokens for each in heard] == [result.tokens for result in plain]
+    for ask, ticket, result in zip(asks, tickets, plain, strict=True):
+        assert ticket.result is not None
+        assert (ticket.result.finish_reason, ticket.result.stop_reason) == (result.finish_reason, result.stop_reason)
+        least, stops = ask.sampling.min_tokens, {*ask.sampling.stop_token_ids, *lm.target.eos_token_ids}
+        assert not stops & set(result.tokens[:least])
+        assert not set(ask.sampling.stop_token_ids) & set(result.tokens[:-1])
+    assert {result.finish_reason for result in plain} == {"stop", "length"}
+    assert set(plain[0].tokens) == {3}
+    assert sum(len(result.tokens) > ask.sampling.min_tokens > 0 for ask, result in zip(asks, plain, strict=True)) > 5
+    check_empty(engine)
+
+
+def test_plain_decoding_takes_the_best_of_the_changed_logits(lm: LanguageModel):
+    """Against logits of one pass without a cache, changed in NumPy."""
+    if lm.dtype == "bfloat16":
+        pytest.skip("a pass without a cache rounds otherwise")
+    prompt = prompts(4, [7], vocab=VOCAB)[0]
+    asked = Sampling(12, logit_bias=((3, 1.5), (5, -2.0)), stop_token_ids=(1, 2, 4, 8, 3, 6), min_tokens=8)
+    (result,) = lm.generate([prompt], asked, speculative=False)
+    for n, token in enumerate(result.tokens):
+        logits = np.asarray(observed_logits(lm, [*prompt, *result.tokens[:n]]))[-1]
+        changed = adjusted(logits, dict(asked.logit_bias), asked.stop_token_ids if n < 8 else ())
+        assert token == changed.argmax()
+
+
+def test_log_probabilities_are_the_targets_at_each_position(lm: LanguageModel, engine: Engine):
+    """With any drafter, in any company; the prompt's too, though its beginning lies in pages that others have filled."""
+    if lm.dtype == "bfloat16":
+        pytest.skip("a pass without a cache rounds otherwise; tests/decode/test_scores.py holds it against plain decoding")
+    asks = [
+        Ask(list(ask.prompt), ask.sampling, logprobs=3 if n % 2 else None, prompt_logprobs=n % 4 == 1)
+        for n, ask in enumerate(requests(8, 24))
+    ]
+    engine.open()
+    heard, _ = drive(engine, asks, np.random.default_rng(1))
+    assert engine.figures().preemptions > 0
+    check_empty(engine)
+    engine.stop()
+    for n, (ask, each) in enumerate(zip(asks, heard, strict=True)):
+        given = [token.logprobs for update in each.updates for token in update.tokens]
+        prompt = [update.prompt_logprobs for update in each.updates]
+        assert all(one is None for one in prompt[1:])
+        if ask.logprobs is None:
+            assert not any(given)
+            continue
+        text = [*ask.prompt, *each.tokens]
+        logits = np.asarray(observed_logits(lm, text), np.float64)
+        want = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        first = 1 if ask.prompt_logprobs else len(ask.prompt)
+        found = [*(prompt[0] or ()), *given]
+        assert len(found) == len(text) - first
+        for position, one in enumerate(found, first):
+            assert one is not None
+            assert one.logprob == pytest.approx(want[position - 1, text[position]], abs=1e-4), (n, position)
+            assert [value for _, value in one.top] == pytest.approx(sorted(want[position - 1])[:-4:-1], abs=1e-4)
+            assert all(want[position - 1, token] == pytest.approx(value, abs=1e-4) for token, value in one.top)
+
+
+def test_a_prompts_log_probabilities_outlast_a_preemption(lm: LanguageModel, engine: Engine):
+    """Whenever it comes: while the prompt is computed, while rounds are on their way, and later."""
+    ask = Ask(prompts(9, [40], vocab=VOCAB)[0], Sampling(30, ignore_eos=True), logprobs=0, prompt_logprobs=True)
+    told = []
+    engine.open()
+    for steps in (0, 1, 2, 4):
+        heard = Heard()
+        engine.submit(ask, heard)
+        for _ in range(steps):
+            engine.step()
+        for seat in engine.scheduler.seated:
+            engine.scheduler.preempt(seat)
+        while engine.flight:  # what was sent is read before there is a place again
+            engine.read(engine.flight.popleft())
+        while engine.step():
+            pass
+        first = heard.updates[0].prompt_logprobs
+        assert first is not None
+        told.append([one.logprob for one in first])
+        assert len(told[-1]) == len(ask.prompt) - 1
+    assert all(each == pytest.approx(told[0], abs=1e-5) for each in told)
+    check_empty(engine)
+
+
+def observed_logits(lm: LanguageModel, text: list[int]) -> Any:
+    """The target's logits `[T, V]` at each position of a text, in one pass without a cache."""
+    params, config, ops = lm.model.models.target, lm.target, lm.ops
+    ran = decoder.forward_full(config, ops, params, jnp.asarray([[*text, *[0] * (CAPACITY - len(text))]]))
+    return decoder.logits(config, ops, params, ran.hidden)[0, : len(text)]

@@ -1,0 +1,298 @@
+"""Everybody is served, the oldest first, within the pages that there are; nobody writes to a page that another one reads."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tilewright.models.tokenizer import StreamDecoder
+from tilewright.runtime import pages as pages_module
+from tilewright.runtime.output import Request
+from tilewright.runtime.pages import Pages
+from tilewright.runtime.request import Ask, Ticket
+from tilewright.runtime.sampling import Sampling
+from tilewright.runtime.scheduler import Job, Scheduler, Seat
+from tilewright.runtime.shapes import ShapeTable
+
+PAGE, CONTEXT, WIDTH = 4, 48, 4
+TABLE = ShapeTable(batches=(1, 2, 3), capacities=(CONTEXT,), chunks=(8, 16))
+
+
+class NoText(StreamDecoder):
+    """Nothing here reads text."""
+
+    def __init__(self) -> None: ...
+
+    def push(self, ids: Sequence[int]) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+def job(number: int, prompt: list[int], new: int) -> Job:
+    sampling = Sampling(new, ignore_eos=True)
+    return Job(Ticket(Ask(prompt, sampling), number), lambda update: None, Request(0, prompt, sampling, NoText()))
+
+
+def make(pages: int, prefix_cache: bool = True, tapping: tuple[str, ...] = ()) -> Scheduler:
+    return Scheduler(TABLE, Pages(pages, PAGE), CONTEXT, prefix_cache, tapping)
+
+
+class Simulation:
+    """A device that settles a drawn number of tokens for each round, and is read one dispatch late.
+
+    Attributes:
+        written: for each page what was computed for it: (text up to there, position) for each of its entries.
+    """
+
+    def __init__(self, scheduler: Scheduler, rng: np.random.Generator):
+        self.scheduler, self.rng = scheduler, rng
+        self.flight: list[tuple[list[Seat], int]] = []
+        self.done: list[int] = []
+        self.written: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def step(self) -> None:
+        """As the engine steps, with checks of what a device would need."""
+        scheduler = self.scheduler
+        for seat in scheduler.admit():
+            self.check_reads(seat, seat.filled)
+        for _ in range(int(self.rng.integers(1, 4))):
+            chunks = scheduler.next_chunks()
+            if chunks:
+                assert chunks[0].seat is next(seat for seat in scheduler.seated if not seat.prefilled), "the oldest comes first"
+            assert len(chunks) <= max(1, scheduler.table.together[0])
+            for chunk in chunks:
+                assert chunk.size == chunks[0].size
+                assert chunk.count <= chunk.size
+                assert chunk.count > 0 or not chunk.seat.begun, "only the first one may have no position"
+                self.write(chunk.seat, chunk.start, chunk.count)
+                scheduler.filled(chunk)
+        sent = self.send()
+        while len(self.flight) > (1 if sent else 0):
+            self.read(*self.flight.pop(0))
+
+    def send(self) -> bool:
+        asked = self.scheduler.runnable()
+        seats, rounds = self.scheduler.make_room(asked, int(self.rng.integers(1, 9)), WIDTH) if asked else ([], 0)
+        if not seats:
+            return False
+        for seat in seats:
+            reach = self.scheduler.reach(seat, rounds, WIDTH)
+            assert len(seat.pages) * PAGE >= reach, "a block reaches a page that is not there"
+            first = seat.known // PAGE
+            assert all(self.scheduler.pages.holders[page] == 1 for page in seat.pages[first:]), "somebody else reads there"
+        self.scheduler.sent(seats, rounds, WIDTH)
+        self.flight.append((seats, rounds))
+        return True
+
+    def read(self, seats: list[Seat], rounds: int) -> None:
+        for seat in seats:
+            request = seat.job.request
+            new = int(self.rng.integers(rounds, rounds * WIDTH + 1))
+            left = request.end - len(request.prompt) - len(request.tokens)
+            settled = [] if request.finish_reason else self.rng.integers(0, 3, min(new, left)).tolist()
+            here = self.scheduler.seats[seat.slot] is seat
+            before = seat.job.length
+            self.scheduler.read(seat, rounds, WIDTH, len(settled), "eagle3" if self.rng.integers(2) else "ngram")
+            if not settled:
+                continue
+            request.add_round(settled, 0, 0, ())
+            if here:
+                self.write(seat, before - 1, len(settled))
+            if request.finish_reason is not None:
+                self.done.append(seat.job.number)
+                (self.scheduler.leave if here else lambda seat: self.scheduler.drop(seat.job))(seat)
+
+    def write(self, seat: Seat, start: int, count: int) -> None:
+        tokens = tuple(seat.job.tokens)
+        for position in range(start, start + count):
+            self.written[seat.pages[position // PAGE], position % PAGE] = tokens[: position + 1]
+
+    def check_reads(self, seat: Seat, until: int) -> None:
+        """What was found in pages is what this text would compute."""
+        tokens = tuple(seat.job.tokens)
+        for position in range(until):
+            assert self.written[seat.pages[position // PAGE], position % PAGE] == tokens[: position + 1]
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    sizes=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 16)), min_size=1, max_size=14),
+    pages=st.integers(13, 30),
+    prefix_cache=st.booleans(),
+    tapping=st.sampled_from([(), ("eagle3",)]),
+)
+def test_everybody_is_served(seed: int, sizes: list[tuple[int, int]], pages: int, prefix_cache: bool, tapping: tuple[str, ...]):
+    rng = np.random.default_rng(seed)
+    scheduler = make(pages, prefix_cache, tapping)
+    simulation = Simulation(scheduler, rng)
+    waiting = [
+        job(n, [*[1] * (prompt // 2), *rng.integers(0, 2, prompt - prompt // 2).tolist()], new)
+        for n, (prompt, new) in enumerate(sizes)
+    ]
+    asked: list[Job] = []
+    for _ in range(2000):
+        if waiting and rng.integers(3):
+            asked.append(waiting.pop(0))
+            scheduler.wait(asked[-1])
+        simulation.step()
+        numbers = [each.number for each in scheduler.waiting]
+        assert numbers == sorted(numbers)
+        assert scheduler.waiting_tokens == sum(each.queued for each in scheduler.waiting)
+        if not waiting and not scheduler.busy and not simulation.flight:
+            break
+    assert sorted(simulation.done) == list(range(len(sizes)))
+    assert not any(scheduler.pages.holders)
+    assert scheduler.waiting_tokens == 0
+
+
+def test_the_newest_gives_way_and_comes_back_first():
+    scheduler = make(6)
+    for number, length in ((0, 7), (1, 7), (2, 3)):
+        scheduler.wait(job(number, list(range(length)), 12))
+    old, young = scheduler.admit()
+    assert (old.job.number, young.job.number) == (0, 1)
+    chunks = scheduler.next_chunks()
+    assert [chunk.seat for chunk in chunks] == [old, young]
+    for chunk in chunks:
+        scheduler.filled(chunk)
+    seats, rounds = scheduler.make_room(scheduler.runnable(), 2, WIDTH)
+    assert (seats, rounds) == ([old], 1)
+    assert [each.number for each in scheduler.waiting] == [1, 2]
+    assert (young.job.ticket.preemptions, scheduler.preemptions) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sizes"),
+    [
+        ([40, 300, 50, 60, 30], [[39, 49, 59, 29], [256], [43]]),  # all short ones at once, before what is long but not older
+        ([300, 40, 50, 60, 30], [[256], [43, 39, 49, 59], [16], [13]]),
+        ([10, 12], [[9], [11]]),  # so short that apart they are less work
+        ([60, 60], [[59], [59]]),
+        ([60, 60, 60], [[59, 59, 59]]),
+    ],
+)
+def test_short_prompts_are_computed_together_where_that_is_less_work(lengths: list[int], sizes: list[list[int]]):
+    table = ShapeTable(batches=(1, 8), capacities=(512,), chunks=(16, 64, 256))
+    assert table.together == (4, 64)
+    scheduler = Scheduler(table, Pages(64, 64), 512, False)
+    for number, length in enumerate(lengths):
+        scheduler.wait(job(number, [1] * length, 8))
+    scheduler.admit()
+    found = []
+    while chunks := scheduler.next_chunks():
+        found.append([chunk.count for chunk in chunks])
+        for chunk in chunks:
+            scheduler.filled(chunk)
+    assert found == sizes
+
+
+def test_rounds_are_fewer_before_anybody_gives_way():
+    scheduler = make(5)
+    scheduler.wait(job(0, [1, 2, 3], 40))
+    (seat,) = scheduler.admit()
+    (chunk,) = scheduler.next_chunks()
+    scheduler.filled(chunk)
+    assert scheduler.make_room([seat], 8, WIDTH) == ([seat], 2)
+    assert len(seat.pages) == 4
+
+
+def test_a_context_that_fell_behind_keeps_no_page_beyond_it():
+    scheduler = make(12, tapping=("eagle3",))
+    first = job(0, list(range(9)), 12)
+    scheduler.wait(first)
+    (seat,) = scheduler.admit()
+    prefill(scheduler)
+    scheduler.sent([seat], 2, WIDTH)
+    scheduler.read(seat, 2, WIDTH, 8, "ngram")
+    first.request.add_round(list(range(9, 17)), 0, 0, ())
+    scheduler.leave(seat)
+    again = job(1, list(range(17)), 4)
+    scheduler.wait(again)
+    (seat,) = scheduler.admit()
+    assert seat.filled == 8, "the prompt's full pages, and none of those that only the target has"
+
+
+def test_a_page_is_found_by_the_next_request_once_it_was_sent():
+    scheduler = make(12)
+    scheduler.wait(job(0, list(range(10)), 4))
+    scheduler.wait(job(1, list(range(10)), 4))
+    first, second = scheduler.admit()
+    assert (first.filled, second.filled) == (0, 0), "nothing was computed yet"
+    prefill(scheduler)
+    scheduler.wait(job(2, list(range(10)), 4))
+    (third,) = scheduler.admit()
+    assert third.filled == 8
+    assert third.pages[:2] == first.pages[:2]
+    assert third.job.ticket.cached_tokens == 8
+    assert scheduler.prefix_hits == 8
+
+
+class Hashed:
+    """Stands before the hash function, and counts the tokens that go through it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.tokens, self.real = 0, pages_module.hashlib.blake2b
+        monkeypatch.setattr(pages_module.hashlib, "blake2b", self)
+
+    def __call__(self, data: bytes, digest_size: int) -> object:
+        self.tokens += len(data) // 4
+        return self.real(data, digest_size=digest_size)
+
+
+def prefill(scheduler: Scheduler) -> None:
+    """Computes all prompts that have a slot."""
+    while chunks := scheduler.next_chunks():
+        for chunk in chunks:
+            scheduler.filled(chunk)
+
+
+def run_alone(scheduler: Scheduler, asked: Job) -> None:
+    """Prefills and generates a token a round, until it has ended."""
+    scheduler.wait(asked)
+    (seat,) = scheduler.admit()
+    prefill(scheduler)
+    while asked.request.finish_reason is None:
+        scheduler.make_room([seat], 1, WIDTH)
+        scheduler.sent([seat], 1, WIDTH)
+        scheduler.read(seat, 1, WIDTH, 1)
+        asked.request.add_round([len(asked.request.tokens)], 0, 0, ())
+    scheduler.leave(seat)
+
+
+def test_each_page_of_a_text_is_hashed_once_however_many_pieces_it_comes_in(monkeypatch: pytest.MonkeyPatch):
+    table = ShapeTable(batches=(1,), capacities=(4096,), chunks=(8, 16))
+    most = PAGE + 1 + 4  # a page, the token behind it, and the key of the one before
+    for length in (500, 1000, 2000):
+        hashed = Hashed(monkeypatch)
+        scheduler = Scheduler(table, Pages(1024, PAGE), 4096, True)
+        asked = job(0, list(range(length)), 30)
+        run_alone(scheduler, asked)
+        monkeypatch.undo()
+        assert 0 < hashed.tokens <= most * (length + 30) / PAGE
+        again = job(1, [*asked.tokens, 5], 4)
+        scheduler.wait(again)
+        (seat,) = scheduler.admit()
+        assert seat.filled == (length + 29) // PAGE * PAGE, "what was generated is found, too"
+
+
+def test_a_blocked_head_of_the_queue_is_hashed_once(monkeypatch: pytest.MonkeyPatch):
+    scheduler = make(12)
+    scheduler.wait(job(0, list(range(30)), 10))
+    (first,) = scheduler.admit()
+    prefill(scheduler)
+    scheduler.wait(job(1, [*range(29), *range(14)], 4))
+    hashed = Hashed(monkeypatch)
+    assert scheduler.admit() == []
+    once = hashed.tokens
+    assert once > 0
+    for _ in range(50):
+        assert scheduler.admit() == []
+    assert hashed.tokens == once
+    scheduler.leave(first)
+    (second,) = scheduler.admit()
+    assert second.filled == 28, "what they share was found"

@@ -1,0 +1,184 @@
+"""The queue between threads: nothing asked or given up is lost, whenever it comes; a request is there until it has ended."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from runtime.support import Heard
+from server.fake import FakeEngine
+from tilewright.runtime.request import Ask, Stopped
+from tilewright.runtime.sampling import Sampling
+
+LONG = Ask([1, 2, 3], Sampling(600, ignore_eos=True))
+
+
+class Watched(threading.Condition):
+    """A lock after whose n-th release on the thread that made it something happens, once."""
+
+    def __init__(self, then: Callable[[], None], release: int):
+        super().__init__()
+        self.then, self.left, self.thread = then, release, threading.get_ident()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if threading.get_ident() == self.thread:
+            self.left -= 1
+            if not self.left:
+                self.then()
+
+
+def elsewhere(work: Callable[[], None]) -> None:
+    """Does it on another thread, and waits for it."""
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive(), "the other thread was held up"
+
+
+def steps(engine: FakeEngine) -> None:
+    """Until there is nothing to do; the requests of these tests take 200 rounds where they are not given up."""
+    left = 50
+    while engine.step():
+        left -= 1
+        assert left, "a request runs on that nobody waits for"
+
+
+@pytest.mark.parametrize("release", range(1, 5))
+def test_what_is_asked_and_given_up_between_two_looks_of_a_step_ends(release: int):
+    engine, heard = FakeEngine(), Heard()
+    engine.open()
+    engine.submit(Ask([1, 2], Sampling(4)), Heard())
+
+    def come_and_go() -> None:
+        elsewhere(lambda: engine.cancel(engine.submit(LONG, heard)))
+
+    engine.wake = Watched(come_and_go, release)
+    steps(engine)
+    assert heard.end == "cancelled"
+    assert (len(engine.there), engine.figures().running, engine.figures().waiting) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("release", range(1, 5))
+def test_a_request_that_was_asked_before_may_be_given_up_at_any_time(release: int):
+    engine, heard = FakeEngine(), Heard()
+    engine.open()
+    ticket = engine.submit(LONG, heard)
+    engine.wake = Watched(lambda: elsewhere(lambda: engine.cancel(ticket)), release)
+    steps(engine)
+    assert heard.end == "cancelled"
+
+
+def test_an_engine_is_busy_until_a_request_has_ended(monkeypatch: pytest.MonkeyPatch):
+    """Also while a step moves it from one list to another, which others may look at meanwhile."""
+    engine, heard, seen = FakeEngine(), Heard(), list[bool]()
+    real = engine.scheduler
+
+    def watched(name: str) -> Callable[..., Any]:
+        move = getattr(real, name)
+
+        def moved(*given: Any) -> Any:
+            elsewhere(lambda: seen.append(engine.busy))
+            result = move(*given)
+            elsewhere(lambda: seen.append(engine.busy))
+            return result
+
+        return moved
+
+    for name in ("wait", "drop", "preempt"):
+        monkeypatch.setattr(real, name, watched(name))
+    engine.open()
+    engine.submit(Ask([1, 2], Sampling(40, ignore_eos=True)), heard)
+    for _ in range(3):
+        engine.step()
+    (seat,) = real.seated
+    real.preempt(seat)
+    while engine.step():
+        continue
+    assert (heard.end, len(seen), all(seen)) == ("length", 10, True)
+    assert not engine.busy
+
+
+def test_the_queue_counts_what_a_step_takes_in(monkeypatch: pytest.MonkeyPatch):
+    """Whoever looks while a request goes from what was asked into the queue finds it in exactly one of them."""
+    engine, found = FakeEngine(), list[tuple[int, int]]()
+    engine.open()
+    for _ in range(3):
+        engine.submit(LONG, Heard())
+    wait, looks = engine.scheduler.wait, list[threading.Thread]()
+
+    def look() -> None:
+        figures = engine.figures()
+        found.append((figures.waiting, figures.waiting_tokens))
+
+    def waited(job: Any) -> None:
+        looks.append(threading.Thread(target=look))
+        looks[-1].start()
+        looks[-1].join(0.05)  # it may have to wait until the step has taken all of them in
+        wait(job)
+
+    monkeypatch.setattr(engine.scheduler, "wait", waited)
+    monkeypatch.setattr(engine, "fill", lambda: 0)
+    engine.step()
+    for each in looks:
+        each.join(20)
+    assert found == [(3, 9)] * 3
+
+
+def test_an_engine_that_was_stopped_does_not_begin():
+    engine = FakeEngine()
+    assert engine.stop()
+    with pytest.raises(Stopped, match="stopped before it began"):
+        engine.start()
+    with pytest.raises(Stopped, match="takes no requests"):
+        engine.submit(LONG, Heard())
+    assert (engine.ready, engine.thread) == (False, None)
+
+
+@pytest.mark.parametrize("again", range(10))
+def test_stopping_and_starting_at_once_leaves_nobody_waiting(again: int):
+    """Whichever comes first: no request is taken that no thread runs."""
+    engine, heard, refused, together = FakeEngine(), Heard(), list[Stopped](), threading.Barrier(2)
+
+    def begin() -> None:
+        together.wait()
+        try:
+            engine.start()
+            engine.submit(LONG, heard)
+        except Stopped as error:
+            refused.append(error)
+
+    other = threading.Thread(target=begin)
+    other.start()
+    together.wait()
+    engine.stop()
+    other.join(20)
+    assert bool(refused) != heard.ended
+    assert not engine.ready
+
+
+def test_a_request_given_up_while_the_thread_sleeps_is_ended_at_once(monkeypatch: pytest.MonkeyPatch):
+    """The thread that steps is woken, and does not sleep through what came just before it lay down."""
+    engine, heard, slept = FakeEngine(), Heard(), threading.Event()
+    monkeypatch.setattr("tilewright.runtime.service.IDLE_S", 3600.0)
+    ended = threading.Event()
+    real = engine.step
+
+    def step() -> bool:
+        worked = real()
+        if not worked and not slept.is_set():
+            slept.set()
+            elsewhere(lambda: engine.cancel(engine.submit(LONG, told)))
+        return worked
+
+    def told(update: Any) -> None:
+        heard(update)
+        if heard.ended:
+            ended.set()
+
+    monkeypatch.setattr(engine, "step", step)
+    engine.start()
+    assert ended.wait(20)
+    assert heard.end == "cancelled"
+    assert engine.stop()

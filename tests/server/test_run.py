@@ -1,0 +1,69 @@
+"""A server's beginning and end, where they meet, and requests whose client goes while they are submitted."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+
+import tilewright as tw
+from server.fake import FakeEngine
+from tilewright.runtime.request import Ticket
+from tilewright.server import run
+from tilewright.server.api import Api, ServerOptions
+from tilewright.server.schema import CompletionBody
+
+
+class Startled(FakeEngine):
+    """Is told to stop after it has warmed and before it begins."""
+
+    def start(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        until = time.monotonic() + 20
+        while not self.ending and time.monotonic() < until:
+            time.sleep(0.001)
+        super().start()
+
+
+def test_a_server_told_to_stop_as_its_engine_begins_ends_in_peace(monkeypatch: pytest.MonkeyPatch):
+    engine, said = Startled(), list[str]()
+    api = Api(engine, ServerOptions("demo", tw.__version__))
+    monkeypatch.setattr(engine, "warm", lambda console: None)
+    monkeypatch.setattr(run.os, "_exit", lambda status: None)  # where the warming thread is not quite done
+    with run.listen("127.0.0.1", 0) as listening:
+        run.Server(api, 0.0, lambda: said.append("ready")).run(listening)
+    assert said == []
+    assert (engine.ready, engine.thread) == (False, None)
+
+
+def test_what_is_submitted_after_the_client_has_gone_is_given_up(monkeypatch: pytest.MonkeyPatch):
+    """A thread submits while the event loop cancels."""
+    engine = FakeEngine()
+    engine.open()
+    api = Api(engine, ServerOptions("demo", tw.__version__))
+    submitting, gone, tickets, real = threading.Event(), threading.Event(), list[Ticket](), engine.submit
+
+    def submit(*given: Any, **named: Any) -> Ticket:
+        tickets.append(real(*given, **named))
+        submitting.set()
+        assert gone.wait(20)
+        return tickets[-1]
+
+    async def leave() -> None:
+        body = CompletionBody(prompt="a b c", max_tokens=600, n=2)
+        asking = asyncio.ensure_future(api.start(body))
+        await asyncio.get_running_loop().run_in_executor(None, submitting.wait, 20)
+        asking.cancel()
+        await asyncio.wait([asking])
+        gone.set()
+
+    monkeypatch.setattr(engine, "submit", submit)
+    asyncio.run(leave())
+    api.threads.shutdown()
+    assert [ticket.given_up for ticket in tickets] == [True, True]
+    while engine.step():
+        continue
+    assert engine.figures().ended == {"cancelled": 2}

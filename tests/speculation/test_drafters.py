@@ -1,0 +1,404 @@
+"""Every kind of drafter in the engine: its tokens are those of plain decoding, its rounds do and report what they should."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from llm.support import build, check_same_as_autoregressive, prompts, state_of, tokens_of
+from reference.dflash2_numpy import as_dflash2
+from reference.dflash_numpy import Pair, Target, as_folders, autoregressive_greedy, cut, random_pair
+from reference.eagle3_numpy import Chain, as_folder, random_eagle3
+from tilewright.kernels.paged.xla import in_rows
+from tilewright.kernels.select import PLAIN
+from tilewright.llm.language_model import LanguageModel, load
+from tilewright.models import decoder, dflash, eagle3
+from tilewright.models.checkpoint import read_config
+from tilewright.runtime.cache import Ring
+from tilewright.runtime.sampling import Sampling
+from tilewright.runtime.shapes import ShapeTable
+from tilewright.runtime.state import DecodeState, Models
+from tilewright.speculation.drafters.blockwise import Blockwise
+from tilewright.speculation.drafters.dflash import DFlash
+from tilewright.speculation.drafters.dflash2 import DFlash2
+from tilewright.speculation.drafters.eagle3 import Eagle3
+from tilewright.speculation.drafters.load import DrafterOptions, load_dflash
+from tilewright.speculation.drafters.ngram import NGram
+from tilewright.speculation.team import Team
+
+NEW, BLOCK = 24, 4
+VOCAB, DRAFT_VOCAB = 16, 12
+TABLE = ShapeTable(batches=(1, 8), capacities=(64,), chunks=(8,))
+PAIR = random_pair(0, vocab_size=VOCAB, target_layers=1, drafter_layers=1, taps=[0], block_size=BLOCK)
+"""With so few tokens even random drafts are accepted now and then."""
+PAIR2 = as_dflash2(PAIR, window=6, sliding=[0], output_multiplier=0.5, final_logit_softcapping=8.0, input_embedding_scale=0.5)
+EAGLE3 = random_eagle3(0, PAIR.target_config, taps=[0], draft_vocab_size=DRAFT_VOCAB)
+DEEP = random_pair(0, vocab_size=VOCAB, target_layers=3, drafter_layers=1, taps=[0])
+ASKED = prompts(0, [1, 1, 2, 3, 9, 14, 21, 33], vocab=VOCAB)
+GREEDY = Sampling(NEW)
+PENALISED = Sampling(
+    NEW, temperature=1.0, top_p=0.9, min_p=0.05, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.1, seed=6
+)
+REQUESTS = [
+    Sampling(NEW, temperature=1.0, seed=1), GREEDY, Sampling(NEW, temperature=0.7, top_p=0.8, seed=2), PENALISED,
+    replace(PENALISED, temperature=0.0), GREEDY, Sampling(NEW - 5, temperature=1.5, top_k=6, seed=3), PENALISED,
+]  # fmt: skip
+KINDS: dict[str, tuple[str | None, dict[str, Any]]] = {
+    "dflash": ("dflash", {"block_size": BLOCK}),
+    "dflash, window": ("dflash", {"block_size": BLOCK, "draft_window": 3}),
+    "dflash, refined": ("dflash", {"block_size": BLOCK, "refine": 1}),
+    "dflash2": ("dflash2", {"block_size": BLOCK}),
+    "dflash2, sampled": ("dflash2", {"block_size": BLOCK, "walk": "sampled", "draft_window": 3}),
+    "eagle3": ("eagle3", {"block_size": BLOCK}),
+    "eagle3, window": ("eagle3", {"block_size": BLOCK, "draft_window": 3}),
+    "ngram": ("ngram", {"block_size": BLOCK}),
+    "none": (None, {"block_size": BLOCK}),
+}
+"""What to load, and how. All windows that are given are shorter than the block."""
+
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Any]:
+    """Where each kind of drafter is, and the target's folder under "target"."""
+    folder = tmp_path_factory.mktemp("pair")
+    target, drafter = as_folders(folder, PAIR)
+    _, second = as_folders(folder / "2", PAIR2)
+    chain = as_folder(folder / "e", *EAGLE3)
+    return {"target": target, "dflash": drafter, "dflash2": second, "eagle3": chain, "ngram": "ngram", None: None}
+
+
+@pytest.fixture(scope="module")
+def plain(folders: dict[str | None, Any]) -> LanguageModel:
+    return load(folders["target"], table=TABLE)
+
+
+@pytest.fixture(scope="module")
+def greedy_alone(plain: LanguageModel) -> list[list[int]]:
+    return tokens_of(plain, ASKED, GREEDY, speculative=False, batch=1)
+
+
+@pytest.fixture(scope="module")
+def sampled_alone(plain: LanguageModel) -> list[list[int]]:
+    return tokens_of(plain, ASKED, REQUESTS, speculative=False, batch=1)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def drafting(request: pytest.FixtureRequest, folders: dict[str | None, Any]) -> LanguageModel:
+    source, settings = KINDS[request.param]
+    return load(folders["target"], folders[source], table=TABLE, **settings)
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_greedy_equals_plain_decoding(drafting: LanguageModel, greedy_alone: list[list[int]], batch: int):
+    """Also the rows of one token, before which no drafter has anything to read."""
+    lengths = check_same_as_autoregressive(drafting, ASKED, GREEDY, batch, greedy_alone)
+    assert drafting.drafter is not None
+    assert max(lengths) == 1 if drafting.drafter.name == "none" else max(lengths) >= 2
+
+
+def test_a_row_drafts_what_it_drafts_alone(drafting: LanguageModel):
+    """Round by round, but for the rows of one token: their first drafts come from nothing and may be anything."""
+    together = drafting.generate(ASKED, GREEDY)
+    assert [drafting.generate([prompt], GREEDY)[0] for prompt in ASKED[2:]] == together.results[2:]
+
+
+@pytest.mark.parametrize("drafting", ["dflash", "dflash2, sampled", "eagle3", "ngram", "none"], indirect=True)
+def test_sampled_rows_equal_plain_decoding(drafting: LanguageModel, sampled_alone: list[list[int]]):
+    """Penalised, filtered and greedy rows in one batch, each with its seed."""
+    check_same_as_autoregressive(drafting, ASKED, REQUESTS, 8, sampled_alone)
+
+
+def test_what_is_loaded(drafting: LanguageModel):
+    drafter = drafting.drafter
+    assert drafter is not None
+    assert not isinstance(drafter, Team)
+    assert drafter.block_size == BLOCK
+    kinds = {"dflash": DFlash, "dflash2": DFlash2, "eagle3": Eagle3, "ngram": NGram, "none": Blockwise}
+    assert type(drafter) is kinds[drafter.name]
+    assert drafter.reads_target_head == drafter.name.startswith("dflash")
+
+
+def test_a_published_eagle3_drafts_seven_tokens(folders: dict[str | None, Any]):
+    drafter = load(folders["target"], folders["eagle3"], table=TABLE).drafter
+    assert drafter is not None
+    assert drafter.block_size == 8
+
+
+def test_a_drafter_is_changed_and_the_target_shared(plain: LanguageModel, greedy_alone: list[list[int]], folders: Any):
+    options = DrafterOptions(block_size=3)
+    for source in ("eagle3", "dflash"):
+        other = plain.with_drafter(*plain.load_drafter(str(folders[source]), options))
+        assert other.model.models.target is plain.model.models.target
+        assert other.drafter is not None
+        assert other.drafter.block_size == 3
+        assert other.generate(ASKED[2:3], GREEDY)[0].tokens == greedy_alone[2]
+    assert plain.drafter is None
+    assert other.with_drafter(None).drafter is None
+
+
+@pytest.mark.parametrize(
+    ("source", "settings", "message"),
+    [
+        ("eagle3", {"block_size": 1}, "expected a block size of at least 2, found 1"),
+        ("eagle3", {"draft_window": 0}, "expected a draft window of at least 1, found 0"),
+        ("eagle3", {"refine": 1}, "refining needs a DFlash drafter; this is an EAGLE-3 one"),
+        ("dflash", {"refine": -1}, "expected 0 or more refining passes, found -1"),
+        ("ngram", {"block_size": 1}, "expected a block size of at least 2, found 1"),
+        ("ngram", {"draft_window": 4}, "a draft window needs a drafter with weights; n-gram drafting has no weights"),
+        ("ngram", {"drafter_dtype": "bfloat16"}, "a drafter dtype needs a drafter with weights; n-gram"),
+        ("ngram", {"refine": 1}, "refining needs a DFlash drafter; n-gram drafting has no weights"),
+        ("dflash2", {"walk": "random"}, "expected the walk to be greedy or sampled, found 'random'"),
+        ("dflash2", {"block_size": 5}, "expected a block size from 2 to the drafter's 4, found 5"),
+        ("dflash", {"walk": "greedy"}, "a walk needs a DFlash 2 drafter; this is a DFlash one"),
+        ("eagle3", {"walk": "greedy"}, "a walk needs a DFlash 2 drafter; this is an EAGLE-3 one"),
+        ("ngram", {"walk": "greedy"}, "a walk needs a DFlash 2 drafter; n-gram drafting has no weights"),
+        (None, {"block_size": 1}, "expected a block size of at least 2, found 1"),
+    ],
+)
+def test_options_that_do_not_go_with_a_drafter(folders: Any, source: str | None, settings: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        load(folders["target"], folders[source], table=TABLE, **settings)
+
+
+def test_an_eagle3_drafter_that_does_not_fit(tmp_path: Path):
+    other = random_pair(0, vocab_size=VOCAB, hidden_size=48, target_layers=1, drafter_layers=1, taps=[0])
+    target, _ = as_folders(tmp_path, other)
+    with pytest.raises(ValueError, match="does not fit the target: target_hidden_size is 32 but the target's is 48"):
+        load(target, as_folder(tmp_path / "eagle3", *EAGLE3), table=TABLE)
+
+
+# EAGLE-3, round by round
+
+
+def skilled_chain(asked: Sequence[list[int]], steps: int) -> Chain:
+    """A random drafter whose head was fitted, by ridge regression, to the target's own texts after `asked`."""
+    target = Target(DEEP.target_config, DEEP.target_tensors)
+    config, tensors = random_eagle3(0, DEEP.target_config, taps=[0, 2], draft_vocab_size=DRAFT_VOCAB)
+    chain, outputs, wanted = Chain(config, tensors, target), [], []
+    for prompt in asked:
+        text = [*prompt, *autoregressive_greedy(target, prompt, NEW + steps)]
+        features = chain.fuse(target.run(text)[1])
+        for known in range(max(len(prompt) - 1, 1), len(text) - steps):
+            right = text[known + 1 : known + 1 + steps]
+            drafted = chain.draft(text[: known + 1], features, steps, forced=right)
+            outputs += [x for x, token in zip(drafted.outputs, right, strict=True) if token in chain.map]
+            wanted += [chain.map.index(token) for token in right if token in chain.map]
+    a, b = chain.norm(np.stack(outputs), "norm"), np.eye(DRAFT_VOCAB)[wanted]
+    head = np.linalg.solve(a.T @ a + 0.1 * np.eye(a.shape[1]), a.T @ b).T
+    return Chain(config, {**tensors, "lm_head.weight": head.astype(np.float32)}, target)
+
+
+def reference_drafts(chain: Chain, text: list[int], window: int | None, steps: int) -> list[int]:
+    """What the reference drafts after `text`. As only distances count, a window is a text that begins later."""
+    features, known = chain.fuse(chain.target.run(text)[1]), len(text) - 1
+    first = 0 if window is None else max(0, known - window)
+    draft = chain.draft(text[first:], features[first:known], steps)
+    best = np.sort(draft.logits, axis=1)
+    assert (best[:, -1] - best[:, -2]).min() > 1e-5, "rounding must not be able to turn a choice"
+    return draft.tokens
+
+
+def compare_rounds(lm: LanguageModel, chain: Chain, asked: Sequence[list[int]], window: int | None) -> list[int]:
+    """Holds every round of every row against the reference. Returns how many drafts each accepted."""
+    assert lm.drafter is not None
+    drafter, seen = lm.drafter.turn(None), []
+    propose = jax.jit(partial(drafter.propose, lm.model.target))
+    session, texts = lm.start(asked, GREEDY), [list(prompt) for prompt in asked]
+    session.prefill()
+    while not session.finished:
+        state, numbers = state_of(session)
+        proposal = propose(lm.model.models, state)
+        pieces = session.advance(1)
+        for number, block, count in zip(numbers, *(np.asarray(x).tolist() for x in proposal), strict=True):
+            row, text = session.rows[number], texts[number]
+            drafts = block[1:]
+            assert block[0] == text[-1]
+            assert count == len(drafts) == drafter.block_size - 1
+            if len(text) > 1:  # a single token has no feature before it: anything may be drafted
+                assert drafts == reference_drafts(chain, text, window, len(drafts))
+            choices = chain.target.run([*text, *drafts])[0][len(text) - 1 :].argmax(axis=1).tolist()
+            agrees = [draft == choice for draft, choice in zip(drafts, choices, strict=False)]
+            accepted = [*agrees, False].index(False)
+            emitted = cut([*drafts[:accepted], choices[accepted]], NEW - len(text) + len(asked[number]), ())
+            own = [piece for piece in pieces if piece.row == number]
+            assert [piece.token for piece in own] == emitted
+            assert [piece.drafted for piece in own] == ([True] * accepted + [False])[: len(emitted)]
+            assert (row.drafted[-1], row.accepted[-1]) == (len(drafts), accepted)
+            assert row.acceptance_lengths[-1] == len(emitted)
+            text += emitted
+            seen.append(accepted)
+    return seen
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_eagle3_rounds_equal_the_reference(tmp_path: Path, window: int | None):
+    asked = [ASKED[0], ASKED[3], ASKED[5]]
+    chain = skilled_chain(asked, BLOCK - 1)
+    assert chain.map != list(range(DRAFT_VOCAB))
+    lm = build(tmp_path, DEEP, table=TABLE)
+    config, params = eagle3.load(as_folder(tmp_path / "made", chain.config, chain.tensors), lm.target, jnp.float32)
+    eagle3.save(tmp_path / "saved", config, params, jnp.float32)
+    saved = load(tmp_path / "target", tmp_path / "saved", block_size=BLOCK, draft_window=window, table=TABLE)
+    seen = compare_rounds(saved, chain, asked, window)
+    assert {0, 1, 2} <= set(seen)
+    if window is None:
+        assert BLOCK - 1 in seen
+
+
+# DFlash
+
+
+def test_refining_reads_the_drafts_in_place_of_the_masks(folders: dict[str | None, Any]):
+    lm = load(folders["target"], folders["dflash"], block_size=BLOCK, table=TABLE)
+    session, drafter = lm.start(ASKED[5:6], GREEDY), lm.drafter
+    session.prefill()
+    assert isinstance(drafter, DFlash)
+
+    @jax.jit
+    def passes(models: Models, state: DecodeState) -> tuple[jax.Array, list[jax.Array]]:
+        block = drafter.propose(lm.model.target, models, state).block
+        drafts = [block[:, 1:]]
+        for _ in range(2):
+            block = jnp.concatenate([block[:, :1], drafts[-1]], axis=1)
+            drafts.append(drafter.fill(lm.model.target, models, state, block))
+        return replace(drafter, refine=2).propose(lm.model.target, models, state).block, drafts
+
+    refined, drafts = passes(lm.model.models, state_of(session)[0])
+    np.testing.assert_array_equal(refined[:, 1:], drafts[2])
+    assert (np.asarray(drafts[0]) != np.asarray(drafts[1])).any()
+
+
+def test_the_scale_of_the_blocks_embeddings(folders: dict[str | None, Any]):
+    inner = PAIR.drafter_config["dflash_config"] | {"input_embedding_scale": 2.0}
+    scaled = dflash.config_from_hf(PAIR.drafter_config | {"dflash_config": inner})
+    fields, target = read_config(folders["dflash"]), decoder.config_from_hf(PAIR.target_config)
+    config, params = load_dflash(folders["dflash"], fields, target, "float32", None)
+    assert scaled == replace(config, input_embedding_scale=2.0) == dflash.config_from_hf(dflash.config_to_hf(scaled))
+    embedded = np.random.default_rng(0).normal(size=(2, 3, config.hidden_size)).astype(np.float32)
+    positions = np.arange(3)[None] + np.array([[4], [9]], np.int32)
+
+    @partial(jax.jit, static_argnums=0)
+    def run(config: dflash.DFlashConfig, x: jax.Array) -> jax.Array:
+        pairs = dflash.context_kv(config, PLAIN, params, jnp.asarray(embedded), jnp.asarray(positions - 3))
+        context, seen = tuple(Ring(*pair) for pair in pairs), jnp.array([3, 3])
+        return dflash.run_block(config, PLAIN, params, x, jnp.asarray(positions), context, dflash.attend_context, seen)
+
+    np.testing.assert_allclose(run(scaled, embedded), run(config, 2 * embedded), rtol=1e-5)
+    assert not np.allclose(run(scaled, embedded), run(config, embedded), rtol=1e-2)
+
+
+def test_fields_that_change_no_argmax_are_read_over():
+    plain = dflash.config_from_hf(PAIR.drafter_config)
+    for changed in (
+        {"output_multiplier": 0.25, "final_logit_softcapping": 30.0},
+        {"output_multiplier": None, "final_logit_softcapping": None},
+        {"final_logit_softcapping": 0, "is_causal": False, "input_embedding_scale": 1},
+        {"sliding_window": 4096, "use_sliding_window": False},
+    ):
+        assert dflash.config_from_hf(PAIR.drafter_config | changed) == plain
+        inside = PAIR.drafter_config["dflash_config"] | changed
+        assert dflash.config_from_hf(PAIR.drafter_config | {"dflash_config": inside}) == plain
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"is_causal": True}, "is_causal=True is not supported"),
+        ({"layer_types": ["sliding_attention"]}, r"layer_types=\['sliding_attention'\] is not supported"),
+        ({"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window=True is not supported"),
+        ({"layer_types": None, "sliding_window": 4096}, "sliding_window=4096 is not supported"),
+        ({"input_embedding_scale": 0}, "input_embedding_scale must be a positive number, found 0"),
+        ({"output_multiplier": -1.0}, "output_multiplier must be a positive number, found -1.0"),
+        ({"final_logit_softcapping": -30.0}, "final_logit_softcapping must be a positive number, found -30.0"),
+        ({"sample_from_anchor": True}, "sample_from_anchor=True is not supported"),
+        ({"architectures": ["Qwen3DSparkModel"]}, "architectures=.'Qwen3DSparkModel'. is not supported"),
+    ],
+)
+@pytest.mark.parametrize("inside", [False, True])
+def test_newer_fields_that_stop_the_load_are_named(tmp_path: Path, change: dict[str, Any], message: str, inside: bool):
+    config = PAIR.drafter_config | change
+    if inside:
+        config = PAIR.drafter_config | {"dflash_config": PAIR.drafter_config["dflash_config"] | change}
+        if change.get("layer_types", "") is None:
+            config["layer_types"] = None
+    if inside and "architectures" in change:
+        message = "dflash_config has unknown fields: architectures"
+    target, drafter = as_folders(tmp_path, replace(PAIR, drafter_config=config))
+    with pytest.raises(ValueError, match=message):
+        load(target, drafter, table=TABLE)
+
+
+def test_what_only_later_drafters_have_is_named():
+    later = {"conv_kernel_size": 2, "selector_rank": 256}
+    config = PAIR.drafter_config | {"dflash_config": PAIR.drafter_config["dflash_config"] | later}
+    with pytest.raises(ValueError, match="dflash_config has unknown fields: conv_kernel_size, selector_rank"):
+        dflash.config_from_hf(config)
+    with pytest.raises(ValueError, match=r"dflash_config must be an object, found \[1\]"):
+        dflash.config_from_hf(PAIR.drafter_config | {"dflash_config": [1]})
+
+
+# N-gram
+
+
+def counting_pair(vocab: int = 8) -> Pair:
+    """A target that counts: after token i comes i + 1, and 0 after the last."""
+    pair = random_pair(0, vocab_size=vocab, target_layers=1, drafter_layers=1, taps=[0])
+    tensors = dict(pair.target_tensors)
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        tensors[f"model.layers.0.{name}.weight"] = np.zeros_like(tensors[f"model.layers.0.{name}.weight"])
+    tensors["model.norm.weight"] = np.ones_like(tensors["model.norm.weight"])
+    tensors["lm_head.weight"] = np.roll(tensors["model.embed_tokens.weight"], 1, axis=0)
+    return replace(pair, target_tensors=tensors)
+
+
+def counter(folder: Path, drafter: NGram) -> LanguageModel:
+    return load(as_folders(folder, counting_pair())[0], table=TABLE).with_drafter(drafter)
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_ngram_rounds_by_hand(tmp_path: Path, idle: bool):
+    """Nothing is found until the count has come round to its first two tokens; from then on every draft is right."""
+    result = counter(tmp_path, NGram(5, may_be_idle=idle)).generate([[0, 1]], Sampling(20))[0]
+    assert result.tokens == [n % 8 for n in range(2, 22)]
+    assert result.drafted == [0] * 8 + [4, 4, 4]
+    assert result.accepted == [0] * 8 + [4, 4, 4]
+    assert result.acceptance_lengths == [1] * 8 + [5, 5, 2], "the last round is cut by the length limit"
+
+
+def test_tokens_of_a_cut_round_are_drafted_ones(tmp_path: Path):
+    session = counter(tmp_path, NGram(5)).start([[0, 1]], Sampling(20))
+    drafted = [piece.drafted for piece in session.advance()]
+    assert drafted == [False] * 8 + ([True] * 4 + [False]) * 2 + [True, True]
+
+
+def test_a_round_without_a_proposal_is_a_plain_step(tmp_path: Path):
+    """Seen by what it wrote to the target's cache: one position, or as many as a block has."""
+    for idle, written in ((True, 9), (False, 24)):
+        session = counter(tmp_path, NGram(16, may_be_idle=idle)).start([[*range(8), 0]], Sampling(NEW))
+        session.prefill()
+        session.advance(1)
+        assert session.rows[0].drafted == [0]
+        (state, _), pages = state_of(session), session.engine.scheduler.seated[0].pages
+        keys = in_rows(state.target_cache[0].pool.k, jnp.asarray([pages], jnp.int32))  # type: ignore[attr-defined]
+        assert int(np.flatnonzero(np.abs(np.asarray(keys)).max(axis=(0, 1, 3)))[-1]) + 1 == written
+
+
+def test_rows_that_find_something_and_rows_that_do_not(tmp_path: Path):
+    lm = counter(tmp_path, NGram(5))
+    asked = [[*range(8), 0, 1], [3], [5, 5, 5], [2, 0]]
+    together = lm.generate(asked, GREEDY)
+    assert together[0].drafted[0] == 4
+    assert together[1].drafted[0] == 0
+    assert sum(together[2].drafted[:1]) > 0, "a run of one token is found in itself"
+    assert together[2].accepted[0] == 0
+    for prompt, result in zip(asked, together, strict=True):
+        assert lm.generate([prompt], GREEDY)[0] == result

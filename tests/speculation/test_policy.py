@@ -1,0 +1,302 @@
+"""Which round runs next: what is expected of each choice, what is tried, and what that may cost. No device, no model."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilewright.runtime.interfaces import PLAIN, Choice
+from tilewright.speculation.policy import Acceptance, Cost, History, Plan, Policy, estimated
+
+WIDTHS = (2, 4, 8, 16)
+WIDE = [Choice("dflash", width) for width in WIDTHS]
+STEEP = {PLAIN: Cost(1.0), **{choice: Cost(0.8 + 0.35 * choice.width) for choice in WIDE}}
+"""Rounds whose rows cost: a block of 16 takes as long as six and a half steps."""
+FLAT = {PLAIN: Cost(1.0), **{choice: Cost(1.4) for choice in WIDE}}
+"""Rounds whose rows cost nothing, as where weights come from memory."""
+
+
+def run(policy: Policy, rates: Mapping[str, float], tokens: int, seed: int = 0) -> dict[Choice, int]:
+    """Rounds of each choice while a row gets `tokens` tokens; each draft of a drafter is accepted with its own probability."""
+    rng, counts, left = np.random.default_rng(seed), dict[Choice, int](), tokens
+    while left > 0:
+        choice, rounds, _ = policy.next(min(64, -(-left // 8)))
+        drafts = choice.width - 1
+        agreed = rng.random((rounds, 1, drafts)) < rates.get(choice.drafter, 0.0)
+        accepted = np.cumprod(agreed, axis=2).sum(axis=2)
+        policy.observe(choice, np.full((rounds, 1), drafts), accepted, np.ones((rounds, 1), bool))
+        counts[choice] = counts.get(choice, 0) + rounds
+        left -= int(accepted.sum()) + rounds
+    return counts
+
+
+def seconds(counts: Mapping[Choice, int], costs: Mapping[Choice, Cost]) -> float:
+    return sum(count * costs[choice].drafting for choice, count in counts.items())
+
+
+def mostly(counts: Mapping[Choice, int]) -> Choice:
+    return max(counts, key=lambda choice: counts[choice])
+
+
+def expected_tokens(rate: float, width: int) -> float:
+    return sum(rate**n for n in range(width))
+
+
+@pytest.mark.parametrize("costs", [STEEP, FLAT], ids=["steep", "flat"])
+@pytest.mark.parametrize("rate", [0.2, 0.5, 0.8, 0.95])
+def test_the_fastest_width_is_found(costs: dict[Choice, Cost], rate: float):
+    policy = Policy(History({"dflash": 16}), costs, costs)
+    counts = run(policy, {"dflash": rate}, 4000)
+    rates = {choice: expected_tokens(rate, choice.width) / cost.drafting for choice, cost in costs.items()}
+    best = max(rates.values())
+    assert rates[mostly(counts)] > 0.93 * best
+    assert 4000 / seconds(counts, costs) > 0.9 * best
+
+
+def test_a_drafter_that_is_never_right_costs_a_few_percent():
+    policy = Policy(History({"dflash": 16}), STEEP, STEEP)
+    counts = run(policy, {}, 4000)
+    assert mostly(counts) == PLAIN
+    assert 4000 / seconds(counts, STEEP) > 0.97
+
+
+def test_what_one_batch_has_seen_the_next_begins_with():
+    history = History({"dflash": 16})
+    run(Policy(history, STEEP, STEEP), {}, 500)
+    history.allowance.update({"none": 0.0, "dflash": 0.0})
+    assert Policy(history, STEEP, STEEP).next(64).choice == PLAIN
+    run(Policy(history, STEEP, STEEP), {"dflash": 1.0}, 4000)
+    history.allowance.update({"none": 0.0, "dflash": 0.0})
+    assert Policy(history, STEEP, STEEP).next(64).choice.width > 2
+
+
+def test_a_drafter_that_becomes_right_is_found():
+    policy = Policy(History({"dflash": 16}), STEEP, STEEP)
+    run(policy, {}, 1000)
+    counts = run(policy, {"dflash": 0.95}, 6000, seed=1)
+    assert mostly(counts).width >= 8
+    assert 6000 / seconds(counts, STEEP) > 1.25
+
+
+def test_of_several_drafters_the_better_one_drafts():
+    costs = {PLAIN: Cost(1.0), Choice("a", 8): Cost(1.6), Choice("b", 8): Cost(1.6)}
+    for rates in ({"a": 0.9, "b": 0.3}, {"a": 0.3, "b": 0.9}):
+        counts = run(Policy(History({"a": 8, "b": 8}), costs, costs), rates, 3000)
+        assert mostly(counts).drafter == max(rates, key=lambda name: rates[name])
+        assert 3000 / seconds(counts, costs) > 0.9 * expected_tokens(0.9, 8) / 1.6
+
+
+def test_rounds_between_two_looks():
+    """They double while the choice stays, and never exceed what the caller asks for."""
+    policy = Policy(History({"dflash": 16}), STEEP, STEEP)
+    run(policy, {}, 300)
+    assert policy.next(3).rounds <= 3
+    policy.last = None
+    policy.history.allowance["dflash"] = -1000.0
+    assert [policy.next(64) for _ in range(5)] == [Plan(PLAIN, rounds) for rounds in (4, 8, 16, 32, 64)]
+
+
+def test_rounds_that_watch_need_no_first_look():
+    """They see by themselves where they have nothing; of another drafter a few rounds tell whether it is any good."""
+    ngram = Choice("ngram", 8)
+    watching = Policy(History({"ngram": 8}), {PLAIN: Cost(1.0), ngram: Cost(1.5, 1.0)}, [PLAIN, ngram], dispatch=1.0)
+    assert watching.next(64) == Plan(ngram, 64)
+    drafting = Policy(History({"dflash": 8}), {PLAIN: Cost(1.0), WIDE[2]: Cost(1.5)}, [PLAIN, WIDE[2]], dispatch=1.0)
+    assert drafting.next(64) == Plan(WIDE[2], 4)
+    for seen in (4, 8):  # luck does not last: however dear dispatches are, it goes on for no longer than it was seen
+        right = np.full((4, 1), 7)
+        drafting.observe(WIDE[2], right, right, right > 0)
+        assert drafting.next(64).rounds in range(4, seen + 1)
+
+
+def test_only_what_is_ready_runs():
+    policy = Policy(History({"dflash": 16}), FLAT, [PLAIN, WIDE[1]])
+    assert set(run(policy, {"dflash": 1.0}, 400)) <= {PLAIN, WIDE[1]}
+    found = policy.wanted(set(WIDE) - policy.ready, 1000)
+    assert found is not None
+    choice, saved = found
+    assert choice == WIDE[3]
+    assert 0 < saved < 1000 / 4 * 1.4, "at most all the time that it takes now"
+    assert policy.wanted(set(WIDE) - policy.ready, 2000) == (choice, pytest.approx(2 * saved))
+    policy.ready.add(choice)
+    assert policy.wanted(set(WIDE) - policy.ready, 1000) is None
+    with pytest.raises(ValueError, match="expected plain decoding among the choices that are ready and have a cost"):
+        Policy(History({"dflash": 16}), dict(FLAT), WIDE)
+
+
+def test_what_finds_nothing_costs_what_finding_nothing_costs():
+    """A drafter that is idle in nine of ten rounds, whose idle rounds cost a step and whose drafts are all accepted, pays."""
+    ngram = Choice("ngram", 16)
+    costs = {PLAIN: Cost(1.0), ngram: Cost(6.0, 1.01)}
+    policy = Policy(History({"ngram": 16}), costs, costs)
+    rng = np.random.default_rng(0)
+    for _ in range(400):
+        drafted = np.where(rng.random((16, 1)) < 0.1, 15, 0)
+        policy.observe(ngram, drafted, drafted, np.ones((16, 1), bool))
+    outlook = policy.outlook({ngram, PLAIN})
+    assert outlook[ngram].seconds == pytest.approx(0.1 * 6 + 0.9 * 1.01, rel=0.3)
+    assert outlook[ngram].tokens == pytest.approx(1 + 0.1 * 15, rel=0.35)
+    assert policy.best(outlook) == ngram
+
+
+def test_what_is_overheard_counts_whatever_runs():
+    """A drafter whose rounds are known without running takes over as they say; a batch is idle if all of its rows are."""
+    ngram = Choice("ngram", 8)
+    costs = {PLAIN: Cost(1.0), ngram: Cost(3.0, 1.05)}
+    policy = Policy(History({"ngram": 8}), costs, costs)
+    policy.overhear("ngram", {8: [(0, 0)] * 40})
+    assert policy.next(64).choice == PLAIN
+    policy.overhear("ngram", {8: [(7, 7)] * 8})
+    assert policy.next(64).choice == ngram
+    nothing = np.zeros((8, 2), int)
+    before = policy.outlook([ngram])[ngram].tokens
+    policy.observe(ngram, nothing, nothing, nothing == 0)
+    assert policy.outlook([ngram])[ngram].tokens == before, "its own rounds say nothing more"
+    policy.overhear("ngram", {8: [(0, 0)] * 8})
+    alone, together = [policy.outlook([ngram])[ngram].seconds for policy.rows in (1, 8) if not policy.known.clear()]
+    assert alone < together
+
+
+def test_what_is_overheard_of_one_width_says_nothing_of_another():
+    """A stretch that is repeated for long is many narrow rounds and few wide ones, by which narrow blocks would look poor."""
+    narrow, wide = Choice("ngram", 4), Choice("ngram", 16)
+    costs = {PLAIN: Cost(1.0), narrow: Cost(1.6, 1.0), wide: Cost(4.0, 1.0)}
+    policy = Policy(History({"ngram": 16}), costs, costs)
+    # Again and again: two drafts that are wrong at once, then 32 tokens that were said before.
+    policy.overhear("ngram", {4: ([(3, 0)] * 2 + [(3, 3)] * 8) * 20, 16: ([(15, 0)] * 2 + [(15, 15)] * 2) * 20})
+    outlook = policy.outlook(costs)
+    assert outlook[narrow].tokens == pytest.approx(34 / 10, rel=0.05)
+    assert outlook[wide].tokens == pytest.approx(34 / 4, rel=0.05)
+    later = Policy(policy.history, dict(costs), costs)
+    assert later.outlook(costs)[narrow].tokens == pytest.approx(34 / 10, rel=0.1), "the next batch begins with that"
+
+
+def test_what_is_found_is_told_apart_from_whether_something_is():
+    """Rounds in which nothing is found do not make the drafts of the others look poor, of which a batch has seen few."""
+    wide = Choice("ngram", 8)
+    costs = {PLAIN: Cost(1.0), wide: Cost(2.0, 1.0)}
+    history = History({"ngram": 8})
+    for _ in range(10):
+        Policy(history, dict(costs), costs).overhear("ngram", {8: [*[(0, 0)] * 6, *[(7, 7)] * 4]})
+    fresh = Policy(history, dict(costs), costs)
+    fresh.overhear("ngram", {8: [*[(0, 0)] * 6, (7, 7)]})
+    assert fresh.outlook(costs)[wide].tokens > 1 + (1 / 7) * 7 * 0.95
+
+
+def test_a_dispatch_corrects_all_widths_of_its_drafter():
+    """What they cost beside each other was measured in turns; how single dispatches came out does not change it."""
+    other = Choice("ngram", 8)
+    policy = Policy(History({"dflash": 16, "ngram": 8}), {**STEEP, other: Cost(2.0, 1.0)}, STEEP)
+    nothing = np.zeros((8, 1), int)
+    policy.observe(WIDE[1], nothing, nothing, nothing == 0, 1.5 * 8 * STEEP[WIDE[1]].drafting)
+    factors = [policy.costs[choice].drafting / STEEP[choice].drafting for choice in WIDE]
+    assert factors == pytest.approx([factors[0]] * len(WIDE))
+    assert factors[0] > 1.05
+    assert (policy.costs[PLAIN], policy.costs[other]) == (Cost(1.0), Cost(2.0, 1.0))
+
+
+def test_rows_that_have_ended_say_nothing():
+    policies = [Policy(History({"dflash": 4}), STEEP, [PLAIN, *WIDE[:2]]) for _ in range(2)]
+    accepted = np.asarray([[2, 0], [3, 0], [1, 0]])
+    policies[0].observe(WIDE[1], np.full((3, 2), 3), accepted, np.asarray([[True, False]] * 3))
+    policies[1].observe(WIDE[1], np.full((3, 1), 3), accepted[:, :1], np.ones((3, 1), bool))
+    assert policies[0].outlook(WIDE[:2]) == policies[1].outlook(WIDE[:2])
+
+
+@given(st.lists(st.tuples(st.sampled_from(WIDTHS), st.lists(st.integers(-1, 15), min_size=1, max_size=6)), max_size=8))
+def test_acceptance_counts_positions(rounds: Sequence[tuple[int, list[int]]]):
+    """-1 stands for a round that found nothing."""
+    seen = Acceptance(15, memory=np.inf)
+    every, idle = [], 0
+    for width, counts in rounds:
+        cut = np.asarray([min(count, width - 1) for count in counts])
+        seen.observe(width, np.where(cut < 0, 0, width - 1), np.maximum(cut, 0))
+        every += [(width, count) for count in cut if count >= 0]
+        idle += int(np.sum(cut < 0))
+    for place in range(1, 16):
+        reached = [count for width, count in every if width > place and count >= place - 1]
+        assert seen.reached[place - 1] == len(reached)
+        assert seen.accepted[place - 1] == sum(count >= place for count in reached)
+    assert (seen.rounds, seen.idle) == (len(every) + idle, idle)
+
+
+def test_what_was_seen_of_no_position_is_as_expected():
+    """A batch that saw nothing expects what all others had, at each position; a good first position lets hope for more."""
+    expected = [0.6, 0.9, 0.8, 0.95]
+    assert Acceptance(4, memory=np.inf).rates(expected) == pytest.approx(expected)
+    good = Acceptance(4, memory=np.inf)
+    good.observe(2, np.ones(6, int), np.ones(6, int))
+    rates = good.rates(expected)
+    assert rates[0] == pytest.approx((6 + 2 * 0.6) / 8)
+    assert rates[1] == 1.0
+    assert 0.8 < rates[2] < 0.9
+
+
+def test_acceptance_is_forgotten():
+    seen = Acceptance(3, memory=10)
+    seen.observe(4, np.full(25, 3), np.full(25, 3))
+    seen.observe(4, np.full(40, 3), np.zeros(40, int))
+    assert seen.rates()[0] < 0.11
+    seen.observe(4, np.zeros(40, int), np.zeros(40, int))
+    assert seen.idle_share() > 0.8
+
+
+def test_what_was_not_measured_lies_on_a_line():
+    some = {PLAIN: Cost(1.0), WIDE[1]: Cost(2.5), WIDE[2]: Cost(3.5)}
+    assert estimated(some, WIDE[1]) == Cost(2.5)
+    assert estimated(some, WIDE[0]) == Cost(1.5)
+    assert estimated(some, WIDE[3]) == Cost(5.5)
+    assert estimated(some, Choice("ngram", 8)) == Cost(3.5)
+    assert estimated({PLAIN: Cost(1.0)}, WIDE[0]) == Cost(1.0)
+    falling = {PLAIN: Cost(3.0), WIDE[1]: Cost(1.0)}
+    assert estimated(falling, WIDE[3]) == Cost(1.0), "wider is never cheaper than what was measured"
+    idle = {PLAIN: Cost(1.0), Choice("ngram", 4): Cost(2.0, 1.1)}
+    assert estimated(idle, Choice("ngram", 8)).idle == 1.1
+
+
+def test_costs_follow_what_dispatches_take():
+    """A choice that was measured as cheap and is not is left; one bad dispatch says little."""
+    rng = np.random.default_rng(0)
+    policy = Policy(History({"dflash": 4}), {PLAIN: Cost(1.0), WIDE[1]: Cost(0.5)}, [PLAIN, WIDE[1]])
+    truth = {PLAIN: 1.0, WIDE[1]: 3.0}
+    chosen = []
+    for _ in range(60):
+        choice, rounds, _ = policy.next(64)
+        accepted = np.zeros((rounds, 1), int)
+        policy.observe(choice, accepted, accepted, accepted == 0, rounds * truth[choice] * rng.uniform(0.9, 1.1))
+        chosen.append(choice)
+    assert chosen[0] == WIDE[1]
+    assert chosen[-30:].count(PLAIN) >= 25
+    assert policy.costs[WIDE[1]].drafting > 1
+    before = policy.costs[PLAIN].drafting
+    policy.observe(PLAIN, np.zeros((1, 1), int), np.zeros((1, 1), int), np.ones((1, 1), bool), 1000.0)
+    assert policy.costs[PLAIN].drafting < 1.25 * before
+
+
+def test_choices_are_named():
+    assert [str(choice) for choice in (PLAIN, WIDE[1])] == ["plain", "dflash, block 4"]
+
+
+def test_a_trial_that_took_longer_than_expected_delays_the_next():
+    """What a context needs to catch up is part of a trial's price, but tells nothing of what the rounds cost."""
+
+    def steps_between(factor: float) -> int:
+        policy, nothing = Policy(History({"dflash": 16}), STEEP, STEEP), np.zeros((4, 1), int)
+        run(policy, {}, 300)
+        before = dict(policy.costs)
+        policy.history.allowance["dflash"] = 1000.0
+        tried = policy.next(64)
+        assert tried.tries
+        seconds = tried.rounds * STEEP[tried.choice].drafting * factor
+        policy.observe(tried.choice, nothing, nothing, nothing == 0, seconds, caught_up=True)
+        assert policy.costs == before
+        for steps in range(0, 20_000, 64):
+            if policy.next(64).tries:
+                return steps
+            one = np.zeros((64, 1), int)
+            policy.observe(PLAIN, one, one, one == 0)
+        raise AssertionError("the drafter was never tried again")
+
+    assert 0 < 1.5 * steps_between(1.0) < steps_between(2.0)
