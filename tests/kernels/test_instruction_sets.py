@@ -68,6 +68,37 @@ def test_every_instruction_set_passes_the_same_checks(isa: str, checked):
     assert checked(isa) == checked("plain"), "8-bit results are the same bit for bit"
 
 
+@pytest.fixture(scope="module")
+def graphs_checked(every_set: Path):
+    """Runs the checks of the graphs' kernels on an instruction set, once: digests of what has no products, and of all."""
+
+    @functools.cache
+    def run(isa: str, **settings: str) -> list[str]:
+        env = environment(isa) | {"TILEWRIGHT_CACHE": str(every_set)} | settings
+        command = [sys.executable, str(HERE / "test_gather_reduce_cpu.py"), isa]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout.split()
+
+    return run
+
+
+@NEED
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", ["plain", "avx2", "avx512"])
+def test_every_instruction_set_passes_the_checks_of_graphs(isa: str, graphs_checked):
+    if not here(isa):
+        pytest.skip(f"this machine has {BEST}")
+    assert graphs_checked(isa)[0] == graphs_checked(ORDER[0])[0], "without products, results are the same bit for bit"
+
+
+@NEED
+@pytest.mark.slow
+def test_results_for_graphs_do_not_depend_on_the_number_of_threads(graphs_checked):
+    one, five = (graphs_checked(BEST, NPROC=threads) for threads in ("1", "5"))
+    assert one == five
+
+
 def tell(isa: str) -> native.Native:
     program = "from tilewright.kernels import native; found = native.kernels(); print(found.isa); print(found.reason)"
     command = [sys.executable, "-c", program]

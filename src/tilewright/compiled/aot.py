@@ -126,9 +126,18 @@ def compile_for(
 
     program: Any = fn if jitted else jax.jit(fn, donate_argnums=donate)
     lowered = program.trace(*jax.tree.map(placed, args)).lower(lowering_platforms=("tpu",))
+    return read_compiled(chip, *compile_lowered(chip, lowered, options or {}))
+
+
+def compile_lowered(chip: str, lowered: Any, options: Mapping[str, Any]) -> tuple[str, Any, Mapping[str, float]]:
+    """What the compiler makes of a lowered program: its optimised HLO, `memory_analysis()` and `cost_analysis()`.
+
+    Args:
+        chip: the topology that it was lowered for, which libtpu knows from the program; tests that keep programs do not.
+    """
     with _kept_off_disk():
-        compiled = lowered.compile(dict(options or {}) or None)
-    return read_compiled(chip, compiled.as_text(), compiled.memory_analysis(), compiled.cost_analysis())
+        compiled = lowered.compile(dict(options) or None)
+    return compiled.as_text(), compiled.memory_analysis(), compiled.cost_analysis()
 
 
 def tpu_topology(chip: str) -> topologies.TopologyDescription:
