@@ -1,9 +1,11 @@
 """`tilewright` itself: what it imports and when, and the help that stands in for commands that are not imported yet."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from cyclopts import App
@@ -49,8 +51,10 @@ def test_the_help_of_a_command_is_its_own(parent: App, name: str):
     assert " ".join(own.split()) == " ".join(shown.split())
 
 
-def test_public_names_are_there_and_no_others():
-    assert set(tw.__all__) <= set(dir(tw))
+def test_public_names_are_those_of_the_documents_and_no_others():
+    usage = (Path(__file__).parents[2] / "docs" / "usage.md").read_text(encoding="utf-8")
+    told = re.findall(r"^\| `tw\.(\w+)` \|", usage, re.MULTILINE)
+    assert {*told, "__version__"} == set(tw.__all__) <= set(dir(tw))
     for name in tw.__all__:
         assert getattr(tw, name) is not None
     assert tw.load.__module__ == "tilewright.llm.language_model"
