@@ -51,7 +51,7 @@ soak: $(VENV)/installed-serve ## ten minutes of mixed load on a server, which mu
 	$(BIN)/python benchmarks/soak.py --minutes 10 --json build/soak.json
 
 oracle: .venv-oracle/installed ## compares with transformers, live; installs torch into an environment of its own
-	$(ORACLE_BIN)/python -m pytest tests/oracle -W default
+	$(ORACLE_BIN)/python -m pytest tests/oracle -W default -n auto --dist loadfile
 
 peers: .venv-oracle/installed ## measures beside torch, transformers and PyG, in turns
 	$(ORACLE_BIN)/python tests/oracle/bench_generate.py
