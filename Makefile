@@ -33,7 +33,7 @@ test-all: $(VENV)/installed-test $(VENV)/installed-tpu ## runs every test, compi
 	$(UNCHECKED) $(BIN)/python -m pytest -n auto --dist loadfile --optimised $(EXACTNESS)
 	$(UNCHECKED) $(BIN)/python -m pytest -n auto --dist loadfile $(addprefix --ignore=,$(EXACTNESS))
 
-schedules: $(VENV)/installed-test $(VENV)/installed-tpu ## compiles anew what the tests keep of programs for TPUs, after a change of libtpu, or of what they compile
+schedules: $(VENV)/installed-test $(VENV)/installed-tpu ## compiles anew the programs for TPUs that the tests keep
 	rm -rf tests/golden/tpu
 	TILEWRIGHT_UNCHECKED=1 $(BIN)/python -m pytest -n auto --dist loadfile --schedules -m tpu
 

@@ -25,6 +25,8 @@ import pytest
 from hypothesis import settings
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# Programs hold no lines and paths of the source, so that one that is kept is known again in any checkout.
+jax.config.update("jax_traceback_in_locations_limit", 0)
 
 # From here on, every import of the package checks its annotations: wrong shapes fail where they enter. A third of the time of
 # all tests goes there, so that `make test` leaves it to `make test-all` and to whoever runs pytest.
@@ -45,7 +47,7 @@ rather than in parts for 32 threads takes a tenth less."""
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--optimised", action="store_true", help="compile programs with all of XLA's optimisations, as users do")
-    parser.addoption("--schedules", action="store_true", help="compile for TPUs what is kept of it, and keep that")
+    parser.addoption("--schedules", action="store_true", help="compile programs for TPUs that are kept, and keep them anew")
     parser.addoption("--products", action="store_true", help="run the cases of products that slow tests leave out, too")
 
 

@@ -1,13 +1,12 @@
 """What libtpu makes of the tests' programs is kept in `tests/golden/tpu`, for it takes minutes.
 
-A program is told by a digest of what it computes, the names in it, the chip, the options and the versions of JAX and libtpu.
+A program is told by a digest of itself, the chip, the options and the versions of JAX and libtpu.
 One that is not there is compiled. `make schedules` compiles all of them and writes the folder anew.
 """
 
 import hashlib
 import json
 import lzma
-import re
 import time
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -16,22 +15,23 @@ from types import SimpleNamespace
 from typing import Any
 
 from tilewright.compiled import aot
+from tilewright.compiled.aot import Compiled, read_compiled
 
 KEPT = Path(__file__).parent / "golden" / "tpu"
 LONG_SECONDS = 2.0
 """What takes less is compiled each time."""
-MEMORY = ("argument_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes", "temp_size_in_bytes")
-Made = tuple[str, Any, Mapping[str, float]]
-"""A program's optimised HLO, its memory and its cost: what `aot.read_compiled` is given."""
+MEMORY = ("argument", "output", "alias", "temp")
+Compile = Callable[[str, Any, Mapping[str, Any]], Compiled]
+"""As `aot.compile_lowered`: a chip, a lowered program, options."""
 
 
-def kept(compile_live: Callable[..., Made], write: bool) -> Callable[..., Made]:
-    """`aot.compile_lowered`, which takes what is kept; with `write` it compiles, and keeps what took long."""
+def kept(compile_live: Compile, write: bool) -> Compile:
+    """A `compile_lowered` that takes what is kept; with `write` it compiles, and keeps what took long."""
 
-    def compile_or_read(chip: str, lowered: Any, options: Mapping[str, Any]) -> Made:
+    def compile_or_read(chip: str, lowered: Any, options: Mapping[str, Any]) -> Compiled:
         path = KEPT / f"{digest(chip, lowered, options)}.xz"
         if not write and path.exists():
-            return read(path)
+            return read(chip, path)
         start = time.perf_counter()
         made = compile_live(chip, lowered, options)
         if write and time.perf_counter() - start > LONG_SECONDS:
@@ -42,34 +42,29 @@ def kept(compile_live: Callable[..., Made], write: bool) -> Callable[..., Made]:
 
 
 def digest(chip: str, lowered: Any, options: Mapping[str, Any]) -> str:
-    """What tells a program: its source's functions, files and lines do not."""
+    """What tells a program. The names of its operations do; under `conftest.py` it has no files and lines."""
     try:
         compiler = version("libtpu")
     except PackageNotFoundError:
         compiler = "none"
-    text = lowered.as_text(debug_info=True)
-    named = dict(re.findall(r'^#(loc\d*) = loc\("([^"]*)"\(', text, re.MULTILINE))
-    names = [named.get(place, "") for place in re.findall(r"\bloc\(#(loc\d*)\)", text)]
-    parts = [compiler, version("jax"), chip, sorted(options.items()), names, lowered.as_text()]
+    parts = [compiler, version("jax"), chip, sorted(options.items()), lowered.as_text(debug_info=True)]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
 
-def keep(path: Path, made: Made) -> None:
-    """Writes a program, without the paths of the machine that compiled it."""
-    hlo, memory, cost = made
-    hlo = re.sub(r"\nFileNames\n.*?\n\n\n", "\n", hlo, flags=re.DOTALL)
-    hlo = re.sub(r" stack_frame_id=\d+", "", hlo)
-    whole = {"hlo": hlo, "memory": {name: getattr(memory, name) for name in MEMORY}, "cost": dict(cost)}
+def keep(path: Path, made: Compiled) -> None:
+    """Writes what the compiler said of a program; what we make of that is not kept."""
+    memory = {f"{name}_size_in_bytes": getattr(made, f"{name}_bytes") for name in MEMORY}
+    whole = {"hlo": made.hlo, "memory": memory, "cost": dict(made.cost)}
     part = path.with_suffix(".part")
     part.parent.mkdir(exist_ok=True)
     part.write_bytes(lzma.compress(json.dumps(whole).encode(), preset=9))
     part.replace(path)
 
 
-def read(path: Path) -> Made:
+def read(chip: str, path: Path) -> Compiled:
     """A program as `keep` wrote it."""
     whole = json.loads(lzma.decompress(path.read_bytes()))
-    return whole["hlo"], SimpleNamespace(**whole["memory"]), whole["cost"]
+    return read_compiled(chip, whole["hlo"], SimpleNamespace(**whole["memory"]), whole["cost"])
 
 
 def install(write: bool) -> None:

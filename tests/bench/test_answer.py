@@ -43,6 +43,13 @@ def test_chunks_that_say_what_they_bring():
     assert (made.ended, made.done) == (True, False)
 
 
+def test_prompts_in_the_prefix_cache():
+    said = {"prompt_tokens": 7, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 4}}
+    assert timed([text(usage=said)]).cached_tokens == 4
+    assert timed([text(usage={**said, "prompt_tokens_details": None})]).cached_tokens is None
+    assert timed([text(**usage(1))]).cached_tokens is None
+
+
 def test_a_role_is_no_token():
     made = timed(completion_chunks([2, 1], 7, chat=True))
     assert made.first_choice_s == 1.0

@@ -1,5 +1,6 @@
 """The figures of a run, by hand and against plain definitions."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,7 @@ def test_all_figures_of_a_run():
         "goodput_requests_per_s": 0.25,
         "requests_within_goodput": 1,
         "prompt_tokens": 30,
+        "cached_prompt_tokens": None,
         "output_tokens": 11,
         "output_tokens_counted_by": "usage",
         "output_tokens_per_s": 2.75,
@@ -80,6 +82,14 @@ def test_all_figures_of_a_run():
         *expected,
         *(f"{name}_{column}_ms" for name in LATENCIES for column in ("mean", "p0", "p50", "p100")),
     }
+
+
+def test_prompts_in_the_prefix_cache():
+    cached = [
+        replace(each, answer=replace(each.answer, cached_tokens=tokens)) for each, tokens in zip(RUN[:2], (6, 0), strict=True)
+    ]
+    assert serving_figures(cached)["cached_prompt_tokens"] == 6
+    assert serving_figures([cached[0], RUN[1]])["cached_prompt_tokens"] is None
 
 
 def test_nothing_completed():

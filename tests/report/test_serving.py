@@ -26,6 +26,7 @@ def figures(**changes: Any) -> dict[str, Any]:
         "requests": 3, "completed": 2, "failed": 1, "rejected": 1, "duration_s": 2.5, "requests_per_s": 0.8,
         "failures": [{"kind": "http_503", "requests": 1, "first_message": "</script> full (Retry-After: 2)"}],
         "goodput": {"ttft": 200.0}, "goodput_requests_per_s": 0.4, "requests_within_goodput": 1, "prompt_tokens": 20,
+        "cached_prompt_tokens": 0,
         "output_tokens": 1234, "output_tokens_counted_by": "usage", "output_tokens_per_s": 493.6, "total_tokens_per_s": 501.6,
         "tokens_per_chunk": 2.0, "peak_concurrency": 2, "warmup_failed": 0,
         "speculative_decoding": {"mean_acceptance_length": 3.25, "draft_acceptance_rate": 0.321, "num_spec_steps": 1500},
@@ -205,6 +206,8 @@ def test_notes():
     assert again.startswith("the 2 records of the file were sent more than once")
     assert warm == "4 warm-up requests, of which 1 failed are in no figure"
     assert late.startswith("this client sent 7 requests more than 10 ms late")
+    (cached,) = notes(figures(cached_prompt_tokens=15), FACTS, 0)
+    assert cached == "75% of the prompts' tokens were in the server's prefix cache"
     (chunks,) = notes(figures(output_tokens_counted_by="chunks"), FACTS, 0)
     assert "each chunk counts as one token" in chunks
     (silent,) = notes(figures(token_itl_mean_ms=None), FACTS, 0)

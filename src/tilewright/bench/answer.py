@@ -45,6 +45,7 @@ class Answer:
         prompt_tokens, usage_tokens: of the last usage; None where there was none.
         speculative: the last `metrics.speculative_decoding` with whole `COUNTS`.
         finish_reason, done: the end as a choice says it, and the stream.
+        cached_tokens: those of the prompt that the server had in its prefix cache, by the last usage that says so.
     """
 
     chunks: list[Chunk] = field(default_factory=list)
@@ -54,6 +55,7 @@ class Answer:
     speculative: dict[str, Any] | None = None
     finish_reason: str | None = None
     done: bool = False
+    cached_tokens: int | None = None
 
     def take(self, event: Event, now: float) -> None:
         """Takes an event that came at `now`, in seconds on any clock.
@@ -91,6 +93,9 @@ class Answer:
         before, now = self.usage_tokens or 0, usage["completion_tokens"]
         if is_count(usage.get("prompt_tokens")):
             self.prompt_tokens = usage["prompt_tokens"]
+        details = usage.get("prompt_tokens_details")
+        if isinstance(details, dict) and is_count(details.get("cached_tokens")):
+            self.cached_tokens = details["cached_tokens"]
         if now < before:
             raise Malformed(f"expected completion_tokens of at least {before}, found {now}")
         self.usage_tokens = now

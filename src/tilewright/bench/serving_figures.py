@@ -28,9 +28,7 @@ def serving_figures(
     failed = failures(outcomes)
     seconds = duration_s(outcomes)
     output = sum(outcome.answer.tokens for outcome in whole)
-    prompts = [outcome.prompt_tokens for outcome in whole]
-    known = [tokens for tokens in prompts if tokens is not None]
-    prompt_tokens = sum(known) if len(known) == len(prompts) else None
+    prompt_tokens = sum_of([outcome.prompt_tokens for outcome in whole])
     met = None if not goodput else sum(meets(outcome, goodput) for outcome in whole)
     return {
         "requests": len(outcomes),
@@ -43,6 +41,7 @@ def serving_figures(
         "goodput_requests_per_s": None if met is None else per_second(met, seconds),
         "requests_within_goodput": met,
         "prompt_tokens": prompt_tokens,
+        "cached_prompt_tokens": sum_of([outcome.answer.cached_tokens for outcome in whole]),
         "output_tokens": output,
         "output_tokens_counted_by": counted_by(whole),
         "output_tokens_per_s": per_second(output, seconds),
@@ -59,6 +58,12 @@ def duration_s(outcomes: Sequence[Outcome]) -> float:
     if not outcomes:
         return 0.0
     return max(outcome.end_s for outcome in outcomes) - min(outcome.sent_s for outcome in outcomes)
+
+
+def sum_of(counts: Sequence[int | None]) -> int | None:
+    """The sum of counts; None where one of them is not known."""
+    there = [count for count in counts if count is not None]
+    return sum(there) if len(there) == len(counts) else None
 
 
 def per_second(count: float, seconds: float) -> float | None:

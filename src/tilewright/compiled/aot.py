@@ -126,18 +126,14 @@ def compile_for(
 
     program: Any = fn if jitted else jax.jit(fn, donate_argnums=donate)
     lowered = program.trace(*jax.tree.map(placed, args)).lower(lowering_platforms=("tpu",))
-    return read_compiled(chip, *compile_lowered(chip, lowered, options or {}))
+    return compile_lowered(chip, lowered, options or {})
 
 
-def compile_lowered(chip: str, lowered: Any, options: Mapping[str, Any]) -> tuple[str, Any, Mapping[str, float]]:
-    """What the compiler makes of a lowered program: its optimised HLO, `memory_analysis()` and `cost_analysis()`.
-
-    Args:
-        chip: the topology that it was lowered for, which libtpu knows from the program; tests that keep programs do not.
-    """
+def compile_lowered(chip: str, lowered: Any, options: Mapping[str, Any]) -> Compiled:
+    """Compiles a program that was lowered for devices of a TPU topology; arguments and errors as for `compile_for`."""
     with _kept_off_disk():
         compiled = lowered.compile(dict(options) or None)
-    return compiled.as_text(), compiled.memory_analysis(), compiled.cost_analysis()
+    return read_compiled(chip, compiled.as_text(), compiled.memory_analysis(), compiled.cost_analysis())
 
 
 def tpu_topology(chip: str) -> topologies.TopologyDescription:

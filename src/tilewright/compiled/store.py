@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, Generic, TypeVar
@@ -17,7 +18,7 @@ log = logging.getLogger("tilewright.compiled")
 Key = TypeVar("Key", bound=Hashable)
 
 
-class Store(Generic[Key]):
+class Store(ABC, Generic[Key]):
     """Compiles and keeps programs; safe to use from several threads. A subclass says how one is compiled.
 
     Attributes:
@@ -29,8 +30,9 @@ class Store(Generic[Key]):
         self.locks: dict[Key, threading.Lock] = {}
         self.seconds: dict[Key, float] = {}
 
+    @abstractmethod
     def compile(self, key: Key) -> jax.stages.Compiled:
-        raise NotImplementedError
+        """Compiles a program."""
 
     @staticmethod
     def shared(key: Any) -> Any:

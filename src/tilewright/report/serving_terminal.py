@@ -96,6 +96,9 @@ def notes(figures: Mapping[str, Any], facts: Mapping[str, Any], late: int) -> li
     if facts["warmup"]:
         failed = f", of which {figures['warmup_failed']} failed" if figures["warmup_failed"] else ""
         said.append(f"{facts['warmup']:,} warm-up requests{failed} are in no figure")
+    if figures["cached_prompt_tokens"] and figures["prompt_tokens"]:
+        share = figures["cached_prompt_tokens"] / figures["prompt_tokens"]
+        said.append(f"{share:.0%} of the prompts' tokens were in the server's prefix cache")
     if figures["output_tokens_counted_by"] in ("chunks", "both"):
         said.append("the server gives no usage: each chunk counts as one token, which is too few where it brings several")
     elif figures["completed"] and figures["token_itl_mean_ms"] is None and figures["itl_mean_ms"] is not None:
