@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -31,8 +32,8 @@ from tilewright.bench.exact import (
     requests_of,
 )
 from tilewright.bench.exact_engine import ARRIVALS, Client, left_over
-from tilewright.bench.exact_margin import draw_scores, score_lead, top_margin
 from tilewright.bench.exact_paths import TEAM, Effort, Verification
+from tilewright.bench.exact_plain import draw_scores, next_logits, plain_tokens, score_lead, top_margin
 from tilewright.llm.language_model import LanguageModel, load
 from tilewright.runtime.engine import Engine
 from tilewright.runtime.request import Ask, Figures, Listener, Ticket, Update
@@ -77,7 +78,8 @@ def test_every_path_gives_the_plain_tokens(lm: LanguageModel, drafters: dict[str
     paths = {(each.drafter, each.path): each for each in found}
     served = ["engine, as given", "engine, reversed", "engine, everything"]
     assert list(paths) == [
-        ("none", "batches of 3"), ("none", "engine, 1 at a time"), *(("none", name) for name in served),
+        ("none", "one at a time"), ("none", "batches of 3"), ("none", "engine, 1 at a time"),
+        *(("none", name) for name in served),
         ("dflash", "one at a time"), ("dflash", "batches of 3"), ("dflash", "engine, 1 at a time"),
         *(("dflash", name) for name in served),
         (TEAM, "batches of 3, widths drawn"), (TEAM, "engine, 1 at a time"), *((TEAM, name) for name in served),
@@ -187,11 +189,12 @@ def text_and_logits(lm: LanguageModel, sampling: Sampling) -> Iterator[tuple[lis
 
 
 def test_margins_are_those_of_numpy(lm: LanguageModel):
-    for prompt, before, token, logits in text_and_logits(lm, Sampling(8)):
-        text, down = [*prompt, *before], np.argsort(logits)[::-1]
+    sampling = Sampling(8)
+    for prompt, before, token, logits in text_and_logits(lm, sampling):
+        found, down = next_logits(lm, [*prompt, *before]), np.argsort(logits)[::-1]
         assert token == down[0]
-        assert top_margin(lm, text) == pytest.approx(logits[down[0]] - logits[down[1]], abs=1e-4)
-        lead = score_lead(lm, Sampling(8), prompt, text, token, int(down[5]))
+        assert top_margin(found) == pytest.approx(logits[down[0]] - logits[down[1]], abs=1e-4)
+        lead = score_lead(draw_scores(found, sampling, prompt, before), token, int(down[5]))
         assert lead == pytest.approx(logits[token] - logits[down[5]], abs=1e-4)
 
 
@@ -201,9 +204,9 @@ def test_scores_are_what_the_draw_compares(lm: LanguageModel, kind: str):
     sampling = replace(KINDS[kind], max_new_tokens=5, seed=5)
     left_out = 0
     for prompt, before, token, logits in text_and_logits(lm, sampling):
-        text = [*prompt, *before]
-        scores = draw_scores(lm, sampling, prompt, text)
-        noise = draw_scores(lm, Sampling(8, temperature=1.0, seed=5), prompt, text) - logits
+        found = next_logits(lm, [*prompt, *before])
+        scores = draw_scores(found, sampling, prompt, before)
+        noise = draw_scores(found, Sampling(8, temperature=1.0, seed=5), prompt, before) - found
         assert np.argmax(scores) == token
         after = penalised(
             logits, prompt, before, sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
@@ -212,9 +215,43 @@ def test_scores_are_what_the_draw_compares(lm: LanguageModel, kind: str):
         np.testing.assert_allclose((scores - noise)[kept], (after / sampling.temperature)[kept], atol=1e-3)
         assert np.all(scores[~kept] == -np.inf)
         for other in np.flatnonzero(~kept)[:1]:
-            assert score_lead(lm, sampling, prompt, text, token, int(other)) is None
+            assert score_lead(scores, token, int(other)) is None
             left_out += 1
     assert bool(left_out) == (kind == "sampled")
+
+
+DRAWN: dict[str, Sampling] = {
+    **KINDS,
+    "top-k and min-p": Sampling(temperature=0.8, top_k=5, min_p=0.05),
+    "all at once": Sampling(temperature=1.3, top_k=9, top_p=0.8, min_p=0.02, repetition_penalty=1.3, frequency_penalty=0.4),
+    "penalised, greedy": Sampling(repetition_penalty=1.2, presence_penalty=0.3),
+    "up to a stop string": Sampling(temperature=1.5, stop=("t3", "t5 t")),
+    "past the end": Sampling(temperature=1.5, ignore_eos=True),
+}
+
+
+@pytest.mark.parametrize("sampling", list(DRAWN.values()), ids=list(DRAWN))
+def test_the_loop_without_a_cache_draws_what_the_runtime_draws(lm: LanguageModel, sampling: Sampling):
+    ended = set()
+    for seed, prompt in enumerate(ASKED[:4]):
+        asked = replace(sampling, max_new_tokens=30, seed=2**32 - 1 - seed)
+        result = lm.generate([prompt], asked, speculative=False)[0]
+        assert plain_tokens(lm, prompt, asked) == result.tokens
+        ended.add(result.finish_reason)
+    assert ("stop" in ended) == bool(sampling.stop)
+
+
+def test_the_loop_is_for_float32_alone(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch):
+    """Elsewhere the runtime's own plain decoding is what others are held to: another program would round differently."""
+    other = copy(lm)
+    other.dtype = "bfloat16"
+    kept = copy(lm)
+    kept.weights = "int8"
+    assert [Plain(each).uncached for each in (lm, other, kept)] == [True, False, False]
+    monkeypatch.setattr("tilewright.bench.exact.plain_tokens", lambda *_: pytest.fail("the loop ran"))
+    plain, asked = Plain(lm), Asked(0, tuple(ASKED[1]), Sampling(6))
+    plain.uncached = False
+    assert plain.answer(asked) == lm.generate([ASKED[1]], Sampling(6), speculative=False)[0].tokens
 
 
 def test_an_answer_that_ends_early_differs_at_its_end(lm: LanguageModel):

@@ -39,7 +39,7 @@ def test_all_is_well(run: Run, asked: list[object], tmp_path: Path, monkeypatch:
     assert set(written["plain"]) == {"greedy", "sampled"}
     rows = written["findings"]
     assert {row["drafter"] for row in rows} == {"none", "ngram", "auto"}
-    paths = ["batches of 2", "one at a time", "batches of 2", "batches of 2, widths drawn"]
+    paths = ["one at a time", "batches of 2", "one at a time", "batches of 2", "batches of 2, widths drawn"]
     assert [row["path"] for row in rows if row["sampling"] == "greedy"] == paths
     for row in rows:
         assert row["same"]
@@ -50,7 +50,7 @@ def test_all_is_well(run: Run, asked: list[object], tmp_path: Path, monkeypatch:
         shown = next(line for line in ran.out.splitlines() if f" {row['path']} " in line and f" {row['drafter']} " in line)
         assert row["sha256"][:8] in shown
         assert " yes " in shown
-    assert "4 of 4 paths give the tokens of plain decoding" in ran.out
+    assert "5 of 5 paths give the tokens of plain decoding" in ran.out
     assert "8 of 8 requests" in ran.out
 
 
@@ -82,7 +82,7 @@ def test_a_wrong_token_is_shown(run: Run, asked: list[object], monkeypatch: pyte
     assert "ngram: one at a time, greedy: request 1 differs from token 3 on: " in ran.err
     assert "the target's best two logits there are " in ran.err
     assert " no " in ran.err
-    assert "3 of 10 paths give the tokens of plain decoding." in ran.err
+    assert "4 of 11 paths give the tokens of plain decoding." in ran.err
 
 
 def test_the_model_may_be_named_either_way(run: Run, folders: tuple[Path, Path]):

@@ -1,6 +1,8 @@
 """What `tilewright verify-exact` asks and compares: requests, the plain answers to them, and where another way's answers part.
 
-The plain answer is that of autoregressive decoding, one request at a time. Every other way must give it, token for token.
+In float32 the plain answer is that of a loop without a cache (`exact_plain.py`), which shares nothing with the runtime. In
+other dtypes, and with 8-bit weights, a program that adds up in another order rounds differently. There it is that of the
+runtime's plain decoding, one request at a time. Every other way must give it, token for token.
 """
 
 import hashlib
@@ -10,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from tilewright.bench.exact_margin import score_lead, top_margin
+from tilewright.bench.exact_plain import draw_scores, next_logits, plain_tokens, score_lead, top_margin
 from tilewright.bench.figures import first_difference
 from tilewright.llm.language_model import LanguageModel
 from tilewright.runtime.sampling import Sampling
@@ -162,17 +164,23 @@ class Plain:
 
     Args:
         lm: its table has a batch of 1.
+
+    Attributes:
+        uncached: answers are those of the loop without a cache.
     """
 
     def __init__(self, lm: LanguageModel):
         self.lm = lm
+        self.uncached = lm.dtype == "float32" and lm.weights == "auto"
         self.known: dict[tuple[tuple[int, ...], Sampling], list[int]] = {}
         self.margins: dict[tuple[object, ...], tuple[float, float | None]] = {}
 
     def answer(self, asked: Asked) -> list[int]:
         """Decodes a request by itself, the first time that it is asked."""
         key = asked.prompt, asked.sampling
-        if key not in self.known:
+        if key not in self.known and self.uncached:
+            self.known[key] = plain_tokens(self.lm, asked.prompt, asked.sampling)
+        elif key not in self.known:
             self.known[key] = self.lm.generate([asked.prompt], asked.sampling, speculative=False)[0].tokens
         return self.known[key]
 
@@ -183,17 +191,21 @@ class Plain:
         if at is None:
             return None
         token, plain = (each[at] if at < len(each) else None for each in (answer.tokens, want))
-        before = [*asked.prompt, *want[:at]]
         key = asked.prompt, asked.sampling, at, token
         if key not in self.margins:
-            lead = (
-                None
-                if token is None or plain is None
-                else score_lead(self.lm, asked.sampling, asked.prompt, before, plain, token)
-            )
-            self.margins[key] = top_margin(self.lm, before), lead
+            self.margins[key] = self.margin_and_lead(asked, want[:at], plain, token)
         shown = [None if each is None else self.text(each) for each in (token, plain)]
         return Difference(asked.number, asked.about, at, token, shown[0], plain, shown[1], *self.margins[key])
+
+    def margin_and_lead(
+        self, asked: Asked, generated: Sequence[int], plain: int | None, token: int | None
+    ) -> tuple[float, float | None]:
+        """The target's margin behind what was generated, and how far the plain token is ahead; see `Difference`."""
+        logits = next_logits(self.lm, [*asked.prompt, *generated])
+        if plain is None or token is None:
+            return top_margin(logits), None
+        scores = draw_scores(logits, asked.sampling, asked.prompt, generated)
+        return top_margin(logits), score_lead(scores, plain, token)
 
     def text(self, token: int) -> str:
         return self.lm.tokenizer.decode([token], skip_special_tokens=False)

@@ -159,11 +159,11 @@ class Verification:
         return requests_of(self.prompts, kind, self.seed, self.effort.max_new_tokens)
 
     def alone(self, drafter: Any) -> list[Alone]:
-        """The ways of a drafter without the engine. Of plain decoding, one row at a time is what all are held against."""
+        """The ways of a drafter without the engine. Of plain decoding, not the one that all are held against."""
         batches = self.effort.batches
         if isinstance(drafter, Team):
             return [Alone(f"batches of {batches[-1]}, widths drawn", batches[-1])]
-        own = [] if drafter is None else [Alone("one at a time", 1)]
+        own = [] if drafter is None and not self.plain.uncached else [Alone("one at a time", 1)]
         blocks = [Alone(f"one at a time, block {n}", 1, n) for n in self.effort.widths if n < block_size(drafter)]
         return [*own, *blocks, *(Alone(f"batches of {n}", n) for n in batches[1:])]
 
@@ -209,7 +209,10 @@ class Verification:
     ) -> Iterator[Finding]:  # fmt: skip
         for kind in kinds:
             on_path(f"{drafter}: {name}, {kind}")
-            asked, began = self.asked(kind), time.perf_counter()
+            asked = self.asked(kind)
+            for one in asked:
+                self.plain.answer(one)  # is no part of the path's time
+            began = time.perf_counter()
             ran = path(asked)
             yield self.plain.finding(name, drafter, kind, asked, ran, time.perf_counter() - began)
 

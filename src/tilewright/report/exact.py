@@ -28,7 +28,7 @@ def exact_table(title: str, plain: Mapping[str, str], findings: Sequence[Row]) -
         table.add_column(kind, justify="right")
     table.add_column("same", justify="right")
     table.add_column("exercised")
-    table.add_row("none", "plain decoding, one at a time", *(sha[:SHOWN_DIGITS] for sha in plain.values()), "", "")
+    table.add_row("none", "plain decoding", *(sha[:SHOWN_DIGITS] for sha in plain.values()), "", "")
     before = "none"
     for (drafter, path), group in by_path(findings).items():
         if drafter != before:
