@@ -212,6 +212,25 @@ def test_only_so_many_long_bodies_are_read_at_once(monkeypatch: pytest.MonkeyPat
         assert until(lambda: server.api.long_bodies == 0)
 
 
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["announced", "chunked"])
+def test_who_sends_too_long_a_body_to_its_end_reads_why_it_is_refused(chunked: bool):
+    """Far more than the kernel's buffers hold, so that the answer is there long before the body's end."""
+    asking = ASK | {"user": "u" * 32 * 2**20}
+    body = json.dumps(asking).encode()
+    sent = CHUNKED + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else post("/v1/completions", asking)
+    with serving(max_body_bytes=2**20) as server, connected(server.url) as connection:
+        connection.sendall(sent)
+        head, _, answer = one(connection)
+        assert status_of(head) == 413
+        assert json.loads(answer)["error"]["code"] == "body_too_large"
+        connection.sendall(post("/v1/completions", ASK))
+        assert status_of(one(connection)[0]) == 200
+        assert well(server.url)
+
+
 @pytest.fixture
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system keeps little of what clients do not read."""

@@ -187,9 +187,13 @@ class Api:
         return body
 
     async def read(self, request: Request) -> bytes:
-        """The bytes of a body; it stops reading where they become too many, whatever length was announced."""
+        """The bytes of a body; it stops where they become too many, whatever length was announced.
+
+        The connection stays: it drops what else the client sends, so that this one comes to read the answer. A connection that
+        ended at once would be reset under a client that is still sending.
+        """
         most = self.options.max_body_bytes
-        too_long = ApiError(413, f"expected a body of at most {most} bytes", "body_too_large", None, {"connection": "close"})
+        too_long = ApiError(413, f"expected a body of at most {most} bytes", "body_too_large")
         announced = request.headers.get("content-length", "0")
         if announced.isdecimal() and int(announced[:20]) > most:
             raise too_long
