@@ -328,7 +328,7 @@ def test_a_failing_listener_or_text_ends_its_own_request_alone(
     engine.open()
     engine.submit(ask([1, 2]), fails)
     engine.submit(ask([3, 4]), bad)
-    monkeypatch.setattr(engine.asked[1].request.decoder, "push", fails)
+    monkeypatch.setattr(engine.asked[1].processor.decoder, "push", fails)
     engine.submit(ask(PROMPT), good)
     run(engine)
     assert (bad.end, bad.updates[-1].error) == ("error", "the request could not be computed")

@@ -253,7 +253,7 @@ def test_rows_that_run_are_not_touched_by_an_admission(lm: LanguageModel):
     stream.prefill()
     stream.advance(2)
     assert engine.scheduler.waiting
-    running = [seat for seat in engine.scheduler.seated if seat.job.request.finish_reason is None]
+    running = [seat for seat in engine.scheduler.seated if seat.job.processor.finish_reason is None]
 
     def held() -> list[np.ndarray]:
         state, slots = engine.runner.state, [seat.slot for seat in running]

@@ -257,7 +257,7 @@ def test_a_request_whose_text_fails_ends_alone(lm: LanguageModel, engine: Engine
     def broken(*given: object) -> str:
         raise RuntimeError("no such text")
 
-    monkeypatch.setattr(engine.asked[0].request.decoder, "push", broken)
+    monkeypatch.setattr(engine.asked[0].processor.decoder, "push", broken)
     engine.submit(ask, good)
     while engine.step():
         pass

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tilewright.models.tokenizer import StreamDecoder
-from tilewright.runtime.output import Request, beginning_of_stop, find_stop
+from tilewright.runtime.output import OutputProcessor, beginning_of_stop, find_stop
 from tilewright.runtime.sampling import Sampling
 
 
@@ -34,7 +34,7 @@ EOS = 256
 def test_any_text_with_any_stops(text: str, stops: list[str], size: int, eos: bool):
     """A row fed with bytes, some at a time, until it ends: by a stop, by EOS, or by length."""
     ids = BYTES.encode(text).ids + ([EOS] if eos else [])
-    row = Request(0, [0], Sampling(len(ids), stop=tuple(stops)), StreamDecoder(BYTES))
+    row = OutputProcessor(0, [0], Sampling(len(ids), stop=tuple(stops)), StreamDecoder(BYTES))
     shown = ""
     for at in range(0, len(ids), size):
         if row.finish_reason is None:
@@ -56,7 +56,7 @@ def test_any_text_with_any_stops(text: str, stops: list[str], size: int, eos: bo
 
 def test_half_a_character_is_shown_when_a_row_is_interrupted_and_only_then():
     ids = BYTES.encode("a😀b").ids
-    row = Request(0, [0], Sampling(10), StreamDecoder(BYTES))
+    row = OutputProcessor(0, [0], Sampling(10), StreamDecoder(BYTES))
     row.add_round(ids[:3], 0, 0, [])
     assert row.result().text == "a\N{REPLACEMENT CHARACTER}"
     row.add_round(ids[3:], 0, 0, [])
@@ -82,7 +82,7 @@ def test_find_stop():
 def test_a_stop_string_counts_after_min_tokens_and_may_be_kept(text: str, stop: str, least: int, kept: bool):
     ids = BYTES.encode(text).ids
     sampling = Sampling(len(ids), stop=(stop,), min_tokens=min(least, len(ids)), include_stop=kept)
-    row = Request(0, [0], sampling, StreamDecoder(BYTES))
+    row = OutputProcessor(0, [0], sampling, StreamDecoder(BYTES))
     shown = "".join(piece.text for piece in row.add_round(ids, 0, 0, [EOS]))
     # A stop string may begin before min_tokens, and ends behind them.
     ends = [n for n in range(sampling.min_tokens + 1, len(text) + 1) if text[:n].endswith(stop)]
@@ -96,7 +96,7 @@ def test_a_stop_string_counts_after_min_tokens_and_may_be_kept(text: str, stop: 
 
 
 def test_of_stop_strings_that_begin_alike_the_one_that_ends_behind_min_tokens_is_told():
-    row = Request(0, [0], Sampling(9, stop=("a", "ab"), min_tokens=1, include_stop=True), StreamDecoder(BYTES))
+    row = OutputProcessor(0, [0], Sampling(9, stop=("a", "ab"), min_tokens=1, include_stop=True), StreamDecoder(BYTES))
     row.add_round(BYTES.encode("abc").ids, 0, 0, [])
     assert (row.result().text, row.result().stop_reason) == ("ab", "ab")
 
@@ -105,7 +105,7 @@ def test_a_token_that_ends_a_row_is_in_its_text_where_it_is_asked_for():
     for eos, kept in itertools.product((False, True), repeat=2):
         end = BYTES.encode("c").ids
         sampling = Sampling(10, stop_token_ids=() if eos else tuple(end), include_stop=kept, ignore_eos=False)
-        row = Request(0, [0], sampling, StreamDecoder(BYTES))
+        row = OutputProcessor(0, [0], sampling, StreamDecoder(BYTES))
         row.add_round(BYTES.encode("abcd").ids, 0, 0, end if eos else [])
         result = row.result()
         assert (result.text, result.tokens) == ("abc" if kept else "ab", BYTES.encode("abc").ids)

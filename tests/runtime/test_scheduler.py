@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tilewright.models.tokenizer import StreamDecoder
 from tilewright.runtime import pages as pages_module
-from tilewright.runtime.output import Request
+from tilewright.runtime.output import OutputProcessor
 from tilewright.runtime.pages import Pages
 from tilewright.runtime.request import Ask, Ticket
 from tilewright.runtime.sampling import Sampling
@@ -34,7 +34,7 @@ class NoText(StreamDecoder):
 
 def job(number: int, prompt: list[int], new: int) -> Job:
     sampling = Sampling(new, ignore_eos=True)
-    return Job(Ticket(Ask(prompt, sampling), number), lambda update: None, Request(0, prompt, sampling, NoText()))
+    return Job(Ticket(Ask(prompt, sampling), number), lambda update: None, OutputProcessor(0, prompt, sampling, NoText()))
 
 
 def make(pages: int, prefix_cache: bool = True, tapping: tuple[str, ...] = ()) -> Scheduler:
@@ -90,19 +90,19 @@ class Simulation:
 
     def read(self, seats: list[Seat], rounds: int) -> None:
         for seat in seats:
-            request = seat.job.request
+            processor = seat.job.processor
             new = int(self.rng.integers(rounds, rounds * WIDTH + 1))
-            left = request.end - len(request.prompt) - len(request.tokens)
-            settled = [] if request.finish_reason else self.rng.integers(0, 3, min(new, left)).tolist()
+            left = processor.end - len(processor.prompt) - len(processor.tokens)
+            settled = [] if processor.finish_reason else self.rng.integers(0, 3, min(new, left)).tolist()
             here = self.scheduler.seats[seat.slot] is seat
             before = seat.job.length
             self.scheduler.read(seat, rounds, WIDTH, len(settled), "eagle3" if self.rng.integers(2) else "ngram")
             if not settled:
                 continue
-            request.add_round(settled, 0, 0, ())
+            processor.add_round(settled, 0, 0, ())
             if here:
                 self.write(seat, before - 1, len(settled))
-            if request.finish_reason is not None:
+            if processor.finish_reason is not None:
                 self.done.append(seat.job.number)
                 (self.scheduler.leave if here else lambda seat: self.scheduler.drop(seat.job))(seat)
 
@@ -209,7 +209,7 @@ def test_a_context_that_fell_behind_keeps_no_page_beyond_it():
     prefill(scheduler)
     scheduler.sent([seat], 2, WIDTH)
     scheduler.read(seat, 2, WIDTH, 8, "ngram")
-    first.request.add_round(list(range(9, 17)), 0, 0, ())
+    first.processor.add_round(list(range(9, 17)), 0, 0, ())
     scheduler.leave(seat)
     again = job(1, list(range(17)), 4)
     scheduler.wait(again)
@@ -256,11 +256,11 @@ def run_alone(scheduler: Scheduler, asked: Job) -> None:
     scheduler.wait(asked)
     (seat,) = scheduler.admit()
     prefill(scheduler)
-    while asked.request.finish_reason is None:
+    while asked.processor.finish_reason is None:
         scheduler.make_room([seat], 1, WIDTH)
         scheduler.sent([seat], 1, WIDTH)
         scheduler.read(seat, 1, WIDTH, 1)
-        asked.request.add_round([len(asked.request.tokens)], 0, 0, ())
+        asked.processor.add_round([len(asked.processor.tokens)], 0, 0, ())
     scheduler.leave(seat)
 
 

@@ -133,7 +133,7 @@ class FakeEngine(Engine):
             job = seat.job
             if job.ticket.result is not None:
                 continue
-            if self.ends is not None and len(job.request.acceptance_lengths) >= self.ends[1]:
+            if self.ends is not None and len(job.processor.acceptance_lengths) >= self.ends[1]:
                 end = self.ends[0]
                 self.hand_out(job, Update(end=end, error="the engine failed" if end == "error" else ""))
                 continue
@@ -143,18 +143,18 @@ class FakeEngine(Engine):
 
     def said(self, job: Job) -> Update:
         """The next tokens of a job."""
-        request, ask, told = job.request, job.ticket.ask, None
+        processor, ask, told = job.processor, job.ticket.ask, None
         assert isinstance(ask, Ask)
         if job.prompt_scores is not None:
             job.prompt_scores, told = None, tuple(self.logprobs(token, ask) for token in ask.prompt[1:])
-        at = len(request.tokens) % len(ask.prompt)
+        at = len(processor.tokens) % len(ask.prompt)
         coming = list(islice([*ask.prompt[at:], *list(ask.prompt) * self.per_update], self.per_update))
-        pieces = request.add_round(coming, 3, self.per_update - 1, self.model.target.config.eos_token_ids)
+        pieces = processor.add_round(coming, 3, self.per_update - 1, self.model.target.config.eos_token_ids)
         tokens = tuple(
             Token(one.token, one.text, one.drafted, None if ask.logprobs is None else self.logprobs(one.token, ask))
             for one in pieces
         )
-        reason = request.finish_reason
+        reason = processor.finish_reason
         assert reason != "interrupted"
         return Update(tokens, (Round(len(tokens), 3, self.per_update - 1, "ngram, 4"),), reason, told)
 

@@ -146,7 +146,7 @@ def test_a_client_that_goes_away_ends_its_requests(real: Real, stream: bool, gen
         connection.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
         assert until(lambda: len(engine.there) == 2)
         if generated:
-            assert until(lambda: all(len(job.request.tokens) > 3 for job in list(engine.there)))
+            assert until(lambda: all(len(job.processor.tokens) > 3 for job in list(engine.there)))
     assert until(lambda: all(job.ticket.given_up for job in list(engine.there)))
     engine.go.set()
     assert until(lambda: not engine.there)

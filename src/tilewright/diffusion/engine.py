@@ -26,7 +26,7 @@ from tilewright.diffusion.request import DenoisingAsk
 from tilewright.diffusion.state import SPANS
 from tilewright.diffusion.steps import STEPS_PER_DISPATCH
 from tilewright.models.tokenizer import StreamDecoder
-from tilewright.runtime.output import Request
+from tilewright.runtime.output import OutputProcessor
 from tilewright.runtime.pace import Pace
 from tilewright.runtime.request import Listener, Round, Ticket, Token, Update
 from tilewright.runtime.service import NOT_COMPUTED, Service, Taken
@@ -54,7 +54,7 @@ class DiffusionJob(Taken):
 
     @property
     def prompt(self) -> list[int]:
-        return self.request.prompt
+        return self.processor.prompt
 
     def options(self, longest: int) -> RowOptions:
         if longest not in self.rows:
@@ -131,8 +131,8 @@ class DiffusionEngine(Service[DiffusionJob]):
     def job(self, ask: DenoisingAsk, ticket: Ticket, listener: Listener) -> DiffusionJob:
         denoising = ask.denoising.seeded()
         sampling = replace(ask.sampling, seed=denoising.seed)
-        request = Request(0, list(ask.prompt), sampling, StreamDecoder(self.tokenizer))
-        return DiffusionJob(ticket, listener, request, denoising=denoising)
+        processor = OutputProcessor(0, list(ask.prompt), sampling, StreamDecoder(self.tokenizer))
+        return DiffusionJob(ticket, listener, processor, denoising=denoising)
 
     def wait(self, job: DiffusionJob) -> None:
         self.waiting.append(job)
@@ -237,13 +237,13 @@ class DiffusionEngine(Service[DiffusionJob]):
         first, mask = len(job.prompt), self.model.config.mask_token_id
         response = told.tokens[row, first : first + job.denoising.new_tokens].tolist()
         until = (response.index(mask) if mask in response else len(response)) if done else int(told.block_start[row]) - first
-        new = response[len(job.request.tokens) : until]
+        new = response[len(job.processor.tokens) : until]
         if not new:
             return None
-        pieces = job.request.add_round(new, 0, 0, self.eos_token_ids)
+        pieces = job.processor.add_round(new, 0, 0, self.eos_token_ids)
         tokens = tuple(Token(one.token, one.text, one.drafted) for one in pieces)
         steps, job.steps = job.steps, 0
-        reason = job.request.finish_reason
+        reason = job.processor.finish_reason
         assert reason != "interrupted"
         assert reason is not None or not done, "a row that is done has ended"
         return Update(tokens, (Round(len(tokens), 0, 0, f"{steps} steps"),), reason)

@@ -6,7 +6,7 @@ from typing import Any
 
 from tilewright.runtime.engine import Engine
 from tilewright.runtime.interfaces import Choice
-from tilewright.runtime.output import Generation, Piece, Request, Result
+from tilewright.runtime.output import Generation, OutputProcessor, Piece, Result
 from tilewright.runtime.programs import STEPS_PER_DISPATCH, ProgramKey
 from tilewright.runtime.request import Ask, Ticket, Update
 from tilewright.runtime.sampling import Sampling
@@ -30,7 +30,7 @@ class Stream:
         self.engine = engine
         self.pieces: list[Piece] = []
         self.jobs = [self.entered(row, prompt, own) for row, (prompt, own) in enumerate(zip(prompts, sampling, strict=True))]
-        self.rows: list[Request] = [job.request for job in self.jobs]
+        self.rows: list[OutputProcessor] = [job.processor for job in self.jobs]
         self.prefill_seconds = self.decode_seconds = 0.0
         self.begun = self.failed = False
 
@@ -82,7 +82,7 @@ class Stream:
         engine.programs.warm(self.keys)
         engine.choose_rounds()
         for job in self.jobs:
-            job.followed = engine.chooser.follow(job.request.prompt)
+            job.followed = engine.chooser.follow(job.processor.prompt)
         self.fill()
 
     def fill(self) -> None:

@@ -21,7 +21,7 @@ from tilewright.runtime.counts import count_rounds, standing
 from tilewright.runtime.interfaces import Choice, RoundChooser
 from tilewright.runtime.model import Model
 from tilewright.runtime.options import EngineOptions
-from tilewright.runtime.output import Request
+from tilewright.runtime.output import OutputProcessor
 from tilewright.runtime.pace import FixedRounds
 from tilewright.runtime.pages import Pages
 from tilewright.runtime.programs import STEPS_PER_DISPATCH, Programs
@@ -150,9 +150,9 @@ class Engine(Service[Job]):
 
     def job(self, ask: Ask, ticket: Ticket, listener: Listener) -> Job:
         decoder = StreamDecoder(self.tokenizer, ask.sampling.skip_special_tokens)
-        request = Request(0, list(ask.prompt), ask.sampling.seeded(), decoder)
+        processor = OutputProcessor(0, list(ask.prompt), ask.sampling.seeded(), decoder)
         followed = self.chooser.follow(request.prompt)
-        return Job(ticket, listener, request, followed=followed, prompt_scores=[] if ask.prompt_logprobs else None)
+        return Job(ticket, listener, processor, followed=followed, prompt_scores=[] if ask.prompt_logprobs else None)
 
     def wait(self, job: Job) -> None:
         self.scheduler.wait(job)
@@ -199,7 +199,7 @@ class Engine(Service[Job]):
     def plan(self, most: int = STEPS_PER_DISPATCH) -> tuple[Choice | None, int]:
         """The kind of the next rounds, and how many of them, for those that are ready."""
         seats = self.scheduler.runnable()
-        left = max(seat.job.request.end - seat.job.length for seat in seats)
+        left = max(seat.job.processor.end - seat.job.length for seat in seats)
         return self.chooser.next(self.programs.rows_for(len(seats)), most, self.scheduler.hurried, left)
 
     def send_rounds(self, choice: Choice | None, rounds: int) -> bool:
@@ -227,12 +227,12 @@ class Engine(Service[Job]):
         """
         count_rounds(self.counted, sent, infos)
         jobs = [seat.job for seat in sent.seats]
-        heard = [len(job.request.tokens) for job in jobs]
+        heard = [len(job.processor.tokens) for job in jobs]
         drafter = None if sent.choice is None else sent.choice.drafter
         for row, seat in enumerate(sent.seats):
             settled = int(infos.settled[:, row].sum())
             self.scheduler.read(seat, sent.rounds, sent.width, settled, drafter)
-            if settled and seat.job.request.finish_reason is None and seat.job.ticket.result is None:
+            if settled and seat.job.processor.finish_reason is None and seat.job.ticket.result is None:
                 try:
                     update = take_rounds(seat.job, infos, row, sent.choice, self.eos_token_ids)
                 except Exception:

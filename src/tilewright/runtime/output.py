@@ -95,7 +95,7 @@ class Generation:
 
 
 @dataclass
-class Request:
+class OutputProcessor:
     """One request on the host: what it asks for, and its text so far.
 
     Attributes:

@@ -116,10 +116,10 @@ class ModelRunner:
 
     def row(self, seat: Seat) -> RowRequest:
         """State that a job's slot begins with."""
-        job, request = seat.job, seat.job.request
+        job, own = seat.job, seat.job.processor
         tokens = np.zeros(self.programs.layout.capacity, np.int32)
         tokens[: job.length] = job.tokens
-        return RowRequest(tokens, seat.known, request.end, request.sampling, len(request.prompt), job.scored)
+        return RowRequest(tokens, seat.known, own.end, own.sampling, len(own.prompt), job.scored)
 
     def slots(self, seats: Sequence[Seat], rows: int) -> np.ndarray:
         """The slots of some seats, and others that fill a program's rows, int32 `[rows]`."""

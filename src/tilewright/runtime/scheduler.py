@@ -44,7 +44,7 @@ class Job(Taken):
     def scoring(self) -> bool:
         """True if prefill has still to score some of the prompt."""
         scored = sum(count for _, _, count in self.prompt_scores or ())
-        return self.prompt_scores is not None and scored < len(self.request.prompt) - 1
+        return self.prompt_scores is not None and scored < len(self.processor.prompt) - 1
 
     @property
     def alternatives(self) -> int:
@@ -54,15 +54,15 @@ class Job(Taken):
     @property
     def length(self) -> int:
         """Tokens that are settled."""
-        return len(self.request.prompt) + len(self.request.tokens)
+        return len(self.processor.prompt) + len(self.processor.tokens)
 
     @property
     def tokens(self) -> list[int]:
-        return [*self.request.prompt, *self.request.tokens]
+        return [*self.processor.prompt, *self.processor.tokens]
 
     def page_key(self, page: int, page_size: int) -> bytes:
         """The key of one of its full pages, behind which a token has to be settled."""
-        prompt, new = self.request.prompt, self.request.tokens
+        prompt, new = self.processor.prompt, self.processor.tokens
         while len(self.keys) <= page:
             start = len(self.keys) * page_size
             stop = start + page_size + 1
@@ -106,7 +106,7 @@ class Seat:
     @property
     def ending(self) -> bool:
         """True if it has ended by its length for sure, though that was not read yet."""
-        return self.known + self.least >= self.job.request.end - 1
+        return self.known + self.least >= self.job.processor.end - 1
 
 
 @dataclass(frozen=True)
@@ -232,12 +232,12 @@ class Scheduler:
     def hurried(self) -> bool:
         """True if somebody waits for the end of the next dispatch: for a place, for a prompt, or for its first rounds."""
         seats = [seat for seat in self.seats if seat is not None]
-        waits = (not seat.prefilled or not (seat.most or seat.job.request.tokens) for seat in seats)
+        waits = (not seat.prefilled or not (seat.most or seat.job.processor.tokens) for seat in seats)
         return bool(self.waiting) or any(waits)
 
     def reach(self, seat: Seat, rounds: int, width: int) -> int:
         """The positions that a seat may write in so many more rounds: those that it may settle, and a block behind them."""
-        settled = min(seat.known + seat.most + rounds * width, seat.job.request.end - 1)
+        settled = min(seat.known + seat.most + rounds * width, seat.job.processor.end - 1)
         return min(settled + width, self.context)
 
     def make_room(self, seats: Sequence[Seat], rounds: int, width: int) -> tuple[list[Seat], int]:

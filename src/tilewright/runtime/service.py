@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 
 from tilewright.compiled.ledger import CompileTrap
 from tilewright.runtime.options import ServiceOptions
-from tilewright.runtime.output import Request
+from tilewright.runtime.output import OutputProcessor
 from tilewright.runtime.request import EndReason, Figures, Listener, Overloaded, Stopped, Ticket, Update
 
 log = logging.getLogger("tilewright.engine")
@@ -41,13 +41,13 @@ class Taken:
     """A request that an engine has taken.
 
     Attributes:
-        request: its text so far.
+        processor: of its text so far.
         faults: how many dispatches failed with it aboard.
     """
 
     ticket: Ticket
     listener: Listener
-    request: Request
+    processor: OutputProcessor
     faults: int = 0
 
     @property
@@ -230,10 +230,10 @@ class Service(ABC, Generic[Job]):
         with self.wake:
             if not self.ready:
                 raise Stopped("the engine takes no requests")
-            self.check_room(1, len(job.request.prompt))
+            self.check_room(1, len(job.processor.prompt))
             self.enter(job)
             self.asked.append(job)
-            self.asked_tokens += len(job.request.prompt)
+            self.asked_tokens += len(job.processor.prompt)
             self.rouse()
         return job.ticket
 
@@ -350,7 +350,7 @@ class Service(ABC, Generic[Job]):
         with self.wake:
             del self.there[job]
         job.ticket.times.ended = time.monotonic()
-        job.ticket.result = job.request.result()
+        job.ticket.result = job.processor.result()
         self.counted.ended[reason] = self.counted.ended.get(reason, 0) + 1
         self.tell(job, update or Update(end=reason, error=error))
 

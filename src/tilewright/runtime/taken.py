@@ -18,13 +18,13 @@ def take_rounds(job: Job, infos: StepInfo, row: int, choice: Choice | None, eos:
     for n in np.flatnonzero(infos.settled[:, row]).tolist():
         new = infos.tokens[n, row, : infos.settled[n, row]].tolist()
         drafted, accepted = int(infos.drafted[n, row]), int(infos.accepted[n, row])
-        pieces = job.request.add_round(new, drafted, accepted, eos, choice)
+        pieces = job.processor.add_round(new, drafted, accepted, eos, choice)
         rounds.append(Round(len(pieces), drafted, accepted, "" if choice is None else str(choice)))
         scores = [None] * len(pieces) if not job.scored else token_scores(infos.scores, (n, row), len(pieces), job.alternatives)
         tokens += [Token(one.token, one.text, one.drafted, score) for one, score in zip(pieces, scores, strict=True)]
-        if job.request.finish_reason is not None:
+        if job.processor.finish_reason is not None:
             break
-    reason = job.request.finish_reason
+    reason = job.processor.finish_reason
     return Update(tuple(tokens), tuple(rounds), None if reason == "interrupted" else reason, prompt_logprobs(job))
 
 

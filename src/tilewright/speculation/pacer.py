@@ -71,7 +71,7 @@ class Pacer(Pace):
         """Tells the policy what n-gram drafting would have given in what came behind the first `heard` tokens of each job."""
         if self.ngram is None:
             return
-        own = ((job.followed, job.request.tokens[before:]) for job, before in zip(jobs, heard, strict=True))
+        own = ((job.followed, job.processor.tokens[before:]) for job, before in zip(jobs, heard, strict=True))
         told = joined(shadow.push(tokens) for shadow, tokens in own if shadow is not None)
         self.policy(rows).overhear(self.ngram.name, told)
 
