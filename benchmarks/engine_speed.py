@@ -32,7 +32,7 @@ from tilewright.llm.language_model import LanguageModel
 from tilewright.models.hub import PACKAGED
 from tilewright.runtime.engine import Engine
 from tilewright.runtime.options import EngineOptions
-from tilewright.runtime.request import Ask, Update
+from tilewright.runtime.request import GenerateRequest, Update
 from tilewright.runtime.sampling import Sampling
 
 PROMPTS = PACKAGED["demo"].parent / "prompts.jsonl"
@@ -98,7 +98,7 @@ def through_engine(engine: Engine, prompts: list[list[int]], sampling: Sampling)
             ends[index].set()
 
     for index, tokens in enumerate(prompts):
-        engine.submit(Ask(tokens, sampling), lambda update, index=index: listen(index, update))
+        engine.submit(GenerateRequest(tokens, sampling), lambda update, index=index: listen(index, update))
     for end in ends:
         end.wait()
     return counts

@@ -48,7 +48,7 @@ from tilewright.models.checkpoint import decoder_config
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.tokenizer import encode, load_tokenizer
 from tilewright.runtime.options import EngineOptions
-from tilewright.runtime.request import Ask, Ticket, Update
+from tilewright.runtime.request import GenerateRequest, Ticket, Update
 from tilewright.runtime.shapes import ShapeTable
 
 PEER = "llama.cpp"
@@ -160,7 +160,7 @@ def answer_all(
 
     with counting(console, f"{way}: mbpp", len(left)) as advance:
         for number, prompt in left.items():
-            tickets[number] = engine.submit(Ask(prompt, tw.Sampling(max_new_tokens=new)), partial(keep, number))
+            tickets[number] = engine.submit(GenerateRequest(prompt, tw.Sampling(max_new_tokens=new)), partial(keep, number))
         while engine.step():
             pass
     engine.stop()

@@ -36,7 +36,7 @@ from tilewright.bench.exact_paths import TEAM, Effort, Verification
 from tilewright.bench.exact_plain import draw_scores, next_logits, plain_tokens, score_lead, top_margin
 from tilewright.llm.language_model import LanguageModel, load
 from tilewright.runtime.engine import Engine
-from tilewright.runtime.request import Ask, Figures, Listener, Ticket, Update
+from tilewright.runtime.request import Figures, GenerateRequest, Listener, Ticket, Update
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.runtime.state import DecodeState, Target, Verified, verify
@@ -282,7 +282,7 @@ class DeadEngine(Engine):
     def __init__(self, figured: Figures = Figures()):
         self.figured, self.gave_up = figured, 0
 
-    def submit(self, ask: Ask, listener: Listener, encoded: bool = False) -> Ticket:
+    def submit(self, ask: GenerateRequest, listener: Listener, encoded: bool = False) -> Ticket:
         return Ticket(ask, 0)
 
     def cancel(self, ticket: Ticket) -> None:

@@ -20,7 +20,7 @@ from tilewright.diffusion.engine_options import DiffusionEngineOptions
 from tilewright.diffusion.model import Denoised, DiffusionModel, load
 from tilewright.diffusion.options import MODES, Denoising, Mode
 from tilewright.diffusion.programs import DiffusionTable
-from tilewright.diffusion.request import DenoisingAsk
+from tilewright.diffusion.request import DenoisingRequest
 from tilewright.runtime.request import Ticket
 
 TABLE = DiffusionTable(batches=(1, 3), positions=(32,), responses=(16,), blocks=(8,), buckets=(12,))
@@ -43,7 +43,7 @@ def model_of(family: str, kernels: Any = "auto", table: DiffusionTable = BY_ITSE
         return load(written, kernels=kernels, table=table)
 
 
-def requests(seed: int, count: int, modes: Sequence[Mode] = MODES) -> list[DenoisingAsk]:
+def requests(seed: int, count: int, modes: Sequence[Mode] = MODES) -> list[DenoisingRequest]:
     """Of all modes, ways, lengths and numbers of steps, each with its seed; some go on past the end of the sequence."""
     rng, asks = np.random.default_rng(seed), []
     for n, prompt in enumerate(prompts(seed, [int(n) for n in rng.integers(1, 17, count)], vocab=MASK)):
@@ -55,16 +55,16 @@ def requests(seed: int, count: int, modes: Sequence[Mode] = MODES) -> list[Denoi
             way = {"suffix_window": int(rng.integers(0, 5)), **way}
         asked: dict[str, Any] = {"new_tokens": block * blocks, "block_length": block, "ignore_eos": bool(rng.integers(2))}
         asked |= {"seed": int(rng.integers(2**32)), "saliency": (PLAIN, REPAIRED, EXACT)[int(rng.integers(3))]}
-        asks.append(DenoisingAsk(prompt, Denoising(mode=modes[int(rng.integers(len(modes)))], **asked, **way)))
+        asks.append(DenoisingRequest(prompt, Denoising(mode=modes[int(rng.integers(len(modes)))], **asked, **way)))
     return asks
 
 
-def ask(prompt: Sequence[int], stop: tuple[str, ...] = (), deadline_s: float | None = None, **changes: Any) -> DenoisingAsk:
+def ask(prompt: Sequence[int], stop: tuple[str, ...] = (), deadline_s: float | None = None, **changes: Any) -> DenoisingRequest:
     """12 tokens in blocks of 4, unless `changes` say otherwise."""
-    return DenoisingAsk(prompt, asking(**changes), stop, deadline_s)
+    return DenoisingRequest(prompt, asking(**changes), stop, deadline_s)
 
 
-def expected(model: DiffusionModel, asks: Sequence[DenoisingAsk]) -> list[Denoised]:
+def expected(model: DiffusionModel, asks: Sequence[DenoisingRequest]) -> list[Denoised]:
     """What the model gives for each request by itself."""
     return [model.generate([list(one.prompt)], one.denoising)[0] for one in asks]
 

@@ -13,7 +13,7 @@ from tilewright.diffusion.engine_options import DENOISING, DiffusionEngineOption
 from tilewright.diffusion.model import DiffusionModel
 from tilewright.diffusion.options import Denoising
 from tilewright.diffusion.programs import DiffusionKey, DiffusionTable
-from tilewright.diffusion.request import DenoisingAsk
+from tilewright.diffusion.request import DenoisingRequest
 from tilewright.runtime.request import Overloaded, Stopped
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -55,7 +55,7 @@ def engine(warm: DiffusionEngine, steps: Steps) -> Iterator[DiffusionEngine]:
     engine.stop()
 
 
-def served(engine: DiffusionEngine, asked: DenoisingAsk) -> Heard:
+def served(engine: DiffusionEngine, asked: DenoisingRequest) -> Heard:
     """What one request is told."""
     heard = Heard()
     engine.submit(asked, heard)

@@ -25,7 +25,7 @@ from tilewright.runtime.logprobs import MOST_ALTERNATIVES, Scores, score_each
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.prefill import prefill
 from tilewright.runtime.programs import ProgramKey, RowRequest, empty_state, request_rows
-from tilewright.runtime.request import Ask, TokenLogprobs
+from tilewright.runtime.request import GenerateRequest, TokenLogprobs
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import Shape, ShapeTable
 from tilewright.runtime.state import Reports, StepInfo
@@ -122,7 +122,7 @@ def decode(lm: LanguageModel, rows: Sequence[int] = range(len(ASKED))) -> list[T
     engine.open()
     heard = [Heard() for _ in rows]
     for n, listen in zip(rows, heard, strict=True):
-        engine.submit(Ask(ASKED[n], REQUESTS[n], MOST_ALTERNATIVES if ASKING[n] else None), listen)
+        engine.submit(GenerateRequest(ASKED[n], REQUESTS[n], MOST_ALTERNATIVES if ASKING[n] else None), listen)
     while engine.step():
         pass
     engine.stop()

@@ -16,7 +16,7 @@ from tilewright.llm.language_model import LanguageModel
 from tilewright.runtime.layout import is_paged
 from tilewright.runtime.output import Piece, Result
 from tilewright.runtime.programs import ProgramKey, empty_state
-from tilewright.runtime.request import Ask
+from tilewright.runtime.request import GenerateRequest
 from tilewright.runtime.sampling import Sampling
 
 NEW = 24
@@ -210,9 +210,9 @@ def test_steps_that_no_dispatch_runs(lm: LanguageModel, steps: int):
 
 def test_an_engine_that_reports_no_log_probabilities_refuses_to_be_asked_for_them(lm: LanguageModel):
     engine = lm.start(ASKED, Sampling(NEW)).engine
-    engine.check(Ask([1], Sampling(1)))
+    engine.check(GenerateRequest([1], Sampling(1)))
     with pytest.raises(ValueError, match="expected no logprobs: the rounds that run here report none"):
-        engine.check(Ask([1], Sampling(1), logprobs=0))
+        engine.check(GenerateRequest([1], Sampling(1), logprobs=0))
 
 
 def live_bytes() -> int:

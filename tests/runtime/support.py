@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from tilewright.diffusion.request import DenoisingAsk
+from tilewright.diffusion.request import DenoisingRequest
 from tilewright.llm.language_model import LanguageModel
 from tilewright.runtime.engine import Engine
-from tilewright.runtime.request import Ask, Ticket, Update
+from tilewright.runtime.request import GenerateRequest, Ticket, Update
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.service import Service
 
@@ -58,13 +58,16 @@ def samplings(rng: np.random.Generator, count: int, longest: int) -> list[Sampli
     ]
 
 
-def expected(lm: LanguageModel, asks: Sequence[Ask]) -> list[list[int]]:
+def expected(lm: LanguageModel, asks: Sequence[GenerateRequest]) -> list[list[int]]:
     """The tokens that plain decoding gives for each request by itself."""
     return [lm.generate([list(ask.prompt)], ask.sampling, speculative=False)[0].tokens for ask in asks]
 
 
 def drive(
-    engine: Service[Any], asks: Sequence[Ask | DenoisingAsk], rng: np.random.Generator, cancelled: Sequence[int] = ()
+    engine: Service[Any],
+    asks: Sequence[GenerateRequest | DenoisingRequest],
+    rng: np.random.Generator,
+    cancelled: Sequence[int] = (),
 ) -> tuple[list[Heard], list[Ticket]]:
     """Asks in random portions between steps until all have ended; some requests are given up on the way."""
     heard = [Heard() for _ in asks]

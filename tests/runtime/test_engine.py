@@ -21,7 +21,7 @@ from tilewright.runtime.engine import Engine
 from tilewright.runtime.interfaces import Choice
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.output import Result
-from tilewright.runtime.request import Ask, Overloaded, Stopped
+from tilewright.runtime.request import GenerateRequest, Overloaded, Stopped
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.speculation.drafters.dflash import DFlash
@@ -114,13 +114,13 @@ def engine(engines: Callable[..., Engine]) -> Engine:
     return engines()
 
 
-def requests(seed: int, count: int) -> list[Ask]:
+def requests(seed: int, count: int) -> list[GenerateRequest]:
     """Prompts of mixed lengths, several of which begin alike, with all kinds of sampling."""
     rng = np.random.default_rng(seed)
     begun = prompts(seed, [40, 33], vocab=VOCAB)
     asked = prompts(seed + 1, [int(n) for n in rng.integers(1, 50, count)], vocab=VOCAB)
     asked = [[*begun[n % 2], *own][:60] if n % 3 == 0 else own for n, own in enumerate(asked)]
-    return [Ask(tokens, sampling) for tokens, sampling in zip(asked, samplings(rng, count, 36), strict=True)]
+    return [GenerateRequest(tokens, sampling) for tokens, sampling in zip(asked, samplings(rng, count, 36), strict=True)]
 
 
 @pytest.mark.parametrize("seed, count", [(0, 24), *(pytest.param(seed, 64, marks=pytest.mark.slow) for seed in range(3))])
@@ -179,7 +179,7 @@ def test_a_stop_string_ends_a_request_inside_a_block(lm: LanguageModel, engine: 
     want = lm.generate([prompt], Sampling(30, ignore_eos=True, stop=(stop,)), speculative=False)[0]
     heard = Heard()
     engine.open()
-    engine.submit(Ask(prompt, Sampling(30, ignore_eos=True, stop=(stop,))), heard)
+    engine.submit(GenerateRequest(prompt, Sampling(30, ignore_eos=True, stop=(stop,))), heard)
     while engine.step():
         pass
     assert (heard.end, heard.text, heard.tokens) == ("stop", want.text, want.tokens)
@@ -189,12 +189,15 @@ def test_a_stop_string_ends_a_request_inside_a_block(lm: LanguageModel, engine: 
 
 def test_what_is_refused(engine: Engine):
     with pytest.raises(Stopped, match="takes no requests"):
-        engine.submit(Ask([1], Sampling(4)), Heard())
+        engine.submit(GenerateRequest([1], Sampling(4)), Heard())
     engine.open()
     for ask, message in (
-        (Ask([]), "at least one token, found an empty one"),
-        (Ask([VOCAB + 99]), "below the vocabulary size"),
-        (Ask([1] * 90, Sampling(7)), f"90 tokens leaves room for 6 in the context of {CAPACITY}; max_new_tokens is 7"),
+        (GenerateRequest([]), "at least one token, found an empty one"),
+        (GenerateRequest([VOCAB + 99]), "below the vocabulary size"),
+        (
+            GenerateRequest([1] * 90, Sampling(7)),
+            f"90 tokens leaves room for 6 in the context of {CAPACITY}; max_new_tokens is 7",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             engine.submit(ask, Heard())
@@ -205,12 +208,12 @@ def test_the_queue_is_bounded_by_requests_and_by_tokens(engines: Callable[..., E
     engine, few = engines(queue_requests=3, queue_tokens=40), Sampling(4)
     engine.open()
     heard = [Heard() for _ in range(3)]
-    engine.submit(Ask([1] * 30, few), heard[0])
+    engine.submit(GenerateRequest([1] * 30, few), heard[0])
     with pytest.raises(Overloaded, match="at most 40 tokens of prompts") as caught:
-        engine.submit(Ask([1] * 30, few), Heard())
+        engine.submit(GenerateRequest([1] * 30, few), Heard())
     assert caught.value.retry_after_s > 0
     for each in heard[1:]:
-        engine.submit(Ask([1], few), each)
+        engine.submit(GenerateRequest([1], few), each)
     with pytest.raises(Overloaded, match="at most 3 requests"):
         engine.check_room(1, 0)
     assert engine.figures().rejected == 2
@@ -224,7 +227,7 @@ def test_a_deadline_ends_a_request_wherever_it_is(engine: Engine):
     engine.open()
     heard = [Heard() for _ in range(6)]
     for n, each in enumerate(heard):
-        engine.submit(Ask([1, 2], Sampling(60, ignore_eos=True), deadline_s=None if n == 3 else 1e-9), each)
+        engine.submit(GenerateRequest([1, 2], Sampling(60, ignore_eos=True), deadline_s=None if n == 3 else 1e-9), each)
     while engine.step():
         pass
     assert [each.end for each in heard] == ["deadline"] * 3 + ["length"] + ["deadline"] * 2
@@ -236,10 +239,10 @@ def test_a_listener_that_fails_ends_its_own_request_alone(lm: LanguageModel, eng
     def fails(update: object) -> None:
         raise RuntimeError("no more")
 
-    ask, good = Ask([1, 2], Sampling(20, ignore_eos=True)), Heard()
+    ask, good = GenerateRequest([1, 2], Sampling(20, ignore_eos=True)), Heard()
     (want,) = expected(lm, [ask])
     engine.open()
-    engine.submit(Ask([3, 4], Sampling(40, ignore_eos=True)), fails)
+    engine.submit(GenerateRequest([3, 4], Sampling(40, ignore_eos=True)), fails)
     engine.submit(ask, good)
     while engine.step():
         pass
@@ -249,10 +252,10 @@ def test_a_listener_that_fails_ends_its_own_request_alone(lm: LanguageModel, eng
 
 
 def test_a_request_whose_text_fails_ends_alone(lm: LanguageModel, engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    ask, good, bad = Ask([1, 2], Sampling(20, ignore_eos=True)), Heard(), Heard()
+    ask, good, bad = GenerateRequest([1, 2], Sampling(20, ignore_eos=True)), Heard(), Heard()
     (want,) = expected(lm, [ask])
     engine.open()
-    engine.submit(Ask([3, 4], Sampling(40, ignore_eos=True)), bad)
+    engine.submit(GenerateRequest([3, 4], Sampling(40, ignore_eos=True)), bad)
 
     def broken(*given: object) -> str:
         raise RuntimeError("no such text")
@@ -311,7 +314,7 @@ def test_it_steps_on_a_thread_and_ends_what_it_has(lm: LanguageModel, engine: En
 def test_what_has_not_ended_when_it_stops_is_cancelled(engine: Engine):
     engine.open()
     heard = Heard()
-    engine.submit(Ask([1, 2], Sampling(60, ignore_eos=True)), heard)
+    engine.submit(GenerateRequest([1, 2], Sampling(60, ignore_eos=True)), heard)
     engine.step()
     assert not engine.stop()
     assert (heard.end, heard.updates[-1].error) == ("cancelled", "the engine has stopped")
@@ -341,7 +344,7 @@ def test_changed_logits_and_ends_are_those_of_plain_decoding(lm: LanguageModel, 
     # n-grams find what repeats
     asked = [tokens + tokens[: len(tokens) // 2] if n % 2 else tokens for n, tokens in enumerate(asked)][:32]
     samplings = [Sampling(32, seed=n, **CHANGES[n % len(CHANGES)]) for n in range(len(asked))]
-    asks = [Ask(tokens[:60], sampling) for tokens, sampling in zip(asked, samplings, strict=True)]
+    asks = [GenerateRequest(tokens[:60], sampling) for tokens, sampling in zip(asked, samplings, strict=True)]
     plain = [lm.generate([list(ask.prompt)], ask.sampling, speculative=False)[0] for ask in asks]
     if isinstance(lm.drafter, DFlash):
         drafted = [lm.generate([list(ask.prompt) for ask in asks[n : n + 4]], samplings[n : n + 4]) for n in (0, 4)]
@@ -379,7 +382,7 @@ def test_log_probabilities_are_the_targets_at_each_position(lm: LanguageModel, e
     if lm.dtype == "bfloat16":
         pytest.skip("a pass without a cache rounds otherwise; tests/decode/test_scores.py holds it against plain decoding")
     asks = [
-        Ask(list(ask.prompt), ask.sampling, logprobs=3 if n % 2 else None, prompt_logprobs=n % 4 == 1)
+        GenerateRequest(list(ask.prompt), ask.sampling, logprobs=3 if n % 2 else None, prompt_logprobs=n % 4 == 1)
         for n, ask in enumerate(requests(8, 24))
     ]
     engine.open()
@@ -409,7 +412,7 @@ def test_log_probabilities_are_the_targets_at_each_position(lm: LanguageModel, e
 
 def test_a_prompts_log_probabilities_outlast_a_preemption(lm: LanguageModel, engine: Engine):
     """Whenever it comes: while the prompt is computed, while rounds are on their way, and later."""
-    ask = Ask(prompts(9, [40], vocab=VOCAB)[0], Sampling(30, ignore_eos=True), logprobs=0, prompt_logprobs=True)
+    ask = GenerateRequest(prompts(9, [40], vocab=VOCAB)[0], Sampling(30, ignore_eos=True), logprobs=0, prompt_logprobs=True)
     told = []
     engine.open()
     for steps in (0, 1, 2, 4):

@@ -10,7 +10,7 @@ from reference.dflash_numpy import random_pair
 from runtime.support import check_empty, drive, expected
 from tilewright.parallel.mesh import make_mesh
 from tilewright.runtime.options import EngineOptions
-from tilewright.runtime.request import Ask
+from tilewright.runtime.request import GenerateRequest
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 )
 def test_requests_get_what_one_device_gives_them(schedule: str, devices: int, sampling: Sampling, tmp_path: Path):
     """Three requests in two slots, with a drafter."""
-    asks = [Ask(tokens, sampling) for tokens in prompts(0, [20, 5, 30])]
+    asks = [GenerateRequest(tokens, sampling) for tokens in prompts(0, [20, 5, 30])]
     wanted = expected(build(tmp_path, PAIR, table=TABLE), asks)
     lm = build(tmp_path, PAIR, table=TABLE, mesh=make_mesh({"tp": devices}), schedule=schedule)
     engine = lm.engine(EngineOptions(table=TABLE, page_size=16))

@@ -12,7 +12,7 @@ from runtime.support import check_empty, drive, expected
 from tilewright.llm.language_model import LanguageModel
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.programs import ProgramKey
-from tilewright.runtime.request import Ask
+from tilewright.runtime.request import GenerateRequest
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
 
@@ -32,7 +32,7 @@ def test_the_tokens_are_those_of_plain_decoding(lm: LanguageModel):
     """Prompts that end in the first block of pages, in the second and in the third, and one that grows into the next."""
     engine = lm.engine(EngineOptions(table=TABLE, guard="off", prefix_cache=False))
     asks = [
-        Ask(tokens, Sampling(24, ignore_eos=True, temperature=n % 2, seed=n))
+        GenerateRequest(tokens, Sampling(24, ignore_eos=True, temperature=n % 2, seed=n))
         for n, tokens in enumerate(prompts(0, [20, 700, 505, 1100], vocab=24))
     ]
     engine.runner.reset()

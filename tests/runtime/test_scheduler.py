@@ -11,7 +11,7 @@ from tilewright.models.tokenizer import StreamDecoder
 from tilewright.runtime import pages as pages_module
 from tilewright.runtime.output import OutputProcessor
 from tilewright.runtime.pages import Pages
-from tilewright.runtime.request import Ask, Ticket
+from tilewright.runtime.request import GenerateRequest, Ticket
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.scheduler import Job, Scheduler, Seat
 from tilewright.runtime.shapes import ShapeTable
@@ -34,7 +34,9 @@ class NoText(StreamDecoder):
 
 def job(number: int, prompt: list[int], new: int) -> Job:
     sampling = Sampling(new, ignore_eos=True)
-    return Job(Ticket(Ask(prompt, sampling), number), lambda update: None, OutputProcessor(0, prompt, sampling, NoText()))
+    return Job(
+        Ticket(GenerateRequest(prompt, sampling), number), lambda update: None, OutputProcessor(0, prompt, sampling, NoText())
+    )
 
 
 def make(pages: int, prefix_cache: bool = True, tapping: tuple[str, ...] = ()) -> Scheduler:

@@ -8,10 +8,10 @@ import pytest
 
 from runtime.support import Heard
 from server.fake import FakeEngine
-from tilewright.runtime.request import Ask, Stopped
+from tilewright.runtime.request import GenerateRequest, Stopped
 from tilewright.runtime.sampling import Sampling
 
-LONG = Ask([1, 2, 3], Sampling(600, ignore_eos=True))
+LONG = GenerateRequest([1, 2, 3], Sampling(600, ignore_eos=True))
 
 
 class Watched(threading.Condition):
@@ -49,7 +49,7 @@ def steps(engine: FakeEngine) -> None:
 def test_what_is_asked_and_given_up_between_two_looks_of_a_step_ends(release: int):
     engine, heard = FakeEngine(), Heard()
     engine.open()
-    engine.submit(Ask([1, 2], Sampling(4)), Heard())
+    engine.submit(GenerateRequest([1, 2], Sampling(4)), Heard())
 
     def come_and_go() -> None:
         elsewhere(lambda: engine.cancel(engine.submit(LONG, heard)))
@@ -89,7 +89,7 @@ def test_an_engine_is_busy_until_a_request_has_ended(monkeypatch: pytest.MonkeyP
     for name in ("wait", "drop", "preempt"):
         monkeypatch.setattr(real, name, watched(name))
     engine.open()
-    engine.submit(Ask([1, 2], Sampling(40, ignore_eos=True)), heard)
+    engine.submit(GenerateRequest([1, 2], Sampling(40, ignore_eos=True)), heard)
     for _ in range(3):
         engine.step()
     (seat,) = real.seated

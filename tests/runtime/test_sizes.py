@@ -12,7 +12,7 @@ from runtime.support import Heard
 from tilewright.llm.language_model import LanguageModel
 from tilewright.runtime import sizes
 from tilewright.runtime.options import EngineOptions, batches_for
-from tilewright.runtime.request import Ask
+from tilewright.runtime.request import GenerateRequest
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.runtime.sizes import engine_sizes, pages_within, served_context, state_bytes, temporary_bytes
@@ -93,13 +93,13 @@ def test_the_line_says_all_three_and_what_would_change_them(lm: LanguageModel):
 def test_a_small_pool_takes_whatever_fits_into_its_context(lm: LanguageModel):
     engine = lm.engine(EngineOptions(pages=2, page_size=16, table=ShapeTable(batches=(1,), capacities=(64,), chunks=(16,))))
     assert engine.context == 31
-    engine.check(Ask([1] * 5, Sampling(engine.context - 5)))
+    engine.check(GenerateRequest([1] * 5, Sampling(engine.context - 5)))
     with pytest.raises(ValueError, match="leaves room for 26 in the context of 31"):
-        engine.check(Ask([1] * 5, Sampling(engine.context - 4)))
+        engine.check(GenerateRequest([1] * 5, Sampling(engine.context - 4)))
     engine.warm()
     engine.open()
     heard = Heard()
-    ticket = engine.submit(Ask([1] * 5, Sampling(26, ignore_eos=True)), heard)
+    ticket = engine.submit(GenerateRequest([1] * 5, Sampling(26, ignore_eos=True)), heard)
     while ticket.result is None:
         engine.step()
     engine.stop()

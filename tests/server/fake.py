@@ -22,7 +22,7 @@ from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.pace import FixedRounds
 from tilewright.runtime.pages import Pages
 from tilewright.runtime.programs import Programs
-from tilewright.runtime.request import Ask, EndReason, Figures, Round, Token, TokenLogprobs, Update
+from tilewright.runtime.request import EndReason, Figures, GenerateRequest, Round, Token, TokenLogprobs, Update
 from tilewright.runtime.runner import ModelRunner
 from tilewright.runtime.scheduler import Job, Scheduler
 from tilewright.runtime.service import Service
@@ -86,7 +86,7 @@ class FakeEngine(Engine):
         self.scheduler = Scheduler(ShapeTable(batches=(SLOTS,), capacities=(capacity,)), self.pages, capacity, False)
         self.chooser, self.runner = FixedRounds(1.0, 64), ModelRunner(self.programs)
         self.counted = Figures(programs=5, warm_seconds=1.5, accepted_at=[0, 0, 0])
-        self.go, self.taken = threading.Event(), list[Ask]()
+        self.go, self.taken = threading.Event(), list[GenerateRequest]()
         self.go.set()
 
     @property
@@ -111,8 +111,8 @@ class FakeEngine(Engine):
         while chunks := self.scheduler.next_chunks():
             for chunk in chunks:
                 if not chunk.seat.begun:
-                    ask = chunk.seat.job.ticket.ask
-                    assert isinstance(ask, Ask)
+                    ask = chunk.seat.job.ticket.request
+                    assert isinstance(ask, GenerateRequest)
                     self.taken.append(ask)
                     chunk.seat.job.ticket.cached_tokens = len(ask.prompt) // 2
                 self.scheduler.filled(chunk)
@@ -143,8 +143,8 @@ class FakeEngine(Engine):
 
     def said(self, job: Job) -> Update:
         """The next tokens of a job."""
-        processor, ask, told = job.processor, job.ticket.ask, None
-        assert isinstance(ask, Ask)
+        processor, ask, told = job.processor, job.ticket.request, None
+        assert isinstance(ask, GenerateRequest)
         if job.prompt_scores is not None:
             job.prompt_scores, told = None, tuple(self.logprobs(token, ask) for token in ask.prompt[1:])
         at = len(processor.tokens) % len(ask.prompt)
@@ -158,7 +158,7 @@ class FakeEngine(Engine):
         assert reason != "interrupted"
         return Update(tokens, (Round(len(tokens), 3, self.per_update - 1, "ngram, 4"),), reason, told)
 
-    def logprobs(self, token: int, ask: Ask) -> TokenLogprobs:
+    def logprobs(self, token: int, ask: GenerateRequest) -> TokenLogprobs:
         """The token itself is the likeliest, those after it follow."""
         vocab = self.model.target.config.vocab_size
         top = tuple(((token + n) % vocab, -0.5 - n) for n in range(ask.logprobs or 0))

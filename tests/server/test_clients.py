@@ -12,7 +12,7 @@ import pytest
 
 from server.conftest import Real, on_a_port
 from server.fake import FakeEngine, model_without_weights
-from tilewright.runtime.request import Ask
+from tilewright.runtime.request import GenerateRequest
 from tilewright.runtime.sampling import Sampling
 
 HELLO: list[Any] = [{"role": "user", "content": "hello there"}]
@@ -120,7 +120,7 @@ def test_openai_comes_back_to_a_full_server_when_it_is_told_to(
     monkeypatch.setattr(engine, "options", replace(engine.options, queue_requests=1))
     engine.go.clear()
     try:
-        engine.submit(Ask([1, 2], Sampling(4)), lambda update: None)
+        engine.submit(GenerateRequest([1, 2], Sampling(4)), lambda update: None)
         began = time.monotonic()
         with pytest.raises(openai.InternalServerError) as full:
             client.with_options(max_retries=1).completions.create(model="demo", prompt="a")

@@ -9,7 +9,7 @@ import pytest
 
 from server.conftest import Client
 from server.fake import FakeEngine
-from tilewright.runtime.request import Ask, Ticket
+from tilewright.runtime.request import GenerateRequest, Ticket
 from tilewright.runtime.sampling import Sampling
 from tilewright.server.api import ServerOptions
 
@@ -174,7 +174,7 @@ def test_a_prompts_tokens_are_looked_at_once(
     assert app.post(route, json=body | {"max_tokens": 2}).status_code == 200
     assert len(looks) == prompts
     with pytest.raises(ValueError, match="below the vocabulary size"):
-        engine.submit(Ask([1, 10**6], Sampling(2)), lambda update: None)
+        engine.submit(GenerateRequest([1, 10**6], Sampling(2)), lambda update: None)
 
 
 def test_more_than_the_queue_can_ever_hold_is_a_400(client: Client):
@@ -192,7 +192,7 @@ def test_what_was_submitted_is_given_up_when_the_rest_is_refused(client: Client,
     def submit(*given: Any, **named: Any) -> Ticket:
         ticket = real(*given, **named)
         if len(engine.there) == 2:  # somebody else comes in between
-            real(Ask([1, 2], Sampling(4)), lambda update: None)
+            real(GenerateRequest([1, 2], Sampling(4)), lambda update: None)
         return ticket
 
     monkeypatch.setattr(engine, "submit", submit)

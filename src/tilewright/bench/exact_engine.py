@@ -14,7 +14,7 @@ from tilewright.bench.exact import Answer, Asked, Plain, Ran, made_of
 from tilewright.llm.language_model import LanguageModel
 from tilewright.runtime.engine import Engine
 from tilewright.runtime.options import EngineOptions
-from tilewright.runtime.request import Ask, Figures, Ticket, Update
+from tilewright.runtime.request import Figures, GenerateRequest, Ticket, Update
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.speculation.team import Team
 
@@ -123,13 +123,13 @@ class Client:
         asked, self.since = self.asked[place], 0
         if self.arrivals.strangers:
             sampling = replace(asked.sampling, ignore_eos=True, stop=())
-            self.strangers[-1 - place] = self.submit(-1 - place, Ask(asked.prompt[::-1], sampling))
+            self.strangers[-1 - place] = self.submit(-1 - place, GenerateRequest(asked.prompt[::-1], sampling))
         scored = self.arrivals.scored and place % 3 == 0
-        ask = Ask(asked.prompt, asked.sampling, 2 if scored else None, scored and place % 6 == 0)
-        self.running[place] = self.submit(place, ask)
+        request = GenerateRequest(asked.prompt, asked.sampling, 2 if scored else None, scored and place % 6 == 0)
+        self.running[place] = self.submit(place, request)
 
-    def submit(self, place: int, ask: Ask) -> Ticket:
-        return self.engine.submit(ask, lambda update: self.heard.put((place, update)))
+    def submit(self, place: int, request: GenerateRequest) -> Ticket:
+        return self.engine.submit(request, lambda update: self.heard.put((place, update)))
 
     def take(self, place: int, update: Update) -> None:
         """Takes in what came of a request, or of a stranger."""

@@ -24,7 +24,7 @@ from tilewright.report import terminal
 from tilewright.runtime.engine import Engine
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.output import Result
-from tilewright.runtime.request import Ask, Ticket, Update
+from tilewright.runtime.request import GenerateRequest, Ticket, Update
 from tilewright.runtime.sampling import Sampling
 
 HELP = """\
@@ -169,7 +169,7 @@ class Chat:
             )
         sampling = replace(self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, context - len(tokens)))
         told = SimpleQueue[Update]()
-        return self.engine.submit(Ask(tokens, sampling), told.put), told
+        return self.engine.submit(GenerateRequest(tokens, sampling), told.put), told
 
     def show(self, ticket: Ticket, told: SimpleQueue[Update]) -> Update:
         """Shows tokens as they come. Returns the update that ends them."""

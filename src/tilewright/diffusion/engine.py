@@ -22,7 +22,7 @@ from tilewright.diffusion.model import DiffusionModel, check_room
 from tilewright.diffusion.options import Denoising, RowOptions, row_options
 from tilewright.diffusion.pool import Pool, PoolPrograms, Told, Turn
 from tilewright.diffusion.programs import DiffusionKey, DiffusionShape
-from tilewright.diffusion.request import DenoisingAsk
+from tilewright.diffusion.request import DenoisingRequest
 from tilewright.diffusion.state import SPANS
 from tilewright.diffusion.steps import STEPS_PER_DISPATCH
 from tilewright.models.tokenizer import StreamDecoder
@@ -119,8 +119,8 @@ class DiffusionEngine(Service[DiffusionJob]):
         self.clear()
         return len(self.programs.compiled)
 
-    def check(self, ask: DenoisingAsk) -> None:
-        tokens, denoising = ask.prompt, ask.denoising
+    def check(self, request: DenoisingRequest) -> None:
+        tokens, denoising = request.prompt, request.denoising
         check_room(tokens, denoising, self.context)
         if denoising.mode not in self.options.modes:
             raise ValueError(f"expected a mode among {', '.join(self.options.modes)}, found {denoising.mode}")
@@ -128,10 +128,10 @@ class DiffusionEngine(Service[DiffusionJob]):
             raise ValueError(f"expected no guidance, which takes rows of its own, found {denoising.guidance}")
         self.programs.shape([len(tokens)], [denoising])
 
-    def job(self, ask: DenoisingAsk, ticket: Ticket, listener: Listener) -> DiffusionJob:
-        denoising = ask.denoising.seeded()
-        sampling = replace(ask.sampling, seed=denoising.seed)
-        processor = OutputProcessor(0, list(ask.prompt), sampling, StreamDecoder(self.tokenizer))
+    def job(self, request: DenoisingRequest, ticket: Ticket, listener: Listener) -> DiffusionJob:
+        denoising = request.denoising.seeded()
+        sampling = replace(request.sampling, seed=denoising.seed)
+        processor = OutputProcessor(0, list(request.prompt), sampling, StreamDecoder(self.tokenizer))
         return DiffusionJob(ticket, listener, processor, denoising=denoising)
 
     def wait(self, job: DiffusionJob) -> None:

@@ -10,7 +10,7 @@ from tilewright.runtime.sampling import Sampling
 
 
 @dataclass(frozen=True)
-class DenoisingAsk:
+class DenoisingRequest:
     """One request of a diffusion language model.
 
     Attributes:

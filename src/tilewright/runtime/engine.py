@@ -25,7 +25,7 @@ from tilewright.runtime.output import OutputProcessor
 from tilewright.runtime.pace import FixedRounds
 from tilewright.runtime.pages import Pages
 from tilewright.runtime.programs import STEPS_PER_DISPATCH, Programs
-from tilewright.runtime.request import Ask, Listener, Ticket, Update
+from tilewright.runtime.request import GenerateRequest, Listener, Ticket, Update
 from tilewright.runtime.runner import ModelRunner, Sent
 from tilewright.runtime.sampling import SamplingMode, check_vocabulary
 from tilewright.runtime.scheduler import Job, Scheduler
@@ -131,28 +131,28 @@ class Engine(Service[Job]):
         self.chooser = self.chooses(self.runner, self.options.dispatch_s, console)
         self.runner.reset()
 
-    def check(self, ask: Ask) -> None:
-        length = len(ask.prompt)
-        check_vocabulary(ask.sampling, self.vocab_size)
-        if ask.logprobs is not None and not self.runner.reports_scores:
+    def check(self, request: GenerateRequest) -> None:
+        length = len(request.prompt)
+        check_vocabulary(request.sampling, self.vocab_size)
+        if request.logprobs is not None and not self.runner.reports_scores:
             raise ValueError("expected no logprobs: the rounds that run here report none")
-        end = length + ask.sampling.max_new_tokens
+        end = length + request.sampling.max_new_tokens
         if end > self.context:
             room = f"leaves room for {max(0, self.context - length)}"
             raise ValueError(
                 f"a prompt of {length} tokens {room} in the context of {self.context}; "
-                f"max_new_tokens is {ask.sampling.max_new_tokens}"
+                f"max_new_tokens is {request.sampling.max_new_tokens}"
             )
         widest = max(self.programs.width(choice) for choice in self.programs.choices)
         needed = self.scheduler.pages_for(end + widest)
         if needed > self.pages.count:
             raise ValueError(f"expected a request of at most {self.pages.count} pages, found one of {needed}")
 
-    def job(self, ask: Ask, ticket: Ticket, listener: Listener) -> Job:
-        decoder = StreamDecoder(self.tokenizer, ask.sampling.skip_special_tokens)
-        processor = OutputProcessor(0, list(ask.prompt), ask.sampling.seeded(), decoder)
+    def job(self, request: GenerateRequest, ticket: Ticket, listener: Listener) -> Job:
+        decoder = StreamDecoder(self.tokenizer, request.sampling.skip_special_tokens)
+        processor = OutputProcessor(0, list(request.prompt), request.sampling.seeded(), decoder)
         followed = self.chooser.follow(request.prompt)
-        return Job(ticket, listener, processor, followed=followed, prompt_scores=[] if ask.prompt_logprobs else None)
+        return Job(ticket, listener, processor, followed=followed, prompt_scores=[] if request.prompt_logprobs else None)
 
     def wait(self, job: Job) -> None:
         self.scheduler.wait(job)

@@ -30,7 +30,7 @@ class Stopped(Exception):
 
 
 @dataclass(frozen=True)
-class Ask:
+class GenerateRequest:
     """One request, as the engine takes it.
 
     Attributes:
@@ -57,7 +57,7 @@ class Ask:
 
 
 @runtime_checkable
-class AnyAsk(Protocol):
+class AnyRequest(Protocol):
     """Request to any engine, whatever model it serves."""
 
     @property
@@ -166,7 +166,7 @@ class Ticket:
         given_up: nobody waits for it any more; the engine ends it before the next dispatch.
     """
 
-    ask: AnyAsk
+    request: AnyRequest
     number: int
     times: Times = field(default_factory=Times)
     cached_tokens: int = 0

@@ -38,7 +38,7 @@ class Job(Taken):
     @property
     def scored(self) -> bool:
         """True if the request asks for log-probabilities."""
-        return self.ticket.ask.logprobs is not None
+        return self.ticket.request.logprobs is not None
 
     @property
     def scoring(self) -> bool:
@@ -49,7 +49,7 @@ class Job(Taken):
     @property
     def alternatives(self) -> int:
         """Number of alternatives that come with each token."""
-        return self.ticket.ask.logprobs or 0
+        return self.ticket.request.logprobs or 0
 
     @property
     def length(self) -> int:

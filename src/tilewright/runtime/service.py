@@ -122,11 +122,11 @@ class Service(ABC, Generic[Job]):
         """True once the device's memory is taken."""
 
     @abstractmethod
-    def check(self, ask: Any) -> None:
+    def check(self, request: Any) -> None:
         """Raises a `ValueError` if a request, whose tokens are the model's, can never be served. It takes no time."""
 
     @abstractmethod
-    def job(self, ask: Any, ticket: Ticket, listener: Listener) -> Job:
+    def job(self, request: Any, ticket: Ticket, listener: Listener) -> Job:
         """A request that was checked, on its way."""
 
     @abstractmethod
@@ -211,7 +211,7 @@ class Service(ABC, Generic[Job]):
         waiting, tokens = self.queued()
         return waiting + len(self.asked), tokens + self.asked_tokens
 
-    def submit(self, ask: Any, listener: Listener, encoded: bool = False) -> Ticket:
+    def submit(self, request: Any, listener: Listener, encoded: bool = False) -> Ticket:
         """Takes a request.
 
         Args:
@@ -224,9 +224,9 @@ class Service(ABC, Generic[Job]):
             Stopped: the engine has not begun, or is ending.
         """
         if not encoded:
-            self.encode(ask.prompt)
-        self.check(ask)
-        job = self.job(ask, Ticket(ask, 0), listener)
+            self.encode(request.prompt)
+        self.check(request)
+        job = self.job(request, Ticket(request, 0), listener)
         with self.wake:
             if not self.ready:
                 raise Stopped("the engine takes no requests")
@@ -326,7 +326,7 @@ class Service(ABC, Generic[Job]):
         """Ends those that were given up, and those whose time is up."""
         now = time.monotonic()
         for job in jobs:
-            deadline = job.ticket.ask.deadline_s
+            deadline = job.ticket.request.deadline_s
             if job.ticket.given_up:
                 self.leave(job)
                 self.end(job, "cancelled")

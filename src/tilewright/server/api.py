@@ -260,9 +260,9 @@ class Api:
         """The part of `start` that takes time with long prompts; it runs in a thread."""
         options = self.options
         plan = plan_of(body, self.engine, options.template, options.deadline_s, options.sampling)
-        tokens, most = sum(len(ask.prompt) for ask in plan.asks), self.engine.options.queue_tokens
+        tokens, most = sum(len(request.prompt) for request in plan.requests), self.engine.options.queue_tokens
         if tokens > most:
             expected = f"at most {most} prompt tokens, those of all choices together"
             raise ApiError(400, f"expected {expected}, found {tokens}", "too_many_tokens", "prompt")
-        running.submit(plan.asks)
+        running.submit(plan.requests)
         return plan

@@ -8,14 +8,14 @@ from typing import Any
 import jinja2
 
 from tilewright.diffusion.engine import DiffusionEngine
-from tilewright.diffusion.request import DenoisingAsk
+from tilewright.diffusion.request import DenoisingRequest
 from tilewright.models.chat import ChatTemplate
 from tilewright.models.tokenizer import encode
-from tilewright.runtime.request import Ask
+from tilewright.runtime.request import GenerateRequest
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.service import Service
 from tilewright.server.defaults import SamplingDefaults
-from tilewright.server.denoising import DenoisingBody, asks_of
+from tilewright.server.denoising import DenoisingBody, requests_of
 from tilewright.server.errors import ApiError
 from tilewright.server.schema import ChatBody, CompletionBody, GenerationBody, Message, Templated
 from tilewright.server.tokens import Offsets
@@ -51,7 +51,7 @@ class Plan:
 
     Attributes:
         prompts: each has `choices` requests.
-        asks: of all choices, those of one prompt after another.
+        requests: of all choices, those of one prompt after another.
         echo: prompts are given back.
         generates: what is generated is told; of prompts that are only given back it is not.
         logprobs, prompt_logprobs: alternatives that are told with each generated token, and with each of the prompt; None for
@@ -61,7 +61,7 @@ class Plan:
 
     prompts: list[Prompted]
     choices: int
-    asks: list[Ask] | list[DenoisingAsk]
+    requests: list[GenerateRequest] | list[DenoisingRequest]
     echo: bool = False
     generates: bool = True
     logprobs: int | None = None
@@ -215,7 +215,7 @@ def plan_of(
         assert isinstance(body, CompletionBody)
         echo, logprobs = bool(body.echo), body.logprobs
         prompts = [prompted(one, body, engine) for one in listed(body.prompt)]
-    choices, asks = given(body.n, 1), list[Any]()
+    choices, requests = given(body.n, 1), list[Any]()
     # Log-probabilities come with as many alternatives as the one that wants most of them.
     of_prompt = body.prompt_logprobs is not None or (echo and logprobs is not None)
     wanted = [each for each in (logprobs, body.prompt_logprobs) if each is not None]
@@ -226,16 +226,18 @@ def plan_of(
                 assert isinstance(engine, DiffusionEngine), "the routes take the bodies of what they serve"
                 defaults = engine.options.defaults
                 new_tokens = new_tokens_of(body, prompt.tokens, engine.context, defaults.new_tokens)
-                asks += asks_of(body, prompt.tokens, new_tokens, defaults, choices, deadline_s)
+                requests += requests_of(body, prompt.tokens, new_tokens, defaults, choices, deadline_s)
             else:
                 new_tokens = new_tokens_of(body, prompt.tokens, engine.context, most=sampling.max_new_tokens)
                 asked = sampling_of(body, new_tokens, sampling)
-                asks += [Ask(prompt.tokens, seeded(asked, choice), *how) for choice in range(choices)]
-        for ask in asks[::choices]:
-            engine.check(ask)
+                requests += [GenerateRequest(prompt.tokens, seeded(asked, choice), *how) for choice in range(choices)]
+        for request in requests[::choices]:
+            engine.check(request)
     except ValueError as error:
         raise ApiError(400, str(error), "invalid_value") from error
-    return Plan(prompts, choices, asks, echo, body.max_tokens != 0, logprobs, body.prompt_logprobs, bool(body.return_token_ids))
+    return Plan(
+        prompts, choices, requests, echo, body.max_tokens != 0, logprobs, body.prompt_logprobs, bool(body.return_token_ids)
+    )
 
 
 def prompted(prompt: str | list[int], body: CompletionBody, engine: Service[Any]) -> Prompted:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from tilewright.diffusion.options import ALWAYS, Denoising, Mode, Remasking
-from tilewright.diffusion.request import DenoisingAsk
+from tilewright.diffusion.request import DenoisingRequest
 from tilewright.server.schema import (
     FLAG,
     WHOLE,
@@ -99,9 +99,9 @@ def denoising_of(body: DenoisingBody, defaults: Denoising, new_tokens: int) -> D
         raise ValueError(str(error).replace("new_tokens", "max_tokens")) from error
 
 
-def asks_of(
+def requests_of(
     body: DenoisingBody, prompt: list[int], new_tokens: int, defaults: Denoising, choices: int, deadline_s: float | None
-) -> list[DenoisingAsk]:
+) -> list[DenoisingRequest]:
     """The requests of one prompt; the seed of each is the body's and the choice's number (modulo 2**32).
 
     Raises:
@@ -109,4 +109,4 @@ def asks_of(
     """
     denoising = denoising_of(body, defaults, new_tokens)
     seeds = [None if denoising.seed is None else (denoising.seed + choice) % 2**32 for choice in range(choices)]
-    return [DenoisingAsk(prompt, replace(denoising, seed=seed), body.stops, deadline_s, new_tokens) for seed in seeds]
+    return [DenoisingRequest(prompt, replace(denoising, seed=seed), body.stops, deadline_s, new_tokens) for seed in seeds]

@@ -86,7 +86,7 @@ class Form(ABC):
     root: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.generated = [0] * len(self.plan.asks)
+        self.generated = [0] * len(self.plan.requests)
         self.root = {
             "created": int(time.time()),
             "model": self.served.name,
@@ -185,7 +185,7 @@ class CompletionForm(Form):
         super().__post_init__()
         self.root |= {"id": f"cmpl-{self.request_id}", "object": "text_completion"}
         starts = [len(self.plan.prompt_of(index).text) if self.plan.echo else 0 for index in range(len(self.tickets))]
-        special = [ask.sampling.skip_special_tokens for ask in self.plan.asks]
+        special = [request.sampling.skip_special_tokens for request in self.plan.requests]
         self.offsets = [Offsets(self.served.texts.tokenizer, *each) for each in zip(starts, special, strict=True)]
 
     def whole(self, updates: Sequence[Update]) -> Completion:

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tilewright.diffusion.request import DenoisingAsk
-from tilewright.runtime.request import Ask, Overloaded, Stopped, Ticket, Update
+from tilewright.diffusion.request import DenoisingRequest
+from tilewright.runtime.request import GenerateRequest, Overloaded, Stopped, Ticket, Update
 from tilewright.runtime.service import Service
 from tilewright.server.errors import ApiError, overloaded
 from tilewright.server.forms import FINISHES, Form, completed, joined
@@ -60,15 +60,15 @@ class Running:
         self.ended: set[int] = set()
         self.given_up, self.lock = False, threading.Lock()
 
-    def submit(self, asks: Sequence[Ask] | Sequence[DenoisingAsk]) -> None:
+    def submit(self, requests: Sequence[GenerateRequest] | Sequence[DenoisingRequest]) -> None:
         """Submits requests whose prompts the engine has encoded, on any thread; what is given up meanwhile is cancelled.
 
         Raises:
             ApiError: the engine does not take one of them; then it keeps none.
         """
         try:
-            for index, ask in enumerate(asks):
-                ticket = self.engine.submit(ask, partial(self.tell, index), encoded=True)
+            for index, request in enumerate(requests):
+                ticket = self.engine.submit(request, partial(self.tell, index), encoded=True)
                 with self.lock:
                     self.tickets.append(ticket)
                     given_up = self.given_up
