@@ -48,7 +48,7 @@ from tilewright.models.checkpoint import decoder_config
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.tokenizer import encode, load_tokenizer
 from tilewright.runtime.options import EngineOptions
-from tilewright.runtime.request import GenerateRequest, Ticket, Update
+from tilewright.runtime.request import GenerateRequest, RequestHandle, Update
 from tilewright.runtime.shapes import ShapeTable
 
 PEER = "llama.cpp"
@@ -146,12 +146,12 @@ def answer_all(
     engine = lm.engine(EngineOptions(table=table, queue_requests=len(left), queue_tokens=sum(map(len, left.values()))))
     engine.warm(console if console.is_terminal else None)
     engine.open()
-    tickets: dict[int, Ticket] = {}
+    handles: dict[int, RequestHandle] = {}
 
     def keep(number: int, update: Update) -> None:
         if update.end is None:
             return
-        result = tickets[number].result
+        result = handles[number].result
         if update.end not in ("eos", "length") or result is None:
             raise RuntimeError(f"expected an answer to problem {number}, found the end {update.end}: {update.error}")
         drafts = {"rounds": len(result.acceptance_lengths), "drafted": sum(result.drafted), "accepted": sum(result.accepted)}
@@ -160,7 +160,7 @@ def answer_all(
 
     with counting(console, f"{way}: mbpp", len(left)) as advance:
         for number, prompt in left.items():
-            tickets[number] = engine.submit(GenerateRequest(prompt, tw.Sampling(max_new_tokens=new)), partial(keep, number))
+            handles[number] = engine.submit(GenerateRequest(prompt, tw.Sampling(max_new_tokens=new)), partial(keep, number))
         while engine.step():
             pass
     engine.stop()

@@ -36,7 +36,7 @@ from tilewright.bench.exact_paths import TEAM, Effort, Verification
 from tilewright.bench.exact_plain import draw_scores, next_logits, plain_tokens, score_lead, top_margin
 from tilewright.llm.language_model import LanguageModel, load
 from tilewright.runtime.engine import Engine
-from tilewright.runtime.request import Figures, GenerateRequest, Listener, Ticket, Update
+from tilewright.runtime.request import Figures, GenerateRequest, Listener, RequestHandle, Update
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.runtime.state import DecodeState, Target, Verified, verify
@@ -282,10 +282,10 @@ class DeadEngine(Engine):
     def __init__(self, figured: Figures = Figures()):
         self.figured, self.gave_up = figured, 0
 
-    def submit(self, ask: GenerateRequest, listener: Listener, encoded: bool = False) -> Ticket:
-        return Ticket(ask, 0)
+    def submit(self, ask: GenerateRequest, listener: Listener, encoded: bool = False) -> RequestHandle:
+        return RequestHandle(ask, 0)
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, handle: RequestHandle) -> None:
         self.gave_up += 1
 
     @property

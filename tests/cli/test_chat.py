@@ -15,7 +15,7 @@ import tilewright as tw
 from cli.conftest import Ran, Run
 from tilewright.llm.language_model import LanguageModel
 from tilewright.runtime.engine import Engine
-from tilewright.runtime.request import GenerateRequest, Listener, Ticket, Update
+from tilewright.runtime.request import GenerateRequest, Listener, RequestHandle, Update
 from tilewright.runtime.runner import ModelRunner
 
 NEW = ["--max-new-tokens", 12, "--ignore-eos"]
@@ -145,7 +145,7 @@ def hold_at_first_token(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[En
     """After the first tokens of the first request, one round each, the engine waits for what `meanwhile` waits for."""
     submit, held = Engine.submit, []
 
-    def submitted(self: Engine, ask: GenerateRequest, listener: Listener) -> Ticket:
+    def submitted(self: Engine, ask: GenerateRequest, listener: Listener) -> RequestHandle:
         def hear(update: Update) -> None:
             listener(update)
             if not held:
@@ -161,7 +161,7 @@ def hold_at_first_token(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[En
 def interrupt(engine: Engine) -> None:
     os.kill(os.getpid(), signal.SIGINT)
     until = time.monotonic() + 30
-    while not all(job.ticket.given_up for job in engine.there) and time.monotonic() < until:
+    while not all(job.handle.given_up for job in engine.there) and time.monotonic() < until:
         time.sleep(0.001)
 
 

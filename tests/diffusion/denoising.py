@@ -21,7 +21,7 @@ from tilewright.diffusion.model import Denoised, DiffusionModel, load
 from tilewright.diffusion.options import MODES, Denoising, Mode
 from tilewright.diffusion.programs import DiffusionTable
 from tilewright.diffusion.request import DenoisingRequest
-from tilewright.runtime.request import Ticket
+from tilewright.runtime.request import RequestHandle
 
 TABLE = DiffusionTable(batches=(1, 3), positions=(32,), responses=(16,), blocks=(8,), buckets=(12,))
 BY_ITSELF = replace(TABLE, batches=(1,))
@@ -69,12 +69,12 @@ def expected(model: DiffusionModel, asks: Sequence[DenoisingRequest]) -> list[De
     return [model.generate([list(one.prompt)], one.denoising)[0] for one in asks]
 
 
-def check_same(heard: Heard, ticket: Ticket, want: Denoised) -> None:
+def check_same(heard: Heard, handle: RequestHandle, want: Denoised) -> None:
     """The same tokens, text, end and number of steps; the model leaves the end of the sequence out."""
     assert heard.end == ("eos" if want.finish_reason == "stop" else "length")
     assert (heard.tokens[:-1] if heard.end == "eos" else heard.tokens) == want.tokens
     assert heard.text == want.text
-    assert ticket.steps == want.steps
+    assert handle.steps == want.steps
     assert sum(int(each.choice.removesuffix(" steps")) for update in heard.updates for each in update.rounds) == want.steps
 
 

@@ -69,20 +69,20 @@ def test_the_tokens_and_steps_are_those_of_the_model_alone(
 
     monkeypatch.setattr(engine.programs, "get", noted)
     engine.open()
-    heard, tickets = drive(engine, asks[:45], rng, cancelled)
+    heard, handles = drive(engine, asks[:45], rng, cancelled)
     for each in asks[45:]:
-        (one,), (ticket,) = drive(engine, [each], rng)
-        heard, tickets = [*heard, one], [*tickets, ticket]
+        (one,), (handle,) = drive(engine, [each], rng)
+        heard, handles = [*heard, one], [*handles, handle]
     check_empty(engine)
     assert ran == {(shape.batch, shape.positions) for shape in engine.programs.sizes}
-    for n, (each, ticket) in enumerate(zip(heard, tickets, strict=True)):
-        assert ticket.result is not None
-        assert each.tokens == ticket.result.tokens
+    for n, (each, handle) in enumerate(zip(heard, handles, strict=True)):
+        assert handle.result is not None
+        assert each.tokens == handle.result.tokens
         if each.end == "cancelled":
             assert n in cancelled
             assert each.tokens == want[n].tokens[: len(each.tokens)]
         else:
-            check_same(each, ticket, want[n])
+            check_same(each, handle, want[n])
     ended = engine.figures().ended
     assert ended["cancelled"] > 0
     assert ended["eos"] > 0
@@ -91,9 +91,9 @@ def test_the_tokens_and_steps_are_those_of_the_model_alone(
 def test_every_step_is_counted(model: DiffusionModel, engine: DiffusionEngine, rng: np.random.Generator):
     asks = requests(1, 9)
     engine.open()
-    heard, tickets = drive(engine, asks, rng)
+    heard, handles = drive(engine, asks, rng)
     figures = engine.figures()
-    assert figures.row_rounds == sum(ticket.steps for ticket in tickets)
+    assert figures.row_rounds == sum(handle.steps for handle in handles)
     assert figures.rounds == sum(figures.widths.values())
     assert set(figures.widths) <= set(SPANS)
     assert figures.rounds <= figures.row_rounds <= figures.row_rounds + figures.padding_rows <= 3 * figures.rounds
@@ -111,10 +111,10 @@ def test_one_thread_of_its_own_serves_them_too(model: DiffusionModel, warm: Diff
     want = expected(model, asks)
     engine.start()
     heard = [Heard() for _ in asks]
-    tickets = [engine.submit(ask, each) for ask, each in zip(asks, heard, strict=True)]
+    handles = [engine.submit(ask, each) for ask, each in zip(asks, heard, strict=True)]
     assert engine.stop(drain_s=60.0)
-    for each, ticket, one in zip(heard, tickets, want, strict=True):
-        check_same(each, ticket, one)
+    for each, handle, one in zip(heard, handles, want, strict=True):
+        check_same(each, handle, one)
     check_empty(engine)
 
 
@@ -127,13 +127,13 @@ def test_an_engine_of_dense_steps_alone_takes_no_caches(rng: np.random.Generator
     engine.warm()
     engine.pace.most = lambda seconds, hurry: int(rng.integers(1, 7))  # type: ignore[method-assign]
     engine.open()
-    heard, tickets = drive(engine, asks, rng)
+    heard, handles = drive(engine, asks, rng)
     assert engine.pool is not None
     assert engine.pool.caches == ()
     check_empty(engine)
     engine.stop()
-    for each, ticket, alone in zip(heard, tickets, want, strict=True):
-        check_same(each, ticket, alone)
+    for each, handle, alone in zip(heard, handles, want, strict=True):
+        check_same(each, handle, alone)
 
 
 @pytest.mark.slow
@@ -150,11 +150,11 @@ def test_four_devices_give_what_one_does(rng: np.random.Generator, schedule: str
     engine.warm()
     engine.pace.most = lambda seconds, hurry: int(rng.integers(1, 7))  # type: ignore[method-assign]
     engine.open()
-    heard, tickets = drive(engine, asks, rng)
+    heard, handles = drive(engine, asks, rng)
     assert engine.pool is not None
     keys = engine.pool.caches[0].k
     assert keys.sharding.shard_shape(keys.shape)[2] == 1, "each device holds the keys of its own head"
     check_empty(engine)
     engine.stop()
-    for each, ticket, alone in zip(heard, tickets, want, strict=True):
-        check_same(each, ticket, alone)
+    for each, handle, alone in zip(heard, handles, want, strict=True):
+        check_same(each, handle, alone)

@@ -122,11 +122,11 @@ def test_a_stop_string_ends_a_response_inside_a_block(model: DiffusionModel, eng
 def test_what_draws_without_a_seed_gets_one(model: DiffusionModel, engine: DiffusionEngine):
     engine.open()
     heard, asked = Heard(), ask(PROMPT, temperature=1.0, seed=None)
-    ticket = engine.submit(asked, heard)
+    handle = engine.submit(asked, heard)
     run(engine)
-    assert ticket.result is not None
-    assert ticket.result.seed is not None
-    (want,) = expected(model, [ask(PROMPT, temperature=1.0, seed=ticket.result.seed)])
+    assert handle.result is not None
+    assert handle.result.seed is not None
+    (want,) = expected(model, [ask(PROMPT, temperature=1.0, seed=handle.result.seed)])
     assert heard.tokens == want.tokens
 
 
@@ -140,20 +140,20 @@ def test_the_slot_of_a_request_that_was_given_up_serves_the_next(model: Diffusio
     want = expected(model, others)
     engine.open()
     heard = Heard()
-    ticket = engine.submit(first, heard)
+    handle = engine.submit(first, heard)
     for _ in range(after):
         engine.step()
     assert bool(after) == (engine.slots[0] is not None)
-    engine.cancel(ticket)
-    told, tickets = [Heard() for _ in others], []
+    engine.cancel(handle)
+    told, handles = [Heard() for _ in others], []
     for asked, each in zip(others, told, strict=True):
-        tickets.append(engine.submit(asked, each))
+        handles.append(engine.submit(asked, each))
     engine.step()
     assert heard.end == "cancelled"
     assert engine.slots[0] is not None
-    assert engine.slots[0].ticket is tickets[0]
+    assert engine.slots[0].handle is handles[0]
     run(engine)
-    for each, one, alone in zip(told, tickets, want, strict=True):
+    for each, one, alone in zip(told, handles, want, strict=True):
         check_same(each, one, alone)
     check_empty(engine)
 
@@ -161,10 +161,10 @@ def test_the_slot_of_a_request_that_was_given_up_serves_the_next(model: Diffusio
 def test_what_waits_is_given_up_too(engine: DiffusionEngine):
     engine.open()
     heard = [Heard() for _ in range(5)]
-    tickets = [engine.submit(ask([1, 2]), each) for each in heard]
+    handles = [engine.submit(ask([1, 2]), each) for each in heard]
     engine.step()
     assert (engine.figures().running, engine.figures().waiting, engine.figures().waiting_tokens) == (3, 2, 4)
-    engine.cancel(tickets[4])
+    engine.cancel(handles[4])
     run(engine)
     assert [each.end for each in heard] == ["length"] * 4 + ["cancelled"]
     check_empty(engine)
@@ -269,14 +269,14 @@ def test_after_a_failed_dispatch_requests_are_computed_anew(
     flaky.failing = {4}
     engine.open()
     heard = [Heard() for _ in asks]
-    tickets = [engine.submit(asked, each) for asked, each in zip(asks, heard, strict=True)]
+    handles = [engine.submit(asked, each) for asked, each in zip(asks, heard, strict=True)]
     for _ in range(3):
         engine.step()
     assert all(len(each.tokens) == 4 for each in heard[:3]), "a block of each was handed out before"
     run(engine)
     assert [each.tokens for each in heard] == [one.tokens for one in want]
     assert [each.text for each in heard] == [one.text for one in want]
-    assert [ticket.steps for ticket in tickets] == [one.steps for one in want]
+    assert [handle.steps for handle in handles] == [one.steps for one in want]
     assert engine.figures().ended == {"length": 5}
     check_empty(engine)
 

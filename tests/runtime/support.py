@@ -9,7 +9,7 @@ import numpy as np
 from tilewright.diffusion.request import DenoisingRequest
 from tilewright.llm.language_model import LanguageModel
 from tilewright.runtime.engine import Engine
-from tilewright.runtime.request import GenerateRequest, Ticket, Update
+from tilewright.runtime.request import GenerateRequest, RequestHandle, Update
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.service import Service
 
@@ -68,21 +68,21 @@ def drive(
     asks: Sequence[GenerateRequest | DenoisingRequest],
     rng: np.random.Generator,
     cancelled: Sequence[int] = (),
-) -> tuple[list[Heard], list[Ticket]]:
+) -> tuple[list[Heard], list[RequestHandle]]:
     """Asks in random portions between steps until all have ended; some requests are given up on the way."""
     heard = [Heard() for _ in asks]
-    tickets: list[Ticket] = []
-    while len(tickets) < len(asks) or not all(each.ended for each in heard):
+    handles: list[RequestHandle] = []
+    while len(handles) < len(asks) or not all(each.ended for each in heard):
         for _ in range(int(rng.integers(0, 5))):
-            if len(tickets) < len(asks):
-                tickets.append(engine.submit(asks[len(tickets)], heard[len(tickets)]))
+            if len(handles) < len(asks):
+                handles.append(engine.submit(asks[len(handles)], heard[len(handles)]))
         for n in cancelled:
-            if n < len(tickets) and not heard[n].ended and (len(heard[n].updates) > 1 or rng.random() < 0.05):
-                engine.cancel(tickets[n])
+            if n < len(handles) and not heard[n].ended and (len(heard[n].updates) > 1 or rng.random() < 0.05):
+                engine.cancel(handles[n])
         engine.step()
     while engine.step():
         pass
-    return heard, tickets
+    return heard, handles
 
 
 def check_empty(engine: Engine) -> None:

@@ -130,10 +130,10 @@ def test_the_tokens_are_those_of_plain_decoding(lm: LanguageModel, engine: Engin
     want = expected(lm, asks)
     cancelled = [n for n in (7, 20, 41) if n < count]
     engine.open()
-    heard, tickets = drive(engine, asks, np.random.default_rng(seed), cancelled)
-    for n, (each, ticket) in enumerate(zip(heard, tickets, strict=True)):
-        assert ticket.result is not None
-        assert each.tokens == ticket.result.tokens
+    heard, handles = drive(engine, asks, np.random.default_rng(seed), cancelled)
+    for n, (each, handle) in enumerate(zip(heard, handles, strict=True)):
+        assert handle.result is not None
+        assert each.tokens == handle.result.tokens
         if each.end == "cancelled":
             assert n in cancelled
             assert each.tokens == want[n][: len(each.tokens)]
@@ -141,7 +141,7 @@ def test_the_tokens_are_those_of_plain_decoding(lm: LanguageModel, engine: Engin
             assert each.tokens == want[n], n
             stopped = each.tokens[-1] in lm.target.eos_token_ids and not asks[n].sampling.ignore_eos
             assert each.end == ("eos" if stopped else "length")
-        assert each.text == ticket.result.text or each.end == "cancelled"
+        assert each.text == handle.result.text or each.end == "cancelled"
         assert sum(one.tokens for update in each.updates for one in update.rounds) == len(each.tokens)
     figures = engine.figures()
     assert figures.preemptions > 0
@@ -163,10 +163,10 @@ def test_rounds_are_those_of_the_standalone_loop(lm: LanguageModel, engine: Engi
     engine.open()
     for ask, want in zip(asks, wanted, strict=True):
         heard = Heard()
-        ticket = engine.submit(ask, heard)
+        handle = engine.submit(ask, heard)
         while not heard.ended:
             engine.step()
-        got = ticket.result
+        got = handle.result
         assert got is not None
         assert (got.tokens, got.text, got.finish_reason) == (want.tokens, want.text, want.finish_reason)
         assert (got.acceptance_lengths, got.drafted, got.accepted) == (want.acceptance_lengths, want.drafted, want.accepted)
@@ -350,11 +350,11 @@ def test_changed_logits_and_ends_are_those_of_plain_decoding(lm: LanguageModel, 
         drafted = [lm.generate([list(ask.prompt) for ask in asks[n : n + 4]], samplings[n : n + 4]) for n in (0, 4)]
         assert [result for part in drafted for result in ended(part)] == ended(plain[:8])
     engine.open()
-    heard, tickets = drive(engine, asks, rng)
+    heard, handles = drive(engine, asks, rng)
     assert [each.tokens for each in heard] == [result.tokens for result in plain]
-    for ask, ticket, result in zip(asks, tickets, plain, strict=True):
-        assert ticket.result is not None
-        assert (ticket.result.finish_reason, ticket.result.stop_reason) == (result.finish_reason, result.stop_reason)
+    for ask, handle, result in zip(asks, handles, plain, strict=True):
+        assert handle.result is not None
+        assert (handle.result.finish_reason, handle.result.stop_reason) == (result.finish_reason, result.stop_reason)
         least, stops = ask.sampling.min_tokens, {*ask.sampling.stop_token_ids, *lm.target.eos_token_ids}
         assert not stops & set(result.tokens[:least])
         assert not set(ask.sampling.stop_token_ids) & set(result.tokens[:-1])

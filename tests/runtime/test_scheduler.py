@@ -11,7 +11,7 @@ from tilewright.models.tokenizer import StreamDecoder
 from tilewright.runtime import pages as pages_module
 from tilewright.runtime.output import OutputProcessor
 from tilewright.runtime.pages import Pages
-from tilewright.runtime.request import GenerateRequest, Ticket
+from tilewright.runtime.request import GenerateRequest, RequestHandle
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.scheduler import Job, Scheduler, Seat
 from tilewright.runtime.shapes import ShapeTable
@@ -35,7 +35,9 @@ class NoText(StreamDecoder):
 def job(number: int, prompt: list[int], new: int) -> Job:
     sampling = Sampling(new, ignore_eos=True)
     return Job(
-        Ticket(GenerateRequest(prompt, sampling), number), lambda update: None, OutputProcessor(0, prompt, sampling, NoText())
+        RequestHandle(GenerateRequest(prompt, sampling), number),
+        lambda update: None,
+        OutputProcessor(0, prompt, sampling, NoText()),
     )
 
 
@@ -165,7 +167,7 @@ def test_the_newest_gives_way_and_comes_back_first():
     seats, rounds = scheduler.make_room(scheduler.runnable(), 2, WIDTH)
     assert (seats, rounds) == ([old], 1)
     assert [each.number for each in scheduler.waiting] == [1, 2]
-    assert (young.job.ticket.preemptions, scheduler.preemptions) == (1, 1)
+    assert (young.job.handle.preemptions, scheduler.preemptions) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +232,7 @@ def test_a_page_is_found_by_the_next_request_once_it_was_sent():
     (third,) = scheduler.admit()
     assert third.filled == 8
     assert third.pages[:2] == first.pages[:2]
-    assert third.job.ticket.cached_tokens == 8
+    assert third.job.handle.cached_tokens == 8
     assert scheduler.prefix_hits == 8
 
 

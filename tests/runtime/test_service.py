@@ -64,8 +64,8 @@ def test_what_is_asked_and_given_up_between_two_looks_of_a_step_ends(release: in
 def test_a_request_that_was_asked_before_may_be_given_up_at_any_time(release: int):
     engine, heard = FakeEngine(), Heard()
     engine.open()
-    ticket = engine.submit(LONG, heard)
-    engine.wake = Watched(lambda: elsewhere(lambda: engine.cancel(ticket)), release)
+    handle = engine.submit(LONG, heard)
+    engine.wake = Watched(lambda: elsewhere(lambda: engine.cancel(handle)), release)
     steps(engine)
     assert heard.end == "cancelled"
 

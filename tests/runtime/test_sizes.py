@@ -99,11 +99,11 @@ def test_a_small_pool_takes_whatever_fits_into_its_context(lm: LanguageModel):
     engine.warm()
     engine.open()
     heard = Heard()
-    ticket = engine.submit(GenerateRequest([1] * 5, Sampling(26, ignore_eos=True)), heard)
-    while ticket.result is None:
+    handle = engine.submit(GenerateRequest([1] * 5, Sampling(26, ignore_eos=True)), heard)
+    while handle.result is None:
         engine.step()
     engine.stop()
-    assert (len(ticket.result.tokens), ticket.result.finish_reason) == (26, "length")
+    assert (len(handle.result.tokens), handle.result.finish_reason) == (26, "length")
 
 
 @pytest.mark.parametrize(

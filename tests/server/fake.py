@@ -111,10 +111,10 @@ class FakeEngine(Engine):
         while chunks := self.scheduler.next_chunks():
             for chunk in chunks:
                 if not chunk.seat.begun:
-                    ask = chunk.seat.job.ticket.request
+                    ask = chunk.seat.job.handle.request
                     assert isinstance(ask, GenerateRequest)
                     self.taken.append(ask)
-                    chunk.seat.job.ticket.cached_tokens = len(ask.prompt) // 2
+                    chunk.seat.job.handle.cached_tokens = len(ask.prompt) // 2
                 self.scheduler.filled(chunk)
                 filled += chunk.size
         return filled
@@ -131,7 +131,7 @@ class FakeEngine(Engine):
         """The seats that `send` put into the flight."""
         for seat in sent:
             job = seat.job
-            if job.ticket.result is not None:
+            if job.handle.result is not None:
                 continue
             if self.ends is not None and len(job.processor.acceptance_lengths) >= self.ends[1]:
                 end = self.ends[0]
@@ -143,7 +143,7 @@ class FakeEngine(Engine):
 
     def said(self, job: Job) -> Update:
         """The next tokens of a job."""
-        processor, ask, told = job.processor, job.ticket.request, None
+        processor, ask, told = job.processor, job.handle.request, None
         assert isinstance(ask, GenerateRequest)
         if job.prompt_scores is not None:
             job.prompt_scores, told = None, tuple(self.logprobs(token, ask) for token in ask.prompt[1:])

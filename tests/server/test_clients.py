@@ -147,7 +147,7 @@ def test_a_client_that_goes_away_ends_its_requests(real: Real, stream: bool, gen
         assert until(lambda: len(engine.there) == 2)
         if generated:
             assert until(lambda: all(len(job.processor.tokens) > 3 for job in list(engine.there)))
-    assert until(lambda: all(job.ticket.given_up for job in list(engine.there)))
+    assert until(lambda: all(job.handle.given_up for job in list(engine.there)))
     engine.go.set()
     assert until(lambda: not engine.there)
     assert engine.cancelled == before + 2

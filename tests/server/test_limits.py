@@ -9,7 +9,7 @@ import pytest
 
 from server.conftest import Client
 from server.fake import FakeEngine
-from tilewright.runtime.request import GenerateRequest, Ticket
+from tilewright.runtime.request import GenerateRequest, RequestHandle
 from tilewright.runtime.sampling import Sampling
 from tilewright.server.api import ServerOptions
 
@@ -189,11 +189,11 @@ def test_what_was_submitted_is_given_up_when_the_rest_is_refused(client: Client,
     engine.go.clear()
     real = engine.submit
 
-    def submit(*given: Any, **named: Any) -> Ticket:
-        ticket = real(*given, **named)
+    def submit(*given: Any, **named: Any) -> RequestHandle:
+        handle = real(*given, **named)
         if len(engine.there) == 2:  # somebody else comes in between
             real(GenerateRequest([1, 2], Sampling(4)), lambda update: None)
-        return ticket
+        return handle
 
     monkeypatch.setattr(engine, "submit", submit)
     answer = app.post("/v1/completions", json=ASK | {"n": 3})

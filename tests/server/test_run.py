@@ -11,7 +11,7 @@ import pytest
 
 import tilewright as tw
 from server.fake import FakeEngine
-from tilewright.runtime.request import Ticket
+from tilewright.runtime.request import RequestHandle
 from tilewright.server import run
 from tilewright.server.api import Api, ServerOptions
 from tilewright.server.schema import CompletionBody
@@ -44,13 +44,13 @@ def test_what_is_submitted_after_the_client_has_gone_is_given_up(monkeypatch: py
     engine = FakeEngine()
     engine.open()
     api = Api(engine, ServerOptions("demo", tw.__version__))
-    submitting, gone, tickets, real = threading.Event(), threading.Event(), list[Ticket](), engine.submit
+    submitting, gone, handles, real = threading.Event(), threading.Event(), list[RequestHandle](), engine.submit
 
-    def submit(*given: Any, **named: Any) -> Ticket:
-        tickets.append(real(*given, **named))
+    def submit(*given: Any, **named: Any) -> RequestHandle:
+        handles.append(real(*given, **named))
         submitting.set()
         assert gone.wait(20)
-        return tickets[-1]
+        return handles[-1]
 
     async def leave() -> None:
         body = CompletionBody(prompt="a b c", max_tokens=600, n=2)
@@ -63,7 +63,7 @@ def test_what_is_submitted_after_the_client_has_gone_is_given_up(monkeypatch: py
     monkeypatch.setattr(engine, "submit", submit)
     asyncio.run(leave())
     api.threads.shutdown()
-    assert [ticket.given_up for ticket in tickets] == [True, True]
+    assert [handle.given_up for handle in handles] == [True, True]
     while engine.step():
         continue
     assert engine.figures().ended == {"cancelled": 2}

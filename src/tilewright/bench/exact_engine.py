@@ -14,7 +14,7 @@ from tilewright.bench.exact import Answer, Asked, Plain, Ran, made_of
 from tilewright.llm.language_model import LanguageModel
 from tilewright.runtime.engine import Engine
 from tilewright.runtime.options import EngineOptions
-from tilewright.runtime.request import Figures, GenerateRequest, Ticket, Update
+from tilewright.runtime.request import Figures, GenerateRequest, RequestHandle, Update
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.speculation.team import Team
 
@@ -86,7 +86,7 @@ class Client:
     Attributes:
         heard: all updates, each with the place of its request; strangers have places below 0.
         tokens: of each request, as they came.
-        running, strangers: the tickets of those that have not ended, by place.
+        running, strangers: the handles of those that have not ended, by place.
         since: tokens of requests since the last one was asked.
     """
 
@@ -95,8 +95,8 @@ class Client:
     arrivals: Arrivals
     heard: SimpleQueue[tuple[int, Update]] = field(default_factory=SimpleQueue)
     tokens: list[list[int]] = field(default_factory=list)
-    running: dict[int, Ticket] = field(default_factory=dict)
-    strangers: dict[int, Ticket] = field(default_factory=dict)
+    running: dict[int, RequestHandle] = field(default_factory=dict)
+    strangers: dict[int, RequestHandle] = field(default_factory=dict)
     since: int = 0
     problem: str = ""
 
@@ -111,8 +111,8 @@ class Client:
                 self.take(*self.heard.get(timeout=PATIENCE_S))
             except Empty:
                 self.problem = f"the engine was stuck: nothing came in {PATIENCE_S:g} s"
-                for ticket in [*self.running.values(), *self.strangers.values()]:
-                    self.engine.cancel(ticket)
+                for handle in [*self.running.values(), *self.strangers.values()]:
+                    self.engine.cancel(handle)
                 return
 
     def may_ask(self) -> bool:
@@ -128,7 +128,7 @@ class Client:
         request = GenerateRequest(asked.prompt, asked.sampling, 2 if scored else None, scored and place % 6 == 0)
         self.running[place] = self.submit(place, request)
 
-    def submit(self, place: int, request: GenerateRequest) -> Ticket:
+    def submit(self, place: int, request: GenerateRequest) -> RequestHandle:
         return self.engine.submit(request, lambda update: self.heard.put((place, update)))
 
     def take(self, place: int, update: Update) -> None:

@@ -24,7 +24,7 @@ from tilewright.report import terminal
 from tilewright.runtime.engine import Engine
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.output import Result
-from tilewright.runtime.request import GenerateRequest, Ticket, Update
+from tilewright.runtime.request import GenerateRequest, RequestHandle, Update
 from tilewright.runtime.sampling import Sampling
 
 HELP = """\
@@ -143,18 +143,18 @@ class Chat:
     def say(self, said: str) -> None:
         """Answers a turn. One that cannot be answered leaves the conversation as it was."""
         try:
-            ticket, told = self.submit(said)
+            handle, told = self.submit(said)
         except ValueError as error:
             self.note(str(error), "red")
             return
-        with stopped_by_interrupt(lambda: self.engine.cancel(ticket)):
-            last = self.show(ticket, told)
-        result = result_of(ticket)
+        with stopped_by_interrupt(lambda: self.engine.cancel(handle)):
+            last = self.show(handle, told)
+        result = result_of(handle)
         if last.end != "error" and (result.text or last.end != "cancelled"):
             self.conversation.turns.append((said, result.text))
-        self.tell(ticket, last)
+        self.tell(handle, last)
 
-    def submit(self, said: str) -> tuple[Ticket, SimpleQueue[Update]]:
+    def submit(self, said: str) -> tuple[RequestHandle, SimpleQueue[Update]]:
         """Asks the engine for an answer.
 
         Raises:
@@ -171,7 +171,7 @@ class Chat:
         told = SimpleQueue[Update]()
         return self.engine.submit(GenerateRequest(tokens, sampling), told.put), told
 
-    def show(self, ticket: Ticket, told: SimpleQueue[Update]) -> Update:
+    def show(self, handle: RequestHandle, told: SimpleQueue[Update]) -> Update:
         """Shows tokens as they come. Returns the update that ends them."""
         shown, last = 0, Update()
         while last.end is None:
@@ -180,7 +180,7 @@ class Chat:
                 self.put(token.text, token.drafted)
                 shown += len(token.text)
             if last.end is not None:
-                self.put(result_of(ticket).text[shown:], False)  # what was held back, if the answer was stopped
+                self.put(result_of(handle).text[shown:], False)  # what was held back, if the answer was stopped
             self.console.file.flush()
         self.console.print()
         return last
@@ -192,9 +192,9 @@ class Chat:
         else:
             self.console.file.write(text)
 
-    def tell(self, ticket: Ticket, last: Update) -> None:
+    def tell(self, handle: RequestHandle, last: Update) -> None:
         """Says what the answer cost, and why it ended where that is not plain to see."""
-        result, times = result_of(ticket), ticket.times
+        result, times = result_of(handle), handle.times
         if result.tokens:
             rounds = len(result.acceptance_lengths) if self.engine.model.drafter is not None else 0
             figures = terminal.answer_line(len(result.tokens), times.ended - times.asked, rounds, chosen(result))
@@ -210,10 +210,10 @@ class Chat:
             self.note(f"{last.error}; the turn is left out", "red")
 
 
-def result_of(ticket: Ticket) -> Result:
+def result_of(handle: RequestHandle) -> Result:
     """All that came of a request that has ended."""
-    assert ticket.result is not None, "an update that ends a request comes after its result"
-    return ticket.result
+    assert handle.result is not None, "an update that ends a request comes after its result"
+    return handle.result
 
 
 def chosen(result: Result) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from tilewright.diffusion.steps import STEPS_PER_DISPATCH
 from tilewright.models.tokenizer import StreamDecoder
 from tilewright.runtime.output import OutputProcessor
 from tilewright.runtime.pace import Pace
-from tilewright.runtime.request import Listener, Round, Ticket, Token, Update
+from tilewright.runtime.request import Listener, RequestHandle, Round, Token, Update
 from tilewright.runtime.service import NOT_COMPUTED, Service, Taken
 
 log = logging.getLogger("tilewright.engine")
@@ -128,11 +128,11 @@ class DiffusionEngine(Service[DiffusionJob]):
             raise ValueError(f"expected no guidance, which takes rows of its own, found {denoising.guidance}")
         self.programs.shape([len(tokens)], [denoising])
 
-    def job(self, request: DenoisingRequest, ticket: Ticket, listener: Listener) -> DiffusionJob:
+    def job(self, request: DenoisingRequest, handle: RequestHandle, listener: Listener) -> DiffusionJob:
         denoising = request.denoising.seeded()
         sampling = replace(request.sampling, seed=denoising.seed)
         processor = OutputProcessor(0, list(request.prompt), sampling, StreamDecoder(self.tokenizer))
-        return DiffusionJob(ticket, listener, processor, denoising=denoising)
+        return DiffusionJob(handle, listener, processor, denoising=denoising)
 
     def wait(self, job: DiffusionJob) -> None:
         self.waiting.append(job)
@@ -153,7 +153,7 @@ class DiffusionEngine(Service[DiffusionJob]):
     def forget(self) -> list[DiffusionJob]:
         self.flight.clear()
         for job in self.seated:
-            job.fresh, job.steps, job.ticket.steps = True, 0, 0
+            job.fresh, job.steps, job.handle.steps = True, 0, 0
         return self.seated
 
     def clear(self) -> None:
@@ -167,7 +167,7 @@ class DiffusionEngine(Service[DiffusionJob]):
             job = self.waiting.pop(0)
             job.slot = self.slots.index(None)
             self.slots[job.slot] = job
-            job.ticket.times.admitted = time.monotonic()
+            job.handle.times.admitted = time.monotonic()
             self.counted.prompt_tokens += len(job.prompt)
             admitted += 1
         return admitted
@@ -219,11 +219,11 @@ class DiffusionEngine(Service[DiffusionJob]):
         self.pace.time(sent.shape, steps, sent.at, True, began, time.perf_counter())
         self.count(sent, told.reports[:steps])
         for row, job in enumerate(sent.rows):
-            if job is None or job.ticket.result is not None:
+            if job is None or job.handle.result is not None:
                 continue
             ran = int(np.count_nonzero(told.reports[:steps, row, 0] >= 0))
             job.steps += ran
-            job.ticket.steps += ran
+            job.handle.steps += ran
             try:
                 update = self.blocks(job, told, row, bool(ran) and bool(told.reports[steps - 1, row, 2]))
             except Exception:

@@ -8,7 +8,7 @@ from tilewright.runtime.engine import Engine
 from tilewright.runtime.interfaces import Choice
 from tilewright.runtime.output import Generation, OutputProcessor, Piece, Result
 from tilewright.runtime.programs import STEPS_PER_DISPATCH, ProgramKey
-from tilewright.runtime.request import GenerateRequest, Ticket, Update
+from tilewright.runtime.request import GenerateRequest, RequestHandle, Update
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.scheduler import Job
 from tilewright.runtime.state import DecodeState
@@ -43,7 +43,7 @@ class Stream:
 
         request = GenerateRequest(prompt, sampling)
         self.engine.check(request)
-        job = self.engine.job(request, Ticket(request, 0), listen)
+        job = self.engine.job(request, RequestHandle(request, 0), listen)
         self.engine.enter(job)
         self.engine.wait(job)
         return job

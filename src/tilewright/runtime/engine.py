@@ -25,7 +25,7 @@ from tilewright.runtime.output import OutputProcessor
 from tilewright.runtime.pace import FixedRounds
 from tilewright.runtime.pages import Pages
 from tilewright.runtime.programs import STEPS_PER_DISPATCH, Programs
-from tilewright.runtime.request import GenerateRequest, Listener, Ticket, Update
+from tilewright.runtime.request import GenerateRequest, Listener, RequestHandle, Update
 from tilewright.runtime.runner import ModelRunner, Sent
 from tilewright.runtime.sampling import SamplingMode, check_vocabulary
 from tilewright.runtime.scheduler import Job, Scheduler
@@ -148,11 +148,11 @@ class Engine(Service[Job]):
         if needed > self.pages.count:
             raise ValueError(f"expected a request of at most {self.pages.count} pages, found one of {needed}")
 
-    def job(self, request: GenerateRequest, ticket: Ticket, listener: Listener) -> Job:
+    def job(self, request: GenerateRequest, handle: RequestHandle, listener: Listener) -> Job:
         decoder = StreamDecoder(self.tokenizer, request.sampling.skip_special_tokens)
         processor = OutputProcessor(0, list(request.prompt), request.sampling.seeded(), decoder)
         followed = self.chooser.follow(request.prompt)
-        return Job(ticket, listener, processor, followed=followed, prompt_scores=[] if request.prompt_logprobs else None)
+        return Job(handle, listener, processor, followed=followed, prompt_scores=[] if request.prompt_logprobs else None)
 
     def wait(self, job: Job) -> None:
         self.scheduler.wait(job)
@@ -162,9 +162,9 @@ class Engine(Service[Job]):
 
     def admit(self) -> None:
         for seat in self.scheduler.admit():
-            times = seat.job.ticket.times
+            times = seat.job.handle.times
             times.admitted = times.admitted or time.monotonic()
-            if not seat.job.ticket.preemptions:
+            if not seat.job.handle.preemptions:
                 self.counted.prompt_tokens += seat.prompt + 1
 
     def fill(self, everything: bool = False) -> int:
@@ -232,7 +232,7 @@ class Engine(Service[Job]):
         for row, seat in enumerate(sent.seats):
             settled = int(infos.settled[:, row].sum())
             self.scheduler.read(seat, sent.rounds, sent.width, settled, drafter)
-            if settled and seat.job.processor.finish_reason is None and seat.job.ticket.result is None:
+            if settled and seat.job.processor.finish_reason is None and seat.job.handle.result is None:
                 try:
                     update = take_rounds(seat.job, infos, row, sent.choice, self.eos_token_ids)
                 except Exception:

@@ -155,7 +155,7 @@ class Times:
 
 
 @dataclass(eq=False)
-class Ticket:
+class RequestHandle:
     """A request that the engine has taken.
 
     Attributes:

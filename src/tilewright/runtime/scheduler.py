@@ -38,7 +38,7 @@ class Job(Taken):
     @property
     def scored(self) -> bool:
         """True if the request asks for log-probabilities."""
-        return self.ticket.request.logprobs is not None
+        return self.handle.request.logprobs is not None
 
     @property
     def scoring(self) -> bool:
@@ -49,7 +49,7 @@ class Job(Taken):
     @property
     def alternatives(self) -> int:
         """Number of alternatives that come with each token."""
-        return self.ticket.request.logprobs or 0
+        return self.handle.request.logprobs or 0
 
     @property
     def length(self) -> int:
@@ -191,8 +191,8 @@ class Scheduler:
             self.prefix_queries += length
             self.prefix_hits += cached
         held = dict.fromkeys(self.contexts, length - 1)
-        if not job.ticket.preemptions:
-            job.ticket.cached_tokens = cached
+        if not job.handle.preemptions:
+            job.handle.cached_tokens = cached
         return Seat(job, slot, [*shared, *taken], length - 1, cached, length - 1, kept=len(shared), held=held)
 
     def pages_for(self, positions: int) -> int:
@@ -282,7 +282,7 @@ class Scheduler:
     def preempt(self, seat: Seat) -> None:
         """Takes a job's slot and pages away and puts it back into the queue."""
         self.leave(seat)
-        seat.job.ticket.preemptions += 1
+        seat.job.handle.preemptions += 1
         self.preemptions += 1
         if seat.job.scoring:
             seat.job.prompt_scores = []  # from the beginning again

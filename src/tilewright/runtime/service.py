@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from tilewright.compiled.ledger import CompileTrap
 from tilewright.runtime.options import ServiceOptions
 from tilewright.runtime.output import OutputProcessor
-from tilewright.runtime.request import EndReason, Figures, Listener, Overloaded, Stopped, Ticket, Update
+from tilewright.runtime.request import EndReason, Figures, Listener, Overloaded, RequestHandle, Stopped, Update
 
 log = logging.getLogger("tilewright.engine")
 
@@ -45,14 +45,14 @@ class Taken:
         faults: how many dispatches failed with it aboard.
     """
 
-    ticket: Ticket
+    handle: RequestHandle
     listener: Listener
     processor: OutputProcessor
     faults: int = 0
 
     @property
     def number(self) -> int:
-        return self.ticket.number
+        return self.handle.number
 
 
 Job = TypeVar("Job", bound=Taken)
@@ -126,7 +126,7 @@ class Service(ABC, Generic[Job]):
         """Raises a `ValueError` if a request, whose tokens are the model's, can never be served. It takes no time."""
 
     @abstractmethod
-    def job(self, request: Any, ticket: Ticket, listener: Listener) -> Job:
+    def job(self, request: Any, handle: RequestHandle, listener: Listener) -> Job:
         """A request that was checked, on its way."""
 
     @abstractmethod
@@ -211,7 +211,7 @@ class Service(ABC, Generic[Job]):
         waiting, tokens = self.queued()
         return waiting + len(self.asked), tokens + self.asked_tokens
 
-    def submit(self, request: Any, listener: Listener, encoded: bool = False) -> Ticket:
+    def submit(self, request: Any, listener: Listener, encoded: bool = False) -> RequestHandle:
         """Takes a request.
 
         Args:
@@ -226,7 +226,7 @@ class Service(ABC, Generic[Job]):
         if not encoded:
             self.encode(request.prompt)
         self.check(request)
-        job = self.job(request, Ticket(request, 0), listener)
+        job = self.job(request, RequestHandle(request, 0), listener)
         with self.wake:
             if not self.ready:
                 raise Stopped("the engine takes no requests")
@@ -235,18 +235,18 @@ class Service(ABC, Generic[Job]):
             self.asked.append(job)
             self.asked_tokens += len(job.processor.prompt)
             self.rouse()
-        return job.ticket
+        return job.handle
 
     def enter(self, job: Job) -> None:
         """Counts a job among those that are there. Call it with the lock, where there are other threads."""
-        job.ticket.number, job.ticket.times.asked = self.numbers, time.monotonic()
+        job.handle.number, job.handle.times.asked = self.numbers, time.monotonic()
         self.numbers += 1
         self.there[job] = None
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, handle: RequestHandle) -> None:
         """Ends a request, if it has not ended, before the next dispatch."""
         with self.wake:
-            ticket.given_up = True
+            handle.given_up = True
             self.rouse()
 
     def rouse(self) -> None:
@@ -326,17 +326,17 @@ class Service(ABC, Generic[Job]):
         """Ends those that were given up, and those whose time is up."""
         now = time.monotonic()
         for job in jobs:
-            deadline = job.ticket.request.deadline_s
-            if job.ticket.given_up:
+            deadline = job.handle.request.deadline_s
+            if job.handle.given_up:
                 self.leave(job)
                 self.end(job, "cancelled")
-            elif deadline is not None and now > job.ticket.times.asked + deadline:
+            elif deadline is not None and now > job.handle.times.asked + deadline:
                 self.leave(job)
                 self.end(job, "deadline", f"the request was not done within {deadline:g} s")
 
     def hand_out(self, job: Job, update: Update) -> None:
         """Tells a job's listener what it got, and ends it if that was all."""
-        times = job.ticket.times
+        times = job.handle.times
         times.first_token = times.first_token or time.monotonic()
         self.counted.generated_tokens += len(update.tokens)
         if update.end is None:
@@ -349,8 +349,8 @@ class Service(ABC, Generic[Job]):
         """Ends a job that has no place any more."""
         with self.wake:
             del self.there[job]
-        job.ticket.times.ended = time.monotonic()
-        job.ticket.result = job.processor.result()
+        job.handle.times.ended = time.monotonic()
+        job.handle.result = job.processor.result()
         self.counted.ended[reason] = self.counted.ended.get(reason, 0) + 1
         self.tell(job, update or Update(end=reason, error=error))
 
@@ -359,7 +359,7 @@ class Service(ABC, Generic[Job]):
             job.listener(update)
         except Exception:
             log.exception("a listener failed")
-            self.cancel(job.ticket)
+            self.cancel(job.handle)
 
     def recover(self) -> None:
         """After a failed dispatch: all that ran is computed anew, or given up."""

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from tilewright.llm.acceptance import speculative_decoding
-from tilewright.runtime.request import EndReason, Ticket, Token, TokenLogprobs, Update
+from tilewright.runtime.request import EndReason, RequestHandle, Token, TokenLogprobs, Update
 from tilewright.runtime.service import Service
 from tilewright.server.asks import Plan
 from tilewright.server.logprobs import chat_logprobs, completion_logprobs, fewer, prompt_logprobs
@@ -72,7 +72,7 @@ class Form(ABC):
     """How one body's choices are answered. Updates of each choice come in order.
 
     Attributes:
-        tickets: of all choices.
+        handles: of all choices.
         generated: tokens of each choice so far.
         begun: choices of which something was shown.
     """
@@ -80,7 +80,7 @@ class Form(ABC):
     served: Served
     request_id: str
     plan: Plan
-    tickets: Sequence[Ticket]
+    handles: Sequence[RequestHandle]
     generated: list[int] = field(init=False)
     begun: set[int] = field(init=False, default_factory=set)
     root: dict[str, Any] = field(init=False)
@@ -106,7 +106,7 @@ class Form(ABC):
 
     def ends(self, index: int, update: Update, tokens: Sequence[Token]) -> dict[str, Any]:
         """What every choice of an update has: its number, why it ended, and ids where they are asked for."""
-        result, reason = self.tickets[index].result, None if update.end is None else FINISHES[update.end]
+        result, reason = self.handles[index].result, None if update.end is None else FINISHES[update.end]
         found: dict[str, Any] = {"index": index, "finish_reason": reason}
         if reason is not None and result is not None and result.stop_reason is not None:
             found["stop_reason"] = result.stop_reason
@@ -136,21 +136,21 @@ class Form(ABC):
         return f" {prompt}+{sum(self.generated)} tokens"
 
     def usage(self) -> Usage:
-        firsts = self.tickets[:: self.plan.choices]
+        firsts = self.handles[:: self.plan.choices]
         prompt, completion = sum(len(one.tokens) for one in self.plan.prompts), sum(self.generated)
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
             total_tokens=prompt + completion,
-            prompt_tokens_details=PromptDetails(cached_tokens=sum(ticket.cached_tokens for ticket in firsts)),
+            prompt_tokens_details=PromptDetails(cached_tokens=sum(handle.cached_tokens for handle in firsts)),
         )
 
     def metrics(self) -> Metrics:
         """Of a single choice that has ended."""
-        result = self.tickets[0].result
-        if len(self.tickets) != 1 or result is None:
+        result = self.handles[0].result
+        if len(self.handles) != 1 or result is None:
             return Metrics(speculative_decoding=None)
-        if steps := self.tickets[0].steps:
+        if steps := self.handles[0].steps:
             told = DenoisingSteps(steps=steps, tokens_per_step=len(result.tokens) / steps)
             return Metrics(speculative_decoding=None, denoising=told)
         found = speculative_decoding([result], self.served.engine.num_spec_tokens)
@@ -184,7 +184,7 @@ class CompletionForm(Form):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.root |= {"id": f"cmpl-{self.request_id}", "object": "text_completion"}
-        starts = [len(self.plan.prompt_of(index).text) if self.plan.echo else 0 for index in range(len(self.tickets))]
+        starts = [len(self.plan.prompt_of(index).text) if self.plan.echo else 0 for index in range(len(self.handles))]
         special = [request.sampling.skip_special_tokens for request in self.plan.requests]
         self.offsets = [Offsets(self.served.texts.tokenizer, *each) for each in zip(starts, special, strict=True)]
 

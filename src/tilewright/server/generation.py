@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tilewright.diffusion.request import DenoisingRequest
-from tilewright.runtime.request import GenerateRequest, Overloaded, Stopped, Ticket, Update
+from tilewright.runtime.request import GenerateRequest, Overloaded, RequestHandle, Stopped, Update
 from tilewright.runtime.service import Service
 from tilewright.server.errors import ApiError, overloaded
 from tilewright.server.forms import FINISHES, Form, completed, joined
@@ -56,7 +56,7 @@ class Running:
     def __init__(self, engine: Service[Any], timings: Timings):
         self.engine, self.timings = engine, timings
         self.loop, self.told = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Update]]()
-        self.tickets: list[Ticket] = []
+        self.handles: list[RequestHandle] = []
         self.ended: set[int] = set()
         self.given_up, self.lock = False, threading.Lock()
 
@@ -68,12 +68,12 @@ class Running:
         """
         try:
             for index, request in enumerate(requests):
-                ticket = self.engine.submit(request, partial(self.tell, index), encoded=True)
+                handle = self.engine.submit(request, partial(self.tell, index), encoded=True)
                 with self.lock:
-                    self.tickets.append(ticket)
+                    self.handles.append(handle)
                     given_up = self.given_up
                 if given_up:
-                    self.engine.cancel(ticket)
+                    self.engine.cancel(handle)
         except (ValueError, Overloaded, Stopped) as error:
             self.cancel()
             if isinstance(error, ValueError):
@@ -87,10 +87,10 @@ class Running:
     def cancel(self) -> None:
         """Gives up those that have not ended, and those that are submitted later."""
         with self.lock:
-            self.given_up, tickets = True, list(self.tickets)
-        for index, ticket in enumerate(tickets):
+            self.given_up, handles = True, list(self.handles)
+        for index, handle in enumerate(handles):
             if index not in self.ended:
-                self.engine.cancel(ticket)
+                self.engine.cancel(handle)
 
     async def updates(self) -> AsyncIterator[tuple[int, Update]]:
         """Each update with the number of its request, until all have ended.
@@ -99,7 +99,7 @@ class Running:
             ApiError: one ended without an answer.
         """
         arrived: dict[int, float] = {}
-        while len(self.ended) < len(self.tickets):
+        while len(self.ended) < len(self.handles):
             index, update = await self.told.get()
             if update.tokens:
                 now = time.monotonic()
@@ -108,7 +108,7 @@ class Running:
                 arrived[index] = now
             if update.end is not None:
                 self.ended.add(index)
-                self.timings.end(self.tickets[index].times)
+                self.timings.end(self.handles[index].times)
             if update.end is not None and update.end not in FINISHES:
                 raise ended_badly(update)
             yield index, update
@@ -116,7 +116,7 @@ class Running:
 
 async def collected(running: Running, form: Form) -> Response:
     """The answer as a whole."""
-    told: list[list[Update]] = [[] for _ in running.tickets]
+    told: list[list[Update]] = [[] for _ in running.handles]
     async for index, update in running.updates():
         told[index].append(update)
     return Response(form.whole([joined(updates) for updates in told]).json_bytes, media_type="application/json")

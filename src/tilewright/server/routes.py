@@ -49,7 +49,7 @@ def answer(body: Answer) -> Response:
 async def generated(api: Api, request: Request, body: GenerationBody, make: type[Form]) -> Response:
     """Runs a body's requests and answers in a form."""
     plan, running = await api.start(body, request.state.long)
-    form = make(api.served, request.state.request_id, plan, running.tickets)
+    form = make(api.served, request.state.request_id, plan, running.handles)
     request.state.tokens = form.tokens_shown
     if body.stream:
         return EventStream(events(running, form, body.stream_options), running)
