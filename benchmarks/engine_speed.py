@@ -32,7 +32,7 @@ from tilewright.llm.language_model import LanguageModel
 from tilewright.models.hub import PACKAGED
 from tilewright.runtime.engine import Engine
 from tilewright.runtime.options import EngineOptions
-from tilewright.runtime.request import GenerateRequest, Update
+from tilewright.runtime.request import GenerateRequest, RequestOutput
 from tilewright.runtime.sampling import Sampling
 
 PROMPTS = PACKAGED["demo"].parent / "prompts.jsonl"
@@ -92,7 +92,7 @@ def through_engine(engine: Engine, prompts: list[list[int]], sampling: Sampling)
     """The tokens of each, all asked at once."""
     counts, ends = [0] * len(prompts), [threading.Event() for _ in prompts]
 
-    def listen(index: int, update: Update) -> None:
+    def listen(index: int, update: RequestOutput) -> None:
         counts[index] += len(update.tokens)
         if update.end is not None:
             ends[index].set()

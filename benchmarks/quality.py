@@ -48,7 +48,7 @@ from tilewright.models.checkpoint import decoder_config
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.tokenizer import encode, load_tokenizer
 from tilewright.runtime.options import EngineOptions
-from tilewright.runtime.request import GenerateRequest, RequestHandle, Update
+from tilewright.runtime.request import GenerateRequest, RequestHandle, RequestOutput
 from tilewright.runtime.shapes import ShapeTable
 
 PEER = "llama.cpp"
@@ -148,7 +148,7 @@ def answer_all(
     engine.open()
     handles: dict[int, RequestHandle] = {}
 
-    def keep(number: int, update: Update) -> None:
+    def keep(number: int, update: RequestOutput) -> None:
         if update.end is None:
             return
         result = handles[number].result

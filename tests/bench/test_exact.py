@@ -36,7 +36,7 @@ from tilewright.bench.exact_paths import TEAM, Effort, Verification
 from tilewright.bench.exact_plain import draw_scores, next_logits, plain_tokens, score_lead, top_margin
 from tilewright.llm.language_model import LanguageModel, load
 from tilewright.runtime.engine import Engine
-from tilewright.runtime.request import Figures, GenerateRequest, Listener, RequestHandle, Update
+from tilewright.runtime.request import Figures, GenerateRequest, Listener, RequestHandle, RequestOutput
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.runtime.state import DecodeState, Target, Verified, verify
@@ -312,7 +312,7 @@ def test_an_engine_that_is_stuck_is_given_up(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_request_that_the_engine_gives_up_is_told():
     client = clients(DeadEngine(), requests_of(ASKED[:1], "greedy", 0, 4))
-    client.heard.put((0, Update(end="error", error="the request could not be computed")))
+    client.heard.put((0, RequestOutput(end="error", error="the request could not be computed")))
     client.run()
     assert client.problem == "the request could not be computed"
 

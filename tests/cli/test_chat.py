@@ -15,7 +15,7 @@ import tilewright as tw
 from cli.conftest import Ran, Run
 from tilewright.llm.language_model import LanguageModel
 from tilewright.runtime.engine import Engine
-from tilewright.runtime.request import GenerateRequest, Listener, RequestHandle, Update
+from tilewright.runtime.request import GenerateRequest, Listener, RequestHandle, RequestOutput
 from tilewright.runtime.runner import ModelRunner
 
 NEW = ["--max-new-tokens", 12, "--ignore-eos"]
@@ -146,7 +146,7 @@ def hold_at_first_token(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[En
     submit, held = Engine.submit, []
 
     def submitted(self: Engine, ask: GenerateRequest, listener: Listener) -> RequestHandle:
-        def hear(update: Update) -> None:
+        def hear(update: RequestOutput) -> None:
             listener(update)
             if not held:
                 held.append(update)

@@ -9,7 +9,7 @@ import numpy as np
 from tilewright.diffusion.request import DenoisingRequest
 from tilewright.llm.language_model import LanguageModel
 from tilewright.runtime.engine import Engine
-from tilewright.runtime.request import GenerateRequest, RequestHandle, Update
+from tilewright.runtime.request import GenerateRequest, RequestHandle, RequestOutput
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.service import Service
 
@@ -22,9 +22,9 @@ class Heard:
         updates: all of them, in order.
     """
 
-    updates: list[Update] = field(default_factory=list)
+    updates: list[RequestOutput] = field(default_factory=list)
 
-    def __call__(self, update: Update) -> None:
+    def __call__(self, update: RequestOutput) -> None:
         assert not self.ended, "something came behind the end"
         self.updates.append(update)
 

@@ -22,7 +22,7 @@ from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.pace import FixedRounds
 from tilewright.runtime.pages import Pages
 from tilewright.runtime.programs import Programs
-from tilewright.runtime.request import EndReason, Figures, GenerateRequest, Round, Token, TokenLogprobs, Update
+from tilewright.runtime.request import EndReason, Figures, GenerateRequest, RequestOutput, Round, Token, TokenLogprobs
 from tilewright.runtime.runner import ModelRunner
 from tilewright.runtime.scheduler import Job, Scheduler
 from tilewright.runtime.service import Service
@@ -135,13 +135,13 @@ class FakeEngine(Engine):
                 continue
             if self.ends is not None and len(job.processor.acceptance_lengths) >= self.ends[1]:
                 end = self.ends[0]
-                self.hand_out(job, Update(end=end, error="the engine failed" if end == "error" else ""))
+                self.hand_out(job, RequestOutput(end=end, error="the engine failed" if end == "error" else ""))
                 continue
             update = self.said(job)
             self.scheduler.read(seat, 1, self.per_update, len(update.tokens))
             self.hand_out(job, update)
 
-    def said(self, job: Job) -> Update:
+    def said(self, job: Job) -> RequestOutput:
         """The next tokens of a job."""
         processor, ask, told = job.processor, job.handle.request, None
         assert isinstance(ask, GenerateRequest)
@@ -156,7 +156,7 @@ class FakeEngine(Engine):
         )
         reason = processor.finish_reason
         assert reason != "interrupted"
-        return Update(tokens, (Round(len(tokens), 3, self.per_update - 1, "ngram, 4"),), reason, told)
+        return RequestOutput(tokens, (Round(len(tokens), 3, self.per_update - 1, "ngram, 4"),), reason, told)
 
     def logprobs(self, token: int, ask: GenerateRequest) -> TokenLogprobs:
         """The token itself is the likeliest, those after it follow."""

@@ -14,7 +14,7 @@ from tilewright.bench.exact import Answer, Asked, Plain, Ran, made_of
 from tilewright.llm.language_model import LanguageModel
 from tilewright.runtime.engine import Engine
 from tilewright.runtime.options import EngineOptions
-from tilewright.runtime.request import Figures, GenerateRequest, RequestHandle, Update
+from tilewright.runtime.request import Figures, GenerateRequest, RequestHandle, RequestOutput
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.speculation.team import Team
 
@@ -93,7 +93,7 @@ class Client:
     engine: Engine
     asked: Sequence[Asked]
     arrivals: Arrivals
-    heard: SimpleQueue[tuple[int, Update]] = field(default_factory=SimpleQueue)
+    heard: SimpleQueue[tuple[int, RequestOutput]] = field(default_factory=SimpleQueue)
     tokens: list[list[int]] = field(default_factory=list)
     running: dict[int, RequestHandle] = field(default_factory=dict)
     strangers: dict[int, RequestHandle] = field(default_factory=dict)
@@ -131,7 +131,7 @@ class Client:
     def submit(self, place: int, request: GenerateRequest) -> RequestHandle:
         return self.engine.submit(request, lambda update: self.heard.put((place, update)))
 
-    def take(self, place: int, update: Update) -> None:
+    def take(self, place: int, update: RequestOutput) -> None:
         """Takes in what came of a request, or of a stranger."""
         if place < 0:
             if update.end is not None:

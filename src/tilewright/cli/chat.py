@@ -24,7 +24,7 @@ from tilewright.report import terminal
 from tilewright.runtime.engine import Engine
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.output import Result
-from tilewright.runtime.request import GenerateRequest, RequestHandle, Update
+from tilewright.runtime.request import GenerateRequest, RequestHandle, RequestOutput
 from tilewright.runtime.sampling import Sampling
 
 HELP = """\
@@ -154,7 +154,7 @@ class Chat:
             self.conversation.turns.append((said, result.text))
         self.tell(handle, last)
 
-    def submit(self, said: str) -> tuple[RequestHandle, SimpleQueue[Update]]:
+    def submit(self, said: str) -> tuple[RequestHandle, SimpleQueue[RequestOutput]]:
         """Asks the engine for an answer.
 
         Raises:
@@ -168,12 +168,12 @@ class Chat:
                 "the turn is left out; say something shorter, or forget all turns with /reset"
             )
         sampling = replace(self.sampling, max_new_tokens=min(self.sampling.max_new_tokens, context - len(tokens)))
-        told = SimpleQueue[Update]()
+        told = SimpleQueue[RequestOutput]()
         return self.engine.submit(GenerateRequest(tokens, sampling), told.put), told
 
-    def show(self, handle: RequestHandle, told: SimpleQueue[Update]) -> Update:
+    def show(self, handle: RequestHandle, told: SimpleQueue[RequestOutput]) -> RequestOutput:
         """Shows tokens as they come. Returns the update that ends them."""
-        shown, last = 0, Update()
+        shown, last = 0, RequestOutput()
         while last.end is None:
             last = told.get()
             for token in last.tokens:
@@ -192,7 +192,7 @@ class Chat:
         else:
             self.console.file.write(text)
 
-    def tell(self, handle: RequestHandle, last: Update) -> None:
+    def tell(self, handle: RequestHandle, last: RequestOutput) -> None:
         """Says what the answer cost, and why it ended where that is not plain to see."""
         result, times = result_of(handle), handle.times
         if result.tokens:

@@ -28,7 +28,7 @@ from tilewright.diffusion.steps import STEPS_PER_DISPATCH
 from tilewright.models.tokenizer import StreamDecoder
 from tilewright.runtime.output import OutputProcessor
 from tilewright.runtime.pace import Pace
-from tilewright.runtime.request import Listener, RequestHandle, Round, Token, Update
+from tilewright.runtime.request import Listener, RequestHandle, RequestOutput, Round, Token
 from tilewright.runtime.service import NOT_COMPUTED, Service, Taken
 
 log = logging.getLogger("tilewright.engine")
@@ -228,11 +228,11 @@ class DiffusionEngine(Service[DiffusionJob]):
                 update = self.blocks(job, told, row, bool(ran) and bool(told.reports[steps - 1, row, 2]))
             except Exception:
                 log.exception("a request failed")
-                update = Update(end="error", error=NOT_COMPUTED)
+                update = RequestOutput(end="error", error=NOT_COMPUTED)
             if update is not None:
                 self.hand_out(job, update)
 
-    def blocks(self, job: DiffusionJob, told: Told, row: int, done: bool) -> Update | None:
+    def blocks(self, job: DiffusionJob, told: Told, row: int, done: bool) -> RequestOutput | None:
         """Committed part of a job's response that was not handed out yet; None where that is nothing."""
         first, mask = len(job.prompt), self.model.config.mask_token_id
         response = told.tokens[row, first : first + job.denoising.new_tokens].tolist()
@@ -246,7 +246,7 @@ class DiffusionEngine(Service[DiffusionJob]):
         reason = job.processor.finish_reason
         assert reason != "interrupted"
         assert reason is not None or not done, "a row that is done has ended"
-        return Update(tokens, (Round(len(tokens), 0, 0, f"{steps} steps"),), reason)
+        return RequestOutput(tokens, (Round(len(tokens), 0, 0, f"{steps} steps"),), reason)
 
     def count(self, sent: Sent, reports: np.ndarray) -> None:
         """Counts the steps of a dispatch."""

@@ -8,7 +8,7 @@ from tilewright.runtime.engine import Engine
 from tilewright.runtime.interfaces import Choice
 from tilewright.runtime.output import Generation, OutputProcessor, Piece, Result
 from tilewright.runtime.programs import STEPS_PER_DISPATCH, ProgramKey
-from tilewright.runtime.request import GenerateRequest, RequestHandle, Update
+from tilewright.runtime.request import GenerateRequest, RequestHandle, RequestOutput
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.scheduler import Job
 from tilewright.runtime.state import DecodeState
@@ -37,7 +37,7 @@ class Stream:
     def entered(self, row: int, prompt: list[int], sampling: Sampling) -> Job:
         """A job of the engine, which waits."""
 
-        def listen(update: Update) -> None:
+        def listen(update: RequestOutput) -> None:
             self.failed |= update.end == "error"
             self.pieces += [Piece(row, one.text, one.token, one.drafted) for one in update.tokens]
 

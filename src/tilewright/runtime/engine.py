@@ -25,7 +25,7 @@ from tilewright.runtime.output import OutputProcessor
 from tilewright.runtime.pace import FixedRounds
 from tilewright.runtime.pages import Pages
 from tilewright.runtime.programs import STEPS_PER_DISPATCH, Programs
-from tilewright.runtime.request import GenerateRequest, Listener, RequestHandle, Update
+from tilewright.runtime.request import GenerateRequest, Listener, RequestHandle, RequestOutput
 from tilewright.runtime.runner import ModelRunner, Sent
 from tilewright.runtime.sampling import SamplingMode, check_vocabulary
 from tilewright.runtime.scheduler import Job, Scheduler
@@ -237,7 +237,7 @@ class Engine(Service[Job]):
                     update = take_rounds(seat.job, infos, row, sent.choice, self.eos_token_ids)
                 except Exception:
                     log.exception("a request failed")
-                    update = Update(end="error", error=NOT_COMPUTED)
+                    update = RequestOutput(end="error", error=NOT_COMPUTED)
                 self.hand_out(seat.job, update)
         self.chooser.observe(sent, infos, jobs, heard, began, ended)
 

@@ -122,7 +122,7 @@ class Round(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Update:
+class RequestOutput:
     """Tokens and rounds that one dispatch added to a request.
 
     Attributes:
@@ -140,7 +140,7 @@ class Update:
     error: str = ""
 
 
-Listener = Callable[[Update], None]
+Listener = Callable[[RequestOutput], None]
 """Called on the engine's thread with each update, in order; it must not block."""
 
 

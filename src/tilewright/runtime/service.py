@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from tilewright.compiled.ledger import CompileTrap
 from tilewright.runtime.options import ServiceOptions
 from tilewright.runtime.output import OutputProcessor
-from tilewright.runtime.request import EndReason, Figures, Listener, Overloaded, RequestHandle, Stopped, Update
+from tilewright.runtime.request import EndReason, Figures, Listener, Overloaded, RequestHandle, RequestOutput, Stopped
 
 log = logging.getLogger("tilewright.engine")
 
@@ -334,7 +334,7 @@ class Service(ABC, Generic[Job]):
                 self.leave(job)
                 self.end(job, "deadline", f"the request was not done within {deadline:g} s")
 
-    def hand_out(self, job: Job, update: Update) -> None:
+    def hand_out(self, job: Job, update: RequestOutput) -> None:
         """Tells a job's listener what it got, and ends it if that was all."""
         times = job.handle.times
         times.first_token = times.first_token or time.monotonic()
@@ -345,16 +345,16 @@ class Service(ABC, Generic[Job]):
         self.leave(job)
         self.end(job, update.end, update=update)
 
-    def end(self, job: Job, reason: EndReason, error: str = "", update: Update | None = None) -> None:
+    def end(self, job: Job, reason: EndReason, error: str = "", update: RequestOutput | None = None) -> None:
         """Ends a job that has no place any more."""
         with self.wake:
             del self.there[job]
         job.handle.times.ended = time.monotonic()
         job.handle.result = job.processor.result()
         self.counted.ended[reason] = self.counted.ended.get(reason, 0) + 1
-        self.tell(job, update or Update(end=reason, error=error))
+        self.tell(job, update or RequestOutput(end=reason, error=error))
 
-    def tell(self, job: Job, update: Update) -> None:
+    def tell(self, job: Job, update: RequestOutput) -> None:
         try:
             job.listener(update)
         except Exception:

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 
 from tilewright.runtime.interfaces import Choice
-from tilewright.runtime.request import Round, Token, TokenLogprobs, Update
+from tilewright.runtime.request import RequestOutput, Round, Token, TokenLogprobs
 from tilewright.runtime.scheduler import Job
 from tilewright.runtime.state import StepInfo
 
 
-def take_rounds(job: Job, infos: StepInfo, row: int, choice: Choice | None, eos: Sequence[int]) -> Update:
+def take_rounds(job: Job, infos: StepInfo, row: int, choice: Choice | None, eos: Sequence[int]) -> RequestOutput:
     """Hands a job the tokens that each round settled for its row; what comes behind its end is dropped."""
     tokens: list[Token] = []
     rounds: list[Round] = []
@@ -25,7 +25,7 @@ def take_rounds(job: Job, infos: StepInfo, row: int, choice: Choice | None, eos:
         if job.processor.finish_reason is not None:
             break
     reason = job.processor.finish_reason
-    return Update(tuple(tokens), tuple(rounds), None if reason == "interrupted" else reason, prompt_logprobs(job))
+    return RequestOutput(tuple(tokens), tuple(rounds), None if reason == "interrupted" else reason, prompt_logprobs(job))
 
 
 def token_scores(scores: Any, at: tuple[int, ...], count: int, alternatives: int) -> list[TokenLogprobs]:

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from tilewright.llm.acceptance import speculative_decoding
-from tilewright.runtime.request import EndReason, RequestHandle, Token, TokenLogprobs, Update
+from tilewright.runtime.request import EndReason, RequestHandle, RequestOutput, Token, TokenLogprobs
 from tilewright.runtime.service import Service
 from tilewright.server.asks import Plan
 from tilewright.server.logprobs import chat_logprobs, completion_logprobs, fewer, prompt_logprobs
@@ -56,11 +56,11 @@ class Served:
     texts: TokenTexts
 
 
-def joined(updates: Sequence[Update]) -> Update:
+def joined(updates: Sequence[RequestOutput]) -> RequestOutput:
     """All that a request was told, as one."""
     tokens = tuple(token for update in updates for token in update.tokens)
     found = next((update.prompt_logprobs for update in updates if update.prompt_logprobs is not None), None)
-    return Update(tokens=tokens, end=updates[-1].end, prompt_logprobs=found)
+    return RequestOutput(tokens=tokens, end=updates[-1].end, prompt_logprobs=found)
 
 
 def text_of(tokens: Sequence[Token]) -> str:
@@ -97,14 +97,14 @@ class Form(ABC):
         """Whether nothing of a choice has been shown yet."""
         return index not in self.begun
 
-    def take(self, index: int, update: Update) -> tuple[bool, tuple[Token, ...]]:
+    def take(self, index: int, update: RequestOutput) -> tuple[bool, tuple[Token, ...]]:
         """Counts what is shown of an update. Returns whether it is the choice's first, and its tokens."""
         tokens, first = update.tokens if self.plan.generates else (), self.begins(index)
         self.begun.add(index)
         self.generated[index] += len(tokens)
         return first, tokens
 
-    def ends(self, index: int, update: Update, tokens: Sequence[Token]) -> dict[str, Any]:
+    def ends(self, index: int, update: RequestOutput, tokens: Sequence[Token]) -> dict[str, Any]:
         """What every choice of an update has: its number, why it ended, and ids where they are asked for."""
         result, reason = self.handles[index].result, None if update.end is None else FINISHES[update.end]
         found: dict[str, Any] = {"index": index, "finish_reason": reason}
@@ -114,7 +114,7 @@ class Form(ABC):
             found["token_ids"] = [token.token for token in tokens]
         return found
 
-    def of_prompt(self, index: int, update: Update) -> dict[str, Any]:
+    def of_prompt(self, index: int, update: RequestOutput) -> dict[str, Any]:
         """What is told of a choice's prompt, once: its ids and log-probabilities, where they are asked for."""
         found: dict[str, Any] = {}
         tokens = self.plan.prompt_of(index).tokens
@@ -157,11 +157,11 @@ class Form(ABC):
         return Metrics(speculative_decoding=None if found is None else SpeculativeDecoding.model_validate(found))
 
     @abstractmethod
-    def whole(self, updates: Sequence[Update]) -> Completion | Chat:
+    def whole(self, updates: Sequence[RequestOutput]) -> Completion | Chat:
         """The body of an answer that is not streamed, of each choice's joined updates."""
 
     @abstractmethod
-    def chunk(self, index: int, update: Update) -> Completion | ChatChunk | None:
+    def chunk(self, index: int, update: RequestOutput) -> Completion | ChatChunk | None:
         """What an update adds to the stream; None where that is nothing."""
 
     @abstractmethod
@@ -188,12 +188,12 @@ class CompletionForm(Form):
         special = [request.sampling.skip_special_tokens for request in self.plan.requests]
         self.offsets = [Offsets(self.served.texts.tokenizer, *each) for each in zip(starts, special, strict=True)]
 
-    def whole(self, updates: Sequence[Update]) -> Completion:
+    def whole(self, updates: Sequence[RequestOutput]) -> Completion:
         self.of_prompts = {n: update.prompt_logprobs for n, update in enumerate(updates) if update.prompt_logprobs is not None}
         choices = [self.choice(index, update) for index, update in enumerate(updates)]
         return Completion(**self.root, choices=choices, usage=self.usage(), metrics=self.metrics())
 
-    def chunk(self, index: int, update: Update) -> Completion | None:
+    def chunk(self, index: int, update: RequestOutput) -> Completion | None:
         if update.prompt_logprobs is not None:
             self.of_prompts[index] = update.prompt_logprobs
         if not update.tokens and update.end is None:
@@ -203,7 +203,7 @@ class CompletionForm(Form):
     def last_chunk(self) -> Completion:
         return Completion(**self.root, choices=[], usage=self.usage(), metrics=self.metrics())
 
-    def choice(self, index: int, update: Update) -> CompletionChoice:
+    def choice(self, index: int, update: RequestOutput) -> CompletionChoice:
         first, tokens = self.take(index, update)
         text = (self.plan.prompt_of(index).text if self.plan.echo and first else "") + text_of(tokens)
         found = None if self.plan.logprobs is None else self.logprobs(index, tokens, first)
@@ -229,7 +229,7 @@ class ChatForm(Form):
         super().__post_init__()
         self.root |= {"id": f"chatcmpl-{self.request_id}"}
 
-    def whole(self, updates: Sequence[Update]) -> Chat:
+    def whole(self, updates: Sequence[RequestOutput]) -> Chat:
         choices = []
         for index, update in enumerate(updates):
             _, tokens = self.take(index, update)
@@ -239,7 +239,7 @@ class ChatForm(Form):
         ended = {"usage": self.usage(), "metrics": self.metrics(), **self.of_prompt(0, updates[0])}
         return Chat(**self.root, object="chat.completion", choices=choices, **ended)
 
-    def chunk(self, index: int, update: Update) -> ChatChunk | None:
+    def chunk(self, index: int, update: RequestOutput) -> ChatChunk | None:
         if not update.tokens and update.end is None:
             return None
         told = self.of_prompt(0, update) if not self.begun else {}
@@ -258,7 +258,7 @@ class ChatForm(Form):
         return None if self.plan.logprobs is None else chat_logprobs(self.served.texts, self.scored(tokens))
 
 
-def completed(chunk: Completion | ChatChunk, update: Update, form: Form, options: StreamOptions | None) -> bytes:
+def completed(chunk: Completion | ChatChunk, update: RequestOutput, form: Form, options: StreamOptions | None) -> bytes:
     """A chunk with what the stream's options add to each: the usage so far, or null where it comes at the end; the rounds."""
     if options is not None and options.include_usage:
         chunk.usage = form.usage() if options.continuous_usage_stats else None
@@ -267,7 +267,7 @@ def completed(chunk: Completion | ChatChunk, update: Update, form: Form, options
     return chunk.json_bytes
 
 
-def rounds_of(update: Update) -> Iterator[ShownRound]:
+def rounds_of(update: RequestOutput) -> Iterator[ShownRound]:
     """The rounds of an update, each with its tokens."""
     tokens = iter(update.tokens)
     for each in update.rounds:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tilewright.diffusion.request import DenoisingRequest
-from tilewright.runtime.request import GenerateRequest, Overloaded, RequestHandle, Stopped, Update
+from tilewright.runtime.request import GenerateRequest, Overloaded, RequestHandle, RequestOutput, Stopped
 from tilewright.runtime.service import Service
 from tilewright.server.errors import ApiError, overloaded
 from tilewright.server.forms import FINISHES, Form, completed, joined
@@ -36,7 +36,7 @@ def stopping() -> ApiError:
     return ApiError(503, "the server is stopping", "server_stopping", None, {"retry-after": "5"})
 
 
-def ended_badly(update: Update) -> ApiError:
+def ended_badly(update: RequestOutput) -> ApiError:
     """What a client is told of a request that did not come to its end."""
     if update.end == "deadline":
         # Clients of OpenAI's would ask again, and take as long.
@@ -55,7 +55,7 @@ class Running:
 
     def __init__(self, engine: Service[Any], timings: Timings):
         self.engine, self.timings = engine, timings
-        self.loop, self.told = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Update]]()
+        self.loop, self.told = asyncio.get_running_loop(), asyncio.Queue[tuple[int, RequestOutput]]()
         self.handles: list[RequestHandle] = []
         self.ended: set[int] = set()
         self.given_up, self.lock = False, threading.Lock()
@@ -80,7 +80,7 @@ class Running:
                 raise ApiError(400, str(error), "invalid_value") from error
             raise (overloaded(error.retry_after_s) if isinstance(error, Overloaded) else stopping()) from error
 
-    def tell(self, index: int, update: Update) -> None:
+    def tell(self, index: int, update: RequestOutput) -> None:
         """Called on the engine's thread."""
         self.loop.call_soon_threadsafe(self.told.put_nowait, (index, update))
 
@@ -92,7 +92,7 @@ class Running:
             if index not in self.ended:
                 self.engine.cancel(handle)
 
-    async def updates(self) -> AsyncIterator[tuple[int, Update]]:
+    async def updates(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """Each update with the number of its request, until all have ended.
 
         Raises:
@@ -116,7 +116,7 @@ class Running:
 
 async def collected(running: Running, form: Form) -> Response:
     """The answer as a whole."""
-    told: list[list[Update]] = [[] for _ in running.handles]
+    told: list[list[RequestOutput]] = [[] for _ in running.handles]
     async for index, update in running.updates():
         told[index].append(update)
     return Response(form.whole([joined(updates) for updates in told]).json_bytes, media_type="application/json")
