@@ -147,7 +147,7 @@ def main() -> None:
     engine.start()
     with served(how) as connection:
         figures = measure(how, lm, engine, connection)
-    widths = engine.figures().widths
+    widths = engine.stats().widths
     engine.stop()
     about = {key: value for key, value in vars(how).items() if key != "json"}
     record = {"chip": chip_name(), "jax": jax.__version__, **about, **figures, "rounds_by_width": widths}

@@ -36,7 +36,7 @@ from tilewright.bench.exact_paths import TEAM, Effort, Verification
 from tilewright.bench.exact_plain import draw_scores, next_logits, plain_tokens, score_lead, top_margin
 from tilewright.llm.language_model import LanguageModel, load
 from tilewright.runtime.engine import Engine
-from tilewright.runtime.request import Figures, GenerateRequest, Listener, RequestHandle, RequestOutput
+from tilewright.runtime.request import EngineStats, GenerateRequest, Listener, RequestHandle, RequestOutput
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.runtime.state import DecodeState, Target, Verified, verify
@@ -279,8 +279,8 @@ def test_what_else_goes_wrong_is_a_problem_too(lm: LanguageModel):
 class DeadEngine(Engine):
     """An engine that takes requests and answers none, and holds on to what it had."""
 
-    def __init__(self, figured: Figures = Figures()):
-        self.figured, self.gave_up = figured, 0
+    def __init__(self, counted: EngineStats = EngineStats()):
+        self.counted, self.gave_up = counted, 0
 
     def submit(self, ask: GenerateRequest, listener: Listener, encoded: bool = False) -> RequestHandle:
         return RequestHandle(ask, 0)
@@ -292,8 +292,8 @@ class DeadEngine(Engine):
     def busy(self) -> bool:
         return False
 
-    def figures(self) -> Figures:
-        return self.figured
+    def stats(self) -> EngineStats:
+        return self.counted
 
 
 def clients(engine: DeadEngine, asked: Sequence[Asked], arrivals: str = "as given") -> Client:
@@ -328,8 +328,8 @@ def test_arrivals_wait_for_tokens_of_earlier_requests():
 
 
 def test_what_an_engine_holds_at_the_end_is_told():
-    assert left_over(DeadEngine(Figures(pages_used=5)), held=5) == ""
-    held = Figures(running=1, waiting=2, pages_used=8)
+    assert left_over(DeadEngine(EngineStats(pages_used=5)), held=5) == ""
+    held = EngineStats(running=1, waiting=2, pages_used=8)
     assert left_over(DeadEngine(held), held=5) == "1 running left over, 2 waiting left over, 3 pages left over"
 
 

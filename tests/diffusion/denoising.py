@@ -80,8 +80,8 @@ def check_same(heard: Heard, handle: RequestHandle, want: Denoised) -> None:
 
 def check_empty(engine: DiffusionEngine) -> None:
     """No slot is taken, nobody waits, and nothing was compiled."""
-    figures = engine.figures()
-    assert (figures.running, figures.waiting, figures.waiting_tokens, figures.compilations) == (0, 0, 0, 0)
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.waiting_tokens, stats.compilations) == (0, 0, 0, 0)
     assert not any(engine.slots)
     assert not engine.flight
 

@@ -83,7 +83,7 @@ def test_the_tokens_and_steps_are_those_of_the_model_alone(
             assert each.tokens == want[n].tokens[: len(each.tokens)]
         else:
             check_same(each, handle, want[n])
-    ended = engine.figures().ended
+    ended = engine.stats().ended
     assert ended["cancelled"] > 0
     assert ended["eos"] > 0
 
@@ -92,14 +92,14 @@ def test_every_step_is_counted(model: DiffusionModel, engine: DiffusionEngine, r
     asks = requests(1, 9)
     engine.open()
     heard, handles = drive(engine, asks, rng)
-    figures = engine.figures()
-    assert figures.row_rounds == sum(handle.steps for handle in handles)
-    assert figures.rounds == sum(figures.widths.values())
-    assert set(figures.widths) <= set(SPANS)
-    assert figures.rounds <= figures.row_rounds <= figures.row_rounds + figures.padding_rows <= 3 * figures.rounds
-    assert (figures.prompt_tokens, figures.slots) == (sum(len(ask.prompt) for ask in asks), 3)
-    assert figures.generated_tokens == sum(len(each.tokens) for each in heard)
-    assert figures.programs == 0, "those of another engine"
+    stats = engine.stats()
+    assert stats.row_rounds == sum(handle.steps for handle in handles)
+    assert stats.rounds == sum(stats.widths.values())
+    assert set(stats.widths) <= set(SPANS)
+    assert stats.rounds <= stats.row_rounds <= stats.row_rounds + stats.padding_rows <= 3 * stats.rounds
+    assert (stats.prompt_tokens, stats.slots) == (sum(len(ask.prompt) for ask in asks), 3)
+    assert stats.generated_tokens == sum(len(each.tokens) for each in heard)
+    assert stats.programs == 0, "those of another engine"
     assert model.context == engine.context == 32
 
 

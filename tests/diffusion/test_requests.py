@@ -163,7 +163,7 @@ def test_what_waits_is_given_up_too(engine: DiffusionEngine):
     heard = [Heard() for _ in range(5)]
     handles = [engine.submit(ask([1, 2]), each) for each in heard]
     engine.step()
-    assert (engine.figures().running, engine.figures().waiting, engine.figures().waiting_tokens) == (3, 2, 4)
+    assert (engine.stats().running, engine.stats().waiting, engine.stats().waiting_tokens) == (3, 2, 4)
     engine.cancel(handles[4])
     run(engine)
     assert [each.end for each in heard] == ["length"] * 4 + ["cancelled"]
@@ -206,7 +206,7 @@ def test_the_queue_is_bounded_by_requests_and_by_tokens(engine: DiffusionEngine)
         engine.submit(ask([1]), Heard())
     with pytest.raises(Overloaded, match="at most 6 requests"):
         engine.submit(ask([1]), Heard())
-    assert engine.figures().rejected == 2
+    assert engine.stats().rejected == 2
     run(engine)
     engine.check_room(6, 40)
 
@@ -225,7 +225,7 @@ def test_what_can_never_be_served_is_refused(warm: DiffusionEngine, steps: Steps
     ):
         with pytest.raises(ValueError, match=message):
             engine.submit(asked, Heard())
-    assert (engine.figures().waiting, engine.numbers) == (0, 0)
+    assert (engine.stats().waiting, engine.numbers) == (0, 0)
     with pytest.raises(ValueError, match="a deadline of more than 0 seconds, found 0"):
         ask([1], deadline_s=0)
     with pytest.raises(ValueError, match="stop"):
@@ -277,7 +277,7 @@ def test_after_a_failed_dispatch_requests_are_computed_anew(
     assert [each.tokens for each in heard] == [one.tokens for one in want]
     assert [each.text for each in heard] == [one.text for one in want]
     assert [handle.steps for handle in handles] == [one.steps for one in want]
-    assert engine.figures().ended == {"length": 5}
+    assert engine.stats().ended == {"length": 5}
     check_empty(engine)
 
 
@@ -333,7 +333,7 @@ def test_a_failing_listener_or_text_ends_its_own_request_alone(
     run(engine)
     assert (bad.end, bad.updates[-1].error) == ("error", "the request could not be computed")
     assert (good.end, good.tokens) == ("length", want.tokens)
-    assert engine.figures().ended == {"cancelled": 1, "error": 1, "length": 1}
+    assert engine.stats().ended == {"cancelled": 1, "error": 1, "length": 1}
     check_empty(engine)
 
 

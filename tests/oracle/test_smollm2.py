@@ -191,7 +191,7 @@ def served(file: Path, alone: list[Result]) -> Iterator[Real]:
     with on_a_port(engine, template=ChatTemplate.load(file)) as server:
         yield server
     assert engine.stop(20.0)
-    assert engine.figures().compilations == 0
+    assert engine.stats().compilations == 0
 
 
 @pytest.mark.parametrize("apart_s", [0.0, 0.15], ids=["at once", "staggered"])

@@ -87,9 +87,9 @@ def drive(
 
 def check_empty(engine: Engine) -> None:
     """No page and no slot is held, and nobody waits."""
-    figures = engine.figures()
-    assert (figures.running, figures.waiting, figures.waiting_tokens, figures.pages_used) == (0, 0, 0, 0)
-    assert figures.compilations == 0 or engine.options.guard == "off"
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.waiting_tokens, stats.pages_used) == (0, 0, 0, 0)
+    assert stats.compilations == 0 or engine.options.guard == "off"
     pages = engine.pages
     assert not any(pages.holders)
     assert sorted([*pages.empty, *pages.idle]) == list(range(pages.count))

@@ -143,12 +143,12 @@ def test_the_tokens_are_those_of_plain_decoding(lm: LanguageModel, engine: Engin
             assert each.end == ("eos" if stopped else "length")
         assert each.text == handle.result.text or each.end == "cancelled"
         assert sum(one.tokens for update in each.updates for one in update.rounds) == len(each.tokens)
-    figures = engine.figures()
-    assert figures.preemptions > 0
-    assert figures.prefix_hits > 0
+    stats = engine.stats()
+    assert stats.preemptions > 0
+    assert stats.prefix_hits > 0
     assert {each.end for each in heard} >= {"length", "cancelled"}
-    assert figures.generated_tokens == sum(len(each.tokens) for each in heard)
-    assert figures.row_rounds <= figures.generated_tokens + count
+    assert stats.generated_tokens == sum(len(each.tokens) for each in heard)
+    assert stats.row_rounds <= stats.generated_tokens + count
     check_empty(engine)
     engine.stop()
     check_empty(engine)
@@ -216,7 +216,7 @@ def test_the_queue_is_bounded_by_requests_and_by_tokens(engines: Callable[..., E
         engine.submit(GenerateRequest([1], few), each)
     with pytest.raises(Overloaded, match="at most 3 requests"):
         engine.check_room(1, 0)
-    assert engine.figures().rejected == 2
+    assert engine.stats().rejected == 2
     while engine.step():
         pass
     assert all(each.ended for each in heard)
@@ -247,7 +247,7 @@ def test_a_listener_that_fails_ends_its_own_request_alone(lm: LanguageModel, eng
     while engine.step():
         pass
     assert good.tokens == want
-    assert engine.figures().ended == {"cancelled": 1, "length": 1}
+    assert engine.stats().ended == {"cancelled": 1, "length": 1}
     check_empty(engine)
 
 
@@ -266,7 +266,7 @@ def test_a_request_whose_text_fails_ends_alone(lm: LanguageModel, engine: Engine
         pass
     assert (bad.end, bad.updates[-1].error) == ("error", "the request could not be computed")
     assert (good.end, good.tokens) == ("length", want)
-    assert engine.figures().preemptions == 0
+    assert engine.stats().preemptions == 0
     check_empty(engine)
 
 
@@ -387,7 +387,7 @@ def test_log_probabilities_are_the_targets_at_each_position(lm: LanguageModel, e
     ]
     engine.open()
     heard, _ = drive(engine, asks, np.random.default_rng(1))
-    assert engine.figures().preemptions > 0
+    assert engine.stats().preemptions > 0
     check_empty(engine)
     engine.stop()
     for n, (ask, each) in enumerate(zip(asks, heard, strict=True)):

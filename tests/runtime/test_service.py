@@ -57,7 +57,7 @@ def test_what_is_asked_and_given_up_between_two_looks_of_a_step_ends(release: in
     engine.wake = Watched(come_and_go, release)
     steps(engine)
     assert heard.end == "cancelled"
-    assert (len(engine.there), engine.figures().running, engine.figures().waiting) == (0, 0, 0)
+    assert (len(engine.there), engine.stats().running, engine.stats().waiting) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("release", range(1, 5))
@@ -109,8 +109,8 @@ def test_the_queue_counts_what_a_step_takes_in(monkeypatch: pytest.MonkeyPatch):
     wait, looks = engine.scheduler.wait, list[threading.Thread]()
 
     def look() -> None:
-        figures = engine.figures()
-        found.append((figures.waiting, figures.waiting_tokens))
+        stats = engine.stats()
+        found.append((stats.waiting, stats.waiting_tokens))
 
     def waited(job: Any) -> None:
         looks.append(threading.Thread(target=look))

@@ -22,7 +22,7 @@ from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.pace import FixedRounds
 from tilewright.runtime.pages import Pages
 from tilewright.runtime.programs import Programs
-from tilewright.runtime.request import EndReason, Figures, GenerateRequest, RequestOutput, Round, Token, TokenLogprobs
+from tilewright.runtime.request import EndReason, EngineStats, GenerateRequest, RequestOutput, Round, Token, TokenLogprobs
 from tilewright.runtime.runner import ModelRunner
 from tilewright.runtime.scheduler import Job, Scheduler
 from tilewright.runtime.service import Service
@@ -85,7 +85,7 @@ class FakeEngine(Engine):
         self.pages = Pages(SLOTS * capacity // PAGE, PAGE)
         self.scheduler = Scheduler(ShapeTable(batches=(SLOTS,), capacities=(capacity,)), self.pages, capacity, False)
         self.chooser, self.runner = FixedRounds(1.0, 64), ModelRunner(self.programs)
-        self.counted = Figures(programs=5, warm_seconds=1.5, accepted_at=[0, 0, 0])
+        self.counted = EngineStats(programs=5, warm_seconds=1.5, accepted_at=[0, 0, 0])
         self.go, self.taken = threading.Event(), list[GenerateRequest]()
         self.go.set()
 
@@ -98,8 +98,8 @@ class FakeEngine(Engine):
         """How many requests ended so."""
         return self.counted.ended.get("cancelled", 0)
 
-    def figures(self) -> Figures:
-        return replace(super().figures(), step_age_s=self.step_age_s)
+    def stats(self) -> EngineStats:
+        return replace(super().stats(), step_age_s=self.step_age_s)
 
     def fill(self, everything: bool = False) -> int:
         while not self.go.wait(0.01) and not self.ending:

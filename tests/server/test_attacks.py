@@ -57,8 +57,8 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(engine: FakeEngine) -> int:
-    figures = engine.figures()
-    return figures.running + figures.waiting
+    stats = engine.stats()
+    return stats.running + stats.waiting
 
 
 def well(url: str) -> bool:

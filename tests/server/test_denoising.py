@@ -44,8 +44,8 @@ def real(model: DiffusionModel) -> Iterator[Real]:
     with on_a_port(engine) as server:
         yield server
     assert engine.stop(20.0)
-    figures = engine.figures()
-    assert (figures.compilations, figures.running, figures.waiting) == (0, 0, 0)
+    stats = engine.stats()
+    assert (stats.compilations, stats.running, stats.waiting) == (0, 0, 0)
 
 
 @pytest.fixture(scope="module")
@@ -165,14 +165,14 @@ def test_rows_in_different_phases_share_steps(http: httpx2.Client, model: Diffus
     """More of them than slots, of all modes and lengths, at once."""
     ways = [changes for _, changes in ASKED] * 2
     wanted = [model.generate([PROMPTS[n % 3]], replace(DEFAULTS, **changes))[0] for n, changes in enumerate(ways)]
-    before = real.engine.figures()
+    before = real.engine.stats()
 
     def ask(n: int) -> str:
         return complete(http, prompt=PROMPTS[n % 3], **ASKED[n % len(ASKED)][0])["choices"][0]["text"]
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(ask, range(len(ways)))) == [want.text for want in wanted]
-    after = real.engine.figures()
+    after = real.engine.stats()
     assert after.row_rounds - before.row_rounds == sum(want.steps for want in wanted)
     together = complete(http, prompt=[*PROMPTS, *PROMPTS], mode="dense")
     alone = [each.text for each in model.generate(list(PROMPTS), replace(DEFAULTS, mode="dense"))]
@@ -214,11 +214,11 @@ def test_what_changes_nothing_is_taken(http: httpx2.Client):
 def test_metrics_tell_what_steps_looked_at(http: httpx2.Client):
     complete(http, prompt=PROMPTS[0])
     text = http.get("/metrics").text
-    figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    assert float(figures['tilewright_rounds_total{choice="whole",model_name="demo"}']) > 0
-    assert float(figures['tilewright_slots{model_name="demo"}']) == 3
-    assert float(figures['tilewright_xla_compilations_total{model_name="demo",phase="serving"}']) == 0
-    assert float(figures['vllm:kv_cache_usage_perc{model_name="demo"}']) == 0
+    stats = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(stats['tilewright_rounds_total{choice="whole",model_name="demo"}']) > 0
+    assert float(stats['tilewright_slots{model_name="demo"}']) == 3
+    assert float(stats['tilewright_xla_compilations_total{model_name="demo",phase="serving"}']) == 0
+    assert float(stats['vllm:kv_cache_usage_perc{model_name="demo"}']) == 0
 
 
 def refused(http: httpx2.Client | TestClient, route: str, body: dict[str, Any]) -> dict[str, Any]:

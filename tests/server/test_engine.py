@@ -71,8 +71,8 @@ def real(lm: LanguageModel, alone: Alone, changed: list[Changed]) -> Iterator[Re
     with on_a_port(engine) as server:
         yield server
     assert engine.stop(20.0)
-    figures = engine.figures()
-    assert (figures.compilations, figures.running, figures.waiting, figures.pages_used) == (0, 0, 0, 0)
+    stats = engine.stats()
+    assert (stats.compilations, stats.running, stats.waiting, stats.pages_used) == (0, 0, 0, 0)
 
 
 @pytest.fixture
@@ -183,15 +183,15 @@ def test_chats_stream(client: openai.OpenAI):
 
 def test_a_client_that_goes_away_frees_its_slot(real: Real, client: openai.OpenAI):
     """Sixteen answers for two slots: long enough that some are left to cancel, however fast the machine."""
-    before = real.engine.figures().ended
+    before = real.engine.stats().ended
     asked = {"model": "demo", "max_tokens": 150, "temperature": 0, "extra_body": {"ignore_eos": True}}
     with client.completions.create(prompt=PROMPT, stream=True, n=16, **asked) as stream:
         next(iter(stream))
     end = time.monotonic() + 20
-    while (figures := real.engine.figures()).running + figures.waiting and time.monotonic() < end:
+    while (stats := real.engine.stats()).running + stats.waiting and time.monotonic() < end:
         time.sleep(0.01)
-    assert (figures.running, figures.waiting, figures.pages_used) == (0, 0, 0)
-    ended = {reason: figures.ended.get(reason, 0) - before.get(reason, 0) for reason in ("cancelled", "length")}
+    assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
+    ended = {reason: stats.ended.get(reason, 0) - before.get(reason, 0) for reason in ("cancelled", "length")}
     assert sum(ended.values()) == 16
     assert ended["cancelled"] > 0
 

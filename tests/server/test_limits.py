@@ -200,7 +200,7 @@ def test_what_was_submitted_is_given_up_when_the_rest_is_refused(client: Client,
     assert answer.status_code == 503
     engine.go.set()
     assert engine.stop(20.0)
-    assert engine.figures().ended == {"cancelled": 2, "length": 1}
+    assert engine.stats().ended == {"cancelled": 2, "length": 1}
 
 
 def test_a_deadline_is_a_504_that_nobody_should_repeat(client: Client):

@@ -144,7 +144,7 @@ def denoiser() -> Iterator[Any]:
     engine.start()
     yield described(make_app(Api(engine, ServerOptions("demo", "0.1", TEMPLATE))))
     assert engine.stop(20.0)
-    assert engine.figures().compilations == 0
+    assert engine.stats().compilations == 0
 
 
 @pytest.mark.slow

@@ -66,4 +66,4 @@ def test_what_is_submitted_after_the_client_has_gone_is_given_up(monkeypatch: py
     assert [handle.given_up for handle in handles] == [True, True]
     while engine.step():
         continue
-    assert engine.figures().ended == {"cancelled": 2}
+    assert engine.stats().ended == {"cancelled": 2}

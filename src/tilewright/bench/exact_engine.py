@@ -14,7 +14,7 @@ from tilewright.bench.exact import Answer, Asked, Plain, Ran, made_of
 from tilewright.llm.language_model import LanguageModel
 from tilewright.runtime.engine import Engine
 from tilewright.runtime.options import EngineOptions
-from tilewright.runtime.request import Figures, GenerateRequest, RequestHandle, RequestOutput
+from tilewright.runtime.request import EngineStats, GenerateRequest, RequestHandle, RequestOutput
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.speculation.team import Team
 
@@ -163,7 +163,7 @@ class EnginePath:
             in_order += [each for one in in_order[::2] for each in made_of(self.plain, one)]
         for each in in_order:
             self.plain.answer(each)  # whatever that compiles is not the engine's doing
-        before, answers, problem = self.engine.figures(), [], ""
+        before, answers, problem = self.engine.stats(), [], ""
         for share in SCARCE if self.arrivals.scarce else (1.0,):
             client = Client(self.engine, in_order, self.arrivals)
             self.engine.pages.forget()  # nothing that was computed before is found
@@ -171,9 +171,9 @@ class EnginePath:
                 client.run()
                 problem = problem or client.problem or left_over(self.engine, held)
             answers += [Answer(one, tokens) for one, tokens in zip(in_order, client.tokens, strict=True)]
-            if problem or not self.lacking(exercised_between(before, self.engine.figures())):
+            if problem or not self.lacking(exercised_between(before, self.engine.stats())):
                 break
-        after = self.engine.figures()
+        after = self.engine.stats()
         if after.compilations > before.compilations:
             problem = problem or f"{after.compilations - before.compilations} programs compiled while requests ran"
         exercised = exercised_between(before, after)
@@ -215,12 +215,12 @@ def left_over(engine: Engine, held: int) -> str:
     until = time.monotonic() + PATIENCE_S
     while engine.busy and time.monotonic() < until:  # a dispatch behind the last end is still to be read
         time.sleep(0.001)
-    figures = engine.figures()
-    kept = {"running": figures.running, "waiting": figures.waiting, "pages": figures.pages_used - held}
+    stats = engine.stats()
+    kept = {"running": stats.running, "waiting": stats.waiting, "pages": stats.pages_used - held}
     return ", ".join(f"{count} {name} left over" for name, count in kept.items() if count)
 
 
-def exercised_between(before: Figures, after: Figures) -> dict[str, int]:
+def exercised_between(before: EngineStats, after: EngineStats) -> dict[str, int]:
     """What an engine has done between two looks."""
     counted = {
         "rounds": after.rounds - before.rounds,

@@ -1,16 +1,16 @@
-"""What an engine counts, in its `Figures`."""
+"""What an engine counts, in its `EngineStats`."""
 
 from typing import Any
 
 import numpy as np
 
-from tilewright.runtime.request import Figures
+from tilewright.runtime.request import EngineStats
 from tilewright.runtime.runner import Sent
 from tilewright.runtime.scheduler import Scheduler
 from tilewright.runtime.state import StepInfo
 
 
-def count_rounds(counted: Figures, sent: Sent, infos: StepInfo) -> None:
+def count_rounds(counted: EngineStats, sent: Sent, infos: StepInfo) -> None:
     """Counts rounds that were read."""
     rounds, ran, drafted = len(infos.settled), infos.settled > 0, infos.drafted > 0
     counted.dispatches += 1
@@ -30,7 +30,7 @@ def count_rounds(counted: Figures, sent: Sent, infos: StepInfo) -> None:
 
 
 def standing(scheduler: Scheduler) -> dict[str, Any]:
-    """The figures that a scheduler's accounts say."""
+    """The stats that a scheduler's accounts say."""
     pages = scheduler.pages
     return {
         "running": sum(seat is not None for seat in scheduler.seats),

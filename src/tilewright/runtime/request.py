@@ -178,7 +178,7 @@ class RequestHandle:
 
 
 @dataclass
-class Figures:
+class EngineStats:
     """Counts of the engine since it began; a snapshot.
 
     Attributes:

@@ -127,7 +127,7 @@ class Scheduler:
         seats: by slot.
         pages: of the pool.
         contexts: the drafter's that may fall behind; pages are kept as far as all of them hold them.
-        preemptions, prefix_queries, prefix_hits: as `request.Figures` has them.
+        preemptions, prefix_queries, prefix_hits: as `request.EngineStats` has them.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from tilewright.compiled.ledger import CompileTrap
 from tilewright.runtime.options import ServiceOptions
 from tilewright.runtime.output import OutputProcessor
-from tilewright.runtime.request import EndReason, Figures, Listener, Overloaded, RequestHandle, RequestOutput, Stopped
+from tilewright.runtime.request import EndReason, EngineStats, Listener, Overloaded, RequestHandle, RequestOutput, Stopped
 
 log = logging.getLogger("tilewright.engine")
 
@@ -76,7 +76,7 @@ class Service(ABC, Generic[Job]):
 
     def __init__(self, options: ServiceOptions):
         self.options = options
-        self.counted = Figures()
+        self.counted = EngineStats()
         self.trap = CompileTrap(options.guard, "serving")
         self.wake = threading.Condition()
         self.there: dict[Job, None] = {}
@@ -163,7 +163,7 @@ class Service(ABC, Generic[Job]):
 
     @abstractmethod
     def standing(self) -> dict[str, Any]:
-        """The figures that are read off, not counted."""
+        """The stats that are read off, not counted."""
 
     # The rest is common.
 
@@ -377,7 +377,7 @@ class Service(ABC, Generic[Job]):
             self.leave(job)
             self.end(job, "cancelled", "the engine has stopped")
 
-    def figures(self) -> Figures:
+    def stats(self) -> EngineStats:
         """Counts so far, and the present state."""
         age = time.monotonic() - self.stepped
         with self.wake:

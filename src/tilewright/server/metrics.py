@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tilewright.runtime.request import EndReason, Figures, Times
+from tilewright.runtime.request import EndReason, EngineStats, Times
 from tilewright.runtime.service import Service
 
 FINISHED: Mapping[EndReason, str] = {
@@ -89,7 +89,7 @@ def by_finish(ended: Mapping[str, int]) -> dict[str, int]:
 
 
 class EngineCollector(Collector):
-    """Reads the engine's figures when Prometheus asks."""
+    """Reads the engine's stats when Prometheus asks."""
 
     def __init__(self, engine: Service[Any], model: str):
         self.engine, self.model = engine, model
@@ -98,18 +98,18 @@ class EngineCollector(Collector):
         return ()  # else a registry would ask the engine when this is registered
 
     def collect(self) -> Iterator[Metric]:
-        figures: Figures = self.engine.figures()
+        stats: EngineStats = self.engine.stats()
         for name, (said, value) in GAUGES.items():
             gauge = GaugeMetricFamily(name, said, labels=["model_name"])
-            gauge.add_metric([self.model], value(figures))
+            gauge.add_metric([self.model], value(stats))
             yield gauge
         for name, (said, value) in COUNTERS.items():
             counter = CounterMetricFamily(name, said, labels=["model_name"])
-            counter.add_metric([self.model], value(figures))
+            counter.add_metric([self.model], value(stats))
             yield counter
         for name, (said, label, values) in FAMILIES.items():
             counter = CounterMetricFamily(name, said, labels=["model_name", label])
-            for key, count in values(figures).items():
+            for key, count in values(stats).items():
                 counter.add_metric([self.model, key], count)
             yield counter
 

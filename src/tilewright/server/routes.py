@@ -181,7 +181,7 @@ def state_routes(api: Api) -> APIRouter:
             raise ApiError(503, "the engine has ended; the log says why", "engine_stuck")
         if not api.engine.ready:
             return answer(Health(status="warming", step_age_s=None))
-        age = api.engine.figures().step_age_s
+        age = api.engine.stats().step_age_s
         if age > api.options.stale_s and not api.stopping:
             raise ApiError(503, f"the engine's last step was {age:.0f} s ago", "engine_stuck")
         return answer(Health(status="ok", step_age_s=age))
