@@ -161,7 +161,7 @@ def hold_at_first_token(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[En
 def interrupt(engine: Engine) -> None:
     os.kill(os.getpid(), signal.SIGINT)
     until = time.monotonic() + 30
-    while not all(job.handle.given_up for job in engine.there) and time.monotonic() < until:
+    while not all(sequence.handle.given_up for sequence in engine.there) and time.monotonic() < until:
         time.sleep(0.001)
 
 

@@ -50,7 +50,7 @@ def state_of(stream: Stream) -> tuple[DecodeState, list[int]]:
         return state, None
 
     stream.apply(look)
-    return held[0], [seat.job.number for seat in stream.engine.scheduler.seated]
+    return held[0], [running.sequence.number for running in stream.engine.scheduler.running]
 
 
 def plain_step(target: Target, models: Models, state: DecodeState) -> tuple[DecodeState, StepInfo]:

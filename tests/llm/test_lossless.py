@@ -143,14 +143,14 @@ def emitted(lm: LanguageModel, vocab: int, batches: int) -> tuple[dict[str, NDAr
     stream, length = lm.start([PROMPT] * len(kinds), requests), LENGTHS[vocab]
     stream.prefill()
     runner, scheduler = stream.engine.runner, stream.engine.scheduler
-    seats, _ = scheduler.make_room(scheduler.seated, length, stream.engine.programs.width(None))
+    running, _ = scheduler.make_room(scheduler.running, length, stream.engine.programs.width(None))
     first = jax.tree.map(np.array, runner.state)
     digits = vocab ** np.arange(length)[::-1]
     for batch in range(batches):
         key = first.sampling.key.copy()
         key[:, 1] = np.arange(len(key)) + batch * len(key)
         runner.state = replace(first, sampling=replace(first.sampling, key=key))
-        infos = runner.read(runner.rounds(seats, None, length, runner.programs.layout.capacity))
+        infos = runner.read(runner.rounds(running, None, length, runner.programs.layout.capacity))
         assert runner.state is not None
         texts = np.asarray(runner.state.tokens)[: len(kinds), len(PROMPT) : len(PROMPT) + length] @ digits
         for kind, text in zip(kinds, texts, strict=True):

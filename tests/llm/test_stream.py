@@ -140,7 +140,7 @@ def test_a_stopped_row_leaves_the_others_alone(lm: LanguageModel, want: list[Gen
     session = lm.start(ASKED, requests)
     while session.results()[1].finish_reason == "interrupted":
         session.advance(1)
-    assert [seat.job for seat in session.engine.scheduler.seated] == [session.jobs[0], session.jobs[2]]
+    assert [running.sequence for running in session.engine.scheduler.running] == [session.sequences[0], session.sequences[2]]
     run(session, 1)
     assert [result.finish_reason for result in session.results()] == ["length", "stop", "length"]
     assert [len(result.tokens) for result in session.results()] == [NEW, 5, NEW]
@@ -253,11 +253,11 @@ def test_rows_that_run_are_not_touched_by_an_admission(lm: LanguageModel):
     stream.prefill()
     stream.advance(2)
     assert engine.scheduler.waiting
-    running = [seat for seat in engine.scheduler.seated if seat.job.processor.finish_reason is None]
+    running = [running for running in engine.scheduler.running if running.sequence.processor.finish_reason is None]
 
     def held() -> list[np.ndarray]:
-        state, slots = engine.runner.state, [seat.slot for seat in running]
-        pages = [page for seat in running for page in seat.pages]
+        state, slots = engine.runner.state, [running.slot for running in running]
+        pages = [page for running in running for page in running.pages]
         parts = jax.tree.leaves(state, is_leaf=is_paged)
         rows = [np.asarray(part)[slots] for part in parts if not is_paged(part)]
         return rows + [np.asarray(x)[pages] for part in parts if is_paged(part) for x in jax.tree.leaves(part)]

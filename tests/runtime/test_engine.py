@@ -420,8 +420,8 @@ def test_a_prompts_log_probabilities_outlast_a_preemption(lm: LanguageModel, eng
         engine.submit(ask, heard)
         for _ in range(steps):
             engine.step()
-        for seat in engine.scheduler.seated:
-            engine.scheduler.preempt(seat)
+        for running in engine.scheduler.running:
+            engine.scheduler.preempt(running)
         while engine.flight:  # what was sent is read before there is a place again
             engine.read(engine.flight.popleft())
         while engine.step():

@@ -13,7 +13,7 @@ from tilewright.runtime.output import OutputProcessor
 from tilewright.runtime.pages import Pages
 from tilewright.runtime.request import GenerateRequest, RequestHandle
 from tilewright.runtime.sampling import Sampling
-from tilewright.runtime.scheduler import Job, Scheduler, Seat
+from tilewright.runtime.scheduler import RunningSequence, Scheduler, TokenSequence
 from tilewright.runtime.shapes import ShapeTable
 
 PAGE, CONTEXT, WIDTH = 4, 48, 4
@@ -32,9 +32,9 @@ class NoText(StreamDecoder):
         return ""
 
 
-def job(number: int, prompt: list[int], new: int) -> Job:
+def sequence(number: int, prompt: list[int], new: int) -> TokenSequence:
     sampling = Sampling(new, ignore_eos=True)
-    return Job(
+    return TokenSequence(
         RequestHandle(GenerateRequest(prompt, sampling), number),
         lambda update: None,
         OutputProcessor(0, prompt, sampling, NoText()),
@@ -54,25 +54,27 @@ class Simulation:
 
     def __init__(self, scheduler: Scheduler, rng: np.random.Generator):
         self.scheduler, self.rng = scheduler, rng
-        self.flight: list[tuple[list[Seat], int]] = []
+        self.flight: list[tuple[list[RunningSequence], int]] = []
         self.done: list[int] = []
         self.written: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def step(self) -> None:
         """As the engine steps, with checks of what a device would need."""
         scheduler = self.scheduler
-        for seat in scheduler.admit():
-            self.check_reads(seat, seat.filled)
+        for running in scheduler.admit():
+            self.check_reads(running, running.filled)
         for _ in range(int(self.rng.integers(1, 4))):
             chunks = scheduler.next_chunks()
             if chunks:
-                assert chunks[0].seat is next(seat for seat in scheduler.seated if not seat.prefilled), "the oldest comes first"
+                assert chunks[0].running is next(running for running in scheduler.running if not running.prefilled), (
+                    "the oldest comes first"
+                )
             assert len(chunks) <= max(1, scheduler.table.together[0])
             for chunk in chunks:
                 assert chunk.size == chunks[0].size
                 assert chunk.count <= chunk.size
-                assert chunk.count > 0 or not chunk.seat.begun, "only the first one may have no position"
-                self.write(chunk.seat, chunk.start, chunk.count)
+                assert chunk.count > 0 or not chunk.running.begun, "only the first one may have no position"
+                self.write(chunk.running, chunk.start, chunk.count)
                 scheduler.filled(chunk)
         sent = self.send()
         while len(self.flight) > (1 if sent else 0):
@@ -80,46 +82,46 @@ class Simulation:
 
     def send(self) -> bool:
         asked = self.scheduler.runnable()
-        seats, rounds = self.scheduler.make_room(asked, int(self.rng.integers(1, 9)), WIDTH) if asked else ([], 0)
-        if not seats:
+        batch, rounds = self.scheduler.make_room(asked, int(self.rng.integers(1, 9)), WIDTH) if asked else ([], 0)
+        if not batch:
             return False
-        for seat in seats:
-            reach = self.scheduler.reach(seat, rounds, WIDTH)
-            assert len(seat.pages) * PAGE >= reach, "a block reaches a page that is not there"
-            first = seat.known // PAGE
-            assert all(self.scheduler.pages.holders[page] == 1 for page in seat.pages[first:]), "somebody else reads there"
-        self.scheduler.sent(seats, rounds, WIDTH)
-        self.flight.append((seats, rounds))
+        for running in batch:
+            reach = self.scheduler.reach(running, rounds, WIDTH)
+            assert len(running.pages) * PAGE >= reach, "a block reaches a page that is not there"
+            first = running.known // PAGE
+            assert all(self.scheduler.pages.holders[page] == 1 for page in running.pages[first:]), "somebody else reads there"
+        self.scheduler.sent(batch, rounds, WIDTH)
+        self.flight.append((batch, rounds))
         return True
 
-    def read(self, seats: list[Seat], rounds: int) -> None:
-        for seat in seats:
-            processor = seat.job.processor
+    def read(self, batch: list[RunningSequence], rounds: int) -> None:
+        for running in batch:
+            processor = running.sequence.processor
             new = int(self.rng.integers(rounds, rounds * WIDTH + 1))
             left = processor.end - len(processor.prompt) - len(processor.tokens)
             settled = [] if processor.finish_reason else self.rng.integers(0, 3, min(new, left)).tolist()
-            here = self.scheduler.seats[seat.slot] is seat
-            before = seat.job.length
-            self.scheduler.read(seat, rounds, WIDTH, len(settled), "eagle3" if self.rng.integers(2) else "ngram")
+            here = self.scheduler.slots[running.slot] is running
+            before = running.sequence.length
+            self.scheduler.read(running, rounds, WIDTH, len(settled), "eagle3" if self.rng.integers(2) else "ngram")
             if not settled:
                 continue
             processor.add_round(settled, 0, 0, ())
             if here:
-                self.write(seat, before - 1, len(settled))
+                self.write(running, before - 1, len(settled))
             if processor.finish_reason is not None:
-                self.done.append(seat.job.number)
-                (self.scheduler.leave if here else lambda seat: self.scheduler.drop(seat.job))(seat)
+                self.done.append(running.sequence.number)
+                (self.scheduler.leave if here else lambda running: self.scheduler.drop(running.sequence))(running)
 
-    def write(self, seat: Seat, start: int, count: int) -> None:
-        tokens = tuple(seat.job.tokens)
+    def write(self, running: RunningSequence, start: int, count: int) -> None:
+        tokens = tuple(running.sequence.tokens)
         for position in range(start, start + count):
-            self.written[seat.pages[position // PAGE], position % PAGE] = tokens[: position + 1]
+            self.written[running.pages[position // PAGE], position % PAGE] = tokens[: position + 1]
 
-    def check_reads(self, seat: Seat, until: int) -> None:
+    def check_reads(self, running: RunningSequence, until: int) -> None:
         """What was found in pages is what this text would compute."""
-        tokens = tuple(seat.job.tokens)
+        tokens = tuple(running.sequence.tokens)
         for position in range(until):
-            assert self.written[seat.pages[position // PAGE], position % PAGE] == tokens[: position + 1]
+            assert self.written[running.pages[position // PAGE], position % PAGE] == tokens[: position + 1]
 
 
 @settings(max_examples=60)
@@ -135,10 +137,10 @@ def test_everybody_is_served(seed: int, sizes: list[tuple[int, int]], pages: int
     scheduler = make(pages, prefix_cache, tapping)
     simulation = Simulation(scheduler, rng)
     waiting = [
-        job(n, [*[1] * (prompt // 2), *rng.integers(0, 2, prompt - prompt // 2).tolist()], new)
+        sequence(n, [*[1] * (prompt // 2), *rng.integers(0, 2, prompt - prompt // 2).tolist()], new)
         for n, (prompt, new) in enumerate(sizes)
     ]
-    asked: list[Job] = []
+    asked: list[TokenSequence] = []
     for _ in range(2000):
         if waiting and rng.integers(3):
             asked.append(waiting.pop(0))
@@ -157,17 +159,17 @@ def test_everybody_is_served(seed: int, sizes: list[tuple[int, int]], pages: int
 def test_the_newest_gives_way_and_comes_back_first():
     scheduler = make(6)
     for number, length in ((0, 7), (1, 7), (2, 3)):
-        scheduler.wait(job(number, list(range(length)), 12))
+        scheduler.wait(sequence(number, list(range(length)), 12))
     old, young = scheduler.admit()
-    assert (old.job.number, young.job.number) == (0, 1)
+    assert (old.sequence.number, young.sequence.number) == (0, 1)
     chunks = scheduler.next_chunks()
-    assert [chunk.seat for chunk in chunks] == [old, young]
+    assert [chunk.running for chunk in chunks] == [old, young]
     for chunk in chunks:
         scheduler.filled(chunk)
-    seats, rounds = scheduler.make_room(scheduler.runnable(), 2, WIDTH)
-    assert (seats, rounds) == ([old], 1)
+    batch, rounds = scheduler.make_room(scheduler.runnable(), 2, WIDTH)
+    assert (batch, rounds) == ([old], 1)
     assert [each.number for each in scheduler.waiting] == [1, 2]
-    assert (young.job.handle.preemptions, scheduler.preemptions) == (1, 1)
+    assert (young.sequence.handle.preemptions, scheduler.preemptions) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +187,7 @@ def test_short_prompts_are_computed_together_where_that_is_less_work(lengths: li
     assert table.together == (4, 64)
     scheduler = Scheduler(table, Pages(64, 64), 512, False)
     for number, length in enumerate(lengths):
-        scheduler.wait(job(number, [1] * length, 8))
+        scheduler.wait(sequence(number, [1] * length, 8))
     scheduler.admit()
     found = []
     while chunks := scheduler.next_chunks():
@@ -197,42 +199,42 @@ def test_short_prompts_are_computed_together_where_that_is_less_work(lengths: li
 
 def test_rounds_are_fewer_before_anybody_gives_way():
     scheduler = make(5)
-    scheduler.wait(job(0, [1, 2, 3], 40))
-    (seat,) = scheduler.admit()
+    scheduler.wait(sequence(0, [1, 2, 3], 40))
+    (running,) = scheduler.admit()
     (chunk,) = scheduler.next_chunks()
     scheduler.filled(chunk)
-    assert scheduler.make_room([seat], 8, WIDTH) == ([seat], 2)
-    assert len(seat.pages) == 4
+    assert scheduler.make_room([running], 8, WIDTH) == ([running], 2)
+    assert len(running.pages) == 4
 
 
 def test_a_context_that_fell_behind_keeps_no_page_beyond_it():
     scheduler = make(12, tapping=("eagle3",))
-    first = job(0, list(range(9)), 12)
+    first = sequence(0, list(range(9)), 12)
     scheduler.wait(first)
-    (seat,) = scheduler.admit()
+    (running,) = scheduler.admit()
     prefill(scheduler)
-    scheduler.sent([seat], 2, WIDTH)
-    scheduler.read(seat, 2, WIDTH, 8, "ngram")
+    scheduler.sent([running], 2, WIDTH)
+    scheduler.read(running, 2, WIDTH, 8, "ngram")
     first.processor.add_round(list(range(9, 17)), 0, 0, ())
-    scheduler.leave(seat)
-    again = job(1, list(range(17)), 4)
+    scheduler.leave(running)
+    again = sequence(1, list(range(17)), 4)
     scheduler.wait(again)
-    (seat,) = scheduler.admit()
-    assert seat.filled == 8, "the prompt's full pages, and none of those that only the target has"
+    (running,) = scheduler.admit()
+    assert running.filled == 8, "the prompt's full pages, and none of those that only the target has"
 
 
 def test_a_page_is_found_by_the_next_request_once_it_was_sent():
     scheduler = make(12)
-    scheduler.wait(job(0, list(range(10)), 4))
-    scheduler.wait(job(1, list(range(10)), 4))
+    scheduler.wait(sequence(0, list(range(10)), 4))
+    scheduler.wait(sequence(1, list(range(10)), 4))
     first, second = scheduler.admit()
     assert (first.filled, second.filled) == (0, 0), "nothing was computed yet"
     prefill(scheduler)
-    scheduler.wait(job(2, list(range(10)), 4))
+    scheduler.wait(sequence(2, list(range(10)), 4))
     (third,) = scheduler.admit()
     assert third.filled == 8
     assert third.pages[:2] == first.pages[:2]
-    assert third.job.handle.cached_tokens == 8
+    assert third.sequence.handle.cached_tokens == 8
     assert scheduler.prefix_hits == 8
 
 
@@ -255,17 +257,17 @@ def prefill(scheduler: Scheduler) -> None:
             scheduler.filled(chunk)
 
 
-def run_alone(scheduler: Scheduler, asked: Job) -> None:
+def run_alone(scheduler: Scheduler, asked: TokenSequence) -> None:
     """Prefills and generates a token a round, until it has ended."""
     scheduler.wait(asked)
-    (seat,) = scheduler.admit()
+    (running,) = scheduler.admit()
     prefill(scheduler)
     while asked.processor.finish_reason is None:
-        scheduler.make_room([seat], 1, WIDTH)
-        scheduler.sent([seat], 1, WIDTH)
-        scheduler.read(seat, 1, WIDTH, 1)
+        scheduler.make_room([running], 1, WIDTH)
+        scheduler.sent([running], 1, WIDTH)
+        scheduler.read(running, 1, WIDTH, 1)
         asked.processor.add_round([len(asked.processor.tokens)], 0, 0, ())
-    scheduler.leave(seat)
+    scheduler.leave(running)
 
 
 def test_each_page_of_a_text_is_hashed_once_however_many_pieces_it_comes_in(monkeypatch: pytest.MonkeyPatch):
@@ -274,22 +276,22 @@ def test_each_page_of_a_text_is_hashed_once_however_many_pieces_it_comes_in(monk
     for length in (500, 1000, 2000):
         hashed = Hashed(monkeypatch)
         scheduler = Scheduler(table, Pages(1024, PAGE), 4096, True)
-        asked = job(0, list(range(length)), 30)
+        asked = sequence(0, list(range(length)), 30)
         run_alone(scheduler, asked)
         monkeypatch.undo()
         assert 0 < hashed.tokens <= most * (length + 30) / PAGE
-        again = job(1, [*asked.tokens, 5], 4)
+        again = sequence(1, [*asked.tokens, 5], 4)
         scheduler.wait(again)
-        (seat,) = scheduler.admit()
-        assert seat.filled == (length + 29) // PAGE * PAGE, "what was generated is found, too"
+        (running,) = scheduler.admit()
+        assert running.filled == (length + 29) // PAGE * PAGE, "what was generated is found, too"
 
 
 def test_a_blocked_head_of_the_queue_is_hashed_once(monkeypatch: pytest.MonkeyPatch):
     scheduler = make(12)
-    scheduler.wait(job(0, list(range(30)), 10))
+    scheduler.wait(sequence(0, list(range(30)), 10))
     (first,) = scheduler.admit()
     prefill(scheduler)
-    scheduler.wait(job(1, [*range(29), *range(14)], 4))
+    scheduler.wait(sequence(1, [*range(29), *range(14)], 4))
     hashed = Hashed(monkeypatch)
     assert scheduler.admit() == []
     once = hashed.tokens

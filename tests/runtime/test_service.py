@@ -92,8 +92,8 @@ def test_an_engine_is_busy_until_a_request_has_ended(monkeypatch: pytest.MonkeyP
     engine.submit(GenerateRequest([1, 2], Sampling(40, ignore_eos=True)), heard)
     for _ in range(3):
         engine.step()
-    (seat,) = real.seated
-    real.preempt(seat)
+    (running,) = real.running
+    real.preempt(running)
     while engine.step():
         continue
     assert (heard.end, len(seen), all(seen)) == ("length", 10, True)
@@ -112,11 +112,11 @@ def test_the_queue_counts_what_a_step_takes_in(monkeypatch: pytest.MonkeyPatch):
         stats = engine.stats()
         found.append((stats.waiting, stats.waiting_tokens))
 
-    def waited(job: Any) -> None:
+    def waited(sequence: Any) -> None:
         looks.append(threading.Thread(target=look))
         looks[-1].start()
         looks[-1].join(0.05)  # it may have to wait until the step has taken all of them in
-        wait(job)
+        wait(sequence)
 
     monkeypatch.setattr(engine.scheduler, "wait", waited)
     monkeypatch.setattr(engine, "fill", lambda: 0)

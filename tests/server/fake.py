@@ -24,7 +24,7 @@ from tilewright.runtime.pages import Pages
 from tilewright.runtime.programs import Programs
 from tilewright.runtime.request import EndReason, EngineStats, GenerateRequest, RequestOutput, Round, Token, TokenLogprobs
 from tilewright.runtime.runner import ModelRunner
-from tilewright.runtime.scheduler import Job, Scheduler
+from tilewright.runtime.scheduler import Scheduler, TokenSequence
 from tilewright.runtime.service import Service
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.runtime.state import Target
@@ -110,43 +110,43 @@ class FakeEngine(Engine):
         filled = 0
         while chunks := self.scheduler.next_chunks():
             for chunk in chunks:
-                if not chunk.seat.begun:
-                    ask = chunk.seat.job.handle.request
+                if not chunk.running.begun:
+                    ask = chunk.running.sequence.handle.request
                     assert isinstance(ask, GenerateRequest)
                     self.taken.append(ask)
-                    chunk.seat.job.handle.cached_tokens = len(ask.prompt) // 2
+                    chunk.running.sequence.handle.cached_tokens = len(ask.prompt) // 2
                 self.scheduler.filled(chunk)
                 filled += chunk.size
         return filled
 
     def send(self) -> bool:
         runnable = self.scheduler.runnable()
-        seats, rounds = self.scheduler.make_room(runnable, 1, self.per_update) if runnable else ([], 0)
-        if seats:
-            self.scheduler.sent(seats, rounds, self.per_update)
-            self.flight.append(seats)
-        return bool(seats)
+        batch, rounds = self.scheduler.make_room(runnable, 1, self.per_update) if runnable else ([], 0)
+        if batch:
+            self.scheduler.sent(batch, rounds, self.per_update)
+            self.flight.append(batch)
+        return bool(batch)
 
     def read(self, sent: Any) -> None:
-        """The seats that `send` put into the flight."""
-        for seat in sent:
-            job = seat.job
-            if job.handle.result is not None:
+        """Those that `send` put into the flight."""
+        for running in sent:
+            sequence = running.sequence
+            if sequence.handle.result is not None:
                 continue
-            if self.ends is not None and len(job.processor.acceptance_lengths) >= self.ends[1]:
+            if self.ends is not None and len(sequence.processor.acceptance_lengths) >= self.ends[1]:
                 end = self.ends[0]
-                self.hand_out(job, RequestOutput(end=end, error="the engine failed" if end == "error" else ""))
+                self.hand_out(sequence, RequestOutput(end=end, error="the engine failed" if end == "error" else ""))
                 continue
-            update = self.said(job)
-            self.scheduler.read(seat, 1, self.per_update, len(update.tokens))
-            self.hand_out(job, update)
+            update = self.said(sequence)
+            self.scheduler.read(running, 1, self.per_update, len(update.tokens))
+            self.hand_out(sequence, update)
 
-    def said(self, job: Job) -> RequestOutput:
-        """The next tokens of a job."""
-        processor, ask, told = job.processor, job.handle.request, None
+    def said(self, sequence: TokenSequence) -> RequestOutput:
+        """The next tokens of a sequence."""
+        processor, ask, told = sequence.processor, sequence.handle.request, None
         assert isinstance(ask, GenerateRequest)
-        if job.prompt_scores is not None:
-            job.prompt_scores, told = None, tuple(self.logprobs(token, ask) for token in ask.prompt[1:])
+        if sequence.prompt_scores is not None:
+            sequence.prompt_scores, told = None, tuple(self.logprobs(token, ask) for token in ask.prompt[1:])
         at = len(processor.tokens) % len(ask.prompt)
         coming = list(islice([*ask.prompt[at:], *list(ask.prompt) * self.per_update], self.per_update))
         pieces = processor.add_round(coming, 3, self.per_update - 1, self.model.target.config.eos_token_ids)

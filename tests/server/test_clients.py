@@ -146,8 +146,8 @@ def test_a_client_that_goes_away_ends_its_requests(real: Real, stream: bool, gen
         connection.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
         assert until(lambda: len(engine.there) == 2)
         if generated:
-            assert until(lambda: all(len(job.processor.tokens) > 3 for job in list(engine.there)))
-    assert until(lambda: all(job.handle.given_up for job in list(engine.there)))
+            assert until(lambda: all(len(sequence.processor.tokens) > 3 for sequence in list(engine.there)))
+    assert until(lambda: all(sequence.handle.given_up for sequence in list(engine.there)))
     engine.go.set()
     assert until(lambda: not engine.there)
     assert engine.cancelled == before + 2

@@ -387,7 +387,7 @@ def test_a_round_without_a_proposal_is_a_plain_step(tmp_path: Path):
         session.prefill()
         session.advance(1)
         assert session.rows[0].drafted == [0]
-        (state, _), pages = state_of(session), session.engine.scheduler.seated[0].pages
+        (state, _), pages = state_of(session), session.engine.scheduler.running[0].pages
         keys = in_rows(state.target_cache[0].pool.k, jnp.asarray([pages], jnp.int32))  # type: ignore[attr-defined]
         assert int(np.flatnonzero(np.abs(np.asarray(keys)).max(axis=(0, 1, 3)))[-1]) + 1 == written
 

@@ -193,7 +193,7 @@ class EnginePath:
         pages, scheduler, drafter = self.engine.pages, self.engine.scheduler, self.engine.model.drafter
         widest = 1 if drafter is None else drafter.block_size
         needs = sorted(scheduler.pages_for(each.end + widest) for each in asked)
-        left = max(needs[-1], int(share * sum(needs[-len(scheduler.seats) :])))
+        left = max(needs[-1], int(share * sum(needs[-len(scheduler.slots) :])))
         held = pages.take(max(0, pages.free - left)) if self.arrivals.scarce else []
         assert held is not None, "no more pages are taken than are free"
         yield len(held)

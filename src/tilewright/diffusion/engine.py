@@ -29,13 +29,13 @@ from tilewright.models.tokenizer import StreamDecoder
 from tilewright.runtime.output import OutputProcessor
 from tilewright.runtime.pace import Pace
 from tilewright.runtime.request import Listener, RequestHandle, RequestOutput, Round, Token
-from tilewright.runtime.service import NOT_COMPUTED, Service, Taken
+from tilewright.runtime.service import NOT_COMPUTED, EngineSequence, Service
 
 log = logging.getLogger("tilewright.engine")
 
 
 @dataclass(eq=False)
-class DiffusionJob(Taken):
+class DenoisingSequence(EngineSequence):
     """A request on its way.
 
     Attributes:
@@ -65,13 +65,13 @@ class DiffusionJob(Taken):
 class Sent(NamedTuple):
     """A dispatch: who was in its rows (None where a row only fills it), and what came of it, once the device is there."""
 
-    rows: Sequence[DiffusionJob | None]
+    rows: Sequence[DenoisingSequence | None]
     shape: DiffusionShape
     told: Told
     at: float
 
 
-class DiffusionEngine(Service[DiffusionJob]):
+class DiffusionEngine(Service[DenoisingSequence]):
     """Serves requests with one diffusion language model, over slots.
 
     Attributes:
@@ -91,8 +91,8 @@ class DiffusionEngine(Service[DiffusionJob]):
         self.context = min(longest, table.positions[-1])
         self.programs = PoolPrograms(model, table, options.modes, self.context)
         self.pool: Pool | None = None
-        self.slots: list[DiffusionJob | None] = [None] * table.batches[-1]
-        self.waiting: list[DiffusionJob] = []
+        self.slots: list[DenoisingSequence | None] = [None] * table.batches[-1]
+        self.waiting: list[DenoisingSequence] = []
         self.pace = Pace(options.dispatch_s, STEPS_PER_DISPATCH)
 
     @property
@@ -128,33 +128,33 @@ class DiffusionEngine(Service[DiffusionJob]):
             raise ValueError(f"expected no guidance, which takes rows of its own, found {denoising.guidance}")
         self.programs.shape([len(tokens)], [denoising])
 
-    def job(self, request: DenoisingRequest, handle: RequestHandle, listener: Listener) -> DiffusionJob:
+    def sequence(self, request: DenoisingRequest, handle: RequestHandle, listener: Listener) -> DenoisingSequence:
         denoising = request.denoising.seeded()
         sampling = replace(request.sampling, seed=denoising.seed)
         processor = OutputProcessor(0, list(request.prompt), sampling, StreamDecoder(self.tokenizer))
-        return DiffusionJob(handle, listener, processor, denoising=denoising)
+        return DenoisingSequence(handle, listener, processor, denoising=denoising)
 
-    def wait(self, job: DiffusionJob) -> None:
-        self.waiting.append(job)
+    def wait(self, sequence: DenoisingSequence) -> None:
+        self.waiting.append(sequence)
 
     def queued(self) -> tuple[int, int]:
-        return len(self.waiting), sum(len(job.prompt) for job in self.waiting)
+        return len(self.waiting), sum(len(sequence.prompt) for sequence in self.waiting)
 
     @property
-    def seated(self) -> list[DiffusionJob]:
-        return [job for job in self.slots if job is not None]
+    def running(self) -> list[DenoisingSequence]:
+        return [sequence for sequence in self.slots if sequence is not None]
 
-    def leave(self, job: DiffusionJob) -> None:
-        if job.slot is None:
-            self.waiting.remove(job)
+    def leave(self, sequence: DenoisingSequence) -> None:
+        if sequence.slot is None:
+            self.waiting.remove(sequence)
         else:
-            self.slots[job.slot] = None
+            self.slots[sequence.slot] = None
 
-    def forget(self) -> list[DiffusionJob]:
+    def forget(self) -> list[DenoisingSequence]:
         self.flight.clear()
-        for job in self.seated:
-            job.fresh, job.steps, job.handle.steps = True, 0, 0
-        return self.seated
+        for sequence in self.running:
+            sequence.fresh, sequence.steps, sequence.handle.steps = True, 0, 0
+        return self.running
 
     def clear(self) -> None:
         self.pool = None  # before another one is there
@@ -164,35 +164,37 @@ class DiffusionEngine(Service[DiffusionJob]):
         """Gives slots to those that wait, in order; their first dispatch puts them there."""
         admitted = 0
         while self.waiting and None in self.slots:
-            job = self.waiting.pop(0)
-            job.slot = self.slots.index(None)
-            self.slots[job.slot] = job
-            job.handle.times.admitted = time.monotonic()
-            self.counted.prompt_tokens += len(job.prompt)
+            sequence = self.waiting.pop(0)
+            sequence.slot = self.slots.index(None)
+            self.slots[sequence.slot] = sequence
+            sequence.handle.times.admitted = time.monotonic()
+            self.counted.prompt_tokens += len(sequence.prompt)
             admitted += 1
         return admitted
 
     def send(self) -> bool:
-        jobs = self.seated
-        if not jobs:
+        sequences = self.running
+        if not sequences:
             return False
         assert self.pool is not None, "the engine was not warmed"
-        shape = self.programs.shape([len(job.prompt) for job in jobs], [job.denoising for job in jobs])
-        rows = self.rows(jobs, shape.batch)
+        shape = self.programs.shape(
+            [len(sequence.prompt) for sequence in sequences], [sequence.denoising for sequence in sequences]
+        )
+        rows = self.rows(sequences, shape.batch)
         steps = self.pace.most(self.pace.seconds.get(shape), bool(self.waiting))
         turn = self.turn_of(shape, rows, steps)
         pool, self.pool = self.pool, None  # lost, if this fails
         at = time.perf_counter()
         self.pool, told = self.programs.get(DiffusionKey("turn", shape))(self.programs.params, pool, turn)
         jax.tree.map(lambda each: each.copy_to_host_async(), told)
-        for job in jobs:
-            job.fresh = False
+        for sequence in sequences:
+            sequence.fresh = False
         self.flight.append(Sent([self.slots[slot] for slot in rows], shape, told, at))
         return True
 
-    def rows(self, jobs: Sequence[DiffusionJob], size: int) -> list[int]:
-        """The slots of a dispatch: of the jobs, and others that fill it up; all of them in order."""
-        own = [job.slot for job in jobs if job.slot is not None]
+    def rows(self, sequences: Sequence[DenoisingSequence], size: int) -> list[int]:
+        """The slots of a dispatch: of the sequences, and others that fill it up; all of them in order."""
+        own = [sequence.slot for sequence in sequences if sequence.slot is not None]
         others = [slot for slot in range(len(self.slots)) if slot not in own]
         return sorted([*own, *others[: size - len(own)]])
 
@@ -202,12 +204,12 @@ class DiffusionEngine(Service[DiffusionJob]):
         fill = row_options([Denoising(1)], shape.block)
         told = []
         for row, slot in enumerate(slots):
-            job = self.slots[slot]
-            told.append(fill if job is None else job.options(shape.block))
-            if job is not None:
-                empty.running[row], empty.fresh[row] = True, job.fresh
-                empty.tokens[row, : len(job.prompt)] = job.prompt
-                empty.start[row], empty.stop[row] = len(job.prompt), len(job.prompt) + job.denoising.new_tokens
+            sequence = self.slots[slot]
+            told.append(fill if sequence is None else sequence.options(shape.block))
+            if sequence is not None:
+                empty.running[row], empty.fresh[row] = True, sequence.fresh
+                empty.tokens[row, : len(sequence.prompt)] = sequence.prompt
+                empty.start[row], empty.stop[row] = len(sequence.prompt), len(sequence.prompt) + sequence.denoising.new_tokens
         options = jax.tree.map(lambda *each: np.concatenate(each), *told)
         return empty._replace(slots=np.asarray(slots, np.int32), options=options, limit=np.int32(steps))
 
@@ -218,32 +220,32 @@ class DiffusionEngine(Service[DiffusionJob]):
         steps = int(np.count_nonzero((told.reports[:, :, 0] >= 0).any(axis=1)))
         self.pace.time(sent.shape, steps, sent.at, True, began, time.perf_counter())
         self.count(sent, told.reports[:steps])
-        for row, job in enumerate(sent.rows):
-            if job is None or job.handle.result is not None:
+        for row, sequence in enumerate(sent.rows):
+            if sequence is None or sequence.handle.result is not None:
                 continue
             ran = int(np.count_nonzero(told.reports[:steps, row, 0] >= 0))
-            job.steps += ran
-            job.handle.steps += ran
+            sequence.steps += ran
+            sequence.handle.steps += ran
             try:
-                update = self.blocks(job, told, row, bool(ran) and bool(told.reports[steps - 1, row, 2]))
+                update = self.blocks(sequence, told, row, bool(ran) and bool(told.reports[steps - 1, row, 2]))
             except Exception:
                 log.exception("a request failed")
                 update = RequestOutput(end="error", error=NOT_COMPUTED)
             if update is not None:
-                self.hand_out(job, update)
+                self.hand_out(sequence, update)
 
-    def blocks(self, job: DiffusionJob, told: Told, row: int, done: bool) -> RequestOutput | None:
-        """Committed part of a job's response that was not handed out yet; None where that is nothing."""
-        first, mask = len(job.prompt), self.model.config.mask_token_id
-        response = told.tokens[row, first : first + job.denoising.new_tokens].tolist()
+    def blocks(self, sequence: DenoisingSequence, told: Told, row: int, done: bool) -> RequestOutput | None:
+        """Committed part of a sequence's response that was not handed out yet; None where that is nothing."""
+        first, mask = len(sequence.prompt), self.model.config.mask_token_id
+        response = told.tokens[row, first : first + sequence.denoising.new_tokens].tolist()
         until = (response.index(mask) if mask in response else len(response)) if done else int(told.block_start[row]) - first
-        new = response[len(job.processor.tokens) : until]
+        new = response[len(sequence.processor.tokens) : until]
         if not new:
             return None
-        pieces = job.processor.add_round(new, 0, 0, self.eos_token_ids)
+        pieces = sequence.processor.add_round(new, 0, 0, self.eos_token_ids)
         tokens = tuple(Token(one.token, one.text, one.drafted) for one in pieces)
-        steps, job.steps = job.steps, 0
-        reason = job.processor.finish_reason
+        steps, sequence.steps = sequence.steps, 0
+        reason = sequence.processor.finish_reason
         assert reason != "interrupted"
         assert reason is not None or not done, "a row that is done has ended"
         return RequestOutput(tokens, (Round(len(tokens), 0, 0, f"{steps} steps"),), reason)
@@ -259,4 +261,4 @@ class DiffusionEngine(Service[DiffusionJob]):
             counted.widths[SPANS[span]] = counted.widths.get(SPANS[span], 0) + 1
 
     def standing(self) -> dict[str, Any]:
-        return {"running": len(self.seated), "slots": len(self.slots)}
+        return {"running": len(self.running), "slots": len(self.slots)}

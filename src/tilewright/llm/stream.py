@@ -10,7 +10,7 @@ from tilewright.runtime.output import Generation, OutputProcessor, Piece, Result
 from tilewright.runtime.programs import STEPS_PER_DISPATCH, ProgramKey
 from tilewright.runtime.request import GenerateRequest, RequestHandle, RequestOutput
 from tilewright.runtime.sampling import Sampling
-from tilewright.runtime.scheduler import Job
+from tilewright.runtime.scheduler import TokenSequence
 from tilewright.runtime.state import DecodeState
 
 
@@ -29,13 +29,15 @@ class Stream:
     def __init__(self, engine: Engine, prompts: Sequence[list[int]], sampling: Sequence[Sampling]):
         self.engine = engine
         self.pieces: list[Piece] = []
-        self.jobs = [self.entered(row, prompt, own) for row, (prompt, own) in enumerate(zip(prompts, sampling, strict=True))]
-        self.rows: list[OutputProcessor] = [job.processor for job in self.jobs]
+        self.sequences = [
+            self.entered(row, prompt, own) for row, (prompt, own) in enumerate(zip(prompts, sampling, strict=True))
+        ]
+        self.rows: list[OutputProcessor] = [sequence.processor for sequence in self.sequences]
         self.prefill_seconds = self.decode_seconds = 0.0
         self.begun = self.failed = False
 
-    def entered(self, row: int, prompt: list[int], sampling: Sampling) -> Job:
-        """A job of the engine, which waits."""
+    def entered(self, row: int, prompt: list[int], sampling: Sampling) -> TokenSequence:
+        """A sequence of the engine, which waits."""
 
         def listen(update: RequestOutput) -> None:
             self.failed |= update.end == "error"
@@ -43,10 +45,10 @@ class Stream:
 
         request = GenerateRequest(prompt, sampling)
         self.engine.check(request)
-        job = self.engine.job(request, RequestHandle(request, 0), listen)
-        self.engine.enter(job)
-        self.engine.wait(job)
-        return job
+        sequence = self.engine.sequence(request, RequestHandle(request, 0), listen)
+        self.engine.enter(sequence)
+        self.engine.wait(sequence)
+        return sequence
 
     @property
     def keys(self) -> list[ProgramKey]:
@@ -81,8 +83,8 @@ class Stream:
         engine = self.engine
         engine.programs.warm(self.keys)
         engine.choose_rounds()
-        for job in self.jobs:
-            job.followed = engine.chooser.follow(job.processor.prompt)
+        for sequence in self.sequences:
+            sequence.followed = engine.chooser.follow(sequence.processor.prompt)
         self.fill()
 
     def fill(self) -> None:
@@ -129,9 +131,9 @@ class Stream:
         """Runs `program(models, state, slots [n], table [n, M]) -> (state, result)` over the rows that have slots, between two
         dispatches: for measurements. The rows have room for a block."""
         engine, drafter = self.engine, self.engine.programs.drafter
-        seats, _ = engine.scheduler.make_room(engine.scheduler.seated, 1, 1 if drafter is None else drafter.block_size)
-        slots = engine.runner.slots(seats, len(seats))
-        table = engine.runner.table(seats, len(seats), engine.programs.layout.capacity)
+        batch, _ = engine.scheduler.make_room(engine.scheduler.running, 1, 1 if drafter is None else drafter.block_size)
+        slots = engine.runner.slots(batch, len(batch))
+        table = engine.runner.table(batch, len(batch), engine.programs.layout.capacity)
         return engine.runner.apply(program, engine.model.models, slots, table)
 
     def results(self) -> list[Result]:

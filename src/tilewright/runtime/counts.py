@@ -33,8 +33,8 @@ def standing(scheduler: Scheduler) -> dict[str, Any]:
     """The stats that a scheduler's accounts say."""
     pages = scheduler.pages
     return {
-        "running": sum(seat is not None for seat in scheduler.seats),
-        "slots": len(scheduler.seats),
+        "running": sum(running is not None for running in scheduler.slots),
+        "slots": len(scheduler.slots),
         "pages": pages.count,
         "pages_used": pages.used,
         "pages_cached": pages.cached,

@@ -28,7 +28,7 @@ from tilewright.runtime.programs import STEPS_PER_DISPATCH, Programs
 from tilewright.runtime.request import GenerateRequest, Listener, RequestHandle, RequestOutput
 from tilewright.runtime.runner import ModelRunner, Sent
 from tilewright.runtime.sampling import SamplingMode, check_vocabulary
-from tilewright.runtime.scheduler import Job, Scheduler
+from tilewright.runtime.scheduler import Scheduler, TokenSequence
 from tilewright.runtime.service import NOT_COMPUTED, Service
 from tilewright.runtime.sizes import engine_sizes, sizes_line
 from tilewright.runtime.state import StepInfo
@@ -49,7 +49,7 @@ def fixed_rounds(runner: ModelRunner, dispatch_s: float, console: Console | None
     return FixedRounds(dispatch_s, STEPS_PER_DISPATCH)
 
 
-class Engine(Service[Job]):
+class Engine(Service[TokenSequence]):
     """Serves requests with one autoregressive model, over slots and pages.
 
     Attributes:
@@ -148,24 +148,26 @@ class Engine(Service[Job]):
         if needed > self.pages.count:
             raise ValueError(f"expected a request of at most {self.pages.count} pages, found one of {needed}")
 
-    def job(self, request: GenerateRequest, handle: RequestHandle, listener: Listener) -> Job:
+    def sequence(self, request: GenerateRequest, handle: RequestHandle, listener: Listener) -> TokenSequence:
         decoder = StreamDecoder(self.tokenizer, request.sampling.skip_special_tokens)
         processor = OutputProcessor(0, list(request.prompt), request.sampling.seeded(), decoder)
         followed = self.chooser.follow(request.prompt)
-        return Job(handle, listener, processor, followed=followed, prompt_scores=[] if request.prompt_logprobs else None)
+        return TokenSequence(
+            handle, listener, processor, followed=followed, prompt_scores=[] if request.prompt_logprobs else None
+        )
 
-    def wait(self, job: Job) -> None:
-        self.scheduler.wait(job)
+    def wait(self, sequence: TokenSequence) -> None:
+        self.scheduler.wait(sequence)
 
     def queued(self) -> tuple[int, int]:
         return len(self.scheduler.waiting), self.scheduler.waiting_tokens
 
     def admit(self) -> None:
-        for seat in self.scheduler.admit():
-            times = seat.job.handle.times
+        for running in self.scheduler.admit():
+            times = running.sequence.handle.times
             times.admitted = times.admitted or time.monotonic()
-            if not seat.job.handle.preemptions:
-                self.counted.prompt_tokens += seat.prompt + 1
+            if not running.sequence.handle.preemptions:
+                self.counted.prompt_tokens += running.prompt + 1
 
     def fill(self, everything: bool = False) -> int:
         """Gives places, and sends pieces of prompts: a large one or several small ones, if rounds are to run besides; else all.
@@ -181,9 +183,9 @@ class Engine(Service[Job]):
         while (chunks := self.scheduler.next_chunks()) and (sent < most or not self.scheduler.runnable()):
             scores = self.runner.prefill(chunks)
             for row, chunk in enumerate(chunks):
-                job = chunk.seat.job
-                if job.prompt_scores is not None and job.scoring:
-                    job.prompt_scores.append((scores, row, chunk.count))
+                sequence = chunk.running.sequence
+                if sequence.prompt_scores is not None and sequence.scoring:
+                    sequence.prompt_scores.append((scores, row, chunk.count))
                 self.scheduler.filled(chunk)
             key = self.runner.prefill_key(chunks)
             computed, wanted = key.rows * key.chunk, sum(chunk.count for chunk in chunks)
@@ -198,19 +200,19 @@ class Engine(Service[Job]):
 
     def plan(self, most: int = STEPS_PER_DISPATCH) -> tuple[Choice | None, int]:
         """The kind of the next rounds, and how many of them, for those that are ready."""
-        seats = self.scheduler.runnable()
-        left = max(seat.job.processor.end - seat.job.length for seat in seats)
-        return self.chooser.next(self.programs.rows_for(len(seats)), most, self.scheduler.hurried, left)
+        batch = self.scheduler.runnable()
+        left = max(running.sequence.processor.end - running.sequence.length for running in batch)
+        return self.chooser.next(self.programs.rows_for(len(batch)), most, self.scheduler.hurried, left)
 
     def send_rounds(self, choice: Choice | None, rounds: int) -> bool:
         """Sends up to so many rounds of a kind for all that are ready. Returns False if nobody is."""
         width = self.programs.width(choice)
-        seats, rounds = self.scheduler.make_room(self.scheduler.runnable(), rounds, width)
-        if not seats:
+        batch, rounds = self.scheduler.make_room(self.scheduler.runnable(), rounds, width)
+        if not batch:
             return False
-        reach = max(self.scheduler.reach(seat, rounds, width) for seat in seats)
-        self.flight.append(self.runner.rounds(seats, choice, rounds, reach))
-        self.scheduler.sent(seats, rounds, width)
+        reach = max(self.scheduler.reach(running, rounds, width) for running in batch)
+        self.flight.append(self.runner.rounds(batch, choice, rounds, reach))
+        self.scheduler.sent(batch, rounds, width)
         return True
 
     def read(self, sent: Sent) -> None:
@@ -226,29 +228,29 @@ class Engine(Service[Job]):
             began, ended: when somebody began to wait for it, and had it, by `time.perf_counter()`.
         """
         count_rounds(self.counted, sent, infos)
-        jobs = [seat.job for seat in sent.seats]
-        heard = [len(job.processor.tokens) for job in jobs]
+        sequences = [running.sequence for running in sent.batch]
+        heard = [len(sequence.processor.tokens) for sequence in sequences]
         drafter = None if sent.choice is None else sent.choice.drafter
-        for row, seat in enumerate(sent.seats):
+        for row, running in enumerate(sent.batch):
             settled = int(infos.settled[:, row].sum())
-            self.scheduler.read(seat, sent.rounds, sent.width, settled, drafter)
-            if settled and seat.job.processor.finish_reason is None and seat.job.handle.result is None:
+            self.scheduler.read(running, sent.rounds, sent.width, settled, drafter)
+            if settled and running.sequence.processor.finish_reason is None and running.sequence.handle.result is None:
                 try:
-                    update = take_rounds(seat.job, infos, row, sent.choice, self.eos_token_ids)
+                    update = take_rounds(running.sequence, infos, row, sent.choice, self.eos_token_ids)
                 except Exception:
                     log.exception("a request failed")
                     update = RequestOutput(end="error", error=NOT_COMPUTED)
-                self.hand_out(seat.job, update)
-        self.chooser.observe(sent, infos, jobs, heard, began, ended)
+                self.hand_out(running.sequence, update)
+        self.chooser.observe(sent, infos, sequences, heard, began, ended)
 
-    def leave(self, job: Job) -> None:
-        seat = next((seat for seat in self.scheduler.seated if seat.job is job), None)
-        if seat is None:  # it waits, perhaps since it had to give way
-            self.scheduler.drop(job)
+    def leave(self, sequence: TokenSequence) -> None:
+        running = next((running for running in self.scheduler.running if running.sequence is sequence), None)
+        if running is None:  # it waits, perhaps since it had to give way
+            self.scheduler.drop(sequence)
         else:
-            self.scheduler.leave(seat)
+            self.scheduler.leave(running)
 
-    def forget(self) -> list[Job]:
+    def forget(self) -> list[TokenSequence]:
         self.flight.clear()
         return self.scheduler.forget()
 

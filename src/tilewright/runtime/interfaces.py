@@ -17,7 +17,7 @@ from tilewright.runtime.state import DecodeState, Models, StepInfo, Target
 
 if TYPE_CHECKING:
     from tilewright.runtime.runner import Sent
-    from tilewright.runtime.scheduler import Job
+    from tilewright.runtime.scheduler import TokenSequence
 
 
 @dataclass(frozen=True, order=True)
@@ -174,7 +174,7 @@ class RoundChooser(Protocol):
     """Says what the next dispatch runs, and hears what came of it."""
 
     def follow(self, prompt: Sequence[int]) -> Any:
-        """Begins to follow a request's text, on any thread; the result is kept in `Job.followed`."""
+        """Begins to follow a request's text, on any thread; the result is kept in `TokenSequence.followed`."""
         ...
 
     def next(self, rows: int, most: int, hurried: bool, left: int) -> tuple[Choice | None, int]:
@@ -188,12 +188,18 @@ class RoundChooser(Protocol):
         ...
 
     def observe(
-        self, sent: "Sent", infos: StepInfo, jobs: Sequence["Job"], heard: Sequence[int], began: float, ended: float
+        self,
+        sent: "Sent",
+        infos: StepInfo,
+        sequences: Sequence["TokenSequence"],
+        heard: Sequence[int],
+        began: float,
+        ended: float,
     ) -> None:
         """Takes in what came of a dispatch.
 
         Args:
-            jobs: whose rows it ran, in their order.
+            sequences: whose rows it ran, in their order.
             heard: how many tokens each of them had before.
             began, ended: when somebody began to wait for it, and had it, by `time.perf_counter()`.
         """

@@ -8,7 +8,7 @@ import numpy as np
 
 from tilewright.runtime.interfaces import Choice
 from tilewright.runtime.runner import Sent
-from tilewright.runtime.scheduler import Job
+from tilewright.runtime.scheduler import TokenSequence
 from tilewright.runtime.state import StepInfo
 
 FIRST_ROUNDS = 8
@@ -79,6 +79,6 @@ class FixedRounds(Pace):
         return None, min(most, self.most(self.seconds.get((rows, None)), hurried))
 
     def observe(
-        self, sent: Sent, infos: StepInfo, jobs: Sequence[Job], heard: Sequence[int], began: float, ended: float
+        self, sent: Sent, infos: StepInfo, sequences: Sequence[TokenSequence], heard: Sequence[int], began: float, ended: float
     ) -> None:
         self.time((sent.rows, sent.choice), len(infos.settled), sent.at, sent.alone, began, ended)

@@ -94,9 +94,9 @@ class Programs(Store[ProgramKey]):
         turn = self.turn(choice)
         return 1 if turn is None else turn.block_size
 
-    def rows_for(self, seats: int) -> int:
+    def rows_for(self, running: int) -> int:
         """The least declared number of rows that holds so many."""
-        return next(rows for rows in self.table.batches if rows >= seats)
+        return next(rows for rows in self.table.batches if rows >= running)
 
     def declared(self, sampling: SamplingMode = "scored") -> Iterator[ProgramKey]:
         """All programs that may be needed where rows ask for no more than this."""

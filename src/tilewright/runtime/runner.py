@@ -11,7 +11,7 @@ from tilewright.kernels.operations import UNMAPPED
 from tilewright.runtime.interfaces import Choice
 from tilewright.runtime.programs import ProgramKey, Programs, RowRequest, empty_state, prefill_key, request_rows
 from tilewright.runtime.sampling import SamplingMode
-from tilewright.runtime.scheduler import Chunk, Seat
+from tilewright.runtime.scheduler import Chunk, RunningSequence
 from tilewright.runtime.state import DecodeState, Models, Reports, StepInfo
 
 
@@ -19,7 +19,7 @@ class Sent(NamedTuple):
     """Rounds that were sent.
 
     Attributes:
-        seats: in the order of the program's rows.
+        batch: in the order of the program's rows.
         rows: that the program runs.
         rounds: at most.
         width: tokens in a block.
@@ -28,7 +28,7 @@ class Sent(NamedTuple):
         alone: nothing but rounds was sent since the rounds before.
     """
 
-    seats: Sequence[Seat]
+    batch: Sequence[RunningSequence]
     rows: int
     choice: Choice | None
     rounds: int
@@ -40,7 +40,7 @@ class Sent(NamedTuple):
     @property
     def scored(self) -> bool:
         """True if any of them asks for log-probabilities."""
-        return any(seat.job.scored for seat in self.seats)
+        return any(running.sequence.scored for running in self.batch)
 
 
 class ModelRunner:
@@ -87,58 +87,58 @@ class ModelRunner:
         self.state, result = program(models, state, *inputs)
         return result
 
-    def table(self, seats: Sequence[Seat], rows: int, positions: int) -> np.ndarray:
-        """The pages of some seats, int32 `[rows, M]`."""
+    def table(self, batch: Sequence[RunningSequence], rows: int, positions: int) -> np.ndarray:
+        """The pages of running sequences, int32 `[rows, M]`."""
         table = np.full((rows, positions // self.programs.layout.page_size), UNMAPPED, np.int32)
-        for row, seat in zip(table, seats, strict=False):
-            pages = seat.pages[: len(row)]
+        for row, running in zip(table, batch, strict=False):
+            pages = running.pages[: len(row)]
             row[: len(pages)] = pages
         return table
 
     def prefill(self, chunks: Sequence[Chunk]) -> Any:
-        """Computes pieces of prompts, all of one size, a job's first one with its admission. Returns their scores, on the
-        device, in the order of the pieces; they are those of jobs that want some."""
-        key, seats = self.prefill_key(chunks), [chunk.seat for chunk in chunks]
+        """Computes pieces of prompts, all of one size, a sequence's first one with its admission. Returns their scores, on the
+        device, in the order of the pieces; they are those of sequences that want some."""
+        key, batch = self.prefill_key(chunks), [chunk.running for chunk in chunks]
         fill = key.rows - len(chunks)
-        given = [self.row(seat) for seat in seats]
+        given = [self.row(running) for running in batch]
         given += given[:1] * fill
         start = np.asarray([*(chunk.start for chunk in chunks), *[-1] * fill], np.int32)
         count = np.asarray([*(chunk.count for chunk in chunks), *[0] * fill], np.int32)
-        scoring = np.asarray([*(seat.job.scoring for seat in seats), *[False] * fill])
-        table = self.table(seats, key.rows, self.programs.layout.capacity)
+        scoring = np.asarray([*(running.sequence.scoring for running in batch), *[False] * fill])
+        table = self.table(batch, key.rows, self.programs.layout.capacity)
         asked = request_rows(given, self.programs.target.config.eos_token_ids)
-        return self.run(key, self.slots(seats, key.rows), asked, table, start, count, scoring)
+        return self.run(key, self.slots(batch, key.rows), asked, table, start, count, scoring)
 
     def prefill_key(self, chunks: Sequence[Chunk]) -> ProgramKey:
         """The program for pieces of prompts that are computed together."""
         rows, size = (1, chunks[0].size) if len(chunks) == 1 else self.programs.table.together
         return prefill_key(rows, size, self.sampling)
 
-    def row(self, seat: Seat) -> RowRequest:
-        """State that a job's slot begins with."""
-        job, own = seat.job, seat.job.processor
+    def row(self, running: RunningSequence) -> RowRequest:
+        """State that a sequence's slot begins with."""
+        sequence, own = running.sequence, running.sequence.processor
         tokens = np.zeros(self.programs.layout.capacity, np.int32)
-        tokens[: job.length] = job.tokens
-        return RowRequest(tokens, seat.known, own.end, own.sampling, len(own.prompt), job.scored)
+        tokens[: sequence.length] = sequence.tokens
+        return RowRequest(tokens, running.known, own.end, own.sampling, len(own.prompt), sequence.scored)
 
-    def slots(self, seats: Sequence[Seat], rows: int) -> np.ndarray:
-        """The slots of some seats, and others that fill a program's rows, int32 `[rows]`."""
-        own = [seat.slot for seat in seats]
+    def slots(self, batch: Sequence[RunningSequence], rows: int) -> np.ndarray:
+        """The slots of running sequences, and others that fill a program's rows, int32 `[rows]`."""
+        own = [running.slot for running in batch]
         others = [slot for slot in range(self.programs.layout.batch) if slot not in own]
         return np.asarray([*own, *others[: rows - len(own)]], np.int32)
 
-    def rounds(self, seats: Sequence[Seat], choice: Choice | None, rounds: int, positions: int) -> Sent:
+    def rounds(self, batch: Sequence[RunningSequence], choice: Choice | None, rounds: int, positions: int) -> Sent:
         """Runs up to so many rounds.
 
         Args:
             positions: that rounds look at, at most.
         """
-        programs, rows = self.programs, self.programs.rows_for(len(seats))
+        programs, rows = self.programs, self.programs.rows_for(len(batch))
         key = programs.round_key(choice, rows, positions, self.sampling)
-        running, at = np.arange(rows) < len(seats), time.perf_counter()
-        reports = self.run_rounds(key, self.slots(seats, rows), self.table(seats, rows, key.positions), running, rounds)
+        active, at = np.arange(rows) < len(batch), time.perf_counter()
+        reports = self.run_rounds(key, self.slots(batch, rows), self.table(batch, rows, key.positions), active, rounds)
         alone, self.sent = self.sent == ["rounds"], []
-        sent = Sent(seats, rows, choice, rounds, programs.width(choice), reports, at, alone)
+        sent = Sent(batch, rows, choice, rounds, programs.width(choice), reports, at, alone)
         for each in jax.tree.leaves(reports if sent.scored else reports.packed):
             if isinstance(each, jax.Array):
                 each.copy_to_host_async()

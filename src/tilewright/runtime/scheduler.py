@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tilewright.runtime.pages import FIRST, Pages, page_key
-from tilewright.runtime.service import Taken
+from tilewright.runtime.service import EngineSequence
 from tilewright.runtime.shapes import ShapeTable
 
 OVERHEAD = 64
@@ -19,7 +19,7 @@ OVERHEAD = 64
 
 
 @dataclass(eq=False)
-class Job(Taken):
+class TokenSequence(EngineSequence):
     """A request on its way, in a slot or not.
 
     Attributes:
@@ -73,8 +73,8 @@ class Job(Taken):
 
 
 @dataclass(eq=False)
-class Seat:
-    """A job in a slot.
+class RunningSequence:
+    """A sequence in a slot.
 
     Attributes:
         pages: of its positions, in order.
@@ -82,12 +82,12 @@ class Seat:
         least: how many tokens those that were not read yet settle at least, unless it ends; `most` at most.
         filled: positions whose keys and values are computed, by prefills that were sent.
         prompt: positions that prefill computes: all before the known one.
-        begun: whether a chunk was sent; the first one, which may have no position at all, also puts the job into its slot.
+        begun: whether a chunk was sent; the first one, which may have no position at all, also puts the sequence into its slot.
         kept: of its pages, from the first, those that others may find.
         held: how many positions each of the drafter's contexts holds that may fall behind.
     """
 
-    job: Job
+    sequence: TokenSequence
     slot: int
     pages: list[int]
     known: int
@@ -106,14 +106,14 @@ class Seat:
     @property
     def ending(self) -> bool:
         """True if it has ended by its length for sure, though that was not read yet."""
-        return self.known + self.least >= self.job.processor.end - 1
+        return self.known + self.least >= self.sequence.processor.end - 1
 
 
 @dataclass(frozen=True)
 class Chunk:
     """A piece of a prompt: `count` positions from `start` on, by the program for `size` of them."""
 
-    seat: Seat
+    running: RunningSequence
     start: int
     count: int
     size: int
@@ -123,8 +123,8 @@ class Scheduler:
     """The accounts of an engine.
 
     Attributes:
-        waiting: jobs without a slot, the oldest first.
-        seats: by slot.
+        waiting: sequences without a slot, the oldest first.
+        slots: who runs in each.
         pages: of the pool.
         contexts: the drafter's that may fall behind; pages are kept as far as all of them hold them.
         preemptions, prefix_queries, prefix_hits: as `request.EngineStats` has them.
@@ -134,55 +134,55 @@ class Scheduler:
         self, table: ShapeTable, pages: Pages, context: int, prefix_cache: bool, contexts: Sequence[str] = ()
     ):  # fmt: skip
         self.table, self.pages, self.context, self.prefix_cache, self.contexts = table, pages, context, prefix_cache, contexts
-        self.waiting: list[Job] = []
+        self.waiting: list[TokenSequence] = []
         self.waiting_tokens = 0
-        self.seats: list[Seat | None] = [None] * table.batches[-1]
+        self.slots: list[RunningSequence | None] = [None] * table.batches[-1]
         self.preemptions = self.prefix_queries = self.prefix_hits = 0
 
     @property
-    def seated(self) -> list[Seat]:
+    def running(self) -> list[RunningSequence]:
         """The oldest first."""
-        return sorted((seat for seat in self.seats if seat is not None), key=lambda seat: seat.job.number)
+        return sorted((running for running in self.slots if running is not None), key=lambda running: running.sequence.number)
 
     @property
     def busy(self) -> bool:
-        return bool(self.waiting) or any(self.seats)
+        return bool(self.waiting) or any(self.slots)
 
-    def wait(self, job: Job) -> None:
-        """Puts a job into the queue, at the place of its number."""
-        insort(self.waiting, job, key=lambda each: each.number)
-        job.queued = job.length  # which may grow, while what it has in flight is read
-        self.waiting_tokens += job.queued
+    def wait(self, sequence: TokenSequence) -> None:
+        """Puts a sequence into the queue, at the place of its number."""
+        insort(self.waiting, sequence, key=lambda each: each.number)
+        sequence.queued = sequence.length  # which may grow, while what it has in flight is read
+        self.waiting_tokens += sequence.queued
 
-    def drop(self, job: Job) -> None:
-        """Takes a job out of the queue."""
-        self.waiting.remove(job)
-        self.waiting_tokens -= job.queued
+    def drop(self, sequence: TokenSequence) -> None:
+        """Takes a sequence out of the queue."""
+        self.waiting.remove(sequence)
+        self.waiting_tokens -= sequence.queued
 
-    def admit(self) -> list[Seat]:
+    def admit(self) -> list[RunningSequence]:
         """Gives slots and pages to those that wait, in order, as long as there are any."""
         admitted = []
-        while self.waiting and None in self.seats:
-            seat = self.seat(self.waiting[0], self.seats.index(None))
-            if seat is None:
+        while self.waiting and None in self.slots:
+            running = self.place(self.waiting[0], self.slots.index(None))
+            if running is None:
                 break
-            self.drop(seat.job)
-            self.seats[seat.slot] = seat
-            admitted.append(seat)
+            self.drop(running.sequence)
+            self.slots[running.slot] = running
+            admitted.append(running)
         return admitted
 
-    def seat(self, job: Job, slot: int) -> Seat | None:
-        """A seat for a job with pages for all that is settled of it, those that are known shared; None without the pages.
+    def place(self, sequence: TokenSequence, slot: int) -> RunningSequence | None:
+        """A sequence in a slot, with pages for all that is settled of it, known ones shared; None where pages are lacking.
 
         Each of the others is left a page to grow into, lest they have to give way at once.
         """
-        length, size = job.length, self.pages.page_size
-        whole = self.prefix_cache and not job.scoring
+        length, size = sequence.length, self.pages.page_size
+        whole = self.prefix_cache and not sequence.scoring
         # At least one position is computed: a drafter's context may begin with what comes of the last one.
-        shared = self.pages.find(job.page_key(page, size) for page in range((length - 2) // size)) if whole else []
+        shared = self.pages.find(sequence.page_key(page, size) for page in range((length - 2) // size)) if whole else []
         needed = self.pages_for(length) - len(shared)
-        others = sum(seat is not None and len(seat.pages) < self.pages_for(self.context) for seat in self.seats)
-        taken = self.pages.take(needed) if needed + others <= self.pages.free or not any(self.seats) else None
+        others = sum(running is not None and len(running.pages) < self.pages_for(self.context) for running in self.slots)
+        taken = self.pages.take(needed) if needed + others <= self.pages.free or not any(self.slots) else None
         if taken is None:
             self.pages.release(shared)
             return None
@@ -191,25 +191,25 @@ class Scheduler:
             self.prefix_queries += length
             self.prefix_hits += cached
         held = dict.fromkeys(self.contexts, length - 1)
-        if not job.handle.preemptions:
-            job.handle.cached_tokens = cached
-        return Seat(job, slot, [*shared, *taken], length - 1, cached, length - 1, kept=len(shared), held=held)
+        if not sequence.handle.preemptions:
+            sequence.handle.cached_tokens = cached
+        return RunningSequence(sequence, slot, [*shared, *taken], length - 1, cached, length - 1, kept=len(shared), held=held)
 
     def pages_for(self, positions: int) -> int:
         return -(-min(positions, self.context) // self.pages.page_size)
 
     def next_chunks(self) -> list[Chunk]:
         """The next piece of the oldest prompt that is not computed yet, or of several that are short, if that is less work."""
-        seats = [seat for seat in self.seated if not seat.prefilled]
-        if not seats:
+        batch = [running for running in self.running if not running.prefilled]
+        if not batch:
             return []
         rows, size = self.table.together
-        short = [seat for seat in seats if seat.prompt - seat.filled <= size][:rows]
-        if short[:1] == seats[:1] and self.computed_together([seat.prompt - seat.filled for seat in short]):
-            return [Chunk(seat, seat.filled, seat.prompt - seat.filled, size) for seat in short]
-        left = seats[0].prompt - seats[0].filled
+        short = [running for running in batch if running.prompt - running.filled <= size][:rows]
+        if short[:1] == batch[:1] and self.computed_together([running.prompt - running.filled for running in short]):
+            return [Chunk(running, running.filled, running.prompt - running.filled, size) for running in short]
+        left = batch[0].prompt - batch[0].filled
         _, size = next(self.table.prefill_plan(max(1, left)))
-        return [Chunk(seats[0], seats[0].filled, min(size, left), size)]
+        return [Chunk(batch[0], batch[0].filled, min(size, left), size)]
 
     def computed_together(self, lengths: Sequence[int]) -> bool:
         """True if it is less work to compute the first short ones of prompts of these lengths in one piece than apart."""
@@ -220,95 +220,97 @@ class Scheduler:
 
     def filled(self, chunk: Chunk) -> None:
         """Takes in that a chunk was sent. What comes later runs behind it, so its pages may be found from now on."""
-        chunk.seat.begun = True
-        chunk.seat.filled += chunk.count
-        self.keep(chunk.seat, chunk.seat.filled)
+        chunk.running.begun = True
+        chunk.running.filled += chunk.count
+        self.keep(chunk.running, chunk.running.filled)
 
-    def runnable(self) -> list[Seat]:
+    def runnable(self) -> list[RunningSequence]:
         """Those that rounds can run for, the oldest first."""
-        return [seat for seat in self.seated if seat.prefilled and not seat.ending]
+        return [running for running in self.running if running.prefilled and not running.ending]
 
     @property
     def hurried(self) -> bool:
         """True if somebody waits for the end of the next dispatch: for a place, for a prompt, or for its first rounds."""
-        seats = [seat for seat in self.seats if seat is not None]
-        waits = (not seat.prefilled or not (seat.most or seat.job.processor.tokens) for seat in seats)
+        batch = [running for running in self.slots if running is not None]
+        waits = (not running.prefilled or not (running.most or running.sequence.processor.tokens) for running in batch)
         return bool(self.waiting) or any(waits)
 
-    def reach(self, seat: Seat, rounds: int, width: int) -> int:
-        """The positions that a seat may write in so many more rounds: those that it may settle, and a block behind them."""
-        settled = min(seat.known + seat.most + rounds * width, seat.job.processor.end - 1)
+    def reach(self, running: RunningSequence, rounds: int, width: int) -> int:
+        """The positions that so many more rounds may write: those that they may settle, and a block behind them."""
+        settled = min(running.known + running.most + rounds * width, running.sequence.processor.end - 1)
         return min(settled + width, self.context)
 
-    def make_room(self, seats: Sequence[Seat], rounds: int, width: int) -> tuple[list[Seat], int]:
-        """Pages for rounds of some seats; where there are too few, fewer rounds, and then fewer seats.
+    def make_room(self, batch: Sequence[RunningSequence], rounds: int, width: int) -> tuple[list[RunningSequence], int]:
+        """Pages for rounds of these; where there are too few, fewer rounds, and then fewer sequences.
 
         Returns:
-            the seats that may run, and for how many rounds. The others are back in the queue.
+            those that may run, and for how many rounds. The others are back in the queue.
         """
-        while rounds > 1 and self.lacking(seats, rounds, width) > self.pages.free:
+        while rounds > 1 and self.lacking(batch, rounds, width) > self.pages.free:
             rounds //= 2
-        kept: list[Seat] = []
-        for seat in sorted(seats, key=lambda each: each.job.number):
-            while self.seats[seat.slot] is seat:
-                taken = self.pages.take(self.lacking([seat], rounds, width))
+        kept: list[RunningSequence] = []
+        for running in sorted(batch, key=lambda each: each.sequence.number):
+            while self.slots[running.slot] is running:
+                taken = self.pages.take(self.lacking([running], rounds, width))
                 if taken is not None:
-                    seat.pages += taken
-                    kept.append(seat)
+                    running.pages += taken
+                    kept.append(running)
                     break
-                self.preempt(self.seated[-1])
-        return [seat for seat in kept if self.seats[seat.slot] is seat], rounds
+                self.preempt(self.running[-1])
+        return [running for running in kept if self.slots[running.slot] is running], rounds
 
-    def lacking(self, seats: Sequence[Seat], rounds: int, width: int) -> int:
-        """Number of pages that seats lack for so many more rounds."""
-        return sum(max(0, self.pages_for(self.reach(seat, rounds, width)) - len(seat.pages)) for seat in seats)
+    def lacking(self, batch: Sequence[RunningSequence], rounds: int, width: int) -> int:
+        """Number of pages that these lack for so many more rounds."""
+        return sum(max(0, self.pages_for(self.reach(running, rounds, width)) - len(running.pages)) for running in batch)
 
-    def sent(self, seats: Sequence[Seat], rounds: int, width: int) -> None:
+    def sent(self, batch: Sequence[RunningSequence], rounds: int, width: int) -> None:
         """Takes in that rounds were sent."""
-        for seat in seats:
-            seat.least, seat.most = seat.least + rounds, seat.most + rounds * width
+        for running in batch:
+            running.least, running.most = running.least + rounds, running.most + rounds * width
 
-    def read(self, seat: Seat, rounds: int, width: int, settled: int, drafter: str | None = None) -> None:
-        """Takes in what rounds that were sent have settled for a seat.
+    def read(self, running: RunningSequence, rounds: int, width: int, settled: int, drafter: str | None = None) -> None:
+        """Takes in what rounds that were sent have settled for one of them.
 
         Args:
             drafter: whose context the rounds extended.
         """
-        seat.least, seat.most = seat.least - rounds, seat.most - rounds * width
-        seat.known += settled
-        if drafter in seat.held:
-            seat.held[drafter] = seat.known
+        running.least, running.most = running.least - rounds, running.most - rounds * width
+        running.known += settled
+        if drafter in running.held:
+            running.held[drafter] = running.known
 
-    def preempt(self, seat: Seat) -> None:
-        """Takes a job's slot and pages away and puts it back into the queue."""
-        self.leave(seat)
-        seat.job.handle.preemptions += 1
+    def preempt(self, running: RunningSequence) -> None:
+        """Takes a sequence's slot and pages away and puts it back into the queue."""
+        self.leave(running)
+        running.sequence.handle.preemptions += 1
         self.preemptions += 1
-        if seat.job.scoring:
-            seat.job.prompt_scores = []  # from the beginning again
-        self.wait(seat.job)
+        if running.sequence.scoring:
+            running.sequence.prompt_scores = []  # from the beginning again
+        self.wait(running.sequence)
 
-    def leave(self, seat: Seat) -> None:
+    def leave(self, running: RunningSequence) -> None:
         """Frees a slot and gives up its pages, of which the full ones may be found by others."""
-        self.keep(seat, min([seat.filled if not seat.prefilled else seat.job.length - 1, *seat.held.values()]))
-        self.seats[seat.slot] = None
-        self.pages.release(seat.pages)
-        seat.pages = []
+        self.keep(
+            running, min([running.filled if not running.prefilled else running.sequence.length - 1, *running.held.values()])
+        )
+        self.slots[running.slot] = None
+        self.pages.release(running.pages)
+        running.pages = []
 
-    def keep(self, seat: Seat, until: int) -> None:
+    def keep(self, running: RunningSequence, until: int) -> None:
         """Lets others find the full pages before a position."""
         full = until // self.pages.page_size
-        if not self.prefix_cache or full <= seat.kept:
+        if not self.prefix_cache or full <= running.kept:
             return
-        for page in range(seat.kept, full):
-            self.pages.keep(seat.pages[page], seat.job.page_key(page, self.pages.page_size))
-        seat.kept = full
+        for page in range(running.kept, full):
+            self.pages.keep(running.pages[page], running.sequence.page_key(page, self.pages.page_size))
+        running.kept = full
 
-    def forget(self) -> list[Job]:
+    def forget(self) -> list[TokenSequence]:
         """Puts all that run back into the queue and keeps no page: what the device held is lost."""
-        seats = self.seated
-        for seat in seats:
-            seat.kept = len(seat.pages)  # nothing of it is to be found
-            self.preempt(seat)
+        batch = self.running
+        for running in batch:
+            running.kept = len(running.pages)  # nothing of it is to be found
+            self.preempt(running)
         self.pages.forget()
-        return [seat.job for seat in seats]
+        return [running.sequence for running in batch]

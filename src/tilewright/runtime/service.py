@@ -1,8 +1,8 @@
 """What every engine is: a queue that any thread may fill, one thread that steps, and listeners who are told what came of it.
 
-An engine says what is sent and read, and which jobs have places; taking requests, ending them and the thread are here. A job
-is one of `there` from the moment it is submitted until it has ended, wherever it stands meanwhile; what any thread may change
-is changed under one lock, `wake`, and a step takes all of it in at once.
+An engine says what is sent and read, and which sequences have places; taking requests, ending them and the thread are here.
+A sequence is one of `there` from the moment it is submitted until it has ended, wherever it stands meanwhile; what any thread
+may change is changed under one lock, `wake`, and a step takes all of it in at once.
 
 A step takes in what was asked, sends what there is to compute, and then reads what the step *before* had sent: the device has
 the next dispatch by then. What the host knows is thus one dispatch old, which costs nothing but care.
@@ -37,7 +37,7 @@ NOT_COMPUTED = "the request could not be computed"
 
 
 @dataclass(eq=False)
-class Taken:
+class EngineSequence:
     """A request that an engine has taken.
 
     Attributes:
@@ -55,16 +55,16 @@ class Taken:
         return self.handle.number
 
 
-Job = TypeVar("Job", bound=Taken)
+SequenceT = TypeVar("SequenceT", bound=EngineSequence)
 
 
-class Service(ABC, Generic[Job]):
+class Service(ABC, Generic[SequenceT]):
     """An engine as its users see it: `warm`, then `start`; from then on any thread may `submit` and `cancel`.
 
     Attributes:
         context: the most positions of a request, prompt and new tokens.
         ready: whether it takes requests.
-        there: all jobs that have not ended, in the order of their numbers.
+        there: all sequences that have not ended, in the order of their numbers.
         asked: those of them that no step has taken in yet.
         woken: whether there is something for the next step to take in.
         closed: whether it was told to stop, or has ended by itself; it does not begin again.
@@ -79,8 +79,8 @@ class Service(ABC, Generic[Job]):
         self.counted = EngineStats()
         self.trap = CompileTrap(options.guard, "serving")
         self.wake = threading.Condition()
-        self.there: dict[Job, None] = {}
-        self.asked: list[Job] = []
+        self.there: dict[SequenceT, None] = {}
+        self.asked: list[SequenceT] = []
         self.flight = deque[Any]()
         self.numbers = self.asked_tokens = 0
         self.ready = self.ending = self.woken = self.closed = False
@@ -126,16 +126,16 @@ class Service(ABC, Generic[Job]):
         """Raises a `ValueError` if a request, whose tokens are the model's, can never be served. It takes no time."""
 
     @abstractmethod
-    def job(self, request: Any, handle: RequestHandle, listener: Listener) -> Job:
+    def sequence(self, request: Any, handle: RequestHandle, listener: Listener) -> SequenceT:
         """A request that was checked, on its way."""
 
     @abstractmethod
-    def wait(self, job: Job) -> None:
-        """Puts a job into the queue."""
+    def wait(self, sequence: SequenceT) -> None:
+        """Puts a sequence into the queue."""
 
     @abstractmethod
     def queued(self) -> tuple[int, int]:
-        """Number of waiting jobs, and of the tokens of their prompts."""
+        """Number of waiting sequences, and of the tokens of their prompts."""
 
     @abstractmethod
     def fill(self) -> int:
@@ -150,16 +150,16 @@ class Service(ABC, Generic[Job]):
         """Waits for what was sent, and hands out what came of it."""
 
     @abstractmethod
-    def forget(self) -> list[Job]:
-        """After a failed dispatch, with which the device's state is lost. Returns the jobs that had a part in it; they wait."""
+    def forget(self) -> list[SequenceT]:
+        """After a failed dispatch, with which the device's state is lost. Returns those that had a part in it; they wait."""
 
     @abstractmethod
     def clear(self) -> None:
         """Makes the device's state anew."""
 
     @abstractmethod
-    def leave(self, job: Job) -> None:
-        """Frees the place of a job, wherever it is."""
+    def leave(self, sequence: SequenceT) -> None:
+        """Frees the place of a sequence, wherever it is."""
 
     @abstractmethod
     def standing(self) -> dict[str, Any]:
@@ -226,22 +226,22 @@ class Service(ABC, Generic[Job]):
         if not encoded:
             self.encode(request.prompt)
         self.check(request)
-        job = self.job(request, RequestHandle(request, 0), listener)
+        sequence = self.sequence(request, RequestHandle(request, 0), listener)
         with self.wake:
             if not self.ready:
                 raise Stopped("the engine takes no requests")
-            self.check_room(1, len(job.processor.prompt))
-            self.enter(job)
-            self.asked.append(job)
-            self.asked_tokens += len(job.processor.prompt)
+            self.check_room(1, len(sequence.processor.prompt))
+            self.enter(sequence)
+            self.asked.append(sequence)
+            self.asked_tokens += len(sequence.processor.prompt)
             self.rouse()
-        return job.handle
+        return sequence.handle
 
-    def enter(self, job: Job) -> None:
-        """Counts a job among those that are there. Call it with the lock, where there are other threads."""
-        job.handle.number, job.handle.times.asked = self.numbers, time.monotonic()
+    def enter(self, sequence: SequenceT) -> None:
+        """Counts a sequence among those that are there. Call it with the lock, where there are other threads."""
+        sequence.handle.number, sequence.handle.times.asked = self.numbers, time.monotonic()
         self.numbers += 1
-        self.there[job] = None
+        self.there[sequence] = None
 
     def cancel(self, handle: RequestHandle) -> None:
         """Ends a request, if it has not ended, before the next dispatch."""
@@ -313,69 +313,69 @@ class Service(ABC, Generic[Job]):
             self.read(self.flight.popleft())
         return bool(filled or sent or read)
 
-    def take_in(self) -> list[Job]:
-        """Puts those that were asked into the queue. Returns all jobs that are there, each of which has its place now."""
+    def take_in(self) -> list[SequenceT]:
+        """Puts those that were asked into the queue. Returns all sequences that are there, each of which has its place now."""
         with self.wake:
             self.woken = False
-            for job in self.asked:
-                self.wait(job)
+            for sequence in self.asked:
+                self.wait(sequence)
             self.asked, self.asked_tokens = [], 0
             return list(self.there)
 
-    def expire(self, jobs: Sequence[Job]) -> None:
+    def expire(self, sequences: Sequence[SequenceT]) -> None:
         """Ends those that were given up, and those whose time is up."""
         now = time.monotonic()
-        for job in jobs:
-            deadline = job.handle.request.deadline_s
-            if job.handle.given_up:
-                self.leave(job)
-                self.end(job, "cancelled")
-            elif deadline is not None and now > job.handle.times.asked + deadline:
-                self.leave(job)
-                self.end(job, "deadline", f"the request was not done within {deadline:g} s")
+        for sequence in sequences:
+            deadline = sequence.handle.request.deadline_s
+            if sequence.handle.given_up:
+                self.leave(sequence)
+                self.end(sequence, "cancelled")
+            elif deadline is not None and now > sequence.handle.times.asked + deadline:
+                self.leave(sequence)
+                self.end(sequence, "deadline", f"the request was not done within {deadline:g} s")
 
-    def hand_out(self, job: Job, update: RequestOutput) -> None:
-        """Tells a job's listener what it got, and ends it if that was all."""
-        times = job.handle.times
+    def hand_out(self, sequence: SequenceT, update: RequestOutput) -> None:
+        """Tells a sequence's listener what it got, and ends it if that was all."""
+        times = sequence.handle.times
         times.first_token = times.first_token or time.monotonic()
         self.counted.generated_tokens += len(update.tokens)
         if update.end is None:
-            self.tell(job, update)
+            self.tell(sequence, update)
             return
-        self.leave(job)
-        self.end(job, update.end, update=update)
+        self.leave(sequence)
+        self.end(sequence, update.end, update=update)
 
-    def end(self, job: Job, reason: EndReason, error: str = "", update: RequestOutput | None = None) -> None:
-        """Ends a job that has no place any more."""
+    def end(self, sequence: SequenceT, reason: EndReason, error: str = "", update: RequestOutput | None = None) -> None:
+        """Ends a sequence that has no place any more."""
         with self.wake:
-            del self.there[job]
-        job.handle.times.ended = time.monotonic()
-        job.handle.result = job.processor.result()
+            del self.there[sequence]
+        sequence.handle.times.ended = time.monotonic()
+        sequence.handle.result = sequence.processor.result()
         self.counted.ended[reason] = self.counted.ended.get(reason, 0) + 1
-        self.tell(job, update or RequestOutput(end=reason, error=error))
+        self.tell(sequence, update or RequestOutput(end=reason, error=error))
 
-    def tell(self, job: Job, update: RequestOutput) -> None:
+    def tell(self, sequence: SequenceT, update: RequestOutput) -> None:
         try:
-            job.listener(update)
+            sequence.listener(update)
         except Exception:
             log.exception("a listener failed")
-            self.cancel(job.handle)
+            self.cancel(sequence.handle)
 
     def recover(self) -> None:
         """After a failed dispatch: all that ran is computed anew, or given up."""
-        for job in self.forget():
-            job.faults += 1
-            if job.faults >= FAULTS:
-                self.leave(job)
-                self.end(job, "error", NOT_COMPUTED)
+        for sequence in self.forget():
+            sequence.faults += 1
+            if sequence.faults >= FAULTS:
+                self.leave(sequence)
+                self.end(sequence, "error", NOT_COMPUTED)
         self.clear()
 
     def end_all(self) -> None:
         """Cancels whatever is left."""
         self.flight.clear()
-        for job in self.take_in():
-            self.leave(job)
-            self.end(job, "cancelled", "the engine has stopped")
+        for sequence in self.take_in():
+            self.leave(sequence)
+            self.end(sequence, "cancelled", "the engine has stopped")
 
     def stats(self) -> EngineStats:
         """Counts so far, and the present state."""

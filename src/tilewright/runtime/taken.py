@@ -7,25 +7,29 @@ import numpy as np
 
 from tilewright.runtime.interfaces import Choice
 from tilewright.runtime.request import RequestOutput, Round, Token, TokenLogprobs
-from tilewright.runtime.scheduler import Job
+from tilewright.runtime.scheduler import TokenSequence
 from tilewright.runtime.state import StepInfo
 
 
-def take_rounds(job: Job, infos: StepInfo, row: int, choice: Choice | None, eos: Sequence[int]) -> RequestOutput:
-    """Hands a job the tokens that each round settled for its row; what comes behind its end is dropped."""
+def take_rounds(sequence: TokenSequence, infos: StepInfo, row: int, choice: Choice | None, eos: Sequence[int]) -> RequestOutput:
+    """Hands a sequence the tokens that each round settled for its row; what comes behind its end is dropped."""
     tokens: list[Token] = []
     rounds: list[Round] = []
     for n in np.flatnonzero(infos.settled[:, row]).tolist():
         new = infos.tokens[n, row, : infos.settled[n, row]].tolist()
         drafted, accepted = int(infos.drafted[n, row]), int(infos.accepted[n, row])
-        pieces = job.processor.add_round(new, drafted, accepted, eos, choice)
+        pieces = sequence.processor.add_round(new, drafted, accepted, eos, choice)
         rounds.append(Round(len(pieces), drafted, accepted, "" if choice is None else str(choice)))
-        scores = [None] * len(pieces) if not job.scored else token_scores(infos.scores, (n, row), len(pieces), job.alternatives)
+        scores = (
+            [None] * len(pieces)
+            if not sequence.scored
+            else token_scores(infos.scores, (n, row), len(pieces), sequence.alternatives)
+        )
         tokens += [Token(one.token, one.text, one.drafted, score) for one, score in zip(pieces, scores, strict=True)]
-        if job.processor.finish_reason is not None:
+        if sequence.processor.finish_reason is not None:
             break
-    reason = job.processor.finish_reason
-    return RequestOutput(tuple(tokens), tuple(rounds), None if reason == "interrupted" else reason, prompt_logprobs(job))
+    reason = sequence.processor.finish_reason
+    return RequestOutput(tuple(tokens), tuple(rounds), None if reason == "interrupted" else reason, prompt_logprobs(sequence))
 
 
 def token_scores(scores: Any, at: tuple[int, ...], count: int, alternatives: int) -> list[TokenLogprobs]:
@@ -40,9 +44,9 @@ def token_scores(scores: Any, at: tuple[int, ...], count: int, alternatives: int
     return [TokenLogprobs(float(chosen[slot]), tuple(top)[:alternatives]) for slot, top in enumerate(tops)]
 
 
-def prompt_logprobs(job: Job) -> tuple[TokenLogprobs, ...] | None:
+def prompt_logprobs(sequence: TokenSequence) -> tuple[TokenLogprobs, ...] | None:
     """Those of the prompt, the first time that somebody asks; None without."""
-    if job.prompt_scores is None:
+    if sequence.prompt_scores is None:
         return None
-    parts, job.prompt_scores = job.prompt_scores, None
-    return tuple(one for scores, row, count in parts for one in token_scores(scores, (row,), count, job.alternatives))
+    parts, sequence.prompt_scores = sequence.prompt_scores, None
+    return tuple(one for scores, row, count in parts for one in token_scores(scores, (row,), count, sequence.alternatives))

@@ -12,7 +12,7 @@ from tilewright.runtime.interfaces import PLAIN, Choice
 from tilewright.runtime.pace import Pace
 from tilewright.runtime.programs import STEPS_PER_DISPATCH
 from tilewright.runtime.runner import ModelRunner, Sent
-from tilewright.runtime.scheduler import Job
+from tilewright.runtime.scheduler import TokenSequence
 from tilewright.runtime.state import StepInfo
 from tilewright.speculation.drafters.ngram import NGram
 from tilewright.speculation.pacing import Costed, Pacing, new_history
@@ -59,19 +59,21 @@ class Pacer(Pace):
         return plan.choice, min(plan.rounds, self.most(seconds, hurried))
 
     def observe(
-        self, sent: Sent, infos: StepInfo, jobs: Sequence[Job], heard: Sequence[int], began: float, ended: float
+        self, sent: Sent, infos: StepInfo, sequences: Sequence[TokenSequence], heard: Sequence[int], began: float, ended: float
     ) -> None:
         rounds = len(infos.settled)
         seconds = self.time((sent.rows, sent.choice), rounds, sent.at, sent.alone, began, ended)
         if sent.choice is not None and rounds:
             self.policy(sent.rows).observe(sent.choice, infos.drafted, infos.accepted, infos.settled > 0, seconds)
-        self.overhear(sent.rows, jobs, heard)
+        self.overhear(sent.rows, sequences, heard)
 
-    def overhear(self, rows: int, jobs: Sequence[Job], heard: Sequence[int]) -> None:
-        """Tells the policy what n-gram drafting would have given in what came behind the first `heard` tokens of each job."""
+    def overhear(self, rows: int, sequences: Sequence[TokenSequence], heard: Sequence[int]) -> None:
+        """Tells the policy what n-gram drafting would have given behind the first `heard` tokens of each sequence."""
         if self.ngram is None:
             return
-        own = ((job.followed, job.processor.tokens[before:]) for job, before in zip(jobs, heard, strict=True))
+        own = (
+            (sequence.followed, sequence.processor.tokens[before:]) for sequence, before in zip(sequences, heard, strict=True)
+        )
         told = joined(shadow.push(tokens) for shadow, tokens in own if shadow is not None)
         self.policy(rows).overhear(self.ngram.name, told)
 
@@ -156,7 +158,7 @@ class CallPacer(Pacer):
         return agreed_seconds(self.programs.target.mesh, seconds)
 
     def observe(
-        self, sent: Sent, infos: StepInfo, jobs: Sequence[Job], heard: Sequence[int], began: float, ended: float
+        self, sent: Sent, infos: StepInfo, sequences: Sequence[TokenSequence], heard: Sequence[int], began: float, ended: float
     ) -> None:
         """Takes in a dispatch that was waited for as soon as it was sent."""
         if sent.choice is not None and len(infos.settled):
@@ -165,4 +167,4 @@ class CallPacer(Pacer):
             running = infos.settled > 0
             self.policy(sent.rows).observe(sent.choice, infos.drafted, infos.accepted, running, seconds, caught_up)
             self.drafted = sent.choice.drafter
-        self.overhear(sent.rows, jobs, heard)
+        self.overhear(sent.rows, sequences, heard)
