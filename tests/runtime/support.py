@@ -91,5 +91,5 @@ def check_empty(engine: Engine) -> None:
     assert (stats.running, stats.waiting, stats.waiting_tokens, stats.pages_used) == (0, 0, 0, 0)
     assert stats.compilations == 0 or engine.options.guard == "off"
     pages = engine.pages
-    assert not any(pages.holders)
-    assert sorted([*pages.empty, *pages.idle]) == list(range(pages.count))
+    assert not any(pages.ref_counts)
+    assert sorted([*pages.empty, *pages.evictable]) == list(range(pages.count))

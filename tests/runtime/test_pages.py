@@ -38,7 +38,7 @@ def test_the_accounts_hold_whatever_happens(steps: list[tuple[int, int]]):
     for what, n in steps:
         keys = list(page_keys(texts[n], SIZE))
         if what == 0:
-            found = pages.find(iter(keys))
+            found = pages.acquire_prefix(iter(keys))
             assert [content[page] for page in found] == keys[: len(found)]
             free = pages.free
             new = pages.take(len(keys) - len(found))
@@ -53,18 +53,18 @@ def test_the_accounts_hold_whatever_happens(steps: list[tuple[int, int]]):
         elif rows and what == 2:
             text, held = rows[n % len(rows)]
             for page, key in zip(held, page_keys(texts[text], SIZE), strict=True):
-                pages.keep(page, key)
+                pages.publish(page, key)
                 content[page] = key
         held = [page for _, each in rows for page in each]
-        assert pages.holders == [held.count(page) for page in range(8)]
+        assert pages.ref_counts == [held.count(page) for page in range(8)]
         assert pages.used == len(set(held))
-        assert sorted([*pages.empty, *pages.idle, *set(held)]) == list(range(8))
-        assert set(pages.kept.values()) == set(pages.keys)
+        assert sorted([*pages.empty, *pages.evictable, *set(held)]) == list(range(8))
+        assert set(pages.published.values()) == set(pages.keys)
     for _, held in rows:
         pages.release(held)
     assert pages.free == 8
     pages.forget()
-    assert (pages.cached, len(pages.empty), pages.kept, pages.keys) == (0, 8, {}, {})
+    assert (pages.cached, len(pages.empty), pages.published, pages.keys) == (0, 8, {}, {})
 
 
 def test_what_was_kept_the_longest_ago_goes_first():
@@ -72,10 +72,10 @@ def test_what_was_kept_the_longest_ago_goes_first():
     a, b = pages.take(1), pages.take(1)
     assert a is not None
     assert b is not None
-    pages.keep(a[0], b"a")
-    pages.keep(b[0], b"b")
+    pages.publish(a[0], b"a")
+    pages.publish(b[0], b"b")
     pages.release(b)
     pages.release(a)
     assert pages.take(2) == [2, b[0]]
-    assert pages.find(iter([b"b"])) == []
-    assert pages.find(iter([b"a"])) == a
+    assert pages.acquire_prefix(iter([b"b"])) == []
+    assert pages.acquire_prefix(iter([b"a"])) == a

@@ -89,7 +89,9 @@ class Simulation:
             reach = self.scheduler.reach(running, rounds, WIDTH)
             assert len(running.pages) * PAGE >= reach, "a block reaches a page that is not there"
             first = running.known // PAGE
-            assert all(self.scheduler.pages.holders[page] == 1 for page in running.pages[first:]), "somebody else reads there"
+            assert all(self.scheduler.pages.ref_counts[page] == 1 for page in running.pages[first:]), (
+                "somebody else reads there"
+            )
         self.scheduler.sent(batch, rounds, WIDTH)
         self.flight.append((batch, rounds))
         return True
@@ -152,7 +154,7 @@ def test_everybody_is_served(seed: int, sizes: list[tuple[int, int]], pages: int
         if not waiting and not scheduler.busy and not simulation.flight:
             break
     assert sorted(simulation.done) == list(range(len(sizes)))
-    assert not any(scheduler.pages.holders)
+    assert not any(scheduler.pages.ref_counts)
     assert scheduler.waiting_tokens == 0
 
 

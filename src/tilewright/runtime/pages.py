@@ -25,16 +25,17 @@ class Pages:
 
     Attributes:
         count, page_size: of the pool.
-        holders: how many rows hold each page.
+        ref_counts: how many rows hold each page.
+        evictable: published pages that no row holds, the one that was held the longest ago first.
     """
 
     def __init__(self, count: int, page_size: int):
         self.count, self.page_size = count, page_size
-        self.holders = [0] * count
+        self.ref_counts = [0] * count
         self.empty = deque(range(count))
-        self.kept: dict[bytes, int] = {}
+        self.published: dict[bytes, int] = {}
         self.keys: dict[int, bytes] = {}
-        self.idle: OrderedDict[int, None] = OrderedDict()
+        self.evictable: OrderedDict[int, None] = OrderedDict()
 
     @property
     def used(self) -> int:
@@ -44,12 +45,12 @@ class Pages:
     @property
     def free(self) -> int:
         """Pages that can be taken: those that nobody holds, kept ones included."""
-        return len(self.empty) + len(self.idle)
+        return len(self.empty) + len(self.evictable)
 
     @property
     def cached(self) -> int:
         """Pages that are kept though no row holds them."""
-        return len(self.idle)
+        return len(self.evictable)
 
     def take(self, count: int) -> list[int] | None:
         """Pages for one row, which now holds them; None if there are not so many. What was kept the longest ago goes first."""
@@ -57,47 +58,47 @@ class Pages:
             return None
         taken = [self.empty.popleft() if self.empty else self.forget_oldest() for _ in range(count)]
         for page in taken:
-            self.holders[page] = 1
+            self.ref_counts[page] = 1
         return taken
 
     def forget_oldest(self) -> int:
-        page, _ = self.idle.popitem(last=False)
-        del self.kept[self.keys.pop(page)]
+        page, _ = self.evictable.popitem(last=False)
+        del self.published[self.keys.pop(page)]
         return page
 
-    def find(self, keys: Iterator[bytes]) -> list[int]:
+    def acquire_prefix(self, keys: Iterator[bytes]) -> list[int]:
         """The pages kept under these keys, as far as they go without a gap; the row that asks holds them."""
         found = []
         for key in keys:
-            page = self.kept.get(key)
+            page = self.published.get(key)
             if page is None:
                 break
-            self.holders[page] += 1
-            self.idle.pop(page, None)
+            self.ref_counts[page] += 1
+            self.evictable.pop(page, None)
             found.append(page)
         return found
 
-    def keep(self, page: int, key: bytes) -> None:
+    def publish(self, page: int, key: bytes) -> None:
         """Lets others find a page that is held; the first one under a key stays."""
-        assert self.holders[page] > 0, "only a page that is held is known to hold what its key says"
-        if key not in self.kept and page not in self.keys:
-            self.kept[key], self.keys[page] = page, key
+        assert self.ref_counts[page] > 0, "only a page that is held is known to hold what its key says"
+        if key not in self.published and page not in self.keys:
+            self.published[key], self.keys[page] = page, key
 
     def release(self, pages: Sequence[int]) -> None:
         """Gives up a row's hold, the last page first: of a text kept in part, its beginning is what others can use."""
         for page in reversed(pages):
-            assert self.holders[page] > 0, f"page {page} is held by nobody"
-            self.holders[page] -= 1
-            if self.holders[page]:
+            assert self.ref_counts[page] > 0, f"page {page} is held by nobody"
+            self.ref_counts[page] -= 1
+            if self.ref_counts[page]:
                 continue
             if page in self.keys:
-                self.idle[page] = None
+                self.evictable[page] = None
             else:
                 self.empty.append(page)
 
     def forget(self) -> None:
         """Keeps nothing any more that nobody holds, and lets nobody find what somebody does."""
-        self.empty.extend(self.idle)
-        self.idle.clear()
-        self.kept.clear()
+        self.empty.extend(self.evictable)
+        self.evictable.clear()
+        self.published.clear()
         self.keys.clear()

@@ -83,7 +83,7 @@ class RunningSequence:
         filled: positions whose keys and values are computed, by prefills that were sent.
         prompt: positions that prefill computes: all before the known one.
         begun: whether a chunk was sent; the first one, which may have no position at all, also puts the sequence into its slot.
-        kept: of its pages, from the first, those that others may find.
+        published: of its pages, from the first, those that others may find.
         held: how many positions each of the drafter's contexts holds that may fall behind.
     """
 
@@ -96,7 +96,7 @@ class RunningSequence:
     begun: bool = False
     least: int = 0
     most: int = 0
-    kept: int = 0
+    published: int = 0
     held: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -179,7 +179,9 @@ class Scheduler:
         length, size = sequence.length, self.pages.page_size
         whole = self.prefix_cache and not sequence.scoring
         # At least one position is computed: a drafter's context may begin with what comes of the last one.
-        shared = self.pages.find(sequence.page_key(page, size) for page in range((length - 2) // size)) if whole else []
+        shared = (
+            self.pages.acquire_prefix(sequence.page_key(page, size) for page in range((length - 2) // size)) if whole else []
+        )
         needed = self.pages_for(length) - len(shared)
         others = sum(running is not None and len(running.pages) < self.pages_for(self.context) for running in self.slots)
         taken = self.pages.take(needed) if needed + others <= self.pages.free or not any(self.slots) else None
@@ -193,7 +195,9 @@ class Scheduler:
         held = dict.fromkeys(self.contexts, length - 1)
         if not sequence.handle.preemptions:
             sequence.handle.cached_tokens = cached
-        return RunningSequence(sequence, slot, [*shared, *taken], length - 1, cached, length - 1, kept=len(shared), held=held)
+        return RunningSequence(
+            sequence, slot, [*shared, *taken], length - 1, cached, length - 1, published=len(shared), held=held
+        )
 
     def pages_for(self, positions: int) -> int:
         return -(-min(positions, self.context) // self.pages.page_size)
@@ -222,7 +226,7 @@ class Scheduler:
         """Takes in that a chunk was sent. What comes later runs behind it, so its pages may be found from now on."""
         chunk.running.begun = True
         chunk.running.filled += chunk.count
-        self.keep(chunk.running, chunk.running.filled)
+        self.publish(chunk.running, chunk.running.filled)
 
     def runnable(self) -> list[RunningSequence]:
         """Those that rounds can run for, the oldest first."""
@@ -290,27 +294,27 @@ class Scheduler:
 
     def leave(self, running: RunningSequence) -> None:
         """Frees a slot and gives up its pages, of which the full ones may be found by others."""
-        self.keep(
+        self.publish(
             running, min([running.filled if not running.prefilled else running.sequence.length - 1, *running.held.values()])
         )
         self.slots[running.slot] = None
         self.pages.release(running.pages)
         running.pages = []
 
-    def keep(self, running: RunningSequence, until: int) -> None:
+    def publish(self, running: RunningSequence, until: int) -> None:
         """Lets others find the full pages before a position."""
         full = until // self.pages.page_size
-        if not self.prefix_cache or full <= running.kept:
+        if not self.prefix_cache or full <= running.published:
             return
-        for page in range(running.kept, full):
-            self.pages.keep(running.pages[page], running.sequence.page_key(page, self.pages.page_size))
-        running.kept = full
+        for page in range(running.published, full):
+            self.pages.publish(running.pages[page], running.sequence.page_key(page, self.pages.page_size))
+        running.published = full
 
     def forget(self) -> list[TokenSequence]:
         """Puts all that run back into the queue and keeps no page: what the device held is lost."""
         batch = self.running
         for running in batch:
-            running.kept = len(running.pages)  # nothing of it is to be found
+            running.published = len(running.pages)  # nothing of it is to be found
             self.preempt(running)
         self.pages.forget()
         return [running.sequence for running in batch]
