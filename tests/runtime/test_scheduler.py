@@ -75,7 +75,7 @@ class Simulation:
                 assert chunk.count <= chunk.size
                 assert chunk.count > 0 or not chunk.running.begun, "only the first one may have no position"
                 self.write(chunk.running, chunk.start, chunk.count)
-                scheduler.filled(chunk)
+                scheduler.on_prefilled(chunk)
         sent = self.send()
         while len(self.flight) > (1 if sent else 0):
             self.read(*self.flight.pop(0))
@@ -92,7 +92,7 @@ class Simulation:
             assert all(self.scheduler.pages.ref_counts[page] == 1 for page in running.pages[first:]), (
                 "somebody else reads there"
             )
-        self.scheduler.sent(batch, rounds, WIDTH)
+        self.scheduler.on_dispatched(batch, rounds, WIDTH)
         self.flight.append((batch, rounds))
         return True
 
@@ -104,7 +104,7 @@ class Simulation:
             settled = [] if processor.finish_reason else self.rng.integers(0, 3, min(new, left)).tolist()
             here = self.scheduler.slots[running.slot] is running
             before = running.sequence.length
-            self.scheduler.read(running, rounds, WIDTH, len(settled), "eagle3" if self.rng.integers(2) else "ngram")
+            self.scheduler.on_completed(running, rounds, WIDTH, len(settled), "eagle3" if self.rng.integers(2) else "ngram")
             if not settled:
                 continue
             processor.add_round(settled, 0, 0, ())
@@ -167,7 +167,7 @@ def test_the_newest_gives_way_and_comes_back_first():
     chunks = scheduler.next_chunks()
     assert [chunk.running for chunk in chunks] == [old, young]
     for chunk in chunks:
-        scheduler.filled(chunk)
+        scheduler.on_prefilled(chunk)
     batch, rounds = scheduler.make_room(scheduler.runnable(), 2, WIDTH)
     assert (batch, rounds) == ([old], 1)
     assert [each.number for each in scheduler.waiting] == [1, 2]
@@ -195,7 +195,7 @@ def test_short_prompts_are_computed_together_where_that_is_less_work(lengths: li
     while chunks := scheduler.next_chunks():
         found.append([chunk.count for chunk in chunks])
         for chunk in chunks:
-            scheduler.filled(chunk)
+            scheduler.on_prefilled(chunk)
     assert found == sizes
 
 
@@ -204,7 +204,7 @@ def test_rounds_are_fewer_before_anybody_gives_way():
     scheduler.wait(sequence(0, [1, 2, 3], 40))
     (running,) = scheduler.admit()
     (chunk,) = scheduler.next_chunks()
-    scheduler.filled(chunk)
+    scheduler.on_prefilled(chunk)
     assert scheduler.make_room([running], 8, WIDTH) == ([running], 2)
     assert len(running.pages) == 4
 
@@ -215,8 +215,8 @@ def test_a_context_that_fell_behind_keeps_no_page_beyond_it():
     scheduler.wait(first)
     (running,) = scheduler.admit()
     prefill(scheduler)
-    scheduler.sent([running], 2, WIDTH)
-    scheduler.read(running, 2, WIDTH, 8, "ngram")
+    scheduler.on_dispatched([running], 2, WIDTH)
+    scheduler.on_completed(running, 2, WIDTH, 8, "ngram")
     first.processor.add_round(list(range(9, 17)), 0, 0, ())
     scheduler.leave(running)
     again = sequence(1, list(range(17)), 4)
@@ -256,7 +256,7 @@ def prefill(scheduler: Scheduler) -> None:
     """Computes all prompts that have a slot."""
     while chunks := scheduler.next_chunks():
         for chunk in chunks:
-            scheduler.filled(chunk)
+            scheduler.on_prefilled(chunk)
 
 
 def run_alone(scheduler: Scheduler, asked: TokenSequence) -> None:
@@ -266,8 +266,8 @@ def run_alone(scheduler: Scheduler, asked: TokenSequence) -> None:
     prefill(scheduler)
     while asked.processor.finish_reason is None:
         scheduler.make_room([running], 1, WIDTH)
-        scheduler.sent([running], 1, WIDTH)
-        scheduler.read(running, 1, WIDTH, 1)
+        scheduler.on_dispatched([running], 1, WIDTH)
+        scheduler.on_completed(running, 1, WIDTH, 1)
         asked.processor.add_round([len(asked.processor.tokens)], 0, 0, ())
     scheduler.leave(running)
 

@@ -115,7 +115,7 @@ class FakeEngine(Engine):
                     assert isinstance(ask, GenerateRequest)
                     self.taken.append(ask)
                     chunk.running.sequence.handle.cached_tokens = len(ask.prompt) // 2
-                self.scheduler.filled(chunk)
+                self.scheduler.on_prefilled(chunk)
                 filled += chunk.size
         return filled
 
@@ -123,7 +123,7 @@ class FakeEngine(Engine):
         runnable = self.scheduler.runnable()
         batch, rounds = self.scheduler.make_room(runnable, 1, self.per_update) if runnable else ([], 0)
         if batch:
-            self.scheduler.sent(batch, rounds, self.per_update)
+            self.scheduler.on_dispatched(batch, rounds, self.per_update)
             self.flight.append(batch)
         return bool(batch)
 
@@ -138,7 +138,7 @@ class FakeEngine(Engine):
                 self.hand_out(sequence, RequestOutput(end=end, error="the engine failed" if end == "error" else ""))
                 continue
             update = self.said(sequence)
-            self.scheduler.read(running, 1, self.per_update, len(update.tokens))
+            self.scheduler.on_completed(running, 1, self.per_update, len(update.tokens))
             self.hand_out(sequence, update)
 
     def said(self, sequence: TokenSequence) -> RequestOutput:

@@ -82,7 +82,7 @@ def prefills(lm: LanguageModel, case: Case) -> Counter[ProgramKey]:
     while chunks := engine.scheduler.next_chunks():
         counted[engine.runner.prefill_key(chunks)] += 1
         for chunk in chunks:
-            engine.scheduler.filled(chunk)
+            engine.scheduler.on_prefilled(chunk)
     return counted
 
 

@@ -186,7 +186,7 @@ class Engine(Service[TokenSequence]):
                 sequence = chunk.running.sequence
                 if sequence.prompt_scores is not None and sequence.scoring:
                     sequence.prompt_scores.append((scores, row, chunk.count))
-                self.scheduler.filled(chunk)
+                self.scheduler.on_prefilled(chunk)
             key = self.runner.prefill_key(chunks)
             computed, wanted = key.rows * key.chunk, sum(chunk.count for chunk in chunks)
             self.counted.prefill_tokens += wanted
@@ -212,7 +212,7 @@ class Engine(Service[TokenSequence]):
             return False
         reach = max(self.scheduler.reach(running, rounds, width) for running in batch)
         self.flight.append(self.runner.rounds(batch, choice, rounds, reach))
-        self.scheduler.sent(batch, rounds, width)
+        self.scheduler.on_dispatched(batch, rounds, width)
         return True
 
     def read(self, sent: Sent) -> None:
@@ -233,7 +233,7 @@ class Engine(Service[TokenSequence]):
         drafter = None if sent.choice is None else sent.choice.drafter
         for row, running in enumerate(sent.batch):
             settled = int(infos.settled[:, row].sum())
-            self.scheduler.read(running, sent.rounds, sent.width, settled, drafter)
+            self.scheduler.on_completed(running, sent.rounds, sent.width, settled, drafter)
             if settled and running.sequence.processor.finish_reason is None and running.sequence.handle.result is None:
                 try:
                     update = take_rounds(running.sequence, infos, row, sent.choice, self.eos_token_ids)

@@ -222,7 +222,7 @@ class Scheduler:
         apart = sum(chunk + OVERHEAD for length in short for _, chunk in self.table.prefill_plan(max(1, length)))
         return len(short) > 1 and rows * size + OVERHEAD < apart
 
-    def filled(self, chunk: Chunk) -> None:
+    def on_prefilled(self, chunk: Chunk) -> None:
         """Takes in that a chunk was sent. What comes later runs behind it, so its pages may be found from now on."""
         chunk.running.begun = True
         chunk.running.filled += chunk.count
@@ -267,12 +267,12 @@ class Scheduler:
         """Number of pages that these lack for so many more rounds."""
         return sum(max(0, self.pages_for(self.reach(running, rounds, width)) - len(running.pages)) for running in batch)
 
-    def sent(self, batch: Sequence[RunningSequence], rounds: int, width: int) -> None:
+    def on_dispatched(self, batch: Sequence[RunningSequence], rounds: int, width: int) -> None:
         """Takes in that rounds were sent."""
         for running in batch:
             running.least, running.most = running.least + rounds, running.most + rounds * width
 
-    def read(self, running: RunningSequence, rounds: int, width: int, settled: int, drafter: str | None = None) -> None:
+    def on_completed(self, running: RunningSequence, rounds: int, width: int, settled: int, drafter: str | None = None) -> None:
         """Takes in what rounds that were sent have settled for one of them.
 
         Args:
