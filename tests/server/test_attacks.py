@@ -25,7 +25,7 @@ from server.attacker import address, asked, connected, get, one, post, rest, sta
 from server.conftest import Real, on_a_port
 from server.fake import FakeEngine, model_without_weights
 from tilewright.models import tokenizer
-from tilewright.server import api, asks, connections, routes, run
+from tilewright.server import api, connections, parse, routes, run
 
 ASK = {"prompt": "a b c", "max_tokens": 5}
 SHORT_S = 0.3
@@ -430,13 +430,13 @@ def test_long_texts_to_tokenise_keep_no_completion_waiting(path: str, monkeypatc
 def test_a_prompt_that_can_never_fit_is_a_400_and_not_tokenised(chat: bool, monkeypatch: pytest.MonkeyPatch):
     engine, lengths = FakeEngine(context=256), []
     engine.options = replace(engine.options, queue_tokens=1000)
-    encode = asks.encode
+    encode = parse.encode
 
     def counted(tokenizer: Any, text: str, add_special_tokens: bool = True) -> list[int]:
         lengths.append(len(text))
         return encode(tokenizer, text, add_special_tokens)
 
-    monkeypatch.setattr(asks, "encode", counted)
+    monkeypatch.setattr(parse, "encode", counted)
     text = "some words " * 100_000
     body = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
     with serving(engine) as server:

@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 from server.conftest import Client
 from server.fake import FakeEngine
-from tilewright.server.schema import ChatBody, CompletionBody
+from tilewright.server.protocol import ChatBody, CompletionBody
 
 HELLO = [{"role": "user", "content": "hi"}]
 

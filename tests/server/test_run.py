@@ -14,7 +14,7 @@ from server.fake import FakeEngine
 from tilewright.runtime.request import RequestHandle
 from tilewright.server import run
 from tilewright.server.api import Api, ServerOptions
-from tilewright.server.schema import CompletionBody
+from tilewright.server.protocol import CompletionBody
 
 
 class Startled(FakeEngine):

@@ -17,14 +17,14 @@ from tilewright.diffusion.engine import DiffusionEngine
 from tilewright.models.chat import ChatTemplate
 from tilewright.runtime.request import Overloaded
 from tilewright.runtime.service import RETRY_AFTER_S, Service
-from tilewright.server.asks import Plan, plan_of, rough_size
 from tilewright.server.defaults import SamplingDefaults
 from tilewright.server.denoising import DenoisingChatBody, DenoisingCompletionBody
 from tilewright.server.errors import ApiError, invalid_body, overloaded
-from tilewright.server.forms import Served
-from tilewright.server.generation import Running, stopping
 from tilewright.server.metrics import EngineCollector, Timings
-from tilewright.server.schema import ChatBody, CompletionBody, GenerationBody, ModelBody
+from tilewright.server.parse import Plan, plan_of, rough_size
+from tilewright.server.protocol import ChatBody, CompletionBody, GenerationBody, ModelBody
+from tilewright.server.render import Served
+from tilewright.server.stream import Running, stopping
 from tilewright.server.tokens import TokenTexts
 
 Body = TypeVar("Body", bound=ModelBody)

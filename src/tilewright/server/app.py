@@ -9,10 +9,10 @@ from starlette.types import ASGIApp
 
 from tilewright.server.api import Api
 from tilewright.server.errors import ApiError
-from tilewright.server.generation import Disconnected
 from tilewright.server.middleware import CLIENT_GONE, Checks, Keys, RequestIds, internal_error
 from tilewright.server.openapi import describe
 from tilewright.server.routes import generation_routes, model_routes, page_routes, state_routes, token_routes
+from tilewright.server.stream import Disconnected
 
 
 def make_app(api: Api) -> ASGIApp:

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from tilewright.diffusion.options import ALWAYS, Denoising, Mode, Remasking
 from tilewright.diffusion.request import DenoisingRequest
-from tilewright.server.schema import (
+from tilewright.server.protocol import (
     FLAG,
     WHOLE,
     ChatBody,

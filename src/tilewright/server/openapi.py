@@ -1,4 +1,4 @@
-"""The OpenAPI description: bodies as `schema.py` declares them, narrowed to the model that is served."""
+"""The OpenAPI description: bodies as `protocol.py` declares them, narrowed to the model that is served."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from tilewright.server.errors import ErrorBody
-from tilewright.server.schema import TOKEN_ID, DetokenizeBody, TokenizeBody
+from tilewright.server.protocol import TOKEN_ID, DetokenizeBody, TokenizeBody
 
 BODIES: tuple[type[BaseModel], ...] = (DetokenizeBody, TokenizeBody)
 REFERENCE = "#/components/schemas/{model}"

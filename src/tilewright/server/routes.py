@@ -11,13 +11,13 @@ from starlette.responses import Response
 from tilewright.diffusion.engine import DiffusionEngine
 from tilewright.models.tokenizer import encode
 from tilewright.server.api import Api
-from tilewright.server.asks import contents, rendered, rough_tokens
 from tilewright.server.errors import ApiError
-from tilewright.server.forms import ChatForm, CompletionForm, Form
-from tilewright.server.generation import EventStream, collected, events, unless_gone
 from tilewright.server.metrics import text_of
 from tilewright.server.openapi import errors, takes
 from tilewright.server.page import CSP, PAGE
+from tilewright.server.parse import contents, rendered, rough_tokens
+from tilewright.server.protocol import DetokenizeBody, GenerationBody, TokenizeBody
+from tilewright.server.render import ChatRenderer, CompletionRenderer, Renderer
 from tilewright.server.responses import (
     Answer,
     Chat,
@@ -32,7 +32,7 @@ from tilewright.server.responses import (
     TokenizerInfo,
     Version,
 )
-from tilewright.server.schema import DetokenizeBody, GenerationBody, TokenizeBody
+from tilewright.server.stream import EventStream, collected, events, unless_gone
 
 READING = (400, 404, 408, 413, 415)
 """What can be wrong with a body."""
@@ -46,15 +46,15 @@ def answer(body: Answer) -> Response:
     return Response(body.json_bytes, media_type="application/json")
 
 
-async def generated(api: Api, request: Request, body: GenerationBody, make: type[Form]) -> Response:
+async def generated(api: Api, request: Request, body: GenerationBody, make: type[Renderer]) -> Response:
     """Runs a body's requests and answers in a form."""
     plan, running = await api.start(body, request.state.long)
-    form = make(api.served, request.state.request_id, plan, running.handles)
-    request.state.tokens = form.tokens_shown
+    renderer = make(api.served, request.state.request_id, plan, running.handles)
+    request.state.tokens = renderer.tokens_shown
     if body.stream:
-        return EventStream(events(running, form, body.stream_options), running)
+        return EventStream(events(running, renderer, body.stream_options), running)
     try:
-        return await unless_gone(request.receive, collected(running, form))
+        return await unless_gone(request.receive, collected(running, renderer))
     finally:
         running.cancel()
 
@@ -69,7 +69,7 @@ def generation_routes(api: Api) -> APIRouter:
     )
     async def completions(request: Request) -> Response:
         """Continues one prompt or several."""
-        return await generated(api, request, await api.body(request, api.completion_body), CompletionForm)
+        return await generated(api, request, await api.body(request, api.completion_body), CompletionRenderer)
 
     @router.post(
         "/v1/chat/completions",
@@ -78,7 +78,7 @@ def generation_routes(api: Api) -> APIRouter:
     )
     async def chats(request: Request) -> Response:
         """Answers a conversation, put into the model's chat template."""
-        return await generated(api, request, await api.body(request, api.chat_body), ChatForm)
+        return await generated(api, request, await api.body(request, api.chat_body), ChatRenderer)
 
     return router
 

@@ -15,9 +15,9 @@ from tilewright.diffusion.request import DenoisingRequest
 from tilewright.runtime.request import GenerateRequest, Overloaded, RequestHandle, RequestOutput, Stopped
 from tilewright.runtime.service import Service
 from tilewright.server.errors import ApiError, overloaded
-from tilewright.server.forms import FINISHES, Form, completed, joined
 from tilewright.server.metrics import Timings
-from tilewright.server.schema import StreamOptions
+from tilewright.server.protocol import StreamOptions
+from tilewright.server.render import FINISHES, Renderer, completed, joined
 
 log = logging.getLogger("tilewright.server")
 
@@ -114,31 +114,31 @@ class Running:
             yield index, update
 
 
-async def collected(running: Running, form: Form) -> Response:
+async def collected(running: Running, renderer: Renderer) -> Response:
     """The answer as a whole."""
     told: list[list[RequestOutput]] = [[] for _ in running.handles]
     async for index, update in running.updates():
         told[index].append(update)
-    return Response(form.whole([joined(updates) for updates in told]).json_bytes, media_type="application/json")
+    return Response(renderer.whole([joined(updates) for updates in told]).json_bytes, media_type="application/json")
 
 
 def event(body: bytes) -> bytes:
     return b"data: " + body + b"\n\n"
 
 
-async def events(running: Running, form: Form, options: StreamOptions | None) -> AsyncIterator[bytes]:
+async def events(running: Running, renderer: Renderer, options: StreamOptions | None) -> AsyncIterator[bytes]:
     """The answer as events. An error after the first of them is an event too."""
     try:
         async for index, update in running.updates():
-            chunk = form.chunk(index, update)
+            chunk = renderer.chunk(index, update)
             if chunk is not None:
-                yield event(completed(chunk, update, form, options))
+                yield event(completed(chunk, update, renderer, options))
         if options is not None and options.include_usage:
-            yield event(form.last_chunk().json_bytes)
+            yield event(renderer.last_chunk().json_bytes)
     except ApiError as error:
         yield event(error.body.model_dump_json().encode())
     except Exception:  # the status is out; the client gets a fixed message in the stream
-        log.exception("request %s failed", form.request_id)
+        log.exception("request %s failed", renderer.request_id)
         yield event(ApiError(500, "the server failed on this request", "internal_error").body.model_dump_json().encode())
     yield DONE
 

@@ -10,8 +10,9 @@ from typing import Any
 from tilewright.llm.acceptance import speculative_decoding
 from tilewright.runtime.request import EndReason, RequestHandle, RequestOutput, Token, TokenLogprobs
 from tilewright.runtime.service import Service
-from tilewright.server.asks import Plan
 from tilewright.server.logprobs import chat_logprobs, completion_logprobs, fewer, prompt_logprobs
+from tilewright.server.parse import Plan
+from tilewright.server.protocol import StreamOptions
 from tilewright.server.responses import (
     AnswerMessage,
     Chat,
@@ -32,7 +33,6 @@ from tilewright.server.responses import (
     SpeculativeDecoding,
     Usage,
 )
-from tilewright.server.schema import StreamOptions
 from tilewright.server.tokens import Offsets, TokenTexts
 
 FINISHES: Mapping[EndReason, FinishReason] = {"eos": "stop", "stop": "stop", "length": "length"}
@@ -68,7 +68,7 @@ def text_of(tokens: Sequence[Token]) -> str:
 
 
 @dataclass
-class Form(ABC):
+class Renderer(ABC):
     """How one body's choices are answered. Updates of each choice come in order.
 
     Attributes:
@@ -170,7 +170,7 @@ class Form(ABC):
 
 
 @dataclass
-class CompletionForm(Form):
+class CompletionRenderer(Renderer):
     """`/v1/completions`.
 
     Attributes:
@@ -222,7 +222,7 @@ class CompletionForm(Form):
 
 
 @dataclass
-class ChatForm(Form):
+class ChatRenderer(Renderer):
     """`/v1/chat/completions`."""
 
     def __post_init__(self) -> None:
@@ -258,10 +258,10 @@ class ChatForm(Form):
         return None if self.plan.logprobs is None else chat_logprobs(self.served.texts, self.scored(tokens))
 
 
-def completed(chunk: Completion | ChatChunk, update: RequestOutput, form: Form, options: StreamOptions | None) -> bytes:
+def completed(chunk: Completion | ChatChunk, update: RequestOutput, renderer: Renderer, options: StreamOptions | None) -> bytes:
     """A chunk with what the stream's options add to each: the usage so far, or null where it comes at the end; the rounds."""
     if options is not None and options.include_usage:
-        chunk.usage = form.usage() if options.continuous_usage_stats else None
+        chunk.usage = renderer.usage() if options.continuous_usage_stats else None
     if options is not None and options.include_rounds:
         chunk.rounds = list(rounds_of(update))
     return chunk.json_bytes

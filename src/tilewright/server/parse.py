@@ -17,7 +17,7 @@ from tilewright.runtime.service import Service
 from tilewright.server.defaults import SamplingDefaults
 from tilewright.server.denoising import DenoisingBody, requests_of
 from tilewright.server.errors import ApiError
-from tilewright.server.schema import ChatBody, CompletionBody, GenerationBody, Message, Templated
+from tilewright.server.protocol import ChatBody, CompletionBody, GenerationBody, Message, Templated
 from tilewright.server.tokens import Offsets
 
 log = logging.getLogger("tilewright.server")
