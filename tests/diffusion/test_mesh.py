@@ -99,7 +99,7 @@ def logits_of(model: DiffusionModel) -> np.ndarray:
     def run(params: DecoderParams, state: DiffusionState, _: Array) -> tuple[DiffusionState, Array]:
         return state, block_logits(how, "whole", params, state).logits
 
-    return np.asarray(jax.jit(programs.divided(run, state))(programs.params, state, np.int32(0))[1])
+    return np.asarray(jax.jit(programs.sharded(run, state))(programs.params, state, np.int32(0))[1])
 
 
 @pytest.mark.parametrize("family", ["llada", pytest.param("dream", marks=pytest.mark.slow)])

@@ -68,8 +68,8 @@ def environment(lm: LanguageModel) -> dict[str, Any]:
     """What the figures were measured on and with."""
     return {
         "chip": chip_name(),
-        "devices": 1 if lm.division is None else lm.division.mesh.size,
-        "schedule": "single_device" if lm.division is None else lm.division.name,
+        "devices": 1 if lm.placement is None else lm.placement.mesh.size,
+        "schedule": "single_device" if lm.placement is None else lm.placement.name,
         "dtype": lm.dtype,
         "weights": lm.weights,
         "drafter_dtype": None if lm.drafter is None else lm.drafter.dtype,

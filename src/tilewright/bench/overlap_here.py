@@ -22,7 +22,7 @@ from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.params import initialise
 from tilewright.parallel.mesh import make_mesh
-from tilewright.runtime.division import divide
+from tilewright.runtime.placement import placement_over
 from tilewright.runtime.programs import ProgramKey
 from tilewright.runtime.sampling import Sampling
 
@@ -50,8 +50,8 @@ def model(devices: int, schedule: str | None, compiler_options: bool = False) ->
     """
     mesh = None if devices == 1 else make_mesh({"tp": devices})
     words = Tokenizer(WordLevel({f"t{n} ": n for n in range(CONFIG.vocab_size)}, unk_token="t0 "))
-    division = divide(CONFIG, mesh, schedule, compiler_options and mesh is not None)
-    return LanguageModel(CONFIG, drawn(), words, kernels="xla", division=division)
+    placement = placement_over(CONFIG, mesh, schedule, compiler_options and mesh is not None)
+    return LanguageModel(CONFIG, drawn(), words, kernels="xla", placement=placement)
 
 
 def prompts(case: Case) -> list[list[int]]:
@@ -94,8 +94,8 @@ def measured(lm: LanguageModel, case: Case, wanted: list[list[int]] | None) -> t
     prefill = [exchanged(programs.get(key), times) for key, times in prefills(lm, case).items()]
     rounds = programs.get(programs.round_key(None, case.batch, programs.layout.capacity, stream.engine.runner.sampling))
     record = {
-        "devices": 1 if lm.division is None else lm.division.mesh.size,
-        "schedule": None if lm.division is None else lm.division.name,
+        "devices": 1 if lm.placement is None else lm.placement.mesh.size,
+        "schedule": None if lm.placement is None else lm.placement.name,
         **case.figures(first, further),
         "same_tokens": None if wanted is None else tokens == wanted,
     }

@@ -204,8 +204,8 @@ class TargetOptions:
             **{"drafter_revision" if name == "revision" else name: value for name, value in vars(options).items()},
         )
         say_fallbacks(implementations(lm.target, lm.model.dtype, kernels=self.kernels, of=DECODING))
-        if lm.division is not None:
-            for why in filter(None, map(lm.division.why, (1, max(lm.table.chunks)))):
+        if lm.placement is not None:
+            for why in filter(None, map(lm.placement.why, (1, max(lm.table.chunks)))):
                 console.print(f"--schedule auto: {why}", style="dim", markup=False)
         return lm.keep_costs(cost_files()) if self.compile_cache else lm
 

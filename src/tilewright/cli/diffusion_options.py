@@ -53,8 +53,8 @@ class DiffusionModelOptions(TargetOptions):
             console=progress_console(console),
         )
         say_fallbacks(implementations(model.config.decoder, model.programs.dtype, kernels=self.kernels, of=DENOISING))
-        if model.division is not None:
-            for why in filter(None, map(model.division.why, (model.table.positions[0], model.context))):
+        if model.placement is not None:
+            for why in filter(None, map(model.placement.why, (model.table.positions[0], model.context))):
                 console.print(f"--schedule auto: {why}", style="dim", markup=False)
         return model
 

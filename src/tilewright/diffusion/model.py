@@ -20,8 +20,8 @@ from tilewright.models import checkpoint, decoder, diffusion, hub
 from tilewright.models.diffusion import DiffusionConfig
 from tilewright.models.params import AUTO, DTYPES, check_dtype
 from tilewright.models.tokenizer import encode, load_tokenizer
-from tilewright.runtime.division import Division, check_schedule, divide
 from tilewright.runtime.memory import check_weights
+from tilewright.runtime.placement import Placement, check_schedule, placement_over
 
 
 @dataclass
@@ -119,26 +119,26 @@ class DiffusionModel:
 
     Attributes:
         config, tokenizer: its own.
-        division: over which devices it lies; None for the default one.
+        placement: over which devices it lies; None for the default one.
         programs: compiled as they are needed, or all at once by `warm`.
     """
 
     def __init__(
         self, config: DiffusionConfig, params: Any, tokenizer: Tokenizer, dtype: str = "float32",
         weights: Weights = "auto", kernels: Kernels = "auto", table: DiffusionTable | None = None,
-        division: Division | None = None, prepared: bool = False,
+        placement: Placement | None = None, prepared: bool = False,
     ):  # fmt: skip
         """Args: `prepared`: the parameters are as the operations want them, as `load_diffusion` may give them."""
-        self.config, self.tokenizer, self.dtype, self.division = config, tokenizer, dtype, division
+        self.config, self.tokenizer, self.dtype, self.placement = config, tokenizer, dtype, placement
         ops = operations(weights=weights, kernels=kernels)
         if not prepared:
-            params = (decoder.prepare if division is None else division.prepared)(config.decoder, ops, params)
-        self.programs = DiffusionPrograms(config, ops, params, DTYPES[dtype], table or DiffusionTable(), division)
+            params = (decoder.prepare if placement is None else placement.prepared)(config.decoder, ops, params)
+        self.programs = DiffusionPrograms(config, ops, params, DTYPES[dtype], table or DiffusionTable(), placement)
 
     def with_table(self, table: DiffusionTable) -> "DiffusionModel":
         """Copy of the model with other declared shapes; the arrays are shared."""
         other, old = copy(self), self.programs
-        other.programs = DiffusionPrograms(self.config, old.ops, old.params, old.dtype, table, old.division)
+        other.programs = DiffusionPrograms(self.config, old.ops, old.params, old.dtype, table, old.placement)
         return other
 
     @property
@@ -252,9 +252,9 @@ def load(
     ops = operations(weights=weights, kernels=kernels)  # what cannot run here is said before anything is read
     folder = hub.resolve(str(model), revision, console, load_tokenizer)
     config = diffusion.read_diffusion(folder)
-    division = divide(config.decoder, mesh, schedule, compiler_options)
+    placement = placement_over(config.decoder, mesh, schedule, compiler_options)
     tokenizer, dtype = load_tokenizer(folder), checkpoint.running_dtype(dtype, folder, ops)
-    shard, ops = (None, ops) if division is None else (division.shardings, division.operations(ops))
+    shard, ops = (None, ops) if placement is None else (placement.shardings, placement.operations(ops))
     check_weights(str(model), diffusion.declare(config, ops.own_head), shard, dtype, ops, weights)
     config, params = diffusion.load_diffusion(folder, DTYPES[dtype], console, shard, ops)
-    return DiffusionModel(config, params, tokenizer, dtype, weights, kernels, table, division, prepared=True)
+    return DiffusionModel(config, params, tokenizer, dtype, weights, kernels, table, placement, prepared=True)

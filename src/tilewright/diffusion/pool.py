@@ -24,7 +24,7 @@ from tilewright.diffusion.programs import DiffusionKey, DiffusionPrograms, Diffu
 from tilewright.diffusion.state import DiffusionState
 from tilewright.diffusion.steps import run_steps
 from tilewright.models.decoder import DecoderParams
-from tilewright.runtime.division import WHOLE, on
+from tilewright.runtime.placement import WHOLE, on
 
 
 @jax.tree_util.register_dataclass
@@ -129,7 +129,7 @@ class PoolPrograms(DiffusionPrograms):
 
     def __init__(self, model: DiffusionModel, table: DiffusionTable, modes: Sequence[str], context: int):
         of = model.programs
-        super().__init__(of.config, of.ops, of.params, of.dtype, table, of.division)
+        super().__init__(of.config, of.ops, of.params, of.dtype, table, of.placement)
         self.kind = {"dense": {*modes} == {"dense"}, "narrow": "dual" in modes, "guided": False}
         self.context = context
         slots, positions = table.batches[-1], self.sizes[-1].positions
@@ -179,14 +179,14 @@ class PoolPrograms(DiffusionPrograms):
     def compile(self, key: DiffusionKey) -> jax.stages.Compiled:
         if key.name == "pool":
             placed, shapes = None, jax.eval_shape(self.pool)
-            if self.division is not None:
+            if self.placement is not None:
                 specs = replace(jax.tree.map(lambda _: WHOLE, shapes), caches=self.placed(shapes.caches))
-                placed = on(self.division.mesh, specs)
+                placed = on(self.placement.mesh, specs)
             return jax.jit(self.pool, out_shardings=placed).lower().compile()
         run = partial(self.run, key.shape)
         run.__name__ = "turn"  # type: ignore[attr-defined]
         pool = jax.eval_shape(self.pool)
-        run = run if self.division is None else self.divided(run, pool)
+        run = run if self.placement is None else self.sharded(run, pool)
         return self.compile_run(run, pool, self.of_turn(key.shape))
 
     def run(self, shape: DiffusionShape, params: DecoderParams, pool: Pool, turn: Turn) -> tuple[Pool, Told]:

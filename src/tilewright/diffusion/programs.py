@@ -24,7 +24,7 @@ from tilewright.models.diffusion import DiffusionConfig
 from tilewright.models.stack import SINGLE_DEVICE
 from tilewright.parallel.compiling import compile_over
 from tilewright.parallel.sharding import GROUPED_AXES
-from tilewright.runtime.division import WHOLE, Division, on
+from tilewright.runtime.placement import WHOLE, Placement, on
 
 
 @dataclass(frozen=True)
@@ -130,10 +130,11 @@ class DiffusionPrograms(Store[DiffusionKey]):
 
     def __init__(
         self, config: DiffusionConfig, ops: Operations, params: DecoderParams, dtype: DTypeLike, table: DiffusionTable,
-        division: Division | None = None,
+        placement: Placement | None = None,
     ):  # fmt: skip
         super().__init__()
-        self.config, self.ops, self.params, self.dtype, self.table, self.division = config, ops, params, dtype, table, division
+        self.config, self.ops, self.params = config, ops, params
+        self.dtype, self.table, self.placement = dtype, table, placement
 
     def denoiser(self, shape: DiffusionShape) -> Denoiser:
         more = int(self.config.shifted)
@@ -145,7 +146,7 @@ class DiffusionPrograms(Store[DiffusionKey]):
             dense=shape.dense,
             guided=shape.guided,
             buckets=self.table.buckets,
-            schedule=SINGLE_DEVICE if self.division is None else self.division.schedule,
+            schedule=SINGLE_DEVICE if self.placement is None else self.placement.schedule,
         )
 
     def keys(self, shape: DiffusionShape) -> tuple[DiffusionKey, ...]:
@@ -166,7 +167,7 @@ class DiffusionPrograms(Store[DiffusionKey]):
         make = partial(self.allocate, key.shape)
         if key.name == "allocate":
             make.__name__ = "allocate"  # type: ignore[attr-defined]
-            placed = None if self.division is None else on(self.division.mesh, self.placed(jax.eval_shape(make)))
+            placed = None if self.placement is None else on(self.placement.mesh, self.placed(jax.eval_shape(make)))
             return jax.jit(make, out_shardings=placed).lower().compile()
         how = self.denoiser(key.shape)
 
@@ -175,21 +176,21 @@ class DiffusionPrograms(Store[DiffusionKey]):
 
         state = jax.eval_shape(lambda: self.state(key.shape, [], [], make()))
         limit = jax.ShapeDtypeStruct((), jnp.int32)
-        run = denoise if self.division is None else self.divided(denoise, state)
+        run = denoise if self.placement is None else self.sharded(denoise, state)
         return self.compile_run(run, state, limit)
 
     def compile_run(self, run: Callable[..., Any], state: Any, *inputs: Any) -> jax.stages.Compiled:
         """A program `run(params, state, *inputs)`, to which the state is donated."""
-        lowered, division = jax.jit(run, donate_argnums=1).lower(self.params, state, *inputs), self.division
-        return lowered.compile() if division is None else compile_over(division.mesh, lowered, division.compiler_options)
+        lowered, placement = jax.jit(run, donate_argnums=1).lower(self.params, state, *inputs), self.placement
+        return lowered.compile() if placement is None else compile_over(placement.mesh, lowered, placement.compiler_options)
 
-    def divided(self, run: Callable[..., Any], state: Any) -> Callable[..., Any]:
+    def sharded(self, run: Callable[..., Any], state: Any) -> Callable[..., Any]:
         """A program in which each device computes with its part of the parameters and caches, all of them with one state."""
-        assert self.division is not None
+        assert self.placement is not None
         parts = jax.tree.map(lambda x: x.sharding.spec, self.params)
         held = replace(jax.tree.map(lambda _: WHOLE, state), caches=self.placed(state.caches))
         return jax.shard_map(
-            run, mesh=self.division.mesh, in_specs=(parts, held, WHOLE), out_specs=(held, WHOLE), check_vma=False
+            run, mesh=self.placement.mesh, in_specs=(parts, held, WHOLE), out_specs=(held, WHOLE), check_vma=False
         )
 
     def placed(self, caches: Any) -> Any:

@@ -27,7 +27,6 @@ from tilewright.models.params import DTYPES, check_dtype
 from tilewright.models.tokenizer import load_tokenizer
 from tilewright.parallel.mesh import agreed
 from tilewright.runtime.cache import PAGE_MULTIPLE
-from tilewright.runtime.division import Division, check_schedule, divide
 from tilewright.runtime.engine import Engine, fixed_rounds
 from tilewright.runtime.interfaces import Drafter, RoundChooser
 from tilewright.runtime.layout import Layout
@@ -35,6 +34,7 @@ from tilewright.runtime.memory import check_weights
 from tilewright.runtime.model import Model
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.output import Generation
+from tilewright.runtime.placement import Placement, check_schedule, placement_over
 from tilewright.runtime.programs import Programs
 from tilewright.runtime.runner import ModelRunner
 from tilewright.runtime.sampling import Sampling, SamplingMode
@@ -58,7 +58,7 @@ class LanguageModel:
         dtype: of weights and activations.
         weights: "int8" keeps matrices in 8 bits; "auto" keeps them in `dtype`.
         ops: what computes; `kernels` is its name.
-        division: over which devices it lies; None for the default one.
+        placement: over which devices it lies; None for the default one.
         drafter: what drafts; a team where rounds are chosen as decoding goes, by what `pacing` has seen.
         model: all of it, as the runtime has it.
         programs: of calls without the drafter, or with it, and their shapes.
@@ -67,27 +67,29 @@ class LanguageModel:
     def __init__(
         self, target: DecoderConfig, params: DecoderParams, tokenizer: Tokenizer, dtype: str = "float32",
         weights: Weights = "auto", kernels: Kernels = "auto", table: ShapeTable | None = None,
-        division: Division | None = None, prepared: bool = False,
+        placement: Placement | None = None, prepared: bool = False,
     ):  # fmt: skip
         """Args: `prepared`: the parameters are as the operations want them, as `load_decoder` may give them."""
         check_dtype(dtype)
         self.target, self.tokenizer, self.dtype, self.weights = target, tokenizer, dtype, weights
         self.ops = operations(weights=weights, kernels=kernels)
-        self.kernels, self.division = self.ops.name, division
+        self.kernels, self.placement = self.ops.name, placement
         self.table = table or ShapeTable().reaching(target.max_position_embeddings)
         self.drafter: Drafter | None = None
         self.pacing: Pacing | None = None
         self.cost_files: CostFiles | None = None
         if not prepared:
-            params = (decoder.prepare if division is None else division.prepared)(target, self.ops, params)
+            params = (decoder.prepare if placement is None else placement.prepared)(target, self.ops, params)
         self.model = self.model_of(Models(params), None)
         self.programs: dict[tuple[bool, Shape], Programs] = {}
 
     def model_of(self, models: Models, drafter: Drafter | None) -> Model:
         target = Target(self.target, self.ops, loops=takes_loops())
-        if self.division is not None:
-            division = self.division
-            target = replace(target, schedule=division.schedule, mesh=division.mesh, compiler_options=division.compiler_options)
+        if self.placement is not None:
+            placement = self.placement
+            target = replace(
+                target, schedule=placement.schedule, mesh=placement.mesh, compiler_options=placement.compiler_options
+            )
         return Model(target, models, DTYPES[self.dtype], drafter, self.tokenizer)
 
     def with_drafter(self, drafter: Drafter | None, params: Any = None) -> "LanguageModel":
@@ -115,7 +117,7 @@ class LanguageModel:
         if drafter is None or drafter.dtype is None:
             return drafter, params
         prepared = self.ops.prepare(drafter.declared, params)
-        return replace(cast(Any, drafter), ops=self.ops), prepared if self.division is None else self.division.whole(prepared)
+        return replace(cast(Any, drafter), ops=self.ops), prepared if self.placement is None else self.placement.whole(prepared)
 
     def load_drafter(
         self, source: str | Sequence[str] | None, options: DrafterOptions, console: Console | None = None
@@ -133,7 +135,7 @@ class LanguageModel:
         loaded = [load_drafter(each, self.target, self.dtype, own.fitting(each), console) for each in sources]
         drafters, params = zip(*loaded, strict=True)
         # Partial sums of other numbers of rows are added up in other ways.
-        alike = is_batch_invariant(self.ops, self.dtype) if self.division is None else self.dtype == "float32"
+        alike = is_batch_invariant(self.ops, self.dtype) if self.placement is None else self.dtype == "float32"
         masked = options.block_size != AUTO[1] and not alike
         return Team(drafters, () if fixed else self.table.widths, masked), params
 
@@ -142,7 +144,7 @@ class LanguageModel:
 
         Over several processes nothing is kept: each might find other files.
         """
-        if self.division is not None and self.division.mesh.is_multi_process:
+        if self.placement is not None and self.placement.mesh.is_multi_process:
             return self
         self.cost_files = files
         if self.pacing is not None:
@@ -155,7 +157,7 @@ class LanguageModel:
         Raises:
             ValueError: no device holds all of it.
         """
-        if self.division is not None:
+        if self.placement is not None:
             raise ValueError(
                 f"expected a drafter in {self.dtype}, as the model whose output head lies over a mesh, found another"
             )
@@ -193,7 +195,7 @@ class LanguageModel:
 
     def agreed_sampling(self, each: Sequence[Sampling]) -> list[Sampling]:
         """Samplings with the first process's seeds: each process has drawn fresh ones."""
-        mesh = None if self.division is None else self.division.mesh
+        mesh = None if self.placement is None else self.placement.mesh
         seeds = agreed(mesh, np.array([one.seed or 0 for one in each], np.uint32))
         return [one if one.seed is None else replace(one, seed=int(seed)) for one, seed in zip(each, seeds, strict=True)]
 
@@ -323,15 +325,15 @@ def target_folder(model: str, revision: str | None, console: Console | None) -> 
 
 def read_target(
     name: str, folder: Path, dtype: str, weights: Weights, kernels: Kernels, table: ShapeTable | None,
-    division: Division | None, console: Console | None,
+    placement: Placement | None, console: Console | None,
 ) -> LanguageModel:  # fmt: skip
     """The model of a folder, without a drafter. One for whose weights there is no memory is refused before these are read."""
     ops, config = operations(weights=weights, kernels=kernels), checkpoint.decoder_config(folder)
     tokenizer, dtype = load_tokenizer(folder), checkpoint.running_dtype(dtype, folder, ops)
-    shard, ops = (None, ops) if division is None else (division.shardings, division.operations(ops))
+    shard, ops = (None, ops) if placement is None else (placement.shardings, placement.operations(ops))
     check_weights(name, decoder.declare(config, ops.own_head), shard, dtype, ops, weights)
     target = checkpoint.load_decoder(folder, DTYPES[dtype], console, shard, ops)
-    return LanguageModel(*target, tokenizer, dtype, weights, kernels, table, division, prepared=True)
+    return LanguageModel(*target, tokenizer, dtype, weights, kernels, table, placement, prepared=True)
 
 
 def load(
@@ -381,6 +383,6 @@ def load(
     options = DrafterOptions(size, draft_window, drafter_dtype, refine, walk, drafter_revision)
     check_sources(source, options)
     folder = target_folder(str(model), revision, console)
-    division = divide(checkpoint.decoder_config(folder), mesh, schedule, compiler_options)
-    lm = read_target(str(model), folder, dtype, weights, kernels, table, division, console)
+    placement = placement_over(checkpoint.decoder_config(folder), mesh, schedule, compiler_options)
+    lm = read_target(str(model), folder, dtype, weights, kernels, table, placement, console)
     return lm.with_drafter(*lm.load_drafter(source, options, console))

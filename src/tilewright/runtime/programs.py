@@ -21,9 +21,9 @@ from jax.typing import DTypeLike
 from tilewright.compiled.store import Store
 from tilewright.parallel.sharding import GROUPED_AXES
 from tilewright.runtime.cache import KVCache, Ring
-from tilewright.runtime.division import compile_allocate, compile_step
 from tilewright.runtime.interfaces import Choice, Drafter, Variant
 from tilewright.runtime.layout import Layout, rows_of, with_rows
+from tilewright.runtime.placement import compile_allocate, compile_step
 from tilewright.runtime.prefill import prefill
 from tilewright.runtime.rounds import step_of
 from tilewright.runtime.sampling import Sampling, SamplingMode, row_sampling

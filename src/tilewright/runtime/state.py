@@ -30,7 +30,7 @@ class Target:
     Attributes:
         ops: what its parameters were prepared for.
         schedule: how it runs on its devices.
-        mesh: these devices, as `division.Division` has them; None for the default one.
+        mesh: these devices, as `placement.Placement` has them; None for the default one.
         compiler_options: compile with the options of `parallel/compiling.py` where these devices are several TPUs.
         loops: whether the compiler takes loops whose length is data. Without them, every step samples for the most that a row
             may ask for, and reports no log-probabilities.

@@ -22,8 +22,8 @@ from tilewright.kernels.paged.pallas_tpu import in_rows
 from tilewright.kernels.select import TPU
 from tilewright.llm.language_model import LanguageModel, load
 from tilewright.parallel.mesh import make_mesh
-from tilewright.runtime.division import cache_specs, compile_allocate, divide
 from tilewright.runtime.layout import Layout
+from tilewright.runtime.placement import cache_specs, compile_allocate, placement_over
 from tilewright.runtime.programs import allocate_caches
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
@@ -152,9 +152,9 @@ def test_what_auto_takes_is_said():
     """No figures of links between these devices."""
     lm = build("llama", "none", 1, **over(2, "auto"))
     assert told(lm, "greedy", 1) == alone("llama", "none", "auto", "greedy", 1)[0]
-    assert lm.division is not None
-    assert "sync for 8 rows: no figures of the links" in (lm.division.why(8) or "")
-    assert build("llama", "none", 1, **over(2, "ring")).division.why(8) is None  # type: ignore[union-attr]
+    assert lm.placement is not None
+    assert "sync for 8 rows: no figures of the links" in (lm.placement.why(8) or "")
+    assert build("llama", "none", 1, **over(2, "ring")).placement.why(8) is None  # type: ignore[union-attr]
 
 
 def test_one_row_cannot_take_turns():
@@ -196,9 +196,9 @@ def test_each_device_holds_its_part():
 def test_each_device_packs_its_own_heads_into_a_tpus_pages():
     """Two heads of 64 would share one of the kernel's; over two devices each has one of its own."""
     config = replace(build("qwen3", "none").target, head_dim=64)
-    division = divide(config, make_mesh({"tp": 2}), None)
-    assert division is not None
-    target = Target(config, TPU, division.schedule, division.mesh)
+    placement = placement_over(config, make_mesh({"tp": 2}), None)
+    assert placement is not None
+    target = Target(config, TPU, placement.schedule, placement.mesh)
     allocate = partial(allocate_caches, layout=Layout(1, 64, 4, 32), drafter=None, dtype=jnp.bfloat16)
     caches, _ = compile_allocate(target, allocate)()
     specs, _ = cache_specs(target, allocate)
@@ -210,7 +210,7 @@ def test_each_device_packs_its_own_heads_into_a_tpus_pages():
         return in_rows(pool, table)
 
     heads = PartitionSpec(None, "kv")
-    over_both = jax.shard_map(write, mesh=division.mesh, in_specs=(specs[0], heads), out_specs=heads, check_vma=False)
+    over_both = jax.shard_map(write, mesh=placement.mesh, in_specs=(specs[0], heads), out_specs=heads, check_vma=False)
     k, v = jax.jit(over_both)(caches[0], new)
     np.testing.assert_array_equal(k[:, :, :40], new)
     np.testing.assert_array_equal(v[:, :, :40], -new)

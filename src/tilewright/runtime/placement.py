@@ -31,11 +31,11 @@ WHOLE = PartitionSpec()
 
 
 @dataclass(frozen=True)
-class Division:
+class Placement:
     """Which devices share a model, and how.
 
     Attributes:
-        mesh: of `GROUPED_AXES`, made by `divide`.
+        mesh: of `GROUPED_AXES`, made by `placement_over`.
         layer: what each device computes of a layer.
         name: of the schedule, among `SCHEDULES`, or "auto".
         compiler_options: compile with the options of `parallel/compiling.py` where the devices are TPUs.
@@ -85,12 +85,14 @@ def check_schedule(mesh: Mesh | None, schedule: str | None, compiler_options: bo
         raise ValueError(f"expected a mesh of one axis, found {len(mesh.axis_names)}: {', '.join(mesh.axis_names)}")
 
 
-def divide(config: DecoderConfig, mesh: Mesh | None, schedule: str | None, compiler_options: bool = False) -> Division | None:
+def placement_over(
+    config: DecoderConfig, mesh: Mesh | None, schedule: str | None, compiler_options: bool = False
+) -> Placement | None:
     """Placement of a model over a mesh of one axis; None without a mesh.
 
     Args:
         schedule: "sync" by default.
-        compiler_options: see `Division`.
+        compiler_options: see `Placement`.
 
     Raises:
         ValueError: see `check_schedule`; or the devices do not divide the heads, the MLP's columns or the vocabulary, or do not
@@ -104,7 +106,7 @@ def divide(config: DecoderConfig, mesh: Mesh | None, schedule: str | None, compi
     grouped = grouped_mesh(mesh, mesh.axis_names[0], **heads, **more)
     sizes = {"head_dim": config.head_dim, "mlp": config.intermediate_size}
     layer = divided_layer(config.hidden_size, **heads, **sizes, devices=mesh.size)
-    return Division(grouped, layer, schedule or SYNC, compiler_options)
+    return Placement(grouped, layer, schedule or SYNC, compiler_options)
 
 
 Allocate = Callable[[Target], tuple[Any, Any]]
@@ -119,11 +121,11 @@ def cache_specs(target: Target, allocate: Allocate) -> tuple[Any, Any]:
     part = replace(target, mesh=None, config=replace(target.config, num_kv_heads=heads))
     (whole, drafter), (own, _) = jax.eval_shape(lambda: (allocate(target), allocate(part)))
 
-    def divided(whole: Any, own: Any) -> PartitionSpec:
+    def sharded(whole: Any, own: Any) -> PartitionSpec:
         dims = [n for n, (one, other) in enumerate(zip(whole.shape, own.shape, strict=True)) if one != other]
         return PartitionSpec(*[None] * dims[0], axis) if dims else WHOLE
 
-    return jax.tree.map(divided, whole, own), jax.tree.map(lambda _: WHOLE, drafter)
+    return jax.tree.map(sharded, whole, own), jax.tree.map(lambda _: WHOLE, drafter)
 
 
 def compile_allocate(target: Target, allocate: Allocate) -> jax.stages.Compiled:
