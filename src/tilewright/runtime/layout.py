@@ -21,7 +21,7 @@ LARGEST_PAGE = 64
 
 @partial(jax.tree_util.register_dataclass, data_fields=["bits", "table"], meta_fields=["dtype"])
 @dataclass(frozen=True)
-class Aside:
+class AuxiliaryBuffer:
     """Auxiliary buffer: a vector for each position, in pages `[P, E, F]`, which a table `[B, M]` gives to rows (`cache.Paged`).
 
     Attributes:
@@ -33,11 +33,11 @@ class Aside:
     dtype: Any
 
     @staticmethod
-    def empty(pages: int, page_size: int, size: int, dtype: DTypeLike) -> "Aside":
+    def empty(pages: int, page_size: int, size: int, dtype: DTypeLike) -> "AuxiliaryBuffer":
         unsigned = jnp.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")
-        return Aside(jnp.zeros((pages, page_size, size), unsigned), None, jnp.dtype(dtype))
+        return AuxiliaryBuffer(jnp.zeros((pages, page_size, size), unsigned), None, jnp.dtype(dtype))
 
-    def append(self, ops: Operations, new: Array, start: Int[Array, " B"], count: Int[Array, " B"]) -> "Aside":
+    def append(self, ops: Operations, new: Array, start: Int[Array, " B"], count: Int[Array, " B"]) -> "AuxiliaryBuffer":
         """With the first `count` of each row's new vectors `[B, T, F]` at its positions from `start` on."""
         size = new.shape[-1]
         slot = jnp.arange(new.shape[1])[None]
@@ -97,12 +97,12 @@ class Layout:
             return cache.allocate_rings(layers, self.batch, kv_heads, self.capacity, head_dim, dtype, window)
         return cache.allocate_paged(ops, layers, None, self.pages, kv_heads, self.page_size, head_dim, dtype, devices)
 
-    def aside(self, size: int, dtype: DTypeLike) -> Any:
+    def auxiliary(self, size: int, dtype: DTypeLike) -> Any:
         """Room for a vector of `size` at each position."""
-        return Aside.empty(self.pages, self.page_size, size, dtype)
+        return AuxiliaryBuffer.empty(self.pages, self.page_size, size, dtype)
 
 
-PAGED = (cache.Paged, Aside)
+PAGED = (cache.Paged, AuxiliaryBuffer)
 
 
 def is_paged(part: Any) -> bool:

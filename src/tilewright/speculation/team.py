@@ -1,8 +1,8 @@
 """Drafters that take turns on one batch, and the rounds that each of them, or none, may draft.
 
 A drafter's context has to hold all positions before the known one, whoever drafted them. The one that drafts extends its own
-in each round. For the others the target's hidden states are set aside, and a context catches up when its drafter's turn comes,
-many positions at a time: so a drafter that is off costs next to nothing.
+in each round. For the others the target's hidden states go into an auxiliary buffer, and a context catches up when its
+drafter's turn comes, many positions at a time: so a drafter that is off costs next to nothing.
 """
 
 from dataclasses import dataclass, replace
@@ -111,7 +111,7 @@ class Team:
         of_members = tuple(member.allocate(layout, target, dtype) for member in self.members)
         held = tuple(jnp.zeros(layout.batch, jnp.int32) for _ in self.members)
         size = len(self.tap_layers) * target.config.hidden_size
-        return Contexts(of_members, held, layout.aside(size, dtype) if size else None)
+        return Contexts(of_members, held, layout.auxiliary(size, dtype) if size else None)
 
     def on_prefill(self, context: Contexts, start: Int[Array, " B"], admitted: Bool[Array, " B"]) -> Contexts:
         return replace(context, held=tuple(jnp.where(admitted, start, held) for held in context.held))
@@ -213,8 +213,8 @@ class Turn:
 
         def caught_up(state: DecodeState) -> DecodeState:
             contexts, start = state.draft_cache, state.draft_cache.held[place]
-            aside = contexts.taps.at(target.ops, start[:, None] + jnp.arange(CATCH_UP))
-            taps = tuple(jnp.split(aside, len(team.tap_layers), axis=-1))
+            kept = contexts.taps.at(target.ops, start[:, None] + jnp.arange(CATCH_UP))
+            taps = tuple(jnp.split(kept, len(team.tap_layers), axis=-1))
             return team.extend_one(place, target, models, state, taps, start, jnp.minimum(start + CATCH_UP, goal))
 
         return jax.lax.while_loop(behind, caught_up, state)
@@ -232,7 +232,7 @@ class Turn:
         self, target: Target, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Int[Array, " B"],
         stop: Int[Array, " B"],
     ) -> DecodeState:  # fmt: skip
-        """Extends the context of whoever drafts, and sets the taps aside for the others."""
+        """Extends the context of whoever drafts, and keeps the auxiliary hidden states for the others."""
         if self.behind:
             contexts, added = state.draft_cache, jnp.concatenate(taps, axis=-1)
             kept = contexts.taps.append(target.ops, added, start, stop - start)
