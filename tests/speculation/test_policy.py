@@ -141,31 +141,31 @@ def test_what_finds_nothing_costs_what_finding_nothing_costs():
     assert policy.best(outlook) == ngram
 
 
-def test_what_is_overheard_counts_whatever_runs():
+def test_what_is_told_from_the_text_counts_whatever_runs():
     """A drafter whose rounds are known without running takes over as they say; a batch is idle if all of its rows are."""
     ngram = Choice("ngram", 8)
     costs = {PLAIN: Cost(1.0), ngram: Cost(3.0, 1.05)}
     policy = Policy(History({"ngram": 8}), costs, costs)
-    policy.overhear("ngram", {8: [(0, 0)] * 40})
+    policy.observe_counterfactual("ngram", {8: [(0, 0)] * 40})
     assert policy.next(64).choice == PLAIN
-    policy.overhear("ngram", {8: [(7, 7)] * 8})
+    policy.observe_counterfactual("ngram", {8: [(7, 7)] * 8})
     assert policy.next(64).choice == ngram
     nothing = np.zeros((8, 2), int)
     before = policy.outlook([ngram])[ngram].tokens
     policy.observe(ngram, nothing, nothing, nothing == 0)
     assert policy.outlook([ngram])[ngram].tokens == before, "its own rounds say nothing more"
-    policy.overhear("ngram", {8: [(0, 0)] * 8})
+    policy.observe_counterfactual("ngram", {8: [(0, 0)] * 8})
     alone, together = [policy.outlook([ngram])[ngram].seconds for policy.rows in (1, 8) if not policy.known.clear()]
     assert alone < together
 
 
-def test_what_is_overheard_of_one_width_says_nothing_of_another():
+def test_what_is_told_from_the_text_of_one_width_says_nothing_of_another():
     """A stretch that is repeated for long is many narrow rounds and few wide ones, by which narrow blocks would look poor."""
     narrow, wide = Choice("ngram", 4), Choice("ngram", 16)
     costs = {PLAIN: Cost(1.0), narrow: Cost(1.6, 1.0), wide: Cost(4.0, 1.0)}
     policy = Policy(History({"ngram": 16}), costs, costs)
     # Again and again: two drafts that are wrong at once, then 32 tokens that were said before.
-    policy.overhear("ngram", {4: ([(3, 0)] * 2 + [(3, 3)] * 8) * 20, 16: ([(15, 0)] * 2 + [(15, 15)] * 2) * 20})
+    policy.observe_counterfactual("ngram", {4: ([(3, 0)] * 2 + [(3, 3)] * 8) * 20, 16: ([(15, 0)] * 2 + [(15, 15)] * 2) * 20})
     outlook = policy.outlook(costs)
     assert outlook[narrow].tokens == pytest.approx(34 / 10, rel=0.05)
     assert outlook[wide].tokens == pytest.approx(34 / 4, rel=0.05)
@@ -179,9 +179,9 @@ def test_what_is_found_is_told_apart_from_whether_something_is():
     costs = {PLAIN: Cost(1.0), wide: Cost(2.0, 1.0)}
     history = History({"ngram": 8})
     for _ in range(10):
-        Policy(history, dict(costs), costs).overhear("ngram", {8: [*[(0, 0)] * 6, *[(7, 7)] * 4]})
+        Policy(history, dict(costs), costs).observe_counterfactual("ngram", {8: [*[(0, 0)] * 6, *[(7, 7)] * 4]})
     fresh = Policy(history, dict(costs), costs)
-    fresh.overhear("ngram", {8: [*[(0, 0)] * 6, (7, 7)]})
+    fresh.observe_counterfactual("ngram", {8: [*[(0, 0)] * 6, (7, 7)]})
     assert fresh.outlook(costs)[wide].tokens > 1 + (1 / 7) * 7 * 0.95
 
 

@@ -24,9 +24,9 @@ from tilewright.runtime.interfaces import PLAIN, Choice
 from tilewright.runtime.programs import allocate_caches
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
+from tilewright.speculation.counterfactual import CounterfactualNGram
 from tilewright.speculation.drafters.load import DrafterOptions
 from tilewright.speculation.drafters.ngram import NGram
-from tilewright.speculation.shadow import NGramShadow
 from tilewright.speculation.team import Team, Turn
 
 NEW, VOCAB, BLOCK = 24, 16, 4
@@ -219,9 +219,9 @@ def test_a_shadow_knows_the_rounds_that_n_grams_would_have(sources: dict[str, Pa
     assert isinstance(drafting.drafter, NGram)
     found = []
     for prompt, result in zip(ASKED, drafting.generate(ASKED, GREEDY), strict=True):
-        shadow, rounds, tokens = NGramShadow(drafting.drafter, prompt, (block, 7)), [], list(result.tokens)
+        counterfactual, rounds, tokens = CounterfactualNGram(drafting.drafter, prompt, (block, 7)), [], list(result.tokens)
         while tokens:
-            rounds += shadow.push(tokens[:5])[block]
+            rounds += counterfactual.push(tokens[:5])[block]
             tokens = tokens[5:]
         ran = list(zip(result.drafted, result.accepted, strict=True))
         assert rounds[: len(ran) - 1] == ran[:-1]  # of the last one the end is not in the text

@@ -146,7 +146,7 @@ def seconds_of(
     Args:
         uneven: tells the policy how long its dispatches took; without, it hears nothing of that.
     """
-    place, seconds, rounds, heard = 0, 0.0, dict[Choice, int](), dict[Choice, int]()
+    place, seconds, rounds, followed = 0, 0.0, dict[Choice, int](), dict[Choice, int]()
     while place < trace.length:
         choice, most = (chooser, STEPS_PER_DISPATCH) if isinstance(chooser, Choice) else chooser.next(STEPS_PER_DISPATCH)[:2]
         drafted, accepted, cost, began = [], [], costs.rounds[choice], seconds
@@ -159,31 +159,31 @@ def seconds_of(
         seconds += costs.dispatch
         rounds[choice] = rounds.get(choice, 0) + len(drafted)
         if isinstance(chooser, Policy):
-            overheard(trace, heard, min(place, trace.length), chooser)
+            counterfactual(trace, followed, min(place, trace.length), chooser)
             was, agreed = (np.asarray(each, np.int32)[:, None] for each in (drafted, accepted))
             taken = None if uneven is None else uneven.timed(seconds - began)
             chooser.observe(choice, was, agreed, np.ones(was.shape, bool), taken)
     return seconds, rounds
 
 
-def overheard(trace: Trace, heard: dict[Choice, int], end: int, policy: Policy) -> None:
+def counterfactual(trace: Trace, followed: dict[Choice, int], end: int, policy: Policy) -> None:
     """Tells a policy of the n-gram rounds that are plain from the text up to `end`.
 
     Args:
-        heard: where the next round of each width begins; it is brought up to date.
+        followed: where the next round of each width begins; it is brought up to date.
     """
     rounds: dict[int, list[tuple[int, int]]] = {}
     for choice in (choice for choice in trace.accepted if choice.drafter == NGram.name):
-        counts, begin, own = trace.accepted[choice], heard.get(choice, 0), rounds.setdefault(choice.width, [])
+        counts, begin, own = trace.accepted[choice], followed.get(choice, 0), rounds.setdefault(choice.width, [])
         while begin < end:
             agreed = 0 if counts[begin] == IDLE else DIGITS.index(counts[begin])
             if begin + agreed >= end:
                 break
             own.append((int(counts[begin] != IDLE), agreed))
             begin += agreed + 1
-        heard[choice] = begin
+        followed[choice] = begin
     if rounds:
-        policy.overhear(NGram.name, rounds)
+        policy.observe_counterfactual(NGram.name, rounds)
 
 
 def costs_of(records: Sequence[Mapping[str, Any]], drafter: str = "dflash") -> Costs:

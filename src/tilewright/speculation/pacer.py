@@ -14,10 +14,10 @@ from tilewright.runtime.programs import STEPS_PER_DISPATCH
 from tilewright.runtime.runner import ModelRunner, Sent
 from tilewright.runtime.scheduler import TokenSequence
 from tilewright.runtime.state import StepInfo
+from tilewright.speculation.counterfactual import CounterfactualNGram, joined
 from tilewright.speculation.drafters.ngram import NGram
 from tilewright.speculation.pacing import Costed, Pacing, new_history
 from tilewright.speculation.policy import History, Policy
-from tilewright.speculation.shadow import NGramShadow, joined
 from tilewright.speculation.team import Team
 
 FIRST_WIDTH = 4
@@ -48,9 +48,9 @@ class Pacer(Pace):
         costs = self.pacing.measured(self.runner, rows, False, self.team.choices)
         return Policy(self.history, dict(costs.rounds), self.team.choices, costs.dispatch)
 
-    def follow(self, prompt: Sequence[int]) -> NGramShadow | None:
-        """Shadow that follows a request's text, if n-grams may draft."""
-        return None if self.ngram is None else NGramShadow(self.ngram, prompt, self.team.widths_of(self.ngram))
+    def follow(self, prompt: Sequence[int]) -> CounterfactualNGram | None:
+        """What follows a request's text and tells what n-grams would have given, if they may draft."""
+        return None if self.ngram is None else CounterfactualNGram(self.ngram, prompt, self.team.widths_of(self.ngram))
 
     def next(self, rows: int, most: int, hurried: bool, left: int) -> tuple[Choice | None, int]:
         policy = self.policy(rows)
@@ -65,17 +65,17 @@ class Pacer(Pace):
         seconds = self.time((sent.rows, sent.choice), rounds, sent.at, sent.alone, began, ended)
         if sent.choice is not None and rounds:
             self.policy(sent.rows).observe(sent.choice, infos.drafted, infos.accepted, infos.settled > 0, seconds)
-        self.overhear(sent.rows, sequences, heard)
+        self.observe_ngrams(sent.rows, sequences, heard)
 
-    def overhear(self, rows: int, sequences: Sequence[TokenSequence], heard: Sequence[int]) -> None:
+    def observe_ngrams(self, rows: int, sequences: Sequence[TokenSequence], heard: Sequence[int]) -> None:
         """Tells the policy what n-gram drafting would have given behind the first `heard` tokens of each sequence."""
         if self.ngram is None:
             return
         own = (
             (sequence.followed, sequence.processor.tokens[before:]) for sequence, before in zip(sequences, heard, strict=True)
         )
-        told = joined(shadow.push(tokens) for shadow, tokens in own if shadow is not None)
-        self.policy(rows).overhear(self.ngram.name, told)
+        told = joined(each.push(tokens) for each, tokens in own if each is not None)
+        self.policy(rows).observe_counterfactual(self.ngram.name, told)
 
 
 def measured_pacer(pacing: Pacing, runner: ModelRunner, dispatch_s: float, console: Console | None = None) -> Pacer:
@@ -167,4 +167,4 @@ class CallPacer(Pacer):
             running = infos.settled > 0
             self.policy(sent.rows).observe(sent.choice, infos.drafted, infos.accepted, running, seconds, caught_up)
             self.drafted = sent.choice.drafter
-        self.overhear(sent.rows, sequences, heard)
+        self.observe_ngrams(sent.rows, sequences, heard)

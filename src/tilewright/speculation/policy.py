@@ -162,13 +162,13 @@ class History:
         self.seen = {
             name: Acceptance(width - 1, LONG_MEMORY, hope) for (name, width), hope in zip(drafters.items(), hopes, strict=False)
         }
-        self.heard: dict[Choice, Acceptance] = {}
+        self.counterfactual: dict[Choice, Acceptance] = {}
         self.allowance = dict.fromkeys([PLAIN.drafter, *drafters], 0.0)
         self.pace = 1.0
 
     def of(self, choice: Choice) -> Acceptance:
-        """Acceptance seen of a choice, or overheard, if it was."""
-        return self.heard.get(choice, self.seen[choice.drafter])
+        """Acceptance seen of a choice, or told from the text, if it was."""
+        return self.counterfactual.get(choice, self.seen[choice.drafter])
 
 
 class Plan(NamedTuple):
@@ -197,7 +197,8 @@ class Policy:
         costs: of the choices that were measured, that of plain decoding among them; corrected in place as dispatches are timed,
             those of all widths of a drafter alike.
         ready: the choices that may run.
-        heard: what this batch's text tells of rounds whether they run or not, of each choice by itself; see `overhear`.
+        counterfactual: what this batch's text tells of rounds whether they run or not, of each choice by itself; see
+            `observe_counterfactual`.
     """
 
     def __init__(
@@ -218,7 +219,7 @@ class Policy:
         self.known: dict[Choice | str, tuple[list[float], float]] = {}
         self.faded = 0
         self.trying: Choice | None = None
-        self.heard: dict[Choice, Acceptance] = {}
+        self.counterfactual: dict[Choice, Acceptance] = {}
         self.rows = 1
 
     def outlook(self, choices: Collection[Choice]) -> dict[Choice, Outlook]:
@@ -234,7 +235,7 @@ class Policy:
 
     def expected(self, choice: Choice) -> tuple[list[float], float]:
         """The tokens that such rounds are expected to add with blocks of each width, from 1 on, and the share of idle ones."""
-        source = choice if choice in self.history.heard else choice.drafter
+        source = choice if choice in self.history.counterfactual else choice.drafter
         if source not in self.known:
             before, own = self.history.of(choice), self.own(choice)
             rates = own.rates(before.rates())
@@ -244,12 +245,12 @@ class Policy:
         return self.known[source]
 
     def own(self, choice: Choice) -> Acceptance:
-        """Acceptance that this batch has seen of a choice, or overheard, if it may be."""
-        if choice not in self.history.heard:
+        """Acceptance that this batch has seen of a choice, or told from the text, if it may be."""
+        if choice not in self.history.counterfactual:
             return self.seen[choice.drafter]
-        if choice not in self.heard:
-            self.heard[choice] = Acceptance(choice.width - 1, MEMORY)
-        return self.heard[choice]
+        if choice not in self.counterfactual:
+            self.counterfactual[choice] = Acceptance(choice.width - 1, MEMORY)
+        return self.counterfactual[choice]
 
     def next(self, most: int) -> Plan:
         """Plan of the next dispatch, `most` rounds at most."""
@@ -300,7 +301,7 @@ class Policy:
         rounds, idle = len(drafted), 0
         if choice != PLAIN:
             idle = int(np.sum(~np.any(running & (drafted > 0), axis=1)))
-        if choice != PLAIN and choice not in self.history.heard:
+        if choice != PLAIN and choice not in self.history.counterfactual:
             for seen in (self.seen[choice.drafter], self.history.seen[choice.drafter]):
                 seen.observe(choice.width, drafted[running], accepted[running], max(1.0, np.sum(running) / max(1, rounds)))
         for name, seen in self.seen.items():
@@ -326,7 +327,7 @@ class Policy:
                 unknown = name != PLAIN.drafter and self.history.seen[name].rounds < PROBE
                 allowance[name] += (CURIOSITY if unknown else ALLOWANCE) * spent / (len(allowance) - 1)
 
-    def overhear(self, drafter: str, rounds: Mapping[int, Sequence[tuple[int, int]]]) -> None:
+    def observe_counterfactual(self, drafter: str, rounds: Mapping[int, Sequence[tuple[int, int]]]) -> None:
         """Takes in rounds of a drafter that did not run: what they would have given is plain from the text.
 
         From the first time on, rounds of these widths that run tell nothing more.
@@ -337,11 +338,11 @@ class Policy:
         """
         for width, own in rounds.items():
             choice = Choice(drafter, width)
-            if choice not in self.history.heard:
-                self.history.heard[choice] = Acceptance(width - 1, LONG_MEMORY, self.history.seen[drafter].first)
+            if choice not in self.history.counterfactual:
+                self.history.counterfactual[choice] = Acceptance(width - 1, LONG_MEMORY, self.history.seen[drafter].first)
             if own:
-                for heard in (self.own(choice), self.history.heard[choice]):
-                    heard.observe(width, *np.asarray(own).T, rows=self.rows)
+                for acceptance in (self.own(choice), self.history.counterfactual[choice]):
+                    acceptance.observe(width, *np.asarray(own).T, rows=self.rows)
         self.forget([Choice(drafter, width) for width in rounds], 0)
 
     def forget(self, sources: Iterable[Choice | str], rounds: int) -> None:

@@ -8,7 +8,7 @@ Rounds = list[tuple[int, int]]
 """(drafted, accepted) of each."""
 
 
-class NGramShadow:
+class CounterfactualNGram:
     """Follows the text of one row and holds rounds of n-grams against it, as `longest_suffix_match` would draft them.
 
     Args:
