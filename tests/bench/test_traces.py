@@ -12,7 +12,7 @@ from tilewright.llm.language_model import load
 from tilewright.runtime.interfaces import PLAIN, Choice
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
-from tilewright.speculation.costs import Costs
+from tilewright.speculation.costs import RoundCosts
 from tilewright.speculation.policy import Cost, History, Policy
 
 TABLE = ShapeTable(batches=(1,), capacities=(64,), chunks=(8,), widths=(2,))
@@ -52,7 +52,7 @@ def test_accepted_drafts_are_those_that_follow():
 
 
 def test_the_time_of_one_choice():
-    costs = Costs(0.5, {PLAIN: Cost(1.0), NGRAM: Cost(3.0, 1.25)})
+    costs = RoundCosts(0.5, {PLAIN: Cost(1.0), NGRAM: Cost(3.0, 1.25)})
     trace = Trace("made up", {NGRAM: "3...1.0."})
     assert seconds_of(trace, costs, PLAIN) == (8.5, {PLAIN: 8})
     # Four tokens, then two, then nothing drafted is met never: places 0, 4 and 6, 7.
@@ -61,14 +61,14 @@ def test_the_time_of_one_choice():
 
 def test_recordings_are_kept(tmp_path: Path):
     whole = Recording(
-        [Trace("a", {NGRAM: "3..", WIDE: "f00"})], Costs(1e-4, {PLAIN: Cost(1e-3), NGRAM: Cost(2e-3, 1e-3)}), {"x": 1}
+        [Trace("a", {NGRAM: "3..", WIDE: "f00"})], RoundCosts(1e-4, {PLAIN: Cost(1e-3), NGRAM: Cost(2e-3, 1e-3)}), {"x": 1}
     )
     whole.save(tmp_path / "traces.json")
     assert Recording.load(tmp_path / "traces.json") == whole
 
 
 def test_a_policy_on_a_text_that_is_always_drafted():
-    costs = Costs(1e-9, {PLAIN: Cost(1.0), WIDE: Cost(2.0)})
+    costs = RoundCosts(1e-9, {PLAIN: Cost(1.0), WIDE: Cost(2.0)})
     trace = Trace("made up", {WIDE: "f" * 800})
     seconds, rounds = seconds_of(trace, costs, Policy(History({"dflash": 16}), dict(costs.rounds), costs.rounds))
     assert seconds < 1.1 * 100
@@ -92,7 +92,7 @@ def row_costs(recording: Recording, row: float, drafter: str | None) -> Recordin
         for one in kept
     }
     traces = [Trace(each.dataset, {choice: each.accepted[choice] for choice in kept}) for each in recording.traces]
-    return Recording(traces, Costs(1.2e-4, {PLAIN: Cost(step), **rounds}))
+    return Recording(traces, RoundCosts(1.2e-4, {PLAIN: Cost(step), **rounds}))
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "dflash", "eagle3", None])
@@ -127,6 +127,6 @@ def test_an_uneven_machine_differs_from_what_was_measured():
 
 def test_a_chips_estimates_stand_in_for_seconds():
     records = [{"block_size": size, "round_bound_cycles": 10.0 + size, "step_bound_cycles": 12.0} for size in (4, 16)]
-    assert costs_of(records) == Costs(0.0, {PLAIN: Cost(12.0), Choice("dflash", 4): Cost(14.0), WIDE: Cost(26.0)})
+    assert costs_of(records) == RoundCosts(0.0, {PLAIN: Cost(12.0), Choice("dflash", 4): Cost(14.0), WIDE: Cost(26.0)})
     measured = [{"block_size": 4, "round_ms": 3.0, "step_ms": 1.5}]
-    assert costs_of(measured, "x") == Costs(0.0, {PLAIN: Cost(1.5), Choice("x", 4): Cost(3.0)})
+    assert costs_of(measured, "x") == RoundCosts(0.0, {PLAIN: Cost(1.5), Choice("x", 4): Cost(3.0)})

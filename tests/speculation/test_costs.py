@@ -20,9 +20,9 @@ from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import Shape, ShapeTable
 from tilewright.speculation import pacing
 from tilewright.speculation.costs import (
-    Bench,
     CostFiles,
-    Costs,
+    RoundCosts,
+    RoundTimer,
     Run,
     configuration,
     measure,
@@ -38,7 +38,7 @@ TABLE = ShapeTable(batches=(1, 4), capacities=(64, 128), chunks=(8,), widths=(2,
 PAIR = random_pair(0, vocab_size=16, target_layers=1, drafter_layers=1, taps=[0], block_size=4)
 NARROW, WIDE = Choice("dflash", 2), Choice("dflash", 4)
 ABOUT = {"target": "a", "shape": {"batch": 1}}
-KEPT = Costs(1e-4, {PLAIN: Cost(1e-3), WIDE: Cost(2e-3), Choice("ngram", 4): Cost(2e-3, 1.1e-3)})
+KEPT = RoundCosts(1e-4, {PLAIN: Cost(1e-3), WIDE: Cost(2e-3), Choice("ngram", 4): Cost(2e-3, 1.1e-3)})
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -69,13 +69,13 @@ def runner_of(lm: LanguageModel, rows: int, positions: int) -> ModelRunner:
     return ModelRunner(lm.programs_for(lm.drafter, Shape(rows, positions)), "greedy")
 
 
-def bench_of(lm: LanguageModel, rows: int, positions: int) -> Bench:
-    return Bench(runner_of(lm, rows, positions), rows)
+def timer_of(lm: LanguageModel, rows: int, positions: int) -> RoundTimer:
+    return RoundTimer(runner_of(lm, rows, positions), rows)
 
 
 def test_every_choice_is_measured(lm: LanguageModel):
     """For rounds that draft, and for those in which an n-gram drafter finds nothing; memory goes back."""
-    costs = measure(bench_of(lm, 4, 64), team_of(lm).choices)
+    costs = measure(timer_of(lm, 4, 64), team_of(lm).choices)
     assert set(costs.rounds) == {PLAIN, NARROW, WIDE, Choice("ngram", 2), Choice("ngram", 16)}
     assert 0 < costs.dispatch < 1
     for choice, cost in costs.rounds.items():
@@ -86,20 +86,20 @@ def test_every_choice_is_measured(lm: LanguageModel):
 def test_rounds_of_ngrams_draft_while_they_are_measured(lm: LanguageModel):
     """Rounds that find nothing would tell what a step costs; and drafts that are right would run out of room."""
     for rows, positions in ((4, 128), (1, 64)):
-        bench = bench_of(lm, rows, positions)
-        assert bench.timed(Choice("ngram", 2), 8).idle > 0
-        bench.repeat_text()
+        timer = timer_of(lm, rows, positions)
+        assert timer.timed(Choice("ngram", 2), 8).idle > 0
+        timer.repeat_text()
         for choice in (Choice("ngram", 2), Choice("ngram", 16)):
-            run = bench.timed(choice, 8)
+            run = timer.timed(choice, 8)
             assert (run.drafting, run.idle) == (8, 0)
-            assert bench.timed(choice, 8)[1:] == (8, 0), "it begins where it began before"
+            assert timer.timed(choice, 8)[1:] == (8, 0), "it begins where it began before"
 
 
 def test_rounds_that_find_nothing_are_measured_where_nothing_is_said_twice(lm: LanguageModel):
     """What such a round takes longer than a step there is told, of all widths alike; what drafted in between is not counted."""
     runs: list[tuple[Choice, int]] = []
 
-    class Scripted(Bench):
+    class Scripted(RoundTimer):
         def timed(self, choice: Choice, rounds: int) -> Run:
             assert len(np.unique(self.tokens)) == min(self.tokens.shape[1], self.vocab_size)
             runs.append((choice, rounds))
@@ -155,7 +155,7 @@ def test_files_keep_costs(files: CostFiles, said: list[str]):
     assert files.read(ABOUT, list(KEPT.rounds)) is None
     files.write(ABOUT, KEPT)
     assert files.read(ABOUT, list(KEPT.rounds)) == KEPT
-    assert files.read(ABOUT, [PLAIN]) == Costs(KEPT.dispatch, {PLAIN: KEPT.rounds[PLAIN]})
+    assert files.read(ABOUT, [PLAIN]) == RoundCosts(KEPT.dispatch, {PLAIN: KEPT.rounds[PLAIN]})
     assert files.read({**ABOUT, "shape": {"batch": 2}}, list(KEPT.rounds)) is None
     (path,) = files.folder.iterdir()
     assert (files.folder.stat().st_mode & 0o777, path.stat().st_mode & 0o777) == (0o700, 0o600)
@@ -214,9 +214,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[Choice]]:
     """Every measurement: the choices. Nothing is timed."""
     made: list[list[Choice]] = []
 
-    def noted(bench: Bench, choices: list[Choice]) -> Costs:
+    def noted(timer: RoundTimer, choices: list[Choice]) -> RoundCosts:
         made.append(list(choices))
-        return Costs(1e-4, {choice: Cost(2e-3 if choice == PLAIN else 1e-3) for choice in choices})
+        return RoundCosts(1e-4, {choice: Cost(2e-3 if choice == PLAIN else 1e-3) for choice in choices})
 
     monkeypatch.setattr(pacing, "measure", noted)
     return made

@@ -18,7 +18,7 @@ from tilewright.llm.language_model import LanguageModel
 from tilewright.runtime.interfaces import PLAIN, Choice
 from tilewright.runtime.programs import STEPS_PER_DISPATCH
 from tilewright.runtime.sampling import Sampling
-from tilewright.speculation.costs import Costs, parsed
+from tilewright.speculation.costs import RoundCosts, parsed
 from tilewright.speculation.drafters.ngram import NGram
 from tilewright.speculation.policy import Cost, History, Policy
 from tilewright.speculation.team import Team
@@ -55,7 +55,7 @@ class Recording:
     """
 
     traces: Sequence[Trace]
-    costs: Costs
+    costs: RoundCosts
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
@@ -139,7 +139,7 @@ class Uneven:
 
 
 def seconds_of(
-    trace: Trace, costs: Costs, chooser: Policy | Choice, uneven: Uneven | None = None
+    trace: Trace, costs: RoundCosts, chooser: Policy | Choice, uneven: Uneven | None = None
 ) -> tuple[float, dict[Choice, int]]:
     """How long a text would have taken with a policy, or with one choice alone, and the rounds of each choice.
 
@@ -186,7 +186,7 @@ def counterfactual(trace: Trace, followed: dict[Choice, int], end: int, policy: 
         policy.observe_counterfactual(NGram.name, rounds)
 
 
-def costs_of(records: Sequence[Mapping[str, Any]], drafter: str = "dflash") -> Costs:
+def costs_of(records: Sequence[Mapping[str, Any]], drafter: str = "dflash") -> RoundCosts:
     """What `bench round` says of rounds at one context, measured or estimated for a chip that is not there.
 
     Estimates count cycles in the place of seconds, which changes no ratio, and dispatches as nothing.
@@ -194,10 +194,10 @@ def costs_of(records: Sequence[Mapping[str, Any]], drafter: str = "dflash") -> C
     figure = "round_ms" if "round_ms" in records[0] else "round_bound_cycles"
     step = figure.replace("round_", "step_")
     rounds = {Choice(drafter, one["block_size"]): Cost(float(one[figure])) for one in records}
-    return Costs(0.0, {PLAIN: Cost(float(records[0][step])), **rounds})
+    return RoundCosts(0.0, {PLAIN: Cost(float(records[0][step])), **rounds})
 
 
-def simulate(recording: Recording, costs: Costs | None = None, uneven: float = 0.0, seed: int = 0) -> list[dict[str, Any]]:
+def simulate(recording: Recording, costs: RoundCosts | None = None, uneven: float = 0.0, seed: int = 0) -> list[dict[str, Any]]:
     """The policy over the texts of each dataset in order, beside each choice alone, in tokens a second.
 
     Args:

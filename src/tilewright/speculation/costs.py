@@ -46,7 +46,7 @@ RUNS = 15
 
 
 @dataclass(frozen=True)
-class Costs:
+class RoundCosts:
     """Of one shape.
 
     Attributes:
@@ -58,43 +58,43 @@ class Costs:
     rounds: dict[Choice, Cost]
 
 
-def measure(bench: "Bench", choices: Collection[Choice]) -> Costs:
+def measure(timer: "RoundTimer", choices: Collection[Choice]) -> RoundCosts:
     """Times rounds of the choices in turns, in the middle of empty caches.
 
     Args:
         choices: plain decoding among them.
     """
-    bench.repeat_text()
+    timer.repeat_text()
     rounds = dict.fromkeys(choices, 2)
     taken: dict[Choice, list[Run]] = {choice: [] for choice in choices}
     single: list[float] = []
     began = time.perf_counter()
     for run in range(RUNS + 1):
         for choice in list(rounds)[:: -1 if run % 2 else 1]:
-            timed = bench.timed(choice, rounds[choice])
+            timed = timer.timed(choice, rounds[choice])
             if run == 0:  # what comes first also touches memory for the first time
-                rounds[choice] = max(2, bench.enough(choice, bench.timed(choice, 2)))
+                rounds[choice] = max(2, timer.enough(choice, timer.timed(choice, 2)))
                 continue
             taken[choice].append(timed)
-            single.append(bench.timed(PLAIN, 1).seconds)
-        if run and bench.agreed(time.perf_counter() - began) > BUDGET_S * len(rounds):
+            single.append(timer.timed(PLAIN, 1).seconds)
+        if run and timer.agreed(time.perf_counter() - began) > BUDGET_S * len(rounds):
             break
     least = {choice: min(runs) for choice, runs in taken.items()}
     dispatch = least[PLAIN].dispatch(min(single))
     least = {choice: run.beyond(dispatch) for choice, run in least.items()}
     step = least[PLAIN].seconds / least[PLAIN].drafting
-    costs = {choice: run.cost(step, bench.drafter.turn(choice).may_be_idle) for choice, run in least.items()}
-    return Costs(dispatch, with_idle_rounds(bench, dispatch, no_dearer_when_narrower(costs)))
+    costs = {choice: run.cost(step, timer.drafter.turn(choice).may_be_idle) for choice, run in least.items()}
+    return RoundCosts(dispatch, with_idle_rounds(timer, dispatch, no_dearer_when_narrower(costs)))
 
 
-def with_idle_rounds(bench: "Bench", dispatch: float, costs: Mapping[Choice, Cost]) -> dict[Choice, Cost]:
+def with_idle_rounds(timer: "RoundTimer", dispatch: float, costs: Mapping[Choice, Cost]) -> dict[Choice, Cost]:
     """The costs with those of rounds that find nothing to propose, as they are beside steps in a text that says nothing twice.
 
     They run a step, but in a program that might have done more. Steps are timed there too, in turns, for such a text may be
     harder to draw from than others. Where the model itself says something twice, and no run has mostly such rounds, they are
     left at a step's.
     """
-    bench.vary_text()
+    timer.vary_text()
     step = costs[PLAIN].drafting
     rounds = max(2, min(IDLE_ROUNDS, math.ceil(RUN_S / step)))
     # All widths of a drafter run the same step there.
@@ -103,11 +103,11 @@ def with_idle_rounds(bench: "Bench", dispatch: float, costs: Mapping[Choice, Cos
     for name, choice in narrow.items():
         began, least, least_step = time.perf_counter(), math.inf, math.inf
         for _ in range(IDLE_RUNS):
-            run = bench.timed(choice, rounds).beyond(dispatch)
-            least_step = min(least_step, bench.timed(PLAIN, rounds).beyond(dispatch).seconds / rounds)
+            run = timer.timed(choice, rounds).beyond(dispatch)
+            least_step = min(least_step, timer.timed(PLAIN, rounds).beyond(dispatch).seconds / rounds)
             if run.idle > run.drafting:
                 least = min(least, (run.seconds - run.drafting * costs[choice].drafting) / run.idle)
-            if bench.agreed(time.perf_counter() - began) > BUDGET_S:
+            if timer.agreed(time.perf_counter() - began) > BUDGET_S:
                 break
         idle[name] = 0.0 if least == math.inf else least / least_step * step
     return {
@@ -149,7 +149,7 @@ def no_dearer_when_narrower(costs: Mapping[Choice, Cost]) -> dict[Choice, Cost]:
     return best
 
 
-class Bench:
+class RoundTimer:
     """The first slots of a runner that serves nobody, the pool shared among them: each row stands in the middle of its cache.
 
     Attributes:
@@ -254,7 +254,7 @@ class CostFiles:
     def path(self, about: Mapping[str, Any]) -> Path:
         return self.folder / (hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16] + ".json")
 
-    def read(self, about: Mapping[str, Any], choices: Collection[Choice]) -> Costs | None:
+    def read(self, about: Mapping[str, Any], choices: Collection[Choice]) -> RoundCosts | None:
         """The costs of a configuration, of those choices that were measured; None where nothing fits."""
         path = self.path(about)
         try:
@@ -270,9 +270,9 @@ class CostFiles:
             differing = [name for name, value in self.made_on.items() if made_on.get(name) != value]
             self.say(f"measuring what rounds cost: {path} is from another {' and '.join(differing) or 'machine'}")
             return None
-        return Costs(costs.dispatch, {choice: cost for choice, cost in costs.rounds.items() if choice in choices})
+        return RoundCosts(costs.dispatch, {choice: cost for choice, cost in costs.rounds.items() if choice in choices})
 
-    def write(self, about: Mapping[str, Any], costs: Costs) -> None:
+    def write(self, about: Mapping[str, Any], costs: RoundCosts) -> None:
         """Keeps costs; a folder that is not safe, or cannot be written to, is left alone, and one line says so."""
         rounds = [
             {"drafter": one.drafter, "width": one.width, "drafting_s": cost.drafting, "idle_s": cost.idle}
@@ -295,7 +295,7 @@ def shortened(error: Exception) -> str:
     return text if len(text) <= 160 else text[:157] + "..."
 
 
-def parsed(found: Any) -> Costs:
+def parsed(found: Any) -> RoundCosts:
     """The costs in a file's JSON.
 
     Raises:
@@ -304,7 +304,7 @@ def parsed(found: Any) -> Costs:
     rounds = {Choice(str(one["drafter"]), int(one["width"])): cost_of(one) for one in found["rounds"]}
     if PLAIN not in rounds:
         raise ValueError("it has no cost of plain decoding")
-    return Costs(positive(found["dispatch_s"]), rounds)
+    return RoundCosts(positive(found["dispatch_s"]), rounds)
 
 
 def cost_of(one: Mapping[str, Any]) -> Cost:

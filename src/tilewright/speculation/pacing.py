@@ -8,7 +8,7 @@ from tilewright.runtime.interfaces import PLAIN, Choice
 from tilewright.runtime.layout import Layout
 from tilewright.runtime.programs import Programs
 from tilewright.runtime.runner import ModelRunner
-from tilewright.speculation.costs import Bench, CostFiles, Costs, configuration, measure
+from tilewright.speculation.costs import CostFiles, RoundCosts, RoundTimer, configuration, measure
 from tilewright.speculation.policy import History
 from tilewright.speculation.team import Team
 
@@ -41,12 +41,12 @@ class Pacing:
     def __init__(self, team: Team, weights: str, files: CostFiles | None = None):
         self.team, self.weights, self.files = team, weights, files
         self.history = new_history(team)
-        self.costs: dict[Costed, Costs] = {}
+        self.costs: dict[Costed, RoundCosts] = {}
         self.looked: set[Costed] = set()
         self.patient = False
         self.lock = threading.RLock()
 
-    def known(self, programs: Programs, of: Costed) -> Costs | None:
+    def known(self, programs: Programs, of: Costed) -> RoundCosts | None:
         """Costs as far as they were measured, now or by an earlier process."""
         if of not in self.costs and self.files is not None and of not in self.looked:
             self.looked.add(of)
@@ -55,7 +55,7 @@ class Pacing:
                 self.costs[of] = found
         return self.costs.get(of)
 
-    def measured(self, runner: ModelRunner, rows: int, drawn: bool, choices: Collection[Choice]) -> Costs:
+    def measured(self, runner: ModelRunner, rows: int, drawn: bool, choices: Collection[Choice]) -> RoundCosts:
         """The costs of rounds, those of `choices` among them; what is missing is measured beside plain decoding.
 
         Args:
@@ -68,7 +68,7 @@ class Pacing:
             missing = sorted(choice for choice in choices if known is None or choice not in known.rounds)
             if known is not None and not missing:
                 return known
-            found = measure(Bench(ModelRunner(programs, runner.sampling), rows, drawn), sorted({PLAIN, *missing}))
+            found = measure(RoundTimer(ModelRunner(programs, runner.sampling), rows, drawn), sorted({PLAIN, *missing}))
             if known is not None:  # a machine that is slower now than it was then is slower for all choices
                 now = known.rounds[PLAIN].drafting / found.rounds[PLAIN].drafting
                 known.rounds.update({choice: found.rounds[choice].times(now) for choice in missing})
