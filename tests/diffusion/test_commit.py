@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diffusion.support import randomness, request_of
+from opcodes import opcodes
 from reference import diffusion_numpy
 from reference.diffusion_cases import MASK
 from reference.diffusion_numpy import Choice, Request
@@ -87,6 +88,18 @@ def test_a_position_is_drawn_anew_in_each_step_and_alike_in_every_batch():
         assert (one[1] != third[1]).any()
         assert (one[0] != one[1]).any()
     assert len(set(first[1][0].tolist())) == BLOCK
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_what_only_some_rows_ask_for_is_in_loops(rows: int):
+    """XLA computes before a loop what does not depend on its counter, were the loop to have no turn."""
+    options = row_options(ways("entropy")[:rows], LONGEST)
+    inputs = jnp.zeros((rows, BLOCK, VOCAB)), options, jnp.zeros((rows, BLOCK), jnp.int32), jnp.zeros(rows, jnp.int32)
+    hlo = run_choose.lower(*inputs, MASK).compile().as_text()
+    assert hlo is not None
+    of_rules = {"xor", "log"}  # noise, and the entropy
+    assert of_rules <= opcodes(hlo, VOCAB, 9)
+    assert not of_rules & opcodes(hlo, VOCAB, 0)
 
 
 SCORES = st.sampled_from([0.1, 0.25, 0.5, 0.5, 0.75, 0.9])

@@ -1,6 +1,5 @@
 """Batches of rows of every kind in one program: each row gets the tokens of the program that serves it alone."""
 
-import re
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from opcodes import opcodes
 from tilewright.runtime import per_row as mixed
 from tilewright.runtime.per_row import TRIES, History, filters, for_each, penalises, sample_each
 from tilewright.runtime.sampling import Sampling, noise, penalise, row_sampling, sample, temper
@@ -149,15 +149,6 @@ def test_a_turn_for_each_row_that_is_named_and_for_no_other(which: list[bool]):
     assert seen[: int(turns)].tolist() == [n for n, named in enumerate(which) if named]
 
 
-def opcodes(hlo: str, name: str, depth: int) -> set[str]:
-    """The operations over the vocabulary of a computation and of what it calls, loops' bodies included up to `depth` deep."""
-    (body,) = re.findall(rf"^(?:ENTRY )?%{re.escape(name)} \(.*?\{{\n(.*?)^\}}", hlo, re.DOTALL | re.MULTILINE)
-    found = set(re.findall(rf"^ *(?:ROOT )?%\S+ = \S*\b{VOCAB}\b\S*[\]}})] ([a-z][a-z0-9-]*)\(", body, re.MULTILINE))
-    called = [(other, depth) for other in re.findall(r"(?:calls|to_apply)=%([\w.-]+)", body)]
-    called += [(other, depth - 1) for other in re.findall(r"body=%([\w.-]+)", body) if depth > 0]
-    return found.union(*(opcodes(hlo, *each) for each in called))
-
-
 @pytest.mark.parametrize("rows", [1, ROWS])
 @pytest.mark.parametrize(("slots", "loops"), [(1, 0), (2, 2)])
 def test_no_work_of_a_row_is_done_before_it_is_known_that_it_is_asked_for(slots: int, loops: int, rows: int):
@@ -167,7 +158,6 @@ def test_no_work_of_a_row_is_done_before_it_is_known_that_it_is_asked_for(slots:
     asked = row_sampling(requests, history.known), history, positions, np.ones(rows, bool)
     hlo = jax.jit(sample_each).lower(logits, *asked).compile().as_text()
     assert hlo is not None
-    (entry,) = re.findall(r"^ENTRY %([\w.-]+) ", hlo, re.MULTILINE)
     of_draws = {"xor", "log"}
-    assert of_draws <= opcodes(hlo, entry, 9)
-    assert not of_draws & opcodes(hlo, entry, loops), "a slot's draw is in a loop of its own"
+    assert of_draws <= opcodes(hlo, VOCAB, 9)
+    assert not of_draws & opcodes(hlo, VOCAB, loops), "a slot's draw is in a loop of its own"
