@@ -201,6 +201,16 @@ def test_seconds_are_counted(lm: LanguageModel):
     assert session.decode_seconds > 0
 
 
+@pytest.mark.parametrize("drafted", [False, True])
+def test_logits_that_are_not_finite_are_an_error(lm: LanguageModel, drafted: bool, monkeypatch: pytest.MonkeyPatch):
+    stream = lm.start(ASKED, Sampling(NEW), drafted)
+    models = stream.engine.programs.models
+    broken = replace(models.target, embed=models.target.embed.at[ASKED[1][3]].set(np.nan))
+    monkeypatch.setattr(stream.engine.programs, "models", replace(models, target=broken))
+    with pytest.raises(ArithmeticError, match="the target's logits are not finite"):
+        run(stream)
+
+
 @pytest.mark.parametrize("steps", [0, 65, -1])
 def test_steps_that_no_dispatch_runs(lm: LanguageModel, steps: int):
     session = lm.start(ASKED, Sampling(NEW))

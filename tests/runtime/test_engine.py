@@ -1,10 +1,11 @@
 """The engine gives each request what plain decoding gives it alone, whatever happens beside it, and holds nothing after."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,8 +22,9 @@ from tilewright.runtime.engine import Engine
 from tilewright.runtime.interfaces import Choice
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.output import Result
-from tilewright.runtime.request import GenerateRequest, Overloaded, Stopped
+from tilewright.runtime.request import GenerateRequest, Overloaded, RequestHandle, Stopped
 from tilewright.runtime.sampling import Sampling
+from tilewright.runtime.scheduler import RunningSequence
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.speculation.drafters.dflash import DFlash
 from tilewright.speculation.drafters.load import DrafterOptions
@@ -267,6 +269,36 @@ def test_a_request_whose_text_fails_ends_alone(lm: LanguageModel, engine: Engine
     assert (bad.end, bad.updates[-1].error) == ("error", "the request could not be computed")
     assert (good.end, good.tokens) == ("length", want)
     assert engine.stats().preemptions == 0
+    check_empty(engine)
+
+
+def test_a_request_whose_logits_are_not_finite_ends_alone(
+    lm: LanguageModel, engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+):
+    """Its first page holds what is not a number. The other request is computed anew, over pages that are clean."""
+    engine = engines(guard="off")  # what writes the page is compiled
+    ask, real, broken = GenerateRequest([1, 2], Sampling(20, ignore_eos=True)), engine.runner.rounds, list[RequestHandle]()
+    (want,) = expected(lm, [ask])
+
+    def rounds(batch: Sequence[RunningSequence], *given: Any) -> Any:
+        state = engine.runner.state
+        assert state is not None
+        for page in (running.pages[0] for running in batch if running.sequence.handle in broken):
+            cache = jax.tree.map(lambda pool, page=page: pool.at[page].set(jnp.nan), state.target_cache)
+            engine.runner.state = state = replace(state, target_cache=cache)
+        return real(batch, *given)
+
+    monkeypatch.setattr(engine.runner, "rounds", rounds)
+    engine.open()
+    for number in range(2):
+        good, bad = Heard(), Heard()
+        broken.append(engine.submit(GenerateRequest([3] * 20, Sampling(40, ignore_eos=True)), bad))
+        engine.submit(ask, good)
+        while engine.step():
+            pass
+        assert (bad.end, bad.tokens, bad.updates[-1].error) == ("error", [], "the request could not be computed")
+        assert (good.end, good.tokens) == ("length", want)
+        assert engine.stats().ended == {"error": number + 1, "length": number + 1}
     check_empty(engine)
 
 

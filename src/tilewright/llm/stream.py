@@ -104,6 +104,7 @@ class Stream:
         Raises:
             ValueError: not 1 <= steps <= 64, or rounds of a kind that there is not.
             RuntimeError: a request failed; the log says how.
+            ArithmeticError: the target's logits are not finite.
         """
         if not 1 <= steps <= STEPS_PER_DISPATCH:
             raise ValueError(f"expected from 1 to {STEPS_PER_DISPATCH} steps, found {steps}")

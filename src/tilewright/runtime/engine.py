@@ -32,7 +32,7 @@ from tilewright.runtime.scheduler import Scheduler, TokenSequence
 from tilewright.runtime.service import NOT_COMPUTED, Service
 from tilewright.runtime.sizes import engine_sizes, sizes_line
 from tilewright.runtime.state import StepInfo
-from tilewright.runtime.taken import take_rounds
+from tilewright.runtime.taken import NotFinite, take_rounds
 
 log = logging.getLogger("tilewright.engine")
 
@@ -226,22 +226,29 @@ class Engine(Service[TokenSequence]):
 
         Args:
             began, ended: when somebody began to wait for it, and had it, by `time.perf_counter()`.
+
+        Raises:
+            NotFinite: those of a request were not finite, which has ended. What the device holds is to be made anew: a page
+                may come to another request, and what is masked there is multiplied by zero, which not all numbers survive.
         """
         count_rounds(self.counted, sent, infos)
         sequences = [running.sequence for running in sent.batch]
         heard = [len(sequence.processor.tokens) for sequence in sequences]
-        drafter = None if sent.choice is None else sent.choice.drafter
+        drafter, failure = None if sent.choice is None else sent.choice.drafter, None
         for row, running in enumerate(sent.batch):
             settled = int(infos.settled[:, row].sum())
             self.scheduler.on_completed(running, sent.rounds, sent.width, settled, drafter)
             if settled and running.sequence.processor.finish_reason is None and running.sequence.handle.result is None:
                 try:
                     update = take_rounds(running.sequence, infos, row, sent.choice, self.eos_token_ids)
-                except Exception:
+                except Exception as error:
                     log.exception("a request failed")
+                    failure = error if isinstance(error, NotFinite) else failure
                     update = RequestOutput(end="error", error=NOT_COMPUTED)
                 self.hand_out(running.sequence, update)
         self.chooser.observe(sent, infos, sequences, heard, began, ended)
+        if failure is not None:
+            raise failure
 
     def leave(self, sequence: TokenSequence) -> None:
         running = next((running for running in self.scheduler.running if running.sequence is sequence), None)

@@ -22,6 +22,9 @@ from tilewright.runtime.logprobs import Scores, no_scores, score_each
 from tilewright.runtime.per_row import History, penalises, sample_each
 from tilewright.runtime.sampling import RowSampling, SamplingMode, penalise, sample
 
+NOT_FINITE = -1
+"""The token that stands where the target's logits are not finite; it ends its row."""
+
 
 @dataclass(frozen=True)
 class Target:
@@ -114,7 +117,7 @@ class Verified(NamedTuple):
     """Target's verdict on a block.
 
     Attributes:
-        tokens: for each slot the token that the target itself puts *after* it, `[B, T]`.
+        tokens: for each slot the token that the target itself puts *after* it, `[B, T]`, or `NOT_FINITE`.
         taps: hidden states for the drafter.
         state: the state with the block's keys and values in the target's cache.
         scores: of the tokens that may be settled, in rows that ask for them; None without loops.
@@ -163,7 +166,9 @@ def verify(
     span = Span(state.known, jnp.minimum(left, block.shape[1]))
     ran = run_target(target, params, state, block, span, tap_layers)
     tokens, scores = next_tokens(target, params, state, block, ran.hidden)
-    return Verified(tokens, ran.taps, replace(state, target_cache=ran.kept), scores)
+    # Weights are finite when they are read: logits are not where hidden states are not.
+    finite = jnp.isfinite(jnp.sum(ran.hidden.astype(jnp.float32), axis=-1))
+    return Verified(jnp.where(finite, tokens, NOT_FINITE), ran.taps, replace(state, target_cache=ran.kept), scores)
 
 
 def next_tokens(
@@ -217,7 +222,7 @@ def commit(
     is_eos = jnp.zeros(tokens.shape, bool)
     for eos in target.config.eos_token_ids:
         is_eos = is_eos | (tokens == eos)
-    is_eos = is_eos & ~state.ignore_eos[:, None] & (slot <= accepted[:, None])
+    is_eos = ((is_eos & ~state.ignore_eos[:, None]) | (tokens == NOT_FINITE)) & (slot <= accepted[:, None])
     until_eos = jnp.where(jnp.any(is_eos, axis=1), jnp.argmax(is_eos, axis=1) + 1, accepted + 1)
     settled = jnp.minimum(until_eos, state.end - 1 - state.known)
     settled = jnp.where(state.done, 0, settled)

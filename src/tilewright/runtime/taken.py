@@ -8,15 +8,25 @@ import numpy as np
 from tilewright.runtime.interfaces import Choice
 from tilewright.runtime.request import RequestOutput, Round, Token, TokenLogprobs
 from tilewright.runtime.scheduler import TokenSequence
-from tilewright.runtime.state import StepInfo
+from tilewright.runtime.state import NOT_FINITE, StepInfo
+
+
+class NotFinite(ArithmeticError):
+    """The target's logits are not finite, and what the device holds of a row is not either."""
 
 
 def take_rounds(sequence: TokenSequence, infos: StepInfo, row: int, choice: Choice | None, eos: Sequence[int]) -> RequestOutput:
-    """Hands a sequence the tokens that each round settled for its row; what comes behind its end is dropped."""
+    """Hands a sequence the tokens that each round settled for its row; what comes behind its end is dropped.
+
+    Raises:
+        NotFinite: one of them was to be drawn from logits that are not.
+    """
     tokens: list[Token] = []
     rounds: list[Round] = []
     for n in np.flatnonzero(infos.settled[:, row]).tolist():
         new = infos.tokens[n, row, : infos.settled[n, row]].tolist()
+        if NOT_FINITE in new:
+            raise NotFinite("the target's logits are not finite")
         drafted, accepted = int(infos.drafted[n, row]), int(infos.accepted[n, row])
         pieces = sequence.processor.add_round(new, drafted, accepted, eos, choice)
         rounds.append(Round(len(pieces), drafted, accepted, "" if choice is None else str(choice)))
