@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from opcodes import opcodes
-from tilewright.runtime import per_row as mixed
+from tilewright.runtime import per_row
 from tilewright.runtime.per_row import TRIES, History, filters, for_each, penalises, sample_each
 from tilewright.runtime.sampling import Sampling, noise, penalise, row_sampling, sample, temper
 
@@ -119,12 +119,12 @@ def test_large_vocabularies(slots: int, vocab: int):
 @pytest.mark.parametrize("tries", [1, TRIES])
 def test_a_draw_that_the_filters_left_none_of_the_best_tokens(tries: int, monkeypatch: pytest.MonkeyPatch):
     """A flat distribution, of which top-p keeps little: beyond some tries all is filtered, for the rows that need it."""
-    monkeypatch.setattr(mixed, "TRIES", tries)
+    monkeypatch.setattr(per_row, "TRIES", tries)
     requests = [Sampling(temperature=30.0, top_p=0.03, top_k=k, seed=seed) for k in (0, 35) for seed in range(20)]
     rows, positions = row_sampling(requests, [1] * 40), jnp.full((40, 1), 3, jnp.int32)
     logits = jnp.asarray(np.random.default_rng(0).normal(0, 2, (40, 1, VOCAB)), jnp.float32)
     wanted = sample(logits, rows, positions)
-    np.testing.assert_array_equal(jax.jit(mixed.draw_kept)(logits, rows, positions), wanted)
+    np.testing.assert_array_equal(jax.jit(per_row.draw_kept)(logits, rows, positions), wanted)
     best = np.argsort(-np.asarray(temper(logits, rows) + noise(rows, positions, VOCAB))[:, 0], axis=-1)
     needed = np.argmax(best == np.asarray(wanted), axis=-1) + 1
     assert needed.min() <= TRIES < needed.max()

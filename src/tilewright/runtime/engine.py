@@ -17,6 +17,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from tilewright.models.tokenizer import StreamDecoder
+from tilewright.runtime.collect import NotFinite, collect_rounds
 from tilewright.runtime.counts import count_rounds, standing
 from tilewright.runtime.interfaces import Choice, RoundChooser
 from tilewright.runtime.model import Model
@@ -32,7 +33,6 @@ from tilewright.runtime.scheduler import Scheduler, TokenSequence
 from tilewright.runtime.service import NOT_COMPUTED, Service
 from tilewright.runtime.sizes import engine_sizes, sizes_line
 from tilewright.runtime.state import StepInfo
-from tilewright.runtime.taken import NotFinite, take_rounds
 
 log = logging.getLogger("tilewright.engine")
 
@@ -240,7 +240,7 @@ class Engine(Service[TokenSequence]):
             self.scheduler.on_completed(running, sent.rounds, sent.width, settled, drafter)
             if settled and running.sequence.processor.finish_reason is None and running.sequence.handle.result is None:
                 try:
-                    update = take_rounds(running.sequence, infos, row, sent.choice, self.eos_token_ids)
+                    update = collect_rounds(running.sequence, infos, row, sent.choice, self.eos_token_ids)
                 except Exception as error:
                     log.exception("a request failed")
                     failure = error if isinstance(error, NotFinite) else failure

@@ -15,7 +15,9 @@ class NotFinite(ArithmeticError):
     """The target's logits are not finite, and what the device holds of a row is not either."""
 
 
-def take_rounds(sequence: TokenSequence, infos: StepInfo, row: int, choice: Choice | None, eos: Sequence[int]) -> RequestOutput:
+def collect_rounds(
+    sequence: TokenSequence, infos: StepInfo, row: int, choice: Choice | None, eos: Sequence[int]
+) -> RequestOutput:
     """Hands a sequence the tokens that each round settled for its row; what comes behind its end is dropped.
 
     Raises:
