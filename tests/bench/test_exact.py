@@ -1,4 +1,4 @@
-"""`verify-exact` on small random models: nothing differs where all is well, and what a defect settles is found where it is."""
+"""`verify-exact` on small random models: nothing differs where all is well, and what a defect commits is found where it is."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -105,7 +105,7 @@ def test_what_did_not_happen_is_told(lm: LanguageModel):
 
 @pytest.mark.slow
 def test_a_wrong_token_is_found_where_it_is(lm: LanguageModel, drafters: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
-    """A round settles another token than the target's at one position, whatever drafted it."""
+    """A round commits another token than the target's at one position, whatever drafted it."""
     wrong = 60
 
     def careless(target: Target, params: Any, state: DecodeState, block: Array, *rest: Any) -> Verified:

@@ -50,7 +50,7 @@ def test_the_parts_are_those_of_the_round():
     assert np.abs(cached[:, :, 100]).min() > 0
     assert not cached[:, :, 101:].any()
     after, info = run["round"](models, SETUP.state())
-    assert int(info.settled[0]) >= 1
+    assert int(info.committed[0]) >= 1
     assert int(after.known[0]) == 100  # every run does the same
     hidden = jax.random.normal(jax.random.key(1), (1, 4, 32))
     for name in ("draft_head", "verify_head"):

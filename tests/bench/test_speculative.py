@@ -118,7 +118,7 @@ def test_the_parts_of_a_round_are_those_that_the_decode_loop_runs(lm: LanguageMo
     whole.advance(1)
     info = results["other"]
     assert [row.accepted[0] for row in whole.rows] == np.asarray(info.accepted)[:2].tolist()
-    assert [row.acceptance_lengths[0] for row in whole.rows] == np.asarray(info.settled)[:2].tolist()
+    assert [row.acceptance_lengths[0] for row in whole.rows] == np.asarray(info.committed)[:2].tolist()
     after, _ = results["verify"]
     for n, row in enumerate(whole.rows):
         assert np.asarray(after)[n, : len(row.tokens)].tolist() == row.tokens

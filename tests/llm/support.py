@@ -56,8 +56,8 @@ def state_of(stream: Stream) -> tuple[DecodeState, list[int]]:
 def plain_step(target: Target, models: Models, state: DecodeState) -> tuple[DecodeState, StepInfo]:
     """A step of plain decoding, whatever becomes of the package's own functions meanwhile."""
     verified, none = verify(target, models.target, state, known_token(state), ()), jnp.zeros_like(state.known)
-    state, settled = commit(target, verified.state, verified.tokens, none)
-    return state, StepInfo(verified.tokens, settled, none, none, verified.scores)
+    state, committed = commit(target, verified.state, verified.tokens, none)
+    return state, StepInfo(verified.tokens, committed, none, none, verified.scores)
 
 
 def share_programs(lm: LanguageModel, other: LanguageModel) -> None:

@@ -134,7 +134,7 @@ def informed(tmp_path_factory: pytest.TempPathFactory, alone: dict[int, list[int
 
 @pytest.mark.parametrize("batch", [1, 8])
 def test_drafter_that_is_always_right(informed: LanguageModel, alone: dict[int, list[int]], batch: int):
-    """Every round settles a whole block: tau is the block size."""
+    """Every round commits a whole block: tau is the block size."""
     assert set(check(informed, alone, batch)) == {BLOCK}
 
 

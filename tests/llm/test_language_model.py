@@ -137,7 +137,7 @@ def test_what_a_call_refuses(lm: LanguageModel, asked: Any, sampling: Any, messa
 
 
 def test_the_whole_context_can_be_used(tmp_path: Path):
-    """Blocks may reach beyond the context; what is settled does not."""
+    """Blocks may reach beyond the context; what is committed does not."""
     lm = build(tmp_path, random_pair(0, max_position_embeddings=40, **SIZES))
     for drafted in (False, True):
         assert len(lm.generate([[1] * 34], NEW, drafted)[0].tokens) == 6

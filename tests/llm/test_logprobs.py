@@ -88,10 +88,10 @@ def test_scores_of_positions_that_ask(seed: int, vocab: int, coarse: bool, askin
 def test_reports_come_to_the_host_as_they_were(scored: bool):
     """Scores only where somebody asks for them; of two steps of which one ran, that one."""
     rng, shape, k = np.random.default_rng(0), (2, 3, 5), 20
-    settled, drafted, accepted = (rng.integers(1, 9, shape[:2]).astype(np.int32) for _ in range(3))
+    committed, drafted, accepted = (rng.integers(1, 9, shape[:2]).astype(np.int32) for _ in range(3))
     tokens, ids = rng.integers(0, 99, shape).astype(np.int32), rng.integers(0, 99, (*shape, k)).astype(np.int32)
     chosen, logprobs = (rng.normal(size=size).astype(np.float32) for size in (shape, (*shape, k)))
-    info = StepInfo(tokens, settled, drafted, accepted, Scores(chosen, ids, logprobs) if scored else None)
+    info = StepInfo(tokens, committed, drafted, accepted, Scores(chosen, ids, logprobs) if scored else None)
     packed = np.array(jax.vmap(lambda info: info.packed())(jax.tree.map(jnp.asarray, info)))
     reports = Reports(packed, Scores(chosen, ids, logprobs))
     jax.tree.map(np.testing.assert_array_equal, StepInfo.unpacked(reports, scored), info)
@@ -107,7 +107,7 @@ def pair() -> Pair:
 
 
 class Told(NamedTuple):
-    """What a row settled, and the scores of it; how many it settled in each round."""
+    """What a row committed, and the scores of it; how many it committed in each round."""
 
     tokens: list[int]
     scores: Scores

@@ -133,12 +133,12 @@ def joint(vocab: int, kind: str) -> NDArray[np.float64]:
 
 
 def emitted(lm: LanguageModel, vocab: int, batches: int) -> tuple[dict[str, NDArray[np.int64]], set[int]]:
-    """How often each text came, by kind; and how many tokens the rounds of sampled rows settled.
+    """How often each text came, by kind; and how many tokens the rounds of sampled rows committed.
 
     The prompt is prefilled once; every batch goes on from there with seeds of its own.
     """
     counts = {kind: np.zeros(vocab ** LENGTHS[vocab], np.int64) for kind in KINDS}
-    kinds, settled = [*list(SAMPLED) * EACH, *GREEDY], set()
+    kinds, committed = [*list(SAMPLED) * EACH, *GREEDY], set()
     requests = [replace(KINDS[kind], max_new_tokens=LENGTHS[vocab]) for kind in kinds]
     stream, length = lm.start([PROMPT] * len(kinds), requests), LENGTHS[vocab]
     stream.prefill()
@@ -155,8 +155,8 @@ def emitted(lm: LanguageModel, vocab: int, batches: int) -> tuple[dict[str, NDAr
         texts = np.asarray(runner.state.tokens)[: len(kinds), len(PROMPT) : len(PROMPT) + length] @ digits
         for kind, text in zip(kinds, texts, strict=True):
             counts[kind][text] += 1
-        settled |= set(infos.settled[:, : len(SAMPLED) * EACH].ravel().tolist())
-    return counts, settled
+        committed |= set(infos.committed[:, : len(SAMPLED) * EACH].ravel().tolist())
+    return counts, committed
 
 
 def excess(counts: dict[str, NDArray[np.int64]], vocab: int) -> dict[str, float]:
@@ -171,8 +171,8 @@ def excess(counts: dict[str, NDArray[np.int64]], vocab: int) -> dict[str, float]
 
 @pytest.mark.parametrize("vocab", [8, pytest.param(64, marks=pytest.mark.slow)])
 def test_emits_the_targets_warped_distribution(models: dict[int, LanguageModel], vocab: int):
-    counts, settled = emitted(models[vocab], vocab, batches=800)
-    assert {1, 2} <= settled, "rounds without and with an accepted draft"
+    counts, committed = emitted(models[vocab], vocab, batches=800)
+    assert {1, 2} <= committed, "rounds without and with an accepted draft"
     assert max(excess(counts, vocab).values()) < 1
     assert all((counts[kind] > 0).sum() >= 10 for kind in SAMPLED)
 
@@ -204,7 +204,7 @@ def autoregressive(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
 
 
 def test_equals_autoregressive_decoding_token_for_token(models: dict[int, LanguageModel], autoregressive: list[list[int]]):
-    """With penalties that see the drafts before a slot; some rounds settle two drafts and more."""
+    """With penalties that see the drafts before a slot; some rounds commit two drafts and more."""
     lengths = check_same_as_autoregressive(models[8], ASKED, REQUESTS, 16, autoregressive)
     assert {1, 2, 3} <= set(lengths)
 

@@ -73,7 +73,7 @@ def over(devices: int, schedule: str | None = None) -> dict[str, Any]:
 
 
 def told(lm: LanguageModel, sampling: str, rows: int) -> list[tuple[list[int], str | None, list[int]]]:
-    """Tokens, why they end, and how many each round settled, with every compile before."""
+    """Tokens, why they end, and how many each round committed, with every compile before."""
     asked, each = ASKED[:rows], SAMPLING[sampling][:rows]
     lm.warm()
     with no_compile_guard("fail"):

@@ -88,9 +88,9 @@ def compare(lm: LanguageModel, pair: Pair, asked: Sequence[list[int]], window: i
         blocks, draft_logits, target_logits = (np.asarray(x) for x in observe(lm.model.models, state))
         pieces = session.advance(1)
         for i, generation in enumerate(want):
-            settled = [piece.token for piece in pieces if piece.row == i]
+            committed = [piece.token for piece in pieces if piece.row == i]
             if number >= len(generation.rounds):
-                assert not settled
+                assert not committed
                 continue
             r: Round = generation.rounds[number]
             close = tolerance(pair, r.draft_logits)
@@ -100,7 +100,7 @@ def compare(lm: LanguageModel, pair: Pair, asked: Sequence[list[int]], window: i
             assert blocks[at[i]].tolist() == r.block
             np.testing.assert_allclose(draft_logits[at[i]], r.draft_logits, rtol=0, atol=close)
             np.testing.assert_allclose(target_logits[at[i]], r.target_logits, rtol=0, atol=close)
-            assert settled == r.emitted
+            assert committed == r.emitted
             assert session.rows[i].acceptance_lengths[-1] == len(r.emitted)
         number += 1
     assert number == max(len(generation.rounds) for generation in want)

@@ -46,7 +46,7 @@ def make(pages: int, prefix_cache: bool = True, tapping: tuple[str, ...] = ()) -
 
 
 class Simulation:
-    """A device that settles a drawn number of tokens for each round, and is read one dispatch late.
+    """A device that commits a drawn number of tokens for each round, and is read one dispatch late.
 
     Attributes:
         written: for each page what was computed for it: (text up to there, position) for each of its entries.
@@ -101,15 +101,15 @@ class Simulation:
             processor = running.sequence.processor
             new = int(self.rng.integers(rounds, rounds * WIDTH + 1))
             left = processor.end - len(processor.prompt) - len(processor.tokens)
-            settled = [] if processor.finish_reason else self.rng.integers(0, 3, min(new, left)).tolist()
+            committed = [] if processor.finish_reason else self.rng.integers(0, 3, min(new, left)).tolist()
             here = self.scheduler.slots[running.slot] is running
             before = running.sequence.length
-            self.scheduler.on_completed(running, rounds, WIDTH, len(settled), "eagle3" if self.rng.integers(2) else "ngram")
-            if not settled:
+            self.scheduler.on_completed(running, rounds, WIDTH, len(committed), "eagle3" if self.rng.integers(2) else "ngram")
+            if not committed:
                 continue
-            processor.add_round(settled, 0, 0, ())
+            processor.add_round(committed, 0, 0, ())
             if here:
-                self.write(running, before - 1, len(settled))
+                self.write(running, before - 1, len(committed))
             if processor.finish_reason is not None:
                 self.done.append(running.sequence.number)
                 (self.scheduler.leave if here else lambda running: self.scheduler.drop(running.sequence))(running)

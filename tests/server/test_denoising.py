@@ -142,7 +142,7 @@ def test_a_response_of_any_length_is_cut_from_whole_blocks(http: httpx2.Client, 
 
 
 def test_a_stream_has_blocks_as_they_finish(http: httpx2.Client, model: DiffusionModel):
-    """Two steps of a dispatch settle half a block; each chunk but the last of all has a whole one."""
+    """Two steps of a dispatch commit half a block; each chunk but the last of all has a whole one."""
     asked = {
         "prompt": PROMPTS[0],
         "steps": 12,
@@ -227,7 +227,7 @@ def refused(http: httpx2.Client | TestClient, route: str, body: dict[str, Any]) 
     return answer.json()["error"]
 
 
-MANY = "is not offered for a diffusion model, which settles many tokens at once"
+MANY = "is not offered for a diffusion model, which commits many tokens at once"
 
 
 @pytest.mark.parametrize(

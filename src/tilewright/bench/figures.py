@@ -52,7 +52,7 @@ def tau_published(responses: Sequence[Result]) -> float | None:
     """`tau_by_response` without the first round of each: the count of DFlash's published code (z-lab/dflash, `benchmark.py`).
 
     Its first token comes from the prefill and belongs to no round; each of its rounds begins behind a generated token. Here the
-    first round begins behind the prompt and settles that token. Both count what a last round accepted past the end.
+    first round begins behind the prompt and commits that token. Both count what a last round accepted past the end.
     """
     return over_responses(r.accepted[1:] for r in responses)
 

@@ -69,7 +69,7 @@ class Told(NamedTuple):
     Attributes:
         reports: of its steps, `StepInfo.packed`, `[most, b, _]`.
         tokens: `[b, s]`.
-        block_start: where each row's current block begins, `[b]`: what stands before it is settled.
+        block_start: where each row's current block begins, `[b]`: what stands before it is committed.
     """
 
     reports: Any

@@ -191,14 +191,14 @@ def step_span(how: Denoiser, span: Span, params: DecoderParams, state: Diffusion
 
     found = choices(how, state, logits_of, positions)
     taken = commits(found, masked, state.options, state.block_step)
-    after = settle(how, replace(state, caches=caches), masked, taken, found.token)
+    after = commit(how, replace(state, caches=caches), masked, taken, found.token)
     count = jnp.where(state.done, -1, jnp.sum(taken, axis=1))
     layers = how.config.decoder.num_layers
     salient = jnp.zeros((len(count), layers), jnp.int32) if trace is None else jnp.sum(trace.salient, axis=2).T
     return after, StepInfo(count.astype(jnp.int32), jnp.int32(SPANS.index(span)), after.done, salient.astype(jnp.int32))
 
 
-def settle(
+def commit(
     how: Denoiser, state: DiffusionState, masked: Bool[Array, "B K"], taken: Bool[Array, "B K"], token: Int[Array, "B K"]
 ) -> DiffusionState:
     """The state after a commit: tokens, which of them changed, and where each row stands."""

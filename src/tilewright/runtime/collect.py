@@ -18,15 +18,15 @@ class NotFinite(ArithmeticError):
 def collect_rounds(
     sequence: TokenSequence, infos: StepInfo, row: int, choice: Choice | None, eos: Sequence[int]
 ) -> RequestOutput:
-    """Hands a sequence the tokens that each round settled for its row; what comes behind its end is dropped.
+    """Hands a sequence the tokens that each round committed for its row; what comes behind its end is dropped.
 
     Raises:
         NotFinite: one of them was to be drawn from logits that are not.
     """
     tokens: list[Token] = []
     rounds: list[Round] = []
-    for n in np.flatnonzero(infos.settled[:, row]).tolist():
-        new = infos.tokens[n, row, : infos.settled[n, row]].tolist()
+    for n in np.flatnonzero(infos.committed[:, row]).tolist():
+        new = infos.tokens[n, row, : infos.committed[n, row]].tolist()
         if NOT_FINITE in new:
             raise NotFinite("the target's logits are not finite")
         drafted, accepted = int(infos.drafted[n, row]), int(infos.accepted[n, row])

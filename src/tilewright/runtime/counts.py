@@ -12,7 +12,7 @@ from tilewright.runtime.state import StepInfo
 
 def count_rounds(counted: EngineStats, sent: Sent, infos: StepInfo) -> None:
     """Counts rounds that were read."""
-    rounds, ran, drafted = len(infos.settled), infos.settled > 0, infos.drafted > 0
+    rounds, ran, drafted = len(infos.committed), infos.committed > 0, infos.drafted > 0
     counted.dispatches += 1
     counted.rounds += rounds
     counted.row_rounds += int(ran.sum())

@@ -3,7 +3,7 @@
 One thread steps. A step takes in what was asked, sends what there is to compute (requests into slots, pieces of prompts, rounds
 for all that are ready), and then reads the rounds that the step *before* had sent: the device has the next ones by then. What
 the host knows is thus one dispatch old, which costs nothing but care: a request that has ended meanwhile takes no part on the
-device, and what was settled behind a stop string is dropped.
+device, and what was committed behind a stop string is dropped.
 """
 
 import logging
@@ -236,9 +236,9 @@ class Engine(Service[TokenSequence]):
         heard = [len(sequence.processor.tokens) for sequence in sequences]
         drafter, failure = None if sent.choice is None else sent.choice.drafter, None
         for row, running in enumerate(sent.batch):
-            settled = int(infos.settled[:, row].sum())
-            self.scheduler.on_completed(running, sent.rounds, sent.width, settled, drafter)
-            if settled and running.sequence.processor.finish_reason is None and running.sequence.handle.result is None:
+            committed = int(infos.committed[:, row].sum())
+            self.scheduler.on_completed(running, sent.rounds, sent.width, committed, drafter)
+            if committed and running.sequence.processor.finish_reason is None and running.sequence.handle.result is None:
                 try:
                     update = collect_rounds(running.sequence, infos, row, sent.choice, self.eos_token_ids)
                 except Exception as error:

@@ -95,7 +95,7 @@ class Drafter(Protocol):
 
     @property
     def contexts(self) -> tuple[str, ...]:
-        """Names of contexts that may fall behind what is settled, since not every round extends them."""
+        """Names of contexts that may fall behind what is committed, since not every round extends them."""
         ...
 
     def turn(self, choice: Choice | None) -> "Variant":
@@ -116,7 +116,7 @@ class Drafter(Protocol):
     ) -> DecodeState:  # fmt: skip
         """Adds positions `start` to `stop - 1` to the context, from the target's hidden states at `start` onwards.
 
-        Tokens up to `stop` are settled in `state.tokens`. A row whose `stop` is its `start` keeps its context as it is.
+        Tokens up to `stop` are committed in `state.tokens`. A row whose `stop` is its `start` keeps its context as it is.
         """
         ...
 

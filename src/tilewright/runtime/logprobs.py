@@ -1,7 +1,7 @@
 """Log-probabilities: what the target thought of a token, and of those that it thought most likely there.
 
 They are of its logits as they are, before temperature, filters and penalties, and those of plain decoding whatever was drafted:
-the target's logits at a settled position do not depend on who proposed the token.
+the target's logits at a committed position do not depend on who proposed the token.
 """
 
 from typing import Any, NamedTuple

@@ -120,7 +120,7 @@ class OutputProcessor:
     def add_round(
         self, tokens: Sequence[int], drafted: int, accepted: int, eos: Sequence[int], choice: Choice | None = None
     ) -> list[Piece]:
-        """Takes the tokens that a round settled, up to a stop string. Returns what they add to the text."""
+        """Takes the tokens that a round committed, up to a stop string. Returns what they add to the text."""
         pieces = []
         if choice is not None:
             self.choices.append(choice)

@@ -81,4 +81,4 @@ class FixedRounds(Pace):
     def observe(
         self, sent: Sent, infos: StepInfo, sequences: Sequence[TokenSequence], heard: Sequence[int], began: float, ended: float
     ) -> None:
-        self.time((sent.rows, sent.choice), len(infos.settled), sent.at, sent.alone, began, ended)
+        self.time((sent.rows, sent.choice), len(infos.committed), sent.at, sent.alone, began, ended)

@@ -1,6 +1,6 @@
 """Which pages of the pool are whose: handed out, shared by rows that begin alike, kept for later ones, given away again.
 
-Plain host code. A page that is full, and whose keys and values are settled, may be kept under a key that says what it holds:
+Plain host code. A page that is full, and whose keys and values are final, may be kept under a key that says what it holds:
 all tokens before it, its own, and the one behind it (a drafter's context may have read that one, too). Whoever finds it
 holds it with the others; nobody writes to it any more.
 """

@@ -2,7 +2,7 @@
 
 The argmax is taken for all rows together, if one of them wants it. Rows that draw are gone through in loops on the device that
 have as many turns as it takes: where a row has a single token, many at once, for there a turn costs more than its rows; of a
-block one slot after the other, up to the first token that is not the block's own, for none behind it is settled. Rows with
+block one slot after the other, up to the first token that is not the block's own, for none behind it is committed. Rows with
 penalties are gone through one by one. The functions are those of `sampling.py`, on slices.
 """
 
@@ -33,7 +33,7 @@ Tree = TypeVar("Tree")
 
 
 class History(NamedTuple):
-    """Tokens that penalties read: `tokens` `[B, L]`, settled up to `known` `[B]`, and the `block` `[B, T]`; see `penalise`."""
+    """What penalties read: `tokens` `[B, L]`, committed up to `known` `[B]`, and the `block` `[B, T]`; see `penalise`."""
 
     tokens: Any
     known: Any
@@ -169,7 +169,7 @@ def sample_each(
         own = penalise(known[0], of_row(row, rows), *of_row(row, history))
         return own, argmax(own)
 
-    def settle(row: Array, tokens: Array) -> Array:
+    def draw_row(row: Array, tokens: Array) -> Array:
         own, best = where_asked(penalised[row], row, penalise_one, of_row(row, (logits, tokens)))
         kinds = [(drawn[row] & ~filtered[row], draw_plain), (drawn[row] & filtered[row], draw_kept)]
         found = draw_slots(own, of_row(row, rows), of_row(row, positions), of_row(row, history.block), kinds, best)
@@ -183,8 +183,8 @@ def sample_each(
     greedy, nothing = jnp.any(asking & ~penalised & ~drawn), jnp.zeros(positions.shape, jnp.int32)
     tokens = where_asked(greedy, jnp.int32(0), lambda n, _: argmax(counted(logits, n)), nothing)
     if logits.shape[1] > 1:
-        return for_each(asking & (penalised | drawn), settle, tokens)
-    tokens = for_each(asking & penalised, settle, tokens)
+        return for_each(asking & (penalised | drawn), draw_row, tokens)
+    tokens = for_each(asking & penalised, draw_row, tokens)
     together, left = min(logits.shape[0], TOGETHER), asking & drawn & ~penalised
     tokens = for_some(left & ~filtered, together, partial(draw_some, draw_plain), tokens)
     return for_some(left & filtered, together, partial(draw_some, draw_kept), tokens)

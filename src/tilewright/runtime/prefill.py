@@ -25,7 +25,7 @@ def prefill(
     count: Int[Array, " B"],
     scoring: Bool[Array, " B"] | None = None,
 ) -> tuple[DecodeState, Scores | None]:
-    """Runs each row's settled tokens at positions `start` to `start + count - 1` and fills both caches. DONATES state.
+    """Runs each row's committed tokens at positions `start` to `start + count - 1` and fills both caches. DONATES state.
 
     Rows of count 0 stay as they are, so that others may be admitted while they decode.
 

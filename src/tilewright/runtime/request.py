@@ -91,7 +91,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class Token(NamedTuple):
-    """One token that a request settled.
+    """One token that a request committed.
 
     Attributes:
         text: what can be shown since the token before; it may be empty, for a character may take several tokens, and what may
@@ -126,8 +126,8 @@ class RequestOutput:
     """Tokens and rounds that one dispatch added to a request.
 
     Attributes:
-        tokens: those that it settled, in order; none in an update that only ends the request.
-        rounds: those that settled them.
+        tokens: those that it committed, in order; none in an update that only ends the request.
+        rounds: those that committed them.
         end: why the request ended; None while it goes on. Nothing comes after an update that has it.
         prompt_logprobs: of the prompt's tokens from the second one on, once, in the first update; None where nobody asked.
         error: what a client may be told of a failure; empty otherwise.
@@ -162,7 +162,7 @@ class RequestHandle:
         number: its place in the order of arrival, from 0.
         cached_tokens: of the prompt, how many were found in the prefix cache.
         preemptions: how often it gave its pages to an older one and was computed anew.
-        steps: that it took, of a model that settles many tokens over and over.
+        steps: that it took, of a model that commits many tokens over and over.
         given_up: nobody waits for it any more; the engine ends it before the next dispatch.
     """
 

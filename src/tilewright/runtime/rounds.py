@@ -1,9 +1,10 @@
 """A step of plain decoding, and a round of speculative decoding, whatever the drafter: propose, verify, accept, extend.
 
 Why the output is the target's own: in each slot the target draws its token from its full, warped distribution with the
-randomness of that *position* (`sampling.sample`), and a draft is accepted only if it is that very token. So every settled token
-is the one that autoregressive decoding with the same seed would have drawn; the draft decides only how many of them a round may
-settle. For a drafter that proposes its argmax this has the acceptance probability of the one-hot rejection rule, p(draft).
+randomness of that *position* (`sampling.sample`), and a draft is accepted only if it is that very token. So every token that
+is committed is the one that autoregressive decoding with the same seed would have drawn; the draft decides only how many of
+them a round may commit. For a drafter that proposes its argmax this has the acceptance probability of the one-hot rejection
+rule, p(draft).
 """
 
 from collections.abc import Callable
@@ -18,15 +19,15 @@ from tilewright.runtime.state import DecodeState, Models, Step, StepInfo, Target
 
 
 def autoregressive_step(target: Target, models: Models, state: DecodeState) -> tuple[DecodeState, StepInfo]:
-    """Runs the known token through the target and settles the one that follows it."""
+    """Runs the known token through the target and commits the one that follows it."""
     verified = verify(target, models.target, state, known_token(state), ())
     none = jnp.zeros_like(state.known)
-    state, settled = commit(target, verified.state, verified.tokens, none)
-    return state, StepInfo(verified.tokens, settled, none, none, verified.scores)
+    state, committed = commit(target, verified.state, verified.tokens, none)
+    return state, StepInfo(verified.tokens, committed, none, none, verified.scores)
 
 
 def speculative_round(drafter: Variant, target: Target, models: Models, state: DecodeState) -> tuple[DecodeState, StepInfo]:
-    """One round: settles the accepted drafts and one more token from the target."""
+    """One round: commits the accepted drafts and one more token from the target."""
     proposal = drafter.propose(target, models, state)
     if not drafter.may_be_idle:
         return verify_and_extend(drafter, target, models, state, proposal)
@@ -61,16 +62,16 @@ def one_of(
 def verify_and_extend(
     drafter: Variant, target: Target, models: Models, state: DecodeState, proposal: Proposal
 ) -> tuple[DecodeState, StepInfo]:
-    """Runs the block through the target, settles what it agrees with, and extends the drafter's context by that."""
+    """Runs the block through the target, commits what it agrees with, and extends the drafter's context by that."""
     block = proposal.block
     verified = verify(target, models.target, state, block, drafter.tap_layers)
     is_draft = jnp.arange(block.shape[1] - 1)[None] < proposal.drafts[:, None]
     agrees = is_draft & (block[:, 1:] == verified.tokens[:, :-1])
     accepted = jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), axis=1), axis=1)
-    after, settled = commit(target, verified.state, verified.tokens, accepted)
+    after, committed = commit(target, verified.state, verified.tokens, accepted)
     after = drafter.extend(target, models, after, verified.taps, state.known, after.known)
     drafted, accepted = (jnp.where(state.done, 0, count) for count in (proposal.drafts, accepted))
-    return after, StepInfo(verified.tokens, settled, drafted, accepted, verified.scores)
+    return after, StepInfo(verified.tokens, committed, drafted, accepted, verified.scores)
 
 
 def step_of(drafter: Variant | None, target: Target) -> Step:

@@ -226,7 +226,7 @@ def penalise(
     """The logits after biases and penalties: of these the one for repetition first, then frequency and presence (vLLM's order).
 
     Tokens that would end a row before its `min_tokens` get -inf. What slot t has before it is the row's tokens up to `known`
-    and the block's tokens 1 to t: a slot is settled only if all drafts up to it were accepted, and then just these are its
+    and the block's tokens 1 to t: a slot is committed only if all drafts up to it were accepted, and then just these are its
     history. A row that asks for none of it keeps its logits.
     """
     logits = adjust(logits, rows, known)

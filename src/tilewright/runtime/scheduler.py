@@ -27,7 +27,7 @@ class TokenSequence(EngineSequence):
         queued: tokens that it was queued with.
         prompt_scores: what prefill said of the prompt, as far as it went: the scores of a program, still on the device, its row
             there, and for how many positions. None once it was told, or where nobody asks.
-        keys: of its full pages, as far as they were needed. What is settled does not change, so each is computed once.
+        keys: of its full pages, as far as they were needed. What is committed does not change, so each is computed once.
     """
 
     followed: Any = None
@@ -53,7 +53,7 @@ class TokenSequence(EngineSequence):
 
     @property
     def length(self) -> int:
-        """Tokens that are settled."""
+        """Tokens that are committed."""
         return len(self.processor.prompt) + len(self.processor.tokens)
 
     @property
@@ -61,13 +61,13 @@ class TokenSequence(EngineSequence):
         return [*self.processor.prompt, *self.processor.tokens]
 
     def page_key(self, page: int, page_size: int) -> bytes:
-        """The key of one of its full pages, behind which a token has to be settled."""
+        """The key of one of its full pages, behind which a token has to be committed."""
         prompt, new = self.processor.prompt, self.processor.tokens
         while len(self.keys) <= page:
             start = len(self.keys) * page_size
             stop = start + page_size + 1
             held = [*prompt[start:stop], *new[max(0, start - len(prompt)) : max(0, stop - len(prompt))]]
-            assert len(held) == stop - start, "a page is found by what is settled"
+            assert len(held) == stop - start, "a page is found by what is committed"
             self.keys.append(page_key(self.keys[-1] if self.keys else FIRST, held))
         return self.keys[page]
 
@@ -78,8 +78,8 @@ class RunningSequence:
 
     Attributes:
         pages: of its positions, in order.
-        known: the position of its last settled token, as far as dispatches were read.
-        least: how many tokens those that were not read yet settle at least, unless it ends; `most` at most.
+        known: the position of its last committed token, as far as dispatches were read.
+        least: how many tokens those that were not read yet commit at least, unless it ends; `most` at most.
         filled: positions whose keys and values are computed, by prefills that were sent.
         prompt: positions that prefill computes: all before the known one.
         begun: whether a chunk was sent; the first one, which may have no position at all, also puts the sequence into its slot.
@@ -172,7 +172,7 @@ class Scheduler:
         return admitted
 
     def place(self, sequence: TokenSequence, slot: int) -> RunningSequence | None:
-        """A sequence in a slot, with pages for all that is settled of it, known ones shared; None where pages are lacking.
+        """A sequence in a slot, with pages for all that is committed of it, known ones shared; None where pages are lacking.
 
         Each of the others is left a page to grow into, lest they have to give way at once.
         """
@@ -240,9 +240,9 @@ class Scheduler:
         return bool(self.waiting) or any(waits)
 
     def reach(self, running: RunningSequence, rounds: int, width: int) -> int:
-        """The positions that so many more rounds may write: those that they may settle, and a block behind them."""
-        settled = min(running.known + running.most + rounds * width, running.sequence.processor.end - 1)
-        return min(settled + width, self.context)
+        """The positions that so many more rounds may write: those that they may commit, and a block behind them."""
+        committed = min(running.known + running.most + rounds * width, running.sequence.processor.end - 1)
+        return min(committed + width, self.context)
 
     def make_room(self, batch: Sequence[RunningSequence], rounds: int, width: int) -> tuple[list[RunningSequence], int]:
         """Pages for rounds of these; where there are too few, fewer rounds, and then fewer sequences.
@@ -272,14 +272,16 @@ class Scheduler:
         for running in batch:
             running.least, running.most = running.least + rounds, running.most + rounds * width
 
-    def on_completed(self, running: RunningSequence, rounds: int, width: int, settled: int, drafter: str | None = None) -> None:
-        """Takes in what rounds that were sent have settled for one of them.
+    def on_completed(
+        self, running: RunningSequence, rounds: int, width: int, committed: int, drafter: str | None = None
+    ) -> None:
+        """Takes in what rounds that were sent have committed for one of them.
 
         Args:
             drafter: whose context the rounds extended.
         """
         running.least, running.most = running.least - rounds, running.most - rounds * width
-        running.known += settled
+        running.known += committed
         if drafter in running.held:
             running.held[drafter] = running.known
 

@@ -89,7 +89,7 @@ class DecodeState:
     Row by row, positions divide so:
 
         [0 ........ known)   tokens whose keys and values are in the target's cache and whose features are in the drafter's
-        [known]              the last token that is settled; the next step runs it through the target
+        [known]              the last token that is committed; the next step runs it through the target
         (known ....... end)  still to come; the caches may hold stale entries here
 
     Attributes:
@@ -120,7 +120,7 @@ class Verified(NamedTuple):
         tokens: for each slot the token that the target itself puts *after* it, `[B, T]`, or `NOT_FINITE`.
         taps: hidden states for the drafter.
         state: the state with the block's keys and values in the target's cache.
-        scores: of the tokens that may be settled, in rows that ask for them; None without loops.
+        scores: of the tokens that may be committed, in rows that ask for them; None without loops.
     """
 
     tokens: Array
@@ -160,7 +160,7 @@ def verify(
 ) -> Verified:
     """Runs a block that begins with the known token through the target and draws the token after each slot.
 
-    Slots behind the last position that the cache has write nothing: no token is settled there.
+    Slots behind the last position that the cache has write nothing: no token is committed there.
     """
     left = jnp.where(state.done, 0, state.tokens.shape[1] - state.known)
     span = Span(state.known, jnp.minimum(left, block.shape[1]))
@@ -174,7 +174,7 @@ def verify(
 def next_tokens(
     target: Target, params: DecoderParams, state: DecodeState, block: Int[Array, "B T"], hidden: Array
 ) -> tuple[Int[Array, "B T"], Scores | None]:
-    """The token after each slot of a block, and what rows that ask are told about those that may be settled.
+    """The token after each slot of a block, and what rows that ask are told about those that may be committed.
 
     Where every row takes the most likely token and asks for nothing else, the head gives that at once, without its logits. A
     program that is for such rows alone has no other part.
@@ -205,8 +205,8 @@ def next_tokens(
 
         def score() -> Scores:
             agreed = jnp.cumprod((block[:, 1:] == tokens[:, :-1]).astype(jnp.int32), axis=1) > 0
-            settled = jnp.pad(agreed, ((0, 0), (1, 0)), constant_values=True)
-            return score_each(logits, tokens, scored[:, None] & settled)
+            committed = jnp.pad(agreed, ((0, 0), (1, 0)), constant_values=True)
+            return score_each(logits, tokens, scored[:, None] & committed)
 
         return tokens, jax.lax.cond(jnp.any(scored), score, none)
 
@@ -217,20 +217,20 @@ def next_tokens(
 def commit(
     target: Target, state: DecodeState, tokens: Int[Array, "B T"], accepted: Int[Array, " B"]
 ) -> tuple[DecodeState, Int[Array, " B"]]:
-    """Settles the first `accepted + 1` of a round's tokens, fewer where the row ends before. Returns how many it settled."""
+    """Commits the first `accepted + 1` of a round's tokens, fewer where the row ends before. Returns how many it committed."""
     slot = jnp.arange(tokens.shape[1])[None]
     is_eos = jnp.zeros(tokens.shape, bool)
     for eos in target.config.eos_token_ids:
         is_eos = is_eos | (tokens == eos)
     is_eos = ((is_eos & ~state.ignore_eos[:, None]) | (tokens == NOT_FINITE)) & (slot <= accepted[:, None])
     until_eos = jnp.where(jnp.any(is_eos, axis=1), jnp.argmax(is_eos, axis=1) + 1, accepted + 1)
-    settled = jnp.minimum(until_eos, state.end - 1 - state.known)
-    settled = jnp.where(state.done, 0, settled)
-    stopped = jnp.any(is_eos & (slot < settled[:, None]), axis=1)
-    known = state.known + settled
-    written = select.write(state.tokens, tokens, state.known + 1, settled)
+    committed = jnp.minimum(until_eos, state.end - 1 - state.known)
+    committed = jnp.where(state.done, 0, committed)
+    stopped = jnp.any(is_eos & (slot < committed[:, None]), axis=1)
+    known = state.known + committed
+    written = select.write(state.tokens, tokens, state.known + 1, committed)
     done = state.done | stopped | (known >= state.end - 1)
-    return replace(state, tokens=written, known=known, done=done), settled
+    return replace(state, tokens=written, known=known, done=done), committed
 
 
 def known_token(state: DecodeState) -> Int[Array, "B 1"]:
@@ -241,15 +241,15 @@ class StepInfo(NamedTuple):
     """Report of a step or round, and all that the host reads of it; int32 but for log-probabilities.
 
     Attributes:
-        tokens: `[B, T]`, T being 1 or the block size; the first `settled` of a row's are those it added, the rest mean nothing.
-        settled: `[B]`; how many tokens it added to each row.
+        tokens: `[B, T]`, T being 1 or the block size; the first `committed` of a row's are those it added, others mean nothing.
+        committed: `[B]`; how many tokens it added to each row.
         drafted: `[B]`; drafts that it ran.
         accepted: `[B]`; drafts that the target agreed with, those behind the row's end included.
         scores: of the tokens that it added to rows that ask for them; None where nobody asked.
     """
 
     tokens: Any
-    settled: Any
+    committed: Any
     drafted: Any
     accepted: Any
     scores: Scores | None = None
@@ -264,12 +264,12 @@ class StepInfo(NamedTuple):
 
     def packed(self) -> Int[Array, "B _"]:
         """All but the scores in one array: what a dispatch reports then comes to the host in one piece."""
-        counts = jnp.stack([self.settled, self.drafted, self.accepted], axis=1)
+        counts = jnp.stack([self.committed, self.drafted, self.accepted], axis=1)
         return jnp.concatenate([counts, self.tokens], axis=1).astype(jnp.int32)
 
     @staticmethod
     def unpacked(reports: "Reports", scored: bool = False) -> "StepInfo":
-        """The steps of a dispatch that ran: each settles a token of some row, or it would not have run.
+        """The steps of a dispatch that ran: each commits a token of some row, or it would not have run.
 
         Args:
             scored: whether anybody asks for scores, which stay on the device otherwise.

@@ -22,7 +22,7 @@ from tilewright.server.protocol import (
 )
 
 NOT_OF_DIFFUSION = "is not offered for a diffusion model"
-SETTLES_MANY = f"{NOT_OF_DIFFUSION}, which settles many tokens at once"
+COMMITS_MANY = f"{NOT_OF_DIFFUSION}, which commits many tokens at once"
 
 
 def only(value: int | str) -> Any:
@@ -59,21 +59,21 @@ class DenoisingBody(GenerationBody):
     stop_token_ids: Annotated[Annotated[list[Any], Field(max_length=0)] | None, only("empty")] = None  # type: ignore[assignment]
     include_stop_str_in_output: Annotated[Literal[False] | None, FLAG, only("false")] = None  # type: ignore[assignment]
     skip_special_tokens: Annotated[Literal[True] | None, FLAG, only("true")] = None  # type: ignore[assignment]
-    prompt_logprobs: Annotated[None, expect(SETTLES_MANY, "not_offered")] = None  # type: ignore[assignment]
+    prompt_logprobs: Annotated[None, expect(COMMITS_MANY, "not_offered")] = None  # type: ignore[assignment]
 
 
 class DenoisingCompletionBody(DenoisingBody, CompletionBody):  # type: ignore[misc]
     """`POST /v1/completions`."""
 
     max_tokens: Length = None
-    logprobs: Annotated[None, expect(SETTLES_MANY, "not_offered")] = None  # type: ignore[assignment]
+    logprobs: Annotated[None, expect(COMMITS_MANY, "not_offered")] = None  # type: ignore[assignment]
 
 
 class DenoisingChatBody(DenoisingBody, ChatBody):  # type: ignore[misc]
     """`POST /v1/chat/completions`."""
 
-    logprobs: Annotated[Literal[False] | None, FLAG, expect(SETTLES_MANY, "not_offered")] = None  # type: ignore[assignment]
-    top_logprobs: Annotated[None, expect(SETTLES_MANY, "not_offered")] = None  # type: ignore[assignment]
+    logprobs: Annotated[Literal[False] | None, FLAG, expect(COMMITS_MANY, "not_offered")] = None  # type: ignore[assignment]
+    top_logprobs: Annotated[None, expect(COMMITS_MANY, "not_offered")] = None  # type: ignore[assignment]
 
 
 def denoising_of(body: DenoisingBody, defaults: Denoising, new_tokens: int) -> Denoising:

@@ -61,10 +61,10 @@ class Pacer(Pace):
     def observe(
         self, sent: Sent, infos: StepInfo, sequences: Sequence[TokenSequence], heard: Sequence[int], began: float, ended: float
     ) -> None:
-        rounds = len(infos.settled)
+        rounds = len(infos.committed)
         seconds = self.time((sent.rows, sent.choice), rounds, sent.at, sent.alone, began, ended)
         if sent.choice is not None and rounds:
-            self.policy(sent.rows).observe(sent.choice, infos.drafted, infos.accepted, infos.settled > 0, seconds)
+            self.policy(sent.rows).observe(sent.choice, infos.drafted, infos.accepted, infos.committed > 0, seconds)
         self.observe_ngrams(sent.rows, sequences, heard)
 
     def observe_ngrams(self, rows: int, sequences: Sequence[TokenSequence], heard: Sequence[int]) -> None:
@@ -161,10 +161,10 @@ class CallPacer(Pacer):
         self, sent: Sent, infos: StepInfo, sequences: Sequence[TokenSequence], heard: Sequence[int], began: float, ended: float
     ) -> None:
         """Takes in a dispatch that was waited for as soon as it was sent."""
-        if sent.choice is not None and len(infos.settled):
+        if sent.choice is not None and len(infos.committed):
             seconds = agreed_seconds(self.programs.target.mesh, ended - sent.at)
             caught_up = self.drafted not in (None, sent.choice.drafter)
-            running = infos.settled > 0
+            running = infos.committed > 0
             self.policy(sent.rows).observe(sent.choice, infos.drafted, infos.accepted, running, seconds, caught_up)
             self.drafted = sent.choice.drafter
         self.observe_ngrams(sent.rows, sequences, heard)

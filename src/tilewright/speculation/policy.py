@@ -229,8 +229,8 @@ class Policy:
             if choice == PLAIN:
                 found[PLAIN] = Outlook(1.0, self.costs[PLAIN].drafting)
                 continue
-            settled, idle = self.expected(choice)
-            found[choice] = Outlook(settled[choice.width - 1], estimated(self.costs, choice).expected(idle))
+            committed, idle = self.expected(choice)
+            found[choice] = Outlook(committed[choice.width - 1], estimated(self.costs, choice).expected(idle))
         return found
 
     def expected(self, choice: Choice) -> tuple[list[float], float]:
@@ -240,8 +240,8 @@ class Policy:
             before, own = self.history.of(choice), self.own(choice)
             rates = own.rates(before.rates())
             idle = own.idle_share(before.idle_share())
-            settled = [1 + (1 - idle) * more for more in accumulate(accumulate(rates, operator.mul), initial=0.0)]
-            self.known[source] = settled, idle**self.rows  # a batch is idle where all of its rows are
+            committed = [1 + (1 - idle) * more for more in accumulate(accumulate(rates, operator.mul), initial=0.0)]
+            self.known[source] = committed, idle**self.rows  # a batch is idle where all of its rows are
         return self.known[source]
 
     def own(self, choice: Choice) -> Acceptance:

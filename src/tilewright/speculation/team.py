@@ -48,7 +48,7 @@ class Team:
         members: of different names, with as many tokens in a block as each may have.
         widths: those that blocks may have; a member's own block size counts as one where it is fixed by nobody else.
         masked: all rounds run the target over `block_size` rows, whatever their width. Where the target rounds differently with
-            the number of rows, only this settles the same tokens whatever is chosen.
+            the number of rows, only this commits the same tokens whatever is chosen.
     """
 
     members: tuple[Variant, ...]

@@ -21,7 +21,7 @@ from tilewright.speculation.drafters import base
 
 @dataclass(frozen=True)
 class Blockwise(OneKind):
-    """Runs the known token and `block_size - 1` meaningless ones; settles one token a round."""
+    """Runs the known token and `block_size - 1` meaningless ones; commits one token a round."""
 
     block_size: int = 16
 

@@ -21,7 +21,7 @@ from tilewright.speculation.drafters.dflash import DFlash
 
 Walk = Literal["greedy", "sampled"]
 """How a candidate is taken: the best one, or one that is drawn at the row's temperature, unless that is 0, with the noise that
-the target draws with there (see `noise.py`). The output is the same: drafts only decide how many tokens a round settles."""
+the target draws with there (see `noise.py`). The output is the same: drafts only decide how many tokens a round commits."""
 
 
 @dataclass(frozen=True)

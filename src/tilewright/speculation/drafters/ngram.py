@@ -25,7 +25,7 @@ class NGram(OneKind):
         block_size: tokens in a block, the known one included.
         min_n, max_n: the lengths of n-gram that are tried.
         may_be_idle: a round in which no row has a proposal is a plain step of one row. False runs the whole block then too:
-            where a block and a single row round differently, only that settles the tokens of a block-wide program.
+            where a block and a single row round differently, only that commits the tokens of a block-wide program.
     """
 
     block_size: int = 16
