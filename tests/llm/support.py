@@ -57,7 +57,7 @@ def plain_step(target: Target, models: Models, state: DecodeState) -> tuple[Deco
     """A step of plain decoding, whatever becomes of the package's own functions meanwhile."""
     verified, none = verify(target, models.target, state, known_token(state), ()), jnp.zeros_like(state.known)
     state, committed = commit(target, verified.state, verified.tokens, none)
-    return state, StepInfo(verified.tokens, committed, none, none, verified.scores)
+    return state, StepInfo(verified.tokens, committed, none, none, verified.logprobs)
 
 
 def share_programs(lm: LanguageModel, other: LanguageModel) -> None:

@@ -21,7 +21,7 @@ from runtime.support import Heard
 from tilewright.kernels.operations import is_batch_invariant
 from tilewright.llm.language_model import Kernels, LanguageModel, load
 from tilewright.runtime.layout import rows_of
-from tilewright.runtime.logprobs import MOST_ALTERNATIVES, Scores, score_each
+from tilewright.runtime.logprobs import MOST_ALTERNATIVES, Logprobs, logprobs_of
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.prefill import prefill
 from tilewright.runtime.programs import ProgramKey, RowRequest, empty_state, request_rows
@@ -54,14 +54,14 @@ def log_softmax(logits: NDArray[Any]) -> NDArray[np.float64]:
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
-def check_scores(scores: Scores, logits: NDArray[Any], tokens: NDArray[Any], atol: float) -> None:
+def check_logprobs(found: Logprobs, logits: NDArray[Any], tokens: NDArray[Any], atol: float) -> None:
     """Of positions `[n]`. The order of ids is held where log-probabilities are further apart than `atol`."""
     want, count = log_softmax(logits), np.arange(len(tokens))[:, None]
-    np.testing.assert_allclose(scores.chosen, want[count[:, 0], tokens], atol=atol, rtol=1e-6)
-    order = np.argsort(-want, axis=-1, kind="stable")[:, : scores.ids.shape[-1]]
-    np.testing.assert_allclose(scores.logprobs, want[count, order], atol=atol, rtol=1e-6)
-    np.testing.assert_allclose(want[count, scores.ids], want[count, order], atol=2 * atol, rtol=1e-6)
-    assert all(len(set(ids)) == len(ids) for ids in scores.ids.tolist())
+    np.testing.assert_allclose(found.chosen, want[count[:, 0], tokens], atol=atol, rtol=1e-6)
+    order = np.argsort(-want, axis=-1, kind="stable")[:, : found.ids.shape[-1]]
+    np.testing.assert_allclose(found.logprobs, want[count, order], atol=atol, rtol=1e-6)
+    np.testing.assert_allclose(want[count, found.ids], want[count, order], atol=2 * atol, rtol=1e-6)
+    assert all(len(set(ids)) == len(ids) for ids in found.ids.tolist())
 
 
 @given(
@@ -76,28 +76,28 @@ def test_scores_of_positions_that_ask(seed: int, vocab: int, coarse: bool, askin
     logits = rng.normal(0, 4, (2, 3, vocab)).astype(np.float32)
     logits = np.round(logits) if coarse else logits
     tokens, which = rng.integers(0, vocab, (2, 3)).astype(np.int32), np.asarray(asking).reshape(2, 3)
-    scores = jax.tree.map(np.asarray, jax.jit(score_each)(logits, tokens, which))
-    assert scores.ids.shape[-1] == min(vocab, MOST_ALTERNATIVES)
-    assert all(not part[~which].any() for part in scores)
-    check_scores(Scores(*(part[which] for part in scores)), logits[which], tokens[which], atol=1e-6)
-    best = np.argsort(-logits[which], axis=-1, kind="stable")[:, : scores.ids.shape[-1]]
-    np.testing.assert_array_equal(scores.ids[which], best)
+    found = jax.tree.map(np.asarray, jax.jit(logprobs_of)(logits, tokens, which))
+    assert found.ids.shape[-1] == min(vocab, MOST_ALTERNATIVES)
+    assert all(not part[~which].any() for part in found)
+    check_logprobs(Logprobs(*(part[which] for part in found)), logits[which], tokens[which], atol=1e-6)
+    best = np.argsort(-logits[which], axis=-1, kind="stable")[:, : found.ids.shape[-1]]
+    np.testing.assert_array_equal(found.ids[which], best)
 
 
-@pytest.mark.parametrize("scored", [False, True])
-def test_reports_come_to_the_host_as_they_were(scored: bool):
-    """Scores only where somebody asks for them; of two steps of which one ran, that one."""
+@pytest.mark.parametrize("wanted", [False, True])
+def test_reports_come_to_the_host_as_they_were(wanted: bool):
+    """Log-probabilities only where somebody asks for them; of two steps of which one ran, that one."""
     rng, shape, k = np.random.default_rng(0), (2, 3, 5), 20
     committed, drafted, accepted = (rng.integers(1, 9, shape[:2]).astype(np.int32) for _ in range(3))
     tokens, ids = rng.integers(0, 99, shape).astype(np.int32), rng.integers(0, 99, (*shape, k)).astype(np.int32)
     chosen, logprobs = (rng.normal(size=size).astype(np.float32) for size in (shape, (*shape, k)))
-    info = StepInfo(tokens, committed, drafted, accepted, Scores(chosen, ids, logprobs) if scored else None)
+    info = StepInfo(tokens, committed, drafted, accepted, Logprobs(chosen, ids, logprobs) if wanted else None)
     packed = np.array(jax.vmap(lambda info: info.packed())(jax.tree.map(jnp.asarray, info)))
-    reports = Reports(packed, Scores(chosen, ids, logprobs))
-    jax.tree.map(np.testing.assert_array_equal, StepInfo.unpacked(reports, scored), info)
+    reports = Reports(packed, Logprobs(chosen, ids, logprobs))
+    jax.tree.map(np.testing.assert_array_equal, StepInfo.unpacked(reports, wanted), info)
     packed[1] = 0
     first = jax.tree.map(lambda each: each[:1], info)
-    jax.tree.map(np.testing.assert_array_equal, StepInfo.unpacked(reports, scored), first)
+    jax.tree.map(np.testing.assert_array_equal, StepInfo.unpacked(reports, wanted), first)
 
 
 @pytest.fixture(scope="module")
@@ -107,15 +107,15 @@ def pair() -> Pair:
 
 
 class Told(NamedTuple):
-    """What a row committed, and the scores of it; how many it committed in each round."""
+    """What a row committed, and its log-probabilities; how many it committed in each round."""
 
     tokens: list[int]
-    scores: Scores
+    found: Logprobs
     rounds: list[int]
 
 
 def decode(lm: LanguageModel, rows: Sequence[int] = range(len(ASKED))) -> list[Told]:
-    """These requests at once through an engine, with scores for those that ask."""
+    """These requests at once through an engine, with log-probabilities for those that ask."""
     table = replace(TABLE, batches=(1,) if len(rows) == 1 else (ROWS,))
     engine = lm.engine(EngineOptions(table, 16, prefix_cache=False, guard="off", dispatch_s=1e-3))
     engine.runner.reset()
@@ -127,11 +127,11 @@ def decode(lm: LanguageModel, rows: Sequence[int] = range(len(ASKED))) -> list[T
         pass
     engine.stop()
     return [
-        Told(one.tokens, scores_of(one), [each.tokens for update in one.updates for each in update.rounds]) for one in heard
+        Told(one.tokens, logprobs_told(one), [each.tokens for update in one.updates for each in update.rounds]) for one in heard
     ]
 
 
-def scores_of(heard: Heard) -> Scores:
+def logprobs_told(heard: Heard) -> Logprobs:
     """What a request was told, as arrays; zeros where it did not ask."""
     each = [
         token.logprobs or TokenLogprobs(0.0, ((0, 0.0),) * MOST_ALTERNATIVES)
@@ -140,7 +140,7 @@ def scores_of(heard: Heard) -> Scores:
     ]
     tops = np.asarray([one.top for one in each])
     chosen = np.asarray([one.logprob for one in each], np.float32)
-    return Scores(chosen, tops[..., 0].astype(np.int32), tops[..., 1].astype(np.float32))
+    return Logprobs(chosen, tops[..., 0].astype(np.int32), tops[..., 1].astype(np.float32))
 
 
 REST = [
@@ -150,7 +150,7 @@ REST = [
 ]
 
 
-def compare(got: Scores, want: Scores, exact: bool) -> None:
+def compare(got: Logprobs, want: Logprobs, exact: bool) -> None:
     """Bit for bit; or else to a tolerance that float32 sums of another order keep to, whatever the order of ids."""
     if exact:
         jax.tree.map(np.testing.assert_array_equal, got, want)
@@ -184,13 +184,13 @@ def test_under_speculation_they_are_those_of_plain_decoding(
         assert max(count for row in drafted for count in row.rounds) > 1
         for row, (got, want) in enumerate(zip(drafted, plain, strict=True)):
             assert got.tokens == want.tokens
-            compare(got.scores, want.scores, exact)
-            assert got.scores.chosen.any() == ASKING[row]
+            compare(got.found, want.found, exact)
+            assert got.found.chosen.any() == ASKING[row]
     if exact:
         for n in range(3):  # one row by itself
             (alone,) = decode(lm, [n])
             assert alone.tokens == plain[n].tokens
-            compare(alone.scores, plain[n].scores, exact)
+            compare(alone.found, plain[n].found, exact)
 
 
 def test_they_are_of_the_target_s_raw_logits(tmp_path: Path, pair: Pair):
@@ -199,7 +199,7 @@ def test_they_are_of_the_target_s_raw_logits(tmp_path: Path, pair: Pair):
     for prompt, row, asks in zip(ASKED, decode(lm), ASKING[: len(ASKED)], strict=True):
         if asks:
             logits = Target(pair.target_config, pair.target_tensors).run([*prompt, *row.tokens])[0]
-            check_scores(row.scores, logits[len(prompt) - 1 : -1], np.asarray(row.tokens), atol=2e-4)
+            check_logprobs(row.found, logits[len(prompt) - 1 : -1], np.asarray(row.tokens), atol=2e-4)
 
 
 @pytest.mark.parametrize(("dtype", "kernels"), [("bfloat16", "auto"), ("float32", "xla")])
@@ -221,31 +221,31 @@ def test_prefill_scores_prompts(tmp_path: Path, pair: Pair, dtype: str, kernels:
     for start in range(0, max(lengths) - 1, chunk):
         count = np.clip(lengths - 1 - start, 0, chunk).astype(np.int32)
         places = np.full(ROWS, start, np.int32), count
-        after, scores = run(models, both[1], *places, asking)
+        after, found = run(models, both[1], *places, asking)
         both = [run(models, both[0], *places)[0], after]
         padding = ~asking[:, None] | (np.arange(chunk) >= count[:, None])
-        assert all(not np.asarray(part)[padding].any() for part in scores)
-        parts.append(scores)
+        assert all(not np.asarray(part)[padding].any() for part in found)
+        parts.append(found)
     jax.tree.map(np.testing.assert_array_equal, *both)
-    whole = Scores(*(np.concatenate([np.asarray(part) for part in each], axis=1) for each in zip(*parts, strict=True)))
+    whole = Logprobs(*(np.concatenate([np.asarray(part) for part in each], axis=1) for each in zip(*parts, strict=True)))
     alike = lm.kernels != "xla" and is_batch_invariant(lm.model.target.ops, dtype)
     for n, text in enumerate(texts[:-1]):
         if asking[n]:
-            found = Scores(*(part[n, : len(text) - 1] for part in whole))
+            found = Logprobs(*(part[n, : len(text) - 1] for part in whole))
             if dtype == "float32":
                 logits = Target(pair.target_config, pair.target_tensors).run(text)[0]
-                check_scores(found, logits[:-1], np.asarray(text[1:]), atol=2e-4)
+                check_logprobs(found, logits[:-1], np.asarray(text[1:]), atol=2e-4)
             if ASKING[n]:
-                generated = Scores(*(part[len(ASKED[n]) - 1 :] for part in found))
-                compare(generated, told[n].scores, alike)
+                generated = Logprobs(*(part[len(ASKED[n]) - 1 :] for part in found))
+                compare(generated, told[n].found, alike)
 
 
 @pytest.mark.parametrize("kernels", ["auto", "xla"])
 @pytest.mark.parametrize("rows", [1, ROWS])
-def test_prompts_that_ask_for_no_scores_cost_no_logits(tmp_path: Path, pair: Pair, rows: int, kernels: Kernels):
+def test_prompts_that_ask_for_no_log_probabilities_cost_no_logits(tmp_path: Path, pair: Pair, rows: int, kernels: Kernels):
     """XLA takes the logits of a single row out of a loop, and computes them were it to have no turn."""
     lm, chunk = build(tmp_path, pair, table=TABLE, kernels=kernels), TABLE.chunks[0]
-    hlo = lm.programs_for(None, Shape(ROWS, 64)).get(ProgramKey("prefill", rows, chunk=chunk, sampling="scored")).as_text()
+    hlo = lm.programs_for(None, Shape(ROWS, 64)).get(ProgramKey("prefill", rows, chunk=chunk, sampling="logprobs")).as_text()
     assert hlo is not None
     (entry,) = re.findall(r"^ENTRY .*?^\}", hlo, re.DOTALL | re.MULTILINE)
     logits = re.compile(rf"= f32\[(?:\d+,)*{chunk},{VOCAB}\]")

@@ -145,8 +145,8 @@ class FakeEngine(Engine):
         """The next tokens of a sequence."""
         processor, ask, told = sequence.processor, sequence.handle.request, None
         assert isinstance(ask, GenerateRequest)
-        if sequence.prompt_scores is not None:
-            sequence.prompt_scores, told = None, tuple(self.logprobs(token, ask) for token in ask.prompt[1:])
+        if sequence.prompt_logprobs is not None:
+            sequence.prompt_logprobs, told = None, tuple(self.logprobs(token, ask) for token in ask.prompt[1:])
         at = len(processor.tokens) % len(ask.prompt)
         coming = list(islice([*ask.prompt[at:], *list(ask.prompt) * self.per_update], self.per_update))
         pieces = processor.add_round(coming, 3, self.per_update - 1, self.model.target.config.eos_token_ids)

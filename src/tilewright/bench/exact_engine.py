@@ -38,7 +38,7 @@ class Arrivals:
         every: tokens that come of earlier ones between two arrivals.
         again: requests that begin like every second of these follow.
         strangers: beside each request there is another, given up when its first tokens come.
-        scored: every third request asks for log-probabilities, and every sixth for those of its prompt.
+        logprobs: every third request asks for log-probabilities, and every sixth for those of its prompt.
         scarce: the pool is too small for those that run.
     """
 
@@ -48,7 +48,7 @@ class Arrivals:
     every: int = 0
     again: bool = False
     strangers: bool = False
-    scored: bool = False
+    logprobs: bool = False
     scarce: bool = False
 
 
@@ -61,8 +61,8 @@ ARRIVALS = {
         Arrivals("prefix hits", again=True),
         Arrivals("preempted", scarce=True),
         Arrivals("neighbours cancelled", strangers=True),
-        Arrivals("log-probabilities", scored=True),
-        Arrivals("everything", "shuffled", every=6, again=True, strangers=True, scored=True, scarce=True),
+        Arrivals("log-probabilities", logprobs=True),
+        Arrivals("everything", "shuffled", every=6, again=True, strangers=True, logprobs=True, scarce=True),
     )
 }  # fmt: skip
 """By name; "everything" is all of them at once."""
@@ -124,8 +124,8 @@ class Client:
         if self.arrivals.strangers:
             sampling = replace(asked.sampling, ignore_eos=True, stop=())
             self.strangers[-1 - place] = self.submit(-1 - place, GenerateRequest(asked.prompt[::-1], sampling))
-        scored = self.arrivals.scored and place % 3 == 0
-        request = GenerateRequest(asked.prompt, asked.sampling, 2 if scored else None, scored and place % 6 == 0)
+        logprobs = self.arrivals.logprobs and place % 3 == 0
+        request = GenerateRequest(asked.prompt, asked.sampling, 2 if logprobs else None, logprobs and place % 6 == 0)
         self.running[place] = self.submit(place, request)
 
     def submit(self, place: int, request: GenerateRequest) -> RequestHandle:

@@ -32,33 +32,33 @@ def collect_rounds(
         drafted, accepted = int(infos.drafted[n, row]), int(infos.accepted[n, row])
         pieces = sequence.processor.add_round(new, drafted, accepted, eos, choice)
         rounds.append(Round(len(pieces), drafted, accepted, "" if choice is None else str(choice)))
-        scores = (
+        logprobs = (
             [None] * len(pieces)
-            if not sequence.scored
-            else token_scores(infos.scores, (n, row), len(pieces), sequence.alternatives)
+            if not sequence.wants_logprobs
+            else token_logprobs(infos.logprobs, (n, row), len(pieces), sequence.alternatives)
         )
-        tokens += [Token(one.token, one.text, one.drafted, score) for one, score in zip(pieces, scores, strict=True)]
+        tokens += [Token(one.token, one.text, one.drafted, own) for one, own in zip(pieces, logprobs, strict=True)]
         if sequence.processor.finish_reason is not None:
             break
     reason = sequence.processor.finish_reason
     return RequestOutput(tuple(tokens), tuple(rounds), None if reason == "interrupted" else reason, prompt_logprobs(sequence))
 
 
-def token_scores(scores: Any, at: tuple[int, ...], count: int, alternatives: int) -> list[TokenLogprobs]:
+def token_logprobs(found: Any, at: tuple[int, ...], count: int, alternatives: int) -> list[TokenLogprobs]:
     """The log-probabilities of the first `count` positions of a block.
 
     Args:
-        scores: what `state.Scores` holds, on the host.
+        found: what `logprobs.Logprobs` holds, on the host.
         at: which block of it.
     """
-    chosen, ids, logprobs = (np.asarray(each)[at] for each in scores)
+    chosen, ids, logprobs = (np.asarray(each)[at] for each in found)
     tops = [zip(ids[slot].tolist(), logprobs[slot].tolist(), strict=True) for slot in range(count)]
     return [TokenLogprobs(float(chosen[slot]), tuple(top)[:alternatives]) for slot, top in enumerate(tops)]
 
 
 def prompt_logprobs(sequence: TokenSequence) -> tuple[TokenLogprobs, ...] | None:
     """Those of the prompt, the first time that somebody asks; None without."""
-    if sequence.prompt_scores is None:
+    if sequence.prompt_logprobs is None:
         return None
-    parts, sequence.prompt_scores = sequence.prompt_scores, None
-    return tuple(one for scores, row, count in parts for one in token_scores(scores, (row,), count, sequence.alternatives))
+    parts, sequence.prompt_logprobs = sequence.prompt_logprobs, None
+    return tuple(one for found, row, count in parts for one in token_logprobs(found, (row,), count, sequence.alternatives))

@@ -60,7 +60,7 @@ class Engine(Service[TokenSequence]):
 
     def __init__(
         self, model: Model, options: EngineOptions = EngineOptions(), chooses: Chooses = fixed_rounds,
-        programs: Programs | None = None, sampling: SamplingMode = "scored",
+        programs: Programs | None = None, sampling: SamplingMode = "logprobs",
     ):  # fmt: skip
         """Args:
             chooses: who says what rounds do.
@@ -134,7 +134,7 @@ class Engine(Service[TokenSequence]):
     def check(self, request: GenerateRequest) -> None:
         length = len(request.prompt)
         check_vocabulary(request.sampling, self.vocab_size)
-        if request.logprobs is not None and not self.runner.reports_scores:
+        if request.logprobs is not None and not self.runner.reports_logprobs:
             raise ValueError("expected no logprobs: the rounds that run here report none")
         end = length + request.sampling.max_new_tokens
         if end > self.context:
@@ -153,7 +153,7 @@ class Engine(Service[TokenSequence]):
         processor = OutputProcessor(0, list(request.prompt), request.sampling.seeded(), decoder)
         followed = self.chooser.follow(request.prompt)
         return TokenSequence(
-            handle, listener, processor, followed=followed, prompt_scores=[] if request.prompt_logprobs else None
+            handle, listener, processor, followed=followed, prompt_logprobs=[] if request.prompt_logprobs else None
         )
 
     def wait(self, sequence: TokenSequence) -> None:
@@ -181,11 +181,11 @@ class Engine(Service[TokenSequence]):
         self.admit()
         sent, most = 0, math.inf if everything else self.programs.table.chunks[-1]
         while (chunks := self.scheduler.next_chunks()) and (sent < most or not self.scheduler.runnable()):
-            scores = self.runner.prefill(chunks)
+            logprobs = self.runner.prefill(chunks)
             for row, chunk in enumerate(chunks):
                 sequence = chunk.running.sequence
-                if sequence.prompt_scores is not None and sequence.scoring:
-                    sequence.prompt_scores.append((scores, row, chunk.count))
+                if sequence.prompt_logprobs is not None and sequence.wants_prompt_logprobs:
+                    sequence.prompt_logprobs.append((logprobs, row, chunk.count))
                 self.scheduler.on_prefilled(chunk)
             key = self.runner.prefill_key(chunks)
             computed, wanted = key.rows * key.chunk, sum(chunk.count for chunk in chunks)

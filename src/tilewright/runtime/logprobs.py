@@ -18,7 +18,7 @@ MOST_ALTERNATIVES = 20
 """The most tokens that come with each; K, unless the vocabulary has fewer."""
 
 
-class Scores(NamedTuple):
+class Logprobs(NamedTuple):
     """Of each position in rows of T; 0 where nobody asked.
 
     Attributes:
@@ -32,27 +32,29 @@ class Scores(NamedTuple):
     logprobs: Any
 
 
-def no_scores(shape: tuple[int, ...], vocab: int) -> Scores:
-    """Scores of positions `shape` of which nobody asked for any."""
+def no_logprobs(shape: tuple[int, ...], vocab: int) -> Logprobs:
+    """Log-probabilities of positions `shape` of which nobody asked for any."""
     k = min(MOST_ALTERNATIVES, vocab)
-    return Scores(jnp.zeros(shape), jnp.zeros((*shape, k), jnp.int32), jnp.zeros((*shape, k)))
+    return Logprobs(jnp.zeros(shape), jnp.zeros((*shape, k), jnp.int32), jnp.zeros((*shape, k)))
 
 
-def score_each(logits: Float32[Array, "B T V"], tokens: Int32[Array, "B T"], asking: Bool[Array, "B T"]) -> Scores:
-    """Scores `tokens` at the positions that are `asking`, one by one: the others cost nothing, and a result does not depend on
-    how many there are."""
+def logprobs_of(logits: Float32[Array, "B T V"], tokens: Int32[Array, "B T"], asking: Bool[Array, "B T"]) -> Logprobs:
+    """Log-probabilities of `tokens` at the positions that are `asking`.
+
+    They are computed one by one: the others cost nothing, and a result does not depend on how many there are.
+    """
     shape, vocab = tokens.shape, logits.shape[-1]
     each, chosen, k = logits.reshape(-1, vocab), tokens.reshape(-1), min(MOST_ALTERNATIVES, vocab)
 
-    def score(n: Array, scores: Scores) -> Scores:
+    def add(n: Array, carry: Logprobs) -> Logprobs:
         own = jax.lax.dynamic_slice_in_dim(each, n, 1)
         own = jnp.where(own == 0, 0.0, own)  # -0.0 equals it, and would go behind it
         ids, values = top_k(own, k)
         most = jnp.max(own, axis=1, keepdims=True)  # not `values[:, :1]`, with which XLA sorts all instead of seeking the best
         total = jnp.log(jnp.sum(jnp.exp(own - most), axis=1, keepdims=True))
         value = jax.lax.dynamic_slice(own, (0, chosen[n]), (1, 1))
-        found = Scores((value - most - total)[:, 0], ids, values - most - total)
-        return jax.tree.map(lambda whole, one: jax.lax.dynamic_update_slice_in_dim(whole, one, n, 0), scores, found)
+        found = Logprobs((value - most - total)[:, 0], ids, values - most - total)
+        return jax.tree.map(lambda whole, one: jax.lax.dynamic_update_slice_in_dim(whole, one, n, 0), carry, found)
 
-    scores = for_each(asking.reshape(-1), score, no_scores(chosen.shape, vocab))
-    return jax.tree.map(lambda part: part.reshape(*shape, *part.shape[1:]), scores)
+    found = for_each(asking.reshape(-1), add, no_logprobs(chosen.shape, vocab))
+    return jax.tree.map(lambda part: part.reshape(*shape, *part.shape[1:]), found)

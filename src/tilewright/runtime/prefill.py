@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int
 
 from tilewright.models import decoder
 from tilewright.runtime.interfaces import Drafter
-from tilewright.runtime.logprobs import Scores, no_scores, score_each
+from tilewright.runtime.logprobs import Logprobs, logprobs_of, no_logprobs
 from tilewright.runtime.per_row import for_each, of_row
 from tilewright.runtime.state import DecodeState, Models, Span, Target, block_positions, run_target
 
@@ -23,8 +23,8 @@ def prefill(
     state: DecodeState,
     start: Int[Array, " B"],
     count: Int[Array, " B"],
-    scoring: Bool[Array, " B"] | None = None,
-) -> tuple[DecodeState, Scores | None]:
+    wanted: Bool[Array, " B"] | None = None,
+) -> tuple[DecodeState, Logprobs | None]:
     """Runs each row's committed tokens at positions `start` to `start + count - 1` and fills both caches. DONATES state.
 
     Rows of count 0 stay as they are, so that others may be admitted while they decode.
@@ -32,26 +32,26 @@ def prefill(
     Args:
         chunk: the most tokens of a row, which is what the program computes whatever the counts are.
         count: at most `chunk`; a row's spans follow one another, and its tokens up to `start + count` are known.
-        scoring: the rows that get scores. The output head is computed for them alone.
+        wanted: the rows that get log-probabilities. The output head is computed for them alone.
 
     Returns:
-        the state, and scores `[B, chunk]` of what follows each of these tokens: slot t is of the token at position
-        `start + t + 1`. None without `scoring`.
+        the state, and log-probabilities `[B, chunk]` of what follows each of these tokens: slot t is of the token at position
+        `start + t + 1`. None without `wanted`.
     """
     state, hidden = run_chunk(target, drafter, chunk, models, state, start, count)
-    if scoring is None:
+    if wanted is None:
         return state, None
     following, slots = tokens_at(state, block_positions(start + 1, chunk)), jnp.arange(chunk)[None]
-    asking, nothing = scoring & (count > 0), partial(no_scores, (start.shape[0], chunk), target.config.vocab_size)
+    asking, nothing = wanted & (count > 0), partial(no_logprobs, (start.shape[0], chunk), target.config.vocab_size)
 
-    def score_row(row: Array, scores: Scores) -> Scores:
+    def add(row: Array, carry: Logprobs) -> Logprobs:
         own, tokens, most = of_row(row, (hidden, following, count))
         logits = decoder.logits(target.config, target.ops, models.target, own, target.schedule)
-        found = score_each(logits, tokens, slots < most[:, None])
-        return jax.tree.map(lambda whole, one: jax.lax.dynamic_update_slice_in_dim(whole, one, row, 0), scores, found)
+        found = logprobs_of(logits, tokens, slots < most[:, None])
+        return jax.tree.map(lambda whole, one: jax.lax.dynamic_update_slice_in_dim(whole, one, row, 0), carry, found)
 
     # A branch, and not the loop alone: XLA takes the logits of a single row out of that, and computes them asked for or not.
-    return state, jax.lax.cond(jnp.any(asking), lambda: for_each(asking, score_row, nothing()), nothing)
+    return state, jax.lax.cond(jnp.any(asking), lambda: for_each(asking, add, nothing()), nothing)
 
 
 def run_chunk(

@@ -43,7 +43,7 @@ class ProgramKey:
         positions: of a slot that rounds look at.
         chunk: the most tokens of a prefill.
         choice: what rounds do, where there are several kinds.
-        sampling: what rows may ask for; of a prefill "scored" or "greedy", for it draws nothing.
+        sampling: what rows may ask for; of a prefill "logprobs" or "greedy", for it draws nothing.
     """
 
     name: Literal["allocate", "prefill", "rounds"]
@@ -98,11 +98,11 @@ class Programs(Store[ProgramKey]):
         """The least declared number of rows that holds so many."""
         return next(rows for rows in self.table.batches if rows >= running)
 
-    def declared(self, sampling: SamplingMode = "scored") -> Iterator[ProgramKey]:
+    def declared(self, sampling: SamplingMode = "logprobs") -> Iterator[ProgramKey]:
         """All programs that may be needed where rows ask for no more than this."""
         return program_keys(self.table, self.choices, sampling)
 
-    def round_key(self, choice: Choice | None, rows: int, positions: int, sampling: SamplingMode = "scored") -> ProgramKey:
+    def round_key(self, choice: Choice | None, rows: int, positions: int, sampling: SamplingMode = "logprobs") -> ProgramKey:
         """The program of rounds of a kind over so many rows that look at so many positions."""
         positions = next(each for each in self.table.capacities if each >= positions)
         return ProgramKey("rounds", rows, positions, choice=choice, sampling=sampling)
@@ -129,17 +129,17 @@ class Programs(Store[ProgramKey]):
         return jax.ShapeDtypeStruct((rows, positions // self.layout.page_size), jnp.int32)
 
     def prefill(self, key: ProgramKey) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """`f(models, state, slots [n], rows, table [n, M], start [n], count [n], scoring [n])`: computes chunks of prompts.
+        """`f(models, state, slots [n], rows, table [n, M], start [n], count [n], wanted [n])`: computes chunks of prompts.
 
         `rows` are the requests (`request_rows`). They are given with each chunk, so that the first one also admits: a program
         of its own for that would cost a dispatch more before the first token. A slot with a `start` below 0 fills the shape.
-        The result are the scores of the tokens that follow, `[n, chunk]`, where `scoring`; None if rows cannot ask for them.
+        The result are log-probabilities of what follows, `[n, chunk]`, where `wanted`; None if rows cannot ask for any.
         """
         target, drafter, chunk = replace(self.target, sampling=key.sampling), self.drafter, key.chunk
 
         def prefill_chunk(
             models: Models, state: DecodeState, slots: Array, rows: Any, table: Array, start: Array, count: Array,
-            scoring: Array,
+            wanted: Array,
         ) -> tuple[DecodeState, Any]:  # fmt: skip
             before, admitted = rows_of(state, slots, table), start >= 0
 
@@ -150,10 +150,12 @@ class Programs(Store[ProgramKey]):
             start = jnp.maximum(start, 0)
             if drafter is not None:
                 own = replace(own, draft_cache=drafter.on_prefill(own.draft_cache, start, admitted))
-            own, scores = prefill(target, drafter, chunk, models, own, start, count, scoring if target.reports_scores else None)
-            return with_rows(state, own, slots), scores
+            own, logprobs = prefill(
+                target, drafter, chunk, models, own, start, count, wanted if target.reports_logprobs else None
+            )
+            return with_rows(state, own, slots), logprobs
 
-        row = RowRequest(np.zeros(self.layout.capacity, np.int32), 1, 1, Sampling(), 1, scored=False)
+        row = RowRequest(np.zeros(self.layout.capacity, np.int32), 1, 1, Sampling(), 1, wants_logprobs=False)
         numbers, flags = (jax.ShapeDtypeStruct((key.rows,), dtype) for dtype in (jnp.int32, jnp.bool_))
         table = self.table_of(key.rows, self.layout.capacity)
         return prefill_chunk, (numbers, request_rows([row] * key.rows, ()), table, numbers, numbers, flags)
@@ -166,7 +168,7 @@ class Programs(Store[ProgramKey]):
         """
         target = replace(self.target, sampling=key.sampling)
         turn, width, step = self.turn(key.choice), self.width(key.choice), step_of(self.turn(key.choice), target)
-        vocab = target.config.vocab_size if target.reports_scores else None
+        vocab = target.config.vocab_size if target.reports_logprobs else None
 
         def run_rounds(
             models: Models, state: DecodeState, slots: Array, table: Array, running: Array, limit: Array | None = None
@@ -190,7 +192,7 @@ class Programs(Store[ProgramKey]):
 
 
 def program_keys(
-    table: ShapeTable, choices: Sequence[Choice | None], sampling: SamplingMode = "scored"
+    table: ShapeTable, choices: Sequence[Choice | None], sampling: SamplingMode = "logprobs"
 ) -> Iterator[ProgramKey]:
     """All programs that serve a table with rounds of these kinds, for rows that ask for no more than this."""
     yield ProgramKey("allocate")
@@ -202,7 +204,7 @@ def program_keys(
 
 def prefill_key(rows: int, chunk: int, sampling: SamplingMode) -> ProgramKey:
     """The program that prefills chunks for rows that ask for no more than this."""
-    return ProgramKey("prefill", rows, chunk=chunk, sampling="scored" if sampling == "scored" else "greedy")
+    return ProgramKey("prefill", rows, chunk=chunk, sampling="logprobs" if sampling == "logprobs" else "greedy")
 
 
 def allocate_caches(target: Target, layout: Layout, drafter: Drafter | None, dtype: DTypeLike) -> tuple[Any, Any]:
@@ -237,7 +239,7 @@ class RowRequest(NamedTuple):
         known: the position of its last token.
         end: no token is produced at or beyond this position.
         prompt_length: tokens from this position on count as generated.
-        scored: whether it asks for log-probabilities.
+        wants_logprobs: whether it asks for log-probabilities.
     """
 
     tokens: np.ndarray
@@ -245,7 +247,7 @@ class RowRequest(NamedTuple):
     end: int
     sampling: Sampling
     prompt_length: int
-    scored: bool
+    wants_logprobs: bool
 
 
 def request_rows(rows: Sequence[RowRequest], eos: Sequence[int]) -> dict[str, Any]:
@@ -261,5 +263,5 @@ def request_rows(rows: Sequence[RowRequest], eos: Sequence[int]) -> dict[str, An
         "end": np.asarray([row.end for row in rows], np.int32),
         "done": np.zeros(len(rows), bool),
         "ignore_eos": np.asarray([each.ignore_eos for each in samplings]),
-        "sampling": row_sampling(samplings, [row.prompt_length for row in rows], [row.scored for row in rows], eos),
+        "sampling": row_sampling(samplings, [row.prompt_length for row in rows], [row.wants_logprobs for row in rows], eos),
     }

@@ -23,7 +23,7 @@ def autoregressive_step(target: Target, models: Models, state: DecodeState) -> t
     verified = verify(target, models.target, state, known_token(state), ())
     none = jnp.zeros_like(state.known)
     state, committed = commit(target, verified.state, verified.tokens, none)
-    return state, StepInfo(verified.tokens, committed, none, none, verified.scores)
+    return state, StepInfo(verified.tokens, committed, none, none, verified.logprobs)
 
 
 def speculative_round(drafter: Variant, target: Target, models: Models, state: DecodeState) -> tuple[DecodeState, StepInfo]:
@@ -71,7 +71,7 @@ def verify_and_extend(
     after, committed = commit(target, verified.state, verified.tokens, accepted)
     after = drafter.extend(target, models, after, verified.taps, state.known, after.known)
     drafted, accepted = (jnp.where(state.done, 0, count) for count in (proposal.drafts, accepted))
-    return after, StepInfo(verified.tokens, committed, drafted, accepted, verified.scores)
+    return after, StepInfo(verified.tokens, committed, drafted, accepted, verified.logprobs)
 
 
 def step_of(drafter: Variant | None, target: Target) -> Step:

@@ -38,9 +38,9 @@ class Sent(NamedTuple):
     alone: bool
 
     @property
-    def scored(self) -> bool:
+    def wants_logprobs(self) -> bool:
         """True if any of them asks for log-probabilities."""
-        return any(running.sequence.scored for running in self.batch)
+        return any(running.sequence.wants_logprobs for running in self.batch)
 
 
 class ModelRunner:
@@ -52,7 +52,7 @@ class ModelRunner:
         sent: what was sent since the last rounds.
     """
 
-    def __init__(self, programs: Programs, sampling: SamplingMode = "scored"):
+    def __init__(self, programs: Programs, sampling: SamplingMode = "logprobs"):
         self.programs = programs
         self.sampling: SamplingMode = sampling
         self.state: DecodeState | None = None
@@ -60,9 +60,9 @@ class ModelRunner:
         self.called: dict[ProgramKey, tuple[Callable[..., Any], Models]] = {}
 
     @property
-    def reports_scores(self) -> bool:
+    def reports_logprobs(self) -> bool:
         """True if rounds report log-probabilities to rows that ask for them."""
-        return self.programs.target.loops and self.sampling == "scored"
+        return self.programs.target.loops and self.sampling == "logprobs"
 
     def reset(self) -> None:
         """Empty slots, whatever was there."""
@@ -96,18 +96,21 @@ class ModelRunner:
         return table
 
     def prefill(self, chunks: Sequence[Chunk]) -> Any:
-        """Computes pieces of prompts, all of one size, a sequence's first one with its admission. Returns their scores, on the
-        device, in the order of the pieces; they are those of sequences that want some."""
+        """Computes pieces of prompts, all of one size, a sequence's first one with its admission.
+
+        Returns:
+            log-probabilities, on the device, in the order of the pieces; they are those of sequences that want some.
+        """
         key, batch = self.prefill_key(chunks), [chunk.running for chunk in chunks]
         fill = key.rows - len(chunks)
         given = [self.row(running) for running in batch]
         given += given[:1] * fill
         start = np.asarray([*(chunk.start for chunk in chunks), *[-1] * fill], np.int32)
         count = np.asarray([*(chunk.count for chunk in chunks), *[0] * fill], np.int32)
-        scoring = np.asarray([*(running.sequence.scoring for running in batch), *[False] * fill])
+        wanted = np.asarray([*(running.sequence.wants_prompt_logprobs for running in batch), *[False] * fill])
         table = self.table(batch, key.rows, self.programs.layout.capacity)
         asked = request_rows(given, self.programs.target.config.eos_token_ids)
-        return self.run(key, self.slots(batch, key.rows), asked, table, start, count, scoring)
+        return self.run(key, self.slots(batch, key.rows), asked, table, start, count, wanted)
 
     def prefill_key(self, chunks: Sequence[Chunk]) -> ProgramKey:
         """The program for pieces of prompts that are computed together."""
@@ -119,7 +122,7 @@ class ModelRunner:
         sequence, own = running.sequence, running.sequence.processor
         tokens = np.zeros(self.programs.layout.capacity, np.int32)
         tokens[: sequence.length] = sequence.tokens
-        return RowRequest(tokens, running.known, own.end, own.sampling, len(own.prompt), sequence.scored)
+        return RowRequest(tokens, running.known, own.end, own.sampling, len(own.prompt), sequence.wants_logprobs)
 
     def slots(self, batch: Sequence[RunningSequence], rows: int) -> np.ndarray:
         """The slots of running sequences, and others that fill a program's rows, int32 `[rows]`."""
@@ -139,7 +142,7 @@ class ModelRunner:
         reports = self.run_rounds(key, self.slots(batch, rows), self.table(batch, rows, key.positions), active, rounds)
         alone, self.sent = self.sent == ["rounds"], []
         sent = Sent(batch, rows, choice, rounds, programs.width(choice), reports, at, alone)
-        for each in jax.tree.leaves(reports if sent.scored else reports.packed):
+        for each in jax.tree.leaves(reports if sent.wants_logprobs else reports.packed):
             if isinstance(each, jax.Array):
                 each.copy_to_host_async()
         return sent
@@ -156,7 +159,7 @@ class ModelRunner:
 
     def read(self, sent: Sent) -> StepInfo:
         """Report of rounds; waits for the device."""
-        return StepInfo.unpacked(sent.reports, sent.scored)
+        return StepInfo.unpacked(sent.reports, sent.wants_logprobs)
 
     def wait(self) -> None:
         """Until all that was sent has run."""

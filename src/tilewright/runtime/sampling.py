@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int, Int32
 from tilewright.kernels.select import argmax
 from tilewright.runtime.noise import gumbel
 
-SamplingMode = Literal["greedy", "any", "scored"]
+SamplingMode = Literal["greedy", "any", "logprobs"]
 """What the rows of a program may ask for: the most likely token; whatever a `Sampling` can say; log-probabilities, too."""
 
 TEMPERATURES = (1e-6, 1e6)
@@ -145,7 +145,7 @@ class RowSampling:
     Attributes:
         key: the raw key made from the seed, uint32 `[B, 2]`.
         prompt_length: int32 `[B]`; tokens from this position on count as generated.
-        scored: bool `[B]`; whether log-probabilities are asked for.
+        wants_logprobs: bool `[B]`; whether log-probabilities are asked for.
         adjusted: int32 `[B, ADJUSTED]`, tokens whose logits are changed; places that hold none have `NOBODY`.
         adjustment: float32 `[B, ADJUSTED]`, what is added to theirs; that of a token that ends the row is -inf.
         min_tokens: int32 `[B]`; from the position that comes after so many generated tokens on, -inf is 0.
@@ -160,20 +160,20 @@ class RowSampling:
     presence_penalty: Any
     frequency_penalty: Any
     prompt_length: Any
-    scored: Any
+    wants_logprobs: Any
     adjusted: Any
     adjustment: Any
     min_tokens: Any
 
 
 def row_sampling(
-    requests: Sequence[Sampling], prompt_lengths: Sequence[int] | np.ndarray, scored: Sequence[bool] | np.ndarray | None = None,
-    eos: Sequence[int] | None = None,
+    requests: Sequence[Sampling], prompt_lengths: Sequence[int] | np.ndarray,
+    wants_logprobs: Sequence[bool] | np.ndarray | None = None, eos: Sequence[int] | None = None,
 ) -> RowSampling:  # fmt: skip
     """Gathers requests into arrays, on the host.
 
     Args:
-        scored: which of them ask for log-probabilities; none by default.
+        wants_logprobs: which of them ask for log-probabilities; none by default.
         eos: the model's end-of-sequence tokens, which requests with `min_tokens` need.
 
     Raises:
@@ -190,7 +190,7 @@ def row_sampling(
         presence_penalty=np.asarray([r.presence_penalty for r in requests], np.float32),
         frequency_penalty=np.asarray([r.frequency_penalty for r in requests], np.float32),
         prompt_length=np.asarray(prompt_lengths, np.int32),
-        scored=np.zeros(len(requests), bool) if scored is None else np.asarray(scored, bool),
+        wants_logprobs=np.zeros(len(requests), bool) if wants_logprobs is None else np.asarray(wants_logprobs, bool),
         adjusted=adjusted,
         adjustment=adjustment,
         min_tokens=np.asarray([r.min_tokens for r in requests], np.int32),

@@ -25,26 +25,26 @@ class TokenSequence(EngineSequence):
     Attributes:
         followed: what the one who chooses rounds keeps of it.
         queued: tokens that it was queued with.
-        prompt_scores: what prefill said of the prompt, as far as it went: the scores of a program, still on the device, its row
-            there, and for how many positions. None once it was told, or where nobody asks.
+        prompt_logprobs: what prefill said of the prompt, as far as it went: the log-probabilities that a program gave, still on
+            the device, its row there, and for how many positions. None once it was told, or where nobody asks.
         keys: of its full pages, as far as they were needed. What is committed does not change, so each is computed once.
     """
 
     followed: Any = None
     queued: int = 0
-    prompt_scores: list[tuple[Any, int, int]] | None = None
+    prompt_logprobs: list[tuple[Any, int, int]] | None = None
     keys: list[bytes] = field(default_factory=list)
 
     @property
-    def scored(self) -> bool:
+    def wants_logprobs(self) -> bool:
         """True if the request asks for log-probabilities."""
         return self.handle.request.logprobs is not None
 
     @property
-    def scoring(self) -> bool:
-        """True if prefill has still to score some of the prompt."""
-        scored = sum(count for _, _, count in self.prompt_scores or ())
-        return self.prompt_scores is not None and scored < len(self.processor.prompt) - 1
+    def wants_prompt_logprobs(self) -> bool:
+        """True if prefill has still to tell log-probabilities of the prompt."""
+        told = sum(count for _, _, count in self.prompt_logprobs or ())
+        return self.prompt_logprobs is not None and told < len(self.processor.prompt) - 1
 
     @property
     def alternatives(self) -> int:
@@ -177,7 +177,7 @@ class Scheduler:
         Each of the others is left a page to grow into, lest they have to give way at once.
         """
         length, size = sequence.length, self.pages.page_size
-        whole = self.prefix_cache and not sequence.scoring
+        whole = self.prefix_cache and not sequence.wants_prompt_logprobs
         # At least one position is computed: a drafter's context may begin with what comes of the last one.
         shared = (
             self.pages.acquire_prefix(sequence.page_key(page, size) for page in range((length - 2) // size)) if whole else []
@@ -290,8 +290,8 @@ class Scheduler:
         self.leave(running)
         running.sequence.handle.preemptions += 1
         self.preemptions += 1
-        if running.sequence.scoring:
-            running.sequence.prompt_scores = []  # from the beginning again
+        if running.sequence.wants_prompt_logprobs:
+            running.sequence.prompt_logprobs = []  # from the beginning again
         self.wait(running.sequence)
 
     def leave(self, running: RunningSequence) -> None:

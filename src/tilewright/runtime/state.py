@@ -18,7 +18,7 @@ from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.stack import SINGLE_DEVICE, Schedule
 from tilewright.runtime.cache import CausalCache
-from tilewright.runtime.logprobs import Scores, no_scores, score_each
+from tilewright.runtime.logprobs import Logprobs, logprobs_of, no_logprobs
 from tilewright.runtime.per_row import History, penalises, sample_each
 from tilewright.runtime.sampling import RowSampling, SamplingMode, penalise, sample
 
@@ -46,11 +46,11 @@ class Target:
     mesh: Mesh | None = None
     compiler_options: bool = False
     loops: bool = True
-    sampling: SamplingMode = "scored"
+    sampling: SamplingMode = "logprobs"
 
     @property
-    def reports_scores(self) -> bool:
-        return self.loops and self.sampling == "scored"
+    def reports_logprobs(self) -> bool:
+        return self.loops and self.sampling == "logprobs"
 
 
 @jax.tree_util.register_dataclass
@@ -120,13 +120,13 @@ class Verified(NamedTuple):
         tokens: for each slot the token that the target itself puts *after* it, `[B, T]`, or `NOT_FINITE`.
         taps: hidden states for the drafter.
         state: the state with the block's keys and values in the target's cache.
-        scores: of the tokens that may be committed, in rows that ask for them; None without loops.
+        logprobs: of the tokens that may be committed, in rows that ask for them; None without loops.
     """
 
     tokens: Array
     taps: tuple[Array, ...]
     state: DecodeState
-    scores: Scores | None = None
+    logprobs: Logprobs | None = None
 
 
 def block_positions(known: Int[Array, " B"], size: int) -> Int[Array, "B T"]:
@@ -165,15 +165,15 @@ def verify(
     left = jnp.where(state.done, 0, state.tokens.shape[1] - state.known)
     span = Span(state.known, jnp.minimum(left, block.shape[1]))
     ran = run_target(target, params, state, block, span, tap_layers)
-    tokens, scores = next_tokens(target, params, state, block, ran.hidden)
+    tokens, logprobs = next_tokens(target, params, state, block, ran.hidden)
     # Weights are finite when they are read: logits are not where hidden states are not.
     finite = jnp.isfinite(jnp.sum(ran.hidden.astype(jnp.float32), axis=-1))
-    return Verified(jnp.where(finite, tokens, NOT_FINITE), ran.taps, replace(state, target_cache=ran.kept), scores)
+    return Verified(jnp.where(finite, tokens, NOT_FINITE), ran.taps, replace(state, target_cache=ran.kept), logprobs)
 
 
 def next_tokens(
     target: Target, params: DecoderParams, state: DecodeState, block: Int[Array, "B T"], hidden: Array
-) -> tuple[Int[Array, "B T"], Scores | None]:
+) -> tuple[Int[Array, "B T"], Logprobs | None]:
     """The token after each slot of a block, and what rows that ask are told about those that may be committed.
 
     Where every row takes the most likely token and asks for nothing else, the head gives that at once, without its logits. A
@@ -189,29 +189,29 @@ def next_tokens(
         logits = decoder.logits(target.config, target.ops, params, hidden, target.schedule)
         return sample(penalise(logits, rows, state.tokens, state.known, block), rows, after), None
     running = ~state.done
-    scored = running & jnp.asarray(rows.scored) & target.reports_scores
+    asking = running & jnp.asarray(rows.wants_logprobs) & target.reports_logprobs
     drawing = running & (penalises(rows) | (jnp.asarray(rows.temperature) > 0))
-    none = partial(no_scores, block.shape, target.config.vocab_size)
+    none = partial(no_logprobs, block.shape, target.config.vocab_size)
 
-    def best() -> tuple[Array, Scores | None]:
+    def best() -> tuple[Array, Logprobs | None]:
         tokens = decoder.most_likely(target.config, target.ops, params, hidden, target.schedule)
-        return tokens, none() if target.reports_scores else None
+        return tokens, none() if target.reports_logprobs else None
 
-    def row_by_row() -> tuple[Array, Scores | None]:
+    def row_by_row() -> tuple[Array, Logprobs | None]:
         logits = decoder.logits(target.config, target.ops, params, hidden, target.schedule)
         tokens = sample_each(logits, rows, History(state.tokens, state.known, block), after, running)
-        if not target.reports_scores:
+        if not target.reports_logprobs:
             return tokens, None
 
-        def score() -> Scores:
+        def told() -> Logprobs:
             agreed = jnp.cumprod((block[:, 1:] == tokens[:, :-1]).astype(jnp.int32), axis=1) > 0
             committed = jnp.pad(agreed, ((0, 0), (1, 0)), constant_values=True)
-            return score_each(logits, tokens, scored[:, None] & committed)
+            return logprobs_of(logits, tokens, asking[:, None] & committed)
 
-        return tokens, jax.lax.cond(jnp.any(scored), score, none)
+        return tokens, jax.lax.cond(jnp.any(asking), told, none)
 
     # Neither side changes what it reads, so that XLA:CPU copies nothing of it to a branch.
-    return jax.lax.cond(jnp.any(scored | drawing), row_by_row, best)
+    return jax.lax.cond(jnp.any(asking | drawing), row_by_row, best)
 
 
 def commit(
@@ -245,14 +245,14 @@ class StepInfo(NamedTuple):
         committed: `[B]`; how many tokens it added to each row.
         drafted: `[B]`; drafts that it ran.
         accepted: `[B]`; drafts that the target agreed with, those behind the row's end included.
-        scores: of the tokens that it added to rows that ask for them; None where nobody asked.
+        logprobs: of the tokens that it added to rows that ask for them; None where nobody asked.
     """
 
     tokens: Any
     committed: Any
     drafted: Any
     accepted: Any
-    scores: Scores | None = None
+    logprobs: Logprobs | None = None
 
     def widened(self, width: int) -> "StepInfo":
         """Copy with `width` slots, those behind the last one empty."""
@@ -260,25 +260,25 @@ class StepInfo(NamedTuple):
         def wide(x: Array) -> Array:
             return jnp.pad(x, [(0, 0), (0, width - x.shape[1]), *[(0, 0)] * (x.ndim - 2)])
 
-        return self._replace(tokens=wide(self.tokens), scores=jax.tree.map(wide, self.scores))
+        return self._replace(tokens=wide(self.tokens), logprobs=jax.tree.map(wide, self.logprobs))
 
     def packed(self) -> Int[Array, "B _"]:
-        """All but the scores in one array: what a dispatch reports then comes to the host in one piece."""
+        """All but the log-probabilities in one array: what a dispatch reports then comes to the host in one piece."""
         counts = jnp.stack([self.committed, self.drafted, self.accepted], axis=1)
         return jnp.concatenate([counts, self.tokens], axis=1).astype(jnp.int32)
 
     @staticmethod
-    def unpacked(reports: "Reports", scored: bool = False) -> "StepInfo":
+    def unpacked(reports: "Reports", wanted: bool = False) -> "StepInfo":
         """The steps of a dispatch that ran: each commits a token of some row, or it would not have run.
 
         Args:
-            scored: whether anybody asks for scores, which stay on the device otherwise.
+            wanted: whether anybody asks for log-probabilities, which stay on the device otherwise.
         """
         packed = np.asarray(reports.packed)
         ran = np.count_nonzero(np.any(packed[..., 0] > 0, axis=1))
-        scores = jax.tree.map(lambda each: np.asarray(each)[:ran], reports.scores) if scored else None
+        logprobs = jax.tree.map(lambda each: np.asarray(each)[:ran], reports.logprobs) if wanted else None
         packed = packed[:ran]
-        return StepInfo(packed[..., 3:], packed[..., 0], packed[..., 1], packed[..., 2], scores)
+        return StepInfo(packed[..., 3:], packed[..., 0], packed[..., 1], packed[..., 2], logprobs)
 
 
 class Reports(NamedTuple):
@@ -286,11 +286,11 @@ class Reports(NamedTuple):
 
     Attributes:
         packed: int32 `[most, B, 3 + T]`, see `StepInfo.packed`.
-        scores: of all steps; None where they report none.
+        logprobs: of all steps; None where they report none.
     """
 
     packed: Any
-    scores: Scores | None
+    logprobs: Logprobs | None
 
 
 Step = Callable[[Models, DecodeState], tuple[DecodeState, StepInfo]]
@@ -304,11 +304,11 @@ def run_steps(
 
     Args:
         width: T, the tokens that a step reports for each row.
-        vocab: the size of the target's vocabulary, where steps report scores.
+        vocab: the size of the target's vocabulary, where steps report log-probabilities.
     """
     batch = state.known.shape[0]
-    scores = None if vocab is None else no_scores((most, batch, width), vocab)
-    none = Reports(jnp.zeros((most, batch, 3 + width), jnp.int32), scores)
+    logprobs = None if vocab is None else no_logprobs((most, batch, width), vocab)
+    none = Reports(jnp.zeros((most, batch, 3 + width), jnp.int32), logprobs)
 
     def going(carry: tuple[DecodeState, Reports, Array]) -> Bool[Array, ""]:
         state, _, n = carry
@@ -317,7 +317,7 @@ def run_steps(
     def body(carry: tuple[DecodeState, Reports, Array]) -> tuple[DecodeState, Reports, Array]:
         state, reports, n = carry
         state, info = step(models, state)
-        own = Reports(info.packed(), info.scores)
+        own = Reports(info.packed(), info.logprobs)
         put = partial(jax.lax.dynamic_update_index_in_dim, index=n, axis=0)
         return state, jax.tree.map(put, reports, own), n + 1
 

@@ -121,11 +121,11 @@ class Renderer(ABC):
         if self.plan.token_ids:
             found["prompt_token_ids"] = tokens
         if self.plan.prompt_logprobs is not None and update.prompt_logprobs is not None:
-            scores = update.prompt_logprobs
-            found["prompt_logprobs"] = prompt_logprobs(self.served.texts, tokens, scores, self.plan.prompt_logprobs)
+            told = update.prompt_logprobs
+            found["prompt_logprobs"] = prompt_logprobs(self.served.texts, tokens, told, self.plan.prompt_logprobs)
         return found
 
-    def scored(self, tokens: Sequence[Token]) -> list[tuple[int, TokenLogprobs]]:
+    def with_logprobs(self, tokens: Sequence[Token]) -> list[tuple[int, TokenLogprobs]]:
         """Tokens with their log-probabilities and as many alternatives as are asked for."""
         most = self.plan.logprobs or 0
         return [(token.token, fewer(token.logprobs, most)) for token in tokens if token.logprobs is not None]
@@ -212,7 +212,7 @@ class CompletionRenderer(Renderer):
 
     def logprobs(self, index: int, new: Sequence[Token], first: bool) -> CompletionLogprobs:
         prompt, most = self.plan.prompt_of(index), self.plan.logprobs or 0
-        tokens: list[tuple[int, TokenLogprobs | None]] = [*self.scored(new)]
+        tokens: list[tuple[int, TokenLogprobs | None]] = [*self.with_logprobs(new)]
         offsets = self.offsets[index].of([token for token, _ in tokens])
         if self.plan.echo and first:
             before = (None, *(fewer(one, most) for one in self.of_prompts.pop(index, ())))
@@ -255,7 +255,7 @@ class ChatRenderer(Renderer):
         return ChatChunk(**self.root, object="chat.completion.chunk", choices=[], **ended)
 
     def logprobs(self, tokens: Sequence[Token]) -> ChatLogprobs | None:
-        return None if self.plan.logprobs is None else chat_logprobs(self.served.texts, self.scored(tokens))
+        return None if self.plan.logprobs is None else chat_logprobs(self.served.texts, self.with_logprobs(tokens))
 
 
 def completed(chunk: Completion | ChatChunk, update: RequestOutput, renderer: Renderer, options: StreamOptions | None) -> bytes:
