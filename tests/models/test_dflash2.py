@@ -22,7 +22,7 @@ from tilewright.models.dflash2 import AFTER, BEFORE, DFlash2Config, DFlash2Param
 from tilewright.models.params import count, initialise, to_tensors
 from tilewright.runtime.noise import gumbel
 from tilewright.runtime.sampling import Sampling, row_sampling
-from tilewright.speculation.drafters.load import load_dflash2
+from tilewright.speculation.drafters.load import load_blocks
 
 PLAIN_PAIR = random_pair(0, vocab_size=16, target_layers=1, drafter_layers=2, taps=[0], block_size=4)
 FIELDS: dict[str, Any] = {"output_multiplier": 0.5, "final_logit_softcapping": 8.0, "input_embedding_scale": 0.75}
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 def loaded(folder: Path, pair: Pair = PAIR) -> tuple[DFlash2Config, DFlash2Params]:
     _, drafter = as_folders(folder, pair)
-    return load_dflash2(drafter, read_config(drafter), decoder.config_from_hf(pair.target_config), "float32", None)
+    return load_blocks(drafter, read_config(drafter), decoder.config_from_hf(pair.target_config), "float32", None)
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ def test_every_tensor_that_does_not_fit_is_named_at_once(tmp_path: Path):
     save_file(tensors, folder / "model.safetensors")
     target = decoder.config_from_hf(PAIR.target_config | {"num_hidden_layers": 3})
     with pytest.raises(ValueError, match="num_target_layers is 1 but the target's is 3") as caught:
-        load_dflash2(folder, read_config(folder), target, "float32", None)
+        load_blocks(folder, read_config(folder), target, "float32", None)
     for named in (f"1 missing: {gone}", "candidate_selector.extra", f"{wide} (expected [2, 2, 32], found [2, 3, 32])"):
         assert named in str(caught.value)
 
@@ -161,7 +161,7 @@ def test_every_tensor_that_does_not_fit_is_named_at_once(tmp_path: Path):
 @pytest.mark.parametrize("prefix", [False, True])
 def test_names_and_values_survive_a_round_trip(tmp_path: Path, prefix: bool):
     _, folder = as_folders(tmp_path, PAIR, model_prefix=prefix, block_size_inside=True)
-    config, params = load_dflash2(folder, read_config(folder), decoder.config_from_hf(PAIR.target_config), "float32", None)
+    config, params = load_blocks(folder, read_config(folder), decoder.config_from_hf(PAIR.target_config), "float32", None)
     save_params(tmp_path / "saved", dflash2.config_to_hf(config), dflash2.declare(config), params, jnp.float32)
     stored = load_file(tmp_path / "saved" / "model.safetensors")
     assert stored.keys() == PAIR.drafter_tensors.keys()

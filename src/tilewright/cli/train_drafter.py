@@ -1,6 +1,6 @@
 """`tilewright train drafter`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,21 +12,27 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from tilewright.cli.common import JsonFile, check_json_file, given, human_console, keep_programs, progress_console
+from tilewright.cli.lattice_arguments import DSparkArguments, LiLiCorrArguments
 from tilewright.cli.train import LoopOptions, finish, mesh_axes, require_data
 from tilewright.llm.language_model import LanguageModel
-from tilewright.models import dflash, dflash2, eagle3, hub
-from tilewright.models.checkpoint import CONFIG, load_decoder, load_params, read_config, save_params
+from tilewright.models import dflash, dflash2, dspark, eagle3, hub, lilicorr
+from tilewright.models.checkpoint import CONFIG, load_decoder, read_config, save_params
 from tilewright.models.decoder import DecoderConfig
 from tilewright.models.dflash import DFlashConfig, default_target_layers
 from tilewright.models.dflash2 import DFlash2Config
+from tilewright.models.dspark import DSparkConfig
 from tilewright.models.eagle3 import Eagle3Config
+from tilewright.models.lilicorr import LiLiCorrConfig
 from tilewright.models.params import DTYPES, Dtype
 from tilewright.models.tokenizer import load_tokenizer
 from tilewright.runtime.sampling import Sampling
+from tilewright.speculation.drafters.load import block_kind, load_tensors
 from tilewright.train.data import MASK, Stream, encode_documents, read_documents, split_documents
 from tilewright.train.dflash2 import DFlash2Options, train_dflash2
 from tilewright.train.drafter import DFlashOptions, train_drafter
+from tilewright.train.dspark import train_dspark
 from tilewright.train.eagle3 import Eagle3Options, default_draft_vocab, train_eagle3
+from tilewright.train.lilicorr import train_lilicorr
 from tilewright.train.loop import TrainResult
 from tilewright.train.partitioned import Division
 from tilewright.train.regenerate import cut_prompts, regenerate
@@ -40,9 +46,9 @@ class DrafterSizes:
     """What drafter to make; its layers have the target's own sizes.
 
     Attributes:
-        block_size: tokens drafted at once, the known one included; by default 16 for dflash and dflash2, 8 for eagle3.
+        block_size: tokens drafted at once, the known one included; by default 8 for eagle3, 16 for the others.
         taps: the target's layers whose outputs the drafter reads, from 0. By default the published choice for the kind; of a
-            target with few layers, all (dflash and dflash2, fewer than nine) or three (eagle3, fewer than seven).
+            target with few layers, three (eagle3, fewer than seven) or all (the others, fewer than nine).
     """
 
     block_size: int | None = None
@@ -52,7 +58,7 @@ class DrafterSizes:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class DFlashArguments:
-    """What --kind dflash and --kind dflash2 know.
+    """What --kind dflash knows, and all kinds that draft a block in one pass: dflash2, dspark and lilicorr.
 
     Attributes:
         layers: dflash: the drafter's layers (2 by default).
@@ -61,7 +67,8 @@ class DFlashArguments:
         anchors: dflash: blocks drawn from each sequence at each step (32 by default).
         gamma: dflash: decay of the loss weights exp(-(k-1)/gamma); by default the published one for the block size.
         start: dflash: a drafter to go on from, a folder, a Hugging Face id or "demo-drafter"; its block size may be another;
-            for dflash2 also a DFlash one, as backbone. By default training starts from the target's last layers.
+            for dflash2 also a DFlash one, as backbone. Lattices of lilicorr have the block size that they were trained for. By
+            default training starts from the target's last layers.
     """
 
     layers: int | None = None
@@ -79,14 +86,15 @@ class DFlashArguments:
             return config, None
         folder = hub.resolve(self.start, console=progress_console(console))
         fields, where = read_config(folder), str(folder / CONFIG)
-        model: Any = dflash2 if dflash2.is_dflash2(fields) else dflash
-        found: DFlashConfig = model.config_from_hf(fields, where, config.num_target_layers)
+        kind = block_kind(fields)
+        found: DFlashConfig = kind.model.config_from_hf(fields, where, config.num_target_layers)
         wanted = config = replace(config, last_tap_before_norm=found.last_tap_before_norm)
-        if isinstance(config, DFlash2Config) and model is dflash:
+        if isinstance(config, DFlash2Config) and kind.model is dflash:
             wanted = config.backbone
-        if replace(found, block_size=config.block_size) != wanted:
+        same_block = isinstance(config, LiLiCorrConfig)
+        if (found if same_block else replace(found, block_size=config.block_size)) != wanted:
             raise ValueError(f"expected --start to be a drafter of these sizes: {wanted}; found {found}")
-        params = load_params(folder, model.declare(found), jnp.float32)
+        params = load_tensors(folder, kind, found, "float32", None)
         if wanted is config or not isinstance(config, DFlash2Config):
             return config, params
         return config, replace(dflash2.fresh(config, jax.random.key(seed)), backbone=params)
@@ -171,15 +179,19 @@ class Eagle3Arguments:
 
 
 def configured(
-    kind: str, arguments: tuple[DFlashArguments, DFlash2Arguments, Eagle3Arguments], sizes: DrafterSizes,
-    target: DecoderConfig, tokenizer: Tokenizer, seed: int, console: Console,
+    kind: str, arguments: Mapping[str, Any], sizes: DrafterSizes, target: DecoderConfig, tokenizer: Tokenizer, seed: int,
+    console: Console,
 ) -> tuple[DFlashConfig | Eagle3Config, Any]:  # fmt: skip
-    """The drafter's configuration, and the parameters to go on from, if any were named."""
-    for_dflash, for_dflash2, for_eagle3 = arguments
+    """The drafter's configuration, and the parameters to go on from, if any were named.
+
+    Args:
+        arguments: those of each kind.
+    """
     if kind == "eagle3":
-        return for_eagle3.config(sizes, target), None
+        return arguments[kind].config(sizes, target), None
+    for_dflash: DFlashArguments = arguments["dflash"]
     backbone = for_dflash.config(sizes, target, tokenizer)
-    return for_dflash.begin(for_dflash2.config(backbone) if kind == "dflash2" else backbone, seed, console)
+    return for_dflash.begin(backbone if kind == "dflash" else arguments[kind].config(backbone), seed, console)
 
 
 def refuse_others(kind: str, of_kind: dict[str, object]) -> None:
@@ -188,7 +200,7 @@ def refuse_others(kind: str, of_kind: dict[str, object]) -> None:
         f"--{name.replace('_', '-')} (for {other})"
         for other, arguments in of_kind.items()
         for name, value in vars(arguments).items()
-        if other != kind and value is not None and (kind, other) != ("dflash2", "dflash")
+        if other not in (kind, None if kind == "eagle3" else "dflash") and value is not None
     ]
     if wrong:
         raise ValueError(f"--kind {kind} does not take {', '.join(wrong)}")
@@ -260,6 +272,15 @@ def division_of(mesh: str | None, regeneration: Regeneration, batch_size: int) -
     return division
 
 
+TRAINED: dict[type[DFlashConfig], tuple[Any, Any]] = {
+    DFlashConfig: (dflash, train_drafter),
+    DFlash2Config: (dflash2, train_dflash2),
+    DSparkConfig: (dspark, train_dspark),
+    LiLiCorrConfig: (lilicorr, train_lilicorr),
+}
+"""The model and the training of each kind that drafts a block in one pass."""
+
+
 def fit(
     made: DFlashConfig | Eagle3Config, own: Any, target: tuple[DecoderConfig, Any], texts: list[Stream], options: TextOptions,
     start: Any, out: Path, dtype: Dtype, console: Console, division: Division,
@@ -270,8 +291,7 @@ def fit(
         result, agreed = train_eagle3(*arguments, division=division)
         eagle3.save(out, made, result.params, DTYPES[dtype])
         return result, {"agreement": agreed}
-    of_kind: tuple[Any, Any] = (dflash2, train_dflash2) if isinstance(made, DFlash2Config) else (dflash, train_drafter)
-    model, train = of_kind
+    model, train = TRAINED[type(made)]
     result = train(*arguments, start=start, division=division)
     save_params(out, model.config_to_hf(made), model.declare(made), result.params, DTYPES[dtype])
     return result, {}
@@ -281,10 +301,12 @@ def drafter(
     *data: Path,
     target: str,
     out: Path,
-    kind: Literal["dflash", "dflash2", "eagle3"] = "dflash",
+    kind: Literal["dflash", "dflash2", "dspark", "lilicorr", "eagle3"] = "dflash",
     sizes: DrafterSizes = DrafterSizes(),
     for_dflash: DFlashArguments = DFlashArguments(),
     for_dflash2: DFlash2Arguments = DFlash2Arguments(),
+    for_dspark: DSparkArguments = DSparkArguments(),
+    for_lilicorr: LiLiCorrArguments = LiLiCorrArguments(),
     for_eagle3: Eagle3Arguments = Eagle3Arguments(),
     regeneration: Regeneration = Regeneration(),
     loop: LoopOptions = LoopOptions(),
@@ -304,7 +326,8 @@ def drafter(
         Folder for the drafter; its subfolder `training` holds the checkpoint that an interrupted run resumes from.
     kind
         A block-diffusion drafter (dflash), which drafts a block in one pass; one that besides walks through each slot's best
-        candidates (dflash2); or a chain (eagle3), one token after another.
+        candidates, by a selector (dflash2), a serial head (dspark) or a small transformer (lilicorr); or a chain (eagle3), one
+        token after another.
     mesh
         Devices along "fsdp" and "tp", which divide batches, drafter and target: fsdp=4,tp=2. By default one device.
     dtype
@@ -315,15 +338,17 @@ def drafter(
     check_json_file(json_file)
     console = human_console(json_file)
     require_data(data)
-    refuse_others(kind, {"dflash": for_dflash, "dflash2": for_dflash2, "eagle3": for_eagle3})
+    walkers = {"dflash2": for_dflash2, "dspark": for_dspark, "lilicorr": for_lilicorr}
+    arguments = {"dflash": for_dflash, **walkers, "eagle3": for_eagle3}
+    refuse_others(kind, arguments)
     options, blocks = loop.options(), for_dflash.options()
-    own = {"dflash": blocks, "dflash2": for_dflash2.options(blocks), "eagle3": for_eagle3.options()}[kind]
+    own = walkers[kind].options(blocks) if kind in walkers else {"dflash": blocks, "eagle3": for_eagle3.options()}[kind]
     keep_programs(loop.compile_cache)
     folder = hub.resolve(target, console=progress_console(console), check=load_tokenizer)
     tokenizer = load_tokenizer(folder)
     division = division_of(mesh, regeneration, options.batch_size)
     config, params = load_decoder(folder, jnp.float32, progress_console(console), division.shardings)
-    made, start = configured(kind, (for_dflash, for_dflash2, for_eagle3), sizes, config, tokenizer, options.seed, console)
+    made, start = configured(kind, arguments, sizes, config, tokenizer, options.seed, console)
     texts = drafter_text(data, loop, regeneration, (config, params), tokenizer, out, console)
     result, more = fit(made, own, (config, params), texts, options, start, out, dtype, console, division)
     finish(result, out, console, json_file, training_tokens=int(texts[0].in_loss.sum()), target=target, **more)

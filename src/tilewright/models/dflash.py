@@ -49,6 +49,16 @@ class DFlashConfig(Sizes):
     input_embedding_scale: float = 1.0
     last_tap_before_norm: bool = False
 
+    @property
+    def first_slot(self) -> int:
+        """The first slot that drafts a token. Slot 0 holds the known token and here drafts nothing."""
+        return 1
+
+    @property
+    def slots(self) -> int:
+        """Slots that a whole block runs: one for each draft, and those before the first one."""
+        return self.block_size - 1 + self.first_slot
+
 
 def default_target_layers(num_target_layers: int, taps: int) -> tuple[int, ...]:
     """The tapped layers that the published drafters use: evenly from the second to the third last."""
@@ -69,14 +79,20 @@ def _refuse_unsupported(read: ConfigReader) -> None:
     """Notes what would change the maths of this drafter and is not covered here."""
     # Others share the fields and differ in the layout: slot 0 predicts (DSpark), or convolutions mix the slots (DFlash 2).
     read.expect_all("architectures", "DFlashDraftModel")
-    read.expect("is_causal", False)
-    read.expect("use_sliding_window", False)
-    refuse_loose_window(read)
-    read.expect_all("layer_types", "full_attention")
+    read.expect("sample_from_anchor", False)
+    refuse_other_attention(read)
     # Positive, these two change no argmax, and drafts are argmaxes: neither is needed.
     read.number("output_multiplier", default=1.0)
     if read.fields.get("final_logit_softcapping", 0) != 0:
         read.number("final_logit_softcapping", default=1.0)
+
+
+def refuse_other_attention(read: ConfigReader) -> None:
+    """Notes what keeps a block from seeing all of itself and of its context."""
+    read.expect("is_causal", False)
+    read.expect("use_sliding_window", False)
+    refuse_loose_window(read)
+    read.expect_all("layer_types", "full_attention")
 
 
 def refuse_loose_window(read: ConfigReader) -> None:
@@ -95,7 +111,6 @@ def read_backbone(
     """
     unknown = sorted(inner.keys() - set(known))
     read.require(not unknown, f"dflash_config has unknown fields: {', '.join(unknown)}")
-    read.expect("sample_from_anchor", False)
     read.expect("model_type", "qwen3")
     read.expect("hidden_act", "silu")
     read.expect("attention_bias", False)

@@ -113,6 +113,7 @@ def config_from_hf(
     """
     read, inner = dflash.open_config(fields, where)
     read.expect_all("architectures", ARCHITECTURE)
+    read.expect("sample_from_anchor", False)
     backbone = dflash.read_backbone(read, inner, (*dflash.DFLASH_FIELDS, *OWN_FIELDS), num_target_layers)
     cap = read.fields.get("final_logit_softcapping", 0)
     config = DFlash2Config(
@@ -165,11 +166,14 @@ class Convolution:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Selector:
-    """Scores pairs of neighbouring tokens. `predecessor` and `successor` are `[V, r]`, `projection` `[H, r]`."""
+    """Scores pairs of neighbouring tokens. `predecessor` and `successor` are `[V, r]`, `projection` `[H, r]`.
+
+    Without a projection, None, a pair's score is the same in every slot.
+    """
 
     predecessor: Any
     successor: Any
-    projection: Any
+    projection: Any = None
 
 
 @jax.tree_util.register_dataclass
@@ -318,34 +322,32 @@ def pair_scores(
     candidates: Int[Array, "B L K"],
 ) -> Float32[Array, "B L P K"]:
     """What each slot's hidden state makes of every pair of a token before it and a candidate in it."""
-    gate = ops.linear(hidden, selector.projection, jnp.float32)
     before, here = (
         ops.take(codebook, tokens).astype(jnp.float32)
         for codebook, tokens in ((selector.predecessor, previous), (selector.successor, candidates))
     )
-    exact = jax.lax.Precision.HIGHEST
-    return jnp.einsum("blpr,blkr->blpk", before * gate[:, :, None], here, precision=exact)
+    if selector.projection is not None:
+        before = before * ops.linear(hidden, selector.projection, jnp.float32)[:, :, None]
+    return jnp.einsum("blpr,blkr->blpk", before, here, precision=jax.lax.Precision.HIGHEST)
 
 
 def transition_scores(
-    config: DFlash2Config,
     ops: Operations,
     selector: Selector,
     hidden: Float[Array, "B L H"],
     known: Int[Array, " B"],
     candidates: Int[Array, "B L K"],
-    logits: Float[Array, "B L K"],
+    logits: Float32[Array, "B L K"],
 ) -> Float32[Array, "B L K K"]:
     """The score of each slot's candidates after each of the slot before; before the first slot stands the known token alone.
 
     Args:
         hidden: of the slots to be drafted, normalised, as the head reads it.
-        logits: of the candidates, by the target's head.
+        logits: of the candidates, by the target's head; see `scaled_logits`.
     """
     anchor = jnp.broadcast_to(known[:, None, None], (*candidates.shape[:1], 1, candidates.shape[2]))
     previous = jnp.concatenate([anchor, candidates[:, :-1]], axis=1)
-    pairs = pair_scores(ops, selector, hidden, previous, candidates)
-    return scaled_logits(config, logits.astype(jnp.float32))[:, :, None] + pairs
+    return logits[:, :, None] + pair_scores(ops, selector, hidden, previous, candidates)
 
 
 def walk(

@@ -24,7 +24,7 @@ from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.dflash2 import DFlash2Config, DFlash2Params
 from tilewright.train import drafter
 from tilewright.train.data import Stream
-from tilewright.train.drafter import Blocks, DFlashOptions, draft_hidden, draw_blocks, weighted_nll
+from tilewright.train.drafter import Blocks, DFlashOptions, draw_blocks, run_blocks, weighted_nll
 from tilewright.train.loop import TrainResult, train
 from tilewright.train.partitioned import Division, partitioned_task
 from tilewright.train.text import TextOptions, Windows
@@ -77,7 +77,7 @@ def drafter_losses(
     """The backbone's loss and the selector's, both in nats, and the sum of the slots' weights."""
     blocks, run = draw_blocks(target, config, options, batch, key), partial(dflash2.run_block, config, ops, params)
     arguments = (target_params, params.backbone, run, batch[0], blocks.anchors, config.windows)
-    hidden = draft_hidden(target, config, ops, *arguments)
+    hidden = run_blocks(target, config, ops, *arguments).hidden
     logits = dflash2.scaled_logits(config, ops.linear(hidden, decoder.output_head(target_params), jnp.float32))
     chosen = selector_loss(config, ops, params, hidden, logits, blocks)
     return weighted_nll(logits, blocks.wanted, blocks.weights), chosen, jnp.sum(blocks.weights)

@@ -123,7 +123,21 @@ RunBlock = Callable[..., Float[Array, "BA T H"]]
 """`dflash.run_block`, or another drafter's, with configuration, operations and parameters given."""
 
 
-def draft_hidden(
+class Drafted(NamedTuple):
+    """What blocks at anchors come to, and what they read.
+
+    Attributes:
+        hidden: what the head reads of every slot that drafts, S = block_size - 1, for the block at every anchor, `[BA, S, H]`.
+        features: of all positions, `[B, T, H]`.
+        stream: the target's residual stream after its last layer, before its final norm, `[B, T, H]`.
+    """
+
+    hidden: Array
+    features: Array
+    stream: Array
+
+
+def run_blocks(
     target: DecoderConfig,
     config: DFlashConfig,
     ops: Operations,
@@ -133,8 +147,8 @@ def draft_hidden(
     tokens: Int[Array, "B T"],
     anchors: Int[Array, "B A"],
     windows: Sequence[int | None],
-) -> Float[Array, "BA S H"]:
-    """What the head reads of every slot after the known one, S = block_size - 1, for the block at every anchor.
+) -> Drafted:
+    """Runs the target over whole sequences, and the drafter over the block at every anchor.
 
     Args:
         params: what makes the context.
@@ -145,16 +159,17 @@ def draft_hidden(
     features = dflash.context_features(config, ops, params, jax.lax.stop_gradient(taps))
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     context = tuple(zip(dflash.context_kv(config, ops, params, features, positions), windows, strict=True))
-    block = anchors.reshape(-1, 1) + jnp.arange(config.block_size)
+    block = anchors.reshape(-1, 1) + jnp.arange(config.slots)
     known = jnp.take_along_axis(tokens, anchors, axis=1).reshape(-1, 1)
-    masks = jnp.full((known.shape[0], config.block_size - 1), config.mask_token_id, known.dtype)
+    masks = jnp.full((known.shape[0], config.slots - 1), config.mask_token_id, known.dtype)
     x = target_params.embed[jnp.concatenate([known, masks], axis=1)]
 
     def attend(ops: Operations, projection: Projection, heads: Heads, anchors: Array, kept: Any) -> tuple[Array, Any]:
         (q, k, v), (pair, window) = ops.heads(projection, heads), kept
         return anchored_attention(q, pair, (k, v), anchors, window).reshape(*q.shape[:2], -1), kept
 
-    return run_block(x, block, context, attend, anchors)[:, 1:]
+    hidden = run_block(x, block, context, attend, anchors)[:, config.first_slot :]
+    return Drafted(hidden, features, ran.hidden)
 
 
 def draft_logits(
@@ -166,9 +181,9 @@ def draft_logits(
     tokens: Int[Array, "B T"],
     anchors: Int[Array, "B A"],
 ) -> Float[Array, "BA S V"]:
-    """The drafter's logits for every slot after the known one, S = block_size - 1, for the block at every anchor."""
+    """The drafter's logits for every slot that drafts, S = block_size - 1, for the block at every anchor."""
     run, everything = partial(dflash.run_block, config, ops, params), (None,) * config.num_layers
-    hidden = draft_hidden(target, config, ops, target_params, params, run, tokens, anchors, everything)
+    hidden = run_blocks(target, config, ops, target_params, params, run, tokens, anchors, everything).hidden
     return ops.linear(hidden, decoder.output_head(target_params), jnp.float32)
 
 
@@ -204,11 +219,21 @@ def draw_blocks(
     return Blocks(anchors, *flat)
 
 
+def weighted_mean(values: Float[Array, "BA S"], weights: Float[Array, "BA S"]) -> Float[Array, ""]:
+    """The weighted mean; 0 where all weights are."""
+    return jnp.sum(values * weights) / jnp.maximum(jnp.sum(weights), 1e-6)
+
+
 def weighted_nll(logits: Float[Array, "BA S V"], wanted: Int[Array, "BA S"], weights: Float[Array, "BA S"]) -> Float[Array, ""]:
     """The weighted mean cross-entropy in nats; 0 where all weights are."""
     label_logits = jnp.take_along_axis(logits, wanted[..., None], axis=-1)[..., 0]
-    nll = jax.nn.logsumexp(logits, axis=-1) - label_logits
-    return jnp.sum(nll * weights) / jnp.maximum(jnp.sum(weights), 1e-6)
+    return weighted_mean(jax.nn.logsumexp(logits, axis=-1) - label_logits, weights)
+
+
+def at_slots(x: Float[Array, "B T *rest"], anchors: Int[Array, "B A"], size: int) -> Float[Array, "BA S *rest"]:
+    """The entries of each block's positions, from its anchor on; of positions beyond the end, the last one's."""
+    index = jnp.minimum(anchors[:, :, None] + jnp.arange(size), x.shape[1] - 1)
+    return jax.vmap(lambda row, at: row[at])(x, index).reshape(-1, size, *x.shape[2:])
 
 
 def drafter_loss(

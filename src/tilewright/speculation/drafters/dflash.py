@@ -71,7 +71,7 @@ class DFlash(OneKind):
         return Proposal(block, jnp.full(block.shape[:1], self.block_size - 1, jnp.int32))
 
     def fill(self, target: Target, models: Models, state: DecodeState, block: Int[Array, "B T"]) -> Int[Array, "B drafts"]:
-        """One pass: the most likely token for every slot but the first."""
+        """One pass: the most likely token for every slot that drafts."""
         hidden = self.hidden(target, models, state, block)
         if models.draft_head is not None:
             return self.ops.head_argmax(hidden, models.draft_head)[0]
@@ -80,11 +80,17 @@ class DFlash(OneKind):
     def hidden(
         self, target: Target, models: Models, state: DecodeState, block: Int[Array, "B T"]
     ) -> Float[Array, "B drafts H"]:
-        """Hidden states of every slot but the first, which the head reads."""
-        embedded = target.schedule.embed(target.ops, models.target.embed, block).astype(DTYPES[self.dtype])
-        positions = block_positions(state.known, self.block_size)
-        ran = self.run_block(models, embedded, positions, state.draft_cache, dflash.attend_context, state.known)
-        return ran[:, 1:]
+        """Hidden states of every slot that drafts, which the head reads."""
+        first = self.config.first_slot
+        tokens = block[:, : block.shape[1] - 1 + first]
+        embedded = target.schedule.embed(target.ops, models.target.embed, tokens).astype(DTYPES[self.dtype])
+        positions = block_positions(state.known, tokens.shape[1])
+        ran = self.run_block(models, embedded, positions, self.caches(state), dflash.attend_context, state.known)
+        return ran[:, first:]
+
+    def caches(self, state: DecodeState) -> tuple[Any, ...]:
+        """The keys and values of the context, layer by layer."""
+        return state.draft_cache
 
     def backbone(self, models: Models) -> DFlashParams:
         """The parameters that make the context."""
@@ -98,10 +104,21 @@ class DFlash(OneKind):
         self, target: Target, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Int[Array, " B"],
         stop: Int[Array, " B"],
     ) -> DecodeState:  # fmt: skip
+        features = self.features(target, models, taps)
+        return replace(state, draft_cache=self.appended(models, state, features, start, stop))
+
+    def features(self, target: Target, models: Models, taps: tuple[Array, ...]) -> Float[Array, "B T H"]:
+        """One feature for each position that was tapped."""
         taps = dflash.normal_taps(self.config, target.ops, taps, Norm(models.target.norm, target.config.rms_norm_eps))
         wanted = [tap.astype(DTYPES[self.dtype]) for tap in taps]
-        params = self.backbone(models)
-        features = dflash.context_features(self.config, self.ops, params, wanted)
-        new = dflash.context_kv(self.config, self.ops, params, features, block_positions(start, features.shape[1]))
-        pairs = zip(state.draft_cache, new, strict=True)
-        return replace(state, draft_cache=tuple(old.append(self.ops, k, v, start, stop - start) for old, (k, v) in pairs))
+        return dflash.context_features(self.config, self.ops, self.backbone(models), wanted)
+
+    def appended(
+        self, models: Models, state: DecodeState, features: Float[Array, "B T H"], start: Int[Array, " B"],
+        stop: Int[Array, " B"],
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """The caches with the keys and values of positions `start` to `stop - 1`, from the features at `start` onwards."""
+        positions = block_positions(start, features.shape[1])
+        new = dflash.context_kv(self.config, self.ops, self.backbone(models), features, positions)
+        pairs = zip(self.caches(state), new, strict=True)
+        return tuple(old.append(self.ops, k, v, start, stop - start) for old, (k, v) in pairs)
