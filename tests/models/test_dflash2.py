@@ -1,7 +1,6 @@
 """DFlash 2: what a checkpoint says and how it is checked, the maths against NumPy, and the walk's distribution."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from models.walks import BROKEN, TEMPERATURE, Draw, draw_walks, excess
 from reference.dflash2_numpy import as_dflash2, build2
 from reference.dflash_numpy import Pair, as_folders, random_pair
-from reference.sampling_numpy import chi_square_excess
 from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder, dflash, dflash2
 from tilewright.models.checkpoint import read_config, save_params
 from tilewright.models.dflash2 import AFTER, BEFORE, DFlash2Config, DFlash2Params
 from tilewright.models.params import count, initialise, to_tensors
-from tilewright.runtime.noise import gumbel
-from tilewright.runtime.sampling import Sampling, row_sampling
 from tilewright.speculation.drafters.load import load_blocks
 
 PLAIN_PAIR = random_pair(0, vocab_size=16, target_layers=1, drafter_layers=2, taps=[0], block_size=4)
@@ -221,7 +218,7 @@ def test_scores_and_walk_equal_the_reference(tmp_path: Path, fields: dict[str, A
 
     @jax.jit
     def run(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-        scores = dflash2.transition_scores(config, PLAIN, params.selector, *arrays)
+        scores = dflash2.transition_scores(PLAIN, params.selector, *arrays[:3], dflash2.scaled_logits(config, arrays[3]))
         return scores, dflash2.walk(scores, arrays[2])
 
     scores, walked = run(*(jnp.asarray(x) for x in (hidden, known, candidates, unary)))
@@ -243,28 +240,10 @@ def test_the_first_of_equal_candidates_is_taken():
 
 # The sampled walk
 
-Draw = Callable[..., jax.Array]
-TEMPERATURE, ROWS, BATCHES = 1.3, 64, 60
-
-
-def one_noise(scores: Any, candidates: Any, temperature: Any, gumbel: Any) -> jax.Array:
-    """All slots draw with the same noise."""
-    return dflash2.walk(scores, candidates, temperature, jnp.broadcast_to(gumbel[:, :1], gumbel.shape))
-
-
-def cold(scores: Any, candidates: Any, temperature: Any, gumbel: Any) -> jax.Array:
-    """The temperature is left out."""
-    return dflash2.walk(scores, candidates, jnp.ones_like(temperature), gumbel)
-
-
-def pairs_unseen(scores: Any, candidates: Any, temperature: Any, gumbel: Any) -> jax.Array:
-    """Every slot follows the first candidate of the slot before, whichever was taken."""
-    return dflash2.walk(jnp.broadcast_to(scores[:, :, :1], scores.shape), candidates, temperature, gumbel)
-
 
 @pytest.fixture(scope="module")
-def walks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[tuple[int, ...], float], Callable[[Draw], np.ndarray]]:
-    """The exact distribution of the walks over three slots; and many walks, drawn in the engine's way by a given rule."""
+def walks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[tuple[int, ...], float], tuple[np.ndarray, np.ndarray]]:
+    """The exact distribution of the walks over three slots; and what they are drawn from, scores and candidates."""
     pair = as_dflash2(PLAIN_PAIR, top_k=3, **FIELDS)
     config, params = loaded(tmp_path_factory.mktemp("walks"), pair)
     _, drafter = build2(pair)
@@ -274,43 +253,25 @@ def walks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[tuple[int, ...
     candidates = np.argsort(-logits, axis=-1, kind="stable")[None, :, :3]
     unary = np.take_along_axis(logits[None], candidates, axis=-1)
     arrays = (hidden[None], np.array([known]), candidates, unary)
-    repeated = [jnp.asarray(np.repeat(x, ROWS, axis=0), jnp.int32 if x.dtype.kind == "i" else jnp.float32) for x in arrays]
-    scores = dflash2.transition_scores(config, PLAIN, params.selector, *repeated)
-
-    def drawn(rule: Draw) -> np.ndarray:
-        @jax.jit
-        def batch(n: jax.Array) -> jax.Array:
-            rows = row_sampling([Sampling(temperature=TEMPERATURE, seed=0)] * ROWS, [1] * ROWS)
-            key = jnp.asarray(rows.key).at[:, 1].set((jnp.arange(ROWS) + n * ROWS).astype(jnp.uint32))
-            positions = jnp.broadcast_to(5 + jnp.arange(3, dtype=jnp.int32), (ROWS, 3))
-            noise = gumbel(key, positions, repeated[2])
-            return rule(scores, repeated[2], jnp.asarray(rows.temperature), noise)
-
-        return np.concatenate([np.asarray(batch(jnp.int32(n))) for n in range(BATCHES)])
-
-    return exact, drawn
-
-
-def excess(exact: dict[tuple[int, ...], float], drawn: np.ndarray) -> float:
-    """The chi-square statistic over what chance allows."""
-    places = {walk: n for n, walk in enumerate(exact)}
-    counts = np.bincount([places[tuple(walk)] for walk in drawn.tolist()], minlength=len(exact))
-    return chi_square_excess(counts, np.array(list(exact.values())))
+    inputs = [jnp.asarray(x, jnp.int32 if x.dtype.kind == "i" else jnp.float32) for x in arrays]
+    scaled = dflash2.scaled_logits(config, inputs[3])
+    scores = dflash2.transition_scores(PLAIN, params.selector, *inputs[:3], scaled)
+    return exact, (np.asarray(scores[0]), candidates[0])
 
 
 def test_the_sampled_walk_has_its_exact_distribution(walks: Any):
-    exact, drawn = walks
+    exact, block = walks
     assert len(exact) == 27
     assert sum(exact.values()) == pytest.approx(1)
-    found = drawn(dflash2.walk)
+    found = draw_walks(*block)
     assert excess(exact, found) < 1
     assert len({tuple(walk) for walk in found.tolist()}) > 15
 
 
-@pytest.mark.parametrize("rule", [one_noise, cold, pairs_unseen])
+@pytest.mark.parametrize("rule", BROKEN)
 def test_a_broken_walk_is_rejected(walks: Any, rule: Draw):
-    exact, drawn = walks
-    assert excess(exact, drawn(rule)) > 1
+    exact, block = walks
+    assert excess(exact, draw_walks(*block, rule)) > 1
 
 
 def test_rows_of_temperature_zero_walk_greedily():
