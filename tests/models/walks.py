@@ -1,4 +1,4 @@
-"""What tests of walks through candidates share: many sampled walks, drawn in the engine's way, and rules that draw them wrongly."""
+"""What tests of walks through candidates share: many walks, drawn in the engine's way, and rules that draw them wrongly."""
 
 from collections.abc import Callable
 from typing import Any
