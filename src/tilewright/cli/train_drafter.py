@@ -15,7 +15,7 @@ from tilewright.cli.common import JsonFile, check_json_file, given, human_consol
 from tilewright.cli.train import LoopOptions, finish, mesh_axes, require_data
 from tilewright.llm.language_model import LanguageModel
 from tilewright.models import dflash, dflash2, eagle3, hub
-from tilewright.models.checkpoint import CONFIG, load_decoder, load_params, read_config, save_params
+from tilewright.models.checkpoint import CONFIG, load_decoder, load_params, read_config
 from tilewright.models.decoder import DecoderConfig
 from tilewright.models.dflash import DFlashConfig, default_target_layers
 from tilewright.models.dflash2 import DFlash2Config
@@ -25,7 +25,7 @@ from tilewright.models.tokenizer import load_tokenizer
 from tilewright.runtime.sampling import Sampling
 from tilewright.train.data import MASK, Stream, encode_documents, read_documents, split_documents
 from tilewright.train.dflash2 import DFlash2Options, train_dflash2
-from tilewright.train.drafter import DFlashOptions, train_drafter
+from tilewright.train.drafter import DFlashOptions, save_drafter, train_drafter
 from tilewright.train.eagle3 import Eagle3Options, default_draft_vocab, train_eagle3
 from tilewright.train.loop import TrainResult
 from tilewright.train.partitioned import Division
@@ -273,7 +273,7 @@ def fit(
     of_kind: tuple[Any, Any] = (dflash2, train_dflash2) if isinstance(made, DFlash2Config) else (dflash, train_drafter)
     model, train = of_kind
     result = train(*arguments, start=start, division=division)
-    save_params(out, model.config_to_hf(made), model.declare(made), result.params, DTYPES[dtype])
+    save_drafter(out, model, made, result.params, DTYPES[dtype])
     return result, {}
 
 

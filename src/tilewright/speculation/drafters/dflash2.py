@@ -7,9 +7,9 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
-from tilewright.models import decoder, dflash, dflash2
+from tilewright.models import decoder, dflash2
 from tilewright.models.dflash2 import DFlash2Config
 from tilewright.models.params import DTYPES
 from tilewright.runtime import cache
@@ -39,7 +39,7 @@ class DFlash2(DFlash):
 
     @cached_property
     def declared(self) -> Any:
-        return dflash2.declare(self.config)
+        return self.with_own_head(dflash2.declare(self.config))
 
     def allocate(self, layout: Layout, target: Target, dtype: DTypeLike) -> Any:
         return tuple(self.allocate_layer(window, layout) for window in self.config.windows)
@@ -54,23 +54,31 @@ class DFlash2(DFlash):
         assert isinstance(ring, cache.Ring)
         return cache.Sliding(ring.k, ring.v, window)
 
-    def backbone(self, models: Models) -> dflash.DFlashParams:
-        return models.drafter.backbone
-
     def run_block(self, models: Models, *block: Any) -> Array:
         return dflash2.run_block(self.config, self.ops, models.drafter, *block)
 
     def fill(self, target: Target, models: Models, state: DecodeState, block: Int[Array, "B T"]) -> Int[Array, "B drafts"]:
         """One pass, and a walk over every slot but the first."""
-        hidden, k = self.hidden(target, models, state, block), self.config.selector_top_k
+        hidden = self.hidden(target, models, state, block)
+        candidates, ids, logits = self.candidates(target, models, hidden)
+        selector = models.drafter.selector
+        scores = dflash2.transition_scores(self.config, self.ops, selector, hidden, block[:, 0], candidates, logits, ids)
+        if self.walk == "greedy":
+            return dflash2.walk(scores, ids)
+        positions = block_positions(state.known + 1, ids.shape[1])
+        noise = gumbel(jnp.asarray(state.sampling.key), positions, ids)
+        return dflash2.walk(scores, ids, state.sampling.temperature, noise)
+
+    def candidates(
+        self, target: Target, models: Models, hidden: Float[Array, "B L H"]
+    ) -> tuple[Int[Array, "B L K"], Int[Array, "B L K"], Float[Array, "B L K"]]:
+        """Each slot's most likely tokens: their draft ids, the target's ids of them, and their logits."""
+        k, vocab = self.config.selector_top_k, self.backbone(models).vocab
+        if vocab is not None:
+            candidates, logits = self.ops.head_top_k(hidden, vocab.head, k)
+            return candidates, vocab.ids[candidates], logits
         if models.draft_head is not None:
             candidates, logits = self.ops.head_top_k(hidden, models.draft_head, k)
         else:
             candidates, logits = target.schedule.head_top_k(target.ops, hidden, decoder.output_head(models.target), k)
-        selector = models.drafter.selector
-        scores = dflash2.transition_scores(self.config, self.ops, selector, hidden, block[:, 0], candidates, logits)
-        if self.walk == "greedy":
-            return dflash2.walk(scores, candidates)
-        positions = block_positions(state.known + 1, candidates.shape[1])
-        noise = gumbel(jnp.asarray(state.sampling.key), positions, candidates)
-        return dflash2.walk(scores, candidates, state.sampling.temperature, noise)
+        return candidates, candidates, logits

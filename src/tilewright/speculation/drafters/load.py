@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
 
+import jax.numpy as jnp
 from rich.console import Console
 
-from tilewright.models import checkpoint, dflash, dflash2, eagle3, hub
+from tilewright.models import checkpoint, dflash, dflash2, draft_vocab, eagle3, hub
 from tilewright.models.decoder import DecoderConfig
 from tilewright.models.params import DTYPES, Dtype, Tree
 from tilewright.runtime.interfaces import Drafter
@@ -101,7 +102,7 @@ def load_dflash(
     """Reads a DFlash drafter, whose tensors may carry a `model.` prefix."""
     config = dflash.config_from_hf(fields, str(folder / checkpoint.CONFIG), target.num_layers)
     dflash.check_fits(config, target)
-    return config, load_tensors(folder, dflash.declare(config), dtype, console)
+    return config, load_tensors(folder, config, dflash.declare(config), dtype, console)
 
 
 def load_dflash2(
@@ -120,7 +121,7 @@ def load_dflash2(
     except ValueError as error:
         problems.append(str(error))
     try:
-        params = load_tensors(folder, dflash2.declare(config), dtype, console)
+        params = load_tensors(folder, config, dflash2.declare(config), dtype, console)
     except ValueError as error:
         problems.append(str(error))
     if params is None or problems:
@@ -128,8 +129,20 @@ def load_dflash2(
     return config, params
 
 
-def load_tensors(folder: Path, declared: Tree, dtype: Dtype, console: Console | None) -> Tree:
-    """The declared arrays; the checkpoint may name them with a leading `model.`."""
-    return checkpoint.load_params(
-        folder, declared, DTYPES[dtype], rename=lambda name: name.removeprefix("model."), console=console
-    )
+def load_tensors(folder: Path, config: dflash.DFlashConfig, declared: Tree, dtype: Dtype, console: Console | None) -> Tree:
+    """The declared arrays, and the draft vocabulary; the checkpoint may name them with a leading `model.`."""
+
+    def plain(name: str) -> str:
+        return name.removeprefix("model.")
+
+    def is_map(name: str) -> bool:
+        return plain(name) in draft_vocab.MAPS
+
+    size = config.draft_vocab_size
+    skip = {} if size is None else {"ignore": is_map}
+    params = checkpoint.load_params(folder, declared, DTYPES[dtype], rename=plain, console=console, **skip)
+    if size is None:
+        return params
+    maps = checkpoint.load_stored(folder, draft_vocab.MAPS, plain)
+    ids = draft_vocab.target_ids_from_maps(size, config.vocab_size, maps, str(folder))
+    return dflash.with_vocab(params, draft_vocab.DraftVocab(jnp.asarray(ids)))
