@@ -187,11 +187,18 @@ class Frozen(NamedTuple):
         return decoder.output_head(self.params) if self.vocab is None else self.vocab.head
 
 
-def frozen_of(config: DFlashConfig, target_params: DecoderParams, stream: TokenSource) -> Frozen:
-    """The target, and the most frequent tokens of the training text as the draft vocabulary, if the drafter has one."""
+def frozen_of(config: DFlashConfig, target_params: DecoderParams, source: TokenSource, start: Any = None) -> Frozen:
+    """The target, and the draft vocabulary, if the drafter has one.
+
+    That is the one of the drafter to go on from, else the most frequent tokens of the training text.
+    """
     if config.draft_vocab_size is None:
         return Frozen(target_params)
-    ids = jnp.asarray(frequent_tokens(stream, config.vocab_size, config.draft_vocab_size))
+    begun = None if start is None else dflash.backbone_of(start).vocab
+    if begun is None:
+        ids = jnp.asarray(frequent_tokens(source, config.vocab_size, config.draft_vocab_size))
+    else:
+        ids = begun.ids
     head = target_params.embed.T if target_params.head is None else target_params.head
     return Frozen(target_params, DraftVocab(ids, head[:, ids]))
 
@@ -354,11 +361,11 @@ def train_drafter(
 
     def init() -> DFlashParams:
         if start is not None:
-            return start
+            return dflash.with_vocab(start, None)
         return warm_start(target, config, target_params, initialise(dflash.declare(config), jax.random.key(options.seed)))
 
     loss = partial(drafter_loss, target, config, drafter_options, division.ops(options))
-    same, frozen = identity(config, drafter_options, target_params, start), frozen_of(config, target_params, stream)
+    same, frozen = identity(config, drafter_options, target_params, start), frozen_of(config, target_params, stream, start)
     trained = (init, dflash.declare(config), hidden_matrices, division)
     task = partitioned_task("DFlash drafter", batches_of(stream, held_out, options), same, loss, frozen, *trained)
     return with_draft_vocab(train(task, console, out), frozen)

@@ -5,22 +5,19 @@ turn, it writes one (Magpie, arXiv 2406.08464). Answers are drawn at temperature
 Texts that repeat themselves are left out, and so is whatever shares a long run of words with what will be measured on.
 """
 
-import json
-import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress
 
 from tilewright.llm.language_model import LanguageModel
 from tilewright.models.chat import ChatTemplate
 from tilewright.runtime.sampling import Sampling
-from tilewright.train.data import read_jsonl
 from tilewright.train.records import Records
+from tilewright.train.regenerate import Record, generated
 
 RUN = 13
 """Words in succession that must not stand in a text to be measured on, as of GPT-3's data (arXiv 2005.14165, appendix C)."""
@@ -28,8 +25,6 @@ LEAST_WORDS = 3
 """Of an instruction."""
 LEAST_DISTINCT = 0.5
 """Share of an answer's 4-grams of tokens that are different ones; below it the answer repeats itself."""
-GROUP = 8
-"""Prompts that are asked at once, for each row of the batch: a row that ends is given the next one."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +32,15 @@ class AnswerOptions:
     """How answers are drawn.
 
     Attributes:
-        instruction_tokens, answer_tokens: the most tokens of an instruction, and of an answer.
+        instruction_tokens: the most tokens of an instruction.
+        length: the most tokens of a prompt with its answer; prompts that leave no quarter of them to the answer are left out.
         temperatures: answers are drawn at each of them in turn.
         each: answers to a prompt that is given; to an instruction of the model's own there is one.
         seed: of the first text; each further one has the next.
     """
 
     instruction_tokens: int = 128
-    answer_tokens: int = 448
+    length: int = 1024
     temperatures: tuple[float, ...] = (0.0, 1.0)
     each: int = 2
     seed: int = 0
@@ -78,55 +74,11 @@ def asked(lm: LanguageModel, template: ChatTemplate, message: str) -> list[int]:
     return lm.tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def generated(
-    lm: LanguageModel,
-    prompts: Sequence[list[int]],
-    sampling: Callable[[int], Sampling],
-    path: Path,
-    title: str,
-    console: Console,
-) -> list[list[int]]:
-    """What the model writes after each prompt, row i under `sampling(i)`.
-
-    Answers are appended to `path` as they come (JSONL: place, prompt_tokens, response_tokens), and an interrupted run goes on
-    behind those that are there.
-
-    Raises:
-        ValueError: `path` holds answers to other prompts.
-    """
-    answers = kept(path, prompts)
-    size, rows = GROUP * lm.table.batches[-1], len(prompts)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file, Progress(console=console, disable=not console.is_terminal) as bar:
-        row = bar.add_task(title, total=rows, completed=len(answers))
-        for first in range(len(answers), rows, size):
-            part = range(first, min(first + size, rows))
-            # Alike rows side by side: a batch whose rows are all greedy needs no logits.
-            order = sorted(part, key=lambda n: (sampling(n).temperature, n))
-            found = lm.generate([prompts[n] for n in order], [sampling(n) for n in order], speculative=False)
-            by_place = {n: result.tokens for n, result in zip(order, found, strict=True)}
-            for n in part:
-                file.write(json.dumps({"prompt_tokens": prompts[n], "response_tokens": by_place[n]}) + "\n")
-                answers.append(by_place[n])
-            file.flush()
-            os.fsync(file.fileno())
-            bar.update(row, completed=len(answers))
-            if not console.is_terminal:
-                console.print(f"{title}: {len(answers):,} of {rows:,}")
-    return answers
-
-
-def kept(path: Path, prompts: Sequence[list[int]]) -> list[list[int]]:
-    """The answers that an interrupted run left. A last line that it did not finish is cut off, in the file too."""
-    if not path.exists():
-        return []
-    whole = path.read_bytes()
-    if not whole.endswith(b"\n"):
-        os.truncate(path, whole.rfind(b"\n") + 1)
-    records = read_jsonl(path)
-    if [record.get("prompt_tokens") for record in records] != list(prompts[: len(records)]):
-        raise ValueError(f"{path} holds continuations of other prompts; remove it, or write to another folder")
-    return [list(record["response_tokens"]) for record in records]  # type: ignore[call-overload]
+def response(record: Record) -> list[int]:
+    """The tokens that the model wrote."""
+    tokens = record["response_tokens"]
+    assert isinstance(tokens, list)
+    return tokens
 
 
 def instructions(
@@ -138,8 +90,8 @@ def instructions(
     written = generated(
         lm, [prompt] * count, lambda n: replace(base, seed=options.seed + n), path, "writing instructions", console
     )
-    ends = set(lm.target.eos_token_ids)
-    return [lm.tokenizer.decode(tokens).strip() for tokens in written if tokens and tokens[-1] in ends]
+    ends, texts = set(lm.target.eos_token_ids), map(response, written)
+    return [lm.tokenizer.decode(tokens).strip() for tokens in texts if tokens and tokens[-1] in ends]
 
 
 def select_instructions(texts: Iterable[str], forbidden: Collection[tuple[str, ...]], left_out: Counter[str]) -> list[str]:
@@ -174,16 +126,18 @@ def answers(
         messages: one that stands here several times is answered as often.
         left_out: counts the others.
     """
-    prompts = [asked(lm, template, message) for message in messages]
-    context = lm.target.max_position_embeddings
-    base = Sampling(min(options.answer_tokens, context - max(map(len, prompts))))
+    length = min(options.length, lm.target.max_position_embeddings)
+    every = [asked(lm, template, message) for message in messages]
+    prompts = [prompt for prompt in every if len(prompt) <= length * 3 // 4]
+    left_out["long prompt"] += len(every) - len(prompts)
 
     def sampling(n: int) -> Sampling:
-        return replace(base, temperature=options.temperatures[n % len(options.temperatures)], seed=options.seed + n)
+        temperature = options.temperatures[n % len(options.temperatures)]
+        return Sampling(length - len(prompts[n]), temperature, seed=options.seed + n)
 
     written = generated(lm, prompts, sampling, path, "writing answers", console)
     pairs, seen = [], set[tuple[tuple[int, ...], tuple[int, ...]]]()
-    for prompt, tokens in zip(prompts, written, strict=True):
+    for prompt, tokens in zip(prompts, map(response, written), strict=True):
         pair = tuple(prompt), tuple(tokens)
         if distinct(tokens) < LEAST_DISTINCT:
             left_out["answer that repeats itself"] += 1
@@ -196,18 +150,17 @@ def answers(
 
 
 def self_instruct(
-    lm: LanguageModel, template: ChatTemplate, given: Sequence[str], count: int, forbidden: Sequence[str],
+    lm: LanguageModel, template: ChatTemplate, given: Sequence[str], count: int, forbidden: Collection[tuple[str, ...]],
     options: AnswerOptions, folder: Path, console: Console,
 ) -> tuple[Records, Counter[str]]:  # fmt: skip
     """Answers to given messages and to `count` instructions of the model's own; and how many texts were left out, by reason.
 
     Args:
-        forbidden: texts to be measured on.
+        forbidden: runs of words of what is measured on.
         folder: where texts are written as they come, so that an interrupted run goes on.
     """
-    runs_of = set[tuple[str, ...]]().union(*(runs(text) for text in forbidden))
     left_out = Counter[str]()
     own = instructions(lm, template, count, options, folder / "instructions.jsonl", console) if count else []
     left_out["instruction without an end"] = count - len(own)
-    messages = [message for message in given for _ in range(options.each)] + select_instructions(own, runs_of, left_out)
+    messages = [message for message in given for _ in range(options.each)] + select_instructions(own, forbidden, left_out)
     return answers(lm, template, messages, options, folder / "answers.jsonl", console, left_out), left_out
