@@ -25,7 +25,7 @@ from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.state import Span, run_target
 from tilewright.runtime.state import Target as Decoding
 from tilewright.speculation.drafters.dflash import DFlash
-from tilewright.speculation.drafters.load import load_blocks
+from tilewright.speculation.drafters.load import load_dflash
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -210,7 +210,7 @@ def test_random_drafter_equals_the_reference(tmp_path: Path):
 def test_all_forms_of_a_drafter_folder_are_one_drafter(tmp_path: Path, prefix: bool, inside: bool):
     pair = random_pair(3)
     target, drafter = as_folders(tmp_path, pair, model_prefix=prefix, block_size_inside=inside)
-    config, params = load_blocks(drafter, read_config(drafter), load_decoder(target, jnp.float32)[0], "float32", None)
+    config, params = load_dflash(drafter, read_config(drafter), load_decoder(target, jnp.float32)[0], "float32", None)
     assert config.block_size == 6
     np.testing.assert_array_equal(params.fc, pair.drafter_tensors["fc.weight"].T)
     np.testing.assert_array_equal(params.layers[1].down, pair.drafter_tensors["layers.1.mlp.down_proj.weight"].T)

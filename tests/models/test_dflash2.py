@@ -19,7 +19,7 @@ from tilewright.models import decoder, dflash, dflash2
 from tilewright.models.checkpoint import read_config, save_params
 from tilewright.models.dflash2 import AFTER, BEFORE, DFlash2Config, DFlash2Params
 from tilewright.models.params import count, initialise, to_tensors
-from tilewright.speculation.drafters.load import load_blocks
+from tilewright.speculation.drafters.load import load_dflash
 
 PLAIN_PAIR = random_pair(0, vocab_size=16, target_layers=1, drafter_layers=2, taps=[0], block_size=4)
 FIELDS: dict[str, Any] = {"output_multiplier": 0.5, "final_logit_softcapping": 8.0, "input_embedding_scale": 0.75}
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 def loaded(folder: Path, pair: Pair = PAIR) -> tuple[DFlash2Config, DFlash2Params]:
     _, drafter = as_folders(folder, pair)
-    return load_blocks(drafter, read_config(drafter), decoder.config_from_hf(pair.target_config), "float32", None)
+    return load_dflash(drafter, read_config(drafter), decoder.config_from_hf(pair.target_config), "float32", None)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_what_may_be_absent():
         ({}, {"conv_kernel_size": None, "selector_rank": None}, "conv_kernel_size must be a positive integer, found None"),
         ({}, {"conv_kernel_size": None, "selector_rank": None}, "selector_rank must be a positive integer, found None"),
         ({}, {"conv_group_size": 7}, "conv_group_size 7 does not divide hidden_size 6656"),
-        ({}, {"selector_top_k": 300000}, "selector_top_k 300000 exceeds vocab_size 202048"),
+        ({}, {"selector_top_k": 300000}, "selector_top_k 300000 exceeds the 202048 tokens that can be proposed"),
         ({}, {"output_multiplier": -1}, "output_multiplier must be a positive number, found -1"),
         ({}, {"final_logit_softcapping": "x"}, "final_logit_softcapping must be a positive number, found 'x'"),
         ({}, {"markov_rank": 256}, "dflash_config has unknown fields: markov_rank"),
@@ -150,7 +150,7 @@ def test_every_tensor_that_does_not_fit_is_named_at_once(tmp_path: Path):
     save_file(tensors, folder / "model.safetensors")
     target = decoder.config_from_hf(PAIR.target_config | {"num_hidden_layers": 3})
     with pytest.raises(ValueError, match="num_target_layers is 1 but the target's is 3") as caught:
-        load_blocks(folder, read_config(folder), target, "float32", None)
+        load_dflash(folder, read_config(folder), target, "float32", None)
     for named in (f"1 missing: {gone}", "candidate_selector.extra", f"{wide} (expected [2, 2, 32], found [2, 3, 32])"):
         assert named in str(caught.value)
 
@@ -158,7 +158,7 @@ def test_every_tensor_that_does_not_fit_is_named_at_once(tmp_path: Path):
 @pytest.mark.parametrize("prefix", [False, True])
 def test_names_and_values_survive_a_round_trip(tmp_path: Path, prefix: bool):
     _, folder = as_folders(tmp_path, PAIR, model_prefix=prefix, block_size_inside=True)
-    config, params = load_blocks(folder, read_config(folder), decoder.config_from_hf(PAIR.target_config), "float32", None)
+    config, params = load_dflash(folder, read_config(folder), decoder.config_from_hf(PAIR.target_config), "float32", None)
     save_params(tmp_path / "saved", dflash2.config_to_hf(config), dflash2.declare(config), params, jnp.float32)
     stored = load_file(tmp_path / "saved" / "model.safetensors")
     assert stored.keys() == PAIR.drafter_tensors.keys()

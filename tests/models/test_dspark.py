@@ -20,7 +20,7 @@ from tilewright.models.checkpoint import read_config, save_params
 from tilewright.models.dspark import DSparkConfig, DSparkParams
 from tilewright.models.params import initialise
 from tilewright.speculation.drafters.dspark import DSpark
-from tilewright.speculation.drafters.load import block_kind, load_blocks
+from tilewright.speculation.drafters.load import block_kind, load_dflash
 
 PLAIN_PAIR = random_pair(0, vocab_size=16, target_layers=2, drafter_layers=2, taps=[0, 1], block_size=4)
 PAIR = as_dspark(PLAIN_PAIR)
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 def loaded(folder: Path, pair: Pair = PAIR) -> tuple[DSparkConfig, DSparkParams]:
     _, drafter = as_folders(folder, pair)
-    return load_blocks(drafter, read_config(drafter), decoder.config_from_hf(pair.target_config), "float32", None)
+    return load_dflash(drafter, read_config(drafter), decoder.config_from_hf(pair.target_config), "float32", None)
 
 
 PUBLISHED = {
@@ -83,7 +83,7 @@ def test_a_block_whose_first_slot_does_not_draft():
         ({"markov_head_type": "rnn"}, "markov_head_type='rnn' is not supported"),
         ({"markov_rank": 0}, "markov_rank must be a positive integer, found 0"),
         ({"markov_rank": None}, "markov_rank must be a positive integer, found None"),
-        ({"candidate_top_k": 200000}, "candidate_top_k 200000 exceeds vocab_size 151936"),
+        ({"candidate_top_k": 200000}, "candidate_top_k 200000 exceeds the 151936 tokens that can be proposed"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported"),
         ({"is_causal": True}, "is_causal=True is not supported"),
         ({"layer_types": ["sliding_attention"] * 5}, "is not supported"),
@@ -107,7 +107,7 @@ def test_names_and_values_survive_a_round_trip(tmp_path: Path, plain_names: bool
     more = {"confidence_head.proj.weight": (1, 38), "confidence_head.proj.bias": (1,), "lm_head.weight": (16, 32)}
     more |= {"model.embed_tokens.weight": (16, 32)}
     save_file(tensors | {name: np.ones(shape, np.float32) for name, shape in more.items()}, folder / "model.safetensors")
-    config, params = load_blocks(folder, read_config(folder), decoder.config_from_hf(pair.target_config), "float32", None)
+    config, params = load_dflash(folder, read_config(folder), decoder.config_from_hf(pair.target_config), "float32", None)
     save_params(tmp_path / "saved", dspark.config_to_hf(config), dspark.declare(config), params, jnp.float32)
     stored = load_file(tmp_path / "saved" / "model.safetensors")
     assert stored.keys() == PAIR.drafter_tensors.keys()
@@ -123,7 +123,7 @@ def test_every_tensor_that_does_not_fit_is_named_at_once(tmp_path: Path):
     save_file(tensors, folder / "model.safetensors")
     target = decoder.config_from_hf(PAIR.target_config | {"num_hidden_layers": 3})
     with pytest.raises(ValueError, match="num_target_layers is 2 but the target's is 3") as caught:
-        load_blocks(folder, read_config(folder), target, "float32", None)
+        load_dflash(folder, read_config(folder), target, "float32", None)
     for named in ("1 missing: markov_head.markov_w1.weight", "1 unknown: markov_head.gate_proj.weight"):
         assert named in str(caught.value)
 

@@ -20,7 +20,7 @@ from tilewright.models.checkpoint import read_config, save_params
 from tilewright.models.lilicorr import LiLiCorrConfig, LiLiCorrParams
 from tilewright.models.params import count, initialise
 from tilewright.speculation.drafters import lilicorr as drafting
-from tilewright.speculation.drafters.load import block_kind, load_blocks
+from tilewright.speculation.drafters.load import block_kind, load_dflash
 
 PLAIN_PAIR = random_pair(0, vocab_size=16, target_layers=2, drafter_layers=1, taps=[0, 1], block_size=4)
 PAIR = as_lilicorr(PLAIN_PAIR)
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 def loaded(folder: Path, pair: Pair = PAIR) -> tuple[LiLiCorrConfig, LiLiCorrParams]:
     _, drafter = as_folders(folder, pair)
-    return load_blocks(drafter, read_config(drafter), decoder.config_from_hf(pair.target_config), "float32", None)
+    return load_dflash(drafter, read_config(drafter), decoder.config_from_hf(pair.target_config), "float32", None)
 
 
 PUBLISHED = {
@@ -85,7 +85,7 @@ def test_a_lattice_as_wide_as_the_drafter_projects_no_embeddings():
         ({}, {"lilicorr_vector_eps": None}, "lilicorr_vector_eps is missing"),
         ({}, {"lilicorr_vector_eps": 0.5}, "lilicorr_vector_eps must be below 0.5, found 0.5"),
         ({}, {"lilicorr_candidate_topk": None}, "lilicorr_candidate_topk must be a positive integer, found None"),
-        ({}, {"lilicorr_candidate_topk": 200000}, "lilicorr_candidate_topk 200000 exceeds vocab_size 151936"),
+        ({}, {"lilicorr_candidate_topk": 200000}, "lilicorr_candidate_topk 200000 exceeds the 151936 tokens that"),
         ({}, {"lilicorr_num_heads": 7}, "lilicorr_num_heads 7 does not divide lilicorr_hidden_size 1024"),
         ({}, {"lilicorr_hidden_size": -1}, "lilicorr_hidden_size must be a positive integer, found -1"),
         ({}, {"lilicorr_mlp_ratio": 1e-9}, "lilicorr_mlp_ratio 1e-09 leaves nothing of lilicorr_hidden_size 1024"),
@@ -108,7 +108,7 @@ def test_a_field_that_does_not_fit_is_named(change: dict[str, Any], inside: dict
 def test_names_and_values_survive_a_round_trip(tmp_path: Path, prefix: bool, size: int):
     pair = as_lilicorr(PLAIN_PAIR, size=size, heads=4)
     _, folder = as_folders(tmp_path, pair, model_prefix=prefix, block_size_inside=True)
-    config, params = load_blocks(folder, read_config(folder), decoder.config_from_hf(pair.target_config), "float32", None)
+    config, params = load_dflash(folder, read_config(folder), decoder.config_from_hf(pair.target_config), "float32", None)
     save_params(tmp_path / "saved", lilicorr.config_to_hf(config), lilicorr.declare(config), params, jnp.float32)
     stored = load_file(tmp_path / "saved" / "model.safetensors")
     assert stored.keys() == pair.drafter_tensors.keys()

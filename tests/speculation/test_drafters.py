@@ -32,7 +32,7 @@ from tilewright.speculation.drafters.dflash2 import DFlash2
 from tilewright.speculation.drafters.dspark import DSpark
 from tilewright.speculation.drafters.eagle3 import Eagle3
 from tilewright.speculation.drafters.lilicorr import LiLiCorr
-from tilewright.speculation.drafters.load import DrafterOptions, load_blocks
+from tilewright.speculation.drafters.load import DrafterOptions, load_dflash
 from tilewright.speculation.drafters.ngram import NGram
 from tilewright.speculation.team import Team
 
@@ -295,7 +295,7 @@ def test_the_scale_of_the_blocks_embeddings(folders: dict[str | None, Any]):
     inner = PAIR.drafter_config["dflash_config"] | {"input_embedding_scale": 2.0}
     scaled = dflash.config_from_hf(PAIR.drafter_config | {"dflash_config": inner})
     fields, target = read_config(folders["dflash"]), decoder.config_from_hf(PAIR.target_config)
-    config, params = load_blocks(folders["dflash"], fields, target, "float32", None)
+    config, params = load_dflash(folders["dflash"], fields, target, "float32", None)
     assert scaled == replace(config, input_embedding_scale=2.0) == dflash.config_from_hf(dflash.config_to_hf(scaled))
     embedded = np.random.default_rng(0).normal(size=(2, 3, config.hidden_size)).astype(np.float32)
     positions = np.arange(3)[None] + np.array([[4], [9]], np.int32)

@@ -29,6 +29,7 @@ from tilewright.train import drafter
 from tilewright.train.data import Stream
 from tilewright.train.drafter import (
     DFlashOptions,
+    Frozen,
     block_labels,
     draft_logits,
     drafter_loss,
@@ -52,6 +53,7 @@ from train.support import (
 
 SIZE = DRAFTER.block_size
 TARGET_PARAMS, DRAFTER_PARAMS = target_params(), drafter_params()
+FROZEN = Frozen(TARGET_PARAMS)
 compiled_logits = jax.jit(draft_logits, static_argnums=(0, 1, 2))
 
 
@@ -120,7 +122,7 @@ def test_labels_stop_at_the_end_of_the_text_and_of_the_sequence():
 def logits_at(tokens: np.ndarray, anchors: list[list[int]]) -> np.ndarray:
     """Draft logits `[rows, anchors, slots, V]`."""
     arrays = jnp.asarray(tokens), jnp.asarray(anchors, jnp.int32)
-    flat = compiled_logits(TARGET, DRAFTER, PLAIN, TARGET_PARAMS, DRAFTER_PARAMS, *arrays)
+    flat = compiled_logits(TARGET, DRAFTER, PLAIN, FROZEN, DRAFTER_PARAMS, *arrays)
     return np.asarray(flat).reshape(len(anchors), len(anchors[0]), SIZE - 1, TARGET.vocab_size)
 
 
@@ -152,7 +154,7 @@ def test_a_block_sees_features_strictly_before_its_anchor(monkeypatch: pytest.Mo
         with monkeypatch.context() as patched:
             patched.setattr(drafter.decoder, "forward_full", disturbed)
             arrays = jnp.asarray(tokens), jnp.asarray(anchors, jnp.int32)
-            return draft_logits(TARGET, DRAFTER, PLAIN, TARGET_PARAMS, DRAFTER_PARAMS, *arrays)
+            return draft_logits(TARGET, DRAFTER, PLAIN, FROZEN, DRAFTER_PARAMS, *arrays)
 
     for position in range(16):
         after = np.asarray(logits_with_other_feature(jnp.int32(position))).reshape(before.shape)
@@ -196,7 +198,7 @@ def test_a_block_is_drafted_as_at_inference(anchor: int, scale: float):
     block = np.full((1, SIZE), DRAFTER.mask_token_id, np.int32)
     block[0, 0] = tokens[0, anchor]
     expected = drafted_at_inference(config, jnp.asarray(tokens), jnp.asarray(block), jnp.int32(anchor))
-    got = compiled_logits(TARGET, config, PLAIN, TARGET_PARAMS, DRAFTER_PARAMS, jnp.asarray(tokens), jnp.asarray([[anchor]]))
+    got = compiled_logits(TARGET, config, PLAIN, FROZEN, DRAFTER_PARAMS, jnp.asarray(tokens), jnp.asarray([[anchor]]))
     np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5)
 
 
@@ -218,7 +220,7 @@ def test_loss_is_the_weighted_mean_over_the_slots_after_the_known_one(gamma: flo
     tokens, flags = random_tokens(5, 3, 16), rng.random((3, 16)) < 0.8
     key, chosen = jax.random.key(7), DFlashOptions(anchors=4, gamma=gamma)
     batch = (jnp.asarray(tokens), jnp.asarray(flags))
-    loss, total = jax.jit(partial(drafter_loss, TARGET, DRAFTER, chosen, PLAIN))(DRAFTER_PARAMS, TARGET_PARAMS, batch, key)
+    loss, total = jax.jit(partial(drafter_loss, TARGET, DRAFTER, chosen, PLAIN))(DRAFTER_PARAMS, FROZEN, batch, key)
     anchors, real = (np.asarray(x) for x in draw_anchors(batch[1], 4, key))
     logits = logits_at(tokens, anchors.tolist()).astype(np.float64)
     summed = weight_sum = 0.0
@@ -238,7 +240,7 @@ def test_loss_is_the_weighted_mean_over_the_slots_after_the_known_one(gamma: flo
 def test_a_batch_without_anchors_has_loss_zero():
     batch = (jnp.asarray(random_tokens(0, 3, 16)), jnp.zeros((3, 16), bool))
     loss_of = jax.jit(partial(drafter_loss, TARGET, DRAFTER, DFlashOptions(anchors=4), PLAIN))
-    loss, total = loss_of(DRAFTER_PARAMS, TARGET_PARAMS, batch, jax.random.key(0))
+    loss, total = loss_of(DRAFTER_PARAMS, FROZEN, batch, jax.random.key(0))
     assert (float(loss), float(total)) == (0.0, 0.0)
 
 
@@ -254,7 +256,8 @@ def test_no_gradient_reaches_the_layers_of_the_target():
     batch = (tokens, jnp.ones(tokens.shape, bool))
 
     def loss(params: Any, target: Any) -> jax.Array:
-        return drafter_loss(TARGET, DRAFTER, DFlashOptions(anchors=4), PLAIN, params, target, batch, jax.random.key(0))[0]
+        frozen, key = Frozen(target), jax.random.key(0)
+        return drafter_loss(TARGET, DRAFTER, DFlashOptions(anchors=4), PLAIN, params, frozen, batch, key)[0]
 
     own, targets = jax.jit(jax.grad(loss, argnums=(0, 1)))(DRAFTER_PARAMS, TARGET_PARAMS)
     assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(own)), "every array of the drafter learns"

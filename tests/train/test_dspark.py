@@ -12,18 +12,19 @@ import pytest
 from reference.dflash_numpy import Target
 from reference.dspark_numpy import DSpark, block_losses
 from tilewright.kernels.select import PLAIN
-from tilewright.models import decoder, dspark
-from tilewright.models.checkpoint import save_params
+from tilewright.models import decoder, dflash, dspark
+from tilewright.models.checkpoint import read_config
 from tilewright.models.dspark import DSparkConfig
 from tilewright.models.params import initialise, to_tensors
-from tilewright.speculation.drafters.load import load_blocks
-from tilewright.train.drafter import draw_blocks
+from tilewright.speculation.drafters.load import load_dflash
+from tilewright.train.drafter import Frozen, draw_blocks, frozen_of, save_drafter
 from tilewright.train.dspark import DSparkOptions, drafter_losses, hidden_matrices, train_dspark
 from train.support import DRAFTER, TARGET, counting_stream, options, silent, target_params
 
 CONFIG = DSparkConfig(**vars(DRAFTER), markov_rank=6, candidate_top_k=3)
 BEHIND = DSparkConfig(**vars(DRAFTER), markov_rank=6, candidate_top_k=3, sample_from_anchor=False)
 TARGET_PARAMS, SIZE = target_params(), CONFIG.block_size
+FROZEN = Frozen(TARGET_PARAMS)
 
 
 def random_params(config: DSparkConfig) -> Any:
@@ -50,7 +51,7 @@ def test_both_losses_equal_the_reference(config: DSparkConfig):
     """Of blocks at every place, some of which pass the text's end or the sequence's."""
     params, (tokens, in_loss) = random_params(config), batch_of(5)
     chosen, key, batch = DSparkOptions(anchors=4, gamma=2.0), jax.random.key(7), (jnp.asarray(tokens), jnp.asarray(in_loss))
-    nll, l1, total = jax.jit(partial(drafter_losses, TARGET, config, chosen, PLAIN))(params, TARGET_PARAMS, batch, key)
+    nll, l1, total = jax.jit(partial(drafter_losses, TARGET, config, chosen, PLAIN))(params, FROZEN, batch, key)
     blocks = draw_blocks(TARGET, config, chosen, batch, key)
     anchors, weights = np.asarray(blocks.anchors), np.asarray(blocks.weights).reshape(3, 4, SIZE - 1)
     target = Target(decoder.config_to_hf(TARGET), dict(to_tensors(decoder.declare(TARGET), TARGET_PARAMS, jnp.float32)))
@@ -74,7 +75,7 @@ def test_both_losses_equal_the_reference(config: DSparkConfig):
 def test_a_batch_without_anchors_has_loss_zero():
     batch = (jnp.asarray(batch_of(0)[0]), jnp.zeros((3, 16), bool))
     run = jax.jit(partial(drafter_losses, TARGET, CONFIG, DSparkOptions(anchors=4), PLAIN))
-    assert [float(x) for x in run(random_params(CONFIG), TARGET_PARAMS, batch, jax.random.key(0))] == [0.0, 0.0, 0.0]
+    assert [float(x) for x in run(random_params(CONFIG), FROZEN, batch, jax.random.key(0))] == [0.0, 0.0, 0.0]
 
 
 def test_all_parts_learn_and_the_target_does_not():
@@ -82,16 +83,16 @@ def test_all_parts_learn_and_the_target_does_not():
     tokens = jnp.asarray(batch_of(6, rows=2)[0])
     batch = (tokens, jnp.ones(tokens.shape, bool))
 
-    def loss(params: Any, target: Any) -> jax.Array:
-        found = drafter_losses(TARGET, CONFIG, DSparkOptions(anchors=4), PLAIN, params, target, batch, jax.random.key(0))
+    def loss(params: Any) -> jax.Array:
+        found = drafter_losses(TARGET, CONFIG, DSparkOptions(anchors=4), PLAIN, params, FROZEN, batch, jax.random.key(0))
         return found[0] + found[1]
 
     grad = jax.jit(jax.grad(loss))
-    own = grad(initialise(dspark.declare(CONFIG), jax.random.key(3)), TARGET_PARAMS)
+    own = grad(initialise(dspark.declare(CONFIG), jax.random.key(3)))
     assert float(jnp.abs(own.selector.successor).max()) > 0
     assert float(jnp.abs(own.selector.predecessor).max()) == 0
     assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(own.backbone))
-    assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(grad(random_params(CONFIG), TARGET_PARAMS)))
+    assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(grad(random_params(CONFIG))))
 
 
 def test_hidden_matrices_are_neither_norms_nor_the_serial_heads():
@@ -100,23 +101,47 @@ def test_hidden_matrices_are_neither_norms_nor_the_serial_heads():
     assert not any((taken.selector.predecessor, taken.selector.successor, taken.backbone.norm))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.9])
-def test_training_brings_the_serial_head_to_speak(tmp_path: Path, share: float):
+def test_a_draft_vocabulary_leaves_out_what_it_has_not():
+    """The losses are those over the whole vocabulary where it has all tokens, in another order or not."""
+    stream, batch = counting_stream(600, period=23), tuple(map(jnp.asarray, batch_of(5)))
+    small = DSparkConfig(**{**vars(DRAFTER), "draft_vocab_size": 6}, markov_rank=6, candidate_top_k=3)
+    whole = DSparkConfig(**{**vars(DRAFTER), "draft_vocab_size": 24}, markov_rank=6, candidate_top_k=3)
+    for config in (small, whole):
+        frozen, chosen = frozen_of(config, TARGET_PARAMS, stream), DSparkOptions(anchors=4)
+        losses = jax.jit(partial(drafter_losses, TARGET, config, chosen, PLAIN))
+        found = [float(x) for x in losses(random_params(config), frozen, batch, jax.random.key(7))]
+        if config is whole:
+            losses = jax.jit(partial(drafter_losses, TARGET, CONFIG, chosen, PLAIN))
+            want = losses(random_params(CONFIG), FROZEN, batch, jax.random.key(7))
+            np.testing.assert_allclose(found, [float(x) for x in want], rtol=1e-5)
+        else:
+            known = np.isin(draw_blocks(TARGET, CONFIG, chosen, batch, jax.random.key(7)).wanted, np.asarray(frozen.vocab.ids))
+            weights = draw_blocks(TARGET, CONFIG, chosen, batch, jax.random.key(7)).weights
+            assert found[2] == pytest.approx(float(np.sum(known * weights)), rel=1e-5)
+
+
+@pytest.mark.parametrize(("share", "vocab"), [(0.0, None), (0.9, None), (0.9, 8)])
+def test_training_brings_the_serial_head_to_speak(tmp_path: Path, share: float, vocab: int | None):
     """On a text that goes round; what is saved is what was trained, and the run can be resumed."""
+    config = DSparkConfig(**{**vars(DRAFTER), "draft_vocab_size": vocab}, markov_rank=6, candidate_top_k=3)
     stream = counting_stream(600)
     chosen = options(steps=30, batch_size=4, sequence_length=32, learning_rate=1e-2, evaluate_every=15, save_every=30)
     own = DSparkOptions(anchors=8, l1_weight=share)
-    arguments = (TARGET, TARGET_PARAMS, CONFIG, stream, stream, chosen, own, tmp_path / "run", silent())
+    arguments = (TARGET, TARGET_PARAMS, config, stream, stream, chosen, own, tmp_path / "run", silent())
     result = train_dspark(*arguments)
     assert result.curve["held_out_loss"][0] > 1.5 * result.last("held_out_loss")
     assert float(jnp.abs(result.params.selector.successor).max()) > 0.01
     again = train_dspark(*arguments)
     jax.tree.map(np.testing.assert_array_equal, again.params, result.params)
-    fields = dspark.config_to_hf(CONFIG)
-    save_params(tmp_path / "saved", fields, dspark.declare(CONFIG), result.params, jnp.float32)
-    config, params = load_blocks(tmp_path / "saved", fields, TARGET, "float32", None)
-    assert config == CONFIG
-    jax.tree.map(np.testing.assert_array_equal, params, result.params)
+    folder = tmp_path / "saved"
+    save_drafter(folder, dspark, config, result.params, jnp.float32)
+    found, params = load_dflash(folder, read_config(folder), TARGET, "float32", None)
+    assert found == config
+    jax.tree.map(np.testing.assert_array_equal, dflash.with_vocab(params, None), dflash.with_vocab(result.params, None))
+    if vocab is not None:
+        np.testing.assert_array_equal(params.backbone.vocab.ids, result.params.backbone.vocab.ids)
+    again = train_dspark(*arguments[:-2], tmp_path / "on", silent(), start=params)
+    assert again.curve["held_out_loss"][0] < result.curve["held_out_loss"][0]
 
 
 def test_options_out_of_range_are_refused():

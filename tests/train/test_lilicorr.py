@@ -1,5 +1,6 @@
 """The LiLiCorr recipe: its losses against NumPy, what learns from them, and a lattice that comes to tell candidates apart."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,12 @@ import pytest
 from reference.dflash_numpy import Target
 from reference.lilicorr_numpy import LiLiCorr, block_losses
 from tilewright.kernels.select import PLAIN
-from tilewright.models import decoder, lilicorr
-from tilewright.models.checkpoint import save_params
+from tilewright.models import decoder, dflash, lilicorr
+from tilewright.models.checkpoint import read_config
 from tilewright.models.lilicorr import LiLiCorrConfig
 from tilewright.models.params import initialise, to_tensors
-from tilewright.speculation.drafters.load import load_blocks
-from tilewright.train.drafter import draw_blocks
+from tilewright.speculation.drafters.load import load_dflash
+from tilewright.train.drafter import Frozen, draw_blocks, frozen_of, save_drafter
 from tilewright.train.lilicorr import (
     LiLiCorrOptions,
     drafter_losses,
@@ -33,6 +34,7 @@ CONFIG = LiLiCorrConfig(
     vector_eps=1e-4, logit_scale=8.0,
 )  # fmt: skip
 TARGET_PARAMS, SIZE = target_params(), CONFIG.block_size
+FROZEN = Frozen(TARGET_PARAMS)
 
 
 def random_params() -> Any:
@@ -54,7 +56,7 @@ def test_all_losses_equal_the_reference():
     """Of blocks at every place, also at the beginning, which has no anchor; the right tokens often are no candidates."""
     tokens, in_loss = batch_of(5)
     chosen, key, batch = LiLiCorrOptions(anchors=8, gamma=2.0), jax.random.key(7), (jnp.asarray(tokens), jnp.asarray(in_loss))
-    found = jax.jit(partial(drafter_losses, TARGET, CONFIG, chosen, PLAIN))(PARAMS, TARGET_PARAMS, batch, key)
+    found = jax.jit(partial(drafter_losses, TARGET, CONFIG, chosen, PLAIN))(PARAMS, FROZEN, batch, key)
     blocks = draw_blocks(TARGET, CONFIG, chosen, batch, key)
     anchors, weights = np.asarray(blocks.anchors), np.asarray(blocks.weights).reshape(3, 8, SIZE - 1)
     assert (anchors == 0).any()
@@ -81,17 +83,23 @@ def test_all_losses_equal_the_reference():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_targets_logits_of_candidates_are_its_own(tied: bool):
-    params = TARGET_PARAMS if tied else target_params(TARGET.__class__(**{**vars(TARGET), "tie_word_embeddings": False}))
+    params = TARGET_PARAMS if tied else target_params(replace(TARGET, tie_word_embeddings=False))
     stream = jax.random.normal(jax.random.key(0), (2, 3, 32))
     candidates = jax.random.randint(jax.random.key(1), (2, 3, 4), 0, 24)
     want = jnp.take_along_axis(decoder.logits(TARGET, PLAIN, params, stream), candidates, axis=-1)
-    np.testing.assert_allclose(target_logits(TARGET, PLAIN, params, stream, candidates), want, rtol=1e-4, atol=1e-4)
+    found = target_logits(TARGET, PLAIN, Frozen(params), stream, candidates)
+    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
+    some = frozen_of(replace(CONFIG, draft_vocab_size=6), params, counting_stream())
+    assert some.vocab is not None
+    found = target_logits(TARGET, PLAIN, some, stream, candidates % 6)
+    want = jnp.take_along_axis(decoder.logits(TARGET, PLAIN, params, stream), some.vocab.ids[candidates % 6], axis=-1)
+    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
 
 
 def test_a_batch_without_anchors_has_loss_zero():
     batch = (jnp.asarray(batch_of(0)[0]), jnp.zeros((3, 16), bool))
     run = jax.jit(partial(drafter_losses, TARGET, CONFIG, LiLiCorrOptions(anchors=4), PLAIN))
-    assert [float(x) for x in run(PARAMS, TARGET_PARAMS, batch, jax.random.key(0))] == [0.0] * 4
+    assert [float(x) for x in run(PARAMS, FROZEN, batch, jax.random.key(0))] == [0.0] * 4
 
 
 def test_the_lattices_losses_reach_everything_that_they_read():
@@ -100,7 +108,7 @@ def test_the_lattices_losses_reach_everything_that_they_read():
 
     def loss(part: int, params: Any) -> jax.Array:
         own = LiLiCorrOptions(anchors=8)
-        return drafter_losses(TARGET, CONFIG, own, PLAIN, params, TARGET_PARAMS, batch, jax.random.key(0))[part]
+        return drafter_losses(TARGET, CONFIG, own, PLAIN, params, FROZEN, batch, jax.random.key(0))[part]
 
     for part in (1, 2):
         grads = jax.jit(jax.grad(partial(loss, part)))(PARAMS)
@@ -118,27 +126,31 @@ def test_hidden_matrices_are_neither_norms_nor_biases_nor_tables():
     assert not any((*tables, taken.lattice.out.bias, taken.lattice.norm, taken.backbone.norm))
 
 
-def test_training_brings_the_lattice_to_tell_candidates_apart(tmp_path: Path):
+@pytest.mark.parametrize("vocab", [None, 8])
+def test_training_brings_the_lattice_to_tell_candidates_apart(tmp_path: Path, vocab: int | None):
     """On a text that goes round; what is saved is what was trained, and the run can be resumed."""
+    config = replace(CONFIG, draft_vocab_size=vocab)
     stream = counting_stream(600)
     chosen = options(steps=40, batch_size=4, sequence_length=32, learning_rate=1e-2, evaluate_every=20, save_every=40)
     own = LiLiCorrOptions(anchors=8)
-    arguments = (TARGET, TARGET_PARAMS, CONFIG, stream, stream, chosen, own, tmp_path / "run", silent())
+    arguments = (TARGET, TARGET_PARAMS, config, stream, stream, chosen, own, tmp_path / "run", silent())
     result = train_lilicorr(*arguments)
     assert result.curve["held_out_loss"][0] > 1.5 * result.last("held_out_loss")
     batch = tuple(jnp.asarray(part) for part in next(stream.windows(32, 4, 0, 0)))
-    losses = jax.jit(partial(drafter_losses, TARGET, CONFIG, own, PLAIN))
-    fresh = start_of(TARGET, CONFIG, TARGET_PARAMS, jax.random.key(0))
-    before, after = (losses(params, TARGET_PARAMS, batch, jax.random.key(1)) for params in (fresh, result.params))
+    losses, frozen = jax.jit(partial(drafter_losses, TARGET, config, own, PLAIN)), frozen_of(config, TARGET_PARAMS, stream)
+    fresh, trained = start_of(TARGET, config, TARGET_PARAMS, jax.random.key(0)), dflash.with_vocab(result.params, None)
+    before, after = (losses(params, frozen, batch, jax.random.key(1)) for params in (fresh, trained))
     assert float(before[1]) > 1, "at first it knows nothing: the logarithm of five"
     assert float(after[1]) < 0.3
     again = train_lilicorr(*arguments)
     jax.tree.map(np.testing.assert_array_equal, again.params, result.params)
-    fields = lilicorr.config_to_hf(CONFIG)
-    save_params(tmp_path / "saved", fields, lilicorr.declare(CONFIG), result.params, jnp.float32)
-    config, params = load_blocks(tmp_path / "saved", fields, TARGET, "float32", None)
-    assert config == CONFIG
-    jax.tree.map(np.testing.assert_array_equal, params, result.params)
+    folder = tmp_path / "saved"
+    save_drafter(folder, lilicorr, config, result.params, jnp.float32)
+    found, params = load_dflash(folder, read_config(folder), TARGET, "float32", None)
+    assert found == config
+    jax.tree.map(np.testing.assert_array_equal, dflash.with_vocab(params, None), trained)
+    if vocab is not None:
+        np.testing.assert_array_equal(params.backbone.vocab.ids, result.params.backbone.vocab.ids)
 
 
 def test_options_out_of_range_are_refused():

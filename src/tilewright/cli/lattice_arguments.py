@@ -36,7 +36,7 @@ class DSparkArguments:
         made = DSparkConfig(
             **vars(backbone),
             markov_rank=given(self.markov_rank, 256),
-            candidate_top_k=given(self.markov_top_k, min(dspark.TOP_K, backbone.vocab_size)),
+            candidate_top_k=given(self.markov_top_k, min(dspark.TOP_K, backbone.proposed)),
         )
         return dspark.config_from_hf(dspark.config_to_hf(made), "the drafter's sizes")
 

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
+from jaxtyping import Float, Int
 from rich.console import Console
 from tokenizers import Tokenizer
 
@@ -41,6 +43,7 @@ from tilewright.runtime.sampling import Sampling, SamplingMode
 from tilewright.runtime.shapes import Shape, ShapeTable
 from tilewright.runtime.state import Models, Target
 from tilewright.speculation.costs import CostFiles
+from tilewright.speculation.drafters.dflash import DFlash
 from tilewright.speculation.drafters.load import AUTO, NGRAM, DrafterOptions, load_drafter
 from tilewright.speculation.pacer import CallPacer, measured_pacer
 from tilewright.speculation.pacing import Pacing
@@ -114,6 +117,8 @@ class LanguageModel:
         """A drafter and its parameters as this model's operations want them."""
         if drafter is None or drafter.dtype is None:
             return drafter, params
+        if isinstance(drafter, DFlash):
+            params = drafter.with_head(params, self.head_columns)
         prepared = self.ops.prepare(drafter.declared, params)
         return replace(cast(Any, drafter), ops=self.ops), prepared if self.division is None else self.division.whole(prepared)
 
@@ -159,8 +164,21 @@ class LanguageModel:
             raise ValueError(
                 f"expected a drafter in {self.dtype}, as the model whose output head lies over a mesh, found another"
             )
-        head = self.ops.restore(decoder.output_head(self.model.models.target))
-        return self.ops.prepare_matrix(head[: self.target.hidden_size].astype(dtype), "lm_head")
+        return self.ops.prepare_matrix(self.whole_head().astype(dtype), "lm_head")
+
+    def head_columns(self, ids: Int[Array, " W"]) -> Float[Array, "H W"]:
+        """The target's output head for some tokens alone, not prepared.
+
+        Raises:
+            ValueError: no device holds all of it.
+        """
+        if self.division is not None:
+            raise ValueError("expected a drafter that can propose any token, for the output head lies over a mesh")
+        return self.whole_head()[:, ids]
+
+    def whole_head(self) -> Float[Array, "H V"]:
+        """The target's output head as it was before it was prepared."""
+        return self.ops.restore(decoder.output_head(self.model.models.target))[: self.target.hidden_size]
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """The tokens of a prompt, which may be tokens already. Raises a `ValueError`, as `Model.encode` does."""

@@ -125,7 +125,7 @@ def config_from_hf(
     )
     hidden, group, top_k = config.hidden_size, config.conv_group_size, config.selector_top_k
     read.require(hidden % group == 0, f"conv_group_size {group} does not divide hidden_size {hidden}")
-    read.require(top_k <= config.vocab_size, f"selector_top_k {top_k} exceeds vocab_size {config.vocab_size}")
+    read.require(top_k <= config.proposed, f"selector_top_k {top_k} exceeds the {config.proposed} tokens that can be proposed")
     read.finish()
     return config
 
@@ -166,9 +166,12 @@ class Convolution:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Selector:
-    """Scores pairs of neighbouring tokens. `predecessor` and `successor` are `[V, r]`, `projection` `[H, r]`.
+    """Scores pairs of neighbouring tokens.
 
-    Without a projection, None, a pair's score is the same in every slot.
+    Attributes:
+        predecessor: `[V, r]`.
+        successor: `[W, r]`, for the tokens that the drafter can propose.
+        projection: `[H, r]`; None where a pair's score is the same in every slot.
     """
 
     predecessor: Any
@@ -192,7 +195,7 @@ def declare(config: DFlash2Config) -> DFlash2Params:
 
     Fresh, the dynamic part of all kernels and the scores of all pairs are zero. See `fresh` for the rest.
     """
-    h, r, v, taps = config.hidden_size, config.selector_rank, config.vocab_size, config.conv_kernel_size
+    h, r, taps = config.hidden_size, config.selector_rank, config.conv_kernel_size
 
     def convolution(name: str) -> Convolution:
         return Convolution(
@@ -200,16 +203,16 @@ def declare(config: DFlash2Config) -> DFlash2Params:
             matrix(f"{name}.kernel_projection.weight", h, SIDES * taps * config.conv_groups, ("hidden", "conv"), scale=0.0),
         )
 
-    def codebook(name: str, scale: float) -> ArraySpec:
-        return ArraySpec(f"candidate_selector.{name}_codebook", (v, r), ("vocab", "rank"), "embedding", scale=scale)
+    def codebook(name: str, tokens: int, scale: float) -> ArraySpec:
+        return ArraySpec(f"candidate_selector.{name}_codebook", (tokens, r), ("vocab", "rank"), "embedding", scale=scale)
 
     return DFlash2Params(
         dflash.declare(config),
         tuple(convolution(f"layers.{n}.attention_conv") for n in range(config.num_layers)),
         tuple(convolution(f"layers.{n}.mlp_conv") for n in range(config.num_layers)),
         Selector(
-            codebook("predecessor", 0.02),
-            codebook("successor", 0.0),
+            codebook("predecessor", config.vocab_size, 0.02),
+            codebook("successor", config.proposed, 0.0),
             matrix("candidate_selector.hidden_projection.weight", h, r, ("hidden", "rank")),
         ),
     )
@@ -321,7 +324,12 @@ def pair_scores(
     previous: Int[Array, "B L P"],
     candidates: Int[Array, "B L K"],
 ) -> Float32[Array, "B L P K"]:
-    """What each slot's hidden state makes of every pair of a token before it and a candidate in it."""
+    """What each slot's hidden state makes of every pair of a token before it and a candidate in it.
+
+    Args:
+        previous: by the target's ids.
+        candidates: by the drafter's.
+    """
     before, here = (
         ops.take(codebook, tokens).astype(jnp.float32)
         for codebook, tokens in ((selector.predecessor, previous), (selector.successor, candidates))
@@ -338,15 +346,18 @@ def transition_scores(
     known: Int[Array, " B"],
     candidates: Int[Array, "B L K"],
     logits: Float32[Array, "B L K"],
+    ids: Int[Array, "B L K"] | None = None,
 ) -> Float32[Array, "B L K K"]:
     """The score of each slot's candidates after each of the slot before; before the first slot stands the known token alone.
 
     Args:
         hidden: of the slots to be drafted, normalised, as the head reads it.
+        candidates: by the drafter's ids.
         logits: of the candidates, by the target's head; see `scaled_logits`.
+        ids: the target's ids of the candidates, where the drafter has its own.
     """
     anchor = jnp.broadcast_to(known[:, None, None], (*candidates.shape[:1], 1, candidates.shape[2]))
-    previous = jnp.concatenate([anchor, candidates[:, :-1]], axis=1)
+    previous = jnp.concatenate([anchor, (candidates if ids is None else ids)[:, :-1]], axis=1)
     return logits[:, :, None] + pair_scores(ops, selector, hidden, previous, candidates)
 
 

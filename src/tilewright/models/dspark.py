@@ -84,11 +84,11 @@ def config_from_hf(fields: Mapping[str, Any], where: str = "config.json", num_ta
     config = DSparkConfig(
         **{**vars(backbone), "block_size": backbone.block_size + anchored},
         markov_rank=read.integer("markov_rank"),
-        candidate_top_k=read.integer("candidate_top_k", default=min(TOP_K, backbone.vocab_size)),
+        candidate_top_k=read.integer("candidate_top_k", default=min(TOP_K, backbone.proposed)),
         sample_from_anchor=anchored,
     )
-    top_k, vocab = config.candidate_top_k, config.vocab_size
-    read.require(top_k <= vocab, f"candidate_top_k {top_k} exceeds vocab_size {vocab}")
+    top_k, most = config.candidate_top_k, config.proposed
+    read.require(top_k <= most, f"candidate_top_k {top_k} exceeds the {most} tokens that can be proposed")
     read.finish()
     return config
 
@@ -116,7 +116,8 @@ class DSparkParams:
     """All arrays of a drafter; embedding and output head are the target's.
 
     Attributes:
-        selector: the serial head: W1 `[V, r]` for the token before, W2 `[V, r]` for the token itself, and no projection.
+        selector: the serial head: W1 `[V, r]` for the token before, W2 `[W, r]` for the tokens that can be proposed, and no
+            projection.
     """
 
     backbone: DFlashParams
@@ -128,12 +129,12 @@ SERIAL = ("markov_head.markov_w1", "markov_head.markov_w2")
 
 def declare(config: DSparkConfig) -> DSparkParams:
     """The drafter's arrays under their checkpoint names. Fresh, the serial head adds nothing."""
-    shape = (config.vocab_size, config.markov_rank)
-    before, after = (
-        ArraySpec(f"{name}.weight", shape, ("vocab", "rank"), "embedding", scale=scale)
-        for name, scale in zip(SERIAL, (0.02, 0.0), strict=True)
-    )
-    return DSparkParams(dflash.declare(config), Selector(before, after))
+
+    def table(name: str, tokens: int, scale: float) -> ArraySpec:
+        return ArraySpec(f"{name}.weight", (tokens, config.markov_rank), ("vocab", "rank"), "embedding", scale=scale)
+
+    serial = Selector(table(SERIAL[0], config.vocab_size, 0.02), table(SERIAL[1], config.proposed, 0.0))
+    return DSparkParams(dflash.declare(config), serial)
 
 
 def stored_name(name: str) -> str:
@@ -148,6 +149,6 @@ def is_passed_over(name: str) -> bool:
     return plain in ("embed_tokens.weight", "lm_head.weight") or plain.startswith("confidence_head.")
 
 
-def serial_logits(ops: Operations, selector: Selector, before: Int[Array, "*rows"]) -> Float32[Array, "*rows V"]:
-    """What the serial head adds to the logits of all tokens after these."""
+def serial_logits(ops: Operations, selector: Selector, before: Int[Array, "*rows"]) -> Float32[Array, "*rows W"]:
+    """What the serial head adds to the logits of all tokens that can be proposed, after these."""
     return ops.linear(ops.take(selector.predecessor, before), Transposed(selector.successor), jnp.float32)

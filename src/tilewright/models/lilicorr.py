@@ -110,7 +110,8 @@ def config_from_hf(
     )
     size, heads, top_k = config.lattice_size, config.lattice_heads, config.candidate_top_k
     read.require(size % heads == 0, f"lilicorr_num_heads {heads} does not divide {WIDTH} {size}")
-    read.require(top_k <= config.vocab_size, f"lilicorr_candidate_topk {top_k} exceeds vocab_size {config.vocab_size}")
+    most = config.proposed
+    read.require(top_k <= most, f"lilicorr_candidate_topk {top_k} exceeds the {most} tokens that can be proposed")
     read.require(config.vector_eps < 0.5, f"lilicorr_vector_eps must be below 0.5, found {config.vector_eps}")
     read.require(config.mlp_size >= 1, f"lilicorr_mlp_ratio {config.mlp_ratio} leaves nothing of {WIDTH} {size}")
     read.finish()

@@ -19,16 +19,28 @@ from jaxtyping import Bool, Float, Int
 from rich.console import Console
 
 from tilewright.kernels.operations import Operations
-from tilewright.models import decoder, dflash, dspark
+from tilewright.models import dflash, dspark
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.dspark import DSparkConfig, DSparkParams
 from tilewright.models.params import initialise
 from tilewright.train import drafter
-from tilewright.train.data import Stream
-from tilewright.train.drafter import DFlashOptions, at_slots, draw_blocks, run_blocks, weighted_mean, weighted_nll
+from tilewright.train.data import TokenSource
+from tilewright.train.drafter import (
+    DFlashOptions,
+    Frozen,
+    at_slots,
+    draw_blocks,
+    frozen_of,
+    run_blocks,
+    slot_nll,
+    slot_weights,
+    weighted_mean,
+    with_draft_vocab,
+)
 from tilewright.train.loop import TrainResult, train
 from tilewright.train.partitioned import Division, partitioned_task
-from tilewright.train.text import TextOptions, Windows
+from tilewright.train.records import batches_of
+from tilewright.train.text import TextOptions
 
 
 @dataclass(frozen=True)
@@ -54,20 +66,27 @@ def drafter_losses(
     options: DSparkOptions,
     ops: Operations,
     params: DSparkParams,
-    target_params: DecoderParams,
+    frozen: Frozen,
     batch: tuple[Int[Array, "B T"], Bool[Array, "B T"]],
     key: Array,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
-    """The cross-entropy in nats and the L1 distance, both weighted means over the slots, and the sum of the slots' weights."""
-    blocks, run = draw_blocks(target, config, options, batch, key), partial(dflash.run_block, config, ops, params.backbone)
-    arguments = (target_params, params.backbone, run, batch[0], blocks.anchors, (None,) * config.num_layers)
-    drafted = run_blocks(target, config, ops, *arguments)
-    logits = ops.linear(drafted.hidden, decoder.output_head(target_params), jnp.float32)
+    """The cross-entropy in nats and the L1 distance, both weighted means over the slots, and the sum of the slots' weights.
+
+    The distance is 0 where it has no share in the loss. Both distributions are over the tokens that can be proposed.
+    """
+    blocks, run = draw_blocks(target, config, options, batch, key, frozen.vocab), partial(dflash.run_block, config, ops)
+    arguments = (params.backbone, partial(run, params.backbone), batch[0], blocks.anchors, (None,) * config.num_layers)
+    drafted = run_blocks(target, config, ops, frozen.params, *arguments, whole=options.l1_weight > 0)
+    logits = ops.linear(drafted.hidden, frozen.head, jnp.float32)
     logits = logits + dspark.serial_logits(ops, params.selector, blocks.before)
-    # The target's state at a position speaks of the token after it, which is the draft of the slot that stands there.
-    said = decoder.logits(target, ops, target_params, at_slots(drafted.stream, blocks.anchors, config.block_size - 1))
-    apart = jnp.sum(jnp.abs(jax.nn.softmax(logits, axis=-1) - jax.nn.softmax(said, axis=-1)), axis=-1)
-    return weighted_nll(logits, blocks.wanted, blocks.weights), weighted_mean(apart, blocks.weights), jnp.sum(blocks.weights)
+    nll, apart = slot_nll(logits, blocks.wanted), jnp.zeros(blocks.wanted.shape)
+    if drafted.stream is not None:
+        # The target's state at a position speaks of the token after it: at the anchor, of what the block drafts first.
+        stream = at_slots(drafted.stream, blocks.anchors, config.block_size - 1)
+        said = ops.linear(ops.rms_norm(stream, frozen.params.norm, target.rms_norm_eps), frozen.head, jnp.float32)
+        apart = jnp.sum(jnp.abs(jax.nn.softmax(logits, axis=-1) - jax.nn.softmax(said, axis=-1)), axis=-1)
+    weights = slot_weights(nll, blocks, options.dpace)
+    return weighted_mean(nll, weights), weighted_mean(apart, weights), jnp.sum(weights)
 
 
 def hidden_matrices(params: DSparkParams) -> DSparkParams:
@@ -80,8 +99,8 @@ def train_dspark(
     target: DecoderConfig,
     target_params: DecoderParams,
     config: DSparkConfig,
-    stream: Stream,
-    held_out: Stream,
+    stream: TokenSource,
+    held_out: TokenSource,
     options: TextOptions,
     drafter_options: DSparkOptions,
     out: Path,
@@ -96,15 +115,16 @@ def train_dspark(
 
     def loss(params: Any, frozen: Any, batch: Any, key: Array) -> tuple[Array, Array]:
         nll, apart, total = drafter_losses(target, config, drafter_options, ops, params, frozen, batch, key)
-        return (1 - share) * nll + (share * apart if share else 0), total
+        return (1 - share) * nll + share * apart, total
 
     def init() -> DSparkParams:
         if start is not None:
-            return start
+            return dflash.with_vocab(start, None)
         params = initialise(dspark.declare(config), jax.random.key(options.seed))
         return replace(params, backbone=drafter.warm_start(target, config, target_params, params.backbone))
 
     same = drafter.identity(config, drafter_options, target_params, start)
-    windows = Windows(stream, held_out, options.sequence_length, options)
+    frozen = frozen_of(config, target_params, stream, start)
     trained = (init, dspark.declare(config), hidden_matrices, division)
-    return train(partitioned_task("DSpark drafter", windows, same, loss, target_params, *trained), console, out)
+    task = partitioned_task("DSpark drafter", batches_of(stream, held_out, options), same, loss, frozen, *trained)
+    return with_draft_vocab(train(task, console, out), frozen)

@@ -26,10 +26,11 @@ from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.eagle3 import Eagle3Config, Eagle3Params
 from tilewright.models.params import initialise
 from tilewright.train.checkpoint import fingerprint
-from tilewright.train.data import Stream
+from tilewright.train.data import TokenSource, frequent_tokens
 from tilewright.train.loop import TrainResult, train
 from tilewright.train.partitioned import Division, partitioned_task
-from tilewright.train.text import TextOptions, Windows
+from tilewright.train.records import batches_of
+from tilewright.train.text import TextOptions
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,6 @@ class Eagle3Options:
 def default_draft_vocab(vocab_size: int) -> int:
     """A small vocabulary whole; of a large one as many tokens as the published drafters have."""
     return vocab_size if vocab_size <= 8192 else min(vocab_size, 32000)
-
-
-def frequent_tokens(stream: Stream, vocab_size: int, size: int) -> np.ndarray:
-    """The `size` most frequent tokens of what is in the loss, as rising ids, int32; among equals the lower ids."""
-    counts = np.bincount(stream.tokens[stream.in_loss], minlength=vocab_size)
-    return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
 
 
 class Teacher(NamedTuple):
@@ -236,8 +231,8 @@ def train_eagle3(
     target: DecoderConfig,
     target_params: DecoderParams,
     config: Eagle3Config,
-    stream: Stream,
-    held_out: Stream,
+    stream: TokenSource,
+    held_out: TokenSource,
     options: TextOptions,
     eagle3_options: Eagle3Options,
     out: Path,
@@ -269,7 +264,7 @@ def train_eagle3(
         return warm_start(target, config, target_params, ids, drawn)
 
     same = {"config": asdict(config), "eagle3": asdict(eagle3_options), "target": fingerprint(target_params)}
-    windows, frozen = Windows(stream, held_out, options.sequence_length, options), (target_params, ids)
+    windows, frozen = batches_of(stream, held_out, options), (target_params, ids)
     trained = (init, eagle3.declare(config), hidden_matrices, division)
     result = train(partitioned_task("EAGLE-3 drafter", windows, same, loss, frozen, *trained), console, out)
     agree = jax.jit(partial(step_agreement, target, config, ops))

@@ -23,25 +23,30 @@ from rich.console import Console
 
 from tilewright.kernels import select
 from tilewright.kernels.operations import Operations, Transposed
-from tilewright.models import decoder, dflash, lilicorr
+from tilewright.models import dflash, lilicorr
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.lilicorr import LiLiCorrConfig, LiLiCorrParams
 from tilewright.models.params import initialise
 from tilewright.train import drafter
-from tilewright.train.data import Stream
+from tilewright.train.data import TokenSource
 from tilewright.train.drafter import (
     Blocks,
     DFlashOptions,
     Drafted,
+    Frozen,
     at_slots,
     draw_blocks,
+    frozen_of,
     run_blocks,
+    slot_nll,
     weighted_mean,
     weighted_nll,
+    with_draft_vocab,
 )
 from tilewright.train.loop import TrainResult, train
 from tilewright.train.partitioned import Division, partitioned_task
-from tilewright.train.text import TextOptions, Windows
+from tilewright.train.records import batches_of
+from tilewright.train.text import TextOptions
 
 
 @dataclass(frozen=True)
@@ -67,9 +72,9 @@ def lattice_scores(
     config: LiLiCorrConfig,
     ops: Operations,
     params: LiLiCorrParams,
-    embedding: Float[Array, "V H"],
+    frozen: Frozen,
     drafted: Drafted,
-    logits: Float[Array, "BA S V"],
+    logits: Float[Array, "BA S W"],
     candidates: Int[Array, "BA S K"],
     anchors: Int[Array, "B A"],
 ) -> Float[Array, "BA S K K"]:
@@ -78,34 +83,29 @@ def lattice_scores(
     log_probs = values - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     feature = at_slots(drafted.features, jnp.maximum(anchors - 1, 0), 1)[:, 0]
     anchored = anchors.reshape(-1) > 0
-    inputs = (embedding[candidates], log_probs, drafted.hidden, jnp.where(anchored[:, None], feature, 0), anchored)
+    tokens = candidates if frozen.vocab is None else frozen.vocab.ids[candidates]
+    embedded = frozen.params.embed[tokens]
+    inputs = (embedded, log_probs, drafted.hidden, jnp.where(anchored[:, None], feature, 0), anchored)
     return lilicorr.transition_scores(config, ops, params.lattice, *inputs)
 
 
 def target_logits(
-    target: DecoderConfig,
-    ops: Operations,
-    target_params: DecoderParams,
-    stream: Float[Array, "BA S H"],
-    candidates: Int[Array, "BA S K"],
+    target: DecoderConfig, ops: Operations, frozen: Frozen, stream: Float[Array, "BA S H"], candidates: Int[Array, "BA S K"]
 ) -> Float[Array, "BA S K"]:
-    """The target's logits of these tokens alone."""
-    head = decoder.output_head(target_params)
+    """The target's logits of these tokens alone, which are named by the drafter's ids."""
+    head = frozen.head
     rows = head.w[candidates] if isinstance(head, Transposed) else jnp.moveaxis(head[:, candidates], 0, -1)
-    normed = ops.rms_norm(stream, target_params.norm, target.rms_norm_eps)
+    normed = ops.rms_norm(stream, frozen.params.norm, target.rms_norm_eps)
     return jnp.einsum("bsh,bskh->bsk", normed, rows, precision=jax.lax.Precision.HIGHEST)
 
 
 def lattice_losses(
-    scores: Float[Array, "BA S K K"],
-    candidates: Int[Array, "BA S K"],
-    said: Float[Array, "BA S K"],
-    blocks: Blocks,
+    scores: Float[Array, "BA S K K"], candidates: Int[Array, "BA S K"], said: Float[Array, "BA S K"] | None, blocks: Blocks
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The lattice's cross-entropy in nats, and its expected penalty, both means over the slots that count.
 
     Args:
-        said: the target's logits of the candidates.
+        said: the target's logits of the candidates; None for no penalty.
     """
     right = candidates == blocks.wanted[..., None]
     there = jnp.any(right, axis=-1) & (blocks.weights > 0)
@@ -113,9 +113,12 @@ def lattice_losses(
     place = jnp.argmax(right, axis=-1)
     before = jnp.pad(place[:, :-1], ((0, 0), (1, 0)))  # before the first slot stands the anchor, in every row
     rows = jnp.take_along_axis(scores, before[:, :, None, None], axis=2)[:, :, 0]
+    chosen = weighted_mean(slot_nll(rows, place), counted)
+    if said is None:
+        return chosen, jnp.zeros(())
     own = jnp.take_along_axis(said, place[..., None], axis=-1)
     dear = jnp.sum(jax.nn.softmax(rows, axis=-1) * jnp.maximum(own - said, 0), axis=-1)
-    return weighted_nll(rows, place, counted), weighted_mean(dear, counted)
+    return chosen, weighted_mean(dear, counted)
 
 
 def drafter_losses(
@@ -124,21 +127,25 @@ def drafter_losses(
     options: LiLiCorrOptions,
     ops: Operations,
     params: LiLiCorrParams,
-    target_params: DecoderParams,
+    frozen: Frozen,
     batch: tuple[Int[Array, "B T"], Bool[Array, "B T"]],
     key: Array,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
-    """The backbone's loss and the lattice's two (see `lattice_losses`), and the sum of the slots' weights."""
-    blocks, run = draw_blocks(target, config, options, batch, key), partial(dflash.run_block, config, ops, params.backbone)
-    arguments = (target_params, params.backbone, run, batch[0], blocks.anchors, (None,) * config.num_layers)
-    drafted = run_blocks(target, config, ops, *arguments)
-    logits = ops.linear(drafted.hidden, decoder.output_head(target_params), jnp.float32)
+    """The backbone's loss and the lattice's two (see `lattice_losses`), and the sum of the slots' weights.
+
+    The penalty is 0 where it has no weight in the loss.
+    """
+    blocks, run = draw_blocks(target, config, options, batch, key, frozen.vocab), partial(dflash.run_block, config, ops)
+    arguments = (params.backbone, partial(run, params.backbone), batch[0], blocks.anchors, (None,) * config.num_layers)
+    drafted = run_blocks(target, config, ops, frozen.params, *arguments, whole=options.penalty_weight > 0)
+    logits = ops.linear(drafted.hidden, frozen.head, jnp.float32)
     candidates, _ = select.top_k(jax.lax.stop_gradient(logits), config.candidate_top_k)
-    scores = lattice_scores(config, ops, params, target_params.embed, drafted, logits, candidates, blocks.anchors)
-    stream = jax.lax.stop_gradient(at_slots(drafted.stream, blocks.anchors, config.block_size - 1))
-    said = target_logits(target, ops, target_params, stream, candidates)
-    own = weighted_nll(logits, blocks.wanted, blocks.weights)
-    return own, *lattice_losses(scores, candidates, said, blocks), jnp.sum(blocks.weights)
+    scores, said = lattice_scores(config, ops, params, frozen, drafted, logits, candidates, blocks.anchors), None
+    if drafted.stream is not None:
+        stream = at_slots(drafted.stream, blocks.anchors, config.block_size - 1)
+        said = target_logits(target, ops, frozen, stream, candidates)
+    own, total = weighted_nll(logits, blocks, options.dpace)
+    return own, *lattice_losses(scores, candidates, said, blocks), total
 
 
 def hidden_matrices(config: LiLiCorrConfig, params: LiLiCorrParams) -> LiLiCorrParams:
@@ -150,8 +157,8 @@ def train_lilicorr(
     target: DecoderConfig,
     target_params: DecoderParams,
     config: LiLiCorrConfig,
-    stream: Stream,
-    held_out: Stream,
+    stream: TokenSource,
+    held_out: TokenSource,
     options: TextOptions,
     drafter_options: LiLiCorrOptions,
     out: Path,
@@ -170,13 +177,14 @@ def train_lilicorr(
 
     def init() -> LiLiCorrParams:
         if start is not None:
-            return start
+            return dflash.with_vocab(start, None)
         return start_of(target, config, target_params, jax.random.key(options.seed))
 
     same = drafter.identity(config, drafter_options, target_params, start)
-    windows = Windows(stream, held_out, options.sequence_length, options)
+    frozen = frozen_of(config, target_params, stream, start)
     trained = (init, lilicorr.declare(config), partial(hidden_matrices, config), division)
-    return train(partitioned_task("LiLiCorr drafter", windows, same, loss, target_params, *trained), console, out)
+    task = partitioned_task("LiLiCorr drafter", batches_of(stream, held_out, options), same, loss, frozen, *trained)
+    return with_draft_vocab(train(task, console, out), frozen)
 
 
 def start_of(target: DecoderConfig, config: LiLiCorrConfig, target_params: DecoderParams, key: Array) -> LiLiCorrParams:

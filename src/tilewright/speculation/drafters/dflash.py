@@ -1,5 +1,6 @@
 """Drafting with DFlash: one pass proposes the whole block (arXiv 2602.06036)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -11,7 +12,7 @@ from jaxtyping import Float, Int
 
 from tilewright.kernels import select
 from tilewright.kernels.operations import Norm, Operations
-from tilewright.models import decoder, dflash
+from tilewright.models import decoder, dflash, draft_vocab
 from tilewright.models.dflash import DFlashConfig, DFlashParams
 from tilewright.models.params import DTYPES, Dtype
 from tilewright.runtime.interfaces import OneKind, Proposal
@@ -42,7 +43,6 @@ class DFlash(OneKind):
     ops: Operations = select.PLAIN
 
     name = "dflash"
-    reads_target_head = True
     may_be_idle = False
 
     def __post_init__(self) -> None:
@@ -54,9 +54,29 @@ class DFlash(OneKind):
     def tap_layers(self) -> tuple[int, ...]:
         return self.config.target_layer_ids
 
+    @property
+    def reads_target_head(self) -> bool:
+        return self.config.draft_vocab_size is None
+
     @cached_property
     def declared(self) -> Any:
-        return dflash.declare(self.config)
+        return self.with_own_head(dflash.declare(self.config))
+
+    def with_own_head(self, declared: Any) -> Any:
+        """A declaration with that of the draft vocabulary, if there is one."""
+        size = self.config.draft_vocab_size
+        return declared if size is None else dflash.with_vocab(declared, draft_vocab.declare(size, self.config.hidden_size))
+
+    def with_head(self, params: Any, columns: Callable[[Int[Array, " W"]], Array]) -> Any:
+        """Loaded parameters with the head of the draft vocabulary, if there is one.
+
+        Args:
+            columns: gives the target's output head for some tokens, `[hidden, W]`.
+        """
+        vocab = dflash.backbone_of(params).vocab
+        if vocab is None:
+            return params
+        return dflash.with_vocab(params, replace(vocab, head=columns(vocab.ids).astype(DTYPES[self.dtype])))
 
     def allocate(self, layout: Layout, target: Target, dtype: DTypeLike) -> Any:
         config, own = self.config, DTYPES[self.dtype]
@@ -72,7 +92,9 @@ class DFlash(OneKind):
 
     def fill(self, target: Target, models: Models, state: DecodeState, block: Int[Array, "B T"]) -> Int[Array, "B drafts"]:
         """One pass: the most likely token for every slot that drafts."""
-        hidden = self.hidden(target, models, state, block)
+        hidden, vocab = self.hidden(target, models, state, block), self.backbone(models).vocab
+        if vocab is not None:
+            return vocab.ids[self.ops.head_argmax(hidden, vocab.head)[0]]
         if models.draft_head is not None:
             return self.ops.head_argmax(hidden, models.draft_head)[0]
         return target.schedule.head_argmax(target.ops, hidden, decoder.output_head(models.target))
@@ -94,7 +116,7 @@ class DFlash(OneKind):
 
     def backbone(self, models: Models) -> DFlashParams:
         """The parameters that make the context."""
-        return models.drafter
+        return dflash.backbone_of(models.drafter)
 
     def run_block(self, models: Models, *block: Any) -> Array:
         """See `models.dflash.run_block`."""

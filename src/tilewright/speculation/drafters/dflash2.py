@@ -9,7 +9,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from tilewright.models import dflash, dflash2
+from tilewright.models import dflash2
 from tilewright.models.dflash2 import DFlash2Config
 from tilewright.models.params import DTYPES
 from tilewright.runtime import cache
@@ -29,7 +29,7 @@ class DFlash2(Walking):
 
     @cached_property
     def declared(self) -> Any:
-        return dflash2.declare(self.config)
+        return self.with_own_head(dflash2.declare(self.config))
 
     def allocate(self, layout: Layout, target: Target, dtype: DTypeLike) -> Any:
         return tuple(self.allocate_layer(window, layout) for window in self.config.windows)
@@ -44,16 +44,13 @@ class DFlash2(Walking):
         assert isinstance(ring, cache.Ring)
         return cache.Sliding(ring.k, ring.v, window)
 
-    def backbone(self, models: Models) -> dflash.DFlashParams:
-        return models.drafter.backbone
-
     def run_block(self, models: Models, *block: Any) -> Array:
         return dflash2.run_block(self.config, self.ops, models.drafter, *block)
 
     def candidates(
         self, target: Target, models: Models, state: DecodeState, known: Int[Array, " B"], hidden: Float[Array, "B L H"]
     ) -> Candidates:
-        tokens, logits = self.head_top_k(target, models, hidden, self.config.selector_top_k)
+        drafted, tokens, logits = self.head_top_k(target, models, hidden, self.config.selector_top_k)
         scaled = dflash2.scaled_logits(self.config, logits.astype(jnp.float32))
-        selector = models.drafter.selector
-        return Candidates(tokens, dflash2.transition_scores(self.ops, selector, hidden, known, tokens, scaled))
+        scores = dflash2.transition_scores(self.ops, models.drafter.selector, hidden, known, drafted, scaled, tokens)
+        return Candidates(tokens, scores)

@@ -24,10 +24,7 @@ class DSpark(Walking):
 
     @cached_property
     def declared(self) -> Any:
-        return dspark.declare(self.config)
-
-    def backbone(self, models: Models) -> dflash.DFlashParams:
-        return models.drafter.backbone
+        return self.with_own_head(dspark.declare(self.config))
 
     def run_block(self, models: Models, *block: Any) -> Array:
         return dflash.run_block(self.config, self.ops, models.drafter.backbone, *block)
@@ -35,7 +32,7 @@ class DSpark(Walking):
     def candidates(
         self, target: Target, models: Models, state: DecodeState, known: Int[Array, " B"], hidden: Float[Array, "B L H"]
     ) -> Candidates:
-        tokens, logits = self.head_top_k(target, models, hidden, self.config.candidate_top_k)
-        selector = models.drafter.selector
-        scores = dflash2.transition_scores(self.ops, selector, hidden, known, tokens, logits.astype(jnp.float32))
+        drafted, tokens, logits = self.head_top_k(target, models, hidden, self.config.candidate_top_k)
+        serial = models.drafter.selector
+        scores = dflash2.transition_scores(self.ops, serial, hidden, known, drafted, logits.astype(jnp.float32), tokens)
         return Candidates(tokens, scores)

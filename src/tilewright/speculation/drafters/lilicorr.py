@@ -42,7 +42,7 @@ class LiLiCorr(Walking):
 
     @cached_property
     def declared(self) -> Any:
-        return lilicorr.declare(self.config)
+        return self.with_own_head(lilicorr.declare(self.config))
 
     def allocate(self, layout: Layout, target: Target, dtype: DTypeLike) -> Context:
         feature = jnp.zeros((layout.batch, 1, self.config.hidden_size), DTYPES[self.dtype])
@@ -50,9 +50,6 @@ class LiLiCorr(Walking):
 
     def caches(self, state: DecodeState) -> tuple[Any, ...]:
         return state.draft_cache.caches
-
-    def backbone(self, models: Models) -> dflash.DFlashParams:
-        return models.drafter.backbone
 
     def run_block(self, models: Models, *block: Any) -> Array:
         return dflash.run_block(self.config, self.ops, models.drafter.backbone, *block)
@@ -68,8 +65,9 @@ class LiLiCorr(Walking):
     def candidates(
         self, target: Target, models: Models, state: DecodeState, known: Int[Array, " B"], hidden: Float[Array, "B L H"]
     ) -> Candidates:
-        logits = self.head_logits(target, models, hidden)
-        tokens, values = select.top_k(logits, self.config.candidate_top_k)
+        logits, vocab = self.head_logits(target, models, hidden), self.backbone(models).vocab
+        drafted, values = select.top_k(logits, self.config.candidate_top_k)
+        tokens = drafted if vocab is None else vocab.ids[drafted]
         log_probs = values - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         flat = tokens.reshape(tokens.shape[0], -1)
         embedded = target.schedule.embed(target.ops, models.target.embed, flat).astype(DTYPES[self.dtype])

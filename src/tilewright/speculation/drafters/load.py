@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
 
+import jax.numpy as jnp
 from rich.console import Console
 
-from tilewright.models import checkpoint, dflash, dflash2, dspark, eagle3, hub, lilicorr
+from tilewright.models import checkpoint, dflash, dflash2, draft_vocab, dspark, eagle3, hub, lilicorr
 from tilewright.models.decoder import DecoderConfig
 from tilewright.models.params import DTYPES, Dtype
 from tilewright.runtime.interfaces import Drafter
@@ -83,22 +84,22 @@ def load_drafter(
     precision = cast(Dtype, options.drafter_dtype or dtype)
     folder = hub.resolve(source, options.revision, console)
     fields = checkpoint.read_config(folder)
-    if options.walk is not None and block_kind(fields) is DFLASH:
-        kind = "an EAGLE-3" if eagle3.is_eagle3(fields) else "a DFlash"
-        raise ValueError(f"a walk needs {WALKERS}; this is {kind} one")
-    if eagle3.is_eagle3(fields):
+    kind = block_kind(fields)
+    chain = kind is DFLASH and eagle3.is_eagle3(fields)  # by its draft vocabulary, perhaps, which others have too
+    if options.walk is not None and kind is DFLASH:
+        raise ValueError(f"a walk needs {WALKERS}; this is {'an EAGLE-3' if chain else 'a DFlash'} one")
+    if chain:
         if options.refine:
             raise ValueError("refining needs a DFlash drafter; this is an EAGLE-3 one")
         config, params = eagle3.load(folder, target, DTYPES[precision], console)
         return Eagle3(config, config.block_size if size is None else size, options.draft_window, precision), params
-    kind = block_kind(fields)
-    config, params = load_blocks(folder, fields, target, precision, console)
+    config, params = load_dflash(folder, fields, target, precision, console)
     how = (config.block_size if size is None else size, options.draft_window, precision, options.refine)
     return kind.drafter(config, *how, **({} if kind is DFLASH else {"walk": options.walk or "sampled"})), params
 
 
 class Kind(NamedTuple):
-    """Kind of drafter that drafts a block in one pass.
+    """Kind of drafter around DFlash's backbone, which drafts a block in one pass.
 
     Attributes:
         declares: whether a `config.json` declares it.
@@ -126,14 +127,14 @@ KINDS = (
 
 
 def block_kind(fields: Mapping[str, Any]) -> Kind:
-    """The kind of drafter that a `config.json` declares, of those that draft a block in one pass."""
+    """The kind that a `config.json` declares, of DFlash's."""
     return next(kind for kind in KINDS if kind.declares(fields))
 
 
-def load_blocks(
+def load_dflash(
     folder: Path, fields: Mapping[str, Any], target: DecoderConfig, dtype: Dtype, console: Console | None
 ) -> tuple[Any, Any]:
-    """Reads a drafter that drafts a block in one pass: its configuration, and its parameters.
+    """Reads a drafter of one of DFlash's kinds: its configuration, and its parameters.
 
     Raises:
         ValueError: all that is wrong with its fields; or, where they can be read, all that keeps it from fitting the target,
@@ -155,8 +156,17 @@ def load_blocks(
     return config, params
 
 
-def load_tensors(folder: Path, kind: Kind, config: Any, dtype: Dtype, console: Console | None) -> Any:
-    """The arrays of a drafter, whose stored names may carry a `model.` prefix."""
-    return checkpoint.load_params(
-        folder, kind.model.declare(config), DTYPES[dtype], rename=kind.rename, ignore=kind.ignore, console=console
-    )
+def load_tensors(folder: Path, kind: Kind, config: dflash.DFlashConfig, dtype: Dtype, console: Console | None) -> Any:
+    """The arrays of a drafter, and its draft vocabulary; the checkpoint may name them with a leading `model.`."""
+    size = config.draft_vocab_size
+
+    def ignore(name: str) -> bool:
+        return kind.ignore(name) or (size is not None and kind.rename(name) in draft_vocab.MAPS)
+
+    declared = kind.model.declare(config)
+    params = checkpoint.load_params(folder, declared, DTYPES[dtype], rename=kind.rename, ignore=ignore, console=console)
+    if size is None:
+        return params
+    maps = checkpoint.load_stored(folder, draft_vocab.MAPS, kind.rename)
+    ids = draft_vocab.target_ids_from_maps(size, config.vocab_size, maps, str(folder))
+    return dflash.with_vocab(params, draft_vocab.DraftVocab(jnp.asarray(ids)))

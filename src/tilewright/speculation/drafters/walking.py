@@ -26,7 +26,7 @@ class Candidates(NamedTuple):
     """Candidates of a block.
 
     Attributes:
-        tokens: of every slot that drafts, the most likely first, `[B, L, K]`.
+        tokens: of every slot that drafts, by the target's ids, the most likely first, `[B, L, K]`.
         scores: of each slot's candidates after each of the slot before, float32 `[B, L, K, K]`; of the first slot's after the
             known token, whatever the row.
     """
@@ -68,14 +68,22 @@ class Walking(DFlash, ABC):
 
     def head_top_k(
         self, target: Target, models: Models, hidden: Float[Array, "B L H"], k: int
-    ) -> tuple[Int[Array, "B L {k}"], Float[Array, "B L {k}"]]:
-        """The `k` most likely tokens of each slot, and their logits."""
+    ) -> tuple[Int[Array, "B L {k}"], Int[Array, "B L {k}"], Float[Array, "B L {k}"]]:
+        """Each slot's `k` most likely tokens: their draft ids, the target's ids of them, and their logits."""
+        vocab = self.backbone(models).vocab
+        if vocab is not None:
+            drafted, logits = self.ops.head_top_k(hidden, vocab.head, k)
+            return drafted, vocab.ids[drafted], logits
         if models.draft_head is not None:
-            return self.ops.head_top_k(hidden, models.draft_head, k)
-        return target.schedule.head_top_k(target.ops, hidden, decoder.output_head(models.target), k)
+            tokens, logits = self.ops.head_top_k(hidden, models.draft_head, k)
+        else:
+            tokens, logits = target.schedule.head_top_k(target.ops, hidden, decoder.output_head(models.target), k)
+        return tokens, tokens, logits
 
-    def head_logits(self, target: Target, models: Models, hidden: Float[Array, "B L H"]) -> Float[Array, "B L V"]:
-        """The logits of all tokens, float32."""
-        if models.draft_head is not None:
-            return self.ops.linear(hidden, models.draft_head, jnp.float32)
+    def head_logits(self, target: Target, models: Models, hidden: Float[Array, "B L H"]) -> Float[Array, "B L W"]:
+        """The logits of all tokens that can be proposed, float32."""
+        vocab = self.backbone(models).vocab
+        head = models.draft_head if vocab is None else vocab.head
+        if head is not None:
+            return self.ops.linear(hidden, head, jnp.float32)
         return target.schedule.logits(target.ops, hidden, decoder.output_head(models.target))
