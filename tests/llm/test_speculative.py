@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from llm.support import build, prompts, state_of
-from reference.dflash2_numpy import as_dflash2, build2
+from reference.dflash2_numpy import as_dflash2, build2, with_draft_vocab
 from reference.dflash_numpy import Drafter, Pair, Round, Target, as_folders, oracle_like_pair, random_pair, speculative_greedy
 from reference.dspark_numpy import as_dspark, build_dspark
 from reference.lilicorr_numpy import as_lilicorr, build_lilicorr
@@ -196,6 +197,29 @@ def test_lilicorr_rounds_equal_the_reference(tmp_path: Path, window: int | None,
     lm = build(tmp_path, as_lilicorr(pair, **fields), draft_window=window, block_size=block_size)
     seen = compare(lm, as_lilicorr(pair, **fields), ASKED, window, block_size)
     assert seen.last_start >= 30
+
+
+@pytest.mark.parametrize("kind", ["dflash2", "dspark", "lilicorr"])
+def test_rounds_with_a_draft_vocabulary_equal_the_reference(tmp_path: Path, kind: str):
+    """Codebooks of candidates hold the tokens that can be proposed, those of the tokens before hold all."""
+    codebooks = {"dflash2": "candidate_selector.successor_codebook", "dspark": "markov_head.markov_w2.weight"}
+    made = {"dflash2": as_dflash2, "dspark": as_dspark, "lilicorr": as_lilicorr}[kind](random_pair(3, **SMALL))
+    pair = with_draft_vocab(made, range(1, 40, 3), [codebooks[kind]] if kind in codebooks else [])
+    target, drafter = BUILD[pair.drafter_config["architectures"][0]](pair)
+    lm, want = build(tmp_path, pair, block_size=6), [speculative_greedy(target, drafter, asked, NEW, 6) for asked in ASKED]
+    session = lm.start(ASKED, Sampling(NEW))
+    session.prefill()
+    assert lm.drafter is not None
+    propose, number = jax.jit(partial(lm.drafter.turn(None).propose, lm.model.target)), 0
+    while not session.finished:
+        state, rows = state_of(session)
+        blocks = np.asarray(propose(lm.model.models, state).block).tolist()
+        wanted = [want[row].rounds[number] for row in rows]
+        assert [blocks[at] for at in range(len(rows))] == [r.block for r in wanted]
+        assert all(token % 3 == 1 for r in wanted for token in r.block[1:])
+        session.advance(1)
+        number += 1
+    assert [result.tokens for result in session.results()] == [generation.output for generation in want]
 
 
 def test_random_drafter_equals_the_reference(tmp_path: Path):

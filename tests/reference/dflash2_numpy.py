@@ -32,6 +32,7 @@ class Walker(Drafter):
 
     Attributes:
         first_slot: the first slot that drafts.
+        ids: the tokens that it can propose, rising.
     """
 
     first_slot = 1
@@ -43,6 +44,8 @@ class Walker(Drafter):
         self.mask = self.field("mask_token_id")
         self.block_size = self.field("block_size") + 1 - self.first_slot
         self.top_k = self.candidate_count()
+        shifts = tensors.get("d2t", np.zeros(config["vocab_size"], np.int64))
+        self.ids = [int(n + shift) for n, shift in enumerate(shifts)]
 
     def candidate_count(self) -> int:
         return self.field("selector_top_k")
@@ -61,7 +64,7 @@ class Walker(Drafter):
 
     def candidates(self, logits: Array) -> list[int]:
         """The K most likely tokens of a slot, the first of equals first."""
-        return [int(token) for token in np.argsort(-logits, kind="stable")[: self.top_k]]
+        return sorted(self.ids, key=lambda token: -logits[token])[: self.top_k]
 
     def chooser(self, hidden: Array, features: Array, start: int) -> Choose:
         """What is chosen from in a block.
@@ -166,7 +169,7 @@ class Drafter2(Walker):
         """Of a token in a slot with this hidden state `[H]`, after the token in the slot before."""
         gate = self.tensor("candidate_selector.hidden_projection.weight") @ hidden
         predecessor, successor = (self.tensor(f"candidate_selector.{name}_codebook") for name in ("predecessor", "successor"))
-        return float(np.sum(predecessor[before] * gate * successor[token]))
+        return float(np.sum(predecessor[before] * gate * successor[self.ids.index(token)]))
 
     def choices(self, hidden: Array, logits: Array, before: int) -> tuple[list[int], Array]:
         """The candidates of a slot, and their scores after `before`."""
@@ -254,6 +257,22 @@ def as_dflash2(
         "is_causal": False,
     }
     return replace(pair, drafter_config=made, drafter_tensors=tensors)
+
+
+def with_draft_vocab(pair: Pair, ids: Sequence[int], codebooks: Sequence[str] = ()) -> Pair:
+    """The pair with a drafter that can propose these tokens alone, which are rising.
+
+    Args:
+        codebooks: tensors of which it keeps the rows of these tokens.
+    """
+    config, count = dict(pair.drafter_config), len(ids)
+    if "dflash_config" in config:
+        config["dflash_config"] = config["dflash_config"] | {"draft_vocab_size": count}
+    else:
+        config["draft_vocab_size"] = count
+    kept = {name: pair.drafter_tensors[name][list(ids)] for name in codebooks}
+    maps = {"d2t": np.asarray(ids) - np.arange(count), "t2d": np.isin(np.arange(config["vocab_size"]), ids)}
+    return replace(pair, drafter_config=config, drafter_tensors={**pair.drafter_tensors, **kept, **maps})
 
 
 def build2(pair: Pair) -> tuple[Target, Drafter2]:

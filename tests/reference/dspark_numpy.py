@@ -25,7 +25,7 @@ class DSpark(Walker):
         return self.field("candidate_top_k", 16)
 
     def serial(self, before: int) -> Array:
-        """What the serial head adds to the logits of all tokens, `[V]`."""
+        """What the serial head adds to the logits of the tokens that can be proposed, `[W]`."""
         first, second = (
             self.tensors[name if name in self.tensors else f"{name}.weight"].astype(np.float64)
             for name in ("markov_head.markov_w1", "markov_head.markov_w2")
@@ -37,7 +37,7 @@ class DSpark(Walker):
 
         def choose(slot: int, before: int) -> tuple[list[int], Array]:
             tokens = self.candidates(logits[slot])
-            return tokens, (logits[slot] + self.serial(before))[tokens]
+            return tokens, logits[slot][tokens] + self.serial(before)[[self.ids.index(token) for token in tokens]]
 
         return choose
 

@@ -85,7 +85,7 @@ class LiLiCorr(Walker):
         count, top_k, nodes, slots = len(hidden), self.top_k, [], []
         for slot in range(count):
             tokens = self.candidates(logits[slot])
-            log_probs = np.log(softmax(logits[slot]))[tokens]
+            log_probs = logits[slot][tokens] - np.log(np.exp(logits[slot][self.ids]).sum())
             nodes += [self.node(token, hidden[slot], log_probs, slot, rank) for rank, token in enumerate(tokens)]
             slots += [slot] * top_k
         x = np.stack(nodes)
