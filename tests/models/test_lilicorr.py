@@ -198,7 +198,7 @@ def test_a_fresh_lattice_is_of_two_minds():
 
 @pytest.fixture(scope="module")
 def walks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[tuple[int, ...], float], tuple[np.ndarray, np.ndarray]]:
-    pair = as_lilicorr(PLAIN_PAIR, top_k=3, lilicorr_logit_scale=2.0)
+    pair = as_lilicorr(PLAIN_PAIR, top_k=3, lilicorr_logit_scale=16.0)
     drafter, hidden, feature, scores, candidates = scored(tmp_path_factory.mktemp("walks"), pair)
     exact = drafter.walk_distribution(hidden[0], 6, TEMPERATURE, feature[:1], 1)
     return exact, (scores[0], candidates[0])
