@@ -194,11 +194,9 @@ def frozen_of(config: DFlashConfig, target_params: DecoderParams, source: TokenS
     """
     if config.draft_vocab_size is None:
         return Frozen(target_params)
+    frequent = jnp.asarray(frequent_tokens(source, config.vocab_size, config.draft_vocab_size))
     begun = None if start is None else dflash.backbone_of(start).vocab
-    if begun is None:
-        ids = jnp.asarray(frequent_tokens(source, config.vocab_size, config.draft_vocab_size))
-    else:
-        ids = begun.ids
+    ids = frequent if begun is None else begun.ids
     head = target_params.embed.T if target_params.head is None else target_params.head
     return Frozen(target_params, DraftVocab(ids, head[:, ids]))
 
