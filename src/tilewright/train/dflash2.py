@@ -140,10 +140,8 @@ def train_dflash2(
             return dflash.with_vocab(start, None)
         return start_of(target, config, target_params, jax.random.key(options.seed))
 
-    same, frozen = (
-        drafter.identity(config, drafter_options, target_params, start),
-        frozen_of(config, target_params, stream, start),
-    )
+    same = drafter.identity(config, drafter_options, target_params, start)
+    frozen = frozen_of(config, target_params, stream, start)
     trained = (init, dflash2.declare(config), hidden_matrices, division)
     task = partitioned_task("DFlash 2 drafter", batches_of(stream, held_out, options), same, loss, frozen, *trained)
     return with_draft_vocab(train(task, console, out), frozen)
