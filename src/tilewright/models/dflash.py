@@ -8,7 +8,7 @@ through the target's output head.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -197,6 +197,7 @@ class DFlashParams:
     vocab: DraftVocab | None = None
 
 
+@runtime_checkable
 class HasBackbone(Protocol):
     """Parameters of a drafter that adds something to DFlash."""
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int
@@ -163,6 +163,7 @@ class Stream:
         return (len(self.tokens) // length - 1) // batch
 
 
+@runtime_checkable
 class TokenSource(Protocol):
     """Tokens to train on, end to end, and which of them are in the loss: a `Stream`, or `Records`."""
 
