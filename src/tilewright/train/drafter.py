@@ -296,8 +296,9 @@ def acceptance_weights(nll: Float[Array, "BA S"], blocks: Blocks, smoothing: flo
     """
     p = jnp.where(blocks.missed, 0.0, jnp.exp(-jax.lax.stop_gradient(nll)))
     smooth = (1 - smoothing) * p + smoothing
-    prefix = jnp.cumprod(jnp.where((blocks.weights > 0) | blocks.missed, smooth, 1.0), axis=-1) * (blocks.weights > 0)
-    return blocks.weights * jnp.cumsum(prefix[..., ::-1], axis=-1)[..., ::-1]
+    counted = blocks.weights > 0
+    prefix = jnp.cumprod(jnp.where(counted | blocks.missed, smooth, 1.0), axis=-1)
+    return blocks.weights * jnp.cumsum(jnp.where(counted, prefix, 0.0)[..., ::-1], axis=-1)[..., ::-1]
 
 
 def slot_weights(nll: Float[Array, "BA S"], blocks: Blocks, smoothing: float | None) -> Float[Array, "BA S"]:
