@@ -71,8 +71,8 @@ class SpeculationOptions:
     """How to draft, as vLLM's users write it.
 
     Attributes:
-        speculative_config: a JSON object with method (dflash, dspark, eagle3 or ngram), model, and num_speculative_tokens, which
-            is one less than the block size; instead of --drafter and --block-size.
+        speculative_config: a JSON object with method (dflash, dspark, eagle3 or ngram), model, and num_speculative_tokens,
+            which is one less than the block size; instead of --drafter and --block-size.
     """
 
     speculative_config: str | None = None

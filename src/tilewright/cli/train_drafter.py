@@ -1,7 +1,7 @@
 """`tilewright train drafter`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -179,6 +179,24 @@ class Eagle3Arguments:
         return config
 
 
+@Parameter(name="*")
+@dataclass(frozen=True)
+class KindArguments:
+    """What each kind of drafter knows."""
+
+    dflash: DFlashArguments = DFlashArguments()
+    dflash2: DFlash2Arguments = DFlash2Arguments()
+    dspark: DSparkArguments = field(default_factory=DSparkArguments)
+    lilicorr: LiLiCorrArguments = field(default_factory=LiLiCorrArguments)
+    eagle3: Eagle3Arguments = Eagle3Arguments()
+
+    def options(self, kind: str) -> Any:
+        """The options of training of one kind."""
+        if kind in ("dflash", "eagle3"):
+            return getattr(self, kind).options()
+        return getattr(self, kind).options(self.dflash.options())
+
+
 def configured(
     kind: str, arguments: Mapping[str, Any], sizes: DrafterSizes, target: DecoderConfig, tokenizer: Tokenizer, seed: int,
     console: Console,
@@ -258,11 +276,7 @@ def drafter(
     out: Path,
     kind: Literal["dflash", "dflash2", "dspark", "lilicorr", "eagle3"] = "dflash",
     sizes: DrafterSizes = DrafterSizes(),
-    for_dflash: DFlashArguments = DFlashArguments(),
-    for_dflash2: DFlash2Arguments = DFlash2Arguments(),
-    for_dspark: DSparkArguments = DSparkArguments(),
-    for_lilicorr: LiLiCorrArguments = LiLiCorrArguments(),
-    for_eagle3: Eagle3Arguments = Eagle3Arguments(),
+    of_kinds: KindArguments = KindArguments(),
     regeneration: Regeneration = Regeneration(),
     self_instruct: SelfInstruct = SelfInstruct(),
     loop: LoopOptions = LoopOptions(),
@@ -295,17 +309,14 @@ def drafter(
     check_json_file(json_file)
     console = human_console(json_file)
     require_data(data)
-    walkers = {"dflash2": for_dflash2, "dspark": for_dspark, "lilicorr": for_lilicorr}
-    arguments = {"dflash": for_dflash, **walkers, "eagle3": for_eagle3}
-    refuse_others(kind, arguments)
-    options, blocks = loop.options(), for_dflash.options()
-    own = walkers[kind].options(blocks) if kind in walkers else {"dflash": blocks, "eagle3": for_eagle3.options()}[kind]
+    refuse_others(kind, vars(of_kinds))
+    options, own = loop.options(), of_kinds.options(kind)
     keep_programs(loop.compile_cache)
     folder = hub.resolve(target, console=progress_console(console), check=load_tokenizer)
     tokenizer = load_tokenizer(folder)
     division = division_of(mesh, bool(regeneration.regenerated or self_instruct.asked), options.batch_size)
     config, params = load_decoder(folder, jnp.float32, progress_console(console), division.shardings)
-    made, start = configured(kind, arguments, sizes, config, tokenizer, options.seed, console)
+    made, start = configured(kind, vars(of_kinds), sizes, config, tokenizer, options.seed, console)
     texts = drafter_text(data, loop, (regeneration, self_instruct), folder, (config, params), out, console)
     result, more = fit(made, own, (config, params), texts, options, start, out, dtype, console, division)
     finish(result, out, console, json_file, training_tokens=int(texts[0].in_loss.sum()), target=target, **more)

@@ -364,8 +364,7 @@ def load(
     Args:
         model, drafter: a folder or a Hugging Face id, with `config.json`, safetensors and (the target) `tokenizer.json`. The
             target may be a GGUF file or a folder that holds one (the extra `gguf`): its tensors are dequantised. A
-            drafter may be a DFlash, DFlash 2, DSpark, LiLiCorr or EAGLE-3 one, or "ngram", which has no weights; several take
-            turns.
+            drafter may be of any kind in `drafters/load.py`, or "ngram", which has no weights; several take turns.
         dtype: of the weights and activations, "float32", "bfloat16" or "auto": the checkpoint's, bfloat16 for float16, float32
             on a CPU without this package's kernels.
         weights: "int8" keeps all matrices but the embedding in 8 bits, with a scale for each output; "auto" as `dtype`.
@@ -376,8 +375,7 @@ def load(
         draft_window: keep only this many last positions in the drafter's context.
         drafter_dtype: of the drafter's weights and activations; by default the target's. The output is the same either way.
         refine: further passes of a DFlash drafter over each block that it drafted.
-        walk: of a drafter with candidates (DFlash 2, DSpark, LiLiCorr), "greedy" or "sampled" (the default; see
-            `drafters/walking.py`); the output is the same.
+        walk: of a drafter with candidates, "greedy" or "sampled" (the default); see `drafters/walking.py`.
         revision, drafter_revision: a branch, tag or commit on the hub.
         table: the declared shapes; by default as far as the model's context goes.
         kernels: "auto" takes this package's own kernels where they run, "xla" leaves everything to XLA.
