@@ -218,8 +218,10 @@ def test_scores_and_walk_equal_the_reference(tmp_path: Path, fields: dict[str, A
 
     @jax.jit
     def run(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-        scores = dflash2.transition_scores(PLAIN, params.selector, *arrays[:3], dflash2.scaled_logits(config, arrays[3]))
-        return scores, dflash2.walk(scores, arrays[2])
+        hidden, known, candidates, logits = arrays
+        scaled = dflash2.scaled_logits(config, logits)
+        scores = dflash2.transition_scores(PLAIN, params.selector, hidden, known, candidates, scaled)
+        return scores, dflash2.walk(scores, candidates)
 
     scores, walked = run(*(jnp.asarray(x) for x in (hidden, known, candidates, unary)))
     for row in range(5):
@@ -253,9 +255,9 @@ def walks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[tuple[int, ...
     candidates = np.argsort(-logits, axis=-1, kind="stable")[None, :, :3]
     unary = np.take_along_axis(logits[None], candidates, axis=-1)
     arrays = (hidden[None], np.array([known]), candidates, unary)
-    inputs = [jnp.asarray(x, jnp.int32 if x.dtype.kind == "i" else jnp.float32) for x in arrays]
-    scaled = dflash2.scaled_logits(config, inputs[3])
-    scores = dflash2.transition_scores(PLAIN, params.selector, *inputs[:3], scaled)
+    states, before, tokens, own = (jnp.asarray(x, jnp.int32 if x.dtype.kind == "i" else jnp.float32) for x in arrays)
+    scaled = dflash2.scaled_logits(config, own)
+    scores = dflash2.transition_scores(PLAIN, params.selector, states, before, tokens, scaled)
     return exact, (np.asarray(scores[0]), candidates[0])
 
 
@@ -270,8 +272,8 @@ def test_the_sampled_walk_has_its_exact_distribution(walks: Any):
 
 @pytest.mark.parametrize("rule", BROKEN)
 def test_a_broken_walk_is_rejected(walks: Any, rule: Draw):
-    exact, block = walks
-    assert excess(exact, draw_walks(*block, rule)) > 1
+    exact, (scores, candidates) = walks
+    assert excess(exact, draw_walks(scores, candidates, rule)) > 1
 
 
 def test_rows_of_temperature_zero_walk_greedily():

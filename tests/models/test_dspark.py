@@ -189,5 +189,5 @@ def test_the_sampled_walk_has_its_exact_distribution(walks: Any):
 
 @pytest.mark.parametrize("rule", BROKEN)
 def test_a_broken_walk_is_rejected(walks: Any, rule: Draw):
-    exact, drawn_from = walks
-    assert excess(exact, draw_walks(*drawn_from, rule)) > 1
+    exact, (scores, candidates) = walks
+    assert excess(exact, draw_walks(scores, candidates, rule)) > 1

@@ -142,7 +142,8 @@ def test_walkers_take_turns(sources: dict[str, Path]):
         fresh = lm.start([[*row.prompt, *row.tokens] for row in session.rows], Sampling(5))
         fresh.prefill()
         for other in (choices[1], choices[3]):
-            np.testing.assert_array_equal(*(proposed(lm, each, other) for each in (session, fresh)), str(other))
+            got, want = (proposed(lm, each, other) for each in (session, fresh))
+            np.testing.assert_array_equal(got, want, str(other))
 
 
 def proposed(lm: LanguageModel, session: Stream, choice: Choice) -> np.ndarray:

@@ -103,7 +103,8 @@ def test_hidden_matrices_are_neither_norms_nor_the_serial_heads():
 
 def test_a_draft_vocabulary_leaves_out_what_it_has_not():
     """The losses are those over the whole vocabulary where it has all tokens, in another order or not."""
-    stream, batch = counting_stream(600, period=23), tuple(map(jnp.asarray, batch_of(5)))
+    stream, (tokens, in_loss) = counting_stream(600, period=23), batch_of(5)
+    batch = (jnp.asarray(tokens), jnp.asarray(in_loss))
     small = DSparkConfig(**{**vars(DRAFTER), "draft_vocab_size": 6}, markov_rank=6, candidate_top_k=3)
     whole = DSparkConfig(**{**vars(DRAFTER), "draft_vocab_size": 24}, markov_rank=6, candidate_top_k=3)
     for config in (small, whole):
@@ -115,9 +116,10 @@ def test_a_draft_vocabulary_leaves_out_what_it_has_not():
             want = losses(random_params(CONFIG), FROZEN, batch, jax.random.key(7))
             np.testing.assert_allclose(found, [float(x) for x in want], rtol=1e-5)
         else:
-            known = np.isin(draw_blocks(TARGET, CONFIG, chosen, batch, jax.random.key(7)).wanted, np.asarray(frozen.vocab.ids))
-            weights = np.asarray(draw_blocks(TARGET, CONFIG, chosen, batch, jax.random.key(7)).weights)
-            assert found[2] == pytest.approx(float(np.sum(known * weights)), rel=1e-5)
+            assert frozen.vocab is not None
+            blocks = draw_blocks(TARGET, CONFIG, chosen, batch, jax.random.key(7))
+            known = np.isin(blocks.wanted, np.asarray(frozen.vocab.ids))
+            assert found[2] == pytest.approx(float(np.sum(known * np.asarray(blocks.weights))), rel=1e-5)
 
 
 @pytest.mark.parametrize(("share", "vocab"), [(0.0, None), (0.9, None), (0.9, 8)])

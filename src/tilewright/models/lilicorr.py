@@ -102,12 +102,9 @@ def config_from_hf(
     known = (*dflash.DFLASH_FIELDS, *KNOWN, "conv_kernel_size", "conv_group_size")
     backbone = dflash.read_backbone(read, inner, known, num_target_layers)
     wide = read.fields.get(WIDTH) in (None, 0)  # which is H for those who train them
-    config = LiLiCorrConfig(
-        **vars(backbone),
-        **{name: read.integer(field) for name, field in INTEGERS.items()},
-        **{name: _required_number(read, field) for name, field in NUMBERS.items()},
-        lattice_size=backbone.hidden_size if wide else read.integer(WIDTH),
-    )
+    own: dict[str, Any] = {name: read.integer(field) for name, field in INTEGERS.items()}
+    own |= {name: _required_number(read, field) for name, field in NUMBERS.items()}
+    config = LiLiCorrConfig(**vars(backbone), **own, lattice_size=backbone.hidden_size if wide else read.integer(WIDTH))
     size, heads, top_k = config.lattice_size, config.lattice_heads, config.candidate_top_k
     read.require(size % heads == 0, f"lilicorr_num_heads {heads} does not divide {WIDTH} {size}")
     most = config.proposed

@@ -95,7 +95,8 @@ def load_drafter(
         return Eagle3(config, config.block_size if size is None else size, options.draft_window, precision), params
     config, params = load_dflash(folder, fields, target, precision, console)
     how = (config.block_size if size is None else size, options.draft_window, precision, options.refine)
-    return kind.drafter(config, *how, **({} if kind is DFLASH else {"walk": options.walk or "sampled"})), params
+    walk: dict[str, Any] = {} if kind is DFLASH else {"walk": options.walk or "sampled"}
+    return kind.drafter(config, *how, **walk), params
 
 
 class Kind(NamedTuple):
