@@ -209,7 +209,7 @@ class DFlashParams:
     hidden_norm: Any
     layers: tuple[Layer, ...]
     norm: Any
-    vocab: DraftVocab | None = None
+    vocab: Any = None
 
 
 @runtime_checkable
