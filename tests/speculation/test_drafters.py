@@ -17,6 +17,7 @@ from reference.dflash_numpy import Pair, Target, as_folders, autoregressive_gree
 from reference.dspark_numpy import as_dspark
 from reference.eagle3_numpy import Chain, as_folder, random_eagle3
 from reference.lilicorr_numpy import as_lilicorr
+from tilewright.kernels import native
 from tilewright.kernels.paged.xla import in_rows
 from tilewright.kernels.select import PLAIN
 from tilewright.llm.language_model import LanguageModel, load
@@ -137,6 +138,15 @@ def test_what_is_loaded(drafting: LanguageModel):
     kinds = {"dflash": DFlash, **walkers, "eagle3": Eagle3, "ngram": NGram, "none": Blockwise}
     assert type(drafter) is kinds[drafter.name]
     assert drafter.reads_target_head == isinstance(drafter, DFlash)
+
+
+@pytest.mark.parametrize("settings", [{"drafter_dtype": "bfloat16"}, {"weights": "int8"}, {"kernels": "xla"}])
+@pytest.mark.parametrize("kind", ["dspark", "lilicorr"])
+def test_walkers_in_other_formats_and_by_other_kernels(folders: dict[str | None, Any], kind: str, settings: dict[str, Any]):
+    if settings.get("weights") and native.kernels().isa is None:
+        pytest.skip(native.kernels().reason or "no kernels")
+    lm = load(folders["target"], folders[kind], table=TABLE, block_size=BLOCK, **settings)
+    check_same_as_autoregressive(lm, ASKED, REQUESTS, 8, tokens_of(lm, ASKED, REQUESTS, speculative=False))
 
 
 def test_a_published_eagle3_drafts_seven_tokens(folders: dict[str | None, Any]):

@@ -281,7 +281,8 @@ def nodes(
     found = candidate_features(log_probs)
     centred = found - jnp.mean(found, axis=-1, keepdims=True)
     normed = centred * jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + LAYER_NORM_EPS)
-    features = (normed * lattice.feature_norm.weight + lattice.feature_norm.bias).astype(hidden.dtype)
+    scale, shift = (part.astype(jnp.float32) for part in (lattice.feature_norm.weight, lattice.feature_norm.bias))
+    features = (normed * scale + shift).astype(hidden.dtype)
     likely = apply(ops, lattice.feature_down, jax.nn.silu(apply(ops, lattice.feature_up, features)))
     x = token.astype(hidden.dtype) + apply(ops, lattice.hidden, hidden)[:, :, None] + likely
     return x + (lattice.slots[0, :, : hidden.shape[1]] + lattice.ranks[0]).astype(x.dtype)
