@@ -56,6 +56,25 @@ def test_a_drafter_is_trained_and_drafts(run: Run, text: Path, folders: tuple[Pa
         np.testing.assert_allclose(gone_on[name], tensor, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", SIZES)
+def test_a_dflash_drafter_as_backbone(run: Run, text: Path, folders: tuple[Path, Path], kind: str):
+    """Of LiLiCorr, which has its slots; not of DSpark, whose slots draft other positions."""
+    command = ["train", "drafter", text, "--target", folders[0], *LOOP, "--learning-rate", 1e-6, "--steps", 1]
+    first, second = text / "first", text / "second"
+    ran = run(*command, "--block-size", 5, "--layers", 1, "--out", first)
+    assert ran.status == 0, ran.err
+    ran = run(*command, *SIZES[kind], "--out", second, "--start", first)
+    if kind == "dspark":
+        assert ran.status == 2
+        assert "expected --start to be a drafter of these sizes: DSparkConfig" in " ".join(ran.err.split())
+        return
+    assert ran.status == 0, ran.err
+    begun, gone_on = (load_file(folder / "model.safetensors") for folder in (first, second))
+    for name, tensor in begun.items():
+        np.testing.assert_allclose(gone_on[name], tensor, atol=1e-4)
+    assert gone_on.keys() > begun.keys()
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [

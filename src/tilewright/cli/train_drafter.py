@@ -69,8 +69,8 @@ class DFlashArguments:
         gamma: dflash: decay of the loss weights exp(-(k-1)/gamma); by default the published one for the block size.
         dpace: dflash: weigh slots by the drafts that are expected to be accepted instead, with this smoothing (D-PACE; 0.5).
         start: dflash: a drafter to go on from, a folder, a Hugging Face id or "demo-drafter"; its block size may be another;
-            for dflash2 also a DFlash one, as backbone. Lattices of lilicorr have the block size that they were trained for. By
-            default training starts from the target's last layers.
+            for dflash2 and lilicorr also a DFlash one, as backbone. A lilicorr drafter keeps its block size. By default
+            training starts from the target's last layers.
     """
 
     layers: int | None = None
@@ -91,16 +91,17 @@ class DFlashArguments:
         fields, where = read_config(folder), str(folder / CONFIG)
         kind = block_kind(fields)
         found: DFlashConfig = kind.model.config_from_hf(fields, where, config.num_target_layers)
-        wanted = config = replace(config, last_tap_before_norm=found.last_tap_before_norm)
-        if isinstance(config, DFlash2Config) and kind.model is dflash:
-            wanted = config.backbone
-        same_block = isinstance(config, LiLiCorrConfig)
-        if (found if same_block else replace(found, block_size=config.block_size)) != wanted:
+        config = replace(config, last_tap_before_norm=found.last_tap_before_norm)
+        under = kind.model is dflash and isinstance(config, DFlash2Config | LiLiCorrConfig)
+        wanted = config.backbone if under else config
+        same = found if isinstance(found, LiLiCorrConfig) else replace(found, block_size=config.block_size)
+        if same != wanted:
             raise ValueError(f"expected --start to be a drafter of these sizes: {wanted}; found {found}")
         params = load_tensors(folder, kind, found, "float32", None)
-        if wanted is config or not isinstance(config, DFlash2Config):
+        if not under:
             return config, params
-        return config, replace(dflash2.fresh(config, jax.random.key(seed)), backbone=params)
+        model, _ = TRAINED[type(config)]
+        return config, replace(model.fresh(config, jax.random.key(seed)), backbone=params)
 
     def config(self, sizes: DrafterSizes, target: DecoderConfig, tokenizer: Tokenizer) -> DFlashConfig:
         mask = tokenizer.token_to_id(MASK) if self.mask_token_id is None else self.mask_token_id

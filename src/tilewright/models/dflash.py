@@ -7,7 +7,7 @@ through the target's output head.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -56,6 +56,11 @@ class DFlashConfig(Sizes):
     def proposed(self) -> int:
         """How many tokens it can propose."""
         return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
+
+    @property
+    def backbone(self) -> "DFlashConfig":
+        """A DFlash drafter's of the same sizes."""
+        return DFlashConfig(**{field.name: getattr(self, field.name) for field in fields(DFlashConfig)})
 
     @property
     def first_slot(self) -> int:

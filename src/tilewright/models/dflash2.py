@@ -12,7 +12,7 @@ of channels, K candidates, r rank, V vocabulary.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -64,11 +64,6 @@ class DFlash2Config(DFlashConfig):
     def windows(self) -> tuple[int | None, ...]:
         """Each layer's window; None where a query sees everything."""
         return tuple(self.sliding_window if n in self.sliding_layers else None for n in range(self.num_layers))
-
-    @property
-    def backbone(self) -> DFlashConfig:
-        """A DFlash drafter's of the same sizes."""
-        return DFlashConfig(**{field.name: getattr(self, field.name) for field in fields(DFlashConfig)})
 
     @property
     def conv_groups(self) -> int:

@@ -27,7 +27,7 @@ from tilewright.kernels.operations import Operations
 from tilewright.models import dflash
 from tilewright.models.config import ConfigReader
 from tilewright.models.dflash import DFlashConfig, DFlashParams
-from tilewright.models.params import ArraySpec, matrix, norm_weight
+from tilewright.models.params import ArraySpec, initialise, matrix, norm_weight
 
 ARCHITECTURE = "LiLiCorrDraftModel"
 FEATURES = 5
@@ -249,6 +249,11 @@ def declare(config: LiLiCorrConfig) -> LiLiCorrParams:
             into=_dense("in_head", h, config.vector_size),
         ),
     )
+
+
+def fresh(config: LiLiCorrConfig, key: Array) -> LiLiCorrParams:
+    """Random parameters, whose lattice has no opinion about slots and ranks yet."""
+    return initialise(declare(config), key)
 
 
 def apply(ops: Operations, layer: Dense, x: Float[Array, "*rows I"], add: Any = None) -> Float[Array, "*rows O"]:

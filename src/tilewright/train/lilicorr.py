@@ -26,7 +26,6 @@ from tilewright.kernels.operations import Operations, Transposed
 from tilewright.models import dflash, lilicorr
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.lilicorr import LiLiCorrConfig, LiLiCorrParams
-from tilewright.models.params import initialise
 from tilewright.train import drafter
 from tilewright.train.data import TokenSource
 from tilewright.train.drafter import (
@@ -189,5 +188,5 @@ def train_lilicorr(
 
 def start_of(target: DecoderConfig, config: LiLiCorrConfig, target_params: DecoderParams, key: Array) -> LiLiCorrParams:
     """A backbone that starts as a DFlash drafter's, and a random lattice."""
-    params = initialise(lilicorr.declare(config), key)
+    params = lilicorr.fresh(config, key)
     return replace(params, backbone=drafter.warm_start(target, config, target_params, params.backbone))
