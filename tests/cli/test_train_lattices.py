@@ -15,6 +15,7 @@ SIZES = {
     "dspark": ["--kind", "dspark", "--block-size", 4, "--layers", 1, "--markov-rank", 6, "--markov-top-k", 5],
     "lilicorr": ["--kind", "lilicorr", "--block-size", 4, "--layers", 1, "--lattice-top-k", 5, "--lattice-heads", 2],
 }
+MORE = {"dspark": ["--l1-weight", 0.5], "lilicorr": ["--lattice-conv"]}
 SAVED = {
     "dspark": {"architectures": ["Qwen3DSparkModel"], "block_size": 3, "markov_rank": 6, "candidate_top_k": 5},
     "lilicorr": {"architectures": ["LiLiCorrDraftModel"], "block_size": 4},
@@ -33,7 +34,7 @@ def text(tmp_path: Path) -> Path:
 def test_a_drafter_is_trained_and_drafts(run: Run, text: Path, folders: tuple[Path, Path], kind: str):
     """Also on from where another one ended, and with a draft vocabulary."""
     target, out = folders[0], text / "drafter"
-    command = ["train", "drafter", text, "--target", target, *LOOP, *SIZES[kind]]
+    command = ["train", "drafter", text, "--target", target, *LOOP, *SIZES[kind], *MORE[kind]]
     ran = run(*command, "--out", out, "--steps", 2, "--draft-vocab", 12, "--json", "-")
     assert ran.status == 0, ran.err
     config = json.loads((out / "config.json").read_text())

@@ -188,7 +188,9 @@ def test_dspark_rounds_equal_the_reference(tmp_path: Path, window: int | None, b
     assert max(seen.accepted) >= 3
 
 
-@pytest.mark.parametrize(("window", "block_size", "fields"), [(None, 6, {}), (5, 4, {"top_k": 2, "size": 32, "heads": 4})])
+@pytest.mark.parametrize(
+    ("window", "block_size", "fields"), [(None, 6, {}), (5, 4, {"top_k": 2, "size": 32, "heads": 4}), (None, 6, {"conv": True})]
+)
 def test_lilicorr_rounds_equal_the_reference(tmp_path: Path, window: int | None, block_size: int, fields: dict[str, Any]):
     """The anchor follows what is settled. A shorter block has fewer slots in its lattice."""
     fitted = {"length": NEW, "window": window, "drafter_intermediate_size": 320, "block_size": block_size}

@@ -15,9 +15,10 @@ from models.walks import BROKEN, TEMPERATURE, Draw, draw_walks, excess
 from reference.dflash2_numpy import as_dflash2, build2
 from reference.dflash_numpy import Pair, as_folders, random_pair
 from tilewright.kernels.select import PLAIN
-from tilewright.models import decoder, dflash, dflash2
+from tilewright.models import convolution, decoder, dflash, dflash2
 from tilewright.models.checkpoint import read_config, save_params
-from tilewright.models.dflash2 import AFTER, BEFORE, DFlash2Config, DFlash2Params
+from tilewright.models.convolution import AFTER, BEFORE
+from tilewright.models.dflash2 import DFlash2Config, DFlash2Params
 from tilewright.models.params import count, initialise, to_tensors
 from tilewright.speculation.drafters.load import load_dflash
 
@@ -58,7 +59,7 @@ MUSE = {
 def test_a_published_configuration():
     config = dflash2.config_from_hf(MUSE)
     assert config.windows == (2048,) * 5
-    assert (config.block_size, config.conv_kernel_size, config.conv_groups) == (16, 2, 416)
+    assert (config.block_size, config.conv_kernel_size, convolution.groups_of(config)) == (16, 2, 416)
     assert (config.output_multiplier, config.final_logit_softcapping) == (0.19611613513818404, 20.0)
     assert config.target_layer_ids == (1, 13, 25, 37, 49)
     assert dflash2.config_from_hf(dflash2.config_to_hf(config)) == config
@@ -179,8 +180,8 @@ def test_the_convolution_by_hand():
     dynamic = np.zeros((1, 3, 2, 2, 2), np.float32)
     dynamic[0, 1, BEFORE, 1] = [1, 2]  # slot 1 takes more of slot 0, each group of two channels its own
     y = jnp.asarray(np.arange(12, dtype=np.float32).reshape(1, 3, 4))
-    conv = dflash2.Convolution(jnp.asarray(base), None)
-    before, after = (dflash2.convolve(config, conv, jnp.asarray(dynamic), side, y)[0] for side in (BEFORE, AFTER))
+    conv = convolution.Convolution(jnp.asarray(base), None)
+    before, after = (convolution.convolve(config, conv, jnp.asarray(dynamic), side, y)[0] for side in (BEFORE, AFTER))
     np.testing.assert_array_equal(before[0], [0, 1, 2, 3])
     np.testing.assert_array_equal(before[1], [4 + 11 * 0, 5 + 21 * 1, 6 + 32 * 2, 7 + 42 * 3])
     np.testing.assert_array_equal(before[2], [8 + 10 * 4, 9 + 20 * 5, 10 + 30 * 6, 11 + 40 * 7])
@@ -198,7 +199,7 @@ def test_fresh_parameters_do_what_dflash_does(model: tuple[DFlash2Config, DFlash
         return q.reshape(*q.shape[:2], -1), kept
 
     arguments = (x, positions, (None, None), attend, None)
-    got = dflash2.run_block(config, PLAIN, params, *arguments)
+    got = convolution.run_block(config, PLAIN, params, *arguments)
     np.testing.assert_allclose(got, dflash.run_block(config, PLAIN, params.backbone, *arguments), atol=1e-6)
     tokens = jnp.arange(12).reshape(2, 3, 2) % 16
     assert not np.any(dflash2.pair_scores(PLAIN, params.selector, x[:, 1:], tokens, tokens))

@@ -91,7 +91,8 @@ def test_a_lattice_as_wide_as_the_drafter_projects_no_embeddings():
         ({}, {"lilicorr_mlp_ratio": 1e-9}, "lilicorr_mlp_ratio 1e-09 leaves nothing of lilicorr_hidden_size 1024"),
         ({}, {"lilicorr_enabled": False}, "lilicorr_enabled=False is not supported"),
         ({}, {"projector_type": "dspark"}, "projector_type='dspark' is not supported"),
-        ({}, {"conv_kernel_size": 2, "conv_group_size": 16}, "conv_group_size=16 is not supported .LiLiCorr without conv"),
+        ({}, {"conv_kernel_size": 2}, "conv_group_size must be a positive integer, found None"),
+        ({}, {"conv_kernel_size": 2, "conv_group_size": 7}, "conv_group_size 7 does not divide hidden_size 4096"),
         ({}, {"selector_rank": 256}, "dflash_config has unknown fields: selector_rank"),
         ({}, {"sample_from_anchor": True}, "sample_from_anchor=True is not supported"),
         ({"final_logit_softcapping": 30.0}, {}, "final_logit_softcapping=30.0 is not supported"),
@@ -106,7 +107,8 @@ def test_a_field_that_does_not_fit_is_named(change: dict[str, Any], inside: dict
 @pytest.mark.parametrize("prefix", [False, True])
 @pytest.mark.parametrize("size", [12, 32])
 def test_names_and_values_survive_a_round_trip(tmp_path: Path, prefix: bool, size: int):
-    pair = as_lilicorr(PLAIN_PAIR, size=size, heads=4)
+    """The narrower one has convolutions."""
+    pair = as_lilicorr(PLAIN_PAIR, size=size, heads=4, conv=size == 12)
     _, folder = as_folders(tmp_path, pair, model_prefix=prefix, block_size_inside=True)
     config, params = load_dflash(folder, read_config(folder), decoder.config_from_hf(pair.target_config), "float32", None)
     save_params(tmp_path / "saved", lilicorr.config_to_hf(config), lilicorr.declare(config), params, jnp.float32)

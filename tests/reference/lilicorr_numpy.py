@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from reference.dflash2_numpy import Choose, Walker, softmax
+from reference.dflash2_numpy import Choose, Drafter2, Walker, as_dflash2, softmax
 from reference.dflash_numpy import Array, Pair, Target, random_matrix, random_norm, rms_norm
 
 EPS = 1e-5
@@ -32,8 +32,12 @@ class Scores:
     later: list[Array]
 
 
-class LiLiCorr(Walker):
-    """A LiLiCorr drafter."""
+class LiLiCorr(Drafter2):
+    """A LiLiCorr drafter, with DFlash 2's convolutions or without any."""
+
+    def hidden(self, known: int, features: Array, start: int, window: int | None, block_size: int) -> Array:
+        kind = Walker if self.field("conv_kernel_size") is None else Drafter2
+        return kind.hidden(self, known, features, start, window, block_size)
 
     def candidate_count(self) -> int:
         return self.field("lilicorr_candidate_topk")
@@ -165,13 +169,18 @@ def block_losses(
 
 def as_lilicorr(
     pair: Pair, seed: int = 0, *, top_k: int = 4, size: int = 12, layers: int = 2, heads: int = 3, vector_size: int = 10,
-    mlp_ratio: float = 1.5, **fields: Any,
+    mlp_ratio: float = 1.5, conv: bool = False, **fields: Any,
 ) -> Pair:  # fmt: skip
     """The pair with a LiLiCorr drafter around the same backbone, all of its lattice random.
 
     Args:
+        conv: with random convolutions besides.
         fields: more of `dflash_config`.
     """
+    if conv:
+        second, pair = as_dflash2(pair, strength=0.2), replace(pair, drafter_tensors=dict(pair.drafter_tensors))
+        pair.drafter_tensors.update({name: x for name, x in second.drafter_tensors.items() if "_conv." in name})
+        fields |= {name: second.drafter_config["dflash_config"][name] for name in ("conv_kernel_size", "conv_group_size")}
     rng, config = np.random.default_rng(seed), pair.drafter_config
     wide, block, inside = config["hidden_size"], config["block_size"], int(size * mlp_ratio)
     shapes = {

@@ -33,13 +33,14 @@ CONFIG = LiLiCorrConfig(
     **vars(DRAFTER), candidate_top_k=5, lattice_size=12, lattice_layers=2, lattice_heads=3, mlp_ratio=1.5, vector_size=8,
     vector_eps=1e-4, logit_scale=8.0,
 )  # fmt: skip
+CONV = replace(CONFIG, conv_kernel_size=2, conv_group_size=8)
 TARGET_PARAMS, SIZE = target_params(), CONFIG.block_size
 FROZEN = Frozen(TARGET_PARAMS)
 
 
-def random_params() -> Any:
+def random_params(config: LiLiCorrConfig = CONFIG) -> Any:
     """Larger than those that training starts from, and none of them zero."""
-    leaves, tree = jax.tree.flatten(initialise(lilicorr.declare(CONFIG), jax.random.key(1)))
+    leaves, tree = jax.tree.flatten(initialise(lilicorr.declare(config), jax.random.key(1)))
     rng = np.random.default_rng(0)
     return jax.tree.unflatten(tree, [x + jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype) for x in leaves])
 
@@ -52,17 +53,19 @@ def batch_of(seed: int, rows: int = 3, length: int = 16) -> tuple[np.ndarray, np
     return rng.integers(0, 24, (rows, length)).astype(np.int32), rng.random((rows, length)) < 0.95
 
 
-def test_all_losses_equal_the_reference():
+@pytest.mark.parametrize("config", [CONFIG, CONV], ids=["plain", "with convolutions"])
+def test_all_losses_equal_the_reference(config: LiLiCorrConfig):
     """Of blocks at every place, also at the beginning, which has no anchor; the right tokens often are no candidates."""
+    params = random_params(config)
     tokens, in_loss = batch_of(5, rows=6)
     chosen, key, batch = LiLiCorrOptions(anchors=12, gamma=2.0), jax.random.key(7), (jnp.asarray(tokens), jnp.asarray(in_loss))
-    found = jax.jit(partial(drafter_losses, TARGET, CONFIG, chosen, PLAIN))(PARAMS, FROZEN, batch, key)
-    blocks = draw_blocks(TARGET, CONFIG, chosen, batch, key)
+    found = jax.jit(partial(drafter_losses, TARGET, config, chosen, PLAIN))(params, FROZEN, batch, key)
+    blocks = draw_blocks(TARGET, config, chosen, batch, key)
     anchors, weights = np.asarray(blocks.anchors), np.asarray(blocks.weights).reshape(6, 12, SIZE - 1)
     assert (anchors == 0).any()
     target = Target(decoder.config_to_hf(TARGET), dict(to_tensors(decoder.declare(TARGET), TARGET_PARAMS, jnp.float32)))
-    tensors = dict(to_tensors(lilicorr.declare(CONFIG), PARAMS, jnp.float32))
-    drafter, sums, longest = LiLiCorr(lilicorr.config_to_hf(CONFIG), tensors, target), np.zeros(5), 0
+    tensors = dict(to_tensors(lilicorr.declare(config), params, jnp.float32))
+    drafter, sums, longest = LiLiCorr(lilicorr.config_to_hf(config), tensors, target), np.zeros(5), 0
     for row in range(6):
         logits, after = target.run(tokens[row].tolist())
         features = drafter.context_features(after, range(16))
@@ -130,7 +133,7 @@ def test_hidden_matrices_are_neither_norms_nor_biases_nor_tables():
 @pytest.mark.parametrize("vocab", [None, 8])
 def test_training_brings_the_lattice_to_tell_candidates_apart(tmp_path: Path, vocab: int | None):
     """On a text that goes round; what is saved is what was trained, and the run can be resumed."""
-    config = replace(CONFIG, draft_vocab_size=vocab)
+    config = CONFIG if vocab is None else replace(CONV, draft_vocab_size=vocab)
     stream = counting_stream(600)
     chosen = options(steps=40, batch_size=4, sequence_length=32, learning_rate=1e-2, evaluate_every=20, save_every=40)
     own = LiLiCorrOptions(anchors=8)
@@ -140,6 +143,8 @@ def test_training_brings_the_lattice_to_tell_candidates_apart(tmp_path: Path, vo
     batch = tuple(jnp.asarray(part) for part in next(stream.windows(32, 4, 0, 0)))
     losses, frozen = jax.jit(partial(drafter_losses, TARGET, config, own, PLAIN)), frozen_of(config, TARGET_PARAMS, stream)
     fresh, trained = start_of(TARGET, config, TARGET_PARAMS, jax.random.key(0)), dflash.with_vocab(result.params, None)
+    if vocab is not None:
+        assert float(fresh.attention_convs[0].base_kernel[0, 0].min()) == 1, "convolutions begin as if there were none"
     before, after = (losses(params, frozen, batch, jax.random.key(1)) for params in (fresh, trained))
     assert float(before[1]) > 1, "at first it knows nothing: the logarithm of five"
     assert float(after[1]) < 0.3

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from cyclopts import Parameter
 
 from tilewright.cli.common import given
-from tilewright.models import dspark, lilicorr
+from tilewright.models import convolution, dspark, lilicorr
 from tilewright.models.dflash import DFlashConfig
 from tilewright.models.dspark import DSparkConfig
 from tilewright.models.lilicorr import LiLiCorrConfig
@@ -52,6 +52,7 @@ class LiLiCorrArguments:
             published ratio, as far as its heads divide that.
         lattice_layers: lilicorr: its layers (2 by default).
         lattice_heads: lilicorr: its heads (8 by default).
+        lattice_conv: lilicorr: with DFlash 2's convolutions around the drafter's layers.
         lattice_weight: lilicorr: of its cross-entropy against the backbone's loss (0.25 by default).
         penalty_weight: lilicorr: of what it gives to candidates that the target finds unlikely (0.25 by default).
     """
@@ -60,6 +61,7 @@ class LiLiCorrArguments:
     lattice_size: int | None = None
     lattice_layers: int | None = None
     lattice_heads: int | None = None
+    lattice_conv: bool | None = None
     lattice_weight: float | None = None
     penalty_weight: float | None = None
 
@@ -80,5 +82,6 @@ class LiLiCorrArguments:
             vector_size=size,
             vector_eps=1e-4,
             logit_scale=8.0,
+            **(dict(zip(convolution.SIZES, (2, 16), strict=True)) if self.lattice_conv else {}),
         )
         return lilicorr.config_from_hf(lilicorr.config_to_hf(made), "the drafter's sizes")

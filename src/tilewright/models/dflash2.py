@@ -1,39 +1,34 @@
 """DFlash 2: DFlash with convolutions along the block, and a selector that walks through the target's best candidates.
 
 The block is drafted as by DFlash (`dflash.py`), with two additions. Around each sublayer, a short causal convolution mixes
-every slot with those before it; its kernels depend on the slot and are shared by groups of channels. And the drafts are not the
-argmaxes of each slot by itself: of each slot's K most likely tokens the selector takes the one that is best after the token
-taken in the slot before, by the logit of the target's head and a score of the pair under the slot's hidden state.
+every slot with those before it (`convolution.py`). And the drafts are not the argmaxes of each slot by itself: of each slot's K
+most likely tokens the selector takes the one that is best after the token taken in the slot before, by the logit of the
+target's head and a score of the pair under the slot's hidden state.
 
 Source: z-lab/dflash, `dflash/model.py`, and the checkpoints that declare `DFlash2DraftModel`.
 
-Legend: B rows of a batch, T slots of a block, L = T - 1 slots to be drafted, H hidden size, k taps of a convolution, C groups
-of channels, K candidates, r rank, V vocabulary.
+Legend: B rows of a batch, T slots of a block, L slots to be drafted, H hidden size, K candidates, r rank, V vocabulary.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32, Int, Int32
 
-from tilewright.kernels.operations import Operations, Projection
+from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import argmax
-from tilewright.models import decoder, dflash
+from tilewright.models import convolution, dflash
 from tilewright.models.config import ConfigReader
-from tilewright.models.decoder import Attend, Layer, head_norms
+from tilewright.models.convolution import Convolution
 from tilewright.models.dflash import DFlashConfig, DFlashParams
 from tilewright.models.params import ArraySpec, initialise, matrix
-from tilewright.models.stack import Rows, Stack
 
 ARCHITECTURE = "DFlash2DraftModel"
-OWN_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-BEFORE, AFTER = 0, 1
-"""The sides of a sublayer that has a convolution on each."""
-SIDES = 2
+OWN_FIELDS = (*convolution.SIZES, "selector_rank", "selector_top_k")
 KINDS = ("full_attention", "sliding_attention")
 
 
@@ -64,10 +59,6 @@ class DFlash2Config(DFlashConfig):
     def windows(self) -> tuple[int | None, ...]:
         """Each layer's window; None where a query sees everything."""
         return tuple(self.sliding_window if n in self.sliding_layers else None for n in range(self.num_layers))
-
-    @property
-    def conv_groups(self) -> int:
-        return self.hidden_size // self.conv_group_size
 
 
 def is_dflash2(fields: Mapping[str, Any]) -> bool:
@@ -146,20 +137,6 @@ def config_to_hf(config: DFlash2Config) -> dict[str, Any]:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Convolution:
-    """Both convolutions of a sublayer.
-
-    Attributes:
-        base_kernel: `[side, tap, H]`; tap 0 is the slot itself, tap 1 the one before it.
-        kernel_projection: `[H, side * tap * group]`: what each slot's hidden state adds to its kernels.
-    """
-
-    base_kernel: Any
-    kernel_projection: Any
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
 class Selector:
     """Scores pairs of neighbouring tokens.
 
@@ -190,21 +167,14 @@ def declare(config: DFlash2Config) -> DFlash2Params:
 
     Fresh, the dynamic part of all kernels and the scores of all pairs are zero. See `fresh` for the rest.
     """
-    h, r, taps = config.hidden_size, config.selector_rank, config.conv_kernel_size
-
-    def convolution(name: str) -> Convolution:
-        return Convolution(
-            ArraySpec(f"{name}.base_kernel", (SIDES, taps, h), ("conv", "conv", "hidden"), scale=0.0),
-            matrix(f"{name}.kernel_projection.weight", h, SIDES * taps * config.conv_groups, ("hidden", "conv"), scale=0.0),
-        )
+    h, r = config.hidden_size, config.selector_rank
 
     def codebook(name: str, tokens: int, scale: float) -> ArraySpec:
         return ArraySpec(f"candidate_selector.{name}_codebook", (tokens, r), ("vocab", "rank"), "embedding", scale=scale)
 
     return DFlash2Params(
         dflash.declare(config),
-        tuple(convolution(f"layers.{n}.attention_conv") for n in range(config.num_layers)),
-        tuple(convolution(f"layers.{n}.mlp_conv") for n in range(config.num_layers)),
+        *convolution.declare(config),
         Selector(
             codebook("predecessor", config.vocab_size, 0.02),
             codebook("successor", config.proposed, 0.0),
@@ -215,95 +185,7 @@ def declare(config: DFlash2Config) -> DFlash2Params:
 
 def fresh(config: DFlash2Config, key: Array) -> DFlash2Params:
     """Random parameters that do what DFlash's would: the convolutions pass every slot on, the selector says nothing."""
-    params = initialise(declare(config), key)
-
-    def passing(conv: Convolution) -> Convolution:
-        return replace(conv, base_kernel=conv.base_kernel.at[:, 0].set(1))
-
-    convs = {name: tuple(map(passing, getattr(params, name))) for name in ("attention_convs", "mlp_convs")}
-    return replace(params, **convs)
-
-
-Kernels = Float32[Array, "B T sides k C"]
-"""What a slot adds to the kernels around its sublayer."""
-
-
-def dynamic_kernels(config: DFlash2Config, ops: Operations, conv: Convolution, h: Float[Array, "B T H"]) -> Kernels:
-    flat = ops.linear(h, conv.kernel_projection, jnp.float32)
-    return flat.reshape(*h.shape[:2], SIDES, config.conv_kernel_size, config.conv_groups)
-
-
-def convolve(
-    config: DFlash2Config, conv: Convolution, dynamic: Kernels, side: int, y: Float[Array, "B T H"]
-) -> Float[Array, "B T H"]:
-    """Each slot's weighted sum of itself and the slots before it, channel by channel; nothing lies before slot 0.
-
-    The weights are those of the slot that is written. In float32, whatever the dtype of `y`.
-    """
-    base = conv.base_kernel[side].astype(jnp.float32).reshape(config.conv_kernel_size, config.conv_groups, -1)
-    groups = y.astype(jnp.float32).reshape(*y.shape[:2], *base.shape[1:])
-
-    def tap(j: int) -> Array:
-        earlier = jnp.pad(groups, ((0, 0), (j, 0), (0, 0), (0, 0)))[:, : y.shape[1]]
-        return (base[j] + dynamic[:, :, side, j, :, None]) * earlier
-
-    return sum((tap(j) for j in range(1, len(base))), tap(0)).reshape(y.shape).astype(y.dtype)
-
-
-class ConvLayer(NamedTuple):
-    """A decoder's layer and the convolutions around its sublayers."""
-
-    layer: Layer
-    attention: Convolution
-    mlp: Convolution
-
-
-def stack_of(config: DFlash2Config, ops: Operations, params: DFlash2Params, attend: Attend) -> Stack:
-    """The layers in their parts. What a layer's norm gives also decides the kernels on both sides of the sublayer behind it."""
-
-    def project(ops: Operations, of: ConvLayer, x: Float[Array, "B T H"]) -> tuple[Projection, Kernels]:
-        h = ops.rms_norm(x, of.layer.input_norm, config.rms_norm_eps)
-        dynamic = dynamic_kernels(config, ops, of.attention, h)
-        return ops.project(convolve(config, of.attention, dynamic, BEFORE, h), of.layer.qkv), dynamic
-
-    def attended(
-        ops: Operations, of: ConvLayer, projected: tuple[Projection, Kernels], rows: Rows, kept: Any
-    ) -> tuple[Any, Any]:
-        out, kept = attend(ops, projected[0], head_norms(config, of.layer, rows.rope), rows.seen, kept)
-        return (out, projected[1]), kept
-
-    def output(
-        ops: Operations, of: ConvLayer, out: tuple[Array, Kernels], add: Float[Array, "B T H"] | None = None
-    ) -> Float[Array, "B T H"]:
-        y = convolve(config, of.attention, out[1], AFTER, decoder.output(ops, of.layer, out[0]))
-        return y if add is None else add + y
-
-    def mlp(
-        ops: Operations, of: ConvLayer, x: Float[Array, "B T H"], add: Float[Array, "B T H"] | None = None
-    ) -> Float[Array, "B T H"]:
-        h = ops.rms_norm(x, of.layer.post_attention_norm, config.rms_norm_eps)
-        dynamic = dynamic_kernels(config, ops, of.mlp, h)
-        inner = ops.gated_linear(convolve(config, of.mlp, dynamic, BEFORE, h), of.layer.gate_up)
-        y = convolve(config, of.mlp, dynamic, AFTER, ops.linear(inner, of.layer.down))
-        return y if add is None else add + y
-
-    of = tuple(map(ConvLayer, params.backbone.layers, params.attention_convs, params.mlp_convs))
-    return Stack(ops, of, project, attended, output, mlp)
-
-
-def run_block(
-    config: DFlash2Config,
-    ops: Operations,
-    params: DFlash2Params,
-    embedded: Float[Array, "B T H"],
-    positions: Int[Array, "B T"],
-    context: tuple[Any, ...],
-    attend: Attend,
-    seen: Any,
-) -> Float[Array, "B T H"]:
-    """Runs blocks through all layers; see `dflash.run_block`. The context is DFlash's: no convolution touches it."""
-    stack = stack_of(config, ops, params, attend)
-    return dflash.run_stack(config, stack, params.backbone.norm, embedded, positions, context, seen)
+    return convolution.passing(initialise(declare(config), key))
 
 
 def scaled_logits(config: DFlash2Config, logits: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -9,7 +9,7 @@ part in all vectors and has an out vector of its own, with which the walk begins
 the best candidate after the one taken before (`dflash2.walk`). The logits of the head take no other part in it.
 
 Source: NVIDIA/Model-Optimizer #2342 (`modeling_lilicorr.py`) and sgl-project/sglang #37462, whose maths this is, and the
-checkpoints that declare `LiLiCorrDraftModel`. Their variant with DFlash 2's convolutions is not supported.
+checkpoints that declare `LiLiCorrDraftModel`. Some of these have DFlash 2's convolutions around their layers besides.
 
 Legend: B rows of a batch, L slots to be drafted, K candidates, H hidden size, h the lattice's, F size of the unit vectors.
 """
@@ -24,8 +24,9 @@ from jax import Array
 from jaxtyping import Bool, Float, Float32
 
 from tilewright.kernels.operations import Operations
-from tilewright.models import dflash
+from tilewright.models import convolution, dflash
 from tilewright.models.config import ConfigReader
+from tilewright.models.convolution import Convolution
 from tilewright.models.dflash import DFlashConfig, DFlashParams
 from tilewright.models.params import ArraySpec, initialise, matrix, norm_weight
 
@@ -43,7 +44,10 @@ INTEGERS = {
 }
 NUMBERS = {"mlp_ratio": "lilicorr_mlp_ratio", "vector_eps": "lilicorr_vector_eps", "logit_scale": "lilicorr_logit_scale"}
 WIDTH = "lilicorr_hidden_size"
-KNOWN = ("projector_type", "lilicorr_enabled", WIDTH, *INTEGERS.values(), *NUMBERS.values())
+KNOWN = (
+    *convolution.SIZES, "conv_projection_init_std", "projector_type", "lilicorr_enabled", WIDTH, *INTEGERS.values(),
+    *NUMBERS.values(),
+)  # fmt: skip
 """What a `dflash_config` may hold besides DFlash's fields."""
 
 
@@ -59,6 +63,7 @@ class LiLiCorrConfig(DFlashConfig):
         vector_size: F.
         vector_eps: the least length that a vector is divided by.
         logit_scale: of a cosine, which makes a logit of it.
+        conv_kernel_size, conv_group_size: of DFlash 2's convolutions (see `convolution.py`); None, both, without any.
     """
 
     candidate_top_k: int
@@ -69,6 +74,8 @@ class LiLiCorrConfig(DFlashConfig):
     vector_size: int
     vector_eps: float
     logit_scale: float
+    conv_kernel_size: int | None = None
+    conv_group_size: int | None = None
 
     @property
     def mlp_size(self) -> int:
@@ -95,21 +102,21 @@ def config_from_hf(
     read.expect("sample_from_anchor", False)
     read.expect("output_multiplier", 1)
     read.expect("final_logit_softcapping", 0)
-    for name in ("conv_kernel_size", "conv_group_size"):
-        value = read.fields.get(name)
-        read.require(value is None, f"{name}={value!r} is not supported (LiLiCorr without convolutions only)")
     dflash.refuse_other_attention(read)
-    known = (*dflash.DFLASH_FIELDS, *KNOWN, "conv_kernel_size", "conv_group_size")
-    backbone = dflash.read_backbone(read, inner, known, num_target_layers)
+    backbone = dflash.read_backbone(read, inner, (*dflash.DFLASH_FIELDS, *KNOWN), num_target_layers)
     wide = read.fields.get(WIDTH) in (None, 0)  # which is H for those who train them
     own: dict[str, Any] = {name: read.integer(field) for name, field in INTEGERS.items()}
     own |= {name: _required_number(read, field) for name, field in NUMBERS.items()}
+    if any(name in read.fields for name in convolution.SIZES):
+        own |= {name: read.integer(name) for name in convolution.SIZES}
     config = LiLiCorrConfig(**vars(backbone), **own, lattice_size=backbone.hidden_size if wide else read.integer(WIDTH))
     size, heads, top_k = config.lattice_size, config.lattice_heads, config.candidate_top_k
     read.require(size % heads == 0, f"lilicorr_num_heads {heads} does not divide {WIDTH} {size}")
     most = config.proposed
     read.require(top_k <= most, f"lilicorr_candidate_topk {top_k} exceeds the {most} tokens that can be proposed")
     read.require(config.vector_eps < 0.5, f"lilicorr_vector_eps must be below 0.5, found {config.vector_eps}")
+    group = config.conv_group_size or 1
+    read.require(config.hidden_size % group == 0, f"conv_group_size {group} does not divide hidden_size {config.hidden_size}")
     read.require(config.mlp_size >= 1, f"lilicorr_mlp_ratio {config.mlp_ratio} leaves nothing of {WIDTH} {size}")
     read.finish()
     return config
@@ -125,6 +132,8 @@ def config_to_hf(config: LiLiCorrConfig) -> dict[str, Any]:
     """The `config.json` of a drafter that was trained here, with the fields of the published ones."""
     fields, names = dflash.config_to_hf(config), {**INTEGERS, **NUMBERS, "lattice_size": WIDTH}
     own = {field: getattr(config, name) for name, field in names.items()}
+    if config.conv_kernel_size is not None:
+        own |= {name: getattr(config, name) for name in convolution.SIZES}
     inner = fields["dflash_config"] | {"projector_type": "lilicorr", "lilicorr_enabled": True} | own
     return {**fields, "architectures": [ARCHITECTURE], "dflash_config": inner}
 
@@ -191,10 +200,12 @@ class Lattice:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LiLiCorrParams:
-    """All arrays of a drafter; embedding and output head are the target's."""
+    """All arrays of a drafter; embedding and output head are the target's. The convolutions are empty where there are none."""
 
     backbone: DFlashParams
     lattice: Lattice
+    attention_convs: tuple[Convolution, ...] = ()
+    mlp_convs: tuple[Convolution, ...] = ()
 
 
 def _zeros(name: str, *shape: int) -> ArraySpec:
@@ -248,12 +259,20 @@ def declare(config: LiLiCorrConfig) -> LiLiCorrParams:
             out=_dense("out_head", h, config.vector_size),
             into=_dense("in_head", h, config.vector_size),
         ),
+        *(() if config.conv_kernel_size is None else convolution.declare(config)),
     )
 
 
 def fresh(config: LiLiCorrConfig, key: Array) -> LiLiCorrParams:
-    """Random parameters, whose lattice has no opinion about slots and ranks yet."""
-    return initialise(declare(config), key)
+    """Random parameters, whose lattice has no opinion about slots and ranks yet; the convolutions pass every slot on."""
+    return convolution.passing(initialise(declare(config), key))
+
+
+def run_block(config: LiLiCorrConfig, ops: Operations, params: LiLiCorrParams, *block: Any) -> Float[Array, "B T H"]:
+    """Runs blocks through all layers; see `dflash.run_block`."""
+    if config.conv_kernel_size is None:
+        return dflash.run_block(config, ops, params.backbone, *block)
+    return convolution.run_block(config, ops, params, *block)
 
 
 def apply(ops: Operations, layer: Dense, x: Float[Array, "*rows I"], add: Any = None) -> Float[Array, "*rows O"]:

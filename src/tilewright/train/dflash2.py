@@ -19,7 +19,7 @@ from rich.console import Console
 
 from tilewright.kernels import select
 from tilewright.kernels.operations import Operations
-from tilewright.models import dflash, dflash2
+from tilewright.models import convolution, dflash, dflash2
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.dflash2 import DFlash2Config, DFlash2Params
 from tilewright.train import drafter
@@ -92,7 +92,7 @@ def drafter_losses(
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
     """The backbone's loss and the selector's, both in nats, and the sum of the slots' weights."""
     blocks = draw_blocks(target, config, options, batch, key, frozen.vocab)
-    run = partial(dflash2.run_block, config, ops, params)
+    run = partial(convolution.run_block, config, ops, params)
     arguments = (frozen.params, params.backbone, run, batch[0], blocks.anchors, config.windows)
     hidden = run_blocks(target, config, ops, *arguments).hidden
     logits = dflash2.scaled_logits(config, ops.linear(hidden, frozen.head, jnp.float32))

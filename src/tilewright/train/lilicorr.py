@@ -134,8 +134,8 @@ def drafter_losses(
 
     The penalty is 0 where it has no weight in the loss.
     """
-    blocks, run = draw_blocks(target, config, options, batch, key, frozen.vocab), partial(dflash.run_block, config, ops)
-    arguments = (params.backbone, partial(run, params.backbone), batch[0], blocks.anchors, (None,) * config.num_layers)
+    blocks, run = draw_blocks(target, config, options, batch, key, frozen.vocab), partial(lilicorr.run_block, config, ops)
+    arguments = (params.backbone, partial(run, params), batch[0], blocks.anchors, (None,) * config.num_layers)
     drafted = run_blocks(target, config, ops, frozen.params, *arguments, whole=options.penalty_weight > 0)
     logits = ops.linear(drafted.hidden, frozen.head, jnp.float32)
     candidates, _ = select.top_k(jax.lax.stop_gradient(logits), config.candidate_top_k)

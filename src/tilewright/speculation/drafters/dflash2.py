@@ -9,7 +9,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from tilewright.models import dflash2
+from tilewright.models import convolution, dflash2
 from tilewright.models.dflash2 import DFlash2Config
 from tilewright.models.params import DTYPES
 from tilewright.runtime import cache
@@ -45,7 +45,7 @@ class DFlash2(Walking):
         return cache.Sliding(ring.k, ring.v, window)
 
     def run_block(self, models: Models, *block: Any) -> Array:
-        return dflash2.run_block(self.config, self.ops, models.drafter, *block)
+        return convolution.run_block(self.config, self.ops, models.drafter, *block)
 
     def candidates(
         self, target: Target, models: Models, state: DecodeState, known: Int[Array, " B"], hidden: Float[Array, "B L H"]

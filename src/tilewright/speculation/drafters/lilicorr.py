@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from tilewright.kernels import select
-from tilewright.models import dflash, lilicorr
+from tilewright.models import lilicorr
 from tilewright.models.lilicorr import LiLiCorrConfig
 from tilewright.models.params import DTYPES
 from tilewright.runtime.layout import Layout
@@ -52,7 +52,7 @@ class LiLiCorr(Walking):
         return state.draft_cache.caches
 
     def run_block(self, models: Models, *block: Any) -> Array:
-        return dflash.run_block(self.config, self.ops, models.drafter.backbone, *block)
+        return lilicorr.run_block(self.config, self.ops, models.drafter, *block)
 
     def extend(
         self, target: Target, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Int[Array, " B"],
