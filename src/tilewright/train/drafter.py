@@ -23,7 +23,7 @@ from tilewright.kernels.operations import Heads, Norm, Operations, Projection
 from tilewright.kernels.select import MASKED, group_rows, ungroup_rows
 from tilewright.models import decoder, dflash
 from tilewright.models.checkpoint import save_params
-from tilewright.models.decoder import DecoderConfig, DecoderParams
+from tilewright.models.decoder import DecoderConfig, DecoderParams, Layer
 from tilewright.models.dflash import DFlashConfig, DFlashParams
 from tilewright.models.draft_vocab import DraftVocab, draft_ids, maps_from_target_ids
 from tilewright.models.params import initialise
@@ -344,23 +344,26 @@ def warm_start(target: DecoderConfig, config: DFlashConfig, target_params: Decod
     """Starts a drafter from its target's last layers, which already write what the target's head reads.
 
     Each drafter layer is a copy of one of them, the final norm is the target's, and `fc` passes on the stream that the last of
-    them reads, normed as there. A drafter whose sizes differ from its target's keeps its random layers and gets the norm alone.
+    them reads, normed as there. Queries and keys keep their own norms where the target has none (Llama). A drafter whose sizes
+    differ from its target's keeps its random layers and gets the norm alone.
     """
     sizes = ("intermediate_size", "num_heads", "num_kv_heads", "head_dim")
     params = replace(params, norm=target_params.norm)
     alike = all(getattr(config, name) == getattr(target, name) for name in sizes) and config.num_layers <= target.num_layers
-    read = target.num_layers - 2
-    if not alike or params.layers[0].q_norm is None or target_params.layers[0].q_norm is None:
+    if not alike or params.layers[0].q_norm is None:
         return params
+
+    def copied(own: Layer, theirs: Layer) -> Layer:
+        norms = own if theirs.q_norm is None else theirs
+        return replace(theirs, q_norm=norms.q_norm, k_norm=norms.k_norm, qkv_bias=None)
+
+    last, read = target_params.layers[-config.num_layers :], target.num_layers - 2
+    params = replace(params, layers=tuple(map(copied, params.layers, last)))
     if read not in config.target_layer_ids:
-        return replace(params, layers=target_params.layers[-config.num_layers :])
+        return params
     h, at = config.hidden_size, config.target_layer_ids.index(read)
-    return replace(
-        params,
-        fc=params.fc.at[at * h : (at + 1) * h].add(jnp.eye(h, dtype=params.fc.dtype)),
-        hidden_norm=target_params.layers[-1].input_norm,
-        layers=target_params.layers[-config.num_layers :],
-    )
+    fc = params.fc.at[at * h : (at + 1) * h].add(jnp.eye(h, dtype=params.fc.dtype))
+    return replace(params, fc=fc, hidden_norm=target_params.layers[-1].input_norm)
 
 
 def hidden_matrices(params: DFlashParams) -> DFlashParams:
