@@ -387,7 +387,8 @@ def test_weights_follow_the_drafts_that_are_expected_to_be_accepted(seed: int, s
     rng = np.random.default_rng(seed)
     nll, kind = rng.exponential(1.0, (3, 5)).astype(np.float32), rng.integers(0, 4, (3, 5))
     counted, missed = kind > 1, kind == 1
-    blocks = Blocks(np.zeros(1), np.zeros((3, 5)), np.zeros((3, 5)), jnp.asarray(counted, jnp.float32), jnp.asarray(missed))
+    none = jnp.zeros((3, 5))
+    blocks = Blocks(none, none, none, jnp.asarray(counted, jnp.float32), jnp.asarray(missed))
     found = acceptance_weights(jnp.asarray(nll), blocks, smoothing)
     np.testing.assert_allclose(found, naive_acceptance_weights(np.exp(-nll), counted, missed, smoothing), rtol=1e-5, atol=1e-6)
 
@@ -396,6 +397,7 @@ def test_only_tokens_of_the_draft_vocabulary_are_learnt():
     config = replace(DRAFTER, draft_vocab_size=6)
     text = Stream(np.asarray([1, 2, 3, 4, 5, 6] * 30 + [9, 10] * 5, np.int32), np.ones(190, bool))
     frozen = frozen_of(config, TARGET_PARAMS, text)
+    assert frozen.vocab is not None
     assert np.asarray(frozen.vocab.ids).tolist() == [1, 2, 3, 4, 5, 6]
     np.testing.assert_array_equal(frozen.head, TARGET_PARAMS.embed.T[:, 1:7])
     tokens = jnp.asarray([[1, 2, 9, 4, 5, 6, 1, 10]])

@@ -117,7 +117,7 @@ def write_messages(records: Records, lm: LanguageModel, path: Path) -> None:
     """Writes prompts and answers as text, a JSON object to a line."""
     with path.open("w", encoding="utf-8") as file:
         for start, size, end in zip(records.starts, records.prompts, records.ends, strict=True):
-            prompt, answer = records.tokens[start : start + size], records.tokens[start + size : end]
+            prompt, answer = (records.tokens[a:b].tolist() for a, b in ((start, start + size), (start + size, end)))
             texts = lm.tokenizer.decode(prompt, skip_special_tokens=False), lm.tokenizer.decode(answer)
             file.write(json.dumps({"prompt": texts[0], "response": texts[1]}, ensure_ascii=False) + "\n")
 

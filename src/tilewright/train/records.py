@@ -44,7 +44,7 @@ class Records:
     def starts(self) -> np.ndarray:
         return np.concatenate([[0], self.ends[:-1]]).astype(np.int64)
 
-    @cached_property
+    @property
     def in_loss(self) -> np.ndarray:
         """Which tokens are of answers, bool `[n]`."""
         place = np.arange(len(self.tokens)) - np.repeat(self.starts, self.ends - self.starts)
