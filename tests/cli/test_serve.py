@@ -59,7 +59,7 @@ def test_vllms_way_of_naming_a_drafter_is_understood(given: str, drafter: str, b
     [
         (["--speculative-config", "{"], "--speculative-config: not JSON"),
         (["--speculative-config", "[]"], "--speculative-config: expected a JSON object, found []"),
-        (["--speculative-config", '{"method": "medusa", "model": "x"}'], "among dflash, eagle3, ngram, found 'medusa'"),
+        (["--speculative-config", '{"method": "medusa", "model": "x"}'], "among dflash, dspark, eagle3, ngram, found 'medusa'"),
         (["--speculative-config", '{"method": "dflash"}'], "folder or id as model, found None"),
         (["--speculative-config", '{"model": "x", "num_speculative_tokens": 0}'], "of at least 1, found 0"),
         (["--speculative-config", '{"model": "x", "draft_tensor_parallel_size": 1}'], "found 'draft_tensor_parallel_size'"),

@@ -53,7 +53,7 @@ def test_a_drafter_is_trained_and_drafts(run: Run, text: Path, folders: tuple[Pa
         ([*SIZES, "--decay", 0.5], "--kind dflash2 does not take --decay (for eagle3)"),
         ([*SIZES, "--selector-weight", -1], "expected a selector weight of at least 0, found -1.0"),
         (["--kind", "dflash2", "--conv-group", 7], "conv_group_size 7 does not divide hidden_size 32"),
-        (["--kind", "dflash2", "--selector-top-k", 41], "selector_top_k 41 exceeds vocab_size 40"),
+        (["--kind", "dflash2", "--selector-top-k", 41], "selector_top_k 41 exceeds the 40 tokens that can be proposed"),
     ],
 )
 def test_options_of_another_kind_or_out_of_range_end_with_status_2(

@@ -160,7 +160,7 @@ def test_a_drafter_is_handed_its_mesh(run: Command, text: Path, folders: Any, tm
     assert params.layers[0].o.sharding.shard_shape(params.layers[0].o.shape) == tuple(n // 2 for n in params.layers[0].o.shape)
     for more, problem in (
         (["--mesh", "fsdp=8"], "expected a batch that fsdp=8 divides, found 4"),
-        (["--mesh", "fsdp=2", "--regenerated", 4], "expected --mesh or --regenerated, found both"),
+        (["--mesh", "fsdp=2", "--regenerated", 4], "expected --mesh or text by the target, found both"),
         (["--mesh", "dp=2"], "expected the axes fsdp and tp, found dp"),
     ):
         ran = run(*command, *more)

@@ -21,7 +21,9 @@ from numpy.typing import NDArray
 from llm.support import build, check_same_as_autoregressive, prompts, tokens_of
 from reference.dflash2_numpy import as_dflash2
 from reference.dflash_numpy import Pair, Target, as_folders, random_pair
+from reference.dspark_numpy import as_dspark
 from reference.eagle3_numpy import as_folder, random_eagle3
+from reference.lilicorr_numpy import as_lilicorr
 from reference.sampling_numpy import boundary_gap, chi_square_excess, penalised, warped
 from tilewright.llm.language_model import LanguageModel, load
 from tilewright.runtime import per_row as mixed_module
@@ -60,6 +62,15 @@ def dflash2(folder: Path, pair: Pair) -> LanguageModel:
     return build(folder, as_dflash2(pair, strength=0.3), table=TABLE, walk="sampled")
 
 
+def dspark(folder: Path, pair: Pair) -> LanguageModel:
+    """Its drafts are drawn, as are those that follow."""
+    return build(folder, as_dspark(pair, strength=0.3), table=TABLE, walk="sampled", block_size=4)
+
+
+def lilicorr(folder: Path, pair: Pair) -> LanguageModel:
+    return build(folder, as_lilicorr(pair, lilicorr_logit_scale=4.0), table=TABLE, walk="sampled")
+
+
 def ngram(folder: Path, pair: Pair) -> LanguageModel:
     return load(as_folders(folder, pair)[0], "ngram", block_size=4, table=TABLE)
 
@@ -75,16 +86,21 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 DRAFTERS: dict[str, Callable[[Path, Pair], LanguageModel]] = {
     "dflash": dflash,
     "dflash2": dflash2,
+    "dspark": dspark,
+    "lilicorr": lilicorr,
     "eagle3": eagle3,
     "ngram": ngram,
 }
 """How to load the target of a pair with each kind of drafter; what weights these have is random."""
 
 
-# With DFlash 2 and n-grams at length only: `test_drafters.py` holds their tokens to those of plain decoding too.
+AT_LENGTH = ("dflash2", "dspark", "lilicorr", "ngram")
+
+
+# With these at length only: `test_drafters.py` holds their tokens to those of plain decoding too.
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(kind, marks=pytest.mark.slow if kind in ("dflash2", "ngram") else ()) for kind in DRAFTERS],
+    params=[pytest.param(kind, marks=pytest.mark.slow if kind in AT_LENGTH else ()) for kind in DRAFTERS],
 )
 def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[int, LanguageModel]:
     """One drafter's models, by the size of the vocabulary."""

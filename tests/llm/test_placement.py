@@ -16,7 +16,9 @@ from jax.sharding import PartitionSpec
 from llm.support import prompts
 from reference.dflash2_numpy import as_dflash2
 from reference.dflash_numpy import Pair, as_folders, random_pair
+from reference.dspark_numpy import as_dspark
 from reference.eagle3_numpy import as_folder, random_eagle3
+from reference.lilicorr_numpy import as_lilicorr
 from tilewright.compiled.ledger import no_compile_guard
 from tilewright.kernels.paged.pallas_tpu import in_rows
 from tilewright.kernels.select import TPU
@@ -41,8 +43,8 @@ SAMPLING = {
     ],
 }
 PAIR = random_pair(0, block_size=4, target_layers=2, drafter_layers=1, taps=[0, 1], eos_token_id=EOS)
-PAIR2 = as_dflash2(PAIR, window=6, sliding=[0])
-KINDS = [("qwen3", "none"), ("qwen3", "dflash"), ("qwen3", "dflash2"), ("qwen3", "eagle3"), ("llama", "ngram")]
+WALKERS = {"dflash2": as_dflash2(PAIR, window=6, sliding=[0]), "dspark": as_dspark(PAIR), "lilicorr": as_lilicorr(PAIR)}
+KINDS = [("qwen3", kind) for kind in ("none", "dflash", *WALKERS, "eagle3")] + [("llama", "ngram")]
 """Families of the target, and what drafts."""
 
 
@@ -62,8 +64,8 @@ def build(family: str, drafter: str, rows: int = 3, **settings: Any) -> Language
     with TemporaryDirectory() as name:
         target, dflash = as_folders(Path(name), of_family(family))
         eagle3 = as_folder(Path(name) / "eagle3", *random_eagle3(0, PAIR.target_config, taps=[0, 1, 1]))
-        _, dflash2 = as_folders(Path(name) / "dflash2", PAIR2)
-        sources = {"none": None, "dflash": dflash, "dflash2": dflash2, "eagle3": eagle3, "ngram": "ngram"}
+        walkers = {kind: as_folders(Path(name) / kind, pair)[1] for kind, pair in WALKERS.items()}
+        sources = {"none": None, "dflash": dflash, **walkers, "eagle3": eagle3, "ngram": "ngram"}
         source = sources.get(drafter, [dflash, "ngram"])
         return load(target, source, table=table, block_size=None if source is None else 4, **settings)
 

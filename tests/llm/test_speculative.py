@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ import numpy as np
 import pytest
 
 from llm.support import build, prompts, state_of
-from reference.dflash2_numpy import as_dflash2, build2
-from reference.dflash_numpy import Pair, Round, as_folders, oracle_like_pair, random_pair, speculative_greedy
+from reference.dflash2_numpy import as_dflash2, build2, with_draft_vocab
+from reference.dflash_numpy import Drafter, Pair, Round, Target, as_folders, oracle_like_pair, random_pair, speculative_greedy
+from reference.dspark_numpy import as_dspark, build_dspark
+from reference.lilicorr_numpy import as_lilicorr, build_lilicorr
 from tilewright.llm.language_model import LanguageModel
 from tilewright.models import decoder
 from tilewright.models.checkpoint import load_decoder, read_config
+from tilewright.models.stack import SingleDevice
 from tilewright.runtime.layout import Layout
 from tilewright.runtime.programs import allocate_caches
 from tilewright.runtime.sampling import Sampling
@@ -31,6 +35,24 @@ ASKED = prompts(0, [1, 7, 12])
 """Three rows, so that the batch of four has one of padding."""
 SMALL: dict[str, Any] = {"target_layers": 3, "taps": [0, 2]}
 TINY: dict[str, Any] = {"target_layers": 1, "taps": [0], "drafter_layers": 1}
+BUILD: dict[str, Callable[[Pair], tuple[Target, Drafter]]] = {
+    "DFlashDraftModel": Pair.build,
+    "DFlash2DraftModel": build2,
+    "Qwen3DSparkModel": build_dspark,
+    "LiLiCorrDraftModel": build_lilicorr,
+}
+"""The reference of each kind of drafter."""
+
+
+@dataclass(frozen=True, eq=False)
+class Recording(SingleDevice):
+    """A schedule that keeps the logits that are asked for."""
+
+    seen: list[Any]
+
+    def logits(self, ops: Any, x: Any, head: Any, norm: Any = None) -> Any:
+        self.seen.append(super().logits(ops, x, head, norm))
+        return self.seen[-1]
 
 
 def observer(lm: LanguageModel) -> Callable[..., Any]:
@@ -49,7 +71,7 @@ def observer(lm: LanguageModel) -> Callable[..., Any]:
             seen.append(lm.ops.linear(x, head, jnp.float32))
             return lm.ops.head_top_k(x, head, k)
 
-        target = Decoding(lm.target, replace(lm.ops, head_argmax=record, head_top_k=record_top))
+        target = Decoding(lm.target, replace(lm.ops, head_argmax=record, head_top_k=record_top), Recording(seen))
         block = drafter.propose(target, models, state).block
         span = Span(state.known, jnp.full_like(state.known, block.shape[1]))
         ran = run_target(target, models.target, state, block, span, ())
@@ -76,7 +98,7 @@ class Seen:
 
 def compare(lm: LanguageModel, pair: Pair, asked: Sequence[list[int]], window: int | None, block_size: int) -> Seen:
     """Holds every round of every row against the reference's."""
-    target, drafter = build2(pair) if "selector_rank" in pair.drafter_config["dflash_config"] else pair.build()
+    target, drafter = BUILD[pair.drafter_config["architectures"][0]](pair)
     want = [speculative_greedy(target, drafter, prompt, NEW, block_size, window) for prompt in asked]
     session = lm.start(asked, Sampling(max_new_tokens=NEW))
     session.prefill()
@@ -147,6 +169,59 @@ def test_dflash2_rounds_equal_the_reference(tmp_path: Path, window: int | None, 
     seen = compare(lm, pair, ASKED, window, block_size)
     assert seen.last_start >= 30
     assert second.get("strength") or max(seen.accepted) >= 1
+
+
+@pytest.mark.parametrize(
+    ("window", "block_size", "fields"),
+    [(None, 6, {"strength": 0.2}), (5, 4, {"strength": 0.2, "top_k": 2, "plain_names": True}), (None, 5, {"strength": 2.0})],
+)
+def test_dspark_rounds_equal_the_reference(tmp_path: Path, window: int | None, block_size: int, fields: dict[str, Any]):
+    """Its blocks have one slot fewer than tokens, and every slot drafts."""
+    fitted = {"length": NEW, "window": window, "drafter_intermediate_size": 320, "block_size": block_size, "first_slot": 0}
+    pair = as_dspark(oracle_like_pair(3, ASKED, **{**SMALL, **fitted}), **fields)
+    pair.drafter_config["block_size"] = 5
+    lm = build(tmp_path, pair, draft_window=window, block_size=block_size)
+    assert lm.drafter is not None
+    assert lm.drafter.block_size == block_size
+    seen = compare(lm, pair, ASKED, window, block_size)
+    assert seen.last_start >= 30
+    assert max(seen.accepted) >= 3
+
+
+@pytest.mark.parametrize(
+    ("window", "block_size", "fields"), [(None, 6, {}), (5, 4, {"top_k": 2, "size": 32, "heads": 4}), (None, 6, {"conv": True})]
+)
+def test_lilicorr_rounds_equal_the_reference(tmp_path: Path, window: int | None, block_size: int, fields: dict[str, Any]):
+    """The anchor follows what is committed. A shorter block has fewer slots in its lattice."""
+    fitted = {"length": NEW, "window": window, "drafter_intermediate_size": 320, "block_size": block_size}
+    pair = oracle_like_pair(3, ASKED, **{**SMALL, **fitted})
+    pair.drafter_config["block_size"] = 6
+    lm = build(tmp_path, as_lilicorr(pair, **fields), draft_window=window, block_size=block_size)
+    seen = compare(lm, as_lilicorr(pair, **fields), ASKED, window, block_size)
+    assert seen.last_start >= 30
+
+
+@pytest.mark.parametrize("kind", ["dflash2", "dspark", "lilicorr"])
+def test_rounds_with_a_draft_vocabulary_equal_the_reference(tmp_path: Path, kind: str):
+    """Codebooks of candidates hold the tokens that can be proposed, those of the tokens before hold all."""
+    codebooks = {"dflash2": "candidate_selector.successor_codebook", "dspark": "markov_head.markov_w2.weight"}
+    made = {"dflash2": as_dflash2, "dspark": as_dspark, "lilicorr": as_lilicorr}[kind](random_pair(3, **SMALL))
+    pair = with_draft_vocab(made, range(1, 40, 3), [codebooks[kind]] if kind in codebooks else [])
+    target, drafter = BUILD[pair.drafter_config["architectures"][0]](pair)
+    lm, want = build(tmp_path, pair, block_size=6), [speculative_greedy(target, drafter, asked, NEW, 6) for asked in ASKED]
+    session = lm.start(ASKED, Sampling(NEW))
+    session.prefill()
+    assert lm.drafter is not None
+    propose, number = jax.jit(partial(lm.drafter.turn(None).propose, lm.model.target)), 0
+    while not session.finished:
+        state, rows = state_of(session)
+        blocks = np.asarray(propose(lm.model.models, state).block).tolist()
+        wanted = [want[row].rounds[number] for row in rows]
+        assert [blocks[at] for at in range(len(rows))] == [r.block for r in wanted]
+        assert all(token % 3 == 1 for r in wanted for token in r.block[1:])
+        session.advance(1)
+        number += 1
+    assert [result.tokens for result in session.results()] == [generation.output for generation in want]
 
 
 def test_random_drafter_equals_the_reference(tmp_path: Path):

@@ -1,7 +1,6 @@
 """DFlash 2: what a checkpoint says and how it is checked, the maths against NumPy, and the walk's distribution."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from models.walks import BROKEN, TEMPERATURE, Draw, draw_walks, excess
 from reference.dflash2_numpy import as_dflash2, build2
 from reference.dflash_numpy import Pair, as_folders, random_pair
-from reference.sampling_numpy import chi_square_excess
 from tilewright.kernels.select import PLAIN
-from tilewright.models import decoder, dflash, dflash2
+from tilewright.models import convolution, decoder, dflash, dflash2
 from tilewright.models.checkpoint import read_config, save_params
-from tilewright.models.dflash2 import AFTER, BEFORE, DFlash2Config, DFlash2Params
+from tilewright.models.convolution import AFTER, BEFORE
+from tilewright.models.dflash2 import DFlash2Config, DFlash2Params
 from tilewright.models.params import count, initialise, to_tensors
-from tilewright.runtime.noise import gumbel
-from tilewright.runtime.sampling import Sampling, row_sampling
-from tilewright.speculation.drafters.load import load_dflash2
+from tilewright.speculation.drafters.load import load_dflash
 
 PLAIN_PAIR = random_pair(0, vocab_size=16, target_layers=1, drafter_layers=2, taps=[0], block_size=4)
 FIELDS: dict[str, Any] = {"output_multiplier": 0.5, "final_logit_softcapping": 8.0, "input_embedding_scale": 0.75}
@@ -33,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 def loaded(folder: Path, pair: Pair = PAIR) -> tuple[DFlash2Config, DFlash2Params]:
     _, drafter = as_folders(folder, pair)
-    return load_dflash2(drafter, read_config(drafter), decoder.config_from_hf(pair.target_config), "float32", None)
+    return load_dflash(drafter, read_config(drafter), decoder.config_from_hf(pair.target_config), "float32", None)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +59,7 @@ MUSE = {
 def test_a_published_configuration():
     config = dflash2.config_from_hf(MUSE)
     assert config.windows == (2048,) * 5
-    assert (config.block_size, config.conv_kernel_size, config.conv_groups) == (16, 2, 416)
+    assert (config.block_size, config.conv_kernel_size, convolution.groups_of(config)) == (16, 2, 416)
     assert (config.output_multiplier, config.final_logit_softcapping) == (0.19611613513818404, 20.0)
     assert config.target_layer_ids == (1, 13, 25, 37, 49)
     assert dflash2.config_from_hf(dflash2.config_to_hf(config)) == config
@@ -105,7 +103,7 @@ def test_what_may_be_absent():
         ({}, {"conv_kernel_size": None, "selector_rank": None}, "conv_kernel_size must be a positive integer, found None"),
         ({}, {"conv_kernel_size": None, "selector_rank": None}, "selector_rank must be a positive integer, found None"),
         ({}, {"conv_group_size": 7}, "conv_group_size 7 does not divide hidden_size 6656"),
-        ({}, {"selector_top_k": 300000}, "selector_top_k 300000 exceeds vocab_size 202048"),
+        ({}, {"selector_top_k": 300000}, "selector_top_k 300000 exceeds the 202048 tokens that can be proposed"),
         ({}, {"output_multiplier": -1}, "output_multiplier must be a positive number, found -1"),
         ({}, {"final_logit_softcapping": "x"}, "final_logit_softcapping must be a positive number, found 'x'"),
         ({}, {"markov_rank": 256}, "dflash_config has unknown fields: markov_rank"),
@@ -153,7 +151,7 @@ def test_every_tensor_that_does_not_fit_is_named_at_once(tmp_path: Path):
     save_file(tensors, folder / "model.safetensors")
     target = decoder.config_from_hf(PAIR.target_config | {"num_hidden_layers": 3})
     with pytest.raises(ValueError, match="num_target_layers is 1 but the target's is 3") as caught:
-        load_dflash2(folder, read_config(folder), target, "float32", None)
+        load_dflash(folder, read_config(folder), target, "float32", None)
     for named in (f"1 missing: {gone}", "candidate_selector.extra", f"{wide} (expected [2, 2, 32], found [2, 3, 32])"):
         assert named in str(caught.value)
 
@@ -161,7 +159,7 @@ def test_every_tensor_that_does_not_fit_is_named_at_once(tmp_path: Path):
 @pytest.mark.parametrize("prefix", [False, True])
 def test_names_and_values_survive_a_round_trip(tmp_path: Path, prefix: bool):
     _, folder = as_folders(tmp_path, PAIR, model_prefix=prefix, block_size_inside=True)
-    config, params = load_dflash2(folder, read_config(folder), decoder.config_from_hf(PAIR.target_config), "float32", None)
+    config, params = load_dflash(folder, read_config(folder), decoder.config_from_hf(PAIR.target_config), "float32", None)
     save_params(tmp_path / "saved", dflash2.config_to_hf(config), dflash2.declare(config), params, jnp.float32)
     stored = load_file(tmp_path / "saved" / "model.safetensors")
     assert stored.keys() == PAIR.drafter_tensors.keys()
@@ -182,8 +180,8 @@ def test_the_convolution_by_hand():
     dynamic = np.zeros((1, 3, 2, 2, 2), np.float32)
     dynamic[0, 1, BEFORE, 1] = [1, 2]  # slot 1 takes more of slot 0, each group of two channels its own
     y = jnp.asarray(np.arange(12, dtype=np.float32).reshape(1, 3, 4))
-    conv = dflash2.Convolution(jnp.asarray(base), None)
-    before, after = (dflash2.convolve(config, conv, jnp.asarray(dynamic), side, y)[0] for side in (BEFORE, AFTER))
+    conv = convolution.Convolution(jnp.asarray(base), None)
+    before, after = (convolution.convolve(config, conv, jnp.asarray(dynamic), side, y)[0] for side in (BEFORE, AFTER))
     np.testing.assert_array_equal(before[0], [0, 1, 2, 3])
     np.testing.assert_array_equal(before[1], [4 + 11 * 0, 5 + 21 * 1, 6 + 32 * 2, 7 + 42 * 3])
     np.testing.assert_array_equal(before[2], [8 + 10 * 4, 9 + 20 * 5, 10 + 30 * 6, 11 + 40 * 7])
@@ -201,7 +199,7 @@ def test_fresh_parameters_do_what_dflash_does(model: tuple[DFlash2Config, DFlash
         return q.reshape(*q.shape[:2], -1), kept
 
     arguments = (x, positions, (None, None), attend, None)
-    got = dflash2.run_block(config, PLAIN, params, *arguments)
+    got = convolution.run_block(config, PLAIN, params, *arguments)
     np.testing.assert_allclose(got, dflash.run_block(config, PLAIN, params.backbone, *arguments), atol=1e-6)
     tokens = jnp.arange(12).reshape(2, 3, 2) % 16
     assert not np.any(dflash2.pair_scores(PLAIN, params.selector, x[:, 1:], tokens, tokens))
@@ -221,8 +219,10 @@ def test_scores_and_walk_equal_the_reference(tmp_path: Path, fields: dict[str, A
 
     @jax.jit
     def run(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-        scores = dflash2.transition_scores(config, PLAIN, params.selector, *arrays)
-        return scores, dflash2.walk(scores, arrays[2])
+        hidden, known, candidates, logits = arrays
+        scaled = dflash2.scaled_logits(config, logits)
+        scores = dflash2.transition_scores(PLAIN, params.selector, hidden, known, candidates, scaled)
+        return scores, dflash2.walk(scores, candidates)
 
     scores, walked = run(*(jnp.asarray(x) for x in (hidden, known, candidates, unary)))
     for row in range(5):
@@ -243,28 +243,10 @@ def test_the_first_of_equal_candidates_is_taken():
 
 # The sampled walk
 
-Draw = Callable[..., jax.Array]
-TEMPERATURE, ROWS, BATCHES = 1.3, 64, 60
-
-
-def one_noise(scores: Any, candidates: Any, temperature: Any, gumbel: Any) -> jax.Array:
-    """All slots draw with the same noise."""
-    return dflash2.walk(scores, candidates, temperature, jnp.broadcast_to(gumbel[:, :1], gumbel.shape))
-
-
-def cold(scores: Any, candidates: Any, temperature: Any, gumbel: Any) -> jax.Array:
-    """The temperature is left out."""
-    return dflash2.walk(scores, candidates, jnp.ones_like(temperature), gumbel)
-
-
-def pairs_unseen(scores: Any, candidates: Any, temperature: Any, gumbel: Any) -> jax.Array:
-    """Every slot follows the first candidate of the slot before, whichever was taken."""
-    return dflash2.walk(jnp.broadcast_to(scores[:, :, :1], scores.shape), candidates, temperature, gumbel)
-
 
 @pytest.fixture(scope="module")
-def walks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[tuple[int, ...], float], Callable[[Draw], np.ndarray]]:
-    """The exact distribution of the walks over three slots; and many walks, drawn in the engine's way by a given rule."""
+def walks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[tuple[int, ...], float], tuple[np.ndarray, np.ndarray]]:
+    """The exact distribution of the walks over three slots; and what they are drawn from, scores and candidates."""
     pair = as_dflash2(PLAIN_PAIR, top_k=3, **FIELDS)
     config, params = loaded(tmp_path_factory.mktemp("walks"), pair)
     _, drafter = build2(pair)
@@ -274,43 +256,25 @@ def walks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[tuple[int, ...
     candidates = np.argsort(-logits, axis=-1, kind="stable")[None, :, :3]
     unary = np.take_along_axis(logits[None], candidates, axis=-1)
     arrays = (hidden[None], np.array([known]), candidates, unary)
-    repeated = [jnp.asarray(np.repeat(x, ROWS, axis=0), jnp.int32 if x.dtype.kind == "i" else jnp.float32) for x in arrays]
-    scores = dflash2.transition_scores(config, PLAIN, params.selector, *repeated)
-
-    def drawn(rule: Draw) -> np.ndarray:
-        @jax.jit
-        def batch(n: jax.Array) -> jax.Array:
-            rows = row_sampling([Sampling(temperature=TEMPERATURE, seed=0)] * ROWS, [1] * ROWS)
-            key = jnp.asarray(rows.key).at[:, 1].set((jnp.arange(ROWS) + n * ROWS).astype(jnp.uint32))
-            positions = jnp.broadcast_to(5 + jnp.arange(3, dtype=jnp.int32), (ROWS, 3))
-            noise = gumbel(key, positions, repeated[2])
-            return rule(scores, repeated[2], jnp.asarray(rows.temperature), noise)
-
-        return np.concatenate([np.asarray(batch(jnp.int32(n))) for n in range(BATCHES)])
-
-    return exact, drawn
-
-
-def excess(exact: dict[tuple[int, ...], float], drawn: np.ndarray) -> float:
-    """The chi-square statistic over what chance allows."""
-    places = {walk: n for n, walk in enumerate(exact)}
-    counts = np.bincount([places[tuple(walk)] for walk in drawn.tolist()], minlength=len(exact))
-    return chi_square_excess(counts, np.array(list(exact.values())))
+    states, before, tokens, own = (jnp.asarray(x, jnp.int32 if x.dtype.kind == "i" else jnp.float32) for x in arrays)
+    scaled = dflash2.scaled_logits(config, own)
+    scores = dflash2.transition_scores(PLAIN, params.selector, states, before, tokens, scaled)
+    return exact, (np.asarray(scores[0]), candidates[0])
 
 
 def test_the_sampled_walk_has_its_exact_distribution(walks: Any):
-    exact, drawn = walks
+    exact, block = walks
     assert len(exact) == 27
     assert sum(exact.values()) == pytest.approx(1)
-    found = drawn(dflash2.walk)
+    found = draw_walks(*block)
     assert excess(exact, found) < 1
     assert len({tuple(walk) for walk in found.tolist()}) > 15
 
 
-@pytest.mark.parametrize("rule", [one_noise, cold, pairs_unseen])
+@pytest.mark.parametrize("rule", BROKEN)
 def test_a_broken_walk_is_rejected(walks: Any, rule: Draw):
-    exact, drawn = walks
-    assert excess(exact, drawn(rule)) > 1
+    exact, (scores, candidates) = walks
+    assert excess(exact, draw_walks(scores, candidates, rule)) > 1
 
 
 def test_rows_of_temperature_zero_walk_greedily():

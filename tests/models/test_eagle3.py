@@ -19,7 +19,7 @@ from reference.eagle3_numpy import Chain, Draft, as_folder, random_eagle3
 from tilewright.kernels import native
 from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import PLAIN, operations
-from tilewright.models import decoder, eagle3
+from tilewright.models import decoder, draft_vocab, eagle3
 from tilewright.models.eagle3 import Eagle3Config, Eagle3Params
 from tilewright.models.params import count, initialise
 from tilewright.speculation.drafters.eagle3 import Eagle3
@@ -235,7 +235,7 @@ def test_checkpoints_go_out_as_they_came_in(tmp_path: Path, name: str, model_pre
 
 def test_a_full_vocabulary_needs_no_maps(tmp_path: Path):
     chain = reference(draft_vocab_size=40)
-    kept = {name: tensor for name, tensor in chain.tensors.items() if name not in eagle3.MAPS}
+    kept = {name: tensor for name, tensor in chain.tensors.items() if name not in draft_vocab.MAPS}
     config, params = eagle3.load(as_folder(tmp_path, chain.config, kept), TARGET, jnp.float32)
     assert params.target_ids.tolist() == list(range(40))
     assert config.draft_vocab_size == 40
@@ -244,11 +244,13 @@ def test_a_full_vocabulary_needs_no_maps(tmp_path: Path):
 @given(st.integers(1, 20), st.integers(0, 1000))
 def test_maps_and_ids_are_the_same_thing(size: int, seed: int):
     ids = np.sort(np.random.default_rng(seed).permutation(20)[:size])
-    maps = eagle3.maps_from_target_ids(ids, 20)
+    maps = draft_vocab.maps_from_target_ids(ids, 20)
     assert maps["d2t"].dtype == np.int64
     assert maps["t2d"].dtype == np.bool_
     config = eagle3.config_from_hf(random_eagle3(0, {**PAIR.target_config, "vocab_size": 20}, draft_vocab_size=size)[0], 5)
-    np.testing.assert_array_equal(eagle3.target_ids_from_maps(config, maps, "here"), ids)
+    np.testing.assert_array_equal(
+        draft_vocab.target_ids_from_maps(config.draft_vocab_size, config.vocab_size, maps, "here"), ids
+    )
     assert [draft + int(shift) for draft, shift in enumerate(maps["d2t"])] == np.flatnonzero(maps["t2d"]).tolist()
 
 

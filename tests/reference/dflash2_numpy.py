@@ -8,7 +8,7 @@ Source: z-lab/dflash, `dflash/model.py` of August 2026, and the trainers' loss (
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,25 +23,95 @@ def softmax(x: Array) -> Array:
     return weights / weights.sum()
 
 
-class Drafter2(Drafter):
-    """A DFlash 2 drafter."""
+Choose = Callable[[int, int], tuple[list[int], Array]]
+"""`choose(slot, before)`: the candidates of a slot, and their scores after the token `before`."""
+
+
+class Walker(Drafter):
+    """A drafter that walks through each slot's K most likely tokens. What scores them is each kind's own, `chooser`.
+
+    Attributes:
+        first_slot: the first slot that drafts.
+        ids: the tokens that it can propose, rising.
+    """
+
+    first_slot = 1
 
     def __init__(self, config: Mapping[str, Any], tensors: Tensors, target: Target):
         self.config, self.tensors, self.target = config, tensors, target
         self.layers = [Layer(config, tensors, f"layers.{i}") for i in range(config["num_hidden_layers"])]
         self.taps = list(self.field("target_layer_ids"))
         self.mask = self.field("mask_token_id")
-        self.block_size = self.field("block_size")
-        self.top_k: int = self.field("selector_top_k")
+        self.block_size = self.field("block_size") + 1 - self.first_slot
+        self.top_k = self.candidate_count()
+        shifts = tensors.get("d2t", np.zeros(config["vocab_size"], np.int64))
+        self.ids = [int(n + shift) for n, shift in enumerate(shifts)]
+
+    def candidate_count(self) -> int:
+        return self.field("selector_top_k")
 
     def field(self, name: str, default: Any = None) -> Any:
         """`dflash_config` first, then the top level."""
-        inner = self.config["dflash_config"].get(name)
+        inner = self.config.get("dflash_config", {}).get(name)
         outer = self.config.get(name) if inner is None else inner
         return default if outer is None else outer
 
     def tensor(self, name: str) -> Array:
         return self.tensors[name].astype(np.float64)
+
+    def normed(self, x: Array) -> Array:
+        return rms_norm(x, self.weight("norm"), self.config["rms_norm_eps"])
+
+    def candidates(self, logits: Array) -> list[int]:
+        """The K most likely tokens of a slot, the first of equals first."""
+        return sorted(self.ids, key=lambda token: -logits[token])[: self.top_k]
+
+    def chooser(self, hidden: Array, features: Array, start: int) -> Choose:
+        """What is chosen from in a block.
+
+        Args:
+            hidden: normalised, of the slots that draft.
+            features: one row a position; only rows `< start` are read.
+            start: the known token's position.
+        """
+        raise NotImplementedError
+
+    def block_hidden(
+        self, known: int, features: Array, start: int, window: int | None = None, block_size: int | None = None
+    ) -> Array:
+        """What the head reads of every slot that drafts, normalised."""
+        slots = (block_size or self.block_size) - 1 + self.first_slot
+        return self.normed(self.hidden(known, features, start, window, slots))[self.first_slot :]
+
+    def draft(
+        self, tokens: Sequence[int], features: Array, start: int, window: int | None = None, block_size: int | None = None
+    ) -> tuple[list[int], Array]:
+        """The greedy walk. The logits are those of the head, before scale and cap, as the engine's head gives them."""
+        hidden = self.block_hidden(tokens[start], features, start, window, block_size)
+        choose, before, walked = self.chooser(hidden, features, start), tokens[start], []
+        for slot in range(len(hidden)):
+            choices, scores = choose(slot, before)
+            before = choices[int(np.argmax(scores))]
+            walked.append(before)
+        return walked, self.target.head(hidden)
+
+    def walk_distribution(
+        self, hidden: Array, known: int, temperature: float, features: Array | None = None, start: int = 0
+    ) -> dict[tuple[int, ...], float]:
+        """The probability of every sampled walk over the slots of `hidden` `[n, H]`."""
+        choose, walks = self.chooser(hidden, np.zeros((0, 0)) if features is None else features, start), {(): 1.0}
+        for slot in range(len(hidden)):
+            longer: dict[tuple[int, ...], float] = {}
+            for walk, p in walks.items():
+                choices, scores = choose(slot, walk[-1] if walk else known)
+                for token, q in zip(choices, softmax(scores / temperature), strict=True):
+                    longer[(*walk, token)] = p * q
+            walks = longer
+        return walks
+
+
+class Drafter2(Walker):
+    """A DFlash 2 drafter."""
 
     def kernels(self, conv: str, h: Array) -> NDArray[np.float64]:
         """`[n, side, tap, H]`: a base of every channel, and what the slot adds for each group of channels."""
@@ -89,9 +159,6 @@ class Drafter2(Drafter):
             x = x + self.convolve(kernels, 1, (gate / (1 + np.exp(-gate)) * up) @ layer.weight("mlp.down_proj").T)
         return x
 
-    def normed(self, x: Array) -> Array:
-        return rms_norm(x, self.weight("norm"), self.config["rms_norm_eps"])
-
     def logits(self, hidden: Array) -> Array:
         """What the selector starts from, of hidden states that are normalised already."""
         u = self.target.head(hidden) * self.field("output_multiplier", 1.0)
@@ -102,40 +169,16 @@ class Drafter2(Drafter):
         """Of a token in a slot with this hidden state `[H]`, after the token in the slot before."""
         gate = self.tensor("candidate_selector.hidden_projection.weight") @ hidden
         predecessor, successor = (self.tensor(f"candidate_selector.{name}_codebook") for name in ("predecessor", "successor"))
-        return float(np.sum(predecessor[before] * gate * successor[token]))
-
-    def candidates(self, logits: Array) -> list[int]:
-        """The K most likely tokens of a slot, the first of equals first."""
-        return [int(token) for token in np.argsort(-logits, kind="stable")[: self.top_k]]
+        return float(np.sum(predecessor[before] * gate * successor[self.ids.index(token)]))
 
     def choices(self, hidden: Array, logits: Array, before: int) -> tuple[list[int], Array]:
         """The candidates of a slot, and their scores after `before`."""
         tokens = self.candidates(logits)
         return tokens, np.array([logits[token] + self.pair_score(hidden, before, token) for token in tokens])
 
-    def draft(
-        self, tokens: Sequence[int], features: Array, start: int, window: int | None = None, block_size: int | None = None
-    ) -> tuple[list[int], Array]:
-        """The greedy walk. The logits are those of the head, before scale and cap, as the engine's head gives them."""
-        hidden = self.normed(self.hidden(tokens[start], features, start, window, block_size or self.block_size))[1:]
-        logits, before, walked = self.logits(hidden), tokens[start], []
-        for slot in range(len(hidden)):
-            choices, scores = self.choices(hidden[slot], logits[slot], before)
-            before = choices[int(np.argmax(scores))]
-            walked.append(before)
-        return walked, self.target.head(hidden)
-
-    def walk_distribution(self, hidden: Array, known: int, temperature: float) -> dict[tuple[int, ...], float]:
-        """The probability of every sampled walk over the slots of `hidden` `[n, H]`."""
-        logits, walks = self.logits(hidden), {(): 1.0}
-        for slot in range(len(hidden)):
-            longer: dict[tuple[int, ...], float] = {}
-            for walk, p in walks.items():
-                choices, scores = self.choices(hidden[slot], logits[slot], walk[-1] if walk else known)
-                for token, q in zip(choices, softmax(scores / temperature), strict=True):
-                    longer[(*walk, token)] = p * q
-            walks = longer
-        return walks
+    def chooser(self, hidden: Array, features: Array, start: int) -> Choose:
+        logits = self.logits(hidden)
+        return lambda slot, before: self.choices(hidden[slot], logits[slot], before)
 
 
 @dataclass(frozen=True)
@@ -214,6 +257,22 @@ def as_dflash2(
         "is_causal": False,
     }
     return replace(pair, drafter_config=made, drafter_tensors=tensors)
+
+
+def with_draft_vocab(pair: Pair, ids: Sequence[int], codebooks: Sequence[str] = ()) -> Pair:
+    """The pair with a drafter that can propose these tokens alone, which are rising.
+
+    Args:
+        codebooks: tensors of which it keeps the rows of these tokens.
+    """
+    config, count = dict(pair.drafter_config), len(ids)
+    if "dflash_config" in config:
+        config["dflash_config"] = config["dflash_config"] | {"draft_vocab_size": count}
+    else:
+        config["draft_vocab_size"] = count
+    kept = {name: pair.drafter_tensors[name][list(ids)] for name in codebooks}
+    maps = {"d2t": np.asarray(ids) - np.arange(count), "t2d": np.isin(np.arange(config["vocab_size"]), ids)}
+    return replace(pair, drafter_config=config, drafter_tensors={**pair.drafter_tensors, **kept, **maps})
 
 
 def build2(pair: Pair) -> tuple[Target, Drafter2]:

@@ -153,7 +153,7 @@ class Drafter:
         code has it; a field of ours asks for the stream before it, which the published MLX code reads.
         """
         rows, last = np.asarray(list(positions), int), len(hidden_after_layer) - 1
-        inner: Mapping[str, Any] = self.config["dflash_config"]
+        inner: Mapping[str, Any] = self.config.get("dflash_config", self.config)
         before = inner.get("last_tap_before_norm", False)
         tapped = [hidden_after_layer[i][rows] for i in self.taps]
         tapped = [self.target.final_norm(x) if i == last and not before else x for i, x in zip(self.taps, tapped, strict=True)]
@@ -402,6 +402,7 @@ def oracle_like_pair(
     skill: float = 0.7,
     ridge: float = 0.1,
     drafter_intermediate_size: int = 256,
+    first_slot: int = 1,
     **sizes: Any,
 ) -> Pair:
     """A `random_pair` whose drafter knows the target's continuations of `prompts` in part, so that some drafts are accepted.
@@ -417,6 +418,7 @@ def oracle_like_pair(
         skill: the share of places where a block can start that the fit sees.
         ridge: how much the fit is held back.
         drafter_intermediate_size: the wider, the more the fit can remember.
+        first_slot: the first slot that drafts; 0 for a backbone in whose blocks the known token's slot drafts too.
         sizes: the other arguments of `random_pair`.
     """
     pair = random_pair(seed, drafter_intermediate_size=drafter_intermediate_size, **sizes)
@@ -434,7 +436,7 @@ def oracle_like_pair(
         for start in range(len(prompt) - 1, len(prompt) + length):
             if rng.random() < skill:
                 # Without the last `down_proj`, what comes out is what the last MLP reads.
-                x = drafter.hidden(tokens[start], features, start, window, size)[1:]
+                x = drafter.hidden(tokens[start], features, start, window, size - 1 + first_slot)[first_slot:]
                 inputs.append(drafter.layers[-1].mlp_inner(x))
                 wanted.append(4 * directions[tokens[start + 1 : start + size]] - x)
     a, b = np.concatenate(inputs), np.concatenate(wanted)

@@ -14,7 +14,10 @@ import pytest
 from llm.support import build, check_same_as_autoregressive, prompts, state_of, tokens_of
 from reference.dflash2_numpy import as_dflash2
 from reference.dflash_numpy import Pair, Target, as_folders, autoregressive_greedy, cut, random_pair
+from reference.dspark_numpy import as_dspark
 from reference.eagle3_numpy import Chain, as_folder, random_eagle3
+from reference.lilicorr_numpy import as_lilicorr
+from tilewright.kernels import native
 from tilewright.kernels.paged.xla import in_rows
 from tilewright.kernels.select import PLAIN
 from tilewright.llm.language_model import LanguageModel, load
@@ -27,7 +30,9 @@ from tilewright.runtime.state import DecodeState, Models
 from tilewright.speculation.drafters.blockwise import Blockwise
 from tilewright.speculation.drafters.dflash import DFlash
 from tilewright.speculation.drafters.dflash2 import DFlash2
+from tilewright.speculation.drafters.dspark import DSpark
 from tilewright.speculation.drafters.eagle3 import Eagle3
+from tilewright.speculation.drafters.lilicorr import LiLiCorr
 from tilewright.speculation.drafters.load import DrafterOptions, load_dflash
 from tilewright.speculation.drafters.ngram import NGram
 from tilewright.speculation.team import Team
@@ -38,6 +43,7 @@ TABLE = ShapeTable(batches=(1, 8), capacities=(64,), chunks=(8,))
 PAIR = random_pair(0, vocab_size=VOCAB, target_layers=1, drafter_layers=1, taps=[0], block_size=BLOCK)
 """With so few tokens even random drafts are accepted now and then."""
 PAIR2 = as_dflash2(PAIR, window=6, sliding=[0], output_multiplier=0.5, final_logit_softcapping=8.0, input_embedding_scale=0.5)
+WALKERS = {"dflash2": PAIR2, "dspark": as_dspark(PAIR), "lilicorr": as_lilicorr(PAIR)}
 EAGLE3 = random_eagle3(0, PAIR.target_config, taps=[0], draft_vocab_size=DRAFT_VOCAB)
 DEEP = random_pair(0, vocab_size=VOCAB, target_layers=3, drafter_layers=1, taps=[0])
 ASKED = prompts(0, [1, 1, 2, 3, 9, 14, 21, 33], vocab=VOCAB)
@@ -55,6 +61,10 @@ KINDS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "dflash, refined": ("dflash", {"block_size": BLOCK, "refine": 1}),
     "dflash2": ("dflash2", {"block_size": BLOCK}),
     "dflash2, sampled": ("dflash2", {"block_size": BLOCK, "walk": "sampled", "draft_window": 3}),
+    "dspark": ("dspark", {"block_size": BLOCK}),
+    "dspark, window": ("dspark", {"block_size": BLOCK - 1, "walk": "greedy", "draft_window": 3, "refine": 1}),
+    "lilicorr": ("lilicorr", {"block_size": BLOCK}),
+    "lilicorr, window": ("lilicorr", {"block_size": BLOCK - 1, "walk": "greedy", "draft_window": 3}),
     "eagle3": ("eagle3", {"block_size": BLOCK}),
     "eagle3, window": ("eagle3", {"block_size": BLOCK, "draft_window": 3}),
     "ngram": ("ngram", {"block_size": BLOCK}),
@@ -71,9 +81,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Any]:
     """Where each kind of drafter is, and the target's folder under "target"."""
     folder = tmp_path_factory.mktemp("pair")
     target, drafter = as_folders(folder, PAIR)
-    _, second = as_folders(folder / "2", PAIR2)
+    walkers = {name: as_folders(folder / name, pair)[1] for name, pair in WALKERS.items()}
     chain = as_folder(folder / "e", *EAGLE3)
-    return {"target": target, "dflash": drafter, "dflash2": second, "eagle3": chain, "ngram": "ngram", None: None}
+    return {"target": target, "dflash": drafter, **walkers, "eagle3": chain, "ngram": "ngram", None: None}
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +121,9 @@ def test_a_row_drafts_what_it_drafts_alone(drafting: LanguageModel):
     assert [drafting.generate([prompt], GREEDY)[0] for prompt in ASKED[2:]] == together.results[2:]
 
 
-@pytest.mark.parametrize("drafting", ["dflash", "dflash2, sampled", "eagle3", "ngram", "none"], indirect=True)
+@pytest.mark.parametrize(
+    "drafting", ["dflash", "dflash2, sampled", "dspark", "lilicorr", "eagle3", "ngram", "none"], indirect=True
+)
 def test_sampled_rows_equal_plain_decoding(drafting: LanguageModel, sampled_alone: list[list[int]]):
     """Penalised, filtered and greedy rows in one batch, each with its seed."""
     check_same_as_autoregressive(drafting, ASKED, REQUESTS, 8, sampled_alone)
@@ -121,10 +133,20 @@ def test_what_is_loaded(drafting: LanguageModel):
     drafter = drafting.drafter
     assert drafter is not None
     assert not isinstance(drafter, Team)
-    assert drafter.block_size == BLOCK
-    kinds = {"dflash": DFlash, "dflash2": DFlash2, "eagle3": Eagle3, "ngram": NGram, "none": Blockwise}
+    assert drafter.block_size in (BLOCK - 1, BLOCK)
+    walkers = {"dflash2": DFlash2, "dspark": DSpark, "lilicorr": LiLiCorr}
+    kinds = {"dflash": DFlash, **walkers, "eagle3": Eagle3, "ngram": NGram, "none": Blockwise}
     assert type(drafter) is kinds[drafter.name]
-    assert drafter.reads_target_head == drafter.name.startswith("dflash")
+    assert drafter.reads_target_head == isinstance(drafter, DFlash)
+
+
+@pytest.mark.parametrize("settings", [{"drafter_dtype": "bfloat16"}, {"weights": "int8"}, {"kernels": "xla"}])
+@pytest.mark.parametrize("kind", ["dspark", "lilicorr"])
+def test_walkers_in_other_formats_and_by_other_kernels(folders: dict[str | None, Any], kind: str, settings: dict[str, Any]):
+    if settings.get("weights") and native.kernels().isa is None:
+        pytest.skip(native.kernels().reason or "no kernels")
+    lm = load(folders["target"], folders[kind], table=TABLE, block_size=BLOCK, **settings)
+    check_same_as_autoregressive(lm, ASKED, REQUESTS, 8, tokens_of(lm, ASKED, REQUESTS, speculative=False))
 
 
 def test_a_published_eagle3_drafts_seven_tokens(folders: dict[str | None, Any]):
@@ -158,9 +180,11 @@ def test_a_drafter_is_changed_and_the_target_shared(plain: LanguageModel, greedy
         ("ngram", {"refine": 1}, "refining needs a DFlash drafter; n-gram drafting has no weights"),
         ("dflash2", {"walk": "random"}, "expected the walk to be greedy or sampled, found 'random'"),
         ("dflash2", {"block_size": 5}, "expected a block size from 2 to the drafter's 4, found 5"),
-        ("dflash", {"walk": "greedy"}, "a walk needs a DFlash 2 drafter; this is a DFlash one"),
-        ("eagle3", {"walk": "greedy"}, "a walk needs a DFlash 2 drafter; this is an EAGLE-3 one"),
-        ("ngram", {"walk": "greedy"}, "a walk needs a DFlash 2 drafter; n-gram drafting has no weights"),
+        ("dspark", {"block_size": 5}, "expected a block size from 2 to the drafter's 4, found 5"),
+        ("lilicorr", {"walk": "random"}, "expected the walk to be greedy or sampled, found 'random'"),
+        ("dflash", {"walk": "greedy"}, "a walk needs a DFlash 2, DSpark or LiLiCorr drafter; this is a DFlash one"),
+        ("eagle3", {"walk": "greedy"}, "a walk needs a DFlash 2, DSpark or LiLiCorr drafter; this is an EAGLE-3 one"),
+        ("ngram", {"walk": "greedy"}, "a walk needs a DFlash 2, DSpark or LiLiCorr drafter; n-gram drafting has no weights"),
         (None, {"block_size": 1}, "expected a block size of at least 2, found 1"),
     ],
 )
@@ -320,7 +344,7 @@ def test_fields_that_change_no_argmax_are_read_over():
         ({"output_multiplier": -1.0}, "output_multiplier must be a positive number, found -1.0"),
         ({"final_logit_softcapping": -30.0}, "final_logit_softcapping must be a positive number, found -30.0"),
         ({"sample_from_anchor": True}, "sample_from_anchor=True is not supported"),
-        ({"architectures": ["Qwen3DSparkModel"]}, "architectures=.'Qwen3DSparkModel'. is not supported"),
+        ({"architectures": ["Qwen3DominoModel"]}, "architectures=.'Qwen3DominoModel'. is not supported"),
     ],
 )
 @pytest.mark.parametrize("inside", [False, True])

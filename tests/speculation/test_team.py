@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from llm.support import prompts, tokens_of
 from reference.dflash_numpy import as_folders, random_pair
+from reference.dspark_numpy import as_dspark
 from reference.eagle3_numpy import as_folder, random_eagle3
+from reference.lilicorr_numpy import as_lilicorr
 from tilewright.bench.replay import propose
 from tilewright.kernels import native
 from tilewright.llm import language_model
@@ -34,6 +36,7 @@ TABLE = ShapeTable(batches=(1, 4), capacities=(64,), chunks=(8,), widths=(2,))
 PAIR = random_pair(0, vocab_size=VOCAB, target_layers=2, drafter_layers=1, taps=[0], block_size=BLOCK)
 """With so few tokens even random drafts are accepted now and then."""
 EAGLE3 = random_eagle3(0, PAIR.target_config, taps=[1], draft_vocab_size=12)
+DSPARK, LILICORR = as_dspark(PAIR), as_lilicorr(PAIR)
 ASKED = prompts(0, [1, 3, 14, 21], vocab=VOCAB)
 REQUESTS = [Sampling(NEW), Sampling(NEW, temperature=1.0, seed=1), Sampling(NEW - 7), Sampling(NEW, temperature=0.7, seed=2)]
 GREEDY = Sampling(NEW)
@@ -48,14 +51,17 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     target, dflash = as_folders(folder, PAIR)
-    return {"target": target, "dflash": dflash, "eagle3": as_folder(folder / "eagle3", *EAGLE3)}
+    walkers = {name: as_folders(folder / name, made)[1] for name, made in (("dspark", DSPARK), ("lilicorr", LILICORR))}
+    return {"target": target, "dflash": dflash, "eagle3": as_folder(folder / "eagle3", *EAGLE3), **walkers}
 
 
-def team_of(sources: dict[str, Path], masked: bool = False, **options: Any) -> LanguageModel:
-    """A model with all drafters, each with blocks of `BLOCK` tokens at most."""
+def team_of(
+    sources: dict[str, Path], masked: bool = False, names: Sequence[str] = ("ngram", "dflash", "eagle3"), **options: Any
+) -> LanguageModel:
+    """A model with these drafters, each with blocks of `BLOCK` tokens at most."""
     target = load(sources["target"], table=options.pop("table", TABLE), **options)
     own = DrafterOptions(block_size=BLOCK)
-    loaded = [target.load_drafter(source, own) for source in ("ngram", str(sources["dflash"]), str(sources["eagle3"]))]
+    loaded = [target.load_drafter(str(sources.get(name, name)), own) for name in names]
     members, params = zip(*loaded, strict=True)
     return target.with_drafter(Team(members, TABLE.widths, masked), params)
 
@@ -118,6 +124,26 @@ def test_contexts_keep_up(lm: LanguageModel, runs: list[tuple[Choice, int]]):
     for choice in CHOICES[2::2]:
         got, want = (proposed(lm, each, choice) for each in (session, fresh))
         np.testing.assert_array_equal(got, want, str(choice))
+
+
+def test_walkers_take_turns(sources: dict[str, Path]):
+    """After any rounds each proposes what it proposes behind the same text as a prompt: the anchor of a lattice, too."""
+    lm = team_of(sources, names=("dspark", "lilicorr", "ngram"))
+    choices = [Choice(name, width) for name in ("dspark", "lilicorr") for width in (2, BLOCK)]
+    want = tokens_of(lm, ASKED, REQUESTS, speculative=False)
+    runs = [(choices[3], 1), (PLAIN, 2), (choices[0], 2), (choices[2], 1), (choices[1], 3), (Choice("ngram", BLOCK), 2)]
+    session = forced(lm, runs, ASKED, REQUESTS)
+    assert [result.tokens for result in session.results()] == want
+    check_rounds(session)
+    session = lm.start(ASKED[2:], GREEDY)
+    session.prefill()
+    for choice, rounds in ((choices[1], 1), (choices[3], 1), (PLAIN, 2), (choices[0], 1)):
+        session.advance(rounds, choice)
+        fresh = lm.start([[*row.prompt, *row.tokens] for row in session.rows], Sampling(5))
+        fresh.prefill()
+        for other in (choices[1], choices[3]):
+            got, want = (proposed(lm, each, other) for each in (session, fresh))
+            np.testing.assert_array_equal(got, want, str(other))
 
 
 def proposed(lm: LanguageModel, session: Stream, choice: Choice) -> np.ndarray:

@@ -17,7 +17,7 @@ from tilewright.models import decoder, dflash2
 from tilewright.models.dflash2 import DFlash2Config
 from tilewright.models.params import to_tensors
 from tilewright.train.dflash2 import DFlash2Options, drafter_losses, hidden_matrices, start_of, train_dflash2
-from tilewright.train.drafter import draw_blocks
+from tilewright.train.drafter import Frozen, draw_blocks
 from train.support import DRAFTER, TARGET, counting_stream, options, silent, target_params
 
 CONFIG = DFlash2Config(**vars(DRAFTER), conv_kernel_size=2, conv_group_size=8, selector_rank=6, selector_top_k=3)
@@ -59,7 +59,7 @@ def test_both_losses_equal_the_reference(config: DFlash2Config):
     """Of blocks at every place, some of which pass the text's end or the sequence's; the right token is often no candidate."""
     (tokens, in_loss), chosen, key = batch_of(5), DFlash2Options(anchors=4, gamma=2.0), jax.random.key(7)
     losses = jax.jit(partial(drafter_losses, TARGET, config, chosen, PLAIN))
-    backbone, selector, total = losses(PARAMS, TARGET_PARAMS, (jnp.asarray(tokens), jnp.asarray(in_loss)), key)
+    backbone, selector, total = losses(PARAMS, Frozen(TARGET_PARAMS), (jnp.asarray(tokens), jnp.asarray(in_loss)), key)
     blocks = draw_blocks(TARGET, config, chosen, (jnp.asarray(tokens), jnp.asarray(in_loss)), key)
     anchors, weights = np.asarray(blocks.anchors), np.asarray(blocks.weights).reshape(3, 4, SIZE - 1)
     second, sums = reference(config), np.zeros(3)
@@ -78,7 +78,7 @@ def test_both_losses_equal_the_reference(config: DFlash2Config):
 def test_a_batch_without_anchors_has_loss_zero():
     batch = (jnp.asarray(batch_of(0)[0]), jnp.zeros((3, 16), bool))
     found = jax.jit(partial(drafter_losses, TARGET, CONFIG, DFlash2Options(anchors=4), PLAIN))(
-        PARAMS, TARGET_PARAMS, batch, jax.random.key(0)
+        PARAMS, Frozen(TARGET_PARAMS), batch, jax.random.key(0)
     )
     assert [float(x) for x in found] == [0.0, 0.0, 0.0]
 
@@ -91,7 +91,8 @@ def test_a_fresh_drafter_starts_as_dflash_and_learns_everywhere():
     batch = (tokens, jnp.ones(tokens.shape, bool))
 
     def loss(params: Any, target: Any) -> jax.Array:
-        found = drafter_losses(TARGET, CONFIG, DFlash2Options(anchors=4), PLAIN, params, target, batch, jax.random.key(0))
+        frozen, key = Frozen(target), jax.random.key(0)
+        found = drafter_losses(TARGET, CONFIG, DFlash2Options(anchors=4), PLAIN, params, frozen, batch, key)
         return found[0] + found[1]
 
     grad = jax.jit(jax.grad(loss, argnums=(0, 1)))
@@ -112,7 +113,7 @@ def test_the_selectors_loss_reaches_the_backbone():
 
     def loss(params: Any) -> jax.Array:
         return drafter_losses(
-            TARGET, CONFIG, DFlash2Options(anchors=4), PLAIN, params, TARGET_PARAMS, batch, jax.random.key(0)
+            TARGET, CONFIG, DFlash2Options(anchors=4), PLAIN, params, Frozen(TARGET_PARAMS), batch, jax.random.key(0)
         )[1]
 
     own = jax.jit(jax.grad(loss))(PARAMS)

@@ -19,20 +19,27 @@ from tilewright.kernels.operations import Norm
 from tilewright.kernels.select import PLAIN
 from tilewright.llm.language_model import LanguageModel
 from tilewright.models import decoder, dflash
+from tilewright.models.checkpoint import read_config
 from tilewright.models.dflash import DFlashConfig
 from tilewright.models.params import to_tensors
 from tilewright.runtime import cache
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.speculation.drafters.dflash import DFlash
+from tilewright.speculation.drafters.load import load_dflash
 from tilewright.train import drafter
 from tilewright.train.data import Stream
 from tilewright.train.drafter import (
+    Blocks,
     DFlashOptions,
+    Frozen,
+    acceptance_weights,
     block_labels,
     draft_logits,
     drafter_loss,
     draw_anchors,
+    draw_blocks,
+    frozen_of,
     hidden_matrices,
     train_drafter,
     warm_start,
@@ -52,6 +59,7 @@ from train.support import (
 
 SIZE = DRAFTER.block_size
 TARGET_PARAMS, DRAFTER_PARAMS = target_params(), drafter_params()
+FROZEN = Frozen(TARGET_PARAMS)
 compiled_logits = jax.jit(draft_logits, static_argnums=(0, 1, 2))
 
 
@@ -120,7 +128,7 @@ def test_labels_stop_at_the_end_of_the_text_and_of_the_sequence():
 def logits_at(tokens: np.ndarray, anchors: list[list[int]]) -> np.ndarray:
     """Draft logits `[rows, anchors, slots, V]`."""
     arrays = jnp.asarray(tokens), jnp.asarray(anchors, jnp.int32)
-    flat = compiled_logits(TARGET, DRAFTER, PLAIN, TARGET_PARAMS, DRAFTER_PARAMS, *arrays)
+    flat = compiled_logits(TARGET, DRAFTER, PLAIN, FROZEN, DRAFTER_PARAMS, *arrays)
     return np.asarray(flat).reshape(len(anchors), len(anchors[0]), SIZE - 1, TARGET.vocab_size)
 
 
@@ -152,7 +160,7 @@ def test_a_block_sees_features_strictly_before_its_anchor(monkeypatch: pytest.Mo
         with monkeypatch.context() as patched:
             patched.setattr(drafter.decoder, "forward_full", disturbed)
             arrays = jnp.asarray(tokens), jnp.asarray(anchors, jnp.int32)
-            return draft_logits(TARGET, DRAFTER, PLAIN, TARGET_PARAMS, DRAFTER_PARAMS, *arrays)
+            return draft_logits(TARGET, DRAFTER, PLAIN, FROZEN, DRAFTER_PARAMS, *arrays)
 
     for position in range(16):
         after = np.asarray(logits_with_other_feature(jnp.int32(position))).reshape(before.shape)
@@ -196,7 +204,7 @@ def test_a_block_is_drafted_as_at_inference(anchor: int, scale: float):
     block = np.full((1, SIZE), DRAFTER.mask_token_id, np.int32)
     block[0, 0] = tokens[0, anchor]
     expected = drafted_at_inference(config, jnp.asarray(tokens), jnp.asarray(block), jnp.int32(anchor))
-    got = compiled_logits(TARGET, config, PLAIN, TARGET_PARAMS, DRAFTER_PARAMS, jnp.asarray(tokens), jnp.asarray([[anchor]]))
+    got = compiled_logits(TARGET, config, PLAIN, FROZEN, DRAFTER_PARAMS, jnp.asarray(tokens), jnp.asarray([[anchor]]))
     np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5)
 
 
@@ -218,7 +226,7 @@ def test_loss_is_the_weighted_mean_over_the_slots_after_the_known_one(gamma: flo
     tokens, flags = random_tokens(5, 3, 16), rng.random((3, 16)) < 0.8
     key, chosen = jax.random.key(7), DFlashOptions(anchors=4, gamma=gamma)
     batch = (jnp.asarray(tokens), jnp.asarray(flags))
-    loss, total = jax.jit(partial(drafter_loss, TARGET, DRAFTER, chosen, PLAIN))(DRAFTER_PARAMS, TARGET_PARAMS, batch, key)
+    loss, total = jax.jit(partial(drafter_loss, TARGET, DRAFTER, chosen, PLAIN))(DRAFTER_PARAMS, FROZEN, batch, key)
     anchors, real = (np.asarray(x) for x in draw_anchors(batch[1], 4, key))
     logits = logits_at(tokens, anchors.tolist()).astype(np.float64)
     summed = weight_sum = 0.0
@@ -238,7 +246,7 @@ def test_loss_is_the_weighted_mean_over_the_slots_after_the_known_one(gamma: flo
 def test_a_batch_without_anchors_has_loss_zero():
     batch = (jnp.asarray(random_tokens(0, 3, 16)), jnp.zeros((3, 16), bool))
     loss_of = jax.jit(partial(drafter_loss, TARGET, DRAFTER, DFlashOptions(anchors=4), PLAIN))
-    loss, total = loss_of(DRAFTER_PARAMS, TARGET_PARAMS, batch, jax.random.key(0))
+    loss, total = loss_of(DRAFTER_PARAMS, FROZEN, batch, jax.random.key(0))
     assert (float(loss), float(total)) == (0.0, 0.0)
 
 
@@ -254,7 +262,8 @@ def test_no_gradient_reaches_the_layers_of_the_target():
     batch = (tokens, jnp.ones(tokens.shape, bool))
 
     def loss(params: Any, target: Any) -> jax.Array:
-        return drafter_loss(TARGET, DRAFTER, DFlashOptions(anchors=4), PLAIN, params, target, batch, jax.random.key(0))[0]
+        frozen, key = Frozen(target), jax.random.key(0)
+        return drafter_loss(TARGET, DRAFTER, DFlashOptions(anchors=4), PLAIN, params, frozen, batch, key)[0]
 
     own, targets = jax.jit(jax.grad(loss, argnums=(0, 1)))(DRAFTER_PARAMS, TARGET_PARAMS)
     assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(own)), "every array of the drafter learns"
@@ -358,3 +367,69 @@ def test_options_out_of_range_are_refused():
         DFlashOptions(anchors=0)
     with pytest.raises(ValueError, match="a gamma above 0, found -1"):
         DFlashOptions(gamma=-1.0)
+
+
+def naive_acceptance_weights(p: np.ndarray, counted: np.ndarray, missed: np.ndarray, smoothing: float) -> np.ndarray:
+    """D-PACE's weights by their definition, slot by slot."""
+    weights = np.zeros(p.shape)
+    for row in range(len(p)):
+        for slot in np.flatnonzero(counted[row]):
+            for end in range(slot, p.shape[1]):
+                if counted[row, end]:
+                    chances = [smoothing if missed[row, i] else (1 - smoothing) * p[row, i] + smoothing
+                               for i in range(end + 1) if counted[row, i] or missed[row, i]]  # fmt: skip
+                    weights[row, slot] += np.prod(chances)
+    return weights
+
+
+@given(st.integers(0, 10**6), st.floats(0, 1))
+def test_weights_follow_the_drafts_that_are_expected_to_be_accepted(seed: int, smoothing: float):
+    rng = np.random.default_rng(seed)
+    nll, kind = rng.exponential(1.0, (3, 5)).astype(np.float32), rng.integers(0, 4, (3, 5))
+    counted, missed = kind > 1, kind == 1
+    none = jnp.zeros((3, 5))
+    blocks = Blocks(none, none, none, jnp.asarray(counted, jnp.float32), jnp.asarray(missed))
+    found = acceptance_weights(jnp.asarray(nll), blocks, smoothing)
+    np.testing.assert_allclose(found, naive_acceptance_weights(np.exp(-nll), counted, missed, smoothing), rtol=1e-5, atol=1e-6)
+
+
+def test_only_tokens_of_the_draft_vocabulary_are_learnt():
+    config = replace(DRAFTER, draft_vocab_size=6)
+    text = Stream(np.asarray([1, 2, 3, 4, 5, 6] * 30 + [9, 10] * 5, np.int32), np.ones(190, bool))
+    frozen = frozen_of(config, TARGET_PARAMS, text)
+    assert frozen.vocab is not None
+    assert np.asarray(frozen.vocab.ids).tolist() == [1, 2, 3, 4, 5, 6]
+    np.testing.assert_array_equal(frozen.head, TARGET_PARAMS.embed.T[:, 1:7])
+    tokens = jnp.asarray([[1, 2, 9, 4, 5, 6, 1, 10]])
+    batch = (tokens, jnp.ones(tokens.shape, bool))
+    blocks = draw_blocks(TARGET, config, DFlashOptions(anchors=7), batch, jax.random.key(0), frozen.vocab)
+    whole = draw_blocks(TARGET, config, DFlashOptions(anchors=7), batch, jax.random.key(0))
+    known = np.isin(whole.wanted, range(1, 7))
+    np.testing.assert_array_equal(blocks.weights, np.where(known, whole.weights, 0))
+    np.testing.assert_array_equal(blocks.missed, ~known & (np.asarray(whole.weights) > 0))
+    assert (np.asarray(frozen.vocab.ids)[np.asarray(blocks.wanted)] == np.asarray(whole.wanted))[known].all()
+    logits = draft_logits(TARGET, config, PLAIN, frozen, drafter_params(config), tokens, blocks.anchors)
+    every = draft_logits(TARGET, DRAFTER, PLAIN, FROZEN, drafter_params(config), tokens, blocks.anchors)
+    np.testing.assert_allclose(logits, every[..., 1:7], rtol=1e-5, atol=1e-5)
+
+
+def test_a_drafter_with_a_draft_vocabulary_is_saved_loaded_and_right(tmp_path: Path):
+    config, text = replace(DRAFTER, draft_vocab_size=8), counting_stream()
+    chosen = options(steps=60, batch_size=4, learning_rate=5e-3, evaluate_every=60)
+    result = train_drafter(
+        TARGET, TARGET_PARAMS, config, text, text, chosen, DFlashOptions(4, dpace=0.5), tmp_path / "run", silent()
+    )
+    assert result.last("held_out_loss") < 1.0
+    drafter.save_drafter(tmp_path / "drafter", dflash, config, result.params, jnp.float32)
+    found, params = load_dflash(tmp_path / "drafter", read_config(tmp_path / "drafter"), TARGET, "float32", None)
+    assert found == config
+    np.testing.assert_array_equal(params.vocab.ids, result.params.vocab.ids)
+    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(24)}, unk_token="t0"))
+    lm = LanguageModel(TARGET, TARGET_PARAMS, tokenizer, table=ShapeTable(batches=(1,), capacities=(64,), chunks=(8,)))
+    drafting = lm.with_drafter(DFlash(found, 4), params)
+    head = np.asarray(drafting.ops.restore(drafting.model.models.drafter.vocab.head))[:32]
+    np.testing.assert_allclose(head, np.asarray(TARGET_PARAMS.embed.T)[:, np.asarray(params.vocab.ids)], rtol=1e-6)
+    for seed in range(3):
+        sampling = Sampling(24, temperature=seed % 2, ignore_eos=True, seed=seed)
+        both = [drafting.generate([[3, 4, 5 + seed]], sampling, speculative=way)[0].tokens for way in (True, False)]
+        assert both[0] == both[1]

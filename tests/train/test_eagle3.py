@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from reference.dflash_numpy import Target
 from reference.eagle3_numpy import Chain
 from tilewright.kernels.select import PLAIN
-from tilewright.models import decoder, eagle3
+from tilewright.models import decoder, draft_vocab, eagle3
 from tilewright.models.eagle3 import Eagle3Config
 from tilewright.models.params import initialise, to_tensors
 from tilewright.train.data import Stream
@@ -67,7 +67,7 @@ def unrolled(tokens: np.ndarray) -> np.ndarray:
 
 def reference() -> Chain:
     target = Target(decoder.config_to_hf(TARGET), dict(to_tensors(decoder.declare(TARGET), TARGET_PARAMS, jnp.float32)))
-    tensors = dict(to_tensors(eagle3.declare(DRAFTER), PARAMS, jnp.float32)) | eagle3.maps_from_target_ids(IDS, 24)
+    tensors = dict(to_tensors(eagle3.declare(DRAFTER), PARAMS, jnp.float32)) | draft_vocab.maps_from_target_ids(IDS, 24)
     return Chain(eagle3.config_to_hf(DRAFTER), tensors, target)
 
 

@@ -16,7 +16,7 @@ from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import PLAIN, training_operations
 from tilewright.models import decoder
 from tilewright.train.checkpoint import named_leaves
-from tilewright.train.drafter import DFlashOptions, drafter_loss
+from tilewright.train.drafter import DFlashOptions, Frozen, drafter_loss
 from tilewright.train.lm import next_token_loss, train_lm
 from tilewright.train.text import TextOptions
 from train.support import DRAFTER, TARGET, counting_stream, drafter_params, options, silent, target_params
@@ -68,7 +68,7 @@ def test_a_drafter_and_its_frozen_target_are_multiplied_so_too():
     batch, key = (jnp.asarray(TOKENS), jnp.ones(TOKENS.shape, bool)), jax.random.key(0)
 
     def loss_of(ops: Operations, params: Any) -> jax.Array:
-        return drafter_loss(TARGET, DRAFTER, DFlashOptions(anchors=2), ops, params, target, batch, key)[0]
+        return drafter_loss(TARGET, DRAFTER, DFlashOptions(anchors=2), ops, params, Frozen(target), batch, key)[0]
 
     plain, rounded = (jax.jit(jax.grad(partial(loss_of, training_operations(p))))(params) for p in ("float32", "bfloat16"))
     assert_close(plain, rounded)

@@ -79,7 +79,7 @@ def test_an_interrupted_run_keeps_its_records(lm: LanguageModel, tmp_path: Path,
 
     monkeypatch.setattr(lm, "generate", counting)
     stream = write(lm, prompts, path)
-    assert generated == prompts[3:]
+    assert sorted(generated) == sorted(prompts[3:]), "in whatever order"
     assert path.read_text() == "".join(lines)
     np.testing.assert_array_equal(stream.tokens, whole.tokens)
     np.testing.assert_array_equal(stream.in_loss, whole.in_loss)

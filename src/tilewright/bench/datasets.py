@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tilewright.models.chat import ChatTemplate
 from tilewright.train.data import format_question
@@ -15,9 +15,9 @@ from tilewright.train.data import format_question
 Record = dict[str, Any]
 Message = dict[str, str]
 
-MBPP_TEST = range(11, 511)
-"""The `task_id`s of MBPP's test split; 1 to 10 are examples for prompts, 511 onwards validation and training (google-research,
-`mbpp/README.md`)."""
+MBPP_SPLITS = {"test": range(11, 511), "train": range(511, 975)}
+"""The `task_id`s of MBPP's splits; 1 to 10 are examples for prompts, and those behind the test split validation and training
+(google-research, `mbpp/README.md`)."""
 ROLES = ("system", "user", "assistant")
 
 
@@ -178,8 +178,14 @@ def example(record: Record, name: str, line: int) -> Example:
     return Example(name, category if isinstance(category, str) else "", turns, line, before)
 
 
-def read_examples(path: Path) -> list[Example]:
-    """The examples of a data file, whose layout its first record decides; of MBPP the test split.
+Split = Literal["test", "train"]
+
+
+def read_examples(path: Path, split: Split = "test") -> list[Example]:
+    """The examples of a data file, whose layout its first record decides; of MBPP those of a split.
+
+    Args:
+        split: of MBPP alone, the one layout that tells its splits apart: "test", or "train" for the task ids behind it.
 
     Raises:
         ValueError: the file is absent, empty or of unknown layout, or a record is malformed, has another layout, or no prompt.
@@ -194,11 +200,11 @@ def read_examples(path: Path) -> list[Example]:
             made = example(record, name, line)
         except ValueError as error:
             raise ValueError(f"{path}:{line}: {error}") from None
-        if name != "mbpp" or record["task_id"] in MBPP_TEST:
+        if name != "mbpp" or record["task_id"] in MBPP_SPLITS[split]:
             examples.append(made)
     if not examples:
-        first, last = MBPP_TEST[0], MBPP_TEST[-1]
-        raise ValueError(f"{path}: expected records of MBPP's test split (task_id {first} to {last}), found none")
+        first, last = MBPP_SPLITS[split][0], MBPP_SPLITS[split][-1]
+        raise ValueError(f"{path}: expected records of MBPP's {split} split (task_id {first} to {last}), found none")
     return examples
 
 

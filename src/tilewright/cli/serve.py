@@ -37,7 +37,7 @@ from tilewright.server.run import Server, listen, url_of
 from tilewright.speculation.drafters.load import NGRAM
 
 SPECULATIVE_FIELDS = ("method", "model", "num_speculative_tokens")
-METHODS = ("dflash", "eagle3", NGRAM)
+METHODS = ("dflash", "dspark", "eagle3", NGRAM)
 
 log = logging.getLogger("tilewright.serve")
 
@@ -71,8 +71,8 @@ class SpeculationOptions:
     """How to draft, as vLLM's users write it.
 
     Attributes:
-        speculative_config: a JSON object with method (dflash, eagle3 or ngram), model, and num_speculative_tokens, which is one
-            less than the block size; instead of --drafter and --block-size.
+        speculative_config: a JSON object with method (dflash, dspark, eagle3 or ngram), model, and num_speculative_tokens,
+            which is one less than the block size; instead of --drafter and --block-size.
     """
 
     speculative_config: str | None = None

@@ -74,8 +74,10 @@ class LoopOptions:
         held_out: share of the documents that is kept for the held-out loss.
         evaluate_every: steps from one held-out loss to the next.
         save_every: steps from one checkpoint to the next.
-        products: float32, bfloat16 with float32 sums by the CPU kernels, or auto: bfloat16 where the CPU has instructions for
-            it, else float32. Weights are float32 either way.
+        products: float32, bfloat16 with float32 sums, or auto: bfloat16 where the chip has instructions for it, else float32.
+            Weights are float32 either way.
+        schedule: of the rate after its warm-up: cosine falls to a twentieth; wsd stays, and falls over the last steps.
+        cooldown: share of the steps over which wsd falls; 0 for a run that another one goes on from.
     """
 
     steps: int = 1000
@@ -89,6 +91,8 @@ class LoopOptions:
     evaluate_every: int = 100
     save_every: int = 100
     products: Literal["auto", "float32", "bfloat16"] = "auto"
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    cooldown: float = 0.2
     compile_cache: CompileCache = True
 
     def options(self) -> TextOptions:

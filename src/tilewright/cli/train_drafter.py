@@ -1,7 +1,7 @@
 """`tilewright train drafter`."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,24 +12,28 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from tilewright.cli.common import JsonFile, check_json_file, given, human_console, keep_programs, progress_console
+from tilewright.cli.drafter_text import Regeneration, SelfInstruct, drafter_text
+from tilewright.cli.lattice_arguments import DSparkArguments, LiLiCorrArguments
 from tilewright.cli.train import LoopOptions, finish, mesh_axes, require_data
-from tilewright.llm.language_model import LanguageModel
-from tilewright.models import dflash, dflash2, eagle3, hub
-from tilewright.models.checkpoint import CONFIG, load_decoder, load_params, read_config, save_params
+from tilewright.models import dflash, dflash2, dspark, eagle3, hub, lilicorr
+from tilewright.models.checkpoint import CONFIG, load_decoder, read_config
 from tilewright.models.decoder import DecoderConfig
 from tilewright.models.dflash import DFlashConfig, default_target_layers
 from tilewright.models.dflash2 import DFlash2Config
+from tilewright.models.dspark import DSparkConfig
 from tilewright.models.eagle3 import Eagle3Config
+from tilewright.models.lilicorr import LiLiCorrConfig
 from tilewright.models.params import DTYPES, Dtype
 from tilewright.models.tokenizer import load_tokenizer
-from tilewright.runtime.sampling import Sampling
-from tilewright.train.data import MASK, Stream, encode_documents, read_documents, split_documents
+from tilewright.speculation.drafters.load import block_kind, load_tensors
+from tilewright.train.data import MASK, TokenSource
 from tilewright.train.dflash2 import DFlash2Options, train_dflash2
-from tilewright.train.drafter import DFlashOptions, train_drafter
+from tilewright.train.drafter import DFlashOptions, save_drafter, train_drafter
+from tilewright.train.dspark import train_dspark
 from tilewright.train.eagle3 import Eagle3Options, default_draft_vocab, train_eagle3
+from tilewright.train.lilicorr import train_lilicorr
 from tilewright.train.loop import TrainResult
 from tilewright.train.partitioned import Division
-from tilewright.train.regenerate import cut_prompts, regenerate
 from tilewright.train.sharded import data_mesh
 from tilewright.train.text import TextOptions
 
@@ -40,19 +44,22 @@ class DrafterSizes:
     """What drafter to make; its layers have the target's own sizes.
 
     Attributes:
-        block_size: tokens drafted at once, the known one included; by default 16 for dflash and dflash2, 8 for eagle3.
+        block_size: tokens drafted at once, the known one included; by default 8 for eagle3, 16 for the others.
+        draft_vocab: tokens that the drafter can propose, the most frequent of the training text. By default all of a vocabulary
+            up to 8,192, else at most 32,000, for eagle3; all for the others.
         taps: the target's layers whose outputs the drafter reads, from 0. By default the published choice for the kind; of a
-            target with few layers, all (dflash and dflash2, fewer than nine) or three (eagle3, fewer than seven).
+            target with few layers, three (eagle3, fewer than seven) or all (the others, fewer than nine).
     """
 
     block_size: int | None = None
+    draft_vocab: int | None = None
     taps: tuple[int, ...] = ()
 
 
 @Parameter(name="*")
 @dataclass(frozen=True)
 class DFlashArguments:
-    """What --kind dflash and --kind dflash2 know.
+    """What --kind dflash knows, and all kinds that draft a block in one pass: dflash2, dspark and lilicorr.
 
     Attributes:
         layers: dflash: the drafter's layers (2 by default).
@@ -60,18 +67,21 @@ class DFlashArguments:
             last.
         anchors: dflash: blocks drawn from each sequence at each step (32 by default).
         gamma: dflash: decay of the loss weights exp(-(k-1)/gamma); by default the published one for the block size.
+        dpace: dflash: weigh slots by the drafts that are expected to be accepted instead, with this smoothing (D-PACE; 0.5).
         start: dflash: a drafter to go on from, a folder, a Hugging Face id or "demo-drafter"; its block size may be another;
-            for dflash2 also a DFlash one, as backbone. By default training starts from the target's last layers.
+            for dflash2 and lilicorr also a DFlash one, as backbone. A lilicorr drafter keeps its block size. By default
+            training starts from the target's last layers.
     """
 
     layers: int | None = None
     mask_token_id: int | None = None
     anchors: int | None = None
     gamma: float | None = None
+    dpace: float | None = None
     start: str | None = None
 
     def options(self) -> DFlashOptions:
-        return DFlashOptions(given(self.anchors, 32), self.gamma)
+        return DFlashOptions(given(self.anchors, 32), self.gamma, self.dpace)
 
     def begin(self, config: DFlashConfig, seed: int, console: Console) -> tuple[DFlashConfig, Any]:
         """The configuration, and the parameters to go on from, float32, if any were named; it reads the last tap as they do."""
@@ -79,17 +89,19 @@ class DFlashArguments:
             return config, None
         folder = hub.resolve(self.start, console=progress_console(console))
         fields, where = read_config(folder), str(folder / CONFIG)
-        model: Any = dflash2 if dflash2.is_dflash2(fields) else dflash
-        found: DFlashConfig = model.config_from_hf(fields, where, config.num_target_layers)
-        wanted = config = replace(config, last_tap_before_norm=found.last_tap_before_norm)
-        if isinstance(config, DFlash2Config) and model is dflash:
-            wanted = config.backbone
-        if replace(found, block_size=config.block_size) != wanted:
+        kind = block_kind(fields)
+        found: DFlashConfig = kind.model.config_from_hf(fields, where, config.num_target_layers)
+        config = replace(config, last_tap_before_norm=found.last_tap_before_norm)
+        under = kind.model is dflash and isinstance(config, DFlash2Config | LiLiCorrConfig)
+        wanted = config.backbone if under else config
+        same = found if isinstance(found, LiLiCorrConfig) else replace(found, block_size=config.block_size)
+        if same != wanted:
             raise ValueError(f"expected --start to be a drafter of these sizes: {wanted}; found {found}")
-        params = load_params(folder, model.declare(found), jnp.float32)
-        if wanted is config or not isinstance(config, DFlash2Config):
+        params = load_tensors(folder, kind, found, "float32", None)
+        if not under:
             return config, params
-        return config, replace(dflash2.fresh(config, jax.random.key(seed)), backbone=params)
+        model, _ = TRAINED[type(config)]
+        return config, replace(model.fresh(config, jax.random.key(seed)), backbone=params)
 
     def config(self, sizes: DrafterSizes, target: DecoderConfig, tokenizer: Tokenizer) -> DFlashConfig:
         mask = tokenizer.token_to_id(MASK) if self.mask_token_id is None else self.mask_token_id
@@ -101,6 +113,7 @@ class DFlashArguments:
             target_layer_ids=sizes.taps
             or (every_layer if len(every_layer) < 9 else default_target_layers(len(every_layer), 5)),
             num_target_layers=target.num_layers,
+            draft_vocab_size=sizes.draft_vocab,
         )
         config = dflash.config_from_hf(dflash.config_to_hf(made), "the drafter's sizes")
         dflash.check_fits(config, target)
@@ -146,12 +159,9 @@ class Eagle3Arguments:
     """What only --kind eagle3 knows.
 
     Attributes:
-        draft_vocab: eagle3: tokens that the drafter can propose, the most frequent of the training text; by default all of a
-            vocabulary up to 8,192, else at most 32,000.
         decay: eagle3: weight of a draft step's loss against that of the step before (0.8 by default).
     """
 
-    draft_vocab: int | None = None
     decay: float | None = None
 
     def options(self) -> Eagle3Options:
@@ -160,7 +170,7 @@ class Eagle3Arguments:
     def config(self, sizes: DrafterSizes, target: DecoderConfig) -> Eagle3Config:
         made = Eagle3Config(
             **{**target.sizes(), "num_layers": 1},
-            draft_vocab_size=given(self.draft_vocab, default_draft_vocab(target.vocab_size)),
+            draft_vocab_size=given(sizes.draft_vocab, default_draft_vocab(target.vocab_size)),
             target_hidden_size=target.hidden_size,
             target_layer_ids=sizes.taps or eagle3.default_target_layers(target.num_layers),
             block_size=given(sizes.block_size, eagle3.BLOCK_SIZE),
@@ -170,16 +180,38 @@ class Eagle3Arguments:
         return config
 
 
+@Parameter(name="*")
+@dataclass(frozen=True)
+class KindArguments:
+    """What each kind of drafter knows."""
+
+    dflash: DFlashArguments = DFlashArguments()
+    dflash2: DFlash2Arguments = DFlash2Arguments()
+    dspark: DSparkArguments = field(default_factory=DSparkArguments)
+    lilicorr: LiLiCorrArguments = field(default_factory=LiLiCorrArguments)
+    eagle3: Eagle3Arguments = Eagle3Arguments()
+
+    def options(self, kind: str) -> Any:
+        """The options of training of one kind."""
+        if kind in ("dflash", "eagle3"):
+            return getattr(self, kind).options()
+        return getattr(self, kind).options(self.dflash.options())
+
+
 def configured(
-    kind: str, arguments: tuple[DFlashArguments, DFlash2Arguments, Eagle3Arguments], sizes: DrafterSizes,
-    target: DecoderConfig, tokenizer: Tokenizer, seed: int, console: Console,
+    kind: str, arguments: Mapping[str, Any], sizes: DrafterSizes, target: DecoderConfig, tokenizer: Tokenizer, seed: int,
+    console: Console,
 ) -> tuple[DFlashConfig | Eagle3Config, Any]:  # fmt: skip
-    """The drafter's configuration, and the parameters to go on from, if any were named."""
-    for_dflash, for_dflash2, for_eagle3 = arguments
+    """The drafter's configuration, and the parameters to go on from, if any were named.
+
+    Args:
+        arguments: those of each kind.
+    """
     if kind == "eagle3":
-        return for_eagle3.config(sizes, target), None
+        return arguments[kind].config(sizes, target), None
+    for_dflash: DFlashArguments = arguments["dflash"]
     backbone = for_dflash.config(sizes, target, tokenizer)
-    return for_dflash.begin(for_dflash2.config(backbone) if kind == "dflash2" else backbone, seed, console)
+    return for_dflash.begin(backbone if kind == "dflash" else arguments[kind].config(backbone), seed, console)
 
 
 def refuse_others(kind: str, of_kind: dict[str, object]) -> None:
@@ -188,71 +220,25 @@ def refuse_others(kind: str, of_kind: dict[str, object]) -> None:
         f"--{name.replace('_', '-')} (for {other})"
         for other, arguments in of_kind.items()
         for name, value in vars(arguments).items()
-        if other != kind and value is not None and (kind, other) != ("dflash2", "dflash")
+        if other not in (kind, None if kind == "eagle3" else "dflash") and value is not None
     ]
     if wrong:
         raise ValueError(f"--kind {kind} does not take {', '.join(wrong)}")
 
 
-@Parameter(name="*")
-@dataclass(frozen=True)
-class Regeneration:
-    """Whether the target writes the text that its drafter learns from, and how.
-
-    Attributes:
-        regenerated: let the target continue this many stretches of the data and train on what it writes instead of on the data.
-        prompt_tokens: length of such a stretch.
-        response_tokens: length of its continuation.
-        temperature: of the continuations; half of them are always greedy.
-    """
-
-    regenerated: int = 0
-    prompt_tokens: int = 64
-    response_tokens: int = 192
-    temperature: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.regenerated < 0:
-            raise ValueError(f"expected a number of continuations, found {self.regenerated}")
-        if self.prompt_tokens < 1:
-            raise ValueError(f"expected prompts of at least 1 token, found {self.prompt_tokens}")
-
-    def samplings(self) -> list[Sampling]:
-        return [Sampling(self.response_tokens, 0.0), Sampling(self.response_tokens, self.temperature)]
-
-    def apply(self, lm: LanguageModel, streams: list[Stream], end: int, out: Path, console: Console) -> list[Stream]:
-        """Training and held-out text as the target continues them."""
-        counts = (self.regenerated, max(64, self.regenerated // 32))
-        written = []
-        for name, stream, count in zip(("trained", "held_out"), streams, counts, strict=True):
-            prompts = cut_prompts(stream, count, self.prompt_tokens, seed=0)
-            written.append(regenerate(lm, prompts, self.samplings(), out / f"responses_{name}.jsonl", end, console))
-        return written
-
-
-def drafter_text(
-    data: Sequence[Path], loop: LoopOptions, regeneration: Regeneration, target: tuple[DecoderConfig, Any],
-    tokenizer: Tokenizer, out: Path, console: Console,
-) -> list[Stream]:  # fmt: skip
-    """What a drafter of `target` is trained on, and what is held out."""
-    end = target[0].eos_token_ids[0] if target[0].eos_token_ids else 0
-    parts = split_documents(read_documents(data), loop.held_out, loop.seed)
-    streams = [encode_documents(tokenizer, part, end) for part in parts]
-    if not regeneration.regenerated:
-        return streams
-    return regeneration.apply(LanguageModel(*target, tokenizer), streams, end, out / "training", console)
-
-
-def division_of(mesh: str | None, regeneration: Regeneration, batch_size: int) -> Division:
+def division_of(mesh: str | None, writing: bool, batch_size: int) -> Division:
     """The mesh to train over, if one is named.
+
+    Args:
+        writing: the target is to write text first.
 
     Raises:
         ValueError: it does not fit the devices or the batch, or the target is to write text, which it does on one device.
     """
     if mesh is None:
         return Division()
-    if regeneration.regenerated:
-        raise ValueError("expected --mesh or --regenerated, found both: write the text first, in a run on one device")
+    if writing:
+        raise ValueError("expected --mesh or text by the target, found both: write the text first, in a run on one device")
     import orbax.checkpoint  # noqa: F401 (see `train.MeshOptions.setup`)
 
     division = Division(data_mesh(mesh_axes(mesh)))
@@ -260,9 +246,18 @@ def division_of(mesh: str | None, regeneration: Regeneration, batch_size: int) -
     return division
 
 
+TRAINED: dict[type[DFlashConfig], tuple[Any, Any]] = {
+    DFlashConfig: (dflash, train_drafter),
+    DFlash2Config: (dflash2, train_dflash2),
+    DSparkConfig: (dspark, train_dspark),
+    LiLiCorrConfig: (lilicorr, train_lilicorr),
+}
+"""The model and the training of each kind that drafts a block in one pass."""
+
+
 def fit(
-    made: DFlashConfig | Eagle3Config, own: Any, target: tuple[DecoderConfig, Any], texts: list[Stream], options: TextOptions,
-    start: Any, out: Path, dtype: Dtype, console: Console, division: Division,
+    made: DFlashConfig | Eagle3Config, own: Any, target: tuple[DecoderConfig, Any], texts: Sequence[TokenSource],
+    options: TextOptions, start: Any, out: Path, dtype: Dtype, console: Console, division: Division,
 ) -> tuple[TrainResult, dict[str, Any]]:  # fmt: skip
     """Trains and saves a drafter; `own` are the options of its kind. Returns what came of it, and figures of its kind."""
     arguments: tuple[Any, ...] = (*target, made, *texts, options, own, out / "training", console)
@@ -270,10 +265,9 @@ def fit(
         result, agreed = train_eagle3(*arguments, division=division)
         eagle3.save(out, made, result.params, DTYPES[dtype])
         return result, {"agreement": agreed}
-    of_kind: tuple[Any, Any] = (dflash2, train_dflash2) if isinstance(made, DFlash2Config) else (dflash, train_drafter)
-    model, train = of_kind
+    model, train = TRAINED[type(made)]
     result = train(*arguments, start=start, division=division)
-    save_params(out, model.config_to_hf(made), model.declare(made), result.params, DTYPES[dtype])
+    save_drafter(out, model, made, result.params, DTYPES[dtype])
     return result, {}
 
 
@@ -281,12 +275,11 @@ def drafter(
     *data: Path,
     target: str,
     out: Path,
-    kind: Literal["dflash", "dflash2", "eagle3"] = "dflash",
+    kind: Literal["dflash", "dflash2", "dspark", "lilicorr", "eagle3"] = "dflash",
     sizes: DrafterSizes = DrafterSizes(),
-    for_dflash: DFlashArguments = DFlashArguments(),
-    for_dflash2: DFlash2Arguments = DFlash2Arguments(),
-    for_eagle3: Eagle3Arguments = Eagle3Arguments(),
+    of_kinds: KindArguments = KindArguments(),
     regeneration: Regeneration = Regeneration(),
+    self_instruct: SelfInstruct = SelfInstruct(),
     loop: LoopOptions = LoopOptions(),
     mesh: str | None = None,
     dtype: Dtype = "float32",
@@ -297,14 +290,16 @@ def drafter(
     Parameters
     ----------
     data
-        Text files, JSONL files or folders, of the kind of text that will be generated; prompts are not in the loss.
+        Text files, JSONL files or folders, of the kind of text that will be generated; prompts are not in the loss. With
+        --self-instruct, JSONL files of prompts that the target is to answer. Or one file of records (.npz.xz).
     target
         A folder, a Hugging Face id, or "demo".
     out
         Folder for the drafter; its subfolder `training` holds the checkpoint that an interrupted run resumes from.
     kind
         A block-diffusion drafter (dflash), which drafts a block in one pass; one that besides walks through each slot's best
-        candidates (dflash2); or a chain (eagle3), one token after another.
+        candidates, by a selector (dflash2), a serial head (dspark) or a small transformer (lilicorr); or a chain (eagle3), one
+        token after another.
     mesh
         Devices along "fsdp" and "tp", which divide batches, drafter and target: fsdp=4,tp=2. By default one device.
     dtype
@@ -315,15 +310,14 @@ def drafter(
     check_json_file(json_file)
     console = human_console(json_file)
     require_data(data)
-    refuse_others(kind, {"dflash": for_dflash, "dflash2": for_dflash2, "eagle3": for_eagle3})
-    options, blocks = loop.options(), for_dflash.options()
-    own = {"dflash": blocks, "dflash2": for_dflash2.options(blocks), "eagle3": for_eagle3.options()}[kind]
+    refuse_others(kind, vars(of_kinds))
+    options, own = loop.options(), of_kinds.options(kind)
     keep_programs(loop.compile_cache)
     folder = hub.resolve(target, console=progress_console(console), check=load_tokenizer)
     tokenizer = load_tokenizer(folder)
-    division = division_of(mesh, regeneration, options.batch_size)
+    division = division_of(mesh, bool(regeneration.regenerated or self_instruct.asked), options.batch_size)
     config, params = load_decoder(folder, jnp.float32, progress_console(console), division.shardings)
-    made, start = configured(kind, (for_dflash, for_dflash2, for_eagle3), sizes, config, tokenizer, options.seed, console)
-    texts = drafter_text(data, loop, regeneration, (config, params), tokenizer, out, console)
+    made, start = configured(kind, vars(of_kinds), sizes, config, tokenizer, options.seed, console)
+    texts = drafter_text(data, loop, (regeneration, self_instruct), folder, (config, params), out, console)
     result, more = fit(made, own, (config, params), texts, options, start, out, dtype, console, division)
     finish(result, out, console, json_file, training_tokens=int(texts[0].in_loss.sum()), target=target, **more)

@@ -287,14 +287,16 @@ def training_operations(products: str) -> Operations:
     """The bundle for training, on weights as they are, which stay float32 as the residual stream does.
 
     Args:
-        products: "float32"; "bfloat16" by the CPU kernels, with float32 sums; or "auto": bfloat16 where the CPU has
-            instructions for it, else float32. Float32 products are the CPU kernels' too where these run, else XLA's.
+        products: "float32"; "bfloat16", with float32 sums; or "auto": bfloat16 where the chip has instructions for it, else
+            float32. On a CPU they are the CPU kernels' where these run, else XLA's in float32; elsewhere XLA's.
 
     Raises:
-        ValueError: other products, or bfloat16 where the CPU kernels do not run.
+        ValueError: other products, or bfloat16 on a CPU where the CPU kernels do not run.
     """
     if products not in get_args(Products):
         raise ValueError(f"expected products in auto, float32 or bfloat16, found {products!r}")
+    if jax.default_backend() != "cpu":
+        return PLAIN if products == "float32" else MIXED
     isa = native.kernels().isa
     if isa is None and products == "bfloat16":
         raise ValueError(f"products in bfloat16 need the CPU kernels: {native.kernels().reason}")
@@ -406,6 +408,9 @@ def xla_operations(
 
 PLAIN = xla_operations("xla")
 """What XLA makes of plain `jnp`, on any chip: the path that every other bundle is held against."""
+
+MIXED = xla_operations("xla, bfloat16 products", xla.mixed_product)
+"""For training on accelerators: float32 weights and activations, whose products are taken in bfloat16."""
 
 CPU_XLA = xla_operations("xla", own_head=True)
 """The same on a CPU, whose products read `[in, out]` up to twice as fast as the embedding transposed."""

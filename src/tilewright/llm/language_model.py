@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
+from jaxtyping import Float, Int
 from rich.console import Console
 from tokenizers import Tokenizer
 
@@ -41,6 +43,7 @@ from tilewright.runtime.sampling import Sampling, SamplingMode
 from tilewright.runtime.shapes import Shape, ShapeTable
 from tilewright.runtime.state import Models, Target
 from tilewright.speculation.costs import CostFiles
+from tilewright.speculation.drafters.dflash import DFlash
 from tilewright.speculation.drafters.load import AUTO, NGRAM, DrafterOptions, load_drafter
 from tilewright.speculation.pacer import CallPacer, measured_pacer
 from tilewright.speculation.pacing import Pacing
@@ -116,6 +119,8 @@ class LanguageModel:
         """A drafter and its parameters as this model's operations want them."""
         if drafter is None or drafter.dtype is None:
             return drafter, params
+        if isinstance(drafter, DFlash):
+            params = drafter.with_head(params, self.head_columns)
         prepared = self.ops.prepare(drafter.declared, params)
         return replace(cast(Any, drafter), ops=self.ops), prepared if self.placement is None else self.placement.whole(prepared)
 
@@ -161,8 +166,21 @@ class LanguageModel:
             raise ValueError(
                 f"expected a drafter in {self.dtype}, as the model whose output head lies over a mesh, found another"
             )
-        head = self.ops.restore(decoder.output_head(self.model.models.target))
-        return self.ops.prepare_matrix(head[: self.target.hidden_size].astype(dtype), "lm_head")
+        return self.ops.prepare_matrix(self.whole_head().astype(dtype), "lm_head")
+
+    def head_columns(self, ids: Int[Array, " W"]) -> Float[Array, "H W"]:
+        """The target's output head for some tokens alone, not prepared.
+
+        Raises:
+            ValueError: no device holds all of it.
+        """
+        if self.placement is not None:
+            raise ValueError("expected a drafter that can propose any token, for the output head lies over a mesh")
+        return self.whole_head()[:, ids]
+
+    def whole_head(self) -> Float[Array, "H V"]:
+        """The target's output head as it was before it was prepared."""
+        return self.ops.restore(decoder.output_head(self.model.models.target))[: self.target.hidden_size]
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """The tokens of a prompt, which may be tokens already. Raises a `ValueError`, as `Model.encode` does."""
@@ -348,7 +366,7 @@ def load(
     Args:
         model, drafter: a folder or a Hugging Face id, with `config.json`, safetensors and (the target) `tokenizer.json`. The
             target may be a GGUF file or a folder that holds one (the extra `gguf`): its tensors are dequantised. A
-            drafter may be a DFlash, DFlash 2 or EAGLE-3 one, or "ngram", which has no weights; several take turns.
+            drafter may be of any kind in `drafters/load.py`, or "ngram", which has no weights; several take turns.
         dtype: of the weights and activations, "float32", "bfloat16" or "auto": the checkpoint's, bfloat16 for float16, float32
             on a CPU without this package's kernels.
         weights: "int8" keeps all matrices but the embedding in 8 bits, with a scale for each output; "auto" as `dtype`.
@@ -359,7 +377,7 @@ def load(
         draft_window: keep only this many last positions in the drafter's context.
         drafter_dtype: of the drafter's weights and activations; by default the target's. The output is the same either way.
         refine: further passes of a DFlash drafter over each block that it drafted.
-        walk: a DFlash 2 drafter's, "greedy" or "sampled" (the default; see `drafters/dflash2.py`); the output is the same.
+        walk: of a drafter with candidates, "greedy" or "sampled" (the default); see `drafters/walking.py`.
         revision, drafter_revision: a branch, tag or commit on the hub.
         table: the declared shapes; by default as far as the model's context goes.
         kernels: "auto" takes this package's own kernels where they run, "xla" leaves everything to XLA.

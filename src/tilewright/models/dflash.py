@@ -7,8 +7,8 @@ through the target's output head.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,13 @@ from tilewright.kernels.operations import Heads, Norm, Operations, Projection
 from tilewright.models import layers
 from tilewright.models.config import ConfigReader, Sizes
 from tilewright.models.decoder import Attend, DecoderConfig, Layer, declare_layer, head_norms, stack_of
+from tilewright.models.draft_vocab import DraftVocab
 from tilewright.models.params import matrix, norm_weight
 from tilewright.models.stack import SINGLE_DEVICE, Rows, Stack
 
 DFLASH_FIELDS = (
     "target_layer_ids mask_token_id block_size num_target_layers is_causal layer_types sliding_window use_sliding_window "
-    "input_embedding_scale output_multiplier final_logit_softcapping sample_from_anchor last_tap_before_norm"
+    "input_embedding_scale output_multiplier final_logit_softcapping sample_from_anchor last_tap_before_norm draft_vocab_size"
 ).split()
 """What `dflash_config` may hold; not all values of all of them are supported."""
 
@@ -39,6 +40,7 @@ class DFlashConfig(Sizes):
         input_embedding_scale: what the block's embeddings are multiplied by.
         last_tap_before_norm: what follows the target's last layer is read before the target's final norm, as the published MLX
             code does; the PyTorch code reads it after (`hidden_states[-1]` of transformers). A field of our own.
+        draft_vocab_size: how many tokens it can propose (see `draft_vocab.py`); None for all. Another field of our own.
     """
 
     block_size: int
@@ -48,6 +50,27 @@ class DFlashConfig(Sizes):
     rope_theta: float = 1e6
     input_embedding_scale: float = 1.0
     last_tap_before_norm: bool = False
+    draft_vocab_size: int | None = None
+
+    @property
+    def proposed(self) -> int:
+        """How many tokens it can propose."""
+        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
+
+    @property
+    def backbone(self) -> "DFlashConfig":
+        """A DFlash drafter's of the same sizes."""
+        return DFlashConfig(**{field.name: getattr(self, field.name) for field in fields(DFlashConfig)})
+
+    @property
+    def first_slot(self) -> int:
+        """The first slot that drafts a token. Slot 0 holds the known token and here drafts nothing."""
+        return 1
+
+    @property
+    def slots(self) -> int:
+        """Slots that a whole block runs: one for each draft, and those before the first one."""
+        return self.block_size - 1 + self.first_slot
 
 
 def default_target_layers(num_target_layers: int, taps: int) -> tuple[int, ...]:
@@ -69,14 +92,20 @@ def _refuse_unsupported(read: ConfigReader) -> None:
     """Notes what would change the maths of this drafter and is not covered here."""
     # Others share the fields and differ in the layout: slot 0 predicts (DSpark), or convolutions mix the slots (DFlash 2).
     read.expect_all("architectures", "DFlashDraftModel")
-    read.expect("is_causal", False)
-    read.expect("use_sliding_window", False)
-    refuse_loose_window(read)
-    read.expect_all("layer_types", "full_attention")
+    read.expect("sample_from_anchor", False)
+    refuse_other_attention(read)
     # Positive, these two change no argmax, and drafts are argmaxes: neither is needed.
     read.number("output_multiplier", default=1.0)
     if read.fields.get("final_logit_softcapping", 0) != 0:
         read.number("final_logit_softcapping", default=1.0)
+
+
+def refuse_other_attention(read: ConfigReader) -> None:
+    """Notes what keeps a block from seeing all of itself and of its context."""
+    read.expect("is_causal", False)
+    read.expect("use_sliding_window", False)
+    refuse_loose_window(read)
+    read.expect_all("layer_types", "full_attention")
 
 
 def refuse_loose_window(read: ConfigReader) -> None:
@@ -95,7 +124,6 @@ def read_backbone(
     """
     unknown = sorted(inner.keys() - set(known))
     read.require(not unknown, f"dflash_config has unknown fields: {', '.join(unknown)}")
-    read.expect("sample_from_anchor", False)
     read.expect("model_type", "qwen3")
     read.expect("hidden_act", "silu")
     read.expect("attention_bias", False)
@@ -109,7 +137,10 @@ def read_backbone(
         num_target_layers=read.integer("num_target_layers", default=num_target_layers),
         input_embedding_scale=read.number("input_embedding_scale", default=1.0),
         last_tap_before_norm=read.flag("last_tap_before_norm", default=False),
+        draft_vocab_size=read.integer("draft_vocab_size") if "draft_vocab_size" in read.fields else None,
     )
+    whole = f"draft_vocab_size {config.draft_vocab_size} exceeds vocab_size {config.vocab_size}"
+    read.require(config.proposed <= config.vocab_size, whole)
     read.require(config.rope_scaling is None, "rope_scaling is not supported in a drafter")
     read.require(len(taps) > 0, "target_layer_ids is missing (expected in dflash_config)")
     read.require(len(mask) == 1, "mask_token_id is missing (expected in dflash_config)")
@@ -141,7 +172,8 @@ def config_to_hf(config: DFlashConfig) -> dict[str, Any]:
         "block_size": config.block_size,
         "dflash_config": {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
         | ({} if config.input_embedding_scale == 1 else {"input_embedding_scale": config.input_embedding_scale})
-        | ({"last_tap_before_norm": True} if config.last_tap_before_norm else {}),
+        | ({"last_tap_before_norm": True} if config.last_tap_before_norm else {})
+        | ({} if config.draft_vocab_size is None else {"draft_vocab_size": config.draft_vocab_size}),
         "num_target_layers": config.num_target_layers,
         **config.to_hf(),
         "layer_types": ["full_attention"] * config.num_layers,
@@ -172,12 +204,37 @@ def check_fits(drafter: DFlashConfig, target: DecoderConfig) -> None:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DFlashParams:
-    """All arrays of a drafter; embedding and output head are the target's."""
+    """All arrays of a drafter; embedding and output head are the target's.
+
+    Attributes:
+        vocab: the draft vocabulary; None in a declaration, while training, and where it can propose any token.
+    """
 
     fc: Any
     hidden_norm: Any
     layers: tuple[Layer, ...]
     norm: Any
+    vocab: Any = None
+
+
+@runtime_checkable
+class HasBackbone(Protocol):
+    """Parameters of a drafter that adds something to DFlash."""
+
+    @property
+    def backbone(self) -> DFlashParams: ...
+
+
+def backbone_of(params: DFlashParams | HasBackbone) -> DFlashParams:
+    """What a drafter has in common with DFlash."""
+    return params if isinstance(params, DFlashParams) else params.backbone
+
+
+def with_vocab(params: Any, vocab: DraftVocab | None) -> Any:
+    """Parameters of a drafter of any of these kinds, with this draft vocabulary."""
+    if isinstance(params, DFlashParams):
+        return replace(params, vocab=vocab)
+    return replace(params, backbone=replace(params.backbone, vocab=vocab))
 
 
 def declare(config: DFlashConfig) -> DFlashParams:

@@ -1,39 +1,34 @@
 """DFlash 2: DFlash with convolutions along the block, and a selector that walks through the target's best candidates.
 
 The block is drafted as by DFlash (`dflash.py`), with two additions. Around each sublayer, a short causal convolution mixes
-every slot with those before it; its kernels depend on the slot and are shared by groups of channels. And the drafts are not the
-argmaxes of each slot by itself: of each slot's K most likely tokens the selector takes the one that is best after the token
-taken in the slot before, by the logit of the target's head and a score of the pair under the slot's hidden state.
+every slot with those before it (`convolution.py`). And the drafts are not the argmaxes of each slot by itself: of each slot's K
+most likely tokens the selector takes the one that is best after the token taken in the slot before, by the logit of the
+target's head and a score of the pair under the slot's hidden state.
 
 Source: z-lab/dflash, `dflash/model.py`, and the checkpoints that declare `DFlash2DraftModel`.
 
-Legend: B rows of a batch, T slots of a block, L = T - 1 slots to be drafted, H hidden size, k taps of a convolution, C groups
-of channels, K candidates, r rank, V vocabulary.
+Legend: B rows of a batch, T slots of a block, L slots to be drafted, H hidden size, K candidates, r rank, V vocabulary.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32, Int, Int32
 
-from tilewright.kernels.operations import Operations, Projection
+from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import argmax
-from tilewright.models import decoder, dflash
+from tilewright.models import convolution, dflash
 from tilewright.models.config import ConfigReader
-from tilewright.models.decoder import Attend, Layer, head_norms
+from tilewright.models.convolution import Convolution
 from tilewright.models.dflash import DFlashConfig, DFlashParams
 from tilewright.models.params import ArraySpec, initialise, matrix
-from tilewright.models.stack import Rows, Stack
 
 ARCHITECTURE = "DFlash2DraftModel"
-OWN_FIELDS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-BEFORE, AFTER = 0, 1
-"""The sides of a sublayer that has a convolution on each."""
-SIDES = 2
+OWN_FIELDS = (*convolution.SIZES, "selector_rank", "selector_top_k")
 KINDS = ("full_attention", "sliding_attention")
 
 
@@ -64,15 +59,6 @@ class DFlash2Config(DFlashConfig):
     def windows(self) -> tuple[int | None, ...]:
         """Each layer's window; None where a query sees everything."""
         return tuple(self.sliding_window if n in self.sliding_layers else None for n in range(self.num_layers))
-
-    @property
-    def backbone(self) -> DFlashConfig:
-        """A DFlash drafter's of the same sizes."""
-        return DFlashConfig(**{field.name: getattr(self, field.name) for field in fields(DFlashConfig)})
-
-    @property
-    def conv_groups(self) -> int:
-        return self.hidden_size // self.conv_group_size
 
 
 def is_dflash2(fields: Mapping[str, Any]) -> bool:
@@ -113,6 +99,7 @@ def config_from_hf(
     """
     read, inner = dflash.open_config(fields, where)
     read.expect_all("architectures", ARCHITECTURE)
+    read.expect("sample_from_anchor", False)
     backbone = dflash.read_backbone(read, inner, (*dflash.DFLASH_FIELDS, *OWN_FIELDS), num_target_layers)
     cap = read.fields.get("final_logit_softcapping", 0)
     config = DFlash2Config(
@@ -124,7 +111,7 @@ def config_from_hf(
     )
     hidden, group, top_k = config.hidden_size, config.conv_group_size, config.selector_top_k
     read.require(hidden % group == 0, f"conv_group_size {group} does not divide hidden_size {hidden}")
-    read.require(top_k <= config.vocab_size, f"selector_top_k {top_k} exceeds vocab_size {config.vocab_size}")
+    read.require(top_k <= config.proposed, f"selector_top_k {top_k} exceeds the {config.proposed} tokens that can be proposed")
     read.finish()
     return config
 
@@ -150,26 +137,18 @@ def config_to_hf(config: DFlash2Config) -> dict[str, Any]:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Convolution:
-    """Both convolutions of a sublayer.
+class Selector:
+    """Scores pairs of neighbouring tokens.
 
     Attributes:
-        base_kernel: `[side, tap, H]`; tap 0 is the slot itself, tap 1 the one before it.
-        kernel_projection: `[H, side * tap * group]`: what each slot's hidden state adds to its kernels.
+        predecessor: `[V, r]`.
+        successor: `[W, r]`, for the tokens that the drafter can propose.
+        projection: `[H, r]`; None where a pair's score is the same in every slot.
     """
-
-    base_kernel: Any
-    kernel_projection: Any
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Selector:
-    """Scores pairs of neighbouring tokens. `predecessor` and `successor` are `[V, r]`, `projection` `[H, r]`."""
 
     predecessor: Any
     successor: Any
-    projection: Any
+    projection: Any = None
 
 
 @jax.tree_util.register_dataclass
@@ -188,24 +167,17 @@ def declare(config: DFlash2Config) -> DFlash2Params:
 
     Fresh, the dynamic part of all kernels and the scores of all pairs are zero. See `fresh` for the rest.
     """
-    h, r, v, taps = config.hidden_size, config.selector_rank, config.vocab_size, config.conv_kernel_size
+    h, r = config.hidden_size, config.selector_rank
 
-    def convolution(name: str) -> Convolution:
-        return Convolution(
-            ArraySpec(f"{name}.base_kernel", (SIDES, taps, h), ("conv", "conv", "hidden"), scale=0.0),
-            matrix(f"{name}.kernel_projection.weight", h, SIDES * taps * config.conv_groups, ("hidden", "conv"), scale=0.0),
-        )
-
-    def codebook(name: str, scale: float) -> ArraySpec:
-        return ArraySpec(f"candidate_selector.{name}_codebook", (v, r), ("vocab", "rank"), "embedding", scale=scale)
+    def codebook(name: str, tokens: int, scale: float) -> ArraySpec:
+        return ArraySpec(f"candidate_selector.{name}_codebook", (tokens, r), ("vocab", "rank"), "embedding", scale=scale)
 
     return DFlash2Params(
         dflash.declare(config),
-        tuple(convolution(f"layers.{n}.attention_conv") for n in range(config.num_layers)),
-        tuple(convolution(f"layers.{n}.mlp_conv") for n in range(config.num_layers)),
+        *convolution.declare(config),
         Selector(
-            codebook("predecessor", 0.02),
-            codebook("successor", 0.0),
+            codebook("predecessor", config.vocab_size, 0.02),
+            codebook("successor", config.proposed, 0.0),
             matrix("candidate_selector.hidden_projection.weight", h, r, ("hidden", "rank")),
         ),
     )
@@ -213,95 +185,7 @@ def declare(config: DFlash2Config) -> DFlash2Params:
 
 def fresh(config: DFlash2Config, key: Array) -> DFlash2Params:
     """Random parameters that do what DFlash's would: the convolutions pass every slot on, the selector says nothing."""
-    params = initialise(declare(config), key)
-
-    def passing(conv: Convolution) -> Convolution:
-        return replace(conv, base_kernel=conv.base_kernel.at[:, 0].set(1))
-
-    convs = {name: tuple(map(passing, getattr(params, name))) for name in ("attention_convs", "mlp_convs")}
-    return replace(params, **convs)
-
-
-Kernels = Float32[Array, "B T sides k C"]
-"""What a slot adds to the kernels around its sublayer."""
-
-
-def dynamic_kernels(config: DFlash2Config, ops: Operations, conv: Convolution, h: Float[Array, "B T H"]) -> Kernels:
-    flat = ops.linear(h, conv.kernel_projection, jnp.float32)
-    return flat.reshape(*h.shape[:2], SIDES, config.conv_kernel_size, config.conv_groups)
-
-
-def convolve(
-    config: DFlash2Config, conv: Convolution, dynamic: Kernels, side: int, y: Float[Array, "B T H"]
-) -> Float[Array, "B T H"]:
-    """Each slot's weighted sum of itself and the slots before it, channel by channel; nothing lies before slot 0.
-
-    The weights are those of the slot that is written. In float32, whatever the dtype of `y`.
-    """
-    base = conv.base_kernel[side].astype(jnp.float32).reshape(config.conv_kernel_size, config.conv_groups, -1)
-    groups = y.astype(jnp.float32).reshape(*y.shape[:2], *base.shape[1:])
-
-    def tap(j: int) -> Array:
-        earlier = jnp.pad(groups, ((0, 0), (j, 0), (0, 0), (0, 0)))[:, : y.shape[1]]
-        return (base[j] + dynamic[:, :, side, j, :, None]) * earlier
-
-    return sum((tap(j) for j in range(1, len(base))), tap(0)).reshape(y.shape).astype(y.dtype)
-
-
-class ConvLayer(NamedTuple):
-    """A decoder's layer and the convolutions around its sublayers."""
-
-    layer: Layer
-    attention: Convolution
-    mlp: Convolution
-
-
-def stack_of(config: DFlash2Config, ops: Operations, params: DFlash2Params, attend: Attend) -> Stack:
-    """The layers in their parts. What a layer's norm gives also decides the kernels on both sides of the sublayer behind it."""
-
-    def project(ops: Operations, of: ConvLayer, x: Float[Array, "B T H"]) -> tuple[Projection, Kernels]:
-        h = ops.rms_norm(x, of.layer.input_norm, config.rms_norm_eps)
-        dynamic = dynamic_kernels(config, ops, of.attention, h)
-        return ops.project(convolve(config, of.attention, dynamic, BEFORE, h), of.layer.qkv), dynamic
-
-    def attended(
-        ops: Operations, of: ConvLayer, projected: tuple[Projection, Kernels], rows: Rows, kept: Any
-    ) -> tuple[Any, Any]:
-        out, kept = attend(ops, projected[0], head_norms(config, of.layer, rows.rope), rows.seen, kept)
-        return (out, projected[1]), kept
-
-    def output(
-        ops: Operations, of: ConvLayer, out: tuple[Array, Kernels], add: Float[Array, "B T H"] | None = None
-    ) -> Float[Array, "B T H"]:
-        y = convolve(config, of.attention, out[1], AFTER, decoder.output(ops, of.layer, out[0]))
-        return y if add is None else add + y
-
-    def mlp(
-        ops: Operations, of: ConvLayer, x: Float[Array, "B T H"], add: Float[Array, "B T H"] | None = None
-    ) -> Float[Array, "B T H"]:
-        h = ops.rms_norm(x, of.layer.post_attention_norm, config.rms_norm_eps)
-        dynamic = dynamic_kernels(config, ops, of.mlp, h)
-        inner = ops.gated_linear(convolve(config, of.mlp, dynamic, BEFORE, h), of.layer.gate_up)
-        y = convolve(config, of.mlp, dynamic, AFTER, ops.linear(inner, of.layer.down))
-        return y if add is None else add + y
-
-    of = tuple(map(ConvLayer, params.backbone.layers, params.attention_convs, params.mlp_convs))
-    return Stack(ops, of, project, attended, output, mlp)
-
-
-def run_block(
-    config: DFlash2Config,
-    ops: Operations,
-    params: DFlash2Params,
-    embedded: Float[Array, "B T H"],
-    positions: Int[Array, "B T"],
-    context: tuple[Any, ...],
-    attend: Attend,
-    seen: Any,
-) -> Float[Array, "B T H"]:
-    """Runs blocks through all layers; see `dflash.run_block`. The context is DFlash's: no convolution touches it."""
-    stack = stack_of(config, ops, params, attend)
-    return dflash.run_stack(config, stack, params.backbone.norm, embedded, positions, context, seen)
+    return convolution.passing(initialise(declare(config), key))
 
 
 def scaled_logits(config: DFlash2Config, logits: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -317,35 +201,41 @@ def pair_scores(
     previous: Int[Array, "B L P"],
     candidates: Int[Array, "B L K"],
 ) -> Float32[Array, "B L P K"]:
-    """What each slot's hidden state makes of every pair of a token before it and a candidate in it."""
-    gate = ops.linear(hidden, selector.projection, jnp.float32)
+    """What each slot's hidden state makes of every pair of a token before it and a candidate in it.
+
+    Args:
+        previous: by the target's ids.
+        candidates: by the drafter's.
+    """
     before, here = (
         ops.take(codebook, tokens).astype(jnp.float32)
         for codebook, tokens in ((selector.predecessor, previous), (selector.successor, candidates))
     )
-    exact = jax.lax.Precision.HIGHEST
-    return jnp.einsum("blpr,blkr->blpk", before * gate[:, :, None], here, precision=exact)
+    if selector.projection is not None:
+        before = before * ops.linear(hidden, selector.projection, jnp.float32)[:, :, None]
+    return jnp.einsum("blpr,blkr->blpk", before, here, precision=jax.lax.Precision.HIGHEST)
 
 
 def transition_scores(
-    config: DFlash2Config,
     ops: Operations,
     selector: Selector,
     hidden: Float[Array, "B L H"],
     known: Int[Array, " B"],
     candidates: Int[Array, "B L K"],
-    logits: Float[Array, "B L K"],
+    logits: Float32[Array, "B L K"],
+    ids: Int[Array, "B L K"] | None = None,
 ) -> Float32[Array, "B L K K"]:
     """The score of each slot's candidates after each of the slot before; before the first slot stands the known token alone.
 
     Args:
         hidden: of the slots to be drafted, normalised, as the head reads it.
-        logits: of the candidates, by the target's head.
+        candidates: by the drafter's ids.
+        logits: of the candidates, by the target's head; see `scaled_logits`.
+        ids: the target's ids of the candidates, where the drafter has its own.
     """
     anchor = jnp.broadcast_to(known[:, None, None], (*candidates.shape[:1], 1, candidates.shape[2]))
-    previous = jnp.concatenate([anchor, candidates[:, :-1]], axis=1)
-    pairs = pair_scores(ops, selector, hidden, previous, candidates)
-    return scaled_logits(config, logits.astype(jnp.float32))[:, :, None] + pairs
+    previous = jnp.concatenate([anchor, (candidates if ids is None else ids)[:, :-1]], axis=1)
+    return logits[:, :, None] + pair_scores(ops, selector, hidden, previous, candidates)
 
 
 def walk(

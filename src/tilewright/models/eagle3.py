@@ -27,13 +27,11 @@ from tilewright.models import layers
 from tilewright.models.checkpoint import CONFIG, load_params, load_stored, read_config, read_headers, save_params, weight_files
 from tilewright.models.config import ConfigReader, Sizes
 from tilewright.models.decoder import DecoderConfig, Layer, declare_layer, head_norms, mlp, output
+from tilewright.models.draft_vocab import MAPS, maps_from_target_ids, target_ids_from_maps
 from tilewright.models.params import ArraySpec, matrix, norm_weight
 
 BLOCK_SIZE = 8
 """The known token and the seven that the published drafters were trained to draft (EAGLE-3, training-time test)."""
-
-MAPS = ("d2t", "t2d")
-"""The stored vocabulary maps: what to add to a draft id to get the target's, and which of the target's ids have a draft id."""
 
 EAGLE_FIELDS: dict[str, object] = {
     "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
@@ -235,7 +233,8 @@ def load(
     names = {_plain_name(tensor.name) for tensor in read_headers(weight_files(folder))}
     config = replace(config, own_embedding="embed_tokens.weight" in names)
     check_fits(config, target)
-    ids = target_ids_from_maps(config, load_stored(folder, MAPS, _plain_name), str(folder))
+    maps = load_stored(folder, MAPS, _plain_name)
+    ids = target_ids_from_maps(config.draft_vocab_size, config.vocab_size, maps, str(folder))
     params = load_params(folder, declare(config), dtype, rename=_plain_name, ignore=_is_map, console=console)
     return config, replace(params, target_ids=jnp.asarray(ids))
 
@@ -244,35 +243,6 @@ def save(folder: Path, config: Eagle3Config, params: Eagle3Params, dtype: DTypeL
     """Writes a drafter as `load` and other libraries read it; see `checkpoint.save_params`."""
     maps = maps_from_target_ids(np.asarray(params.target_ids), config.vocab_size)
     save_params(folder, config_to_hf(config), declare(config), replace(params, target_ids=None), dtype, maps)
-
-
-def target_ids_from_maps(config: Eagle3Config, maps: Mapping[str, np.ndarray], where: str) -> np.ndarray:
-    """The target's id of each draft id, from the stored maps; the identity where there are none and both vocabularies agree.
-
-    Raises:
-        ValueError: `d2t` is missing or has another length or dtype, leaves the vocabulary, repeats itself, or contradicts
-            `t2d`.
-    """
-    count, vocab = config.draft_vocab_size, config.vocab_size
-    shifts = maps.get("d2t", np.zeros(count, np.int64) if count == vocab else None)
-    if shifts is None:
-        raise ValueError(f"{where}: expected the tensor d2t, as draft_vocab_size {count} is not vocab_size {vocab}")
-    if shifts.shape != (count,) or not np.issubdtype(shifts.dtype, np.integer):
-        raise ValueError(f"{where}: expected d2t to hold {count} integers, found {shifts.dtype} {list(shifts.shape)}")
-    ids = np.arange(count) + shifts
-    if ids.min() < 0 or ids.max() >= vocab or len(np.unique(ids)) < count:
-        raise ValueError(f"{where}: expected d2t to lead to {count} different ids below {vocab}, found others")
-    inverse = maps.get("t2d")
-    if inverse is not None and not np.array_equal(np.flatnonzero(inverse), np.sort(ids)):
-        raise ValueError(
-            f"{where}: expected t2d to be true for the {count} ids that d2t leads to, found {np.count_nonzero(inverse)}"
-        )
-    return ids.astype(np.int32)
-
-
-def maps_from_target_ids(ids: np.ndarray, vocab_size: int) -> dict[str, np.ndarray]:
-    """The stored maps: `d2t` int64 `[draft_vocab_size]` and `t2d` bool `[vocab_size]`."""
-    return {"d2t": ids.astype(np.int64) - np.arange(len(ids)), "t2d": np.isin(np.arange(vocab_size), ids)}
 
 
 def prepare(config: Eagle3Config, ops: Operations, params: Eagle3Params) -> Eagle3Params:

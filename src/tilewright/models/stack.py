@@ -89,8 +89,8 @@ class Schedule(Protocol):
         """All layers, in order: the residual stream after the last one, after each of `taps`, and what each layer keeps."""
         ...
 
-    def logits(self, ops: Operations, x: Array, head: Any, norm: Norm) -> Array:
-        """Final norm and output head, float32 `[..., V]`."""
+    def logits(self, ops: Operations, x: Array, head: Any, norm: Norm | None = None) -> Array:
+        """Final norm and output head, float32 `[..., V]`. Without a norm, `x` is normalised already."""
         ...
 
     def head_argmax(self, ops: Operations, x: Array, head: Any, norm: Norm | None = None) -> Array:
@@ -124,7 +124,9 @@ class SingleDevice:
             left.append(own)
         return x, tuple(after[tap] for tap in taps), tuple(left)
 
-    def logits(self, ops: Operations, x: Float[Array, "*rows H"], head: Any, norm: Norm) -> Float[Array, "*rows V"]:
+    def logits(
+        self, ops: Operations, x: Float[Array, "*rows H"], head: Any, norm: Norm | None = None
+    ) -> Float[Array, "*rows V"]:
         return ops.linear(x, head, jnp.float32, norm)
 
     def head_argmax(

@@ -81,7 +81,7 @@ class Exact(TensorParallel):
         ops = in_parts(stack.ops, self.parts // self.size, self.parts // self.size * copies)
         return run_layers(replace(stack, ops=ops), x, rows, kept, taps, self.reduce)
 
-    def logits(self, ops: Any, x: Float[Array, "*rows H"], head: Any, norm: Norm | None) -> Float[Array, "*rows V"]:
+    def logits(self, ops: Any, x: Float[Array, "*rows H"], head: Any, norm: Norm | None = None) -> Float[Array, "*rows V"]:
         check_unprepared(ops)
         x = x if norm is None else ops.rms_norm(x, *norm)
         own = by_columns(lambda x, w: ops.linear(x, w, jnp.float32), x, head, self.parts // self.size)

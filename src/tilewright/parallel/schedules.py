@@ -50,7 +50,7 @@ class MicroBatches:
         """
         return take_turns(self.count, stack, x, rows, kept, taps)
 
-    def logits(self, ops: Any, x: Float[Array, "*rows H"], head: Any, norm: Any) -> Float[Array, "*rows V"]:
+    def logits(self, ops: Any, x: Float[Array, "*rows H"], head: Any, norm: Any = None) -> Float[Array, "*rows V"]:
         return ops.linear(x, head, jnp.float32, norm)
 
     def head_argmax(self, ops: Any, x: Float[Array, "*rows H"], head: Any, norm: Any = None) -> Int[Array, "*rows"]:
@@ -117,7 +117,7 @@ class TensorParallel:
         """See `models.stack.Schedule.run`."""
         return run_layers(stack, x, rows, kept, taps, self.reduce)
 
-    def logits(self, ops: Any, x: Float[Array, "*rows H"], head: Any, norm: Any) -> Float[Array, "*rows V"]:
+    def logits(self, ops: Any, x: Float[Array, "*rows H"], head: Any, norm: Any = None) -> Float[Array, "*rows V"]:
         own = ops.linear(x, head, jnp.float32, norm)
         return jax.lax.all_gather(own, self.axis, axis=own.ndim - 1, tiled=True)
 

@@ -47,7 +47,9 @@ class IfDivides:
 
 Rules = Mapping[str, MeshAxes | IfDivides | None]
 
-WHOLE: Rules = MappingProxyType(dict.fromkeys(("vocab", "hidden", "heads", "kv_heads", "head", "mlp", "taps", "conv", "rank")))
+WHOLE: Rules = MappingProxyType(
+    dict.fromkeys(("vocab", "hidden", "heads", "kv_heads", "head", "mlp", "taps", "conv", "rank", "lattice"))
+)
 """Every device holds everything."""
 
 TENSOR_PARALLEL: Rules = MappingProxyType({**WHOLE, "vocab": "tp", "heads": "tp", "kv_heads": "tp", "mlp": "tp"})

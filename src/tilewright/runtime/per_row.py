@@ -186,7 +186,15 @@ def sample_each(
         return for_each(asking & (penalised | drawn), draw_row, tokens)
     tokens = for_each(asking & penalised, draw_row, tokens)
     together, left = min(logits.shape[0], TOGETHER), asking & drawn & ~penalised
-    tokens = for_some(left & ~filtered, together, partial(draw_some, draw_plain), tokens)
+    if jax.default_backend() == "gpu":
+        # A turn of the loop costs a GPU as much as a draw of all rows.
+        def draw_all(n: Array, tokens: Array) -> Array:
+            found = draw_plain(counted(logits, n), rows, positions)
+            return jnp.where((left & ~filtered)[:, None], found, tokens)
+
+        tokens = where_asked(jnp.any(left & ~filtered), jnp.int32(0), draw_all, tokens)
+    else:
+        tokens = for_some(left & ~filtered, together, partial(draw_some, draw_plain), tokens)
     return for_some(left & filtered, together, partial(draw_some, draw_kept), tokens)
 
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int
@@ -160,6 +161,23 @@ class Stream:
     def steps_per_epoch(self, length: int, batch: int) -> int:
         """How many batches every epoch has at least (an epoch's offset may leave room for one more window)."""
         return (len(self.tokens) // length - 1) // batch
+
+
+@runtime_checkable
+class TokenSource(Protocol):
+    """Tokens to train on, end to end, and which of them are in the loss: a `Stream`, or `Records`."""
+
+    @property
+    def tokens(self) -> np.ndarray: ...
+
+    @property
+    def in_loss(self) -> np.ndarray: ...
+
+
+def frequent_tokens(source: TokenSource, vocab_size: int, size: int) -> np.ndarray:
+    """The `size` most frequent tokens of what is in the loss, as rising ids, int32; among equals the lower ids."""
+    counts = np.bincount(source.tokens[source.in_loss], minlength=vocab_size)
+    return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
 
 
 def encode_documents(tokenizer: Tokenizer, documents: Sequence[Document], end: int) -> Stream:

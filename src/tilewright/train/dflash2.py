@@ -19,15 +19,25 @@ from rich.console import Console
 
 from tilewright.kernels import select
 from tilewright.kernels.operations import Operations
-from tilewright.models import decoder, dflash, dflash2
+from tilewright.models import convolution, dflash, dflash2
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.dflash2 import DFlash2Config, DFlash2Params
 from tilewright.train import drafter
-from tilewright.train.data import Stream
-from tilewright.train.drafter import Blocks, DFlashOptions, draft_hidden, draw_blocks, weighted_nll
+from tilewright.train.data import TokenSource
+from tilewright.train.drafter import (
+    Blocks,
+    DFlashOptions,
+    Frozen,
+    draw_blocks,
+    frozen_of,
+    run_blocks,
+    weighted_nll,
+    with_draft_vocab,
+)
 from tilewright.train.loop import TrainResult, train
 from tilewright.train.partitioned import Division, partitioned_task
-from tilewright.train.text import TextOptions, Windows
+from tilewright.train.records import batches_of
+from tilewright.train.text import TextOptions
 
 
 @dataclass(frozen=True)
@@ -51,17 +61,23 @@ def selector_loss(
     ops: Operations,
     params: DFlash2Params,
     hidden: Float[Array, "BA S H"],
-    logits: Float[Array, "BA S V"],
+    logits: Float[Array, "BA S W"],
     blocks: Blocks,
+    smoothing: float | None = None,
 ) -> Float[Array, ""]:
-    """The weighted mean cross-entropy in nats of the right token among the candidates; `logits` are scaled already."""
+    """The weighted mean cross-entropy in nats of the right token among the candidates; `logits` are scaled already.
+
+    Args:
+        smoothing: as in `drafter.weighted_nll`.
+    """
     candidates, _ = select.top_k(jax.lax.stop_gradient(logits), config.selector_top_k)
     wanted = blocks.wanted[..., None]
     there = jnp.any(candidates == wanted, axis=-1)
     candidates = candidates.at[..., -1].set(jnp.where(there, candidates[..., -1], blocks.wanted))
     pairs = dflash2.pair_scores(ops, params.selector, hidden, blocks.before[..., None], candidates)
     scores = jnp.take_along_axis(logits, candidates, axis=-1) + pairs[:, :, 0]
-    return weighted_nll(scores, jnp.argmax(candidates == wanted, axis=-1), blocks.weights)
+    among = blocks._replace(wanted=jnp.argmax(candidates == wanted, axis=-1))
+    return weighted_nll(scores, among, smoothing)[0]
 
 
 def drafter_losses(
@@ -70,17 +86,19 @@ def drafter_losses(
     options: DFlash2Options,
     ops: Operations,
     params: DFlash2Params,
-    target_params: DecoderParams,
+    frozen: Frozen,
     batch: tuple[Int[Array, "B T"], Bool[Array, "B T"]],
     key: Array,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
     """The backbone's loss and the selector's, both in nats, and the sum of the slots' weights."""
-    blocks, run = draw_blocks(target, config, options, batch, key), partial(dflash2.run_block, config, ops, params)
-    arguments = (target_params, params.backbone, run, batch[0], blocks.anchors, config.windows)
-    hidden = draft_hidden(target, config, ops, *arguments)
-    logits = dflash2.scaled_logits(config, ops.linear(hidden, decoder.output_head(target_params), jnp.float32))
-    chosen = selector_loss(config, ops, params, hidden, logits, blocks)
-    return weighted_nll(logits, blocks.wanted, blocks.weights), chosen, jnp.sum(blocks.weights)
+    blocks = draw_blocks(target, config, options, batch, key, frozen.vocab)
+    run = partial(convolution.run_block, config, ops, params)
+    arguments = (frozen.params, params.backbone, run, batch[0], blocks.anchors, config.windows)
+    hidden = run_blocks(target, config, ops, *arguments).hidden
+    logits = dflash2.scaled_logits(config, ops.linear(hidden, frozen.head, jnp.float32))
+    chosen = selector_loss(config, ops, params, hidden, logits, blocks, options.dpace)
+    backbone, total = weighted_nll(logits, blocks, options.dpace)
+    return backbone, chosen, total
 
 
 def start_of(target: DecoderConfig, config: DFlash2Config, target_params: DecoderParams, key: Array) -> DFlash2Params:
@@ -99,8 +117,8 @@ def train_dflash2(
     target: DecoderConfig,
     target_params: DecoderParams,
     config: DFlash2Config,
-    stream: Stream,
-    held_out: Stream,
+    stream: TokenSource,
+    held_out: TokenSource,
     options: TextOptions,
     drafter_options: DFlash2Options,
     out: Path,
@@ -118,9 +136,12 @@ def train_dflash2(
         return backbone + drafter_options.selector_weight * chosen, total
 
     def init() -> DFlash2Params:
-        return start_of(target, config, target_params, jax.random.key(options.seed)) if start is None else start
+        if start is not None:
+            return dflash.with_vocab(start, None)
+        return start_of(target, config, target_params, jax.random.key(options.seed))
 
     same = drafter.identity(config, drafter_options, target_params, start)
-    windows = Windows(stream, held_out, options.sequence_length, options)
+    frozen = frozen_of(config, target_params, stream, start)
     trained = (init, dflash2.declare(config), hidden_matrices, division)
-    return train(partitioned_task("DFlash 2 drafter", windows, same, loss, target_params, *trained), console, out)
+    task = partitioned_task("DFlash 2 drafter", batches_of(stream, held_out, options), same, loss, frozen, *trained)
+    return with_draft_vocab(train(task, console, out), frozen)

@@ -200,6 +200,11 @@ class Examples:
         each = (self.batch(np.random.default_rng((self.options.seed, 1, n)), True) for n in count())
         return list(islice(each, HELD_OUT_BATCHES))
 
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a step computes."""
+        return self.options.batch_size * self.options.sequence_length
+
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must agree with."""
         text = fingerprint((self.texts.tokens, self.texts.starts))

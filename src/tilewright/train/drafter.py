@@ -15,20 +15,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 from rich.console import Console
 
 from tilewright.kernels.operations import Heads, Norm, Operations, Projection
 from tilewright.kernels.select import MASKED, group_rows, ungroup_rows
 from tilewright.models import decoder, dflash
-from tilewright.models.decoder import DecoderConfig, DecoderParams
+from tilewright.models.checkpoint import save_params
+from tilewright.models.decoder import DecoderConfig, DecoderParams, Layer
 from tilewright.models.dflash import DFlashConfig, DFlashParams
+from tilewright.models.draft_vocab import DraftVocab, draft_ids, maps_from_target_ids
 from tilewright.models.params import initialise
 from tilewright.train.checkpoint import fingerprint
-from tilewright.train.data import Stream
+from tilewright.train.data import TokenSource, frequent_tokens
 from tilewright.train.loop import TrainResult, train
 from tilewright.train.partitioned import Division, partitioned_task
-from tilewright.train.text import TextOptions, Windows
+from tilewright.train.records import batches_of
+from tilewright.train.text import TextOptions
 
 
 @dataclass(frozen=True)
@@ -39,16 +43,23 @@ class DFlashOptions:
         anchors: blocks drawn from each sequence at each step.
         gamma: decay of the slots' loss weights; None takes the published value for the block size (7 for 16, 5 for 10, 4 for
             8).
+        dpace: smoothing, from 0 to 1, of weights that follow the drafts that are expected to be accepted (D-PACE, arXiv
+            2605.18810); None for the decay.
     """
 
     anchors: int = 32
     gamma: float | None = None
+    dpace: float | None = None
 
     def __post_init__(self) -> None:
         if self.anchors < 1:
             raise ValueError(f"expected at least 1 anchor, found {self.anchors}")
         if self.gamma is not None and not self.gamma > 0:
             raise ValueError(f"expected a gamma above 0, found {self.gamma}")
+        if self.dpace is not None and not 0 <= self.dpace <= 1:
+            raise ValueError(f"expected a D-PACE smoothing from 0 to 1, found {self.dpace}")
+        if self.gamma is not None and self.dpace is not None:
+            raise ValueError("expected a gamma or a D-PACE smoothing, found both")
 
     def decay(self, block_size: int) -> float:
         if self.gamma is not None:
@@ -123,7 +134,22 @@ RunBlock = Callable[..., Float[Array, "BA T H"]]
 """`dflash.run_block`, or another drafter's, with configuration, operations and parameters given."""
 
 
-def draft_hidden(
+class Drafted(NamedTuple):
+    """What blocks at anchors come to, and what they read.
+
+    Attributes:
+        hidden: what the head reads of every slot that drafts, S = block_size - 1, for the block at every anchor, `[BA, S, H]`.
+        features: of all positions, `[B, T, H]`.
+        stream: the target's residual stream after its last layer, before its final norm, `[B, T, H]`; None where it was not
+            asked for.
+    """
+
+    hidden: Array
+    features: Array
+    stream: Array | None
+
+
+def run_blocks(
     target: DecoderConfig,
     config: DFlashConfig,
     ops: Operations,
@@ -133,43 +159,79 @@ def draft_hidden(
     tokens: Int[Array, "B T"],
     anchors: Int[Array, "B A"],
     windows: Sequence[int | None],
-) -> Float[Array, "BA S H"]:
-    """What the head reads of every slot after the known one, S = block_size - 1, for the block at every anchor.
+    whole: bool = False,
+) -> Drafted:
+    """Runs the target over whole sequences, and the drafter over the block at every anchor.
 
     Args:
         params: what makes the context.
         windows: how many positions a query sees in each layer; None for all.
+        whole: run all of the target; else what lies above its last tap is left out.
     """
-    ran = decoder.forward_full(target, ops, target_params, tokens, config.target_layer_ids)
+    read = target.num_layers if whole else max(config.target_layer_ids) + 1
+    below = replace(target, num_layers=read), replace(target_params, layers=target_params.layers[:read])
+    ran = decoder.forward_full(below[0], ops, below[1], tokens, config.target_layer_ids)
     taps = dflash.normal_taps(config, ops, ran.taps, Norm(target_params.norm, target.rms_norm_eps))
     features = dflash.context_features(config, ops, params, jax.lax.stop_gradient(taps))
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     context = tuple(zip(dflash.context_kv(config, ops, params, features, positions), windows, strict=True))
-    block = anchors.reshape(-1, 1) + jnp.arange(config.block_size)
+    block = anchors.reshape(-1, 1) + jnp.arange(config.slots)
     known = jnp.take_along_axis(tokens, anchors, axis=1).reshape(-1, 1)
-    masks = jnp.full((known.shape[0], config.block_size - 1), config.mask_token_id, known.dtype)
+    masks = jnp.full((known.shape[0], config.slots - 1), config.mask_token_id, known.dtype)
     x = target_params.embed[jnp.concatenate([known, masks], axis=1)]
 
     def attend(ops: Operations, projection: Projection, heads: Heads, anchors: Array, kept: Any) -> tuple[Array, Any]:
         (q, k, v), (pair, window) = ops.heads(projection, heads), kept
         return anchored_attention(q, pair, (k, v), anchors, window).reshape(*q.shape[:2], -1), kept
 
-    return run_block(x, block, context, attend, anchors)[:, 1:]
+    hidden = run_block(x, block, context, attend, anchors)[:, config.first_slot :]
+    return Drafted(hidden, features, ran.hidden if whole else None)
+
+
+class Frozen(NamedTuple):
+    """What a drafter learns from, and is not trained.
+
+    Attributes:
+        params: the target's.
+        vocab: the draft vocabulary with its head; None where any token can be proposed.
+    """
+
+    params: DecoderParams
+    vocab: DraftVocab | None = None
+
+    @property
+    def head(self) -> Any:
+        """The output head, `[hidden, W]`."""
+        return decoder.output_head(self.params) if self.vocab is None else self.vocab.head
+
+
+def frozen_of(config: DFlashConfig, target_params: DecoderParams, source: TokenSource, start: Any = None) -> Frozen:
+    """The target, and the draft vocabulary, if the drafter has one.
+
+    That is the one of the drafter to go on from, else the most frequent tokens of the training text.
+    """
+    if config.draft_vocab_size is None:
+        return Frozen(target_params)
+    frequent = jnp.asarray(frequent_tokens(source, config.vocab_size, config.draft_vocab_size))
+    begun = None if start is None else dflash.backbone_of(start).vocab
+    ids = frequent if begun is None else begun.ids
+    head = target_params.embed.T if target_params.head is None else target_params.head
+    return Frozen(target_params, DraftVocab(ids, head[:, ids]))
 
 
 def draft_logits(
     target: DecoderConfig,
     config: DFlashConfig,
     ops: Operations,
-    target_params: DecoderParams,
+    frozen: Frozen,
     params: DFlashParams,
     tokens: Int[Array, "B T"],
     anchors: Int[Array, "B A"],
-) -> Float[Array, "BA S V"]:
-    """The drafter's logits for every slot after the known one, S = block_size - 1, for the block at every anchor."""
+) -> Float[Array, "BA S W"]:
+    """The drafter's logits for every slot that drafts, S = block_size - 1, for the block at every anchor."""
     run, everything = partial(dflash.run_block, config, ops, params), (None,) * config.num_layers
-    hidden = draft_hidden(target, config, ops, target_params, params, run, tokens, anchors, everything)
-    return ops.linear(hidden, decoder.output_head(target_params), jnp.float32)
+    hidden = run_blocks(target, config, ops, frozen.params, params, run, tokens, anchors, everything).hidden
+    return ops.linear(hidden, frozen.head, jnp.float32)
 
 
 class Blocks(NamedTuple):
@@ -177,14 +239,17 @@ class Blocks(NamedTuple):
 
     Attributes:
         anchors: the known tokens' positions, `[B, A]`.
-        before, wanted: the right token of the slot before each one, and of the slot itself, `[BA, S]`.
-        weights: of each slot in the loss, `[BA, S]`.
+        before: the right token of the slot before each one, `[BA, S]`.
+        wanted: the right token of the slot itself, by the drafter's ids, `[BA, S]`.
+        weights: of each slot in the loss, `[BA, S]`; 0 for a token that cannot be proposed.
+        missed: slots whose token cannot be proposed, `[BA, S]`.
     """
 
     anchors: Array
     before: Array
     wanted: Array
     weights: Array
+    missed: Array
 
 
 def draw_blocks(
@@ -193,22 +258,70 @@ def draw_blocks(
     options: DFlashOptions,
     batch: tuple[Int[Array, "B T"], Bool[Array, "B T"]],
     key: Array,
+    vocab: DraftVocab | None = None,
 ) -> Blocks:
+    """Random blocks, their labels, and the slots' weights by position."""
     tokens, in_loss = batch
     anchors, real = draw_anchors(in_loss, options.anchors, key)
     end = target.eos_token_ids[0] if target.eos_token_ids else -1
     labels, counted = block_labels(tokens, in_loss, anchors, config.block_size, end)
-    decay = jnp.exp(-jnp.arange(config.block_size - 1, dtype=jnp.float32) / options.decay(config.block_size))
-    weights = counted[:, :, 1:] * real.astype(jnp.float32)[:, :, None] * decay
-    flat = (x.reshape(-1, config.block_size - 1) for x in (labels[:, :, :-1], labels[:, :, 1:], weights))
-    return Blocks(anchors, *flat)
+    weights = counted[:, :, 1:] * real.astype(jnp.float32)[:, :, None]
+    if options.dpace is None:
+        slot = jnp.arange(config.block_size - 1, dtype=jnp.float32)
+        weights = weights * jnp.exp(-slot / options.decay(config.block_size))
+    before, wanted, weights = (x.reshape(-1, config.block_size - 1) for x in (labels[:, :, :-1], labels[:, :, 1:], weights))
+    if vocab is None:
+        return Blocks(anchors, before, wanted, weights, jnp.zeros_like(weights, bool))
+    wanted = draft_ids(vocab.ids, config.vocab_size)[wanted]
+    missed = (wanted == config.proposed) & (weights > 0)
+    return Blocks(anchors, before, jnp.minimum(wanted, config.proposed - 1), jnp.where(missed, 0.0, weights), missed)
 
 
-def weighted_nll(logits: Float[Array, "BA S V"], wanted: Int[Array, "BA S"], weights: Float[Array, "BA S"]) -> Float[Array, ""]:
-    """The weighted mean cross-entropy in nats; 0 where all weights are."""
-    label_logits = jnp.take_along_axis(logits, wanted[..., None], axis=-1)[..., 0]
-    nll = jax.nn.logsumexp(logits, axis=-1) - label_logits
-    return jnp.sum(nll * weights) / jnp.maximum(jnp.sum(weights), 1e-6)
+def at_slots(x: Float[Array, "B T *rest"], anchors: Int[Array, "B A"], size: int) -> Float[Array, "BA S *rest"]:
+    """The entries of each block's positions, from its anchor on; of positions beyond the end, the last one's."""
+    index = jnp.minimum(anchors[:, :, None] + jnp.arange(size), x.shape[1] - 1)
+    return jax.vmap(lambda row, at: row[at])(x, index).reshape(-1, size, *x.shape[2:])
+
+
+def slot_nll(logits: Float[Array, "BA S W"], wanted: Int[Array, "BA S"]) -> Float[Array, "BA S"]:
+    """The cross-entropy of each slot in nats."""
+    return jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, wanted[..., None], axis=-1)[..., 0]
+
+
+def acceptance_weights(nll: Float[Array, "BA S"], blocks: Blocks, smoothing: float) -> Float[Array, "BA S"]:
+    """What each slot contributes to the drafts that are expected to be accepted (D-PACE, arXiv 2605.18810).
+
+    A slot counts as far as those before it are likely to be right, and as further ones hang on it: the sum, over the slots from
+    it on, of the products of all probabilities up to there, each `(1 - smoothing) * p + smoothing`. No gradient flows.
+    """
+    p = jnp.where(blocks.missed, 0.0, jnp.exp(-jax.lax.stop_gradient(nll)))
+    smooth = (1 - smoothing) * p + smoothing
+    counted = blocks.weights > 0
+    prefix = jnp.cumprod(jnp.where(counted | blocks.missed, smooth, 1.0), axis=-1)
+    return blocks.weights * jnp.cumsum(jnp.where(counted, prefix, 0.0)[..., ::-1], axis=-1)[..., ::-1]
+
+
+def slot_weights(nll: Float[Array, "BA S"], blocks: Blocks, smoothing: float | None) -> Float[Array, "BA S"]:
+    """The weights of the slots: those of the blocks, or with a smoothing `acceptance_weights`."""
+    return blocks.weights if smoothing is None else acceptance_weights(nll, blocks, smoothing)
+
+
+def weighted_mean(values: Float[Array, "BA S"], weights: Float[Array, "BA S"]) -> Float[Array, ""]:
+    """The weighted mean; 0 where all weights are."""
+    return jnp.sum(values * weights) / jnp.maximum(jnp.sum(weights), 1e-6)
+
+
+def weighted_nll(
+    logits: Float[Array, "BA S W"], blocks: Blocks, smoothing: float | None = None
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """The weighted mean cross-entropy in nats, 0 where all weights are; and the sum of the weights.
+
+    Args:
+        smoothing: as in `slot_weights`.
+    """
+    nll = slot_nll(logits, blocks.wanted)
+    weights = slot_weights(nll, blocks, smoothing)
+    return weighted_mean(nll, weights), jnp.sum(weights)
 
 
 def drafter_loss(
@@ -217,37 +330,40 @@ def drafter_loss(
     options: DFlashOptions,
     ops: Operations,
     params: DFlashParams,
-    target_params: DecoderParams,
+    frozen: Frozen,
     batch: tuple[Int[Array, "B T"], Bool[Array, "B T"]],
     key: Array,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The weighted mean cross-entropy in nats over the slots of random blocks, and the sum of the weights."""
-    blocks = draw_blocks(target, config, options, batch, key)
-    logits = draft_logits(target, config, ops, target_params, params, batch[0], blocks.anchors)
-    return weighted_nll(logits, blocks.wanted, blocks.weights), jnp.sum(blocks.weights)
+    blocks = draw_blocks(target, config, options, batch, key, frozen.vocab)
+    logits = draft_logits(target, config, ops, frozen, params, batch[0], blocks.anchors)
+    return weighted_nll(logits, blocks, options.dpace)
 
 
 def warm_start(target: DecoderConfig, config: DFlashConfig, target_params: DecoderParams, params: DFlashParams) -> DFlashParams:
     """Starts a drafter from its target's last layers, which already write what the target's head reads.
 
     Each drafter layer is a copy of one of them, the final norm is the target's, and `fc` passes on the stream that the last of
-    them reads, normed as there. A drafter whose sizes differ from its target's keeps its random layers and gets the norm alone.
+    them reads, normed as there. Queries and keys keep their own norms where the target has none (Llama). A drafter whose sizes
+    differ from its target's keeps its random layers and gets the norm alone.
     """
     sizes = ("intermediate_size", "num_heads", "num_kv_heads", "head_dim")
     params = replace(params, norm=target_params.norm)
     alike = all(getattr(config, name) == getattr(target, name) for name in sizes) and config.num_layers <= target.num_layers
-    read = target.num_layers - 2
-    if not alike or params.layers[0].q_norm is None or target_params.layers[0].q_norm is None:
+    if not alike or params.layers[0].q_norm is None:
         return params
+
+    def copied(own: Layer, theirs: Layer) -> Layer:
+        norms = own if theirs.q_norm is None else theirs
+        return replace(theirs, q_norm=norms.q_norm, k_norm=norms.k_norm, qkv_bias=None)
+
+    last, read = target_params.layers[-config.num_layers :], target.num_layers - 2
+    params = replace(params, layers=tuple(map(copied, params.layers, last)))
     if read not in config.target_layer_ids:
-        return replace(params, layers=target_params.layers[-config.num_layers :])
+        return params
     h, at = config.hidden_size, config.target_layer_ids.index(read)
-    return replace(
-        params,
-        fc=params.fc.at[at * h : (at + 1) * h].add(jnp.eye(h, dtype=params.fc.dtype)),
-        hidden_norm=target_params.layers[-1].input_norm,
-        layers=target_params.layers[-config.num_layers :],
-    )
+    fc = params.fc.at[at * h : (at + 1) * h].add(jnp.eye(h, dtype=params.fc.dtype))
+    return replace(params, fc=fc, hidden_norm=target_params.layers[-1].input_norm)
 
 
 def hidden_matrices(params: DFlashParams) -> DFlashParams:
@@ -259,8 +375,8 @@ def train_drafter(
     target: DecoderConfig,
     target_params: DecoderParams,
     config: DFlashConfig,
-    stream: Stream,
-    held_out: Stream,
+    stream: TokenSource,
+    held_out: TokenSource,
     options: TextOptions,
     drafter_options: DFlashOptions,
     out: Path,
@@ -280,14 +396,31 @@ def train_drafter(
 
     def init() -> DFlashParams:
         if start is not None:
-            return start
+            return dflash.with_vocab(start, None)
         return warm_start(target, config, target_params, initialise(dflash.declare(config), jax.random.key(options.seed)))
 
     loss = partial(drafter_loss, target, config, drafter_options, division.ops(options))
-    same = identity(config, drafter_options, target_params, start)
-    windows = Windows(stream, held_out, options.sequence_length, options)
+    same, frozen = identity(config, drafter_options, target_params, start), frozen_of(config, target_params, stream, start)
     trained = (init, dflash.declare(config), hidden_matrices, division)
-    return train(partitioned_task("DFlash drafter", windows, same, loss, target_params, *trained), console, out)
+    task = partitioned_task("DFlash drafter", batches_of(stream, held_out, options), same, loss, frozen, *trained)
+    return with_draft_vocab(train(task, console, out), frozen)
+
+
+def with_draft_vocab(result: TrainResult, frozen: Frozen) -> TrainResult:
+    """What was trained, with the draft vocabulary that it was trained for."""
+    return replace(result, params=dflash.with_vocab(result.params, frozen.vocab))
+
+
+def save_drafter(folder: Path, model: Any, config: DFlashConfig, params: Any, dtype: DTypeLike) -> None:
+    """Writes a drafter of one of DFlash's kinds, with its draft vocabulary; see `checkpoint.save_params`.
+
+    Args:
+        model: the module of its kind, `models.dflash` or another that declares and describes one.
+    """
+    vocab = dflash.backbone_of(params).vocab
+    maps = None if vocab is None else maps_from_target_ids(np.asarray(vocab.ids), config.vocab_size)
+    stored = dflash.with_vocab(params, None)
+    save_params(folder, model.config_to_hf(config), model.declare(config), stored, dtype, maps)
 
 
 def check_anchors(drafter_options: DFlashOptions, options: TextOptions) -> None:

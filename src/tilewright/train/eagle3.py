@@ -26,10 +26,14 @@ from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.eagle3 import Eagle3Config, Eagle3Params
 from tilewright.models.params import initialise
 from tilewright.train.checkpoint import fingerprint
-from tilewright.train.data import Stream
+from tilewright.train.data import TokenSource, frequent_tokens
 from tilewright.train.loop import TrainResult, train
 from tilewright.train.partitioned import Division, partitioned_task
-from tilewright.train.text import TextOptions, Windows
+from tilewright.train.records import batches_of
+from tilewright.train.text import TextOptions
+
+SEQUENCES = 8
+"""Sequences that an accelerator works on at a time: one alone leaves most of it idle."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +54,6 @@ class Eagle3Options:
 def default_draft_vocab(vocab_size: int) -> int:
     """A small vocabulary whole; of a large one as many tokens as the published drafters have."""
     return vocab_size if vocab_size <= 8192 else min(vocab_size, 32000)
-
-
-def frequent_tokens(stream: Stream, vocab_size: int, size: int) -> np.ndarray:
-    """The `size` most frequent tokens of what is in the loss, as rising ids, int32; among equals the lower ids."""
-    counts = np.bincount(stream.tokens[stream.in_loss], minlength=vocab_size)
-    return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
 
 
 class Teacher(NamedTuple):
@@ -158,7 +156,7 @@ def drafter_loss(
     """The weighted mean cross-entropy in nats against the target's distribution over the draft vocabulary; the weights' sum.
 
     Tokens count where the target's own choice is in the draft vocabulary: elsewhere no greedy draft can be accepted. One
-    sequence is worked on at a time, backwards too, so that memory does not grow with the batch.
+    sequence is worked on at a time, backwards too, so that memory does not grow with the batch; on accelerators several.
 
     Args:
         frozen: the target, and the target's ids of the draft ids.
@@ -181,7 +179,8 @@ def drafter_loss(
         tokens, in_loss = (x[None] for x in sequence)
         return of_chains(params, ask_target(target, config, ops, target_params, ids, tokens), tokens, in_loss)
 
-    summed, total = (jnp.sum(part) for part in jax.lax.map(of_sequence, batch))
+    together = None if jax.default_backend() == "cpu" else SEQUENCES
+    summed, total = (jnp.sum(part) for part in jax.lax.map(of_sequence, batch, batch_size=together))
     return summed / jnp.maximum(total, 1e-6), total
 
 
@@ -236,8 +235,8 @@ def train_eagle3(
     target: DecoderConfig,
     target_params: DecoderParams,
     config: Eagle3Config,
-    stream: Stream,
-    held_out: Stream,
+    stream: TokenSource,
+    held_out: TokenSource,
     options: TextOptions,
     eagle3_options: Eagle3Options,
     out: Path,
@@ -269,7 +268,7 @@ def train_eagle3(
         return warm_start(target, config, target_params, ids, drawn)
 
     same = {"config": asdict(config), "eagle3": asdict(eagle3_options), "target": fingerprint(target_params)}
-    windows, frozen = Windows(stream, held_out, options.sequence_length, options), (target_params, ids)
+    windows, frozen = batches_of(stream, held_out, options), (target_params, ids)
     trained = (init, eagle3.declare(config), hidden_matrices, division)
     result = train(partitioned_task("EAGLE-3 drafter", windows, same, loss, frozen, *trained), console, out)
     agree = jax.jit(partial(step_agreement, target, config, ops))

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,39 +27,62 @@ def cut_prompts(stream: Stream, count: int, length: int, seed: int) -> list[list
     return [stream.tokens[start : start + length].tolist() for start in starts]
 
 
-def regenerate(
-    lm: LanguageModel, prompts: Sequence[list[int]], samplings: Sequence[Sampling], path: Path, end: int, console: Console
-) -> Stream:
-    """Continues every prompt with the target, row i under `samplings[i % len(samplings)]` with seed i.
+GROUP = 8
+"""Prompts that are asked at once, for each row of the batch: a row that ends is given the next one."""
 
-    Records are appended to `path` (JSONL: prompt_tokens, response_tokens) as they come; those already there are kept, so that
-    an interrupted run goes on where it stopped.
+Record = dict[str, object]
+"""A prompt and what was written after it: "prompt_tokens" and "response_tokens"."""
 
-    Returns:
-        all of it as a stream, each record closed by the token `end`, with only the responses in the loss.
+
+def generated(
+    lm: LanguageModel, prompts: Sequence[list[int]], sampling: Callable[[int], Sampling], path: Path, title: str,
+    console: Console,
+) -> list[Record]:  # fmt: skip
+    """What the model writes after each prompt, row i under `sampling(i)`.
+
+    Records are appended to `path` (JSONL) as they come; those already there are kept, so that an interrupted run goes on where
+    it stopped.
 
     Raises:
         ValueError: `path` holds continuations of other prompts.
     """
-    records = kept_records(path, prompts)
-    batch = lm.table.batches[-1]
+    records, rows, size = kept_records(path, prompts), len(prompts), GROUP * lm.table.batches[-1]
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file, Progress(console=console) as bar:
-        row = bar.add_task("regenerating responses", total=len(prompts), completed=len(records))
-        for first in range(len(records), len(prompts), batch):
-            part = prompts[first : first + batch]
-            asked = [replace(samplings[i % len(samplings)], seed=i) for i in range(first, first + len(part))]
-            for prompt, result in zip(part, lm.generate(part, asked, speculative=False), strict=True):
-                record: dict[str, object] = {"prompt_tokens": prompt, "response_tokens": result.tokens}
-                file.write(json.dumps(record) + "\n")
-                records.append(record)
+    with path.open("a", encoding="utf-8") as file, Progress(console=console, disable=not console.is_terminal) as bar:
+        row = bar.add_task(title, total=rows, completed=len(records))
+        for first in range(len(records), rows, size):
+            part = range(first, min(first + size, rows))
+            # Alike rows side by side: where all rows of a batch are greedy, no logits are made.
+            order = sorted(part, key=lambda n: (sampling(n).temperature, n))
+            found = lm.generate([prompts[n] for n in order], [sampling(n) for n in order], speculative=False)
+            written = {n: result.tokens for n, result in zip(order, found, strict=True)}
+            new: list[Record] = [{"prompt_tokens": prompts[n], "response_tokens": written[n]} for n in part]
+            file.writelines(json.dumps(record) + "\n" for record in new)
             file.flush()
             os.fsync(file.fileno())
-            bar.advance(row, len(part))
-    return pair_stream(records, end, path)
+            records += new
+            bar.update(row, completed=len(records))
+            if not console.is_terminal:
+                console.print(f"{title}: {len(records):,} of {rows:,}")
+    return records
 
 
-def kept_records(path: Path, prompts: Sequence[list[int]]) -> list[dict[str, object]]:
+def regenerate(
+    lm: LanguageModel, prompts: Sequence[list[int]], samplings: Sequence[Sampling], path: Path, end: int, console: Console
+) -> Stream:
+    """Continues every prompt with the target, row i under `samplings[i % len(samplings)]` with seed i; see `generated`.
+
+    Returns:
+        all of it as a stream, each record closed by the token `end`, with only the responses in the loss.
+    """
+
+    def sampling(i: int) -> Sampling:
+        return replace(samplings[i % len(samplings)], seed=i)
+
+    return pair_stream(generated(lm, prompts, sampling, path, "regenerating responses", console), end, path)
+
+
+def kept_records(path: Path, prompts: Sequence[list[int]]) -> list[Record]:
     """The records that an interrupted run left. A last line that it did not finish is cut off, in the file too."""
     if not path.exists():
         return []
@@ -72,7 +95,7 @@ def kept_records(path: Path, prompts: Sequence[list[int]]) -> list[dict[str, obj
     return records
 
 
-def pair_stream(records: Sequence[dict[str, object]], end: int, path: Path) -> Stream:
+def pair_stream(records: Sequence[Record], end: int, path: Path) -> Stream:
     """Pairs of prompt and response tokens as a stream, each closed by `end`; only responses are in the loss.
 
     Raises:

@@ -37,13 +37,17 @@ class TextOptions(TrainOptions):
         sequence_length: tokens a sequence.
         learning_rate: peak rate of AdamW (and, with "muon", of everything that is no hidden matrix).
         optimizer: "adamw", or "muon" (Jordan et al. 2024) for the hidden matrices at `muon_learning_rate`.
-        warmup: share of the steps over which the rate rises; it then falls to a twentieth by a cosine.
+        warmup: share of the steps over which the rate rises.
+        schedule: what it does then: "cosine" falls to a twentieth of the peak; "wsd" stays, and falls in a straight line over
+            the last `cooldown` (warm-up, stable, decay: MiniCPM, arXiv 2404.06395 §4), so that a run can be stopped anywhere
+            before, and another one go on from its weights.
+        cooldown: share of the steps over which "wsd" falls; 0 for a run that another one goes on from.
         weight_decay: decoupled, on matrices only.
         clip: largest global norm of a gradient.
         seed: of the initialisation and of the data's order.
         evaluate_every, save_every: in steps.
-        products: "float32"; "bfloat16" with float32 sums, by the CPU kernels; or "auto", bfloat16 where the CPU has
-            instructions for it (see `kernels.select.training_operations`). Weights are float32.
+        products: "float32"; "bfloat16" with float32 sums; or "auto", bfloat16 where the chip has instructions for it (see
+            `kernels.select.training_operations`). Weights are float32.
     """
 
     steps: int = 1000
@@ -53,6 +57,8 @@ class TextOptions(TrainOptions):
     optimizer: str = "adamw"
     muon_learning_rate: float = 0.02
     warmup: float = 0.04
+    schedule: str = "cosine"
+    cooldown: float = 0.2
     weight_decay: float = 0.01
     clip: float = 1.0
     seed: int = 0
@@ -72,6 +78,10 @@ class TextOptions(TrainOptions):
         training_operations(self.products)  # says what cannot run
         if not 0 <= self.warmup < 1:
             raise ValueError(f"expected a warmup from 0 to below 1, found {self.warmup}")
+        if self.schedule not in ("cosine", "wsd"):
+            raise ValueError(f"expected the schedule cosine or wsd, found {self.schedule!r}")
+        if not 0 <= self.cooldown <= 1 - self.warmup:
+            raise ValueError(f"expected a cooldown from 0 to what the warmup leaves, found {self.cooldown}")
 
     @property
     def ops(self) -> Operations:
@@ -79,21 +89,29 @@ class TextOptions(TrainOptions):
         return training_operations(self.products)
 
 
+def rate(options: TextOptions, peak: float) -> optax.Schedule:
+    """The learning rate at each step, with this peak."""
+    warmup = min(max(1, round(options.warmup * options.steps)), options.steps - 1)
+    if options.schedule == "cosine":
+        return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, options.steps, peak / 20)
+    falling = round(options.cooldown * options.steps)
+    parts = [optax.linear_schedule(0.0, peak, warmup), optax.constant_schedule(peak)]
+    if not falling:
+        return optax.join_schedules(parts, [warmup])
+    return optax.join_schedules([*parts, optax.linear_schedule(peak, 0.0, falling)], [warmup, options.steps - falling])
+
+
 def make_optimizer(options: TextOptions, is_hidden_matrix: Callable[[Any], Any]) -> optax.GradientTransformation:
-    """AdamW or Muon under warm-up, cosine decay and clipping.
+    """AdamW or Muon under a schedule and clipping.
 
     `is_hidden_matrix(params)` gives the tree of booleans that says which arrays Muon takes and weight decay applies to.
     """
 
-    def rate(peak: float) -> optax.Schedule:
-        warmup = min(max(1, round(options.warmup * options.steps)), options.steps - 1)
-        return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, options.steps, peak / 20)
-
-    adamw = optax.adamw(rate(options.learning_rate), b2=0.95, weight_decay=options.weight_decay, mask=is_hidden_matrix)
+    adamw = optax.adamw(rate(options, options.learning_rate), b2=0.95, weight_decay=options.weight_decay, mask=is_hidden_matrix)
     clip = optax.clip_by_global_norm(options.clip)
     if options.optimizer == "adamw":
         return optax.chain(clip, adamw)
-    muon = optax.contrib.muon(rate(options.muon_learning_rate), weight_decay=options.weight_decay)
+    muon = optax.contrib.muon(rate(options, options.muon_learning_rate), weight_decay=options.weight_decay)
 
     def label(params: Any) -> Any:
         return jax.tree.map(lambda hidden: "muon" if hidden else "adamw", is_hidden_matrix(params))
@@ -114,6 +132,11 @@ class Batches(Protocol):
 
     def held_out_batches(self) -> list[Any]:
         """The same at every evaluation."""
+        ...
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a step computes, on average."""
         ...
 
     def identity(self) -> dict[str, Any]:
@@ -154,6 +177,11 @@ class Windows:
         """What is trained on, epoch by epoch, from step `first` on."""
         return islice(chain.from_iterable(self.of(self.stream, epoch) for epoch in count()), first, None)
 
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a step computes."""
+        return self.options.batch_size * self.options.sequence_length
+
     def held_out_batches(self) -> list[Batch]:
         """The first batches of the held-out text, the same at every evaluation."""
         return list(islice(self.of(self.held_out, 0), HELD_OUT_BATCHES))
@@ -188,7 +216,7 @@ def text_task(
     options, held_out = windows.options, list(map(place, windows.held_out_batches()))
     optimizer = make_optimizer(options, is_hidden_matrix)
 
-    measure, tokens = jax.jit(loss), options.batch_size * options.sequence_length
+    measure, tokens = jax.jit(loss), windows.tokens_per_step
 
     def evaluate(params: Any, step: int) -> Figures:
         parts = [measure(params, frozen, batch, jax.random.key(n)) for n, batch in enumerate(held_out)]

@@ -25,6 +25,14 @@ def product(x: Float[Array, "*rows I"], w: Float[Array, "I O"], out_dtype: DType
     return jnp.matmul(x, w, precision=precision, preferred_element_type=out_dtype)
 
 
+def mixed_product(
+    x: Float[Array, "*rows I"], w: Float[Array, "I O"], out_dtype: DTypeLike | None = None
+) -> Float[Array, "*rows O"]:
+    """The product in bfloat16 with float32 sums, of operands in any dtype; in that of `x` unless another is asked for."""
+    y = jnp.matmul(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+    return y.astype(out_dtype or x.dtype)
+
+
 def tpu_product(
     x: Float[Array, "*rows I"], w: Float[Array, "I O"], out_dtype: DTypeLike | None = None
 ) -> Float[Array, "*rows O"]:

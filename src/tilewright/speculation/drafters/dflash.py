@@ -1,5 +1,6 @@
 """Drafting with DFlash: one pass proposes the whole block (arXiv 2602.06036)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -11,7 +12,7 @@ from jaxtyping import Float, Int
 
 from tilewright.kernels import select
 from tilewright.kernels.operations import Norm, Operations
-from tilewright.models import decoder, dflash
+from tilewright.models import decoder, dflash, draft_vocab
 from tilewright.models.dflash import DFlashConfig, DFlashParams
 from tilewright.models.params import DTYPES, Dtype
 from tilewright.runtime.interfaces import OneKind, Proposal
@@ -42,7 +43,6 @@ class DFlash(OneKind):
     ops: Operations = select.PLAIN
 
     name = "dflash"
-    reads_target_head = True
     may_be_idle = False
 
     def __post_init__(self) -> None:
@@ -54,9 +54,29 @@ class DFlash(OneKind):
     def tap_layers(self) -> tuple[int, ...]:
         return self.config.target_layer_ids
 
+    @property
+    def reads_target_head(self) -> bool:
+        return self.config.draft_vocab_size is None
+
     @cached_property
     def declared(self) -> Any:
-        return dflash.declare(self.config)
+        return self.with_own_head(dflash.declare(self.config))
+
+    def with_own_head(self, declared: Any) -> Any:
+        """A declaration with that of the draft vocabulary, if there is one."""
+        size = self.config.draft_vocab_size
+        return declared if size is None else dflash.with_vocab(declared, draft_vocab.declare(size, self.config.hidden_size))
+
+    def with_head(self, params: Any, columns: Callable[[Int[Array, " W"]], Array]) -> Any:
+        """Loaded parameters with the head of the draft vocabulary, if there is one.
+
+        Args:
+            columns: gives the target's output head for some tokens, `[hidden, W]`.
+        """
+        vocab = dflash.backbone_of(params).vocab
+        if vocab is None:
+            return params
+        return dflash.with_vocab(params, replace(vocab, head=columns(vocab.ids).astype(DTYPES[self.dtype])))
 
     def allocate(self, layout: Layout, target: Target, dtype: DTypeLike) -> Any:
         config, own = self.config, DTYPES[self.dtype]
@@ -71,8 +91,10 @@ class DFlash(OneKind):
         return Proposal(block, jnp.full(block.shape[:1], self.block_size - 1, jnp.int32))
 
     def fill(self, target: Target, models: Models, state: DecodeState, block: Int[Array, "B T"]) -> Int[Array, "B drafts"]:
-        """One pass: the most likely token for every slot but the first."""
-        hidden = self.hidden(target, models, state, block)
+        """One pass: the most likely token for every slot that drafts."""
+        hidden, vocab = self.hidden(target, models, state, block), self.backbone(models).vocab
+        if vocab is not None:
+            return vocab.ids[self.ops.head_argmax(hidden, vocab.head)[0]]
         if models.draft_head is not None:
             return self.ops.head_argmax(hidden, models.draft_head)[0]
         return target.schedule.head_argmax(target.ops, hidden, decoder.output_head(models.target))
@@ -80,15 +102,21 @@ class DFlash(OneKind):
     def hidden(
         self, target: Target, models: Models, state: DecodeState, block: Int[Array, "B T"]
     ) -> Float[Array, "B drafts H"]:
-        """Hidden states of every slot but the first, which the head reads."""
-        embedded = target.schedule.embed(target.ops, models.target.embed, block).astype(DTYPES[self.dtype])
-        positions = block_positions(state.known, self.block_size)
-        ran = self.run_block(models, embedded, positions, state.draft_cache, dflash.attend_context, state.known)
-        return ran[:, 1:]
+        """Hidden states of every slot that drafts, which the head reads."""
+        first = self.config.first_slot
+        tokens = block[:, : block.shape[1] - 1 + first]
+        embedded = target.schedule.embed(target.ops, models.target.embed, tokens).astype(DTYPES[self.dtype])
+        positions = block_positions(state.known, tokens.shape[1])
+        ran = self.run_block(models, embedded, positions, self.caches(state), dflash.attend_context, state.known)
+        return ran[:, first:]
+
+    def caches(self, state: DecodeState) -> tuple[Any, ...]:
+        """The keys and values of the context, layer by layer."""
+        return state.draft_cache
 
     def backbone(self, models: Models) -> DFlashParams:
         """The parameters that make the context."""
-        return models.drafter
+        return dflash.backbone_of(models.drafter)
 
     def run_block(self, models: Models, *block: Any) -> Array:
         """See `models.dflash.run_block`."""
@@ -98,10 +126,21 @@ class DFlash(OneKind):
         self, target: Target, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Int[Array, " B"],
         stop: Int[Array, " B"],
     ) -> DecodeState:  # fmt: skip
+        features = self.features(target, models, taps)
+        return replace(state, draft_cache=self.appended(models, state, features, start, stop))
+
+    def features(self, target: Target, models: Models, taps: tuple[Array, ...]) -> Float[Array, "B T H"]:
+        """One feature for each position that was tapped."""
         taps = dflash.normal_taps(self.config, target.ops, taps, Norm(models.target.norm, target.config.rms_norm_eps))
         wanted = [tap.astype(DTYPES[self.dtype]) for tap in taps]
-        params = self.backbone(models)
-        features = dflash.context_features(self.config, self.ops, params, wanted)
-        new = dflash.context_kv(self.config, self.ops, params, features, block_positions(start, features.shape[1]))
-        pairs = zip(state.draft_cache, new, strict=True)
-        return replace(state, draft_cache=tuple(old.append(self.ops, k, v, start, stop - start) for old, (k, v) in pairs))
+        return dflash.context_features(self.config, self.ops, self.backbone(models), wanted)
+
+    def appended(
+        self, models: Models, state: DecodeState, features: Float[Array, "B T H"], start: Int[Array, " B"],
+        stop: Int[Array, " B"],
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """The caches with the keys and values of positions `start` to `stop - 1`, from the features at `start` onwards."""
+        positions = block_positions(start, features.shape[1])
+        new = dflash.context_kv(self.config, self.ops, self.backbone(models), features, positions)
+        pairs = zip(self.caches(state), new, strict=True)
+        return tuple(old.append(self.ops, k, v, start, stop - start) for old, (k, v) in pairs)

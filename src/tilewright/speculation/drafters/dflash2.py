@@ -2,44 +2,34 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
-from tilewright.models import decoder, dflash, dflash2
+from tilewright.models import convolution, dflash2
 from tilewright.models.dflash2 import DFlash2Config
 from tilewright.models.params import DTYPES
 from tilewright.runtime import cache
 from tilewright.runtime.cache import KVCache
 from tilewright.runtime.layout import Layout
-from tilewright.runtime.noise import gumbel
-from tilewright.runtime.state import DecodeState, Models, Target, block_positions
-from tilewright.speculation.drafters.dflash import DFlash
-
-Walk = Literal["greedy", "sampled"]
-"""How a candidate is taken: the best one, or one that is drawn at the row's temperature, unless that is 0, with the noise that
-the target draws with there (see `noise.py`). The output is the same: drafts only decide how many tokens a round commits."""
+from tilewright.runtime.state import DecodeState, Models, Target
+from tilewright.speculation.drafters.walking import Candidates, Walking
 
 
 @dataclass(frozen=True)
-class DFlash2(DFlash):
-    """DFlash drafter that walks through each slot's best candidates (DFlash 2).
-
-    Attributes:
-        walk: how a candidate is taken.
-    """
+class DFlash2(Walking):
+    """DFlash drafter with convolutions along the block, and a selector that scores pairs of neighbours (DFlash 2)."""
 
     config: DFlash2Config
-    walk: Walk = "sampled"
 
     name = "dflash2"
 
     @cached_property
     def declared(self) -> Any:
-        return dflash2.declare(self.config)
+        return self.with_own_head(dflash2.declare(self.config))
 
     def allocate(self, layout: Layout, target: Target, dtype: DTypeLike) -> Any:
         return tuple(self.allocate_layer(window, layout) for window in self.config.windows)
@@ -54,23 +44,13 @@ class DFlash2(DFlash):
         assert isinstance(ring, cache.Ring)
         return cache.Sliding(ring.k, ring.v, window)
 
-    def backbone(self, models: Models) -> dflash.DFlashParams:
-        return models.drafter.backbone
-
     def run_block(self, models: Models, *block: Any) -> Array:
-        return dflash2.run_block(self.config, self.ops, models.drafter, *block)
+        return convolution.run_block(self.config, self.ops, models.drafter, *block)
 
-    def fill(self, target: Target, models: Models, state: DecodeState, block: Int[Array, "B T"]) -> Int[Array, "B drafts"]:
-        """One pass, and a walk over every slot but the first."""
-        hidden, k = self.hidden(target, models, state, block), self.config.selector_top_k
-        if models.draft_head is not None:
-            candidates, logits = self.ops.head_top_k(hidden, models.draft_head, k)
-        else:
-            candidates, logits = target.schedule.head_top_k(target.ops, hidden, decoder.output_head(models.target), k)
-        selector = models.drafter.selector
-        scores = dflash2.transition_scores(self.config, self.ops, selector, hidden, block[:, 0], candidates, logits)
-        if self.walk == "greedy":
-            return dflash2.walk(scores, candidates)
-        positions = block_positions(state.known + 1, candidates.shape[1])
-        noise = gumbel(jnp.asarray(state.sampling.key), positions, candidates)
-        return dflash2.walk(scores, candidates, state.sampling.temperature, noise)
+    def candidates(
+        self, target: Target, models: Models, state: DecodeState, known: Int[Array, " B"], hidden: Float[Array, "B L H"]
+    ) -> Candidates:
+        drafted, tokens, logits = self.head_top_k(target, models, hidden, self.config.selector_top_k)
+        scaled = dflash2.scaled_logits(self.config, logits.astype(jnp.float32))
+        scores = dflash2.transition_scores(self.ops, models.drafter.selector, hidden, known, drafted, scaled, tokens)
+        return Candidates(tokens, scores)

@@ -113,6 +113,5 @@ class Eagle3(OneKind):
         after = jnp.take_along_axis(state.tokens, jnp.minimum(positions + 1, state.tokens.shape[1] - 1), axis=1)
         embeds = self.embed(target, models, after)
         k, v = eagle3.keys(self.config, self.ops, models.drafter, features, embeds, positions)
-        last = jnp.take_along_axis(features, jnp.clip(stop - 1 - start, 0, features.shape[1] - 1)[:, None, None], axis=1)
-        feature = jnp.where((stop > start)[:, None, None], last, context.feature)
+        feature = base.last_feature(features, start, stop, context.feature)
         return replace(state, draft_cache=Context(context.keys.append(self.ops, k, v, start, stop - start), feature))

@@ -1,24 +1,30 @@
 """From what a user names to a drafter and its parameters."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
+import jax.numpy as jnp
 from rich.console import Console
 
-from tilewright.models import checkpoint, dflash, dflash2, eagle3, hub
+from tilewright.models import checkpoint, dflash, dflash2, draft_vocab, dspark, eagle3, hub, lilicorr
 from tilewright.models.decoder import DecoderConfig
-from tilewright.models.params import DTYPES, Dtype, Tree
+from tilewright.models.params import DTYPES, Dtype
 from tilewright.runtime.interfaces import Drafter
 from tilewright.speculation.drafters.blockwise import Blockwise
 from tilewright.speculation.drafters.dflash import DFlash
-from tilewright.speculation.drafters.dflash2 import DFlash2, Walk
+from tilewright.speculation.drafters.dflash2 import DFlash2
+from tilewright.speculation.drafters.dspark import DSpark
 from tilewright.speculation.drafters.eagle3 import Eagle3
+from tilewright.speculation.drafters.lilicorr import LiLiCorr
 from tilewright.speculation.drafters.ngram import NGram
+from tilewright.speculation.drafters.walking import Walk
 
 NGRAM = "ngram"
 AUTO = ("auto", "auto-inexact")
 """Block sizes that are chosen round by round; see `language_model.load`."""
+WALKERS = "a DFlash 2, DSpark or LiLiCorr drafter"
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class DrafterOptions:
         if self.refine:
             raise ValueError(f"refining needs a DFlash drafter; {kind}")
         if self.walk is not None:
-            raise ValueError(f"a walk needs a DFlash 2 drafter; {kind}")
+            raise ValueError(f"a walk needs {WALKERS}; {kind}")
 
     def fitting(self, drafter: str | None) -> "DrafterOptions":
         """Those of the options that a drafter takes, for callers that give several drafters the same options."""
@@ -78,49 +84,72 @@ def load_drafter(
     precision = cast(Dtype, options.drafter_dtype or dtype)
     folder = hub.resolve(source, options.revision, console)
     fields = checkpoint.read_config(folder)
-    if options.walk is not None and not dflash2.is_dflash2(fields):
-        kind = "an EAGLE-3" if eagle3.is_eagle3(fields) else "a DFlash"
-        raise ValueError(f"a walk needs a DFlash 2 drafter; this is {kind} one")
-    if eagle3.is_eagle3(fields):
+    kind = block_kind(fields)
+    chain = kind is DFLASH and eagle3.is_eagle3(fields)  # by its draft vocabulary, perhaps, which others have too
+    if options.walk is not None and kind is DFLASH:
+        raise ValueError(f"a walk needs {WALKERS}; this is {'an EAGLE-3' if chain else 'a DFlash'} one")
+    if chain:
         if options.refine:
             raise ValueError("refining needs a DFlash drafter; this is an EAGLE-3 one")
         config, params = eagle3.load(folder, target, DTYPES[precision], console)
         return Eagle3(config, config.block_size if size is None else size, options.draft_window, precision), params
-    if dflash2.is_dflash2(fields):
-        config, params = load_dflash2(folder, fields, target, precision, console)
-        walk = cast(Walk, options.walk or "sampled")
-        how = (config.block_size if size is None else size, options.draft_window, precision, options.refine)
-        return DFlash2(config, *how, walk=walk), params
     config, params = load_dflash(folder, fields, target, precision, console)
-    return DFlash(config, config.block_size if size is None else size, options.draft_window, precision, options.refine), params
+    how = (config.block_size if size is None else size, options.draft_window, precision, options.refine)
+    walk: dict[str, Any] = {} if kind is DFLASH else {"walk": options.walk or "sampled"}
+    return kind.drafter(config, *how, **walk), params
+
+
+class Kind(NamedTuple):
+    """Kind of drafter around DFlash's backbone, which drafts a block in one pass.
+
+    Attributes:
+        declares: whether a `config.json` declares it.
+        model: the module that reads its configuration and declares its arrays.
+        drafter: the class that drafts with them.
+        rename: from a stored tensor's name to the declared one.
+        ignore: whether a stored tensor is passed over.
+    """
+
+    declares: Callable[[Mapping[str, Any]], bool]
+    model: Any
+    drafter: type[DFlash]
+    rename: Callable[[str], str] = lambda name: name.removeprefix("model.")
+    ignore: Callable[[str], bool] = lambda name: False
+
+
+DFLASH = Kind(lambda fields: True, dflash, DFlash)
+KINDS = (
+    Kind(dflash2.is_dflash2, dflash2, DFlash2),
+    Kind(dspark.is_dspark, dspark, DSpark, dspark.stored_name, dspark.is_passed_over),
+    Kind(lilicorr.is_lilicorr, lilicorr, LiLiCorr),
+    DFLASH,
+)
+"""The first that a configuration declares; DFlash's own reader says what is wrong with one that declares none."""
+
+
+def block_kind(fields: Mapping[str, Any]) -> Kind:
+    """The kind that a `config.json` declares, of DFlash's."""
+    return next(kind for kind in KINDS if kind.declares(fields))
 
 
 def load_dflash(
-    folder: Path, fields: dict[str, Any], target: DecoderConfig, dtype: Dtype, console: Console | None
-) -> tuple[dflash.DFlashConfig, dflash.DFlashParams]:
-    """Reads a DFlash drafter, whose tensors may carry a `model.` prefix."""
-    config = dflash.config_from_hf(fields, str(folder / checkpoint.CONFIG), target.num_layers)
-    dflash.check_fits(config, target)
-    return config, load_tensors(folder, dflash.declare(config), dtype, console)
-
-
-def load_dflash2(
-    folder: Path, fields: dict[str, Any], target: DecoderConfig, dtype: Dtype, console: Console | None
-) -> tuple[dflash2.DFlash2Config, dflash2.DFlash2Params]:
-    """Reads a DFlash 2 drafter.
+    folder: Path, fields: Mapping[str, Any], target: DecoderConfig, dtype: Dtype, console: Console | None
+) -> tuple[Any, Any]:
+    """Reads a drafter of one of DFlash's kinds: its configuration, and its parameters.
 
     Raises:
         ValueError: all that is wrong with its fields; or, where they can be read, all that keeps it from fitting the target,
             and all tensors that do not fit.
     """
-    config = dflash2.config_from_hf(fields, str(folder / checkpoint.CONFIG), target.num_layers)
+    kind = block_kind(fields)
+    config = kind.model.config_from_hf(fields, str(folder / checkpoint.CONFIG), target.num_layers)
     problems, params = [], None
     try:
         dflash.check_fits(config, target)
     except ValueError as error:
         problems.append(str(error))
     try:
-        params = load_tensors(folder, dflash2.declare(config), dtype, console)
+        params = load_tensors(folder, kind, config, dtype, console)
     except ValueError as error:
         problems.append(str(error))
     if params is None or problems:
@@ -128,8 +157,17 @@ def load_dflash2(
     return config, params
 
 
-def load_tensors(folder: Path, declared: Tree, dtype: Dtype, console: Console | None) -> Tree:
-    """The declared arrays; the checkpoint may name them with a leading `model.`."""
-    return checkpoint.load_params(
-        folder, declared, DTYPES[dtype], rename=lambda name: name.removeprefix("model."), console=console
-    )
+def load_tensors(folder: Path, kind: Kind, config: dflash.DFlashConfig, dtype: Dtype, console: Console | None) -> Any:
+    """The arrays of a drafter, and its draft vocabulary; the checkpoint may name them with a leading `model.`."""
+    size = config.draft_vocab_size
+
+    def ignore(name: str) -> bool:
+        return kind.ignore(name) or (size is not None and kind.rename(name) in draft_vocab.MAPS)
+
+    declared = kind.model.declare(config)
+    params = checkpoint.load_params(folder, declared, DTYPES[dtype], rename=kind.rename, ignore=ignore, console=console)
+    if size is None:
+        return params
+    maps = checkpoint.load_stored(folder, draft_vocab.MAPS, kind.rename)
+    ids = draft_vocab.target_ids_from_maps(size, config.vocab_size, maps, str(folder))
+    return dflash.with_vocab(params, draft_vocab.DraftVocab(jnp.asarray(ids)))

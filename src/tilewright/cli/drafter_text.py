@@ -1,0 +1,152 @@
+"""What `tilewright train drafter` trains on: texts, the target's continuations of them, or its answers."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cyclopts import Parameter
+from rich.console import Console
+
+from tilewright.bench import datasets
+from tilewright.cli.common import progress_console
+from tilewright.cli.train import LoopOptions
+from tilewright.llm.language_model import LanguageModel, load
+from tilewright.models.chat import ChatTemplate
+from tilewright.models.decoder import DecoderConfig
+from tilewright.models.tokenizer import load_tokenizer
+from tilewright.runtime.sampling import Sampling
+from tilewright.runtime.shapes import ShapeTable
+from tilewright.train import self_instruct
+from tilewright.train.data import Stream, TokenSource, encode_documents, read_documents, split_documents
+from tilewright.train.records import SUFFIX, Records
+from tilewright.train.regenerate import cut_prompts, regenerate
+from tilewright.train.self_instruct import AnswerOptions
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Regeneration:
+    """Whether the target writes the text that its drafter learns from, and how.
+
+    Attributes:
+        regenerated: let the target continue this many stretches of the data and train on what it writes instead of on the data.
+        prompt_tokens: length of such a stretch.
+        response_tokens: length of its continuation.
+        temperature: of the continuations; half of them are always greedy.
+    """
+
+    regenerated: int = 0
+    prompt_tokens: int = 64
+    response_tokens: int = 192
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.regenerated < 0:
+            raise ValueError(f"expected a number of continuations, found {self.regenerated}")
+        if self.prompt_tokens < 1:
+            raise ValueError(f"expected prompts of at least 1 token, found {self.prompt_tokens}")
+
+    def samplings(self) -> list[Sampling]:
+        return [Sampling(self.response_tokens, 0.0), Sampling(self.response_tokens, self.temperature)]
+
+    def apply(self, lm: LanguageModel, streams: list[Stream], end: int, out: Path, console: Console) -> list[Stream]:
+        """Training and held-out text as the target continues them."""
+        counts = (self.regenerated, max(64, self.regenerated // 32))
+        written = []
+        for name, stream, count in zip(("trained", "held_out"), streams, counts, strict=True):
+            prompts = cut_prompts(stream, count, self.prompt_tokens, seed=0)
+            written.append(regenerate(lm, prompts, self.samplings(), out / f"responses_{name}.jsonl", end, console))
+        return written
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class SelfInstruct:
+    """Whether the target writes instructions and answers for its drafter to learn from.
+
+    Attributes:
+        self_instruct: let the target write this many instructions, answer them and the data's prompts, these at temperatures 0
+            and 1, and train on its answers; 0 answers the data's prompts alone.
+        exclude: JSONL files to be measured on: a prompt that shares 13 words in a row with one of theirs is left out.
+        slots: texts that are written at once.
+    """
+
+    self_instruct: int | None = None
+    exclude: tuple[Path, ...] = ()
+    slots: int = 32
+
+    def __post_init__(self) -> None:
+        if self.self_instruct is not None and self.self_instruct < 0:
+            raise ValueError(f"expected a number of instructions, found {self.self_instruct}")
+        if self.slots < 1:
+            raise ValueError(f"expected at least 1 slot, found {self.slots}")
+
+    @property
+    def asked(self) -> bool:
+        return self.self_instruct is not None
+
+    def apply(self, data: Sequence[Path], target: Path, length: int, out: Path, console: Console) -> Records:
+        """The target's answers, of up to `length` tokens with their prompts; also written as messages and as records."""
+        template = ChatTemplate.load(target)
+        if template is None:
+            raise ValueError(f"--self-instruct needs a model with a chat template, {target} has none")
+        given = [example for path in data for example in datasets.read_examples(path, "train")]
+        forbidden = [turn for path in self.exclude for example in datasets.read_examples(path) for turn in example.turns]
+        runs = set[tuple[str, ...]]().union(*map(self_instruct.runs, forbidden))
+        prompts = [
+            datasets.messages(example)[-1]["content"]
+            for example in given
+            if self_instruct.runs(example.turns[0]).isdisjoint(runs)
+        ]
+        lm = load(target, table=ShapeTable(batches=(self.slots,)), console=progress_console(console))
+        records, left_out = self_instruct.self_instruct(
+            lm, template, prompts, self.self_instruct or 0, runs, AnswerOptions(length=length), out, console
+        )
+        left_out["prompt in what is measured on"] = len(given) - len(prompts)
+        records.save(out / f"records{SUFFIX}")
+        write_messages(records, lm, out / "messages.jsonl")
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(left_out.items()) if count)
+        told = f"{len(records):,} answers of {int(records.in_loss.sum()):,} tokens"
+        console.print(f"{told}; left out: {reasons or 'nothing'}", markup=False)
+        return records
+
+
+def write_messages(records: Records, lm: LanguageModel, path: Path) -> None:
+    """Writes prompts and answers as text, a JSON object to a line."""
+    with path.open("w", encoding="utf-8") as file:
+        for start, size, end in zip(records.starts, records.prompts, records.ends, strict=True):
+            prompt, answer = (records.tokens[a:b].tolist() for a, b in ((start, start + size), (start + size, end)))
+            texts = lm.tokenizer.decode(prompt, skip_special_tokens=False), lm.tokenizer.decode(answer)
+            file.write(json.dumps({"prompt": texts[0], "response": texts[1]}, ensure_ascii=False) + "\n")
+
+
+def drafter_text(
+    data: Sequence[Path], loop: LoopOptions, writing: tuple[Regeneration, SelfInstruct], folder: Path,
+    target: tuple[DecoderConfig, Any], out: Path, console: Console,
+) -> Sequence[TokenSource]:  # fmt: skip
+    """What a drafter of `target` is trained on, and what is held out.
+
+    Args:
+        folder: of the target, or its file.
+
+    Raises:
+        ValueError: the data cannot be read, or files of records are mixed with others.
+    """
+    regeneration, answering = writing
+    if regeneration.regenerated and answering.asked:
+        raise ValueError("expected --regenerated or --self-instruct, found both")
+    if answering.asked:
+        records = answering.apply(data, folder, loop.sequence_length, out / "training", console)
+        return records.split(loop.held_out, loop.seed)
+    if kept := [path for path in data if path.name.endswith(SUFFIX)]:
+        if len(data) > 1 or regeneration.regenerated:
+            raise ValueError(f"expected {kept[0]} alone, for it holds records; found other data or --regenerated too")
+        return Records.load(kept[0]).split(loop.held_out, loop.seed)
+    tokenizer, end = load_tokenizer(folder), target[0].eos_token_ids[0] if target[0].eos_token_ids else 0
+    parts = split_documents(read_documents(data), loop.held_out, loop.seed)
+    streams = [encode_documents(tokenizer, part, end) for part in parts]
+    if not regeneration.regenerated:
+        return streams
+    return regeneration.apply(LanguageModel(*target, tokenizer), streams, end, out / "training", console)

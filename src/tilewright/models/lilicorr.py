@@ -1,0 +1,381 @@
+"""LiLiCorr: DFlash, and a small transformer that tells which candidates of neighbouring slots go together (arXiv 2608.20530).
+
+The block is drafted as by DFlash (`dflash.py`). The K most likely tokens of its slots form a lattice of L times K nodes, each
+with the token's embedding, its slot's hidden state, and how likely the drafter finds it. A transformer of two layers, which is
+run once, lets all nodes see one another. Of every node it makes two unit vectors: *out*, for the step to the slot behind, and
+*in*, for the step from the slot before. How well two neighbours go together is the cosine of the earlier one's out and the
+later one's in: one matrix product for a whole block. The *anchor*, the feature of the position before the known token, takes
+part in all vectors and has an out vector of its own, with which the walk begins. Then the walk of DFlash 2 takes in each slot
+the best candidate after the one taken before (`dflash2.walk`). The logits of the head take no other part in it.
+
+Source: NVIDIA/Model-Optimizer #2342 (`modeling_lilicorr.py`) and sgl-project/sglang #37462, whose maths this is, and the
+checkpoints that declare `LiLiCorrDraftModel`. Some of these have DFlash 2's convolutions around their layers besides.
+
+Legend: B rows of a batch, L slots to be drafted, K candidates, H hidden size, h the lattice's, F size of the unit vectors.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Float32
+
+from tilewright.kernels.operations import Operations
+from tilewright.models import convolution, dflash
+from tilewright.models.config import ConfigReader
+from tilewright.models.convolution import Convolution
+from tilewright.models.dflash import DFlashConfig, DFlashParams
+from tilewright.models.params import ArraySpec, initialise, matrix, norm_weight
+
+ARCHITECTURE = "LiLiCorrDraftModel"
+FEATURES = 5
+"""Numbers that say how likely the drafter finds a candidate; see `candidate_features`."""
+LAYER_NORM_EPS = 1e-5
+EXACT = jax.lax.Precision.HIGHEST
+
+INTEGERS = {
+    "candidate_top_k": "lilicorr_candidate_topk",
+    "lattice_layers": "lilicorr_num_layers",
+    "lattice_heads": "lilicorr_num_heads",
+    "vector_size": "lilicorr_factor_dim",
+}
+NUMBERS = {"mlp_ratio": "lilicorr_mlp_ratio", "vector_eps": "lilicorr_vector_eps", "logit_scale": "lilicorr_logit_scale"}
+WIDTH = "lilicorr_hidden_size"
+KNOWN = (
+    *convolution.SIZES, "conv_projection_init_std", "projector_type", "lilicorr_enabled", WIDTH, *INTEGERS.values(),
+    *NUMBERS.values(),
+)  # fmt: skip
+"""What a `dflash_config` may hold besides DFlash's fields."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiLiCorrConfig(DFlashConfig):
+    """Sizes of a LiLiCorr drafter.
+
+    Attributes:
+        candidate_top_k: K.
+        lattice_size: h; where it is H, the embeddings of the candidates are not projected.
+        lattice_layers, lattice_heads: of the transformer.
+        mlp_ratio: width of its MLPs over h.
+        vector_size: F.
+        vector_eps: the least length that a vector is divided by.
+        logit_scale: of a cosine, which makes a logit of it.
+        conv_kernel_size, conv_group_size: of DFlash 2's convolutions (see `convolution.py`); None, both, without any.
+    """
+
+    candidate_top_k: int
+    lattice_size: int
+    lattice_layers: int
+    lattice_heads: int
+    mlp_ratio: float
+    vector_size: int
+    vector_eps: float
+    logit_scale: float
+    conv_kernel_size: int | None = None
+    conv_group_size: int | None = None
+
+    @property
+    def mlp_size(self) -> int:
+        return int(self.lattice_size * self.mlp_ratio)
+
+
+def is_lilicorr(fields: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` declares a drafter of this kind."""
+    return fields.get("architectures") == [ARCHITECTURE]
+
+
+def config_from_hf(
+    fields: Mapping[str, Any], where: str = "config.json", num_target_layers: int | None = None
+) -> LiLiCorrConfig:
+    """Reads a drafter's `config.json`; see `dflash.config_from_hf`. All sizes of the lattice must be there, as in their code.
+
+    Raises:
+        ValueError: one message that lists everything missing or unsupported.
+    """
+    read, inner = dflash.open_config(fields, where)
+    read.expect_all("architectures", ARCHITECTURE)
+    read.expect("projector_type", "lilicorr")
+    read.expect("lilicorr_enabled", True)
+    read.expect("sample_from_anchor", False)
+    read.expect("output_multiplier", 1)
+    read.expect("final_logit_softcapping", 0)
+    dflash.refuse_other_attention(read)
+    backbone = dflash.read_backbone(read, inner, (*dflash.DFLASH_FIELDS, *KNOWN), num_target_layers)
+    wide = read.fields.get(WIDTH) in (None, 0)  # which is H for those who train them
+    own: dict[str, Any] = {name: read.integer(field) for name, field in INTEGERS.items()}
+    own |= {name: _required_number(read, field) for name, field in NUMBERS.items()}
+    if any(name in read.fields for name in convolution.SIZES):
+        own |= {name: read.integer(name) for name in convolution.SIZES}
+    config = LiLiCorrConfig(**vars(backbone), **own, lattice_size=backbone.hidden_size if wide else read.integer(WIDTH))
+    size, heads, top_k = config.lattice_size, config.lattice_heads, config.candidate_top_k
+    read.require(size % heads == 0, f"lilicorr_num_heads {heads} does not divide {WIDTH} {size}")
+    most = config.proposed
+    read.require(top_k <= most, f"lilicorr_candidate_topk {top_k} exceeds the {most} tokens that can be proposed")
+    read.require(config.vector_eps < 0.5, f"lilicorr_vector_eps must be below 0.5, found {config.vector_eps}")
+    group = config.conv_group_size or 1
+    read.require(config.hidden_size % group == 0, f"conv_group_size {group} does not divide hidden_size {config.hidden_size}")
+    read.require(config.mlp_size >= 1, f"lilicorr_mlp_ratio {config.mlp_ratio} leaves nothing of {WIDTH} {size}")
+    read.finish()
+    return config
+
+
+def _required_number(read: ConfigReader, name: str) -> float:
+    """A number that changes the scores and no shape, so that a default would go unseen."""
+    read.require(read.fields.get(name) is not None, f"{name} is missing (expected in dflash_config)")
+    return read.number(name, default=0.1)
+
+
+def config_to_hf(config: LiLiCorrConfig) -> dict[str, Any]:
+    """The `config.json` of a drafter that was trained here, with the fields of the published ones."""
+    fields, names = dflash.config_to_hf(config), {**INTEGERS, **NUMBERS, "lattice_size": WIDTH}
+    own = {field: getattr(config, name) for name, field in names.items()}
+    if config.conv_kernel_size is not None:
+        own |= {name: getattr(config, name) for name in convolution.SIZES}
+    inner = fields["dflash_config"] | {"projector_type": "lilicorr", "lilicorr_enabled": True} | own
+    return {**fields, "architectures": [ARCHITECTURE], "dflash_config": inner}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Dense:
+    """A linear layer with a bias: `weight` `[I, O]`, `bias` `[O]`."""
+
+    weight: Any
+    bias: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LatticeLayer:
+    """A layer of the transformer. `qkv` is `[h, 3h]`: queries, keys and values side by side; no rotary embedding."""
+
+    attention_norm: Any
+    qkv: Dense
+    out: Dense
+    mlp_norm: Any
+    up: Dense
+    down: Dense
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Lattice:
+    """The transformer over the candidates.
+
+    Attributes:
+        token: of the candidates' embeddings; None where these are as wide as the lattice.
+        hidden: of the slots' hidden states.
+        feature_norm, feature_up, feature_down: the LayerNorm and the MLP of `candidate_features`.
+        slots, ranks: what nodes of each slot `[1, 1, L, 1, h]`, and of each rank in their slot `[1, 1, 1, K, h]`, begin with.
+        slot_bias: added to the attention's logits, for each head and each distance of two slots, `[heads, 2 * block_size - 1]`;
+            `[:, block_size - 1]` is distance 0.
+        same_slot_bias: added besides between nodes of one slot, `[heads]`.
+        anchor, anchor_norm, anchor_out: from the anchor's feature to its state, and to its out vector.
+        combined: of a node's state, the anchor's, and their product, `[3h, h]`.
+        out, into: from there to a node's two vectors.
+    """
+
+    token: Any
+    hidden: Dense
+    feature_norm: Dense
+    feature_up: Dense
+    feature_down: Dense
+    slots: Any
+    ranks: Any
+    slot_bias: Any
+    same_slot_bias: Any
+    layers: tuple[LatticeLayer, ...]
+    norm: Any
+    anchor: Dense
+    anchor_norm: Any
+    anchor_out: Dense
+    combined: Dense
+    out: Dense
+    into: Dense
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LiLiCorrParams:
+    """All arrays of a drafter; embedding and output head are the target's. The convolutions are empty where there are none."""
+
+    backbone: DFlashParams
+    lattice: Lattice
+    attention_convs: tuple[Convolution, ...] = ()
+    mlp_convs: tuple[Convolution, ...] = ()
+
+
+def _zeros(name: str, *shape: int) -> ArraySpec:
+    return ArraySpec(f"lilicorr.{name}", shape, ("lattice",) * len(shape), scale=0.0)
+
+
+def _dense(name: str, d_in: int, d_out: int, axis: str = "lattice") -> Dense:
+    weight = matrix(f"lilicorr.{name}.weight", d_in, d_out, (axis, "lattice"))
+    return Dense(weight, _zeros(f"{name}.bias", d_out))
+
+
+def _norm(name: str, size: int) -> ArraySpec:
+    return norm_weight(f"lilicorr.{name}.weight", size, "lattice")
+
+
+def _declare_layer(config: LiLiCorrConfig, n: int) -> LatticeLayer:
+    h, name = config.lattice_size, f"layers.{n}"
+    xavier = (2 / (4 * h)) ** 0.5  # the standard deviation that their published heads start from, here and nowhere else
+    qkv = matrix(f"lilicorr.{name}.attn.in_proj_weight", h, 3 * h, ("lattice", "lattice"), xavier)
+    return LatticeLayer(
+        _norm(f"{name}.attn_norm", h),
+        Dense(qkv, _zeros(f"{name}.attn.in_proj_bias", 3 * h)),
+        _dense(f"{name}.attn.out_proj", h, h),
+        _norm(f"{name}.mlp_norm", h),
+        _dense(f"{name}.mlp.0", h, config.mlp_size),
+        _dense(f"{name}.mlp.2", config.mlp_size, h),
+    )
+
+
+def declare(config: LiLiCorrConfig) -> LiLiCorrParams:
+    """The drafter's arrays under their checkpoint names."""
+    wide, h, block = config.hidden_size, config.lattice_size, config.block_size
+    return LiLiCorrParams(
+        dflash.declare(config),
+        Lattice(
+            token=None if wide == h else _dense("token_proj", wide, h, "hidden"),
+            hidden=_dense("pass_hidden_proj", wide, h, "hidden"),
+            feature_norm=Dense(_norm("feature_mlp.0", FEATURES), _zeros("feature_mlp.0.bias", FEATURES)),
+            feature_up=_dense("feature_mlp.1", FEATURES, h),
+            feature_down=_dense("feature_mlp.3", h, h),
+            slots=_zeros("slot_embedding", 1, 1, block - 1, 1, h),
+            ranks=_zeros("rank_embedding", 1, 1, 1, config.candidate_top_k, h),
+            slot_bias=_zeros("relative_slot_bias", config.lattice_heads, 2 * block - 1),
+            same_slot_bias=_zeros("same_slot_bias", config.lattice_heads),
+            layers=tuple(_declare_layer(config, n) for n in range(config.lattice_layers)),
+            norm=_norm("output_norm", h),
+            anchor=_dense("context_proj", wide, h, "hidden"),
+            anchor_norm=_norm("anchor_norm", h),
+            anchor_out=_dense("anchor_out_head", h, config.vector_size),
+            combined=_dense("factor_input_proj", 3 * h, h),
+            out=_dense("out_head", h, config.vector_size),
+            into=_dense("in_head", h, config.vector_size),
+        ),
+        *(() if config.conv_kernel_size is None else convolution.declare(config)),
+    )
+
+
+def fresh(config: LiLiCorrConfig, key: Array) -> LiLiCorrParams:
+    """Random parameters, whose lattice has no opinion about slots and ranks yet; the convolutions pass every slot on."""
+    return convolution.passing(initialise(declare(config), key))
+
+
+def run_block(config: LiLiCorrConfig, ops: Operations, params: LiLiCorrParams, *block: Any) -> Float[Array, "B T H"]:
+    """Runs blocks through all layers; see `dflash.run_block`."""
+    if config.conv_kernel_size is None:
+        return dflash.run_block(config, ops, params.backbone, *block)
+    return convolution.run_block(config, ops, params, *block)
+
+
+def apply(ops: Operations, layer: Dense, x: Float[Array, "*rows I"], add: Any = None) -> Float[Array, "*rows O"]:
+    y = ops.linear(x, layer.weight, add=add)
+    return y + layer.bias.astype(y.dtype)
+
+
+def candidate_features(log_probs: Float[Array, "B L K"]) -> Float32[Array, "B L K 5"]:
+    """How likely the drafter finds each candidate of a slot, which are in descending order.
+
+    Its log-probability and its probability, how far the first is ahead, its rank from 0 to 1, and whether it is the first.
+    """
+    log_probs = log_probs.astype(jnp.float32)
+    top_k = log_probs.shape[-1]
+    rank = jnp.broadcast_to(jnp.arange(top_k, dtype=jnp.float32) / max(top_k - 1, 1), log_probs.shape)
+    first = jnp.broadcast_to(jnp.arange(top_k) == 0, log_probs.shape).astype(jnp.float32)
+    behind = log_probs - jnp.max(log_probs, axis=-1, keepdims=True)
+    return jnp.stack([log_probs, jnp.exp(log_probs), behind, rank, first], axis=-1)
+
+
+def nodes(
+    ops: Operations,
+    lattice: Lattice,
+    embedded: Float[Array, "B L K H"],
+    log_probs: Float[Array, "B L K"],
+    hidden: Float[Array, "B L H"],
+) -> Float[Array, "B L K h"]:
+    """The state of each node before the transformer."""
+    token = embedded if lattice.token is None else apply(ops, lattice.token, embedded)
+    found = candidate_features(log_probs)
+    centred = found - jnp.mean(found, axis=-1, keepdims=True)
+    normed = centred * jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + LAYER_NORM_EPS)
+    scale, shift = (part.astype(jnp.float32) for part in (lattice.feature_norm.weight, lattice.feature_norm.bias))
+    features = (normed * scale + shift).astype(hidden.dtype)
+    likely = apply(ops, lattice.feature_down, jax.nn.silu(apply(ops, lattice.feature_up, features)))
+    x = token.astype(hidden.dtype) + apply(ops, lattice.hidden, hidden)[:, :, None] + likely
+    return x + (lattice.slots[0, :, : hidden.shape[1]] + lattice.ranks[0]).astype(x.dtype)
+
+
+def attention_bias(config: LiLiCorrConfig, lattice: Lattice, slots: int) -> Float[Array, "heads N N"]:
+    """What is added to the attention's logits of every pair of nodes, those of so many slots one slot after another."""
+    slot = jnp.repeat(jnp.arange(slots), config.candidate_top_k)
+    apart = slot[:, None] - slot[None]
+    # The table's middle is distance 0, whether or not a block is as long as those of the training.
+    bias = lattice.slot_bias[:, apart + config.block_size - 1]
+    return bias + jnp.where(apart == 0, lattice.same_slot_bias[:, None, None], 0)
+
+
+def run_layer(
+    config: LiLiCorrConfig, ops: Operations, layer: LatticeLayer, x: Float[Array, "B N h"], bias: Float[Array, "heads N N"]
+) -> Float[Array, "B N h"]:
+    """One layer: every node sees every node of its block."""
+    size = config.lattice_size // config.lattice_heads
+    qkv = apply(ops, layer.qkv, ops.rms_norm(x, layer.attention_norm, config.rms_norm_eps))
+    q, k, v = (part.reshape(*x.shape[:2], config.lattice_heads, size) for part in jnp.split(qkv, 3, axis=-1))
+    seen = jnp.einsum("bqnd,bknd->bnqk", q, k, precision=EXACT, preferred_element_type=jnp.float32) * size**-0.5
+    weights = jax.nn.softmax(seen + bias.astype(jnp.float32), axis=-1).astype(v.dtype)
+    attended = jnp.einsum("bnqk,bknd->bqnd", weights, v, precision=EXACT)
+    x = apply(ops, layer.out, attended.reshape(x.shape), x)
+    inner = jax.nn.silu(apply(ops, layer.up, ops.rms_norm(x, layer.mlp_norm, config.rms_norm_eps)))
+    return apply(ops, layer.down, inner, x)
+
+
+def unit_vectors(
+    config: LiLiCorrConfig, ops: Operations, layer: Dense, x: Float[Array, "*rows h"]
+) -> Float32[Array, "*rows F"]:
+    """Vectors of length 1, or shorter ones where they are shorter than `vector_eps`."""
+    v = apply(ops, layer, x).astype(jnp.float32)
+    squared = jnp.sum(v * v, axis=-1, keepdims=True)
+    return v * jax.lax.rsqrt(jnp.maximum(squared, config.vector_eps**2))
+
+
+def transition_scores(
+    config: LiLiCorrConfig,
+    ops: Operations,
+    lattice: Lattice,
+    embedded: Float[Array, "B L K H"],
+    log_probs: Float[Array, "B L K"],
+    hidden: Float[Array, "B L H"],
+    feature: Float[Array, "B H"],
+    anchored: Bool[Array, " B"],
+) -> Float32[Array, "B L K K"]:
+    """The score of each slot's candidates after each of the slot before; before the first slot stands the anchor alone.
+
+    Args:
+        embedded: the candidates' embeddings, by the target.
+        log_probs: theirs in their slot, over all tokens that the drafter can propose; in descending order.
+        hidden: of the slots, normalised, as the head reads it.
+        feature: of the position before the known token (`dflash.context_features`).
+        anchored: whether there is such a position.
+    """
+    b, slots, top_k = log_probs.shape
+    x = nodes(ops, lattice, embedded, log_probs, hidden).reshape(b, slots * top_k, -1)
+    bias = attention_bias(config, lattice, slots)
+    for layer in lattice.layers:
+        x = run_layer(config, ops, layer, x, bias)
+    x = ops.rms_norm(x, lattice.norm, config.rms_norm_eps).reshape(b, slots, top_k, -1)
+    anchor = jnp.where(anchored[:, None], apply(ops, lattice.anchor, feature), 0)
+    anchor = ops.rms_norm(anchor, lattice.anchor_norm, config.rms_norm_eps)
+    beside = jnp.broadcast_to(anchor[:, None, None], x.shape).astype(x.dtype)
+    combined = jax.nn.silu(apply(ops, lattice.combined, jnp.concatenate([x, beside, x * beside], axis=-1)))
+    out, into = (unit_vectors(config, ops, layer, combined) for layer in (lattice.out, lattice.into))
+    first = jnp.einsum("bf,bkf->bk", unit_vectors(config, ops, lattice.anchor_out, anchor), into[:, 0], precision=EXACT)
+    later = jnp.einsum("blif,bljf->blij", out[:, :-1], into[:, 1:], precision=EXACT)
+    first = jnp.broadcast_to(first[:, None, None], (b, 1, top_k, top_k))
+    return config.logit_scale * jnp.concatenate([first, later], axis=1)

@@ -1,0 +1,81 @@
+"""Drafting with LiLiCorr: one pass, a small transformer over each slot's candidates, and a walk through them."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int
+
+from tilewright.kernels import select
+from tilewright.models import lilicorr
+from tilewright.models.lilicorr import LiLiCorrConfig
+from tilewright.models.params import DTYPES
+from tilewright.runtime.layout import Layout
+from tilewright.runtime.state import DecodeState, Models, Target
+from tilewright.speculation.drafters import base
+from tilewright.speculation.drafters.walking import Candidates, Walking
+
+
+class Context(NamedTuple):
+    """Context that a block is drafted from.
+
+    Attributes:
+        caches: keys and values of the positions before the known token, layer by layer.
+        feature: of the last of these positions, the anchor, `[B, 1, H]`.
+    """
+
+    caches: tuple[Any, ...]
+    feature: Array
+
+
+@dataclass(frozen=True)
+class LiLiCorr(Walking):
+    """DFlash drafter that asks a small transformer which candidates of neighbouring slots go together (LiLiCorr)."""
+
+    config: LiLiCorrConfig
+
+    name = "lilicorr"
+
+    @cached_property
+    def declared(self) -> Any:
+        return self.with_own_head(lilicorr.declare(self.config))
+
+    def allocate(self, layout: Layout, target: Target, dtype: DTypeLike) -> Context:
+        feature = jnp.zeros((layout.batch, 1, self.config.hidden_size), DTYPES[self.dtype])
+        return Context(super().allocate(layout, target, dtype), feature)
+
+    def caches(self, state: DecodeState) -> tuple[Any, ...]:
+        return state.draft_cache.caches
+
+    def run_block(self, models: Models, *block: Any) -> Array:
+        return lilicorr.run_block(self.config, self.ops, models.drafter, *block)
+
+    def extend(
+        self, target: Target, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Int[Array, " B"],
+        stop: Int[Array, " B"],
+    ) -> DecodeState:  # fmt: skip
+        features = self.features(target, models, taps)
+        caches = self.appended(models, state, features, start, stop)
+        return replace(state, draft_cache=Context(caches, base.last_feature(features, start, stop, state.draft_cache.feature)))
+
+    def candidates(
+        self, target: Target, models: Models, state: DecodeState, known: Int[Array, " B"], hidden: Float[Array, "B L H"]
+    ) -> Candidates:
+        logits, vocab = self.head_logits(target, models, hidden), self.backbone(models).vocab
+        drafted, values = select.top_k(logits, self.config.candidate_top_k)
+        tokens = drafted if vocab is None else vocab.ids[drafted]
+        log_probs = values - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        flat = tokens.reshape(tokens.shape[0], -1)
+        embedded = target.schedule.embed(target.ops, models.target.embed, flat).astype(DTYPES[self.dtype])
+        # A row of a single token has no anchor, whatever its context held for another request.
+        anchored = state.known > 0
+        feature = jnp.where(anchored[:, None], state.draft_cache.feature[:, 0], 0)
+        scores = lilicorr.transition_scores(
+            self.config, self.ops, models.drafter.lattice, embedded.reshape(*tokens.shape, -1), log_probs, hidden, feature,
+            anchored,
+        )  # fmt: skip
+        return Candidates(tokens, scores)

@@ -1,0 +1,130 @@
+"""Training a DSpark drafter (arXiv 2607.05147): blocks as for DFlash, and a serial head that is told the right token before.
+
+Every slot learns the right token by cross-entropy, and the target's own distribution by the L1 distance of both: half of it is
+the chance that a draft, drawn from the one, is refused by the other. The logits are those with the serial head on top.
+
+Source of the recipe: deepseek-ai/DeepSpec, `deepspec/modeling/dspark/loss.py`. Its third part, of the confidence head, is left
+out, as is the head. The slots' weights are those of DFlash here (`DFlashOptions.gamma`).
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int
+from rich.console import Console
+
+from tilewright.kernels.operations import Operations
+from tilewright.models import dflash, dspark
+from tilewright.models.decoder import DecoderConfig, DecoderParams
+from tilewright.models.dspark import DSparkConfig, DSparkParams
+from tilewright.models.params import initialise
+from tilewright.train import drafter
+from tilewright.train.data import TokenSource
+from tilewright.train.drafter import (
+    DFlashOptions,
+    Frozen,
+    at_slots,
+    draw_blocks,
+    frozen_of,
+    run_blocks,
+    slot_nll,
+    slot_weights,
+    weighted_mean,
+    with_draft_vocab,
+)
+from tilewright.train.loop import TrainResult, train
+from tilewright.train.partitioned import Division, partitioned_task
+from tilewright.train.records import batches_of
+from tilewright.train.text import TextOptions
+
+
+@dataclass(frozen=True)
+class DSparkOptions(DFlashOptions):
+    """What is particular to the training of a DSpark drafter.
+
+    Attributes:
+        l1_weight: share of the L1 distance in the loss, from 0 to 1; the rest is the cross-entropy's. The published value is
+            0.9.
+    """
+
+    l1_weight: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.l1_weight <= 1:
+            raise ValueError(f"expected an L1 weight from 0 to 1, found {self.l1_weight}")
+
+
+def drafter_losses(
+    target: DecoderConfig,
+    config: DSparkConfig,
+    options: DSparkOptions,
+    ops: Operations,
+    params: DSparkParams,
+    frozen: Frozen,
+    batch: tuple[Int[Array, "B T"], Bool[Array, "B T"]],
+    key: Array,
+) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
+    """The cross-entropy in nats and the L1 distance, both weighted means over the slots, and the sum of the slots' weights.
+
+    The distance is 0 where it has no share in the loss. Both distributions are over the tokens that can be proposed.
+    """
+    blocks, run = draw_blocks(target, config, options, batch, key, frozen.vocab), partial(dflash.run_block, config, ops)
+    arguments = (params.backbone, partial(run, params.backbone), batch[0], blocks.anchors, (None,) * config.num_layers)
+    drafted = run_blocks(target, config, ops, frozen.params, *arguments, whole=options.l1_weight > 0)
+    logits = ops.linear(drafted.hidden, frozen.head, jnp.float32)
+    logits = logits + dspark.serial_logits(ops, params.selector, blocks.before)
+    nll, apart = slot_nll(logits, blocks.wanted), jnp.zeros(blocks.wanted.shape)
+    if drafted.stream is not None:
+        # The target's state at a position speaks of the token after it: at the anchor, of what the block drafts first.
+        stream = at_slots(drafted.stream, blocks.anchors, config.block_size - 1)
+        said = ops.linear(ops.rms_norm(stream, frozen.params.norm, target.rms_norm_eps), frozen.head, jnp.float32)
+        apart = jnp.sum(jnp.abs(jax.nn.softmax(logits, axis=-1) - jax.nn.softmax(said, axis=-1)), axis=-1)
+    weights = slot_weights(nll, blocks, options.dpace)
+    return weighted_mean(nll, weights), weighted_mean(apart, weights), jnp.sum(weights)
+
+
+def hidden_matrices(params: DSparkParams) -> DSparkParams:
+    """True for every matrix; the serial head's two are embeddings, not such."""
+    matrices = jax.tree.map(lambda x: x.ndim == 2, params)
+    return replace(matrices, selector=replace(matrices.selector, predecessor=False, successor=False))
+
+
+def train_dspark(
+    target: DecoderConfig,
+    target_params: DecoderParams,
+    config: DSparkConfig,
+    stream: TokenSource,
+    held_out: TokenSource,
+    options: TextOptions,
+    drafter_options: DSparkOptions,
+    out: Path,
+    console: Console,
+    start: DSparkParams | None = None,
+    division: Division = Division(),
+) -> TrainResult:
+    """Trains a drafter. Its loss is what `drafter_losses` gives, weighed by `l1_weight`; see `drafter.train_drafter`."""
+    dflash.check_fits(config, target)
+    drafter.check_anchors(drafter_options, options)
+    ops, share = division.ops(options), drafter_options.l1_weight
+
+    def loss(params: Any, frozen: Any, batch: Any, key: Array) -> tuple[Array, Array]:
+        nll, apart, total = drafter_losses(target, config, drafter_options, ops, params, frozen, batch, key)
+        return (1 - share) * nll + share * apart, total
+
+    def init() -> DSparkParams:
+        if start is not None:
+            return dflash.with_vocab(start, None)
+        params = initialise(dspark.declare(config), jax.random.key(options.seed))
+        return replace(params, backbone=drafter.warm_start(target, config, target_params, params.backbone))
+
+    same = drafter.identity(config, drafter_options, target_params, start)
+    frozen = frozen_of(config, target_params, stream, start)
+    trained = (init, dspark.declare(config), hidden_matrices, division)
+    task = partitioned_task("DSpark drafter", batches_of(stream, held_out, options), same, loss, frozen, *trained)
+    return with_draft_vocab(train(task, console, out), frozen)

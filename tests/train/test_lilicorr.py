@@ -1,0 +1,166 @@
+"""The LiLiCorr recipe: its losses against NumPy, what learns from them, and a lattice that comes to tell candidates apart."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from reference.dflash_numpy import Target
+from reference.lilicorr_numpy import LiLiCorr, block_losses
+from tilewright.kernels.select import PLAIN
+from tilewright.models import decoder, dflash, lilicorr
+from tilewright.models.checkpoint import read_config
+from tilewright.models.lilicorr import LiLiCorrConfig
+from tilewright.models.params import initialise, to_tensors
+from tilewright.speculation.drafters.load import load_dflash
+from tilewright.train.drafter import Frozen, draw_blocks, frozen_of, save_drafter
+from tilewright.train.lilicorr import (
+    LiLiCorrOptions,
+    drafter_losses,
+    hidden_matrices,
+    start_of,
+    target_logits,
+    train_lilicorr,
+)
+from train.support import DRAFTER, TARGET, counting_stream, options, silent, target_params
+
+CONFIG = LiLiCorrConfig(
+    **vars(DRAFTER), candidate_top_k=5, lattice_size=12, lattice_layers=2, lattice_heads=3, mlp_ratio=1.5, vector_size=8,
+    vector_eps=1e-4, logit_scale=8.0,
+)  # fmt: skip
+CONV = replace(CONFIG, conv_kernel_size=2, conv_group_size=8)
+TARGET_PARAMS, SIZE = target_params(), CONFIG.block_size
+FROZEN = Frozen(TARGET_PARAMS)
+
+
+def random_params(config: LiLiCorrConfig = CONFIG) -> Any:
+    """Larger than those that training starts from, and none of them zero."""
+    leaves, tree = jax.tree.flatten(initialise(lilicorr.declare(config), jax.random.key(1)))
+    rng = np.random.default_rng(0)
+    return jax.tree.unflatten(tree, [x + jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype) for x in leaves])
+
+
+PARAMS = random_params()
+
+
+def batch_of(seed: int, rows: int = 3, length: int = 16) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 24, (rows, length)).astype(np.int32), rng.random((rows, length)) < 0.95
+
+
+@pytest.mark.parametrize("config", [CONFIG, CONV], ids=["plain", "with convolutions"])
+def test_all_losses_equal_the_reference(config: LiLiCorrConfig):
+    """Of blocks at every place, also at the beginning, which has no anchor; the right tokens often are no candidates."""
+    params = random_params(config)
+    tokens, in_loss = batch_of(5, rows=6)
+    chosen, key, batch = LiLiCorrOptions(anchors=12, gamma=2.0), jax.random.key(7), (jnp.asarray(tokens), jnp.asarray(in_loss))
+    found = jax.jit(partial(drafter_losses, TARGET, config, chosen, PLAIN))(params, FROZEN, batch, key)
+    blocks = draw_blocks(TARGET, config, chosen, batch, key)
+    anchors, weights = np.asarray(blocks.anchors), np.asarray(blocks.weights).reshape(6, 12, SIZE - 1)
+    assert (anchors == 0).any()
+    target = Target(decoder.config_to_hf(TARGET), dict(to_tensors(decoder.declare(TARGET), TARGET_PARAMS, jnp.float32)))
+    tensors = dict(to_tensors(lilicorr.declare(config), params, jnp.float32))
+    drafter, sums, longest = LiLiCorr(lilicorr.config_to_hf(config), tensors, target), np.zeros(5), 0
+    for row in range(6):
+        logits, after = target.run(tokens[row].tolist())
+        features = drafter.context_features(after, range(16))
+        for n, anchor in enumerate(anchors[row]):
+            hidden = drafter.block_hidden(int(tokens[row, anchor]), features, int(anchor))
+            said = logits[np.minimum(anchor + np.arange(SIZE - 1), 15)]
+            text = [*tokens[row, anchor : anchor + SIZE].tolist(), *[0] * SIZE][:SIZE]
+            before = features[anchor - 1] if anchor > 0 else None
+            own = block_losses(drafter, hidden, said, before, text, (weights[row, n] > 0).tolist(), 2.0)
+            sums += [own.backbone, own.weight, own.lattice, own.penalty, own.count]
+            longest = max(longest, own.count)
+    assert longest >= 2, "some right tokens are candidates, and those behind them too"
+    backbone, lattice, penalty, total = map(float, found)
+    assert total == pytest.approx(sums[1], rel=1e-5)
+    assert backbone == pytest.approx(sums[0] / sums[1], rel=1e-4)
+    assert lattice == pytest.approx(sums[2] / sums[4], rel=1e-3)
+    assert penalty == pytest.approx(sums[3] / sums[4], rel=1e-3)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_targets_logits_of_candidates_are_its_own(tied: bool):
+    params = TARGET_PARAMS if tied else target_params(replace(TARGET, tie_word_embeddings=False))
+    stream = jax.random.normal(jax.random.key(0), (2, 3, 32))
+    candidates = jax.random.randint(jax.random.key(1), (2, 3, 4), 0, 24)
+    want = jnp.take_along_axis(decoder.logits(TARGET, PLAIN, params, stream), candidates, axis=-1)
+    found = target_logits(TARGET, PLAIN, Frozen(params), stream, candidates)
+    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
+    some = frozen_of(replace(CONFIG, draft_vocab_size=6), params, counting_stream())
+    assert some.vocab is not None
+    found = target_logits(TARGET, PLAIN, some, stream, candidates % 6)
+    want = jnp.take_along_axis(decoder.logits(TARGET, PLAIN, params, stream), some.vocab.ids[candidates % 6], axis=-1)
+    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_batch_without_anchors_has_loss_zero():
+    batch = (jnp.asarray(batch_of(0)[0]), jnp.zeros((3, 16), bool))
+    run = jax.jit(partial(drafter_losses, TARGET, CONFIG, LiLiCorrOptions(anchors=4), PLAIN))
+    assert [float(x) for x in run(PARAMS, FROZEN, batch, jax.random.key(0))] == [0.0] * 4
+
+
+def test_the_lattices_losses_reach_everything_that_they_read():
+    tokens = jnp.asarray(batch_of(6, rows=8)[0])
+    batch = (tokens, jnp.ones(tokens.shape, bool))
+
+    def loss(part: int, params: Any) -> jax.Array:
+        own = LiLiCorrOptions(anchors=12)
+        return drafter_losses(TARGET, CONFIG, own, PLAIN, params, FROZEN, batch, jax.random.key(0))[part]
+
+    for part in (1, 2):
+        grads = jax.jit(jax.grad(partial(loss, part)))(PARAMS)
+        moved = [float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(grads.lattice)]
+        assert all(moved), "the whole lattice learns"
+        assert float(jnp.abs(grads.backbone.fc).max()) > 0, "and the backbone by it"
+    grads = jax.jit(jax.grad(partial(loss, 0)))(PARAMS)
+    assert not any(np.any(np.asarray(g)) for g in jax.tree.leaves(grads.lattice))
+
+
+def test_hidden_matrices_are_neither_norms_nor_biases_nor_tables():
+    taken = hidden_matrices(CONFIG, PARAMS)
+    assert all((taken.backbone.fc, taken.lattice.out.weight, taken.lattice.layers[1].qkv.weight))
+    tables = (taken.lattice.slots, taken.lattice.ranks, taken.lattice.slot_bias, taken.lattice.same_slot_bias)
+    assert not any((*tables, taken.lattice.out.bias, taken.lattice.norm, taken.backbone.norm))
+
+
+@pytest.mark.parametrize("vocab", [None, 8])
+def test_training_brings_the_lattice_to_tell_candidates_apart(tmp_path: Path, vocab: int | None):
+    """On a text that goes round; what is saved is what was trained, and the run can be resumed."""
+    config = CONFIG if vocab is None else replace(CONV, draft_vocab_size=vocab)
+    stream = counting_stream(600)
+    chosen = options(steps=40, batch_size=4, sequence_length=32, learning_rate=1e-2, evaluate_every=20, save_every=40)
+    own = LiLiCorrOptions(anchors=8)
+    arguments = (TARGET, TARGET_PARAMS, config, stream, stream, chosen, own, tmp_path / "run", silent())
+    result = train_lilicorr(*arguments)
+    assert result.curve["held_out_loss"][0] > 1.5 * result.last("held_out_loss")
+    batch = tuple(jnp.asarray(part) for part in next(stream.windows(32, 4, 0, 0)))
+    losses, frozen = jax.jit(partial(drafter_losses, TARGET, config, own, PLAIN)), frozen_of(config, TARGET_PARAMS, stream)
+    fresh, trained = start_of(TARGET, config, TARGET_PARAMS, jax.random.key(0)), dflash.with_vocab(result.params, None)
+    if vocab is not None:
+        assert float(fresh.attention_convs[0].base_kernel[0, 0].min()) == 1, "convolutions begin as if there were none"
+    before, after = (losses(params, frozen, batch, jax.random.key(1)) for params in (fresh, trained))
+    assert float(before[1]) > 1, "at first it knows nothing: the logarithm of five"
+    assert float(after[1]) < 0.3
+    again = train_lilicorr(*arguments)
+    jax.tree.map(np.testing.assert_array_equal, again.params, result.params)
+    folder = tmp_path / "saved"
+    save_drafter(folder, lilicorr, config, result.params, jnp.float32)
+    found, params = load_dflash(folder, read_config(folder), TARGET, "float32", None)
+    assert found == config
+    jax.tree.map(np.testing.assert_array_equal, dflash.with_vocab(params, None), trained)
+    if vocab is not None:
+        np.testing.assert_array_equal(params.backbone.vocab.ids, result.params.backbone.vocab.ids)
+
+
+def test_options_out_of_range_are_refused():
+    with pytest.raises(ValueError, match="a lattice weight of at least 0, found -1"):
+        LiLiCorrOptions(lattice_weight=-1.0)
+    with pytest.raises(ValueError, match="a penalty weight of at least 0, found -1"):
+        LiLiCorrOptions(penalty_weight=-1.0)

@@ -1,0 +1,110 @@
+"""Files of records, and batches of whole ones."""
+
+import lzma
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tilewright.train.data import Stream
+from tilewright.train.records import RecordRows, Records, batches_of
+from tilewright.train.text import Windows
+from train.support import counting_stream, options
+
+pairs = st.lists(
+    st.tuples(st.lists(st.integers(0, 70_000), max_size=5), st.lists(st.integers(0, 70_000), min_size=1, max_size=9)),
+    min_size=1, max_size=8,
+)  # fmt: skip
+
+
+def numbered(count: int, prompt: int, answer: int, first: int = 100) -> list[tuple[list[int], list[int]]]:
+    """Records whose tokens are all different ones."""
+    size = prompt + answer
+    return [([first + size * n + i for i in range(prompt)], [first + size * n + prompt + i for i in range(answer)])
+            for n in range(count)]  # fmt: skip
+
+
+@given(pairs)
+@settings(max_examples=25)
+def test_a_file_holds_what_was_saved(tmp_path_factory: pytest.TempPathFactory, made: list[tuple[list[int], list[int]]]):
+    path = tmp_path_factory.mktemp("records") / "new" / "some.npz.xz"
+    Records.of(made).save(path)
+    found = Records.load(path)
+    assert len(found) == len(made)
+    for n, (prompt, answer) in enumerate(made):
+        span = slice(found.starts[n], found.ends[n])
+        assert found.tokens[span].tolist() == [*prompt, *answer]
+        assert found.in_loss[span].tolist() == [False] * len(prompt) + [True] * len(answer)
+
+
+def test_small_vocabularies_take_16_bits(tmp_path: Path):
+    rng = np.random.default_rng(0)
+    noise = Records.of([([], rng.integers(0, 2**16, 20_000).tolist())])
+    noise.save(tmp_path / "noise.npz.xz")
+    assert (tmp_path / "noise.npz.xz").stat().st_size < 42_000
+
+
+@pytest.mark.parametrize("content", [b"", b"no file", lzma.compress(b"no arrays")], ids=["empty", "foreign", "no arrays"])
+def test_another_file_is_refused(tmp_path: Path, content: bytes):
+    (tmp_path / "some.npz.xz").write_bytes(content)
+    with pytest.raises(ValueError, match=r"some.npz.xz: expected a file of records \(.npz.xz\)"):
+        Records.load(tmp_path / "some.npz.xz")
+
+
+def test_records_of_one_prompt_are_held_out_together():
+    made = Records.of([([n, n], [n, i]) for n in range(20) for i in range(2)])
+    trained, held = made.split(0.25, seed=3)
+    prompts = [set(part.tokens[part.starts].tolist()) for part in (trained, held)]
+    assert (len(trained), len(held)) == (30, 10)
+    assert not prompts[0] & prompts[1]
+
+
+def test_each_epoch_shows_whole_records_once_from_their_beginning():
+    made = Records.of(numbered(4, 2, 5) + numbered(6, 3, 9, first=500) + numbered(2, 15, 4, first=900))
+    rows = RecordRows(made, made, options(batch_size=2, sequence_length=16))
+    epoch = list(rows.of(made, 0))
+    assert sorted(tokens.shape for tokens, _ in epoch) == [(2, 8)] * 2 + [(2, 16)] * 3
+    seen = []
+    for tokens, in_loss in epoch:
+        for row, flags in zip(tokens, in_loss, strict=True):
+            start = row[0]
+            prompt, size = (2, 7) if start < 500 else (3, 12)
+            assert row[:size].tolist() == list(range(start, start + size))
+            assert np.flatnonzero(flags).tolist() == list(range(prompt, size))
+            seen.append(start)
+    assert len(set(seen)) == len(seen) == 10
+    assert rows.tokens_per_step == (4 * 7 + 6 * 12) / 5
+
+
+def test_a_resumed_run_sees_the_batches_that_it_would_have_seen():
+    made = Records.of(numbered(9, 1, 4) + numbered(9, 1, 11, first=700))
+    rows = RecordRows(made, made, options(batch_size=2, sequence_length=16))
+    whole, later = rows.batches(0), rows.batches(5)
+    for _ in range(5):
+        next(whole)
+    for _ in range(9):
+        np.testing.assert_array_equal(next(whole)[0], next(later)[0])
+
+
+def test_a_long_record_loses_its_end():
+    made = Records.of(numbered(2, 2, 40))
+    ((tokens, in_loss),) = RecordRows(made, made, options(batch_size=2, sequence_length=16)).of(made, 0)
+    assert tokens.shape == (2, 16)
+    assert in_loss[:, 2:].all()
+
+
+def test_too_few_records_are_refused():
+    made = Records.of(numbered(3, 2, 3))
+    with pytest.raises(ValueError, match="expected at least 4 records to train on of about one length, found 3"):
+        RecordRows(made, made, options(batch_size=4, sequence_length=16))
+
+
+def test_sources_get_their_batches():
+    made, stream = Records.of(numbered(4, 2, 3)), counting_stream()
+    chosen = replace(options(), batch_size=2)
+    assert isinstance(batches_of(made, made, chosen), RecordRows)
+    assert isinstance(batches_of(stream, stream, chosen), Windows)
+    assert isinstance(stream, Stream)

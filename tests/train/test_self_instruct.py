@@ -1,0 +1,96 @@
+"""Text from the model itself: what opens a turn, what is left out, and that answers are the model's own."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from tilewright.llm.language_model import LanguageModel
+from tilewright.models.chat import ChatTemplate
+from tilewright.runtime.sampling import Sampling
+from tilewright.runtime.shapes import ShapeTable
+from tilewright.train import self_instruct
+from tilewright.train.self_instruct import (
+    AnswerOptions,
+    answers,
+    asked,
+    distinct,
+    instructions,
+    opening,
+    runs,
+    select_instructions,
+)
+from train.support import TARGET, silent, target_params
+
+TEMPLATE = ChatTemplate.compiled(
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}",
+    "here",
+)
+
+
+@pytest.fixture(scope="module")
+def lm() -> LanguageModel:
+    names = ["</>", "<user>", "<assistant>", *(f"t{i}" for i in range(21))]
+    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="t20"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["</>", "<user>", "<assistant>"])
+    table = ShapeTable(batches=(4,), capacities=(64,), chunks=(8,))
+    return LanguageModel(TARGET, target_params(), tokenizer, table=table)
+
+
+def test_what_opens_a_turn_is_all_that_stands_before_its_text():
+    assert opening(TEMPLATE) == "<user>"
+
+
+def test_runs_of_words():
+    assert runs("A b, c! D", 3) == {("a", "b", "c"), ("b", "c", "d")}
+    assert runs("two words", 13) == {("two", "words")}
+    assert runs(" ... ") == set()
+
+
+@given(st.lists(st.integers(0, 3), max_size=12))
+def test_distinct_4_grams(tokens: list[int]):
+    grams = ["".join(map(str, tokens[i : i + 4])) for i in range(len(tokens) - 3)]
+    assert distinct(tokens) == (1.0 if len(grams) < 2 else len(set(grams)) / len(grams))
+
+
+def test_which_instructions_are_left_out():
+    sentence = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
+    left_out = Counter[str]()
+    texts = ["Why is that?", "why is THAT", "Yes", "a b c d " * 8, f"Say {sentence}!", "What now, then?"]
+    chosen = select_instructions(texts, runs(f"x {sentence}"), left_out)
+    assert chosen == ["Why is that?", "What now, then?"]
+    assert left_out == {"there before": 1, "short or repetitive": 2, "in what is measured on": 1}
+
+
+def test_answers_are_what_the_model_says_at_both_temperatures(lm: LanguageModel, tmp_path: Path):
+    options, left_out = AnswerOptions(length=24, seed=5), Counter[str]()
+    messages = ["t1 t2 t3", "t1 t2 t3", "t4 t5", "t6 " * 40]
+    records = answers(lm, TEMPLATE, messages, options, tmp_path / "answers.jsonl", silent(), left_out)
+    expected = []
+    for n, message in enumerate(messages[:3]):
+        prompt = asked(lm, TEMPLATE, message)
+        result = lm.generate([prompt], Sampling(24 - len(prompt), temperature=float(n % 2), seed=5 + n))[0]
+        if len(result.tokens) > 1 and distinct(result.tokens) >= self_instruct.LEAST_DISTINCT:
+            expected.append([*prompt, *result.tokens])
+    assert expected, "the test shows nothing"
+    found = [records.tokens[start:end].tolist() for start, end in zip(records.starts, records.ends, strict=True)]
+    assert found == expected
+    assert left_out["long prompt"] == 1
+    assert sum(left_out.values()) == 4 - len(found)
+    again = answers(lm, TEMPLATE, messages, options, tmp_path / "answers.jsonl", silent(), Counter())
+    assert again.tokens.tolist() == records.tokens.tolist(), "what was written is read again"
+
+
+def test_instructions_end_where_the_model_ends_them(lm: LanguageModel, tmp_path: Path):
+    options = AnswerOptions(instruction_tokens=12)
+    texts = instructions(lm, TEMPLATE, 16, options, tmp_path / "instructions.jsonl", silent())
+    prompt, whole = lm.tokenizer.encode("<user>", add_special_tokens=False).ids, []
+    for seed in range(16):
+        tokens = lm.generate([prompt], Sampling(12, temperature=1.0, seed=seed))[0].tokens
+        whole += [lm.tokenizer.decode(tokens).strip()] if tokens[-1] == 0 else []
+    assert texts == whole
+    assert 0 < len(texts) < 16
