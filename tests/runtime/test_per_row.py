@@ -130,6 +130,16 @@ def test_a_draw_that_the_filters_left_none_of_the_best_tokens(tries: int, monkey
     assert needed.min() <= TRIES < needed.max()
 
 
+def test_a_gpu_draws_all_rows_at_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    kinds = [KINDS[n] for n in (1, 0, 2, 1)]
+    requests, (logits, history, positions) = [Sampling(seed=n, **kind) for n, kind in enumerate(kinds)], problem(7, 1, False)
+    rows, asking = row_sampling(requests, np.maximum(history.known - 5, 1)), np.asarray([True, True, True, False])
+    got = np.asarray(jax.jit(lambda *given: sample_each(*given))(logits, rows, history, positions, asking))
+    np.testing.assert_array_equal(got[:3], np.asarray(alike(logits, rows, history, positions))[:3])
+    assert got[3] == logits[3].argmax(), "nobody asked for it"
+
+
 def test_what_rows_ask_is_told_as_their_requests_tell_it():
     requests = [Sampling(**kind) for kind in KINDS]
     rows = row_sampling(requests, [1] * len(KINDS))

@@ -13,7 +13,7 @@ import pytest
 from tilewright.kernels import native
 from tilewright.kernels.linear.cpu import BFLOAT16_ISAS
 from tilewright.kernels.operations import Operations
-from tilewright.kernels.select import PLAIN, training_operations
+from tilewright.kernels.select import MIXED, PLAIN, training_operations
 from tilewright.models import decoder
 from tilewright.train.checkpoint import named_leaves
 from tilewright.train.drafter import DFlashOptions, Frozen, drafter_loss
@@ -60,6 +60,17 @@ def test_gradients_are_close_to_those_of_float32_products(config: decoder.Decode
     # Tokens that are not in the text reach the embedding through a tied head alone.
     absent = np.asarray(rounded.embed)[12:]
     assert (np.abs(absent).max(axis=1) > 0).all() if config.tie_word_embeddings else (absent == 0).all()
+
+
+def test_an_accelerator_multiplies_in_bfloat16_so_too(monkeypatch: pytest.MonkeyPatch):
+    params = target_params(TIED)
+
+    def loss_of(ops: Operations, params: Any) -> jax.Array:
+        return next_token_loss(TIED, ops, params, jnp.asarray(TOKENS), jnp.ones(TOKENS.shape, bool))[0]
+
+    assert_close(*(jax.jit(jax.grad(partial(loss_of, ops)))(params) for ops in (PLAIN, MIXED)))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert [training_operations(products) for products in ("auto", "bfloat16", "float32")] == [MIXED, MIXED, PLAIN]
 
 
 @needs_native

@@ -86,7 +86,8 @@ def instructions(
 ) -> list[str]:
     """Messages that the model writes in a user's place, `count` of them, those that did not end left out."""
     prompt = lm.tokenizer.encode(opening(template), add_special_tokens=False).ids
-    base = Sampling(options.instruction_tokens, temperature=1.0)
+    room = min(options.length, lm.target.max_position_embeddings) - len(prompt)
+    base = Sampling(min(options.instruction_tokens, room), temperature=1.0)
     written = generated(
         lm, [prompt] * count, lambda n: replace(base, seed=options.seed + n), path, "writing instructions", console
     )
