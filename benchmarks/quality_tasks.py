@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tilewright.bench.datasets import MBPP_TEST, messages, read_examples, read_records
+from tilewright.bench.datasets import MBPP_SPLITS, messages, read_examples, read_records
 from tilewright.models.chat import ChatTemplate
 
 REFERENCES = {"gsm8k_test": "answer", "humaneval": "canonical_solution", "mbpp": "code", "math500": "solution"}
@@ -60,7 +60,7 @@ def problems(folder: Path, template: ChatTemplate) -> list[Problem]:
     """MBPP's test split, worded as in its paper (Austin et al. 2021) without the worked examples, as one turn of a chat."""
     found = []
     for _, record in read_records(folder / "mbpp.jsonl"):
-        if record["task_id"] in MBPP_TEST:
+        if record["task_id"] in MBPP_SPLITS["test"]:
             prompt = template.render([{"role": "user", "content": question(record)}])
             checks = "\n".join([record["test_setup_code"], *record["test_list"]])
             found.append(Problem(record["task_id"], prompt, checks, record["code"]))
