@@ -58,7 +58,7 @@ def plain_tokens(lm: LanguageModel, prompt: Sequence[int], sampling: Sampling) -
 def draw_scores(
     logits: Float[np.ndarray, " V"], sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]
 ) -> Float[np.ndarray, " V"]:
-    """What the draw of the token behind these takes the largest of; -inf for what filters leave out."""
+    """Scores of every token, the largest of which is drawn; -inf for what filters leave out."""
     scores = penalised(logits.astype(np.float64), sampling, prompt, generated)
     if sampling.temperature == 0:
         return scores
@@ -104,6 +104,6 @@ def top_margin(logits: Float[np.ndarray, " V"]) -> float:
 
 
 def score_lead(scores: Float[np.ndarray, " V"], one: int, other: int) -> float | None:
-    """How far token `one` is ahead of `other` in what a draw compares; None where filters leave one of them out."""
+    """Lead of token `one` over `other` in a draw's scores; None where filters leave one of them out."""
     lead = float(scores[one]) - float(scores[other])
     return lead if math.isfinite(lead) else None

@@ -1,4 +1,4 @@
-"""What `tilewright train drafter` trains on: texts, the target's continuations of them, or its answers."""
+"""Training text of `tilewright train drafter`: files, the target's continuations of them, or its answers."""
 
 import json
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from tilewright.train.self_instruct import AnswerOptions
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Regeneration:
-    """Whether the target writes the text that its drafter learns from, and how.
+    """Options for text that the target continues, for its drafter to learn from.
 
     Attributes:
         regenerated: let the target continue this many stretches of the data and train on what it writes instead of on the data.
@@ -64,7 +64,7 @@ class Regeneration:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class SelfInstruct:
-    """Whether the target writes instructions and answers for its drafter to learn from.
+    """Options for instructions and answers that the target writes, for its drafter to learn from.
 
     Attributes:
         self_instruct: let the target write this many instructions, answer them and the data's prompts, these at temperatures 0
@@ -126,7 +126,7 @@ def drafter_text(
     data: Sequence[Path], loop: LoopOptions, writing: tuple[Regeneration, SelfInstruct], folder: Path,
     target: tuple[DecoderConfig, Any], out: Path, console: Console,
 ) -> Sequence[TokenSource]:  # fmt: skip
-    """What a drafter of `target` is trained on, and what is held out.
+    """Text that a drafter of `target` is trained on, and text that is held out.
 
     Args:
         folder: of the target, or its file.

@@ -1,4 +1,4 @@
-"""What `tilewright train drafter` takes for drafters that walk through candidates: DSpark and LiLiCorr."""
+"""Arguments of `tilewright train drafter` for DSpark and LiLiCorr, which walk through candidates."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from tilewright.train.lilicorr import LiLiCorrOptions
 @Parameter(name="*")
 @dataclass(frozen=True)
 class DSparkArguments:
-    """What only --kind dspark knows, besides what --kind dflash does.
+    """Arguments of --kind dspark alone, besides those of --kind dflash.
 
     Attributes:
         markov_rank: dspark: the inner size of the serial head (256 by default).
@@ -44,7 +44,7 @@ class DSparkArguments:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class LiLiCorrArguments:
-    """What only --kind lilicorr knows, besides what --kind dflash does.
+    """Arguments of --kind lilicorr alone, besides those of --kind dflash.
 
     Attributes:
         lattice_top_k: lilicorr: candidates of a slot (8 by default).

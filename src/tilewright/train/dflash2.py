@@ -19,24 +19,23 @@ from rich.console import Console
 
 from tilewright.kernels import select
 from tilewright.kernels.operations import Operations
-from tilewright.models import convolution, dflash, dflash2
+from tilewright.models import convolution, dflash2
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.dflash2 import DFlash2Config, DFlash2Params
 from tilewright.train import drafter
 from tilewright.train.data import TokenSource
 from tilewright.train.drafter import (
+    BlockKind,
     Blocks,
     DFlashOptions,
     Frozen,
     draw_blocks,
-    frozen_of,
     run_blocks,
+    train_blocks,
     weighted_nll,
-    with_draft_vocab,
 )
-from tilewright.train.loop import TrainResult, train
-from tilewright.train.partitioned import Division, partitioned_task
-from tilewright.train.records import batches_of
+from tilewright.train.loop import TrainResult
+from tilewright.train.partitioned import Division
 from tilewright.train.text import TextOptions
 
 
@@ -127,21 +126,14 @@ def train_dflash2(
     division: Division = Division(),
 ) -> TrainResult:
     """Trains a drafter. Its loss is the backbone's and `selector_weight` times the selector's; see `drafter.train_drafter`."""
-    dflash.check_fits(config, target)
-    drafter.check_anchors(drafter_options, options)
     ops = division.ops(options)
 
     def loss(params: Any, frozen: Any, batch: Any, key: Array) -> tuple[Array, Array]:
         backbone, chosen, total = drafter_losses(target, config, drafter_options, ops, params, frozen, batch, key)
         return backbone + drafter_options.selector_weight * chosen, total
 
-    def init() -> DFlash2Params:
-        if start is not None:
-            return dflash.with_vocab(start, None)
-        return start_of(target, config, target_params, jax.random.key(options.seed))
-
-    same = drafter.identity(config, drafter_options, target_params, start)
-    frozen = frozen_of(config, target_params, stream, start)
-    trained = (init, dflash2.declare(config), hidden_matrices, division)
-    task = partitioned_task("DFlash 2 drafter", batches_of(stream, held_out, options), same, loss, frozen, *trained)
-    return with_draft_vocab(train(task, console, out), frozen)
+    kind = BlockKind(
+        "DFlash 2 drafter", dflash2.declare(config), hidden_matrices, loss, partial(start_of, target, config, target_params)
+    )
+    given = (target, target_params, config, stream, held_out, options, drafter_options, out, console, start, division)
+    return train_blocks(kind, *given)

@@ -32,7 +32,7 @@ from tilewright.train.data import TokenSource, frequent_tokens
 from tilewright.train.loop import TrainResult, train
 from tilewright.train.partitioned import Division, partitioned_task
 from tilewright.train.records import batches_of
-from tilewright.train.text import TextOptions
+from tilewright.train.text import Loss, TextOptions
 
 
 @dataclass(frozen=True)
@@ -391,23 +391,51 @@ def train_drafter(
         start: of a drafter to go on from, which may have been trained for another block size; by default the target's last
             layers where these fit.
     """
+
+    def fresh(key: Array) -> DFlashParams:
+        return warm_start(target, config, target_params, initialise(dflash.declare(config), key))
+
+    loss = partial(drafter_loss, target, config, drafter_options, division.ops(options))
+    kind = BlockKind("DFlash drafter", dflash.declare(config), hidden_matrices, loss, fresh)
+    given = (target, target_params, config, stream, held_out, options, drafter_options, out, console, start, division)
+    return train_blocks(kind, *given)
+
+
+@dataclass(frozen=True)
+class BlockKind:
+    """Training of one kind of drafter that drafts a block in one pass.
+
+    Attributes:
+        title: what the progress bar shows.
+        specs: its declaration.
+        is_hidden_matrix: see `text.make_optimizer`.
+        loss: see `text.Loss`; `frozen` is a `Frozen`.
+        fresh: parameters to begin with, from a key.
+    """
+
+    title: str
+    specs: Any
+    is_hidden_matrix: Callable[[Any], Any]
+    loss: Loss
+    fresh: Callable[[Array], Any]
+
+
+def train_blocks(
+    kind: BlockKind, target: DecoderConfig, target_params: DecoderParams, config: DFlashConfig, stream: TokenSource,
+    held_out: TokenSource, options: TextOptions, drafter_options: DFlashOptions, out: Path, console: Console, start: Any,
+    division: Division,
+) -> TrainResult:  # fmt: skip
+    """Trains a drafter of any of these kinds; arguments as for `train_drafter`. It keeps the draft vocabulary of `start`."""
     dflash.check_fits(config, target)
     check_anchors(drafter_options, options)
 
-    def init() -> DFlashParams:
-        if start is not None:
-            return dflash.with_vocab(start, None)
-        return warm_start(target, config, target_params, initialise(dflash.declare(config), jax.random.key(options.seed)))
+    def init() -> Any:
+        return kind.fresh(jax.random.key(options.seed)) if start is None else dflash.with_vocab(start, None)
 
-    loss = partial(drafter_loss, target, config, drafter_options, division.ops(options))
     same, frozen = identity(config, drafter_options, target_params, start), frozen_of(config, target_params, stream, start)
-    trained = (init, dflash.declare(config), hidden_matrices, division)
-    task = partitioned_task("DFlash drafter", batches_of(stream, held_out, options), same, loss, frozen, *trained)
-    return with_draft_vocab(train(task, console, out), frozen)
-
-
-def with_draft_vocab(result: TrainResult, frozen: Frozen) -> TrainResult:
-    """What was trained, with the draft vocabulary that it was trained for."""
+    trained = (init, kind.specs, kind.is_hidden_matrix, division)
+    task = partitioned_task(kind.title, batches_of(stream, held_out, options), same, kind.loss, frozen, *trained)
+    result = train(task, console, out)
     return replace(result, params=dflash.with_vocab(result.params, frozen.vocab))
 
 

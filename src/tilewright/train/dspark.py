@@ -26,20 +26,19 @@ from tilewright.models.params import initialise
 from tilewright.train import drafter
 from tilewright.train.data import TokenSource
 from tilewright.train.drafter import (
+    BlockKind,
     DFlashOptions,
     Frozen,
     at_slots,
     draw_blocks,
-    frozen_of,
     run_blocks,
     slot_nll,
     slot_weights,
+    train_blocks,
     weighted_mean,
-    with_draft_vocab,
 )
-from tilewright.train.loop import TrainResult, train
-from tilewright.train.partitioned import Division, partitioned_task
-from tilewright.train.records import batches_of
+from tilewright.train.loop import TrainResult
+from tilewright.train.partitioned import Division
 from tilewright.train.text import TextOptions
 
 
@@ -109,22 +108,16 @@ def train_dspark(
     division: Division = Division(),
 ) -> TrainResult:
     """Trains a drafter. Its loss is what `drafter_losses` gives, weighed by `l1_weight`; see `drafter.train_drafter`."""
-    dflash.check_fits(config, target)
-    drafter.check_anchors(drafter_options, options)
     ops, share = division.ops(options), drafter_options.l1_weight
 
     def loss(params: Any, frozen: Any, batch: Any, key: Array) -> tuple[Array, Array]:
         nll, apart, total = drafter_losses(target, config, drafter_options, ops, params, frozen, batch, key)
         return (1 - share) * nll + share * apart, total
 
-    def init() -> DSparkParams:
-        if start is not None:
-            return dflash.with_vocab(start, None)
-        params = initialise(dspark.declare(config), jax.random.key(options.seed))
+    def fresh(key: Array) -> DSparkParams:
+        params = initialise(dspark.declare(config), key)
         return replace(params, backbone=drafter.warm_start(target, config, target_params, params.backbone))
 
-    same = drafter.identity(config, drafter_options, target_params, start)
-    frozen = frozen_of(config, target_params, stream, start)
-    trained = (init, dspark.declare(config), hidden_matrices, division)
-    task = partitioned_task("DSpark drafter", batches_of(stream, held_out, options), same, loss, frozen, *trained)
-    return with_draft_vocab(train(task, console, out), frozen)
+    kind = BlockKind("DSpark drafter", dspark.declare(config), hidden_matrices, loss, fresh)
+    given = (target, target_params, config, stream, held_out, options, drafter_options, out, console, start, division)
+    return train_blocks(kind, *given)

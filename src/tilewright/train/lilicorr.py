@@ -23,28 +23,27 @@ from rich.console import Console
 
 from tilewright.kernels import select
 from tilewright.kernels.operations import Operations, Transposed
-from tilewright.models import dflash, lilicorr
+from tilewright.models import lilicorr
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.lilicorr import LiLiCorrConfig, LiLiCorrParams
 from tilewright.train import drafter
 from tilewright.train.data import TokenSource
 from tilewright.train.drafter import (
+    BlockKind,
     Blocks,
     DFlashOptions,
     Drafted,
     Frozen,
     at_slots,
     draw_blocks,
-    frozen_of,
     run_blocks,
     slot_nll,
+    train_blocks,
     weighted_mean,
     weighted_nll,
-    with_draft_vocab,
 )
-from tilewright.train.loop import TrainResult, train
-from tilewright.train.partitioned import Division, partitioned_task
-from tilewright.train.records import batches_of
+from tilewright.train.loop import TrainResult
+from tilewright.train.partitioned import Division
 from tilewright.train.text import TextOptions
 
 
@@ -166,24 +165,21 @@ def train_lilicorr(
     division: Division = Division(),
 ) -> TrainResult:
     """Trains a drafter. Its loss is the backbone's and, weighed, the lattice's two; see `drafter.train_drafter`."""
-    dflash.check_fits(config, target)
-    drafter.check_anchors(drafter_options, options)
     ops, weights = division.ops(options), (drafter_options.lattice_weight, drafter_options.penalty_weight)
 
     def loss(params: Any, frozen: Any, batch: Any, key: Array) -> tuple[Array, Array]:
         own, chosen, dear, total = drafter_losses(target, config, drafter_options, ops, params, frozen, batch, key)
         return own + weights[0] * chosen + weights[1] * dear, total
 
-    def init() -> LiLiCorrParams:
-        if start is not None:
-            return dflash.with_vocab(start, None)
-        return start_of(target, config, target_params, jax.random.key(options.seed))
-
-    same = drafter.identity(config, drafter_options, target_params, start)
-    frozen = frozen_of(config, target_params, stream, start)
-    trained = (init, lilicorr.declare(config), partial(hidden_matrices, config), division)
-    task = partitioned_task("LiLiCorr drafter", batches_of(stream, held_out, options), same, loss, frozen, *trained)
-    return with_draft_vocab(train(task, console, out), frozen)
+    kind = BlockKind(
+        "LiLiCorr drafter",
+        lilicorr.declare(config),
+        partial(hidden_matrices, config),
+        loss,
+        partial(start_of, target, config, target_params),
+    )
+    given = (target, target_params, config, stream, held_out, options, drafter_options, out, console, start, division)
+    return train_blocks(kind, *given)
 
 
 def start_of(target: DecoderConfig, config: LiLiCorrConfig, target_params: DecoderParams, key: Array) -> LiLiCorrParams:
