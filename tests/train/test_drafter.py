@@ -128,7 +128,7 @@ def test_labels_stop_at_the_end_of_the_text_and_of_the_sequence():
 def logits_at(tokens: np.ndarray, anchors: list[list[int]]) -> np.ndarray:
     """Draft logits `[rows, anchors, slots, V]`."""
     arrays = jnp.asarray(tokens), jnp.asarray(anchors, jnp.int32)
-    flat = compiled_logits(TARGET, DRAFTER, PLAIN, FROZEN, DRAFTER_PARAMS, *arrays)
+    flat = compiled_logits(TARGET, DRAFTER, PLAIN, FROZEN, DRAFTER_PARAMS, arrays[:1], arrays[1])
     return np.asarray(flat).reshape(len(anchors), len(anchors[0]), SIZE - 1, TARGET.vocab_size)
 
 
@@ -158,9 +158,9 @@ def test_a_block_sees_features_strictly_before_its_anchor(monkeypatch: pytest.Mo
             return ran._replace(taps=tuple(tap.at[:, position].add(3 * jnp.cos(jnp.arange(32.0))) for tap in ran.taps))
 
         with monkeypatch.context() as patched:
-            patched.setattr(drafter.decoder, "forward_full", disturbed)
+            patched.setattr(decoder, "forward_full", disturbed)
             arrays = jnp.asarray(tokens), jnp.asarray(anchors, jnp.int32)
-            return draft_logits(TARGET, DRAFTER, PLAIN, FROZEN, DRAFTER_PARAMS, *arrays)
+            return draft_logits(TARGET, DRAFTER, PLAIN, FROZEN, DRAFTER_PARAMS, arrays[:1], arrays[1])
 
     for position in range(16):
         after = np.asarray(logits_with_other_feature(jnp.int32(position))).reshape(before.shape)
@@ -204,7 +204,7 @@ def test_a_block_is_drafted_as_at_inference(anchor: int, scale: float):
     block = np.full((1, SIZE), DRAFTER.mask_token_id, np.int32)
     block[0, 0] = tokens[0, anchor]
     expected = drafted_at_inference(config, jnp.asarray(tokens), jnp.asarray(block), jnp.int32(anchor))
-    got = compiled_logits(TARGET, config, PLAIN, FROZEN, DRAFTER_PARAMS, jnp.asarray(tokens), jnp.asarray([[anchor]]))
+    got = compiled_logits(TARGET, config, PLAIN, FROZEN, DRAFTER_PARAMS, (jnp.asarray(tokens),), jnp.asarray([[anchor]]))
     np.testing.assert_allclose(got, expected, rtol=0, atol=2e-5)
 
 
@@ -408,8 +408,8 @@ def test_only_tokens_of_the_draft_vocabulary_are_learnt():
     np.testing.assert_array_equal(blocks.weights, np.where(known, whole.weights, 0))
     np.testing.assert_array_equal(blocks.missed, ~known & (np.asarray(whole.weights) > 0))
     assert (np.asarray(frozen.vocab.ids)[np.asarray(blocks.wanted)] == np.asarray(whole.wanted))[known].all()
-    logits = draft_logits(TARGET, config, PLAIN, frozen, drafter_params(config), tokens, blocks.anchors)
-    every = draft_logits(TARGET, DRAFTER, PLAIN, FROZEN, drafter_params(config), tokens, blocks.anchors)
+    logits = draft_logits(TARGET, config, PLAIN, frozen, drafter_params(config), batch, blocks.anchors)
+    every = draft_logits(TARGET, DRAFTER, PLAIN, FROZEN, drafter_params(config), batch, blocks.anchors)
     np.testing.assert_allclose(logits, every[..., 1:7], rtol=1e-5, atol=1e-5)
 
 

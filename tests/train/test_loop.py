@@ -1,6 +1,8 @@
 """The loop: optimisers, checkpoints that resume exactly, and what a run reports."""
 
+import io
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count, islice
@@ -13,10 +15,11 @@ import numpy as np
 import pytest
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
+from rich.console import Console
 
 import tilewright.models.checkpoint
 from tilewright.parallel.mesh import make_mesh
-from tilewright.train import checkpoint
+from tilewright.train import checkpoint, loop
 from tilewright.train.drafter import DFlashOptions, train_drafter
 from tilewright.train.finite import FINITE, finite
 from tilewright.train.lm import train_lm
@@ -175,6 +178,15 @@ def test_a_state_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(OSError, match="disk full"):
         checkpoint.save(tmp_path / "first.safetensors", old, 1, {}, identity)
     assert not (tmp_path / "first.safetensors").exists()
+
+
+def test_a_run_without_a_terminal_shows_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(loop, "LINE_S", 0.0)
+    written = io.StringIO()
+    train(regression(), Console(file=written, width=200))
+    lines = written.getvalue().splitlines()
+    assert len(lines) == regression().steps
+    assert re.fullmatch(r"regression: step 2 of \d+  loss \d+\.\d+.*/s", lines[1])
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -65,7 +65,7 @@ def test_records_of_one_prompt_are_held_out_together():
 def test_each_epoch_shows_whole_records_once_from_their_beginning():
     made = Records.of(numbered(4, 2, 5) + numbered(6, 3, 9, first=500) + numbered(2, 15, 4, first=900))
     rows = RecordRows(made, made, options(batch_size=2, sequence_length=16))
-    epoch = list(rows.of(made, 0))
+    epoch = [rows.rows(made, *each) for each in rows.chosen(made, 0)]
     assert sorted(tokens.shape for tokens, _ in epoch) == [(2, 8)] * 2 + [(2, 16)] * 3
     seen = []
     for tokens, in_loss in epoch:
@@ -91,7 +91,7 @@ def test_a_resumed_run_sees_the_batches_that_it_would_have_seen():
 
 def test_a_long_record_loses_its_end():
     made = Records.of(numbered(2, 2, 40))
-    ((tokens, in_loss),) = RecordRows(made, made, options(batch_size=2, sequence_length=16)).of(made, 0)
+    tokens, in_loss = next(RecordRows(made, made, options(batch_size=2, sequence_length=16)).batches(0))
     assert tokens.shape == (2, 16)
     assert in_loss[:, 2:].all()
 

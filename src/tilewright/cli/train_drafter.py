@@ -71,6 +71,8 @@ class DFlashArguments:
         start: dflash: a drafter to go on from, a folder, a Hugging Face id or "demo-drafter"; its block size may be another;
             for dflash2 and lilicorr also a DFlash one, as backbone. A lilicorr drafter keeps its block size. By default
             training starts from the target's last layers.
+        keep_taps: dflash: keep the target's states in this folder, in bfloat16, so that they are computed once. For whole
+            records, on one device; a token takes 2 bytes for each number of each tapped layer.
     """
 
     layers: int | None = None
@@ -79,9 +81,10 @@ class DFlashArguments:
     gamma: float | None = None
     dpace: float | None = None
     start: str | None = None
+    keep_taps: Path | None = None
 
     def options(self) -> DFlashOptions:
-        return DFlashOptions(given(self.anchors, 32), self.gamma, self.dpace)
+        return DFlashOptions(given(self.anchors, 32), self.gamma, self.dpace, self.keep_taps)
 
     def begin(self, config: DFlashConfig, seed: int, console: Console) -> tuple[DFlashConfig, Any]:
         """The configuration, and the parameters to go on from, float32, if any were named; it reads the last tap as they do."""

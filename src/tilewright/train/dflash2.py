@@ -6,6 +6,7 @@ right token is not among them, it takes the place of the last. Both losses weigh
 Sources of the recipe: the trainers' (speculators #1006, Model-Optimizer #2216); the authors publish none.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from rich.console import Console
 
 from tilewright.kernels import select
@@ -86,13 +87,13 @@ def drafter_losses(
     ops: Operations,
     params: DFlash2Params,
     frozen: Frozen,
-    batch: tuple[Int[Array, "B T"], Bool[Array, "B T"]],
+    batch: Sequence[Array],
     key: Array,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
     """The backbone's loss and the selector's, both in nats, and the sum of the slots' weights."""
     blocks = draw_blocks(target, config, options, batch, key, frozen.vocab)
     run = partial(convolution.run_block, config, ops, params)
-    arguments = (frozen.params, params.backbone, run, batch[0], blocks.anchors, config.windows)
+    arguments = (frozen.params, params.backbone, run, batch, blocks.anchors, config.windows)
     hidden = run_blocks(target, config, ops, *arguments).hidden
     logits = dflash2.scaled_logits(config, ops.linear(hidden, frozen.head, jnp.float32))
     chosen = selector_loss(config, ops, params, hidden, logits, blocks, options.dpace)

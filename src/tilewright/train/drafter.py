@@ -32,6 +32,7 @@ from tilewright.train.data import TokenSource, frequent_tokens
 from tilewright.train.loop import TrainResult, train
 from tilewright.train.partitioned import Division, partitioned_task
 from tilewright.train.records import batches_of
+from tilewright.train.taps import kept_rows, tapped_layers, target_states
 from tilewright.train.text import Loss, TextOptions
 
 
@@ -45,11 +46,13 @@ class DFlashOptions:
             8).
         dpace: smoothing, from 0 to 1, of weights that follow the drafts that are expected to be accepted (D-PACE, arXiv
             2605.18810); None for the decay.
+        keep_taps: folder for the target's states, which are computed once then (see `taps.KeptRows`).
     """
 
     anchors: int = 32
     gamma: float | None = None
     dpace: float | None = None
+    keep_taps: Path | None = None
 
     def __post_init__(self) -> None:
         if self.anchors < 1:
@@ -156,7 +159,7 @@ def run_blocks(
     target_params: DecoderParams,
     params: DFlashParams,
     run_block: RunBlock,
-    tokens: Int[Array, "B T"],
+    batch: Sequence[Array],
     anchors: Int[Array, "B A"],
     windows: Sequence[int | None],
     whole: bool = False,
@@ -165,14 +168,13 @@ def run_blocks(
 
     Args:
         params: what makes the context.
+        batch: as in `taps.target_states`.
         windows: how many positions a query sees in each layer; None for all.
         whole: run all of the target; else what lies above its last tap is left out.
     """
-    read = target.num_layers if whole else max(config.target_layer_ids) + 1
-    below = replace(target, num_layers=read), replace(target_params, layers=target_params.layers[:read])
-    ran = decoder.forward_full(below[0], ops, below[1], tokens, config.target_layer_ids)
-    taps = dflash.normal_taps(config, ops, ran.taps, Norm(target_params.norm, target.rms_norm_eps))
-    features = dflash.context_features(config, ops, params, jax.lax.stop_gradient(taps))
+    states, tokens = target_states(target, config.target_layer_ids, ops, target_params, batch, whole), batch[0]
+    taps = dflash.normal_taps(config, ops, states.taps, Norm(target_params.norm, target.rms_norm_eps))
+    features = dflash.context_features(config, ops, params, taps)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     context = tuple(zip(dflash.context_kv(config, ops, params, features, positions), windows, strict=True))
     block = anchors.reshape(-1, 1) + jnp.arange(config.slots)
@@ -185,7 +187,7 @@ def run_blocks(
         return anchored_attention(q, pair, (k, v), anchors, window).reshape(*q.shape[:2], -1), kept
 
     hidden = run_block(x, block, context, attend, anchors)[:, config.first_slot :]
-    return Drafted(hidden, features, ran.hidden if whole else None)
+    return Drafted(hidden, features, states.stream)
 
 
 class Frozen(NamedTuple):
@@ -225,12 +227,16 @@ def draft_logits(
     ops: Operations,
     frozen: Frozen,
     params: DFlashParams,
-    tokens: Int[Array, "B T"],
+    batch: Sequence[Array],
     anchors: Int[Array, "B A"],
 ) -> Float[Array, "BA S W"]:
-    """The drafter's logits for every slot that drafts, S = block_size - 1, for the block at every anchor."""
+    """The drafter's logits for every slot that drafts, S = block_size - 1, for the block at every anchor.
+
+    Args:
+        batch: as in `taps.target_states`.
+    """
     run, everything = partial(dflash.run_block, config, ops, params), (None,) * config.num_layers
-    hidden = run_blocks(target, config, ops, frozen.params, params, run, tokens, anchors, everything).hidden
+    hidden = run_blocks(target, config, ops, frozen.params, params, run, batch, anchors, everything).hidden
     return ops.linear(hidden, frozen.head, jnp.float32)
 
 
@@ -256,12 +262,16 @@ def draw_blocks(
     target: DecoderConfig,
     config: DFlashConfig,
     options: DFlashOptions,
-    batch: tuple[Int[Array, "B T"], Bool[Array, "B T"]],
+    batch: Sequence[Array],
     key: Array,
     vocab: DraftVocab | None = None,
 ) -> Blocks:
-    """Random blocks, their labels, and the slots' weights by position."""
-    tokens, in_loss = batch
+    """Random blocks, their labels, and the slots' weights by position.
+
+    Args:
+        batch: as in `taps.target_states`.
+    """
+    tokens, in_loss = batch[:2]
     anchors, real = draw_anchors(in_loss, options.anchors, key)
     end = target.eos_token_ids[0] if target.eos_token_ids else -1
     labels, counted = block_labels(tokens, in_loss, anchors, config.block_size, end)
@@ -331,12 +341,12 @@ def drafter_loss(
     ops: Operations,
     params: DFlashParams,
     frozen: Frozen,
-    batch: tuple[Int[Array, "B T"], Bool[Array, "B T"]],
+    batch: Sequence[Array],
     key: Array,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The weighted mean cross-entropy in nats over the slots of random blocks, and the sum of the weights."""
     blocks = draw_blocks(target, config, options, batch, key, frozen.vocab)
-    logits = draft_logits(target, config, ops, frozen, params, batch[0], blocks.anchors)
+    logits = draft_logits(target, config, ops, frozen, params, batch, blocks.anchors)
     return weighted_nll(logits, blocks, options.dpace)
 
 
@@ -411,6 +421,7 @@ class BlockKind:
         is_hidden_matrix: see `text.make_optimizer`.
         loss: see `text.Loss`; `frozen` is a `Frozen`.
         fresh: parameters to begin with, from a key.
+        whole: whether the loss reads what the target's last layer gives.
     """
 
     title: str
@@ -418,6 +429,7 @@ class BlockKind:
     is_hidden_matrix: Callable[[Any], Any]
     loss: Loss
     fresh: Callable[[Array], Any]
+    whole: bool = False
 
 
 def train_blocks(
@@ -433,8 +445,14 @@ def train_blocks(
         return kind.fresh(jax.random.key(options.seed)) if start is None else dflash.with_vocab(start, None)
 
     same, frozen = identity(config, drafter_options, target_params, start), frozen_of(config, target_params, stream, start)
-    trained = (init, kind.specs, kind.is_hidden_matrix, division)
-    task = partitioned_task(kind.title, batches_of(stream, held_out, options), same, kind.loss, frozen, *trained)
+    trained, batches = (init, kind.specs, kind.is_hidden_matrix, division), batches_of(stream, held_out, options)
+    if drafter_options.keep_taps is not None:
+        if division.mesh is not None:
+            raise ValueError("expected --keep-taps or --mesh, found both: states are kept on one device")
+        tapped = tapped_layers(target, config.target_layer_ids, kind.whole)
+        args = (stream, held_out, options, drafter_options.keep_taps, target, options.ops, target_params, tapped)
+        batches = kept_rows(*args, same["target"])
+    task = partitioned_task(kind.title, batches, same, kind.loss, frozen, *trained)
     result = train(task, console, out)
     return replace(result, params=dflash.with_vocab(result.params, frozen.vocab))
 
@@ -461,5 +479,6 @@ def check_anchors(drafter_options: DFlashOptions, options: TextOptions) -> None:
 
 def identity(config: DFlashConfig, drafter_options: DFlashOptions, target_params: DecoderParams, start: Any) -> dict[str, Any]:
     """What a checkpoint of such a training must agree with."""
-    same = {"config": asdict(config), "drafter": asdict(drafter_options), "target": fingerprint(target_params)}
+    own = {name: value for name, value in asdict(drafter_options).items() if name != "keep_taps"}
+    same = {"config": asdict(config), "drafter": own, "target": fingerprint(target_params)}
     return same | {"start": None if start is None else fingerprint(start)}

@@ -7,6 +7,7 @@ Source of the recipe: deepseek-ai/DeepSpec, `deepspec/modeling/dspark/loss.py`. 
 out, as is the head. The slots' weights are those of DFlash here (`DFlashOptions.gamma`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from rich.console import Console
 
 from tilewright.kernels.operations import Operations
@@ -66,7 +67,7 @@ def drafter_losses(
     ops: Operations,
     params: DSparkParams,
     frozen: Frozen,
-    batch: tuple[Int[Array, "B T"], Bool[Array, "B T"]],
+    batch: Sequence[Array],
     key: Array,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
     """The cross-entropy in nats and the L1 distance, both weighted means over the slots, and the sum of the slots' weights.
@@ -74,7 +75,7 @@ def drafter_losses(
     The distance is 0 where it has no share in the loss. Both distributions are over the tokens that can be proposed.
     """
     blocks, run = draw_blocks(target, config, options, batch, key, frozen.vocab), partial(dflash.run_block, config, ops)
-    arguments = (params.backbone, partial(run, params.backbone), batch[0], blocks.anchors, (None,) * config.num_layers)
+    arguments = (params.backbone, partial(run, params.backbone), batch, blocks.anchors, (None,) * config.num_layers)
     drafted = run_blocks(target, config, ops, frozen.params, *arguments, whole=options.l1_weight > 0)
     logits = ops.linear(drafted.hidden, frozen.head, jnp.float32)
     logits = logits + dspark.serial_logits(ops, params.selector, blocks.before)
@@ -118,6 +119,6 @@ def train_dspark(
         params = initialise(dspark.declare(config), key)
         return replace(params, backbone=drafter.warm_start(target, config, target_params, params.backbone))
 
-    kind = BlockKind("DSpark drafter", dspark.declare(config), hidden_matrices, loss, fresh)
+    kind = BlockKind("DSpark drafter", dspark.declare(config), hidden_matrices, loss, fresh, whole=share > 0)
     given = (target, target_params, config, stream, held_out, options, drafter_options, out, console, start, division)
     return train_blocks(kind, *given)

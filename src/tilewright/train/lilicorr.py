@@ -10,6 +10,7 @@ Source of the recipe: NVIDIA/Model-Optimizer #2342, `hf_lilicorr.py`, the varian
 if all of its slots are in the loss; here it counts up to the first that is not, as short answers have few whole blocks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from rich.console import Console
 
 from tilewright.kernels import select
@@ -126,7 +127,7 @@ def drafter_losses(
     ops: Operations,
     params: LiLiCorrParams,
     frozen: Frozen,
-    batch: tuple[Int[Array, "B T"], Bool[Array, "B T"]],
+    batch: Sequence[Array],
     key: Array,
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
     """The backbone's loss and the lattice's two (see `lattice_losses`), and the sum of the slots' weights.
@@ -134,7 +135,7 @@ def drafter_losses(
     The penalty is 0 where it has no weight in the loss.
     """
     blocks, run = draw_blocks(target, config, options, batch, key, frozen.vocab), partial(lilicorr.run_block, config, ops)
-    arguments = (params.backbone, partial(run, params), batch[0], blocks.anchors, (None,) * config.num_layers)
+    arguments = (params.backbone, partial(run, params), batch, blocks.anchors, (None,) * config.num_layers)
     drafted = run_blocks(target, config, ops, frozen.params, *arguments, whole=options.penalty_weight > 0)
     logits = ops.linear(drafted.hidden, frozen.head, jnp.float32)
     candidates, _ = select.top_k(jax.lax.stop_gradient(logits), config.candidate_top_k)
@@ -177,6 +178,7 @@ def train_lilicorr(
         partial(hidden_matrices, config),
         loss,
         partial(start_of, target, config, target_params),
+        whole=weights[1] > 0,
     )
     given = (target, target_params, config, stream, held_out, options, drafter_options, out, console, start, division)
     return train_blocks(kind, *given)

@@ -37,6 +37,8 @@ The figures hold a `finite.Finite` under `FINITE`, which is none of those that a
 
 REFRESH_S = 0.2
 """How often the progress bar looks at figures; each look waits for the device."""
+LINE_S = 60.0
+"""How often there is a line where there is no terminal."""
 
 
 @dataclass(frozen=True)
@@ -352,14 +354,16 @@ def train(task: Task, console: Console, out: Path | None = None) -> TrainResult:
     run = Run(task, out)
     if run.resume():
         console.print(f"resuming {task.title} at step {run.step} of {task.steps}", markup=False)
-    pace, looked = Pace(task, run.step), time.perf_counter()
+    pace, looked, wait = Pace(task, run.step), time.perf_counter(), REFRESH_S if console.is_terminal else LINE_S
     with Ledger() as ledger, progress_bar(console) as bar:
         row = bar.add_task(task.title, total=task.steps, completed=run.step, figures="")
         for batch in islice(task.batches(run.step), task.steps - run.step):
             last = run.take(batch)
             pace.note(run.step)
-            if last or (console.is_terminal and time.perf_counter() - looked > REFRESH_S):
-                bar.update(row, completed=run.step, figures=f"{run.shown()}  {pace.shown()}")
-                looked = time.perf_counter()
+            if last or time.perf_counter() - looked > wait:
+                figures, looked = f"{run.shown()}  {pace.shown()}", time.perf_counter()
+                bar.update(row, completed=run.step, figures=figures)
+                if not console.is_terminal:
+                    console.print(f"{task.title}: step {run.step} of {task.steps}  {figures}", markup=False)
     params = run.params if run.best is None else run.best[1]
     return TrainResult(params, stacked(run.curve), pace.rate(), pace.seconds(), ledger, pace.utilisation())

@@ -17,7 +17,7 @@ import numpy as np
 
 from tilewright.train.checkpoint import fingerprint
 from tilewright.train.data import Stream, TokenSource
-from tilewright.train.text import HELD_OUT_BATCHES, Batch, Batches, TextOptions, Windows
+from tilewright.train.text import HELD_OUT_BATCHES, Batches, TextOptions, Windows
 
 SUFFIX = ".npz.xz"
 """Of a file of records: NumPy's arrays under LZMA, which makes half of what its own compression does."""
@@ -49,6 +49,11 @@ class Records:
         """Which tokens are of answers, bool `[n]`."""
         place = np.arange(len(self.tokens)) - np.repeat(self.starts, self.ends - self.starts)
         return place >= np.repeat(self.prompts, self.ends - self.starts)
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for the same records."""
+        return fingerprint((self.tokens, self.ends, self.prompts))
 
     @staticmethod
     def of(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> "Records":
@@ -130,31 +135,31 @@ class RecordRows:
         sizes, room = records.ends - records.starts, records.prompts + 2 <= long
         return {short: np.flatnonzero(room & (sizes <= short)), long: np.flatnonzero(room & (sizes > short))}
 
-    def of(self, records: Records, epoch: int) -> Iterator[Batch]:
-        """All whole batches of an epoch, in an order that its number and the seed set."""
+    def chosen(self, records: Records, epoch: int) -> Iterator[tuple[int, np.ndarray]]:
+        """The rows' length and the records of all whole batches of an epoch, in an order that its number and the seed set."""
         rng, size = np.random.default_rng((self.options.seed, epoch)), self.options.batch_size
         batches = []
         for length, places in self.by_length(records).items():
             shuffled = rng.permutation(places)
             batches += [(length, shuffled[first : first + size]) for first in range(0, len(shuffled) - size + 1, size)]
         for n in rng.permutation(len(batches)):
-            yield self.rows(records, *batches[n])
+            yield batches[n]
 
-    @staticmethod
-    def rows(records: Records, length: int, chosen: np.ndarray) -> Batch:
+    def rows(self, records: Records, length: int, chosen: np.ndarray) -> tuple[np.ndarray, ...]:
         """Tokens and loss flags of some records, `[batch, length]`; nothing is in the loss behind a record's end."""
         place = records.starts[chosen, None] + np.arange(length)
         inside = place < records.ends[chosen, None]
         answer = np.arange(length) >= records.prompts[chosen, None]
         return np.where(inside, records.tokens[np.minimum(place, len(records.tokens) - 1)], 0), inside & answer
 
-    def batches(self, first: int) -> Iterator[Batch]:
+    def batches(self, first: int) -> Iterator[tuple[np.ndarray, ...]]:
         """What is trained on, epoch by epoch, from step `first` on."""
-        return islice(chain.from_iterable(self.of(self.records, epoch) for epoch in count()), first, None)
+        every = chain.from_iterable(self.chosen(self.records, epoch) for epoch in count())
+        return (self.rows(self.records, *each) for each in islice(every, first, None))
 
-    def held_out_batches(self) -> list[Batch]:
+    def held_out_batches(self) -> list[tuple[np.ndarray, ...]]:
         """The first batches of the held-out records, the same at every evaluation."""
-        return list(islice(self.of(self.held_out, 0), HELD_OUT_BATCHES))
+        return [self.rows(self.held_out, *each) for each in islice(self.chosen(self.held_out, 0), HELD_OUT_BATCHES)]
 
     @property
     def tokens_per_step(self) -> float:
@@ -166,8 +171,7 @@ class RecordRows:
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must agree with."""
-        text = fingerprint((self.records.tokens, self.records.ends, self.records.prompts))
-        return {**self.options.identity(), "training_tokens": len(self.records.tokens), "text": text}
+        return {**self.options.identity(), "training_tokens": len(self.records.tokens), "text": self.records.fingerprint}
 
 
 def batches_of(source: TokenSource, held_out: TokenSource, options: TextOptions) -> Batches:

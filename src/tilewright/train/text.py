@@ -83,6 +83,11 @@ class TextOptions(TrainOptions):
         if not 0 <= self.cooldown <= 1 - self.warmup:
             raise ValueError(f"expected a cooldown from 0 to what the warmup leaves, found {self.cooldown}")
 
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint must agree with; under "wsd" not when the run ends, nor where its rate begins to fall."""
+        ends = ("steps", "warmup", "cooldown") if self.schedule == "wsd" else ()
+        return {name: value for name, value in super().identity().items() if name not in ends}
+
     @property
     def ops(self) -> Operations:
         """What computes."""

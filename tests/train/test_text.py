@@ -1,0 +1,31 @@
+"""Options of training on text: what a run may be told anew."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from tilewright.train.drafter import DFlashOptions, train_drafter
+from train.support import DRAFTER, TARGET, counting_stream, options, silent, target_params
+
+
+def test_a_run_on_its_plateau_is_told_when_to_end(tmp_path: Path):
+    """The rate falls from where the run is told, over what was trained before as if it had been told so at first."""
+    text, own = counting_stream(), DFlashOptions(anchors=4)
+
+    def trained(steps: int, cooldown: float, out: str) -> np.ndarray:
+        chosen = options(schedule="wsd", warmup=1 / steps, steps=steps, cooldown=cooldown, evaluate_every=4)
+        result = train_drafter(TARGET, target_params(), DRAFTER, text, text, chosen, own, tmp_path / out, silent())
+        return result.curve["held_out_loss"]
+
+    trained(8, 0.0, "stopped")
+    later, whole = trained(12, 4 / 12, "stopped"), trained(12, 4 / 12, "whole")
+    assert len(later) == 3
+    np.testing.assert_array_equal(later, whole)
+
+
+def test_other_runs_must_agree_in_their_steps():
+    assert options(schedule="cosine", steps=8).identity() != options(schedule="cosine", steps=9).identity()
+    plateau = options(schedule="wsd", steps=8)
+    assert plateau.identity() == replace(plateau, steps=9, cooldown=0.0).identity()
+    assert plateau.identity() != replace(plateau, learning_rate=1.0).identity()
