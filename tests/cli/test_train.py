@@ -184,8 +184,10 @@ def test_a_drafter_is_trained_for_a_target_and_drafts(
     ran = run(*command)
     assert ran.status == 0, ran.err
     assert "resuming DFlash drafter at step 2 of 6" in ran.err
-    assert ran.json.keys() == FIELDS | {"target"}
+    assert ran.json.keys() == FIELDS | {"target", "expected_acceptance"}
     config = json.loads((out / "config.json").read_text())
+    assert config["dflash_config"]["expected_acceptance"] == ran.json["expected_acceptance"]
+    assert [0 < share < 1 for share in ran.json["expected_acceptance"]] == [True] * 3
     assert (config["block_size"], config["num_hidden_layers"], config["dflash_config"]["target_layer_ids"]) == (4, 1, [0])
     assert config["dflash_config"]["mask_token_id"] == 1, "the tokenizer's own mask token"
     if regenerated:

@@ -42,3 +42,14 @@ def test_a_configuration_says_how_many_tokens_can_be_proposed(kind: object):
     fields["dflash_config"]["draft_vocab_size"] = 25
     with pytest.raises(ValueError, match="draft_vocab_size 25 exceeds vocab_size 24"):
         model.config_from_hf(fields)
+
+
+def test_a_configuration_says_what_drafts_are_expected_to_give():
+    config = DFlashConfig(**SIZES, expected_acceptance=(0.5, 0.25, 1.0))
+    fields = dflash.config_to_hf(config)
+    assert fields["dflash_config"]["expected_acceptance"] == [0.5, 0.25, 1.0]
+    assert dflash.config_from_hf(fields) == config
+    for wrong in ([0.5, 1.5], [True], "much", 0.5):
+        fields["dflash_config"]["expected_acceptance"] = wrong
+        with pytest.raises(ValueError, match="expected_acceptance must be a list of numbers from 0 to 1"):
+            dflash.config_from_hf(fields)

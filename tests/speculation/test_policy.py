@@ -72,6 +72,24 @@ def test_what_one_batch_has_seen_the_next_begins_with():
     assert Policy(history, STEEP, STEEP).next(64).choice.width > 2
 
 
+def test_a_drafter_begins_with_what_its_training_found():
+    """Whatever its place among the others; positions beyond those that were measured expect what the last of them does."""
+    costs = {PLAIN: Cost(1.0), Choice("ngram", 8): Cost(1.6, 1.0), Choice("dflash", 8): Cost(1.6)}
+    sizes = {"ngram": 8, "dflash": 8}
+    silent = History(sizes)
+    good, poor = (History(sizes, {"dflash": rates, "ngram": ()}) for rates in ((0.9, 0.8, 0.7), (0.2, 0.1)))
+    assert good.seen["dflash"].rates() == pytest.approx([0.9, 0.8, *[0.7] * 5])
+    assert good.seen["ngram"].rates() == silent.seen["ngram"].rates()
+    outlooks = [
+        Policy(history, dict(costs), costs).outlook(costs)[Choice("dflash", 8)].tokens for history in (good, silent, poor)
+    ]
+    assert outlooks == sorted(outlooks, reverse=True)
+    assert outlooks[0] == pytest.approx(1 + 0.9 + 0.72 * (1 - 0.7**6) / 0.3)
+    assert Policy(good, dict(costs), costs).next(64).choice == Choice("dflash", 8)
+    assert Policy(poor, dict(costs), costs).next(64).choice == Choice("ngram", 8)
+    assert mostly(run(Policy(good, dict(costs), costs), {}, 2000)) == PLAIN  # what is seen outweighs it
+
+
 def test_a_drafter_that_becomes_right_is_found():
     policy = Policy(History({"dflash": 16}), STEEP, STEEP)
     run(policy, {}, 1000)

@@ -15,6 +15,7 @@ from tilewright.cli.common import JsonFile, check_json_file, given, human_consol
 from tilewright.cli.drafter_text import Regeneration, SelfInstruct, drafter_text
 from tilewright.cli.lattice_arguments import DSparkArguments, LiLiCorrArguments
 from tilewright.cli.train import LoopOptions, finish, mesh_axes, require_data
+from tilewright.llm.language_model import LanguageModel
 from tilewright.models import dflash, dflash2, dspark, eagle3, hub, lilicorr
 from tilewright.models.checkpoint import CONFIG, load_decoder, read_config
 from tilewright.models.decoder import DecoderConfig
@@ -25,7 +26,8 @@ from tilewright.models.eagle3 import Eagle3Config
 from tilewright.models.lilicorr import LiLiCorrConfig
 from tilewright.models.params import DTYPES, Dtype
 from tilewright.models.tokenizer import load_tokenizer
-from tilewright.speculation.drafters.load import block_kind, load_tensors
+from tilewright.speculation.drafters.load import KINDS, block_kind, load_tensors
+from tilewright.train.acceptance import expected_acceptance
 from tilewright.train.data import MASK, TokenSource
 from tilewright.train.dflash2 import DFlash2Options, train_dflash2
 from tilewright.train.drafter import DFlashOptions, save_drafter, train_drafter
@@ -93,7 +95,8 @@ class DFlashArguments:
         folder = hub.resolve(self.start, console=progress_console(console))
         fields, where = read_config(folder), str(folder / CONFIG)
         kind = block_kind(fields)
-        found: DFlashConfig = kind.model.config_from_hf(fields, where, config.num_target_layers)
+        read: DFlashConfig = kind.model.config_from_hf(fields, where, config.num_target_layers)
+        found = replace(read, expected_acceptance=())
         config = replace(config, last_tap_before_norm=found.last_tap_before_norm)
         under = kind.model is dflash and isinstance(config, DFlash2Config | LiLiCorrConfig)
         wanted = config.backbone if under else config
@@ -259,10 +262,13 @@ TRAINED: dict[type[DFlashConfig], tuple[Any, Any]] = {
 
 
 def fit(
-    made: DFlashConfig | Eagle3Config, own: Any, target: tuple[DecoderConfig, Any], texts: Sequence[TokenSource],
-    options: TextOptions, start: Any, out: Path, dtype: Dtype, console: Console, division: Division,
+    made: DFlashConfig | Eagle3Config, own: Any, target: tuple[DecoderConfig, Any], tokenizer: Tokenizer,
+    texts: Sequence[TokenSource], options: TextOptions, start: Any, out: Path, dtype: Dtype, console: Console, division: Division,
 ) -> tuple[TrainResult, dict[str, Any]]:  # fmt: skip
-    """Trains and saves a drafter; `own` are the options of its kind. Returns what came of it, and figures of its kind."""
+    """Trains and saves a drafter; `own` are the options of its kind. Returns what came of it, and figures of its kind.
+
+    On one device what its drafts are worth is measured on the held-out text, and saved with it.
+    """
     arguments: tuple[Any, ...] = (*target, made, *texts, options, own, out / "training", console)
     if isinstance(made, Eagle3Config):
         result, agreed = train_eagle3(*arguments, division=division)
@@ -270,8 +276,12 @@ def fit(
         return result, {"agreement": agreed}
     model, train = TRAINED[type(made)]
     result = train(*arguments, start=start, division=division)
+    if division.mesh is None:
+        drafting = next(kind for kind in KINDS if kind.model is model).drafter(made, made.block_size)
+        lm = LanguageModel(*target, tokenizer).with_drafter(drafting, result.params)
+        made = replace(made, expected_acceptance=expected_acceptance(lm, texts[1]))
     save_drafter(out, model, made, result.params, DTYPES[dtype])
-    return result, {}
+    return result, {"expected_acceptance": list(made.expected_acceptance)}
 
 
 def drafter(
@@ -322,5 +332,5 @@ def drafter(
     config, params = load_decoder(folder, jnp.float32, progress_console(console), division.shardings)
     made, start = configured(kind, vars(of_kinds), sizes, config, tokenizer, options.seed, console)
     texts = drafter_text(data, loop, (regeneration, self_instruct), folder, (config, params), out, console)
-    result, more = fit(made, own, (config, params), texts, options, start, out, dtype, console, division)
+    result, more = fit(made, own, (config, params), tokenizer, texts, options, start, out, dtype, console, division)
     finish(result, out, console, json_file, training_tokens=int(texts[0].in_loss.sum()), target=target, **more)

@@ -102,6 +102,13 @@ class ConfigReader:
         self.require(good, f"{name} must be a token id or a list of them, found {value!r}")
         return tuple(ids) if good else ()
 
+    def shares(self, name: str) -> tuple[float, ...]:
+        """A list of numbers from 0 to 1; empty where the field is absent."""
+        value = self.fields.get(name, [])
+        good = isinstance(value, list) and all(is_number(each) and 0 <= each <= 1 for each in value)
+        self.require(good, f"{name} must be a list of numbers from 0 to 1, found {value!r}")
+        return tuple(map(float, value)) if good else ()
+
     def flag(self, name: str, default: bool) -> bool:
         value = self.fields.get(name)
         self.require(value is None or isinstance(value, bool), f"{name} must be true or false, found {value!r}")

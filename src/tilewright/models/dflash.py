@@ -25,7 +25,8 @@ from tilewright.models.stack import SINGLE_DEVICE, Rows, Stack
 
 DFLASH_FIELDS = (
     "target_layer_ids mask_token_id block_size num_target_layers is_causal layer_types sliding_window use_sliding_window "
-    "input_embedding_scale output_multiplier final_logit_softcapping sample_from_anchor last_tap_before_norm draft_vocab_size"
+    "input_embedding_scale output_multiplier final_logit_softcapping sample_from_anchor last_tap_before_norm draft_vocab_size "
+    "expected_acceptance"
 ).split()
 """What `dflash_config` may hold; not all values of all of them are supported."""
 
@@ -41,6 +42,9 @@ class DFlashConfig(Sizes):
         last_tap_before_norm: what follows the target's last layer is read before the target's final norm, as the published MLX
             code does; the PyTorch code reads it after (`hidden_states[-1]` of transformers). A field of our own.
         draft_vocab_size: how many tokens it can propose (see `draft_vocab.py`); None for all. Another field of our own.
+        expected_acceptance: of each draft of a block, given that those before it were accepted: what training found on held-out
+            prompts. Where rounds are chosen, it is what they are expected to give before any was seen. Empty where nothing was
+            measured. A third field of our own.
     """
 
     block_size: int
@@ -51,6 +55,7 @@ class DFlashConfig(Sizes):
     input_embedding_scale: float = 1.0
     last_tap_before_norm: bool = False
     draft_vocab_size: int | None = None
+    expected_acceptance: tuple[float, ...] = ()
 
     @property
     def proposed(self) -> int:
@@ -138,6 +143,7 @@ def read_backbone(
         input_embedding_scale=read.number("input_embedding_scale", default=1.0),
         last_tap_before_norm=read.flag("last_tap_before_norm", default=False),
         draft_vocab_size=read.integer("draft_vocab_size") if "draft_vocab_size" in read.fields else None,
+        expected_acceptance=read.shares("expected_acceptance"),
     )
     whole = f"draft_vocab_size {config.draft_vocab_size} exceeds vocab_size {config.vocab_size}"
     read.require(config.proposed <= config.vocab_size, whole)
@@ -173,7 +179,8 @@ def config_to_hf(config: DFlashConfig) -> dict[str, Any]:
         "dflash_config": {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
         | ({} if config.input_embedding_scale == 1 else {"input_embedding_scale": config.input_embedding_scale})
         | ({"last_tap_before_norm": True} if config.last_tap_before_norm else {})
-        | ({} if config.draft_vocab_size is None else {"draft_vocab_size": config.draft_vocab_size}),
+        | ({} if config.draft_vocab_size is None else {"draft_vocab_size": config.draft_vocab_size})
+        | ({"expected_acceptance": list(config.expected_acceptance)} if config.expected_acceptance else {}),
         "num_target_layers": config.num_target_layers,
         **config.to_hf(),
         "layer_types": ["full_attention"] * config.num_layers,

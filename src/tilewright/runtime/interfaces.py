@@ -126,6 +126,11 @@ class Variant(Drafter, Protocol):
     """A drafter in rounds of one kind."""
 
     @property
+    def expected_acceptance(self) -> tuple[float, ...]:
+        """What share of each draft is accepted where those before it were, by who made the drafter; empty if nobody says."""
+        ...
+
+    @property
     def may_be_idle(self) -> bool:
         """True if a round without any proposal is run as a plain step of one row."""
         ...
@@ -145,6 +150,10 @@ class Variant(Drafter, Protocol):
 
 class OneKind:
     """Base of drafters whose rounds are all of one kind, and whose context is complete after each."""
+
+    @property
+    def expected_acceptance(self) -> tuple[float, ...]:
+        return ()
 
     @property
     def choices(self) -> tuple[Choice | None, ...]:

@@ -81,4 +81,5 @@ class Pacing:
 
 def new_history(team: Team) -> History:
     """A history of which nothing was seen yet."""
-    return History({member.name: member.block_size for member in team.members})
+    members = team.members
+    return History({one.name: one.block_size for one in members}, {one.name: one.expected_acceptance for one in members})

@@ -11,7 +11,7 @@ import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -37,9 +37,10 @@ LONG_MEMORY = 1024.0
 WEIGHT = 2.0
 """How many rows' rounds an expectation counts for against what is seen."""
 OPTIMISM = 0.7
-"""The expected acceptance of a draft of which nothing was seen yet, of the drafter that is named first."""
+"""The expected acceptance of a draft of which nothing was seen yet, of the drafter that is named first. One whose training
+measured what it gives on held-out text expects that."""
 CAUTION = 0.3
-"""The same of the others: to try each of several costs more than most texts give back, and the allowance tries them too."""
+"""The same as `OPTIMISM` of the others: to try each of several costs more than most texts give back, and the allowance tries them too."""
 CORRECTION = 0.2
 """How far the costs of a drafter's choices follow the time of a dispatch of one of them, as a power of their quotient. What its
 widths cost beside each other was measured in turns; single dispatches are too uneven to tell them apart."""
@@ -100,13 +101,14 @@ class Acceptance:
         rounds, idle: of a row: all, and those for which the drafter found nothing.
     """
 
-    def __init__(self, positions: int, memory: float, expected: float = OPTIMISM):
+    def __init__(self, positions: int, memory: float, expected: float | tuple[float, ...] = OPTIMISM):
         """Args:
-        expected: the acceptance of a draft as long as nothing was seen.
+        expected: the acceptance of a draft as long as nothing was seen; a number is that of the first, on which those behind
+            it go by.
         """
         self.reached, self.accepted = np.zeros(positions), np.zeros(positions)
         self.rounds = self.idle = 0.0
-        self.memory, self.first = memory, expected
+        self.memory, self.prior = memory, expected
 
     def observe(self, width: int, drafted: np.ndarray, accepted: np.ndarray, rows: float = 1.0) -> None:
         """Counts rounds of a width.
@@ -133,10 +135,13 @@ class Acceptance:
         """The acceptance of each position, given that all before it were accepted.
 
         Args:
-            expected: what to expect where little was seen, and half of how far the position before was off from that; without,
-                what the position before has.
+            expected: what to expect where little was seen, and half of how far the position before was off from that; by default
+                what was given at first, and where that is a number, what the position before has.
         """
-        rates, before = [], self.first if expected is None else expected[0]
+        rates, first = [], self.prior
+        if expected is None and isinstance(first, tuple):
+            expected = first
+        before = expected[0] if expected is not None else cast(float, first)
         for place, (reached, accepted) in enumerate(zip(self.reached.tolist(), self.accepted.tolist(), strict=True)):
             prior = before
             if expected is not None:
@@ -154,14 +159,17 @@ class History:
 
     Args:
         drafters: the names of those that may draft, each with the most tokens in its block; the first is expected to be good.
+        expected: the acceptance of some of them by position (see `Variant.expected_acceptance`), at least one number for each.
     """
 
-    def __init__(self, drafters: Mapping[str, int]):
+    def __init__(self, drafters: Mapping[str, int], expected: Mapping[str, Sequence[float]] | None = None):
         self.widest = dict(drafters)
-        hopes = [OPTIMISM, *[CAUTION] * len(drafters)]
-        self.seen = {
-            name: Acceptance(width - 1, LONG_MEMORY, hope) for (name, width), hope in zip(drafters.items(), hopes, strict=False)
-        }
+        self.seen: dict[str, Acceptance] = {}
+        for place, (name, width) in enumerate(drafters.items()):
+            told = tuple((expected or {}).get(name, ()))
+            beyond = told[-1:] * (width - 1 - len(told))
+            hope = (*told, *beyond)[: width - 1] if told else CAUTION if place else OPTIMISM
+            self.seen[name] = Acceptance(width - 1, LONG_MEMORY, hope)
         self.counterfactual: dict[Choice, Acceptance] = {}
         self.allowance = dict.fromkeys([PLAIN.drafter, *drafters], 0.0)
         self.pace = 1.0
@@ -339,7 +347,7 @@ class Policy:
         for width, own in rounds.items():
             choice = Choice(drafter, width)
             if choice not in self.history.counterfactual:
-                self.history.counterfactual[choice] = Acceptance(width - 1, LONG_MEMORY, self.history.seen[drafter].first)
+                self.history.counterfactual[choice] = Acceptance(width - 1, LONG_MEMORY, self.history.seen[drafter].prior)
             if own:
                 for acceptance in (self.own(choice), self.history.counterfactual[choice]):
                     acceptance.observe(width, *np.asarray(own).T, rows=self.rows)

@@ -151,6 +151,7 @@ class Turn:
     reads_target_head = False
     declared = None
     dtype = None
+    expected_acceptance = ()
 
     @property
     def name(self) -> str:

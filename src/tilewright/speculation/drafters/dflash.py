@@ -55,6 +55,10 @@ class DFlash(OneKind):
         return self.config.target_layer_ids
 
     @property
+    def expected_acceptance(self) -> tuple[float, ...]:
+        return self.config.expected_acceptance[: self.block_size - 1]
+
+    @property
     def reads_target_head(self) -> bool:
         return self.config.draft_vocab_size is None
 
