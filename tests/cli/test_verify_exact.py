@@ -115,7 +115,7 @@ def test_bad_input_is_refused(run: Run, folders: tuple[Path, Path], options: lis
 def test_the_demos_drafters_are_its_own(run: Run, folders: tuple[Path, Path]):
     ran = run("verify-exact", folders[0], "--drafter", "dflash")
     assert ran.status == 2
-    assert "dflash is the demo's" in ran.err
+    assert "found dflash, which comes with demo" in ran.err
 
 
 def test_more_requests_than_the_file_has(run: Run, asked: list[object]):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from llm.support import check_same_as_autoregressive, tokens_of
-from tilewright.cli.common import DEMO_DRAFTERS
+from tilewright.cli.common import PACKAGED_DRAFTERS
 from tilewright.llm.language_model import LanguageModel, load
 from tilewright.models.hub import PACKAGED
 from tilewright.runtime.sampling import Sampling
@@ -23,7 +23,7 @@ WORTH = {"dflash": 1.2, "dflash2": 1.8, "eagle3": 2.0}
 )
 def demo(request: pytest.FixtureRequest) -> LanguageModel:
     block_size = 8 if request.param == "eagle3" else 16
-    return load("demo", drafter=DEMO_DRAFTERS[request.param], block_size=block_size, dtype="float32")
+    return load("demo", drafter=PACKAGED_DRAFTERS["demo"][request.param], block_size=block_size, dtype="float32")
 
 
 @pytest.fixture(scope="module")

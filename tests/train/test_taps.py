@@ -99,13 +99,14 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("taps_of", [(0, 1), (0,)], ids=["with the last layer", "below it"])
+@pytest.mark.parametrize(
+    ("kind", "taps_of"), [("dflash", (0, 1)), ("dspark", (0,)), pytest.param("lilicorr", (0, 1), marks=pytest.mark.slow)]
+)
 def test_training_on_kept_states_is_training(tmp_path: Path, kind: str, taps_of: tuple[int, ...]):
     """Also where the loss reads what the target's last layer gives, whether or not that is tapped."""
     train, config, own = KINDS[kind]
     config = replace(config, target_layer_ids=taps_of)
-    chosen = replace(OPTIONS, steps=8)
+    chosen = replace(OPTIONS, steps=4)
     curves = []
     for keep in (None, tmp_path / "taps"):
         arguments = (TARGET, TARGET_PARAMS, config, MADE, HELD, chosen, replace(own, keep_taps=keep))

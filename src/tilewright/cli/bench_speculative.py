@@ -21,12 +21,11 @@ from tilewright.bench.figures import BASELINE, Run, average_rows, benchmark_rows
 from tilewright.bench.speculative import PARTS, Asked, ask, measure
 from tilewright.cli.common import (
     AUTO,
-    DEMO,
-    DEMO_DRAFTERS,
     BlockSize,
     JsonFile,
     TargetOptions,
     check_output_file,
+    check_packaged,
     human_console,
     packaged_prompts_file,
     progress_console,
@@ -84,9 +83,7 @@ class Drafted:
             raise ValueError("this benchmark needs a drafter, or a block size for plain decoding of that width; found neither")
         if set(self.drafter) <= {BASELINE, NGRAM}:
             self.options.check(NGRAM)  # nothing here has weights
-        absent = [name for name in self.drafter if name in DEMO_DRAFTERS and model != DEMO and not Path(name).is_dir()]
-        if absent:
-            raise ValueError(f"expected a folder, a Hugging Face id, ngram or none as drafter; {absent[0]} is the demo's")
+        check_packaged(self.drafter, model)
 
     def ways(self, target: TargetOptions, console: Console) -> dict[str, LanguageModel]:
         """The baseline and every drafter, each under the name that it is shown with; all share the target."""

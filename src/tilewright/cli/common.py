@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from io import TextIOWrapper
@@ -38,8 +38,11 @@ SPECULATING = (DEMO, *PUBLISHED)
 """Models that have a drafter by default."""
 MEMORY_FRACTION = 0.9
 """Of the memory that is free, what `serve` and `chat` take unless told otherwise."""
-DEMO_DRAFTERS = {"dflash": "demo-drafter", "dflash2": "demo-dflash2", "eagle3": "demo-eagle3"}
-"""The packaged drafters, by the names that they have beside the packaged target."""
+PACKAGED_DRAFTERS = {
+    DEMO: {"dflash": "demo-drafter", "dflash2": "demo-dflash2", "eagle3": "demo-eagle3"},
+    "smollm2-135m": {"dflash2": "smollm2-dflash2"},
+}
+"""The drafters that come with the package: for each model by the names that they have beside it."""
 DEMO_PROMPT = 32
 """The packaged prompt that stands in where the demo is given none; what follows it repeats itself less than most."""
 AUTO = "auto"
@@ -186,7 +189,7 @@ class TargetOptions:
     def load_with(
         self, drafter: str | None, options: DrafterOptions, console: Console, devices: DeviceOptions = DeviceOptions()
     ) -> LanguageModel:
-        """The target with a drafter: a folder, a Hugging Face id, "ngram", "auto", or for the demo one of `DEMO_DRAFTERS`."""
+        """The target with a drafter: a folder, a Hugging Face id, "ngram", "auto", or one of `PACKAGED_DRAFTERS`."""
         mesh = devices.mesh()
         keep_programs(self.compile_cache)
         if self.kernels == "auto":
@@ -210,12 +213,11 @@ class TargetOptions:
         return lm.keep_costs(cost_files()) if self.compile_cache else lm
 
     def drafter_source(self, drafter: str | None) -> str | list[str] | None:
-        """What `load` takes: the demo has names for its own drafters; "none" is none, "auto" all that come with the model."""
+        """What `load` takes: drafters of the package have names; "none" is none, "auto" all that come with the model."""
         if drafter in (None, "none"):
             return None
-        if drafter == AUTO:
-            return [NGRAM, *(DEMO_DRAFTERS.values() if self.model == DEMO else ())]
-        return DEMO_DRAFTERS.get(drafter, drafter) if self.model == DEMO else drafter
+        packaged = PACKAGED_DRAFTERS.get(self.model, {})
+        return [NGRAM, *packaged.values()] if drafter == AUTO else packaged.get(drafter, drafter)
 
     def chat_template(self, console: Console) -> ChatTemplate | None:
         """The target's chat template; None where it has none, as base models do."""
@@ -232,9 +234,9 @@ class ModelOptions(TargetOptions):
     """Which models to load, and how.
 
     Attributes:
-        drafter: a folder, a Hugging Face id, "ngram" or "none"; for the demo also "dflash", "dflash2" and "eagle3". "auto"
-            takes whichever promises most, round by round: n-gram and for the demo its own; it is the default for the demo
-            and smollm2-135m, "none" otherwise.
+        drafter: a folder, a Hugging Face id, "ngram" or "none"; for the demo also "dflash", "dflash2" and "eagle3", for
+            smollm2-135m "dflash2". "auto" takes whichever promises most, round by round: n-gram and what comes with the
+            model; it is the default for these two models, "none" otherwise.
         block_size: tokens drafted at once, the known one included. "auto", the default, takes the width that promises most,
             round by round, plain decoding among them; where narrower programs round differently all run at the widest, unless
             it is "auto-inexact". Without a drafter: plain decoding through a program of this width.
@@ -260,6 +262,15 @@ class ModelOptions(TargetOptions):
     def load(self, console: Console, devices: DeviceOptions = DeviceOptions()) -> LanguageModel:
         options = DrafterOptions(self.block_size, self.draft_window, self.drafter_dtype, self.refine, self.walk)
         return self.load_with(self.drafter_name, options, console, devices)
+
+
+def check_packaged(names: Iterable[str], model: str) -> None:
+    """Raises a `ValueError` if a drafter is named that comes with other models, and not with this one."""
+    for name in names:
+        others = [other for other, packaged in PACKAGED_DRAFTERS.items() if name in packaged]
+        if others and model not in others and not Path(name).is_dir():
+            known = f"expected a folder, a Hugging Face id, ngram or none as drafter of {model}"
+            raise ValueError(f"{known}, found {name}, which comes with {', '.join(others)}")
 
 
 def named_model(model: str | None, models: ModelOptions) -> ModelOptions:

@@ -263,7 +263,8 @@ TRAINED: dict[type[DFlashConfig], tuple[Any, Any]] = {
 
 def fit(
     made: DFlashConfig | Eagle3Config, own: Any, target: tuple[DecoderConfig, Any], tokenizer: Tokenizer,
-    texts: Sequence[TokenSource], options: TextOptions, start: Any, out: Path, dtype: Dtype, console: Console, division: Division,
+    texts: Sequence[TokenSource], options: TextOptions, start: Any, out: Path, dtype: Dtype, console: Console,
+    division: Division,
 ) -> tuple[TrainResult, dict[str, Any]]:  # fmt: skip
     """Trains and saves a drafter; `own` are the options of its kind. Returns what came of it, and figures of its kind.
 

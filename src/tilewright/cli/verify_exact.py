@@ -19,10 +19,11 @@ from tilewright.bench.exact_paths import QUICK, THOROUGH, USUAL, Effort, Loaded,
 from tilewright.cli.common import (
     AUTO,
     DEMO,
-    DEMO_DRAFTERS,
+    PACKAGED_DRAFTERS,
     JsonFile,
     TargetOptions,
     check_json_file,
+    check_packaged,
     human_console,
     packaged_prompts_file,
     progress_console,
@@ -93,15 +94,12 @@ class Asking:
         Raises:
             ValueError: one is named twice, or is another model's.
         """
-        usual = [QUICK_DRAFTER] if self.quick else [NGRAM, *DEMO_DRAFTERS]
-        every = [NGRAM, *(DEMO_DRAFTERS if model == DEMO else ())]
-        named = (usual if model == DEMO else [NGRAM]) if self.drafter is None else self.drafter
+        every = [NGRAM, *PACKAGED_DRAFTERS.get(model, {})]
+        named = ([QUICK_DRAFTER] if self.quick and model == DEMO else every) if self.drafter is None else self.drafter
         names = [name for each in named for name in (every if each == AUTO else () if each == "none" else (each,))]
         if len(set(names)) < len(names):
             raise ValueError(f"expected different drafters, found {', '.join(names)}")
-        absent = [name for name in names if name in DEMO_DRAFTERS and model != DEMO and not Path(name).is_dir()]
-        if absent:
-            raise ValueError(f"expected a folder, a Hugging Face id, ngram or none as drafter; {absent[0]} is the demo's")
+        check_packaged(names, model)
         return names
 
     def prompts(self, lm: LanguageModel, effort: Effort) -> list[list[int]]:

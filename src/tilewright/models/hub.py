@@ -15,13 +15,15 @@ TOKENIZER = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 """A model's tokenizer and what belongs to it."""
 TOKENIZER_PARTS = ["vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json"]
 """What some models have in the place of `tokenizer.json`."""
-DEMO = Path(__file__).parents[1] / "assets" / "demo"
+ASSETS = Path(__file__).parents[1] / "assets"
+DEMO = ASSETS / "demo"
 PACKAGED = {
     "demo": DEMO / "target",
     "demo-drafter": DEMO / "drafter",
     "demo-dflash2": DEMO / "dflash2",
     "demo-eagle3": DEMO / "eagle3",
     "demo-diffusion": DEMO / "diffusion",
+    "smollm2-dflash2": ASSETS / "smollm2-dflash2",
 }
 """Models that come with the package, by the names that stand for their folders."""
 PUBLISHED = published.PUBLISHED

@@ -40,7 +40,7 @@ OPTIMISM = 0.7
 """The expected acceptance of a draft of which nothing was seen yet, of the drafter that is named first. One whose training
 measured what it gives on held-out text expects that."""
 CAUTION = 0.3
-"""The same as `OPTIMISM` of the others: to try each of several costs more than most texts give back, and the allowance tries them too."""
+"""The same of the others: to try each of several costs more than most texts give back, and the allowance tries them too."""
 CORRECTION = 0.2
 """How far the costs of a drafter's choices follow the time of a dispatch of one of them, as a power of their quotient. What its
 widths cost beside each other was measured in turns; single dispatches are too uneven to tell them apart."""
@@ -135,8 +135,8 @@ class Acceptance:
         """The acceptance of each position, given that all before it were accepted.
 
         Args:
-            expected: what to expect where little was seen, and half of how far the position before was off from that; by default
-                what was given at first, and where that is a number, what the position before has.
+            expected: what to expect where little was seen, and half of how far the position before was off that; by default
+                what was expected at first, and where that is a number, what the position before has.
         """
         rates, first = [], self.prior
         if expected is None and isinstance(first, tuple):

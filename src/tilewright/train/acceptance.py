@@ -15,7 +15,7 @@ from tilewright.train.records import Records
 from tilewright.train.regenerate import cut_prompts
 
 PROMPTS, TOKENS = 16, 96
-"""How many prompts are answered, and with how many tokens: a minute or two with a model of 135 million parameters on two cores."""
+"""How many prompts are answered, and with how many tokens: a minute with 135 million parameters on two cores."""
 WEIGHT = 2.0
 """Rounds that the position before counts for, where few rounds came as far."""
 
