@@ -76,7 +76,6 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             ["t1", "--drafter", "none", "--draft-window", "4"],
             "a draft window needs a drafter with weights; no drafter was named",
         ),
-        (["t1", "--drafter", "ngram", "--refine", "1"], "refining needs a DFlash drafter; n-gram drafting has no weights"),
         (["t1", "--drafter", "none", "--replay", "page.html"], "--replay needs a drafter"),
         (["t1", "--replay", "absent/page.html"], "--replay absent/page.html: its folder does not exist"),
         (["t1", "--chat"], "--chat needs a model with a chat template; "),

@@ -32,9 +32,9 @@ def test_a_drafter_is_trained_and_drafts(run: Run, text: Path, folders: tuple[Pa
     assert config["architectures"] == ["DFlash2DraftModel"]
     assert {"selector_rank": 6, "selector_top_k": 5, "conv_kernel_size": 2}.items() <= config["dflash_config"].items()
     alone = tw.load(target).generate("t1 t2", tw.Sampling(12, temperature=1.0, seed=0))[0]
-    lm = tw.load(target, out, block_size=4, walk="sampled")
+    lm = tw.load(target, out, block_size=4)
     assert lm.generate("t1 t2", tw.Sampling(12, temperature=1.0, seed=0))[0].tokens == alone.tokens
-    shown = run("generate", "t1 t2", "--model", target, "--drafter", out, "--walk", "greedy", "--max-new-tokens", 4)
+    shown = run("generate", "t1 t2", "--model", target, "--drafter", out, "--max-new-tokens", 4)
     assert shown.status == 0, shown.err
     first, second = text / "first", text / "second"
     assert run(*command, "--block-size", 4, "--layers", 1, "--out", first, "--steps", 1).status == 0
@@ -66,7 +66,7 @@ def test_options_of_another_kind_or_out_of_range_end_with_status_2(
 
 
 def test_a_walk_that_does_not_go_with_the_drafter_ends_with_status_2(run: Run, folders: tuple[Path, Path]):
-    command = ["generate", "t1", "--model", folders[0], "--drafter", folders[1], "--walk"]
+    command = ["bench", "speculative", "--model", folders[0], "--drafter", folders[1], "--walk"]
     for walk, problem in (("random", "expected the walk to be greedy or sampled"), ("greedy", "this is a DFlash one")):
         ran = run(*command, walk)
         assert ran.status == 2

@@ -9,6 +9,7 @@ from safetensors.numpy import load_file
 
 import tilewright as tw
 from cli.conftest import Run
+from tilewright.speculation.drafters.load import DrafterOptions
 
 LOOP = ["--batch-size", 2, "--sequence-length", 16, "--held-out", 0.3, "--evaluate-every", 2, "--anchors", 4]
 SIZES = {
@@ -43,9 +44,10 @@ def test_a_drafter_is_trained_and_drafts(run: Run, text: Path, folders: tuple[Pa
     sampling = tw.Sampling(12, temperature=1.0, seed=0)
     alone = tw.load(target).generate("t1 t2", sampling)[0]
     for walk in ("sampled", "greedy"):
-        lm = tw.load(target, out, block_size=4, walk=walk)
+        plain = tw.load(target)
+        lm = plain.with_drafter(*plain.load_drafter(str(out), DrafterOptions(block_size=4, walk=walk)))
         assert lm.generate("t1 t2", sampling)[0].tokens == alone.tokens
-    shown = run("generate", "t1 t2", "--model", target, "--drafter", out, "--walk", "greedy", "--max-new-tokens", 4)
+    shown = run("generate", "t1 t2", "--model", target, "--drafter", out, "--max-new-tokens", 4)
     assert shown.status == 0, shown.err
     on = text / "on"
     more = ["--out", on, "--steps", 1, "--learning-rate", 1e-6, "--draft-vocab", 12, "--start", out]

@@ -59,16 +59,16 @@ def dflash(folder: Path, pair: Pair) -> LanguageModel:
 
 def dflash2(folder: Path, pair: Pair) -> LanguageModel:
     """Its drafts are drawn; a selector that says little keeps them likely."""
-    return build(folder, as_dflash2(pair, strength=0.3), table=TABLE, walk="sampled")
+    return build(folder, as_dflash2(pair, strength=0.3), table=TABLE)
 
 
 def dspark(folder: Path, pair: Pair) -> LanguageModel:
     """Its drafts are drawn, as are those that follow."""
-    return build(folder, as_dspark(pair, strength=0.3), table=TABLE, walk="sampled", block_size=4)
+    return build(folder, as_dspark(pair, strength=0.3), table=TABLE, block_size=4)
 
 
 def lilicorr(folder: Path, pair: Pair) -> LanguageModel:
-    return build(folder, as_lilicorr(pair, lilicorr_logit_scale=4.0), table=TABLE, walk="sampled")
+    return build(folder, as_lilicorr(pair, lilicorr_logit_scale=4.0), table=TABLE)
 
 
 def ngram(folder: Path, pair: Pair) -> LanguageModel:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 from rich.console import Console
@@ -21,7 +21,6 @@ from tilewright.bench.figures import BASELINE, Run, average_rows, benchmark_rows
 from tilewright.bench.speculative import PARTS, Asked, ask, measure
 from tilewright.cli.common import (
     AUTO,
-    BlockSize,
     JsonFile,
     TargetOptions,
     check_output_file,
@@ -57,15 +56,17 @@ class Drafted:
             whichever promises most, round by round. Plain decoding always runs beside them; "none" with a block size adds plain
             decoding through a program of that width.
         block_size: tokens drafted at once by every drafter, the known one included; by default what each was trained for.
-            "auto" and "auto-inexact" choose it round by round, as `generate` does.
+            "auto" chooses it round by round, as `generate` does, and "auto-inexact" too, but never runs more rows than it
+            chose, where that changes how the target rounds.
         draft_window: keep only this many last positions in the drafters' contexts.
         drafter_dtype: of the drafters alone.
         refine: further passes of a DFlash drafter over each block that it drafted.
-        walk: how DFlash 2 drafters take a token among a slot's candidates: "greedy" or "sampled" (the default).
+        walk: how drafters with candidates (DFlash 2, DSpark, LiLiCorr) take one of a slot's: "greedy", the best, or "sampled"
+            (the default), drawn at the request's temperature with the target's own noise; the output is the same either way.
     """
 
     drafter: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative=())] = ("dflash",)
-    block_size: BlockSize = None
+    block_size: int | Literal["auto", "auto-inexact"] | None = None
     draft_window: int | None = None
     drafter_dtype: str | None = None
     refine: int = 0

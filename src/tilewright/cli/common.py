@@ -47,7 +47,7 @@ DEMO_PROMPT = 32
 """The packaged prompt that stands in where the demo is given none; what follows it repeats itself less than most."""
 AUTO = "auto"
 """As a drafter: whichever promises most, round by round."""
-BlockSize = int | Literal["auto", "auto-inexact"] | None
+BlockSize = int | Literal["auto"] | None
 
 SEVERAL = Parameter(consume_multiple=True, negative=())
 """Of an option that takes several values in a row."""
@@ -204,7 +204,9 @@ class TargetOptions:
             schedule=devices.schedule,
             compiler_options=devices.compiler_options,
             console=progress_console(console),
-            **{"drafter_revision" if name == "revision" else name: value for name, value in vars(options).items()},
+            block_size=options.block_size,
+            draft_window=options.draft_window,
+            drafter_dtype=options.drafter_dtype,
         )
         say_fallbacks(implementations(lm.target, lm.model.dtype, kernels=self.kernels, of=DECODING))
         if lm.placement is not None:
@@ -238,21 +240,16 @@ class ModelOptions(TargetOptions):
             smollm2-135m "dflash2". "auto" takes whichever promises most, round by round: n-gram and what comes with the
             model; it is the default for these two models, "none" otherwise.
         block_size: tokens drafted at once, the known one included. "auto", the default, takes the width that promises most,
-            round by round, plain decoding among them; where narrower programs round differently all run at the widest, unless
-            it is "auto-inexact". Without a drafter: plain decoding through a program of this width.
+            round by round, plain decoding among them; where narrower programs round differently all run at the widest.
+            Without a drafter: plain decoding through a program of this width.
         draft_window: keep only this many last positions in the drafter's context, so that drafting never gets slower.
         drafter_dtype: of the drafter alone; the output is the same either way. By default as dtype.
-        refine: further passes of a DFlash drafter over each block that it drafted.
-        walk: how a DFlash 2 drafter takes a token among a slot's candidates: "greedy", the best, or "sampled" (the default),
-            drawn at the request's temperature with the target's own noise; the output is the same either way.
     """
 
     drafter: str | None = None
     block_size: BlockSize = None
     draft_window: int | None = None
     drafter_dtype: str | None = None
-    refine: int = 0
-    walk: str | None = None
 
     @property
     def drafter_name(self) -> str | None:
@@ -260,7 +257,7 @@ class ModelOptions(TargetOptions):
         return AUTO if self.drafter is None and self.model in SPECULATING else self.drafter
 
     def load(self, console: Console, devices: DeviceOptions = DeviceOptions()) -> LanguageModel:
-        options = DrafterOptions(self.block_size, self.draft_window, self.drafter_dtype, self.refine, self.walk)
+        options = DrafterOptions(self.block_size, self.draft_window, self.drafter_dtype)
         return self.load_with(self.drafter_name, options, console, devices)
 
 

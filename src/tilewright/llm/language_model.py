@@ -357,8 +357,8 @@ def read_target(
 def load(
     model: str | Path, drafter: str | Path | Sequence[str | Path] | None = None, *, dtype: str = AUTO_DTYPE,
     weights: Weights = "auto", block_size: int | str | None = None, draft_window: int | None = None,
-    drafter_dtype: str | None = None, refine: int = 0, walk: str | None = None, revision: str | None = None,
-    drafter_revision: str | None = None, table: ShapeTable | None = None, kernels: Kernels = "auto", mesh: Mesh | None = None,
+    drafter_dtype: str | None = None, revision: str | None = None, drafter_revision: str | None = None,
+    table: ShapeTable | None = None, kernels: Kernels = "auto", mesh: Mesh | None = None,
     schedule: str | None = None, compiler_options: bool = False, console: Console | None = None,
 ) -> LanguageModel:  # fmt: skip
     """Loads a target and, if one is named, its drafter.
@@ -372,12 +372,10 @@ def load(
         weights: "int8" keeps all matrices but the embedding in 8 bits, with a scale for each output; "auto" as `dtype`.
         block_size: tokens drafted at once, the known one included. "auto", the default, takes what promises most each round,
             plain decoding included (see `speculation/policy.py`); where the number of rows changes how the target rounds, it
-            runs all rounds at the widest, and "auto-inexact" does not. Without a drafter: plain decoding through a program of
-            that width (see `speculation/drafters/blockwise.py`).
+            runs all rounds at the widest. Without a drafter: plain decoding through a program of that width (see
+            `speculation/drafters/blockwise.py`).
         draft_window: keep only this many last positions in the drafter's context.
         drafter_dtype: of the drafter's weights and activations; by default the target's. The output is the same either way.
-        refine: further passes of a DFlash drafter over each block that it drafted.
-        walk: of a drafter with candidates, "greedy" or "sampled" (the default); see `drafters/walking.py`.
         revision, drafter_revision: a branch, tag or commit on the hub.
         table: the declared shapes; by default as far as the model's context goes.
         kernels: "auto" takes this package's own kernels where they run, "xla" leaves everything to XLA.
@@ -398,7 +396,9 @@ def load(
     operations(weights=weights, kernels=kernels)  # what cannot run here is said before anything is read
     source = drafter if drafter is None else str(drafter) if isinstance(drafter, str | Path) else [str(one) for one in drafter]
     size = AUTO[0] if drafter is not None and block_size is None else block_size
-    options = DrafterOptions(size, draft_window, drafter_dtype, refine, walk, drafter_revision)
+    if isinstance(size, str) and size != AUTO[0]:
+        raise ValueError(f"expected a block size or {AUTO[0]}, found {size!r}")
+    options = DrafterOptions(size, draft_window, drafter_dtype, revision=drafter_revision)
     check_sources(source, options)
     folder = target_folder(str(model), revision, console)
     placement = placement_over(checkpoint.decoder_config(folder), mesh, schedule, compiler_options)
