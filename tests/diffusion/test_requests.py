@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
+import jax.numpy as jnp
 import pytest
 
 from diffusion.denoising import OPTIONS, ask, check_empty, check_same, engine_like, expected, model_of, requests, run
@@ -279,6 +280,34 @@ def test_after_a_failed_dispatch_requests_are_computed_anew(
     assert [handle.steps for handle in handles] == [one.steps for one in want]
     assert engine.stats().ended == {"length": 5}
     check_empty(engine)
+
+
+@pytest.mark.parametrize("asked", [{}, {"mode": "sparse", "temperature": 1.0}], ids=["dense", "sparse, drawn"])
+def test_a_request_whose_logits_are_not_finite_ends_alone(
+    model: DiffusionModel, engine: DiffusionEngine, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
+):
+    """Also in the slot that it leaves, nothing of it is left."""
+    others = expected(model, [ask([n, 2, 5], seed=n, **asked) for n in (1, 3)])
+    bad = next(n for n in range(6, 30) if not any(n in one.tokens for one in others))
+    asks = [ask([n, 2, 5], seed=n, **asked) for n in (1, bad, 3)]
+    want, params = expected(model, asks), engine.programs.params
+    broken = replace(params, embed=params.embed.at[bad].set(jnp.nan))
+    monkeypatch.setattr(engine.programs, "params", broken)
+    engine.open()
+    heard = [Heard() for _ in asks]
+    for one, each in zip(asks, heard, strict=True):
+        engine.submit(one, each)
+    run(engine)
+    assert [each.end for each in heard] == ["length", "error", "length"]
+    assert heard[1].updates[-1].error == "the request could not be computed"
+    assert [heard[n].tokens for n in (0, 2)] == [want[n].tokens for n in (0, 2)]
+    monkeypatch.undo()
+    assert [served(engine, one).tokens for one in asks] == [one.tokens for one in want]
+    check_empty(engine)
+    programs = model.programs
+    monkeypatch.setattr(programs, "params", broken)
+    with pytest.raises(ArithmeticError, match="the model's logits are not finite"):
+        model.generate([list(one.prompt) for one in asks], [one.denoising for one in asks])
 
 
 def test_those_aboard_of_a_second_failure_are_given_up_and_the_engine_goes_on(

@@ -24,8 +24,9 @@ from tilewright.diffusion.pool import Pool, PoolPrograms, Told, Turn
 from tilewright.diffusion.programs import DiffusionKey, DiffusionShape
 from tilewright.diffusion.request import DenoisingRequest
 from tilewright.diffusion.state import SPANS
-from tilewright.diffusion.steps import STEPS_PER_DISPATCH
+from tilewright.diffusion.steps import NO_STEP, NOT_FINITE, STEPS_PER_DISPATCH
 from tilewright.models.tokenizer import StreamDecoder
+from tilewright.runtime.collect import NotFinite
 from tilewright.runtime.output import OutputProcessor
 from tilewright.runtime.pace import Pace
 from tilewright.runtime.request import Listener, RequestHandle, RequestOutput, Round, Token
@@ -214,25 +215,35 @@ class DiffusionEngine(Service[DenoisingSequence]):
         return empty._replace(slots=np.asarray(slots, np.int32), options=options, limit=np.int32(steps))
 
     def read(self, sent: Sent) -> None:
-        """Hands out the blocks that a dispatch finished."""
+        """Hands out the blocks that a dispatch finished.
+
+        Raises:
+            NotFinite: the logits of a request were not finite, which has ended; see `runtime.engine.Engine.take`.
+        """
         began = time.perf_counter()
         told = Told(*(np.asarray(each) for each in sent.told))
-        steps = int(np.count_nonzero((told.reports[:, :, 0] >= 0).any(axis=1)))
+        ran, failure = told.reports[:, :, 0] != NO_STEP, None
+        steps = int(np.count_nonzero(ran.any(axis=1)))
         self.pace.time(sent.shape, steps, sent.at, True, began, time.perf_counter())
         self.count(sent, told.reports[:steps])
         for row, sequence in enumerate(sent.rows):
             if sequence is None or sequence.handle.result is not None:
                 continue
-            ran = int(np.count_nonzero(told.reports[:steps, row, 0] >= 0))
-            sequence.steps += ran
-            sequence.handle.steps += ran
+            own = int(np.count_nonzero(ran[:, row]))
+            sequence.steps += own
+            sequence.handle.steps += own
             try:
-                update = self.blocks(sequence, told, row, bool(ran) and bool(told.reports[steps - 1, row, 2]))
-            except Exception:
+                if (told.reports[:, row, 0] == NOT_FINITE).any():
+                    raise NotFinite("the model's logits are not finite")
+                update = self.blocks(sequence, told, row, bool(own) and bool(told.reports[steps - 1, row, 2]))
+            except Exception as error:
                 log.exception("a request failed")
+                failure = error if isinstance(error, NotFinite) else failure
                 update = RequestOutput(end="error", error=NOT_COMPUTED)
             if update is not None:
                 self.hand_out(sequence, update)
+        if failure is not None:
+            raise failure
 
     def blocks(self, sequence: DenoisingSequence, told: Told, row: int, done: bool) -> RequestOutput | None:
         """Committed part of a sequence's response that was not handed out yet; None where that is nothing."""
@@ -252,7 +263,7 @@ class DiffusionEngine(Service[DenoisingSequence]):
 
     def count(self, sent: Sent, reports: np.ndarray) -> None:
         """Counts the steps of a dispatch."""
-        ran, counted = int(np.count_nonzero(reports[:, :, 0] >= 0)), self.counted
+        ran, counted = int(np.count_nonzero(reports[:, :, 0] != NO_STEP)), self.counted
         counted.dispatches += 1
         counted.rounds += len(reports)
         counted.row_rounds += ran

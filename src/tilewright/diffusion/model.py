@@ -14,12 +14,13 @@ from tokenizers import Tokenizer
 from tilewright.diffusion.options import Denoising
 from tilewright.diffusion.programs import DiffusionKey, DiffusionPrograms, DiffusionTable
 from tilewright.diffusion.state import SPANS
-from tilewright.diffusion.steps import STEPS_PER_DISPATCH
+from tilewright.diffusion.steps import NO_STEP, NOT_FINITE, STEPS_PER_DISPATCH
 from tilewright.kernels.select import Kernels, Weights, operations
 from tilewright.models import checkpoint, decoder, diffusion, hub
 from tilewright.models.diffusion import DiffusionConfig
 from tilewright.models.params import AUTO, DTYPES, check_dtype
 from tilewright.models.tokenizer import encode, load_tokenizer
+from tilewright.runtime.collect import NotFinite
 from tilewright.runtime.memory import check_weights
 from tilewright.runtime.placement import Placement, check_schedule, placement_over
 
@@ -80,6 +81,7 @@ class DiffusionSession:
 
         Raises:
             ValueError: less than one step is asked for.
+            ArithmeticError: the model's logits are not finite.
         """
         if steps < 1:
             raise ValueError(f"expected at least 1 step, found {steps}")
@@ -87,7 +89,9 @@ class DiffusionSession:
         self.state, packed = run(self.model.programs.params, self.state, np.int32(steps))
         rows = len(self.prompts)
         told = np.asarray(packed)[:, :rows]
-        ran = told[: int(np.count_nonzero((told[..., 0] >= 0).any(axis=1)))]
+        ran = told[: int(np.count_nonzero((told[..., 0] != NO_STEP).any(axis=1)))]
+        if (ran[..., 0] == NOT_FINITE).any():
+            raise NotFinite("the model's logits are not finite")
         new = [StepReport(SPANS[int(one[0, 1])], one[:, 0], one[:, 3:]) for one in ran]
         self.reports += new
         self.finished = self.finished or bool(ran[-1, :, 2].all())

@@ -23,6 +23,8 @@ from tilewright.models.stack import SINGLE_DEVICE, Schedule
 
 STEPS_PER_DISPATCH = 64
 """How many steps a dispatch runs at most."""
+NO_STEP, NOT_FINITE = -1, -2
+"""What is reported of a row that took no step, and of one whose logits are not finite, which ends it."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class StepInfo(NamedTuple):
     """Report of a step, and all that the host reads of it; int32.
 
     Attributes:
-        committed: `[B]`: tokens that it committed; -1 for a row that took no step.
+        committed: `[B]`: tokens that it committed; or `NO_STEP`, or `NOT_FINITE`.
         span: `[]`: the number in `SPANS` of what was looked at.
         done: `[B]`: whether it needs no more steps.
         salient: `[B, layers]`: positions whose MLP was computed; 0 where every step is dense.
@@ -190,9 +192,11 @@ def step_span(how: Denoiser, span: Span, params: DecoderParams, state: Diffusion
         return guided(how, state, predicted(how, params, x, begin, what.first, some))
 
     found = choices(how, state, logits_of, positions)
-    taken = commits(found, masked, state.options, state.block_step)
+    failed = jnp.any(masked & ~jnp.isfinite(found.probability), axis=1)
+    taken = commits(found, masked, state.options, state.block_step) & ~failed[:, None]
     after = commit(how, replace(state, caches=caches), masked, taken, found.token)
-    count = jnp.where(state.done, -1, jnp.sum(taken, axis=1))
+    after = replace(after, done=after.done | failed)
+    count = jnp.where(state.done, NO_STEP, jnp.where(failed, NOT_FINITE, jnp.sum(taken, axis=1)))
     layers = how.config.decoder.num_layers
     salient = jnp.zeros((len(count), layers), jnp.int32) if trace is None else jnp.sum(trace.salient, axis=2).T
     return after, StepInfo(count.astype(jnp.int32), jnp.int32(SPANS.index(span)), after.done, salient.astype(jnp.int32))
@@ -262,7 +266,7 @@ def run_steps(
     """Up to `limit` (at most `most`) steps on the device, fewer once every row is done. DONATES state."""
     step = step_of(how)
     layers = how.config.decoder.num_layers
-    reports = jnp.full((most, len(state.tokens), 3 + layers), -1, jnp.int32)
+    reports = jnp.full((most, len(state.tokens), 3 + layers), NO_STEP, jnp.int32)
 
     def going(carry: tuple[Any, ...]) -> Array:
         count, state, _ = carry
