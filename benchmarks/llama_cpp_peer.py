@@ -150,6 +150,35 @@ class Llama:
                 tokens[row].append(int(self.logits(i).argmax()))
         return {"tokens": tokens, "prefill_s": prefilled - began, "decode_s": time.perf_counter() - prefilled}
 
+    def draft(self, prompt: list[int], new: int, ends: list[int], drafts: int, ngram: int) -> dict[str, Any]:
+        """Greedy decoding of one row with drafts from the text itself, looked up by llama-cpp-python's own class.
+
+        Args:
+            drafts: tokens drafted at once at most.
+            ngram: the longest run of tokens that is looked up.
+
+        Returns:
+            as `generate`, and the number of rounds.
+        """
+        import numpy as np
+        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+        lookup = LlamaPromptLookupDecoding(max_ngram_size=ngram, num_pred_tokens=drafts)
+        started = self.generate([prompt], 1, ends)
+        tokens, rounds, memory = started["tokens"][0], 0, self.api.llama_get_memory(self.context)
+        began = time.perf_counter()
+        while len(tokens) < new and tokens[-1] not in ends:
+            at = len(prompt) + len(tokens) - 1
+            proposed = lookup(np.asarray([*prompt, *tokens], np.intc))[: new - len(tokens) - 1].tolist()
+            self.decode([(token, at + i, 0, True) for i, token in enumerate([tokens[-1], *proposed])])
+            rounds += 1
+            for i in range(len(proposed) + 1):
+                tokens.append(int(self.logits(i).argmax()))
+                if tokens[-1] in ends or i == len(proposed) or tokens[-1] != proposed[i]:
+                    break
+            self.api.llama_memory_seq_rm(memory, 0, len(prompt) + len(tokens) - 1, -1)
+        return {**started, "tokens": [tokens], "decode_s": time.perf_counter() - began, "rounds": rounds}
+
 
 def serve() -> None:
     llama = Llama()

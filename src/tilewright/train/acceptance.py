@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tilewright.llm.acceptance import drafting_rounds, num_spec_tokens
 from tilewright.llm.language_model import LanguageModel
 from tilewright.runtime.output import Result
 from tilewright.runtime.sampling import Sampling
@@ -36,8 +37,7 @@ def held_out_prompts(source: TokenSource, count: int, length: int) -> list[list[
 
 def acceptance_rates(results: Sequence[Result], drafts: int) -> tuple[float, ...]:
     """The share of each draft of a block that was accepted, of the rounds in which those before it were."""
-    rounds = [pair for result in results for pair in zip(result.drafted, result.accepted, strict=True)]
-    drafted, accepted = np.asarray(rounds, int).reshape(-1, 2).T
+    drafted, accepted = np.asarray(drafting_rounds(results), int).reshape(-1, 2).T
     rates, before = list[float](), 0.5
     for place in range(drafts):
         reached = (drafted > place) & (accepted >= place)
@@ -48,9 +48,8 @@ def acceptance_rates(results: Sequence[Result], drafts: int) -> tuple[float, ...
 
 def expected_acceptance(lm: LanguageModel, held_out: TokenSource) -> tuple[float, ...]:
     """The acceptance of a model's drafter by position, greedily, in whole blocks; see `DFlashConfig.expected_acceptance`."""
-    assert lm.drafter is not None
     room = lm.target.max_position_embeddings
     tokens = max(1, min(TOKENS, room // 2))
     prompts = [prompt[: room - tokens] for prompt in held_out_prompts(held_out, PROMPTS, min(TOKENS, room // 2))]
     generation = lm.generate(prompts, Sampling(tokens), speculative=True)
-    return acceptance_rates(generation.results, lm.drafter.block_size - 1)
+    return acceptance_rates(generation.results, num_spec_tokens(lm))

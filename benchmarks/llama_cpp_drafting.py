@@ -1,0 +1,212 @@
+"""Drafting beside llama.cpp, in turns, on the same GGUF file and the same prompts: one row, greedy.
+
+    python benchmarks/llama_cpp_drafting.py MODEL --data FILE ... --llama-python PYTHON [--drafter NAME ...] [--json FILE]
+
+Ours decodes plainly and with every drafter named. llama.cpp runs in a process of its own (see `llama_cpp_speed.py`), plainly
+and with drafts that it looks up in the text itself, in the format, the kind of attention, the number of drafts and the length
+of what is looked up that a trial on the first prompts finds fastest. Seconds are those after the prompt. Ratios are of what ran
+in one repetition, above 1 where ours is faster. Our outputs are compared token for token; llama.cpp rounds otherwise, and its
+texts part from ours sooner or later. Only an idle machine gives figures.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, NamedTuple
+
+import jax
+from cyclopts import App, Parameter
+from llama_cpp_peer import Peer
+from llama_cpp_speed import KINDS, own_format
+from rich.progress import Progress
+from rich.table import Table
+
+import tilewright as tw
+from tilewright.bench.datasets import read_examples
+from tilewright.bench.figures import BASELINE
+from tilewright.bench.speculative import ask
+from tilewright.cli.bench_speculative import Drafted
+from tilewright.cli.common import JsonFile, TargetOptions, check_output_file, human_console, keep_programs, write_json
+from tilewright.compiled.figures import print_table, significant
+from tilewright.compiled.machine import chip_name, cores
+from tilewright.compiled.timing import REPETITIONS, alternate, quotients, spread
+from tilewright.llm.acceptance import distinct_ngram_ratio
+from tilewright.llm.language_model import LanguageModel
+from tilewright.models import hub
+from tilewright.models.chat import ChatTemplate
+
+DRAFTS, NGRAMS = (2, 4, 10), (2, 3)
+"""How many tokens llama.cpp is tried with, and how long a run it looks up."""
+TRIED = 2
+"""Prompts that a trial decodes."""
+PEER_PLAIN, PEER_LOOKUP = "llama.cpp", "llama.cpp, looked up"
+
+
+class Timed(NamedTuple):
+    """A file's prompts, decoded one after the other: seconds after each prompt together, and the tokens of each."""
+
+    seconds: float
+    tokens: list[list[int]]
+    rounds: int
+
+    @property
+    def made(self) -> int:
+        """Tokens that the seconds went to: a response's first comes with its prompt."""
+        return sum(len(each) - 1 for each in self.tokens)
+
+
+def ours(lm: LanguageModel, speculative: bool, sampling: tw.Sampling, prompts: Sequence[list[int]]) -> Timed:
+    made = [lm.generate([prompt], sampling, speculative=speculative) for prompt in prompts]
+    rounds = sum(each.rounds for each in made)
+    return Timed(sum(each.decode_seconds for each in made), [each[0].tokens for each in made], rounds)
+
+
+class Setting(NamedTuple):
+    """How llama.cpp runs: the model's file, with flash attention or not, and how it looks drafts up, or (0, 0)."""
+
+    file: Path
+    flash: bool
+    drafts: int = 0
+    ngram: int = 0
+
+
+def theirs(peer: Peer, positions: int, ends: Sequence[int], new: int, setting: Setting, prompts: Sequence[list[int]]) -> Timed:
+    peer.ask("open", model=str(setting.file), threads=cores(), rows=1, positions=positions, flash=setting.flash)
+    peer.ask("generate", prompts=[prompts[0][:8]], new=8, ends=[])  # does not count
+    seconds, tokens, rounds = 0.0, list[list[int]](), 0
+    for prompt in prompts:
+        if setting.drafts:
+            made = peer.ask("draft", prompt=prompt, new=new, ends=list(ends), drafts=setting.drafts, ngram=setting.ngram)
+        else:
+            made = peer.ask("generate", prompts=[prompt], new=new, ends=list(ends))
+        seconds += made["decode_s"]
+        tokens += made["tokens"]
+        rounds += made.get("rounds", len(made["tokens"][0]) - 1)
+    return Timed(seconds, tokens, rounds)
+
+
+def fastest(run: Callable[[Setting], Timed], settings: Sequence[Setting]) -> Setting:
+    """The setting with the most tokens a second, by the better of two measurements each."""
+    taken = alternate({setting: partial(run, setting) for setting in settings}, 2)
+    return max(taken, key=lambda setting: max(timed.made / timed.seconds for timed in taken[setting]))
+
+
+def figures(dataset: str, taken: Mapping[str, Sequence[Timed]], peers: Mapping[str, Setting]) -> list[dict[str, Any]]:
+    """A record for each way: medians and ranges."""
+    plain = taken[BASELINE]
+    records = []
+    for name, times in taken.items():
+        rates = spread([timed.made / timed.seconds for timed in times])
+        record: dict[str, Any] = {
+            "dataset": dataset, "way": name, "responses": len(times[0].tokens), "tokens": times[0].made,
+            "tokens_per_s": rates.median, "tokens_per_s_range": list(rates.range),
+            "tokens_per_round": times[0].made / times[0].rounds,
+            "distinct_4gram_ratio": fmean(distinct_ngram_ratio(tokens, 4) for tokens in times[0].tokens),
+        }  # fmt: skip
+        for of in (BASELINE, *peers):
+            # Of equal work: llama.cpp's responses are others, and end elsewhere.
+            per_token = [[each.seconds / each.made for each in of_way] for of_way in (taken[of], times)]
+            faster = quotients(*per_token)
+            record[f"speedup_over {of}"], record[f"speedup_over {of} range"] = faster.median, list(faster.range)
+        if name in peers:
+            setting = peers[name]
+            record |= {"format": setting.file.stem, "flash_attention": setting.flash}
+            record |= {"drafts": setting.drafts, "ngram": setting.ngram}
+        else:
+            record["identical"] = sum(a == b for a, b in zip(plain[0].tokens, times[0].tokens, strict=True))
+        records.append(record)
+    return records
+
+
+def table(records: Sequence[Mapping[str, Any]], peers: Sequence[str]) -> Table:
+    shown = Table(title="One row, greedy", caption="×: how much faster, the median")
+    for column in ("", ""):
+        shown.add_column(column)
+    columns = ("tokens/s", "tokens a round", "distinct 4-grams", *(f"× of {of}" for of in (BASELINE, *peers)), "identical")
+    for column in columns:
+        shown.add_column(column, justify="right")
+    for record in records:
+        same = f"{record['identical']} of {record['responses']}" if "identical" in record else ""
+        ratio = f"{record['distinct_4gram_ratio']:.0%}"
+        cells = [significant(record["tokens_per_s"]), f"{record['tokens_per_round']:.2f}", ratio]
+        ratios = [f"{record[f'speedup_over {of}']:.2f}" for of in (BASELINE, *peers)]
+        shown.add_row(record["dataset"], record["way"], *cells, *ratios, same)
+    return shown
+
+
+def main(
+    model: str, *, data: Annotated[tuple[Path, ...], Parameter(consume_multiple=True, negative=())], llama_python: Path,
+    drafter: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative=())] = ("ngram", "dflash2", "auto"),
+    weights: str = "int8", samples: int = 8, max_new_tokens: int = 128, repetitions: int = REPETITIONS,
+    json_file: JsonFile = None,
+) -> None:  # fmt: skip
+    """Measures drafting beside llama.cpp.
+
+    Parameters
+    ----------
+    model
+        The GGUF file, or "smollm2-135m"; a model with a chat template.
+    data
+        Files of prompts, as for `tilewright bench speculative`.
+    llama_python
+        An interpreter that has llama-cpp-python.
+    drafter
+        As for `tilewright bench speculative`.
+    weights
+        Ours.
+    samples
+        Records of each file, from its beginning.
+    max_new_tokens
+        The length limit of each text.
+    repetitions
+        How often each side runs.
+    json_file
+        Write the figures as JSON to this file, "-" for standard output.
+    """
+    check_output_file("--json", json_file)
+    console, file = human_console(json_file), hub.resolve(model)
+    template = ChatTemplate.load(file)
+    keep_programs(True)
+    target = TargetOptions(model, weights=weights)  # type: ignore[arg-type]
+    ways = Drafted(drafter, block_size=None).ways(target, console)
+    base, sampling = ways[BASELINE], tw.Sampling(max_new_tokens)
+    ends = base.target.eos_token_ids
+    asked = [ask(base, path.stem, read_examples(path)[:samples], template, sampling) for path in data]
+    positions = max(len(prompt) for each in asked for prompt in each.prompts) + max_new_tokens + max(DRAFTS) + 1
+    records: list[dict[str, Any]] = []
+    with Peer(llama_python) as peer, TemporaryDirectory() as folder:
+        about, files = peer.ask("about"), [file]
+        for kind in KINDS:
+            if kind != own_format(file):
+                files.append(Path(folder) / f"{kind}.gguf")
+                peer.ask("quantise", source=str(file), target=str(files[-1]), kind=kind)
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("in turns", total=len(asked) * (len(ways) + 2) * repetitions)
+            for each in asked:
+                run = partial(theirs, peer, positions, ends, max_new_tokens)
+                few = partial(run, prompts=each.prompts[:TRIED])
+                plain = fastest(few, [Setting(*one) for one in product(files, (True, False))])
+                lookup = fastest(few, [Setting(plain.file, plain.flash, *one) for one in product(DRAFTS, NGRAMS)])
+                peers = {PEER_PLAIN: plain, PEER_LOOKUP: lookup}
+                runs = {name: partial(ours, lm, name != BASELINE, sampling, each.prompts) for name, lm in ways.items()}
+                for once in runs.values():
+                    once()  # compiles
+                both = {name: partial(run, setting, each.prompts) for name, setting in peers.items()}
+                taken = alternate({**runs, **both}, repetitions, lambda: bar.advance(task))
+                records += figures(each.name, taken, peers)
+                if not console.is_terminal:
+                    console.print(f"{each.name}: done")
+    print_table(console, table(records, [PEER_PLAIN, PEER_LOOKUP]))
+    console.print(f"llama-cpp-python {about['version']} ({about['features']}), {cores()} threads", markup=False)
+    settings = {"model": model, "weights": weights, "samples": samples, "max_new_tokens": max_new_tokens}
+    versions = {"tilewright": tw.__version__, "jax": jax.__version__, "llama_cpp_python": about}
+    write_json(json_file, {"chip": chip_name(), "repetitions": repetitions, **versions, **settings, "data": records})
+
+
+if __name__ == "__main__":
+    app = App(name="llama_cpp_drafting", help=__doc__)
+    app.default(main)
+    app()
