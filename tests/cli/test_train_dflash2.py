@@ -9,6 +9,7 @@ from safetensors.numpy import load_file
 
 import tilewright as tw
 from cli.conftest import Run
+from tilewright.train.records import Records
 
 LOOP = ["--batch-size", 2, "--sequence-length", 16, "--held-out", 0.3, "--evaluate-every", 2, "--anchors", 4]
 SIZES = ["--kind", "dflash2", "--block-size", 4, "--layers", 1, "--selector-rank", 6, "--selector-top-k", 5, "--conv-group", 8]
@@ -44,6 +45,22 @@ def test_a_drafter_is_trained_and_drafts(run: Run, text: Path, folders: tuple[Pa
     for name, tensor in begun.items():
         np.testing.assert_allclose(gone_on[name], tensor, atol=1e-4)
     assert gone_on.keys() > begun.keys()
+
+
+def test_a_drafter_is_trained_on_a_file_of_records_with_kept_taps(run: Run, text: Path, folders: tuple[Path, Path]):
+    """A second run finds the target's states where the first one left them."""
+    rng = np.random.default_rng(0)
+    made = [(rng.integers(1, 30, 4).tolist(), rng.integers(1, 30, 8 + n % 3).tolist()) for n in range(20)]
+    data, kept = text / "some.npz.xz", text / "taps"
+    Records.of(made).save(data)
+    command = ["train", "drafter", data, "--target", folders[0], *LOOP, *SIZES, "--steps", 2, "--keep-taps", kept]
+    runs = []
+    for name in ("first", "second"):
+        ran = run(*command, "--out", text / name, "--json", "-")
+        assert ran.status == 0, ran.err
+        runs.append((ran.json["curve"], np.fromfile(kept / "trained.there", np.uint8).sum()))
+    assert runs[0] == runs[1]
+    assert runs[0][1] > 0
 
 
 @pytest.mark.parametrize(
