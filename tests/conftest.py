@@ -20,18 +20,18 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 
 import jax
-import jaxtyping
 import pytest
 from hypothesis import settings
+
+import typecheck
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Programs hold no lines and paths of the source, so that one that is kept is known again in any checkout.
 jax.config.update("jax_traceback_in_locations_limit", 0)
 
-# From here on, every import of the package checks its annotations: wrong shapes fail where they enter. A third of the time of
-# all tests goes there, so that `make test` leaves it to `make test-all` and to whoever runs pytest.
+# A tenth or two of the tests' time goes there, so that `make test` leaves it to `.ci/run` and to whoever runs pytest.
 if "TILEWRIGHT_UNCHECKED" not in os.environ:
-    jaxtyping.install_import_hook("tilewright", "typecheck.check")
+    typecheck.install("tilewright")
 
 # The same examples on every run and every machine; the first example of a property compiles, so no deadline.
 settings.register_profile("tilewright", deadline=None, derandomize=True, max_examples=20)

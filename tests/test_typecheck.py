@@ -1,0 +1,72 @@
+"""Annotations are checked where they name shapes and where they name none."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jaxtyping
+import numpy as np
+import pytest
+from beartype.roar import BeartypeException
+from jaxtyping import Float, Int
+
+from typecheck import check, checked, names_shapes
+
+
+@checked(typechecker=check)
+def plain(n: int, names: Sequence[str] = ()) -> int | None:
+    return n if n else None
+
+
+@checked(typechecker=check)
+def shaped(x: Float[np.ndarray, "A B"], y: Float[np.ndarray, "B C"] | None = None) -> Float[np.ndarray, "A C"]:
+    return x if y is None else x[:, :1] + y[:1]
+
+
+@checked(typechecker=check)
+@dataclass
+class Plain:
+    n: int
+
+    @checked(typechecker=check)
+    @property
+    def half(self) -> int:
+        return self.n // 2 if self.n % 2 == 0 else self.n / 2  # type: ignore[return-value]
+
+    @checked(typechecker=check)
+    @staticmethod
+    def of(text: str) -> "Plain":
+        return Plain(int(text))
+
+
+@checked(typechecker=check)
+@dataclass
+class Shaped:
+    x: Float[np.ndarray, "A A"]
+
+
+def test_annotations_with_shapes_and_without_are_checked():
+    wide, square = np.zeros((2, 3)), np.zeros((2, 2))
+    assert plain(1, ["a"]) == 1
+    assert shaped(square).shape == (2, 2)
+    assert shaped(wide, np.zeros((3, 5))).shape == (2, 5)
+    assert (Plain.of("4").half, Shaped(square).x.shape) == (2, (2, 2))
+    for wrong in (
+        lambda: plain("1"), lambda: plain(1, [2]), lambda: shaped(wide, wide), lambda: shaped(np.zeros(2)),
+        lambda: shaped(wide.astype(int)), lambda: Plain("1"), lambda: Plain(3).half, lambda: Plain.of(4), lambda: Shaped(wide),
+    ):  # fmt: skip
+        with pytest.raises((jaxtyping.TypeCheckError, BeartypeException)):
+            wrong()
+
+
+def test_only_what_names_shapes_goes_the_long_way():
+    nested = Callable[[Sequence[Float[np.ndarray, "A"]], int], None]
+    shaped_ones = [
+        Float[np.ndarray, "A"],
+        Float[np.ndarray, "A"] | None,
+        dict[str, tuple[Int[np.ndarray, ""], ...]],
+        nested,
+        "Plain",
+    ]
+    assert all(names_shapes([int, each]) for each in shaped_ones)
+    assert not names_shapes([int, str | None, np.ndarray, Callable[[list[int]], Any], None, Any, type[int], dict[str, Plain]])
