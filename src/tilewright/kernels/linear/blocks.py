@@ -178,20 +178,20 @@ def panels_of(blocks: Blocks) -> np.ndarray:
 
     integers = blocks.integers ^ np.uint8(128) if blocks.kind == "q8_0" else blocks.integers
     halves = [each for each in (blocks.scales, blocks.minima) if each is not None]
-    return np.concatenate([turned(integers), *(turned(np.ascontiguousarray(h)[..., None].view(np.uint8)) for h in halves)], axis=2)
+    return np.concatenate([*(turned(np.ascontiguousarray(h)[..., None].view(np.uint8)) for h in halves), turned(integers)], axis=2)
 
 
 def blocks_of(panels: np.ndarray, outputs: int) -> Blocks:
     """The inverse of `panels_of`, with the block of zeros that it may have added."""
     kind = next(name for name, size in PAIR_BYTES.items() if size == panels.shape[2])
-    wide = 2 * LANES * INTEGERS[kind]
+    ends = range(64, panels.shape[2] - 2 * LANES * INTEGERS[kind] + 1, 64)  # of scales, and of minima where there are some
 
     def returned(values: np.ndarray, size: int) -> np.ndarray:
         step = min(4, size)
         parts = values.reshape(len(values), -1, size // step, LANES, step).transpose(0, 3, 1, 2, 4)
         return np.ascontiguousarray(parts).reshape(len(values) * LANES, -1, size)[:outputs]
 
-    integers = returned(panels[..., :wide], INTEGERS[kind])
-    halves = [returned(panels[..., at : at + 64], 2).view(np.float16)[..., 0] for at in range(wide, panels.shape[2], 64)]
+    integers = returned(panels[..., ends[-1] :], INTEGERS[kind])
+    halves = [returned(panels[..., end - 64 : end], 2).view(np.float16)[..., 0] for end in ends]
     made = Blocks(kind, integers, *halves)
     return replace(made, integers=integers ^ np.uint8(128)) if kind == "q8_0" else made
