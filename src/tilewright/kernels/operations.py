@@ -15,7 +15,7 @@ import jax
 from jax import Array
 
 Tree = TypeVar("Tree")
-Format = Literal["float32", "bfloat16", "int8"]
+Format = Literal["float32", "bfloat16", "int8", "q4_1", "q8_0"]
 """What the CPU kernels hold a matrix in."""
 
 
@@ -128,10 +128,11 @@ class Operations:
         head_top_k: `(x, head, k) -> (index, value)` `[..., k]` of the `k` largest of `x @ head`, in descending order; of equals
             the first goes first.
         prepare_matrix, prepare_joined: `(weight, name) -> weight` as the operations want it; a `ValueError` names a weight
-            that cannot be prepared. The former takes `largest=None` as well, the largest absolute weight of each output where
-            the matrix has only some of their inputs.
+            that cannot be prepared. The former takes `head=False` as well, whether it is the output head, and `largest=None`,
+            the largest absolute weight of each output where the matrix has only some of their inputs.
         restore: the matrix `[I, O]` that `prepare_matrix` was given, rounded to the format; zeros may follow its inputs.
         prepares: prepared weights are not the matrices that they were.
+        keeps_blocks: both of these take a file's `Blocks` of 4 or 8 bits as well (see `linear/blocks.py`), and keep their bits.
         own_head: a tied model gets a head of its own: the products read it faster than the embedding transposed.
         window_multiple: of the queries of a `window_attention` that its kernel takes.
         counts: products leave out rows behind a `count`, so that it need not be rounded up to a declared number of rows.
@@ -163,6 +164,7 @@ class Operations:
     prepare_joined: Callable[[Joined, str], Any]
     restore: Callable[[Any], Array]
     prepares: bool = False
+    keeps_blocks: bool = False
     own_head: bool = False
     counts: bool = False
     window_multiple: int = 1
@@ -182,7 +184,9 @@ class Operations:
         """One array of a declaration, or several that are `Joined`."""
         if isinstance(spec, Joined):
             return self.prepare_joined(value, " and ".join(part.name for part in spec.parts))
-        return self.prepare_matrix(value, spec.name) if spec.kind in ("matrix", "head") else value
+        if spec.kind == "head":
+            return self.prepare_matrix(value, spec.name, head=True)
+        return self.prepare_matrix(value, spec.name) if spec.kind == "matrix" else value
 
 
 def is_batch_invariant(ops: Operations, dtype: str) -> bool:

@@ -59,7 +59,7 @@ class LanguageModel:
     Attributes:
         target: its configuration.
         dtype: of weights and activations.
-        weights: "int8" keeps matrices in 8 bits; "auto" keeps them in `dtype`.
+        weights: "int8" keeps matrices in 8 bits, "int4" in blocks of 4; "auto" keeps them in `dtype`.
         ops: what computes; `kernels` is its name.
         placement: over which devices it lies; None for the default one.
         drafter: what drafts; a team where rounds are chosen as decoding goes, by what `pacing` has seen.
@@ -365,11 +365,14 @@ def load(
 
     Args:
         model, drafter: a folder or a Hugging Face id, with `config.json`, safetensors and (the target) `tokenizer.json`. The
-            target may be a GGUF file or a folder that holds one (the extra `gguf`): its tensors are dequantised. A
-            drafter may be of any kind in `drafters/load.py`, or "ngram", which has no weights; several take turns.
+            target may be a GGUF file or a folder that holds one (the extra `gguf`): its tensors are dequantised unless
+            `weights` keeps their blocks. A drafter may be of any kind in `drafters/load.py`, or "ngram", which has no weights;
+            several take turns.
         dtype: of the weights and activations, "float32", "bfloat16" or "auto": the checkpoint's, bfloat16 for float16, float32
             on a CPU without this package's kernels.
-        weights: "int8" keeps all matrices but the embedding in 8 bits, with a scale for each output; "auto" as `dtype`.
+        weights: "int8" keeps all matrices but the embedding in 8 bits, with a scale for each output; "int4" keeps those of the
+            layers in blocks of 4 bits and the output head in blocks of 8, bit by bit what a GGUF file has of Q4_0, Q4_1
+            and Q8_0 (CPU kernels only, on one device); "auto" as `dtype`.
         block_size: tokens drafted at once, the known one included. "auto", the default, takes what promises most each round,
             plain decoding included (see `speculation/policy.py`); where the number of rows changes how the target rounds, it
             runs all rounds at the widest, and "auto-inexact" does not. Without a drafter: plain decoding through a program of

@@ -22,6 +22,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from tilewright.kernels.linear.blocks import Blocks
 from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import computes_bfloat16
 from tilewright.models import gguf
@@ -274,6 +275,7 @@ def load_params(
     console: Console | None = None,
     shardings: Tree | None = None,
     prepare: Callable[[Any, Any], Any] | None = None,
+    keep_blocks: bool = False,
 ) -> Tree:
     """Reads the arrays that `specs` declare from a folder's safetensors files.
 
@@ -288,6 +290,7 @@ def load_params(
         ignore: true for a stored name (before `rename`) that is to be passed over.
         console: where to show a progress bar; None for no bar.
         shardings, prepare: see `params.from_tensors`; None for the default device, and for arrays as they are.
+        keep_blocks: matrices that a GGUF file has in blocks that products read (see `linear/blocks.py`) are prepared as these.
 
     Returns:
         The tree with a JAX array for each spec.
@@ -313,7 +316,16 @@ def load_params(
             progress.advance(task, value.nbytes)
             return value
 
-        return from_tensors(specs, read, dtype, shardings, prepare)
+        def kept(spec: ArraySpec) -> Blocks | None:
+            tensor = stored[spec.name]
+            if not keep_blocks or spec.kind not in ("matrix", "head") or tensor.file.suffix != gguf.SUFFIX:
+                return None
+            found = files[tensor.file].get_slice(tensor.name).blocks()
+            if found is not None:
+                progress.advance(task, prod(spec.shape) * BYTES_OF[tensor.dtype])
+            return found
+
+        return from_tensors(specs, read, dtype, shardings, prepare, kept)
 
 
 def load_stored(folder: Path, names: Collection[str], rename: Callable[[str], str] = _same) -> dict[str, np.ndarray]:
@@ -408,4 +420,8 @@ def load_decoder(
 
     specs = declare(config, ops is not None and ops.own_head)
     placed, prepare = None if shard is None else shard(specs), None if ops is None else ops.prepare_one
-    return config, load_params(folder, specs, dtype, ignore=ignore, console=console, shardings=placed, prepare=prepare)
+    params = load_params(
+        folder, specs, dtype, ignore=ignore, console=console, shardings=placed, prepare=prepare,
+        keep_blocks=ops is not None and ops.keeps_blocks,
+    )  # fmt: skip
+    return config, params
