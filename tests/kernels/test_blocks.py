@@ -11,48 +11,23 @@ from gguf import GGMLQuantizationType as Kind
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.linear_checks import normal, within
+from kernels import block_checks
+from kernels.block_checks import file_of
+from kernels.linear_checks import normal
 from tilewright.kernels import native, select
 from tilewright.kernels.linear import blocks, cpu
 from tilewright.kernels.linear.blocks import BLOCK, BlockFormat, Blocks
 from tilewright.kernels.operations import Joined
 
 needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
-formats = pytest.mark.parametrize("kind", ["q4_0", "q4_1", "q8_0"])
+formats = pytest.mark.parametrize("kind", block_checks.FORMATS)
 seeds = st.integers(0, 2**31 - 1)
 sizes = st.tuples(st.integers(1, 6), st.integers(1, 100))  # blocks and outputs
-
-
-def file_of(rng: np.random.Generator, count: int, outputs: int, kind: BlockFormat) -> np.ndarray:
-    """Rows of a file: any integers, and scales and minima of either sign, some of them subnormal or zero."""
-    halves = 2 if kind == "q4_1" else 1
-    drawn = normal(rng, outputs, count, halves) * rng.choice(np.float32([1, 1e-3, 1e-6, 0]), (outputs, count, halves))
-    integers = rng.integers(0, 256, (outputs, count, blocks.INTEGERS[kind]), np.uint8)
-    return np.concatenate([drawn.astype(np.float16).view(np.uint8), integers], axis=2).reshape(outputs, -1)
 
 
 def reference(rows: np.ndarray, kind: BlockFormat) -> np.ndarray:
     """What llama.cpp's own library makes of a file's rows, `[I, O]`."""
     return gguf.quants.dequantize(rows, Kind[kind.upper()]).T
-
-
-def rounded(x: np.ndarray) -> np.ndarray:
-    """Rows as the kernel multiplies them: of each block integers from -127 to 127 times a float32 scale, in float64."""
-    parts = np.pad(x, ((0, 0), (0, -x.shape[1] % BLOCK))).reshape(len(x), -1, BLOCK)
-    largest = np.max(np.abs(parts), axis=2, keepdims=True)
-    units = np.rint(parts * np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0))
-    return (units.astype(np.float64) * (largest / np.float32(127))).reshape(len(x), -1)[:, : x.shape[1]]
-
-
-def bounded(x: np.ndarray, w: Blocks) -> tuple[np.ndarray, np.ndarray]:
-    """The float64 product of what both hold, and a bound on the float32 error.
-
-    The products of a block are exact. A block takes two roundings of scales and one of each of two sums.
-    """
-    a, b = rounded(x), blocks.dequantise(w).astype(np.float64)
-    minima = 0.0 if w.minima is None else np.abs(w.minima.astype(np.float64)).T.repeat(BLOCK, axis=0)
-    size = np.abs(a) @ (np.abs(b - (0 if w.minima is None else w.minima.astype(np.float64).T.repeat(BLOCK, axis=0))) + minima)
-    return a @ b, 2.0**-24 * (2 * w.scales.shape[1] + 4) * size
 
 
 @formats
@@ -77,9 +52,7 @@ def test_packing_keeps_every_bit_of_a_file(kind: BlockFormat, seed: int, of: tup
 @settings(max_examples=15)
 @given(seeds, st.integers(1, 40), sizes)
 def test_products_are_those_of_the_quantised_numbers(kind: BlockFormat, seed: int, rows: int, of: tuple[int, int]):
-    rng = np.random.default_rng(seed)
-    w, x = blocks.read_blocks(file_of(rng, *of, kind), kind), normal(rng, rows, of[0] * BLOCK)
-    within(jax.jit(cpu.linear)(jnp.asarray(x), cpu.pack(w)), *bounded(x, w))
+    block_checks.check_product(seed, rows, of, kind)
 
 
 @needs_native
@@ -96,19 +69,13 @@ def test_products_are_near_those_of_inputs_that_are_not_rounded(kind: BlockForma
 @formats
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_row_gets_the_same_bits_alone_and_among_up_to_forty(kind: BlockFormat, dtype: Any):
-    rng = np.random.default_rng(1)
-    first, second = (blocks.read_blocks(file_of(rng, 3, 77, kind), kind) for _ in range(2))
-    x = jnp.asarray(normal(rng, 40, 3 * BLOCK), dtype)
-    plain, gated = cpu.pack(first), cpu.pack_gated(first, second)
+    block_checks.check_rows(kind, dtype)
 
-    @jax.jit
-    def run(parts: list[jax.Array], plain: cpu.PackedMatrix, gated: cpu.PackedMatrix) -> list[tuple[jax.Array, ...]]:
-        return [(cpu.linear(x, plain), cpu.linear(x, gated), *cpu.linear_argmax(x, plain)) for x in parts]
 
-    *found, whole = run([*(x[-n:] for n in range(1, 40)), x], plain, gated)
-    for n, results in enumerate(found, 1):
-        for one, every in zip(results, whole, strict=True):
-            np.testing.assert_array_equal(np.asarray(one), np.asarray(every)[-n:], err_msg=f"{n} rows")
+@needs_native
+@formats
+def test_the_largest_outputs_are_those_of_all_outputs(kind: BlockFormat):
+    block_checks.check_largest(kind)
 
 
 @needs_native

@@ -136,7 +136,6 @@ class GGUFSlice:
         data = self.tensor.data[rows] if self.rows is None else self.tensor.data[self.rows[rows]]
         return np.asarray(dequantize(data, self.tensor.tensor_type), np.float32)[(slice(None), *columns)]
 
-
     def blocks(self) -> Blocks | None:
         """The weights as the file has them, of formats that products read as they are; None of others."""
         kind: Any = self.tensor.tensor_type.name.lower()

@@ -155,7 +155,7 @@ def check_weights(
     smaller = {"int8": "in 8 bits (--weights int8)", "int4": "in 4 bits (--weights int4)"}
     if ops.prepares:
         ways[smaller["int8"]] = weight_bytes(specs, shardings, 1, size[dtype])
-    if ops.prepares and shardings is None:
-        ways[smaller["int4"]] = weight_bytes(specs, shardings, 5 / 8, size[dtype], head=17 / 16)  # blocks of 32 with their halves
+    if ops.prepares and shardings is None:  # a block of 32 has two numbers in half precision besides, of the head one
+        ways[smaller["int4"]] = weight_bytes(specs, shardings, 5 / 8, size[dtype], head=17 / 16)
     asked = smaller.get(weights, f"in {dtype}")
     check_fit(name, {asked: ways[asked]} | ways, free_bytes(devices))

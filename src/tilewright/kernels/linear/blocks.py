@@ -17,9 +17,11 @@ BLOCK = 32
 LANES = 16
 
 BlockFormat = Literal["q4_0", "q4_1", "q8_0"]
-INTEGERS: dict[str, int] = {"q4_0": 16, "q4_1": 16, "q8_0": 32}
+INTEGERS: dict[BlockFormat, int] = {"q4_0": 16, "q4_1": 16, "q8_0": 32}
 """Bytes of a block's integers, by format."""
-PAIR_BYTES = {name: 2 * LANES * (size + (4 if name == "q4_1" else 2)) for name, size in INTEGERS.items()}
+PAIR_BYTES: dict[BlockFormat, int] = {
+    name: 2 * LANES * (size + (4 if name == "q4_1" else 2)) for name, size in INTEGERS.items()
+}
 """Bytes that two blocks of a panel take; by them the kernel knows the format."""
 STEPS = (15.0, 14.0, 14.5, 15.5, 16.0)
 """Into how many steps a block's range is divided on trial; the first is the range itself."""
@@ -34,8 +36,8 @@ class Blocks:
     """A matrix `[I, O]` whose weights have 4 or 8 bits, N blocks to an output.
 
     Attributes:
-        integers: uint8 `[O, N, 16]`, of inputs i and i + 16 of a block the low and the high half; of Q8_0 `[O, N, 32]`, the bits
-            of int8.
+        integers: uint8 `[O, N, 16]`, of inputs i and i + 16 of a block the low and the high half; of Q8_0 `[O, N, 32]`, the
+            bits of int8.
         scales: float16 `[O, N]`.
         minima: float16 `[O, N]`, of Q4_1; else None.
     """
@@ -76,9 +78,9 @@ def dequantise(blocks: Blocks) -> np.ndarray:
 def quantise(w: np.ndarray, kind: BlockFormat) -> Blocks:
     """A matrix `[I, O]`, all below `LARGEST`, in blocks of Q4_1 or Q8_0; zeros follow its inputs up to the end of a block.
 
-    The scale of 8 bits is the largest absolute weight over 127. Those of 4 bits come from a search: for each of `STEPS`, weights are
-    rounded to that division of the block's range, scale and minimum are fitted to the integers by least squares, and of all
-    the one with the smallest squared error is kept.
+    The scale of 8 bits is the largest absolute weight over 127. Those of 4 bits come from a search: for each of `STEPS`,
+    weights are rounded to that division of the block's range, scale and minimum are fitted to the integers by least squares, and the
+    one with the smallest squared error is kept.
     """
     inputs, outputs = w.shape
     count = -(-inputs // BLOCK)
@@ -120,7 +122,7 @@ def four_bits(x: np.ndarray) -> Blocks:
 
 
 def fitted(x: np.ndarray, units: np.ndarray, mean: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The scale and the minimum, in half precision, that leave the smallest squared error of `units * scale + minimum` from x."""
+    """The scale and the minimum, in half precision, by which `units * scale + minimum` errs least, by its squares."""
     middle = units.mean(axis=-1)
     apart = units - middle[..., None]
     spread = np.square(apart).sum(axis=-1)
@@ -177,8 +179,8 @@ def panels_of(blocks: Blocks) -> np.ndarray:
         return parts.reshape(len(parts), padded.shape[1] // 2, -1)
 
     integers = blocks.integers ^ np.uint8(128) if blocks.kind == "q8_0" else blocks.integers
-    halves = [each for each in (blocks.scales, blocks.minima) if each is not None]
-    return np.concatenate([*(turned(np.ascontiguousarray(h)[..., None].view(np.uint8)) for h in halves), turned(integers)], axis=2)
+    halves = [np.ascontiguousarray(each) for each in (blocks.scales, blocks.minima) if each is not None]
+    return np.concatenate([*(turned(each[..., None].view(np.uint8)) for each in halves), turned(integers)], axis=2)
 
 
 def blocks_of(panels: np.ndarray, outputs: int) -> Blocks:

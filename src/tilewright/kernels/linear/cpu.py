@@ -204,7 +204,9 @@ def check(w: Any, kind: str, name: str) -> None:
         raise ValueError(f"{name}: expected weights below {blocks.LARGEST:g}, as blocks hold them, found larger ones or NaN")
 
 
-def pack(w: Float[Array, "I O"] | Blocks, kind: Format | None = None, name: str = "weight", largest: Any = None) -> PackedMatrix:
+def pack(
+    w: Float[Array, "I O"] | Blocks, kind: Format | None = None, name: str = "weight", largest: Any = None
+) -> PackedMatrix:
     """Packs one matrix.
 
     Args:
