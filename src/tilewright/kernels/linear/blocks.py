@@ -79,8 +79,8 @@ def quantise(w: np.ndarray, kind: BlockFormat) -> Blocks:
     """A matrix `[I, O]`, all below `LARGEST`, in blocks of Q4_1 or Q8_0; zeros follow its inputs up to the end of a block.
 
     The scale of 8 bits is the largest absolute weight over 127. Those of 4 bits come from a search: for each of `STEPS`,
-    weights are rounded to that division of the block's range, scale and minimum are fitted to the integers by least squares, and the
-    one with the smallest squared error is kept.
+    weights are rounded to that division of the block's range, scale and minimum are fitted to the integers by least squares,
+    and the one with the smallest squared error is kept.
     """
     inputs, outputs = w.shape
     count = -(-inputs // BLOCK)
@@ -185,7 +185,7 @@ def panels_of(blocks: Blocks) -> np.ndarray:
 
 def blocks_of(panels: np.ndarray, outputs: int) -> Blocks:
     """The inverse of `panels_of`, with the block of zeros that it may have added."""
-    kind = next(name for name, size in PAIR_BYTES.items() if size == panels.shape[2])
+    kind: BlockFormat = next(name for name, size in PAIR_BYTES.items() if size == panels.shape[2])
     ends = range(64, panels.shape[2] - 2 * LANES * INTEGERS[kind] + 1, 64)  # of scales, and of minima where there are some
 
     def returned(values: np.ndarray, size: int) -> np.ndarray:
