@@ -18,6 +18,7 @@ from tilewright.kernels import native, select
 from tilewright.kernels.linear import blocks, cpu
 from tilewright.kernels.linear.blocks import BLOCK, BlockFormat, Blocks
 from tilewright.kernels.operations import Joined
+from tilewright.kernels.take import cpu as take
 
 needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
 formats = pytest.mark.parametrize("kind", block_checks.FORMATS)
@@ -45,6 +46,21 @@ def test_packing_keeps_every_bit_of_a_file(kind: BlockFormat, seed: int, of: tup
         assert (kept is None) == (given_bits is None)
         if kept is not None:
             np.testing.assert_array_equal(kept[:, : of[0]].view(np.uint8), np.ascontiguousarray(given_bits).view(np.uint8))
+
+
+@needs_native
+@formats
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@given(seeds, sizes)
+def test_rows_of_a_table_are_those_of_the_dequantised_matrix(kind: BlockFormat, dtype: str, seed: int, of: tuple[int, int]):
+    rng = np.random.default_rng(seed)
+    w = blocks.read_blocks(file_of(rng, *of, kind), kind)
+    table = blocks.Table(cpu.pack(w).panels, of[1], of[0] * BLOCK - 3, dtype)
+    index = rng.integers(0, of[1], (2, 7))
+    found = take.take(table, jnp.asarray(index, jnp.int32))
+    wanted = np.asarray(blocks.dequantise(w).T[index, : table.width]).astype(jnp.dtype(dtype))
+    assert (found.shape, found.dtype.name) == ((2, 7, table.width), dtype)
+    np.testing.assert_array_equal(np.asarray(found, np.float32), wanted.astype(np.float32))
 
 
 @needs_native

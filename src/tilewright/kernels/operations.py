@@ -90,7 +90,8 @@ class Operations:
 
     Attributes:
         name: of the implementation, as it is shown to users.
-        take: `(table [V, H], index) -> rows [..., H]`: the rows of a table, such as the embeddings of tokens.
+        take: `(table [V, H], index) -> rows [..., H]`: the rows of a table, such as the embeddings of tokens; with
+            `keeps_blocks` of a `Table` too.
         put: `(table, index [R], rows [R, H]) -> table` with these rows at these places, no two the same; a row whose index is
             out of range goes nowhere. The table is one of rows `[V, H]`, of whatever shape.
         exchange: `(table, index, rows) -> (table, old rows)`: the same, and what stood there; zeros for rows that go nowhere.
@@ -139,7 +140,7 @@ class Operations:
     """
 
     name: str
-    take: Callable[[Array, Array], Array]
+    take: Callable[[Any, Array], Array]
     put: Callable[[Array, Array, Array], Array]
     exchange: Callable[[Array, Array, Array], tuple[Array, Array]]
     compact: Callable[[Array], tuple[Array, Array]]

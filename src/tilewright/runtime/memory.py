@@ -90,8 +90,8 @@ def stat_bytes(file: Path, names: Sequence[str]) -> int:
 
 
 def held_bytes(arrays: Any) -> int:
-    """Bytes of all arrays in a tree, on all devices together."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
+    """Bytes of all arrays in a tree, each once, on all devices together."""
+    return sum({id(leaf): leaf.nbytes for leaf in jax.tree.leaves(arrays)}.values())
 
 
 def step_bytes(target: DecoderParams) -> int:

@@ -8,8 +8,10 @@ Source: ggml's `ggml-common.h` and `ggml-quants.c`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
+import jax
 import numpy as np
 
 BLOCK = 32
@@ -51,6 +53,24 @@ class Blocks:
     def shape(self) -> tuple[int, int]:
         """Inputs, up to the end of the last block, and outputs."""
         return self.scales.shape[1] * BLOCK, len(self.scales)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["panels"], meta_fields=["rows", "width", "dtype"])
+@dataclass(frozen=True)
+class Table:
+    """A table `[V, H]` that is read row by row out of what products read: the embedding of a tied model, of its output head.
+
+    Attributes:
+        panels: of the head; see `panels_of`.
+        rows: V.
+        width: H.
+        dtype: that its rows are given in.
+    """
+
+    panels: Any
+    rows: int
+    width: int
+    dtype: str
 
 
 def read_blocks(rows: np.ndarray, kind: BlockFormat) -> Blocks:
