@@ -13,7 +13,7 @@ from llm.support import check_same_as_autoregressive, tokens_of
 from models.test_gguf import CONFIGS, make
 from tilewright.kernels import native, select
 from tilewright.kernels.linear import cpu
-from tilewright.kernels.linear.blocks import PAIR_BYTES, Table
+from tilewright.kernels.linear.blocks import PAIR_BYTES, BlockFormat, Table
 from tilewright.kernels.linear.cpu import PackedMatrix
 from tilewright.llm.language_model import LanguageModel, load
 from tilewright.models.checkpoint import load_decoder
@@ -23,7 +23,8 @@ from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
 
 needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
-KINDS = [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0]
+BLOCK_FORMATS: dict[Kind, BlockFormat] = {Kind.Q4_0: "q4_0", Kind.Q4_1: "q4_1", Kind.Q8_0: "q8_0"}
+KINDS = list(BLOCK_FORMATS)
 NEW = 16
 
 
@@ -43,7 +44,7 @@ def test_a_files_bits_are_kept_rows_permuted_and_joined(tmp_path: Path, family: 
     file, _ = make(tmp_path, CONFIGS[family], kind)
     _, want = load_decoder(file, jnp.float32)
     found = load(file, dtype="float32", weights="int4").model.models.target
-    assert formats(found) == {PAIR_BYTES[kind.name.lower()]}
+    assert formats(found) == {PAIR_BYTES[BLOCK_FORMATS[kind]]}
     for got, layer in zip(found.layers, want.layers, strict=True):
         for one, matrix in ((got.o, layer.o), (got.down, layer.down)):
             np.testing.assert_array_equal(cpu.unpack(one)[: matrix.shape[0]], matrix)
