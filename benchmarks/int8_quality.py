@@ -3,7 +3,7 @@
 Teacher-forced: every token of the text is predicted from those before it in its window. For each position the loss (nats), the
 KL divergence of the prediction from that of float32, and whether the most likely token is the same. Then greedy generation from
 the packaged prompts: where the first token differs from float32's, and by how much float32 preferred its own there (the logit
-margin: near 0 is a coin toss). Needs the CPU kernels, which 8-bit weights do.
+margin: near 0 is a coin toss). Needs the CPU kernels, as weights of 8 and 4 bits do.
 
     python benchmarks/int8_quality.py [TEXT ...] [--model FOLDER] [--json FILE]
 
@@ -38,12 +38,14 @@ from tilewright.models.hub import PACKAGED
 from tilewright.models.params import count
 
 REFERENCE = "float32"
-# The last one keeps activations and the embedding in bfloat16, as one does beside 8-bit weights where memory counts.
+# Beside weights of 8 or 4 bits, activations and the embedding may be in bfloat16 where memory counts.
 WAYS: dict[str, dict[str, Any]] = {
     REFERENCE: {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "float32", "weights": "int8"},
     "int8, bfloat16": {"dtype": "bfloat16", "weights": "int8"},
+    "int4": {"dtype": "float32", "weights": "int4"},
+    "int4, bfloat16": {"dtype": "bfloat16", "weights": "int4"},
 }
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels import paged_checks, window_cases
+from kernels import block_checks, paged_checks, window_cases
 from tilewright.kernels import build, native
 from tilewright.kernels.attention import cpu as attention
 from tilewright.kernels.attention import reference as plain_attention
@@ -341,6 +341,7 @@ def main(isa: str, tiles: str = "") -> None:
         for dtype in (jnp.float32, jnp.bfloat16):
             check_joined_calls(0, 3, (96, 48), kind, dtype)
             check_joined_calls(1, 18, (70, 41), kind, dtype)
+    block_checks.check_all()
     for rows, sizes in ((3, (33, 47)), (35, (65, 70))):
         for kind in FORMATS[:2]:
             check_matmul(rows, rows, sizes, kind)

@@ -193,7 +193,7 @@ def test_the_largest_weight_of_an_output_becomes_127():
         (None, "float32", "model.w: expected a matrix .* found shape None"),
         (jnp.ones((2, 3), jnp.int32), "int8", "model.w: expected float32 or bfloat16, found int32"),
         (jnp.ones((2, 3), jnp.float16), "bfloat16", "model.w: expected float32 or bfloat16, found float16"),
-        (jnp.ones((2, 3)), "int4", "model.w: expected the format float32, bfloat16, int8, found 'int4'"),
+        (jnp.ones((2, 3)), "int4", "model.w: expected the format float32, bfloat16, int8, q4_1, q8_0, found 'int4'"),
         (jnp.full((2, 3), jnp.nan), "int8", "model.w: expected finite weights, which 8 bits can hold, found infinity or NaN"),
     ],
 )

@@ -85,7 +85,16 @@ def test_a_shorter_context_makes_shorter_slots(lm: LanguageModel, monkeypatch: p
 
 def test_the_line_says_all_three_and_what_would_change_them(lm: LanguageModel):
     line = lm.engine(EngineOptions(pages=4)).sizes_line
-    for said in ("weights", "float32", "--dtype", "4 pages of 64", "--pages", "--memory-fraction", "--slots"):
+    for said in (
+        "weights",
+        "of them read in a plain step",
+        "float32",
+        "--dtype",
+        "4 pages of 64",
+        "--pages",
+        "--memory-fraction",
+        "--slots",
+    ):
         assert said in line
     assert f"context 255, what the pages hold; the model's is {CONTEXT:,} (--context)" in line
 

@@ -23,6 +23,7 @@ from tilewright.models.decoder import DecoderConfig
 from tilewright.models.dflash import DFlashConfig
 from tilewright.models.params import DTYPES, Dtype
 from tilewright.runtime import cache
+from tilewright.runtime.memory import step_bytes
 from tilewright.runtime.rounds import autoregressive_step, speculative_round
 from tilewright.runtime.sampling import Sampling, row_sampling
 from tilewright.runtime.state import DecodeState, Models, Target, verify
@@ -198,9 +199,8 @@ def load(setup: Setup) -> Models:
 
 
 def weight_bytes(models: Models) -> int:
-    """What a step of plain decoding reads of the target: every weight once, but not an embedding that is not the head."""
-    read = models.target if models.target.head is None else replace(models.target, embed=())
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(read))
+    """What a step of plain decoding reads of the target; see `step_bytes`."""
+    return step_bytes(models.target)
 
 
 def timer(models: Models, setup: Setup, program: Part) -> Callable[[], float]:

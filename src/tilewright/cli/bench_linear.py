@@ -14,7 +14,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from tilewright.bench.bandwidth import Memory, threads
-from tilewright.bench.linear import Load, measure, steps, summary
+from tilewright.bench.linear import XLA_DTYPES, Load, measure, steps, summary
 from tilewright.cli.common import SEVERAL, CompileCache, JsonFile, check_json_file, human_console, keep_programs, write_json
 from tilewright.compiled.figures import print_table, significant
 from tilewright.compiled.machine import chip_name
@@ -32,7 +32,7 @@ class LinearOptions:
         model: "demo", "qwen3-0.6b", "qwen3-1.7b" or "qwen3-4b"; no checkpoint is needed.
         layers: of q, k, v, o, gate_up, down and head; by default all but v, which is as large as k.
         rows: numbers of rows.
-        dtype: formats of the weights: float32, bfloat16, int8.
+        dtype: formats of the weights: float32, bfloat16, int8, q4_1, q8_0.
         weights_mb: copies of a layer's weights take up at least this much (MB) and take turns, as the layers of a model do;
             less than a cache holds measures the cache.
         repetitions: how often each is timed.
@@ -61,8 +61,9 @@ class LinearOptions:
             raise ValueError(f"expected repetitions of at least 1, found {self.repetitions}")
         if not 0 < self.weights_mb < float("inf"):
             raise ValueError(f"expected weights_mb above 0, found {self.weights_mb:g}")
-        if "int8" in self.dtype and native.kernels().isa is None:
-            raise ValueError(f"int8 needs the CPU kernels, which cannot be used here: {native.kernels().reason}")
+        alone = [name for name in self.dtype if name not in XLA_DTYPES]
+        if alone and native.kernels().isa is None:
+            raise ValueError(f"{alone[0]} needs the CPU kernels, which cannot be used here: {native.kernels().reason}")
         return cases
 
 

@@ -21,7 +21,7 @@ from tilewright.bench.replay import replay
 from tilewright.compiled import cache as compile_cache
 from tilewright.kernels import native
 from tilewright.kernels.build import cache_folder
-from tilewright.kernels.select import DECODING, Choice, fallbacks, implementations
+from tilewright.kernels.select import DECODING, Choice, Weights, fallbacks, implementations
 from tilewright.llm.language_model import LanguageModel, load
 from tilewright.models import hub
 from tilewright.models.chat import ChatTemplate
@@ -176,13 +176,14 @@ class TargetOptions:
         model: a folder, a GGUF file, a Hugging Face id, "smollm2-135m", which pip brings, or "demo", the small model that comes
             with the package.
         dtype: "float32", "bfloat16" or "auto": the checkpoint's, bfloat16 for float16, float32 on a CPU without our kernels.
-        weights: "int8" keeps matrices in 8 bits, which the CPU kernels multiply; "auto" keeps them in dtype.
+        weights: "int8" keeps matrices in 8 bits, which the CPU kernels multiply; "int4" in blocks of 4 bits, of a GGUF file
+            those that it has; "auto" keeps them in dtype.
         kernels: "auto" takes this package's own kernels where they run, "xla" leaves everything to XLA.
     """
 
     model: str = DEMO
     dtype: str = AUTO
-    weights: Literal["auto", "int8"] = "auto"
+    weights: Weights = "auto"
     kernels: Literal["auto", "xla"] = "auto"
     compile_cache: CompileCache = True
 

@@ -60,7 +60,7 @@ TARGETS = {
         "tilewright_normalise": "TilewrightNormalise",
         "tilewright_normalise_grad": "TilewrightNormaliseGrad",
     },
-    "take": {"tilewright_take": "TilewrightTake"},
+    "take": {"tilewright_take": "TilewrightTake", "tilewright_take_blocks": "TilewrightTakeBlocks"},
     "gather_reduce": {
         "tilewright_gather_reduce": "TilewrightGatherReduce",
         "tilewright_edge_dot": "TilewrightEdgeDot",

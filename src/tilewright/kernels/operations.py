@@ -15,7 +15,7 @@ import jax
 from jax import Array
 
 Tree = TypeVar("Tree")
-Format = Literal["float32", "bfloat16", "int8"]
+Format = Literal["float32", "bfloat16", "int8", "q4_1", "q8_0"]
 """What the CPU kernels hold a matrix in."""
 
 
@@ -90,7 +90,8 @@ class Operations:
 
     Attributes:
         name: of the implementation, as it is shown to users.
-        take: `(table [V, H], index) -> rows [..., H]`: the rows of a table, such as the embeddings of tokens.
+        take: `(table [V, H], index) -> rows [..., H]`: the rows of a table, such as the embeddings of tokens; with
+            `keeps_blocks` of a `Table` too.
         put: `(table, index [R], rows [R, H]) -> table` with these rows at these places, no two the same; a row whose index is
             out of range goes nowhere. The table is one of rows `[V, H]`, of whatever shape.
         exchange: `(table, index, rows) -> (table, old rows)`: the same, and what stood there; zeros for rows that go nowhere.
@@ -128,17 +129,18 @@ class Operations:
         head_top_k: `(x, head, k) -> (index, value)` `[..., k]` of the `k` largest of `x @ head`, in descending order; of equals
             the first goes first.
         prepare_matrix, prepare_joined: `(weight, name) -> weight` as the operations want it; a `ValueError` names a weight
-            that cannot be prepared. The former takes `largest=None` as well, the largest absolute weight of each output where
-            the matrix has only some of their inputs.
+            that cannot be prepared. The former takes `head=False` as well, whether it is the output head, and `largest=None`,
+            the largest absolute weight of each output where the matrix has only some of their inputs.
         restore: the matrix `[I, O]` that `prepare_matrix` was given, rounded to the format; zeros may follow its inputs.
         prepares: prepared weights are not the matrices that they were.
+        keeps_blocks: both of these take a file's `Blocks` of 4 or 8 bits as well (see `linear/blocks.py`), and keep their bits.
         own_head: a tied model gets a head of its own: the products read it faster than the embedding transposed.
         window_multiple: of the queries of a `window_attention` that its kernel takes.
         counts: products leave out rows behind a `count`, so that it need not be rounded up to a declared number of rows.
     """
 
     name: str
-    take: Callable[[Array, Array], Array]
+    take: Callable[[Any, Array], Array]
     put: Callable[[Array, Array, Array], Array]
     exchange: Callable[[Array, Array, Array], tuple[Array, Array]]
     compact: Callable[[Array], tuple[Array, Array]]
@@ -163,6 +165,7 @@ class Operations:
     prepare_joined: Callable[[Joined, str], Any]
     restore: Callable[[Any], Array]
     prepares: bool = False
+    keeps_blocks: bool = False
     own_head: bool = False
     counts: bool = False
     window_multiple: int = 1
@@ -182,7 +185,9 @@ class Operations:
         """One array of a declaration, or several that are `Joined`."""
         if isinstance(spec, Joined):
             return self.prepare_joined(value, " and ".join(part.name for part in spec.parts))
-        return self.prepare_matrix(value, spec.name) if spec.kind in ("matrix", "head") else value
+        if spec.kind == "head":
+            return self.prepare_matrix(value, spec.name, head=True)
+        return self.prepare_matrix(value, spec.name) if spec.kind == "matrix" else value
 
 
 def is_batch_invariant(ops: Operations, dtype: str) -> bool:

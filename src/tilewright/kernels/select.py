@@ -77,7 +77,7 @@ IMPLEMENTATIONS = {
 Attended = tuple[Array, Array, Array]
 Chip = Literal["cpu", "gpu", "tpu"]
 Kernels = Literal["auto", "xla"]
-Weights = Literal["auto", "int8"]
+Weights = Literal["auto", "int8", "int4"]
 Products = Literal["auto", "float32", "bfloat16"]
 
 
@@ -258,11 +258,12 @@ def operations(chip: Chip | None = None, weights: Weights = "auto", kernels: Ker
 
     Args:
         chip: that it will run on, which need not be here; by default what JAX runs on.
-        weights: "int8" keeps matrices in 8 bits with a scale for each output; "auto" keeps the dtype that they have.
+        weights: "int8" keeps matrices in 8 bits with a scale for each output; "int4" keeps those of layers in blocks of 4 bits
+            and the output head in blocks of 8, or what blocks a file has; "auto" keeps the dtype that they have.
         kernels: "auto" takes this package's own kernels where they run, "xla" leaves everything to XLA.
 
     Raises:
-        ValueError: one of them is none of these, or 8-bit weights are asked for where the CPU kernels do not run.
+        ValueError: one of them is none of these, or weights of 8 or 4 bits are asked for where the CPU kernels do not run.
     """
     chip = cast(Chip, chip or jax.default_backend())
     for name, value, known in (("chip", chip, Chip), ("weights", weights, Weights), ("kernels", kernels, Kernels)):
@@ -271,8 +272,8 @@ def operations(chip: Chip | None = None, weights: Weights = "auto", kernels: Ker
     missing = absent("cpu", chip, kernels)
     if not missing:
         return cpu_operations(f"cpu {native.kernels().isa}", weights)
-    if weights == "int8":
-        raise ValueError(f"8-bit weights need the CPU kernels: {missing}")
+    if weights != "auto":
+        raise ValueError(f"{weights.removeprefix('int')}-bit weights need the CPU kernels: {missing}")
     if not absent("tpu", chip, kernels):
         return TPU
     return PLAIN if chip != "cpu" else CPU_XLA
@@ -360,7 +361,7 @@ def tpu_paged_append_attend(projection: Any, how: Heads, pool: Pool, *rest: Arra
     return paged_tpu.append_attend(projection, how, pool, *rest, heads=heads)
 
 
-def as_it_is(weight: Any, name: str, largest: Any = None) -> Any:
+def as_it_is(weight: Any, name: str, largest: Any = None, head: bool = False) -> Any:
     return weight
 
 
@@ -593,7 +594,11 @@ def trained_operations(how: cpu.Training) -> Operations:
 @cache
 def cpu_operations(name: str, weights: Weights) -> Operations:
     """The kernels on a CPU's vector or tile unit, over weights that are packed once."""
-    kind = "int8" if weights == "int8" else None
+    formats: dict[Weights, tuple[cpu.Format | None, cpu.Format | None]] = {"int8": ("int8", "int8"), "int4": ("q4_1", "q8_0")}
+    kind, of_head = formats.get(weights, (None, None))
+
+    def prepare_matrix(w: Any, name: str, largest: Any = None, head: bool = False) -> Any:
+        return cpu.pack(w, of_head if head else kind, name, largest)
 
     def prepare_joined(joined: Joined, name: str) -> Any:
         if not joined.gated:
@@ -624,10 +629,11 @@ def cpu_operations(name: str, weights: Weights) -> Operations:
         cross_entropy=partial(loss_xla.cross_entropy, linear=cpu_linear),
         head_argmax=lambda x, head, norm=None: cpu.linear_argmax(x, head, **before(norm)),
         head_top_k=cpu.linear_top_k,
-        prepare_matrix=lambda w, name, largest=None: cpu.pack(w, kind, name, largest),
+        prepare_matrix=prepare_matrix,
         prepare_joined=prepare_joined,
         restore=cpu.unpack,
         prepares=True,
+        keeps_blocks=weights == "int4",
         own_head=True,
         counts=True,
     )

@@ -59,7 +59,7 @@ class LanguageModel:
     Attributes:
         target: its configuration.
         dtype: of weights and activations.
-        weights: "int8" keeps matrices in 8 bits; "auto" keeps them in `dtype`.
+        weights: "int8" keeps matrices in 8 bits, "int4" in blocks of 4; "auto" keeps them in `dtype`.
         ops: what computes; `kernels` is its name.
         placement: over which devices it lies; None for the default one.
         drafter: what drafts; a team where rounds are chosen as decoding goes, by what `pacing` has seen.
@@ -365,11 +365,12 @@ def load(
 
     Args:
         model, drafter: a folder or a Hugging Face id, with `config.json`, safetensors and (the target) `tokenizer.json`. The
-            target may be a GGUF file or a folder that holds one (the extra `gguf`): its tensors are dequantised. A
+            target may be a GGUF file or a folder that holds one (the extra `gguf`): its tensors are dequantised, or kept. A
             drafter may be of any kind in `drafters/load.py`, or "ngram", which has no weights; several take turns.
         dtype: of the weights and activations, "float32", "bfloat16" or "auto": the checkpoint's, bfloat16 for float16, float32
             on a CPU without this package's kernels.
-        weights: "int8" keeps all matrices but the embedding in 8 bits, with a scale for each output; "auto" as `dtype`.
+        weights: "int8" keeps all matrices but the embedding in 8 bits, "int4" those of the layers in blocks of 4 bits and the
+            output head of 8 (a GGUF file's Q4_0, Q4_1 and Q8_0 bit by bit; on one CPU); "auto" as `dtype`.
         block_size: tokens drafted at once, the known one included. "auto", the default, takes what promises most each round,
             plain decoding included (see `speculation/policy.py`); where the number of rows changes how the target rounds, it
             runs all rounds at the widest. Without a drafter: plain decoding through a program of that width (see
@@ -381,8 +382,7 @@ def load(
         kernels: "auto" takes this package's own kernels where they run, "xla" leaves everything to XLA.
         mesh: of one axis (`parallel.mesh.make_mesh`), whose devices divide the target among them: each reads its part of the
             files alone. Drafters are whole on every device. None for the default device.
-        schedule: how sums travel over the mesh, "sync" (the default) or another of `parallel.auto.SCHEDULES`, or
-            "auto".
+        schedule: how sums travel over the mesh, "sync" (the default), another of `parallel.auto.SCHEDULES`, or "auto".
         compiler_options: tell the compiler of several TPUs to begin transfers earlier (`parallel/compiling.py`): tuned on a
             model of time, tried on no TPU.
         console: where progress is shown.

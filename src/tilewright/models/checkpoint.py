@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -22,10 +23,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from tilewright.kernels.linear.blocks import Blocks, Table
 from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import computes_bfloat16
 from tilewright.models import gguf
-from tilewright.models.decoder import DecoderConfig, DecoderParams, config_from_hf, declare
+from tilewright.models.decoder import EMBEDDING, DecoderConfig, DecoderParams, config_from_hf, declare
 from tilewright.models.params import AUTO, ArraySpec, Bounds, bits, each, from_tensors, held_parts, spec_leaves, to_tensors
 
 Tree = TypeVar("Tree")
@@ -264,17 +266,16 @@ def _none(name: str) -> bool:
     return False
 
 
+def read_blocks(tensor: StoredTensor) -> Blocks | None:
+    """A matrix in the blocks that its file has it in; None where products do not read such as they are."""
+    return gguf.open_gguf(tensor.file).get_slice(tensor.name).blocks() if tensor.file.suffix == gguf.SUFFIX else None
+
+
 def load_params(
-    folder: Path,
-    specs: Tree,
-    dtype: DTypeLike,
-    *,
-    rename: Callable[[str], str] = _same,
-    ignore: Callable[[str], bool] = _none,
-    console: Console | None = None,
-    shardings: Tree | None = None,
-    prepare: Callable[[Any, Any], Any] | None = None,
-) -> Tree:
+    folder: Path, specs: Tree, dtype: DTypeLike, *, rename: Callable[[str], str] = _same,
+    ignore: Callable[[str], bool] = _none, console: Console | None = None, shardings: Tree | None = None,
+    prepare: Callable[[Any, Any], Any] | None = None, keep_blocks: bool = False,
+) -> Tree:  # fmt: skip
     """Reads the arrays that `specs` declare from a folder's safetensors files.
 
     All headers are checked before any data is read. The data is converted and prepared tensor by tensor; with shardings, each
@@ -288,6 +289,7 @@ def load_params(
         ignore: true for a stored name (before `rename`) that is to be passed over.
         console: where to show a progress bar; None for no bar.
         shardings, prepare: see `params.from_tensors`; None for the default device, and for arrays as they are.
+        keep_blocks: matrices that a GGUF file has in blocks that products read (see `linear/blocks.py`) are prepared as these.
 
     Returns:
         The tree with a JAX array for each spec.
@@ -313,7 +315,12 @@ def load_params(
             progress.advance(task, value.nbytes)
             return value
 
-        return from_tensors(specs, read, dtype, shardings, prepare)
+        def kept(spec: ArraySpec) -> Blocks | None:
+            found = read_blocks(stored[spec.name]) if keep_blocks and spec.kind in ("matrix", "head") else None
+            progress.advance(task, 0 if found is None else size(spec, None))
+            return found
+
+        return from_tensors(specs, read, dtype, shardings, prepare, kept)
 
 
 def load_stored(folder: Path, names: Collection[str], rename: Callable[[str], str] = _same) -> dict[str, np.ndarray]:
@@ -390,6 +397,8 @@ def load_decoder(
 ) -> tuple[DecoderConfig, DecoderParams]:
     """Reads a decoder language model: its configuration, and its parameters as `dtype`.
 
+    Where the operations keep a file's blocks, a tied embedding that has some is read out of the output head.
+
     Two kinds of tensor are passed over, because they repeat what is known: rotary frequencies, which older files hold, and the
     head of a model whose head is the embedding.
 
@@ -407,5 +416,17 @@ def load_decoder(
         return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
 
     specs = declare(config, ops is not None and ops.own_head)
+    keep_blocks = ops is not None and ops.keeps_blocks
+    stored = read_headers(weight_files(folder)) if keep_blocks and config.tie_word_embeddings else []
+    shared = any(read_blocks(tensor) is not None for tensor in stored if tensor.name == EMBEDDING)
+    if shared:
+        specs = replace(specs, embed=())
     placed, prepare = None if shard is None else shard(specs), None if ops is None else ops.prepare_one
-    return config, load_params(folder, specs, dtype, ignore=ignore, console=console, shardings=placed, prepare=prepare)
+    params = load_params(
+        folder, specs, dtype, ignore=ignore, console=console, shardings=placed, prepare=prepare,
+        keep_blocks=keep_blocks,
+    )  # fmt: skip
+    if shared:
+        table = Table(params.head.panels, config.vocab_size, config.hidden_size, jnp.dtype(dtype).name)
+        params = replace(params, embed=table)
+    return config, params

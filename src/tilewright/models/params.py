@@ -192,7 +192,7 @@ def read_part(spec: ArraySpec, read: Callable[[str, Bounds], np.ndarray], bounds
 
 def from_tensors(
     specs: Tree, read: Callable[[str, Bounds], np.ndarray], dtype: DTypeLike, shardings: Tree | None = None,
-    prepare: Callable[[Any, Any], Any] | None = None,
+    prepare: Callable[[Any, Any], Any] | None = None, kept: Callable[[ArraySpec], Any] = lambda spec: None,
 ) -> Tree:  # fmt: skip
     """Builds the tree from checkpoint tensors, whose names and shapes are already known to fit.
 
@@ -204,10 +204,13 @@ def from_tensors(
     Args:
         shardings: a tree like `specs` with a `jax.sharding.Sharding` for each array; None for the default device.
         prepare: what becomes of each array, or of several that are `Joined`: `(spec, array)`; by default it stays as it is.
+        kept: what `prepare` is given in an array's place, which then is not read: blocks that keep their bits, say; None for
+            the array.
     """
 
-    def place(spec: ArraySpec, sharding: Sharding | None) -> Array:
-        return from_parts(spec.shape, sharding, dtype, partial(read_part, spec, read))
+    def place(spec: ArraySpec, sharding: Sharding | None) -> Any:
+        found = kept(spec)
+        return from_parts(spec.shape, sharding, dtype, partial(read_part, spec, read)) if found is None else found
 
     def made(spec: Any, sharding: Any = None) -> Any:
         value = each(spec, sharding, place)

@@ -21,17 +21,22 @@ def on_each_device(ops: Operations, mesh: Mesh) -> Operations:
 
     8-bit weights are the same numbers on any number of devices: an output's scale goes by its largest weight on all of them.
     What they are multiplied with is rounded row by row on each device, whose largest number depends on its share of the row.
+
+    Raises:
+        ValueError: the weights are to be in blocks of 4 bits, which nothing here divides.
     """
+    if ops.keeps_blocks:
+        raise ValueError("4-bit weights lie on one device: expected no mesh beside them, found one (8 bits can be divided)")
 
     whole = NamedSharding(mesh, PartitionSpec())
     largest_of = jax.jit(lambda w: jnp.max(jnp.abs(w), axis=0), out_shardings=whole)
 
-    def matrix(w: Array, name: str) -> Any:
+    def matrix(w: Array, name: str, head: bool = False) -> Any:
         sharding = w.sharding
         # All inputs of an output are here unless the first dim is divided.
         divided = isinstance(sharding, NamedSharding) and len(sharding.spec) > 0 and sharding.spec[0] is not None
         largest = np.asarray(largest_of(w).addressable_data(0), np.float32) if divided else None
-        return by_device(lambda part: ops.prepare_matrix(part, name, largest=largest), w, mesh)
+        return by_device(lambda part: ops.prepare_matrix(part, name, largest=largest, head=head), w, mesh)
 
     def joined(w: Joined, name: str) -> Any:
         return by_device(lambda part: ops.prepare_joined(part, name), w, mesh)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ from jax.sharding import Sharding
 
 from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import Weights
+from tilewright.models.decoder import DecoderParams
 from tilewright.models.params import DTYPES, ArraySpec, each
 
 Tree = TypeVar("Tree")
@@ -88,22 +90,29 @@ def stat_bytes(file: Path, names: Sequence[str]) -> int:
 
 
 def held_bytes(arrays: Any) -> int:
-    """Bytes of all arrays in a tree, on all devices together."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
+    """Bytes of all arrays in a tree, each once, on all devices together."""
+    return sum({id(leaf): leaf.nbytes for leaf in jax.tree.leaves(arrays)}.values())
 
 
-def weight_bytes(specs: Any, shardings: Any, matrix: int, other: int) -> int:
+def step_bytes(target: DecoderParams) -> int:
+    """Bytes that a step of plain decoding reads of a target's weights as they are held: all, but of an embedding that is not
+    the output head only a row."""
+    return held_bytes(target if target.head is None else replace(target, embed=()))
+
+
+def weight_bytes(specs: Any, shardings: Any, matrix: float, other: int, head: float | None = None) -> int:
     """Bytes that declared arrays take on each device.
 
     Args:
         shardings: a tree like `specs`; None for one device.
-        matrix: bytes of an entry of a matrix or an output head.
+        matrix: bytes of an entry of a matrix, and of an output head unless `head` says otherwise.
         other: bytes of an entry of anything else.
     """
+    each_entry = {"matrix": matrix, "head": matrix if head is None else head}
 
     def size(spec: ArraySpec, sharding: Sharding | None) -> int:
         shape = spec.shape if sharding is None else sharding.shard_shape(spec.shape)
-        return prod(shape) * (matrix if spec.kind in ("matrix", "head") else other)
+        return int(prod(shape) * each_entry.get(spec.kind, other))
 
     return sum(jax.tree.leaves(each(specs, shardings, size)))
 
@@ -143,7 +152,10 @@ def check_weights(
     devices = None if shardings is None else jax.tree.leaves(shardings)[0].mesh.devices.flat
     size = {name: jnp.dtype(one).itemsize for name, one in DTYPES.items()}
     ways = {f"in {one}": weight_bytes(specs, shardings, size[one], size[one]) for one in DTYPES}
+    smaller = {"int8": "in 8 bits (--weights int8)", "int4": "in 4 bits (--weights int4)"}
     if ops.prepares:
-        ways["in 8 bits (--weights int8)"] = weight_bytes(specs, shardings, 1, size[dtype])
-    asked = "in 8 bits (--weights int8)" if weights == "int8" else f"in {dtype}"
+        ways[smaller["int8"]] = weight_bytes(specs, shardings, 1, size[dtype])
+    if ops.prepares and shardings is None:  # a block of 32 has two numbers in half precision besides, of the head one
+        ways[smaller["int4"]] = weight_bytes(specs, shardings, 5 / 8, size[dtype], head=17 / 16)
+    asked = smaller.get(weights, f"in {dtype}")
     check_fit(name, {asked: ways[asked]} | ways, free_bytes(devices))

@@ -12,7 +12,7 @@ import jax
 from tilewright.parallel.sharding import GROUPED_AXES
 from tilewright.runtime.interfaces import Drafter
 from tilewright.runtime.layout import Layout
-from tilewright.runtime.memory import amount, free_bytes, held_bytes
+from tilewright.runtime.memory import amount, free_bytes, held_bytes, step_bytes
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.programs import allocate_caches
 from tilewright.runtime.shapes import ShapeTable
@@ -141,7 +141,8 @@ def sizes_line(sizes: Sizes, weights: Any, dtype: str, own: int) -> str:
     else:
         why = f"as asked for; the model's is {own:,}"
     return (
-        f"weights {amount(held_bytes(weights))} in {dtype} (--dtype, --weights); keys and values "
+        f"weights {amount(held_bytes(weights))} ({amount(step_bytes(weights.target))} of them read in a plain step) in {dtype} "
+        f"(--dtype, --weights); keys and values "
         f"{amount(sizes.pages * sizes.page_bytes)}{of}: {pages} (--memory-fraction, --pages, --slots); "
         f"context {sizes.context:,}, {why} (--context)"
     )

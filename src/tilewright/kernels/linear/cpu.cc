@@ -8,6 +8,7 @@
 
 #include <cmath>
 #include <limits>
+#include <type_traits>
 
 namespace {
 
@@ -23,13 +24,13 @@ struct Call {
   int64_t m, n;               // rows, outputs
   int64_t k, k_padded;        // inputs, and inputs rounded up to the format's multiple
   int64_t panels;             // panels of 16 outputs; with gate and up, twice as many
-  int64_t panel_size;         // elements of a panel
+  int64_t panel_size;         // elements of a panel; of blocks, bytes
   Output output;
   bool narrow_x, narrow_out;  // whether x and norm, and out and add, are bfloat16; else they are float32
   const void* x;              // [m, k]
   const void* norm;           // [k], the weight of a norm that comes first, or null
   float eps;                  // of that norm
-  void* rows;                 // [m, k_padded]: x in the type of the products
+  void* rows;                 // [m, k_padded]: x in the type of the products; with weights in blocks, [m, k_padded / 32] of `Rounded`
   float* row_scales;          // [m], 8-bit only
   const void* w;
   const float* scales;        // [panels * 16], 8-bit only: what a unit of each output's weights stands for
@@ -81,11 +82,13 @@ inline void insert(float* values, int32_t* indices, int64_t count, float value, 
 typedef void (*Body)(const Call&, int64_t begin, int64_t end);
 typedef void (*Packing)(const Call&, const Product&, uint16_t* panels, int64_t begin, int64_t end);
 struct Kernel {
-  int64_t size;  // bytes of a number in `rows`
+  int64_t size;  // bytes of an element of `rows`
+  int64_t held;  // inputs that it holds
   Body prepare;  // over rows: fills `rows`
   Body run;      // over panels
   Body prepare_transposed = nullptr;  // where there are dot products of bfloat16 pairs, as is the next
   Packing pack = nullptr;
+  int64_t row_size(int64_t inputs) const { return inputs / held * size; }
 };
 
 namespace plain {
@@ -134,27 +137,33 @@ namespace avx512dot {
 TARGET_END
 #endif
 
-enum Weights { FLOAT32, BFLOAT16, INT8 };
+enum Weights { FLOAT32, BFLOAT16, INT8, Q4_0, Q4_1, Q8_0 };
+constexpr int64_t pair_bytes[] = {0, 0, 0, 576, 640, 1088};  // of two blocks of a panel; see blocks.inc
 
-#define KERNEL(isa, format, run) Kernel{sizeof(isa::format::X), isa::prepare<isa::format>, isa::run<isa::format>}
+#define KERNEL(isa, format, run) Kernel{sizeof(isa::format::X), isa::format::HELD, isa::prepare<isa::format>, isa::run<isa::format>}
 #define PAIRS_KERNEL(isa, run) \
-  Kernel{sizeof(isa::BFloat16::X), isa::prepare<isa::BFloat16>, isa::run<isa::BFloat16>, isa::prepare_transposed, isa::pack_panels}
+  Kernel{sizeof(isa::BFloat16::X), 1, isa::prepare<isa::BFloat16>, isa::run<isa::BFloat16>, isa::prepare_transposed, isa::pack_panels}
+#if defined(__x86_64__)
+#define BYTES_KERNEL(isa, format)                                                                                   \
+  (isa >= native::AVX512_VNNI ? KERNEL(avx512dot, format, run) : isa >= native::AVX2 ? KERNEL(avx2, format, run) \
+                                                                                     : KERNEL(plain, format, run))
+#else
+#define BYTES_KERNEL(isa, format) KERNEL(plain, format, run)
+#endif
 
 // Of one instruction set those parts that this machine has: 8-bit products of AVX-512-VNNI without AVX-512-BF16, for one.
 Kernel kernel_for(Weights weights) {
   const native::Isa isa = native::isa();
+  if (weights == Q4_0) return BYTES_KERNEL(isa, Q4_0);
+  if (weights == Q4_1) return BYTES_KERNEL(isa, Q4_1);
+  if (weights == Q8_0) return BYTES_KERNEL(isa, Q8_0);
 #if defined(__x86_64__)
-  if (weights == INT8) {
-    if (isa == native::AMX) return KERNEL(avx512dot, Int8, run_tiles);
-    if (isa >= native::AVX512_VNNI) return KERNEL(avx512dot, Int8, run);
-    if (isa >= native::AVX2) return KERNEL(avx2, Int8, run);
-    return KERNEL(plain, Int8, run);
-  }
+  if (weights == INT8) return isa == native::AMX ? KERNEL(avx512dot, Int8, run_tiles) : BYTES_KERNEL(isa, Int8);
   if (weights == BFLOAT16 && isa == native::AMX) return PAIRS_KERNEL(avx512dot, run_tiles);
   if (weights == BFLOAT16 && isa == native::AVX512_BF16) return PAIRS_KERNEL(avx512dot, run);
   if (isa >= native::AVX512) {
     if (weights == BFLOAT16) return KERNEL(avx512, BFloat16, run);
-    return Kernel{sizeof(float), avx512::prepare<avx512::Float32>, avx512::run_float32};
+    return Kernel{sizeof(float), 1, avx512::prepare<avx512::Float32>, avx512::run_float32};
   }
   if (isa == native::AVX2) {
     if (weights == BFLOAT16) return KERNEL(avx2, BFloat16, run);
@@ -167,7 +176,7 @@ Kernel kernel_for(Weights weights) {
 }
 
 // Below some 10 microseconds of work a second thread costs more than it brings.
-bool worth_sharing(const Call& call) { return call.panels * call.panel_size * std::max<int64_t>(1, call.m / 4) >= (1 << 16); }
+bool worth_sharing(const Call& call) { return call.panels * call.k_padded * 16 * std::max<int64_t>(1, call.m / 4) >= (1 << 16); }
 
 // All outputs of prepared rows: some hundred rows at a time, which stay in the second-level cache while panels pass.
 void run_blocks(ffi::ThreadPool& pool, const Call& call, const Kernel& kernel) {
@@ -181,7 +190,7 @@ void run_blocks(ffi::ThreadPool& pool, const Call& call, const Kernel& kernel) {
       if (row >= call.m) continue;
       Call part = call;
       part.m = std::min(block, call.m - row);
-      part.rows = static_cast<char*>(call.rows) + row * call.k_padded * kernel.size;
+      part.rows = static_cast<char*>(call.rows) + row * kernel.row_size(call.k_padded);
       if (call.row_scales != nullptr) part.row_scales = call.row_scales + row;
       part.out = static_cast<char*>(call.out) + row * call.n * size;
       if (call.add != nullptr) part.add = static_cast<const char*>(call.add) + row * call.n * size;
@@ -191,14 +200,14 @@ void run_blocks(ffi::ThreadPool& pool, const Call& call, const Kernel& kernel) {
 }
 
 void compute(ffi::ThreadPool& pool, Call& call, Weights weights) {
-  call.panel_size = call.k_padded * 16;
+  call.panel_size = weights >= Q4_0 ? call.k_padded / 64 * pair_bytes[weights] : call.k_padded * 16;
   const Kernel kernel = kernel_for(weights);
   const bool fits = weights == (call.narrow_x ? BFLOAT16 : FLOAT32) && kernel.size == (call.narrow_x ? 2 : 4);
   const bool as_it_is = fits && call.norm == nullptr && call.k == call.k_padded;
   if (as_it_is) {
     call.rows = const_cast<void*>(call.x);
   } else {
-    call.rows = native::scratch<1>(call.m * call.k_padded * kernel.size + 64);
+    call.rows = native::scratch<1>(call.m * kernel.row_size(call.k_padded) + 64);
     call.row_scales = static_cast<float*>(native::scratch<2>(call.m * sizeof(float) + 64));
     native::share(pool, call.m, 16, call.m * call.k >= (1 << 16), [&](int64_t begin, int64_t end) { kernel.prepare(call, begin, end); });
   }
@@ -219,10 +228,11 @@ bool is_float(const ffi::AnyBuffer& x) { return x.element_type() == ffi::F32 || 
 const char* describe(Call& call, Weights& weights, const ffi::AnyBuffer& x, const ffi::AnyBuffer& w, const ffi::Buffer<ffi::F32>& scales,
                      const ffi::Buffer<ffi::S32>& sums, const ffi::AnyBuffer& norm, int64_t first) {
   const ffi::DataType type = w.element_type();
-  weights = type == ffi::F32 ? FLOAT32 : type == ffi::BF16 ? BFLOAT16 : INT8;
-  static constexpr int64_t step[] = {1, 2, 4}, multiple[] = {1, 32, 64};
-  static constexpr size_t rank[] = {3, 4, 4};
   const auto shape = w.dimensions(), dims = x.dimensions();
+  weights = type == ffi::F32 ? FLOAT32 : type == ffi::BF16 ? BFLOAT16 : INT8;
+  if (type == ffi::U8 && shape.size() == 3) weights = static_cast<Weights>(std::find(pair_bytes + Q4_0, pair_bytes + Q8_0, shape[2]) - pair_bytes);
+  static constexpr int64_t step[] = {1, 2, 4, 64, 64, 64}, multiple[] = {1, 32, 64, 64, 64, 64};
+  static constexpr size_t rank[] = {3, 4, 4, 3, 3, 3};
   if ((weights == INT8 && type != ffi::S8) || shape.size() != rank[weights]) return "tilewright_linear: these are no packed weights";
   if (!is_float(x) || dims.size() == 0 || norm.element_type() != x.element_type())
     return "tilewright_linear: expected input and norm in one type, float32 or bfloat16";
@@ -234,13 +244,14 @@ const char* describe(Call& call, Weights& weights, const ffi::AnyBuffer& x, cons
   call.panels = (call.n + 15) / 16 * (call.output == GATED ? 2 : 1);
   call.k_padded = shape[1] * step[weights];
   const size_t lanes = shape[0] * 16;
+  const int64_t panel_bytes = shape[1] * (weights >= Q4_0 ? pair_bytes[weights] : 64);
   if (first < 0 || first + call.panels > shape[0] || call.k_padded != (call.k + multiple[weights] - 1) / multiple[weights] * multiple[weights] ||
-      w.element_count() != lanes * call.k_padded || (call.norm != nullptr && norm.element_count() != static_cast<size_t>(call.k)))
+      w.size_bytes() != static_cast<size_t>(shape[0] * panel_bytes) || (call.norm != nullptr && norm.element_count() != static_cast<size_t>(call.k)))
     return "tilewright_linear: packed weights or norm do not fit the input and output";
   if (weights == INT8 && (scales.element_count() != lanes || sums.element_count() != lanes))
     return "tilewright_linear: there must be a scale and a sum for each output";
   if (reinterpret_cast<uintptr_t>(w.untyped_data()) % 64 != 0) return "tilewright_linear: weights are not aligned";
-  call.w = static_cast<const char*>(w.untyped_data()) + first * 16 * shape[1] * 4;
+  call.w = static_cast<const char*>(w.untyped_data()) + first * panel_bytes;
   call.scales = scales.typed_data() + (weights == INT8 ? first * 16 : 0);
   call.sums = sums.typed_data() + (weights == INT8 ? first * 16 : 0);
   return nullptr;

@@ -17,17 +17,21 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int32
 
+from tilewright.kernels.linear import blocks
+from tilewright.kernels.linear.blocks import BLOCK, Blocks
 from tilewright.kernels.native import or_nothing
 from tilewright.kernels.operations import Transposed
 
 LANES = 16
 """Outputs in a panel."""
 
-Format = Literal["float32", "bfloat16", "int8"]
+Format = Literal["float32", "bfloat16", "int8", "q4_0", "q4_1", "q8_0"]
 STEP: dict[str, int] = {"float32": 1, "bfloat16": 2, "int8": 4}
 """Inputs that lie side by side in a panel."""
 MULTIPLE: dict[str, int] = {"float32": 1, "bfloat16": 32, "int8": 64}
 """Inputs are padded with zeros to a multiple of this: a tile of the tile unit has 64 bytes to a row."""
+MADE: tuple[str, ...] = (*STEP, "q4_1", "q8_0")
+"""Formats that a matrix can be packed into; Q4_0 comes from files alone."""
 BFLOAT16_ISAS = ("avx512bf16", "amx")
 """Instruction sets that multiply bfloat16."""
 
@@ -38,8 +42,9 @@ class PackedMatrix:
     """A weight `[I, O]` in the kernel's layout.
 
     Attributes:
-        panels: P panels of 16 outputs, the last one padded with zeros: float32 `[P, I, 16]`, bfloat16 `[P, I / 2, 16, 2]`, or
-            int8 `[P, I / 4, 16, 4]`, with I rounded up to a multiple of 32 (bfloat16) or 64 (int8).
+        panels: P panels of 16 outputs, the last one padded with zeros: float32 `[P, I, 16]`, bfloat16 `[P, I / 2, 16, 2]`,
+            int8 `[P, I / 4, 16, 4]`, or blocks (see `blocks.py`) as uint8 `[P, I / 64, bytes]`, with I rounded up to a multiple
+            of 32 (bfloat16) or 64 (int8, blocks).
         scales: float32 `[16 P]`: what a unit of each output's weights stands for. None but for int8: every array that there is
             makes each dispatch longer.
         sums: int32 `[16 P]`: the sum of each output's weights. None but for int8.
@@ -56,8 +61,15 @@ class PackedMatrix:
     parts: tuple[int, ...] = ()
 
     @property
+    def in_blocks(self) -> bool:
+        """Whether each block of inputs has a scale of its own."""
+        return self.panels.dtype == jnp.uint8
+
+    @property
     def shape(self) -> tuple[int, int]:
         """As of the matrix, with the zeros that follow its inputs."""
+        if self.in_blocks:
+            return self.panels.shape[1] * 2 * BLOCK, self.outputs
         return self.panels.shape[1] * (1 if self.panels.ndim == 3 else self.panels.shape[3]), self.outputs
 
     @property
@@ -139,32 +151,66 @@ def packed(matrices: list[Any], kind: Format, largest: np.ndarray | None = None)
         parts = [w.astype(jnp.dtype(kind)) for w in parts]
 
     # NumPy copies integers faster than bfloat16, and lets other threads run meanwhile.
-    panels = [panels_of(w.view(np.uint16) if kind == "bfloat16" else w, kind) for w in parts]
+    panels = in_turn([panels_of(w.view(np.uint16) if kind == "bfloat16" else w, kind) for w in parts])
+    return PackedMatrix(jax.device_put(panels.view(jnp.dtype(kind))), scales, sums, outputs, gated=len(matrices) == 2)
+
+
+def in_turn(panels: list[np.ndarray]) -> np.ndarray:
+    """The panels of a matrix, or of two that alternate, on huge pages."""
     count, *panel = panels[0].shape
     placed = huge_pages((count, len(panels), *panel), panels[0].dtype)
     for n, one in enumerate(panels):
         placed[:, n] = one
-    array = jax.device_put(placed.reshape(-1, *panel).view(jnp.dtype(kind)))
-    return PackedMatrix(array, scales, sums, outputs, gated=len(matrices) == 2)
+    return placed.reshape(-1, *panel)
+
+
+def packed_blocks(matrices: Sequence[Blocks]) -> PackedMatrix:
+    """As `packed`, of matrices in blocks of one format."""
+    panels = in_turn([blocks.panels_of(w) for w in matrices])
+    return PackedMatrix(jax.device_put(panels), None, None, matrices[0].shape[1], gated=len(matrices) == 2)
+
+
+def in_blocks(matrices: Sequence[Any], kind: str) -> list[Blocks] | None:
+    """Matrices of one product in blocks of one format; None if they are in none and `kind` asks for none.
+
+    Those that are blocks keep their integers, scales and minima; others are quantised.
+    """
+    if kind in STEP:
+        return None
+    made = [w if isinstance(w, Blocks) else blocks.quantise(np.asarray(w), cast(Any, kind)) for w in matrices]
+    return blocks.of_one_kind(made)
+
+
+def format_of(w: Any) -> str:
+    """The format that a matrix has before it is packed."""
+    return w.kind if isinstance(w, Blocks) else w.dtype.name
 
 
 def check(w: Any, kind: str, name: str) -> None:
     """Raises a `ValueError` that names the weight if it cannot be packed."""
-    if kind not in STEP:
-        raise ValueError(f"{name}: expected the format {', '.join(STEP)}, found {kind!r}")
+    if isinstance(w, Blocks):
+        if not all(np.isfinite(halves).all() for halves in (w.scales, w.minima) if halves is not None):
+            raise ValueError(f"{name}: expected finite scales and minima, found infinity or NaN")
+        return
+    if kind not in MADE:
+        raise ValueError(f"{name}: expected the format {', '.join(MADE)}, found {kind!r}")
     if getattr(w, "ndim", None) != 2 or 0 in w.shape:
         raise ValueError(f"{name}: expected a matrix [inputs, outputs], found shape {getattr(w, 'shape', None)}")
     if w.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"{name}: expected float32 or bfloat16, found {w.dtype}")
     if kind == "int8" and not np.isfinite(np.asarray(w, np.float32)).all():
         raise ValueError(f"{name}: expected finite weights, which 8 bits can hold, found infinity or NaN")
+    if kind not in STEP and not (np.abs(np.asarray(w, np.float32)) < blocks.LARGEST).all():
+        raise ValueError(f"{name}: expected weights below {blocks.LARGEST:g}, as blocks hold them, found larger ones or NaN")
 
 
-def pack(w: Float[Array, "I O"], kind: Format | None = None, name: str = "weight", largest: Any = None) -> PackedMatrix:
+def pack(
+    w: Float[Array, "I O"] | Blocks, kind: Format | None = None, name: str = "weight", largest: Any = None
+) -> PackedMatrix:
     """Packs one matrix.
 
     Args:
-        w: float32 or bfloat16.
+        w: float32 or bfloat16; or blocks, which stay what they are.
         kind: the format to pack into; None keeps the dtype.
         name: what a complaint calls it.
         largest: the largest absolute weight of each output, `[O]`, where these are not all of its inputs; for 8 bits.
@@ -172,14 +218,18 @@ def pack(w: Float[Array, "I O"], kind: Format | None = None, name: str = "weight
     Raises:
         ValueError: `w` is no such matrix.
     """
-    chosen = cast(Format, kind or w.dtype.name)
+    chosen = cast(Format, kind or format_of(w))
     check(w, chosen, name)
+    if (made := in_blocks([w], chosen)) is not None:
+        return packed_blocks(made)
     return packed([w], chosen, largest)
 
 
 def unpack(w: PackedMatrix) -> Float[Array, "I O"]:
     """The matrix that `pack` was given, rounded to the format, and padded to its multiple of inputs."""
     panels = np.asarray(w.panels)
+    if w.in_blocks:
+        return jnp.asarray(blocks.dequantise(blocks.blocks_of(panels, w.outputs)))
     rows = panels.reshape(len(panels), -1, LANES, 1) if panels.ndim == 3 else panels
     wide = rows.transpose(1, 3, 0, 2).reshape(-1, len(panels) * LANES)
     if w.scales is not None:
@@ -188,25 +238,32 @@ def unpack(w: PackedMatrix) -> Float[Array, "I O"]:
 
 
 def pack_gated(
-    gate: Float[Array, "I O"], up: Float[Array, "I O"], kind: Format | None = None, name: str = "gate and up"
+    gate: Float[Array, "I O"] | Blocks, up: Float[Array, "I O"] | Blocks, kind: Format | None = None, name: str = "gate and up"
 ) -> PackedMatrix:
     """Packs gate and up for one call, their panels in turn. See `pack`."""
-    chosen = cast(Format, kind or gate.dtype.name)
+    chosen = cast(Format, kind or format_of(gate))
     for w in (gate, up):
         check(w, chosen, name)
     if gate.shape != up.shape:
         raise ValueError(f"{name}: expected two matrices of one shape, found {gate.shape} and {up.shape}")
+    if (made := in_blocks([gate, up], chosen)) is not None:
+        return packed_blocks(made)
     return packed([gate, up], chosen)
 
 
-def pack_joined(matrices: Sequence[Float[Array, "I _"]], kind: Format | None = None, name: str = "weights") -> PackedMatrix:
+def pack_joined(
+    matrices: Sequence[Float[Array, "I _"] | Blocks], kind: Format | None = None, name: str = "weights"
+) -> PackedMatrix:
     """Packs matrices side by side, so that one product gives the outputs of all. See `pack`."""
-    chosen = cast(Format, kind or matrices[0].dtype.name)
+    chosen = cast(Format, kind or format_of(matrices[0]))
     for n, w in enumerate(matrices):
         check(w, chosen, f"{name}[{n}]")
     if len({w.shape[0] for w in matrices}) != 1:
         raise ValueError(f"{name}: expected matrices of as many inputs, found {', '.join(str(w.shape) for w in matrices)}")
-    whole = packed([np.concatenate([np.asarray(w) for w in matrices], axis=1)], chosen)
+    if (made := in_blocks(matrices, chosen)) is not None:
+        whole = packed_blocks([blocks.side_by_side(made)])
+    else:
+        whole = packed([np.concatenate([np.asarray(w) for w in matrices], axis=1)], chosen)
     return replace(whole, parts=tuple(w.shape[1] for w in matrices))
 
 
@@ -223,7 +280,8 @@ def linear(
 ) -> Float[Array, "*rows O"]:
     """`x @ w`, or `silu(x @ gate) * (x @ up)` for a gated matrix; float32 sums, whatever the weights.
 
-    With int8 weights, each row of `x` is rounded to 8 bits as well, its largest absolute value being 127.
+    With int8 weights, each row of `x` is rounded to 8 bits as well, its largest absolute value being 127; with weights in
+    blocks, each block of a row.
 
     Args:
         x: float32 or bfloat16.

@@ -5,11 +5,18 @@ XLA:CPU has no gather of bfloat16: it converts the whole table to float32 first,
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Int, Shaped
 
+from tilewright.kernels.linear.blocks import Table
 
-def take(table: Shaped[Array, "V H"], index: Int[Array, "*rows"]) -> Shaped[Array, "*rows H"]:
+
+def take(table: Shaped[Array, "V H"] | Table, index: Int[Array, "*rows"]) -> Shaped[Array, "*rows H"]:
     """As `table[index]`, for indices from 0 to V - 1. There is no gradient."""
+    if isinstance(table, Table):
+        out = jax.ShapeDtypeStruct((*index.shape, table.width), jnp.dtype(table.dtype))
+        call = jax.ffi.ffi_call("tilewright_take_blocks", out)
+        return call(table.panels, index.astype(jnp.int32), rows=np.int64(table.rows))
     call = jax.ffi.ffi_call("tilewright_take", jax.ShapeDtypeStruct((*index.shape, table.shape[1]), table.dtype))
     return call(table, index.astype(jnp.int32))

@@ -1,0 +1,97 @@
+"""What holds for products with weights in blocks on every instruction set; see `linear_checks.py`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tilewright.kernels.linear import blocks, cpu
+from tilewright.kernels.linear.blocks import BLOCK, BlockFormat, Blocks
+
+FORMATS: tuple[BlockFormat, ...] = ("q4_0", "q4_1", "q8_0")
+ROWS = 40
+
+
+def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape, np.float32)
+
+
+def file_of(rng: np.random.Generator, count: int, outputs: int, kind: BlockFormat) -> np.ndarray:
+    """Rows of a file: any integers, and scales and minima of either sign, some of them subnormal or zero."""
+    halves = 2 if kind == "q4_1" else 1
+    drawn = normal(rng, outputs, count, halves) * rng.choice(
+        np.asarray([1, 1e-3, 1e-6, 0], np.float32), (outputs, count, halves)
+    )
+    integers = rng.integers(0, 256, (outputs, count, blocks.INTEGERS[kind]), np.uint8)
+    return np.concatenate([drawn.astype(np.float16).view(np.uint8), integers], axis=2).reshape(outputs, -1)
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """Rows as the kernel multiplies them: of each block integers from -127 to 127 times a float32 scale, in float64."""
+    parts = np.pad(x, ((0, 0), (0, -x.shape[1] % BLOCK))).reshape(len(x), -1, BLOCK)
+    largest = np.max(np.abs(parts), axis=2, keepdims=True)
+    units = np.rint(parts * np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0))
+    return (units.astype(np.float64) * (largest / np.float32(127))).reshape(len(x), -1)[:, : x.shape[1]]
+
+
+def bounded(x: np.ndarray, w: Blocks) -> tuple[np.ndarray, np.ndarray]:
+    """The float64 product of what both hold, and a bound on the float32 error.
+
+    The products of a block are exact. A block takes two roundings of scales and one of each of two sums.
+    """
+    a, b = rounded(x), blocks.dequantise(w).astype(np.float64)
+    minima = 0.0 if w.minima is None else np.abs(w.minima.astype(np.float64)).T.repeat(BLOCK, axis=0)
+    size = np.abs(a) @ (np.abs(b) + 2 * minima)  # an integer times its scale is within |b| and the minimum
+    return a @ b, 2.0**-24 * (2 * w.scales.shape[1] + 4) * size
+
+
+def check_product(seed: int, rows: int, of: tuple[int, int], kind: BlockFormat) -> None:
+    """Products of the quantised numbers; `of` blocks and outputs."""
+    rng = np.random.default_rng(seed)
+    w, x = blocks.read_blocks(file_of(rng, *of, kind), kind), normal(rng, rows, of[0] * BLOCK)
+    expected, bound = bounded(x, w)
+    excess = np.abs(np.asarray(jax.jit(cpu.linear)(jnp.asarray(x), cpu.pack(w)), np.float64) - expected) - bound
+    assert (excess <= 1e-37).all(), f"{excess.max()} beyond the bound"
+
+
+def check_rows(kind: BlockFormat, dtype: Any) -> None:
+    """A row gets the same bits, and the same index, alone and as the last of up to 40, plain and gated."""
+    rng = np.random.default_rng(1)
+    first, second = (blocks.read_blocks(file_of(rng, 3, 77, kind), kind) for _ in range(2))
+    x = jnp.asarray(normal(rng, ROWS, 3 * BLOCK), dtype)
+    plain, gated = cpu.pack(first), cpu.pack_gated(first, second)
+
+    @jax.jit
+    def run(parts: list[jax.Array], plain: cpu.PackedMatrix, gated: cpu.PackedMatrix) -> list[tuple[jax.Array, ...]]:
+        return [(cpu.linear(x, plain), cpu.linear(x, gated), *cpu.linear_argmax(x, plain)) for x in parts]
+
+    *found, whole = run([*(x[-n:] for n in range(1, ROWS)), x], plain, gated)
+    for n, results in enumerate(found, 1):
+        for one, every in zip(results, whole, strict=True):
+            np.testing.assert_array_equal(np.asarray(one), np.asarray(every)[-n:], err_msg=f"{n} rows")
+
+
+def check_largest(kind: BlockFormat) -> None:
+    """The largest outputs and their places are those of all outputs, bit for bit."""
+    rng = np.random.default_rng(2)
+    w, x = cpu.pack(blocks.read_blocks(file_of(rng, 2, 300, kind), kind)), jnp.asarray(normal(rng, 9, 2 * BLOCK))
+
+    @jax.jit
+    def run(x: jax.Array, w: cpu.PackedMatrix) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+        return cpu.linear(x, w), cpu.linear_argmax(x, w), cpu.linear_top_k(x, w, 16)
+
+    outputs, (index, value), (places, values) = run(x, w)
+    order = np.argsort(-np.asarray(outputs), axis=1, kind="stable")[:, :16]
+    np.testing.assert_array_equal(places, order)
+    np.testing.assert_array_equal(values, np.take_along_axis(np.asarray(outputs), order, axis=1))
+    np.testing.assert_array_equal((index, value), (np.asarray(places)[:, 0], np.asarray(values)[:, 0]))
+
+
+def check_all() -> None:
+    for kind in FORMATS:
+        for rows, of in ((1, (1, 20)), (7, (4, 33)), (40, (3, 50))):
+            check_product(rows, rows, of, kind)
+        for dtype in (jnp.float32, jnp.bfloat16):
+            check_rows(kind, dtype)
+        check_largest(kind)

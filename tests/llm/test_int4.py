@@ -1,0 +1,117 @@
+"""4-bit weights: a GGUF file's bits are those that products read, speculative decoding stays exact, and a step reads less."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+
+from llm.support import check_same_as_autoregressive, tokens_of
+from models.test_gguf import CONFIGS, make
+from tilewright.kernels import native, select
+from tilewright.kernels.linear import cpu
+from tilewright.kernels.linear.blocks import PAIR_BYTES, BlockFormat, Table
+from tilewright.kernels.linear.cpu import PackedMatrix
+from tilewright.llm.language_model import LanguageModel, load
+from tilewright.models.checkpoint import load_decoder
+from tilewright.parallel.mesh import make_mesh
+from tilewright.runtime.memory import held_bytes, step_bytes
+from tilewright.runtime.sampling import Sampling
+from tilewright.runtime.shapes import ShapeTable
+
+needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
+BLOCK_FORMATS: dict[Kind, BlockFormat] = {Kind.Q4_0: "q4_0", Kind.Q4_1: "q4_1", Kind.Q8_0: "q8_0"}
+KINDS = list(BLOCK_FORMATS)
+NEW = 16
+
+
+def leaves(params: Any) -> list[Any]:
+    return jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, PackedMatrix))
+
+
+def formats(params: Any) -> set[int]:
+    return {leaf.panels.shape[2] for leaf in leaves(params) if isinstance(leaf, PackedMatrix)}
+
+
+@needs_native
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_files_bits_are_kept_rows_permuted_and_joined(tmp_path: Path, family: str, kind: Kind):
+    """Every matrix, unpacked, is what llama.cpp's library makes of the file's, in the order of rows that rotation wants."""
+    file, _ = make(tmp_path, CONFIGS[family], kind)
+    _, want = load_decoder(file, jnp.float32)
+    found = load(file, dtype="float32", weights="int4").model.models.target
+    assert formats(found) == {PAIR_BYTES[BLOCK_FORMATS[kind]]}
+    for got, layer in zip(found.layers, want.layers, strict=True):
+        for one, matrix in ((got.o, layer.o), (got.down, layer.down)):
+            np.testing.assert_array_equal(cpu.unpack(one)[: matrix.shape[0]], matrix)
+        joined = np.concatenate(layer.qkv.parts, axis=1)
+        np.testing.assert_array_equal(cpu.unpack(got.qkv)[: len(joined)], joined)
+        assert got.gate_up.gated
+    head = want.embed.T if want.head is None else want.head
+    np.testing.assert_array_equal(cpu.unpack(found.head)[: head.shape[0]], head)
+    assert isinstance(found.embed, Table) == (want.head is None)
+    if want.head is None:
+        assert found.embed.panels is found.head.panels
+        rows = select.operations(weights="int4").take(found.embed, jnp.arange(len(want.embed)))
+        np.testing.assert_array_equal(rows, want.embed)
+        assert held_bytes(found) == step_bytes(found)
+
+
+@needs_native
+def test_other_checkpoints_get_layers_in_4_bits_and_a_head_in_8(tmp_path: Path):
+    _, folder = make(tmp_path, CONFIGS["qwen3"])
+    found = load(folder, dtype="float32", weights="int4").model.models.target
+    assert formats(found.layers) == {PAIR_BYTES["q4_1"]}
+    assert formats(found.head) == {PAIR_BYTES["q8_0"]}
+    mixed, _ = make(tmp_path, CONFIGS["qwen3"], Kind.F16)
+    assert formats(load(mixed, dtype="float32", weights="int4").model.models.target.layers) == {PAIR_BYTES["q4_1"]}
+
+
+@needs_native
+def test_a_step_reads_five_eighths_of_what_8_bits_take(tmp_path: Path):
+    """4 bits, and 16 bits of scale and of minimum for 32 weights; 8 bits have a scale and a sum for each output besides."""
+    file, _ = make(tmp_path, CONFIGS["llama"], Kind.Q4_1)
+    small, eight = (load(file, dtype="float32", weights=weights).model.models.target for weights in ("int4", "int8"))
+    packed = [[leaf.panels for leaf in leaves(p) if isinstance(leaf, PackedMatrix)] for p in (small, eight)]
+    four_bits, eight_bits = (sum(panels.nbytes for panels in of) for of in packed)
+    assert four_bits == 0.625 * eight_bits
+    assert 0.5 < step_bytes(small) / step_bytes(eight) < 0.65
+    others = sum(leaf.nbytes for leaf in leaves(small) if not isinstance(leaf, PackedMatrix))
+    assert step_bytes(small) == four_bits + others - small.embed.nbytes
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LanguageModel]:
+    """Random models with an n-gram drafter, by the format of their file."""
+    made = {}
+    for kind in KINDS:
+        file, _ = make(tmp_path_factory.mktemp(kind.name), CONFIGS["qwen3"], kind)
+        table = ShapeTable(capacities=(128,), chunks=(16,))
+        made[kind.name] = load(file, "ngram", block_size=6, dtype="bfloat16", weights="int4", table=table)
+    return made
+
+
+@needs_native
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_speculative_is_plain_decoding(tiny: dict[str, LanguageModel], kind: Kind):
+    prompts = ["he he he he he", "hello hello hello", "abcabcabcabc", "x"]
+    want = tokens_of(tiny[kind.name], prompts, Sampling(NEW), speculative=False, batch=4)
+    for batch in (1, 4):
+        check_same_as_autoregressive(tiny[kind.name], prompts, Sampling(NEW), batch, want)
+
+
+def test_4_bits_are_refused_where_they_cannot_run(tmp_path: Path):
+    file, _ = make(tmp_path, CONFIGS["qwen3"], Kind.Q4_1)
+    with pytest.raises(ValueError, match=r"^4-bit weights need the CPU kernels: they are switched off$"):
+        load(file, weights="int4", kernels="xla")
+
+
+@needs_native
+def test_4_bits_are_refused_over_a_mesh(tmp_path: Path):
+    file, _ = make(tmp_path, CONFIGS["qwen3"], Kind.Q4_1)
+    with pytest.raises(ValueError, match="4-bit weights lie on one device: expected no mesh beside them, found one"):
+        load(file, weights="int4", mesh=make_mesh({"tp": 2}))
