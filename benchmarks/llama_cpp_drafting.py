@@ -3,10 +3,11 @@
     python benchmarks/llama_cpp_drafting.py MODEL --data FILE ... --llama-python PYTHON [--drafter NAME ...] [--json FILE]
 
 Ours decodes plainly and with every drafter named. llama.cpp runs in a process of its own (see `llama_cpp_speed.py`), plainly
-and with drafts that it looks up in the text itself, in the format, the kind of attention, the number of drafts and the length
-of what is looked up that a trial on the first prompts finds fastest. Seconds are those after the prompt. Ratios are of what ran
-in one repetition, above 1 where ours is faster. Our outputs are compared token for token; llama.cpp rounds otherwise, and its
-texts part from ours sooner or later. Only an idle machine gives figures.
+and with drafts that it looks up in the text itself: in the format and with the kind of attention that a trial on the first
+prompts finds fastest, and with the number of drafts and the length of what is looked up that a trial on the first prompts of
+each file does. Seconds are those after the prompt. Ratios are of what ran in one repetition, above 1 where ours is faster. Our
+outputs are compared token for token; llama.cpp rounds otherwise, and its texts part from ours sooner or later. Only an idle
+machine gives figures.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -88,9 +89,9 @@ def theirs(peer: Peer, positions: int, ends: Sequence[int], new: int, setting: S
     return Timed(seconds, tokens, rounds)
 
 
-def fastest(run: Callable[[Setting], Timed], settings: Sequence[Setting]) -> Setting:
-    """The setting with the most tokens a second, by the better of two measurements each."""
-    taken = alternate({setting: partial(run, setting) for setting in settings}, 2)
+def fastest(run: Callable[..., Timed], prompts: Sequence[list[int]], settings: Sequence[Setting]) -> Setting:
+    """The setting with the most tokens a second, by the better of two measurements of the first prompts."""
+    taken = alternate({setting: partial(run, setting, prompts[:TRIED]) for setting in settings}, 2)
     return max(taken, key=lambda setting: max(timed.made / timed.seconds for timed in taken[setting]))
 
 
@@ -185,11 +186,11 @@ def main(
                 peer.ask("quantise", source=str(file), target=str(files[-1]), kind=kind)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
             task = bar.add_task("in turns", total=len(asked) * (len(ways) + 2) * repetitions)
+            run = partial(theirs, peer, positions, ends, max_new_tokens)
+            plain = fastest(run, asked[0].prompts, [Setting(*one) for one in product(files, (True, False))])
             for each in asked:
-                run = partial(theirs, peer, positions, ends, max_new_tokens)
-                few = partial(run, prompts=each.prompts[:TRIED])
-                plain = fastest(few, [Setting(*one) for one in product(files, (True, False))])
-                lookup = fastest(few, [Setting(plain.file, plain.flash, *one) for one in product(DRAFTS, NGRAMS)])
+                tried = [Setting(plain.file, plain.flash, *one) for one in product(DRAFTS, NGRAMS)]
+                lookup = fastest(run, each.prompts, tried)
                 peers = {PEER_PLAIN: plain, PEER_LOOKUP: lookup}
                 runs = {name: partial(ours, lm, name != BASELINE, sampling, each.prompts) for name, lm in ways.items()}
                 for once in runs.values():

