@@ -2,12 +2,12 @@
 
     python benchmarks/llama_cpp_drafting.py MODEL --data FILE ... --llama-python PYTHON [--drafter NAME ...] [--json FILE]
 
-Ours decodes plainly and with every drafter named. llama.cpp runs in a process of its own (see `llama_cpp_speed.py`), plainly
-and with drafts that it looks up in the text itself: in the format and with the kind of attention that a trial on the first
-prompts finds fastest, and with the number of drafts and the length of what is looked up that a trial on the first prompts of
-each file does. Seconds are those after the prompt. Ratios are of what ran in one repetition, above 1 where ours is faster. Our
-outputs are compared token for token; llama.cpp rounds otherwise, and its texts part from ours sooner or later. Only an idle
-machine gives figures.
+Ours decodes plainly and with every drafter named, in blocks whose width is chosen round by round. llama.cpp runs in a process
+of its own (see `llama_cpp_speed.py`), plainly and with drafts that it looks up in the text itself: in the format and with the
+kind of attention that a trial on the first prompts finds fastest, and with the number of drafts and the length of what is
+looked up that a trial on the first prompts of each file does. Seconds are those after the prompt. Ratios are of what ran in
+one repetition, above 1 where ours is faster. Our outputs are compared token for token; llama.cpp rounds otherwise, and its
+texts part from ours sooner or later. Only an idle machine gives figures.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ from tilewright.bench.datasets import read_examples
 from tilewright.bench.figures import BASELINE
 from tilewright.bench.speculative import ask
 from tilewright.cli.bench_speculative import Drafted
-from tilewright.cli.common import JsonFile, TargetOptions, check_output_file, human_console, keep_programs, write_json
+from tilewright.cli.common import AUTO, JsonFile, TargetOptions, check_output_file, human_console, keep_programs, write_json
 from tilewright.compiled.figures import print_table, significant
 from tilewright.compiled.machine import chip_name, cores
 from tilewright.compiled.timing import REPETITIONS, alternate, quotients, spread
@@ -61,7 +61,7 @@ class Timed(NamedTuple):
 
 def ours(lm: LanguageModel, speculative: bool, sampling: tw.Sampling, prompts: Sequence[list[int]]) -> Timed:
     made = [lm.generate([prompt], sampling, speculative=speculative) for prompt in prompts]
-    rounds = sum(each.rounds for each in made)
+    rounds = sum(len(each[0].acceptance_lengths) for each in made)
     return Timed(sum(each.decode_seconds for each in made), [each[0].tokens for each in made], rounds)
 
 
@@ -85,7 +85,7 @@ def theirs(peer: Peer, positions: int, ends: Sequence[int], new: int, setting: S
             made = peer.ask("generate", prompts=[prompt], new=new, ends=list(ends))
         seconds += made["decode_s"]
         tokens += made["tokens"]
-        rounds += made.get("rounds", len(made["tokens"][0]) - 1)
+        rounds += made.get("rounds", len(made["tokens"][0]) - 1) + 1  # the first token comes with the prompt
     return Timed(seconds, tokens, rounds)
 
 
@@ -104,7 +104,7 @@ def figures(dataset: str, taken: Mapping[str, Sequence[Timed]], peers: Mapping[s
         record: dict[str, Any] = {
             "dataset": dataset, "way": name, "responses": len(times[0].tokens), "tokens": times[0].made,
             "tokens_per_s": rates.median, "tokens_per_s_range": list(rates.range),
-            "tokens_per_round": times[0].made / times[0].rounds,
+            "tokens_per_round": sum(map(len, times[0].tokens)) / times[0].rounds,
             "distinct_4gram_ratio": fmean(distinct_ngram_ratio(tokens, 4) for tokens in times[0].tokens),
         }  # fmt: skip
         for of in (BASELINE, *peers):
@@ -172,7 +172,7 @@ def main(
     template = ChatTemplate.load(file)
     keep_programs(True)
     target = TargetOptions(model, weights=weights)  # type: ignore[arg-type]
-    ways = Drafted(drafter, block_size=None).ways(target, console)
+    ways = Drafted(drafter, block_size=AUTO).ways(target, console)
     base, sampling = ways[BASELINE], tw.Sampling(max_new_tokens)
     ends = base.target.eos_token_ids
     asked = [ask(base, path.stem, read_examples(path)[:samples], template, sampling) for path in data]

@@ -36,7 +36,11 @@ from tilewright.models.gguf import open_gguf
 from tilewright.models.tokenizer import encode
 from tilewright.runtime.shapes import ShapeTable
 
-OURS: dict[str, dict[str, Any]] = {"bfloat16": {"dtype": "bfloat16"}, "int8": {"dtype": "bfloat16", "weights": "int8"}}
+OURS: dict[str, dict[str, Any]] = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "bfloat16", "weights": "int8"},
+    "int4": {"dtype": "bfloat16", "weights": "int4"},
+}
 KINDS = ("Q4_0", "Q8_0")
 """Formats that llama.cpp makes of the file; it repacks them as they load."""
 NEW = {1: 96, 16: 32}

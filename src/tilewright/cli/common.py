@@ -216,11 +216,13 @@ class TargetOptions:
         return lm.keep_costs(cost_files()) if self.compile_cache else lm
 
     def drafter_source(self, drafter: str | None) -> str | list[str] | None:
-        """What `load` takes: drafters of the package have names; "none" is none, "auto" all that come with the model."""
+        """What `load` takes: drafters of the package have names; "none" is none, "auto" n-grams and the demo's own."""
         if drafter in (None, "none"):
             return None
         packaged = PACKAGED_DRAFTERS.get(self.model, {})
-        return [NGRAM, *packaged.values()] if drafter == AUTO else packaged.get(drafter, drafter)
+        if drafter == AUTO:  # beside n-grams, SmolLM2's learnt drafter costs more than it gives (its model card)
+            return [NGRAM, *(packaged.values() if self.model == DEMO else ())]
+        return packaged.get(drafter, drafter)
 
     def chat_template(self, console: Console) -> ChatTemplate | None:
         """The target's chat template; None where it has none, as base models do."""
@@ -238,8 +240,8 @@ class ModelOptions(TargetOptions):
 
     Attributes:
         drafter: a folder, a Hugging Face id, "ngram" or "none"; for the demo also "dflash", "dflash2" and "eagle3", for
-            smollm2-135m "dflash2". "auto" takes whichever promises most, round by round: n-gram and what comes with the
-            model; it is the default for these two models, "none" otherwise.
+            smollm2-135m "dflash2". "auto" takes whichever promises most, round by round: n-gram and for the demo its own; it
+            is the default for these two models, "none" otherwise.
         block_size: tokens drafted at once, the known one included. "auto", the default, takes the width that promises most,
             round by round, plain decoding among them; where narrower programs round differently all run at the widest.
             Without a drafter: plain decoding through a program of this width.
