@@ -108,7 +108,7 @@ def figures(taken: Mapping[Side, Sequence[Timed]], flash: Mapping[Side, bool]) -
         }  # fmt: skip
         if (name, rows) in flash:
             record["flash_attention"] = flash[name, rows]
-            for own in OURS:
+            for own in (name for name in OURS if (name, rows) in taken):
                 faster_by = quotients([timed.step_s for timed in times], [timed.step_s for timed in taken[own, rows]])
                 record[f"{own}_speedup"], record[f"{own}_speedup_range"] = faster_by.median, list(faster_by.range)
         records.append(record)

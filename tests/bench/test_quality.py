@@ -4,8 +4,10 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -13,6 +15,7 @@ quality: Any = importlib.import_module("quality")
 tasks: Any = importlib.import_module("quality_tasks")
 peer: Any = importlib.import_module("llama_cpp_peer")
 speed: Any = importlib.import_module("llama_cpp_speed")
+drafting: Any = importlib.import_module("llama_cpp_drafting")
 
 CHECKS = "assert add(1, 2) == 3"
 RIGHT = "def add(a, b):\n    return a + b"
@@ -140,3 +143,62 @@ def test_speeds_are_compared_within_a_repetition():
     assert (other["bfloat16_speedup"], other["bfloat16_speedup_range"], other["prompts_s"]) == (1.5, [1.0, 2.0], 0.2)
     assert other["flash_attention"] is True
     assert speed.faster({True: lambda: timed(1, 2.0), False: lambda: timed(2, 1.0)}) is False
+
+
+def test_drafting_is_compared_by_the_token_within_a_repetition():
+    timed, setting = drafting.Timed, drafting.Setting(Path("of/Q4_0.gguf"), True, 2, 3)
+    text = [[1, 2, 3, 4, 1, 2, 3, 4, 5]]
+    taken = {
+        "none": [timed(0.8, text, 9), timed(1.6, text, 9), timed(0.8, text, 9)],
+        "ngram": [timed(0.4, text, 6), timed(0.4, text, 6), timed(0.2, text, 6)],
+        "llama.cpp": [timed(1.0, [[7] * 11], 4)] * 3,
+    }
+    plain, ngram, other = drafting.figures("some", taken, {"llama.cpp": setting})
+    assert (plain["tokens"], plain["tokens_per_s"], plain["tokens_per_round"], plain["identical"]) == (8, 10.0, 1.0, 1)
+    assert (ngram["speedup_over none"], ngram["speedup_over none range"], ngram["tokens_per_round"]) == (4.0, [2.0, 4.0], 1.5)
+    assert (ngram["speedup_over llama.cpp"], ngram["distinct_4gram_ratio"]) == (2.0, 5 / 6)
+    assert (other["format"], other["drafts"], other["ngram"], "identical" in other) == ("Q4_0", 2, 3, False)
+    assert drafting.table([plain, ngram, other], ["llama.cpp"]).row_count == 3
+
+
+class Counting(peer.Llama):
+    """A language model that goes on as 1, 2, ... 9, 0, 1, ...; it holds the tokens that it was given."""
+
+    def __init__(self) -> None:
+        self.held: list[int] = []
+        self.size, self.context, self.calls = 512, None, 0
+        self.api = SimpleNamespace(llama_get_memory=lambda _: None, llama_memory_seq_rm=self.remove)
+
+    def remove(self, memory: None, row: int, begin: int, end: int) -> None:
+        del self.held[begin:]
+
+    def forget(self) -> None:
+        self.held = []
+
+    def decode(self, items: list[tuple[int, int, int, bool]]) -> None:
+        assert [position for _, position, _, _ in items] == list(range(len(self.held), len(self.held) + len(items)))
+        self.held += [token for token, _, _, _ in items]
+        self.last, self.calls = [token for token, _, _, _ in items], self.calls + 1
+
+    def logits(self, at: int) -> np.ndarray:
+        return np.eye(10)[(self.last[at] + 1) % 10]
+
+
+@pytest.mark.parametrize("right", [0, 1, 3])
+def test_llama_cpps_drafts_are_taken_as_far_as_they_are_right(monkeypatch: pytest.MonkeyPatch, right: int):
+    """The tokens are those of decoding without drafts, in fewer rounds."""
+
+    class Lookup:
+        def __init__(self, max_ngram_size: int, num_pred_tokens: int):
+            self.size = num_pred_tokens
+
+        def __call__(self, tokens: np.ndarray) -> np.ndarray:
+            return np.asarray([(tokens[-1] + (1 if i < right else 6) + i) % 10 for i in range(self.size)], np.intc)
+
+    monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "llama_cpp.llama_speculative", SimpleNamespace(LlamaPromptLookupDecoding=Lookup))
+    llama = Counting()
+    drafted = llama.draft([1, 2], 16, [], drafts=3, ngram=2)
+    assert drafted["tokens"] == Counting().generate([[1, 2]], 16, [])["tokens"]
+    assert drafted["rounds"] == -(-15 // (right + 1))
+    assert llama.draft([1, 2], 16, [7], drafts=3, ngram=2)["tokens"] == [[3, 4, 5, 6, 7]]
