@@ -44,6 +44,8 @@ def checked(fn: Any = None, *, typechecker: Callable[[Any], Any]) -> Any:
         return type(fn)(checked(fn.__func__, typechecker=typechecker))
     elif isinstance(fn, property):
         return property(*(each and checked(each, typechecker=typechecker) for each in (fn.fget, fn.fset, fn.fdel)))
+    elif inspect.isgeneratorfunction(fn):  # beartype would put a generator around it, which warnings count as a caller
+        return with_shapes(fn, typechecker=typechecker)
     elif isinstance(fn, FunctionType) and not names_shapes(fn.__annotations__.values()):
         return fn if getattr(fn, "__no_type_check__", False) else typechecker(fn)
     return with_shapes(fn, typechecker=typechecker)

@@ -171,7 +171,6 @@ def test_the_last_positions_of_the_longest_capacity_can_be_used(tmp_path: Path, 
         ({"drafter_dtype": "int8"}, "expected a drafter dtype among float32, bfloat16, found 'int8'"),
         ({"drafter": None, "drafter_dtype": "bfloat16"}, "a drafter dtype needs a drafter with weights; no drafter was named"),
         ({"drafter": None, "draft_window": 4}, "a draft window needs a drafter with weights; no drafter was named"),
-        ({"drafter": None, "refine": 1}, "refining needs a DFlash drafter; no drafter was named"),
         ({"weights": "int8", "kernels": "xla"}, "8-bit weights need the CPU kernels: they are switched off"),
     ],
 )

@@ -101,10 +101,16 @@ def sampled_alone(plain: LanguageModel) -> list[list[int]]:
     return tokens_of(plain, ASKED, REQUESTS, speculative=False, batch=1)
 
 
+def with_drafter(plain: LanguageModel, source: Any, settings: dict[str, Any]) -> LanguageModel:
+    """As `load` does it, with the options that it does not take."""
+    options = DrafterOptions(**{"block_size": None if source is None else "auto", **settings})
+    return plain.with_drafter(*plain.load_drafter(None if source is None else str(source), options))
+
+
 @pytest.fixture(scope="module", params=KINDS)
-def drafting(request: pytest.FixtureRequest, folders: dict[str | None, Any]) -> LanguageModel:
+def drafting(request: pytest.FixtureRequest, plain: LanguageModel, folders: dict[str | None, Any]) -> LanguageModel:
     source, settings = KINDS[request.param]
-    return load(folders["target"], folders[source], table=TABLE, **settings)
+    return with_drafter(plain, folders[source], settings)
 
 
 @pytest.mark.parametrize("batch", [1, 8])
@@ -188,9 +194,11 @@ def test_a_drafter_is_changed_and_the_target_shared(plain: LanguageModel, greedy
         (None, {"block_size": 1}, "expected a block size of at least 2, found 1"),
     ],
 )
-def test_options_that_do_not_go_with_a_drafter(folders: Any, source: str | None, settings: dict[str, Any], message: str):
+def test_options_that_do_not_go_with_a_drafter(
+    plain: LanguageModel, folders: Any, source: str | None, settings: dict[str, Any], message: str
+):
     with pytest.raises(ValueError, match=message):
-        load(folders["target"], folders[source], table=TABLE, **settings)
+        with_drafter(plain, folders[source], settings)
 
 
 def test_an_eagle3_drafter_that_does_not_fit(tmp_path: Path):
