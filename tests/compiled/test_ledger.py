@@ -23,6 +23,16 @@ from tilewright.compiled.ledger import (
 )
 
 
+@pytest.fixture(autouse=True)
+def _compiled_anew() -> Iterator[None]:
+    """What an earlier run kept would come from disk."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+
+
 def fresh(name: str) -> Callable[[np.ndarray], Array]:
     """A jitted function that no other test has compiled, under a name of its own."""
 
@@ -136,6 +146,7 @@ def test_compiles_in_other_threads_are_recorded():
 def _disk_cache(tmp_path: Path) -> Iterator[None]:
     """JAX keeps programs in a folder of this test alone."""
     settings = {
+        "jax_enable_compilation_cache": True,
         "jax_compilation_cache_dir": str(tmp_path),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": 0,
