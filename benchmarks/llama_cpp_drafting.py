@@ -21,7 +21,7 @@ from typing import Annotated, Any, NamedTuple
 import jax
 from cyclopts import App, Parameter
 from llama_cpp_peer import Peer
-from llama_cpp_speed import KINDS, own_format
+from llama_cpp_speed import formats
 from rich.progress import Progress
 from rich.table import Table
 
@@ -179,15 +179,11 @@ def main(
     positions = max(len(prompt) for each in asked for prompt in each.prompts) + max_new_tokens + max(DRAFTS) + 1
     records: list[dict[str, Any]] = []
     with Peer(llama_python) as peer, TemporaryDirectory() as folder:
-        about, files = peer.ask("about"), [file]
-        for kind in KINDS:
-            if kind != own_format(file):
-                files.append(Path(folder) / f"{kind}.gguf")
-                peer.ask("quantise", source=str(file), target=str(files[-1]), kind=kind)
+        about, files = peer.ask("about"), formats(peer, file, folder)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
             task = bar.add_task("in turns", total=len(asked) * (len(ways) + 2) * repetitions)
             run = partial(theirs, peer, positions, ends, max_new_tokens)
-            plain = fastest(run, asked[0].prompts, [Setting(*one) for one in product(files, (True, False))])
+            plain = fastest(run, asked[0].prompts, [Setting(*one) for one in product(files.values(), (True, False))])
             for each in asked:
                 tried = [Setting(plain.file, plain.flash, *one) for one in product(DRAFTS, NGRAMS)]
                 lookup = fastest(run, each.prompts, tried)

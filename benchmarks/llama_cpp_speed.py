@@ -75,6 +75,16 @@ def own_format(model: Path) -> str:
     return Counter(tensor.tensor_type.name for tensor in open_gguf(model).tensors.values()).most_common(1)[0][0]
 
 
+def formats(peer: Peer, model: Path, folder: str) -> dict[str, Path]:
+    """The file by the name of its format, and those that llama.cpp makes of it, in a folder."""
+    files = {own_format(model): model}
+    for kind in KINDS:
+        if kind not in files:
+            files[kind] = Path(folder) / f"{kind}.gguf"
+            peer.ask("quantise", source=str(model), target=str(files[kind]), kind=kind)
+    return files
+
+
 def ours(lm: LanguageModel, prompts: Sequence[list[int]]) -> Timed:
     new = NEW[len(prompts)]
     made = lm.generate(prompts, tw.Sampling(max_new_tokens=new, ignore_eos=True))
@@ -158,11 +168,7 @@ def main(model: Path, *, llama_python: Path, repetitions: int = REPETITIONS, jso
     texts = [template.render([{"role": "user", "content": QUESTION.format(topic)}]) for topic in TOPICS]
     prompts = [encode(tokenizer, text, add_special_tokens=False) for text in texts]
     with Peer(llama_python) as peer, TemporaryDirectory() as folder:
-        about, files = peer.ask("about"), {own_format(model): model}
-        for kind in KINDS:
-            if kind not in files:
-                files[kind] = Path(folder) / f"{kind}.gguf"
-                peer.ask("quantise", source=str(model), target=str(files[kind]), kind=kind)
+        about, files = peer.ask("about"), formats(peer, model, folder)
         runs: dict[Side, Callable[[], Timed]] = {}
         flash: dict[Side, bool] = {}
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -13,6 +13,7 @@ from tilewright.bench.round import DFLASH_B16, QWEN3_4B, Setup, load, programs, 
 from tilewright.bench.round_compiled import Estimate, kernel_cycles, over_layers, whole
 from tilewright.chips.tpu import CHIPS
 from tilewright.models import decoder, dflash, params
+from tilewright.runtime.memory import step_bytes
 
 TARGET = replace(QWEN3_4B, vocab_size=96, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, num_kv_heads=1,
                  head_dim=16)  # fmt: skip
@@ -69,10 +70,10 @@ def test_every_input_is_the_size_of_the_block():
 
 def test_a_step_reads_a_tied_embedding_and_not_another():
     models = load(SETUP)
-    tied = rounds.weight_bytes(models)
+    tied = step_bytes(models.target)
     assert tied == 4 * params.count(decoder.declare(TARGET))
     untied = load(replace(SETUP, target=replace(TARGET, tie_word_embeddings=False)))
-    assert rounds.weight_bytes(untied) == tied  # the head has the embedding's size
+    assert step_bytes(untied.target) == tied  # the head has the embedding's size
 
 
 def test_measured_records(monkeypatch: pytest.MonkeyPatch):
@@ -90,7 +91,7 @@ def test_measured_records(monkeypatch: pytest.MonkeyPatch):
             assert 0 < least <= median <= most
         assert one["bandwidth_gb_per_s"] == 2.0, "the median of what was read in the same turns"
         assert one["verify_ms_ratio"] == one["verify_ms"] / records[1]["verify_ms"]
-        share = rounds.weight_bytes(models) / 1e9 / (one["step_ms"] / 1e3) / 2.0
+        share = step_bytes(models.target) / 1e9 / (one["step_ms"] / 1e3) / 2.0
         assert one["step_share_of_bandwidth"] == pytest.approx(share)
 
 

@@ -198,11 +198,6 @@ def load(setup: Setup) -> Models:
     return Models(decoder.prepare(setup.target, setup.ops, target), setup.ops.prepare(setup.drafting.declared, drafter))
 
 
-def weight_bytes(models: Models) -> int:
-    """What a step of plain decoding reads of the target; see `step_bytes`."""
-    return step_bytes(models.target)
-
-
 def timer(models: Models, setup: Setup, program: Part) -> Callable[[], float]:
     """A run of one part, compiled, of about `RUN_S`; it returns seconds for a call."""
     state = jax.jit(setup.state)()
@@ -257,7 +252,7 @@ def measure(
             timers[place, name] = timer(models, setup, wanted[name])
             on_run()
     taken = alternate(timers, repetitions, on_run)
-    rate, weights = spread(taken[0, "memory"]).median, weight_bytes(models)
+    rate, weights = spread(taken[0, "memory"]).median, step_bytes(models.target)
     step = times(taken[0, "step"], "step")
     shared = {**step, "weight_gb": weights / 1e9, "bandwidth_gb_per_s": rate}
     shared["step_share_of_bandwidth"] = weights / 1e6 / step["step_ms"] / rate

@@ -216,7 +216,7 @@ class TargetOptions:
         return lm.keep_costs(cost_files()) if self.compile_cache else lm
 
     def drafter_source(self, drafter: str | None) -> str | list[str] | None:
-        """What `load` takes: drafters of the package have names; "none" is none, "auto" n-grams and the demo's own."""
+        """The drafter as `load` takes it: the package's have names; "none" is none, "auto" n-grams and the demo's own."""
         if drafter in (None, "none"):
             return None
         packaged = PACKAGED_DRAFTERS.get(self.model, {})

@@ -24,7 +24,7 @@ from tilewright.models.stack import SINGLE_DEVICE, Schedule
 STEPS_PER_DISPATCH = 64
 """How many steps a dispatch runs at most."""
 NO_STEP, NOT_FINITE = -1, -2
-"""What is reported of a row that took no step, and of one whose logits are not finite, which ends it."""
+"""Reports of a row that took no step, and of one whose logits are not finite, which ends it."""
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ class Variant(Drafter, Protocol):
 
     @property
     def expected_acceptance(self) -> tuple[float, ...]:
-        """What share of each draft is accepted where those before it were, by who made the drafter; empty if nobody says."""
+        """The share of each draft that is accepted where those before it were, as training measured; empty if nobody did."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""What the drafts of a drafter are worth, measured on held-out prompts as soon as it is trained, and kept with it.
+"""Acceptance of a drafter's drafts, measured on held-out prompts as soon as it is trained, and kept with it.
 
 A run that chooses among drafters round by round begins with these numbers (`speculation/policy.py`).
 """
@@ -16,7 +16,7 @@ from tilewright.train.records import Records
 from tilewright.train.regenerate import cut_prompts
 
 PROMPTS, TOKENS = 16, 96
-"""How many prompts are answered, and with how many tokens: a minute with 135 million parameters on two cores."""
+"""Numbers of prompts that are answered, and of tokens in each answer: a minute with 135 million parameters on two cores."""
 WEIGHT = 2.0
 """Rounds that the position before counts for, where few rounds came as far."""
 

@@ -152,7 +152,7 @@ def fitted(x: np.ndarray, units: np.ndarray, mean: np.ndarray) -> tuple[np.ndarr
 
 
 def as_q4_1(blocks: Blocks) -> Blocks:
-    """The same weights as Q4_1, exactly: eight times a number in half precision is one too, unless it is above 8,188."""
+    """Q4_1 blocks of the same weights, exactly: eight times a number in half precision is one too, unless it is above 8,188."""
     if blocks.kind != "q4_0":
         return blocks
     return Blocks("q4_1", blocks.integers, blocks.scales, -8 * blocks.scales)

@@ -62,7 +62,7 @@ class PackedMatrix:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether each block of inputs has a scale of its own."""
+        """True for weights in blocks, each of which has a scale of its own."""
         return self.panels.dtype == jnp.uint8
 
     @property
