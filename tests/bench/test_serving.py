@@ -73,11 +73,12 @@ def test_a_whole_answer():
 
 
 def test_pauses_are_measured():
-    """20 ms before the first chunk, 10 before each other; nothing here can make it faster."""
+    """20 ms before the first chunk, 10 before each other; nothing can bring a chunk sooner, though any may come late."""
     outcome = one(always(streamed(completion_chunks([1] * 4, 7), [0.02, 0.01, 0.01, 0.01])))
     assert outcome.ttft_s is not None
     assert outcome.ttft_s >= 0.02
-    assert sum(outcome.answer.gaps_s) >= 0.03 - 0.002
+    assert len(outcome.answer.gaps_s) == 3
+    assert outcome.ttft_s + sum(outcome.answer.gaps_s) >= 0.05
     assert outcome.e2e_s >= 0.05
 
 
