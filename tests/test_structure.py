@@ -40,7 +40,7 @@ FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "torc
 """Checkpoints are never code, the base install has no torch, and postponed annotations would escape the shape checks."""
 
 IMPLEMENTATIONS = {"cpu", "xla", "pallas_tpu", "pallas_gpu", "nki", "reference"}
-"""Files of an operation's folder that compute it. Which one runs is chosen in `kernels/select.py` and nowhere else."""
+"""Files of an operation's folder that compute it: `kernels/registry.py` picks one, `kernels/select.py` hands it out."""
 
 IMPORTERS = {
     "bench/bandwidth.py": "measures what reading alone can do, and calls the kernel for it",
@@ -127,9 +127,9 @@ def documented_imports(text: str) -> dict[str, set[str]]:
 
 
 def imported_implementations(text: str) -> list[str]:
-    """The implementations of operations that a file imports, as `linear.cpu`."""
-    modules = [re.match(r"tilewright\.kernels\.(\w+\.(\w+))", name) for _, name in imported(ast.parse(text))]
-    return sorted({match[1] for match in modules if match and match[2] in IMPLEMENTATIONS})
+    """The implementations of operations that a file imports, as `linear.cpu`, and bundles of them, as `bundles.tpu`."""
+    modules = [re.match(r"tilewright\.kernels\.((\w+)\.(\w+))", name) for _, name in imported(ast.parse(text))]
+    return sorted({match[1] for match in modules if match and (match[2] == "bundles" or match[3] in IMPLEMENTATIONS)})
 
 
 def names_in(tree: ast.AST) -> Iterator[str]:
@@ -338,6 +338,7 @@ def test_documented_imports_are_read():
         ("from tilewright.kernels.linear.cpu import pack", ["linear.cpu"]),
         ("from tilewright.kernels.linear import cases, xla", ["linear.xla"]),
         ("def f():\n    import tilewright.kernels.attention.pallas_tpu", ["attention.pallas_tpu"]),
+        ("from tilewright.kernels.bundles import training", ["bundles.training"]),
         ("from tilewright.kernels.select import linear\nfrom tilewright.kernels.linear import cases", []),
     ],
 )

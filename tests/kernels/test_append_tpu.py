@@ -77,8 +77,8 @@ def test_a_row_that_writes_nothing_may_begin_anywhere():
     ],
 )
 def test_what_it_takes(cache: tuple[int, ...], new: tuple[int, ...], takes: bool):
-    assert pallas_tpu.fits(jnp.zeros(cache, jnp.bfloat16), jnp.zeros(new, jnp.bfloat16)) is takes
-    assert not pallas_tpu.fits(jnp.zeros(cache, jnp.int8), jnp.zeros(new, jnp.int8))
+    assert bool(pallas_tpu.refuses(jnp.zeros(cache, jnp.bfloat16), jnp.zeros(new, jnp.bfloat16))) != takes
+    assert pallas_tpu.refuses(jnp.zeros(cache, jnp.int8), jnp.zeros(new, jnp.int8))
 
 
 @pytest.mark.tpu
@@ -91,7 +91,7 @@ def test_compiled_it_writes_caches_where_they_are(chip: str, shape: tuple[int, .
     at = jax.ShapeDtypeStruct((batch,), jnp.int32)
 
     def append(caches: tuple[jax.Array, ...], new: tuple[jax.Array, ...], start: jax.Array, count: jax.Array):
-        assert pallas_tpu.fits(caches[0], new[0])
+        assert not pallas_tpu.refuses(caches[0], new[0])
         return pallas_tpu.append_all(caches, new, start, count)
 
     made = compile_for(chip, append, (cache, cache), (new, new), at, at, donate=0)

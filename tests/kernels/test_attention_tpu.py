@@ -66,13 +66,13 @@ def test_what_no_query_sees_has_no_influence():
 
 def test_what_fits():
     q, k, _, _, own = case_of(5, SIZES[1])
-    assert pallas_tpu.fits(q, k, own)
-    assert pallas_tpu.fits(q, k, None)
-    assert not pallas_tpu.fits(q[..., :64], k[..., :64], None)
-    assert not pallas_tpu.fits(q.astype(jnp.bfloat16), k, None)
+    assert not pallas_tpu.refuses(q, k, own)
+    assert not pallas_tpu.refuses(q, k, None)
+    assert pallas_tpu.refuses(q[..., :64], k[..., :64], None)
+    assert pallas_tpu.refuses(q.astype(jnp.bfloat16), k, None)
     assert own is not None
     wide = jnp.zeros((3, 1, pallas_tpu.OWN_ENTRIES + 1, 128))
-    assert not pallas_tpu.fits(q, k, (wide, wide))
+    assert pallas_tpu.refuses(q, k, (wide, wide))
 
 
 @pytest.mark.tpu

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright.kernels import native, select
+from tilewright.kernels.bundles.cpu import Joint
 from tilewright.kernels.causal_attention import cpu, reference, xla
 from tilewright.kernels.operations import Heads, Joined, Norm
 
@@ -168,7 +169,7 @@ def test_the_bundle_decides_which_kernel_is_in_the_program():
     qkv, _, _, cos, sin = drawn(case)
     how = Heads(case[4], None, None, (cos, sin))
     sizes = (case[2] * case[3] * case[4], case[2] * case[4], case[2] * case[4])
-    program = jax.jit(lambda x: select.training_operations("float32").causal_attention(select.Joint(x, sizes), how))
+    program = jax.jit(lambda x: select.training_operations("float32").causal_attention(Joint(x, sizes), how))
     assert "tilewright_causal_attention" in program.lower(qkv).as_text()
     parts = jnp.split(qkv, [sizes[0], sizes[0] + sizes[1]], axis=-1)
     assert "tilewright" not in jax.jit(lambda *x: xla.causal_attention(x, how)).lower(*parts).as_text()

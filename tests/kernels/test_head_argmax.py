@@ -97,7 +97,7 @@ def test_a_tile_is_whole_lanes_and_what_fits_is_bounded(hidden: int, itemsize: i
     dtype = {2: jnp.bfloat16, 4: jnp.float32}[itemsize]
     x, head = jax.ShapeDtypeStruct((rows, hidden), dtype), jax.ShapeDtypeStruct((hidden, 1000), dtype)
     held = 2 * (columns + rows) * hidden * itemsize + rows * columns * 4
-    assert held <= pallas_tpu.VMEM_BYTES or not pallas_tpu.fits(x, head)
+    assert held <= pallas_tpu.VMEM_BYTES or pallas_tpu.refuses(x, head)
 
 
 def test_what_fits():
@@ -105,11 +105,11 @@ def test_what_fits():
     shaped = jax.ShapeDtypeStruct
     for case in cases.CASES.values():
         head = shaped((case.hidden, case.vocab), jnp.bfloat16)
-        assert all(pallas_tpu.fits(shaped((1, rows, case.hidden), jnp.bfloat16), head) for rows in (*cases.ROWS, 1024))
+        assert not any(pallas_tpu.refuses(shaped((1, rows, case.hidden), jnp.bfloat16), head) for rows in (*cases.ROWS, 1024))
     head = shaped((64, 100), jnp.bfloat16)
-    assert not pallas_tpu.fits(shaped((0, 64), jnp.bfloat16), head)
-    assert not pallas_tpu.fits(shaped((4, 64), jnp.float32), head)
-    assert not pallas_tpu.fits(shaped((4, 64), jnp.float16), shaped((64, 100), jnp.float16))
+    assert pallas_tpu.refuses(shaped((0, 64), jnp.bfloat16), head)
+    assert pallas_tpu.refuses(shaped((4, 64), jnp.float32), head)
+    assert pallas_tpu.refuses(shaped((4, 64), jnp.float16), shaped((64, 100), jnp.float16))
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -104,13 +104,13 @@ def test_what_fits():
     for case in cases.CASES.values():
         head = shaped((case.hidden, case.vocab), jnp.bfloat16)
         for rows in (*ROWS, 512):
-            assert pallas_tpu.fits(shaped((1, rows, case.hidden), jnp.bfloat16), head, cases.TOP_K)
+            assert not pallas_tpu.refuses(shaped((1, rows, case.hidden), jnp.bfloat16), head, cases.TOP_K)
     head = shaped((64, 1000), jnp.bfloat16)
-    assert pallas_tpu.fits(shaped((4, 64), jnp.bfloat16), head, 128)
-    assert not pallas_tpu.fits(shaped((4, 64), jnp.bfloat16), head, 129)
-    assert not pallas_tpu.fits(shaped((0, 64), jnp.bfloat16), head, 16)
-    assert not pallas_tpu.fits(shaped((4, 64), jnp.float32), head, 16)
-    assert not pallas_tpu.fits(shaped((4096, 64), jnp.bfloat16), head, 16)
+    assert not pallas_tpu.refuses(shaped((4, 64), jnp.bfloat16), head, 128)
+    assert pallas_tpu.refuses(shaped((4, 64), jnp.bfloat16), head, 129)
+    assert pallas_tpu.refuses(shaped((0, 64), jnp.bfloat16), head, 16)
+    assert pallas_tpu.refuses(shaped((4, 64), jnp.float32), head, 16)
+    assert pallas_tpu.refuses(shaped((4096, 64), jnp.bfloat16), head, 16)
 
 
 @needs_native

@@ -19,9 +19,9 @@ from kernels import linear_checks, paged_checks
 from kernels.paged_checks import cut, spare, together
 from kernels.test_attention import needs_native, prefix_case, prefix_expected, seeds
 from tilewright.compiled.aot import compile_for, tpu_topology
+from tilewright.kernels.bundles.tpu import TPU
 from tilewright.kernels.operations import UNMAPPED, Pages
 from tilewright.kernels.paged import cpu, pallas_tpu, reference, xla
-from tilewright.kernels.select import TPU
 
 DTYPES = st.sampled_from([jnp.float32, jnp.bfloat16])
 ENTRIES = st.sampled_from([16, 32])

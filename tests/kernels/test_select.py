@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,18 +12,24 @@ import jax.numpy as jnp
 import pytest
 
 from kernels.test_attention import needs_native
-from tilewright.kernels import native, select
+from tilewright.kernels import native, registry, select
 from tilewright.kernels.operations import Pages
 
-IN_PAGES = """
+IMPORTED = """
 import sys
+names = ("cpu", "pallas_gpu", "pallas_tpu", "nki")
+def imported():
+    yield from (name for name in sys.modules if "pallas" in name and not name.startswith("jaxlib"))
+    yield from (name for name in sys.modules if name.startswith("tilewright.kernels.") and name.split(".")[-1] in names)
+import tilewright.kernels.select
+print(sorted(imported()))
 from tilewright import load
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.programs import ProgramKey
 lm = load("demo")
 lm.generate(["def f(x):"])
 lm.engine(EngineOptions(pages=16)).programs.get(ProgramKey("prefill", 1, chunk=16))
-print([name for name in sys.modules if "pallas.ops.tpu" in name])
+print([name for name in imported() if "pallas" in name or "nki" in name])
 """
 
 
@@ -30,21 +37,42 @@ def sizes(head_dim: int) -> Any:
     return SimpleNamespace(vocab_size=512, hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=head_dim)
 
 
-def choices(head_dim: int, dtype: Any, **more: Any) -> dict[str, select.Choice]:
+def choices(head_dim: int, dtype: Any, **more: Any) -> dict[str, select.Selection]:
     return {choice.operation: choice for choice in select.implementations(sizes(head_dim), dtype, **more)}
 
 
+def test_candidates_are_listed_from_those_of_a_chip_to_one_that_takes_anything():
+    folder = Path(registry.__file__).parent
+    for operation, candidates in registry.CANDIDATES.items():
+        *kernels, last = candidates
+        assert all(each.chip for each in kernels), operation
+        assert last.chip is None, operation
+        assert not hasattr(last.module, "refuses"), operation
+        assert all((folder / f"{each.path.replace('.', '/')}.py").is_file() for each in candidates), operation
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_a_candidate_says_whether_it_takes_operands(dtype: Any):
+    for operation, operands in registry.typical_operands(sizes(20), dtype).items():
+        reasons = {each.name: each.refuses(*operands) for each in registry.CANDIDATES[operation]}
+        assert reasons["XLA"] == ""
+        assert all(isinstance(reason, str) for reason in reasons.values())
+        if dtype == jnp.float16:  # which no kernel of a TPU takes
+            assert all(reason.startswith("it ") for name, reason in reasons.items() if "Pallas" in name)
+
+
 def test_every_operation_has_a_candidate_for_any_chip():
-    for operation in select.CANDIDATES:
+    for operation in registry.CANDIDATES:
         for chip in ("cpu", "gpu", "tpu"):
-            assert choices(12, jnp.float16, chip=chip, kernels="xla")[operation].runs == "XLA"
+            (said,) = select.implementations(sizes(12), jnp.float16, chip, "xla", (operation,))
+            assert said.runs == "XLA"
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_tpus_pages_are_laid_out_for_what_is_said_to_run(dtype: Any):
     for head_dim in (64, 128):
         said = choices(head_dim, dtype, chip="tpu")["paged attention"]
-        pool = jax.eval_shape(lambda d=head_dim: select.TPU.pages(2, 2, 16, d, dtype))
+        pool = jax.eval_shape(lambda d=head_dim: select.operations("tpu").pages(2, 2, 16, d, dtype))
         assert isinstance(pool, Pages) == (said.runs == "XLA")
         assert said.runs == ("XLA" if dtype == jnp.float32 else "ragged Pallas")
 
@@ -66,7 +94,7 @@ def test_the_cpu_kernels_run_where_it_is_said(head_dim: int):
 
 def test_what_does_not_run_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch):
     def line(*given: Any, **more: Any) -> str:
-        return select.fallbacks(select.implementations(sizes(given[0]), given[1], of=select.DECODING, **more))
+        return select.fallbacks(select.implementations(sizes(given[0]), given[1], operations=select.DECODING, **more))
 
     assert line(128, jnp.bfloat16, chip="tpu") == ""
     assert line(128, jnp.float32, chip="tpu") == (
@@ -81,8 +109,8 @@ def test_what_does_not_run_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch):
     assert line(128, jnp.float32, chip="cpu", kernels="xla") == "", "who switches them off knows"
 
 
-def test_a_tpus_experimental_kernel_is_not_imported_on_a_cpu():
-    """Neither to generate nor to serve."""
+def test_implementations_are_imported_when_they_are_asked_for():
+    """None but XLA's by the door itself, and on a CPU no accelerator's, neither to generate nor to serve."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    ran = subprocess.run([sys.executable, "-c", IN_PAGES], env=environment, capture_output=True, text=True, check=False)
-    assert ran.stdout.strip().splitlines()[-1:] == ["[]"], ran.stderr
+    ran = subprocess.run([sys.executable, "-c", IMPORTED], env=environment, capture_output=True, text=True, check=False)
+    assert ran.stdout.strip().splitlines() == ["[]", "[]"], ran.stderr

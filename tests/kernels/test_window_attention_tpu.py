@@ -49,11 +49,11 @@ def test_equals_the_reference(sizes: tuple[int, ...], dtype: Any, atol: float):
 
 def test_what_fits():
     q, k, *_ = case_of(1, SIZES[0])
-    assert pallas_tpu.fits(q, k)
-    assert not pallas_tpu.fits(q[:, :100], k)
-    assert not pallas_tpu.fits(q, k[:, :100])
-    assert not pallas_tpu.fits(q[..., :64], k[..., :64])
-    assert not pallas_tpu.fits(q.astype(jnp.bfloat16), k)
+    assert not pallas_tpu.refuses(q, k)
+    assert pallas_tpu.refuses(q[:, :100], k)
+    assert pallas_tpu.refuses(q, k[:, :100])
+    assert pallas_tpu.refuses(q[..., :64], k[..., :64])
+    assert pallas_tpu.refuses(q.astype(jnp.bfloat16), k)
 
 
 @pytest.mark.tpu

@@ -20,8 +20,8 @@ from reference.dspark_numpy import as_dspark
 from reference.eagle3_numpy import as_folder, random_eagle3
 from reference.lilicorr_numpy import as_lilicorr
 from tilewright.compiled.ledger import no_compile_guard
+from tilewright.kernels.bundles.tpu import TPU
 from tilewright.kernels.paged.pallas_tpu import in_rows
-from tilewright.kernels.select import TPU
 from tilewright.llm.language_model import LanguageModel, load
 from tilewright.parallel.mesh import make_mesh
 from tilewright.runtime.layout import Layout

@@ -15,7 +15,7 @@ from models.sizes import decoder_config
 from parallel.test_collective_matmul_tpu import windows
 from tilewright.compiled.aot import compile_for, tpu_topology
 from tilewright.compiled.hlo import Module, read_module
-from tilewright.kernels.select import TPU
+from tilewright.kernels.bundles.tpu import TPU
 from tilewright.models import decoder, layers
 from tilewright.models.params import abstract
 from tilewright.models.stack import Rows, Schedule

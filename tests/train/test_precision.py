@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from tilewright.kernels import native
+from tilewright.kernels.bundles.training import MIXED
 from tilewright.kernels.linear.cpu import BFLOAT16_ISAS
 from tilewright.kernels.operations import Operations
-from tilewright.kernels.select import MIXED, PLAIN, training_operations
+from tilewright.kernels.select import PLAIN, training_operations
 from tilewright.models import decoder
 from tilewright.train.checkpoint import named_leaves
 from tilewright.train.drafter import DFlashOptions, Frozen, drafter_loss

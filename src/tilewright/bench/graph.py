@@ -278,7 +278,7 @@ def scatter_add(x: Float[Array, "N F"], arrays: Arrays) -> Experiment:
         return select.scatter_add(given["messages"], given["degrees"])
 
     rows, slots, features = inputs["messages"].shape
-    moved = select.IMPLEMENTATIONS["scatter_add"]["trainium"].transfers(rows, slots, features, x.dtype.itemsize)
+    moved = select.kernel_of("sums of messages", "trainium").transfers(rows, slots, features, x.dtype.itemsize)
     counts = {"nki_dma_descriptors": moved.descriptors, "nki_read_bytes": moved.read, "nki_written_bytes": moved.written}
     return Experiment("scatter-add", {"baseline": baseline, "fused": fused}, inputs, {"fused": counts}, ())
 
@@ -347,12 +347,12 @@ def dma_counts(table: NeighborTable, x: Float[Array, "N F"], mean: bool, times: 
         return {}
     scaled = mean and stage.rest is None  # the mean of split rows is made of their sums
     totals: dict[str, int] = dict.fromkeys(DMA_FIELDS, 0)
-    kernels = select.IMPLEMENTATIONS["gather_reduce"]
+    on_tpu, on_trainium = (select.kernel_of("graph reduction", chip) for chip in ("tpu", "trainium"))
     while stage is not None:
         for block in stage.blocks:
             rows, slots = block.sources.shape
-            tpu = kernels["tpu"].transfers(np.asarray(block.degrees), slots, x.shape[1], x.dtype)
-            trainium = kernels["trainium"].transfers(rows, slots, x.shape[1], x.dtype.itemsize, scaled=scaled)
+            tpu = on_tpu.transfers(np.asarray(block.degrees), slots, x.shape[1], x.dtype)
+            trainium = on_trainium.transfers(rows, slots, x.shape[1], x.dtype.itemsize, scaled=scaled)
             moved = (tpu.descriptors, tpu.gathered, tpu.read, tpu.written)
             moved += (trainium.descriptors, trainium.read, trainium.written)
             totals = {key: totals[key] + times * count for key, count in zip(DMA_FIELDS, moved, strict=True)}

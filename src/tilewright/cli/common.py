@@ -21,7 +21,7 @@ from tilewright.bench.replay import replay
 from tilewright.compiled import cache as compile_cache
 from tilewright.kernels import native
 from tilewright.kernels.build import cache_folder
-from tilewright.kernels.select import DECODING, Choice, Weights, fallbacks, implementations
+from tilewright.kernels.select import DECODING, Selection, Weights, fallbacks, implementations
 from tilewright.llm.language_model import LanguageModel, load
 from tilewright.models import hub
 from tilewright.models.chat import ChatTemplate
@@ -94,7 +94,7 @@ def given(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def say_fallbacks(choices: Sequence[Choice]) -> None:
+def say_fallbacks(choices: Sequence[Selection]) -> None:
     """One line on standard error where kernels for the chip at hand do not run: which ones, and why."""
     if line := fallbacks(choices):
         said = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False, quiet=not is_first_process())
@@ -209,7 +209,7 @@ class TargetOptions:
             draft_window=options.draft_window,
             drafter_dtype=options.drafter_dtype,
         )
-        say_fallbacks(implementations(lm.target, lm.model.dtype, kernels=self.kernels, of=DECODING))
+        say_fallbacks(implementations(lm.target, lm.model.dtype, kernels=self.kernels, operations=DECODING))
         if lm.placement is not None:
             for why in filter(None, map(lm.placement.why, (1, max(lm.table.chunks)))):
                 console.print(f"--schedule auto: {why}", style="dim", markup=False)

@@ -52,7 +52,7 @@ class DiffusionModelOptions(TargetOptions):
             compiler_options=devices.compiler_options,
             console=progress_console(console),
         )
-        say_fallbacks(implementations(model.config.decoder, model.programs.dtype, kernels=self.kernels, of=DENOISING))
+        say_fallbacks(implementations(model.config.decoder, model.programs.dtype, kernels=self.kernels, operations=DENOISING))
         if model.placement is not None:
             for why in filter(None, map(model.placement.why, (model.table.positions[0], model.context))):
                 console.print(f"--schedule auto: {why}", style="dim", markup=False)

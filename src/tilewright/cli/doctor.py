@@ -22,7 +22,7 @@ from tilewright.compiled.ledger import Ledger
 from tilewright.compiled.machine import chip_name, cores, cpu_facts
 from tilewright.kernels import native
 from tilewright.kernels.build import PREBUILT, cache_folder, find_compiler, unwanted
-from tilewright.kernels.select import Choice, implementations
+from tilewright.kernels.select import Selection, implementations
 from tilewright.llm.language_model import load
 from tilewright.models import diffusion, hub
 from tilewright.models.checkpoint import decoder_config, read_config
@@ -133,7 +133,7 @@ def check_operations(model: str) -> Iterator[Finding]:
         yield Finding(each.operation, "missing" if each.lost or other.lost else "ok", said)
 
 
-def described(choice: Choice) -> str:
+def described(choice: Selection) -> str:
     """Implementations that run, and those that do not."""
     return choice.runs + "".join(f"; not {name}: {why}" for name, why in choice.refused)
 

@@ -17,6 +17,10 @@ from jax import Array
 Tree = TypeVar("Tree")
 Format = Literal["float32", "bfloat16", "int8", "q4_1", "q8_0"]
 """What the CPU kernels hold a matrix in."""
+Weights = Literal["auto", "int8", "int4"]
+"""What users ask that matrices are held in; see `select.operations`."""
+Products = Literal["auto", "float32", "bfloat16"]
+"""What users ask that training multiplies in; see `select.training_operations`."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["parts"], meta_fields=["gated"])

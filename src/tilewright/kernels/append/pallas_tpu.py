@@ -38,12 +38,14 @@ def window_size(count: int) -> int:
     return pl.cdiv(TILE - 1 + count, TILE) * TILE
 
 
-def fits(cache: Array | jax.ShapeDtypeStruct, new: Array | jax.ShapeDtypeStruct) -> bool:
-    """Whether the kernel takes these: few new entries of several rows, entries of whole lanes, a cache of whole tiles."""
+def refuses(cache: Array | jax.ShapeDtypeStruct, new: Array | jax.ShapeDtypeStruct) -> str:
+    """The reason why the kernel does not take these; empty if it does."""
     (b, heads, slots, d), count = cache.shape, new.shape[2]
     whole = d % LANES == 0 and slots % TILE == 0 and cache.dtype == new.dtype and cache.dtype in (jnp.float32, jnp.bfloat16)
     few = 0 < count <= NEW_ENTRIES and window_size(count) <= slots
-    return b > 1 and whole and few and heads * window_size(count) * d * 4 <= ROW_BYTES
+    if b > 1 and whole and few and heads * window_size(count) * d * 4 <= ROW_BYTES:
+        return ""
+    return "it takes few entries of several rows, heads of a multiple of 128, all in float32 or all in bfloat16"
 
 
 def kernel(start_ref, count_ref, *refs, caches: int, rows: int):

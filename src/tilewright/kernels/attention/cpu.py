@@ -19,6 +19,16 @@ HEAD_MULTIPLE = 16
 """Head sizes that the kernels take are multiples of this."""
 
 
+def refuses_heads(head_dim: int) -> str:
+    """The reason why the CPU kernels do not take heads of this size; empty if they do."""
+    return f"heads of {head_dim} are no multiple of {HEAD_MULTIPLE}" if head_dim % HEAD_MULTIPLE else ""
+
+
+def refuses(q: Array | jax.ShapeDtypeStruct, *rest: object) -> str:
+    """The reason why the kernel does not take these; empty if it does."""
+    return refuses_heads(q.shape[3])
+
+
 def prefix_attention(
     q: Float[Array, "B T N D"],
     k: Float[Array, "B K S D"],

@@ -26,11 +26,13 @@ OWN_ENTRIES = 1024
 """U, at most: they are in VMEM whole."""
 
 
-def fits(q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct, own: tuple[Array, Array] | None) -> bool:
-    """Whether the kernel takes these: one dtype, entries of whole lanes, few own ones."""
+def refuses(q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct, own: tuple[Array, Array] | None) -> str:
+    """The reason why the kernel does not take these; empty if it does."""
     whole = q.shape[3] % LANES == 0 and k.shape[2] > 0 and q.shape[1] > 0
     few = own is None or 0 < own[0].shape[2] <= OWN_ENTRIES
-    return whole and few and q.dtype == k.dtype and q.dtype in (jnp.float32, jnp.bfloat16)
+    if whole and few and q.dtype == k.dtype and q.dtype in (jnp.float32, jnp.bfloat16):
+        return ""
+    return "it takes heads of a multiple of 128, all in float32 or all in bfloat16, and few keys of a block"
 
 
 def kernel(live_ref, q_ref, lengths_ref, k_ref, v_ref, *rest, entries: int, slots: int, own: bool):

@@ -24,12 +24,14 @@ ELEMENTS = 2048
 COMBINE = {"sum": jnp.add, "mean": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
 
 
-def fits(
+def refuses(
     x: Array | jax.ShapeDtypeStruct, sources: Array | jax.ShapeDtypeStruct, weights: Array | jax.ShapeDtypeStruct | None
-) -> bool:
-    """Whether the kernel takes these: not empty, one weight for a slot, indices into memory of 32 bits."""
+) -> str:
+    """The reason why the kernel does not take these; empty if it does. It indexes memory by 32 bits."""
     full = 0 < x.size < 2**31 and 0 < sources.size < 2**31 and x.dtype in (jnp.float32, jnp.bfloat16)
-    return full and (weights is None or weights.ndim == 2)
+    if full and (weights is None or weights.ndim == 2):
+        return ""
+    return "it takes up to 2^31 elements, and a weight for each slot"
 
 
 def kernel(x_ref, sources_ref, degrees_ref, *rest, rows: int, columns: int, reduce: Reduce):
@@ -66,7 +68,7 @@ def gather_reduce(
     reduce: Reduce = "sum",
     interpret: bool = False,
 ) -> Float[Array, "R F"]:
-    """Reduces for each row the features of its first `degrees` sources, times their weights, in float32, where `fits`.
+    """Reduces for each row the features of its first `degrees` sources, times their weights, in float32, unless it `refuses`.
 
     Args:
         interpret: runs without a GPU, slowly.

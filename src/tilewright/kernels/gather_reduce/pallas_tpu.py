@@ -74,12 +74,14 @@ def row_words(features: int, dtype: DTypeLike) -> int:
     return features if jnp.dtype(dtype) == jnp.float32 or features <= LANES else -(-features // (2 * LANES)) * LANES
 
 
-def fits(
+def refuses(
     x: Array | jax.ShapeDtypeStruct, sources: Array | jax.ShapeDtypeStruct, weights: Array | jax.ShapeDtypeStruct | None
-) -> bool:
-    """Whether the kernel takes these: not empty, one weight for a slot, a row that VMEM has room for in all its copies."""
+) -> str:
+    """The reason why the kernel does not take these; empty if it does. VMEM holds several copies of a row."""
     full = x.size > 0 and sources.size > 0 and x.dtype in (jnp.float32, jnp.bfloat16)
-    return full and (weights is None or weights.ndim == 2) and row_words(x.shape[1], x.dtype) <= WORDS
+    if full and (weights is None or weights.ndim == 2) and row_words(x.shape[1], x.dtype) <= WORDS:
+        return ""
+    return "it takes rows that VMEM holds, and a weight for each slot"
 
 
 @dataclass(frozen=True)
@@ -256,7 +258,7 @@ def gather_reduce(
     into: tuple[Float[Array, "N C"], int] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "R F"] | Float[Array, "N F"]:
-    """Reduces for each row the features of its first `degrees` sources, times their weights, in float32, where `fits`.
+    """Reduces for each row the features of its first `degrees` sources, times their weights, in float32, unless it `refuses`.
 
     Args:
         into: a buffer in the dtype of `x` and a row of it: the result is written from that row on, and the buffer returned.

@@ -40,11 +40,13 @@ def vmem_bytes(rows: int, hidden: int, columns: int, itemsize: int) -> int:
     return 2 * blocks + 2 * rows * columns * 4
 
 
-def fits(x: Array | jax.ShapeDtypeStruct, head: Array | jax.ShapeDtypeStruct) -> bool:
-    """Whether the kernel takes these: one dtype, and sizes that VMEM holds."""
+def refuses(x: Array | jax.ShapeDtypeStruct, head: Array | jax.ShapeDtypeStruct) -> str:
+    """The reason why the kernel does not take these; empty if it does."""
     rows, hidden, itemsize = x.size // x.shape[-1], x.shape[-1], head.dtype.itemsize
     wanted = vmem_bytes(rows, hidden, tile_columns(hidden, itemsize), itemsize)
-    return rows > 0 and wanted <= VMEM_BYTES and x.dtype == head.dtype and head.dtype in (jnp.float32, jnp.bfloat16)
+    if rows > 0 and wanted <= VMEM_BYTES and x.dtype == head.dtype and head.dtype in (jnp.float32, jnp.bfloat16):
+        return ""
+    return "it takes rows that VMEM holds, all in float32 or all in bfloat16"
 
 
 def tile_logits(x_ref, head_ref, transposed: bool) -> Float32[Array, "R C"]:
@@ -129,7 +131,7 @@ def over_tiles(
 def head_argmax(
     x: Float[Array, "*rows H"], head: Float[Array, "..."], transposed: bool = False, interpret: bool = False
 ) -> tuple[Int32[Array, "*rows"], Float32[Array, "*rows"]]:
-    """Index and value of the largest of `x @ head`, where `fits`; logits are float32 sums.
+    """Index and value of the largest of `x @ head`, unless it `refuses`; logits are float32 sums.
 
     Args:
         head: `[H, V]`, or with `transposed` `[V, H]`, as an embedding lies in memory.

@@ -30,12 +30,14 @@ def vmem_bytes(rows: int, hidden: int, columns: int, itemsize: int, k: int) -> i
     return argmax_vmem_bytes(rows, hidden, columns, itemsize) + 2 * k * -(-rows // 8) * 8 * LANES * 4
 
 
-def fits(x: Array | jax.ShapeDtypeStruct, head: Array | jax.ShapeDtypeStruct, k: int) -> bool:
-    """Whether the kernel takes these: one dtype, sizes that VMEM holds, and no more results than lanes."""
+def refuses(x: Array | jax.ShapeDtypeStruct, head: Array | jax.ShapeDtypeStruct, k: int) -> str:
+    """The reason why the kernel does not take these; empty if it does."""
     rows, hidden, itemsize = x.size // x.shape[-1], x.shape[-1], head.dtype.itemsize
     wanted = vmem_bytes(rows, hidden, tile_columns(hidden, itemsize), itemsize, k)
     dtypes = x.dtype == head.dtype and head.dtype in (jnp.float32, jnp.bfloat16)
-    return rows > 0 and 1 <= k <= LANES and wanted <= VMEM_BYTES and dtypes
+    if rows > 0 and 1 <= k <= LANES and wanted <= VMEM_BYTES and dtypes:
+        return ""
+    return "it takes rows that VMEM holds, one dtype, and k up to 128"
 
 
 def sink(part: Array, at: Array, values_ref, places_ref, k: int, unroll: bool) -> None:
@@ -108,7 +110,7 @@ def kernel(
 def head_top_k(
     x: Float[Array, "*rows H"], head: Float[Array, "..."], k: int, transposed: bool = False, interpret: bool = False
 ) -> tuple[Int32[Array, "*rows {k}"], Float32[Array, "*rows {k}"]]:
-    """Indices and values of the `k` largest of `x @ head`, where `fits`; logits are float32 sums.
+    """Indices and values of the `k` largest of `x @ head`, unless it `refuses`; logits are float32 sums.
 
     Args:
         head: `[H, V]`, or with `transposed` `[V, H]`, as an embedding lies in memory.

@@ -11,10 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int, Int32, Shaped
 
+from tilewright.kernels.attention.cpu import refuses_heads
 from tilewright.kernels.native import or_nothing
 from tilewright.kernels.operations import Pages
+
+
+def refuses(head_dim: int, dtype: DTypeLike) -> str:
+    """The reason why the kernels do not take keys and values of this size; empty if they do. They take any float dtype."""
+    return refuses_heads(head_dim)
 
 
 def append(

@@ -52,8 +52,8 @@ class PairedPages:
         return self.kv.shape[1]
 
 
-def refuses(dtype: DTypeLike) -> str:
-    """Why the kernel does not take keys and values of this dtype; empty if it does."""
+def refuses(head_dim: int, dtype: DTypeLike) -> str:
+    """The reason why the kernel does not take keys and values of this dtype; empty if it does. It takes heads of any size."""
     if jnp.dtype(dtype) == jnp.bfloat16:
         return ""
     return f"it multiplies in bfloat16, and keys and values are {jnp.dtype(dtype).name}"

@@ -24,9 +24,10 @@ COLUMNS = 512
 SUBLANES = 8
 
 
-def fits(messages: Array | jax.ShapeDtypeStruct) -> bool:
-    """Whether the kernel takes these: any that are not empty."""
-    return messages.size > 0 and messages.dtype in (jnp.float32, jnp.bfloat16)
+def refuses(messages: Array | jax.ShapeDtypeStruct) -> str:
+    """The reason why the kernel does not take these; empty if it does."""
+    taken = messages.size > 0 and messages.dtype in (jnp.float32, jnp.bfloat16)
+    return "" if taken else "it takes messages in float32 or bfloat16"
 
 
 def kernel(live_ref, degrees_ref, messages_ref, out_ref, total_ref, *, slots: int):
@@ -57,7 +58,7 @@ def kernel(live_ref, degrees_ref, messages_ref, out_ref, total_ref, *, slots: in
 
 
 def scatter_add(messages: Float[Array, "R K F"], degrees: Int32[Array, " R"], interpret: bool = False) -> Float[Array, "R F"]:
-    """Sums for each of R rows its first `degrees` of K messages, in float32, where `fits`.
+    """Sums for each of R rows its first `degrees` of K messages, in float32, unless it `refuses`.
 
     Args:
         interpret: runs without a TPU, slowly.

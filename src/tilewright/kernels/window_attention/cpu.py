@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32, Int
 
-"""Head sizes that the kernel takes are multiples of this."""
+from tilewright.kernels.attention.cpu import refuses as refuses
 
 
 def window_attention(

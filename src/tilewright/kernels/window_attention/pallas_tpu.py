@@ -30,10 +30,12 @@ STATISTICS = 8
 """Rows of statistics, of which three are used: a register's height."""
 
 
-def fits(q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct) -> bool:
-    """Whether the kernel takes these: one dtype, heads of whole lanes, windows and sequences of whole blocks of lanes."""
+def refuses(q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct) -> str:
+    """The reason why the kernel does not take these; empty if it does."""
     whole = q.shape[3] % LANES == 0 and q.shape[1] % LANES == 0 and k.shape[1] % LANES == 0 and q.size > 0 and k.size > 0
-    return whole and q.dtype == k.dtype and q.dtype in (jnp.float32, jnp.bfloat16)
+    if whole and q.dtype == k.dtype and q.dtype in (jnp.float32, jnp.bfloat16):
+        return ""
+    return "it takes heads of a multiple of 128, all in float32 or all in bfloat16, in windows of a multiple of 128"
 
 
 def block_size(most: int, size: int) -> int:

@@ -1,0 +1,169 @@
+"""The bundle of the CPU kernels, over weights that are packed once."""
+
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import accumulate
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from tilewright.kernels.append import cpu as append_cpu
+from tilewright.kernels.append import xla as append_xla
+from tilewright.kernels.attention import cpu as attention_cpu
+from tilewright.kernels.attention.cpu import refuses_heads
+from tilewright.kernels.causal_attention import xla as causal_xla
+from tilewright.kernels.compact import cpu as compact_cpu
+from tilewright.kernels.cross_entropy import xla as loss_xla
+from tilewright.kernels.heads import xla as heads_xla
+from tilewright.kernels.linear import cpu
+from tilewright.kernels.operations import Heads, Joined, Norm, Operations, Pages, Weights
+from tilewright.kernels.paged import cpu as paged_cpu
+from tilewright.kernels.paged import xla as paged_xla
+from tilewright.kernels.put import cpu as put_cpu
+from tilewright.kernels.registry import first
+from tilewright.kernels.rms_norm import cpu as norm_cpu
+from tilewright.kernels.take import cpu as take_cpu
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["parts"])
+@dataclass(frozen=True)
+class Joint:
+    """The products with several joined matrices, `[B, T, sum(parts)]`, side by side."""
+
+    array: Array
+    parts: tuple[int, ...]
+
+    def split(self) -> tuple[Array, ...]:
+        ends = tuple(accumulate(self.parts))
+        return tuple(self.array[..., end - size : end] for size, end in zip(self.parts, ends, strict=True))
+
+
+def attention_operands(projection: Joint, how: Heads) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the CPU kernels take for a projection, with queries or without: its heads, and their norms and rotation."""
+    sizes = [size // how.head_dim for size in projection.parts]
+    queries, key = sizes[: len(sizes) % 2], sizes[-1] if len(sizes) > 1 else 0
+    norms = {name: None if norm is None else norm.weight for name, norm in (("q_norm", how.q_norm), ("k_norm", how.k_norm))}
+    eps = next((norm.eps for norm in (how.q_norm, how.k_norm) if norm is not None), 0.0)
+    cos, sin = how.rope
+    return (projection.array, sum(queries), key, how.head_dim), {**norms, "eps": eps, "cos": cos, "sin": sin}
+
+
+def heads(projection: Joint, how: Heads) -> tuple[Any, Any, Any]:
+    if refuses_heads(how.head_dim):
+        return heads_xla.heads(projection.split(), how, norm=norm_cpu.rms_norm)
+    operands, options = attention_operands(projection, how)
+    q, k, v = attention_cpu.norm_rotate(*operands, **options)
+    return (q if q.shape[2] else None), (k if k.shape[1] else None), (v if v.shape[1] else None)
+
+
+def prefix_attention(q: Array, k: Array, v: Array, lengths: Array, own: tuple[Array, Array] | None = None) -> Array:
+    return first("attention", "cpu", q, k, own).prefix_attention(q, k, v, lengths, own)
+
+
+def append_attend(projection: Joint, how: Heads, k: Array, v: Array, start: Array, count: Array) -> tuple[Array, Array, Array]:
+    if refuses_heads(how.head_dim):
+        return append_xla.append_attend(projection, how, k, v, start, count, heads, prefix_attention)
+    operands, options = attention_operands(projection, how)
+    return attention_cpu.append_attend(*operands, **options, k_cache=k, v_cache=v, start=start, count=count)
+
+
+def paged_attention(q: Array, pool: Pages, table: Array, lengths: Array, own: tuple[Array, Array] | None = None) -> Array:
+    return first("paged attention", "cpu", q.shape[3], q.dtype).prefix_attention(q, pool, table, lengths, own)
+
+
+def paged_append_attend(projection: Joint, how: Heads, pool: Pages, *places: Array) -> tuple[Array, Pages]:
+    if refuses_heads(how.head_dim):
+        return paged_xla.append_attend(projection, how, pool, *places, heads=heads)
+    operands, options = attention_operands(projection, how)
+    table, start, count = places
+    return paged_cpu.append_attend(*operands, **options, pool=pool, table=table, start=start, count=count)
+
+
+def before(norm: Norm | None) -> dict[str, Any]:
+    """A norm as the CPU kernels take it."""
+    return {} if norm is None else {"norm": norm.weight, "eps": norm.eps}
+
+
+def linear(
+    x: Array,
+    w: Any,
+    out_dtype: DTypeLike | None = None,
+    norm: Norm | None = None,
+    add: Array | None = None,
+    count: Array | None = None,
+) -> Array:
+    return cpu.linear(x, w, out_dtype, **before(norm), add=add, count=count)
+
+
+def biased(products: Array, bias: tuple[Array, ...] | None, first: int, last: int | None = None) -> Array:
+    """Joint products with their biases on top, where there are some."""
+    return products if bias is None else products + jnp.concatenate(bias[first:last]).astype(products.dtype)
+
+
+def project(
+    x: Array,
+    joined: Any,
+    norm: Norm | None = None,
+    first: int = 0,
+    last: int | None = None,
+    bias: tuple[Array, ...] | None = None,
+    count: Array | None = None,
+) -> Joint:
+    parts = joined.parts[first:last]
+    products = cpu.linear(x, joined, **before(norm), parts=(first, first + len(parts)), count=count)
+    return Joint(biased(products, bias, first, last), parts)
+
+
+def window_attention(q: Array, *rest: Array) -> tuple[Array, Array]:
+    return first("window attention", "cpu", q).window_attention(q, *rest)
+
+
+@cache
+def cpu_operations(name: str, weights: Weights) -> Operations:
+    """The kernels on a CPU's vector or tile unit, over weights that are packed once."""
+    formats: dict[Weights, tuple[cpu.Format | None, cpu.Format | None]] = {"int8": ("int8", "int8"), "int4": ("q4_1", "q8_0")}
+    kind, of_head = formats.get(weights, (None, None))
+
+    def prepare_matrix(w: Any, name: str, largest: Any = None, head: bool = False) -> Any:
+        return cpu.pack(w, of_head if head else kind, name, largest)
+
+    def prepare_joined(joined: Joined, name: str) -> Any:
+        if not joined.gated:
+            return cpu.pack_joined(joined.parts, kind, name)
+        gate, up = joined.parts
+        return cpu.pack_gated(gate, up, kind, name)
+
+    return Operations(
+        name=name,
+        take=take_cpu.take,
+        put=put_cpu.put,
+        exchange=put_cpu.exchange,
+        compact=compact_cpu.compact,
+        linear=linear,
+        gated_linear=lambda x, w, norm=None, count=None: linear(x, w, norm=norm, count=count),
+        project=project,
+        heads=heads,
+        rms_norm=norm_cpu.rms_norm,
+        prefix_attention=prefix_attention,
+        window_attention=window_attention,
+        append=append_cpu.append,
+        append_attend=append_attend,
+        pages=paged_xla.empty,
+        paged_append=paged_cpu.append,
+        paged_attention=paged_attention,
+        paged_append_attend=paged_append_attend,
+        causal_attention=partial(causal_xla.causal_attention, heads=heads),
+        cross_entropy=partial(loss_xla.cross_entropy, linear=linear),
+        head_argmax=lambda x, head, norm=None: cpu.linear_argmax(x, head, **before(norm)),
+        head_top_k=cpu.linear_top_k,
+        prepare_matrix=prepare_matrix,
+        prepare_joined=prepare_joined,
+        restore=cpu.unpack,
+        prepares=True,
+        keeps_blocks=weights == "int4",
+        own_head=True,
+        counts=True,
+    )

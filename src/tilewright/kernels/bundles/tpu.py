@@ -1,0 +1,88 @@
+"""The bundle of a TPU: Pallas kernels for the operands that they take, and XLA for the others."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from jax import Array
+from jax.typing import DTypeLike
+from jaxtyping import Float
+
+from tilewright.kernels.bundles.xla import xla_operations
+from tilewright.kernels.heads import xla as heads_xla
+from tilewright.kernels.linear import xla
+from tilewright.kernels.operations import Heads, Norm, Pages, Pool, Transposed
+from tilewright.kernels.paged import pallas_tpu as paged_tpu
+from tilewright.kernels.paged import xla as paged_xla
+from tilewright.kernels.registry import first
+from tilewright.kernels.window_attention.pallas_tpu import LANES
+
+
+def head_argmax(x: Float[Array, "*rows H"], head: Any, norm: Norm | None = None) -> tuple[Array, Array]:
+    tied, x = isinstance(head, Transposed), xla.normed(x, norm)
+    w = head.w if tied else head
+    return first("head's argmax", "tpu", x, w).head_argmax(x, w, tied)
+
+
+def head_top_k(x: Float[Array, "*rows H"], head: Any, k: int) -> tuple[Array, Array]:
+    tied = isinstance(head, Transposed)
+    w = head.w if tied else head
+    return first("head's top-k", "tpu", x, w, k).head_top_k(x, w, k, tied)
+
+
+def prefix_attention(q: Array, k: Array, v: Array, lengths: Array, own: tuple[Array, Array] | None = None) -> Array:
+    return first("attention", "tpu", q, k, own).prefix_attention(q, k, v, lengths, own)
+
+
+def append_all(caches: Sequence[Array], new: Sequence[Array], start: Array, count: Array) -> tuple[Array, ...]:
+    return first("appending", "tpu", caches[0], new[0]).append_all(caches, new, start, count)
+
+
+def append(cache: Array, new: Array, start: Array, count: Array) -> Array:
+    return append_all((cache,), (new,), start, count)[0]
+
+
+def pages(count: int, kv_heads: int, entries: int, head_dim: int, dtype: DTypeLike, devices: int = 1) -> Pool:
+    return first("paged attention", "tpu", head_dim, dtype).empty(count, kv_heads, entries, head_dim, dtype, devices)
+
+
+def paged_append(pool: Pool, *rest: Array) -> Pool:
+    made: Any = paged_xla if isinstance(pool, Pages) else paged_tpu
+    return made.append(pool, *rest)
+
+
+def paged_attention(q: Array, pool: Pool, table: Array, lengths: Array, own: tuple[Array, Array] | None = None) -> Array:
+    made: Any = paged_xla if isinstance(pool, Pages) else paged_tpu
+    return made.prefix_attention(q, pool, table, lengths, own, prefix_attention)
+
+
+def paged_append_attend(projection: Any, how: Heads, pool: Pool, *rest: Array) -> tuple[Array, Pool]:
+    heads = partial(heads_xla.heads, rotate=heads_xla.rotate_by_product)
+    if isinstance(pool, Pages):
+        return paged_xla.append_attend(projection, how, pool, *rest, heads=heads, attend=prefix_attention)
+    return paged_tpu.append_attend(projection, how, pool, *rest, heads=heads)
+
+
+def window_attention(q: Array, k: Array, *rest: Array) -> tuple[Array, Array]:
+    return first("window attention", "tpu", q, k).window_attention(q, k, *rest)
+
+
+TPU = replace(
+    xla_operations(
+        "tpu",
+        xla.tpu_product,
+        heads_xla.rotate_by_product,
+        prefix_attention,
+        head_argmax,
+        head_top_k,
+        append_all,
+    ),
+    append=append,
+    window_attention=window_attention,
+    window_multiple=LANES,
+    pages=pages,
+    paged_append=paged_append,
+    paged_attention=paged_attention,
+    paged_append_attend=paged_append_attend,
+)
