@@ -45,11 +45,11 @@ namespace appending {
 #include "../../src/tilewright/kernels/append/cpu.cc"
 }  // namespace appending
 
-namespace taking {
+namespace gathering {
 #undef TilewrightIsa
-#define TilewrightIsa TilewrightTakeIsa
-#include "../../src/tilewright/kernels/take/cpu.cc"
-}  // namespace taking
+#define TilewrightIsa TilewrightGatherRowsIsa
+#include "../../src/tilewright/kernels/gather_rows/cpu.cc"
+}  // namespace gathering
 
 namespace reading {
 #undef TilewrightIsa
@@ -57,11 +57,11 @@ namespace reading {
 #include "../../src/tilewright/kernels/read/cpu.cc"
 }  // namespace reading
 
-namespace putting {
+namespace scattering {
 #undef TilewrightIsa
-#define TilewrightIsa TilewrightPutIsa
-#include "../../src/tilewright/kernels/put/cpu.cc"
-}  // namespace putting
+#define TilewrightIsa TilewrightScatterRowsIsa
+#include "../../src/tilewright/kernels/scatter_rows/cpu.cc"
+}  // namespace scattering
 
 namespace window_attention {
 #undef TilewrightIsa
@@ -632,10 +632,10 @@ void check_put(int64_t places, int64_t size) {
   index[0] = -1, index[1] = static_cast<int32_t>(places - 1), index[2] = static_cast<int32_t>(places), index[3] = places > 1 ? 0 : -7;
   const auto type = type_of<T>();
   const Buffer tb(type, table, {places, size}), ib(XLA_FFI_DataType_S32, index, {4}), rb(type, rows, {4, size});
-  check(putting::Put(tb.as<Any>(), ib.as<S32>(), rb.as<Any>(), tb.as<Any>()).success(), "put", places, size, 4);
+  check(scattering::ScatterRows(tb.as<Any>(), ib.as<S32>(), rb.as<Any>(), tb.as<Any>()).success(), "scatter_rows", places, size, 4);
   for (int64_t i = 0; i < table.count; ++i) {
     const int64_t row = i / size == places - 1 ? 1 : i / size == 0 ? 3 : -1;
-    check(table[i] == (row < 0 ? before[i] : rows[row * size + i % size]), "put", places, size, 4);
+    check(table[i] == (row < 0 ? before[i] : rows[row * size + i % size]), "scatter_rows", places, size, 4);
   }
 }
 
@@ -765,8 +765,8 @@ void check_moves(int64_t batch, int64_t heads, int64_t slots, int64_t added, int
     const int64_t slot = i / size % slots, b = i / (size * slots * heads);
     check(cache[i] == static_cast<T>(slot >= start[b] ? 255 : i % 251), "append", batch, slots, added);
   }
-  check(taking::Take(table.as<Any>(), ib.as<S32>(), tb.as<Any>()).success(), "take", batch, slots, size);
-  for (int64_t i = 0; i < batch * size; ++i) check(taken[i] == cache[index[i / size] * size + i % size], "take", batch, slots, size);
+  check(gathering::GatherRows(table.as<Any>(), ib.as<S32>(), tb.as<Any>()).success(), "gather_rows", batch, slots, size);
+  for (int64_t i = 0; i < batch * size; ++i) check(taken[i] == cache[index[i / size] * size + i % size], "gather_rows", batch, slots, size);
 }
 
 // A graph with an empty row, a long one and sources beyond the last offset; its transposed, and where each edge is there.

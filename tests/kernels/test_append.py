@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from tilewright.kernels import native
 from tilewright.kernels.append import cpu as append_cpu
 from tilewright.kernels.append import xla as append_xla
-from tilewright.kernels.take import cpu as take_cpu
-from tilewright.kernels.take import xla as take_xla
+from tilewright.kernels.gather_rows import cpu as gather_cpu
+from tilewright.kernels.gather_rows import xla as gather_xla
 
 needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
 DTYPES = st.sampled_from([jnp.bfloat16, jnp.float32, jnp.int8])
 SHAPES = st.sampled_from([(1, 1, 1, 1, 1), (3, 2, 9, 3, 4), (2, 1, 7, 5, 7)])
 APPENDS = [pytest.param(append_cpu.append, id="cpu", marks=needs_native), pytest.param(append_xla.append, id="xla")]
-TAKES = [pytest.param(take_cpu.take, id="cpu", marks=needs_native), pytest.param(take_xla.take, id="xla")]
+GATHERS = [pytest.param(gather_cpu.gather_rows, id="cpu", marks=needs_native), pytest.param(gather_xla.gather_rows, id="xla")]
 
 
 @pytest.mark.parametrize("append", APPENDS)
@@ -63,12 +63,12 @@ def test_a_loop_writes_a_cache_where_it_is():
     np.testing.assert_array_equal(jnp.sum(compiled(cache, new), axis=2), np.full((1, 2, 64), 32))
 
 
-@pytest.mark.parametrize("take", TAKES)
+@pytest.mark.parametrize("gather", GATHERS)
 @given(st.integers(0, 2**31 - 1), st.sampled_from([1, 40]), st.sampled_from([1, 67]), DTYPES)
-def test_rows_of_a_table(take: Any, seed: int, rows: int, size: int, dtype: Any):
+def test_rows_of_a_table(gather: Any, seed: int, rows: int, size: int, dtype: Any):
     rng = np.random.default_rng(seed)
     table, index = jnp.asarray(rng.integers(-100, 100, (rows, size)), dtype), rng.integers(0, rows, (2, 3))
-    found = jax.jit(take)(table, index)
+    found = jax.jit(gather)(table, index)
     assert found.dtype == dtype
     np.testing.assert_array_equal(found, np.asarray(table)[index])
 
@@ -76,4 +76,4 @@ def test_rows_of_a_table(take: Any, seed: int, rows: int, size: int, dtype: Any)
 @needs_native
 def test_places_outside_a_table_are_taken_as_xla_takes_them():
     table, index = jnp.arange(12.0).reshape(4, 3), jnp.asarray([4, 1000])
-    np.testing.assert_array_equal(take_cpu.take(table, index), take_xla.take(table, index))
+    np.testing.assert_array_equal(gather_cpu.gather_rows(table, index), gather_xla.gather_rows(table, index))

@@ -15,10 +15,10 @@ from kernels import block_checks
 from kernels.block_checks import file_of
 from kernels.linear_checks import normal
 from tilewright.kernels import native, select
+from tilewright.kernels.gather_rows import cpu as gather
 from tilewright.kernels.linear import blocks, cpu
 from tilewright.kernels.linear.blocks import BLOCK, BlockFormat, Blocks
 from tilewright.kernels.operations import Joined
-from tilewright.kernels.take import cpu as take
 
 needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
 formats = pytest.mark.parametrize("kind", block_checks.FORMATS)
@@ -57,7 +57,7 @@ def test_rows_of_a_table_are_those_of_the_dequantised_matrix(kind: BlockFormat, 
     w = blocks.read_blocks(file_of(rng, *of, kind), kind)
     table = blocks.Table(cpu.pack(w).panels, of[1], of[0] * BLOCK - 3, dtype)
     index = rng.integers(0, of[1], (2, 7))
-    found = take.take(table, jnp.asarray(index, jnp.int32))
+    found = gather.gather_rows(table, jnp.asarray(index, jnp.int32))
     wanted = np.asarray(blocks.dequantise(w).T[index, : table.width]).astype(jnp.dtype(dtype))
     assert (found.shape, found.dtype.name) == ((2, 7, table.width), dtype)
     np.testing.assert_array_equal(np.asarray(found, np.float32), wanted.astype(np.float32))

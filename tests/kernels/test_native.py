@@ -86,7 +86,7 @@ def test_the_compiler_is_told_of_one_instruction_set(tmp_path: Path):
     script.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/said\nfor last; do :; done\n: > "$last"\n')
     script.chmod(0o755)
     for isa in (None, "avx2"):
-        build.build("put", INCLUDE, str(script), tmp_path / "kept", isa)
+        build.build("scatter_rows", INCLUDE, str(script), tmp_path / "kept", isa)
     every, one = (tmp_path / "said").read_text().splitlines()
     assert '-DTILEWRIGHT_ISA="avx2"' in one
     assert "TILEWRIGHT_ISA" not in every
@@ -192,7 +192,7 @@ def own_cache(tmp_path: Path) -> Path:
     folder.mkdir()
     names = native.library_names(isa) | {build.ISA: build.library_name(build.ISA, INCLUDE)}
     for operation, name in names.items():
-        shutil.copy(used.get(operation, used["take"]), folder / name)  # any of them says what runs here
+        shutil.copy(used.get(operation, used["gather_rows"]), folder / name)  # any of them says what runs here
         build.seal(folder / name)
     return folder
 
@@ -207,7 +207,7 @@ def loaded(cache: Path, compiler: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("damage", [truncated, garbled])
 def test_a_damaged_library_in_the_cache_is_built_anew(own_cache: Path, tmp_path: Path, damage: Callable[..., None]):
     """Damage would end the process by a signal, or leave it without kernels for ever."""
-    library = next(own_cache.glob("take-*.so"))
+    library = next(own_cache.glob("gather_rows-*.so"))
     whole = shutil.copy(library, tmp_path / "whole.so")
     compiler = tmp_path / "cc"  # compiling takes a minute
     compiler.write_text(f'#!/bin/sh\nfor last; do :; done\ncp {whole} "$last"\n')

@@ -56,7 +56,7 @@ def test_a_files_bits_are_kept_rows_permuted_and_joined(tmp_path: Path, family: 
     assert isinstance(found.embed, Table) == (want.head is None)
     if want.head is None:
         assert found.embed.panels is found.head.panels
-        rows = select.operations(weights="int4").take(found.embed, jnp.arange(len(want.embed)))
+        rows = select.operations(weights="int4").gather_rows(found.embed, jnp.arange(len(want.embed)))
         np.testing.assert_array_equal(rows, want.embed)
         assert held_bytes(found) == step_bytes(found)
 

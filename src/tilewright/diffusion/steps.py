@@ -99,7 +99,7 @@ def predicted(
     rows = jnp.maximum(positions - int(how.config.shifted), first[:, None]) - begin[:, None]
     batch, width = x.shape[:2]
     flat = jnp.arange(batch)[:, None] * width + jnp.clip(rows, 0, width - 1)
-    hidden = how.ops.take(x.reshape(batch * width, -1), flat.astype(jnp.int32))
+    hidden = how.ops.gather_rows(x.reshape(batch * width, -1), flat.astype(jnp.int32))
     return diffusion.logits(how.config, how.ops, params, hidden, how.schedule)
 
 

@@ -115,7 +115,7 @@ class Picked(NamedTuple):
 
 
 def pick(ops: Operations, mask: Bool[Array, "B W"]) -> Picked:
-    return Picked(*ops.compact(mask.reshape(-1)))
+    return Picked(*ops.nonzero(mask.reshape(-1)))
 
 
 def bucket_sizes(buckets: tuple[int, ...], rows: int) -> tuple[int, ...]:
@@ -133,12 +133,12 @@ def on_picked(
     """`function(*rows, count=...)` of the picked rows of arrays; of its results, `[R, ...]`, the first `count` rows count."""
     size = picked.indices.size
     if ops.counts:
-        return function(*(ops.take(x, picked.indices) for x in arrays), count=picked.number)
+        return function(*(ops.gather_rows(x, picked.indices) for x in arrays), count=picked.number)
     sizes = bucket_sizes(buckets, size)
 
     def branch(rows: int) -> Callable[[], Any]:
         def run() -> Any:
-            results = function(*(ops.take(x, picked.indices[:rows]) for x in arrays), count=None)
+            results = function(*(ops.gather_rows(x, picked.indices[:rows]) for x in arrays), count=None)
             return jax.tree.map(lambda y: jnp.pad(y, [(0, size - rows), *[(0, 0)] * (y.ndim - 1)]), results)
 
         return run
@@ -178,7 +178,7 @@ class Pass:
     def of_window(self, cache: Float[Array, "B S F"]) -> Float[Array, "B W F"]:
         if self.whole:
             return cache
-        return self.ops.take(cache.reshape(-1, cache.shape[-1]), self.rows)
+        return self.ops.gather_rows(cache.reshape(-1, cache.shape[-1]), self.rows)
 
     def keys_values(
         self, layer: Layer, x: Float[Array, "R H"], cos: Array, sin: Array, count: Array | None = None
@@ -201,9 +201,9 @@ class Pass:
         picked, flat = pick(self.ops, salient), [part.reshape(-1, part.shape[-1]) for part in (x, *self.rope)]
         k, v = on_picked(self.ops, self.buckets, partial(self.keys_values, layer), picked, *flat)
         places = picked.among(self.rows)
-        values, old = self.ops.exchange(cache.v, places, v)
-        moved = self.ops.put(jnp.zeros_like(values), places, v - old)
-        after = replace(cache, k=self.ops.put(cache.k, places, k), v=values)
+        values, old = self.ops.swap_rows(cache.v, places, v)
+        moved = self.ops.scatter_rows(jnp.zeros_like(values), places, v - old)
+        after = replace(cache, k=self.ops.scatter_rows(cache.k, places, k), v=values)
         changes = [moved] if self.window.catches_up is None else [moved, after.v - cache.base]
         return after, jnp.stack(changes, axis=1)
 
@@ -227,14 +227,14 @@ class Pass:
             cache = replace(cache, context=context)
         else:
             places = jnp.where(window.active, self.rows, -1).reshape(-1)
-            cache = replace(cache, context=self.ops.put(cache.context, places, context.reshape(places.size, -1)))
+            cache = replace(cache, context=self.ops.scatter_rows(cache.context, places, context.reshape(places.size, -1)))
         picked = pick(ops, after)
 
         def mlp(rows: Float[Array, "R H"], count: Array | None) -> Float[Array, "R H"]:
             return decoder.mlp(self.config, ops, layer, rows[None], count=count)[0]
 
         rows = self.schedule.reduce(on_picked(ops, self.buckets, mlp, picked, x.reshape(-1, x.shape[-1])))
-        cache = replace(cache, ffn=self.ops.put(cache.ffn, picked.among(self.rows), rows))
+        cache = replace(cache, ffn=self.ops.scatter_rows(cache.ffn, picked.among(self.rows), rows))
         if window.renews is not None:
             base = jnp.where(window.renews[:, None, None, None], cache.v, cache.base)
             cache = replace(cache, base=base)

@@ -52,15 +52,18 @@ TARGETS = {
         "tilewright_causal_attention_grad": "TilewrightCausalAttentionGrad",
     },
     "window_attention": {"tilewright_window_attention": "TilewrightWindowAttention"},
-    "compact": {"tilewright_compact": "TilewrightCompact"},
-    "put": {"tilewright_put": "TilewrightPut", "tilewright_exchange": "TilewrightExchange"},
+    "nonzero": {"tilewright_nonzero": "TilewrightNonzero"},
+    "scatter_rows": {"tilewright_scatter_rows": "TilewrightScatterRows", "tilewright_swap_rows": "TilewrightSwapRows"},
     "read": {"tilewright_read": "TilewrightRead"},
     "rms_norm": {
         "tilewright_rms_norm": "TilewrightRmsNorm",
         "tilewright_normalise": "TilewrightNormalise",
         "tilewright_normalise_grad": "TilewrightNormaliseGrad",
     },
-    "take": {"tilewright_take": "TilewrightTake", "tilewright_take_blocks": "TilewrightTakeBlocks"},
+    "gather_rows": {
+        "tilewright_gather_rows": "TilewrightGatherRows",
+        "tilewright_gather_block_rows": "TilewrightGatherBlockRows",
+    },
     "gather_reduce": {
         "tilewright_gather_reduce": "TilewrightGatherReduce",
         "tilewright_edge_dot": "TilewrightEdgeDot",

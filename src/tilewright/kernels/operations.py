@@ -94,12 +94,12 @@ class Operations:
 
     Attributes:
         name: of the implementation, as it is shown to users.
-        take: `(table [V, H], index) -> rows [..., H]`: the rows of a table, such as the embeddings of tokens; with
+        gather_rows: `(table [V, H], index) -> rows [..., H]`: the rows of a table, such as the embeddings of tokens; with
             `keeps_blocks` of a `Table` too.
-        put: `(table, index [R], rows [R, H]) -> table` with these rows at these places, no two the same; a row whose index is
-            out of range goes nowhere. The table is one of rows `[V, H]`, of whatever shape.
-        exchange: `(table, index, rows) -> (table, old rows)`: the same, and what stood there; zeros for rows that go nowhere.
-        compact: `(mask [R]) -> (index [R], count)`: the places where it holds, in order, and how many they are.
+        scatter_rows: `(table, index [R], rows [R, H]) -> table` with these rows at these places, no two the same; a row whose
+            index is out of range goes nowhere. The table is one of rows `[V, H]`, of whatever shape.
+        swap_rows: `(table, index, rows) -> (table, old rows)`: the same, and what stood there; zeros for rows that go nowhere.
+        nonzero: `(mask [R]) -> (index [R], count)`: the places where it holds, in order, and how many they are.
         linear: `(x, w, out_dtype=None, norm=None, add=None, count=None) -> x @ w + add`, after `norm` if one is given; in
             `out_dtype`, else that of `x`. Of `x` only the first `count` rows need be computed; see `counts`.
         gated_linear: `(x, joined, norm=None, count=None) -> silu(x @ gate) * (x @ up)`.
@@ -144,10 +144,10 @@ class Operations:
     """
 
     name: str
-    take: Callable[[Any, Array], Array]
-    put: Callable[[Array, Array, Array], Array]
-    exchange: Callable[[Array, Array, Array], tuple[Array, Array]]
-    compact: Callable[[Array], tuple[Array, Array]]
+    gather_rows: Callable[[Any, Array], Array]
+    scatter_rows: Callable[[Array, Array, Array], Array]
+    swap_rows: Callable[[Array, Array, Array], tuple[Array, Array]]
+    nonzero: Callable[[Array], tuple[Array, Array]]
     linear: Callable[..., Array]
     gated_linear: Callable[..., Array]
     project: Callable[..., Projection]

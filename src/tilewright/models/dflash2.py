@@ -208,7 +208,7 @@ def pair_scores(
         candidates: by the drafter's.
     """
     before, here = (
-        ops.take(codebook, tokens).astype(jnp.float32)
+        ops.gather_rows(codebook, tokens).astype(jnp.float32)
         for codebook, tokens in ((selector.predecessor, previous), (selector.successor, candidates))
     )
     if selector.projection is not None:

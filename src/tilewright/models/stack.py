@@ -111,7 +111,7 @@ class SingleDevice:
         return x
 
     def embed(self, ops: Operations, table: Float[Array, "V H"] | Table, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
-        return ops.take(table, tokens)
+        return ops.gather_rows(table, tokens)
 
     def run(
         self, stack: Stack, x: Float[Array, "B T H"], rows: Rows, kept: tuple[Any, ...], taps: tuple[int, ...]

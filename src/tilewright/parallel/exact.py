@@ -65,7 +65,7 @@ class Exact(TensorParallel):
         return tree_sum(x, self.axis) if self.size > 1 else x
 
     def embed(self, ops: Operations, table: Float[Array, "V H"], tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
-        return super().embed(ops, table, tokens) if self.axis else ops.take(table, tokens)
+        return super().embed(ops, table, tokens) if self.axis else ops.gather_rows(table, tokens)
 
     def run(
         self, stack: Any, x: Float[Array, "B T H"], rows: Any, kept: tuple[Any, ...], taps: tuple[int, ...]

@@ -38,7 +38,7 @@ class MicroBatches:
         return x
 
     def embed(self, ops: Operations, table: Float[Array, "V H"], tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
-        return ops.take(table, tokens)
+        return ops.gather_rows(table, tokens)
 
     def run(
         self, stack: Any, x: Float[Array, "B T H"], rows: Any, kept: tuple[Any, ...], taps: tuple[int, ...]
@@ -108,7 +108,7 @@ class TensorParallel:
         """The rows that are in this device's part of the table, and zeros for the others."""
         own = tokens - self.first(len(table))
         here = (own >= 0) & (own < len(table))
-        rows = ops.take(table, jnp.clip(own, 0, len(table) - 1))
+        rows = ops.gather_rows(table, jnp.clip(own, 0, len(table) - 1))
         return jnp.where(here[..., None], rows, 0)
 
     def run(

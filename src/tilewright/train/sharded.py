@@ -249,7 +249,7 @@ def _embedded(ops: Operations, plan: Plan, table: Float[Array, "W H"], tokens: A
     """This device's rows of the stream, of a table of which each has part of the vocabulary."""
     own = tokens.reshape(-1) - jax.lax.axis_index(GROUPED_AXES) * len(table)
     here = (own >= 0) & (own < len(table))
-    found = jnp.where(here[:, None], _taken(ops.take, table, jnp.clip(own, 0, len(table) - 1)), 0)
+    found = jnp.where(here[:, None], _taken(ops.gather_rows, table, jnp.clip(own, 0, len(table) - 1)), 0)
     if plan.activations == "ring":
         return rings.reduce_scatter(found, GROUPED_AXES)
     return jax.lax.psum_scatter(found, GROUPED_AXES, tiled=True)

@@ -15,17 +15,17 @@ from tilewright.kernels.append import xla as append_xla
 from tilewright.kernels.attention import cpu as attention_cpu
 from tilewright.kernels.attention.cpu import refuses_heads
 from tilewright.kernels.causal_attention import xla as causal_xla
-from tilewright.kernels.compact import cpu as compact_cpu
 from tilewright.kernels.cross_entropy import xla as loss_xla
+from tilewright.kernels.gather_rows import cpu as gather_cpu
 from tilewright.kernels.heads import xla as heads_xla
 from tilewright.kernels.linear import cpu
+from tilewright.kernels.nonzero import cpu as nonzero_cpu
 from tilewright.kernels.operations import Heads, Joined, Norm, Operations, Pages, Weights
 from tilewright.kernels.paged import cpu as paged_cpu
 from tilewright.kernels.paged import xla as paged_xla
-from tilewright.kernels.put import cpu as put_cpu
 from tilewright.kernels.registry import first
 from tilewright.kernels.rms_norm import cpu as norm_cpu
-from tilewright.kernels.take import cpu as take_cpu
+from tilewright.kernels.scatter_rows import cpu as scatter_cpu
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["parts"])
@@ -138,10 +138,10 @@ def cpu_operations(name: str, weights: Weights) -> Operations:
 
     return Operations(
         name=name,
-        take=take_cpu.take,
-        put=put_cpu.put,
-        exchange=put_cpu.exchange,
-        compact=compact_cpu.compact,
+        gather_rows=gather_cpu.gather_rows,
+        scatter_rows=scatter_cpu.scatter_rows,
+        swap_rows=scatter_cpu.swap_rows,
+        nonzero=nonzero_cpu.nonzero,
         linear=linear,
         gated_linear=lambda x, w, norm=None, count=None: linear(x, w, norm=norm, count=count),
         project=project,

@@ -10,17 +10,17 @@ from jaxtyping import Float
 from tilewright.kernels.append import xla as append
 from tilewright.kernels.attention import xla as attention
 from tilewright.kernels.causal_attention import xla as causal
-from tilewright.kernels.compact import xla as compact
 from tilewright.kernels.cross_entropy import xla as loss
+from tilewright.kernels.gather_rows import xla as gather
 from tilewright.kernels.head_argmax import xla as argmax
 from tilewright.kernels.head_top_k import xla as top_k
 from tilewright.kernels.heads import xla as heads_xla
 from tilewright.kernels.linear import xla
+from tilewright.kernels.nonzero import xla as nonzero
 from tilewright.kernels.operations import Norm, Operations, Transposed
 from tilewright.kernels.paged import xla as paged
-from tilewright.kernels.put import xla as put
 from tilewright.kernels.rms_norm import reference as norm_reference
-from tilewright.kernels.take import xla as take
+from tilewright.kernels.scatter_rows import xla as scatter
 from tilewright.kernels.window_attention import xla as window
 
 
@@ -52,10 +52,10 @@ def xla_operations(
     heads, linear = partial(heads_xla.heads, rotate=rotate), partial(xla.linear, product=product)
     return Operations(
         name=name,
-        take=take.take,
-        put=put.put,
-        exchange=put.exchange,
-        compact=compact.compact,
+        gather_rows=gather.gather_rows,
+        scatter_rows=scatter.scatter_rows,
+        swap_rows=scatter.swap_rows,
+        nonzero=nonzero.nonzero,
         linear=linear,
         gated_linear=partial(xla.gated_linear, product=product),
         project=partial(xla.project, product=product),

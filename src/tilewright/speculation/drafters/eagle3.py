@@ -76,7 +76,7 @@ class Eagle3(OneKind):
         own = models.drafter.embed  # which is whole on every device
         if own is None:
             return target.schedule.embed(target.ops, models.target.embed, tokens).astype(DTYPES[self.dtype])
-        return self.ops.take(own, tokens).astype(DTYPES[self.dtype])
+        return self.ops.gather_rows(own, tokens).astype(DTYPES[self.dtype])
 
     def propose(self, target: Target, models: Models, state: DecodeState) -> Proposal:
         """Drafts token after token: each step reads its own output of the step before, and the token drafted there."""

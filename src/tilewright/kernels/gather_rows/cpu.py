@@ -12,11 +12,11 @@ from jaxtyping import Int, Shaped
 from tilewright.kernels.linear.blocks import Table
 
 
-def take(table: Shaped[Array, "V H"] | Table, index: Int[Array, "*rows"]) -> Shaped[Array, "*rows H"]:
+def gather_rows(table: Shaped[Array, "V H"] | Table, index: Int[Array, "*rows"]) -> Shaped[Array, "*rows H"]:
     """As `table[index]`, for indices from 0 to V - 1. There is no gradient."""
     if isinstance(table, Table):
         out = jax.ShapeDtypeStruct((*index.shape, table.width), jnp.dtype(table.dtype))
-        call = jax.ffi.ffi_call("tilewright_take_blocks", out)
+        call = jax.ffi.ffi_call("tilewright_gather_block_rows", out)
         return call(table.panels, index.astype(jnp.int32), rows=np.int64(table.rows))
-    call = jax.ffi.ffi_call("tilewright_take", jax.ShapeDtypeStruct((*index.shape, table.shape[1]), table.dtype))
+    call = jax.ffi.ffi_call("tilewright_gather_rows", jax.ShapeDtypeStruct((*index.shape, table.shape[1]), table.dtype))
     return call(table, index.astype(jnp.int32))

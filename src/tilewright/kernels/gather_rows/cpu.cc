@@ -6,11 +6,11 @@
 
 namespace {
 
-ffi::Error Take(ffi::AnyBuffer table, ffi::Buffer<ffi::S32> index, ffi::Result<ffi::AnyBuffer> out) {
+ffi::Error GatherRows(ffi::AnyBuffer table, ffi::Buffer<ffi::S32> index, ffi::Result<ffi::AnyBuffer> out) {
   const auto dims = table.dimensions();
   if (dims.size() != 2 || dims[0] == 0 || out->element_type() != table.element_type() ||
       out->element_count() != index.element_count() * static_cast<size_t>(dims[1]))
-    return ffi::Error::InvalidArgument("tilewright_take: shapes or types do not fit");
+    return ffi::Error::InvalidArgument("tilewright_gather_rows: shapes or types do not fit");
   const size_t row = dims[1] * ffi::ByteWidth(table.element_type());
   auto* to = static_cast<char*>(out->untyped_data());
   for (size_t i = 0; i < index.element_count(); ++i) {
@@ -29,8 +29,8 @@ float from_half(const uint8_t* x) {
   return (bits & 0x8000) != 0 ? -size : size;
 }
 
-void put(float value, float* out) { *out = value; }
-void put(float value, uint16_t* out) {  // the nearest bfloat16 of a finite number
+void store(float value, float* out) { *out = value; }
+void store(float value, uint16_t* out) {  // the nearest bfloat16 of a finite number
   uint32_t bits;
   std::memcpy(&bits, &value, 4);
   *out = static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
@@ -47,16 +47,16 @@ void read_lane(const uint8_t* panel, int64_t lane, int64_t size, int64_t inputs,
     const uint8_t byte = pair[halves + half * integers + at / 4 * 64 + lane * 4 + at % 4];
     const int whole = eight ? byte - 128 : (k % 32 < 16 ? byte & 15 : byte >> 4) - (minimum ? 0 : 8);
     const float scaled = static_cast<float>(whole) * from_half(pair + (half * 16 + lane) * 2);
-    put(minimum ? scaled + from_half(pair + 64 + (half * 16 + lane) * 2) : scaled, out + k);
+    store(minimum ? scaled + from_half(pair + 64 + (half * 16 + lane) * 2) : scaled, out + k);
   }
 }
 
-ffi::Error TakeBlocks(ffi::Buffer<ffi::U8> panels, ffi::Buffer<ffi::S32> index, ffi::Result<ffi::AnyBuffer> out, int64_t rows) {
+ffi::Error GatherBlockRows(ffi::Buffer<ffi::U8> panels, ffi::Buffer<ffi::S32> index, ffi::Result<ffi::AnyBuffer> out, int64_t rows) {
   const auto dims = panels.dimensions(), shape = out->dimensions();
   if (dims.size() != 3 || shape.size() == 0 || rows < 1 || rows > dims[0] * 16 || (dims[2] != 576 && dims[2] != 640 && dims[2] != 1088) ||
       shape.back() > dims[1] * 64 || out->element_count() != index.element_count() * static_cast<size_t>(shape.back()) ||
       (out->element_type() != ffi::F32 && out->element_type() != ffi::BF16))
-    return ffi::Error::InvalidArgument("tilewright_take_blocks: shapes or types do not fit");
+    return ffi::Error::InvalidArgument("tilewright_gather_block_rows: shapes or types do not fit");
   for (size_t i = 0; i < index.element_count(); ++i) {
     const int64_t from = std::clamp<int64_t>(index.typed_data()[i], 0, rows - 1), at = i * shape.back();
     const uint8_t* panel = panels.typed_data() + from / 16 * dims[1] * dims[2];
@@ -68,8 +68,8 @@ ffi::Error TakeBlocks(ffi::Buffer<ffi::U8> panels, ffi::Buffer<ffi::S32> index, 
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightTake, Take, ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Arg<ffi::Buffer<ffi::S32>>().Ret<ffi::AnyBuffer>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightTakeBlocks, TakeBlocks,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightGatherRows, GatherRows, ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Arg<ffi::Buffer<ffi::S32>>().Ret<ffi::AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightGatherBlockRows, GatherBlockRows,
                               ffi::Ffi::Bind().Arg<ffi::Buffer<ffi::U8>>().Arg<ffi::Buffer<ffi::S32>>().Ret<ffi::AnyBuffer>().Attr<int64_t>("rows"));
 
 extern "C" const char* TilewrightIsa() { return native::isa_names[native::isa()]; }

@@ -5,12 +5,12 @@
 namespace {
 
 // The table's rows are as long as those that are written; how many dims it has does not matter.
-ffi::Error Put(ffi::AnyBuffer table, ffi::Buffer<ffi::S32> index, ffi::AnyBuffer rows, ffi::Result<ffi::AnyBuffer> out) {
+ffi::Error ScatterRows(ffi::AnyBuffer table, ffi::Buffer<ffi::S32> index, ffi::AnyBuffer rows, ffi::Result<ffi::AnyBuffer> out) {
   const auto dims = rows.dimensions();
   if (dims.size() != 2 || rows.element_type() != table.element_type() || out->element_type() != table.element_type() ||
       out->element_count() != table.element_count() || static_cast<size_t>(dims[0]) != index.element_count() ||
       (dims[1] == 0 ? table.element_count() != 0 : table.element_count() % dims[1] != 0))
-    return ffi::Error::InvalidArgument("tilewright_put: shapes or types do not fit");
+    return ffi::Error::InvalidArgument("tilewright_scatter_rows: shapes or types do not fit");
   const size_t row = dims[1] * ffi::ByteWidth(table.element_type());
   const int64_t places = dims[1] == 0 ? 0 : table.element_count() / dims[1];
   auto* to = static_cast<char*>(out->untyped_data());
@@ -23,11 +23,11 @@ ffi::Error Put(ffi::AnyBuffer table, ffi::Buffer<ffi::S32> index, ffi::AnyBuffer
 }
 
 // The same, and the rows that stood there before; zeros for those that go nowhere.
-ffi::Error Exchange(ffi::AnyBuffer table, ffi::Buffer<ffi::S32> index, ffi::AnyBuffer rows, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> old) {
+ffi::Error SwapRows(ffi::AnyBuffer table, ffi::Buffer<ffi::S32> index, ffi::AnyBuffer rows, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> old) {
   const auto dims = rows.dimensions();
   if (dims.size() != 2 || static_cast<size_t>(dims[0]) != index.element_count() || old->element_type() != table.element_type() ||
       old->element_count() != rows.element_count() || (dims[1] == 0 ? table.element_count() != 0 : table.element_count() % dims[1] != 0))
-    return ffi::Error::InvalidArgument("tilewright_exchange: shapes or types do not fit");
+    return ffi::Error::InvalidArgument("tilewright_swap_rows: shapes or types do not fit");
   const size_t row = dims[1] * ffi::ByteWidth(table.element_type());
   const int64_t places = dims[1] == 0 ? 0 : table.element_count() / dims[1];
   auto* to = static_cast<char*>(old->untyped_data());
@@ -36,14 +36,14 @@ ffi::Error Exchange(ffi::AnyBuffer table, ffi::Buffer<ffi::S32> index, ffi::AnyB
     if (at >= 0 && at < places) std::memcpy(to, static_cast<const char*>(table.untyped_data()) + at * row, row);
     else std::memset(to, 0, row);
   }
-  return Put(table, index, rows, out);
+  return ScatterRows(table, index, rows, out);
 }
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightExchange, Exchange,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightSwapRows, SwapRows,
                               ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Arg<ffi::Buffer<ffi::S32>>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightPut, Put,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightScatterRows, ScatterRows,
                               ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Arg<ffi::Buffer<ffi::S32>>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
 
 extern "C" const char* TilewrightIsa() { return native::isa_names[native::isa()]; }

@@ -5,7 +5,7 @@ from jax import Array
 from jaxtyping import Bool, Int32
 
 
-def compact(mask: Bool[Array, " R"]) -> tuple[Int32[Array, " R"], Int32[Array, ""]]:
+def nonzero(mask: Bool[Array, " R"]) -> tuple[Int32[Array, " R"], Int32[Array, ""]]:
     """The places where the mask holds, in order, with zeros behind them; and how many they are."""
     rank = jnp.cumsum(mask, dtype=jnp.int32)
     places = jnp.where(mask, rank - 1, mask.size)

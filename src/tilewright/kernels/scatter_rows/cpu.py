@@ -9,20 +9,24 @@ from jax import Array
 from jaxtyping import Int, Shaped
 
 
-def put(table: Shaped[Array, "*table"], index: Int[Array, " R"], rows: Shaped[Array, "R H"]) -> Shaped[Array, "*table"]:
-    """As `xla.put`; the table is written where it is, if nothing else reads it afterwards.
+def scatter_rows(
+    table: Shaped[Array, "*table"], index: Int[Array, " R"], rows: Shaped[Array, "R H"]
+) -> Shaped[Array, "*table"]:
+    """As `xla.scatter_rows`; the table is written where it is, if nothing else reads it afterwards.
 
     It is taken in the shape that it has: a table that is reshaped for the call, and back, XLA copies both times.
     """
-    call = jax.ffi.ffi_call("tilewright_put", jax.ShapeDtypeStruct(table.shape, table.dtype), input_output_aliases={0: 0})
+    call = jax.ffi.ffi_call(
+        "tilewright_scatter_rows", jax.ShapeDtypeStruct(table.shape, table.dtype), input_output_aliases={0: 0}
+    )
     return call(table, index.astype(jnp.int32), rows.astype(table.dtype))
 
 
-def exchange(
+def swap_rows(
     table: Shaped[Array, "*table"], index: Int[Array, " R"], rows: Shaped[Array, "R H"]
 ) -> tuple[Shaped[Array, "*table"], Shaped[Array, "R H"]]:
-    """As `xla.exchange`, in place as `put`: read by a call of its own, the old rows would cost a copy of the table."""
+    """As `xla.swap_rows`, in place: read by a call of its own, the old rows would cost a copy of the table."""
     results = (jax.ShapeDtypeStruct(table.shape, table.dtype), jax.ShapeDtypeStruct(rows.shape, table.dtype))
-    call = jax.ffi.ffi_call("tilewright_exchange", results, input_output_aliases={0: 0})
+    call = jax.ffi.ffi_call("tilewright_swap_rows", results, input_output_aliases={0: 0})
     after, old = call(table, index.astype(jnp.int32), rows.astype(table.dtype))
     return after, old

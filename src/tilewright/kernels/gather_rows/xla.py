@@ -4,5 +4,5 @@ from jax import Array
 from jaxtyping import Int, Shaped
 
 
-def take(table: Shaped[Array, "V H"], index: Int[Array, "*rows"]) -> Shaped[Array, "*rows H"]:
+def gather_rows(table: Shaped[Array, "V H"], index: Int[Array, "*rows"]) -> Shaped[Array, "*rows H"]:
     return table[index]

@@ -9,8 +9,8 @@ from jax import Array
 from jaxtyping import Bool, Int32
 
 
-def compact(mask: Bool[Array, " R"]) -> tuple[Int32[Array, " R"], Int32[Array, ""]]:
-    """As `xla.compact`."""
+def nonzero(mask: Bool[Array, " R"]) -> tuple[Int32[Array, " R"], Int32[Array, ""]]:
+    """As `xla.nonzero`."""
     results = (jax.ShapeDtypeStruct(mask.shape, jnp.int32), jax.ShapeDtypeStruct((), jnp.int32))
-    index, count = jax.ffi.ffi_call("tilewright_compact", results)(mask)
+    index, count = jax.ffi.ffi_call("tilewright_nonzero", results)(mask)
     return index, count
