@@ -24,7 +24,7 @@ from tilewright.compiled.machine import chip_name
 from tilewright.compiled.timing import alternate, spread
 from tilewright.kernels import native
 from tilewright.kernels.attention import cpu as attention
-from tilewright.kernels.operations import Pages
+from tilewright.kernels.operations import KeyValuePages
 from tilewright.kernels.paged import cpu as paged
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -37,7 +37,7 @@ def contiguous(operands: dict[str, Any], k: Array, v: Array) -> tuple[Array, Arr
 
 
 def over_pages(table: Array, operands: dict[str, Any], k: Array, v: Array) -> tuple[Array, Array]:
-    pool = paged.append_attend(**SIZES, **operands, pool=Pages(k, v), table=table)[1]
+    pool = paged.append_attend(**SIZES, **operands, pool=KeyValuePages(k, v), table=table)[1]
     return pool.k, pool.v
 
 

@@ -30,12 +30,12 @@ from tilewright.bench.linear import (
 )
 from tilewright.kernels import native
 from tilewright.kernels.linear import xla
-from tilewright.kernels.linear.cases import CASES, LAYERS, Case, named
+from tilewright.kernels.linear.cases import CASES, LAYERS, LinearCase, named
 from tilewright.models.decoder import DecoderConfig, config_from_hf, declare
 from tilewright.models.hub import PACKAGED
 
 needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
-SMALL = Case("demo", "q", 32, 16)
+SMALL = LinearCase("demo", "q", 32, 16)
 
 
 def fake_side(name: str, weight_bytes: int) -> Side:
@@ -125,13 +125,13 @@ def test_every_weight_of_a_program_feeds_the_next_input(spoiled: int):
 def test_a_program_has_a_kernel_call_for_each_weight(dtype: Any, layer: str, monkeypatch: pytest.MonkeyPatch):
     given = {}
 
-    def jax_side(name: str, case: Case, weights: Any, apply: Any, x_dtype: Any, weights_mb: float) -> Side:
+    def jax_side(name: str, case: LinearCase, weights: Any, apply: Any, x_dtype: Any, weights_mb: float) -> Side:
         given.update(weights=weights, apply=apply, x_dtype=x_dtype)
         return fake_side(name, 1)
 
     monkeypatch.setattr(linear, "jax_side", jax_side)
     matrices = [np.ones((32, 16), np.float32)] * (2 if layer == "gate_up" else 1)
-    assert linear.cpu_side(dtype, Case("demo", layer, 32, 16), matrices, 1.0).name == f"cpu_{dtype}"
+    assert linear.cpu_side(dtype, LinearCase("demo", layer, 32, 16), matrices, 1.0).name == f"cpu_{dtype}"
     x = jnp.ones((2, 32), given["x_dtype"])
     program = jax.jit(lambda x, group: chain(given["apply"], x, group)).lower(x, [given["weights"]] * 5).compile()
     text = program.as_text()
@@ -176,7 +176,7 @@ def test_figures_of_a_record():
         ("copy", 0): [40.0], ("read", 0): [50.0], ("cpu_bfloat16", 1): [5e-5], ("cpu_bfloat16", 4): [1e-4, 3e-4, 5e-5],
         ("xla_float32", 4): [3e-4], ("torch_bfloat16", 4): [5e-5, 4e-5, 6e-5],
     }  # fmt: skip
-    case = Case("demo", "gate_up", 500, 1000)
+    case = LinearCase("demo", "gate_up", 500, 1000)
     record = figures(case, sides, taken, "bfloat16", 4)
     assert record == {
         "model": "demo", "layer": "gate_up", "inputs": 500, "outputs": 1000, "gated": True, "dtype": "bfloat16", "rows": 4,
@@ -232,13 +232,13 @@ def test_a_layer_is_measured_on_every_side(kernels: bool, monkeypatch: pytest.Mo
     monkeypatch.setattr(linear, "RUN_S", 0.001)
     loaded: list[float] = []
 
-    def peer(case: Case, matrices: Sequence[np.ndarray], weights_mb: float) -> Side:
+    def peer(case: LinearCase, matrices: Sequence[np.ndarray], weights_mb: float) -> Side:
         assert [w.shape for w in matrices] == [(32, 16)] * 2
         loaded.append(weights_mb)
         return fake_side("other", 1)
 
     done: list[int] = []
-    case = Case("demo", "gate_up", 32, 16)
+    case = LinearCase("demo", "gate_up", 32, 16)
     records = measure(case, [1, 3], ["bfloat16"], Memory(8000), 0.01, 2, [peer], lambda: done.append(1))
     assert [record["rows"] for record in records] == [1, 3]
     assert {record["side"] for record in records} == {"cpu_bfloat16" if kernels else "xla_bfloat16"}

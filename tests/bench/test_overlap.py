@@ -9,7 +9,7 @@ from tilewright.bench.model_configs import model_config
 from tilewright.bench.overlap import LAYERS, Phase, Run, Setup, runs_of, steady
 from tilewright.chips.links import Fabric, ring_of, torus_of
 from tilewright.chips.tpu import CHIPS
-from tilewright.compiled.schedule import Graph, Node
+from tilewright.compiled.schedule import Node, ScheduleGraph
 from tilewright.compiled.timeline import lay_out
 from tilewright.parallel.auto import AUTO
 from tilewright.parallel.mesh import make_mesh
@@ -21,7 +21,7 @@ FABRIC = Fabric(CHIPS["v5e"], torus_of(CHIPS["v5e"], (1, 1)), ((0, 0),))
 def run_of(setup: Setup, phase: Phase, layers: int, cycles: dict[int, float]) -> Run:
     """Layers of 1,000 cycles, but for those named."""
     nodes = [Node(f"n{n}", "fusion", "", "run", cycles=cycles.get(n, 1000.0), layer=n) for n in range(layers)]
-    return Run(setup, phase, "sync", layers, lay_out(Graph(tuple(nodes), ()), FABRIC), 0.0)
+    return Run(setup, phase, "sync", layers, lay_out(ScheduleGraph(tuple(nodes), ()), FABRIC), 0.0)
 
 
 @pytest.fixture

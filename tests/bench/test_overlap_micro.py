@@ -5,13 +5,13 @@ import pytest
 
 from tilewright.bench import overlap_micro
 from tilewright.bench.overlap_micro import AXIS, COLLECTIVES, Case, cases, measured, verdict
-from tilewright.compiled.schedule import Graph, Node, Transfer
+from tilewright.compiled.schedule import Node, ScheduledTransfer, ScheduleGraph
 from tilewright.parallel.mesh import make_mesh
 
 
-def graph(*found: tuple[str, str]) -> Graph:
+def graph(*found: tuple[str, str]) -> ScheduleGraph:
     """Collectives, each by its kind and role."""
-    return Graph(tuple(Node("n", kind, "", role, transfer=Transfer(kind, 8)) for kind, role in found), ())  # type: ignore[arg-type]
+    return ScheduleGraph(tuple(Node("n", kind, "", role, transfer=ScheduledTransfer(kind, 8)) for kind, role in found), ())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.chips.layers import ESTIMATES, LEAST_GAIN, Costs, Layer, Product, choose, divided_layer
+from tilewright.chips.layers import ESTIMATES, LEAST_GAIN, Costs, LayerShapes, Product, choose, divided_layer
 from tilewright.chips.links import Fabric, ring_of, torus_of
 from tilewright.chips.tpu import CHIPS
 
@@ -24,7 +24,7 @@ def costs(chip: str, sizes: tuple[int, ...], hop_us: float = 1.0) -> Costs:
     return Costs(Fabric(CHIPS[chip], torus_of(CHIPS[chip], sizes), places, hop_us))
 
 
-def llama(devices: int) -> Layer:
+def llama(devices: int) -> LayerShapes:
     return divided_layer(4096, 32, 8, head_dim=128, mlp=14336, devices=devices)
 
 

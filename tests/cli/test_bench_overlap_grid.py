@@ -14,7 +14,7 @@ from tilewright.bench import overlap, overlap_grid
 from tilewright.chips.links import Fabric, torus_of
 from tilewright.chips.tpu import CHIPS
 from tilewright.cli import bench_overlap_grid
-from tilewright.compiled.schedule import Graph, Node, Transfer
+from tilewright.compiled.schedule import Node, ScheduledTransfer, ScheduleGraph
 from tilewright.compiled.timeline import lay_out
 
 COMMAND = ("bench", "overlap")
@@ -30,11 +30,13 @@ def made(setup: overlap.Setup, phase: overlap.Phase, name: str, layers: int) -> 
     nodes = []
     for layer in range(layers):
         if name == overlap.SYNC:
-            nodes.append(Node(f"sum{layer}", "all-reduce", "", "sync", transfer=Transfer("all-reduce", 1_000_000), layer=layer))
+            nodes.append(
+                Node(f"sum{layer}", "all-reduce", "", "sync", transfer=ScheduledTransfer("all-reduce", 1_000_000), layer=layer)
+            )
         cycles = LAYER_S[phase.kind] * 1e9 * SPEC.clock_ghz
         nodes.append(Node(f"product{layer}", "fusion", "", "run", cycles=cycles, estimated=name != "ring", layer=layer))
     fabric = Fabric(SPEC, torus_of(SPEC, sizes), places, hop_us=0.0)
-    return overlap.Run(setup, phase, name, layers, lay_out(Graph(tuple(nodes), ()), fabric), 1.0)
+    return overlap.Run(setup, phase, name, layers, lay_out(ScheduleGraph(tuple(nodes), ()), fabric), 1.0)
 
 
 @pytest.fixture

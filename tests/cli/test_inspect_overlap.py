@@ -11,7 +11,7 @@ from tilewright.bench import overlap
 from tilewright.chips.links import Fabric, ring_of, torus_of
 from tilewright.chips.tpu import CHIPS
 from tilewright.cli import inspect_overlap
-from tilewright.compiled.schedule import Graph, Node, Transfer
+from tilewright.compiled.schedule import Node, ScheduledTransfer, ScheduleGraph
 from tilewright.compiled.timeline import lay_out
 from tilewright.parallel.compiling import hiding
 
@@ -36,7 +36,7 @@ def made(setup: overlap.Setup, phase: overlap.Phase, name: str, layers: int) -> 
     chip = CHIPS["v5e"]
     places = tuple(ring_of([(x, y) for x in range(4) for y in range(2)]))
     fabric = Fabric(chip, torus_of(chip, (4, 2)), places, hop_us=0.0)
-    sent, nodes = Transfer("all-reduce", phase.batch * 1_000_000), []
+    sent, nodes = ScheduledTransfer("all-reduce", phase.batch * 1_000_000), []
     for layer in range(layers):
         if name != overlap.BOUND:
             role = "sync" if name == "sync" else "start"
@@ -47,7 +47,7 @@ def made(setup: overlap.Setup, phase: overlap.Phase, name: str, layers: int) -> 
             nodes.append(Node(f"{operation}{layer}", "fusion", "", "run", cycles=cycles, estimated=estimated, layer=layer))
         if name == "ring":
             nodes.append(Node(f"done{layer}", "done", "", "done", start=began, layer=layer))
-    return overlap.Run(setup, phase, name, layers, lay_out(Graph(tuple(nodes), ()), fabric), 1.0)
+    return overlap.Run(setup, phase, name, layers, lay_out(ScheduleGraph(tuple(nodes), ()), fabric), 1.0)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from tilewright.chips.links import Fabric, torus_of
 from tilewright.chips.tpu import CHIPS
 from tilewright.cli import inspect_training
 from tilewright.compiled.aot import Compiled
-from tilewright.compiled.schedule import Graph, Node, Transfer
+from tilewright.compiled.schedule import Node, ScheduledTransfer, ScheduleGraph
 from tilewright.compiled.timeline import lay_out
 from tilewright.parallel.exchanges import Plan
 
@@ -44,7 +44,7 @@ def made(case: training.Case, name: str, plan: Plan) -> training.Program:
     """A program whose halves take a tenth of a millisecond each. Weights are gathered a layer before their turn, beside its
     products or, where nothing is threaded, before them; gradients are scattered with nothing beside them."""
     chip, nodes = CHIPS["v5e"], []
-    gathered, scattered = Transfer("all-gather", 500_000), Transfer("reduce-scatter", 4_000_000)
+    gathered, scattered = ScheduledTransfer("all-gather", 500_000), ScheduledTransfer("reduce-scatter", 4_000_000)
 
     def half(scope: str, beside: str | None) -> None:
         threaded = plan.threaded and name != training.ANNOTATED
@@ -66,7 +66,9 @@ def made(case: training.Case, name: str, plan: Plan) -> training.Program:
         if layer + 1 < case.layers:
             nodes.append(Node("scatter", "reduce-scatter", f"scatter_{layer + 1}_mlp", "sync", transfer=scattered))
     compiled = Compiled(case.chip, "", 2**29, 2**29, 2**29, 2**29, 0, (), (), {})
-    return training.Program(case, name, plan, compiled, lay_out(training.placed(Graph(tuple(nodes), ())), case.fabric), 1.0)
+    return training.Program(
+        case, name, plan, compiled, lay_out(training.placed(ScheduleGraph(tuple(nodes), ())), case.fabric), 1.0
+    )
 
 
 @pytest.fixture

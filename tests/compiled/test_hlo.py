@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.compiled.hlo import ArrayType, Computation, Op, execution, read_arrays, read_module, trip_count
+from tilewright.compiled.hlo import ArrayType, Computation, HloOp, execution, read_arrays, read_module, trip_count
 
 TEXTS = Path(__file__).parent / "hlo"
 
@@ -18,7 +18,7 @@ def tpu(name: str) -> str:
     return (TEXTS / f"{name}.txt").read_text(encoding="utf-8")
 
 
-def nothing(op: Op, computation: Computation) -> float:
+def nothing(op: HloOp, computation: Computation) -> float:
     return 0.0
 
 

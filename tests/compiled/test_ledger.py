@@ -17,7 +17,7 @@ from tilewright.compiled.ledger import (
     CompileError,
     CompileWarning,
     Ledger,
-    Program,
+    ProgramRecord,
     difference,
     no_compile_guard,
 )
@@ -229,7 +229,7 @@ def test_guard_refuses_an_unknown_mode():
 
 
 def test_a_program_is_plain_data():
-    assert Program("jit(f)", 0.5) == Program("jit(f)", 0.5, from_disk=False)
+    assert ProgramRecord("jit(f)", 0.5) == ProgramRecord("jit(f)", 0.5, from_disk=False)
 
 
 def model(name: str) -> Callable[..., Array]:

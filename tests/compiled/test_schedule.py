@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tilewright.chips.links import Fabric, torus_of
 from tilewright.chips.tpu import CHIPS
-from tilewright.compiled.schedule import Graph, Node, Transfer, read_schedule
+from tilewright.compiled.schedule import Node, ScheduledTransfer, ScheduleGraph, read_schedule
 from tilewright.compiled.timeline import Sums, Timeline, lay_out, trace
 
 V5E = CHIPS["v5e"]
@@ -295,7 +295,7 @@ def test_copies_share_the_memory_and_are_no_communication():
     (start,) = (
         node for node in read_schedule(program(part, done("d", "s", "slice-done"), inputs=1), V5E).nodes if node.role == "start"
     )
-    assert start.transfer == Transfer("copy", 4096)
+    assert start.transfer == ScheduledTransfer("copy", 4096)
     inside = program(f"  %s = ({on_chip}, {on_chip}, u32[]) copy-start(%c)", done("d", "s", "copy-done"))
     inside = inside.replace("  %s =", f"  %c = {on_chip} copy(%x0)\n  %s =")
     assert [node.transfer.bytes for node in read_schedule(inside, V5E).nodes if node.transfer] == [0]
@@ -384,7 +384,7 @@ STEPS = st.lists(
 )
 
 
-def drawn(steps: Sequence[tuple[str, float]]) -> Graph:
+def drawn(steps: Sequence[tuple[str, float]]) -> ScheduleGraph:
     """A program of such steps: `done` waits for one of those under way; what is left is waited for at the end."""
     ways = {"ahead": ((0, 1), (1, 2), (2, 3), (3, 0)), "back": ((1, 0), (2, 1), (3, 2), (0, 3))}
     nodes: list[Node] = []
@@ -397,12 +397,12 @@ def drawn(steps: Sequence[tuple[str, float]]) -> Graph:
             if waiting:
                 nodes.append(Node(name, "done", "", "done", start=waiting.pop(int(size * (len(waiting) - 1)))))
         else:
-            collective = Transfer("collective-permute", round(size * BYTES), pairs=ways.get(kind, ()))
-            reduce = Transfer("all-reduce", round(size * BYTES))
+            collective = ScheduledTransfer("collective-permute", round(size * BYTES), pairs=ways.get(kind, ()))
+            reduce = ScheduledTransfer("all-reduce", round(size * BYTES))
             waiting += [len(nodes)] if kind != "sync" else []
             role = "sync" if kind == "sync" else "start"
             nodes.append(Node(name, kind, "", role, transfer=collective if kind in ways else reduce))
-    return Graph(tuple(nodes), ())
+    return ScheduleGraph(tuple(nodes), ())
 
 
 @given(STEPS)

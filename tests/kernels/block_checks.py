@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tilewright.kernels.linear import blocks, cpu
-from tilewright.kernels.linear.blocks import BLOCK, BlockFormat, Blocks
+from tilewright.kernels.linear.blocks import BLOCK, BlockFormat, QuantisedMatrix
 
 FORMATS: tuple[BlockFormat, ...] = ("q4_0", "q4_1", "q8_0")
 ROWS = 40
@@ -35,7 +35,7 @@ def rounded(x: np.ndarray) -> np.ndarray:
     return (units.astype(np.float64) * (largest / np.float32(127))).reshape(len(x), -1)[:, : x.shape[1]]
 
 
-def bounded(x: np.ndarray, w: Blocks) -> tuple[np.ndarray, np.ndarray]:
+def bounded(x: np.ndarray, w: QuantisedMatrix) -> tuple[np.ndarray, np.ndarray]:
     """The float64 product of what both hold, and a bound on the float32 error.
 
     The products of a block are exact. A block takes two roundings of scales and one of each of two sums.

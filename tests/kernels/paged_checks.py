@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from tilewright.kernels.attention import cpu as attention
-from tilewright.kernels.operations import UNMAPPED, Pages
+from tilewright.kernels.operations import UNMAPPED, KeyValuePages
 from tilewright.kernels.paged import cpu as paged
 
 SPARE = 3
 """Pages that no row has. They hold NaN, which whatever reads them would show."""
 
 
-def cut(seed: int, caches: tuple[Any, Any], entries: int, needed: Any = None) -> tuple[Pages, np.ndarray]:
+def cut(seed: int, caches: tuple[Any, Any], entries: int, needed: Any = None) -> tuple[KeyValuePages, np.ndarray]:
     """Caches `[B, K, S, D]` in pages that lie in no order, and the table.
 
     Args:
@@ -35,7 +35,7 @@ def cut(seed: int, caches: tuple[Any, Any], entries: int, needed: Any = None) ->
         for pool in pools:
             pool[table[~kept]] = np.nan
         table = np.where(kept, table, UNMAPPED).astype(np.int32)
-    return Pages(*(jnp.asarray(pool, caches[0].dtype) for pool in pools)), table
+    return KeyValuePages(*(jnp.asarray(pool, caches[0].dtype) for pool in pools)), table
 
 
 def together(pages: Any, table: np.ndarray) -> np.ndarray:
@@ -51,7 +51,7 @@ def spare(pages: Any, table: np.ndarray) -> np.ndarray:
     return np.asarray(pages.astype(jnp.float32))[np.setdiff1d(np.arange(pages.shape[0]), table)]
 
 
-def same_bits(pool: Pages, table: np.ndarray, caches: tuple[Any, Any]) -> None:
+def same_bits(pool: KeyValuePages, table: np.ndarray, caches: tuple[Any, Any]) -> None:
     """Whether pages hold what caches hold, and nothing was written to those of no row."""
     for pages, cache in zip(pool, caches, strict=True):
         wide, held = np.asarray(cache.astype(jnp.float32)), together(pages, table)

@@ -17,7 +17,7 @@ from kernels.linear_checks import normal
 from tilewright.kernels import native, select
 from tilewright.kernels.gather_rows import cpu as gather
 from tilewright.kernels.linear import blocks, cpu
-from tilewright.kernels.linear.blocks import BLOCK, BlockFormat, Blocks
+from tilewright.kernels.linear.blocks import BLOCK, BlockFormat, QuantisedMatrix
 from tilewright.kernels.operations import Joined
 
 needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
@@ -55,7 +55,7 @@ def test_packing_keeps_every_bit_of_a_file(kind: BlockFormat, seed: int, of: tup
 def test_rows_of_a_table_are_those_of_the_dequantised_matrix(kind: BlockFormat, dtype: str, seed: int, of: tuple[int, int]):
     rng = np.random.default_rng(seed)
     w = blocks.read_blocks(file_of(rng, *of, kind), kind)
-    table = blocks.Table(cpu.pack(w).panels, of[1], of[0] * BLOCK - 3, dtype)
+    table = blocks.PackedTable(cpu.pack(w).panels, of[1], of[0] * BLOCK - 3, dtype)
     index = rng.integers(0, of[1], (2, 7))
     found = gather.gather_rows(table, jnp.asarray(index, jnp.int32))
     wanted = np.asarray(blocks.dequantise(w).T[index, : table.width]).astype(jnp.dtype(dtype))
@@ -164,7 +164,7 @@ def test_what_blocks_cannot_hold_is_refused_by_name():
         cpu.pack(jnp.full((2, 3), 1e5), "q4_1", "a.w")
     with pytest.raises(ValueError, match=r"a\.w: expected weights below 32768"):
         cpu.pack(jnp.full((2, 3), jnp.nan), "q8_0", "a.w")
-    spoilt = Blocks("q8_0", np.zeros((1, 1, 32), np.uint8), np.full((1, 1), np.inf, np.float16))
+    spoilt = QuantisedMatrix("q8_0", np.zeros((1, 1, 32), np.uint8), np.full((1, 1), np.inf, np.float16))
     with pytest.raises(ValueError, match=r"a\.w: expected finite scales and minima, found infinity or NaN"):
         cpu.pack(spoilt, name="a.w")
 

@@ -37,7 +37,7 @@ def plain(case: Case, qkv: Any, q_norm: Any, k_norm: Any, cos: Any, sin: Any) ->
 
 
 def kernel(case: Case, *operands: Any) -> Any:
-    return cpu.causal_attention(cpu.Sizes(case[2] * case[3], case[4], EPS), *operands)
+    return cpu.causal_attention(cpu.ProjectionSizes(case[2] * case[3], case[4], EPS), *operands)
 
 
 def numpy_attention(case: Case, *operands: Any) -> np.ndarray:
@@ -179,4 +179,4 @@ def test_the_bundle_decides_which_kernel_is_in_the_program():
 def test_what_does_not_fit_is_refused():
     operands = drawn(CASES[1])
     with pytest.raises(jax.errors.JaxRuntimeError, match="tilewright_causal_attention: shapes do not fit"):
-        jax.block_until_ready(jax.jit(partial(cpu.causal_attention, cpu.Sizes(5, 48, EPS)))(*operands))
+        jax.block_until_ready(jax.jit(partial(cpu.causal_attention, cpu.ProjectionSizes(5, 48, EPS)))(*operands))

@@ -213,7 +213,7 @@ def test_packing_refuses_by_name():
         cpu.pack_joined([jnp.ones((2, 3)), jnp.ones((4, 3))], name="qkv")
 
 
-TRAINED = [cpu.Training(False), cpu.Training(True)]
+TRAINED = [cpu.TrainingPrecision(False), cpu.TrainingPrecision(True)]
 KINDS: dict[bool, cpu.Format] = {False: "float32", True: "bfloat16"}
 
 
@@ -227,7 +227,7 @@ KINDS: dict[bool, cpu.Format] = {False: "float32", True: "bfloat16"}
     st.booleans(),
 )
 def test_gradients_of_a_trained_matrix_are_products_of_the_same_kind(
-    how: cpu.Training, seed: int, rows: tuple[int, ...], sizes: tuple[int, int], tied: bool, added: bool
+    how: cpu.TrainingPrecision, seed: int, rows: tuple[int, ...], sizes: tuple[int, int], tied: bool, added: bool
 ):
     rng = np.random.default_rng(seed)
     x, w, dy, add = (
@@ -277,7 +277,9 @@ def test_products_of_either_type_lie_either_way(dtype: Any, seed: int, sizes: tu
 @needs_native
 @pytest.mark.parametrize("how", TRAINED, ids=["float32", "bfloat16"])
 @given(seeds, st.sampled_from([1, 9, 40]), st.sampled_from([(33, 5), (16, 48)]))
-def test_a_trained_gate_has_the_gradient_of_the_plain_one(how: cpu.Training, seed: int, rows: int, sizes: tuple[int, int]):
+def test_a_trained_gate_has_the_gradient_of_the_plain_one(
+    how: cpu.TrainingPrecision, seed: int, rows: int, sizes: tuple[int, int]
+):
     rng = np.random.default_rng(seed)
     x, gate, up, dy = normal(rng, rows, sizes[0]), normal(rng, *sizes), normal(rng, *sizes), normal(rng, rows, sizes[1])
     w = np.concatenate([gate, up], axis=1) / sizes[0] ** 0.5

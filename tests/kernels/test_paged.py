@@ -20,22 +20,22 @@ from kernels.paged_checks import cut, spare, together
 from kernels.test_attention import needs_native, prefix_case, prefix_expected, seeds
 from tilewright.compiled.aot import compile_for, tpu_topology
 from tilewright.kernels.bundles.tpu import TPU
-from tilewright.kernels.operations import UNMAPPED, Pages
+from tilewright.kernels.operations import UNMAPPED, KeyValuePages
 from tilewright.kernels.paged import cpu, pallas_tpu, reference, xla
 
 DTYPES = st.sampled_from([jnp.float32, jnp.bfloat16])
 ENTRIES = st.sampled_from([16, 32])
 
 
-def reference_append(pool: Pages, table: Any, k: Any, v: Any, start: Any, count: Any) -> Pages:
-    return Pages(*(reference.append(pages, table, new, start, count) for pages, new in zip(pool, (k, v), strict=True)))
+def reference_append(pool: KeyValuePages, table: Any, k: Any, v: Any, start: Any, count: Any) -> KeyValuePages:
+    return KeyValuePages(*(reference.append(pages, table, new, start, count) for pages, new in zip(pool, (k, v), strict=True)))
 
 
-def tpu_attention(q: Any, pool: Pages, *rest: Any) -> Any:
+def tpu_attention(q: Any, pool: KeyValuePages, *rest: Any) -> Any:
     return TPU.paged_attention(q, paired(pool), *rest)
 
 
-def paired(pool: Pages) -> pallas_tpu.PairedPages:
+def paired(pool: KeyValuePages) -> pallas_tpu.PairedPages:
     """The pool in the layout of the TPU's kernel."""
     pages, heads, entries, d = pool.k.shape
     empty = pallas_tpu.empty(pages, heads, entries, d, pool.k.dtype)
@@ -43,9 +43,9 @@ def paired(pool: Pages) -> pallas_tpu.PairedPages:
     return pallas_tpu.append(empty, jnp.arange(pages)[:, None], *pool, start, count)
 
 
-def apart(pool: pallas_tpu.PairedPages) -> Pages:
+def apart(pool: pallas_tpu.PairedPages) -> KeyValuePages:
     """The pool's keys and values, each for itself."""
-    return Pages(*pallas_tpu.in_rows(pool, jnp.arange(pool.kv.shape[0])[:, None]))
+    return KeyValuePages(*pallas_tpu.in_rows(pool, jnp.arange(pool.kv.shape[0])[:, None]))
 
 
 APPENDS = [
@@ -88,7 +88,7 @@ def test_only_the_counted_entries_are_written(append: Any, seed: int, entries: i
 @pytest.mark.parametrize("append", [APPENDS[0], APPENDS[1], APPENDS[3]])
 def test_without_a_page_nothing_is_written(append: Any):
     """Where nothing can be refused: not before the first position, behind the last one, or where the row has no page."""
-    pool = Pages(*(jnp.zeros((4, 1, 16, 2)) for _ in range(2)))
+    pool = KeyValuePages(*(jnp.zeros((4, 1, 16, 2)) for _ in range(2)))
     table = np.asarray([[2, UNMAPPED], [UNMAPPED, 3], [0, 1]], np.int32)
     new = jnp.ones((3, 1, 20, 2))
     after = jax.jit(append)(pool, table, new, new, np.asarray([10, 4, 20], np.int32), np.asarray([20, 20, 20], np.int32))
@@ -139,7 +139,7 @@ def test_blocks_behind_the_longest_row_are_not_read(monkeypatch: pytest.MonkeyPa
             return in_rows(pages, table)
 
         monkeypatch.setattr(module, "in_rows", seen)
-    pool = Pages(*(jnp.ones((4, 1, 64, 128)) for _ in range(2)))
+    pool = KeyValuePages(*(jnp.ones((4, 1, 64, 128)) for _ in range(2)))
     table, lengths = np.full((2, 512), UNMAPPED, np.int32), np.asarray([[longest], [0]], np.int32)
     table[0, : -(-longest // 64)] = 2
     with jax.disable_jit():
@@ -198,10 +198,10 @@ def test_pools_are_written_in_place():
     append = partial(cpu.append_attend, heads=6, kv_heads=2, head_dim=48, eps=1e-5)
 
     @partial(jax.jit, donate_argnums=0)
-    def run(pool: Pages, rest: dict[str, Any]) -> Pages:
+    def run(pool: KeyValuePages, rest: dict[str, Any]) -> KeyValuePages:
         fresh = jnp.ones((2, 2, 1, 48), jnp.bfloat16)
 
-        def body(i: Any, pool: Pages) -> Pages:
+        def body(i: Any, pool: KeyValuePages) -> KeyValuePages:
             pool = append(pool=pool, **(rest | {"start": rest["start"] % 32 + i}))[1]
             return cpu.append(pool, rest["table"], fresh, fresh, rest["start"] % 32 + i, rest["count"])
 
@@ -223,7 +223,7 @@ def test_pools_are_written_in_place():
         ({"table": np.asarray([[0, 1, 2, 3], [4, 5, UNMAPPED, 7]], np.int32)}, "row 1 has no page for its entry 32"),
         ({"table": np.asarray([[UNMAPPED, 1, 2, 3], [4, 5, 6, 7]], np.int32)}, "row 0 has no page for its entry 0"),
         ({"table": np.asarray([[0, 1, 11, 3], [4, 5, 6, 7]], np.int32)}, "row 0 names page 11 of 11"),
-        ({"pool": Pages(*(jnp.zeros((4, 2, 40, 48)) for _ in range(2)))}, "shapes do not fit"),
+        ({"pool": KeyValuePages(*(jnp.zeros((4, 2, 40, 48)) for _ in range(2)))}, "shapes do not fit"),
     ],
 )
 def test_what_cannot_be_appended_is_refused(change: dict[str, Any], complaint: str):
@@ -238,7 +238,7 @@ def test_what_cannot_be_appended_is_refused(change: dict[str, Any], complaint: s
 
 @needs_native
 def test_what_cannot_be_seen_or_written_is_refused():
-    pool = Pages(*(jnp.zeros((4, 1, 16, 16)) for _ in range(2)))
+    pool = KeyValuePages(*(jnp.zeros((4, 1, 16, 16)) for _ in range(2)))
     table, q, new = np.asarray([[2, UNMAPPED]], np.int32), jnp.ones((1, 1, 1, 16)), jnp.ones((1, 1, 4, 16))
     attend, append = jax.jit(cpu.prefix_attention), jax.jit(cpu.append)
     for length, complaint in ((17, "row 0 has no page for its entry 16"), (33, "a length is out of range: 33")):
@@ -279,7 +279,7 @@ def test_queries_reach_the_ragged_kernel_as_it_takes_them(
     found = pallas_tpu.causal_attention(q, paired(pool), *(jnp.asarray(x) for x in (table, start, count)))
     at = np.arange(4)[None]
     lengths = np.where(at < count[:, None], start[:, None] + at + 1, 0)
-    want = reference.prefix_attention(q, Pages(*caches), jnp.arange(3)[:, None], jnp.asarray(lengths))
+    want = reference.prefix_attention(q, KeyValuePages(*caches), jnp.arange(3)[:, None], jnp.asarray(lengths))
     np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(want, np.float32), atol=0.03)
     assert (np.asarray(found, np.float32)[at >= count[:, None]] == 0).all()
 
@@ -289,7 +289,7 @@ def test_smaller_heads_share_the_ragged_kernels():
     assert [pallas_tpu.packing(heads, 128) for heads in (1, 3, 8, 9)] == [(1, 128, 1), (1, 128, 4), (1, 128, 8), (1, 128, 16)]
     assert [pallas_tpu.packing(heads, 64) for heads in (1, 3, 8)] == [(2, 64, 1), (2, 64, 2), (2, 64, 4)]
     assert [pallas_tpu.packing(8, dim) for dim in (32, 96, 192, 256)] == [(4, 32, 2), (1, 128, 8), (1, 256, 8), (1, 256, 8)]
-    assert isinstance(TPU.pages(2, 8, 16, 128, jnp.float32), Pages)
+    assert isinstance(TPU.pages(2, 8, 16, 128, jnp.float32), KeyValuePages)
 
 
 @pytest.mark.parametrize(("name", "heads", "more"), [("Llama-3.2-1B", (8, 64), 1.0), ("SmolLM2-135M", (3, 64), 4 / 3)])

@@ -13,7 +13,7 @@ import pytest
 
 from kernels.test_attention import needs_native
 from tilewright.kernels import native, registry, select
-from tilewright.kernels.operations import Pages
+from tilewright.kernels.operations import KeyValuePages
 
 IMPORTED = """
 import sys
@@ -73,7 +73,7 @@ def test_a_tpus_pages_are_laid_out_for_what_is_said_to_run(dtype: Any):
     for head_dim in (64, 128):
         said = choices(head_dim, dtype, chip="tpu")["paged attention"]
         pool = jax.eval_shape(lambda d=head_dim: select.operations("tpu").pages(2, 2, 16, d, dtype))
-        assert isinstance(pool, Pages) == (said.runs == "XLA")
+        assert isinstance(pool, KeyValuePages) == (said.runs == "XLA")
         assert said.runs == ("XLA" if dtype == jnp.float32 else "ragged Pallas")
 
 
@@ -82,7 +82,7 @@ def test_a_tpus_pages_are_laid_out_for_what_is_said_to_run(dtype: Any):
 def test_the_cpu_kernels_run_where_it_is_said(head_dim: int):
     ops, said = select.operations(), choices(head_dim, jnp.float32)
     q, cache = jnp.zeros((1, 1, 2, head_dim)), jnp.zeros((1, 1, 32, head_dim))
-    pool, table, lengths = Pages(cache, cache), jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), jnp.int32)
+    pool, table, lengths = KeyValuePages(cache, cache), jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), jnp.int32)
     for name, run, operands in (
         ("attention", ops.prefix_attention, (q, cache, cache, lengths)),
         ("paged attention", ops.paged_attention, (q, pool, table, lengths)),

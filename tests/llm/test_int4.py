@@ -13,7 +13,7 @@ from llm.support import check_same_as_autoregressive, tokens_of
 from models.test_gguf import CONFIGS, make
 from tilewright.kernels import native, select
 from tilewright.kernels.linear import cpu
-from tilewright.kernels.linear.blocks import PAIR_BYTES, BlockFormat, Table
+from tilewright.kernels.linear.blocks import PAIR_BYTES, BlockFormat, PackedTable
 from tilewright.kernels.linear.cpu import PackedMatrix
 from tilewright.llm.language_model import LanguageModel, load
 from tilewright.models.checkpoint import load_decoder
@@ -53,7 +53,7 @@ def test_a_files_bits_are_kept_rows_permuted_and_joined(tmp_path: Path, family: 
         assert got.gate_up.gated
     head = want.embed.T if want.head is None else want.head
     np.testing.assert_array_equal(cpu.unpack(found.head)[: head.shape[0]], head)
-    assert isinstance(found.embed, Table) == (want.head is None)
+    assert isinstance(found.embed, PackedTable) == (want.head is None)
     if want.head is None:
         assert found.embed.panels is found.head.panels
         rows = select.operations(weights="int4").gather_rows(found.embed, jnp.arange(len(want.embed)))

@@ -4,7 +4,7 @@ import pytest
 
 from neuron.models import LLAMA_8B, SMALL, Sizes, inferentia, trainium
 from tilewright.chips.tpu import CHIPS
-from tilewright.compiled.schedule import Graph, Node, Transfer
+from tilewright.compiled.schedule import Node, ScheduledTransfer, ScheduleGraph
 from tilewright.neuron.builder import product_cycles
 from tilewright.neuron.environment import recommended, variables
 from tilewright.neuron.inference import SCHEDULES, Work, inference_program
@@ -120,17 +120,17 @@ def test_a_sparse_step_takes_less_than_a_dense_one_but_not_in_proportion():
         diffusion_program(model, machine, 2, 512, 0.0)
 
 
-def graph() -> Graph:
+def graph() -> ScheduleGraph:
     """A product beside a gather that the next product waits for."""
-    sent = Transfer("all-gather", 1_000_000, ((0, 1, 2, 3),))
-    return Graph(
+    sent = ScheduledTransfer("all-gather", 1_000_000, ((0, 1, 2, 3),))
+    return ScheduleGraph(
         (
             Node("x", "parameter", "", "input"),
             Node("gather-start", "all-gather-start", "", "start", transfer=sent, needs=(0,)),
             Node("first", "fusion", "", "run", cycles=1.5e5, needs=(0,)),
             Node("gather-done", "all-gather-done", "", "done", start=1, needs=(1,)),
             Node("second", "fusion", "", "run", cycles=1.5e5, needs=(2, 3)),
-            Node("copy", "copy-start", "", "start", transfer=Transfer("copy", 1000), needs=(4,)),
+            Node("copy", "copy-start", "", "start", transfer=ScheduledTransfer("copy", 1000), needs=(4,)),
         ),
         (),
     )

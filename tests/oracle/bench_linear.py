@@ -18,10 +18,10 @@ from tilewright.bench.bandwidth import threads
 from tilewright.bench.linear import Side, copied
 from tilewright.cli.bench_linear import LinearOptions, report
 from tilewright.cli.common import JsonFile
-from tilewright.kernels.linear.cases import Case
+from tilewright.kernels.linear.cases import LinearCase
 
 
-def torch_bfloat16(threads: int, name: str, case: Case, matrices: Sequence[np.ndarray], weights_mb: float) -> Side:
+def torch_bfloat16(threads: int, name: str, case: LinearCase, matrices: Sequence[np.ndarray], weights_mb: float) -> Side:
     """Weights lie as `torch.nn.Linear` keeps them, `[O, I]`; a gated layer is two products."""
     weights = [torch.from_numpy(w).T.contiguous().to(torch.bfloat16) for w in matrices]
     nbytes = sum(w.nbytes for w in weights)

@@ -13,7 +13,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tilewright.compiled.aot import Compiled, compile_for, tpu_topology
-from tilewright.compiled.hlo import Module, Op, read_module
+from tilewright.compiled.hlo import HloOp, Module, read_module
 from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.rings import all_gather_matmul, matmul_reduce_scatter
 
@@ -60,7 +60,7 @@ def compiled(inside: Callable[..., Any], of: Any, to: Any, weight: tuple[int, in
     return compile_for(CHIP, with_gradient if backward else program, *args)
 
 
-def multiplies(module: Module, op: Op) -> bool:
+def multiplies(module: Module, op: HloOp) -> bool:
     """Whether it is a product of matrices, with whatever was fused to it."""
     if op.opcode == "fusion":
         return any(multiplies(module, inner) for name in op.callees("calls") for inner in module.computations[name].ops)

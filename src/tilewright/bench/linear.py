@@ -24,7 +24,7 @@ from tilewright.bench.bandwidth import Memory
 from tilewright.compiled.timing import REPETITIONS, alternate, medians, spread
 from tilewright.kernels import native
 from tilewright.kernels.linear import cpu, xla
-from tilewright.kernels.linear.cases import Case
+from tilewright.kernels.linear.cases import LinearCase
 from tilewright.kernels.operations import Joined
 
 XLA_DTYPES = ("float32", "bfloat16")
@@ -59,7 +59,7 @@ class Side:
     start: Callable[[int], Callable[[int], None]]
 
 
-Load = Callable[[Case, Sequence[np.ndarray], float], Side]
+Load = Callable[[LinearCase, Sequence[np.ndarray], float], Side]
 """`load(case, matrices, weights_mb)`: float32 `[I, O]`, two of them for a gated layer; and what all copies come to at least."""
 
 
@@ -88,7 +88,7 @@ def chain(apply: Callable[[Array, Any], Array], x: Float[Array, "R I"], group: S
 
 
 def jax_side(
-    name: str, case: Case, weights: Any, apply: Callable[[Array, Any], Array], dtype: DTypeLike, weights_mb: float
+    name: str, case: LinearCase, weights: Any, apply: Callable[[Array, Any], Array], dtype: DTypeLike, weights_mb: float
 ) -> Side:
     """A side that is a JAX function of an input of `dtype` and a tree of weights."""
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
@@ -109,7 +109,7 @@ def jax_side(
     return Side(name, nbytes, len(groups[0]), start)
 
 
-def xla_side(dtype: str, case: Case, matrices: Sequence[np.ndarray], weights_mb: float) -> Side:
+def xla_side(dtype: str, case: LinearCase, matrices: Sequence[np.ndarray], weights_mb: float) -> Side:
     def apply(x: Array, weights: Sequence[Array]) -> Array:
         return xla.gated_linear(x, Joined(weights, gated=True)) if case.gated else xla.linear(x, weights[0])
 
@@ -117,13 +117,13 @@ def xla_side(dtype: str, case: Case, matrices: Sequence[np.ndarray], weights_mb:
     return jax_side(f"xla_{dtype}", case, weights, apply, dtype, weights_mb)
 
 
-def cpu_side(dtype: cpu.Format, case: Case, matrices: Sequence[np.ndarray], weights_mb: float) -> Side:
+def cpu_side(dtype: cpu.Format, case: LinearCase, matrices: Sequence[np.ndarray], weights_mb: float) -> Side:
     given = [jnp.asarray(w) for w in matrices]
     weights = cpu.pack_gated(given[0], given[1], dtype) if case.gated else cpu.pack(given[0], dtype)
     return jax_side(f"cpu_{dtype}", case, weights, cpu.linear, "float32" if dtype == "float32" else "bfloat16", weights_mb)
 
 
-def load_sides(case: Case, dtypes: Sequence[cpu.Format], weights_mb: float, peers: Sequence[Load]) -> list[Side]:
+def load_sides(case: LinearCase, dtypes: Sequence[cpu.Format], weights_mb: float, peers: Sequence[Load]) -> list[Side]:
     """Every side of a layer: the CPU kernels in each format if they can be used here, XLA in its two, and the peers."""
     rng = np.random.default_rng(0)
     count, size = 2 if case.gated else 1, (case.inputs, case.outputs)
@@ -150,7 +150,7 @@ def ready(side: Side, rows: int) -> Callable[[], float]:
 
 
 def measure(
-    case: Case,
+    case: LinearCase,
     rows: Sequence[int],
     dtypes: Sequence[cpu.Format],
     memory: Memory,
@@ -177,7 +177,7 @@ def steps(rows: int, dtypes: int, repetitions: int, peers: int) -> int:
 
 
 def figures(
-    case: Case, sides: Sequence[Side], taken: Mapping[tuple[str, int], Sequence[float]], dtype: str, rows: int
+    case: LinearCase, sides: Sequence[Side], taken: Mapping[tuple[str, int], Sequence[float]], dtype: str, rows: int
 ) -> dict[str, Any]:
     """One record. Ratios to another side are its time over ours: above 1, ours is faster.
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tilewright.chips.layers import Choice, divided_layer
+from tilewright.chips.layers import StrategyChoice, divided_layer
 from tilewright.chips.links import HOP_US, Fabric, least_seconds, torus_of
 from tilewright.chips.tpu import TpuChip, chip_of
 from tilewright.compiled.aot import compile_for, tpu_topology
@@ -159,7 +159,7 @@ class Setup:
         sizes = (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size)
         return Auto(GROUPED_AXES, divided_layer(*sizes, devices=self.devices), self.fabric)
 
-    def chosen(self, phase: Phase) -> Choice:
+    def chosen(self, phase: Phase) -> StrategyChoice:
         """What `AUTO` takes for a phase."""
         return self.auto.choice(phase.batch * phase.new, phase.divisible)
 

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tilewright.chips.links import HOP_US, Fabric, ring_seconds, torus_of
 from tilewright.chips.tpu import chip_of
 from tilewright.compiled.aot import compile_for, tpu_topology
-from tilewright.compiled.schedule import PERMUTE, Graph, read_schedule
+from tilewright.compiled.schedule import PERMUTE, ScheduleGraph, read_schedule
 from tilewright.compiled.timeline import lay_out
 from tilewright.compiled.timing import alternate, medians
 from tilewright.parallel.mesh import make_mesh
@@ -131,7 +131,7 @@ def compiled(chip: str, case: Case, hop_us: float = HOP_US) -> dict[str, Any]:
     }
 
 
-def verdict(graph: Graph, case: Case) -> dict[str, Any]:
+def verdict(graph: ScheduleGraph, case: Case) -> dict[str, Any]:
     """What became of the collectives: kinds and numbers, and in words.
 
     The words: `synchronous` or `asynchronous`, `partly asynchronous`; then `merged` where there are fewer than asked for, `in

@@ -22,8 +22,8 @@ from tilewright.bench.overlap import STEADY, layer_figures, merged, ratio, roofl
 from tilewright.chips.links import HOP_US, Fabric, torus_of
 from tilewright.chips.tpu import TpuChip, chip_of
 from tilewright.compiled.aot import Compiled, compile_for, tpu_topology
-from tilewright.compiled.schedule import Graph, Node, read_schedule
-from tilewright.compiled.timeline import Interval, Span, Sums, Timeline, busiest_s, lay_out, overlap
+from tilewright.compiled.schedule import Node, ScheduleGraph, read_schedule
+from tilewright.compiled.timeline import Interval, Sums, Timeline, TimelineSpan, busiest_s, lay_out, overlap
 from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig
@@ -184,7 +184,7 @@ def place_of(name: str) -> tuple[str, int, str] | None:
     return BACKWARD if ours or peers else FORWARD, int(found[2]), found[3]
 
 
-def placed(graph: Graph) -> Graph:
+def placed(graph: ScheduleGraph) -> ScheduleGraph:
     """The graph whose nodes know their layer and pass, as `number_of` has them. Operations of the core and copies that
     don't say it belong to that of the operation before."""
     nodes: list[Node] = []
@@ -344,7 +344,7 @@ def travels(program: Program, part: str) -> list[dict[str, Any]]:
     has the compute while they are under way, by pass, layer and half.
     """
     timeline, number = program.timeline, number_of(part, program.middle)
-    groups: dict[tuple[str, str], list[Span]] = {}
+    groups: dict[tuple[str, str], list[TimelineSpan]] = {}
     for span in timeline.transfers:
         node = timeline.graph.nodes[span.node]
         if span.track == "ici" and node.layer == number and node.transfer is not None:

@@ -41,7 +41,7 @@ class Product(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerShapes:
     """A device's products in a layer.
 
     Attributes:
@@ -53,14 +53,14 @@ class Layer:
     halves: tuple[tuple[Product, Product], tuple[Product, Product]]
 
 
-def divided_layer(hidden: int, heads: int, kv_heads: int, head_dim: int, mlp: int, devices: int) -> Layer:
+def divided_layer(hidden: int, heads: int, kv_heads: int, head_dim: int, mlp: int, devices: int) -> LayerShapes:
     """A layer of these sizes over so many devices; key/value heads that are fewer than they are held by several of them."""
     own, kv = heads // devices, max(1, kv_heads // devices)
     attention = Product(hidden, (own + 2 * kv) * head_dim), Product(own * head_dim, hidden)
-    return Layer(hidden, (attention, (Product(hidden, 2 * mlp // devices), Product(mlp // devices, hidden))))
+    return LayerShapes(hidden, (attention, (Product(hidden, 2 * mlp // devices), Product(mlp // devices, hidden))))
 
 
-class Estimate(NamedTuple):
+class LayerEstimate(NamedTuple):
     """What a layer takes: its products, norms and additions, and what of its communication nothing hides."""
 
     compute_s: float
@@ -92,11 +92,11 @@ class Costs:
         """A product in as many tiles as there are devices."""
         return self.product_s(rows, product, self.devices)
 
-    def stream_s(self, rows: int, layer: Layer, passes: int = 10) -> float:
+    def stream_s(self, rows: int, layer: LayerShapes, passes: int = 10) -> float:
         """Rows of the residual stream through memory; by default two norms, and two additions, in place."""
         return self.fabric.chip.roofline_seconds(float(passes) * NUMBER_BYTES * rows * layer.hidden, 0)
 
-    def collective_s(self, kind: str, rows: int, layer: Layer) -> float:
+    def collective_s(self, kind: str, rows: int, layer: LayerShapes) -> float:
         """As compilers were seen to have them go: of three axes along each, where a reduce-scatter is an all-reduce; else round
         all devices, reduce-scatters in one direction."""
         by_axis, whole = sum(size > 1 for size in self.fabric.torus.sizes) > 2, float(NUMBER_BYTES * rows * layer.hidden)
@@ -109,12 +109,12 @@ class Costs:
         """One after another, of a ring both ways."""
         return ceil((self.devices - 1) / 2)
 
-    def hop_s(self, rows: int, layer: Layer) -> float:
+    def hop_s(self, rows: int, layer: LayerShapes) -> float:
         """A device's share of so many rows, to the next device and to the one before."""
         around = {(n, (n + step) % self.devices) for n in range(self.devices) for step in (1, -1)}  # of two, they are the same
         return self.fabric.permute(around, NUMBER_BYTES * rows / self.devices * layer.hidden).seconds
 
-    def ring_exposed_s(self, rows: int, layer: Layer, product: Product) -> float:
+    def ring_exposed_s(self, rows: int, layer: LayerShapes, product: Product) -> float:
         """Of rows that travel under tiles of a product of them.
 
         One tile is beside a hop: compilers were seen to compute that of the other direction where nothing travels.
@@ -123,51 +123,51 @@ class Costs:
         return self.hops * max(0.0, self.hop_s(rows, layer) - tile)
 
 
-def sync(costs: Costs, rows: int, layer: Layer) -> Estimate:
+def sync(costs: Costs, rows: int, layer: LayerShapes) -> LayerEstimate:
     """A sum over all devices after each half, by the compiler's own algorithm, with nothing beside it."""
     products = sum(costs.product_s(rows, product) for half in layer.halves for product in half)
-    return Estimate(products + costs.stream_s(rows, layer), 2 * costs.collective_s("all-reduce", rows, layer))
+    return LayerEstimate(products + costs.stream_s(rows, layer), 2 * costs.collective_s("all-reduce", rows, layer))
 
 
-def sequence(costs: Costs, rows: int, layer: Layer) -> Estimate:
+def sequence(costs: Costs, rows: int, layer: LayerShapes) -> LayerEstimate:
     """The stream divided along its rows, with nothing beside its all-gathers and reduce-scatters."""
     products = sum(costs.product_s(rows, product) for half in layer.halves for product in half)
     both = sum(costs.collective_s(kind, rows, layer) for kind in ("all-gather", "reduce-scatter"))
-    return Estimate(products + costs.stream_s(rows // costs.devices, layer), 2 * both)
+    return LayerEstimate(products + costs.stream_s(rows // costs.devices, layer), 2 * both)
 
 
-def ring(costs: Costs, rows: int, layer: Layer) -> Estimate:
+def ring(costs: Costs, rows: int, layer: LayerShapes) -> LayerEstimate:
     """Each hop of these collectives beside tiles of the product that it belongs to."""
     products = [product for half in layer.halves for product in half]
     compute = sum(costs.tiles_s(rows, product) for product in products) + costs.stream_s(rows, layer, TILE_PASSES)
-    return Estimate(compute, sum(costs.ring_exposed_s(rows, layer, product) for product in products))
+    return LayerEstimate(compute, sum(costs.ring_exposed_s(rows, layer, product) for product in products))
 
 
-def domino(costs: Costs, rows: int, layer: Layer) -> Estimate:
+def domino(costs: Costs, rows: int, layer: LayerShapes) -> LayerEstimate:
     """Micro-batches, whose rows and sums queue for the links beside tiles of all products."""
     own, products = rows // MICRO_BATCHES, [product for half in layer.halves for product in half]
     tiles = MICRO_BATCHES * sum(costs.tiles_s(own, product) for product in products)
     compute = tiles + costs.stream_s(rows, layer, TILE_PASSES)
     # Of a ring both ways, an all-gather and a reduce-scatter for each half.
     links = MICRO_BATCHES * 2 * len(layer.halves) * (costs.devices - 1) / 2 * costs.hop_s(own, layer)
-    return Estimate(compute, max(0.0, links - compute) + LATE_SHARE * links * links / (links + compute))
+    return LayerEstimate(compute, max(0.0, links - compute) + LATE_SHARE * links * links / (links + compute))
 
 
-ESTIMATES: Mapping[str, Callable[[Costs, int, Layer], Estimate]] = MappingProxyType(
+ESTIMATES: Mapping[str, Callable[[Costs, int, LayerShapes], LayerEstimate]] = MappingProxyType(
     {"sync": sync, "sequence": sequence, "ring": ring, "domino": domino}
 )
 """By the names of schedules (`parallel/schedules.py`)."""
 
 
-class Choice(NamedTuple):
+class StrategyChoice(NamedTuple):
     """A schedule, why it is that one, and what each was estimated to take."""
 
     name: str
     why: str
-    estimates: Mapping[str, Estimate]
+    estimates: Mapping[str, LayerEstimate]
 
 
-def choose(costs: Costs, rows: int, layer: Layer, micro_batches: bool) -> Choice:
+def choose(costs: Costs, rows: int, layer: LayerShapes, micro_batches: bool) -> StrategyChoice:
     """The schedule with the least estimated time, if that is well below `sync`'s.
 
     Args:
@@ -183,4 +183,6 @@ def choose(costs: Costs, rows: int, layer: Layer, micro_batches: bool) -> Choice
     best, plain = min(names, key=lambda name: estimates[name].total_s), estimates["sync"].total_s
     chosen = best if estimates[best].total_s < (1 - LEAST_GAIN) * plain else "sync"
     each = ", ".join(f"{name} {1e6 * of.total_s:,.0f} us ({1e6 * of.exposed_s:,.0f} exposed)" for name, of in estimates.items())
-    return Choice(chosen, f"{chosen} for {rows:,} rows on {costs.devices} {costs.fabric.chip.name}; a layer: {each}", estimates)
+    return StrategyChoice(
+        chosen, f"{chosen} for {rows:,} rows on {costs.devices} {costs.fabric.chip.name}; a layer: {each}", estimates
+    )

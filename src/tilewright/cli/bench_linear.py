@@ -19,7 +19,7 @@ from tilewright.cli.common import SEVERAL, CompileCache, JsonFile, check_json_fi
 from tilewright.compiled.figures import print_table, significant
 from tilewright.compiled.machine import chip_name
 from tilewright.kernels import native
-from tilewright.kernels.linear.cases import Case, named
+from tilewright.kernels.linear.cases import LinearCase, named
 from tilewright.kernels.operations import Format
 
 
@@ -46,7 +46,7 @@ class LinearOptions:
     repetitions: int = 5
     compile_cache: CompileCache = True
 
-    def check(self) -> list[Case]:
+    def check(self) -> list[LinearCase]:
         """The layers asked for.
 
         Raises:

@@ -18,7 +18,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from tilewright.compiled.hlo import FREE, Computation, Execution, Op, execution, read_module
+from tilewright.compiled.hlo import FREE, Computation, Execution, HloOp, execution, read_module
 from tilewright.compiled.traffic import FREE_CALLS, Traffic, memory_traffic
 
 KINDS = {"v4": 3, "v5e": 2, "v5p": 3, "v6e": 2, "tpu7x": 3}
@@ -196,7 +196,7 @@ def estimated_cycles(hlo: str) -> tuple[int, tuple[str, ...], tuple[str, ...]]:
     return cycles, without, run.notes
 
 
-def _does_work(op: Op, computation: Computation) -> bool:
+def _does_work(op: HloOp, computation: Computation) -> bool:
     """Whether an operation takes time that counts: it runs, and on more than single numbers."""
     if op.opcode in FREE or op.custom_call_target in FREE_CALLS or op.opcode.endswith("-start"):
         return False

@@ -48,7 +48,7 @@ class ArrayType:
 
 
 @dataclass(frozen=True)
-class Op:
+class HloOp:
     """One instruction. `outputs` has a leaf for each array, in order, where the result is a tuple."""
 
     name: str
@@ -87,31 +87,31 @@ class Computation:
     """A computation, its operations in the order in which they were scheduled."""
 
     name: str
-    ops: tuple[Op, ...]
+    ops: tuple[HloOp, ...]
 
     @cached_property
-    def by_name(self) -> dict[str, Op]:
+    def by_name(self) -> dict[str, HloOp]:
         return {op.name: op for op in self.ops}
 
     @cached_property
-    def users(self) -> dict[str, list[tuple[Op, int]]]:
+    def users(self) -> dict[str, list[tuple[HloOp, int]]]:
         """For each operation, who reads it, and as which operand."""
-        users: dict[str, list[tuple[Op, int]]] = {op.name: [] for op in self.ops}
+        users: dict[str, list[tuple[HloOp, int]]] = {op.name: [] for op in self.ops}
         for op in self.ops:
             for position, operand in enumerate(op.operands):
                 users[operand].append((op, position))
         return users
 
     @property
-    def root(self) -> Op:
+    def root(self) -> HloOp:
         """The operation whose result is the computation's."""
         return next(op for op in self.ops if op.is_root)
 
-    def parameter(self, number: int) -> Op:
+    def parameter(self, number: int) -> HloOp:
         """The parameter of that number."""
         return next(op for op in self.ops if op.opcode == "parameter" and op.arguments == str(number))
 
-    def behind(self, name: str) -> Op:
+    def behind(self, name: str) -> HloOp:
         """The operation whose result this is, seen through bitcasts."""
         op = self.by_name[name]
         while op.opcode == "bitcast":
@@ -128,10 +128,10 @@ class Module:
 
 
 @dataclass(frozen=True)
-class Step:
+class ExecutedOp:
     """One operation that the device executes, and how often."""
 
-    op: Op
+    op: HloOp
     computation: Computation
     times: int
 
@@ -140,7 +140,7 @@ class Step:
 class Execution:
     """All operations that run, in order, and what had to be assumed to say so."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[ExecutedOp, ...]
     notes: tuple[str, ...]
 
 
@@ -173,7 +173,7 @@ def read_module(text: str) -> Module:
     return Module(computations[entry], computations)
 
 
-def read_op(name: str, text: str, is_root: bool) -> Op:
+def read_op(name: str, text: str, is_root: bool) -> HloOp:
     """An instruction from what follows its `=`: the type, the opcode, the operands in parentheses, the attributes."""
     end = closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
     opcode = OPCODE.match(text, end + 1)
@@ -182,7 +182,7 @@ def read_op(name: str, text: str, is_root: bool) -> Op:
     close = closing(text, opcode.end() - 1)
     arguments = text[opcode.end() : close]
     operands = () if opcode[1] in ("constant", "parameter") else tuple(NAME.findall(arguments))
-    return Op(name, opcode[1], read_arrays(text[:end]), operands, arguments, text[close + 1 :], is_root)
+    return HloOp(name, opcode[1], read_arrays(text[:end]), operands, arguments, text[close + 1 :], is_root)
 
 
 def closing(text: str, start: int) -> int:
@@ -227,7 +227,7 @@ def dtype_bits(dtype: str) -> int:
     return max(8, int(width[1])) if width else 8
 
 
-def execution(module: Module, weigh: Callable[[Op, Computation], float]) -> Execution:
+def execution(module: Module, weigh: Callable[[HloOp, Computation], float]) -> Execution:
     """What runs, and how often: loops multiplied by their trip counts, calls entered, fusions taken as one operation.
 
     A loop whose trip count is not in the program counts as one iteration, and a conditional as its heaviest branch by
@@ -238,8 +238,8 @@ def execution(module: Module, weigh: Callable[[Op, Computation], float]) -> Exec
 
 
 def _steps(
-    module: Module, computation: Computation, weigh: Callable[[Op, Computation], float], notes: list[str], times: int = 1
-) -> Iterator[Step]:
+    module: Module, computation: Computation, weigh: Callable[[HloOp, Computation], float], notes: list[str], times: int = 1
+) -> Iterator[ExecutedOp]:
     for op in computation.ops:
         if op.opcode == "while":
             trips = trip_count(module, computation, op)
@@ -255,10 +255,10 @@ def _steps(
         elif op.opcode == "call":
             yield from _steps(module, module.computations[op.callees("to_apply")[0]], weigh, notes, times)
         else:
-            yield Step(op, computation, times)
+            yield ExecutedOp(op, computation, times)
 
 
-def trip_count(module: Module, computation: Computation, loop: Op) -> int | None:
+def trip_count(module: Module, computation: Computation, loop: HloOp) -> int | None:
     """How often a `while` runs: as the compiler notes it, or read from a counter that goes from a constant to a constant."""
     noted = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
     if noted:
@@ -296,7 +296,7 @@ def trip_count(module: Module, computation: Computation, loop: Op) -> int | None
     return max(0, ceil((last - first) / by))
 
 
-def _source(computation: Computation, name: str) -> Op:
+def _source(computation: Computation, name: str) -> HloOp:
     """The operation whose value this is, seen through bitcasts and copies."""
     op = computation.behind(name)
     while op.opcode == "copy":
@@ -304,7 +304,7 @@ def _source(computation: Computation, name: str) -> Op:
     return op
 
 
-def _unwrapped(module: Module, op: Op) -> tuple[Op, tuple[str, ...]]:
+def _unwrapped(module: Module, op: HloOp) -> tuple[HloOp, tuple[str, ...]]:
     """An operation with its operands; where a fusion holds nothing else, the operation inside, with the fusion's operands."""
     if op.opcode != "fusion":
         return op, op.operands

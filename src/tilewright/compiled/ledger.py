@@ -60,7 +60,7 @@ class Argument:
 
 
 @dataclass(frozen=True)
-class Program:
+class ProgramRecord:
     """One program that was not in memory when it was called for.
 
     Attributes:
@@ -97,7 +97,7 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self.programs: list[Program] = []
+        self.programs: list[ProgramRecord] = []
 
     @property
     def compilations(self) -> int:
@@ -189,7 +189,7 @@ class _Announcements:
             traps = self.traps
             failing = next((trap for trap in traps if trap.mode == "fail"), None)
             if failing is not None:
-                refused = Program(name, 0.0, arguments=arguments or (), cause=cause, refused=True)
+                refused = ProgramRecord(name, 0.0, arguments=arguments or (), cause=cause, refused=True)
                 for ledger in self.open:
                     ledger.programs.append(refused)
         message = f"{name} had to be compiled during {{}}, where every program was to be ready{': ' if cause else ''}{cause}"
@@ -208,7 +208,7 @@ class _Announcements:
                 earlier = self.earlier.setdefault(name, [])
                 cause = difference(arguments, earlier)
                 earlier.append(arguments)
-            program = Program(name, seconds, from_disk, arguments or (), cause)
+            program = ProgramRecord(name, seconds, from_disk, arguments or (), cause)
             for ledger in self.open:
                 ledger.programs.append(program)
 

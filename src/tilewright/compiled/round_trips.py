@@ -9,7 +9,7 @@ makes anew in each iteration counts as often as the loop runs.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tilewright.compiled.hlo import DEVICE_MEMORY, FREE, Computation, Module, Op, execution, read_module
+from tilewright.compiled.hlo import DEVICE_MEMORY, FREE, Computation, HloOp, Module, execution, read_module
 from tilewright.compiled.traffic import FREE_CALLS, op_bytes, share_read, shares_written
 
 CALLERS = {
@@ -71,7 +71,7 @@ class Reads:
 
     def __init__(self, module: Module):
         self.module = module
-        self.sites: dict[str, list[tuple[Computation, Op, str]]] = {}
+        self.sites: dict[str, list[tuple[Computation, HloOp, str]]] = {}
         for computation in module.computations.values():
             for op in computation.ops:
                 for attribute in CALLERS.get(op.opcode, ()):
@@ -99,14 +99,14 @@ class Reads:
                 waiting += self.returned(where, index)
         return False
 
-    def reads(self, where: Computation, user: Op, position: int) -> bool:
+    def reads(self, where: Computation, user: HloOp, position: int) -> bool:
         """Whether a user reads this operand from memory, rather than pass it on."""
         if user.opcode in FREE or user.opcode in CALLERS or user.custom_call_target in FREE_CALLS:
             return False
         return not user.opcode.endswith(("-done", "-update")) and share_read(self.module, where, user, position) > 0
 
     def passed_on(
-        self, where: Computation, user: Op, position: int, index: int | None
+        self, where: Computation, user: HloOp, position: int, index: int | None
     ) -> Iterator[tuple[Computation, str, int | None]]:
         """Where the value is found again behind a user that does not read it."""
         if user.opcode in CALLERS:

@@ -26,8 +26,8 @@ from tilewright.compiled.hlo import (
     DEVICE_MEMORY,
     FREE,
     Computation,
+    HloOp,
     Module,
-    Op,
     dtype_bits,
     execution,
     read_module,
@@ -54,7 +54,7 @@ Value = Any
 
 
 @dataclass(frozen=True)
-class Transfer:
+class ScheduledTransfer:
     """What passes beside the core, between devices or between the memories of one.
 
     Attributes:
@@ -96,7 +96,7 @@ class Node:
     role: Role
     cycles: float = 0.0
     estimated: bool = True
-    transfer: Transfer | None = None
+    transfer: ScheduledTransfer | None = None
     start: int | None = None
     needs: tuple[int, ...] = ()
     layer: int | None = None
@@ -110,7 +110,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Graph:
+class ScheduleGraph:
     """A program's nodes, in the order of its core, and what had to be assumed to read them."""
 
     nodes: tuple[Node, ...] = field(repr=False)
@@ -126,7 +126,7 @@ class Graph:
         return tuple(dict.fromkeys(f"{node.name} ({node.opcode})" for node in self.nodes if not node.estimated))
 
 
-def read_schedule(hlo: str, chip: TpuChip, layer_of: Callable[[str], int | None] = lambda _: None) -> Graph:
+def read_schedule(hlo: str, chip: TpuChip, layer_of: Callable[[str], int | None] = lambda _: None) -> ScheduleGraph:
     """The graph of a program.
 
     Args:
@@ -144,7 +144,7 @@ def read_schedule(hlo: str, chip: TpuChip, layer_of: Callable[[str], int | None]
         )
     reader = Reader(module, chip, layer_of)
     reader.computation(module.entry, None)
-    return Graph(tuple(reader.nodes), tuple(dict.fromkeys(reader.notes)))
+    return ScheduleGraph(tuple(reader.nodes), tuple(dict.fromkeys(reader.notes)))
 
 
 class Reader:
@@ -167,7 +167,7 @@ class Reader:
                 values[op.name] = self.value(computation, op, [values[name] for name in op.operands])
         return values[computation.root.name]
 
-    def value(self, computation: Computation, op: Op, operands: list[Value]) -> Value:
+    def value(self, computation: Computation, op: HloOp, operands: list[Value]) -> Value:
         if op.opcode == "tuple":
             return tuple(operands)
         if op.opcode == "get-tuple-element" and isinstance(operands[0], tuple):
@@ -188,7 +188,7 @@ class Reader:
             return self.computation(self.module.computations[op.callees("to_apply")[0]], operands)
         return self.add(computation, op, tuple(sorted({node for value in operands for node in leaves(value)})))
 
-    def loop(self, computation: Computation, op: Op, state: Value) -> Value:
+    def loop(self, computation: Computation, op: HloOp, state: Value) -> Value:
         trips = trip_count(self.module, computation, op)
         if trips is None:
             self.notes.append(f"{op.name}: trip count unknown, counted as one iteration")
@@ -197,7 +197,7 @@ class Reader:
             state = self.computation(body, [state])
         return state
 
-    def add(self, computation: Computation, op: Op, needs: tuple[int, ...]) -> int:
+    def add(self, computation: Computation, op: HloOp, needs: tuple[int, ...]) -> int:
         """Adds an operation that is neither a name for something nor a way into another computation."""
         if len(self.nodes) >= MOST_NODES:
             raise ValueError(f"expected a program of at most {MOST_NODES:,} operations with its loops unrolled, found more")
@@ -232,7 +232,7 @@ class Reader:
             number = self.handed_on[number]
         return number if self.nodes[number].role == "start" else None
 
-    def waits_for(self, op: Op, needs: Sequence[int]) -> int | None:
+    def waits_for(self, op: HloOp, needs: Sequence[int]) -> int | None:
         """The start of the transfer that an operation waits for, if it does.
 
         Raises:
@@ -247,7 +247,7 @@ class Reader:
             return None  # not modelled, or a copy for the program's next run
         raise ValueError(f"expected {op.name} to wait for a transfer that was started before it, found none")
 
-    def transfer(self, computation: Computation, op: Op) -> tuple[Role, Transfer] | None:
+    def transfer(self, computation: Computation, op: HloOp) -> tuple[Role, ScheduledTransfer] | None:
         """What an operation begins, or does while the core waits; None if it transfers nothing."""
         begins = op.opcode.endswith("-start") or calls(self.module, op) == "AsyncCollectiveStart"
         role: Role = "start" if begins else "sync"
@@ -260,12 +260,12 @@ class Reader:
         if base == COPY and fetches_for_next_run(computation, op):
             return None
         if base in COPIES:
-            return role, Transfer(COPY, copied_bytes(computation, op))
+            return role, ScheduledTransfer(COPY, copied_bytes(computation, op))
         read, _ = op_bytes(self.module, computation, op)
         self.notes.append(f"{op.name}: taken for a copy of the bytes that it reads from HBM")
-        return role, Transfer(COPY, read)
+        return role, ScheduledTransfer(COPY, read)
 
-    def inner_name(self, computation: Computation, op: Op) -> str:
+    def inner_name(self, computation: Computation, op: HloOp) -> str:
         """Where the collective in an operation comes from, if it says so: a sum may say it of its additions alone."""
         of, _ = self.inner_collective(computation, op)
         if of is None:
@@ -273,7 +273,7 @@ class Reader:
         sums = [self.module.computations[name].root.op_name for name in of.callees("to_apply")]
         return next((name for name in (of.op_name, *sums) if name), "")
 
-    def inner_collective(self, computation: Computation, op: Op) -> tuple[Op | None, Computation]:
+    def inner_collective(self, computation: Computation, op: HloOp) -> tuple[HloOp | None, Computation]:
         """The collective that an operation is, or has inside; not one that others began and it hands on."""
         if op.opcode.removesuffix("-start") in COLLECTIVE:
             return op, computation
@@ -289,7 +289,7 @@ class Reader:
                     return found, within
         return None, computation
 
-    def cost(self, computation: Computation, op: Op) -> tuple[float, bool]:
+    def cost(self, computation: Computation, op: HloOp) -> tuple[float, bool]:
         """Cycles of an operation on the core, and whether the compiler estimates them."""
         key = f"{computation.name} {op.name}"
         if key not in self.cycles:
@@ -297,7 +297,7 @@ class Reader:
             self.cycles[key] = (float(noted), True) if noted is not None else self.roofline(computation, op)
         return self.cycles[key]
 
-    def roofline(self, computation: Computation, op: Op) -> tuple[float, bool]:
+    def roofline(self, computation: Computation, op: HloOp) -> tuple[float, bool]:
         """The same where there is no estimate."""
         moved, flops = op.number("bytes_accessed"), op.number("flops")
         if op.opcode == "custom-call" and moved is not None and flops is not None:
@@ -318,13 +318,13 @@ def weight(module: Module, branch: Computation) -> int:
     return sum((step.op.number("estimated_cycles") or 0) * step.times for step in run.steps)
 
 
-def calls(module: Module, op: Op) -> str:
+def calls(module: Module, op: HloOp) -> str:
     """The custom call at the root of a fusion, or an empty string."""
     names = op.callees("calls") if op.opcode == "fusion" else ()
     return module.computations[names[0]].root.custom_call_target if names else ""
 
 
-def is_continuation(module: Module, op: Op) -> bool:
+def is_continuation(module: Module, op: HloOp) -> bool:
     """Whether a fusion computes and hands on a collective that was begun before it."""
     if op.opcode != "fusion" or calls(module, op) in ("AsyncCollectiveStart", "AsyncCollectiveDone"):
         return False
@@ -332,7 +332,7 @@ def is_continuation(module: Module, op: Op) -> bool:
     return any("async_collective_fusion_config" in each.attributes for each in inner if each.opcode in COLLECTIVE)
 
 
-def collective(op: Op, computation: Computation) -> Transfer:
+def collective(op: HloOp, computation: Computation) -> ScheduledTransfer:
     """What a collective says of itself: kind, bytes, devices, and the strategy that the compiler chose."""
     kind = op.opcode.removesuffix("-start")
     arrays = [array for name in op.operands for array in computation.by_name[name].outputs]
@@ -343,10 +343,12 @@ def collective(op: Op, computation: Computation) -> Transfer:
     colours, phases = (int(strategy[1]), int(strategy[2])) if strategy else (None, 1)
     axes = re.search(r'"emitter":"(\d)D', op.attributes)
     directions = 2 if colours is None else min(2, max(1, colours // phases))
-    return Transfer(kind, size, device_groups(op), tuple(found), directions, phases > 1 or bool(axes and int(axes[1]) > 1))
+    return ScheduledTransfer(
+        kind, size, device_groups(op), tuple(found), directions, phases > 1 or bool(axes and int(axes[1]) > 1)
+    )
 
 
-def device_groups(op: Op) -> tuple[tuple[int, ...], ...]:
+def device_groups(op: HloOp) -> tuple[tuple[int, ...], ...]:
     """The groups of a collective, as lists of devices (`{{0,1},{2,3}}`), as an array of them (`[2,2]<=[2,2]T(1,0)`), or as axes
     of a mesh (`mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}`).
 
@@ -373,7 +375,7 @@ def device_groups(op: Op) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(numbers[first : first + size]) for first in range(0, len(numbers), size))
 
 
-def mesh_groups(op: Op) -> tuple[tuple[int, ...], ...]:
+def mesh_groups(op: HloOp) -> tuple[tuple[int, ...], ...]:
     """The same where axes of a mesh are named; part of an axis is `'a':(2)4`, four in sequence behind a part of two.
 
     Raises:
@@ -401,7 +403,7 @@ def mesh_groups(op: Op) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(map(int, group)) for group in groups)
 
 
-def copied_bytes(computation: Computation, start: Op) -> int:
+def copied_bytes(computation: Computation, start: HloOp) -> int:
     """Bytes that an asynchronous copy moves to or from HBM."""
     sources = [array for name in start.operands for array in computation.by_name[name].outputs]
     base = start.opcode.removesuffix("-start")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tilewright.chips.links import Fabric, Link, Load
-from tilewright.compiled.schedule import COPY, PERMUTE, Graph, Transfer
+from tilewright.compiled.schedule import COPY, PERMUTE, ScheduledTransfer, ScheduleGraph
 from tilewright.compiled.trace import Track, complete, named
 
 Interval = tuple[float, float]
@@ -67,7 +67,7 @@ class Sums:
 
 
 @dataclass(frozen=True)
-class Span:
+class TimelineSpan:
     """Something that takes time.
 
     Attributes:
@@ -92,11 +92,11 @@ class Span:
 class Timeline:
     """What the model says of a program: what the core does, one thing after another, and the transfers beside it."""
 
-    graph: Graph
-    core: tuple[Span, ...] = field(repr=False)
-    transfers: tuple[Span, ...] = field(repr=False)
+    graph: ScheduleGraph
+    core: tuple[TimelineSpan, ...] = field(repr=False)
+    transfers: tuple[TimelineSpan, ...] = field(repr=False)
 
-    def layer(self, span: Span) -> int | None:
+    def layer(self, span: TimelineSpan) -> int | None:
         return self.graph.nodes[span.node].layer
 
     @property
@@ -146,7 +146,7 @@ def overlap(one: Interval, others: list[Interval]) -> float:
     return found
 
 
-def load_of(transfer: Transfer, fabric: Fabric) -> Load:
+def load_of(transfer: ScheduledTransfer, fabric: Fabric) -> Load:
     """What a transfer does to the links, or a copy to the way to memory.
 
     Raises:
@@ -166,17 +166,17 @@ def load_of(transfer: Transfer, fabric: Fabric) -> Load:
     return fabric.collective(transfer.kind, groups, whole, transfer.directions, transfer.by_axis)
 
 
-def lay_out(graph: Graph, fabric: Fabric) -> Timeline:
+def lay_out(graph: ScheduleGraph, fabric: Fabric) -> Timeline:
     """Places a program's operations in time.
 
     Raises:
         ValueError: a collective names devices that the slice has not.
     """
-    loads: dict[Transfer, Load] = {}
+    loads: dict[ScheduledTransfer, Load] = {}
     free: dict[Link, float] = {}
     ends: dict[int, float] = {}
-    core: list[Span] = []
-    moved: list[Span] = []
+    core: list[TimelineSpan] = []
+    moved: list[TimelineSpan] = []
     now, cycle_s = 0.0, 1e-9 / fabric.chip.clock_ghz
     for number, node in enumerate(graph.nodes):
         began = number if node.start is None else node.start
@@ -187,14 +187,14 @@ def lay_out(graph: Graph, fabric: Fabric) -> Timeline:
             begin = max([now, *(free.get(link, 0.0) for link in load.busy_s)])
             free.update((link, begin + taken) for link, taken in load.busy_s.items())
             ends[number] = begin + load.seconds
-            moved.append(Span(number, node.engine, begin, ends[number], load.seconds))
+            moved.append(TimelineSpan(number, node.engine, begin, ends[number], load.seconds))
         if node.role in ("done", "sync"):
             if ends[began] > now:
                 waits_for_copy = graph.nodes[began].engine == "hbm"
-                core.append(Span(began, "memory wait" if waits_for_copy else "exposed", now, ends[began]))
+                core.append(TimelineSpan(began, "memory wait" if waits_for_copy else "exposed", now, ends[began]))
                 now = ends[began]
         elif node.role == "run" and node.cycles:
-            core.append(Span(number, "compute", now, now + node.cycles * cycle_s))
+            core.append(TimelineSpan(number, "compute", now, now + node.cycles * cycle_s))
             now = core[-1].end_s
     return Timeline(graph, tuple(core), tuple(moved))
 
@@ -221,7 +221,7 @@ def busiest_link_s(timeline: Timeline, fabric: Fabric, layer: int | None) -> flo
     return busiest_s(timeline, fabric, [span for span in timeline.transfers if timeline.layer(span) == layer])
 
 
-def busiest_s(timeline: Timeline, fabric: Fabric, transfers: Iterable[Span]) -> float:
+def busiest_s(timeline: Timeline, fabric: Fabric, transfers: Iterable[TimelineSpan]) -> float:
     """The same of these transfers; copies don't count."""
     taken: Counter[Link] = Counter()
     for span in transfers:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from math import prod
 
-from tilewright.compiled.hlo import FREE, ArrayType, Computation, Module, Op, execution, read_module
+from tilewright.compiled.hlo import FREE, ArrayType, Computation, HloOp, Module, execution, read_module
 
 FREE_CALLS = frozenset({"AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast", "Sharding", "SliceBitcast"})
 """Custom calls by which XLA only names a buffer."""
@@ -110,7 +110,7 @@ def memory_traffic(text: str) -> Traffic:
     return Traffic(tuple(rows), arrays, tuple(notes))
 
 
-def op_bytes(module: Module, computation: Computation, op: Op) -> tuple[int, int]:
+def op_bytes(module: Module, computation: Computation, op: HloOp) -> tuple[int, int]:
     """Bytes of device memory that one run of an operation reads and writes.
 
     Of an asynchronous pair the start reads and the done writes.
@@ -131,7 +131,7 @@ def op_bytes(module: Module, computation: Computation, op: Op) -> tuple[int, int
     return read, written
 
 
-def fetches_for_next_run(computation: Computation, start: Op) -> bool:
+def fetches_for_next_run(computation: Computation, start: HloOp) -> bool:
     """Whether a copy has no reader: at its end, a TPU program may bring back what its first copy will then find in place.
 
     One of the two moves nothing, in every run; the first one is counted.
@@ -140,7 +140,7 @@ def fetches_for_next_run(computation: Computation, start: Op) -> bool:
     return all(not done.is_root and not computation.users[done.name] for done in dones)
 
 
-def share_read(module: Module, computation: Computation, op: Op, position: int) -> float:
+def share_read(module: Module, computation: Computation, op: HloOp, position: int) -> float:
     """Which part of an operand an operation reads, from 0 to 1."""
     operand = computation.by_name[op.operands[position]]
     inner = fused(module, op)
@@ -173,7 +173,7 @@ def share_of_value(module: Module, inner: Computation, in_place: set[str], name:
     return min(1.0, total)
 
 
-def shares_written(module: Module, computation: Computation, op: Op) -> list[float]:
+def shares_written(module: Module, computation: Computation, op: HloOp) -> list[float]:
     """Which part of each of its results an operation writes."""
     if op.opcode.endswith("-done"):
         start = computation.by_name[op.operands[0]]
@@ -197,7 +197,7 @@ def shares_written(module: Module, computation: Computation, op: Op) -> list[flo
     return shares
 
 
-def share_updated(computation: Computation, op: Op) -> float:
+def share_updated(computation: Computation, op: HloOp) -> float:
     """Which part of its first operand an update in place changes."""
     whole, part = (computation.by_name[op.operands[position]] for position in (0, UPDATING[op.opcode.removesuffix("-start")]))
     return min(1.0, part.outputs[0].elements / max(1, whole.outputs[0].elements))
@@ -221,7 +221,7 @@ def results(inner: Computation) -> tuple[str, ...]:
     return inner.root.operands if inner.root.opcode == "tuple" else (inner.root.name,)
 
 
-def fused(module: Module, op: Op) -> Computation | None:
+def fused(module: Module, op: HloOp) -> Computation | None:
     """The computation inside a fusion or an asynchronous wrapper, None for any other operation."""
     if op.opcode not in ("fusion", "async-start"):
         return None

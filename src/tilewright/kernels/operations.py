@@ -67,7 +67,7 @@ class Heads(NamedTuple):
     rope: tuple[Array, Array]
 
 
-class Pages(NamedTuple):
+class KeyValuePages(NamedTuple):
     """A pool of pages `[P, K, E, D]`, E entries each, which the rows of a batch share by a table."""
 
     k: Array
@@ -82,7 +82,7 @@ UNMAPPED = -1
 """In a table of pages: the row has none there."""
 
 Pool = Any
-"""What `pages` gives: `Pages`, or an implementation's own. The first dim of its arrays is the pages; it has a `page_size`."""
+"""A pool of pages: `KeyValuePages`, or an implementation's own, with a `page_size`; its arrays' first dim is the pages."""
 
 Projection = Any
 """What `project` gives: an implementation's own, for `heads` and `append_attend` of the same bundle."""
@@ -95,7 +95,7 @@ class Operations:
     Attributes:
         name: of the implementation, as it is shown to users.
         gather_rows: `(table [V, H], index) -> rows [..., H]`: the rows of a table, such as the embeddings of tokens; with
-            `keeps_blocks` of a `Table` too.
+            `keeps_blocks` of a `PackedTable` too.
         scatter_rows: `(table, index [R], rows [R, H]) -> table` with these rows at these places, no two the same; a row whose
             index is out of range goes nowhere. The table is one of rows `[V, H]`, of whatever shape.
         swap_rows: `(table, index, rows) -> (table, old rows)`: the same, and what stood there; zeros for rows that go nowhere.
@@ -137,7 +137,8 @@ class Operations:
             the largest absolute weight of each output where the matrix has only some of their inputs.
         restore: the matrix `[I, O]` that `prepare_matrix` was given, rounded to the format; zeros may follow its inputs.
         prepares: prepared weights are not the matrices that they were.
-        keeps_blocks: both of these take a file's `Blocks` of 4 or 8 bits as well (see `linear/blocks.py`), and keep their bits.
+        keeps_blocks: both of these take a file's `QuantisedMatrix` of 4 or 8 bits as well (see `linear/blocks.py`), and keep
+            its bits.
         own_head: a tied model gets a head of its own: the products read it faster than the embedding transposed.
         window_multiple: of the queries of a `window_attention` that its kernel takes.
         counts: products leave out rows behind a `count`, so that it need not be rounded up to a declared number of rows.

@@ -142,7 +142,7 @@ class Selection(NamedTuple):
     lost: str
 
 
-class ModelSizes(Protocol):
+class DecoderSizes(Protocol):
     """A model's configuration, as far as the choice of kernels depends on it."""
 
     @property
@@ -158,7 +158,7 @@ class ModelSizes(Protocol):
 
 
 def implementations(
-    sizes: ModelSizes,
+    sizes: DecoderSizes,
     dtype: DTypeLike,
     chip: Chip | None = None,
     kernels: Kernels = "auto",
@@ -201,7 +201,7 @@ def fallbacks(selections: Sequence[Selection]) -> str:
     return f"computed by XLA, for a faster kernel does not run: {listed}" if listed else ""
 
 
-def typical_operands(sizes: ModelSizes, dtype: DTypeLike) -> dict[str, tuple[Any, ...]]:
+def typical_operands(sizes: DecoderSizes, dtype: DTypeLike) -> dict[str, tuple[Any, ...]]:
     """Abstract operands of each operation in a step of several rows, about which `implementations` asks its candidates."""
     rows, entries, d = 8, 1024, sizes.head_dim
 

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from tilewright.kernels.linear.blocks import Blocks, Table
+from tilewright.kernels.linear.blocks import PackedTable, QuantisedMatrix
 from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import computes_bfloat16
 from tilewright.models import gguf
@@ -266,7 +266,7 @@ def _none(name: str) -> bool:
     return False
 
 
-def read_blocks(tensor: StoredTensor) -> Blocks | None:
+def read_blocks(tensor: StoredTensor) -> QuantisedMatrix | None:
     """A matrix in the blocks that its file has it in; None where products do not read such as they are."""
     return gguf.open_gguf(tensor.file).get_slice(tensor.name).blocks() if tensor.file.suffix == gguf.SUFFIX else None
 
@@ -315,7 +315,7 @@ def load_params(
             progress.advance(task, value.nbytes)
             return value
 
-        def kept(spec: ArraySpec) -> Blocks | None:
+        def kept(spec: ArraySpec) -> QuantisedMatrix | None:
             found = read_blocks(stored[spec.name]) if keep_blocks and spec.kind in ("matrix", "head") else None
             progress.advance(task, 0 if found is None else size(spec, None))
             return found
@@ -427,6 +427,6 @@ def load_decoder(
         keep_blocks=keep_blocks,
     )  # fmt: skip
     if shared:
-        table = Table(params.head.panels, config.vocab_size, config.hidden_size, jnp.dtype(dtype).name)
+        table = PackedTable(params.head.panels, config.vocab_size, config.hidden_size, jnp.dtype(dtype).name)
         params = replace(params, embed=table)
     return config, params

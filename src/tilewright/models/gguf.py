@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from tilewright.kernels.linear.blocks import INTEGERS, Blocks, read_blocks
+from tilewright.kernels.linear.blocks import INTEGERS, QuantisedMatrix, read_blocks
 from tilewright.models.gguf_tokenizer import build_tokenizer
 from tilewright.models.layers import RopeScaling, rope_frequencies
 
@@ -136,7 +136,7 @@ class GGUFSlice:
         data = self.tensor.data[rows] if self.rows is None else self.tensor.data[self.rows[rows]]
         return np.asarray(dequantize(data, self.tensor.tensor_type), np.float32)[(slice(None), *columns)]
 
-    def blocks(self) -> Blocks | None:
+    def blocks(self) -> QuantisedMatrix | None:
         """The weights as the file has them, of formats that products read as they are; None of others."""
         kind: Any = self.tensor.tensor_type.name.lower()
         if kind not in INTEGERS:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from tilewright.kernels.linear.blocks import Table
+from tilewright.kernels.linear.blocks import PackedTable
 from tilewright.kernels.operations import Norm, Operations, Projection
 from tilewright.models.layers import Rope
 
@@ -110,7 +110,9 @@ class SingleDevice:
     def reduce(self, x: Array) -> Array:
         return x
 
-    def embed(self, ops: Operations, table: Float[Array, "V H"] | Table, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
+    def embed(
+        self, ops: Operations, table: Float[Array, "V H"] | PackedTable, tokens: Int[Array, "B T"]
+    ) -> Float[Array, "B T H"]:
         return ops.gather_rows(table, tokens)
 
     def run(

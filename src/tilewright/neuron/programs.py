@@ -3,7 +3,7 @@
 from math import ceil
 
 from tilewright.chips.tpu import TpuChip
-from tilewright.compiled.schedule import COPY, PERMUTE, Graph, Node, Transfer
+from tilewright.compiled.schedule import COPY, PERMUTE, Node, ScheduledTransfer, ScheduleGraph
 from tilewright.neuron.builder import BF16, LEAST_ISSUE_CYCLES, TILE, Builder, element_cycles
 from tilewright.neuron.inference import Model, Part, Work
 from tilewright.neuron.machine import Machine
@@ -11,7 +11,7 @@ from tilewright.neuron.program import CC, SBUF, Collective, Program
 from tilewright.neuron.shapes import Config, Share
 
 
-def hlo_program(graph: Graph, chip: TpuChip, machine: Machine, name: str = "scheduled HLO") -> Program:
+def hlo_program(graph: ScheduleGraph, chip: TpuChip, machine: Machine, name: str = "scheduled HLO") -> Program:
     """A program that XLA scheduled for a TPU, on a Neuron core.
 
     What the TPU's core executes goes to the tensor engine in the same order, and takes longer by the ratio of the two peaks;
@@ -41,7 +41,7 @@ def hlo_program(graph: Graph, chip: TpuChip, machine: Machine, name: str = "sche
     return build.program(name, notes=notes)
 
 
-def transfer_of(build: Builder, node: Node, transfer: Transfer, needs: list[int]) -> int:
+def transfer_of(build: Builder, node: Node, transfer: ScheduledTransfer, needs: list[int]) -> int:
     """A collective or a copy of scheduled HLO."""
     if transfer.kind == COPY:
         return build.move(node.name, transfer.bytes, needs)

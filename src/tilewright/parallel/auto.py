@@ -7,7 +7,7 @@ from jax import Array
 from jax.sharding import Mesh
 from jaxtyping import Float
 
-from tilewright.chips.layers import Choice, Costs, Layer, choose
+from tilewright.chips.layers import Costs, LayerShapes, StrategyChoice, choose
 from tilewright.chips.links import Fabric, torus_of
 from tilewright.chips.tpu import CHIPS, KINDS
 from tilewright.parallel.domino import Column, Domino
@@ -40,13 +40,13 @@ class Auto(TensorParallel):
         fabric: the links between the devices of the axis, in their order; None where there are no figures of them.
     """
 
-    layer: Layer | None = None
+    layer: LayerShapes | None = None
     fabric: Fabric | None = None
 
-    def choice(self, rows: int, micro_batches: bool) -> Choice:
+    def choice(self, rows: int, micro_batches: bool) -> StrategyChoice:
         """See `chips.layers.choose`."""
         if self.layer is None or self.fabric is None:
-            return Choice("sync", f"sync for {rows:,} rows: no figures of the links between these devices", {})
+            return StrategyChoice("sync", f"sync for {rows:,} rows: no figures of the links between these devices", {})
         return choose(Costs(self.fabric), rows, self.layer, micro_batches)
 
     def run(
@@ -62,7 +62,7 @@ class Auto(TensorParallel):
         return schedule_of(chosen, self.axis, self.layer, self.fabric).run(stack, x, rows, kept, taps)
 
 
-def schedule_of(name: str, axis: Axis, layer: Layer | None, fabric: Fabric | None) -> TensorParallel:
+def schedule_of(name: str, axis: Axis, layer: LayerShapes | None, fabric: Fabric | None) -> TensorParallel:
     """The schedule of a name of `SCHEDULES`, or `AUTO`, whose choices go by the layer and the fabric."""
     if name == AUTO:
         return Auto(axis, layer, fabric)

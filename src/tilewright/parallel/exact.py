@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from tilewright.kernels.operations import Heads, Joined, Norm, Operations, Pages, Transposed
+from tilewright.kernels.operations import Heads, Joined, KeyValuePages, Norm, Operations, Transposed
 from tilewright.parallel.rings import Axis
 from tilewright.parallel.schedules import TensorParallel, run_layers
 
@@ -177,24 +177,24 @@ def by_heads(
 
 
 def by_heads_over_pages(
-    ops: Operations, q: Float[Array, "B T N D"], pool: Pages, table: Int[Array, "B M"], lengths: Int[Array, "B T"]
+    ops: Operations, q: Float[Array, "B T N D"], pool: KeyValuePages, table: Int[Array, "B M"], lengths: Int[Array, "B T"]
 ) -> Float[Array, "B T N D"]:
     """Attention over entries in pages, one query head after another."""
     heads, kv_heads = q.shape[2], pool.k.shape[1]
 
     def of(n: Array) -> Array:
-        own = Pages(*(jax.lax.dynamic_slice_in_dim(part, n // (heads // kv_heads), 1, 1) for part in (pool.k, pool.v)))
+        own = KeyValuePages(*(jax.lax.dynamic_slice_in_dim(part, n // (heads // kv_heads), 1, 1) for part in (pool.k, pool.v)))
         return ops.paged_attention(jax.lax.dynamic_slice_in_dim(q, n, 1, 2), own, table, lengths)[:, :, 0]
 
     return jnp.moveaxis(for_each(heads, of), 0, 2)
 
 
 def append_attend_pages(
-    ops: Operations, projection: Any, how: Heads, pool: Pages, table: Array, start: Array, count: Array
-) -> tuple[Array, Pages]:
+    ops: Operations, projection: Any, how: Heads, pool: KeyValuePages, table: Array, start: Array, count: Array
+) -> tuple[Array, KeyValuePages]:
     """`Operations.paged_append_attend`, each query head by itself."""
     q, new_k, new_v = heads_apart(ops, projection, how)
-    pool = cast(Pages, ops.paged_append(pool, table, new_k, new_v, start, count))
+    pool = cast(KeyValuePages, ops.paged_append(pool, table, new_k, new_v, start, count))
     at = jnp.arange(q.shape[1])[None]
     lengths = jnp.where(at < count[:, None], start[:, None] + at + 1, 0)
     out = by_heads_over_pages(ops, q, pool, table, lengths)

@@ -20,7 +20,7 @@ from tilewright.kernels.gather_rows import cpu as gather_cpu
 from tilewright.kernels.heads import xla as heads_xla
 from tilewright.kernels.linear import cpu
 from tilewright.kernels.nonzero import cpu as nonzero_cpu
-from tilewright.kernels.operations import Heads, Joined, Norm, Operations, Pages, Weights
+from tilewright.kernels.operations import Heads, Joined, KeyValuePages, Norm, Operations, Weights
 from tilewright.kernels.paged import cpu as paged_cpu
 from tilewright.kernels.paged import xla as paged_xla
 from tilewright.kernels.registry import first
@@ -70,11 +70,13 @@ def append_attend(projection: Joint, how: Heads, k: Array, v: Array, start: Arra
     return attention_cpu.append_attend(*operands, **options, k_cache=k, v_cache=v, start=start, count=count)
 
 
-def paged_attention(q: Array, pool: Pages, table: Array, lengths: Array, own: tuple[Array, Array] | None = None) -> Array:
+def paged_attention(
+    q: Array, pool: KeyValuePages, table: Array, lengths: Array, own: tuple[Array, Array] | None = None
+) -> Array:
     return first("paged attention", "cpu", q.shape[3], q.dtype).prefix_attention(q, pool, table, lengths, own)
 
 
-def paged_append_attend(projection: Joint, how: Heads, pool: Pages, *places: Array) -> tuple[Array, Pages]:
+def paged_append_attend(projection: Joint, how: Heads, pool: KeyValuePages, *places: Array) -> tuple[Array, KeyValuePages]:
     if refuses_heads(how.head_dim):
         return paged_xla.append_attend(projection, how, pool, *places, heads=heads)
     operands, options = attention_operands(projection, how)

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from tilewright.kernels.bundles.xla import xla_operations
 from tilewright.kernels.heads import xla as heads_xla
 from tilewright.kernels.linear import xla
-from tilewright.kernels.operations import Heads, Norm, Pages, Pool, Transposed
+from tilewright.kernels.operations import Heads, KeyValuePages, Norm, Pool, Transposed
 from tilewright.kernels.paged import pallas_tpu as paged_tpu
 from tilewright.kernels.paged import xla as paged_xla
 from tilewright.kernels.registry import first
@@ -48,18 +48,18 @@ def pages(count: int, kv_heads: int, entries: int, head_dim: int, dtype: DTypeLi
 
 
 def paged_append(pool: Pool, *rest: Array) -> Pool:
-    made: Any = paged_xla if isinstance(pool, Pages) else paged_tpu
+    made: Any = paged_xla if isinstance(pool, KeyValuePages) else paged_tpu
     return made.append(pool, *rest)
 
 
 def paged_attention(q: Array, pool: Pool, table: Array, lengths: Array, own: tuple[Array, Array] | None = None) -> Array:
-    made: Any = paged_xla if isinstance(pool, Pages) else paged_tpu
+    made: Any = paged_xla if isinstance(pool, KeyValuePages) else paged_tpu
     return made.prefix_attention(q, pool, table, lengths, own, prefix_attention)
 
 
 def paged_append_attend(projection: Any, how: Heads, pool: Pool, *rest: Array) -> tuple[Array, Pool]:
     heads = partial(heads_xla.heads, rotate=heads_xla.rotate_by_product)
-    if isinstance(pool, Pages):
+    if isinstance(pool, KeyValuePages):
         return paged_xla.append_attend(projection, how, pool, *rest, heads=heads, attend=prefix_attention)
     return paged_tpu.append_attend(projection, how, pool, *rest, heads=heads)
 

@@ -34,7 +34,7 @@ def cpu_operations(bfloat16: bool) -> Operations:
     Args:
         bfloat16: products are taken in bfloat16, with float32 sums.
     """
-    how = cpu.Training(bfloat16)
+    how = cpu.TrainingPrecision(bfloat16)
 
     def normed(x: Array, norm: Norm | None) -> Array:
         return x if norm is None else norm_cpu.trained_norm(x.astype(jnp.float32), norm.weight, norm.eps, how.dtype)
@@ -68,7 +68,7 @@ def cpu_operations(bfloat16: bool) -> Operations:
         if refuses_heads(what.head_dim):
             return causal_xla.causal_attention(projection, what, heads)
         (array, count, _, size), options = attention_operands(projection, what)
-        sizes = causal_cpu.Sizes(count, size, options["eps"])
+        sizes = causal_cpu.ProjectionSizes(count, size, options["eps"])
         return causal_cpu.causal_attention(sizes, array, *(options[name] for name in ("q_norm", "k_norm", "cos", "sin")))
 
     return replace(

@@ -20,7 +20,7 @@ from tilewright.kernels.native import or_nothing
 """Head sizes that the kernels take are multiples of this."""
 
 
-class Sizes(NamedTuple):
+class ProjectionSizes(NamedTuple):
     """What a joined projection holds, and the epsilon of its norms."""
 
     heads: int
@@ -30,7 +30,7 @@ class Sizes(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def causal_attention(
-    sizes: Sizes,
+    sizes: ProjectionSizes,
     qkv: Float[Array, "B T _"],
     q_norm: Float32[Array, " D"] | None,
     k_norm: Float32[Array, " D"] | None,
@@ -42,7 +42,7 @@ def causal_attention(
 
 
 def forward(
-    sizes: Sizes, qkv: Array, q_norm: Array | None, k_norm: Array | None, cos: Array, sin: Array
+    sizes: ProjectionSizes, qkv: Array, q_norm: Array | None, k_norm: Array | None, cos: Array, sin: Array
 ) -> tuple[Array, tuple[Any, ...]]:
     b, t, _ = qkv.shape
     out = jax.ShapeDtypeStruct((b, t, sizes.heads * sizes.head_dim), qkv.dtype)
@@ -52,7 +52,7 @@ def forward(
     return attended, (qkv, q_norm, k_norm, cos, sin, attended, sums)
 
 
-def backward(sizes: Sizes, kept: tuple[Any, ...], due: Float[Array, "B T _"]) -> tuple[Any, ...]:
+def backward(sizes: ProjectionSizes, kept: tuple[Any, ...], due: Float[Array, "B T _"]) -> tuple[Any, ...]:
     qkv, q_norm, k_norm, cos, sin, attended, sums = kept
     norms = [or_nothing(norm, jnp.float32) for norm in (q_norm, k_norm)]
     results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (qkv, *norms)]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Case:
+class GatherCase:
     """Rows of up to `slots` neighbours among as many `nodes`, with `features` each."""
 
     nodes: int
@@ -13,8 +13,8 @@ class Case:
 
 
 CASES = {
-    "trainium": Case(2048, 64, 128),
-    "narrow": Case(10_000, 16, 128),
-    "wide": Case(10_000, 64, 128),
+    "trainium": GatherCase(2048, 64, 128),
+    "narrow": GatherCase(10_000, 16, 128),
+    "wide": GatherCase(10_000, 64, 128),
 }
 """The shape of published kernels for Trainium2, and two uniform graphs whose features fit a CPU's cache."""

@@ -101,7 +101,7 @@ def kernel(x, sources, weights, scale, part):
 
 
 @dataclass(frozen=True)
-class Transfers:
+class NkiTransfers:
     """What the kernel's DMAs move, by its own structure.
 
     Attributes:
@@ -118,7 +118,7 @@ class Transfers:
 
 def transfers(
     rows: int, slots: int, features: int, itemsize: int = 4, weighted: bool = False, scaled: bool = False
-) -> Transfers:
+) -> NkiTransfers:
     """What the kernel moves: padding is gathered like a neighbour, so degrees don't matter.
 
     Args:
@@ -128,7 +128,7 @@ def transfers(
     tiles, each_tile = -(-rows // PARTITIONS), slots + 2 + weighted + scaled  # indices, gathers, result
     small = slots * 4 * (1 + weighted) + 4 * scaled
     read = rows * (slots * features * itemsize + small)
-    return Transfers(tiles * each_tile, rows * each_tile, read, rows * features * itemsize)
+    return NkiTransfers(tiles * each_tile, rows * each_tile, read, rows * features * itemsize)
 
 
 def operands(

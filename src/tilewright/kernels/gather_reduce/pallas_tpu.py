@@ -42,7 +42,7 @@ COMBINE = {"sum": jnp.add, "mean": jnp.add, "max": jnp.maximum, "min": jnp.minim
 
 
 @dataclass(frozen=True)
-class Blocks:
+class TileSizes:
     """How the kernel divides a problem: rows of a tile (T), rows of a chunk (G), slots of a part (S), words of a row (W)."""
 
     tile: int
@@ -57,7 +57,7 @@ class Blocks:
         return -(-slots // self.part)
 
 
-def blocks_for(rows: int, slots: int, features: int, dtype: DTypeLike) -> Blocks:
+def blocks_for(rows: int, slots: int, features: int, dtype: DTypeLike) -> TileSizes:
     """What the kernel uses. Tiles of rows are whole lanes, since the indices lie slot by slot; chunks are whole sublanes."""
     words, part = row_words(features, dtype), min(slots, SLOTS)
     chunk = max(SUBLANES, IN_FLIGHT // part // SUBLANES * SUBLANES)
@@ -66,7 +66,7 @@ def blocks_for(rows: int, slots: int, features: int, dtype: DTypeLike) -> Blocks
     tile = min(max(LANES, TILE_SLOTS // part // LANES * LANES), wide * LANES, -(-rows // LANES) * LANES)
     while tile % chunk:
         chunk //= 2
-    return Blocks(tile, chunk, part, words)
+    return TileSizes(tile, chunk, part, words)
 
 
 def row_words(features: int, dtype: DTypeLike) -> int:
@@ -85,7 +85,7 @@ def refuses(
 
 
 @dataclass(frozen=True)
-class Transfers:
+class TpuTransfers:
     """What the kernel's DMAs move, by its own structure.
 
     Attributes:
@@ -101,7 +101,7 @@ class Transfers:
     written: int
 
 
-def transfers(degrees: np.ndarray, slots: int, features: int, dtype: DTypeLike, weighted: bool = False) -> Transfers:
+def transfers(degrees: np.ndarray, slots: int, features: int, dtype: DTypeLike, weighted: bool = False) -> TpuTransfers:
     """What the kernel moves for rows of these degrees (into a result of its own, without `into`)."""
     rows, blocks = degrees.size, blocks_for(degrees.size, slots, features, dtype)
     tiles, steps = blocks.tiles(rows), blocks.tiles(rows) * blocks.parts(slots)
@@ -109,7 +109,7 @@ def transfers(degrees: np.ndarray, slots: int, features: int, dtype: DTypeLike, 
     gathered = gathers * lanes(blocks.words) * 4
     read = gathered + blocks.tile * 4 * (tiles + steps * blocks.part * per_slot)
     written = rows * lanes(features) * jnp.dtype(dtype).itemsize
-    return Transfers(gathers + steps * per_slot + 2 * tiles, gathered, read, written)
+    return TpuTransfers(gathers + steps * per_slot + 2 * tiles, gathered, read, written)
 
 
 def lanes(columns: int) -> int:
@@ -118,7 +118,15 @@ def lanes(columns: int) -> int:
 
 
 def kernel(
-    degrees_ref, sources_ref, *rest, blocks: Blocks, rows: int, parts: int, reduce: Reduce, weighted: bool, offset: int | None
+    degrees_ref,
+    sources_ref,
+    *rest,
+    blocks: TileSizes,
+    rows: int,
+    parts: int,
+    reduce: Reduce,
+    weighted: bool,
+    offset: int | None,
 ):
     """One part of a tile: degrees [1, T] and sources [S, T] in scalar memory, weights [S, T], x [M, W], out [T, F] or a buffer.
 

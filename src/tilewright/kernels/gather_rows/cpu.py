@@ -9,12 +9,12 @@ import numpy as np
 from jax import Array
 from jaxtyping import Int, Shaped
 
-from tilewright.kernels.linear.blocks import Table
+from tilewright.kernels.linear.blocks import PackedTable
 
 
-def gather_rows(table: Shaped[Array, "V H"] | Table, index: Int[Array, "*rows"]) -> Shaped[Array, "*rows H"]:
+def gather_rows(table: Shaped[Array, "V H"] | PackedTable, index: Int[Array, "*rows"]) -> Shaped[Array, "*rows H"]:
     """As `table[index]`, for indices from 0 to V - 1. There is no gradient."""
-    if isinstance(table, Table):
+    if isinstance(table, PackedTable):
         out = jax.ShapeDtypeStruct((*index.shape, table.width), jnp.dtype(table.dtype))
         call = jax.ffi.ffi_call("tilewright_gather_block_rows", out)
         return call(table.panels, index.astype(jnp.int32), rows=np.int64(table.rows))

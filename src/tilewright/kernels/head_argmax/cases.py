@@ -6,7 +6,7 @@ from tilewright.kernels.linear import cases
 
 
 @dataclass(frozen=True)
-class Case:
+class HeadCase:
     """A head: `hidden` to `vocab`, and `transposed` where a model shares it with the embedding `[vocab, hidden]`."""
 
     hidden: int
@@ -15,7 +15,7 @@ class Case:
 
 
 CASES = {
-    model: Case(layers["head"].inputs, layers["head"].outputs, transposed=model != "demo")
+    model: HeadCase(layers["head"].inputs, layers["head"].outputs, transposed=model != "demo")
     for model, layers in cases.CASES.items()
 }  # The published Qwen3 models of up to 4 B parameters say tie_word_embeddings in their config.json.
 """One for each model of `linear/cases.py`."""

@@ -34,7 +34,7 @@ ROWS = 64
 
 
 @dataclass(frozen=True)
-class Blocks:
+class QuantisedMatrix:
     """A matrix `[I, O]` whose weights have 4 or 8 bits, N blocks to an output.
 
     Attributes:
@@ -57,7 +57,7 @@ class Blocks:
 
 @partial(jax.tree_util.register_dataclass, data_fields=["panels"], meta_fields=["rows", "width", "dtype"])
 @dataclass(frozen=True)
-class Table:
+class PackedTable:
     """A table `[V, H]` that is read row by row out of what products read: the embedding of a tied model, of its output head.
 
     Attributes:
@@ -73,15 +73,15 @@ class Table:
     dtype: str
 
 
-def read_blocks(rows: np.ndarray, kind: BlockFormat) -> Blocks:
+def read_blocks(rows: np.ndarray, kind: BlockFormat) -> QuantisedMatrix:
     """The blocks of a file's rows, uint8 `[O, bytes]`: each has its scale, its minimum where it has one, and its integers."""
     head = 4 if kind == "q4_1" else 2
     parts = rows.reshape(len(rows), -1, head + INTEGERS[kind])
     halves = np.ascontiguousarray(parts[..., :head]).view(np.float16)
-    return Blocks(kind, parts[..., head:], halves[..., 0], halves[..., 1] if kind == "q4_1" else None)
+    return QuantisedMatrix(kind, parts[..., head:], halves[..., 0], halves[..., 1] if kind == "q4_1" else None)
 
 
-def dequantise(blocks: Blocks) -> np.ndarray:
+def dequantise(blocks: QuantisedMatrix) -> np.ndarray:
     """The matrix `[I, O]` in float32."""
     if blocks.kind == "q8_0":
         units = blocks.integers.view(np.int8).astype(np.float32)
@@ -95,7 +95,7 @@ def dequantise(blocks: Blocks) -> np.ndarray:
     return wide.reshape(len(wide), -1).T
 
 
-def quantise(w: np.ndarray, kind: BlockFormat) -> Blocks:
+def quantise(w: np.ndarray, kind: BlockFormat) -> QuantisedMatrix:
     """A matrix `[I, O]`, all below `LARGEST`, in blocks of Q4_1 or Q8_0; zeros follow its inputs up to the end of a block.
 
     The scale of 8 bits is the largest absolute weight over 127. Those of 4 bits come from a search: for each of `STEPS`,
@@ -114,15 +114,15 @@ def quantise(w: np.ndarray, kind: BlockFormat) -> Blocks:
     return side_by_side(made)
 
 
-def eight_bits(x: np.ndarray) -> Blocks:
+def eight_bits(x: np.ndarray) -> QuantisedMatrix:
     """Rows of blocks `[O, N, 32]` as Q8_0."""
     scales = (np.max(np.abs(x), axis=-1) / np.float32(127)).astype(np.float16)
     wide = scales.astype(np.float32)[..., None]
     units = np.divide(x, wide, out=np.zeros_like(x), where=wide > 0)
-    return Blocks("q8_0", np.rint(np.clip(units, -127, 127)).astype(np.int8).view(np.uint8), scales)
+    return QuantisedMatrix("q8_0", np.rint(np.clip(units, -127, 127)).astype(np.int8).view(np.uint8), scales)
 
 
-def four_bits(x: np.ndarray) -> Blocks:
+def four_bits(x: np.ndarray) -> QuantisedMatrix:
     """Rows of blocks `[O, N, 32]` as Q4_1; see `quantise`."""
     least, most = x.min(axis=-1), x.max(axis=-1)
     mean = x.mean(axis=-1)
@@ -138,7 +138,7 @@ def four_bits(x: np.ndarray) -> Blocks:
         new = (units.astype(np.uint8), scale, minimum)
         best = [np.where(better[..., None] if old.ndim == 3 else better, one, old) for one, old in zip(new, best, strict=True)]
     units, scales, minima = best
-    return Blocks("q4_1", units[..., :16] | units[..., 16:] << 4, scales, minima)
+    return QuantisedMatrix("q4_1", units[..., :16] | units[..., 16:] << 4, scales, minima)
 
 
 def fitted(x: np.ndarray, units: np.ndarray, mean: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -151,24 +151,24 @@ def fitted(x: np.ndarray, units: np.ndarray, mean: np.ndarray) -> tuple[np.ndarr
     return scale, (mean - scale.astype(np.float32) * middle).astype(np.float16)
 
 
-def as_q4_1(blocks: Blocks) -> Blocks:
+def as_q4_1(blocks: QuantisedMatrix) -> QuantisedMatrix:
     """Q4_1 blocks of the same weights, exactly: eight times a number in half precision is one too, unless it is above 8,188."""
     if blocks.kind != "q4_0":
         return blocks
-    return Blocks("q4_1", blocks.integers, blocks.scales, -8 * blocks.scales)
+    return QuantisedMatrix("q4_1", blocks.integers, blocks.scales, -8 * blocks.scales)
 
 
-def as_q8_0(blocks: Blocks) -> Blocks:
+def as_q8_0(blocks: QuantisedMatrix) -> QuantisedMatrix:
     """As Q8_0: the same weights where they were Q4_0, else rounded to 8 bits."""
     if blocks.kind == "q8_0":
         return blocks
     if blocks.kind == "q4_1":
         return quantise(dequantise(blocks), "q8_0")
     units = np.concatenate([blocks.integers & 15, blocks.integers >> 4], axis=-1)
-    return Blocks("q8_0", units - np.uint8(8), blocks.scales)
+    return QuantisedMatrix("q8_0", units - np.uint8(8), blocks.scales)
 
 
-def of_one_kind(matrices: Sequence[Blocks]) -> list[Blocks]:
+def of_one_kind(matrices: Sequence[QuantisedMatrix]) -> list[QuantisedMatrix]:
     """Matrices that one product reads, in one format: in 8 bits as soon as one of them has these, else in 4."""
     kinds = {each.kind for each in matrices}
     if len(kinds) == 1:
@@ -176,17 +176,17 @@ def of_one_kind(matrices: Sequence[Blocks]) -> list[Blocks]:
     return [as_q8_0(each) if "q8_0" in kinds else as_q4_1(each) for each in matrices]
 
 
-def side_by_side(matrices: Sequence[Blocks]) -> Blocks:
+def side_by_side(matrices: Sequence[QuantisedMatrix]) -> QuantisedMatrix:
     """Matrices of one format and as many inputs as one, their outputs one after another."""
     first, *others = matrices
     if not others:
         return first
     minima = None if first.minima is None else np.concatenate([each.minima for each in matrices if each.minima is not None])
     integers, scales = (np.concatenate([getattr(each, name) for each in matrices]) for name in ("integers", "scales"))
-    return Blocks(first.kind, integers, scales, minima)
+    return QuantisedMatrix(first.kind, integers, scales, minima)
 
 
-def panels_of(blocks: Blocks) -> np.ndarray:
+def panels_of(blocks: QuantisedMatrix) -> np.ndarray:
     """The kernel's panels, uint8 `[P, N / 2, bytes]`: see `blocks.inc`. Zeros follow the last output and the last block."""
     outputs, count = blocks.scales.shape
     pads = (0, -outputs % LANES), (0, count % 2)
@@ -203,7 +203,7 @@ def panels_of(blocks: Blocks) -> np.ndarray:
     return np.concatenate([*(turned(each[..., None].view(np.uint8)) for each in halves), turned(integers)], axis=2)
 
 
-def blocks_of(panels: np.ndarray, outputs: int) -> Blocks:
+def blocks_of(panels: np.ndarray, outputs: int) -> QuantisedMatrix:
     """The inverse of `panels_of`, with the block of zeros that it may have added."""
     kind: BlockFormat = next(name for name, size in PAIR_BYTES.items() if size == panels.shape[2])
     ends = range(64, panels.shape[2] - 2 * LANES * INTEGERS[kind] + 1, 64)  # of scales, and of minima where there are some
@@ -215,5 +215,5 @@ def blocks_of(panels: np.ndarray, outputs: int) -> Blocks:
 
     integers = returned(panels[..., ends[-1] :], INTEGERS[kind])
     halves = [returned(panels[..., end - 64 : end], 2).view(np.float16)[..., 0] for end in ends]
-    made = Blocks(kind, integers, *halves)
+    made = QuantisedMatrix(kind, integers, *halves)
     return replace(made, integers=integers ^ np.uint8(128)) if kind == "q8_0" else made

@@ -7,7 +7,7 @@ LAYERS = ("q", "k", "v", "o", "gate_up", "down", "head")
 
 
 @dataclass(frozen=True)
-class Case:
+class LinearCase:
     """One linear layer of one model.
 
     Attributes:
@@ -30,12 +30,12 @@ class Case:
         return self.inputs * self.outputs * (2 if self.gated else 1)
 
 
-def of_model(model: str, **sizes: tuple[int, int]) -> dict[str, Case]:
+def of_model(model: str, **sizes: tuple[int, int]) -> dict[str, LinearCase]:
     assert tuple(sizes) == LAYERS
-    return {layer: Case(model, layer, *size) for layer, size in sizes.items()}
+    return {layer: LinearCase(model, layer, *size) for layer, size in sizes.items()}
 
 
-CASES: dict[str, dict[str, Case]] = {
+CASES: dict[str, dict[str, LinearCase]] = {
     # assets/demo/target/config.json: hidden 128, 4 heads and 2 key-value heads of 32.
     "demo": of_model(
         "demo", q=(128, 128), k=(128, 64), v=(128, 64), o=(128, 128), gate_up=(128, 256), down=(256, 128), head=(128, 4096)
@@ -59,7 +59,7 @@ CASES: dict[str, dict[str, Case]] = {
 """For each model its layers. Heads that share the embedding's weight count like any other."""
 
 
-def named(models: tuple[str, ...], layers: tuple[str, ...]) -> list[Case]:
+def named(models: tuple[str, ...], layers: tuple[str, ...]) -> list[LinearCase]:
     """The cases of some models and layers, in the order given.
 
     Raises:

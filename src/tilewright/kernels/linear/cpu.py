@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int32
 
 from tilewright.kernels.linear import blocks
-from tilewright.kernels.linear.blocks import BLOCK, Blocks
+from tilewright.kernels.linear.blocks import BLOCK, QuantisedMatrix
 from tilewright.kernels.native import or_nothing
 from tilewright.kernels.operations import Transposed
 
@@ -164,31 +164,31 @@ def in_turn(panels: list[np.ndarray]) -> np.ndarray:
     return placed.reshape(-1, *panel)
 
 
-def packed_blocks(matrices: Sequence[Blocks]) -> PackedMatrix:
+def packed_blocks(matrices: Sequence[QuantisedMatrix]) -> PackedMatrix:
     """As `packed`, of matrices in blocks of one format."""
     panels = in_turn([blocks.panels_of(w) for w in matrices])
     return PackedMatrix(jax.device_put(panels), None, None, matrices[0].shape[1], gated=len(matrices) == 2)
 
 
-def in_blocks(matrices: Sequence[Any], kind: str) -> list[Blocks] | None:
+def in_blocks(matrices: Sequence[Any], kind: str) -> list[QuantisedMatrix] | None:
     """Matrices of one product in blocks of one format; None if they are in none and `kind` asks for none.
 
     Those that are blocks keep their integers, scales and minima; others are quantised.
     """
     if kind in STEP:
         return None
-    made = [w if isinstance(w, Blocks) else blocks.quantise(np.asarray(w), cast(Any, kind)) for w in matrices]
+    made = [w if isinstance(w, QuantisedMatrix) else blocks.quantise(np.asarray(w), cast(Any, kind)) for w in matrices]
     return blocks.of_one_kind(made)
 
 
 def format_of(w: Any) -> str:
     """The format that a matrix has before it is packed."""
-    return w.kind if isinstance(w, Blocks) else w.dtype.name
+    return w.kind if isinstance(w, QuantisedMatrix) else w.dtype.name
 
 
 def check(w: Any, kind: str, name: str) -> None:
     """Raises a `ValueError` that names the weight if it cannot be packed."""
-    if isinstance(w, Blocks):
+    if isinstance(w, QuantisedMatrix):
         if not all(np.isfinite(halves).all() for halves in (w.scales, w.minima) if halves is not None):
             raise ValueError(f"{name}: expected finite scales and minima, found infinity or NaN")
         return
@@ -205,7 +205,7 @@ def check(w: Any, kind: str, name: str) -> None:
 
 
 def pack(
-    w: Float[Array, "I O"] | Blocks, kind: Format | None = None, name: str = "weight", largest: Any = None
+    w: Float[Array, "I O"] | QuantisedMatrix, kind: Format | None = None, name: str = "weight", largest: Any = None
 ) -> PackedMatrix:
     """Packs one matrix.
 
@@ -238,7 +238,10 @@ def unpack(w: PackedMatrix) -> Float[Array, "I O"]:
 
 
 def pack_gated(
-    gate: Float[Array, "I O"] | Blocks, up: Float[Array, "I O"] | Blocks, kind: Format | None = None, name: str = "gate and up"
+    gate: Float[Array, "I O"] | QuantisedMatrix,
+    up: Float[Array, "I O"] | QuantisedMatrix,
+    kind: Format | None = None,
+    name: str = "gate and up",
 ) -> PackedMatrix:
     """Packs gate and up for one call, their panels in turn. See `pack`."""
     chosen = cast(Format, kind or format_of(gate))
@@ -252,7 +255,7 @@ def pack_gated(
 
 
 def pack_joined(
-    matrices: Sequence[Float[Array, "I _"] | Blocks], kind: Format | None = None, name: str = "weights"
+    matrices: Sequence[Float[Array, "I _"] | QuantisedMatrix], kind: Format | None = None, name: str = "weights"
 ) -> PackedMatrix:
     """Packs matrices side by side, so that one product gives the outputs of all. See `pack`."""
     chosen = cast(Format, kind or format_of(matrices[0]))
@@ -356,7 +359,7 @@ def matmul(
     return call(a, b, or_nothing(add, dtype), a_transposed=a_transposed, b_transposed=b_transposed, bfloat16=bfloat16)
 
 
-class Training(NamedTuple):
+class TrainingPrecision(NamedTuple):
     """How matrices are multiplied that are being trained.
 
     Attributes:
@@ -373,7 +376,7 @@ class Training(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def trained_matmul(
-    how: Training,
+    how: TrainingPrecision,
     transposed: bool,
     out_dtype: DTypeLike,
     x: Float[Array, "M I"],
@@ -385,13 +388,13 @@ def trained_matmul(
 
 
 def trained_forward(
-    how: Training, transposed: bool, out_dtype: DTypeLike, x: Array, w: Array, add: Array | None
+    how: TrainingPrecision, transposed: bool, out_dtype: DTypeLike, x: Array, w: Array, add: Array | None
 ) -> tuple[Array, Any]:
     return trained_matmul(how, transposed, out_dtype, x, w, add), (x, w, None if add is None else ())
 
 
 def trained_backward(
-    how: Training, transposed: bool, out_dtype: DTypeLike, kept: Any, dy: Float[Array, "M O"]
+    how: TrainingPrecision, transposed: bool, out_dtype: DTypeLike, kept: Any, dy: Float[Array, "M O"]
 ) -> tuple[Array, Array, Array | None]:
     x, w, added = kept
     dx = matmul(dy, w, b_transposed=not transposed, out_dtype=x.dtype, bfloat16=how.bfloat16)
@@ -404,7 +407,7 @@ trained_matmul.defvjp(trained_forward, trained_backward)
 
 
 def trained_linear(
-    how: Training,
+    how: TrainingPrecision,
     x: Float[Array, "*rows I"],
     w: Any,
     out_dtype: DTypeLike = jnp.float32,
@@ -425,17 +428,17 @@ def gate(x: Float[Array, "M O2"], due: Float[Array, "M O"] | None = None) -> Flo
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def trained_gated(how: Training, x: Float[Array, "M I"], w: Float[Array, "I O2"]) -> Float[Array, "M O"]:
+def trained_gated(how: TrainingPrecision, x: Float[Array, "M I"], w: Float[Array, "I O2"]) -> Float[Array, "M O"]:
     """`silu(x @ gate) * (x @ up)`, gate and up side by side in `w`."""
     return gated_forward(how, x, w)[0]
 
 
-def gated_forward(how: Training, x: Array, w: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+def gated_forward(how: TrainingPrecision, x: Array, w: Array) -> tuple[Array, tuple[Array, Array, Array]]:
     both = matmul(x, w, out_dtype=how.dtype, bfloat16=how.bfloat16)
     return gate(both), (x, w, both)
 
 
-def gated_backward(how: Training, kept: tuple[Array, Array, Array], dy: Float[Array, "M O"]) -> tuple[Array, Array]:
+def gated_backward(how: TrainingPrecision, kept: tuple[Array, Array, Array], dy: Float[Array, "M O"]) -> tuple[Array, Array]:
     x, w, both = kept
     due = gate(both, dy)
     dx = matmul(due, w, b_transposed=True, out_dtype=x.dtype, bfloat16=how.bfloat16)

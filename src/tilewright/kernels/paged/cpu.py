@@ -16,7 +16,7 @@ from jaxtyping import Float, Float32, Int, Int32, Shaped
 
 from tilewright.kernels.attention.cpu import refuses_heads
 from tilewright.kernels.native import or_nothing
-from tilewright.kernels.operations import Pages
+from tilewright.kernels.operations import KeyValuePages
 
 
 def refuses(head_dim: int, dtype: DTypeLike) -> str:
@@ -25,13 +25,13 @@ def refuses(head_dim: int, dtype: DTypeLike) -> str:
 
 
 def append(
-    pool: Pages,
+    pool: KeyValuePages,
     table: Int32[Array, "B M"],
     k: Shaped[Array, "B K T D"],
     v: Shaped[Array, "B K T D"],
     start: Int[Array, " B"],
     count: Int[Array, " B"],
-) -> Pages:
+) -> KeyValuePages:
     """As `xla.append`; the pool is written where it is, if nothing else reads it afterwards."""
     places = start.astype(jnp.int32), count.astype(jnp.int32), table
 
@@ -39,12 +39,12 @@ def append(
         shape = jax.ShapeDtypeStruct(held.shape, held.dtype)
         return jax.ffi.ffi_call("tilewright_paged_append", shape, input_output_aliases={0: 0})(held, new, *places)
 
-    return Pages(put(pool.k, k), put(pool.v, v))
+    return KeyValuePages(put(pool.k, k), put(pool.v, v))
 
 
 def prefix_attention(
     q: Float[Array, "B T N D"],
-    pool: Pages,
+    pool: KeyValuePages,
     table: Int32[Array, "B M"],
     lengths: Int[Array, "B T"],
     own: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None = None,
@@ -71,11 +71,11 @@ def append_attend(
     eps: float,
     cos: Float32[Array, "B T h"],
     sin: Float32[Array, "B T h"],
-    pool: Pages,
+    pool: KeyValuePages,
     table: Int32[Array, "B M"],
     start: Int[Array, " B"],
     count: Int[Array, " B"],
-) -> tuple[Float[Array, "B T _"], Pages]:
+) -> tuple[Float[Array, "B T _"], KeyValuePages]:
     """A layer's attention in one call, as `attention.cpu.append_attend`."""
     assert pool.k.shape[1::2] == (kv_heads, head_dim), "the pages' heads are the projection's"
     out = jax.ShapeDtypeStruct((*qkv.shape[:2], heads * head_dim), qkv.dtype)
@@ -84,4 +84,4 @@ def append_attend(
     places = start.astype(jnp.int32), count.astype(jnp.int32)
     call = jax.ffi.ffi_call("tilewright_paged_append_attend", results, input_output_aliases={7: 1, 8: 2})
     attended, k, v = call(qkv, *norms, cos, sin, *places, *pool, table, eps=np.float32(eps))
-    return attended, Pages(k, v)
+    return attended, KeyValuePages(k, v)

@@ -9,7 +9,7 @@ from jax import Array
 from jaxtyping import Float, Int, Int32, Shaped
 
 from tilewright.kernels.attention import reference
-from tilewright.kernels.operations import Pages
+from tilewright.kernels.operations import KeyValuePages
 
 
 def append(
@@ -47,7 +47,7 @@ def in_rows(pages: Shaped[Array, "P K E D"], table: Int32[Array, "B M"]) -> Shap
 
 def prefix_attention(
     q: Float[Array, "B T N D"],
-    pool: Pages,
+    pool: KeyValuePages,
     table: Int32[Array, "B M"],
     lengths: Int[Array, "B T"],
     own: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None = None,

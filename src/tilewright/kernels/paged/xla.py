@@ -19,16 +19,16 @@ from jaxtyping import Float, Int, Int32, Shaped
 
 from tilewright.kernels.attention import xla
 from tilewright.kernels.attention.xla import MASKED, group_rows, ungroup_rows
-from tilewright.kernels.operations import UNMAPPED, Heads, Pages
+from tilewright.kernels.operations import UNMAPPED, Heads, KeyValuePages
 
 BLOCK_ENTRIES = 512
 """Entries of each row that attention reads at a time. A table of no more pages than that is read whole, without a loop."""
 
 
-def empty(pages: int, kv_heads: int, entries: int, head_dim: int, dtype: DTypeLike, devices: int = 1) -> Pages:
+def empty(pages: int, kv_heads: int, entries: int, head_dim: int, dtype: DTypeLike, devices: int = 1) -> KeyValuePages:
     """A pool of pages that hold zeros, laid out alike for any number of devices."""
     shape = (pages, kv_heads, entries, head_dim)
-    return Pages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    return KeyValuePages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
 def places(
@@ -44,13 +44,13 @@ def places(
 
 
 def append(
-    pool: Pages,
+    pool: KeyValuePages,
     table: Int32[Array, "B M"],
     k: Shaped[Array, "B K T D"],
     v: Shaped[Array, "B K T D"],
     start: Int[Array, " B"],
     count: Int[Array, " B"],
-) -> Pages:
+) -> KeyValuePages:
     """The pool with the first `count` of each row's new entries at its positions from `start` on, and nothing else."""
     pages, _, entries, _ = pool.k.shape
     page, entry = places(table, start, count, k.shape[2], pages, entries)
@@ -58,7 +58,7 @@ def append(
     def put(held: Array, new: Array) -> Array:
         return held.at[page, :, entry].set(new.transpose(0, 2, 1, 3), mode="drop")
 
-    return Pages(put(pool.k, k), put(pool.v, v))
+    return KeyValuePages(put(pool.k, k), put(pool.v, v))
 
 
 def in_rows(pages: Shaped[Array, "P K E D"], table: Int32[Array, "B M"]) -> Shaped[Array, "B K S D"]:
@@ -75,7 +75,7 @@ def held(table: Int32[Array, "B M"], entries: int) -> Int[Array, " B"]:
 
 def prefix_attention(
     q: Float[Array, "B T N D"],
-    pool: Pages,
+    pool: KeyValuePages,
     table: Int32[Array, "B M"],
     lengths: Int[Array, "B T"],
     own: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None = None,
@@ -156,13 +156,13 @@ def attention_over_blocks(
 def append_attend(
     projection: Any,
     how: Heads,
-    pool: Pages,
+    pool: KeyValuePages,
     table: Int32[Array, "B M"],
     start: Int[Array, " B"],
     count: Int[Array, " B"],
     heads: Callable[[Any, Heads], tuple[Any, Any, Any]],
     attend: Callable[..., Array] = xla.prefix_attention,
-) -> tuple[Float[Array, "B T _"], Pages]:
+) -> tuple[Float[Array, "B T _"], KeyValuePages]:
     """Appends the projection's keys and values, and lets the query at `start + t` see all entries up to its own."""
     q, k, v = heads(projection, how)
     pool = append(pool, table, k, v, start, count)

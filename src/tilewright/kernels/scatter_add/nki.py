@@ -5,7 +5,7 @@ Legend: R rows (nodes to reduce for), K slots of a row, F features, P rows of a 
 
 import numpy as np
 
-from tilewright.kernels.gather_reduce.nki import PARTITIONS, Transfers, installed, slots_of_part
+from tilewright.kernels.gather_reduce.nki import PARTITIONS, NkiTransfers, installed, slots_of_part
 
 _, nisa, nl = installed()
 
@@ -46,7 +46,7 @@ def kernel(messages, mask, part):
     return out
 
 
-def transfers(rows: int, slots: int, features: int, itemsize: int = 4) -> Transfers:
+def transfers(rows: int, slots: int, features: int, itemsize: int = 4) -> NkiTransfers:
     """What the kernel's DMAs move, by its own structure; a part's slots of a row are one contiguous run.
 
     Args:
@@ -54,7 +54,7 @@ def transfers(rows: int, slots: int, features: int, itemsize: int = 4) -> Transf
     """
     tiles, each_tile = -(-rows // PARTITIONS), -(-slots // slots_of_part(slots, features)) + 2  # parts, mask, result
     read = rows * slots * (features * itemsize + 1)
-    return Transfers(tiles * each_tile, rows * each_tile, read, rows * features * itemsize)
+    return NkiTransfers(tiles * each_tile, rows * each_tile, read, rows * features * itemsize)
 
 
 def operands(messages: np.ndarray, degrees: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
