@@ -18,7 +18,7 @@ from pathlib import Path
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-Wno-psabi")
 HERE = Path(__file__).parent
 PREBUILT = HERE / "prebuilt"
-"""What a wheel brings; in a checkout there is no such folder."""
+"""The libraries that a wheel brings; in a checkout there is no such folder."""
 OPERATIONS = sorted(source.parent.name for source in HERE.glob("*/cpu.cc"))
 ISA = "isa"
 """The library that says which instruction set runs here, built as those of operations are."""
@@ -32,7 +32,7 @@ def cache_folder() -> Path:
 
 
 def unwanted() -> bool:
-    """Whether `TILEWRIGHT_NO_NATIVE` asks for no kernels, neither in a wheel nor at run time."""
+    """True if `TILEWRIGHT_NO_NATIVE` asks for no kernels, neither in a wheel nor at run time."""
     return os.environ.get("TILEWRIGHT_NO_NATIVE", "0") not in ("", "0")
 
 
@@ -42,7 +42,7 @@ def find_compiler() -> str | None:
 
 
 def flags(isa: str | None) -> tuple[str, ...]:
-    """What the compiler is told for one instruction set, or for all that the sources know."""
+    """Options of the compiler for one instruction set, or for all that the sources know."""
     return FLAGS if isa is None else (*FLAGS, f'-DTILEWRIGHT_ISA="{isa}"')
 
 
@@ -71,7 +71,7 @@ def digest(library: Path) -> str:
 
 
 def intact(library: Path) -> bool:
-    """Whether a library is there, as it was when it was built."""
+    """True if a library is there, as it was when it was built."""
     noted = digest_file(library)
     return library.is_file() and noted.is_file() and noted.read_bytes() == digest(library).encode()
 

@@ -33,7 +33,7 @@ def gather_reduce(x: Array, sources: Array, degrees: Array, weights: Array | Non
 
 
 def gather_reduce_csr(x: Array, offsets: Array, sources: Array, weights: Array | None = None, reduce: Reduce = "sum") -> Array:
-    """The same where row r has the sources `offsets[r]` to `offsets[r + 1]`, without padding."""
+    """Reduces for each row r the features of its sources `offsets[r]` to `offsets[r + 1]`, times their weights."""
     plain = partial(reference.gather_reduce_csr, reduce=reduce)
     if not reduces_lists():
         return plain(x, offsets, sources, weights)
@@ -49,7 +49,7 @@ def attend_csr(
     slope: float,
     otherwise: Callable[[], Attended],
 ) -> Attended:
-    """As `gather_reduce.cpu.attend_csr`: sums under a softmax over each row, with its maximum and its sum of powers.
+    """Sums under a softmax over each row's list, with its maximum and its sum of powers; see `gather_reduce.cpu.attend_csr`.
 
     Args:
         lists: offsets and sources.
@@ -90,7 +90,7 @@ def lists_kernel() -> Any:
 
 
 def reduces_lists() -> bool:
-    """Whether a kernel reduces lists of neighbours here, so that they beat padded rows."""
+    """True if a kernel reduces lists of neighbours here, so that they beat padded rows."""
     return native.kernels().isa is not None
 
 

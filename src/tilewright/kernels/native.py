@@ -76,7 +76,7 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Native:
-    """Whether the CPU kernels can be used here.
+    """The state of the CPU kernels on this machine.
 
     Attributes:
         isa: the instruction set that they run on; None if they cannot be used.
@@ -167,5 +167,5 @@ def kernels() -> Native:
 
 
 def or_nothing(x: Array | None, dtype: DTypeLike) -> Array:
-    """What the kernels take for an operand that is left out: an array without elements."""
+    """An operand, or in the place of one that is left out an array without elements."""
     return jnp.zeros(0, dtype) if x is None else x

@@ -1,4 +1,4 @@
-"""What a bundle of operations is: the functions that a model computes with, chosen once, and how its weights are prepared.
+"""The bundle of operations: the functions that a model computes with, chosen once, and how its weights are prepared.
 
 `select.operations` makes a bundle; models, drafters and layers take it as an argument. So they say what is computed, and the
 bundle alone knows which implementation computes it and how that wants its weights to lie in memory.
@@ -16,11 +16,11 @@ from jax import Array
 
 Tree = TypeVar("Tree")
 Format = Literal["float32", "bfloat16", "int8", "q4_1", "q8_0"]
-"""What the CPU kernels hold a matrix in."""
+"""Formats in which the CPU kernels hold a matrix."""
 Weights = Literal["auto", "int8", "int4"]
-"""What users ask that matrices are held in; see `select.operations`."""
+"""Formats of matrices that users ask for; see `select.operations`."""
 Products = Literal["auto", "float32", "bfloat16"]
-"""What users ask that training multiplies in; see `select.training_operations`."""
+"""Precisions of training's products that users ask for; see `select.training_operations`."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["parts"], meta_fields=["gated"])
@@ -53,7 +53,7 @@ class Norm(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """How a projection becomes heads.
+    """The head size, norms and rotation by which a projection becomes heads.
 
     Attributes:
         head_dim: D.
@@ -85,12 +85,12 @@ Pool = Any
 """A pool of pages: `KeyValuePages`, or an implementation's own, with a `page_size`; its arrays' first dim is the pages."""
 
 Projection = Any
-"""What `project` gives: an implementation's own, for `heads` and `append_attend` of the same bundle."""
+"""A projection, as `project` makes it: an implementation's own, for `heads` and `append_attend` of the same bundle."""
 
 
 @dataclass(frozen=True)
 class Operations:
-    """Which implementation of each operation runs. Hashable: a static argument of whatever is compiled.
+    """A bundle of operations, one implementation of each. Hashable: a static argument of whatever is compiled.
 
     Attributes:
         name: of the implementation, as it is shown to users.

@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs: one ordered list for each, and the reason where a faster one does not.
+"""The registry: an ordered list of implementations for each operation, which one runs, and why not a faster one.
 
 A module is imported when it is asked for, by its path below `kernels/`. One that takes only some operands says so itself, by a
 function `refuses(*operands)` that gives the reason, or nothing for those that it takes. So a new kernel is a module of its own
@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from tilewright.kernels import native
 
 Chip = Literal["cpu", "gpu", "tpu"]
-"""What JAX runs on."""
+"""Chips that JAX runs on."""
 Kernels = Literal["auto", "xla"]
 """This package's own kernels where they run, or XLA alone."""
 

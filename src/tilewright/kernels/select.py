@@ -78,7 +78,7 @@ def operations(chip: Chip | None = None, weights: Weights = "auto", kernels: Ker
 
 
 def computes_bfloat16(ops: Operations) -> bool:
-    """Whether these operations compute in bfloat16 here as fast as in float32: not if XLA does, on a CPU."""
+    """True if these operations compute in bfloat16 here as fast as in float32: not if XLA does, on a CPU."""
     return ops.prepares or jax.default_backend() != "cpu"
 
 

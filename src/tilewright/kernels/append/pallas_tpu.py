@@ -26,9 +26,9 @@ TILE = 16
 NEW_ENTRIES = 64
 """T, at most: XLA writes long runs of entries as fast."""
 ROW_BYTES = 1 << 16
-"""Of a row's window in float32, at most, for the same reason: one entry of eight heads, or 16 of four."""
+"""Bytes of a row's window in float32, at most, for the same reason: one entry of eight heads, or 16 of four."""
 PART_BYTES = 1 << 20
-"""Of the windows of a part, in float32."""
+"""Bytes of the windows of a part, in float32."""
 PART_ROWS = 16
 """R, at most: the program has the steps of each."""
 
@@ -99,7 +99,7 @@ def append_all(
     count: Int[Array, " B"],
     interpret: bool = False,
 ) -> tuple[Shaped[Array, "B K S D"], ...]:
-    """As `xla.append_all`, for caches of one shape and dtype; they are written where they are, if nothing else reads them.
+    """Writes new entries into several caches of one shape and dtype, in place if nothing else reads them.
 
     Args:
         interpret: runs without a TPU, slowly.

@@ -24,7 +24,7 @@ def write(
 def append(
     cache: Shaped[Array, "B K S D"], new: Shaped[Array, "B K T D"], start: Int[Array, " B"], count: Int[Array, " B"]
 ) -> Shaped[Array, "B K S D"]:
-    """The same for a cache, whose heads come before its entries."""
+    """Writes new entries of each row into a cache, whose heads come before its entries; see `write`."""
     return write_along(2, cache, new, start, count)
 
 

@@ -1,4 +1,4 @@
-"""What the operation means, in float32 and without grouping."""
+"""Attention over a cache as it is defined, in float32 and without grouping."""
 
 import jax
 import jax.numpy as jnp

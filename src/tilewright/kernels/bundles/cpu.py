@@ -42,7 +42,7 @@ class Joint:
 
 
 def attention_operands(projection: Joint, how: Heads) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the CPU kernels take for a projection, with queries or without: its heads, and their norms and rotation."""
+    """Operands of the CPU kernels for a projection, with queries or without: its heads, and their norms and rotation."""
     sizes = [size // how.head_dim for size in projection.parts]
     queries, key = sizes[: len(sizes) % 2], sizes[-1] if len(sizes) > 1 else 0
     norms = {name: None if norm is None else norm.weight for name, norm in (("q_norm", how.q_norm), ("k_norm", how.k_norm))}

@@ -48,7 +48,7 @@ def xla_operations(
     append_all: Callable[..., tuple[Array, ...]] = append.append_all,
     own_head: bool = False,
 ) -> Operations:
-    """Operations on weights as they are."""
+    """A bundle of XLA's operations on weights as they are, some of them replaced."""
     heads, linear = partial(heads_xla.heads, rotate=rotate), partial(xla.linear, product=product)
     return Operations(
         name=name,
@@ -81,7 +81,7 @@ def xla_operations(
 
 
 PLAIN = xla_operations("xla")
-"""What XLA makes of plain `jnp`, on any chip: the path that every other bundle is held against."""
+"""Plain `jnp`, compiled by XLA for any chip: the path that every other bundle is held against."""
 
 CPU_XLA = xla_operations("xla", own_head=True)
-"""The same on a CPU, whose products read `[in, out]` up to twice as fast as the embedding transposed."""
+"""`PLAIN` for a CPU, whose products read `[in, out]` up to twice as fast as the embedding transposed."""

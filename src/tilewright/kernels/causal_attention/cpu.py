@@ -21,7 +21,7 @@ from tilewright.kernels.native import or_nothing
 
 
 class ProjectionSizes(NamedTuple):
-    """What a joined projection holds, and the epsilon of its norms."""
+    """Heads of a joined projection, and the epsilon of their norms."""
 
     heads: int
     head_dim: int
@@ -37,7 +37,7 @@ def causal_attention(
     cos: Float32[Array, "B T h"],
     sin: Float32[Array, "B T h"],
 ) -> Float[Array, "B T _"]:
-    """As `reference.causal_attention`. What is due to the rotation's angles is not computed: they are no parameters."""
+    """Causal attention of a joined projection, with a gradient for all but the rotation's angles, which are no parameters."""
     return forward(sizes, qkv, q_norm, k_norm, cos, sin)[0]
 
 

@@ -1,4 +1,4 @@
-"""What the operation means, in float32, head by head.
+"""Causal attention as it is defined, in float32, head by head.
 
 Legend: B rows of a batch, T positions, N query heads, K key/value heads, D head size.
 """
@@ -21,7 +21,7 @@ def causal_attention(
     cos: Float[Array, "B T h"],
     sin: Float[Array, "B T h"],
 ) -> Float[Array, "B T _"]:
-    """What each position's query sees of all keys up to its own position; scale `D ** -0.5`.
+    """Attention of each position's query over all keys up to its own position; scale `D ** -0.5`.
 
     Args:
         qkv: queries of all heads, then `kv_heads` keys, then as many values, side by side. Query head n reads key head

@@ -24,7 +24,7 @@ Linear = Callable[..., Array]
 
 
 def block_rows(rows: int, vocab: int) -> int:
-    """How many rows are worked on at once: as even blocks as there have to be."""
+    """Number of rows that are worked on at once: as even blocks as there have to be."""
     most = max(LEAST_ROWS, BLOCK_BYTES // (4 * vocab))
     return -(-rows // -(-rows // most))
 

@@ -17,7 +17,7 @@ from jaxtyping import Float, Float32, Int32
 from tilewright.kernels.gather_reduce.reference import Reduce
 
 REDUCES: dict[Reduce, int] = {"sum": 0, "mean": 1, "max": 2, "min": 3}
-"""As in `cpu.cc`."""
+"""The numbers by which `cpu.cc` knows reductions."""
 
 
 def gather_reduce_csr(
@@ -91,7 +91,7 @@ def attend_csr_grad(
     forward: tuple[Int32[Array, " R1"], Int32[Array, " E"]],
     negative_slope: float,
 ) -> tuple[Float[Array, "M F"], Float32[Array, "M H"], Float32[Array, "R H"]]:
-    """What is due to the features and to both scores, where `dy` is due to the result of `attend_csr`. Gathers only.
+    """Gradients of the features and of both scores, from that of the result of `attend_csr`, `dy`. Gathers only.
 
     The weights are computed again from each row's largest score and sum, as in Dao et al., FlashAttention, section 3.1.
 

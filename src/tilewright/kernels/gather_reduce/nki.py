@@ -33,7 +33,7 @@ PARTITIONS = 128
 SLOTS = 16
 """S, at most."""
 PART_BYTES = 2**16
-"""Of a partition that the gathered rows of a part take, at most: they are in SBUF twice or more, which has 192 KiB to each."""
+"""Bytes of a partition for the gathered rows of a part, at most: SBUF has 192 KiB to each, and holds them twice or more."""
 
 
 def slots_of_part(slots: int, features: int) -> int:
@@ -102,7 +102,7 @@ def kernel(x, sources, weights, scale, part):
 
 @dataclass(frozen=True)
 class NkiTransfers:
-    """What the kernel's DMAs move, by its own structure.
+    """Bytes and descriptors that the kernel's DMAs move, by its own structure.
 
     Attributes:
         calls: instructions that start DMAs.
@@ -119,7 +119,7 @@ class NkiTransfers:
 def transfers(
     rows: int, slots: int, features: int, itemsize: int = 4, weighted: bool = False, scaled: bool = False
 ) -> NkiTransfers:
-    """What the kernel moves: padding is gathered like a neighbour, so degrees don't matter.
+    """Counts what the kernel moves: padding is gathered like a neighbour, so degrees don't matter.
 
     Args:
         itemsize: bytes of an element of `x`.
@@ -134,7 +134,7 @@ def transfers(
 def operands(
     x: np.ndarray, sources: np.ndarray, degrees: np.ndarray, weights: np.ndarray | None = None, reduce: str = "sum"
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None, int]:
-    """What the kernel wants, made from what the other implementations take: a row of zeros behind `x`, named by all padding.
+    """Makes the kernel's operands from those of the other implementations: a row of zeros behind `x`, named by all padding.
 
     Args:
         reduce: "sum" or "mean".

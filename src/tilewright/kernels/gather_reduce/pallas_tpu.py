@@ -37,13 +37,13 @@ TILE_SLOTS = 8192
 WORDS = 4096
 """W, at most."""
 VMEM_BYTES = 40 * 2**20
-"""What the kernel may take of VMEM: the smallest of v5e, v5p and v6e has 64 MiB to a core."""
+"""Bytes of VMEM that the kernel may take: the smallest of v5e, v5p and v6e has 64 MiB to a core."""
 COMBINE = {"sum": jnp.add, "mean": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
 
 
 @dataclass(frozen=True)
 class TileSizes:
-    """How the kernel divides a problem: rows of a tile (T), rows of a chunk (G), slots of a part (S), words of a row (W)."""
+    """The kernel's blocks: rows of a tile (T), rows of a chunk (G), slots of a part (S), words of a row (W)."""
 
     tile: int
     chunk: int
@@ -58,7 +58,7 @@ class TileSizes:
 
 
 def blocks_for(rows: int, slots: int, features: int, dtype: DTypeLike) -> TileSizes:
-    """What the kernel uses. Tiles of rows are whole lanes, since the indices lie slot by slot; chunks are whole sublanes."""
+    """Chooses the kernel's blocks. Tiles are whole lanes, since the indices lie slot by slot; chunks are whole sublanes."""
     words, part = row_words(features, dtype), min(slots, SLOTS)
     chunk = max(SUBLANES, IN_FLIGHT // part // SUBLANES * SUBLANES)
     chunk = 1 << (chunk.bit_length() - 1)
@@ -86,7 +86,7 @@ def refuses(
 
 @dataclass(frozen=True)
 class TpuTransfers:
-    """What the kernel's DMAs move, by its own structure.
+    """Bytes and descriptors that the kernel's DMAs move, by its own structure.
 
     Attributes:
         descriptors: copies that are started, those of blocks of indices and results included.
@@ -102,7 +102,7 @@ class TpuTransfers:
 
 
 def transfers(degrees: np.ndarray, slots: int, features: int, dtype: DTypeLike, weighted: bool = False) -> TpuTransfers:
-    """What the kernel moves for rows of these degrees (into a result of its own, without `into`)."""
+    """Counts what the kernel moves for rows of these degrees (into a result of its own, without `into`)."""
     rows, blocks = degrees.size, blocks_for(degrees.size, slots, features, dtype)
     tiles, steps = blocks.tiles(rows), blocks.tiles(rows) * blocks.parts(slots)
     gathers, per_slot = int(np.sum(degrees)), 2 if weighted else 1
@@ -113,7 +113,7 @@ def transfers(degrees: np.ndarray, slots: int, features: int, dtype: DTypeLike, 
 
 
 def lanes(columns: int) -> int:
-    """How many columns memory has for so many."""
+    """Number of columns that memory has for so many: whole lanes."""
     return -(-columns // LANES) * LANES
 
 

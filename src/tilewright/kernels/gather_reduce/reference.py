@@ -1,4 +1,4 @@
-"""What the operation means: gather, mask, reduce in float32.
+"""Reductions over neighbours as they are defined: gather, mask, reduce in float32.
 
 Legend: M nodes to gather from, R rows (nodes to reduce for), K slots of a row, E edges, F features, H heads.
 """
@@ -61,7 +61,7 @@ def gather_reduce_csr(
     weights: Float[Array, " E"] | Float[Array, "E H"] | None = None,
     reduce: Reduce = "sum",
 ) -> Float[Array, "R F"]:
-    """The same where row r has the sources `offsets[r]` to `offsets[r + 1]`, without padding (R1 is R + 1).
+    """Reduces for each row r the features of its sources `offsets[r]` to `offsets[r + 1]`, without padding (R1 is R + 1).
 
     Sources beyond the last offset belong to no row.
     """

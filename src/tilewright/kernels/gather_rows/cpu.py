@@ -13,7 +13,7 @@ from tilewright.kernels.linear.blocks import PackedTable
 
 
 def gather_rows(table: Shaped[Array, "V H"] | PackedTable, index: Int[Array, "*rows"]) -> Shaped[Array, "*rows H"]:
-    """As `table[index]`, for indices from 0 to V - 1. There is no gradient."""
+    """The rows `table[index]`, for indices from 0 to V - 1. There is no gradient."""
     if isinstance(table, PackedTable):
         out = jax.ShapeDtypeStruct((*index.shape, table.width), jnp.dtype(table.dtype))
         call = jax.ffi.ffi_call("tilewright_gather_block_rows", out)

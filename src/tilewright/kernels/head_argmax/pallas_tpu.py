@@ -22,10 +22,10 @@ from jaxtyping import Float, Float32, Int32
 LANES = 128
 HALVES = 2
 TILE_BYTES = 2**22
-"""Of one tile of the head, at most; two are in VMEM at a time. Some microseconds of any chip's bandwidth, so that
+"""Bytes of one tile of the head, at most; two are in VMEM at a time. Some microseconds of any chip's bandwidth, so that
 starting a copy does not count."""
 VMEM_BYTES = 40 * 2**20
-"""What the kernel may take of VMEM: the smallest of v5e, v5p and v6e has 64 MiB to a core."""
+"""Bytes of VMEM that the kernel may take: the smallest of v5e, v5p and v6e has 64 MiB to a core."""
 
 
 def tile_columns(hidden: int, itemsize: int) -> int:
@@ -34,7 +34,7 @@ def tile_columns(hidden: int, itemsize: int) -> int:
 
 
 def vmem_bytes(rows: int, hidden: int, columns: int, itemsize: int) -> int:
-    """What the kernel holds in VMEM: two of each block, and a tile's logits with a copy of them."""
+    """Bytes that the kernel holds in VMEM: two of each block, and a tile's logits with a copy of them."""
     rows = -(-rows // 16) * 16
     blocks = (rows + columns) * hidden * itemsize + 2 * rows * LANES * 4
     return 2 * blocks + 2 * rows * columns * 4

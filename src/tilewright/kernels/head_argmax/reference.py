@@ -1,4 +1,4 @@
-"""What the operation means: float32 logits, the largest of them, and its first index."""
+"""The argmax of a head as it is defined: float32 logits, the largest of them, and its first index."""
 
 import jax.numpy as jnp
 from jax import Array

@@ -26,7 +26,7 @@ NOWHERE = 2**31 - 1
 
 
 def vmem_bytes(rows: int, hidden: int, columns: int, itemsize: int, k: int) -> int:
-    """What the kernel holds in VMEM: that of an argmax, and the lists."""
+    """Bytes that the kernel holds in VMEM: those of an argmax, and the lists."""
     return argmax_vmem_bytes(rows, hidden, columns, itemsize) + 2 * k * -(-rows // 8) * 8 * LANES * 4
 
 

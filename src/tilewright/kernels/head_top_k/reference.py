@@ -1,4 +1,4 @@
-"""What the operation means: float32 logits, the largest of them in descending order, of equal ones the first first."""
+"""The top k of a head as they are defined: the largest float32 logits in descending order, of equals the first one first."""
 
 import jax.numpy as jnp
 from jax import Array

@@ -32,7 +32,7 @@ def rotate_halves(
 def rotate_by_product(
     x: Float[Array, "B T N D"], cos: Float[Array, "B T h"], sin: Float[Array, "B T h"]
 ) -> Float[Array, "B T N D"]:
-    """The same for a TPU, which has no cheap way to cut a register's lanes in half: a matrix of ones swaps them, exactly."""
+    """Rotary embedding for a TPU, which cannot cut a register's lanes in half cheaply: a matrix of ones swaps them, exactly."""
     half = x.shape[-1] // 2
     swap = jnp.roll(jnp.eye(x.shape[-1], dtype=x.dtype), half, axis=0)
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None

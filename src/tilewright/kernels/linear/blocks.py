@@ -159,7 +159,7 @@ def as_q4_1(blocks: QuantisedMatrix) -> QuantisedMatrix:
 
 
 def as_q8_0(blocks: QuantisedMatrix) -> QuantisedMatrix:
-    """As Q8_0: the same weights where they were Q4_0, else rounded to 8 bits."""
+    """Converts to Q8_0: the same weights where they were Q4_0, else rounded to 8 bits."""
     if blocks.kind == "q8_0":
         return blocks
     if blocks.kind == "q4_1":

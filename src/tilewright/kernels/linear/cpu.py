@@ -67,7 +67,7 @@ class PackedMatrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """As of the matrix, with the zeros that follow its inputs."""
+        """Inputs and outputs of the matrix, with the zeros that follow its inputs."""
         if self.in_blocks:
             return self.panels.shape[1] * 2 * BLOCK, self.outputs
         return self.panels.shape[1] * (1 if self.panels.ndim == 3 else self.panels.shape[3]), self.outputs
@@ -165,7 +165,7 @@ def in_turn(panels: list[np.ndarray]) -> np.ndarray:
 
 
 def packed_blocks(matrices: Sequence[QuantisedMatrix]) -> PackedMatrix:
-    """As `packed`, of matrices in blocks of one format."""
+    """Packs a matrix in blocks, or a gate and an up matrix whose panels alternate; see `packed`."""
     panels = in_turn([blocks.panels_of(w) for w in matrices])
     return PackedMatrix(jax.device_put(panels), None, None, matrices[0].shape[1], gated=len(matrices) == 2)
 
@@ -360,7 +360,7 @@ def matmul(
 
 
 class TrainingPrecision(NamedTuple):
-    """How matrices are multiplied that are being trained.
+    """The precision in which matrices are multiplied that are being trained.
 
     Attributes:
         bfloat16: products of bfloat16, and what stands between two of them in bfloat16; else all in float32.

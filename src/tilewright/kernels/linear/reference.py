@@ -1,4 +1,4 @@
-"""What the operation means, in float32."""
+"""A linear layer as it is defined, in float32."""
 
 import jax
 import jax.numpy as jnp

@@ -36,8 +36,10 @@ def mixed_product(
 def tpu_product(
     x: Float[Array, "*rows I"], w: Float[Array, "I O"], out_dtype: DTypeLike | None = None
 ) -> Float[Array, "*rows O"]:
-    """The same, a single row several times over: XLA gives one to a TPU's vector unit, which multiplies slower than memory
-    reads."""
+    """`x @ w` on a TPU, a single row several times over.
+
+    XLA gives one row to the vector unit, which multiplies slower than memory reads.
+    """
     if math.prod(x.shape[:-1]) != 1:
         return product(x, w, out_dtype)
     rows = jax.lax.optimization_barrier(jnp.broadcast_to(x.reshape(1, -1), (TPU_ROWS, x.shape[-1])))

@@ -32,7 +32,7 @@ def append(
     start: Int[Array, " B"],
     count: Int[Array, " B"],
 ) -> KeyValuePages:
-    """As `xla.append`; the pool is written where it is, if nothing else reads it afterwards."""
+    """Writes new entries of each row into its pages, in place if nothing else reads the pool afterwards; see `xla.append`."""
     places = start.astype(jnp.int32), count.astype(jnp.int32), table
 
     def put(held: Array, new: Array) -> Array:
@@ -76,7 +76,7 @@ def append_attend(
     start: Int[Array, " B"],
     count: Int[Array, " B"],
 ) -> tuple[Float[Array, "B T _"], KeyValuePages]:
-    """A layer's attention in one call, as `attention.cpu.append_attend`."""
+    """Appends to the pages and attends, a layer's attention in one call; see `attention.cpu.append_attend`."""
     assert pool.k.shape[1::2] == (kv_heads, head_dim), "the pages' heads are the projection's"
     out = jax.ShapeDtypeStruct((*qkv.shape[:2], heads * head_dim), qkv.dtype)
     results = (out, *(jax.ShapeDtypeStruct(pages.shape, pages.dtype) for pages in pool))

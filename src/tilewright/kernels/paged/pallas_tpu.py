@@ -60,7 +60,7 @@ def refuses(head_dim: int, dtype: DTypeLike) -> str:
 
 
 def packing(kv_heads: int, head_dim: int) -> tuple[int, int, int]:
-    """How K heads of D lie in a page: heads that share one of the kernel's, lanes of each, heads that the kernel sees (F)."""
+    """The layout of K heads of D in a page: heads that share one of the kernel's, lanes of each, heads that the kernel sees."""
     shared = max(1, LANES // head_dim)
     lanes = LANES // shared if head_dim <= LANES else -(-head_dim // LANES) * LANES
     filled = -(-kv_heads // shared)
@@ -91,7 +91,7 @@ def append(
     start: Int[Array, " B"],
     count: Int[Array, " B"],
 ) -> PairedPages:
-    """As `xla.append`."""
+    """Writes new entries of each row into its pages; see `xla.append`."""
     pages, entries, _, _ = pool.kv.shape
     page, entry = xla.places(table, start, count, k.shape[2], pages, entries)
     keys, values = (pack(each.transpose(0, 2, 1, 3)) for each in (k, v))
@@ -119,7 +119,7 @@ def prefix_attention(
     own: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None,
     attend: Callable[..., Array],
 ) -> Float[Array, "B T N D"]:
-    """As `xla.prefix_attention`."""
+    """Attention of each query over the first entries of its row, and over all of `own`; see `xla.prefix_attention`."""
     sizes = pool.kv_heads, pool.page_size
     return xla.attention_over_blocks(q, partial(in_rows, pool), sizes, table, lengths, own, attend)
 
@@ -150,7 +150,7 @@ def causal_attention(
     start: Int[Array, " B"],
     count: Int[Array, " B"],
 ) -> BFloat16[Array, "B T N D"]:
-    """What the query at `start + t` sees up to its own entry, which is in the pool; zeros from `count` on."""
+    """Attention of the query at `start + t` over all entries up to its own, which is in the pool; zeros from `count` on."""
     # JAX's experimental kernel: imported where a TPU is compiled for, and nowhere else.
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 

@@ -1,4 +1,4 @@
-"""What the operations mean, entry by entry and row by row.
+"""The operations on pages as they are defined, entry by entry and row by row.
 
 Legend: P pages, E entries of a page, M pages that a row may have, B rows, T positions, N query heads, K key/value heads, D head
 size, U own keys.

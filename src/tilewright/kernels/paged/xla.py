@@ -69,7 +69,7 @@ def in_rows(pages: Shaped[Array, "P K E D"], table: Int32[Array, "B M"]) -> Shap
 
 
 def held(table: Int32[Array, "B M"], entries: int) -> Int[Array, " B"]:
-    """How many of its first entries each row has pages for."""
+    """Number of its first entries for which each row has pages."""
     return jnp.sum(jnp.cumprod((table >= 0).astype(jnp.int32), axis=1), axis=1) * entries
 
 
@@ -102,7 +102,7 @@ def attention_over_blocks(
     own: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None,
     attend: Callable[..., Array],
 ) -> Float[Array, "B T N D"]:
-    """As `prefix_attention`, for a pool of any layout.
+    """Attention over pages of any layout, a block of entries at a time; see `prefix_attention`.
 
     Args:
         read: copies the keys and values `[B, K, S, D]` of some columns of the table out of the pool.

@@ -15,7 +15,7 @@ from jaxtyping import Float, Float32
 
 
 def rms_norm(x: Float[Array, "*rows H"], weight: Float[Array, " H"], eps: float) -> Float[Array, "*rows H"]:
-    """As `reference.rms_norm`; float32 or bfloat16, `x` and weight alike."""
+    """RMSNorm over the last dim, in float32 or bfloat16, `x` and weight alike."""
     call = jax.ffi.ffi_call("tilewright_rms_norm", jax.ShapeDtypeStruct(x.shape, x.dtype))
     return call(x, weight, eps=np.float32(eps))
 

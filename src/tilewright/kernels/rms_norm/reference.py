@@ -1,4 +1,4 @@
-"""What the operation means."""
+"""RMSNorm as it is defined."""
 
 import jax
 import jax.numpy as jnp

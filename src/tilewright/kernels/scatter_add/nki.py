@@ -47,7 +47,7 @@ def kernel(messages, mask, part):
 
 
 def transfers(rows: int, slots: int, features: int, itemsize: int = 4) -> NkiTransfers:
-    """What the kernel's DMAs move, by its own structure; a part's slots of a row are one contiguous run.
+    """Counts what the kernel's DMAs move, by its own structure; a part's slots of a row are one contiguous run.
 
     Args:
         itemsize: bytes of a message's element.
@@ -58,6 +58,6 @@ def transfers(rows: int, slots: int, features: int, itemsize: int = 4) -> NkiTra
 
 
 def operands(messages: np.ndarray, degrees: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """What the kernel wants, made from what the other implementations take."""
+    """Makes the kernel's operands from those of the other implementations."""
     mask = (np.arange(messages.shape[1]) < degrees[:, None]).astype(np.uint8)
     return messages, mask, slots_of_part(messages.shape[1], messages.shape[2])

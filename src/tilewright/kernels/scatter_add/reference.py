@@ -1,4 +1,4 @@
-"""What the operation means: mask, and sum in float32."""
+"""Sums of messages as they are defined: mask, and sum in float32."""
 
 import jax.numpy as jnp
 from jax import Array

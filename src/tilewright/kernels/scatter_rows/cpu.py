@@ -12,7 +12,7 @@ from jaxtyping import Int, Shaped
 def scatter_rows(
     table: Shaped[Array, "*table"], index: Int[Array, " R"], rows: Shaped[Array, "R H"]
 ) -> Shaped[Array, "*table"]:
-    """As `xla.scatter_rows`; the table is written where it is, if nothing else reads it afterwards.
+    """Writes rows at their places in a table, in place if nothing else reads it afterwards; see `xla.scatter_rows`.
 
     It is taken in the shape that it has: a table that is reshaped for the call, and back, XLA copies both times.
     """
@@ -25,7 +25,10 @@ def scatter_rows(
 def swap_rows(
     table: Shaped[Array, "*table"], index: Int[Array, " R"], rows: Shaped[Array, "R H"]
 ) -> tuple[Shaped[Array, "*table"], Shaped[Array, "R H"]]:
-    """As `xla.swap_rows`, in place: read by a call of its own, the old rows would cost a copy of the table."""
+    """Writes rows into a table, in place, and gives those that stood there; see `xla.swap_rows`.
+
+    Read by a call of its own, the old rows would cost a copy of the table.
+    """
     results = (jax.ShapeDtypeStruct(table.shape, table.dtype), jax.ShapeDtypeStruct(rows.shape, table.dtype))
     call = jax.ffi.ffi_call("tilewright_swap_rows", results, input_output_aliases={0: 0})
     after, old = call(table, index.astype(jnp.int32), rows.astype(table.dtype))

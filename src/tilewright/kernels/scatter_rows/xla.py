@@ -20,7 +20,7 @@ def scatter_rows(
 def swap_rows(
     table: Shaped[Array, "*table"], index: Int[Array, " R"], rows: Shaped[Array, "R H"]
 ) -> tuple[Shaped[Array, "*table"], Shaped[Array, "R H"]]:
-    """The same, and the rows that stood there before; zeros for those that go nowhere."""
+    """The table with these rows, and the rows that stood there before; zeros for those that go nowhere."""
     flat = table.reshape(-1, rows.shape[1])
     here = (index >= 0) & (index < flat.shape[0])
     old = jnp.where(here[:, None], flat[jnp.where(here, index, 0)], jnp.zeros((), table.dtype))

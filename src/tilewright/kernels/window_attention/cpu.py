@@ -22,7 +22,7 @@ def window_attention(
     kinds: Int[Array, "B W"],
     before: Float[Array, "B W _"],
 ) -> tuple[Float[Array, "B W _"], Float32[Array, "B W 3"]]:
-    """As `reference.window_attention`."""
+    """Attention of a denoising step over a window, on the CPU's vector unit; see `reference.window_attention`."""
     results = (jax.ShapeDtypeStruct(before.shape, before.dtype), jax.ShapeDtypeStruct((*kinds.shape, 3), jnp.float32))
     call = jax.ffi.ffi_call("tilewright_window_attention", results)
     after, statistics = call(q, k, v, changes, lengths, kinds, before)

@@ -118,7 +118,7 @@ def window_attention(
     before: Float[Array, "B W _"],
     interpret: bool = False,
 ) -> tuple[Float[Array, "B W _"], Float32[Array, "B W 3"]]:
-    """As `reference.window_attention`.
+    """Attention of a denoising step over a window, on a TPU; see `reference.window_attention`.
 
     Args:
         interpret: runs without a TPU, slowly.

@@ -1,4 +1,4 @@
-"""What the operation means, in float32 and without grouping.
+"""Attention of a denoising step as it is defined, in float32 and without grouping.
 
 Of a window of rows some are computed exactly, the others carry their context on: `C + softmax(q K^T) dV`, where dV is what the
 values have changed by (DyLLM, arXiv 2603.08026). The same pass measures how far each row's context turned, so that the new one
@@ -13,7 +13,7 @@ from jax import Array
 from jaxtyping import Float, Float32, Int
 
 IDLE, EXACT, CARRIED = -2, -1, 0
-"""What becomes of a query's context: it stays as it is; it is computed over all values; or it is carried on by one of the
+"""Kinds of queries, by their contexts: one stays as it is; is computed over all values; or is carried on by one of the
 changes, whose number is added to the last of these."""
 
 
@@ -59,7 +59,7 @@ def window_attention(
 
 
 def cosine(statistics: Float32[Array, "*rows 3"]) -> Float32[Array, "*rows"]:
-    """How far contexts turned, from sums over all of their entries (those of shards added up); 0 where one of them is zero."""
+    """The cosine between contexts before and after, from sums over their entries (of shards added up); 0 where one is zero."""
     both, old, new = (statistics[..., n] for n in range(3))
     norm = jnp.sqrt(old) * jnp.sqrt(new)
     return jnp.where(norm > 0, both / jnp.where(norm > 0, norm, 1.0), 0.0)

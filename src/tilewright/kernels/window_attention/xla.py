@@ -21,7 +21,7 @@ def window_attention(
     kinds: Int[Array, "B W"],
     before: Float[Array, "B W _"],
 ) -> tuple[Float[Array, "B W _"], Float32[Array, "B W 3"]]:
-    """As `reference.window_attention`."""
+    """Attention of a denoising step over a window, by XLA; see `reference.window_attention`."""
     window, d = q.shape[1], q.shape[3]
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     rows = group_rows(q * d**-0.5, k.shape[2])
