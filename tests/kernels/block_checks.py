@@ -46,10 +46,10 @@ def bounded(x: np.ndarray, w: QuantisedMatrix) -> tuple[np.ndarray, np.ndarray]:
     return a @ b, 2.0**-24 * (2 * w.scales.shape[1] + 4) * size
 
 
-def check_product(seed: int, rows: int, of: tuple[int, int], kind: BlockFormat) -> None:
-    """Products of the quantised numbers; `of` blocks and outputs."""
+def check_product(seed: int, rows: int, shape: tuple[int, int], kind: BlockFormat) -> None:
+    """Products of the quantised numbers; `shape` blocks and outputs."""
     rng = np.random.default_rng(seed)
-    w, x = blocks.read_blocks(file_of(rng, *of, kind), kind), normal(rng, rows, of[0] * BLOCK)
+    w, x = blocks.read_blocks(file_of(rng, *shape, kind), kind), normal(rng, rows, shape[0] * BLOCK)
     expected, bound = bounded(x, w)
     excess = np.abs(np.asarray(jax.jit(cpu.linear)(jnp.asarray(x), cpu.pack(w)), np.float64) - expected) - bound
     assert (excess <= 1e-37).all(), f"{excess.max()} beyond the bound"
@@ -90,8 +90,8 @@ def check_largest(kind: BlockFormat) -> None:
 
 def check_all() -> None:
     for kind in FORMATS:
-        for rows, of in ((1, (1, 20)), (7, (4, 33)), (40, (3, 50))):
-            check_product(rows, rows, of, kind)
+        for rows, shape in ((1, (1, 20)), (7, (4, 33)), (40, (3, 50))):
+            check_product(rows, rows, shape, kind)
         for dtype in (jnp.float32, jnp.bfloat16):
             check_rows(kind, dtype)
         check_largest(kind)

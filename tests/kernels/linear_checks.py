@@ -350,8 +350,8 @@ def main(isa: str, tiles: str = "") -> None:
         paged_checks.check_appended(replace(case, capacity=96).draw(0), 16)
     for dtype in (jnp.float32, jnp.bfloat16):
         check_attention(dtype)
-        for own in (0, 7):
-            paged_checks.check_attention(dtype, 32, own)
+        for extras in (0, 7):
+            paged_checks.check_attention(dtype, 32, extras)
         for sizes in () if tiles else window_cases.SIZES:
             window_cases.check(jax.jit(window_attention.window_attention), sizes.draw(0, dtype))
     print(digest.hexdigest())

@@ -73,7 +73,7 @@ def check_appended(case: dict[str, Any], entries: int, seed: int = 0) -> None:
     same_bits(after, table, tuple(caches))
 
 
-def check_attention(dtype: Any, entries: int, own: int, seed: int = 0) -> None:
+def check_attention(dtype: Any, entries: int, extras: int, seed: int = 0) -> None:
     """The same for queries that see any number of entries, and `own` keys of their own."""
     rng = np.random.default_rng(seed)
 
@@ -83,7 +83,7 @@ def check_attention(dtype: Any, entries: int, own: int, seed: int = 0) -> None:
     q, k, v = draw(3, 5, 6, 48), draw(3, 2, 3 * entries, 48), draw(3, 2, 3 * entries, 48)
     lengths = rng.integers(0, 3 * entries + 1, (3, 5)).astype(np.int32)
     lengths[1] = 0
-    extra = (draw(3, 2, own, 48), draw(3, 2, own, 48)) if own else None
+    extra = (draw(3, 2, extras, 48), draw(3, 2, extras, 48)) if extras else None
     pool, table = cut(seed, (k, v), entries, lengths.max(axis=1))
     found = jax.jit(paged.prefix_attention)(q, pool, table, lengths, extra)
     want = jax.jit(attention.prefix_attention)(q, k, v, lengths, extra)

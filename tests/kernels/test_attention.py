@@ -117,23 +117,23 @@ def test_group_rows_puts_a_group_beside_its_key_head():
     np.testing.assert_array_equal(xla.ungroup_rows(rows, 3), q)
 
 
-def prefix_case(rng: np.random.Generator, b: int, t: int, heads: int, group: int, s: int, own: int, d: int):
+def prefix_case(rng: np.random.Generator, b: int, t: int, heads: int, group: int, s: int, extras: int, d: int):
     """Queries, a cache, lengths that include 0 and the whole cache, and own keys."""
     q = normal(rng, b, t, heads * group, d)
     k, v = normal(rng, b, heads, s, d), normal(rng, b, heads, s, d)
     lengths = rng.integers(0, s + 1, (b, t)).astype(np.int32)
     lengths[-1, -1] = 0
     lengths[0, 0] = s
-    extra = (normal(rng, b, heads, own, d), normal(rng, b, heads, own, d)) if own else None
+    extra = (normal(rng, b, heads, extras, d), normal(rng, b, heads, extras, d)) if extras else None
     return q, k, v, lengths, extra
 
 
 def prefix_expected(q, k, v, lengths, extra) -> np.ndarray:
-    own = 0 if extra is None else extra[0].shape[2]
+    extras = 0 if extra is None else extra[0].shape[2]
     if extra is not None:
         k, v = np.concatenate([k, extra[0]], axis=2), np.concatenate([v, extra[1]], axis=2)
     at = np.arange(k.shape[2])
-    mask = (at < lengths[..., None]) | (at >= k.shape[2] - own)
+    mask = (at < lengths[..., None]) | (at >= k.shape[2] - extras)
     return attention_float64(q, k, v, mask)
 
 
@@ -144,8 +144,8 @@ def prefix_expected(q, k, v, lengths, extra) -> np.ndarray:
 )
 def test_prefix_attention(run, seed: int, sizes: tuple[int, ...]):
     q, k, v, lengths, extra = prefix_case(np.random.default_rng(seed), *sizes)
-    own = None if extra is None else tuple(jnp.asarray(x) for x in extra)
-    actual = jax.jit(run)(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), jnp.asarray(lengths), own)
+    arrays = None if extra is None else tuple(jnp.asarray(x) for x in extra)
+    actual = jax.jit(run)(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), jnp.asarray(lengths), arrays)
     # Sums of up to `keys` products of a softmax's weights: the error grows with the root of their number.
     bound = 3e-6 * math.sqrt(k.shape[2] + sizes[5]) + 3e-6
     np.testing.assert_allclose(np.asarray(actual), prefix_expected(q, k, v, lengths, extra), atol=bound, rtol=0)

@@ -35,9 +35,9 @@ def case_of(seed: int, sizes: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -
     def normal(*shape: int) -> jax.Array:
         return jnp.asarray(rng.standard_normal(shape), dtype)
 
-    own = (normal(b, heads, u, 128), normal(b, heads, u, 128)) if u else None
+    extra = (normal(b, heads, u, 128), normal(b, heads, u, 128)) if u else None
     lengths = jnp.asarray(rng.integers(0, s + 1, (b, t)), jnp.int32)
-    return normal(b, t, heads * group, 128), normal(b, heads, s, 128), normal(b, heads, s, 128), lengths, own
+    return normal(b, t, heads * group, 128), normal(b, heads, s, 128), normal(b, heads, s, 128), lengths, extra
 
 
 @given(st.integers(0, 2**31 - 1), st.sampled_from(SIZES))
@@ -65,23 +65,23 @@ def test_what_no_query_sees_has_no_influence():
 
 
 def test_what_fits():
-    q, k, _, _, own = case_of(5, SIZES[1])
-    assert not pallas_tpu.refuses(q, k, own)
+    q, k, _, _, extra = case_of(5, SIZES[1])
+    assert not pallas_tpu.refuses(q, k, extra)
     assert not pallas_tpu.refuses(q, k, None)
     assert pallas_tpu.refuses(q[..., :64], k[..., :64], None)
     assert pallas_tpu.refuses(q.astype(jnp.bfloat16), k, None)
-    assert own is not None
-    wide = jnp.zeros((3, 1, pallas_tpu.OWN_ENTRIES + 1, 128))
+    assert extra is not None
+    wide = jnp.zeros((3, 1, pallas_tpu.EXTRA_ENTRIES + 1, 128))
     assert pallas_tpu.refuses(q, k, (wide, wide))
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize("own", [0, 15])
-def test_on_a_tpu_the_scores_are_never_in_memory(monkeypatch: pytest.MonkeyPatch, own: int):
+@pytest.mark.parametrize("extras", [0, 15])
+def test_on_a_tpu_the_scores_are_never_in_memory(monkeypatch: pytest.MonkeyPatch, extras: int):
     monkeypatch.undo()
     shaped = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     keys = (shaped((1, 8, 1152, 128)),) * 2
-    extra = (shaped((1, 8, own, 128)),) * 2 if own else None
+    extra = (shaped((1, 8, extras, 128)),) * 2 if extras else None
     lengths = jax.ShapeDtypeStruct((1, 128), jnp.int32)
     compiled = compile_for("v5e:1x1", pallas_tpu.prefix_attention, shaped((1, 128, 32, 128)), *keys, lengths, extra)
     assert any("tpu_custom_call" in name for name in compiled.without_cycles)

@@ -33,30 +33,30 @@ def reference(rows: np.ndarray, kind: BlockFormat) -> np.ndarray:
 
 @formats
 @given(seeds, sizes)
-def test_packing_keeps_every_bit_of_a_file(kind: BlockFormat, seed: int, of: tuple[int, int]):
-    rows = file_of(np.random.default_rng(seed), *of, kind)
+def test_packing_keeps_every_bit_of_a_file(kind: BlockFormat, seed: int, shape: tuple[int, int]):
+    rows = file_of(np.random.default_rng(seed), *shape, kind)
     found = blocks.read_blocks(rows, kind)
     np.testing.assert_array_equal(blocks.dequantise(found), reference(rows, kind))
     packed = cpu.pack(found)
     assert packed.panels.shape[2] == blocks.PAIR_BYTES[kind]
-    np.testing.assert_array_equal(np.asarray(cpu.unpack(packed))[: of[0] * BLOCK], reference(rows, kind))
-    again = blocks.blocks_of(np.asarray(packed.panels), of[1])
+    np.testing.assert_array_equal(np.asarray(cpu.unpack(packed))[: shape[0] * BLOCK], reference(rows, kind))
+    again = blocks.blocks_of(np.asarray(packed.panels), shape[1])
     for name in ("integers", "scales", "minima"):
         kept, given_bits = getattr(again, name), getattr(found, name)
         assert (kept is None) == (given_bits is None)
         if kept is not None:
-            np.testing.assert_array_equal(kept[:, : of[0]].view(np.uint8), np.ascontiguousarray(given_bits).view(np.uint8))
+            np.testing.assert_array_equal(kept[:, : shape[0]].view(np.uint8), np.ascontiguousarray(given_bits).view(np.uint8))
 
 
 @needs_native
 @formats
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @given(seeds, sizes)
-def test_rows_of_a_table_are_those_of_the_dequantised_matrix(kind: BlockFormat, dtype: str, seed: int, of: tuple[int, int]):
+def test_rows_of_a_table_are_those_of_the_dequantised_matrix(kind: BlockFormat, dtype: str, seed: int, shape: tuple[int, int]):
     rng = np.random.default_rng(seed)
-    w = blocks.read_blocks(file_of(rng, *of, kind), kind)
-    table = blocks.PackedTable(cpu.pack(w).panels, of[1], of[0] * BLOCK - 3, dtype)
-    index = rng.integers(0, of[1], (2, 7))
+    w = blocks.read_blocks(file_of(rng, *shape, kind), kind)
+    table = blocks.PackedTable(cpu.pack(w).panels, shape[1], shape[0] * BLOCK - 3, dtype)
+    index = rng.integers(0, shape[1], (2, 7))
     found = gather.gather_rows(table, jnp.asarray(index, jnp.int32))
     wanted = np.asarray(blocks.dequantise(w).T[index, : table.width]).astype(jnp.dtype(dtype))
     assert (found.shape, found.dtype.name) == ((2, 7, table.width), dtype)
@@ -67,8 +67,8 @@ def test_rows_of_a_table_are_those_of_the_dequantised_matrix(kind: BlockFormat, 
 @formats
 @settings(max_examples=15)
 @given(seeds, st.integers(1, 40), sizes)
-def test_products_are_those_of_the_quantised_numbers(kind: BlockFormat, seed: int, rows: int, of: tuple[int, int]):
-    block_checks.check_product(seed, rows, of, kind)
+def test_products_are_those_of_the_quantised_numbers(kind: BlockFormat, seed: int, rows: int, shape: tuple[int, int]):
+    block_checks.check_product(seed, rows, shape, kind)
 
 
 @needs_native

@@ -56,11 +56,11 @@ def numpy_attention(case: Case, *operands: Any) -> np.ndarray:
 
     out = np.zeros((b, t, n, d))
     for row, at, head in np.ndindex(b, t, n):
-        own = head // group
+        key_head = head // group
         q = turned(x[row, at, head], q_norm, row, at)
-        scores = np.array([q @ turned(x[row, s, n + own], k_norm, row, s) for s in range(at + 1)]) / np.sqrt(d)
+        scores = np.array([q @ turned(x[row, s, n + key_head], k_norm, row, s) for s in range(at + 1)]) / np.sqrt(d)
         weights = np.exp(scores - scores.max())
-        out[row, at, head] = weights @ x[row, : at + 1, n + heads + own] / weights.sum()
+        out[row, at, head] = weights @ x[row, : at + 1, n + heads + key_head] / weights.sum()
     return out.reshape(b, t, -1)
 
 
@@ -167,12 +167,12 @@ def test_bundles_agree(head_dim: int):
 def test_the_bundle_decides_which_kernel_is_in_the_program():
     case = CASES[2]
     qkv, _, _, cos, sin = drawn(case)
-    how = Heads(case[4], None, None, (cos, sin))
+    spec = Heads(case[4], None, None, (cos, sin))
     sizes = (case[2] * case[3] * case[4], case[2] * case[4], case[2] * case[4])
-    program = jax.jit(lambda x: select.training_operations("float32").causal_attention(Joint(x, sizes), how))
+    program = jax.jit(lambda x: select.training_operations("float32").causal_attention(Joint(x, sizes), spec))
     assert "tilewright_causal_attention" in program.lower(qkv).as_text()
     parts = jnp.split(qkv, [sizes[0], sizes[0] + sizes[1]], axis=-1)
-    assert "tilewright" not in jax.jit(lambda *x: xla.causal_attention(x, how)).lower(*parts).as_text()
+    assert "tilewright" not in jax.jit(lambda *x: xla.causal_attention(x, spec)).lower(*parts).as_text()
 
 
 @needs_native

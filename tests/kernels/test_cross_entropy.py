@@ -32,8 +32,8 @@ def drawn(seed: int, rows: tuple[int, ...], inputs: int, vocab: int) -> tuple[An
 def test_the_reference_against_numpy():
     x, head, labels, weights = drawn(0, (3, 5), 7, 11)
     logits = np.asarray(x, np.float64) @ np.asarray(head, np.float64)
-    own = np.take_along_axis(logits, np.asarray(labels)[..., None], -1)[..., 0]
-    expected = np.sum((np.log(np.exp(logits).sum(-1)) - own) * np.asarray(weights, np.float64))
+    picked = np.take_along_axis(logits, np.asarray(labels)[..., None], -1)[..., 0]
+    expected = np.sum((np.log(np.exp(logits).sum(-1)) - picked) * np.asarray(weights, np.float64))
     np.testing.assert_allclose(reference.cross_entropy(x, head, labels, weights), expected, rtol=1e-5)
 
 

@@ -87,9 +87,9 @@ def check_gather(got: jax.Array, x: jax.Array, g: Graph, weights: jax.Array | No
     assert (np.abs(wide(got) - want) <= bound).all(), reduce
 
 
-def check_dot(got: np.ndarray, own: jax.Array, x: jax.Array, g: Graph) -> None:
+def check_dot(got: np.ndarray, target: jax.Array, x: jax.Array, g: Graph) -> None:
     rows, sources = owners(g)
-    products = (wide(own)[rows] * wide(x)[sources]).reshape(len(rows), got.shape[1], -1)
+    products = (wide(target)[rows] * wide(x)[sources]).reshape(len(rows), got.shape[1], -1)
     bound = (products.shape[2] + 4) * UNIT["float32"] * np.abs(products).sum(axis=2) + 1e-37
     assert (np.abs(got[: len(rows)] - products.sum(axis=2)) <= bound).all()
     assert not got[len(rows) :].any(), "sources that belong to no row get zero"
@@ -259,12 +259,12 @@ BAD = [
 @pytest.mark.parametrize(("offsets", "sources", "message"), BAD)
 def test_what_does_not_fit_is_named(offsets: list[int], sources: list[int], message: str):
     g = np.array(offsets, np.int32), np.array(sources, np.int32)
-    x, score, own = normal(0, 4, 8), jnp.zeros((4, 2)), jnp.zeros((2, 2))
+    x, score, target = normal(0, 4, 8), jnp.zeros((4, 2)), jnp.zeros((2, 2))
     for run in (
         lambda: gather(x, *g),
         lambda: edge_dot(x[:2], x, *g, 2),
-        lambda: attend(x, score, own, *g, 0.2),
-        lambda: attend_grad(x, x, score, score, x[:2], own, score, g, (np.zeros(5, np.int32), g[1]), 0.2),
+        lambda: attend(x, score, target, *g, 0.2),
+        lambda: attend_grad(x, x, score, score, x[:2], target, score, g, (np.zeros(5, np.int32), g[1]), 0.2),
     ):
         with pytest.raises(jax.errors.JaxRuntimeError, match=message):
             jax.block_until_ready(run())

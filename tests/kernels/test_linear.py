@@ -218,7 +218,7 @@ KINDS: dict[bool, cpu.Format] = {False: "float32", True: "bfloat16"}
 
 
 @needs_native
-@pytest.mark.parametrize("how", TRAINED, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", TRAINED, ids=["float32", "bfloat16"])
 @given(
     seeds,
     st.sampled_from([(3,), (2, 5), (31,), (121,)]),
@@ -227,7 +227,7 @@ KINDS: dict[bool, cpu.Format] = {False: "float32", True: "bfloat16"}
     st.booleans(),
 )
 def test_gradients_of_a_trained_matrix_are_products_of_the_same_kind(
-    how: cpu.TrainingPrecision, seed: int, rows: tuple[int, ...], sizes: tuple[int, int], tied: bool, added: bool
+    precision: cpu.TrainingPrecision, seed: int, rows: tuple[int, ...], sizes: tuple[int, int], tied: bool, added: bool
 ):
     rng = np.random.default_rng(seed)
     x, w, dy, add = (
@@ -240,7 +240,7 @@ def test_gradients_of_a_trained_matrix_are_products_of_the_same_kind(
     @jax.jit
     def run(x: jax.Array, w: jax.Array, dy: jax.Array, add: jax.Array) -> Any:
         def multiplied(x: jax.Array, w: jax.Array, add: jax.Array) -> jax.Array:
-            return cpu.trained_linear(how, x, Transposed(w.T) if tied else w, add=add if added else None)
+            return cpu.trained_linear(precision, x, Transposed(w.T) if tied else w, add=add if added else None)
 
         y, backward = jax.vjp(multiplied, x, w, add)
         return y, *backward(dy)
@@ -248,12 +248,12 @@ def test_gradients_of_a_trained_matrix_are_products_of_the_same_kind(
     y, dx, dw, dadd = run(x, w, dy, add)
     assert (y.shape, dx.shape, dw.shape) == (dy.shape, x.shape, w.shape)
     flat_x, flat_dy, flat_add = x.reshape(-1, sizes[0]), dy.reshape(-1, sizes[1]), add.reshape(-1, sizes[1])
-    expected, bound = linear_checks.product(flat_x, w, KINDS[how.bfloat16])
+    expected, bound = linear_checks.product(flat_x, w, KINDS[precision.bfloat16])
     if added:
         expected, bound = expected + flat_add, bound + 2.0**-22 * (np.abs(expected) + np.abs(flat_add))
     linear_checks.within(y.reshape(flat_dy.shape), expected, bound)
-    linear_checks.within(dx.reshape(flat_x.shape), *linear_checks.product(flat_dy, w.T, KINDS[how.bfloat16]))
-    linear_checks.within(dw, *linear_checks.product(flat_x.T, flat_dy, KINDS[how.bfloat16]))
+    linear_checks.within(dx.reshape(flat_x.shape), *linear_checks.product(flat_dy, w.T, KINDS[precision.bfloat16]))
+    linear_checks.within(dw, *linear_checks.product(flat_x.T, flat_dy, KINDS[precision.bfloat16]))
     np.testing.assert_array_equal(dadd, dy if added else np.zeros_like(dy))
 
 
@@ -275,10 +275,10 @@ def test_products_of_either_type_lie_either_way(dtype: Any, seed: int, sizes: tu
 
 
 @needs_native
-@pytest.mark.parametrize("how", TRAINED, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", TRAINED, ids=["float32", "bfloat16"])
 @given(seeds, st.sampled_from([1, 9, 40]), st.sampled_from([(33, 5), (16, 48)]))
 def test_a_trained_gate_has_the_gradient_of_the_plain_one(
-    how: cpu.TrainingPrecision, seed: int, rows: int, sizes: tuple[int, int]
+    precision: cpu.TrainingPrecision, seed: int, rows: int, sizes: tuple[int, int]
 ):
     rng = np.random.default_rng(seed)
     x, gate, up, dy = normal(rng, rows, sizes[0]), normal(rng, *sizes), normal(rng, *sizes), normal(rng, rows, sizes[1])
@@ -286,12 +286,12 @@ def test_a_trained_gate_has_the_gradient_of_the_plain_one(
 
     @jax.jit
     def both(x: jax.Array, w: jax.Array, dy: jax.Array) -> Any:
-        found: Any = jax.vjp(lambda x, w: cpu.trained_gated(how, x, w), x, w)
+        found: Any = jax.vjp(lambda x, w: cpu.trained_gated(precision, x, w), x, w)
         y, back = found
         z, plain = jax.vjp(lambda x, w: reference.gated_linear(x, *jnp.split(w, 2, axis=1)), x, w)
         return (y, *back(dy.astype(y.dtype))), (z, *plain(dy))
 
-    unit = 2.0**-20 if not how.bfloat16 else 2.0**-6
+    unit = 2.0**-20 if not precision.bfloat16 else 2.0**-6
     for one, other in zip(*both(x, w, dy), strict=True):
         scale = float(jnp.abs(other).max()) + 1
         np.testing.assert_allclose(one.astype(jnp.float32), other, atol=8 * unit * scale, rtol=unit)

@@ -104,8 +104,8 @@ def test_attention_over_pages(attend: Any, seed: int, sizes: tuple[int, ...], en
     """Of rows that have no more pages than their queries see; one of them may see nothing."""
     q, k, v, lengths, extra = prefix_case(np.random.default_rng(seed), *sizes)
     pool, table = cut(seed, (k, v), entries, lengths.max(axis=1))
-    own = None if extra is None else tuple(jnp.asarray(x) for x in extra)
-    actual = jax.jit(attend)(jnp.asarray(q), pool, table, jnp.asarray(lengths), own)
+    arrays = None if extra is None else tuple(jnp.asarray(x) for x in extra)
+    actual = jax.jit(attend)(jnp.asarray(q), pool, table, jnp.asarray(lengths), arrays)
     bound = 3e-6 * math.sqrt(k.shape[2] + sizes[5]) + 3e-6
     np.testing.assert_allclose(np.asarray(actual), prefix_expected(q, k, v, lengths, extra), atol=bound, rtol=0)
 
@@ -122,8 +122,8 @@ def test_attention_over_several_blocks(attend: Any, sizes: tuple[int, ...]):
     q, k, v, lengths, extra = prefix_case(rng, *sizes)
     lengths[1] = 0
     pool, table = cut(0, (k, v), 64, lengths.max(axis=1))
-    own = None if extra is None else tuple(jnp.asarray(x) for x in extra)
-    actual = jax.jit(attend)(jnp.asarray(q), pool, table, jnp.asarray(lengths), own)
+    arrays = None if extra is None else tuple(jnp.asarray(x) for x in extra)
+    actual = jax.jit(attend)(jnp.asarray(q), pool, table, jnp.asarray(lengths), arrays)
     np.testing.assert_allclose(np.asarray(actual), prefix_expected(q, k, v, lengths, extra), atol=1e-4, rtol=0)
 
 
@@ -178,8 +178,8 @@ def test_a_row_gets_the_same_bits_beside_longer_ones():
 
 @needs_native
 @given(seeds, ENTRIES, DTYPES, st.sampled_from([0, 7]))
-def test_the_cpu_kernel_gives_the_bits_of_a_cache_in_one_block(seed: int, entries: int, dtype: Any, own: int):
-    paged_checks.check_attention(dtype, entries, own, seed)
+def test_the_cpu_kernel_gives_the_bits_of_a_cache_in_one_block(seed: int, entries: int, dtype: Any, extras: int):
+    paged_checks.check_attention(dtype, entries, extras, seed)
 
 
 @needs_native
@@ -320,10 +320,10 @@ def test_on_a_tpu_the_ragged_kernel_reads_the_pool_where_it_is(chip: str, heads:
             compiled = compile_for(chip, pallas_tpu.causal_attention, queries, pool, *rows)
         assert any("ragged_paged_attention" in name for name in compiled.without_cycles)
         assert not compiled.traffic().contains_shape((4, 9, *pool.kv.shape[1:]))
-    own = (shaped((4, k, 16, d)),) * 2
+    extra = (shaped((4, k, 16, d)),) * 2
     for columns in (8, 128):
         rows = whole((4, columns)), whole((4, 16))
-        compiled = compile_for(chip, TPU.paged_attention, shaped((4, 16, n, d)), pool, *rows, own)
+        compiled = compile_for(chip, TPU.paged_attention, shaped((4, 16, n, d)), pool, *rows, extra)
         kernel = any("tpu_custom_call" in name for name in compiled.without_cycles)
         assert kernel == (columns == 8 and d == 128), "a table of one block is for the kernel that takes rows of 128 lanes"
         assert compiled.temp_bytes < math.prod(pool.kv.shape) * 2, "less than the pool"

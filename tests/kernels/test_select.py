@@ -87,9 +87,9 @@ def test_the_cpu_kernels_run_where_it_is_said(head_dim: int):
         ("attention", ops.prefix_attention, (q, cache, cache, lengths)),
         ("paged attention", ops.paged_attention, (q, pool, table, lengths)),
     ):
-        own = "ffi_call" in str(jax.make_jaxpr(run)(*operands))
-        assert said[name].runs == ("C++" if own else "XLA")
-        assert own == (head_dim == 48)
+        native_call = "ffi_call" in str(jax.make_jaxpr(run)(*operands))
+        assert said[name].runs == ("C++" if native_call else "XLA")
+        assert native_call == (head_dim == 48)
 
 
 def test_what_does_not_run_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch):

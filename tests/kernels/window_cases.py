@@ -61,11 +61,11 @@ def expected(case: Operands) -> tuple[np.ndarray, np.ndarray]:
     (b, w, n, d), group = q.shape, q.shape[2] // k.shape[2]
     after = before.reshape(b, w, n, d).copy()
     for row, at, head in np.ndindex(b, w, n):
-        kind, seen, own = kinds[row, at], lengths[row], head // group
+        kind, seen, key_head = kinds[row, at], lengths[row], head // group
         if kind == IDLE or (seen == 0 and kind != EXACT):
             continue
-        powers = np.exp(k[row, :seen, own] @ q[row, at, head] / math.sqrt(d))
-        values = v[row, :seen, own] if kind == EXACT else changes[row, kind - CARRIED, :seen, own]
+        powers = np.exp(k[row, :seen, key_head] @ q[row, at, head] / math.sqrt(d))
+        values = v[row, :seen, key_head] if kind == EXACT else changes[row, kind - CARRIED, :seen, key_head]
         step = powers @ values / powers.sum() if seen else 0.0
         after[row, at, head] = step + (0 if kind == EXACT else after[row, at, head])
     after = after.reshape(before.shape)

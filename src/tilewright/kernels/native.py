@@ -113,13 +113,13 @@ def libraries() -> dict[str, Path]:
             return installed
     known = [folder / name for folder in (PREBUILT, cached) for name in library_names().values()]
     known.append(cached / library_name(ISA, include))
-    isa, own = None, dict[str, Path]()
+    isa, wanted = None, dict[str, Path]()
     if intact(known[-1]) or compiler is not None:
         isa = isa_of(build(ISA, include, compiler or "", cached))
-        own = {operation: cached / name for operation, name in library_names(isa).items()}
-        if all(map(intact, own.values())):
-            return own
-        known += own.values()
+        wanted = {operation: cached / name for operation, name in library_names(isa).items()}
+        if all(map(intact, wanted.values())):
+            return wanted
+        known += wanted.values()
     damaged = [path for path in known if path.exists() and not intact(path)]
     found = f"{damaged[0]} is damaged: its digest is not the one noted when it was built" if damaged else ""
     if compiler is None:
@@ -129,7 +129,7 @@ def libraries() -> dict[str, Path]:
     if damaged:
         log.warning("%s; kernels are built anew", found)
     build_all(include, compiler, cached, isa)
-    return own
+    return wanted
 
 
 def isa_of(library: Path) -> str:

@@ -109,7 +109,7 @@ class Operations:
         heads: `(projection, Heads) -> (q [B, T, N, D], k [B, K, T, D], v [B, K, T, D])`, normed and rotated; None for q where
             the projection was of k and v alone, and for these where it was of q alone.
         rms_norm: `(x, weight, eps)`.
-        prefix_attention: `(q, k, v, lengths, own=None)`: see `attention/reference.py`.
+        prefix_attention: `(q, k, v, lengths, extra=None)`: see `attention/reference.py`.
         window_attention: `(q [B, W, N, D], k [B, S, K, D], v, changes, lengths [B], kinds [B, W], before [B, W, N * D]) ->
             (after, statistics [B, W, 3])`: see `window_attention/reference.py`.
         append: `(cache [B, K, S, D], new [B, K, T, D], start [B], count [B]) -> cache`: writes the first `count` of each row's
@@ -122,7 +122,7 @@ class Operations:
             the CPU kernels, without effect elsewhere.
         paged_append: `(pool, table, k [B, K, T, D], v, start [B], count [B]) -> pool`: as `append`. Of rows that share a page
             none may write there.
-        paged_attention: `(q, pool, table, lengths, own=None)`: as `prefix_attention`.
+        paged_attention: `(q, pool, table, lengths, extra=None)`: as `prefix_attention`.
         paged_append_attend: `(projection, Heads, pool, table, start, count) -> (out, pool)`: as `append_attend`, with zeros for
             queries from `count` on.
         causal_attention: `(projection, Heads) -> out [B, T, N * D]`: each query sees all entries up to its own; with a gradient

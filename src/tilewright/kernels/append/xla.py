@@ -42,8 +42,8 @@ def write_along(dim: int, buffer: Array, new: Array, start: Array, count: Array)
         shift = start[row] - begin
         at = (row, *(begin if axis == dim else 0 for axis in range(1, buffer.ndim)))
         window = jax.lax.dynamic_slice(buffer, at, (1, *new.shape[1:]))
-        own = new[row : row + 1]
-        shifted = jax.lax.dynamic_slice_in_dim(jnp.concatenate([own, own], axis=dim), (size - shift) % size, size, dim)
+        entries = new[row : row + 1]
+        shifted = jax.lax.dynamic_slice_in_dim(jnp.concatenate([entries, entries], axis=dim), (size - shift) % size, size, dim)
         written = (place >= shift) & (place < shift + count[row])
         buffer = jax.lax.dynamic_update_slice(buffer, jnp.where(written, shifted, window), at)
     return buffer
@@ -61,7 +61,7 @@ def append_all(
 
 def append_attend(
     projection: Any,
-    how: Heads,
+    spec: Heads,
     k: Float[Array, "B K S D"],
     v: Float[Array, "B K S D"],
     start: Int[Array, " B"],
@@ -71,7 +71,7 @@ def append_attend(
     append_all: Callable[..., tuple[Array, ...]] = append_all,
 ) -> tuple[Float[Array, "B T _"], Float[Array, "B K S D"], Float[Array, "B K S D"]]:
     """Appends the projection's keys and values, and lets the query at `start + t` see all entries up to its own."""
-    q, *new = heads(projection, how)
+    q, *new = heads(projection, spec)
     k, v = append_all((k, v), new, start, count)
     # What is asked behind the last entry means nothing, but kernels check their lengths.
     lengths = jnp.minimum(start[:, None] + jnp.arange(q.shape[1])[None] + 1, k.shape[2])

@@ -4,7 +4,7 @@ Only keys that some query sees are read, and a query's result is the same bit fo
 float32 or bfloat16, in and out; scores and sums are float32.
 
 Legend: B rows of a batch, T query positions, N query heads, K key/value heads, D head size, h half of it, S cache entries, U
-own ones.
+extra ones.
 """
 
 import jax
@@ -34,16 +34,16 @@ def prefix_attention(
     k: Float[Array, "B K S D"],
     v: Float[Array, "B K S D"],
     lengths: Int[Array, "B T"],
-    own: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None = None,
+    extra: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None = None,
 ) -> Float[Array, "B T N D"]:
-    """Attention of each query over the first `lengths` entries of a cache, and over all of `own`.
+    """Attention of each query over the first `lengths` entries of a cache, and over all of `extra`.
 
     A query that sees nothing gets zeros.
     """
-    if own is None:
-        own = (k[:, :, :0], v[:, :, :0])
+    if extra is None:
+        extra = (k[:, :, :0], v[:, :, :0])
     call = jax.ffi.ffi_call("tilewright_attention", jax.ShapeDtypeStruct(q.shape, q.dtype))
-    return call(q, k, v, lengths.astype(jnp.int32), *own)
+    return call(q, k, v, lengths.astype(jnp.int32), *extra)
 
 
 def norm_rotate(

@@ -1,8 +1,8 @@
 """The operation on a TPU: keys and values pass through VMEM block by block under a running softmax (Milakov & Gimelshein 2018;
 Dao et al. 2022), and the scores never reach memory. Of a cache only the blocks that some query sees are read.
 
-Legend: B rows of a batch, T queries, N query heads, K key/value heads, S cache entries, U own entries, D head size, R rows of a
-key head (N / K * T, see `xla.group_rows`), Q rows and C entries of a block, L lanes.
+Legend: B rows of a batch, T queries, N query heads, K key/value heads, S cache entries, U extra entries, D head size, R rows of
+a key head (N / K * T, see `xla.group_rows`), Q rows and C entries of a block, L lanes.
 """
 
 from functools import partial
@@ -22,25 +22,25 @@ ROWS = 512
 """Q, at most."""
 ENTRIES = 512
 """C, at most."""
-OWN_ENTRIES = 1024
+EXTRA_ENTRIES = 1024
 """U, at most: they are in VMEM whole."""
 
 
-def refuses(q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct, own: tuple[Array, Array] | None) -> str:
+def refuses(q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct, extra: tuple[Array, Array] | None) -> str:
     """The reason why the kernel does not take these; empty if it does."""
     whole = q.shape[3] % LANES == 0 and k.shape[2] > 0 and q.shape[1] > 0
-    few = own is None or 0 < own[0].shape[2] <= OWN_ENTRIES
+    few = extra is None or 0 < extra[0].shape[2] <= EXTRA_ENTRIES
     if whole and few and q.dtype == k.dtype and q.dtype in (jnp.float32, jnp.bfloat16):
         return ""
     return "it takes heads of a multiple of 128, all in float32 or all in bfloat16, and few keys of a block"
 
 
-def kernel(live_ref, q_ref, lengths_ref, k_ref, v_ref, *rest, entries: int, slots: int, own: bool):
-    """One block: q and out [1, 1, Q, D], lengths [1, Q, 1], k and v [1, 1, C, D], own ones [1, 1, U, D].
+def kernel(live_ref, q_ref, lengths_ref, k_ref, v_ref, *rest, entries: int, slots: int, extra: bool):
+    """One block: q and out [1, 1, Q, D], lengths [1, Q, 1], k and v [1, 1, C, D], extra ones [1, 1, U, D].
 
     Scratch, kept through all blocks of the same queries: largest score and sum of weights [Q, L], weighted values [Q, D].
     """
-    (own_k_ref, own_v_ref), rest = (rest[:2], rest[2:]) if own else ((None, None), rest)
+    (extra_k_ref, extra_v_ref), rest = (rest[:2], rest[2:]) if extra else ((None, None), rest)
     out_ref, largest_ref, total_ref, values_ref = rest
     block = pl.program_id(3)
     precision = jax.lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
@@ -69,8 +69,8 @@ def kernel(live_ref, q_ref, lengths_ref, k_ref, v_ref, *rest, entries: int, slot
         largest_ref[...] = jnp.full(largest_ref.shape, MASKED, jnp.float32)
         total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)
         values_ref[...] = jnp.zeros(values_ref.shape, jnp.float32)
-        if own_k_ref is not None and own_v_ref is not None:
-            take(own_k_ref[0, 0], own_v_ref[0, 0], None)
+        if extra_k_ref is not None and extra_v_ref is not None:
+            take(extra_k_ref[0, 0], extra_v_ref[0, 0], None)
 
     first = block * entries
 
@@ -94,10 +94,10 @@ def prefix_attention(
     k: Float[Array, "B K S D"],
     v: Float[Array, "B K S D"],
     lengths: Int[Array, "B T"],
-    own: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None = None,
+    extra: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B T N D"]:
-    """Attention of each query over the first `lengths` entries of a cache, and over all of `own`.
+    """Attention of each query over the first `lengths` entries of a cache, and over all of `extra`.
 
     Scores and sums are float32. A query that sees nothing gets zeros.
 
@@ -121,12 +121,12 @@ def prefix_attention(
 
     cached = pl.BlockSpec((1, 1, entries, d), entry_block)
     queries = pl.BlockSpec((1, 1, rows, d), query_block)
-    own_size = 0 if own is None else own[0].shape[2]
-    whole = pl.BlockSpec((1, 1, own_size, d), lambda row, head, *_: (row, head, 0, 0))
+    extra_size = 0 if extra is None else extra[0].shape[2]
+    whole = pl.BlockSpec((1, 1, extra_size, d), lambda row, head, *_: (row, head, 0, 0))
     parts = pl.cdiv(grouped.shape[2], rows)
-    keys = 2 * parts * b * heads * (slots + own_size) * d  # both keys and values, once for each block of queries
+    keys = 2 * parts * b * heads * (slots + extra_size) * d  # both keys and values, once for each block of queries
     out = pl.pallas_call(
-        partial(kernel, entries=entries, slots=slots, own=own is not None),
+        partial(kernel, entries=entries, slots=slots, extra=extra is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(b, heads, parts, blocks),
@@ -135,7 +135,7 @@ def prefix_attention(
                 pl.BlockSpec((1, rows, 1), lambda row, head, part, *_: (row, part, 0)),
                 cached,
                 cached,
-                *([] if own is None else [whole, whole]),
+                *([] if extra is None else [whole, whole]),
             ],
             out_specs=queries,
             scratch_shapes=[pltpu.VMEM((rows, size), jnp.float32) for size in (LANES, LANES, d)],
@@ -143,11 +143,11 @@ def prefix_attention(
         out_shape=jax.ShapeDtypeStruct(grouped.shape, q.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
-            flops=4 * q.size * (slots + own_size),
+            flops=4 * q.size * (slots + extra_size),
             bytes_accessed=(2 * q.size + keys) * q.dtype.itemsize + each.size * 4 * LANES,
-            transcendentals=b * n * t * (slots + own_size),
+            transcendentals=b * n * t * (slots + extra_size),
         ),
         interpret=interpret,
         name="prefix_attention",
-    )(live, grouped, each, k, v, *(() if own is None else own))
+    )(live, grouped, each, k, v, *(() if extra is None else extra))
     return ungroup_rows(out, t)

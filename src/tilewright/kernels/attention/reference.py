@@ -11,16 +11,16 @@ def prefix_attention(
     k: Float[Array, "B K S D"],
     v: Float[Array, "B K S D"],
     lengths: Int[Array, "B T"],
-    own: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None = None,
+    extra: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None = None,
 ) -> Float[Array, "B T N D"]:
-    """Attention of each query over the first `lengths` entries of a cache, and over all of `own`; scale `D ** -0.5`.
+    """Attention of each query over the first `lengths` entries of a cache, and over all of `extra`; scale `D ** -0.5`.
 
     A query head n reads key head `n * K // N`. A query that sees nothing gets zeros.
     """
     seen = jnp.arange(k.shape[2])[None, None] < lengths[:, :, None]
-    if own is not None:
-        k, v = jnp.concatenate([k, own[0]], axis=2), jnp.concatenate([v, own[1]], axis=2)
-        seen = jnp.concatenate([seen, jnp.ones((*seen.shape[:2], own[0].shape[2]), bool)], axis=2)
+    if extra is not None:
+        k, v = jnp.concatenate([k, extra[0]], axis=2), jnp.concatenate([v, extra[1]], axis=2)
+        seen = jnp.concatenate([seen, jnp.ones((*seen.shape[:2], extra[0].shape[2]), bool)], axis=2)
     group = q.shape[2] // k.shape[1]
     wide_k, wide_v = (jnp.repeat(x.astype(jnp.float32), group, axis=1) for x in (k, v))
     exact = jax.lax.Precision.HIGHEST

@@ -74,10 +74,10 @@ def prefix_attention(
     k: Float[Array, "B K S D"],
     v: Float[Array, "B K S D"],
     lengths: Int[Array, "B T"],
-    own: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None = None,
+    extra: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None = None,
 ) -> Float[Array, "B T N D"]:
-    """Attention of each query over the first `lengths` entries of a cache, and over all of `own`."""
+    """Attention of each query over the first `lengths` entries of a cache, and over all of `extra`."""
     parts = [KeyValues(k, v, jnp.arange(k.shape[2])[None, None] < lengths[:, :, None])]
-    if own is not None:
-        parts.append(KeyValues(*own, jnp.ones((1, q.shape[1], own[0].shape[2]), bool)))
+    if extra is not None:
+        parts.append(KeyValues(*extra, jnp.ones((1, q.shape[1], extra[0].shape[2]), bool)))
     return attention_over(q, parts)

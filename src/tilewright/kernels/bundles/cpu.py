@@ -41,45 +41,45 @@ class Joint:
         return tuple(self.array[..., end - size : end] for size, end in zip(self.parts, ends, strict=True))
 
 
-def attention_operands(projection: Joint, how: Heads) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def attention_operands(projection: Joint, spec: Heads) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Operands of the CPU kernels for a projection, with queries or without: its heads, and their norms and rotation."""
-    sizes = [size // how.head_dim for size in projection.parts]
+    sizes = [size // spec.head_dim for size in projection.parts]
     queries, key = sizes[: len(sizes) % 2], sizes[-1] if len(sizes) > 1 else 0
-    norms = {name: None if norm is None else norm.weight for name, norm in (("q_norm", how.q_norm), ("k_norm", how.k_norm))}
-    eps = next((norm.eps for norm in (how.q_norm, how.k_norm) if norm is not None), 0.0)
-    cos, sin = how.rope
-    return (projection.array, sum(queries), key, how.head_dim), {**norms, "eps": eps, "cos": cos, "sin": sin}
+    norms = {name: None if norm is None else norm.weight for name, norm in (("q_norm", spec.q_norm), ("k_norm", spec.k_norm))}
+    eps = next((norm.eps for norm in (spec.q_norm, spec.k_norm) if norm is not None), 0.0)
+    cos, sin = spec.rope
+    return (projection.array, sum(queries), key, spec.head_dim), {**norms, "eps": eps, "cos": cos, "sin": sin}
 
 
-def heads(projection: Joint, how: Heads) -> tuple[Any, Any, Any]:
-    if refuses_heads(how.head_dim):
-        return heads_xla.heads(projection.split(), how, norm=norm_cpu.rms_norm)
-    operands, options = attention_operands(projection, how)
+def heads(projection: Joint, spec: Heads) -> tuple[Any, Any, Any]:
+    if refuses_heads(spec.head_dim):
+        return heads_xla.heads(projection.split(), spec, norm=norm_cpu.rms_norm)
+    operands, options = attention_operands(projection, spec)
     q, k, v = attention_cpu.norm_rotate(*operands, **options)
     return (q if q.shape[2] else None), (k if k.shape[1] else None), (v if v.shape[1] else None)
 
 
-def prefix_attention(q: Array, k: Array, v: Array, lengths: Array, own: tuple[Array, Array] | None = None) -> Array:
-    return first("attention", "cpu", q, k, own).prefix_attention(q, k, v, lengths, own)
+def prefix_attention(q: Array, k: Array, v: Array, lengths: Array, extra: tuple[Array, Array] | None = None) -> Array:
+    return first("attention", "cpu", q, k, extra).prefix_attention(q, k, v, lengths, extra)
 
 
-def append_attend(projection: Joint, how: Heads, k: Array, v: Array, start: Array, count: Array) -> tuple[Array, Array, Array]:
-    if refuses_heads(how.head_dim):
-        return append_xla.append_attend(projection, how, k, v, start, count, heads, prefix_attention)
-    operands, options = attention_operands(projection, how)
+def append_attend(projection: Joint, spec: Heads, k: Array, v: Array, start: Array, count: Array) -> tuple[Array, Array, Array]:
+    if refuses_heads(spec.head_dim):
+        return append_xla.append_attend(projection, spec, k, v, start, count, heads, prefix_attention)
+    operands, options = attention_operands(projection, spec)
     return attention_cpu.append_attend(*operands, **options, k_cache=k, v_cache=v, start=start, count=count)
 
 
 def paged_attention(
-    q: Array, pool: KeyValuePages, table: Array, lengths: Array, own: tuple[Array, Array] | None = None
+    q: Array, pool: KeyValuePages, table: Array, lengths: Array, extra: tuple[Array, Array] | None = None
 ) -> Array:
-    return first("paged attention", "cpu", q.shape[3], q.dtype).prefix_attention(q, pool, table, lengths, own)
+    return first("paged attention", "cpu", q.shape[3], q.dtype).prefix_attention(q, pool, table, lengths, extra)
 
 
-def paged_append_attend(projection: Joint, how: Heads, pool: KeyValuePages, *places: Array) -> tuple[Array, KeyValuePages]:
-    if refuses_heads(how.head_dim):
-        return paged_xla.append_attend(projection, how, pool, *places, heads=heads)
-    operands, options = attention_operands(projection, how)
+def paged_append_attend(projection: Joint, spec: Heads, pool: KeyValuePages, *places: Array) -> tuple[Array, KeyValuePages]:
+    if refuses_heads(spec.head_dim):
+        return paged_xla.append_attend(projection, spec, pool, *places, heads=heads)
+    operands, options = attention_operands(projection, spec)
     table, start, count = places
     return paged_cpu.append_attend(*operands, **options, pool=pool, table=table, start=start, count=count)
 

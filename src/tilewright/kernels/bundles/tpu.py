@@ -31,8 +31,8 @@ def head_top_k(x: Float[Array, "*rows H"], head: Any, k: int) -> tuple[Array, Ar
     return first("head's top-k", "tpu", x, w, k).head_top_k(x, w, k, tied)
 
 
-def prefix_attention(q: Array, k: Array, v: Array, lengths: Array, own: tuple[Array, Array] | None = None) -> Array:
-    return first("attention", "tpu", q, k, own).prefix_attention(q, k, v, lengths, own)
+def prefix_attention(q: Array, k: Array, v: Array, lengths: Array, extra: tuple[Array, Array] | None = None) -> Array:
+    return first("attention", "tpu", q, k, extra).prefix_attention(q, k, v, lengths, extra)
 
 
 def append_all(caches: Sequence[Array], new: Sequence[Array], start: Array, count: Array) -> tuple[Array, ...]:
@@ -52,16 +52,16 @@ def paged_append(pool: Pool, *rest: Array) -> Pool:
     return made.append(pool, *rest)
 
 
-def paged_attention(q: Array, pool: Pool, table: Array, lengths: Array, own: tuple[Array, Array] | None = None) -> Array:
+def paged_attention(q: Array, pool: Pool, table: Array, lengths: Array, extra: tuple[Array, Array] | None = None) -> Array:
     made: Any = paged_xla if isinstance(pool, KeyValuePages) else paged_tpu
-    return made.prefix_attention(q, pool, table, lengths, own, prefix_attention)
+    return made.prefix_attention(q, pool, table, lengths, extra, prefix_attention)
 
 
-def paged_append_attend(projection: Any, how: Heads, pool: Pool, *rest: Array) -> tuple[Array, Pool]:
+def paged_append_attend(projection: Any, spec: Heads, pool: Pool, *rest: Array) -> tuple[Array, Pool]:
     heads = partial(heads_xla.heads, rotate=heads_xla.rotate_by_product)
     if isinstance(pool, KeyValuePages):
-        return paged_xla.append_attend(projection, how, pool, *rest, heads=heads, attend=prefix_attention)
-    return paged_tpu.append_attend(projection, how, pool, *rest, heads=heads)
+        return paged_xla.append_attend(projection, spec, pool, *rest, heads=heads, attend=prefix_attention)
+    return paged_tpu.append_attend(projection, spec, pool, *rest, heads=heads)
 
 
 def window_attention(q: Array, k: Array, *rest: Array) -> tuple[Array, Array]:

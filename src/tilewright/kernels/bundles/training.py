@@ -34,10 +34,10 @@ def cpu_operations(bfloat16: bool) -> Operations:
     Args:
         bfloat16: products are taken in bfloat16, with float32 sums.
     """
-    how = cpu.TrainingPrecision(bfloat16)
+    precision = cpu.TrainingPrecision(bfloat16)
 
     def normed(x: Array, norm: Norm | None) -> Array:
-        return x if norm is None else norm_cpu.trained_norm(x.astype(jnp.float32), norm.weight, norm.eps, how.dtype)
+        return x if norm is None else norm_cpu.trained_norm(x.astype(jnp.float32), norm.weight, norm.eps, precision.dtype)
 
     def linear(
         x: Array,
@@ -47,33 +47,33 @@ def cpu_operations(bfloat16: bool) -> Operations:
         add: Array | None = None,
         count: Array | None = None,
     ) -> Array:
-        return cpu.trained_linear(how, normed(x, norm), w, out_dtype or jnp.float32, add)
+        return cpu.trained_linear(precision, normed(x, norm), w, out_dtype or jnp.float32, add)
 
     def gated_linear(x: Array, joined: Joined, norm: Norm | None = None, count: Array | None = None) -> Array:
         flat = normed(x, norm).reshape(-1, x.shape[-1])
-        y: Any = cpu.trained_gated(how, flat, jnp.concatenate(joined.parts, axis=1))
+        y: Any = cpu.trained_gated(precision, flat, jnp.concatenate(joined.parts, axis=1))
         return y.reshape(*x.shape[:-1], -1)
 
     def project(
         x: Array, joined: Joined, norm: Norm | None = None, first: int = 0, bias: tuple[Array, ...] | None = None
     ) -> Joint:
         parts = joined.parts[first:]
-        array = cpu.trained_linear(how, normed(x, norm), jnp.concatenate(parts, axis=1), how.dtype)
+        array = cpu.trained_linear(precision, normed(x, norm), jnp.concatenate(parts, axis=1), precision.dtype)
         return Joint(biased(array, bias, first), tuple(part.shape[1] for part in parts))
 
-    def heads(projection: Joint, what: Heads) -> tuple[Any, Any, Any]:
-        return heads_xla.heads(tuple(part.astype(jnp.float32) for part in projection.split()), what)
+    def heads(projection: Joint, spec: Heads) -> tuple[Any, Any, Any]:
+        return heads_xla.heads(tuple(part.astype(jnp.float32) for part in projection.split()), spec)
 
-    def causal_attention(projection: Joint, what: Heads) -> Array:
-        if refuses_heads(what.head_dim):
-            return causal_xla.causal_attention(projection, what, heads)
-        (array, count, _, size), options = attention_operands(projection, what)
+    def causal_attention(projection: Joint, spec: Heads) -> Array:
+        if refuses_heads(spec.head_dim):
+            return causal_xla.causal_attention(projection, spec, heads)
+        (array, count, _, size), options = attention_operands(projection, spec)
         sizes = causal_cpu.ProjectionSizes(count, size, options["eps"])
         return causal_cpu.causal_attention(sizes, array, *(options[name] for name in ("q_norm", "k_norm", "cos", "sin")))
 
     return replace(
         PLAIN,
-        name=f"cpu training, {'bfloat16' if how.bfloat16 else 'float32'}",
+        name=f"cpu training, {'bfloat16' if bfloat16 else 'float32'}",
         linear=linear,
         gated_linear=gated_linear,
         project=project,

@@ -13,9 +13,9 @@ from tilewright.kernels.operations import Heads
 
 
 def causal_attention(
-    projection: Any, how: Heads, heads: Callable[[Any, Heads], tuple[Any, Any, Any]] = split_and_turn
+    projection: Any, spec: Heads, heads: Callable[[Any, Heads], tuple[Any, Any, Any]] = split_and_turn
 ) -> Float[Array, "B T _"]:
     """Attention of each position's query over all keys up to its own position, heads side by side."""
-    q, k, v = heads(projection, how)
+    q, k, v = heads(projection, spec)
     t = q.shape[1]
     return attention(q, k, v, jnp.tril(jnp.ones((1, t, t), bool))).reshape(*q.shape[:2], -1)

@@ -11,5 +11,5 @@ def cross_entropy(
 ) -> Float[Array, ""]:
     """The sum over rows of `weights * (logsumexp(x @ head) - (x @ head)[label])`, in nats."""
     logits = jnp.matmul(x, head, precision=jax.lax.Precision.HIGHEST)
-    own = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-    return jnp.sum(weights * (jax.nn.logsumexp(logits, axis=-1) - own))
+    picked = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+    return jnp.sum(weights * (jax.nn.logsumexp(logits, axis=-1) - picked))

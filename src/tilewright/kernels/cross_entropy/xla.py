@@ -34,8 +34,8 @@ def losses(logits: Float32[Array, "M V"], labels: Int[Array, " M"]) -> tuple[Arr
     top = jnp.max(logits, axis=-1)
     powers = jnp.exp(logits - top[:, None])
     total = jnp.sum(powers, axis=-1)
-    own = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
-    return jnp.log(total) + top - own, powers, total
+    picked = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
+    return jnp.log(total) + top - picked, powers, total
 
 
 def divided(rows: int, *arrays: Array) -> tuple[Array, ...]:
@@ -61,8 +61,8 @@ def forward(
         x, labels, weights = part
         logits, back = jax.vjp(lambda x, head: linear(x, head, jnp.float32), x, head)
         loss, powers, total = losses(logits, labels)
-        own = jnp.arange(logits.shape[1]) == labels[:, None]
-        dx, dhead = back(powers * (weights / total)[:, None] - jnp.where(own, weights[:, None], 0.0))
+        is_label = jnp.arange(logits.shape[1]) == labels[:, None]
+        dx, dhead = back(powers * (weights / total)[:, None] - jnp.where(is_label, weights[:, None], 0.0))
         return (sums[0] + jnp.sum(loss * weights), jax.tree.map(jnp.add, sums[1], dhead)), (dx, loss)
 
     start = (jnp.float32(0), jax.tree.map(jnp.zeros_like, head))

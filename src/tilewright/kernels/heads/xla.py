@@ -43,19 +43,19 @@ def rotate_by_product(
 
 def heads(
     projection: tuple[Array, ...],
-    how: Heads,
+    spec: Heads,
     rotate: Callable[[Array, Array, Array], Array] = rotate_halves,
     norm: Callable[[Array, Array, float], Array] = rms_norm,
 ) -> tuple[Any, Any, Any]:
     """Queries `[B, T, N, D]`, keys and values `[B, K, T, D]` of q, k and v, of k and v alone, or of q alone, each
     `[B, T, heads * D]`; None for what is not among them."""
-    parts = [split_heads(part, how.head_dim) for part in projection]
+    parts = [split_heads(part, spec.head_dim) for part in projection]
     q, kv = (parts[0], parts[1:]) if len(parts) != 2 else (None, parts)
 
     def turned(x: Array, weight: Norm | None) -> Array:
-        return rotate(x if weight is None else norm(x, *weight), *how.rope)
+        return rotate(x if weight is None else norm(x, *weight), *spec.rope)
 
-    queries = None if q is None else turned(q, how.q_norm)
+    queries = None if q is None else turned(q, spec.q_norm)
     if not kv:
         return queries, None, None
-    return queries, turned(kv[0], how.k_norm).transpose(0, 2, 1, 3), kv[1].transpose(0, 2, 1, 3)
+    return queries, turned(kv[0], spec.k_norm).transpose(0, 2, 1, 3), kv[1].transpose(0, 2, 1, 3)

@@ -104,13 +104,13 @@ def quantise(w: np.ndarray, kind: BlockFormat) -> QuantisedMatrix:
     """
     inputs, outputs = w.shape
     count = -(-inputs // BLOCK)
-    of = eight_bits if kind == "q8_0" else four_bits
+    read = eight_bits if kind == "q8_0" else four_bits
     made = []
     for begin in range(0, outputs, ROWS):
         part = w[:, begin : begin + ROWS]
         rows = np.zeros((part.shape[1], count * BLOCK), np.float32)
         rows[:, :inputs] = np.asarray(part, np.float32).T
-        made.append(of(rows.reshape(-1, count, BLOCK)))
+        made.append(read(rows.reshape(-1, count, BLOCK)))
     return side_by_side(made)
 
 

@@ -65,8 +65,8 @@ def named(models: tuple[str, ...], layers: tuple[str, ...]) -> list[LinearCase]:
     Raises:
         ValueError: a name is not known, or none is given.
     """
-    for what, given, known in (("model", models, tuple(CASES)), ("layer", layers, LAYERS)):
+    for option, given, known in (("model", models, tuple(CASES)), ("layer", layers, LAYERS)):
         if not given or not set(given) <= set(known):
             unknown = ", ".join(repr(name) for name in given if name not in known) or "none"
-            raise ValueError(f"expected each {what} to be one of {', '.join(known)}, found {unknown}")
+            raise ValueError(f"expected each {option} to be one of {', '.join(known)}, found {unknown}")
     return [CASES[model][layer] for model in dict.fromkeys(models) for layer in dict.fromkeys(layers)]

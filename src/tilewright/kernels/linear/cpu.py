@@ -376,7 +376,7 @@ class TrainingPrecision(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def trained_matmul(
-    how: TrainingPrecision,
+    precision: TrainingPrecision,
     transposed: bool,
     out_dtype: DTypeLike,
     x: Float[Array, "M I"],
@@ -384,22 +384,22 @@ def trained_matmul(
     add: Float[Array, "M O"] | None,
 ) -> Float[Array, "M O"]:
     """`x @ w + add`, with `w.T` if it is `transposed`; its gradients are products of the same kind."""
-    return matmul(x, w, b_transposed=transposed, add=add, out_dtype=out_dtype, bfloat16=how.bfloat16)
+    return matmul(x, w, b_transposed=transposed, add=add, out_dtype=out_dtype, bfloat16=precision.bfloat16)
 
 
 def trained_forward(
-    how: TrainingPrecision, transposed: bool, out_dtype: DTypeLike, x: Array, w: Array, add: Array | None
+    precision: TrainingPrecision, transposed: bool, out_dtype: DTypeLike, x: Array, w: Array, add: Array | None
 ) -> tuple[Array, Any]:
-    return trained_matmul(how, transposed, out_dtype, x, w, add), (x, w, None if add is None else ())
+    return trained_matmul(precision, transposed, out_dtype, x, w, add), (x, w, None if add is None else ())
 
 
 def trained_backward(
-    how: TrainingPrecision, transposed: bool, out_dtype: DTypeLike, kept: Any, dy: Float[Array, "M O"]
+    precision: TrainingPrecision, transposed: bool, out_dtype: DTypeLike, kept: Any, dy: Float[Array, "M O"]
 ) -> tuple[Array, Array, Array | None]:
     x, w, added = kept
-    dx = matmul(dy, w, b_transposed=not transposed, out_dtype=x.dtype, bfloat16=how.bfloat16)
+    dx = matmul(dy, w, b_transposed=not transposed, out_dtype=x.dtype, bfloat16=precision.bfloat16)
     first, second = (dy, x) if transposed else (x, dy)
-    dw = matmul(first, second, a_transposed=True, out_dtype=w.dtype, bfloat16=how.bfloat16)
+    dw = matmul(first, second, a_transposed=True, out_dtype=w.dtype, bfloat16=precision.bfloat16)
     return dx, dw, None if added is None else dy
 
 
@@ -407,7 +407,7 @@ trained_matmul.defvjp(trained_forward, trained_backward)
 
 
 def trained_linear(
-    how: TrainingPrecision,
+    precision: TrainingPrecision,
     x: Float[Array, "*rows I"],
     w: Any,
     out_dtype: DTypeLike = jnp.float32,
@@ -416,7 +416,7 @@ def trained_linear(
     """`x @ w + add` for a matrix `[I, O]`, or one that is `Transposed`; `add` is of the result's dtype."""
     transposed = isinstance(w, Transposed)
     flat = None if add is None else add.reshape(-1, add.shape[-1])
-    y: Any = trained_matmul(how, transposed, out_dtype, x.reshape(-1, x.shape[-1]), w.w if transposed else w, flat)
+    y: Any = trained_matmul(precision, transposed, out_dtype, x.reshape(-1, x.shape[-1]), w.w if transposed else w, flat)
     return y.reshape(*x.shape[:-1], -1)
 
 
@@ -428,21 +428,23 @@ def gate(x: Float[Array, "M O2"], due: Float[Array, "M O"] | None = None) -> Flo
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def trained_gated(how: TrainingPrecision, x: Float[Array, "M I"], w: Float[Array, "I O2"]) -> Float[Array, "M O"]:
+def trained_gated(precision: TrainingPrecision, x: Float[Array, "M I"], w: Float[Array, "I O2"]) -> Float[Array, "M O"]:
     """`silu(x @ gate) * (x @ up)`, gate and up side by side in `w`."""
-    return gated_forward(how, x, w)[0]
+    return gated_forward(precision, x, w)[0]
 
 
-def gated_forward(how: TrainingPrecision, x: Array, w: Array) -> tuple[Array, tuple[Array, Array, Array]]:
-    both = matmul(x, w, out_dtype=how.dtype, bfloat16=how.bfloat16)
+def gated_forward(precision: TrainingPrecision, x: Array, w: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+    both = matmul(x, w, out_dtype=precision.dtype, bfloat16=precision.bfloat16)
     return gate(both), (x, w, both)
 
 
-def gated_backward(how: TrainingPrecision, kept: tuple[Array, Array, Array], dy: Float[Array, "M O"]) -> tuple[Array, Array]:
+def gated_backward(
+    precision: TrainingPrecision, kept: tuple[Array, Array, Array], dy: Float[Array, "M O"]
+) -> tuple[Array, Array]:
     x, w, both = kept
     due = gate(both, dy)
-    dx = matmul(due, w, b_transposed=True, out_dtype=x.dtype, bfloat16=how.bfloat16)
-    return dx, matmul(x, due, a_transposed=True, out_dtype=w.dtype, bfloat16=how.bfloat16)
+    dx = matmul(due, w, b_transposed=True, out_dtype=x.dtype, bfloat16=precision.bfloat16)
+    return dx, matmul(x, due, a_transposed=True, out_dtype=w.dtype, bfloat16=precision.bfloat16)
 
 
 trained_gated.defvjp(gated_forward, gated_backward)

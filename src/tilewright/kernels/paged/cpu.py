@@ -4,7 +4,7 @@ Results are those of a cache in one block, bit for bit: pages hold whole panels 
 What a row has no page for is an error.
 
 Legend: P pages, E entries of a page, M pages that a row may have, B rows, T positions, N query heads, K key/value heads, D head
-size, h half of it, U own keys.
+size, h half of it, U extra keys.
 """
 
 import jax
@@ -47,17 +47,17 @@ def prefix_attention(
     pool: KeyValuePages,
     table: Int32[Array, "B M"],
     lengths: Int[Array, "B T"],
-    own: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None = None,
+    extra: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None = None,
 ) -> Float[Array, "B T N D"]:
-    """Attention of each query over the first `lengths` entries of its row, and over all of `own`.
+    """Attention of each query over the first `lengths` entries of its row, and over all of `extra`.
 
     A query that sees nothing gets zeros.
     """
-    if own is None:
+    if extra is None:
         nothing = jnp.zeros((q.shape[0], pool.k.shape[1], 0, q.shape[3]), q.dtype)
-        own = (nothing, nothing)
+        extra = (nothing, nothing)
     call = jax.ffi.ffi_call("tilewright_paged_attention", jax.ShapeDtypeStruct(q.shape, q.dtype))
-    return call(q, *pool, table, lengths.astype(jnp.int32), *own)
+    return call(q, *pool, table, lengths.astype(jnp.int32), *extra)
 
 
 def append_attend(

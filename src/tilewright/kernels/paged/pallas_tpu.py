@@ -10,7 +10,7 @@ bfloat16; in float32 it would multiply in bfloat16 passes (`refuses`). For queri
 drafter's block) entries are copied out of the rows' pages, a block at a time.
 
 Legend: P pages, E entries of a page, M pages that a row may have, B rows, T positions, N query heads, K key/value heads, D head
-size, U own keys, F packed heads, G queries of a head (N / K).
+size, U extra keys, F packed heads, G queries of a head (N / K).
 """
 
 from collections.abc import Callable
@@ -70,9 +70,9 @@ def packing(kv_heads: int, head_dim: int) -> tuple[int, int, int]:
 
 def empty(pages: int, kv_heads: int, entries: int, head_dim: int, dtype: DTypeLike, devices: int = 1) -> PairedPages:
     """A pool of pages that hold zeros; over several devices each packs its own part of the heads."""
-    own = kv_heads // devices
-    shared, lanes, packed = packing(own, head_dim)
-    return PairedPages(jnp.zeros((pages, entries, devices * 2 * packed, shared * lanes), dtype), own, head_dim)
+    local_heads = kv_heads // devices
+    shared, lanes, packed = packing(local_heads, head_dim)
+    return PairedPages(jnp.zeros((pages, entries, devices * 2 * packed, shared * lanes), dtype), local_heads, head_dim)
 
 
 def pack(heads: Shaped[Array, "*rows K D"]) -> Shaped[Array, "*rows F lanes"]:
@@ -116,12 +116,12 @@ def prefix_attention(
     pool: PairedPages,
     table: Int32[Array, "B M"],
     lengths: Int[Array, "B T"],
-    own: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None,
+    extra: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None,
     attend: Callable[..., Array],
 ) -> Float[Array, "B T N D"]:
-    """Attention of each query over the first entries of its row, and over all of `own`; see `xla.prefix_attention`."""
+    """Attention of each query over the first entries of its row, and over all of `extra`; see `xla.prefix_attention`."""
     sizes = pool.kv_heads, pool.page_size
-    return xla.attention_over_blocks(q, partial(in_rows, pool), sizes, table, lengths, own, attend)
+    return xla.attention_over_blocks(q, partial(in_rows, pool), sizes, table, lengths, extra, attend)
 
 
 def pack_queries(q: Float[Array, "R N D"], kv_heads: int) -> Float[Array, "R _ lanes"]:
@@ -131,16 +131,16 @@ def pack_queries(q: Float[Array, "R N D"], kv_heads: int) -> Float[Array, "R _ l
     grouped = jnp.pad(
         q.reshape(r, kv_heads, n // kv_heads, d), [(0, 0), (0, packed * shared - kv_heads), (0, 0), (0, lanes - d)]
     ).reshape(r, packed, shared, n // kv_heads, 1, lanes)
-    own = jnp.eye(shared, dtype=bool)[:, None, :, None]
-    return jnp.where(own, grouped, jnp.zeros((), q.dtype)).reshape(r, -1, shared * lanes)
+    same = jnp.eye(shared, dtype=bool)[:, None, :, None]
+    return jnp.where(same, grouped, jnp.zeros((), q.dtype)).reshape(r, -1, shared * lanes)
 
 
 def unpack_results(out: Float[Array, "R _ lanes"], kv_heads: int, head_dim: int, heads: int) -> Float[Array, "R N D"]:
     """Of what the queries of `pack_queries` got, each one's own lanes."""
     shared, lanes, packed = packing(kv_heads, head_dim)
     parts = out.reshape(out.shape[0], packed, shared, heads // kv_heads, shared, lanes)
-    own = jnp.stack([parts[:, :, n, :, n, :head_dim] for n in range(shared)], axis=2)
-    return own.reshape(out.shape[0], packed * shared, -1, head_dim)[:, :kv_heads].reshape(out.shape[0], heads, head_dim)
+    diagonal = jnp.stack([parts[:, :, n, :, n, :head_dim] for n in range(shared)], axis=2)
+    return diagonal.reshape(out.shape[0], packed * shared, -1, head_dim)[:, :kv_heads].reshape(out.shape[0], heads, head_dim)
 
 
 def causal_attention(
@@ -175,7 +175,7 @@ def causal_attention(
 
 def append_attend(
     projection: Any,
-    how: Heads,
+    spec: Heads,
     pool: PairedPages,
     table: Int32[Array, "B M"],
     start: Int[Array, " B"],
@@ -183,7 +183,7 @@ def append_attend(
     heads: Callable[[Any, Heads], tuple[Any, Any, Any]],
 ) -> tuple[Float[Array, "B T _"], PairedPages]:
     """Appends the projection's keys and values, and lets the query at `start + t` see all entries up to its own."""
-    q, k, v = heads(projection, how)
+    q, k, v = heads(projection, spec)
     pool = append(pool, table, k, v, start, count)
     out = causal_attention(q, pool, table, start, count)
     return out.reshape(*out.shape[:2], -1), pool

@@ -1,7 +1,7 @@
 """The operations on pages as they are defined, entry by entry and row by row.
 
 Legend: P pages, E entries of a page, M pages that a row may have, B rows, T positions, N query heads, K key/value heads, D head
-size, U own keys.
+size, U extra keys.
 """
 
 import jax.numpy as jnp
@@ -40,8 +40,8 @@ def in_rows(pages: Shaped[Array, "P K E D"], table: Int32[Array, "B M"]) -> Shap
     """Each row's entries side by side, `S = M * E`; zeros where it has no page."""
     rows = []
     for row in range(table.shape[0]):
-        own = [jnp.where(page >= 0, pages[jnp.maximum(page, 0)], 0) for page in table[row]]
-        rows.append(jnp.concatenate(own, axis=1))
+        entries = [jnp.where(page >= 0, pages[jnp.maximum(page, 0)], 0) for page in table[row]]
+        rows.append(jnp.concatenate(entries, axis=1))
     return jnp.stack(rows)
 
 
@@ -50,7 +50,7 @@ def prefix_attention(
     pool: KeyValuePages,
     table: Int32[Array, "B M"],
     lengths: Int[Array, "B T"],
-    own: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None = None,
+    extra: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None = None,
 ) -> Float[Array, "B T N D"]:
-    """Attention of each query over the first `lengths` entries of its row, and over all of `own`."""
-    return reference.prefix_attention(q, in_rows(pool.k, table), in_rows(pool.v, table), lengths, own)
+    """Attention of each query over the first `lengths` entries of its row, and over all of `extra`."""
+    return reference.prefix_attention(q, in_rows(pool.k, table), in_rows(pool.v, table), lengths, extra)

@@ -5,7 +5,7 @@ Gimelshein 2018). A block that a row does not reach leaves its result as it is, 
 the other rows are.
 
 Legend: P pages, E entries of a page, M pages that a row may have, B rows, T positions, N query heads, K key/value heads, D head
-size, U own keys, S entries that are read together, R queries of a key head (`attention.xla.group_rows`).
+size, U extra keys, S entries that are read together, R queries of a key head (`attention.xla.group_rows`).
 """
 
 from collections.abc import Callable
@@ -78,10 +78,10 @@ def prefix_attention(
     pool: KeyValuePages,
     table: Int32[Array, "B M"],
     lengths: Int[Array, "B T"],
-    own: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None = None,
+    extra: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None = None,
     attend: Callable[..., Array] = xla.prefix_attention,
 ) -> Float[Array, "B T N D"]:
-    """Attention of each query over the first `lengths` entries of its row, and over all of `own`.
+    """Attention of each query over the first `lengths` entries of its row, and over all of `extra`.
 
     Args:
         attend: the operation over entries that lie in rows, for tables of one block.
@@ -90,7 +90,7 @@ def prefix_attention(
     def read(some: Int32[Array, "B C"]) -> tuple[Array, Array]:
         return in_rows(pool.k, some), in_rows(pool.v, some)
 
-    return attention_over_blocks(q, read, (pool.k.shape[1], pool.page_size), table, lengths, own, attend)
+    return attention_over_blocks(q, read, (pool.k.shape[1], pool.page_size), table, lengths, extra, attend)
 
 
 def attention_over_blocks(
@@ -99,7 +99,7 @@ def attention_over_blocks(
     sizes: tuple[int, int],
     table: Int32[Array, "B M"],
     lengths: Int[Array, "B T"],
-    own: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None,
+    extra: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None,
     attend: Callable[..., Array],
 ) -> Float[Array, "B T N D"]:
     """Attention over pages of any layout, a block of entries at a time; see `prefix_attention`.
@@ -121,7 +121,7 @@ def attention_over_blocks(
 
     columns = max(1, BLOCK_ENTRIES // entries)
     if table.shape[1] <= columns:
-        return attend(q, *block(table, 0)[:2], lengths, own)
+        return attend(q, *block(table, 0)[:2], lengths, extra)
     rows, size = group_rows(q * d**-0.5, heads), columns * entries
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % columns)), constant_values=UNMAPPED)
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
@@ -147,15 +147,15 @@ def attention_over_blocks(
 
     nothing = jnp.zeros((*rows.shape[:3], 1), jnp.float32)
     carry = (nothing + MASKED, nothing, jnp.zeros(rows.shape, jnp.float32))
-    if own is not None:
-        carry = add(carry, *own, jnp.ones((1, t, own[0].shape[2]), bool))
+    if extra is not None:
+        carry = add(carry, *extra, jnp.ones((1, t, extra[0].shape[2]), bool))
     _, total, values = jax.lax.fori_loop(0, (jnp.max(lengths) + size - 1) // size, add_block, carry)
     return ungroup_rows((values / jnp.where(total > 0, total, 1.0)).astype(q.dtype), t)
 
 
 def append_attend(
     projection: Any,
-    how: Heads,
+    spec: Heads,
     pool: KeyValuePages,
     table: Int32[Array, "B M"],
     start: Int[Array, " B"],
@@ -164,7 +164,7 @@ def append_attend(
     attend: Callable[..., Array] = xla.prefix_attention,
 ) -> tuple[Float[Array, "B T _"], KeyValuePages]:
     """Appends the projection's keys and values, and lets the query at `start + t` see all entries up to its own."""
-    q, k, v = heads(projection, how)
+    q, k, v = heads(projection, spec)
     pool = append(pool, table, k, v, start, count)
     at = jnp.arange(q.shape[1])[None]
     lengths = jnp.where(at < count[:, None], start[:, None] + at + 1, 0)

@@ -26,8 +26,8 @@ SUBLANES = 8
 
 def refuses(messages: Array | jax.ShapeDtypeStruct) -> str:
     """The reason why the kernel does not take these; empty if it does."""
-    taken = messages.size > 0 and messages.dtype in (jnp.float32, jnp.bfloat16)
-    return "" if taken else "it takes messages in float32 or bfloat16"
+    fits = messages.size > 0 and messages.dtype in (jnp.float32, jnp.bfloat16)
+    return "" if fits else "it takes messages in float32 or bfloat16"
 
 
 def kernel(live_ref, degrees_ref, messages_ref, out_ref, total_ref, *, slots: int):
