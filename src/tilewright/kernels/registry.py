@@ -8,7 +8,7 @@ and a line in `CANDIDATES`.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Literal, NamedTuple, Protocol, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -142,6 +142,7 @@ class Selection(NamedTuple):
     lost: str
 
 
+@runtime_checkable
 class DecoderSizes(Protocol):
     """A model's configuration, as far as the choice of kernels depends on it."""
 
