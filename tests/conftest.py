@@ -23,6 +23,7 @@ import jax
 import pytest
 from hypothesis import settings
 
+import times
 import typecheck
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -48,16 +49,27 @@ rather than in parts for 32 threads takes a tenth less."""
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--optimised", action="store_true", help="compile programs with all of XLA's optimisations, as users do")
     parser.addoption("--schedules", action="store_true", help="compile programs for TPUs that are kept, and keep them anew")
+    parser.addoption("--times", action="store_true", help="measure tests, and list anew those that `make test` leaves out")
     parser.addoption("--products", action="store_true", help="run the cases of products that slow tests leave out, too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # Tracing makes objects by the million and hardly a cycle: Python's default looks for cycles a hundred times as often.
     gc.set_threshold(100_000, 20, 100)
+    if config.getoption("times"):
+        config.pluginmanager.register(times.Times(writes=not hasattr(config, "workerinput")))
     if not config.getoption("optimised"):
         jax.config.update("jax_disable_most_optimizations", True)
         if not hasattr(config, "workerinput"):  # xdist's workers have them from the process that starts them
             os.environ["XLA_FLAGS"] += quick_flags(config)
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    listed = set[str]() if config.getoption("times") else times.listed()
+    for item in items:
+        if item.nodeid in listed:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,0 +1,30 @@
+"""Which tests are left to `make test-all`."""
+
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+import times
+
+SECONDS = st.dictionaries(
+    st.builds("{}::{}".format, st.sampled_from(["a.py", "b.py", "c.py"]), st.integers(0, 9)), st.floats(0.0, 9.0), max_size=20
+)
+
+
+@given(SECONDS, st.floats(0.0, 40.0))
+def test_the_dearest_go_until_the_rest_fits_and_a_quick_one_of_each_file_stays(seconds: dict[str, float], budget_s: float):
+    gone = times.chosen(seconds, budget_s, kept_s=2.0)
+    stay = set(seconds) - set(gone)
+    kept = {min((t for t in seconds if t.startswith(file)), key=lambda t: seconds[t]) for file in {t[:4] for t in seconds}}
+    kept = {test for test in kept if seconds[test] <= 2.0}
+    assert kept <= stay
+    assert sum(seconds[test] for test in stay) <= budget_s + 1e-9 or stay == kept
+    # One fewer would not have been enough, and none that stays but for its file is dearer than one that goes.
+    assert not gone or sum(seconds[test] for test in [*stay, gone[-1]]) > budget_s - 1e-9
+    assert max((seconds[test] for test in stay - kept), default=0.0) <= min((seconds[test] for test in gone), default=9.0)
+
+
+def test_every_test_of_the_list_is_in_a_file_that_is_there():
+    root = Path(__file__).parent.parent
+    assert all((root / test.split("::")[0]).is_file() for test in times.listed())

@@ -1,0 +1,83 @@
+"""Processor seconds of each test, and which tests they leave to `make test-all`: the dearest, until the rest fits a budget.
+
+`make times` measures with nothing kept from before, and writes `slow.txt`. Any other run marks the tests of that list as slow.
+"""
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LISTED = Path(__file__).with_name("slow.txt")
+BUDGET_S = 2 * (8 - 1.5) * 60
+"""Of the tests that `make test` runs: eight minutes on two cores, less what it takes to start and to collect."""
+KEPT_S = 2.0
+"""The cheapest test of each file stays, if it takes no longer than that."""
+PROPERTY = "processor_s"
+
+
+def listed() -> set[str]:
+    """Ids of the tests in the list."""
+    lines = LISTED.read_text("utf-8").splitlines() if LISTED.exists() else []
+    return {line.split(maxsplit=1)[1] for line in lines}
+
+
+def chosen(seconds: Mapping[str, float], budget_s: float = BUDGET_S, kept_s: float = KEPT_S) -> list[str]:
+    """Ids of the dearest tests, without which the others take no longer than `budget_s`, the dearest first."""
+    files: dict[str, list[str]] = defaultdict(list)
+    for test in seconds:
+        files[test.split("::")[0]].append(test)
+    cheapest = {min(tests, key=lambda test: seconds[test]) for tests in files.values()}
+    left, found = sum(seconds.values()), []
+    for test in sorted(seconds, key=lambda test: -seconds[test]):
+        if left <= budget_s:
+            break
+        if test not in cheapest or seconds[test] > kept_s:
+            found.append(test)
+            left -= seconds[test]
+    return found
+
+
+def processor_s() -> float:
+    """Processor seconds of this process and of those that it waited for."""
+    children = os.times()
+    return time.process_time() + children.children_user + children.children_system
+
+
+class Times:
+    """A plugin that measures, in whatever process runs a test, and writes the list at the end of the run."""
+
+    def __init__(self, writes: bool):
+        self.writes = writes
+        self.seconds: dict[str, Any] = {}
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[None]:
+        item.stash[BEGAN] = processor_s()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Iterator[None]:
+        result = yield
+        item.user_properties.append((PROPERTY, processor_s() - item.stash[BEGAN]))
+        return result
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "teardown":
+            self.seconds.update((report.nodeid, value) for name, value in report.user_properties if name == PROPERTY)
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        if self.writes and exitstatus == pytest.ExitCode.OK:
+            lines = [f"{self.seconds[test]:.1f} {test}" for test in chosen(self.seconds)]
+            LISTED.write_text("".join(f"{line}\n" for line in lines), "utf-8")
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        left = sum(self.seconds[test] for test in chosen(self.seconds))
+        terminalreporter.write_line(f"{sum(self.seconds.values()):.0f} processor seconds, {left:.0f} in tests to leave out")
+
+
+BEGAN = pytest.StashKey[float]()
