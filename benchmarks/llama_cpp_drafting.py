@@ -29,7 +29,7 @@ import tilewright as tw
 from tilewright.bench.datasets import read_examples
 from tilewright.bench.figures import BASELINE
 from tilewright.bench.speculative import ask
-from tilewright.cli.bench_speculative import Drafted
+from tilewright.cli.bench_speculative import DrafterArguments
 from tilewright.cli.common import AUTO, JsonFile, TargetOptions, check_output_file, human_console, keep_programs, write_json
 from tilewright.compiled.figures import print_table, significant
 from tilewright.compiled.machine import chip_name, cores
@@ -172,7 +172,7 @@ def main(
     template = ChatTemplate.load(file)
     keep_programs(True)
     target = TargetOptions(model, weights=weights)  # type: ignore[arg-type]
-    ways = Drafted(drafter, block_size=AUTO).ways(target, console)
+    ways = DrafterArguments(drafter, block_size=AUTO).ways(target, console)
     base, sampling = ways[BASELINE], tw.Sampling(max_new_tokens)
     ends = base.target.eos_token_ids
     asked = [ask(base, path.stem, read_examples(path)[:samples], template, sampling) for path in data]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
 
-from tilewright.bench.http_client import READ, Address, Connections, Disconnected, Response, read_head
+from tilewright.bench.http_client import READ, Address, Connections, Response, ServerDisconnected, read_head
 from tilewright.bench.sse import EventReader
 
 PATIENCE_S = 90.0
@@ -439,7 +439,7 @@ class Load:
             async with asyncio.timeout(PATIENCE_S), self.raw(bad.method, bad.route, bad.body, bad.media) as (reader, _):
                 response = await read_head(reader)
                 status, raw = response.status, await whole(response)
-        except (Disconnected, ConnectionError):
+        except (ServerDisconnected, ConnectionError):
             # The answer to a body that nobody reads may be lost with what was still on its way.
             expect(bad.status == 413, f"{bad.name}: the connection broke")
             return "refused"

@@ -6,20 +6,20 @@ from typing import Any
 import pytest
 
 from bench.sse_server import completion_chunks
-from tilewright.bench.answer import Answer, Chunk, Refused, error_message
+from tilewright.bench.answer import Refused, StreamedAnswer, StreamedChunk, error_message
 from tilewright.bench.http_client import Malformed
 from tilewright.bench.sse import Event
 
 
-def answer(*chunks: tuple[float, dict[str, Any] | str]) -> Answer:
+def answer(*chunks: tuple[float, dict[str, Any] | str]) -> StreamedAnswer:
     """Chunks with the time at which each comes."""
-    made = Answer()
+    made = StreamedAnswer()
     for at, chunk in chunks:
         made.take(Event("message", chunk if isinstance(chunk, str) else json.dumps(chunk)), at)
     return made
 
 
-def timed(chunks: list[dict[str, Any]], first: float = 1.0, step: float = 0.5) -> Answer:
+def timed(chunks: list[dict[str, Any]], first: float = 1.0, step: float = 0.5) -> StreamedAnswer:
     return answer(*((first + step * n, chunk) for n, chunk in enumerate(chunks)))
 
 
@@ -34,7 +34,7 @@ def usage(tokens: int) -> dict[str, Any]:
 def test_chunks_that_say_what_they_bring():
     """Three, one and four tokens at 1, 1.5 and 2 s; the reason of the end and the usage bring none."""
     made = timed(completion_chunks([3, 1, 4], 7))
-    assert made.chunks == [Chunk(1.0, 3), Chunk(1.5, 1), Chunk(2.0, 4)]
+    assert made.chunks == [StreamedChunk(1.0, 3), StreamedChunk(1.5, 1), StreamedChunk(2.0, 4)]
     assert (made.tokens, made.prompt_tokens, made.counted_by_usage, made.finish_reason) == (8, 7, True, "length")
     assert made.first_s == 1.0
     assert made.gaps_s == [0.5, 0.5]
@@ -80,7 +80,7 @@ def test_without_usage_chunks_count_as_tokens():
 def test_a_token_without_text_counts_where_usage_says_so():
     chunks = [{"choices": [{"delta": {"content": said}}], **usage(n)} for said, n in (("", 0), ("", 1), ("é", 2))]
     made = timed(chunks)
-    assert made.chunks == [Chunk(1.5, 1), Chunk(2.0, 1)]
+    assert made.chunks == [StreamedChunk(1.5, 1), StreamedChunk(2.0, 1)]
 
 
 def test_text_without_a_token_ends_no_gap_between_tokens():
@@ -151,7 +151,7 @@ def test_a_count_that_falls_is_no_count():
 )
 def test_errors_in_the_stream(event: Event, message: str):
     with pytest.raises(Refused, match=message) as caught:
-        Answer().take(event, 1.0)
+        StreamedAnswer().take(event, 1.0)
     assert caught.value.kind == "error_event"
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tilewright.bench import bandwidth
-from tilewright.bench.bandwidth import Memory, threads
+from tilewright.bench.bandwidth import MemoryBuffers, threads
 from tilewright.kernels import native
 from tilewright.kernels.read.cpu import read
 
@@ -23,7 +23,7 @@ def _one_second(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_one_second")
 def test_a_copy_counts_both_ways_and_a_read_one():
-    memory = Memory(8000)
+    memory = MemoryBuffers(8000)
     assert memory.copy() == pytest.approx(16e-6), "8000 bytes read and 8000 written, in a second"
     assert memory.read() == pytest.approx(8e-6)
 
@@ -31,7 +31,7 @@ def test_a_copy_counts_both_ways_and_a_read_one():
 @pytest.mark.parametrize("cores", [1, 3, 7])
 def test_the_threads_share_the_whole_buffer(cores: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bandwidth, "threads", lambda: cores)
-    memory, sums = Memory(4 * 1001), []
+    memory, sums = MemoryBuffers(4 * 1001), []
     memory.copy()
     np.testing.assert_array_equal(memory.target, np.arange(1001))
     memory._rate(lambda source, _: sums.append(source.sum()), 1)
@@ -54,6 +54,6 @@ def test_the_kernel_reads_every_integer(count: int):
 @pytest.mark.usefixtures("_one_second")
 def test_without_the_kernels_numpy_reads(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bandwidth.native, "kernels", lambda: native.Native(None, "none"))
-    memory = Memory(8000)
+    memory = MemoryBuffers(8000)
     assert memory.placed is None
     assert memory.read() == pytest.approx(8e-6)

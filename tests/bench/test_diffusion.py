@@ -12,7 +12,7 @@ import pytest
 from reference.diffusion_folder import write_folder
 from reference.diffusion_model_numpy import softmax
 from tilewright.bench.diffusion import (
-    Run,
+    DenoisingRun,
     by_step,
     csv_text,
     fitted_table,
@@ -56,7 +56,7 @@ def test_a_table_is_no_larger_than_what_it_holds():
     assert (table.batches, table.positions, table.responses, table.blocks) == ((2,), (32,), (16,), (8,))
 
 
-def run_by_hand() -> Run:
+def run_by_hand() -> DenoisingRun:
     """Two rows of 10 and 20 positions and two layers; the first is done after two steps of three."""
     reports = [
         StepReport("whole", np.asarray([2, 1]), np.asarray([[10, 10], [20, 20]])),
@@ -64,7 +64,7 @@ def run_by_hand() -> Run:
         StepReport("response", np.asarray([-1, 4]), np.asarray([[0, 0], [0, 20]])),
     ]
     results = [Denoised([1] * 5, "", "length", 2, [2, 3]), Denoised([1] * 4, "", "stop", 3, [1, 1, 4])]
-    return Run(results, [reports], [[10, 20]], 0.5, 1, plain=False)
+    return DenoisingRun(results, [reports], [[10, 20]], 0.5, 1, plain=False)
 
 
 def test_figures_of_a_run():

@@ -21,10 +21,10 @@ from tilewright.bench.exact import (
     KINDS,
     LIKE,
     NEXT,
-    Answer,
-    Asked,
+    ExactRequest,
+    PathAnswer,
+    PathResult,
     Plain,
-    Ran,
     agreeing,
     digest,
     made_of,
@@ -170,7 +170,7 @@ def test_requests_differ_in_limit_and_seed():
 
 def test_requests_made_of_others_begin_alike(lm: LanguageModel):
     plain = Plain(lm)
-    asked = Asked(2, tuple(ASKED[1]), Sampling(NEW))
+    asked = ExactRequest(2, tuple(ASKED[1]), Sampling(NEW))
     answer = plain.answer(asked)
     again, like, following = made_of(plain, asked)
     assert (again.prompt, again.about) == (asked.prompt, AGAIN)
@@ -250,31 +250,31 @@ def test_the_loop_is_for_float32_alone(lm: LanguageModel, monkeypatch: pytest.Mo
     kept.weights = "int8"
     assert [Plain(each).uncached for each in (lm, other, kept)] == [True, False, False]
     monkeypatch.setattr("tilewright.bench.exact.plain_tokens", lambda *_: pytest.fail("the loop ran"))
-    plain, asked = Plain(lm), Asked(0, tuple(ASKED[1]), Sampling(6))
+    plain, asked = Plain(lm), ExactRequest(0, tuple(ASKED[1]), Sampling(6))
     plain.uncached = False
     assert plain.answer(asked) == lm.generate([ASKED[1]], Sampling(6), speculative=False)[0].tokens
 
 
 def test_an_answer_that_ends_early_differs_at_its_end(lm: LanguageModel):
     plain = Plain(lm)
-    asked = Asked(0, tuple(ASKED[1]), Sampling(6))
+    asked = ExactRequest(0, tuple(ASKED[1]), Sampling(6))
     want = plain.answer(asked)
-    short = plain.difference(Answer(asked, want[:4]))
+    short = plain.difference(PathAnswer(asked, want[:4]))
     assert short is not None
     assert (short.position, short.token, short.text, short.plain_token, short.lead) == (4, None, None, want[4], None)
     assert short.plain_text == plain.text(want[4])
-    long = plain.difference(Answer(asked, [*want, 3]))
+    long = plain.difference(PathAnswer(asked, [*want, 3]))
     assert long is not None
     assert (long.position, long.token, long.plain_token) == (6, 3, None)
-    assert plain.difference(Answer(asked, want)) is None
+    assert plain.difference(PathAnswer(asked, want)) is None
 
 
 def test_what_else_goes_wrong_is_a_problem_too(lm: LanguageModel):
     plain = Plain(lm)
-    asked = [Asked(0, tuple(ASKED[1]), Sampling(6))]
-    good = [Answer(each, plain.answer(each)) for each in asked]
-    assert plain.finding("p", "none", "greedy", asked, Ran(good), 0.0).same
-    assert not plain.finding("p", "none", "greedy", asked, Ran(good, problem="2 pages left over"), 0.0).same
+    asked = [ExactRequest(0, tuple(ASKED[1]), Sampling(6))]
+    good = [PathAnswer(each, plain.answer(each)) for each in asked]
+    assert plain.finding("p", "none", "greedy", asked, PathResult(good), 0.0).same
+    assert not plain.finding("p", "none", "greedy", asked, PathResult(good, problem="2 pages left over"), 0.0).same
 
 
 class DeadEngine(Engine):
@@ -297,7 +297,7 @@ class DeadEngine(Engine):
         return self.counted
 
 
-def clients(engine: DeadEngine, asked: Sequence[Asked], arrivals: str = "as given") -> Client:
+def clients(engine: DeadEngine, asked: Sequence[ExactRequest], arrivals: str = "as given") -> Client:
     return Client(engine, asked, ARRIVALS[arrivals])
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright.bench.figures import (
-    Run,
+    DecodingRun,
     acceptance_by_position,
     average_rows,
     benchmark_rows,
@@ -165,10 +165,10 @@ def test_cost_of_a_million_tokens():
     assert cost_per_million_tokens(2.1, 500) == pytest.approx(2.1 * 1e6 / 500 / 3600)
 
 
-def both_runs(**changes: Any) -> list[Run]:
+def both_runs(**changes: Any) -> list[DecodingRun]:
     """Plain and drafted decoding of two responses of five tokens, three times each."""
-    plain = Run("mt", "none", 0, [result(1, 1, 1, 1, 1, drafts=0)] * 2, [100.0, 90.0, 200.0], [0.01, 0.02, 0.005])
-    drafted = Run("mt", "dflash", 3, [result(4, 1), result(1, 3, 1)], [250.0, 270.0, 240.0], [0.025, 0.01, 0.03])
+    plain = DecodingRun("mt", "none", 0, [result(1, 1, 1, 1, 1, drafts=0)] * 2, [100.0, 90.0, 200.0], [0.01, 0.02, 0.005])
+    drafted = DecodingRun("mt", "dflash", 3, [result(4, 1), result(1, 3, 1)], [250.0, 270.0, 240.0], [0.025, 0.01, 0.03])
     told: Any = {"categories": ["writing", "math"]}
     return [replace(plain, **told), replace(drafted, **told, **changes)]
 
@@ -239,7 +239,7 @@ def test_runs_that_cannot_be_compared_are_refused():
 
 
 def test_a_dataset_of_which_everything_was_skipped():
-    row = benchmark_rows([Run("long", "dflash", 3, [], [1.0], [1.0], skipped=4)])[0]
+    row = benchmark_rows([DecodingRun("long", "dflash", 3, [], [1.0], [1.0], skipped=4)])[0]
     assert (row["responses"], row["skipped"], row["tokens_per_round"], row["distinct_4gram_ratio"]) == (0, 4, None, None)
 
 

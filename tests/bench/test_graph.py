@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from tilewright.bench import graph as bench
-from tilewright.bench.graph import EXPERIMENTS, Graph, Segments, measure, prepare, read_graph, rmat, uniform
+from tilewright.bench.graph import EXPERIMENTS, BenchGraph, Segments, measure, prepare, read_graph, rmat, uniform
 from tilewright.compiled import compare
 from tilewright.compiled.compare import compare_all
 
-SMALL = Graph("small", uniform(40, 3), 40)
+SMALL = BenchGraph("small", uniform(40, 3), 40)
 FEATURES = 16
 
 
@@ -88,7 +88,7 @@ def test_the_sums_are_the_graphs():
 
 def test_graph_convolution_has_the_factors_of_its_equation():
     edges = np.array([[1, 2, 0, 2], [0, 0, 1, 2]])  # node 2 is its own neighbour
-    segments = bench.peers(Graph("three", edges, 3), gathered=True)
+    segments = bench.peers(BenchGraph("three", edges, 3), gathered=True)
     looped = np.array([[1, 1, 1], [1, 1, 0], [0, 0, 1]], np.float64)
     root = np.diag(looped.sum(1) ** -0.5)
     x = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
@@ -122,7 +122,7 @@ def test_dmas_are_those_of_the_kernels_times_the_layers():
 
 def test_split_rows_gather_their_parts_too():
     hub = np.stack([np.arange(1, 131), np.zeros(130, np.int64)])
-    (experiment,) = prepare(Graph("hub", hub, 131), ["gather-scatter"], ["bucketed"], 128, "float32")
+    (experiment,) = prepare(BenchGraph("hub", hub, 131), ["gather-scatter"], ["bucketed"], 128, "float32")
     assert experiment.counts["bucketed"]["tpu_gathered_bytes"] == (130 + 3) * 512
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from models.sizes import decoder_config
 from tilewright.bench import linear
-from tilewright.bench.bandwidth import Memory
+from tilewright.bench.bandwidth import MemoryBuffers
 from tilewright.bench.linear import (
     CALLS,
     Side,
@@ -239,7 +239,7 @@ def test_a_layer_is_measured_on_every_side(kernels: bool, monkeypatch: pytest.Mo
 
     done: list[int] = []
     case = LinearCase("demo", "gate_up", 32, 16)
-    records = measure(case, [1, 3], ["bfloat16"], Memory(8000), 0.01, 2, [peer], lambda: done.append(1))
+    records = measure(case, [1, 3], ["bfloat16"], MemoryBuffers(8000), 0.01, 2, [peer], lambda: done.append(1))
     assert [record["rows"] for record in records] == [1, 3]
     assert {record["side"] for record in records} == {"cpu_bfloat16" if kernels else "xla_bfloat16"}
     assert loaded == [0.01]

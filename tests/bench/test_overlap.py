@@ -6,11 +6,11 @@ import pytest
 
 from tilewright.bench import overlap
 from tilewright.bench.model_configs import model_config
-from tilewright.bench.overlap import LAYERS, Phase, Run, Setup, runs_of, steady
+from tilewright.bench.overlap import LAYERS, OverlapRun, OverlapSetup, Phase, runs_of, steady
 from tilewright.chips.links import Fabric, ring_of, torus_of
 from tilewright.chips.tpu import CHIPS
 from tilewright.compiled.schedule import Node, ScheduleGraph
-from tilewright.compiled.timeline import lay_out
+from tilewright.compiled.timeline import simulate
 from tilewright.parallel.auto import AUTO
 from tilewright.parallel.mesh import make_mesh
 
@@ -18,10 +18,10 @@ PREFILL, DECODE = Phase("prefill", 1, 8), Phase("decode", 1, 8)
 FABRIC = Fabric(CHIPS["v5e"], torus_of(CHIPS["v5e"], (1, 1)), ((0, 0),))
 
 
-def run_of(setup: Setup, phase: Phase, layers: int, cycles: dict[int, float]) -> Run:
+def run_of(setup: OverlapSetup, phase: Phase, layers: int, cycles: dict[int, float]) -> OverlapRun:
     """Layers of 1,000 cycles, but for those named."""
     nodes = [Node(f"n{n}", "fusion", "", "run", cycles=cycles.get(n, 1000.0), layer=n) for n in range(layers)]
-    return Run(setup, phase, "sync", layers, lay_out(ScheduleGraph(tuple(nodes), ()), FABRIC), 0.0)
+    return OverlapRun(setup, phase, "sync", layers, simulate(ScheduleGraph(tuple(nodes), ()), FABRIC), 0.0)
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many layers were compiled, one after another: the second of a program takes longer, and the last two less long."""
     found: list[int] = []
 
-    def compiled(setup: Setup, phase: Phase, name: str, layers: int) -> Run:
+    def compiled(setup: OverlapSetup, phase: Phase, name: str, layers: int) -> OverlapRun:
         found.append(layers)
         return run_of(setup, phase, layers, {1: 1100, layers - 2: 500, layers - 1: 500})
 
@@ -37,8 +37,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def setup_of(layers: int | None) -> Setup:
-    return Setup("v5e:4x2", "llama3-8b", model_config("llama3-8b"), layers)
+def setup_of(layers: int | None) -> OverlapSetup:
+    return OverlapSetup("v5e:4x2", "llama3-8b", model_config("llama3-8b"), layers)
 
 
 def test_layers_are_added_until_the_neighbours_agree(asked: list[int]):

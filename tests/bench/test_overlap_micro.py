@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from tilewright.bench import overlap_micro
-from tilewright.bench.overlap_micro import AXIS, COLLECTIVES, Case, cases, measured, verdict
+from tilewright.bench.overlap_micro import AXIS, COLLECTIVES, MicroCase, cases, measured, verdict
 from tilewright.compiled.schedule import Node, ScheduledTransfer, ScheduleGraph
 from tilewright.parallel.mesh import make_mesh
 
@@ -26,7 +26,7 @@ def graph(*found: tuple[str, str]) -> ScheduleGraph:
     ],
 )
 def test_what_became_of_the_collectives(program: str, found: list[tuple[str, str]], words: str):
-    assert verdict(graph(*found), Case("all-reduce", program, 65536))["made_of_it"] == words
+    assert verdict(graph(*found), MicroCase("all-reduce", program, 65536))["made_of_it"] == words
 
 
 def test_cases_are_all_programs_at_all_sizes():

@@ -9,8 +9,8 @@ import pytest
 
 from tilewright.bench import round as rounds
 from tilewright.bench import round_compiled
-from tilewright.bench.round import DFLASH_B16, QWEN3_4B, Setup, load, programs, with_ratios
-from tilewright.bench.round_compiled import Estimate, kernel_cycles, over_layers, whole
+from tilewright.bench.round import DFLASH_B16, QWEN3_4B, RoundSetup, load, programs, with_ratios
+from tilewright.bench.round_compiled import RoundEstimate, kernel_cycles, over_layers, whole
 from tilewright.chips.tpu import CHIPS
 from tilewright.models import decoder, dflash, params
 from tilewright.runtime.memory import step_bytes
@@ -19,7 +19,7 @@ TARGET = replace(QWEN3_4B, vocab_size=96, hidden_size=32, intermediate_size=48, 
                  head_dim=16)  # fmt: skip
 DRAFTER = replace(DFLASH_B16, vocab_size=96, hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=1,
                   head_dim=16, mask_token_id=95, target_layer_ids=(0, 1), num_target_layers=2)  # fmt: skip
-SETUP = Setup(TARGET, DRAFTER, 4, 100, "float32")
+SETUP = RoundSetup(TARGET, DRAFTER, 4, 100, "float32")
 
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -102,14 +102,14 @@ def test_ratios_are_to_block_16_or_else_the_smallest():
     assert [(one["a_ratio"], one["base_block_size"]) for one in without] == [(4, 8), (1, 8)]
 
 
-def estimate_of(value: float) -> Estimate:
-    return Estimate(value, 0, 2 * value, 3 * value, value, 10 * value)
+def estimate_of(value: float) -> RoundEstimate:
+    return RoundEstimate(value, 0, 2 * value, 3 * value, value, 10 * value)
 
 
 def test_layers_beyond_the_compiled_ones_are_extrapolated():
     compiled: list[int] = []
 
-    def compile_with(layers: int) -> Estimate:
+    def compile_with(layers: int) -> RoundEstimate:
         compiled.append(layers)
         return estimate_of(5 + 3 * layers)
 

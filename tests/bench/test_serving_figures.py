@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.bench.answer import Answer, Chunk
+from tilewright.bench.answer import StreamedAnswer, StreamedChunk
 from tilewright.bench.serving import Failure, Outcome
 from tilewright.bench.serving_figures import (
     LATENCIES,
@@ -29,8 +29,8 @@ def outcome(
     sent: float, chunks: list[tuple[float, int | None]], end: float, *, due: float | None = None, held: float = 0.0,
     usage: int | None = None, prompt: int | None = None, failure: str | None = None, drafts: dict[str, Any] | None = None,
 ) -> Outcome:  # fmt: skip
-    made = [Chunk(*chunk) for chunk in chunks]
-    answer = Answer(made, made[0].at_s if made else None, prompt, usage, drafts)
+    made = [StreamedChunk(*chunk) for chunk in chunks]
+    answer = StreamedAnswer(made, made[0].at_s if made else None, prompt, usage, drafts)
     failed = None if failure is None else Failure(failure, f"{failure} happened")
     return Outcome(Planned(0, sent, "a prompt", 9), sent if due is None else due, held, sent, end, answer, failed)
 

@@ -15,7 +15,7 @@ from llm.support import build, state_of
 from reference.dflash_numpy import random_pair
 from tilewright.bench import speculative
 from tilewright.bench.datasets import Example
-from tilewright.bench.speculative import PARTS, Asked, ask, encoded, measure, part_seconds, round_up_to
+from tilewright.bench.speculative import PARTS, DatasetPrompts, ask, encoded, measure, part_seconds, round_up_to
 from tilewright.llm.language_model import LanguageModel
 from tilewright.models.chat import ChatTemplate
 from tilewright.runtime.interfaces import Variant
@@ -87,7 +87,7 @@ def test_every_way_decodes_the_same_prompts(lm: LanguageModel, monkeypatch: pyte
     monkeypatch.setattr(LanguageModel, "generate", noted)
     done: list[int] = []
     ways = {"none": lm, "mine": lm, "ngram": lm.with_drafter(NGram(4))}
-    asked = Asked("set", [[1, 2, 1, 2], [3], [4, 5]], ["a", "a", "b"], skipped=2)
+    asked = DatasetPrompts("set", [[1, 2, 1, 2], [3], [4, 5]], ["a", "a", "b"], skipped=2)
     runs = measure(ways, asked, SAMPLING, 2, 1, lambda: done.append(1))
     assert order[::2] == order[1::2], "batch by batch"
     turn = [("dflash", False), ("dflash", True), ("ngram", True)]

@@ -7,7 +7,7 @@ import pytest
 
 from llm.support import prompts
 from reference.dflash_numpy import as_folders, random_pair
-from tilewright.bench.traces import Recording, Trace, Uneven, accepted_before, costs_of, record, seconds_of, simulate
+from tilewright.bench.traces import AcceptanceTrace, Recording, Uneven, accepted_before, costs_of, record, seconds_of, simulate
 from tilewright.llm.language_model import load
 from tilewright.runtime.interfaces import PLAIN, Choice
 from tilewright.runtime.sampling import Sampling
@@ -53,7 +53,7 @@ def test_accepted_drafts_are_those_that_follow():
 
 def test_the_time_of_one_choice():
     costs = RoundCosts(0.5, {PLAIN: Cost(1.0), NGRAM: Cost(3.0, 1.25)})
-    trace = Trace("made up", {NGRAM: "3...1.0."})
+    trace = AcceptanceTrace("made up", {NGRAM: "3...1.0."})
     assert seconds_of(trace, costs, PLAIN) == (8.5, {PLAIN: 8})
     # Four tokens, then two, then nothing drafted is met never: places 0, 4 and 6, 7.
     assert seconds_of(trace, costs, NGRAM) == (0.5 + 3 + 3 + 3 + 1.25, {NGRAM: 4})
@@ -61,7 +61,9 @@ def test_the_time_of_one_choice():
 
 def test_recordings_are_kept(tmp_path: Path):
     whole = Recording(
-        [Trace("a", {NGRAM: "3..", WIDE: "f00"})], RoundCosts(1e-4, {PLAIN: Cost(1e-3), NGRAM: Cost(2e-3, 1e-3)}), {"x": 1}
+        [AcceptanceTrace("a", {NGRAM: "3..", WIDE: "f00"})],
+        RoundCosts(1e-4, {PLAIN: Cost(1e-3), NGRAM: Cost(2e-3, 1e-3)}),
+        {"x": 1},
     )
     whole.save(tmp_path / "traces.json")
     assert Recording.load(tmp_path / "traces.json") == whole
@@ -69,7 +71,7 @@ def test_recordings_are_kept(tmp_path: Path):
 
 def test_a_policy_on_a_text_that_is_always_drafted():
     costs = RoundCosts(1e-9, {PLAIN: Cost(1.0), WIDE: Cost(2.0)})
-    trace = Trace("made up", {WIDE: "f" * 800})
+    trace = AcceptanceTrace("made up", {WIDE: "f" * 800})
     seconds, rounds = seconds_of(trace, costs, Policy(History({"dflash": 16}), dict(costs.rounds), costs.rounds))
     assert seconds < 1.1 * 100
     assert rounds[WIDE] >= 48
@@ -91,7 +93,7 @@ def row_costs(recording: Recording, row: float, drafter: str | None) -> Recordin
         )
         for one in kept
     }
-    traces = [Trace(each.dataset, {choice: each.accepted[choice] for choice in kept}) for each in recording.traces]
+    traces = [AcceptanceTrace(each.dataset, {choice: each.accepted[choice] for choice in kept}) for each in recording.traces]
     return Recording(traces, RoundCosts(1.2e-4, {PLAIN: Cost(step), **rounds}))
 
 

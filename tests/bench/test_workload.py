@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright.bench.datasets import Example
-from tilewright.bench.lengths import Trace
+from tilewright.bench.lengths import RequestTrace
 from tilewright.bench.workload import (
     at_once,
     context_scale,
@@ -21,7 +21,7 @@ from tilewright.bench.workload import (
     trace_times,
 )
 
-TRACE = Trace(np.asarray([100, 40, 6]), np.asarray([20, 0, 2]), np.asarray([0.0, 1.5, 9.0]))
+TRACE = RequestTrace(np.asarray([100, 40, 6]), np.asarray([20, 0, 2]), np.asarray([0.0, 1.5, 9.0]))
 EXAMPLES = [Example("prompt", "", (f"{word} text",), n) for n, word in enumerate(["one", "two", "three"], 1)]
 
 
@@ -37,7 +37,7 @@ def test_the_requests_of_a_trace():
 
 
 def test_times_without_a_trace_that_has_any():
-    bare = Trace(TRACE.prompts, TRACE.outputs, None)
+    bare = RequestTrace(TRACE.prompts, TRACE.outputs, None)
     with pytest.raises(ValueError, match="expected times of arrival in the trace"):
         trace_times(bare, 3, 1.0)
 
@@ -48,7 +48,7 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 20_000), st.integers(0, 5_000)), min
 @given(LENGTHS, st.integers(2, 30_000))
 def test_scaled_lengths_fit_the_context(lengths: list[tuple[int, int]], context: int):
     prompts, outputs = np.asarray(lengths).T
-    trace = Trace(prompts, outputs, None)
+    trace = RequestTrace(prompts, outputs, None)
     scale = context_scale(trace, context)
     assert 0 < scale <= 1
     taken = [(scaled(prompt, scale), scaled(output, scale)) for prompt, output in lengths]

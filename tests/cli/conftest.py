@@ -97,11 +97,11 @@ def pair(folders: tuple[Path, Path]) -> list[object]:
 
 def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Has training stop there, as if by Ctrl-C."""
-    advance = loop.Run.advance
+    advance = loop.TrainingRun.advance
 
-    def interrupted(self: loop.Run, batch: Any) -> None:
+    def interrupted(self: loop.TrainingRun, batch: Any) -> None:
         if self.step == step:
             raise KeyboardInterrupt
         advance(self, batch)
 
-    monkeypatch.setattr(loop.Run, "advance", interrupted)
+    monkeypatch.setattr(loop.TrainingRun, "advance", interrupted)

@@ -15,7 +15,7 @@ from tilewright.chips.links import Fabric, torus_of
 from tilewright.chips.tpu import CHIPS
 from tilewright.cli import bench_overlap_grid
 from tilewright.compiled.schedule import Node, ScheduledTransfer, ScheduleGraph
-from tilewright.compiled.timeline import lay_out
+from tilewright.compiled.timeline import simulate
 
 COMMAND = ("bench", "overlap")
 SPEC = CHIPS["v5e"]
@@ -23,7 +23,7 @@ LAYER_S = {"prefill": 1e-3, "decode": 1e-4}
 """What a layer of the programs below computes."""
 
 
-def made(setup: overlap.Setup, phase: overlap.Phase, name: str, layers: int) -> overlap.Run:
+def made(setup: overlap.OverlapSetup, phase: overlap.Phase, name: str, layers: int) -> overlap.OverlapRun:
     """A program whose layers wait for a sum, or, under "ring", do not."""
     sizes = [int(size) for size in setup.chip.partition(":")[2].split("x")]
     places = tuple((x, y) for x in range(sizes[0]) for y in range(sizes[1]))
@@ -36,14 +36,14 @@ def made(setup: overlap.Setup, phase: overlap.Phase, name: str, layers: int) -> 
         cycles = LAYER_S[phase.kind] * 1e9 * SPEC.clock_ghz
         nodes.append(Node(f"product{layer}", "fusion", "", "run", cycles=cycles, estimated=name != "ring", layer=layer))
     fabric = Fabric(SPEC, torus_of(SPEC, sizes), places, hop_us=0.0)
-    return overlap.Run(setup, phase, name, layers, lay_out(ScheduleGraph(tuple(nodes), ()), fabric), 1.0)
+    return overlap.OverlapRun(setup, phase, name, layers, simulate(ScheduleGraph(tuple(nodes), ()), fabric), 1.0)
 
 
 @pytest.fixture
 def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that are made up, on slices whose devices need no compiler."""
     count = property(lambda setup: prod(int(size) for size in setup.chip.partition(":")[2].split("x")))
-    monkeypatch.setattr(overlap.Setup, "devices", count)
+    monkeypatch.setattr(overlap.OverlapSetup, "devices", count)
     monkeypatch.setattr(overlap, "compiled", made)
     monkeypatch.setattr(bench_overlap_grid, "version", lambda _: "0")
 
@@ -125,7 +125,7 @@ def test_what_runs_here_gives_the_same_tokens(run: Run, tmp_path: Path):
 
 
 def test_other_tokens_than_one_device_gives_are_a_failure(run: Run, monkeypatch: pytest.MonkeyPatch):
-    def measured(lm: Any, case: overlap_grid.Case, wanted: Any) -> tuple[dict[str, Any], Any]:
+    def measured(lm: Any, case: overlap_grid.GridCase, wanted: Any) -> tuple[dict[str, Any], Any]:
         counts = {
             f"{name}_{what}": {} if what == "collectives" else 0
             for name in ("prefill", "step")

@@ -48,7 +48,7 @@ def test_the_report_has_a_line_for_each_finding(run: Run, tmp_path: Path):
 
 def test_a_published_model_is_found_or_how_to_get_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     file = install(tmp_path / "site", monkeypatch)
-    assert list(doctor.check_published()) == [doctor.Finding(NAME, "ok", str(file))]
+    assert list(doctor.check_published()) == [doctor.DoctorFinding(NAME, "ok", str(file))]
     uninstall(monkeypatch)
     (finding,) = doctor.check_published()
     assert finding.status == "missing"
@@ -121,7 +121,7 @@ def test_the_compile_cache_is_shown(tmp_path: Path):
     before = jax.config.values["jax_compilation_cache_dir"]
     try:
         jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-        assert doctor.check_compile_cache() == doctor.Finding("compile cache", "ok", f"{tmp_path}: empty")
+        assert doctor.check_compile_cache() == doctor.DoctorFinding("compile cache", "ok", f"{tmp_path}: empty")
         (tmp_path / "jit_f-0-cache").write_bytes(b"x" * 300_000)
         assert doctor.check_compile_cache().found == f"{tmp_path}: 1 programs, 0.3 MB"
         jax.config.update("jax_compilation_cache_dir", None)
@@ -167,4 +167,4 @@ def test_extras_are_those_of_the_project(monkeypatch: pytest.MonkeyPatch):
     found = {finding.name: finding for finding in doctor.check_extras()}
     assert found["extra train"].status == "missing"
     assert "tilewright[train]" in found["extra train"].advice
-    assert found["extra tpu"] == doctor.Finding("extra tpu", "ok", "libtpu")
+    assert found["extra tpu"] == doctor.DoctorFinding("extra tpu", "ok", "libtpu")

@@ -12,7 +12,7 @@ from tilewright.chips.links import Fabric, ring_of, torus_of
 from tilewright.chips.tpu import CHIPS
 from tilewright.cli import inspect_overlap
 from tilewright.compiled.schedule import Node, ScheduledTransfer, ScheduleGraph
-from tilewright.compiled.timeline import lay_out
+from tilewright.compiled.timeline import simulate
 from tilewright.parallel.compiling import hiding
 
 CONFIG = {
@@ -31,7 +31,7 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def made(setup: overlap.Setup, phase: overlap.Phase, name: str, layers: int) -> overlap.Run:
+def made(setup: overlap.OverlapSetup, phase: overlap.Phase, name: str, layers: int) -> overlap.OverlapRun:
     """A program whose layers take a tenth of a millisecond, with a transfer that is as long as the phase's rows are many."""
     chip = CHIPS["v5e"]
     places = tuple(ring_of([(x, y) for x in range(4) for y in range(2)]))
@@ -47,7 +47,7 @@ def made(setup: overlap.Setup, phase: overlap.Phase, name: str, layers: int) -> 
             nodes.append(Node(f"{operation}{layer}", "fusion", "", "run", cycles=cycles, estimated=estimated, layer=layer))
         if name == "ring":
             nodes.append(Node(f"done{layer}", "done", "", "done", start=began, layer=layer))
-    return overlap.Run(setup, phase, name, layers, lay_out(ScheduleGraph(tuple(nodes), ()), fabric), 1.0)
+    return overlap.OverlapRun(setup, phase, name, layers, simulate(ScheduleGraph(tuple(nodes), ()), fabric), 1.0)
 
 
 @pytest.fixture
@@ -55,8 +55,8 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that are made up, on a slice whose devices need no compiler."""
     chip = CHIPS["v5e"]
     places = [(x, y) for x in range(4) for y in range(2)]
-    monkeypatch.setattr(overlap.Setup, "devices", 8)
-    monkeypatch.setattr(overlap.Setup, "fabric", Fabric(chip, torus_of(chip, (4, 2)), tuple(places)))
+    monkeypatch.setattr(overlap.OverlapSetup, "devices", 8)
+    monkeypatch.setattr(overlap.OverlapSetup, "fabric", Fabric(chip, torus_of(chip, (4, 2)), tuple(places)))
     monkeypatch.setattr(overlap, "compiled", made)
     monkeypatch.setattr(inspect_overlap, "version", lambda _: "0")
 

@@ -15,8 +15,8 @@ from tilewright.chips.tpu import CHIPS
 from tilewright.cli import inspect_training
 from tilewright.compiled.aot import Compiled
 from tilewright.compiled.schedule import Node, ScheduledTransfer, ScheduleGraph
-from tilewright.compiled.timeline import lay_out
-from tilewright.parallel.exchanges import Plan
+from tilewright.compiled.timeline import simulate
+from tilewright.parallel.exchanges import FullyShardedPlan
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 256, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 6,
@@ -40,7 +40,7 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def made(case: training.Case, name: str, plan: Plan) -> training.Program:
+def made(case: training.TrainingCase, name: str, plan: FullyShardedPlan) -> training.TrainingProgram:
     """A program whose halves take a tenth of a millisecond each. Weights are gathered a layer before their turn, beside its
     products or, where nothing is threaded, before them; gradients are scattered with nothing beside them."""
     chip, nodes = CHIPS["v5e"], []
@@ -66,8 +66,8 @@ def made(case: training.Case, name: str, plan: Plan) -> training.Program:
         if layer + 1 < case.layers:
             nodes.append(Node("scatter", "reduce-scatter", f"scatter_{layer + 1}_mlp", "sync", transfer=scattered))
     compiled = Compiled(case.chip, "", 2**29, 2**29, 2**29, 2**29, 0, (), (), {})
-    return training.Program(
-        case, name, plan, compiled, lay_out(training.placed(ScheduleGraph(tuple(nodes), ())), case.fabric), 1.0
+    return training.TrainingProgram(
+        case, name, plan, compiled, simulate(training.placed(ScheduleGraph(tuple(nodes), ())), case.fabric), 1.0
     )
 
 
@@ -77,7 +77,7 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     chip = CHIPS["v5e"]
     places = [(x, y) for x in range(4) for y in range(2)]
     monkeypatch.setattr(training, "tpu_topology", lambda _: SimpleNamespace(devices=jax.devices()))
-    monkeypatch.setattr(training.Case, "fabric", Fabric(chip, torus_of(chip, (4, 2)), tuple(places), 0.0))
+    monkeypatch.setattr(training.TrainingCase, "fabric", Fabric(chip, torus_of(chip, (4, 2)), tuple(places), 0.0))
     monkeypatch.setattr(training, "compile_program", made)
     monkeypatch.setattr(inspect_training, "version", lambda _: "0")
 
@@ -86,13 +86,15 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tables_and_files(run: Run, model: Path, tmp_path: Path):
     files = {name: tmp_path / f"figures.{name}" for name in ("json", "html", "trace")}
     options = [word for name, path in files.items() for word in (f"--{name}", path)]
-    ran = run(*COMMAND, "--model-config", model, *small("--early", "1,2", "--rings", "gradients"), "--transfers", *options)
+    ran = run(
+        *COMMAND, "--model-config", model, *small("--prefetch-distance", "1,2", "--rings", "gradients"), "--transfers", *options
+    )
     assert ran.status == 0, ran.err
     written = json.loads(files["json"].read_text())
     assert (written["measured"], written["mesh"]) == (False, "fsdp=4,tp=2")
     by = {one["program"]: one for one in written["data"]}
-    assert list(by) == ["early 1, late 1", "early 2, late 1", "no tokens", "no tokens or rings", "left to XLA"]
-    ours, plain = by["early 1, late 1"], by["no tokens or rings"]
+    assert list(by) == ["prefetch 1, delay 1", "prefetch 2, delay 1", "no tokens", "no tokens or rings", "auto-sharded (GSPMD)"]
+    ours, plain = by["prefetch 1, delay 1"], by["no tokens or rings"]
     assert (ours["plan"]["weights"], ours["plan"]["gradients"]) == ("whole", "ring")
     # Two products of 0.1 ms in each pass; a layer's gradient, which nothing hides, and, where not threaded, the gathers.
     assert ours["layers_compiled"] == 6
@@ -117,10 +119,10 @@ def test_tables_and_files(run: Run, model: Path, tmp_path: Path):
     page = files["html"].read_text()
     for shown in (ran.out, unescape(page)):
         assert "starting one costs nothing" in " ".join(shown.split())
-        assert "at the full roofline: early 1, late 1 0 (0% of a layer's compute)" in " ".join(shown.split())
+        assert "at the full roofline: prefetch 1, delay 1 0 (0% of a layer's compute)" in " ".join(shown.split())
     assert "What runs when in the step of 6 layers" in page
     events = json.loads(files["trace"].read_text())["traceEvents"]
-    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} >= {"v5e:4x2 left to XLA"}
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} >= {"v5e:4x2 auto-sharded (GSPMD)"}
 
 
 @pytest.mark.usefixtures("without_compiler")
@@ -147,11 +149,14 @@ def test_a_share_above_what_is_allowed_fails(run: Run, model: Path, share: float
 @pytest.mark.parametrize(
     "options, message",
     [
-        (("--early", "x"), "expected --early as numbers of layers, found 'x'"),
-        (("--late", ","), "expected at least one --late, found none"),
+        (("--prefetch-distance", "x"), "expected --prefetch-distance as numbers of layers, found 'x'"),
+        (("--scatter-delay", ","), "expected at least one --scatter-delay, found none"),
         (("--rings", "tokens"), "expected --rings of weights, gradients, activations or all, found tokens"),
         (("--layers", "3"), "expected from 4 to 6 layers"),
-        (("--early", "5", "--layers", "4"), "expected the shift early of attention from 0 to the 4 layers, found 5"),
+        (
+            ("--prefetch-distance", "5", "--layers", "4"),
+            "expected the prefetch distance of attention from 0 to the 4 layers, found 5",
+        ),
         (("--mesh", "fsdp=4"), "expected"),
         (("--mesh", "data=8"), "expected the axes fsdp and tp, found data"),
         (("--batch-size", "6"), "expected a batch that fsdp=4"),

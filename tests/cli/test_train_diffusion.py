@@ -13,7 +13,7 @@ from tilewright.cli import train_diffusion as cli
 from tilewright.models.diffusion import load_diffusion
 from tilewright.models.tokenizer import load_tokenizer
 from tilewright.train.data import MASK, Document
-from tilewright.train.loop import Run
+from tilewright.train.loop import TrainingRun
 
 SIZES = [
     "--vocab-size", 290, "--hidden-size", 32, "--layers", 1, "--heads", 2, "--kv-heads", 1, "--intermediate-size", 48,
@@ -33,7 +33,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def test_a_model_is_trained_resumed_and_gone_on_from(run: Command, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    out, advance = tmp_path / "out", Run.advance
+    out, advance = tmp_path / "out", TrainingRun.advance
     command = [
         "train",
         "diffusion",
@@ -50,13 +50,13 @@ def test_a_model_is_trained_resumed_and_gone_on_from(run: Command, text: Path, t
         "bfloat16",
     ]
 
-    def interrupted(self: Run, batch: Any) -> None:
+    def interrupted(self: TrainingRun, batch: Any) -> None:
         if self.step == 2:
             raise KeyboardInterrupt
         advance(self, batch)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Run, "advance", interrupted)
+        patched.setattr(TrainingRun, "advance", interrupted)
         assert run(*command).status != 0
     ran = run(*command, "--json", tmp_path / "figures.json")
     assert ran.status == 0, ran.err
@@ -123,8 +123,20 @@ def test_a_mesh_is_handed_on_and_what_does_not_fit_is_refused(
 @pytest.mark.slow
 def test_a_mesh_gives_what_one_device_gives(run: Command, text: Path, tmp_path: Path):
     curves = []
-    for name, more in (("alone", []), ("mesh", ["--mesh", "fsdp=2,tp=2", "--early", "0,1"])):
-        command = ["train", "diffusion", text, "--out", tmp_path / name, *SIZES, *LOOP, "--steps", 4, "--products", "float32"]
+    for name, more in (("alone", []), ("mesh", ["--mesh", "fsdp=2,tp=2", "--prefetch-distance", "0,1"])):
+        command = [
+            "train",
+            "diffusion",
+            text,
+            "--out",
+            tmp_path / name,
+            *SIZES,
+            *LOOP,
+            "--steps",
+            4,
+            "--matmul-dtype",
+            "float32",
+        ]
         ran = run(*command, *more, "--json", tmp_path / f"{name}.json")
         assert ran.status == 0, ran.err
         points = json.loads((tmp_path / f"{name}.json").read_text())["curve"]

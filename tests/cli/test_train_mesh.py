@@ -25,8 +25,8 @@ from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder
 from tilewright.models.checkpoint import load_decoder, save_params
 from tilewright.train import loop
-from tilewright.train.data import Document, Stream, train_tokenizer
-from tilewright.train.finite import NotFinite
+from tilewright.train.data import Document, TokenStream, train_tokenizer
+from tilewright.train.finite import NotFiniteTraining
 from tilewright.train.lm import train_lm
 from tilewright.train.text import TextOptions
 from train.support import TARGET, silent
@@ -36,7 +36,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "decoders"
 OPTIONS = [
     "--vocab-size", 264, "--hidden-size", 32, "--layers", 2, "--heads", 2, "--kv-heads", 1, "--head-dim", 8,
     "--intermediate-size", 32, "--context", 32, "--sequence-length", 16, "--batch-size", 8, "--held-out", 0.3,
-    "--evaluate-every", 3, "--save-every", 1, "--steps", 3, "--products", "float32", "--learning-rate", 0.01,
+    "--evaluate-every", 3, "--save-every", 1, "--steps", 3, "--matmul-dtype", "float32", "--learning-rate", 0.01,
 ]  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def test_a_run_goes_on_over_another_mesh_and_gives_what_one_device_gives(
     with monkeypatch.context() as patched:
         interrupt_at(2, patched)
         assert run(*command, "--mesh", "fsdp=4,tp=2").status != 0
-    ran = run(*command, "--mesh", "fsdp=8", "--early", "0,2", "--no-remat")
+    ran = run(*command, "--mesh", "fsdp=8", "--prefetch-distance", "0,2", "--no-remat")
     assert ran.status == 0, ran.err
     assert "resuming language model at step 2 of 3" in ran.out
     np.testing.assert_allclose(curve(tmp_path / "mesh.json"), curve(tmp_path / "alone.json"), rtol=1e-4)
@@ -81,10 +81,16 @@ def test_a_run_goes_on_over_another_mesh_and_gives_what_one_device_gives(
         (["--mesh", "fsdp=2,fsdp=4"], "expected --mesh as fsdp=4,tp=2"),
         (["--mesh", "fsdp=4,tp=4"], "expected from 1 to 8 devices"),
         (["--mesh", "tp=4"], "expected devices that divide 2 heads"),
-        (["--mesh", "fsdp=4", "--early", "3"], "expected the shift early of attention from 0 to the 2 layers, found 3"),
-        (["--mesh", "fsdp=4", "--late", "x"], "expected --late as a number of layers, or two for attention and MLP, found 'x'"),
+        (
+            ["--mesh", "fsdp=4", "--prefetch-distance", "3"],
+            "expected the prefetch distance of attention from 0 to the 2 layers, found 3",
+        ),
+        (
+            ["--mesh", "fsdp=4", "--scatter-delay", "x"],
+            "expected --scatter-delay as a number of layers, or two for attention and MLP, found 'x'",
+        ),
         (["--mesh", "fsdp=4", "--accumulate", 3], "that fsdp=4 × 3 parts divide, found 8"),
-        (["--early", "0", "--rings"], "expected --mesh with --early, --rings, found none"),
+        (["--prefetch-distance", "0", "--rings"], "expected --mesh with --prefetch-distance, --rings, found none"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused_before_anything_is_written(
@@ -118,7 +124,7 @@ def test_a_published_model_goes_on_and_is_saved_as_it_came(tmp_path: Path, name:
     begin: Any = Beginning.choose(str(tmp_path / "start"), None, ModelSizes(), over, silent())
     setup: Any = over.setup(begin.config, options)
     assert jax.tree.map(lambda leaf: leaf.sharding, begin.params) == setup.shardings
-    text = Stream(np.random.default_rng(0).integers(0, 96, 400).astype(np.int32), np.ones(400, bool))
+    text = TokenStream(np.random.default_rng(0).integers(0, 96, 400).astype(np.int32), np.ones(400, bool))
     result = train_lm(begin.config, text, text, options, tmp_path / "training", silent(), begin.params, setup=setup)
     assert any(leaf.is_deleted() for leaf in jax.tree.leaves(begin.params)), "their memory went into the step"
     config = begin.config
@@ -134,10 +140,10 @@ def test_a_published_model_goes_on_and_is_saved_as_it_came(tmp_path: Path, name:
 def test_a_run_that_went_wrong_ends_with_a_line_and_status_1(
     run: Command, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    def broken(self: loop.Run, batch: Any) -> None:
-        raise NotFinite("step 1: the loss is not finite")
+    def broken(self: loop.TrainingRun, batch: Any) -> None:
+        raise NotFiniteTraining("step 1: the loss is not finite")
 
-    monkeypatch.setattr(loop.Run, "advance", broken)
+    monkeypatch.setattr(loop.TrainingRun, "advance", broken)
     ran = run("train", "lm", text, "--out", tmp_path / "out", *OPTIONS)
     assert ran.status == 1
     assert " ".join(ran.err.split()) == "tilewright: language model: step 1: the loss is not finite; nothing was saved"
@@ -155,8 +161,8 @@ def test_a_drafter_is_handed_its_mesh(run: Command, text: Path, folders: Any, tm
     command = ["train", "drafter", text, "--target", folders[0], "--out", tmp_path / "out", "--batch-size", 4]
     ran = run(*command, "--mesh", "fsdp=2,tp=2")
     assert "caught" in ran.err, ran.err
-    (_, params), division = given[2], given[-1]
-    assert dict(division.mesh.shape) == {"fsdp": 2, "tp": 2}
+    (_, params), placement = given[2], given[-1]
+    assert dict(placement.mesh.shape) == {"fsdp": 2, "tp": 2}
     assert params.layers[0].o.sharding.shard_shape(params.layers[0].o.shape) == tuple(n // 2 for n in params.layers[0].o.shape)
     for more, problem in (
         (["--mesh", "fsdp=8"], "expected a batch that fsdp=8 divides, found 4"),

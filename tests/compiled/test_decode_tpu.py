@@ -5,7 +5,7 @@ from math import prod
 import pytest
 
 from tilewright.bench.model_configs import model_config
-from tilewright.bench.overlap import Phase, Setup, program
+from tilewright.bench.overlap import OverlapSetup, Phase, program
 from tilewright.compiled.aot import compile_for
 from tilewright.compiled.hlo import read_module
 from tilewright.parallel.schedules import TensorParallel
@@ -34,7 +34,7 @@ def copied(hlo: str, cache_bytes: int) -> list[str]:
 def test_a_step_copies_no_cache(chip: str, batch: int):
     """With one key/value head to a chip, with two, and with all of them."""
     config = model_config("llama3-8b")
-    setup, phase = Setup(chip, "llama3-8b", config, LAYERS), Phase("decode", batch, POSITIONS)
+    setup, phase = OverlapSetup(chip, "llama3-8b", config, LAYERS), Phase("decode", batch, POSITIONS)
     function, arguments = program(setup, phase, TensorParallel(GROUPED_AXES), LAYERS)
     made = compile_for(chip, function, *arguments, donate=1)
     cache_bytes = 2 * batch * config.num_kv_heads // setup.devices * POSITIONS * config.head_dim

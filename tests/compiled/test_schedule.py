@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tilewright.chips.links import Fabric, torus_of
 from tilewright.chips.tpu import CHIPS
 from tilewright.compiled.schedule import Node, ScheduledTransfer, ScheduleGraph, read_schedule
-from tilewright.compiled.timeline import Sums, Timeline, lay_out, trace
+from tilewright.compiled.timeline import Sums, Timeline, simulate, trace
 
 V5E = CHIPS["v5e"]
 SQUARE = Fabric(V5E, torus_of(V5E, (2, 2)), ((0, 0), (1, 0), (1, 1), (0, 1)), hop_us=0.0)
@@ -46,7 +46,7 @@ def layer_of(name: str) -> int | None:
 
 
 def laid_out(text: str, fabric: Fabric = SQUARE) -> Timeline:
-    return lay_out(read_schedule(text, V5E, layer_of), fabric)
+    return simulate(read_schedule(text, V5E, layer_of), fabric)
 
 
 def ms(sums: Sums) -> tuple[float, float, float, float]:
@@ -407,7 +407,7 @@ def drawn(steps: Sequence[tuple[str, float]]) -> ScheduleGraph:
 
 @given(STEPS)
 def test_hidden_and_exposed_are_the_whole(steps: list[tuple[str, float]]):
-    timeline = lay_out(drawn(steps), SQUARE)
+    timeline = simulate(drawn(steps), SQUARE)
     whole = timeline.whole()
     spans = sorted((span.begin_s, span.end_s) for span in timeline.transfers)
     under_way, until = 0.0, 0.0
@@ -425,12 +425,12 @@ def test_hidden_and_exposed_are_the_whole(steps: list[tuple[str, float]]):
 @given(STEPS, st.data())
 def test_less_compute_never_exposes_less(steps: list[tuple[str, float]], data: st.DataObject):
     fewer = [(kind, 0.0 if kind == "run" and data.draw(st.booleans()) else size) for kind, size in steps]
-    before, after = (lay_out(drawn(each), SQUARE).whole().exposed_s for each in (steps, fewer))
+    before, after = (simulate(drawn(each), SQUARE).whole().exposed_s for each in (steps, fewer))
     assert after >= before - 1e-12
 
 
 @given(STEPS, st.floats(1, 20))
 def test_slower_links_never_expose_less(steps: list[tuple[str, float]], factor: float):
     bytes_more = [(kind, size * factor if kind not in ("run", "done") else size) for kind, size in steps]
-    before, after = (lay_out(drawn(each), SQUARE).whole().exposed_s for each in (steps, bytes_more))
+    before, after = (simulate(drawn(each), SQUARE).whole().exposed_s for each in (steps, bytes_more))
     assert after >= before - 1e-9

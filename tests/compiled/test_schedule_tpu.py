@@ -13,7 +13,7 @@ from tilewright.chips.links import Fabric, torus_of
 from tilewright.chips.tpu import chip_of
 from tilewright.compiled.aot import compile_for, tpu_topology
 from tilewright.compiled.schedule import read_schedule
-from tilewright.compiled.timeline import Timeline, lay_out
+from tilewright.compiled.timeline import Timeline, simulate
 
 ROWS, HIDDEN, DEVICES = 1024, 2048, 8
 pytestmark = pytest.mark.tpu
@@ -28,7 +28,7 @@ def laid_out(chip: str, inside: Callable[..., Any], *shapes: tuple[int, ...]) ->
     program = jax.shard_map(inside, mesh=mesh, in_specs=each, out_specs=each, check_vma=False)
     spec = chip_of(chip)
     graph = read_schedule(compile_for(chip, program, *given).hlo, spec)
-    return lay_out(graph, Fabric(spec, torus_of(spec, (4, 2)), places(mesh)))
+    return simulate(graph, Fabric(spec, torus_of(spec, (4, 2)), places(mesh)))
 
 
 def places(mesh: Mesh) -> tuple[tuple[int, ...], ...]:

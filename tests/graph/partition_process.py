@@ -32,7 +32,7 @@ def gradient(params: gnn.GNNParams, graph: gnn.Neighbours, x: Array, due: Array)
 
 
 scores, _ = run(config, params, table, x)
-found = gradient(params, table, table.arrange(x), table.arrange(due))
+found = gradient(params, table, table.permute(x), table.permute(due))
 
 single = NeighborTable.from_edges(edges, 20)
 wanted, _ = gnn.apply(config, params, single, jnp.asarray(x))

@@ -57,8 +57,8 @@ def test_against_scipy_in_the_callers_order(layout: str, order: str, reduce: str
     actual = run(table, x, weights)
     np.testing.assert_allclose(actual, expected(ids, weights, x, reduce), rtol=1e-6)
     np.testing.assert_array_equal(run(dataclasses.replace(table, weights=jnp.asarray(weights)), x), actual)
-    arranged = jax.jit(lambda x, w: aggregate(table, x, reduce, w, arranged=True))
-    np.testing.assert_array_equal(table.restore(arranged(table.arrange(jnp.asarray(x)), weights)), actual)
+    permuted = jax.jit(lambda x, w: aggregate(table, x, reduce, w, permuted=True))
+    np.testing.assert_array_equal(table.unpermute(permuted(table.permute(jnp.asarray(x)), weights)), actual)
 
 
 @settings(max_examples=12)
@@ -195,7 +195,7 @@ def test_bfloat16(layout: str, reduce: str):
 def test_nothing_is_traced_where_the_order_is_the_callers():
     table = NeighborTable.from_edges([[0, 1], [1, 2]], 3, layout="padded")
     x = jnp.ones((3, 2))
-    text = str(jax.make_jaxpr(lambda x: table.restore(table.arrange(x)))(x))
+    text = str(jax.make_jaxpr(lambda x: table.unpermute(table.permute(x)))(x))
     assert "gather" not in text
     assert "pjit" not in text
 
@@ -210,7 +210,7 @@ def test_bad_input():
         (r"features without NaN, found one at \[1, 1\]", (spoilt,), {}),
         (r"weights without NaN, found one at \[1\]", (x,), {"weights": weights}),
         (r"values of 3 nodes, found 4: this is another graph's table", (np.ones((4, 2), np.float32),), {}),
-        (r"shape \[3, F\], found \[4, 2\]", (np.ones((4, 2), np.float32),), {"arranged": True}),
+        (r"shape \[3, F\], found \[4, 2\]", (np.ones((4, 2), np.float32),), {"permuted": True}),
         (r"a weight for each of 2 edges, found shape \[3\]", (x,), {"weights": jnp.ones(3)}),
         (r"one of sum, mean, max, min, found 'median'", (x, "median"), {}),
         (r"symmetric or row, of a sum, found 'symmetric' with reduce='max'", (x, "max"), {"normalisation": "symmetric"}),
@@ -220,4 +220,4 @@ def test_bad_input():
         with pytest.raises(ValueError, match=message):
             aggregate(table, *args, **how)
     with pytest.raises(ValueError, match="values of 3 nodes, found 2"):
-        table.restore(jnp.ones((2, 1)))
+        table.unpermute(jnp.ones((2, 1)))

@@ -81,8 +81,8 @@ def test_reductions_and_gradients_are_those_of_one_device(form: tuple[str, str],
 
         return jax.grad(weigh, has_aux=True)(x)
 
-    found = jax.jit(results)(several, several.arrange(x), several.arrange(due))
-    close([several.restore(each) for each in found], jax.jit(results)(single, jnp.asarray(x), jnp.asarray(due)))
+    found = jax.jit(results)(several, several.permute(x), several.permute(due))
+    close([several.unpermute(each) for each in found], jax.jit(results)(single, jnp.asarray(x), jnp.asarray(due)))
 
 
 @pytest.mark.parametrize("form", FORMS[:3])
@@ -98,16 +98,16 @@ def test_attention_and_its_gradients_are_those_of_one_device(form: tuple[str, st
 
         return jax.grad(weigh, (0, 1, 2), has_aux=True)(*given)
 
-    found = jax.jit(results)(several, *(several.arrange(value) for value in (due, x, source, target)))
+    found = jax.jit(results)(several, *(several.permute(value) for value in (due, x, source, target)))
     wanted = jax.jit(results)(single, *(jnp.asarray(value) for value in (due, x, source, target)))
-    close(jax.tree.map(several.restore, found), wanted)
+    close(jax.tree.map(several.unpermute, found), wanted)
 
 
 @pytest.mark.parametrize("form", [("ring", "csr"), ("all_gather", "bucketed")])
 def test_dropped_attention_weights(form: tuple[str, str]):
     """With equal scores a node's result counts its neighbours that stayed; the gradient drops the same ones."""
     several, due = table_of(*form), jnp.asarray(features(37, 2, 3))
-    zeros = several.arrange(np.zeros((37, 2), np.float32))
+    zeros = several.permute(np.zeros((37, 2), np.float32))
 
     @jax.jit
     def results(table: PartitionedTable, x: Array, zeros: Array, due: Array, key: Array) -> tuple[Array, Array]:
@@ -115,9 +115,9 @@ def test_dropped_attention_weights(form: tuple[str, str]):
         return out, back(due)[0]
 
     def of(key: int) -> tuple[np.ndarray, np.ndarray]:
-        ones = several.arrange(np.ones((37, 2, 3), np.float32))
-        out, back = results(several, ones, zeros, several.arrange(due), jax.random.key(key))
-        return np.asarray(several.restore(out)), np.asarray(several.restore(back))
+        ones = several.permute(np.ones((37, 2, 3), np.float32))
+        out, back = results(several, ones, zeros, several.permute(due), jax.random.key(key))
+        return np.asarray(several.unpermute(out)), np.asarray(several.unpermute(back))
 
     (out, back), (again, _), (other, _) = of(0), of(0), of(1)
     degrees = np.bincount(graph()[1], minlength=37)
@@ -150,9 +150,9 @@ def test_a_training_step_is_that_of_one_device(family: str, exchange: str):
         return after, figures["loss"], scored
 
     wanted = step(single, jnp.asarray(x), jnp.asarray(labels), jnp.asarray(counts), None)
-    given = [several.arrange(value) for value in (x, labels, counts)]
+    given = [several.permute(value) for value in (x, labels, counts)]
     after, loss, scored = step(several, *given, several.rows)
-    close((after, loss, several.restore(scored)), wanted, 1e-4)
+    close((after, loss, several.unpermute(scored)), wanted, 1e-4)
     assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(after))
 
 
@@ -182,26 +182,26 @@ def test_any_graph_on_any_number_of_devices(listed: Any, form: tuple[str, str], 
     x = features(nodes, 2)
     dense = np.zeros((nodes, nodes))
     np.add.at(dense, (edges[1], edges[0]), 1)
-    arranged = table.arrange(x)
-    total, largest = jax.jit(lambda table, x: (table.aggregate(x), table.aggregate(x, reduce="max")))(table, arranged)
-    close(table.restore(total), dense @ x)
-    close(table.restore(largest), np.stack([x[row > 0].max(0) if row.any() else np.zeros(2) for row in dense]))
-    close(table.restore(arranged), x)
+    permuted = table.permute(x)
+    total, largest = jax.jit(lambda table, x: (table.aggregate(x), table.aggregate(x, reduce="max")))(table, permuted)
+    close(table.unpermute(total), dense @ x)
+    close(table.unpermute(largest), np.stack([x[row > 0].max(0) if row.any() else np.zeros(2) for row in dense]))
+    close(table.unpermute(permuted), x)
 
 
 def test_padding_leaves_no_trace():
     table = table_of("ring", "csr")
-    x = table.arrange(features())
+    x = table.permute(features())
     spoilt = jnp.where(table.rows[:, None], x, jnp.nan)
     assert (~table.rows).sum() > 0
     for how in ({}, {"reduce": "max"}, {"normalisation": "symmetric"}):
-        close(table.restore(table.aggregate(spoilt, **how)), table.restore(table.aggregate(x, **how)), 0)
+        close(table.unpermute(table.aggregate(spoilt, **how)), table.unpermute(table.aggregate(x, **how)), 0)
 
 
 def test_bfloat16_stays_within_its_precision():
     table, x = table_of("ring", "csr"), features()
     single = aggregate(NeighborTable.from_edges(graph(), 37), x, "mean")
-    found = table.restore(table.aggregate(table.arrange(x.astype(jnp.bfloat16)), reduce="mean"))
+    found = table.unpermute(table.aggregate(table.permute(x.astype(jnp.bfloat16)), reduce="mean"))
     assert found.dtype == jnp.bfloat16
     close(found, single, 2**-6)
 
@@ -220,7 +220,7 @@ def test_blocks_without_edges_between_them_do_not_meet():
     path = np.stack([np.arange(31), np.arange(1, 32)])
     table = table_of("ring", "csr", np.concatenate([path, path[::-1]], 1), num_nodes=32, mesh=make_mesh({"nodes": 8}))
     assert table.shards.plan.hops == (0, 1, 7)
-    text = jax.jit(table.aggregate).lower(table.arrange(features(32))).as_text()
+    text = jax.jit(table.aggregate).lower(table.permute(features(32))).as_text()
     assert text.count("collective_permute") == 2
     assert "3 of 8 hops of a ring" in str(table)
     assert "32 nodes and 62 edges on 8 devices (axis 'nodes')" in str(table)
@@ -229,7 +229,7 @@ def test_blocks_without_edges_between_them_do_not_meet():
 def test_features_are_gathered_only_where_asked_for():
     for exchange, permutes, gathers in (("ring", 2, 0), ("all_gather", 0, 1)):
         table = table_of(exchange, "csr")
-        text = jax.jit(table.aggregate).lower(table.arrange(features())).as_text()
+        text = jax.jit(table.aggregate).lower(table.permute(features())).as_text()
         assert (text.count("collective_permute"), text.count('all_gather"')) == (permutes, gathers)
 
 
@@ -256,22 +256,22 @@ def test_a_block_is_usable_within_a_shard_map_of_ones_own():
 
     def inside(shards: Shard, x: Array) -> Array:
         scale = jax.lax.pmax(jnp.abs(x).max(), "nodes")
-        return shards.own().aggregate(x / scale)
+        return shards.local().aggregate(x / scale)
 
     mapped = jax.shard_map(inside, mesh=MESH, in_specs=table.spec, out_specs=table.spec, check_vma=False)
     wanted = aggregate(NeighborTable.from_edges(graph(), 37), x / np.abs(x).max())
-    close(table.restore(jax.jit(mapped)(table.shards, table.arrange(x))), wanted)
+    close(table.unpermute(jax.jit(mapped)(table.shards, table.permute(x))), wanted)
 
 
 def test_wrong_arrays_are_refused():
     table = table_of("ring", "csr")
-    x = table.arrange(features())
+    x = table.permute(features())
     with pytest.raises(ValueError, match="expected values of 37 nodes, found 36: this is another graph's table"):
-        table.arrange(features(36))
-    with pytest.raises(ValueError, match=rf"expected {table.num_nodes} rows, as `arrange` makes them, found 37"):
+        table.permute(features(36))
+    with pytest.raises(ValueError, match=rf"expected {table.num_nodes} rows, as `permute` makes them, found 37"):
         table.aggregate(jnp.asarray(features()))
     with pytest.raises(ValueError, match=rf"expected {table.num_nodes} rows, found 37"):
-        table.restore(jnp.asarray(features()))
+        table.unpermute(jnp.asarray(features()))
     with pytest.raises(ValueError, match=r"expected features in float32 or bfloat16, found float16"):
         table.aggregate(x.astype(jnp.float16))
     with pytest.raises(ValueError, match="found 'row' with reduce='max'"):

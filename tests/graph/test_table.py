@@ -95,11 +95,11 @@ def test_order_there_and_back(layout: str):
     ids = random_edges(1, 12, 50)
     table = NeighborTable.from_edges(ids, 12, layout=layout, order="rcm", limit=4)
     x = jnp.arange(24.0).reshape(12, 2)
-    np.testing.assert_array_equal(table.restore(table.arrange(x)), x)
+    np.testing.assert_array_equal(table.unpermute(table.permute(x)), x)
     plain = NeighborTable.from_edges(ids, 12, layout="padded")
     assert plain.order is None
-    assert plain.arrange(x) is x
-    assert plain.restore(x) is x
+    assert plain.permute(x) is x
+    assert plain.unpermute(x) is x
 
 
 def test_rcm_brings_neighbours_near():
@@ -190,7 +190,7 @@ def test_what_a_table_is_built_from():
     x = jnp.asarray([[1.0], [10.0], [100.0], [1000.0]])
     tables = [NeighborTable.build(graph) for graph in graphs] + [NeighborTable.build(ids, 4, weights)]
     for table in tables:
-        np.testing.assert_array_equal(table.restore(table.aggregate(table.arrange(x)))[:, 0], [0, 52, 0, 0])
+        np.testing.assert_array_equal(table.unpermute(table.aggregate(table.permute(x)))[:, 0], [0, 52, 0, 0])
     both = NeighborTable.build(directed(nodes, [("a", "b", {}), ("c", "c", {})], False), layout="padded")
     assert both.weights is None
     np.testing.assert_array_equal(both.aggregate(x)[:, 0], [10, 1, 100, 0])

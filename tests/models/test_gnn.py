@@ -86,8 +86,8 @@ def test_scores_and_gradients_are_the_same_on_a_table(family: str, layout: Any):
     @partial(jax.jit, static_argnums=3)
     def scores_and_gradients(params: Any, x: jax.Array, graph: Any, table: bool) -> Any:
         def loss(params: Any, x: jax.Array) -> Any:
-            scores = gnn.apply(config, params, graph, graph.arrange(x) if table else x, state, train=True)[0]
-            return (scores**2).sum(), graph.restore(scores) if table else scores
+            scores = gnn.apply(config, params, graph, graph.permute(x) if table else x, state, train=True)[0]
+            return (scores**2).sum(), graph.unpermute(scores) if table else scores
 
         return jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)
 

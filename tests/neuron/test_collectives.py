@@ -8,16 +8,20 @@ import pytest
 from neuron.models import inferentia
 from tilewright.chips.neuron import instance_of
 from tilewright.neuron.calibrate import PUBLISHED, calibrate, collective_us
-from tilewright.neuron.collectives import Mesh, Step, chosen, steps_of
+from tilewright.neuron.collectives import CollectiveStep, Mesh, chosen, steps_of
 from tilewright.neuron.machine import Machine, Settings, machine_of
-from tilewright.neuron.program import Collective, Op, Program
+from tilewright.neuron.program import Collective, NeuronProgram, QueuedOp
 from tilewright.neuron.simulate import simulate
 
 MB = 1e6
 
 
 def closed_form_s(
-    steps: Sequence[Step], latency_us: Callable[[int], float], dma_bytes_per_s: float, hbm_bytes_per_s: float, channels: int
+    steps: Sequence[CollectiveStep],
+    latency_us: Callable[[int], float],
+    dma_bytes_per_s: float,
+    hbm_bytes_per_s: float,
+    channels: int,
 ) -> float:
     """What steps take where nothing else runs: a latency each, and its bytes by the slowest thing that they pass."""
     return sum(
@@ -29,7 +33,7 @@ def closed_form_s(
 
 def alone_s(machine: Machine, collective: Collective, ranks: int = 1) -> float:
     """Without the signal of its end."""
-    program = Program("one", (Op("collective", "cc", collective=collective),))
+    program = NeuronProgram("one", (QueuedOp("collective", "cc", collective=collective),))
     return simulate(program, machine, ranks).total_s - 1e-6 * machine.settings.signal_us
 
 
@@ -115,7 +119,7 @@ def test_one_rank_stands_for_all(algorithm: str):
 def test_two_streams_take_no_less_than_each_alone_and_no_more_than_one_after_another():
     machine = inferentia(24, streams=2)
     one, two = Collective("all-gather", 24 * MB), Collective("all-gather", 24 * MB, stream=1)
-    program = Program("two", (Op("a", "cc", collective=one), Op("b", "cc", collective=two)))
+    program = NeuronProgram("two", (QueuedOp("a", "cc", collective=one), QueuedOp("b", "cc", collective=two)))
     both = simulate(program, machine).total_s
     alone = [alone_s(machine, each) for each in (one, two)]
     assert max(alone) < both < sum(alone)

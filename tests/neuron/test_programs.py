@@ -8,19 +8,19 @@ from tilewright.compiled.schedule import Node, ScheduledTransfer, ScheduleGraph
 from tilewright.neuron.builder import product_cycles
 from tilewright.neuron.environment import recommended, variables
 from tilewright.neuron.inference import SCHEDULES, Work, inference_program
-from tilewright.neuron.program import Program
+from tilewright.neuron.program import NeuronProgram
 from tilewright.neuron.programs import dflash_program, diffusion_program, gather_reduce_program, hlo_program
 from tilewright.neuron.shapes import Share
 from tilewright.neuron.simulate import simulate
-from tilewright.neuron.training import Step, training_program
+from tilewright.neuron.training import TrainingStep, training_program
 
 
-def loaded(program: Program) -> float:
+def loaded(program: NeuronProgram) -> float:
     """Bytes of weights, keys and values that come into SBUF."""
     return sum(op.bytes for op in program.ops if op.engine == "dma" and op.name.startswith("load"))
 
 
-def sums(program: Program) -> float:
+def sums(program: NeuronProgram) -> float:
     return sum(op.collective.bytes for op in program.ops if op.collective is not None and op.collective.kind == "all-reduce")
 
 
@@ -63,7 +63,7 @@ def test_a_ring_s_hops_carry_what_its_collectives_would():
 
 
 def test_a_training_step_gathers_each_weight_twice_and_scatters_it_once():
-    program = training_program(SMALL, trainium(), Step(positions=512))
+    program = training_program(SMALL, trainium(), TrainingStep(positions=512))
     by_kind: dict[tuple[str, str], float] = {}
     for op in program.ops:
         if op.collective is not None:
@@ -78,21 +78,24 @@ def test_a_training_step_gathers_each_weight_twice_and_scatters_it_once():
     assert by_kind["tp", "reduce-scatter"] == rows * (4 + 4 + 1)
 
 
-@pytest.mark.parametrize(("early", "late"), [(0, 0), (1, 1), (2, 3), (4, 4)])
+@pytest.mark.parametrize(("prefetch_distance", "scatter_delay"), [(0, 0), (1, 1), (2, 3), (4, 4)])
 @pytest.mark.parametrize("streams", [1, 2])
-def test_every_shift_runs(early: int, late: int, streams: int):
+def test_every_shift_runs(prefetch_distance: int, scatter_delay: int, streams: int):
     result = simulate(
-        training_program(SMALL, trainium(streams=streams), Step(early=early, late=late)), trainium(streams=streams)
+        training_program(
+            SMALL, trainium(streams=streams), TrainingStep(prefetch_distance=prefetch_distance, scatter_delay=scatter_delay)
+        ),
+        trainium(streams=streams),
     )
     assert result.total_s > 0
     assert set(result.dma_bytes) == {"compute", "fsdp", "tp", "norm"}
 
 
 def test_shifts_beyond_the_model_are_refused():
-    with pytest.raises(ValueError, match=r"expected --early of at most 2 layers, found 2\.5"):
-        training_program(SMALL, trainium(), Step(early=5))
+    with pytest.raises(ValueError, match=r"expected --prefetch-distance of at most 2 layers, found 2\.5"):
+        training_program(SMALL, trainium(), TrainingStep(prefetch_distance=5))
     with pytest.raises(ValueError, match="shifts of 0 or more"):
-        Step(late=-1)
+        TrainingStep(scatter_delay=-1)
 
 
 def test_a_gather_reduce_is_bound_by_descriptors_where_rows_are_small():

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from neuron.models import SMALL, inferentia, trainium, without_limits
 from tilewright.neuron.inference import Work, inference_program
 from tilewright.neuron.machine import Settings, machine_of
-from tilewright.neuron.program import Collective, Op, Program
+from tilewright.neuron.program import Collective, NeuronProgram, QueuedOp
 from tilewright.neuron.results import trace
 from tilewright.neuron.simulate import simulate
 
@@ -29,24 +29,26 @@ DRAWN = st.lists(
 """Engines, sizes, how far back what is needed stands, kinds of collectives, queues, layers."""
 
 
-def made(drawn: list) -> Program:
-    ops: list[Op] = []
+def made(drawn: list) -> NeuronProgram:
+    ops: list[QueuedOp] = []
     for number, (engine, size, back, kind, queue, layer) in enumerate(drawn):
         needs = tuple(sorted(number - each for each in back if each <= number))
         if engine == "cc":
             collective = Collective(kind, float(size), stream=queue % 2)
-            ops.append(Op(f"op{number}", engine, needs, collective=collective, layer=layer))
+            ops.append(QueuedOp(f"op{number}", engine, needs, collective=collective, layer=layer))
         elif engine == "dma":
             held = "hbm" if queue % 2 else ""
             ops.append(
-                Op(f"op{number}", engine, needs, bytes=float(size), queue=queue, holds=held, holds_bytes=size, layer=layer)
+                QueuedOp(
+                    f"op{number}", engine, needs, bytes=float(size), queue=queue, holds=held, holds_bytes=size, layer=layer
+                )
             )
         else:
-            ops.append(Op(f"op{number}", engine, needs, cycles=size / 10, layer=layer))
-    return Program("drawn", tuple(ops))
+            ops.append(QueuedOp(f"op{number}", engine, needs, cycles=size / 10, layer=layer))
+    return NeuronProgram("drawn", tuple(ops))
 
 
-def communication_alone_s(program: Program) -> float:
+def communication_alone_s(program: NeuronProgram) -> float:
     """The longest way through a program's needs and queues, without compute and with every transfer by itself.
 
     Simulating the program without compute is no bound: transfers then meet others than they did, and may end a little later.
@@ -56,7 +58,7 @@ def communication_alone_s(program: Program) -> float:
     for op in program.ops:
         alone = 0.0
         if op.engine in ("dma", "cc"):
-            alone = simulate(Program("one", (Op(**{**vars(op), "needs": ()}),)), MACHINE).total_s
+            alone = simulate(NeuronProgram("one", (QueuedOp(**{**vars(op), "needs": ()}),)), MACHINE).total_s
             alone -= 1e-6 * MACHINE.settings.signal_us if op.engine == "cc" else 0.0
         ends.append(max([last.get(op.line, 0.0), *(ends[need] for need in op.needs)]) + alone)
         last[op.line] = ends[-1]
@@ -86,21 +88,23 @@ def test_a_program_ends_no_sooner_than_its_bounds_and_as_one_without_the_other(d
 
 @given(DRAWN)
 def test_all_ranks_take_as_long_as_the_one_that_stands_for_them(drawn: list):
-    ops = tuple(Op(**{**vars(op), "cycles": op.cycles / 100}) for op in made(drawn).ops)
-    one = simulate(Program("drawn", ops), MACHINE)
-    assert simulate(Program("drawn", ops), MACHINE, ranks=8).total_s == pytest.approx(one.total_s, rel=1e-6, abs=1e-12)
+    ops = tuple(QueuedOp(**{**vars(op), "cycles": op.cycles / 100}) for op in made(drawn).ops)
+    one = simulate(NeuronProgram("drawn", ops), MACHINE)
+    assert simulate(NeuronProgram("drawn", ops), MACHINE, ranks=8).total_s == pytest.approx(one.total_s, rel=1e-6, abs=1e-12)
 
 
 def test_infinite_bandwidth_leaves_compute_and_no_compute_leaves_communication():
-    work = Op("work", "tensor", cycles=2.8e6), Op("more", "tensor", (0, 2), cycles=2.8e6)
-    sent = Op("sent", "cc", (0,), collective=Collective("all-gather", 8e6))
-    program = Program("chain", (work[0], work[1], sent))
-    free = simulate(Program("chain", (work[0], Op("sent", "cc", (0,), collective=sent.collective), Op(
+    work = QueuedOp("work", "tensor", cycles=2.8e6), QueuedOp("more", "tensor", (0, 2), cycles=2.8e6)
+    sent = QueuedOp("sent", "cc", (0,), collective=Collective("all-gather", 8e6))
+    program = NeuronProgram("chain", (work[0], work[1], sent))
+    free = simulate(NeuronProgram("chain", (work[0], QueuedOp("sent", "cc", (0,), collective=sent.collective), QueuedOp(
         "more", "tensor", (1,), cycles=2.8e6))), without_limits(MACHINE))  # fmt: skip
     assert free.total_s == pytest.approx(2e-3)
     assert simulate(program, without_limits(MACHINE)).total_s == pytest.approx(2e-3)
-    only = simulate(Program("sent", (Op("sent", "cc", collective=sent.collective),)), MACHINE)
-    idle = simulate(Program("chain", (Op("a", "tensor"), Op("sent", "cc", (0,), collective=sent.collective))), MACHINE)
+    only = simulate(NeuronProgram("sent", (QueuedOp("sent", "cc", collective=sent.collective),)), MACHINE)
+    idle = simulate(
+        NeuronProgram("chain", (QueuedOp("a", "tensor"), QueuedOp("sent", "cc", (0,), collective=sent.collective))), MACHINE
+    )
     assert idle.total_s == pytest.approx(only.total_s + 1e-6 * MACHINE.settings.signal_us)
 
 
@@ -112,46 +116,46 @@ def test_packets_and_flows_give_a_small_layer_the_same_time():
 
 def test_a_cold_tensor_engine_is_slow_for_its_first_microseconds():
     machine, hz = trainium(), trainium().engine_hz("tensor")
-    once = Program("once", (Op("a", "tensor", cycles=10e-6 * hz),))
+    once = NeuronProgram("once", (QueuedOp("a", "tensor", cycles=10e-6 * hz),))
     assert simulate(once, machine).total_s == pytest.approx(11.5e-6)  # 3 us at half the clock do 1.5 us of it
     # It stays warm over a short gap, and is cold again after a long one.
     for gap, extra in ((1e-6, 0.0), (5e-6, 1.5e-6)):
-        wait = Op("gap", "vector", (0,), cycles=gap * machine.engine_hz("vector"))
-        again = Program("again", (*once.ops, wait, Op("b", "tensor", (1,), cycles=10e-6 * hz)))
+        wait = QueuedOp("gap", "vector", (0,), cycles=gap * machine.engine_hz("vector"))
+        again = NeuronProgram("again", (*once.ops, wait, QueuedOp("b", "tensor", (1,), cycles=10e-6 * hz)))
         assert simulate(again, machine).total_s == pytest.approx(21.5e-6 + gap + extra)
     assert simulate(once, inferentia(2)).total_s == pytest.approx(10e-6 * hz / inferentia(2).engine_hz("tensor"))
 
 
 def test_what_does_not_fit_into_sbuf_waits_for_room():
     size = 0.6 * MACHINE.sbuf_bytes
-    loads = [Op(f"load{n}", "dma", bytes=size, holds="sbuf", holds_bytes=size) for n in range(2)]
-    uses = [Op(f"use{n}", "tensor", (n,), cycles=2.8e6) for n in range(2)]
-    result = simulate(Program("two", (*loads, *uses)), MACHINE)
+    loads = [QueuedOp(f"load{n}", "dma", bytes=size, holds="sbuf", holds_bytes=size) for n in range(2)]
+    uses = [QueuedOp(f"use{n}", "tensor", (n,), cycles=2.8e6) for n in range(2)]
+    result = simulate(NeuronProgram("two", (*loads, *uses)), MACHINE)
     spans = {result.program.ops[span.op].name: span for span in result.spans}
     assert spans["load1"].begin_s >= spans["use0"].end_s
     assert result.peak_bytes["sbuf"] == size
     with pytest.raises(ValueError, match="bytes of on-chip memory for a tile"):
-        simulate(Program("one", (Op("load", "dma", bytes=1, holds="sbuf", holds_bytes=1e9),)), MACHINE)
-    stuck = Op("use", "tensor", (0, 1), cycles=1.0)
+        simulate(NeuronProgram("one", (QueuedOp("load", "dma", bytes=1, holds="sbuf", holds_bytes=1e9),)), MACHINE)
+    stuck = QueuedOp("use", "tensor", (0, 1), cycles=1.0)
     with pytest.raises(ValueError, match=r"2 operations wait for ever, load1 first, with 14\.4 MiB of sbuf"):
-        simulate(Program("both", (*loads, stuck)), MACHINE)
+        simulate(NeuronProgram("both", (*loads, stuck)), MACHINE)
 
 
 @pytest.mark.parametrize(
     ("ops", "problem"),
     [
-        ([Op("a", "tensor", (1,)), Op("b", "vector", (0,))], "found a cycle: a -> b -> a"),
-        ([Op("a", "tensor", (1,)), Op("b", "tensor")], "found a cycle: a -> b -> a"),
-        ([Op("a", "tensr")], r"for operation 0 \(a\) of tensor.*found 'tensr' \(did you mean tensor\?\)"),
-        ([Op("a", "tensor", (3,))], r"expected operation 0 \(a\) to need operations below 1, found 3"),
-        ([Op("a", "tensor", cycles=-1)], "cycles and bytes of 0 or more"),
-        ([Op("a", "dma", engines=17)], "on 1 to 16 DMA engines, found 17"),
-        ([Op("a", "cc")], "expected a collective on the engine cc and nowhere else"),
+        ([QueuedOp("a", "tensor", (1,)), QueuedOp("b", "vector", (0,))], "found a cycle: a -> b -> a"),
+        ([QueuedOp("a", "tensor", (1,)), QueuedOp("b", "tensor")], "found a cycle: a -> b -> a"),
+        ([QueuedOp("a", "tensr")], r"for operation 0 \(a\) of tensor.*found 'tensr' \(did you mean tensor\?\)"),
+        ([QueuedOp("a", "tensor", (3,))], r"expected operation 0 \(a\) to need operations below 1, found 3"),
+        ([QueuedOp("a", "tensor", cycles=-1)], "cycles and bytes of 0 or more"),
+        ([QueuedOp("a", "dma", engines=17)], "on 1 to 16 DMA engines, found 17"),
+        ([QueuedOp("a", "cc")], "expected a collective on the engine cc and nowhere else"),
     ],
 )
-def test_programs_that_cannot_run_are_refused(ops: list[Op], problem: str):
+def test_programs_that_cannot_run_are_refused(ops: list[QueuedOp], problem: str):
     with pytest.raises(ValueError, match=problem):
-        simulate(Program("wrong", tuple(ops)), MACHINE)
+        simulate(NeuronProgram("wrong", tuple(ops)), MACHINE)
 
 
 def test_the_trace_has_every_span_on_a_track_of_its_queue():

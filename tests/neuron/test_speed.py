@@ -7,7 +7,7 @@ import pytest
 from neuron.models import LLAMA_8B, inferentia, trainium
 from tilewright.neuron.inference import Work, inference_program
 from tilewright.neuron.simulate import simulate
-from tilewright.neuron.training import Step, training_program
+from tilewright.neuron.training import TrainingStep, training_program
 
 
 def process_s(run) -> float:
@@ -25,5 +25,5 @@ def test_a_decode_step_over_24_cores_takes_less_than_five_seconds():
 @pytest.mark.parametrize("layers", [2, pytest.param(32, marks=pytest.mark.slow)])
 def test_a_training_step_of_32_layers_takes_less_than_a_minute(layers: int):
     machine = trainium(streams=2)
-    program = training_program(LLAMA_8B, machine, Step(layers=layers))
+    program = training_program(LLAMA_8B, machine, TrainingStep(layers=layers))
     assert process_s(lambda: simulate(program, machine)) < 60 * layers / 32

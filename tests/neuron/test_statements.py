@@ -16,20 +16,20 @@ from tilewright.neuron import inference as inference_module
 from tilewright.neuron.builder import Weights
 from tilewright.neuron.calibrate import calibrate
 from tilewright.neuron.environment import recommended_packets
-from tilewright.neuron.estimate import Estimate, estimate
-from tilewright.neuron.inference import RING_NOTE, Phase, Ring, Work, inference_program
+from tilewright.neuron.estimate import ProgramEstimate, estimate
+from tilewright.neuron.inference import RING_NOTE, Phase, RingBuilder, Work, inference_program
 from tilewright.neuron.machine import Machine, with_figures
 from tilewright.neuron.plan_training import FEW_LAYERS
-from tilewright.neuron.program import Program
-from tilewright.neuron.results import Result
+from tilewright.neuron.program import NeuronProgram
+from tilewright.neuron.results import SimulationResult
 from tilewright.neuron.simulate import simulate
-from tilewright.neuron.training import Step, training_program
+from tilewright.neuron.training import TrainingStep, training_program
 
 WIDTHS = (2, 4, 8, 16, 24)
 
 
 @cache
-def inference(phase: Phase, schedule: str, cores: int, streams: int = 1) -> Estimate:
+def inference(phase: Phase, schedule: str, cores: int, streams: int = 1) -> ProgramEstimate:
     """Llama 3 8B, four rows of 1,024 tokens, 512 out."""
     machine = inferentia(cores, streams=streams)
     work = Work(phase, 4, 1024 if phase == "prefill" else 1280)
@@ -43,11 +43,13 @@ def gain(phase: Phase, schedule: str, cores: int) -> float:
 
 
 @cache
-def training(positions: int, streams: int, packets: str, threaded: bool, early: int, late: int) -> tuple[Result, Result]:
+def training(
+    positions: int, streams: int, packets: str, threaded: bool, prefetch_distance: int, scatter_delay: int
+) -> tuple[SimulationResult, SimulationResult]:
     """Steps of Llama 3 70B with two and with three layers, on 16 fully sharded by 4 tensor-parallel ranks of Trainium2."""
     machine = trained_on(streams, packets)
-    step = Step(1, positions, threaded, early, late)
-    few = (training_program(LLAMA_70B, machine, Step(**{**vars(step), "layers": layers})) for layers in (2, 3))
+    step = TrainingStep(1, positions, threaded, prefetch_distance, scatter_delay)
+    few = (training_program(LLAMA_70B, machine, TrainingStep(**{**vars(step), "layers": layers})) for layers in (2, 3))
     low, high = (simulate(program, machine) for program in few)
     return low, high
 
@@ -76,7 +78,7 @@ def test_decode_gains_of_the_ring_grow_with_width():
     assert gains[0] < 0.02
 
 
-class PayingRing(Ring):
+class PayingRing(RingBuilder):
     """Hops that wait for an addition pay a trigger and a completion, as any other collective does."""
 
     pays = False
@@ -105,7 +107,7 @@ def test_most_of_the_ring_s_decode_gain_is_what_its_hops_do_not_pay_and_a_one_wa
     """The note beside every figure of the ring holds these to the model: 96, 36 and 1 % of decoding."""
     decode, prefill = Work("decode", 8, 1280), Work("prefill", 8, 1024)
     favoured = tokens_gain(decode)
-    monkeypatch.setattr(inference_module, "Ring", PayingRing)
+    monkeypatch.setattr(inference_module, "RingBuilder", PayingRing)
     paying, against_kangaring = tokens_gain(decode), tokens_gain(replace(decode, algorithm="kangaring"))
     assert f"{favoured:.0%} {paying:.0%} {against_kangaring:.0%}" == "96% 36% 1%"
     said = [f"{share:.0%}".replace("%", " %") for share in (favoured, paying, against_kangaring)]
@@ -153,7 +155,7 @@ def test_hoisting_all_weight_gathers_delays_tensor_parallel_sums_and_threading_r
 
 
 def test_a_second_stream_removes_the_delay_behind_large_gathers():
-    """Also where nothing else does: without the late shift."""
+    """Also where nothing else does: without a scatter delay."""
     one, two = ((2048, streams, "default", True, 1, 0) for streams in (1, 2))
     assert layer_delay_ms(*one) > 5
     assert layer_delay_ms(*two) < 0.1 * layer_delay_ms(*one)
@@ -185,7 +187,7 @@ def test_recommended_packets_shorten_the_step(positions: int, streams: int):
 
 def test_attention_is_too_short_for_an_mlp_s_gather_and_scatter_and_a_shift_of_two_helps():
     """At 2,048 positions; an odd shift puts the large ones beside the short half again, and the step is as long as with one."""
-    one, two, three = (layer_ms(2048, 1, "default", True, 1, late) for late in (1, 2, 3))
+    one, two, three = (layer_ms(2048, 1, "default", True, 1, scatter_delay) for scatter_delay in (1, 2, 3))
     assert two < 0.95 * one
     assert three == pytest.approx(one, rel=0.01)
     # At 4,096 the halves are twice as long and hide everything.
@@ -193,17 +195,17 @@ def test_attention_is_too_short_for_an_mlp_s_gather_and_scatter_and_a_shift_of_t
 
 
 def test_gathering_ahead_costs_memory():
-    held = [training(2048, 1, "default", True, early, 1)[1].peak_bytes["hbm"] for early in (0, 1, 2)]
+    held = [training(2048, 1, "default", True, prefetch_distance, 1)[1].peak_bytes["hbm"] for prefetch_distance in (0, 1, 2)]
     assert held == sorted(held)
     assert held[0] < held[2] < training(2048, 1, "default", False, 0, 0)[1].peak_bytes["hbm"]
 
 
-@pytest.mark.parametrize(("threaded", "early", "late"), [(True, 1, 1), (True, 2, 3), (False, 0, 0)])
-def test_few_layers_tell_what_all_of_a_training_step_takes(threaded: bool, early: int, late: int):
+@pytest.mark.parametrize(("threaded", "prefetch_distance", "scatter_delay"), [(True, 1, 1), (True, 2, 3), (False, 0, 0)])
+def test_few_layers_tell_what_all_of_a_training_step_takes(threaded: bool, prefetch_distance: int, scatter_delay: int):
     machine, model = trainium(), replace(LLAMA_8B, num_layers=10)
 
-    def build(layers: int) -> Program:
-        return training_program(model, machine, Step(1, 1024, threaded, early, late, layers))
+    def build(layers: int) -> NeuronProgram:
+        return training_program(model, machine, TrainingStep(1, 1024, threaded, prefetch_distance, scatter_delay, layers))
 
     whole, few = simulate(build(10), machine), estimate(10, FEW_LAYERS, build, machine)
     assert few.total_s == pytest.approx(whole.total_s, rel=0.01)

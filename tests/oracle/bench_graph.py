@@ -23,7 +23,7 @@ from rich.table import Table
 from torch_geometric.nn import SAGEConv
 
 from tilewright.bench.bandwidth import threads
-from tilewright.bench.graph import Graph, Segments, peers, read_graph
+from tilewright.bench.graph import BenchGraph, Segments, peers, read_graph
 from tilewright.cli.common import JsonFile, check_json_file, human_console, write_json
 from tilewright.compiled.machine import chip_name
 from tilewright.compiled.timing import Spread, alternate, spread
@@ -40,7 +40,7 @@ Way = Callable[[], Any]
 SeveralWords = Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative=())]
 
 
-def torch_csr(graph: Graph) -> tuple[Any, Any, Any]:
+def torch_csr(graph: BenchGraph) -> tuple[Any, Any, Any]:
     """Offsets, sources and the adjacency with 1 / degree as its values, by destination."""
     order = np.argsort(graph.edge_index[1], kind="stable")
     sources = torch.from_numpy(graph.edge_index[0, order].astype(np.int64))
@@ -48,7 +48,7 @@ def torch_csr(graph: Graph) -> tuple[Any, Any, Any]:
     return offsets, sources, torch.sparse_csr_tensor(offsets, sources, torch.ones(len(sources)), (graph.num_nodes,) * 2)
 
 
-def aggregations(graph: Graph, x: np.ndarray) -> dict[str, Way]:
+def aggregations(graph: BenchGraph, x: np.ndarray) -> dict[str, Way]:
     """Ways to take the mean over the neighbours of each node."""
     features, given = torch.from_numpy(x), jnp.asarray(x)
     edges = torch.from_numpy(graph.edge_index.astype(np.int64))
@@ -70,13 +70,13 @@ def aggregations(graph: Graph, x: np.ndarray) -> dict[str, Way]:
     ways["JAX segment_sum"] = lambda: compiled(segments, given).block_until_ready()
     for layout in ("bucketed", "csr"):
         table = NeighborTable.from_edges(graph.edge_index, graph.num_nodes, layout=layout)
-        own = table.arrange(given).block_until_ready()
+        own = table.permute(given).block_until_ready()
         ways[f"tilewright {layout}"] = lambda table=table, own=own: compiled(table, own).block_until_ready()
-        compare(ways["torch embedding_bag"](), table.restore(compiled(table, own)), layout)
+        compare(ways["torch embedding_bag"](), table.unpermute(compiled(table, own)), layout)
     return ways
 
 
-def networks(graph: Graph, x: np.ndarray) -> dict[str, Way]:
+def networks(graph: BenchGraph, x: np.ndarray) -> dict[str, Way]:
     """Ways to run GraphSAGE with two layers that keep the width, as published for Trainium2."""
     width = x.shape[1]
     config = gnn.GraphSAGEConfig(width, width, hidden=width)
@@ -97,9 +97,9 @@ def networks(graph: Graph, x: np.ndarray) -> dict[str, Way]:
     compiled = jax.jit(lambda neighbours, x: gnn.apply(config, prepared, neighbours, x, ops=ops)[0])
     for layout in ("bucketed", "csr"):
         table = NeighborTable.from_edges(graph.edge_index, graph.num_nodes, layout=layout)
-        own = table.arrange(given).block_until_ready()
+        own = table.permute(given).block_until_ready()
         ways[f"tilewright {layout}"] = lambda table=table, own=own: compiled(table, own).block_until_ready()
-        compare(ways["PyG edge_index"](), table.restore(compiled(table, own)), layout)
+        compare(ways["PyG edge_index"](), table.unpermute(compiled(table, own)), layout)
     return ways
 
 

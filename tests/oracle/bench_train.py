@@ -5,7 +5,7 @@ the same cores, in alternating order; the table shows medians. torch runs in flo
 thread and with one for each core, with `--compile` through `torch.compile` too, and ratios are to the best of these. Needs the
 `oracle` extra, and `--compile` a C++ compiler:
 
-    python tests/oracle/bench_train.py [--layers 12 ...] [--products auto ...] [--clock cpu] [--json FILE]
+    python tests/oracle/bench_train.py [--layers 12 ...] [--matmul-dtype auto ...] [--clock cpu] [--json FILE]
 """
 
 import argparse
@@ -34,7 +34,7 @@ def arguments() -> argparse.Namespace:
     sizes = {"layers": 12, "hidden": 320, "intermediate": 768, "heads": 5, "kv-heads": 1, "head-dim": 64, "vocab": 4096}
     for name, value in {**sizes, "batch": 8, "length": 512, "steps": 1, "repetitions": 5, "threads": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--products", nargs="+", default=["auto"], choices=["auto", "float32", "bfloat16", "xla"])
+    parser.add_argument("--matmul-dtype", nargs="+", default=["auto"], choices=["auto", "float32", "bfloat16", "xla"])
     parser.add_argument("--torch", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     parser.add_argument("--compile", action="store_true", help="torch.compile beside eager torch")
     parser.add_argument(
@@ -60,7 +60,7 @@ def config_of(args: argparse.Namespace) -> Any:
     })  # fmt: skip
 
 
-def own_side(args: argparse.Namespace, products: str, params: Any) -> Step:
+def own_side(args: argparse.Namespace, matmul_dtype: str, params: Any) -> Step:
     """One step as `tilewright train lm` takes it; "xla" leaves everything to XLA, the loss in blocks too."""
     import jax
     import jax.numpy as jnp
@@ -71,7 +71,7 @@ def own_side(args: argparse.Namespace, products: str, params: Any) -> Step:
     from tilewright.train.text import TextOptions, make_optimizer
 
     options = TextOptions(steps=1000, batch_size=args.batch, sequence_length=args.length, learning_rate=RATE, warmup=0.0)
-    ops = select.PLAIN if products == "xla" else select.training_operations(products)
+    ops = select.PLAIN if matmul_dtype == "xla" else select.training_operations(matmul_dtype)
     config, optimizer = config_of(args), make_optimizer(options, hidden_matrices)
     step = gradient_step(lambda params, _, batch, key: next_token_loss(config, ops, params, *batch), optimizer)
     params = jax.tree.map(jnp.copy, params)
@@ -146,7 +146,7 @@ def measure(args: argparse.Namespace, threads: int, folder: Path) -> dict[str, A
     config = config_of(args)
     params = initialise(declare(config), jax.random.key(0))
     save_params(folder, config_to_hf(config), declare(config), params, jnp.float32)
-    sides = {f"tilewright {products}": own_side(args, products, params) for products in args.products}
+    sides = {f"tilewright {matmul_dtype}": own_side(args, matmul_dtype, params) for matmul_dtype in args.matmul_dtype}
     for dtype, compiled in product(args.torch, (False, True) if args.compile else (False,)):
         name = f"torch{'.compile' * compiled} {dtype}"
         sides |= {f"{name}, threads {n}": torch_side(args, dtype, n, folder, compiled) for n in sorted({1, threads})}
@@ -161,7 +161,7 @@ def measure(args: argparse.Namespace, threads: int, folder: Path) -> dict[str, A
         **machine(threads),
         "instruction_set": native.kernels().isa,
         "default_products": training_operations("auto").name,
-        "shape": {k: v for k, v in vars(args).items() if k not in ("json", "products", "torch")},
+        "shape": {k: v for k, v in vars(args).items() if k not in ("json", "matmul_dtype", "torch")},
         "parameters": count(declare(config)),
         "tokens_per_s": middle,
         "best_torch": best,

@@ -140,8 +140,8 @@ def test_scores_and_gradients_are_those_of_pyg(family: str, layout: str, rng: np
     table = NeighborTable.from_edges(ours, NODES, layout=layout)
 
     def loss(params: Any, x: Any) -> Any:
-        scores, _ = gnn.apply(config, params, table, table.arrange(x), state, train=family == "gin")
-        scores = table.restore(scores)
+        scores, _ = gnn.apply(config, params, table, table.permute(x), state, train=family == "gin")
+        scores = table.unpermute(scores)
         return (scores * pull).sum(), scores
 
     (_, scores), (by_params, by_x) = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, jnp.asarray(x))

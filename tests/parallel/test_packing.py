@@ -22,7 +22,7 @@ from tilewright.parallel.domino import Column, Domino
 from tilewright.parallel.exact import Exact
 from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.packing import on_each_device
-from tilewright.parallel.schedules import Ring, TensorParallel
+from tilewright.parallel.schedules import CollectiveMatmul, TensorParallel
 from tilewright.parallel.sharding import GROUPED, GROUPED_AXES, grouped_mesh, shardings
 from tilewright.runtime.cache import allocate
 from tilewright.runtime.state import Span, cached_attend
@@ -64,7 +64,11 @@ def alone(weights: Weights) -> tuple[Any, Any]:
     return jax.jit(partial(answers, ops, SINGLE_DEVICE))(params), params
 
 
-SCHEDULES = {"sync": TensorParallel(GROUPED_AXES), "ring": Ring(GROUPED_AXES), "domino": Domino(GROUPED_AXES, least=1)}
+SCHEDULES = {
+    "sync": TensorParallel(GROUPED_AXES),
+    "ring": CollectiveMatmul(GROUPED_AXES),
+    "domino": Domino(GROUPED_AXES, least=1),
+}
 QUICK = [("sync", 4)]
 
 

@@ -23,7 +23,7 @@ from tilewright.models.stack import SINGLE_DEVICE, Schedule
 from tilewright.parallel.domino import Column, Domino
 from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.rings import Route
-from tilewright.parallel.schedules import Ring, Sequence, TensorParallel
+from tilewright.parallel.schedules import CollectiveMatmul, Sequence, TensorParallel
 from tilewright.parallel.sharding import GROUPED, GROUPED_AXES, grouped_mesh, shardings
 from tilewright.runtime.cache import allocate
 from tilewright.runtime.state import Span, cached_attend
@@ -35,8 +35,8 @@ CONFIGS = {
 SCHEDULES = {
     "sync": TensorParallel(GROUPED_AXES),
     "sequence": Sequence(GROUPED_AXES),
-    "ring": Ring(GROUPED_AXES),
-    "ring, one way in a loop": Ring(GROUPED_AXES, route=Route(bidirectional=False, looped=True, chunk=2)),
+    "ring": CollectiveMatmul(GROUPED_AXES),
+    "ring, one way in a loop": CollectiveMatmul(GROUPED_AXES, route=Route(bidirectional=False, looped=True, chunk=2)),
     "domino": Domino(GROUPED_AXES, least=1),
     "domino, four in one way": Domino(GROUPED_AXES, 4, Route(bidirectional=False), least=1),
     "column": Column(GROUPED_AXES, least=1),
@@ -217,7 +217,7 @@ def test_what_is_exchanged_is_what_the_schedule_says():
     # The stream after the last layer and after the tapped one, and the logits.
     assert exchanged(Sequence(axis)) == {"all-reduce": 1, "all-gather": 2 * layers + 3, "reduce-scatter": 2 * layers}
     # As many rings, two for the sum of the embedding, and the logits.
-    assert exchanged(Ring(axis)) == {"collective-permute": hops * (4 * layers + 2 + 2), "all-gather": 1}
+    assert exchanged(CollectiveMatmul(axis)) == {"collective-permute": hops * (4 * layers + 2 + 2), "all-gather": 1}
     # Two rings for every sum: of both micro-batches, of both parts of the columns, and of the embedding; one more of each
     # micro-batch for the tapped layer.
     assert exchanged(Domino(axis)) == {"collective-permute": 2 * hops * (4 * layers + 1) + 2 * hops, "all-gather": 1}
@@ -241,7 +241,7 @@ def test_a_sum_by_hops_sends_no_more_than_its_numbers_however_few_its_rows():
     assert sent((1, 1, 1)) == 2 * 3
 
 
-@pytest.mark.parametrize("schedule", [Sequence(GROUPED_AXES), Ring(GROUPED_AXES)], ids=["sequence", "ring"])
+@pytest.mark.parametrize("schedule", [Sequence(GROUPED_AXES), CollectiveMatmul(GROUPED_AXES)], ids=["sequence", "ring"])
 def test_rows_that_the_devices_do_not_divide_are_summed_as_they_are(schedule: Schedule):
     """Six rows over four devices: no bytes but theirs, in one sum after each half."""
     run, params = divided("llama", schedule, 4)
@@ -249,4 +249,6 @@ def test_rows_that_the_devices_do_not_divide_are_summed_as_they_are(schedule: Sc
     close(program(params, tokens(2, 3)), alone("llama", 2, 3)[0], CONFIGS["llama"])
     ops = [op for each in read_module(program.as_text()).computations.values() for op in each.ops]
     sums = [op.outputs for op in ops if op.opcode == "all-reduce" and op.outputs[0].elements == 6 * 32]
-    assert len(sums) == 2 * CONFIGS["llama"].num_layers + isinstance(schedule, Sequence) - isinstance(schedule, Ring)
+    assert len(sums) == 2 * CONFIGS["llama"].num_layers + isinstance(schedule, Sequence) - isinstance(
+        schedule, CollectiveMatmul
+    )

@@ -14,18 +14,18 @@ from report.reading import Page, check_self_contained
 from tilewright.report.benchmark import (
     BenchmarkReport,
     CategoryTau,
-    Measured,
+    DrafterFigures,
     category_table,
     chosen_tables,
     figures_table,
     write_benchmark,
 )
 from tilewright.report.charts import LineChart, Series, StackedBars, compact, round_step, ticks, x_ticks
-from tilewright.report.page import Cell, Section, Table, write_sections
+from tilewright.report.page import Cell, HtmlTable, Section, write_sections
 
 
-def measured(dataset: str, drafter: str, speedup: float, tau: float, baseline: float = 100.0, **more: Any) -> Measured:
-    return Measured(dataset, drafter, 20, baseline, baseline * speedup, speedup, tau, **more)
+def measured(dataset: str, drafter: str, speedup: float, tau: float, baseline: float = 100.0, **more: Any) -> DrafterFigures:
+    return DrafterFigures(dataset, drafter, 20, baseline, baseline * speedup, speedup, tau, **more)
 
 
 def sample() -> BenchmarkReport:
@@ -42,7 +42,7 @@ def sample() -> BenchmarkReport:
     return BenchmarkReport("Speed & τ", rows, categories, "The demo pair.", environment, ["2 prompts were skipped."])
 
 
-def texts(table: Table) -> list[list[str | None]]:
+def texts(table: HtmlTable) -> list[list[str | None]]:
     return [[cell.text if isinstance(cell, Cell) else cell for cell in row] for row in table.rows]
 
 
@@ -197,8 +197,8 @@ def test_a_part_below_0_is_in_the_figures_and_not_drawn():
         (lambda: StackedBars("t", ["p"], [("a", [1.0, 2.0])], "ms"), "expected 1 parts of 'a', found 2"),
         (lambda: StackedBars("t", ["p"], [("a", [float("nan")])], "ms"), "expected finite parts of 'a'"),
         (lambda: StackedBars("t", ["p"], [("a", [0.0])], "ms"), "at least one bar above 0"),
-        (lambda: Table("t", ["a", "b"], [["x"]]), "expected rows of 2 cells, found one of 1"),
-        (lambda: Table("t", ["a", "b"], [], groups=[("g", 3)]), "expected groups over 2 columns, found 3"),
+        (lambda: HtmlTable("t", ["a", "b"], [["x"]]), "expected rows of 2 cells, found one of 1"),
+        (lambda: HtmlTable("t", ["a", "b"], [], groups=[("g", 3)]), "expected groups over 2 columns, found 3"),
         (lambda: Cell("x", share=1.5), "found 1.5"),
     ],
 )
@@ -239,7 +239,7 @@ def test_numbers_are_short():
 
 
 def test_any_benchmark_can_write_tables_and_charts(tmp_path: Path):
-    table = Table("<sizes>", ["block", "ms"], [["16", "1.0"], ["32", Cell("1.1", strong=True)]], note="a note & more")
+    table = HtmlTable("<sizes>", ["block", "ms"], [["16", "1.0"], ["32", Cell("1.1", strong=True)]], note="a note & more")
     sections = [Section("Rounds <1>", [table], "some & text", grid=True)]
     write_sections(tmp_path / "page.html", "Rounds", sections, facts={"chip": "x", "unknown": None}, data={"a": [1]})
     page = Page(tmp_path / "page.html")

@@ -13,7 +13,7 @@ from report.reading import Page, check_self_contained
 from tilewright.report.denoising import DenoisingPassage, DenoisingReplay, DenoisingStep, Placed, write_denoising
 from tilewright.report.diffusion import DiffusionReport, programs_table, table, write_diffusion
 from tilewright.report.page import asset
-from tilewright.report.replay import Token
+from tilewright.report.replay import ReplayToken
 from tilewright.report.unmasking import MASK, figures_line, frame
 
 
@@ -82,7 +82,7 @@ def test_the_tables_have_every_figure():
 
 
 def step(*places: int, **changes: Any) -> DenoisingStep:
-    committed = [Placed(place, Token(place, f" t{place}")) for place in places]
+    committed = [Placed(place, ReplayToken(place, f" t{place}")) for place in places]
     return replace(DenoisingStep(0.01, "whole", committed, [1.0, 0.25]), **changes)
 
 
@@ -109,7 +109,7 @@ def test_the_replay_is_one_file_with_all_its_data(tmp_path: Path):
     [
         ([], "expected steps, found none"),
         ([step(0), step(0)], "step 2: expected a place that was masked, found 0"),
-        ([step(0, committed=[Placed(-1, Token(1, "x"))])], "step 1: expected a place that was masked, found -1"),
+        ([step(0, committed=[Placed(-1, ReplayToken(1, "x"))])], "step 1: expected a place that was masked, found -1"),
         ([step(0, seconds=0.0)], "step 1: expected a time above 0 seconds, found 0.0"),
         ([step(0, span="all")], "step 1: expected a span among block, response, whole, found 'all'"),
         ([step(0, salient=[1.5])], "step 1: expected a salient share from 0 to 1, found 1.5"),

@@ -18,7 +18,7 @@ from tilewright.report.graph import (
     times_table,
     write_graph,
 )
-from tilewright.report.page import Cell, Table, asset
+from tilewright.report.page import Cell, HtmlTable, asset
 
 
 def record(experiment: str, name: str, place: str = "a machine", ms: float | None = 2.0, **more: Any) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def sample() -> GraphReport:
     return GraphReport("Graphs & bytes", "10 nodes.", measured + estimated, {"graph": "seed"}, ["no baseline: too large"])
 
 
-def texts(table: Table) -> list[list[str | None]]:
+def texts(table: HtmlTable) -> list[list[str | None]]:
     return [[cell.text if isinstance(cell, Cell) else cell for cell in row] for row in table.rows]
 
 

@@ -12,23 +12,30 @@ from hypothesis import strategies as st
 
 from report.reading import Page, check_self_contained
 from tilewright.report.page import asset, embed_json
-from tilewright.report.replay import Passage, Replay, Round, Step, Token, write_replay
+from tilewright.report.replay import Passage, Replay, ReplayRound, ReplayStep, ReplayToken, write_replay
 
 HOSTILE = ["</script><script>alert(1)</script>", "<!--", "<!-- <script>", "]]>", "&lt;", "\u2028", "'\"`${x}", "\r\n\t\0", ""]
 
 
-def tokens(texts: list[str], first: int = 0) -> list[Token]:
-    return [Token(first + n, text, probability=0.5, margin=1.25) for n, text in enumerate(texts)]
+def tokens(texts: list[str], first: int = 0) -> list[ReplayToken]:
+    return [ReplayToken(first + n, text, probability=0.5, margin=1.25) for n, text in enumerate(texts)]
 
 
 def sample(texts: list[str] | None = None) -> Replay:
     """Two prompts; the first round accepts two of three drafts, the second none, the last is cut short by the end."""
     a, b, c, d, e, f, g = tokens((texts or ["def", " f", "(x", "):", "\n", "    return", " x"])[:7])
     wrong = tokens([" y", "("], first=90)
-    rounds = [Round(0.002, [a, b, wrong[0]], 2, [a, b, c]), Round(0.0021, wrong, 0, [d]), Round(0.002, [e, f, g], 3, [e, f])]
-    steps = [Step(token, 0.001) for token in (a, b, c, d, e, f)]
+    rounds = [
+        ReplayRound(0.002, [a, b, wrong[0]], 2, [a, b, c]),
+        ReplayRound(0.0021, wrong, 0, [d]),
+        ReplayRound(0.002, [e, f, g], 3, [e, f]),
+    ]
+    steps = [ReplayStep(token, 0.001) for token in (a, b, c, d, e, f)]
     about = {"chip": "a <chip> & more", "dtype": "float32", "seed": 3, "nothing": None}
-    passages = [Passage("first", "# a prompt\n", steps, rounds), Passage("second", "x = ", steps[:1], [Round(0.1, [], 0, [a])])]
+    passages = [
+        Passage("first", "# a prompt\n", steps, rounds),
+        Passage("second", "x = ", steps[:1], [ReplayRound(0.1, [], 0, [a])]),
+    ]
     return Replay("A <title> & more", "demo", "demo-drafter", 4, passages, about)
 
 
@@ -116,7 +123,7 @@ def test_the_script_finds_every_element_that_it_names(tmp_path: Path):
     assert described <= present
 
 
-GOOD = Token(7, "x", 0.5, 1.0)
+GOOD = ReplayToken(7, "x", 0.5, 1.0)
 BAD_ROUNDS = [
     ({"accepted": 3}, "found 3"),
     ({"accepted": -1}, "found -1"),
@@ -146,7 +153,7 @@ def test_a_round_that_cannot_be_is_named(changes: dict[str, Any], problem: str):
 
 def test_a_step_that_cannot_be_is_named():
     first, second = sample().passages
-    late = replace(second, baseline=[*second.baseline, Step(GOOD, 0.0)])
+    late = replace(second, baseline=[*second.baseline, ReplayStep(GOOD, 0.0)])
     with pytest.raises(ValueError, match=r"prompt 2 \('second'\), step 2 of the baseline: expected a time above 0"):
         replace(sample(), passages=[first, late])
 

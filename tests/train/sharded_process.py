@@ -16,10 +16,10 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
 from tilewright.cli.train import agreed_tokenizer  # noqa: E402
-from tilewright.parallel.exchanges import Plan  # noqa: E402
+from tilewright.parallel.exchanges import FullyShardedPlan  # noqa: E402
 from tilewright.train import checkpoint  # noqa: E402
 from tilewright.train.data import Document, train_tokenizer  # noqa: E402
-from tilewright.train.sharded import Setup, on_mesh  # noqa: E402
+from tilewright.train.sharded import ShardedSetup, on_mesh  # noqa: E402
 from tilewright.train.text import TextOptions, Windows  # noqa: E402
 from train.sharded_support import counted, setup  # noqa: E402
 from train.support import random_stream  # noqa: E402
@@ -30,13 +30,13 @@ index, folder = jax.process_index(), Path(sys.argv[3])
 OPTIONS = TextOptions(steps=4, batch_size=8, sequence_length=8)
 
 
-def batch_of(of: Setup | None) -> tuple[np.ndarray, np.ndarray]:
+def batch_of(of: ShardedSetup | None) -> tuple[np.ndarray, np.ndarray]:
     rows = None if of is None else of.own_rows(OPTIONS.batch_size)
     windows = Windows(random_stream(400), random_stream(200, seed=1), 9, OPTIONS, rows)
     return next(windows.batches(2))
 
 
-def divided(of: Setup) -> Any:
+def divided(of: ShardedSetup) -> Any:
     def place(x: np.ndarray, sharding: Any) -> jax.Array:
         return jax.make_array_from_callback(x.shape, sharding, lambda part: x[part])
 
@@ -49,7 +49,7 @@ def require_shards(found: Any, whole: Any) -> None:
             np.testing.assert_array_equal(shard.data, np.asarray(wanted)[shard.index])
 
 
-over_both, over_rows, over_columns = (setup("qwen2", *sizes, Plan()) for sizes in ((2, 2), (4, 1), (1, 4)))
+over_both, over_rows, over_columns = (setup("qwen2", *sizes, FullyShardedPlan()) for sizes in ((2, 2), (4, 1), (1, 4)))
 for of, own in ((over_both, 4), (over_rows, 4), (over_columns, 8)):
     cut = batch_of(of)
     assert len(cut[0]) == own

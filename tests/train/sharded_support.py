@@ -14,9 +14,9 @@ from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.params import ArraySpec
-from tilewright.parallel.exchanges import Plan
+from tilewright.parallel.exchanges import FullyShardedPlan
 from tilewright.train.lm import next_token_loss
-from tilewright.train.sharded import Setup, sharded_gradient, training_mesh
+from tilewright.train.sharded import ShardedSetup, sharded_gradient, training_mesh
 
 CONFIGS = {
     "llama": decoder_config("llama", 64, 32, 48, 3, 16, 2, 8),  # groups of queries, of which 4 and 8 devices have parts
@@ -62,12 +62,12 @@ def alone(family: str) -> Any:
     return jax.jit(run)(drawn(family))
 
 
-def setup(family: str, fsdp: int, tp: int, plan: Plan, accumulate: int = 1) -> Setup:
+def setup(family: str, fsdp: int, tp: int, plan: FullyShardedPlan, accumulate: int = 1) -> ShardedSetup:
     config = CONFIGS[family]
-    return Setup(config, PLAIN, training_mesh({"fsdp": fsdp, "tp": tp}, config), plan, accumulate)
+    return ShardedSetup(config, PLAIN, training_mesh({"fsdp": fsdp, "tp": tp}, config), plan, accumulate)
 
 
-def over_devices(of: Setup, family: str) -> Any:
+def over_devices(of: ShardedSetup, family: str) -> Any:
     """Loss and gradient over the mesh."""
     return jax.jit(sharded_gradient(of))(jax.device_put(drawn(family), of.shardings), *batch())
 

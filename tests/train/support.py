@@ -12,7 +12,7 @@ from tilewright.models import decoder, dflash
 from tilewright.models.decoder import DecoderConfig
 from tilewright.models.dflash import DFlashConfig
 from tilewright.models.params import initialise
-from tilewright.train.data import Stream
+from tilewright.train.data import TokenStream
 from tilewright.train.text import TextOptions
 
 END = 0
@@ -40,14 +40,14 @@ def drafter_params(config: DFlashConfig = DRAFTER, seed: int = 1) -> Any:
     return jax.tree.map(lambda x: 8 * x if x.ndim == 2 else x, params)
 
 
-def random_stream(n: int = 200, seed: int = 0, vocab: int = 24) -> Stream:
+def random_stream(n: int = 200, seed: int = 0, vocab: int = 24) -> TokenStream:
     rng = np.random.default_rng(seed)
-    return Stream(rng.integers(1, vocab, n).astype(np.int32), np.ones(n, bool))
+    return TokenStream(rng.integers(1, vocab, n).astype(np.int32), np.ones(n, bool))
 
 
-def counting_stream(n: int = 400, period: int = 7) -> Stream:
+def counting_stream(n: int = 400, period: int = 7) -> TokenStream:
     """1, 2, ... `period`, 1, 2, ...: every token follows from the one before."""
-    return Stream((1 + np.arange(n) % period).astype(np.int32), np.ones(n, bool))
+    return TokenStream((1 + np.arange(n) % period).astype(np.int32), np.ones(n, bool))
 
 
 def silent() -> Console:

@@ -13,7 +13,7 @@ from tilewright.train.data import (
     END_OF_TEXT,
     MASK,
     Document,
-    Stream,
+    TokenStream,
     encode_documents,
     end_of_text,
     read_documents,
@@ -34,9 +34,9 @@ def write(path: Path, *records: object) -> Path:
     return path
 
 
-def numbered(n: int) -> Stream:
+def numbered(n: int) -> TokenStream:
     """A stream whose tokens are their own positions; even ones are in the loss."""
-    return Stream(np.arange(n, dtype=np.int32), np.arange(n) % 2 == 0)
+    return TokenStream(np.arange(n, dtype=np.int32), np.arange(n) % 2 == 0)
 
 
 def test_a_folder_is_searched_for_text_and_records(tmp_path: Path):
@@ -180,7 +180,7 @@ def test_a_text_too_short_for_a_batch_is_refused():
 
 
 def test_a_text_with_nothing_to_learn_is_refused():
-    given = Stream(np.arange(50, dtype=np.int32), np.zeros(50, bool))
+    given = TokenStream(np.arange(50, dtype=np.int32), np.zeros(50, bool))
     with pytest.raises(ValueError, match="the text has no token to be predicted: its 50 are all given"):
         require_windows(given, 10, 4, "the text")
 

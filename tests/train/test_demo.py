@@ -15,7 +15,7 @@ from tilewright.models.decoder import DecoderConfig, config_from_hf, config_to_h
 from tilewright.models.params import count
 from tilewright.speculation.drafters.load import DrafterOptions
 from tilewright.train import demo, evaluate
-from tilewright.train.data import END_OF_TEXT, MASK, Document, Stream, encode_documents, train_tokenizer
+from tilewright.train.data import END_OF_TEXT, MASK, Document, TokenStream, encode_documents, train_tokenizer
 from tilewright.train.demo_text import DemoText
 from tilewright.train.loop import TrainResult
 from tilewright.train.text import TextOptions
@@ -113,7 +113,7 @@ def test_drafters_learn_from_the_target_as_it_ships(tmp_path: Path, monkeypatch:
     curve = {name: np.zeros(1) for name in ("step", "loss", "held_out_loss")}
 
     def trained(
-        config: DecoderConfig, stream: Stream, held_out: Stream, options: TextOptions, out: Path, console: Console
+        config: DecoderConfig, stream: TokenStream, held_out: TokenStream, options: TextOptions, out: Path, console: Console
     ) -> TrainResult:
         asked.append((config, options))
         return TrainResult(target_params(config), curve, 0.0, 0.0)

@@ -20,14 +20,14 @@ from tilewright.models.params import initialise, to_tensors
 from tilewright.train.arithmetic import Problem
 from tilewright.train.data import MASK, Document, end_of_text, train_tokenizer
 from tilewright.train.diffusion import PADDING_WEIGHT, Batch, Examples, Pairs, diffusion_loss, fill_ins, train_diffusion
-from tilewright.train.loop import Run
+from tilewright.train.loop import TrainingRun
 from tilewright.train.text import TextOptions
 from train.support import silent
 
 SIZES = (40, 32, 48, 2, 4, 2, 8)
 LLADA = DiffusionConfig(family="llada", decoder=decoder_config("llama", *SIZES, rope_theta=1e4), mask_token_id=39)
 DREAM = DiffusionConfig(family="dream", decoder=decoder_config("qwen2", *SIZES, rope_theta=1e4), mask_token_id=39)
-OPTIONS = TextOptions(steps=4, batch_size=3, sequence_length=48, evaluate_every=2, save_every=1, products="float32")
+OPTIONS = TextOptions(steps=4, batch_size=3, sequence_length=48, evaluate_every=2, save_every=1, matmul_dtype="float32")
 PROBLEMS = [Problem((n, 90 - n)) for n in range(20, 60)]
 TEXT = Document("".join(f"line {n} of it\n" for n in range(59)))
 
@@ -151,15 +151,15 @@ def test_training_learns_and_resumes_exactly(tokenizer: Tokenizer, tmp_path: Pat
     config, source = config_for(tokenizer), examples(tokenizer, steps=30, evaluate_every=15, learning_rate=1e-2, batch_size=8)
     whole = train_diffusion(config, source, tmp_path / "whole", silent())
     assert whole.last("held_out_loss") < 0.7 * np.log(300)
-    advance = Run.advance
+    advance = TrainingRun.advance
 
-    def interrupted(self: Run, batch: Any) -> None:
+    def interrupted(self: TrainingRun, batch: Any) -> None:
         if self.step == 17:
             raise KeyboardInterrupt
         advance(self, batch)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Run, "advance", interrupted)
+        patched.setattr(TrainingRun, "advance", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train_diffusion(config, source, tmp_path / "cut", silent())
     resumed = train_diffusion(config, source, tmp_path / "cut", silent())

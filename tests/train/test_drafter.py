@@ -28,9 +28,9 @@ from tilewright.runtime.shapes import ShapeTable
 from tilewright.speculation.drafters.dflash import DFlash
 from tilewright.speculation.drafters.load import load_dflash
 from tilewright.train import drafter
-from tilewright.train.data import Stream
+from tilewright.train.data import TokenStream
 from tilewright.train.drafter import (
-    Blocks,
+    AnchorBlocks,
     DFlashOptions,
     Frozen,
     acceptance_weights,
@@ -346,7 +346,7 @@ def test_a_drafter_learns_what_its_target_says(tmp_path: Path):
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path, change: dict[str, Any], problem: str):
-    long, short = random_stream(200), Stream(np.ones(30, np.int32), np.ones(30, bool))
+    long, short = random_stream(200), TokenStream(np.ones(30, np.int32), np.ones(30, bool))
     text, held_out = (short if change.get(name) else long for name in ("text", "held_out"))
     config = replace(DRAFTER, vocab_size=change.get("vocab_size", 24))
     chosen = DFlashOptions(anchors=change.get("anchors", 4))
@@ -388,14 +388,14 @@ def test_weights_follow_the_drafts_that_are_expected_to_be_accepted(seed: int, s
     nll, kind = rng.exponential(1.0, (3, 5)).astype(np.float32), rng.integers(0, 4, (3, 5))
     counted, missed = kind > 1, kind == 1
     none = jnp.zeros((3, 5))
-    blocks = Blocks(none, none, none, jnp.asarray(counted, jnp.float32), jnp.asarray(missed))
+    blocks = AnchorBlocks(none, none, none, jnp.asarray(counted, jnp.float32), jnp.asarray(missed))
     found = acceptance_weights(jnp.asarray(nll), blocks, smoothing)
     np.testing.assert_allclose(found, naive_acceptance_weights(np.exp(-nll), counted, missed, smoothing), rtol=1e-5, atol=1e-6)
 
 
 def test_only_tokens_of_the_draft_vocabulary_are_learnt():
     config = replace(DRAFTER, draft_vocab_size=6)
-    text = Stream(np.asarray([1, 2, 3, 4, 5, 6] * 30 + [9, 10] * 5, np.int32), np.ones(190, bool))
+    text = TokenStream(np.asarray([1, 2, 3, 4, 5, 6] * 30 + [9, 10] * 5, np.int32), np.ones(190, bool))
     frozen = frozen_of(config, TARGET_PARAMS, text)
     assert frozen.vocab is not None
     assert np.asarray(frozen.vocab.ids).tolist() == [1, 2, 3, 4, 5, 6]

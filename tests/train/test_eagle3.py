@@ -18,7 +18,7 @@ from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder, draft_vocab, eagle3
 from tilewright.models.eagle3 import Eagle3Config
 from tilewright.models.params import initialise, to_tensors
-from tilewright.train.data import Stream
+from tilewright.train.data import TokenStream
 from tilewright.train.eagle3 import (
     Eagle3Options,
     ask_target,
@@ -33,7 +33,7 @@ from tilewright.train.eagle3 import (
     warm_start,
 )
 from tilewright.train.lm import train_lm
-from tilewright.train.loop import Run
+from tilewright.train.loop import TrainingRun
 from train.support import END, TARGET, counting_stream, options, random_stream, silent, target_params
 
 STEPS, LENGTH = 3, 12
@@ -172,7 +172,7 @@ def test_every_array_of_the_drafter_learns():
 @given(st.integers(0, 1000), st.integers(1, 12))
 def test_the_draft_vocabulary_is_the_most_frequent_of_what_is_in_the_loss(seed: int, size: int):
     rng = np.random.default_rng(seed)
-    stream = Stream(rng.integers(0, 12, 60).astype(np.int32), rng.random(60) < 0.5)
+    stream = TokenStream(rng.integers(0, 12, 60).astype(np.int32), rng.random(60) < 0.5)
     ids = frequent_tokens(stream, 12, size)
     counts = [int(np.sum(stream.tokens[stream.in_loss] == token)) for token in range(12)]
     assert ids.dtype == np.int32
@@ -226,15 +226,15 @@ def test_a_drafter_learns_what_its_target_says_and_resumes_exactly(tmp_path: Pat
     assert min(agreed) > 0.95
     assert set(range(1, 8)) <= set(result.params.target_ids.tolist())
 
-    advance = Run.advance
+    advance = TrainingRun.advance
 
-    def interrupted(self: Run, batch: Any) -> None:
+    def interrupted(self: TrainingRun, batch: Any) -> None:
         if self.step == 33:
             raise KeyboardInterrupt
         advance(self, batch)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Run, "advance", interrupted)
+        patched.setattr(TrainingRun, "advance", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train_eagle3(*given, tmp_path / "parts", silent())
     again, agreed_again = train_eagle3(*given, tmp_path / "parts", silent())
@@ -256,7 +256,7 @@ def test_a_drafter_learns_what_its_target_says_and_resumes_exactly(tmp_path: Pat
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path, change: dict[str, Any], problem: str):
-    long, short = random_stream(200), Stream(np.ones(30, np.int32), np.ones(30, bool))
+    long, short = random_stream(200), TokenStream(np.ones(30, np.int32), np.ones(30, bool))
     text, held_out = (short if change.get(name) else long for name in ("text", "held_out"))
     config = replace(DRAFTER, **{name: value for name, value in change.items() if value != "short"})
     with pytest.raises(ValueError, match=problem):

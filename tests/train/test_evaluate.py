@@ -11,7 +11,7 @@ from tilewright.kernels.select import training_operations
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig
 from tilewright.train import evaluate
-from tilewright.train.data import END_OF_TEXT, Document, Stream, encode_documents, train_tokenizer
+from tilewright.train.data import END_OF_TEXT, Document, TokenStream, encode_documents, train_tokenizer
 from train.support import TARGET, target_params
 
 TEXT = "for x in range(3): print(x, 'ä')\n" * 12
@@ -40,7 +40,7 @@ def test_the_loss_by_token_and_by_byte(small: None):
     config = evaluate_config(tokenizer.get_vocab_size())
     params, sizes = target_params(config), evaluate.token_bytes(tokenizer)
     stream = encode_documents(tokenizer, [Document(TEXT), Document("given " * 9 + TEXT)], 0)
-    stream = Stream(stream.tokens, np.arange(len(stream.tokens)) % 5 != 0)
+    stream = TokenStream(stream.tokens, np.arange(len(stream.tokens)) % 5 != 0)
     found = evaluate.held_out_loss(config, params, sizes, stream)
     nats, count, covered = 0.0, 0, 0
     for number, (tokens, in_loss) in enumerate(stream.windows(17, 2, 0, 0)):

@@ -13,8 +13,8 @@ import pytest
 import tilewright.train.finite
 from tilewright.models import decoder
 from tilewright.models.params import initialise
-from tilewright.parallel.exchanges import Plan
-from tilewright.train.finite import IN_FLIGHT, Finite, NotFinite, Watch, finite, require_finite
+from tilewright.parallel.exchanges import FullyShardedPlan
+from tilewright.train.finite import IN_FLIGHT, Finite, NotFiniteTraining, Watch, finite, require_finite
 from tilewright.train.lm import train_lm
 from tilewright.train.loop import Task, train
 from tilewright.train.sharded import sharded_finite
@@ -36,14 +36,14 @@ def poisoned(task: Task, step: int) -> Task:
 @pytest.mark.parametrize(("save_every", "kept"), [(2, "the checkpoint of step 4 stays"), (9, "nothing was saved")])
 def test_a_run_stops_with_the_step_and_keeps_its_last_checkpoint(tmp_path: Path, save_every: int, kept: str):
     settings: dict[str, Any] = {"steps": 30, "evaluate_every": 30, "save_every": save_every}
-    with pytest.raises(NotFinite, match=f"regression: step 5: the loss and every gradient are not finite; {kept}"):
+    with pytest.raises(NotFiniteTraining, match=f"regression: step 5: the loss and every gradient are not finite; {kept}"):
         train(poisoned(regression(**settings), 5), silent(), tmp_path)
     assert (tmp_path / "state.safetensors").exists() == (save_every == 2)
     assert fit(tmp_path, **settings).curve["step"].tolist() == [30]
 
 
 def test_the_last_step_is_looked_at_though_nothing_is_saved():
-    with pytest.raises(NotFinite, match=r"step 3: .*; nothing was saved"):
+    with pytest.raises(NotFiniteTraining, match=r"step 3: .*; nothing was saved"):
         train(poisoned(regression(steps=3), 3), silent())
 
 
@@ -53,7 +53,7 @@ def test_a_run_stops_soon_though_nothing_is_saved_meanwhile():
     def counted(task: Task) -> Task:
         return replace(task, batches=lambda first: (taken.append(batch) or batch for batch in task.batches(first)))
 
-    with pytest.raises(NotFinite, match="step 5:"):
+    with pytest.raises(NotFiniteTraining, match="step 5:"):
         train(counted(poisoned(regression(steps=100, save_every=100), 5)), silent())
     assert len(taken) == 5 + IN_FLIGHT
 
@@ -62,7 +62,7 @@ def test_a_model_that_is_broken_is_refused_after_its_first_step(tmp_path: Path):
     params = initialise(decoder.declare(TARGET), jax.random.key(0))
     broken = replace(params, norm=params.norm.at[0].set(jnp.inf))
     text = random_stream()
-    with pytest.raises(NotFinite, match="language model: step 1: the loss and every gradient are not finite"):
+    with pytest.raises(NotFiniteTraining, match="language model: step 1: the loss and every gradient are not finite"):
         train_lm(TARGET, text, text, options(save_every=1), tmp_path, silent(), broken)
     assert not list(tmp_path.iterdir())
 
@@ -87,7 +87,7 @@ def ones(bad: dict[str, int]) -> Any:
     ],
 )
 def test_an_error_names_the_groups(loss: float, bad: dict[str, int], said: str):
-    with pytest.raises(NotFinite) as stopped:
+    with pytest.raises(NotFiniteTraining) as stopped:
         require_finite(3, finite(jnp.float32(loss), ones(bad)))
     assert str(stopped.value) == said
 
@@ -98,14 +98,14 @@ def test_a_long_list_is_cut_and_runs_are_numbered():
     require_finite(1, Finite(jnp.asarray(flags), names))
     flags[1, 2:] = False
     with pytest.raises(
-        NotFinite, match=r"step 1 of run 2: the gradient of layers\.1\.o, .*layers\.8\.o and 3 more groups is not"
+        NotFiniteTraining, match=r"step 1 of run 2: the gradient of layers\.1\.o, .*layers\.8\.o and 3 more groups is not"
     ):
         require_finite(1, Finite(jnp.asarray(flags), names))
 
 
 def test_shards_are_looked_at_where_they_lie():
     """One entry, which one of eight devices holds."""
-    of = setup("qwen2", 4, 2, Plan())
+    of = setup("qwen2", 4, 2, FullyShardedPlan())
     gradient = drawn("qwen2")
     last = gradient.layers[1]
     spoilt = replace(last, down=last.down.at[-1, -1].set(jnp.inf))
@@ -115,7 +115,7 @@ def test_shards_are_looked_at_where_they_lie():
         return run(jnp.float32(1), jax.device_put(gradient, of.shardings))
 
     require_finite(1, found(gradient))
-    with pytest.raises(NotFinite, match=r"step 2: the gradient of layers\.1\.down is not finite"):
+    with pytest.raises(NotFiniteTraining, match=r"step 2: the gradient of layers\.1\.down is not finite"):
         require_finite(2, found(replace(gradient, layers=(gradient.layers[0], spoilt))))
     assert len(found(gradient).names) == len(set(found(gradient).names)) > 8 * CONFIGS["qwen2"].num_layers
 

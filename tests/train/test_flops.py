@@ -9,8 +9,8 @@ import pytest
 import tilewright.train.flops
 import tilewright.train.loop
 from tilewright.train.flops import token_flops
-from tilewright.train.loop import Pace, train
-from tilewright.train.text import text_figures
+from tilewright.train.loop import TrainingPace, train
+from tilewright.train.text import text_metrics
 from train.support import TARGET, silent
 from train.test_loop import regression
 
@@ -50,7 +50,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_utilisation_begins_behind_the_first_step(clock: Clock, monkeypatch: pytest.MonkeyPatch):
     """Which takes 100 s to compile; then 4 steps of 3e12 operations in 8 s, on two devices of 5 TFLOP/s each."""
     monkeypatch.setattr(tilewright.train.loop, "peak_flop_per_s", lambda devices: devices * 5e12)
-    pace = Pace(replace(regression(), flops=3e12, devices=2), 7)
+    pace = TrainingPace(replace(regression(), flops=3e12, devices=2), 7)
     assert pace.utilisation() is None
     clock.now = 100.0
     pace.note(8)
@@ -69,9 +69,9 @@ def test_nothing_is_said_of_a_peak_that_is_not_known(monkeypatch: pytest.MonkeyP
     assert tilewright.train.flops.peak_flop_per_s(1) is None
     told = train(task, silent())
     assert told.utilisation is None
-    assert "model_flops_utilization" not in text_figures(told)
+    assert "model_flops_utilization" not in text_metrics(told)
     monkeypatch.setattr(tilewright.train.loop, "peak_flop_per_s", lambda devices: 1e15)
     known: Any = train(task, silent()).utilisation
     assert 0 < known < 1e-3
     assert train(replace(task, flops=0.0), silent()).utilisation is None
-    assert text_figures(replace(told, utilisation=np.float64(0.5)))["model_flops_utilization"] == 0.5
+    assert text_metrics(replace(told, utilisation=np.float64(0.5)))["model_flops_utilization"] == 0.5

@@ -17,7 +17,7 @@ from tilewright.models import gnn
 from tilewright.models.gnn import FAMILIES, GATConfig, GCNConfig, GINConfig, GraphSAGEConfig
 from tilewright.train.gnn import GNNOptions, accuracy, at_best_validation, best_run, make_optimizer, mean_loss
 from tilewright.train.graphs import graphs_task
-from tilewright.train.loop import Run, TrainResult, train
+from tilewright.train.loop import TrainingRun, TrainResult, train
 from tilewright.train.nodes import full_graph_task, sampled_task
 from train.support import silent
 
@@ -83,15 +83,15 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(kind: str, tmp_path: Path
     epochs, stop = {"whole": (9, 8), "sampled": (4, 5), "graphs": (4, 8)}[kind]
     options = replace(OPTIONS, epochs=epochs, save_every=3 if kind == "whole" else 2)
     wanted = train(task(kind, options), silent())
-    advance = Run.advance
+    advance = TrainingRun.advance
 
-    def interrupted(self: Run, batch: Any) -> None:
+    def interrupted(self: TrainingRun, batch: Any) -> None:
         if self.step == stop:
             raise KeyboardInterrupt
         advance(self, batch)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Run, "advance", interrupted)
+        patched.setattr(TrainingRun, "advance", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train(task(kind, options), silent(), tmp_path)
     assert (tmp_path / "state.safetensors").exists()
@@ -124,7 +124,7 @@ def test_the_weights_that_validate_best_are_kept():
 
 def test_without_validation_the_last_weights_are_kept():
     made = task("whole", replace(OPTIONS, epochs=6))
-    run = Run(made, None)
+    run = TrainingRun(made, None)
     for batch in islice(made.batches(0), 6):
         run.advance(batch)
     result = train(made, silent())
@@ -155,7 +155,7 @@ def test_a_run_does_not_depend_on_those_beside_it():
 @pytest.mark.parametrize("kind", ["whole", "sampled", "graphs"])
 def test_a_training_run_is_one_compilation(kind: str):
     made = task(kind, replace(OPTIONS, epochs=7))
-    run, batches = Run(made, None), made.batches(0)
+    run, batches = TrainingRun(made, None), made.batches(0)
 
     def epoch() -> None:
         for batch in islice(batches, made.evaluate_every):

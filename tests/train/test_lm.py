@@ -14,7 +14,7 @@ from reference.dflash_numpy import Target
 from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder
 from tilewright.models.params import spec_leaves, to_tensors
-from tilewright.train.data import Stream
+from tilewright.train.data import TokenStream
 from tilewright.train.lm import hidden_matrices, next_token_loss, train_lm
 from tilewright.train.text import HELD_OUT_BATCHES, Windows
 from train.support import TARGET, counting_stream, options, random_stream, silent, target_params
@@ -108,7 +108,7 @@ def test_training_learns_a_text_that_repeats(tmp_path: Path):
 
 @pytest.mark.parametrize("which", ["training", "held-out"])
 def test_too_little_text_is_refused_before_anything_is_written(tmp_path: Path, which: str):
-    short = Stream(np.ones(50, np.int32), np.ones(50, bool))
+    short = TokenStream(np.ones(50, np.int32), np.ones(50, bool))
     texts = {"training": counting_stream(), "held-out": counting_stream(), which: short}
     with pytest.raises(ValueError, match=f"the {which} text has 50 tokens; a batch of 2 windows of 17 needs 51"):
         train_lm(TARGET, texts["training"], texts["held-out"], options(), tmp_path / "out", silent())

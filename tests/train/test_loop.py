@@ -23,14 +23,14 @@ from tilewright.train import checkpoint, loop
 from tilewright.train.drafter import DFlashOptions, train_drafter
 from tilewright.train.finite import FINITE, finite
 from tilewright.train.lm import train_lm
-from tilewright.train.loop import Figures, Run, Task, TrainResult, gradient_step, keep_better, train
-from tilewright.train.text import TextOptions, make_optimizer, text_figures
+from tilewright.train.loop import Metrics, Task, TrainingRun, TrainResult, gradient_step, keep_better, train
+from tilewright.train.text import TextOptions, make_optimizer, text_metrics
 from train.support import DRAFTER, TARGET, options, random_stream, silent, target_params
 
 WANTED = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
 
 
-def regression(identity: str = "regression", seed: Any = 0, score: str | None = None, **changes: Any) -> Task:
+def regression(task: str = "regression", seed: Any = 0, score: str | None = None, **changes: Any) -> Task:
     """Least squares: find the matrix and the offset behind `y = x @ WANTED + 1`."""
     chosen = options(**{"learning_rate": 0.05, **changes})
     optimizer = make_optimizer(chosen, is_matrix)
@@ -54,7 +54,7 @@ def regression(identity: str = "regression", seed: Any = 0, score: str | None = 
     step = gradient_step(loss, optimizer, jnp.float32(1))
     sizes = {"steps": chosen.steps, "evaluate_every": chosen.evaluate_every, "save_every": chosen.save_every}
     return Task(
-        "regression", {**chosen.identity(), "task": identity}, init, step, lambda first: map(batch, count(first)), evaluate,
+        "regression", {**chosen.run_fingerprint(), "task": task}, init, step, lambda first: map(batch, count(first)), evaluate,
         **sizes, seed=seed, progress=("rows", 8), score=score,
     )  # fmt: skip
 
@@ -118,14 +118,14 @@ def test_models_resume_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
     whole = run(tmp_path / "whole")
     with monkeypatch.context() as patched:
-        advance = Run.advance
+        advance = TrainingRun.advance
 
-        def dies(self: Run, batch: Any) -> None:
+        def dies(self: TrainingRun, batch: Any) -> None:
             if self.step == 5:
                 raise KeyboardInterrupt
             advance(self, batch)
 
-        patched.setattr(Run, "advance", dies)
+        patched.setattr(TrainingRun, "advance", dies)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path / "parts")
     assert_equal(run(tmp_path / "parts"), whole)
@@ -161,9 +161,9 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path):
 
 
 def test_a_state_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path, identity = tmp_path / "new" / "state.safetensors", {"run": 1}
+    path, run_fingerprint = tmp_path / "new" / "state.safetensors", {"run": 1}
     old, figures = {"w": jnp.arange(3, dtype=jnp.float32)}, {"loss": np.array([0.5, 0.25])}
-    checkpoint.save(path, old, 4, figures, identity)
+    checkpoint.save(path, old, 4, figures, run_fingerprint)
 
     def half(arrays: Any, target: Path, **_: Any) -> None:
         target.write_bytes(b"half")
@@ -171,12 +171,12 @@ def test_a_state_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(tilewright.models.checkpoint, "save_file", half)
     with pytest.raises(OSError, match="disk full"):
-        checkpoint.save(path, {"w": jnp.ones(3)}, 5, {}, identity)
-    state, step, kept = checkpoint.load(path, {"w": jnp.zeros(3)}, identity)
+        checkpoint.save(path, {"w": jnp.ones(3)}, 5, {}, run_fingerprint)
+    state, step, kept = checkpoint.load(path, {"w": jnp.zeros(3)}, run_fingerprint)
     np.testing.assert_array_equal(state["w"], old["w"])
     assert (step, kept["loss"].tolist()) == (4, [0.5, 0.25])
     with pytest.raises(OSError, match="disk full"):
-        checkpoint.save(tmp_path / "first.safetensors", old, 1, {}, identity)
+        checkpoint.save(tmp_path / "first.safetensors", old, 1, {}, run_fingerprint)
     assert not (tmp_path / "first.safetensors").exists()
 
 
@@ -263,7 +263,7 @@ def test_options_out_of_range_are_refused(change: dict[str, Any], problem: str):
 
 
 def test_figures_are_plain_data(tmp_path: Path):
-    figures = text_figures(fit(tmp_path))
+    figures = text_metrics(fit(tmp_path))
     losses = {"loss_nats_per_token", "held_out_loss_nats_per_token"}
     compiling = {"compilations", "programs_loaded", "compile_seconds"}
     assert figures.keys() == {"steps", "tokens_per_s", "seconds", "curve", *losses, *compiling}
@@ -274,7 +274,7 @@ def test_figures_are_plain_data(tmp_path: Path):
 def falling_then_rising(score: str | None) -> Task:
     """Two runs whose parameter is the step; one is best at step 4, the other one at the end."""
 
-    def step(params: Array, opt_state: Any, batch: Any, key: Array) -> tuple[Array, Any, Figures]:
+    def step(params: Array, opt_state: Any, batch: Any, key: Array) -> tuple[Array, Any, Metrics]:
         return params + 1, opt_state, {"loss": params, FINITE: finite(params, {})}
 
     def evaluate(params: Array, step: int) -> dict[str, Array]:
@@ -325,7 +325,7 @@ def test_nobody_waits_for_a_step_between_two_evaluations(every: int, read: bool)
     def step(params: Any, opt_state: Any, batch: Any, key: Any) -> Any:
         return params + 1, opt_state, {"loss": next(told), FINITE: finite(jnp.float32(0), {})}
 
-    run = Run(replace(made, step=step), None)
+    run = TrainingRun(replace(made, step=step), None)
     for n in range(1, 5):
         run.advance(None)
         if n % every == 0:

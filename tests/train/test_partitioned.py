@@ -18,8 +18,8 @@ from tilewright.train.drafter import DFlashOptions, train_drafter
 from tilewright.train.dspark import DSparkOptions, train_dspark
 from tilewright.train.eagle3 import Eagle3Options, train_eagle3
 from tilewright.train.lilicorr import LiLiCorrOptions, train_lilicorr
-from tilewright.train.loop import Run, TrainResult
-from tilewright.train.partitioned import Division
+from tilewright.train.loop import TrainingRun, TrainResult
+from tilewright.train.partitioned import TrainingPlacement
 from tilewright.train.sharded import data_mesh
 from train.support import DRAFTER, TARGET, options, random_stream, silent, target_params
 
@@ -52,17 +52,17 @@ KINDS: dict[str, Any] = {
 
 def trained(kind: str, out: Path, **axes: int) -> TrainResult:
     train, config, own = KINDS[kind]
-    division = Division(data_mesh(axes) if axes else None)
+    placement = TrainingPlacement(data_mesh(axes) if axes else None)
     params = target_params()
-    if division.mesh is not None:
-        params = jax.device_put(params, division.shardings(decoder.declare(TARGET)))
-    chosen = options(batch_size=4, steps=4, evaluate_every=2, save_every=2, products="float32")
+    if placement.mesh is not None:
+        params = jax.device_put(params, placement.shardings(decoder.declare(TARGET)))
+    chosen = options(batch_size=4, steps=4, evaluate_every=2, save_every=2, matmul_dtype="float32")
     texts = random_stream(600), random_stream(300, seed=9)
-    result = train(TARGET, params, config, *texts, chosen, own, out, silent(), division=division)
+    result = train(TARGET, params, config, *texts, chosen, own, out, silent(), placement=placement)
     return result[0] if isinstance(result, tuple) else result
 
 
-def stopped(self: Run, batch: Any, advance: Any = Run.advance) -> None:
+def stopped(self: TrainingRun, batch: Any, advance: Any = TrainingRun.advance) -> None:
     if self.step == 3:
         raise KeyboardInterrupt
     advance(self, batch)
@@ -76,7 +76,7 @@ def test_a_drafter_over_a_mesh_is_that_of_one_device(tmp_path: Path, monkeypatch
     wanted = trained(kind, tmp_path / "alone")
     if stops:
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(Run, "advance", stopped)
+            patched.setattr(TrainingRun, "advance", stopped)
             trained(kind, tmp_path / "mesh", fsdp=4, tp=2)
         assert (tmp_path / "mesh" / "sharded" / "2").is_dir()
     found = trained(kind, tmp_path / "mesh", fsdp=2, tp=2)

@@ -89,7 +89,7 @@ def test_a_drafter_and_its_frozen_target_are_multiplied_so_too():
 @needs_native
 def test_a_run_learns_and_is_not_resumed_with_other_products(tmp_path: Path):
     def run(products: str, out: Path, steps: int = 12) -> Any:
-        chosen = options(products=products, steps=steps, save_every=6)
+        chosen = options(matmul_dtype=products, steps=steps, save_every=6)
         return train_lm(TIED, counting_stream(), counting_stream(100), chosen, out, silent())
 
     rounded, plain = run("bfloat16", tmp_path / "b"), run("float32", tmp_path / "f")
@@ -103,8 +103,8 @@ def test_a_run_learns_and_is_not_resumed_with_other_products(tmp_path: Path):
 def test_without_kernels_a_run_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(native, "kernels", lambda: native.Native(None, "there is no C++ compiler"))
     with pytest.raises(ValueError, match="products in bfloat16 need the CPU kernels: there is no C"):
-        TextOptions(products="bfloat16")
-    assert TextOptions().products == "auto"
+        TextOptions(matmul_dtype="bfloat16")
+    assert TextOptions().matmul_dtype == "auto"
     assert TextOptions().ops == PLAIN
 
 
@@ -128,4 +128,4 @@ def test_float32_products_of_the_kernels_agree_with_plain_ones():
 
 def test_other_products_are_refused():
     with pytest.raises(ValueError, match="expected products in auto, float32 or bfloat16, found 'float16'"):
-        TextOptions(products="float16")
+        TextOptions(matmul_dtype="float16")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewright.train.data import Stream
+from tilewright.train.data import TokenStream
 from tilewright.train.records import RecordRows, Records, batches_of
 from tilewright.train.text import Windows
 from train.support import counting_stream, options
@@ -107,4 +107,4 @@ def test_sources_get_their_batches():
     chosen = replace(options(), batch_size=2)
     assert isinstance(batches_of(made, made, chosen), RecordRows)
     assert isinstance(batches_of(stream, stream, chosen), Windows)
-    assert isinstance(stream, Stream)
+    assert isinstance(stream, TokenStream)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models
 from tilewright.llm.language_model import Generation, LanguageModel
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
-from tilewright.train.data import Stream
+from tilewright.train.data import TokenStream
 from tilewright.train.regenerate import cut_prompts, pair_stream, regenerate
 from train.support import END, TARGET, random_stream, silent, target_params
 
@@ -25,7 +25,7 @@ def lm() -> LanguageModel:
     return LanguageModel(TARGET, target_params(), tokenizer, table=table)
 
 
-def write(lm: LanguageModel, prompts: list[list[int]], path: Path) -> Stream:
+def write(lm: LanguageModel, prompts: list[list[int]], path: Path) -> TokenStream:
     return regenerate(lm, prompts, SAMPLINGS, path, END, silent())
 
 

@@ -14,7 +14,7 @@ from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.train import self_instruct
 from tilewright.train.self_instruct import (
-    AnswerOptions,
+    SelfInstructOptions,
     answers,
     asked,
     distinct,
@@ -67,7 +67,7 @@ def test_which_instructions_are_left_out():
 
 
 def test_answers_are_what_the_model_says_at_both_temperatures(lm: LanguageModel, tmp_path: Path):
-    options, left_out = AnswerOptions(length=24, seed=5), Counter[str]()
+    options, left_out = SelfInstructOptions(length=24, seed=5), Counter[str]()
     messages = ["t1 t2 t3", "t1 t2 t3", "t4 t5", "t6 " * 40]
     records = answers(lm, TEMPLATE, messages, options, tmp_path / "answers.jsonl", silent(), left_out)
     expected = []
@@ -86,7 +86,7 @@ def test_answers_are_what_the_model_says_at_both_temperatures(lm: LanguageModel,
 
 
 def test_instructions_end_where_the_model_ends_them(lm: LanguageModel, tmp_path: Path):
-    options = AnswerOptions(instruction_tokens=12)
+    options = SelfInstructOptions(instruction_tokens=12)
     texts = instructions(lm, TEMPLATE, 16, options, tmp_path / "instructions.jsonl", silent())
     prompt, whole = lm.tokenizer.encode("<user>", add_special_tokens=False).ids, []
     for seed in range(16):

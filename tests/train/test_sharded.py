@@ -13,11 +13,11 @@ import pytest
 
 from products import cases
 from tilewright.kernels.select import PLAIN
-from tilewright.parallel.exchanges import Halves, Plan
-from tilewright.train.finite import FINITE, NotFinite, require_finite
+from tilewright.parallel.exchanges import FullyShardedPlan, Halves
+from tilewright.train.finite import FINITE, NotFiniteTraining, require_finite
 from tilewright.train.lm import hidden_matrices, next_token_loss
 from tilewright.train.loop import gradient_step
-from tilewright.train.sharded import Setup, sharded_gradient, sharded_init, sharded_step, training_mesh
+from tilewright.train.sharded import ShardedSetup, sharded_gradient, sharded_init, sharded_step, training_mesh
 from tilewright.train.text import TextOptions, make_optimizer
 from train.sharded_support import CONFIGS, alone, batch, drawn, equal, over_devices, setup
 
@@ -28,7 +28,7 @@ QUICK = {
     ((1, 8), (2, 0), False, False),
     ((2, 4), (1, 1), True, True),
 }
-"""Mesh, shifts (early, late), scanned, remat."""
+"""Mesh, shifts (prefetch distance, scatter delay), scanned, remat."""
 
 EVERY = list(cases(QUICK, 3, MESHES, SHIFTS, (False, True), (False, True)))
 
@@ -37,21 +37,28 @@ EVERY = list(cases(QUICK, 3, MESHES, SHIFTS, (False, True), (False, True)))
 def test_loss_and_every_gradient_equal_those_of_one_device(
     mesh: tuple[int, int], shifts: tuple[int, int], scan: bool, remat: bool
 ):
-    plan = Plan(early=Halves(shifts[0], shifts[0]), late=Halves(shifts[1], shifts[1]), scan=scan, remat=remat)
+    plan = FullyShardedPlan(
+        prefetch_distance=Halves(shifts[0], shifts[0]), scatter_delay=Halves(shifts[1], shifts[1]), scan=scan, remat=remat
+    )
     family = ("short" if shifts == (1, 1) else "looped") if scan else "llama"
     equal(over_devices(setup(family, *mesh, plan), family), family)
 
 
 OTHERS = {
-    "rings, tied head": ("qwen3", (2, 4), Plan(weights="ring", gradients="ring", activations="ring"), 1),
-    "halves of their own shifts, biases": ("qwen2", (4, 2), Plan(early=Halves(2, 0), late=Halves(0, 1)), 1),
-    "rings in a loop": ("looped", (4, 2), Plan(weights="ring", gradients="ring", activations="ring", scan=True), 1),
-    "rings of weights alone, kept": ("qwen2", (8, 1), Plan(weights="ring", gradients="ring", remat=False), 1),
-    "rings of rows alone, kept": ("llama", (1, 8), Plan(activations="ring", remat=False), 1),
-    "parts of a batch": ("qwen3", (4, 2), Plan(), 4),
-    "no tokens": ("qwen3", (2, 4), Plan(threaded=False), 1),
-    "no tokens, in a loop": ("looped", (2, 4), Plan(threaded=False, scan=True), 1),
-    "shifts of all layers": ("qwen2", (2, 4), Plan(early=Halves(2, 2), late=Halves(2, 2)), 1),
+    "rings, tied head": ("qwen3", (2, 4), FullyShardedPlan(weights="ring", gradients="ring", activations="ring"), 1),
+    "halves of their own shifts, biases": (
+        "qwen2",
+        (4, 2),
+        FullyShardedPlan(prefetch_distance=Halves(2, 0), scatter_delay=Halves(0, 1)),
+        1,
+    ),
+    "rings in a loop": ("looped", (4, 2), FullyShardedPlan(weights="ring", gradients="ring", activations="ring", scan=True), 1),
+    "rings of weights alone, kept": ("qwen2", (8, 1), FullyShardedPlan(weights="ring", gradients="ring", remat=False), 1),
+    "rings of rows alone, kept": ("llama", (1, 8), FullyShardedPlan(activations="ring", remat=False), 1),
+    "parts of a batch": ("qwen3", (4, 2), FullyShardedPlan(), 4),
+    "no tokens": ("qwen3", (2, 4), FullyShardedPlan(threaded=False), 1),
+    "no tokens, in a loop": ("looped", (2, 4), FullyShardedPlan(threaded=False, scan=True), 1),
+    "shifts of all layers": ("qwen2", (2, 4), FullyShardedPlan(prefetch_distance=Halves(2, 2), scatter_delay=Halves(2, 2)), 1),
 }
 FIRST = ("rings, tied head", "halves of their own shifts, biases", "parts of a batch")
 
@@ -64,7 +71,7 @@ def test_other_plans_families_and_parts_of_a_batch_give_the_same(name: str):
 
 def test_bfloat16_is_near_and_its_gradients_are_float32():
     """Weights, products and the stream in bfloat16, gradients summed in float32, of masters that are float32."""
-    loss, gradient = over_devices(setup("qwen2", 4, 2, Plan(dtype="bfloat16")), "qwen2")
+    loss, gradient = over_devices(setup("qwen2", 4, 2, FullyShardedPlan(dtype="bfloat16")), "qwen2")
     wanted_loss, wanted = alone("qwen2")
     assert float(loss) == pytest.approx(float(wanted_loss), rel=2e-2)
     for ours, plain in zip(jax.tree.leaves(gradient), jax.tree.leaves(wanted), strict=True):
@@ -73,7 +80,7 @@ def test_bfloat16_is_near_and_its_gradients_are_float32():
         assert float(one @ other / np.linalg.norm(one) / np.linalg.norm(other)) > 0.99
 
 
-def collectives(plan: Plan) -> Counter[tuple[str, str]]:
+def collectives(plan: FullyShardedPlan) -> Counter[tuple[str, str]]:
     """How many of each kind a program of 2 layers has over each axis."""
     of = setup("qwen2", 4, 2, plan)
     program = str(jax.make_jaxpr(sharded_gradient(of))(drawn("qwen2"), *batch()))
@@ -82,7 +89,7 @@ def collectives(plan: Plan) -> Counter[tuple[str, str]]:
 
 def test_remat_gathers_again_and_nothing_else_is_added():
     """Seven matrices a layer, embedding and head, each scattered once; rows are gathered for each half and for its gradient."""
-    kept, again = collectives(Plan(remat=False)), collectives(Plan())
+    kept, again = collectives(FullyShardedPlan(remat=False)), collectives(FullyShardedPlan())
     assert kept["all_gather", "fsdp"] == 2 * 7 + 2
     assert again["all_gather", "fsdp"] == 2 * 7 * 2 + 2
     assert kept["reduce_scatter", "fsdp"] == again["reduce_scatter", "fsdp"] == 2 * 7 + 2
@@ -92,19 +99,19 @@ def test_remat_gathers_again_and_nothing_else_is_added():
 def test_a_scanned_step_has_a_loop_for_each_pass_and_an_unrolled_one_none():
     """Beside that over blocks of the loss."""
 
-    def loops(plan: Plan, family: str) -> int:
+    def loops(plan: FullyShardedPlan, family: str) -> int:
         of = setup(family, 4, 2, plan)
         return str(jax.make_jaxpr(sharded_gradient(of))(drawn(family), *batch())).count(" scan[")
 
-    assert loops(Plan(), "short") == 1
-    assert loops(Plan(scan=True), "short") == 3
-    assert loops(Plan(scan=True), "qwen2") == 1  # too few layers
+    assert loops(FullyShardedPlan(), "short") == 1
+    assert loops(FullyShardedPlan(scan=True), "short") == 3
+    assert loops(FullyShardedPlan(scan=True), "qwen2") == 1  # too few layers
 
 
 OPTIONS = TextOptions(steps=50, learning_rate=3e-3, warmup=0.1, clip=0.5, weight_decay=0.1)
 
 
-def curves(optimizer: str, steps: int, of: Setup) -> tuple[np.ndarray, np.ndarray, list[tuple[int, int]]]:
+def curves(optimizer: str, steps: int, of: ShardedSetup) -> tuple[np.ndarray, np.ndarray, list[tuple[int, int]]]:
     """Losses of steps on a few batches over the mesh and on one device; of each matrix of the state its size and a shard's."""
     made = make_optimizer(TextOptions(**{**vars(OPTIONS), "optimizer": optimizer}), hidden_matrices)
     tokens, in_loss = (np.asarray(each) for each in batch())
@@ -123,13 +130,13 @@ def curves(optimizer: str, steps: int, of: Setup) -> tuple[np.ndarray, np.ndarra
     divided = [(leaf.size, leaf.addressable_shards[0].data.size) for leaf in jax.tree.leaves(state) if leaf.ndim == 2]
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(start)), "training donates its own"
     broken = replace(params, norm=params.norm.at[0].set(jnp.nan))
-    with pytest.raises(NotFinite, match="step 9: the loss and every gradient"):
+    with pytest.raises(NotFiniteTraining, match="step 9: the loss and every gradient"):
         require_finite(9, ours(broken, state, (tokens, in_loss), key)[2][FINITE])
     return found[:, 0], found[:, 1], divided
 
 
 def test_steps_follow_those_of_one_device_and_the_state_stays_divided():
-    of = setup("qwen2", 4, 2, Plan())
+    of = setup("qwen2", 4, 2, FullyShardedPlan())
     ours, wanted, divided = curves("adamw", 3, of)
     np.testing.assert_allclose(ours, wanted, rtol=1e-5)
     assert len(divided) == 2 * (2 * 7 + 2)
@@ -139,7 +146,7 @@ def test_steps_follow_those_of_one_device_and_the_state_stays_divided():
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_fifty_steps_follow_the_curve_of_one_device(optimizer: str):
-    ours, wanted, _ = curves(optimizer, 50, setup("qwen2", 4, 2, Plan()))
+    ours, wanted, _ = curves(optimizer, 50, setup("qwen2", 4, 2, FullyShardedPlan()))
     assert ours[-1] < 0.8 * ours[0]
     np.testing.assert_allclose(ours, wanted, rtol=1e-3)
 
@@ -147,14 +154,17 @@ def test_fifty_steps_follow_the_curve_of_one_device(optimizer: str):
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (lambda: setup("qwen2", 4, 2, Plan(early=Halves(1, 3))), "shift early of mlp from 0 to the 2 layers, found 3"),
-        (lambda: setup("qwen2", 4, 2, Plan(late=Halves(-1, 0))), "expected the shift late of attention from 0 to the 2 layers"),
-        (lambda: setup("qwen2", 4, 2, Plan(), 0), "expected a batch in at least 1 part, found 0"),
+        (lambda: setup("qwen2", 4, 2, FullyShardedPlan(prefetch_distance=Halves(1, 3))),
+         "prefetch distance of mlp from 0 to the 2 layers, found 3"),
+        (lambda: setup("qwen2", 4, 2, FullyShardedPlan(scatter_delay=Halves(-1, 0))),
+         "expected the scatter delay of attention from 0 to the 2 layers"),
+        (lambda: setup("qwen2", 4, 2, FullyShardedPlan(), 0), "expected a batch in at least 1 part, found 0"),
         (lambda: training_mesh({"fsdp": 3}, CONFIGS["qwen2"]), "expected fsdp that divides the hidden size 32, found 3"),
         (lambda: training_mesh({"tp": 5}, CONFIGS["qwen2"]), "expected devices that divide 8 heads"),
         (lambda: training_mesh({"dp": 2}, CONFIGS["qwen2"]), "expected the axes fsdp and tp, found dp"),
-        (lambda: setup("qwen2", 4, 2, Plan(), 3).check_batch((16, 9)), "that fsdp=4 × 3 parts divide, found 16"),
-        (lambda: setup("qwen2", 1, 8, Plan()).check_batch((1, 10)), "that tp=8 divides, found 9 of a group of fsdp"),
+        (lambda: setup("qwen2", 4, 2, FullyShardedPlan(), 3).check_batch((16, 9)), "that fsdp=4 × 3 parts divide, found 16"),
+        (lambda: setup("qwen2", 1, 8, FullyShardedPlan()).check_batch((1, 10)),
+         "that tp=8 divides, found 9 of a group of fsdp"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_before_any_step(make: Any, expected: str):

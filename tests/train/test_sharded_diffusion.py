@@ -9,7 +9,7 @@ import pytest
 
 from tilewright.kernels.select import PLAIN
 from tilewright.models.diffusion import DiffusionConfig
-from tilewright.parallel.exchanges import Plan
+from tilewright.parallel.exchanges import FullyShardedPlan
 from tilewright.train.diffusion import Batch, bidirectional, diffusion_loss, masked_tokens
 from tilewright.train.sharded import predicted_gradient
 from train.sharded_support import CONFIGS, drawn, setup, tolerance
@@ -25,9 +25,9 @@ def batch() -> Batch:
 
 
 CASES = {
-    "llada": ("llama", (2, 4), Plan()),
-    "dream": ("qwen2", (4, 2), Plan(weights="ring", activations="ring")),
-    "dream, in parts": ("qwen2", (4, 1), Plan()),
+    "llada": ("llama", (2, 4), FullyShardedPlan()),
+    "dream": ("qwen2", (4, 2), FullyShardedPlan(weights="ring", activations="ring")),
+    "dream, in parts": ("qwen2", (4, 1), FullyShardedPlan()),
 }
 
 

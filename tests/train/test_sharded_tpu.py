@@ -19,8 +19,8 @@ from tilewright.compiled.schedule import COPY, read_schedule
 from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder
 from tilewright.models.params import abstract
-from tilewright.parallel.exchanges import Halves, Plan
-from tilewright.train.sharded import Setup, sharded_gradient, training_mesh
+from tilewright.parallel.exchanges import FullyShardedPlan, Halves
+from tilewright.train.sharded import ShardedSetup, sharded_gradient, training_mesh
 
 pytestmark = pytest.mark.tpu
 
@@ -28,17 +28,17 @@ LAYERS = 3
 CONFIG = decoder_config("llama", 2048, 2048, 8192, LAYERS, 16, 8, 128)
 BATCH = (16, 1025)
 PLANS = {
-    "threaded": Plan(dtype="bfloat16"),
-    "late": Plan(early=Halves(0, 0), dtype="bfloat16"),
-    "no tokens": Plan(dtype="bfloat16", threaded=False),
-    "rings": Plan(dtype="bfloat16", weights="ring", gradients="ring", activations="ring"),
+    "threaded": FullyShardedPlan(dtype="bfloat16"),
+    "late": FullyShardedPlan(prefetch_distance=Halves(0, 0), dtype="bfloat16"),
+    "no tokens": FullyShardedPlan(dtype="bfloat16", threaded=False),
+    "rings": FullyShardedPlan(dtype="bfloat16", weights="ring", gradients="ring", activations="ring"),
 }
 
 
 @cache
 def compiled(chip: str, plan: str) -> Compiled:
     mesh = training_mesh({"fsdp": 4, "tp": 2}, CONFIG, tpu_topology(chip).devices)
-    setup = Setup(CONFIG, PLAIN, mesh, PLANS[plan])
+    setup = ShardedSetup(CONFIG, PLAIN, mesh, PLANS[plan])
     params = abstract(decoder.declare(CONFIG), jnp.float32, setup.shardings)
     batch = [jax.ShapeDtypeStruct(BATCH, dtype, sharding=setup.batch_sharding) for dtype in (jnp.int32, jnp.bool_)]
     return compile_for(chip, sharded_gradient(setup), params, *batch)
@@ -99,8 +99,8 @@ def expected() -> dict[str, str]:
 def hidden(chip: str, plan: str) -> list[bool]:
     """Whether each hides under its half, and no other but, backwards, the one before it: weights' gradients may come late."""
     found = beside(chip, plan)
-    late = {f"gather_{n}_attention_again": {f"back_{n + 1}/attention"} for n in range(LAYERS)}
-    return [{under} <= found[name] <= {under} | late.get(name, set()) for name, under in expected().items()]
+    behind = {f"gather_{n}_attention_again": {f"back_{n + 1}/attention"} for n in range(LAYERS)}
+    return [{under} <= found[name] <= {under} | behind.get(name, set()) for name, under in expected().items()]
 
 
 def test_weights_are_gathered_under_the_half_before_in_both_passes():

@@ -18,7 +18,7 @@ from tilewright.train import taps
 from tilewright.train.drafter import DFlashOptions, train_drafter
 from tilewright.train.dspark import DSparkOptions, train_dspark
 from tilewright.train.lilicorr import LiLiCorrOptions, train_lilicorr
-from tilewright.train.partitioned import Division
+from tilewright.train.partitioned import TrainingPlacement
 from tilewright.train.records import Records
 from tilewright.train.sharded import data_mesh
 from train.support import DRAFTER, TARGET, counting_stream, drafter_params, options, silent, target_params
@@ -123,19 +123,19 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         rows_in(tmp_path / "taps", tapped=(1,))
     rows_in(tmp_path / "taps")
 
-    def trained(source: Any, division: Division = Division()) -> None:
+    def trained(source: Any, placement: TrainingPlacement = TrainingPlacement()) -> None:
         own = DFlashOptions(anchors=4, keep_taps=tmp_path / "other")
         out = tmp_path / "out"
-        train_drafter(TARGET, TARGET_PARAMS, DRAFTER, source, source, OPTIONS, own, out, silent(), drafter_params(), division)
+        train_drafter(TARGET, TARGET_PARAMS, DRAFTER, source, source, OPTIONS, own, out, silent(), drafter_params(), placement)
 
     with pytest.raises(ValueError, match="expected whole records for --keep-taps"):
         trained(counting_stream())
     with pytest.raises(ValueError, match="expected --keep-taps or --mesh, found both"):
-        trained(MADE, Division(data_mesh({"fsdp": 2})))
+        trained(MADE, TrainingPlacement(data_mesh({"fsdp": 2})))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: namedtuple("Usage", "free")(10))
     with pytest.raises(ValueError, match=r"expected room for 0.0 GB of states, found 0.0 GB"):
         trained(MADE)
-    assert not (tmp_path / "other" / taps.IDENTITY).exists()
+    assert not (tmp_path / "other" / taps.FINGERPRINT_FILE).exists()
 
 
 def test_nothing_flows_back_into_the_target():

@@ -25,7 +25,7 @@ def test_a_run_on_its_plateau_is_told_when_to_end(tmp_path: Path):
 
 
 def test_other_runs_must_agree_in_their_steps():
-    assert options(schedule="cosine", steps=8).identity() != options(schedule="cosine", steps=9).identity()
+    assert options(schedule="cosine", steps=8).run_fingerprint() != options(schedule="cosine", steps=9).run_fingerprint()
     plateau = options(schedule="wsd", steps=8)
-    assert plateau.identity() == replace(plateau, steps=9, cooldown=0.0).identity()
-    assert plateau.identity() != replace(plateau, learning_rate=1.0).identity()
+    assert plateau.run_fingerprint() == replace(plateau, steps=9, cooldown=0.0).run_fingerprint()
+    assert plateau.run_fingerprint() != replace(plateau, learning_rate=1.0).run_fingerprint()

@@ -1,4 +1,4 @@
-"""What a server's stream of completion chunks says, with the time at which each chunk came."""
+"""A server's stream of completion chunks, parsed, with the time at which each chunk came."""
 
 import json
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Chunk:
+class StreamedChunk:
     """A chunk that brought tokens.
 
     Attributes:
@@ -36,7 +36,7 @@ class Chunk:
 
 
 @dataclass
-class Answer:
+class StreamedAnswer:
     """The answer to one request, as far as it came.
 
     Attributes:
@@ -48,7 +48,7 @@ class Answer:
         cached_tokens: those of the prompt that the server had in its prefix cache, by the last usage that says so.
     """
 
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: list[StreamedChunk] = field(default_factory=list)
     first_choice_s: float | None = None
     prompt_tokens: int | None = None
     usage_tokens: int | None = None
@@ -115,7 +115,7 @@ class Answer:
         # A token that is half a character has no text: of a completion any chunk before the end stands for tokens.
         silent = new is None and "text" in choice and not self.finish_reason
         if has_text(choice) or new or silent:
-            self.chunks.append(Chunk(now, new))
+            self.chunks.append(StreamedChunk(now, new))
 
     @property
     def ended(self) -> bool:

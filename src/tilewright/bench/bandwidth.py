@@ -1,4 +1,4 @@
-"""How fast this machine moves memory: the limit of a kernel that streams its weights.
+"""Memory bandwidth of this machine: the limit of a kernel that streams its weights.
 
 Two figures, both with every core that the process may use, over buffers far larger than a last-level cache:
 
@@ -33,7 +33,7 @@ def threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class Memory:
+class MemoryBuffers:
     """Two buffers, and how fast they can be copied and read.
 
     Args:

@@ -1,4 +1,4 @@
-"""What rounds did where that was chosen as decoding went, and why: for JSON, tables and pages."""
+"""Rounds that were chosen as decoding went, and the reasons, for JSON, tables and pages."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from tilewright.bench.chosen import chosen_figures
-from tilewright.bench.figures import BASELINE, Row, Run, benchmark_row
+from tilewright.bench.figures import BASELINE, DecodingRun, Row, benchmark_row
 from tilewright.compiled.machine import chip_name
 from tilewright.compiled.timing import REPETITIONS, alternate
 from tilewright.llm.acceptance import num_spec_tokens
@@ -20,7 +20,7 @@ def decode_in_turns(
     sampling: Sampling | Sequence[Sampling],
     repetitions: int = REPETITIONS,
     on_run: Callable[[], None] = lambda: None,
-) -> list[Run]:
+) -> list[DecodingRun]:
     """Decodes `batches` of prompts every way, in turns; the way named `BASELINE` without a drafter. A run for each way.
 
     Args:
@@ -34,7 +34,7 @@ def decode_in_turns(
 
     taken = alternate({name: decoded(name, lm) for name, lm in ways.items()}, repetitions, on_run, warm=True)
     return [
-        Run(
+        DecodingRun(
             dataset="",
             drafter=name,
             num_spec_tokens=0 if name == BASELINE else num_spec_tokens(lm),
@@ -65,7 +65,7 @@ def compare(
 
 
 def environment(lm: LanguageModel) -> dict[str, Any]:
-    """What the figures were measured on and with."""
+    """Chip, devices, dtypes, kernels and versions that the figures were measured with."""
     return {
         "chip": chip_name(),
         "devices": 1 if lm.placement is None else lm.placement.mesh.size,

@@ -41,8 +41,8 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How a benchmark's records look, and how they are asked.
+class RecordLayout:
+    """Layout of a benchmark's records, and the prompts that are made of them.
 
     Attributes:
         fields: that a file of this layout is known by.
@@ -108,22 +108,22 @@ def conversation(record: Record) -> tuple[tuple[str, str], ...]:
 
 STEP_BY_STEP = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 LAYOUTS = {
-    "gsm8k": Layout(("question", "answer"), one("question"), chat=("", STEP_BY_STEP), plain=format_question),
-    "math500": Layout(("problem",), one("problem"), category="subject", chat=("", STEP_BY_STEP)),
-    "humaneval": Layout(
+    "gsm8k": RecordLayout(("question", "answer"), one("question"), chat=("", STEP_BY_STEP), plain=format_question),
+    "math500": RecordLayout(("problem",), one("problem"), category="subject", chat=("", STEP_BY_STEP)),
+    "humaneval": RecordLayout(
         ("prompt", "entry_point"),
         one("prompt"),
         chat=("Write a solution to the following problem and make sure that it passes the tests:\n```python\n", "\n```"),
     ),
-    "mbpp": Layout(("text", "code", "test_list", "task_id"), one("text")),
-    "mt-bench": Layout(("turns",), listed),
-    "swe-bench": Layout(
+    "mbpp": RecordLayout(("text", "code", "test_list", "task_id"), one("text")),
+    "mt-bench": RecordLayout(("turns",), listed),
+    "swe-bench": RecordLayout(
         ("problem_statement",),
         one("problem_statement"),
         chat=("Problem Statement:\n", "\nPlease fix the issue described above."),
     ),
-    "messages": Layout(("messages",), lambda record: (conversation(record)[-1][1],)),
-    "prompt": Layout(("prompt",), one("prompt")),
+    "messages": RecordLayout(("messages",), lambda record: (conversation(record)[-1][1],)),
+    "prompt": RecordLayout(("prompt",), one("prompt")),
 }
 """By name, the first that fits decides. The wording for chat models is that of DFlash's benchmark (z-lab/dflash,
 `dflash/benchmark.py`; SWE-bench as in forks of its first version), so that acceptance lengths compare with published ones."""
@@ -208,11 +208,11 @@ def read_examples(path: Path, split: Split = "test") -> list[Example]:
     return examples
 
 
-def messages(of: Example, answers: Sequence[str] = ()) -> list[Message]:
+def messages(example: Example, answers: Sequence[str] = ()) -> list[Message]:
     """The conversation up to the user's turn that follows `answers`, worded for a chat model."""
-    head, tail = LAYOUTS[of.dataset].chat
-    asked = [head + of.turns[0] + tail, *of.turns[1:]][: len(answers) + 1]
-    said = [Message(role=role, content=content) for role, content in of.before]
+    head, tail = LAYOUTS[example.dataset].chat
+    asked = [head + example.turns[0] + tail, *example.turns[1:]][: len(answers) + 1]
+    said = [Message(role=role, content=content) for role, content in example.before]
     for i, turn in enumerate(asked):
         said.append(Message(role="user", content=turn))
         if i < len(answers):
@@ -221,11 +221,13 @@ def messages(of: Example, answers: Sequence[str] = ()) -> list[Message]:
 
 
 NOT_THINKING = {"enable_thinking": False}
-"""What benchmarks tell a chat template: acceptance lengths are held against published ones, of models that answer at once."""
+"""Template values of all benchmarks: published acceptance lengths, for comparison, are of models that answer at once."""
 
 
-def prompt(of: Example, answers: Sequence[str], template: ChatTemplate | None, values: Mapping[str, Any] | None = None) -> str:
-    """What the model reads for the turn that follows `answers`, with one answer for each turn before it.
+def prompt(
+    example: Example, answers: Sequence[str], template: ChatTemplate | None, values: Mapping[str, Any] | None = None
+) -> str:
+    """The prompt of the turn that follows `answers`, with one answer for each turn before it.
 
     With a template, its text for the conversation: encode it without further special tokens. Without one, as for base models,
     the record's own text; after the first turn all texts so far, an empty line between them.
@@ -236,12 +238,12 @@ def prompt(of: Example, answers: Sequence[str], template: ChatTemplate | None, v
     Raises:
         ValueError: no turn is left, or the template refuses the conversation.
     """
-    if len(answers) >= len(of.turns):
-        raise ValueError(f"expected fewer answers than the {len(of.turns)} turn(s), found {len(answers)}")
+    if len(answers) >= len(example.turns):
+        raise ValueError(f"expected fewer answers than the {len(example.turns)} turn(s), found {len(answers)}")
     if template is not None:
-        return template.render(messages(of, answers), values=values)
-    turns = [LAYOUTS[of.dataset].plain(of.turns[0]), *of.turns[1:]]
-    texts = [content for _, content in of.before]
+        return template.render(messages(example, answers), values=values)
+    turns = [LAYOUTS[example.dataset].plain(example.turns[0]), *example.turns[1:]]
+    texts = [content for _, content in example.before]
     for turn, answer in zip(turns, answers, strict=False):
         texts += [turn, answer]
     return "\n\n".join([*texts, turns[len(answers)]])

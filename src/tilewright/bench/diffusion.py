@@ -28,7 +28,7 @@ PADDED = 16
 
 
 @dataclass(frozen=True)
-class Way:
+class DenoisingWay:
     """One way of denoising, and what it is called."""
 
     name: str
@@ -38,13 +38,13 @@ class Way:
 def ways_of(
     base: Denoising, modes: Sequence[Mode], taus: Sequence[float] = (), thresholds: Sequence[float] = (),
     suffixes: Sequence[int] = (),
-) -> list[Way]:  # fmt: skip
+) -> list[DenoisingWay]:  # fmt: skip
     """Every mode, sparse once for each tau, first with a quota a step and then with each threshold; then all again
     with each suffix window.
 
     The first is plain dense denoising, asked for or not: the others are compared with it.
     """
-    found = [Way("dense", replace(base, mode="dense"))]
+    found = [DenoisingWay("dense", replace(base, mode="dense"))]
     for suffix_window, threshold in product((None, *suffixes), (None, *thresholds)):
         told = ("" if threshold is None else f" p≥{threshold:g}") + ("" if suffix_window is None else f" +{suffix_window}")
         steps = base.steps if threshold is None else None
@@ -52,11 +52,13 @@ def ways_of(
         for mode in modes:
             if mode == "sparse":
                 found += [
-                    Way(f"sparse τ{tau:g}{told}", replace(commits, mode=mode, saliency=replace(base.saliency, tau=tau)))
+                    DenoisingWay(
+                        f"sparse τ{tau:g}{told}", replace(commits, mode=mode, saliency=replace(base.saliency, tau=tau))
+                    )
                     for tau in taus
                 ]
             else:
-                found.append(Way(f"{mode}{told}", replace(commits, mode=mode)))
+                found.append(DenoisingWay(f"{mode}{told}", replace(commits, mode=mode)))
     return list({way.name: way for way in found}.values())
 
 
@@ -68,7 +70,7 @@ def fitted_table(prompts: Sequence[Sequence[int]], base: Denoising, batch_size: 
 
 
 @dataclass
-class Run:
+class DenoisingRun:
     """Prompts denoised once.
 
     Attributes:
@@ -108,13 +110,13 @@ class Run:
 
 def denoise(
     model: DiffusionModel, prompts: Sequence[Sequence[int]], request: Denoising, batch_size: int, on_row: Callable[[int], None]
-) -> Run:
+) -> DenoisingRun:
     """Denoises all prompts, timed without what happens before the first step of each batch.
 
     Args:
         on_row: called with the number of rows that are done, after each batch.
     """
-    run = Run([], [], [], 0.0, 0, request.mode == "dense")
+    run = DenoisingRun([], [], [], 0.0, 0, request.mode == "dense")
     for first in range(0, len(prompts), batch_size):
         session = model.start(prompts[first : first + batch_size], request)
         model.programs.warm(model.programs.keys(session.shape))
@@ -135,8 +137,8 @@ def by_step(rows: Sequence[np.ndarray]) -> list[np.ndarray]:
     return [np.mean([row[step] for row in rows if step < len(row)], axis=0) for step in range(max(map(len, rows), default=0))]
 
 
-def run_figures(run: Run) -> Row:
-    """What can be said of one run by itself."""
+def run_figures(run: DenoisingRun) -> Row:
+    """Figures of one run by itself."""
     shares, committed = run.salient(), [n for result in run.results for n in result.committed]
     each = np.concatenate(shares) if shares else np.zeros((0, 1))
     return {
@@ -157,7 +159,7 @@ def run_figures(run: Run) -> Row:
 
 
 @dataclass
-class Measured:
+class MeasuredWay:
     """Everything that was measured of one way.
 
     Attributes:
@@ -166,9 +168,9 @@ class Measured:
         compiled: `program_figures`.
     """
 
-    way: Way
-    whole: Run
-    timed: list[Run]
+    way: DenoisingWay
+    whole: DenoisingRun
+    timed: list[DenoisingRun]
     quality: Quality
     compiled: Row
     compilations_while_timed: int = 0
@@ -190,7 +192,7 @@ def program_figures(model: DiffusionModel, prompts: Sequence[Sequence[int]], req
 
 def measure(
     model: DiffusionModel,
-    ways: Sequence[Way],
+    ways: Sequence[DenoisingWay],
     prompts: Sequence[Sequence[int]],
     *,
     batch_size: int = 1,
@@ -198,7 +200,7 @@ def measure(
     compared: int = 4,
     repetitions: int = REPETITIONS,
     on_row: Callable[[int], None] = lambda _: None,
-) -> list[Measured]:
+) -> list[MeasuredWay]:
     """Denoises the prompts in every way.
 
     Args:
@@ -210,9 +212,9 @@ def measure(
     for way in ways:
         compiled = program_figures(model, prompts, way.request, batch_size)
         whole = denoise(model, prompts, way.request, batch_size, on_row)
-        found.append(Measured(way, whole, [], Quality(), compiled))
+        found.append(MeasuredWay(way, whole, [], Quality(), compiled))
 
-    def timed_run(way: Way) -> Callable[[], Run]:
+    def timed_run(way: DenoisingWay) -> Callable[[], DenoisingRun]:
         return lambda: denoise(model, prompts[:timed], way.request, batch_size, on_row)
 
     with Ledger() as ledger:
@@ -225,11 +227,11 @@ def measure(
 
 
 def rows_in_all(ways: int, prompts: int, timed: int, compared: int, repetitions: int) -> int:
-    """How many prompts `measure` tells of."""
+    """Number of prompts that `measure` reports as done."""
     return ways * (prompts + min(timed, prompts) * repetitions + min(compared, prompts))
 
 
-def figures(one: Measured, baseline: Measured, right: Callable[[int, str], bool] | None = None) -> Row:
+def figures(one: MeasuredWay, baseline: MeasuredWay, right: Callable[[int, str], bool] | None = None) -> Row:
     """One way's row under the field names of `--json`, defined in docs/metrics.md; ratios are to the baseline's.
 
     Args:
@@ -264,13 +266,13 @@ def figures(one: Measured, baseline: Measured, right: Callable[[int, str], bool]
     }
 
 
-def rows(measured: Sequence[Measured], right: Callable[[int, str], bool] | None = None) -> list[Row]:
+def rows(measured: Sequence[MeasuredWay], right: Callable[[int, str], bool] | None = None) -> list[Row]:
     """A row of figures for each way."""
     return [figures(one, measured[0], right) for one in measured]
 
 
 def environment(model: DiffusionModel) -> Row:
-    """What the figures were measured on and with."""
+    """Chip, dtype, kernels, model and versions that the figures were measured with."""
     return {
         "chip": chip_name(),
         "dtype": model.dtype,

@@ -1,4 +1,4 @@
-"""What caches cost a step: its logits beside those of a dense pass over the same tokens, all along a mode's own trajectory."""
+"""Accuracy of cached steps: logits beside those of a dense pass over the same tokens, all along a mode's own trajectory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,10 +33,12 @@ class Beside(NamedTuple):
     masked: Array
 
 
-def beside(dense: Float[Array, "B K V"], own: Float[Array, "B K V"], masked: Bool[Array, "B K"], mask_token_id: int) -> Beside:
-    """How far logits are from those of a dense pass. The mask itself, which is never chosen, counts in neither."""
+def beside(
+    dense: Float[Array, "B K V"], cached: Float[Array, "B K V"], masked: Bool[Array, "B K"], mask_token_id: int
+) -> Beside:
+    """Distance of logits from those of a dense pass. The mask itself, which is never chosen, counts in neither."""
     kept = jnp.arange(dense.shape[-1]) != mask_token_id
-    p, q = (jax.nn.log_softmax(jnp.where(kept, x.astype(jnp.float32), -jnp.inf), axis=-1) for x in (dense, own))
+    p, q = (jax.nn.log_softmax(jnp.where(kept, x.astype(jnp.float32), -jnp.inf), axis=-1) for x in (dense, cached))
     each = jnp.sum(jnp.where(kept, jnp.exp(p) * (p - q), 0.0), axis=-1)
     same = jnp.argmax(p, axis=-1) == jnp.argmax(q, axis=-1)
     kl = jnp.sum(jnp.where(masked, jnp.maximum(each, 0.0), 0.0), axis=1)  # which rounding may take below 0
@@ -44,18 +46,20 @@ def beside(dense: Float[Array, "B K V"], own: Float[Array, "B K V"], masked: Boo
 
 
 @partial(jax.jit, static_argnums=0)
-def asked_span(how: Denoiser, state: DiffusionState) -> Int[Array, ""]:
+def asked_span(denoiser: Denoiser, state: DiffusionState) -> Int[Array, ""]:
     """The number in `SPANS` of what the rows ask for."""
-    return jnp.max(plan(state, how.config.shifted).span)
+    return jnp.max(plan(state, denoiser.config.shifted).span)
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-def step_beside_dense(how: Denoiser, span: Span, params: DecoderParams, state: DiffusionState) -> tuple[DiffusionState, Beside]:
+def step_beside_dense(
+    denoiser: Denoiser, span: Span, params: DecoderParams, state: DiffusionState
+) -> tuple[DiffusionState, Beside]:
     """A step, and how far its logits are from those of a dense pass over the same tokens. DONATES state."""
-    own = block_logits(how, span, params, state)
-    dense = block_logits(replace(how, dense=True), "whole", params, state)
-    told = beside(dense.logits, own.logits, own.masked, how.config.mask_token_id)
-    return step_span(how, span, params, state)[0], told
+    cached = block_logits(denoiser, span, params, state)
+    dense = block_logits(replace(denoiser, dense=True), "whole", params, state)
+    difference = beside(dense.logits, cached.logits, cached.masked, denoiser.config.mask_token_id)
+    return step_span(denoiser, span, params, state)[0], difference
 
 
 @dataclass
@@ -66,8 +70,8 @@ class Quality:
     agreeing: list[int] = field(default_factory=list)
     masked: list[int] = field(default_factory=list)
 
-    def add(self, step: int, told: Beside, rows: int) -> None:
-        for sums, values in ((self.kl, told.kl), (self.agreeing, told.agreeing), (self.masked, told.masked)):
+    def add(self, step: int, difference: Beside, rows: int) -> None:
+        for sums, values in ((self.kl, difference.kl), (self.agreeing, difference.agreeing), (self.masked, difference.masked)):
             if step == len(sums):
                 sums.append(0)
             sums[step] += np.asarray(values)[:rows].sum().item()
@@ -102,20 +106,20 @@ def compare_with_dense(
             break
         batch = prompts[first : first + batch_size]
         session = model.start(batch, request)
-        how, state, step = model.programs.denoiser(session.shape), session.state, 0
+        denoiser, state, step = model.programs.denoiser(session.shape), session.state, 0
         while not np.asarray(state.done)[: len(batch)].all():
-            asked = int(asked_span(how, state))
-            span = next(span for span in how.spans if SPANS.index(span) >= asked)
-            state, told = step_beside_dense(how, span, model.programs.params, state)
-            quality.add(step, told, len(batch))
+            asked = int(asked_span(denoiser, state))
+            span = next(span for span in denoiser.spans if SPANS.index(span) >= asked)
+            state, difference = step_beside_dense(denoiser, span, model.programs.params, state)
+            quality.add(step, difference, len(batch))
             step += 1
         on_batch()
     return quality
 
 
-def token_agreement(dense: Sequence[Sequence[int]], own: Sequence[Sequence[int]]) -> float | None:
+def token_agreement(dense: Sequence[Sequence[int]], compared: Sequence[Sequence[int]]) -> float | None:
     """The share of places of responses that hold the same token, places that one of the two lacks included."""
-    pairs = list(zip(dense, own, strict=True))
+    pairs = list(zip(dense, compared, strict=True))
     places = [max(len(a), len(b)) for a, b in pairs]
     same = [sum(x == y for x, y in zip(a, b, strict=False)) for a, b in pairs]
     return sum(same) / sum(places) if sum(places) else mean(1.0 for _ in pairs)

@@ -1,4 +1,4 @@
-"""What the replay page shows of denoising: every step with what it committed, what it looked at, and what was salient."""
+"""Data of the denoising replay: every step with what it committed, what it looked at, and what was salient."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -9,11 +9,11 @@ from tilewright.bench.replay import TIMED, token_texts
 from tilewright.diffusion.model import DiffusionModel
 from tilewright.diffusion.options import Denoising
 from tilewright.report.denoising import DenoisingPassage, DenoisingReplay, DenoisingStep, Placed
-from tilewright.report.replay import Token
+from tilewright.report.replay import ReplayToken
 
 
 def plain(request: Denoising) -> Denoising:
-    """What a request is shown beside: dense steps with its quota, or one token a step where it has a threshold."""
+    """The dense request to compare with: the same quota, or one token a step where the request has a threshold."""
     return replace(request, mode="dense", threshold=None)
 
 
@@ -38,7 +38,7 @@ def steps_of(model: DiffusionModel, prompt: Sequence[int], request: Denoising) -
         DenoisingStep(
             seconds=took * share,
             span=report.span,
-            committed=[Placed(place, Token(before[place], texts[place])) for place in placed],
+            committed=[Placed(place, ReplayToken(before[place], texts[place])) for place in placed],
             salient=[] if request.mode == "dense" else (report.salient[0] / size).tolist(),
         )
         for took, report, placed in found

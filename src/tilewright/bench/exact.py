@@ -1,4 +1,4 @@
-"""What `tilewright verify-exact` asks and compares: requests, the plain answers to them, and where another way's answers part.
+"""Requests of `tilewright verify-exact`, the plain answers to them, and the comparison with other ways' answers.
 
 In float32 the plain answer is that of a loop without a cache (`exact_plain.py`), which shares nothing with the runtime. In
 other dtypes, and with 8-bit weights, a program that adds up in another order rounds differently. There it is that of the
@@ -24,15 +24,15 @@ KINDS: dict[str, Sampling] = {
     "sampled": Sampling(temperature=1.0, top_p=0.9),
     "penalised": Sampling(temperature=0.7, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.2),
 }
-"""How requests are sampled; "mixed" goes through them by turns, so that rows of all kinds run side by side."""
+"""Kinds of sampling; "mixed" goes through them by turns, so that rows of all kinds run side by side."""
 STOP = ("\n\n",)
-"""What ends every fourth of the mixed requests besides."""
+"""Stop strings of every fourth of the mixed requests."""
 SHORTER = (1.0, 0.75, 1.0, 0.4)
 """Of the length limit, by turns: rows end at different times."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class ExactRequest:
     """One request.
 
     Attributes:
@@ -53,16 +53,16 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a way gave for a request."""
+class PathAnswer:
+    """Tokens that one way of decoding gave for a request."""
 
-    asked: Asked
+    asked: ExactRequest
     tokens: Sequence[int]
 
 
 @dataclass(frozen=True)
-class Ran:
-    """What came of a way.
+class PathResult:
+    """Result of one way of decoding all requests.
 
     Attributes:
         answers: in any order.
@@ -71,18 +71,18 @@ class Ran:
         problem: what went wrong besides the tokens; empty if nothing did.
     """
 
-    answers: Sequence[Answer]
+    answers: Sequence[PathAnswer]
     exercised: Mapping[str, int] = field(default_factory=dict)
     lacking: Sequence[str] = ()
     problem: str = ""
 
 
 @dataclass(frozen=True)
-class Difference:
+class TokenDifference:
     """Where an answer parts from the plain one.
 
     Attributes:
-        number, about: of the request, as `Asked` has them.
+        number, about: of the request, as `ExactRequest` has them.
         position: of the first token that differs, from 0, counted behind the prompt.
         token, text: what the way gave there; None where its answer ended before.
         plain_token, plain_text: the same of plain decoding.
@@ -103,7 +103,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Finding:
+class ExactFinding:
     """One way with one kind of sampling.
 
     Attributes:
@@ -121,7 +121,7 @@ class Finding:
     answers: int
     exercised: Mapping[str, int]
     lacking: Sequence[str]
-    differences: Sequence[Difference]
+    differences: Sequence[TokenDifference]
     problem: str
     seconds: float
 
@@ -147,9 +147,9 @@ def sampling_of(kind: str, number: int, seed: int, max_new_tokens: int) -> Sampl
     return replace(own, max_new_tokens=limit, seed=(seed + number) % 2**32, stop=stop)
 
 
-def requests_of(prompts: Sequence[Sequence[int]], kind: str, seed: int, max_new_tokens: int) -> list[Asked]:
+def requests_of(prompts: Sequence[Sequence[int]], kind: str, seed: int, max_new_tokens: int) -> list[ExactRequest]:
     """The requests of one kind."""
-    return [Asked(n, tuple(prompt), sampling_of(kind, n, seed, max_new_tokens)) for n, prompt in enumerate(prompts)]
+    return [ExactRequest(n, tuple(prompt), sampling_of(kind, n, seed, max_new_tokens)) for n, prompt in enumerate(prompts)]
 
 
 def mixed_lengths(prompts: Sequence[Sequence[int]], count: int, seed: int) -> list[list[int]]:
@@ -175,7 +175,7 @@ class Plain:
         self.known: dict[tuple[tuple[int, ...], Sampling], list[int]] = {}
         self.margins: dict[tuple[object, ...], tuple[float, float | None]] = {}
 
-    def answer(self, asked: Asked) -> list[int]:
+    def answer(self, asked: ExactRequest) -> list[int]:
         """Decodes a request by itself, the first time that it is asked."""
         key = asked.prompt, asked.sampling
         if key not in self.known and self.uncached:
@@ -184,7 +184,7 @@ class Plain:
             self.known[key] = self.lm.generate([asked.prompt], asked.sampling, speculative=False)[0].tokens
         return self.known[key]
 
-    def difference(self, answer: Answer) -> Difference | None:
+    def difference(self, answer: PathAnswer) -> TokenDifference | None:
         """Where an answer parts from the plain one; None if it does not."""
         asked, want = answer.asked, self.answer(answer.asked)
         at = first_difference(answer.tokens, want)
@@ -195,12 +195,12 @@ class Plain:
         if key not in self.margins:
             self.margins[key] = self.margin_and_lead(asked, want[:at], plain, token)
         shown = [None if each is None else self.text(each) for each in (token, plain)]
-        return Difference(asked.number, asked.about, at, token, shown[0], plain, shown[1], *self.margins[key])
+        return TokenDifference(asked.number, asked.about, at, token, shown[0], plain, shown[1], *self.margins[key])
 
     def margin_and_lead(
-        self, asked: Asked, generated: Sequence[int], plain: int | None, token: int | None
+        self, asked: ExactRequest, generated: Sequence[int], plain: int | None, token: int | None
     ) -> tuple[float, float | None]:
-        """The target's margin behind what was generated, and how far the plain token is ahead; see `Difference`."""
+        """The target's margin behind what was generated, and how far the plain token is ahead; see `TokenDifference`."""
         logits = next_logits(self.lm, [*asked.prompt, *generated])
         if plain is None or token is None:
             return top_margin(logits), None
@@ -210,7 +210,9 @@ class Plain:
     def text(self, token: int) -> str:
         return self.lm.tokenizer.decode([token], skip_special_tokens=False)
 
-    def finding(self, path: str, drafter: str, kind: str, asked: Sequence[Asked], ran: Ran, seconds: float) -> Finding:
+    def finding(
+        self, path: str, drafter: str, kind: str, asked: Sequence[ExactRequest], ran: PathResult, seconds: float
+    ) -> ExactFinding:
         """Compares all answers of a way.
 
         Args:
@@ -220,7 +222,7 @@ class Plain:
         found = digest(given.get(each.number, ()) for each in asked)
         differences = [each for each in map(self.difference, ran.answers) if each is not None]
         about = (ran.exercised, ran.lacking, differences, ran.problem, seconds)
-        return Finding(path, drafter, kind, found, digest(map(self.answer, asked)), len(ran.answers), *about)
+        return ExactFinding(path, drafter, kind, found, digest(map(self.answer, asked)), len(ran.answers), *about)
 
 
 AGAIN = "asked again"
@@ -228,7 +230,7 @@ LIKE = "with the same beginning"
 NEXT = "after half its answer"
 
 
-def made_of(plain: Plain, asked: Asked) -> list[Asked]:
+def made_of(plain: Plain, asked: ExactRequest) -> list[ExactRequest]:
     """Requests that begin as a given one does: the same again, one that parts from it late, and one that goes on from it."""
     part = len(asked.prompt) * 3 // 4
     turned = (*asked.prompt[:part], *reversed(asked.prompt[part:]))
@@ -242,7 +244,7 @@ def made_of(plain: Plain, asked: Asked) -> list[Asked]:
     ]
 
 
-def agreeing(findings: Sequence[Finding], requests: int) -> tuple[int, int]:
+def agreeing(findings: Sequence[ExactFinding], requests: int) -> tuple[int, int]:
     """Of the requests of all kinds, how many get the plain answer on every path, whatever was made of them; and all."""
     kinds = {finding.kind for finding in findings}
     parted = {(each.kind, difference.number) for each in findings for difference in each.differences}

@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from tilewright.bench.exact import Answer, Asked, Plain, Ran, made_of
+from tilewright.bench.exact import ExactRequest, PathAnswer, PathResult, Plain, made_of
 from tilewright.llm.language_model import LanguageModel
 from tilewright.runtime.engine import Engine
 from tilewright.runtime.options import EngineOptions
@@ -23,7 +23,7 @@ Order = Literal["given", "reversed", "shuffled"]
 PAGE_SIZE = 16
 """The smallest there is: requests cross pages, run out of them and share them most often."""
 PATIENCE_S = 300.0
-"""How long nothing may come of anything before the engine counts as stuck."""
+"""Seconds without any progress after which the engine counts as stuck."""
 SCARCE = (0.4, 0.2, 0.7)
 """Of the pages that as many requests as there are slots may come to need, how many a scarce pool has; the next where something
 that was to happen did not: nobody had to give way, or no page outlasted its request until another one began alike."""
@@ -31,7 +31,7 @@ that was to happen did not: nobody had to give way, or no page outlasted its req
 
 @dataclass(frozen=True)
 class Arrivals:
-    """How requests come.
+    """An order in which requests arrive at the engine.
 
     Attributes:
         together: the most at a time; None for all at once.
@@ -91,7 +91,7 @@ class Client:
     """
 
     engine: Engine
-    asked: Sequence[Asked]
+    asked: Sequence[ExactRequest]
     arrivals: Arrivals
     heard: SimpleQueue[tuple[int, RequestOutput]] = field(default_factory=SimpleQueue)
     tokens: list[list[int]] = field(default_factory=list)
@@ -157,7 +157,7 @@ class EnginePath:
     def __init__(self, engine: Engine, plain: Plain, arrivals: Arrivals, seed: int):
         self.engine, self.plain, self.arrivals, self.seed = engine, plain, arrivals, seed
 
-    def __call__(self, asked: Sequence[Asked]) -> Ran:
+    def __call__(self, asked: Sequence[ExactRequest]) -> PathResult:
         in_order = [asked[n] for n in self.order(len(asked))]
         if self.arrivals.again:
             in_order += [each for one in in_order[::2] for each in made_of(self.plain, one)]
@@ -170,14 +170,14 @@ class EnginePath:
             with self.scarcity(in_order, share) as held:
                 client.run()
                 problem = problem or client.problem or left_over(self.engine, held)
-            answers += [Answer(one, tokens) for one, tokens in zip(in_order, client.tokens, strict=True)]
+            answers += [PathAnswer(one, tokens) for one, tokens in zip(in_order, client.tokens, strict=True)]
             if problem or not self.lacking(exercised_between(before, self.engine.stats())):
                 break
         after = self.engine.stats()
         if after.compilations > before.compilations:
             problem = problem or f"{after.compilations - before.compilations} programs compiled while requests ran"
         exercised = exercised_between(before, after)
-        return Ran(answers, exercised, self.lacking(exercised), problem)
+        return PathResult(answers, exercised, self.lacking(exercised), problem)
 
     def order(self, count: int) -> list[int]:
         if self.arrivals.order == "shuffled":
@@ -185,7 +185,7 @@ class EnginePath:
         return list(range(count))[:: -1 if self.arrivals.order == "reversed" else 1]
 
     @contextmanager
-    def scarcity(self, asked: Sequence[Asked], share: float) -> Iterator[int]:
+    def scarcity(self, asked: Sequence[ExactRequest], share: float) -> Iterator[int]:
         """Holds pages back if they are to be scarce, but those that each request needs by itself; yields how many.
 
         The engine has nothing to do when this begins and ends, so that its accounts stand still.
@@ -200,7 +200,7 @@ class EnginePath:
         pages.release(held)
 
     def lacking(self, exercised: dict[str, int]) -> list[str]:
-        """What should have happened and did not."""
+        """Names of the events that this order of arrival should have caused and did not."""
         wanted = {
             "preemptions": self.arrivals.scarce,
             "prefix tokens": self.arrivals.again,
@@ -211,7 +211,7 @@ class EnginePath:
 
 
 def left_over(engine: Engine, held: int) -> str:
-    """What an engine that has nothing to do still holds, besides `held` pages; empty if nothing."""
+    """Text on what an engine that has nothing to do still holds, besides `held` pages; empty if nothing."""
     until = time.monotonic() + PATIENCE_S
     while engine.busy and time.monotonic() < until:  # a dispatch behind the last end is still to be read
         time.sleep(0.001)
@@ -221,7 +221,7 @@ def left_over(engine: Engine, held: int) -> str:
 
 
 def exercised_between(before: EngineStats, after: EngineStats) -> dict[str, int]:
-    """What an engine has done between two looks."""
+    """Counts of what an engine did between two readings of its statistics."""
     counted = {
         "rounds": after.rounds - before.rounds,
         "accepted drafts": after.accepted - before.accepted,

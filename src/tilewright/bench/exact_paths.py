@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tilewright.bench.exact import Answer, Asked, Finding, Plain, Ran, requests_of
+from tilewright.bench.exact import ExactFinding, ExactRequest, PathAnswer, PathResult, Plain, requests_of
 from tilewright.bench.exact_engine import ARRIVALS, Arrivals, EnginePath, make_engine
 from tilewright.bench.figures import BASELINE
 from tilewright.compiled.store import warm
@@ -28,7 +28,7 @@ MOST_ROUNDS = 3
 MOST_TRIED = ("as given", "everything")
 """Orders of arrival that run every kind of sampling, whatever the effort."""
 TEAM = "auto"
-"""How the team of all drafters is shown."""
+"""Name under which the team of all drafters is shown."""
 TEAM_WIDTHS = (4,)
 """Of its blocks, besides each drafter's own."""
 
@@ -38,7 +38,7 @@ Loaded = tuple[Any, Any]
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is tried.
+    """Size of a verification: requests, batches, widths, kinds of sampling and orders of arrival.
 
     Attributes:
         requests: how many.
@@ -93,15 +93,15 @@ class AlonePath:
     def __init__(self, lm: LanguageModel, batch: int, seed: int):
         self.lm, self.batch, self.rng = lm, batch, np.random.default_rng(seed)
 
-    def __call__(self, asked: Sequence[Asked]) -> Ran:
+    def __call__(self, asked: Sequence[ExactRequest]) -> PathResult:
         groups = [asked[i : i + self.batch] for i in range(0, len(asked), self.batch)]
         streams = [self.lm.start([one.prompt for one in group], [one.sampling for one in group]) for group in groups]
         warm((stream.engine.programs, key) for stream in streams for key in stream.keys)
         results = [result for stream in streams for result in self.decode(stream)]
-        answers = [Answer(one, result.tokens) for one, result in zip(asked, results, strict=True)]
+        answers = [PathAnswer(one, result.tokens) for one, result in zip(asked, results, strict=True)]
         exercised = exercised_by(results)
         lacking = [name for name in ("accepted drafts",) if self.lm.drafter is not None and not exercised.get(name)]
-        return Ran(answers, exercised, lacking)
+        return PathResult(answers, exercised, lacking)
 
     def decode(self, stream: Stream) -> list[Result]:
         drafter = self.lm.drafter
@@ -115,7 +115,7 @@ class AlonePath:
 
 
 def exercised_by(results: Sequence[Result]) -> dict[str, int]:
-    """What a decoding did, as counts; rounds are counted for each row."""
+    """Counts of rounds, accepted drafts and choices in results; rounds are counted for each row."""
     chosen = Counter(f"of {choice}" for result in results for choice in result.choices)
     counted = {
         "rounds": sum(len(result.acceptance_lengths) for result in results),
@@ -155,7 +155,7 @@ class Verification:
         self.base = with_table(lm, ShapeTable(effort.batches, (self.capacity,), CHUNKS))
         self.plain = Plain(self.base)
 
-    def asked(self, kind: str) -> list[Asked]:
+    def asked(self, kind: str) -> list[ExactRequest]:
         return requests_of(self.prompts, kind, self.seed, self.effort.max_new_tokens)
 
     def alone(self, drafter: Any) -> list[Alone]:
@@ -173,12 +173,12 @@ class Verification:
         return [*(Arrivals(f"{n} at a time", together=n) for n in few), *(ARRIVALS[name] for name in self.effort.arrivals)]
 
     def count(self) -> int:
-        """How many findings there will be."""
+        """Number of findings to come."""
         every = [drafter for drafter, _ in self.drafters.values()]
         served = sum(len(self.effort.kinds(arrivals)) for arrivals in self.served())
         return sum(len(self.alone(one)) * len(self.effort.alone) + served for one in every)
 
-    def findings(self, on_path: Callable[[str], None] = lambda name: None) -> Iterator[Finding]:
+    def findings(self, on_path: Callable[[str], None] = lambda name: None) -> Iterator[ExactFinding]:
         """Runs all ways, and compares what each gave.
 
         Args:
@@ -204,9 +204,9 @@ class Verification:
                 engine.stop()
 
     def run(
-        self, drafter: str, name: str, kinds: Sequence[str], path: Callable[[Sequence[Asked]], Ran],
+        self, drafter: str, name: str, kinds: Sequence[str], path: Callable[[Sequence[ExactRequest]], PathResult],
         on_path: Callable[[str], None],
-    ) -> Iterator[Finding]:  # fmt: skip
+    ) -> Iterator[ExactFinding]:  # fmt: skip
         for kind in kinds:
             on_path(f"{drafter}: {name}, {kind}")
             asked = self.asked(kind)
@@ -218,7 +218,7 @@ class Verification:
 
 
 def with_table(lm: LanguageModel, table: ShapeTable) -> LanguageModel:
-    """The same target without a drafter, for other shapes."""
+    """A copy of a language model without its drafter, for another table of shapes."""
     other = copy(lm)
     other.table = table
     return other.with_drafter(None)

@@ -108,7 +108,7 @@ def cost_per_million_tokens(price_per_hour: float, tokens_per_s: float) -> float
 
 
 @dataclass(frozen=True)
-class Run:
+class DecodingRun:
     """One dataset, decoded one way.
 
     Attributes:
@@ -151,7 +151,7 @@ def acceptance_figures(responses: Sequence[Result]) -> Row:
 
 
 def generation_figures(responses: Sequence[Result], num_spec_tokens: int) -> Row:
-    """What can be said of results by themselves, whatever they are compared with."""
+    """Figures of results by themselves, whatever they are compared with."""
     return {
         "block_size": num_spec_tokens + 1,
         **acceptance_figures(responses),
@@ -160,7 +160,7 @@ def generation_figures(responses: Sequence[Result], num_spec_tokens: int) -> Row
     }
 
 
-def category_figures(run: Run) -> list[Row]:
+def category_figures(run: DecodingRun) -> list[Row]:
     """`acceptance_figures` of each category, in the order of their first responses; empty where there is but one."""
     names = list(dict.fromkeys(run.categories))
     if len(names) < 2:
@@ -169,7 +169,7 @@ def category_figures(run: Run) -> list[Row]:
     return [{"category": name, **acceptance_figures(responses)} for name, responses in own.items()]
 
 
-def benchmark_rows(runs: Sequence[Run], price_per_hour: float | None = None) -> list[Row]:
+def benchmark_rows(runs: Sequence[DecodingRun], price_per_hour: float | None = None) -> list[Row]:
     """A row of figures for each run, under the field names of `--json`; ratios are to the `BASELINE` run of the same dataset
     and batch size.
 
@@ -182,7 +182,7 @@ def benchmark_rows(runs: Sequence[Run], price_per_hour: float | None = None) -> 
     return [benchmark_row(run, named.get((run.dataset, run.batch_size, BASELINE)), price_per_hour) for run in runs]
 
 
-def benchmark_row(run: Run, baseline: Run | None, price_per_hour: float | None = None) -> Row:
+def benchmark_row(run: DecodingRun, baseline: DecodingRun | None, price_per_hour: float | None = None) -> Row:
     rate, parts = spread(run.tokens_per_s), run.part_seconds or {}
     return {
         "dataset": run.dataset,
@@ -213,11 +213,11 @@ AGAINST = (
     "identical",
     "first_differences",
 )
-"""What a row says of the baseline. None where there is none; of the baseline itself, what compares answers."""
+"""Fields of a row that compare it with the baseline: None without one; in its own row those that compare answers are None."""
 
 
-def against(run: Run, baseline: Run | None) -> Row:
-    """What a run is beside plain decoding."""
+def against(run: DecodingRun, baseline: DecodingRun | None) -> Row:
+    """Comparison of a run with plain decoding, as the fields of a row."""
     row: Row = dict.fromkeys(AGAINST)
     if baseline is None:
         return row

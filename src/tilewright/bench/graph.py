@@ -27,7 +27,7 @@ from tilewright.models.params import DTYPES, Dtype
 MODELS = ("graphsage", "gcn", "gin", "gat")
 EXPERIMENTS = ("scatter-add", "gather-scatter", *MODELS)
 PUBLISHED = EXPERIMENTS[:-1]
-"""What the published comparison has: all but GAT."""
+"""Experiments of the published comparison: all but GAT."""
 LAYERS = 2
 """Of a model, each as wide as the features."""
 
@@ -42,7 +42,7 @@ RMAT = (0.57, 0.19, 0.19, 0.05)
 
 
 @dataclass(frozen=True)
-class Graph:
+class BenchGraph:
     """Edges to measure on, `[2, E]`, sources above destinations, and how many nodes they are among."""
 
     name: str
@@ -59,7 +59,7 @@ class Graph:
         return {"graph": self.name, "nodes": self.num_nodes, "edges": self.edge_index.shape[1], "max_degree": most}
 
 
-def read_graph(data: str) -> Graph:
+def read_graph(data: str) -> BenchGraph:
     """The graph that `--data` names: "seed", "uniform:NODES:MAXDEGREE", "rmat:NODES:EDGES", "karate" or an `.npz` file.
 
     Raises:
@@ -71,13 +71,13 @@ def read_graph(data: str) -> Graph:
             wanted = "uniform:NODES:MAXDEGREE" if kind == "uniform" else "rmat:NODES:EDGES"
             raise ValueError(f"expected {wanted} with numbers of at least 1, found {data!r}")
         make = uniform if kind == "uniform" else rmat
-        return Graph(data, make(int(sizes[0]), int(sizes[1])), int(sizes[0]))
+        return BenchGraph(data, make(int(sizes[0]), int(sizes[1])), int(sizes[0]))
     found = read_data(data)
     if isinstance(found, GraphData):
         raise ValueError(f"{data}: expected one graph, found a folder of {found.num_graphs}")
     if not found.edge_index.size:
         raise ValueError(f"{data}: expected a graph with edges, found none")
-    return Graph(found.name, found.edge_index, found.num_nodes)
+    return BenchGraph(found.name, found.edge_index, found.num_nodes)
 
 
 def uniform(nodes: int, most: int) -> Int[np.ndarray, "2 E"]:
@@ -144,7 +144,7 @@ class Gathered:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Segments:
-    """What JAX offers for it: a segment sum over edges that are sorted by destination. Offers `models.gnn.Neighbours`."""
+    """JAX's own reduction: a segment sum over edges that are sorted by destination. Offers `models.gnn.Neighbours`."""
 
     sources: Int32[Array, " E"]
     destinations: Int32[Array, " E"]
@@ -175,8 +175,8 @@ class Segments:
         return self.total(weights[..., None] * x[self.sources])
 
 
-def peers(graph: Graph, gathered: bool) -> dict[str, Any]:
-    """What the other sides read: `segments`, and `gathered` if that is asked for."""
+def peers(graph: BenchGraph, gathered: bool) -> dict[str, Any]:
+    """Inputs of the other sides: `segments`, and `gathered` if that is asked for."""
     order = np.argsort(graph.edge_index[1], kind="stable")
     sources, destinations = graph.edge_index[:, order].astype(np.int32)
     degrees, loops = graph.degrees, np.ones(graph.num_nodes)
@@ -216,7 +216,7 @@ class Experiment:
 
 
 def prepare(
-    graph: Graph, names: Sequence[str], layouts: Sequence[str], features: int, dtype: Dtype, chips: Sequence[str] = ()
+    graph: BenchGraph, names: Sequence[str], layouts: Sequence[str], features: int, dtype: Dtype, chips: Sequence[str] = ()
 ) -> list[Experiment]:
     """The experiments, ready to compare.
 
@@ -250,7 +250,7 @@ class Arrays:
     notes: tuple[str, ...]
 
 
-def make_arrays(graph: Graph, layouts: Sequence[str], x: Float[Array, "N F"]) -> Arrays:
+def make_arrays(graph: BenchGraph, layouts: Sequence[str], x: Float[Array, "N F"]) -> Arrays:
     shape = (graph.num_nodes, int(graph.degrees.max()), x.shape[1])
     size = math.prod(shape) * x.dtype.itemsize
     fits = size <= LARGEST_MESSAGES
@@ -304,7 +304,7 @@ def gathering(name: str, x: Float[Array, "N F"], arrays: Arrays, dtype: Dtype, h
         def run(given: Mapping[str, Any]) -> Array:
             neighbours, x = given[graph], given["x"]
             if isinstance(neighbours, NeighborTable):
-                return neighbours.restore(reduced(given, neighbours, neighbours.arrange(x)))
+                return neighbours.unpermute(reduced(given, neighbours, neighbours.permute(x)))
             return reduced(given, neighbours, x)
 
         return run
@@ -335,8 +335,9 @@ def model_config(name: str, features: int) -> gnn.Config | None:
 
 
 def dma_counts(table: NeighborTable, x: Float[Array, "N F"], mean: bool, times: int) -> dict[str, int]:
-    """What the TPU and NKI kernels move for reductions of features like `x`, counted from the kernels; nothing for lists, which
-    they don't take.
+    """Transfers of the TPU and NKI kernels for reductions of features like `x`, as the kernels count them.
+
+    Nothing for lists, which they don't take.
 
     Args:
         mean: whether a reduction divides by the degree.
@@ -364,7 +365,7 @@ DMA_FIELDS = (
     "tpu_dma_descriptors", "tpu_gathered_bytes", "tpu_read_bytes", "tpu_written_bytes",
     "nki_dma_descriptors", "nki_read_bytes", "nki_written_bytes",
 )  # fmt: skip
-"""What a record says of kernels besides the figures of a comparison."""
+"""Fields of a record about transfers of kernels, besides the figures of a comparison."""
 
 
 def measure(

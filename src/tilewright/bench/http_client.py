@@ -24,12 +24,12 @@ class Unreachable(OSError):
     """There was no connection."""
 
 
-class Disconnected(OSError):
+class ServerDisconnected(OSError):
     """The connection ended before the response did."""
 
 
 class Malformed(ValueError):
-    """What came is not what the protocol says."""
+    """Raised for a response that breaks the protocol."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Address:
 
     @property
     def authority(self) -> str:
-        """As the header `Host` has it."""
+        """Value of the header `Host`."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == (443 if self.secure else 80) else f"{host}:{self.port}"
 
@@ -72,7 +72,7 @@ class Address:
         return f"http{'s' if self.secure else ''}://{self.authority}{self.path}"
 
 
-class Connection:
+class ClientConnection:
     """An open connection; `idle_since` is when its last response ended."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
@@ -121,7 +121,7 @@ class Response:
         if self.left is None:
             self.complete = not data
         elif not data:
-            raise Disconnected("the connection was closed within the response")
+            raise ServerDisconnected("the connection was closed within the response")
         else:
             self.left -= len(data)
             self.complete = self.left == 0 and not self.chunked
@@ -145,7 +145,7 @@ class Response:
         try:
             return (await self.reader.readuntil(b"\r\n"))[:-2]
         except asyncio.IncompleteReadError:
-            raise Disconnected("the connection was closed within the response") from None
+            raise ServerDisconnected("the connection was closed within the response") from None
         except asyncio.LimitOverrunError:
             raise Malformed("a line between the chunks of the response does not end") from None
 
@@ -177,7 +177,7 @@ class Connections:
     def __init__(self, address: Address, headers: Mapping[str, str]):
         self.address, self.headers = address, dict(headers)
         self.context = ssl.create_default_context() if address.secure else None
-        self.idle: list[Connection] = []
+        self.idle: list[ClientConnection] = []
 
     @asynccontextmanager
     async def request(self, method: str, route: str, body: bytes = b"") -> AsyncIterator[Response]:
@@ -195,7 +195,7 @@ class Connections:
             response = await read_head(connection.reader)
             yield response
         except ConnectionError as error:
-            raise Disconnected(f"the connection broke: {error.strerror or error}") from error
+            raise ServerDisconnected(f"the connection broke: {error.strerror or error}") from error
         finally:
             if response is not None and response.complete and response.reusable:
                 connection.idle_since = time.monotonic()
@@ -210,7 +210,7 @@ class Connections:
         lines = [f"{method} {self.address.path}{route} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
         return "".join(f"{line}\r\n" for line in [*lines, ""]).encode("latin-1")
 
-    async def connection(self) -> Connection:
+    async def connection(self) -> ClientConnection:
         """The one that was idle for the shortest time, or a new one."""
         while self.idle:
             kept = self.idle.pop()
@@ -221,7 +221,7 @@ class Connections:
             streams = await asyncio.open_connection(self.address.host, self.address.port, ssl=self.context, limit=READ)
         except (OSError, UnicodeError) as error:  # the latter: no name that a host can have
             raise Unreachable(f"no connection to {self.address.authority}: {reason(error)}") from error
-        return Connection(*streams)
+        return ClientConnection(*streams)
 
     async def close(self) -> None:
         while self.idle:
@@ -243,7 +243,7 @@ async def read_head(reader: asyncio.StreamReader) -> Response:
         except asyncio.IncompleteReadError as error:
             if error.partial and not error.partial.startswith(b"HTTP/"):
                 raise Malformed(f"expected HTTP, found {error.partial[:40]!r}") from None
-            raise Disconnected("the connection was closed before the response") from None
+            raise ServerDisconnected("the connection was closed before the response") from None
         except asyncio.LimitOverrunError:
             raise Malformed(f"expected the head of a response, found {READ} bytes without its end") from None
         first, *lines = head[:-4].decode("latin-1").split("\r\n")

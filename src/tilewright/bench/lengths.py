@@ -21,7 +21,7 @@ ARRIVALS = ("arrival_s", "TIMESTAMP")
 
 
 @dataclass(frozen=True)
-class Trace:
+class RequestTrace:
     """The requests of a trace in the order in which they came, or in the file's where it does not say when.
 
     Attributes:
@@ -46,7 +46,7 @@ def read_lengths(path: Path) -> tuple[Int[np.ndarray, " N"], Int[np.ndarray, " N
     return prompts, outputs
 
 
-def read_trace(path: Path) -> Trace:
+def read_trace(path: Path) -> RequestTrace:
     """Lengths, and times of arrival where the trace has one of the fields `ARRIVALS`.
 
     Raises:
@@ -55,10 +55,10 @@ def read_trace(path: Path) -> Trace:
     lines = read_lines(path)
     prompts, outputs = np.asarray([lengths(path, line) for line in lines], np.int64).T
     if lines[0].arrival is None:
-        return Trace(prompts, outputs, None)
+        return RequestTrace(prompts, outputs, None)
     times = np.asarray([seconds(path, line, lines[0].arrival[0]) for line in lines])
     order = np.argsort(times, kind="stable")
-    return Trace(prompts[order], outputs[order], times[order] - times[order[0]])
+    return RequestTrace(prompts[order], outputs[order], times[order] - times[order[0]])
 
 
 @dataclass(frozen=True)

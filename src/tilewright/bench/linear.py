@@ -20,7 +20,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from tilewright.bench.bandwidth import Memory
+from tilewright.bench.bandwidth import MemoryBuffers
 from tilewright.compiled.timing import REPETITIONS, alternate, medians, spread
 from tilewright.kernels import native
 from tilewright.kernels.linear import cpu, xla
@@ -28,13 +28,13 @@ from tilewright.kernels.linear.cases import LinearCase
 from tilewright.kernels.operations import Joined
 
 XLA_DTYPES = ("float32", "bfloat16")
-"""What XLA multiplies. The input is float32 for float32 weights, else bfloat16."""
+"""Dtypes of weights that XLA multiplies. The input is float32 for float32 weights, else bfloat16."""
 
 CALLS = 16
 """Most calls in a program: enough to hide its dispatch, few enough to compile soon."""
 
 RUN_S = 0.05
-"""How long a timed run should take; one that takes longer consists of a single program."""
+"""Seconds that a timed run should take; one that takes longer consists of a single program."""
 
 PAUSE_S = 0.002
 """Between runs: threads that wait for work in a busy loop, as OpenMP's do, would slow down the next side."""
@@ -64,7 +64,7 @@ Load = Callable[[LinearCase, Sequence[np.ndarray], float], Side]
 
 
 def rotation(weight_bytes: int, weights_mb: float) -> tuple[int, int]:
-    """How many groups of how many copies of a weight come to `weights_mb` (1e6 bytes) or just above."""
+    """Number of groups, and of copies in each, by which a weight comes to `weights_mb` (1e6 bytes) or just above."""
     copies = max(1, math.ceil(weights_mb * 1e6 / weight_bytes))
     groups = math.ceil(copies / CALLS)
     return groups, math.ceil(copies / groups)
@@ -153,7 +153,7 @@ def measure(
     case: LinearCase,
     rows: Sequence[int],
     dtypes: Sequence[cpu.Format],
-    memory: Memory,
+    memory: MemoryBuffers,
     weights_mb: float = 100.0,
     repetitions: int = REPETITIONS,
     peers: Sequence[Load] = (),
@@ -166,18 +166,18 @@ def measure(
         for n in rows:
             runs[side.name, n] = ready(side, n)
             on_run()
-    taken = alternate({("copy", 0): memory.copy, ("read", 0): memory.read, **runs}, repetitions, on_run)
-    return [figures(case, sides, taken, dtype, n) for dtype in dtypes for n in rows]
+    times = alternate({("copy", 0): memory.copy, ("read", 0): memory.read, **runs}, repetitions, on_run)
+    return [figures(case, sides, times, dtype, n) for dtype in dtypes for n in rows]
 
 
 def steps(rows: int, dtypes: int, repetitions: int, peers: int) -> int:
-    """How often `measure` calls `on_run`."""
+    """Number of times that `measure` calls `on_run`."""
     sides = rows * ((dtypes if native.kernels().isa else 0) + 2 + peers)
     return sides + repetitions * (sides + 2)
 
 
 def figures(
-    case: LinearCase, sides: Sequence[Side], taken: Mapping[tuple[str, int], Sequence[float]], dtype: str, rows: int
+    case: LinearCase, sides: Sequence[Side], times: Mapping[tuple[str, int], Sequence[float]], dtype: str, rows: int
 ) -> dict[str, Any]:
     """One record. Ratios to another side are its time over ours: above 1, ours is faster.
 
@@ -185,7 +185,7 @@ def figures(
     """
     by_name = {side.name: side for side in sides}
     side = by_name.get(f"cpu_{dtype}") or by_name[f"xla_{dtype}"]
-    middle = medians(taken)
+    middle = medians(times)
     seconds, one_row = middle[side.name, rows], middle.get((side.name, 1))
     rate = side.weight_bytes / seconds / 1e9
     copy, read = middle["copy", 0], middle["read", 0]
@@ -200,7 +200,7 @@ def figures(
         "rows": rows,
         "side": side.name,
         "median_ms": 1e3 * seconds,
-        "range_ms": spread([1e3 * each for each in taken[side.name, rows]]).range,
+        "range_ms": spread([1e3 * each for each in times[side.name, rows]]).range,
         "over_one_row": seconds / one_row if one_row else None,
         "weight_mb": side.weight_bytes / 1e6,
         "weights_gb_per_s": rate,
@@ -216,7 +216,7 @@ def figures(
 
 @dataclass(frozen=True)
 class Criterion:
-    """What the layers of a model are held to, at the worst of them.
+    """A bound that the layers of a model are held to, at the worst of them.
 
     Attributes:
         name: of the figure in `summary`.
@@ -241,7 +241,7 @@ CRITERIA = (
 
 
 def summary(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What the records of one model and dtype say about each criterion: the worst layer, the median, and every layer.
+    """Standing of one model and dtype under each criterion: the worst layer, the median, and every layer.
 
     A criterion for which nothing was measured is left out.
     """

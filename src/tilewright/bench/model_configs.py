@@ -10,13 +10,13 @@ from tilewright.models.decoder import DecoderConfig
 
 
 def llama3(**sizes: Any) -> DecoderConfig:
-    """What Llama 3's sizes have in common (arXiv 2407.21783, table 3, and their config.json)."""
+    """A Llama 3 configuration with what all its sizes share (arXiv 2407.21783, table 3, and their config.json)."""
     common = {"vocab_size": 128256, "head_dim": 128, "num_kv_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
     return DecoderConfig(family="llama", max_position_embeddings=8192, **common, **sizes)
 
 
 def qwen3(**sizes: Any) -> DecoderConfig:
-    """What Qwen3's dense sizes have in common (arXiv 2505.09388, table 1, and their config.json)."""
+    """A dense Qwen3 configuration with what all its sizes share (arXiv 2505.09388, table 1, and their config.json)."""
     return DecoderConfig(family="qwen3", vocab_size=151936, head_dim=128, num_kv_heads=8, **sizes)
 
 

@@ -1,4 +1,4 @@
-"""What schedules leave exposed of a model's communication, on TPUs that are not there.
+"""Communication of a model that schedules leave exposed, on TPUs that are not there.
 
 The layers of a model are compiled as they would run: over a mesh, with parameters and caches divided, from the residual stream
 before the first layer to that after the last. Their time is `compiled/timeline.py`'s model of what the compiler scheduled, an
@@ -23,7 +23,7 @@ from tilewright.chips.links import HOP_US, Fabric, least_seconds, torus_of
 from tilewright.chips.tpu import TpuChip, chip_of
 from tilewright.compiled.aot import compile_for, tpu_topology
 from tilewright.compiled.schedule import read_schedule
-from tilewright.compiled.timeline import Sums, Timeline, busiest_link_s, lay_out
+from tilewright.compiled.timeline import Sums, Timeline, busiest_link_s, simulate
 from tilewright.kernels.select import Kernels, operations
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig
@@ -44,10 +44,10 @@ BOUND = "no communication"
 """Names of the schedule that others are compared with, and of the same one without its collectives."""
 
 LEAST_LAYERS = 3
-"""How many layers are compiled at the least: fewer have none in the middle."""
+"""Least number of layers to compile: fewer have none in the middle."""
 
 LAYERS: Mapping[str, Sequence[int]] = {"prefill": (5, 7, 9, 11), "decode": (9, 11, 13)}
-"""How many are compiled by phase, one after another until the middle one is steady. A decoding step begins with more: of its
+"""Numbers of layers to compile by phase, in turn until the middle one is steady. A decoding step begins with more: of its
 last two layers weights and caches lie in VMEM, and the compiler decides otherwise, for all layers, where these are a large part
 of the program. On v5e:4x2, while caches were still copied, the middle layer took 347 us of five and of seven, 306 us of nine
 and of 32."""
@@ -68,7 +68,7 @@ SCHEDULES: dict[str, type[TensorParallel]] = {**NAMED, AUTO: Auto}
 
 
 class Phase(NamedTuple):
-    """What the layers do.
+    """Work of the layers: a prefill or a decoding step, with its rows and positions.
 
     Attributes:
         kind: `prefill`, all positions of each row at once, or `decode`, one more position of each row behind the others.
@@ -108,8 +108,8 @@ def read_phase(text: str) -> Phase:
 
 
 @dataclass(frozen=True)
-class Setup:
-    """What is compiled.
+class OverlapSetup:
+    """A model on a slice of TPUs, as it is to be compiled.
 
     Attributes:
         chip: topology of a TPU; all its devices divide the model.
@@ -135,11 +135,11 @@ class Setup:
     @cached_property
     def mesh(self) -> Mesh:
         """All devices of the topology; where they are more than the key/value heads, several share one."""
-        return grouped_mesh(make_mesh({"tp": None}, tpu_topology(self.chip).devices), "tp", **self.divided)
+        return grouped_mesh(make_mesh({"tp": None}, tpu_topology(self.chip).devices), "tp", **self.sharded_sizes)
 
     @property
-    def divided(self) -> dict[str, int]:
-        """What devices divide, as `grouping` takes it."""
+    def sharded_sizes(self) -> dict[str, int]:
+        """Sizes that devices divide, as arguments of `grouping`."""
         config = self.config
         return {"heads": config.num_heads, "kv_heads": config.num_kv_heads, "MLP columns": config.intermediate_size}
 
@@ -160,7 +160,7 @@ class Setup:
         return Auto(GROUPED_AXES, divided_layer(*sizes, devices=self.devices), self.fabric)
 
     def chosen(self, phase: Phase) -> StrategyChoice:
-        """What `AUTO` takes for a phase."""
+        """The schedule that `AUTO` takes for a phase, with the reason."""
         return self.auto.choice(phase.batch * phase.new, phase.divisible)
 
     def check(self, tensor_parallel: int | None) -> None:
@@ -182,7 +182,7 @@ class Setup:
         if not self.hop_us >= 0 or self.hop_us == float("inf"):
             raise ValueError(f"expected the latency of a hop from 0 us, found {self.hop_us:g}")
         ways = tensor_parallel or self.devices
-        grouping(ways, **self.divided)
+        grouping(ways, **self.sharded_sizes)
         if ways != self.devices:
             raise ValueError(
                 f"expected a topology of {ways} devices for tensor parallelism over {ways}, found {self.chip} of {self.devices}"
@@ -190,10 +190,10 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Run:
+class OverlapRun:
     """A compiled program of so many layers, and the model of its time."""
 
-    setup: Setup
+    setup: OverlapSetup
     phase: Phase
     schedule: str
     layers: int
@@ -222,7 +222,7 @@ class Run:
 
     @property
     def notes(self) -> list[str]:
-        """What had to be assumed, and whether the layer may not stand for all."""
+        """Assumptions behind the figures, and a warning where the layer may not stand for all."""
         notes = list(self.timeline.graph.notes)
         if self.schedule == AUTO:
             notes.append(f"{AUTO}: {self.setup.chosen(self.phase).why}")
@@ -242,7 +242,7 @@ class Run:
 
     @cached_property
     def busiest_link_s(self) -> float:
-        """How long the busiest link is taken by the layer's transfers: the least that they need."""
+        """Seconds for which the layer's transfers occupy the busiest link: the least that they need."""
         return busiest_link_s(self.timeline, self.setup.fabric, self.middle)
 
 
@@ -261,7 +261,7 @@ def layer_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def program(setup: Setup, phase: Phase, schedule: Schedule, layers: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def program(setup: OverlapSetup, phase: Phase, schedule: Schedule, layers: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The function that is compiled, and its abstract arguments: layers, caches, the residual stream, where each row begins."""
     config, mesh = replace(setup.config, num_layers=layers), setup.mesh
     ops = operations("tpu", kernels=setup.kernels)
@@ -288,7 +288,7 @@ def program(setup: Setup, phase: Phase, schedule: Schedule, layers: int) -> tupl
     return inside, (held, caches, stream, start)
 
 
-def compiled(setup: Setup, phase: Phase, name: str, layers: int) -> Run:
+def compiled(setup: OverlapSetup, phase: Phase, name: str, layers: int) -> OverlapRun:
     """Compiles so many layers under a schedule of `SCHEDULES` but for `AUTO`, or under `BOUND`.
 
     Raises:
@@ -303,10 +303,10 @@ def compiled(setup: Setup, phase: Phase, name: str, layers: int) -> Run:
     except ValueError as error:
         raise ValueError(f"{name}, {phase.name}: {error}") from error
     graph = read_schedule(found.hlo, setup.spec, layer_of)
-    return Run(setup, phase, name, layers, lay_out(graph, setup.fabric), time.perf_counter() - began)
+    return OverlapRun(setup, phase, name, layers, simulate(graph, setup.fabric), time.perf_counter() - began)
 
 
-def steady(setup: Setup, phase: Phase, name: str) -> Run:
+def steady(setup: OverlapSetup, phase: Phase, name: str) -> OverlapRun:
     """Compiles more and more layers until the middle one is steady; if it never is, the last program says so of itself.
 
     Raises:
@@ -322,12 +322,14 @@ def steady(setup: Setup, phase: Phase, name: str) -> Run:
     return run
 
 
-def runs_of(setup: Setup, phase: Phase, names: Sequence[str], on_run: Callable[[str], None] = lambda _: None) -> list[Run]:
+def runs_of(
+    setup: OverlapSetup, phase: Phase, names: Sequence[str], on_run: Callable[[str], None] = lambda _: None
+) -> list[OverlapRun]:
     """The programs of a phase, by the names of their schedules, each compiled once: that of `AUTO` is the one that it chooses.
 
     `on_run` is told before each what it is.
     """
-    made: dict[str, Run] = {}
+    made: dict[str, OverlapRun] = {}
     found = []
     for name in names:
         on_run(f"{setup.chip} {phase.name} {name}")
@@ -338,7 +340,7 @@ def runs_of(setup: Setup, phase: Phase, names: Sequence[str], on_run: Callable[[
     return found
 
 
-def least_communication_s(setup: Setup, phase: Phase) -> float:
+def least_communication_s(setup: OverlapSetup, phase: Phase) -> float:
     """The least time for two sums of the residual stream over all devices, if every chip used all its links."""
     stream_bytes = 2.0 * phase.batch * phase.new * setup.config.hidden_size
     return 2 * least_seconds(setup.spec, setup.fabric.torus, "all-reduce", stream_bytes)
@@ -348,12 +350,12 @@ def ratio(part: float, whole: float | None) -> float | None:
     return None if not whole else part / whole
 
 
-def records(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def records(runs: Sequence[OverlapRun]) -> list[dict[str, Any]]:
     """The figures of each schedule and phase, as docs/metrics.md defines them; those of the bound stand beside each."""
     return [record(run, runs) for run in runs if run.schedule != BOUND]
 
 
-def record(run: Run, runs: Sequence[Run]) -> dict[str, Any]:
+def record(run: OverlapRun, runs: Sequence[OverlapRun]) -> dict[str, Any]:
     """The figures of one program, set against `SYNC`'s, if that is there, and the bound's."""
     same = {other.schedule: other for other in runs if (other.setup, other.phase) == (run.setup, run.phase)}
     own, bound, sync = run.layer, same[BOUND].layer, same[SYNC].layer if SYNC in same else None
@@ -410,8 +412,8 @@ def layer_figures(sums: Sums, chip: TpuChip) -> dict[str, Any]:
     }
 
 
-def lanes(run: Run) -> dict[str, Any]:
-    """What happens when, for a picture: of the core, and of the links; milliseconds, neighbours of a kind put together.
+def lanes(run: OverlapRun) -> dict[str, Any]:
+    """Spans of the core and of the links, for a chart; milliseconds, neighbours of a kind put together.
 
     `core` and `links` hold (begin, end, kind): `compute`, `exposed`, `memory wait`; `hidden` and `exposed`.
     """

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from tilewright.bench.overlap import SYNC, Phase, Run, Setup, runs_of
+from tilewright.bench.overlap import SYNC, OverlapRun, OverlapSetup, Phase, runs_of
 from tilewright.chips.tpu import CHIPS
 from tilewright.parallel.sharding import grouping
 
@@ -22,7 +22,7 @@ TILE = 128
 
 
 @dataclass(frozen=True)
-class Case:
+class GridCase:
     """Fixed shapes, and no traffic: all rows begin together.
 
     Attributes:
@@ -46,7 +46,7 @@ class Case:
         return Phase("prefill", self.batch, self.input_tokens), Phase("decode", self.batch, self.positions)
 
     def figures(self, ttft_s: float, tpot_s: float) -> dict[str, Any]:
-        """What the case is, and the three figures of it."""
+        """Record of the case with its TTFT, TPOT and throughput."""
         about = {"input_tokens": self.input_tokens, "output_tokens": self.output_tokens, "batch_rows": self.batch}
         return {**about, "ttft_ms": 1e3 * ttft_s, "tpot_ms": 1e3 * tpot_s, "output_tokens_per_s": self.batch / tpot_s}
 
@@ -65,16 +65,16 @@ def slice_of(kind: str, devices: int) -> str:
     return f"{kind}:{slices[devices]}"
 
 
-def head_s(setup: Setup, rows: int) -> float:
+def head_s(setup: OverlapSetup, rows: int) -> float:
     """The head over the last position of each row, on the device's part of the vocabulary: no less than the roofline."""
     hidden, vocabulary = setup.config.hidden_size, setup.config.vocab_size / setup.devices
     return setup.spec.roofline_seconds(2 * hidden * vocabulary, 2 * rows * hidden * vocabulary)
 
 
-def device_gb(setup: Setup, case: Case) -> float:
-    """What weights and caches in bfloat16 take of a device's memory, in 1e9 bytes, activations not counted."""
+def device_gb(setup: OverlapSetup, case: GridCase) -> float:
+    """Memory of a device that weights and caches in bfloat16 take, in 1e9 bytes; activations are not counted."""
     config, devices = setup.config, setup.devices
-    heads, kv_heads = config.num_heads / devices, config.num_kv_heads / grouping(devices, **setup.divided)[0]
+    heads, kv_heads = config.num_heads / devices, config.num_kv_heads / grouping(devices, **setup.sharded_sizes)[0]
     layer = config.hidden_size * (2 * (heads + kv_heads) * config.head_dim + 3 * config.intermediate_size / devices)
     tables = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size / devices
     row = 2 * config.num_layers * kv_heads * config.head_dim * (case.input_tokens + case.output_tokens)
@@ -82,7 +82,10 @@ def device_gb(setup: Setup, case: Case) -> float:
 
 
 def predictions(
-    setups: Sequence[Setup], cases: Sequence[Case], schedules: Sequence[str], on_run: Callable[[str], None] = lambda _: None
+    setups: Sequence[OverlapSetup],
+    cases: Sequence[GridCase],
+    schedules: Sequence[str],
+    on_run: Callable[[str], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
     """A record for each setup, case and schedule, as docs/metrics.md defines it. `on_run` is told of each program before it.
 
@@ -99,7 +102,7 @@ def predictions(
     return found
 
 
-def prediction(case: Case, prefill: Run, decode: Run) -> dict[str, Any]:
+def prediction(case: GridCase, prefill: OverlapRun, decode: OverlapRun) -> dict[str, Any]:
     """The record of one case from its two programs."""
     setup = prefill.setup
     layers, head = setup.config.num_layers, head_s(setup, case.batch)
@@ -131,7 +134,7 @@ def prediction(case: Case, prefill: Run, decode: Run) -> dict[str, Any]:
     }
 
 
-def scaled(case: Case, divisor: int) -> Case:
+def scaled(case: GridCase, divisor: int) -> GridCase:
     """The case with this part of its tokens, for devices that are here.
 
     Raises:

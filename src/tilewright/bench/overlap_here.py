@@ -14,7 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from tilewright.bench.overlap_grid import Case
+from tilewright.bench.overlap_grid import GridCase
 from tilewright.compiled.hlo import read_module
 from tilewright.llm.language_model import LanguageModel
 from tilewright.llm.stream import Stream
@@ -54,12 +54,12 @@ def model(devices: int, schedule: str | None, compiler_options: bool = False) ->
     return LanguageModel(CONFIG, drawn(), words, kernels="xla", placement=placement)
 
 
-def prompts(case: Case) -> list[list[int]]:
+def prompts(case: GridCase) -> list[list[int]]:
     rng = np.random.default_rng(case.input_tokens)
     return rng.integers(CONFIG.vocab_size, size=(case.batch, case.input_tokens)).tolist()
 
 
-def timed(lm: LanguageModel, case: Case) -> tuple[float, float, list[list[int]], Stream]:
+def timed(lm: LanguageModel, case: GridCase) -> tuple[float, float, list[list[int]], Stream]:
     """Seconds to the first token, seconds for each further one, and the tokens of each row.
 
     The last prompt token is the first that decoding runs, so that the first token takes the prefill and a step.
@@ -75,7 +75,7 @@ def timed(lm: LanguageModel, case: Case) -> tuple[float, float, list[list[int]],
     return first, further, [result.tokens for result in stream.results()], stream
 
 
-def prefills(lm: LanguageModel, case: Case) -> Counter[ProgramKey]:
+def prefills(lm: LanguageModel, case: GridCase) -> Counter[ProgramKey]:
     """The programs that a case's prompts run through, and how often."""
     engine, counted = lm.start(prompts(case), Sampling(case.output_tokens, ignore_eos=True)).engine, Counter[ProgramKey]()
     engine.admit()
@@ -86,7 +86,7 @@ def prefills(lm: LanguageModel, case: Case) -> Counter[ProgramKey]:
     return counted
 
 
-def measured(lm: LanguageModel, case: Case, wanted: list[list[int]] | None) -> tuple[dict[str, Any], list[list[int]]]:
+def measured(lm: LanguageModel, case: GridCase, wanted: list[list[int]] | None) -> tuple[dict[str, Any], list[list[int]]]:
     """The record of a model and a case, and its tokens, which are to be `wanted`; None where nothing stands beside them."""
     timed(lm, case)  # compiles
     first, further, tokens, stream = timed(lm, case)
@@ -106,7 +106,7 @@ def measured(lm: LanguageModel, case: Case, wanted: list[list[int]] | None) -> t
 
 
 def exchanged(program: Any, times: int) -> tuple[dict[str, int], int]:
-    """How many collectives of each kind a program holds, and the bytes that a device gives to them, `times` over.
+    """Number of collectives of each kind in a program, and the bytes that a device gives to them, `times` over.
 
     Of a decoding loop those of its body, which is a step.
     """

@@ -1,4 +1,4 @@
-"""What a compiler makes asynchronous, merges or serialises: collectives beside a product, compiled, or run on devices here.
+"""Collectives that a compiler makes asynchronous, merges or serialises beside a product, compiled or run on devices here.
 
 Four programs for each collective and size. `beside`: a product, and a collective that has nothing to do with it. `after`: a
 collective of what a product gives. `before`: a product of what a collective gives. `two`: a product, and two collectives of one
@@ -21,7 +21,7 @@ from tilewright.chips.links import HOP_US, Fabric, ring_seconds, torus_of
 from tilewright.chips.tpu import chip_of
 from tilewright.compiled.aot import compile_for, tpu_topology
 from tilewright.compiled.schedule import PERMUTE, ScheduleGraph, read_schedule
-from tilewright.compiled.timeline import lay_out
+from tilewright.compiled.timeline import simulate
 from tilewright.compiled.timing import alternate, medians
 from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.rings import shift
@@ -56,7 +56,7 @@ def programs(collective: Callable[[Array], Array]) -> Programs:
 
 
 @dataclass(frozen=True)
-class Case:
+class MicroCase:
     """A program of `programs`.
 
     Attributes:
@@ -73,11 +73,11 @@ class Case:
 
     @property
     def expected(self) -> int:
-        """How many collectives the program asks for."""
+        """Number of collectives in the program as it is written."""
         return 2 if self.program == "two" else 1
 
 
-def cases(collectives: Sequence[str], sizes_kib: Sequence[int], devices: int) -> list[Case]:
+def cases(collectives: Sequence[str], sizes_kib: Sequence[int], devices: int) -> list[MicroCase]:
     """All of them.
 
     Raises:
@@ -90,10 +90,10 @@ def cases(collectives: Sequence[str], sizes_kib: Sequence[int], devices: int) ->
     for size in sizes_kib:
         if size < 1 or size % least:
             raise ValueError(f"expected multiples of {least} KiB, a row for each of {devices} devices, found {size}")
-    return [Case(name, program, 1024 * size) for name in collectives for size in sizes_kib for program in programs(abs)]
+    return [MicroCase(name, program, 1024 * size) for name in collectives for size in sizes_kib for program in programs(abs)]
 
 
-def arguments(case: Case, mesh: Mesh) -> tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]:
+def arguments(case: MicroCase, mesh: Mesh) -> tuple[Callable[..., Any], tuple[jax.ShapeDtypeStruct, ...]]:
     """The function over the mesh, and its abstract arguments. Every device gives and keeps its own part."""
     each, specs = PartitionSpec(AXIS), each_spec()
     run = programs(COLLECTIVES[case.collective])[case.program]
@@ -106,14 +106,14 @@ def arguments(case: Case, mesh: Mesh) -> tuple[Callable[..., Any], tuple[jax.Sha
     return function, tuple(given)
 
 
-def compiled(chip: str, case: Case, hop_us: float = HOP_US) -> dict[str, Any]:
-    """What the compiler makes of a case, for an absent TPU."""
+def compiled(chip: str, case: MicroCase, hop_us: float = HOP_US) -> dict[str, Any]:
+    """Record of a case that is compiled for an absent TPU."""
     spec, mesh = chip_of(chip), make_mesh({AXIS: None}, tpu_topology(chip).devices)
     sizes = [int(size) for size in chip.partition(":")[2].split("x")]
     places = tuple(tuple(device.coords)[: len(sizes)] for device in mesh.devices.flat)
     function, given = arguments(case, mesh)
     graph = read_schedule(compile_for(chip, function, *given).hlo, spec)
-    whole = lay_out(graph, Fabric(spec, torus_of(spec, sizes), places, hop_us)).whole()
+    whole = simulate(graph, Fabric(spec, torus_of(spec, sizes), places, hop_us)).whole()
     size = case.size_bytes * (mesh.size if case.collective == "all-gather" else 1)
     ring = None if case.collective == PERMUTE else ring_seconds(spec, case.collective, size, (mesh.size,), hop_us=hop_us)
     return {
@@ -131,8 +131,8 @@ def compiled(chip: str, case: Case, hop_us: float = HOP_US) -> dict[str, Any]:
     }
 
 
-def verdict(graph: ScheduleGraph, case: Case) -> dict[str, Any]:
-    """What became of the collectives: kinds and numbers, and in words.
+def verdict(graph: ScheduleGraph, case: MicroCase) -> dict[str, Any]:
+    """Verdict on the collectives of a compiled case: kinds and numbers, and in words.
 
     The words: `synchronous` or `asynchronous`, `partly asynchronous`; then `merged` where there are fewer than asked for, `in
     parts` where there are more, and `as KIND` where the compiler took another one.
@@ -150,7 +150,7 @@ def verdict(graph: ScheduleGraph, case: Case) -> dict[str, Any]:
     return {"made_of_it": ", ".join(words), "kinds": kinds, "transfers": len(found), "asynchronous": started}
 
 
-def measured(case: Case, mesh: Mesh, repetitions: int) -> dict[str, Any]:
+def measured(case: MicroCase, mesh: Mesh, repetitions: int) -> dict[str, Any]:
     """Times of a case on devices that are here, and of its product and its collectives alone: medians of runs in turns."""
     function, given = arguments(case, mesh)
     values = [jax.device_put(jnp.ones(one.shape, one.dtype), one.sharding) for one in given]
@@ -173,12 +173,12 @@ def measured(case: Case, mesh: Mesh, repetitions: int) -> dict[str, Any]:
 
 
 def each_spec() -> tuple[PartitionSpec, ...]:
-    """How the four arguments of a program are divided."""
+    """Partition specs of the four arguments of a program."""
     each = PartitionSpec(AXIS)
     return each, PartitionSpec(), each, each
 
 
-def products(case: Case) -> Callable[..., Any]:
+def products(case: MicroCase) -> Callable[..., Any]:
     """The product of a case alone; that of what was gathered has as many rows as it would have."""
     if case.program in ("beside", "two"):
         return lambda x, w, y, z: x @ w

@@ -1,4 +1,4 @@
-"""What the replay page shows of a generation: every round with its drafts, and what the target thought of each token."""
+"""Data of the replay page: every round of a generation with its drafts, and the target's probabilities of each token."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -21,7 +21,7 @@ from tilewright.llm.stream import Stream
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.tokenizer import StreamDecoder
-from tilewright.report.replay import Passage, Replay, Round, Step, Token
+from tilewright.report.replay import Passage, Replay, ReplayRound, ReplayStep, ReplayToken
 from tilewright.runtime.interfaces import Choice, Proposal, Variant
 from tilewright.runtime.layout import rows_of, with_rows
 from tilewright.runtime.output import Generation, Result
@@ -50,11 +50,11 @@ def opinions(
     return tuple(jnp.concatenate([none, x], axis=1) for x in (probability, best[..., 0] - best[..., 1]))  # type: ignore[return-value]
 
 
-def described(lm: LanguageModel, prompt: Sequence[int], result: Result) -> list[Token]:
+def described(lm: LanguageModel, prompt: Sequence[int], result: Result) -> list[ReplayToken]:
     """A result's tokens with their texts and with what the target thinks of them, at temperature 1 and before any filter."""
     probability, margin = opinions_of(lm, [*prompt, *result.tokens])
     facts = zip(result.tokens, token_texts(lm, result.tokens), range(len(prompt), len(probability)), strict=True)
-    return [Token(token, text, float(probability[at]), float(margin[at])) for token, text, at in facts]
+    return [ReplayToken(token, text, float(probability[at]), float(margin[at])) for token, text, at in facts]
 
 
 def opinions_of(lm: LanguageModel, text: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -65,7 +65,7 @@ def opinions_of(lm: LanguageModel, text: Sequence[int]) -> tuple[np.ndarray, np.
     return np.asarray(probability)[0, : len(text)], np.asarray(margin)[0, : len(text)]
 
 
-class Difference(NamedTuple):
+class Divergence(NamedTuple):
     """Where two generations part: the index of the first token that differs, and the target's margin there.
 
     The margin is the largest logit less the second. Programs that round differently part where it is close to 0.
@@ -75,17 +75,17 @@ class Difference(NamedTuple):
     margin: float
 
 
-def difference(lm: LanguageModel, prompt: Sequence[int], a: Sequence[int], b: Sequence[int]) -> Difference | None:
+def difference(lm: LanguageModel, prompt: Sequence[int], a: Sequence[int], b: Sequence[int]) -> Divergence | None:
     """Where two generations after one prompt first differ; None if they are equal."""
     at = first_difference(a, b)
     if at is None:
         return None
     text = [*prompt, *max(a, b, key=len)[: at + 1]]
-    return Difference(at, float(opinions_of(lm, text)[1][-1]))
+    return Divergence(at, float(opinions_of(lm, text)[1][-1]))
 
 
 def token_texts(lm: LanguageModel | DiffusionModel, tokens: Sequence[int]) -> list[str]:
-    """What each token adds to a text; the last one has what is left."""
+    """Text that each token adds; the last one has what is left."""
     decoding = StreamDecoder(lm.tokenizer)
     texts = [decoding.push([token]) for token in tokens]
     if texts:
@@ -136,13 +136,15 @@ def passage(lm: LanguageModel, title: str, prompt: str | Sequence[int], sampling
     emitted, at, rounds = described(lm, tokens, result), 0, []
     seconds = round_seconds(stream, drafted)
     for n, (proposed, added, accepted) in enumerate(zip(drafts, result.acceptance_lengths, result.accepted, strict=True)):
-        shown = [Token(int(token), text) for token, text in zip(proposed, token_texts(lm, proposed.tolist()), strict=True)]
+        shown = [
+            ReplayToken(int(token), text) for token, text in zip(proposed, token_texts(lm, proposed.tolist()), strict=True)
+        ]
         own, choice = emitted[at : at + added], result.choices[n] if result.choices else None
         about = {} if choice is None else {"drafter": choice.drafter, "width": choice.width}
-        rounds.append(Round(seconds[n], shown, accepted, own, **about))
+        rounds.append(ReplayRound(seconds[n], shown, accepted, own, **about))
         at += added
     each = plain.decode_seconds / plain.rounds
-    baseline = [Step(token, each) for token in described(lm, tokens, plain[0])]
+    baseline = [ReplayStep(token, each) for token in described(lm, tokens, plain[0])]
     text = prompt if isinstance(prompt, str) else lm.tokenizer.decode(tokens, skip_special_tokens=False)
     return Passage(title, text, baseline, rounds)
 

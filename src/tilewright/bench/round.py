@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from tilewright.bench.bandwidth import Memory
+from tilewright.bench.bandwidth import MemoryBuffers
 from tilewright.compiled.timing import REPETITIONS, alternate, spread
 from tilewright.kernels import select
 from tilewright.kernels.head_top_k.cases import TOP_K
@@ -30,7 +30,7 @@ from tilewright.runtime.state import DecodeState, Models, Target, verify
 from tilewright.speculation.drafters.dflash import DFlash
 
 RUN_S = 0.05
-"""How long a timed run should take; one that takes longer consists of a single call."""
+"""Seconds that a timed run should take; one that takes longer consists of a single call."""
 
 BANDWIDTH_BYTES = 2**30
 """Of the buffer by which an accelerator's memory is measured."""
@@ -72,7 +72,7 @@ beside the draft's head what DFlash 2 asks of it, each slot's `TOP_K` best token
 
 
 @dataclass(frozen=True)
-class Setup:
+class RoundSetup:
     """The shapes of one round, for one row.
 
     Attributes:
@@ -135,7 +135,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Part:
+class RoundPart:
     """One part as a program: `run(models, state, *inputs) -> (state, result)`, which is given the state for good.
 
     Attributes:
@@ -146,7 +146,7 @@ class Part:
     inputs: tuple[Any, ...] = ()
 
 
-def programs(setup: Setup) -> dict[str, Part]:
+def programs(setup: RoundSetup) -> dict[str, RoundPart]:
     """The parts of a round, in the order of `PARTS`, and `step`, one of plain decoding."""
     target, drafting, size = Target(setup.target, setup.ops), setup.drafting, setup.block_size
     taps = (setup.hidden(size),) * len(setup.drafter.target_layer_ids)
@@ -184,12 +184,18 @@ def programs(setup: Setup) -> dict[str, Part]:
 
     block = jax.ShapeDtypeStruct((1, size), jnp.int32)
     drafts, verified = (setup.hidden(size - 1),), (setup.hidden(size),)
-    drafting_parts = Part(draft), Part(draft_head, drafts), Part(draft_top_k, drafts)
-    parts = *drafting_parts, Part(verify_block, (block,)), Part(verify_head, verified), Part(extend, (taps,)), Part(whole_round)
-    return {**dict(zip(PARTS, parts, strict=True)), "step": Part(step)}
+    drafting_parts = RoundPart(draft), RoundPart(draft_head, drafts), RoundPart(draft_top_k, drafts)
+    parts = (
+        *drafting_parts,
+        RoundPart(verify_block, (block,)),
+        RoundPart(verify_head, verified),
+        RoundPart(extend, (taps,)),
+        RoundPart(whole_round),
+    )
+    return {**dict(zip(PARTS, parts, strict=True)), "step": RoundPart(step)}
 
 
-def load(setup: Setup) -> Models:
+def load(setup: RoundSetup) -> Models:
     """Random parameters, as the operations want them."""
     dtype = DTYPES[setup.dtype]
     keys = jax.random.split(jax.random.key(0))
@@ -198,7 +204,7 @@ def load(setup: Setup) -> Models:
     return Models(decoder.prepare(setup.target, setup.ops, target), setup.ops.prepare(setup.drafting.declared, drafter))
 
 
-def timer(models: Models, setup: Setup, program: Part) -> Callable[[], float]:
+def timer(models: Models, setup: RoundSetup, program: RoundPart) -> Callable[[], float]:
     """A run of one part, compiled, of about `RUN_S`; it returns seconds for a call."""
     state = jax.jit(setup.state)()
     inputs = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), program.inputs)
@@ -221,7 +227,7 @@ def timer(models: Models, setup: Setup, program: Part) -> Callable[[], float]:
 def memory_rate() -> Callable[[], float]:
     """A run that measures the device's memory in GB/s: a CPU's by reading, another's by a copy, bytes read plus written."""
     if jax.default_backend() == "cpu":
-        return Memory().read
+        return MemoryBuffers().read
     buffer = jnp.zeros(BANDWIDTH_BYTES // 4, jnp.int32)
     copy = jax.jit(lambda x: x + 1, donate_argnums=0).lower(buffer).compile()
 
@@ -238,7 +244,7 @@ def memory_rate() -> Callable[[], float]:
 
 
 def measure(
-    models: Models, setups: Sequence[Setup], repetitions: int = REPETITIONS, on_run: Callable[[], None] = lambda: None
+    models: Models, setups: Sequence[RoundSetup], repetitions: int = REPETITIONS, on_run: Callable[[], None] = lambda: None
 ) -> list[dict[str, Any]]:
     """Times the parts of the rounds of several block sizes at one context, in turns. `on_run` is called `runs` times.
 
@@ -272,7 +278,7 @@ def times(seconds: Sequence[float], name: str) -> dict[str, Any]:
 
 
 def runs(setups: int, repetitions: int) -> int:
-    """How often `measure` calls `on_run`."""
+    """Number of times that `measure` calls `on_run`."""
     return (len(PARTS) * setups + 1) * (1 + repetitions) + repetitions
 
 

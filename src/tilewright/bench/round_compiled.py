@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from tilewright.bench.round import Setup, programs, with_ratios
+from tilewright.bench.round import RoundSetup, programs, with_ratios
 from tilewright.chips.tpu import TpuChip, chip_of
 from tilewright.compiled.aot import Compiled, compile_for
 from tilewright.compiled.hlo import execution, read_module
@@ -36,8 +36,8 @@ KERNEL = "tpu_custom_call"
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """What the compiler says of a program.
+class RoundEstimate:
+    """The compiler's estimates of a program: cycles, memory traffic and peak memory.
 
     Attributes:
         cycles: its estimated cycles, and `kernel_cycles`.
@@ -55,13 +55,13 @@ class Estimate:
     written_bytes: float
     peak_bytes: float
 
-    def combined(self, other: "Estimate", weight: float) -> "Estimate":
+    def combined(self, other: "RoundEstimate", weight: float) -> "RoundEstimate":
         """This, and `weight` times the other."""
-        return Estimate(*(getattr(self, one.name) + weight * getattr(other, one.name) for one in fields(self)))
+        return RoundEstimate(*(getattr(self, one.name) + weight * getattr(other, one.name) for one in fields(self)))
 
-    def beyond(self, fewer: "Estimate") -> "Estimate":
-        """What this has more than an estimate of fewer layers: never less than nothing, however XLA placed the two."""
-        return Estimate(*(max(0, getattr(self, one.name) - getattr(fewer, one.name)) for one in fields(self)))
+    def beyond(self, fewer: "RoundEstimate") -> "RoundEstimate":
+        """Difference to an estimate of fewer layers: never less than nothing, however XLA placed the two."""
+        return RoundEstimate(*(max(0, getattr(self, one.name) - getattr(fewer, one.name)) for one in fields(self)))
 
     @property
     def bound_cycles(self) -> float:
@@ -72,12 +72,12 @@ class Estimate:
         return {**{one.name: round(getattr(self, one.name)) for one in fields(self)}, "bound_cycles": round(self.bound_cycles)}
 
 
-def estimate(chip: TpuChip, compiled: Compiled) -> Estimate:
+def estimate(chip: TpuChip, compiled: Compiled) -> RoundEstimate:
     """Reads the estimate of a compiled program."""
     traffic = compiled.traffic()
     kernels = kernel_cycles(chip, compiled.hlo)
     memory = chip.roofline_cycles(traffic.total, 0)
-    return Estimate(compiled.cycles + kernels, kernels, memory, traffic.read, traffic.written, compiled.peak_bytes)
+    return RoundEstimate(compiled.cycles + kernels, kernels, memory, traffic.read, traffic.written, compiled.peak_bytes)
 
 
 def kernel_cycles(chip: TpuChip, hlo: str) -> float:
@@ -96,7 +96,7 @@ def kernel_cycles(chip: TpuChip, hlo: str) -> float:
     return total
 
 
-def over_layers(compile_with: Callable[[int], Estimate], layers: int) -> Estimate:
+def over_layers(compile_with: Callable[[int], RoundEstimate], layers: int) -> RoundEstimate:
     """The estimate for a model of `layers` layers, from those of the models in `LAYERS_COMPILED`."""
     few, more = LAYERS_COMPILED
     if layers <= more:
@@ -106,7 +106,7 @@ def over_layers(compile_with: Callable[[int], Estimate], layers: int) -> Estimat
     return second.combined(second.beyond(first), (layers - more) / (more - few))
 
 
-def head_estimates(topology: str, setup: Setup) -> dict[str, Estimate]:
+def head_estimates(topology: str, setup: RoundSetup) -> dict[str, RoundEstimate]:
     """Both heads and the draft's best tokens, and all of them as XLA compiles them; none depends on the context."""
     target, models = setup.target, with_layers(setup, 1).models()
     norm_and_head = replace(models.target, layers=())
@@ -133,13 +133,13 @@ def head_estimates(topology: str, setup: Setup) -> dict[str, Estimate]:
     }
 
 
-def with_layers(setup: Setup, layers: int) -> Setup:
-    """The same shapes with so many layers in both models. Taps, of which these would not have enough, are left out."""
+def with_layers(setup: RoundSetup, layers: int) -> RoundSetup:
+    """A copy of a setup with so many layers in both models. Taps, of which these would not have enough, are left out."""
     target = replace(setup.target, num_layers=layers)
     return replace(setup, target=target, drafter=replace(setup.drafter, num_layers=layers))
 
 
-def verify_layers(topology: str, setup: Setup, layers: int) -> Estimate:
+def verify_layers(topology: str, setup: RoundSetup, layers: int) -> RoundEstimate:
     """Verification without its head."""
     small = with_layers(setup, layers)
 
@@ -155,7 +155,7 @@ def verify_layers(topology: str, setup: Setup, layers: int) -> Estimate:
     return estimate(chip_of(topology), compile_for(topology, run, small.models().target, state, block, donate=1))
 
 
-def draft_layers(topology: str, setup: Setup, layers: int) -> Estimate:
+def draft_layers(topology: str, setup: RoundSetup, layers: int) -> RoundEstimate:
     """Drafting without its head."""
     small = with_layers(setup, layers)
 
@@ -170,20 +170,22 @@ def draft_layers(topology: str, setup: Setup, layers: int) -> Estimate:
     return estimate(chip_of(topology), compile_for(topology, run, *arguments))
 
 
-def extend_estimate(topology: str, setup: Setup) -> Estimate:
+def extend_estimate(topology: str, setup: RoundSetup) -> RoundEstimate:
     """Extending the context: all layers of the drafter at once."""
     program = programs(setup)["extend"]
     state = replace(jax.eval_shape(setup.state), target_cache=())
     return estimate(chip_of(topology), compile_for(topology, program.run, setup.models(), state, *program.inputs, donate=1))
 
 
-def whole(layers: Estimate, head: Estimate, shared_bytes: int) -> Estimate:
+def whole(layers: RoundEstimate, head: RoundEstimate, shared_bytes: int) -> RoundEstimate:
     """The layers, then the head; `shared_bytes` are arguments of both."""
     both = layers.combined(head, 1)
     return replace(both, peak_bytes=both.peak_bytes - shared_bytes)
 
 
-def compiled_rounds(topology: str, setups: Sequence[Setup], on_part: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
+def compiled_rounds(
+    topology: str, setups: Sequence[RoundSetup], on_part: Callable[[], None] = lambda: None
+) -> list[dict[str, Any]]:
     """Estimates of the rounds of several block sizes at one context. `on_part` is called once for each, and once more.
 
     Raises:
@@ -193,7 +195,7 @@ def compiled_rounds(topology: str, setups: Sequence[Setup], on_part: Callable[[]
     embed = first.models().target.embed
     shared = embed.size * embed.dtype.itemsize if first.target.tie_word_embeddings else 0
 
-    def verified(setup: Setup, head: Estimate) -> Estimate:
+    def verified(setup: RoundSetup, head: RoundEstimate) -> RoundEstimate:
         layers = over_layers(partial(verify_layers, topology, setup), setup.target.num_layers)
         return whole(layers, head, shared)
 
@@ -210,7 +212,7 @@ def compiled_rounds(topology: str, setups: Sequence[Setup], on_part: Callable[[]
     return with_ratios(records, RATIOS)
 
 
-def record(setup: Setup, parts: Mapping[str, Estimate], others: Mapping[str, Estimate]) -> dict[str, Any]:
+def record(setup: RoundSetup, parts: Mapping[str, RoundEstimate], others: Mapping[str, RoundEstimate]) -> dict[str, Any]:
     """The figures of one round, each as `<part>_<figure>`."""
     flat = {f"{name}_{key}": value for name, one in {**parts, **others}.items() for key, value in one.record().items()}
     return {

@@ -10,13 +10,13 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from tilewright.bench.answer import Answer, Refused, error_message
-from tilewright.bench.http_client import Connections, Disconnected, Malformed, Response, Unreachable
+from tilewright.bench.answer import Refused, StreamedAnswer, error_message
+from tilewright.bench.http_client import Connections, Malformed, Response, ServerDisconnected, Unreachable
 from tilewright.bench.sse import EventReader
 from tilewright.bench.workload import Planned
 
 AFTER_DONE_SECONDS = 0.1
-"""How long the end of a response may take once the stream has said that it is over; then its connection is given up."""
+"""Seconds that the end of a response may take once the stream has said that it is over; then its connection is given up."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Peer:
         return "/chat/completions" if self.chat else "/completions"
 
     def body(self, planned: Planned) -> dict[str, Any]:
-        """What is posted for a request."""
+        """JSON body that is posted for a request."""
         options: dict[str, Any] = {"include_usage": True}
         if self.continuous_usage:
             options["continuous_usage_stats"] = True
@@ -73,7 +73,7 @@ class Failure:
 
 @dataclass
 class Outcome:
-    """What became of a request. Times are seconds since the start of the run.
+    """A request with its answer or failure. Times are seconds since the start of the run.
 
     Attributes:
         due_s: when it was to be sent.
@@ -87,12 +87,12 @@ class Outcome:
     held_s: float = 0.0
     sent_s: float = 0.0
     end_s: float = 0.0
-    answer: Answer = field(default_factory=Answer)
+    answer: StreamedAnswer = field(default_factory=StreamedAnswer)
     failure: Failure | None = None
 
     @property
     def slip_s(self) -> float:
-        """How late this client sent it, beyond what the limit of concurrent requests asks for."""
+        """Seconds by which this client sent it late, beyond what the limit of concurrent requests asks for."""
         return self.sent_s - self.due_s - self.held_s
 
     @property
@@ -188,7 +188,7 @@ async def ask(connections: Connections, peer: Peer, outcome: Outcome, now: Calla
 
 
 def one_line(error: Exception) -> str:
-    """What an error says, fit for a terminal whatever a server put into it."""
+    """An error's message in one line, fit for a terminal whatever a server put into it."""
     text = " ".join(str(error).split())[:300]
     return "".join(each if each.isprintable() else "�" for each in text) or "no message"
 
@@ -207,7 +207,7 @@ async def check_status(response: Response) -> None:
     raise Refused(f"http_{response.status}", said if again is None else f"{said} (Retry-After: {again[:40]})")
 
 
-async def read_events(response: Response, answer: Answer, now: Callable[[], float]) -> None:
+async def read_events(response: Response, answer: StreamedAnswer, now: Callable[[], float]) -> None:
     """Reads the stream up to its `[DONE]`, or to its end."""
     kind = response.headers.get("content-type", "none").partition(";")[0].strip().lower()
     if kind != "text/event-stream":
@@ -225,7 +225,7 @@ async def finish(response: Response) -> None:
         async with asyncio.timeout(AFTER_DONE_SECONDS):
             while await response.read():
                 continue
-    except (TimeoutError, Disconnected, Malformed):
+    except (TimeoutError, ServerDisconnected, Malformed):
         response.reusable = False
 
 
@@ -259,7 +259,7 @@ async def first_model(connections: Connections, timeout_s: float) -> str:
 
 
 async def characters_per_token(connections: Connections, peer: Peer, text: str) -> float | None:
-    """How many characters of a text the server counts as a token; None where it does not say. One request."""
+    """Characters of a text for each token that the server counts; None where it does not say. One request."""
     outcome = Outcome(Planned(0, 0.0, text, 1), 0.0)
     await ask(connections, peer, outcome, time.perf_counter)
     counted = outcome.answer.prompt_tokens
@@ -267,7 +267,7 @@ async def characters_per_token(connections: Connections, peer: Peer, text: str) 
 
 
 def failures(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """How many requests failed in each way, most first, with what was said the first time."""
+    """Number of failed requests of each kind, most first, with the first message."""
     failed = [outcome.failure for outcome in outcomes if outcome.failure is not None]
     first = {failure.kind: failure.message for failure in reversed(failed)}
     counts = Counter(failure.kind for failure in failed)

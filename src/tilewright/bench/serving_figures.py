@@ -10,7 +10,7 @@ from tilewright.bench.figures import Row, mean
 from tilewright.bench.serving import Outcome, failures
 
 OBJECTIVES = ("ttft", "tpot", "e2e")
-"""What goodput can ask for, in milliseconds."""
+"""Latencies that goodput can bound, in milliseconds."""
 REJECTED = ("http_429", "http_503")
 """Failures by which a server says that it has too much to do."""
 LATENCIES = ("ttft", "tpot", "itl", "token_itl", "e2e", "held", "slip")
@@ -136,7 +136,7 @@ def peak_concurrency(outcomes: Sequence[Outcome]) -> int:
 
 
 def speculative_decoding(outcomes: Sequence[Outcome]) -> Row | None:
-    """What the server says of drafts, over all rounds of all answers that say it; None where none does.
+    """The server's figures of drafts, over all rounds of all answers that give them; None where none does.
 
     The fields are vLLM's (`docs/features/speculative_decoding/acceptance_metrics.md`), summed; `requests` is how many answers
     they are of.

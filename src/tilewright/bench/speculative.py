@@ -11,7 +11,7 @@ from jax import Array
 
 from tilewright.bench.compare import decode_in_turns
 from tilewright.bench.datasets import NOT_THINKING, Example, prompt
-from tilewright.bench.figures import BASELINE, Run
+from tilewright.bench.figures import BASELINE, DecodingRun
 from tilewright.compiled.store import warm
 from tilewright.compiled.timing import alternate
 from tilewright.llm.language_model import LanguageModel
@@ -30,7 +30,7 @@ PARTS = ("draft", "verify", "other")
 
 
 @dataclass
-class Asked:
+class DatasetPrompts:
     """The prompts of one dataset, as tokens, one for each turn that fits.
 
     Attributes:
@@ -51,9 +51,9 @@ def ask(
     template: ChatTemplate | None,
     sampling: Sampling,
     on_answer: Callable[[], None] = lambda: None,
-) -> Asked:
+) -> DatasetPrompts:
     """Makes the prompts of a dataset. A turn after the first is asked after what plain decoding answered to the one before."""
-    asked = Asked(name)
+    asked = DatasetPrompts(name)
     room = lm.target.max_position_embeddings - sampling.max_new_tokens
     for example in examples:
         answers: list[str] = []
@@ -78,12 +78,12 @@ def encoded(lm: LanguageModel | Model, text: str, template: ChatTemplate | None)
 
 def measure(
     ways: Mapping[str, LanguageModel],
-    asked: Asked,
+    asked: DatasetPrompts,
     sampling: Sampling,
     batch_size: int,
     repetitions: int,
     on_run: Callable[[], None] = lambda: None,
-) -> list[Run]:
+) -> list[DecodingRun]:
     """Decodes a dataset every way, in turns; the way named `BASELINE` without a drafter. A run for each way.
 
     Args:

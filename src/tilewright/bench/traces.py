@@ -1,4 +1,4 @@
-"""How far each choice's drafts would be accepted at every place of a text: recorded once, and policies simulated on it.
+"""Traces of the drafts that each choice would have had accepted at every place of a text, to simulate policies on.
 
 The text does not depend on the rounds, so that one recording tells what any sequence of them would have given.
 """
@@ -29,7 +29,7 @@ IDLE = "."
 
 
 @dataclass(frozen=True)
-class Trace:
+class AcceptanceTrace:
     """One text.
 
     Attributes:
@@ -54,7 +54,7 @@ class Recording:
         about: model, machine, settings.
     """
 
-    traces: Sequence[Trace]
+    traces: Sequence[AcceptanceTrace]
     costs: RoundCosts
     about: Mapping[str, Any] = field(default_factory=dict)
 
@@ -77,13 +77,13 @@ class Recording:
         for text in found["texts"]:
             named = {name.rpartition(" ")[::2]: accepted for name, accepted in text.items() if name != "dataset"}
             accepted = {Choice(drafter, int(width)): accepted for (drafter, width), accepted in named.items()}
-            traces.append(Trace(text["dataset"], accepted))
+            traces.append(AcceptanceTrace(text["dataset"], accepted))
         return Recording(traces, parsed(found), found["about"])
 
 
 def record(
     lm: LanguageModel, dataset: str, prompts: Sequence[Sequence[int]], sampling: Sampling, on_text: Callable[[], None]
-) -> list[Trace]:
+) -> list[AcceptanceTrace]:
     """Decodes each prompt step by step and asks every choice for its drafts before each step."""
     team = lm.drafter
     assert isinstance(team, Team), "choices are those of a team"
@@ -99,13 +99,13 @@ def record(
                 drafts[choice].append(block[0, 1 : 1 + int(count[0])])
             stream.advance(1, PLAIN)
         tokens = stream.results()[0].tokens
-        traces.append(Trace(dataset, {choice: accepted_before(tokens, each) for choice, each in drafts.items()}))
+        traces.append(AcceptanceTrace(dataset, {choice: accepted_before(tokens, each) for choice, each in drafts.items()}))
         on_text()
     return traces
 
 
 def accepted_before(tokens: Sequence[int], drafts: Sequence[np.ndarray]) -> str:
-    """How many of the drafts made before each token are those that follow, a character each."""
+    """Number of drafts, of those made before each token, that are the tokens which follow; a character each."""
     counts = []
     for place, own in enumerate(drafts):
         same = own[: len(tokens) - place] == np.asarray(tokens[place : place + len(own)])
@@ -125,12 +125,12 @@ class Uneven:
         self.sigma, self.random, self.lasting = sigma, np.random.default_rng(seed), 0.0
 
     def measured(self, rounds: Mapping[Choice, Cost]) -> dict[Choice, Cost]:
-        """What these costs may have been found to be, those of a drafter mostly wrong together."""
+        """Costs as a measurement with errors might have found them, those of a drafter mostly wrong together."""
         own = {name: self.factor() for name in sorted({choice.drafter for choice in rounds})}
         return {choice: cost.times(own[choice.drafter] * self.factor() ** 0.5) for choice, cost in rounds.items()}
 
     def timed(self, seconds: float) -> float:
-        """What a dispatch of so many seconds may take."""
+        """A time that a dispatch of so many seconds might take, with noise."""
         self.lasting = 0.8 * self.lasting + 0.6 * self.sigma * float(self.random.normal())
         return seconds * float(np.exp(self.lasting)) * self.factor()
 
@@ -139,9 +139,9 @@ class Uneven:
 
 
 def seconds_of(
-    trace: Trace, costs: RoundCosts, chooser: Policy | Choice, uneven: Uneven | None = None
+    trace: AcceptanceTrace, costs: RoundCosts, chooser: Policy | Choice, uneven: Uneven | None = None
 ) -> tuple[float, dict[Choice, int]]:
-    """How long a text would have taken with a policy, or with one choice alone, and the rounds of each choice.
+    """Simulated seconds of a text under a policy, or under one choice alone, and the rounds of each choice.
 
     Args:
         uneven: tells the policy how long its dispatches took; without, it hears nothing of that.
@@ -166,7 +166,7 @@ def seconds_of(
     return seconds, rounds
 
 
-def counterfactual(trace: Trace, followed: dict[Choice, int], end: int, policy: Policy) -> None:
+def counterfactual(trace: AcceptanceTrace, followed: dict[Choice, int], end: int, policy: Policy) -> None:
     """Tells a policy of the n-gram rounds that are plain from the text up to `end`.
 
     Args:
@@ -187,7 +187,7 @@ def counterfactual(trace: Trace, followed: dict[Choice, int], end: int, policy: 
 
 
 def costs_of(records: Sequence[Mapping[str, Any]], drafter: str = "dflash") -> RoundCosts:
-    """What `bench round` says of rounds at one context, measured or estimated for a chip that is not there.
+    """Costs of rounds at one context, from records of `bench round`: measured, or estimated for a chip that is not there.
 
     Estimates count cycles in the place of seconds, which changes no ratio, and dispatches as nothing.
     """

@@ -1,7 +1,7 @@
-"""What a train step over a mesh leaves exposed of its communication, on TPUs that are not there.
+"""Communication that a train step over a mesh leaves exposed, on TPUs that are not there.
 
 The step of `train/sharded.py`, optimiser and all, is compiled for a slice with a few layers, under several plans; beside it the
-same step without tokens, and the one that is left to XLA (`train/annotated.py`). Their time is the model of
+same step without tokens, and the auto-sharded one (GSPMD: `train/annotated.py`). Their time is the model of
 `compiled/timeline.py`, an estimate. Of each pass the middle layer is reported: what says that it is its own, wherever it runs.
 """
 
@@ -23,22 +23,22 @@ from tilewright.chips.links import HOP_US, Fabric, torus_of
 from tilewright.chips.tpu import TpuChip, chip_of
 from tilewright.compiled.aot import Compiled, compile_for, tpu_topology
 from tilewright.compiled.schedule import Node, ScheduleGraph, read_schedule
-from tilewright.compiled.timeline import Interval, Sums, Timeline, TimelineSpan, busiest_s, lay_out, overlap
+from tilewright.compiled.timeline import Interval, Sums, Timeline, TimelineSpan, busiest_s, overlap, simulate
 from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig
 from tilewright.models.params import abstract
-from tilewright.parallel.exchanges import NAMES, Plan
+from tilewright.parallel.exchanges import NAMES, FullyShardedPlan
 from tilewright.train.annotated import annotated_gradient
-from tilewright.train.sharded import Setup, jitted_step, sharded_gradient, state_shardings, training_mesh
+from tilewright.train.sharded import ShardedSetup, jitted_step, sharded_gradient, state_shardings, training_mesh
 
 FORWARD, BACKWARD = "forward", "backward"
 PASSES = (FORWARD, BACKWARD)
-PLAIN_STEP, UNTHREADED, ANNOTATED = "no tokens or rings", "no tokens", "left to XLA"
+PLAIN_STEP, UNTHREADED, ANNOTATED = "no tokens or rings", "no tokens", "auto-sharded (GSPMD)"
 """Names of the programs that ours are compared with; the first one is what shares are of."""
 
 LEAST_LAYERS = 4
-"""How many layers are compiled: of four, the inner two do the same under shifts of one. Every more needs two more."""
+"""Least number of layers to compile: of four, the inner two do the same under shifts of one. Every more needs two more."""
 
 ASYNC = {
     "xla_tpu_enable_data_parallel_all_reduce_opt": True, "xla_tpu_data_parallel_opt_different_sized_ops": True,
@@ -58,8 +58,8 @@ dcbbec7d, github.com/AI-Hypercomputer/maxtext. Other kinds get v5e's."""
 
 
 @dataclass(frozen=True)
-class Case:
-    """What is compiled.
+class TrainingCase:
+    """A train step to compile: chip, model, mesh and sizes.
 
     Attributes:
         chip: topology of a TPU.
@@ -96,17 +96,17 @@ class Case:
     def spec(self) -> TpuChip:
         return chip_of(self.chip)
 
-    def setup(self, plan: Plan) -> Setup:
+    def setup(self, plan: FullyShardedPlan) -> ShardedSetup:
         """Raises ValueError where mesh, model, batch and plan do not fit one another or the slice."""
         config = replace(self.config, num_layers=self.layers)
-        made = Setup(config, PLAIN, training_mesh(self.axes, config, tpu_topology(self.chip).devices), plan)
+        made = ShardedSetup(config, PLAIN, training_mesh(self.axes, config, tpu_topology(self.chip).devices), plan)
         made.check_batch((self.batch, self.length + 1))
         return made
 
     @cached_property
     def fabric(self) -> Fabric:
         sizes = [int(size) for size in self.chip.partition(":")[2].split("x")]
-        devices = self.setup(Plan()).mesh.devices.flat
+        devices = self.setup(FullyShardedPlan()).mesh.devices.flat
         places = tuple(tuple(device.coords)[: len(sizes)] for device in devices)
         return Fabric(self.spec, torus_of(self.spec, sizes), places, self.hop_us)
 
@@ -121,12 +121,12 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Program:
+class TrainingProgram:
     """A compiled step, and the model of its time."""
 
-    case: Case
+    case: TrainingCase
     name: str
-    plan: Plan
+    plan: FullyShardedPlan
     compiled: Compiled
     timeline: Timeline
     compile_s: float
@@ -201,9 +201,11 @@ def placed(graph: ScheduleGraph) -> ScheduleGraph:
     return replace(graph, nodes=tuple(nodes))
 
 
-def read_program(case: Case, name: str, plan: Plan, compiled: Compiled, compile_s: float) -> Program:
+def read_program(
+    case: TrainingCase, name: str, plan: FullyShardedPlan, compiled: Compiled, compile_s: float
+) -> TrainingProgram:
     graph = placed(read_schedule(compiled.hlo, case.spec))
-    return Program(case, name, plan, compiled, lay_out(graph, case.fabric), compile_s)
+    return TrainingProgram(case, name, plan, compiled, simulate(graph, case.fabric), compile_s)
 
 
 def optimizer() -> optax.GradientTransformation:
@@ -211,11 +213,11 @@ def optimizer() -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4, b2=0.95))
 
 
-def compile_program(case: Case, name: str, plan: Plan) -> Program:
-    """Compiles one step; `ANNOTATED` is the one that is left to XLA.
+def compile_program(case: TrainingCase, name: str, plan: FullyShardedPlan) -> TrainingProgram:
+    """Compiles one step; `ANNOTATED` is the auto-sharded one.
 
     Raises:
-        ValueError: what does not fit; see `Case.setup`.
+        ValueError: what does not fit; see `TrainingCase.setup`.
     """
     setup, began = case.setup(plan), time.perf_counter()
     peer = name == ANNOTATED
@@ -232,9 +234,9 @@ def compile_program(case: Case, name: str, plan: Plan) -> Program:
     return read_program(case, name, plan, found, time.perf_counter() - began)
 
 
-def programs_of(plans: Mapping[str, Plan], peers: bool = True) -> dict[str, Plan]:
+def programs_of(plans: Mapping[str, FullyShardedPlan], peers: bool = True) -> dict[str, FullyShardedPlan]:
     """All that is compiled, by name: the plans, and beside them the first one without tokens, with rings and without, and the
-    step left to XLA."""
+    auto-sharded step."""
     if not peers:
         return dict(plans)
     first = next(iter(plans.values()))
@@ -244,7 +246,9 @@ def programs_of(plans: Mapping[str, Plan], peers: bool = True) -> dict[str, Plan
     return {**plans, **rings, PLAIN_STEP: plain, ANNOTATED: first}
 
 
-def compiled_programs(case: Case, plans: Mapping[str, Plan], on_program: Callable[[str], None]) -> list[Program]:
+def compiled_programs(
+    case: TrainingCase, plans: Mapping[str, FullyShardedPlan], on_program: Callable[[str], None]
+) -> list[TrainingProgram]:
     """Compiles all of `programs_of`; `on_program` is told of each before."""
     found = []
     for name, plan in plans.items():
@@ -253,12 +257,18 @@ def compiled_programs(case: Case, plans: Mapping[str, Plan], on_program: Callabl
     return found
 
 
-def records(programs: Sequence[Program]) -> list[dict[str, Any]]:
+def plan_record(plan: FullyShardedPlan) -> dict[str, Any]:
+    """Fields of a plan, by the names that records have had from the beginning."""
+    names = {"prefetch_distance": "early", "scatter_delay": "late"}
+    return {names.get(name, name): value for name, value in asdict(plan).items()}
+
+
+def records(programs: Sequence[TrainingProgram]) -> list[dict[str, Any]]:
     """The figures of each program, as docs/metrics.md defines them."""
     return [record(program, [other for other in programs if other.case == program.case]) for program in programs]
 
 
-def record(program: Program, same: Sequence[Program]) -> dict[str, Any]:
+def record(program: TrainingProgram, same: Sequence[TrainingProgram]) -> dict[str, Any]:
     """The figures of one program, set against the plain one, if that is there."""
     case, timeline = program.case, program.timeline
     layer, whole = both(program), timeline.whole()
@@ -272,7 +282,7 @@ def record(program: Program, same: Sequence[Program]) -> dict[str, Any]:
         "devices": prod(case.axes.values()),
         "mesh": ",".join(f"{name}={size}" for name, size in case.axes.items()),
         "program": program.name,
-        "plan": None if program.name == ANNOTATED else asdict(program.plan),
+        "plan": None if program.name == ANNOTATED else plan_record(program.plan),
         "batch_rows": case.batch,
         "positions": case.length,
         **layer_figures(layer, case.spec),
@@ -307,14 +317,17 @@ def record(program: Program, same: Sequence[Program]) -> dict[str, Any]:
     }
 
 
-def both(program: Program) -> Sums:
+def both(program: TrainingProgram) -> Sums:
     """The middle layer in both passes."""
     return program.layer(FORWARD).plus(program.layer(BACKWARD))
 
 
-def kept_bytes(program: Program) -> int:
-    """What one more layer needs on a device: weights, the optimiser's two moments and the gradient, float32, and the stream
-    that is kept of it: before each half, or, left to XLA, before the layer. Weights that are not gathered again stay whole."""
+def kept_bytes(program: TrainingProgram) -> int:
+    """Bytes that one more layer needs on a device.
+
+    Weights, the optimiser's two moments and the gradient, float32, and the stream that is kept of it: before each half, or,
+    auto-sharded, before the layer. Weights that are not gathered again stay whole.
+    """
     case = program.case
     setup = case.setup(program.plan)
     shapes = jax.tree.leaves(decoder.declare(setup.config).layers[0])
@@ -327,7 +340,7 @@ def kept_bytes(program: Program) -> int:
     return 16 * shards + whole + streams * stream // prod(case.axes.values())
 
 
-def gathers_again(program: Program) -> bool:
+def gathers_again(program: TrainingProgram) -> bool:
     """Whether the backward pass gathers the middle layer's weights, and does not read what the forward pass has gathered.
 
     Without tokens the compiler makes one of two gathers of the same weights.
@@ -337,7 +350,7 @@ def gathers_again(program: Program) -> bool:
     return program.name == ANNOTATED or any(re.search(r"gather_\d+_\w+_again", node.op_name) for node in nodes)
 
 
-def travels(program: Program, part: str) -> list[dict[str, Any]]:
+def travels(program: TrainingProgram, part: str) -> list[dict[str, Any]]:
     """The transfers of the middle layer in a pass, those of one purpose together: when, how long, and what runs meanwhile.
 
     Times are milliseconds from the layer's first product in the pass, so that what comes before it is below zero; `beside_ms`
@@ -378,7 +391,7 @@ def first_product_s(timeline: Timeline, number: int) -> float:
 
 
 def purpose(name: str) -> str:
-    """What a transfer is for, by where it comes from in the Python program."""
+    """Purpose of a transfer, by where it comes from in the Python program."""
     found = re.search(r"(?:gather|scatter)_\w+|(?:layer|back)_\d+/\w+", name)
     return found[0] if found else "other"
 
@@ -396,8 +409,8 @@ def compute_beside(timeline: Timeline, under_way: Sequence[Interval]) -> dict[st
     return found
 
 
-def lanes(program: Program) -> dict[str, Any]:
-    """What happens when, for a picture; see `overlap.lanes`."""
+def lanes(program: TrainingProgram) -> dict[str, Any]:
+    """Spans of the core and of the links, for a chart; see `overlap.lanes`."""
     numbers = [number_of(part, layer) for part in PASSES for layer in range(program.case.layers)]
     begins = sorted(1e3 * first_product_s(program.timeline, number) for number in numbers)
     return {"schedule": program.name, **timeline_lanes(program.timeline), "layer_begins_ms": begins}

@@ -1,4 +1,4 @@
-"""What to send to a server, and when: the requests of a trace, or the prompts of a file."""
+"""Requests to send to a server, and their times: those of a trace, or the prompts of a file."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from tilewright.bench.datasets import Example, Message, messages, prompt
-from tilewright.bench.lengths import Trace
+from tilewright.bench.lengths import RequestTrace
 
 Times = Float[np.ndarray, " N"]
 Ids = Int[np.ndarray, " T"]
@@ -69,14 +69,14 @@ def joined(examples: Sequence[Example]) -> str:
     return "\n\n".join(prompt(example, (), None) for example in examples)
 
 
-def context_scale(trace: Trace, context: int | None) -> float:
-    """What the lengths of a trace are multiplied by so that its longest request fits `context` positions; at most 1."""
+def context_scale(trace: RequestTrace, context: int | None) -> float:
+    """Factor on the lengths of a trace by which its longest request fits `context` positions; at most 1."""
     longest = int((trace.prompts + np.maximum(trace.outputs, 1)).max())
     return 1.0 if context is None else min(1.0, context / longest)
 
 
 def trace_plan(
-    trace: Trace, due: Times, make: MakePrompt, *, scale: float = 1.0, most_new_tokens: int | None = None
+    trace: RequestTrace, due: Times, make: MakePrompt, *, scale: float = 1.0, most_new_tokens: int | None = None
 ) -> list[Planned]:  # fmt: skip
     """The requests of a trace, one for each time in `due`, each with its own lengths.
 
@@ -114,7 +114,7 @@ def poisson_times(requests: int, rate: float, seed: int) -> Times:
     return np.concatenate([np.zeros(min(requests, 1)), np.cumsum(gaps)])
 
 
-def trace_times(trace: Trace, requests: int, speed: float) -> Times:
+def trace_times(trace: RequestTrace, requests: int, speed: float) -> Times:
     """The trace's own times of arrival, `speed` times as fast, the first of them at 0.
 
     Raises:

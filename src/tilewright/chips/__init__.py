@@ -1,1 +1,1 @@
-"""What chips can do at best, and how long that lets a piece of work take. No JAX."""
+"""Specifications of chips and the links between them, and the least time that these allow for a piece of work. No JAX."""

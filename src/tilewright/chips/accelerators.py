@@ -68,7 +68,7 @@ class Accelerator:
 
     @property
     def flops_per_link_byte(self) -> float | None:
-        """The same for a byte that passes its links, in either direction."""
+        """Peak bfloat16 operations for each byte that passes its links, in either direction."""
         return 1e3 * self.bf16_tflop_per_s / self.links_gb_per_s if self.links else None
 
     def roofline(self, flops: float, memory_bytes: float, link_bytes: float = 0.0) -> Roofline:

@@ -1,4 +1,4 @@
-"""What specs of chips have in common: figures on which sources disagree, and names that a user misspelled."""
+"""Parts that specs of chips share: figures on which sources disagree, and names that a user misspelled."""
 
 from collections.abc import Iterable
 from dataclasses import fields

@@ -1,4 +1,4 @@
-"""What a layer of a decoder takes when devices divide it, before anything is compiled: the model that schedules are chosen by.
+"""Cost model of a decoder layer that devices divide, by which schedules are chosen before anything is compiled.
 
 A product takes the longer of its operations at the chip's peak and its bytes at the memory's bandwidth. Transfers are those of
 `links.Fabric`. Left out is what is the same under all schedules, attention above all. `tilewright inspect overlap` shows what a
@@ -18,16 +18,16 @@ NUMBER_BYTES = 2
 """Of an activation or a weight: bfloat16."""
 
 TILE_US: Mapping[str, float] = MappingProxyType({"v5e": 3.3, "v5p": 3.1, "v6e": 0.8})
-"""What each tile of a product takes beyond its roofline, by libtpu's estimates."""
+"""Microseconds of each tile of a product beyond its roofline, by libtpu's estimates."""
 
 TILE_PASSES = 5
-"""How often rows and sums go through memory where products are cut into tiles, all rows of the stream each time."""
+"""Passes of rows and sums through memory where products are cut into tiles, all rows of the stream each time."""
 
 LEAST_GAIN = 0.1
-"""By which share another schedule has to be faster than `sync` to be chosen: by so much these estimates were off."""
+"""Share by which another schedule has to be faster than `sync` to be chosen: by so much these estimates were off."""
 
 LATE_SHARE = 0.4
-"""What is exposed of queued hops that compute could hide, as a part of the share of the time in which links are busy: where
+"""Exposed part of queued hops that compute could hide, as a part of the share of the time in which links are busy: where
 that is large, hops wait for one another."""
 
 MICRO_BATCHES = 2
@@ -61,7 +61,7 @@ def divided_layer(hidden: int, heads: int, kv_heads: int, head_dim: int, mlp: in
 
 
 class LayerEstimate(NamedTuple):
-    """What a layer takes: its products, norms and additions, and what of its communication nothing hides."""
+    """Estimated time of a layer: its products, norms and additions, and what of its communication nothing hides."""
 
     compute_s: float
     exposed_s: float
@@ -97,8 +97,11 @@ class Costs:
         return self.fabric.chip.roofline_seconds(float(passes) * NUMBER_BYTES * rows * layer.hidden, 0)
 
     def collective_s(self, kind: str, rows: int, layer: LayerShapes) -> float:
-        """As compilers were seen to have them go: of three axes along each, where a reduce-scatter is an all-reduce; else round
-        all devices, reduce-scatters in one direction."""
+        """Seconds of a collective of all rows, along the ways that compilers were seen to take.
+
+        Of three axes along each, where a reduce-scatter is an all-reduce; else round all devices, reduce-scatters in one
+        direction.
+        """
         by_axis, whole = sum(size > 1 for size in self.fabric.torus.sizes) > 2, float(NUMBER_BYTES * rows * layer.hidden)
         scatters = kind == "reduce-scatter"
         kind, directions = "all-reduce" if by_axis and scatters else kind, 1 if scatters and not by_axis else 2

@@ -104,7 +104,7 @@ def grid_path(sizes: Sequence[int]) -> list[Place]:
 
 
 @dataclass(frozen=True)
-class Load:
+class LinkOccupancy:
     """A transfer, as the links see it.
 
     Attributes:
@@ -117,7 +117,7 @@ class Load:
 
     @property
     def seconds(self) -> float:
-        """How long it takes alone."""
+        """Seconds that the transfer takes alone."""
         return max(self.busy_s.values(), default=0.0) + self.latency_s
 
 
@@ -135,25 +135,25 @@ class Fabric:
     places: tuple[Place, ...]
     hop_us: float = HOP_US
 
-    def load(self, passes: Mapping[Link, float], hops: int) -> Load:
+    def occupancy(self, passes: Mapping[Link, float], hops: int) -> LinkOccupancy:
         """A transfer that sends so many bytes over each link, and waits for so many hops one after another."""
         rate = 1e9 * self.chip.ici_gb_per_s
-        return Load({link: sent / rate for link, sent in passes.items()}, 1e-6 * self.hop_us * hops)
+        return LinkOccupancy({link: sent / rate for link, sent in passes.items()}, 1e-6 * self.hop_us * hops)
 
-    def permute(self, pairs: Iterable[tuple[int, int]], sent_bytes: float) -> Load:
-        """What a permute takes by which each source sends so many bytes to its target; devices by number."""
+    def permute(self, pairs: Iterable[tuple[int, int]], sent_bytes: float) -> LinkOccupancy:
+        """Occupancy of links by a permute in which each source sends so many bytes to its target; devices by number."""
         passes: Counter[Link] = Counter()
         farthest = 0
         for source, target in pairs:
             path = self.torus.path(self.places[source], self.places[target])
             passes.update(path)
             farthest = max(farthest, len(path))
-        return self.load({link: sent_bytes * count for link, count in passes.items()}, farthest)
+        return self.occupancy({link: sent_bytes * count for link, count in passes.items()}, farthest)
 
     def collective(
         self, kind: str, groups: Iterable[Sequence[int]], whole_bytes: float, directions: int = 2, by_axis: bool = False
-    ) -> Load:
-        """What a collective takes, in all groups at the same time.
+    ) -> LinkOccupancy:
+        """Occupancy of links by a collective, in all groups at the same time.
 
         Args:
             kind: one of `COLLECTIVES`.
@@ -180,7 +180,7 @@ class Fabric:
                 longest = max(len(self.torus.path(ring[at - 1], chip)) for ring in rings for at, chip in enumerate(ring))
                 followed += ring_steps(kind, length, directions) * longest
             hops = max(hops, followed)
-        return self.load(passes, hops)
+        return self.occupancy(passes, hops)
 
     def round(self, ring: Sequence[Place], step: int) -> list[Link]:
         """The links by which each chip of a ring sends to the one `step` places on."""
@@ -215,7 +215,7 @@ def ring_share(kind: str, chips: int, directions: int = 2) -> float:
 
 
 def ring_steps(kind: str, chips: int, directions: int = 2) -> int:
-    """How many hops follow one another."""
+    """Number of hops of a ring collective, one after another."""
     return (2 if kind == "all-reduce" else 1) * ceil((chips - 1) / directions)
 
 

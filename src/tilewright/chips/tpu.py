@@ -37,7 +37,7 @@ class TpuChip:
 
     @property
     def flops_per_cycle(self) -> int:
-        """What its matrix units do in a cycle of the clock: a product and a sum in each place."""
+        """Operations of its matrix units in a cycle of the clock: a product and a sum in each place."""
         return 2 * self.matrix_units * self.matrix_dim**2
 
     @property
@@ -47,7 +47,7 @@ class TpuChip:
 
     @property
     def operations_per_link_byte(self) -> float:
-        """What it does at its peak, in bfloat16, while a link passes a byte."""
+        """Peak bfloat16 operations in the time in which a link passes a byte."""
         return 1e3 * self.bf16_tflop_per_s / self.ici_gb_per_s
 
     @property
@@ -68,7 +68,7 @@ class TpuChip:
         return max(moved_bytes / (1e9 * self.hbm_gb_per_s), flops / (1e12 * self.bf16_tflop_per_s))
 
     def roofline_cycles(self, moved_bytes: float, flops: float) -> float:
-        """The same in cycles of its clock."""
+        """Roofline time in cycles of its clock."""
         return self.roofline_seconds(moved_bytes, flops) * 1e9 * self.clock_ghz
 
 

@@ -43,7 +43,7 @@ CARDS = ("README.md", "MODEL_CARD.md")
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Compared:
-    """What is compared, and on what. The first four take several values.
+    """Options of the ways that are compared, and of the prompts. The first four take several values.
 
     Attributes:
         modes: of "dense", "prefix", "dual" and "sparse"; plain dense steps always run, for the others are compared with them.
@@ -132,7 +132,7 @@ def card_task(folder: Path) -> bool:
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class Outputs:
+class DiffusionOutputs:
     """Where figures go, besides the terminal.
 
     Attributes:
@@ -157,7 +157,7 @@ def bench_diffusion(
     compared: Compared = Compared(),
     models: DiffusionModelOptions = DiffusionModelOptions(),
     options: StepOptions = StepOptions(),
-    outputs: Outputs = Outputs(),
+    outputs: DiffusionOutputs = DiffusionOutputs(),
 ) -> None:
     """Denoises the same prompts in every mode, in turns, and prints speed, accuracy and what each step changed.
 
@@ -210,7 +210,7 @@ def say(console: Console, figures: Sequence[dict[str, Any]]) -> None:
 def facts(
     model: DiffusionModel, models: DiffusionModelOptions, compared: Compared, base: Denoising, problems: Sequence[Problem]
 ) -> dict[str, Any]:
-    """What the figures depend on."""
+    """Settings that the figures depend on."""
     names = ("problems", "batch_size", "timed", "repetitions", "beside", "seed")
     settled = ("new_tokens", "steps", "block_length", "remasking", "temperature", "top_p", "guidance")
     switches = {name: value for name, value in vars(base.saliency).items() if name != "tau"}

@@ -16,7 +16,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from tilewright.bench.graph import EXPERIMENTS, PUBLISHED, Experiment, Graph, measure, prepare, read_graph
+from tilewright.bench.graph import EXPERIMENTS, PUBLISHED, BenchGraph, Experiment, measure, prepare, read_graph
 from tilewright.cli.common import (
     CompileCache,
     JsonFile,
@@ -57,7 +57,7 @@ SEVERAL = Parameter(consume_multiple=True, negative=(), converter=words)
 @Parameter(name="*")
 @dataclass(frozen=True)
 class GraphOptions:
-    """What to measure. Several values stand apart or with commas between them.
+    """Options of what is measured. Several values stand apart or with commas between them.
 
     Attributes:
         experiment: scatter-add, gather-scatter, graphsage, gcn, gin, gat.
@@ -148,8 +148,8 @@ def run(
     return records
 
 
-def about(graph: Graph, options: GraphOptions) -> dict[str, Any]:
-    """What the figures depend on."""
+def about(graph: BenchGraph, options: GraphOptions) -> dict[str, Any]:
+    """Settings that the figures depend on."""
     settings = {"features": options.features, "dtype": options.dtype, "jax_version": jax.__version__}
     if options.chip:
         return {**graph.record(), **settings, "measured": False}
@@ -158,7 +158,7 @@ def about(graph: Graph, options: GraphOptions) -> dict[str, Any]:
     return {**graph.record(), **settings, "measured": True, **kernels}
 
 
-def lead(graph: Graph, options: GraphOptions) -> str:
+def lead(graph: BenchGraph, options: GraphOptions) -> str:
     """The sentence under the page's title."""
     facts = graph.record()
     shape = f"{facts['nodes']:,} nodes, {facts['edges']:,} edges, up to {facts['max_degree']:,} neighbours"

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from tilewright.bench.bandwidth import Memory, threads
+from tilewright.bench.bandwidth import MemoryBuffers, threads
 from tilewright.bench.linear import XLA_DTYPES, Load, measure, steps, summary
 from tilewright.cli.common import SEVERAL, CompileCache, JsonFile, check_json_file, human_console, keep_programs, write_json
 from tilewright.compiled.figures import print_table, significant
@@ -26,7 +26,7 @@ from tilewright.kernels.operations import Format
 @Parameter(name="*")
 @dataclass(frozen=True)
 class LinearOptions:
-    """What to measure. Each of the first four takes several values.
+    """Options of what is measured. Each of the first four takes several values.
 
     Attributes:
         model: "demo", "qwen3-0.6b", "qwen3-1.7b" or "qwen3-4b"; no checkpoint is needed.
@@ -96,7 +96,7 @@ def report(
         console.print(f"without CPU kernels ({found.reason}): these are XLA's figures", style="dim", markup=False)
     rows, dtypes = tuple(dict.fromkeys(options.rows)), tuple(dict.fromkeys(options.dtype))
     records: list[dict[str, Any]] = []
-    memory = Memory()
+    memory = MemoryBuffers()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         each = steps(len(rows), len(dtypes), options.repetitions, len(peers))
         task = bar.add_task("", total=each * len(cases))
@@ -117,7 +117,7 @@ def report(
 
 
 def group_of(record: Mapping[str, Any]) -> tuple[str, str]:
-    """What shares a table."""
+    """Key of the records that share a table."""
     return record["model"], record["dtype"]
 
 

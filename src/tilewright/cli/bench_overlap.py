@@ -12,7 +12,7 @@ from rich import box
 from rich.progress import Progress
 from rich.table import Table
 
-from tilewright.bench.overlap_micro import AXIS, COLLECTIVES, HIDDEN, ROWS, Case, cases, compiled, measured
+from tilewright.bench.overlap_micro import AXIS, COLLECTIVES, HIDDEN, ROWS, MicroCase, cases, compiled, measured
 from tilewright.chips.links import HOP_US
 from tilewright.chips.tpu import chip_of
 from tilewright.cli.bench_overlap_grid import GridOptions, bench_grid
@@ -39,7 +39,7 @@ TOPOLOGIES, KINDS = ("v5e:4x2", "v5p:2x2x2", "v6e:4x2"), ("v5e",)
 @Parameter(name="*")
 @dataclass(frozen=True)
 class PlaceOptions:
-    """What to compile and run. The options of several values take them with commas or blanks between them.
+    """Options of what is compiled and run. Those of several values take them with commas or blanks between them.
 
     Attributes:
         micro: single collectives beside a product, instead of a model.
@@ -64,7 +64,7 @@ class PlaceOptions:
         named = given(self.chip, TOPOLOGIES if self.micro else KINDS)
         return () if named == ("none",) else named
 
-    def jobs(self) -> list[tuple[str | None, list[Case]]]:
+    def jobs(self) -> list[tuple[str | None, list[MicroCase]]]:
         """For each place its cases; None stands for the devices that are here.
 
         Raises:
@@ -76,7 +76,7 @@ class PlaceOptions:
             raise ValueError(f"expected the latency of a hop from 0 us, found {self.hop_us:g}")
         for chip in self.chips():
             chip_of(chip)
-        found: list[tuple[str | None, list[Case]]] = []
+        found: list[tuple[str | None, list[MicroCase]]] = []
         for chip in self.chips():
             found.append((chip, cases(self.collective, self.size_kib, len(tpu_topology(chip).devices))))
         several = jax.device_count() > 1
@@ -151,7 +151,7 @@ def micro(options: PlaceOptions, json_file: str | None, html: Path | None) -> No
 
 
 def environment(options: PlaceOptions, ran: bool) -> dict[str, Any]:
-    """What the figures depend on."""
+    """Settings that the figures depend on."""
     about: dict[str, Any] = {"product": f"[{ROWS}, {HIDDEN}] x [{HIDDEN}, {HIDDEN}], bfloat16", "hop_us": options.hop_us}
     about |= {"jax_version": jax.__version__, "libtpu_version": version("libtpu") if options.chips() else None}
     return {**about, "measured_on": chip_name() if ran else None, "repetitions": options.repetitions if ran else None}
@@ -181,7 +181,7 @@ def compiled_cell(one: Mapping[str, Any]) -> str:
 
 
 def measured_table(records: Sequence[Mapping[str, Any]]) -> Table:
-    """What ran here."""
+    """Table of what ran here."""
     caption = "medians; hidden: how much less both take than one after the other, of the collective's time; may be below 0"
     table = Table(title=f"collectives beside products on {chip_name()}", caption=caption, box=box.SIMPLE_HEAD)
     for name in ("collective", "program", "size"):

@@ -16,8 +16,8 @@ from rich.table import Table
 
 from tilewright.bench import overlap_here
 from tilewright.bench.model_configs import model_config
-from tilewright.bench.overlap import SCHEDULES, Setup
-from tilewright.bench.overlap_grid import Case, predictions, scaled, slice_of
+from tilewright.bench.overlap import SCHEDULES, OverlapSetup
+from tilewright.bench.overlap_grid import GridCase, predictions, scaled, slice_of
 from tilewright.cli.bench_round import NUMBERS
 from tilewright.cli.common import WORDS, human_console, whole_file, write_json
 from tilewright.compiled.figures import print_table, significant
@@ -58,7 +58,7 @@ class GridOptions:
     here_divisor: int = 16
     compiler_options: bool = False
 
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[GridCase]:
         """One for each input and batch.
 
         Raises:
@@ -75,9 +75,9 @@ class GridOptions:
         for name, value in {**least, "tensor-parallel": min(self.tensor_parallel)}.items():
             if value < (2 if name in ("input", "output") else 1):
                 raise ValueError(f"expected --{name} from {2 if name in ('input', 'output') else 1}, found {value}")
-        return [Case(one, self.output, batch) for one, batch in product(self.input, self.batch)]
+        return [GridCase(one, self.output, batch) for one, batch in product(self.input, self.batch)]
 
-    def setups(self, chips: Sequence[str], hop_us: float) -> list[Setup]:
+    def setups(self, chips: Sequence[str], hop_us: float) -> list[OverlapSetup]:
         """One for each kind of chip and number of devices.
 
         Raises:
@@ -89,7 +89,9 @@ class GridOptions:
         config, found = model_config(self.model_config), []
         for topology, devices in slices:
             found.append(
-                Setup(topology, self.model_config, config, self.layers, hop_us=hop_us, compiler_options=self.compiler_options)
+                OverlapSetup(
+                    topology, self.model_config, config, self.layers, hop_us=hop_us, compiler_options=self.compiler_options
+                )
             )
             found[-1].check(devices)
         return found
@@ -146,7 +148,11 @@ def local_widths(grid: GridOptions) -> list[int]:
 
 
 def measurements(
-    cases: Sequence[Case], widths: Sequence[int], names: Sequence[str], compiler_options: bool, on_run: Callable[[str], None]
+    cases: Sequence[GridCase],
+    widths: Sequence[int],
+    names: Sequence[str],
+    compiler_options: bool,
+    on_run: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     """A record for each case on one device, then for each number of devices and schedule, whose tokens are compared with it."""
     found, wanted = [], []
@@ -163,7 +169,7 @@ def measurements(
 
 
 def environment(grid: GridOptions, hop_us: float, predicted: bool, ran: bool) -> dict[str, Any]:
-    """What the figures depend on."""
+    """Settings that the figures depend on."""
     about: dict[str, Any] = {"model": grid.model_config if predicted else None, "hop_us": hop_us if predicted else None}
     about |= {"libtpu_version": version("libtpu") if predicted else None}
     about |= {"measured_on": chip_name() if ran else None, "measured_platform": jax.devices()[0].platform if ran else None}

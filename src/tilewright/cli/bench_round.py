@@ -13,7 +13,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from tilewright.bench.model_configs import json_fields
-from tilewright.bench.round import DFLASH_B16, QWEN3_4B, Setup, load, measure, runs
+from tilewright.bench.round import DFLASH_B16, QWEN3_4B, RoundSetup, load, measure, runs
 from tilewright.bench.round_compiled import compiled_rounds
 from tilewright.chips.tpu import chip_of
 from tilewright.cli.common import (
@@ -61,7 +61,7 @@ NUMBERS = Parameter(consume_multiple=True, negative=(), converter=numbers)
 @Parameter(name="*")
 @dataclass(frozen=True)
 class RoundOptions:
-    """What to measure.
+    """Options of what is measured.
 
     Attributes:
         model_config: the target's config.json, or "demo"; by default Qwen3-4B's shapes.
@@ -99,7 +99,7 @@ class RoundOptions:
         dflash.check_fits(drafter, target)
         return target, drafter
 
-    def setups(self) -> list[list[Setup]]:
+    def setups(self) -> list[list[RoundSetup]]:
         """For each context a setup for every block size.
 
         Raises:
@@ -121,7 +121,7 @@ class RoundOptions:
         for topology in self.chip:
             chip_of(topology)
         ops = operations("tpu" if self.chip else None, kernels=self.kernels)
-        return [[Setup(target, drafter, size, context, self.dtype, ops) for size in sizes] for context in contexts]
+        return [[RoundSetup(target, drafter, size, context, self.dtype, ops) for size in sizes] for context in contexts]
 
 
 def read_config(file: str, packaged: str) -> dict[str, Any]:
@@ -162,7 +162,9 @@ def bench_round(*, options: RoundOptions = RoundOptions(), json_file: JsonFile =
     write_json(json_file, {**about, "measured": True, "data": data})
 
 
-def measured(console: Console, setups: Sequence[Sequence[Setup]], options: RoundOptions) -> tuple[str, list[dict[str, Any]]]:
+def measured(
+    console: Console, setups: Sequence[Sequence[RoundSetup]], options: RoundOptions
+) -> tuple[str, list[dict[str, Any]]]:
     """Measures on this machine and prints the table."""
     models, kernels = load(setups[0][0]), setups[0][0].ops.name
     data = []
@@ -195,7 +197,7 @@ def by_context(data: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return list({one["context"]: one for one in reversed(data)}.values())[::-1]
 
 
-def estimated(console: Console, topology: str, setups: Sequence[Sequence[Setup]]) -> list[dict[str, Any]]:
+def estimated(console: Console, topology: str, setups: Sequence[Sequence[RoundSetup]]) -> list[dict[str, Any]]:
     """Compiles for a TPU and prints the tables."""
     data: list[dict[str, Any]] = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tilewright import __version__
 from tilewright.bench.datasets import Example, read_examples
 from tilewright.bench.http_client import Address, Connections
-from tilewright.bench.lengths import Trace, read_trace
+from tilewright.bench.lengths import RequestTrace, read_trace
 from tilewright.bench.serving import NoModel, Outcome, Peer, characters_per_token, first_model, replay
 from tilewright.bench.serving_figures import OBJECTIVES, latencies, request_rows, serving_figures, tokens_over_time
 from tilewright.bench.workload import (
@@ -105,7 +105,7 @@ class PeerOptions:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class WorkloadOptions:
-    """What is sent, and when.
+    """Options of the requests that are sent, and of their times.
 
     Attributes:
         trace: requests by their lengths: .csv or .jsonl with prompt_tokens and output_tokens, or ContextTokens and
@@ -162,7 +162,7 @@ class WorkloadOptions:
         self.speed()
 
     def speed(self) -> float | None:
-        """How many times as fast as in the trace requests are sent; None where all are sent at once."""
+        """Factor by which requests are sent faster than in the trace; None where all are sent at once."""
         arrivals = self.arrivals or ("burst" if self.trace is None else "real")
         if arrivals == "burst":
             return None
@@ -204,7 +204,7 @@ class Workload:
     """The requests as the files have them, and when each is due, warm-up included."""
 
     options: WorkloadOptions
-    trace: Trace | None
+    trace: RequestTrace | None
     examples: Sequence[Example]
     due: Times
 
@@ -242,8 +242,8 @@ class Workload:
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class Outputs:
-    """What is reported, and where.
+class ServingOutputs:
+    """Options of what is reported, and where.
 
     Attributes:
         goodput: objectives in milliseconds, as ttft:200 tpot:20 e2e:3000; counts the requests that meet all.
@@ -286,8 +286,8 @@ class Outputs:
 
 
 @dataclass(frozen=True)
-class Ran:
-    """What a run gave: `characters` as `Workload.characters`, `warmup_failed` requests."""
+class ServingRun:
+    """Results of a run: `characters` as `Workload.characters`, `warmup_failed` requests."""
 
     peer: Peer
     outcomes: Sequence[Outcome]
@@ -299,7 +299,7 @@ def serving(
     *,
     peer: PeerOptions = PeerOptions(),
     workload: WorkloadOptions = WorkloadOptions(),
-    outputs: Outputs = Outputs(),
+    outputs: ServingOutputs = ServingOutputs(),
 ) -> None:
     """Sends a trace's requests or a file's prompts to an OpenAI-compatible server, and prints what a client sees.
 
@@ -336,7 +336,7 @@ def serving(
         sys.exit(1)
 
 
-async def run(options: PeerOptions, workload: Workload) -> Ran:
+async def run(options: PeerOptions, workload: Workload) -> ServingRun:
     """Asks the server for its model, warms up, and sends the requests.
 
     Raises:
@@ -353,7 +353,7 @@ async def run(options: PeerOptions, workload: Workload) -> Ran:
         outcomes = await shown("requests", connections, peer, rest, of.concurrency)
     finally:
         await connections.close()
-    return Ran(peer, outcomes, characters, sum(outcome.failure is not None for outcome in warmed))
+    return ServingRun(peer, outcomes, characters, sum(outcome.failure is not None for outcome in warmed))
 
 
 async def shown(
@@ -381,8 +381,8 @@ async def shown(
         return await replay(connections, peer, plan, concurrency, changed)
 
 
-def settings(options: PeerOptions, workload: WorkloadOptions, requests: Workload, ran: Ran) -> dict[str, Any]:
-    """What the figures depend on. The API key is no part of it."""
+def settings(options: PeerOptions, workload: WorkloadOptions, requests: Workload, ran: ServingRun) -> dict[str, Any]:
+    """Settings that the figures depend on. The API key is no part of it."""
     trace = workload.trace is not None
     arrivals = None if workload.rate is not None else workload.arrivals or ("real" if trace else "burst")
     return {
@@ -417,7 +417,7 @@ LATE_SECONDS = 0.01
 
 
 def late(outcomes: Sequence[Outcome]) -> int:
-    """How many requests this client sent so late that its own load may be in the figures."""
+    """Number of requests that this client sent so late that its own load may be in the figures."""
     return sum(outcome.slip_s > LATE_SECONDS for outcome in outcomes)
 
 

@@ -17,8 +17,8 @@ from rich.progress import Progress
 
 from tilewright.bench.compare import environment
 from tilewright.bench.datasets import Example, read_examples
-from tilewright.bench.figures import BASELINE, Run, average_rows, benchmark_rows, csv_text
-from tilewright.bench.speculative import PARTS, Asked, ask, measure
+from tilewright.bench.figures import BASELINE, DecodingRun, average_rows, benchmark_rows, csv_text
+from tilewright.bench.speculative import PARTS, DatasetPrompts, ask, measure
 from tilewright.cli.common import (
     AUTO,
     JsonFile,
@@ -38,7 +38,7 @@ from tilewright.compiled.timing import REPETITIONS
 from tilewright.llm.language_model import LanguageModel
 from tilewright.models.chat import ChatTemplate
 from tilewright.report import terminal
-from tilewright.report.benchmark import BenchmarkReport, CategoryTau, Measured, write_benchmark
+from tilewright.report.benchmark import BenchmarkReport, CategoryTau, DrafterFigures, write_benchmark
 from tilewright.runtime.sampling import Sampling
 from tilewright.speculation.drafters.load import NGRAM, DrafterOptions
 
@@ -48,8 +48,8 @@ REPLAYED = 3
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class Drafted:
-    """What is drafted, and with what.
+class DrafterArguments:
+    """Options of the drafters that are compared.
 
     Attributes:
         drafter: folders, Hugging Face ids, "ngram"; for the demo also "dflash", "dflash2" and "eagle3"; "auto" takes
@@ -108,7 +108,7 @@ class Drafted:
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class Outputs:
+class SpeculativeOutputs:
     """Where figures go, besides the terminal.
 
     Attributes:
@@ -138,7 +138,7 @@ class Outputs:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Measuring:
-    """What is decoded, and how.
+    """Options of what is decoded, and how.
 
     Attributes:
         data: JSONL files (GSM8K, MATH-500, HumanEval, MBPP, MT-Bench, SWE-bench, or records with a prompt or messages); by
@@ -180,8 +180,8 @@ def speculative(
     *,
     measuring: Measuring = Measuring(),
     target: TargetOptions = TargetOptions(),
-    drafted: Drafted = Drafted(),
-    outputs: Outputs = Outputs(),
+    drafted: DrafterArguments = DrafterArguments(),
+    outputs: SpeculativeOutputs = SpeculativeOutputs(),
 ) -> None:
     """Decodes the prompts of each file with every drafter and without one, alternating, and prints the papers' table.
 
@@ -238,15 +238,15 @@ def run_all(
     template: ChatTemplate | None,
     measuring: Measuring,
     console: Console,
-) -> tuple[list[Asked], list[Run]]:
+) -> tuple[list[DatasetPrompts], list[DecodingRun]]:
     """Asks and measures every set.
 
     Raises:
         ValueError: no prompt of a set fits the model's context; before anything is timed.
     """
     sampling, repetitions, batch_sizes = measuring.sampling(), measuring.repetitions, measuring.batch_size
-    asked: list[Asked] = []
-    runs: list[Run] = []
+    asked: list[DatasetPrompts] = []
+    runs: list[DecodingRun] = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         each_way = (repetitions + 2) * len(batch_sizes)
         rows = {name: bar.add_task(escape(name), total=len(each) + len(ways) * each_way) for name, each in sets.items()}
@@ -262,11 +262,11 @@ def run_all(
 
 
 def write_files(
-    outputs: Outputs,
+    outputs: SpeculativeOutputs,
     facts: Mapping[str, Any],
     rows: Sequence[Mapping[str, Any]],
     ways: Mapping[str, LanguageModel],
-    asked: Sequence[Asked],
+    asked: Sequence[DatasetPrompts],
     sampling: Sampling,
     console: Console,
 ) -> None:
@@ -288,7 +288,7 @@ def benchmark_report(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
     for row in terminal.with_names([row for row in rows if row["drafter"] != BASELINE]):
         parts: dict[str, Any] = {f"{part}_seconds": row[f"{part}_ms"] and row[f"{part}_ms"] / 1000 for part in PARTS}
         measured.append(
-            Measured(
+            DrafterFigures(
                 row["data"],
                 row["drafter"],
                 row["responses"],

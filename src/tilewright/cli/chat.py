@@ -38,7 +38,7 @@ Ctrl-C stops an answer and keeps what came of it."""
 @Parameter(name="*")
 @dataclass(frozen=True)
 class AnswerOptions(SamplingOptions):
-    """How to draw answers.
+    """Options by which answers are drawn.
 
     Attributes:
         max_new_tokens: the length limit of each answer.
@@ -63,7 +63,7 @@ class Conversation:
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def text(self, said: str) -> str:
-        """What the model reads when `said` is next.
+        """Prompt of the model when `said` is next.
 
         Raises:
             ValueError: the template refuses the conversation.
@@ -77,7 +77,7 @@ class Conversation:
         return self.template.render([*messages, {"role": "user", "content": said}], values=self.values)
 
 
-class Chat:
+class ChatSession:
     """A conversation with an engine that has begun.
 
     Args:
@@ -102,7 +102,7 @@ class Chat:
                 self.say(line)
 
     def lines(self) -> Iterator[str]:
-        """What the user enters.
+        """Lines that the user enters.
 
         Raises:
             ValueError: standard input is not UTF-8.
@@ -217,7 +217,7 @@ def result_of(handle: RequestHandle) -> Result:
 
 
 def chosen(result: Result) -> dict[str, Any]:
-    """What its rounds did, where that was chosen: the `choices` of docs/metrics.md."""
+    """Choices of its rounds, where they were chosen: the `choices` of docs/metrics.md."""
     counts, rounds = Counter(result.choices), len(result.choices)
     return {
         "choices": [
@@ -277,7 +277,7 @@ def chat(
     talk = Conversation(models.chat_template(console), system, values=values)
     lm = models.load(console)
     engine = lm.engine(engine_options)
-    shown = Chat(engine, talk, sampling, console)
+    shown = ChatSession(engine, talk, sampling, console)
     shown.note(engine.sizes_line)
     engine.warm(progress_console(shown.notes))
     engine.start()
@@ -288,7 +288,7 @@ def chat(
         engine.stop()
 
 
-def greet(shown: Chat, models: ModelOptions) -> None:
+def greet(shown: ChatSession, models: ModelOptions) -> None:
     drafter = "no drafter" if models.drafter_name in (None, "none") else f"drafter {models.drafter_name}"
     shown.note(f"{models.model}, {drafter}, context {shown.engine.context}; /help lists the commands")
     if shown.conversation.template is None:

@@ -1,4 +1,4 @@
-"""What several commands share: model options, prompts, JSON output."""
+"""Parts that several commands share: model options, prompts, JSON output."""
 
 import json
 import os
@@ -46,7 +46,7 @@ PACKAGED_DRAFTERS = {
 DEMO_PROMPT = 32
 """The packaged prompt that stands in where the demo is given none; what follows it repeats itself less than most."""
 AUTO = "auto"
-"""As a drafter: whichever promises most, round by round."""
+"""Name of the drafter that stands for whichever promises most, round by round."""
 BlockSize = int | Literal["auto"] | None
 
 SEVERAL = Parameter(consume_multiple=True, negative=())
@@ -72,7 +72,7 @@ WORDS = Parameter(consume_multiple=True, negative=(), converter=comma_separated)
 
 
 def comma_separated_numbers(type_: Any, tokens: Sequence[Any]) -> tuple[int, ...]:
-    """The same of whole numbers.
+    """Whole numbers with commas between them, as a tuple.
 
     Raises:
         ValueError: one is none.

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.progress import Progress
 
 from tilewright.bench.datasets import prompt as prompt_text
-from tilewright.bench.diffusion import Run, environment, run_figures
+from tilewright.bench.diffusion import DenoisingRun, environment, run_figures
 from tilewright.bench.diffusion_replay import denoising_replay
 from tilewright.cli.common import (
     DeviceOptions,
@@ -34,13 +34,13 @@ from tilewright.report.denoising import write_denoising
 from tilewright.report.unmasking import Piece, figures_line, frame
 
 FRAME_S = 1 / 8
-"""How long the steps between two frames take, about, unless their number is given."""
+"""Seconds that the steps between two frames take, about, unless their number is given."""
 
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class Asked:
-    """What is asked for.
+class ResponseOptions:
+    """Options of the responses that are asked for.
 
     Attributes:
         new_tokens: the length of each response, a multiple of the block length.
@@ -70,8 +70,8 @@ class Asked:
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class Outputs:
-    """What is made besides the text.
+class DiffuseOutputs:
+    """Options of what is made besides the text.
 
     Attributes:
         steps_per_frame: denoising steps from one frame in the terminal to the next; by default as many as an eighth of a
@@ -97,9 +97,9 @@ def diffuse(
     chat: Annotated[bool, Parameter(negative=())] = False,
     models: DiffusionModelOptions = DiffusionModelOptions(),
     devices: DeviceOptions = DeviceOptions(),
-    asked: Asked = Asked(),
+    asked: ResponseOptions = ResponseOptions(),
     options: StepOptions = StepOptions(),
-    outputs: Outputs = Outputs(),
+    outputs: DiffuseOutputs = DiffuseOutputs(),
 ) -> None:
     """Denoises a response with a diffusion language model, and shows how its masks give way.
 
@@ -163,12 +163,12 @@ def show(
     request: Denoising,
     steps_per_frame: int | None,
     console: Console,
-) -> tuple[Run, bool]:
+) -> tuple[DenoisingRun, bool]:
     """Denoises and prints: a single response as it comes, several one after another at the end.
 
     Interrupting it (Ctrl-C) keeps what was there so far. Returns that, and whether it was interrupted.
     """
-    run, interrupted, most = Run([], [], [], 0.0, 0, request.mode == "dense"), False, model.table.batches[-1]
+    run, interrupted, most = DenoisingRun([], [], [], 0.0, 0, request.mode == "dense"), False, model.table.batches[-1]
     live = len(texts) == 1 and console.is_terminal
     with Progress(console=console, transient=True, disable=live or not console.is_terminal) as bar:
         row = bar.add_task("denoising", total=len(texts))
@@ -195,12 +195,12 @@ def show(
 
 
 def unfinished(model: DiffusionModel, result: Denoised) -> Denoised:
-    """What is there of a response that was interrupted; one that had come to its end is whole."""
+    """The tokens there are of a response that was interrupted; one that had come to its end is whole."""
     kept = [token for token in result.tokens if token != model.config.mask_token_id]
     return result if len(kept) == len(result.tokens) else replace(result, tokens=kept, finish_reason="interrupted")
 
 
-def print_texts(texts: Sequence[str], run: Run, console: Console) -> None:
+def print_texts(texts: Sequence[str], run: DenoisingRun, console: Console) -> None:
     """The prompts with their responses."""
     for number, (prompt, result) in enumerate(zip(texts, run.results, strict=False), 1):
         seed = "" if result.seed is None else f"seed {result.seed}"
@@ -212,7 +212,7 @@ def print_texts(texts: Sequence[str], run: Run, console: Console) -> None:
             console.print(seed, style="dim")
 
 
-def advance(session: DiffusionSession, steps: int, run: Run) -> float:
+def advance(session: DiffusionSession, steps: int, run: DenoisingRun) -> float:
     """Runs up to so many steps in one dispatch, adds them to the run, and returns the seconds of each."""
     began = time.perf_counter()
     ran = session.advance(steps)
@@ -223,7 +223,12 @@ def advance(session: DiffusionSession, steps: int, run: Run) -> float:
 
 
 def show_live(
-    model: DiffusionModel, session: DiffusionSession, prompt: str, steps_per_frame: int | None, console: Console, run: Run
+    model: DiffusionModel,
+    session: DiffusionSession,
+    prompt: str,
+    steps_per_frame: int | None,
+    console: Console,
+    run: DenoisingRun,
 ) -> None:
     """Denoises one prompt, a frame after each dispatch; what the last one committed stands out."""
     steps, before = steps_per_frame or 1, session.tokens()[0]
@@ -238,7 +243,7 @@ def show_live(
             before = after
 
 
-def status(session: DiffusionSession, run: Run, seconds: float) -> str:
+def status(session: DiffusionSession, run: DenoisingRun, seconds: float) -> str:
     """The line below a frame."""
     done, last = session.results()[0], session.reports[-1]
     size = len(session.prompts[0]) + session.requests[0].new_tokens
@@ -254,7 +259,7 @@ def status(session: DiffusionSession, run: Run, seconds: float) -> str:
 
 
 def pieces(model: DiffusionModel, tokens: Sequence[int], before: Sequence[int]) -> list[Piece]:
-    """What each token of a response adds to its text, None for masks; and whether it was a mask before."""
+    """Text that each token of a response adds, None for masks; and whether it was a mask before."""
     mask, decoder = model.config.mask_token_id, StreamDecoder(model.tokenizer)
     found: list[Piece] = []
     for new, old in zip(tokens, before, strict=True):

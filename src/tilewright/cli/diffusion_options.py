@@ -1,4 +1,4 @@
-"""What the commands for diffusion language models share: which model, and how it denoises."""
+"""Options that the commands for diffusion language models share: which model, and how it denoises."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ class DiffusionModelOptions(TargetOptions):
 @Parameter(name="*")
 @dataclass(frozen=True)
 class StepOptions:
-    """How responses are denoised.
+    """Options of denoising.
 
     Attributes:
         block_length: tokens that are denoised together, one block after the other; it divides the response's length.

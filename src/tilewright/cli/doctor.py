@@ -38,7 +38,7 @@ INSTRUCTIONS = {
     "amx_int8": "AMX-INT8",
     "amx_bf16": "AMX-BF16",
 }
-"""What the kernels know to use, by the names that Linux gives them."""
+"""Instruction sets that the kernels know to use, by the names that Linux gives them."""
 EXTRAS = {
     "train": (("optax",), "tilewright train", "pip install 'tilewright[train]'"),
     "sharded": (("orbax",), "checkpoints of training over several devices", "pip install 'tilewright[sharded]'"),
@@ -61,7 +61,7 @@ EXTRAS = {
 
 
 @dataclass(frozen=True)
-class Finding:
+class DoctorFinding:
     """One line of the report.
 
     Attributes:
@@ -75,62 +75,62 @@ class Finding:
     advice: str = ""
 
 
-def check_jax() -> Finding:
+def check_jax() -> DoctorFinding:
     found = f"{jax.__version__}, jaxlib {version('jaxlib')}"
     release = ".".join(jax.__version__.split(".")[:2])
     if release in TESTED_JAX:
-        return Finding("JAX", "ok", found)
+        return DoctorFinding("JAX", "ok", found)
     known = ", ".join(TESTED_JAX)
-    return Finding("JAX", "missing", f"{found}: not a version that was tested ({known})", "pip install 'jax>=0.10,<0.13'")
+    return DoctorFinding("JAX", "missing", f"{found}: not a version that was tested ({known})", "pip install 'jax>=0.10,<0.13'")
 
 
-def check_devices() -> Finding:
+def check_devices() -> DoctorFinding:
     try:
-        return Finding("devices", "ok", f"{jax.device_count()} ({jax.default_backend()}): {chip_name()}")
+        return DoctorFinding("devices", "ok", f"{jax.device_count()} ({jax.default_backend()}): {chip_name()}")
     except RuntimeError as error:
         platforms = os.environ.get("JAX_PLATFORMS")
         advice = (
             f"JAX_PLATFORMS is {platforms}: unset it, or install what that needs" if platforms else "reinstall jax and jaxlib"
         )
-        return Finding("devices", "failed", one_line(error), advice)
+        return DoctorFinding("devices", "failed", one_line(error), advice)
 
 
-def check_threads() -> Finding:
+def check_threads() -> DoctorFinding:
     """XLA's pool on a CPU: `NPROC`, or as many threads as the process may use cores."""
     named = os.environ.get("NPROC")
-    return Finding("threads", "ok", f"{named} (NPROC), on {cores()} cores" if named else str(cores()))
+    return DoctorFinding("threads", "ok", f"{named} (NPROC), on {cores()} cores" if named else str(cores()))
 
 
-def check_instructions() -> Finding:
+def check_instructions() -> DoctorFinding:
     listed = cpu_facts("flags")
     if listed is None:
-        return Finding("instructions", "missing", "only Linux on x86 lists them")
+        return DoctorFinding("instructions", "missing", "only Linux on x86 lists them")
     flags = listed.split()
     here = [name for flag, name in INSTRUCTIONS.items() if flag in flags]
     absent = [name for flag, name in INSTRUCTIONS.items() if flag not in flags]
     without = f"; without {', '.join(absent)}" if absent else ""
-    return Finding("instructions", "ok", (", ".join(here) or "no vector instructions beyond SSE") + without)
+    return DoctorFinding("instructions", "ok", (", ".join(here) or "no vector instructions beyond SSE") + without)
 
 
-def check_kernels() -> Finding:
+def check_kernels() -> DoctorFinding:
     """Which path the linear layers and attention take."""
     found = native.kernels()
     if found.isa is None:
-        return Finding("linear layers", "missing", f"XLA, without CPU kernels: {found.reason}", kernel_advice())
+        return DoctorFinding("linear layers", "missing", f"XLA, without CPU kernels: {found.reason}", kernel_advice())
     asked = os.environ.get("TILEWRIGHT_CPU_ISA")
     chosen = f" (TILEWRIGHT_CPU_ISA is {asked})" if asked else ""
     came = "built at installation" if found.folder == PREBUILT else f"built into {found.folder}"
-    return Finding("linear layers", "ok", f"CPU kernels, {found.isa}{chosen}, {came}")
+    return DoctorFinding("linear layers", "ok", f"CPU kernels, {found.isa}{chosen}, {came}")
 
 
-def check_operations(model: str) -> Iterator[Finding]:
+def check_operations(model: str) -> Iterator[DoctorFinding]:
     """Which implementation computes each operation of a model, and why not a faster one."""
     folder = hub.resolve(model)
     sizes = diffusion.config_from_hf(read_config(folder)).decoder if diffusion.is_diffusion(folder) else decoder_config(folder)
     for each, other in zip(implementations(sizes, "bfloat16"), implementations(sizes, "float32"), strict=True):
         same = each._replace(lost="") == other._replace(lost="")
         said = described(each) if same else f"in bfloat16 {described(each)}. In float32 {described(other)}"
-        yield Finding(each.operation, "missing" if each.lost or other.lost else "ok", said)
+        yield DoctorFinding(each.operation, "missing" if each.lost or other.lost else "ok", said)
 
 
 def described(choice: Selection) -> str:
@@ -139,7 +139,7 @@ def described(choice: Selection) -> str:
 
 
 def kernel_advice() -> str:
-    """What to do where there are no CPU kernels."""
+    """Advice for where there are no CPU kernels."""
     if jax.default_backend() != "cpu":
         return ""
     if unwanted():
@@ -149,80 +149,84 @@ def kernel_advice() -> str:
     return "CXX names another compiler, TILEWRIGHT_CACHE another folder to build in"
 
 
-def check_compiler() -> Finding:
+def check_compiler() -> DoctorFinding:
     compiler = find_compiler()
     if compiler is None:
-        return Finding("C++ compiler", "missing", "none: kernels that were not built at installation cannot be built")
+        return DoctorFinding("C++ compiler", "missing", "none: kernels that were not built at installation cannot be built")
     try:
         asked = subprocess.run([*split(compiler), "--version"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         advice = "CXX names it: correct or unset it" if "CXX" in os.environ else ""
-        return Finding("C++ compiler", "missing", one_line(error), advice)
+        return DoctorFinding("C++ compiler", "missing", one_line(error), advice)
     told = asked.stdout.splitlines() or ["no version"]
-    return Finding("C++ compiler", "ok", f"{compiler}: {told[0]}")
+    return DoctorFinding("C++ compiler", "ok", f"{compiler}: {told[0]}")
 
 
-def check_kernel_cache() -> Finding:
-    return Finding("kernel cache", "ok", f"{cache_folder()}: {holdings(cache_folder(), '*.so', 'libraries')}")
+def check_kernel_cache() -> DoctorFinding:
+    return DoctorFinding("kernel cache", "ok", f"{cache_folder()}: {holdings(cache_folder(), '*.so', 'libraries')}")
 
 
-def check_compile_cache() -> Finding:
+def check_compile_cache() -> DoctorFinding:
     """JAX's, which `keep_programs` has set if it could."""
     folder = jax.config.values["jax_compilation_cache_dir"]
     if folder and jax.config.values["jax_enable_compilation_cache"]:
-        return Finding("compile cache", "ok", f"{folder}: {holdings(Path(folder), '*-cache', 'programs')}")
-    return Finding("compile cache", "missing", "none: every process compiles its programs again")
+        return DoctorFinding("compile cache", "ok", f"{folder}: {holdings(Path(folder), '*-cache', 'programs')}")
+    return DoctorFinding("compile cache", "missing", "none: every process compiles its programs again")
 
 
 def holdings(folder: Path, pattern: str, what: str) -> str:
-    """How many files of a kind a folder holds, and how large they are together."""
+    """Number of files of a kind in a folder, and their size together."""
     sizes = [path.stat().st_size for path in folder.glob(pattern)]
     return f"{len(sizes)} {what}, {sum(sizes) / 1e6:.1f} MB" if sizes else "empty"
 
 
-def check_extras() -> Iterator[Finding]:
+def check_extras() -> Iterator[DoctorFinding]:
     for extra, (modules, use, advice) in EXTRAS.items():
         absent = [module for module in modules if find_spec(module) is None]
         if absent:
-            yield Finding(f"extra {extra}", "missing", f"no {' and no '.join(absent)}: needed for {use}", advice)
+            yield DoctorFinding(f"extra {extra}", "missing", f"no {' and no '.join(absent)}: needed for {use}", advice)
         else:
-            yield Finding(f"extra {extra}", "ok", ", ".join(modules))
+            yield DoctorFinding(f"extra {extra}", "ok", ", ".join(modules))
 
 
-def check_published() -> Iterator[Finding]:
+def check_published() -> Iterator[DoctorFinding]:
     """Which published models are installed."""
     for name in PUBLISHED:
         try:
-            yield Finding(name, "ok", str(hub.resolve(name)))
+            yield DoctorFinding(name, "ok", str(hub.resolve(name)))
         except ValueError as error:
-            yield Finding(name, "missing", str(error), "make demo, in a checkout, and `tilewright demo` fetch it")
+            yield DoctorFinding(name, "missing", str(error), "make demo, in a checkout, and `tilewright demo` fetch it")
 
 
-def check_generation() -> Finding:
+def check_generation() -> DoctorFinding:
     """Generates a few tokens with the demo's target, which also tries the kernels."""
     if not PACKAGED[DEMO].is_dir():
-        return Finding("demo pair", "failed", f"not at {PACKAGED[DEMO].parent}", "reinstall tilewright")
+        return DoctorFinding("demo pair", "failed", f"not at {PACKAGED[DEMO].parent}", "reinstall tilewright")
     started = time.perf_counter()
     try:
         with Ledger() as ledger:
             (result,) = load(DEMO).generate(["def f(x):"], Sampling(max_new_tokens=4, ignore_eos=True))
     except (ValueError, OSError, RuntimeError) as error:
-        return Finding("demo pair", "failed", one_line(error), "see whether --kernels xla helps, and report it")
+        return DoctorFinding("demo pair", "failed", one_line(error), "see whether --kernels xla helps, and report it")
     seconds = time.perf_counter() - started
     programs = f"{ledger.compilations - ledger.loaded} programs compiled and {ledger.loaded} loaded"
-    return Finding("demo pair", "ok", f"generated {len(result.tokens)} tokens in {seconds:.1f} s, {programs}")
+    return DoctorFinding("demo pair", "ok", f"generated {len(result.tokens)} tokens in {seconds:.1f} s, {programs}")
 
 
 def one_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def examine(console: Console, model: str) -> list[Finding]:
+def examine(console: Console, model: str) -> list[DoctorFinding]:
     """All findings, those on operations for a model. What needs a device is left out if there is none."""
-    findings = [Finding("tilewright", "ok", f"{__version__}, Python {sys.version.split()[0]}"), check_jax(), check_devices()]
+    findings = [
+        DoctorFinding("tilewright", "ok", f"{__version__}, Python {sys.version.split()[0]}"),
+        check_jax(),
+        check_devices(),
+    ]
     works = findings[-1].status == "ok"
     with console.status("building the kernels, if they are not yet, and generating"):
-        checks: list[Callable[[], Finding]] = [check_threads, check_instructions, check_compiler]
+        checks: list[Callable[[], DoctorFinding]] = [check_threads, check_instructions, check_compiler]
         checks += [check_kernels] if works else []
         checks += [check_kernel_cache, check_compile_cache]
         checks += [check_generation] if works else []

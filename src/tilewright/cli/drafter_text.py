@@ -19,10 +19,10 @@ from tilewright.models.tokenizer import load_tokenizer
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.train import self_instruct
-from tilewright.train.data import Stream, TokenSource, encode_documents, read_documents, split_documents
+from tilewright.train.data import TokenSource, TokenStream, encode_documents, read_documents, split_documents
 from tilewright.train.records import SUFFIX, Records
 from tilewright.train.regenerate import cut_prompts, regenerate
-from tilewright.train.self_instruct import AnswerOptions
+from tilewright.train.self_instruct import SelfInstructOptions
 
 
 @Parameter(name="*")
@@ -51,7 +51,7 @@ class Regeneration:
     def samplings(self) -> list[Sampling]:
         return [Sampling(self.response_tokens, 0.0), Sampling(self.response_tokens, self.temperature)]
 
-    def apply(self, lm: LanguageModel, streams: list[Stream], end: int, out: Path, console: Console) -> list[Stream]:
+    def apply(self, lm: LanguageModel, streams: list[TokenStream], end: int, out: Path, console: Console) -> list[TokenStream]:
         """Training and held-out text as the target continues them."""
         counts = (self.regenerated, max(64, self.regenerated // 32))
         written = []
@@ -102,14 +102,14 @@ class SelfInstruct:
         ]
         lm = load(target, table=ShapeTable(batches=(self.slots,)), console=progress_console(console))
         records, left_out = self_instruct.self_instruct(
-            lm, template, prompts, self.self_instruct or 0, runs, AnswerOptions(length=length), out, console
+            lm, template, prompts, self.self_instruct or 0, runs, SelfInstructOptions(length=length), out, console
         )
         left_out["prompt in what is measured on"] = len(given) - len(prompts)
         records.save(out / f"records{SUFFIX}")
         write_messages(records, lm, out / "messages.jsonl")
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(left_out.items()) if count)
-        told = f"{len(records):,} answers of {int(records.in_loss.sum()):,} tokens"
-        console.print(f"{told}; left out: {reasons or 'nothing'}", markup=False)
+        summary = f"{len(records):,} answers of {int(records.in_loss.sum()):,} tokens"
+        console.print(f"{summary}; left out: {reasons or 'nothing'}", markup=False)
         return records
 
 

@@ -41,7 +41,7 @@ STREAM_STEPS = 4
 @Parameter(name="*")
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How to draw tokens.
+    """Options by which tokens are drawn.
 
     Attributes:
         max_new_tokens: the length limit of each text.
@@ -95,8 +95,8 @@ def biased_token(text: str) -> tuple[int, float]:
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class Outputs:
-    """What is made besides the text.
+class GenerateOutputs:
+    """Options of what is made besides the text.
 
     Attributes:
         compare_both: also decode without the drafter, alternating, and print a table of both.
@@ -129,7 +129,7 @@ def generate(
     models: ModelOptions = ModelOptions(),
     devices: DeviceOptions = DeviceOptions(),
     options: SamplingOptions = SamplingOptions(),
-    outputs: Outputs = Outputs(),
+    outputs: GenerateOutputs = GenerateOutputs(),
 ) -> None:
     """Generates text and shows which tokens were drafted.
 
@@ -178,7 +178,7 @@ COMPARED = (
     "first_differences", "block_size", "responses", "tokens", "rounds", "tokens_per_round", "tau_by_response", "tau_published",
     "distinct_4gram_ratio", "speculative_decoding", "chosen",
 )  # fmt: skip
-"""What `--compare` gives: the figures of docs/metrics.md, and the speed of both ways."""
+"""Figures that `--compare` gives: those of docs/metrics.md, and the speed of both ways."""
 
 
 def comparison(

@@ -13,6 +13,6 @@ app.command(
     "tilewright.cli.inspect_training:inspect_training",
     name="training",
     help="Compiles a train step over a mesh for TPUs and shows how much of its communication each shift hides, and at what "
-    "memory.\n\nBeside it the same step without tokens, and the one that is left to XLA with the flags that MaxText sets. "
+    "memory.\n\nBeside it the same step without tokens, and the auto-sharded one (GSPMD) with the flags that MaxText sets. "
     "Compiler estimates and a model of links and memory, no measurements; every figure is defined in docs/metrics.md.",
 )

@@ -22,9 +22,9 @@ from tilewright.bench.overlap import (
     HOP_US,
     SCHEDULES,
     SYNC,
+    OverlapRun,
+    OverlapSetup,
     Phase,
-    Run,
-    Setup,
     lanes,
     read_phase,
     records,
@@ -57,7 +57,7 @@ FOOTNOTE = (
 @Parameter(name="*")
 @dataclass(frozen=True)
 class OverlapOptions:
-    """What to compile. The options of several values take them with commas or blanks between them.
+    """Options of what is compiled. Those of several values take them with commas or blanks between them.
 
     Attributes:
         model_config: llama3-8b, llama3-70b, qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3-32b, or a folder with a config.json.
@@ -83,7 +83,7 @@ class OverlapOptions:
     hop_us: float = HOP_US
     compiler_options: bool = False
 
-    def setups(self) -> list[Setup]:
+    def setups(self) -> list[OverlapSetup]:
         """One for each chip.
 
         Raises:
@@ -101,7 +101,7 @@ class OverlapOptions:
             chip_of(chip)
         config, found = model_config(self.model_config), []
         for chip in self.chip:
-            setup = Setup(chip, self.model_config, config, self.layers, self.kernels, self.hop_us, self.compiler_options)
+            setup = OverlapSetup(chip, self.model_config, config, self.layers, self.kernels, self.hop_us, self.compiler_options)
             setup.check(self.tensor_parallel)
             found.append(setup)
         return found
@@ -144,7 +144,7 @@ def inspect_overlap(
     if fail_above is not None and not 0 <= fail_above <= 1:
         raise ValueError(f"expected --fail-above from 0 to 1, found {fail_above:g}")
     phases, setups, console = options.phases(), options.setups(), human_console(json_file)
-    runs: list[Run] = []
+    runs: list[OverlapRun] = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=len(setups) * len(phases) * (len(options.schedule) + 1))
         for setup, phase in product(setups, phases):
@@ -160,14 +160,14 @@ def inspect_overlap(
 
 
 def environment(options: OverlapOptions) -> dict[str, Any]:
-    """What the figures depend on."""
+    """Settings that the figures depend on."""
     about = {"model": options.model_config, "dtype": "bfloat16", "kernels": options.kernels, "hop_us": options.hop_us}
     about |= {"compiler_options": options.compiler_options}
     return {**about, "jax_version": jax.__version__, "libtpu_version": version("libtpu")}
 
 
 def write_files(
-    console: Console, runs: Sequence[Run], figures: Sequence[Mapping[str, Any]], about: Mapping[str, Any],
+    console: Console, runs: Sequence[OverlapRun], figures: Sequence[Mapping[str, Any]], about: Mapping[str, Any],
     html: Path | None, trace_file: Path | None, graph: Path | None,
 ) -> None:  # fmt: skip
     """The page, the trace and the graphs, as far as they are asked for."""

@@ -22,8 +22,8 @@ from tilewright.bench.training import (
     PASSES,
     PLAIN_STEP,
     UNTHREADED,
-    Case,
-    Program,
+    TrainingCase,
+    TrainingProgram,
     compiled_programs,
     lanes,
     programs_of,
@@ -45,7 +45,7 @@ from tilewright.cli.inspect_overlap import end_if_exposed
 from tilewright.cli.train import mesh_axes
 from tilewright.compiled.figures import percent, print_table, significant
 from tilewright.compiled.timeline import trace
-from tilewright.parallel.exchanges import Halves, Plan
+from tilewright.parallel.exchanges import FullyShardedPlan, Halves
 from tilewright.report.overlap import CAVEATS, OverlapReport, layer_estimates
 from tilewright.report.training import place, write_training
 
@@ -62,28 +62,28 @@ FOOTNOTE = (
 @Parameter(name="*")
 @dataclass(frozen=True)
 class TrainingInspection:
-    """What to compile. The options of several values take them with commas or blanks between them.
+    """Options of what is compiled. Those of several values take them with commas or blanks between them.
 
     Attributes:
         model_config: llama3-8b, llama3-70b, qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3-32b, or a folder with a config.json.
         chip: topologies of TPUs, several: v5e:4x4, v5p:2x2x4, v6e:4x4. The mesh takes all devices of each.
         mesh: devices along "fsdp" and "tp": fsdp=8,tp=2.
-        early: by how many layers weights are gathered ahead, several.
-        late: by how many layers gradients are scattered behind, several. Every early with every late is compiled.
+        prefetch_distance: by how many layers weights are gathered ahead, several.
+        scatter_delay: by how many layers gradients are scattered behind, several. Each is compiled with every distance.
         rings: what goes hop by hop: weights, gradients, activations, several, or all.
-        reduce_dtype: in which gradients are summed between devices; left to XLA they are bfloat16.
+        reduce_dtype: in which gradients are summed between devices; auto-sharded they are bfloat16.
         batch_size: sequences of a step, over all devices.
         length: positions of each.
         layers: how many are compiled; by default two more than twice the largest shift. A middle one is reported.
-        peers: whether the step without tokens and the one left to XLA are compiled too.
+        peers: whether the step without tokens and the auto-sharded one are compiled too.
         hop_us: latency of a hop between neighbours, in microseconds: a working figure, which no specification gives.
     """
 
     model_config: str = "llama3-8b"
     chip: Annotated[tuple[str, ...], WORDS] = ("v5e:4x4",)
     mesh: str = "fsdp=8,tp=2"
-    early: Annotated[tuple[str, ...], WORDS] = ("1",)
-    late: Annotated[tuple[str, ...], WORDS] = ("1",)
+    prefetch_distance: Annotated[tuple[str, ...], WORDS] = ("1",)
+    scatter_delay: Annotated[tuple[str, ...], WORDS] = ("1",)
     rings: Annotated[tuple[str, ...], WORDS] = ()
     reduce_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     batch_size: int = 16
@@ -92,33 +92,33 @@ class TrainingInspection:
     peers: bool = True
     hop_us: float = HOP_US
 
-    def plans(self) -> dict[str, Plan]:
+    def plans(self) -> dict[str, FullyShardedPlan]:
         """By their names in tables.
 
         Raises:
             ValueError: a shift that is no number, or rings of something else.
         """
-        for name in ("chip", "early", "late"):
+        for name in ("chip", "prefetch_distance", "scatter_delay"):
             if not getattr(self, name):
-                raise ValueError(f"expected at least one --{name}, found none")
-        for name, given in (("early", self.early), ("late", self.late)):
+                raise ValueError(f"expected at least one --{name.replace('_', '-')}, found none")
+        for name, given in (("prefetch_distance", self.prefetch_distance), ("scatter_delay", self.scatter_delay)):
             for text in given:
                 if not text.isdecimal():
-                    raise ValueError(f"expected --{name} as numbers of layers, found {text!r}")
+                    raise ValueError(f"expected --{name.replace('_', '-')} as numbers of layers, found {text!r}")
         unknown = sorted(set(self.rings) - {*TRAVELLERS, "all"})
         if unknown:
             raise ValueError(f"expected --rings of {', '.join(TRAVELLERS)} or all, found {', '.join(unknown)}")
         rings = set(TRAVELLERS) if "all" in self.rings else set(self.rings)
         forms: Any = {name: "ring" if name in rings else "whole" for name in TRAVELLERS}
         found = {}
-        for early, late in product(map(int, self.early), map(int, self.late)):
-            shifts = Halves(early, early), Halves(late, late)
-            found[f"early {early}, late {late}"] = Plan(
+        for distance, delay in product(map(int, self.prefetch_distance), map(int, self.scatter_delay)):
+            shifts = Halves(distance, distance), Halves(delay, delay)
+            found[f"prefetch {distance}, delay {delay}"] = FullyShardedPlan(
                 *shifts, dtype="bfloat16", reduce_dtype=self.reduce_dtype, **forms
             )  # fmt: skip
         return found
 
-    def cases(self) -> list[Case]:
+    def cases(self) -> list[TrainingCase]:
         """One for each chip.
 
         Raises:
@@ -127,10 +127,10 @@ class TrainingInspection:
         for chip in self.chip:
             chip_of(chip)
         config, axes = model_config(self.model_config), mesh_axes(self.mesh)
-        shift = max(map(int, (*self.early, *self.late)))
+        shift = max(map(int, (*self.prefetch_distance, *self.scatter_delay)))
         layers = max(LEAST_LAYERS, 2 * shift + 2) if self.layers is None else self.layers
         cases = [
-            Case(chip, self.model_config, config, axes, layers, self.batch_size, self.length, self.hop_us)
+            TrainingCase(chip, self.model_config, config, axes, layers, self.batch_size, self.length, self.hop_us)
             for chip in self.chip
         ]  # fmt: skip
         for case in cases:
@@ -150,8 +150,8 @@ def inspect_training(
 ) -> None:
     """Compiles a train step over a mesh for TPUs and shows how much of its communication each shift hides, and at what memory.
 
-    Beside it the same step without tokens, and the one that is left to XLA with the flags that MaxText sets. Compiler estimates
-    and a model of links and memory, no measurements; every figure is defined in docs/metrics.md.
+    Beside it the same step without tokens, and the auto-sharded one (GSPMD) with the flags that MaxText sets. Compiler
+    estimates and a model of links and memory, no measurements; every figure is defined in docs/metrics.md.
 
     Parameters
     ----------
@@ -174,7 +174,7 @@ def inspect_training(
         raise ValueError(f"expected --fail-above from 0 to 1, found {fail_above:g}")
     plans, console = options.plans(), human_console(json_file)
     cases, plans = options.cases(), programs_of(plans, options.peers)
-    programs: list[Program] = []
+    programs: list[TrainingProgram] = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=len(cases) * len(plans))
         for case in cases:
@@ -189,13 +189,13 @@ def inspect_training(
 
 
 def environment(options: TrainingInspection) -> dict[str, Any]:
-    """What the figures depend on."""
+    """Settings that the figures depend on."""
     about = {"model": options.model_config, "dtype": "bfloat16", "mesh": options.mesh, "hop_us": options.hop_us}
     return {**about, "jax_version": jax.__version__, "libtpu_version": version("libtpu")}
 
 
 def write_files(
-    console: Console, programs: Sequence[Program], figures: Sequence[Mapping[str, Any]], about: Mapping[str, Any],
+    console: Console, programs: Sequence[TrainingProgram], figures: Sequence[Mapping[str, Any]], about: Mapping[str, Any],
     html: Path | None, trace_file: Path | None,
 ) -> None:  # fmt: skip
     """The page and the trace, as far as they are asked for."""

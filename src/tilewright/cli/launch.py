@@ -20,10 +20,10 @@ from tilewright.cli.processes import COORDINATOR, INDEX, PROCESSES, check_comman
 FORCED_DEVICES = "--xla_force_host_platform_device_count"
 
 GRACE_S = 5.0
-"""How long the others may go on after one has failed: they may be about to say the same."""
+"""Seconds that the others may go on after one has failed: they may be about to say the same."""
 
 STOP_S = 1.0
-"""How long a process has to end when it is asked to."""
+"""Seconds that a process has to end when it is asked to."""
 
 LINES = 40
 """The last lines on standard error that are kept of each process but the first."""
@@ -90,7 +90,7 @@ def run_all(command: Sequence[str], environments: Sequence[Mapping[str, str]], s
     Args:
         stdin: a file whose content all get as their standard input.
     """
-    group = Group(stdin)
+    group = ProcessGroup(stdin)
     try:
         with stopped_by_signals():
             for each in environments:
@@ -119,7 +119,7 @@ def stopped_by_signals() -> Iterator[None]:
             signal.signal(name, handler)
 
 
-class Group:
+class ProcessGroup:
     """Processes that run together.
 
     Attributes:
@@ -198,7 +198,7 @@ class Group:
         return status
 
     def status(self, index: int) -> int:
-        """As a shell has it: of one that a signal has ended, 128 and its number."""
+        """Exit status in a shell's terms: of a process that a signal has ended, 128 and its number."""
         code = self.running[index].returncode
         return code if code >= 0 else 128 - code
 

@@ -75,7 +75,7 @@ EXTRAS = {
     "simpy": ("simulating Neuron chips", "neuron"),
     "fastapi": SERVING, "uvicorn": SERVING, "prometheus_client": SERVING, "pydantic": SERVING,
 }  # fmt: skip
-"""What is missing without an extra, by the module that it brings."""
+"""Purpose and extra of each module that only an extra brings."""
 
 
 def main(arguments: list[str] | None = None) -> None:

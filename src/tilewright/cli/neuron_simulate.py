@@ -29,11 +29,11 @@ from tilewright.compiled.figures import print_table, significant
 from tilewright.compiled.schedule import read_schedule
 from tilewright.neuron.inference import Work, inference_program
 from tilewright.neuron.machine import Machine, Settings, machine_of
-from tilewright.neuron.program import Program
+from tilewright.neuron.program import NeuronProgram
 from tilewright.neuron.programs import dflash_program, diffusion_program, gather_reduce_program, hlo_program
-from tilewright.neuron.results import MOMENTS, Result, trace
+from tilewright.neuron.results import MOMENTS, SimulationResult, trace
 from tilewright.neuron.simulate import simulate
-from tilewright.neuron.training import Step, training_program
+from tilewright.neuron.training import TrainingStep, training_program
 from tilewright.report.neuron import Engines, write_simulation
 
 Kind = Literal["decode", "prefill", "training", "dflash", "diffusion", "gather-reduce", "hlo"]
@@ -42,7 +42,7 @@ Kind = Literal["decode", "prefill", "training", "dflash", "diffusion", "gather-r
 @Parameter(name="*")
 @dataclass(frozen=True)
 class ProgramOptions:
-    """What to simulate, and on what.
+    """Options of what is simulated, and on what.
 
     Attributes:
         model_config: llama3-8b, llama3-70b, qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3-32b, or a folder with a config.json.
@@ -56,8 +56,8 @@ class ProgramOptions:
             rank.
         block: of a DFlash round.
         salient: share of positions that a sparse denoising step computes.
-        early: by how many layers training gathers weights ahead, in steps of half a layer (attention or MLP).
-        late: by how many layers it scatters gradients behind, in the same steps.
+        prefetch_distance: by how many layers training gathers weights ahead, in steps of half a layer (attention or MLP).
+        scatter_delay: by how many layers it scatters gradients behind, in the same steps.
         threaded: whether training's collectives are in the order of a token.
         nodes, degree, features: of a gather-reduce.
         hlo: a file with scheduled HLO.
@@ -76,8 +76,8 @@ class ProgramOptions:
     input: int = 1024
     block: int = 16
     salient: float = 0.25
-    early: str = "0.5"
-    late: str = "0.5"
+    prefetch_distance: str = "0.5"
+    scatter_delay: str = "0.5"
     threaded: bool = True
     nodes: int = 16384
     degree: int = 16
@@ -93,7 +93,7 @@ class ProgramOptions:
             raise ValueError(f"expected cores and fsdp from 1, found {self.cores} and {self.fsdp}")
         return machine_of(instance, settings, fsdp=self.fsdp, tp=self.cores)
 
-    def program(self, kind: Kind, machine: Machine) -> Program:
+    def program(self, kind: Kind, machine: Machine) -> NeuronProgram:
         """Raises ValueError where sizes do not fit one another."""
         if kind == "gather-reduce":
             return gather_reduce_program(machine, self.nodes, self.degree, self.features)
@@ -104,8 +104,8 @@ class ProgramOptions:
             return hlo_program(read_schedule(self.hlo.read_text(encoding="utf-8"), chip), chip, machine, self.hlo.name)
         config = model_config(self.model_config)
         if kind == "training":
-            shifts = halves_of("early", self.early), halves_of("late", self.late)
-            step = Step(self.batch, self.input, self.threaded, *shifts)
+            shifts = halves_of("prefetch_distance", self.prefetch_distance), halves_of("scatter_delay", self.scatter_delay)
+            step = TrainingStep(self.batch, self.input, self.threaded, *shifts)
             return training_program(config, machine, step)
         if kind == "dflash":
             return dflash_program(config, machine, self.batch, self.block, self.input)
@@ -160,8 +160,8 @@ def simulate_program(
             console.print(f"{path} written", markup=False)
 
 
-def engines_of(result: Result) -> Engines:
-    """What each engine did, as the page draws it."""
+def engines_of(result: SimulationResult) -> Engines:
+    """Spans of each engine, as the page draws them."""
     lanes: dict[str, list[tuple[float, float, str]]] = {name: [] for name in result.busy_s}
     for span in result.spans:
         collective = result.program.ops[span.op].collective

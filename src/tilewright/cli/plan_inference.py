@@ -32,7 +32,7 @@ from tilewright.report.neuron import write_inference_plan
 @Parameter(name="*")
 @dataclass(frozen=True)
 class InferenceOptions:
-    """What to compare. The options of several values take them with commas or blanks between them.
+    """Options of what is compared. Those of several values take them with commas or blanks between them.
 
     Attributes:
         model_config: llama3-8b, llama3-70b, qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3-32b, or a folder with a config.json.

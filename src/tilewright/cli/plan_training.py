@@ -38,7 +38,7 @@ SHOWN = 16
 @Parameter(name="*")
 @dataclass(frozen=True)
 class TrainingOptions:
-    """What to compare. The options of several values take them with commas or blanks between them.
+    """Options of what is compared. Those of several values take them with commas or blanks between them.
 
     Attributes:
         model_config: llama3-8b, llama3-70b, qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3-32b, or a folder with a config.json.
@@ -46,8 +46,8 @@ class TrainingOptions:
         mesh: tp=N,fsdp=M: tensor-parallel ranks on neighbouring cores, and fully sharded ones.
         streams: of collectives, several.
         packet_size: default, recommended: several.
-        early: by how many layers weights are gathered ahead, in steps of half a layer (attention or MLP), several.
-        late: by how many layers gradients are scattered behind, in the same steps, several.
+        prefetch_distance: by how many layers weights are gathered ahead, in steps of half a layer (attention or MLP), several.
+        scatter_delay: by how many layers gradients are scattered behind, in the same steps, several.
         sequences, positions: of each fully sharded rank, and of each sequence.
         adaptive: search all shifts of up to 2 layers besides those that are named.
     """
@@ -57,8 +57,8 @@ class TrainingOptions:
     mesh: Annotated[tuple[str, ...], WORDS] = ("tp=4", "fsdp=16")
     streams: Annotated[tuple[int, ...], NUMBERS] = (1, 2)
     packet_size: Annotated[tuple[str, ...], WORDS] = ("default", "recommended")
-    early: Annotated[tuple[str, ...], WORDS] = ("0", "0.5", "1")
-    late: Annotated[tuple[str, ...], WORDS] = ("0", "0.5", "1", "1.5")
+    prefetch_distance: Annotated[tuple[str, ...], WORDS] = ("0", "0.5", "1")
+    scatter_delay: Annotated[tuple[str, ...], WORDS] = ("0", "0.5", "1", "1.5")
     sequences: int = 1
     positions: int = 4096
     adaptive: bool = False
@@ -66,11 +66,12 @@ class TrainingOptions:
     def plan(self) -> TrainingPlan:
         """Raises ValueError where an option is none that there is, or does not fit the others."""
         axes = read_mesh(self.mesh)
-        early, late = (tuple(halves_of(name, text) for text in getattr(self, name)) for name in ("early", "late"))
+        names = ("prefetch_distance", "scatter_delay")
+        distances, delays = (tuple(halves_of(name, text) for text in getattr(self, name)) for name in names)
         if self.adaptive:
-            early, late = (tuple(sorted({*values, *range(5)})) for values in (early, late))
+            distances, delays = (tuple(sorted({*values, *range(5)})) for values in (distances, delays))
         place = (self.model_config, model_config(self.model_config), instance_of(self.instance), axes["fsdp"], axes["tp"])
-        return TrainingPlan(*place, self.streams, self.packet_size, early, late, self.sequences, self.positions)
+        return TrainingPlan(*place, self.streams, self.packet_size, distances, delays, self.sequences, self.positions)
 
 
 def plan_training(
@@ -120,7 +121,7 @@ def halves_of(name: str, text: str) -> int:
         ValueError: no multiple of half a layer from 0.
     """
     if re.fullmatch(r"\d+(\.[05])?", text) is None:
-        raise ValueError(f"expected --{name} in layers, in steps of half a layer, found {text!r}")
+        raise ValueError(f"expected --{name.replace('_', '-')} in layers, in steps of half a layer, found {text!r}")
     return round(2 * float(text))
 
 
@@ -149,7 +150,7 @@ def show(console: Console, figures: Mapping[str, Any]) -> None:
     title = f"{figures['model']} on {figures['instance']}, {','.join(figures['mesh'])}, {figures['positions']:,} positions"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("packets")
-    shifts = ("early\nlayers", "late\nlayers")
+    shifts = ("prefetch\nlayers", "delay\nlayers")
     for head in ("streams", *shifts, "step\nms", "gain", "tokens/s", "exposed\nms", "TP delay\nms", "GiB"):
         table.add_column(head, justify="right")
     table.add_column("limit")

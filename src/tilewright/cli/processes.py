@@ -12,10 +12,10 @@ from difflib import get_close_matches
 from typing import Any
 
 COORDINATOR, PROCESSES, INDEX = "TILEWRIGHT_COORDINATOR", "TILEWRIGHT_PROCESSES", "TILEWRIGHT_PROCESS"
-"""What tells a process of the others: where the first one listens, as host:port, how many there are, and which this one is."""
+"""Variables that tell a process of the others: where the first one listens, as host:port, their number, and its own."""
 
 CLUSTER = "cluster"
-"""As the coordinator: JAX asks the cluster (Slurm, Open MPI, Cloud TPU, Kubernetes) for all three."""
+"""Value of the coordinator by which JAX asks the cluster (Slurm, Open MPI, Cloud TPU, Kubernetes) for all three."""
 
 TOGETHER = ("generate", "bench overlap", "train lm", "train diffusion")
 """The commands whose work several processes can divide. They compute the same from the same arguments, and all the time."""

@@ -68,7 +68,7 @@ class ServedModelOptions(ModelOptions):
 @Parameter(name="*")
 @dataclass(frozen=True)
 class SpeculationOptions:
-    """How to draft, as vLLM's users write it.
+    """Options of drafting, as vLLM's users write it.
 
     Attributes:
         speculative_config: a JSON object with method (dflash, dspark, eagle3 or ngram), model, and num_speculative_tokens,
@@ -111,7 +111,7 @@ def speculative_fields(text: str) -> dict[str, Any]:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class CapacityOptions:
-    """What the engine may use.
+    """Options of what the engine may use.
 
     Attributes:
         shapes: a table of shapes, as `shapes suggest` writes it; by default up to 8 requests at once of the context.
@@ -140,7 +140,7 @@ class CapacityOptions:
 
     @property
     def shared(self) -> dict[str, Any]:
-        """What every engine takes."""
+        """Options that every engine takes."""
         return {"queue_requests": self.queue_requests, "queue_tokens": self.queue_tokens, "guard": self.guard}
 
     def refuse_paging(self) -> None:
@@ -150,7 +150,7 @@ class CapacityOptions:
                 raise ValueError(f"--{name.replace('_', '-')} is for models that decode token by token; this one denoises")
 
     def engine_options(self) -> EngineOptions:
-        """As the engine takes them."""
+        """Engine options that these arguments stand for."""
         return EngineOptions(
             None if self.shapes is None else read_table(self.shapes), self.page_size, self.pages, self.prefix_cache,
             slots=self.slots, context=self.context, memory_fraction=self.memory_fraction, **self.shared,
@@ -292,7 +292,7 @@ def engine_of(
 def ready_line(
     options: ServerOptions, models: ModelOptions, engine: Engine | DiffusionEngine, url: str, open_page: bool = False
 ) -> Callable[[], None]:
-    """What says that the server is ready, and opens its page."""
+    """Function that says that the server is ready, and opens its page."""
 
     def say() -> None:
         drafter = "no drafter" if models.drafter in (None, "none") else f"drafter {models.drafter}"

@@ -1,4 +1,4 @@
-"""What `tilewright serve` takes for diffusion language models besides what it takes for all."""
+"""Options of `tilewright serve` that only diffusion language models have."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -21,7 +21,7 @@ from tilewright.runtime.options import batches_for
 @Parameter(name="*")
 @dataclass(frozen=True)
 class DenoisingOptions:
-    """How a diffusion language model is served; with any other model these are errors.
+    """Options of serving a diffusion language model; with any other model these are errors.
 
     Attributes:
         mode: how requests are denoised that do not say: "dense", "prefix", "dual" or "sparse".
@@ -56,7 +56,7 @@ class DenoisingOptions:
 
     @property
     def defaults(self) -> Denoising:
-        """What a request asks for that says nothing."""
+        """Denoising of a request that says nothing."""
         said = {name: value for name in ("mode", "threshold", "suffix_window", "remasking", "new_tokens", "block_length")
                 if (value := getattr(self, name)) is not None}  # fmt: skip
         if self.mode is None and self.modes is not None:
@@ -65,7 +65,7 @@ class DenoisingOptions:
         return replace(DENOISING, saliency=saliency, **said)
 
     def engine_options(self, slots: int | None, shared: Mapping[str, Any], context: int) -> DiffusionEngineOptions:
-        """As the engine takes them, for a model of this context.
+        """Engine options that these arguments stand for, for a model of this context.
 
         Args:
             shared: what every engine takes.

@@ -43,7 +43,7 @@ app = App(name="shapes", help="The shapes that serving declares.")
 @Parameter(name="*")
 @dataclass(frozen=True)
 class ShapeOptions:
-    """What to choose from, and by what.
+    """Options of the shapes to choose from, and of what decides.
 
     Attributes:
         max_buckets: the most capacities, and the most chunk lengths, to look at.
@@ -139,8 +139,8 @@ class Requests:
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """How many programs tables have, and how long these take to compile.
+class CompileEstimate:
+    """Number of programs of tables, and the time that these take to compile.
 
     Attributes:
         each: seconds of a program, by its name; empty where nothing is known.
@@ -158,7 +158,7 @@ class Estimate:
     @classmethod
     def make(
         cls, options: ShapeOptions, lm: LanguageModel | None, longest: int, table: ShapeTable, console: Console
-    ) -> "Estimate":
+    ) -> "CompileEstimate":
         """With seconds as given, or of one program of each name of a table."""
         bare = cls(options, lm, longest, {})
         first: dict[str, ProgramKey] = {}
@@ -243,7 +243,7 @@ def advise(
         return ShapeTable(options.batches, these.sizes, those.sizes)
 
     chosen = table(capacities[best[1]], chunks[best[0]])
-    estimate = Estimate.make(options, lm, requests.longest, chosen, console)
+    estimate = CompileEstimate.make(options, lm, requests.longest, chosen, console)
     chunk_tables = [table(capacities[best[1]], one) for one in chunks]
     capacity_tables = [table(one, chunks[best[0]]) for one in capacities]
     return {
@@ -268,7 +268,7 @@ def advise(
 
 
 def records(
-    name: str, choices: Sequence[Buckets], best: int, tables: Sequence[ShapeTable], estimate: Estimate
+    name: str, choices: Sequence[Buckets], best: int, tables: Sequence[ShapeTable], estimate: CompileEstimate
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The figures of each choice; programs are those of a table with it, and with what is recommended of the other kind."""
     return [
@@ -293,8 +293,8 @@ def bucket_figures(one: Buckets) -> dict[str, Any]:
     }
 
 
-def present_figures(present: ShapeTable, name: str, requests: Requests, estimate: Estimate) -> dict[str, Any]:
-    """What another table makes of the requests that it has a shape for."""
+def present_figures(present: ShapeTable, name: str, requests: Requests, estimate: CompileEstimate) -> dict[str, Any]:
+    """Figures of another table, over the requests that it has a shape for."""
     fits = requests.positions <= present.capacities[-1]
     chunks = chunk_choice(present.chunks, requests.prefilled[fits], estimate.options.chunk_overhead)
     capacities = capacity_choice(present.capacities, requests.positions[fits])
@@ -354,7 +354,7 @@ def choices_table(name: str, figures: Mapping[str, Any]) -> Table:
 
 
 def explanation(figures: Mapping[str, Any]) -> list[str]:
-    """What the tables do not say themselves."""
+    """Lines that explain the tables."""
     share, overhead = figures["least_saving_share"], figures["chunk_overhead_positions"]
     lines = [
         f"work: positions computed or held, and {overhead} more for each run of prefill",
@@ -368,7 +368,7 @@ def explanation(figures: Mapping[str, Any]) -> list[str]:
 
 
 def comparison(figures: Mapping[str, Any]) -> list[str]:
-    """What the recommended table and the present one make of the requests."""
+    """Lines that compare the recommended table and the present one over the requests."""
     best = {name: next(one for one in figures[name] if one["recommended"]) for name in TITLES}
     present, lines = figures["present"], []
     called = "the default table" if present["table"] == "default" else present["table"]

@@ -34,7 +34,7 @@ from tilewright.models.checkpoint import decoder_config, load_decoder, save_para
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.params import DTYPES, Dtype
 from tilewright.models.tokenizer import load_tokenizer
-from tilewright.parallel.exchanges import Halves, Plan
+from tilewright.parallel.exchanges import FullyShardedPlan, Halves
 from tilewright.parallel.mesh import is_first_process
 from tilewright.train.checkpoint import steps_in
 from tilewright.train.data import (
@@ -47,8 +47,8 @@ from tilewright.train.data import (
 from tilewright.train.grow import grow
 from tilewright.train.lm import train_lm
 from tilewright.train.loop import TrainResult
-from tilewright.train.sharded import Setup, model_shardings, training_mesh
-from tilewright.train.text import TextOptions, require_texts, text_figures
+from tilewright.train.sharded import ShardedSetup, model_shardings, training_mesh
+from tilewright.train.text import TextOptions, require_texts, text_metrics
 
 app = App(name="train", help="Training.")
 app.command("tilewright.cli.train_drafter:drafter", help="Trains a drafter for a target, which stays as it is.")
@@ -61,7 +61,7 @@ app.command("tilewright.cli.train_demo:evaluate", help="Measures a language mode
 @Parameter(name="*")
 @dataclass(frozen=True)
 class LoopOptions:
-    """How to train.
+    """Options of training.
 
     Attributes:
         steps: optimiser steps.
@@ -74,8 +74,8 @@ class LoopOptions:
         held_out: share of the documents that is kept for the held-out loss.
         evaluate_every: steps from one held-out loss to the next.
         save_every: steps from one checkpoint to the next.
-        products: float32, bfloat16 with float32 sums, or auto: bfloat16 where the chip has instructions for it, else float32.
-            Weights are float32 either way.
+        matmul_dtype: of matrix products: float32, bfloat16 with float32 sums, or auto, which is bfloat16 where the chip has
+            instructions for it. Weights are float32 either way.
         schedule: of the rate after its warm-up: cosine falls to a twentieth; wsd stays, and falls over the last steps.
         cooldown: share of the steps over which wsd falls; 0 for a run that another one goes on from.
     """
@@ -90,13 +90,13 @@ class LoopOptions:
     held_out: float = 0.02
     evaluate_every: int = 100
     save_every: int = 100
-    products: Literal["auto", "float32", "bfloat16"] = "auto"
+    matmul_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     schedule: Literal["cosine", "wsd"] = "cosine"
     cooldown: float = 0.2
     compile_cache: CompileCache = True
 
     def options(self) -> TextOptions:
-        """How to train.
+        """Training options that these arguments stand for.
 
         Raises:
             ValueError: an option is out of its range.
@@ -113,15 +113,15 @@ def require_data(data: Sequence[Path]) -> None:
 
 def finish(result: TrainResult, out: Path, console: Console, json_file: str | None, **more: object) -> None:
     loss, held_out = result.last("loss"), result.last("held_out_loss")
-    told = f"{out}: loss {loss:.3f}, held-out loss {held_out:.3f} nats a token, {result.rate:,.0f} tokens/s"
-    console.print(told, markup=False)
-    write_json(json_file, {**text_figures(result), **more, "chip": chip_name(), "out": str(out)})
+    summary = f"{out}: loss {loss:.3f}, held-out loss {held_out:.3f} nats a token, {result.rate:,.0f} tokens/s"
+    console.print(summary, markup=False)
+    write_json(json_file, {**text_metrics(result), **more, "chip": chip_name(), "out": str(out)})
 
 
 @Parameter(name="*")
 @dataclass(frozen=True)
 class ModelSizes:
-    """What language model to make; with --start, the model started from has its own, and can grow in layers and context.
+    """Sizes of a language model; with --start, the model started from has its own, and can grow in layers and context.
 
     Attributes:
         hidden_size: width of the residual stream (256 by default).
@@ -173,27 +173,28 @@ class ModelSizes:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class MeshOptions:
-    """How to train over several devices.
+    """Options of training over several devices.
 
     Attributes:
         mesh: devices along "fsdp", which divides batches and weights, and "tp", which divides layers: fsdp=4,tp=2. By default
             one device. A run may go on over another mesh.
-        early: by how many layers weights are gathered before their turn; two numbers are for attention and MLP.
-        late: by how many layers gradients are scattered after their turn.
+        prefetch_distance: by how many layers weights are gathered before their turn; two numbers are for attention and MLP.
+        scatter_delay: by how many layers gradients are scattered after their turn.
         remat: the backward pass gathers weights and computes activations again.
         scan_layers: layers run in a loop, which compiles faster.
         rings: collectives go hop by hop, weights' and activations'.
-        compute: dtype of products and of weights on their way. Weights are float32 where they lie, and gradients are summed so.
+        compute_dtype: of the stream, of products and of weights on their way. Weights are float32 where they lie, and gradients
+            are summed so.
         accumulate: into how many parts a batch is divided, one after another.
     """
 
     mesh: str | None = None
-    early: str = "1"
-    late: str = "1"
+    prefetch_distance: str = "1"
+    scatter_delay: str = "1"
     remat: bool = True
     scan_layers: bool = False
     rings: bool = False
-    compute: Literal["float32", "bfloat16"] = "float32"
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
     accumulate: int = 1
 
     def of(self, config: DecoderConfig) -> Mesh | None:
@@ -208,7 +209,7 @@ class MeshOptions:
             raise ValueError(f"expected --mesh for {jax.process_count()} processes, found none")
         return None
 
-    def setup(self, config: DecoderConfig, options: TextOptions) -> Setup | None:
+    def setup(self, config: DecoderConfig, options: TextOptions) -> ShardedSetup | None:
         """The model on the mesh; None without one.
 
         Raises:
@@ -224,11 +225,12 @@ class MeshOptions:
         import orbax.checkpoint  # noqa: F401 (of the extra that checkpoints need: where it is absent, this is when to say so)
 
         form = "ring" if self.rings else "whole"
-        plan = Plan(
-            early=halves("early", self.early), late=halves("late", self.late), remat=self.remat, scan=self.scan_layers,
-            weights=form, gradients=form, activations=form, dtype=self.compute,
+        plan = FullyShardedPlan(
+            halves("prefetch_distance", self.prefetch_distance), halves("scatter_delay", self.scatter_delay),
+            remat=self.remat, scan=self.scan_layers,
+            weights=form, gradients=form, activations=form, dtype=self.compute_dtype,
         )  # fmt: skip
-        made = Setup(config, options.ops, mesh, plan, self.accumulate)
+        made = ShardedSetup(config, options.ops, mesh, plan, self.accumulate)
         made.check_batch((options.batch_size, options.sequence_length + 1))
         return made
 
@@ -249,14 +251,16 @@ def mesh_axes(text: str) -> dict[str, int]:
 def halves(name: str, text: str) -> Halves:
     """A shift of both halves, or one of each: `1` or `1,2`."""
     if re.fullmatch(r"\d+(,\d+)?", text) is None:
-        raise ValueError(f"expected --{name} as a number of layers, or two for attention and MLP, found {text!r}")
+        raise ValueError(
+            f"expected --{name.replace('_', '-')} as a number of layers, or two for attention and MLP, found {text!r}"
+        )
     first, _, second = text.partition(",")
     return Halves(int(first), int(second or first))
 
 
 @dataclass(frozen=True)
 class Beginning:
-    """What the training of a language model begins with.
+    """Tokenizer, configuration and parameters that the training of a language model begins with.
 
     Attributes:
         tokenizer: which splits the text.
@@ -332,7 +336,7 @@ def lm(
     kept = kept_tokenizer(out)
     chosen = Beginning.choose(start, tokenizer, sizes, over, console)
     begin = chosen or Beginning(kept or agreed_tokenizer(train_tokenizer(documents[0], sizes.bpe_size)))
-    bpe, identity = begin.tokenizer, {"vocab_size": sizes.bpe_size}
+    bpe, run_fingerprint = begin.tokenizer, {"vocab_size": sizes.bpe_size}
     if kept is not None and kept.to_str() != bpe.to_str():
         raise ValueError(f"{out} holds a run with another tokenizer; name another --out")
     config = begin.config or sizes.config(bpe.get_vocab_size(), end_of_text(bpe))
@@ -341,7 +345,7 @@ def lm(
     require_texts(streams[0], streams[1], options.sequence_length + 1, options)
     setup = over.setup(config, options)
     save_tokenizer(out, bpe, begin.files)
-    result = train_lm(config, streams[0], streams[1], options, out / "training", console, begin.params, identity, setup)
+    result = train_lm(config, streams[0], streams[1], options, out / "training", console, begin.params, run_fingerprint, setup)
     save_params(out, decoder.config_to_hf(config), decoder.declare(config), result.params, DTYPES[dtype])
     finish(result, out, console, json_file, training_tokens=len(streams[0].tokens), **over.figures())
 

@@ -96,4 +96,4 @@ def evaluate(
     tokenizer, documents = load_tokenizer(folder), demo_documents(gsm8k, held_out_only=True)
     figures = evaluate_target(config, params, tokenizer, held_out_text(documents, tokenizer))
     show_held_out(figures, console)
-    write_json(json_file, {"model": model, "held_out": figures, "text": documents.told(), "chip": chip_name()})
+    write_json(json_file, {"model": model, "held_out": figures, "text": documents.metadata(), "chip": chip_name()})

@@ -97,7 +97,7 @@ def examples_of(
 
 
 def texts(data: tuple[Path, ...], library: bool, loop: LoopOptions) -> tuple[list[Document], list[Document]]:
-    """What is trained on, and what is held out."""
+    """Documents that are trained on, and those that are held out."""
     documents = read_documents(data)
     trained, held_out = split_documents(documents, loop.held_out, loop.seed) if documents else ([], [])
     if library:
@@ -114,7 +114,7 @@ Beginning = tuple[Tokenizer, DiffusionConfig, DecoderParams | None]
 def begin(
     start: str | None, kept: Tokenizer | None, sizes: ModelSizes, over: MeshOptions, console: Console
 ) -> Beginning | None:
-    """What an interrupted run left or `start` names; None where neither is there."""
+    """Model that an interrupted run left or `start` names; None where neither is there."""
     if start is not None:
         sizes.refuse("--start takes its sizes and its tokenizer along", *vars(sizes))
         folder = hub.resolve(start, console=progress_console(console), check=load_tokenizer)

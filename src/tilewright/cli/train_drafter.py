@@ -35,7 +35,7 @@ from tilewright.train.dspark import train_dspark
 from tilewright.train.eagle3 import Eagle3Options, default_draft_vocab, train_eagle3
 from tilewright.train.lilicorr import train_lilicorr
 from tilewright.train.loop import TrainResult
-from tilewright.train.partitioned import Division
+from tilewright.train.partitioned import TrainingPlacement
 from tilewright.train.sharded import data_mesh
 from tilewright.train.text import TextOptions
 
@@ -43,7 +43,7 @@ from tilewright.train.text import TextOptions
 @Parameter(name="*")
 @dataclass(frozen=True)
 class DrafterSizes:
-    """What drafter to make; its layers have the target's own sizes.
+    """Sizes of a drafter; its layers have the target's own.
 
     Attributes:
         block_size: tokens drafted at once, the known one included; by default 8 for eagle3, 16 for the others.
@@ -61,7 +61,7 @@ class DrafterSizes:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class DFlashArguments:
-    """What --kind dflash knows, and all kinds that draft a block in one pass: dflash2, dspark and lilicorr.
+    """Options of --kind dflash, and of all kinds that draft a block in one pass: dflash2, dspark and lilicorr.
 
     Attributes:
         layers: dflash: the drafter's layers (2 by default).
@@ -129,7 +129,7 @@ class DFlashArguments:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class DFlash2Arguments:
-    """What only --kind dflash2 knows, besides what --kind dflash does.
+    """Options that only --kind dflash2 has, besides those of --kind dflash.
 
     Attributes:
         conv_kernel: dflash2: slots that a convolution reads, the slot itself included (2 by default).
@@ -162,7 +162,7 @@ class DFlash2Arguments:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Eagle3Arguments:
-    """What only --kind eagle3 knows.
+    """Options that only --kind eagle3 has.
 
     Attributes:
         decay: eagle3: weight of a draft step's loss against that of the step before (0.8 by default).
@@ -189,7 +189,7 @@ class Eagle3Arguments:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class KindArguments:
-    """What each kind of drafter knows."""
+    """Options of each kind of drafter."""
 
     dflash: DFlashArguments = DFlashArguments()
     dflash2: DFlash2Arguments = DFlash2Arguments()
@@ -232,7 +232,7 @@ def refuse_others(kind: str, of_kind: dict[str, object]) -> None:
         raise ValueError(f"--kind {kind} does not take {', '.join(wrong)}")
 
 
-def division_of(mesh: str | None, writing: bool, batch_size: int) -> Division:
+def placement_of(mesh: str | None, writing: bool, batch_size: int) -> TrainingPlacement:
     """The mesh to train over, if one is named.
 
     Args:
@@ -242,14 +242,14 @@ def division_of(mesh: str | None, writing: bool, batch_size: int) -> Division:
         ValueError: it does not fit the devices or the batch, or the target is to write text, which it does on one device.
     """
     if mesh is None:
-        return Division()
+        return TrainingPlacement()
     if writing:
         raise ValueError("expected --mesh or text by the target, found both: write the text first, in a run on one device")
     import orbax.checkpoint  # noqa: F401 (see `train.MeshOptions.setup`)
 
-    division = Division(data_mesh(mesh_axes(mesh)))
-    division.check_batch(batch_size)
-    return division
+    placement = TrainingPlacement(data_mesh(mesh_axes(mesh)))
+    placement.check_batch(batch_size)
+    return placement
 
 
 TRAINED: dict[type[DFlashConfig], tuple[Any, Any]] = {
@@ -264,7 +264,7 @@ TRAINED: dict[type[DFlashConfig], tuple[Any, Any]] = {
 def fit(
     made: DFlashConfig | Eagle3Config, own: Any, target: tuple[DecoderConfig, Any], tokenizer: Tokenizer,
     texts: Sequence[TokenSource], options: TextOptions, start: Any, out: Path, dtype: Dtype, console: Console,
-    division: Division,
+    placement: TrainingPlacement,
 ) -> tuple[TrainResult, dict[str, Any]]:  # fmt: skip
     """Trains and saves a drafter; `own` are the options of its kind. Returns what came of it, and figures of its kind.
 
@@ -272,12 +272,12 @@ def fit(
     """
     arguments: tuple[Any, ...] = (*target, made, *texts, options, own, out / "training", console)
     if isinstance(made, Eagle3Config):
-        result, agreed = train_eagle3(*arguments, division=division)
+        result, agreed = train_eagle3(*arguments, placement=placement)
         eagle3.save(out, made, result.params, DTYPES[dtype])
         return result, {"agreement": agreed}
     model, train = TRAINED[type(made)]
-    result = train(*arguments, start=start, division=division)
-    if division.mesh is None:
+    result = train(*arguments, start=start, placement=placement)
+    if placement.mesh is None:
         drafting = next(kind for kind in KINDS if kind.model is model).drafter(made, made.block_size)
         lm = LanguageModel(*target, tokenizer).with_drafter(drafting, result.params)
         made = replace(made, expected_acceptance=expected_acceptance(lm, texts[1]))
@@ -329,9 +329,9 @@ def drafter(
     keep_programs(loop.compile_cache)
     folder = hub.resolve(target, console=progress_console(console), check=load_tokenizer)
     tokenizer = load_tokenizer(folder)
-    division = division_of(mesh, bool(regeneration.regenerated or self_instruct.asked), options.batch_size)
-    config, params = load_decoder(folder, jnp.float32, progress_console(console), division.shardings)
+    placement = placement_of(mesh, bool(regeneration.regenerated or self_instruct.asked), options.batch_size)
+    config, params = load_decoder(folder, jnp.float32, progress_console(console), placement.shardings)
     made, start = configured(kind, vars(of_kinds), sizes, config, tokenizer, options.seed, console)
     texts = drafter_text(data, loop, (regeneration, self_instruct), folder, (config, params), out, console)
-    result, more = fit(made, own, (config, params), tokenizer, texts, options, start, out, dtype, console, division)
+    result, more = fit(made, own, (config, params), tokenizer, texts, options, start, out, dtype, console, placement)
     finish(result, out, console, json_file, training_tokens=int(texts[0].in_loss.sum()), target=target, **more)

@@ -31,7 +31,7 @@ SAMPLED_BATCH, GRAPH_BATCH = 64, 32
 @Parameter(name="*")
 @dataclass(frozen=True)
 class GNNSizes:
-    """What model to make; what is not given is as in the model's paper.
+    """Sizes of a graph network; those that are not given are as in the model's paper.
 
     Attributes:
         layers: rounds of message passing; by default 2, of gin 4 (which its paper counts as 5, with the input).
@@ -57,7 +57,7 @@ class GNNSizes:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class GNNLoop:
-    """How to train; what is not given is as in the model's paper.
+    """Options of training; those that are not given are as in the model's paper.
 
     Attributes:
         epochs: by default 200; for graphs 350, of 50 steps each.
@@ -185,8 +185,8 @@ def gnn(
         save_gnn(out, config, *best_run(result))
         console.print(f"{out} written", markup=False)
     more = {"epochs_per_s": result.rate, "seconds": result.seconds, **result.ledger.figures(), "chip": chip_name()}
-    told = {"config": config_to_json(config), "accuracy": figures, "loss_nats": summary(result.last("loss"))}
-    write_json(json_file, {**task.identity, "epochs": len(result.curve["step"]), **told, **more})
+    results = {"config": config_to_json(config), "accuracy": figures, "loss_nats": summary(result.last("loss"))}
+    write_json(json_file, {**task.run_fingerprint, "epochs": len(result.curve["step"]), **results, **more})
 
 
 def node_figures(result: TrainResult) -> dict[str, dict[str, Any]]:

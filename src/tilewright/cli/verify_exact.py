@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tilewright.bench.compare import environment
 from tilewright.bench.datasets import prompt as prompt_text
 from tilewright.bench.datasets import read_examples
-from tilewright.bench.exact import Finding, agreeing, mixed_lengths
+from tilewright.bench.exact import ExactFinding, agreeing, mixed_lengths
 from tilewright.bench.exact_paths import QUICK, THOROUGH, USUAL, Effort, Loaded, Verification
 from tilewright.cli.common import (
     AUTO,
@@ -43,7 +43,7 @@ MOST_LINES = 20
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Asking:
-    """What is asked, and how.
+    """Options of the requests, and of the drafters that answer them.
 
     Attributes:
         drafter: folders, Hugging Face ids, "ngram"; for the demo also "dflash", "dflash2" and "eagle3", and by default all of
@@ -68,7 +68,7 @@ class Asking:
     thorough: Annotated[bool, Parameter(negative=())] = False
 
     def effort(self) -> Effort:
-        """How much is tried.
+        """Number of requests, batches, widths and orders to try.
 
         Raises:
             ValueError: a number that makes no sense, or options that exclude each other.
@@ -188,7 +188,7 @@ def load_drafters(names: Sequence[str], target: TargetOptions, lm: LanguageModel
     return loaded
 
 
-def run_all(verification: Verification, console: Console) -> list[Finding]:
+def run_all(verification: Verification, console: Console) -> list[ExactFinding]:
     """All findings, with a progress bar."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -200,8 +200,8 @@ def run_all(verification: Verification, console: Console) -> list[Finding]:
         return found
 
 
-def figures_of(verification: Verification, findings: Sequence[Finding]) -> dict[str, Any]:
-    """What `--json` writes of the findings."""
+def figures_of(verification: Verification, findings: Sequence[ExactFinding]) -> dict[str, Any]:
+    """Record of the findings, as `--json` writes it."""
     agree, compared = agreeing(findings, len(verification.prompts))
     rows = []
     for finding in findings:

@@ -1,1 +1,1 @@
-"""What the compiler made: compiling for absent TPUs, HLO text, memory traffic, the compile ledger and the no-compile guard."""
+"""Compiled programs: compiling for absent TPUs, HLO text, memory traffic, the compile ledger and the no-compile guard."""

@@ -40,7 +40,7 @@ nobody answers, and lets one process at a time compile, as if there were a chip 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the TPU compiler made of a program for one chip. All figures are compiler estimates.
+    """A program that the TPU compiler made for one chip. All figures are compiler estimates.
 
     Attributes:
         chip: the topology that it was compiled for; the figures are those of one of its devices that run the program.

@@ -21,7 +21,7 @@ from tilewright.compiled.machine import cores, cpu_facts
 log = logging.getLogger("tilewright.compiled")
 
 LARGEST_BYTES = 2**30
-"""How much is kept, over all machines and versions; what was written first goes first."""
+"""Most bytes that are kept, over all machines and versions; what was written first goes first."""
 SEAL_BYTES = hashlib.sha256().digest_size
 
 

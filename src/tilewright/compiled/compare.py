@@ -27,7 +27,7 @@ from tilewright.compiled.round_trips import round_trips
 from tilewright.compiled.timing import REPETITIONS, alternate, medians, quotients, spread
 
 RUN_S = 0.05
-"""How long a timed run should take; one that takes longer consists of a single call."""
+"""Seconds that a timed run should take; one that takes longer consists of a single call."""
 
 COPY_BYTES = 2**28
 """Of the buffer by which a device's memory is measured: far more than a cache holds."""
@@ -89,7 +89,7 @@ class PlacedProgram:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a comparison found. Prints as tables, one for each place.
+    """Result of a comparison. Prints as tables, one for each place.
 
     Attributes:
         programs: place by place, the functions in the order given.
@@ -131,7 +131,7 @@ class Comparison:
         return captured.get()
 
     def remarks(self) -> Iterator[Text]:
-        """What has to be said under the tables."""
+        """Remarks that stand under the tables."""
         if self.bandwidth_gb_per_s is not None:
             allowed = "the square root of each dtype's epsilon" if self.tolerance is None else f"{self.tolerance:g}"
             told = f"medians of {self.repetitions} runs in turns; memory {self.bandwidth_gb_per_s:.1f} GB/s; "
@@ -218,7 +218,7 @@ def compare_all(
 
 
 def steps(functions: int, repetitions: int, chips: int, run: bool = True) -> int:
-    """How often `compare_all` calls `on_run`."""
+    """Number of times that `compare_all` calls `on_run`."""
     return functions * chips + ((1 + repetitions) * functions + repetitions if run else 0)
 
 

@@ -38,7 +38,7 @@ class ArrayType:
 
     @property
     def elements(self) -> int:
-        """How many elements it has, padding not counted."""
+        """Number of elements, padding not counted."""
         return prod(self.dims)
 
     @property
@@ -228,7 +228,7 @@ def dtype_bits(dtype: str) -> int:
 
 
 def execution(module: Module, weigh: Callable[[HloOp, Computation], float]) -> Execution:
-    """What runs, and how often: loops multiplied by their trip counts, calls entered, fusions taken as one operation.
+    """Operations that run, and how often: loops multiplied by their trip counts, calls entered, fusions taken as one operation.
 
     A loop whose trip count is not in the program counts as one iteration, and a conditional as its heaviest branch by
     `weigh`; either leaves a note.
@@ -259,7 +259,7 @@ def _steps(
 
 
 def trip_count(module: Module, computation: Computation, loop: HloOp) -> int | None:
-    """How often a `while` runs: as the compiler notes it, or read from a counter that goes from a constant to a constant."""
+    """Trip count of a `while`: as the compiler notes it, or read from a counter that goes from a constant to a constant."""
     noted = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
     if noted:
         return int(noted[1])

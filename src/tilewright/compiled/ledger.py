@@ -30,10 +30,10 @@ LOWERING_EVENT = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 """Announced when JAX has translated a program for the compiler, with its name."""
 
 SHOWN_DIFFERENCES = 3
-"""How many differing arguments a message names before it counts the rest."""
+"""Number of differing arguments that a message names before it counts the rest."""
 
 NEAR_FRAMES = 16
-"""How far up the stack the function that announces may be; JAX itself takes four frames."""
+"""Frames up the stack among which the function that announces may be; JAX itself takes four."""
 
 GUARD_MODES = ("off", "warn", "fail")
 
@@ -43,7 +43,7 @@ class CompileError(RuntimeError):
 
 
 class CompileWarning(UserWarning):
-    """The same, where the guard only warns."""
+    """Warning of a compile under a guard that only warns."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ class Ledger:
     """Records every program that XLA is asked for while the ledger is open, in any thread of the process.
 
     A program that JAX's disk cache supplies counts like one that was compiled: whoever waited for it was not served from
-    memory, and a count must not depend on what earlier processes left on the disk. `Program.from_disk` tells them apart.
+    memory, and a count must not depend on what earlier processes left on the disk. `ProgramRecord.from_disk` tells them apart.
 
-    So does one that a trap refused: somebody had to go without it (`Program.refused`).
+    So does one that a trap refused: somebody had to go without it (`ProgramRecord.refused`).
 
     A ledger may be opened again after it was closed; it then goes on from where it stopped.
     """
@@ -250,7 +250,7 @@ def described(aval: Any, sharding: Any) -> str:
 
 
 def differing(arguments: tuple[Argument, ...], others: tuple[Argument, ...]) -> list[str]:
-    """What of each argument differs between a program and another."""
+    """Differences between the arguments of a program and those of another, each in words."""
     now = {argument.name: argument.type for argument in arguments}
     before = {argument.name: argument.type for argument in others}
     changed = [f"{name} is {now[name]}, was {before[name]}" for name in now if name in before and now[name] != before[name]]

@@ -7,7 +7,7 @@ import jax
 
 
 def cpu_facts(*names: str) -> str | None:
-    """What Linux says of the first processor under the first of these names that it knows; None where it says nothing."""
+    """Linux's fact on the first processor under the first of these names that it knows; None where it says nothing."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     facts = (line.split(":", 1) for line in lines if ":" in line)
@@ -24,7 +24,7 @@ def takes_loops() -> bool:
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

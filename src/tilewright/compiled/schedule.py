@@ -43,19 +43,19 @@ UNMODELLED = frozenset({"collective-broadcast", "ragged-all-to-all", "send", "re
 """Transfers between devices whose time is not known here: counted as nothing, with a note."""
 
 COPIES = frozenset({COPY, "slice", "dynamic-slice", "dynamic-update-slice"})
-"""What is copied between memories of the chip where it is asynchronous."""
+"""Opcodes that copy between memories of the chip where they are asynchronous."""
 
 MOST_NODES = 2_000_000
 """Operations of a graph, loops unrolled; beyond it, reading would take minutes."""
 
 Role = Literal["input", "run", "start", "done", "sync"]
 Value = Any
-"""What an operation gives, while a graph is read: the number of a node, or a tuple of values."""
+"""Result of an operation, while a graph is read: the number of a node, or a tuple of values."""
 
 
 @dataclass(frozen=True)
 class ScheduledTransfer:
-    """What passes beside the core, between devices or between the memories of one.
+    """A transfer beside the core, between devices or between the memories of one.
 
     Attributes:
         kind: one of `COLLECTIVE`, or `COPY`.
@@ -103,7 +103,7 @@ class Node:
 
     @property
     def engine(self) -> str:
-        """What it occupies: the `core`, the links between chips (`ici`), or the way to memory (`hbm`)."""
+        """Resource that it occupies: the `core`, the links between chips (`ici`), or the way to memory (`hbm`)."""
         if self.transfer is None:
             return "core"
         return "hbm" if self.transfer.kind == COPY else "ici"
@@ -248,7 +248,7 @@ class Reader:
         raise ValueError(f"expected {op.name} to wait for a transfer that was started before it, found none")
 
     def transfer(self, computation: Computation, op: HloOp) -> tuple[Role, ScheduledTransfer] | None:
-        """What an operation begins, or does while the core waits; None if it transfers nothing."""
+        """Transfer that an operation begins, or does while the core waits; None if it transfers nothing."""
         begins = op.opcode.endswith("-start") or calls(self.module, op) == "AsyncCollectiveStart"
         role: Role = "start" if begins else "sync"
         of, within = self.inner_collective(computation, op)
@@ -298,7 +298,7 @@ class Reader:
         return self.cycles[key]
 
     def roofline(self, computation: Computation, op: HloOp) -> tuple[float, bool]:
-        """The same where there is no estimate."""
+        """Roofline cycles of an operation without an estimate, and whether it only computes single numbers, for nothing."""
         moved, flops = op.number("bytes_accessed"), op.number("flops")
         if op.opcode == "custom-call" and moved is not None and flops is not None:
             return self.chip.roofline_cycles(moved, flops), False
@@ -333,7 +333,7 @@ def is_continuation(module: Module, op: HloOp) -> bool:
 
 
 def collective(op: HloOp, computation: Computation) -> ScheduledTransfer:
-    """What a collective says of itself: kind, bytes, devices, and the strategy that the compiler chose."""
+    """Transfer of a collective, by its attributes: kind, bytes, devices, and the strategy that the compiler chose."""
     kind = op.opcode.removesuffix("-start")
     arrays = [array for name in op.operands for array in computation.by_name[name].outputs]
     size = sum(array.elements * dtype_bits(array.dtype) // 8 for array in arrays)
@@ -376,7 +376,7 @@ def device_groups(op: HloOp) -> tuple[tuple[int, ...], ...]:
 
 
 def mesh_groups(op: HloOp) -> tuple[tuple[int, ...], ...]:
-    """The same where axes of a mesh are named; part of an axis is `'a':(2)4`, four in sequence behind a part of two.
+    """Replica groups that name axes of a mesh; part of an axis is `'a':(2)4`, four in sequence behind a part of two.
 
     Raises:
         ValueError: another spelling.

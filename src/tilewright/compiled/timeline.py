@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from tilewright.chips.links import Fabric, Link, Load
+from tilewright.chips.links import Fabric, Link, LinkOccupancy
 from tilewright.compiled.schedule import COPY, PERMUTE, ScheduledTransfer, ScheduleGraph
 from tilewright.compiled.trace import Track, complete, named
 
@@ -90,7 +90,7 @@ class TimelineSpan:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What the model says of a program: what the core does, one thing after another, and the transfers beside it."""
+    """Modelled time of a program: what the core does, one thing after another, and the transfers beside it."""
 
     graph: ScheduleGraph
     core: tuple[TimelineSpan, ...] = field(repr=False)
@@ -137,7 +137,7 @@ class Timeline:
 
 
 def overlap(one: Interval, others: list[Interval]) -> float:
-    """How much of an interval lies in others, which are apart and in order."""
+    """Length of an interval that lies in others, which are apart and in order."""
     found = 0.0
     for begin, end in others[max(0, bisect_right(others, (one[0], one[0])) - 1) :]:
         if begin >= one[1]:
@@ -146,14 +146,14 @@ def overlap(one: Interval, others: list[Interval]) -> float:
     return found
 
 
-def load_of(transfer: ScheduledTransfer, fabric: Fabric) -> Load:
-    """What a transfer does to the links, or a copy to the way to memory.
+def occupancy_of(transfer: ScheduledTransfer, fabric: Fabric) -> LinkOccupancy:
+    """Occupancy of the links by a transfer, or of the way to memory by a copy.
 
     Raises:
         ValueError: it names devices that the slice has not.
     """
     if transfer.kind == COPY:
-        return Load({HBM: transfer.bytes / (1e9 * fabric.chip.hbm_gb_per_s)}, 0.0)
+        return LinkOccupancy({HBM: transfer.bytes / (1e9 * fabric.chip.hbm_gb_per_s)}, 0.0)
     devices = len(fabric.places)
     groups = transfer.groups or (tuple(range(devices)),)
     named = [device for each in (*transfer.groups, *transfer.pairs) for device in each]
@@ -166,13 +166,13 @@ def load_of(transfer: ScheduledTransfer, fabric: Fabric) -> Load:
     return fabric.collective(transfer.kind, groups, whole, transfer.directions, transfer.by_axis)
 
 
-def lay_out(graph: ScheduleGraph, fabric: Fabric) -> Timeline:
+def simulate(graph: ScheduleGraph, fabric: Fabric) -> Timeline:
     """Places a program's operations in time.
 
     Raises:
         ValueError: a collective names devices that the slice has not.
     """
-    loads: dict[ScheduledTransfer, Load] = {}
+    occupancies: dict[ScheduledTransfer, LinkOccupancy] = {}
     free: dict[Link, float] = {}
     ends: dict[int, float] = {}
     core: list[TimelineSpan] = []
@@ -181,13 +181,13 @@ def lay_out(graph: ScheduleGraph, fabric: Fabric) -> Timeline:
     for number, node in enumerate(graph.nodes):
         began = number if node.start is None else node.start
         if node.transfer is not None:
-            if node.transfer not in loads:
-                loads[node.transfer] = load_of(node.transfer, fabric)
-            load = loads[node.transfer]
-            begin = max([now, *(free.get(link, 0.0) for link in load.busy_s)])
-            free.update((link, begin + taken) for link, taken in load.busy_s.items())
-            ends[number] = begin + load.seconds
-            moved.append(TimelineSpan(number, node.engine, begin, ends[number], load.seconds))
+            if node.transfer not in occupancies:
+                occupancies[node.transfer] = occupancy_of(node.transfer, fabric)
+            occupancy = occupancies[node.transfer]
+            begin = max([now, *(free.get(link, 0.0) for link in occupancy.busy_s)])
+            free.update((link, begin + taken) for link, taken in occupancy.busy_s.items())
+            ends[number] = begin + occupancy.seconds
+            moved.append(TimelineSpan(number, node.engine, begin, ends[number], occupancy.seconds))
         if node.role in ("done", "sync"):
             if ends[began] > now:
                 waits_for_copy = graph.nodes[began].engine == "hbm"
@@ -217,16 +217,16 @@ def trace(timelines: Iterable[tuple[str, Timeline]]) -> dict[str, Any]:
 
 
 def busiest_link_s(timeline: Timeline, fabric: Fabric, layer: int | None) -> float:
-    """How long the transfers of a layer take that link which they take longest: no schedule of them takes less."""
+    """Seconds for which a layer's transfers occupy the busiest link: no schedule of them takes less."""
     return busiest_s(timeline, fabric, [span for span in timeline.transfers if timeline.layer(span) == layer])
 
 
 def busiest_s(timeline: Timeline, fabric: Fabric, transfers: Iterable[TimelineSpan]) -> float:
-    """The same of these transfers; copies don't count."""
+    """Seconds for which these transfers occupy the busiest link; copies don't count."""
     taken: Counter[Link] = Counter()
     for span in transfers:
         transfer = timeline.graph.nodes[span.node].transfer
         if span.track == "ici" and transfer is not None:
-            for link, seconds in load_of(transfer, fabric).busy_s.items():
+            for link, seconds in occupancy_of(transfer, fabric).busy_s.items():
                 taken[link] += seconds  # type: ignore[assignment]
     return max(taken.values(), default=0.0)

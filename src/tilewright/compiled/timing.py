@@ -23,7 +23,7 @@ def alternate(
     on_run: Callable[[], None] = lambda: None,
     warm: bool = False,
 ) -> dict[Key, list[Value]]:
-    """What each of the runs returns, all run in turns.
+    """Results of each of the runs, which are all run in turns.
 
     Args:
         on_run: called after each.
@@ -59,8 +59,8 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(statistics.median(values), min(values), max(values))
 
 
-def medians(taken: Mapping[Key, Sequence[float]]) -> dict[Key, float]:
-    return {key: statistics.median(values) for key, values in taken.items()}
+def medians(times: Mapping[Key, Sequence[float]]) -> dict[Key, float]:
+    return {key: statistics.median(values) for key, values in times.items()}
 
 
 def quotients(over: Sequence[float], under: Sequence[float]) -> Spread:

@@ -29,7 +29,7 @@ ELEMENTWISE = frozenset({"bitcast", "reshape", "convert", "copy", "transpose"})
 
 @dataclass(frozen=True)
 class OpTraffic:
-    """What one operation moves, in bytes of device memory, over all the times that it runs.
+    """Memory traffic of one operation, in bytes of device memory, over all the times that it runs.
 
     Attributes:
         name, opcode: as the compiler calls it.

@@ -34,7 +34,7 @@ def aggregate(
     reduce: str = "sum",
     weights: Float[Array | np.ndarray, " E"] | None = None,
     normalisation: str | None = None,
-    arranged: bool = False,
+    permuted: bool = False,
 ) -> Float[Array, "N F"]:
     """Reduces for each node the features of its neighbours, the sources of the edges that end at it.
 
@@ -49,13 +49,13 @@ def aggregate(
             table's own, if it has any. They have a gradient, too.
         normalisation: of a sum. "symmetric": GCN's, `D^-1/2 (A + I) D^-1/2 x`, where D holds the sums of the weights (in a
             graph with other sources than nodes, each side its own) and a node that has a self-loop keeps it. "row": `D^-1 A x`.
-        arranged: `x` and the result are in table order, see `NeighborTable.arrange`.
+        permuted: `x` and the result are in table order, see `NeighborTable.permute`.
 
     Raises:
         ValueError: features or weights that are another graph's, or hold a NaN; the first place is named.
     """
     if weights is not None:
         weights = check_numbers(weights, "weights")
-    if arranged:
+    if permuted:
         return table.aggregate(jnp.asarray(x), reduce, weights, normalisation)
-    return table.restore(table.aggregate(table.arrange(check_numbers(x, "features")), reduce, weights, normalisation))
+    return table.unpermute(table.aggregate(table.permute(check_numbers(x, "features")), reduce, weights, normalisation))

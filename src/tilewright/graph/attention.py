@@ -42,9 +42,9 @@ def attend(
     if target.shape[0] != table.num_nodes:
         raise ValueError(f"expected target scores of {table.num_nodes} nodes, found {target.shape[0]}")
     beyond = table.num_sources - table.num_nodes
-    arranged = table.arrange(jnp.pad(target, ((0, beyond), (0, 0))))[: table.num_nodes]
-    given = table.arrange(features), table.arrange(source), arranged
-    return table.restore(table.attend(*given, negative_slope, dropout, key))
+    permuted = table.permute(jnp.pad(target, ((0, beyond), (0, 0))))[: table.num_nodes]
+    given = table.permute(features), table.permute(source), permuted
+    return table.unpermute(table.attend(*given, negative_slope, dropout, key))
 
 
 def segment_softmax(table: NeighborTable, edge_scores: Float[Array | np.ndarray, "E *H"]) -> Float[Array, "E *H"]:

@@ -26,7 +26,7 @@ PADDING = -1
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a batch has room for. Batches of equal capacity have equal shapes.
+    """Room of a batch: graphs, nodes, edges and degrees. Batches of equal capacity have equal shapes.
 
     Attributes:
         degree: the largest number of neighbours of a node (only padded rows depend on it).

@@ -12,7 +12,7 @@ from tilewright.graph.rows import Bucket, BucketRows, CsrRows
 Ids = Int[np.ndarray, "..."]
 
 
-def put(values: np.ndarray) -> Array:
+def int32_array(values: np.ndarray) -> Array:
     return jnp.asarray(values, jnp.int32)
 
 
@@ -34,7 +34,7 @@ def log_width(degrees: Ids) -> Ids:
 
 
 def bucket_keys(degrees: Ids, limit: int) -> Ids:
-    """What rows are sorted by: how often a row has to be split, then its width in the last stage."""
+    """Sort keys of rows: how often a row has to be split, then its width in the last stage."""
     rest, stage = degrees.astype(np.int64), np.zeros(degrees.size, np.int64)
     while (rest > limit).any():
         stage += rest > limit
@@ -56,7 +56,7 @@ def slot_places(starts: Ids, degrees: Ids, width: int) -> tuple[Ids, np.ndarray]
 
 
 def pick(values: Ids, places: Ids, counts: np.ndarray) -> Array:
-    return put(np.where(counts, values[places], 0) if values.size else np.zeros_like(places))
+    return int32_array(np.where(counts, values[places], 0) if values.size else np.zeros_like(places))
 
 
 def group(
@@ -82,7 +82,7 @@ def group(
         places[rows] = before + np.arange(rows.size)
         before += rows.size
         numbers = None if edges is None else pick(edges, entries, counts)
-        buckets.append(Bucket(pick(sources, entries, counts), put(sizes[rows]), put(nodes[rows]), numbers))
+        buckets.append(Bucket(pick(sources, entries, counts), int32_array(sizes[rows]), int32_array(nodes[rows]), numbers))
     return tuple(buckets), places, filled
 
 
@@ -97,7 +97,7 @@ def bucket_stage(offsets: Ids, sources: Ids, edges: Ids | None, limit: int) -> t
     sizes = np.minimum(degrees[node] - first, limit)
     parts, places, _ = group(node, offsets[node] + first, sizes, sources, edges, slots, filled)
     rest = bucket_stage(offsets_of(count), places, None, limit)[0] if long.size else None
-    return BucketRows(buckets, parts, rest, put(degrees), None, None), slots
+    return BucketRows(buckets, parts, rest, int32_array(degrees), None, None), slots
 
 
 def bucket_rows(offsets: Ids, sources: Ids, edges: Ids, limit: int) -> BucketRows:
@@ -112,17 +112,19 @@ def bucket_rows(offsets: Ids, sources: Ids, edges: Ids, limit: int) -> BucketRow
     keys = bucket_keys(degrees, limit)
     if (keys[1:] >= keys[:-1]).all():
         rows, slots = bucket_stage(offsets, sources, edges, limit)
-        return replace(rows, slots=put(slots[inverse(edges)]))
+        return replace(rows, slots=int32_array(slots[inverse(edges)]))
     order = np.argsort(keys, kind="stable")
     sorted_offsets = offsets_of(degrees[order])
     entries = np.repeat(offsets[order] - sorted_offsets[:-1], degrees[order]) + np.arange(sources.size)
     rows, slots = bucket_stage(sorted_offsets, sources[entries], edges[entries], limit)
 
     def named(buckets: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
-        return tuple(replace(bucket, nodes=put(order[np.asarray(bucket.nodes)])) for bucket in buckets)
+        return tuple(replace(bucket, nodes=int32_array(order[np.asarray(bucket.nodes)])) for bucket in buckets)
 
-    slots_of_edges = put(slots[inverse(edges[entries])])
-    return BucketRows(named(rows.buckets), named(rows.parts), rows.rest, put(degrees), slots_of_edges, put(inverse(order)))
+    slots_of_edges = int32_array(slots[inverse(edges[entries])])
+    return BucketRows(
+        named(rows.buckets), named(rows.parts), rows.rest, int32_array(degrees), slots_of_edges, int32_array(inverse(order))
+    )
 
 
 def padded_rows(offsets: Ids, sources: Ids, edges: Ids, width: int | None, capacity: int) -> BucketRows:
@@ -136,8 +138,10 @@ def padded_rows(offsets: Ids, sources: Ids, edges: Ids, width: int | None, capac
     places, counts = slot_places(offsets[:-1], degrees, width)
     slots = np.full(capacity, counts.size)
     slots[edges[places[counts]]] = np.flatnonzero(counts)
-    bucket = Bucket(pick(sources, places, counts), put(degrees), put(np.arange(degrees.size)), pick(edges, places, counts))
-    return BucketRows((bucket,), (), None, put(degrees), put(slots), None)
+    bucket = Bucket(
+        pick(sources, places, counts), int32_array(degrees), int32_array(np.arange(degrees.size)), pick(edges, places, counts)
+    )
+    return BucketRows((bucket,), (), None, int32_array(degrees), int32_array(slots), None)
 
 
 def csr_rows(offsets: Ids, sources: Ids, edges: Ids, capacity: int) -> CsrRows:
@@ -145,8 +149,8 @@ def csr_rows(offsets: Ids, sources: Ids, edges: Ids, capacity: int) -> CsrRows:
     spare = capacity - sources.size
     rows = np.repeat(np.arange(offsets.size - 1), np.diff(offsets))
     slots = np.concatenate([inverse(edges), np.full(spare, capacity)])
-    padded = (put(np.pad(values, (0, spare))) for values in (sources, rows, edges))
-    return CsrRows(put(offsets), *padded, slots=put(slots))
+    padded = (int32_array(np.pad(values, (0, spare))) for values in (sources, rows, edges))
+    return CsrRows(int32_array(offsets), *padded, slots=int32_array(slots))
 
 
 def locality_order(destinations: Ids, sources: Ids, nodes: int) -> Ids:

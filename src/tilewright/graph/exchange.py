@@ -32,7 +32,7 @@ Kept = tuple[Array | None, ...]
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Part:
+class GraphPart:
     """The in-neighbours of a device's nodes that visit it together.
 
     Attributes:
@@ -47,8 +47,8 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How features travel, and what the parts look like: all that is static.
+class ExchangePlan:
+    """Static description of an exchange: how features travel, and the structure of the parts.
 
     Attributes:
         axis: the mesh axis that the nodes are divided over.
@@ -61,7 +61,7 @@ class Plan:
     hops: tuple[int, ...]
     trees: tuple[Any, ...]
 
-    def part(self, arrays: Arrays, hop: int) -> Part:
+    def part(self, arrays: Arrays, hop: int) -> GraphPart:
         place = self.hops.index(hop)
         return jax.tree.unflatten(self.trees[place], arrays[place])
 
@@ -103,9 +103,9 @@ class Shard:
     degrees: Any
     sums: Any
     loops: Any
-    plan: Plan = field(metadata={"static": True})
+    plan: ExchangePlan = field(metadata={"static": True})
 
-    def own(self) -> "Shard":
+    def local(self) -> "Shard":
         """This device's block, of what `jax.shard_map` hands over."""
         return jax.tree.map(lambda leaf: leaf[0], self)
 
@@ -167,7 +167,7 @@ class Shard:
         return attend(self.arrays, x, source_score, target_score, kept, self.plan, negative_slope)
 
 
-def total(arrays: Arrays, x: Float[Array, "N F"], plan: Plan) -> Float[Array, "N F"]:
+def total(arrays: Arrays, x: Float[Array, "N F"], plan: ExchangePlan) -> Float[Array, "N F"]:
     """The sum over neighbours, in float32. Its gradient is the exchange's own, with each part's gradient inside."""
 
     def visit(hop: int, visiting: Array, summed: Array) -> Array:
@@ -178,12 +178,12 @@ def total(arrays: Arrays, x: Float[Array, "N F"], plan: Plan) -> Float[Array, "N
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def extreme(arrays: Arrays, x: Array, degrees: Array, plan: Plan, reduce: Reduce) -> Array:
+def extreme(arrays: Arrays, x: Array, degrees: Array, plan: ExchangePlan, reduce: Reduce) -> Array:
     """The maximum or minimum. Its gradient is shared equally by all that reach it, on whatever device they are."""
     return extreme_forward(arrays, x, degrees, plan, reduce)[0]
 
 
-def extreme_forward(arrays: Arrays, x: Array, degrees: Array, plan: Plan, reduce: Reduce) -> tuple[Array, tuple]:
+def extreme_forward(arrays: Arrays, x: Array, degrees: Array, plan: ExchangePlan, reduce: Reduce) -> tuple[Array, tuple]:
     combine, least = (jnp.maximum, -jnp.inf) if reduce == "max" else (jnp.minimum, jnp.inf)
 
     def visit(hop: int, visiting: Array, best: Array) -> Array:
@@ -196,7 +196,7 @@ def extreme_forward(arrays: Arrays, x: Array, degrees: Array, plan: Plan, reduce
     return best.astype(x.dtype), (arrays, x, best)
 
 
-def extreme_backward(plan: Plan, reduce: Reduce, saved: tuple, gradient: Array) -> tuple:
+def extreme_backward(plan: ExchangePlan, reduce: Reduce, saved: tuple, gradient: Array) -> tuple:
     arrays, x, best = saved
 
     def count(hop: int, visiting: Array, counted: Array) -> Array:
@@ -231,13 +231,13 @@ def reaches(x: Array, best: Array, source: Array, row: Array, weight: tuple[Arra
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def attend(arrays: Arrays, x: Array, source: Array, target: Array, kept: Kept, plan: Plan, slope: float) -> Array:
+def attend(arrays: Arrays, x: Array, source: Array, target: Array, kept: Kept, plan: ExchangePlan, slope: float) -> Array:
     """Attention over neighbours; no weight leaves the device of its target."""
     return attend_forward(arrays, x, source, target, kept, plan, slope)[0]
 
 
 def attend_forward(
-    arrays: Arrays, x: Array, source: Array, target: Array, kept: Kept, plan: Plan, slope: float
+    arrays: Arrays, x: Array, source: Array, target: Array, kept: Kept, plan: ExchangePlan, slope: float
 ) -> tuple[Array, tuple]:
     def visit(hop: int, visiting: tuple[Array, Array], before: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         rows = plan.part(arrays, hop).forward
@@ -266,7 +266,7 @@ def merged(a: tuple[Array, Array, Array], b: tuple[Array, Array, Array]) -> tupl
     return a[0] * shares[0] + b[0] * shares[1], largest, summed
 
 
-def attend_backward(plan: Plan, slope: float, saved: tuple, gradient: Array) -> tuple:
+def attend_backward(plan: ExchangePlan, slope: float, saved: tuple, gradient: Array) -> tuple:
     arrays, x, source, target, kept, out, largest, summed = saved
 
     def give(hop: int, visiting: tuple[Array, Array], by_target: Array) -> tuple[Array, tuple[Array, Array]]:

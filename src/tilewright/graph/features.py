@@ -46,8 +46,8 @@ class SparseFeatures:
 
     def __matmul__(self, weight: Float[Array, "F O"]) -> Float[Array, "N O"]:
         beyond = self.table.num_sources - self.columns
-        rows = self.table.arrange(jnp.pad(weight, ((0, beyond), (0, 0))))
-        return self.table.restore(self.table.aggregate(rows, weights=self.values))
+        rows = self.table.permute(jnp.pad(weight, ((0, beyond), (0, 0))))
+        return self.table.unpermute(self.table.aggregate(rows, weights=self.values))
 
     def dropped(self, rate: float, key: Array) -> "SparseFeatures":
         """Drops entries with probability `rate` and scales the others; a zero stays one either way."""

@@ -210,17 +210,17 @@ def attention_backward(shape: Any, slope: float, saved: tuple, gradient: Array) 
         positions = backward.slots.at[forward.edges].get(mode="fill", fill_value=0)
         lists = (backward.offsets, backward.sources), (forward.offsets, positions)
         operands = (*flat[:2], largest, total, flat[2], *scores, *lists)
-        due = select.attend_csr_grad(operands, slope, by_slots)
+        grads = select.attend_csr_grad(operands, slope, by_slots)
     else:
-        due = by_slots()
-    by_features, by_source, by_target = due
+        grads = by_slots()
+    by_features, by_source, by_target = grads
     return None, by_features.reshape(x.shape), by_source.astype(source.dtype), by_target.astype(target.dtype), None
 
 
 def slot_gradients(
     forward: Rows, backward: Rows, slope: float, saved: tuple[Any, ...], gradient: Array
 ) -> tuple[Array, Array, Array]:
-    """What is due to the features `[M, F]` and to the scores of sources and targets, float32."""
+    """Gradients of the features `[M, F]` and of the scores of sources and targets, float32."""
     x, source, target, kept, out, largest, total = saved
     mean = jnp.sum(gradient.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
 

@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float
 from tilewright.graph import build
 from tilewright.graph.aggregate import check_numbers
 from tilewright.graph.edges import Edges, read_edges, with_self_loops
-from tilewright.graph.exchange import Part, Plan, Shard
+from tilewright.graph.exchange import ExchangePlan, GraphPart, Shard
 from tilewright.graph.rows import Bucket, BucketRows
 from tilewright.graph.table import ORDERS, default_layout
 from tilewright.models import gnn
@@ -35,7 +35,7 @@ EdgeList = tuple[build.Ids, build.Ids, build.Ids]
 class PartitionedTable:
     """A graph's neighbours, a block of the nodes on each device.
 
-    Between `arrange` and `restore`, arrays have the rows of all blocks one after another, each padded to the same number of
+    Between `permute` and `unpermute`, arrays have the rows of all blocks one after another, each padded to the same number of
     rows, and are sharded over the axis.
 
     Attributes:
@@ -114,7 +114,7 @@ class PartitionedTable:
 
     @property
     def spec(self) -> PartitionSpec:
-        """How arrays in this order are sharded, and `shards`, too."""
+        """Partition spec of arrays in this order, and of `shards`."""
         return PartitionSpec(self.shards.plan.axis)
 
     def aggregate(
@@ -145,17 +145,17 @@ class PartitionedTable:
         """`compute(shard, key, *arrays)` on each device, of its own rows and with a key of its own."""
         for array in arrays:
             if array.shape[0] != self.num_nodes:
-                raise ValueError(f"expected {self.num_nodes} rows, as `arrange` makes them, found {array.shape[0]}")
+                raise ValueError(f"expected {self.num_nodes} rows, as `permute` makes them, found {array.shape[0]}")
 
         def inside(shards: Shard, keys: Array | None, *arrays: Array) -> Array:
-            return compute(shards.own(), None if keys is None else keys[0], *arrays)
+            return compute(shards.local(), None if keys is None else keys[0], *arrays)
 
         # Everything that goes in or out is sharded, so there is nothing for check_vma to check, which the kernels don't pass.
         mapped = jax.shard_map(inside, mesh=self.mesh, in_specs=self.spec, out_specs=self.spec, check_vma=False)
         devices = self.mesh.shape[self.shards.plan.axis]
         return mapped(self.shards, None if key is None else jax.random.split(key, devices), *arrays)
 
-    def arrange(self, x: Any, fill: Any = 0) -> Array:
+    def permute(self, x: Any, fill: Any = 0) -> Array:
         """Brings values of the nodes, `[nodes, ...]`, from the caller's order to that of the blocks, with `fill` in padding.
 
         Values from outside of a compiled program may be any array of the host; each device gets its own rows of them.
@@ -176,7 +176,7 @@ class PartitionedTable:
 
         return jax.make_array_from_callback(shape, sharding, rows)
 
-    def restore(self, y: Float[Array, "rows ..."]) -> Float[Array, "nodes ..."]:
+    def unpermute(self, y: Float[Array, "rows ..."]) -> Float[Array, "nodes ..."]:
         """Brings values of the nodes to the caller's order; every device gets all of them.
 
         In training, rather bring the labels to the order of the blocks: the gradient of this scatters.
@@ -261,7 +261,7 @@ def divide(edges: Edges, mesh: Mesh, axis: str, exchange: str, layout: str, orde
     for values, target in zip((degrees, sums, loops), per_row, strict=True):
         target[places] = values
     put = partial(place, sharding=NamedSharding(mesh, PartitionSpec(axis)))
-    plan = Plan(axis, exchange, hops, trees)
+    plan = ExchangePlan(axis, exchange, hops, trees)
     degrees_of, sums_of, loops_of = (put(values.reshape(devices, size)) for values in per_row)
     shards = Shard(jax.tree.map(put, arrays), degrees_of, sums_of, loops_of, plan)
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -298,7 +298,7 @@ def divided_edges(
         forward = equal_rows([by_row(r, s) for r, s in lists], size, layout, limit, room)
         backward = equal_rows([by_row(s, r) for r, s in lists], width, layout, limit, room)
         weights = [None if edges.weights is None else np.pad(edges.weights[ids], (0, room - ids.size)) for ids in members]
-        parts = [jax.tree.flatten(Part(*three)) for three in zip(forward, backward, weights, strict=True)]
+        parts = [jax.tree.flatten(GraphPart(*three)) for three in zip(forward, backward, weights, strict=True)]
         trees.append(parts[0][1])
         assert all(tree == trees[-1] for _, tree in parts), "the parts of a hop have one structure"
         arrays.append(
@@ -339,7 +339,14 @@ def equal_buckets(degrees: build.Ids, lists: list[EdgeList], limit: int, room: i
         rows = ranked_rows(widest, start, size, ranks, sources, ids, limit, slots)
         places = np.full(room, sum(bucket.sources.size for bucket in rows.blocks))
         places[ids] = slots
-        made.append(replace(rows, degrees=build.put(row), slots=build.put(places), order=build.put(build.inverse(ranks))))
+        made.append(
+            replace(
+                rows,
+                degrees=build.int32_array(row),
+                slots=build.int32_array(places),
+                order=build.int32_array(build.inverse(ranks)),
+            )
+        )
     return made
 
 
@@ -369,21 +376,21 @@ def ranked_rows(
             slots[entries[counts]] = filled + np.flatnonzero(counts)
             filled += counts.size
         numbers = None if edges is None else build.pick(edges, entries, counts)
-        return Bucket(build.pick(sources, entries, counts), build.put(sizes), build.put(nodes), numbers)
+        return Bucket(build.pick(sources, entries, counts), build.int32_array(sizes), build.int32_array(nodes), numbers)
 
     whole, long = np.flatnonzero(widest <= limit), np.flatnonzero(widest > limit)
     widths = build.log_width(widest[whole])
     groups = [(whole[widths == exponent], 1 << int(exponent)) for exponent in np.unique(widths)]
     buckets = tuple(bucket(starts[ranks], sizes[ranks], nodes[ranks], width) for ranks, width in groups)
     if not long.size:
-        return BucketRows(buckets, (), None, build.put(sizes), None, None)
+        return BucketRows(buckets, (), None, build.int32_array(sizes), None, None)
     count = -(-widest[long] // limit)
     before = build.offsets_of(count)[:-1]
     row = np.repeat(long, count)
     first = (np.arange(row.size) - np.repeat(before, count)) * limit
     parts = bucket(starts[row] + first, np.clip(sizes[row] - first, 0, limit), nodes[row], limit)
     rest = ranked_rows(count, before, -(-sizes[long] // limit), long, np.arange(row.size), None, limit, None)
-    return BucketRows(buckets, (parts,), rest, build.put(sizes), None, None)
+    return BucketRows(buckets, (parts,), rest, build.int32_array(sizes), None, None)
 
 
 @partial(jax.jit, static_argnames=("config", "train"))
@@ -391,7 +398,7 @@ def program(
     config: Config, params: GNNParams, table: PartitionedTable, x: Array, state: State, train: bool, key: Array | None
 ) -> tuple[Array, State]:
     scores, state = gnn.apply(config, params, table, x, state, train=train, key=key, rows=table.rows)
-    return table.restore(scores), state
+    return table.unpermute(scores), state
 
 
 def run(
@@ -415,4 +422,4 @@ def run(
     Raises:
         ValueError: features that are another graph's or the model's not, or hold a NaN (the first place is named).
     """
-    return program(config, params, table, table.arrange(check_numbers(x, "features")), state, train, key)
+    return program(config, params, table, table.permute(check_numbers(x, "features")), state, train, key)

@@ -123,7 +123,7 @@ class BucketRows:
 
     @property
     def blocks(self) -> tuple[Bucket, ...]:
-        """What there are slots for."""
+        """Blocks that have slots: buckets, and parts of rows that are split."""
         return self.buckets + self.parts
 
     def join(self, done: Slots, reduce: Reduce) -> Float[Array, "N F"]:
@@ -212,7 +212,7 @@ class CsrRows:
         return select.gather_reduce_csr(values[0], self.offsets, places, None, reduce)
 
     def sum_slots(self, message: Callable[..., Array], *extra: Slots) -> Float[Array, "N F"]:
-        """As of `BucketRows`, but the messages are in memory: there is no kernel that makes them."""
+        """Sums of messages over each row, as of `BucketRows`, but the messages are in memory: no kernel makes them."""
         return self.reduce_slots((message(self.rows, self.sources, *(value[0] for value in extra)),), "sum")
 
     def map_slots(self, value: Callable[..., Array], width: int, *extra: Slots) -> Slots:

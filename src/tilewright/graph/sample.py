@@ -48,7 +48,7 @@ class SampledLayer:
         return self.num_nodes * (1 + self.fan_out)
 
     def slots(self, x: Float[Array, "M *F"]) -> Float[Array, "N K *F"]:
-        """What stands in each slot."""
+        """Rows of `x` that stand in each slot."""
         return x[self.num_nodes :].reshape(self.num_nodes, self.fan_out, *x.shape[1:])
 
     def filled(self, dims: int) -> Bool[Array, "N K *ones"]:

@@ -95,13 +95,13 @@ class NeighborTable:
             self.num_nodes, self.num_sources, self.num_edges, self.layout,
         )  # fmt: skip
 
-    def arrange(self, x: Float[Array, "M ..."]) -> Float[Array, "M ..."]:
+    def permute(self, x: Float[Array, "M ..."]) -> Float[Array, "M ..."]:
         """Brings values of the sources from the caller's order to the table's."""
         if x.shape[0] != self.num_sources:
             raise ValueError(f"expected values of {self.num_sources} nodes, found {x.shape[0]}: this is another graph's table")
         return x if self.order is None or self.places is None else permute(x, self.order, self.places)
 
-    def restore(self, y: Float[Array, "N ..."]) -> Float[Array, "N ..."]:
+    def unpermute(self, y: Float[Array, "N ..."]) -> Float[Array, "N ..."]:
         """Brings values of the nodes from the table's order to the caller's."""
         if y.shape[0] != self.num_nodes:
             raise ValueError(f"expected values of {self.num_nodes} nodes, found {y.shape[0]}: this is another graph's table")
@@ -277,7 +277,7 @@ def make_table(
     rows, sources = (ends if places is None else places[ends] for ends in (edges.destinations, edges.sources))
     forward, backward = both_ways(rows, sources, edges, layout, limit, widths or (None, None), room)
     weights = None if edges.weights is None else jnp.asarray(np.pad(edges.weights, (0, room - count)))
-    order_of, places_of = (None if one is None else build.put(one) for one in (numbering, places))
+    order_of, places_of = (None if one is None else build.int32_array(one) for one in (numbering, places))
     loops = jnp.asarray(missing_loops(rows, sources, edges.num_nodes))
     return NeighborTable(
         forward, backward, weights, loops, order_of, places_of, edges.num_nodes, edges.num_sources, room, layout

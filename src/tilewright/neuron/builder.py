@@ -11,7 +11,7 @@ from math import ceil
 from typing import Any
 
 from tilewright.neuron.machine import Machine
-from tilewright.neuron.program import CC, DMA, HBM, PSUM, SBUF, Collective, Op, Program
+from tilewright.neuron.program import CC, DMA, HBM, PSUM, SBUF, Collective, NeuronProgram, QueuedOp
 
 LEAST_ISSUE_CYCLES = 64
 """Least cycles of an instruction of the vector and scalar engines, and of a product with few rows (NKI ISA)."""
@@ -81,13 +81,13 @@ class Builder:
     """
 
     machine: Machine
-    ops: list[Op] = field(default_factory=list)
+    ops: list[QueuedOp] = field(default_factory=list)
     layer: int | None = None
     tile_bytes: float = TILE_BYTES
 
     def add(self, name: str, engine: str, needs: Iterable[int] = (), **what: Any) -> int:
         """An operation; gives its number."""
-        self.ops.append(Op(name, engine, tuple(dict.fromkeys(needs)), layer=self.layer, **what))
+        self.ops.append(QueuedOp(name, engine, tuple(dict.fromkeys(needs)), layer=self.layer, **what))
         return len(self.ops) - 1
 
     def elements(self, name: str, elements: float, needs: Iterable[int], engine: str = "vector") -> int:
@@ -147,8 +147,8 @@ class Builder:
         return results[-1:]
 
     def passes(self, rows: int, weights: Weights) -> int:
-        """How often weights are read: once for each block of rows that, with its results, fits into half of SBUF."""
+        """Number of times that weights are read: once for each block of rows that, with its results, fits into half of SBUF."""
         return ceil(BF16 * rows * (weights.inner + weights.columns) / (0.5 * self.machine.sbuf_bytes))
 
-    def program(self, name: str, resident_bytes: float = 0.0, notes: Sequence[str] = ()) -> Program:
-        return Program(name, tuple(self.ops), resident_bytes, tuple(dict.fromkeys(notes)))
+    def program(self, name: str, resident_bytes: float = 0.0, notes: Sequence[str] = ()) -> NeuronProgram:
+        return NeuronProgram(name, tuple(self.ops), resident_bytes, tuple(dict.fromkeys(notes)))

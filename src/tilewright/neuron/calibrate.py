@@ -9,7 +9,7 @@ import numpy as np
 
 from tilewright.chips.neuron import instance_of
 from tilewright.neuron.machine import HOP_US, Machine, machine_of, with_figures
-from tilewright.neuron.program import CC, Collective, Op, Program
+from tilewright.neuron.program import CC, Collective, NeuronProgram, QueuedOp
 from tilewright.neuron.simulate import simulate
 
 INSTANCE = "inf2.48xlarge"
@@ -60,8 +60,10 @@ class Calibration:
 
 
 def collective_us(machine: Machine, collective: Collective) -> float:
-    """What a collective takes by itself, from its trigger to the signal of its end."""
-    return 1e6 * simulate(Program("one collective", (Op("collective", CC, collective=collective),)), machine).total_s
+    """Microseconds of a collective by itself, from its trigger to the signal of its end."""
+    return (
+        1e6 * simulate(NeuronProgram("one collective", (QueuedOp("collective", CC, collective=collective),)), machine).total_s
+    )
 
 
 def calibrate(points: Sequence[Point] = PUBLISHED) -> Calibration:

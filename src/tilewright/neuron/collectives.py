@@ -1,4 +1,4 @@
-"""How collectives go: ring, mesh, recursive halving and doubling, KangaRing, as steps that each rank takes at the same time.
+"""Algorithms of collectives (ring, mesh, recursive halving and doubling, KangaRing) as steps that all ranks take together.
 
 The algorithms are those of the Neuron runtime (neuron-runtime/explore/intranode-collective-comm): N ranks, chunks of C bytes,
 an all-gather of N C bytes in all. `HBM_TOUCHES` are that page's figures. A step sends along every edge of its pattern in all
@@ -28,8 +28,8 @@ MESH_BELOW, RDH_BELOW = 1e6, 56e6
 
 
 @dataclass(frozen=True)
-class Step:
-    """What each rank sends at a time.
+class CollectiveStep:
+    """A step of a collective: what each rank sends at a time.
 
     Attributes:
         bytes: on average over ranks, that pass its DMA engines.
@@ -47,7 +47,7 @@ class Step:
     reduces: bool
 
     def link_seconds(self, channels: int) -> float:
-        """How long the most loaded link takes for a byte of each rank, over so many channels."""
+        """Seconds for which a byte of each rank occupies the most loaded link, over so many channels."""
         return self.link_s_per_byte[min(channels, len(self.link_s_per_byte)) - 1]
 
 
@@ -101,7 +101,7 @@ class Mesh:
         return [tuple(first + stride * n for n in range(length)) for first in firsts]
 
     def per_chip(self, axis: str) -> int:
-        """How many ranks of a group are on one chip, the same for all chips; 1 where that differs."""
+        """Number of ranks of a group on one chip, the same for all chips; 1 where that differs."""
         counts = {count for group in self.groups(axis) for count in Counter(self.places[rank] for rank in group).values()}
         return counts.pop() if len(counts) == 1 else 1
 
@@ -169,7 +169,7 @@ def rdh_fits(mesh: Mesh, axis: str) -> bool:
     return chips & (chips - 1) == 0
 
 
-def steps_of(mesh: Mesh, collective: Collective) -> list[Step]:
+def steps_of(mesh: Mesh, collective: Collective) -> list[CollectiveStep]:
     """The steps of a collective, one after another.
 
     Raises:
@@ -180,7 +180,7 @@ def steps_of(mesh: Mesh, collective: Collective) -> list[Step]:
         edges = ring_edges(mesh, collective.axis)
         hops, links = mesh.pattern(edges)
         own = links[min(collective.directions, len(links)) - 1] if collective.directions > 1 else links[0]
-        return [Step(collective.bytes, hops, (own,), 2, False)]
+        return [CollectiveStep(collective.bytes, hops, (own,), 2, False)]
     if ranks == 1:
         return []
     if name not in ALGORITHMS:
@@ -208,14 +208,14 @@ def folded(mesh: Mesh, group: Sequence[int]) -> list[int]:
     return [rank for place in order for rank in chips[place]]
 
 
-def ring(mesh: Mesh, axis: str, chunk: float, reduces: bool) -> list[Step]:
+def ring(mesh: Mesh, axis: str, chunk: float, reduces: bool) -> list[CollectiveStep]:
     """N - 1 steps of a chunk each, to the next rank."""
     hops, links = mesh.pattern(ring_edges(mesh, axis))
     touches = HBM_TOUCHES["ring", "reduce-scatter" if reduces else "all-gather"] / 2
-    return [Step(chunk, hops, links, touches, reduces)] * (mesh.size(axis) - 1)
+    return [CollectiveStep(chunk, hops, links, touches, reduces)] * (mesh.size(axis) - 1)
 
 
-def kangaring(mesh: Mesh, axis: str, chunk: float, reduces: bool) -> list[Step]:
+def kangaring(mesh: Mesh, axis: str, chunk: float, reduces: bool) -> list[CollectiveStep]:
     """A ring of every second rank, which moves the chunks of its neighbour on the same chip too: N / 2 - 1 steps of two.
 
     Ranks take turns at being the second one in different cycles, so that each moves one chunk a step on average; a read feeds
@@ -229,12 +229,12 @@ def kangaring(mesh: Mesh, axis: str, chunk: float, reduces: bool) -> list[Step]:
     hops, links = mesh.pattern(ring_edges(mesh, axis, 2))
     touches = HBM_TOUCHES["kangaring", "reduce-scatter" if reduces else "all-gather"]
     links = tuple(2 * each for each in links)  # two chunks pass where one of its ranks moves one on average
-    steps = [Step(chunk, hops, links, touches, reduces)] * (mesh.size(axis) // 2 - 1)
+    steps = [CollectiveStep(chunk, hops, links, touches, reduces)] * (mesh.size(axis) // 2 - 1)
     # The first chunk of the pair: the neighbours exchange what they have.
-    return [*steps, Step(chunk, 1, (0.0,), touches, reduces)]
+    return [*steps, CollectiveStep(chunk, 1, (0.0,), touches, reduces)]
 
 
-def all_to_all(mesh: Mesh, axis: str, chunk: float, reduces: bool) -> list[Step]:
+def all_to_all(mesh: Mesh, axis: str, chunk: float, reduces: bool) -> list[CollectiveStep]:
     """Mesh: every chip to every other one, each rank to its part of them; then the ranks of a chip among themselves."""
     local = mesh.per_chip(axis)
     chips = mesh.size(axis) // local
@@ -245,13 +245,13 @@ def all_to_all(mesh: Mesh, axis: str, chunk: float, reduces: bool) -> list[Step]
         edges = [(a, b) for group in mesh.groups(axis) for a in group for b in group[group.index(a) % local :: local]]
         edges = [(a, b) for a, b in edges if mesh.places[a] != mesh.places[b]]
         _, links = mesh.pattern(edges)
-        steps.append(Step(chunk * (chips - 1), 1, (links[-1] / (chips - 1),), touches, reduces))
+        steps.append(CollectiveStep(chunk * (chips - 1), 1, (links[-1] / (chips - 1),), touches, reduces))
     if local > 1:
-        steps.append(Step(chunk * chips * (local - 1), 1, (0.0,), touches, reduces))
+        steps.append(CollectiveStep(chunk * chips * (local - 1), 1, (0.0,), touches, reduces))
     return steps
 
 
-def doubling(mesh: Mesh, axis: str, chunk: float, reduces: bool) -> list[Step]:
+def doubling(mesh: Mesh, axis: str, chunk: float, reduces: bool) -> list[CollectiveStep]:
     """Recursive doubling over chips, a distance along an axis at a time; then the ranks of a chip among themselves.
 
     On a filled torus the ranks of a chip are taken to begin with different axes, so that all wires have something to carry: the
@@ -273,9 +273,9 @@ def doubling(mesh: Mesh, axis: str, chunk: float, reduces: bool) -> list[Step]:
             partners = {rank: order[gray_partner(at // local, bit) * local + at % local] for at, rank in enumerate(order)}
             edges += list(partners.items())
         hops, links = mesh.pattern(edges)
-        steps.append(Step(chunk * 2**bit, hops, links[:1], touches, reduces))
+        steps.append(CollectiveStep(chunk * 2**bit, hops, links[:1], touches, reduces))
     if local > 1:
-        steps.append(Step(chunk * chips * (local - 1), 1, (0.0,), touches, reduces))
+        steps.append(CollectiveStep(chunk * chips * (local - 1), 1, (0.0,), touches, reduces))
     return steps
 
 

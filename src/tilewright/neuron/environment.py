@@ -29,7 +29,7 @@ class Variable:
 
     @property
     def line(self) -> str:
-        """As a shell wants it."""
+        """Line of a shell that sets the variable."""
         return f"export {self.name}={self.value}"
 
 
@@ -40,15 +40,15 @@ def recommended_packets(streams: int) -> tuple[int, tuple[int, ...]]:
 
 
 def variables(
-    threaded: bool = True, streams: int = 2, early: int | None = None, late: int | None = None,
+    threaded: bool = True, streams: int = 2, prefetch_distance: int | None = None, scatter_delay: int | None = None,
     packets: tuple[int, tuple[int, ...]] | None = None,
 ) -> list[Variable]:  # fmt: skip
-    """What stands for a set of choices.
+    """Environment variables that stand for a set of choices.
 
     Args:
         threaded: token threading.
         streams: of collectives; the source knows one and two.
-        early, late: shifts, in halves of layers; None leaves the default.
+        prefetch_distance, scatter_delay: shifts, in halves of layers; None leaves the default.
         packets: sizes of compute's packets and of each stream's; None, or the defaults, leave them.
     """
     found = []
@@ -68,8 +68,8 @@ def variables(
         both = "token threading and, with it, streams" if streams > 1 else "token threading (it turns streams on as well)"
         found.append(Variable("NEURON_NXD_FSDP_CC_MULTISTREAM", "1", ("nxd",), both))
     shifts = (
-        ("EARLY_AG", early, "gathers weights so many halves of layers ahead"),
-        ("LATE_RS", late, "scatters gradients so many halves of layers behind"),
+        ("EARLY_AG", prefetch_distance, "gathers weights so many halves of layers ahead"),
+        ("LATE_RS", scatter_delay, "scatters gradients so many halves of layers behind"),
     )
     for name, shift, does in shifts:
         if threaded and shift is not None:

@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tilewright.neuron.machine import Machine
-from tilewright.neuron.program import Program
-from tilewright.neuron.results import Result
+from tilewright.neuron.program import NeuronProgram
+from tilewright.neuron.results import SimulationResult
 from tilewright.neuron.simulate import simulate
 
 
 @dataclass(frozen=True)
-class Estimate:
+class ProgramEstimate:
     """Figures of a whole program.
 
     Attributes:
@@ -61,7 +61,7 @@ class Estimate:
         }
 
 
-def estimate(layers: int, few: tuple[int, int], build: Callable[[int], Program], machine: Machine) -> Estimate:
+def estimate(layers: int, few: tuple[int, int], build: Callable[[int], NeuronProgram], machine: Machine) -> ProgramEstimate:
     """Simulates a program with so many layers as `few` says, twice, and goes on from there to `layers` in a straight line.
 
     Args:
@@ -78,14 +78,14 @@ def estimate(layers: int, few: tuple[int, int], build: Callable[[int], Program],
     return between(low, high, (layers - few[1]) / (few[1] - few[0]), few[1] - few[0])
 
 
-def between(low: Result, high: Result, further: float, apart: int) -> Estimate:
+def between(low: SimulationResult, high: SimulationResult, further: float, apart: int) -> ProgramEstimate:
     """`further` times the difference of two results, on top of the second."""
 
     def on(a: float, b: float) -> float:
         return b + further * (b - a)
 
     machine = high.machine
-    return Estimate(
+    return ProgramEstimate(
         on(low.total_s, high.total_s),
         {name: on(low.moments_s[name], high.moments_s[name]) for name in high.moments_s},
         {name: on(low.busy_s[name], high.busy_s[name]) for name in high.busy_s},

@@ -16,7 +16,7 @@ from typing import Literal
 from tilewright.chips.figures import refuse_name
 from tilewright.neuron.builder import BF16, SBUF_SHARE, TILE, Builder, Weights, element_cycles, product_cycles
 from tilewright.neuron.machine import Machine
-from tilewright.neuron.program import PSUM, SBUF, Program
+from tilewright.neuron.program import PSUM, SBUF, NeuronProgram
 from tilewright.neuron.shapes import Config, Share
 
 SCHEDULES = ("sync", "domino", "column", "ring")
@@ -33,7 +33,7 @@ Phase = Literal["prefill", "decode"]
 
 @dataclass(frozen=True)
 class Work:
-    """What a program computes.
+    """Work of an inference program: its phase, its sizes, and how it is cut.
 
     Attributes:
         phase: `prefill` of `positions` tokens in each row, or a step of `decode` with so many cached.
@@ -65,7 +65,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Part:
+class InferenceBatch:
     """A micro-batch: sequences, queries of each, and keys that they see."""
 
     sequences: int
@@ -78,7 +78,7 @@ class Part:
         return self.sequences * self.queries
 
 
-def parts_of(work: Work, count: int) -> list[Part]:
+def parts_of(work: Work, count: int) -> list[InferenceBatch]:
     """The micro-batches of a phase, as equal as they can be.
 
     Raises:
@@ -87,15 +87,17 @@ def parts_of(work: Work, count: int) -> list[Part]:
     prefill = work.phase == "prefill"
     if work.rows >= count:
         sizes = [work.rows // count + (n < work.rows % count) for n in range(count)]
-        return [Part(size, work.positions if prefill else 1, work.positions, prefill) for size in sizes]
+        return [InferenceBatch(size, work.positions if prefill else 1, work.positions, prefill) for size in sizes]
     if not prefill or work.positions < count:
         raise ValueError(f"expected at least {count} rows for {count} micro-batches, found {work.rows}")
     # Later positions see those before them: on average as many keys as queries and a half, and so on.
     step = work.positions // count
-    return [Part(work.rows, step, round(step * (n + 0.5)) * 2 if n == 0 else step * (n + 1), n == 0) for n in range(count)]
+    return [
+        InferenceBatch(work.rows, step, round(step * (n + 0.5)) * 2 if n == 0 else step * (n + 1), n == 0) for n in range(count)
+    ]
 
 
-class Model:
+class LayerBuilder:
     """The halves of a decoder's layers on one rank, as operations of a program."""
 
     def __init__(self, config: Config, machine: Machine, work: Work):
@@ -109,7 +111,7 @@ class Model:
     def norm(self, part_tokens: int, needs: Sequence[int]) -> list[int]:
         return [self.build.elements("norm", part_tokens * self.share.config.hidden_size, needs)]
 
-    def attend(self, part: Part, needs: Sequence[int], gate: Sequence[int]) -> list[int]:
+    def attend(self, part: InferenceBatch, needs: Sequence[int], gate: Sequence[int]) -> list[int]:
         """Attention of a part over keys and values in the cache, which it appends to."""
         build, share = self.build, self.share
         scores, values, count = share.attention_cycles(part.sequences, part.queries, part.keys, part.causal)
@@ -129,14 +131,14 @@ class Model:
             results.append(build.add("values", "tensor", [exp, *read], cycles=values / tiles))
         return [build.elements("take values", part.tokens * share.heads * share.config.head_dim, results)]
 
-    def attention(self, part: Part, weights: Sequence[Weights], needs: Sequence[int], keep: bool) -> list[int]:
+    def attention(self, part: InferenceBatch, weights: Sequence[Weights], needs: Sequence[int], keep: bool) -> list[int]:
         """The partial sums of a layer's attention."""
         qkv, output = weights
         gate = self.gate(needs)
         found = self.build.product(qkv, part.tokens, self.norm(part.tokens, needs), gate, keep)
         return self.build.product(output, part.tokens, self.attend(part, found, gate), gate, keep)
 
-    def mlp(self, part: Part, weights: Sequence[Weights], needs: Sequence[int], keep: bool) -> list[int]:
+    def mlp(self, part: InferenceBatch, weights: Sequence[Weights], needs: Sequence[int], keep: bool) -> list[int]:
         """The partial sums of a layer's MLP."""
         gate_up, down = weights
         gate = self.gate(needs)
@@ -174,8 +176,8 @@ class Model:
         if self.share.ranks > 1:
             self.build.collect("best of ranks", "all-gather", 8 * self.work.rows * self.share.ranks, best)
 
-    def program(self, schedule: str, positions: int) -> Program:
-        """What has been built, with what it keeps in device memory."""
+    def program(self, schedule: str, positions: int) -> NeuronProgram:
+        """The program of what has been built, with what it keeps in device memory."""
         config, work = self.share.config, self.work
         resident = self.share.model_bytes + config.num_layers * self.share.cache_bytes(work.rows, positions)
         name = f"{work.phase} of {work.rows} x {work.positions}, {schedule} over {self.share.ranks}"
@@ -183,7 +185,7 @@ class Model:
         return self.build.program(name, resident, (*self.share.notes, *((RING_NOTE,) if favoured else ())))
 
 
-def micro_batched(model: Model, layers: int, count: int) -> None:
+def micro_batched(model: LayerBuilder, layers: int, count: int) -> None:
     """Layers over micro-batches that take turns; of one it is `sync`."""
     build, config = model.build, model.share.config
     parts = parts_of(model.work, count)
@@ -202,7 +204,7 @@ def micro_batched(model: Model, layers: int, count: int) -> None:
     model.head([each for stream in streams for each in stream])
 
 
-def by_columns(model: Model, layers: int) -> None:
+def by_columns(model: LayerBuilder, layers: int) -> None:
     """Layers whose second products, and their sums, go in tiles of columns; the next half begins when all are there."""
     build, config, tiles = model.build, model.share.config, model.work.tiles
     (part,) = parts_of(model.work, 1)
@@ -222,10 +224,10 @@ def by_columns(model: Model, layers: int) -> None:
     model.head(stream)
 
 
-class Ring:
+class RingBuilder:
     """Collectives hop by hop under tiles of products."""
 
-    def __init__(self, model: Model):
+    def __init__(self, model: LayerBuilder):
         self.model, self.build, self.ranks = model, model.build, model.share.ranks
         self.tokens, self.hidden = model.work.tokens, model.share.config.hidden_size
         self.by_rows = self.tokens >= TILE * self.ranks
@@ -284,11 +286,11 @@ class Ring:
         return under_way
 
 
-def ringed(model: Model, layers: int) -> None:
+def ringed(model: LayerBuilder, layers: int) -> None:
     """Layers whose residual stream is divided over ranks."""
     build, config, work = model.build, model.share.config, model.work
     (part,) = parts_of(work, 1)
-    ring = Ring(model)
+    ring = RingBuilder(model)
     chunk_tokens = ceil(part.tokens / ring.ranks)
     stream = [build.elements("embed", chunk_tokens * config.hidden_size, [])]
     for layer in range(layers):
@@ -304,7 +306,7 @@ def ringed(model: Model, layers: int) -> None:
 
 def inference_program(
     config: Config, machine: Machine, work: Work, schedule: str, layers: int | None = None, cached: int | None = None
-) -> Program:
+) -> NeuronProgram:
     """A prefill or a decoding step.
 
     Args:
@@ -317,7 +319,7 @@ def inference_program(
     """
     if schedule not in SCHEDULES:
         refuse_name("a schedule", schedule, SCHEDULES)
-    model = Model(config, machine, work)
+    model = LayerBuilder(config, machine, work)
     count = config.num_layers if layers is None else layers
     if not 1 <= count <= config.num_layers:
         raise ValueError(f"expected 1 to {config.num_layers} layers, found {count}")

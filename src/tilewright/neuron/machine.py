@@ -21,20 +21,20 @@ HOP_US, HOP_RANGE_US = 1.5, (1.0, 2.0)
 """Latency of a hop: 1 to 2 us (neuron-runtime/explore/intranode-collective-comm), of which the middle is used."""
 
 PASS_US = 0.2
-"""What each further chip on the way adds to it: a working figure; routed writes are said to be O(1) "to a first degree"
+"""Latency that each further chip on the way adds: a working figure; routed writes are said to be O(1) "to a first degree"
 (there)."""
 
 SIGNAL_US = 1.3
 """From a semaphore to the start of what waits for it elsewhere (nki/deep-dives/nki-dma-bandwidth-guide)."""
 
 DESCRIPTOR_NS = 10.0
-"""What each descriptor costs an engine beside its bytes: a working figure, by which 2 KiB reach 90 % of the rate and 4 KiB 95
-%, as that guide's `approaches peak` and `saturates`."""
+"""Time of each descriptor in an engine beside its bytes: a working figure, by which 2 KiB reach 90 % of the rate and 4 KiB
+95 %, as that guide's `approaches peak` and `saturates`."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user of the runtime can set, and its latencies.
+    """Settings of the runtime that a user can change, and its latencies.
 
     Attributes:
         dma_packet_bytes: of compute's transfers.
@@ -136,7 +136,7 @@ class Machine:
         return 2**20 * self.width * self.instance.chip.core.psum_mib
 
     def limits(self, ranks: int) -> Limits:
-        """What transfers share, for so many simulated ranks. Links and channels are told in seconds a second."""
+        """Limits that transfers share, for so many simulated ranks. Links and channels are told in seconds a second."""
         core, others = self.instance.chip.core, {}
         for rank in range(ranks):
             others["hbm", rank], others["link", rank] = self.hbm_bytes_per_s, 1.0
@@ -188,5 +188,5 @@ def machine_of(instance: NeuronInstance, settings: Settings = Settings(), **axes
 
 
 def engine_names(machine: Machine) -> tuple[str, ...]:
-    """What is reported: engines that compute, DMA, and each stream of collectives."""
+    """Names of the engines that are reported: those that compute, DMA, and each stream of collectives."""
     return (*COMPUTE, DMA, *(f"cc{stream}" for stream in range(machine.settings.streams)))

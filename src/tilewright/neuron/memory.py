@@ -5,7 +5,7 @@ from collections import deque
 import simpy
 
 
-class Memory:
+class OnChipMemory:
     """Room for results, in bytes."""
 
     def __init__(self, env: simpy.Environment, size: float):

@@ -6,26 +6,26 @@ from typing import Any
 
 from tilewright.chips.figures import refuse_name
 from tilewright.chips.neuron import NeuronInstance
-from tilewright.neuron.estimate import Estimate, estimate
+from tilewright.neuron.estimate import ProgramEstimate, estimate
 from tilewright.neuron.inference import SCHEDULES, Phase, Work, inference_program
 from tilewright.neuron.machine import Machine, Settings, machine_of, ranges, with_figures
-from tilewright.neuron.program import Program
+from tilewright.neuron.program import NeuronProgram
 from tilewright.neuron.shapes import Config
 
 FEW_LAYERS = (1, 3)
 """Layers that are simulated."""
 
 SYNC = "sync"
-"""What the others are compared with."""
+"""Schedule that the others are compared with."""
 
 TILE_BYTES = (2**20, 2**21, 2**22)
 COLUMN_TILES = (2, 4, 8)
-"""What an adaptive plan tries."""
+"""Tile sizes and numbers of column tiles that an adaptive plan tries."""
 
 
 @dataclass(frozen=True)
-class Choice:
-    """How a phase is run.
+class PhaseChoice:
+    """Options of a phase: schedule, streams, tiles and prefetching.
 
     Attributes:
         streams: of collectives.
@@ -44,7 +44,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class InferencePlan:
-    """What to compare.
+    """Comparison of inference schedules: a model, an instance, and the shapes to compare them at.
 
     Attributes:
         name: of the model.
@@ -101,8 +101,12 @@ class InferencePlan:
 
 
 def phase_estimate(
-    plan: InferencePlan, phase: Phase, place: tuple[int, int, int], choice: Choice, changes: Mapping[str, float] | None = None
-) -> Estimate:
+    plan: InferencePlan,
+    phase: Phase,
+    place: tuple[int, int, int],
+    choice: PhaseChoice,
+    changes: Mapping[str, float] | None = None,
+) -> ProgramEstimate:
     """A prefill, or a decoding step in the middle of the output."""
     tokens, rows, cores = place
     positions = tokens if phase == "prefill" else tokens + plan.output // 2
@@ -110,21 +114,21 @@ def phase_estimate(
     work = Work(phase, rows, positions, choice.tile_bytes, choice.tiles, choice.prefetch)
     room = tokens + plan.output
 
-    def build(layers: int) -> Program:
+    def build(layers: int) -> NeuronProgram:
         return inference_program(plan.config, machine, work, choice.schedule, layers, room)
 
     return estimate(plan.config.num_layers, FEW_LAYERS, build, machine)
 
 
-def choices(plan: InferencePlan, schedule: str, cores: int) -> list[Choice]:
-    """What is tried for a schedule where nothing is searched: domino and columns take another stream where it helps."""
+def choices(plan: InferencePlan, schedule: str, cores: int) -> list[PhaseChoice]:
+    """Options to try for a schedule where nothing is searched: domino and columns take another stream where it helps."""
     most = min(2, plan.machine(cores).cc_cores)
-    return [Choice(schedule, streams) for streams in range(1, (most if schedule in ("domino", "column") else 1) + 1)]
+    return [PhaseChoice(schedule, streams) for streams in range(1, (most if schedule in ("domino", "column") else 1) + 1)]
 
 
 def best_choice(
     plan: InferencePlan, phase: Phase, place: tuple[int, int, int], schedule: str, changes: Mapping[str, float] | None = None
-) -> tuple[Choice, Estimate]:
+) -> tuple[PhaseChoice, ProgramEstimate]:
     """The fastest way to run a phase under a schedule."""
     tried = {
         choice: phase_estimate(plan, phase, place, choice, changes) for choice in choices(plan, schedule, place[2])
@@ -132,7 +136,7 @@ def best_choice(
     best = min(tried, key=lambda choice: tried[choice].total_s)
     if not plan.adaptive:
         return best, tried[best]
-    moves: list[Callable[[Choice], Iterator[Choice]]] = [
+    moves: list[Callable[[PhaseChoice], Iterator[PhaseChoice]]] = [
         lambda choice: (replace(choice, prefetch=each) for each in (True, False)),
         lambda choice: (replace(choice, tile_bytes=each) for each in TILE_BYTES),
         lambda choice: (replace(choice, tiles=each) for each in (COLUMN_TILES if schedule == "column" else (choice.tiles,))),
@@ -194,7 +198,7 @@ def record(plan: InferencePlan, place: tuple[int, int, int], schedule: str) -> d
 
 
 def winner(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """What generates most tokens a second, of what fits where anything does; of equal ones the first token sooner."""
+    """The record with most tokens a second, of what fits where anything does; of equal ones the first token sooner."""
     fitting = [one for one in records if one["fits"]] or list(records)
     return max(fitting, key=lambda one: (one["tokens_per_s"], -one["ttft_ms"]))
 
@@ -202,7 +206,7 @@ def winner(records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 def sensitivity(
     plan: InferencePlan, best: Mapping[str, Any], done: Callable[[str], None] = lambda _: None
 ) -> list[dict[str, Any]]:
-    """How schedules rank at the winner's cores, batch and input as each disputed figure takes its other value."""
+    """Rankings of schedules at the winner's cores, batch and input as each disputed figure takes its other value."""
     place = (best["input_tokens"], best["batch_rows"], best["cores"])
     found = []
     for figure, value in [("", 0.0), *moved(plan.machine(place[2]))]:

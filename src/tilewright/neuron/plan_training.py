@@ -7,11 +7,11 @@ from typing import Any
 from tilewright.chips.figures import refuse_name
 from tilewright.chips.neuron import NeuronInstance
 from tilewright.neuron.environment import Variable, recommended_packets, variables
-from tilewright.neuron.estimate import Estimate, estimate
+from tilewright.neuron.estimate import ProgramEstimate, estimate
 from tilewright.neuron.machine import CC_PACKET_BYTES, DMA_PACKET_BYTES, Machine, Settings, machine_of, with_figures
 from tilewright.neuron.plan_inference import moved
 from tilewright.neuron.shapes import Config
-from tilewright.neuron.training import Step, training_program
+from tilewright.neuron.training import TrainingStep, training_program
 
 PACKETS = ("default", "recommended")
 FEW_LAYERS = (4, 6)
@@ -23,22 +23,24 @@ COMPARED = 5
 
 @dataclass(frozen=True)
 class Setting:
-    """What is chosen.
+    """Settings of a train step, of which a plan chooses.
 
     Attributes:
         packets: `default` or `recommended`.
-        early, late: shifts, in halves of layers; of no account where not threaded. Names, records and commands have layers.
+        prefetch_distance, scatter_delay: shifts, in halves of layers; of no account where not threaded. Names, records and
+            commands have layers.
     """
 
     streams: int
     packets: str
-    early: int = 0
-    late: int = 0
+    prefetch_distance: int = 0
+    scatter_delay: int = 0
     threaded: bool = True
 
     @property
     def name(self) -> str:
-        order = f"early {self.early / 2:g}, late {self.late / 2:g}" if self.threaded else "compiler's order"
+        shifts = f"prefetch {self.prefetch_distance / 2:g}, delay {self.scatter_delay / 2:g}"
+        order = shifts if self.threaded else "compiler's order"
         return f"{self.streams} stream{'s' * (self.streams > 1)}, {self.packets} packets, {order}"
 
     @property
@@ -48,18 +50,18 @@ class Setting:
 
     def variables(self) -> list[Variable]:
         """The environment that asks for it."""
-        shifts = (self.early, self.late) if self.threaded else (None, None)
+        shifts = (self.prefetch_distance, self.scatter_delay) if self.threaded else (None, None)
         return variables(self.threaded, self.streams, *shifts, self.packet_bytes)
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What to compare.
+    """Comparison of settings of a train step: a model, an instance, a mesh, and the values to try.
 
     Attributes:
         name: of the model.
         fsdp, tp: ranks along each axis of the mesh.
-        streams, packets, early, late: settings, each with each; shifts in halves of layers.
+        streams, packets, prefetch_distance, scatter_delay: settings, each with each; shifts in halves of layers.
         sequences, positions: of each fully sharded rank.
         layers: of the model that are simulated.
     """
@@ -71,8 +73,8 @@ class TrainingPlan:
     tp: int
     streams: tuple[int, ...] = (1, 2)
     packets: tuple[str, ...] = PACKETS
-    early: tuple[int, ...] = (0, 1, 2)
-    late: tuple[int, ...] = (0, 1, 2, 3)
+    prefetch_distance: tuple[int, ...] = (0, 1, 2)
+    scatter_delay: tuple[int, ...] = (0, 1, 2, 3)
     sequences: int = 1
     positions: int = 4096
     layers: tuple[int, int] = FEW_LAYERS
@@ -81,13 +83,13 @@ class TrainingPlan:
         for packets in self.packets:
             if packets not in PACKETS:
                 refuse_name("packet sizes", packets, PACKETS)
-        for name in ("streams", "packets", "early", "late"):
+        for name in ("streams", "packets", "prefetch_distance", "scatter_delay"):
             if not getattr(self, name):
                 raise ValueError(f"expected at least one of {name}, found none")
-        for name, shifts in (("early", self.early), ("late", self.late)):
+        for name, shifts in (("prefetch_distance", self.prefetch_distance), ("scatter_delay", self.scatter_delay)):
             if not 0 <= min(shifts) <= max(shifts) <= 2 * min(self.layers[0], self.config.num_layers):
                 most, given = min(self.layers[0], self.config.num_layers), ", ".join(f"{shift / 2:g}" for shift in shifts)
-                raise ValueError(f"expected --{name} from 0 to {most} layers, found {given}")
+                raise ValueError(f"expected --{name.replace('_', '-')} from 0 to {most} layers, found {given}")
         for setting in self.settings:
             self.machine(setting)
 
@@ -96,11 +98,11 @@ class TrainingPlan:
         """Everything that is compared, the compiler's own order first."""
         own = Setting(1, "default", threaded=False)
         each = [
-            Setting(streams, packets, early, late)
+            Setting(streams, packets, prefetch_distance, scatter_delay)
             for streams in self.streams
             for packets in self.packets
-            for early in self.early
-            for late in self.late
+            for prefetch_distance in self.prefetch_distance
+            for scatter_delay in self.scatter_delay
         ]
         return [own, *each]
 
@@ -110,11 +112,11 @@ class TrainingPlan:
         found = machine_of(self.instance, Settings(dma, cc, setting.streams), fsdp=self.fsdp, tp=self.tp)
         return with_figures(found, changes) if changes else found
 
-    def step(self, setting: Setting) -> Step:
-        return Step(self.sequences, self.positions, setting.threaded, setting.early, setting.late)
+    def step(self, setting: Setting) -> TrainingStep:
+        return TrainingStep(self.sequences, self.positions, setting.threaded, setting.prefetch_distance, setting.scatter_delay)
 
 
-def setting_estimate(plan: TrainingPlan, setting: Setting, changes: Mapping[str, float] | None = None) -> Estimate:
+def setting_estimate(plan: TrainingPlan, setting: Setting, changes: Mapping[str, float] | None = None) -> ProgramEstimate:
     """A whole step under a setting."""
     machine, step = plan.machine(setting, changes), plan.step(setting)
     return estimate(
@@ -134,8 +136,8 @@ def compare(plan: TrainingPlan, done: Callable[[str], None] = lambda _: None) ->
                 "threaded": setting.threaded,
                 "streams": setting.streams,
                 "packets": setting.packets,
-                "early_layers": setting.early / 2,
-                "late_layers": setting.late / 2,
+                "early_layers": setting.prefetch_distance / 2,
+                "late_layers": setting.scatter_delay / 2,
                 "step_ms": 1e3 * one.total_s,
                 "tokens_per_s": tokens / one.total_s,
                 **one.record(),
@@ -152,14 +154,14 @@ def compare(plan: TrainingPlan, done: Callable[[str], None] = lambda _: None) ->
 
 def setting_of(record: Mapping[str, Any]) -> Setting:
     """The setting that a record is of."""
-    early, late = (round(2 * record[f"{name}_layers"]) for name in ("early", "late"))
-    return Setting(record["streams"], record["packets"], early, late, record["threaded"])
+    prefetch_distance, scatter_delay = (round(2 * record[f"{name}_layers"]) for name in ("early", "late"))
+    return Setting(record["streams"], record["packets"], prefetch_distance, scatter_delay, record["threaded"])
 
 
 def sensitivity(
     plan: TrainingPlan, ranked: Sequence[Mapping[str, Any]], done: Callable[[str], None] = lambda _: None
 ) -> list[dict[str, Any]]:
-    """How the fastest settings, and the compiler's order, rank as each disputed figure takes its other value."""
+    """Rankings of the fastest settings, and of the compiler's order, as each disputed figure takes its other value."""
     own = [one for one in ranked if not one["threaded"]]
     settings = [setting_of(one) for one in (*[one for one in ranked if one["threaded"]][:COMPARED], *own)]
     found = []

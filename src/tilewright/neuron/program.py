@@ -1,4 +1,4 @@
-"""What runs on a simulated core: operations in the order of their queues, with what they occupy and what they wait for.
+"""Programs of simulated cores: operations in the order of their queues, with what they occupy and what they wait for.
 
 Every core of a group runs the same program, as SPMD programs do. An engine takes its operations in the program's order and
 waits for what each one needs; so does each DMA queue, and each stream of collectives. Nothing else orders them.
@@ -28,7 +28,7 @@ SBUF, PSUM, HBM = "sbuf", "psum", "hbm"
 
 @dataclass(frozen=True)
 class Collective:
-    """What an operation of the collective cores does.
+    """A collective that the collective cores run.
 
     Attributes:
         kind: one of `KINDS`.
@@ -53,7 +53,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Op:
+class QueuedOp:
     """An operation.
 
     Attributes:
@@ -96,7 +96,7 @@ class Op:
 
 
 @dataclass(frozen=True)
-class Program:
+class NeuronProgram:
     """Operations in their order.
 
     Attributes:
@@ -105,7 +105,7 @@ class Program:
     """
 
     name: str
-    ops: tuple[Op, ...] = field(repr=False)
+    ops: tuple[QueuedOp, ...] = field(repr=False)
     resident_bytes: float = 0.0
     notes: tuple[str, ...] = ()
 
@@ -138,7 +138,7 @@ class Program:
             raise ValueError(f"expected operations that can run in the order of their queues, found a cycle: {names}")
 
 
-def find_cycle(ops: Sequence[Op]) -> list[int]:
+def find_cycle(ops: Sequence[QueuedOp]) -> list[int]:
     """Operations each of which waits for the next and the last for the first, by need or by the order of a queue; or none."""
     waits: list[list[int]] = [list(op.needs) for op in ops]
     last: dict[tuple[str, int], int] = {}

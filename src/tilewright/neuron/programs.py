@@ -5,13 +5,13 @@ from math import ceil
 from tilewright.chips.tpu import TpuChip
 from tilewright.compiled.schedule import COPY, PERMUTE, Node, ScheduledTransfer, ScheduleGraph
 from tilewright.neuron.builder import BF16, LEAST_ISSUE_CYCLES, TILE, Builder, element_cycles
-from tilewright.neuron.inference import Model, Part, Work
+from tilewright.neuron.inference import InferenceBatch, LayerBuilder, Work
 from tilewright.neuron.machine import Machine
-from tilewright.neuron.program import CC, SBUF, Collective, Program
+from tilewright.neuron.program import CC, SBUF, Collective, NeuronProgram
 from tilewright.neuron.shapes import Config, Share
 
 
-def hlo_program(graph: ScheduleGraph, chip: TpuChip, machine: Machine, name: str = "scheduled HLO") -> Program:
+def hlo_program(graph: ScheduleGraph, chip: TpuChip, machine: Machine, name: str = "scheduled HLO") -> NeuronProgram:
     """A program that XLA scheduled for a TPU, on a Neuron core.
 
     What the TPU's core executes goes to the tensor engine in the same order, and takes longer by the ratio of the two peaks;
@@ -59,7 +59,7 @@ def transfer_of(build: Builder, node: Node, transfer: ScheduledTransfer, needs: 
 
 def dflash_program(
     config: Config, machine: Machine, rows: int, block: int, cached: int, drafter_layers: int = 5
-) -> Program:  # fmt: skip
+) -> NeuronProgram:  # fmt: skip
     """A round of block-diffusion speculative decoding: a drafter of a few layers drafts a block, the target checks it.
 
     Args:
@@ -73,8 +73,8 @@ def dflash_program(
     """
     if block < 2 or drafter_layers < 1:
         raise ValueError(f"expected a block from 2 and a drafter of at least one layer, found {block} and {drafter_layers}")
-    model = Model(config, machine, Work("decode", rows, cached))
-    part = Part(rows, block, cached + block, False)
+    model = LayerBuilder(config, machine, Work("decode", rows, cached))
+    part = InferenceBatch(rows, block, cached + block, False)
     stream = [model.build.elements("embed", part.tokens * config.hidden_size, [])]
     for name, layers in (("draft", drafter_layers), ("verify", config.num_layers)):
         for layer in range(layers):
@@ -87,7 +87,7 @@ def dflash_program(
     return model.build.program(f"DFlash round of {rows} x {block} over {share.ranks}", resident, share.notes)
 
 
-def whole_layer(model: Model, part: Part, stream: list[int]) -> list[int]:
+def whole_layer(model: LayerBuilder, part: InferenceBatch, stream: list[int]) -> list[int]:
     """A layer with a sum after each half."""
     for half, (weights, _) in zip((model.attention, model.mlp), model.halves(), strict=True):
         sums = model.sum_up(part.tokens, half(part, weights, stream, False), 0)
@@ -95,7 +95,7 @@ def whole_layer(model: Model, part: Part, stream: list[int]) -> list[int]:
     return stream
 
 
-def block_head(model: Model, part: Part, stream: list[int]) -> list[int]:
+def block_head(model: LayerBuilder, part: InferenceBatch, stream: list[int]) -> list[int]:
     """The best token of every position of a block, over all ranks."""
     model.build.layer = None
     normed = model.norm(part.tokens, stream)
@@ -106,7 +106,7 @@ def block_head(model: Model, part: Part, stream: list[int]) -> list[int]:
     return best
 
 
-def gather_reduce_program(machine: Machine, nodes: int, degree: int, features: int) -> Program:
+def gather_reduce_program(machine: Machine, nodes: int, degree: int, features: int) -> NeuronProgram:
     """Sums of neighbours' rows by DMA, as an NKI kernel does it: a descriptor for each row, 128 nodes at a time.
 
     Args:
@@ -131,7 +131,7 @@ def gather_reduce_program(machine: Machine, nodes: int, degree: int, features: i
     return build.program(f"gather-reduce of {nodes} x {degree} rows of {features}")
 
 
-def diffusion_program(config: Config, machine: Machine, rows: int, positions: int, salient: float) -> Program:
+def diffusion_program(config: Config, machine: Machine, rows: int, positions: int, salient: float) -> NeuronProgram:
     """A sparse denoising step: in each layer only salient rows go through products, and attend to all keys.
 
     Which rows are salient is known after attention's values are compared with the step before; they are gathered by
@@ -146,13 +146,13 @@ def diffusion_program(config: Config, machine: Machine, rows: int, positions: in
     """
     if not 0 < salient <= 1:
         raise ValueError(f"expected a salient share above 0 and at most 1, found {salient:g}")
-    model = Model(config, machine, Work("decode", rows, positions))
+    model = LayerBuilder(config, machine, Work("decode", rows, positions))
     build, hidden = model.build, config.hidden_size
     stream = [build.elements("embed", rows * positions * hidden, [])]
     for layer in range(config.num_layers):
         build.layer = layer
         count = positions if layer == 0 else max(1, ceil(salient * positions))
-        part = Part(rows, count, positions, False)
+        part = InferenceBatch(rows, count, positions, False)
         if count < positions:
             compared = build.elements("compare with the step before", rows * positions * hidden / model.share.ranks, stream)
             ranked = build.add("rank positions", "gpsimd", [compared], cycles=element_cycles(rows * positions))
@@ -162,7 +162,7 @@ def diffusion_program(config: Config, machine: Machine, rows: int, positions: in
         if count < positions:
             size = {"descriptor_bytes": BF16 * hidden}
             stream = [build.move("scatter salient rows", BF16 * part.tokens * hidden, stream, 2, **size)]
-    block_head(model, Part(rows, max(1, ceil(salient * positions)), positions, False), stream)
+    block_head(model, InferenceBatch(rows, max(1, ceil(salient * positions)), positions, False), stream)
     share = Share(config, model.share.ranks)
     resident = share.model_bytes + config.num_layers * share.cache_bytes(rows, positions)
     return build.program(f"denoising step of {rows} x {positions}, {salient:.0%} salient", resident, share.notes)

@@ -1,4 +1,4 @@
-"""What a simulated program did: when each operation ran, what engines were busy with, and which communication nothing hid.
+"""Results of a simulation: when each operation ran, what engines were busy with, and which communication nothing hid.
 
 Every moment belongs to one of four kinds. *Compute*: an engine that computes is busy. *Loading*: none is, but one of compute's
 transfers is under way. *Exposed*: neither is, but a collective is. *Waiting*: nothing is under way but signals and latencies.
@@ -12,14 +12,14 @@ from typing import Any
 from tilewright.compiled.trace import Track, complete, named
 from tilewright.neuron.collectives import steps_of
 from tilewright.neuron.machine import Machine, engine_names
-from tilewright.neuron.program import COMPUTE, DMA, Program
+from tilewright.neuron.program import COMPUTE, DMA, NeuronProgram
 
 COMPUTING, LOADING, EXPOSED, WAITING = "compute", "loading", "exposed", "waiting"
 MOMENTS = (COMPUTING, LOADING, EXPOSED, WAITING)
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class OpSpan:
     """An operation in time, in seconds from the program's beginning.
 
     Attributes:
@@ -37,7 +37,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Result:
+class SimulationResult:
     """A simulation's outcome on one rank.
 
     Attributes:
@@ -45,9 +45,9 @@ class Result:
         peak_bytes: most that was held at once in each memory, by the program's results.
     """
 
-    program: Program = field(repr=False)
+    program: NeuronProgram = field(repr=False)
     machine: Machine = field(repr=False)
-    spans: tuple[Span, ...] = field(repr=False)
+    spans: tuple[OpSpan, ...] = field(repr=False)
     total_s: float
     peak_bytes: Mapping[str, float]
 
@@ -63,7 +63,7 @@ class Result:
 
     @cached_property
     def busy_s(self) -> dict[str, float]:
-        """How long each engine, the DMA engines and each stream had something under way."""
+        """Seconds in which each engine, the DMA engines and each stream had something under way."""
         found = {}
         for engine in engine_names(self.machine):
             spans = ((span.begin_s, span.end_s) for span in self.spans if span.engine == engine)
@@ -113,7 +113,7 @@ class Result:
 
     @cached_property
     def moments_s(self) -> dict[str, float]:
-        """How long each kind of moment lasted in all."""
+        """Seconds of each kind of moment in all."""
         found: dict[str, float] = dict.fromkeys(MOMENTS, 0.0)
         for begin, end, kind, _ in self.moments:
             found[kind] += end - begin
@@ -129,7 +129,7 @@ class Result:
         return found
 
     def delay_s(self, purpose: str) -> float:
-        """How long collectives of a purpose stood in their queue in all, ready but behind others."""
+        """Seconds that collectives of a purpose stood in their queue in all, ready but behind others."""
         signal = 1e-6 * self.machine.settings.signal_us
         waited = 0.0
         for span in self.spans:
@@ -182,7 +182,7 @@ def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     return found
 
 
-def trace(results: Iterable[tuple[str, Result]]) -> dict[str, Any]:
+def trace(results: Iterable[tuple[str, SimulationResult]]) -> dict[str, Any]:
     """Programs as a Chrome trace, which Perfetto opens: a process for each, a track for each queue of each engine."""
     events: list[dict[str, Any]] = []
     for process, (name, result) in enumerate(results):

@@ -1,4 +1,4 @@
-"""What a rank holds of a decoder: its share of heads and columns, and the work of attention."""
+"""A rank's share of a decoder: its heads and columns, and the work of attention."""
 
 from dataclasses import dataclass
 from math import ceil
@@ -65,7 +65,7 @@ class Share:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is padded."""
+        """Notes on sizes that are padded."""
         config = self.config
         sizes = {"heads": (self.heads, config.num_heads), "MLP columns": (self.columns, config.intermediate_size)}
         return tuple(

@@ -1,4 +1,4 @@
-"""How transfers share DMA engines, memory and links: exactly, packet by packet, or as flows whose rates are in proportion.
+"""Transfers that share DMA engines, memory and links: exactly, packet by packet, or as flows with rates in proportion.
 
 A DMA engine serves its rings in turns and goes from one to the next at the end of a packet. While several rings have packets
 waiting, each gets a share of the engine in proportion to the size of its packets; `Flows` takes this for the rate of each
@@ -19,11 +19,11 @@ import simpy
 
 Resource = Hashable
 LEAST_BYTES = 1e-6
-"""What counts as nothing left of a transfer: rates are floats."""
+"""Rest of a transfer that counts as nothing: rates are floats."""
 
 
 @dataclass(eq=False)
-class Transfer:
+class DmaTransfer:
     """Bytes that pass a core's DMA engines.
 
     Attributes:
@@ -54,7 +54,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Limits:
-    """What is shared.
+    """Bandwidths that transfers share.
 
     Attributes:
         dma_bytes_per_s: of one engine.
@@ -74,10 +74,10 @@ class Flows:
 
     def __init__(self, env: simpy.Environment, limits: Limits):
         self.env, self.limits = env, limits
-        self.flows: dict[Transfer, None] = {}
+        self.flows: dict[DmaTransfer, None] = {}
         self.since, self.turn, self.stale = 0.0, 0, False
 
-    def start(self, transfer: Transfer) -> simpy.Event:
+    def start(self, transfer: DmaTransfer) -> simpy.Event:
         """Begins a transfer; the event comes when it is done."""
         transfer.done = self.env.event()
         share = transfer.engines / self.limits.engines
@@ -156,7 +156,7 @@ class Flows:
         return self.limits.others.get(name, inf)
 
 
-def fill(growing: list[Transfer], free: dict[Resource, float]) -> None:
+def fill(growing: list[DmaTransfer], free: dict[Resource, float]) -> None:
     """Gives flows their rates out of what is free, and takes it from there."""
     while growing:
         load: dict[Resource, float] = {}
@@ -180,7 +180,7 @@ def fill(growing: list[Transfer], free: dict[Resource, float]) -> None:
 
 
 @dataclass
-class Ring:
+class DmaRing:
     """A queue of one engine: transfers with what this engine has left of each."""
 
     number: int
@@ -196,11 +196,11 @@ class Packets:
 
     def __init__(self, env: simpy.Environment, limits: Limits):
         self.env, self.limits = env, limits
-        self.engines: dict[tuple[int, int], list[Ring]] = {}
+        self.engines: dict[tuple[int, int], list[DmaRing]] = {}
         self.arrivals: dict[tuple[int, int], simpy.Event] = {}
         self.free_at: dict[Resource, float] = {}
 
-    def start(self, transfer: Transfer) -> simpy.Event:
+    def start(self, transfer: DmaTransfer) -> simpy.Event:
         """Begins a transfer; the event comes when the last engine is done with it."""
         transfer.done = self.env.event()
         if transfer.bytes <= 0:
@@ -214,7 +214,7 @@ class Packets:
             rings = self.engines[place]
             ring = next((each for each in rings if each.number == transfer.ring), None)
             if ring is None:
-                ring = Ring(transfer.ring)
+                ring = DmaRing(transfer.ring)
                 rings.append(ring)
                 rings.sort(key=lambda each: each.number)
             ring.queue.append([transfer, transfer.bytes / transfer.engines])
@@ -250,7 +250,7 @@ class Packets:
                 ring.queue.popleft()
                 self.env.process(self.finish(transfer, passed))
 
-    def pass_on(self, transfer: Transfer, size: float) -> float:
+    def pass_on(self, transfer: DmaTransfer, size: float) -> float:
         """When a packet has passed all else that it takes; each of that is busy with it for as long as its bytes need."""
         end = self.env.now
         for name, factor in transfer.uses:
@@ -260,7 +260,7 @@ class Packets:
             end = max(end, self.free_at[name])
         return end
 
-    def finish(self, transfer: Transfer, at: float) -> Generator[simpy.Event, Any, None]:
+    def finish(self, transfer: DmaTransfer, at: float) -> Generator[simpy.Event, Any, None]:
         """The end of one engine's part."""
         if at > self.env.now:
             yield self.env.timeout(at - self.env.now)

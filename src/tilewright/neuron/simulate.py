@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 import simpy
 
-from tilewright.neuron.collectives import Step, steps_of
+from tilewright.neuron.collectives import CollectiveStep, steps_of
 from tilewright.neuron.machine import CC_PACKET_BYTES, DESCRIPTOR_NS, Machine
-from tilewright.neuron.memory import Memory
-from tilewright.neuron.program import CC, DMA, HBM, PSUM, SBUF, Collective, Op, Program
-from tilewright.neuron.results import Result, Span
-from tilewright.neuron.sharing import Flows, Packets, Transfer
+from tilewright.neuron.memory import OnChipMemory
+from tilewright.neuron.program import CC, DMA, HBM, PSUM, SBUF, Collective, NeuronProgram, QueuedOp
+from tilewright.neuron.results import OpSpan, SimulationResult
+from tilewright.neuron.sharing import DmaTransfer, Flows, Packets
 
 Process = Generator[simpy.Event, Any, None]
 CC_RINGS = 8
@@ -23,12 +23,12 @@ CC_RINGS = 8
 
 
 def simulate(
-    program: Program,
+    program: NeuronProgram,
     machine: Machine,
     ranks: int = 1,
     sharing: Literal["flows", "packets"] = "flows",
     progress: Callable[[int], None] = lambda _: None,
-) -> Result:
+) -> SimulationResult:
     """Runs a program to its end.
 
     Args:
@@ -42,7 +42,7 @@ def simulate(
     program.check()
     if ranks not in (1, machine.mesh.cores):
         raise ValueError(f"expected 1 rank to be simulated, or all {machine.mesh.cores}, found {ranks}")
-    run = Run(program, machine, ranks, sharing, progress)
+    run = Simulation(program, machine, ranks, sharing, progress)
     run.env.run()
     run.check_done()
     return run.result()
@@ -54,9 +54,9 @@ class Core:
     def __init__(self, env: simpy.Environment, machine: Machine, rank: int, operations: int):
         self.rank = rank
         self.memory = {
-            SBUF: Memory(env, machine.sbuf_bytes),
-            PSUM: Memory(env, machine.psum_bytes),
-            HBM: Memory(env, float("inf")),
+            SBUF: OnChipMemory(env, machine.sbuf_bytes),
+            PSUM: OnChipMemory(env, machine.psum_bytes),
+            HBM: OnChipMemory(env, float("inf")),
         }
         self.done: list[simpy.Event] = [env.event() for _ in range(operations)]
         self.done_at = [0.0] * operations
@@ -64,23 +64,23 @@ class Core:
         self.cold_s = 0.0
 
 
-class Run:
+class Simulation:
     """A simulation under way."""
 
     def __init__(
-        self, program: Program, machine: Machine, ranks: int, sharing: str, progress: Callable[[int], None]
+        self, program: NeuronProgram, machine: Machine, ranks: int, sharing: str, progress: Callable[[int], None]
     ):  # fmt: skip
         self.env = simpy.Environment()
         self.program, self.machine, self.progress = program, machine, progress
         self.network = (Flows if sharing == "flows" else Packets)(self.env, machine.limits(ranks))
         self.cores = [Core(self.env, machine, rank, len(program.ops)) for rank in range(ranks)]
-        self.spans: list[Span] = []
+        self.spans: list[OpSpan] = []
         self.finished = 0
         self.users = [0] * len(program.ops)
         for op in program.ops:
             for need in set(op.needs):
                 self.users[need] += 1
-        self.steps: dict[Collective, list[Step]] = {}
+        self.steps: dict[Collective, list[CollectiveStep]] = {}
         self.messages: dict[tuple[int, int, int], simpy.Event] = {}
         self.members = {axis: machine.mesh.groups(axis) for axis, _ in machine.mesh.axes}
         self.holders = {rank: list(self.users) for rank in range(ranks)}
@@ -121,7 +121,7 @@ class Run:
         if at > self.env.now:
             yield self.env.timeout(at - self.env.now)
 
-    def signal_s(self, op: Op) -> float:
+    def signal_s(self, op: QueuedOp) -> float:
         """From what an operation waits for to its start: nothing where it goes on by itself."""
         goes_on = not op.needs or (op.collective is not None and op.collective.chained)
         return 0.0 if goes_on else 1e-6 * self.machine.settings.signal_us
@@ -144,13 +144,13 @@ class Run:
             if self.holders[core.rank][held] == 0 and result.holds:
                 core.memory[result.holds].release(result.holds_bytes)
         if core.rank == 0:
-            self.spans.append(Span(number, op.line[0] if op.engine != CC else f"cc{op.line[1]}", ready, begin, now))
+            self.spans.append(OpSpan(number, op.line[0] if op.engine != CC else f"cc{op.line[1]}", ready, begin, now))
         self.finished += 1
         if self.finished % 256 == 0:
             self.progress(self.finished // len(self.cores))
 
-    def seconds(self, core: Core, op: Op) -> float:
-        """How long an engine computes; a cold tensor engine has a share of its clock."""
+    def seconds(self, core: Core, op: QueuedOp) -> float:
+        """Seconds that an engine computes an operation; a cold tensor engine has a share of its clock."""
         full = op.cycles / self.machine.engine_hz(op.engine)
         if op.engine != "tensor" or not self.machine.settings.throttle or self.tensor_window == 0:
             return full
@@ -167,7 +167,7 @@ class Run:
         core.busy.append((now, now + taken))
         return taken
 
-    def dma(self, core: Core, op: Op) -> Transfer:
+    def dma(self, core: Core, op: QueuedOp) -> DmaTransfer:
         """A transfer of compute's: to or from device memory, which it touches once."""
         spec = self.machine.instance.chip.core
         factor = 1.0
@@ -175,7 +175,7 @@ class Run:
             factor += DESCRIPTOR_NS * spec.dma_gb_per_s / op.descriptor_bytes
         packet = op.packet_bytes or self.machine.settings.dma_packet_bytes
         engines, uses = op.engines * self.machine.width, ((("hbm", core.rank), 1.0),)
-        return Transfer(op.bytes, core.rank, op.queue % CC_RINGS, packet, engines, op.priority, factor, uses)
+        return DmaTransfer(op.bytes, core.rank, op.queue % CC_RINGS, packet, engines, op.priority, factor, uses)
 
     def exchange(self, core: Core, number: int, collective: Collective) -> Process:
         """A collective: step by step, and in each the hop's latency before its bytes."""
@@ -194,7 +194,7 @@ class Run:
             )
             engines = self.network.limits.engines
             yield self.network.start(
-                Transfer(step.bytes, core.rank, CC_RINGS + stream, packet, engines, self.priority(stream), 1.0, uses)
+                DmaTransfer(step.bytes, core.rank, CC_RINGS + stream, packet, engines, self.priority(stream), 1.0, uses)
             )
             if len(self.cores) > 1:
                 yield from self.meet(core, number, at, collective.axis)
@@ -226,7 +226,7 @@ class Run:
             held = ", ".join(f"{memory.held / 2**20:.1f} MiB of {name}" for name, memory in core.memory.items())
             raise ValueError(f"{len(left)} operations wait for ever, {left[0].name} first, with {held} held")
 
-    def result(self) -> Result:
+    def result(self) -> SimulationResult:
         memory = self.cores[0].memory
         peaks = {name: memory[name].peak for name in (SBUF, PSUM, HBM)}
-        return Result(self.program, self.machine, tuple(self.spans), self.env.now, peaks)
+        return SimulationResult(self.program, self.machine, tuple(self.spans), self.env.now, peaks)

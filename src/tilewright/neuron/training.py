@@ -6,8 +6,8 @@ products and scatters their sums after them. The backward pass gathers both agai
 product, and scatters the gradients of its weights over `fsdp`.
 
 *Threaded*, collectives are issued in the order in which a token passes through them: in each half its rows, the weights of the
-half `early` halves ahead, the gradients of the half `late` halves behind, its sums. Left to the compiler, all weights of a
-pass are gathered before it and all gradients scattered after it.
+half `prefetch_distance` halves ahead, the gradients of the half `scatter_delay` halves behind, its sums. Left to the compiler,
+all weights of a pass are gathered before it and all gradients scattered after it.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from tilewright.neuron.builder import BF16, Builder, Weights, element_cycles, product_cycles
 from tilewright.neuron.machine import Machine
-from tilewright.neuron.program import Program
+from tilewright.neuron.program import NeuronProgram
 from tilewright.neuron.shapes import Config, Share
 
 STATE_BYTES = 18
@@ -26,47 +26,50 @@ UPDATE_BYTES = 26
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainingStep:
     """A training step.
 
     Attributes:
         sequences, positions: of each fully sharded rank.
         threaded: whether a token orders collectives.
-        early, late: by how many halves weights are gathered ahead and gradients scattered behind.
+        prefetch_distance, scatter_delay: by how many halves weights are gathered ahead and gradients scattered behind.
         layers: how many of the model's; None for all.
     """
 
     sequences: int = 1
     positions: int = 4096
     threaded: bool = True
-    early: int = 1
-    late: int = 0
+    prefetch_distance: int = 1
+    scatter_delay: int = 0
     layers: int | None = None
 
     def __post_init__(self) -> None:
         if self.sequences < 1 or self.positions < 1:
             raise ValueError(f"expected at least one sequence and position, found {self.sequences} and {self.positions}")
-        if self.early < 0 or self.late < 0:
-            raise ValueError(f"expected shifts of 0 or more, found early {self.early} and late {self.late}")
+        if self.prefetch_distance < 0 or self.scatter_delay < 0:
+            raise ValueError(
+                f"expected shifts of 0 or more, found a prefetch distance of {self.prefetch_distance} and "
+                f"a scatter delay of {self.scatter_delay}"
+            )
 
     @property
     def tokens(self) -> int:
         return self.sequences * self.positions
 
 
-class Training:
+class TrainingBuilder:
     """A step in the making."""
 
-    def __init__(self, config: Config, machine: Machine, step: Step):
+    def __init__(self, config: Config, machine: Machine, step: TrainingStep):
         self.step, self.machine, self.config = step, machine, config
         self.share, self.build = Share(config, machine.mesh.size("tp")), Builder(machine)
         self.layers = config.num_layers if step.layers is None else step.layers
         self.halves = 2 * self.layers
         if not 1 <= self.layers <= config.num_layers:
             raise ValueError(f"expected 1 to {config.num_layers} layers, found {self.layers}")
-        for name, shift in (("early", step.early), ("late", step.late)):
+        for name, shift in (("prefetch_distance", step.prefetch_distance), ("scatter_delay", step.scatter_delay)):
             if shift > self.halves:
-                raise ValueError(f"expected --{name} of at most {self.layers} layers, found {shift / 2:g}")
+                raise ValueError(f"expected --{name.replace('_', '-')} of at most {self.layers} layers, found {shift / 2:g}")
         self.fsdp_stream = min(1, machine.settings.streams - 1)
         self.gathered: dict[int, int] = {}
         self.gradients: dict[int, int] = {}
@@ -112,7 +115,7 @@ class Training:
         return self.elements(name, self.step.tokens * self.config.hidden_size / self.share.ranks, needs)
 
     def inner(self, half: int, needs: Sequence[int], times: float = 1.0) -> list[int]:
-        """What is between a half's two products; its backward takes `times` as much."""
+        """Adds the operations between a half's two products; its backward takes `times` as much."""
         build, share, tokens = self.build, self.share, self.step.tokens
         if half % 2:
             silu = build.add("silu", "scalar", needs, cycles=times * element_cycles(tokens * share.columns))
@@ -195,7 +198,7 @@ class Training:
             self.build.elements("update", 8 * own, [moved])
 
 
-def training_program(config: Config, machine: Machine, step: Step) -> Program:
+def training_program(config: Config, machine: Machine, step: TrainingStep) -> NeuronProgram:
     """A training step.
 
     Args:
@@ -204,7 +207,7 @@ def training_program(config: Config, machine: Machine, step: Step) -> Program:
     Raises:
         ValueError: shifts that are longer than the model, or more tensor-parallel ranks than heads.
     """
-    made = Training(config, machine, step)
+    made = TrainingBuilder(config, machine, step)
     forward_pass(made, order := list(range(made.halves)))
     made.build.layer = None
     backward_pass(made, order[::-1])
@@ -212,22 +215,23 @@ def training_program(config: Config, machine: Machine, step: Step) -> Program:
     parameters = made.layers * made.share.layer_bytes / BF16 + 2 * made.share.head().bytes / BF16
     saved = made.halves * BF16 * step.tokens * config.hidden_size / made.share.ranks
     resident = STATE_BYTES * parameters / machine.mesh.size("fsdp") + saved
-    kind = f"early {step.early / 2:g}, late {step.late / 2:g}" if step.threaded else "left to the compiler"
+    shifts = f"prefetch {step.prefetch_distance / 2:g}, delay {step.scatter_delay / 2:g}"
+    kind = shifts if step.threaded else "left to the compiler"
     return made.build.program(f"training step, {kind}", resident, made.share.notes)
 
 
-def forward_pass(made: Training, order: Sequence[int]) -> None:
+def forward_pass(made: TrainingBuilder, order: Sequence[int]) -> None:
     """From the embedding to the last half."""
     step, last = made.step, made.halves
     stream = made.own_rows("embed", [])
-    early = step.early if step.threaded else last + 1
-    for half in (*order, last)[: max(early, 1) if step.threaded else None]:
+    distance = step.prefetch_distance if step.threaded else last + 1
+    for half in (*order, last)[: max(distance, 1) if step.threaded else None]:
         made.gather_weights(half, [])
     for half in order:
         made.build.layer = half // 2
-        if step.threaded and early == 0 and half not in made.gathered:
+        if step.threaded and distance == 0 and half not in made.gathered:
             made.gather_weights(half, stream)
-        window = [half + early] if step.threaded and early and half + early <= last else []
+        window = [half + distance] if step.threaded and distance and half + distance <= last else []
         stream = made.forward(half, stream, window)
     made.build.layer = None
     if last not in made.gathered:
@@ -235,11 +239,11 @@ def forward_pass(made: Training, order: Sequence[int]) -> None:
     made.stream = made.head(stream)
 
 
-def backward_pass(made: Training, order: Sequence[int]) -> None:
+def backward_pass(made: TrainingBuilder, order: Sequence[int]) -> None:
     """From the last half to the first."""
     step, stream = made.step, made.stream
     made.gathered = {}
-    first = order[: max(step.early, 1)] if step.threaded else order
+    first = order[: max(step.prefetch_distance, 1)] if step.threaded else order
     for half in first:
         made.gather_weights(half, stream)
     waiting = [made.halves]
@@ -247,12 +251,13 @@ def backward_pass(made: Training, order: Sequence[int]) -> None:
         made.build.layer = half // 2
         if step.threaded and half not in made.gathered:
             made.gather_weights(half, stream)
-        ahead = at + step.early
-        window = [order[ahead]] if step.threaded and step.early and ahead < len(order) else []
-        behind = [waiting.pop(0)] if step.threaded and len(waiting) > max(step.late - 1, 0) and step.late else []
+        ahead = at + step.prefetch_distance
+        window = [order[ahead]] if step.threaded and step.prefetch_distance and ahead < len(order) else []
+        full = step.threaded and len(waiting) > max(step.scatter_delay - 1, 0)
+        behind = [waiting.pop(0)] if full and step.scatter_delay else []
         stream = made.backward(half, stream, window, behind)
         waiting.append(half)
-        if step.threaded and step.late == 0:
+        if step.threaded and step.scatter_delay == 0:
             while waiting:
                 made.scatter_gradients(waiting.pop(0), [])
     made.build.layer = None

@@ -13,13 +13,13 @@ from tilewright.chips.tpu import CHIPS, KINDS
 from tilewright.parallel.domino import Column, Domino
 from tilewright.parallel.exact import Exact
 from tilewright.parallel.rings import Axis
-from tilewright.parallel.schedules import Ring, Sequence, TensorParallel
+from tilewright.parallel.schedules import CollectiveMatmul, Sequence, TensorParallel
 from tilewright.parallel.turns import cut
 
 SCHEDULES: dict[str, type[TensorParallel]] = {
     "sync": TensorParallel,
     "sequence": Sequence,
-    "ring": Ring,
+    "ring": CollectiveMatmul,
     "domino": Domino,
     "column": Column,
     "exact": Exact,

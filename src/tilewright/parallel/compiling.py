@@ -19,7 +19,7 @@ log = logging.getLogger("tilewright.parallel")
 Made = TypeVar("Made")
 
 PRODUCTS_COUNT = {"v5e": 0.35, "v5p": 0.25, "v6e": 0.25}
-"""What part of a product's time libtpu's scheduler is to count, by kind of chip.
+"""Part of a product's time that libtpu's scheduler is to count, by kind of chip.
 
 It begins a transfer as early as what it takes the operations beside it to last, and was seen to take links to carry twice what
 they do and more, so that hops began when much of their time was over. With products that count for less they begin earlier.

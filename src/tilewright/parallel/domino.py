@@ -36,10 +36,10 @@ MOVING = 240.0
 """Operations that a chip does while a byte passes to or from its memory, where nothing else is said: those of a v5e."""
 
 ATTENTION = 4.0
-"""As how many times its products over the causal half attention counts: softmax was seen to take that much longer."""
+"""Factor on attention's products over the causal half: softmax was seen to take that much longer."""
 
 PROJECTION_PASSES, OUT_PASSES = 3, 6
-"""How often queries, keys and values pass through memory before attention (placed together, rotated, cached), and what it gives
+"""Passes through memory: of queries, keys and values before attention (placed together, rotated, cached), and of its output
 around it (other layouts, and back)."""
 
 
@@ -93,13 +93,13 @@ class Domino(TensorParallel):
         size, (batch, length, _) = jax.lax.axis_size(self.axis), x.shape
         many = batch % 4 == 0 and batch // 4 * length >= 2 * self.least * size
         count = self.count or (4 if many else 2)
-        how = cut(x, rows, kept, count)
+        division = cut(x, rows, kept, count)
         if stack.norms is None or batch * length // count % size:
             return super().run(stack, x, rows, kept, taps)
         lanes = Lanes(self.axis, self.route.bidirectional, self.intensity, self.loading, self.moving)
         norms = [stack.norms(layer) for layer in stack.layers]
-        groups = [Group(stack.ops, lanes, self.least, part, norms[0][0]) for part in how.streams(x)]
-        around, left, turn = [how.rows(rows, n) for n in range(count)], [], 0
+        groups = [MicroBatch(stack.ops, lanes, self.least, part, norms[0][0]) for part in division.streams(x)]
+        around, left, turn = [division.rows(rows, n) for n in range(count)], [], 0
         after = [norm for norm, _ in norms[1:]]
         for layer, whole, (_, norm), next_norm in zip(stack.layers, kept, norms, [*after, None], strict=True):
             for n, group in enumerate(groups):
@@ -107,8 +107,8 @@ class Domino(TensorParallel):
                 projection = stack.project(ops, layer, group.own[None])
                 lanes.moved(projection, PROJECTION_PASSES)
                 projection = lanes.beside(projection)
-                out, own = stack.attend(stack.ops, layer, projection, around[n], how.kept(whole, n))
-                whole = how.put(whole, n, own)
+                out, own = stack.attend(stack.ops, layer, projection, around[n], division.kept(whole, n))
+                whole = division.with_group(whole, n, own)
                 lanes.worked(ATTENTION * 2.0 * out.size * out.shape[1])
                 lanes.moved(out, OUT_PASSES)
                 stack.output(ops, layer, lanes.beside(out))
@@ -120,13 +120,13 @@ class Domino(TensorParallel):
         def joined(layer: int) -> Array:
             own = [group.after(layer) for group in groups]
             parts = [rings.all_gather(part, self.axis, self.route) for part in own]
-            return how.joined([part.reshape(group.shape) for group, part in zip(groups, parts, strict=True)])
+            return division.joined([part.reshape(group.shape) for group, part in zip(groups, parts, strict=True)])
 
         last = len(stack.layers) - 1
         return joined(last), tuple(joined(tap) for tap in taps), tuple(left)
 
 
-class Group:
+class MicroBatch:
     """A micro-batch on its way through the layers. It exists while a program is traced.
 
     Attributes:
@@ -201,7 +201,10 @@ class Group:
         return dict(zip(order, rings.sliced(x.reshape(-1, x.shape[-1]), self.starts(order)), strict=True))
 
     def sum_tiles(self, tiles: "Tiles", product: rings.Product, w: Any, due: int, after: Norm | None) -> None:
-        """As `begin_sum`, of what is computed of rows as they come, and when all have come, of the farthest devices' first."""
+        """Begins a sum, as `begin_sum`, of tiles that are made of rows as they come.
+
+        When all have come, the farthest devices' are made first.
+        """
         while len(tiles.rows) < self.lanes.size > len(tiles.made):
             tiles.next()
         lengths = self.lanes.ways()
@@ -277,7 +280,7 @@ class Tiles:
         self.rows.update(left)
 
     def all(self) -> dict[int, Any]:
-        """What is made of all rows."""
+        """Results of all rows; makes those that are missing."""
         while len(self.made) < self.lanes.size:
             self.next()
         return self.made

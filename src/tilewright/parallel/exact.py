@@ -141,16 +141,16 @@ def by_inputs(product: Columns, x: Float[Array, "*rows I"], w: Any, count: int) 
     return sums[0]
 
 
-def heads_apart(ops: Operations, projection: tuple[Array, ...], how: Heads) -> tuple[Any, Any, Any]:
+def heads_apart(ops: Operations, projection: tuple[Array, ...], spec: Heads) -> tuple[Any, Any, Any]:
     """`ops.heads`, one head after another: XLA's sums over the entries of a head go by how many heads there are."""
     q, kv = (projection[0], projection[1:]) if len(projection) != 2 else (None, projection)
 
     def of(parts: tuple[Array, ...], take: Callable[[tuple[Any, Any, Any]], Any]) -> Any:
         def one(n: Array) -> Any:
-            own = [jax.lax.dynamic_slice_in_dim(part, n * how.head_dim, how.head_dim, 2) for part in parts]
-            return take(ops.heads(tuple(own), how))
+            own = [jax.lax.dynamic_slice_in_dim(part, n * spec.head_dim, spec.head_dim, 2) for part in parts]
+            return take(ops.heads(tuple(own), spec))
 
-        return for_each(parts[0].shape[-1] // how.head_dim, one)
+        return for_each(parts[0].shape[-1] // spec.head_dim, one)
 
     queries = None if q is None else jnp.moveaxis(of((q,), lambda made: made[0][:, :, 0]), 0, 2)
     if not kv:
@@ -190,10 +190,10 @@ def by_heads_over_pages(
 
 
 def append_attend_pages(
-    ops: Operations, projection: Any, how: Heads, pool: KeyValuePages, table: Array, start: Array, count: Array
+    ops: Operations, projection: Any, spec: Heads, pool: KeyValuePages, table: Array, start: Array, count: Array
 ) -> tuple[Array, KeyValuePages]:
     """`Operations.paged_append_attend`, each query head by itself."""
-    q, new_k, new_v = heads_apart(ops, projection, how)
+    q, new_k, new_v = heads_apart(ops, projection, spec)
     pool = cast(KeyValuePages, ops.paged_append(pool, table, new_k, new_v, start, count))
     at = jnp.arange(q.shape[1])[None]
     lengths = jnp.where(at < count[:, None], start[:, None] + at + 1, 0)
@@ -202,7 +202,7 @@ def append_attend_pages(
 
 
 def in_parts(ops: Operations, count: int, key_count: int) -> Operations:
-    """What layers compute with, in blocks.
+    """Operations that layers compute with, in blocks.
 
     Args:
         count: blocks of this device's columns, or inputs where it has these.
@@ -230,14 +230,14 @@ def in_parts(ops: Operations, count: int, key_count: int) -> Operations:
         y = by_inputs(partial(ops.linear, out_dtype=out_dtype), normed(x, norm), w, blocks)
         return y if add is None else add + y
 
-    def append_attend(projection: Any, how: Heads, k: Array, v: Array, start: Array, count: Array) -> tuple[Array, ...]:
-        q, new_k, new_v = heads_apart(ops, projection, how)
+    def append_attend(projection: Any, spec: Heads, k: Array, v: Array, start: Array, count: Array) -> tuple[Array, ...]:
+        q, new_k, new_v = heads_apart(ops, projection, spec)
         k, v = ops.append(k, new_k, start, count), ops.append(v, new_v, start, count)
         lengths = jnp.minimum(start[:, None] + jnp.arange(q.shape[1])[None] + 1, k.shape[2])
         return flat(by_heads(ops, q, k, v, lengths)), k, v
 
-    def causal_attention(projection: Any, how: Heads) -> Array:
-        q, k, v = heads_apart(ops, projection, how)
+    def causal_attention(projection: Any, spec: Heads) -> Array:
+        q, k, v = heads_apart(ops, projection, spec)
         return flat(by_heads(ops, q, k, v, jnp.broadcast_to(jnp.arange(q.shape[1]) + 1, q.shape[:2])))
 
     return replace(

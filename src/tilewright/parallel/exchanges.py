@@ -40,14 +40,14 @@ ONE = Halves(1, 1)
 
 
 @dataclass(frozen=True)
-class Plan:
+class FullyShardedPlan:
     """When weights and gradients travel, and as what.
 
     Attributes:
-        early: by how many layers a half's weights are gathered before its turn, in both passes; for each half. That many
-            layers' weights are held besides its own. Backwards, attention's travel half a layer later, beside MLP halves.
-        late: by how many layers a half's gradient is scattered after its turn in the backward pass; for each half. That many
-            layers' gradients are held whole.
+        prefetch_distance: by how many layers a half's weights are gathered before its turn, in both passes; for each half. That
+            many layers' weights are held besides its own. Backwards, attention's travel half a layer later, beside MLP halves.
+        scatter_delay: by how many layers a half's gradient is scattered after its turn in the backward pass; for each half.
+            That many layers' gradients are held whole.
         remat: the backward pass gathers weights again and computes again what it needs but the stream before each half.
             Otherwise everything is kept from the forward pass, whole weights too.
         scan: layers run in a loop, whose carry has the weights and gradients that are under way; the first and last layers, as
@@ -58,8 +58,8 @@ class Plan:
         threaded: by tokens. Otherwise a compiler chooses the order: for comparison.
     """
 
-    early: Halves = ONE
-    late: Halves = ONE
+    prefetch_distance: Halves = ONE
+    scatter_delay: Halves = ONE
     remat: bool = True
     scan: bool = False
     weights: Form = "whole"
@@ -71,15 +71,17 @@ class Plan:
 
     def check(self, layers: int) -> None:
         """Raises a `ValueError` where a shift is negative or larger than the number of layers."""
-        for name in ("early", "late"):
+        for name in ("prefetch_distance", "scatter_delay"):
             for half, shift in zip(NAMES, getattr(self, name), strict=True):
                 if not 0 <= shift <= layers:
-                    raise ValueError(f"expected the shift {name} of {half} from 0 to the {layers} layers, found {shift}")
+                    raise ValueError(
+                        f"expected the {name.replace('_', ' ')} of {half} from 0 to the {layers} layers, found {shift}"
+                    )
 
 
 @dataclass(frozen=True)
-class Divided:
-    """How one array lies on a mesh with a data axis.
+class ArrayPlacement:
+    """Placement of one array on a mesh with a data axis.
 
     Attributes:
         dim: that the data axis divides; None where none is.
@@ -90,12 +92,12 @@ class Divided:
     over: tuple[str, ...]
 
 
-def divided(spec: PartitionSpec, axes: tuple[str, ...], data: str) -> Divided:
+def array_placement(spec: PartitionSpec, axes: tuple[str, ...], data: str) -> ArrayPlacement:
     """Reads a partition of an array over a mesh with these axes."""
     of_dim = [() if of is None else (of,) if isinstance(of, str) else tuple(of) for of in spec]
     used = {axis for of in of_dim for axis in of}
     dim = next((at for at, of in enumerate(of_dim) if data in of), None)
-    return Divided(dim, tuple(axis for axis in axes if axis not in used and axis != data))
+    return ArrayPlacement(dim, tuple(axis for axis in axes if axis not in used and axis != data))
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class Exchange:
         axis: of tensor parallelism.
     """
 
-    plan: Plan
+    plan: FullyShardedPlan
     data: str = "fsdp"
     axis: rings.Axis = "tp"
 
@@ -130,14 +132,14 @@ class Exchange:
         collective = partial(jax.lax.psum_scatter, axis_name=self.axis, tiled=True)
         return self.thread(token, collective, x, "tp_reduce_scatter", ACTIVATIONS)
 
-    def gather(self, shards: Tree, how: Any, token: Any, name: str = "weights") -> tuple[Tree, Any]:
+    def gather(self, shards: Tree, placements: Any, token: Any, name: str = "weights") -> tuple[Tree, Any]:
         """Whole weights, as far as the data axis divides them.
 
         Collectives are one after another in the chain. In rings all arrays go at once, hop beside hop: each hop needs a product
         beside it to be hidden, and a half has few products.
         """
         leaves, tree = jax.tree.flatten(shards)
-        dims = {at: of.dim for at, of in enumerate(jax.tree.leaves(how)) if of.dim is not None}
+        dims = {at: of.dim for at, of in enumerate(jax.tree.leaves(placements)) if of.dim is not None}
         with jax.named_scope(f"gather_{name}"):
             leaves = [shard.astype(self.plan.dtype) for shard in leaves]
             for turn in [list(dims)] if dims and self.plan.weights == "ring" else [[at] for at in dims]:
@@ -150,11 +152,11 @@ class Exchange:
                     leaves[at] = each
         return tree.unflatten(leaves), token
 
-    def scatter(self, due: Tree, how: Any, token: Any, name: str = "weights") -> tuple[Tree, Any]:
+    def scatter(self, cotangent: Tree, placements: Any, token: Any, name: str = "weights") -> tuple[Tree, Any]:
         """A device's part of gradients that every device has a summand of, float32; what no axis divides stays a summand."""
-        leaves, tree = jax.tree.flatten(due)
+        leaves, tree = jax.tree.flatten(cotangent)
         with jax.named_scope(f"scatter_{name}"):
-            for at, (each, of) in enumerate(zip(leaves, jax.tree.leaves(how), strict=True)):
+            for at, (each, of) in enumerate(zip(leaves, jax.tree.leaves(placements), strict=True)):
                 if of.dim is not None:
                     collective = partial(self._scattered, dim=of.dim, over=of.over)
                     each, token = self.thread(
@@ -163,37 +165,37 @@ class Exchange:
                 leaves[at] = each.astype(jnp.float32)
         return tree.unflatten(leaves), token
 
-    def summed(self, due: Tree, how: Tree) -> Tree:
+    def summed(self, cotangent: Tree, placements: Tree) -> Tree:
         """Gradients of what the data axis does not divide, such as norms: the sums of what `scatter` left as summands."""
 
-        def of(each: Array, of: Divided) -> Array:
+        def of(each: Array, of: ArrayPlacement) -> Array:
             return each if of.dim is not None else jax.lax.psum(each, (self.data, *of.over))
 
-        return jax.tree.map(of, due, how)
+        return jax.tree.map(of, cotangent, placements)
 
     def _gathered(self, shard: Array, dim: int) -> Array:
         if self.plan.weights == "whole":
             return jax.lax.all_gather(shard, self.data, axis=dim, tiled=True)
         return rings.all_gather(shard.swapaxes(0, dim), self.data).swapaxes(0, dim)
 
-    def _scattered(self, due: Array, dim: int, over: tuple[str, ...]) -> Array:
+    def _scattered(self, cotangent: Array, dim: int, over: tuple[str, ...]) -> Array:
         if self.plan.gradients == "whole":
-            mine = jax.lax.psum_scatter(due, self.data, scatter_dimension=dim, tiled=True)
+            mine = jax.lax.psum_scatter(cotangent, self.data, scatter_dimension=dim, tiled=True)
         else:
-            mine = rings.reduce_scatter(due.swapaxes(0, dim), self.data).swapaxes(0, dim)
+            mine = rings.reduce_scatter(cotangent.swapaxes(0, dim), self.data).swapaxes(0, dim)
         over = tuple(axis for axis in over if jax.lax.axis_size(axis) > 1)
         return jax.lax.psum(mine, over) if over else mine
 
 
-def whole(exchange: Exchange, how: Any, shards: Tree, name: str) -> Tree:
+def whole(exchange: Exchange, placements: Any, shards: Tree, name: str) -> Tree:
     """Weights outside the layers, gathered where they are read, and their gradient scattered where it is complete."""
 
     @jax.custom_vjp
     def run(shards: Tree) -> Tree:
-        return exchange.gather(shards, how, tokens.new_token(), name)[0]
+        return exchange.gather(shards, placements, tokens.new_token(), name)[0]
 
-    def backward(_: None, due: Tree) -> tuple[Tree]:
-        return (exchange.summed(exchange.scatter(due, how, tokens.new_token(), name)[0], how),)
+    def backward(_: None, cotangent: Tree) -> tuple[Tree]:
+        return (exchange.summed(exchange.scatter(cotangent, placements, tokens.new_token(), name)[0], placements),)
 
     run.defvjp(lambda shards: (run(shards), None), backward)
     return run(shards)

@@ -29,8 +29,8 @@ from jax import Array
 from jaxtyping import Float
 
 from tilewright.parallel import rings, tokens
-from tilewright.parallel.exchanges import NAMES, Exchange, Halves, Plan
-from tilewright.parallel.schedules import Ring, Sequence
+from tilewright.parallel.exchanges import NAMES, Exchange, FullyShardedPlan, Halves
+from tilewright.parallel.schedules import CollectiveMatmul, Sequence
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ def run_layers(
     stack: Any,
     split: Callable[[Any], tuple[Any, Any]],
     join: Callable[[Any, Any], Any],
-    how: Any,
+    placements: Any,
     x: Float[Array, "M H"],
     rows: Any,
     shape: tuple[int, ...],
     tail: Any = None,
-    tail_how: Any = None,
+    tail_placements: Any = None,
 ) -> tuple[Float[Array, "M H"], Any]:
     """All layers of a stack, within `jax.shard_map`; differentiable by their shards, by `x` and by the tail's shards.
 
@@ -66,21 +66,21 @@ def run_layers(
         exchange: the plan and its axes.
         stack: whose layers are shards (see `models.stack.Stack`).
         split, join: a layer to its halves, of each of which the other's arrays are missing, and back.
-        how: a layer's `Divided`s.
+        placements: a layer's `ArrayPlacement`s.
         x: this device's rows of the stream.
         rows: what the parts need to know of each row; not differentiated.
         shape: of the stream of all rows, `[B, T, H]`.
         tail: shards of what is read behind the layers, such as the head; gathered during the last layer.
-        tail_how: the tail's `Divided`s.
+        tail_placements: the tail's `ArrayPlacement`s.
 
     Returns:
         the stream after the last layer, and the whole tail.
 
     Raises:
-        ValueError: see `Plan.check`.
+        ValueError: see `FullyShardedPlan.check`.
     """
     exchange.plan.check(len(stack.layers))
-    parts = _Parts(exchange, stack, shape, Halves(*split(how)), tail_how)
+    parts = _Parts(exchange, stack, shape, Halves(*split(placements)), tail_placements)
 
     @jax.custom_vjp
     def run(layers: Any, tail: Any, x: Array, rows: Any) -> tuple[Array, Any]:
@@ -91,10 +91,10 @@ def run_layers(
         made, kept = _Forward(parts, shards, rows, keep=True).run(x, tail)
         return made, (shards if exchange.plan.remat else None, kept, rows)
 
-    def backward(saved: Any, due: tuple[Array, Any]) -> tuple[Any, Any, Array, None]:
+    def backward(saved: Any, cotangent: tuple[Array, Any]) -> tuple[Any, Any, Array, None]:
         shards, kept, rows = saved
-        gradients, tail_due, x_due = _Backward(parts, shards, rows, kept).run(*due)
-        return tuple(map(join, *gradients)), tail_due, x_due, None
+        gradients, tail_cotangent, x_cotangent = _Backward(parts, shards, rows, kept).run(*cotangent)
+        return tuple(map(join, *gradients)), tail_cotangent, x_cotangent, None
 
     run.defvjp(forward, backward)
     return run(stack.layers, tail, x, rows)
@@ -107,16 +107,16 @@ def _columns(pairs: Any) -> tuple[list[Any], list[Any]]:
 
 @dataclass(frozen=True)
 class _Parts:
-    """What both passes compute with."""
+    """Inputs that both passes share."""
 
     exchange: Exchange
     stack: Any
     shape: tuple[int, ...]
-    how: Halves
-    tail_how: Any
+    placements: Halves
+    tail_placements: Any
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> FullyShardedPlan:
         return self.exchange.plan
 
     @property
@@ -126,16 +126,16 @@ class _Parts:
     @property
     def peeled(self) -> int:
         """Layers at the end that stand outside a loop: all of them where too few are left to loop over."""
-        layers, early = len(self.stack.layers), max(self.plan.early)
-        peeled = max(early, *self.plan.late, 0 if self.tail_how is None else 1)
-        return peeled if self.plan.scan and layers - peeled - early > 1 else layers
+        layers, distance = len(self.stack.layers), max(self.plan.prefetch_distance)
+        peeled = max(distance, *self.plan.scatter_delay, 0 if self.tail_placements is None else 1)
+        return peeled if self.plan.scan and layers - peeled - distance > 1 else layers
 
     def half(self, which: int, rows: Any, w: Any, x: Array, token: Any) -> tuple[Array, Any]:
         """A half's partial sum over all rows, in rings its whole sum over own rows; the token is that of its first gather."""
         stack, axis = self.stack, self.exchange.axis
         chain = [token]
-        schedule = Ring(axis) if self.rings else _Chained(axis, self.exchange, chain)
-        ops = schedule.divided(stack.ops, self.shape)
+        schedule = CollectiveMatmul(axis) if self.rings else _Chained(axis, self.exchange, chain)
+        ops = schedule.sharded_ops(stack.ops, self.shape)
         if which == 0:
             out, _ = stack.attend(stack.ops, w, stack.project(ops, w, x[None]), rows, None)
             y = stack.output(ops, w, out)[0]
@@ -155,12 +155,12 @@ class _Forward:
 
     def run(self, x: Array, tail: Any) -> tuple[tuple[Array, Any], Any]:
         """The stream and the tail after the last layer; what is kept of each layer, those in a loop first."""
-        early, token, held = self.parts.plan.early, tokens.new_token(), Halves((), ())
-        for n in range(max(early)):
+        distance, token, held = self.parts.plan.prefetch_distance, tokens.new_token(), Halves((), ())
+        for n in range(max(distance)):
             for half in range(2):
-                if n < early[half]:
+                if n < distance[half]:
                     w, token = self.gather(half, n, token)
-                    held = put(held, half, (*held[half], w))
+                    held = with_half(held, half, (*held[half], w))
         state, kept, looped = (token, x, held), [], None
         if self.loops:
             state, looped = jax.lax.scan(lambda state, n: self.layer(state, n, True), state, jnp.arange(self.loops))
@@ -176,25 +176,25 @@ class _Forward:
 
     def gather(self, half: int, n: Any, token: Any) -> tuple[Any, Any]:
         name = f"{n if isinstance(n, int) else 'next'}_{NAMES[half]}"
-        return self.exchange.gather(at(self.shards[half], n), self.parts.how[half], token, name)
+        return self.exchange.gather(at(self.shards[half], n), self.parts.placements[half], token, name)
 
     def layer(self, state: Any, n: Any, steady: bool, tail: Any = None) -> tuple[Any, Any]:
         """One layer. In the steady state of a loop there is always a layer ahead; what is kept is its second result."""
-        (token, x, held), early, kept = state, self.parts.plan.early, []
+        (token, x, held), distance, kept = state, self.parts.plan.prefetch_distance, []
         for half in range(2):
             x, token = self.exchange.mark(x, token)
-            if early[half]:
-                w, held = taken(held, half)
+            if distance[half]:
+                w, held = take_first(held, half)
             else:
                 w, token = self.gather(half, n, token)
             with jax.named_scope(f"layer_{n if isinstance(n, int) else 'looped'}/{NAMES[half]}"):
                 y, back, token = self.computed(half, w, x, token)
-            if early[half] and (steady or n + early[half] < self.count):
-                w, token = self.gather(half, n + early[half], token)
-                held = put(held, half, (*held[half], w))
+            if distance[half] and (steady or n + distance[half] < self.count):
+                w, token = self.gather(half, n + distance[half], token)
+                held = with_half(held, half, (*held[half], w))
             if tail is not None and half == 1:
-                w, token = self.exchange.gather(tail, self.parts.tail_how, token, "tail")
-                held = put(held, 1, (*held[1], w))
+                w, token = self.exchange.gather(tail, self.parts.tail_placements, token, "tail")
+                held = with_half(held, 1, (*held[1], w))
             if not self.parts.rings:
                 y, token = self.exchange.scatter_rows(y, token)
             kept.append((x if self.parts.plan.remat else back) if self.keep else None)
@@ -226,33 +226,34 @@ class _Backward:
         """Whether gradients have a chain of their own. Beside whole gathers they would take the links from them."""
         return self.parts.plan.weights == self.parts.plan.gradients == "ring"
 
-    def run(self, x_due: Array, tail_due: Any) -> tuple[Halves, Any, Array]:
+    def run(self, x_cotangent: Array, tail_cotangent: Any) -> tuple[Halves, Any, Array]:
         """Gradients of each half's shards, of the tail's, and of the stream before the first layer."""
-        early, late, last = self.parts.plan.early, self.parts.plan.late, self.count - 1
+        plan, last = self.parts.plan, self.count - 1
+        distance, delay = plan.prefetch_distance, plan.scatter_delay
         token, held, pending = tokens.new_token(), Halves((), ()), Halves((), ())
-        x_due, token = self.exchange.mark(x_due, token)
-        for n in range(max(early) if self.parts.plan.remat else 0):
+        x_cotangent, token = self.exchange.mark(x_cotangent, token)
+        for n in range(max(distance) if self.parts.plan.remat else 0):
             for half in (1, 0):
-                if n < early[half] - (half == 0):  # attention's last weights travel beside the MLP half before
+                if n < distance[half] - (half == 0):  # attention's last weights travel beside the MLP half before
                     w, token = self.gather(half, last - n, token)
-                    held = put(held, half, (*held[half], w))
+                    held = with_half(held, half, (*held[half], w))
         sent = Halves(token, token) if self.apart else Halves((), ())
-        state, tail_gradient = (token, sent, x_due, held, pending), None
+        state, tail_gradient = (token, sent, x_cotangent, held, pending), None
         for n in range(last, self.loops - 1, -1):
-            state, found, of_tail = self.layer(state, n, self.kept[n - self.loops], tail_due if n == last else None)
+            state, found, of_tail = self.layer(state, n, self.kept[n - self.loops], tail_cotangent if n == last else None)
             self.note(n, found)
             tail_gradient = of_tail if n == last else tail_gradient
         if self.loops:
-            state = self.loop(state, max(early))
-            for n in range(max(early) - 1, -1, -1):
+            state = self.loop(state, max(distance))
+            for n in range(max(distance) - 1, -1, -1):
                 state, found, _ = self.layer(state, n, at(self.looped, n))
                 self.note(n, found)
-        token, sent, x_due, held, pending = state
+        token, sent, x_cotangent, held, pending = state
         token = tokens.joined(token, *sent)
         for half in (1, 0):
-            for n, due in zip(range(late[half] - 1, -1, -1), pending[half], strict=True):
-                self.gradients[half][n], token = self.scatter(half, n, due, token)
-        return self.all_summed(), tail_gradient, x_due
+            for n, cotangent in zip(range(delay[half] - 1, -1, -1), pending[half], strict=True):
+                self.gradients[half][n], token = self.scatter(half, n, cotangent, token)
+        return self.all_summed(), tail_gradient, x_cotangent
 
     def loop(self, state: Any, least: int) -> Any:
         """Layers from the last in the forward pass's loop down to `least`, before which there are none to gather."""
@@ -271,7 +272,7 @@ class _Backward:
         """Keeps what was scattered during a layer."""
         for half, gradient in enumerate(found):
             if gradient is not None:
-                self.gradients[half][n + self.parts.plan.late[half]] = gradient
+                self.gradients[half][n + self.parts.plan.scatter_delay[half]] = gradient
 
     def all_summed(self) -> Halves:
         """Sums of what all layers left as summands, the same array of all layers in one."""
@@ -279,9 +280,9 @@ class _Backward:
         def of(half: int) -> list[Any]:
             each = self.gradients[half]
             leaves = [jax.tree.leaves(one) for one in each]
-            for place, how in enumerate(jax.tree.leaves(self.parts.how[half])):
-                if how.dim is None:
-                    together = self.exchange.summed(jnp.stack([one[place] for one in leaves]), how)
+            for place, placement in enumerate(jax.tree.leaves(self.parts.placements[half])):
+                if placement.dim is None:
+                    together = self.exchange.summed(jnp.stack([one[place] for one in leaves]), placement)
                     for n, one in enumerate(leaves):
                         one[place] = together[n]
             return [jax.tree.unflatten(jax.tree.structure(each[0]), one) for one in leaves]
@@ -291,53 +292,53 @@ class _Backward:
     def gather(self, half: int, n: Any, token: Any) -> tuple[Any, Any]:
         assert self.shards is not None
         name = f"{n if isinstance(n, int) else 'next'}_{NAMES[half]}_again"
-        return self.exchange.gather(at(self.shards[half], n), self.parts.how[half], token, name)
+        return self.exchange.gather(at(self.shards[half], n), self.parts.placements[half], token, name)
 
-    def scatter(self, half: int, n: Any, due: Any, token: Any) -> tuple[Any, Any]:
+    def scatter(self, half: int, n: Any, cotangent: Any, token: Any) -> tuple[Any, Any]:
         name = f"{n if isinstance(n, int) else 'last'}_{NAMES[half]}"
-        return self.exchange.scatter(due, self.parts.how[half], token, name)
+        return self.exchange.scatter(cotangent, self.parts.placements[half], token, name)
 
-    def layer(self, state: Any, n: Any, kept: Any, tail_due: Any = None) -> tuple[Any, tuple[Any, Any], Any]:
+    def layer(self, state: Any, n: Any, kept: Any, tail_cotangent: Any = None) -> tuple[Any, tuple[Any, Any], Any]:
         """One layer: the state, for each half the gradient that was scattered meanwhile, and the tail's."""
-        (token, sent, x_due, held, pending), plan, found = state, self.parts.plan, [None, None]
+        (token, sent, x_cotangent, held, pending), plan, found = state, self.parts.plan, [None, None]
         tail_gradient = w = None
         for half in (1, 0):
-            x_due, token = self.exchange.mark(x_due, token)
-            waiting, due = pending[half], x_due
-            if plan.remat and plan.early[half]:
-                w, held = taken(held, half)
+            x_cotangent, token = self.exchange.mark(x_cotangent, token)
+            waiting, cotangent = pending[half], x_cotangent
+            if plan.remat and plan.prefetch_distance[half]:
+                w, held = take_first(held, half)
             elif plan.remat:
                 w, token = self.gather(half, n, token)
             with jax.named_scope(f"back_{n if isinstance(n, int) else 'looped'}/{NAMES[half]}"):
                 if not self.parts.rings:
-                    due, token = self.exchange.gather_rows(x_due, token)
+                    cotangent, token = self.exchange.gather_rows(x_cotangent, token)
                 back, token = self.again(half, w, kept[half], token) if plan.remat else (kept[half], token)
             out = token = tokens.joined(token, sent[half])
             for other in (0, 1) if half == 1 and plan.remat else ():
-                of = n - plan.early[other] + int(other == 0)
-                if plan.early[other] and (not isinstance(n, int) or of >= 0):
+                of = n - plan.prefetch_distance[other] + int(other == 0)
+                if plan.prefetch_distance[other] and (not isinstance(n, int) or of >= 0):
                     w, token = self.gather(other, of, token)
-                    held = put(held, other, (*held[other], w))
+                    held = with_half(held, other, (*held[other], w))
             if not self.apart:
                 out = token
-            if tail_due is not None and half == 1:
-                tail_gradient, out = self.exchange.scatter(tail_due, self.parts.tail_how, out, "tail")
-            if plan.late[half] and len(waiting) == plan.late[half]:
-                found[half], out = self.scatter(half, n + plan.late[half], waiting[0], out)
+            if tail_cotangent is not None and half == 1:
+                tail_gradient, out = self.exchange.scatter(tail_cotangent, self.parts.tail_placements, out, "tail")
+            if plan.scatter_delay[half] and len(waiting) == plan.scatter_delay[half]:
+                found[half], out = self.scatter(half, n + plan.scatter_delay[half], waiting[0], out)
                 waiting = waiting[1:]
             if self.apart:
-                sent = put(sent, half, out)
+                sent = with_half(sent, half, out)
             else:
                 token = out
             with jax.named_scope(f"back_{n if isinstance(n, int) else 'looped'}/{NAMES[half]}"):
-                w_due, more, token = back((due, token))
-            x_due = x_due + more
-            if plan.late[half]:
-                waiting = (*waiting, w_due)
+                w_grad, more, token = back((cotangent, token))
+            x_cotangent = x_cotangent + more
+            if plan.scatter_delay[half]:
+                waiting = (*waiting, w_grad)
             else:
-                found[half], token = self.scatter(half, n, w_due, token)
-            pending = put(pending, half, waiting)
-        return (token, sent, x_due, held, pending), (found[0], found[1]), tail_gradient
+                found[half], token = self.scatter(half, n, w_grad, token)
+            pending = with_half(pending, half, waiting)
+        return (token, sent, x_cotangent, held, pending), (found[0], found[1]), tail_gradient
 
     def again(self, half: int, w: Any, x: Array, token: Any) -> tuple[Any, Any]:
         """Computes a half once more, for its gradient."""
@@ -359,10 +360,10 @@ def at(layers: Any, n: Any) -> Any:
     return jax.tree.map(lambda of: jax.lax.dynamic_index_in_dim(of, n, keepdims=False), layers)
 
 
-def taken(held: Halves, half: int) -> tuple[Any, Halves]:
+def take_first(held: Halves, half: int) -> tuple[Any, Halves]:
     """The weights whose turn it is, and what is held after that."""
-    return held[half][0], put(held, half, held[half][1:])
+    return held[half][0], with_half(held, half, held[half][1:])
 
 
-def put(halves: Halves, which: int, value: Any) -> Halves:
+def with_half(halves: Halves, which: int, value: Any) -> Halves:
     return Halves(value, halves.mlp) if which == 0 else Halves(halves.attention, value)

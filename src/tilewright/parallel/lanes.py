@@ -63,7 +63,7 @@ class Hop:
     """One under way: what arrives, whose it is, and the work of the core by when it has."""
 
     arriving: Array
-    of: Waiting
+    waiting: Waiting
     until: float
 
 
@@ -110,7 +110,7 @@ class Lanes:
         self.loose: list[tuple[dict[int, Any], int]] = []
 
     def ways(self) -> dict[int, int]:
-        """How many hops of the next collective go on each lane; the longer way is that on which less is queued."""
+        """Number of hops of the next collective on each lane; the longer way is that on which less is queued."""
         first, *others = sorted(self.lanes.values(), key=lambda lane: lane.hops)
         back = (self.size - 1) // 2 if others else 0
         lengths = {first.step: self.size - 1 - back, **{lane.step: back for lane in others}}
@@ -151,7 +151,7 @@ class Lanes:
         self.worked(self.moving * times * sum(leaf.nbytes for leaf in jax.tree.leaves(arrays)))
 
     def of_products(self, w: Any, rows: int) -> float:
-        """What products of so many rows with matrices count for."""
+        """Weight of products of so many rows with matrices, in operations."""
         matrices = [leaf for leaf in jax.tree.leaves(w) if leaf.ndim > 1]
         return sum(2.0 * (rows + self.loading) * matrix.size for matrix in matrices)
 
@@ -180,7 +180,7 @@ class Lanes:
             of[key] = value
         ended, going = [], []
         for lane in lanes:
-            going.append(lane.under.pop(0).of)
+            going.append(lane.under.pop(0).waiting)
             lane.hops -= 1
         for lane, own, waiting in zip(lanes, came, going, strict=True):
             try:

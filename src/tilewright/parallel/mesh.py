@@ -49,7 +49,7 @@ def make_mesh(axes: Mapping[str, int | None], devices: Sequence[Any] | None = No
 
 
 def in_rings(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray | None:
-    """The same devices as an array of a shape, in which each axis takes whole sides of their box and goes round in a ring.
+    """Devices as an array of a shape, in which each axis takes whole sides of their box and goes round in a ring.
 
     JAX's own order over v5p:2x2x2, for one, takes hops of a ring over two and three links.
 

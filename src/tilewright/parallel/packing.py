@@ -14,7 +14,7 @@ from tilewright.kernels.operations import Joined, Operations
 
 
 def on_each_device(ops: Operations, mesh: Mesh) -> Operations:
-    """The same operations, whose `prepare` takes parameters that lie over a mesh and prepares each device's part by itself.
+    """Operations whose `prepare` takes parameters that lie over a mesh and prepares each device's part by itself.
 
     What comes of a matrix has a device's own meaning under `jax.shard_map` alone: its arrays are those of all devices one after
     another, and what it says of sizes is of one part. A process prepares what its own devices hold, matrix by matrix.

@@ -124,7 +124,7 @@ Product = Callable[[Array, Any], Tree]
 """`product(rows [R, ...], w) -> tree of arrays [R, ...]`: what is computed of some rows, each row by itself."""
 
 
-class Way(NamedTuple):
+class RingDirection(NamedTuple):
     """One of the ways round a ring: rows come from the device `by` ahead (see `shift`), and go so many hops."""
 
     by: int
@@ -133,7 +133,7 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True)
 class Route:
-    """How the rows of shards travel round a ring.
+    """Route of the rows of shards round a ring.
 
     Attributes:
         bidirectional: every shard goes both ways at the same time, half as far each: links are used in both directions, there
@@ -150,13 +150,13 @@ class Route:
     looped: bool | None = None
     chunk: int | None = None
 
-    def ways(self, size: int) -> list[Way]:
+    def ways(self, size: int) -> list[RingDirection]:
         """Of a ring of so many devices, the longer one first; none goes nowhere."""
         back = (size - 1) // 2 if self.bidirectional else 0
-        return [way for way in (Way(1, size - 1 - back), Way(-1, back)) if way.hops]
+        return [way for way in (RingDirection(1, size - 1 - back), RingDirection(-1, back)) if way.hops]
 
     def loop(self, size: int) -> int:
-        """How many rounds are a loop: those in which rows come and go on all ways."""
+        """Number of rounds in a loop: those in which rows come and go on all ways."""
         looped = size > UNROLLED if self.looped is None else self.looped
         return max(0, min((way.hops for way in self.ways(size)), default=0) - 1) if looped else 0
 
@@ -199,7 +199,7 @@ def all_gather_matmul(
 
     fixed = jax.lax.stop_gradient(w)
 
-    def visit(held: list[list[Array]], going: list[Way]) -> tuple[list[list[Array]], list[list[Tree]]]:
+    def visit(held: list[list[Array]], going: list[RingDirection]) -> tuple[list[list[Array]], list[list[Tree]]]:
         return _sent(held, going, axis), [[(part, product(part, fixed)) for part in parts] for parts in held]
 
     own = [x[first : first + chunk] for first in range(0, rows, chunk)]
@@ -217,8 +217,8 @@ def all_gather_matmul(
     return weighted(product, w, whole, y)
 
 
-def _sent(held: list[list[Array]], going: list[Way], axis: Axis) -> list[list[Array]]:
-    """What arrives on the ways that go on, where each device sends what it holds."""
+def _sent(held: list[list[Array]], going: list[RingDirection], axis: Axis) -> list[list[Array]]:
+    """Arrays that arrive on the ways that go on, where each device sends what it holds."""
     arriving = [shift(parts, axis, way.by) for way, parts in zip(going, held, strict=False)]
     return jax.lax.optimization_barrier(arriving)  # together: else the compiler lets one direction wait for the other
 
@@ -275,7 +275,7 @@ def matmul_reduce_scatter(
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *total)
 
 
-def _parts(x: Array, ways: Sequence[Way], chunk: int, axis: Axis) -> dict[int, tuple[Array, ...]]:
+def _parts(x: Array, ways: Sequence[RingDirection], chunk: int, axis: Axis) -> dict[int, tuple[Array, ...]]:
     """For each hop the chunks of the device so far ahead."""
     hops = [0, *(way.by * hop for way in ways for hop in range(1, way.hops + 1))]
     tiles = sliced(x, row_starts(hops, len(x) // len(hops), chunk, axis))
@@ -332,7 +332,7 @@ def shard_rows(rows: int, axis: Axis) -> int:
     return rows // size
 
 
-def farthest(ways: Sequence[Way]) -> int:
+def farthest(ways: Sequence[RingDirection]) -> int:
     """Hops of the longest way; none of a single device."""
     return max((way.hops for way in ways), default=0)
 
@@ -361,26 +361,30 @@ def sliced(whole: Array, starts: tuple[Array, ...]) -> tuple[Array, ...]:
 
 # They are permutations of rows, so that each is the other's transpose. JAX does not know that tiles cover the whole: it would
 # write zeros in their places, or add as many whole arrays as there are tiles.
-placed.defvjp(lambda tiles, starts: (placed(tiles, starts), starts), lambda starts, due: (sliced(due, starts), None))
-sliced.defvjp(lambda whole, starts: (sliced(whole, starts), starts), lambda starts, due: (placed(tuple(due), starts), None))
+placed.defvjp(
+    lambda tiles, starts: (placed(tiles, starts), starts), lambda starts, cotangent: (sliced(cotangent, starts), None)
+)
+sliced.defvjp(
+    lambda whole, starts: (sliced(whole, starts), starts), lambda starts, cotangent: (placed(tuple(cotangent), starts), None)
+)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def weighted(product: Product, w: Any, rows: Array, made: Tree) -> Tree:
-    """What a product made of rows and constant weights, with the weights' gradient.
+    """A product of rows and constant weights as it was made, with the weights' gradient.
 
     That is one product over all rows: a sum of as many as there are tiles would go through memory as often.
     """
     return made
 
 
-def _weights_due(product: Product, kept: tuple[Any, Array], due: Tree) -> tuple[Any, None, Tree]:
+def _weights_backward(product: Product, kept: tuple[Any, Array], cotangent: Tree) -> tuple[Any, None, Tree]:
     w, rows = kept
     _, back = jax.vjp(lambda w: product(rows, w), w)
-    return *back(due), None, due
+    return *back(cotangent), None, cotangent
 
 
-weighted.defvjp(lambda product, w, rows, made: (made, (w, rows)), _weights_due)
+weighted.defvjp(lambda product, w, rows, made: (made, (w, rows)), _weights_backward)
 
 
 def _rows_alone(rows: Array, _: None) -> Array:

@@ -163,7 +163,7 @@ class Sequence(TensorParallel):
         """See `models.stack.Schedule.run`."""
         if x.shape[0] * x.shape[1] % jax.lax.axis_size(self.axis):
             return TensorParallel.run(self, stack, x, rows, kept, taps)
-        ops, shape, after, left = self.divided(stack.ops, x.shape), x.shape, [], []
+        ops, shape, after, left = self.sharded_ops(stack.ops, x.shape), x.shape, [], []
         own = rings.shard_rows(shape[0] * shape[1], self.axis)
         x = jax.lax.dynamic_slice_in_dim(x.reshape(1, -1, shape[2]), self.first(own), own, 1)
         for layer, before in zip(stack.layers, kept, strict=True):
@@ -178,7 +178,7 @@ class Sequence(TensorParallel):
 
         return whole(x), tuple(whole(after[tap]) for tap in taps), tuple(left)
 
-    def divided(self, ops: Operations, shape: tuple[int, ...]) -> Operations:
+    def sharded_ops(self, ops: Operations, shape: tuple[int, ...]) -> Operations:
         """Products between a device's own rows `[1, rows, H]` and all of a batch of this shape."""
 
         def gathered(product: Callable[..., Any], x: Array, w: Any, norm: Norm | None) -> Any:
@@ -212,7 +212,7 @@ class Sequence(TensorParallel):
 
 
 @dataclass(frozen=True)
-class Ring(Sequence):
+class CollectiveMatmul(Sequence):
     """`Sequence` whose collectives are hidden under the products beside them, hop by hop (see `rings.all_gather_matmul`).
 
     No other collective is left in the layers, nor in the embedding. After Wang et al., "Overlap Communication with Dependent

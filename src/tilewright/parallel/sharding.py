@@ -19,7 +19,7 @@ Tree = TypeVar("Tree")
 
 @runtime_checkable
 class Declared(Protocol):
-    """What must be known of an array (`models.params.ArraySpec` has it).
+    """Protocol of a declared array (`models.params.ArraySpec` offers it).
 
     `axes` holds the logical axis of each dim; `units`, where it is not empty, how many entries of each dim stay together.
     """
@@ -57,12 +57,12 @@ TENSOR_PARALLEL: Rules = MappingProxyType({**WHOLE, "vocab": "tp", "heads": "tp"
 see `GROUPED`: a device must hold the very head that its queries read."""
 
 GROUPED_AXES = ("kv", "group")
-"""What `grouped_mesh` makes of one axis. Together they are the axis of a schedule."""
+"""Axes that `grouped_mesh` makes of one axis. Together they are the axis of a schedule."""
 
 GROUPED: Rules = MappingProxyType(
     {**WHOLE, "vocab": GROUPED_AXES, "heads": GROUPED_AXES, "kv_heads": "kv", "mlp": GROUPED_AXES}
 )
-"""The same over a `grouped_mesh`: the devices of a "group" hold the same key/value heads, of whose queries each has its own.
+"""Tensor parallelism over a `grouped_mesh`: the devices of a "group" hold the same key/value heads, and share their queries.
 Nothing else is held twice; of weights and caches, "kv" divides what belongs to key/value heads."""
 
 FULLY_SHARDED: Rules = MappingProxyType({**WHOLE, "hidden": "fsdp"})
@@ -102,7 +102,7 @@ def grouped_mesh(mesh: Mesh, axis: str, *, heads: int, kv_heads: int, **others: 
 
 
 def grouping(size: int, *, heads: int, kv_heads: int, **others: int) -> tuple[int, int]:
-    """How long `GROUPED_AXES` are over so many devices.
+    """Sizes of `GROUPED_AXES` over so many devices.
 
     Raises:
         ValueError: see `grouped_mesh`.
@@ -133,7 +133,7 @@ def shardings(specs: Tree, mesh: Mesh, rules: Rules) -> Tree:
 
 
 def partition(spec: Declared, mesh_sizes: Mapping[str, int], rules: Rules) -> PartitionSpec:
-    """How one array is divided over a mesh, whose axes have these sizes.
+    """Partition spec of one array over a mesh, whose axes have these sizes.
 
     Raises:
         ValueError: a logical axis without a rule, a rule that names an axis that the mesh has not, a dim whose units do not

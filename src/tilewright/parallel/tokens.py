@@ -137,11 +137,11 @@ def checkpoint(layer: Callable[..., tuple[Any, Array]]) -> Callable[..., tuple[A
     def forward(token: Array, *operands: Any) -> tuple[tuple[Any, Array], Any]:
         return layer(token, *operands), operands
 
-    def backward(operands: Any, due: tuple[Any, Array]) -> Any:
-        result_due, token = due
+    def backward(operands: Any, cotangent: tuple[Any, Array]) -> Any:
+        result_cotangent, token = cotangent
         operands, (token,) = _tied(_wait, token, operands)
         (_, token), back = jax.vjp(layer, token, *operands)
-        return back((result_due, token))
+        return back((result_cotangent, token))
 
     run.defvjp(forward, backward)
     return run
@@ -176,8 +176,8 @@ def _wait_forward(tokens: list[Array], values: list[Array]) -> tuple[tuple[list[
     return _wait(tokens, values), len(tokens)
 
 
-def _wait_backward(count: int, due: tuple[list[Any], list[Array]]) -> tuple[list[Array], list[Any]]:
-    values, tokens = due
+def _wait_backward(count: int, cotangent: tuple[list[Any], list[Array]]) -> tuple[list[Array], list[Any]]:
+    values, tokens = cotangent
     made, token = _token_of(tokens, [each for each in values if _is_real(each)])
     return [token] * count, _put_back(values, made)
 
@@ -191,8 +191,8 @@ def _done_forward(tokens: list[Array], values: list[Array]) -> tuple[tuple[list[
     return _done(tokens, values), len(tokens)
 
 
-def _done_backward(count: int, due: tuple[list[Any], Array]) -> tuple[list[Array], list[Any]]:
-    values, token = due
+def _done_backward(count: int, cotangent: tuple[list[Any], Array]) -> tuple[list[Array], list[Any]]:
+    values, token = cotangent
     return [token] * count, _put_back(values, _after([token], [each for each in values if _is_real(each)]))
 
 

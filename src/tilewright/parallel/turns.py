@@ -12,7 +12,7 @@ from tilewright.parallel.rows import rows_of, with_rows
 
 @dataclass(frozen=True)
 class Cut:
-    """How a batch is cut into groups: by its rows, or by the positions of all rows.
+    """Division of a batch into groups: by its rows, or by the positions of all rows.
 
     Of positions, a group sees those before it through what the layer keeps, so that it comes after them within a layer.
 
@@ -33,20 +33,20 @@ class Cut:
         return jnp.concatenate(streams, axis=0 if self.by_rows else 1)
 
     def rows(self, rows: Any, n: int) -> Any:
-        """What the parts must know of group n."""
+        """Metadata of group n, of those of all rows."""
         return rows_of(rows, n * self.size, self.size) if self.by_rows else rows.positions(n * self.size, self.size)
 
     def kept(self, whole: Any, n: int) -> Any:
-        """What a layer keeps that group n attends to."""
+        """The part of a layer's cache that group n attends to."""
         return rows_of(whole, n * self.size, self.size) if self.by_rows else whole
 
-    def put(self, whole: Any, n: int, own: Any) -> Any:
-        """What a layer keeps, with that of group n replaced."""
-        return with_rows(whole, n * self.size, own) if self.by_rows else own
+    def with_group(self, whole: Any, n: int, part: Any) -> Any:
+        """A layer's cache, with that of group n replaced."""
+        return with_rows(whole, n * self.size, part) if self.by_rows else part
 
 
 def cut(x: Float[Array, "B T H"], rows: Any, kept: tuple[Any, ...], count: int) -> Cut:
-    """How to make so many groups: of rows where these can be divided, else of positions.
+    """Divides a batch into so many groups: of rows where these can be divided, else of positions.
 
     Raises:
         ValueError: neither rows nor positions can be divided, the latter also because layers keep nothing or because what is
@@ -79,15 +79,15 @@ def take_turns(
     Raises:
         ValueError: see `cut`.
     """
-    how, ops = cut(x, rows, kept, count), stack.ops
-    streams, around, after, left = how.streams(x), [how.rows(rows, n) for n in range(count)], [], []
+    division, ops = cut(x, rows, kept, count), stack.ops
+    streams, around, after, left = division.streams(x), [division.rows(rows, n) for n in range(count)], [], []
     for layer, whole in zip(stack.layers, kept, strict=True):
         for n in range(count):
-            out, own = stack.attend(ops, layer, stack.project(ops, layer, streams[n]), around[n], how.kept(whole, n))
-            whole = how.put(whole, n, own)
+            out, own = stack.attend(ops, layer, stack.project(ops, layer, streams[n]), around[n], division.kept(whole, n))
+            whole = division.with_group(whole, n, own)
             streams[n] = stack.output(ops, layer, out, streams[n])
         for n in range(count):
             streams[n] = stack.mlp(ops, layer, streams[n], streams[n])
         after.append(list(streams))
         left.append(whole)
-    return how.joined(streams), tuple(how.joined(after[tap]) for tap in taps), tuple(left)
+    return division.joined(streams), tuple(division.joined(after[tap]) for tap in taps), tuple(left)

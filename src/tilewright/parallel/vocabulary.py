@@ -79,20 +79,20 @@ def _forward(logits: Logits, axis: Axis, rows: int, x: Array, head: Any, labels:
         x, labels, weights = of
         made, back = jax.vjp(logits, x, head)
         loss, share, own = _losses(made, labels, axis)
-        x_due, head_due = back(weights[:, None] * jnp.where(own, share - 1, share))
-        total = jax.tree.map(lambda total, new: total + new.astype(jnp.float32), sums[1], head_due)
-        return (sums[0] + jnp.sum(loss * weights), total), x_due
+        x_cotangent, head_cotangent = back(weights[:, None] * jnp.where(own, share - 1, share))
+        total = jax.tree.map(lambda total, new: total + new.astype(jnp.float32), sums[1], head_cotangent)
+        return (sums[0] + jnp.sum(loss * weights), total), x_cotangent
 
     start = (jnp.float32(0), jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), head))
-    (total, head_due), x_due = jax.lax.scan(block, start, _blocks(rows, x, labels, weights))
-    x_due = x_due.reshape(-1, x.shape[1])[: len(x)]
-    head_due = jax.tree.map(lambda due, w: due.astype(w.dtype), head_due, head)
-    return total / jax.lax.axis_size(axis), (x_due, head_due)
+    (total, head_cotangent), x_cotangent = jax.lax.scan(block, start, _blocks(rows, x, labels, weights))
+    x_cotangent = x_cotangent.reshape(-1, x.shape[1])[: len(x)]
+    head_cotangent = jax.tree.map(lambda cotangent, w: cotangent.astype(w.dtype), head_cotangent, head)
+    return total / jax.lax.axis_size(axis), (x_cotangent, head_cotangent)
 
 
-def _backward(logits: Logits, axis: Axis, rows: int, kept: tuple[Array, Any], due: Array) -> tuple[Any, ...]:
-    x_due, head_due = jax.tree.map(lambda each: due.astype(each.dtype) * each, kept)
-    return x_due, head_due, None, None
+def _backward(logits: Logits, axis: Axis, rows: int, kept: tuple[Array, Any], cotangent: Array) -> tuple[Any, ...]:
+    x_cotangent, head_cotangent = jax.tree.map(lambda each: cotangent.astype(each.dtype) * each, kept)
+    return x_cotangent, head_cotangent, None, None
 
 
 _share.defvjp(_forward, _backward)

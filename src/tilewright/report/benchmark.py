@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.report.charts import LineChart, Series, StackedBars
-from tilewright.report.page import Block, Cell, Section, Table, write_sections
+from tilewright.report.page import Block, Cell, HtmlTable, Section, write_sections
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What one drafter gave on one dataset.
+class DrafterFigures:
+    """Figures of one drafter on one dataset.
 
     Attributes:
         dataset, drafter: names; they make the table's rows and columns in the order in which they first come.
@@ -72,7 +72,7 @@ class BenchmarkReport:
     """
 
     title: str
-    measured: Sequence[Measured]
+    measured: Sequence[DrafterFigures]
     categories: Sequence[CategoryTau] = ()
     lead: str = ""
     environment: Mapping[str, Any] = field(default_factory=dict)
@@ -92,8 +92,8 @@ class BenchmarkReport:
             seen.add(key)
 
 
-def measured_problems(row: Measured | CategoryTau) -> Iterator[str]:
-    """What cannot be in a set of figures."""
+def measured_problems(row: DrafterFigures | CategoryTau) -> Iterator[str]:
+    """Errors in a set of figures, each in words."""
     speeds = () if isinstance(row, CategoryTau) else ("baseline_tokens_per_s", "tokens_per_s", "speedup")
     for name in ("prompts", "tau", *speeds):
         value = getattr(row, name)
@@ -139,7 +139,7 @@ def distinct(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def figures_table(title: str, measured: Sequence[Measured]) -> Table:
+def figures_table(title: str, measured: Sequence[DrafterFigures]) -> HtmlTable:
     """Datasets against drafters. The best speedup of a row is strong."""
     drafters = distinct([row.drafter for row in measured])
     found = {(row.dataset, row.drafter): row for row in measured}
@@ -161,7 +161,7 @@ def figures_table(title: str, measured: Sequence[Measured]) -> Table:
     if len(datasets) > 1:
         rows.append(mean_row(per_line, shared, priced))
     begin = ["data", "prompts", *(["plain tokens/s"] if shared else [])]
-    return Table(
+    return HtmlTable(
         title,
         [*begin, *fields * len(drafters)],
         rows,
@@ -170,7 +170,7 @@ def figures_table(title: str, measured: Sequence[Measured]) -> Table:
     )
 
 
-def category_table(report: BenchmarkReport) -> Table:
+def category_table(report: BenchmarkReport) -> HtmlTable:
     """τ of each category against drafters, these in the order of the table of datasets."""
     drafters = distinct([row.drafter for row in (*report.measured, *report.categories)])
     found = {(row.dataset, row.category, row.drafter): row for row in report.categories}
@@ -179,18 +179,18 @@ def category_table(report: BenchmarkReport) -> Table:
         each = [found.get((dataset, category, drafter)) for drafter in drafters]
         prompts = next(row.prompts for row in each if row)
         rows.append([f"{dataset}: {category or '–'}", f"{prompts:,}", *(f"{row.tau:.2f}" if row else None for row in each)])
-    return Table("τ by category", ["category", "prompts", *drafters], rows)
+    return HtmlTable("τ by category", ["category", "prompts", *drafters], rows)
 
 
-def chosen_tables(measured: Sequence[Measured]) -> list[Table]:
-    """What rounds did where that was chosen, a column for each choice."""
+def chosen_tables(measured: Sequence[DrafterFigures]) -> list[HtmlTable]:
+    """Tables of rounds that were chosen as decoding went, a column for each choice."""
     own = [row for row in measured if row.chosen]
     if not own:
         return []
     names = distinct([name for row in own for name, _ in row.chosen])
     shares = [(row, dict(row.chosen)) for row in own]
     rows = [[row.dataset, row.drafter, *(f"{has[name]:.0%}" if name in has else None for name in names)] for row, has in shares]
-    return [Table("Rounds that were chosen", ["data", "drafter", *names], rows)]
+    return [HtmlTable("Rounds that were chosen", ["data", "drafter", *names], rows)]
 
 
 def rate(tokens_per_s: float) -> str:
@@ -198,7 +198,7 @@ def rate(tokens_per_s: float) -> str:
 
 
 def drafter_cells(
-    row: Measured | None, colour: int, best: float, most: float, shared: bool, priced: bool
+    row: DrafterFigures | None, colour: int, best: float, most: float, shared: bool, priced: bool
 ) -> list[str | Cell | None]:
     """One drafter's cells in a row of the table; `best` is the row's best speedup, `most` the table's."""
     if row is None:
@@ -212,7 +212,7 @@ def drafter_cells(
     return cells
 
 
-def mean_row(per_line: Sequence[Sequence[Measured | None]], shared: bool, priced: bool) -> list[str | Cell | None]:
+def mean_row(per_line: Sequence[Sequence[DrafterFigures | None]], shared: bool, priced: bool) -> list[str | Cell | None]:
     """Means over the datasets, of the drafters that were measured on all of them."""
     row: list[str | Cell | None] = ["mean", None, *([None] if shared else [])]
     for column in zip(*per_line, strict=True):
@@ -225,7 +225,7 @@ def mean_row(per_line: Sequence[Sequence[Measured | None]], shared: bool, priced
 
 
 def charts_of(
-    measured: Sequence[Measured],
+    measured: Sequence[DrafterFigures],
     x_label: str,
     y_label: str,
     points: Mapping[int, Sequence[tuple[float, float]]],
@@ -245,7 +245,7 @@ def charts_of(
     return charts
 
 
-def acceptance(measured: Sequence[Measured]) -> Section:
+def acceptance(measured: Sequence[DrafterFigures]) -> Section:
     points = {n: list(enumerate(row.acceptance_by_position, 1)) for n, row in enumerate(measured)}
     charts = charts_of(measured, "slot in the block", "rounds whose draft is accepted", points, percent=True)
     return Section(
@@ -253,13 +253,13 @@ def acceptance(measured: Sequence[Measured]) -> Section:
     )
 
 
-def tau_curves(measured: Sequence[Measured]) -> Section:
+def tau_curves(measured: Sequence[DrafterFigures]) -> Section:
     points = {n: row.tau_by_position for n, row in enumerate(measured)}
     charts = charts_of(measured, "position in the generation", "τ", points)
     return Section("τ along the text", charts, "The mean acceptance length of rounds that begin at a position.", grid=True)
 
 
-def round_times(measured: Sequence[Measured]) -> Section:
+def round_times(measured: Sequence[DrafterFigures]) -> Section:
     """Where a round's time goes, where it is known."""
     bars = []
     for row in measured:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import accumulate
 
-from tilewright.report.page import Table, series_class
+from tilewright.report.page import HtmlTable, series_class
 
 WIDTH, HEIGHT = 340, 190
 """Size of a line chart in its own units; on the page it takes the width it is given."""
@@ -90,12 +90,12 @@ class LineChart:
         )
         return f'<polyline class="curve {kind}" points="{place}"{dashed}/>{marks}'
 
-    def table(self) -> Table:
+    def table(self) -> HtmlTable:
         """The chart's figures."""
         xs = sorted({x for series in self.series for x, _ in series.points})
         found = [dict(series.points) for series in self.series]
         rows = [[compact(x), *(None if (y := values.get(x)) is None else self.number(y) for values in found)] for x in xs]
-        return Table(f"{self.title}: {self.y_label}", [self.x_label, *(s.name for s in self.series)], rows)
+        return HtmlTable(f"{self.title}: {self.y_label}", [self.x_label, *(s.name for s in self.series)], rows)
 
 
 @dataclass(frozen=True)
@@ -143,10 +143,10 @@ class StackedBars:
     def number(self, value: float) -> str:
         return f"{compact(value)} {escape(self.unit)}"
 
-    def table(self) -> Table:
+    def table(self) -> HtmlTable:
         """The chart's figures."""
         rows = [[name, *map(compact, values), compact(sum(values))] for name, values in self.bars]
-        return Table(f"{self.title}, {self.unit}", ["", *self.parts, "together"], rows)
+        return HtmlTable(f"{self.title}, {self.unit}", ["", *self.parts, "together"], rows)
 
 
 def drawn(values: Sequence[float]) -> list[float]:
@@ -154,7 +154,7 @@ def drawn(values: Sequence[float]) -> list[float]:
     return [max(value, 0.0) for value in values]
 
 
-def figure(title: str, drawing: str, key: str, table: Table) -> str:
+def figure(title: str, drawing: str, key: str, table: HtmlTable) -> str:
     return (
         f"<figure><figcaption>{escape(title)}</figcaption>{drawing}{key}"
         f"<details><summary>Figures</summary>{table.html()}</details></figure>"

@@ -5,10 +5,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tilewright.report.replay import Token, Words, seconds_problems, token_problems, write_player
+from tilewright.report.replay import ReplayToken, Words, seconds_problems, token_problems, write_player
 
 SPANS = {"block": "its block", "response": "the response", "whole": "everything"}
-"""What a step can look at, as the page says it."""
+"""Names of the spans that a step can look at, as the page shows them."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Placed:
     """A token and its place in the response, from 0."""
 
     position: int
-    token: Token
+    token: ReplayToken
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class DenoisingReplay:
 
 
 def steps_problems(steps: Sequence[DenoisingStep], block_size: int) -> Iterator[str]:
-    """What cannot be in the steps of a response."""
+    """Errors in the steps of a response, each in words."""
     if not steps:
         yield "expected steps, found none"
     seen: set[int] = set()

@@ -10,7 +10,7 @@ from rich.table import Table as TerminalTable
 from rich.text import Text
 
 from tilewright.report.charts import LineChart, Series, StackedBars
-from tilewright.report.page import Block, Cell, Section, Table, write_sections
+from tilewright.report.page import Block, Cell, HtmlTable, Section, write_sections
 from tilewright.report.terminal import number
 
 Row = Mapping[str, Any]
@@ -51,7 +51,7 @@ def cells(row: Row) -> list[tuple[float | None, str]]:
 
 
 def programs_table(rows: Sequence[Row]) -> TerminalTable:
-    """What each way compiled and held, and how often the host waited for the device."""
+    """Table of the programs that each way compiled and held, and how often the host waited for the device."""
     shown = TerminalTable(title="programs", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     shown.add_column("way")
     spans = ("steps over\nall", "over\nresponse", "over\nblock")
@@ -142,7 +142,7 @@ def write_diffusion(path: str | Path, report: DiffusionReport) -> None:
     write_sections(path, report.title, sections, lead=report.lead, facts=report.environment, data=asdict(report))
 
 
-def figures_table(rows: Sequence[Row]) -> Table:
+def figures_table(rows: Sequence[Row]) -> HtmlTable:
     """A line for each way; the best speedup and the best accuracy are strong."""
     most = max(row["speedup"] for row in rows)
     best = max((row["accuracy"] for row in rows if row["accuracy"]), default=None)
@@ -155,14 +155,14 @@ def figures_table(rows: Sequence[Row]) -> Table:
         texts[-1] = Cell(f"{row['speedup']:.2f}×", row["speedup"] == most, min(row["speedup"] / most, 1))
         lines.append([row["name"], *texts])
     heads = ["right", "agrees with dense", "same argmax", "KL, nats", "salient", "tokens per forward", "tokens/s", "ms a step"]
-    return Table("Ways of denoising", ["way", *heads, "step speedup", "speedup"], lines)
+    return HtmlTable("Ways of denoising", ["way", *heads, "step speedup", "speedup"], lines)
 
 
 def step_bars(rows: Sequence[Row]) -> StackedBars:
     return StackedBars("A step, median", ("time",), [(row["name"], (1000 * row["seconds_per_step"],)) for row in rows], "ms")
 
 
-def page_programs(rows: Sequence[Row]) -> Table:
+def page_programs(rows: Sequence[Row]) -> HtmlTable:
     heads = [
         "compiled",
         "seconds",
@@ -172,7 +172,7 @@ def page_programs(rows: Sequence[Row]) -> Table:
         "steps over all",
         "over the response",
     ]
-    return Table("Programs", ["way", *heads, "over the block"], [[row["name"], *program_cells(row)] for row in rows])
+    return HtmlTable("Programs", ["way", *heads, "over the block"], [[row["name"], *program_cells(row)] for row in rows])
 
 
 def charts(

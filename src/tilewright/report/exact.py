@@ -1,4 +1,4 @@
-"""What `tilewright verify-exact` shows in the terminal, from its figures."""
+"""Terminal output of `tilewright verify-exact`, from its figures."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -56,7 +56,7 @@ def hash_cell(finding: Row) -> str:
 
 
 def exercised_text(group: Sequence[Row]) -> str:
-    """What a path did over all kinds of sampling, and what it was to do and did not."""
+    """Text on what a path did over all kinds of sampling, and on what it was to do and did not."""
     counts: dict[str, int] = {}
     for one in group:
         for name, count in one["exercised"].items():

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.report.charts import StackedBars
-from tilewright.report.page import Cell, Section, Table, write_sections
+from tilewright.report.page import Cell, HtmlTable, Section, write_sections
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ def experiments(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[
 
 
 def program(record: Mapping[str, Any]) -> str:
-    """What a line is called."""
+    """Name of a record's program, as tables have it."""
     return f"{record['experiment']}, {record['name']}"
 
 
-def times_table(place: str, records: Sequence[Mapping[str, Any]]) -> Table:
+def times_table(place: str, records: Sequence[Mapping[str, Any]]) -> HtmlTable:
     """A line for each program. The best speedup of an experiment is strong."""
     measured = records[0]["measured"]
     times = ["ms", "speedup", "of bandwidth", "differs by"] if measured else ["kilocycles", "left out", "of memory"]
@@ -100,11 +100,11 @@ def times_table(place: str, records: Sequence[Mapping[str, Any]]) -> Table:
                 cells += [f"{one['estimated_cycles'] / 1e3:,.1f}", f"{one['without_estimate']:,}"]
                 cells.append(None if bound is None else f"{bound / 1e3:,.1f}")
             rows.append([*cells, f"{one['compile_s']:.2f}{' loaded' if one['loaded'] else ''}"])
-    return Table(f"{'Measured' if measured else 'Estimated'}, {place}", ["program", *times, "compile s"], rows)
+    return HtmlTable(f"{'Measured' if measured else 'Estimated'}, {place}", ["program", *times, "compile s"], rows)
 
 
-def memory_table(place: str, records: Sequence[Mapping[str, Any]]) -> Table:
-    """What the compiled programs move and hold."""
+def memory_table(place: str, records: Sequence[Mapping[str, Any]]) -> HtmlTable:
+    """Table of the bytes that compiled programs move and hold."""
     rows = [
         [
             program(one),
@@ -114,17 +114,17 @@ def memory_table(place: str, records: Sequence[Mapping[str, Any]]) -> Table:
         ]
         for one in records
     ]
-    return Table(f"Memory, {place}", ["program", "MB read", "MB written", "round trips", "MB in them", "peak MB"], rows)
+    return HtmlTable(f"Memory, {place}", ["program", "MB read", "MB written", "round trips", "MB in them", "peak MB"], rows)
 
 
-def kernels_table(records: Sequence[Mapping[str, Any]], chip: str, key: str) -> Table:
-    """What the kernels for a chip move, where that was counted."""
+def kernels_table(records: Sequence[Mapping[str, Any]], chip: str, key: str) -> HtmlTable:
+    """Table of what the kernels for a chip move, where that was counted."""
     rows = [
         [program(one), f"{count:,}", *(megabytes(one[f"{key}_{way}_bytes"]) for way in ("read", "written"))]
         for one in records
         if (count := one[f"{key}_dma_descriptors"]) is not None
     ]
-    return Table(chip, ["program", "descriptors", "MB read", "MB written"], rows)
+    return HtmlTable(chip, ["program", "descriptors", "MB read", "MB written"], rows)
 
 
 def megabytes(size: int | None) -> str | None:

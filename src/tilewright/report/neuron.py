@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.report.charts import LineChart, Series, StackedBars, bar_key, figure
-from tilewright.report.page import Block, Cell, Section, Table, series_class, write_sections
+from tilewright.report.page import Block, Cell, HtmlTable, Section, series_class, write_sections
 
 MOMENTS = ("compute", "loading", "exposed", "waiting")
-"""What all of the time is divided into, as records name it."""
+"""Kinds of moments that all of the time is divided into, as records name them."""
 
 MOMENT_NAMES = ("compute", "loading alone", "exposed communication", "waiting")
 
 KINDS = ("compute", "dma", "tp", "fsdp", "other")
-"""What is drawn, in the order of the colours."""
+"""Kinds of spans in a chart, in the order of the colours."""
 
 KIND_NAMES = ("compute", "compute's transfers", "tensor-parallel", "fully sharded", "other collectives")
 
@@ -27,7 +27,7 @@ LEAD = "A discrete-event model; nothing ran on a chip. docs/neuron.md says what 
 
 @dataclass(frozen=True)
 class Engines:
-    """What each engine does, all over the same axis of time.
+    """Chart of what each engine does, all over the same axis of time.
 
     Attributes:
         lanes: for each engine its name and (begin ms, end ms, kind), kinds as in `KINDS`.
@@ -53,13 +53,13 @@ class Engines:
         ends = f"<p><span>0</span><span>{self.total_ms:,.3f} ms</span></p>"
         return figure(self.title, f'<div class="lanes">{"".join(pictures)}{ends}</div>', bar_key(KIND_NAMES), self.table())
 
-    def table(self) -> Table:
-        """How long each lane has something under way."""
+    def table(self) -> HtmlTable:
+        """Table of the time in which each lane has something under way."""
         rows = []
         for name, spans in self.lanes:
             busy = sum(end - begin for begin, end, _ in merged([(begin, end, "dma") for begin, end, _ in spans], 0.0))
             rows.append([name, f"{busy:,.3f}", f"{busy / (self.total_ms or 1.0):.1%}"])
-        return Table(f"{self.title}: busy", ["engine", "ms", "share"], rows)
+        return HtmlTable(f"{self.title}: busy", ["engine", "ms", "share"], rows)
 
 
 def merged(spans: Sequence[tuple[float, float, str]], gap: float) -> list[tuple[float, float, str]]:
@@ -90,13 +90,15 @@ def write_simulation(
     layers = record["exposed_layers_ms"]
     blocks: list[Block] = [
         StackedBars("What the time goes to", MOMENT_NAMES, [(record["program"], [record[f"{n}_ms"] for n in MOMENTS])], "ms"),
-        Table("Engines", ["engine", "busy ms", "idle ms", "busy"], busy),
-        Table(
+        HtmlTable("Engines", ["engine", "busy ms", "idle ms", "busy"], busy),
+        HtmlTable(
             "DMA engines by sender",
             ["sender", "GB", "share"],
             [[name, f"{size:,.3f}", f"{record['dma_share'][name]:.1%}"] for name, size in record["dma_gb"].items()],
         ),
-        Table("Exposed communication of each layer", ["layer", "ms"], [[name, f"{ms:,.3f}"] for name, ms in layers.items()]),
+        HtmlTable(
+            "Exposed communication of each layer", ["layer", "ms"], [[name, f"{ms:,.3f}"] for name, ms in layers.items()]
+        ),
     ]
     text = f"{record['total_ms']:,.3f} ms; {record['limit']} is busy longest; {record['memory_gib']:,.2f} GiB of device memory."
     text = " ".join([text, *sentences(record["notes"])])
@@ -152,7 +154,7 @@ def by_cores(title: str, unit: str, name: str, records: Sequence[Mapping[str, An
     return [LineChart(f"{title}, batch {rows}", "cores", unit, of) for rows, of in drawn.items()]
 
 
-def inference_table(records: Sequence[Mapping[str, Any]]) -> Table:
+def inference_table(records: Sequence[Mapping[str, Any]]) -> HtmlTable:
     heads = ["schedule", "cores", "batch", "tokens/s", "gain", "TTFT ms", "gain", "TPOT ms", "gain", "decode limit", "GiB"]
     rows = []
     for one in records:
@@ -162,17 +164,17 @@ def inference_table(records: Sequence[Mapping[str, Any]]) -> Table:
         limit = f"{one['decode']['limit']} {one['decode']['limit_share']:.0%}"
         memory = f"{one['memory_gib']:,.1f}" + ("" if one["fits"] else " (does not fit)")
         rows.append([one["schedule"], str(one["cores"]), str(one["batch_rows"]), *figures, limit, memory])
-    return Table("Schedules against sync", heads, rows)
+    return HtmlTable("Schedules against sync", heads, rows)
 
 
-def sensitivity_table(records: Sequence[Mapping[str, Any]], name: str) -> Table:
+def sensitivity_table(records: Sequence[Mapping[str, Any]], name: str) -> HtmlTable:
     """For each figure and value the ranking, with the time of each."""
     rows = []
     for one in records:
         value = "" if one["value"] is None else f" = {one['value']:g}"
         ranking = ", ".join(f"{each} {one[name][each]:,.2f}" for each in one["ranking"])
         rows.append([f"{one['figure']}{value}", one["ranking"][0], ranking])
-    return Table("Ranking by disputed figures", ["figure", "first", "all, ms"], rows)
+    return HtmlTable("Ranking by disputed figures", ["figure", "first", "all, ms"], rows)
 
 
 def write_training_plan(path: str | Path, title: str, plan: Mapping[str, Any]) -> None:
@@ -183,17 +185,17 @@ def write_training_plan(path: str | Path, title: str, plan: Mapping[str, Any]) -
     lines: dict[str, list[tuple[float, float]]] = {}
     for one in records:
         if one["threaded"]:
-            key = f"{one['streams']} stream{'s' * (one['streams'] > 1)}, early {one['early_layers']:g}, {one['packets']}"
+            key = f"{one['streams']} stream{'s' * (one['streams'] > 1)}, prefetch {one['early_layers']:g}, {one['packets']}"
             lines.setdefault(key, []).append((one["late_layers"], one["step_ms"]))
     charts = [
-        LineChart(f"Step by late shift, {packets} packets", "late shift, layers", "ms", series)
+        LineChart(f"Step by scatter delay, {packets} packets", "scatter delay, layers", "ms", series)
         for packets in dict.fromkeys(one["packets"] for one in records if one["threaded"])
         if (series := [Series(key, sorted(points)) for key, points in lines.items() if key.endswith(packets)])
     ]
     sections = [
         Section("Ranking", [training_table(records)], plan["winner_text"]),
         Section("What steps are made of", [StackedBars("The fastest settings", MOMENT_NAMES, bars, "ms"), *charts], grid=True),
-        Section("Environment of the winner", [Table("Variables", ["name", "value", "what it does"], shown)]),
+        Section("Environment of the winner", [HtmlTable("Variables", ["name", "value", "what it does"], shown)]),
         Section("Sensitivity", [sensitivity_table(plan["sensitivity"], "step_ms")], SENSITIVITY),
     ]
     hidden = ("data", "sensitivity", "winner", "winner_environment", "winner_text")
@@ -201,7 +203,7 @@ def write_training_plan(path: str | Path, title: str, plan: Mapping[str, Any]) -
     write_sections(path, title, sections, lead=LEAD, facts=plain(environment), data=plan)
 
 
-def training_table(records: Sequence[Mapping[str, Any]]) -> Table:
+def training_table(records: Sequence[Mapping[str, Any]]) -> HtmlTable:
     heads = ["setting", "step ms", "gain", "exposed ms", "TP delay ms", "limit", "GiB"]
     rows = []
     for one in records:
@@ -210,7 +212,7 @@ def training_table(records: Sequence[Mapping[str, Any]]) -> Table:
         memory = f"{one['memory_gib']:,.1f}" + ("" if one["fits"] else " (does not fit)")
         limit = f"{one['limit']} {one['limit_share']:.0%}"
         rows.append([one["setting"], *times, f"{one['tp_delay_ms']:,.1f}", limit, memory])
-    return Table("Settings, the fastest first", heads, rows)
+    return HtmlTable("Settings, the fastest first", heads, rows)
 
 
 def plain(environment: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.report.charts import StackedBars, bar_key, figure
-from tilewright.report.page import Cell, Section, Table, series_class, write_sections
+from tilewright.report.page import Cell, HtmlTable, Section, series_class, write_sections
 
 KINDS = ("compute", "exposed", "memory wait", "hidden")
-"""What is drawn, in the order of the colours."""
+"""Kinds of spans in a chart, in the order of the colours."""
 
 NAMES = ("compute", "exposed communication", "waiting for memory", "hidden communication")
 WITHOUT = ("bound_total", "all_links_communication", "all_links_least_exposed")
@@ -56,7 +56,7 @@ LEAD = (
 
 
 def without_estimate(programs: Iterable[tuple[str, int, float]]) -> str:
-    """How much of programs the compiler has no estimate for; of those of one name the most.
+    """Sentence on the operations for which the compiler has no estimate; of programs of one name those of the worst.
 
     Args:
         programs: names, operations without an estimate, and the part of the reported layer's compute that these are.
@@ -70,7 +70,7 @@ def without_estimate(programs: Iterable[tuple[str, int, float]]) -> str:
 
 
 def layer_estimates(records: Iterable[Mapping[str, Any]], name: str) -> str:
-    """The same of records of one layer, whose programs have this name."""
+    """Sentence on operations without an estimate, in records of one layer whose programs have this name."""
     return without_estimate((one[name], one["without_estimate"], one["roofline_share"]) for one in records)
 
 
@@ -91,7 +91,7 @@ def write_overlap(path: str | Path, report: OverlapReport) -> None:
             f"two sums would take {wires} ms, and {beyond} ms of them would not fit under the compute. "
             f"{layer_estimates(records, 'schedule')}"
         )
-        picture = Lanes(f"What runs when, {name}", report.lanes[name])
+        picture = LaneChart(f"What runs when, {name}", report.lanes[name])
         blocks = [figures_table(records), against_table(records), layer_bars(records), picture]
         sections.append(Section(name, blocks, text))
     data = {"environment": dict(report.environment), "data": [dict(one) for one in report.records]}
@@ -108,7 +108,7 @@ def milliseconds(value: float) -> str:
 
 
 def unsteady(steady: bool) -> str:
-    """What stands beside a time if the layer may not stand for all."""
+    """Remark beside a time if the layer may not stand for all."""
     return "" if steady else " (not steady)"
 
 
@@ -116,7 +116,7 @@ def percent(share: float | None) -> str | None:
     return None if share is None else f"{100 * share:.1f} %"
 
 
-def figures_table(records: Sequence[Mapping[str, Any]]) -> Table:
+def figures_table(records: Sequence[Mapping[str, Any]]) -> HtmlTable:
     """The layer under each schedule."""
     rows = []
     for one in records:
@@ -124,10 +124,10 @@ def figures_table(records: Sequence[Mapping[str, Any]]) -> Table:
         times = [milliseconds(one[f"{name}_ms"]) for name in ("compute", "communication", "hidden", "exposed")]
         rows.append([one["schedule"], *times, Cell(percent(share) or "", share=min(1.0, share or 0.0), colour=1)])
     heads = ["schedule", "compute ms", "under way ms", "hidden ms", "exposed ms", "share exposed"]
-    return Table("Communication of a layer", heads, rows)
+    return HtmlTable("Communication of a layer", heads, rows)
 
 
-def against_table(records: Sequence[Mapping[str, Any]]) -> Table:
+def against_table(records: Sequence[Mapping[str, Any]]) -> HtmlTable:
     """The layer against that of plain sums, and against what cannot be less."""
     rows = []
     for one in records:
@@ -140,7 +140,7 @@ def against_table(records: Sequence[Mapping[str, Any]]) -> Table:
         "communication; least exposed: what the busiest link takes beyond the compute. Not steady: the layer's neighbours "
         "differ from it, so that it may not stand for all."
     )
-    return Table("Against plain sums and bounds", heads, rows, note=note)
+    return HtmlTable("Against plain sums and bounds", heads, rows, note=note)
 
 
 def layer_bars(records: Sequence[Mapping[str, Any]]) -> StackedBars:
@@ -154,7 +154,7 @@ def layer_bars(records: Sequence[Mapping[str, Any]]) -> StackedBars:
 
 
 @dataclass(frozen=True)
-class Lanes:
+class LaneChart:
     """For each schedule what its core does and, below it, what its links do, over the same axis of time.
 
     Attributes:
@@ -188,8 +188,8 @@ class Lanes:
             if scale * (end - begin) >= 0.02
         )
 
-    def table(self) -> Table:
-        """How long each kind takes, on both lanes."""
+    def table(self) -> HtmlTable:
+        """Table of the time of each kind, on both lanes."""
         rows = []
         for row in self.rows:
             taken = dict.fromkeys(KINDS, 0.0)
@@ -198,7 +198,7 @@ class Lanes:
             under_way = sum(end - begin for begin, end, kind in row["links"] if kind == "hidden")
             taken["hidden"] = max(0.0, under_way - taken["exposed"])
             rows.append([row["schedule"], *(milliseconds(taken[kind]) for kind in KINDS)])
-        return Table(f"{self.title}, ms", ["", *NAMES], rows)
+        return HtmlTable(f"{self.title}, ms", ["", *NAMES], rows)
 
 
 MICRO = (
@@ -234,7 +234,7 @@ def write_micro(
             ]
             for one in measured
         ]
-        sections.append(Section("Measured here", [Table("Medians of runs in turns", heads, rows)], MICRO))
+        sections.append(Section("Measured here", [HtmlTable("Medians of runs in turns", heads, rows)], MICRO))
     data = {"environment": dict(environment), "compiled": list(compiled), "measured": list(measured)}
     write_sections(path, "Collectives beside products", sections, facts=environment, data=data)
 
@@ -244,8 +244,8 @@ def unique(records: Sequence[Mapping[str, Any]], key: str) -> list[Any]:
     return list(dict.fromkeys(one[key] for one in records))
 
 
-def micro_table(collective: str, records: Sequence[Mapping[str, Any]]) -> Table:
-    """What became of one collective: a line for each program and size."""
+def micro_table(collective: str, records: Sequence[Mapping[str, Any]]) -> HtmlTable:
+    """Table of one collective: a line for each program and size."""
     rows = []
     for one in records:
         under_way = one["communication_us"]
@@ -253,4 +253,4 @@ def micro_table(collective: str, records: Sequence[Mapping[str, Any]]) -> Table:
         times = [f"{one[f'{name}_us']:,.1f}" for name in ("compute", "communication", "exposed")]
         bar = None if share is None else Cell(f"{share:.0%}", share=min(1.0, share), colour=3)
         rows.append([f"{one['program']}, {one['size_bytes'] // 1024:,} KiB", one["made_of_it"], *times, bar])
-    return Table(collective, ["program", "made of it", "compute us", "under way us", "exposed us", "hidden"], rows)
+    return HtmlTable(collective, ["program", "made of it", "compute us", "under way us", "exposed us", "hidden"], rows)

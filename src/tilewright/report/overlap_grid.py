@@ -6,7 +6,7 @@ from typing import Any
 
 from tilewright.report.charts import LineChart, Series
 from tilewright.report.overlap import CAVEATS, unsteady, without_estimate
-from tilewright.report.page import Block, Cell, Section, Table, write_sections
+from tilewright.report.page import Block, Cell, HtmlTable, Section, write_sections
 
 PREDICTED = (
     "Predictions: compiler estimates and a model of links and memory; nothing ran. The time to the first token (TTFT) is all "
@@ -54,7 +54,7 @@ def write_grid(
 
 
 def grid_estimates(records: Sequence[Mapping[str, Any]]) -> str:
-    """How much of the programs of predictions the compiler has no estimate for."""
+    """Sentence on the operations of predicted programs for which the compiler has no estimate."""
     return without_estimate(
         (f"{one['schedule']} {phase}", one[f"{phase}_without_estimate"], one[f"{phase}_roofline_share"])
         for phase in ("prefill", "decode")
@@ -83,7 +83,7 @@ def charts(records: Sequence[Mapping[str, Any]]) -> list[Block]:
     return found
 
 
-def predicted_table(records: Sequence[Mapping[str, Any]]) -> Table:
+def predicted_table(records: Sequence[Mapping[str, Any]]) -> HtmlTable:
     """Every record; of each time the share in which the core waits for a collective."""
     rows: list[list[str | Cell | None]] = []
     for one in records:
@@ -98,7 +98,7 @@ def predicted_table(records: Sequence[Mapping[str, Any]]) -> Table:
         computed = f"{one['prefill_compute_ms']:,.2f}"
         rows.append([row_name(one), times[0], computed, exposed[0], times[1], exposed[1], speed, needs])
     heads = ["batch × input, devices", "TTFT ms", "of it compute", "exposed", "TPOT ms", "exposed", "tokens/s", "GB a device"]
-    return Table("Predictions", heads, rows)
+    return HtmlTable("Predictions", heads, rows)
 
 
 def row_name(one: Mapping[str, Any]) -> str:
@@ -106,8 +106,8 @@ def row_name(one: Mapping[str, Any]) -> str:
     return f"{one['batch_rows']} × {one['input_tokens']:,} on {one['devices']}{schedule}"
 
 
-def measured_table(records: Sequence[Mapping[str, Any]]) -> Table:
-    """What ran."""
+def measured_table(records: Sequence[Mapping[str, Any]]) -> HtmlTable:
+    """Table of the cases that were measured."""
     rows: list[list[str | Cell | None]] = []
     for one in records:
         same = (
@@ -119,4 +119,4 @@ def measured_table(records: Sequence[Mapping[str, Any]]) -> Table:
             cells += [kinds or "none", f"{one[f'{name}_sent_bytes'] / 1024:,.0f}"]
         rows.append([row_name(one), *cells])
     heads = ["batch × input, devices", "TTFT ms", "TPOT ms", "same tokens", "in a prefill", "KiB", "in a step", "KiB"]
-    return Table("Runs: tokens, collectives, and the bytes that a device gives to them", heads, rows)
+    return HtmlTable("Runs: tokens, collectives, and the bytes that a device gives to them", heads, rows)

@@ -16,7 +16,7 @@ DATA_ID = "data"
 
 @runtime_checkable
 class Block(Protocol):
-    """What a section can hold: a table, a chart."""
+    """Protocol of what a section can hold: a table, a chart."""
 
     def html(self) -> str: ...
 
@@ -43,7 +43,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Table:
+class HtmlTable:
     """A table whose first column names its rows.
 
     Attributes:
@@ -194,7 +194,7 @@ def asset(name: str) -> str:
 
 
 def sha256(text: str) -> str:
-    """As a content security policy wants it."""
+    """SHA-256 of a text, as a content security policy wants it."""
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 

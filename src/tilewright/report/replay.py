@@ -12,7 +12,7 @@ from tilewright.report.page import asset, document, facts_html
 
 
 @dataclass(frozen=True)
-class Token:
+class ReplayToken:
     """A token.
 
     Attributes:
@@ -29,15 +29,15 @@ class Token:
 
 
 @dataclass(frozen=True)
-class Step:
+class ReplayStep:
     """One step of plain decoding: its token, and how long it took."""
 
-    token: Token
+    token: ReplayToken
     seconds: float
 
 
 @dataclass(frozen=True)
-class Round:
+class ReplayRound:
     """One draft and one verification.
 
     Attributes:
@@ -51,9 +51,9 @@ class Round:
     """
 
     seconds: float
-    drafted: Sequence[Token]
+    drafted: Sequence[ReplayToken]
     accepted: int
-    emitted: Sequence[Token]
+    emitted: Sequence[ReplayToken]
     drafter: str | None = None
     width: int | None = None
 
@@ -64,8 +64,8 @@ class Passage:
 
     title: str
     prompt: str
-    baseline: Sequence[Step]
-    rounds: Sequence[Round]
+    baseline: Sequence[ReplayStep]
+    rounds: Sequence[ReplayRound]
 
 
 @dataclass(frozen=True)
@@ -101,31 +101,31 @@ class Replay:
 
 
 def passage_problems(passage: Passage, block_size: int) -> Iterator[str]:
-    """What cannot be in a passage."""
+    """Errors in a passage, each in words."""
     if not passage.baseline or not passage.rounds:
         yield f"expected steps and rounds, found {len(passage.baseline)} steps and {len(passage.rounds)} rounds"
     for number, step in enumerate(passage.baseline, 1):
         for problem in (*seconds_problems(step.seconds), *token_problems(step.token)):
             yield f"step {number} of the baseline: {problem}"
-    for number, taken in enumerate(passage.rounds, 1):
-        for problem in round_problems(taken, block_size, last=number == len(passage.rounds)):
+    for number, played in enumerate(passage.rounds, 1):
+        for problem in round_problems(played, block_size, last=number == len(passage.rounds)):
             yield f"round {number}: {problem}"
 
 
-def round_problems(taken: Round, block_size: int, last: bool) -> Iterator[str]:
-    drafted, accepted, emitted = len(taken.drafted), taken.accepted, len(taken.emitted)
-    yield from seconds_problems(taken.seconds)
-    widest = block_size if taken.width is None else taken.width
+def round_problems(played: ReplayRound, block_size: int, last: bool) -> Iterator[str]:
+    drafted, accepted, emitted = len(played.drafted), played.accepted, len(played.emitted)
+    yield from seconds_problems(played.seconds)
+    widest = block_size if played.width is None else played.width
     if drafted >= widest:
         yield f"expected fewer drafted tokens than the block size {widest}, found {drafted}"
     if not 0 <= accepted <= drafted:
         yield f"expected from 0 to {drafted} accepted tokens, as many as were drafted, found {accepted}"
     if emitted != accepted + 1 and not (last and 1 <= emitted <= accepted):
         yield f"expected {accepted} accepted tokens and one from the target, found {emitted} emitted tokens"
-    for draft, token in zip(taken.drafted[:accepted], taken.emitted, strict=False):
+    for draft, token in zip(played.drafted[:accepted], played.emitted, strict=False):
         if draft.id != token.id:
             yield f"expected accepted drafts to be emitted, found draft {draft.id} and token {token.id} in its place"
-    for token in (*taken.drafted, *taken.emitted):
+    for token in (*played.drafted, *played.emitted):
         yield from token_problems(token)
 
 
@@ -134,7 +134,7 @@ def seconds_problems(seconds: float) -> Iterator[str]:
         yield f"expected a time above 0 seconds, found {seconds}"
 
 
-def token_problems(token: Token) -> Iterator[str]:
+def token_problems(token: ReplayToken) -> Iterator[str]:
     if token.id < 0:
         yield f"expected a token id of 0 or more, found {token.id}"
     if token.probability is not None and not 0 <= token.probability <= 1:
@@ -145,7 +145,7 @@ def token_problems(token: Token) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Words:
-    """What the player's page calls things.
+    """Words of the player's page.
 
     Attributes:
         plain, fast: the two ways of making a text; `plain_rate` and `fast_rate` where their speeds stand.

@@ -9,7 +9,7 @@ from string import Template
 from typing import Any
 
 from tilewright.report.charts import LineChart, Series
-from tilewright.report.page import Block, Section, Table, asset, document, facts_html
+from tilewright.report.page import Block, HtmlTable, Section, asset, document, facts_html
 from tilewright.report.serving_terminal import latency_cells
 
 SHARES = (*range(0, 90, 5), *range(90, 101))
@@ -60,7 +60,7 @@ class ServingReport:
 
 
 def request_problems(row: Mapping[str, Any]) -> Iterator[str]:
-    """What cannot be in a request's record."""
+    """Errors in a request's record, each in words."""
     first = row["sent_s"] if row["first_s"] is None else row["first_s"]
     times = [0.0, row["due_s"], row["sent_s"], first, row["end_s"]]
     if not all(map(math.isfinite, times)) or times != sorted(times):
@@ -121,14 +121,16 @@ def headline_html(figures: Mapping[str, Any]) -> str:
     )
 
 
-def latency_block(report: ServingReport) -> Table:
+def latency_block(report: ServingReport) -> HtmlTable:
     columns = ["", "mean", *(f"p{each:g}" for each in report.percentiles)]
-    return Table("Milliseconds", columns, [[name, *cells] for name, cells in latency_cells(report.figures, report.percentiles)])
+    return HtmlTable(
+        "Milliseconds", columns, [[name, *cells] for name, cells in latency_cells(report.figures, report.percentiles)]
+    )
 
 
-def failure_table(failures: Sequence[Mapping[str, Any]]) -> Table:
+def failure_table(failures: Sequence[Mapping[str, Any]]) -> HtmlTable:
     rows = [[row["kind"].replace("_", " "), f"{row['requests']:,}", row["first_message"]] for row in failures]
-    return Table("Requests without an answer", ["", "requests", "what was said first"], rows)
+    return HtmlTable("Requests without an answer", ["", "requests", "what was said first"], rows)
 
 
 def distributions(report: ServingReport) -> Section:

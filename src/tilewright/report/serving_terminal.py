@@ -1,4 +1,4 @@
-"""What `tilewright bench serving` says in the terminal and above its page."""
+"""Terminal output of `tilewright bench serving`, and the notes above its page."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -84,7 +84,7 @@ def latency_cells(figures: Mapping[str, Any], percentiles: Sequence[float]) -> l
 
 
 def notes(figures: Mapping[str, Any], facts: Mapping[str, Any], late: int) -> list[str]:
-    """What a reader must know of the figures; `late` counts requests that this client sent more than 10 ms too late."""
+    """Notes that a reader needs with the figures; `late` counts requests that this client sent more than 10 ms too late."""
     said = []
     scale, source = facts["length_scale"], facts["characters_per_token_source"]
     if scale is not None and scale < 1:

@@ -1,4 +1,4 @@
-"""What a person sees in the terminal: text with its drafted tokens told apart, tables of figures, histograms."""
+"""Terminal output: text with its drafted tokens told apart, tables of figures, histograms."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -79,7 +79,7 @@ def answer_line(tokens: int, seconds: float, rounds: int, chosen: Mapping[str, A
 
 
 def chosen_line(chosen: Mapping[str, Any]) -> str:
-    """What rounds did, most of them first, and why the first of these was chosen."""
+    """Line on the rounds that were chosen, most of them first, with the reason for the first of these."""
     rows = by_rounds(chosen)
     if not rows:
         return "no round was run"

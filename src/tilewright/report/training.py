@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.report.charts import StackedBars
-from tilewright.report.overlap import LEAD, NAMES, Lanes, OverlapReport, layer_estimates, milliseconds, percent
-from tilewright.report.page import Cell, Section, Table, write_sections
+from tilewright.report.overlap import LEAD, NAMES, LaneChart, OverlapReport, layer_estimates, milliseconds, percent
+from tilewright.report.page import Cell, HtmlTable, Section, write_sections
 
 PASSES = ("forward", "backward")
 
@@ -29,7 +29,7 @@ def write_training(path: str | Path, report: OverlapReport) -> None:
             f"{first['model_layers']}. What is the layer's own in both passes, wherever it runs. "
             f"{layer_estimates(records, 'program')}"
         )
-        picture = Lanes(f"What runs when in the step of {first['layers_compiled']} layers", report.lanes[name])
+        picture = LaneChart(f"What runs when in the step of {first['layers_compiled']} layers", report.lanes[name])
         blocks = [layer_table(records), memory_table(records), layer_bars(records), picture, *map(transfers_table, records)]
         sections.append(Section(name, blocks, text))
     data = {"environment": dict(report.environment), "data": [dict(one) for one in report.records]}
@@ -41,7 +41,7 @@ def place(record: Mapping[str, Any]) -> str:
     return f"{record['chip']} {record['mesh']} {record['batch_rows']}x{record['positions']}"
 
 
-def layer_table(records: Sequence[Mapping[str, Any]]) -> Table:
+def layer_table(records: Sequence[Mapping[str, Any]]) -> HtmlTable:
     """The layer in both passes, in each program."""
     rows = []
     for one in records:
@@ -51,10 +51,10 @@ def layer_table(records: Sequence[Mapping[str, Any]]) -> Table:
         rows.append([one["program"], *times, bar, percent(one["exposed_share_of_plain"])])
     heads = ["program", *(["compute ms", "hidden ms", "exposed ms"] * 2), "share exposed", "exposed of plain's"]
     groups = [("", 1), ("forward", 3), ("backward", 3), ("both", 2)]
-    return Table("Communication of a layer", heads, rows, groups)
+    return HtmlTable("Communication of a layer", heads, rows, groups)
 
 
-def memory_table(records: Sequence[Mapping[str, Any]]) -> Table:
+def memory_table(records: Sequence[Mapping[str, Any]]) -> HtmlTable:
     """Time and device memory, of what was compiled and of all layers."""
     rows = []
     for one in records:
@@ -63,7 +63,7 @@ def memory_table(records: Sequence[Mapping[str, Any]]) -> Table:
         rows.append([one["program"], *times, *memory, milliseconds(one["model_total_ms"])])
     heads = ["program", "layer ms", "compute", "peak GiB", "temporary GiB", "all layers GiB", "all layers ms"]
     note = "All layers: reckoned from the compiled ones; the update of those that were not compiled is not in the time."
-    return Table("Time and memory", heads, rows, note=note)
+    return HtmlTable("Time and memory", heads, rows, note=note)
 
 
 def layer_bars(records: Sequence[Mapping[str, Any]]) -> StackedBars:
@@ -79,7 +79,7 @@ def layer_bars(records: Sequence[Mapping[str, Any]]) -> StackedBars:
     return StackedBars("Time of each layer", NAMES[:3], bars, "ms")
 
 
-def transfers_table(record: Mapping[str, Any]) -> Table:
+def transfers_table(record: Mapping[str, Any]) -> HtmlTable:
     """When the transfers of the reported layer begin and end, and what is computed meanwhile."""
     rows = []
     for each in record["transfers_of_layer"]:
@@ -88,4 +88,4 @@ def transfers_table(record: Mapping[str, Any]) -> Table:
         kind = f"{each['transfers']} {each['kind']}, {each['asynchronous']} asynchronous"
         rows.append([f"{each['pass']}: {each['name']}", kind, *times, beside])
     heads = ["for", "kind", "begin ms", "end ms", "alone ms", "exposed ms", "compute meanwhile, ms"]
-    return Table(f"Transfers of layer {record['reported_layer']}, {record['program']}", heads, rows)
+    return HtmlTable(f"Transfers of layer {record['reported_layer']}, {record['program']}", heads, rows)

@@ -9,7 +9,7 @@ from rich.text import Text
 MASK, MASKED = "▒", "dim"
 FRESH = "not dim bold black on green"
 Piece = tuple[str | None, bool]
-"""What a token adds to the text, None for a mask; and whether it is new since the frame before."""
+"""Text that a token adds, None for a mask; and whether it is new since the frame before."""
 
 
 def unmasking_text(prompt: str, pieces: Sequence[Piece]) -> Text:
@@ -21,7 +21,7 @@ def unmasking_text(prompt: str, pieces: Sequence[Piece]) -> Text:
 
 
 def frame(console: Console, prompt: str, pieces: Sequence[Piece], status: str) -> RenderableType:
-    """What fits the terminal of a response, with what is new in sight, and a line below it."""
+    """The part of a response that fits the terminal, with what is new in sight, and a line below it."""
     lines = list(unmasking_text(prompt, pieces).wrap(console, console.width))
     room = max(console.height - 3, 1)
     newest = max((n for n, line in enumerate(lines) if any(span.style == FRESH for span in line.spans)), default=0)
@@ -30,7 +30,7 @@ def frame(console: Console, prompt: str, pieces: Sequence[Piece], status: str) -
 
 
 def figures_line(figures: Mapping[str, Any]) -> str:
-    """What denoising came to, named as in docs/metrics.md."""
+    """Line of the figures of a denoising, named as in docs/metrics.md."""
     parts = [f"{figures['tokens']:,} tokens in {figures['seconds']:.2f} s"] if figures["seconds"] else []
     if figures["seconds"]:
         parts.append(f"{figures['tokens_per_s']:,.0f} tokens/s")

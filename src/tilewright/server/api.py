@@ -1,4 +1,4 @@
-"""What all routes share: the engine, the limits, reading a body, and the way into the engine's queue."""
+"""Parts that all routes share: the engine, the limits, reading a body, and the way into the engine's queue."""
 
 import asyncio
 import time
@@ -35,12 +35,12 @@ PARSED_HERE = 65_536
 TOKENISERS = 2
 """Threads that read longer bodies, and tokenise prompts of those up to this length."""
 MOST_LONG_BODIES = 64
-"""How many longer ones may be read at once, for their memory."""
+"""Most of the longer bodies that may be read at once, for their memory."""
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """How to serve.
+    """Options of a server.
 
     Attributes:
         name: of the model, as clients know it.
@@ -153,7 +153,7 @@ class Api:
 
     @property
     def completion_body(self) -> type[CompletionBody]:
-        """What the model that is served takes; `chat_body` likewise."""
+        """Type of the bodies that the served model takes; `chat_body` likewise."""
         return DenoisingCompletionBody if isinstance(self.engine, DiffusionEngine) else CompletionBody
 
     @property

@@ -25,20 +25,20 @@ log = logging.getLogger("tilewright.server")
 
 MOST_CONNECTIONS = 4096
 HEAD_S = 10.0
-"""How long a request's head may take, from the connection's beginning or the head's first byte on."""
+"""Seconds that a request's head may take, from the connection's beginning or the head's first byte on."""
 UNREAD_S = 60.0
-"""How long a client may take to read another `LEAST_READ` bytes of an answer."""
+"""Seconds that a client may take to read another `LEAST_READ` bytes of an answer."""
 LEAST_READ = 1024
 PROBE_S = 1.0
-"""How often a client that has ended its side is asked whether it is still there."""
+"""Seconds from one question to the next whether a client that has ended its side is still there."""
 RETRY_S = 0.1
-"""How long accepting rests after it failed."""
+"""Seconds that accepting rests after it failed."""
 LINGER_S = 1.0
-"""How long a client may go on to send after it was refused. If the connection ended at once, it might not read why."""
+"""Seconds that a client may go on to send after it was refused. If the connection ended at once, it might not read why."""
 COMPLAINT_S = 60.0
 """A failing `accept` is logged once in this time."""
 FLUSH_S = 5
-"""How long answers that are complete may take to reach their clients when the server ends."""
+"""Seconds that answers that are complete may take to reach their clients when the server ends."""
 
 quiet = logging.getLogger("tilewright.server.protocol")
 """Where uvicorn writes of single connections. What clients do wrong is told to them; a line for each could fill a disk."""

@@ -1,4 +1,4 @@
-"""How requests draw that do not say: as the model's `generation_config.json` has it, or as at OpenAI."""
+"""Sampling defaults of requests that do not say: as the model's `generation_config.json` has it, or as at OpenAI."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,7 +15,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "repetition_penalty": REPETITION_PENALTIES,
     "max_new_tokens": (1, 2**31 - 1),
 }
-"""What the file may say of each."""
+"""Range of each number in the file."""
 WHOLE_NUMBERS = ("top_k", "max_new_tokens")
 
 
@@ -26,7 +26,7 @@ def cold(temperature: float) -> float:
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """What holds where a request says nothing.
+    """Sampling values that hold where a request says nothing.
 
     Attributes:
         max_new_tokens: at most so many, if the request does not say how many; None for no such limit.

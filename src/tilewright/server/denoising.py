@@ -1,4 +1,4 @@
-"""What diffusion language models are asked: bodies with the fields of their steps, and the requests that they make.
+"""Bodies for diffusion language models, with the fields of their steps, and the requests that they make.
 
 Fields that only decoding token by token can honour are refused by name, log-probabilities among them: no token of a response
 has a probability given just those before it.
@@ -31,7 +31,7 @@ def only(value: int | str) -> Any:
 
 
 class DenoisingBody(GenerationBody):
-    """What both ways of generating take from a diffusion model; fields that are not there are as the server was started.
+    """Fields that both ways of generating take from a diffusion model; those that are not there are as the server was started.
 
     Attributes:
         max_tokens: the response's length. It comes about in whole blocks, and what is too much of the last one is cut off.
@@ -77,7 +77,7 @@ class DenoisingChatBody(DenoisingBody, ChatBody):  # type: ignore[misc]
 
 
 def denoising_of(body: DenoisingBody, defaults: Denoising, new_tokens: int) -> Denoising:
-    """How a body's responses come about: in whole blocks, of which the last may have more tokens than are asked for.
+    """Denoising options of a body: whole blocks, of which the last may have more tokens than are asked for.
 
     Raises:
         ValueError: what does not go together.

@@ -1,4 +1,4 @@
-"""Whatever goes wrong, in the form that OpenAI's clients read: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors in the form that OpenAI's clients read: `{"error": {"message", "type", "param", "code"}}`."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from starlette.responses import Response
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 """The error's `type`, by status; other statuses below 500 are "invalid_request_error", those from 500 on "server_error"."""
 SHOWN = 60
-"""How many characters of a wrong value come back."""
+"""Characters of a wrong value that come back."""
 
 
 class ErrorFields(BaseModel):
@@ -77,7 +77,7 @@ def field_name(place: tuple[int | str, ...]) -> str | None:
 
 
 def invalid_body(error: ValidationError) -> ApiError:
-    """What a body has wrong, the first thing of it."""
+    """Error of the first thing that is wrong in a body."""
     first = error.errors(include_url=False)[0]
     kind, param = first["type"], field_name(first["loc"])
     if kind == "json_invalid":

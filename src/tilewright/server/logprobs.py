@@ -79,5 +79,5 @@ def prompt_logprobs(
 
 
 def fewer(found: TokenLogprobs, alternatives: int) -> TokenLogprobs:
-    """The same with so many alternatives."""
+    """A token's log-probabilities with only so many alternatives."""
     return found._replace(top=found.top[:alternatives])

@@ -115,7 +115,7 @@ class EngineCollector(Collector):
 
 
 class Timings:
-    """How long requests took, in seconds, from what the engine noted of them."""
+    """Histograms of requests' times, in seconds, from what the engine noted of them."""
 
     def __init__(self, registry: CollectorRegistry, model: str):
         def histogram(name: str, said: str) -> Histogram:

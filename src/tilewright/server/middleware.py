@@ -1,4 +1,4 @@
-"""What surrounds every request: its id, its line in the log, its key, the last resort for errors.
+"""Middleware of every request: its id, its line in the log, its key, the last resort for errors.
 
 Plain ASGI, on the path as it came.
 """
@@ -23,9 +23,9 @@ access.setLevel(logging.WARNING)
 CLIENT_GONE = 499
 """The status that nobody reads: the client has gone."""
 CROWDED = "crowded"
-"""What a connection's state has where there are too many that are being answered."""
+"""Key in the state of a connection where too many are being answered."""
 OPEN_PATHS = frozenset({"/", "/health", "/ready"})
-"""What needs no key: probes and browsers have none, and learn no more than a status, and the page that asks for one."""
+"""Paths that need no key: probes and browsers have none, and learn no more than a status, and the page that asks for one."""
 
 
 class RequestIds:

@@ -29,7 +29,7 @@ def errors(*statuses: int) -> dict[int | str, Json]:
 
 
 def describe(app: FastAPI, generating: Sequence[type[BaseModel]], model: str, vocab: int) -> Callable[[], Json]:
-    """What the app gives as its description.
+    """Function that gives the app's OpenAPI description.
 
     Args:
         generating: the bodies of the routes that generate.

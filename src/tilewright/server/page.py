@@ -22,5 +22,5 @@ def policy(page: str) -> str:
 
 SOURCE = resources.files("tilewright.server").joinpath("page.html").read_text(encoding="utf-8")
 PAGE = SOURCE.encode()
-"""What `GET /` answers, as `text/html; charset=utf-8`; `Content-Security-Policy` is `CSP`."""
+"""Page that `GET /` answers, as `text/html; charset=utf-8`; `Content-Security-Policy` is `CSP`."""
 CSP = policy(SOURCE)

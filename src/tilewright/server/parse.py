@@ -23,7 +23,7 @@ from tilewright.server.tokens import Offsets
 log = logging.getLogger("tilewright.server")
 
 COMPLETION_TOKENS = 16
-"""How many tokens a completion has if the request does not say, as at OpenAI; a chat takes what is left of the context."""
+"""Tokens of a completion if the request does not say, as at OpenAI; a chat takes what is left of the context."""
 CHARACTERS_A_TOKEN = 4
 """About; for counting requests that are not tokenised yet."""
 CERTAINLY = 16
@@ -47,7 +47,7 @@ class Prompted:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a body asks for.
+    """Requests that a body asks for, and what is told of them.
 
     Attributes:
         prompts: each has `choices` requests.
@@ -81,7 +81,7 @@ def wrong(param: str, expected: str, found: object) -> ApiError:
 
 
 def rough_tokens(prompt: str | Sequence[int]) -> int:
-    """How many tokens a prompt has, about; nothing is tokenised for it."""
+    """Rough number of tokens of a prompt; nothing is tokenised for it."""
     return -(-len(prompt) // CHARACTERS_A_TOKEN) if isinstance(prompt, str) else len(prompt)
 
 
@@ -90,7 +90,7 @@ def contents(messages: Sequence[Message]) -> str:
 
 
 def rough_size(body: GenerationBody, context: int) -> tuple[int, int]:
-    """How many requests a body makes, and about how many prompt tokens they have.
+    """Number of requests that a body makes, and about how many prompt tokens they have.
 
     No prompt counts for more than the context: those that have more are refused before all of it is tokenised.
     """
@@ -131,7 +131,7 @@ def check_together(body: GenerationBody) -> None:
 
 
 def sampling_of(body: GenerationBody, new_tokens: int, defaults: SamplingDefaults) -> Sampling:
-    """How to draw. A top_k of -1 keeps all, as 0 does."""
+    """Sampling parameters of a body. A top_k of -1 keeps all, as 0 does."""
     return Sampling(
         max_new_tokens=new_tokens,
         temperature=given(body.temperature, defaults.temperature),
@@ -160,7 +160,7 @@ def seeded(sampling: Sampling, choice: int) -> Sampling:
 def new_tokens_of(
     body: GenerationBody, prompt: Sequence[int], context: int, otherwise: int | None = None, most: int | None = None
 ) -> int:
-    """How many tokens to generate after a prompt; one, which nobody sees, where the body wants none.
+    """Number of tokens to generate after a prompt; one, which nobody sees, where the body wants none.
 
     Args:
         otherwise: if the body does not say; None for what OpenAI generates then.

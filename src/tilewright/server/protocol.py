@@ -1,4 +1,4 @@
-"""What clients may send: the bodies of all routes, with a range for every number.
+"""Bodies that clients may send to all routes, with a range for every number.
 
 A field is offered, or it is known and refused by name (`NotOffered`: it would change the output and cannot be given here), or
 it is unknown, which is an error too. Values that change nothing (`user`, `metadata`, what belongs to something that is off) are
@@ -51,10 +51,10 @@ NothingAsked = Annotated[
     Annotated[list[Any], Field(max_length=0)] | Annotated[dict[str, Any], Field(max_length=0)] | None,
     expect("is not offered by this server; it may be null or empty", "not_offered"),
 ]
-"""The same, where clients also send it empty."""
+"""Field that is not offered, where clients also send it empty."""
 Ignored = Annotated[str, Field(max_length=LONGEST_NAME)] | None
 Unread = Any
-"""What changes nothing here, whatever it is."""
+"""Value that changes nothing here, whatever it is."""
 
 
 def whole(value: Any) -> Any:
@@ -128,7 +128,7 @@ def template_values(values: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 TemplateValues = Annotated[dict[str, Any] | None, Field(max_length=MOST_VALUES), AfterValidator(template_values)]
-"""What a request may tell the chat template: anything."""
+"""Values that a request may tell the chat template: anything."""
 
 
 class Body(BaseModel):
@@ -151,7 +151,7 @@ class ModelBody(Body):
 
 
 class GenerationBody(ModelBody):
-    """What both ways of generating take."""
+    """Fields that both ways of generating take."""
 
     max_tokens: Length = None
     temperature: Temperature = None
@@ -324,14 +324,14 @@ class Message(Body):
 
     @property
     def shown(self) -> dict[str, str]:
-        """As chat templates see it."""
+        """The message as chat templates see it."""
         role = "system" if self.role == "developer" else self.role
         others = {"name": self.name, "reasoning_content": self.reasoning_content}
         return {"role": role, "content": self.text} | {name: text for name, text in others.items() if text is not None}
 
 
 class Templated(ModelBody):
-    """What a chat template may be told.
+    """Fields that a chat template may be told.
 
     Attributes:
         continue_final_message: the answer goes on with the last message, and no new one begins.

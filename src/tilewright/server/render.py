@@ -36,12 +36,12 @@ from tilewright.server.responses import (
 from tilewright.server.tokens import Offsets, TokenTexts
 
 FINISHES: Mapping[EndReason, FinishReason] = {"eos": "stop", "stop": "stop", "length": "length"}
-"""What ends are called; the other ends are errors."""
+"""Finish reasons by the engine's ends; the other ends are errors."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """What all answers need.
+    """Engine, name and version that all answers need.
 
     Attributes:
         name: of the model, as clients know it.
@@ -69,7 +69,7 @@ def text_of(tokens: Sequence[Token]) -> str:
 
 @dataclass
 class Renderer(ABC):
-    """How one body's choices are answered. Updates of each choice come in order.
+    """Answers to one body's choices. Updates of each choice come in order.
 
     Attributes:
         handles: of all choices.
@@ -105,7 +105,7 @@ class Renderer(ABC):
         return first, tokens
 
     def ends(self, index: int, update: RequestOutput, tokens: Sequence[Token]) -> dict[str, Any]:
-        """What every choice of an update has: its number, why it ended, and ids where they are asked for."""
+        """Fields that every choice of an update has: its number, why it ended, and ids where they are asked for."""
         result, reason = self.handles[index].result, None if update.end is None else FINISHES[update.end]
         found: dict[str, Any] = {"index": index, "finish_reason": reason}
         if reason is not None and result is not None and result.stop_reason is not None:
@@ -115,7 +115,7 @@ class Renderer(ABC):
         return found
 
     def of_prompt(self, index: int, update: RequestOutput) -> dict[str, Any]:
-        """What is told of a choice's prompt, once: its ids and log-probabilities, where they are asked for."""
+        """Fields about a choice's prompt, told once: its ids and log-probabilities, where they are asked for."""
         found: dict[str, Any] = {}
         tokens = self.plan.prompt_of(index).tokens
         if self.plan.token_ids:
@@ -162,7 +162,7 @@ class Renderer(ABC):
 
     @abstractmethod
     def chunk(self, index: int, update: RequestOutput) -> Completion | ChatChunk | None:
-        """What an update adds to the stream; None where that is nothing."""
+        """Chunk that an update adds to the stream; None where that is nothing."""
 
     @abstractmethod
     def last_chunk(self) -> Completion | ChatChunk:

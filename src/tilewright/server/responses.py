@@ -1,4 +1,4 @@
-"""What clients get, field by field; the errors are in `errors.py`."""
+"""Answers that clients get, field by field; the errors are in `errors.py`."""
 
 from typing import Literal
 
@@ -16,7 +16,7 @@ class Answer(BaseModel):
 
 
 class PromptDetails(Answer):
-    """How many of the prompt's tokens were found in the prefix cache."""
+    """Number of the prompt's tokens that were found in the prefix cache."""
 
     cached_tokens: int
 
@@ -31,7 +31,7 @@ class Usage(Answer):
 
 
 class SpeculativeDecoding(Answer):
-    """What became of drafts, by vLLM's definitions; see docs/metrics.md."""
+    """Figures of drafts, by vLLM's definitions; see docs/metrics.md."""
 
     mean_acceptance_length: float
     draft_acceptance_rate: float
@@ -44,7 +44,7 @@ class SpeculativeDecoding(Answer):
 
 
 class DenoisingSteps(Answer):
-    """How many steps of a diffusion model a response took."""
+    """Number of steps of a diffusion model that a response took."""
 
     steps: int
     tokens_per_step: float
@@ -72,7 +72,7 @@ class ShownRound(Answer):
 
 
 class Root(Answer):
-    """What bodies and chunks begin with."""
+    """Fields that bodies and chunks begin with."""
 
     id: str
     created: int
@@ -98,7 +98,7 @@ class PromptLogprob(Answer):
 
 
 class Choice(Answer):
-    """What the choices of every answer may have.
+    """Fields that the choices of every answer may have.
 
     Attributes:
         stop_reason: the stop string, or the token of `stop_token_ids`, at which it ended; left out at any other end.
@@ -172,7 +172,7 @@ class Chat(Root):
 
 
 class Delta(Answer):
-    """What a chunk adds; `role` is there once, with the first token."""
+    """Fields that a chunk adds; `role` is there once, with the first token."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None

@@ -35,7 +35,7 @@ from tilewright.server.responses import (
 from tilewright.server.stream import EventStream, collected, events, unless_gone
 
 READING = (400, 404, 408, 413, 415)
-"""What can be wrong with a body."""
+"""Statuses of what can be wrong with a body."""
 TOKENISING = (*READING, 503)
 GENERATING = (*TOKENISING, 500, 504)
 EVENTS = {"text/event-stream": {"schema": {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}}}

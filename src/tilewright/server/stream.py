@@ -37,7 +37,7 @@ def stopping() -> ApiError:
 
 
 def ended_badly(update: RequestOutput) -> ApiError:
-    """What a client is told of a request that did not come to its end."""
+    """Error that a client is told of a request that did not come to its end."""
     if update.end == "deadline":
         # Clients of OpenAI's would ask again, and take as long.
         no_retry = {"x-should-retry": "false"}
@@ -172,7 +172,7 @@ class EventStream(Response):
 
 
 async def nothing() -> None:
-    """What a client is sent that is asked whether it is there, and must get its answer as a whole."""
+    """Sends nothing to a client that is asked whether it is there, and must get its answer as a whole."""
 
 
 async def gone(receive: Receive, ask: Callable[[], Awaitable[None]]) -> None:

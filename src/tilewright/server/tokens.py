@@ -1,4 +1,4 @@
-"""What single tokens are, as text and as bytes: for log-probabilities, where every token stands for itself."""
+"""Single tokens as text and as bytes: for log-probabilities, where every token stands for itself."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from tilewright.models.tokenizer import StreamDecoder
 
 KEPT = 65_536
-"""How many tokens are remembered."""
+"""Number of tokens that are remembered."""
 
 
 def byte_letters() -> dict[str, int]:

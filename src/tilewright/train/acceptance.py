@@ -11,7 +11,7 @@ from tilewright.llm.acceptance import drafting_rounds, num_spec_tokens
 from tilewright.llm.language_model import LanguageModel
 from tilewright.runtime.output import Result
 from tilewright.runtime.sampling import Sampling
-from tilewright.train.data import Stream, TokenSource
+from tilewright.train.data import TokenSource, TokenStream
 from tilewright.train.records import Records
 from tilewright.train.regenerate import cut_prompts
 
@@ -31,7 +31,7 @@ def held_out_prompts(source: TokenSource, count: int, length: int) -> list[list[
         pairs = zip(source.starts.tolist(), source.prompts.tolist(), strict=True)
         different = dict.fromkeys(tuple(source.tokens[start : start + size].tolist()) for start, size in pairs if size)
         return [list(prompt) for prompt in list(different)[:count]]
-    assert isinstance(source, Stream)
+    assert isinstance(source, TokenStream)
     return cut_prompts(source, count, max(1, min(length, len(source.tokens) // 2)), seed=0)
 
 

@@ -1,7 +1,7 @@
-"""The train step that is left to XLA: it says where arrays lie, and the partitioner adds the collectives.
+"""The auto-sharded train step (GSPMD): it says where arrays lie, and the partitioner adds the collectives.
 
 The same model, mesh and partitions as `sharded.py` has, without its order of collectives: what others are compared with. Layers
-run again in the backward pass from the stream before each, as `Plan.remat` has it for each half.
+run again in the backward pass from the stream before each, as `FullyShardedPlan.remat` has it for each half.
 
 Legend: B sequences of a batch, T positions, H hidden size.
 """
@@ -19,7 +19,7 @@ from jaxtyping import Float
 from tilewright.models import decoder
 from tilewright.models.stack import SingleDevice
 from tilewright.parallel.sharding import GROUPED_AXES
-from tilewright.train.sharded import DATA, Gradient, Setup
+from tilewright.train.sharded import DATA, Gradient, ShardedSetup
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Annotated(SingleDevice):
         return x, (), kept
 
 
-def annotated_loss(setup: Setup, params: Any, tokens: Array, in_loss: Array) -> Float[Array, ""]:
+def annotated_loss(setup: ShardedSetup, params: Any, tokens: Array, in_loss: Array) -> Float[Array, ""]:
     """The mean loss of a batch, as `lm.next_token_loss` has it."""
     config, schedule = setup.config, Annotated(setup.mesh)
     cast = jax.tree.map(lambda w: w.astype(setup.plan.dtype), params)
@@ -62,6 +62,6 @@ def annotated_loss(setup: Setup, params: Any, tokens: Array, in_loss: Array) -> 
     return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
 
 
-def annotated_gradient(setup: Setup) -> Gradient:
-    """As `sharded.sharded_gradient`, for `sharded.jitted_step`; of the setup's plan only the dtype counts."""
+def annotated_gradient(setup: ShardedSetup) -> Gradient:
+    """Loss and gradient for `sharded.jitted_step`, of `annotated_loss`; of the setup's plan only the dtype counts."""
     return jax.value_and_grad(partial(annotated_loss, setup))

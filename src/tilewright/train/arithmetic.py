@@ -58,7 +58,7 @@ class Problem:
         return sha256(self.prompt.encode()).digest()[0] % HELD_OUT == 0
 
     def _column(self, place: int, carry: int) -> tuple[str, int, int]:
-        """What is written of a column, its carry and its digit. Every intermediate result has two digits."""
+        """Working of a column, its carry and its digit. Every intermediate result has two digits."""
         digits = [number // 10**place % 10 for number in self.numbers]
         if self.product:
             partial = digits[0] * self.numbers[1]

@@ -1,4 +1,4 @@
-"""Checkpoints of training: state and figures, from which a run goes on as if never interrupted.
+"""Checkpoints of training: state and metrics, from which a run goes on as if never interrupted.
 
 They are one safetensors file, or, where devices hold parts of the state, a folder (`sharded_checkpoint.py`).
 """
@@ -19,26 +19,26 @@ from safetensors import SafetensorError, safe_open
 from tilewright.models.checkpoint import read_part, write_tensors
 from tilewright.models.params import from_parts, to_host
 
-FIGURES = "figures."
+METRICS = "figures."
 WHOLE, SHARDED = "state.safetensors", "sharded"
 """The names of the file and of the folder. Where a run has both, the later one counts."""
 
 Saved = tuple[Any, int, dict[str, np.ndarray]]
-"""The state, after how many steps it stood so, and the figures."""
+"""The state, after how many steps it stood so, and the metrics."""
 
 
-def is_divided(state: Any) -> bool:
+def is_sharded(state: Any) -> bool:
     """Whether devices hold parts of an array."""
     return any(isinstance(leaf, Array) and not leaf.is_fully_replicated for leaf in jax.tree.leaves(state))
 
 
-def write(folder: Path, state: Any, step: int, figures: Mapping[str, np.ndarray], identity: Mapping[str, Any]) -> None:
-    """Writes the state after `step` steps and the figures so far, in the one form or the other. All processes call this."""
-    if is_divided(state):
+def write(folder: Path, state: Any, step: int, metrics: Mapping[str, np.ndarray], run_fingerprint: Mapping[str, Any]) -> None:
+    """Writes the state after `step` steps and the metrics so far, in the one form or the other. All processes call this."""
+    if is_sharded(state):
         from tilewright.train import sharded_checkpoint  # a part of a second, which one device need not wait for
 
-        return sharded_checkpoint.save(folder / SHARDED, state, step, figures, identity)
-    return save(folder / WHOLE, state, step, figures, identity)
+        return sharded_checkpoint.save(folder / SHARDED, state, step, metrics, run_fingerprint)
+    return save(folder / WHOLE, state, step, metrics, run_fingerprint)
 
 
 def steps_in(folder: Path) -> dict[Path, int]:
@@ -61,7 +61,7 @@ def step_of(path: Path) -> int:
         raise ValueError(f"{path} is not a readable checkpoint: {error}") from error
 
 
-def read(folder: Path, like: Any, identity: Mapping[str, Any]) -> Saved:
+def read(folder: Path, like: Any, run_fingerprint: Mapping[str, Any]) -> Saved:
     """The latest of the checkpoints of a run, of which there is one at least. All processes call this.
 
     Raises:
@@ -70,10 +70,10 @@ def read(folder: Path, like: Any, identity: Mapping[str, Any]) -> Saved:
     found = steps_in(folder)
     place = max(found, key=lambda each: found[each])
     if place.name == WHOLE:
-        return load(place, like, identity)
+        return load(place, like, run_fingerprint)
     from tilewright.train import sharded_checkpoint
 
-    return sharded_checkpoint.load(folder / SHARDED, found[place], like, identity)
+    return sharded_checkpoint.load(folder / SHARDED, found[place], like, run_fingerprint)
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def fingerprint(tree: Any) -> str:
-    """What tells the arrays of one tree from those of another: names, shapes, dtypes and every byte."""
+    """Digest of a tree's arrays: names, shapes, dtypes and every byte."""
     digest = hashlib.sha256()
     for name, leaf in named_leaves(tree).items():
         array = np.ascontiguousarray(to_host(leaf))
@@ -91,20 +91,20 @@ def fingerprint(tree: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def save(path: Path, state: Any, step: int, figures: Mapping[str, np.ndarray], identity: Mapping[str, Any]) -> None:
-    """Writes the state after `step` steps and the figures so far; the file appears whole or not at all.
+def save(path: Path, state: Any, step: int, metrics: Mapping[str, np.ndarray], run_fingerprint: Mapping[str, Any]) -> None:
+    """Writes the state after `step` steps and the metrics so far; the file appears whole or not at all.
 
     Of several processes all must call this; the first one writes.
     """
     arrays = ((name, to_host(leaf)) for name, leaf in named_leaves(state).items())
-    named = ((FIGURES + name, np.ascontiguousarray(values)) for name, values in figures.items())
-    write_tensors(path, chain(arrays, named), {"step": str(step), "identity": json.dumps(identity, sort_keys=True)})
+    named = ((METRICS + name, np.ascontiguousarray(values)) for name, values in metrics.items())
+    write_tensors(path, chain(arrays, named), {"step": str(step), "identity": json.dumps(run_fingerprint, sort_keys=True)})
     if jax.process_index() == 0:
         for left in path.parent.glob(".*tmp*"):  # by a process that was killed while it wrote: our name or safetensors' own
             left.unlink()
 
 
-def load(path: Path, like: Any, identity: Mapping[str, Any]) -> Saved:
+def load(path: Path, like: Any, run_fingerprint: Mapping[str, Any]) -> Saved:
     """Reads a state of the same run.
 
     Args:
@@ -116,19 +116,19 @@ def load(path: Path, like: Any, identity: Mapping[str, Any]) -> Saved:
     try:
         with safe_open(path, "numpy") as file:
             metadata = file.metadata() or {}
-            require_same_run(path, json.loads(metadata.get("identity", "{}")), json.loads(json.dumps(identity)))
+            require_same_run(path, json.loads(metadata.get("identity", "{}")), json.loads(json.dumps(run_fingerprint)))
             leaves = [
                 from_parts(leaf.shape, leaf.sharding, leaf.dtype, partial(read_part, file, name))
                 for name, leaf in named_leaves(like).items()
             ]
-            figures = {name.removeprefix(FIGURES): file.get_tensor(name) for name in file.keys() if name.startswith(FIGURES)}  # noqa: SIM118
+            metrics = {name.removeprefix(METRICS): file.get_tensor(name) for name in file.keys() if name.startswith(METRICS)}  # noqa: SIM118
     except (SafetensorError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not a readable checkpoint: {error}") from error
-    return jax.tree.unflatten(jax.tree.structure(like), leaves), int(metadata["step"]), figures
+    return jax.tree.unflatten(jax.tree.structure(like), leaves), int(metadata["step"]), metrics
 
 
 def require_same_run(path: Path, saved: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     differs = [k for k in sorted({*saved, *expected}) if saved.get(k) != expected.get(k)]
     if differs:
-        told = "; ".join(f"{k}: checkpoint {saved.get(k)!r}, now {expected.get(k)!r}" for k in differs)
-        raise ValueError(f"{path} belongs to another run ({told}); name another --out, or pass the same options")
+        differences = "; ".join(f"{k}: checkpoint {saved.get(k)!r}, now {expected.get(k)!r}" for k in differs)
+        raise ValueError(f"{path} belongs to another run ({differences}); name another --out, or pass the same options")

@@ -106,7 +106,7 @@ class Cleaner:
         self.seen: set[bytes] = set()
 
     def clean(self, source: str) -> str:
-        """What is left of a source; nothing where a program wrote it."""
+        """Text that is left of a source; nothing where a program wrote it."""
         if is_generated(source):
             self.left_out["file, generated"] += 1
             return ""

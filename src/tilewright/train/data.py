@@ -37,8 +37,11 @@ class Document:
 
 
 def record_document(record: object, where: str) -> Document:
-    """What one JSONL record holds: a `text`; a `prompt`, which is given, and its `response`; or a `question` with its `answer`,
-    both to be learnt, for together they are a text."""
+    """Document of one JSONL record.
+
+    It has a `text`; a `prompt`, which is given, and its `response`; or a `question` with its `answer`, both to be learnt, for
+    together they are a text.
+    """
     if isinstance(record, dict):
         if isinstance(record.get("text"), str):
             return Document(record["text"])
@@ -128,7 +131,7 @@ def train_tokenizer(documents: Sequence[Document], vocab_size: int) -> Tokenizer
 
 
 @dataclass(frozen=True)
-class Stream:
+class TokenStream:
     """Tokenised documents, end to end, each closed by the end-of-text token.
 
     Attributes:
@@ -159,13 +162,13 @@ class Stream:
             yield self.tokens[index], self.in_loss[index]
 
     def steps_per_epoch(self, length: int, batch: int) -> int:
-        """How many batches every epoch has at least (an epoch's offset may leave room for one more window)."""
+        """Least number of batches of an epoch (its offset may leave room for one more window)."""
         return (len(self.tokens) // length - 1) // batch
 
 
 @runtime_checkable
 class TokenSource(Protocol):
-    """Tokens to train on, end to end, and which of them are in the loss: a `Stream`, or `Records`."""
+    """Tokens to train on, end to end, and which of them are in the loss: a `TokenStream`, or `Records`."""
 
     @property
     def tokens(self) -> np.ndarray: ...
@@ -180,7 +183,7 @@ def frequent_tokens(source: TokenSource, vocab_size: int, size: int) -> np.ndarr
     return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
 
 
-def encode_documents(tokenizer: Tokenizer, documents: Sequence[Document], end: int) -> Stream:
+def encode_documents(tokenizer: Tokenizer, documents: Sequence[Document], end: int) -> TokenStream:
     """Tokenises documents into a stream with their texts, and the tokens that close them, in the loss.
 
     A prompt is tokenised by itself, as it will be when a response to it is generated.
@@ -194,7 +197,7 @@ def encode_documents(tokenizer: Tokenizer, documents: Sequence[Document], end: i
     for document, first, rest in zip(documents, firsts, rests, strict=True):
         tokens += [*first.ids, *rest.ids, end]
         flags += [not document.prompt] * len(first.ids) + [True] * (len(rest.ids) + 1)
-    return Stream(np.asarray(tokens, np.int32), np.asarray(flags, bool))
+    return TokenStream(np.asarray(tokens, np.int32), np.asarray(flags, bool))
 
 
 def end_of_text(tokenizer: Tokenizer) -> int:
@@ -209,7 +212,7 @@ def end_of_text(tokenizer: Tokenizer) -> int:
     return end
 
 
-def require_windows(stream: Stream, length: int, batch: int, what: str) -> None:
+def require_windows(stream: TokenStream, length: int, batch: int, what: str) -> None:
     """Raises a `ValueError` where a text has not one batch of windows in each epoch, or nothing to learn in it."""
     if stream.steps_per_epoch(length, batch) < 1:
         need = length * (batch + 1)

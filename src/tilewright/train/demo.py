@@ -22,7 +22,7 @@ from tilewright.models.eagle3 import Eagle3Config
 from tilewright.models.params import count
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
-from tilewright.train.data import Stream, end_of_text
+from tilewright.train.data import TokenStream, end_of_text
 from tilewright.train.demo_text import DemoText, library_sources, prepare_text
 from tilewright.train.dflash2 import DFlash2Options, train_dflash2
 from tilewright.train.drafter import DFlashOptions, train_drafter
@@ -30,7 +30,7 @@ from tilewright.train.eagle3 import Eagle3Options, train_eagle3
 from tilewright.train.evaluate import evaluate_target
 from tilewright.train.lm import train_lm
 from tilewright.train.regenerate import cut_prompts, regenerate
-from tilewright.train.text import TextOptions, text_figures
+from tilewright.train.text import TextOptions, text_metrics
 
 MASK_TOKEN_ID = 1
 
@@ -125,8 +125,8 @@ def target_config(tokenizer: Tokenizer) -> DecoderConfig:
 
 def continue_text(
     text: DemoText, target: DecoderConfig, params: DecoderParams, out: Path, console: Console
-) -> tuple[Stream, Stream]:
-    """What the target itself writes after stretches of the training text, and after stretches of the held-out text."""
+) -> tuple[TokenStream, TokenStream]:
+    """Continuations that the target itself writes of stretches of the training text, and of stretches of the held-out text."""
     table = ShapeTable(batches=(REGENERATION_BATCH,))
     lm = LanguageModel(target, params, text.tokenizer, table=table)
     streams = []
@@ -168,7 +168,7 @@ def train_target(
     text.tokenizer.save(str(folder / "tokenizer.json"))
     _, params = load_decoder(folder, np.float32)
     figures = {
-        **text_figures(result),
+        **text_metrics(result),
         "parameters": count(decoder.declare(config)),
         "held_out": evaluate_target(config, params, text.tokenizer, text.held_out),
     }
@@ -177,7 +177,7 @@ def train_target(
 
 @dataclass(frozen=True)
 class Lesson:
-    """What every drafter learns from: the target as it ships, and what it wrote.
+    """Material that every drafter learns from: the target as it ships, and what it wrote.
 
     Attributes:
         held_out: what it wrote after held-out text.
@@ -186,8 +186,8 @@ class Lesson:
 
     target: DecoderConfig
     params: DecoderParams
-    written: Stream
-    held_out: Stream
+    written: TokenStream
+    held_out: TokenStream
     out: Path
     console: Console
 
@@ -203,7 +203,7 @@ def train_demo_dflash(lesson: Lesson, options: TextOptions) -> dict[str, Any]:
     )  # fmt: skip
     folder, declared = lesson.out / "drafter", dflash.declare(config)
     save_params(folder, dflash.config_to_hf(config), declared, result.params, ml_dtypes.bfloat16)
-    return {**text_figures(result), "parameters": count(declared)}
+    return {**text_metrics(result), "parameters": count(declared)}
 
 
 def train_demo_dflash2(lesson: Lesson, options: TextOptions) -> dict[str, Any]:
@@ -214,7 +214,7 @@ def train_demo_dflash2(lesson: Lesson, options: TextOptions) -> dict[str, Any]:
     )  # fmt: skip
     folder, declared = lesson.out / "dflash2", dflash2.declare(config)
     save_params(folder, dflash2.config_to_hf(config), declared, result.params, ml_dtypes.bfloat16)
-    return {**text_figures(result), "parameters": count(declared)}
+    return {**text_metrics(result), "parameters": count(declared)}
 
 
 def train_demo_eagle3(lesson: Lesson, options: TextOptions) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def train_demo_eagle3(lesson: Lesson, options: TextOptions) -> dict[str, Any]:
         lesson.training("eagle3"), lesson.console,
     )  # fmt: skip
     eagle3.save(lesson.out / "eagle3", config, result.params, ml_dtypes.bfloat16)
-    return {**text_figures(result), "parameters": count(eagle3.declare(config)), "agreement": agreed}
+    return {**text_metrics(result), "parameters": count(eagle3.declare(config)), "agreement": agreed}
 
 
 DRAFTERS: dict[str, tuple[Callable[[Lesson, TextOptions], dict[str, Any]], TextOptions]] = {
@@ -261,7 +261,7 @@ def train_demo(
     lines = [json.dumps(record) for record in held_out_prompts(library_sources()[1])]
     (out / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return {
-        "text": text.told,
+        "text": text.metadata,
         "training_tokens": len(text.trained.tokens),
         "regenerated_tokens": int(written.in_loss.sum()),
         "target": figures,

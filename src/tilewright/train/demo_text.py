@@ -1,4 +1,4 @@
-"""What the demo's models are trained on, and what is held out.
+"""Training text of the demo's models, and the text that is held out.
 
 Training: the source of the Python standard library and of this project's own installed dependencies that are permissively
 licensed, cleaned (see `clean.py`), and GSM8K's training questions with their answers. Held out: named modules of the library,
@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 from tokenizers import Tokenizer
 
 from tilewright.train.clean import Cleaner
-from tilewright.train.data import Document, Stream, encode_documents, end_of_text, read_documents, read_text
+from tilewright.train.data import Document, TokenStream, encode_documents, end_of_text, read_documents, read_text
 
 HELD_OUT_MODULES = frozenset(
     "calendar configparser csv fractions heapq json mailbox queue sched shutil statistics textwrap wsgiref zipfile".split()
@@ -42,7 +42,7 @@ PERMISSIVE = re.compile(
 )
 
 WEIGHTS = {"library": 3, "dependencies": 1, "questions": 4}
-"""How often each kind of document comes in the training text."""
+"""Number of times that each kind of document comes in the training text."""
 
 
 def library_sources() -> tuple[list[Path], list[Path]]:
@@ -99,7 +99,7 @@ def module_sources(found: Distribution) -> Iterator[tuple[str, Path]]:
 
 
 def dependencies(project: str = "tilewright", extras: Sequence[str] = EXTRAS) -> list[Dependency]:
-    """What `project` with `extras` needs here, directly or not, as far as it is installed, by name; not the project itself.
+    """Dependencies of `project` with `extras`, direct or not, as far as they are installed, by name; not the project itself.
 
     What only other systems, Python versions or extras ask for does not count: the text is the same wherever it is run.
     """
@@ -138,8 +138,8 @@ class Documents:
     cleaner: Cleaner
     needed: list[Dependency]
 
-    def told(self) -> dict[str, Any]:
-        """What was read, left out and weighted, for `--json` and the model card."""
+    def metadata(self) -> dict[str, Any]:
+        """Record of what was read, left out and weighted, for `--json` and the model card."""
         listed = [[one for one in self.needed if one.permissive is wanted] for wanted in (True, False)]
         kept, left_out = ([f"{one.name} {one.version} ({one.licence})" for one in part] for part in listed)
         return {
@@ -192,44 +192,44 @@ class DemoText:
 
     Attributes:
         held_out: by kind; see `Documents`.
-        told: see `Documents`.
+        metadata: see `Documents`.
     """
 
     tokenizer: Tokenizer
-    trained: Stream
-    held_out: dict[str, Stream]
-    told: dict[str, Any]
+    trained: TokenStream
+    held_out: dict[str, TokenStream]
+    metadata: dict[str, Any]
 
     @property
     def end(self) -> int:
         return end_of_text(self.tokenizer)
 
     def summary(self) -> str:
-        """How much there is, and what was left out."""
+        """Summary of how much there is, and of what was left out."""
         held_out = ", ".join(f"{len(stream.tokens):,} of {kind}" for kind, stream in self.held_out.items())
-        left_out = ", ".join(f"{reason} {lines:,}" for reason, lines in self.told["left_out"].items())
+        left_out = ", ".join(f"{reason} {lines:,}" for reason, lines in self.metadata["left_out"].items())
         return (
             f"{len(self.trained.tokens):,} training tokens; held out: {held_out}\n"
             f"left out (lines): {left_out}\n"
-            f"dependencies: {', '.join(self.told['dependencies'])}\n"
-            f"left out for their licence: {', '.join(self.told['dependencies_left_out']) or 'none'}"
+            f"dependencies: {', '.join(self.metadata['dependencies'])}\n"
+            f"left out for their licence: {', '.join(self.metadata['dependencies_left_out']) or 'none'}"
         )
 
     @property
-    def watched(self) -> Stream:
-        """What is measured while training goes on: a part of each kind of held-out text, in short turns."""
+    def watched(self) -> TokenStream:
+        """Held-out text that is measured while training goes on: a part of each kind, in short turns."""
         return interleaved(list(self.held_out.values()))
 
 
-def interleaved(streams: Sequence[Stream], piece: int = 2048) -> Stream:
+def interleaved(streams: Sequence[TokenStream], piece: int = 2048) -> TokenStream:
     """Equally much of each stream, by turns of `piece` tokens."""
     pieces = min(max(1, len(stream.tokens) // piece) for stream in streams)
     parts = [(stream, slice(n * piece, (n + 1) * piece)) for n in range(pieces) for stream in streams]
     tokens, flags = ([getattr(stream, name)[part] for stream, part in parts] for name in ("tokens", "in_loss"))
-    return Stream(np.concatenate(tokens), np.concatenate(flags))
+    return TokenStream(np.concatenate(tokens), np.concatenate(flags))
 
 
-def held_out_text(documents: Documents, tokenizer: Tokenizer) -> dict[str, Stream]:
+def held_out_text(documents: Documents, tokenizer: Tokenizer) -> dict[str, TokenStream]:
     """Each kind of held-out document, tokenised."""
     end = end_of_text(tokenizer)
     return {kind: encode_documents(tokenizer, part, end) for kind, part in documents.held_out.items()}
@@ -241,4 +241,4 @@ def prepare_text(gsm8k: Path, tokenizer: Tokenizer) -> DemoText:
     weighted = [document for kind, part in documents.trained.items() for document in part * WEIGHTS[kind]]
     order = np.random.default_rng(0).permutation(len(weighted))
     trained = encode_documents(tokenizer, [weighted[n] for n in order], end_of_text(tokenizer))
-    return DemoText(tokenizer, trained, held_out_text(documents, tokenizer), documents.told())
+    return DemoText(tokenizer, trained, held_out_text(documents, tokenizer), documents.metadata())

@@ -26,8 +26,8 @@ from tilewright.models.dflash2 import DFlash2Config, DFlash2Params
 from tilewright.train import drafter
 from tilewright.train.data import TokenSource
 from tilewright.train.drafter import (
+    AnchorBlocks,
     BlockKind,
-    Blocks,
     DFlashOptions,
     Frozen,
     draw_blocks,
@@ -36,13 +36,13 @@ from tilewright.train.drafter import (
     weighted_nll,
 )
 from tilewright.train.loop import TrainResult
-from tilewright.train.partitioned import Division
+from tilewright.train.partitioned import TrainingPlacement
 from tilewright.train.text import TextOptions
 
 
 @dataclass(frozen=True)
 class DFlash2Options(DFlashOptions):
-    """What is particular to the training of a DFlash 2 drafter.
+    """Options that only the training of a DFlash 2 drafter has.
 
     Attributes:
         selector_weight: of the selector's loss against the backbone's.
@@ -62,7 +62,7 @@ def selector_loss(
     params: DFlash2Params,
     hidden: Float[Array, "BA S H"],
     logits: Float[Array, "BA S W"],
-    blocks: Blocks,
+    blocks: AnchorBlocks,
     smoothing: float | None = None,
 ) -> Float[Array, ""]:
     """The weighted mean cross-entropy in nats of the right token among the candidates; `logits` are scaled already.
@@ -124,10 +124,10 @@ def train_dflash2(
     out: Path,
     console: Console,
     start: DFlash2Params | None = None,
-    division: Division = Division(),
+    placement: TrainingPlacement = TrainingPlacement(),
 ) -> TrainResult:
     """Trains a drafter. Its loss is the backbone's and `selector_weight` times the selector's; see `drafter.train_drafter`."""
-    ops = division.ops(options)
+    ops = placement.ops(options)
 
     def loss(params: Any, frozen: Any, batch: Any, key: Array) -> tuple[Array, Array]:
         backbone, chosen, total = drafter_losses(target, config, drafter_options, ops, params, frozen, batch, key)
@@ -136,5 +136,5 @@ def train_dflash2(
     kind = BlockKind(
         "DFlash 2 drafter", dflash2.declare(config), hidden_matrices, loss, partial(start_of, target, config, target_params)
     )
-    given = (target, target_params, config, stream, held_out, options, drafter_options, out, console, start, division)
+    given = (target, target_params, config, stream, held_out, options, drafter_options, out, console, start, placement)
     return train_blocks(kind, *given)

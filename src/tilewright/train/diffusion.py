@@ -30,7 +30,7 @@ from tilewright.train.data import Document
 from tilewright.train.flops import token_flops
 from tilewright.train.lm import hidden_matrices
 from tilewright.train.loop import TrainResult, train
-from tilewright.train.sharded import Predicted, Setup, on_mesh, over_mesh, sharded_loss
+from tilewright.train.sharded import Predicted, ShardedSetup, on_mesh, over_mesh, sharded_loss
 from tilewright.train.text import TextOptions, make_optimizer, text_task
 
 LEAST_MASKED = 1e-3
@@ -57,7 +57,7 @@ class Batch(NamedTuple):
 
 
 def masked_tokens(config: DiffusionConfig, batch: Batch, key: Array) -> tuple[Predicted, Float[Array, ""]]:
-    """What a batch is to predict, its masked tokens, and the weight of all tokens of its responses.
+    """Masked tokens that a batch is to predict, and the weight of all tokens of its responses.
 
     A row's t, the share that it has masked in expectation, is uniform from 0 to 1, and the rows of a batch spread over that
     range evenly. Prompts are never masked.
@@ -177,7 +177,7 @@ class Examples:
         return np.asarray([*given, *worked], np.int32), len(given)
 
     def batch(self, rng: np.random.Generator, held_out: bool) -> Batch:
-        """What `rng` draws. Half of the rows end before the window does, so that the model learns every length."""
+        """A batch that `rng` draws. Half of the rows end before the window does, so that the model learns every length."""
         rows, length = self.options.batch_size, self.options.sequence_length
         tokens = np.full((rows, length), self.end, np.int32)
         bounds = np.empty((3, rows), np.int32)
@@ -192,11 +192,11 @@ class Examples:
         return whole if self.rows is None else Batch(*(each[self.rows] for each in whole))
 
     def batches(self, first: int) -> Iterator[Batch]:
-        """What is trained on from step `first` on; a step's rows depend on the seed and the step alone."""
+        """Training batches from step `first` on; a step's rows depend on the seed and the step alone."""
         return (self.batch(np.random.default_rng((self.options.seed, 0, step)), False) for step in count(first))
 
     def held_out_batches(self) -> list[Batch]:
-        """The same at every evaluation."""
+        """Held-out batches, the same at every evaluation."""
         each = (self.batch(np.random.default_rng((self.options.seed, 1, n)), True) for n in count())
         return list(islice(each, HELD_OUT_BATCHES))
 
@@ -205,10 +205,10 @@ class Examples:
         """Tokens that a step computes."""
         return self.options.batch_size * self.options.sequence_length
 
-    def identity(self) -> dict[str, Any]:
-        """What a checkpoint must agree with."""
+    def run_fingerprint(self) -> dict[str, Any]:
+        """Fingerprint of the run: what a checkpoint must agree with."""
         text = fingerprint((self.texts.tokens, self.texts.starts))
-        return {**self.options.identity(), "arithmetic": self.arithmetic, "text": text}
+        return {**self.options.run_fingerprint(), "arithmetic": self.arithmetic, "text": text}
 
 
 def train_diffusion(
@@ -217,14 +217,14 @@ def train_diffusion(
     out: Path,
     console: Console,
     start: DecoderParams | None = None,
-    identity: Mapping[str, Any] = MappingProxyType({}),
-    setup: Setup | None = None,
+    run_fingerprint: Mapping[str, Any] = MappingProxyType({}),
+    setup: ShardedSetup | None = None,
 ) -> TrainResult:
     """Trains a diffusion language model; see `loop.train` for checkpoints and resumption.
 
     Args:
         start: parameters to go on from, float32; by default random ones. Over a mesh those in their places are DONATED.
-        identity: what else a resumed run must agree on.
+        run_fingerprint: what else a resumed run must agree on.
         setup: of the mesh to train over, for the layers' sizes; by default one device.
     """
     options = examples.options
@@ -242,7 +242,7 @@ def train_diffusion(
         shardings = None if over is None else over.shardings
         return initialise(diffusion.declare(config), jax.random.key(options.seed), shardings=shardings)
 
-    same = {"config": asdict(config), "start": None if start is None else fingerprint(start), **identity}
+    same = {"config": asdict(config), "start": None if start is None else fingerprint(start), **run_fingerprint}
     flops = token_flops(config.decoder, options.sequence_length)
     task = partial(text_task, "diffusion model", loss, init, hidden_matrices, flops=flops)
     if over is None:
@@ -252,7 +252,7 @@ def train_diffusion(
     return train(over_mesh(task(own, same, place=partial(on_mesh, over)), over, optimizer, init, predict), console, out)
 
 
-def bidirectional(config: DiffusionConfig, setup: Setup) -> Setup:
+def bidirectional(config: DiffusionConfig, setup: ShardedSetup) -> ShardedSetup:
     """The setup of a decoder's layers for those of a diffusion model, whose positions see all of their row."""
     shift = partial(diffusion.predicting, config) if config.shifted else None
     return replace(setup, attend=cast(decoder.Attend, diffusion.bidirectional_attend), predicting=shift)

@@ -30,7 +30,7 @@ from tilewright.models.params import initialise
 from tilewright.train.checkpoint import fingerprint
 from tilewright.train.data import TokenSource, frequent_tokens
 from tilewright.train.loop import TrainResult, train
-from tilewright.train.partitioned import Division, partitioned_task
+from tilewright.train.partitioned import TrainingPlacement, partitioned_task
 from tilewright.train.records import batches_of
 from tilewright.train.taps import kept_rows, tapped_layers, target_states
 from tilewright.train.text import Loss, TextOptions
@@ -38,7 +38,7 @@ from tilewright.train.text import Loss, TextOptions
 
 @dataclass(frozen=True)
 class DFlashOptions:
-    """What is particular to the training of a DFlash drafter.
+    """Options that only the training of a DFlash drafter has.
 
     Attributes:
         anchors: blocks drawn from each sequence at each step.
@@ -137,8 +137,8 @@ RunBlock = Callable[..., Float[Array, "BA T H"]]
 """`dflash.run_block`, or another drafter's, with configuration, operations and parameters given."""
 
 
-class Drafted(NamedTuple):
-    """What blocks at anchors come to, and what they read.
+class DraftedStates(NamedTuple):
+    """Hidden states of the blocks at anchors, and what they read.
 
     Attributes:
         hidden: what the head reads of every slot that drafts, S = block_size - 1, for the block at every anchor, `[BA, S, H]`.
@@ -163,7 +163,7 @@ def run_blocks(
     anchors: Int[Array, "B A"],
     windows: Sequence[int | None],
     whole: bool = False,
-) -> Drafted:
+) -> DraftedStates:
     """Runs the target over whole sequences, and the drafter over the block at every anchor.
 
     Args:
@@ -187,11 +187,11 @@ def run_blocks(
         return anchored_attention(q, pair, (k, v), anchors, window).reshape(*q.shape[:2], -1), kept
 
     hidden = run_block(x, block, context, attend, anchors)[:, config.first_slot :]
-    return Drafted(hidden, features, states.stream)
+    return DraftedStates(hidden, features, states.stream)
 
 
 class Frozen(NamedTuple):
-    """What a drafter learns from, and is not trained.
+    """Arrays that a drafter learns from, which are not trained.
 
     Attributes:
         params: the target's.
@@ -240,7 +240,7 @@ def draft_logits(
     return ops.linear(hidden, frozen.head, jnp.float32)
 
 
-class Blocks(NamedTuple):
+class AnchorBlocks(NamedTuple):
     """Random blocks of a batch, BA of them with S slots to be drafted.
 
     Attributes:
@@ -265,7 +265,7 @@ def draw_blocks(
     batch: Sequence[Array],
     key: Array,
     vocab: DraftVocab | None = None,
-) -> Blocks:
+) -> AnchorBlocks:
     """Random blocks, their labels, and the slots' weights by position.
 
     Args:
@@ -281,10 +281,10 @@ def draw_blocks(
         weights = weights * jnp.exp(-slot / options.decay(config.block_size))
     before, wanted, weights = (x.reshape(-1, config.block_size - 1) for x in (labels[:, :, :-1], labels[:, :, 1:], weights))
     if vocab is None:
-        return Blocks(anchors, before, wanted, weights, jnp.zeros_like(weights, bool))
+        return AnchorBlocks(anchors, before, wanted, weights, jnp.zeros_like(weights, bool))
     wanted = draft_ids(vocab.ids, config.vocab_size)[wanted]
     missed = (wanted == config.proposed) & (weights > 0)
-    return Blocks(anchors, before, jnp.minimum(wanted, config.proposed - 1), jnp.where(missed, 0.0, weights), missed)
+    return AnchorBlocks(anchors, before, jnp.minimum(wanted, config.proposed - 1), jnp.where(missed, 0.0, weights), missed)
 
 
 def at_slots(x: Float[Array, "B T *rest"], anchors: Int[Array, "B A"], size: int) -> Float[Array, "BA S *rest"]:
@@ -298,8 +298,8 @@ def slot_nll(logits: Float[Array, "BA S W"], wanted: Int[Array, "BA S"]) -> Floa
     return jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, wanted[..., None], axis=-1)[..., 0]
 
 
-def acceptance_weights(nll: Float[Array, "BA S"], blocks: Blocks, smoothing: float) -> Float[Array, "BA S"]:
-    """What each slot contributes to the drafts that are expected to be accepted (D-PACE, arXiv 2605.18810).
+def acceptance_weights(nll: Float[Array, "BA S"], blocks: AnchorBlocks, smoothing: float) -> Float[Array, "BA S"]:
+    """Weight of each slot by what it adds to the drafts that are expected to be accepted (D-PACE, arXiv 2605.18810).
 
     A slot counts as far as those before it are likely to be right, and as further ones hang on it: the sum, over the slots from
     it on, of the products of all probabilities up to there, each `(1 - smoothing) * p + smoothing`. No gradient flows.
@@ -311,7 +311,7 @@ def acceptance_weights(nll: Float[Array, "BA S"], blocks: Blocks, smoothing: flo
     return blocks.weights * jnp.cumsum(jnp.where(counted, prefix, 0.0)[..., ::-1], axis=-1)[..., ::-1]
 
 
-def slot_weights(nll: Float[Array, "BA S"], blocks: Blocks, smoothing: float | None) -> Float[Array, "BA S"]:
+def slot_weights(nll: Float[Array, "BA S"], blocks: AnchorBlocks, smoothing: float | None) -> Float[Array, "BA S"]:
     """The weights of the slots: those of the blocks, or with a smoothing `acceptance_weights`."""
     return blocks.weights if smoothing is None else acceptance_weights(nll, blocks, smoothing)
 
@@ -322,7 +322,7 @@ def weighted_mean(values: Float[Array, "BA S"], weights: Float[Array, "BA S"]) -
 
 
 def weighted_nll(
-    logits: Float[Array, "BA S W"], blocks: Blocks, smoothing: float | None = None
+    logits: Float[Array, "BA S W"], blocks: AnchorBlocks, smoothing: float | None = None
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The weighted mean cross-entropy in nats, 0 where all weights are; and the sum of the weights.
 
@@ -392,12 +392,12 @@ def train_drafter(
     out: Path,
     console: Console,
     start: DFlashParams | None = None,
-    division: Division = Division(),
+    placement: TrainingPlacement = TrainingPlacement(),
 ) -> TrainResult:
     """Trains a drafter. Its losses are those of `drafter_loss`.
 
     Args:
-        target_params: over a mesh divided as `division` has it.
+        target_params: sharded over a mesh as `placement` has it.
         start: of a drafter to go on from, which may have been trained for another block size; by default the target's last
             layers where these fit.
     """
@@ -405,9 +405,9 @@ def train_drafter(
     def fresh(key: Array) -> DFlashParams:
         return warm_start(target, config, target_params, initialise(dflash.declare(config), key))
 
-    loss = partial(drafter_loss, target, config, drafter_options, division.ops(options))
+    loss = partial(drafter_loss, target, config, drafter_options, placement.ops(options))
     kind = BlockKind("DFlash drafter", dflash.declare(config), hidden_matrices, loss, fresh)
-    given = (target, target_params, config, stream, held_out, options, drafter_options, out, console, start, division)
+    given = (target, target_params, config, stream, held_out, options, drafter_options, out, console, start, placement)
     return train_blocks(kind, *given)
 
 
@@ -435,7 +435,7 @@ class BlockKind:
 def train_blocks(
     kind: BlockKind, target: DecoderConfig, target_params: DecoderParams, config: DFlashConfig, stream: TokenSource,
     held_out: TokenSource, options: TextOptions, drafter_options: DFlashOptions, out: Path, console: Console, start: Any,
-    division: Division,
+    placement: TrainingPlacement,
 ) -> TrainResult:  # fmt: skip
     """Trains a drafter of any of these kinds; arguments as for `train_drafter`. It keeps the draft vocabulary of `start`."""
     dflash.check_fits(config, target)
@@ -444,10 +444,13 @@ def train_blocks(
     def init() -> Any:
         return kind.fresh(jax.random.key(options.seed)) if start is None else dflash.with_vocab(start, None)
 
-    same, frozen = identity(config, drafter_options, target_params, start), frozen_of(config, target_params, stream, start)
-    trained, batches = (init, kind.specs, kind.is_hidden_matrix, division), batches_of(stream, held_out, options)
+    same, frozen = (
+        run_fingerprint(config, drafter_options, target_params, start),
+        frozen_of(config, target_params, stream, start),
+    )
+    trained, batches = (init, kind.specs, kind.is_hidden_matrix, placement), batches_of(stream, held_out, options)
     if drafter_options.keep_taps is not None:
-        if division.mesh is not None:
+        if placement.mesh is not None:
             raise ValueError("expected --keep-taps or --mesh, found both: states are kept on one device")
         tapped = tapped_layers(target, config.target_layer_ids, kind.whole)
         args = (stream, held_out, options, drafter_options.keep_taps, target, options.ops, target_params, tapped)
@@ -477,8 +480,10 @@ def check_anchors(drafter_options: DFlashOptions, options: TextOptions) -> None:
         )
 
 
-def identity(config: DFlashConfig, drafter_options: DFlashOptions, target_params: DecoderParams, start: Any) -> dict[str, Any]:
-    """What a checkpoint of such a training must agree with."""
+def run_fingerprint(
+    config: DFlashConfig, drafter_options: DFlashOptions, target_params: DecoderParams, start: Any
+) -> dict[str, Any]:
+    """Fingerprint of a drafter's training: what a checkpoint must agree with."""
     own = {name: value for name, value in asdict(drafter_options).items() if name != "keep_taps"}
     same = {"config": asdict(config), "drafter": own, "target": fingerprint(target_params)}
     return same | {"start": None if start is None else fingerprint(start)}

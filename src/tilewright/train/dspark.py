@@ -39,13 +39,13 @@ from tilewright.train.drafter import (
     weighted_mean,
 )
 from tilewright.train.loop import TrainResult
-from tilewright.train.partitioned import Division
+from tilewright.train.partitioned import TrainingPlacement
 from tilewright.train.text import TextOptions
 
 
 @dataclass(frozen=True)
 class DSparkOptions(DFlashOptions):
-    """What is particular to the training of a DSpark drafter.
+    """Options that only the training of a DSpark drafter has.
 
     Attributes:
         l1_weight: share of the L1 distance in the loss, from 0 to 1; the rest is the cross-entropy's. The published value is
@@ -106,10 +106,10 @@ def train_dspark(
     out: Path,
     console: Console,
     start: DSparkParams | None = None,
-    division: Division = Division(),
+    placement: TrainingPlacement = TrainingPlacement(),
 ) -> TrainResult:
     """Trains a drafter. Its loss is what `drafter_losses` gives, weighed by `l1_weight`; see `drafter.train_drafter`."""
-    ops, share = division.ops(options), drafter_options.l1_weight
+    ops, share = placement.ops(options), drafter_options.l1_weight
 
     def loss(params: Any, frozen: Any, batch: Any, key: Array) -> tuple[Array, Array]:
         nll, apart, total = drafter_losses(target, config, drafter_options, ops, params, frozen, batch, key)
@@ -120,5 +120,5 @@ def train_dspark(
         return replace(params, backbone=drafter.warm_start(target, config, target_params, params.backbone))
 
     kind = BlockKind("DSpark drafter", dspark.declare(config), hidden_matrices, loss, fresh, whole=share > 0)
-    given = (target, target_params, config, stream, held_out, options, drafter_options, out, console, start, division)
+    given = (target, target_params, config, stream, held_out, options, drafter_options, out, console, start, placement)
     return train_blocks(kind, *given)

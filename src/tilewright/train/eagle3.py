@@ -28,7 +28,7 @@ from tilewright.models.params import initialise
 from tilewright.train.checkpoint import fingerprint
 from tilewright.train.data import TokenSource, frequent_tokens
 from tilewright.train.loop import TrainResult, train
-from tilewright.train.partitioned import Division, partitioned_task
+from tilewright.train.partitioned import TrainingPlacement, partitioned_task
 from tilewright.train.records import batches_of
 from tilewright.train.text import TextOptions
 
@@ -38,7 +38,7 @@ SEQUENCES = 8
 
 @dataclass(frozen=True)
 class Eagle3Options:
-    """What is particular to the training of an EAGLE-3 drafter.
+    """Options that only the training of an EAGLE-3 drafter has.
 
     Attributes:
         decay: weight of a draft step's loss against that of the step before; the published value is 0.8.
@@ -57,7 +57,7 @@ def default_draft_vocab(vocab_size: int) -> int:
 
 
 class Teacher(NamedTuple):
-    """What the target says about each sequence.
+    """The target's states and predictions of each sequence, which a drafter learns from.
 
     Attributes:
         taps: its hidden states after the tapped layers, each `[B, T, G]`.
@@ -241,7 +241,7 @@ def train_eagle3(
     eagle3_options: Eagle3Options,
     out: Path,
     console: Console,
-    division: Division = Division(),
+    placement: TrainingPlacement = TrainingPlacement(),
 ) -> tuple[TrainResult, list[float]]:
     """Trains a drafter that reads its target's embedding. Its losses are those of `drafter_loss`.
 
@@ -258,7 +258,7 @@ def train_eagle3(
         raise ValueError(
             f"expected a sequence length above the block size {config.block_size}, found {options.sequence_length}"
         )
-    ids, ops = jnp.asarray(frequent_tokens(stream, config.vocab_size, config.draft_vocab_size)), division.ops(options)
+    ids, ops = jnp.asarray(frequent_tokens(stream, config.vocab_size, config.draft_vocab_size)), placement.ops(options)
 
     def loss(params: Any, frozen: Any, batch: Any, key: Array) -> tuple[Array, Array]:
         return drafter_loss(target, config, eagle3_options, ops, params, frozen, batch)
@@ -269,7 +269,7 @@ def train_eagle3(
 
     same = {"config": asdict(config), "eagle3": asdict(eagle3_options), "target": fingerprint(target_params)}
     windows, frozen = batches_of(stream, held_out, options), (target_params, ids)
-    trained = (init, eagle3.declare(config), hidden_matrices, division)
+    trained = (init, eagle3.declare(config), hidden_matrices, placement)
     result = train(partitioned_task("EAGLE-3 drafter", windows, same, loss, frozen, *trained), console, out)
     agree = jax.jit(partial(step_agreement, target, config, ops))
     counts = [agree(result.params, frozen, batch) for batch in windows.held_out_batches()]

@@ -1,4 +1,4 @@
-"""What a language model makes of held-out text: its loss, by token and by byte, and how much its own continuations repeat."""
+"""Evaluation on held-out text: a language model's loss, by token and by byte, and how much its own continuations repeat."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -14,14 +14,14 @@ from tilewright.llm.language_model import LanguageModel
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
-from tilewright.train.data import Stream, require_windows
+from tilewright.train.data import TokenStream, require_windows
 from tilewright.train.lm import next_token_loss
 from tilewright.train.regenerate import cut_prompts
 
 BATCH, WINDOW, BATCHES = 8, 512, 16
 """Held-out text is read in at most so many batches of windows of so many tokens."""
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 16, 64, 128
-"""What is continued greedily, of each text."""
+"""Number of prompts of each text that are continued greedily, their tokens, and the new ones."""
 
 
 def token_bytes(tokenizer: Tokenizer) -> np.ndarray:
@@ -32,7 +32,7 @@ def token_bytes(tokenizer: Tokenizer) -> np.ndarray:
     return np.asarray(sizes, np.int32)
 
 
-def held_out_loss(config: DecoderConfig, params: DecoderParams, sizes: np.ndarray, stream: Stream) -> dict[str, float]:
+def held_out_loss(config: DecoderConfig, params: DecoderParams, sizes: np.ndarray, stream: TokenStream) -> dict[str, float]:
     """The mean loss over windows of a text, each token given those before it in its window, at most `WINDOW`.
 
     Args:
@@ -50,7 +50,7 @@ def held_out_loss(config: DecoderConfig, params: DecoderParams, sizes: np.ndarra
 
 
 def evaluate_target(
-    config: DecoderConfig, params: DecoderParams, tokenizer: Tokenizer, held_out: Mapping[str, Stream]
+    config: DecoderConfig, params: DecoderParams, tokenizer: Tokenizer, held_out: Mapping[str, TokenStream]
 ) -> dict[str, dict[str, float]]:
     """For each text: `held_out_loss`, and the distinct 4-grams of greedy continuations of stretches of it."""
     table, sizes = ShapeTable(batches=(PROMPTS,)), token_bytes(tokenizer)

@@ -1,4 +1,4 @@
-"""What stops a run: a loss, or a gradient, that is no finite number.
+"""Errors that stop a run: a loss, or a gradient, that is no finite number.
 
 A step tells of each group of parameters whether its gradient is finite, in a few bytes that stay on the device until the loop
 reads them, some steps later and before anything is saved.
@@ -16,13 +16,13 @@ from jax import Array
 from jaxtyping import Bool
 
 FINITE = "finite"
-"""Under this name a step's figures hold a `Finite`, which the loop takes out of them."""
+"""Under this name a step's metrics hold a `Finite`, which the loop takes out of them."""
 
 IN_FLIGHT = 8
 """So many steps may be under way, or done, before the loop looks at the first of them."""
 
 LISTED = 8
-"""How many groups an error names before it only counts."""
+"""Number of groups that an error names before it only counts."""
 
 
 @jax.tree_util.register_dataclass
@@ -55,7 +55,7 @@ def finite(loss: Array, gradient: Any) -> Finite:
     return Finite(jnp.stack(flags), tuple(groups))
 
 
-class NotFinite(FloatingPointError):
+class NotFiniteTraining(FloatingPointError):
     """A step whose loss or gradient is no finite number; its message names both, and where the run can go on."""
 
 
@@ -89,7 +89,7 @@ class Watch:
 
 
 def require_finite(step: int, found: Finite) -> None:
-    """Raises a `NotFinite` that names what is not."""
+    """Raises a `NotFiniteTraining` that names what is not."""
     flags: np.ndarray = np.asarray(found.flags).reshape(-1, len(found.names) + 1)
     if flags.all():
         return
@@ -99,4 +99,4 @@ def require_finite(step: int, found: Finite) -> None:
     named = ", ".join(bad[:LISTED]) + (f" and {len(bad) - LISTED} more groups" if len(bad) > LISTED else "")
     gradients = "every gradient" if len(bad) > 1 and len(bad) == len(found.names) else f"the gradient of {named}"
     what = [*([] if good[0] else ["the loss"]), *([gradients] if bad else [])]
-    raise NotFinite(f"step {step}{runs}: {' and '.join(what)} {'are' if len(what) > 1 else 'is'} not finite")
+    raise NotFiniteTraining(f"step {step}{runs}: {' and '.join(what)} {'are' if len(what) > 1 else 'is'} not finite")

@@ -1,4 +1,4 @@
-"""What all training of graph networks shares: options, optimiser, loss, and what the runs reached.
+"""Parts that all training of graph networks shares: options, optimiser, loss, and what the runs reached.
 
 Several runs (seeds, or folds) train side by side in one program: every array of parameters and optimiser has a leading dim of
 runs. Parameters are trained with the running statistics of batch norm beside them, as one pair: *weights*.
@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 
 from tilewright.models import gnn
 from tilewright.models.gnn import Config, GCNConfig
-from tilewright.train.loop import Figures, Step, Task, TrainOptions, TrainResult, descend
+from tilewright.train.loop import Metrics, Step, Task, TrainOptions, TrainResult, descend
 
 PARTS = ("train", "val", "test")
 
@@ -28,7 +28,7 @@ Weights = tuple[Any, Any]
 
 @dataclass(frozen=True)
 class GNNOptions(TrainOptions):
-    """How to train; the sizes of the model stand in its configuration.
+    """Training options of graph networks; the sizes of the model stand in its configuration.
 
     Attributes:
         epochs: passes over the training nodes; of graph classification, rounds of `iterations` steps.
@@ -90,19 +90,19 @@ def start_runs(
 
 def runs_task(
     options: GNNOptions,
-    identity: dict[str, Any],
+    run_fingerprint: dict[str, Any],
     starting: Callable[[], tuple[Weights, Any]],
     seeds: Int[np.ndarray, " runs"],
     step: Step,
     batches: Callable[[int], Iterator[Any]],
-    evaluate: Callable[[Any, int], Figures],
+    evaluate: Callable[[Any, int], Metrics],
     steps_per_epoch: int = 1,
     score: str | None = "val",
 ) -> Task:
     """The task of several runs side by side, which are evaluated after every epoch; see `Task` for the arguments."""
     return Task(
-        title=identity["data"],
-        identity=identity,
+        title=run_fingerprint["data"],
+        run_fingerprint=run_fingerprint,
         init=starting,
         step=step,
         batches=batches,
@@ -123,14 +123,14 @@ def descend_rows(
     scores: Callable[[Any, Any], tuple[Array, Any]],
     labels: Int[Array, " N"],
     counts: Bool[Array, " N"],
-) -> tuple[Weights, Any, Figures, Array]:
+) -> tuple[Weights, Any, Metrics, Array]:
     """One step of one run on the mean cross-entropy of the rows that count.
 
     Args:
         scores: `scores(params, statistics) -> (scores, statistics)`, in training.
 
     Returns:
-        weights and optimiser afterwards, figures with the loss, and the scores before.
+        weights and optimiser afterwards, metrics with the loss, and the scores before.
     """
     params, statistics = weights
 
@@ -138,8 +138,8 @@ def descend_rows(
         values, after = scores(params, statistics)
         return mean_loss(values, labels, counts), (after, values)
 
-    params, opt_state, figures, (statistics, values) = descend(loss_of, optimizer, params, opt_state)
-    return (params, statistics), opt_state, figures, values
+    params, opt_state, metrics, (statistics, values) = descend(loss_of, optimizer, params, opt_state)
+    return (params, statistics), opt_state, metrics, values
 
 
 def mean_loss(scores: Float[Array, "N C"], labels: Int[Array, " N"], counts: Bool[Array, " N"]) -> Float[Array, ""]:

@@ -17,7 +17,7 @@ from tilewright.graph.data import GraphData
 from tilewright.models import gnn
 from tilewright.models.gnn import Config, GATConfig
 from tilewright.train.gnn import GNNOptions, Weights, accuracy, descend_rows, make_optimizer, over_runs, runs_task, start_runs
-from tilewright.train.loop import Figures, Task
+from tilewright.train.loop import Metrics, Task
 
 
 @dataclass(frozen=True)
@@ -85,20 +85,20 @@ def graphs_task(config: Config, data: GraphData, options: GNNOptions, folds: Seq
         return gnn.apply(config, weights[0], table, batch.features(x), weights[1], rows=batch.rows, pool=pool, **how)
 
     @partial(jax.jit, donate_argnums=(0, 1))
-    def step(weights: Weights, opt_state: Any, x: Array, batch: GraphBatch, keys: Array) -> tuple[Weights, Any, Figures]:
-        def one(weights: Weights, opt_state: Any, batch: GraphBatch, key: Array) -> tuple[Weights, Any, Figures]:
+    def step(weights: Weights, opt_state: Any, x: Array, batch: GraphBatch, keys: Array) -> tuple[Weights, Any, Metrics]:
+        def one(weights: Weights, opt_state: Any, batch: GraphBatch, key: Array) -> tuple[Weights, Any, Metrics]:
             def scores(params: Any, statistics: Any) -> tuple[Array, Any]:
                 return scores_of((params, statistics), batch, x, capacity, train=True, key=key)
 
             there = batch.labels != PADDING
-            weights, opt_state, figures, values = descend_rows(weights, opt_state, optimizer, scores, batch.labels, there)
-            return weights, opt_state, {**figures, "train": accuracy(values, batch.labels, there)}
+            weights, opt_state, metrics, values = descend_rows(weights, opt_state, optimizer, scores, batch.labels, there)
+            return weights, opt_state, {**metrics, "train": accuracy(values, batch.labels, there)}
 
         return over_runs(one)(weights, opt_state, batch, keys)
 
     @jax.jit
-    def measure(weights: Weights, x: Array, tests: GraphBatch) -> Figures:
-        def one(weights: Weights, test: GraphBatch) -> Figures:
+    def measure(weights: Weights, x: Array, tests: GraphBatch) -> Metrics:
+        def one(weights: Weights, test: GraphBatch) -> Metrics:
             scores, _ = scores_of(weights, test, x, test_capacity)
             return {"test": accuracy(scores, test.labels, test.labels != PADDING)}
 
@@ -108,7 +108,7 @@ def graphs_task(config: Config, data: GraphData, options: GNNOptions, folds: Seq
     of_runs = np.array([1000 * seed + fold for fold, seed in runs])
     return runs_task(
         options,
-        {"family": type(config).__name__, **asdict(config), **options.identity(), **sizes},
+        {"family": type(config).__name__, **asdict(config), **options.run_fingerprint(), **sizes},
         starting=partial(start_runs, config, optimizer, of_runs),
         seeds=of_runs,
         step=lambda weights, opt_state, batch, keys: step(weights, opt_state, features, batch, keys),

@@ -41,5 +41,5 @@ def grow(
 
 
 def silent(layer: Layer) -> Layer:
-    """The same layer, adding nothing to its input."""
+    """A copy of a layer that adds nothing to its input."""
     return replace(layer, o=jax.tree.map(jnp.zeros_like, layer.o), down=jax.tree.map(jnp.zeros_like, layer.down))

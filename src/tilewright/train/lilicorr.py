@@ -30,10 +30,10 @@ from tilewright.models.lilicorr import LiLiCorrConfig, LiLiCorrParams
 from tilewright.train import drafter
 from tilewright.train.data import TokenSource
 from tilewright.train.drafter import (
+    AnchorBlocks,
     BlockKind,
-    Blocks,
     DFlashOptions,
-    Drafted,
+    DraftedStates,
     Frozen,
     at_slots,
     draw_blocks,
@@ -44,13 +44,13 @@ from tilewright.train.drafter import (
     weighted_nll,
 )
 from tilewright.train.loop import TrainResult
-from tilewright.train.partitioned import Division
+from tilewright.train.partitioned import TrainingPlacement
 from tilewright.train.text import TextOptions
 
 
 @dataclass(frozen=True)
 class LiLiCorrOptions(DFlashOptions):
-    """What is particular to the training of a LiLiCorr drafter.
+    """Options that only the training of a LiLiCorr drafter has.
 
     Attributes:
         lattice_weight: of the lattice's cross-entropy against the backbone's loss. The published value is 0.25.
@@ -72,7 +72,7 @@ def lattice_scores(
     ops: Operations,
     params: LiLiCorrParams,
     frozen: Frozen,
-    drafted: Drafted,
+    drafted: DraftedStates,
     logits: Float[Array, "BA S W"],
     candidates: Int[Array, "BA S K"],
     anchors: Int[Array, "B A"],
@@ -99,7 +99,10 @@ def target_logits(
 
 
 def lattice_losses(
-    scores: Float[Array, "BA S K K"], candidates: Int[Array, "BA S K"], said: Float[Array, "BA S K"] | None, blocks: Blocks
+    scores: Float[Array, "BA S K K"],
+    candidates: Int[Array, "BA S K"],
+    said: Float[Array, "BA S K"] | None,
+    blocks: AnchorBlocks,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The lattice's cross-entropy in nats, and its expected penalty, both means over the slots that count.
 
@@ -163,10 +166,10 @@ def train_lilicorr(
     out: Path,
     console: Console,
     start: LiLiCorrParams | None = None,
-    division: Division = Division(),
+    placement: TrainingPlacement = TrainingPlacement(),
 ) -> TrainResult:
     """Trains a drafter. Its loss is the backbone's and, weighed, the lattice's two; see `drafter.train_drafter`."""
-    ops, weights = division.ops(options), (drafter_options.lattice_weight, drafter_options.penalty_weight)
+    ops, weights = placement.ops(options), (drafter_options.lattice_weight, drafter_options.penalty_weight)
 
     def loss(params: Any, frozen: Any, batch: Any, key: Array) -> tuple[Array, Array]:
         own, chosen, dear, total = drafter_losses(target, config, drafter_options, ops, params, frozen, batch, key)
@@ -180,7 +183,7 @@ def train_lilicorr(
         partial(start_of, target, config, target_params),
         whole=weights[1] > 0,
     )
-    given = (target, target_params, config, stream, held_out, options, drafter_options, out, console, start, division)
+    given = (target, target_params, config, stream, held_out, options, drafter_options, out, console, start, placement)
     return train_blocks(kind, *given)
 
 

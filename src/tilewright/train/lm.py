@@ -18,10 +18,10 @@ from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.params import initialise
 from tilewright.train.checkpoint import fingerprint
-from tilewright.train.data import Stream
+from tilewright.train.data import TokenStream
 from tilewright.train.flops import token_flops
 from tilewright.train.loop import TrainResult, train
-from tilewright.train.sharded import Setup, next_tokens, on_mesh, over_mesh, sharded_loss
+from tilewright.train.sharded import ShardedSetup, next_tokens, on_mesh, over_mesh, sharded_loss
 from tilewright.train.text import TextOptions, Windows, make_optimizer, text_task
 
 
@@ -43,21 +43,21 @@ def hidden_matrices(params: DecoderParams) -> DecoderParams:
 
 def train_lm(
     config: DecoderConfig,
-    stream: Stream,
-    held_out: Stream,
+    stream: TokenStream,
+    held_out: TokenStream,
     options: TextOptions,
     out: Path,
     console: Console,
     start: DecoderParams | None = None,
-    identity: Mapping[str, Any] = MappingProxyType({}),
-    setup: Setup | None = None,
+    run_fingerprint: Mapping[str, Any] = MappingProxyType({}),
+    setup: ShardedSetup | None = None,
 ) -> TrainResult:
     """Trains a language model on `stream`; see `loop.train` for checkpoints and resumption.
 
     Args:
         start: parameters to go on from, float32; by default random ones. Over a mesh those in their places (see
             `sharded.model_shardings`) are DONATED.
-        identity: what else a resumed run must agree on.
+        run_fingerprint: what else a resumed run must agree on.
         setup: of the mesh to train over; by default one device.
 
     Raises:
@@ -76,7 +76,7 @@ def train_lm(
             decoder.declare(config), jax.random.key(options.seed), shardings=None if setup is None else setup.shardings
         )
 
-    same = {"config": asdict(config), "start": None if start is None else fingerprint(start), **identity}
+    same = {"config": asdict(config), "start": None if start is None else fingerprint(start), **run_fingerprint}
     length, flops = options.sequence_length + 1, token_flops(config, options.sequence_length)
     task = partial(text_task, "language model", loss, init, hidden_matrices, flops=flops)
     if setup is None:

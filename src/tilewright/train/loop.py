@@ -23,27 +23,27 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tilewright.compiled.ledger import Ledger
 from tilewright.train import checkpoint
-from tilewright.train.finite import FINITE, NotFinite, Watch, finite
+from tilewright.train.finite import FINITE, NotFiniteTraining, Watch, finite
 from tilewright.train.flops import peak_flop_per_s
 
-Figures = dict[str, Any]
+Metrics = dict[str, Any]
 """Named numbers: each an array, of the dims of the task's seed."""
 
-Step = Callable[[Any, Any, Any, Array], tuple[Any, Any, Figures]]
-"""`step(params, opt_state, batch, key) -> (params, opt_state, figures)`, compiled; DONATES the first two.
+Step = Callable[[Any, Any, Any, Array], tuple[Any, Any, Metrics]]
+"""`step(params, opt_state, batch, key) -> (params, opt_state, metrics)`, compiled; DONATES the first two.
 
-The figures hold a `finite.Finite` under `FINITE`, which is none of those that are shown.
+The metrics hold a `finite.Finite` under `FINITE`, which is none of those that are shown.
 """
 
 REFRESH_S = 0.2
-"""How often the progress bar looks at figures; each look waits for the device."""
+"""Seconds from one look of the progress bar at metrics to the next; each look waits for the device."""
 LINE_S = 60.0
-"""How often there is a line where there is no terminal."""
+"""Seconds from one line to the next where there is no terminal."""
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What every training run is told; each kind of run adds its own."""
+    """Options of every training run; each kind of run adds its own."""
 
     learning_rate: float
     weight_decay: float
@@ -54,7 +54,7 @@ class TrainOptions:
     ABOVE_ZERO: ClassVar[tuple[str, ...]] = ("learning_rate", "batch_size", "save_every")
     AT_LEAST_ZERO: ClassVar[tuple[str, ...]] = ("weight_decay", "seed")
     MAY_CHANGE: ClassVar[tuple[str, ...]] = ("save_every",)
-    """What a resumed run may be told anew."""
+    """Options that a resumed run may change."""
 
     def __post_init__(self) -> None:
         for name in self.ABOVE_ZERO:
@@ -66,8 +66,8 @@ class TrainOptions:
         if self.seed >= 2**31:
             raise ValueError(f"expected a seed below {2**31}, found {self.seed}")
 
-    def identity(self) -> dict[str, Any]:
-        """What a checkpoint must agree with."""
+    def run_fingerprint(self) -> dict[str, Any]:
+        """Fingerprint of the run: what a checkpoint must agree with."""
         return {name: value for name, value in asdict(self).items() if name not in self.MAY_CHANGE}
 
 
@@ -77,14 +77,14 @@ class Task:
 
     Attributes:
         title: what the progress bar shows.
-        identity: whatever must agree for a checkpoint to be resumed, as plain data.
+        run_fingerprint: whatever must agree for a checkpoint to be resumed, as plain data.
         init: gives parameters and state of the optimiser before the first step.
         step: see `Step`; it decides where its arrays lie. `gradient_step` makes the plain one.
         batches: `batches(first)` yields the batches of the steps from `first` on (from 0), without end, each of one shape.
-        evaluate: `evaluate(params, step)` gives the figures of held-out data after so many steps.
+        evaluate: `evaluate(params, step)` gives the metrics of held-out data after so many steps.
         steps: when it is done.
         evaluate_every, save_every: in steps; both also come after the last one.
-        seed: of each step's key; an array `[runs]` where several runs train side by side, which all figures then are too.
+        seed: of each step's key; an array `[runs]` where several runs train side by side, which all metrics then are too.
         progress: what a step gets done, for the rate: ("tokens", 4096).
         flops: operations that a step needs (see `flops.token_flops`); 0 where nobody counts them.
         devices: how many share them.
@@ -93,11 +93,11 @@ class Task:
     """
 
     title: str
-    identity: dict[str, Any]
+    run_fingerprint: dict[str, Any]
     init: Callable[[], tuple[Any, Any]]
     step: Step
     batches: Callable[[int], Iterator[Any]]
-    evaluate: Callable[[Any, int], Figures]
+    evaluate: Callable[[Any, int], Metrics]
     steps: int
     evaluate_every: int
     save_every: int
@@ -110,11 +110,11 @@ class Task:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run reached.
+    """Result of a run.
 
     Attributes:
         params: after the last step, or where `Task.score` was best.
-        curve: a row for each evaluation: its "step", the figures of the steps since the one before (means), and its own.
+        curve: a row for each evaluation: its "step", the metrics of the steps since the one before (means), and its own.
         rate: of this process, in what `Task.progress` counts a second.
         seconds: of this process, compilation included.
         ledger: what was compiled, or loaded from the disk, in that time.
@@ -136,10 +136,10 @@ class TrainResult:
 
 def descend(
     loss: Callable[[Any], tuple[Array, Any]], optimizer: optax.GradientTransformation, params: Any, opt_state: Any
-) -> tuple[Any, Any, Figures, Any]:
+) -> tuple[Any, Any, Metrics, Any]:
     """One step of an optimiser down `loss(params) -> (loss, more)`: parameters, its state, and loss and more from before.
 
-    The loss is among the figures of a step, which say too whether it and its gradient are finite.
+    The loss is among the metrics of a step, which say too whether it and its gradient are finite.
     """
     (value, more), gradient = jax.value_and_grad(loss, has_aux=True)(params)
     with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes in places
@@ -158,11 +158,11 @@ def gradient_step(
     Args:
         loss: `loss(params, frozen, batch, key) -> (loss, more)`.
         frozen: arrays that the loss reads and that stay as they are (a drafter's target).
-        placed: the shardings of parameters, state and figures, where the compiler is to divide the step; by default one device.
+        placed: the shardings of parameters, state and metrics, where the compiler is to divide the step; by default one device.
     """
 
     @partial(jax.jit, donate_argnums=(0, 1), out_shardings=placed)
-    def step(params: Any, opt_state: Any, frozen: Any, batch: Any, key: Array) -> tuple[Any, Any, Figures]:
+    def step(params: Any, opt_state: Any, frozen: Any, batch: Any, key: Array) -> tuple[Any, Any, Metrics]:
         return descend(lambda p: loss(p, frozen, batch, key), optimizer, params, opt_state)[:3]
 
     return lambda params, opt_state, batch, key: step(params, opt_state, frozen, batch, key)
@@ -192,23 +192,23 @@ def keep_better(best: tuple[Array, Any], score: Float[Array, "..."], params: Any
     return jax.tree.map(choose, best, (score, params))
 
 
-def stacked(rows: Sequence[Figures]) -> dict[str, np.ndarray]:
+def stacked(rows: Sequence[Metrics]) -> dict[str, np.ndarray]:
     """An array for each figure, with a row for each of `rows`."""
     return {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]} if rows else {}
 
 
-def mean_figures(rows: Sequence[Figures]) -> Figures:
+def mean_metrics(rows: Sequence[Metrics]) -> Metrics:
     """The mean of each figure; of one row it is the row, still on the device, which nobody waits for."""
     return rows[0] if len(rows) == 1 else {name: values.mean(0) for name, values in stacked(rows).items()}
 
 
-def unstacked(figures: Mapping[str, np.ndarray], prefix: str) -> list[Figures]:
+def unstacked(metrics: Mapping[str, np.ndarray], prefix: str) -> list[Metrics]:
     """The rows behind those arrays whose names begin with `prefix`."""
-    named = {name.removeprefix(prefix): values for name, values in figures.items() if name.startswith(prefix)}
+    named = {name.removeprefix(prefix): values for name, values in metrics.items() if name.startswith(prefix)}
     return [dict(zip(named, row, strict=True)) for row in zip(*named.values(), strict=True)]
 
 
-class Run:
+class TrainingRun:
     """A task under way.
 
     Attributes:
@@ -217,8 +217,8 @@ class Run:
         step: steps taken so far.
         saved: after how many of them the checkpoint was written; None where there is none.
         watch: over losses and gradients.
-        curve: the figures of each evaluation.
-        recent: the figures of the steps since the last one.
+        curve: the metrics of each evaluation.
+        recent: the metrics of the steps since the last one.
     """
 
     def __init__(self, task: Task, out: Path | None):
@@ -229,8 +229,8 @@ class Run:
         if task.score is not None:
             self.best = (jnp.full(self.seed.shape, -jnp.inf, jnp.float32), jax.tree.map(jnp.copy, self.params))
         self.step = 0
-        self.curve: list[Figures] = []
-        self.recent: list[Figures] = []
+        self.curve: list[Metrics] = []
+        self.recent: list[Metrics] = []
         self.watch = Watch()
         self.saved: int | None = None
 
@@ -239,32 +239,32 @@ class Run:
         if self.out is None or not checkpoint.steps_in(self.out):
             return False
         like = jax.tree.map(given_back, (self.params, self.opt_state, self.best))
-        found = checkpoint.read(self.out, like, self.task.identity)
-        (self.params, self.opt_state, self.best), self.step, figures = found
+        found = checkpoint.read(self.out, like, self.task.run_fingerprint)
+        (self.params, self.opt_state, self.best), self.step, metrics = found
         if self.step > self.task.steps:
             raise ValueError(
                 f"the checkpoint in {self.out} stands at step {self.step} already, beyond the {self.task.steps} asked for"
             )
-        self.curve, self.recent = unstacked(figures, "curve."), unstacked(figures, "recent.")
+        self.curve, self.recent = unstacked(metrics, "curve."), unstacked(metrics, "recent.")
         self.saved = self.step
         return True
 
     def save(self) -> None:
-        """Writes the checkpoint, if one is wanted. Raises a `NotFinite` where a step since the last one went wrong."""
+        """Writes the checkpoint, if one is wanted. Raises a `NotFiniteTraining` where a step since the last one went wrong."""
         self.watch.settle()
         if self.out is not None:
             series = {"curve.": stacked(self.curve), "recent.": stacked(self.recent)}
-            figures = {prefix + name: values for prefix, each in series.items() for name, values in each.items()}
-            checkpoint.write(self.out, (self.params, self.opt_state, self.best), self.step, figures, self.task.identity)
+            metrics = {prefix + name: values for prefix, each in series.items() for name, values in each.items()}
+            checkpoint.write(self.out, (self.params, self.opt_state, self.best), self.step, metrics, self.task.run_fingerprint)
             self.saved = self.step
 
     def advance(self, batch: Any) -> None:
-        """Takes one step. Raises a `NotFinite` where one of those before it went wrong."""
+        """Takes one step. Raises a `NotFiniteTraining` where one of those before it went wrong."""
         key = step_keys(self.seed, np.int32(self.step))
-        self.params, self.opt_state, figures = self.task.step(self.params, self.opt_state, batch, key)
-        self.recent.append({name: value for name, value in figures.items() if name != FINITE})
+        self.params, self.opt_state, metrics = self.task.step(self.params, self.opt_state, batch, key)
+        self.recent.append({name: value for name, value in metrics.items() if name != FINITE})
         self.step += 1
-        self.watch.note(self.step, figures[FINITE])
+        self.watch.note(self.step, metrics[FINITE])
 
     def take(self, batch: Any) -> bool:
         """Takes one step, and evaluates and saves where that is due. Returns whether it was the last one."""
@@ -276,39 +276,39 @@ class Run:
                 self.evaluate()
             if self.step % task.save_every == 0 or last:
                 self.save()
-        except NotFinite as error:
+        except NotFiniteTraining as error:
             kept = "nothing was saved" if self.saved is None else f"the checkpoint of step {self.saved} stays"
-            raise NotFinite(f"{task.title}: {error}; {kept}") from error
+            raise NotFiniteTraining(f"{task.title}: {error}; {kept}") from error
         return last
 
     def evaluate(self) -> None:
         """Adds a point to the curve, and keeps the parameters where they are the best so far."""
-        self.curve.append({"step": self.step, **mean_figures(self.recent), **self.task.evaluate(self.params, self.step)})
+        self.curve.append({"step": self.step, **mean_metrics(self.recent), **self.task.evaluate(self.params, self.step)})
         self.recent = []
         if self.best is not None:
             self.best = keep_better(self.best, jnp.asarray(self.curve[-1][str(self.task.score)], jnp.float32), self.params)
 
     def shown(self) -> str:
-        """The newest figures as a line."""
+        """The newest metrics as a line."""
         newest = {**(self.curve[-1] if self.curve else {}), **stacked(self.recent[-10:])}
         means = {name: float(np.mean(values)) for name, values in newest.items() if name != "step"}
         return "  ".join(f"{name.replace('_', ' ')} {mean:.3f}" for name, mean in means.items() if not np.isnan(mean))
 
 
 def given_back(leaf: Array) -> jax.ShapeDtypeStruct:
-    """What an array was like, whose memory is wanted for another in its place."""
+    """Frees an array, whose memory is wanted for another in its place, and gives its shape, dtype and sharding."""
     like = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
     leaf.delete()
     return like
 
 
 def progress_bar(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[figures]}"))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[metrics]}"))
     return Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal)
 
 
-class Pace:
-    """How fast a run goes.
+class TrainingPace:
+    """Speed of a run.
 
     Attributes:
         first: after which step, and when, the first of this process was handed out: then all is compiled.
@@ -351,19 +351,19 @@ def train(task: Task, console: Console, out: Path | None = None) -> TrainResult:
         ValueError: the checkpoint is that of another run, or beyond the last step.
         NotFinite: the loss or a gradient was no finite number. The last checkpoint stays as it is.
     """
-    run = Run(task, out)
+    run = TrainingRun(task, out)
     if run.resume():
         console.print(f"resuming {task.title} at step {run.step} of {task.steps}", markup=False)
-    pace, looked, wait = Pace(task, run.step), time.perf_counter(), REFRESH_S if console.is_terminal else LINE_S
+    pace, looked, wait = TrainingPace(task, run.step), time.perf_counter(), REFRESH_S if console.is_terminal else LINE_S
     with Ledger() as ledger, progress_bar(console) as bar:
-        row = bar.add_task(task.title, total=task.steps, completed=run.step, figures="")
+        row = bar.add_task(task.title, total=task.steps, completed=run.step, metrics="")
         for batch in islice(task.batches(run.step), task.steps - run.step):
             last = run.take(batch)
             pace.note(run.step)
             if last or time.perf_counter() - looked > wait:
-                figures, looked = f"{run.shown()}  {pace.shown()}", time.perf_counter()
-                bar.update(row, completed=run.step, figures=figures)
+                metrics, looked = f"{run.shown()}  {pace.shown()}", time.perf_counter()
+                bar.update(row, completed=run.step, metrics=metrics)
                 if not console.is_terminal:
-                    console.print(f"{task.title}: step {run.step} of {task.steps}  {figures}", markup=False)
+                    console.print(f"{task.title}: step {run.step} of {task.steps}  {metrics}", markup=False)
     params = run.params if run.best is None else run.best[1]
     return TrainResult(params, stacked(run.curve), pace.rate(), pace.seconds(), ledger, pace.utilisation())

@@ -31,16 +31,16 @@ from tilewright.train.gnn import (
     runs_task,
     start_runs,
 )
-from tilewright.train.loop import Figures, Task
+from tilewright.train.loop import Metrics, Task
 
 SPARSE = 0.1
 """Share of non-zero features below which the product with a matrix reads those only."""
 
 
-def identity_of(data: NodeData, config: Config, options: GNNOptions, runs: int, **more: object) -> dict[str, Any]:
-    """What a checkpoint must agree with."""
+def run_fingerprint_of(data: NodeData, config: Config, options: GNNOptions, runs: int, **more: object) -> dict[str, Any]:
+    """Fingerprint of the runs: what a checkpoint must agree with."""
     sizes = {"data": data.name, "nodes": data.num_nodes, "edges": data.edge_index.shape[1], "trained_nodes": len(data.train)}
-    return {"family": type(config).__name__, **asdict(config), **options.identity(), **sizes, "runs": runs, **more}
+    return {"family": type(config).__name__, **asdict(config), **options.run_fingerprint(), **sizes, "runs": runs, **more}
 
 
 def check_trainable(data: NodeData) -> None:
@@ -75,9 +75,9 @@ def whole_graph(config: Config, data: NodeData, layout: str = "auto", mesh: Mesh
     for n, part in enumerate(PARTS):
         parts[getattr(data, part), n] = True
     if mesh is not None:
-        divided = PartitionedTable.build(edges, mesh, data.num_nodes, layout=layout)
-        x, labels = divided.arrange(data.rows(np.arange(data.num_nodes))), divided.arrange(data.labels, fill=-1)
-        return WholeGraph(divided, x, labels, divided.arrange(parts).T, divided.rows)
+        sharded = PartitionedTable.build(edges, mesh, data.num_nodes, layout=layout)
+        x, labels = sharded.permute(data.rows(np.arange(data.num_nodes))), sharded.permute(data.labels, fill=-1)
+        return WholeGraph(sharded, x, labels, sharded.permute(parts).T, sharded.rows)
     table = NeighborTable.from_edges(edges, data.num_nodes, layout=layout)
     order = np.arange(data.num_nodes) if table.order is None else np.asarray(table.order)
     return WholeGraph(table, on_device(data, order), jnp.asarray(data.labels[order]), jnp.asarray(parts[order].T))
@@ -101,8 +101,8 @@ def full_graph_task(
     everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
 
     @partial(jax.jit, donate_argnums=(0, 1), out_shardings=everywhere)
-    def step(weights: Weights, opt_state: Any, graph: WholeGraph, keys: Array) -> tuple[Weights, Any, Figures]:
-        def one(weights: Weights, opt_state: Any, key: Array) -> tuple[Weights, Any, Figures]:
+    def step(weights: Weights, opt_state: Any, graph: WholeGraph, keys: Array) -> tuple[Weights, Any, Metrics]:
+        def one(weights: Weights, opt_state: Any, key: Array) -> tuple[Weights, Any, Metrics]:
             def scores(params: Any, statistics: Any) -> tuple[Array, Any]:
                 return gnn.apply(config, params, graph.table, graph.x, statistics, train=True, key=key, rows=graph.rows)
 
@@ -111,8 +111,8 @@ def full_graph_task(
         return over_runs(one)(weights, opt_state, keys)
 
     @jax.jit
-    def measure(weights: Weights, graph: WholeGraph) -> Figures:
-        def one(params: Any, statistics: Any) -> Figures:
+    def measure(weights: Weights, graph: WholeGraph) -> Metrics:
+        def one(params: Any, statistics: Any) -> Metrics:
             scores, _ = gnn.apply(config, params, graph.table, graph.x, statistics, rows=graph.rows)
             return {part: accuracy(scores, graph.labels, graph.parts[n]) for n, part in enumerate(PARTS)}
 
@@ -120,7 +120,7 @@ def full_graph_task(
 
     return runs_task(
         options,
-        identity_of(data, config, options, runs),
+        run_fingerprint_of(data, config, options, runs),
         starting=partial(start_runs, config, optimizer, seeds, everywhere),
         seeds=seeds,
         step=step,
@@ -146,7 +146,7 @@ class NodeBatch:
 
 
 def count_right(scores: Float[Array, "B C"], labels: Int[Array, " B"]) -> Int[Array, ""]:
-    """How many rows have their largest score at their label."""
+    """Number of rows that have their largest score at their label."""
     return (scores.argmax(1).astype(labels.dtype) == labels).sum()
 
 
@@ -198,14 +198,14 @@ def sampled_task(config: Config, data: NodeData, options: GNNOptions, fan_outs: 
     def scores_of(weights: Weights, batch: NodeBatch, **how: Any) -> tuple[Array, Any]:
         return gnn.apply(config, weights[0], batch.sample.layers, batch.x, weights[1], rows=batch.sample.rows, **how)
 
-    def step(weights: Weights, opt_state: Any, batch: NodeBatch, key: Array) -> tuple[Weights, Any, Figures]:
+    def step(weights: Weights, opt_state: Any, batch: NodeBatch, key: Array) -> tuple[Weights, Any, Metrics]:
         def scores(params: Any, statistics: Any) -> tuple[Array, Any]:
             return scores_of((params, statistics), batch, train=True, key=key)
 
         counts = batch.labels >= 0
-        weights, opt_state, figures, values = descend_rows(weights, opt_state, optimizer, scores, batch.labels, counts)
+        weights, opt_state, metrics, values = descend_rows(weights, opt_state, optimizer, scores, batch.labels, counts)
         share = per_epoch / len(data.train)  # so that the mean over an epoch's steps is exact
-        return weights, opt_state, {**figures, "train": share * count_right(values, batch.labels).astype(jnp.float32)}
+        return weights, opt_state, {**metrics, "train": share * count_right(values, batch.labels).astype(jnp.float32)}
 
     @jax.jit
     @over_runs
@@ -216,13 +216,13 @@ def sampled_task(config: Config, data: NodeData, options: GNNOptions, fan_outs: 
         drawn = batches.covering(np.broadcast_to(ids, (runs, len(ids))), where)
         return np.sum([right(weights, batch) for batch in drawn], 0) / len(ids) if len(ids) else np.full(runs, np.nan)
 
-    def evaluate(weights: Weights, step: int) -> Figures:
+    def evaluate(weights: Weights, step: int) -> Metrics:
         where = step // per_epoch - 1
         return {part: accuracy_on(weights, getattr(data, part), (where, n)) for n, part in ((1, "val"), (2, "test"))}
 
     return runs_task(
         options,
-        identity_of(data, config, options, runs, fan_outs=list(fan_outs)),
+        run_fingerprint_of(data, config, options, runs, fan_outs=list(fan_outs)),
         starting=partial(start_runs, config, optimizer, seeds),
         seeds=seeds,
         step=jax.jit(over_runs(step), donate_argnums=(0, 1)),

@@ -1,6 +1,6 @@
 """A step that XLA's partitioner divides: of a small model that trains beside a large one, which stays as it is.
 
-A drafter, its optimiser's state and its target lie divided by their declared axes, matrices along "fsdp" and "tp", and batches
+A drafter, its optimiser's state and its target are sharded by their declared axes, matrices along "fsdp" and "tp", and batches
 along "fsdp". When what travels is the compiler's choice; where that matters there is `sharded.py`, for stacks of layers alone.
 """
 
@@ -24,8 +24,8 @@ from tilewright.train.text import Batches, Loss, TextOptions, make_optimizer, te
 
 
 @dataclass(frozen=True)
-class Division:
-    """What is trained, and over which devices.
+class TrainingPlacement:
+    """Devices that a model is trained over, and how its arrays lie on them.
 
     Attributes:
         mesh: of `sharded.data_mesh`; None for one device.
@@ -38,7 +38,7 @@ class Division:
         return None if self.mesh is None else shardings(specs, self.mesh, FULLY_SHARDED_TENSOR_PARALLEL)
 
     def ops(self, options: TextOptions) -> Operations:
-        """What computes: the partitioner divides XLA's own operations, and no kernels."""
+        """Operations that compute: the partitioner divides XLA's own operations, and no kernels."""
         return options.ops if self.mesh is None else PLAIN
 
     def place(self, batch: Any) -> Any:
@@ -54,8 +54,8 @@ class Division:
 
 
 def partitioned_task(
-    title: str, windows: Batches, identity: dict[str, Any], loss: Loss, frozen: Any, init: Callable[[], Any], specs: Any,
-    is_hidden_matrix: Callable[[Any], Any], division: Division,
+    title: str, windows: Batches, run_fingerprint: dict[str, Any], loss: Loss, frozen: Any, init: Callable[[], Any], specs: Any,
+    is_hidden_matrix: Callable[[Any], Any], placement: TrainingPlacement,
 ) -> Task:  # fmt: skip
     """`text.text_task` over a mesh, or on one device.
 
@@ -66,13 +66,13 @@ def partitioned_task(
     Raises:
         ValueError: the mesh does not divide an array or a batch.
     """
-    options, placed = windows.options, division.shardings(specs)
-    division.check_batch(options.batch_size)
-    task = text_task(title, loss, init, is_hidden_matrix, windows, identity, frozen, division.place)
-    if division.mesh is None:
+    options, placed = windows.options, placement.shardings(specs)
+    placement.check_batch(options.batch_size)
+    task = text_task(title, loss, init, is_hidden_matrix, windows, run_fingerprint, frozen, placement.place)
+    if placement.mesh is None:
         return task
     optimizer = make_optimizer(options, is_hidden_matrix)
-    state = places_of_state(abstract(specs, jnp.float32, placed), division.mesh, optimizer)
+    state = places_of_state(abstract(specs, jnp.float32, placed), placement.mesh, optimizer)
     step = gradient_step(loss, optimizer, frozen, (placed, state, None))
 
     def start() -> tuple[Any, Any]:
@@ -80,6 +80,6 @@ def partitioned_task(
         return params, jax.jit(optimizer.init, out_shardings=state)(params)
 
     def run(params: Any, opt_state: Any, batch: Any, key: Array) -> Any:
-        return step(params, opt_state, division.place(batch), key)
+        return step(params, opt_state, placement.place(batch), key)
 
-    return replace(task, init=start, step=run, devices=division.mesh.size)
+    return replace(task, init=start, step=run, devices=placement.mesh.size)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tilewright.train.checkpoint import fingerprint
-from tilewright.train.data import Stream, TokenSource
+from tilewright.train.data import TokenSource, TokenStream
 from tilewright.train.text import HELD_OUT_BATCHES, Batches, TextOptions, Windows
 
 SUFFIX = ".npz.xz"
@@ -52,7 +52,7 @@ class Records:
 
     @property
     def fingerprint(self) -> str:
-        """The same for the same records."""
+        """Digest of the records."""
         return fingerprint((self.tokens, self.ends, self.prompts))
 
     @staticmethod
@@ -153,7 +153,7 @@ class RecordRows:
         return np.where(inside, records.tokens[np.minimum(place, len(records.tokens) - 1)], 0), inside & answer
 
     def batches(self, first: int) -> Iterator[tuple[np.ndarray, ...]]:
-        """What is trained on, epoch by epoch, from step `first` on."""
+        """Training batches, epoch by epoch, from step `first` on."""
         every = chain.from_iterable(self.chosen(self.records, epoch) for epoch in count())
         return (self.rows(self.records, *each) for each in islice(every, first, None))
 
@@ -169,15 +169,15 @@ class RecordRows:
         batches = sum(len(places) // self.options.batch_size for places in groups.values())
         return float(sum(sizes[places].sum() for places in groups.values()) / max(1, batches))
 
-    def identity(self) -> dict[str, Any]:
-        """What a checkpoint must agree with."""
-        return {**self.options.identity(), "training_tokens": len(self.records.tokens), "text": self.records.fingerprint}
+    def run_fingerprint(self) -> dict[str, Any]:
+        """Fingerprint of the run: what a checkpoint must agree with."""
+        return {**self.options.run_fingerprint(), "training_tokens": len(self.records.tokens), "text": self.records.fingerprint}
 
 
 def batches_of(source: TokenSource, held_out: TokenSource, options: TextOptions) -> Batches:
     """Batches of whole records, or of windows of a stream."""
     if isinstance(source, Records) and isinstance(held_out, Records):
         return RecordRows(source, held_out, options)
-    assert isinstance(source, Stream)
-    assert isinstance(held_out, Stream)
+    assert isinstance(source, TokenStream)
+    assert isinstance(held_out, TokenStream)
     return Windows(source, held_out, options.sequence_length, options)

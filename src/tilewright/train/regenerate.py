@@ -12,10 +12,10 @@ from rich.progress import Progress
 
 from tilewright.llm.language_model import LanguageModel
 from tilewright.runtime.sampling import Sampling
-from tilewright.train.data import Stream, read_jsonl
+from tilewright.train.data import TokenStream, read_jsonl
 
 
-def cut_prompts(stream: Stream, count: int, length: int, seed: int) -> list[list[int]]:
+def cut_prompts(stream: TokenStream, count: int, length: int, seed: int) -> list[list[int]]:
     """Random stretches of a text, to be continued: `count` prompts of `length` tokens.
 
     Raises:
@@ -38,7 +38,7 @@ def generated(
     lm: LanguageModel, prompts: Sequence[list[int]], sampling: Callable[[int], Sampling], path: Path, title: str,
     console: Console,
 ) -> list[Record]:  # fmt: skip
-    """What the model writes after each prompt, row i under `sampling(i)`.
+    """Texts that the model writes after each prompt, row i under `sampling(i)`.
 
     Records are appended to `path` (JSONL) as they come; those already there are kept, so that an interrupted run goes on where
     it stopped.
@@ -69,7 +69,7 @@ def generated(
 
 def regenerate(
     lm: LanguageModel, prompts: Sequence[list[int]], samplings: Sequence[Sampling], path: Path, end: int, console: Console
-) -> Stream:
+) -> TokenStream:
     """Continues every prompt with the target, row i under `samplings[i % len(samplings)]` with seed i; see `generated`.
 
     Returns:
@@ -95,7 +95,7 @@ def kept_records(path: Path, prompts: Sequence[list[int]]) -> list[Record]:
     return records
 
 
-def pair_stream(records: Sequence[Record], end: int, path: Path) -> Stream:
+def pair_stream(records: Sequence[Record], end: int, path: Path) -> TokenStream:
     """Pairs of prompt and response tokens as a stream, each closed by `end`; only responses are in the loss.
 
     Raises:
@@ -110,4 +110,4 @@ def pair_stream(records: Sequence[Record], end: int, path: Path) -> Stream:
         closing = [] if response and response[-1] == end else [end]
         tokens += [*prompt, *response, *closing]
         flags += [False] * len(prompt) + [True] * len(response) + [False] * len(closing)
-    return Stream(np.asarray(tokens, np.int32), np.asarray(flags, bool))
+    return TokenStream(np.asarray(tokens, np.int32), np.asarray(flags, bool))

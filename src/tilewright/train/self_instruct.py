@@ -28,8 +28,8 @@ LEAST_DISTINCT = 0.5
 
 
 @dataclass(frozen=True)
-class AnswerOptions:
-    """How answers are drawn.
+class SelfInstructOptions:
+    """Options by which answers are drawn.
 
     Attributes:
         instruction_tokens: the most tokens of an instruction.
@@ -82,7 +82,7 @@ def response(record: Record) -> list[int]:
 
 
 def instructions(
-    lm: LanguageModel, template: ChatTemplate, count: int, options: AnswerOptions, path: Path, console: Console
+    lm: LanguageModel, template: ChatTemplate, count: int, options: SelfInstructOptions, path: Path, console: Console
 ) -> list[str]:
     """Messages that the model writes in a user's place, `count` of them, those that did not end left out."""
     prompt = lm.tokenizer.encode(opening(template), add_special_tokens=False).ids
@@ -118,8 +118,8 @@ def select_instructions(texts: Iterable[str], forbidden: Collection[tuple[str, .
 
 
 def answers(
-    lm: LanguageModel, template: ChatTemplate, messages: Sequence[str], options: AnswerOptions, path: Path, console: Console,
-    left_out: Counter[str],
+    lm: LanguageModel, template: ChatTemplate, messages: Sequence[str], options: SelfInstructOptions, path: Path,
+    console: Console, left_out: Counter[str],
 ) -> Records:  # fmt: skip
     """The model's answers to messages, at each temperature in turn; those that repeat themselves are left out.
 
@@ -152,7 +152,7 @@ def answers(
 
 def self_instruct(
     lm: LanguageModel, template: ChatTemplate, given: Sequence[str], count: int, forbidden: Collection[tuple[str, ...]],
-    options: AnswerOptions, folder: Path, console: Console,
+    options: SelfInstructOptions, folder: Path, console: Console,
 ) -> tuple[Records, Counter[str]]:  # fmt: skip
     """Answers to given messages and to `count` instructions of the model's own; and how many texts were left out, by reason.
 

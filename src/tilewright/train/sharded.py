@@ -1,7 +1,7 @@
 """The train step of language models over a mesh: "fsdp" divides batches and weights, "tp" layers and the stream.
 
-Weights, gradients and the optimiser's state lie divided by the model's declared axes. `parallel/fully_sharded.py` says when
-each layer's weights and gradients travel; the optimiser computes on the divided arrays, and the sums of its clipping are XLA's.
+Weights, gradients and the optimiser's state are sharded by the model's declared axes. `parallel/fully_sharded.py` says when
+each layer's weights and gradients travel; the optimiser computes on the sharded arrays, and the sums of its clipping are XLA's.
 
 Legend: B sequences of a batch, T positions, R rows of a group of "fsdp" (its sequences times T), M a device's part of them.
 """
@@ -25,20 +25,20 @@ from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.params import ArraySpec, abstract
 from tilewright.models.stack import Rows
 from tilewright.parallel import rings, vocabulary
-from tilewright.parallel.exchanges import Exchange, Plan, divided, whole
+from tilewright.parallel.exchanges import Exchange, FullyShardedPlan, array_placement, whole
 from tilewright.parallel.fully_sharded import run_layers
 from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.sharding import FULLY_SHARDED_GROUPED, GROUPED, GROUPED_AXES, grouped_mesh, partition
 from tilewright.train.finite import FINITE, Finite, finite
-from tilewright.train.loop import Figures, Step, Task
+from tilewright.train.loop import Metrics, Step, Task
 
 DATA, TENSOR = "fsdp", "tp"
 Gradient = Callable[[Any, Array, Array], tuple[Array, Any]]
-"""`gradient(params, tokens [B, T + 1], in_loss) -> (mean loss in nats, its gradient)`, of divided arrays."""
+"""`gradient(params, tokens [B, T + 1], in_loss) -> (mean loss in nats, its gradient)`, of sharded arrays."""
 
 
 @dataclass(frozen=True)
-class Setup:
+class ShardedSetup:
     """A model on a mesh.
 
     Attributes:
@@ -54,7 +54,7 @@ class Setup:
     config: DecoderConfig
     ops: Operations
     mesh: Mesh
-    plan: Plan = field(default_factory=Plan)
+    plan: FullyShardedPlan = field(default_factory=FullyShardedPlan)
     accumulate: int = 1
     attend: decoder.Attend = decoder.causal_attend
     predicting: Callable[[Array], Array] | None = None
@@ -95,12 +95,12 @@ class Setup:
 
 
 class Predicted(NamedTuple):
-    """What is predicted in a batch of sequences.
+    """Predictions of a batch of sequences: inputs, labels and weights.
 
     Attributes:
         inputs, labels: tokens that are read, and those that each position is to predict, `[B, T]`.
         weights: of each prediction, so that their weighted losses make up the mean.
-        seen: what `Setup.attend` needs to know of each row, `[B]`; None for nothing.
+        seen: what `ShardedSetup.attend` needs to know of each row, `[B]`; None for nothing.
     """
 
     inputs: Any
@@ -155,7 +155,7 @@ def training_mesh(axes: Mapping[str, int | None], config: DecoderConfig, devices
     )  # fmt: skip
 
 
-def sharded_gradient(setup: Setup) -> Gradient:
+def sharded_gradient(setup: ShardedSetup) -> Gradient:
     """The mean loss of a batch and its gradient, as `lm.next_token_loss` has them on one device.
 
     Raises:
@@ -165,8 +165,8 @@ def sharded_gradient(setup: Setup) -> Gradient:
     return lambda params, tokens, in_loss: gradient(params, next_tokens(tokens, in_loss))
 
 
-def predicted_gradient(setup: Setup) -> Callable[[Any, Predicted], tuple[Array, Any]]:
-    """The same of whatever is predicted."""
+def predicted_gradient(setup: ShardedSetup) -> Callable[[Any, Predicted], tuple[Array, Any]]:
+    """Function that gives the mean loss and gradient of any predictions, over the mesh."""
     inside, specs = partial(_local_gradient, setup), setup.specs
 
     def gradient(params: Any, predicted: Predicted) -> tuple[Array, Any]:
@@ -175,7 +175,7 @@ def predicted_gradient(setup: Setup) -> Callable[[Any, Predicted], tuple[Array, 
     return gradient
 
 
-def sharded_loss(setup: Setup) -> Callable[[Any, Predicted], Array]:
+def sharded_loss(setup: ShardedSetup) -> Callable[[Any, Predicted], Array]:
     """The loss of a batch alone, for evaluation; a batch in one part."""
     setup = replace(setup, accumulate=1)
 
@@ -185,7 +185,7 @@ def sharded_loss(setup: Setup) -> Callable[[Any, Predicted], Array]:
     return lambda params, predicted: _over(setup, inside, PartitionSpec())(params, predicted)
 
 
-def _over(setup: Setup, inside: Callable[..., Any], results: Any) -> Callable[[Any, Predicted], Any]:
+def _over(setup: ShardedSetup, inside: Callable[..., Any], results: Any) -> Callable[[Any, Predicted], Any]:
     """A function of what a device has of the parameters and of a batch, on all devices."""
 
     def run(params: Any, predicted: Predicted) -> Any:
@@ -197,7 +197,7 @@ def _over(setup: Setup, inside: Callable[..., Any], results: Any) -> Callable[[A
     return run
 
 
-def _local_gradient(setup: Setup, params: DecoderParams, predicted: Predicted) -> tuple[Array, DecoderParams]:
+def _local_gradient(setup: ShardedSetup, params: DecoderParams, predicted: Predicted) -> tuple[Array, DecoderParams]:
     """A device's part: the loss of all devices, and the gradient of its shards."""
     axes = tuple(setup.mesh.shape)
 
@@ -217,12 +217,12 @@ def _local_gradient(setup: Setup, params: DecoderParams, predicted: Predicted) -
     return jax.lax.psum(value, axes), gradient
 
 
-def _local_loss(setup: Setup, params: DecoderParams, predicted: Predicted) -> Float[Array, ""]:
+def _local_loss(setup: ShardedSetup, params: DecoderParams, predicted: Predicted) -> Float[Array, ""]:
     """A device's share of the loss: the sum over all devices is the whole."""
     config, ops, plan = setup.config, setup.ops, setup.plan
     exchange = Exchange(plan, DATA, GROUPED_AXES)
     how: DecoderParams = jax.tree.map(
-        lambda spec: divided(spec, tuple(setup.mesh.shape), DATA), setup.specs, is_leaf=is_partition
+        lambda spec: array_placement(spec, tuple(setup.mesh.shape), DATA), setup.specs, is_leaf=is_partition
     )
     inputs = predicted.inputs
     table = whole(exchange, how.embed, params.embed, "embedding")
@@ -245,7 +245,7 @@ def _local_loss(setup: Setup, params: DecoderParams, predicted: Predicted) -> Fl
     return vocabulary.cross_entropy(logits, GROUPED_AXES, x, table if params.head is None else head, labels, weights)
 
 
-def _embedded(ops: Operations, plan: Plan, table: Float[Array, "W H"], tokens: Array) -> Float[Array, "M H"]:
+def _embedded(ops: Operations, plan: FullyShardedPlan, table: Float[Array, "W H"], tokens: Array) -> Float[Array, "M H"]:
     """This device's rows of the stream, of a table of which each has part of the vocabulary."""
     own = tokens.reshape(-1) - jax.lax.axis_index(GROUPED_AXES) * len(table)
     here = (own >= 0) & (own < len(table))
@@ -265,16 +265,16 @@ def _taken_forward(take: Callable[[Array, Array], Array], table: Array, index: A
     return take(table, index), (index, table)
 
 
-def _taken_backward(take: Callable[[Array, Array], Array], kept: tuple[Array, Array], due: Array) -> tuple[Array, None]:
+def _taken_backward(take: Callable[[Array, Array], Array], kept: tuple[Array, Array], cotangent: Array) -> tuple[Array, None]:
     index, table = kept
-    total = jnp.zeros(table.shape, jnp.float32).at[index].add(due.astype(jnp.float32))
+    total = jnp.zeros(table.shape, jnp.float32).at[index].add(cotangent.astype(jnp.float32))
     return total.astype(table.dtype), None
 
 
 _taken.defvjp(_taken_forward, _taken_backward)
 
 
-def state_shardings(setup: Setup, optimizer: optax.GradientTransformation) -> Any:
+def state_shardings(setup: ShardedSetup, optimizer: optax.GradientTransformation) -> Any:
     """Where an optimiser's state lies: what belongs to an array as this does, counters everywhere.
 
     A part of the state belongs to the array whose path its own path ends with: optimisers keep the parameters' structure.
@@ -283,7 +283,7 @@ def state_shardings(setup: Setup, optimizer: optax.GradientTransformation) -> An
 
 
 def places_of_state(params: Any, mesh: Mesh, optimizer: optax.GradientTransformation) -> Any:
-    """The same for any parameters, as abstract arrays with their shardings."""
+    """Optimiser state of any parameters, as abstract arrays with their shardings."""
     known = {path: (param.shape, param.sharding) for path, param in jax.tree_util.tree_leaves_with_path(params)}
     everywhere = NamedSharding(mesh, PartitionSpec())
 
@@ -294,8 +294,8 @@ def places_of_state(params: Any, mesh: Mesh, optimizer: optax.GradientTransforma
     return jax.tree_util.tree_map_with_path(place, jax.eval_shape(optimizer.init, params))
 
 
-def sharded_finite(setup: Setup, value: Array, gradient: DecoderParams) -> Finite:
-    """`finite`, of divided arrays: each device looks at its shards, and one small reduction joins what they found."""
+def sharded_finite(setup: ShardedSetup, value: Array, gradient: DecoderParams) -> Finite:
+    """`finite`, of sharded arrays: each device looks at its shards, and one small reduction joins what they found."""
     axes = tuple(setup.mesh.shape)
 
     def inside(value: Array, gradient: DecoderParams) -> Finite:
@@ -307,16 +307,18 @@ def sharded_finite(setup: Setup, value: Array, gradient: DecoderParams) -> Finit
     return run(value, gradient)
 
 
-def jitted_step(setup: Setup, optimizer: optax.GradientTransformation, gradient: Callable[..., tuple[Array, Any]]) -> Any:
-    """`step(params, state, *batch) -> (params, state, figures)` down `gradient(params, *batch)`; DONATES the first two."""
+def jitted_step(
+    setup: ShardedSetup, optimizer: optax.GradientTransformation, gradient: Callable[..., tuple[Array, Any]]
+) -> Any:
+    """`step(params, state, *batch) -> (params, state, metrics)` down `gradient(params, *batch)`; DONATES the first two."""
     state = state_shardings(setup, optimizer)
 
     @partial(jax.jit, donate_argnums=(0, 1), out_shardings=(setup.shardings, state, None))
-    def step(params: Any, opt_state: Any, *batch: Any) -> tuple[Any, Any, Figures]:
-        value, due = gradient(params, *batch)
+    def step(params: Any, opt_state: Any, *batch: Any) -> tuple[Any, Any, Metrics]:
+        value, grads = gradient(params, *batch)
         with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes in places
-            update, after = optimizer.update(due, opt_state, params)
-        return optax.apply_updates(params, update), after, {"loss": value, FINITE: sharded_finite(setup, value, due)}
+            update, after = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, update), after, {"loss": value, FINITE: sharded_finite(setup, value, grads)}
 
     return step
 
@@ -325,11 +327,12 @@ Predict = Callable[[Any, Array], Predicted]
 """`predict(batch, key)`: what a batch is to predict; the key is the step's."""
 
 
-def sharded_step(setup: Setup, optimizer: optax.GradientTransformation, predict: Predict | None = None) -> Step:
-    """The step of a task (see `loop.Step`); parameters lie as `Setup.shardings` has them, and state as `state_shardings`.
+def sharded_step(setup: ShardedSetup, optimizer: optax.GradientTransformation, predict: Predict | None = None) -> Step:
+    """The step of a task (see `loop.Step`).
 
-    Of each batch a process brings the rows that its devices compute on (`Setup.own_rows`). By default they are of text, whose
-    tokens are predicted one after another.
+    Parameters lie as `ShardedSetup.shardings` has them, and state as `state_shardings`. Of each batch a process brings the rows
+    that its devices compute on (`ShardedSetup.own_rows`). By default they are of text, whose tokens are predicted one after
+    another.
     """
     of_text, of_others = sharded_gradient(setup), predicted_gradient(setup)
 
@@ -340,13 +343,13 @@ def sharded_step(setup: Setup, optimizer: optax.GradientTransformation, predict:
 
     step = jitted_step(setup, optimizer, of_batch)
 
-    def run(params: Any, opt_state: Any, batch: Any, key: Array) -> tuple[Any, Any, Figures]:
+    def run(params: Any, opt_state: Any, batch: Any, key: Array) -> tuple[Any, Any, Metrics]:
         return step(params, opt_state, on_mesh(setup, batch), np.asarray(jax.random.key_data(key)))
 
     return run
 
 
-def on_mesh(setup: Setup, batch: Any) -> Any:
+def on_mesh(setup: ShardedSetup, batch: Any) -> Any:
     """The arrays of a batch, of which each process has its rows, divided over the devices."""
     groups = setup.mesh.shape[DATA]
     held = len(setup.own_rows(groups))  # groups of "fsdp" with a device of this process
@@ -359,11 +362,11 @@ def on_mesh(setup: Setup, batch: Any) -> Any:
 
 
 def sharded_init(
-    setup: Setup, optimizer: optax.GradientTransformation, params: Callable[[], DecoderParams]
+    setup: ShardedSetup, optimizer: optax.GradientTransformation, params: Callable[[], DecoderParams]
 ) -> Callable[[], tuple[DecoderParams, Any]]:
-    """What gives a task its parameters and the optimiser's state, divided.
+    """Function that gives a task its parameters and the optimiser's state, sharded.
 
-    `params` may give arrays divided or not. Those that lie in their places are taken as they are: training DONATES them.
+    `params` may give arrays sharded or not. Those that lie in their places are taken as they are: training DONATES them.
     """
 
     def init() -> tuple[DecoderParams, Any]:
@@ -383,7 +386,7 @@ def sharded_init(
 
 def over_mesh(
     task: Task,
-    setup: Setup,
+    setup: ShardedSetup,
     optimizer: optax.GradientTransformation,
     params: Callable[[], DecoderParams],
     predict: Predict | None = None,

@@ -1,4 +1,4 @@
-"""Checkpoints of a state that is divided over devices: a folder that Orbax keeps, of which each process writes its shards.
+"""Checkpoints of a state that is sharded over devices: a folder that Orbax keeps, of which each process writes its shards.
 
 Nobody gathers anything, and another mesh, or other processes, read of it what they hold. Several machines need a folder that
 all of them see. Orbax writes beside what is there and renames: a step's folder is there whole or not at all.
@@ -15,38 +15,38 @@ import orbax.checkpoint as ocp
 
 from tilewright.train.checkpoint import Saved, named_leaves, require_same_run
 
-STATE, TOLD = "state", "told"
+STATE, METADATA = "state", "told"
 """The two parts of a checkpoint: arrays, and the rest as JSON."""
 
 
 def manager(folder: Path) -> ocp.CheckpointManager:
     """Of the checkpoints of one run, of which the last one stays."""
     options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False, cleanup_tmp_directories=True)
-    handlers = {STATE: ocp.StandardCheckpointHandler(), TOLD: ocp.JsonCheckpointHandler()}
+    handlers = {STATE: ocp.StandardCheckpointHandler(), METADATA: ocp.JsonCheckpointHandler()}
     return ocp.CheckpointManager(folder.absolute(), options=options, item_handlers=handlers)
 
 
-def save(folder: Path, state: Any, step: int, figures: Mapping[str, np.ndarray], identity: Mapping[str, Any]) -> None:
-    """Writes the state after `step` steps and the figures so far. All processes call this."""
-    series = {name: {"dtype": str(values.dtype), "values": values.tolist()} for name, values in figures.items()}
-    told = {"identity": json.loads(json.dumps(identity)), "figures": series}
-    parts = ocp.args.Composite(state=ocp.args.StandardSave(named_leaves(state)), told=ocp.args.JsonSave(told))
+def save(folder: Path, state: Any, step: int, metrics: Mapping[str, np.ndarray], run_fingerprint: Mapping[str, Any]) -> None:
+    """Writes the state after `step` steps and the metrics so far. All processes call this."""
+    series = {name: {"dtype": str(values.dtype), "values": values.tolist()} for name, values in metrics.items()}
+    metadata = {"identity": json.loads(json.dumps(run_fingerprint)), "figures": series}
+    parts = ocp.args.Composite(state=ocp.args.StandardSave(named_leaves(state)), told=ocp.args.JsonSave(metadata))
     with manager(folder) as kept:
         kept.save(step, args=parts, force=True)
 
 
-def load(folder: Path, step: int, like: Any, identity: Mapping[str, Any]) -> Saved:
+def load(folder: Path, step: int, like: Any, run_fingerprint: Mapping[str, Any]) -> Saved:
     """Reads the state after `step` steps; see `checkpoint.load`. All processes call this."""
     wanted = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding) for name, leaf in named_leaves(like).items()
     }
     place = folder / str(step)
     with manager(folder) as kept:
-        told = read(place, kept, step, told=ocp.args.JsonRestore())[TOLD]
-        require_same_run(place, told["identity"], json.loads(json.dumps(identity)))
+        metadata = read(place, kept, step, told=ocp.args.JsonRestore())[METADATA]
+        require_same_run(place, metadata["identity"], json.loads(json.dumps(run_fingerprint)))
         state = read(place, kept, step, state=ocp.args.StandardRestore(wanted))[STATE]
-    figures = {name: np.asarray(each["values"], each["dtype"]) for name, each in told["figures"].items()}
-    return jax.tree.unflatten(jax.tree.structure(like), [state[name] for name in wanted]), step, figures
+    metrics = {name: np.asarray(each["values"], each["dtype"]) for name, each in metadata["figures"].items()}
+    return jax.tree.unflatten(jax.tree.structure(like), [state[name] for name in wanted]), step, metrics
 
 
 def read(place: Path, kept: ocp.CheckpointManager, step: int, **parts: Any) -> Any:

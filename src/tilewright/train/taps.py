@@ -1,4 +1,4 @@
-"""What a drafter learns from: the target's states, computed as a step needs them, or kept on disk from the first epoch on.
+"""Target states that a drafter learns from, computed as a step needs them, or kept on disk from the first epoch on.
 
 On a CPU the target takes about half of a step, and its states are the same in every epoch. They are kept in bfloat16, in a file
 that has room for all of them and is filled as records come up, so that a run which ends early loses nothing.
@@ -25,12 +25,12 @@ from tilewright.train.data import TokenSource
 from tilewright.train.records import RecordRows, Records
 from tilewright.train.text import TextOptions
 
-IDENTITY = "taps.json"
-"""What kept states are of. It is written before any of them."""
+FINGERPRINT_FILE = "taps.json"
+"""File that says what kept states are of. It is written before any of them."""
 
 
 class TargetStates(NamedTuple):
-    """What a drafter reads of its target.
+    """Target states that a drafter reads.
 
     Attributes:
         taps: the residual stream after each tapped layer, `[B, T, H]` each.
@@ -134,19 +134,26 @@ class KeptRows(RecordRows):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        same = {**self.target, "width": self.width, "text": self.identity()["text"], "length": self.options.sequence_length}
+        same = {
+            **self.target,
+            "width": self.width,
+            "text": self.run_fingerprint()["text"],
+            "length": self.options.sequence_length,
+        }
         same["held_out"] = self.held_out.fingerprint
-        kept, told = self.folder / IDENTITY, json.loads(json.dumps(same))
+        kept, metadata = self.folder / FINGERPRINT_FILE, json.loads(json.dumps(same))
         if kept.exists():
-            if (found := json.loads(kept.read_text())) != told:
-                wrong = ", ".join(sorted(name for name in found.keys() | told.keys() if found.get(name) != told.get(name)))
+            if (found := json.loads(kept.read_text())) != metadata:
+                wrong = ", ".join(
+                    sorted(name for name in found.keys() | metadata.keys() if found.get(name) != metadata.get(name))
+                )
                 raise ValueError(f"{self.folder}: expected states of this target and text, found another {wrong}")
             return
         needed = 2 * self.width * (len(self.records.tokens) + len(self.held_out.tokens))
         self.folder.mkdir(parents=True, exist_ok=True)
         if (free := shutil.disk_usage(self.folder).free) < needed:
             raise ValueError(f"{self.folder}: expected room for {needed / 1e9:.1f} GB of states, found {free / 1e9:.1f} GB")
-        kept.write_text(json.dumps(told))
+        kept.write_text(json.dumps(metadata))
 
     @cached_property
     def trained_states(self) -> KeptStates:
@@ -164,14 +171,14 @@ class KeptRows(RecordRows):
 
 def kept_rows(
     source: TokenSource, held_out: TokenSource, options: TextOptions, folder: Path, target: DecoderConfig,
-    ops: Operations, params: DecoderParams, tapped: tuple[int, ...], identity: str,
+    ops: Operations, params: DecoderParams, tapped: tuple[int, ...], target_fingerprint: str,
 ) -> KeptRows:  # fmt: skip
     """Batches of whole records with the target's streams after some layers, one after another along the last axis.
 
     Args:
         folder: for the states.
         tapped: the layers, from 0.
-        identity: the target's fingerprint.
+        target_fingerprint: see `checkpoint.fingerprint`.
 
     Raises:
         ValueError: the text is no records; the folder has other states, or no room for these.
@@ -183,5 +190,5 @@ def kept_rows(
     def run(params: DecoderParams, tokens: Array) -> Array:
         return jnp.concatenate(streams(target, ops, tapped, params, tokens), axis=-1).astype(jnp.bfloat16)
 
-    told = {"target": identity, "taps": list(tapped)}
-    return KeptRows(source, held_out, options, folder, len(tapped) * target.hidden_size, partial(run, params), told)
+    metadata = {"target": target_fingerprint, "taps": list(tapped)}
+    return KeptRows(source, held_out, options, folder, len(tapped) * target.hidden_size, partial(run, params), metadata)

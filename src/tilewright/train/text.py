@@ -15,8 +15,8 @@ from jaxtyping import Int
 from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import training_operations
 from tilewright.train.checkpoint import fingerprint
-from tilewright.train.data import Stream, require_windows
-from tilewright.train.loop import Figures, Task, TrainOptions, TrainResult, gradient_step
+from tilewright.train.data import TokenStream, require_windows
+from tilewright.train.loop import Metrics, Task, TrainOptions, TrainResult, gradient_step
 
 Batch = tuple[np.ndarray, np.ndarray]
 """Tokens, and which of them are in the loss, `[batch, length]` each."""
@@ -29,7 +29,7 @@ HELD_OUT_BATCHES = 32
 
 @dataclass(frozen=True)
 class TextOptions(TrainOptions):
-    """How to train; what to train on and the model's sizes stand elsewhere.
+    """Training options of language models; the data and the model's sizes stand elsewhere.
 
     Attributes:
         steps: optimiser steps.
@@ -46,8 +46,8 @@ class TextOptions(TrainOptions):
         clip: largest global norm of a gradient.
         seed: of the initialisation and of the data's order.
         evaluate_every, save_every: in steps.
-        products: "float32"; "bfloat16" with float32 sums; or "auto", bfloat16 where the chip has instructions for it (see
-            `kernels.select.training_operations`). Weights are float32.
+        matmul_dtype: of matrix products: "float32"; "bfloat16" with float32 sums; or "auto", bfloat16 where the chip has
+            instructions for it (see `kernels.select.training_operations`). Weights are float32.
     """
 
     steps: int = 1000
@@ -64,7 +64,7 @@ class TextOptions(TrainOptions):
     seed: int = 0
     evaluate_every: int = 200
     save_every: int = 200
-    products: str = "auto"
+    matmul_dtype: str = "auto"
 
     ABOVE_ZERO: ClassVar[tuple[str, ...]] = (
         *TrainOptions.ABOVE_ZERO, "steps", "sequence_length", "muon_learning_rate", "clip", "evaluate_every"
@@ -75,7 +75,7 @@ class TextOptions(TrainOptions):
         super().__post_init__()
         if self.optimizer not in ("adamw", "muon"):
             raise ValueError(f"expected the optimizer adamw or muon, found {self.optimizer!r}")
-        training_operations(self.products)  # says what cannot run
+        training_operations(self.matmul_dtype)  # says what cannot run
         if not 0 <= self.warmup < 1:
             raise ValueError(f"expected a warmup from 0 to below 1, found {self.warmup}")
         if self.schedule not in ("cosine", "wsd"):
@@ -83,15 +83,19 @@ class TextOptions(TrainOptions):
         if not 0 <= self.cooldown <= 1 - self.warmup:
             raise ValueError(f"expected a cooldown from 0 to what the warmup leaves, found {self.cooldown}")
 
-    def identity(self) -> dict[str, Any]:
-        """What a checkpoint must agree with; under "wsd" not when the run ends, nor where its rate begins to fall."""
+    def run_fingerprint(self) -> dict[str, Any]:
+        """Fingerprint of the run: what a checkpoint must agree with.
+
+        Under "wsd" that is not when the run ends, nor where its rate begins to fall.
+        """
         ends = ("steps", "warmup", "cooldown") if self.schedule == "wsd" else ()
-        return {name: value for name, value in super().identity().items() if name not in ends}
+        same = {name: value for name, value in super().run_fingerprint().items() if name not in ends}
+        return {"products" if name == "matmul_dtype" else name: value for name, value in same.items()}  # its key in checkpoints
 
     @property
     def ops(self) -> Operations:
-        """What computes."""
-        return training_operations(self.products)
+        """Operations that compute."""
+        return training_operations(self.matmul_dtype)
 
 
 def rate(options: TextOptions, peak: float) -> optax.Schedule:
@@ -126,17 +130,17 @@ def make_optimizer(options: TextOptions, is_hidden_matrix: Callable[[Any], Any])
 
 @runtime_checkable
 class Batches(Protocol):
-    """What a run is fed with: `Windows` of a text, say."""
+    """Protocol of the batches that a run is fed with: `Windows` of a text, say."""
 
     @property
     def options(self) -> TextOptions: ...
 
     def batches(self, first: int) -> Iterator[Any]:
-        """What is trained on from step `first` on."""
+        """Training batches from step `first` on."""
         ...
 
     def held_out_batches(self) -> list[Any]:
-        """The same at every evaluation."""
+        """Held-out batches, the same at every evaluation."""
         ...
 
     @property
@@ -144,12 +148,12 @@ class Batches(Protocol):
         """Tokens that a step computes, on average."""
         ...
 
-    def identity(self) -> dict[str, Any]:
-        """What a checkpoint must agree with."""
+    def run_fingerprint(self) -> dict[str, Any]:
+        """Fingerprint of the run: what a checkpoint must agree with."""
         ...
 
 
-def require_texts(stream: Stream, held_out: Stream, length: int, options: TextOptions) -> None:
+def require_texts(stream: TokenStream, held_out: TokenStream, length: int, options: TextOptions) -> None:
     """Raises a `ValueError` where one of the texts is too short for a batch of windows of `length` tokens."""
     require_windows(stream, length, options.batch_size, "the training text")
     require_windows(held_out, length, options.batch_size, "the held-out text")
@@ -166,8 +170,8 @@ class Windows:
         rows: of each batch that this process's devices compute on; None for all. Nothing else depends on it.
     """
 
-    stream: Stream
-    held_out: Stream
+    stream: TokenStream
+    held_out: TokenStream
     length: int
     options: TextOptions
     rows: Int[np.ndarray, " R"] | None = None
@@ -175,11 +179,11 @@ class Windows:
     def __post_init__(self) -> None:
         require_texts(self.stream, self.held_out, self.length, self.options)
 
-    def of(self, stream: Stream, epoch: int) -> Iterator[Batch]:
+    def of(self, stream: TokenStream, epoch: int) -> Iterator[Batch]:
         return stream.windows(self.length, self.options.batch_size, self.options.seed, epoch, self.rows)
 
     def batches(self, first: int) -> Iterator[Batch]:
-        """What is trained on, epoch by epoch, from step `first` on."""
+        """Training batches, epoch by epoch, from step `first` on."""
         return islice(chain.from_iterable(self.of(self.stream, epoch) for epoch in count()), first, None)
 
     @property
@@ -191,10 +195,10 @@ class Windows:
         """The first batches of the held-out text, the same at every evaluation."""
         return list(islice(self.of(self.held_out, 0), HELD_OUT_BATCHES))
 
-    def identity(self) -> dict[str, Any]:
-        """What a checkpoint must agree with."""
+    def run_fingerprint(self) -> dict[str, Any]:
+        """Fingerprint of the run: what a checkpoint must agree with."""
         text = fingerprint((self.stream.tokens, self.stream.in_loss))
-        return {**self.options.identity(), "training_tokens": len(self.stream.tokens), "text": text}
+        return {**self.options.run_fingerprint(), "training_tokens": len(self.stream.tokens), "text": text}
 
 
 def text_task(
@@ -203,7 +207,7 @@ def text_task(
     init: Callable[[], Any],
     is_hidden_matrix: Callable[[Any], Any],
     windows: Batches,
-    identity: dict[str, Any],
+    run_fingerprint: dict[str, Any],
     frozen: Any = None,
     place: Callable[[Any], Any] = lambda batch: batch,
     flops: float = 0.0,
@@ -213,7 +217,7 @@ def text_task(
     Args:
         init: gives the parameters to start from, which are copied, for training donates its own.
         is_hidden_matrix: see `make_optimizer`.
-        identity: what a checkpoint must agree with, besides the options and the text.
+        run_fingerprint: what a checkpoint must agree with, besides the options and the text.
         frozen: what the loss reads beside the parameters.
         place: puts a batch where the loss, in evaluations, wants it; by default it comes as it is.
         flops: operations that a token needs.
@@ -223,7 +227,7 @@ def text_task(
 
     measure, tokens = jax.jit(loss), windows.tokens_per_step
 
-    def evaluate(params: Any, step: int) -> Figures:
+    def evaluate(params: Any, step: int) -> Metrics:
         parts = [measure(params, frozen, batch, jax.random.key(n)) for n, batch in enumerate(held_out)]
         return {"held_out_loss": sum(loss * n for loss, n in parts) / sum(n for _, n in parts)}
 
@@ -233,7 +237,7 @@ def text_task(
 
     return Task(
         title,
-        {**windows.identity(), **identity},
+        {**windows.run_fingerprint(), **run_fingerprint},
         init=start,
         step=gradient_step(loss, optimizer, frozen),
         batches=windows.batches,
@@ -247,7 +251,7 @@ def text_task(
     )
 
 
-def text_figures(result: TrainResult) -> dict[str, Any]:
+def text_metrics(result: TrainResult) -> dict[str, Any]:
     """The figures for `--json`."""
     fields = {"step": "step", "loss": "loss_nats_per_token", "held_out_loss": "held_out_loss_nats_per_token"}
     curve = [{field: result.curve[name][n].item() for name, field in fields.items()} for n in range(len(result.curve["step"]))]
