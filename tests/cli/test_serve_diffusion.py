@@ -99,6 +99,7 @@ def test_the_command_line_is_read(run: Run, folder: Path, monkeypatch: pytest.Mo
         (["--drafter", "none"], "--drafter is for models that decode token by token"),
         (["--speculative-config", '{"method": "ngram"}'], "--drafter is for models that decode token by token"),
         (["--block-size", "8"], "--block-size is for models that decode token by token"),
+        (["--kv-dtype", "int8"], "--kv-dtype is for models that decode token by token"),
         (["--drafter-dtype", "bfloat16"], "--drafter-dtype is for models that decode token by token"),
         (["--pages", "9"], "--pages is for models that decode token by token; this one denoises"),
         (["--page-size", "32"], "--page-size is for models that decode token by token; this one denoises"),

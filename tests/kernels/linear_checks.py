@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels import block_checks, paged_checks, window_cases
+from kernels import block_checks, paged_checks, quantised_checks, window_cases
 from tilewright.kernels import build, native
 from tilewright.kernels.attention import cpu as attention
 from tilewright.kernels.attention import reference as plain_attention
@@ -348,6 +348,7 @@ def main(isa: str, tiles: str = "") -> None:
     for case in APPENDED:
         check_append(case)
         paged_checks.check_appended(replace(case, capacity=96).draw(0), 16)
+        quantised_checks.check_cpu(replace(case, capacity=96).draw(0), 16)
     for dtype in (jnp.float32, jnp.bfloat16):
         check_attention(dtype)
         for extras in (0, 7):

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <random>
 #include <thread>
+#include <tuple>
 
 #include "../../src/tilewright/kernels/native.h"
 #include "../../src/tilewright/kernels/pages.h"
@@ -719,6 +720,60 @@ void check_append(int64_t queries, int64_t heads, int64_t group, int64_t size, i
         "a page that is not there", queries, size, capacity);
 }
 
+// Keys and values in 8 bits: what is written is its vector within half a step, and what comes out is attention over what is held. One row of the
+// batch, whose pages lie in reverse.
+template <class T>
+void check_eight_bits(int64_t queries, int64_t heads, int64_t group, int64_t size, int64_t pages) {
+  const int64_t all = heads * (group + 2), capacity = pages * 16, first_new = capacity - queries;
+  Exact<T> qkv(queries * all * size), q(queries * heads * group * size), out(q.count), own_k(heads * queries * size), own_v(own_k.count), none(0);
+  Exact<int8_t> k(heads * capacity * size), v(k.count);
+  Exact<float> k_scale(heads * capacity), v_scale(k_scale.count), cosines(queries * size / 2), sines(cosines.count);
+  Exact<int32_t> start(1), count(1), table(pages);
+  for (int64_t i = 0; i < qkv.count; ++i) qkv[i] = stored<T>(normal());
+  for (int64_t i = 0; i < k.count; ++i) k[i] = (int8_t)(i * 37 % 255 - 127), v[i] = (int8_t)(i * 91 % 255 - 127);
+  for (int64_t i = 0; i < k_scale.count; ++i) k_scale[i] = 0.002f + 0.0001f * (i % 17), v_scale[i] = 0.005f + 0.0002f * (i % 13);
+  for (int64_t i = 0; i < cosines.count; ++i) cosines[i] = std::cos(i), sines[i] = std::sin(i);
+  for (int64_t i = 0; i < pages; ++i) table[i] = pages - 1 - i;
+  start[0] = first_new, count[0] = queries;
+  const auto type = type_of<T>();
+  const std::vector<int64_t> held{pages, heads, 16, size}, scales{pages, heads, 16};
+  const Buffer all_b(type, qkv, {1, queries, all * size}), nothing(type, none, {0}), qb(type, q, {1, queries, heads * group, size});
+  const Buffer okb(type, own_k, {1, heads, queries, size}), ovb(type, own_v, {1, heads, queries, size}), ob(type, out, {1, queries, heads * group * size});
+  const Buffer cb(XLA_FFI_DataType_F32, cosines, {1, queries, size / 2}), sb(XLA_FFI_DataType_F32, sines, {1, queries, size / 2});
+  const Buffer kb(XLA_FFI_DataType_S8, k, held), vb(XLA_FFI_DataType_S8, v, held), ksb(XLA_FFI_DataType_F32, k_scale, scales), vsb(XLA_FFI_DataType_F32, v_scale, scales);
+  const Buffer first(XLA_FFI_DataType_S32, start, {1}), kept(XLA_FFI_DataType_S32, count, {1}), tb(XLA_FFI_DataType_S32, table, {1, pages});
+  const ffi::Error rotated = attention::NormRotate(pool(), all_b.as<Any>(), nothing.as<Any>(), nothing.as<Any>(), cb.as<F32>(), sb.as<F32>(), qb.as<Any>(),
+                                                   okb.as<Any>(), ovb.as<Any>(), 1e-6f);
+  const ffi::Error done = attention::QuantisedAppendAttend(
+      pool(), all_b.as<Any>(), nothing.as<Any>(), nothing.as<Any>(), cb.as<F32>(), sb.as<F32>(), first.as<S32>(), kept.as<S32>(), kb.as<Any>(), ksb.as<F32>(),
+      vb.as<Any>(), vsb.as<F32>(), tb.as<S32>(), ob.as<Any>(), kb.as<Any>(), ksb.as<F32>(), vb.as<Any>(), vsb.as<F32>(), 1e-6f);
+  check(rotated.success() && done.success(), "8 bits", queries, size, pages);
+  const auto at = [&](int64_t head, int64_t s) { return (table[s / 16] * heads + head) * 16 + s % 16; };
+  for (int64_t head = 0; head < heads; ++head)
+    for (int64_t t = 0; t < queries; ++t)
+      for (const auto& [own, values, by] : {std::tuple<Exact<T>&, Exact<int8_t>&, Exact<float>&>{own_k, k, k_scale}, {own_v, v, v_scale}}) {
+        const int64_t place = at(head, first_new + t);
+        for (int64_t i = 0; i < size; ++i) {
+          const double lost = worth(own[(head * queries + t) * size + i]) - double(by[place]) * values[place * size + i];
+          check(std::abs(lost) <= 0.5001 * by[place], "in 8 bits", queries, size, pages);
+        }
+      }
+  for (int64_t row = 0; row < queries * heads * group; ++row) {
+    const int64_t head = row % (heads * group) / group, seen = first_new + row / (heads * group) + 1;
+    std::vector<double> weights(seen), sums(size);
+    double total = 0;
+    for (int64_t s = 0; s < seen; ++s) {
+      double score = 0;
+      for (int64_t i = 0; i < size; ++i) score += double(worth(q[row * size + i])) * k_scale[at(head, s)] * k[at(head, s) * size + i];
+      total += weights[s] = std::exp(score / std::sqrt(double(size)));
+    }
+    for (int64_t s = 0; s < seen; ++s)
+      for (int64_t i = 0; i < size; ++i) sums[i] += weights[s] / total * v_scale[at(head, s)] * v[at(head, s) * size + i];
+    const double bound = sizeof(T) == 4 ? 1e-4 : 0x1p-6;
+    for (int64_t i = 0; i < size; ++i) check(std::abs(worth(out[row * size + i]) - sums[i]) < bound, "attended in 8 bits", queries, size, pages);
+  }
+}
+
 template <class T>
 void check_rms_norm(int64_t rows, int64_t size) {
   Exact<T> x(rows * size), weight(size), out(rows * size);
@@ -948,6 +1003,7 @@ int main() {
     for (const int64_t size : {16, 48, 64}) {
       check_append<float>(queries, 1, 5, size, 37), join();
       check_append<uint16_t>(queries, 2, 2, size, 21), join();
+      check_eight_bits<float>(queries, 2, 2, size, 3), check_eight_bits<uint16_t>(queries, 1, 3, size, 2), join();
     }
   for (const int64_t batch : {1, 5})
     for (const int64_t size : {1, 48}) check_moves<float>(batch, 2, 7, 4, size), check_moves<uint16_t>(batch, 1, 16, 16, size);

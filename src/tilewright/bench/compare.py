@@ -71,6 +71,7 @@ def environment(lm: LanguageModel) -> dict[str, Any]:
         "devices": 1 if lm.placement is None else lm.placement.mesh.size,
         "schedule": "single_device" if lm.placement is None else lm.placement.name,
         "dtype": lm.dtype,
+        "kv_dtype": lm.kv_dtype,
         "weights": lm.weights,
         "drafter_dtype": None if lm.drafter is None else lm.drafter.dtype,
         "kernels": lm.kernels,

@@ -1,8 +1,8 @@
 """Requests of `tilewright verify-exact`, the plain answers to them, and the comparison with other ways' answers.
 
 In float32 the plain answer is that of a loop without a cache (`exact_plain.py`), which shares nothing with the runtime. In
-other dtypes, and with 8-bit weights, a program that adds up in another order rounds differently. There it is that of the
-runtime's plain decoding, one request at a time. Every other way must give it, token for token.
+other dtypes, and with weights, keys or values of 8 bits, a program that adds up in another order rounds differently. There it
+is that of the runtime's plain decoding, one request at a time. Every other way must give it, token for token.
 """
 
 import hashlib
@@ -171,7 +171,7 @@ class Plain:
 
     def __init__(self, lm: LanguageModel):
         self.lm = lm
-        self.uncached = lm.dtype == "float32" and lm.weights == "auto"
+        self.uncached = lm.dtype == "float32" and lm.weights == "auto" and lm.kv_dtype == "auto"
         self.known: dict[tuple[tuple[int, ...], Sampling], list[int]] = {}
         self.margins: dict[tuple[object, ...], tuple[float, float | None]] = {}
 

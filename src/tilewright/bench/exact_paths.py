@@ -230,7 +230,7 @@ def team_of(lm: LanguageModel, drafters: Iterable[Loaded]) -> Loaded:
     for drafter, params in drafters:
         kinds.setdefault(drafter.name, (drafter, params))
     members, params = zip(*kinds.values(), strict=True)
-    return Team(members, TEAM_WIDTHS, not is_batch_invariant(lm.ops, lm.dtype)), params
+    return Team(members, TEAM_WIDTHS, not is_batch_invariant(lm.ops, lm.dtype, lm.kv_dtype)), params
 
 
 def block_size(drafter: Drafter | Team | None) -> int:

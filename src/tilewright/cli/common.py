@@ -30,6 +30,7 @@ from tilewright.models.tokenizer import load_tokenizer
 from tilewright.parallel.mesh import is_first_process, make_mesh
 from tilewright.report.replay import write_replay
 from tilewright.runtime.sampling import Sampling
+from tilewright.runtime.state import KvDtype
 from tilewright.speculation.costs import CostFiles
 from tilewright.speculation.drafters.load import NGRAM, DrafterOptions
 
@@ -169,8 +170,8 @@ class DeviceOptions:
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class TargetOptions:
-    """Which target to load, and how it multiplies.
+class LoadOptions:
+    """Which model to load, and how it multiplies.
 
     Attributes:
         model: a folder, a GGUF file, a Hugging Face id, "smollm2-135m", which pip brings, or "demo", the small model that comes
@@ -186,6 +187,27 @@ class TargetOptions:
     weights: Weights = "auto"
     kernels: Literal["auto", "xla"] = "auto"
     compile_cache: CompileCache = True
+
+    def chat_template(self, console: Console) -> ChatTemplate | None:
+        """The model's chat template; None where it has none, as base models do."""
+        return ChatTemplate.load(self.folder(console))
+
+    def folder(self, console: Console) -> Path:
+        """The model's folder, fetched where it is named by its id."""
+        return hub.resolve(self.model, console=progress_console(console), check=load_tokenizer)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class TargetOptions(LoadOptions):
+    """Which target to load, and how it multiplies.
+
+    Attributes:
+        kv_dtype: "int8" keeps keys and values in 8 bits, about twice the positions of bfloat16 in the same memory; "auto" in
+            dtype. A drafter keeps its own in its dtype.
+    """
+
+    kv_dtype: KvDtype = "auto"
 
     def load_with(
         self, drafter: str | None, options: DrafterOptions, console: Console, devices: DeviceOptions = DeviceOptions()
@@ -205,11 +227,13 @@ class TargetOptions:
             schedule=devices.schedule,
             compiler_options=devices.compiler_options,
             console=progress_console(console),
+            kv_dtype=self.kv_dtype,
             block_size=options.block_size,
             draft_window=options.draft_window,
             drafter_dtype=options.drafter_dtype,
         )
-        say_fallbacks(implementations(lm.target, lm.model.dtype, kernels=self.kernels, operations=DECODING))
+        runs = implementations(lm.target, lm.model.dtype, kernels=self.kernels, operations=DECODING, kv_dtype=self.kv_dtype)
+        say_fallbacks(runs)
         if lm.placement is not None:
             for why in filter(None, map(lm.placement.why, (1, max(lm.table.chunks)))):
                 console.print(f"--schedule auto: {why}", style="dim", markup=False)
@@ -223,14 +247,6 @@ class TargetOptions:
         if drafter == AUTO:  # beside n-grams, SmolLM2's learnt drafter costs more than it gives (its model card)
             return [NGRAM, *(packaged.values() if self.model == DEMO else ())]
         return packaged.get(drafter, drafter)
-
-    def chat_template(self, console: Console) -> ChatTemplate | None:
-        """The target's chat template; None where it has none, as base models do."""
-        return ChatTemplate.load(self.folder(console))
-
-    def folder(self, console: Console) -> Path:
-        """The target's folder, fetched where the model is named by its id."""
-        return hub.resolve(self.model, console=progress_console(console), check=load_tokenizer)
 
 
 @Parameter(name="*")

@@ -8,7 +8,7 @@ import numpy as np
 from cyclopts import Parameter
 from rich.console import Console
 
-from tilewright.cli.common import DeviceOptions, TargetOptions, keep_programs, progress_console, say_fallbacks
+from tilewright.cli.common import DeviceOptions, LoadOptions, keep_programs, progress_console, say_fallbacks
 from tilewright.diffusion.model import DiffusionModel, load
 from tilewright.diffusion.options import Denoising, Remasking, Saliency
 from tilewright.diffusion.programs import DiffusionTable
@@ -24,7 +24,7 @@ DEMO = "demo-diffusion"
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class DiffusionModelOptions(TargetOptions):
+class DiffusionModelOptions(LoadOptions):
     """Which model to load, and how it multiplies.
 
     Attributes:

@@ -126,11 +126,16 @@ def check_kernels() -> DoctorFinding:
 def check_operations(model: str) -> Iterator[DoctorFinding]:
     """Which implementation computes each operation of a model, and why not a faster one."""
     folder = hub.resolve(model)
-    sizes = diffusion.config_from_hf(read_config(folder)).decoder if diffusion.is_diffusion(folder) else decoder_config(folder)
+    denoises = diffusion.is_diffusion(folder)
+    sizes = diffusion.config_from_hf(read_config(folder)).decoder if denoises else decoder_config(folder)
     for each, other in zip(implementations(sizes, "bfloat16"), implementations(sizes, "float32"), strict=True):
         same = each._replace(lost="") == other._replace(lost="")
         said = described(each) if same else f"in bfloat16 {described(each)}. In float32 {described(other)}"
         yield DoctorFinding(each.operation, "missing" if each.lost or other.lost else "ok", said)
+    if denoises:
+        return
+    (held,) = implementations(sizes, "bfloat16", operations=("paged attention",), kv_dtype="int8")
+    yield DoctorFinding("--kv-dtype int8", "missing" if held.lost else "ok", f"paged attention: {described(held)}")
 
 
 def described(choice: Selection) -> str:

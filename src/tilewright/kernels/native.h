@@ -35,9 +35,10 @@
 
 // Of a function that isas.inc or its like made for several instruction sets, the one to run.
 #if defined(__x86_64__)
-#define ON_BEST_ISA(name) (native::isa() >= native::AVX512 ? avx512::name : native::isa() == native::AVX2 ? avx2::name : plain::name)
+#define ON_BEST_ISA(...) \
+  (native::isa() >= native::AVX512 ? avx512::__VA_ARGS__ : native::isa() == native::AVX2 ? avx2::__VA_ARGS__ : plain::__VA_ARGS__)
 #else
-#define ON_BEST_ISA(name) plain::name
+#define ON_BEST_ISA(...) plain::__VA_ARGS__
 #endif
 
 namespace ffi = xla::ffi;

@@ -46,6 +46,7 @@ TARGETS = {
         "tilewright_norm_rotate": "TilewrightNormRotate",
         "tilewright_paged_attention": "TilewrightPagedAttention",
         "tilewright_paged_append_attend": "TilewrightPagedAppendAttend",
+        "tilewright_quantised_append_attend": "TilewrightQuantisedAppendAttend",
     },
     "causal_attention": {
         "tilewright_causal_attention": "TilewrightCausalAttention",

@@ -67,11 +67,31 @@ class Heads(NamedTuple):
     rope: tuple[Array, Array]
 
 
-class KeyValuePages(NamedTuple):
-    """A pool of pages `[P, K, E, D]`, E entries each, which the rows of a batch share by a table."""
+class Quantised(NamedTuple):
+    """Keys or values in 8 bits: each entry's vector is `scale * values`; see `paged/quantise.py`.
 
-    k: Array
-    v: Array
+    Attributes:
+        values: int8 `[P, K, E, D]`, from -127 to 127.
+        scale: float32 `[P, K, E]`.
+    """
+
+    values: Array
+    scale: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+
+class KeyValuePages(NamedTuple):
+    """A pool of pages `[P, K, E, D]`, E entries each, which the rows of a batch share by a table.
+
+    Attributes:
+        k, v: arrays, or `Quantised`.
+    """
+
+    k: Any
+    v: Any
 
     @property
     def page_size(self) -> int:
@@ -117,9 +137,9 @@ class Operations:
         append_attend: `(projection, Heads, k, v, start, count) -> (out [B, T, N * D], k, v)`: appends to the caches and lets
             the query at `start + t` see all entries up to its own.
         pages: `(count, K, entries, D, dtype, devices=1) -> Pool`: empty pages for the three that follow, their heads
-            divided among devices. Row b's position p lies in entry `p % entries` of page `table[b, p // entries]`; `table` is
-            int32 `[B, M]`, `UNMAPPED` where a row has no page. Positions without one must not be written or seen: an error with
-            the CPU kernels, without effect elsewhere.
+            divided among devices; of int8 keys and values are `Quantised` as they are written. Row b's position p lies in entry
+            `p % entries` of page `table[b, p // entries]`; `table` is int32 `[B, M]`, `UNMAPPED` where a row has no page.
+            Positions without one must not be written or seen: an error with the CPU kernels, without effect elsewhere.
         paged_append: `(pool, table, k [B, K, T, D], v, start [B], count [B]) -> pool`: as `append`. Of rows that share a page
             none may write there.
         paged_attention: `(q, pool, table, lengths, extra=None)`: as `prefix_attention`.
@@ -195,10 +215,11 @@ class Operations:
         return self.prepare_matrix(value, spec.name) if spec.kind == "matrix" else value
 
 
-def is_batch_invariant(ops: Operations, dtype: str) -> bool:
+def is_batch_invariant(ops: Operations, dtype: str, kv_dtype: str = "auto") -> bool:
     """True if the target gives a row the same tokens however many rows run with it (batch-invariant).
 
     The CPU kernels do, bit by bit in every dtype. XLA may sum in another order for another number of rows: in float32 that
-    decides only between logits that are equal but for their last bits, in bfloat16 between candidates that texts do have.
+    decides only between logits that are equal but for their last bits, in bfloat16 between candidates that texts do have. Where
+    keys and values are rounded to 8 bits, the last bit of one may make a step of it, which is as much as bfloat16 rounds.
     """
-    return ops.name.startswith("cpu ") or dtype == "float32"
+    return ops.name.startswith("cpu ") or (dtype == "float32" and kv_dtype == "auto")

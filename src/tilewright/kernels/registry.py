@@ -164,6 +164,7 @@ def implementations(
     chip: Chip | None = None,
     kernels: Kernels = "auto",
     operations: Sequence[str] = MODELS,
+    kv_dtype: str = "auto",
 ) -> tuple[Selection, ...]:
     """The implementations that run for a model in a step of several rows, and why nothing faster does.
 
@@ -171,9 +172,11 @@ def implementations(
         dtype: of weights and activations.
         chip, kernels: as of `select.operations`.
         operations: which, by their names in `CANDIDATES`.
+        kv_dtype: of keys and values in pages; "auto" for `dtype`.
     """
     here = chip or cast(Chip, jax.default_backend())
-    operands = typical_operands(sizes, dtype)
+    held = dtype if kv_dtype == "auto" else kv_dtype
+    operands = typical_operands(sizes, dtype) | {"paged attention": (sizes.head_dim, held)}
     return tuple(selection(operation, operands[operation], here, kernels) for operation in operations)
 
 
@@ -215,7 +218,6 @@ def typical_operands(sizes: DecoderSizes, dtype: DTypeLike) -> dict[str, tuple[A
         "products": (),
         "norms": (),
         "attention": (q, cache, None),
-        "paged attention": (d, dtype),
         "window attention": (shaped(1, 128, sizes.num_heads, d), shaped(1, entries, sizes.num_kv_heads, d)),
         "appending": (cache, shaped(rows, sizes.num_kv_heads, 1, d)),
         "head's argmax": head,

@@ -6,7 +6,7 @@ from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 from jax import Array
@@ -41,7 +41,7 @@ from tilewright.runtime.programs import Programs
 from tilewright.runtime.runner import ModelRunner
 from tilewright.runtime.sampling import Sampling, SamplingMode
 from tilewright.runtime.shapes import Shape, ShapeTable
-from tilewright.runtime.state import Models, Target
+from tilewright.runtime.state import KvDtype, Models, Target
 from tilewright.speculation.costs import CostFiles
 from tilewright.speculation.drafters.dflash import DFlash
 from tilewright.speculation.drafters.load import AUTO, NGRAM, DrafterOptions, load_drafter
@@ -60,6 +60,7 @@ class LanguageModel:
         target: its configuration.
         dtype: of weights and activations.
         weights: "int8" keeps matrices in 8 bits, "int4" in blocks of 4; "auto" keeps them in `dtype`.
+        kv_dtype: "int8" keeps the target's keys and values in 8 bits, "auto" in `dtype`.
         ops: what computes; `kernels` is its name.
         placement: over which devices it lies; None for the default one.
         drafter: what drafts; a team where rounds are chosen as decoding goes, by what `pacing` has seen.
@@ -70,11 +71,12 @@ class LanguageModel:
     def __init__(
         self, target: DecoderConfig, params: DecoderParams, tokenizer: Tokenizer, dtype: str = "float32",
         weights: Weights = "auto", kernels: Kernels = "auto", table: ShapeTable | None = None,
-        placement: Placement | None = None, prepared: bool = False,
+        placement: Placement | None = None, prepared: bool = False, kv_dtype: KvDtype = "auto",
     ):  # fmt: skip
         """Args: `prepared`: the parameters are as the operations want them, as `load_decoder` may give them."""
         check_dtype(dtype)
         self.target, self.tokenizer, self.dtype, self.weights = target, tokenizer, dtype, weights
+        self.kv_dtype: KvDtype = kv_dtype
         self.ops = operations(weights=weights, kernels=kernels)
         self.kernels, self.placement = self.ops.name, placement
         self.table = table or ShapeTable().reaching(target.max_position_embeddings)
@@ -87,7 +89,7 @@ class LanguageModel:
         self.programs: dict[tuple[bool, Shape], Programs] = {}
 
     def model_of(self, models: Models, drafter: Drafter | None) -> Model:
-        target = Target(self.target, self.ops, loops=takes_loops())
+        target = Target(self.target, self.ops, loops=takes_loops(), kv_dtype=self.kv_dtype)
         if self.placement is not None:
             placement = self.placement
             target = replace(
@@ -140,7 +142,8 @@ class LanguageModel:
         loaded = [load_drafter(each, self.target, self.dtype, own.fitting(each), console) for each in sources]
         drafters, params = zip(*loaded, strict=True)
         # Partial sums of other numbers of rows are added up in other ways.
-        alike = is_batch_invariant(self.ops, self.dtype) if self.placement is None else self.dtype == "float32"
+        exact = self.dtype == "float32" and self.kv_dtype == "auto"
+        alike = is_batch_invariant(self.ops, self.dtype, self.kv_dtype) if self.placement is None else exact
         masked = options.block_size != AUTO[1] and not alike
         return Team(drafters, () if fixed else self.table.widths, masked), params
 
@@ -341,9 +344,15 @@ def target_folder(model: str, revision: str | None, console: Console | None) -> 
     return folder
 
 
+def check_kv_dtype(kv_dtype: str) -> None:
+    """Raises a `ValueError` for a dtype of keys and values that there is not."""
+    if kv_dtype not in get_args(KvDtype):
+        raise ValueError(f"expected a kv_dtype among {', '.join(get_args(KvDtype))}, found {kv_dtype!r}")
+
+
 def read_target(
     name: str, folder: Path, dtype: str, weights: Weights, kernels: Kernels, table: ShapeTable | None,
-    placement: Placement | None, console: Console | None,
+    placement: Placement | None, console: Console | None, kv_dtype: KvDtype,
 ) -> LanguageModel:  # fmt: skip
     """The model of a folder, without a drafter. One for whose weights there is no memory is refused before these are read."""
     ops, config = operations(weights=weights, kernels=kernels), checkpoint.decoder_config(folder)
@@ -351,7 +360,7 @@ def read_target(
     shard, ops = (None, ops) if placement is None else (placement.shardings, placement.operations(ops))
     check_weights(name, decoder.declare(config, ops.own_head), shard, dtype, ops, weights)
     target = checkpoint.load_decoder(folder, DTYPES[dtype], console, shard, ops)
-    return LanguageModel(*target, tokenizer, dtype, weights, kernels, table, placement, prepared=True)
+    return LanguageModel(*target, tokenizer, dtype, weights, kernels, table, placement, prepared=True, kv_dtype=kv_dtype)
 
 
 def load(
@@ -359,7 +368,7 @@ def load(
     weights: Weights = "auto", block_size: int | str | None = None, draft_window: int | None = None,
     drafter_dtype: str | None = None, revision: str | None = None, drafter_revision: str | None = None,
     table: ShapeTable | None = None, kernels: Kernels = "auto", mesh: Mesh | None = None,
-    schedule: str | None = None, compiler_options: bool = False, console: Console | None = None,
+    schedule: str | None = None, compiler_options: bool = False, console: Console | None = None, kv_dtype: KvDtype = "auto",
 ) -> LanguageModel:  # fmt: skip
     """Loads a target and, if one is named, its drafter.
 
@@ -371,10 +380,9 @@ def load(
             on a CPU without this package's kernels.
         weights: "int8" keeps all matrices but the embedding in 8 bits, "int4" those of the layers in blocks of 4 bits and the
             output head of 8 (a GGUF file's Q4_0, Q4_1 and Q8_0 bit by bit; on one CPU); "auto" as `dtype`.
-        block_size: tokens drafted at once, the known one included. "auto", the default, takes what promises most each round,
-            plain decoding included (see `speculation/policy.py`); where the number of rows changes how the target rounds, it
-            runs all rounds at the widest. Without a drafter: plain decoding through a program of that width (see
-            `speculation/drafters/blockwise.py`).
+        block_size: tokens drafted at once, the known one included. "auto", the default, takes what promises most each round
+            (`speculation/policy.py`); where the number of rows changes how the target rounds, it runs all rounds at the widest.
+            Without a drafter: plain decoding through a program of that width (see `speculation/drafters/blockwise.py`).
         draft_window: keep only this many last positions in the drafter's context.
         drafter_dtype: of the drafter's weights and activations; by default the target's. The output is the same either way.
         revision, drafter_revision: a branch, tag or commit on the hub.
@@ -383,15 +391,16 @@ def load(
         mesh: of one axis (`parallel.mesh.make_mesh`), whose devices divide the target among them: each reads its part of the
             files alone. Drafters are whole on every device. None for the default device.
         schedule: how sums travel over the mesh, "sync" (the default), another of `parallel.auto.SCHEDULES`, or "auto".
-        compiler_options: tell the compiler of several TPUs to begin transfers earlier (`parallel/compiling.py`): tuned on a
-            model of time, tried on no TPU.
+        compiler_options: several TPUs begin transfers earlier (`parallel/compiling.py`): by a model of time, tried on no TPU.
         console: where progress is shown.
+        kv_dtype: "int8" keeps the target's keys and values in 8 bits, about half of bfloat16's memory; "auto" as `dtype`.
 
     Raises:
         ValueError: what is wrong with the files, how the drafter fails to fit the target, or which sizes the mesh does not
             divide.
     """
     check_dtype(dtype, (AUTO_DTYPE, *DTYPES))
+    check_kv_dtype(kv_dtype)
     check_schedule(mesh, schedule, compiler_options)
     operations(weights=weights, kernels=kernels)  # what cannot run here is said before anything is read
     source = drafter if drafter is None else str(drafter) if isinstance(drafter, str | Path) else [str(one) for one in drafter]
@@ -402,5 +411,5 @@ def load(
     check_sources(source, options)
     folder = target_folder(str(model), revision, console)
     placement = placement_over(checkpoint.decoder_config(folder), mesh, schedule, compiler_options)
-    lm = read_target(str(model), folder, dtype, weights, kernels, table, placement, console)
+    lm = read_target(str(model), folder, dtype, weights, kernels, table, placement, console, kv_dtype)
     return lm.with_drafter(*lm.load_drafter(source, options, console))

@@ -183,7 +183,7 @@ def by_heads_over_pages(
     heads, kv_heads = q.shape[2], pool.k.shape[1]
 
     def of(n: Array) -> Array:
-        own = KeyValuePages(*(jax.lax.dynamic_slice_in_dim(part, n // (heads // kv_heads), 1, 1) for part in (pool.k, pool.v)))
+        own = jax.tree.map(lambda part: jax.lax.dynamic_slice_in_dim(part, n // (heads // kv_heads), 1, 1), pool)
         return ops.paged_attention(jax.lax.dynamic_slice_in_dim(q, n, 1, 2), own, table, lengths)[:, :, 0]
 
     return jnp.moveaxis(for_each(heads, of), 0, 2)

@@ -25,7 +25,7 @@ from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.output import OutputProcessor
 from tilewright.runtime.pace import FixedRounds
 from tilewright.runtime.pages import Pages
-from tilewright.runtime.programs import STEPS_PER_DISPATCH, Programs
+from tilewright.runtime.programs import STEPS_PER_DISPATCH, Programs, held_dtype
 from tilewright.runtime.request import GenerateRequest, Listener, RequestHandle, RequestOutput
 from tilewright.runtime.runner import ModelRunner, Sent
 from tilewright.runtime.sampling import SamplingMode, check_vocabulary
@@ -95,7 +95,8 @@ class Engine(Service[TokenSequence]):
         model = self.model
         assert self.sizes is not None, "its sizes were given"
         own = model.target.config.max_position_embeddings
-        return sizes_line(self.sizes, model.models, jnp.dtype(model.dtype).name, own)
+        held = held_dtype(model.target, model.dtype).name
+        return sizes_line(self.sizes, model.models, jnp.dtype(model.dtype).name, held, own)
 
     @property
     def tokenizer(self) -> Tokenizer:

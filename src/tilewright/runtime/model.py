@@ -17,7 +17,7 @@ class Model:
 
     Attributes:
         models: the parameters, prepared for the operations that the target and the drafter name.
-        dtype: of the target's weights, activations and caches.
+        dtype: of the target's weights and activations, and of its caches unless `Target.kv_dtype` says otherwise.
         drafter: None for plain decoding.
     """
 

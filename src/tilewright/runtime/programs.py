@@ -212,8 +212,13 @@ def allocate_caches(target: Target, layout: Layout, drafter: Drafter | None, dty
     sizes = target.config
     devices = 1 if target.mesh is None else target.mesh.shape[GROUPED_AXES[0]]
     dims = sizes.num_layers, sizes.num_kv_heads, sizes.head_dim
-    target_cache = layout.caches(target.ops, *dims, dtype, devices=devices)
+    target_cache = layout.caches(target.ops, *dims, held_dtype(target, dtype), devices=devices)
     return target_cache, () if drafter is None else drafter.allocate(layout, target, dtype)
+
+
+def held_dtype(target: Target, dtype: DTypeLike) -> jnp.dtype:
+    """What the target's keys and values are kept in."""
+    return jnp.dtype(dtype if target.kv_dtype == "auto" else target.kv_dtype)
 
 
 def empty_state(layout: Layout, target_cache: Any, draft_cache: Any) -> DecodeState:

@@ -123,11 +123,12 @@ def engine_sizes(target: Target, drafter: Drafter | None, dtype: Any, options: E
     return Sizes(options.shapes(context), pages, size, full, context, longest, widest, two - one, free)
 
 
-def sizes_line(sizes: Sizes, weights: Any, dtype: str, own: int) -> str:
+def sizes_line(sizes: Sizes, weights: Any, dtype: str, kv_dtype: str, own: int) -> str:
     """Memory that an engine takes, and what would change it, on one line.
 
     Args:
         weights: all that are loaded.
+        kv_dtype: of the target's keys and values.
         own: the model's context.
     """
     pages = f"{sizes.pages:,} pages of {sizes.page_size} positions"
@@ -143,6 +144,7 @@ def sizes_line(sizes: Sizes, weights: Any, dtype: str, own: int) -> str:
     return (
         f"weights {amount(held_bytes(weights))} ({amount(step_bytes(weights.target))} of them read in a plain step) in {dtype} "
         f"(--dtype, --weights); keys and values "
-        f"{amount(sizes.pages * sizes.page_bytes)}{of}: {pages} (--memory-fraction, --pages, --slots); "
+        f"{amount(sizes.pages * sizes.page_bytes)} in {kv_dtype} (--kv-dtype){of}: {pages} (--memory-fraction, --pages, "
+        f"--slots); "
         f"context {sizes.context:,}, {why} (--context)"
     )

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,9 @@ from tilewright.runtime.sampling import RowSampling, SamplingMode, penalise, sam
 NOT_FINITE = -1
 """The token that stands where the target's logits are not finite; it ends its row."""
 
+KvDtype = Literal["auto", "int8"]
+"""Of the target's keys and values: its own dtype, or 8 bits with a scale for each position and head."""
+
 
 @dataclass(frozen=True)
 class Target:
@@ -38,6 +41,7 @@ class Target:
         loops: whether the compiler takes loops whose length is data. Without them, every step samples for the most that a row
             may ask for, and reports no log-probabilities.
         sampling: what rows may ask for.
+        kv_dtype: of its caches. Drafters keep theirs in their own dtype.
     """
 
     config: DecoderConfig
@@ -47,6 +51,7 @@ class Target:
     compiler_options: bool = False
     loops: bool = True
     sampling: SamplingMode = "logprobs"
+    kv_dtype: KvDtype = "auto"
 
     @property
     def reports_logprobs(self) -> bool:

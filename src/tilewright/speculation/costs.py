@@ -331,6 +331,7 @@ def configuration(programs: Programs, team: Team, rows: int, drawn: bool, weight
         "kernels": target.ops.name,
         "dtype": jnp.dtype(programs.dtype).name,
         "weights": weights,
+        "kv_dtype": target.kv_dtype,
         "drafters": [{"kind": member.name, **about} for member, about in zip(team.members, members, strict=True)],
         "masked": team.masked,
         "shape": {"rows": rows, "slots": layout.batch, "capacity": layout.capacity, "drawn": drawn},

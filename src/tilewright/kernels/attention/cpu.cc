@@ -1,6 +1,7 @@
 // Attention on CPUs, of a few queries over the first keys of a cache and over keys of their own; and what comes before it: a joined
 // projection's queries and keys are normalised and rotated, and keys and values written into the cache. Only keys that some query sees are
-// read, whatever the cache's capacity. A cache is a block of memory for each row of the batch, or pages that a table gives to the rows.
+// read, whatever the cache's capacity. A cache is a block of memory for each row of the batch, or pages that a table gives to the rows. Its keys and
+// values are of the queries' type, or 8-bit integers with a scale for each entry (see paged/quantise.py).
 
 #include "../native.h"
 #include "../pages.h"
@@ -16,6 +17,7 @@ struct Call {
   native::Cache cache;
   const void* q;
   const void *k, *v, *own_k, *own_v;
+  const float *k_scale, *v_scale;  // of the cache's entries in 8 bits; null
   const int32_t* lengths;      // [batch, t]: how many of the cache's first keys each query sees
   void* out;
   float scale;
@@ -33,6 +35,7 @@ struct Projection {
   const int32_t *start, *count;  // [batch]: the first entry to write, and how many; null: all from entry 0
   void* q;                     // [batch, t, n, d]
   void *k, *v;
+  float *k_scale = nullptr, *v_scale = nullptr;  // where k and v are in 8 bits
 };
 
 #define TILE "attention/tile.inc"
@@ -56,11 +59,12 @@ struct Kernel {
   int64_t rows;
 };
 
-Kernel kernel_for(bool bfloat16) {
+Kernel kernel_for(bool bfloat16, bool eight_bits) {
 #if defined(__x86_64__)
-  if (bfloat16 && native::isa() == native::AMX) return {tiles::run_tiles, 16};
+  if (bfloat16 && native::isa() == native::AMX) return {eight_bits ? tiles::run_tiles<int8_t> : tiles::run_tiles<uint16_t>, 16};
 #endif
-  return {bfloat16 ? ON_BEST_ISA(run<uint16_t>) : ON_BEST_ISA(run<float>), 8};
+  if (eight_bits) return {bfloat16 ? ON_BEST_ISA(run<uint16_t, int8_t>) : ON_BEST_ISA(run<float, int8_t>), 8};
+  return {bfloat16 ? ON_BEST_ISA(run<uint16_t, uint16_t>) : ON_BEST_ISA(run<float, float>), 8};
 }
 
 ffi::Error wrong(const std::string& what) { return ffi::Error::InvalidArgument("tilewright_attention: " + what); }
@@ -83,7 +87,7 @@ void attend(ffi::ThreadPool& pool, Call& call, bool bfloat16) {
   const int64_t keys = *std::max_element(call.lengths, call.lengths + call.batch * call.t) + call.own, work = items * rows * keys * call.d;
   const bool worth_it = work >= (1 << 18);
   const int64_t wanted = worth_it ? (2 * static_cast<int64_t>(pool.num_threads()) + items - 1) / items : 1;
-  const Kernel kernel = kernel_for(bfloat16);
+  const Kernel kernel = kernel_for(bfloat16, call.k_scale != nullptr);
   call.piece = std::min<int64_t>(64, ((rows + wanted - 1) / wanted + kernel.rows - 1) / kernel.rows * kernel.rows);
   call.pieces = (rows + call.piece - 1) / call.piece;
   native::share(pool, items * call.pieces, 1, worth_it, [&](int64_t begin, int64_t end) { kernel.run(call, begin, end); });
@@ -101,7 +105,7 @@ ffi::Error attention_over(ffi::ThreadPool& pool, const ffi::AnyBuffer& q, const 
       lengths.element_count() != static_cast<size_t>(dims[0] * dims[1]))
     return wrong("shapes do not fit");
   Call call{dims[0], dims[1], dims[2], dims[3], cache[1], own[2], {cache, table}, q.untyped_data(), k.untyped_data(), v.untyped_data(),
-            own_k.untyped_data(), own_v.untyped_data(), lengths.typed_data(), out->untyped_data(), 0, 0, 0};
+            own_k.untyped_data(), own_v.untyped_data(), nullptr, nullptr, lengths.typed_data(), out->untyped_data(), 0, 0, 0};
   for (int64_t i = 0; i < call.batch * call.t; ++i)
     if (call.lengths[i] < 0 || call.lengths[i] > call.cache.capacity()) return wrong("a length is out of range: " + std::to_string(call.lengths[i]));
   for (int64_t b = 0; b < call.batch && call.t > 0; ++b) {
@@ -122,14 +126,14 @@ ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer
   return attention_over(pool, q, k, v, &table, lengths, own_k, own_v, out);
 }
 
-// What `place` needs, but for where it writes.
+// What `place` needs, but for where it writes. With `eight_bits`, k and v are 8-bit integers.
 ffi::Error describe(Projection& call, const ffi::AnyBuffer& qkv, const ffi::AnyBuffer& q_norm, const ffi::AnyBuffer& k_norm,
                     const ffi::Buffer<ffi::F32>& cos, const ffi::Buffer<ffi::F32>& sin, const ffi::AnyBuffer& k, const ffi::AnyBuffer& v, Table table,
-                    float eps) {
+                    float eps, bool eight_bits = false) {
   const auto dims = qkv.dimensions(), kept = k.dimensions();
-  const ffi::DataType type = qkv.element_type();
-  for (const ffi::AnyBuffer& other : {q_norm, k_norm, k, v})
-    if (!is_float(type) || other.element_type() != type) return wrong("expected all but the rotation in one type, float32 or bfloat16");
+  const ffi::DataType type = qkv.element_type(), held = eight_bits ? ffi::S8 : type;
+  if (!is_float(type) || q_norm.element_type() != type || k_norm.element_type() != type || k.element_type() != held || v.element_type() != held)
+    return wrong("expected all but the rotation in one type, float32 or bfloat16");
   if (dims.size() != 3 || kept.size() != 4 || !has_rows(table, dims[0], k) || v.element_count() != k.element_count() || kept[3] == 0 ||
       kept[3] % 16 != 0)
     return wrong("shapes do not fit");
@@ -146,7 +150,9 @@ ffi::Error describe(Projection& call, const ffi::AnyBuffer& qkv, const ffi::AnyB
 }
 
 void place(ffi::ThreadPool& pool, const Projection& call, bool bfloat16) {
-  const auto place = bfloat16 ? ON_BEST_ISA(place<uint16_t>) : ON_BEST_ISA(place<float>);
+  const auto in_8_bits = bfloat16 ? ON_BEST_ISA(place<uint16_t, int8_t>) : ON_BEST_ISA(place<float, int8_t>);
+  const auto as_they_are = bfloat16 ? ON_BEST_ISA(place<uint16_t, uint16_t>) : ON_BEST_ISA(place<float, float>);
+  const auto place = call.k_scale != nullptr ? in_8_bits : as_they_are;
   const int64_t size = call.batch * call.t * (call.n + 2 * call.heads) * call.d;
   native::share(pool, call.batch * call.t, 1, size >= (1 << 15), [&](int64_t begin, int64_t end) { place(call, begin, end); });
 }
@@ -183,7 +189,8 @@ ffi::Error append_and_attend(ffi::ThreadPool& pool, Projection& call, const ffi:
   }
   call.q = native::scratch<2>(call.batch * call.t * call.n * call.d * (bfloat16 ? 2 : 4));
   place(pool, call, bfloat16);
-  Call attention{call.batch, call.t, call.n, call.d, call.heads, 0, call.cache, call.q, call.k, call.v, call.k, call.v, lengths, out->untyped_data(), 0, 0, 0};
+  Call attention{call.batch,   call.t,       call.n, call.d,  call.heads,          0, call.cache, call.q, call.k, call.v, call.k, call.v,
+                 call.k_scale, call.v_scale, lengths, out->untyped_data(), 0, 0, 0};
   attend(pool, attention, bfloat16);
   return ffi::Error::Success();
 }
@@ -202,6 +209,22 @@ ffi::Error PagedAppendAttend(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyB
                              ffi::Result<ffi::AnyBuffer> v_out, float eps) {
   Projection call;
   if (ffi::Error error = describe(call, qkv, q_norm, k_norm, cos, sin, k, v, &table, eps); error.failure()) return error;
+  return append_and_attend(pool, call, qkv, start, count, out, k_out->untyped_data(), v_out->untyped_data());
+}
+
+// The same over keys and values in 8 bits, whose scales [pages, heads, slots] are written in place, too.
+ffi::Error QuantisedAppendAttend(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBuffer q_norm, ffi::AnyBuffer k_norm, ffi::Buffer<ffi::F32> cos,
+                                 ffi::Buffer<ffi::F32> sin, ffi::Buffer<ffi::S32> start, ffi::Buffer<ffi::S32> count, ffi::AnyBuffer k,
+                                 ffi::Buffer<ffi::F32> k_scale, ffi::AnyBuffer v, ffi::Buffer<ffi::F32> v_scale, ffi::Buffer<ffi::S32> table,
+                                 ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> k_out, ffi::Result<ffi::Buffer<ffi::F32>> k_scale_out,
+                                 ffi::Result<ffi::AnyBuffer> v_out, ffi::Result<ffi::Buffer<ffi::F32>> v_scale_out, float eps) {
+  Projection call;
+  if (ffi::Error error = describe(call, qkv, q_norm, k_norm, cos, sin, k, v, &table, eps, true); error.failure()) return error;
+  const size_t vectors = k.element_count() / call.d;
+  if (k_scale.element_count() != vectors || v_scale.element_count() != vectors) return wrong("expected a scale for each vector in 8 bits");
+  if (k_scale_out->untyped_data() != k_scale.untyped_data() || v_scale_out->untyped_data() != v_scale.untyped_data())
+    return wrong("the scales are not written in place");
+  call.k_scale = k_scale.typed_data(), call.v_scale = v_scale.typed_data();
   return append_and_attend(pool, call, qkv, start, count, out, k_out->untyped_data(), v_out->untyped_data());
 }
 
@@ -224,5 +247,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightNormRotate, NormRotate, ffi::Ffi::Bind()
 XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightAppendAttend, AppendAttend, ffi::Ffi::Bind().PROJECTION.Arg<S32>().Arg<S32>().Arg<Any>().Arg<Any>().PLACED);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightPagedAppendAttend, PagedAppendAttend,
                               ffi::Ffi::Bind().PROJECTION.Arg<S32>().Arg<S32>().Arg<Any>().Arg<Any>().Arg<S32>().PLACED);
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightQuantisedAppendAttend, QuantisedAppendAttend,
+                              ffi::Ffi::Bind()
+                                  .PROJECTION.Arg<S32>().Arg<S32>().Arg<Any>().Arg<F32>().Arg<Any>().Arg<F32>().Arg<S32>()
+                                  .Ret<Any>().Ret<Any>().Ret<F32>().Ret<Any>().Ret<F32>().Attr<float>("eps"));
 
 extern "C" const char* TilewrightIsa() { return native::isa_names[native::isa()]; }

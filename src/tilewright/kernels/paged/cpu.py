@@ -1,7 +1,8 @@
 """The operations on a CPU; the kernels are those of `append/cpu.cc` and `attention/cpu.cc`, told where a row's entries lie.
 
 Results are those of a cache in one block, bit for bit: pages hold whole panels of 16 keys, and sums go on from page to page.
-What a row has no page for is an error.
+What a row has no page for is an error. Keys and values in 8 bits have a kernel for `append_attend` alone, which is all that a
+target computes; XLA does the rest.
 
 Legend: P pages, E entries of a page, M pages that a row may have, B rows, T positions, N query heads, K key/value heads, D head
 size, h half of it, U extra keys.
@@ -16,11 +17,12 @@ from jaxtyping import Float, Float32, Int, Int32, Shaped
 
 from tilewright.kernels.attention.cpu import refuses_heads
 from tilewright.kernels.native import or_nothing
-from tilewright.kernels.operations import KeyValuePages
+from tilewright.kernels.operations import KeyValuePages, Quantised
+from tilewright.kernels.paged import xla
 
 
 def refuses(head_dim: int, dtype: DTypeLike) -> str:
-    """The reason why the kernels do not take keys and values of this size; empty if they do. They take any float dtype."""
+    """The reason why the kernels do not take keys and values of this size; empty if they do. They take any dtype."""
     return refuses_heads(head_dim)
 
 
@@ -33,13 +35,15 @@ def append(
     count: Int[Array, " B"],
 ) -> KeyValuePages:
     """Writes new entries of each row into its pages, in place if nothing else reads the pool afterwards; see `xla.append`."""
+    if isinstance(pool.k, Quantised):
+        return xla.append(pool, table, k, v, start, count)
     places = start.astype(jnp.int32), count.astype(jnp.int32), table
 
     def put(held: Array, new: Array) -> Array:
         shape = jax.ShapeDtypeStruct(held.shape, held.dtype)
         return jax.ffi.ffi_call("tilewright_paged_append", shape, input_output_aliases={0: 0})(held, new, *places)
 
-    return KeyValuePages(put(pool.k, k), put(pool.v, v))
+    return jax.tree.map(put, pool, KeyValuePages(k, v))
 
 
 def prefix_attention(
@@ -53,6 +57,8 @@ def prefix_attention(
 
     A query that sees nothing gets zeros.
     """
+    if isinstance(pool.k, Quantised):
+        return xla.prefix_attention(q, pool, table, lengths, extra)
     if extra is None:
         nothing = jnp.zeros((q.shape[0], pool.k.shape[1], 0, q.shape[3]), q.dtype)
         extra = (nothing, nothing)
@@ -79,9 +85,13 @@ def append_attend(
     """Appends to the pages and attends, a layer's attention in one call; see `attention.cpu.append_attend`."""
     assert pool.k.shape[1::2] == (kv_heads, head_dim), "the pages' heads are the projection's"
     out = jax.ShapeDtypeStruct((*qkv.shape[:2], heads * head_dim), qkv.dtype)
-    results = (out, *(jax.ShapeDtypeStruct(pages.shape, pages.dtype) for pages in pool))
+    held, kept = jax.tree.flatten(pool)
+    results = (out, *(jax.ShapeDtypeStruct(part.shape, part.dtype) for part in held))
     norms = or_nothing(q_norm, qkv.dtype), or_nothing(k_norm, qkv.dtype)
     places = start.astype(jnp.int32), count.astype(jnp.int32)
-    call = jax.ffi.ffi_call("tilewright_paged_append_attend", results, input_output_aliases={7: 1, 8: 2})
-    attended, k, v = call(qkv, *norms, cos, sin, *places, *pool, table, eps=np.float32(eps))
-    return attended, KeyValuePages(k, v)
+    name = f"tilewright_{'quantised' if isinstance(pool.k, Quantised) else 'paged'}_append_attend"
+    aliases = {7 + number: 1 + number for number in range(len(held))}
+    attended, *parts = jax.ffi.ffi_call(name, results, input_output_aliases=aliases)(
+        qkv, *norms, cos, sin, *places, *held, table, eps=np.float32(eps)
+    )
+    return attended, jax.tree.unflatten(kept, parts)

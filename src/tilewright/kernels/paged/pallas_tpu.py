@@ -56,6 +56,8 @@ def refuses(head_dim: int, dtype: DTypeLike) -> str:
     """The reason why the kernel does not take keys and values of this dtype; empty if it does. It takes heads of any size."""
     if jnp.dtype(dtype) == jnp.bfloat16:
         return ""
+    if jnp.dtype(dtype) == jnp.int8:
+        return "it takes one scale for all keys and one for all values, and those of 8 bits have one for each position"
     return f"it multiplies in bfloat16, and keys and values are {jnp.dtype(dtype).name}"
 
 

@@ -2,7 +2,7 @@
 
 Attention reads a block of entries at a time, as many blocks as the longest row needs, under a running softmax (Milakov &
 Gimelshein 2018). A block that a row does not reach leaves its result as it is, bit for bit: so it does not depend on how long
-the other rows are.
+the other rows are. Keys and values of 8 bits are copied out of the pool as they are, and converted a block at a time.
 
 Legend: P pages, E entries of a page, M pages that a row may have, B rows, T positions, N query heads, K key/value heads, D head
 size, U extra keys, S entries that are read together, R queries of a key head (`attention.xla.group_rows`).
@@ -19,16 +19,22 @@ from jaxtyping import Float, Int, Int32, Shaped
 
 from tilewright.kernels.attention import xla
 from tilewright.kernels.attention.xla import MASKED, group_rows, ungroup_rows
-from tilewright.kernels.operations import UNMAPPED, Heads, KeyValuePages
+from tilewright.kernels.operations import UNMAPPED, Heads, KeyValuePages, Quantised
+from tilewright.kernels.paged.quantise import as_held, dequantise
 
 BLOCK_ENTRIES = 512
 """Entries of each row that attention reads at a time. A table of no more pages than that is read whole, without a loop."""
 
 
 def empty(pages: int, kv_heads: int, entries: int, head_dim: int, dtype: DTypeLike, devices: int = 1) -> KeyValuePages:
-    """A pool of pages that hold zeros, laid out alike for any number of devices."""
+    """A pool of pages that hold zeros, laid out alike for any number of devices; of int8 with scales."""
     shape = (pages, kv_heads, entries, head_dim)
-    return KeyValuePages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    def zeros() -> Array | Quantised:
+        held = jnp.zeros(shape, dtype)
+        return Quantised(held, jnp.zeros(shape[:3], jnp.float32)) if held.dtype == jnp.int8 else held
+
+    return KeyValuePages(zeros(), zeros())
 
 
 def places(
@@ -56,16 +62,16 @@ def append(
     page, entry = places(table, start, count, k.shape[2], pages, entries)
 
     def put(held: Array, new: Array) -> Array:
-        return held.at[page, :, entry].set(new.transpose(0, 2, 1, 3), mode="drop")
+        return held.at[page, :, entry].set(jnp.swapaxes(new, 1, 2), mode="drop")
 
-    return KeyValuePages(put(pool.k, k), put(pool.v, v))
+    return jax.tree.map(put, pool, KeyValuePages(as_held(k, pool.k), as_held(v, pool.v)))
 
 
-def in_rows(pages: Shaped[Array, "P K E D"], table: Int32[Array, "B M"]) -> Shaped[Array, "B K S D"]:
+def in_rows(pages: Shaped[Array, "P K E *D"], table: Int32[Array, "B M"]) -> Shaped[Array, "B K S *D"]:
     """Each row's entries side by side."""
-    found = jnp.take(pages, jnp.maximum(table, 0), axis=0)  # [B, M, K, E, D]
-    b, m, k, e, d = found.shape
-    return found.transpose(0, 2, 1, 3, 4).reshape(b, k, m * e, d)
+    found = jnp.take(pages, jnp.maximum(table, 0), axis=0)  # [B, M, K, E, *D]
+    b, m, k, e, *d = found.shape
+    return jnp.swapaxes(found, 1, 2).reshape(b, k, m * e, *d)
 
 
 def held(table: Int32[Array, "B M"], entries: int) -> Int[Array, " B"]:
@@ -87,8 +93,12 @@ def prefix_attention(
         attend: the operation over entries that lie in rows, for tables of one block.
     """
 
+    def rows(held: Array | Quantised, some: Array) -> Array:
+        found = jax.tree.map(lambda part: in_rows(part, some), held)
+        return dequantise(found, q.dtype) if isinstance(found, Quantised) else found
+
     def read(some: Int32[Array, "B C"]) -> tuple[Array, Array]:
-        return in_rows(pool.k, some), in_rows(pool.v, some)
+        return rows(pool.k, some), rows(pool.v, some)
 
     return attention_over_blocks(q, read, (pool.k.shape[1], pool.page_size), table, lengths, extra, attend)
 

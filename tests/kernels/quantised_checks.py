@@ -1,0 +1,121 @@
+"""Checks of keys and values in 8 bits that every implementation and every instruction set has to pass."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tilewright.kernels.heads import xla as heads_xla
+from tilewright.kernels.operations import UNMAPPED, Heads, KeyValuePages, Norm, Quantised
+from tilewright.kernels.paged import cpu, xla
+
+HEADS, KV_HEADS, EPS, SPARE = 6, 2, 1e-5, 3
+UNIT = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
+
+Run = Callable[[dict[str, Any], KeyValuePages, Any], tuple[Any, KeyValuePages]]
+"""`append_attend` of one implementation, of a case of `linear_checks.Appended`."""
+
+
+@jax.jit
+def by_cpu(case: dict[str, Any], pool: KeyValuePages, table: Any) -> tuple[Any, KeyValuePages]:
+    rest = {name: x for name, x in case.items() if not name.endswith("cache")}
+    sizes = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": case["cos"].shape[2] * 2, "eps": EPS}
+    return cpu.append_attend(**rest, **sizes, pool=pool, table=table)
+
+
+@jax.jit
+def by_xla(case: dict[str, Any], pool: KeyValuePages, table: Any) -> tuple[Any, KeyValuePages]:
+    return xla.append_attend(*projected(case), pool, table, case["start"], case["count"], heads=heads_xla.heads)
+
+
+def projected(case: dict[str, Any]) -> tuple[tuple[Any, ...], Heads]:
+    """A case's queries, keys and values, and how they become heads."""
+    size = case["cos"].shape[2] * 2
+    q_norm, k_norm = (None if case[name] is None else Norm(case[name], EPS) for name in ("q_norm", "k_norm"))
+    parts = jnp.split(case["qkv"], [HEADS * size, (HEADS + KV_HEADS) * size], axis=2)
+    return tuple(parts), Heads(size, q_norm, k_norm, (case["cos"], case["sin"]))
+
+
+def drawn_pool(case: dict[str, Any], entries: int, seed: int) -> tuple[KeyValuePages, np.ndarray]:
+    """Pages of which each row has those that it needs, in no order, with something in them; the scales of others are NaN."""
+    rng, d = np.random.default_rng(seed), case["cos"].shape[2] * 2
+    needed = np.where(np.asarray(case["count"]) > 0, np.asarray(case["start"] + case["count"]), 0)
+    width = -(-case["k_cache"].shape[2] // entries)
+    order = rng.permutation(len(needed) * width + SPARE)
+    table = order[: len(needed) * width].reshape(-1, width)
+    table = np.where(np.arange(width)[None] * entries < needed[:, None], table, UNMAPPED).astype(np.int32)
+
+    def held() -> Quantised:
+        values = rng.integers(-127, 128, (len(order), KV_HEADS, entries, d))
+        scale = np.full(values.shape[:3], np.nan, np.float32)
+        scale[table[table >= 0]] = rng.uniform(0.002, 0.02, (np.count_nonzero(table >= 0), KV_HEADS, entries))
+        return Quantised(jnp.asarray(values, jnp.int8), jnp.asarray(scale))
+
+    return KeyValuePages(held(), held()), table
+
+
+def in_rows(held: Quantised, table: np.ndarray) -> np.ndarray:
+    """What pages hold, dequantised, in float64, each row's entries side by side; NaN where a row has no page."""
+    wide = np.asarray(held.values, np.float64) * np.asarray(held.scale, np.float64)[..., None]
+    found = np.where((table < 0)[:, :, None, None, None], np.nan, wide[np.maximum(table, 0)])
+    return found.swapaxes(1, 2).reshape(len(table), found.shape[2], -1, found.shape[4])
+
+
+def attended(q: np.ndarray, k: np.ndarray, v: np.ndarray, length: int) -> np.ndarray:
+    """One query over the first entries of its head, in float64."""
+    scores = k[:length] @ q / math.sqrt(len(q))
+    weights = np.exp(scores - scores.max())
+    return weights @ v[:length] / weights.sum()
+
+
+def check(run: Run, case: dict[str, Any], entries: int, seed: int) -> tuple[Any, KeyValuePages, KeyValuePages, np.ndarray]:
+    """Against float64: what was written is its vector within half a step, and what came out is attention over what is held."""
+    pool, table = drawn_pool(case, entries, seed)
+    out, after = run(case, pool, table)
+    q, *new = (np.asarray(x.astype(jnp.float32), np.float64) for x in heads_xla.heads(*projected(case)))
+    unit, d = UNIT[case["qkv"].dtype.name], case["cos"].shape[2] * 2
+    start, count = (np.asarray(case[name]) for name in ("start", "count"))
+    held = [in_rows(part, table) for part in after]
+    for before, kept, vectors in zip(pool, held, new, strict=True):
+        want = in_rows(before, table)
+        for row, (first, counted) in enumerate(zip(start, count, strict=True)):
+            written = slice(first, first + counted) if counted else slice(0)
+            own, found = vectors[row, :, :counted], kept[row, :, written]
+            largest = np.max(np.abs(own), axis=-1, keepdims=True)
+            # Half a step, as far as the vector is known: norm and rotation round, too.
+            assert (np.abs(found - own) <= largest / 254 + 12 * unit * (1 + largest)).all()
+            want[row, :, written] = found
+            if counted:
+                assert np.isfinite(kept[row, :, : first + counted]).all()
+        np.testing.assert_array_equal(kept[~np.isnan(want)], want[~np.isnan(want)])
+    found = np.asarray(out.astype(jnp.float32)).reshape(*q.shape)
+    for row, at, head in np.ndindex(*q.shape[:3]):
+        if at >= count[row]:
+            assert (found[row, at, head] == 0).all()
+            continue
+        k, v = (part[row, head // (HEADS // KV_HEADS)] for part in held)
+        want = attended(q[row, at, head], k, v, int(start[row]) + at + 1)
+        # The query's own rounding moves each score by a unit of its size; values and the result are rounded, too.
+        np.testing.assert_allclose(found[row, at, head], want, atol=24 * unit * math.sqrt(d) + 1e-5)
+    return out, pool, after, table
+
+
+def check_cpu(case: dict[str, Any], entries: int, seed: int = 0) -> None:
+    """`check`; and one position after the other, each row alone, the same bits come out and are held."""
+    out, pool, after, table = check(by_cpu, case, entries, seed)
+    for row, count in enumerate(np.asarray(case["count"])):
+        part: dict[str, Any] = {n: x if n.endswith("norm") else x[row : row + 1] for n, x in case.items()}
+        for at in range(count):
+            one = {name: x[:, at : at + 1] if name in ("qkv", "cos", "sin") else x for name, x in part.items()}
+            one |= {"start": part["start"] + at, "count": jnp.ones(1, jnp.int32)}
+            alone, pool = by_cpu(one, pool, table[row : row + 1])
+            same(alone[0, 0], out[row, at])
+    for one, other in zip(jax.tree.leaves(pool), jax.tree.leaves(after), strict=True):
+        same(one, other)
+
+
+def same(x: Any, y: Any) -> None:
+    np.testing.assert_array_equal(np.asarray(x.astype(jnp.float32)), np.asarray(y.astype(jnp.float32)))
