@@ -1,4 +1,4 @@
-"""What lower precision costs in quality: each way of keeping the weights against float32, on the same text.
+"""What lower precision costs in quality: each way of keeping weights, keys and values against float32, on the same text.
 
 Teacher-forced: every token of the text is predicted from those before it in its window. For each position the loss (nats), the
 KL divergence of the prediction from that of float32, and whether the most likely token is the same. Then greedy generation from
@@ -7,13 +7,16 @@ margin: near 0 is a coin toss). Needs the CPU kernels, as weights of 8 and 4 bit
 
     python benchmarks/int8_quality.py [TEXT ...] [--model FOLDER] [--json FILE]
 
-Without TEXT, the text is that of the packaged prompts: code that the demo pair was not trained on.
+Without TEXT, the text is that of the packaged prompts: code that the demo pair was not trained on. Keys and values come from
+pages, as in decoding: every position reads those before it, and its own, as they are stored, in 8 bits with
+`--ways "kv int8" "bfloat16, kv int8"`. How far back these may be is what `--window` says.
 """
 
 import argparse
 import json
 import platform
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,10 @@ from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.hub import PACKAGED
 from tilewright.models.params import count
+from tilewright.runtime.cache import PAGE_MULTIPLE
+from tilewright.runtime.layout import Layout
+from tilewright.runtime.programs import allocate_caches
+from tilewright.runtime.state import Span, Target, cached_attend
 
 REFERENCE = "float32"
 # Beside weights of 8 or 4 bits, activations and the embedding may be in bfloat16 where memory counts.
@@ -46,7 +53,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "int8, bfloat16": {"dtype": "bfloat16", "weights": "int8"},
     "int4": {"dtype": "float32", "weights": "int4"},
     "int4, bfloat16": {"dtype": "bfloat16", "weights": "int4"},
+    "kv int8": {"dtype": "float32", "kv_dtype": "int8"},
+    "bfloat16, kv int8": {"dtype": "bfloat16", "kv_dtype": "int8"},
 }
+WEIGHTS = tuple(name for name, settings in WAYS.items() if "kv_dtype" not in settings)
+SLICE = 256
+"""Positions whose logits are there at the same time."""
 
 
 def arguments() -> argparse.Namespace:
@@ -56,6 +68,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--window", type=int, default=256, help="tokens that are predicted from one another (default: 256)")
     parser.add_argument("--prompts", type=int, default=32, help="packaged prompts to generate from; 0 for none (default: 32)")
     parser.add_argument("--new-tokens", type=int, default=64, help="tokens generated for each prompt (default: 64)")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WEIGHTS, help="beside float32 (default: those of weights)")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     if args.window < 2 or args.prompts < 0 or args.new_tokens < 1:
@@ -79,19 +92,37 @@ def padded(tokens: Sequence[int], size: int) -> Int[Array, "1 T"]:
     return jnp.asarray([[*tokens, *[0] * (size - len(tokens))]], jnp.int32)
 
 
+def hidden_states(lm: LanguageModel, tokens: Int[Array, "1 T"]) -> Float[Array, "T H"]:
+    return hidden_over_pages(lm.model.target, jnp.dtype(lm.model.dtype), lm.model.models.target, tokens)
+
+
 @partial(jax.jit, static_argnums=(0, 1))
-def log_probabilities(
-    config: DecoderConfig, ops: Operations, params: DecoderParams, tokens: Int[Array, "1 T"]
+def hidden_over_pages(target: Target, dtype: Any, params: DecoderParams, tokens: Int[Array, "1 T"]) -> Float[Array, "T H"]:
+    """Of a whole text in one piece."""
+    size = tokens.shape[1]
+    layout = Layout.full(1, -(-size // PAGE_MULTIPLE) * PAGE_MULTIPLE)
+    caches, _ = allocate_caches(target, layout, None, dtype)
+    table = jnp.arange(layout.pages, dtype=jnp.int32)[None]
+    kept = tuple(replace(cache, table=table) for cache in caches)
+    span, positions = Span(jnp.zeros(1, jnp.int32), jnp.full(1, size, jnp.int32)), jnp.arange(size)[None]
+    return decoder.forward(target.config, target.ops, params, tokens, positions, cached_attend, span, kept).hidden[0]
+
+
+def log_probabilities(lm: LanguageModel, hidden: Float[Array, "T H"]) -> Float[Array, "T V"]:
+    return predicted(lm.target, lm.ops, lm.model.models.target, hidden)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def predicted(
+    config: DecoderConfig, ops: Operations, params: DecoderParams, hidden: Float[Array, "T H"]
 ) -> Float[Array, "T V"]:
-    hidden = decoder.forward_full(config, ops, params, tokens).hidden[0]
     return jax.nn.log_softmax(decoder.logits(config, ops, params, hidden))
 
 
 @jax.jit
-def measures(want: Float[Array, "T V"], found: Float[Array, "T V"], tokens: Int[Array, "1 T"]) -> Float[Array, "3 T"]:
-    """Loss, KL divergence and agreement at each position but the last, whose next token is not known."""
-    following = jnp.roll(tokens[0], -1)[:, None]
-    loss = -jnp.take_along_axis(found, following, axis=1)[:, 0]
+def measures(want: Float[Array, "T V"], found: Float[Array, "T V"], following: Int[Array, " T"]) -> Float[Array, "3 T"]:
+    """Loss, KL divergence and agreement at each position, of which the next token is given."""
+    loss = -jnp.take_along_axis(found, following[:, None], axis=1)[:, 0]
     kl = jnp.sum(jnp.exp(want) * (want - found), axis=1)
     agree = jnp.argmax(want, axis=1) == jnp.argmax(found, axis=1)
     return jnp.stack([loss, kl, agree])
@@ -106,10 +137,16 @@ def predictions(models: dict[str, LanguageModel], texts: Sequence[list[int]], si
     """The teacher-forced figures of each way."""
     rows: dict[str, list[np.ndarray]] = {name: [] for name in models}
     for window in track(texts, "predicting", console=Console(stderr=True), transient=True):
-        tokens = padded(window, size)
-        found = {name: log_probabilities(lm.target, lm.ops, lm.model.models.target, tokens) for name, lm in models.items()}
-        for name, each in found.items():
-            rows[name].append(np.asarray(measures(found[REFERENCE], each, tokens), np.float64)[:, : len(window) - 1])
+        tokens = padded(window, -(-size // SLICE) * SLICE)
+        hidden = {name: hidden_states(lm, tokens) for name, lm in models.items()}
+        following = jnp.roll(tokens[0], -1)
+        for first in range(0, len(window) - 1, SLICE):  # of the last position the next token is not known
+            some = slice(first, first + SLICE)
+            want = log_probabilities(models[REFERENCE], hidden[REFERENCE][some])
+            for name, lm in models.items():
+                each = want if name == REFERENCE else log_probabilities(lm, hidden[name][some])
+                found = np.asarray(measures(want, each, following[some]), np.float64)
+                rows[name].append(found[:, : len(window) - 1 - first])
     values = {name: np.concatenate(each, axis=1) for name, each in rows.items()}
     figures = {}
     for name, (loss, kl, agree) in values.items():
@@ -139,7 +176,7 @@ def generations(models: dict[str, LanguageModel], prompts: Sequence[list[int]], 
             same.append(first)
             if first < new:
                 text = padded([*prompt, *want[:first]], size)
-                at = log_probabilities(reference.target, reference.model.models.target, text)[len(prompt) + first - 1]
+                at = log_probabilities(reference, hidden_states(reference, text))[len(prompt) + first - 1]
                 margins.append(float(at[want[first]] - at[found[first]]))
         figures[name] = {
             "equal_rows": sum(n == new for n in same),
@@ -147,6 +184,16 @@ def generations(models: dict[str, LanguageModel], prompts: Sequence[list[int]], 
             "margins_there_nats": margins,
         }
     return figures
+
+
+def model_of(name: str, settings: dict[str, Any], others: dict[str, LanguageModel]) -> LanguageModel:
+    """The model as one of the ways has it; with the weights of another that keeps these alike."""
+    wanted = settings["dtype"], settings.get("weights", "auto")
+    alike = next((lm for lm in others.values() if (lm.dtype, lm.weights) == wanted), None)
+    if alike is None:
+        return tw.load(name, **settings)
+    params, kv_dtype = alike.model.models.target, settings["kv_dtype"]
+    return LanguageModel(alike.target, params, alike.tokenizer, *wanted, prepared=True, kv_dtype=kv_dtype)
 
 
 def weight_bytes(lm: LanguageModel) -> int:
@@ -187,7 +234,9 @@ def show(report: dict[str, Any]) -> None:
 
 def main() -> None:
     args = arguments()
-    models = {name: tw.load(args.model, **settings) for name, settings in WAYS.items()}
+    models: dict[str, LanguageModel] = {}
+    for name in dict.fromkeys([REFERENCE, *args.ways]):
+        models[name] = model_of(args.model, WAYS[name], models)
     reference = models[REFERENCE]
     prompts = packaged_prompts()
     texts = [path.read_text(encoding="utf-8") for path in args.text] or prompts
