@@ -5,11 +5,13 @@ KL divergence of the prediction from that of float32, and whether the most likel
 the packaged prompts: where the first token differs from float32's, and by how much float32 preferred its own there (the logit
 margin: near 0 is a coin toss). Needs the CPU kernels, as weights of 8 and 4 bits do.
 
-    python benchmarks/int8_quality.py [TEXT ...] [--model FOLDER] [--json FILE]
+    python benchmarks/int8_quality.py [TEXT ...] [--model FOLDER] [--llama-python PYTHON] [--json FILE]
 
 Without TEXT, the text is that of the packaged prompts: code that the demo pair was not trained on. Keys and values come from
 pages, as in decoding: every position reads those before it, and its own, as they are stored, in 8 bits with
 `--ways "kv int8" "bfloat16, kv int8"`. How far back these may be is what `--window` says.
+Beside a GGUF file's figures stands llama.cpp's loss with the same file and tokens, where an interpreter that has
+`llama-cpp-python` is named.
 """
 
 import argparse
@@ -26,13 +28,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
+from llama_cpp_peer import Peer
 from rich import box
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 import tilewright as tw
-from tilewright.compiled.machine import chip_name
+from tilewright.compiled.machine import chip_name, cores
 from tilewright.kernels.operations import Operations
 from tilewright.llm.language_model import LanguageModel
 from tilewright.models import decoder
@@ -69,6 +72,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=32, help="packaged prompts to generate from; 0 for none (default: 32)")
     parser.add_argument("--new-tokens", type=int, default=64, help="tokens generated for each prompt (default: 64)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WEIGHTS, help="beside float32 (default: those of weights)")
+    parser.add_argument("--llama-python", type=Path, help="an interpreter with llama-cpp-python; MODEL is a GGUF file then")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     if args.window < 2 or args.prompts < 0 or args.new_tokens < 1:
@@ -162,6 +166,18 @@ def predictions(models: dict[str, LanguageModel], texts: Sequence[list[int]], si
     return figures
 
 
+def theirs(python: Path, model: Path, cut: Sequence[list[int]], size: int) -> dict[str, Any]:
+    """llama.cpp's loss with the same file, window by window, in nats a token."""
+    losses, counts = [], []
+    with Peer(python) as peer:
+        peer.ask("open", model=str(model), threads=cores(), rows=1, positions=size, flash=False)
+        for window in track(cut, "llama.cpp", console=Console(stderr=True), transient=True):
+            losses.append(-peer.ask("score", tokens=window, start=1))
+            counts.append(len(window) - 1)
+        version = peer.ask("about")["version"]
+    return {"version": version, "loss_nats": sum(losses) / sum(counts)}
+
+
 def generations(models: dict[str, LanguageModel], prompts: Sequence[list[int]], new: int) -> dict[str, dict[str, Any]]:
     """Greedy generation: for each prompt the tokens before the first that differs, and float32's margin there."""
     sampling = tw.Sampling(max_new_tokens=new, ignore_eos=True)
@@ -230,6 +246,10 @@ def show(report: dict[str, Any]) -> None:
             *cells,
         )
     Console().print(table)
+    if report["llama_cpp"] is not None:
+        Console().print(
+            f"llama.cpp {report['llama_cpp']['version']}, the same file: loss {report['llama_cpp']['loss_nats']:.4f}"
+        )
 
 
 def main() -> None:
@@ -255,6 +275,7 @@ def main() -> None:
         "text": [path.name for path in args.text] or "the packaged prompts",
         "window": args.window,
         "positions": sum(len(window) - 1 for window in cut),
+        "llama_cpp": theirs(args.llama_python, Path(args.model), cut, args.window) if args.llama_python else None,
         "prompts": len(chosen),
         "new_tokens": args.new_tokens,
         "ways": {

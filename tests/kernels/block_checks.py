@@ -1,6 +1,6 @@
 """What holds for products with weights in blocks on every instruction set; see `linear_checks.py`."""
 
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import numpy as np
 from tilewright.kernels.linear import blocks, cpu
 from tilewright.kernels.linear.blocks import BLOCK, BlockFormat, QuantisedMatrix
 
-FORMATS: tuple[BlockFormat, ...] = ("q4_0", "q4_1", "q8_0")
+FORMATS: tuple[BlockFormat, ...] = get_args(BlockFormat)
 ROWS = 40
 
 
@@ -17,14 +17,21 @@ def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape, np.float32)
 
 
-def file_of(rng: np.random.Generator, count: int, outputs: int, kind: BlockFormat) -> np.ndarray:
-    """Rows of a file: any integers, and scales and minima of either sign, some of them subnormal or zero."""
-    halves = 2 if kind == "q4_1" else 1
-    drawn = normal(rng, outputs, count, halves) * rng.choice(
-        np.asarray([1, 1e-3, 1e-6, 0], np.float32), (outputs, count, halves)
-    )
-    integers = rng.integers(0, 256, (outputs, count, blocks.INTEGERS[kind]), np.uint8)
-    return np.concatenate([drawn.astype(np.float16).view(np.uint8), integers], axis=2).reshape(outputs, -1)
+def drawn(rng: np.random.Generator, count: int, outputs: int, kind: BlockFormat) -> QuantisedMatrix:
+    """Blocks of any bits: scales and minima of either sign, some of them subnormal or zero."""
+    form = blocks.FORMS[kind]
+    groups = -(-count // form.group)
+
+    def halves(each: int) -> np.ndarray:
+        shape = (outputs, groups if each == 1 else count)
+        return (normal(rng, *shape) * rng.choice(np.asarray([1, 1e-3, 1e-6, 0], np.float32), shape)).astype(np.float16)
+
+    def bytes_(each: int) -> np.ndarray:
+        return rng.integers(-128, 128, (outputs, count * each // form.group), np.int8)
+
+    names = {"scales": halves, "minima": halves, "steps": bytes_, "lows": bytes_}
+    heads = {name: draw(getattr(form, name)) for name, draw in names.items() if getattr(form, name)}
+    return QuantisedMatrix(kind, rng.integers(0, 256, (outputs, count, 4 * form.bits), np.uint8), **heads)
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
@@ -38,18 +45,19 @@ def rounded(x: np.ndarray) -> np.ndarray:
 def bounded(x: np.ndarray, w: QuantisedMatrix) -> tuple[np.ndarray, np.ndarray]:
     """The float64 product of what both hold, and a bound on the float32 error.
 
-    The products of a block are exact. A block takes two roundings of scales and one of each of two sums.
+    The products of a block are exact, or of each half that has a scale. They take two roundings of scales and one of each sum.
     """
     a, b = rounded(x), blocks.dequantise(w).astype(np.float64)
-    minima = 0.0 if w.minima is None else np.abs(w.minima.astype(np.float64)).T.repeat(BLOCK, axis=0)
+    found, parts = w.weight_minima(), w.weight_scales().shape[1] // w.count
+    minima = 0.0 if found is None else np.abs(found.astype(np.float64)).T.repeat(BLOCK, axis=0)
     size = np.abs(a) @ (np.abs(b) + 2 * minima)  # an integer times its scale is within |b| and the minimum
-    return a @ b, 2.0**-24 * (2 * w.scales.shape[1] + 4) * size
+    return a @ b, 2.0**-24 * ((1 + parts) * w.count + 4) * size
 
 
 def check_product(seed: int, rows: int, shape: tuple[int, int], kind: BlockFormat) -> None:
     """Products of the quantised numbers; `shape` blocks and outputs."""
     rng = np.random.default_rng(seed)
-    w, x = blocks.read_blocks(file_of(rng, *shape, kind), kind), normal(rng, rows, shape[0] * BLOCK)
+    w, x = drawn(rng, *shape, kind), normal(rng, rows, shape[0] * BLOCK)
     expected, bound = bounded(x, w)
     excess = np.abs(np.asarray(jax.jit(cpu.linear)(jnp.asarray(x), cpu.pack(w)), np.float64) - expected) - bound
     assert (excess <= 1e-37).all(), f"{excess.max()} beyond the bound"
@@ -58,7 +66,7 @@ def check_product(seed: int, rows: int, shape: tuple[int, int], kind: BlockForma
 def check_rows(kind: BlockFormat, dtype: Any) -> None:
     """A row gets the same bits, and the same index, alone and as the last of up to 40, plain and gated."""
     rng = np.random.default_rng(1)
-    first, second = (blocks.read_blocks(file_of(rng, 3, 77, kind), kind) for _ in range(2))
+    first, second = (drawn(rng, 3, 77, kind) for _ in range(2))
     x = jnp.asarray(normal(rng, ROWS, 3 * BLOCK), dtype)
     plain, gated = cpu.pack(first), cpu.pack_gated(first, second)
 
@@ -75,7 +83,7 @@ def check_rows(kind: BlockFormat, dtype: Any) -> None:
 def check_largest(kind: BlockFormat) -> None:
     """The largest outputs and their places are those of all outputs, bit for bit."""
     rng = np.random.default_rng(2)
-    w, x = cpu.pack(blocks.read_blocks(file_of(rng, 2, 300, kind), kind)), jnp.asarray(normal(rng, 9, 2 * BLOCK))
+    w, x = cpu.pack(drawn(rng, 2, 300, kind)), jnp.asarray(normal(rng, 9, 2 * BLOCK))
 
     @jax.jit
     def run(x: jax.Array, w: cpu.PackedMatrix) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:

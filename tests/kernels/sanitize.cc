@@ -10,6 +10,7 @@
 #include <thread>
 #include <tuple>
 
+#include "../../src/tilewright/kernels/blocks.h"
 #include "../../src/tilewright/kernels/native.h"
 #include "../../src/tilewright/kernels/pages.h"
 
@@ -322,26 +323,22 @@ void check_linear(Weights format, int64_t rows, int64_t inputs, int64_t outputs,
   for (int64_t i = 0; i < apart.count; ++i) check(apart[i] == together[i], "norm first", rows, inputs, outputs);
 }
 
-float from_half(const uint8_t* x) {
-  const int bits = x[0] | x[1] << 8;
-  return std::ldexp((bits & 0x8000) != 0 ? -1.0f - (bits & 1023) / 1024.0f : 1.0f + (bits & 1023) / 1024.0f, (bits >> 10 & 31) - 15);
-}
-
-// Weights in blocks of 32 inputs (see blocks.inc), any bits but for scales and minima, which are near 0.01; all in memory of its exact size.
-void check_blocks(Weights format, int64_t rows, int64_t inputs, int64_t outputs) {
-  const int64_t padded = Matrix::round_up(inputs, 64), panels = (outputs + 15) / 16, size = linear::pair_bytes[format], pairs = padded / 64;
-  const int64_t halves = format == linear::Q4_1 ? 128 : 64, integers = (size - halves) / 2, per = format == linear::Q8_0 ? 32 : 16;
-  Exact<uint8_t> w(panels * pairs * size, true);
+// Weights in blocks of 32 inputs (see blocks.h), any bits but for scales and minima, which are near 0.01; all in memory of its exact size.
+void check_blocks(int which, int64_t rows, int64_t inputs, int64_t outputs) {
+  const blocks::Form& form = blocks::forms[which];
+  const Weights format = static_cast<Weights>(linear::BLOCKS + which);
+  const int64_t padded = Matrix::round_up(inputs, form.inputs()), panels = (outputs + 15) / 16, size = form.size(), groups = padded / form.inputs();
+  Exact<uint8_t> w(panels * groups * size, true);
   for (int64_t i = 0; i < w.count; ++i) {
     w[i] = std::uniform_int_distribution<int>(0, 255)(generator);
-    if (i % size < halves && i % 2 == 1) w[i] = (w[i] & 0x83) | 0x20;
+    if (i % size < form.steps_at() && i % 2 == 1) w[i] = (w[i] & 0x83) | 0x20;
   }
   Exact<float> x(rows * inputs), y(rows * outputs);
   for (int64_t i = 0; i < x.count; ++i) x[i] = normal();
   const linear::Kernel kernel = linear::kernel_for(format);
   Exact<uint8_t> converted(rows * kernel.row_size(padded));
   linear::Call call{};
-  call.m = rows, call.n = outputs, call.k = inputs, call.k_padded = padded, call.panels = panels, call.panel_size = pairs * size, call.piece = panels;
+  call.m = rows, call.n = outputs, call.k = inputs, call.k_padded = padded, call.panels = panels, call.panel_size = groups * size, call.piece = panels;
   call.x = x.data, call.w = w.data, call.rows = converted.data, call.out = y.data;
   kernel.prepare(call, 0, rows);
   kernel.run(call, 0, panels);
@@ -351,15 +348,11 @@ void check_blocks(Weights format, int64_t rows, int64_t inputs, int64_t outputs)
       for (int64_t k = 0; k < inputs; ++k) {
         float largest = 0;
         for (int64_t i = k / 32 * 32; i < std::min(inputs, k / 32 * 32 + 32); ++i) largest = std::max(largest, std::abs(x[row * inputs + i]));
-        const uint8_t* pair = w.data + (n / 16 * pairs + k / 64) * size;
-        const int64_t half = k / 32 % 2, at = k % per;
-        const uint8_t byte = pair[halves + half * integers + at / 4 * 64 + n % 16 * 4 + at % 4], *scale = pair + (half * 16 + n % 16) * 2;
-        const int whole = format == linear::Q8_0 ? byte - 128 : (k % 32 < 16 ? byte & 15 : byte >> 4) - (format == linear::Q4_0 ? 8 : 0);
-        const double value = std::nearbyint(x[row * inputs + k] * (127.0f / largest)) * double(largest / 127.0f);
-        const double scaled = double(whole) * from_half(scale), minimum = format == linear::Q4_1 ? from_half(scale + 64) : 0.0;
+        const auto [whole, scale, minimum] = blocks::weight_at(form, w.data + n / 16 * groups * size, n % 16, k);
+        const double value = std::nearbyint(x[row * inputs + k] * (127.0f / largest)) * double(largest / 127.0f), scaled = double(whole) * scale;
         expected += value * (scaled + minimum), all += std::abs(value) * (std::abs(scaled) + std::abs(minimum));
       }
-      check(std::abs(y[row * outputs + n] - expected) <= (pairs * 4 + 4) * 0x1p-24 * all, "blocks", rows, inputs, outputs);
+      check(std::abs(y[row * outputs + n] - expected) <= (groups * form.group * 3 + 4) * 0x1p-24 * all, "blocks", rows, inputs, outputs);
     }
 }
 
@@ -962,9 +955,9 @@ int main() {
         check_linear(format, rows, inputs, outputs, true, false);
         check_best(format, rows, inputs, outputs);
       }
-  for (const Weights format : {linear::Q4_0, linear::Q4_1, linear::Q8_0})
+  for (int form = 0; form < blocks::FORMS; ++form)
     for (const int64_t rows : {1, 2, 7, 24, 40})
-      for (const auto& [inputs, outputs] : shapes) check_blocks(format, rows, inputs, outputs);
+      for (const auto& [inputs, outputs] : shapes) check_blocks(form, rows, inputs, outputs);
   for (const Weights format : {linear::FLOAT32, linear::BFLOAT16, linear::INT8})
     for (const int64_t rows : {1, 2, 37})
       for (const bool gated : {false, true}) check_linear(format, rows, 129, 1001 / rows + 37, gated, true), join();

@@ -12,13 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import block_checks
-from kernels.block_checks import file_of
+from kernels.block_checks import drawn
 from kernels.linear_checks import normal
 from tilewright.kernels import native, select
 from tilewright.kernels.gather_rows import cpu as gather
 from tilewright.kernels.linear import blocks, cpu
 from tilewright.kernels.linear.blocks import BLOCK, BlockFormat, QuantisedMatrix
 from tilewright.kernels.operations import Joined
+from tilewright.models.gguf_blocks import read_blocks
+
+
+def some(w: QuantisedMatrix, outputs: np.ndarray) -> QuantisedMatrix:
+    """Some of a matrix's outputs."""
+    return QuantisedMatrix(w.kind, **{name: array[outputs] for name, array in w.arrays.items()})
+
 
 needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
 formats = pytest.mark.parametrize("kind", block_checks.FORMATS)
@@ -26,26 +33,36 @@ seeds = st.integers(0, 2**31 - 1)
 sizes = st.tuples(st.integers(1, 6), st.integers(1, 100))  # blocks and outputs
 
 
-def reference(rows: np.ndarray, kind: BlockFormat) -> np.ndarray:
-    """What llama.cpp's own library makes of a file's rows, `[I, O]`."""
-    return gguf.quants.dequantize(rows, Kind[kind.upper()]).T
+def bits_of(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).view(np.uint8)
 
 
 @formats
 @given(seeds, sizes)
-def test_packing_keeps_every_bit_of_a_file(kind: BlockFormat, seed: int, shape: tuple[int, int]):
-    rows = file_of(np.random.default_rng(seed), *shape, kind)
-    found = blocks.read_blocks(rows, kind)
-    np.testing.assert_array_equal(blocks.dequantise(found), reference(rows, kind))
+def test_packing_keeps_every_bit(kind: BlockFormat, seed: int, shape: tuple[int, int]):
+    found = drawn(np.random.default_rng(seed), *shape, kind)
     packed = cpu.pack(found)
-    assert packed.panels.shape[2] == blocks.PAIR_BYTES[kind]
-    np.testing.assert_array_equal(np.asarray(cpu.unpack(packed))[: shape[0] * BLOCK], reference(rows, kind))
+    assert packed.panels.shape[2] == blocks.FORMS[kind].group_bytes
+    assert packed.shape == (-(-shape[0] // found.form.group) * found.form.group * BLOCK, shape[1])
+    np.testing.assert_array_equal(np.asarray(cpu.unpack(packed))[: shape[0] * BLOCK], blocks.dequantise(found))
     again = blocks.blocks_of(np.asarray(packed.panels), shape[1])
-    for name in ("integers", "scales", "minima"):
-        kept, given_bits = getattr(again, name), getattr(found, name)
-        assert (kept is None) == (given_bits is None)
-        if kept is not None:
-            np.testing.assert_array_equal(kept[:, : shape[0]].view(np.uint8), np.ascontiguousarray(given_bits).view(np.uint8))
+    assert again.arrays.keys() == found.arrays.keys()
+    for name, kept in again.arrays.items():
+        given_bits = found.arrays[name]
+        np.testing.assert_array_equal(bits_of(kept[:, : given_bits.shape[1]]), bits_of(given_bits), err_msg=name)
+
+
+@given(seeds, st.sampled_from([4, 5, 6, 8]))
+def test_integers_side_by_side_are_found_again(seed: int, bits: int):
+    """And lie where the kernel looks: four bits of two inputs to a byte, and those above of four inputs in four bytes."""
+    units = np.random.default_rng(seed).integers(0, 1 << bits, (3, 32), np.uint8)
+    found = blocks.joined_bits(units, bits)
+    assert found.shape == (3, 4 * bits)
+    np.testing.assert_array_equal(blocks.units_of(found, bits), units)
+    for i in range(32 if bits < 8 else 0):
+        low, at = found[:, i % 16] >> (4 if i >= 16 else 0) & 15, (bits - 4) * (i // 4)
+        above = found[:, 16 + at // 8 * 4 + i % 4] >> at % 8 & ((1 << (bits - 4)) - 1) if bits > 4 else 0
+        np.testing.assert_array_equal(low | above << 4, units[:, i])
 
 
 @needs_native
@@ -54,7 +71,7 @@ def test_packing_keeps_every_bit_of_a_file(kind: BlockFormat, seed: int, shape: 
 @given(seeds, sizes)
 def test_rows_of_a_table_are_those_of_the_dequantised_matrix(kind: BlockFormat, dtype: str, seed: int, shape: tuple[int, int]):
     rng = np.random.default_rng(seed)
-    w = blocks.read_blocks(file_of(rng, *shape, kind), kind)
+    w = drawn(rng, *shape, kind)
     table = blocks.PackedTable(cpu.pack(w).panels, shape[1], shape[0] * BLOCK - 3, dtype)
     index = rng.integers(0, shape[1], (2, 7))
     found = gather.gather_rows(table, jnp.asarray(index, jnp.int32))
@@ -72,10 +89,11 @@ def test_products_are_those_of_the_quantised_numbers(kind: BlockFormat, seed: in
 
 
 @needs_native
-@formats
+@pytest.mark.parametrize("kind", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0"])
 def test_products_are_near_those_of_inputs_that_are_not_rounded(kind: BlockFormat):
     rng = np.random.default_rng(0)
-    w = blocks.read_blocks(gguf.quants.quantize(normal(rng, 200, 576), Kind[kind.upper()]), kind)
+    w = read_blocks(gguf.quants.quantize(normal(rng, 200, 576), Kind[kind.upper()]), kind.upper())
+    assert w is not None
     x = normal(rng, 16, 576)
     found, wanted = np.asarray(jax.jit(cpu.linear)(jnp.asarray(x), cpu.pack(w))), x @ blocks.dequantise(w)
     assert np.linalg.norm(found - wanted) < 0.01 * np.linalg.norm(wanted)
@@ -97,36 +115,54 @@ def test_the_largest_outputs_are_those_of_all_outputs(kind: BlockFormat):
 @needs_native
 @formats
 def test_outputs_are_the_same_permuted_joined_and_gated(kind: BlockFormat):
-    """Rows of a file in another order give outputs in another order, and matrices side by side those of each."""
+    """Outputs in another order come in that order, and of matrices side by side those of each."""
     rng = np.random.default_rng(2)
-    rows, others = file_of(rng, 4, 48, kind), file_of(rng, 4, 50, kind)
+    first, second = drawn(rng, 4, 48, kind), drawn(rng, 4, 50, kind)
     x, order = jnp.asarray(normal(rng, 5, 4 * BLOCK)), rng.permutation(48)
-    first, second = blocks.read_blocks(rows, kind), blocks.read_blocks(others, kind)
     each = [np.asarray(cpu.linear(x, cpu.pack(w))) for w in (first, second)]
-    turned = np.asarray(cpu.linear(x, cpu.pack(blocks.read_blocks(rows[order], kind))))
+    turned = np.asarray(cpu.linear(x, cpu.pack(some(first, order))))
     np.testing.assert_array_equal(turned, each[0][:, order])
     joined = cpu.pack_joined([first, second])
     assert joined.parts == (48, 50)
     np.testing.assert_array_equal(cpu.linear(x, joined), np.concatenate(each, axis=1))
     np.testing.assert_array_equal(cpu.linear(x, joined, parts=(1, 2)), each[1])
-    one = blocks.read_blocks(others[:48], kind)
+    one = some(second, np.arange(48))
     gate, up = each[0].astype(np.float64), np.asarray(cpu.linear(x, cpu.pack(one)), np.float64)
     with np.errstate(over="ignore"):
         wanted = gate / (1 + np.exp(-gate)) * up
     np.testing.assert_allclose(cpu.linear(x, cpu.pack_gated(first, one)), wanted, rtol=1e-5, atol=1e-20)
 
 
-def test_matrices_of_one_product_are_brought_to_one_format():
+@formats
+def test_matrices_of_one_product_are_brought_to_one_format_exactly(kind: BlockFormat):
     rng = np.random.default_rng(3)
-    four, least, eight = (blocks.read_blocks(file_of(rng, 2, 16, kind), kind) for kind in ("q4_0", "q4_1", "q8_0"))
-    wide = [np.asarray(blocks.dequantise(w)) for w in (four, least, eight)]
-    kinds = {"q4_1": blocks.of_one_kind([four, least]), "q8_0": blocks.of_one_kind([four, eight])}
-    for kind, made in kinds.items():
-        assert {w.kind for w in made} == {kind}
-        np.testing.assert_array_equal(blocks.dequantise(made[0]), wide[0], err_msg="4 bits are kept exactly")
-    rounded_up, same = blocks.of_one_kind([least, eight])
-    assert (rounded_up.kind, same) == ("q8_0", eight)
-    assert np.abs(blocks.dequantise(rounded_up) - wide[1]).max() <= np.abs(wide[1]).max() / 127
+    w = drawn(rng, 8, 16, kind)
+    for other in block_checks.FORMATS:
+        made = blocks.of_one_kind([w, drawn(rng, 8, 16, other)])
+        if made is None:
+            assert not {kind, *blocks.WIDER.get(kind, ())} & {other, *blocks.WIDER.get(other, ())}
+            continue
+        assert made[0].kind == made[1].kind
+        np.testing.assert_array_equal(blocks.dequantise(made[0]), blocks.dequantise(w))
+
+
+@needs_native
+def test_matrices_of_formats_that_have_none_in_common_are_products_of_their_own():
+    rng = np.random.default_rng(4)
+    first, second = drawn(rng, 8, 48, "q4_k"), drawn(rng, 8, 48, "q6_k")
+    x, ops = jnp.asarray(normal(rng, 5, 8 * BLOCK)), select.operations("cpu", "int4")
+    each = [np.asarray(cpu.linear(x, cpu.pack(w))) for w in (first, second, first)]
+    joined = ops.prepare_joined(Joined((first, second, first)), "w")
+    for of in ({}, {"first": 1}, {"first": 1, "last": 2}):
+        found = ops.project(x, joined, **of)
+        wanted = each[of.get("first", 0) : of.get("last")]
+        np.testing.assert_array_equal(found.array, np.concatenate(wanted, axis=1))
+        assert found.parts == tuple(y.shape[1] for y in wanted)
+    gate, up = each[0].astype(np.float64), each[1].astype(np.float64)
+    with np.errstate(over="ignore"):
+        wanted = gate / (1 + np.exp(-gate)) * up
+    found = ops.gated_linear(x, ops.prepare_joined(Joined((first, second), gated=True), "w"))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-20)
 
 
 @given(seeds, st.sampled_from([0.0, 1.0, 100.0]))
@@ -177,5 +213,5 @@ def test_operations_hold_layers_in_4_bits_and_the_head_in_8():
         "matrix": ops.prepare_matrix(w, "w"), "head": ops.prepare_matrix(w, "w", head=True),
         "joined": ops.prepare_joined(Joined((w, w)), "w"), "gated": ops.prepare_joined(Joined((w, w), gated=True), "w"),
     }.items()}  # fmt: skip
-    four, eight = blocks.PAIR_BYTES["q4_1"], blocks.PAIR_BYTES["q8_0"]
+    four, eight = (blocks.FORMS[kind].group_bytes for kind in ("q4_1", "q8_0"))
     assert bytes_of == {"matrix": four, "head": eight, "joined": four, "gated": four}

@@ -15,7 +15,8 @@ from reference.diffusion_folder import write_folder
 from tilewright.diffusion import model as diffusion
 from tilewright.kernels import native
 from tilewright.llm.language_model import load
-from tilewright.models.checkpoint import chosen_dtype, finite, stored_dtype
+from tilewright.models.checkpoint import chosen_dtype, stored_dtype
+from tilewright.models.stored import finite
 
 FAST = native.kernels().isa is not None
 

@@ -13,7 +13,7 @@ from llm.support import check_same_as_autoregressive, tokens_of
 from models.test_gguf import CONFIGS, make
 from tilewright.kernels import native, select
 from tilewright.kernels.linear import cpu
-from tilewright.kernels.linear.blocks import PAIR_BYTES, BlockFormat, PackedTable
+from tilewright.kernels.linear.blocks import FORMS, BlockFormat, PackedTable
 from tilewright.kernels.linear.cpu import PackedMatrix
 from tilewright.llm.language_model import LanguageModel, load
 from tilewright.models.checkpoint import load_decoder
@@ -23,7 +23,9 @@ from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
 
 needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
-BLOCK_FORMATS: dict[Kind, BlockFormat] = {Kind.Q4_0: "q4_0", Kind.Q4_1: "q4_1", Kind.Q8_0: "q8_0"}
+BLOCK_FORMATS: dict[Kind, BlockFormat] = {
+    Kind.Q4_0: "q4_0", Kind.Q4_1: "q4_1", Kind.Q5_0: "q5_0", Kind.Q8_0: "q8_0",
+}  # fmt: skip
 KINDS = list(BLOCK_FORMATS)
 NEW = 16
 
@@ -44,7 +46,7 @@ def test_a_files_bits_are_kept_rows_permuted_and_joined(tmp_path: Path, family: 
     file, _ = make(tmp_path, CONFIGS[family], kind)
     _, want = load_decoder(file, jnp.float32)
     found = load(file, dtype="float32", weights="int4").model.models.target
-    assert formats(found) == {PAIR_BYTES[BLOCK_FORMATS[kind]]}
+    assert formats(found) == {FORMS[BLOCK_FORMATS[kind]].group_bytes}
     for got, layer in zip(found.layers, want.layers, strict=True):
         for one, matrix in ((got.o, layer.o), (got.down, layer.down)):
             np.testing.assert_array_equal(cpu.unpack(one)[: matrix.shape[0]], matrix)
@@ -65,10 +67,10 @@ def test_a_files_bits_are_kept_rows_permuted_and_joined(tmp_path: Path, family: 
 def test_other_checkpoints_get_layers_in_4_bits_and_a_head_in_8(tmp_path: Path):
     _, folder = make(tmp_path, CONFIGS["qwen3"])
     found = load(folder, dtype="float32", weights="int4").model.models.target
-    assert formats(found.layers) == {PAIR_BYTES["q4_1"]}
-    assert formats(found.head) == {PAIR_BYTES["q8_0"]}
+    assert formats(found.layers) == {FORMS["q4_1"].group_bytes}
+    assert formats(found.head) == {FORMS["q8_0"].group_bytes}
     mixed, _ = make(tmp_path, CONFIGS["qwen3"], Kind.F16)
-    assert formats(load(mixed, dtype="float32", weights="int4").model.models.target.layers) == {PAIR_BYTES["q4_1"]}
+    assert formats(load(mixed, dtype="float32", weights="int4").model.models.target.layers) == {FORMS["q4_1"].group_bytes}
 
 
 @needs_native

@@ -1,9 +1,11 @@
 """A safetensors file that counts what is read of it."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
+
+from tilewright.models.stored import SafetensorsFile
 
 READ: list[tuple[str, int]] = []
 """Name and bytes of each part that was read, in order."""
@@ -23,17 +25,17 @@ class CountedPart:
 
 
 class CountedFile:
-    """Stands in for `safetensors.safe_open`. There is no `get_tensor`: nobody may read a whole tensor unasked."""
+    """Stands in for a `SafetensorsFile`. There is no `get_tensor`: nobody may read a whole tensor unasked."""
 
-    def __init__(self, *arguments: Any, **options: Any):
-        self.file = safe_open(*arguments, **options)
+    def __init__(self, path: Path):
+        self.file = SafetensorsFile(path)
         self.keys = self.file.keys
 
     def __enter__(self) -> "CountedFile":
         return self
 
     def __exit__(self, *error: object) -> None:
-        return None
+        self.file.__exit__(*error)
 
     def get_slice(self, name: str) -> CountedPart:
         return CountedPart(name, self.file.get_slice(name))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.counting import READ, CountedFile
-from tilewright.models import checkpoint
+from tilewright.models import checkpoint, stored
 from tilewright.models.checkpoint import byte_progress, load_decoder, save_params
 from tilewright.models.decoder import DecoderConfig, config_to_hf, declare
 from tilewright.models.params import abstract, initialise
@@ -32,7 +32,7 @@ save_params(folder, config_to_hf(config), specs, params, jnp.bfloat16)
 assert (folder / "model.safetensors").is_file(), "every process returns once the first one has written"
 
 bar = byte_progress(None)
-setattr(checkpoint, "safe_open", CountedFile)  # noqa: B010 (it is imported there under this name)
+setattr(stored, "SafetensorsFile", CountedFile)  # noqa: B010 (all files are opened by it)
 setattr(checkpoint, "byte_progress", lambda console: bar)  # noqa: B010
 _, loaded = load_decoder(folder, jnp.bfloat16, shard=lambda specs: shardings(specs, mesh, FULLY_SHARDED_TENSOR_PARALLEL))
 read = sum(size for _, size in READ)

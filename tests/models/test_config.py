@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from models.sizes import decoder_config
 from tilewright.models.decoder import DecoderConfig, config_from_hf, config_to_hf
 from tilewright.models.layers import RopeScaling
+from tilewright.models.quantised import SUPPORTED
 
 GOLDENS = Path(__file__).parents[1] / "golden" / "decoders"
 
@@ -234,7 +235,10 @@ def test_defaults():
         ({"attention_bias": True}, "attention_bias=True is not supported (only False)"),
         ({"mlp_bias": True}, "mlp_bias=True is not supported (only False)"),
         ({"use_sliding_window": True}, "use_sliding_window=True is not supported (only False)"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not supported (only None)"),
+        (
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            f"quantization_config: quant_method='bitsandbytes' of the linear layers is not supported (only {SUPPORTED})",
+        ),
         (
             {"layer_types": ["full_attention", "sliding_attention"]},
             "layer_types=['full_attention', 'sliding_attention'] is not supported (only 'full_attention')",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from models.counting import READ, CountedFile
 from models.sizes import decoder_config
 from parallel.processes import run_two
-from tilewright.models import checkpoint
+from tilewright.models import stored
 from tilewright.models.checkpoint import load_decoder, save_params
 from tilewright.models.decoder import DecoderParams, config_to_hf, declare
 from tilewright.models.params import abstract, initialise, spec_leaves
@@ -59,7 +59,7 @@ def test_loading_under_any_mesh(folder: Path, params: DecoderParams, sizes: tupl
 
 def test_each_entry_is_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """Replicas share what was read, and of a matrix that the checkpoint holds transposed no more is read either."""
-    monkeypatch.setattr(checkpoint, "safe_open", CountedFile)
+    monkeypatch.setattr(stored, "SafetensorsFile", CountedFile)
     READ.clear()
     load_decoder(folder, jnp.bfloat16, shard=lambda _: placed({"fsdp": 4, "tp": 2}))
     whole = {spec.name: 4 * int(np.prod(spec.shape)) for spec in spec_leaves(SPECS)}
@@ -78,7 +78,7 @@ def test_shared_key_value_heads_are_read_once_and_no_device_holds_others(
     folder: Path, params: DecoderParams, monkeypatch: pytest.MonkeyPatch, devices: int
 ):
     """Four key/value heads over eight devices: two devices read and hold the same one."""
-    monkeypatch.setattr(checkpoint, "safe_open", CountedFile)
+    monkeypatch.setattr(stored, "SafetensorsFile", CountedFile)
     READ.clear()
     mesh = grouped_mesh(make_mesh({"tp": devices}), "tp", heads=CONFIG.num_heads, kv_heads=CONFIG.num_kv_heads)
     on = shardings(SPECS, mesh, GROUPED)

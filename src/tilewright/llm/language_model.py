@@ -379,10 +379,11 @@ def load(
         dtype: of the weights and activations, "float32", "bfloat16" or "auto": the checkpoint's, bfloat16 for float16, float32
             on a CPU without this package's kernels.
         weights: "int8" keeps all matrices but the embedding in 8 bits, "int4" those of the layers in blocks of 4 bits and the
-            output head of 8 (a GGUF file's Q4_0, Q4_1 and Q8_0 bit by bit; on one CPU); "auto" as `dtype`.
-        block_size: tokens drafted at once, the known one included. "auto", the default, takes what promises most each round
-            (`speculation/policy.py`); where the number of rows changes how the target rounds, it runs all rounds at the widest.
-            Without a drafter: plain decoding through a program of that width (see `speculation/drafters/blockwise.py`).
+            output head of 8, or what a file has in such blocks, bit by bit (on one CPU); "auto" as `dtype`.
+        block_size: tokens drafted at once, the known one included. "auto", the default, takes what promises most each round,
+            plain decoding included (see `speculation/policy.py`); where the number of rows changes how the target rounds, it
+            runs all rounds at the widest. Without a drafter: plain decoding through a program of that width (see
+            `speculation/drafters/blockwise.py`).
         draft_window: keep only this many last positions in the drafter's context.
         drafter_dtype: of the drafter's weights and activations; by default the target's. The output is the same either way.
         revision, drafter_revision: a branch, tag or commit on the hub.

@@ -3,24 +3,24 @@
 import json
 import logging
 import os
+import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from threading import Lock
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Sharding
 from jax.typing import DTypeLike
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from tilewright.kernels.linear.blocks import PackedTable, QuantisedMatrix
@@ -28,7 +28,9 @@ from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import computes_bfloat16
 from tilewright.models import gguf
 from tilewright.models.decoder import EMBEDDING, DecoderConfig, DecoderParams, config_from_hf, declare
-from tilewright.models.params import AUTO, ArraySpec, Bounds, bits, each, from_tensors, held_parts, spec_leaves, to_tensors
+from tilewright.models.params import AUTO, ArraySpec, Bounds, each, from_tensors, held_parts, spec_leaves, to_tensors
+from tilewright.models.quantised import Layout, quantised_layout
+from tilewright.models.stored import FLOATS, StoredTensor, gathered, open_file, read_blocks, read_headers, read_weights, some
 
 Tree = TypeVar("Tree")
 
@@ -36,10 +38,8 @@ log = logging.getLogger("tilewright.models")
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-BYTES_OF = {"F32": 4, "F16": 2, "BF16": 2}
-"""Bytes of an element, for each stored dtype that is read."""
-LISTED = 8
-"""How many tensors of one kind an error names before it only counts."""
+LOGGED_S = 10.0
+"""Seconds between two lines on how far loading is, where there is no bar."""
 
 
 def byte_progress(console: Console | None) -> Progress:
@@ -116,9 +116,9 @@ def _indexed_files(folder: Path) -> list[Path]:
         raise ValueError(f"{folder / INDEX}: weight_map must map tensor names to file names")
     names = sorted(set(places.values()))
     if strays := [name for name in names if Path(name).name != name]:
-        raise ValueError(f"{folder / INDEX}: expected names of files beside it, found {_some(strays)}")
+        raise ValueError(f"{folder / INDEX}: expected names of files beside it, found {some(strays)}")
     if absent := [name for name in names if not (folder / name).is_file()]:
-        raise ValueError(f"{folder / INDEX} names files that are not there: {_some(absent)}")
+        raise ValueError(f"{folder / INDEX} names files that are not there: {some(absent)}")
     return [folder / name for name in names]
 
 
@@ -137,7 +137,8 @@ def stored_dtype(folder: Path) -> str:
         return str(said).removeprefix("torch.")
     counts = Counter[str]()
     for tensor in read_headers(weight_files(folder)):
-        counts[STORED.get(tensor.dtype, tensor.dtype)] += prod(tensor.shape)
+        if tensor.dtype in STORED:
+            counts[STORED[tensor.dtype]] += prod(tensor.shape)
     return counts.most_common(1)[0][0] if counts else "float32"
 
 
@@ -164,71 +165,6 @@ def running_dtype(asked: str, folder: Path, ops: Operations) -> str:
     return chosen
 
 
-class StoredTensor(NamedTuple):
-    """What a file's header says about a tensor.
-
-    Attributes:
-        file: the file that holds it.
-        name: its name in that file.
-        shape: its shape in that file.
-        dtype: its dtype in the words of safetensors ("F32", "BF16", ...).
-    """
-
-    file: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
-def _open(file: Path) -> Any:
-    if file.suffix == gguf.SUFFIX:
-        return gguf.open_gguf(file)
-    try:
-        return safe_open(file, framework="numpy")
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} is not a readable safetensors file: {error}") from error
-
-
-def read_headers(files: Iterable[Path]) -> list[StoredTensor]:
-    """Names, shapes and dtypes of all tensors in `files`, without reading any data."""
-    found = []
-    for file in files:
-        with _open(file) as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (no mapping: it cannot be iterated)
-                part = tensors.get_slice(name)
-                found.append(StoredTensor(file, name, tuple(part.get_shape()), part.get_dtype()))
-    return found
-
-
-def read_part(file: Any, name: str, bounds: Bounds) -> np.ndarray:
-    """A part of a tensor of an open safetensors file, of which nothing else is read."""
-    return file.get_slice(name)[tuple(slice(start, stop) for start, stop in bounds)]
-
-
-def read_weights(file: Any, name: str, bounds: Bounds) -> np.ndarray:
-    """A part of a tensor of weights. Raises a `ValueError` if it holds infinity or NaN."""
-    value = read_part(file, name, bounds)
-    if not finite(value):
-        raise ValueError(f"{name} holds infinity or NaN, of which nothing can be computed")
-    return value
-
-
-EXPONENTS = {"float32": 0x7F80_0000, "bfloat16": 0x7F80, "float16": 0x7C00}
-"""The bits of a number's exponent, all of which are set in infinity and NaN."""
-
-
-def finite(values: np.ndarray) -> bool:
-    """Whether all are finite; told by their bits, which leaves other threads running and takes half the time of `isfinite`."""
-    exponent = bits(values).dtype.type(EXPONENTS[values.dtype.name])
-    return not np.any((bits(values) & exponent) == exponent)
-
-
-def _some(entries: Iterable[str]) -> str:
-    names = sorted(entries)
-    rest = len(names) - LISTED
-    return ", ".join(names[:LISTED]) + (f" and {rest} more" if rest > 0 else "")
-
-
 def _compare(specs: Iterable[ArraySpec], stored: Mapping[str, StoredTensor]) -> list[str]:
     """Everything that keeps `stored`, keyed by the declared names, from being what `specs` declare."""
     wanted = {spec.name: spec for spec in specs}
@@ -236,23 +172,30 @@ def _compare(specs: Iterable[ArraySpec], stored: Mapping[str, StoredTensor]) -> 
     unknown = [tensor.name for name, tensor in stored.items() if name not in wanted]
     known = [(wanted[name].stored_shape, tensor) for name, tensor in stored.items() if name in wanted]
     shapes = [f"{t.name} (expected {list(shape)}, found {list(t.shape)})" for shape, t in known if t.shape != shape]
-    dtypes = [f"{t.name} ({t.dtype})" for _, t in known if t.dtype not in BYTES_OF]
+    dtypes = [f"{t.name} ({t.dtype})" for _, t in known if t.dtype not in FLOATS]
     kinds = {
         "missing": missing,
         "unknown": unknown,
         "of the wrong shape": shapes,
-        f"of a dtype other than {', '.join(BYTES_OF)}": dtypes,
+        f"of a dtype other than {', '.join(FLOATS)}": dtypes,
     }
-    return [f"{len(found)} {kind}: {_some(found)}" for kind, found in kinds.items() if found]
+    return [f"{len(found)} {kind}: {some(found)}" for kind, found in kinds.items() if found]
 
 
-def _match(folder: Path, specs: object, rename: Callable[[str], str], ignore: Callable[[str], bool]) -> dict[str, StoredTensor]:
+def _match(
+    folder: Path, specs: object, rename: Callable[[str], str], ignore: Callable[[str], bool], layout: Layout | None
+) -> dict[str, StoredTensor]:
     """The stored tensor of each declared name, or one error that lists all that does not fit."""
-    kept = [tensor for tensor in read_headers(weight_files(folder)) if not ignore(tensor.name)]
+    headers = read_headers(weight_files(folder))
+    try:
+        found = headers if layout is None else gathered(headers, layout)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    kept = [tensor for tensor in found if not ignore(tensor.name)]
     times = Counter(rename(tensor.name) for tensor in kept)
     twice = [name for name, n in times.items() if n > 1]
     stored = {rename(tensor.name): tensor for tensor in kept}
-    problems = _compare(spec_leaves(specs), stored) + ([f"{len(twice)} stored twice: {_some(twice)}"] if twice else [])
+    problems = _compare(spec_leaves(specs), stored) + ([f"{len(twice)} stored twice: {some(twice)}"] if twice else [])
     if problems:
         raise ValueError(f"{folder}: the tensors do not fit the configuration; " + "; ".join(problems))
     return stored
@@ -266,17 +209,12 @@ def _none(name: str) -> bool:
     return False
 
 
-def read_blocks(tensor: StoredTensor) -> QuantisedMatrix | None:
-    """A matrix in the blocks that its file has it in; None where products do not read such as they are."""
-    return gguf.open_gguf(tensor.file).get_slice(tensor.name).blocks() if tensor.file.suffix == gguf.SUFFIX else None
-
-
 def load_params(
     folder: Path, specs: Tree, dtype: DTypeLike, *, rename: Callable[[str], str] = _same,
     ignore: Callable[[str], bool] = _none, console: Console | None = None, shardings: Tree | None = None,
-    prepare: Callable[[Any, Any], Any] | None = None, keep_blocks: bool = False,
+    prepare: Callable[[Any, Any], Any] | None = None, keep_blocks: bool = False, layout: Layout | None = None,
 ) -> Tree:  # fmt: skip
-    """Reads the arrays that `specs` declare from a folder's safetensors files.
+    """Reads the arrays that `specs` declare from a folder's files: the tree with a JAX array for each spec.
 
     All headers are checked before any data is read. The data is converted and prepared tensor by tensor; with shardings, each
     process reads only what its own devices hold.
@@ -289,38 +227,79 @@ def load_params(
         ignore: true for a stored name (before `rename`) that is to be passed over.
         console: where to show a progress bar; None for no bar.
         shardings, prepare: see `params.from_tensors`; None for the default device, and for arrays as they are.
-        keep_blocks: matrices that a GGUF file has in blocks that products read (see `linear/blocks.py`) are prepared as these.
-
-    Returns:
-        The tree with a JAX array for each spec.
+        keep_blocks: matrices that the files have in blocks that products read (see `linear/blocks.py`) are prepared as these.
+        layout: how the files hold matrices that are quantised; None where they hold none, or are GGUF files.
 
     Raises:
         ValueError: a file is missing or unreadable; or one message that lists the tensors that are missing, unknown, of the
             wrong shape, of an unsupported dtype, or stored twice; or the name of one that is not finite.
     """
-    stored = _match(folder, specs, rename, ignore)
-
-    def size(spec: ArraySpec, sharding: Sharding | None) -> int:
-        entries = sum(prod(stop - start for start, stop in part) for part in held_parts(spec.shape, sharding))
-        return entries * BYTES_OF[stored[spec.name].dtype]
-
-    total = sum(jax.tree.leaves(each(specs, shardings, size)))
+    stored = _match(folder, specs, rename, ignore, layout)
+    sizes = each(specs, shardings, lambda spec, sharding: _read_bytes(stored[spec.name], held_parts(spec.shape, sharding)))
+    dequantised = Counter[str]()
     with ExitStack() as stack:
-        files = {file: stack.enter_context(_open(file)) for file in {tensor.file for tensor in stored.values()}}
-        progress = stack.enter_context(byte_progress(console))
-        task = progress.add_task("loading weights", total=total)
+        names = sorted({file for tensor in stored.values() for file in tensor.files})
+        files = {file: stack.enter_context(open_file(file)) for file in names}
+        advance = stack.enter_context(loading(console, folder, sum(jax.tree.leaves(sizes))))
 
         def read(name: str, bounds: Bounds) -> np.ndarray:
-            value = read_weights(files[stored[name].file], stored[name].name, bounds)
-            progress.advance(task, value.nbytes)
+            value = read_weights(files, stored[name], bounds)
+            advance(_read_bytes(stored[name], [bounds]))
             return value
 
         def kept(spec: ArraySpec) -> QuantisedMatrix | None:
-            found = read_blocks(stored[spec.name]) if keep_blocks and spec.kind in ("matrix", "head") else None
-            progress.advance(task, 0 if found is None else size(spec, None))
+            tensor, matrix = stored[spec.name], spec.kind in ("matrix", "head")
+            found = read_blocks(files, tensor) if keep_blocks and matrix else None
+            if found is None and tensor.quantised and matrix:
+                dequantised[tensor.quantised] += 1  # threads cannot come between: the interpreter's lock
+            advance(0 if found is None else tensor.nbytes)
             return found
 
-        return from_tensors(specs, read, dtype, shardings, prepare, kept)
+        params = from_tensors(specs, read, dtype, shardings, prepare, kept)
+    say_dequantised(folder, dequantised, keep_blocks, jnp.dtype(dtype).name)
+    return params
+
+
+def _read_bytes(tensor: StoredTensor, parts: Collection[Bounds]) -> int:
+    """Bytes that parts of a tensor take; of a matrix in several tensors all of these are read for each part."""
+    if tensor.layout is not None:
+        return tensor.nbytes * len(parts)
+    return sum(prod(stop - start for start, stop in part) for part in parts) * tensor.nbytes // max(1, prod(tensor.shape))
+
+
+def say_dequantised(folder: Path, matrices: Mapping[str, int], keeps: bool, dtype: str) -> None:
+    """One line on matrices whose bits are not kept, if there are some."""
+    if not matrices:
+        return
+    listed = ", ".join(f"{count} in {name}" for name, count in sorted(matrices.items()))
+    then = "then quantised anew, for no product reads them as they are" if keeps else f"to {dtype}, whatever holds them then"
+    log.warning("%s: matrices are dequantised, %s: %s", folder, then, listed)
+
+
+@contextmanager
+def loading(console: Console | None, folder: Path, total: int) -> Iterator[Callable[[int], None]]:
+    """Shows how many bytes of weights are read: as a bar on a console, else by a line in the log now and then.
+
+    Gives what is to be called with each number of bytes, from any thread.
+    """
+    progress = byte_progress(console)
+    task = progress.add_task("loading weights", total=total)
+    began = said = time.monotonic()
+    lock = Lock()
+
+    def advance(size: int) -> None:
+        nonlocal said
+        progress.advance(task, size)
+        with lock:
+            now = time.monotonic()
+            if console is not None or now - said < LOGGED_S:
+                return
+            said = now
+        done = progress.tasks[0].completed
+        log.info("%s: read %.1f of %.1f GB of weights in %.0f s", folder, done / 1e9, total / 1e9, now - began)
+
+    with progress:
+        yield advance
 
 
 def load_stored(folder: Path, names: Collection[str], rename: Callable[[str], str] = _same) -> dict[str, np.ndarray]:
@@ -332,7 +311,7 @@ def load_stored(folder: Path, names: Collection[str], rename: Callable[[str], st
     found = {rename(tensor.name): tensor for tensor in read_headers(weight_files(folder)) if rename(tensor.name) in names}
     values = {}
     for name, tensor in found.items():
-        with _open(tensor.file) as file:
+        with open_file(tensor.file) as file:
             values[name] = file.get_tensor(tensor.name)
     return values
 
@@ -417,16 +396,22 @@ def load_decoder(
 
     specs = declare(config, ops is not None and ops.own_head)
     keep_blocks = ops is not None and ops.keeps_blocks
-    stored = read_headers(weight_files(folder)) if keep_blocks and config.tie_word_embeddings else []
-    shared = any(read_blocks(tensor) is not None for tensor in stored if tensor.name == EMBEDDING)
+    layout = quantised_layout(read_config(folder).get("quantization_config"))
+    shared = keep_blocks and config.tie_word_embeddings and holds_blocks(folder, EMBEDDING)
     if shared:
         specs = replace(specs, embed=())
     placed, prepare = None if shard is None else shard(specs), None if ops is None else ops.prepare_one
     params = load_params(
         folder, specs, dtype, ignore=ignore, console=console, shardings=placed, prepare=prepare,
-        keep_blocks=keep_blocks,
+        keep_blocks=keep_blocks, layout=layout,
     )  # fmt: skip
     if shared:
         table = PackedTable(params.head.panels, config.vocab_size, config.hidden_size, jnp.dtype(dtype).name)
         params = replace(params, embed=table)
     return config, params
+
+
+def holds_blocks(folder: Path, name: str) -> bool:
+    """Whether a GGUF file has a tensor in blocks that products read."""
+    file = gguf.gguf_file(folder)
+    return file is not None and (tensors := gguf.open_gguf(file)).names.get(name) is not None and tensors.get_slice(name).keeps

@@ -21,6 +21,7 @@ from tilewright.kernels.operations import Heads, Joined, Norm, Operations, Proje
 from tilewright.models import layers
 from tilewright.models.config import ConfigReader, Sizes
 from tilewright.models.params import ArraySpec, matrix, norm_weight
+from tilewright.models.quantised import quantised_layout
 from tilewright.models.stack import SINGLE_DEVICE, Rows, Schedule, Stack
 
 Family = Literal["qwen3", "qwen2", "llama"]
@@ -48,6 +49,10 @@ def config_from_hf(fields: Mapping[str, Any], where: str = "config.json") -> Dec
     """
     read = ConfigReader(fields, where)
     config = read_decoder(read, cast(Family, read.choice("model_type", get_args(Family))))
+    try:
+        quantised_layout(fields.get("quantization_config"))
+    except ValueError as error:
+        read.require(False, str(error))
     read.finish()
     return config
 
@@ -59,7 +64,6 @@ def read_decoder(read: ConfigReader, family: Family) -> DecoderConfig:
     read.expect("attention_bias", family == "qwen2")
     read.expect("mlp_bias", False)
     read.expect("use_sliding_window", False)
-    read.expect("quantization_config", None)
     read.expect_all("layer_types", "full_attention")
     return DecoderConfig(
         family=family,

@@ -36,7 +36,7 @@ LLADA_ONLY: dict[str, Any] = {
     "block_type": "llama", "block_group_size": 1, "activation_type": "silu", "layer_norm_type": "rms",
     "layer_norm_with_affine": True, "bias_for_layer_norm": False, "attention_layer_norm": False, "include_bias": False,
     "include_qkv_bias": False, "multi_query_attention": False, "rope": True, "rope_full_precision": True, "alibi": False,
-    "clip_qkv": None, "input_emb_norm": False, "scale_logits": False, "quantization_config": None,
+    "clip_qkv": None, "input_emb_norm": False, "scale_logits": False,
 }  # fmt: skip
 """Fields whose other values change the maths."""
 
@@ -96,6 +96,7 @@ def config_from_hf(fields: Mapping[str, Any], where: str = "config.json") -> Dif
     """
     read = ConfigReader(fields, where)
     family = MODEL_TYPES[read.choice("model_type", tuple(MODEL_TYPES))]
+    read.expect("quantization_config", None)
     sizes = read_llada(read) if family == "llada" else read_decoder(read, "qwen2")
     mask, pad, eot = (read.token_ids(name) for name in ("mask_token_id", "pad_token_id", "eot_token_id"))
     read.require(len(mask) == 1, f"mask_token_id must be a token id, found {fields.get('mask_token_id')!r}")

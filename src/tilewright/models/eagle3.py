@@ -24,11 +24,12 @@ from rich.console import Console
 
 from tilewright.kernels.operations import Heads, Norm, Operations, Projection
 from tilewright.models import layers
-from tilewright.models.checkpoint import CONFIG, load_params, load_stored, read_config, read_headers, save_params, weight_files
+from tilewright.models.checkpoint import CONFIG, load_params, load_stored, read_config, save_params, weight_files
 from tilewright.models.config import ConfigReader, Sizes
 from tilewright.models.decoder import DecoderConfig, Layer, declare_layer, head_norms, mlp, output
 from tilewright.models.draft_vocab import MAPS, maps_from_target_ids, target_ids_from_maps
 from tilewright.models.params import ArraySpec, matrix, norm_weight
+from tilewright.models.stored import read_headers
 
 BLOCK_SIZE = 8
 """The known token and the seven that the published drafters were trained to draft (EAGLE-3, training-time test)."""

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from tilewright.kernels.linear.blocks import INTEGERS, QuantisedMatrix, read_blocks
+from tilewright.kernels.linear.blocks import QuantisedMatrix
+from tilewright.models.gguf_blocks import READERS, read_blocks
 from tilewright.models.gguf_tokenizer import build_tokenizer
 from tilewright.models.layers import RopeScaling, rope_frequencies
 
@@ -47,6 +48,8 @@ SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
 }  # fmt: skip
 """Sampling defaults: llama.cpp's names under `general.sampling`, and those of `generation_config.json`."""
+PLAIN = ("F64", "F32", "F16", "BF16")
+"""Types of tensors that are not quantised."""
 CONTROL = 3
 """The type of a token that is never text."""
 
@@ -128,6 +131,12 @@ class GGUFSlice:
         """The dtype that is read, whatever the file holds."""
         return "F32"
 
+    @property
+    def quantised(self) -> str:
+        """The format that its weights are quantised in, by llama.cpp's name; empty for plain numbers."""
+        kind = self.tensor.tensor_type.name
+        return "" if kind in PLAIN else kind
+
     def __getitem__(self, bounds: tuple[slice, ...]) -> np.ndarray:
         """These parts of each dim, as float32. Rows are dequantised one by one, so that others cost nothing."""
         from gguf.quants import dequantize
@@ -136,12 +145,14 @@ class GGUFSlice:
         data = self.tensor.data[rows] if self.rows is None else self.tensor.data[self.rows[rows]]
         return np.asarray(dequantize(data, self.tensor.tensor_type), np.float32)[(slice(None), *columns)]
 
+    @property
+    def keeps(self) -> bool:
+        """Whether products read weights of this type as they are."""
+        return self.tensor.tensor_type.name in READERS
+
     def blocks(self) -> QuantisedMatrix | None:
         """The weights as the file has them, of formats that products read as they are; None of others."""
-        kind: Any = self.tensor.tensor_type.name.lower()
-        if kind not in INTEGERS:
-            return None
-        return read_blocks(self.tensor.data if self.rows is None else self.tensor.data[self.rows], kind)
+        return read_blocks(self.tensor.data if self.rows is None else self.tensor.data[self.rows], self.tensor.tensor_type.name)
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,8 +16,9 @@ import numpy as np
 from jax import Array
 from safetensors import SafetensorError, safe_open
 
-from tilewright.models.checkpoint import read_part, write_tensors
+from tilewright.models.checkpoint import write_tensors
 from tilewright.models.params import from_parts, to_host
+from tilewright.models.stored import read_part
 
 METRICS = "figures."
 WHOLE, SHARDED = "state.safetensors", "sharded"

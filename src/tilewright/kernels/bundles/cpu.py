@@ -1,6 +1,6 @@
 """The bundle of the CPU kernels, over weights that are packed once."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate
 from typing import Any
@@ -115,8 +115,18 @@ def project(
     count: Array | None = None,
 ) -> Joint:
     parts = joined.parts[first:last]
+    if isinstance(joined, Joined):  # of formats that no product reads together
+        products = jnp.concatenate([cpu.linear(x, w, **before(norm), count=count) for w in parts], axis=-1)
+        return Joint(biased(products, bias, first, last), tuple(w.outputs for w in parts))
     products = cpu.linear(x, joined, **before(norm), parts=(first, first + len(parts)), count=count)
     return Joint(biased(products, bias, first, last), parts)
+
+
+def gated_linear(x: Array, joined: Any, norm: Norm | None = None, count: Array | None = None) -> Array:
+    if not isinstance(joined, Joined):
+        return linear(x, joined, norm=norm, count=count)
+    gate, up = (cpu.linear(x, w, jnp.float32, **before(norm), count=count) for w in joined.parts)
+    return (jax.nn.silu(gate) * up).astype(x.dtype)
 
 
 def window_attention(q: Array, *rest: Array) -> tuple[Array, Array]:
@@ -133,6 +143,8 @@ def cpu_operations(name: str, weights: Weights) -> Operations:
         return cpu.pack(w, of_head if head else kind, name, largest)
 
     def prepare_joined(joined: Joined, name: str) -> Any:
+        if not cpu.read_together(joined.parts, kind):
+            return replace(joined, parts=tuple(cpu.pack(w, kind, name) for w in joined.parts))
         if not joined.gated:
             return cpu.pack_joined(joined.parts, kind, name)
         gate, up = joined.parts
@@ -145,7 +157,7 @@ def cpu_operations(name: str, weights: Weights) -> Operations:
         swap_rows=scatter_cpu.swap_rows,
         nonzero=nonzero_cpu.nonzero,
         linear=linear,
-        gated_linear=lambda x, w, norm=None, count=None: linear(x, w, norm=norm, count=count),
+        gated_linear=gated_linear,
         project=project,
         heads=heads,
         rms_norm=norm_cpu.rms_norm,

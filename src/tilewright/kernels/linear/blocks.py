@@ -1,15 +1,16 @@
-"""Weights in blocks of 32 inputs, as llama.cpp's files hold them: kept bit by bit, or made here.
+"""Weights in blocks of 32 inputs, as files hold them: kept bit by bit, or made here.
 
-Of each output, 32 weights share a scale in half precision: Q4_0's are `(integer - 8) * scale` with integers of 4 bits, Q4_1's
-`integer * scale + minimum`, and Q8_0's `integer * scale` with integers of 8 bits. `blocks.inc` says how the kernel has them.
+A weight is `(integer - offset) * scale + minimum`. In most forms each block of an output has a scale in half precision, and a
+minimum in some. In llama.cpp's K-quants eight blocks share both, and each block has small integers that they are multiplied
+with: its steps and lows. `../blocks.h` says how the kernel has them.
 
-Source: ggml's `ggml-common.h` and `ggml-quants.c`.
+Source: ggml's `ggml-common.h` and `ggml-quants.c`; the form with zero points is what GPTQ, AWQ and compressed-tensors store.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -18,13 +19,53 @@ BLOCK = 32
 """Inputs of a block."""
 LANES = 16
 
-BlockFormat = Literal["q4_0", "q4_1", "q8_0"]
-INTEGERS: dict[BlockFormat, int] = {"q4_0": 16, "q4_1": 16, "q8_0": 32}
-"""Bytes of a block's integers, by format."""
-PAIR_BYTES: dict[BlockFormat, int] = {
-    name: 2 * LANES * (size + (4 if name == "q4_1" else 2)) for name, size in INTEGERS.items()
-}
-"""Bytes that two blocks of a panel take; by them the kernel knows the format."""
+BlockFormat = Literal["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "q4_z"]
+
+
+class Form(NamedTuple):
+    """What a format has.
+
+    Attributes:
+        bits: of an integer.
+        group: blocks that lie together.
+        scales, minima: numbers in half precision of a group's outputs: one for all of its blocks, or one for each.
+        steps: int8 numbers of a group that scales are multiplied with: one for each block, or for each half of a block.
+        lows: int8 numbers of a group, one for each block, that minima are multiplied with; scales where there are no minima.
+    """
+
+    bits: int
+    group: int
+    scales: int
+    minima: int = 0
+    steps: int = 0
+    lows: int = 0
+
+    @property
+    def offset(self) -> int:
+        """What is taken from integers: none where there is a minimum."""
+        return 0 if self.minima + self.lows else 1 << (self.bits - 1)
+
+    @property
+    def head_bytes(self) -> int:
+        """Of a group of a panel, before its integers."""
+        return -(-LANES * (2 * (self.scales + self.minima) + self.steps + self.lows) // 64) * 64
+
+    @property
+    def group_bytes(self) -> int:
+        """Of a group of a panel; by them the kernel knows the format."""
+        return self.head_bytes + self.group * self.bits * 64
+
+
+FORMS: dict[BlockFormat, Form] = {
+    "q4_0": Form(4, 2, 2), "q4_1": Form(4, 2, 2, 2), "q5_0": Form(5, 2, 2), "q5_1": Form(5, 2, 2, 2), "q8_0": Form(8, 2, 2),
+    "q4_k": Form(4, 8, 1, 1, 8, 8), "q5_k": Form(5, 8, 1, 1, 8, 8), "q6_k": Form(6, 8, 1, steps=16),
+    "q4_z": Form(4, 4, 4, lows=4),
+}  # fmt: skip
+"""As in `../blocks.h`. "q4_z" has 4 bits and, for each block, a zero point: its lows are the negative zero points."""
+WIDER: dict[BlockFormat, tuple[BlockFormat, ...]] = {
+    "q4_0": ("q5_0", "q8_0", "q4_1", "q5_1"), "q5_0": ("q8_0", "q5_1"), "q4_1": ("q5_1",),
+}  # fmt: skip
+"""Formats that hold the same weights exactly, the smallest first."""
 STEPS = (15.0, 14.0, 14.5, 15.5, 16.0)
 """Into how many steps a block's range is divided on trial; the first is the range itself."""
 LARGEST = 2.0**15
@@ -35,24 +76,92 @@ ROWS = 64
 
 @dataclass(frozen=True)
 class QuantisedMatrix:
-    """A matrix `[I, O]` whose weights have 4 or 8 bits, N blocks to an output.
+    """A matrix `[I, O]` whose weights have 4 to 8 bits, N blocks to an output; G groups, as many as hold them all.
 
     Attributes:
-        integers: uint8 `[O, N, 16]`, of inputs i and i + 16 of a block the low and the high half; of Q8_0 `[O, N, 32]`, the
-            bits of int8.
-        scales: float16 `[O, N]`.
-        minima: float16 `[O, N]`, of Q4_1; else None.
+        integers: uint8 `[O, N, 4 * bits]`; see `joined_bits`.
+        scales: float16 `[O, N]`, or `[O, G]` where a group has one.
+        minima: float16, likewise; None where the format has none.
+        steps: int8 `[O, N]`, or `[O, 2 N]` where half a block has one; None where the format has none.
+        lows: int8 `[O, N]`; None where the format has none.
     """
 
     kind: BlockFormat
     integers: np.ndarray
     scales: np.ndarray
     minima: np.ndarray | None = None
+    steps: np.ndarray | None = None
+    lows: np.ndarray | None = None
+
+    @property
+    def form(self) -> Form:
+        return FORMS[self.kind]
+
+    @property
+    def count(self) -> int:
+        """QuantisedMatrix of an output."""
+        return self.integers.shape[1]
 
     @property
     def shape(self) -> tuple[int, int]:
         """Inputs, up to the end of the last block, and outputs."""
-        return self.scales.shape[1] * BLOCK, len(self.scales)
+        return self.count * BLOCK, len(self.integers)
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The arrays that the format has, by their names."""
+        found = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "kind"}
+        return {name: array for name, array in found.items() if array is not None}
+
+    def spread(self, values: np.ndarray, parts: int = 1) -> np.ndarray:
+        """Values of groups or blocks as float32 `[O, N * parts]`: of each block, or of `parts` of it."""
+        wide, wanted = np.asarray(values, np.float32), self.count * parts
+        each = 1 if wide.shape[1] == wanted else parts if wide.shape[1] == self.count else parts * self.form.group
+        return wide if each == 1 else np.repeat(wide, each, axis=1)[:, :wanted]
+
+    def weight_scales(self) -> np.ndarray:
+        """What a unit of each block's integers counts, float32 `[O, N]`, or `[O, 2 N]` of each half. Exact."""
+        if self.steps is None:
+            return self.spread(self.scales)
+        parts = self.steps.shape[1] // self.count
+        return self.spread(self.scales, parts) * self.steps.astype(np.float32)
+
+    def weight_minima(self) -> np.ndarray | None:
+        """The minimum of each block, float32 `[O, N]`; None without any. Exact."""
+        if self.lows is None:
+            return None if self.minima is None else self.spread(self.minima)
+        return self.spread(self.scales if self.minima is None else self.minima) * self.lows.astype(np.float32)
+
+
+def joined_bits(units: np.ndarray, bits: int) -> np.ndarray:
+    """Integers `[..., 32]`, uint8 below `2**bits`, side by side as `[..., 4 * bits]` bytes.
+
+    Of inputs i and i + 16 a byte has the low four bits. Bits above follow: of input 4 g + i, in byte i of four, from bit
+    `(bits - 4) * g` on. 8 bits are the int8 of `unit - 128`.
+    """
+    if bits == 8:
+        return units ^ np.uint8(128)
+    low = units & 15
+    made = [low[..., :16] | low[..., 16:] << 4]
+    if bits > 4:
+        fours = (units >> 4).reshape(*units.shape[:-1], -1, 8 // (bits - 4), 4)  # those of a byte in the dim before the last
+        shifts = (np.arange(8 // (bits - 4), dtype=np.uint8) * (bits - 4))[:, None]
+        above = np.bitwise_or.reduce(fours << shifts, axis=-2)
+        made.append(above.reshape(*units.shape[:-1], -1))
+    return np.concatenate(made, axis=-1)
+
+
+def units_of(integers: np.ndarray, bits: int) -> np.ndarray:
+    """The inverse of `joined_bits`."""
+    if bits == 8:
+        return integers ^ np.uint8(128)
+    units = np.concatenate([integers[..., :16] & 15, integers[..., :16] >> 4], axis=-1)
+    if bits > 4:
+        bytes_ = integers[..., 16:].reshape(*integers.shape[:-1], -1, 1, 4)
+        shifts = (np.arange(8 // (bits - 4), dtype=np.uint8) * (bits - 4))[:, None]
+        above = bytes_ >> shifts & np.uint8((1 << (bits - 4)) - 1)
+        units |= above.reshape(units.shape) << 4
+    return units
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["panels"], meta_fields=["rows", "width", "dtype"])
@@ -73,26 +182,15 @@ class PackedTable:
     dtype: str
 
 
-def read_blocks(rows: np.ndarray, kind: BlockFormat) -> QuantisedMatrix:
-    """The blocks of a file's rows, uint8 `[O, bytes]`: each has its scale, its minimum where it has one, and its integers."""
-    head = 4 if kind == "q4_1" else 2
-    parts = rows.reshape(len(rows), -1, head + INTEGERS[kind])
-    halves = np.ascontiguousarray(parts[..., :head]).view(np.float16)
-    return QuantisedMatrix(kind, parts[..., head:], halves[..., 0], halves[..., 1] if kind == "q4_1" else None)
-
-
 def dequantise(blocks: QuantisedMatrix) -> np.ndarray:
     """The matrix `[I, O]` in float32."""
-    if blocks.kind == "q8_0":
-        units = blocks.integers.view(np.int8).astype(np.float32)
-    else:
-        units = np.concatenate([blocks.integers & 15, blocks.integers >> 4], axis=-1).astype(np.float32)
-    if blocks.kind == "q4_0":
-        units -= 8
-    wide = units * blocks.scales[..., None].astype(np.float32)
-    if blocks.minima is not None:
-        wide += blocks.minima[..., None].astype(np.float32)
-    return wide.reshape(len(wide), -1).T
+    form = blocks.form
+    units = units_of(blocks.integers, form.bits).astype(np.float32) - np.float32(form.offset)
+    scales, minima = blocks.weight_scales(), blocks.weight_minima()
+    wide = units.reshape(len(units), scales.shape[1], -1) * scales[..., None]
+    if minima is not None:
+        wide = wide.reshape(units.shape) + minima[..., None]
+    return wide.reshape(len(units), -1).T
 
 
 def quantise(w: np.ndarray, kind: BlockFormat) -> QuantisedMatrix:
@@ -151,29 +249,33 @@ def fitted(x: np.ndarray, units: np.ndarray, mean: np.ndarray) -> tuple[np.ndarr
     return scale, (mean - scale.astype(np.float32) * middle).astype(np.float16)
 
 
-def as_q4_1(blocks: QuantisedMatrix) -> QuantisedMatrix:
-    """Q4_1 blocks of the same weights, exactly: eight times a number in half precision is one too, unless it is above 8,188."""
-    if blocks.kind != "q4_0":
+def widened(blocks: QuantisedMatrix, kind: BlockFormat) -> QuantisedMatrix:
+    """The same weights in a format of `WIDER`, exactly.
+
+    A scale times 8 or 16 is a number in half precision, too, unless it is above 65,504.
+    """
+    if blocks.kind == kind:
         return blocks
-    return QuantisedMatrix("q4_1", blocks.integers, blocks.scales, -8 * blocks.scales)
+    assert kind in WIDER[blocks.kind], f"{blocks.kind} does not become {kind}"
+    form, wider = blocks.form, FORMS[kind]
+    units, minima = units_of(blocks.integers, form.bits), blocks.minima
+    if form.offset and not wider.offset:
+        minima = np.float16(-form.offset) * blocks.scales
+    elif form.offset:
+        units = units + np.uint8(wider.offset - form.offset)
+    return QuantisedMatrix(kind, joined_bits(units, wider.bits), blocks.scales, minima)
 
 
-def as_q8_0(blocks: QuantisedMatrix) -> QuantisedMatrix:
-    """Converts to Q8_0: the same weights where they were Q4_0, else rounded to 8 bits."""
-    if blocks.kind == "q8_0":
-        return blocks
-    if blocks.kind == "q4_1":
-        return quantise(dequantise(blocks), "q8_0")
-    units = np.concatenate([blocks.integers & 15, blocks.integers >> 4], axis=-1)
-    return QuantisedMatrix("q8_0", units - np.uint8(8), blocks.scales)
+def common_kind(kinds: Sequence[BlockFormat]) -> BlockFormat | None:
+    """The smallest format that holds weights of each of these exactly; None if there is none."""
+    wider = [(kind, *WIDER.get(kind, ())) for kind in kinds]
+    return next((kind for kind in FORMS if all(kind in held for held in wider)), None)
 
 
-def of_one_kind(matrices: Sequence[QuantisedMatrix]) -> list[QuantisedMatrix]:
-    """Matrices that one product reads, in one format: in 8 bits as soon as one of them has these, else in 4."""
-    kinds = {each.kind for each in matrices}
-    if len(kinds) == 1:
-        return list(matrices)
-    return [as_q8_0(each) if "q8_0" in kinds else as_q4_1(each) for each in matrices]
+def of_one_kind(matrices: Sequence[QuantisedMatrix]) -> list[QuantisedMatrix] | None:
+    """Matrices that one product reads, in their common format; None if there is none."""
+    common = common_kind([each.kind for each in matrices])
+    return None if common is None else [widened(each, common) for each in matrices]
 
 
 def side_by_side(matrices: Sequence[QuantisedMatrix]) -> QuantisedMatrix:
@@ -181,39 +283,58 @@ def side_by_side(matrices: Sequence[QuantisedMatrix]) -> QuantisedMatrix:
     first, *others = matrices
     if not others:
         return first
-    minima = None if first.minima is None else np.concatenate([each.minima for each in matrices if each.minima is not None])
-    integers, scales = (np.concatenate([getattr(each, name) for each in matrices]) for name in ("integers", "scales"))
-    return QuantisedMatrix(first.kind, integers, scales, minima)
+    return QuantisedMatrix(
+        first.kind, **{name: np.concatenate([each.arrays[name] for each in matrices]) for name in first.arrays}
+    )
 
 
 def panels_of(blocks: QuantisedMatrix) -> np.ndarray:
-    """The kernel's panels, uint8 `[P, N / 2, bytes]`: see `blocks.inc`. Zeros follow the last output and the last block."""
-    outputs, count = blocks.scales.shape
-    pads = (0, -outputs % LANES), (0, count % 2)
+    """The kernel's panels, uint8 `[P, G, bytes]`: see `../blocks.h`. Zeros follow the last output and the last block."""
+    form = blocks.form
+    outputs, groups = len(blocks.integers), -(-blocks.count // form.group)
+    count = -(-outputs // LANES)
+    panels = np.zeros((count, groups, form.group_bytes), np.uint8)
 
-    def turned(values: np.ndarray) -> np.ndarray:
-        """Of all outputs `[O, N, bytes]`: of 16 outputs at a time, four bytes of each side by side."""
-        padded = np.pad(values, (*pads, (0, 0)))
-        step = min(4, padded.shape[2])
-        parts = padded.reshape(-1, LANES, padded.shape[1], padded.shape[2] // step, step).transpose(0, 2, 3, 1, 4)
-        return parts.reshape(len(parts), padded.shape[1] // 2, -1)
+    def padded(values: np.ndarray, each: int) -> np.ndarray:
+        """Values `[O, N, bytes]`, `each` of a group, as `[P, 16, G, each, bytes]`."""
+        if (missing := (count * LANES - outputs, groups * each - values.shape[1])) != (0, 0):
+            values = np.pad(values, ((0, missing[0]), (0, missing[1]), (0, 0)))
+        return values.reshape(count, LANES, groups, each, -1)
 
-    integers = blocks.integers ^ np.uint8(128) if blocks.kind == "q8_0" else blocks.integers
-    halves = [np.ascontiguousarray(each) for each in (blocks.scales, blocks.minima) if each is not None]
-    return np.concatenate([*(turned(each[..., None].view(np.uint8)) for each in halves), turned(integers)], axis=2)
+    begin = 0
+    for name, values in blocks.arrays.items():
+        if name == "integers":
+            continue
+        each = getattr(form, name)
+        placed = padded(np.ascontiguousarray(values)[..., None].view(np.uint8), each).transpose(0, 2, 3, 1, 4)
+        end = begin + placed[0, 0].size
+        panels[:, :, begin:end] = placed.reshape(count, groups, -1)
+        begin = end
+    integers = blocks.integers if form.bits < 8 else blocks.integers ^ np.uint8(128)
+    fours = (
+        padded(integers, form.group).reshape(count, LANES, groups, -1).view(np.uint32)
+    )  # four bytes of each output side by side
+    panels[:, :, form.head_bytes :].view(np.uint32)[...] = fours.transpose(0, 2, 3, 1).reshape(count, groups, -1)
+    return panels
 
 
 def blocks_of(panels: np.ndarray, outputs: int) -> QuantisedMatrix:
-    """The inverse of `panels_of`, with the block of zeros that it may have added."""
-    kind: BlockFormat = next(name for name, size in PAIR_BYTES.items() if size == panels.shape[2])
-    ends = range(64, panels.shape[2] - 2 * LANES * INTEGERS[kind] + 1, 64)  # of scales, and of minima where there are some
+    """The inverse of `panels_of`, with the blocks of zeros that it may have added."""
+    kind: BlockFormat = next(kind for kind, form in FORMS.items() if form.group_bytes == panels.shape[2])
+    form, (count, groups, _) = FORMS[kind], panels.shape
 
-    def returned(values: np.ndarray, size: int) -> np.ndarray:
-        step = min(4, size)
-        parts = values.reshape(len(values), -1, size // step, LANES, step).transpose(0, 3, 1, 2, 4)
-        return np.ascontiguousarray(parts).reshape(len(values) * LANES, -1, size)[:outputs]
+    def returned(values: np.ndarray, each: int, size: int) -> np.ndarray:
+        """Values of `each` of a group, of `size` bytes, in the order of outputs: `[O, N, size]`."""
+        parts = values.reshape(count, groups, each, LANES, size).transpose(0, 3, 1, 2, 4)
+        return np.ascontiguousarray(parts).reshape(count * LANES, groups * each, size)[:outputs]
 
-    integers = returned(panels[..., ends[-1] :], INTEGERS[kind])
-    halves = [returned(panels[..., end - 64 : end], 2).view(np.float16)[..., 0] for end in ends]
-    made = QuantisedMatrix(kind, integers, *halves)
-    return replace(made, integers=integers ^ np.uint8(128)) if kind == "q8_0" else made
+    fours = returned(panels[:, :, form.head_bytes :], form.group * form.bits, 4)
+    integers = fours.reshape(outputs, groups * form.group, 4 * form.bits)
+    made, begin = {}, 0
+    for name, dtype in (("scales", np.float16), ("minima", np.float16), ("steps", np.int8), ("lows", np.int8)):
+        each, size = getattr(form, name), np.dtype(dtype).itemsize
+        end = begin + each * LANES * size
+        if each:
+            made[name] = returned(panels[:, :, begin:end], each, size).view(dtype)[..., 0]
+        begin = end
+    return QuantisedMatrix(kind, integers if form.bits < 8 else integers ^ np.uint8(128), **made)

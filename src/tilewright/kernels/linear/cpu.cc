@@ -4,6 +4,7 @@
 //
 // Built for several instruction sets, of which the best that the machine has is taken at run time. Work is split over panels of outputs.
 
+#include "../blocks.h"
 #include "../native.h"
 
 #include <cmath>
@@ -137,8 +138,7 @@ namespace avx512dot {
 TARGET_END
 #endif
 
-enum Weights { FLOAT32, BFLOAT16, INT8, Q4_0, Q4_1, Q8_0 };
-constexpr int64_t pair_bytes[] = {0, 0, 0, 576, 640, 1088};  // of two blocks of a panel; see blocks.inc
+enum Weights { FLOAT32, BFLOAT16, INT8, BLOCKS };  // behind BLOCKS, its forms (see ../blocks.h)
 
 #define KERNEL(isa, format, run) Kernel{sizeof(isa::format::X), isa::format::HELD, isa::prepare<isa::format>, isa::run<isa::format>}
 #define PAIRS_KERNEL(isa, run) \
@@ -151,12 +151,24 @@ constexpr int64_t pair_bytes[] = {0, 0, 0, 576, 640, 1088};  // of two blocks of
 #define BYTES_KERNEL(isa, format) KERNEL(plain, format, run)
 #endif
 
+const blocks::Form& form_of(Weights weights) { return blocks::forms[weights - BLOCKS]; }
+
 // Of one instruction set those parts that this machine has: 8-bit products of AVX-512-VNNI without AVX-512-BF16, for one.
 Kernel kernel_for(Weights weights) {
   const native::Isa isa = native::isa();
-  if (weights == Q4_0) return BYTES_KERNEL(isa, Q4_0);
-  if (weights == Q4_1) return BYTES_KERNEL(isa, Q4_1);
-  if (weights == Q8_0) return BYTES_KERNEL(isa, Q8_0);
+  switch (weights - BLOCKS) {
+#define FORM_KERNEL(form) \
+  case blocks::form: return BYTES_KERNEL(isa, Blocks<blocks::form>)
+    FORM_KERNEL(Q4_0);
+    FORM_KERNEL(Q4_1);
+    FORM_KERNEL(Q5_0);
+    FORM_KERNEL(Q5_1);
+    FORM_KERNEL(Q8_0);
+    FORM_KERNEL(Q4_K);
+    FORM_KERNEL(Q5_K);
+    FORM_KERNEL(Q6_K);
+    FORM_KERNEL(Q4_Z);
+  }
 #if defined(__x86_64__)
   if (weights == INT8) return isa == native::AMX ? KERNEL(avx512dot, Int8, run_tiles) : BYTES_KERNEL(isa, Int8);
   if (weights == BFLOAT16 && isa == native::AMX) return PAIRS_KERNEL(avx512dot, run_tiles);
@@ -200,7 +212,7 @@ void run_blocks(ffi::ThreadPool& pool, const Call& call, const Kernel& kernel) {
 }
 
 void compute(ffi::ThreadPool& pool, Call& call, Weights weights) {
-  call.panel_size = weights >= Q4_0 ? call.k_padded / 64 * pair_bytes[weights] : call.k_padded * 16;
+  call.panel_size = weights >= BLOCKS ? call.k_padded / form_of(weights).inputs() * form_of(weights).size() : call.k_padded * 16;
   const Kernel kernel = kernel_for(weights);
   const bool fits = weights == (call.narrow_x ? BFLOAT16 : FLOAT32) && kernel.size == (call.narrow_x ? 2 : 4);
   const bool as_it_is = fits && call.norm == nullptr && call.k == call.k_padded;
@@ -230,10 +242,13 @@ const char* describe(Call& call, Weights& weights, const ffi::AnyBuffer& x, cons
   const ffi::DataType type = w.element_type();
   const auto shape = w.dimensions(), dims = x.dimensions();
   weights = type == ffi::F32 ? FLOAT32 : type == ffi::BF16 ? BFLOAT16 : INT8;
-  if (type == ffi::U8 && shape.size() == 3) weights = static_cast<Weights>(std::find(pair_bytes + Q4_0, pair_bytes + Q8_0, shape[2]) - pair_bytes);
-  static constexpr int64_t step[] = {1, 2, 4, 64, 64, 64}, multiple[] = {1, 32, 64, 64, 64, 64};
-  static constexpr size_t rank[] = {3, 4, 4, 3, 3, 3};
-  if ((weights == INT8 && type != ffi::S8) || shape.size() != rank[weights]) return "tilewright_linear: these are no packed weights";
+  if (type == ffi::U8 && shape.size() == 3) weights = static_cast<Weights>(BLOCKS + blocks::form_of(shape[2]));
+  static constexpr int64_t step[] = {1, 2, 4}, multiple[] = {1, 32, 64};
+  static constexpr size_t rank[] = {3, 4, 4};
+  if ((weights == INT8 && type != ffi::S8) || weights == BLOCKS + blocks::FORMS || (weights < BLOCKS && shape.size() != rank[weights]))
+    return "tilewright_linear: these are no packed weights";
+  const bool in_blocks = weights >= BLOCKS;
+  const int64_t inputs = in_blocks ? form_of(weights).inputs() : step[weights], whole = in_blocks ? inputs : multiple[weights];
   if (!is_float(x) || dims.size() == 0 || norm.element_type() != x.element_type())
     return "tilewright_linear: expected input and norm in one type, float32 or bfloat16";
   call.k = dims.back();
@@ -242,10 +257,10 @@ const char* describe(Call& call, Weights& weights, const ffi::AnyBuffer& x, cons
   call.x = x.untyped_data();
   call.norm = norm.element_count() == 0 ? nullptr : norm.untyped_data();
   call.panels = (call.n + 15) / 16 * (call.output == GATED ? 2 : 1);
-  call.k_padded = shape[1] * step[weights];
+  call.k_padded = shape[1] * inputs;
   const size_t lanes = shape[0] * 16;
-  const int64_t panel_bytes = shape[1] * (weights >= Q4_0 ? pair_bytes[weights] : 64);
-  if (first < 0 || first + call.panels > shape[0] || call.k_padded != (call.k + multiple[weights] - 1) / multiple[weights] * multiple[weights] ||
+  const int64_t panel_bytes = shape[1] * (in_blocks ? form_of(weights).size() : 64);
+  if (first < 0 || first + call.panels > shape[0] || call.k_padded != (call.k + whole - 1) / whole * whole ||
       w.size_bytes() != static_cast<size_t>(shape[0] * panel_bytes) || (call.norm != nullptr && norm.element_count() != static_cast<size_t>(call.k)))
     return "tilewright_linear: packed weights or norm do not fit the input and output";
   if (weights == INT8 && (scales.element_count() != lanes || sums.element_count() != lanes))

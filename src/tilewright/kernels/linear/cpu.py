@@ -18,20 +18,20 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int32
 
 from tilewright.kernels.linear import blocks
-from tilewright.kernels.linear.blocks import BLOCK, QuantisedMatrix
+from tilewright.kernels.linear.blocks import BLOCK, FORMS, BlockFormat, QuantisedMatrix
 from tilewright.kernels.native import or_nothing
 from tilewright.kernels.operations import Transposed
 
 LANES = 16
 """Outputs in a panel."""
 
-Format = Literal["float32", "bfloat16", "int8", "q4_0", "q4_1", "q8_0"]
+Format = Literal["float32", "bfloat16", "int8"] | BlockFormat
 STEP: dict[str, int] = {"float32": 1, "bfloat16": 2, "int8": 4}
 """Inputs that lie side by side in a panel."""
 MULTIPLE: dict[str, int] = {"float32": 1, "bfloat16": 32, "int8": 64}
 """Inputs are padded with zeros to a multiple of this: a tile of the tile unit has 64 bytes to a row."""
 MADE: tuple[str, ...] = (*STEP, "q4_1", "q8_0")
-"""Formats that a matrix can be packed into; Q4_0 comes from files alone."""
+"""Formats that a matrix can be packed into; other blocks come from files alone."""
 BFLOAT16_ISAS = ("avx512bf16", "amx")
 """Instruction sets that multiply bfloat16."""
 
@@ -43,8 +43,8 @@ class PackedMatrix:
 
     Attributes:
         panels: P panels of 16 outputs, the last one padded with zeros: float32 `[P, I, 16]`, bfloat16 `[P, I / 2, 16, 2]`,
-            int8 `[P, I / 4, 16, 4]`, or blocks (see `blocks.py`) as uint8 `[P, I / 64, bytes]`, with I rounded up to a multiple
-            of 32 (bfloat16) or 64 (int8, blocks).
+            int8 `[P, I / 4, 16, 4]`, or blocks (see `blocks.py`) as uint8 `[P, G, bytes]`, with I rounded up to a multiple of
+            32 (bfloat16) or 64 (int8), or to a whole number G of groups of blocks.
         scales: float32 `[16 P]`: what a unit of each output's weights stands for. None but for int8: every array that there is
             makes each dispatch longer.
         sums: int32 `[16 P]`: the sum of each output's weights. None but for int8.
@@ -69,7 +69,8 @@ class PackedMatrix:
     def shape(self) -> tuple[int, int]:
         """Inputs and outputs of the matrix, with the zeros that follow its inputs."""
         if self.in_blocks:
-            return self.panels.shape[1] * 2 * BLOCK, self.outputs
+            group = next(form.group for form in FORMS.values() if form.group_bytes == self.panels.shape[2])
+            return self.panels.shape[1] * group * BLOCK, self.outputs
         return self.panels.shape[1] * (1 if self.panels.ndim == 3 else self.panels.shape[3]), self.outputs
 
     @property
@@ -171,14 +172,13 @@ def packed_blocks(matrices: Sequence[QuantisedMatrix]) -> PackedMatrix:
 
 
 def in_blocks(matrices: Sequence[Any], kind: str) -> list[QuantisedMatrix] | None:
-    """Matrices of one product in blocks of one format; None if they are in none and `kind` asks for none.
+    """Matrices in blocks; None if they are in none and `kind` asks for none.
 
-    Those that are blocks keep their integers, scales and minima; others are quantised.
+    Those that are blocks stay what they are; others are quantised.
     """
     if kind in STEP:
         return None
-    made = [w if isinstance(w, QuantisedMatrix) else blocks.quantise(np.asarray(w), cast(Any, kind)) for w in matrices]
-    return blocks.of_one_kind(made)
+    return [w if isinstance(w, QuantisedMatrix) else blocks.quantise(np.asarray(w), cast(Any, kind)) for w in matrices]
 
 
 def format_of(w: Any) -> str:
@@ -249,9 +249,9 @@ def pack_gated(
         check(w, chosen, name)
     if gate.shape != up.shape:
         raise ValueError(f"{name}: expected two matrices of one shape, found {gate.shape} and {up.shape}")
-    if (made := in_blocks([gate, up], chosen)) is not None:
-        return packed_blocks(made)
-    return packed([gate, up], chosen)
+    if (made := in_blocks([gate, up], chosen)) is None:
+        return packed([gate, up], chosen)
+    return packed_blocks(alike(made, name))
 
 
 def pack_joined(
@@ -263,11 +263,25 @@ def pack_joined(
         check(w, chosen, f"{name}[{n}]")
     if len({w.shape[0] for w in matrices}) != 1:
         raise ValueError(f"{name}: expected matrices of as many inputs, found {', '.join(str(w.shape) for w in matrices)}")
-    if (made := in_blocks(matrices, chosen)) is not None:
-        whole = packed_blocks([blocks.side_by_side(made)])
-    else:
-        whole = packed([np.concatenate([np.asarray(w) for w in matrices], axis=1)], chosen)
-    return replace(whole, parts=tuple(w.shape[1] for w in matrices))
+    parts = tuple(w.shape[1] for w in matrices)
+    if (made := in_blocks(matrices, chosen)) is None:
+        return replace(packed([np.concatenate([np.asarray(w) for w in matrices], axis=1)], chosen), parts=parts)
+    return replace(packed_blocks([blocks.side_by_side(alike(made, name))]), parts=parts)
+
+
+def read_together(matrices: Sequence[Any], kind: Format | None) -> bool:
+    """Whether one product can read matrices: not if they are blocks and no format holds all of them exactly."""
+    kinds = [cast(Any, w.kind if isinstance(w, QuantisedMatrix) else kind) for w in matrices]
+    return not any(isinstance(w, QuantisedMatrix) for w in matrices) or blocks.common_kind(kinds) is not None
+
+
+def alike(matrices: Sequence[QuantisedMatrix], name: str) -> list[QuantisedMatrix]:
+    """QuantisedMatrix of one format; a `ValueError` if none holds all of them."""
+    made = blocks.of_one_kind(matrices)
+    if made is None:
+        kinds = " and ".join(dict.fromkeys(w.kind for w in matrices))
+        raise ValueError(f"{name}: expected blocks that one format holds exactly, found {kinds}")
+    return made
 
 
 def linear(

@@ -1,0 +1,416 @@
+"""Matrices in 4 and 8 bits as published checkpoints hold them, in several tensors each.
+
+A layout says which tensors make up the weight of a linear layer, and what they mean: `quantised_layout` chooses one by a
+configuration's `quantization_config`. What it reads knows the weights in float32, and, where products can hold them as they
+are, in blocks that keep their bits. Layers that a checkpoint leaves as they were (`modules_to_not_convert`, `ignore`) have a
+plain `weight`, and are read as ever.
+
+Legend: O outputs, I inputs, G groups of inputs that share a scale.
+
+Sources: transformers (`quantizers/`, `integrations/awq.py`, `finegrained_fp8.py`), AutoAWQ's `utils/packing_utils.py`,
+GPTQModel's `QuantLinear` and its conversion of format v1 to v2, compressed-tensors' `compressors/`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from tilewright.kernels.linear.blocks import BLOCK, QuantisedMatrix, joined_bits
+from tilewright.models.mxfp4 import blocks_of_floats, check_scales, in_pairs, read_mxfp4
+
+Arrays = Mapping[str, np.ndarray]
+Shapes = Mapping[str, tuple[int, ...]]
+MIDDLE = 8
+"""The zero point of weights in 4 bits that are symmetric."""
+V1_ZEROS = np.uint32(0x1111_1111)
+"""What GPTQ's first format took from eight zero points in one word."""
+AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+"""Where in a word each of eight outputs lies."""
+SUPPORTED = (
+    "gptq and awq of 4 bits, fp8, and compressed-tensors as pack-quantized of 4 bits, as float-quantized, int-quantized or "
+    "naive-quantized of 8 bits, or as mxfp4-pack-quantized"
+)
+WORDS, FLOATS = ("I32",), ("F16", "BF16", "F32")
+Tensors = Mapping[str, tuple[str, ...]]
+"""Names of tensors behind a layer's, and the dtypes that they may have, in the words of safetensors."""
+ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "q_scale", "k_scale", "v_scale")
+"""Tensors that scale activations, keys and values, which here stay in the model's dtype: they are passed over."""
+
+
+@runtime_checkable
+class Weights(Protocol):
+    """What a layout has read of one matrix."""
+
+    def weights(self) -> np.ndarray:
+        """The matrix in float32, `[O, I]`."""
+        ...
+
+    def blocks(self) -> QuantisedMatrix | None:
+        """The same weights in blocks that products read; None where none hold them exactly."""
+        ...
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Integers of 4 bits, each `(unit - zero) * scale` by its group of inputs.
+
+    Attributes:
+        units: uint8 `[O, I]`.
+        scales: `[O, G]`.
+        zeros: int16 `[O, G]`.
+        size: inputs of a group.
+        order: the group of each input `[I]`, where they do not follow each other; else None.
+    """
+
+    units: np.ndarray
+    scales: np.ndarray
+    zeros: np.ndarray
+    size: int
+    order: np.ndarray | None = None
+
+    def weights(self) -> np.ndarray:
+        inputs = self.units.shape[1]
+        of = np.arange(inputs) // self.size if self.order is None else self.order
+        return (self.units - self.zeros[:, of]).astype(np.float32) * self.scales.astype(np.float32)[:, of]
+
+    def blocks(self) -> QuantisedMatrix | None:
+        outputs, inputs = self.units.shape
+        scales = in_half_precision(self.scales)
+        if self.order is not None or self.size % BLOCK or inputs % BLOCK or scales is None:
+            return None
+        each, count = self.size // BLOCK, inputs // BLOCK
+        integers = joined_bits(self.units.reshape(outputs, -1, BLOCK), 4)
+        spread, zeros = (np.repeat(values, each, axis=1)[:, :count] for values in (scales, self.zeros))
+        if (zeros == MIDDLE).all():
+            return QuantisedMatrix("q4_0", integers, spread)
+        return QuantisedMatrix("q4_z", integers, spread, lows=(-zeros).astype(np.int8))
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Numbers of 8 bits, floats or integers, times the scale of their block.
+
+    Attributes:
+        values: float8 or int8 `[O, I]`.
+        scales: `[o, i]`, of blocks of this size; those at the end may have fewer weights.
+        block: outputs and inputs of a block.
+    """
+
+    values: np.ndarray
+    scales: np.ndarray
+    block: tuple[int, int]
+
+    def spread(self) -> np.ndarray:
+        """The scale of each weight of an output, `[O, i]`."""
+        return np.repeat(self.scales.astype(np.float32), self.block[0], axis=0)[: len(self.values)]
+
+    def weights(self) -> np.ndarray:
+        wide = np.repeat(self.spread(), self.block[1], axis=1)[:, : self.values.shape[1]]
+        return self.values.astype(np.float32) * wide
+
+    def blocks(self) -> QuantisedMatrix | None:
+        scales, inputs = in_half_precision(self.spread()), self.values.shape[1]
+        if self.values.dtype != np.int8 or inputs % BLOCK or self.block[1] % BLOCK or scales is None:
+            return None
+        spread = np.repeat(scales, self.block[1] // BLOCK, axis=1)[:, : inputs // BLOCK]
+        return QuantisedMatrix("q8_0", self.values.view(np.uint8).reshape(len(self.values), -1, BLOCK), spread)
+
+
+@dataclass(frozen=True)
+class Floats:
+    """MXFP4: bytes of two weights `[O, I / 2]`, and shared scales `[O, I / 32]`."""
+
+    pairs: np.ndarray
+    scales: np.ndarray
+
+    def weights(self) -> np.ndarray:
+        return read_mxfp4(self.pairs.reshape(*self.scales.shape, -1), self.scales)
+
+    def blocks(self) -> QuantisedMatrix | None:
+        return blocks_of_floats(in_pairs(self.pairs).reshape(*self.scales.shape, -1), self.scales)
+
+
+def in_half_precision(scales: np.ndarray) -> np.ndarray | None:
+    """The same numbers in half precision; None if it does not hold them exactly."""
+    wide = scales.astype(np.float32)
+    with np.errstate(over="ignore"):
+        half = wide.astype(np.float16)
+    return half if np.array_equal(half.astype(np.float32), wide) else None
+
+
+def in_words(words: np.ndarray) -> np.ndarray:
+    """Words of 32 bits `[..., n]` as integers of 4 bits `[..., 8 n]`, from the lowest bits on."""
+    return in_pairs(np.ascontiguousarray(words).view(np.uint8))
+
+
+@runtime_checkable
+class Layout(Protocol):
+    """How a checkpoint holds the weight of a linear layer.
+
+    Attributes:
+        name: as users read it.
+        needs: the tensors that it is made of.
+        may: those that there may be.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def needs(self) -> Tensors: ...
+    @property
+    def may(self) -> Tensors: ...
+
+    def expected(self, found: Shapes) -> dict[str, tuple[int, ...]]:
+        """The shape of the "weight", and those that the others have to have, by that of the first that it needs."""
+        ...
+
+    def read(self, arrays: Arrays) -> Weights: ...
+
+
+def groups_of(inputs: int, size: int) -> int:
+    return 1 if size < 1 else -(-inputs // size)
+
+
+@dataclass(frozen=True)
+class Gptq:
+    """GPTQ: eight inputs to a word of `qweight [I / 8, O]`, eight outputs to one of `qzeros [G, O / 8]`, `scales [G, O]`.
+
+    `g_idx [I]` names each input's group; they are out of order where inputs were quantised by their activations (`desc_act`).
+    """
+
+    size: int
+    v2: bool = False
+    name: str = "GPTQ"
+
+    @property
+    def needs(self) -> Tensors:
+        return {"qweight": WORDS, "qzeros": WORDS, "scales": FLOATS}
+
+    @property
+    def may(self) -> Tensors:
+        return {"g_idx": WORDS}
+
+    def expected(self, found: Shapes) -> dict[str, tuple[int, ...]]:
+        words, outputs = found["qweight"]
+        groups = groups_of(8 * words, self.size)
+        zeros = (groups, outputs // 8)
+        return {"weight": (outputs, 8 * words), "qzeros": zeros, "scales": (groups, outputs), "g_idx": (8 * words,)}
+
+    def read(self, arrays: Arrays) -> Groups:
+        units = in_words(arrays["qweight"].T)
+        zeros = arrays["qzeros"].view(np.uint32)
+        with np.errstate(over="ignore"):
+            unpacked = in_words(zeros if self.v2 else zeros + V1_ZEROS)
+        size = self.size if self.size > 0 else units.shape[1]
+        order = arrays.get("g_idx")
+        if order is not None and np.array_equal(order, np.arange(units.shape[1]) // size):
+            order = None
+        return Groups(units, arrays["scales"].T, unpacked.T.astype(np.int16), size, order)
+
+
+@dataclass(frozen=True)
+class Awq:
+    """AWQ: eight outputs to a word of `qweight [I, O / 8]` and of `qzeros [G, O / 8]`, not in order; `scales [G, O]`."""
+
+    size: int
+    name: str = "AWQ"
+
+    @property
+    def needs(self) -> Tensors:
+        return {"qweight": WORDS, "qzeros": WORDS, "scales": FLOATS}
+
+    @property
+    def may(self) -> Tensors:
+        return {}
+
+    def expected(self, found: Shapes) -> dict[str, tuple[int, ...]]:
+        inputs, words = found["qweight"]
+        groups = groups_of(inputs, self.size)
+        return {"weight": (8 * words, inputs), "qzeros": (groups, words), "scales": (groups, 8 * words)}
+
+    def read(self, arrays: Arrays) -> Groups:
+        def in_order(words: np.ndarray) -> np.ndarray:
+            return in_words(words).reshape(*words.shape, 8)[..., AWQ_PLACES].reshape(len(words), -1)
+
+        units, zeros = in_order(arrays["qweight"]), in_order(arrays["qzeros"])
+        size = self.size if self.size > 0 else len(units)
+        return Groups(np.ascontiguousarray(units.T), arrays["scales"].T, zeros.T.astype(np.int16), size)
+
+
+@dataclass(frozen=True)
+class PackQuantized:
+    """compressed-tensors in 4 bits: `weight_packed [O, I / 8]`, `weight_scale [O, G]`, `weight_zero_point [O / 8, G]`."""
+
+    size: int
+    symmetric: bool
+    name: str = "compressed-tensors' pack-quantized"
+
+    @property
+    def may(self) -> Tensors:
+        return {"weight_g_idx": WORDS}
+
+    @property
+    def needs(self) -> Tensors:
+        zeros = {} if self.symmetric else {"weight_zero_point": WORDS}
+        return {"weight_packed": WORDS, "weight_scale": FLOATS, "weight_shape": ("I64", "I32"), **zeros}
+
+    def expected(self, found: Shapes) -> dict[str, tuple[int, ...]]:
+        outputs, words = found["weight_packed"]
+        groups = groups_of(8 * words, self.size)
+        return {
+            "weight": (outputs, 8 * words), "weight_scale": (outputs, groups), "weight_shape": (2,),
+            "weight_zero_point": (-(-outputs // 8), groups), "weight_g_idx": (8 * words,),
+        }  # fmt: skip
+
+    def read(self, arrays: Arrays) -> Groups:
+        units, scales = in_words(arrays["weight_packed"]), arrays["weight_scale"]
+        outputs, inputs = units.shape
+        zeros = np.full(scales.shape, MIDDLE, np.int16)
+        if not self.symmetric:
+            zeros = in_words(arrays["weight_zero_point"].T).T[:outputs].astype(np.int16)
+        size, order = self.size if self.size > 0 else inputs, arrays.get("weight_g_idx")
+        if order is not None and np.array_equal(order, np.arange(inputs) // size):
+            order = None
+        return Groups(units, scales, zeros, size, order)
+
+
+@dataclass(frozen=True)
+class EightBits:
+    """Floats or integers of 8 bits in `weight [O, I]`, and scales: of all, of each output, of groups of inputs, or of blocks.
+
+    Attributes:
+        scale: the name of the tensor that has them.
+        block: outputs and inputs of a block; 0 for all of them.
+    """
+
+    name: str
+    scale: str
+    block: tuple[int, int]
+
+    @property
+    def may(self) -> Tensors:
+        return {}
+
+    @property
+    def needs(self) -> Tensors:
+        return {"weight": ("F8_E4M3", "I8"), self.scale: FLOATS}
+
+    def expected(self, found: Shapes) -> dict[str, tuple[int, ...]]:
+        shape, of = found["weight"], found[self.scale]
+        count = tuple(groups_of(entries, size) for entries, size in zip(shape, self.block, strict=True))
+        alone = int(np.prod(of)) == 1 and count == (1, 1)
+        return {"weight": shape, self.scale: of if alone else count}
+
+    def read(self, arrays: Arrays) -> Scaled:
+        values, scales = arrays["weight"], arrays[self.scale]
+        block = tuple(size or entries for size, entries in zip(self.block, values.shape, strict=True))
+        return Scaled(values, scales.reshape(1, 1) if scales.size == 1 else scales, (block[0], block[1]))
+
+
+@dataclass(frozen=True)
+class Mxfp4:
+    """compressed-tensors' MXFP4: bytes `weight_packed [O, I / 2]` of two weights each, and `weight_scale [O, I / 32]`."""
+
+    name: str = "compressed-tensors' mxfp4-pack-quantized"
+
+    @property
+    def needs(self) -> Tensors:
+        return {"weight_packed": ("U8",), "weight_scale": ("U8",)}
+
+    @property
+    def may(self) -> Tensors:
+        return {}
+
+    def expected(self, found: Shapes) -> dict[str, tuple[int, ...]]:
+        outputs, pairs = found["weight_packed"]
+        return {"weight": (outputs, 2 * pairs), "weight_scale": (outputs, pairs // 16)}
+
+    def read(self, arrays: Arrays) -> Floats:
+        check_scales(arrays["weight_scale"], "weight_scale")
+        return Floats(arrays["weight_packed"], arrays["weight_scale"])
+
+
+def quantised_layout(config: Mapping[str, Any] | None) -> Layout | None:
+    """The layout that a `quantization_config` names; None where there is no such configuration.
+
+    Raises:
+        ValueError: the method, or something of it, is not supported; it says what is.
+    """
+    if config is None:
+        return None
+    method = config.get("quant_method")
+    if method == "gptq":
+        return gptq_layout(config)
+    if method == "awq":
+        expect(config, "awq", bits=(4,), version=("gemm", None), zero_point=(True, None))
+        return Awq(size_of(config.get("group_size"), "awq"))
+    if method == "fp8":
+        expect(config, "fp8", fmt=("e4m3", None))
+        size = config.get("weight_block_size")
+        good = size is None or (isinstance(size, list) and len(size) == 2 and all(isinstance(n, int) and n > 0 for n in size))
+        refuse(not good, "fp8", f"weight_block_size={size!r}", "two sizes, outputs and inputs")
+        name: str = "FP8" if size is None else "FP8 in blocks"
+        return EightBits(
+            name, "weight_scale" if size is None else "weight_scale_inv", (0, 0) if size is None else (size[0], size[1])
+        )
+    if method == "compressed-tensors":
+        return compressed_layout(config)
+    raise ValueError(f"quantization_config: quant_method={method!r} of the linear layers is not supported (only {SUPPORTED})")
+
+
+def refuse(wrong: bool, method: str, found: str, supported: str) -> None:
+    if wrong:
+        raise ValueError(f"quantization_config: {method} with {found} is not supported (only {supported})")
+
+
+def expect(config: Mapping[str, Any], method: str, **allowed: tuple[Any, ...]) -> None:
+    """Raises a `ValueError` that names the first field whose value is none of those that are allowed."""
+    for name, values in allowed.items():
+        found = config.get(name)
+        shown = " or ".join(repr(value) for value in values if value is not None)
+        refuse(found not in values, method, f"{name}={found!r}", f"{name}={shown}" if shown else f"no {name}")
+
+
+def size_of(size: Any, method: str) -> int:
+    good = isinstance(size, int) and not isinstance(size, bool) and (size == -1 or size > 0)
+    refuse(not good, method, f"group_size={size!r}", "a number of inputs, or -1 for all")
+    return size
+
+
+def gptq_layout(config: Mapping[str, Any]) -> Gptq:
+    expect(config, "gptq", bits=(4,), checkpoint_format=("gptq", "gptq_v2", None), dynamic=(None, {}), lm_head=(False, None))
+    return Gptq(size_of(config.get("group_size"), "gptq"), config.get("checkpoint_format") == "gptq_v2")
+
+
+def compressed_layout(config: Mapping[str, Any]) -> Layout:
+    """What compressed-tensors' groups of layers have in common: layers that are quantised in several ways are refused."""
+    groups = list((config.get("config_groups") or {}).values())
+    formats = {group.get("format") or config.get("format") for group in groups}
+    schemes = [group.get("weights") or {} for group in groups]
+    method = "compressed-tensors"
+    sparse = (config.get("sparsity_config") or {}).get("format", "dense")
+    refuse(sparse != "dense", method, f"sparsity_config of format {sparse!r}", "dense")
+    refuse(len(formats) != 1 or any(one != schemes[0] for one in schemes), method, f"{len(groups)} groups of layers", "one way")
+    weights, kind = schemes[0], next(iter(formats))
+    bits, dtype, strategy = weights.get("num_bits"), weights.get("type", "int"), weights.get("strategy")
+    symmetric, size = weights.get("symmetric", True), weights.get("group_size")
+    found = f"{kind} of {bits} bits, {dtype}, {'' if symmetric else 'a'}symmetric, by {strategy}"
+    if kind == "pack-quantized":
+        refuse(
+            bits != 4 or dtype != "int" or strategy not in ("group", "channel"), method, found, "4 bits, int, group or channel"
+        )
+        return PackQuantized(size_of(size, method) if strategy == "group" else -1, symmetric)
+    if kind == "mxfp4-pack-quantized":
+        refuse(
+            bits != 4 or dtype != "float" or size != BLOCK or not symmetric, method, found, f"4 bits, float, group_size={BLOCK}"
+        )
+        return Mxfp4()
+    if kind in ("float-quantized", "int-quantized", "naive-quantized"):
+        block = weights.get("block_structure") or (0, 0)
+        blocks = {"tensor": (0, 0), "channel": (1, 0), "group": (1, size or 0), "block": tuple(block)}
+        good = bits == 8 and symmetric and strategy in blocks
+        refuse(not good, method, found, f"8 bits, symmetric, by {', '.join(blocks)}")
+        return EightBits(f"compressed-tensors' {kind}", "weight_scale", blocks[str(strategy)])
+    raise ValueError(f"quantization_config: compressed-tensors of format {kind!r} is not supported (only {SUPPORTED})")

@@ -1,0 +1,253 @@
+"""Tensors as files hold them: what their headers say, and how parts of them are read.
+
+safetensors files are read by `pread`, each part straight into memory of its own: threads read at the same time, and no mapped
+page stays behind that would count against the process.
+"""
+
+import json
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from tilewright.kernels.linear.blocks import QuantisedMatrix
+from tilewright.models import gguf
+from tilewright.models.params import Bounds, bits
+from tilewright.models.quantised import ACTIVATIONS, Layout
+
+DTYPES: dict[str, Any] = {
+    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, "F8_E4M3": jnp.float8_e4m3fn,
+    "F8_E5M2": jnp.float8_e5m2, "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U64": np.uint64,
+    "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool_,
+}  # fmt: skip
+"""NumPy's dtype for each name that safetensors has for one."""
+FLOATS = ("F32", "F16", "BF16")
+"""Dtypes of weights that are no quantised ones."""
+AT_ONCE = 1 << 30
+"""Bytes that the operating system is asked for at a time; it gives no more than two of these."""
+EXPONENTS = {"float32": 0x7F80_0000, "bfloat16": 0x7F80, "float16": 0x7C00}
+"""The bits of a number's exponent, all of which are set in infinity and NaN."""
+LISTED = 8
+"""How many tensors of one kind an error names before it only counts."""
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """One tensor of an open safetensors file, of which only what is asked for is read."""
+
+    descriptor: int
+    begin: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        return self.dtype
+
+    def __getitem__(self, bounds: Sequence[slice]) -> np.ndarray:
+        """These parts of each dim. Of a matrix nothing else is read; of more dims, all from the first row to the last."""
+        if not self.shape:
+            return self.read(np.empty((), DTYPES[self.dtype]), 0)
+        rows, *others = (part.indices(size)[:2] for part, size in zip(bounds, self.shape, strict=True))
+        count, row = max(0, rows[1] - rows[0]), prod(self.shape[1:])
+        if len(self.shape) == 2 and others[0] != (0, row):
+            begin, end = others[0]
+            found = np.empty((count, max(0, end - begin)), DTYPES[self.dtype])
+            for n in range(count):
+                self.read(found[n], (rows[0] + n) * row + begin)
+            return found
+        found = self.read(np.empty((count, *self.shape[1:]), DTYPES[self.dtype]), rows[0] * row)
+        return found[(slice(None), *(slice(*part) for part in others))]
+
+    def read(self, found: np.ndarray, first: int) -> np.ndarray:
+        """Fills an array with entries from the first on."""
+        left, at = memoryview(found.reshape(-1).view(np.uint8).data), self.begin + first * found.itemsize
+        while left:
+            done = os.preadv(self.descriptor, [left[:AT_ONCE]], at)
+            if done == 0:
+                raise ValueError(f"a safetensors file ends at byte {at:,}, where a tensor goes on")
+            left, at = left[done:], at + done
+        return found
+
+
+class SafetensorsFile:
+    """An open safetensors file. Raises a `ValueError` that names it if it is none, damaged or cut off."""
+
+    def __init__(self, path: Path):
+        try:
+            with safe_open(path, framework="numpy"), path.open("rb") as file:  # it checks the header and the file's length
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(length))
+                self.descriptor = os.dup(file.fileno())
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
+        header.pop("__metadata__", None)
+        self.tensors = {
+            name: TensorSlice(self.descriptor, 8 + length + each["data_offsets"][0], tuple(each["shape"]), each["dtype"])
+            for name, each in header.items()
+        }
+
+    def keys(self) -> Collection[str]:
+        return self.tensors.keys()
+
+    def get_slice(self, name: str) -> TensorSlice:
+        return self.tensors[name]
+
+    def get_tensor(self, name: str) -> np.ndarray:
+        part = self.tensors[name]
+        return part[tuple(slice(None) for _ in part.shape)]
+
+    def __enter__(self) -> "SafetensorsFile":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self.descriptor)
+
+
+class StoredTensor(NamedTuple):
+    """What files' headers say about a tensor.
+
+    Attributes:
+        file: the file that holds it, or the first of its parts.
+        name: its name in that file.
+        shape: its shape in that file, or that of the matrix that its parts make up.
+        dtype: its dtype in the words of safetensors ("F32", "BF16", ...).
+        quantised: the format of its weights as users read it; empty for plain numbers.
+        layout: what its parts mean; None for a tensor that is stored as itself.
+        parts: the tensors that it is stored as, by their names behind the layer's.
+    """
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    quantised: str = ""
+    layout: Layout | None = None
+    parts: Mapping[str, "StoredTensor"] | None = None
+
+    @property
+    def files(self) -> set[Path]:
+        return {self.file} if self.parts is None else {part.file for part in self.parts.values()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read of it; of a GGUF file's as many as it has in float32."""
+        if self.parts is not None:
+            return sum(part.nbytes for part in self.parts.values())
+        return prod(self.shape) * np.dtype(DTYPES.get(self.dtype, np.uint8)).itemsize
+
+
+def open_file(file: Path) -> Any:
+    return gguf.open_gguf(file) if file.suffix == gguf.SUFFIX else SafetensorsFile(file)
+
+
+def read_headers(files: Iterable[Path]) -> list[StoredTensor]:
+    """Names, shapes and dtypes of all tensors in `files`, without reading any data."""
+    found = []
+    for file in files:
+        with open_file(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (no mapping: it cannot be iterated)
+                part = tensors.get_slice(name)
+                quantised = part.quantised if isinstance(part, gguf.GGUFSlice) else ""
+                found.append(StoredTensor(file, name, tuple(part.get_shape()), part.get_dtype(), quantised))
+    return found
+
+
+def some(entries: Iterable[str]) -> str:
+    """The first names of many."""
+    names = sorted(entries)
+    rest = len(names) - LISTED
+    return ", ".join(names[:LISTED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def gathered(tensors: Iterable[StoredTensor], layout: Layout) -> list[StoredTensor]:
+    """The same tensors, with one `weight` in place of those that a layout takes for one.
+
+    Raises:
+        ValueError: a layer lacks some of them, or they have other shapes or dtypes; it names all such.
+    """
+    found, layers = [], dict[str, dict[str, StoredTensor]]()
+    for tensor in tensors:
+        layer, _, suffix = tensor.name.rpartition(".")
+        if suffix in layout.needs or suffix in layout.may:
+            layers.setdefault(layer, {})[suffix] = tensor
+        elif suffix not in ACTIVATIONS:
+            found.append(tensor)
+    problems = []
+    for layer, parts in layers.items():
+        if parts.keys() == {"weight"}:  # a layer that was left as it is
+            found.append(parts["weight"])
+        elif problem := misfit(parts, layout):
+            problems.append(f"{layer}: {problem}")
+        else:
+            shape = layout.expected({suffix: part.shape for suffix, part in parts.items()})["weight"]
+            first = next(iter(parts.values()))
+            found.append(StoredTensor(first.file, f"{layer}.weight", shape, "F32", layout.name, layout, parts))
+    if problems:
+        raise ValueError(f"tensors that are not as {layout.name} has them; {some(problems)}")
+    return found
+
+
+def misfit(parts: Mapping[str, StoredTensor], layout: Layout) -> str:
+    """What is wrong with the tensors of one layer; empty if nothing is."""
+    if missing := [suffix for suffix in layout.needs if suffix not in parts]:
+        return f"it lacks {', '.join(missing)}"
+    known = {**layout.needs, **layout.may}
+    for suffix, part in parts.items():
+        if part.dtype not in known[suffix]:
+            return f"{suffix} (expected {' or '.join(known[suffix])}, found {part.dtype})"
+    first = next(iter(layout.needs))
+    if len(parts[first].shape) != 2:
+        return f"{first} (expected a matrix, found {list(parts[first].shape)})"
+    expected = layout.expected({suffix: part.shape for suffix, part in parts.items()})
+    wrong = [
+        f"{suffix} (expected {list(expected[suffix])}, found {list(part.shape)})"
+        for suffix, part in parts.items()
+        if suffix != "weight" and part.shape != expected.get(suffix, part.shape)
+    ]
+    return ", ".join(wrong)
+
+
+def read_part(file: Any, name: str, bounds: Bounds) -> np.ndarray:
+    """A part of a tensor of an open file, of which nothing else is read."""
+    return file.get_slice(name)[tuple(slice(start, stop) for start, stop in bounds)]
+
+
+def read_weights(files: Mapping[Path, Any], tensor: StoredTensor, bounds: Bounds) -> np.ndarray:
+    """A part of a tensor of weights. Raises a `ValueError` if it holds infinity or NaN.
+
+    Of a matrix in several tensors all are read, since any part of it may need any of them.
+    """
+    if tensor.layout is None:
+        value = read_part(files[tensor.file], tensor.name, bounds)
+    else:
+        value = tensor.layout.read(read_parts(files, tensor)).weights()[tuple(slice(*part) for part in bounds)]
+    if not finite(value):
+        raise ValueError(f"{tensor.name} holds infinity or NaN, of which nothing can be computed")
+    return value
+
+
+def read_parts(files: Mapping[Path, Any], tensor: StoredTensor) -> dict[str, np.ndarray]:
+    """The tensors that a matrix is stored as."""
+    return {suffix: files[part.file].get_tensor(part.name) for suffix, part in (tensor.parts or {}).items()}
+
+
+def read_blocks(files: Mapping[Path, Any], tensor: StoredTensor) -> QuantisedMatrix | None:
+    """A matrix in the blocks that its files have it in; None where products do not read such as they are."""
+    if tensor.layout is not None:
+        return tensor.layout.read(read_parts(files, tensor)).blocks()
+    return files[tensor.file].get_slice(tensor.name).blocks() if tensor.file.suffix == gguf.SUFFIX else None
+
+
+def finite(values: np.ndarray) -> bool:
+    """Whether all are finite; told by their bits, which leaves other threads running and takes half the time of `isfinite`."""
+    exponent = bits(values).dtype.type(EXPONENTS[values.dtype.name])
+    return not np.any((bits(values) & exponent) == exponent)

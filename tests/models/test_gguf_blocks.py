@@ -1,0 +1,48 @@
+"""Blocks of GGUF files: any bits of a block are read as llama.cpp's own library reads them, and kept."""
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilewright.kernels.linear import blocks
+from tilewright.models.gguf_blocks import READERS, read_blocks
+
+HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}
+"""Where a block has its numbers in half precision; others have one, at the beginning."""
+
+
+def file_of(rng: np.random.Generator, count: int, outputs: int, kind: str) -> np.ndarray:
+    """Rows of a file, of any bits but for halves, which are finite, some of them subnormal or zero."""
+    size, _ = READERS[kind]
+    parts = rng.integers(0, 256, (outputs, count, size), np.uint8)
+    for at in HALVES.get(kind, (0,)):
+        shape = (outputs, count, 1)
+        drawn = rng.standard_normal(shape, np.float32) * rng.choice(np.asarray([1, 1e-3, 1e-6, 0], np.float32), shape)
+        parts[..., at : at + 2] = drawn.astype(np.float16).view(np.uint8)
+    if kind == "MXFP4":
+        parts[..., 0] = rng.integers(104, 144, (outputs, count))
+    return parts.reshape(outputs, -1)
+
+
+@pytest.mark.parametrize("kind", READERS)
+@given(st.integers(0, 2**31 - 1), st.integers(1, 4), st.integers(1, 9))
+def test_any_bits_are_read_as_by_llama_cpps_library(kind: str, seed: int, count: int, outputs: int):
+    rows = file_of(np.random.default_rng(seed), count, outputs, kind)
+    found = read_blocks(rows, kind)
+    assert found is not None
+    np.testing.assert_array_equal(blocks.dequantise(found), gguf.quants.dequantize(rows, Kind[kind]).T)
+    whole = blocks.blocks_of(blocks.panels_of(found), outputs)
+    np.testing.assert_array_equal(blocks.dequantise(whole)[: found.shape[0]], blocks.dequantise(found))
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "IQ4_XS", "F16"])
+def test_types_that_products_do_not_hold_are_left_to_dequantising(kind: str):
+    assert read_blocks(np.zeros((3, 512), np.uint8), kind) is None
+
+
+def test_mxfp4_whose_scales_half_precision_does_not_hold_is_dequantised():
+    rows = np.zeros((2, 17), np.uint8)
+    assert read_blocks(rows, "MXFP4") is None

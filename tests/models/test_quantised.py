@@ -1,0 +1,237 @@
+"""Quantised matrices of published layouts: what other libraries stored is what they read, and blocks hold the same numbers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from models.test_gguf import CONFIGS, make
+from tilewright.kernels import native
+from tilewright.kernels.linear import blocks
+from tilewright.llm.language_model import load
+from tilewright.models.checkpoint import INDEX, load_decoder
+from tilewright.models.mxfp4 import read_mxfp4
+from tilewright.models.quantised import EightBits, quantised_layout
+from tilewright.models.stored import SafetensorsFile, gathered, read_headers
+
+GOLDENS = Path(__file__).parent.parent / "golden" / "quantised"
+NAMES = sorted(path.stem for path in GOLDENS.glob("*.safetensors"))
+KEPT = {
+    "gptq-symmetric": "q4_0", "gptq-zeros": "q4_z", "awq": "q4_z", "pack-group": "q4_0", "pack-zeros": "q4_z",
+    "pack-channel": "q4_0", "int-channel": "q8_0", "mxfp4": "q5_0",
+}  # fmt: skip
+"""The format of blocks that holds a golden's numbers; of the others none does."""
+needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
+
+
+def golden(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The configuration of a golden, and its tensors."""
+    path = GOLDENS / f"{name}.safetensors"
+    with safe_open(path, "numpy") as file:
+        config = json.loads(file.metadata()["quantization_config"])
+    with SafetensorsFile(path) as file:
+        return config, {tensor: file.get_tensor(tensor) for tensor in file.keys()}  # noqa: SIM118
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_other_libraries_stored_is_what_they_read(name: str):
+    config, tensors = golden(name)
+    wanted, layout = tensors.pop("wanted"), quantised_layout(config)
+    assert layout is not None
+    read = layout.read(tensors)
+    np.testing.assert_array_equal(read.weights(), wanted)
+    kept = read.blocks()
+    assert (None if kept is None else kept.kind) == KEPT.get(name)
+    if kept is not None:
+        np.testing.assert_array_equal(blocks.dequantise(kept), wanted.T)
+
+
+def test_zero_points_of_both_formats_of_gptq():
+    """The first one stores a zero point less one, eight of them in one word, from which a borrow may go on."""
+    config, tensors = golden("gptq-zeros")
+    first, second = quantised_layout(config), quantised_layout({**config, "checkpoint_format": "gptq_v2"})
+    assert first is not None
+    assert second is not None
+    later = {**tensors, "qzeros": (tensors["qzeros"].view(np.uint32) + np.uint32(0x11111111)).view(np.int32)}
+    np.testing.assert_array_equal(first.read(tensors).weights(), second.read(later).weights())
+
+
+@given(st.integers(0, 2**31 - 1), st.tuples(st.integers(1, 40), st.integers(1, 40)))
+def test_floats_of_8_bits_in_blocks(seed: int, block: tuple[int, int]):
+    """As DeepSeek's and Qwen's checkpoints have them: blocks at the ends may be smaller."""
+    rng = np.random.default_rng(seed)
+    values = rng.integers(0, 256, (37, 53), np.uint8).view(ml_dtypes.float8_e4m3fn)
+    values = np.where(np.isnan(values.astype(np.float32)), ml_dtypes.float8_e4m3fn(1), values)
+    scales = rng.random((-(-37 // block[0]), -(-53 // block[1])), np.float32)
+    layout = quantised_layout({"quant_method": "fp8", "weight_block_size": list(block), "activation_scheme": "dynamic"})
+    assert layout is not None
+    found = layout.read({"weight": values, "weight_scale_inv": scales}).weights()
+    for o, i in ((0, 0), (36, 52), (block[0] % 37, block[1] % 53)):
+        assert found[o, i] == np.float32(values[o, i]) * scales[o // block[0], i // block[1]]
+    rows, columns = (np.arange(size) // each for size, each in zip((37, 53), block, strict=True))
+    np.testing.assert_array_equal(found, values.astype(np.float32) * scales[np.ix_(rows, columns)])
+
+
+@given(st.integers(0, 2**31 - 1))
+def test_mxfp4_is_what_its_specification_says(seed: int):
+    """gpt-oss's tensors: sign, exponent with a bias of 1, one bit of fraction, subnormal at exponent 0; in float64."""
+    rng = np.random.default_rng(seed)
+    pairs, scales = rng.integers(0, 256, (2, 5, 3, 16), np.uint8), rng.integers(0, 255, (2, 5, 3), np.uint8)
+    found = read_mxfp4(pairs, scales)
+    assert (found.shape, found.dtype) == ((2, 5, 96), np.float32)
+    floats = np.empty((2, 5, 3, 32), np.uint8)
+    floats[..., 0::2], floats[..., 1::2] = pairs & 15, pairs >> 4
+    exponent, fraction = (floats >> 1 & 3).astype(np.float64), (floats & 1).astype(np.float64)
+    size = np.where(exponent == 0, fraction / 2, (1 + fraction / 2) * 2.0 ** (exponent - 1))
+    wanted = np.where(floats & 8, -size, size) * 2.0 ** (scales.astype(np.float64)[..., None] - 127)
+    with np.errstate(over="ignore", under="ignore"):
+        np.testing.assert_array_equal(found, wanted.reshape(2, 5, 96).astype(np.float32))
+
+
+def test_mxfp4_refuses_what_is_no_such_tensor():
+    with pytest.raises(
+        ValueError, match=r"a\.b: expected uint8 \[\.\.\., N, 16\] with scales uint8 \[\.\.\., N\], found uint8\[3"
+    ):
+        read_mxfp4(np.zeros((3, 8), np.uint8), np.zeros(3, np.uint8), "a.b")
+    with pytest.raises(ValueError, match=r"a\.b holds scales that are no numbers"):
+        read_mxfp4(np.zeros((1, 16), np.uint8), np.full(1, 255, np.uint8), "a.b")
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            {"quant_method": "bitsandbytes"},
+            "quant_method='bitsandbytes' of the linear layers is not supported (only gptq and awq",
+        ),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 128}, "gptq with bits=8 is not supported (only bits=4)"),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 0},
+            "gptq with group_size=0 is not supported (only a number of inputs",
+        ),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {"-:x": {}}}, "gptq with dynamic={'-:x': {}}"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"}, "awq with version='gemv'"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8 with fmt='e5m2' is not supported (only fmt='e4m3')"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "compressed-tensors with 0 groups of layers"),
+        (
+            {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {"a": {}}},
+            "compressed-tensors of format 'nvfp4-pack-quantized' is not supported",
+        ),
+    ],
+)
+def test_other_methods_are_refused_by_name(config: dict[str, Any], said: str):
+    with pytest.raises(ValueError, match=r"^quantization_config: ") as refused:
+        quantised_layout(config)
+    assert said in str(refused.value)
+
+
+def quantise_folder(folder: Path, name: str) -> dict[str, np.ndarray]:
+    """Quantises the layers' matrices of a folder as a golden's method has them. Returns the model as it is then."""
+    config = json.loads((folder / "config.json").read_text())
+    plain, stored, after = load_file(folder / "model.safetensors"), {}, {}
+    rng = np.random.default_rng(0)
+    for key, w in plain.items():
+        if ".layers." not in key or w.ndim != 2:
+            stored[key] = after[key] = w
+            continue
+        layer, (outputs, inputs) = key.removesuffix(".weight"), w.shape
+        if name == "awq":
+            method: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 32, "modules_to_not_convert": ["lm_head"]}
+            made = {
+                "qweight": rng.integers(-(2**31), 2**31, (inputs, outputs // 8), np.int32),
+                "qzeros": rng.integers(-(2**31), 2**31, (inputs // 32, outputs // 8), np.int32),
+                "scales": (0.02 * rng.random((inputs // 32, outputs))).astype(np.float16),
+            }
+        else:
+            method = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
+            scales = rng.random((-(-outputs // 32), -(-inputs // 32)), np.float32)
+            made = {
+                "weight": w.astype(ml_dtypes.float8_e4m3fn).view(np.uint8),
+                "weight_scale_inv": scales,
+                "input_scale": scales[:1],
+            }
+        layout = quantised_layout(method)
+        assert layout is not None
+        arrays = {
+            tensor: value.view(ml_dtypes.float8_e4m3fn) if tensor == "weight" else value for tensor, value in made.items()
+        }
+        after[key] = layout.read(arrays).weights()
+        stored |= {f"{layer}.{tensor}": value for tensor, value in made.items()}
+        config["quantization_config"] = method
+    (folder / "config.json").write_text(json.dumps(config))
+    write_shards(folder, stored)
+    return after
+
+
+def write_shards(folder: Path, tensors: dict[str, np.ndarray]) -> None:
+    """Two files with an index; a layer's tensors may lie in both. Names that end in "proj.weight" are floats of 8 bits."""
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    places = {name: f"model-0000{n % 2 + 1}-of-00002.safetensors" for n, name in enumerate(names)}
+    for file in sorted(set(places.values())):
+        save_file({name: tensors[name] for name in names if places[name] == file}, folder / file)
+        data = (folder / file).read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        for name, each in header.items():
+            if name.endswith("proj.weight"):
+                each["dtype"] = "F8_E4M3"
+        text = json.dumps(header).encode()
+        (folder / file).write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    (folder / INDEX).write_text(json.dumps({"weight_map": places}))
+
+
+@needs_native
+@pytest.mark.parametrize("name", ["awq", "fp8"])
+def test_a_checkpoint_is_the_model_of_its_dequantised_weights(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture):
+    _, folder = make(tmp_path, CONFIGS["llama"], Kind.F32)
+    _, other = make(tmp_path / "plain", CONFIGS["llama"], Kind.F32)
+    after = quantise_folder(folder, name)
+    save_file(after, other / "model.safetensors", {"format": "pt"})
+    (_, found), (_, wanted) = (load_decoder(one, jnp.float32) for one in (folder, other))
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    assert "matrices are dequantised, to float32" in caplog.text
+    caplog.clear()
+    kept = load(folder, dtype="float32", weights="int4").model.models.target
+    if name == "fp8":
+        assert "then quantised anew" in caplog.text
+        return
+    assert "dequantised" not in caplog.text
+    down = kept.layers[0].down
+    assert down.panels.shape[2] == blocks.FORMS["q4_z"].group_bytes
+    np.testing.assert_array_equal(
+        blocks.dequantise(blocks.blocks_of(np.asarray(down.panels), down.outputs))[:96], wanted.layers[0].down
+    )
+
+
+def test_a_layer_that_lacks_tensors_or_has_others_is_named(tmp_path: Path):
+    layout = quantised_layout({"quant_method": "awq", "bits": 4, "group_size": 32})
+    assert layout is not None
+    words, scales = np.zeros((32, 2), np.int32), np.zeros((1, 16), np.float16)
+    save_file(
+        {"a.qweight": words, "a.qzeros": words[:1], "b.qweight": words, "b.qzeros": words, "b.scales": scales,
+         "c.qweight": words.astype(np.float32), "c.qzeros": words, "c.scales": scales},
+        tmp_path / "model.safetensors",
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="tensors that are not as AWQ has them") as refused:
+        gathered(read_headers([tmp_path / "model.safetensors"]), layout)
+    for said in ("a: it lacks scales", "b: qzeros (expected [1, 2], found [32, 2])", "c: qweight (expected I32, found F32)"):
+        assert said in str(refused.value)
+
+
+def test_layers_that_were_left_as_they_are_stay_so(tmp_path: Path):
+    save_file(
+        {"a.weight": np.ones((2, 3), np.float32), "a.input_scale": np.ones(1, np.float32)}, tmp_path / "model.safetensors"
+    )
+    (found,) = gathered(read_headers([tmp_path / "model.safetensors"]), EightBits("FP8", "weight_scale", (0, 0)))
+    assert (found.name, found.layout, found.shape) == ("a.weight", None, (2, 3))
