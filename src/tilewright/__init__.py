@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tilewright.compiled.compare import compare
+    from tilewright.grammar.grammar import Grammar
     from tilewright.llm.language_model import LanguageModel, load
     from tilewright.llm.stream import Stream
     from tilewright.runtime.output import Generation, Piece, Result
@@ -14,11 +15,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Generation", "LanguageModel", "Piece", "Result", "Sampling", "ShapeTable", "Stream", "__version__", "compare", "load",
+    "Generation", "Grammar", "LanguageModel", "Piece", "Result", "Sampling", "ShapeTable", "Stream", "__version__", "compare",
+    "load",
 ]  # fmt: skip
 
 _MODULES = {
     "compiled.compare": ("compare",),
+    "grammar.grammar": ("Grammar",),
     "llm.language_model": ("LanguageModel", "load"),
     "runtime.output": ("Generation", "Piece", "Result"),
     "runtime.sampling": ("Sampling",),

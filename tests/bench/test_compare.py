@@ -51,7 +51,9 @@ class FakeModel(LanguageModel):
         self.placement = None
         self.calls: list[tuple[list[Any], bool | None]] = []
 
-    def generate(self, prompts: str | Sequence[Any], sampling: Any = None, speculative: bool | None = None) -> Generation:
+    def generate(
+        self, prompts: str | Sequence[Any], sampling: Any = None, speculative: bool | None = None, grammar: Any = None
+    ) -> Generation:
         assert speculative is not None
         self.calls.append((list(prompts), speculative))
         rows = [result(range(8), [4, 1, 3], 3) if speculative else result(range(8), [1] * 8) for _ in prompts]

@@ -295,7 +295,7 @@ def test_a_drafters_window_leaves_the_prefix_cache_out_and_says_so(
     def started(capacity: CapacityOptions, **more: Any) -> tuple[bool, str]:
         models = ModelOptions(model=str(folders[0]), drafter=str(folders[1]), compile_cache=False, **more)
         caplog.clear()
-        engine = engine_of(models, DeviceOptions(), capacity, DenoisingOptions(), Console(quiet=True))
+        engine, _ = engine_of(models, DeviceOptions(), capacity, DenoisingOptions(), Console(quiet=True))
         assert isinstance(engine, Engine)
         return engine.prefix_cache, caplog.text
 

@@ -6,6 +6,7 @@ import sys
 import webbrowser
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,6 +27,7 @@ from tilewright.cli.common import (
 from tilewright.cli.diffusion_options import DEMO as DEMO_DIFFUSION
 from tilewright.cli.serve_diffusion import DenoisingOptions, diffusion_engine, is_diffusion
 from tilewright.diffusion.engine import DiffusionEngine
+from tilewright.grammar.matcher import is_installed
 from tilewright.models.chat import ChatTemplate
 from tilewright.runtime.engine import NO_PREFIX_CACHE, Engine
 from tilewright.runtime.options import EngineOptions
@@ -33,10 +35,13 @@ from tilewright.runtime.shape_file import read_table
 from tilewright.server.api import Api, ServerOptions
 from tilewright.server.defaults import SamplingDefaults
 from tilewright.server.middleware import access
+from tilewright.server.parse import Constrain
 from tilewright.server.run import Server, listen, url_of
 from tilewright.speculation.drafters.load import NGRAM
 
 SPECULATIVE_FIELDS = ("method", "model", "num_speculative_tokens")
+GRAMMAR_S = 5.0
+"""How long a grammar may take to compile."""
 METHODS = ("dflash", "dspark", "eagle3", NGRAM)
 
 log = logging.getLogger("tilewright.serve")
@@ -125,6 +130,8 @@ class CapacityOptions:
         guard: what a compile does once the server is ready: "off", "warn" or "fail".
         queue_requests: how many requests may wait.
         queue_tokens: how many tokens their prompts may have.
+        structured_output: offer answers that follow a grammar, for which there are more programs to compile; by default where
+            the extra grammar is installed.
     """
 
     shapes: Path | None = None
@@ -137,6 +144,7 @@ class CapacityOptions:
     guard: Literal["off", "warn", "fail"] = "fail"
     queue_requests: int = EngineOptions.queue_requests
     queue_tokens: int = EngineOptions.queue_tokens
+    structured_output: bool | None = None
 
     @property
     def shared(self) -> dict[str, Any]:
@@ -145,15 +153,19 @@ class CapacityOptions:
 
     def refuse_paging(self) -> None:
         """Raises a `ValueError` for anything that was said of pages, for a model that has none."""
-        for name in ("shapes", "page_size", "pages", "context", "memory_fraction", "prefix_cache"):
+        for name in ("shapes", "page_size", "pages", "context", "memory_fraction", "prefix_cache", "structured_output"):
             if getattr(self, name) != getattr(CapacityOptions, name):
                 raise ValueError(f"--{name.replace('_', '-')} is for models that decode token by token; this one denoises")
 
     def engine_options(self) -> EngineOptions:
         """Engine options that these arguments stand for."""
+        if self.structured_output and not is_installed():
+            raise ValueError("--structured-output needs llguidance: pip install 'tilewright[grammar]'")
+        constraints = is_installed() if self.structured_output is None else self.structured_output
         return EngineOptions(
             None if self.shapes is None else read_table(self.shapes), self.page_size, self.pages, self.prefix_cache,
-            slots=self.slots, context=self.context, memory_fraction=self.memory_fraction, **self.shared,
+            slots=self.slots, context=self.context, memory_fraction=self.memory_fraction, constraints=constraints,
+            **self.shared,
         )  # fmt: skip
 
 
@@ -243,7 +255,8 @@ def serve(
     with listen(http.host, http.port) as listening:
         template = DEMO_TEMPLATES.get(chosen.model) or chosen.chat_template(console)
         options = http.server_options(chosen.model, template, http.sampling(chosen, console))
-        engine = engine_of(chosen, devices, capacity, denoising, console)
+        engine, constrain = engine_of(chosen, devices, capacity, denoising, console)
+        options = replace(options, constrain=constrain)
         if not isinstance(engine, DiffusionEngine):
             say_defaults(options.sampling, console)
         said = ready_line(options, chosen, engine, url_of(listening), http.open_page)
@@ -275,18 +288,19 @@ def start_logging(level: LogLevel) -> None:
 
 def engine_of(
     models: ModelOptions, devices: DeviceOptions, capacity: CapacityOptions, denoising: DenoisingOptions, console: Console
-) -> Engine | DiffusionEngine:
-    """The engine for a model of either kind."""
+) -> tuple[Engine | DiffusionEngine, Constrain | None]:
+    """The engine for a model of either kind, and what makes constraints of grammars where it takes them."""
     if is_diffusion(models, console):
         capacity.refuse_paging()
-        return diffusion_engine(models, devices, denoising, capacity.slots, capacity.shared, console)
+        return diffusion_engine(models, devices, denoising, capacity.slots, capacity.shared, console), None
     denoising.refuse()
     options = capacity.engine_options()
-    engine = models.load(console, devices).engine(options)
+    lm = models.load(console, devices)
+    engine = lm.engine(options)
     log.info(engine.sizes_line)
     if capacity.prefix_cache is None and not engine.prefix_cache:
         log.info("no prefix cache: %s", NO_PREFIX_CACHE)
-    return engine
+    return engine, partial(lm.constrain, seconds=GRAMMAR_S) if options.constraints else None
 
 
 def ready_line(

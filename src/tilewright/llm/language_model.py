@@ -18,6 +18,8 @@ from tokenizers import Tokenizer
 
 from tilewright.compiled.machine import takes_loops
 from tilewright.compiled.store import warm
+from tilewright.grammar.grammar import Grammar
+from tilewright.grammar.matcher import Compiler
 from tilewright.kernels.operations import is_batch_invariant
 from tilewright.kernels.select import Kernels, Weights, operations
 from tilewright.llm.stream import Stream
@@ -29,6 +31,7 @@ from tilewright.models.params import DTYPES, check_dtype
 from tilewright.models.tokenizer import load_tokenizer
 from tilewright.parallel.mesh import agreed
 from tilewright.runtime.cache import PAGE_MULTIPLE
+from tilewright.runtime.constraints import Constraint
 from tilewright.runtime.engine import Engine, fixed_rounds
 from tilewright.runtime.interfaces import Drafter, RoundChooser
 from tilewright.runtime.layout import Layout
@@ -49,7 +52,7 @@ from tilewright.speculation.pacer import CallPacer, measured_pacer
 from tilewright.speculation.pacing import Pacing
 from tilewright.speculation.team import Team
 
-CALL = EngineOptions(prefix_cache=False, guard="off", dispatch_s=math.inf)
+CALL = EngineOptions(prefix_cache=False, guard="off", dispatch_s=math.inf, constraints=True)
 """Of the engine of a call: it serves its own prompts alone, and nobody waits for the end of a dispatch."""
 
 
@@ -66,6 +69,7 @@ class LanguageModel:
         drafter: what drafts; a team where rounds are chosen as decoding goes, by what `pacing` has seen.
         model: all of it, as the runtime has it.
         programs: of calls without the drafter, or with it, and their shapes.
+        compiler: of grammars, once one was asked for.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class LanguageModel:
             params = (decoder.prepare if placement is None else placement.prepared)(target, self.ops, params)
         self.model = self.model_of(Models(params), None)
         self.programs: dict[tuple[bool, Shape], Programs] = {}
+        self.compiler: Compiler | None = None
 
     def model_of(self, models: Models, drafter: Drafter | None) -> Model:
         target = Target(self.target, self.ops, loops=takes_loops(), kv_dtype=self.kv_dtype)
@@ -242,11 +247,34 @@ class LanguageModel:
         # Of several threads that come here at once, all go on with the first one's.
         return self.programs.setdefault(kept, Programs(model.target, model.models, model.dtype, drafter, table, layout))
 
+    def constrain(self, grammar: Grammar, seconds: float | None = None) -> Constraint:
+        """A grammar over this model's tokens, for requests to an engine; safe to call from any thread.
+
+        Args:
+            seconds: that compiling it may take, where it comes from somebody who is not trusted.
+
+        Raises:
+            ValueError: the extra `grammar` is not installed, the grammar is none or asks for too much, or nothing satisfies it.
+        """
+        if self.compiler is None:
+            self.compiler = Compiler(self.tokenizer, self.target.vocab_size, self.target.eos_token_ids)
+        return self.compiler.compile(grammar, seconds)
+
+    def each_constraint(
+        self, prompts: Sequence[object], grammar: Grammar | Sequence[Grammar | None] | None
+    ) -> list[Constraint | None]:
+        """One constraint for each prompt, or None. Raises a `ValueError` where a list has another length, or as `constrain`."""
+        each = list(grammar) if isinstance(grammar, Sequence) else [grammar] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(f"expected one grammar for each of {len(prompts)} prompts, found {len(each)}")
+        return [None if one is None else self.constrain(one) for one in each]
+
     def start(
         self,
         prompts: str | Sequence[str | Sequence[int]],
         sampling: Sampling | Sequence[Sampling] | None = None,
         speculative: bool | None = None,
+        grammar: Grammar | Sequence[Grammar | None] | None = None,
     ) -> Stream:
         """Begins a generation, for callers that stream; `generate` is the simpler way.
 
@@ -255,11 +283,12 @@ class LanguageModel:
             sampling: one for all, or one each. Rows of one `Sampling` share its seed, if it has one, so that equal prompts give
                 equal texts.
             speculative: False decodes without the drafter; by default a drafter is used if there is one.
+            grammar: what texts must be, one for all or one each; None for anything. Needs the extra `grammar`.
         """
         listed = [prompts] if isinstance(prompts, str) else list(prompts)
         each = self.agreed_sampling(self.each_sampling(listed, sampling))
         drafter = self.drafter_for(speculative)
-        encoded = [self.encode(prompt) for prompt in listed]
+        encoded, constraints = [self.encode(prompt) for prompt in listed], self.each_constraint(listed, grammar)
         for tokens, one in zip(encoded, each, strict=True):
             self.check_length(tokens, one)
         positions = max(len(tokens) + one.max_new_tokens for tokens, one in zip(encoded, each, strict=True))
@@ -269,22 +298,23 @@ class LanguageModel:
         mode, pacing = sampling_mode(programs, each), self.pacing
 
         def chooses(runner: ModelRunner, dispatch_s: float, console: Console | None) -> RoundChooser:
-            if pacing is None or not isinstance(drafter, Team):
+            if pacing is None or not isinstance(drafter, Team) or None not in constraints:
                 return fixed_rounds(runner, dispatch_s)
             pacer = CallPacer(drafter, pacing, runner, any(one.temperature > 0 for one in each))
             pacer.policy(programs.layout.batch)  # compiles and measures before anything is timed
             return pacer
 
-        return Stream(Engine(replace(self.model, drafter=drafter), CALL, chooses, programs, mode), encoded, each)
+        return Stream(Engine(replace(self.model, drafter=drafter), CALL, chooses, programs, mode), encoded, each, constraints)
 
     def generate(
         self,
         prompts: str | Sequence[str | Sequence[int]],
         sampling: Sampling | Sequence[Sampling] | None = None,
         speculative: bool | None = None,
+        grammar: Grammar | Sequence[Grammar | None] | None = None,
     ) -> Generation:
         """Generates for every prompt; arguments as for `start`."""
-        stream = self.start(prompts, sampling, speculative)
+        stream = self.start(prompts, sampling, speculative, grammar)
         while not stream.finished:
             stream.advance()
         return stream.generation()

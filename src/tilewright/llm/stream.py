@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tilewright.runtime.constraints import Constraint
 from tilewright.runtime.engine import Engine
 from tilewright.runtime.interfaces import Choice
 from tilewright.runtime.output import Generation, OutputProcessor, Piece, Result
@@ -26,24 +27,26 @@ class Stream:
         prefill_seconds, decode_seconds: time spent in the programs, compilation excluded.
     """
 
-    def __init__(self, engine: Engine, prompts: Sequence[list[int]], sampling: Sequence[Sampling]):
+    def __init__(
+        self, engine: Engine, prompts: Sequence[list[int]], sampling: Sequence[Sampling],
+        constraints: Sequence[Constraint | None],
+    ):  # fmt: skip
         self.engine = engine
         self.pieces: list[Piece] = []
-        self.sequences = [
-            self.entered(row, prompt, own) for row, (prompt, own) in enumerate(zip(prompts, sampling, strict=True))
-        ]
+        each = zip(prompts, sampling, constraints, strict=True)
+        self.sequences = [self.entered(row, *own) for row, own in enumerate(each)]
         self.rows: list[OutputProcessor] = [sequence.processor for sequence in self.sequences]
         self.prefill_seconds = self.decode_seconds = 0.0
-        self.begun = self.failed = False
+        self.begun, self.failure = False, ""
 
-    def entered(self, row: int, prompt: list[int], sampling: Sampling) -> TokenSequence:
+    def entered(self, row: int, prompt: list[int], sampling: Sampling, constraint: Constraint | None) -> TokenSequence:
         """A sequence of the engine, which waits."""
 
         def listen(update: RequestOutput) -> None:
-            self.failed |= update.end == "error"
+            self.failure = self.failure or update.error
             self.pieces += [Piece(row, one.text, one.token, one.drafted) for one in update.tokens]
 
-        request = GenerateRequest(prompt, sampling)
+        request = GenerateRequest(prompt, sampling, constraint=constraint)
         self.engine.check(request)
         sequence = self.engine.sequence(request, RequestHandle(request, 0), listen)
         self.engine.enter(sequence)
@@ -58,13 +61,14 @@ class Stream:
         chunks = {chunk for length in lengths for _, chunk in programs.table.prefill_plan(max(1, length))}
         together = programs.table.together if scheduler.computed_together(lengths) else None
         rounds = programs.choices if len(programs.choices) == 1 else ()
+        constrained = {sequence.constraint is not None for sequence in self.sequences}
 
         def needed(key: ProgramKey) -> bool:
             if key.name == "prefill":
                 return (key.rows, key.chunk) == together or (key.rows == 1 and key.chunk in chunks)
-            return key.name == "allocate" or key.choice in rounds
+            return key.name == "allocate" or (key.choice in rounds and key.constrained in constrained)
 
-        return [key for key in programs.declared(self.engine.runner.sampling) if needed(key)]
+        return [key for key in programs.declared(self.engine.runner.sampling, constraints=True) if needed(key)]
 
     @property
     def finished(self) -> bool:
@@ -116,13 +120,13 @@ class Stream:
             self.fill()
         plan = engine.plan(steps) if choice is None else (choice, steps)
         began = time.perf_counter()
-        engine.send_rounds(*plan)
-        sent = engine.flight.popleft()
-        infos, ended = engine.runner.read(sent), time.perf_counter()
-        self.decode_seconds += ended - began
-        engine.take(sent, infos, began, ended)
-        if self.failed:
-            raise RuntimeError("a request failed")
+        if engine.send_rounds(*plan):
+            sent = engine.flight.popleft()
+            infos, ended = engine.runner.read(sent), time.perf_counter()
+            self.decode_seconds += ended - began
+            engine.take(sent, infos, began, ended)
+        if self.failure:
+            raise RuntimeError(f"a request failed: {self.failure}")
         if self.finished:
             engine.runner.free()
         pieces, self.pieces = self.pieces, []

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -35,11 +35,15 @@ class ChatTemplate:
         template: the compiled program.
         special_tokens: texts of the special tokens that it may name, such as `bos_token`; what the model lacks is absent.
         where: the file it came from.
+        source: of the program.
+        takes_tools: whether it reads `tools`.
     """
 
     template: jinja2.Template
     special_tokens: Mapping[str, str]
     where: str
+    source: str = ""
+    takes_tools: bool = False
 
     @staticmethod
     def load(folder: Path) -> "ChatTemplate | None":
@@ -71,14 +75,15 @@ class ChatTemplate:
             ValueError: it does not compile.
         """
         try:
-            template = environment().from_string(source)
+            made = environment()
+            template, reads = made.from_string(source), meta.find_undeclared_variables(made.parse(source))
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"{where}: the chat template does not compile: line {error.lineno}: {error.message}") from error
-        return ChatTemplate(template, special_tokens or {}, where)
+        return ChatTemplate(template, special_tokens or {}, where, source, "tools" in reads)
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, continue_final_message: bool = False,
-        values: Mapping[str, Any] | None = None,
+        values: Mapping[str, Any] | None = None, tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:  # fmt: skip
         """The conversation as text.
 
@@ -91,6 +96,7 @@ class ChatTemplate:
             continue_final_message: end within the last message, so that the model goes on with it.
             values: whatever else the template is to know, such as `enable_thinking`. Templates ask what is defined, so that
                 nothing is by default.
+            tools: functions that the model may call, each as OpenAI describes it.
 
         Raises:
             ValueError: the template refuses the conversation, or fails on it; a value has a reserved name; there is nothing to
@@ -98,7 +104,11 @@ class ChatTemplate:
         """
         check_values(values or {})
         known = {**self.special_tokens, **(values or {}), "messages": [dict(message) for message in messages]}
-        known |= {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
+        known |= {
+            "tools": [dict(tool) for tool in tools] if tools else None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
             text = self.template.render(known)
         except Exception as error:  # a template is a program: what it raises is its own affair

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from tilewright.models.tokenizer import StreamDecoder
 from tilewright.runtime.collect import NotFinite, collect_rounds
+from tilewright.runtime.constraints import ConstraintError
 from tilewright.runtime.counts import count_rounds, standing
 from tilewright.runtime.interfaces import Choice, RoundChooser
 from tilewright.runtime.model import Model
@@ -123,7 +124,7 @@ class Engine(Service[TokenSequence]):
 
     def prepare(self, console: Console | None) -> int:
         """Compiles, and has rounds measured where they are chosen."""
-        self.programs.warm(self.programs.declared(self.runner.sampling), console)
+        self.programs.warm(self.programs.declared(self.runner.sampling, self.options.constraints), console)
         self.choose_rounds(console)
         return len(self.programs.compiled)
 
@@ -137,6 +138,10 @@ class Engine(Service[TokenSequence]):
         check_vocabulary(request.sampling, self.vocab_size)
         if request.logprobs is not None and not self.runner.reports_logprobs:
             raise ValueError("expected no logprobs: the rounds that run here report none")
+        if request.constraint is not None and not self.options.constraints:
+            raise ValueError("expected no constraint: this engine has no programs for one (constraints=True has)")
+        if request.constraint is not None and not self.eos_token_ids:
+            raise ValueError("expected no constraint: the model names no token that ends a text")
         end = length + request.sampling.max_new_tokens
         if end > self.context:
             room = f"leaves room for {max(0, self.context - length)}"
@@ -145,6 +150,8 @@ class Engine(Service[TokenSequence]):
                 f"max_new_tokens is {request.sampling.max_new_tokens}"
             )
         widest = max(self.programs.width(choice) for choice in self.programs.choices)
+        if request.constraint is not None:
+            widest = max(widest, self.programs.constrained_width(self.programs.constrained_choice))
         needed = self.scheduler.pages_for(end + widest)
         if needed > self.pages.count:
             raise ValueError(f"expected a request of at most {self.pages.count} pages, found one of {needed}")
@@ -153,9 +160,11 @@ class Engine(Service[TokenSequence]):
         decoder = StreamDecoder(self.tokenizer, request.sampling.skip_special_tokens)
         processor = OutputProcessor(0, list(request.prompt), request.sampling.seeded(), decoder)
         followed = self.chooser.follow(request.prompt)
+        constraint = None if request.constraint is None else request.constraint.begin()
         return TokenSequence(
-            handle, listener, processor, followed=followed, prompt_logprobs=[] if request.prompt_logprobs else None
-        )
+            handle, listener, processor, followed=followed, prompt_logprobs=[] if request.prompt_logprobs else None,
+            constraint=constraint,
+        )  # fmt: skip
 
     def wait(self, sequence: TokenSequence) -> None:
         self.scheduler.wait(sequence)
@@ -195,25 +204,41 @@ class Engine(Service[TokenSequence]):
             sent += computed
         return sent
 
+    @property
+    def reads_first(self) -> bool:
+        return self.scheduler.constrained
+
     def send(self) -> bool:
         """Sends rounds for all that are ready for them."""
         return bool(self.scheduler.runnable()) and self.send_rounds(*self.plan())
 
     def plan(self, most: int = STEPS_PER_DISPATCH) -> tuple[Choice | None, int]:
         """The kind of the next rounds, and how many of them, for those that are ready."""
+        if self.scheduler.constrained:
+            return self.programs.constrained_choice, 1
         batch = self.scheduler.runnable()
         left = max(running.sequence.processor.end - running.sequence.length for running in batch)
         return self.chooser.next(self.programs.rows_for(len(batch)), most, self.scheduler.hurried, left)
 
     def send_rounds(self, choice: Choice | None, rounds: int) -> bool:
         """Sends up to so many rounds of a kind for all that are ready. Returns False if nobody is."""
-        width = self.programs.width(choice)
+        width = (self.programs.constrained_width if self.scheduler.constrained else self.programs.width)(choice)
         batch, rounds = self.scheduler.make_room(self.scheduler.runnable(), rounds, width)
         if not batch:
             return False
         reach = max(self.scheduler.reach(running, rounds, width) for running in batch)
-        self.flight.append(self.runner.rounds(batch, choice, rounds, reach))
-        self.scheduler.on_dispatched(batch, rounds, width)
+        try:
+            if any(running.sequence.constraint is not None for running in batch):
+                sent = self.runner.constrained_round(batch, choice, reach)
+            else:
+                sent = self.runner.rounds(batch, choice, rounds, reach)
+        except ConstraintError as error:
+            sequence = batch[error.row].sequence
+            self.leave(sequence)
+            self.end(sequence, "error", str(error))
+            return self.send_rounds(choice, rounds)
+        self.flight.append(sent)
+        self.scheduler.on_dispatched(batch, sent.rounds, sent.width)
         return True
 
     def read(self, sent: Sent) -> None:
@@ -236,12 +261,18 @@ class Engine(Service[TokenSequence]):
         sequences = [running.sequence for running in sent.batch]
         heard = [len(sequence.processor.tokens) for sequence in sequences]
         drafter, failure = None if sent.choice is None else sent.choice.drafter, None
+        proposed = self.runner.proposed(sent)
         for row, running in enumerate(sent.batch):
+            running.drafts = proposed[row]
             committed = int(infos.committed[:, row].sum())
             self.scheduler.on_completed(running, sent.rounds, sent.width, committed, drafter)
             if committed and running.sequence.processor.finish_reason is None and running.sequence.handle.result is None:
                 try:
                     update = collect_rounds(running.sequence, infos, row, sent.choice, self.eos_token_ids)
+                    if update.end is None and running.sequence.constraint is not None:
+                        running.sequence.constraint.advance([token.token for token in update.tokens])
+                except ConstraintError as error:
+                    update = RequestOutput(end="error", error=str(error))
                 except Exception as error:
                     log.exception("a request failed")
                     failure = error if isinstance(error, NotFinite) else failure

@@ -54,6 +54,7 @@ class EngineOptions(ServiceOptions):
         context: the most positions of a request; None for the model's context. Fewer if the pages hold fewer.
         memory_fraction: the share of the memory that is free, once the weights are loaded, that the pages and what programs
             compute with may take; None for no bound.
+        constraints: whether requests may have one, for which there are further programs.
     """
 
     table: ShapeTable | None = None
@@ -63,6 +64,7 @@ class EngineOptions(ServiceOptions):
     slots: int | None = field(default=None, kw_only=True)
     context: int | None = field(default=None, kw_only=True)
     memory_fraction: float | None = field(default=None, kw_only=True)
+    constraints: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

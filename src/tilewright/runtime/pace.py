@@ -22,6 +22,11 @@ SLOWER = 1.05
 few rounds, and those beside which a host was at work, tell little of what more rounds would take."""
 
 
+def kind_of(sent: Sent) -> tuple[Hashable, ...]:
+    """What rounds are timed by."""
+    return (sent.rows, sent.choice, "constrained") if sent.constrained else (sent.rows, sent.choice)
+
+
 class Pace:
     """Dispatches that take about as long as asked for.
 
@@ -81,4 +86,4 @@ class FixedRounds(Pace):
     def observe(
         self, sent: Sent, infos: StepInfo, sequences: Sequence[TokenSequence], heard: Sequence[int], began: float, ended: float
     ) -> None:
-        self.time((sent.rows, sent.choice), len(infos.committed), sent.at, sent.alone, began, ended)
+        self.time(kind_of(sent), len(infos.committed), sent.at, sent.alone, began, ended)

@@ -19,17 +19,21 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from tilewright.compiled.store import Store
+from tilewright.kernels.operations import is_batch_invariant
 from tilewright.parallel.sharding import GROUPED_AXES
 from tilewright.runtime.cache import KVCache, Ring
+from tilewright.runtime.constraints import Blocks, words
 from tilewright.runtime.interfaces import Choice, Drafter, Variant
 from tilewright.runtime.layout import Layout, rows_of, with_rows
 from tilewright.runtime.placement import compile_allocate, compile_step
 from tilewright.runtime.prefill import prefill
-from tilewright.runtime.rounds import step_of
+from tilewright.runtime.rounds import HostDrafts, constrained_round, step_of
 from tilewright.runtime.sampling import Sampling, SamplingMode, row_sampling
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.runtime.state import DecodeState, Models, Reports, Target, run_steps
 
+FORCED = 4
+"""Tokens in a block of rounds under masks where nothing drafts but the masks: the known one, and text that has to come."""
 STEPS_PER_DISPATCH = 64
 """The most rounds that one dispatch runs on the device; a caller may ask for fewer."""
 
@@ -44,6 +48,7 @@ class ProgramKey:
         chunk: the most tokens of a prefill.
         choice: what rounds do, where there are several kinds.
         sampling: what rows may ask for; of a prefill "logprobs" or "greedy", for it draws nothing.
+        constrained: a single round, of the host's drafts under its masks; see `constraints.py`.
     """
 
     name: Literal["allocate", "prefill", "rounds"]
@@ -52,6 +57,7 @@ class ProgramKey:
     chunk: int = 0
     choice: Choice | None = None
     sampling: SamplingMode = "greedy"
+    constrained: bool = False
 
 
 class Programs(Store[ProgramKey]):
@@ -81,6 +87,11 @@ class Programs(Store[ProgramKey]):
         """The kinds of rounds that there are; a single None where all are alike."""
         return (None,) if self.drafter is None else self.drafter.choices
 
+    @property
+    def constrained_choice(self) -> Choice | None:
+        """The one kind of rounds that rows with a constraint are served by; see `constrained_choice`."""
+        return constrained_choice(self.choices)
+
     def turn(self, choice: Choice | None) -> Variant | None:
         """Drafter in rounds of a kind; None for plain decoding. Raises a `ValueError` for a kind that there is not."""
         if self.drafter is not None:
@@ -94,18 +105,34 @@ class Programs(Store[ProgramKey]):
         turn = self.turn(choice)
         return 1 if turn is None else turn.block_size
 
+    def constrained_turn(self, choice: Choice | None) -> Variant:
+        """What drafts in rounds under masks."""
+        width = self.constrained_width(choice)
+        return self.turn(choice) or HostDrafts(width, may_be_idle=self.target.loops and width > 1)
+
+    def constrained_width(self, choice: Choice | None) -> int:
+        """Tokens in a block of rounds under masks.
+
+        Without a drafter there is room for text that has to come, where a row's results do not depend on the width.
+        """
+        if self.drafter is not None:
+            return self.width(choice)
+        return FORCED if self.dtype == jnp.float32 or is_batch_invariant(self.target.ops, jnp.dtype(self.dtype).name) else 1
+
     def rows_for(self, running: int) -> int:
         """The least declared number of rows that holds so many."""
         return next(rows for rows in self.table.batches if rows >= running)
 
-    def declared(self, sampling: SamplingMode = "logprobs") -> Iterator[ProgramKey]:
-        """All programs that may be needed where rows ask for no more than this."""
-        return program_keys(self.table, self.choices, sampling)
+    def declared(self, sampling: SamplingMode = "logprobs", constraints: bool = False) -> Iterator[ProgramKey]:
+        """All programs that may be needed where rows ask for no more than this, and some have `constraints`."""
+        return program_keys(self.table, self.choices, sampling, constraints)
 
-    def round_key(self, choice: Choice | None, rows: int, positions: int, sampling: SamplingMode = "logprobs") -> ProgramKey:
+    def round_key(
+        self, choice: Choice | None, rows: int, positions: int, sampling: SamplingMode = "logprobs", constrained: bool = False
+    ) -> ProgramKey:
         """The program of rounds of a kind over so many rows that look at so many positions."""
         positions = next(each for each in self.table.capacities if each >= positions)
-        return ProgramKey("rounds", rows, positions, choice=choice, sampling=sampling)
+        return ProgramKey("rounds", rows, positions, choice=choice, sampling=sampling, constrained=constrained)
 
     def compile(self, key: ProgramKey) -> jax.stages.Compiled:
         allocate = partial(allocate_caches, layout=self.layout, drafter=self.drafter, dtype=self.dtype)
@@ -117,7 +144,9 @@ class Programs(Store[ProgramKey]):
 
     def function(self, key: ProgramKey) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """The program to compile, as `f(models, state, *inputs) -> (state, result)`, and its inputs."""
-        return self.prefill(key) if key.name == "prefill" else self.rounds(key)
+        if key.name == "prefill":
+            return self.prefill(key)
+        return self.constrained_rounds(key) if key.constrained else self.rounds(key)
 
     def params_for(self, key: ProgramKey) -> Models:
         """The parameters that a program reads."""
@@ -173,33 +202,82 @@ class Programs(Store[ProgramKey]):
         def run_rounds(
             models: Models, state: DecodeState, slots: Array, table: Array, running: Array, limit: Array | None = None
         ) -> tuple[DecodeState, Reports]:
-            some = rows_of(state, slots, table)
-            whole, done = some.tokens, some.done
-            some = replace(some, tokens=whole[:, : key.positions], done=done | ~running)
-            if turn is not None:
-                some = turn.open(target, models, some)
+            some, close = self.opened(turn, target, models, state, slots, table, running)
             if limit is not None:
                 some, reports = run_steps(step, models, some, limit, STEPS_PER_DISPATCH, width, vocab)
             else:
                 some, info = step(models, some)
                 reports = Reports(info.packed()[None], None)
-            tokens = whole.at[:, : key.positions].set(some.tokens)
-            return with_rows(state, replace(some, tokens=tokens, done=jnp.where(running, some.done, done)), slots), reports
+            return close(some), reports
 
-        slots, running = (jax.ShapeDtypeStruct((key.rows,), dtype) for dtype in (jnp.int32, jnp.bool_))
         limit = (jax.ShapeDtypeStruct((), jnp.int32),) if target.loops else ()
-        return run_rounds, (slots, self.table_of(key.rows, key.positions), running, *limit)
+        return run_rounds, (*self.round_inputs(key), *limit)
+
+    def constrained_rounds(self, key: ProgramKey) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """`f(models, state, slots [n], table [n, M], running [n], given)`: one round of some slots, as `rounds` runs several.
+
+        `given` are the host's drafts and masks, and the reports have the drafts for the next round.
+        """
+        target = replace(self.target, sampling=key.sampling)
+        turn, width = self.constrained_turn(key.choice), self.constrained_width(key.choice)
+
+        def run_round(
+            models: Models, state: DecodeState, slots: Array, table: Array, running: Array, given: Blocks
+        ) -> tuple[DecodeState, Reports]:
+            some, close = self.opened(turn, target, models, state, slots, table, running)
+            some, info, proposed = constrained_round(turn, target, models, some, given)
+            logprobs = jax.tree.map(lambda each: each[None], info.logprobs)
+            return close(some), Reports(info.packed()[None], logprobs, proposed)
+
+        shapes = (width - 1,), (), (width, words(target.config.vocab_size))
+        dtypes = jnp.int32, jnp.int32, jnp.uint32
+        abstract = (jax.ShapeDtypeStruct((key.rows, *each), dtype) for each, dtype in zip(shapes, dtypes, strict=True))
+        return run_round, (*self.round_inputs(key), Blocks(*abstract))
+
+    def round_inputs(self, key: ProgramKey) -> tuple[Any, ...]:
+        """What the programs of rounds are given first: slots, their pages, and which of them are running."""
+        slots, running = (jax.ShapeDtypeStruct((key.rows,), dtype) for dtype in (jnp.int32, jnp.bool_))
+        return slots, self.table_of(key.rows, key.positions), running
+
+    def opened(
+        self, turn: Variant | None, target: Target, models: Models, state: DecodeState, slots: Array, table: Array,
+        running: Array,
+    ) -> tuple[DecodeState, Callable[[DecodeState], DecodeState]]:  # fmt: skip
+        """Some slots as rounds may begin with them, and what puts them back into the state; those not running are done."""
+        some = rows_of(state, slots, table)
+        whole, done, positions = some.tokens, some.done, table.shape[1] * self.layout.page_size
+        some = replace(some, tokens=whole[:, :positions], done=done | ~running)
+
+        def close(some: DecodeState) -> DecodeState:
+            tokens = whole.at[:, :positions].set(some.tokens)
+            return with_rows(state, replace(some, tokens=tokens, done=jnp.where(running, some.done, done)), slots)
+
+        return some if turn is None else turn.open(target, models, some), close
+
+
+def constrained_choice(choices: Sequence[Choice | None]) -> Choice | None:
+    """The one kind of rounds that rows with a constraint are served by, so that these need few programs.
+
+    It is the narrowest block of the first that drafts: constraints cut drafts off, and the host makes a mask for each slot.
+    """
+    return choices[:2][-1]
 
 
 def program_keys(
-    table: ShapeTable, choices: Sequence[Choice | None], sampling: SamplingMode = "logprobs"
+    table: ShapeTable, choices: Sequence[Choice | None], sampling: SamplingMode = "logprobs", constraints: bool = False
 ) -> Iterator[ProgramKey]:
-    """All programs that serve a table with rounds of these kinds, for rows that ask for no more than this."""
+    """All programs that serve a table with rounds of these kinds, for rows that ask for no more than this.
+
+    Args:
+        constraints: whether rows may have a constraint.
+    """
     yield ProgramKey("allocate")
     for rows, chunk in dict.fromkeys([*((1, chunk) for chunk in table.chunks), table.together]):
         yield prefill_key(rows, chunk, sampling)
     for positions, rows in product(table.capacities, table.batches):
         yield from (ProgramKey("rounds", rows, positions, choice=choice, sampling=sampling) for choice in choices)
+        if constraints:
+            yield ProgramKey("rounds", rows, positions, choice=constrained_choice(choices), sampling=sampling, constrained=True)
 
 
 def prefill_key(rows: int, chunk: int, sampling: SamplingMode) -> ProgramKey:

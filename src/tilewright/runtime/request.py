@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
+from tilewright.runtime.constraints import Constraint
 from tilewright.runtime.logprobs import MOST_ALTERNATIVES
 from tilewright.runtime.output import Result
 from tilewright.runtime.sampling import Sampling
@@ -40,6 +41,7 @@ class GenerateRequest:
             are the target's, of its logits as they are: before temperature, filters and penalties.
         prompt_logprobs: the same for the prompt's tokens from the second one on; needs `logprobs`.
         deadline_s: seconds after which it is ended, waiting or not; None for never.
+        constraint: what its text must be; None for anything. Log-probabilities are of the tokens that it allows.
     """
 
     prompt: Sequence[int]
@@ -47,8 +49,13 @@ class GenerateRequest:
     logprobs: int | None = None
     prompt_logprobs: bool = False
     deadline_s: float | None = None
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
+        sampling = self.sampling
+        if self.constraint is not None and (sampling.ignore_eos or sampling.min_tokens):
+            found = "ignore_eos" if sampling.ignore_eos else f"min_tokens {sampling.min_tokens}"
+            raise ValueError(f"expected a constraint to end as it says, without ignore_eos or min_tokens, found {found}")
         if self.logprobs is not None and not 0 <= self.logprobs <= MOST_ALTERNATIVES:
             raise ValueError(f"expected logprobs from 0 to {MOST_ALTERNATIVES}, found {self.logprobs}")
         if self.prompt_logprobs and self.logprobs is None:
@@ -191,6 +198,7 @@ class EngineStats:
         preemptions, rejected: requests computed anew, and turned away.
         ended: how many ended, for each reason.
         dispatches, rounds: of decoding; a round is counted once for all its rows.
+        constrained_rounds: those of them that ran under masks made on the host, for the sake of one row or more.
         row_rounds, padding_rows: rows that rounds ran for requests, and beside them to fill a shape.
         prefill_tokens, prefill_padding: positions that prefill computed, and beside them to fill a chunk.
         drafts: rounds of a row in which something was drafted.
@@ -218,6 +226,7 @@ class EngineStats:
     ended: dict[str, int] = field(default_factory=dict)
     dispatches: int = 0
     rounds: int = 0
+    constrained_rounds: int = 0
     row_rounds: int = 0
     padding_rows: int = 0
     prefill_tokens: int = 0

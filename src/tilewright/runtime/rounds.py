@@ -8,13 +8,17 @@ rule, p(draft).
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
-from tilewright.runtime.interfaces import Proposal, Variant
+from tilewright.runtime.constraints import Blocks
+from tilewright.runtime.interfaces import OneKind, Proposal, Variant
+from tilewright.runtime.layout import Layout
 from tilewright.runtime.state import DecodeState, Models, Step, StepInfo, Target, commit, known_token, verify
 
 
@@ -28,17 +32,23 @@ def autoregressive_step(target: Target, models: Models, state: DecodeState) -> t
 
 def speculative_round(drafter: Variant, target: Target, models: Models, state: DecodeState) -> tuple[DecodeState, StepInfo]:
     """One round: commits the accepted drafts and one more token from the target."""
-    proposal = drafter.propose(target, models, state)
+    return run_block(drafter, target, models, state, drafter.propose(target, models, state))
+
+
+def run_block(
+    drafter: Variant, target: Target, models: Models, state: DecodeState, proposal: Proposal, masks: Array | None = None
+) -> tuple[DecodeState, StepInfo]:
+    """A round with the drafts of a proposal; without any, a plain step where the drafter may be idle."""
     if not drafter.may_be_idle:
-        return verify_and_extend(drafter, target, models, state, proposal)
+        return verify_and_extend(drafter, target, models, state, proposal, masks)
 
     def idle(state: DecodeState) -> tuple[DecodeState, StepInfo]:
         nothing = Proposal(proposal.block[:, :1], jnp.zeros_like(proposal.drafts))
-        after, info = verify_and_extend(drafter, target, models, state, nothing)
+        after, info = verify_and_extend(drafter, target, models, state, nothing, None if masks is None else masks[:, :1])
         return after, info.widened(proposal.block.shape[1])
 
     def drafted(state: DecodeState) -> tuple[DecodeState, StepInfo]:
-        return verify_and_extend(drafter, target, models, state, proposal)
+        return verify_and_extend(drafter, target, models, state, proposal, masks)
 
     return one_of(jnp.any((proposal.drafts > 0) & ~state.done), drafted, idle, state)
 
@@ -60,11 +70,11 @@ def one_of(
 
 
 def verify_and_extend(
-    drafter: Variant, target: Target, models: Models, state: DecodeState, proposal: Proposal
+    drafter: Variant, target: Target, models: Models, state: DecodeState, proposal: Proposal, masks: Array | None = None
 ) -> tuple[DecodeState, StepInfo]:
     """Runs the block through the target, commits what it agrees with, and extends the drafter's context by that."""
     block = proposal.block
-    verified = verify(target, models.target, state, block, drafter.tap_layers)
+    verified = verify(target, models.target, state, block, drafter.tap_layers, masks)
     is_draft = jnp.arange(block.shape[1] - 1)[None] < proposal.drafts[:, None]
     agrees = is_draft & (block[:, 1:] == verified.tokens[:, :-1])
     accepted = jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), axis=1), axis=1)
@@ -72,6 +82,49 @@ def verify_and_extend(
     after = drafter.extend(target, models, after, verified.taps, state.known, after.known)
     drafted, accepted = (jnp.where(state.done, 0, count) for count in (proposal.drafts, accepted))
     return after, StepInfo(verified.tokens, committed, drafted, accepted, verified.logprobs)
+
+
+@dataclass(frozen=True)
+class HostDrafts(OneKind):
+    """Stands in for a drafter where there is none, in rounds whose drafts are the host's alone: text that has to come.
+
+    Attributes:
+        may_be_idle: False for a compiler that takes no branches.
+    """
+
+    block_size: int
+    may_be_idle: bool
+
+    name = "none"
+    reads_target_head = False
+    dtype = None
+    declared = None
+    tap_layers = ()
+
+    def allocate(self, layout: Layout, target: Target, dtype: DTypeLike) -> Any:
+        return ()
+
+    def propose(self, target: Target, models: Models, state: DecodeState) -> Proposal:
+        block = jnp.zeros((state.known.shape[0], self.block_size), jnp.int32)
+        return Proposal(block, jnp.zeros_like(state.known))
+
+    def extend(
+        self, target: Target, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Array, stop: Array
+    ) -> DecodeState:
+        return state
+
+
+def constrained_round(
+    drafter: Variant, target: Target, models: Models, state: DecodeState, given: Blocks
+) -> tuple[DecodeState, StepInfo, Array]:
+    """One round of the host's drafts under its masks, and the drafts for the next one, as `Reports.proposed` has them.
+
+    So the host knows drafts before they are run, and makes their masks; see `constraints.py`.
+    """
+    proposal = Proposal(jnp.concatenate([known_token(state), given.drafts], axis=1), jnp.asarray(given.counts))
+    state, info = run_block(drafter, target, models, state, proposal, jnp.asarray(given.masks))
+    block, drafts = drafter.propose(target, models, state)
+    return state, info, jnp.concatenate([drafts[:, None], block[:, 1:]], axis=1)
 
 
 def step_of(drafter: Variant | None, target: Target) -> Step:

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from tilewright.kernels.operations import UNMAPPED
+from tilewright.runtime.constraints import Drafted, fill_blocks
 from tilewright.runtime.interfaces import Choice
 from tilewright.runtime.programs import ProgramKey, Programs, RowRequest, empty_state, prefill_key, request_rows
 from tilewright.runtime.sampling import SamplingMode
@@ -26,6 +27,7 @@ class Sent(NamedTuple):
         reports: what came of them, once the device is there.
         at: when they were sent, by `time.perf_counter()`.
         alone: nothing but rounds was sent since the rounds before.
+        constrained: it is one round under masks.
     """
 
     batch: Sequence[RunningSequence]
@@ -36,6 +38,7 @@ class Sent(NamedTuple):
     reports: Reports
     at: float
     alone: bool
+    constrained: bool = False
 
     @property
     def wants_logprobs(self) -> bool:
@@ -138,11 +141,33 @@ class ModelRunner:
         """
         programs, rows = self.programs, self.programs.rows_for(len(batch))
         key = programs.round_key(choice, rows, positions, self.sampling)
-        active, at = np.arange(rows) < len(batch), time.perf_counter()
-        reports = self.run_rounds(key, self.slots(batch, rows), self.table(batch, rows, key.positions), active, rounds)
+        at = time.perf_counter()
+        return self.sending(batch, key, rounds, self.run_rounds(key, *self.round_inputs(batch, key), rounds), at)
+
+    def constrained_round(self, batch: Sequence[RunningSequence], choice: Choice | None, positions: int) -> Sent:
+        """Runs one round, each row's drafts and masks made here; all that was sent before must have been read.
+
+        Raises:
+            ConstraintError: a row's constraint cannot say what may come.
+        """
+        programs, rows = self.programs, self.programs.rows_for(len(batch))
+        key = programs.round_key(choice, rows, positions, self.sampling, constrained=True)
+        drafted = [Drafted(running.sequence.constraint, running.drafts) for running in batch]
+        width, vocab = programs.constrained_width(choice), programs.target.config.vocab_size
+        given, at = fill_blocks(drafted, rows, width, vocab), time.perf_counter()
+        return self.sending(batch, key, 1, self.run(key, *self.round_inputs(batch, key), given), at)
+
+    def round_inputs(self, batch: Sequence[RunningSequence], key: ProgramKey) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What the programs of rounds are given first: slots, their pages, and which of them are running."""
+        rows = key.rows
+        return self.slots(batch, rows), self.table(batch, rows, key.positions), np.arange(rows) < len(batch)
+
+    def sending(self, batch: Sequence[RunningSequence], key: ProgramKey, rounds: int, reports: Reports, at: float) -> Sent:
+        """Rounds that were sent at a time. What the host reads of their reports begins to come."""
         alone, self.sent = self.sent == ["rounds"], []
-        sent = Sent(batch, rows, choice, rounds, programs.width(choice), reports, at, alone)
-        for each in jax.tree.leaves(reports if sent.wants_logprobs else reports.packed):
+        width = (self.programs.constrained_width if key.constrained else self.programs.width)(key.choice)
+        sent = Sent(batch, key.rows, key.choice, rounds, width, reports, at, alone, key.constrained)
+        for each in jax.tree.leaves(reports if sent.wants_logprobs else reports._replace(logprobs=None)):
             if isinstance(each, jax.Array):
                 each.copy_to_host_async()
         return sent
@@ -160,6 +185,13 @@ class ModelRunner:
     def read(self, sent: Sent) -> StepInfo:
         """Report of rounds; waits for the device."""
         return StepInfo.unpacked(sent.reports, sent.wants_logprobs)
+
+    @staticmethod
+    def proposed(sent: Sent) -> list[list[int]]:
+        """The drafts of each row for its next round, as far as rounds told them."""
+        if sent.reports.proposed is None:
+            return [[] for _ in sent.batch]
+        return [own[: own.pop(0)] for own in np.asarray(sent.reports.proposed).tolist()]
 
     def wait(self) -> None:
         """Until all that was sent has run."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tilewright.runtime.constraints import ConstraintState
 from tilewright.runtime.pages import FIRST, Pages, page_key
 from tilewright.runtime.service import EngineSequence
 from tilewright.runtime.shapes import ShapeTable
@@ -28,12 +29,14 @@ class TokenSequence(EngineSequence):
         prompt_logprobs: what prefill said of the prompt, as far as it went: the log-probabilities that a program gave, still on
             the device, its row there, and for how many positions. None once it was told, or where nobody asks.
         keys: of its full pages, as far as they were needed. What is committed does not change, so each is computed once.
+        constraint: where it stands in its constraint, behind the last token that was read; None without one.
     """
 
     followed: Any = None
     queued: int = 0
     prompt_logprobs: list[tuple[Any, int, int]] | None = None
     keys: list[bytes] = field(default_factory=list)
+    constraint: ConstraintState | None = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -85,6 +88,7 @@ class RunningSequence:
         begun: whether a chunk was sent; the first one, which may have no position at all, also puts the sequence into its slot.
         published: of its pages, from the first, those that others may find.
         held: how many positions each of the drafter's contexts holds that may fall behind.
+        drafts: behind its last committed token, where the host knows them: after a round under masks.
     """
 
     sequence: TokenSequence
@@ -98,6 +102,7 @@ class RunningSequence:
     most: int = 0
     published: int = 0
     held: dict[str, int] = field(default_factory=dict)
+    drafts: Sequence[int] = ()
 
     @property
     def prefilled(self) -> bool:
@@ -231,6 +236,11 @@ class Scheduler:
     def runnable(self) -> list[RunningSequence]:
         """Those that rounds can run for, the oldest first."""
         return [running for running in self.running if running.prefilled and not running.ending]
+
+    @property
+    def constrained(self) -> bool:
+        """True if rounds that can run have a row with a constraint: they are sent one by one, under masks."""
+        return any(running.sequence.constraint is not None for running in self.runnable())
 
     @property
     def hurried(self) -> bool:

@@ -307,11 +307,23 @@ class Service(ABC, Generic[SequenceT]):
 
     def turn(self) -> bool:
         """Sends, and reads what the step before had sent."""
-        filled, sent = self.fill(), self.send()
-        read = self.flight and (not sent or len(self.flight) > 1)
-        while len(self.flight) > (1 if sent else 0):
-            self.read(self.flight.popleft())
+        filled = self.fill()
+        read = self.read_all_but(0) if self.reads_first else False
+        sent = self.send()
+        read |= self.read_all_but(1 if sent else 0)
         return bool(filled or sent or read)
+
+    @property
+    def reads_first(self) -> bool:
+        """True if what is sent next depends on what came of the dispatch before."""
+        return False
+
+    def read_all_but(self, last: int) -> bool:
+        """Reads dispatches until only so many are in flight. Returns whether there were more."""
+        more = len(self.flight) > last
+        while len(self.flight) > last:
+            self.read(self.flight.popleft())
+        return more
 
     def take_in(self) -> list[SequenceT]:
         """Puts those that were asked into the queue. Returns all sequences that are there, each of which has its place now."""

@@ -18,6 +18,7 @@ from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.stack import SINGLE_DEVICE, Schedule
 from tilewright.runtime.cache import CausalCache
+from tilewright.runtime.constraints import allowed
 from tilewright.runtime.logprobs import Logprobs, logprobs_of, no_logprobs
 from tilewright.runtime.per_row import History, penalises, sample_each
 from tilewright.runtime.sampling import RowSampling, SamplingMode, penalise, sample
@@ -161,24 +162,29 @@ def run_target(
 
 
 def verify(
-    target: Target, params: DecoderParams, state: DecodeState, block: Int[Array, "B T"], tap_layers: tuple[int, ...]
-) -> Verified:
+    target: Target, params: DecoderParams, state: DecodeState, block: Int[Array, "B T"], tap_layers: tuple[int, ...],
+    masks: Array | None = None,
+) -> Verified:  # fmt: skip
     """Runs a block that begins with the known token through the target and draws the token after each slot.
 
     Slots behind the last position that the cache has write nothing: no token is committed there.
+
+    Args:
+        masks: of the tokens that may come after each slot, uint32 `[B, T, ceil(V / 32)]`; None where all may.
     """
     left = jnp.where(state.done, 0, state.tokens.shape[1] - state.known)
     span = Span(state.known, jnp.minimum(left, block.shape[1]))
     ran = run_target(target, params, state, block, span, tap_layers)
-    tokens, logprobs = next_tokens(target, params, state, block, ran.hidden)
+    tokens, logprobs = next_tokens(target, params, state, block, ran.hidden, masks)
     # Weights are finite when they are read: logits are not where hidden states are not.
     finite = jnp.isfinite(jnp.sum(ran.hidden.astype(jnp.float32), axis=-1))
     return Verified(jnp.where(finite, tokens, NOT_FINITE), ran.taps, replace(state, target_cache=ran.kept), logprobs)
 
 
 def next_tokens(
-    target: Target, params: DecoderParams, state: DecodeState, block: Int[Array, "B T"], hidden: Array
-) -> tuple[Int[Array, "B T"], Logprobs | None]:
+    target: Target, params: DecoderParams, state: DecodeState, block: Int[Array, "B T"], hidden: Array,
+    masks: Array | None = None,
+) -> tuple[Int[Array, "B T"], Logprobs | None]:  # fmt: skip
     """The token after each slot of a block, and what rows that ask are told about those that may be committed.
 
     Where every row takes the most likely token and asks for nothing else, the head gives that at once, without its logits. A
@@ -186,13 +192,18 @@ def next_tokens(
 
     Args:
         hidden: the target's hidden states, `[B, T, H]`.
+        masks: see `verify`. With them every row's logits are computed, and are the masked ones to all that follows.
     """
     rows, after = state.sampling, block_positions(state.known + 1, block.shape[1])
-    if target.sampling == "greedy":
+    if target.sampling == "greedy" and masks is None:
         return decoder.most_likely(target.config, target.ops, params, hidden, target.schedule), None
-    if not target.loops:
+
+    def logits_of() -> Array:
         logits = decoder.logits(target.config, target.ops, params, hidden, target.schedule)
-        return sample(penalise(logits, rows, state.tokens, state.known, block), rows, after), None
+        return logits if masks is None else allowed(logits, masks)
+
+    if not target.loops:
+        return sample(penalise(logits_of(), rows, state.tokens, state.known, block), rows, after), None
     running = ~state.done
     asking = running & jnp.asarray(rows.wants_logprobs) & target.reports_logprobs
     drawing = running & (penalises(rows) | (jnp.asarray(rows.temperature) > 0))
@@ -203,7 +214,7 @@ def next_tokens(
         return tokens, none() if target.reports_logprobs else None
 
     def row_by_row() -> tuple[Array, Logprobs | None]:
-        logits = decoder.logits(target.config, target.ops, params, hidden, target.schedule)
+        logits = logits_of()
         tokens = sample_each(logits, rows, History(state.tokens, state.known, block), after, running)
         if not target.reports_logprobs:
             return tokens, None
@@ -215,6 +226,8 @@ def next_tokens(
 
         return tokens, jax.lax.cond(jnp.any(asking), told, none)
 
+    if masks is not None:
+        return row_by_row()
     # Neither side changes what it reads, so that XLA:CPU copies nothing of it to a branch.
     return jax.lax.cond(jnp.any(asking | drawing), row_by_row, best)
 
@@ -292,10 +305,13 @@ class Reports(NamedTuple):
     Attributes:
         packed: int32 `[most, B, 3 + T]`, see `StepInfo.packed`.
         logprobs: of all steps; None where they report none.
+        proposed: int32 `[B, T]`, how many drafts each row has for the next round, and the drafts; None where the device keeps
+            them to itself.
     """
 
     packed: Any
     logprobs: Logprobs | None
+    proposed: Any = None
 
 
 Step = Callable[[Models, DecodeState], tuple[DecodeState, StepInfo]]

@@ -21,7 +21,7 @@ from tilewright.server.defaults import SamplingDefaults
 from tilewright.server.denoising import DenoisingChatBody, DenoisingCompletionBody
 from tilewright.server.errors import ApiError, invalid_body, overloaded
 from tilewright.server.metrics import EngineCollector, Timings
-from tilewright.server.parse import Plan, plan_of, rough_size
+from tilewright.server.parse import Constrain, Plan, asks_grammar, plan_of, rough_size
 from tilewright.server.protocol import ChatBody, CompletionBody, GenerationBody, ModelBody
 from tilewright.server.render import Served
 from tilewright.server.stream import Running, stopping
@@ -53,6 +53,7 @@ class ServerOptions:
         body_s: how long it may take to come.
         deadline_s: how long a request may take in the engine; None for as long as it likes.
         stale_s: how long ago the engine's last step may be before it counts as stuck.
+        constrain: makes a constraint of a grammar, for an engine that takes them; None where structured output is not offered.
     """
 
     name: str
@@ -65,6 +66,7 @@ class ServerOptions:
     body_s: float = 30.0
     deadline_s: float | None = None
     stale_s: float = 30.0
+    constrain: Constrain | None = None
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -133,6 +135,7 @@ class Api:
     threads: ThreadPoolExecutor = field(init=False)
     long_prompts_thread: ThreadPoolExecutor = field(init=False)
     texts_thread: ThreadPoolExecutor = field(init=False)
+    grammars_thread: ThreadPoolExecutor = field(init=False)
 
     def __post_init__(self) -> None:
         self.served = Served(
@@ -142,13 +145,14 @@ class Api:
         self.registry.register(EngineCollector(self.engine, self.options.name))
         self.timings = Timings(self.registry, self.options.name)
         self.threads = ThreadPoolExecutor(TOKENISERS, "tokenise")
-        # A thread each, for what may take seconds: longer prompts keep no others waiting, and texts no prompts.
+        # A thread each, for what may take seconds: longer prompts, and grammars, keep no others waiting, and texts no prompts.
         self.long_prompts_thread = ThreadPoolExecutor(1, "long-prompts")
         self.texts_thread = ThreadPoolExecutor(1, "texts")
+        self.grammars_thread = ThreadPoolExecutor(1, "grammars")
 
     def close(self) -> None:
         """Ends the threads, once they have done what they were given."""
-        for each in (self.threads, self.long_prompts_thread, self.texts_thread):
+        for each in (self.threads, self.long_prompts_thread, self.texts_thread, self.grammars_thread):
             each.shutdown()
 
     @property
@@ -248,7 +252,7 @@ class Api:
         running = Running(self.engine, self.timings)
         # More than the queue holds is too much for ever, which is said once it is certain: when it is tokenised.
         with self.pending.counting(requests, min(tokens, limits.queue_tokens), self.engine.check_room):
-            threads = self.long_prompts_thread if is_long else self.threads
+            threads = self.long_prompts_thread if is_long else self.grammars_thread if asks_grammar(body) else self.threads
             try:
                 plan = await in_thread(threads, partial(self.submitted, body, running))
             except asyncio.CancelledError:  # the thread goes on
@@ -259,7 +263,7 @@ class Api:
     def submitted(self, body: GenerationBody, running: Running) -> Plan:
         """The part of `start` that takes time with long prompts; it runs in a thread."""
         options = self.options
-        plan = plan_of(body, self.engine, options.template, options.deadline_s, options.sampling)
+        plan = plan_of(body, self.engine, options.template, options.deadline_s, options.sampling, options.constrain)
         tokens, most = sum(len(request.prompt) for request in plan.requests), self.engine.options.queue_tokens
         if tokens > most:
             expected = f"at most {most} prompt tokens, those of all choices together"

@@ -11,18 +11,15 @@ from pydantic import Field
 
 from tilewright.diffusion.options import ALWAYS, Denoising, Mode, Remasking
 from tilewright.diffusion.request import DenoisingRequest
-from tilewright.server.protocol import (
-    FLAG,
-    WHOLE,
-    ChatBody,
-    CompletionBody,
-    GenerationBody,
-    Length,
-    expect,
-)
+from tilewright.server.fields import FLAG, WHOLE, Body, expect
+from tilewright.server.protocol import ChatBody, CompletionBody, GenerationBody, Length
 
 NOT_OF_DIFFUSION = "is not offered for a diffusion model"
 COMMITS_MANY = f"{NOT_OF_DIFFUSION}, which commits many tokens at once"
+
+
+class TextFormat(Body):
+    type: Literal["text"]
 
 
 def only(value: int | str) -> Any:
@@ -59,6 +56,8 @@ class DenoisingBody(GenerationBody):
     stop_token_ids: Annotated[Annotated[list[Any], Field(max_length=0)] | None, only("empty")] = None  # type: ignore[assignment]
     include_stop_str_in_output: Annotated[Literal[False] | None, FLAG, only("false")] = None  # type: ignore[assignment]
     skip_special_tokens: Annotated[Literal[True] | None, FLAG, only("true")] = None  # type: ignore[assignment]
+    structured_outputs: Annotated[None, expect(NOT_OF_DIFFUSION, "not_offered")] = None  # type: ignore[assignment]
+    response_format: Annotated[TextFormat | None, only('{"type": "text"}')] = None  # type: ignore[assignment]
     prompt_logprobs: Annotated[None, expect(COMMITS_MANY, "not_offered")] = None  # type: ignore[assignment]
 
 
@@ -72,6 +71,8 @@ class DenoisingCompletionBody(DenoisingBody, CompletionBody):  # type: ignore[mi
 class DenoisingChatBody(DenoisingBody, ChatBody):  # type: ignore[misc]
     """`POST /v1/chat/completions`."""
 
+    tools: Annotated[Annotated[list[Any], Field(max_length=0)] | None, only("empty")] = None  # type: ignore[assignment]
+    tool_choice: Annotated[Literal["none", "auto"] | None, only("none")] = None  # type: ignore[assignment]
     logprobs: Annotated[Literal[False] | None, FLAG, expect(COMMITS_MANY, "not_offered")] = None  # type: ignore[assignment]
     top_logprobs: Annotated[None, expect(COMMITS_MANY, "not_offered")] = None  # type: ignore[assignment]
 

@@ -47,6 +47,10 @@ COUNTERS = {
     "vllm:spec_decode_num_draft_tokens": ("Draft tokens.", lambda f: f.drafted),
     "vllm:spec_decode_num_accepted_tokens": ("Accepted draft tokens.", lambda f: f.accepted),
     "tilewright_dispatches": ("Dispatches of rounds.", lambda f: f.dispatches),
+    "tilewright_constrained_rounds": (
+        "Rounds under masks made on the host, for a request with a grammar.",
+        lambda f: f.constrained_rounds,
+    ),
     "tilewright_row_rounds": ("Rows that rounds ran for requests.", lambda f: f.row_rounds),
     "tilewright_padding_rows": ("Rows that rounds ran to fill a shape.", lambda f: f.padding_rows),
     "tilewright_prefill_tokens": ("Positions that prefill computed for requests.", lambda f: f.prefill_tokens),

@@ -1,7 +1,7 @@
 """From a body to requests of the engine: the one way, for every route that generates or tokenises."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,8 +9,10 @@ import jinja2
 
 from tilewright.diffusion.engine import DiffusionEngine
 from tilewright.diffusion.request import DenoisingRequest
+from tilewright.grammar.grammar import Grammar
 from tilewright.models.chat import ChatTemplate
 from tilewright.models.tokenizer import encode
+from tilewright.runtime.constraints import Constraint
 from tilewright.runtime.request import GenerateRequest
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.service import Service
@@ -18,7 +20,9 @@ from tilewright.server.defaults import SamplingDefaults
 from tilewright.server.denoising import DenoisingBody, requests_of
 from tilewright.server.errors import ApiError
 from tilewright.server.protocol import ChatBody, CompletionBody, GenerationBody, Message, Templated
+from tilewright.server.structured import Asked, grammar_of, refused
 from tilewright.server.tokens import Offsets
+from tilewright.server.tools import ToolUse, arguments_schema, told, tool_use
 
 log = logging.getLogger("tilewright.server")
 
@@ -26,6 +30,8 @@ COMPLETION_TOKENS = 16
 """Tokens of a completion if the request does not say, as at OpenAI; a chat takes what is left of the context."""
 CHARACTERS_A_TOKEN = 4
 """About; for counting requests that are not tokenised yet."""
+Constrain = Callable[[Grammar], Constraint]
+NOT_INSTALLED = "it was started without the grammar extra, or with --no-structured-output"
 CERTAINLY = 16
 """Characters for each position of the context. A longer text is judged by so much of it: if this has twice as many tokens as
 there are positions, then the whole does not fit, whatever comes."""
@@ -57,6 +63,8 @@ class Plan:
         logprobs, prompt_logprobs: alternatives that are told with each generated token, and with each of the prompt; None for
             no log-probabilities.
         token_ids: those of prompts and answers are told, too.
+        constrained: answers follow a grammar.
+        tools: which answers may call; None for none.
     """
 
     prompts: list[Prompted]
@@ -67,6 +75,8 @@ class Plan:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     token_ids: bool = False
+    constrained: bool = False
+    tools: ToolUse | None = None
 
     def prompt_of(self, index: int) -> Prompted:
         return self.prompts[index // self.choices]
@@ -200,16 +210,21 @@ def check_beginning(text: str, engine: Service[Any], param: str) -> None:
 
 def plan_of(
     body: GenerationBody, engine: Service[Any], template: ChatTemplate | None, deadline_s: float | None,
-    sampling: SamplingDefaults,
+    sampling: SamplingDefaults, constrain: Constrain | None = None,
 ) -> Plan:  # fmt: skip
-    """Tokenises, and makes the requests. This may take a while.
+    """Tokenises, compiles a grammar, and makes the requests. This may take a while.
+
+    Args:
+        constrain: makes a constraint of a grammar; None where that is not offered.
 
     Raises:
         ApiError: something is wrong with the body that its fields by themselves do not show.
     """
     check_together(body)
+    tools = tools_of(body, template)
+    constraint = constraint_of(body, tools, constrain)
     if isinstance(body, ChatBody):
-        prompts, logprobs, echo = [conversation(body, engine, template)], given(body.top_logprobs, 0), False
+        prompts, logprobs, echo = [conversation(body, engine, template, tools)], given(body.top_logprobs, 0), False
         logprobs = logprobs if body.logprobs else None
     else:
         assert isinstance(body, CompletionBody)
@@ -230,14 +245,75 @@ def plan_of(
             else:
                 new_tokens = new_tokens_of(body, prompt.tokens, engine.context, most=sampling.max_new_tokens)
                 asked = sampling_of(body, new_tokens, sampling)
-                requests += [GenerateRequest(prompt.tokens, seeded(asked, choice), *how) for choice in range(choices)]
+                if tools is not None:  # what marks a call may be a special token
+                    asked = replace(asked, skip_special_tokens=False)
+                each = [seeded(asked, choice) for choice in range(choices)]
+                requests += [GenerateRequest(prompt.tokens, one, *how, constraint=constraint) for one in each]
         for request in requests[::choices]:
             engine.check(request)
     except ValueError as error:
         raise ApiError(400, str(error), "invalid_value") from error
     return Plan(
-        prompts, choices, requests, echo, body.max_tokens != 0, logprobs, body.prompt_logprobs, bool(body.return_token_ids)
+        prompts, choices, requests, echo, body.max_tokens != 0, logprobs, body.prompt_logprobs, bool(body.return_token_ids),
+        constraint is not None, tools,
+    )  # fmt: skip
+
+
+def tools_of(body: GenerationBody, template: ChatTemplate | None) -> ToolUse | None:
+    """The tools that answers to a body may call."""
+    return tool_use(body.tools, body.tool_choice, body.parallel_tool_calls, template) if isinstance(body, ChatBody) else None
+
+
+def asks_grammar(body: GenerationBody) -> bool:
+    """True if a body may ask answers to follow a grammar, which takes time to compile."""
+    forced = isinstance(body, ChatBody) and body.tool_choice not in (None, "none", "auto")
+    return (
+        forced
+        or body.structured_outputs is not None
+        or (body.response_format is not None and body.response_format.type != "text")
     )
+
+
+def constraint_of(body: GenerationBody, tools: ToolUse | None, constrain: Constrain | None) -> Constraint | None:
+    """What a body asks answers to be, over the model's tokens.
+
+    Raises:
+        ApiError: it is not offered, or the grammar cannot be used.
+    """
+    asked = grammar_of(body.response_format, body.structured_outputs)
+    if asked is not None and tools is not None:
+        field = asked.param.partition(".")[0]
+        raise ApiError(400, f"'{field}': expected none beside tools that may be called", "invalid_value", field)
+    if tools is not None and tools.forced:
+        asked = call_grammar(tools, constrain)
+    if asked is None:
+        return None
+    if constrain is None:
+        field = asked.param.partition(".")[0]
+        raise ApiError(400, f"'{field}' is not offered by this server: {NOT_INSTALLED}", "unsupported_parameter", field)
+    try:
+        return constrain(asked.grammar)
+    except ValueError as error:
+        raise refused(asked.param, error) from error
+
+
+def call_grammar(tools: ToolUse, constrain: Constrain | None) -> Asked:
+    """The grammar of calls that are wanted.
+
+    Raises:
+        ApiError: the parameters of a function are no schema that can be used; it names the first that is none.
+    """
+    for number, tool in enumerate(tools.tools):
+        if tool in tools.callable and constrain is not None:
+            param = f"tools[{number}].function.parameters"
+            try:
+                constrain(arguments_schema(tool))
+            except ValueError as error:
+                raise refused(param, error) from error
+    try:
+        return Asked(tools.grammar(), "tools")
+    except ValueError as error:
+        raise refused("tools", error) from error
 
 
 def prompted(prompt: str | list[int], body: CompletionBody, engine: Service[Any]) -> Prompted:
@@ -260,9 +336,9 @@ def prompted(prompt: str | list[int], body: CompletionBody, engine: Service[Any]
         raise ApiError(400, f"'prompt': {error}", "invalid_value", "prompt") from error
 
 
-def conversation(body: ChatBody, engine: Service[Any], template: ChatTemplate | None) -> Prompted:
+def conversation(body: ChatBody, engine: Service[Any], template: ChatTemplate | None, tools: ToolUse | None = None) -> Prompted:
     """The prompt that the chat template makes of a conversation."""
-    text = rendered(body.messages, body, template)
+    text = rendered(body.messages, body, template, tools)
     check_beginning(text, engine, "messages")
     try:
         # The template has put the special tokens where the model wants them.
@@ -271,8 +347,8 @@ def conversation(body: ChatBody, engine: Service[Any], template: ChatTemplate | 
         raise ApiError(400, f"'messages': {error}", "invalid_value", "messages") from error
 
 
-def rendered(messages: Sequence[Message], body: Templated, template: ChatTemplate | None) -> str:
-    """A conversation as text.
+def rendered(messages: Sequence[Message], body: Templated, template: ChatTemplate | None, tools: ToolUse | None = None) -> str:
+    """A conversation as text; a template that knows no tools is told of them in its messages.
 
     Raises:
         ApiError: the model has no template, or the template refuses the conversation.
@@ -282,7 +358,10 @@ def rendered(messages: Sequence[Message], body: Templated, template: ChatTemplat
     goes_on = bool(body.continue_final_message)
     begins = given(body.add_generation_prompt, not goes_on)
     try:
-        return template.render([one.shown for one in messages], begins, goes_on, body.chat_template_kwargs)
+        shown, described = [one.shown for one in messages], None if tools is None else tools.described
+        if not template.takes_tools:
+            shown, described = told(shown, tools), None
+        return template.render(shown, begins, goes_on, body.chat_template_kwargs, described)
     except ValueError as error:
         log.info("a chat template failed", exc_info=error)
         # Templates refuse conversations in words of their own; what else they raise may tell of the server's inside.

@@ -5,16 +5,32 @@ it is unknown, which is an error too. Values that change nothing (`user`, `metad
 taken and not read. Every field but those that a route cannot do without may be null, which is as if it were not there.
 """
 
-from collections.abc import Callable
 from typing import Annotated, Any, Literal, LiteralString, cast
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator
+from pydantic import AfterValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from tilewright.models.chat import check_values
 from tilewright.runtime.logprobs import MOST_ALTERNATIVES
 from tilewright.runtime.sampling import BIASES, MOST_BIASED, MOST_STOP_TOKENS, REPETITION_PENALTIES, TEMPERATURES
 from tilewright.server.defaults import cold
+from tilewright.server.fields import (
+    LONGEST_NAME,
+    WHOLE,
+    Body,
+    Ignored,
+    NoText,
+    NothingAsked,
+    NotOffered,
+    OnlyFalse,
+    OnlyOne,
+    OnlyTrue,
+    OnlyZero,
+    Unread,
+    expect,
+)
+from tilewright.server.structured import ResponseFormat, StructuredOutputs
+from tilewright.server.tools import MOST_TOOLS, Call, Tool, ToolChoice
 
 MOST_CHOICES = 16
 """The most that `n` may be."""
@@ -26,62 +42,7 @@ MOST_VALUES = 64
 """Of a chat template."""
 LONGEST_STOP = 128
 """In characters. The engine looks for stop strings in its own thread, after each token."""
-LONGEST_NAME = 512
-"""Of a model, a user, a key: texts that are compared or not read at all."""
 
-
-def expect(text: str, kind: str = "expected") -> WrapValidator:
-    """Says one thing of whatever is wrong with a value, where the alternatives of a union would each say their own."""
-
-    def check(value: Any, handler: Callable[[Any], Any]) -> Any:
-        try:
-            return handler(value)
-        except ValidationError:
-            raise PydanticCustomError(cast(LiteralString, kind), cast(LiteralString, text)) from None
-
-    return WrapValidator(check)
-
-
-NotOffered = Annotated[None, expect("is not offered by this server", "not_offered")]
-"""A field that others offer. It may be there as null, as some clients send it."""
-NoText = Annotated[
-    Annotated[str, Field(max_length=0)] | None, expect("is not offered by this server; it may be empty", "not_offered")
-]
-NothingAsked = Annotated[
-    Annotated[list[Any], Field(max_length=0)] | Annotated[dict[str, Any], Field(max_length=0)] | None,
-    expect("is not offered by this server; it may be null or empty", "not_offered"),
-]
-"""Field that is not offered, where clients also send it empty."""
-Ignored = Annotated[str, Field(max_length=LONGEST_NAME)] | None
-Unread = Any
-"""Value that changes nothing here, whatever it is."""
-
-
-def whole(value: Any) -> Any:
-    """JSON knows one kind of number: 16.0 is 16."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-WHOLE = BeforeValidator(whole)
-
-OnlyZero = Annotated[
-    Annotated[float, Field(ge=0, le=0)] | None, expect("is not offered by this server; it may be 0", "not_offered")
-]
-OnlyOne = Annotated[
-    Annotated[float, Field(ge=1, le=1)] | None, expect("is not offered by this server; it may be 1", "not_offered")
-]
-
-
-def flag(value: Any) -> Any:
-    """JSON's true and false are no numbers: to Python 0.0 is False."""
-    if value is not None and not isinstance(value, bool):
-        raise PydanticCustomError("expected", "expected true or false")
-    return value
-
-
-FLAG = BeforeValidator(flag)
-OnlyFalse = Annotated[Literal[False] | None, FLAG, expect("is not offered by this server; it may be false", "not_offered")]
-OnlyTrue = Annotated[Literal[True] | None, FLAG, expect("is not offered by this server; it may be true", "not_offered")]
 
 TOKEN_ID = "TokenId"
 """The title of token ids in the schema, whose bound depends on the model."""
@@ -131,12 +92,6 @@ TemplateValues = Annotated[dict[str, Any] | None, Field(max_length=MOST_VALUES),
 """Values that a request may tell the chat template: anything."""
 
 
-class Body(BaseModel):
-    """JSON as it is: no text for a number, no field beyond those declared."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-
 class StreamOptions(Body):
     """`include_rounds` is this server's own: each chunk tells which of its tokens were drafted, round by round."""
 
@@ -176,6 +131,8 @@ class GenerationBody(ModelBody):
     skip_special_tokens: bool | None = None
     prompt_logprobs: PromptLogprobs = None
     return_token_ids: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    response_format: ResponseFormat | None = None
 
     # What changes nothing here.
     user: Ignored = None
@@ -225,7 +182,6 @@ class GenerationBody(ModelBody):
     guided_regex: NotOffered = None
     guided_choice: NotOffered = None
     guided_grammar: NotOffered = None
-    structured_outputs: NotOffered = None
     logits_processors: NotOffered = None
     cache_salt: NotOffered = None
     kv_transfer_params: NothingAsked = None
@@ -265,13 +221,6 @@ class GenerationBody(ModelBody):
         return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
-class TextFormat(Body):
-    type: Literal["text"]
-
-
-ResponseFormat = Annotated[TextFormat | None, expect('is not offered by this server but as {"type": "text"}', "not_offered")]
-
-
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`; with `echo`, `max_tokens` may be 0."""
 
@@ -283,7 +232,6 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool | None = None
     suffix: NotOffered = None
     prompt_embeds: NotOffered = None
-    response_format: ResponseFormat = None
 
 
 class TextPart(Body):
@@ -296,11 +244,11 @@ class TextPart(Body):
 
 
 class Message(Body):
-    """One message of a conversation. What assistants' messages have in answers may be sent back with them, if it is empty."""
+    """One message of a conversation. What assistants' messages have in answers may be sent back with them."""
 
     role: Annotated[
-        Literal["system", "developer", "user", "assistant"],
-        expect("expected system, developer, user or assistant; tools and functions are not offered by this server"),
+        Literal["system", "developer", "user", "assistant", "tool"],
+        expect("expected system, developer, user, assistant or tool"),
     ]
     content: Annotated[
         str | Annotated[list[TextPart], Field(max_length=MOST_MESSAGES)] | None,
@@ -312,7 +260,8 @@ class Message(Body):
     annotations: NothingAsked = None
     audio: NotOffered = None
     function_call: NotOffered = None
-    tool_calls: NothingAsked = None
+    tool_calls: Annotated[list[Call], Field(max_length=MOST_TOOLS)] | None = None
+    tool_call_id: Ignored = None
     reasoning_content: str | None = None
 
     @property
@@ -323,11 +272,16 @@ class Message(Body):
         return "\n".join(part.text for part in self.content or ())
 
     @property
-    def shown(self) -> dict[str, str]:
+    def shown(self) -> dict[str, Any]:
         """The message as chat templates see it."""
         role = "system" if self.role == "developer" else self.role
-        others = {"name": self.name, "reasoning_content": self.reasoning_content}
-        return {"role": role, "content": self.text} | {name: text for name, text in others.items() if text is not None}
+        others: dict[str, Any] = {
+            "name": self.name,
+            "reasoning_content": self.reasoning_content,
+            "tool_call_id": self.tool_call_id,
+        }
+        others["tool_calls"] = [call.shown for call in self.tool_calls] if self.tool_calls else None
+        return {"role": role, "content": self.text} | {name: value for name, value in others.items() if value is not None}
 
 
 class Templated(ModelBody):
@@ -349,7 +303,6 @@ class ChatBody(GenerationBody, Templated):
     max_completion_tokens: Length = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_ALTERNATIVES), WHOLE] | None = None
-    response_format: ResponseFormat = None
 
     parallel_tool_calls: bool | None = None
     prompt_cache_key: Ignored = None
@@ -359,10 +312,8 @@ class ChatBody(GenerationBody, Templated):
         Annotated[list[Literal["text"]], Field(max_length=1)] | None,
         expect('is not offered by this server but as ["text"]', "not_offered"),
     ] = None
-    tool_choice: Annotated[
-        Literal["none", "auto"] | None, expect("is not offered by this server: there are no tools", "not_offered")
-    ] = None
-    tools: NothingAsked = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: ToolChoice = None
     functions: NothingAsked = None
     function_call: NotOffered = None
     audio: NotOffered = None

@@ -10,11 +10,11 @@ from typing import Any
 from tilewright.llm.acceptance import speculative_decoding
 from tilewright.runtime.request import EndReason, RequestHandle, RequestOutput, Token, TokenLogprobs
 from tilewright.runtime.service import Service
+from tilewright.server.choice_text import ChoiceText
 from tilewright.server.logprobs import chat_logprobs, completion_logprobs, fewer, prompt_logprobs
 from tilewright.server.parse import Plan
 from tilewright.server.protocol import StreamOptions
 from tilewright.server.responses import (
-    AnswerMessage,
     Chat,
     ChatChoice,
     ChatChunk,
@@ -26,6 +26,7 @@ from tilewright.server.responses import (
     Delta,
     DenoisingSteps,
     FinishReason,
+    Masks,
     Metrics,
     PromptDetails,
     ShownRound,
@@ -106,7 +107,7 @@ class Renderer(ABC):
 
     def ends(self, index: int, update: RequestOutput, tokens: Sequence[Token]) -> dict[str, Any]:
         """Fields that every choice of an update has: its number, why it ended, and ids where they are asked for."""
-        result, reason = self.handles[index].result, None if update.end is None else FINISHES[update.end]
+        result, reason = self.handles[index].result, None if update.end is None else self.finish(index, update.end)
         found: dict[str, Any] = {"index": index, "finish_reason": reason}
         if reason is not None and result is not None and result.stop_reason is not None:
             found["stop_reason"] = result.stop_reason
@@ -146,6 +147,13 @@ class Renderer(ABC):
         )
 
     def metrics(self) -> Metrics:
+        """Of a single choice that has ended; how masks came about whatever the choices."""
+        found = self.speculation()
+        if self.plan.constrained:
+            found.structured_outputs = Masks(masks="host")
+        return found
+
+    def speculation(self) -> Metrics:
         """Of a single choice that has ended."""
         result = self.handles[0].result
         if len(self.handles) != 1 or result is None:
@@ -155,6 +163,10 @@ class Renderer(ABC):
             return Metrics(speculative_decoding=None, denoising=told)
         found = speculative_decoding([result], self.served.engine.num_spec_tokens)
         return Metrics(speculative_decoding=None if found is None else SpeculativeDecoding.model_validate(found))
+
+    def finish(self, index: int, end: EndReason) -> FinishReason:
+        """What the end of a choice is called."""
+        return FINISHES[end]
 
     @abstractmethod
     def whole(self, updates: Sequence[RequestOutput]) -> Completion | Chat:
@@ -223,17 +235,24 @@ class CompletionRenderer(Renderer):
 
 @dataclass
 class ChatRenderer(Renderer):
-    """`/v1/chat/completions`."""
+    """`/v1/chat/completions`.
+
+    Attributes:
+        texts: of the choices.
+    """
+
+    texts: list[ChoiceText] = field(init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.root |= {"id": f"chatcmpl-{self.request_id}"}
+        self.texts = [ChoiceText(self.plan.tools) for _ in self.handles]
 
     def whole(self, updates: Sequence[RequestOutput]) -> Chat:
         choices = []
         for index, update in enumerate(updates):
             _, tokens = self.take(index, update)
-            message = AnswerMessage(role="assistant", content=text_of(tokens), refusal=None)
+            message = self.texts[index].push(text_of(tokens), last=True).message()
             told = self.ends(index, update, tokens)
             choices.append(ChatChoice(message=message, logprobs=self.logprobs(tokens), **told))
         ended = {"usage": self.usage(), "metrics": self.metrics(), **self.of_prompt(0, updates[0])}
@@ -245,10 +264,14 @@ class ChatRenderer(Renderer):
         told = self.of_prompt(0, update) if not self.begun else {}
         first, tokens = self.take(index, update)
         delta = Delta(role="assistant") if first else Delta()
-        if tokens:
-            delta.content = text_of(tokens)
+        if tokens or (update.end is not None and self.plan.tools is not None):
+            self.texts[index].push(text_of(tokens), update.end is not None).put_into(delta)
         choice = ChatChunkChoice(delta=delta, logprobs=self.logprobs(tokens), **self.ends(index, update, tokens))
         return ChatChunk(**self.root, object="chat.completion.chunk", choices=[choice], **told)
+
+    def finish(self, index: int, end: EndReason) -> FinishReason:
+        reason = super().finish(index, end)
+        return "tool_calls" if reason == "stop" and self.texts[index].calls else reason
 
     def last_chunk(self) -> ChatChunk:
         ended = {"usage": self.usage(), "metrics": self.metrics()}

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Answer(BaseModel):
@@ -50,11 +50,22 @@ class DenoisingSteps(Answer):
     tokens_per_step: float
 
 
+class Masks(Answer):
+    """How an answer was kept to its grammar: by masks that the host made, for each round anew."""
+
+    masks: Literal["host"]
+
+
 class Metrics(Answer):
-    """Null where nothing drafts, and where there are several choices; of a diffusion model its steps."""
+    """Null where nothing drafts, and where there are several choices; of a diffusion model its steps.
+
+    Attributes:
+        structured_outputs: left out of answers that followed no grammar.
+    """
 
     speculative_decoding: SpeculativeDecoding | None
     denoising: DenoisingSteps | None = None
+    structured_outputs: Masks | None = None
 
 
 class ShownToken(Answer):
@@ -148,10 +159,35 @@ class ChatLogprobs(Answer):
     refusal: None
 
 
+class Function(Answer):
+    """A function and its arguments, as JSON, of a call; in a stream what a chunk adds to them."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ToolCall(Answer):
+    id: str
+    type: Literal["function"]
+    function: Function
+
+
+class ToolCallDelta(Answer):
+    """What a chunk adds to a call; id, type and name are there once."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: Function
+
+
 class AnswerMessage(Answer):
+    """`content` is null where an answer is nothing but calls."""
+
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(Choice):
@@ -176,6 +212,7 @@ class Delta(Answer):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(Choice):

@@ -9,7 +9,7 @@ from rich.progress import track
 
 from tilewright.parallel.mesh import agreed_seconds
 from tilewright.runtime.interfaces import PLAIN, Choice
-from tilewright.runtime.pace import Pace
+from tilewright.runtime.pace import Pace, kind_of
 from tilewright.runtime.programs import STEPS_PER_DISPATCH
 from tilewright.runtime.runner import ModelRunner, Sent
 from tilewright.runtime.scheduler import TokenSequence
@@ -62,8 +62,8 @@ class Pacer(Pace):
         self, sent: Sent, infos: StepInfo, sequences: Sequence[TokenSequence], heard: Sequence[int], began: float, ended: float
     ) -> None:
         rounds = len(infos.committed)
-        seconds = self.time((sent.rows, sent.choice), rounds, sent.at, sent.alone, began, ended)
-        if sent.choice is not None and rounds:
+        seconds = self.time(kind_of(sent), rounds, sent.at, sent.alone, began, ended)
+        if sent.choice is not None and rounds and not sent.constrained:
             self.policy(sent.rows).observe(sent.choice, infos.drafted, infos.accepted, infos.committed > 0, seconds)
         self.observe_ngrams(sent.rows, sequences, heard)
 
@@ -161,7 +161,7 @@ class CallPacer(Pacer):
         self, sent: Sent, infos: StepInfo, sequences: Sequence[TokenSequence], heard: Sequence[int], began: float, ended: float
     ) -> None:
         """Takes in a dispatch that was waited for as soon as it was sent."""
-        if sent.choice is not None and len(infos.committed):
+        if sent.choice is not None and len(infos.committed) and not sent.constrained:
             seconds = agreed_seconds(self.programs.target.mesh, ended - sent.at)
             caught_up = self.drafted not in (None, sent.choice.drafter)
             running = infos.committed > 0

@@ -1,0 +1,64 @@
+"""What a text can be asked to be: JSON by a schema, the match of a regular expression, one of several texts, a Lark grammar."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+LONGEST = 2**18
+"""Characters of a grammar; a schema's are those of its JSON. A matcher bounds what it makes of them, not how much it reads."""
+MOST_CHOICES = 4096
+
+Schema = Mapping[str, Any] | str
+"""A JSON schema, or its JSON."""
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What a text must be. Made by the functions below, which say what is wrong with what they are given.
+
+    Attributes:
+        kind: what `text` is: a JSON schema, a regular expression of Rust's (without look-around and back-references), or a
+            grammar in llguidance's kind of Lark.
+    """
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.text) <= LONGEST:
+            raise ValueError(f"expected a grammar of 1 to {LONGEST} characters, found {len(self.text)}")
+
+    @staticmethod
+    def json_schema(schema: Schema) -> "Grammar":
+        """JSON on one line that a schema describes, with its properties in the schema's order."""
+        try:
+            found = json.loads(schema) if isinstance(schema, str) else schema
+            text = json.dumps(found, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"expected a schema that is JSON, found one that is not: {error}") from None
+        if not isinstance(found, Mapping):
+            raise ValueError(f"expected a schema that is an object, found {type(found).__name__}")
+        return Grammar("json_schema", text)
+
+    @staticmethod
+    def json_object() -> "Grammar":
+        """Any JSON object, on one line."""
+        return Grammar.json_schema({"type": "object"})
+
+    @staticmethod
+    def regex(pattern: str) -> "Grammar":
+        """A text that the expression matches from its first to its last character."""
+        return Grammar("regex", pattern)
+
+    @staticmethod
+    def choice(texts: Sequence[str]) -> "Grammar":
+        """One of several texts."""
+        if isinstance(texts, str) or not 0 < len(texts) <= MOST_CHOICES or not all(texts):
+            raise ValueError(f"expected 1 to {MOST_CHOICES} texts to choose from, none of them empty, found {texts!r:.100}")
+        return Grammar("lark", "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts))
+
+    @staticmethod
+    def lark(text: str) -> "Grammar":
+        """A text that a Lark grammar derives from its rule `start`."""
+        return Grammar("lark", text)

@@ -1,0 +1,77 @@
+"""Grammars tried in a process of their own, with a bound on time and memory."""
+
+import json
+import selectors
+import subprocess
+import sys
+import threading
+import weakref
+
+from tilewright.grammar.grammar import Grammar
+from tilewright.grammar.worker import Setting
+
+STARTS_WITHIN_S = 60.0
+"""How long the process may take to begin: it reads a tokenizer, on a machine that may be busy."""
+
+
+class Trial:
+    """Tries grammars one after the other; safe to use from several threads."""
+
+    def __init__(self, setting: Setting):
+        self.setting, self.lock = setting, threading.Lock()
+        self.process: subprocess.Popen[str] | None = None
+        self.end: weakref.finalize[[subprocess.Popen[str]], Trial] | None = None
+
+    def refusal(self, grammar: Grammar, seconds: float) -> str:
+        """Why a grammar cannot be used, or nothing.
+
+        Args:
+            seconds: that compiling it may take.
+        """
+        with self.lock:
+            process = self.process if self.process is not None and self.process.poll() is None else self.started()
+            answer = self.answer(process, json.dumps([grammar.kind, grammar.text]), seconds)
+        return f"compiling it takes longer than {seconds:g} s, or too much memory" if answer is None else json.loads(answer)
+
+    def started(self) -> "subprocess.Popen[str]":
+        """A process that has compiled something."""
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-m", "tilewright.grammar.worker"]
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+        self.process, self.end = process, weakref.finalize(self, ended, process)
+        first = f"{json.dumps(self.setting)}\n{json.dumps(['regex', 'a'])}"
+        if self.answer(process, first, STARTS_WITHIN_S) is None:
+            raise RuntimeError("the process that tries grammars does not start")
+        return process
+
+    def answer(self, process: "subprocess.Popen[str]", line: str, seconds: float) -> str | None:
+        """What the process says to a line; None, and it is ended, if it does not in time."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        said = ""
+        try:
+            process.stdin.write(f"{line}\n")
+            process.stdin.flush()
+            with selectors.DefaultSelector() as selector:
+                selector.register(process.stdout, selectors.EVENT_READ)
+                said = process.stdout.readline() if selector.select(seconds) else ""
+        except BrokenPipeError:
+            said = ""
+        if not said:
+            self.close()
+        return said or None
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self.end is not None:
+            self.end()
+        self.process = None
+
+
+def ended(process: "subprocess.Popen[str]") -> None:
+    """Ends a process whose pipes nobody else uses."""
+    process.kill()
+    try:
+        process.communicate()
+    except BrokenPipeError:  # of what was still to be written
+        process.wait()

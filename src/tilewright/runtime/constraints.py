@@ -1,0 +1,132 @@
+"""Constraints: which tokens may come next in a row, as a source of masks says that the runtime knows by these protocols alone.
+
+A mask has a bit for each token of the vocabulary: token v is bit `v % 32` of word `v // 32`, 1 where it may come. Masks are
+applied to the target's logits before anything else is, so that what is drawn is what plain decoding under the same masks draws.
+The mask behind a draft depends on the draft. So the host must know a block's drafts before it is verified: a dispatch is one
+round where a row has a constraint, in which the block comes from the host and the drafts behind what it commits go back to it.
+
+A state takes in what was committed, and nothing else: what was drafted is never part of it, so that nothing is rolled back, and
+a row that gives its pages up goes on from the state that it has.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float, UInt32
+
+WORD = 32
+"""Bits in a word of a mask."""
+ALL = np.uint32(0xFFFFFFFF)
+"""A word of a mask that allows all of its tokens."""
+
+
+class ConstraintError(Exception):
+    """A constraint cannot say what may come next; its message may be shown to whoever asked.
+
+    Attributes:
+        row: of the batch whose constraint it is, where masks are made for one.
+    """
+
+    row: int = 0
+
+
+@runtime_checkable
+class ConstraintState(Protocol):
+    """Where a row stands in its constraint."""
+
+    def forced(self) -> list[int]:
+        """Tokens of the text that has to come next, whatever the model says; it may have them in other tokens. Often none."""
+        ...
+
+    def fill(self, drafts: Sequence[int], masks: UInt32[np.ndarray, "T W"]) -> int:
+        """Writes the mask of the next token and of those behind the drafts that the constraint allows; the state stays.
+
+        An end-of-sequence token may come where the constraint is met.
+
+        Args:
+            drafts: at most T - 1.
+            masks: the first is that of the next token.
+
+        Returns:
+            how many of the drafts it allows, from the first. What stands in `masks` behind theirs means nothing.
+
+        Raises:
+            ConstraintError: it cannot say.
+        """
+        ...
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Takes in tokens that were committed, drawn under its masks. Raises a `ConstraintError` where it cannot."""
+        ...
+
+
+@runtime_checkable
+class Constraint(Protocol):
+    """What a row's text must be: made once, whatever it takes, and of any number of rows."""
+
+    def begin(self) -> ConstraintState:
+        """The state before the first token."""
+        ...
+
+
+class Blocks(NamedTuple):
+    """What the host gives to a round of rows of which some have a constraint.
+
+    Attributes:
+        drafts: int32 `[B, T - 1]`.
+        counts: how many of them each row has, int32 `[B]`.
+        masks: uint32 `[B, T, ceil(V / 32)]`.
+    """
+
+    drafts: Any
+    counts: Any
+    masks: Any
+
+
+class Drafted(NamedTuple):
+    """A row of a block before its masks are made: its state, None without a constraint, and its drafts."""
+
+    state: ConstraintState | None
+    drafts: Sequence[int]
+
+
+def words(vocab: int) -> int:
+    """Words in a mask."""
+    return -(-vocab // WORD)
+
+
+def fill_blocks(batch: Sequence[Drafted], rows: int, width: int, vocab: int) -> Blocks:
+    """Blocks with masks for all slots of a batch. Other rows allow all tokens.
+
+    Drafts that break a row's constraint are cut off. A text that has to come is drafted before what a drafter would have.
+
+    Raises:
+        ConstraintError: a row's constraint cannot say what may come.
+    """
+    drafts, counts = np.zeros((rows, width - 1), np.int32), np.zeros(rows, np.int32)
+    masks = np.full((rows, width, words(vocab)), ALL, np.uint32)
+    for row, (state, own) in enumerate(batch):
+        try:
+            if state is not None:
+                own = forced_first(state.forced(), own)
+            own = own[: width - 1]
+            counts[row] = len(own) if state is None else state.fill(own, masks[row])
+        except ConstraintError as error:
+            error.row = row
+            raise
+        drafts[row, : counts[row]] = own[: counts[row]]
+    return Blocks(drafts, counts, masks)
+
+
+def forced_first(forced: Sequence[int], drafts: Sequence[int]) -> Sequence[int]:
+    """The drafts where they begin with what is forced, and else what is forced."""
+    return drafts if list(drafts[: len(forced)]) == list(forced) else forced
+
+
+def allowed(logits: Float[Array, "B T V"], masks: UInt32[Array, "B T W"]) -> Float[Array, "B T V"]:
+    """The logits, -inf for tokens that may not come."""
+    bits = (masks[..., None] >> jnp.arange(WORD, dtype=jnp.uint32)) & 1
+    return jnp.where(bits.reshape(*masks.shape[:2], -1)[..., : logits.shape[-1]] == 1, logits, -jnp.inf)

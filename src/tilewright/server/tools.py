@@ -1,0 +1,226 @@
+"""Tools: what a chat says of functions, how the model is told of them, and the grammar of an answer that has to call one."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from tilewright.grammar.grammar import Grammar
+from tilewright.models.chat import ChatTemplate
+from tilewright.server.errors import ApiError
+from tilewright.server.fields import Body, Ignored, expect
+
+MOST_TOOLS = 128
+
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class Function(Body):
+    """A function; `strict` changes nothing, for calls that are forced follow their schema always."""
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    name: Name
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | NamedTool | None,
+    expect("expected none, auto, required, or an object of type function that names one"),
+]
+
+
+def json_object(text: str) -> str:
+    """Raises an error of the field's if a text is not a JSON object."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise PydanticCustomError("expected", "expected a JSON object as text")
+    return text
+
+
+class CalledFunction(Body):
+    name: Name
+    arguments: Annotated[str, AfterValidator(json_object)]
+
+
+class Call(Body):
+    """A call that an answer made, sent back; what else stands in it changes nothing."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    id: Ignored = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """As chat templates see it, which write arguments as JSON themselves."""
+        function = {"name": self.function.name, "arguments": json.loads(self.function.arguments)}
+        return {"id": self.id, "type": self.type, "function": function}
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """How a family of models writes a call: a JSON object with the function's name and its arguments.
+
+    Attributes:
+        begin, end: what stands around a call; nothing where a call is a whole answer.
+        arguments: the key of the arguments.
+    """
+
+    begin: str
+    end: str
+    arguments: str
+
+    @property
+    def repeats(self) -> bool:
+        """True if an answer may have several calls."""
+        return bool(self.begin)
+
+    def written(self, name: str, arguments: Any) -> str:
+        """A call as the model writes it."""
+        body = json.dumps({"name": name, self.arguments: arguments}, ensure_ascii=False)
+        return f"{self.begin}\n{body}\n{self.end}" if self.begin else body
+
+
+HERMES = CallForm("<tool_call>", "</tool_call>", "arguments")
+"""Of Hermes, Qwen and many others."""
+LLAMA3 = CallForm("", "", "parameters")
+"""Of Llama 3."""
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """The tools that an answer may call.
+
+    Attributes:
+        choice: "auto" leaves it to the model, "required" wants a call, the name of a function a call of it.
+        parallel: whether there may be several calls.
+    """
+
+    tools: Sequence[Tool]
+    choice: str
+    parallel: bool
+    form: CallForm
+
+    @property
+    def several(self) -> bool:
+        return self.parallel and self.form.repeats and self.choice in ("auto", "required")
+
+    @property
+    def forced(self) -> bool:
+        return self.choice != "auto"
+
+    @property
+    def callable(self) -> list[Tool]:
+        """Those that may be called."""
+        return [tool for tool in self.tools if self.choice in ("auto", "required", tool.function.name)]
+
+    @property
+    def described(self) -> list[dict[str, Any]]:
+        """As chat templates see them."""
+        return [tool.model_dump(exclude_none=True) for tool in self.tools]
+
+    def grammar(self) -> Grammar:
+        """Of an answer that is nothing but calls."""
+        form = self.form
+        before, after = (f"{form.begin}\n", f"\n{form.end}") if form.begin else ("", "")
+        rules, calls = list[str](), list[str]()
+        for number, tool in enumerate(self.callable):
+            opening = f'{before}{{"name": {json.dumps(tool.function.name)}, "{form.arguments}": '
+            calls.append(f"{json.dumps(opening)} arguments_{number} {json.dumps('}' + after)}")
+            rules.append(f"arguments_{number}: %json {arguments_schema(tool).text}")
+        start = 'start: call ("\\n" call)*' if self.several else "start: call"
+        return Grammar.lark("\n".join([start, f"call: {' | '.join(calls)}", *rules]))
+
+
+def arguments_schema(tool: Tool) -> Grammar:
+    """Of a function's arguments, written as all JSON here is."""
+    spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    return Grammar.json_schema({"type": "object", "x-guidance": spaces} | (tool.function.parameters or {}))
+
+
+def tool_use(
+    tools: Sequence[Tool] | None, choice: Literal["none", "auto", "required"] | NamedTool | None, parallel: bool | None,
+    template: ChatTemplate | None,
+) -> ToolUse | None:  # fmt: skip
+    """What a chat may call; None for nothing.
+
+    Raises:
+        ApiError: a call is wanted and there is no such tool, two have one name, or the model's form of calls is not known.
+    """
+    if choice == "none" or not tools:
+        if not tools and choice not in (None, "none", "auto"):
+            raise ApiError(400, "'tool_choice': expected tools to choose from, found none", "invalid_value", "tool_choice")
+        return None
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise ApiError(400, "'tools': expected functions of different names", "invalid_value", "tools")
+    wanted = choice.function.name if isinstance(choice, NamedTool) else choice or "auto"
+    if isinstance(choice, NamedTool) and wanted not in names:
+        expected = f"'tool_choice': expected one of {', '.join(names)[:300]}, found {wanted!r}"
+        raise ApiError(400, expected, "invalid_value", "tool_choice")
+    form = None if template is None else form_of(template)
+    if form is None:
+        raise ApiError(400, "'tools': the form in which this model calls them is not known here", "invalid_value", "tools")
+    return ToolUse(tools, wanted, parallel is not False, form)
+
+
+def form_of(template: ChatTemplate) -> CallForm | None:
+    """The form of calls that a template tells a model of; None for one that is not known here.
+
+    It is Hermes's where a template tells of none, for then `told` does.
+    """
+    if not template.takes_tools or HERMES.begin in template.source:
+        return HERMES
+    return LLAMA3 if '"parameters"' in template.source and "ipython" in template.source else None
+
+
+HOW_TO_CALL = """You can call functions. To call one, answer with its name and its arguments, in this form:
+{form}
+These are the functions:
+{functions}"""
+
+
+def told(messages: Sequence[dict[str, Any]], use: ToolUse | None) -> list[dict[str, Any]]:
+    """A conversation for a template that knows no tools: what it would say of them is in its messages."""
+    found = [told_message(message) for message in messages]
+    if use is None:
+        return found
+    functions = "\n".join(json.dumps(each["function"], ensure_ascii=False) for each in use.described)
+    form = use.form.written("the function's name", {"an argument's name": "its value"})
+    text = HOW_TO_CALL.format(form=form, functions=functions)
+    if found and found[0]["role"] == "system":
+        return [{**found[0], "content": f"{found[0]['content']}\n\n{text}"}, *found[1:]]
+    return [{"role": "system", "content": text}, *found]
+
+
+def told_message(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its calls in its text; what a tool says is said by the user."""
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    if "tool_calls" not in message:
+        return message
+    calls = [HERMES.written(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
+    rest = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**rest, "content": "\n".join(filter(None, [message["content"], *calls]))}

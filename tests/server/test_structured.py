@@ -1,0 +1,282 @@
+"""Structured output and tools over the real engine and the demo's model, asked by the openai client."""
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Literal
+
+import jsonschema
+import numpy as np
+import openai
+import pytest
+from pydantic import BaseModel, create_model
+
+from server.conftest import Real, on_a_port
+from tilewright.grammar.grammar import Grammar
+from tilewright.llm.language_model import LanguageModel, load
+from tilewright.runtime.options import EngineOptions
+from tilewright.runtime.sampling import Sampling
+from tilewright.runtime.shapes import ShapeTable
+
+TABLE = ShapeTable(batches=(4,), capacities=(512,), chunks=(64, 256), widths=(4,))
+PROMPT = "def add(first, second):\n    return"
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "kind": {"enum": ["red", "green"]}, "age": {"enum": [1, 2]}},
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def lm() -> LanguageModel:
+    return load("demo", "ngram", block_size=4, table=TABLE, dtype="float32")
+
+
+Plain = list[str]
+
+
+@pytest.fixture(scope="module")
+def plain(lm: LanguageModel) -> Plain:
+    """What plain decoding gives under a schema, for each temperature."""
+    grammar = Grammar.json_schema(SCHEMA)
+    samplings = [Sampling(60, temperature, seed=3) for temperature in (0.0, 1.0)]
+    return [result.text for result in lm.generate([PROMPT] * 2, samplings, speculative=False, grammar=grammar)]
+
+
+@pytest.fixture(scope="module")
+def real(lm: LanguageModel, plain: Plain) -> Iterator[Real]:
+    engine = lm.engine(EngineOptions(table=TABLE, constraints=True))
+    engine.warm()
+    engine.start()
+    with on_a_port(engine, constrain=partial(lm.constrain, seconds=2.0)) as server:
+        yield server
+    assert engine.stop(20.0)
+    assert lm.compiler is not None
+    lm.compiler.trial.close()
+    stats = engine.stats()
+    assert (stats.compilations, stats.running, stats.waiting, stats.pages_used) == (0, 0, 0, 0)
+
+
+@pytest.fixture
+def client(real: Real) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{real.url}/v1", api_key="any", max_retries=0, timeout=60) as made:
+        yield made
+
+
+def schema_format(schema: dict[str, Any]) -> Any:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+
+
+HELLO: Any = [{"role": "user", "content": PROMPT}]
+
+
+def test_answers_are_those_of_plain_decoding_under_the_same_masks(real: Real, client: openai.OpenAI, plain: Plain):
+    """While other requests, without a grammar, run beside them."""
+
+    def asked(n: int) -> Any:
+        more = {"response_format": schema_format(SCHEMA)} if n % 2 else {}
+        return client.completions.create(
+            model="demo", prompt=PROMPT, max_tokens=60, temperature=float(n // 2 % 2), seed=3, extra_body=more
+        )
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(asked, range(8)))
+    for n, answer in enumerate(found):
+        choice = answer.choices[0]
+        if n % 2:
+            assert choice.text == plain[n // 2 % 2]
+            assert choice.finish_reason == "stop"
+            assert answer.metrics["structured_outputs"] == {"masks": "host"}
+            jsonschema.validate(json.loads(choice.text), SCHEMA)
+        else:
+            assert "structured_outputs" not in answer.metrics
+            assert choice.text == found[n % 4].choices[0].text
+    assert real.engine.stats().constrained_rounds > 0
+
+
+def a_schema(rng: np.random.Generator, depth: int = 0) -> dict[str, Any]:
+    """A random schema, of an object."""
+    if not depth:
+        names = [f"key {n}" for n in range(int(rng.integers(1, 4)))]
+        return {
+            "type": "object",
+            "properties": {name: a_schema(rng, 1) for name in names},
+            "required": names,
+            "additionalProperties": False,
+        }
+    if depth < 3 and rng.random() < 0.4:
+        item = a_schema(rng, depth + 1)
+        return {"type": "array", "items": item, "maxItems": 2} if rng.random() < 0.5 else {"anyOf": [item, {"type": "null"}]}
+    low = int(rng.integers(-9, 9))
+    kinds: list[dict[str, Any]] = [
+        {"type": "string", "maxLength": 6}, {"type": "integer", "minimum": low, "maximum": low + 20}, {"type": "boolean"},
+        {"enum": ["a", 1, None]}, {"const": {"a": [1]}}, {"type": "string", "pattern": "^[A-Z][a-z]{1,4}$"},
+        {"type": "number", "minimum": 0, "maximum": 5, "multipleOf": 0.5}, {"type": "string", "format": "date"},
+    ]  # fmt: skip
+    return kinds[int(rng.integers(len(kinds)))]
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_answers_follow_random_schemas(client: openai.OpenAI, count: int):
+    schemas = [a_schema(np.random.default_rng(seed)) for seed in range(count)]
+
+    def asked(n: int) -> Any:
+        return client.chat.completions.create(
+            model="demo",
+            messages=HELLO,
+            max_tokens=160,
+            temperature=float(n % 2),
+            seed=n,
+            response_format=schema_format(schemas[n]),
+        ).choices[0]
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(asked, range(count)))
+    for schema, choice in zip(schemas, found, strict=True):
+        assert choice.finish_reason == "stop", (schema, choice.message.content)
+        jsonschema.validate(json.loads(choice.message.content), schema, cls=jsonschema.Draft202012Validator)
+
+
+def test_the_clients_own_helpers_read_answers(client: openai.OpenAI):
+    class Short(BaseModel):
+        kind: bool
+        age: Literal[1, 2] | None
+
+    parsed = client.chat.completions.parse(
+        model="demo", messages=HELLO, response_format=Short, max_tokens=120, temperature=1, seed=1
+    )
+    assert isinstance(parsed.choices[0].message.parsed, Short)
+    with client.chat.completions.stream(
+        model="demo", messages=HELLO, response_format=Short, max_tokens=120, temperature=1, seed=1
+    ) as stream:
+        assert stream.until_done().get_final_completion().choices[0].message.parsed == parsed.choices[0].message.parsed
+
+
+def test_vllms_form(client: openai.OpenAI):
+    for asked, right in (
+        ({"choice": ["first", "second"]}, ("first", "second")),
+        ({"regex": "ab?c"}, ("abc", "ac")),
+        ({"grammar": 'start: "x" | "y"'}, ("x", "y")),
+        ({"json": {"type": "boolean"}}, ("true", "false")),
+        ({"json": '{"const": 1}'}, ("1",)),
+    ):
+        answer = client.completions.create(
+            model="demo", prompt=PROMPT, max_tokens=9, logprobs=5, extra_body={"structured_outputs": asked}
+        )
+        choice = answer.choices[0]
+        assert choice.text in right
+        assert choice.finish_reason == "stop"
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs is not None
+        assert -9999.0 in (choice.logprobs.top_logprobs or [{}])[-1].values(), "what may not come has no probability"
+
+
+DEEP = {"type": "object", "properties": json.loads('{"items":{"properties":' * 80 + "{}" + "}}" * 80)}
+HOSTILE = {"allOf": [{"type": "string", "pattern": f"[a-z]{{0,50}}x{n}"} for n in range(60)]}
+"""The matcher goes through the products of all of them."""
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "message"),
+    [
+        ({"response_format": schema_format({"type": "integer", "minimum": 5, "maximum": 3})}, "schema", "minimum"),
+        ({"response_format": schema_format({"properties": {"a": {"not": {}}}})}, "schema", "at properties.a.not"),
+        ({"response_format": schema_format(HOSTILE)}, "schema", "takes longer than 2 s"),
+        ({"response_format": schema_format(DEEP)}, "schema", "recursion limit"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "expected json_schema"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "should be"),
+        ({"structured_outputs": {}}, "structured_outputs", "found none of them"),
+        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed group"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice", "nothing beside"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "a schema that is JSON"),
+        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, None, "a constraint to end as it says"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(client: openai.OpenAI, more: dict[str, Any], param: str | None, message: str):
+    began = time.monotonic()
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
+        client.chat.completions.create(model="demo", messages=HELLO, max_tokens=4, extra_body=more)
+    found: Any = caught.value.body
+    assert found["param"] is None if param is None else found["param"].endswith(param)
+    assert time.monotonic() - began < 10
+
+
+def a_tool(name: str) -> Any:
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 5}, "unit": {"enum": ["c", "f"]}},
+        "required": ["city", "unit"],
+        "additionalProperties": False,
+    }
+    return {"type": "function", "function": {"name": name, "description": "Tells something.", "parameters": parameters}}
+
+
+TOOLS = [a_tool("weather"), a_tool("time")]
+
+
+def test_forced_calls_are_valid_and_stream_as_they_are(client: openai.OpenAI):
+    for choice, names in (("required", {"weather", "time"}), ({"type": "function", "function": {"name": "time"}}, {"time"})):
+        asked: dict[str, Any] = {"model": "demo", "messages": HELLO, "tools": TOOLS, "tool_choice": choice, "max_tokens": 200}
+        asked |= {"temperature": 1.0, "seed": 4, "parallel_tool_calls": False}
+        answer = client.chat.completions.create(**asked).choices[0]
+        assert answer.finish_reason == "tool_calls"
+        assert answer.message.content is None
+        (call,) = answer.message.tool_calls or [None]
+        assert call is not None
+        assert call.type == "function"
+        assert call.function.name in names
+        jsonschema.validate(json.loads(call.function.arguments), TOOLS[0]["function"]["parameters"])
+        name, arguments, ends = "", "", []
+        for chunk in client.chat.completions.create(**asked, stream=True):
+            for part in chunk.choices[0].delta.tool_calls or ():
+                assert part.index == 0
+                assert part.function is not None
+                name += part.function.name or ""
+                arguments += part.function.arguments or ""
+            ends.append(chunk.choices[0].finish_reason)
+        assert (name, arguments) == (call.function.name, call.function.arguments)
+        assert ends[-1] == "tool_calls"
+        assert not any(ends[:-1])
+        goes_on = [*HELLO, answer.message, {"role": "tool", "tool_call_id": call.id, "content": "21"}]
+        after = client.chat.completions.create(model="demo", messages=goes_on, tools=TOOLS, max_tokens=4, temperature=0)
+        assert after.choices[0].finish_reason == "length"
+
+
+def test_the_clients_own_helper_reads_calls(client: openai.OpenAI):
+    tool = openai.pydantic_function_tool(create_model("Find", on=(bool, ...)))
+    with client.chat.completions.stream(
+        model="demo", messages=HELLO, tools=[tool], tool_choice="required", max_tokens=60, parallel_tool_calls=False
+    ) as stream:
+        (call,) = stream.get_final_completion().choices[0].message.tool_calls or [None]
+    assert call is not None
+    assert isinstance(getattr(call.function.parsed_arguments, "on", None), bool)
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "no"}}}, "tool_choice"),
+        ({"tools": [*TOOLS, TOOLS[0]]}, "tools"),
+        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}], "tool_choice": "required"},
+            "tools[0].function.parameters",
+        ),
+    ],
+)
+def test_tools_that_cannot_be_called_are_refused(client: openai.OpenAI, more: dict[str, Any], param: str):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="demo", messages=HELLO, max_tokens=4, extra_body=more)
+    found: Any = caught.value.body
+    assert found["param"] == param
+
+
+def test_calls_that_come_back_must_be_json(client: openai.OpenAI):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}
+    messages: Any = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    with pytest.raises(openai.BadRequestError, match="a JSON object as text"):
+        client.chat.completions.create(model="demo", messages=messages, max_tokens=4)
