@@ -427,8 +427,7 @@ def load(
         kv_dtype: "int8" keeps the target's keys and values in 8 bits, about half of bfloat16's memory; "auto" as `dtype`.
 
     Raises:
-        ValueError: what is wrong with the files, how the drafter fails to fit the target, or which sizes the mesh does not
-            divide.
+        ValueError: what is wrong with the files, how the drafter misfits the target, or which sizes the mesh does not divide.
     """
     check_dtype(dtype, (AUTO_DTYPE, *DTYPES))
     check_kv_dtype(kv_dtype)
