@@ -6,6 +6,7 @@ Needs the `oracle` extra. Run from the repository root: `python tests/golden/mak
     tokens  [B, T]        the input ids
     hidden  [L, B, T, H]  the residual stream after each layer, before the final norm
     logits  [B, T, V]
+    greedy  [B, 64]       what follows each of `PROMPTS` tokens of a row, by greedy decoding
 """
 
 import shutil
@@ -15,17 +16,29 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 FOLDER = Path(__file__).parent / "decoders"
 ROWS, LENGTH = 2, 40
+PROMPTS, NEW = (5, 23), 64
+"""Lengths of the prompts, each a row's first tokens, and how many tokens follow them."""
 SIZES: dict[str, Any] = {"vocab_size": 96, "max_position_embeddings": 256}
 
 # Real Llama 3 factors; the original length is so small that tokens of 40 positions lie in all three frequency bands.
@@ -36,6 +49,16 @@ LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
+}
+
+# A ramp that begins and ends within the frequencies of a head of 16, and an attention factor that is not the default.
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 8.0,
+    "beta_slow": 0.5,
 }
 
 
@@ -92,16 +115,103 @@ def models() -> dict[str, PreTrainedModel]:
                 rope_parameters={"rope_type": "default", "rope_theta": 1e6},
             )
         ),
+        "mistral-linear": MistralForCausalLM(
+            MistralConfig(
+                **narrow,
+                num_hidden_layers=2,
+                sliding_window=None,
+                rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
+            )
+        ),
+        "phi3-partial": Phi3ForCausalLM(
+            Phi3Config(
+                **SIZES,
+                hidden_size=64,
+                intermediate_size=56,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                num_hidden_layers=2,
+                eos_token_id=5,
+                pad_token_id=None,
+                rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+            )
+        ),
+        "qwen3-yarn": Qwen3ForCausalLM(
+            Qwen3Config(**narrow, num_hidden_layers=2, tie_word_embeddings=True, eos_token_id=5, rope_parameters=YARN_ROPE)
+        ),
+        "smollm3-tied": SmolLM3ForCausalLM(
+            SmolLM3Config(
+                **SIZES,
+                hidden_size=32,
+                intermediate_size=56,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                num_hidden_layers=3,
+                no_rope_layer_interval=2,
+                eos_token_id=5,
+                pad_token_id=None,
+                rope_parameters={"rope_type": "default", "rope_theta": 5e4},
+            )
+        ),
+        "gemma2-tied": Gemma2ForCausalLM(
+            Gemma2Config(
+                **narrow,
+                num_hidden_layers=3,
+                sliding_window=12,
+                query_pre_attn_scalar=24,
+                attn_logit_softcapping=5.0,
+                final_logit_softcapping=8.0,
+                eos_token_id=5,
+                rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            )
+        ),
+        "gemma3-tied": Gemma3ForCausalLM(
+            Gemma3TextConfig(
+                **narrow,
+                num_hidden_layers=3,
+                layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+                sliding_window=12,
+                query_pre_attn_scalar=24,
+                eos_token_id=5,
+                rope_parameters={
+                    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50000.0},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                },
+            )
+        ),
+        "mistral-window": MistralForCausalLM(
+            MistralConfig(
+                **narrow,
+                num_hidden_layers=2,
+                sliding_window=9,
+                rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            )
+        ),
+        "qwen3-window": Qwen3ForCausalLM(
+            Qwen3Config(
+                **narrow,
+                num_hidden_layers=3,
+                use_sliding_window=True,
+                sliding_window=20,
+                max_window_layers=1,
+                eos_token_id=5,
+                rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            )
+        ),
     }
 
 
 @torch.no_grad()
 def randomise(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """Draws every weight anew: norms that are not ones, and matrices large enough for attention to be far from uniform."""
+    """Draws every weight anew: norms that are not ones, and matrices large enough for attention to be far from uniform.
+
+    Gemma's norms are stored as what they are more than one.
+    """
     for name, weight in model.named_parameters():
         drawn = torch.randn(weight.shape, generator=generator)
         if weight.ndim == 1:
-            weight.copy_(0.4 * drawn if name.endswith("bias") else 1.0 + 0.4 * drawn)
+            centre = 0.0 if name.endswith("bias") or model.config.model_type.startswith("gemma") else 1.0
+            weight.copy_(centre + 0.4 * drawn)
         else:
             weight.copy_(drawn if "embed" in name else drawn * weight.shape[1] ** -0.5)
 
@@ -117,7 +227,22 @@ def outputs(model: PreTrainedModel, generator: torch.Generator) -> dict[str, np.
         hook.remove()
     for stream, reported in zip(after[:-1], result.hidden_states[1:-1], strict=True):
         torch.testing.assert_close(stream, reported, rtol=0, atol=0)
-    return {"tokens": tokens.numpy().astype(np.int32), "hidden": torch.stack(after).numpy(), "logits": result.logits.numpy()}
+    greedy = [continuation(model, row[:length]) for row, length in zip(tokens, PROMPTS, strict=True)]
+    return {
+        "tokens": tokens.numpy().astype(np.int32),
+        "hidden": torch.stack(after).numpy(),
+        "logits": result.logits.numpy(),
+        "greedy": np.asarray(greedy, np.int32),
+    }
+
+
+def continuation(model: PreTrainedModel, prompt: torch.Tensor) -> list[int]:
+    """The most likely tokens, one by one, whatever ends an answer; without a cache."""
+    text = prompt[None]
+    for _ in range(NEW):
+        best = model(text, use_cache=False).logits[:, -1:].argmax(dim=-1)
+        text = torch.cat([text, best], dim=1)
+    return text[0, len(prompt) :].tolist()
 
 
 def main() -> None:

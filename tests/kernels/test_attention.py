@@ -62,7 +62,8 @@ def attention_cases(draw: st.DrawFn):
 @given(attention_cases())
 def test_attention(case: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]):
     """All group sizes and masks."""
-    actual = np.asarray(xla.attention(*(jnp.asarray(a) for a in case)))
+    q, k, v, mask = (jnp.asarray(a) for a in case)
+    actual = np.asarray(xla.attention(q, k, v, mask))
     np.testing.assert_allclose(actual, attention_float64(*case), atol=2e-5, rtol=0)
 
 

@@ -20,7 +20,7 @@ from kernels.paged_checks import cut, spare, together
 from kernels.test_attention import needs_native, prefix_case, prefix_expected, seeds
 from tilewright.compiled.aot import compile_for, tpu_topology
 from tilewright.kernels.bundles.tpu import TPU
-from tilewright.kernels.operations import UNMAPPED, KeyValuePages
+from tilewright.kernels.operations import PLAIN_SCORES, UNMAPPED, KeyValuePages, Scores
 from tilewright.kernels.paged import cpu, pallas_tpu, reference, xla
 
 DTYPES = st.sampled_from([jnp.float32, jnp.bfloat16])
@@ -253,7 +253,8 @@ def jax_reference(q: Any, kv_pages: Any, kv_lens: Any, page_indices: Any, cu_q_l
     """What JAX itself says that its kernel means, in the place of the kernel, which no interpreter takes."""
     operands = q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs
     kernel.dynamic_validate_inputs(*operands, **rest)
-    out = kernel.ref_ragged_paged_attention(*operands, sm_scale=rest["sm_scale"])
+    meant = {name: rest[name] for name in ("sm_scale", "sliding_window", "soft_cap")}
+    out = kernel.ref_ragged_paged_attention(*operands, **meant)
     return jnp.concatenate([out, jnp.full((q.shape[0] - out.shape[0], *out.shape[1:]), jnp.nan, out.dtype)])
 
 
@@ -265,8 +266,9 @@ def jax_reference(q: Any, kv_pages: Any, kv_lens: Any, page_indices: Any, cu_q_l
     ],
     ids=str,
 )
+@pytest.mark.parametrize("rule", [PLAIN_SCORES, Scores(window=20, scale=0.2, softcap=3.0)], ids=["plain", "window"])
 def test_queries_reach_the_ragged_kernel_as_it_takes_them(
-    monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int, int], counts: tuple[int, ...]
+    monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int, int], counts: tuple[int, ...], rule: Scores
 ):
     """Heads that it takes as they are, and smaller ones that share its heads, evenly or not."""
     monkeypatch.setattr(ragged_paged_attention, "ragged_paged_attention", jax_reference)
@@ -276,10 +278,10 @@ def test_queries_reach_the_ragged_kernel_as_it_takes_them(
     count, start = np.asarray(counts, np.int32), np.asarray([60, 31, 0], np.int32)
     # The pages of no row hold NaN: with a count of 0 the kernel reads one of the pool's, for a result that is not used.
     pool, table = cut(0, (caches[0], caches[1]), 16, np.where(count > 0, start + count, 0))
-    found = pallas_tpu.causal_attention(q, paired(pool), *(jnp.asarray(x) for x in (table, start, count)))
+    found = pallas_tpu.causal_attention(q, paired(pool), jnp.asarray(table), jnp.asarray(start), jnp.asarray(count), rule)
     at = np.arange(4)[None]
     lengths = np.where(at < count[:, None], start[:, None] + at + 1, 0)
-    want = reference.prefix_attention(q, KeyValuePages(*caches), jnp.arange(3)[:, None], jnp.asarray(lengths))
+    want = reference.prefix_attention(q, KeyValuePages(*caches), jnp.arange(3)[:, None], jnp.asarray(lengths), None, rule)
     np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(want, np.float32), atol=0.03)
     assert (np.asarray(found, np.float32)[at >= count[:, None]] == 0).all()
 

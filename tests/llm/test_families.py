@@ -1,45 +1,92 @@
-"""A family of targets other than the pairs' own decodes as its forward pass says, by every path."""
+"""Every family of targets decodes as transformers does (`tests/golden/decoders`), by every path."""
 
 from pathlib import Path
 from shutil import copyfile
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from llm.support import TABLE, check_same_as_autoregressive, prompts, tokens_of
+from llm.support import check_same_as_autoregressive, tokens_of
+from models.test_decoder import GOLDENS
 from reference.dflash_numpy import as_folders, random_pair
-from tilewright.kernels.select import PLAIN, Kernels
+from tilewright.kernels.select import Kernels, operations
 from tilewright.llm.language_model import load
-from tilewright.models import decoder
-from tilewright.models.checkpoint import load_decoder
+from tilewright.models import dflash
+from tilewright.models.checkpoint import decoder_config, save_params
+from tilewright.models.decoder import DecoderConfig
+from tilewright.models.params import initialise
 from tilewright.runtime.sampling import Sampling
+from tilewright.runtime.shapes import ShapeTable
 
-QWEN2 = Path(__file__).parents[1] / "golden" / "decoders" / "qwen2-untied"
-NEW = 12
+NAMES = sorted(path.name for path in GOLDENS.iterdir())
+NEW = 64
+PROMPTS = (5, 23)
+"""As in the script that made the goldens. The second one goes into the caches in pieces."""
+TABLE = ShapeTable(batches=(2,), capacities=(128,), chunks=(16,))
 
 
-@pytest.mark.parametrize("kernels", ["auto", "xla"])
-def test_qwen2(kernels: Kernels, tmp_path: Path):
-    """Greedy tokens are those of the plain forward pass, and n-gram drafts do not change them; 8-bit weights decode too."""
-    tokenizer = as_folders(tmp_path, random_pair(0))[0] / "tokenizer.json"
-    folder = tmp_path / "qwen2"
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return as_folders(tmp_path_factory.mktemp("tokenizer"), random_pair(0))[0] / "tokenizer.json"
+
+
+def copied(folder: Path, name: str, tokenizer: Path) -> Path:
+    """A golden checkpoint with a tokenizer."""
     folder.mkdir()
-    for file in (tokenizer, QWEN2 / "config.json", QWEN2 / "model.safetensors"):
+    for file in (tokenizer, *(GOLDENS / name).glob("*.json"), *(GOLDENS / name).glob("*.safetensors")):
         copyfile(file, folder / file.name)
-    config, params = load_decoder(folder, jnp.float32)
-    asked, sampling = prompts(0, [3, 9, 17, 5]), Sampling(NEW, ignore_eos=True)
-    lm = load(folder, "ngram", table=TABLE, kernels=kernels, block_size=4)
-    told = tokens_of(lm, asked, sampling, speculative=False, batch=4)
-    check_same_as_autoregressive(lm, asked, sampling, 4, told)
+    return folder
 
-    @jax.jit
-    def best(tokens: jax.Array) -> jax.Array:
-        return decoder.most_likely(config, PLAIN, params, decoder.forward_full(config, PLAIN, params, tokens).hidden)
 
-    for prompt, tokens in zip(asked, told, strict=True):
-        padded = jnp.asarray([[*prompt, *tokens, *[0] * (32 - len(prompt) - len(tokens))]], jnp.int32)
-        assert best(padded)[0, len(prompt) - 1 : len(prompt) + NEW - 1].tolist() == tokens
-    if kernels == "auto" and lm.ops.prepares:
-        small = load(folder, "ngram", table=TABLE, weights="int8", block_size=4)
-        check_same_as_autoregressive(small, asked, sampling, 4, tokens_of(small, asked, sampling, False, 4))
+def random_drafter(folder: Path, target: DecoderConfig) -> Path:
+    """A DFlash drafter for a target, with the target's rotation."""
+    config = dflash.DFlashConfig(
+        **{**target.sizes(), "num_layers": 1}, block_size=4, mask_token_id=3, target_layer_ids=(0, target.num_layers - 1),
+        num_target_layers=target.num_layers,
+    )  # fmt: skip
+    specs = dflash.declare(config)
+    save_params(folder, dflash.config_to_hf(config), specs, initialise(specs, jax.random.key(0)), jnp.float32)
+    return folder
+
+
+def golden_tokens(name: str) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts of different lengths, and what transformers puts after them."""
+    with np.load(GOLDENS / name / "outputs.npz") as outputs:
+        asked = [row[:length].tolist() for row, length in zip(outputs["tokens"], PROMPTS, strict=True)]
+        return asked, outputs["greedy"].tolist()
+
+
+QUICK = ("phi3-partial", "smollm3-tied")
+"""Families in which the kernels do something that no other test has them do; the others in the slow tests."""
+
+
+@pytest.mark.parametrize("kernels", ["auto", pytest.param("xla", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES])
+def test_greedy_tokens_are_those_of_transformers(name: str, kernels: Kernels, tokenizer: Path, tmp_path: Path):
+    """Without drafts, and with those of n-grams."""
+    lm = load(copied(tmp_path / "target", name, tokenizer), "ngram", table=TABLE, kernels=kernels, block_size=4)
+    asked, want = golden_tokens(name)
+    sampling = Sampling(NEW, ignore_eos=True)
+    check_same_as_autoregressive(lm, asked, sampling, 2, want)
+    assert tokens_of(lm, asked, sampling, speculative=False, batch=2) == want
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", ["auto", "xla"])
+@pytest.mark.parametrize("name", NAMES)
+def test_so_are_those_with_a_learnt_drafter(name: str, kernels: Kernels, tokenizer: Path, tmp_path: Path):
+    """With random weights, and the target's rotation."""
+    folder = copied(tmp_path / "target", name, tokenizer)
+    lm = load(folder, random_drafter(tmp_path / "drafter", decoder_config(folder)), table=TABLE, kernels=kernels)
+    asked, want = golden_tokens(name)
+    check_same_as_autoregressive(lm, asked, Sampling(NEW, ignore_eos=True), 2, want)
+
+
+def test_8_bit_weights_of_a_family_with_biases(tokenizer: Path, tmp_path: Path):
+    if not operations().prepares:
+        pytest.skip("no CPU kernels here")
+    lm = load(copied(tmp_path / "target", "qwen2-untied", tokenizer), "ngram", table=TABLE, weights="int8", block_size=4)
+    asked, sampling = golden_tokens("qwen2-untied")[0], Sampling(12, ignore_eos=True)
+    check_same_as_autoregressive(lm, asked, sampling, 2, tokens_of(lm, asked, sampling, False, 2))

@@ -214,7 +214,7 @@ def test_prefill_scores_prompts(tmp_path: Path, pair: Pair, dtype: str, kernels:
     lengths = np.asarray([len(text) for text in texts], np.int32)
     rows = [RowRequest(np.resize(text, 64).astype(np.int32), len(text) - 1, 64, Sampling(1), 1, False) for text in texts]
     empty = empty_state(programs.layout, *programs.get(ProgramKey("allocate"))())
-    empty = rows_of(empty, jnp.arange(ROWS), jnp.arange(programs.layout.pages, dtype=jnp.int32).reshape(ROWS, -1))
+    empty = rows_of(empty, jnp.arange(ROWS), jnp.arange(programs.layout.pages, dtype=jnp.int32).reshape(1, ROWS, -1))
     state, models = replace(empty, **request_rows(rows, ())), lm.model.models
     both, parts = [state, state], []
     run = jax.jit(partial(prefill, lm.model.target, lm.drafter, chunk))

@@ -8,11 +8,14 @@ import gguf
 import numpy as np
 
 from tilewright.models.decoder import DecoderConfig, config_to_hf
+from tilewright.models.layers import YarnScaling
+from tilewright.models.registry import FAMILIES
 
 NAMES = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up",
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
 }  # fmt: skip
 
@@ -53,7 +56,8 @@ def write_gguf(
     Returns:
         the tensors as they are after quantisation, by Hugging Face's names.
     """
-    arch, hf = config.family, config_to_hf(config)
+    family, hf = FAMILIES[config.family], config_to_hf(config)
+    arch = str(family.gguf)
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(hf["num_hidden_layers"])
     writer.add_context_length(hf["max_position_embeddings"])
@@ -64,17 +68,22 @@ def write_gguf(
     writer.add_key_length(hf["head_dim"])
     writer.add_value_length(hf["head_dim"])
     writer.add_rope_freq_base(hf["rope_theta"])
+    writer.add_rope_dimension_count(int(hf["head_dim"] * config.partial_rotary_factor))
     writer.add_layer_norm_rms_eps(hf["rms_norm_eps"])
     writer.add_vocab_size(hf["vocab_size"])
     add_fields(writer, fields or {})
-    if config.rope_scaling is not None:
+    if isinstance(config.rope_scaling, YarnScaling):
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(config.rope_scaling.factor)
+        writer.add_rope_scaling_orig_ctx_len(config.rope_scaling.original_max_position_embeddings)
+    elif config.rope_scaling is not None:
         plain = np.asarray([config.rope_theta ** (-2 * i / config.head_dim) for i in range(config.head_dim // 2)])
         writer.add_tensor("rope_freqs.weight", (plain / np.asarray(config.rope_frequencies)).astype(np.float32))
     kept = {}
     for name, value in tensors.items():
         rows = np.asarray(value, np.float32)
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
-        stored = pairwise(rows, heads) if heads is not None and arch == "llama" else rows
+        stored = pairwise(rows, heads) if heads is not None and family.pairwise else rows
         own = kind if rows.ndim == 2 else gguf.GGMLQuantizationType.F32
         data = gguf.quants.quantize(stored, own)
         writer.add_tensor(file_name(name), data, raw_dtype=own)

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from tilewright.models.checkpoint import load_decoder, load_params, read_config, save_params
 from tilewright.models.decoder import DecoderConfig, DecoderParams, config_to_hf, declare
-from tilewright.models.layers import RopeScaling
+from tilewright.models.layers import Llama3Scaling
 from tilewright.models.params import initialise, spec_leaves
 
 SIZES: dict[str, Any] = {
@@ -30,7 +30,7 @@ SIZES: dict[str, Any] = {
     "eos_token_ids": (3,),
 }
 QWEN = DecoderConfig(family="qwen3", tie_word_embeddings=True, **SIZES)
-LLAMA = DecoderConfig(family="llama", rope_scaling=RopeScaling(8.0, 1.0, 4.0, 32), **SIZES)
+LLAMA = DecoderConfig(family="llama", rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 32), **SIZES)
 Tensors = dict[str, np.ndarray]
 
 
@@ -267,8 +267,27 @@ def test_generation_config_names_the_end_tokens(tmp_path: Path):
 def test_unsupported_configuration_names_the_file(tmp_path: Path):
     make(tmp_path, QWEN)
     (tmp_path / "config.json").write_text(json.dumps({**config_to_hf(QWEN), "model_type": "gpt2", "hidden_act": "gelu"}))
-    with pytest.raises(ValueError, match=r"config\.json: model_type must be one of .*, found 'gpt2'; hidden_act='gelu'"):
+    with pytest.raises(ValueError, match=r"config\.json: model_type must be one of .*, found 'gpt2'; the nearest family is "):
         load_decoder(tmp_path, jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("layers", "head"),
+    [("language_model.model.", "language_model.lm_head."), ("model.language_model.", "lm_head.")],
+)
+def test_the_text_half_of_a_multimodal_checkpoint(tmp_path: Path, layers: str, head: str):
+    """Under either of the prefixes that libraries gave it; the other half is passed over."""
+    make(tmp_path / "text", LLAMA)
+    stored = load_file(tmp_path / "text" / "model.safetensors")
+    renamed = {name.replace("model.", layers, 1).replace("lm_head.", head): value for name, value in stored.items()}
+    (tmp_path / "both").mkdir()
+    save_file({**renamed, "vision_tower.w": np.ones(3, np.float32), "model.projector.w": np.ones(3, np.float32)},
+              tmp_path / "both" / "model.safetensors")  # fmt: skip
+    config = {"model_type": "llava", "text_config": config_to_hf(LLAMA), "vision_config": {}}
+    (tmp_path / "both" / "config.json").write_text(json.dumps(config))
+    (got_config, got), (want_config, want) = (load_decoder(tmp_path / name, jnp.float32) for name in ("both", "text"))
+    assert got_config == want_config
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_progress_bar_counts_the_bytes(tmp_path: Path, capfd: pytest.CaptureFixture[str]):

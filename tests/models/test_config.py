@@ -1,6 +1,7 @@
 """Reading `config.json`: both spellings of RoPE, defaults, and one error for all that is wrong."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 
 from models.sizes import decoder_config
 from tilewright.models.decoder import DecoderConfig, config_from_hf, config_to_hf
-from tilewright.models.layers import RopeScaling
+from tilewright.models.layers import LinearScaling, Llama3Scaling, YarnScaling
 from tilewright.models.quantised import SUPPORTED
+from tilewright.models.registry import FAMILIES
 
 GOLDENS = Path(__file__).parents[1] / "golden" / "decoders"
 
@@ -99,7 +101,7 @@ def problems(fields: dict[str, Any]) -> list[str]:
 
 
 def test_published_llama():
-    scaling = RopeScaling(8.0, 1.0, 4.0, 8192)
+    scaling = Llama3Scaling(8.0, 1.0, 4.0, 8192)
     expected = decoder_config(
         "llama",
         128256,
@@ -144,6 +146,7 @@ def test_published_qwen2():
     assert problems({**QWEN25, "attention_bias": False}) == ["attention_bias=False is not supported (only True)"]
 
 
+# fmt: off
 GOLDEN_CONFIGS = {
     "qwen2-untied": decoder_config("qwen2", 96, 48, 64, 2, 6, 2, 8, max_position_embeddings=256, eos_token_ids=(5,)),
     "llama-scaled": decoder_config(
@@ -157,7 +160,7 @@ GOLDEN_CONFIGS = {
         16,
         rms_norm_eps=1e-5,
         rope_theta=1e4,
-        rope_scaling=RopeScaling(8.0, 1.0, 4.0, 32),
+        rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 32),
         tie_word_embeddings=True,
         max_position_embeddings=256,
         eos_token_ids=(2,),
@@ -180,10 +183,45 @@ GOLDEN_CONFIGS = {
         max_position_embeddings=256,
         eos_token_ids=(5,),
     ),
+    "mistral-linear": decoder_config(
+        "mistral", 96, 32, 56, 2, 4, 2, 16, rope_theta=1e4, rope_scaling=LinearScaling(3.0), max_position_embeddings=256,
+        eos_token_ids=(2,),
+    ),
+    "phi3-partial": decoder_config(
+        "phi3", 96, 64, 56, 2, 4, 2, 16, rms_norm_eps=1e-5, rope_theta=1e4, partial_rotary_factor=0.75,
+        max_position_embeddings=256, eos_token_ids=(5,),
+    ),
+    "qwen3-yarn": decoder_config(
+        "qwen3", 96, 32, 56, 2, 4, 2, 16, rope_theta=1e4, tie_word_embeddings=True, max_position_embeddings=256,
+        eos_token_ids=(5,), rope_scaling=YarnScaling(4.0, 64, 0.1 * math.log(4) + 1, beta_fast=8, beta_slow=0.5),
+    ),
+    "smollm3-tied": decoder_config(
+        "smollm3", 96, 32, 56, 3, 2, 1, 16, rope_theta=5e4, tie_word_embeddings=True, max_position_embeddings=256,
+        eos_token_ids=(5,), unrotated_layers=(1,),
+    ),
+    "gemma2-tied": decoder_config(
+        "gemma2", 96, 32, 56, 3, 4, 2, 16, rope_theta=1e4, tie_word_embeddings=True, max_position_embeddings=256,
+        eos_token_ids=(5,), sliding_window=12, sliding_layers=(0, 2), attention_scale=24**-0.5, embedding_scale=32**0.5,
+        score_softcap=5.0, logit_softcap=8.0,
+    ),
+    "gemma3-tied": decoder_config(
+        "gemma3_text", 96, 32, 56, 3, 4, 2, 16, rope_theta=5e4, rope_scaling=LinearScaling(4.0), tie_word_embeddings=True,
+        max_position_embeddings=256, eos_token_ids=(5,), sliding_window=12, sliding_layers=(0, 2), local_rope_theta=1e4,
+        attention_scale=24**-0.5, embedding_scale=32**0.5,
+    ),
+    "mistral-window": decoder_config(
+        "mistral", 96, 32, 56, 2, 4, 2, 16, rope_theta=1e4, max_position_embeddings=256, eos_token_ids=(2,),
+        sliding_window=9, sliding_layers=(0, 1),
+    ),
+    "qwen3-window": decoder_config(
+        "qwen3", 96, 32, 56, 3, 4, 2, 16, rope_theta=1e4, max_position_embeddings=256, eos_token_ids=(5,),
+        sliding_window=20, sliding_layers=(1, 2),
+    ),
     "qwen3-untied": decoder_config(
         "qwen3", 96, 40, 48, 2, 5, 1, 12, rms_norm_eps=1e-6, rope_theta=5e3, max_position_embeddings=256, eos_token_ids=(2, 5)
     ),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("name", sorted(GOLDEN_CONFIGS))
@@ -191,13 +229,13 @@ def test_configs_that_transformers_wrote(name: str):
     assert config_from_hf(json.loads((GOLDENS / name / "config.json").read_text())) == GOLDEN_CONFIGS[name]
 
 
-@pytest.mark.parametrize("name", sorted(GOLDEN_CONFIGS))
+@pytest.mark.parametrize("name", sorted(GOLDEN_CONFIGS.keys() - {"gemma3-tied"}))  # whose older spelling has names of its own
 @pytest.mark.parametrize("type_key", ["rope_type", "type"])
 def test_older_spelling_of_the_same(name: str, type_key: str):
     fields = json.loads((GOLDENS / name / "config.json").read_text())
     rope = fields.pop("rope_parameters")
     fields["rope_theta"] = rope.pop("rope_theta")
-    kind = rope.pop("rope_type")
+    kind, fields["partial_rotary_factor"] = rope.pop("rope_type"), rope.pop("partial_rotary_factor", None)
     fields["rope_scaling"] = None if kind == "default" else {**rope, type_key: kind}
     fields["torch_dtype"] = fields.pop("dtype")
     assert config_from_hf(fields) == GOLDEN_CONFIGS[name]
@@ -229,12 +267,11 @@ def test_defaults():
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"model_type": "mistral"}, "model_type must be one of qwen3, qwen2, llama, found 'mistral'"),
-        ({"model_type": None}, "model_type must be one of qwen3, qwen2, llama, found None"),
+        ({"model_type": None}, f"model_type must be one of {', '.join(FAMILIES)}, found None"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported (only 'silu')"),
         ({"attention_bias": True}, "attention_bias=True is not supported (only False)"),
         ({"mlp_bias": True}, "mlp_bias=True is not supported (only False)"),
-        ({"use_sliding_window": True}, "use_sliding_window=True is not supported (only False)"),
+        ({"use_sliding_window": True, "max_window_layers": -1}, "max_window_layers must be a number of layers, found -1"),
         (
             {"quantization_config": {"quant_method": "bitsandbytes"}},
             f"quantization_config: quant_method='bitsandbytes' of the linear layers is not supported (only {SUPPORTED})",
@@ -257,8 +294,16 @@ def test_defaults():
         ({"eos_token_id": [1, "</s>"]}, "eos_token_id must be a token id or a list of them, found [1, '</s>']"),
         ({"rope_theta": 0.5}, "rope_theta must be a number above 1, found 0.5"),
         ({"rope_theta": "1e6"}, "rope_theta must be a number above 1, found '1e6'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling type 'yarn' is not supported (only 'llama3')"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling type 'linear' is not supported (only 'llama3')"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
+            "rope_scaling type 'longrope' is not supported (only 'default', 'llama3', 'linear', 'dynamic', 'yarn')",
+        ),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling lacks factor (positive numbers)"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": "32", "mscale": -1}},
+            "rope_scaling: beta_fast, mscale must be positive numbers",
+        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": 1.5}}, "rope_scaling: truncate must be true or false"),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": None, "high_freq_factor": 4.0}},
             "rope_scaling lacks low_freq_factor, original_max_position_embeddings (positive numbers)",
@@ -273,8 +318,8 @@ def test_defaults():
             "rope_scaling has unknown fields: full_attention, sliding_attention",
         ),
         (
-            {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}},
-            "partial_rotary_factor=0.5 is not supported (only 1)",
+            {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 1.5}},
+            "partial_rotary_factor must be a number above 0, at most 1, found 1.5",
         ),
         ({"rope_scaling": "llama3"}, "rope_scaling and rope_parameters must be objects, found 'llama3' and None"),
     ],
@@ -293,29 +338,52 @@ REQUIRED = (
 )
 
 
+def test_dynamic_scaling_begins_behind_the_context():
+    scaled = {**LLAMA31, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}
+    assert config_from_hf(scaled) == config_from_hf({**LLAMA31, "rope_scaling": None})
+
+
+def test_yarn_needs_no_original_length():
+    """Transformers takes that of the configuration."""
+    given = {"rope_type": "yarn", "factor": 4.0}
+    original = {**given, "original_max_position_embeddings": QWEN3["max_position_embeddings"]}
+    assert config_from_hf({**QWEN3, "rope_scaling": given}) == config_from_hf({**QWEN3, "rope_scaling": original})
+
+
 @pytest.mark.parametrize("family", [QWEN3, LLAMA31])
 def test_everything_missing_is_listed_at_once(family: dict[str, Any]):
     """And nothing that only follows from it."""
     expected = {f"{name} must be a positive integer, found None" for name in REQUIRED}
     assert set(problems({"model_type": family["model_type"]})) == expected
-    assert set(problems({})) == expected | {"model_type must be one of qwen3, qwen2, llama, found None"}
 
 
 def test_everything_wrong_is_listed_at_once():
-    wrong = {"hidden_act": "relu", "vocab_size": -4, "mlp_bias": True, "rope_scaling": {"type": "dynamic"}, "eos_token_id": "x"}
+    wrong = {"hidden_act": "relu", "vocab_size": -4, "mlp_bias": True, "rope_scaling": {"type": "ntk"}, "eos_token_id": "x"}
     listed = problems({**LLAMA31, **wrong})
     assert len(listed) == len(wrong)
     assert all(any(name in problem for problem in listed) for name in wrong)
 
 
 # Fields rather than objects: the annotation checks draw random numbers, which no strategy may do.
-scalings = st.fixed_dictionaries(
-    {
-        "factor": st.floats(1.0, 64.0),
-        "low_freq_factor": st.floats(0.1, 2.0),
-        "high_freq_factor": st.floats(2.5, 16.0),
-        "original_max_position_embeddings": st.integers(1, 1 << 20),
-    }
+scalings = st.one_of(
+    st.fixed_dictionaries(
+        {
+            "factor": st.floats(1.0, 64.0),
+            "low_freq_factor": st.floats(0.1, 2.0),
+            "high_freq_factor": st.floats(2.5, 16.0),
+            "original_max_position_embeddings": st.integers(1, 1 << 20),
+        }
+    ),
+    st.fixed_dictionaries({"factor": st.floats(1.0, 64.0)}),
+    st.fixed_dictionaries(
+        {
+            "factor": st.floats(1.0, 64.0),
+            "original_max_position_embeddings": st.integers(1, 1 << 20),
+            "attention_factor": st.floats(0.1, 2.0),
+            "beta_fast": st.floats(4.0, 64.0),
+            "truncate": st.booleans(),
+        }
+    ),
 )
 
 
@@ -323,7 +391,7 @@ scalings = st.fixed_dictionaries(
 def configs(draw: st.DrawFn) -> dict[str, Any]:
     kv_heads = draw(st.integers(1, 8))
     return {
-        "family": draw(st.sampled_from(["qwen3", "qwen2", "llama"])),
+        "family": draw(st.sampled_from([name for name, family in FAMILIES.items() if not family.post_norms])),
         "vocab_size": draw(st.integers(1, 1 << 18)),
         "hidden_size": draw(st.integers(1, 1 << 14)),
         "intermediate_size": draw(st.integers(1, 1 << 16)),
@@ -334,6 +402,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         "rms_norm_eps": draw(st.floats(1e-9, 1e-2)),
         "rope_theta": draw(st.floats(2.0, 1e9)),
         "rope_scaling": draw(st.none() | scalings),
+        "partial_rotary_factor": draw(st.sampled_from([1.0, 0.5])),
         "tie_word_embeddings": draw(st.booleans()),
         "max_position_embeddings": draw(st.integers(1, 1 << 20)),
         "eos_token_ids": tuple(draw(st.lists(st.integers(0, 1 << 18), max_size=3))),
@@ -342,7 +411,8 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
 
 def built(fields: dict[str, Any]) -> DecoderConfig:
     scaling = fields["rope_scaling"]
-    return DecoderConfig(**{**fields, "rope_scaling": None if scaling is None else RopeScaling(**scaling)})
+    kinds = {1: LinearScaling, 4: Llama3Scaling, 5: YarnScaling}
+    return DecoderConfig(**{**fields, "rope_scaling": None if scaling is None else kinds[len(scaling)](**scaling)})
 
 
 @given(configs())

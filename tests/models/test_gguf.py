@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tilewright.models.chat import ChatTemplate
 from tilewright.models.checkpoint import load_decoder, save_params
 from tilewright.models.decoder import DecoderConfig, config_to_hf, declare
 from tilewright.models.gguf import GGUFSlice, open_gguf
-from tilewright.models.layers import RopeScaling
+from tilewright.models.layers import Llama3Scaling, YarnScaling
 from tilewright.models.params import initialise
 from tilewright.models.tokenizer import load_tokenizer
 
@@ -29,10 +30,16 @@ SIZES: dict[str, Any] = {
     "head_dim": 16, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "eos_token_ids": (257, 258),
 }  # fmt: skip
 CONFIGS = {
-    "llama": DecoderConfig(family="llama", rope_theta=5e5, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192), **SIZES),
+    "llama": DecoderConfig(family="llama", rope_theta=5e5, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192), **SIZES),
     "qwen2": DecoderConfig(family="qwen2", rope_theta=1e6, tie_word_embeddings=True, **SIZES),
     "qwen3": DecoderConfig(family="qwen3", rope_theta=1e6, tie_word_embeddings=True, **{**SIZES, "head_dim": 32}),
+    "phi3": DecoderConfig(family="phi3", rope_theta=1e4, partial_rotary_factor=0.75, **SIZES),
+    "smollm3": DecoderConfig(family="smollm3", unrotated_layers=(3,), **{**SIZES, "num_layers": 4}),
+    "yarn": DecoderConfig(
+        family="qwen3", rope_scaling=YarnScaling(4.0, 64, YarnScaling.default_attention_factor(4.0)), **SIZES
+    ),
 }
+KINDS = [Kind.F32, Kind.F16, Kind.Q4_1, Kind.Q8_0]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
 
 
@@ -64,8 +71,17 @@ def make(folder: Path, config: DecoderConfig, kind: Kind = Kind.F32) -> tuple[Pa
     return folder / "model.gguf", folder / "hf"
 
 
-@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.Q4_1, Kind.Q8_0], ids=lambda kind: kind.name)
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *product(["llama", "qwen2", "qwen3"], KINDS),
+        ("phi3", Kind.F32),
+        ("phi3", Kind.Q8_0),
+        ("smollm3", Kind.F32),
+        ("yarn", Kind.F32),
+    ],
+    ids=lambda each: each if isinstance(each, str) else each.name,
+)
 def test_configuration_and_tensors_are_those_of_the_folder(tmp_path: Path, family: str, kind: Kind):
     file, folder = make(tmp_path, CONFIGS[family], kind)
     (got_config, got), (want_config, want) = load_decoder(file, jnp.float32), load_decoder(folder, jnp.float32)
@@ -152,9 +168,9 @@ def test_a_file_that_is_cut_off_is_refused_wherever_the_cut_is(tmp_path: Path):
 @pytest.mark.parametrize(
     ("fields", "arch", "said"),
     [
-        ({}, "gptneox", r"expected the architecture to be one of llama, qwen2, qwen3, found 'gptneox'"),
+        ({}, "gptneox", r"expected the architecture to be one of llama, phi3, qwen2, qwen3, smollm3, found 'gptneox'"),
         ({"llama.expert_count": 8}, "llama", r"expected llama\.expert_count to be absent or 0, found 8"),
-        ({"llama.rope.scaling.type": "yarn"}, "llama", r"rope\.scaling\.type to be absent or none, found 'yarn'"),
+        ({"llama.rope.scaling.type": "longrope"}, "llama", r"rope\.scaling\.type to be absent or none or .*, found 'longrope'"),
         ({}, "llama", r"num_hidden_layers must be a positive integer, found None"),
     ],
 )

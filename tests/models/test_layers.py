@@ -11,10 +11,10 @@ from tilewright.kernels.heads.xla import rotate_by_product, rotate_halves
 from tilewright.kernels.operations import Joined
 from tilewright.kernels.select import PLAIN
 from tilewright.models import layers
-from tilewright.models.layers import RopeScaling
+from tilewright.models.layers import Llama3Scaling
 
 seeds = st.integers(0, 2**31 - 1)
-LLAMA31 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+LLAMA31 = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 
 
 def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -57,7 +57,7 @@ def test_swiglu(seed: int, rows: int, hidden: int, inner: int):
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=2e-6 * hidden * inner)
 
 
-def llama3_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
+def llama3_frequencies(head_dim: int, theta: float, scaling: Llama3Scaling) -> np.ndarray:
     """By wavelength bands, as the Llama 3.1 release states it: keep the short, stretch the long, blend in between."""
     frequencies = 1 / theta ** (np.arange(0, head_dim, 2) / head_dim)
     wavelengths = 2 * np.pi / frequencies
@@ -75,10 +75,10 @@ def llama3_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> np.
     st.integers(1, 64).map(lambda half: 2 * half),
     st.floats(100.0, 1e7),
     st.builds(
-        RopeScaling, st.floats(1.0, 64.0), st.floats(0.5, 2.0), st.floats(2.5, 8.0), st.sampled_from([16, 32, 1024, 8192])
+        Llama3Scaling, st.floats(1.0, 64.0), st.floats(0.5, 2.0), st.floats(2.5, 8.0), st.sampled_from([16, 32, 1024, 8192])
     ),
 )
-def test_llama3_frequencies(head_dim: int, theta: float, scaling: RopeScaling):
+def test_llama3_frequencies(head_dim: int, theta: float, scaling: Llama3Scaling):
     expected = llama3_frequencies(head_dim, theta, scaling)
     np.testing.assert_allclose(layers.rope_frequencies(head_dim, theta, scaling), expected, rtol=1e-12)
 

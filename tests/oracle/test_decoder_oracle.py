@@ -17,7 +17,7 @@ from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder
 from tilewright.models.checkpoint import load_decoder, save_params
 from tilewright.models.decoder import DecoderConfig, DecoderParams, config_to_hf, declare, forward_full
-from tilewright.models.layers import RopeScaling
+from tilewright.models.layers import Llama3Scaling, RopeScaling
 from tilewright.models.params import initialise
 
 torch = pytest.importorskip("torch")
@@ -33,6 +33,18 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 20000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 16.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+    "truncate": False,
+}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}
+PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e6}
 
 # (family, tied head, heads, key heads, head size or None for hidden / heads, RoPE)
@@ -45,7 +57,29 @@ CASES: dict[str, tuple[str, bool, int, int, int | None, dict[str, Any]]] = {
     "llama-tied": ("llama", True, 6, 2, None, PLAIN_ROPE),
     "llama-untied": ("llama", False, 4, 4, 20, PLAIN_ROPE),
     "llama-scaled": ("llama", False, 8, 4, None, LLAMA3_ROPE),
+    "llama-linear": ("llama", False, 4, 2, None, LINEAR_ROPE),
+    "mistral": ("mistral", False, 4, 2, 16, PLAIN_ROPE),
+    "mistral-yarn": ("mistral", False, 4, 2, 16, YARN_ROPE),
+    "qwen3-yarn": ("qwen3", True, 4, 2, 32, {**YARN_ROPE, "attention_factor": 1.3}),
+    "phi3": ("phi3", False, 6, 2, None, PLAIN_ROPE),
+    "phi3-partial": ("phi3", True, 3, 3, None, PARTIAL_ROPE),
+    "smollm3": ("smollm3", True, 3, 1, None, PLAIN_ROPE),
+    "mistral-window": ("mistral", False, 4, 2, 16, PLAIN_ROPE),
+    "ministral-window": ("ministral", False, 4, 2, 16, PLAIN_ROPE),
+    "qwen2-window": ("qwen2", False, 6, 2, None, PLAIN_ROPE),
+    "gemma2": ("gemma2", True, 4, 2, 16, PLAIN_ROPE),
+    "gemma3": ("gemma3_text", True, 4, 2, 16, {"full_attention": LINEAR_ROPE, "sliding_attention": PLAIN_ROPE}),
 }
+MORE: dict[str, dict[str, Any]] = {
+    "mistral-window": {"sliding_window": 11},
+    "ministral-window": {"sliding_window": 11, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "qwen2-window": {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 2},
+    "gemma2": {"sliding_window": 11, "query_pre_attn_scalar": 10, "attn_logit_softcapping": 3.0},
+    "gemma3": {"sliding_window": 11, "query_pre_attn_scalar": 10, "sliding_window_pattern": 3},
+}
+CLASSES = {"smollm3": "SmolLM3", "gemma3_text": "Gemma3"}
+CONFIGS = {"gemma3_text": "Gemma3Text"}
+"""What transformers calls families whose names are not theirs with a capital."""
 
 
 def torch_model(case: str, generator: Any) -> Any:
@@ -64,8 +98,13 @@ def torch_model(case: str, generator: Any) -> Any:
     }
     if head_dim is not None:
         sizes["head_dim"] = head_dim
-    name = family.capitalize()
-    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes))
+    if family in ("mistral", "phi3"):
+        sizes |= {"sliding_window": None, "pad_token_id": None}
+    if family == "smollm3":
+        sizes |= {"no_rope_layers": [1, 0, 1, 0], "pad_token_id": None}
+    sizes |= MORE.get(case, {})
+    name = CLASSES.get(family, family.capitalize())
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{CONFIGS.get(family, name)}Config")(**sizes))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             drawn = torch.randn(weight.shape, generator=generator)
@@ -121,7 +160,7 @@ def test_logits_and_taps(case: str, sharded: bool, tmp_path: Path):
         assert np.max(np.abs(tap - expected_tap)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("case", sorted(CASES))
+@pytest.mark.parametrize("case", sorted(CASES.keys() - {"gemma3"}))  # which has two tables
 def test_rope_frequencies(case: str):
     """Against the table that transformers' own rotary embedding holds (float32)."""
     model = torch_model(case, torch.Generator().manual_seed(SEED))
@@ -176,7 +215,7 @@ OWN = DecoderConfig(
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
-@pytest.mark.parametrize("scaling", [None, RopeScaling(8.0, 1.0, 4.0, 32)])
+@pytest.mark.parametrize("scaling", [None, Llama3Scaling(8.0, 1.0, 4.0, 32)])
 def test_transformers_reads_what_we_write(family: str, tied: bool, scaling: RopeScaling | None, tmp_path: Path):
     """A model made here, saved here and loaded by transformers, gives the same logits."""
     config = DecoderConfig(**{**vars(OWN), "family": family, "tie_word_embeddings": tied, "rope_scaling": scaling})

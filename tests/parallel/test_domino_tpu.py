@@ -16,7 +16,7 @@ from parallel.test_collective_matmul_tpu import windows
 from tilewright.compiled.aot import compile_for, tpu_topology
 from tilewright.compiled.hlo import Module, read_module
 from tilewright.kernels.bundles.tpu import TPU
-from tilewright.models import decoder, layers
+from tilewright.models import decoder
 from tilewright.models.params import abstract
 from tilewright.models.stack import Rows, Schedule
 from tilewright.parallel.domino import Column, Domino
@@ -38,7 +38,7 @@ def compiled(schedule: Schedule, backward: bool = False) -> Module:
 
     def run(of: Any, x: Array) -> Array:
         positions = jnp.broadcast_to(jnp.arange(LENGTH), (BATCH, LENGTH))
-        rows = Rows(layers.rope_tables(positions, CONFIG.rope_frequencies), None)
+        rows = Rows(CONFIG.rope_tables(positions), None)
         return schedule.run(decoder.stack_of(CONFIG, TPU, of, decoder.causal_attend), x, rows, (None,) * LAYERS, ())[0]
 
     parts = jax.tree.map(lambda array: array.sharding.spec, params)

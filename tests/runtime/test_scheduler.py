@@ -7,8 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tilewright.kernels.operations import UNMAPPED
 from tilewright.models.tokenizer import StreamDecoder
 from tilewright.runtime import pages as pages_module
+from tilewright.runtime.groups import PageGroup
+from tilewright.runtime.layout import window_pages
 from tilewright.runtime.output import OutputProcessor
 from tilewright.runtime.pages import Pages
 from tilewright.runtime.request import GenerateRequest, RequestHandle
@@ -41,8 +44,11 @@ def sequence(number: int, prompt: list[int], new: int) -> TokenSequence:
     )
 
 
-def make(pages: int, prefix_cache: bool = True, tapping: tuple[str, ...] = ()) -> Scheduler:
-    return Scheduler(TABLE, Pages(pages, PAGE), CONTEXT, prefix_cache, tapping)
+def make(pages: int, prefix_cache: bool = True, tapping: tuple[str, ...] = (), window: int | None = None) -> Scheduler:
+    """With a group of layers that see a window, if one is given, of as few pages as a request by itself needs."""
+    least = 0 if window is None else window_pages(window, max(TABLE.chunks[-1], 2 * WIDTH), PAGE, CONTEXT)
+    windows = [] if window is None else [PageGroup(Pages(least, PAGE), window)]
+    return Scheduler(TABLE, Pages(pages, PAGE), CONTEXT, prefix_cache, tapping, windows)
 
 
 class Simulation:
@@ -56,7 +62,7 @@ class Simulation:
         self.scheduler, self.rng = scheduler, rng
         self.flight: list[tuple[list[RunningSequence], int]] = []
         self.done: list[int] = []
-        self.written: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.written: dict[tuple[int, int, int], tuple[int, ...]] = {}
 
     def step(self) -> None:
         """As the engine steps, with checks of what a device would need."""
@@ -87,11 +93,11 @@ class Simulation:
             return False
         for running in batch:
             reach = self.scheduler.reach(running, rounds, WIDTH)
-            assert len(running.pages) * PAGE >= reach, "a block reaches a page that is not there"
-            first = running.known // PAGE
-            assert all(self.scheduler.pages.ref_counts[page] == 1 for page in running.pages[first:]), (
-                "somebody else reads there"
-            )
+            for group, row in zip(self.scheduler.groups, running.groups, strict=True):
+                assert len(row.columns) * PAGE >= reach, "a block reaches a page that is not there"
+                first = running.known // PAGE
+                assert all(group.pages.ref_counts[page] == 1 for page in row.columns[first:]), "somebody else reads there"
+            self.check_window(running, running.known)
         self.scheduler.on_dispatched(batch, rounds, WIDTH)
         self.flight.append((batch, rounds))
         return True
@@ -116,14 +122,27 @@ class Simulation:
 
     def write(self, running: RunningSequence, start: int, count: int) -> None:
         tokens = tuple(running.sequence.tokens)
-        for position in range(start, start + count):
-            self.written[running.pages[position // PAGE], position % PAGE] = tokens[: position + 1]
+        for n, row in enumerate(running.groups):
+            for position in range(start, start + count):
+                page = row.columns[position // PAGE]
+                if n == 0 or page != UNMAPPED:  # of what was committed long ago, a window's page may be gone
+                    self.written[n, page, position % PAGE] = tokens[: position + 1]
 
     def check_reads(self, running: RunningSequence, until: int) -> None:
         """What was found in pages is what this text would compute."""
         tokens = tuple(running.sequence.tokens)
         for position in range(until):
-            assert self.written[running.pages[position // PAGE], position % PAGE] == tokens[: position + 1]
+            assert self.written[0, running.pages[position // PAGE], position % PAGE] == tokens[: position + 1]
+        self.check_window(running, until)
+
+    def check_window(self, running: RunningSequence, at: int) -> None:
+        """What a query at a position sees through windows is what this text would compute."""
+        tokens, computed = tuple(running.sequence.tokens), running.known if running.prefilled else running.filled
+        for n, group in enumerate(self.scheduler.groups[1:], 1):
+            assert group.window is not None
+            for position in range(max(0, at - group.window + 1), min(at, computed)):
+                page = running.groups[n].columns[position // PAGE]
+                assert self.written[n, page, position % PAGE] == tokens[: position + 1]
 
 
 @settings(max_examples=60)
@@ -133,10 +152,13 @@ class Simulation:
     pages=st.integers(13, 30),
     prefix_cache=st.booleans(),
     tapping=st.sampled_from([(), ("eagle3",)]),
+    window=st.sampled_from([None, 1, 3, 7, 30]),
 )
-def test_everybody_is_served(seed: int, sizes: list[tuple[int, int]], pages: int, prefix_cache: bool, tapping: tuple[str, ...]):
+def test_everybody_is_served(
+    seed: int, sizes: list[tuple[int, int]], pages: int, prefix_cache: bool, tapping: tuple[str, ...], window: int | None
+):
     rng = np.random.default_rng(seed)
-    scheduler = make(pages, prefix_cache, tapping)
+    scheduler = make(pages, prefix_cache, tapping, window)
     simulation = Simulation(scheduler, rng)
     waiting = [
         sequence(n, [*[1] * (prompt // 2), *rng.integers(0, 2, prompt - prompt // 2).tolist()], new)
@@ -154,7 +176,7 @@ def test_everybody_is_served(seed: int, sizes: list[tuple[int, int]], pages: int
         if not waiting and not scheduler.busy and not simulation.flight:
             break
     assert sorted(simulation.done) == list(range(len(sizes)))
-    assert not any(scheduler.pages.ref_counts)
+    assert not any(any(group.pages.ref_counts) for group in scheduler.groups)
     assert scheduler.waiting_tokens == 0
 
 

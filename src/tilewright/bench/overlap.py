@@ -27,7 +27,6 @@ from tilewright.compiled.timeline import Sums, Timeline, busiest_link_s, simulat
 from tilewright.kernels.select import Kernels, operations
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig
-from tilewright.models.layers import rope_tables
 from tilewright.models.params import abstract
 from tilewright.models.stack import Rows, Schedule
 from tilewright.parallel.auto import AUTO, Auto, schedule_of
@@ -273,7 +272,7 @@ def program(setup: OverlapSetup, phase: Phase, schedule: Schedule, layers: int) 
         positions = start[:, None] + jnp.arange(phase.new)[None]
         span = Span(start, jnp.full_like(start, phase.new))
         stack = decoder.stack_of(config, ops, held, cached_attend)
-        stream, _, kept = schedule.run(stack, stream, Rows(rope_tables(positions, config.rope_frequencies), span), caches, ())
+        stream, _, kept = schedule.run(stack, stream, Rows(config.rope_tables(positions), span), caches, ())
         return stream, kept
 
     def array(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:

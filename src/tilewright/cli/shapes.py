@@ -169,7 +169,8 @@ class CompileEstimate:
         if lm is None:
             return bare
         with Ledger() as ledger, console.status("compiling one program of each kind"):
-            layout, model = Layout.full(table.batches[-1], table.capacities[-1]), lm.model
+            model = lm.model
+            layout = Layout.full(table.batches[-1], table.capacities[-1], model.target.config.windows, table.chunks[-1])
             programs = Programs(model.target, model.models, model.dtype, model.drafter, table, layout)
             for key in first.values():
                 programs.get(key)

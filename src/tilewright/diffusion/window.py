@@ -27,7 +27,6 @@ from tilewright.kernels import select
 from tilewright.kernels.operations import Norm, Operations
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams, Layer
-from tilewright.models.layers import rope_tables
 from tilewright.models.stack import SINGLE_DEVICE, Schedule
 
 BUCKETS = (32, 64, 128, 256)
@@ -259,7 +258,7 @@ def run_window(
     Returns:
         The residual stream after the last layer, of active positions; the caches; and how it went.
     """
-    rope = rope_tables(window.positions, config.rope_frequencies)
+    rope = config.rope_tables(window.positions)["global"]
     step = Pass(config, ops, buckets, window, rope, schedule, tokens.shape[1])
     x = schedule.embed(ops, params.embed, jnp.take_along_axis(tokens, window.positions, axis=1))
     salient = window.active & (window.changed | window.first_all[:, None])

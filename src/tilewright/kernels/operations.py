@@ -52,19 +52,52 @@ class Norm(NamedTuple):
     eps: float
 
 
+class Scores(NamedTuple):
+    """How queries weigh keys.
+
+    Attributes:
+        window: how many positions a query sees, its own included; None for all.
+        scale: of scores; None for `D ** -0.5`.
+        softcap: scores s become `softcap * tanh(s / softcap)`; None for as they are.
+        sinks: `[N]`, for each query head the score of a key that has no value: it takes its share of the weights.
+    """
+
+    window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Array | None = None
+
+    @property
+    def plain(self) -> bool:
+        """True if a window and a scale are all that there may be."""
+        return self.softcap is None and self.sinks is None
+
+    @property
+    def default(self) -> bool:
+        """True if queries see all keys, by scores of the usual scale."""
+        return self.plain and self.window is None and self.scale is None
+
+    def scale_of(self, head_dim: int) -> float:
+        return head_dim**-0.5 if self.scale is None else self.scale
+
+
+PLAIN_SCORES = Scores()
+
+
 class Heads(NamedTuple):
-    """The head size, norms and rotation by which a projection becomes heads.
+    """How a projection becomes heads, and how these see one another.
 
     Attributes:
         head_dim: D.
         q_norm, k_norm: RMSNorm over each head; None where the family has none.
-        rope: cosines and sines `[B, T, D / 2]`, float32.
+        rope: cosines and sines `[B, T, h]`, float32, which turn the first 2 h of a head's entries; none where h is 0.
     """
 
     head_dim: int
     q_norm: Norm | None
     k_norm: Norm | None
     rope: tuple[Array, Array]
+    scores: Scores = PLAIN_SCORES
 
 
 class Quantised(NamedTuple):

@@ -34,7 +34,7 @@ from tilewright.runtime.cache import PAGE_MULTIPLE
 from tilewright.runtime.constraints import Constraint
 from tilewright.runtime.engine import Engine, fixed_rounds
 from tilewright.runtime.interfaces import Drafter, RoundChooser
-from tilewright.runtime.layout import Layout
+from tilewright.runtime.layout import Layout, look_ahead
 from tilewright.runtime.memory import check_weights
 from tilewright.runtime.model import Model
 from tilewright.runtime.options import EngineOptions
@@ -243,7 +243,8 @@ class LanguageModel:
         whole = math.lcm(PAGE_MULTIPLE, self.table.chunks[-1])
         capacity = -(-shape.capacity // whole) * whole
         table = replace(self.table, batches=(shape.batch,), capacities=(capacity,))
-        layout, model = Layout.full(shape.batch, capacity), self.model
+        ahead = look_ahead(table.chunks[-1], 1 if drafter is None else drafter.block_size)
+        layout, model = Layout.full(shape.batch, capacity, self.model.target.config.windows, ahead), self.model
         # Of several threads that come here at once, all go on with the first one's.
         return self.programs.setdefault(kept, Programs(model.target, model.models, model.dtype, drafter, table, layout))
 

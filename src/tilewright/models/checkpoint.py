@@ -27,7 +27,7 @@ from tilewright.kernels.linear.blocks import PackedTable, QuantisedMatrix
 from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import computes_bfloat16
 from tilewright.models import gguf
-from tilewright.models.decoder import EMBEDDING, DecoderConfig, DecoderParams, config_from_hf, declare
+from tilewright.models.decoder import EMBEDDING, DecoderConfig, DecoderParams, config_from_hf, declare, text_tensor
 from tilewright.models.params import AUTO, ArraySpec, Bounds, each, from_tensors, held_parts, spec_leaves, to_tensors
 from tilewright.models.quantised import Layout, quantised_layout
 from tilewright.models.stored import FLOATS, StoredTensor, gathered, open_file, read_blocks, read_headers, read_weights, some
@@ -249,7 +249,7 @@ def load_params(
 
         def kept(spec: ArraySpec) -> QuantisedMatrix | None:
             tensor, matrix = stored[spec.name], spec.kind in ("matrix", "head")
-            found = read_blocks(files, tensor) if keep_blocks and matrix else None
+            found = read_blocks(files, tensor, spec) if keep_blocks and matrix else None
             if found is None and tensor.quantised and matrix:
                 dequantised[tensor.quantised] += 1  # threads cannot come between: the interpreter's lock
             advance(0 if found is None else tensor.nbytes)
@@ -379,7 +379,7 @@ def load_decoder(
     Where the operations keep a file's blocks, a tied embedding that has some is read out of the output head.
 
     Two kinds of tensor are passed over, because they repeat what is known: rotary frequencies, which older files hold, and the
-    head of a model whose head is the embedding.
+    head of a model whose head is the embedding. Of a multimodal model the text half alone is read.
 
     Args:
         shard: from the declaration to the shardings, say `lambda specs: shardings(specs, mesh, rules)`
@@ -390,9 +390,15 @@ def load_decoder(
         ValueError: see `read_config`, `decoder.config_from_hf` and `load_params`.
     """
     config = decoder_config(folder)
+    multimodal = "text_config" in read_config(folder)
+
+    def rename(name: str) -> str:
+        return (text_tensor(name) or name) if multimodal else name
 
     def ignore(name: str) -> bool:
-        return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")
+        if multimodal and text_tensor(name) is None:
+            return True
+        return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and rename(name) == "lm_head.weight")
 
     specs = declare(config, ops is not None and ops.own_head)
     keep_blocks = ops is not None and ops.keeps_blocks
@@ -402,7 +408,7 @@ def load_decoder(
         specs = replace(specs, embed=())
     placed, prepare = None if shard is None else shard(specs), None if ops is None else ops.prepare_one
     params = load_params(
-        folder, specs, dtype, ignore=ignore, console=console, shardings=placed, prepare=prepare,
+        folder, specs, dtype, rename=rename, ignore=ignore, console=console, shardings=placed, prepare=prepare,
         keep_blocks=keep_blocks, layout=layout,
     )  # fmt: skip
     if shared:

@@ -2,12 +2,54 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from tilewright.models.layers import RopeScaling, rope_frequencies
+from jax import Array
+from jaxtyping import Int
+
+from tilewright.models.layers import LinearScaling, Llama3Scaling, Rope, RopeScaling, YarnScaling, rope_frequencies, rope_tables
+
+SCALINGS: dict[object, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ("original_max_position_embeddings",)),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+}
+"""The kinds of `rope_scaling`: fields that each must have, and may have. "dynamic" scales positions from
+`max_position_embeddings` on alone, and no context here is longer."""
 
 ROPE_THETA = 10000.0
 """The base of a configuration that names none (Su et al. 2021, and the libraries' default)."""
+
+
+Rotation = Literal["global", "local", "none"]
+"""Which rotation a layer has: the model's, that of its layers with a window where these have one of their own, or none."""
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What distinguishes layers of one model, besides their arrays.
+
+    Attributes:
+        window, scale, softcap: see `operations.Scores`.
+    """
+
+    rotation: Rotation = "global"
+    window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+
+
+class RopeFields(NamedTuple):
+    """What a configuration says of its rotation."""
+
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    partial_rotary_factor: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +66,17 @@ class Sizes:
     rms_norm_eps: float = 1e-6
     rope_theta: float = ROPE_THETA
     rope_scaling: RopeScaling | None = None
+    partial_rotary_factor: float = 1.0
 
     @property
     def rope_frequencies(self) -> list[float]:
-        return rope_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
+        rotated = int(self.head_dim * self.partial_rotary_factor)
+        return rope_frequencies(rotated, self.rope_theta, self.rope_scaling)
+
+    def rope_tables(self, positions: Int[Array, "B T"]) -> dict[Rotation, Rope]:
+        """The rotations of positions, one of each kind that the layers have."""
+        factor = 1.0 if self.rope_scaling is None else self.rope_scaling.attention_factor
+        return {"global": rope_tables(positions, self.rope_frequencies, factor)}
 
     def sizes(self) -> dict[str, Any]:
         """These fields by name, for a drafter of a target's own sizes."""
@@ -48,7 +97,7 @@ class Sizes:
             "rms_norm_eps": self.rms_norm_eps,
             "rope_theta": self.rope_theta,
             "rope_scaling": None if self.rope_scaling is None else dict(vars(self.rope_scaling)),
-        }
+        } | ({} if self.partial_rotary_factor == 1 else {"partial_rotary_factor": self.partial_rotary_factor})
 
 
 def is_number(value: object) -> bool:
@@ -114,45 +163,81 @@ class ConfigReader:
         self.require(value is None or isinstance(value, bool), f"{name} must be true or false, found {value!r}")
         return value if isinstance(value, bool) else default
 
-    def rope(self) -> tuple[float, RopeScaling | None]:
-        """Base and scaling, from `rope_theta` + `rope_scaling` or from the newer `rope_parameters`."""
+    def rope(self, section: str | None = None) -> RopeFields:
+        """Base, scaling and share, from `rope_theta` + `rope_scaling` or from the newer `rope_parameters`.
+
+        Args:
+            section: of `rope_parameters` that speak of several kinds of layers.
+        """
         older, newer = self.fields.get("rope_scaling"), self.fields.get("rope_parameters")
+        if section is not None and isinstance(newer, Mapping):
+            newer = newer.get(section, newer)
         if not all(isinstance(given or {}, Mapping) for given in (older, newer)):
             self.require(False, f"rope_scaling and rope_parameters must be objects, found {older!r} and {newer!r}")
-            return ROPE_THETA, None
+            return RopeFields(ROPE_THETA, None, 1.0)
         scaling = dict(older or newer or {})
         theta = scaling.pop("rope_theta", self.fields.get("rope_theta"))
         good = theta is None or (is_number(theta) and theta > 1)
         self.require(good, f"rope_theta must be a number above 1, found {theta!r}")
-        kind = scaling.pop("rope_type", None) or scaling.get("type") or "default"
-        share = scaling.pop("partial_rotary_factor", None)
-        self.require(share in (None, 1), f"partial_rotary_factor={share!r} is not supported (only 1)")
-        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        unknown = sorted(scaling.keys() - {*names, "type"}) if kind in ("default", "llama3") else []
-        self.require(not unknown, f"rope_scaling has unknown fields: {', '.join(unknown)}")
+        share = scaling.pop("partial_rotary_factor", None) or self.fields.get("partial_rotary_factor") or 1.0
+        proper = is_number(share) and 0 < share <= 1
+        self.require(proper, f"partial_rotary_factor must be a number above 0, at most 1, found {share!r}")
+        older_kind = scaling.pop("type", None)
+        kind = scaling.pop("rope_type", None) or older_kind or "default"
         base = float(theta) if good and theta is not None else ROPE_THETA
-        return base, None if kind == "default" else self._rope_scaling(kind, {name: scaling.get(name) for name in names})
+        return RopeFields(base, self._rope_scaling(kind, scaling), float(share) if proper else 1.0)
 
-    def _rope_scaling(self, kind: object, values: Mapping[str, Any]) -> RopeScaling | None:
-        if kind != "llama3":
-            self.require(False, f"rope_scaling type {kind!r} is not supported (only 'llama3')")
+    def _rope_scaling(self, kind: object, given: dict[str, Any]) -> RopeScaling | None:
+        if kind not in SCALINGS:
+            self.require(False, f"rope_scaling type {kind!r} is not supported (only {', '.join(map(repr, SCALINGS))})")
             return None
-        missing = [name for name, value in values.items() if not is_number(value) or value <= 0]
+        required, optional = SCALINGS[kind]
+        if kind == "yarn" and given.get("original_max_position_embeddings") is None:
+            given["original_max_position_embeddings"] = self.fields.get("max_position_embeddings")
+        unknown = sorted(given.keys() - {*required, *optional})
+        self.require(not unknown, f"rope_scaling has unknown fields: {', '.join(unknown)}")
+        missing = [name for name in required if not is_number(given.get(name)) or given[name] <= 0]
         self.require(not missing, f"rope_scaling lacks {', '.join(missing)} (positive numbers)")
-        if missing:
+        if kind == "yarn":
+            self.require(given.get("truncate") in (None, True, False), "rope_scaling: truncate must be true or false")
+        wrong = [name for name in optional if name != "truncate" and given.get(name) is not None]
+        wrong = [name for name in wrong if kind == "yarn" and not (is_number(given[name]) and given[name] >= 0)]
+        self.require(not wrong, f"rope_scaling: {', '.join(wrong)} must be positive numbers")
+        if missing or wrong or kind in ("default", "dynamic"):
             return None
-        factor, low, high, original = values.values()
+        if kind == "linear":
+            return LinearScaling(float(given["factor"]))
+        if kind == "yarn":
+            return self._yarn(given)
+        factor, low, high, original = (given[name] for name in required)
         self.require(high > low, f"rope_scaling: high_freq_factor ({high}) must exceed low_freq_factor ({low})")
-        return RopeScaling(float(factor), float(low), float(high), int(original))
+        return Llama3Scaling(float(factor), float(low), float(high), int(original))
 
-    def sizes(self, head_dim: int | None = None) -> dict[str, Any]:
+    def _yarn(self, given: Mapping[str, Any]) -> YarnScaling:
+        factor, attention = float(given["factor"]), given.get("attention_factor")
+        numerator, denominator = given.get("mscale"), given.get("mscale_all_dim")
+        if attention is None and numerator and denominator:
+            over, under = (YarnScaling.default_attention_factor(factor, scale) for scale in (numerator, denominator))
+            attention = over / under
+        elif attention is None:
+            attention = YarnScaling.default_attention_factor(factor)
+        return YarnScaling(
+            factor,
+            int(given["original_max_position_embeddings"]),
+            float(attention),
+            beta_fast=float(given.get("beta_fast") or 32),
+            beta_slow=float(given.get("beta_slow") or 1),
+            truncate=given.get("truncate") is not False,
+        )
+
+    def sizes(self, head_dim: int | None = None, rope_section: str | None = None) -> dict[str, Any]:
         """The fields of `Sizes`.
 
         Args:
             head_dim: where the configuration names none; by default the hidden size divided by the heads.
+            rope_section: see `rope`.
         """
         hidden, heads = self.integer("hidden_size"), self.integer("num_attention_heads")
-        theta, scaling = self.rope()
         sizes = {
             "vocab_size": self.integer("vocab_size"),
             "hidden_size": hidden,
@@ -162,8 +247,7 @@ class ConfigReader:
             "num_kv_heads": self.integer("num_key_value_heads", default=heads),
             "head_dim": self.integer("head_dim", default=head_dim or max(hidden // heads, 2)),
             "rms_norm_eps": self.number("rms_norm_eps", default=1e-6),
-            "rope_theta": theta,
-            "rope_scaling": scaling,
+            **self.rope(rope_section)._asdict(),
         }
         self.require(heads % sizes["num_kv_heads"] == 0, "num_attention_heads is no multiple of num_key_value_heads")
         self.require(sizes["head_dim"] % 2 == 0, "head_dim must be even")

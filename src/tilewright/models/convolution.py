@@ -127,13 +127,13 @@ def stack_of(config: Any, ops: Operations, params: HasConvolutions, attend: Atte
     def attended(
         ops: Operations, of: ConvLayer, projected: tuple[Projection, Kernels], rows: Rows, kept: Any
     ) -> tuple[Any, Any]:
-        out, kept = attend(ops, projected[0], head_norms(config, of.layer, rows.rope), rows.seen, kept)
+        out, kept = attend(ops, projected[0], head_norms(config, of.layer, rows.rope["global"]), rows.seen, kept)
         return (out, projected[1]), kept
 
     def output(
         ops: Operations, of: ConvLayer, out: tuple[Array, Kernels], add: Float[Array, "B T H"] | None = None
     ) -> Float[Array, "B T H"]:
-        y = convolve(config, of.attention, out[1], AFTER, decoder.output(ops, of.layer, out[0]))
+        y = convolve(config, of.attention, out[1], AFTER, decoder.output(config, ops, of.layer, out[0]))
         return y if add is None else add + y
 
     def mlp(

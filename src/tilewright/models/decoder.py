@@ -1,44 +1,80 @@
-"""Decoder language models: Qwen3, Qwen2 and Llama 3.
+"""Decoder language models, of all the families that `registry.py` lists.
 
 A layer is four functions (see `stack.py`), and a schedule runs the layers. What a query may see, and where keys and values are
-kept, is the business of the `attend` callback; which implementation computes, that of the bundle of operations.
-
-Sources: Qwen3 technical report (arXiv 2505.09388) §2; Qwen2 (arXiv 2407.10671) §2.2, which Qwen2.5 follows; Llama 3
-(arXiv 2407.21783) §3.2; tensor names as in their checkpoints.
+kept, is the business of the `attend` callback; which implementation computes, that of the bundle of operations. How families
+differ stands in `families/`. Tensor names are those of their checkpoints.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, cast, get_args
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from tilewright.kernels.operations import Heads, Joined, Norm, Operations, Projection, Transposed
-from tilewright.models import layers
-from tilewright.models.config import ConfigReader, Sizes
+from tilewright.kernels.operations import Heads, Joined, Norm, Operations, Projection, Scores, Transposed
+from tilewright.models.config import ConfigReader, LayerKind, Rotation, Sizes
+from tilewright.models.family import Family
+from tilewright.models.layers import Rope, rope_frequencies, rope_tables
 from tilewright.models.params import ArraySpec, matrix, norm_weight
 from tilewright.models.quantised import quantised_layout
+from tilewright.models.registry import FAMILIES, family_of
 from tilewright.models.stack import SINGLE_DEVICE, Rows, Schedule, Stack
 
-Family = Literal["qwen3", "qwen2", "llama"]
 EMBEDDING = "model.embed_tokens.weight"
-ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
-"""What other libraries call the families."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig(Sizes):
-    """Sizes of a decoder language model; the fields are those of its `config.json`."""
+    """Sizes of a decoder language model; most fields are those of its `config.json`.
 
-    family: Family
+    Attributes:
+        family: its name in `registry.FAMILIES`.
+        unrotated_layers: layers, from 0, whose queries and keys are not rotated.
+        sliding_window, sliding_layers: how many positions a query sees in these layers, its own included.
+        local_rope_theta: the base of these layers' rotation; None for the others'.
+        attention_scale, score_softcap: see `operations.Scores`.
+        logit_softcap: logits x become `logit_softcap * tanh(x / logit_softcap)`; None for as they are.
+        embedding_scale: what embeddings are multiplied by.
+    """
+
+    family: str
     rope_theta: float = 1e6
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 40960
     eos_token_ids: tuple[int, ...] = ()
+    unrotated_layers: tuple[int, ...] = ()
+    sliding_window: int | None = None
+    sliding_layers: tuple[int, ...] = ()
+    local_rope_theta: float | None = None
+    attention_scale: float | None = None
+    score_softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_scale: float = 1.0
+
+    def kind(self, layer: int) -> LayerKind:
+        """What distinguishes a layer from others."""
+        sliding = layer in self.sliding_layers
+        local: Rotation = "local" if sliding and self.local_rope_theta is not None else "global"
+        rotation = "none" if layer in self.unrotated_layers else local
+        return LayerKind(rotation, self.sliding_window if sliding else None, self.attention_scale, self.score_softcap)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Each layer's window; None where a query sees everything before it."""
+        return tuple(self.kind(n).window for n in range(self.num_layers))
+
+    def rope_tables(self, positions: Int[Array, "B T"]) -> dict[Rotation, Rope]:
+        found = super().rope_tables(positions)
+        if self.unrotated_layers:
+            found["none"] = rope_tables(positions, [])
+        if self.local_rope_theta is not None and self.sliding_layers:
+            found["local"] = rope_tables(positions, rope_frequencies(self.head_dim, self.local_rope_theta, None))
+        return found
 
 
 def config_from_hf(fields: Mapping[str, Any], where: str = "config.json") -> DecoderConfig:
@@ -47,8 +83,10 @@ def config_from_hf(fields: Mapping[str, Any], where: str = "config.json") -> Dec
     Raises:
         ValueError: one message that lists every missing field and every value that this family does not support.
     """
-    read = ConfigReader(fields, where)
-    config = read_decoder(read, cast(Family, read.choice("model_type", get_args(Family))))
+    fields = text_half(fields)
+    family = family_of(fields, where)
+    read = ConfigReader({**family.defaults, **fields}, where)
+    config = read_decoder(read, family.name)
     try:
         quantised_layout(fields.get("quantization_config"))
     except ValueError as error:
@@ -57,18 +95,42 @@ def config_from_hf(fields: Mapping[str, Any], where: str = "config.json") -> Dec
     return config
 
 
-def read_decoder(read: ConfigReader, family: Family) -> DecoderConfig:
-    """What `read` says of a decoder of this family; its problems are for `read.finish`."""
-    read.expect("hidden_act", "silu")
-    # Qwen2's queries, keys and values always have biases, of which its configurations need not speak.
-    read.expect("attention_bias", family == "qwen2")
+def text_half(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration of a multimodal model's text half; another model's as it is."""
+    text = fields.get("text_config")
+    if not isinstance(text, Mapping):
+        return fields
+    # Ends of an answer may come from `generation_config.json`, which is put at the top.
+    shared = ("eos_token_id", "quantization_config", "tie_word_embeddings")
+    return {**{name: fields[name] for name in shared if name in fields}, **text, **_given(fields, "eos_token_id")}
+
+
+def _given(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {} if fields.get(name) is None else {name: fields[name]}
+
+
+def text_tensor(name: str) -> str | None:
+    """What a tensor of a multimodal checkpoint's text half is called in one of text alone; None for the other half's."""
+    for prefix, instead in (("language_model.model.", "model."), ("language_model.", ""), ("model.language_model.", "model.")):
+        if name.startswith(prefix):
+            return instead + name.removeprefix(prefix)
+    return name if name.startswith("lm_head.") else None
+
+
+def read_decoder(read: ConfigReader, name: str) -> DecoderConfig:
+    """What `read` says of a decoder of the family of this name; its problems are for `read.finish`."""
+    family = FAMILIES[name]
+    if family.activation == "silu":
+        read.expect("hidden_act", "silu")
+    else:
+        read.expect("hidden_activation", "gelu_pytorch_tanh")
+    # Biases of queries, keys and values belong to a family; its configurations need not speak of them.
+    read.expect("attention_bias", family.qkv_bias)
     read.expect("mlp_bias", False)
-    read.expect("use_sliding_window", False)
-    read.expect_all("layer_types", "full_attention")
     return DecoderConfig(
-        family=family,
-        # Qwen3's heads have 128 unless it says otherwise (Qwen3-4B: 2560 / 32 = 80, but heads of 128).
-        **read.sizes(head_dim=128 if family == "qwen3" else None),
+        family=name,
+        **read.sizes(family.head_dim, family.rope_section),
+        **family.read(read),
         tie_word_embeddings=read.flag("tie_word_embeddings", default=False),
         max_position_embeddings=read.integer("max_position_embeddings"),
         eos_token_ids=read.token_ids("eos_token_id"),
@@ -77,11 +139,13 @@ def read_decoder(read: ConfigReader, family: Family) -> DecoderConfig:
 
 def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     """The `config.json` of a model that was made here; other libraries read it too."""
+    family = FAMILIES[config.family]
     return {
-        "architectures": [ARCHITECTURES[config.family]],
+        "architectures": [family.architecture],
         "model_type": config.family,
         **config.to_hf(),
-        "attention_bias": config.family == "qwen2",
+        **family.write(config),
+        "attention_bias": family.qkv_bias,
         "tie_word_embeddings": config.tie_word_embeddings,
         "max_position_embeddings": config.max_position_embeddings,
         "eos_token_id": list(config.eos_token_ids) or None,
@@ -91,7 +155,13 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer. `q_norm` and `k_norm` are Qwen3's, and `qkv_bias`, a tuple, Qwen2's; others have None there."""
+    """One decoder layer. `q_norm` and `k_norm` are Qwen3's, and `qkv_bias`, a tuple, Qwen2's; others have None there.
+
+    Attributes:
+        gate_up: `Joined`; two matrices by themselves where the gate is not a `silu`.
+        attention_out_norm, mlp_out_norm: of what the halves give, where that is normed.
+        kind: no array, but the same in a declaration and in what is made of it.
+    """
 
     input_norm: Any
     qkv: Any
@@ -102,18 +172,25 @@ class Layer:
     gate_up: Any
     down: Any
     qkv_bias: Any = None
+    attention_out_norm: Any = None
+    mlp_out_norm: Any = None
+    kind: LayerKind = field(default=LayerKind(), metadata={"static": True})
+
+
+MLP_FIELDS = ("post_attention_norm", "gate_up", "down", "mlp_out_norm")
+"""What the MLP half reads."""
 
 
 def split_layer(layer: Layer) -> tuple[Layer, Layer]:
     """What a layer's attention half reads, and what its MLP half does, with None for the rest; of any tree like a layer's."""
-    mlp = {"post_attention_norm", "gate_up", "down"}
-    other = {field.name for field in fields(Layer)} - mlp
+    mlp = set(MLP_FIELDS)
+    other = {field.name for field in fields(Layer)} - mlp - {"kind"}
     return replace(layer, **dict.fromkeys(mlp)), replace(layer, **dict.fromkeys(other))
 
 
 def join_layer(attention: Layer, mlp: Layer) -> Layer:
     """The inverse of `split_layer`."""
-    return replace(attention, post_attention_norm=mlp.post_attention_norm, gate_up=mlp.gate_up, down=mlp.down)
+    return replace(attention, **{name: getattr(mlp, name) for name in MLP_FIELDS})
 
 
 @jax.tree_util.register_dataclass
@@ -127,12 +204,13 @@ class DecoderParams:
     head: Any
 
 
-def declare_layer(config: Any, prefix: str, qk_norm: bool, inputs: int | None = None, qkv_bias: bool = False) -> Layer:
+def declare_layer(
+    config: Any, prefix: str, family: Family, inputs: int | None = None, kind: LayerKind = LayerKind()
+) -> Layer:  # fmt: skip
     """The arrays of one layer. `config` needs the sizes of `DecoderConfig`; a DFlash layer has the same arrays.
 
     Args:
         inputs: of queries, keys and values, where that is not the hidden size.
-        qkv_bias: queries, keys and values have biases.
     """
     h, i, d = config.hidden_size, config.intermediate_size, config.head_dim
     query, key = config.num_heads * d, config.num_kv_heads * d
@@ -141,20 +219,37 @@ def declare_layer(config: Any, prefix: str, qk_norm: bool, inputs: int | None = 
     qkv = [(f"{attn}.{name}_proj", size, axis) for name, size, axis in
            (("q", query, "heads"), ("k", key, "kv_heads"), ("v", key, "kv_heads"))]  # fmt: skip
     products = [matrix(f"{name}.weight", inputs or h, size, ("hidden", axis), units=(1, d)) for name, size, axis in qkv]
+    gate_up = [matrix(f"{mlp}.{name}_proj.weight", h, i, ("hidden", "mlp")) for name in ("gate", "up")]
+    if family.joined:
+        products = stored_together(f"{attn}.qkv_proj.weight", products)
+        gate_up = stored_together(f"{mlp}.gate_up_proj.weight", gate_up)
     biases = [ArraySpec(f"{name}.bias", (size,), (axis,), units=(d,)) for name, size, axis in qkv]
+
+    def norm(name: str, size: int = h, axis: str = "hidden") -> ArraySpec:
+        return norm_weight(f"{prefix}.{name}.weight", size, axis, family.norm_offset)
+
+    after, before_mlp = ("post_attention_layernorm", "pre_feedforward_layernorm")[:: 1 if family.post_norms else -1]
     return Layer(
-        input_norm=norm_weight(f"{prefix}.input_layernorm.weight", h),
+        input_norm=norm("input_layernorm"),
         qkv=Joined(tuple(products)),
         o=matrix(f"{attn}.o_proj.weight", query, h, ("heads", "hidden"), out_scale, units=(d, 1)),
-        q_norm=norm_weight(f"{attn}.q_norm.weight", d, "head") if qk_norm else None,
-        k_norm=norm_weight(f"{attn}.k_norm.weight", d, "head") if qk_norm else None,
-        post_attention_norm=norm_weight(f"{prefix}.post_attention_layernorm.weight", h),
-        gate_up=Joined(
-            tuple(matrix(f"{mlp}.{name}_proj.weight", h, i, ("hidden", "mlp")) for name in ("gate", "up")), gated=True
-        ),
+        q_norm=norm("self_attn.q_norm", d, "head") if family.qk_norm else None,
+        k_norm=norm("self_attn.k_norm", d, "head") if family.qk_norm else None,
+        post_attention_norm=norm(before_mlp),
+        gate_up=Joined(tuple(gate_up), gated=True) if family.activation == "silu" else tuple(gate_up),
         down=matrix(f"{mlp}.down_proj.weight", i, h, ("mlp", "hidden"), out_scale),
-        qkv_bias=tuple(biases) if qkv_bias else None,
+        qkv_bias=tuple(biases) if family.qkv_bias else None,
+        attention_out_norm=norm(after) if family.post_norms else None,
+        mlp_out_norm=norm("post_feedforward_layernorm") if family.post_norms else None,
+        kind=kind,
     )
+
+
+def stored_together(name: str, parts: Sequence[ArraySpec]) -> list[ArraySpec]:
+    """Matrices whose outputs one tensor of the checkpoint holds, one below the other."""
+    ends = list(accumulate(part.shape[1] for part in parts))
+    rows = [(end - part.shape[1], ends[-1]) for part, end in zip(parts, ends, strict=True)]
+    return [replace(part, name=name, rows=each) for part, each in zip(parts, rows, strict=True)]
 
 
 def declare(config: DecoderConfig, own_head: bool = False) -> DecoderParams:
@@ -167,11 +262,11 @@ def declare(config: DecoderConfig, own_head: bool = False) -> DecoderParams:
     stored = EMBEDDING if config.tie_word_embeddings else "lm_head.weight"
     tied = config.tie_word_embeddings and not own_head
     head = None if tied else matrix(stored, h, v, ("hidden", "vocab"), kind="head")
-    of_family = {"qk_norm": config.family == "qwen3", "qkv_bias": config.family == "qwen2"}
+    family = FAMILIES[config.family]
     return DecoderParams(
         embed=ArraySpec(EMBEDDING, (v, h), ("vocab", "hidden"), "embedding"),
-        layers=tuple(declare_layer(config, f"model.layers.{n}", **of_family) for n in range(config.num_layers)),
-        norm=norm_weight("model.norm.weight", h),
+        layers=tuple(declare_layer(config, f"model.layers.{n}", family, kind=config.kind(n)) for n in range(config.num_layers)),
+        norm=norm_weight("model.norm.weight", h, offset=family.norm_offset),
         head=head,
     )
 
@@ -190,17 +285,26 @@ Attend = Callable[[Operations, Projection, Heads, Any, Any], tuple[Array, Any]]
 """
 
 
-def head_norms(config: Any, layer: Layer, rope: layers.Rope) -> Heads:
+def head_norms(config: Any, layer: Layer, rope: Rope) -> Heads:
     """How a layer's projections become heads."""
     q_norm, k_norm = (None if w is None else Norm(w, config.rms_norm_eps) for w in (layer.q_norm, layer.k_norm))
-    return Heads(config.head_dim, q_norm, k_norm, rope)
+    scores = Scores(layer.kind.window, layer.kind.scale, layer.kind.softcap)
+    return Heads(config.head_dim, q_norm, k_norm, rope, scores)
 
 
 def output(
-    ops: Operations, layer: Layer, out: Float[Array, "B T _"], add: Float[Array, "*rows H"] | None = None
+    config: Any, ops: Operations, layer: Layer, out: Float[Array, "B T _"], add: Float[Array, "*rows H"] | None = None
 ) -> Float[Array, "*rows H"]:
     """The attention half's partial sum, on top of `add` if that is given; of some rows alone where the product gives these."""
-    return ops.linear(out, layer.o, add=add)
+    if layer.attention_out_norm is None:
+        return ops.linear(out, layer.o, add=add)
+    return normed_sum(config, ops, ops.linear(out, layer.o), layer.attention_out_norm, add)
+
+
+def normed_sum(config: Any, ops: Operations, y: Array, weight: Array, add: Array | None) -> Array:
+    """What a half gives, normed; on top of `add` if that is given. No partial sum: one device has all of it."""
+    y = ops.rms_norm(y, weight, config.rms_norm_eps)
+    return y if add is None else add + y
 
 
 def mlp(
@@ -215,8 +319,15 @@ def mlp(
 
     Of other rows than those of `x` where the products give these (see `stack.py`).
     """
-    inner = ops.gated_linear(x, layer.gate_up, Norm(layer.post_attention_norm, config.rms_norm_eps), count=count)
-    return ops.linear(inner, layer.down, add=add, count=count)
+    if isinstance(layer.gate_up, tuple):
+        h = ops.rms_norm(x, layer.post_attention_norm, config.rms_norm_eps)
+        gate, up = (ops.linear(h, w, count=count) for w in layer.gate_up)
+        inner = (jax.nn.gelu(gate.astype(jnp.float32), approximate=True) * up.astype(jnp.float32)).astype(x.dtype)
+    else:
+        inner = ops.gated_linear(x, layer.gate_up, Norm(layer.post_attention_norm, config.rms_norm_eps), count=count)
+    if layer.mlp_out_norm is None:
+        return ops.linear(inner, layer.down, add=add, count=count)
+    return normed_sum(config, ops, ops.linear(inner, layer.down, count=count), layer.mlp_out_norm, add)
 
 
 def stack_of(config: Any, ops: Operations, of: tuple[Layer, ...], attend: Attend) -> Stack:
@@ -229,9 +340,9 @@ def stack_of(config: Any, ops: Operations, of: tuple[Layer, ...], attend: Attend
         return ops.project(x, layer.qkv, norms(layer)[0], bias=layer.qkv_bias)
 
     def attended(ops: Operations, layer: Layer, projection: Projection, rows: Rows, kept: Any) -> tuple[Array, Any]:
-        return attend(ops, projection, head_norms(config, layer, rows.rope), rows.seen, kept)
+        return attend(ops, projection, head_norms(config, layer, rows.rope[layer.kind.rotation]), rows.seen, kept)
 
-    return Stack(ops, of, project, attended, output, partial(mlp, config), norms)
+    return Stack(ops, of, project, attended, partial(output, config), partial(mlp, config), norms)
 
 
 class Forward(NamedTuple):
@@ -265,10 +376,13 @@ def forward(
     Args:
         seen, kept: what `attend` reads of each row, and what each layer keeps; by default nothing.
     """
-    rows = Rows(layers.rope_tables(positions, config.rope_frequencies), seen)
+    rows = Rows(config.rope_tables(positions), seen)
     stack = stack_of(config, ops, params.layers, attend)
     before = (None,) * config.num_layers if kept is None else kept
-    hidden, taps, after = schedule.run(stack, schedule.embed(ops, params.embed, tokens), rows, before, tap_layers)
+    embedded = schedule.embed(ops, params.embed, tokens)
+    if config.embedding_scale != 1:
+        embedded = embedded * jnp.asarray(config.embedding_scale, embedded.dtype)
+    hidden, taps, after = schedule.run(stack, embedded, rows, before, tap_layers)
     return Forward(hidden, taps, after)
 
 
@@ -285,7 +399,8 @@ def logits(
     schedule: Schedule = SINGLE_DEVICE,
 ) -> Float[Array, "*rows V"]:
     """Final norm and output head; float32 sums whatever the model's dtype."""
-    return schedule.logits(ops, hidden, output_head(params), Norm(params.norm, config.rms_norm_eps))
+    found = schedule.logits(ops, hidden, output_head(params), Norm(params.norm, config.rms_norm_eps))
+    return found if config.logit_softcap is None else config.logit_softcap * jnp.tanh(found / config.logit_softcap)
 
 
 def cross_entropy(
@@ -296,7 +411,13 @@ def cross_entropy(
     labels: Int[Array, "*rows"],
     weights: Float[Array, "*rows"],
 ) -> Float[Array, ""]:
-    """The sum of `weights` times the loss of each label under `logits`, in nats, without these."""
+    """The sum of `weights` times the loss of each label under `logits`, in nats, without these.
+
+    Raises:
+        ValueError: logits are capped, which this leaves out.
+    """
+    if config.logit_softcap is not None:
+        raise ValueError(f"models of {config.family} are not trained here: their logits are capped")
     return ops.cross_entropy(ops.rms_norm(hidden, params.norm, config.rms_norm_eps), output_head(params), labels, weights)
 
 

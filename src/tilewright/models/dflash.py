@@ -16,10 +16,10 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from tilewright.kernels.operations import Heads, Norm, Operations, Projection
-from tilewright.models import layers
 from tilewright.models.config import ConfigReader, Sizes
 from tilewright.models.decoder import Attend, DecoderConfig, Layer, declare_layer, head_norms, stack_of
 from tilewright.models.draft_vocab import DraftVocab
+from tilewright.models.families.qwen import QWEN3
 from tilewright.models.params import matrix, norm_weight
 from tilewright.models.stack import SINGLE_DEVICE, Rows, Stack
 
@@ -147,7 +147,6 @@ def read_backbone(
     )
     whole = f"draft_vocab_size {config.draft_vocab_size} exceeds vocab_size {config.vocab_size}"
     read.require(config.proposed <= config.vocab_size, whole)
-    read.require(config.rope_scaling is None, "rope_scaling is not supported in a drafter")
     read.require(len(taps) > 0, "target_layer_ids is missing (expected in dflash_config)")
     read.require(len(mask) == 1, "mask_token_id is missing (expected in dflash_config)")
     read.require(config.block_size >= 2, f"block_size must be at least 2, found {config.block_size}")
@@ -250,7 +249,7 @@ def declare(config: DFlashConfig) -> DFlashParams:
     return DFlashParams(
         fc=matrix("fc.weight", len(config.target_layer_ids) * h, h, ("taps", "hidden")),
         hidden_norm=norm_weight("hidden_norm.weight", h),
-        layers=tuple(declare_layer(config, f"layers.{n}", qk_norm=True) for n in range(config.num_layers)),
+        layers=tuple(declare_layer(config, f"layers.{n}", QWEN3) for n in range(config.num_layers)),
         norm=norm_weight("norm.weight", h),
     )
 
@@ -285,7 +284,7 @@ def context_kv(
 
     The features do not pass through the layers' input norms.
     """
-    rope = layers.rope_tables(positions, config.rope_frequencies)
+    rope = config.rope_tables(positions)["global"]
 
     def of_layer(layer: Layer) -> tuple[Array, Array]:
         _, k, v = ops.heads(ops.project(features, layer.qkv, first=1), head_norms(config, layer, rope))
@@ -324,7 +323,7 @@ def run_stack(
     seen: Any,
 ) -> Float[Array, "B T H"]:
     """`run_block` for layers that are given in their parts, and then a norm of this weight."""
-    rows = Rows(layers.rope_tables(positions, config.rope_frequencies), seen)
+    rows = Rows(config.rope_tables(positions), seen)
     x, _, _ = SINGLE_DEVICE.run(stack, embedded * config.input_embedding_scale, rows, context, ())
     return stack.ops.rms_norm(x, norm, config.rms_norm_eps)
 

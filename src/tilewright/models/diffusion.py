@@ -98,6 +98,7 @@ def config_from_hf(fields: Mapping[str, Any], where: str = "config.json") -> Dif
     family = MODEL_TYPES[read.choice("model_type", tuple(MODEL_TYPES))]
     read.expect("quantization_config", None)
     sizes = read_llada(read) if family == "llada" else read_decoder(read, "qwen2")
+    read.require(not any(sizes.windows), "use_sliding_window=True is not supported (only False)")
     mask, pad, eot = (read.token_ids(name) for name in ("mask_token_id", "pad_token_id", "eot_token_id"))
     read.require(len(mask) == 1, f"mask_token_id must be a token id, found {fields.get('mask_token_id')!r}")
     for name, ids in (("mask", mask), ("pad", pad), ("eot", eot), ("eos", sizes.eos_token_ids)):

@@ -23,11 +23,11 @@ from jaxtyping import Float, Int
 from rich.console import Console
 
 from tilewright.kernels.operations import Heads, Norm, Operations, Projection
-from tilewright.models import layers
 from tilewright.models.checkpoint import CONFIG, load_params, load_stored, read_config, save_params, weight_files
 from tilewright.models.config import ConfigReader, Sizes
 from tilewright.models.decoder import DecoderConfig, Layer, declare_layer, head_norms, mlp, output
 from tilewright.models.draft_vocab import MAPS, maps_from_target_ids, target_ids_from_maps
+from tilewright.models.families.llama import LLAMA
 from tilewright.models.params import ArraySpec, matrix, norm_weight
 from tilewright.models.stored import read_headers
 
@@ -206,7 +206,7 @@ def declare(config: Eagle3Config) -> Eagle3Params:
     return Eagle3Params(
         fc=matrix("fc.weight", len(config.target_layer_ids) * config.target_hidden_size, h, ("taps", "hidden")),
         hidden_norm=norm_weight("midlayer.hidden_norm.weight", h),
-        layer=declare_layer(config, "midlayer", qk_norm=False, inputs=2 * h),
+        layer=declare_layer(config, "midlayer", LLAMA, inputs=2 * h),
         norm=norm_weight("norm.weight", h),
         head=matrix("lm_head.weight", h, config.draft_vocab_size, ("hidden", "vocab"), kind="head"),
         embed=embed,
@@ -281,7 +281,7 @@ def keys(
         embeds: the embedding of the token *after* each position.
         positions: those of the features.
     """
-    heads = head_norms(config, params.layer, layers.rope_tables(positions, config.rope_frequencies))
+    heads = head_norms(config, params.layer, config.rope_tables(positions)["global"])
     _, k, v = ops.heads(ops.project(pair(config, ops, params, h, embeds), params.layer.qkv, first=1), heads)
     return k, v
 
@@ -302,9 +302,9 @@ def step(
     """
     layer = params.layer
     both = pair(config, ops, params, h, embeds)
-    heads = head_norms(config, layer, layers.rope_tables(positions, config.rope_frequencies))
+    heads = head_norms(config, layer, config.rope_tables(positions)["global"])
     residual = both[..., config.hidden_size :] if config.norm_before_residual else h
-    x = output(ops, layer, attend(ops.project(both, layer.qkv), heads), residual)
+    x = output(config, ops, layer, attend(ops.project(both, layer.qkv), heads), residual)
     return mlp(config, ops, layer, x, x)
 
 

@@ -18,24 +18,27 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from tilewright.kernels.linear.blocks import QuantisedMatrix
+from tilewright.models.family import Family
 from tilewright.models.gguf_blocks import READERS, read_blocks
 from tilewright.models.gguf_tokenizer import build_tokenizer
-from tilewright.models.layers import RopeScaling, rope_frequencies
+from tilewright.models.layers import Llama3Scaling, YarnScaling, rope_frequencies
+from tilewright.models.registry import FAMILIES
 
 SUFFIX = ".gguf"
-FAMILIES = ("llama", "qwen2", "qwen3")
-"""Values of `general.architecture` that are read; each is the `model_type` of a `config.json`, too."""
-PAIRWISE = ("llama",)
-"""Families whose rotation turns neighbouring entries in GGUF, where Hugging Face turns entry i with i + d / 2."""
+ARCHITECTURES = {family.gguf: family for family in reversed(FAMILIES.values()) if family.gguf is not None}
+"""The family of each value of `general.architecture` that is read; Mistral's files are Llama's."""
 
 GLOBAL_NAMES = ("model.embed_tokens", "model.norm", "lm_head")
 LAYER_NAMES = (
-    *(f"self_attn.{part}" for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
-    *(f"mlp.{part}" for part in ("gate_proj", "up_proj", "down_proj")),
+    *(f"self_attn.{part}" for part in ("o_proj", "q_norm", "k_norm")),
+    "mlp.down_proj",
     "input_layernorm",
     "post_attention_layernorm",
 )
 """What Hugging Face calls the parts of a layer; llama.cpp's library knows its own names for them."""
+SEPARATE_NAMES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+JOINED_NAMES = ("self_attn.qkv_proj", "mlp.gate_up_proj")
+"""The others: of most families, and of those whose checkpoints join them."""
 ROPE_FACTORS = "rope_freqs.weight"
 """What each frequency of the rotation is divided by: Llama 3's scaling, worked out."""
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -102,10 +105,11 @@ def _opened(path: Path, changed: int, size: int) -> "GGUFCheckpoint":
         raise ValueError(f"{path} is cut off: its tensors end at byte {end:,}, the file at {size:,}")
     for kind in {tensor.tensor_type: tensor for tensor in reader.tensors}.values():
         check_type(kind, path)
-    family = fields.get("general.architecture")
-    if family not in FAMILIES:
-        raise ValueError(f"{path}: expected the architecture to be one of {', '.join(FAMILIES)}, found {family!r}")
-    return GGUFCheckpoint(path, family, fields, tensors)
+    architecture = fields.get("general.architecture")
+    if architecture not in ARCHITECTURES:
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise ValueError(f"{path}: expected the architecture to be one of {known}, found {architecture!r}")
+    return GGUFCheckpoint(path, ARCHITECTURES[architecture], fields, tensors)
 
 
 def check_type(tensor: Any, path: Path) -> None:
@@ -150,9 +154,10 @@ class GGUFSlice:
         """Whether products read weights of this type as they are."""
         return self.tensor.tensor_type.name in READERS
 
-    def blocks(self) -> QuantisedMatrix | None:
-        """The weights as the file has them, of formats that products read as they are; None of others."""
-        return read_blocks(self.tensor.data if self.rows is None else self.tensor.data[self.rows], self.tensor.tensor_type.name)
+    def blocks(self, rows: slice = slice(None)) -> QuantisedMatrix | None:
+        """Some rows of weights as the file has them, of formats that products read as they are; None of others."""
+        data = self.tensor.data[rows] if self.rows is None else self.tensor.data[self.rows[rows]]
+        return read_blocks(data, self.tensor.tensor_type.name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,19 +165,19 @@ class GGUFCheckpoint:
     """A GGUF file under the names of a Hugging Face checkpoint.
 
     Attributes:
-        family: the architecture, one of `FAMILIES`.
+        family: that of its architecture.
         fields: the metadata by llama.cpp's names.
         tensors: by llama.cpp's names, as its library reads them.
     """
 
     path: Path
-    family: str
+    family: Family
     fields: Mapping[str, Any]
     tensors: Mapping[str, Any]
 
     def field(self, name: str, default: Any = None) -> Any:
         """A value of the architecture's own: `llama.block_count` for "block_count"."""
-        return self.fields.get(f"{self.family}.{name}", default)
+        return self.fields.get(f"{self.family.gguf}.{name}", default)
 
     @property
     def vocabulary(self) -> list[str]:
@@ -184,9 +189,9 @@ class GGUFCheckpoint:
         heads, hidden = self.field("attention.head_count"), self.field("embedding_length")
         head_dim = self.field("attention.key_length") or (hidden // heads if heads and hidden else None)
         self.check_supported(head_dim)
-        theta = self.field("rope.freq_base", 10000.0)
+        theta, rotated = self.field("rope.freq_base", 10000.0), self.field("rope.dimension_count")
         return {
-            "model_type": self.family,
+            "model_type": self.family.name,
             "vocab_size": self.field("vocab_size") or len(self.vocabulary) or None,
             "hidden_size": hidden,
             "intermediate_size": self.field("feed_forward_length"),
@@ -197,7 +202,9 @@ class GGUFCheckpoint:
             "max_position_embeddings": self.field("context_length"),
             "rms_norm_eps": self.field("attention.layer_norm_rms_epsilon"),
             "rope_theta": theta,
-            "rope_scaling": self.rope_scaling(head_dim, theta),
+            "rope_scaling": self.yarn() if self.field("rope.scaling.type") == "yarn" else self.rope_scaling(head_dim, theta),
+            "partial_rotary_factor": rotated / head_dim if rotated and head_dim else None,
+            "sliding_window": self.field("attention.sliding_window") or None,
             "tie_word_embeddings": "output.weight" not in self.tensors,
             "eos_token_id": self.end_ids,
             "dtype": "float16" if any(t.tensor_type.name == "F16" for t in self.tensors.values()) else "bfloat16",
@@ -208,14 +215,15 @@ class GGUFCheckpoint:
         for name, supported in (
             ("expert_count", (None, 0)),
             ("attention.value_length", (None, head_dim)),
-            ("rope.dimension_count", (None, head_dim)),
-            ("rope.scaling.type", (None, "none")),
-            ("attention.sliding_window", (None, 0)),
+            ("rope.scaling.type", (None, "none", "linear", "yarn")),
+            *([] if self.family.windows else [("attention.sliding_window", (None, 0))]),
         ):
             found = self.field(name)
             if found not in supported:
                 expected = " or ".join(str(value) for value in supported if value is not None)
-                raise ValueError(f"{self.path}: expected {self.family}.{name} to be absent or {expected}, found {found!r}")
+                raise ValueError(f"{self.path}: expected {self.family.gguf}.{name} to be absent or {expected}, found {found!r}")
+        if any(name.startswith("rope_factors_") for name in self.tensors):
+            raise ValueError(f"{self.path}: rope_factors_long and rope_factors_short (LongRoPE) are not supported")
 
     @cached_property
     def end_ids(self) -> list[int]:
@@ -226,17 +234,34 @@ class GGUFCheckpoint:
         listed = [control.get(text) for text in END_TEXTS]
         return list(dict.fromkeys(end for end in chain(named, listed) if end is not None))
 
+    def yarn(self) -> dict[str, Any]:
+        """YaRN's scaling. The file's attention factor comes on top of the paper's."""
+        factor = self.field("rope.scaling.factor")
+        scaling = {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": self.field("rope.scaling.original_context_length"),
+            "beta_fast": self.field("rope.scaling.yarn_beta_fast"),
+            "beta_slow": self.field("rope.scaling.yarn_beta_slow"),
+        }
+        more = self.field("rope.scaling.attn_factor")
+        if more is not None and factor:
+            scaling["attention_factor"] = more * YarnScaling.default_attention_factor(factor)
+        return scaling
+
     def rope_scaling(self, head_dim: int | None, theta: float) -> dict[str, Any] | None:
-        """Llama 3's scaling, found again from the factors that the file holds in its place.
+        """Linear scaling; or Llama 3's, found again from the factors that the file holds in its place.
 
         Raises:
             ValueError: they are not those of that scaling.
         """
+        if self.field("rope.scaling.type") == "linear":
+            return {"rope_type": "linear", "factor": self.field("rope.scaling.factor")}
         if ROPE_FACTORS not in self.tensors:
             return None
         assert head_dim is not None, "checked with the sizes"
         factors = np.asarray(self.tensors[ROPE_FACTORS].data, np.float64).reshape(-1)
-        scaling = RopeScaling(factor=float(factors.max()), **LLAMA3)
+        scaling = Llama3Scaling(factor=float(factors.max()), **LLAMA3)
         plain, scaled = (np.asarray(rope_frequencies(head_dim, theta, one)) for one in (None, scaling))
         if factors.shape != plain.shape or not np.allclose(plain / scaled, factors, rtol=1e-4):
             raise ValueError(f"{self.path}: {ROPE_FACTORS} holds factors other than those of Llama 3's scaling")
@@ -268,8 +293,9 @@ class GGUFCheckpoint:
         import gguf
 
         blocks = int(self.field("block_count", 0))
-        known = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, self.family.upper()), blocks)
-        layers = (f"model.layers.{n}.{name}" for n in range(blocks) for name in LAYER_NAMES)
+        known = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, str(self.family.gguf).upper()), blocks)
+        parts = (*LAYER_NAMES, *(JOINED_NAMES if self.family.joined else SEPARATE_NAMES))
+        layers = (f"model.layers.{n}.{name}" for n in range(blocks) for name in parts)
         theirs = {known.get_name(name): name for name in chain(GLOBAL_NAMES, layers)}
         found = {}
         for name in self.tensors:
@@ -295,7 +321,7 @@ class GGUFCheckpoint:
         """Which of the file's rows is each row of a projection of queries or keys, where the rotation is pairwise."""
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         part = next((part for part in heads if f".{part}." in name), None)
-        if part is None or self.family not in PAIRWISE:
+        if part is None or not self.family.pairwise:
             return None
         rows = np.arange(self.config[heads[part]] * self.config["head_dim"])
         return rows.reshape(self.config[heads[part]], -1, 2).swapaxes(1, 2).reshape(-1)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import groupby
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -57,6 +58,9 @@ class ArraySpec:
         init: "normal" (truncated, with `scale` as its standard deviation) or "ones".
         transposed: the checkpoint holds `[out, in]`.
         units: for each dim, how many entries belong together and stay on one device: a head's. Empty where none do.
+        offset: what is added to the stored numbers.
+        rows: first row, and number of rows, of a stored tensor that several arrays share one below the other; None for a
+            tensor of its own.
     """
 
     name: str
@@ -67,11 +71,20 @@ class ArraySpec:
     scale: float = 0.02
     transposed: bool = False
     units: tuple[int, ...] = ()
+    rows: tuple[int, int] | None = None
+    offset: float = 0.0
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape in the checkpoint."""
-        return self.shape[::-1] if self.transposed else self.shape
+        """The shape of its tensor in the checkpoint."""
+        shape = self.shape[::-1] if self.transposed else self.shape
+        return shape if self.rows is None else (self.rows[1], *shape[1:])
+
+    def stored_bounds(self, bounds: Bounds) -> Bounds:
+        """Where a part of the array lies in the checkpoint's tensor."""
+        (start, stop), *rest = bounds[::-1] if self.transposed else bounds
+        first = 0 if self.rows is None else self.rows[0]
+        return ((first + start, first + stop), *rest)
 
 
 def matrix(
@@ -82,14 +95,15 @@ def matrix(
     scale: float = 0.02,
     units: tuple[int, ...] = (),
     kind: Literal["matrix", "head"] = "matrix",
+    rows: tuple[int, int] | None = None,
 ) -> ArraySpec:
     """The weight of a linear layer without bias, `[out, in]` in the checkpoint and `[in, out]` in memory."""
-    return ArraySpec(name, (d_in, d_out), axes, kind, scale=scale, transposed=True, units=units)
+    return ArraySpec(name, (d_in, d_out), axes, kind, scale=scale, transposed=True, units=units, rows=rows)
 
 
-def norm_weight(name: str, size: int, axis: str = "hidden") -> ArraySpec:
+def norm_weight(name: str, size: int, axis: str = "hidden", offset: float = 0.0) -> ArraySpec:
     """The weight of an RMSNorm."""
-    return ArraySpec(name, (size,), (axis,), "norm", init="ones")
+    return ArraySpec(name, (size,), (axis,), "norm", init="ones", offset=offset)
 
 
 def spec_leaves(specs: object) -> list[ArraySpec]:
@@ -141,9 +155,16 @@ def to_host(value: Any) -> np.ndarray:
 
 def to_tensors(specs: object, params: object, dtype: DTypeLike) -> Iterator[tuple[str, np.ndarray]]:
     """The parameters under their checkpoint names, in the checkpoint's layout, gathered one at a time (see `to_host`)."""
-    for spec, value in zip(spec_leaves(specs), jax.tree.leaves(params), strict=True):
-        stored = to_host(value).astype(jnp.dtype(dtype))
-        yield spec.name, np.ascontiguousarray(stored.T if spec.transposed else stored)
+
+    def stored(spec: ArraySpec, value: Any) -> np.ndarray:
+        held = to_host(value)
+        held = (held.astype(np.float32) - spec.offset if spec.offset else held).astype(jnp.dtype(dtype))
+        return np.ascontiguousarray(held.T if spec.transposed else held)
+
+    pairs = zip(spec_leaves(specs), jax.tree.leaves(params), strict=True)
+    for name, sharing in groupby(pairs, key=lambda pair: pair[0].name):
+        parts = [stored(*pair) for pair in sharing]
+        yield name, parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def held_parts(shape: tuple[int, ...], sharding: Sharding | None) -> set[Bounds]:
@@ -187,7 +208,10 @@ def in_rows(array: np.ndarray, dtype: DTypeLike) -> np.ndarray:
 
 def read_part(spec: ArraySpec, read: Callable[[str, Bounds], np.ndarray], bounds: Bounds) -> np.ndarray:
     """Part of an array, of which a checkpoint may hold the transpose."""
-    return read(spec.name, bounds[::-1]).T if spec.transposed else read(spec.name, bounds)
+    found = read(spec.name, spec.stored_bounds(bounds))
+    if spec.offset:
+        found = found.astype(np.float32) + np.float32(spec.offset)
+    return found.T if spec.transposed else found
 
 
 def from_tensors(

@@ -21,6 +21,7 @@ from jaxtyping import Float, Int
 
 from tilewright.kernels.linear.blocks import PackedTable
 from tilewright.kernels.operations import Norm, Operations, Projection
+from tilewright.models.config import Rotation
 from tilewright.models.layers import Rope
 
 
@@ -28,11 +29,11 @@ class Rows(NamedTuple):
     """What the parts of all layers need to know of each row. Every array's first dim is the batch, so that it can be divided.
 
     Attributes:
-        rope: cosines and sines of its positions.
+        rope: cosines and sines of its positions, for each of the rotations that the layers have.
         seen: what `attend` asks for, such as where its entries go in a cache.
     """
 
-    rope: Rope
+    rope: dict[Rotation, Rope]
     seen: Any
 
     @property
@@ -42,8 +43,8 @@ class Rows(NamedTuple):
 
     def positions(self, first: int, count: int) -> "Rows":
         """The same for so many positions of each row, from the first on."""
-        cos, sin = (jax.lax.slice_in_dim(part, first, first + count, axis=1) for part in self.rope)
-        return Rows((cos, sin), self.seen.positions(first, count))
+        rope = jax.tree.map(lambda part: jax.lax.slice_in_dim(part, first, first + count, axis=1), self.rope)
+        return Rows(rope, self.seen.positions(first, count))
 
 
 @dataclass(frozen=True)

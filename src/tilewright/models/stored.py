@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from tilewright.kernels.linear.blocks import QuantisedMatrix
 from tilewright.models import gguf
-from tilewright.models.params import Bounds, bits
+from tilewright.models.params import ArraySpec, Bounds, bits
 from tilewright.models.quantised import ACTIVATIONS, Layout
 
 DTYPES: dict[str, Any] = {
@@ -240,11 +240,15 @@ def read_parts(files: Mapping[Path, Any], tensor: StoredTensor) -> dict[str, np.
     return {suffix: files[part.file].get_tensor(part.name) for suffix, part in (tensor.parts or {}).items()}
 
 
-def read_blocks(files: Mapping[Path, Any], tensor: StoredTensor) -> QuantisedMatrix | None:
-    """A matrix in the blocks that its files have it in; None where products do not read such as they are."""
+def read_blocks(files: Mapping[Path, Any], tensor: StoredTensor, spec: ArraySpec) -> QuantisedMatrix | None:
+    """A matrix in the blocks that its files have it in; None where products do not read such as they are.
+
+    Of GGUF's alone, where the matrix is a part of the tensor (`ArraySpec.rows`).
+    """
     if tensor.layout is not None:
-        return tensor.layout.read(read_parts(files, tensor)).blocks()
-    return files[tensor.file].get_slice(tensor.name).blocks() if tensor.file.suffix == gguf.SUFFIX else None
+        return tensor.layout.read(read_parts(files, tensor)).blocks() if spec.rows is None else None
+    rows, *_ = spec.stored_bounds(tuple((0, size) for size in spec.shape))
+    return files[tensor.file].get_slice(tensor.name).blocks(slice(*rows)) if tensor.file.suffix == gguf.SUFFIX else None
 
 
 def finite(values: np.ndarray) -> bool:

@@ -48,6 +48,13 @@ class _Chained(Sequence):
         return product(x, w, dtype)
 
 
+def check_layers(plan: FullyShardedPlan, layers: tuple[Any, ...]) -> None:
+    """Raises a `ValueError` for layers that a plan cannot run (`FullyShardedPlan.check`), or that are not all of one kind."""
+    plan.check(len(layers))
+    if len({jax.tree.structure(layer) for layer in layers}) > 1:
+        raise ValueError("expected layers that are all of one kind, found several (rotations, say): train without a mesh")
+
+
 def run_layers(
     exchange: Exchange,
     stack: Any,
@@ -77,9 +84,9 @@ def run_layers(
         the stream after the last layer, and the whole tail.
 
     Raises:
-        ValueError: see `FullyShardedPlan.check`.
+        ValueError: see `check_layers`.
     """
-    exchange.plan.check(len(stack.layers))
+    check_layers(exchange.plan, stack.layers)
     parts = _Parts(exchange, stack, shape, Halves(*split(placements)), tail_placements)
 
     @jax.custom_vjp

@@ -174,7 +174,7 @@ class Sliding(Ring):
         return select.attention_over(q, [select.KeyValues(self.k, self.v, seen), select.KeyValues(*own, whole)])
 
 
-@jax.tree_util.register_dataclass
+@partial(jax.tree_util.register_dataclass, data_fields=["pool", "table"], meta_fields=["group"])
 @dataclass(frozen=True)
 class Paged:
     """Position p of a row lies in a page that a table gives to the row for it; the pages are a pool that all rows share.
@@ -186,10 +186,12 @@ class Paged:
     Attributes:
         pool: what `Operations.pages` made.
         table: int32 `[B, M]`; `UNMAPPED` where a row has no page.
+        group: of layers, whose table it is.
     """
 
     pool: Any
     table: Any
+    group: int = 0
 
     def append(
         self,
@@ -204,7 +206,10 @@ class Paged:
     def append_attend(
         self, ops: Operations, projection: Projection, heads: Heads, start: Int[Array, " B"], count: Int[Array, " B"]
     ) -> tuple[Array, "Paged"]:
-        out, pool = ops.paged_append_attend(projection, heads, self.pool, self.table, start, count)
+        table, window = self.table, heads.scores.window
+        if window is not None:
+            table, start = seen_columns(table, start, window, heads.rope[0].shape[1], self.pool.page_size)
+        out, pool = ops.paged_append_attend(projection, heads, self.pool, table, start, count)
         return out, replace(self, pool=pool)
 
     def attend(
@@ -232,7 +237,22 @@ class Paged:
         return replace(self, table=jax.lax.dynamic_slice_in_dim(self.table, first, count))
 
     def with_rows(self, first: int | Array, some: "Paged") -> "Paged":
-        return Paged(some.pool, jax.lax.dynamic_update_slice_in_dim(self.table, some.table, first, 0))
+        table = jax.lax.dynamic_update_slice_in_dim(self.table, some.table, first, 0)
+        return replace(self, pool=some.pool, table=table)
+
+
+def seen_columns(
+    table: Int[Array, "B M"], start: Int[Array, " B"], window: int, size: int, page_size: int
+) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
+    """The columns that queries at `size` positions from `start` on see through a window, and where they begin there.
+
+    So many columns as any row may need: what lies before a row's window is not read, and may have no page.
+    """
+    columns = min(table.shape[1], (window + size - 2) // page_size + 2)
+    first = jnp.maximum(start - window + 1, 0) // page_size
+    at = first[:, None] + jnp.arange(columns)[None]
+    found = jnp.take_along_axis(table, jnp.minimum(at, table.shape[1] - 1), axis=1)
+    return jnp.where(at < table.shape[1], found, UNMAPPED), start - first * page_size
 
 
 def allocate(layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, dtype: DTypeLike) -> tuple[Contiguous, ...]:

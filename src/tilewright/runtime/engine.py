@@ -20,6 +20,7 @@ from tilewright.models.tokenizer import StreamDecoder
 from tilewright.runtime.collect import NotFinite, collect_rounds
 from tilewright.runtime.constraints import ConstraintError
 from tilewright.runtime.counts import count_rounds, standing
+from tilewright.runtime.groups import PageGroup
 from tilewright.runtime.interfaces import Choice, RoundChooser
 from tilewright.runtime.model import Model
 from tilewright.runtime.options import EngineOptions
@@ -86,7 +87,8 @@ class Engine(Service[TokenSequence]):
         self.prefix_cache = possible
         contexts = () if model.drafter is None else model.drafter.contexts
         self.pages = Pages(layout.pages, layout.page_size)
-        self.scheduler = Scheduler(table, self.pages, layout.capacity, self.prefix_cache, contexts)
+        windows = [PageGroup(Pages(each.pages, layout.page_size), each.window) for each in layout.windows]
+        self.scheduler = Scheduler(table, self.pages, layout.capacity, self.prefix_cache, contexts, windows)
         self.runner = ModelRunner(self.programs, sampling)
         self.chooser = fixed_rounds(self.runner, options.dispatch_s)
 

@@ -1,9 +1,10 @@
 """Where the caches of rows lie: in pages of one pool, which a table gives to rows."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,8 @@ from tilewright.kernels.operations import Operations
 from tilewright.runtime import cache
 from tilewright.runtime.cache import KVCache
 
+ROUNDS_AHEAD = 4
+"""Rounds of a dispatch for which rows always have pages of their layers with a window."""
 LARGEST_PAGE = 64
 """Positions of a page, unless something else is asked for."""
 
@@ -31,6 +34,7 @@ class AuxiliaryBuffer:
     bits: Any
     table: Any
     dtype: Any
+    group: ClassVar[int] = 0
 
     @staticmethod
     def empty(pages: int, page_size: int, size: int, dtype: DTypeLike) -> "AuxiliaryBuffer":
@@ -61,27 +65,67 @@ class AuxiliaryBuffer:
         return jnp.where(inside, at * size + positions % size, -1)
 
 
+class WindowPages(NamedTuple):
+    """A group of layers that see a window of positions, and its pages."""
+
+    window: int
+    pages: int
+
+
 @dataclass(frozen=True)
 class Layout:
-    """Rows that share `pages` pages of `page_size` positions, by a table that each program is given.
+    """Rows that share pages of `page_size` positions, by tables that each program is given: one for each group of layers.
 
-    What keeps a window of positions alone stays in rows.
+    What keeps a window of a drafter's positions alone stays in rows.
 
     Attributes:
         batch: rows.
         capacity: positions of a row, at most.
+        pages: of the group of layers that see every position.
+        windows: the other groups.
     """
 
     batch: int
     capacity: int
     pages: int
     page_size: int
+    windows: tuple[WindowPages, ...] = ()
 
     @staticmethod
-    def full(batch: int, capacity: int) -> "Layout":
-        """One whose pages hold every row to its end; capacity is a multiple of `cache.PAGE_MULTIPLE`."""
+    def full(batch: int, capacity: int, windows: Iterable[int | None] = (), ahead: int = 0) -> "Layout":
+        """One whose pages hold every row to its end; capacity is a multiple of `cache.PAGE_MULTIPLE`.
+
+        Args:
+            windows: of the target's layers.
+            ahead: see `window_pages`.
+        """
         size = math.gcd(capacity, LARGEST_PAGE)
-        return Layout(batch, capacity, batch * capacity // size, size)
+        return Layout(batch, capacity, batch * capacity // size, size).with_windows(windows, ahead)
+
+    def with_windows(self, windows: Iterable[int | None], ahead: int) -> "Layout":
+        """With a group for each window that some layers have: pages for all rows, or as many as there are of the others."""
+        found = sorted({window for window in windows if window is not None})
+        most = [self.batch * window_pages(window, ahead, self.page_size, self.capacity) for window in found]
+        groups = [WindowPages(window, min(self.pages, pages)) for window, pages in zip(found, most, strict=True)]
+        return replace(self, windows=tuple(groups))
+
+    @property
+    def groups(self) -> int:
+        """Number of groups of layers."""
+        return 1 + len(self.windows)
+
+    def target_caches(
+        self, ops: Operations, windows: Iterable[int | None], kv_heads: int, head_dim: int, dtype: DTypeLike, devices: int = 1
+    ) -> tuple[KVCache, ...]:
+        """Empty caches of layers with these windows, each in the pages of its group."""
+        groups = {None: (0, self.pages)} | {each.window: (n, each.pages) for n, each in enumerate(self.windows, 1)}
+
+        def of_layer(window: int | None) -> KVCache:
+            group, pages = groups[window]
+            (one,) = cache.allocate_paged(ops, 1, None, pages, kv_heads, self.page_size, head_dim, dtype, devices)
+            return replace(one, group=group)
+
+        return tuple(map(of_layer, windows))
 
     def caches(
         self, ops: Operations, layers: int, kv_heads: int, head_dim: int, dtype: DTypeLike, window: int | None = None,
@@ -102,6 +146,23 @@ class Layout:
         return AuxiliaryBuffer.empty(self.pages, self.page_size, size, dtype)
 
 
+def look_ahead(chunk: int, widest: int) -> int:
+    """Positions that are written ahead of a row's oldest query: a chunk of a prompt, or the rounds of a few dispatches.
+
+    Where the pages behind a window are fewer than more rounds take, a dispatch has fewer.
+    """
+    return 2 * max(chunk, ROUNDS_AHEAD * widest)
+
+
+def window_pages(window: int, ahead: int, page_size: int, capacity: int) -> int:
+    """Pages that a row holds of layers with a window, at most.
+
+    Args:
+        ahead: positions that are written behind the last one that may still be asked for.
+    """
+    return min((window + ahead) // page_size + 3, -(-capacity // page_size))
+
+
 PAGED = (cache.Paged, AuxiliaryBuffer)
 
 
@@ -110,9 +171,13 @@ def is_paged(part: Any) -> bool:
     return isinstance(part, PAGED)
 
 
-def rows_of(state: Any, rows: Int[Array, " n"], table: Int[Array, "n M"]) -> Any:
-    """The state of some rows, whose pages a table names; the pages are the whole pool."""
-    return jax.tree.map(lambda part: replace(part, table=table) if is_paged(part) else part[rows], state, is_leaf=is_paged)
+def rows_of(state: Any, rows: Int[Array, " n"], tables: Int[Array, "G n M"]) -> Any:
+    """The state of some rows, whose pages tables name, one for each group; the pages are the whole pool."""
+
+    def of(part: Any) -> Any:
+        return replace(part, table=tables[part.group]) if is_paged(part) else part[rows]
+
+    return jax.tree.map(of, state, is_leaf=is_paged)
 
 
 def with_rows(state: Any, some: Any, rows: Int[Array, " n"]) -> Any:

@@ -16,6 +16,7 @@ from tilewright.chips.layers import LayerShapes, divided_layer
 from tilewright.kernels.operations import Operations
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
+from tilewright.models.registry import FAMILIES
 from tilewright.parallel.auto import AUTO, SCHEDULES, Auto, fabric_of, schedule_of
 from tilewright.parallel.compiling import compile_over
 from tilewright.parallel.packing import on_each_device
@@ -101,12 +102,22 @@ def placement_over(
     check_schedule(mesh, schedule, compiler_options)
     if mesh is None:
         return None
+    check_family(config, schedule)
     heads = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
     more = {"MLP columns": config.intermediate_size, "tokens of the vocabulary": config.vocab_size}
     grouped = grouped_mesh(mesh, mesh.axis_names[0], **heads, **more)
     sizes = {"head_dim": config.head_dim, "mlp": config.intermediate_size}
     layer = divided_layer(config.hidden_size, **heads, **sizes, devices=mesh.size)
     return Placement(grouped, layer, schedule or SYNC, compiler_options)
+
+
+def check_family(config: DecoderConfig, schedule: str | None = None) -> None:
+    """Raises a `ValueError` for a model whose layers no schedule, or not this one, divides."""
+    family, windows = FAMILIES[config.family], any(config.windows)
+    if family.post_norms or family.activation != "silu":
+        raise ValueError(f"models of {family.name} run on one device: their halves are normed before they are added")
+    if windows and schedule == "exact":
+        raise ValueError("the schedule exact takes no windows: expected another one, or a model without them")
 
 
 Allocate = Callable[[Target], tuple[Any, Any]]

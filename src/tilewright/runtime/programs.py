@@ -3,7 +3,7 @@
 Rows are not fixed to a program: each takes the slots that it is to run, by number, and the table of their pages. So any of the
 requests run together, in the smallest declared number of rows that holds them, and the host alone keeps the table.
 
-Legend: S slots, n rows of a program, L positions of a slot, M pages of one, P pages of the pool.
+Legend: S slots, n rows of a program, L positions of a slot, M pages of one, P pages of the pool, G groups of layers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -155,10 +155,10 @@ class Programs(Store[ProgramKey]):
         return self.models if key.name == "prefill" else self.drafter.turn(key.choice).params_for(self.models)
 
     def table_of(self, rows: int, positions: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, positions // self.layout.page_size), jnp.int32)
+        return jax.ShapeDtypeStruct((self.layout.groups, rows, positions // self.layout.page_size), jnp.int32)
 
     def prefill(self, key: ProgramKey) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """`f(models, state, slots [n], rows, table [n, M], start [n], count [n], wanted [n])`: computes chunks of prompts.
+        """`f(models, state, slots [n], rows, table [G, n, M], start [n], count [n], wanted [n])`: computes chunks of prompts.
 
         `rows` are the requests (`request_rows`). They are given with each chunk, so that the first one also admits: a program
         of its own for that would cost a dispatch more before the first token. A slot with a `start` below 0 fills the shape.
@@ -190,7 +190,7 @@ class Programs(Store[ProgramKey]):
         return prefill_chunk, (numbers, request_rows([row] * key.rows, ()), table, numbers, numbers, flags)
 
     def rounds(self, key: ProgramKey) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """`f(models, state, slots [n], table [n, M], running [n], limit)`: runs up to `limit` rounds of some slots.
+        """`f(models, state, slots [n], table [G, n, M], running [n], limit)`: runs up to `limit` rounds of some slots.
 
         Slots that are not running fill the shape. The result are the rounds' reports (`state.run_steps`). Without loops it runs
         one round, and has no limit.
@@ -289,8 +289,8 @@ def allocate_caches(target: Target, layout: Layout, drafter: Drafter | None, dty
     """The target's cache and the drafter's context, empty."""
     sizes = target.config
     devices = 1 if target.mesh is None else target.mesh.shape[GROUPED_AXES[0]]
-    dims = sizes.num_layers, sizes.num_kv_heads, sizes.head_dim
-    target_cache = layout.caches(target.ops, *dims, held_dtype(target, dtype), devices=devices)
+    kept = held_dtype(target, dtype)
+    target_cache = layout.target_caches(target.ops, sizes.windows, sizes.num_kv_heads, sizes.head_dim, kept, devices)
     return target_cache, () if drafter is None else drafter.allocate(layout, target, dtype)
 
 

@@ -91,11 +91,13 @@ class ModelRunner:
         return result
 
     def table(self, batch: Sequence[RunningSequence], rows: int, positions: int) -> np.ndarray:
-        """The pages of running sequences, int32 `[rows, M]`."""
-        table = np.full((rows, positions // self.programs.layout.page_size), UNMAPPED, np.int32)
-        for row, running in zip(table, batch, strict=False):
-            pages = running.pages[: len(row)]
-            row[: len(pages)] = pages
+        """The pages of running sequences, int32 `[groups, rows, M]`."""
+        layout = self.programs.layout
+        table = np.full((layout.groups, rows, positions // layout.page_size), UNMAPPED, np.int32)
+        for row, running in enumerate(batch):
+            for own, held in zip(table[:, row], running.groups, strict=True):
+                pages = held.columns[: len(own)]
+                own[: len(pages)] = pages
         return table
 
     def prefill(self, chunks: Sequence[Chunk]) -> Any:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tilewright.runtime.constraints import ConstraintState
+from tilewright.runtime.groups import PageGroup, RowPages, usable_prefix
 from tilewright.runtime.pages import FIRST, Pages, page_key
 from tilewright.runtime.service import EngineSequence
 from tilewright.runtime.shapes import ShapeTable
@@ -80,33 +81,41 @@ class RunningSequence:
     """A sequence in a slot.
 
     Attributes:
-        pages: of its positions, in order.
+        groups: its pages in each group of layers.
         known: the position of its last committed token, as far as dispatches were read.
         least: how many tokens those that were not read yet commit at least, unless it ends; `most` at most.
         filled: positions whose keys and values are computed, by prefills that were sent.
         prompt: positions that prefill computes: all before the known one.
         begun: whether a chunk was sent; the first one, which may have no position at all, also puts the sequence into its slot.
-        published: of its pages, from the first, those that others may find.
         held: how many positions each of the drafter's contexts holds that may fall behind.
         drafts: behind its last committed token, where the host knows them: after a round under masks.
     """
 
     sequence: TokenSequence
     slot: int
-    pages: list[int]
+    groups: list[RowPages]
     known: int
     filled: int
     prompt: int
     begun: bool = False
     least: int = 0
     most: int = 0
-    published: int = 0
     held: dict[str, int] = field(default_factory=dict)
     drafts: Sequence[int] = ()
 
     @property
+    def pages(self) -> list[int]:
+        """Pages of its positions, in order, in the group of layers that see all of them."""
+        return self.groups[0].columns
+
+    @property
     def prefilled(self) -> bool:
         return self.begun and self.filled >= self.prompt
+
+    @property
+    def oldest(self) -> int:
+        """The first position that a query may stand at from now on."""
+        return self.known if self.prefilled else self.filled
 
     @property
     def ending(self) -> bool:
@@ -130,19 +139,29 @@ class Scheduler:
     Attributes:
         waiting: sequences without a slot, the oldest first.
         slots: who runs in each.
-        pages: of the pool.
+        groups: of layers, the first being those that see every position.
         contexts: the drafter's that may fall behind; pages are kept as far as all of them hold them.
         preemptions, prefix_queries, prefix_hits: as `request.EngineStats` has them.
     """
 
     def __init__(
-        self, table: ShapeTable, pages: Pages, context: int, prefix_cache: bool, contexts: Sequence[str] = ()
+        self, table: ShapeTable, pages: Pages, context: int, prefix_cache: bool, contexts: Sequence[str] = (),
+        windows: Sequence[PageGroup] = (),
     ):  # fmt: skip
-        self.table, self.pages, self.context, self.prefix_cache, self.contexts = table, pages, context, prefix_cache, contexts
+        """Args:
+        windows: groups besides, of layers that see a window.
+        """
+        self.table, self.context, self.prefix_cache, self.contexts = table, context, prefix_cache, contexts
+        self.groups = [PageGroup(pages), *windows]
         self.waiting: list[TokenSequence] = []
         self.waiting_tokens = 0
         self.slots: list[RunningSequence | None] = [None] * table.batches[-1]
         self.preemptions = self.prefix_queries = self.prefix_hits = 0
+
+    @property
+    def pages(self) -> Pages:
+        """Accounts of the group of layers that see every position."""
+        return self.groups[0].pages
 
     @property
     def running(self) -> list[RunningSequence]:
@@ -179,35 +198,50 @@ class Scheduler:
     def place(self, sequence: TokenSequence, slot: int) -> RunningSequence | None:
         """A sequence in a slot, with pages for all that is committed of it, known ones shared; None where pages are lacking.
 
-        Each of the others is left a page to grow into, lest they have to give way at once.
+        Of layers with a window it has those of its first chunk. Each of the others is left a page to grow into, lest they have
+        to give way at once.
         """
         length, size = sequence.length, self.pages.page_size
         whole = self.prefix_cache and not sequence.wants_prompt_logprobs
         # At least one position is computed: a drafter's context may begin with what comes of the last one.
-        shared = (
-            self.pages.acquire_prefix(sequence.page_key(page, size) for page in range((length - 2) // size)) if whole else []
-        )
-        needed = self.pages_for(length) - len(shared)
+        most = (length - 2) // size if whole else 0
+        keys = usable_prefix(self.groups, lambda page: sequence.page_key(page, size), most)
+        cached = len(keys) * size
+        rows = [group.shared(keys) for group in self.groups]
+        begun = self.pages_for(min(length, cached + self.table.chunks[-1]))
+        columns = [self.pages_for(length) if group.window is None else begun for group in self.groups]
         others = sum(running is not None and len(running.pages) < self.pages_for(self.context) for running in self.slots)
-        taken = self.pages.take(needed) if needed + others <= self.pages.free or not any(self.slots) else None
-        if taken is None:
-            self.pages.release(shared)
+        if not self.has_room(rows, columns, others if any(self.slots) else 0):
+            for group, row in zip(self.groups, rows, strict=True):
+                group.release(row)
             return None
-        cached = len(shared) * size
+        for group, row, end in zip(self.groups, rows, columns, strict=True):
+            group.grow(row, end)
         if whole:
             self.prefix_queries += length
             self.prefix_hits += cached
         held = dict.fromkeys(self.contexts, length - 1)
         if not sequence.handle.preemptions:
             sequence.handle.cached_tokens = cached
-        return RunningSequence(
-            sequence, slot, [*shared, *taken], length - 1, cached, length - 1, published=len(shared), held=held
-        )
+        return RunningSequence(sequence, slot, rows, length - 1, cached, length - 1, held=held)
+
+    def has_room(self, rows: Sequence[RowPages], columns: Sequence[int], spare: int = 0) -> bool:
+        """True if every group has pages for a row up to its column, and so many besides."""
+        each = zip(self.groups, rows, columns, strict=True)
+        return all(group.lacking(row, end) + spare <= group.pages.free for group, row, end in each)
 
     def pages_for(self, positions: int) -> int:
         return -(-min(positions, self.context) // self.pages.page_size)
 
     def next_chunks(self) -> list[Chunk]:
+        """The next pieces of prompts, for which there are pages: where these are lacking, the newest sequences give way."""
+        while chunks := self.planned_chunks():
+            if all(self.make_room_for(chunk.running, self.pages_for(chunk.start + chunk.count)) for chunk in chunks):
+                break
+        # One that came first may have had to give way to one behind it.
+        return [chunk for chunk in chunks if self.slots[chunk.running.slot] is chunk.running]
+
+    def planned_chunks(self) -> list[Chunk]:
         """The next piece of the oldest prompt that is not computed yet, or of several that are short, if that is less work."""
         batch = [running for running in self.running if not running.prefilled]
         if not batch:
@@ -260,22 +294,39 @@ class Scheduler:
         Returns:
             those that may run, and for how many rounds. The others are back in the queue.
         """
-        while rounds > 1 and self.lacking(batch, rounds, width) > self.pages.free:
+        for running in batch:
+            self.slide(running)
+        while rounds > 1 and not self.all_have_room(batch, rounds, width):
             rounds //= 2
-        kept: list[RunningSequence] = []
-        for running in sorted(batch, key=lambda each: each.sequence.number):
-            while self.slots[running.slot] is running:
-                taken = self.pages.take(self.lacking([running], rounds, width))
-                if taken is not None:
-                    running.pages += taken
-                    kept.append(running)
-                    break
-                self.preempt(self.running[-1])
+        kept = [
+            running for running in sorted(batch, key=lambda each: each.sequence.number)
+            if self.make_room_for(running, self.pages_for(self.reach(running, rounds, width)))
+        ]  # fmt: skip
         return [running for running in kept if self.slots[running.slot] is running], rounds
 
-    def lacking(self, batch: Sequence[RunningSequence], rounds: int, width: int) -> int:
-        """Number of pages that these lack for so many more rounds."""
-        return sum(max(0, self.pages_for(self.reach(running, rounds, width)) - len(running.pages)) for running in batch)
+    def slide(self, running: RunningSequence) -> None:
+        """Gives up what a sequence's queries see no more."""
+        for group, row in zip(self.groups, running.groups, strict=True):
+            group.slide(row, running.oldest)
+
+    def make_room_for(self, running: RunningSequence, columns: int) -> bool:
+        """Pages up to a column, in every group; the newest give theirs up for it. False if it had to give way itself."""
+        self.slide(running)
+        while self.slots[running.slot] is running:
+            if self.has_room(running.groups, [columns] * len(self.groups)):
+                for group, row in zip(self.groups, running.groups, strict=True):
+                    group.grow(row, columns)
+                return True
+            self.preempt(self.running[-1])
+        return False
+
+    def all_have_room(self, batch: Sequence[RunningSequence], rounds: int, width: int) -> bool:
+        """True if there are the pages that these lack for so many more rounds."""
+        columns = [self.pages_for(self.reach(running, rounds, width)) for running in batch]
+        return all(
+            sum(group.lacking(running.groups[n], end) for running, end in zip(batch, columns, strict=True)) <= group.pages.free
+            for n, group in enumerate(self.groups)
+        )
 
     def on_dispatched(self, batch: Sequence[RunningSequence], rounds: int, width: int) -> None:
         """Takes in that rounds were sent."""
@@ -310,23 +361,22 @@ class Scheduler:
             running, min([running.filled if not running.prefilled else running.sequence.length - 1, *running.held.values()])
         )
         self.slots[running.slot] = None
-        self.pages.release(running.pages)
-        running.pages = []
+        for group, row in zip(self.groups, running.groups, strict=True):
+            group.release(row)
 
     def publish(self, running: RunningSequence, until: int) -> None:
         """Lets others find the full pages before a position."""
-        full = until // self.pages.page_size
-        if not self.prefix_cache or full <= running.published:
-            return
-        for page in range(running.published, full):
-            self.pages.publish(running.pages[page], running.sequence.page_key(page, self.pages.page_size))
-        running.published = full
+        size = self.pages.page_size
+        for group, row in zip(self.groups, running.groups, strict=True) if self.prefix_cache else ():
+            group.publish(row, until // size, lambda page: running.sequence.page_key(page, size))
 
     def forget(self) -> list[TokenSequence]:
         """Puts all that run back into the queue and keeps no page: what the device held is lost."""
         batch = self.running
         for running in batch:
-            running.published = len(running.pages)  # nothing of it is to be found
+            for row in running.groups:
+                row.published = len(row.columns)  # nothing of it is to be found
             self.preempt(running)
-        self.pages.forget()
+        for group in self.groups:
+            group.pages.forget()
         return [running.sequence for running in batch]

@@ -11,7 +11,7 @@ import jax
 
 from tilewright.parallel.sharding import GROUPED_AXES
 from tilewright.runtime.interfaces import Drafter
-from tilewright.runtime.layout import Layout
+from tilewright.runtime.layout import Layout, look_ahead
 from tilewright.runtime.memory import amount, free_bytes, held_bytes, step_bytes
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.programs import allocate_caches
@@ -33,7 +33,9 @@ class Sizes:
         context: the most positions of a request.
         longest: the most that the model or the options allow, whatever the pages hold.
         widest: tokens in the widest block.
-        page_bytes: that a page takes on each device.
+        page_bytes: that a page of every group of layers takes on each device.
+        layout: pages of all groups of layers.
+        held_bytes: that all pages take on each device.
         free: bytes that were free on each device when the pool was sized; None where it takes no more than was asked for.
     """
 
@@ -45,11 +47,9 @@ class Sizes:
     longest: int
     widest: int
     page_bytes: int
+    layout: Layout
+    held_bytes: int
     free: int | None = None
-
-    @property
-    def layout(self) -> Layout:
-        return Layout(self.table.batches[-1], self.table.capacities[-1], self.pages, self.page_size)
 
 
 def served_context(longest: int, capacity: int, held: int, widest: int) -> int:
@@ -72,7 +72,7 @@ def served_context(longest: int, capacity: int, held: int, widest: int) -> int:
 
 def pages_within(budget: int, page_bytes: int, most: int) -> int:
     """Pages for which there is memory, and no more than can be filled."""
-    return max(0, min(most, budget // page_bytes))
+    return max(0, min(most, budget // page_bytes if page_bytes else most))
 
 
 def state_bytes(target: Target, drafter: Drafter | None, layout: Layout, dtype: Any) -> int:
@@ -93,6 +93,51 @@ def temporary_bytes(target: Target, table: ShapeTable, widest: int) -> int:
     return (logits + layer) // devices
 
 
+@dataclass(frozen=True)
+class Pool:
+    """How many bytes pages take, of all groups of layers.
+
+    Attributes:
+        batch, capacity, page_size: of layouts.
+        ahead: see `layout.look_ahead`.
+    """
+
+    target: Target
+    drafter: Drafter | None
+    dtype: Any
+    batch: int
+    capacity: int
+    page_size: int
+    ahead: int
+
+    def layout(self, pages: int) -> Layout:
+        return Layout(self.batch, self.capacity, pages, self.page_size).with_windows(self.target.config.windows, self.ahead)
+
+    def bytes_of(self, layout: Layout) -> int:
+        return state_bytes(self.target, self.drafter, layout, self.dtype)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page of every group."""
+        return self.bytes_of(self.layout(2)) - self.bytes_of(self.layout(1))
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of what is not in pages."""
+        return self.bytes_of(self.layout(1)) - self.page_bytes
+
+    def within(self, budget: int, most: int) -> int:
+        """Pages for which there is memory, and no more than can be filled.
+
+        Layers with a window need no more pages from some number on; where there are fewer, as many as the others.
+        """
+        fewest = pages_within(budget, self.page_bytes, most)
+        one, whole = self.layout(1), self.layout(most)
+        plain = self.bytes_of(replace(one, pages=2)) - self.bytes_of(one)
+        windows = self.bytes_of(whole) - self.fixed_bytes - most * plain
+        return max(fewest, pages_within(budget - windows, plain, most))
+
+
 def engine_sizes(target: Target, drafter: Drafter | None, dtype: Any, options: EngineOptions) -> Sizes:
     """The sizes of an engine for a model that is loaded.
 
@@ -106,21 +151,24 @@ def engine_sizes(target: Target, drafter: Drafter | None, dtype: Any, options: E
     table = options.shapes(longest)
     capacity, size = table.capacities[-1], options.page_size
     full = table.batches[-1] * capacity // size
-    layouts = [Layout(table.batches[-1], capacity, pages, size) for pages in (1, 2)]
-    one, two = (state_bytes(target, drafter, layout, dtype) for layout in layouts)
+    pool = Pool(target, drafter, dtype, table.batches[-1], capacity, size, look_ahead(table.chunks[-1], widest))
+    fixed, each = pool.fixed_bytes, pool.page_bytes
     pages, free = full if options.pages is None else options.pages, None
     if options.pages is None and options.memory_fraction is not None:
         free = free_bytes(None if target.mesh is None else target.mesh.devices.flat)
-        besides = 2 * one - two + temporary_bytes(target, table, widest)
-        pages = pages_within(int(options.memory_fraction * free) - besides, two - one, full)
+        besides = fixed + temporary_bytes(target, table, widest)
+        pages = pool.within(int(options.memory_fraction * free) - besides, full)
         if pages * size < min(capacity, size + widest):
             raise ValueError(
                 f"no memory for keys and values: of {amount(free)} that are free {options.memory_fraction:g} may be taken, "
                 f"programs compute with about {amount(besides)} of that, and a page of {size} positions takes "
-                f"{amount(two - one)}; a larger --memory-fraction, fewer --slots or a shorter --context need less"
+                f"{amount(each)}; a larger --memory-fraction, fewer --slots or a shorter --context need less"
             )
     context = served_context(longest, capacity, pages * size, widest)
-    return Sizes(options.shapes(context), pages, size, full, context, longest, widest, two - one, free)
+    shapes = options.shapes(context)
+    layout = replace(pool, batch=shapes.batches[-1], capacity=shapes.capacities[-1]).layout(pages)
+    held = state_bytes(target, drafter, layout, dtype) - fixed
+    return Sizes(shapes, pages, size, full, context, longest, widest, each, layout, held, free)
 
 
 def sizes_line(sizes: Sizes, weights: Any, dtype: str, kv_dtype: str, own: int) -> str:
@@ -144,7 +192,7 @@ def sizes_line(sizes: Sizes, weights: Any, dtype: str, kv_dtype: str, own: int) 
     return (
         f"weights {amount(held_bytes(weights))} ({amount(step_bytes(weights.target))} of them read in a plain step) in {dtype} "
         f"(--dtype, --weights); keys and values "
-        f"{amount(sizes.pages * sizes.page_bytes)} in {kv_dtype} (--kv-dtype){of}: {pages} (--memory-fraction, --pages, "
+        f"{amount(sizes.held_bytes)} in {kv_dtype} (--kv-dtype){of}: {pages} (--memory-fraction, --pages, "
         f"--slots); "
         f"context {sizes.context:,}, {why} (--context)"
     )

@@ -169,10 +169,14 @@ class RoundTimer:
         self.vocab_size, self.sampling = programs.target.config.vocab_size, DRAWN if drawn else Sampling()
         each = min(layout.pages // rows, layout.capacity // layout.page_size)
         slots, positions = np.ones(layout.batch, np.int32), each * layout.page_size
-        self.start, self.end = slots * (positions // 2), slots * positions
+        # The last block is written in one piece: past the row's end, but not past its pages.
+        behind = 0 if positions == layout.capacity else self.drafter.block_size
+        self.start, self.end = slots * (positions // 2), slots * max(positions // 2 + 2, positions - behind)
         self.tokens = np.zeros((layout.batch, layout.capacity), np.int32)
-        self.table = np.full((rows, layout.capacity // layout.page_size), UNMAPPED, np.int32)
-        self.table[:, :each] = np.arange(rows * each, dtype=np.int32).reshape(rows, each)
+        self.table = np.full((layout.groups, rows, layout.capacity // layout.page_size), UNMAPPED, np.int32)
+        for table, pages in zip(self.table, (layout.pages, *(group.pages for group in layout.windows)), strict=True):
+            own = max(1, min(pages // rows, each))  # of a window's pages, some stand for several columns that lie far apart
+            table[:, :each] = np.arange(rows)[:, None] * own + np.arange(each)[None] % own
         if runner.state is None:
             runner.reset()
 

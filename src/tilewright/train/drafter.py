@@ -23,6 +23,7 @@ from tilewright.kernels.operations import Heads, Norm, Operations, Projection
 from tilewright.kernels.select import MASKED, group_rows, ungroup_rows
 from tilewright.models import decoder, dflash
 from tilewright.models.checkpoint import save_params
+from tilewright.models.config import LayerKind
 from tilewright.models.decoder import DecoderConfig, DecoderParams, Layer
 from tilewright.models.dflash import DFlashConfig, DFlashParams
 from tilewright.models.draft_vocab import DraftVocab, draft_ids, maps_from_target_ids
@@ -360,12 +361,12 @@ def warm_start(target: DecoderConfig, config: DFlashConfig, target_params: Decod
     sizes = ("intermediate_size", "num_heads", "num_kv_heads", "head_dim")
     params = replace(params, norm=target_params.norm)
     alike = all(getattr(config, name) == getattr(target, name) for name in sizes) and config.num_layers <= target.num_layers
-    if not alike or params.layers[0].q_norm is None:
+    if not alike or params.layers[0].q_norm is None or target_params.layers[0].attention_out_norm is not None:
         return params
 
     def copied(own: Layer, theirs: Layer) -> Layer:
         norms = own if theirs.q_norm is None else theirs
-        return replace(theirs, q_norm=norms.q_norm, k_norm=norms.k_norm, qkv_bias=None)
+        return replace(theirs, q_norm=norms.q_norm, k_norm=norms.k_norm, qkv_bias=None, kind=LayerKind())
 
     last, read = target_params.layers[-config.num_layers :], target.num_layers - 2
     params = replace(params, layers=tuple(map(copied, params.layers, last)))

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool, Float, Int
 
 from tilewright.kernels.operations import Norm, Operations, Transposed
-from tilewright.models import decoder, layers
+from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.params import ArraySpec, abstract
 from tilewright.models.stack import Rows
@@ -29,6 +29,7 @@ from tilewright.parallel.exchanges import Exchange, FullyShardedPlan, array_plac
 from tilewright.parallel.fully_sharded import run_layers
 from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.sharding import FULLY_SHARDED_GROUPED, GROUPED, GROUPED_AXES, grouped_mesh, partition
+from tilewright.runtime.placement import check_family
 from tilewright.train.finite import FINITE, Finite, finite
 from tilewright.train.loop import Metrics, Step, Task
 
@@ -147,6 +148,7 @@ def training_mesh(axes: Mapping[str, int | None], config: DecoderConfig, devices
         ValueError: another axis; sizes that do not fit the devices (see `make_mesh`) or the model (see `grouped_mesh`).
     """
     mesh = data_mesh(axes, devices)
+    check_family(config)
     if config.hidden_size % mesh.shape[DATA]:
         raise ValueError(f"expected fsdp that divides the hidden size {config.hidden_size}, found {mesh.shape[DATA]}")
     return grouped_mesh(
@@ -229,7 +231,7 @@ def _local_loss(setup: ShardedSetup, params: DecoderParams, predicted: Predicted
     final = whole(exchange, how.norm, params.norm, "final_norm")
     x = _embedded(ops, plan, table, inputs)
     positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
-    rows = Rows(layers.rope_tables(positions, config.rope_frequencies), predicted.seen)
+    rows = Rows(config.rope_tables(positions), predicted.seen)
     x, head = run_layers(
         exchange, decoder.stack_of(config, ops, params.layers, setup.attend), decoder.split_layer, decoder.join_layer,
         how.layers[0], x, rows, (*inputs.shape, config.hidden_size), params.head, how.head,

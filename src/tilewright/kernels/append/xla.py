@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int, Shaped
 
+from tilewright.kernels.attention.xla import prefix_attention
 from tilewright.kernels.operations import Heads
 
 
@@ -75,4 +76,6 @@ def append_attend(
     k, v = append_all((k, v), new, start, count)
     # What is asked behind the last entry means nothing, but kernels check their lengths.
     lengths = jnp.minimum(start[:, None] + jnp.arange(q.shape[1])[None] + 1, k.shape[2])
+    if not spec.scores.default:
+        return prefix_attention(q, k, v, lengths, rule=spec.scores).reshape(*q.shape[:2], -1), k, v
     return attend(q, k, v, lengths).reshape(*q.shape[:2], -1), k, v

@@ -20,6 +20,7 @@ struct Call {
   const float *k_scale, *v_scale;  // of the cache's entries in 8 bits; null
   const int32_t* lengths;      // [batch, t]: how many of the cache's first keys each query sees
   void* out;
+  int64_t window;              // how many keys of the cache a query sees, the last ones; 0 for all
   float scale;
   int64_t piece, pieces;       // rows of a key head that are computed together, and how many such pieces a key head has
 };
@@ -31,7 +32,8 @@ struct Projection {
   const void* qkv;
   const void *q_norm, *k_norm;  // [d], or null
   float eps;
-  const float *cos, *sin;      // [batch, t, d / 2]
+  int64_t half;                // pairs of a head's entries that are rotated
+  const float *cos, *sin;      // [batch, t, half]
   const int32_t *start, *count;  // [batch]: the first entry to write, and how many; null: all from entry 0
   void* q;                     // [batch, t, n, d]
   void *k, *v;
@@ -80,10 +82,10 @@ bool has_rows(Table table, int64_t batch, const ffi::AnyBuffer& k) {
 bool is_float(ffi::DataType type) { return type == ffi::F32 || type == ffi::BF16; }
 
 // Divides the rows of each key head so that all threads have work, and that scores stay in the second-level cache.
-void attend(ffi::ThreadPool& pool, Call& call, bool bfloat16) {
+void attend(ffi::ThreadPool& pool, Call& call, bool bfloat16) {  // a scale of 0 stands for d^-1/2
   const int64_t items = call.batch * call.heads, rows = call.heads == 0 ? 0 : call.n / call.heads * call.t;
   if (items * rows == 0) return;
-  call.scale = 1.0f / std::sqrt(static_cast<float>(call.d));
+  if (call.scale == 0) call.scale = 1.0f / std::sqrt(static_cast<float>(call.d));
   const int64_t keys = *std::max_element(call.lengths, call.lengths + call.batch * call.t) + call.own, work = items * rows * keys * call.d;
   const bool worth_it = work >= (1 << 18);
   const int64_t wanted = worth_it ? (2 * static_cast<int64_t>(pool.num_threads()) + items - 1) / items : 1;
@@ -105,7 +107,7 @@ ffi::Error attention_over(ffi::ThreadPool& pool, const ffi::AnyBuffer& q, const 
       lengths.element_count() != static_cast<size_t>(dims[0] * dims[1]))
     return wrong("shapes do not fit");
   Call call{dims[0], dims[1], dims[2], dims[3], cache[1], own[2], {cache, table}, q.untyped_data(), k.untyped_data(), v.untyped_data(),
-            own_k.untyped_data(), own_v.untyped_data(), nullptr, nullptr, lengths.typed_data(), out->untyped_data(), 0, 0, 0};
+            own_k.untyped_data(), own_v.untyped_data(), nullptr, nullptr, lengths.typed_data(), out->untyped_data(), 0, 0, 0, 0};
   for (int64_t i = 0; i < call.batch * call.t; ++i)
     if (call.lengths[i] < 0 || call.lengths[i] > call.cache.capacity()) return wrong("a length is out of range: " + std::to_string(call.lengths[i]));
   for (int64_t b = 0; b < call.batch && call.t > 0; ++b) {
@@ -134,15 +136,15 @@ ffi::Error describe(Projection& call, const ffi::AnyBuffer& qkv, const ffi::AnyB
   const ffi::DataType type = qkv.element_type(), held = eight_bits ? ffi::S8 : type;
   if (!is_float(type) || q_norm.element_type() != type || k_norm.element_type() != type || k.element_type() != held || v.element_type() != held)
     return wrong("expected all but the rotation in one type, float32 or bfloat16");
-  if (dims.size() != 3 || kept.size() != 4 || !has_rows(table, dims[0], k) || v.element_count() != k.element_count() || kept[3] == 0 ||
-      kept[3] % 16 != 0)
+  if (dims.size() != 3 || kept.size() != 4 || cos.dimensions().size() != 3 || !has_rows(table, dims[0], k) ||
+      v.element_count() != k.element_count() || kept[3] == 0 || kept[3] % 16 != 0)
     return wrong("shapes do not fit");
   call = {dims[0], dims[1], dims[2] / kept[3] - 2 * kept[1], kept[3], kept[1], {kept, table}, qkv.untyped_data(), nullptr, nullptr, eps,
-          cos.typed_data(), sin.typed_data(), nullptr, nullptr, nullptr, k.untyped_data(), v.untyped_data()};
+          cos.dimensions().back(), cos.typed_data(), sin.typed_data(), nullptr, nullptr, nullptr, k.untyped_data(), v.untyped_data()};
   const auto fits = [&](const ffi::AnyBuffer& norm) { return norm.element_count() == 0 || norm.element_count() == static_cast<size_t>(call.d); };
-  const auto angles = static_cast<size_t>(call.batch * call.t * call.d / 2);
-  if (dims[2] % call.d != 0 || call.n < 0 || (call.heads != 0 && call.n % call.heads != 0) || !fits(q_norm) || !fits(k_norm) || cos.element_count() != angles ||
-      sin.element_count() != angles)
+  const auto angles = static_cast<size_t>(call.batch * call.t * call.half);
+  if (dims[2] % call.d != 0 || 2 * call.half > call.d || call.n < 0 || (call.heads != 0 && call.n % call.heads != 0) || !fits(q_norm) || !fits(k_norm) ||
+      cos.element_count() != angles || sin.element_count() != angles)
     return wrong("shapes do not fit");
   if (q_norm.element_count() != 0) call.q_norm = q_norm.untyped_data();
   if (k_norm.element_count() != 0) call.k_norm = k_norm.untyped_data();
@@ -170,7 +172,8 @@ ffi::Error NormRotate(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBuffer q
 
 // Writes what `call` describes and attends to it; the handlers below fill in where.
 ffi::Error append_and_attend(ffi::ThreadPool& pool, Projection& call, const ffi::AnyBuffer& qkv, const ffi::Buffer<ffi::S32>& start,
-                             const ffi::Buffer<ffi::S32>& count, ffi::Result<ffi::AnyBuffer>& out, const void* k_out, const void* v_out) {
+                             const ffi::Buffer<ffi::S32>& count, ffi::Result<ffi::AnyBuffer>& out, const void* k_out, const void* v_out, int64_t window,
+                             float scale) {
   const auto rows = static_cast<size_t>(call.batch);
   const bool bfloat16 = qkv.element_type() == ffi::BF16;
   if (start.element_count() != rows || count.element_count() != rows || out->element_type() != qkv.element_type() ||
@@ -190,26 +193,27 @@ ffi::Error append_and_attend(ffi::ThreadPool& pool, Projection& call, const ffi:
   call.q = native::scratch<2>(call.batch * call.t * call.n * call.d * (bfloat16 ? 2 : 4));
   place(pool, call, bfloat16);
   Call attention{call.batch,   call.t,       call.n, call.d,  call.heads,          0, call.cache, call.q, call.k, call.v, call.k, call.v,
-                 call.k_scale, call.v_scale, lengths, out->untyped_data(), 0, 0, 0};
+                 call.k_scale, call.v_scale, lengths, out->untyped_data(), window, scale, 0, 0};
   attend(pool, attention, bfloat16);
   return ffi::Error::Success();
 }
 
 ffi::Error AppendAttend(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBuffer q_norm, ffi::AnyBuffer k_norm, ffi::Buffer<ffi::F32> cos,
                         ffi::Buffer<ffi::F32> sin, ffi::Buffer<ffi::S32> start, ffi::Buffer<ffi::S32> count, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                        ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> k_out, ffi::Result<ffi::AnyBuffer> v_out, float eps) {
+                        ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> k_out, ffi::Result<ffi::AnyBuffer> v_out, float eps, int64_t window,
+                        float scale) {
   Projection call;
   if (ffi::Error error = describe(call, qkv, q_norm, k_norm, cos, sin, k, v, nullptr, eps); error.failure()) return error;
-  return append_and_attend(pool, call, qkv, start, count, out, k_out->untyped_data(), v_out->untyped_data());
+  return append_and_attend(pool, call, qkv, start, count, out, k_out->untyped_data(), v_out->untyped_data(), window, scale);
 }
 
 ffi::Error PagedAppendAttend(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::AnyBuffer q_norm, ffi::AnyBuffer k_norm, ffi::Buffer<ffi::F32> cos,
                              ffi::Buffer<ffi::F32> sin, ffi::Buffer<ffi::S32> start, ffi::Buffer<ffi::S32> count, ffi::AnyBuffer k, ffi::AnyBuffer v,
                              ffi::Buffer<ffi::S32> table, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> k_out,
-                             ffi::Result<ffi::AnyBuffer> v_out, float eps) {
+                             ffi::Result<ffi::AnyBuffer> v_out, float eps, int64_t window, float scale) {
   Projection call;
   if (ffi::Error error = describe(call, qkv, q_norm, k_norm, cos, sin, k, v, &table, eps); error.failure()) return error;
-  return append_and_attend(pool, call, qkv, start, count, out, k_out->untyped_data(), v_out->untyped_data());
+  return append_and_attend(pool, call, qkv, start, count, out, k_out->untyped_data(), v_out->untyped_data(), window, scale);
 }
 
 // The same over keys and values in 8 bits, whose scales [pages, heads, slots] are written in place, too.
@@ -217,7 +221,8 @@ ffi::Error QuantisedAppendAttend(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::
                                  ffi::Buffer<ffi::F32> sin, ffi::Buffer<ffi::S32> start, ffi::Buffer<ffi::S32> count, ffi::AnyBuffer k,
                                  ffi::Buffer<ffi::F32> k_scale, ffi::AnyBuffer v, ffi::Buffer<ffi::F32> v_scale, ffi::Buffer<ffi::S32> table,
                                  ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> k_out, ffi::Result<ffi::Buffer<ffi::F32>> k_scale_out,
-                                 ffi::Result<ffi::AnyBuffer> v_out, ffi::Result<ffi::Buffer<ffi::F32>> v_scale_out, float eps) {
+                                 ffi::Result<ffi::AnyBuffer> v_out, ffi::Result<ffi::Buffer<ffi::F32>> v_scale_out, float eps, int64_t window,
+                                 float scale) {
   Projection call;
   if (ffi::Error error = describe(call, qkv, q_norm, k_norm, cos, sin, k, v, &table, eps, true); error.failure()) return error;
   const size_t vectors = k.element_count() / call.d;
@@ -225,7 +230,7 @@ ffi::Error QuantisedAppendAttend(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::
   if (k_scale_out->untyped_data() != k_scale.untyped_data() || v_scale_out->untyped_data() != v_scale.untyped_data())
     return wrong("the scales are not written in place");
   call.k_scale = k_scale.typed_data(), call.v_scale = v_scale.typed_data();
-  return append_and_attend(pool, call, qkv, start, count, out, k_out->untyped_data(), v_out->untyped_data());
+  return append_and_attend(pool, call, qkv, start, count, out, k_out->untyped_data(), v_out->untyped_data(), window, scale);
 }
 
 }  // namespace
@@ -242,15 +247,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightPagedAttention, PagedAttention,
 
 #define PROJECTION Ctx<ffi::ThreadPool>().Arg<Any>().Arg<Any>().Arg<Any>().Arg<F32>().Arg<F32>()
 #define PLACED Ret<Any>().Ret<Any>().Ret<Any>().Attr<float>("eps")
+#define SEEN Attr<int64_t>("window").Attr<float>("scale")
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightNormRotate, NormRotate, ffi::Ffi::Bind().PROJECTION.PLACED);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightAppendAttend, AppendAttend, ffi::Ffi::Bind().PROJECTION.Arg<S32>().Arg<S32>().Arg<Any>().Arg<Any>().PLACED);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightAppendAttend, AppendAttend, ffi::Ffi::Bind().PROJECTION.Arg<S32>().Arg<S32>().Arg<Any>().Arg<Any>().PLACED.SEEN);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightPagedAppendAttend, PagedAppendAttend,
-                              ffi::Ffi::Bind().PROJECTION.Arg<S32>().Arg<S32>().Arg<Any>().Arg<Any>().Arg<S32>().PLACED);
+                              ffi::Ffi::Bind().PROJECTION.Arg<S32>().Arg<S32>().Arg<Any>().Arg<Any>().Arg<S32>().PLACED.SEEN);
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightQuantisedAppendAttend, QuantisedAppendAttend,
                               ffi::Ffi::Bind()
                                   .PROJECTION.Arg<S32>().Arg<S32>().Arg<Any>().Arg<F32>().Arg<Any>().Arg<F32>().Arg<S32>()
-                                  .Ret<Any>().Ret<Any>().Ret<F32>().Ret<Any>().Ret<F32>().Attr<float>("eps"));
+                                  .Ret<Any>().Ret<Any>().Ret<F32>().Ret<Any>().Ret<F32>().Attr<float>("eps").SEEN);
 
 extern "C" const char* TilewrightIsa() { return native::isa_names[native::isa()]; }

@@ -3,8 +3,8 @@
 Only keys that some query sees are read, and a query's result is the same bit for bit whatever is computed beside it. All is
 float32 or bfloat16, in and out; scores and sums are float32.
 
-Legend: B rows of a batch, T query positions, N query heads, K key/value heads, D head size, h half of it, S cache entries, U
-extra ones.
+Legend: B rows of a batch, T query positions, N query heads, K key/value heads, D head size, h pairs of its entries that are
+rotated, S cache entries, U extra ones.
 """
 
 import jax
@@ -88,6 +88,8 @@ def append_attend(
     v_cache: Float[Array, "B K S D"],
     start: Int[Array, " B"],
     count: Int[Array, " B"],
+    window: int | None = None,
+    scale: float | None = None,
 ) -> tuple[Float[Array, "B T _"], Float[Array, "B K S D"], Float[Array, "B K S D"]]:
     """`norm_rotate`, keys and values written into the caches, and causal attention over these: a layer's attention in a call.
 
@@ -97,6 +99,7 @@ def append_attend(
         start: where each row's first new entry goes.
         count: how many of the T new entries each row keeps, from the first; with 0 its caches stay as they are, wherever the
             row starts.
+        window, scale: as of `operations.Scores`.
 
     Returns:
         What query t sees up to its own entry, heads side by side, and zeros from `count` on; and the caches.
@@ -105,7 +108,8 @@ def append_attend(
     out = jax.ShapeDtypeStruct((*qkv.shape[:2], heads * head_dim), qkv.dtype)
     results = (out, *(jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in (k_cache, v_cache)))
     norms = or_nothing(q_norm, qkv.dtype), or_nothing(k_norm, qkv.dtype)
+    seen = {"window": np.int64(window or 0), "scale": np.float32(scale or 0)}
     places = start.astype(jnp.int32), count.astype(jnp.int32)
     call = jax.ffi.ffi_call("tilewright_append_attend", results, input_output_aliases={7: 1, 8: 2})
-    attended, keys, values = call(qkv, *norms, cos, sin, *places, k_cache, v_cache, eps=np.float32(eps))
+    attended, keys, values = call(qkv, *norms, cos, sin, *places, k_cache, v_cache, eps=np.float32(eps), **seen)
     return attended, keys, values

@@ -64,10 +64,11 @@ def prefix_attention(q: Array, k: Array, v: Array, lengths: Array, extra: tuple[
 
 
 def append_attend(projection: Joint, spec: Heads, k: Array, v: Array, start: Array, count: Array) -> tuple[Array, Array, Array]:
-    if refuses_heads(spec.head_dim):
+    if refuses_heads(spec.head_dim) or not spec.scores.plain:
         return append_xla.append_attend(projection, spec, k, v, start, count, heads, prefix_attention)
     operands, options = attention_operands(projection, spec)
-    return attention_cpu.append_attend(*operands, **options, k_cache=k, v_cache=v, start=start, count=count)
+    seen = {"window": spec.scores.window, "scale": spec.scores.scale}
+    return attention_cpu.append_attend(*operands, **options, k_cache=k, v_cache=v, start=start, count=count, **seen)
 
 
 def paged_attention(
@@ -77,11 +78,12 @@ def paged_attention(
 
 
 def paged_append_attend(projection: Joint, spec: Heads, pool: KeyValuePages, *places: Array) -> tuple[Array, KeyValuePages]:
-    if refuses_heads(spec.head_dim):
+    if refuses_heads(spec.head_dim) or not spec.scores.plain:
         return paged_xla.append_attend(projection, spec, pool, *places, heads=heads)
     operands, options = attention_operands(projection, spec)
     table, start, count = places
-    return paged_cpu.append_attend(*operands, **options, pool=pool, table=table, start=start, count=count)
+    seen = {"window": spec.scores.window, "scale": spec.scores.scale}
+    return paged_cpu.append_attend(*operands, **options, pool=pool, table=table, start=start, count=count, **seen)
 
 
 def before(norm: Norm | None) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def cpu_operations(bfloat16: bool) -> Operations:
         return heads_xla.heads(tuple(part.astype(jnp.float32) for part in projection.split()), spec)
 
     def causal_attention(projection: Joint, spec: Heads) -> Array:
-        if refuses_heads(spec.head_dim):
+        if refuses_heads(spec.head_dim) or not spec.scores.default:
             return causal_xla.causal_attention(projection, spec, heads)
         (array, count, _, size), options = attention_operands(projection, spec)
         sizes = causal_cpu.ProjectionSizes(count, size, options["eps"])

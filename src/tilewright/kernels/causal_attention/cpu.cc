@@ -12,7 +12,8 @@ struct Call {
   const void* qkv;                // [batch, t, (n + 2 heads) d]
   const float *q_norm, *k_norm;   // [d], or null
   float eps;
-  const float *cos, *sin;         // [batch, t, d / 2]
+  int64_t half;                   // pairs of a head's entries that are rotated
+  const float *cos, *sin;         // [batch, t, half]
   void* out;                      // [batch, t, n d]
   float* sums;                    // [batch, n, t]: the logarithm of the sum of a query's powers
   const void* given;              // backward: like out, what is due to it
@@ -41,10 +42,12 @@ ffi::Error describe(Call& call, const Any& qkv, const F32& q_norm, const F32& k_
       shape[0] != dims[0] || shape[2] != dims[1])
     return wrong("shapes do not fit");
   const auto fits = [&](const F32& norm) { return norm.element_count() == 0 || norm.element_count() == static_cast<size_t>(d); };
-  const auto angles = static_cast<size_t>(dims[0] * dims[1] * d / 2);
+  if (cos.dimensions().size() != 3 || 2 * cos.dimensions().back() > d) return wrong("shapes do not fit");
+  const int64_t half = cos.dimensions().back();
+  const auto angles = static_cast<size_t>(dims[0] * dims[1] * half);
   if (!fits(q_norm) || !fits(k_norm) || cos.element_count() != angles || sin.element_count() != angles) return wrong("shapes do not fit");
   call = {dims[0], dims[1], shape[1], rest / (2 * d), d, qkv.untyped_data(), q_norm.element_count() == 0 ? nullptr : q_norm.typed_data(),
-          k_norm.element_count() == 0 ? nullptr : k_norm.typed_data(), eps, cos.typed_data(), sin.typed_data(), out.untyped_data(),
+          k_norm.element_count() == 0 ? nullptr : k_norm.typed_data(), eps, half, cos.typed_data(), sin.typed_data(), out.untyped_data(),
           sums.typed_data(), nullptr, nullptr, nullptr};
   return ffi::Error::Success();
 }

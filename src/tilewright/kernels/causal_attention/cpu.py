@@ -3,7 +3,7 @@
 Beside the projection and the result only the logarithm of each query's sum is kept for the gradient (Dao et al. 2022,
 arXiv 2205.14135), and no scores are written to memory. Float32 or bfloat16, in and out; everything between is float32.
 
-Legend: B rows of a batch, T positions, N query heads, K key/value heads, D head size, h half of it.
+Legend: B rows of a batch, T positions, N query heads, K key/value heads, D head size, h pairs of its entries that are rotated.
 """
 
 from functools import partial

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from tilewright.kernels.attention.xla import attention
+from tilewright.kernels.attention.xla import attention, seen_entries
 from tilewright.kernels.heads.xla import heads as split_and_turn
 from tilewright.kernels.operations import Heads
 
@@ -18,4 +18,5 @@ def causal_attention(
     """Attention of each position's query over all keys up to its own position, heads side by side."""
     q, k, v = heads(projection, spec)
     t = q.shape[1]
-    return attention(q, k, v, jnp.tril(jnp.ones((1, t, t), bool))).reshape(*q.shape[:2], -1)
+    lengths = jnp.arange(1, t + 1)[None]
+    return attention(q, k, v, seen_entries(jnp.arange(t), lengths, spec.scores), spec.scores).reshape(*q.shape[:2], -1)

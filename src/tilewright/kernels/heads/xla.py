@@ -23,21 +23,27 @@ def split_heads(x: Float[Array, "B T _"], head_dim: int) -> Float[Array, "B T N 
 def rotate_halves(
     x: Float[Array, "B T N D"], cos: Float[Array, "B T h"], sin: Float[Array, "B T h"]
 ) -> Float[Array, "B T N D"]:
-    """Rotary embedding over halves (`rotate_half`, as Hugging Face checkpoints expect), computed in float32."""
+    """Rotary embedding over the halves of the first 2 h entries (`rotate_half`, as Hugging Face has it), in float32."""
+    rotated, rest = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
     cos, sin = cos[:, :, None], sin[:, :, None]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    first, second = jnp.split(rotated.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return turned if rest.shape[-1] == 0 else jnp.concatenate([turned, rest], axis=-1)
 
 
 def rotate_by_product(
     x: Float[Array, "B T N D"], cos: Float[Array, "B T h"], sin: Float[Array, "B T h"]
 ) -> Float[Array, "B T N D"]:
     """Rotary embedding for a TPU, which cannot cut a register's lanes in half cheaply: a matrix of ones swaps them, exactly."""
-    half = x.shape[-1] // 2
-    swap = jnp.roll(jnp.eye(x.shape[-1], dtype=x.dtype), half, axis=0)
+    half, rest = cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]
+    if half == 0:
+        return x
+    swap = jax.scipy.linalg.block_diag(jnp.roll(jnp.eye(2 * half, dtype=x.dtype), half, axis=0), jnp.eye(rest, dtype=x.dtype))
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     swapped = jnp.matmul(x, swap, precision=precision, preferred_element_type=jnp.float32)
-    cos, sin = (jnp.concatenate(parts, axis=-1)[:, :, None] for parts in ((cos, cos), (-sin, sin)))
+    still = jnp.ones((*cos.shape[:-1], rest), cos.dtype)
+    parts = ((cos, cos, still), (-sin, sin, 0 * still)) if rest else ((cos, cos), (-sin, sin))
+    cos, sin = (jnp.concatenate(each, axis=-1)[:, :, None] for each in parts)
     return (x.astype(jnp.float32) * cos + swapped * sin).astype(x.dtype)
 
 

@@ -5,7 +5,7 @@ What a row has no page for is an error. Keys and values in 8 bits have a kernel 
 target computes; XLA does the rest.
 
 Legend: P pages, E entries of a page, M pages that a row may have, B rows, T positions, N query heads, K key/value heads, D head
-size, h half of it, U extra keys.
+size, h pairs of its entries that are rotated, U extra keys.
 """
 
 import jax
@@ -81,17 +81,20 @@ def append_attend(
     table: Int32[Array, "B M"],
     start: Int[Array, " B"],
     count: Int[Array, " B"],
+    window: int | None = None,
+    scale: float | None = None,
 ) -> tuple[Float[Array, "B T _"], KeyValuePages]:
-    """Appends to the pages and attends, a layer's attention in one call; see `attention.cpu.append_attend`."""
+    """A layer's attention in one call, as `attention.cpu.append_attend`."""
     assert pool.k.shape[1::2] == (kv_heads, head_dim), "the pages' heads are the projection's"
     out = jax.ShapeDtypeStruct((*qkv.shape[:2], heads * head_dim), qkv.dtype)
     held, kept = jax.tree.flatten(pool)
     results = (out, *(jax.ShapeDtypeStruct(part.shape, part.dtype) for part in held))
     norms = or_nothing(q_norm, qkv.dtype), or_nothing(k_norm, qkv.dtype)
+    seen = {"window": np.int64(window or 0), "scale": np.float32(scale or 0)}
     places = start.astype(jnp.int32), count.astype(jnp.int32)
     name = f"tilewright_{'quantised' if isinstance(pool.k, Quantised) else 'paged'}_append_attend"
     aliases = {7 + number: 1 + number for number in range(len(held))}
     attended, *parts = jax.ffi.ffi_call(name, results, input_output_aliases=aliases)(
-        qkv, *norms, cos, sin, *places, *held, table, eps=np.float32(eps)
+        qkv, *norms, cos, sin, *places, *held, table, eps=np.float32(eps), **seen
     )
     return attended, jax.tree.unflatten(kept, parts)

@@ -24,7 +24,8 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import BFloat16, Float, Int, Int32, Shaped
 
-from tilewright.kernels.operations import Heads
+from tilewright.kernels.attention.xla import prefix_attention as attend_rows
+from tilewright.kernels.operations import PLAIN_SCORES, Heads, Scores
 from tilewright.kernels.paged import xla
 
 LANES = 128
@@ -151,6 +152,7 @@ def causal_attention(
     table: Int32[Array, "B M"],
     start: Int[Array, " B"],
     count: Int[Array, " B"],
+    rule: Scores = PLAIN_SCORES,
 ) -> BFloat16[Array, "B T N D"]:
     """Attention of the query at `start + t` over all entries up to its own, which is in the pool; zeros from `count` on."""
     # JAX's experimental kernel: imported where a TPU is compiled for, and nowhere else.
@@ -168,8 +170,8 @@ def causal_attention(
     pages = min(table.shape[1], max(1, BLOCK_ENTRIES // pool.page_size))
     out = ragged_paged_attention(
         pack_queries(dense, pool.kv_heads), pool.kv, jnp.where(count > 0, start + count, 1).astype(jnp.int32),
-        jnp.maximum(table, 0), ends, jnp.full(1, b, jnp.int32), sm_scale=d**-0.5, num_kv_pages_per_block=pages,
-        num_queries_per_block=min(b * t, BLOCK_QUERIES),
+        jnp.maximum(table, 0), ends, jnp.full(1, b, jnp.int32), sm_scale=rule.scale_of(d), sliding_window=rule.window,
+        soft_cap=rule.softcap, num_kv_pages_per_block=pages, num_queries_per_block=min(b * t, BLOCK_QUERIES),
     )  # fmt: skip
     spread = jnp.take(unpack_results(out, pool.kv_heads, d, n), jnp.minimum(place, b * t - 1), axis=0)
     return jnp.where((at < count[:, None])[:, :, None, None], spread, jnp.zeros((), q.dtype))
@@ -187,5 +189,9 @@ def append_attend(
     """Appends the projection's keys and values, and lets the query at `start + t` see all entries up to its own."""
     q, k, v = heads(projection, spec)
     pool = append(pool, table, k, v, start, count)
-    out = causal_attention(q, pool, table, start, count)
+    if spec.scores.sinks is None:
+        out = causal_attention(q, pool, table, start, count, spec.scores)
+    else:  # the kernel has none
+        sizes, lengths = (pool.kv_heads, pool.page_size), xla.lengths_of(start, count, q.shape[1])
+        out = xla.attention_over_blocks(q, partial(in_rows, pool), sizes, table, lengths, None, attend_rows, spec.scores)
     return out.reshape(*out.shape[:2], -1), pool

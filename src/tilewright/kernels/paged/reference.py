@@ -9,7 +9,7 @@ from jax import Array
 from jaxtyping import Float, Int, Int32, Shaped
 
 from tilewright.kernels.attention import reference
-from tilewright.kernels.operations import KeyValuePages
+from tilewright.kernels.operations import PLAIN_SCORES, KeyValuePages, Scores
 
 
 def append(
@@ -51,6 +51,7 @@ def prefix_attention(
     table: Int32[Array, "B M"],
     lengths: Int[Array, "B T"],
     extra: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None = None,
+    rule: Scores = PLAIN_SCORES,
 ) -> Float[Array, "B T N D"]:
     """Attention of each query over the first `lengths` entries of its row, and over all of `extra`."""
-    return reference.prefix_attention(q, in_rows(pool.k, table), in_rows(pool.v, table), lengths, extra)
+    return reference.prefix_attention(q, in_rows(pool.k, table), in_rows(pool.v, table), lengths, extra, rule)

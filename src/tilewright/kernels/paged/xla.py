@@ -19,7 +19,7 @@ from jaxtyping import Float, Int, Int32, Shaped
 
 from tilewright.kernels.attention import xla
 from tilewright.kernels.attention.xla import MASKED, group_rows, ungroup_rows
-from tilewright.kernels.operations import UNMAPPED, Heads, KeyValuePages, Quantised
+from tilewright.kernels.operations import PLAIN_SCORES, UNMAPPED, Heads, KeyValuePages, Quantised, Scores
 from tilewright.kernels.paged.quantise import as_held, dequantise
 
 BLOCK_ENTRIES = 512
@@ -86,8 +86,9 @@ def prefix_attention(
     lengths: Int[Array, "B T"],
     extra: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None = None,
     attend: Callable[..., Array] = xla.prefix_attention,
+    rule: Scores = PLAIN_SCORES,
 ) -> Float[Array, "B T N D"]:
-    """Attention of each query over the first `lengths` entries of its row, and over all of `extra`.
+    """Attention of each query over the first `lengths` entries of its row, the last of a window alone, and over all of `extra`.
 
     Args:
         attend: the operation over entries that lie in rows, for tables of one block.
@@ -100,7 +101,7 @@ def prefix_attention(
     def read(some: Int32[Array, "B C"]) -> tuple[Array, Array]:
         return rows(pool.k, some), rows(pool.v, some)
 
-    return attention_over_blocks(q, read, (pool.k.shape[1], pool.page_size), table, lengths, extra, attend)
+    return attention_over_blocks(q, read, (pool.k.shape[1], pool.page_size), table, lengths, extra, attend, rule)
 
 
 def attention_over_blocks(
@@ -111,6 +112,7 @@ def attention_over_blocks(
     lengths: Int[Array, "B T"],
     extra: tuple[Float[Array, "B K U D"], Float[Array, "B K U D"]] | None,
     attend: Callable[..., Array],
+    rule: Scores = PLAIN_SCORES,
 ) -> Float[Array, "B T N D"]:
     """Attention over pages of any layout, a block of entries at a time; see `prefix_attention`.
 
@@ -131,8 +133,9 @@ def attention_over_blocks(
 
     columns = max(1, BLOCK_ENTRIES // entries)
     if table.shape[1] <= columns:
-        return attend(q, *block(table, 0)[:2], lengths, extra)
-    rows, size = group_rows(q * d**-0.5, heads), columns * entries
+        k, v, _ = block(table, 0)
+        return attend(q, k, v, lengths, extra) if rule.default else xla.prefix_attention(q, k, v, lengths, extra, rule)
+    rows, size = group_rows(q * rule.scale_of(d), heads), columns * entries
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % columns)), constant_values=UNMAPPED)
     precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
 
@@ -141,7 +144,7 @@ def attention_over_blocks(
         largest, total, values = carry
         seen = jnp.tile(seen, (1, n // heads, 1))[:, None]
         scores = jnp.einsum("bkrd,bksd->bkrs", rows, k, precision=precision, preferred_element_type=jnp.float32)
-        scores = jnp.where(seen, scores, MASKED)
+        scores = jnp.where(seen, xla.capped(scores, rule), MASKED)
         now = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
         weights = jnp.where(seen, jnp.exp(scores - now), 0.0)  # a query that has seen nothing yet has MASKED for its largest
         kept = jnp.exp(largest - now)
@@ -153,14 +156,22 @@ def attention_over_blocks(
     def add_block(number: Any, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         some = jax.lax.dynamic_slice_in_dim(table, number * columns, columns, axis=1)
         k, v, position = block(some, number * size)
-        return add(carry, k, v, position < lengths[:, :, None])
+        return add(carry, k, v, xla.seen_entries(position, lengths, rule))
 
     nothing = jnp.zeros((*rows.shape[:3], 1), jnp.float32)
     carry = (nothing + MASKED, nothing, jnp.zeros(rows.shape, jnp.float32))
+    if rule.sinks is not None:
+        carry = (nothing + xla.sink_rows(rule.sinks, heads, t), nothing + 1, carry[2])
     if extra is not None:
         carry = add(carry, *extra, jnp.ones((1, t, extra[0].shape[2]), bool))
     _, total, values = jax.lax.fori_loop(0, (jnp.max(lengths) + size - 1) // size, add_block, carry)
     return ungroup_rows((values / jnp.where(total > 0, total, 1.0)).astype(q.dtype), t)
+
+
+def lengths_of(start: Int[Array, " B"], count: Int[Array, " B"], size: int) -> Int[Array, "B T"]:
+    """How many entries each query sees that sees all up to its own; none from `count` on."""
+    at = jnp.arange(size)[None]
+    return jnp.where(at < count[:, None], start[:, None] + at + 1, 0)
 
 
 def append_attend(
@@ -176,7 +187,6 @@ def append_attend(
     """Appends the projection's keys and values, and lets the query at `start + t` see all entries up to its own."""
     q, k, v = heads(projection, spec)
     pool = append(pool, table, k, v, start, count)
-    at = jnp.arange(q.shape[1])[None]
-    lengths = jnp.where(at < count[:, None], start[:, None] + at + 1, 0)
-    out = prefix_attention(q, pool, table, lengths, attend=attend)
+    lengths = lengths_of(start, count, q.shape[1])
+    out = prefix_attention(q, pool, table, lengths, attend=attend, rule=spec.scores)
     return out.reshape(*out.shape[:2], -1), pool

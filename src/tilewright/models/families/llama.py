@@ -1,0 +1,5 @@
+"""Llama 3 (arXiv 2407.21783 §3.2), and what is built like it."""
+
+from tilewright.models.family import Family
+
+LLAMA = Family(name="llama", architecture="LlamaForCausalLM", gguf="llama", pairwise=True)

@@ -1,0 +1,67 @@
+"""The families of decoders that are read, and what is said of any other."""
+
+from collections.abc import Mapping
+from difflib import SequenceMatcher
+from typing import Any
+
+from tilewright.models.families.gemma import GEMMA2, GEMMA3
+from tilewright.models.families.llama import LLAMA
+from tilewright.models.families.mistral import MINISTRAL, MISTRAL
+from tilewright.models.families.phi3 import PHI3
+from tilewright.models.families.qwen import QWEN2, QWEN3
+from tilewright.models.families.smollm3 import SMOLLM3
+from tilewright.models.family import Family
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        QWEN3,
+        QWEN2,
+        LLAMA,
+        MISTRAL,
+        MINISTRAL,
+        PHI3,
+        SMOLLM3,
+        GEMMA2,
+        GEMMA3,
+    )
+}
+"""By the `model_type` of their configurations. A new family is a file in `families/` and a line here."""
+
+ABSENT = {
+    "linear_num_value_heads": "layers of linear attention (Gated DeltaNet)",
+    "num_experts": "a mixture of experts",
+    "num_local_experts": "a mixture of experts",
+    "n_routed_experts": "a mixture of experts",
+    "kv_lora_rank": "latent attention (MLA)",
+    "ssm_cfg": "state-space layers",
+    "mamba_d_state": "state-space layers",
+    "hidden_size_per_layer_input": "embeddings of each layer's own",
+    "attention_multiplier": "multipliers of scores, residuals and logits",
+    "logit_scale": "scaled logits",
+    "layer_norm_eps": "LayerNorm",
+    "layernorm_epsilon": "LayerNorm",
+}
+"""Fields that only models with something else have, and what that is; the first one that a configuration has is named."""
+
+
+def nearest(model_type: object) -> Family:
+    """The family whose name is most like this one's."""
+    return max(FAMILIES.values(), key=lambda family: SequenceMatcher(None, family.name, str(model_type)).ratio())
+
+
+def family_of(fields: Mapping[str, Any], where: str) -> Family:
+    """The family of a `config.json`.
+
+    Raises:
+        ValueError: it is none of those that are read; names the first thing that is missing, and the nearest family.
+    """
+    model_type = fields.get("model_type")
+    if model_type in FAMILIES:
+        return FAMILIES[model_type]
+    found = f"{where}: model_type must be one of {', '.join(FAMILIES)}, found {model_type!r}"
+    if not isinstance(model_type, str):
+        raise ValueError(found)
+    missing = next((f"{what} ({name})" for name, what in ABSENT.items() if fields.get(name)), None)
+    more = "" if missing is None else f" {missing} is not supported; "
+    raise ValueError(f"{found};{more or ' '}the nearest family is {nearest(model_type).name}")
