@@ -48,6 +48,7 @@ EXTRAS = {
         "pip install 'tilewright[serve]'",
     ),
     "gguf": (("gguf",), "models in GGUF files", "pip install 'tilewright[gguf]'"),
+    "grammar": (("llguidance",), "structured output and forced calls of tools", "pip install 'tilewright[grammar]'"),
     "graph": (("scipy",), "graphs with their nodes numbered for locality", "pip install 'tilewright[graph]'"),
     "neuron": (("simpy",), "simulating Neuron chips", "pip install 'tilewright[neuron]'"),
     "tpu": (("libtpu",), "TPUs, and compiling for a TPU that is not here", "pip install 'tilewright[tpu]'"),
