@@ -133,8 +133,8 @@ class Stream:
         return pieces
 
     def apply(self, program: Callable[..., tuple[DecodeState, Any]]) -> Any:
-        """Runs `program(models, state, slots [n], table [n, M]) -> (state, result)` over the rows that have slots, between two
-        dispatches: for measurements. The rows have room for a block."""
+        """Runs `program(models, state, slots [n], tables [G, n, M]) -> (state, result)` over the rows that have slots, between
+        two dispatches: for measurements. The rows have room for a block."""
         engine, drafter = self.engine, self.engine.programs.drafter
         batch, _ = engine.scheduler.make_room(engine.scheduler.running, 1, 1 if drafter is None else drafter.block_size)
         slots = engine.runner.slots(batch, len(batch))

@@ -214,7 +214,7 @@ class Programs(Store[ProgramKey]):
         return run_rounds, (*self.round_inputs(key), *limit)
 
     def constrained_rounds(self, key: ProgramKey) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """`f(models, state, slots [n], table [n, M], running [n], given)`: one round of some slots, as `rounds` runs several.
+        """`f(models, state, slots [n], table [G, n, M], running [n], given)`: one round of some slots; `rounds` runs several.
 
         `given` are the host's drafts and masks, and the reports have the drafts for the next round.
         """
@@ -245,7 +245,7 @@ class Programs(Store[ProgramKey]):
     ) -> tuple[DecodeState, Callable[[DecodeState], DecodeState]]:  # fmt: skip
         """Some slots as rounds may begin with them, and what puts them back into the state; those not running are done."""
         some = rows_of(state, slots, table)
-        whole, done, positions = some.tokens, some.done, table.shape[1] * self.layout.page_size
+        whole, done, positions = some.tokens, some.done, table.shape[-1] * self.layout.page_size
         some = replace(some, tokens=whole[:, :positions], done=done | ~running)
 
         def close(some: DecodeState) -> DecodeState:
