@@ -66,6 +66,6 @@ def test_what_fits_is_not_refused_and_what_would_fit_is_said():
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     target, _ = as_folders(tmp_path, random_pair(0, vocab_size=24, target_layers=1, drafter_layers=1, taps=[0]))
     monkeypatch.setattr(memory, "free_bytes", lambda devices: 1000)
-    monkeypatch.setattr(checkpoint, "read_part", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(checkpoint, "read_weights", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(ValueError, match=r"target: its weights take .* MB in bfloat16, and 0.0 MB are free"):
         load(target, dtype="bfloat16")

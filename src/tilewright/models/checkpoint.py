@@ -236,7 +236,7 @@ def load_params(
     """
     stored = _match(folder, specs, rename, ignore, layout)
     sizes = each(specs, shardings, lambda spec, sharding: _read_bytes(stored[spec.name], held_parts(spec.shape, sharding)))
-    dequantised = Counter[str]()
+    dequantised: list[str] = []
     with ExitStack() as stack:
         names = sorted({file for tensor in stored.values() for file in tensor.files})
         files = {file: stack.enter_context(open_file(file)) for file in names}
@@ -251,12 +251,12 @@ def load_params(
             tensor, matrix = stored[spec.name], spec.kind in ("matrix", "head")
             found = read_blocks(files, tensor, spec) if keep_blocks and matrix else None
             if found is None and tensor.quantised and matrix:
-                dequantised[tensor.quantised] += 1  # threads cannot come between: the interpreter's lock
+                dequantised.append(tensor.quantised)  # by any thread
             advance(0 if found is None else tensor.nbytes)
             return found
 
         params = from_tensors(specs, read, dtype, shardings, prepare, kept)
-    say_dequantised(folder, dequantised, keep_blocks, jnp.dtype(dtype).name)
+    say_dequantised(folder, Counter(dequantised), keep_blocks, jnp.dtype(dtype).name)
     return params
 
 

@@ -202,7 +202,7 @@ class Programs(Store[ProgramKey]):
         def run_rounds(
             models: Models, state: DecodeState, slots: Array, table: Array, running: Array, limit: Array | None = None
         ) -> tuple[DecodeState, Reports]:
-            some, close = self.opened(turn, target, models, state, slots, table, running)
+            some, close = self.opened(key, turn, target, models, state, slots, table, running)
             if limit is not None:
                 some, reports = run_steps(step, models, some, limit, STEPS_PER_DISPATCH, width, vocab)
             else:
@@ -224,7 +224,7 @@ class Programs(Store[ProgramKey]):
         def run_round(
             models: Models, state: DecodeState, slots: Array, table: Array, running: Array, given: Blocks
         ) -> tuple[DecodeState, Reports]:
-            some, close = self.opened(turn, target, models, state, slots, table, running)
+            some, close = self.opened(key, turn, target, models, state, slots, table, running)
             some, info, proposed = constrained_round(turn, target, models, some, given)
             logprobs = jax.tree.map(lambda each: each[None], info.logprobs)
             return close(some), Reports(info.packed()[None], logprobs, proposed)
@@ -240,12 +240,12 @@ class Programs(Store[ProgramKey]):
         return slots, self.table_of(key.rows, key.positions), running
 
     def opened(
-        self, turn: Variant | None, target: Target, models: Models, state: DecodeState, slots: Array, table: Array,
-        running: Array,
+        self, key: ProgramKey, turn: Variant | None, target: Target, models: Models, state: DecodeState, slots: Array,
+        table: Array, running: Array,
     ) -> tuple[DecodeState, Callable[[DecodeState], DecodeState]]:  # fmt: skip
         """Some slots as rounds may begin with them, and what puts them back into the state; those not running are done."""
         some = rows_of(state, slots, table)
-        whole, done, positions = some.tokens, some.done, table.shape[-1] * self.layout.page_size
+        whole, done, positions = some.tokens, some.done, key.positions
         some = replace(some, tokens=whole[:, :positions], done=done | ~running)
 
         def close(some: DecodeState) -> DecodeState:
