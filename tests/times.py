@@ -72,7 +72,7 @@ class Times:
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         if self.writes and exitstatus == pytest.ExitCode.OK:
-            lines = [f"{self.seconds[test]:.1f} {test}" for test in chosen(self.seconds)]
+            lines = [f"{self.seconds[test]:.1f} {test}" for test in sorted(chosen(self.seconds))]
             LISTED.write_text("".join(f"{line}\n" for line in lines), "utf-8")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

@@ -173,7 +173,7 @@ def remove(name: str) -> Change:
         (remove("tokenizer.json"), ["is a folder without a tokenizer: it has no tokenizer.json"]),
         (remove("config.json"), ["is not a checkpoint: it has no config.json"]),
         (remove("model.safetensors"), ["expected model.safetensors"]),
-        (change_config("target", model_type="gpt2"), ["model_type must be one of qwen3, ", "found 'gpt2'; the nearest family is "]),
+        (change_config("target", model_type="gpt2"), ["model_type must be one of qwen3,", "found 'gpt2'; the nearest family"]),
         (change_config("drafter", model_type="llama"), ["drafter/config.json", "model_type='llama' is not supported"]),
     ],
 )
