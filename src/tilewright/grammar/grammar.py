@@ -15,7 +15,7 @@ Schema = Mapping[str, Any] | str
 
 @dataclass(frozen=True)
 class Grammar:
-    """What a text must be. Made by the functions below, which say what is wrong with what they are given.
+    """Grammar that a text must follow. Made by the functions below, which say what is wrong with what they are given.
 
     Attributes:
         kind: what `text` is: a JSON schema, a regular expression of Rust's (without look-around and back-references), or a

@@ -45,7 +45,7 @@ class Trial:
         return process
 
     def answer(self, process: "subprocess.Popen[str]", line: str, seconds: float) -> str | None:
-        """What the process says to a line; None, and it is ended, if it does not in time."""
+        """The process's answer to a line; None, and it is ended, if none comes in time."""
         assert process.stdin is not None
         assert process.stdout is not None
         said = ""

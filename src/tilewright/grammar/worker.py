@@ -16,7 +16,7 @@ forced."""
 
 
 class Setting(NamedTuple):
-    """What grammars are compiled over.
+    """Tokens and bounds over which grammars are compiled.
 
     Attributes:
         tokenizer: as JSON.

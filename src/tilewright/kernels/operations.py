@@ -53,7 +53,7 @@ class Norm(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """How queries weigh keys.
+    """Rule by which queries weigh keys.
 
     Attributes:
         window: how many positions a query sees, its own included; None for all.
@@ -85,7 +85,7 @@ PLAIN_SCORES = Scores()
 
 
 class Heads(NamedTuple):
-    """How a projection becomes heads, and how these see one another.
+    """Form of the heads that a projection becomes, and how these see one another.
 
     Attributes:
         head_dim: D.

@@ -180,7 +180,7 @@ class GenerationBlock(Extension):
 
 
 def raise_exception(message: str) -> NoReturn:
-    """How a template refuses a conversation."""
+    """Raises the error by which a template refuses a conversation."""
     raise jinja2.TemplateError(message)
 
 

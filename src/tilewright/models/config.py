@@ -32,7 +32,7 @@ Rotation = Literal["global", "local", "none"]
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What distinguishes layers of one model, besides their arrays.
+    """Kind of a layer: what distinguishes layers of one model, besides their arrays.
 
     Attributes:
         window, scale, softcap: see `operations.Scores`.
@@ -45,7 +45,7 @@ class LayerKind:
 
 
 class RopeFields(NamedTuple):
-    """What a configuration says of its rotation."""
+    """Rotary settings of a configuration."""
 
     rope_theta: float
     rope_scaling: RopeScaling | None
@@ -54,7 +54,7 @@ class RopeFields(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What every model of decoder layers has; the fields are those of its `config.json`."""
+    """Sizes that every model of decoder layers has; the fields are those of its `config.json`."""
 
     vocab_size: int
     hidden_size: int

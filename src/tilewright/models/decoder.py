@@ -57,7 +57,7 @@ class DecoderConfig(Sizes):
     embedding_scale: float = 1.0
 
     def kind(self, layer: int) -> LayerKind:
-        """What distinguishes a layer from others."""
+        """The kind of a layer."""
         sliding = layer in self.sliding_layers
         local: Rotation = "local" if sliding and self.local_rope_theta is not None else "global"
         rotation = "none" if layer in self.unrotated_layers else local
@@ -110,7 +110,7 @@ def _given(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def text_tensor(name: str) -> str | None:
-    """What a tensor of a multimodal checkpoint's text half is called in one of text alone; None for the other half's."""
+    """The name of a tensor of a multimodal checkpoint's text half in one of text alone; None for the other half's."""
     for prefix, instead in (("language_model.model.", "model."), ("language_model.", ""), ("model.language_model.", "model.")):
         if name.startswith(prefix):
             return instead + name.removeprefix(prefix)
@@ -118,7 +118,7 @@ def text_tensor(name: str) -> str | None:
 
 
 def read_decoder(read: ConfigReader, name: str) -> DecoderConfig:
-    """What `read` says of a decoder of the family of this name; its problems are for `read.finish`."""
+    """The configuration of a decoder of the family of this name by `read`; its problems are for `read.finish`."""
     family = FAMILIES[name]
     if family.activation == "silu":
         read.expect("hidden_act", "silu")
@@ -182,7 +182,7 @@ MLP_FIELDS = ("post_attention_norm", "gate_up", "down", "mlp_out_norm")
 
 
 def split_layer(layer: Layer) -> tuple[Layer, Layer]:
-    """What a layer's attention half reads, and what its MLP half does, with None for the rest; of any tree like a layer's."""
+    """Parameters of a layer's attention half, and those of its MLP half, with None for the rest; of any tree like a layer's."""
     mlp = set(MLP_FIELDS)
     other = {field.name for field in fields(Layer)} - mlp - {"kind"}
     return replace(layer, **dict.fromkeys(mlp)), replace(layer, **dict.fromkeys(other))
@@ -286,7 +286,7 @@ Attend = Callable[[Operations, Projection, Heads, Any, Any], tuple[Array, Any]]
 
 
 def head_norms(config: Any, layer: Layer, rope: Rope) -> Heads:
-    """How a layer's projections become heads."""
+    """The form of the heads that a layer's projections become."""
     q_norm, k_norm = (None if w is None else Norm(w, config.rms_norm_eps) for w in (layer.q_norm, layer.k_norm))
     scores = Scores(layer.kind.window, layer.kind.scale, layer.kind.softcap)
     return Heads(config.head_dim, q_norm, k_norm, rope, scores)
@@ -302,7 +302,7 @@ def output(
 
 
 def normed_sum(config: Any, ops: Operations, y: Array, weight: Array, add: Array | None) -> Array:
-    """What a half gives, normed; on top of `add` if that is given. No partial sum: one device has all of it."""
+    """A half's output, normed; on top of `add` if that is given. No partial sum: one device has all of it."""
     y = ops.rms_norm(y, weight, config.rms_norm_eps)
     return y if add is None else add + y
 
@@ -346,7 +346,7 @@ def stack_of(config: Any, ops: Operations, of: tuple[Layer, ...], attend: Attend
 
 
 class Forward(NamedTuple):
-    """What a pass through the layers gives.
+    """Result of a pass through the layers.
 
     Attributes:
         hidden: the residual stream after the last layer, before the final norm, `[B, T, H]`.

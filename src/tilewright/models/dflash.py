@@ -59,7 +59,7 @@ class DFlashConfig(Sizes):
 
     @property
     def proposed(self) -> int:
-        """How many tokens it can propose."""
+        """Number of tokens that it can propose."""
         return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
 
     @property
@@ -232,7 +232,7 @@ class HasBackbone(Protocol):
 
 
 def backbone_of(params: DFlashParams | HasBackbone) -> DFlashParams:
-    """What a drafter has in common with DFlash."""
+    """The part of a drafter that is DFlash's."""
     return params if isinstance(params, DFlashParams) else params.backbone
 
 

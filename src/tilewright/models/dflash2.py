@@ -201,7 +201,7 @@ def pair_scores(
     previous: Int[Array, "B L P"],
     candidates: Int[Array, "B L K"],
 ) -> Float32[Array, "B L P K"]:
-    """What each slot's hidden state makes of every pair of a token before it and a candidate in it.
+    """Score that each slot's hidden state gives to every pair of a token before it and a candidate in it.
 
     Args:
         previous: by the target's ids.

@@ -115,7 +115,7 @@ def config_from_hf(fields: Mapping[str, Any], where: str = "config.json") -> Dif
 
 
 def read_llada(read: ConfigReader) -> DecoderConfig:
-    """What `read` says of LLaDA's layers; its problems are for `read.finish`."""
+    """The configuration of LLaDA's layers by `read`; its problems are for `read.finish`."""
     for name, only in LLADA_ONLY.items():
         read.expect(name, only)
     hidden, heads = read.integer("d_model"), read.integer("n_heads")
@@ -179,7 +179,7 @@ def config_to_hf(config: DiffusionConfig) -> dict[str, Any]:
 
 
 def llada_name(name: str) -> str:
-    """What LLaDA calls a decoder's tensor."""
+    """LLaDA's name of a decoder's tensor."""
     for part, theirs in LLADA_NAMES.items():
         name = name.replace(part, theirs)
     return name

@@ -150,5 +150,5 @@ def is_passed_over(name: str) -> bool:
 
 
 def serial_logits(ops: Operations, selector: Selector, before: Int[Array, "*rows"]) -> Float32[Array, "*rows W"]:
-    """What the serial head adds to the logits of all tokens that can be proposed, after these."""
+    """The serial head's addition to the logits of all tokens that can be proposed, after these."""
     return ops.linear(ops.gather_rows(selector.predecessor, before), Transposed(selector.successor), jnp.float32)

@@ -261,7 +261,7 @@ def fuse(
 def pair(
     config: Eagle3Config, ops: Operations, params: Eagle3Params, h: Float[Array, "B T H"], embeds: Float[Array, "B T H"]
 ) -> Float[Array, "B T H2"]:
-    """What the projections of the layer read: the normalised embedding, then the normalised state."""
+    """Input of the layer's projections: the normalised embedding, then the normalised state."""
     embedded = ops.rms_norm(embeds, params.layer.input_norm, config.rms_norm_eps)
     return jnp.concatenate([embedded, ops.rms_norm(h, params.hidden_norm, config.rms_norm_eps)], axis=-1)
 

@@ -185,7 +185,7 @@ class GGUFCheckpoint:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """What `config.json` would say. Values that are missing stay so: whoever reads it names them."""
+        """Fields of a `config.json` for the file. Values that are missing stay so: whoever reads it names them."""
         heads, hidden = self.field("attention.head_count"), self.field("embedding_length")
         head_dim = self.field("attention.key_length") or (hidden // heads if heads and hidden else None)
         self.check_supported(head_dim)
@@ -269,13 +269,13 @@ class GGUFCheckpoint:
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
-        """What `generation_config.json` would say: the ends, and sampling defaults where the file has any."""
+        """Fields of a `generation_config.json`: the ends, and sampling defaults where the file has any."""
         found = {hf: self.fields.get(f"general.sampling.{name}") for name, hf in SAMPLING.items()}
         return {"eos_token_id": self.end_ids} | {name: value for name, value in found.items() if value is not None}
 
     @cached_property
     def tokenizer_config(self) -> dict[str, Any]:
-        """What `tokenizer_config.json` would say: the chat template and the special tokens that it may name."""
+        """Fields of a `tokenizer_config.json`: the chat template and the special tokens that it may name."""
         named = {}
         for name in ("bos", "eos", "unknown", "padding"):
             number = self.fields.get(f"tokenizer.ggml.{name}_token_id")

@@ -30,7 +30,7 @@ TEKKEN = (
 
 @dataclass(frozen=True)
 class ByteLevel:
-    """How a byte-level BPE prepares text.
+    """Preparation of text for a byte-level BPE.
 
     Attributes:
         pattern: what cuts text into pieces; None for GPT-2's.

@@ -84,7 +84,7 @@ Input = Array | SparseInput
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What all models have.
+    """Settings that all models have.
 
     Attributes:
         features: width of the input.
@@ -201,7 +201,7 @@ class BatchNorm:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RunningStatistics:
-    """What a batch norm has seen in training and uses afterwards; no gradient reaches it."""
+    """Statistics that a batch norm has seen in training and uses afterwards; no gradient reaches them."""
 
     mean: Any
     variance: Any

@@ -281,7 +281,7 @@ def apply(ops: Operations, layer: Dense, x: Float[Array, "*rows I"], add: Any = 
 
 
 def candidate_features(log_probs: Float[Array, "B L K"]) -> Float32[Array, "B L K 5"]:
-    """How likely the drafter finds each candidate of a slot, which are in descending order.
+    """Log-probability that the drafter gives to each candidate of a slot, which are in descending order.
 
     Its log-probability and its probability, how far the first is ahead, its rank from 0 to 1, and whether it is the first.
     """
@@ -313,7 +313,7 @@ def nodes(
 
 
 def attention_bias(config: LiLiCorrConfig, lattice: Lattice, slots: int) -> Float[Array, "heads N N"]:
-    """What is added to the attention's logits of every pair of nodes, those of so many slots one slot after another."""
+    """Bias of the attention's logits of every pair of nodes, those of so many slots one slot after another."""
     slot = jnp.repeat(jnp.arange(slots), config.candidate_top_k)
     apart = slot[:, None] - slot[None]
     # The table's middle is distance 0, whether or not a block is as long as those of the training.

@@ -54,7 +54,7 @@ def in_pairs(bytes_: np.ndarray) -> np.ndarray:
 
 
 def blocks_of_floats(floats: np.ndarray, scales: np.ndarray) -> QuantisedMatrix | None:
-    """The same weights in blocks of 5 bits: twice a float is an integer from -12 to 12. None if half a scale is out of range.
+    """Weights in blocks of 5 bits, exactly: twice a float is an integer from -12 to 12. None if half a scale is out of range.
 
     Args:
         floats: the bits of each float, uint8 `[O, N, 32]`.

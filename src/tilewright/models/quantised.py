@@ -41,14 +41,14 @@ ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale", "output_
 
 @runtime_checkable
 class Weights(Protocol):
-    """What a layout has read of one matrix."""
+    """One matrix as a layout has read it."""
 
     def weights(self) -> np.ndarray:
         """The matrix in float32, `[O, I]`."""
         ...
 
     def blocks(self) -> QuantisedMatrix | None:
-        """The same weights in blocks that products read; None where none hold them exactly."""
+        """Its weights in blocks that products read; None where none hold them exactly."""
         ...
 
 
@@ -133,7 +133,7 @@ class Floats:
 
 
 def in_half_precision(scales: np.ndarray) -> np.ndarray | None:
-    """The same numbers in half precision; None if it does not hold them exactly."""
+    """Scales in half precision; None if it does not hold them exactly."""
     wide = scales.astype(np.float32)
     with np.errstate(over="ignore"):
         half = wide.astype(np.float16)
@@ -147,7 +147,7 @@ def in_words(words: np.ndarray) -> np.ndarray:
 
 @runtime_checkable
 class Layout(Protocol):
-    """How a checkpoint holds the weight of a linear layer.
+    """Layout in which a checkpoint holds the weight of a linear layer.
 
     Attributes:
         name: as users read it.
@@ -385,7 +385,7 @@ def gptq_layout(config: Mapping[str, Any]) -> Gptq:
 
 
 def compressed_layout(config: Mapping[str, Any]) -> Layout:
-    """What compressed-tensors' groups of layers have in common: layers that are quantised in several ways are refused."""
+    """The settings of compressed-tensors' only group of layers: layers that are quantised in several ways are refused."""
     groups = list((config.get("config_groups") or {}).values())
     formats = {group.get("format") or config.get("format") for group in groups}
     schemes = [group.get("weights") or {} for group in groups]

@@ -26,7 +26,7 @@ from tilewright.models.layers import Rope
 
 
 class Rows(NamedTuple):
-    """What the parts of all layers need to know of each row. Every array's first dim is the batch, so that it can be divided.
+    """Rotation of each row, and where its keys and values go. Every array's first dim is the batch, so that it can be divided.
 
     Attributes:
         rope: cosines and sines of its positions, for each of the rotations that the layers have.
@@ -42,7 +42,7 @@ class Rows(NamedTuple):
         return hasattr(self.seen, "positions")
 
     def positions(self, first: int, count: int) -> "Rows":
-        """The same for so many positions of each row, from the first on."""
+        """A part of it: so many positions of each row, from the first on."""
         rope = jax.tree.map(lambda part: jax.lax.slice_in_dim(part, first, first + count, axis=1), self.rope)
         return Rows(rope, self.seen.positions(first, count))
 
@@ -75,7 +75,7 @@ class Stack:
 
 @runtime_checkable
 class Schedule(Protocol):
-    """How a model runs on its devices. Frozen and hashable: a static argument of whatever is compiled."""
+    """Strategy by which a model runs on its devices. Frozen and hashable: a static argument of whatever is compiled."""
 
     def reduce(self, x: Array) -> Array:
         """The sum of what the shards of the model have: a partial sum, or whatever is summed over heads."""

@@ -113,7 +113,7 @@ class SafetensorsFile:
 
 
 class StoredTensor(NamedTuple):
-    """What files' headers say about a tensor.
+    """A tensor as files' headers describe it.
 
     Attributes:
         file: the file that holds it, or the first of its parts.
@@ -169,7 +169,7 @@ def some(entries: Iterable[str]) -> str:
 
 
 def gathered(tensors: Iterable[StoredTensor], layout: Layout) -> list[StoredTensor]:
-    """The same tensors, with one `weight` in place of those that a layout takes for one.
+    """Tensors with one `weight` in place of those that a layout takes for one.
 
     Raises:
         ValueError: a layer lacks some of them, or they have other shapes or dtypes; it names all such.
@@ -197,7 +197,7 @@ def gathered(tensors: Iterable[StoredTensor], layout: Layout) -> list[StoredTens
 
 
 def misfit(parts: Mapping[str, StoredTensor], layout: Layout) -> str:
-    """What is wrong with the tensors of one layer; empty if nothing is."""
+    """Problems of the tensors of one layer; empty if there are none."""
     if missing := [suffix for suffix in layout.needs if suffix not in parts]:
         return f"it lacks {', '.join(missing)}"
     known = {**layout.needs, **layout.may}

@@ -65,7 +65,7 @@ class ConstraintState(Protocol):
 
 @runtime_checkable
 class Constraint(Protocol):
-    """What a row's text must be: made once, whatever it takes, and of any number of rows."""
+    """Rule that a row's text must follow: made once, whatever it takes, and of any number of rows."""
 
     def begin(self) -> ConstraintState:
         """The state before the first token."""
@@ -73,7 +73,7 @@ class Constraint(Protocol):
 
 
 class Blocks(NamedTuple):
-    """What the host gives to a round of rows of which some have a constraint.
+    """Drafts and masks that the host gives to a round of rows of which some have a constraint.
 
     Attributes:
         drafts: int32 `[B, T - 1]`.

@@ -23,7 +23,7 @@ few rounds, and those beside which a host was at work, tell little of what more 
 
 
 def kind_of(sent: Sent) -> tuple[Hashable, ...]:
-    """What rounds are timed by."""
+    """Key by which rounds are timed."""
     return (sent.rows, sent.choice, "constrained") if sent.constrained else (sent.rows, sent.choice)
 
 

@@ -33,7 +33,7 @@ Tree = TypeVar("Tree")
 
 
 class History(NamedTuple):
-    """What penalties read: `tokens` `[B, L]`, committed up to `known` `[B]`, and the `block` `[B, T]`; see `penalise`."""
+    """Tokens that `penalise` counts: `tokens` `[B, L]`, committed up to `known` `[B]`, and the `block` `[B, T]`."""
 
     tokens: Any
     known: Any

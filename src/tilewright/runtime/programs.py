@@ -106,7 +106,7 @@ class Programs(Store[ProgramKey]):
         return 1 if turn is None else turn.block_size
 
     def constrained_turn(self, choice: Choice | None) -> Variant:
-        """What drafts in rounds under masks."""
+        """The drafter of rounds under masks."""
         width = self.constrained_width(choice)
         return self.turn(choice) or HostDrafts(width, may_be_idle=self.target.loops and width > 1)
 
@@ -235,7 +235,7 @@ class Programs(Store[ProgramKey]):
         return run_round, (*self.round_inputs(key), Blocks(*abstract))
 
     def round_inputs(self, key: ProgramKey) -> tuple[Any, ...]:
-        """What the programs of rounds are given first: slots, their pages, and which of them are running."""
+        """The first arguments of the programs of rounds: slots, their pages, and which of them are running."""
         slots, running = (jax.ShapeDtypeStruct((key.rows,), dtype) for dtype in (jnp.int32, jnp.bool_))
         return slots, self.table_of(key.rows, key.positions), running
 
@@ -295,7 +295,7 @@ def allocate_caches(target: Target, layout: Layout, drafter: Drafter | None, dty
 
 
 def held_dtype(target: Target, dtype: DTypeLike) -> jnp.dtype:
-    """What the target's keys and values are kept in."""
+    """The dtype in which the target's keys and values are kept."""
     return jnp.dtype(dtype if target.kv_dtype == "auto" else target.kv_dtype)
 
 

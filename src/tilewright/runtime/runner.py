@@ -160,7 +160,7 @@ class ModelRunner:
         return self.sending(batch, key, 1, self.run(key, *self.round_inputs(batch, key), given), at)
 
     def round_inputs(self, batch: Sequence[RunningSequence], key: ProgramKey) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What the programs of rounds are given first: slots, their pages, and which of them are running."""
+        """The first arguments of the programs of rounds: slots, their pages, and which of them are running."""
         rows = key.rows
         return self.slots(batch, rows), self.table(batch, rows, key.positions), np.arange(rows) < len(batch)
 

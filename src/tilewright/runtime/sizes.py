@@ -95,7 +95,7 @@ def temporary_bytes(target: Target, table: ShapeTable, widest: int) -> int:
 
 @dataclass(frozen=True)
 class Pool:
-    """How many bytes pages take, of all groups of layers.
+    """Bytes that pages take, of all groups of layers.
 
     Attributes:
         batch, capacity, page_size: of layouts.

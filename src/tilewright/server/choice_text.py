@@ -10,7 +10,7 @@ from tilewright.server.tools import ToolUse
 
 @dataclass
 class Added:
-    """What a text adds to a message; `content` is None where that is no content."""
+    """A text's addition to a message; `content` is None where that is no content."""
 
     content: str | None = None
     calls: list[ToolCallDelta] = field(default_factory=list)

@@ -275,7 +275,7 @@ def asks_grammar(body: GenerationBody) -> bool:
 
 
 def constraint_of(body: GenerationBody, tools: ToolUse | None, constrain: Constrain | None) -> Constraint | None:
-    """What a body asks answers to be, over the model's tokens.
+    """Constraint that a body puts on its answers, over the model's tokens.
 
     Raises:
         ApiError: it is not offered, or the grammar cannot be used.

@@ -165,7 +165,7 @@ class Renderer(ABC):
         return Metrics(speculative_decoding=None if found is None else SpeculativeDecoding.model_validate(found))
 
     def finish(self, index: int, end: EndReason) -> FinishReason:
-        """What the end of a choice is called."""
+        """The API's name for the end of a choice."""
         return FINISHES[end]
 
     @abstractmethod

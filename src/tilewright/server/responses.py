@@ -51,7 +51,7 @@ class DenoisingSteps(Answer):
 
 
 class Masks(Answer):
-    """How an answer was kept to its grammar: by masks that the host made, for each round anew."""
+    """The way in which an answer was kept to its grammar: by masks that the host made, for each round anew."""
 
     masks: Literal["host"]
 
@@ -173,7 +173,7 @@ class ToolCall(Answer):
 
 
 class ToolCallDelta(Answer):
-    """What a chunk adds to a call; id, type and name are there once."""
+    """A chunk's addition to a call; id, type and name are there once."""
 
     index: int
     id: str | None = None

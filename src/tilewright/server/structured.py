@@ -60,7 +60,7 @@ class Asked(NamedTuple):
 
 
 def grammar_of(response_format: ResponseFormat | None, outputs: StructuredOutputs | None) -> Asked | None:
-    """What a body asks an answer to be; None for any text.
+    """Grammar that a body asks its answer to follow; None for any text.
 
     Raises:
         ApiError: it asks for several things at once, or for what is no grammar.
@@ -95,5 +95,5 @@ def grammar_of(response_format: ResponseFormat | None, outputs: StructuredOutput
 
 
 def refused(param: str, error: ValueError) -> ApiError:
-    """What is told of a grammar that cannot be."""
+    """The error for a grammar that cannot be used."""
     return ApiError(400, f"'{param}': {error}", "invalid_value", param)

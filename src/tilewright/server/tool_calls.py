@@ -61,7 +61,7 @@ def object_end(text: str, start: int) -> int | None:
 
 
 def read_call(text: str) -> Read:
-    """What a text says that begins with a call."""
+    """Calls in a text that begins with one."""
     begin = len(text) - len(text.lstrip())
     if not text.startswith("{", begin):
         return Read(None, end=len(text) if begin < len(text) else None)
@@ -126,7 +126,7 @@ class CallParser:
         return at >= 0
 
     def whole_answer(self, parts: list[Part], last: bool) -> bool:
-        """The same where a call is a whole answer: one that does not begin with a call is content."""
+        """Calls where one is a whole answer: a text that does not begin with a call is content."""
         bare = self.text.lstrip().removeprefix(PYTHON_TAG).lstrip()
         if bare.startswith("{") and not self.told_content:
             self.text, self.within = bare, True

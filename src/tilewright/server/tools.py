@@ -74,14 +74,14 @@ class Call(Body):
 
     @property
     def shown(self) -> dict[str, Any]:
-        """As chat templates see it, which write arguments as JSON themselves."""
+        """The call for chat templates, which write arguments as JSON themselves."""
         function = {"name": self.function.name, "arguments": json.loads(self.function.arguments)}
         return {"id": self.id, "type": self.type, "function": function}
 
 
 @dataclass(frozen=True)
 class CallForm:
-    """How a family of models writes a call: a JSON object with the function's name and its arguments.
+    """Form in which a family of models writes a call: a JSON object with the function's name and its arguments.
 
     Attributes:
         begin, end: what stands around a call; nothing where a call is a whole answer.
@@ -138,7 +138,7 @@ class ToolUse:
 
     @property
     def described(self) -> list[dict[str, Any]]:
-        """As chat templates see them."""
+        """The tools for chat templates."""
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
     def grammar(self) -> Grammar:
@@ -164,7 +164,7 @@ def tool_use(
     tools: Sequence[Tool] | None, choice: Literal["none", "auto", "required"] | NamedTool | None, parallel: bool | None,
     template: ChatTemplate | None,
 ) -> ToolUse | None:  # fmt: skip
-    """What a chat may call; None for nothing.
+    """Tools that a chat may call; None for none.
 
     Raises:
         ApiError: a call is wanted and there is no such tool, two have one name, or the model's form of calls is not known.

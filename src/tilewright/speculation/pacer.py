@@ -49,7 +49,7 @@ class Pacer(Pace):
         return Policy(self.history, dict(costs.rounds), self.team.choices, costs.dispatch)
 
     def follow(self, prompt: Sequence[int]) -> CounterfactualNGram | None:
-        """What follows a request's text and tells what n-grams would have given, if they may draft."""
+        """Counterfactual of n-grams along a request's text, if they may draft."""
         return None if self.ngram is None else CounterfactualNGram(self.ngram, prompt, self.team.widths_of(self.ngram))
 
     def next(self, rows: int, most: int, hurried: bool, left: int) -> tuple[Choice | None, int]:

@@ -23,7 +23,7 @@ BlockFormat = Literal["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q
 
 
 class Form(NamedTuple):
-    """What a format has.
+    """Parts of a format.
 
     Attributes:
         bits: of an integer.
@@ -42,7 +42,7 @@ class Form(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """What is taken from integers: none where there is a minimum."""
+        """The offset that is taken from integers: none where there is a minimum."""
         return 0 if self.minima + self.lows else 1 << (self.bits - 1)
 
     @property
@@ -120,7 +120,7 @@ class QuantisedMatrix:
         return wide if each == 1 else np.repeat(wide, each, axis=1)[:, :wanted]
 
     def weight_scales(self) -> np.ndarray:
-        """What a unit of each block's integers counts, float32 `[O, N]`, or `[O, 2 N]` of each half. Exact."""
+        """The size of a unit of each block's integers, float32 `[O, N]`, or `[O, 2 N]` of each half. Exact."""
         if self.steps is None:
             return self.spread(self.scales)
         parts = self.steps.shape[1] // self.count
@@ -250,7 +250,7 @@ def fitted(x: np.ndarray, units: np.ndarray, mean: np.ndarray) -> tuple[np.ndarr
 
 
 def widened(blocks: QuantisedMatrix, kind: BlockFormat) -> QuantisedMatrix:
-    """The same weights in a format of `WIDER`, exactly.
+    """Weights in a wider format (`WIDER`), exactly as they were.
 
     A scale times 8 or 16 is a number in half precision, too, unless it is above 65,504.
     """

@@ -169,7 +169,7 @@ def attention_over_blocks(
 
 
 def lengths_of(start: Int[Array, " B"], count: Int[Array, " B"], size: int) -> Int[Array, "B T"]:
-    """How many entries each query sees that sees all up to its own; none from `count` on."""
+    """Number of entries that each query sees, all up to its own; none from `count` on."""
     at = jnp.arange(size)[None]
     return jnp.where(at < count[:, None], start[:, None] + at + 1, 0)
 
