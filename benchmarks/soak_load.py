@@ -202,7 +202,7 @@ def bad_requests(limits: Limits) -> list[Bad]:
         body("temperature text", 400, None, temperature="hot"),
         body("no tokens", 400, "invalid_value", max_tokens=0), body("n 0", 400, "invalid_value", n=0),
         body("n 17", 400, "invalid_value", n=17), body("unknown field", 400, "unknown_parameter", surprise=1),
-        body("tools", 400, "unsupported_parameter", CHATS, tools=[{"type": "function"}]),
+        body("tools", 400, "missing_required_parameter", CHATS, tools=[{"type": "function"}]),
         body("empty prompt", 400, None, prompt=""),
         body("no such token", 400, None, prompt=[2**31 - 1]), body("negative token", 400, None, prompt=[-1]),
         body("role", 400, None, CHATS, messages=[{"role": "wizard", "content": "x"}]),

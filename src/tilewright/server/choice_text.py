@@ -3,7 +3,7 @@
 import secrets
 from dataclasses import dataclass, field
 
-from tilewright.server.responses import AnswerMessage, Delta, Function, ToolCall, ToolCallDelta
+from tilewright.server.responses import AnswerMessage, CallPart, Delta, ToolCall, ToolCallDelta
 from tilewright.server.tool_calls import Called, CallParser, Content
 from tilewright.server.tools import ToolUse
 
@@ -60,10 +60,10 @@ class ChoiceText:
                 added.content = (added.content or "") + part.text
             elif isinstance(part, Called):
                 index += 1
-                function = Function(name=part.name, arguments="")
+                function = CallPart(name=part.name, arguments="")
                 added.calls.append(
                     ToolCallDelta(index=index, id=f"call_{secrets.token_hex(12)}", type="function", function=function)
                 )
             else:
-                added.calls.append(ToolCallDelta(index=index, function=Function(arguments=part.text)))
+                added.calls.append(ToolCallDelta(index=index, function=CallPart(arguments=part.text)))
         return added

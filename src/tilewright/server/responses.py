@@ -159,7 +159,7 @@ class ChatLogprobs(Answer):
     refusal: None
 
 
-class Function(Answer):
+class CallPart(Answer):
     """A function and its arguments, as JSON, of a call; in a stream what a chunk adds to them."""
 
     name: str | None = None
@@ -169,7 +169,7 @@ class Function(Answer):
 class ToolCall(Answer):
     id: str
     type: Literal["function"]
-    function: Function
+    function: CallPart
 
 
 class ToolCallDelta(Answer):
@@ -178,7 +178,7 @@ class ToolCallDelta(Answer):
     index: int
     id: str | None = None
     type: Literal["function"] | None = None
-    function: Function
+    function: CallPart
 
 
 class AnswerMessage(Answer):
