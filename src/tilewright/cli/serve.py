@@ -41,7 +41,7 @@ from tilewright.speculation.drafters.load import NGRAM
 
 SPECULATIVE_FIELDS = ("method", "model", "num_speculative_tokens")
 GRAMMAR_S = 5.0
-"""How long a grammar may take to compile."""
+"""Seconds that compiling a request's grammar may take."""
 METHODS = ("dflash", "dspark", "eagle3", NGRAM)
 
 log = logging.getLogger("tilewright.serve")

@@ -1,4 +1,4 @@
-"""What a text can be asked to be: JSON by a schema, the match of a regular expression, one of several texts, a Lark grammar."""
+"""Grammars for texts: JSON by a schema, the match of a regular expression, one of several texts, a Lark grammar."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -11,7 +11,7 @@ from tilewright.grammar.grammar import Grammar
 from tilewright.grammar.worker import Setting
 
 STARTS_WITHIN_S = 60.0
-"""How long the process may take to begin: it reads a tokenizer, on a machine that may be busy."""
+"""Seconds that the process may take to begin: it reads a tokenizer, on a machine that may be busy."""
 
 
 class Trial:

@@ -418,6 +418,6 @@ def load_decoder(
 
 
 def holds_blocks(folder: Path, name: str) -> bool:
-    """Whether a GGUF file has a tensor in blocks that products read."""
+    """True if a GGUF file has a tensor in blocks that products read."""
     file = gguf.gguf_file(folder)
     return file is not None and (tensors := gguf.open_gguf(file)).names.get(name) is not None and tensors.get_slice(name).keeps

@@ -178,7 +178,7 @@ class Layer:
 
 
 MLP_FIELDS = ("post_attention_norm", "gate_up", "down", "mlp_out_norm")
-"""What the MLP half reads."""
+"""Fields of a layer that its MLP half reads."""
 
 
 def split_layer(layer: Layer) -> tuple[Layer, Layer]:

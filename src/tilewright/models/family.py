@@ -1,4 +1,4 @@
-"""What a family of decoders is: how its configuration reads, and in what its layers differ from those of others.
+"""Families of decoders: how a configuration reads, and in what layers differ from those of other families.
 
 Each family is an object in a file of its own (`families/`), which `registry.py` lists by one line.
 """

@@ -270,7 +270,7 @@ def pack_joined(
 
 
 def read_together(matrices: Sequence[Any], kind: Format | None) -> bool:
-    """Whether one product can read matrices: not if they are blocks and no format holds all of them exactly."""
+    """True if one product can read matrices: not if they are blocks and no format holds all of them exactly."""
     kinds = [cast(Any, w.kind if isinstance(w, QuantisedMatrix) else kind) for w in matrices]
     return not any(isinstance(w, QuantisedMatrix) for w in matrices) or blocks.common_kind(kinds) is not None
 

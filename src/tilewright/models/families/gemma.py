@@ -67,7 +67,7 @@ COMMON: dict[str, Any] = {
     "activation": "gelu_tanh",
     "windows": True,
 }
-"""What both have."""
+"""Settings that Gemma 2 and Gemma 3 share."""
 SIZES = {
     "vocab_size": 262208,
     "hidden_size": 2304,
