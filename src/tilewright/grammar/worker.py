@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 LEXER_STATES = 20_000
 """Of a compiled grammar, each of one or two kB."""
 ON_ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""Form of the JSON that is written: Python's. Were any space allowed, a model could go on with spaces for ever, and less would be
+"""Form of JSON: Python's. Were any space allowed, a model could go on with spaces for ever, and less would be
 forced."""
 
 
