@@ -680,7 +680,7 @@ void check_append(int64_t queries, int64_t heads, int64_t group, int64_t size, i
                                                    okb.as<Any>(), ovb.as<Any>(), 1e-6f);
   const ffi::Error done =
       attention::AppendAttend(pool(), all_b.as<Any>(), nb.as<Any>(), nothing.as<Any>(), cb.as<F32>(), sb.as<F32>(), first.as<S32>(), kept.as<S32>(),
-                              kb.as<Any>(), vb.as<Any>(), ob.as<Any>(), kb.as<Any>(), vb.as<Any>(), 1e-6f);
+                              kb.as<Any>(), vb.as<Any>(), ob.as<Any>(), kb.as<Any>(), vb.as<Any>(), 1e-6f, 0, 0);
   check(rotated.success() && done.success(), "append", queries, size, capacity);
   for (int64_t i = 0; i < k.count; ++i) {
     const int64_t row = i / (heads * capacity * size), head = i / (capacity * size), t = i / size % capacity - start[row];
@@ -700,7 +700,8 @@ void check_append(int64_t queries, int64_t heads, int64_t group, int64_t size, i
   const Buffer one(type, alone, {2, queries, heads * group, size});
   const ffi::Error appended =
       attention::PagedAppendAttend(pool(), all_b.as<Any>(), nb.as<Any>(), nothing.as<Any>(), cb.as<F32>(), sb.as<F32>(), first.as<S32>(), kept.as<S32>(),
-                                   kp.as<Any>(), vp.as<Any>(), table.as<S32>(), to.as<Any>(), kp.as<Any>(), vp.as<Any>(), 1e-6f);
+                                   kp.as<Any>(), vp.as<Any>(), table.as<S32>(), to.as<Any>(), kp.as<Any>(), vp.as<Any>(), 1e-6f,
+                                   capacity, 0);  // a window over all of it
   const ffi::Error attended =
       attention::PagedAttention(pool(), qb.as<Any>(), kp.as<Any>(), vp.as<Any>(), table.as<S32>(), lb.as<S32>(), empty.as<Any>(), empty.as<Any>(), one.as<Any>());
   const ffi::Error copied = appending::PagedAppend(ap.as<Any>(), okb.as<Any>(), first.as<S32>(), kept.as<S32>(), table.as<S32>(), ap.as<Any>());
@@ -716,7 +717,7 @@ void check_append(int64_t queries, int64_t heads, int64_t group, int64_t size, i
 // Keys and values in 8 bits: what is written is its vector within half a step, and what comes out is attention over what is held. One row of the
 // batch, whose pages lie in reverse.
 template <class T>
-void check_eight_bits(int64_t queries, int64_t heads, int64_t group, int64_t size, int64_t pages) {
+void check_eight_bits(int64_t queries, int64_t heads, int64_t group, int64_t size, int64_t pages, int64_t window) {
   const int64_t all = heads * (group + 2), capacity = pages * 16, first_new = capacity - queries;
   Exact<T> qkv(queries * all * size), q(queries * heads * group * size), out(q.count), own_k(heads * queries * size), own_v(own_k.count), none(0);
   Exact<int8_t> k(heads * capacity * size), v(k.count);
@@ -739,7 +740,8 @@ void check_eight_bits(int64_t queries, int64_t heads, int64_t group, int64_t siz
                                                    okb.as<Any>(), ovb.as<Any>(), 1e-6f);
   const ffi::Error done = attention::QuantisedAppendAttend(
       pool(), all_b.as<Any>(), nothing.as<Any>(), nothing.as<Any>(), cb.as<F32>(), sb.as<F32>(), first.as<S32>(), kept.as<S32>(), kb.as<Any>(), ksb.as<F32>(),
-      vb.as<Any>(), vsb.as<F32>(), tb.as<S32>(), ob.as<Any>(), kb.as<Any>(), ksb.as<F32>(), vb.as<Any>(), vsb.as<F32>(), 1e-6f);
+      vb.as<Any>(), vsb.as<F32>(), tb.as<S32>(), ob.as<Any>(), kb.as<Any>(), ksb.as<F32>(), vb.as<Any>(), vsb.as<F32>(), 1e-6f,
+      window, 0);
   check(rotated.success() && done.success(), "8 bits", queries, size, pages);
   const auto at = [&](int64_t head, int64_t s) { return (table[s / 16] * heads + head) * 16 + s % 16; };
   for (int64_t head = 0; head < heads; ++head)
@@ -752,15 +754,15 @@ void check_eight_bits(int64_t queries, int64_t heads, int64_t group, int64_t siz
         }
       }
   for (int64_t row = 0; row < queries * heads * group; ++row) {
-    const int64_t head = row % (heads * group) / group, seen = first_new + row / (heads * group) + 1;
+    const int64_t head = row % (heads * group) / group, seen = first_new + row / (heads * group) + 1, from = window == 0 ? 0 : std::max<int64_t>(0, seen - window);
     std::vector<double> weights(seen), sums(size);
     double total = 0;
-    for (int64_t s = 0; s < seen; ++s) {
+    for (int64_t s = from; s < seen; ++s) {
       double score = 0;
       for (int64_t i = 0; i < size; ++i) score += double(worth(q[row * size + i])) * k_scale[at(head, s)] * k[at(head, s) * size + i];
       total += weights[s] = std::exp(score / std::sqrt(double(size)));
     }
-    for (int64_t s = 0; s < seen; ++s)
+    for (int64_t s = from; s < seen; ++s)
       for (int64_t i = 0; i < size; ++i) sums[i] += weights[s] / total * v_scale[at(head, s)] * v[at(head, s) * size + i];
     const double bound = sizeof(T) == 4 ? 1e-4 : 0x1p-6;
     for (int64_t i = 0; i < size; ++i) check(std::abs(worth(out[row * size + i]) - sums[i]) < bound, "attended in 8 bits", queries, size, pages);
@@ -996,7 +998,7 @@ int main() {
     for (const int64_t size : {16, 48, 64}) {
       check_append<float>(queries, 1, 5, size, 37), join();
       check_append<uint16_t>(queries, 2, 2, size, 21), join();
-      check_eight_bits<float>(queries, 2, 2, size, 3), check_eight_bits<uint16_t>(queries, 1, 3, size, 2), join();
+      for (int64_t window : {0, 5, 20}) check_eight_bits<float>(queries, 2, 2, size, 3, window), check_eight_bits<uint16_t>(queries, 1, 3, size, 2, window), join();
     }
   for (const int64_t batch : {1, 5})
     for (const int64_t size : {1, 48}) check_moves<float>(batch, 2, 7, 4, size), check_moves<uint16_t>(batch, 1, 16, 16, size);

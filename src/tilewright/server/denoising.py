@@ -11,15 +11,19 @@ from pydantic import Field
 
 from tilewright.diffusion.options import ALWAYS, Denoising, Mode, Remasking
 from tilewright.diffusion.request import DenoisingRequest
-from tilewright.server.fields import FLAG, WHOLE, Body, expect
+from tilewright.server.fields import FLAG, WHOLE, expect
 from tilewright.server.protocol import ChatBody, CompletionBody, GenerationBody, Length
+from tilewright.server.structured import ResponseFormat
 
 NOT_OF_DIFFUSION = "is not offered for a diffusion model"
 COMMITS_MANY = f"{NOT_OF_DIFFUSION}, which commits many tokens at once"
 
 
-class TextFormat(Body):
-    type: Literal["text"]
+class TextFormat(ResponseFormat):
+    """The one form that a diffusion model offers."""
+
+    type: Literal["text"]  # type: ignore[assignment]
+    json_schema: None = None  # type: ignore[assignment]
 
 
 def only(value: int | str) -> Any:
