@@ -2,6 +2,8 @@
 
     python benchmarks/against.py --old FOLDER --new FOLDER --command "bench linear --rows 1 16" [--command ...] [--json FILE]
 
+`engine_speed` with its options is a command, too: each checkout's own `benchmarks/engine_speed.py`.
+
 Every command runs in a process of its own, once for the old checkout and once for the new, every second time in reverse. Each
 repetition gives one quotient for each figure, of two processes that ran one right after the other; their median is shown, with
 the range. A quotient is of speed: above 1, the new checkout is faster.
@@ -35,6 +37,11 @@ FIGURES: dict[str, tuple[tuple[str, ...], dict[str, bool]]] = {
     "linear": (("model", "dtype", "layer", "rows"), {"median_ms": False}),
     "graph": (("experiment", "name"), {"median_ms": False}),
     "round": (("context", "block_size"), {"round_ms": False, "step_ms": False}),
+    "diffusion": (("name",), {"tokens_per_s": True}),
+    "engine_speed": (
+        ("model", "drafter", "dtype"),
+        {f"{name}_tokens_per_s": True for name in ("standalone", "engine", "http", "eight")},
+    ),
 }
 """Of each benchmark: what names a record, and its figures of speed; whether more is faster."""
 
@@ -65,7 +72,9 @@ def run(python: str, checkout: Path, command: str) -> dict[str, Any]:
     """Runs one command of a checkout and returns what it writes with `--json`."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
-        words = [python, "-c", RUN, *shlex.split(command), "--json", str(file)]
+        words = shlex.split(command)
+        program = [checkout / "benchmarks" / f"{words.pop(0)}.py"] if words[0] == "engine_speed" else ["-c", RUN]
+        words = [python, *program, *words, "--json", str(file)]
         environment = {**os.environ, "PYTHONPATH": str(checkout / "src")}
         done = subprocess.run(words, env=environment, capture_output=True, text=True)
         if done.returncode or not file.is_file():
@@ -80,6 +89,8 @@ def benchmark_of(command: str) -> str:
         ValueError: it runs none of `FIGURES`.
     """
     words = shlex.split(command)
+    if words[:1] == ["engine_speed"]:
+        return words[0]
     if len(words) < 2 or words[0] != "bench" or words[1] not in FIGURES:
         raise ValueError(f"expected bench {', '.join(FIGURES)} with its options, found {command!r}")
     return words[1]
@@ -90,7 +101,7 @@ def figures_of(benchmark: str, written: Mapping[str, Any]) -> Figures:
     naming, wanted = FIGURES[benchmark]
     return {
         (", ".join(str(record.get(name, written.get(name))) for name in naming), figure): record[figure]
-        for record in written["data"]
+        for record in written.get("data", [written])
         for figure in wanted
         if record[figure] is not None
     }

@@ -72,6 +72,22 @@ def test_checkouts_take_turns_and_each_repetition_gives_a_quotient(tmp_path: Pat
     assert "on one side only" in shown
 
 
+def test_each_checkout_runs_its_own_script(tmp_path: Path):
+    for name, rate in (("old", 10), ("new", 30)):
+        script = checkout(tmp_path, name, {}) / "benchmarks" / "engine_speed.py"
+        script.parent.mkdir()
+        rates = {f"{way}_tokens_per_s": rate for way in ("standalone", "engine", "http", "eight")}
+        record = {"model": "demo", "drafter": "none", "dtype": "float32", **rates}
+        script.write_text(
+            f"import pathlib, sys\npathlib.Path(sys.argv[sys.argv.index('--json') + 1]).write_text({json.dumps(record)!r})"
+        )
+    given = {"old": tmp_path / "old", "new": tmp_path / "new", "repetitions": 1}
+    against.main(**given, command=("engine_speed --prompts 1",), json_file=str(tmp_path / "out.json"))
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert {(row["record"], row["speed"]) for row in written["data"]} == {("demo, none, float32", 3)}
+    assert len(written["data"]) == 4
+
+
 def test_a_command_that_fails_ends_the_run(tmp_path: Path):
     broken = checkout(tmp_path, "old", {})
     with pytest.raises(SystemExit, match="bench graph ended with 1\n"):
