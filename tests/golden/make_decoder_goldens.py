@@ -10,6 +10,7 @@ Needs the `oracle` extra. Run from the repository root: `python tests/golden/mak
 """
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,14 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -31,6 +36,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -198,6 +205,37 @@ def models() -> dict[str, PreTrainedModel]:
                 rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
             )
         ),
+        **mixtures(narrow),
+    }
+
+
+def mixtures(narrow: dict[str, Any]) -> dict[str, PreTrainedModel]:
+    """Those with experts: weights that are normalised or not, and a layer with an MLP between others."""
+    qwen: dict[str, Any] = {"num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    return {
+        "qwen3-moe": Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(**narrow, **qwen, mlp_only_layers=[1], norm_topk_prob=True, eos_token_id=5, rope_parameters=rope)
+        ),
+        "qwen3-moe-sparse": Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(**narrow, **qwen, decoder_sparse_step=2, norm_topk_prob=False, eos_token_id=5, rope_parameters=rope)
+        ),
+        "mixtral-untied": MixtralForCausalLM(
+            MixtralConfig(**narrow, num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2, rope_parameters=rope)
+        ),
+        "gpt-oss": GptOssForCausalLM(
+            GptOssConfig(
+                **narrow,
+                num_hidden_layers=3,
+                num_local_experts=6,
+                num_experts_per_tok=2,
+                sliding_window=12,
+                swiglu_limit=1.5,
+                eos_token_id=5,
+                pad_token_id=None,
+                rope_parameters={**YARN_ROPE, "truncate": False},
+            )
+        ),
     }
 
 
@@ -212,8 +250,11 @@ def randomise(model: PreTrainedModel, generator: torch.Generator) -> None:
         if weight.ndim == 1:
             centre = 0.0 if name.endswith("bias") or model.config.model_type.startswith("gemma") else 1.0
             weight.copy_(centre + 0.4 * drawn)
+        elif name.endswith("bias"):
+            weight.copy_(0.4 * drawn)
         else:
-            weight.copy_(drawn if "embed" in name else drawn * weight.shape[1] ** -0.5)
+            turned = model.config.model_type == "gpt_oss" or weight.ndim == 2
+            weight.copy_(drawn if "embed" in name else drawn * weight.shape[1 if turned else 2] ** -0.5)
 
 
 @torch.no_grad()
@@ -246,8 +287,12 @@ def continuation(model: PreTrainedModel, prompt: torch.Tensor) -> list[int]:
 
 
 def main() -> None:
-    shutil.rmtree(FOLDER, ignore_errors=True)
+    """Writes all of them; or those alone that are named on the command line."""
+    named = sys.argv[1:]
     for seed, (name, model) in enumerate(models().items()):
+        if named and name not in named:
+            continue
+        shutil.rmtree(FOLDER / name, ignore_errors=True)
         generator = torch.Generator().manual_seed(seed)
         model.set_attn_implementation("eager")
         model.eval()

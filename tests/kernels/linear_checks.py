@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels import block_checks, paged_checks, quantised_checks, window_cases
+from kernels import block_checks, grouped_checks, paged_checks, quantised_checks, window_cases
 from tilewright.kernels import build, native
 from tilewright.kernels.attention import cpu as attention
 from tilewright.kernels.attention import reference as plain_attention
@@ -342,6 +342,8 @@ def main(isa: str, tiles: str = "") -> None:
             check_joined_calls(0, 3, (96, 48), kind, dtype)
             check_joined_calls(1, 18, (70, 41), kind, dtype)
     block_checks.check_all()
+    for kind in grouped_checks.FORMATS:
+        grouped_checks.check_groups(0, [3, 0, 17, 1], (70, 41), kind, True, jnp.float32)
     for rows, sizes in ((3, (33, 47)), (35, (65, 70))):
         for kind in FORMATS[:2]:
             check_matmul(rows, rows, sizes, kind)

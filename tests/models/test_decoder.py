@@ -18,11 +18,13 @@ from tilewright.models import decoder
 from tilewright.models.checkpoint import load_decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams, causal_attend, declare, forward, forward_full
 from tilewright.models.params import abstract, count, initialise, spec_leaves, to_tensors
+from tilewright.models.stored import read_headers, stacked
 
 GOLDENS = Path(__file__).parents[1] / "golden" / "decoders"
 NAMES = [
-    "gemma2-tied", "gemma3-tied", "llama-scaled", "llama-untied", "mistral-linear", "mistral-window", "phi3-partial",
-    "qwen2-untied", "qwen3-tied", "qwen3-untied", "qwen3-window", "qwen3-yarn", "smollm3-tied",
+    "gemma2-tied", "gemma3-tied", "gpt-oss", "llama-scaled", "llama-untied", "mistral-linear", "mistral-window",
+    "mixtral-untied", "phi3-partial", "qwen2-untied", "qwen3-moe", "qwen3-moe-sparse", "qwen3-tied", "qwen3-untied",
+    "qwen3-window", "qwen3-yarn", "smollm3-tied",
 ]  # fmt: skip
 TOLERANCE = 1e-4
 
@@ -85,7 +87,7 @@ def test_logits_and_taps_equal_transformers(golden: Golden):
     np.testing.assert_array_equal(out.hidden, out.taps[0])
 
 
-@pytest.mark.parametrize("name", ["llama-untied", "phi3-partial", "qwen2-untied", "qwen3-tied"])
+@pytest.mark.parametrize("name", ["gpt-oss", "llama-untied", "phi3-partial", "qwen2-untied", "qwen3-moe", "qwen3-tied"])
 def test_every_array_matters(name: str):
     """A golden that did not move with some weight could not tell whether that weight is used rightly."""
     golden = Golden(name)
@@ -148,8 +150,9 @@ def test_bfloat16(golden: Golden):
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
     out, logits = run(config, params, golden.tokens)
     assert (out.hidden.dtype, logits.dtype) == (jnp.bfloat16, jnp.float32)
-    error = np.sqrt(np.mean(np.square(logits - golden.logits)) / np.mean(np.square(golden.logits)))
-    assert error < 0.05
+    errors = np.mean(np.square(logits - golden.logits), axis=-1) / np.mean(np.square(golden.logits))
+    # Scores that are rounded choose other experts now and then, and what follows such a position sees it.
+    assert np.sqrt(np.mean(errors) if config.mixture is None else np.median(errors)) < 0.05
 
 
 def test_a_head_of_bfloat16_is_not_rounded_to_it():
@@ -188,7 +191,8 @@ def test_something_kept_for_each_layer():
 def test_declaration_is_the_checkpoint(golden: Golden):
     """Names and shapes are exactly those that transformers stores, and `count` counts them."""
     specs, stored = declare(golden.config), golden.stored()
-    assert {spec.name: spec.stored_shape for spec in spec_leaves(specs)} == {name: v.shape for name, v in stored.items()}
+    headers = stacked(read_headers(golden.folder.glob("*.safetensors")))
+    assert {spec.name: spec.stored_shape for spec in spec_leaves(specs)} == {each.name: each.shape for each in headers}
     assert count(specs) == sum(value.size for value in stored.values())
 
 
@@ -212,7 +216,11 @@ def test_logical_axes(golden: Golden):
         "kv_heads": config.num_kv_heads * config.head_dim,
         "head": config.head_dim,
         "mlp": config.intermediate_size,
+        "query_heads": config.num_heads,
     }
+    if (mixture := config.mixture) is not None:
+        both = 2 * mixture.size if mixture.clamped else mixture.size  # of gate and up, where one array has them
+        sizes |= {"experts": mixture.experts, "router": mixture.experts, "expert": mixture.size, "gate_up": both}
     for spec in spec_leaves(declare(config)):
         assert spec.shape == tuple(sizes[axis] for axis in spec.axes), spec.name
 

@@ -35,6 +35,7 @@ TARGETS = {
     "append": {"tilewright_append": "TilewrightAppend", "tilewright_paged_append": "TilewrightPagedAppend"},
     "linear": {
         "tilewright_linear": "TilewrightLinear",
+        "tilewright_grouped_linear": "TilewrightGroupedLinear",
         "tilewright_argmax": "TilewrightArgmax",
         "tilewright_top_k": "TilewrightTopK",
         "tilewright_matmul": "TilewrightMatmul",

@@ -156,6 +156,9 @@ class Operations:
         linear: `(x, w, out_dtype=None, norm=None, add=None, count=None) -> x @ w + add`, after `norm` if one is given; in
             `out_dtype`, else that of `x`. Of `x` only the first `count` rows need be computed; see `counts`.
         gated_linear: `(x, joined, norm=None, count=None) -> silu(x @ gate) * (x @ up)`.
+        grouped_linear: `(x [R, I], w, sizes [G], out_dtype=None) -> [R, O]`: the product of each row with the matrix of its
+            group; the first `sizes[0]` rows are the first group's, and so on. Rows behind the last group's give zeros.
+        grouped_gated: `(x [R, I], joined, sizes [G]) -> silu(x @ gate) * (x @ up)`, likewise.
         project: `(x, joined, norm=None, first=0, last=None, bias=None, count=None) -> Projection`: the products with all
             matrices from the `first` on, up to the one before the `last`, each plus its own of the vectors `bias`, of which
             there is one for every matrix.
@@ -187,12 +190,16 @@ class Operations:
             the first goes first.
         prepare_matrix, prepare_joined: `(weight, name) -> weight` as the operations want it; a `ValueError` names a weight
             that cannot be prepared. The former takes `head=False` as well, whether it is the output head, and `largest=None`,
-            the largest absolute weight of each output where the matrix has only some of their inputs.
+            the largest absolute weight of each output where the matrix has only some of their inputs; and `exact=False`,
+            whether it keeps its dtype, whatever the format of the others.
+        prepare_groups: `(weights, groups, name) -> weights`: the same for the matrices `[G, I, O]` of grouped products; one
+            such array, or several that are `Joined`.
         restore: the matrix `[I, O]` that `prepare_matrix` was given, rounded to the format; zeros may follow its inputs.
         prepares: prepared weights are not the matrices that they were.
         keeps_blocks: both of these take a file's `QuantisedMatrix` of 4 or 8 bits as well (see `linear/blocks.py`), and keep
             its bits.
         own_head: a tied model gets a head of its own: the products read it faster than the embedding transposed.
+        first_expert: `(count) -> number`: of the first expert that a device has, where each has so many of a mixture's.
         window_multiple: of the queries of a `window_attention` that its kernel takes.
         counts: products leave out rows behind a `count`, so that it need not be rounded up to a declared number of rows.
     """
@@ -204,6 +211,8 @@ class Operations:
     nonzero: Callable[[Array], tuple[Array, Array]]
     linear: Callable[..., Array]
     gated_linear: Callable[..., Array]
+    grouped_linear: Callable[..., Array]
+    grouped_gated: Callable[[Array, Any, Array], Array]
     project: Callable[..., Projection]
     heads: Callable[[Projection, Heads], tuple[Any, Array, Array]]
     rms_norm: Callable[[Array, Array, float], Array]
@@ -221,11 +230,13 @@ class Operations:
     head_top_k: Callable[[Array, Any, int], tuple[Array, Array]]
     prepare_matrix: Callable[..., Any]
     prepare_joined: Callable[[Joined, str], Any]
+    prepare_groups: Callable[[Any, int, str], Any]
     restore: Callable[[Any], Array]
     prepares: bool = False
     keeps_blocks: bool = False
     own_head: bool = False
     counts: bool = False
+    first_expert: Callable[[int], Array | int] = lambda count: 0
     window_multiple: int = 1
 
     def prepare(self, specs: Tree, params: Tree) -> Tree:
@@ -241,11 +252,15 @@ class Operations:
 
     def prepare_one(self, spec: Any, value: Any) -> Any:
         """One array of a declaration, or several that are `Joined`."""
+        parts = spec.parts if isinstance(spec, Joined) else (spec,)
+        name, kind = " and ".join(part.name for part in parts), parts[0].kind
+        if kind == "experts":
+            return self.prepare_groups(value, parts[0].shape[0], name)
         if isinstance(spec, Joined):
-            return self.prepare_joined(value, " and ".join(part.name for part in spec.parts))
-        if spec.kind == "head":
-            return self.prepare_matrix(value, spec.name, head=True)
-        return self.prepare_matrix(value, spec.name) if spec.kind == "matrix" else value
+            return self.prepare_joined(value, name)
+        if kind in ("head", "router"):
+            return self.prepare_matrix(value, name, **({"head": True} if kind == "head" else {"exact": True}))
+        return self.prepare_matrix(value, name) if kind == "matrix" else value
 
 
 def is_batch_invariant(ops: Operations, dtype: str, kv_dtype: str = "auto") -> bool:

@@ -30,7 +30,17 @@ from tilewright.models import gguf
 from tilewright.models.decoder import EMBEDDING, DecoderConfig, DecoderParams, config_from_hf, declare, text_tensor
 from tilewright.models.params import AUTO, ArraySpec, Bounds, each, from_tensors, held_parts, spec_leaves, to_tensors
 from tilewright.models.quantised import Layout, quantised_layout
-from tilewright.models.stored import FLOATS, StoredTensor, gathered, open_file, read_blocks, read_headers, read_weights, some
+from tilewright.models.stored import (
+    FLOATS,
+    StoredTensor,
+    gathered,
+    open_file,
+    read_blocks,
+    read_headers,
+    read_weights,
+    some,
+    stacked,
+)
 
 Tree = TypeVar("Tree")
 
@@ -188,7 +198,7 @@ def _match(
     """The stored tensor of each declared name, or one error that lists all that does not fit."""
     headers = read_headers(weight_files(folder))
     try:
-        found = headers if layout is None else gathered(headers, layout)
+        found = stacked(headers if layout is None else gathered(headers, layout))
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
     kept = [tensor for tensor in found if not ignore(tensor.name)]
@@ -248,7 +258,7 @@ def load_params(
             return value
 
         def kept(spec: ArraySpec) -> QuantisedMatrix | None:
-            tensor, matrix = stored[spec.name], spec.kind in ("matrix", "head")
+            tensor, matrix = stored[spec.name], spec.kind in ("matrix", "head", "experts")
             found = read_blocks(files, tensor, spec) if keep_blocks and matrix else None
             if found is None and tensor.quantised and matrix:
                 dequantised.append(tensor.quantised)  # by any thread

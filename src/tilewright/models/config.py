@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 from jax import Array
 from jaxtyping import Int
 
+from tilewright.models.experts import Mixture
 from tilewright.models.layers import LinearScaling, Llama3Scaling, Rope, RopeScaling, YarnScaling, rope_frequencies, rope_tables
 
 SCALINGS: dict[object, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -36,12 +37,14 @@ class LayerKind:
 
     Attributes:
         window, scale, softcap: see `operations.Scores`.
+        mixture: the experts in the place of its MLP; None for an MLP.
     """
 
     rotation: Rotation = "global"
     window: int | None = None
     scale: float | None = None
     softcap: float | None = None
+    mixture: Mixture | None = None
 
 
 class RopeFields(NamedTuple):

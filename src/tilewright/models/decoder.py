@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 
 from tilewright.kernels.operations import Heads, Joined, Norm, Operations, Projection, Scores, Transposed
 from tilewright.models.config import ConfigReader, LayerKind, Rotation, Sizes
+from tilewright.models.experts import Mixture, declare_mixture, mixture_mlp
 from tilewright.models.family import Family
 from tilewright.models.layers import Rope, rope_frequencies, rope_tables
 from tilewright.models.params import ArraySpec, matrix, norm_weight
@@ -40,6 +41,8 @@ class DecoderConfig(Sizes):
         attention_scale, score_softcap: see `operations.Scores`.
         logit_softcap: logits x become `logit_softcap * tanh(x / logit_softcap)`; None for as they are.
         embedding_scale: what embeddings are multiplied by.
+        mixture: the experts of its layers; None where all layers have an MLP.
+        dense_layers: those that have an MLP all the same.
     """
 
     family: str
@@ -55,13 +58,17 @@ class DecoderConfig(Sizes):
     score_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float = 1.0
+    mixture: Mixture | None = None
+    dense_layers: tuple[int, ...] = ()
 
     def kind(self, layer: int) -> LayerKind:
         """The kind of a layer."""
         sliding = layer in self.sliding_layers
         local: Rotation = "local" if sliding and self.local_rope_theta is not None else "global"
         rotation = "none" if layer in self.unrotated_layers else local
-        return LayerKind(rotation, self.sliding_window if sliding else None, self.attention_scale, self.score_softcap)
+        window = self.sliding_window if sliding else None
+        mixture = None if layer in self.dense_layers else self.mixture
+        return LayerKind(rotation, window, self.attention_scale, self.score_softcap, mixture)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -158,7 +165,9 @@ class Layer:
     """One decoder layer. `q_norm` and `k_norm` are Qwen3's, and `qkv_bias`, a tuple, Qwen2's; others have None there.
 
     Attributes:
-        gate_up: `Joined`; two matrices by themselves where the gate is not a `silu`.
+        gate_up: `Joined`; two matrices by themselves where the gate is not a `silu`. Of experts, the matrices of all of them.
+        router: what chooses experts; None where the layer has an MLP.
+        o_bias, sinks: of attention's output, and of its scores (see `operations.Scores`); None where the family has none.
         attention_out_norm, mlp_out_norm: of what the halves give, where that is normed.
         kind: no array, but the same in a declaration and in what is made of it.
     """
@@ -172,12 +181,15 @@ class Layer:
     gate_up: Any
     down: Any
     qkv_bias: Any = None
+    o_bias: Any = None
+    sinks: Any = None
     attention_out_norm: Any = None
     mlp_out_norm: Any = None
+    router: Any = None
     kind: LayerKind = field(default=LayerKind(), metadata={"static": True})
 
 
-MLP_FIELDS = ("post_attention_norm", "gate_up", "down", "mlp_out_norm")
+MLP_FIELDS = ("post_attention_norm", "gate_up", "down", "mlp_out_norm", "router")
 """Fields of a layer that its MLP half reads."""
 
 
@@ -228,6 +240,11 @@ def declare_layer(
     def norm(name: str, size: int = h, axis: str = "hidden") -> ArraySpec:
         return norm_weight(f"{prefix}.{name}.weight", size, axis, family.norm_offset)
 
+    joined = Joined(tuple(gate_up), gated=True) if family.activation == "silu" else tuple(gate_up)
+    down, router = matrix(f"{mlp}.down_proj.weight", i, h, ("mlp", "hidden"), out_scale), None
+    if kind.mixture is not None:
+        assert family.experts is not None, f"{family.name} has no experts"
+        router, joined, down = declare_mixture(kind.mixture, family.experts, prefix, h, out_scale)
     after, before_mlp = ("post_attention_layernorm", "pre_feedforward_layernorm")[:: 1 if family.post_norms else -1]
     return Layer(
         input_norm=norm("input_layernorm"),
@@ -236,9 +253,12 @@ def declare_layer(
         q_norm=norm("self_attn.q_norm", d, "head") if family.qk_norm else None,
         k_norm=norm("self_attn.k_norm", d, "head") if family.qk_norm else None,
         post_attention_norm=norm(before_mlp),
-        gate_up=Joined(tuple(gate_up), gated=True) if family.activation == "silu" else tuple(gate_up),
-        down=matrix(f"{mlp}.down_proj.weight", i, h, ("mlp", "hidden"), out_scale),
+        gate_up=joined,
+        down=down,
+        router=router,
         qkv_bias=tuple(biases) if family.qkv_bias else None,
+        o_bias=ArraySpec(f"{attn}.o_proj.bias", (h,), ("hidden",)) if family.output_bias else None,
+        sinks=ArraySpec(f"{attn}.sinks", (config.num_heads,), ("query_heads",)) if family.sinks else None,
         attention_out_norm=norm(after) if family.post_norms else None,
         mlp_out_norm=norm("post_feedforward_layernorm") if family.post_norms else None,
         kind=kind,
@@ -288,7 +308,7 @@ Attend = Callable[[Operations, Projection, Heads, Any, Any], tuple[Array, Any]]
 def head_norms(config: Any, layer: Layer, rope: Rope) -> Heads:
     """The form of the heads that a layer's projections become."""
     q_norm, k_norm = (None if w is None else Norm(w, config.rms_norm_eps) for w in (layer.q_norm, layer.k_norm))
-    scores = Scores(layer.kind.window, layer.kind.scale, layer.kind.softcap)
+    scores = Scores(layer.kind.window, layer.kind.scale, layer.kind.softcap, layer.sinks)
     return Heads(config.head_dim, q_norm, k_norm, rope, scores)
 
 
@@ -296,6 +316,9 @@ def output(
     config: Any, ops: Operations, layer: Layer, out: Float[Array, "B T _"], add: Float[Array, "*rows H"] | None = None
 ) -> Float[Array, "*rows H"]:
     """The attention half's partial sum, on top of `add` if that is given; of some rows alone where the product gives these."""
+    if layer.o_bias is not None:
+        y = ops.linear(out, layer.o) + layer.o_bias
+        return y if add is None else add + y
     if layer.attention_out_norm is None:
         return ops.linear(out, layer.o, add=add)
     return normed_sum(config, ops, ops.linear(out, layer.o), layer.attention_out_norm, add)
@@ -319,6 +342,11 @@ def mlp(
 
     Of other rows than those of `x` where the products give these (see `stack.py`).
     """
+    if layer.router is not None:
+        h = ops.rms_norm(x, layer.post_attention_norm, config.rms_norm_eps)
+        y = mixture_mlp(ops, layer.router, layer.gate_up, layer.down, h.reshape(-1, h.shape[-1]), count)
+        y = y.reshape(h.shape).astype(x.dtype)
+        return y if add is None else add + y
     if isinstance(layer.gate_up, tuple):
         h = ops.rms_norm(x, layer.post_attention_norm, config.rms_norm_eps)
         gate, up = (ops.linear(h, w, count=count) for w in layer.gate_up)

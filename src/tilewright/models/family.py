@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tilewright.models.config import ConfigReader
+from tilewright.models.experts import ExpertNames, Mixture
 
 Reads = Callable[[ConfigReader], dict[str, Any]]
 """What a family's `config.json` says beyond the sizes, by the names of `DecoderConfig`; problems are noted in the reader."""
@@ -48,6 +49,17 @@ def write_windows(config: Any) -> dict[str, Any]:
     return {"sliding_window": config.sliding_window, "layer_types": kinds}
 
 
+def mixture(read: ConfigReader, experts: str, size: str, normalised: bool = True) -> dict[str, Any]:
+    """The experts in all layers.
+
+    Args:
+        experts, size: fields with how many there are, and with the intermediate size of each.
+    """
+    count, chosen = read.integer(experts), read.integer("num_experts_per_tok")
+    read.require(chosen <= count, f"num_experts_per_tok must be at most {experts} ({count}), found {chosen}")
+    return {"mixture": Mixture(max(count, chosen), chosen, read.integer(size), normalised)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """A family of decoders.
@@ -61,6 +73,8 @@ class Family:
         head_dim: where a configuration names none; None for the hidden size divided by the heads.
         qk_norm: queries and keys are normed, head by head.
         qkv_bias: queries, keys and values have biases.
+        output_bias: so does what attention gives.
+        sinks: each query head has a sink; see `operations.Scores`.
         windows: its configurations may name a sliding window.
         joined: its checkpoints hold queries, keys and values in one tensor, and gate and up in another.
         gguf: what llama.cpp calls its architecture; None where it has no such files.
@@ -68,6 +82,7 @@ class Family:
         norm_offset: what is added to the stored weights of its norms.
         post_norms: what attention and MLP give is normed before it is added to the stream.
         activation: of the gate.
+        experts: the names of a mixture's tensors; None where its layers have none.
         pairwise: GGUF files rotate neighbouring entries, where Hugging Face turns entry i with i + d / 2.
     """
 
@@ -79,6 +94,8 @@ class Family:
     head_dim: int | None = None
     qk_norm: bool = False
     qkv_bias: bool = False
+    output_bias: bool = False
+    sinks: bool = False
     windows: bool = False
     joined: bool = False
     gguf: str | None = None
@@ -87,3 +104,4 @@ class Family:
     norm_offset: float = 0.0
     post_norms: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"
+    experts: ExpertNames | None = None

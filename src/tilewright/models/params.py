@@ -51,22 +51,25 @@ class ArraySpec:
     """One array of a model.
 
     Attributes:
-        name: the tensor's name in a Hugging Face checkpoint.
-        shape: the shape in memory. A matrix is kept `[in, out]`, so that `x @ w` reads it row by row.
+        name: the tensor's name in a Hugging Face checkpoint. A `*` stands for the number of an expert: the checkpoint has a
+            tensor for each, and the array all of them.
+        shape: the shape in memory. A matrix is kept `[in, out]`, so that `x @ w` reads it row by row; those of experts are
+            `[experts, in, out]`.
         axes: the logical axis of each dim ("vocab", "hidden", "heads", "mlp", ...), which shardings go by.
-        kind: what it is, for its preparation: the weight of a linear layer, an output head (one too), a norm, an embedding.
+        kind: what it is, for its preparation: the weight of a linear layer, an output head (one too), the weights of a linear
+            layer of experts, a layer that routes to these, a norm, an embedding.
         init: "normal" (truncated, with `scale` as its standard deviation) or "ones".
-        transposed: the checkpoint holds `[out, in]`.
+        transposed: the checkpoint holds `[out, in]`, of experts `[experts, out, in]`.
         units: for each dim, how many entries belong together and stay on one device: a head's. Empty where none do.
         offset: what is added to the stored numbers.
         rows: first row, and number of rows, of a stored tensor that several arrays share one below the other; None for a
-            tensor of its own.
+            tensor of its own. Of experts, those of each.
     """
 
     name: str
     shape: tuple[int, ...]
     axes: tuple[str, ...]
-    kind: Literal["matrix", "head", "norm", "embedding", "other"] = "other"
+    kind: Literal["matrix", "head", "experts", "router", "norm", "embedding", "other"] = "other"
     init: Literal["normal", "ones"] = "normal"
     scale: float = 0.02
     transposed: bool = False
@@ -77,14 +80,21 @@ class ArraySpec:
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape of its tensor in the checkpoint."""
-        shape = self.shape[::-1] if self.transposed else self.shape
-        return shape if self.rows is None else (self.rows[1], *shape[1:])
+        shape = turned(self.shape) if self.transposed else self.shape
+        return shape if self.rows is None else (*shape[:-2], self.rows[1], *shape[-1:])
 
     def stored_bounds(self, bounds: Bounds) -> Bounds:
         """Where a part of the array lies in the checkpoint's tensor."""
-        (start, stop), *rest = bounds[::-1] if self.transposed else bounds
-        first = 0 if self.rows is None else self.rows[0]
-        return ((first + start, first + stop), *rest)
+        places = turned(bounds) if self.transposed else bounds
+        if self.rows is None:
+            return places
+        *before, (start, stop), last = places
+        return (*before, (self.rows[0] + start, self.rows[0] + stop), last)
+
+
+def turned(dims: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Dims with the last two in each other's place."""
+    return (*dims[:-2], dims[-1], dims[-2])
 
 
 def matrix(
@@ -159,12 +169,13 @@ def to_tensors(specs: object, params: object, dtype: DTypeLike) -> Iterator[tupl
     def stored(spec: ArraySpec, value: Any) -> np.ndarray:
         held = to_host(value)
         held = (held.astype(np.float32) - spec.offset if spec.offset else held).astype(jnp.dtype(dtype))
-        return np.ascontiguousarray(held.T if spec.transposed else held)
+        return np.ascontiguousarray(held.swapaxes(-1, -2) if spec.transposed else held)
 
     pairs = zip(spec_leaves(specs), jax.tree.leaves(params), strict=True)
     for name, sharing in groupby(pairs, key=lambda pair: pair[0].name):
         parts = [stored(*pair) for pair in sharing]
-        yield name, parts[0] if len(parts) == 1 else np.concatenate(parts)
+        whole = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-2)
+        yield from [(name, whole)] if "*" not in name else ((name.replace("*", str(n)), one) for n, one in enumerate(whole))
 
 
 def held_parts(shape: tuple[int, ...], sharding: Sharding | None) -> set[Bounds]:
@@ -198,9 +209,13 @@ def bits(array: np.ndarray) -> np.ndarray:
 def in_rows(array: np.ndarray, dtype: DTypeLike) -> np.ndarray:
     """An array in another dtype, row after row in memory."""
     same = array if array.dtype == jnp.dtype(dtype) else array.astype(jnp.dtype(dtype))
-    if same.ndim != 2 or same.flags.c_contiguous:
+    if same.ndim not in (2, 3) or same.flags.c_contiguous:
         return np.asarray(same, order="C")
     out = np.empty(same.shape, same.dtype)
+    if same.ndim == 3:
+        for n, matrix in enumerate(same):
+            out[n] = in_rows(matrix, dtype)
+        return out
     for begin in range(0, same.shape[1], TURNED_ROWS):
         bits(out)[:, begin : begin + TURNED_ROWS] = bits(same)[:, begin : begin + TURNED_ROWS]
     return out
@@ -211,7 +226,7 @@ def read_part(spec: ArraySpec, read: Callable[[str, Bounds], np.ndarray], bounds
     found = read(spec.name, spec.stored_bounds(bounds))
     if spec.offset:
         found = found.astype(np.float32) + np.float32(spec.offset)
-    return found.T if spec.transposed else found
+    return found.swapaxes(-1, -2) if spec.transposed else found
 
 
 def from_tensors(

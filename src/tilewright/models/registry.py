@@ -5,10 +5,12 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from tilewright.models.families.gemma import GEMMA2, GEMMA3
+from tilewright.models.families.gpt_oss import GPT_OSS
 from tilewright.models.families.llama import LLAMA
 from tilewright.models.families.mistral import MINISTRAL, MISTRAL
+from tilewright.models.families.mixtral import MIXTRAL
 from tilewright.models.families.phi3 import PHI3
-from tilewright.models.families.qwen import QWEN2, QWEN3
+from tilewright.models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from tilewright.models.families.smollm3 import SMOLLM3
 from tilewright.models.family import Family
 
@@ -16,6 +18,7 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         QWEN3,
+        QWEN3_MOE,
         QWEN2,
         LLAMA,
         MISTRAL,
@@ -24,6 +27,8 @@ FAMILIES: dict[str, Family] = {
         SMOLLM3,
         GEMMA2,
         GEMMA3,
+        MIXTRAL,
+        GPT_OSS,
     )
 }
 """By the `model_type` of their configurations. A new family is a file in `families/` and a line here."""

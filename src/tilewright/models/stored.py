@@ -6,6 +6,7 @@ page stays behind that would count against the process.
 
 import json
 import os
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from tilewright.kernels.linear.blocks import QuantisedMatrix
+from tilewright.kernels.linear.blocks import QuantisedMatrix, side_by_side
 from tilewright.models import gguf
 from tilewright.models.params import ArraySpec, Bounds, bits
 from tilewright.models.quantised import ACTIVATIONS, Layout
@@ -33,6 +34,8 @@ AT_ONCE = 1 << 30
 """Bytes that the operating system is asked for at a time; it gives no more than two of these."""
 EXPONENTS = {"float32": 0x7F80_0000, "bfloat16": 0x7F80, "float16": 0x7C00}
 """The bits of a number's exponent, all of which are set in infinity and NaN."""
+EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
+"""The name of a tensor of one expert: before its number, this, and behind it."""
 LISTED = 8
 """How many tensors of one kind an error names before it only counts."""
 
@@ -123,6 +126,7 @@ class StoredTensor(NamedTuple):
         quantised: the format of its weights as users read it; empty for plain numbers.
         layout: what its parts mean; None for a tensor that is stored as itself.
         parts: the tensors that it is stored as, by their names behind the layer's.
+        members: the tensors of all experts, which it has one behind another; empty for any other.
     """
 
     file: Path
@@ -132,14 +136,19 @@ class StoredTensor(NamedTuple):
     quantised: str = ""
     layout: Layout | None = None
     parts: Mapping[str, "StoredTensor"] | None = None
+    members: tuple["StoredTensor", ...] = ()
 
     @property
     def files(self) -> set[Path]:
+        if self.members:
+            return set().union(*(member.files for member in self.members))
         return {self.file} if self.parts is None else {part.file for part in self.parts.values()}
 
     @property
     def nbytes(self) -> int:
         """Bytes that are read of it; of a GGUF file's as many as it has in float32."""
+        if self.members:
+            return sum(member.nbytes for member in self.members)
         if self.parts is not None:
             return sum(part.nbytes for part in self.parts.values())
         return prod(self.shape) * np.dtype(DTYPES.get(self.dtype, np.uint8)).itemsize
@@ -196,6 +205,32 @@ def gathered(tensors: Iterable[StoredTensor], layout: Layout) -> list[StoredTens
     return found
 
 
+def stacked(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
+    """Tensors with one in place of those of all experts, whose name has a `*` for an expert's number.
+
+    Raises:
+        ValueError: some of the experts are missing, or their tensors have several shapes or dtypes; it names all such.
+    """
+    found, experts = [], dict[str, dict[int, StoredTensor]]()
+    for tensor in tensors:
+        if match := EXPERT.fullmatch(tensor.name):
+            experts.setdefault(f"{match[1]}*{match[3]}", {})[int(match[2])] = tensor
+        else:
+            found.append(tensor)
+    problems = []
+    for name, numbered in experts.items():
+        members = tuple(numbered[n] for n in sorted(numbered))
+        first = members[0]
+        alike = all((member.shape, member.dtype) == (first.shape, first.dtype) for member in members)
+        if sorted(numbered) != list(range(len(members))) or not alike:
+            problems.append(name)
+        shape = (len(members), *first.shape)
+        found.append(StoredTensor(first.file, name, shape, first.dtype, first.quantised, members=members))
+    if problems:
+        raise ValueError(f"experts whose tensors are missing, or of several shapes or dtypes: {some(problems)}")
+    return found
+
+
 def misfit(parts: Mapping[str, StoredTensor], layout: Layout) -> str:
     """Problems of the tensors of one layer; empty if there are none."""
     if missing := [suffix for suffix in layout.needs if suffix not in parts]:
@@ -226,6 +261,9 @@ def read_weights(files: Mapping[Path, Any], tensor: StoredTensor, bounds: Bounds
 
     Of a matrix in several tensors all are read, since any part of it may need any of them.
     """
+    if tensor.members:
+        (first, last), *rest = bounds
+        return np.stack([read_weights(files, member, tuple(rest)) for member in tensor.members[first:last]])
     if tensor.layout is None:
         value = read_part(files[tensor.file], tensor.name, bounds)
     else:
@@ -243,8 +281,13 @@ def read_parts(files: Mapping[Path, Any], tensor: StoredTensor) -> dict[str, np.
 def read_blocks(files: Mapping[Path, Any], tensor: StoredTensor, spec: ArraySpec) -> QuantisedMatrix | None:
     """A matrix in the blocks that its files have it in; None where products do not read such as they are.
 
-    Of GGUF's alone, where the matrix is a part of the tensor (`ArraySpec.rows`).
+    Of GGUF's alone, where the matrix is a part of the tensor (`ArraySpec.rows`). Those of experts become one, whose outputs are
+    those of one expert behind another's.
     """
+    if tensor.members:
+        found = [read_blocks(files, member, spec) for member in tensor.members] if spec.rows is None else []
+        known = [each for each in found if each is not None]
+        return side_by_side(known) if len({each.kind for each in known}) == 1 and len(known) == len(found) else None
     if tensor.layout is not None:
         return tensor.layout.read(read_parts(files, tensor)).blocks() if spec.rows is None else None
     rows, *_ = spec.stored_bounds(tuple((0, size) for size in spec.shape))

@@ -17,6 +17,7 @@ from tilewright.kernels.attention.cpu import refuses_heads
 from tilewright.kernels.causal_attention import xla as causal_xla
 from tilewright.kernels.cross_entropy import xla as loss_xla
 from tilewright.kernels.gather_rows import cpu as gather_cpu
+from tilewright.kernels.grouped_linear import cpu as grouped_cpu
 from tilewright.kernels.heads import xla as heads_xla
 from tilewright.kernels.linear import cpu
 from tilewright.kernels.nonzero import cpu as nonzero_cpu
@@ -131,6 +132,13 @@ def gated_linear(x: Array, joined: Any, norm: Norm | None = None, count: Array |
     return (jax.nn.silu(gate) * up).astype(x.dtype)
 
 
+def grouped_gated(x: Array, joined: Any, sizes: Array) -> Array:
+    if not isinstance(joined, Joined):
+        return grouped_cpu.grouped_linear(x, joined, sizes)
+    gate, up = (grouped_cpu.grouped_linear(x, w, sizes, jnp.float32) for w in joined.parts)
+    return (jax.nn.silu(gate) * up).astype(x.dtype)
+
+
 def window_attention(q: Array, *rest: Array) -> tuple[Array, Array]:
     return first("window attention", "cpu", q).window_attention(q, *rest)
 
@@ -141,8 +149,8 @@ def cpu_operations(name: str, weights: Weights) -> Operations:
     formats: dict[Weights, tuple[cpu.Format | None, cpu.Format | None]] = {"int8": ("int8", "int8"), "int4": ("q4_1", "q8_0")}
     kind, of_head = formats.get(weights, (None, None))
 
-    def prepare_matrix(w: Any, name: str, largest: Any = None, head: bool = False) -> Any:
-        return cpu.pack(w, of_head if head else kind, name, largest)
+    def prepare_matrix(w: Any, name: str, largest: Any = None, head: bool = False, exact: bool = False) -> Any:
+        return cpu.pack(w, None if exact else of_head if head else kind, name, largest)
 
     def prepare_joined(joined: Joined, name: str) -> Any:
         if not cpu.read_together(joined.parts, kind):
@@ -152,6 +160,13 @@ def cpu_operations(name: str, weights: Weights) -> Operations:
         gate, up = joined.parts
         return cpu.pack_gated(gate, up, kind, name)
 
+    def prepare_groups(weights: Any, groups: int, name: str) -> Any:
+        if not isinstance(weights, Joined):
+            return grouped_cpu.pack([weights], groups, kind, name)
+        if cpu.read_together(weights.parts, kind):
+            return grouped_cpu.pack(weights.parts, groups, kind, name)
+        return replace(weights, parts=tuple(grouped_cpu.pack([w], groups, kind, name) for w in weights.parts))
+
     return Operations(
         name=name,
         gather_rows=gather_cpu.gather_rows,
@@ -160,6 +175,8 @@ def cpu_operations(name: str, weights: Weights) -> Operations:
         nonzero=nonzero_cpu.nonzero,
         linear=linear,
         gated_linear=gated_linear,
+        grouped_linear=grouped_cpu.grouped_linear,
+        grouped_gated=grouped_gated,
         project=project,
         heads=heads,
         rms_norm=norm_cpu.rms_norm,
@@ -177,6 +194,7 @@ def cpu_operations(name: str, weights: Weights) -> Operations:
         head_top_k=cpu.linear_top_k,
         prepare_matrix=prepare_matrix,
         prepare_joined=prepare_joined,
+        prepare_groups=prepare_groups,
         restore=cpu.unpack,
         prepares=True,
         keeps_blocks=weights == "int4",

@@ -12,6 +12,7 @@ from tilewright.kernels.attention import xla as attention
 from tilewright.kernels.causal_attention import xla as causal
 from tilewright.kernels.cross_entropy import xla as loss
 from tilewright.kernels.gather_rows import xla as gather
+from tilewright.kernels.grouped_linear import xla as grouped
 from tilewright.kernels.head_argmax import xla as argmax
 from tilewright.kernels.head_top_k import xla as top_k
 from tilewright.kernels.heads import xla as heads_xla
@@ -34,7 +35,7 @@ def plain_head_top_k(x: Float[Array, "*rows H"], head: Any, k: int) -> tuple[Arr
     return top_k.head_top_k(x, head.w if tied else head, k, tied)
 
 
-def as_it_is(weight: Any, name: str, largest: Any = None, head: bool = False) -> Any:
+def as_it_is(weight: Any, *named: Any, **options: Any) -> Any:
     return weight
 
 
@@ -58,6 +59,8 @@ def xla_operations(
         nonzero=nonzero.nonzero,
         linear=linear,
         gated_linear=partial(xla.gated_linear, product=product),
+        grouped_linear=grouped.grouped_linear,
+        grouped_gated=grouped.grouped_gated,
         project=partial(xla.project, product=product),
         heads=heads,
         rms_norm=norm_reference.rms_norm,  # XLA makes one loop of it
@@ -75,6 +78,7 @@ def xla_operations(
         head_top_k=head_top_k,
         prepare_matrix=as_it_is,
         prepare_joined=as_it_is,
+        prepare_groups=as_it_is,
         restore=lambda w: w.w.T if isinstance(w, Transposed) else w,
         own_head=own_head,
     )

@@ -1,6 +1,6 @@
 // Products with weights that were packed once, on CPUs: y = x @ W; y = silu(x @ G) * (x @ U) in one call; and each row's largest outputs,
-// one or several, with their indices, without the outputs. Rows may be normalised first, and something added to the outputs. tile.inc says how weights are laid
-// out; amx.inc is the same for machines with a tile unit.
+// one or several, with their indices, without the outputs. Rows may be normalised first, and something added to the outputs. Rows may be in groups,
+// each with a matrix of its own. tile.inc says how weights are laid out; amx.inc is the same for machines with a tile unit.
 //
 // Built for several instruction sets, of which the best that the machine has is taken at run time. Work is split over panels of outputs.
 
@@ -294,6 +294,75 @@ ffi::Error Linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi:
   return ffi::Error::Success();
 }
 
+// Rows in groups that follow each other, each group with a matrix of its own: all matrices' panels follow each other, and those of groups without
+// rows are not read.
+void compute_groups(ffi::ThreadPool& pool, Call& call, Weights weights, const int32_t* sizes, int64_t groups) {
+  constexpr int64_t BLOCK = 256;  // rows that stay in the second-level cache while panels pass
+  call.panel_size = weights >= BLOCKS ? call.k_padded / form_of(weights).inputs() * form_of(weights).size() : call.k_padded * 16;
+  const Kernel kernel = kernel_for(weights);
+  call.rows = native::scratch<1>(call.m * kernel.row_size(call.k_padded) + 64);
+  call.row_scales = static_cast<float*>(native::scratch<2>(call.m * sizeof(float) + 64));
+  native::share(pool, call.m, 16, call.m * call.k >= (1 << 16), [&](int64_t begin, int64_t end) { kernel.prepare(call, begin, end); });
+  std::vector<Call> parts;
+  const int64_t panel_bytes = call.panel_size * (weights == FLOAT32 ? 4 : weights == BFLOAT16 ? 2 : 1), out_size = call.narrow_out ? 2 : 4;
+  int64_t row = 0;
+  for (int64_t group = 0; group < groups; row += sizes[group++]) {
+    if (sizes[group] == 0) continue;
+    Call part = call;
+    part.m = sizes[group];
+    part.rows = static_cast<char*>(call.rows) + row * kernel.row_size(call.k_padded);
+    part.row_scales = call.row_scales + row;
+    part.w = static_cast<const char*>(call.w) + group * call.panels * panel_bytes;
+    part.scales = weights == INT8 ? call.scales + group * call.panels * 16 : nullptr;
+    part.sums = weights == INT8 ? call.sums + group * call.panels * 16 : nullptr;
+    part.out = static_cast<char*>(call.out) + row * call.n * out_size;
+    parts.push_back(part);
+  }
+  const int64_t each = (call.panels + GRAIN - 1) / GRAIN, count = static_cast<int64_t>(parts.size()) * each;
+  call.panels *= static_cast<int64_t>(parts.size());
+  native::share(pool, count, 1, worth_sharing(call), [&](int64_t begin, int64_t end) {
+    while (begin < end) {
+      const Call& whole = parts[begin / each];
+      const int64_t first = begin % each, last = std::min(each, first + end - begin);
+      for (int64_t done = 0; done < whole.m; done += BLOCK) {
+        Call part = whole;
+        part.m = std::min(BLOCK, whole.m - done);
+        part.rows = static_cast<char*>(whole.rows) + done * kernel.row_size(call.k_padded);
+        part.row_scales = whole.row_scales + done;
+        part.out = static_cast<char*>(whole.out) + done * call.n * out_size;
+        kernel.run(part, first * GRAIN, std::min(whole.panels, last * GRAIN));
+      }
+      begin += last - first;
+    }
+  });
+}
+
+ffi::Error Grouped(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::S32> sums, ffi::AnyBuffer norm,
+                   ffi::Buffer<ffi::S32> sizes, ffi::Result<ffi::AnyBuffer> y, bool gated) {
+  Call call{};
+  Weights weights;
+  call.output = gated ? GATED : SUMS;
+  if (y->dimensions().size() != 2) return ffi::Error::InvalidArgument("tilewright_grouped_linear: expected a matrix as the output");
+  call.n = y->dimensions()[1];
+  if (const char* problem = describe(call, weights, x, w, scales, sums, norm, 0); problem != nullptr) return ffi::Error::InvalidArgument(problem);
+  const int64_t groups = sizes.element_count();
+  if (w.dimensions()[0] != groups * call.panels) return ffi::Error::InvalidArgument("tilewright_grouped_linear: expected a matrix for each group");
+  if (!is_float(*y) || y->dimensions()[0] != call.m) return ffi::Error::InvalidArgument("tilewright_grouped_linear: the output has another shape or type");
+  call.narrow_out = y->element_type() == ffi::BF16;
+  call.out = y->untyped_data();
+  int64_t rows = 0;
+  for (int64_t group = 0; group < groups; ++group) {
+    if (sizes.typed_data()[group] < 0) return ffi::Error::InvalidArgument("tilewright_grouped_linear: a group's size is negative");
+    rows += sizes.typed_data()[group];
+  }
+  if (rows > call.m) return ffi::Error::InvalidArgument("tilewright_grouped_linear: groups have more rows than there are");
+  const int64_t row_bytes = call.n * (call.narrow_out ? 2 : 4);
+  memset(static_cast<char*>(call.out) + rows * row_bytes, 0, (call.m - rows) * row_bytes);
+  call.m = rows;
+  if (rows > 0) compute_groups(pool, call, weights, sizes.typed_data(), groups);
+  return ffi::Error::Success();
+}
+
 // Cuts the panels into pieces, which have results of their own. Returns how many.
 int64_t cut(Call& call, ffi::ThreadPool& pool) {
   const int64_t each = (call.panels + 4 * pool.num_threads() - 1) / (4 * pool.num_threads());
@@ -459,6 +528,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightLinear, Linear,
                                   .Attr<bool>("gated")
                                   .Attr<float>("eps")
                                   .Attr<int64_t>("first"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightGroupedLinear, Grouped,
+                              ffi::Ffi::Bind().ROWS_AND_WEIGHTS.Arg<ffi::Buffer<ffi::S32>>().Ret<ffi::AnyBuffer>().Attr<bool>("gated"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(TilewrightArgmax, Argmax,
                               ffi::Ffi::Bind()
                                   .ROWS_AND_WEIGHTS.Ret<ffi::Buffer<ffi::S32>>()

@@ -1,9 +1,10 @@
-"""Qwen3 (arXiv 2505.09388 §2), and Qwen2 (arXiv 2407.10671 §2.2), which Qwen2.5 follows."""
+"""Qwen3 and its mixtures of experts (arXiv 2505.09388 §2), and Qwen2 (arXiv 2407.10671 §2.2), which Qwen2.5 follows."""
 
 from typing import Any
 
 from tilewright.models.config import ConfigReader
-from tilewright.models.family import Family, full_attention, windows, write_windows
+from tilewright.models.experts import ExpertNames
+from tilewright.models.family import Family, full_attention, mixture, windows, write_windows
 
 FIRST_WINDOW = 28
 """The first layer with a window, where a configuration with windows names none."""
@@ -22,6 +23,48 @@ def write(config: Any) -> dict[str, Any]:
     return {"use_sliding_window": True, **write_windows(config)} if config.sliding_layers else {}
 
 
+def read_mixture(reader: ConfigReader) -> dict[str, Any]:
+    layers, step = reader.integer("num_hidden_layers"), reader.integer("decoder_sparse_step", default=1)
+    dense = reader.fields.get("mlp_only_layers") or []
+    good = isinstance(dense, list) and all(isinstance(n, int) and 0 <= n < layers for n in dense)
+    reader.require(good, f"mlp_only_layers must be layers from 0 to {layers - 1}, found {dense!r}")
+    listed = set(dense) if good else set()
+    # Newer configurations have the second name.
+    experts = "num_experts" if "num_experts" in reader.fields else "num_local_experts"
+    return {
+        **read(reader),
+        **mixture(reader, experts, "moe_intermediate_size", reader.flag("norm_topk_prob", default=False)),
+        "dense_layers": tuple(n for n in range(layers) if n in listed or (n + 1) % step != 0),
+    }
+
+
+def write_mixture(config: Any) -> dict[str, Any]:
+    return {
+        **write(config),
+        "num_experts": config.mixture.experts,
+        "num_experts_per_tok": config.mixture.chosen,
+        "moe_intermediate_size": config.mixture.size,
+        "norm_topk_prob": config.mixture.normalised,
+        "mlp_only_layers": list(config.dense_layers),
+    }
+
+
+EXPERTS = "mlp.experts.*"
+"""Each expert's matrices are tensors of their own."""
+
 # Qwen3's heads have 128 unless it says otherwise (Qwen3-4B: 2560 / 32 = 80, but heads of 128).
 QWEN3 = Family(name="qwen3", architecture="Qwen3ForCausalLM", read=read, write=write, head_dim=128, qk_norm=True, gguf="qwen3")
 QWEN2 = Family(name="qwen2", architecture="Qwen2ForCausalLM", read=read, write=write, qkv_bias=True, gguf="qwen2")
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    read=read_mixture,
+    write=write_mixture,
+    defaults={"num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    head_dim=128,
+    qk_norm=True,
+    experts=ExpertNames(
+        "mlp.gate", (f"{EXPERTS}.gate_proj.weight", f"{EXPERTS}.up_proj.weight"), f"{EXPERTS}.down_proj.weight"
+    ),
+    gguf="qwen3moe",
+)

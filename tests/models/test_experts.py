@@ -1,0 +1,165 @@
+"""Mixtures of experts: routing against NumPy in float64, and a row's result, which does not depend on the other rows."""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tilewright.kernels import native
+from tilewright.kernels.operations import Operations, Weights
+from tilewright.kernels.select import PLAIN, operations
+from tilewright.models.decoder import DecoderConfig, declare_layer
+from tilewright.models.experts import ClampedGate, Mixture, grouped, mixture_mlp, route
+from tilewright.models.params import initialise
+from tilewright.models.registry import FAMILIES
+
+needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
+EXPERTS, HIDDEN, SIZE, ROWS = 7, 64, 32, 12
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    exp = np.exp(x - x.max(axis=-1, keepdims=True))
+    return exp / exp.sum(axis=-1, keepdims=True)
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 2**31 - 1), st.integers(1, EXPERTS), st.booleans(), st.floats(0.1, 30))
+def test_routing(seed: int, chosen: int, normalised: bool, scale: float):
+    """As Qwen3-MoE has it: the softmax of all, the largest of these, made to add up to one or not."""
+    scores = (scale * np.random.default_rng(seed).standard_normal((ROWS, EXPERTS))).astype(np.float32)
+    experts, weights = jax.jit(functools.partial(route, Mixture(EXPERTS, chosen, SIZE, normalised)))(scores)
+    shares = softmax(scores.astype(np.float64))
+    order = np.argsort(-shares, axis=-1, kind="stable")[:, :chosen]
+    want = np.take_along_axis(shares, order, axis=-1)
+    np.testing.assert_array_equal(experts, order)
+    np.testing.assert_allclose(weights, want / want.sum(axis=-1, keepdims=True) if normalised else want, rtol=2e-5, atol=1e-7)
+
+
+def test_the_softmax_of_the_chosen_is_what_normalised_means():
+    """gpt-oss' convention."""
+    scores = np.random.default_rng(0).standard_normal((ROWS, EXPERTS), np.float32)
+    experts, weights = route(Mixture(EXPERTS, 3, SIZE), jnp.asarray(scores))
+    chosen = np.take_along_axis(scores.astype(np.float64), np.asarray(experts), axis=-1)
+    np.testing.assert_allclose(weights, softmax(chosen), rtol=1e-6)
+
+
+def test_equal_scores_go_to_the_first():
+    experts, _ = route(Mixture(EXPERTS, 2, SIZE), jnp.zeros((1, EXPERTS)))
+    assert experts.tolist() == [[0, 1]]
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_rows_in_the_order_of_their_experts(data: st.DataObject):
+    """Each once for each of its experts that is here and counts; the others behind them."""
+    chosen = data.draw(st.integers(1, 4))
+    of = st.lists(st.integers(0, EXPERTS - 1), min_size=chosen, max_size=chosen, unique=True)
+    experts = np.asarray(data.draw(st.lists(of, min_size=ROWS, max_size=ROWS)), np.int32)
+    held = data.draw(st.integers(1, EXPERTS))
+    first, count = data.draw(st.integers(0, EXPERTS - held)), data.draw(st.integers(0, ROWS))
+    run = jax.jit(grouped, static_argnums=1)
+    groups = run(experts, held, first, count)
+    here = (experts >= first) & (experts < first + held) & (np.arange(ROWS) < count)[:, None]
+    total = int(here.sum())
+    np.testing.assert_array_equal(groups.sizes, [np.sum(here & (experts == first + n)) for n in range(held)])
+    listed = np.repeat(np.arange(held), groups.sizes)
+    np.testing.assert_array_equal(groups.experts[:total], listed)
+    for row, slot in np.ndindex(experts.shape):
+        place = int(groups.places[row, slot])
+        assert int(groups.rows[place]) == row
+        assert (place < total) == here[row, slot]
+        if here[row, slot]:
+            assert listed[place] == experts[row, slot] - first
+    assert sorted(np.asarray(groups.places).reshape(-1)) == list(range(experts.size))
+
+
+def test_experts_that_rows_are_expected_to_read():
+    """Against as many rows as chance has it."""
+    mixture = Mixture(16, 3, SIZE)
+    rng = np.random.default_rng(0)
+    drawn = [len(set(np.concatenate([rng.permutation(16)[:3] for _ in range(5)]))) for _ in range(2000)]
+    assert mixture.read(5) == pytest.approx(np.mean(drawn), rel=0.02)
+    assert (mixture.read(0), mixture.read(1)) == (0, pytest.approx(3))
+
+
+def test_more_experts_for_a_token_than_there_are():
+    with pytest.raises(ValueError, match="expected from 1 to 7 experts for each token, found 8"):
+        Mixture(EXPERTS, 8, SIZE)
+
+
+CASES: dict[str, Mixture] = {
+    "qwen3_moe": Mixture(EXPERTS, 3, SIZE, normalised=False),
+    "gpt_oss": Mixture(EXPERTS, 3, SIZE, clamped=ClampedGate(1.702, 1.0)),
+}
+
+
+@functools.cache
+def layer(family: str, ops: Operations, dtype: Any) -> Any:
+    """A layer with experts, and what it computes for rows `[R, H]`."""
+    config = DecoderConfig(
+        family=family, vocab_size=32, hidden_size=HIDDEN, intermediate_size=SIZE, num_layers=1, num_heads=2, num_kv_heads=1,
+        head_dim=16, mixture=CASES[family],
+    )  # fmt: skip
+    specs = declare_layer(config, "model.layers.0", FAMILIES[family], kind=config.kind(0))
+    specs = jax.tree.map(lambda spec: replace(spec, scale=0.3), specs)
+    params = initialise(specs, jax.random.key(0), dtype)
+    plain = functools.partial(mixture_mlp, PLAIN, params.router, params.gate_up, params.down)
+    made = ops.prepare(specs, params)
+    return jax.jit(functools.partial(mixture_mlp, ops, made.router, made.gate_up, made.down)), jax.jit(plain)
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_a_layer_against_numpy(family: str):
+    """Each row by itself, expert by expert, in float64."""
+    mixture = CASES[family]
+    config = DecoderConfig(
+        family=family, vocab_size=32, hidden_size=HIDDEN, intermediate_size=SIZE, num_layers=1, num_heads=2, num_kv_heads=1,
+        head_dim=16, mixture=mixture,
+    )  # fmt: skip
+    specs = declare_layer(config, "model.layers.0", FAMILIES[family], kind=config.kind(0))
+    params = initialise(jax.tree.map(lambda spec: replace(spec, scale=0.3), specs), jax.random.key(0))
+    x = np.random.default_rng(1).standard_normal((ROWS, HIDDEN), np.float32)
+    found = jax.jit(functools.partial(mixture_mlp, PLAIN))(params.router, params.gate_up, params.down, x)
+
+    wide = jax.tree.map(lambda w: np.asarray(w, np.float64), params)
+    scores = x @ wide.router.weight + (0 if wide.router.bias is None else wide.router.bias)
+    want = np.zeros((ROWS, HIDDEN))
+    for row, score in enumerate(scores):
+        chosen = np.argsort(-score, kind="stable")[: mixture.chosen]
+        shares = softmax(score[chosen]) if mixture.normalised else softmax(score)[chosen]
+        for expert, share in zip(chosen, shares, strict=True):
+            if mixture.clamped is None:
+                gate, up = (x[row] @ w[expert] for w in wide.gate_up.parts)
+                inner, bias = gate / (1 + np.exp(-gate)) * up, 0.0
+            else:
+                both = x[row] @ wide.gate_up[expert] + wide.router.expert_bias[0][expert]
+                gate, up = np.minimum(both[::2], 1.0), np.clip(both[1::2], -1.0, 1.0)
+                inner, bias = gate / (1 + np.exp(-1.702 * gate)) * (up + 1), wide.router.expert_bias[1][expert]
+            want[row] += share * (inner @ wide.down[expert] + bias)
+    np.testing.assert_allclose(found, want, rtol=0, atol=1e-4)
+
+
+@needs_native
+@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize(("dtype", "weights"), [("float32", "auto"), ("bfloat16", "auto"), ("float32", "int8"), ("bfloat16", "int4")])
+@settings(max_examples=6)
+@given(st.integers(0, 2**31 - 1), st.data())
+def test_a_row_has_the_bits_that_it_has_alone(family: str, dtype: Any, weights: Weights, seed: int, data: st.DataObject):
+    """Whatever other rows there are, how many, and in which order; so speculation stays exact."""
+    run, plain = layer(family, operations("cpu", weights), jnp.dtype(dtype))
+    x = jnp.asarray(np.random.default_rng(seed).standard_normal((ROWS, HIDDEN), np.float32), dtype)
+    order = np.asarray(data.draw(st.permutations(range(ROWS))))
+    whole = np.asarray(run(x))
+    np.testing.assert_array_equal(run(x[order]), whole[order])
+    for size in (1, 5):
+        np.testing.assert_array_equal(run(x[order[:size]]), whole[order[:size]])
+    count = data.draw(st.integers(0, ROWS))
+    np.testing.assert_array_equal(run(x, jnp.int32(count))[:count], whole[:count])
+    if weights == "auto":
+        np.testing.assert_allclose(whole, plain(x), rtol=0, atol=1e-4 if dtype == "float32" else 0.5)
