@@ -30,7 +30,8 @@ from tilewright.models.checkpoint import CONFIG, GENERATION_CONFIG, byte_progres
 from tilewright.models.hub import TOKENIZER, TOKENIZER_PARTS
 
 SMALL = [CONFIG, GENERATION_CONFIG, *TOKENIZER, *TOKENIZER_PARTS]
-WANTED = [*SMALL, "*.safetensors", "*.safetensors.index.json"]
+WANTED = [*SMALL, "*.safetensors", "*.safetensors.index.json", "mask_embedding.pt"]
+"""The last one belongs to some drafters; see `torch_file.py`."""
 UNWANTED = ["*/*"]
 """Files in subfolders: other exports of the same weights."""
 COMMIT = re.compile("[0-9a-f]{40}")
