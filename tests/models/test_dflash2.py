@@ -107,8 +107,13 @@ def test_what_may_be_absent():
         ({}, {"output_multiplier": -1}, "output_multiplier must be a positive number, found -1"),
         ({}, {"final_logit_softcapping": "x"}, "final_logit_softcapping must be a positive number, found 'x'"),
         ({}, {"markov_rank": 256}, "dflash_config has unknown fields: markov_rank"),
-        ({"is_causal": None}, {}, "is_causal must be false where layers slide"),
-        ({"is_causal": True}, {}, "is_causal must be false where layers slide"),
+        ({"is_causal": 1}, {}, "is_causal must be true or false, found 1"),
+        ({"is_neox_style": False}, {}, "is_neox_style=False is not supported"),
+        ({"rope_dim": 64}, {}, "rope_dim=64 is not supported .only 128."),
+        ({"v_head_dim": 64}, {}, "v_head_dim=64 is not supported .only 128."),
+        ({"logit_scale": 0.5}, {}, "logit_scale=0.5 is not supported"),
+        ({}, {"attention_value_scale": -1}, "attention_value_scale must be a positive number, found -1"),
+        ({}, {"attention_sink_bias": "x"}, "attention_sink_bias must be true or false, found 'x'"),
         ({"layer_types": ["sliding_attention"] * 4}, {}, "layer_types must name full_attention or sliding_attention for"),
         ({"layer_types": ["chunked"] * 5}, {}, "layer_types must name full_attention or sliding_attention for"),
         ({"layer_types": None}, {}, "use_sliding_window needs layer_types"),
@@ -125,7 +130,7 @@ def test_a_field_that_does_not_fit_is_named(change: dict[str, Any], inside: dict
 
 
 def test_every_field_that_does_not_fit_is_named_at_once():
-    fields = {**MUSE, "is_causal": True, "hidden_size": 100, "model_type": "llama", "num_attention_heads": 0}
+    fields = {**MUSE, "is_causal": "yes", "hidden_size": 100, "model_type": "llama", "num_attention_heads": 0}
     fields["dflash_config"] = MUSE["dflash_config"] | {"selector_rank": "r", "markov_rank": 1, "block_size": 1}
     with pytest.raises(ValueError, match="markov_rank") as caught:
         dflash2.config_from_hf(fields)

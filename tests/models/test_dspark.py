@@ -85,8 +85,9 @@ def test_a_block_whose_first_slot_does_not_draft():
         ({"markov_rank": None}, "markov_rank must be a positive integer, found None"),
         ({"candidate_top_k": 200000}, "candidate_top_k 200000 exceeds the 151936 tokens that can be proposed"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported"),
-        ({"is_causal": True}, "is_causal=True is not supported"),
-        ({"layer_types": ["sliding_attention"] * 5}, "is not supported"),
+        ({"is_causal": "no"}, "is_causal must be true or false, found 'no'"),
+        ({"layer_types": ["sliding_attention"] * 5}, "use_sliding_window is false, but layer_types has sliding_attention"),
+        ({"dspark_bonus_anchor": True, "sample_from_anchor": True}, "dspark_bonus_anchor=True is not supported .only False."),
         ({"sample_from_anchor": 1}, "sample_from_anchor must be true or false, found 1"),
         ({"mask_token_id": None}, "mask_token_id is missing"),
         ({"dflash_config": {"selector_rank": 4}}, "dflash_config has unknown fields: selector_rank"),
@@ -100,12 +101,11 @@ def test_a_field_that_does_not_fit_is_named(change: dict[str, Any], message: str
 
 @pytest.mark.parametrize("plain_names", [False, True])
 def test_names_and_values_survive_a_round_trip(tmp_path: Path, plain_names: bool):
-    """With or without `.weight`; a confidence head and copies of the target's arrays are passed over."""
+    """With or without `.weight`; a confidence head is passed over."""
     pair = as_dspark(PLAIN_PAIR, plain_names=plain_names, enable_confidence_head=True)
     _, folder = as_folders(tmp_path, pair, model_prefix=plain_names)
     tensors = load_file(folder / "model.safetensors")
-    more = {"confidence_head.proj.weight": (1, 38), "confidence_head.proj.bias": (1,), "lm_head.weight": (16, 32)}
-    more |= {"model.embed_tokens.weight": (16, 32)}
+    more = {"confidence_head.proj.weight": (1, 38), "confidence_head.proj.bias": (1,)}
     save_file(tensors | {name: np.ones(shape, np.float32) for name, shape in more.items()}, folder / "model.safetensors")
     config, params = load_dflash(folder, read_config(folder), decoder.config_from_hf(pair.target_config), "float32", None)
     save_params(tmp_path / "saved", dspark.config_to_hf(config), dspark.declare(config), params, jnp.float32)

@@ -283,7 +283,7 @@ CONFIG = random_eagle3(0, PAIR.target_config)[0]
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"model_type": "qwen3"}, "model_type='qwen3' is not supported"),
+        ({"model_type": "gemma2"}, "model_type='gemma2' is not supported"),
         ({"num_hidden_layers": 2}, "num_hidden_layers=2 is not supported"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported"),

@@ -96,7 +96,7 @@ def test_a_lattice_as_wide_as_the_drafter_projects_no_embeddings():
         ({}, {"selector_rank": 256}, "dflash_config has unknown fields: selector_rank"),
         ({}, {"sample_from_anchor": True}, "sample_from_anchor=True is not supported"),
         ({"final_logit_softcapping": 30.0}, {}, "final_logit_softcapping=30.0 is not supported"),
-        ({"is_causal": True}, {}, "is_causal=True is not supported"),
+        ({"is_causal": 2}, {}, "is_causal must be true or false, found 2"),
     ],
 )
 def test_a_field_that_does_not_fit_is_named(change: dict[str, Any], inside: dict[str, Any], message: str):

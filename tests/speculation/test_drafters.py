@@ -333,25 +333,26 @@ def test_fields_that_change_no_argmax_are_read_over():
     for changed in (
         {"output_multiplier": 0.25, "final_logit_softcapping": 30.0},
         {"output_multiplier": None, "final_logit_softcapping": None},
-        {"final_logit_softcapping": 0, "is_causal": False, "input_embedding_scale": 1},
-        {"sliding_window": 4096, "use_sliding_window": False},
+        {"final_logit_softcapping": 0, "input_embedding_scale": 1, "use_swa": False},
     ):
         assert dflash.config_from_hf(PAIR.drafter_config | changed) == plain
         inside = PAIR.drafter_config["dflash_config"] | changed
         assert dflash.config_from_hf(PAIR.drafter_config | {"dflash_config": inside}) == plain
+    for changed in ({"is_causal": False}, {"sliding_window": 4096, "use_sliding_window": False}):
+        assert dflash.config_from_hf(PAIR.drafter_config | changed) == plain
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"is_causal": True}, "is_causal=True is not supported"),
-        ({"layer_types": ["sliding_attention"]}, r"layer_types=\['sliding_attention'\] is not supported"),
-        ({"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window=True is not supported"),
-        ({"layer_types": None, "sliding_window": 4096}, "sliding_window=4096 is not supported"),
+        ({"causal": 1}, "causal must be true or false, found 1"),
+        ({"use_swa": True, "swa_window_size": 3}, "swa_window_size must be at least the block's 4, found 3"),
+        ({"is_neox_style": False}, "is_neox_style=False is not supported"),
+        ({"attention_value_scale": 0}, "attention_value_scale must be a positive number, found 0"),
         ({"input_embedding_scale": 0}, "input_embedding_scale must be a positive number, found 0"),
         ({"output_multiplier": -1.0}, "output_multiplier must be a positive number, found -1.0"),
         ({"final_logit_softcapping": -30.0}, "final_logit_softcapping must be a positive number, found -30.0"),
-        ({"sample_from_anchor": True}, "sample_from_anchor=True is not supported"),
+        ({"sample_from_anchor": "yes"}, "sample_from_anchor must be true or false, found 'yes'"),
         ({"architectures": ["Qwen3DominoModel"]}, "architectures=.'Qwen3DominoModel'. is not supported"),
     ],
 )
@@ -360,11 +361,27 @@ def test_newer_fields_that_stop_the_load_are_named(tmp_path: Path, change: dict[
     config = PAIR.drafter_config | change
     if inside:
         config = PAIR.drafter_config | {"dflash_config": PAIR.drafter_config["dflash_config"] | change}
-        if change.get("layer_types", "") is None:
-            config["layer_types"] = None
     if inside and "architectures" in change:
         message = "dflash_config has unknown fields: architectures"
     target, drafter = as_folders(tmp_path, replace(PAIR, drafter_config=config))
+    with pytest.raises(ValueError, match=message):
+        load(target, drafter, table=TABLE)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"is_causal": "x"}, "is_causal must be true or false, found 'x'"),
+        ({"layer_types": ["chunked"]}, r"layer_types must name full_attention or sliding_attention for each of 1 layers"),
+        ({"layer_types": None, "use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window needs layer_types"),
+        ({"layer_types": None, "sliding_window": 4096}, "sliding_window=4096 is not supported"),
+        ({"rope_dim": 4}, r"rope_dim=4 is not supported \(only 16\)"),
+        ({"target_hidden_size": -1}, "target_hidden_size must be a positive integer, found -1"),
+        ({"quantization_config": {"quant_method": "new"}}, "quant_method='new' of the linear layers is not supported"),
+    ],
+)
+def test_fields_of_the_top_level_that_stop_the_load_are_named(tmp_path: Path, change: dict[str, Any], message: str):
+    target, drafter = as_folders(tmp_path, replace(PAIR, drafter_config=PAIR.drafter_config | change))
     with pytest.raises(ValueError, match=message):
         load(target, drafter, table=TABLE)
 

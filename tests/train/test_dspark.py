@@ -1,5 +1,6 @@
 """The DSpark recipe: both losses against NumPy, what learns at once and what later, and a serial head that comes to speak."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from tilewright.train.drafter import Frozen, draw_blocks, frozen_of, save_drafte
 from tilewright.train.dspark import DSparkOptions, drafter_losses, hidden_matrices, train_dspark
 from train.support import DRAFTER, TARGET, counting_stream, options, silent, target_params
 
-CONFIG = DSparkConfig(**vars(DRAFTER), markov_rank=6, candidate_top_k=3)
-BEHIND = DSparkConfig(**vars(DRAFTER), markov_rank=6, candidate_top_k=3, sample_from_anchor=False)
+CONFIG = DSparkConfig(**{**vars(DRAFTER), "sample_from_anchor": True}, markov_rank=6, candidate_top_k=3)
+BEHIND = replace(CONFIG, sample_from_anchor=False)
 TARGET_PARAMS, SIZE = target_params(), CONFIG.block_size
 FROZEN = Frozen(TARGET_PARAMS)
 
@@ -105,8 +106,8 @@ def test_a_draft_vocabulary_leaves_out_what_it_has_not():
     """The losses are those over the whole vocabulary where it has all tokens, in another order or not."""
     stream, (tokens, in_loss) = counting_stream(600, period=23), batch_of(5)
     batch = (jnp.asarray(tokens), jnp.asarray(in_loss))
-    small = DSparkConfig(**{**vars(DRAFTER), "draft_vocab_size": 6}, markov_rank=6, candidate_top_k=3)
-    whole = DSparkConfig(**{**vars(DRAFTER), "draft_vocab_size": 24}, markov_rank=6, candidate_top_k=3)
+    small = replace(CONFIG, draft_vocab_size=6)
+    whole = replace(CONFIG, draft_vocab_size=24)
     for config in (small, whole):
         frozen, chosen = frozen_of(config, TARGET_PARAMS, stream), DSparkOptions(anchors=4)
         losses = jax.jit(partial(drafter_losses, TARGET, config, chosen, PLAIN))
@@ -125,7 +126,7 @@ def test_a_draft_vocabulary_leaves_out_what_it_has_not():
 @pytest.mark.parametrize(("share", "vocab"), [(0.0, None), (0.9, None), (0.9, 8)])
 def test_training_brings_the_serial_head_to_speak(tmp_path: Path, share: float, vocab: int | None):
     """On a text that goes round, of which its target knows nothing; what is saved is what was trained, and goes on."""
-    config = DSparkConfig(**{**vars(DRAFTER), "draft_vocab_size": vocab}, markov_rank=6, candidate_top_k=3)
+    config = replace(CONFIG, draft_vocab_size=vocab)
     stream = counting_stream(600)
     chosen = options(steps=30, batch_size=4, sequence_length=32, learning_rate=1e-2, evaluate_every=15, save_every=30)
     own = DSparkOptions(anchors=8, l1_weight=share)

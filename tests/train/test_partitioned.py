@@ -23,6 +23,7 @@ from tilewright.train.partitioned import TrainingPlacement
 from tilewright.train.sharded import data_mesh
 from train.support import DRAFTER, TARGET, options, random_stream, silent, target_params
 
+DSPARK = DSparkConfig(**{**vars(DRAFTER), "sample_from_anchor": True}, markov_rank=8, candidate_top_k=4)
 KINDS: dict[str, Any] = {
     "dflash": (train_drafter, DRAFTER, DFlashOptions(anchors=3)),
     "dflash2": (
@@ -30,7 +31,7 @@ KINDS: dict[str, Any] = {
         DFlash2Config(**vars(DRAFTER), conv_kernel_size=2, conv_group_size=8, selector_rank=8, selector_top_k=4),
         DFlash2Options(anchors=3),
     ),
-    "dspark": (train_dspark, DSparkConfig(**vars(DRAFTER), markov_rank=8, candidate_top_k=4), DSparkOptions(anchors=3)),
+    "dspark": (train_dspark, DSPARK, DSparkOptions(anchors=3)),
     "lilicorr": (
         train_lilicorr,
         LiLiCorrConfig(

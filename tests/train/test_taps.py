@@ -87,7 +87,7 @@ def test_a_skipped_step_costs_nothing(tmp_path: Path):
     assert len(ran) == 1
 
 
-DSPARK = DSparkConfig(**vars(DRAFTER), markov_rank=6, candidate_top_k=3)
+DSPARK = DSparkConfig(**{**vars(DRAFTER), "sample_from_anchor": True}, markov_rank=6, candidate_top_k=3)
 LILICORR = LiLiCorrConfig(
     **vars(DRAFTER), candidate_top_k=5, lattice_size=12, lattice_layers=1, lattice_heads=3, mlp_ratio=1.5, vector_size=8,
     vector_eps=1e-4, logit_scale=8.0,

@@ -95,8 +95,10 @@ class RoundOptions:
         if self.model_config is None or self.draft_config is None:
             return QWEN3_4B, DFLASH_B16
         target = decoder.config_from_hf(read_config(self.model_config, DEMO), self.model_config)
-        drafter = dflash.config_from_hf(read_config(self.draft_config, DEMO_DRAFTER), self.draft_config, target.num_layers)
+        drafter = dflash.config_from_hf(read_config(self.draft_config, DEMO_DRAFTER), self.draft_config, target)
         dflash.check_fits(drafter, target)
+        if drafter.variations:
+            raise ValueError(f"{self.draft_config}: expected a plain drafter, found one with {', '.join(drafter.variations)}")
         return target, drafter
 
     def setups(self) -> list[list[RoundSetup]]:

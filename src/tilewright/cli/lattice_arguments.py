@@ -34,7 +34,7 @@ class DSparkArguments:
 
     def config(self, backbone: DFlashConfig) -> DSparkConfig:
         made = DSparkConfig(
-            **vars(backbone),
+            **{**vars(backbone), "sample_from_anchor": True},
             markov_rank=given(self.markov_rank, 256),
             candidate_top_k=given(self.markov_top_k, min(dspark.TOP_K, backbone.proposed)),
         )

@@ -95,7 +95,8 @@ class DFlashArguments:
         folder = hub.resolve(self.start, console=progress_console(console))
         fields, where = read_config(folder), str(folder / CONFIG)
         kind = block_kind(fields)
-        read: DFlashConfig = kind.model.config_from_hf(fields, where, config.num_target_layers)
+        layers = fields.get("num_target_layers") or config.num_target_layers
+        read: DFlashConfig = kind.model.config_from_hf({**fields, "num_target_layers": layers}, where)
         found = replace(read, expected_acceptance=())
         config = replace(config, last_tap_before_norm=found.last_tap_before_norm)
         under = kind.model is dflash and isinstance(config, DFlash2Config | LiLiCorrConfig)

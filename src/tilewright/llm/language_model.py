@@ -110,11 +110,10 @@ class LanguageModel:
         """
         other, target, head = copy(self), self.model.models.target, None
         members, each = (drafter.members, params) if isinstance(drafter, Team) else ((drafter,), (params,))
-        prepared = [self.prepared(*one) for one in zip(members, each, strict=True)]
+        members, each = zip(*[self.prepared(*one) for one in zip(members, each, strict=True)], strict=True)
         reading = [one for one in members if one is not None and one.reads_target_head and one.dtype is not None]
         if reading and reading[0].dtype != self.dtype and self.weights == "auto":
             head = self.head_in(DTYPES[cast(str, reading[0].dtype)])
-        members, each = zip(*prepared, strict=True)
         other.drafter, own = members[0], each[0]
         if isinstance(drafter, Team):
             other.drafter, own = replace(drafter, members=members), each
@@ -127,6 +126,8 @@ class LanguageModel:
         if drafter is None or drafter.dtype is None:
             return drafter, params
         if isinstance(drafter, DFlash):
+            if self.placement is None:
+                drafter, params = drafter.without_copies(params, self.model.models.target.embed, self.head_columns)
             params = drafter.with_head(params, self.head_columns)
         prepared = self.ops.prepare(drafter.declared, params)
         return replace(cast(Any, drafter), ops=self.ops), prepared if self.placement is None else self.placement.whole(prepared)

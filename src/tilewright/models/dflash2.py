@@ -22,14 +22,14 @@ from jaxtyping import Float, Float32, Int, Int32
 from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import argmax
 from tilewright.models import convolution, dflash
-from tilewright.models.config import ConfigReader
 from tilewright.models.convolution import Convolution
+from tilewright.models.decoder import DecoderConfig
 from tilewright.models.dflash import DFlashConfig, DFlashParams
+from tilewright.models.drafter_fields import open_config
 from tilewright.models.params import ArraySpec, initialise, matrix
 
 ARCHITECTURE = "DFlash2DraftModel"
 OWN_FIELDS = (*convolution.SIZES, "selector_rank", "selector_top_k")
-KINDS = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,6 @@ class DFlash2Config(DFlashConfig):
         selector_top_k: K.
         output_multiplier: of the logits, before the softcap.
         final_logit_softcapping: bounds the logits, `cap * tanh(logit / cap)`; None leaves them.
-        sliding_window: how many positions a query sees in the layers of `sliding_layers`, its own included; all of its block.
     """
 
     conv_kernel_size: int
@@ -52,13 +51,6 @@ class DFlash2Config(DFlashConfig):
     selector_top_k: int
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
-    sliding_window: int | None = None
-    sliding_layers: tuple[int, ...] = ()
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """Each layer's window; None where a query sees everything."""
-        return tuple(self.sliding_window if n in self.sliding_layers else None for n in range(self.num_layers))
 
 
 def is_dflash2(fields: Mapping[str, Any]) -> bool:
@@ -67,52 +59,27 @@ def is_dflash2(fields: Mapping[str, Any]) -> bool:
     return isinstance(names, list) and ARCHITECTURE in names
 
 
-def _read_windows(read: ConfigReader, layers: int, block_size: int) -> dict[str, Any]:
-    """Window and sliding layers. A block must see the whole of itself, which is what it was trained with."""
-    kinds = read.fields.get("layer_types")
-    kinds = ["full_attention"] * layers if kinds is None else kinds
-    good = isinstance(kinds, list) and len(kinds) == layers and all(kind in KINDS for kind in kinds)
-    read.require(good, f"layer_types must name {' or '.join(KINDS)} for each of {layers} layers, found {kinds!r}")
-    sliding = tuple(n for n, kind in enumerate(kinds) if kind == KINDS[1]) if good else ()
-    used = read.flag("use_sliding_window", default=bool(sliding))
-    if not sliding:
-        # A window that no layer has is one that is not used, unless nothing says which layers have it.
-        read.require(not used or "layer_types" in read.fields, "use_sliding_window needs layer_types, which say where")
-        dflash.refuse_loose_window(read)
-        read.expect("is_causal", False)
-        return {}
-    read.require(used, "use_sliding_window is false, but layer_types has sliding_attention")
-    causal = read.fields.get("is_causal")
-    read.require(causal is False, f"is_causal must be false where layers slide (absent, they are causal), found {causal!r}")
-    window = read.integer("sliding_window")
-    read.require(window >= block_size, f"sliding_window must be at least the block's {block_size}, found {window}")
-    return {"sliding_window": window, "sliding_layers": sliding}
-
-
-def config_from_hf(
-    fields: Mapping[str, Any], where: str = "config.json", num_target_layers: int | None = None
-) -> DFlash2Config:
+def config_from_hf(fields: Mapping[str, Any], where: str = "config.json", target: DecoderConfig | None = None) -> DFlash2Config:
     """Reads a drafter's `config.json`; see `dflash.config_from_hf`.
 
     Raises:
-        ValueError: one message that lists everything missing or unsupported.
+        ValueError: one message that lists everything missing or unsupported, and then all that does not fit the target.
     """
-    read, inner = dflash.open_config(fields, where)
+    read, inner = open_config(fields, where)
     read.expect_all("architectures", ARCHITECTURE)
-    read.expect("sample_from_anchor", False)
-    backbone = dflash.read_backbone(read, inner, (*dflash.DFLASH_FIELDS, *OWN_FIELDS), num_target_layers)
+    backbone = dflash.read_backbone(read, inner, OWN_FIELDS, target)
     cap = read.fields.get("final_logit_softcapping", 0)
+    own: dict[str, Any] = {name: read.integer(name) for name in OWN_FIELDS}
     config = DFlash2Config(
         **vars(backbone),
-        **{name: read.integer(name) for name in OWN_FIELDS},
+        **own,
         output_multiplier=read.number("output_multiplier", default=1.0),
         final_logit_softcapping=read.number("final_logit_softcapping", default=1.0) if cap != 0 else None,
-        **_read_windows(read, backbone.num_layers, backbone.block_size),
     )
     hidden, group, top_k = config.hidden_size, config.conv_group_size, config.selector_top_k
     read.require(hidden % group == 0, f"conv_group_size {group} does not divide hidden_size {hidden}")
     read.require(top_k <= config.proposed, f"selector_top_k {top_k} exceeds the {config.proposed} tokens that can be proposed")
-    read.finish()
+    dflash.finish(read, config, target)
     return config
 
 
@@ -124,15 +91,8 @@ def config_to_hf(config: DFlash2Config) -> dict[str, Any]:
         own["output_multiplier"] = config.output_multiplier
     if config.final_logit_softcapping is not None:
         own["final_logit_softcapping"] = config.final_logit_softcapping
-    return {
-        **fields,
-        "architectures": [ARCHITECTURE],
-        "dflash_config": fields["dflash_config"] | own,
-        "layer_types": [KINDS[n in config.sliding_layers] for n in range(config.num_layers)],
-        "sliding_window": config.sliding_window,
-        "use_sliding_window": bool(config.sliding_layers),
-        "is_causal": False,
-    }
+    full = {"sliding_window": None, "use_sliding_window": False, "is_causal": False}
+    return {**full, **fields, "architectures": [ARCHITECTURE], "dflash_config": fields["dflash_config"] | own}
 
 
 @jax.tree_util.register_dataclass
@@ -154,7 +114,7 @@ class Selector:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DFlash2Params:
-    """All arrays of a drafter; embedding and output head are the target's. One convolution of each kind for each layer."""
+    """All arrays of a drafter. One convolution of each kind for each layer."""
 
     backbone: DFlashParams
     attention_convs: tuple[Convolution, ...]

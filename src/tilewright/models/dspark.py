@@ -23,17 +23,20 @@ from jaxtyping import Float32, Int
 
 from tilewright.kernels.operations import Operations, Transposed
 from tilewright.models import dflash
+from tilewright.models.decoder import DecoderConfig
 from tilewright.models.dflash import DFlashConfig, DFlashParams
 from tilewright.models.dflash2 import Selector
+from tilewright.models.drafter_fields import open_config
 from tilewright.models.params import ArraySpec
 
 ARCHITECTURES = ("Qwen3DSparkModel", "DSparkDraftModel")
 """The published name, and that of files that keep the fields in `dflash_config`."""
 
 KNOWN = (
-    "projector_type markov_rank markov_head_type enable_confidence_head confidence_head_with_markov num_anchors candidate_top_k"
+    "projector_type markov_rank markov_head_type enable_confidence_head confidence_head_with_markov candidate_top_k "
+    "dspark_bonus_anchor"
 ).split()
-"""What a `dflash_config` may hold besides DFlash's fields."""
+"""Fields that its configurations have besides DFlash's."""
 
 TOP_K = 16
 
@@ -47,16 +50,11 @@ class DSparkConfig(DFlashConfig):
             `block_size` means in a `config.json`.
         markov_rank: r.
         candidate_top_k: K. A field of our own.
-        sample_from_anchor: slot 0, which holds the known token, drafts the one after it.
     """
 
     markov_rank: int
     candidate_top_k: int = TOP_K
     sample_from_anchor: bool = True
-
-    @property
-    def first_slot(self) -> int:
-        return 0 if self.sample_from_anchor else 1
 
 
 def is_dspark(fields: Mapping[str, Any]) -> bool:
@@ -65,31 +63,29 @@ def is_dspark(fields: Mapping[str, Any]) -> bool:
     return isinstance(names, list) and len(names) == 1 and names[0] in ARCHITECTURES
 
 
-def config_from_hf(fields: Mapping[str, Any], where: str = "config.json", num_target_layers: int | None = None) -> DSparkConfig:
+def config_from_hf(fields: Mapping[str, Any], where: str = "config.json", target: DecoderConfig | None = None) -> DSparkConfig:
     """Reads a drafter's `config.json`, whose fields stand at the top or inside `dflash_config`; see `dflash.config_from_hf`.
 
     Raises:
-        ValueError: one message that lists everything missing or unsupported.
+        ValueError: one message that lists everything missing or unsupported, and then all that does not fit the target.
     """
-    read, inner = dflash.open_config(fields, where)
-    names = fields.get("architectures")
-    read.require(is_dspark(fields), f"architectures={names!r} is not supported (only {' or '.join(ARCHITECTURES)})")
-    dflash.refuse_other_attention(read)
+    read, inner = open_config(fields, where)
+    names = read.fields.get("architectures")
+    read.require(is_dspark(read.fields), f"architectures={names!r} is not supported (only {' or '.join(ARCHITECTURES)})")
     read.expect("output_multiplier", 1)
     read.expect("final_logit_softcapping", 0)
     read.expect("projector_type", "dspark")
     read.expect("markov_head_type", "vanilla")
-    backbone = dflash.read_backbone(read, inner, (*dflash.DFLASH_FIELDS, *KNOWN), num_target_layers)
-    anchored = read.flag("sample_from_anchor", default=True)
+    backbone = dflash.read_backbone(read, inner, KNOWN, target, anchored=read.fields.get("dspark_bonus_anchor") is not True)
+    read.expect("dspark_bonus_anchor", not backbone.sample_from_anchor)
     config = DSparkConfig(
-        **{**vars(backbone), "block_size": backbone.block_size + anchored},
+        **vars(backbone),
         markov_rank=read.integer("markov_rank"),
         candidate_top_k=read.integer("candidate_top_k", default=min(TOP_K, backbone.proposed)),
-        sample_from_anchor=anchored,
     )
     top_k, most = config.candidate_top_k, config.proposed
     read.require(top_k <= most, f"candidate_top_k {top_k} exceeds the {most} tokens that can be proposed")
-    read.finish()
+    dflash.finish(read, config, target)
     return config
 
 
@@ -101,7 +97,6 @@ def config_to_hf(config: DSparkConfig) -> dict[str, Any]:
         **fields,
         **inner,
         "architectures": [ARCHITECTURES[0]],
-        "block_size": config.slots,
         "sample_from_anchor": config.sample_from_anchor,
         "markov_rank": config.markov_rank,
         "markov_head_type": "vanilla",
@@ -113,7 +108,7 @@ def config_to_hf(config: DSparkConfig) -> dict[str, Any]:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DSparkParams:
-    """All arrays of a drafter; embedding and output head are the target's.
+    """All arrays of a drafter.
 
     Attributes:
         selector: the serial head: W1 `[V, r]` for the token before, W2 `[W, r]` for the tokens that can be proposed, and no
@@ -138,15 +133,13 @@ def declare(config: DSparkConfig) -> DSparkParams:
 
 
 def stored_name(name: str) -> str:
-    """The declared name of a stored tensor: without a leading `model.`, and with the `.weight` that some files leave out."""
-    name = name.removeprefix("model.")
+    """The declared name of a stored tensor, with the `.weight` that some files leave out."""
     return f"{name}.weight" if name in SERIAL else name
 
 
 def is_passed_over(name: str) -> bool:
-    """Whether a stored tensor is not read: the confidence head, and the copies that some files hold of the target's own."""
-    plain = name.removeprefix("model.")
-    return plain in ("embed_tokens.weight", "lm_head.weight") or plain.startswith("confidence_head.")
+    """Whether a stored tensor is not read: the confidence head."""
+    return name.startswith("confidence_head.")
 
 
 def serial_logits(ops: Operations, selector: Selector, before: Int[Array, "*rows"]) -> Float32[Array, "*rows W"]:

@@ -27,13 +27,17 @@ from tilewright.models.checkpoint import CONFIG, load_params, load_stored, read_
 from tilewright.models.config import ConfigReader, Sizes
 from tilewright.models.decoder import DecoderConfig, Layer, declare_layer, head_norms, mlp, output
 from tilewright.models.draft_vocab import MAPS, maps_from_target_ids, target_ids_from_maps
+from tilewright.models.drafter_layouts import as_published, is_alongside, plain_name
 from tilewright.models.families.llama import LLAMA
+from tilewright.models.families.qwen import QWEN3
 from tilewright.models.params import ArraySpec, matrix, norm_weight
 from tilewright.models.stored import read_headers
 
 BLOCK_SIZE = 8
 """The known token and the seven that the published drafters were trained to draft (EAGLE-3, training-time test)."""
 
+FAMILIES = {family.name: family for family in (LLAMA, QWEN3)}
+"""Those that a drafter's layer may be of."""
 EAGLE_FIELDS: dict[str, object] = {
     "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
     "use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1, "parallel_draft_heads_num_layers": None,
@@ -54,6 +58,7 @@ class Eagle3Config(Sizes):
         block_size: tokens drafted at once that it was trained for, the known one included.
         norm_before_residual: the residual stream starts from the normalised feature.
         own_embedding: the checkpoint holds an embedding; otherwise the target's serves.
+        family: that of the layer: Qwen3's has norms of queries and keys besides.
     """
 
     num_layers: int = 1
@@ -63,6 +68,7 @@ class Eagle3Config(Sizes):
     block_size: int = BLOCK_SIZE
     norm_before_residual: bool = False
     own_embedding: bool = False
+    family: str = "llama"
 
 
 def default_target_layers(num_target_layers: int) -> tuple[int, ...]:
@@ -95,8 +101,15 @@ def _eagle_fields(read: ConfigReader) -> None:
 
 
 def is_eagle3(fields: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` is that of an EAGLE-3 drafter."""
-    return any("eagle3" in str(name).lower() for name in fields.get("architectures") or ()) or "draft_vocab_size" in fields
+    """Whether a `config.json` is that of an EAGLE-3 drafter.
+
+    Some do not say so, and are told by their draft vocabulary; but DFlash's kinds, which name themselves, may have one, too.
+    """
+    names = [str(name).lower() for name in as_published(fields, CONFIG).get("architectures") or ()]
+    if any("eagle3" in name for name in names):
+        return True
+    named = any(kind in name for kind in ("dflash", "dspark", "lilicorr") for name in names)
+    return "draft_vocab_size" in fields and "dflash_config" not in fields and not named
 
 
 def config_from_hf(fields: Mapping[str, Any], num_target_layers: int, where: str = CONFIG) -> Eagle3Config:
@@ -108,12 +121,16 @@ def config_from_hf(fields: Mapping[str, Any], num_target_layers: int, where: str
     Raises:
         ValueError: one message that lists everything missing or unsupported.
     """
+    fields = as_published(fields, where)
     read = ConfigReader(fields, where)
     inner = fields.get("eagle_config") or {}
     if not isinstance(inner, Mapping):
         raise ValueError(f"{where}: eagle_config must be an object, found {inner!r}")
+    if fields.get("model_type") not in (None, *FAMILIES):
+        read.problems.append(f"model_type={fields['model_type']!r} is not supported (only {' or '.join(FAMILIES)})")
+    family = FAMILIES.get(fields.get("model_type") or "llama", LLAMA)
     for name, only in (
-        ("model_type", "llama"), ("hidden_act", "silu"), ("num_hidden_layers", 1), ("attention_bias", False),
+        ("hidden_act", "silu"), ("num_hidden_layers", 1), ("attention_bias", False),
         ("mlp_bias", False), ("tie_word_embeddings", False), ("use_sliding_window", False), ("pretraining_tp", 1),
         ("quantization_config", None),
     ):  # fmt: skip
@@ -124,9 +141,10 @@ def config_from_hf(fields: Mapping[str, Any], num_target_layers: int, where: str
     _eagle_fields(read)
     inside = ConfigReader(inner, where)
     taps = inside.token_ids("eagle_aux_hidden_state_layer_ids")
-    sizes = read.sizes()
+    sizes = read.sizes(head_dim=family.head_dim)
     config = Eagle3Config(
         **sizes,
+        family=family.name,
         draft_vocab_size=read.integer("draft_vocab_size", default=sizes["vocab_size"]),
         target_hidden_size=read.integer("target_hidden_size", default=sizes["hidden_size"]),
         target_layer_ids=taps or default_target_layers(num_target_layers),
@@ -147,7 +165,7 @@ def config_to_hf(config: Eagle3Config) -> dict[str, Any]:
     """The `config.json` of a drafter that was trained here, with the fields of the published ones."""
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
+        "model_type": config.family,
         **config.to_hf(),
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
@@ -206,7 +224,7 @@ def declare(config: Eagle3Config) -> Eagle3Params:
     return Eagle3Params(
         fc=matrix("fc.weight", len(config.target_layer_ids) * config.target_hidden_size, h, ("taps", "hidden")),
         hidden_norm=norm_weight("midlayer.hidden_norm.weight", h),
-        layer=declare_layer(config, "midlayer", LLAMA, inputs=2 * h),
+        layer=declare_layer(config, "midlayer", FAMILIES[config.family], inputs=2 * h),
         norm=norm_weight("norm.weight", h),
         head=matrix("lm_head.weight", h, config.draft_vocab_size, ("hidden", "vocab"), kind="head"),
         embed=embed,
@@ -214,11 +232,13 @@ def declare(config: Eagle3Config) -> Eagle3Params:
 
 
 def _plain_name(name: str) -> str:
-    return name.removeprefix("model.")
+    """The declared name of a stored tensor; speculators' files count the layer."""
+    plain = plain_name(name)
+    return f"midlayer.{plain.removeprefix('layers.0.')}" if plain.startswith("layers.0.") else plain
 
 
-def _is_map(name: str) -> bool:
-    return _plain_name(name) in MAPS
+def _is_no_array(name: str) -> bool:
+    return _plain_name(name) in MAPS or is_alongside(name)
 
 
 def load(
@@ -227,16 +247,25 @@ def load(
     """Reads a drafter for a target: its configuration, and its parameters as `dtype`.
 
     Raises:
-        ValueError: what is missing, unknown or unsupported in the files; how the drafter does not fit; or that its vocabulary
-            maps contradict themselves or each other.
+        ValueError: what is missing, unknown or unsupported in its configuration; or all of how the drafter does not fit, its
+            tensors do not fit, and its vocabulary maps contradict themselves or each other.
     """
     config = config_from_hf(read_config(folder), target.num_layers, str(folder / CONFIG))
     names = {_plain_name(tensor.name) for tensor in read_headers(weight_files(folder))}
     config = replace(config, own_embedding="embed_tokens.weight" in names)
-    check_fits(config, target)
-    maps = load_stored(folder, MAPS, _plain_name)
-    ids = target_ids_from_maps(config.draft_vocab_size, config.vocab_size, maps, str(folder))
-    params = load_params(folder, declare(config), dtype, rename=_plain_name, ignore=_is_map, console=console)
+    problems, ids, params = [], None, None
+    try:
+        check_fits(config, target)
+    except ValueError as error:
+        problems.append(str(error))
+    try:
+        params = load_params(folder, declare(config), dtype, rename=_plain_name, ignore=_is_no_array, console=console)
+        maps = load_stored(folder, MAPS, _plain_name)
+        ids = target_ids_from_maps(config.draft_vocab_size, config.vocab_size, maps, str(folder))
+    except ValueError as error:
+        problems.append(str(error))
+    if params is None or problems:
+        raise ValueError("; ".join(problems))
     return config, replace(params, target_ids=jnp.asarray(ids))
 
 

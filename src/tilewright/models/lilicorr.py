@@ -27,7 +27,9 @@ from tilewright.kernels.operations import Operations
 from tilewright.models import convolution, dflash
 from tilewright.models.config import ConfigReader
 from tilewright.models.convolution import Convolution
+from tilewright.models.decoder import DecoderConfig
 from tilewright.models.dflash import DFlashConfig, DFlashParams
+from tilewright.models.drafter_fields import open_config
 from tilewright.models.params import ArraySpec, initialise, matrix, norm_weight
 
 ARCHITECTURE = "LiLiCorrDraftModel"
@@ -48,7 +50,7 @@ KNOWN = (
     *convolution.SIZES, "conv_projection_init_std", "projector_type", "lilicorr_enabled", WIDTH, *INTEGERS.values(),
     *NUMBERS.values(),
 )  # fmt: skip
-"""What a `dflash_config` may hold besides DFlash's fields."""
+"""Fields that its configurations have besides DFlash's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,22 +90,21 @@ def is_lilicorr(fields: Mapping[str, Any]) -> bool:
 
 
 def config_from_hf(
-    fields: Mapping[str, Any], where: str = "config.json", num_target_layers: int | None = None
+    fields: Mapping[str, Any], where: str = "config.json", target: DecoderConfig | None = None
 ) -> LiLiCorrConfig:
     """Reads a drafter's `config.json`; see `dflash.config_from_hf`. All sizes of the lattice must be there, as in their code.
 
     Raises:
-        ValueError: one message that lists everything missing or unsupported.
+        ValueError: one message that lists everything missing or unsupported, and then all that does not fit the target.
     """
-    read, inner = dflash.open_config(fields, where)
+    read, inner = open_config(fields, where)
     read.expect_all("architectures", ARCHITECTURE)
     read.expect("projector_type", "lilicorr")
     read.expect("lilicorr_enabled", True)
     read.expect("sample_from_anchor", False)
     read.expect("output_multiplier", 1)
     read.expect("final_logit_softcapping", 0)
-    dflash.refuse_other_attention(read)
-    backbone = dflash.read_backbone(read, inner, (*dflash.DFLASH_FIELDS, *KNOWN), num_target_layers)
+    backbone = dflash.read_backbone(read, inner, KNOWN, target)
     wide = read.fields.get(WIDTH) in (None, 0)  # which is H for those who train them
     own: dict[str, Any] = {name: read.integer(field) for name, field in INTEGERS.items()}
     own |= {name: _required_number(read, field) for name, field in NUMBERS.items()}
@@ -118,7 +119,7 @@ def config_from_hf(
     group = config.conv_group_size or 1
     read.require(config.hidden_size % group == 0, f"conv_group_size {group} does not divide hidden_size {config.hidden_size}")
     read.require(config.mlp_size >= 1, f"lilicorr_mlp_ratio {config.mlp_ratio} leaves nothing of {WIDTH} {size}")
-    read.finish()
+    dflash.finish(read, config, target)
     return config
 
 
@@ -200,7 +201,7 @@ class Lattice:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LiLiCorrParams:
-    """All arrays of a drafter; embedding and output head are the target's. The convolutions are empty where there are none."""
+    """All arrays of a drafter. The convolutions are empty where there are none."""
 
     backbone: DFlashParams
     lattice: Lattice

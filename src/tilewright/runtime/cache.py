@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from tilewright.kernels import select
-from tilewright.kernels.operations import UNMAPPED, Heads, Operations, Pool, Projection
+from tilewright.kernels.operations import UNMAPPED, Heads, Operations, Pool, Projection, Scores
 
 
 @runtime_checkable
@@ -152,12 +152,19 @@ class Ring(InRows):
         return replace(self, k=put(self.k, k), v=put(self.v, v))
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=["window"])
+@partial(jax.tree_util.register_dataclass, data_fields=["k", "v", "sinks"], meta_fields=["window", "causal"])
 @dataclass(frozen=True)
 class Sliding(Ring):
-    """A ring for a layer whose query at position p sees the positions above `p - window` alone: each row of a block its own."""
+    """A ring for a layer whose query at position p sees the positions above `p - window` alone: each row of a block its own.
+
+    Attributes:
+        causal: the queries of a block see only those of its positions that are not behind their own.
+        sinks: see `operations.Scores`; no part of what is kept, but set where attention is computed.
+    """
 
     window: int
+    causal: bool = False
+    sinks: Any = None
 
     def attend_before(
         self,
@@ -170,8 +177,9 @@ class Sliding(Ring):
         held = last - (last - jnp.arange(slots)[None]) % slots  # negative where there was no such position yet
         positions = stop[:, None] + jnp.arange(q.shape[1])[None]
         seen = (held[:, None] >= 0) & (held[:, None] > positions[:, :, None] - self.window)
-        whole = jnp.ones((1, q.shape[1], own[0].shape[2]), bool)
-        return select.attention_over(q, [select.KeyValues(self.k, self.v, seen), select.KeyValues(*own, whole)])
+        block = jnp.ones((1, q.shape[1], own[0].shape[2]), bool)
+        parts = [select.KeyValues(self.k, self.v, seen), select.KeyValues(*own, jnp.tril(block) if self.causal else block)]
+        return select.attention_over(q, parts, Scores(sinks=self.sinks))
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["pool", "table"], meta_fields=["group"])

@@ -26,6 +26,7 @@ from tilewright.models.checkpoint import save_params
 from tilewright.models.config import LayerKind
 from tilewright.models.decoder import DecoderConfig, DecoderParams, Layer
 from tilewright.models.dflash import DFlashConfig, DFlashParams
+from tilewright.models.dflash2 import DFlash2Config
 from tilewright.models.draft_vocab import DraftVocab, draft_ids, maps_from_target_ids
 from tilewright.models.params import initialise
 from tilewright.train.checkpoint import fingerprint
@@ -440,6 +441,8 @@ def train_blocks(
 ) -> TrainResult:  # fmt: skip
     """Trains a drafter of any of these kinds; arguments as for `train_drafter`. It keeps the draft vocabulary of `start`."""
     dflash.check_fits(config, target)
+    if untrained := [name for name in config.variations if name != "windows" or not isinstance(config, DFlash2Config)]:
+        raise ValueError(f"expected a drafter as they are trained here, found one with {', '.join(untrained)}")
     check_anchors(drafter_options, options)
 
     def init() -> Any:

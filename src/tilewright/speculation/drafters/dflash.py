@@ -15,10 +15,17 @@ from tilewright.kernels.operations import Norm, Operations
 from tilewright.models import decoder, dflash, draft_vocab
 from tilewright.models.dflash import DFlashConfig, DFlashParams
 from tilewright.models.params import DTYPES, Dtype
+from tilewright.runtime.cache import KVCache, Ring, Sliding
 from tilewright.runtime.interfaces import OneKind, Proposal
 from tilewright.runtime.layout import Layout
 from tilewright.runtime.state import DecodeState, Models, Target, block_positions
 from tilewright.speculation.drafters import base
+
+
+def is_copy(own: Any, other: Any) -> bool:
+    """True if an array is another one in its own dtype."""
+    same = isinstance(other, Array) and own.shape == other.shape
+    return same and bool(jnp.array_equal(other.astype(own.dtype), own))
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ class DFlash(OneKind):
 
     @property
     def reads_target_head(self) -> bool:
-        return self.config.draft_vocab_size is None
+        return not self.config.has_head
 
     @cached_property
     def declared(self) -> Any:
@@ -68,23 +75,53 @@ class DFlash(OneKind):
 
     def with_own_head(self, declared: Any) -> Any:
         """A declaration with that of the draft vocabulary, if there is one."""
-        size = self.config.draft_vocab_size
-        return declared if size is None else dflash.with_vocab(declared, draft_vocab.declare(size, self.config.hidden_size))
+        vocab = draft_vocab.declare(self.config.proposed, self.config.hidden_size)
+        return dflash.with_vocab(declared, vocab) if self.config.has_head else declared
 
     def with_head(self, params: Any, columns: Callable[[Int[Array, " W"]], Array]) -> Any:
-        """Loaded parameters with the head of the draft vocabulary, if there is one.
+        """Loaded parameters with the head of the draft vocabulary, if there is one that lacks it.
 
         Args:
             columns: gives the target's output head for some tokens, `[hidden, W]`.
         """
         vocab = dflash.backbone_of(params).vocab
-        if vocab is None:
+        if vocab is None or vocab.head is not None:
             return params
         return dflash.with_vocab(params, replace(vocab, head=columns(vocab.ids).astype(DTYPES[self.dtype])))
 
+    def without_copies(self, params: Any, embed: Any, columns: Callable[[Int[Array, " W"]], Array]) -> tuple["DFlash", Any]:
+        """The drafter and its loaded parameters without an embedding or a head that is only a copy of the target's.
+
+        Args:
+            embed: the target's embedding.
+            columns: see `with_head`.
+        """
+        config, backbone = self.config, dflash.backbone_of(params)
+        if config.own_embedding and is_copy(backbone.embed, embed):
+            config, params = replace(config, own_embedding=False), dflash.with_backbone(params, embed=None)
+        whole = config.own_head and config.draft_vocab_size is None and config.hidden_size == config.tap_size
+        if whole and is_copy(backbone.vocab.head, columns(backbone.vocab.ids)):
+            config, params = replace(config, own_head=False), dflash.with_vocab(params, None)
+        return replace(self, config=config), params
+
     def allocate(self, layout: Layout, target: Target, dtype: DTypeLike) -> Any:
-        config, own = self.config, DTYPES[self.dtype]
-        return layout.caches(self.ops, config.num_layers, config.num_kv_heads, config.head_dim, own, self.window)
+        return tuple(self.allocate_layer(n, layout) for n in range(self.config.num_layers))
+
+    def allocate_layer(self, n: int, layout: Layout) -> KVCache:
+        """The context of a layer.
+
+        A window that no query comes to the end of is none. What pages cannot do (windows of each query's own, an order within
+        the block, sinks) a ring does.
+        """
+        config, end = self.config, layout.capacity + self.config.block_size
+        sizes = (self.ops, 1, config.num_kv_heads, config.head_dim, DTYPES[self.dtype])
+        window, causal = min(config.windows[n] or end, end), n in config.causal_layers
+        if window == end and not causal and not config.attention_sinks:
+            (whole,) = layout.caches(*sizes, self.window)
+            return whole
+        (ring,) = layout.caches(*sizes, window - 1 if self.window is None else min(window - 1, self.window))
+        assert isinstance(ring, Ring)
+        return Sliding(ring.k, ring.v, window, causal)
 
     def propose(self, target: Target, models: Models, state: DecodeState) -> Proposal:
         """Drafts the drafter's most likely token for each slot behind the known one."""
@@ -109,10 +146,21 @@ class DFlash(OneKind):
         """Hidden states of every slot that drafts, which the head reads."""
         first = self.config.first_slot
         tokens = block[:, : block.shape[1] - 1 + first]
-        embedded = target.schedule.embed(target.ops, models.target.embed, tokens).astype(DTYPES[self.dtype])
-        positions = block_positions(state.known, tokens.shape[1])
+        positions, embedded = block_positions(state.known, tokens.shape[1]), self.embed(target, models, tokens)
         ran = self.run_block(models, embedded, positions, self.caches(state), dflash.attend_context, state.known)
         return ran[:, first:]
+
+    def embed(self, target: Target, models: Models, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
+        """The embeddings that the drafter reads: its own or the target's, with its own of the mask token if it has one."""
+        backbone = self.backbone(models)
+        if backbone.embed is None:
+            rows = target.schedule.embed(target.ops, models.target.embed, tokens)
+        else:
+            rows = self.ops.gather_rows(backbone.embed, tokens)
+        rows = rows.astype(DTYPES[self.dtype])
+        if backbone.mask is None:
+            return rows
+        return jnp.where((tokens == self.config.mask_token_id)[..., None], backbone.mask.astype(rows.dtype), rows)
 
     def caches(self, state: DecodeState) -> tuple[Any, ...]:
         """The keys and values of the context, layer by layer."""

@@ -6,15 +6,10 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from tilewright.models import convolution, dflash2
 from tilewright.models.dflash2 import DFlash2Config
-from tilewright.models.params import DTYPES
-from tilewright.runtime import cache
-from tilewright.runtime.cache import KVCache
-from tilewright.runtime.layout import Layout
 from tilewright.runtime.state import DecodeState, Models, Target
 from tilewright.speculation.drafters.walking import Candidates, Walking
 
@@ -30,19 +25,6 @@ class DFlash2(Walking):
     @cached_property
     def declared(self) -> Any:
         return self.with_own_head(dflash2.declare(self.config))
-
-    def allocate(self, layout: Layout, target: Target, dtype: DTypeLike) -> Any:
-        return tuple(self.allocate_layer(window, layout) for window in self.config.windows)
-
-    def allocate_layer(self, window: int | None, layout: Layout) -> KVCache:
-        """The context of a layer with this window; in a cache that is shorter, no query comes to the window's end."""
-        sizes = (self.ops, 1, self.config.num_kv_heads, self.config.head_dim, DTYPES[self.dtype])
-        if window is None or window >= layout.capacity + self.config.block_size:
-            (whole,) = layout.caches(*sizes, self.window)
-            return whole
-        (ring,) = layout.caches(*sizes, window - 1 if self.window is None else min(window - 1, self.window))
-        assert isinstance(ring, cache.Ring)
-        return cache.Sliding(ring.k, ring.v, window)
 
     def run_block(self, models: Models, *block: Any) -> Array:
         return convolution.run_block(self.config, self.ops, models.drafter, *block)

@@ -70,7 +70,7 @@ class LiLiCorr(Walking):
         tokens = drafted if vocab is None else vocab.ids[drafted]
         log_probs = values - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         flat = tokens.reshape(tokens.shape[0], -1)
-        embedded = target.schedule.embed(target.ops, models.target.embed, flat).astype(DTYPES[self.dtype])
+        embedded = self.embed(target, models, flat)
         # A row of a single token has no anchor, whatever its context held for another request.
         anchored = state.known > 0
         feature = jnp.where(anchored[:, None], state.draft_cache.feature[:, 0], 0)

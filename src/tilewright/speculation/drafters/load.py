@@ -1,16 +1,21 @@
 """From what a user names to a drafter and its parameters."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from rich.console import Console
 
-from tilewright.models import checkpoint, dflash, dflash2, draft_vocab, dspark, eagle3, hub, lilicorr
+from tilewright.models import checkpoint, dflash, dflash2, draft_vocab, dspark, eagle3, hub, lilicorr, torch_file
 from tilewright.models.decoder import DecoderConfig
-from tilewright.models.params import DTYPES, Dtype
+from tilewright.models.drafter_layouts import as_published, is_alongside, plain_name
+from tilewright.models.params import DTYPES, ArraySpec, Dtype, matrix, spec_leaves
+from tilewright.models.quantised import quantised_layout
+from tilewright.models.stored import finite, read_headers
 from tilewright.runtime.interfaces import Drafter
 from tilewright.speculation.drafters.blockwise import Blockwise
 from tilewright.speculation.drafters.dflash import DFlash
@@ -83,9 +88,9 @@ def load_drafter(
         return (NGram() if size is None else NGram(size)), None
     precision = cast(Dtype, options.drafter_dtype or dtype)
     folder = hub.resolve(source, options.revision, console)
-    fields = checkpoint.read_config(folder)
+    fields = as_published(checkpoint.read_config(folder), str(folder / checkpoint.CONFIG))
     kind = block_kind(fields)
-    chain = kind is DFLASH and eagle3.is_eagle3(fields)  # by its draft vocabulary, perhaps, which others have too
+    chain = kind is DFLASH and eagle3.is_eagle3(fields)
     if options.walk is not None and kind is DFLASH:
         raise ValueError(f"a walk needs {WALKERS}; this is {'an EAGLE-3' if chain else 'a DFlash'} one")
     if chain:
@@ -106,15 +111,23 @@ class Kind(NamedTuple):
         declares: whether a `config.json` declares it.
         model: the module that reads its configuration and declares its arrays.
         drafter: the class that drafts with them.
-        rename: from a stored tensor's name to the declared one.
-        ignore: whether a stored tensor is passed over.
+        rename: from a stored tensor's name, as `drafter_layouts.plain_name` gives it, to the declared one.
+        ignore: whether a tensor of such a name is passed over.
     """
 
     declares: Callable[[Mapping[str, Any]], bool]
     model: Any
     drafter: type[DFlash]
-    rename: Callable[[str], str] = lambda name: name.removeprefix("model.")
+    rename: Callable[[str], str] = lambda name: name
     ignore: Callable[[str], bool] = lambda name: False
+
+    def declared_name(self, name: str) -> str:
+        """The declared name of a stored tensor."""
+        return self.rename(plain_name(name))
+
+    def passes_over(self, name: str) -> bool:
+        """True for a stored tensor that is not read."""
+        return is_alongside(name) or self.ignore(plain_name(name))
 
 
 DFLASH = Kind(lambda fields: True, dflash, DFlash)
@@ -129,7 +142,8 @@ KINDS = (
 
 def block_kind(fields: Mapping[str, Any]) -> Kind:
     """The kind that a `config.json` declares, of DFlash's."""
-    return next(kind for kind in KINDS if kind.declares(fields))
+    published = as_published(fields, checkpoint.CONFIG)
+    return next(kind for kind in KINDS if kind.declares(published))
 
 
 def load_dflash(
@@ -138,36 +152,104 @@ def load_dflash(
     """Reads a drafter of one of DFlash's kinds: its configuration, and its parameters.
 
     Raises:
-        ValueError: all that is wrong with its fields; or, where they can be read, all that keeps it from fitting the target,
-            and all tensors that do not fit.
+        ValueError: all that is wrong with its fields, and all that keeps it from fitting the target; or, where its fields can
+            be read, all of the latter, and all tensors that do not fit.
     """
+    fields = as_published(fields, str(folder / checkpoint.CONFIG))
     kind = block_kind(fields)
-    config = kind.model.config_from_hf(fields, str(folder / checkpoint.CONFIG), target.num_layers)
+    config = kind.model.config_from_hf(fields, str(folder / checkpoint.CONFIG), target)
     problems, params = [], None
+    try:
+        config = with_stored(folder, kind, config)
+        params = load_tensors(folder, kind, config, dtype, console, fields.get("quantization_config"))
+    except ValueError as error:
+        problems.append(str(error))
     try:
         dflash.check_fits(config, target)
     except ValueError as error:
-        problems.append(str(error))
-    try:
-        params = load_tensors(folder, kind, config, dtype, console)
-    except ValueError as error:
-        problems.append(str(error))
+        problems.insert(0, str(error))
     if params is None or problems:
         raise ValueError("; ".join(problems))
-    return config, params
+    return dflash.scaled_values(config, params)
 
 
-def load_tensors(folder: Path, kind: Kind, config: dflash.DFlashConfig, dtype: Dtype, console: Console | None) -> Any:
-    """The arrays of a drafter, and its draft vocabulary; the checkpoint may name them with a leading `model.`."""
-    size = config.draft_vocab_size
+HEAD, EMBEDDING, MASK, MASK_FILE = "lm_head.weight", "embed_tokens.weight", "mask_embedding", "mask_embedding.pt"
+
+
+def with_stored(folder: Path, kind: Kind, config: Any) -> Any:
+    """The configuration, with what only the checkpoint's tensors say: what it has of its own in the target's place."""
+    names = {kind.declared_name(tensor.name) for tensor in read_headers(checkpoint.weight_files(folder))}
+    own = {"own_embedding": EMBEDDING in names, "own_head": HEAD in names}
+    if config.draft_vocab_size is None and "d2t" in names:
+        own |= {"draft_vocab_size": config.vocab_size}
+    return replace(config, **own, mask_embedding=MASK in names or (folder / MASK_FILE).is_file())
+
+
+def load_tensors(
+    folder: Path, kind: Kind, config: dflash.DFlashConfig, dtype: Dtype, console: Console | None, quantisation: Any = None
+) -> Any:
+    """The arrays of a drafter, and its draft vocabulary.
+
+    Args:
+        quantisation: the `quantization_config` of its `config.json`; its matrices are dequantised.
+    """
+    own, precision = (*draft_vocab.MAPS, MASK), DTYPES[dtype]
 
     def ignore(name: str) -> bool:
-        return kind.ignore(name) or (size is not None and kind.rename(name) in draft_vocab.MAPS)
+        plain = kind.declared_name(name)
+        return kind.passes_over(name) or (plain in own and (plain == MASK or config.has_head))
 
-    declared = kind.model.declare(config)
-    params = checkpoint.load_params(folder, declared, DTYPES[dtype], rename=kind.rename, ignore=ignore, console=console)
-    if size is None:
-        return params
-    maps = checkpoint.load_stored(folder, draft_vocab.MAPS, kind.rename)
-    ids = draft_vocab.target_ids_from_maps(size, config.vocab_size, maps, str(folder))
-    return dflash.with_vocab(params, draft_vocab.DraftVocab(jnp.asarray(ids)))
+    declared = dflash.with_backbone(kind.model.declare(config), mask=None)
+    head = matrix(HEAD, config.hidden_size, config.proposed, ("hidden", "vocab"), kind="head") if config.own_head else None
+    tables, declared = whole_tables(folder, kind, config, declared)
+    params, head = checkpoint.load_params(
+        folder, (declared, head), precision, rename=kind.declared_name, ignore=ignore, console=console,
+        layout=quantised_layout(quantisation),
+    )  # fmt: skip
+    if config.has_head:
+        maps = checkpoint.load_stored(folder, draft_vocab.MAPS, kind.declared_name)
+        ids = draft_vocab.target_ids_from_maps(config.proposed, config.vocab_size, maps, str(folder))
+        params = jax.tree.map(lambda spec, array: array[ids] if spec.name in tables else array, declared, params)
+        params = dflash.with_vocab(params, draft_vocab.DraftVocab(jnp.asarray(ids), head))
+    if config.mask_embedding:
+        params = dflash.with_backbone(params, mask=jnp.asarray(mask_embedding(folder, kind, config), precision))
+    return params
+
+
+def whole_tables(folder: Path, kind: Kind, config: dflash.DFlashConfig, declared: Any) -> tuple[set[str], Any]:
+    """Tables that have a row for each token that can be proposed, but are stored with one for each of the target's.
+
+    Returns:
+        their names, and the declaration with them as they are stored.
+    """
+    stored = {kind.declared_name(each.name): each.shape for each in read_headers(checkpoint.weight_files(folder))}
+
+    def is_whole(spec: ArraySpec) -> bool:
+        rows = spec.kind == "embedding" and spec.shape[0] == config.proposed < config.vocab_size
+        return rows and stored.get(spec.name) == (config.vocab_size, *spec.shape[1:])
+
+    names = {spec.name for spec in spec_leaves(declared) if is_whole(spec)}
+    whole = jax.tree.map(lambda spec: replace(spec, shape=stored[spec.name]) if spec.name in names else spec, declared)
+    return names, whole
+
+
+def mask_embedding(folder: Path, kind: Kind, config: dflash.DFlashConfig) -> np.ndarray:
+    """What stands for the mask token's embedding, from the checkpoint's tensors or the file beside them.
+
+    Raises:
+        ValueError: that file is none that `torch.save` wrote, is for another token, or has another size.
+    """
+    found = checkpoint.load_stored(folder, (MASK,), kind.declared_name).get(MASK)
+    where = f"{folder}: {MASK}" if found is not None else str(folder / MASK_FILE)
+    if found is None:
+        held = torch_file.load_tensors(folder / MASK_FILE)
+        found = held
+        if isinstance(held, Mapping):
+            token, found = held.get("mask_token_id", config.mask_token_id), held.get("embedding")
+            if token != config.mask_token_id:
+                raise ValueError(f"{where} is for token {token}, but mask_token_id is {config.mask_token_id}")
+    size = config.hidden_size
+    if not isinstance(found, np.ndarray) or found.size != size or not finite(found := found.astype(np.float32)):
+        shown = f"{found.dtype} {list(found.shape)}" if isinstance(found, np.ndarray) else repr(found)
+        raise ValueError(f"{where}: expected {size} finite numbers, found {shown}")
+    return found.reshape(size)
