@@ -332,6 +332,21 @@ def test_a_masks_embedding_of_another_size(tmp_path: Path):
         load_dflash(folder, read_config(folder), TARGET, "float32", None)
 
 
+def test_quantised_matrices_are_dequantised(tmp_path: Path):
+    """Of the layers; `fc` and norms are as they are."""
+    tensors: dict[str, Any] = dict(SMALL.drafter_tensors)
+    for name, tensor in SMALL.drafter_tensors.items():
+        if name.startswith("layers.") and tensor.ndim == 2:
+            tensors[name] = tensor.astype(jnp.float8_e4m3fn)
+            tensors[f"{name}_scale"] = np.full((1,), 0.5, np.float32)
+    made = changed(replace(SMALL, drafter_tensors=tensors), quantization_config={"quant_method": "fp8"})
+    target, folder = as_folders(tmp_path, made)
+    _, params = load_dflash(folder, read_config(folder), load_decoder(target, jnp.float32)[0], "float32", None)
+    stored = SMALL.drafter_tensors["layers.1.mlp.down_proj.weight"].astype(jnp.float8_e4m3fn).astype(np.float32)
+    np.testing.assert_array_equal(params.layers[1].down, 0.5 * stored.T)
+    np.testing.assert_array_equal(params.fc, SMALL.drafter_tensors["fc.weight"].T)
+
+
 # What is said of a configuration
 
 
