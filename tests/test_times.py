@@ -1,7 +1,10 @@
 """Which tests are left to `make test-all`."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,6 +26,24 @@ def test_the_dearest_go_until_the_rest_fits_and_a_quick_one_of_each_file_stays(s
     # One fewer would not have been enough, and none that stays but for its file is dearer than one that goes.
     assert not gone or sum(seconds[test] for test in [*stay, gone[-1]]) > budget_s - 1e-9
     assert max((seconds[test] for test in stay - kept), default=0.0) <= min((seconds[test] for test in gone), default=9.0)
+
+
+def item(test: str, mark: pytest.MarkDecorator | None = None) -> Any:
+    return SimpleNamespace(nodeid=test, get_closest_marker=lambda name: mark and {"slow": mark.mark}[name])
+
+
+def test_whole_files_come_first_that_need_longest():
+    """A listed test needs what was measured, and another slow one more than one that is not."""
+    tests: list[Any] = [
+        *(item(f"many.py::{n}") for n in range(9)),
+        item("slow.py::0", pytest.mark.slow),
+        item("listed.py::0"),
+        item("listed.py::1", pytest.mark.slow(seconds=30.0)),
+        item("listed.py::2"),
+    ]
+    kept = [test.nodeid for test in tests]
+    times.longest_first(tests)
+    assert [test.nodeid for test in tests] == [*kept[-3:], kept[9], *kept[:9]]
 
 
 def test_every_test_of_the_list_is_in_a_file_that_is_there():

@@ -1,6 +1,7 @@
-"""Processor seconds of each test, and which tests they leave to `make test-all`: the dearest, until the rest fits a budget.
+"""Processor seconds of each test, and what follows: which are left to `make test-all`, and which files come first.
 
-`make times` measures with nothing kept from before, and writes `slow.txt`. Any other run marks the tests of that list as slow.
+The dearest are left out of `make test`, until the rest fits a budget. `make times` measures with nothing kept from before, and
+writes `slow.txt`. Any other run marks the tests of that list as slow.
 """
 
 import os
@@ -18,12 +19,28 @@ BUDGET_S = 2 * (8 - 1.5) * 60
 KEPT_S = 2.0
 """The cheapest test of each file stays, if it takes no longer than that."""
 PROPERTY = "processor_s"
+QUICK_S, SLOW_S = 0.2, 2.0
+"""What a test is taken to need of which nothing more is known than that it is marked slow, or not."""
 
 
-def listed() -> set[str]:
-    """Ids of the tests in the list."""
+def listed() -> dict[str, float]:
+    """Processor seconds of the tests in the list, by their ids."""
     lines = LISTED.read_text("utf-8").splitlines() if LISTED.exists() else []
-    return {line.split(maxsplit=1)[1] for line in lines}
+    pairs = [line.split(maxsplit=1) for line in lines]
+    return {test: float(seconds) for seconds, test in pairs}
+
+
+def longest_first(items: list[pytest.Item]) -> None:
+    """Orders whole files by what their tests need, so that at the end no worker is left alone with a long one."""
+    seconds: dict[str, float] = defaultdict(float)
+    for item in items:
+        mark = item.get_closest_marker("slow")
+        seconds[file_of(item)] += QUICK_S if mark is None else mark.kwargs.get("seconds", SLOW_S)
+    items.sort(key=lambda item: -seconds[file_of(item)])
+
+
+def file_of(item: pytest.Item) -> str:
+    return item.nodeid.split("::")[0]
 
 
 def chosen(seconds: Mapping[str, float], budget_s: float = BUDGET_S, kept_s: float = KEPT_S) -> list[str]:

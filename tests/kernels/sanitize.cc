@@ -342,18 +342,28 @@ void check_blocks(int which, int64_t rows, int64_t inputs, int64_t outputs) {
   call.x = x.data, call.w = w.data, call.rows = converted.data, call.out = y.data;
   kernel.prepare(call, 0, rows);
   kernel.run(call, 0, panels);
+  std::vector<double> values(rows * inputs);
   for (int64_t row = 0; row < rows; ++row)
-    for (int64_t n = 0; n < outputs; ++n) {
-      double expected = 0, all = 0;
-      for (int64_t k = 0; k < inputs; ++k) {
-        float largest = 0;
-        for (int64_t i = k / 32 * 32; i < std::min(inputs, k / 32 * 32 + 32); ++i) largest = std::max(largest, std::abs(x[row * inputs + i]));
-        const auto [whole, scale, minimum] = blocks::weight_at(form, w.data + n / 16 * groups * size, n % 16, k);
-        const double value = std::nearbyint(x[row * inputs + k] * (127.0f / largest)) * double(largest / 127.0f), scaled = double(whole) * scale;
-        expected += value * (scaled + minimum), all += std::abs(value) * (std::abs(scaled) + std::abs(minimum));
-      }
-      check(std::abs(y[row * outputs + n] - expected) <= (groups * form.group * 3 + 4) * 0x1p-24 * all, "blocks", rows, inputs, outputs);
+    for (int64_t block = 0; block < inputs; block += 32) {
+      const int64_t end = std::min(inputs, block + 32);
+      float largest = 0;
+      for (int64_t k = block; k < end; ++k) largest = std::max(largest, std::abs(x[row * inputs + k]));
+      for (int64_t k = block; k < end; ++k)
+        values[row * inputs + k] = std::nearbyint(x[row * inputs + k] * (127.0f / largest)) * double(largest / 127.0f);
     }
+  for (int64_t n = 0; n < outputs; ++n) {
+    std::vector<double> expected(rows), all(rows);
+    for (int64_t k = 0; k < inputs; ++k) {
+      const auto [whole, scale, minimum] = blocks::weight_at(form, w.data + n / 16 * groups * size, n % 16, k);
+      const double scaled = double(whole) * scale, weight = scaled + minimum, most = std::abs(scaled) + std::abs(minimum);
+      for (int64_t row = 0; row < rows; ++row) {
+        const double value = values[row * inputs + k];
+        expected[row] += value * weight, all[row] += std::abs(value) * most;
+      }
+    }
+    for (int64_t row = 0; row < rows; ++row)
+      check(std::abs(y[row * outputs + n] - expected[row]) <= (groups * form.group * 3 + 4) * 0x1p-24 * all[row], "blocks", rows, inputs, outputs);
+  }
 }
 
 // bfloat16 in and out, with a norm and an addition: the sums of the same numbers in float32, rounded.

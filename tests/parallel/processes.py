@@ -21,7 +21,7 @@ def run_two(script: Path, *arguments: object) -> list[str]:
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2",  # the last one counts
         "PYTHONPATH": os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)]),
     }
     coordinator = f"127.0.0.1:{free_port()}"

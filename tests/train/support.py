@@ -2,6 +2,7 @@
 
 import io
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import jax
@@ -33,6 +34,13 @@ def target_params(config: DecoderConfig = TARGET, seed: int = 0) -> Any:
     """Random parameters, larger than those that training starts from, so that logits differ visibly."""
     params = initialise(decoder.declare(config), jax.random.key(seed))
     return jax.tree.map(lambda x: 8 * x if x.ndim == 2 else x, params)
+
+
+@cache
+def kept_target() -> Any:
+    """`target_params()` for tests that only read it. Made when it is first asked for: collecting tests compiles nothing."""
+    with jax.ensure_compile_time_eval():  # who asks first may be in the middle of a trace
+        return target_params()
 
 
 def drafter_params(config: DFlashConfig = DRAFTER, seed: int = 1) -> Any:

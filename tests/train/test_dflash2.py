@@ -1,7 +1,7 @@
 """The DFlash 2 recipe: both losses against NumPy, what learns at once and what later, and a selector that comes to speak."""
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from tilewright.models.dflash2 import DFlash2Config
 from tilewright.models.params import to_tensors
 from tilewright.train.dflash2 import DFlash2Options, drafter_losses, hidden_matrices, start_of, train_dflash2
 from tilewright.train.drafter import Frozen, draw_blocks
-from train.support import DRAFTER, TARGET, counting_stream, options, silent, target_params
+from train.support import DRAFTER, TARGET, counting_stream, kept_target, options, silent
 
 CONFIG = DFlash2Config(**vars(DRAFTER), conv_kernel_size=2, conv_group_size=8, selector_rank=6, selector_top_k=3)
 SLIDING = replace(
@@ -29,9 +29,10 @@ SLIDING = replace(
     final_logit_softcapping=10.0,
     input_embedding_scale=0.8,
 )
-TARGET_PARAMS, SIZE = target_params(), CONFIG.block_size
+SIZE = CONFIG.block_size
 
 
+@cache
 def random_params(config: DFlash2Config = CONFIG) -> Any:
     """Larger than those that training starts from, and the additions at work."""
     params = dflash2.fresh(config, jax.random.key(1))
@@ -41,17 +42,16 @@ def random_params(config: DFlash2Config = CONFIG) -> Any:
     return jax.tree.unflatten(tree, noisy)
 
 
-PARAMS = random_params()
-
-
 def batch_of(seed: int, rows: int = 3, length: int = 16) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(seed)
     return rng.integers(0, 24, (rows, length)).astype(np.int32), rng.random((rows, length)) < 0.9
 
 
 def reference(config: DFlash2Config) -> Drafter2:
-    target = Target(decoder.config_to_hf(TARGET), dict(to_tensors(decoder.declare(TARGET), TARGET_PARAMS, jnp.float32)))
-    return Drafter2(dflash2.config_to_hf(config), dict(to_tensors(dflash2.declare(config), PARAMS, jnp.float32)), target)
+    target = Target(decoder.config_to_hf(TARGET), dict(to_tensors(decoder.declare(TARGET), kept_target(), jnp.float32)))
+    return Drafter2(
+        dflash2.config_to_hf(config), dict(to_tensors(dflash2.declare(config), random_params(), jnp.float32)), target
+    )
 
 
 @pytest.mark.parametrize("config", [CONFIG, SLIDING], ids=["plain", "sliding"])
@@ -59,7 +59,7 @@ def test_both_losses_equal_the_reference(config: DFlash2Config):
     """Of blocks at every place, some of which pass the text's end or the sequence's; the right token is often no candidate."""
     (tokens, in_loss), chosen, key = batch_of(5), DFlash2Options(anchors=4, gamma=2.0), jax.random.key(7)
     losses = jax.jit(partial(drafter_losses, TARGET, config, chosen, PLAIN))
-    backbone, selector, total = losses(PARAMS, Frozen(TARGET_PARAMS), (jnp.asarray(tokens), jnp.asarray(in_loss)), key)
+    backbone, selector, total = losses(random_params(), Frozen(kept_target()), (jnp.asarray(tokens), jnp.asarray(in_loss)), key)
     blocks = draw_blocks(TARGET, config, chosen, (jnp.asarray(tokens), jnp.asarray(in_loss)), key)
     anchors, weights = np.asarray(blocks.anchors), np.asarray(blocks.weights).reshape(3, 4, SIZE - 1)
     second, sums = reference(config), np.zeros(3)
@@ -78,15 +78,15 @@ def test_both_losses_equal_the_reference(config: DFlash2Config):
 def test_a_batch_without_anchors_has_loss_zero():
     batch = (jnp.asarray(batch_of(0)[0]), jnp.zeros((3, 16), bool))
     found = jax.jit(partial(drafter_losses, TARGET, CONFIG, DFlash2Options(anchors=4), PLAIN))(
-        PARAMS, Frozen(TARGET_PARAMS), batch, jax.random.key(0)
+        random_params(), Frozen(kept_target()), batch, jax.random.key(0)
     )
     assert [float(x) for x in found] == [0.0, 0.0, 0.0]
 
 
 def test_a_fresh_drafter_starts_as_dflash_and_learns_everywhere():
     """Its selector says nothing yet, so that its gradient begins with the successors."""
-    params = start_of(TARGET, CONFIG, TARGET_PARAMS, jax.random.key(3))
-    np.testing.assert_array_equal(params.backbone.norm, TARGET_PARAMS.norm)
+    params = start_of(TARGET, CONFIG, kept_target(), jax.random.key(3))
+    np.testing.assert_array_equal(params.backbone.norm, kept_target().norm)
     tokens = jnp.asarray(batch_of(6, rows=2)[0])
     batch = (tokens, jnp.ones(tokens.shape, bool))
 
@@ -96,14 +96,14 @@ def test_a_fresh_drafter_starts_as_dflash_and_learns_everywhere():
         return found[0] + found[1]
 
     grad = jax.jit(jax.grad(loss, argnums=(0, 1)))
-    own, targets = grad(params, TARGET_PARAMS)
+    own, targets = grad(params, kept_target())
     selector = own.selector
     assert float(jnp.abs(selector.successor).max()) > 0
     assert float(jnp.abs(selector.predecessor).max()) == float(jnp.abs(selector.projection).max()) == 0
     others = jax.tree.leaves((own.backbone, own.attention_convs, own.mlp_convs))
     assert all(float(jnp.abs(g).max()) > 0 for g in others), "all of them learn at once"
     assert all(float(jnp.abs(g).max()) == 0 for g in jax.tree.leaves(targets.layers))
-    later, _ = grad(PARAMS, TARGET_PARAMS)
+    later, _ = grad(random_params(), kept_target())
     assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(later))
 
 
@@ -113,15 +113,15 @@ def test_the_selectors_loss_reaches_the_backbone():
 
     def loss(params: Any) -> jax.Array:
         return drafter_losses(
-            TARGET, CONFIG, DFlash2Options(anchors=4), PLAIN, params, Frozen(TARGET_PARAMS), batch, jax.random.key(0)
+            TARGET, CONFIG, DFlash2Options(anchors=4), PLAIN, params, Frozen(kept_target()), batch, jax.random.key(0)
         )[1]
 
-    own = jax.jit(jax.grad(loss))(PARAMS)
+    own = jax.jit(jax.grad(loss))(random_params())
     assert float(jnp.abs(own.backbone.fc).max()) > 0
 
 
 def test_hidden_matrices_are_neither_norms_nor_codebooks_nor_kernels():
-    taken = hidden_matrices(PARAMS)
+    taken = hidden_matrices(random_params())
     assert taken.backbone.fc
     assert taken.selector.projection
     assert taken.attention_convs[0].kernel_projection
@@ -133,10 +133,10 @@ def test_training_brings_the_selector_to_speak(tmp_path: Path):
     """On a text that goes round; the run can be resumed, and its target stays as it is."""
     stream = counting_stream(600)
     chosen = options(steps=30, batch_size=4, sequence_length=32, learning_rate=1e-2, evaluate_every=15, save_every=30)
-    frozen = jax.tree.map(np.asarray, TARGET_PARAMS)
-    arguments = (TARGET, TARGET_PARAMS, CONFIG, stream, stream, chosen, DFlash2Options(anchors=8), tmp_path / "run", silent())
+    frozen = jax.tree.map(np.asarray, kept_target())
+    arguments = (TARGET, kept_target(), CONFIG, stream, stream, chosen, DFlash2Options(anchors=8), tmp_path / "run", silent())
     result = train_dflash2(*arguments)
-    jax.tree.map(np.testing.assert_array_equal, TARGET_PARAMS, frozen)
+    jax.tree.map(np.testing.assert_array_equal, kept_target(), frozen)
     assert result.curve["held_out_loss"][0] > 1.5 * result.last("held_out_loss")
     assert float(jnp.abs(result.params.selector.successor).max()) > 0.01
     again = train_dflash2(*arguments)
@@ -150,5 +150,5 @@ def test_options_out_of_range_are_refused(tmp_path: Path):
         DFlash2Options(anchors=0)
     stream = counting_stream(600)
     with pytest.raises(ValueError, match="expected fewer anchors than the sequence length 16, found 16"):
-        train_dflash2(TARGET, TARGET_PARAMS, CONFIG, stream, stream, options(), DFlash2Options(16), tmp_path / "out", silent())
+        train_dflash2(TARGET, kept_target(), CONFIG, stream, stream, options(), DFlash2Options(16), tmp_path / "out", silent())
     assert not (tmp_path / "out").exists()

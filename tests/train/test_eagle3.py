@@ -1,7 +1,7 @@
 """Training-time test: the unrolled chain against the reference, what counts, the loss; a drafter learns and resumes."""
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from tilewright.train.eagle3 import (
 )
 from tilewright.train.lm import train_lm
 from tilewright.train.loop import TrainingRun
-from train.support import END, TARGET, counting_stream, options, random_stream, silent, target_params
+from train.support import END, TARGET, counting_stream, kept_target, options, random_stream, silent
 
 STEPS, LENGTH = 3, 12
 DRAFTER = Eagle3Config(
@@ -42,12 +42,16 @@ DRAFTER = Eagle3Config(
     num_kv_heads=2, head_dim=8, target_layer_ids=(0, 1), block_size=STEPS + 1,
 )  # fmt: skip
 IDS = np.sort(np.random.default_rng(3).permutation(24)[:16]).astype(np.int32)
-TARGET_PARAMS = target_params()
-PARAMS = jax.tree.map(
-    lambda x: 8 * x if x.ndim == 2 else x * jnp.linspace(0.5, 1.5, x.size),
-    initialise(eagle3.declare(DRAFTER), jax.random.key(1)),
-)
-FROZEN = (TARGET_PARAMS, jnp.asarray(IDS))
+
+
+@cache
+def random_params() -> Any:
+    params = initialise(eagle3.declare(DRAFTER), jax.random.key(1))
+    return jax.tree.map(lambda x: 8 * x if x.ndim == 2 else x * jnp.linspace(0.5, 1.5, x.size), params)
+
+
+def frozen() -> tuple[Any, jax.Array]:
+    return kept_target(), jnp.asarray(IDS)
 
 
 def random_tokens(seed: int, rows: int = 2, low: int = 1) -> np.ndarray:
@@ -56,18 +60,20 @@ def random_tokens(seed: int, rows: int = 2, low: int = 1) -> np.ndarray:
 
 @jax.jit
 def compiled_logits(params: Any, tokens: jax.Array) -> jax.Array:
-    teacher = ask_target(TARGET, DRAFTER, PLAIN, TARGET_PARAMS, FROZEN[1], tokens)
-    return jnp.stack(list(unroll(DRAFTER, PLAIN, params, TARGET_PARAMS.embed, teacher.taps, tokens)))
+    teacher = ask_target(TARGET, DRAFTER, PLAIN, kept_target(), jnp.asarray(IDS), tokens)
+    return jnp.stack(list(unroll(DRAFTER, PLAIN, params, kept_target().embed, teacher.taps, tokens)))
 
 
 def unrolled(tokens: np.ndarray) -> np.ndarray:
     """Draft logits `[steps, rows, T, W]`."""
-    return np.asarray(compiled_logits(PARAMS, jnp.asarray(tokens)))
+    return np.asarray(compiled_logits(random_params(), jnp.asarray(tokens)))
 
 
 def reference() -> Chain:
-    target = Target(decoder.config_to_hf(TARGET), dict(to_tensors(decoder.declare(TARGET), TARGET_PARAMS, jnp.float32)))
-    tensors = dict(to_tensors(eagle3.declare(DRAFTER), PARAMS, jnp.float32)) | draft_vocab.maps_from_target_ids(IDS, 24)
+    target = Target(decoder.config_to_hf(TARGET), dict(to_tensors(decoder.declare(TARGET), kept_target(), jnp.float32)))
+    tensors = dict(to_tensors(eagle3.declare(DRAFTER), random_params(), jnp.float32)) | draft_vocab.maps_from_target_ids(
+        IDS, 24
+    )
     return Chain(eagle3.config_to_hf(DRAFTER), tensors, target)
 
 
@@ -145,10 +151,12 @@ def test_loss_and_agreement_equal_plain_sums(decay: float):
     tokens, flags = random_tokens(5, rows=3, low=0), rng.random((3, LENGTH)) < 0.8
     summed, total, agreed, counted = plain_sums(tokens, flags, decay)
     batch = (jnp.asarray(tokens), jnp.asarray(flags))
-    loss, weight = jax.jit(partial(drafter_loss, TARGET, DRAFTER, Eagle3Options(decay), PLAIN))(PARAMS, FROZEN, batch)
+    loss, weight = jax.jit(partial(drafter_loss, TARGET, DRAFTER, Eagle3Options(decay), PLAIN))(
+        random_params(), frozen(), batch
+    )
     np.testing.assert_allclose(float(weight), total, rtol=1e-5)
     np.testing.assert_allclose(float(loss), summed / total, rtol=1e-4)
-    hits, totals = jax.jit(partial(step_agreement, TARGET, DRAFTER, PLAIN))(PARAMS, FROZEN, batch)
+    hits, totals = jax.jit(partial(step_agreement, TARGET, DRAFTER, PLAIN))(random_params(), frozen(), batch)
     assert hits.tolist() == agreed
     assert totals.tolist() == counted
     assert sum(agreed) > 0
@@ -157,15 +165,15 @@ def test_loss_and_agreement_equal_plain_sums(decay: float):
 
 def test_a_batch_where_nothing_counts_has_loss_zero():
     batch = (jnp.asarray(random_tokens(0)), jnp.zeros((2, LENGTH), bool))
-    loss, total = jax.jit(partial(drafter_loss, TARGET, DRAFTER, Eagle3Options(), PLAIN))(PARAMS, FROZEN, batch)
+    loss, total = jax.jit(partial(drafter_loss, TARGET, DRAFTER, Eagle3Options(), PLAIN))(random_params(), frozen(), batch)
     assert (float(loss), float(total)) == (0.0, 0.0)
 
 
 def test_every_array_of_the_drafter_learns():
     batch = (jnp.asarray(random_tokens(6)), jnp.ones((2, LENGTH), bool))
-    loss = jax.jit(jax.grad(lambda params: drafter_loss(TARGET, DRAFTER, Eagle3Options(), PLAIN, params, FROZEN, batch)[0]))
-    gradients = jax.tree.leaves(loss(PARAMS))
-    assert len(gradients) == len(jax.tree.leaves(PARAMS)) == 13
+    loss = jax.jit(jax.grad(lambda params: drafter_loss(TARGET, DRAFTER, Eagle3Options(), PLAIN, params, frozen(), batch)[0]))
+    gradients = jax.tree.leaves(loss(random_params()))
+    assert len(gradients) == len(jax.tree.leaves(random_params())) == 13
     assert all(float(jnp.abs(g).max()) > 0 for g in gradients)
 
 
@@ -184,7 +192,7 @@ def test_default_draft_vocabularies():
 
 
 def test_hidden_matrices_are_all_but_norms_and_head():
-    taken = hidden_matrices(PARAMS)
+    taken = hidden_matrices(random_params())
     assert taken.fc
     assert not any((taken.norm, taken.hidden_norm, taken.head))
     layer = taken.layer
@@ -193,17 +201,17 @@ def test_hidden_matrices_are_all_but_norms_and_head():
 
 
 def test_a_drafter_starts_with_its_targets_head_and_last_tap():
-    started = warm_start(TARGET, DRAFTER, TARGET_PARAMS, FROZEN[1], PARAMS)
+    started = warm_start(TARGET, DRAFTER, kept_target(), jnp.asarray(IDS), random_params())
     taps = [jnp.asarray(np.random.default_rng(n).normal(size=(1, 3, 32)), jnp.float32) for n in range(2)]
-    passing = replace(started, fc=started.fc - PARAMS.fc)
+    passing = replace(started, fc=started.fc - random_params().fc)
     np.testing.assert_allclose(eagle3.fuse(DRAFTER, PLAIN, passing, taps), taps[1], atol=1e-5)
-    full = decoder.logits(TARGET, PLAIN, TARGET_PARAMS, taps[1])
+    full = decoder.logits(TARGET, PLAIN, kept_target(), taps[1])
     np.testing.assert_allclose(eagle3.draft_logits(DRAFTER, PLAIN, started, taps[1]), full[..., IDS], atol=1e-4)
-    assert all_equal(started.layer, PARAMS.layer), "an MLP of another size stays as it was drawn"
+    assert all_equal(started.layer, random_params().layer), "an MLP of another size stays as it was drawn"
     alike = replace(DRAFTER, intermediate_size=TARGET.intermediate_size)
-    started = warm_start(TARGET, alike, TARGET_PARAMS, FROZEN[1], initialise(eagle3.declare(alike), jax.random.key(1)))
+    started = warm_start(TARGET, alike, kept_target(), jnp.asarray(IDS), initialise(eagle3.declare(alike), jax.random.key(1)))
     kept = [getattr(started.layer, name) for name in ("gate_up", "down", "post_attention_norm")]
-    assert all_equal(kept, [getattr(TARGET_PARAMS.layers[-1], name) for name in ("gate_up", "down", "post_attention_norm")])
+    assert all_equal(kept, [getattr(kept_target().layers[-1], name) for name in ("gate_up", "down", "post_attention_norm")])
 
 
 def all_equal(a: Any, b: Any) -> bool:
@@ -260,7 +268,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path,
     text, held_out = (short if change.get(name) else long for name in ("text", "held_out"))
     config = replace(DRAFTER, **{name: value for name, value in change.items() if value != "short"})
     with pytest.raises(ValueError, match=problem):
-        train_eagle3(TARGET, TARGET_PARAMS, config, text, held_out, options(), Eagle3Options(), tmp_path / "out", silent())
+        train_eagle3(TARGET, kept_target(), config, text, held_out, options(), Eagle3Options(), tmp_path / "out", silent())
     assert not (tmp_path / "out").exists()
 
 

@@ -1,7 +1,7 @@
 """The LiLiCorr recipe: its losses against NumPy, what learns from them, and a lattice that comes to tell candidates apart."""
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +27,22 @@ from tilewright.train.lilicorr import (
     target_logits,
     train_lilicorr,
 )
-from train.support import DRAFTER, TARGET, counting_stream, options, silent, target_params
+from train.support import DRAFTER, TARGET, counting_stream, kept_target, options, silent, target_params
 
 CONFIG = LiLiCorrConfig(
     **vars(DRAFTER), candidate_top_k=5, lattice_size=12, lattice_layers=2, lattice_heads=3, mlp_ratio=1.5, vector_size=8,
     vector_eps=1e-4, logit_scale=8.0,
 )  # fmt: skip
 CONV = replace(CONFIG, conv_kernel_size=2, conv_group_size=8)
-TARGET_PARAMS, SIZE = target_params(), CONFIG.block_size
-FROZEN = Frozen(TARGET_PARAMS)
+SIZE = CONFIG.block_size
 
 
+@cache
 def random_params(config: LiLiCorrConfig = CONFIG) -> Any:
     """Larger than those that training starts from, and none of them zero."""
     leaves, tree = jax.tree.flatten(initialise(lilicorr.declare(config), jax.random.key(1)))
     rng = np.random.default_rng(0)
     return jax.tree.unflatten(tree, [x + jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype) for x in leaves])
-
-
-PARAMS = random_params()
 
 
 def batch_of(seed: int, rows: int = 3, length: int = 16) -> tuple[np.ndarray, np.ndarray]:
@@ -59,11 +56,11 @@ def test_all_losses_equal_the_reference(config: LiLiCorrConfig):
     params = random_params(config)
     tokens, in_loss = batch_of(5, rows=6)
     chosen, key, batch = LiLiCorrOptions(anchors=12, gamma=2.0), jax.random.key(7), (jnp.asarray(tokens), jnp.asarray(in_loss))
-    found = jax.jit(partial(drafter_losses, TARGET, config, chosen, PLAIN))(params, FROZEN, batch, key)
+    found = jax.jit(partial(drafter_losses, TARGET, config, chosen, PLAIN))(params, Frozen(kept_target()), batch, key)
     blocks = draw_blocks(TARGET, config, chosen, batch, key)
     anchors, weights = np.asarray(blocks.anchors), np.asarray(blocks.weights).reshape(6, 12, SIZE - 1)
     assert (anchors == 0).any()
-    target = Target(decoder.config_to_hf(TARGET), dict(to_tensors(decoder.declare(TARGET), TARGET_PARAMS, jnp.float32)))
+    target = Target(decoder.config_to_hf(TARGET), dict(to_tensors(decoder.declare(TARGET), kept_target(), jnp.float32)))
     tensors = dict(to_tensors(lilicorr.declare(config), params, jnp.float32))
     drafter, sums, longest = LiLiCorr(lilicorr.config_to_hf(config), tensors, target), np.zeros(5), 0
     for row in range(6):
@@ -87,7 +84,7 @@ def test_all_losses_equal_the_reference(config: LiLiCorrConfig):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_targets_logits_of_candidates_are_its_own(tied: bool):
-    params = TARGET_PARAMS if tied else target_params(replace(TARGET, tie_word_embeddings=False))
+    params = kept_target() if tied else target_params(replace(TARGET, tie_word_embeddings=False))
     stream = jax.random.normal(jax.random.key(0), (2, 3, 32))
     candidates = jax.random.randint(jax.random.key(1), (2, 3, 4), 0, 24)
     want = jnp.take_along_axis(decoder.logits(TARGET, PLAIN, params, stream), candidates, axis=-1)
@@ -103,7 +100,7 @@ def test_the_targets_logits_of_candidates_are_its_own(tied: bool):
 def test_a_batch_without_anchors_has_loss_zero():
     batch = (jnp.asarray(batch_of(0)[0]), jnp.zeros((3, 16), bool))
     run = jax.jit(partial(drafter_losses, TARGET, CONFIG, LiLiCorrOptions(anchors=4), PLAIN))
-    assert [float(x) for x in run(PARAMS, FROZEN, batch, jax.random.key(0))] == [0.0] * 4
+    assert [float(x) for x in run(random_params(), Frozen(kept_target()), batch, jax.random.key(0))] == [0.0] * 4
 
 
 def test_the_lattices_losses_reach_everything_that_they_read():
@@ -112,19 +109,19 @@ def test_the_lattices_losses_reach_everything_that_they_read():
 
     def loss(part: int, params: Any) -> jax.Array:
         own = LiLiCorrOptions(anchors=12)
-        return drafter_losses(TARGET, CONFIG, own, PLAIN, params, FROZEN, batch, jax.random.key(0))[part]
+        return drafter_losses(TARGET, CONFIG, own, PLAIN, params, Frozen(kept_target()), batch, jax.random.key(0))[part]
 
     for part in (1, 2):
-        grads = jax.jit(jax.grad(partial(loss, part)))(PARAMS)
+        grads = jax.jit(jax.grad(partial(loss, part)))(random_params())
         moved = [float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(grads.lattice)]
         assert all(moved), "the whole lattice learns"
         assert float(jnp.abs(grads.backbone.fc).max()) > 0, "and the backbone by it"
-    grads = jax.jit(jax.grad(partial(loss, 0)))(PARAMS)
+    grads = jax.jit(jax.grad(partial(loss, 0)))(random_params())
     assert not any(np.any(np.asarray(g)) for g in jax.tree.leaves(grads.lattice))
 
 
 def test_hidden_matrices_are_neither_norms_nor_biases_nor_tables():
-    taken = hidden_matrices(CONFIG, PARAMS)
+    taken = hidden_matrices(CONFIG, random_params())
     assert all((taken.backbone.fc, taken.lattice.out.weight, taken.lattice.layers[1].qkv.weight))
     tables = (taken.lattice.slots, taken.lattice.ranks, taken.lattice.slot_bias, taken.lattice.same_slot_bias)
     assert not any((*tables, taken.lattice.out.bias, taken.lattice.norm, taken.backbone.norm))
@@ -137,12 +134,12 @@ def test_training_brings_the_lattice_to_tell_candidates_apart(tmp_path: Path, vo
     stream = counting_stream(600)
     chosen = options(steps=40, batch_size=4, sequence_length=32, learning_rate=1e-2, evaluate_every=20, save_every=40)
     own = LiLiCorrOptions(anchors=8)
-    arguments = (TARGET, TARGET_PARAMS, config, stream, stream, chosen, own, tmp_path / "run", silent())
+    arguments = (TARGET, kept_target(), config, stream, stream, chosen, own, tmp_path / "run", silent())
     result = train_lilicorr(*arguments)
     assert result.curve["held_out_loss"][0] > 1.5 * result.last("held_out_loss")
     batch = tuple(jnp.asarray(part) for part in next(stream.windows(32, 4, 0, 0)))
-    losses, frozen = jax.jit(partial(drafter_losses, TARGET, config, own, PLAIN)), frozen_of(config, TARGET_PARAMS, stream)
-    fresh, trained = start_of(TARGET, config, TARGET_PARAMS, jax.random.key(0)), dflash.with_vocab(result.params, None)
+    losses, frozen = jax.jit(partial(drafter_losses, TARGET, config, own, PLAIN)), frozen_of(config, kept_target(), stream)
+    fresh, trained = start_of(TARGET, config, kept_target(), jax.random.key(0)), dflash.with_vocab(result.params, None)
     if vocab is not None:
         assert float(fresh.attention_convs[0].base_kernel[0, 0].min()) == 1, "convolutions begin as if there were none"
     before, after = (losses(params, frozen, batch, jax.random.key(1)) for params in (fresh, trained))
