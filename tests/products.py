@@ -1,19 +1,33 @@
-"""Cases of tests that hold for a product of values, of which slow runs keep those in which every two values meet."""
+"""Cases of tests that hold for a product of values, of which slow runs keep as few as make every two values meet."""
 
-from collections.abc import Collection, Iterable, Iterator
-from itertools import product
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import combinations, product
 from typing import Any
 
 import pytest
 
 
-def cases(quick: Collection[tuple[Any, ...]], share: int, *values: Iterable[Any]) -> Iterator[Any]:
-    """A product's cases: those of `quick` for every run, one in `share` for slow ones, the others for `--products`.
+def cases(quick: Collection[tuple[Any, ...]], *values: Iterable[Any], fits: Callable[..., bool] | None = None) -> Iterator[Any]:
+    """A product's cases: those of `quick` for every run, a few for slow ones, the others for `--products`.
 
-    Every two values of different parts meet in one of the second kind where the other parts' places leave every remainder.
+    Every two values of different parts meet in a case of the first two kinds, if there is one for them at all. Each of the second
+    kind is chosen as the one that brings together most that did not meet yet.
+
+    Args:
+        fits: says of a case's values whether there is such a case; all of them without it.
     """
-    for places in product(*(list(enumerate(part)) for part in values)):
-        each = tuple(value for _, value in places)
-        kept = sum(place for place, _ in places) % share == 0
-        marks = [] if each in quick else [pytest.mark.slow] if kept else [pytest.mark.slow, pytest.mark.product]
+    every = [each for each in product(*values) if fits is None or fits(*each)]
+    missing = set[Any]().union(*map(pairs, every)).difference(*map(pairs, quick))
+    kept = set(quick)
+    while missing:
+        best = max(every, key=lambda each: len(missing & pairs(each)))
+        missing -= pairs(best)
+        kept.add(best)
+    for each in every:
+        marks = [] if each in quick else [pytest.mark.slow] if each in kept else [pytest.mark.slow, pytest.mark.product]
         yield pytest.param(*each, marks=marks)
+
+
+def pairs(each: tuple[Any, ...]) -> set[Any]:
+    """Every two values of a case, with the places of their parts."""
+    return set(combinations(enumerate(each), 2))

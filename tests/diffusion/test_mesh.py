@@ -65,7 +65,7 @@ def same(one: DiffusionSession, other: DiffusionSession) -> None:
         np.testing.assert_array_equal(ours.salient, theirs.salient)
 
 
-EVERY = list(cases(QUICK, 2, ("llada", "dream"), WAYS, (*SCHEDULES, AUTO), (2, 4)))
+EVERY = list(cases(QUICK, ("llada", "dream"), WAYS, (*SCHEDULES, AUTO), (2, 4)))
 
 
 @pytest.mark.parametrize("family, way, schedule, devices", EVERY)

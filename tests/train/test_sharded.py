@@ -30,7 +30,7 @@ QUICK = {
 }
 """Mesh, shifts (prefetch distance, scatter delay), scanned, remat."""
 
-EVERY = list(cases(QUICK, 3, MESHES, SHIFTS, (False, True), (False, True)))
+EVERY = list(cases(QUICK, MESHES, SHIFTS, (False, True), (False, True)))
 
 
 @pytest.mark.parametrize("mesh, shifts, scan, remat", EVERY)
