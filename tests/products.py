@@ -10,8 +10,8 @@ import pytest
 def cases(quick: Collection[tuple[Any, ...]], *values: Iterable[Any], fits: Callable[..., bool] | None = None) -> Iterator[Any]:
     """A product's cases: those of `quick` for every run, a few for slow ones, the others for `--products`.
 
-    Every two values of different parts meet in a case of the first two kinds, if there is one for them at all. Each of the second
-    kind is chosen as the one that brings together most that did not meet yet.
+    Every two values of different parts meet in a case of the first two kinds, if there is any for them: each of the second kind
+    brings together as many as it can that did not meet before.
 
     Args:
         fits: says of a case's values whether there is such a case; all of them without it.

@@ -88,9 +88,14 @@ def programs_of(lm: LanguageModel) -> set[Any]:
 
 
 @cache
+def on_one(family: str, drafter: str, kernels: Any, rows: int) -> LanguageModel:
+    return build(family, drafter, rows, kernels=kernels)
+
+
+@cache
 def alone(family: str, drafter: str, kernels: Any, sampling: str, rows: int) -> tuple[Any, set[Any]]:
     """What one device says, and the programs that it took."""
-    lm = build(family, drafter, rows, kernels=kernels)
+    lm = on_one(family, drafter, kernels, rows)
     return told(lm, sampling, rows), programs_of(lm)
 
 
@@ -119,8 +124,9 @@ PAIRS = [
 def test_several_devices_decode_what_one_does(
     family: str, drafter: str, schedule: str, devices: int, kernels: Any, ways: list[tuple[str, int]]
 ):
+    over_several = {rows: build(family, drafter, rows, kernels=kernels, **over(devices, schedule)) for _, rows in ways}
     for sampling, rows in ways:
-        lm = build(family, drafter, rows, kernels=kernels, **over(devices, schedule))
+        lm = over_several[rows]
         found = told(lm, sampling, rows)
         wanted, programs = alone(family, drafter, kernels, sampling, rows)
         assert found == wanted
