@@ -31,7 +31,7 @@ chat: $(VENV)/installed-serve ## a page to chat with the same model, in a browse
 
 test: UNCHECKED ?= TILEWRIGHT_UNCHECKED=1
 test: $(VENV)/installed-test ## runs the tests (no torch), but for those marked slow, without checks of annotations
-	$(UNCHECKED) $(BIN)/python $(PYTEST) -m "not slow"
+	$(UNCHECKED) $(BIN)/python $(PYTEST) --hypothesis-profile quick -m "not slow"
 
 test-all: $(VENV)/installed-test $(VENV)/installed-tpu ## runs every test, compilations for TPUs too; those of exactness with optimised programs
 	$(UNCHECKED) $(BIN)/python $(PYTEST) --optimised $(EXACTNESS)
@@ -39,7 +39,7 @@ test-all: $(VENV)/installed-test $(VENV)/installed-tpu ## runs every test, compi
 
 times: $(VENV)/installed-test ## measures the tests, and lists anew those that `make test` leaves to test-all; with the machine to itself
 	rm -rf build/tests
-	TILEWRIGHT_UNCHECKED=1 $(BIN)/python $(PYTEST) --times -m "not slow"
+	TILEWRIGHT_UNCHECKED=1 $(BIN)/python $(PYTEST) --hypothesis-profile quick --times -m "not slow"
 
 schedules: $(VENV)/installed-test $(VENV)/installed-tpu ## compiles anew the programs for TPUs that the tests keep
 	rm -rf tests/golden/tpu
