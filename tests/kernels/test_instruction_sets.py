@@ -61,7 +61,7 @@ def checked(tmp_path_factory: pytest.TempPathFactory, every_set: Path):
 
 
 @NEED
-@pytest.mark.slow  # this machine's best set is under test everywhere; who changes C++ asks for these
+@pytest.mark.slow(seconds=15)  # this machine's best set is under test everywhere; who changes C++ asks for these
 @pytest.mark.parametrize("isa", [*ORDER, EMULATED])
 def test_every_instruction_set_passes_the_same_checks(isa: str, checked):
     if not here(isa):
@@ -85,7 +85,7 @@ def graphs_checked(every_set: Path):
 
 
 @NEED
-@pytest.mark.slow
+@pytest.mark.slow(seconds=15)
 @pytest.mark.parametrize("isa", ["plain", "avx2", "avx512"])
 def test_every_instruction_set_passes_the_checks_of_graphs(isa: str, graphs_checked):
     if not here(isa):
@@ -94,7 +94,7 @@ def test_every_instruction_set_passes_the_checks_of_graphs(isa: str, graphs_chec
 
 
 @NEED
-@pytest.mark.slow
+@pytest.mark.slow(seconds=15)
 def test_results_for_graphs_do_not_depend_on_the_number_of_threads(graphs_checked):
     # What XLA compiles depends on the number, and what is kept of it is not told apart by that.
     one, five = (graphs_checked(BEST, NPROC=threads, JAX_ENABLE_COMPILATION_CACHE="0") for threads in ("1", "5"))
