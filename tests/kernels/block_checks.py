@@ -67,7 +67,7 @@ def check_rows(kind: BlockFormat, dtype: Any) -> None:
     """A row gets the same bits, and the same index, alone and as the last of up to 40, plain and gated."""
     rng = np.random.default_rng(1)
     first, second = (drawn(rng, 3, 77, kind) for _ in range(2))
-    x = jnp.asarray(normal(rng, ROWS, 3 * BLOCK), dtype)
+    x = normal(rng, ROWS, 3 * BLOCK).astype(dtype)  # in NumPy, whose slices are no programs
     plain, gated = cpu.pack(first), cpu.pack_gated(first, second)
 
     @jax.jit
