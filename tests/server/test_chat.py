@@ -9,7 +9,7 @@ from server.conftest import TEMPLATE, Client
 from server.fake import FakeEngine, model_without_weights
 from server.test_completions import chunks
 from tilewright.models.chat import ChatTemplate
-from tilewright.server.responses import Chat, ChatChunk
+from tilewright.server.answers import Chat, ChatChunk
 
 HELLO = [{"role": "user", "content": "hello there"}]
 ROUTE = "/v1/chat/completions"

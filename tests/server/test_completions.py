@@ -10,7 +10,7 @@ from server.conftest import Client
 from server.fake import FakeEngine, model_without_weights
 from tilewright.runtime.sampling import Sampling
 from tilewright.server.defaults import SamplingDefaults
-from tilewright.server.responses import Completion
+from tilewright.server.answers import Completion
 
 TEXT = "def add(a, b):\n    return a"
 HELLO = [{"role": "user", "content": "hello there, you"}]

@@ -17,7 +17,7 @@ from tilewright.diffusion.engine_options import DiffusionEngineOptions
 from tilewright.diffusion.model import Denoised, DiffusionModel
 from tilewright.diffusion.options import MODES, Denoising, Saliency
 from tilewright.diffusion.programs import DiffusionTable
-from tilewright.server.responses import Chat, Completion
+from tilewright.server.answers import Chat, Completion
 
 TABLE = DiffusionTable(batches=(1, 3), positions=(48,), responses=(24,), blocks=(12,), buckets=(12,))
 DEFAULTS = Denoising(12, block_length=4, mode="sparse", threshold=0.2, saliency=Saliency(0.9, full_steps=1, every=3))

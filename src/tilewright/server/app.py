@@ -8,8 +8,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from tilewright.server.api import Api
-from tilewright.server.errors import ApiError
-from tilewright.server.middleware import CLIENT_GONE, Checks, Keys, RequestIds, internal_error
+from tilewright.server.errors import ApiError, internal_error
+from tilewright.server.middleware import CLIENT_GONE, Checks, Keys, RequestIds
 from tilewright.server.openapi import describe
 from tilewright.server.routes import generation_routes, model_routes, page_routes, state_routes, token_routes
 from tilewright.server.stream import Disconnected

@@ -3,7 +3,7 @@
 import secrets
 from dataclasses import dataclass, field
 
-from tilewright.server.responses import AnswerMessage, CallPart, Delta, ToolCall, ToolCallDelta
+from tilewright.server.answers import AnswerMessage, CallPart, Delta, ToolCall, ToolCallDelta
 from tilewright.server.tool_calls import Called, CallParser, Content
 from tilewright.server.tools import ToolUse
 

@@ -58,6 +58,11 @@ def overloaded(retry_after_s: float = 1.0) -> ApiError:
     return ApiError(503, "the server has more requests than it can queue; try again later", "server_overloaded", None, retry)
 
 
+def internal_error() -> ApiError:
+    """All that a client is told of an error that is nobody's but the server's."""
+    return ApiError(500, "the server failed on this request", "internal_error")
+
+
 def shown(value: Any) -> str:
     """A wrong value, short."""
     if isinstance(value, list):

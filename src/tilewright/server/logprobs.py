@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from tilewright.runtime.request import TokenLogprobs
-from tilewright.server.responses import (
+from tilewright.server.answers import (
     ChatLogprobs,
     CompletionLogprobs,
     PromptLogprob,

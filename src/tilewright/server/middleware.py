@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tilewright.server.errors import ApiError, overloaded
+from tilewright.server.errors import ApiError, internal_error, overloaded
 
 log = logging.getLogger("tilewright.server")
 access = logging.getLogger("tilewright.access")
@@ -89,11 +89,6 @@ class Checks:
         if scope["state"].get(CROWDED) and scope["path"] not in OPEN_PATHS:
             return overloaded()
         return None
-
-
-def internal_error() -> ApiError:
-    """All that a client is told of an error that is nobody's but the server's."""
-    return ApiError(500, "the server failed on this request", "internal_error")
 
 
 class Keys:

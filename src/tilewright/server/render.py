@@ -2,7 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -10,11 +10,8 @@ from typing import Any
 from tilewright.llm.acceptance import speculative_decoding
 from tilewright.runtime.request import EndReason, RequestHandle, RequestOutput, Token, TokenLogprobs
 from tilewright.runtime.service import Service
-from tilewright.server.choice_text import ChoiceText
-from tilewright.server.logprobs import chat_logprobs, completion_logprobs, fewer, prompt_logprobs
-from tilewright.server.parse import Plan
-from tilewright.server.protocol import StreamOptions
-from tilewright.server.responses import (
+from tilewright.server.answers import (
+    Answer,
     Chat,
     ChatChoice,
     ChatChunk,
@@ -34,8 +31,14 @@ from tilewright.server.responses import (
     SpeculativeDecoding,
     Usage,
 )
+from tilewright.server.choice_text import ChoiceText
+from tilewright.server.errors import ApiError
+from tilewright.server.logprobs import chat_logprobs, completion_logprobs, fewer, prompt_logprobs
+from tilewright.server.parse import Plan
+from tilewright.server.protocol import StreamOptions
 from tilewright.server.tokens import Offsets, TokenTexts
 
+DONE = b"data: [DONE]\n\n"
 FINISHES: Mapping[EndReason, FinishReason] = {"eos": "stop", "stop": "stop", "length": "length"}
 """Finish reasons by the engine's ends; the other ends are errors."""
 
@@ -169,8 +172,33 @@ class Renderer(ABC):
         return FINISHES[end]
 
     @abstractmethod
-    def whole(self, updates: Sequence[RequestOutput]) -> Completion | Chat:
+    def whole(self, updates: Sequence[RequestOutput]) -> Answer:
         """The body of an answer that is not streamed, of each choice's joined updates."""
+
+    @abstractmethod
+    def events(self, index: int, update: RequestOutput) -> Iterable[bytes]:
+        """Events that an update adds to a stream."""
+
+    @abstractmethod
+    def last_events(self) -> Iterable[bytes]:
+        """Events at the end of a stream."""
+
+    @abstractmethod
+    def failed(self, error: ApiError) -> Iterable[bytes]:
+        """Events at the end of a stream that an error cut short."""
+
+
+def event(data: bytes, name: str | None = None) -> bytes:
+    """A server-sent event."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + data + b"\n\n"
+
+
+@dataclass
+class ChunkRenderer(Renderer):
+    """Streams whose events are chunks of one form, and at last [DONE]: those of OpenAI's first two routes."""
+
+    options: StreamOptions | None = None
 
     @abstractmethod
     def chunk(self, index: int, update: RequestOutput) -> Completion | ChatChunk | None:
@@ -180,9 +208,29 @@ class Renderer(ABC):
     def last_chunk(self) -> Completion | ChatChunk:
         """The chunk without choices that usage comes in."""
 
+    def events(self, index: int, update: RequestOutput) -> Iterable[bytes]:
+        """The chunk of an update with what the stream's options add to each: the usage so far, or null where it comes at the
+        end; the rounds."""
+        chunk = self.chunk(index, update)
+        if chunk is None:
+            return ()
+        if self.options is not None and self.options.include_usage:
+            chunk.usage = self.usage() if self.options.continuous_usage_stats else None
+        if self.options is not None and self.options.include_rounds:
+            chunk.rounds = list(rounds_of(update))
+        return (event(chunk.json_bytes),)
+
+    def last_events(self) -> Iterable[bytes]:
+        if self.options is not None and self.options.include_usage:
+            yield event(self.last_chunk().json_bytes)
+        yield DONE
+
+    def failed(self, error: ApiError) -> Iterable[bytes]:
+        return event(error.body.model_dump_json().encode()), DONE
+
 
 @dataclass
-class CompletionRenderer(Renderer):
+class CompletionRenderer(ChunkRenderer):
     """`/v1/completions`.
 
     Attributes:
@@ -234,7 +282,7 @@ class CompletionRenderer(Renderer):
 
 
 @dataclass
-class ChatRenderer(Renderer):
+class ChatRenderer(ChunkRenderer):
     """`/v1/chat/completions`.
 
     Attributes:
@@ -279,15 +327,6 @@ class ChatRenderer(Renderer):
 
     def logprobs(self, tokens: Sequence[Token]) -> ChatLogprobs | None:
         return None if self.plan.logprobs is None else chat_logprobs(self.served.texts, self.with_logprobs(tokens))
-
-
-def completed(chunk: Completion | ChatChunk, update: RequestOutput, renderer: Renderer, options: StreamOptions | None) -> bytes:
-    """A chunk with what the stream's options add to each: the usage so far, or null where it comes at the end; the rounds."""
-    if options is not None and options.include_usage:
-        chunk.usage = renderer.usage() if options.continuous_usage_stats else None
-    if options is not None and options.include_rounds:
-        chunk.rounds = list(rounds_of(update))
-    return chunk.json_bytes
 
 
 def rounds_of(update: RequestOutput) -> Iterator[ShownRound]:

@@ -1,5 +1,6 @@
 """The routes, in groups: generating, tokens, the model, and the server's own state."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -10,15 +11,8 @@ from starlette.responses import Response
 
 from tilewright.diffusion.engine import DiffusionEngine
 from tilewright.models.tokenizer import encode
-from tilewright.server.api import Api
-from tilewright.server.errors import ApiError
-from tilewright.server.metrics import text_of
-from tilewright.server.openapi import errors, takes
-from tilewright.server.page import CSP, PAGE
-from tilewright.server.parse import contents, rendered, rough_tokens
-from tilewright.server.protocol import DetokenizeBody, GenerationBody, TokenizeBody
-from tilewright.server.render import ChatRenderer, CompletionRenderer, Renderer
-from tilewright.server.responses import (
+from tilewright.runtime.request import RequestHandle
+from tilewright.server.answers import (
     Answer,
     Chat,
     Completion,
@@ -32,6 +26,14 @@ from tilewright.server.responses import (
     TokenizerInfo,
     Version,
 )
+from tilewright.server.api import Api
+from tilewright.server.errors import ApiError
+from tilewright.server.metrics import text_of
+from tilewright.server.openapi import errors, takes
+from tilewright.server.page import CSP, PAGE
+from tilewright.server.parse import Plan, contents, rendered, rough_tokens
+from tilewright.server.protocol import DetokenizeBody, GenerationBody, TokenizeBody
+from tilewright.server.render import ChatRenderer, CompletionRenderer, Renderer, Served
 from tilewright.server.stream import EventStream, collected, events, unless_gone
 
 READING = (400, 404, 408, 413, 415)
@@ -46,13 +48,17 @@ def answer(body: Answer) -> Response:
     return Response(body.json_bytes, media_type="application/json")
 
 
-async def generated(api: Api, request: Request, body: GenerationBody, make: type[Renderer]) -> Response:
+Make = Callable[[Served, str, Plan, Sequence[RequestHandle]], Renderer]
+"""Makes what gives the answers of a plan's requests a form."""
+
+
+async def generated(api: Api, request: Request, body: GenerationBody, make: Make) -> Response:
     """Runs a body's requests and answers in a form."""
     plan, running = await api.start(body, request.state.long)
     renderer = make(api.served, request.state.request_id, plan, running.handles)
     request.state.tokens = renderer.tokens_shown
     if body.stream:
-        return EventStream(events(running, renderer, body.stream_options), running)
+        return EventStream(events(running, renderer), running)
     try:
         return await unless_gone(request.receive, collected(running, renderer))
     finally:
@@ -69,7 +75,8 @@ def generation_routes(api: Api) -> APIRouter:
     )
     async def completions(request: Request) -> Response:
         """Continues one prompt or several."""
-        return await generated(api, request, await api.body(request, api.completion_body), CompletionRenderer)
+        body = await api.body(request, api.completion_body)
+        return await generated(api, request, body, partial(CompletionRenderer, options=body.stream_options))
 
     @router.post(
         "/v1/chat/completions",
@@ -78,7 +85,8 @@ def generation_routes(api: Api) -> APIRouter:
     )
     async def chats(request: Request) -> Response:
         """Answers a conversation, put into the model's chat template."""
-        return await generated(api, request, await api.body(request, api.chat_body), ChatRenderer)
+        body = await api.body(request, api.chat_body)
+        return await generated(api, request, body, partial(ChatRenderer, options=body.stream_options))
 
     return router
 

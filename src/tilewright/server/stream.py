@@ -14,16 +14,14 @@ from starlette.types import Receive, Scope, Send
 from tilewright.diffusion.request import DenoisingRequest
 from tilewright.runtime.request import GenerateRequest, Overloaded, RequestHandle, RequestOutput, Stopped
 from tilewright.runtime.service import Service
-from tilewright.server.errors import ApiError, overloaded
+from tilewright.server.errors import ApiError, internal_error, overloaded
 from tilewright.server.metrics import Timings
-from tilewright.server.protocol import StreamOptions
-from tilewright.server.render import FINISHES, Renderer, completed, joined
+from tilewright.server.render import FINISHES, Renderer, joined
 
 log = logging.getLogger("tilewright.server")
 
 T = TypeVar("T")
 
-DONE = b"data: [DONE]\n\n"
 COMMENT = b":\n\n"
 """An event of nothing, which clients pass over."""
 
@@ -122,25 +120,20 @@ async def collected(running: Running, renderer: Renderer) -> Response:
     return Response(renderer.whole([joined(updates) for updates in told]).json_bytes, media_type="application/json")
 
 
-def event(body: bytes) -> bytes:
-    return b"data: " + body + b"\n\n"
-
-
-async def events(running: Running, renderer: Renderer, options: StreamOptions | None) -> AsyncIterator[bytes]:
+async def events(running: Running, renderer: Renderer) -> AsyncIterator[bytes]:
     """The answer as events. An error after the first of them is an event too."""
     try:
         async for index, update in running.updates():
-            chunk = renderer.chunk(index, update)
-            if chunk is not None:
-                yield event(completed(chunk, update, renderer, options))
-        if options is not None and options.include_usage:
-            yield event(renderer.last_chunk().json_bytes)
+            for event in renderer.events(index, update):
+                yield event
+        ending = renderer.last_events()
     except ApiError as error:
-        yield event(error.body.model_dump_json().encode())
+        ending = renderer.failed(error)
     except Exception:  # the status is out; the client gets a fixed message in the stream
         log.exception("request %s failed", renderer.request_id)
-        yield event(ApiError(500, "the server failed on this request", "internal_error").body.model_dump_json().encode())
-    yield DONE
+        ending = renderer.failed(internal_error())
+    for event in ending:
+        yield event
 
 
 class EventStream(Response):
