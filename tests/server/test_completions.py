@@ -9,8 +9,8 @@ from starlette.testclient import TestClient
 from server.conftest import Client
 from server.fake import FakeEngine, model_without_weights
 from tilewright.runtime.sampling import Sampling
-from tilewright.server.defaults import SamplingDefaults
 from tilewright.server.answers import Completion
+from tilewright.server.defaults import SamplingDefaults
 
 TEXT = "def add(a, b):\n    return a"
 HELLO = [{"role": "user", "content": "hello there, you"}]

@@ -14,7 +14,7 @@ from tilewright.runtime.sampling import Sampling
 from tilewright.server.api import ServerOptions
 
 ASK = {"prompt": "a b c", "max_tokens": 5}
-OPEN = ("/", "/health", "/ready")
+OPEN = ("/", "/health", "/ready", "/ping")
 CLOSED = (
     "/v1/models",
     "/metrics",
@@ -33,7 +33,7 @@ def test_without_keys_nobody_needs_one(client: Client):
 
 def test_with_keys_everything_but_the_probes_and_the_page_needs_one(client: Client):
     locked = client(api_keys=("first", "sécret"))
-    assert [locked.get(path).status_code for path in OPEN] == [200, 200, 200]
+    assert [locked.get(path).status_code for path in OPEN] == [200] * 4
     for path in CLOSED:
         answer = locked.get(path)
         assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")

@@ -283,6 +283,14 @@ class Health(Answer):
     step_age_s: float | None
 
 
+class Load(Answer):
+    """Requests in the engine; `server_load`, which vLLM has, is all of them."""
+
+    server_load: int
+    num_requests_running: int
+    num_requests_waiting: int
+
+
 class Ready(Answer):
     status: Literal["ready", "warming", "stopping"]
 

@@ -26,6 +26,7 @@ from tilewright.server.protocol import ChatBody, CompletionBody, GenerationBody,
 from tilewright.server.render import Served
 from tilewright.server.stream import Running, stopping
 from tilewright.server.tokens import TokenTexts
+from tilewright.server.translate import ChatLike
 
 Body = TypeVar("Body", bound=ModelBody)
 T = TypeVar("T")
@@ -189,6 +190,15 @@ class Api:
         if body.model not in (None, self.options.name):
             self.model_unknown(str(body.model))
         return body
+
+    async def chat(self, request: Request, body: ChatLike) -> ChatBody:
+        """The chat that a body of another API stands for.
+
+        Raises:
+            ApiError: the served model cannot be asked for it.
+        """
+        work = partial(body.chat, self.chat_body)
+        return await in_thread(self.threads, work) if request.state.long else work()
 
     async def read(self, request: Request) -> bytes:
         """The bytes of a body; it stops where they become too many, whatever length was announced.

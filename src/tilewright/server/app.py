@@ -11,7 +11,7 @@ from tilewright.server.api import Api
 from tilewright.server.errors import ApiError, internal_error
 from tilewright.server.middleware import CLIENT_GONE, Checks, Keys, RequestIds
 from tilewright.server.openapi import describe
-from tilewright.server.routes import generation_routes, model_routes, page_routes, state_routes, token_routes
+from tilewright.server.routes import generation_routes, messages_routes, model_routes, page_routes, state_routes, token_routes
 from tilewright.server.stream import Disconnected
 
 
@@ -22,7 +22,7 @@ def make_app(api: Api) -> ASGIApp:
         title="Tilewright", version=api.options.version, description="For OpenAI's clients.", docs_url=None, redoc_url=None,
         redirect_slashes=False,
     )  # fmt: skip
-    for group in (generation_routes, token_routes, model_routes, state_routes):
+    for group in (generation_routes, messages_routes, token_routes, model_routes, state_routes):
         routes.include_router(group(api))
     routes.include_router(page_routes())
     routes.add_exception_handler(ApiError, api_error)
@@ -36,13 +36,15 @@ def make_app(api: Api) -> ASGIApp:
         app = Keys(app, api.options.api_keys)
     if api.options.origins:
         # OpenAI's client for JavaScript sends more headers with each version. None of them means anything here.
-        app = CORSMiddleware(app, api.options.origins, ("GET", "HEAD", "POST"), ("*",), expose_headers=("x-request-id",))
+        app = CORSMiddleware(
+            app, api.options.origins, ("GET", "HEAD", "POST", "DELETE"), ("*",), expose_headers=("x-request-id",)
+        )
     return RequestIds(Checks(app))
 
 
 async def api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error.response()
+    return error.response(request.scope)
 
 
 async def http_error(request: Request, error: Exception) -> Response:
@@ -50,12 +52,12 @@ async def http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     said = {404: f"there is no {request.scope['path'][:100]}", 405: f"{request.method[:20]} is not a method of this route"}
     message = said.get(error.status_code, str(error.detail))
-    return ApiError(error.status_code, message, None, None, error.headers).response()
+    return ApiError(error.status_code, message, None, None, error.headers).response(request.scope)
 
 
 async def failure(request: Request, error: Exception) -> Response:
     """The exception itself goes on to the outermost layer, which logs it."""
-    return internal_error().response()
+    return internal_error().response(request.scope)
 
 
 async def nobody(request: Request, error: Exception) -> Response:

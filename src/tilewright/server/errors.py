@@ -2,13 +2,17 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
+from starlette.types import Scope
 
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 """The error's `type`, by status; other statuses below 500 are "invalid_request_error", those from 500 on "server_error"."""
+MESSAGES = "/v1/messages"
+MESSAGES_KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 504: "timeout_error"}
+"""The same of Anthropic's API, whose others from 500 on are "api_error"."""
 SHOWN = 60
 """Characters of a wrong value that come back."""
 
@@ -24,6 +28,14 @@ class ErrorBody(BaseModel):
     """The body of every answer that is an error."""
 
     error: ErrorFields
+
+
+class MessagesErrorBody(BaseModel):
+    """The body of an error of Anthropic's API, with the fields of the others besides."""
+
+    type: Literal["error"]
+    error: ErrorFields
+    request_id: str
 
 
 class ApiError(Exception):
@@ -49,8 +61,24 @@ class ApiError(Exception):
         kind = KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return ErrorBody(error=ErrorFields(message=self.message, type=kind, param=self.param, code=self.code))
 
-    def response(self) -> Response:
-        return Response(self.body.model_dump_json(), self.status, self.headers, "application/json")
+    def messages_body(self, request_id: str) -> MessagesErrorBody:
+        kind = MESSAGES_KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        if self.code == "server_overloaded":
+            kind = "overloaded_error"
+        found = ErrorFields(message=self.message, type=kind, param=self.param, code=self.code)
+        return MessagesErrorBody(type="error", error=found, request_id=request_id)
+
+    def response(self, scope: Scope | None = None) -> Response:
+        """The answer to a request, in the form of its API; to what is no request in OpenAI's."""
+        body: BaseModel = self.body
+        if scope is not None and is_messages(scope["path"]):
+            body = self.messages_body(scope["state"]["request_id"])
+        return Response(body.model_dump_json(), self.status, self.headers, "application/json")
+
+
+def is_messages(path: str) -> bool:
+    """Whether a path belongs to Anthropic's API."""
+    return path == MESSAGES or path.startswith(f"{MESSAGES}/")
 
 
 def overloaded(retry_after_s: float = 1.0) -> ApiError:

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tilewright.server.errors import ApiError, internal_error, overloaded
+from tilewright.server.errors import ApiError, internal_error, is_messages, overloaded
 
 log = logging.getLogger("tilewright.server")
 access = logging.getLogger("tilewright.access")
@@ -22,9 +22,10 @@ access.setLevel(logging.WARNING)
 
 CLIENT_GONE = 499
 """The status that nobody reads: the client has gone."""
+BEARER = re.compile(rb"(?i:bearer) +(.*)", re.DOTALL)
 CROWDED = "crowded"
 """Key in the state of a connection where too many are being answered."""
-OPEN_PATHS = frozenset({"/", "/health", "/ready"})
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping"})
 """Paths that need no key: probes and browsers have none, and learn no more than a status, and the page that asks for one."""
 
 
@@ -48,7 +49,10 @@ class RequestIds:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                names = [b"x-request-id"]
+                if is_messages(scope["path"]):  # whose clients know it by another name
+                    names.append(b"request-id")
+                message["headers"] = [*message.get("headers", ()), *((name, request_id.encode()) for name in names)]
             await send(message)
 
         try:
@@ -56,7 +60,7 @@ class RequestIds:
         except Exception:
             log.exception("request %s failed", request_id)
             if not status:
-                await internal_error().response()(scope, receive, sent)
+                await internal_error().response(scope)(scope, receive, sent)
         finally:
             if access.isEnabledFor(logging.INFO):
                 ms = 1000 * (time.monotonic() - began)
@@ -80,7 +84,7 @@ class Checks:
             await self.app(scope, receive, send)
         else:
             refused.headers["connection"] = "close"
-            await refused.response()(scope, receive, send)
+            await refused.response(scope)(scope, receive, send)
 
     def refused(self, scope: Scope) -> ApiError | None:
         names = {name for name, _ in scope["headers"]}
@@ -103,16 +107,25 @@ class Keys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self.known(scope):
-            refused = ApiError(401, "a valid API key is required: Authorization: Bearer KEY", "invalid_api_key")
+            expected = "Authorization: Bearer KEY, or x-api-key: KEY"
+            refused = ApiError(401, f"a valid API key is required: {expected}", "invalid_api_key")
             refused.headers["www-authenticate"] = "Bearer"
-            await refused.response()(scope, receive, send)
+            await refused.response(scope)(scope, receive, send)
             return
         await self.app(scope, receive, send)
 
     def known(self, scope: Scope) -> bool:
-        """Whether the request has exactly one Authorization header, with a key. It takes as long for one key as for another."""
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        match = re.fullmatch(rb"(?i:bearer) +(.*)", given[0], re.DOTALL) if len(given) == 1 else None
-        offered = b"" if match is None else match[1]
-        matches = [hmac.compare_digest(offered, key) for key in self.keys]
-        return match is not None and any(matches)
+        """Whether the request brings a key: in its only Authorization header, or its only x-api-key, as Anthropic's clients do.
+
+        It takes as long for one key as for another.
+        """
+        offered = [match[1] for value in only(scope, b"authorization") if (match := BEARER.fullmatch(value)) is not None]
+        offered += only(scope, b"x-api-key")
+        matches = [hmac.compare_digest(one, key) for one in offered for key in self.keys]
+        return any(matches)
+
+
+def only(scope: Scope, header: bytes) -> list[bytes]:
+    """The value of a header that is there once."""
+    found = [value for name, value in scope["headers"] if name == header]
+    return found if len(found) == 1 else []

@@ -9,9 +9,10 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from tilewright.server.errors import ErrorBody
+from tilewright.server.messages_body import CountBody, MessagesBody
 from tilewright.server.protocol import TOKEN_ID, DetokenizeBody, TokenizeBody
 
-BODIES: tuple[type[BaseModel], ...] = (DetokenizeBody, TokenizeBody)
+BODIES: tuple[type[BaseModel], ...] = (DetokenizeBody, TokenizeBody, MessagesBody, CountBody)
 REFERENCE = "#/components/schemas/{model}"
 
 Json = dict[str, Any]
@@ -23,9 +24,9 @@ def takes(body: type[BaseModel]) -> Json:
     return {"requestBody": {"required": True, "content": content}}
 
 
-def errors(*statuses: int) -> dict[int | str, Json]:
+def errors(*statuses: int, body: type[BaseModel] = ErrorBody) -> dict[int | str, Json]:
     """The part that says which statuses a route may answer with besides 200."""
-    return {status: {"model": ErrorBody} for status in statuses}
+    return {status: {"model": body} for status in statuses}
 
 
 def describe(app: FastAPI, generating: Sequence[type[BaseModel]], model: str, vocab: int) -> Callable[[], Json]:

@@ -18,6 +18,7 @@ from tilewright.server.answers import (
     Completion,
     Detokenized,
     Health,
+    Load,
     Model,
     ModelList,
     Ready,
@@ -27,21 +28,24 @@ from tilewright.server.answers import (
     Version,
 )
 from tilewright.server.api import Api
-from tilewright.server.errors import ApiError
+from tilewright.server.errors import MESSAGES, ApiError, MessagesErrorBody
+from tilewright.server.messages_body import CountBody, MessagesBody
+from tilewright.server.messages_render import AnsweredMessage, MessagesRenderer, TokenCount
 from tilewright.server.metrics import text_of
 from tilewright.server.openapi import errors, takes
 from tilewright.server.page import CSP, PAGE
-from tilewright.server.parse import Plan, contents, rendered, rough_tokens
-from tilewright.server.protocol import DetokenizeBody, GenerationBody, TokenizeBody
+from tilewright.server.parse import Plan, contents, rendered, rough_tokens, tools_of
+from tilewright.server.protocol import ChatBody, DetokenizeBody, GenerationBody, TokenizeBody
 from tilewright.server.render import ChatRenderer, CompletionRenderer, Renderer, Served
 from tilewright.server.stream import EventStream, collected, events, unless_gone
+from tilewright.server.translate import Places, in_words
 
 READING = (400, 404, 408, 413, 415)
 """Statuses of what can be wrong with a body."""
 TOKENISING = (*READING, 503)
 GENERATING = (*TOKENISING, 500, 504)
 EVENTS = {"text/event-stream": {"schema": {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}}}
-"""A stream: each event's data is a chunk, as JSON; the last one's is [DONE]."""
+"""A stream: each event's data is JSON, except for the last one's of OpenAI's first two routes, which is [DONE]."""
 
 
 def answer(body: Answer) -> Response:
@@ -52,9 +56,10 @@ Make = Callable[[Served, str, Plan, Sequence[RequestHandle]], Renderer]
 """Makes what gives the answers of a plan's requests a form."""
 
 
-async def generated(api: Api, request: Request, body: GenerationBody, make: Make) -> Response:
-    """Runs a body's requests and answers in a form."""
-    plan, running = await api.start(body, request.state.long)
+async def generated(api: Api, request: Request, body: GenerationBody, make: Make, places: Places = ()) -> Response:
+    """Runs a body's requests and answers in a form; `places` are those of a body that stood for this one."""
+    with in_words(places):
+        plan, running = await api.start(body, request.state.long)
     renderer = make(api.served, request.state.request_id, plan, running.handles)
     request.state.tokens = renderer.tokens_shown
     if body.stream:
@@ -87,6 +92,38 @@ def generation_routes(api: Api) -> APIRouter:
         """Answers a conversation, put into the model's chat template."""
         body = await api.body(request, api.chat_body)
         return await generated(api, request, body, partial(ChatRenderer, options=body.stream_options))
+
+    return router
+
+
+def messages_routes(api: Api) -> APIRouter:
+    router = APIRouter(tags=["messages"])
+
+    @router.post(
+        MESSAGES,
+        openapi_extra=takes(MessagesBody),
+        responses={200: {"model": AnsweredMessage, "content": EVENTS}, **errors(*GENERATING, body=MessagesErrorBody)},
+    )
+    async def messages(request: Request) -> Response:
+        """Answers a conversation, in Anthropic's form."""
+        chat = await api.chat(request, await api.body(request, MessagesBody))
+        return await generated(api, request, chat, MessagesRenderer, MessagesBody.places)
+
+    def counted(chat: ChatBody) -> Response:
+        template = api.options.template
+        with in_words(CountBody.places):
+            text = rendered(chat.messages, chat, template, tools_of(chat, template))
+        return answer(TokenCount(input_tokens=len(encode(api.engine.tokenizer, text, add_special_tokens=False))))
+
+    @router.post(
+        f"{MESSAGES}/count_tokens",
+        openapi_extra=takes(CountBody),
+        responses={200: {"model": TokenCount}, **errors(*TOKENISING, body=MessagesErrorBody)},
+    )
+    async def count_tokens(request: Request) -> Response:
+        """The number of a conversation's tokens, as it goes into the model."""
+        chat = await api.chat(request, await api.body(request, CountBody))
+        return await api.tokenised(rough_tokens(contents(chat.messages)), partial(counted, chat))
 
     return router
 
@@ -193,6 +230,19 @@ def state_routes(api: Api) -> APIRouter:
         if age > api.options.stale_s and not api.stopping:
             raise ApiError(503, f"the engine's last step was {age:.0f} s ago", "engine_stuck")
         return answer(Health(status="ok", step_age_s=age))
+
+    @router.get("/ping", responses={200: {"model": Health}, **errors(503)})
+    @router.post("/ping", responses={200: {"model": Health}, **errors(503)})
+    async def ping() -> Response:
+        """As `/health`, for those that expect it here."""
+        return await health()
+
+    @router.get("/load", responses={200: {"model": Load}})
+    async def load() -> Response:
+        """Requests in the engine, for those that spread them over servers."""
+        stats = api.engine.stats()
+        running, waiting = stats.running, stats.waiting
+        return answer(Load(server_load=running + waiting, num_requests_running=running, num_requests_waiting=waiting))
 
     @router.head("/ready", include_in_schema=False)
     @router.get("/ready", responses={200: {"model": Ready}, **errors(503)})

@@ -15,7 +15,7 @@ from tilewright.server.fields import Body, Ignored, expect
 
 MOST_TOOLS = 128
 
-Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
 class Function(Body):
