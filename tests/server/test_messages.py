@@ -17,7 +17,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_ca
 TOOLS = [{"name": "add", "description": "adds", "input_schema": {"type": "object"}}]
 ROLES = (
     "{% for m in messages %}{{ m.role }}:{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}!{{ c.function.name }}{% endfor %} {% endfor %}"
+    "{% for c in m.tool_calls or [] %}!{{ c.function.name }}{% endfor %} {% endfor %}{{ '' if tools else '' }}"
 )
 
 
@@ -97,9 +97,9 @@ def test_a_conversation_becomes_a_chat(client: Client):
             ],
         },
     ]
-    template = ChatTemplate.compiled(ROLES + "{{ tools }}", "a test's")
+    template = ChatTemplate.compiled(ROLES, "a test's")
     message(client(engine, template=template), messages=said, system=[{"type": "text", "text": "be short"}])
-    assert prompt_of(engine) == "system:be short user:one assistant:two!add tool:3 user:four None"
+    assert prompt_of(engine) == "system:be short user:one assistant:two!add tool:3 user:four "
 
 
 def test_an_answer_goes_on_with_the_assistants_last_words(client: Client):
@@ -111,7 +111,7 @@ def test_an_answer_goes_on_with_the_assistants_last_words(client: Client):
 def test_calls_are_blocks_of_their_own(client: Client):
     engine = FakeEngine(per_update=5)
     served = client(
-        engine, template=ChatTemplate.compiled("{{ messages[-1].content }}{# tools #}{{ tools and '' }}<tool_call>", "x")
+        engine, template=ChatTemplate.compiled("{{ messages[-1].content }}{# tools #}{{ '' if tools else '' }}<tool_call>", "x")
     )
     said = [{"role": "user", "content": f"well {CALL}"}]
     found = message(served, messages=said, tools=TOOLS, max_tokens=200, stop_sequences=["</tool_call>"])

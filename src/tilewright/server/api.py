@@ -24,6 +24,7 @@ from tilewright.server.metrics import EngineCollector, Timings
 from tilewright.server.parse import Constrain, Plan, asks_grammar, plan_of, rough_size
 from tilewright.server.protocol import ChatBody, CompletionBody, GenerationBody, ModelBody
 from tilewright.server.render import Served
+from tilewright.server.responses_store import ResponsesStore
 from tilewright.server.stream import Running, stopping
 from tilewright.server.tokens import TokenTexts
 from tilewright.server.translate import ChatLike
@@ -55,6 +56,7 @@ class ServerOptions:
         deadline_s: how long a request may take in the engine; None for as long as it likes.
         stale_s: how long ago the engine's last step may be before it counts as stuck.
         constrain: makes a constraint of a grammar, for an engine that takes them; None where structured output is not offered.
+        stored_responses, stored_bytes: how many responses, and how many bytes of them, are kept for clients to come back to.
     """
 
     name: str
@@ -68,6 +70,8 @@ class ServerOptions:
     deadline_s: float | None = None
     stale_s: float = 30.0
     constrain: Constrain | None = None
+    stored_responses: int = 1024
+    stored_bytes: int = 64 * 2**20
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -131,6 +135,7 @@ class Api:
     texts: Pending = field(default_factory=Pending)
     long_bodies: int = 0
     served: Served = field(init=False)
+    stored: ResponsesStore = field(init=False)
     registry: CollectorRegistry = field(init=False)
     timings: Timings = field(init=False)
     threads: ThreadPoolExecutor = field(init=False)
@@ -142,6 +147,7 @@ class Api:
         self.served = Served(
             self.engine, self.options.name, self.options.version, int(time.time()), TokenTexts(self.engine.tokenizer)
         )
+        self.stored = ResponsesStore(self.options.stored_responses, self.options.stored_bytes)
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(self.engine, self.options.name))
         self.timings = Timings(self.registry, self.options.name)
@@ -191,13 +197,14 @@ class Api:
             self.model_unknown(str(body.model))
         return body
 
-    async def chat(self, request: Request, body: ChatLike) -> ChatBody:
-        """The chat that a body of another API stands for.
+    async def chat(self, request: Request, body: ChatLike, before: bytes = b"[]") -> ChatBody:
+        """The chat that a body of another API stands for, behind the messages before it.
 
         Raises:
             ApiError: the served model cannot be asked for it.
         """
-        work = partial(body.chat, self.chat_body)
+        request.state.long |= len(before) > PARSED_HERE
+        work = partial(body.chat, self.chat_body, before)
         return await in_thread(self.threads, work) if request.state.long else work()
 
     async def read(self, request: Request) -> bytes:

@@ -11,7 +11,15 @@ from tilewright.server.api import Api
 from tilewright.server.errors import ApiError, internal_error
 from tilewright.server.middleware import CLIENT_GONE, Checks, Keys, RequestIds
 from tilewright.server.openapi import describe
-from tilewright.server.routes import generation_routes, messages_routes, model_routes, page_routes, state_routes, token_routes
+from tilewright.server.routes import (
+    generation_routes,
+    messages_routes,
+    model_routes,
+    page_routes,
+    responses_routes,
+    state_routes,
+    token_routes,
+)
 from tilewright.server.stream import Disconnected
 
 
@@ -22,7 +30,7 @@ def make_app(api: Api) -> ASGIApp:
         title="Tilewright", version=api.options.version, description="For OpenAI's clients.", docs_url=None, redoc_url=None,
         redirect_slashes=False,
     )  # fmt: skip
-    for group in (generation_routes, messages_routes, token_routes, model_routes, state_routes):
+    for group in (generation_routes, messages_routes, responses_routes, token_routes, model_routes, state_routes):
         routes.include_router(group(api))
     routes.include_router(page_routes())
     routes.add_exception_handler(ApiError, api_error)

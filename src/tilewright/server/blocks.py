@@ -38,9 +38,10 @@ class Grown(NamedTuple):
 
 
 class Closed(NamedTuple):
-    """The last block is whole."""
+    """The last block is whole; `last` at the end of the answer."""
 
     block: Block
+    last: bool
 
 
 Change = Opened | Grown | Closed
@@ -70,7 +71,7 @@ class Blocks:
         if last and not self.found:
             yield from self.open(None)
         if last:
-            yield Closed(self.found[-1])
+            yield Closed(self.found[-1], True)
 
     def changes(self, part: Part) -> Iterator[Change]:
         if isinstance(part, Called):
@@ -83,6 +84,6 @@ class Blocks:
 
     def open(self, name: str | None) -> Iterator[Change]:
         if self.found:
-            yield Closed(self.found[-1])
+            yield Closed(self.found[-1], False)
         self.found.append(Block(name))
         yield Opened(self.found[-1])

@@ -196,21 +196,24 @@ class CountBody(ChatLike):
     context_management: NothingAsked = None
     mcp_servers: NothingAsked = None
 
-    def fields(self) -> Json:
-        """Fields of the chat."""
-        system = [{"role": "system", "content": [part.model_dump() for part in self.system]}] if self.system else []
-        messages = [*system, *(each for message in self.messages for each in message.chat())]
+    def system_messages(self) -> list[Json]:
+        return [{"role": "system", "content": [part.model_dump() for part in self.system]}] if self.system else []
+
+    def messages_of_chat(self) -> list[Json]:
+        return [each for message in self.messages for each in message.chat()]
+
+    def others(self) -> Json:
         asked = self.output_format or (self.output_config and self.output_config.format)
-        choice, last = self.tool_choice, messages[-1]
+        choice, last = self.tool_choice, self.messages[-1]
+        called = any(isinstance(block, ToolUseBlock) for block in last.content)
         return {
-            "messages": messages,
             "tools": [tool.chat() for tool in self.tools or ()],
             "tool_choice": None if choice is None else choice.chat(),
             "parallel_tool_calls": not choice.disable_parallel_tool_use if choice is not None else None,
             "response_format": {"type": "json_schema", "json_schema": {"schema": asked.schema_}} if asked else None,
             "chat_template_kwargs": self.chat_template_kwargs,
             # A conversation that ends with the assistant's words goes on with them.
-            "continue_final_message": (last["role"] == "assistant" and not last["tool_calls"]) or None,
+            "continue_final_message": (last.role == "assistant" and not called) or None,
         }
 
 
@@ -233,6 +236,6 @@ class MessagesBody(CountBody):
     ] = None
     container: NotOffered = None
 
-    def fields(self) -> Json:
+    def others(self) -> Json:
         same = ("max_tokens", "stream", "temperature", "top_p", "top_k", "seed")
-        return {**super().fields(), "stop": self.stop_sequences, **{name: getattr(self, name) for name in same}}
+        return {**super().others(), "stop": self.stop_sequences, **{name: getattr(self, name) for name in same}}

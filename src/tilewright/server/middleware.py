@@ -96,7 +96,7 @@ class Checks:
 
 
 class Keys:
-    """Lets nothing pass without one of the keys, but `OPEN_PATHS`.
+    """Lets nothing pass without one of the keys, but `OPEN_PATHS`; which it was is in `scope["state"]["key"]`.
 
     Args:
         keys: at least one.
@@ -106,7 +106,9 @@ class Keys:
         self.app, self.keys = app, [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self.known(scope):
+        if scope["type"] == "http" and (key := self.known(scope)) is not None:
+            scope["state"]["key"] = key
+        elif scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             expected = "Authorization: Bearer KEY, or x-api-key: KEY"
             refused = ApiError(401, f"a valid API key is required: {expected}", "invalid_api_key")
             refused.headers["www-authenticate"] = "Bearer"
@@ -114,15 +116,15 @@ class Keys:
             return
         await self.app(scope, receive, send)
 
-    def known(self, scope: Scope) -> bool:
-        """Whether the request brings a key: in its only Authorization header, or its only x-api-key, as Anthropic's clients do.
+    def known(self, scope: Scope) -> int | None:
+        """Number of the key that the request brings in its only Authorization header, or its only x-api-key (Anthropic's).
 
         It takes as long for one key as for another.
         """
         offered = [match[1] for value in only(scope, b"authorization") if (match := BEARER.fullmatch(value)) is not None]
         offered += only(scope, b"x-api-key")
-        matches = [hmac.compare_digest(one, key) for one in offered for key in self.keys]
-        return any(matches)
+        matches = [any([hmac.compare_digest(one, key) for one in offered]) for key in self.keys]  # noqa: C419
+        return matches.index(True) if True in matches else None
 
 
 def only(scope: Scope, header: bytes) -> list[bytes]:

@@ -11,8 +11,9 @@ from pydantic.json_schema import models_json_schema
 from tilewright.server.errors import ErrorBody
 from tilewright.server.messages_body import CountBody, MessagesBody
 from tilewright.server.protocol import TOKEN_ID, DetokenizeBody, TokenizeBody
+from tilewright.server.responses_body import ResponsesBody
 
-BODIES: tuple[type[BaseModel], ...] = (DetokenizeBody, TokenizeBody, MessagesBody, CountBody)
+BODIES: tuple[type[BaseModel], ...] = (DetokenizeBody, TokenizeBody, MessagesBody, CountBody, ResponsesBody)
 REFERENCE = "#/components/schemas/{model}"
 
 Json = dict[str, Any]

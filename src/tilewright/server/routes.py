@@ -12,6 +12,7 @@ from starlette.responses import Response
 from tilewright.diffusion.engine import DiffusionEngine
 from tilewright.models.tokenizer import encode
 from tilewright.runtime.request import RequestHandle
+from tilewright.server import responses_render
 from tilewright.server.answers import (
     Answer,
     Chat,
@@ -37,6 +38,9 @@ from tilewright.server.page import CSP, PAGE
 from tilewright.server.parse import Plan, contents, rendered, rough_tokens, tools_of
 from tilewright.server.protocol import ChatBody, DetokenizeBody, GenerationBody, TokenizeBody
 from tilewright.server.render import ChatRenderer, CompletionRenderer, Renderer, Served
+from tilewright.server.responses_body import ResponsesBody, gone_on
+from tilewright.server.responses_render import ResponsesRenderer
+from tilewright.server.responses_store import Stored
 from tilewright.server.stream import EventStream, collected, events, unless_gone
 from tilewright.server.translate import Places, in_words
 
@@ -124,6 +128,69 @@ def messages_routes(api: Api) -> APIRouter:
         """The number of a conversation's tokens, as it goes into the model."""
         chat = await api.chat(request, await api.body(request, CountBody))
         return await api.tokenised(rough_tokens(contents(chat.messages)), partial(counted, chat))
+
+    return router
+
+
+def responses_routes(api: Api) -> APIRouter:
+    router, stored = APIRouter(tags=["responses"]), api.stored
+
+    def owner(request: Request) -> int:
+        """Number of the key that a request came with: nobody comes to what another key asked for."""
+        return request.scope["state"].get("key", 0)
+
+    def unknown(name: str) -> ApiError:
+        return ApiError(404, f"there is no response {name[:100]!r}, or it is kept no longer", "response_not_found", None)
+
+    @router.post(
+        "/v1/responses",
+        openapi_extra=takes(ResponsesBody),
+        responses={200: {"model": responses_render.Response, "content": EVENTS}, **errors(*GENERATING)},
+    )
+    async def respond(request: Request) -> Response:
+        """Answers a conversation, in the form of OpenAI's Responses API."""
+        body, before, asker = await api.body(request, ResponsesBody), b"[]", owner(request)
+        if (name := body.previous_response_id) is not None:
+            previous = stored.get(asker, name)
+            if previous is None:
+                message = f"'previous_response_id': {unknown(name).message}"
+                raise ApiError(400, message, "previous_response_not_found", "previous_response_id")
+            before = previous.conversation
+        chat = await api.chat(request, body, before)
+
+        def keep(response: responses_render.Response, said: dict[str, Any]) -> None:
+            if body.store is not False:
+                conversation = gone_on(before, [*body.messages_of_chat(), said])
+                stored.put(asker, response.id, Stored(response.json_bytes, conversation))
+
+        return await generated(api, request, chat, partial(ResponsesRenderer, body=body, keep=keep), body.places)
+
+    @router.get("/v1/responses/{name}", responses={200: {"model": responses_render.Response}, **errors(400, 404)})
+    async def retrieve(request: Request, name: str) -> Response:
+        """A response that was stored."""
+        if (found := stored.get(owner(request), name)) is None:
+            raise unknown(name)
+        if request.query_params.get("stream", "false") != "false":
+            raise ApiError(
+                400, "'stream' is not offered by this server for a response that has ended", "unsupported_parameter", "stream"
+            )
+        return Response(found.answer, media_type="application/json")
+
+    @router.delete("/v1/responses/{name}", responses={200: {"model": responses_render.Deleted}, **errors(404)})
+    async def delete(request: Request, name: str) -> Response:
+        """Forgets a response that was stored."""
+        if not stored.delete(owner(request), name):
+            raise unknown(name)
+        return answer(responses_render.Deleted(id=name, object="response", deleted=True))
+
+    @router.post("/v1/responses/{name}/cancel", responses={200: {"model": responses_render.Response}, **errors(400, 404)})
+    async def cancel(request: Request, name: str) -> Response:
+        """Refuses: there are no responses in the background. One that is under way ends when its client goes."""
+        if stored.get(owner(request), name) is None:
+            raise unknown(name)
+        raise ApiError(
+            400, "only responses in the background can be cancelled, which this server does not offer", "invalid_value"
+        )
 
     return router
 

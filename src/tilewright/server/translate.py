@@ -1,5 +1,6 @@
 """Bodies of other APIs that stand for a chat: they are put into the words of `ChatBody`, and errors into theirs."""
 
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from tilewright.server.protocol import ChatBody, ModelBody
 
 Places = Sequence[tuple[str, str]]
 """Places in the body of a chat as regular expressions, and what they are in another body; the first that matches counts."""
+Json = dict[str, Any]
 Chat = TypeVar("Chat", bound=ChatBody)
 
 
@@ -22,18 +24,30 @@ class ChatLike(ModelBody, ABC):
     places: ClassVar[Places] = ()
 
     @abstractmethod
-    def fields(self) -> dict[str, Any]:
-        """Fields of the chat's body."""
+    def system_messages(self) -> list[Json]:
+        """Messages at the chat's beginning."""
 
-    def chat(self, kind: type[Chat]) -> Chat:
+    @abstractmethod
+    def messages_of_chat(self) -> list[Json]:
+        """Messages of the chat behind those, and behind what was said before."""
+
+    @abstractmethod
+    def others(self) -> Json:
+        """Other fields of the chat's body."""
+
+    def chat(self, kind: type[Chat], before: bytes = b"[]") -> Chat:
         """The chat.
+
+        Args:
+            before: messages that it goes on from, as JSON.
 
         Raises:
             ApiError: it is none that the served model can be asked for.
         """
         with in_words(self.places):
             try:
-                return kind.model_validate(self.fields())
+                messages = [*self.system_messages(), *json.loads(before), *self.messages_of_chat()]
+                return kind.model_validate({"messages": messages, **self.others()})
             except ValidationError as error:
                 raise invalid_body(error) from None
 

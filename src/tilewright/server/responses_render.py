@@ -1,0 +1,263 @@
+"""OpenAI's Responses API: its answers, whole and as events."""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tilewright.runtime.request import RequestOutput
+from tilewright.server.answers import Answer, Metrics, PromptDetails
+from tilewright.server.blocks import Block, Blocks, Change, Closed, Grown, Opened
+from tilewright.server.errors import ApiError
+from tilewright.server.render import Renderer, event, text_of
+from tilewright.server.responses_body import ResponsesBody, answered
+
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+Json = dict[str, Any]
+
+
+class OutputText(Answer):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[Any]
+
+
+class OutputMessage(Answer):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    status: Status
+    content: list[OutputText]
+
+
+class OutputCall(Answer):
+    id: str
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    status: Status
+
+
+class InputDetails(PromptDetails):
+    """Nothing is ever charged for writing the prefix cache."""
+
+    cache_write_tokens: int
+
+
+class OutputDetails(Answer):
+    """Thoughts are part of the text here, and not counted apart."""
+
+    reasoning_tokens: int
+
+
+class ResponsesUsage(Answer):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class ResponseFailure(Answer):
+    code: str
+    message: str
+
+
+class IncompleteDetails(Answer):
+    reason: Literal["max_output_tokens"]
+
+
+class Response(Answer):
+    """Of `/v1/responses`: what was asked for, and the output as far as it has come."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Status
+    error: ResponseFailure | None
+    incomplete_details: IncompleteDetails | None
+    model: str
+    output: list[OutputMessage | OutputCall]
+    usage: ResponsesUsage | None
+    metrics: Metrics | None
+    background: Literal[False]
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, None]
+    service_tier: Literal["default"]
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_p: float
+    truncation: Literal["disabled"]
+    user: str | None
+
+
+class Deleted(Answer):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+Keep = Callable[[Response, Json], None]
+"""Takes a response that has ended, and its answer as a message of a chat."""
+
+
+@dataclass
+class ResponsesRenderer(Renderer):
+    """`/v1/responses`, of one choice.
+
+    Attributes:
+        body: what was asked.
+        keep: called at a good end.
+        blocks: of the answer.
+        told: number of events so far.
+    """
+
+    body: ResponsesBody = field(kw_only=True)
+    keep: Keep = field(kw_only=True)
+    blocks: Blocks = field(init=False)
+    told: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.blocks = Blocks(self.plan.tools)
+
+    def whole(self, updates: Sequence[RequestOutput]) -> Response:
+        _, tokens = self.take(0, updates[0])
+        for _ in self.blocks.push(text_of(tokens), last=True):
+            continue
+        return self.ended()
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether the answer ended by its length."""
+        result = self.handles[0].result
+        return result is not None and result.finish_reason == "length"
+
+    def ended(self) -> Response:
+        """The response after a good end, which is kept."""
+        *before, last = self.blocks.found
+        ended: Status = "incomplete" if self.cut_off else "completed"
+        output = [*(self.item(block, "completed") for block in before), self.item(last, ended)]
+        usage = self.usage()
+        shown = ResponsesUsage(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=InputDetails(cached_tokens=usage.prompt_tokens_details.cached_tokens, cache_write_tokens=0),
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=OutputDetails(reasoning_tokens=0),
+            total_tokens=usage.total_tokens,
+        )
+        found = self.response(ended, output=output, usage=shown, metrics=self.metrics())
+        texts = [block.text for block in self.blocks.found if block.name is None]
+        calls = [(f"call_{block.id}", block.name, block.text) for block in self.blocks.found if block.name is not None]
+        self.keep(found, answered("".join(texts), calls))
+        return found
+
+    def response(self, status: Status, error: ResponseFailure | None = None, **more: Any) -> Response:
+        details = IncompleteDetails(reason="max_output_tokens") if status == "incomplete" else None
+        made = {"id": f"resp_{self.request_id}", "object": "response", "created_at": self.root["created"], "completed_at": None}
+        if status in ("completed", "incomplete"):
+            made["completed_at"] = int(time.time())
+        ended = {"status": status, "error": error, "incomplete_details": details, "model": self.served.name}
+        return Response(**made, **ended, **{"output": [], "usage": None, "metrics": None, **more}, **self.asked())
+
+    def asked(self) -> Json:
+        """Fields of the body, and what holds where it said nothing."""
+        body, sampling = self.body, self.plan.requests[0].sampling
+        form = {"type": "text"} if body.text is None or body.text.format is None else body.text.format.shown()
+        choice = body.tool_choice or "auto"
+        return {
+            "background": False,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": None, "summary": None},
+            "service_tier": "default",
+            "store": body.store is not False,
+            "temperature": sampling.temperature,
+            "text": {"format": form},
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+            "tools": [tool.model_dump() for tool in body.tools or ()],
+            "top_p": sampling.top_p,
+            "truncation": "disabled",
+            "user": body.user,
+        }
+
+    def item(self, block: Block, status: Status) -> OutputMessage | OutputCall:
+        if block.name is None:
+            content = [] if status == "in_progress" else [self.part(block.text)]
+            return OutputMessage(id=f"msg_{block.id}", type="message", role="assistant", status=status, content=content)
+        return OutputCall(
+            id=f"fc_{block.id}", type="function_call", call_id=f"call_{block.id}", name=block.name, arguments=block.text,
+            status=status,
+        )  # fmt: skip
+
+    def part(self, text: str) -> OutputText:
+        return OutputText(type="output_text", text=text, annotations=[], logprobs=[])
+
+    def event(self, kind: str, **fields: Any) -> bytes:
+        """The next event."""
+        number, self.told = self.told, self.told + 1
+        shown = {
+            name: value.model_dump(exclude_unset=True) if isinstance(value, Answer) else value for name, value in fields.items()
+        }
+        return event(json.dumps({"type": kind, "sequence_number": number, **shown}).encode(), kind)
+
+    def beginning(self) -> Iterator[bytes]:
+        for kind in ("response.created", "response.in_progress"):
+            yield self.event(kind, response=self.response("in_progress"))
+
+    def events(self, index: int, update: RequestOutput) -> Iterable[bytes]:
+        if not update.tokens and update.end is None:
+            return
+        first, tokens = self.take(index, update)
+        if first:
+            yield from self.beginning()
+        for change in self.blocks.push(text_of(tokens), update.end is not None):
+            yield from self.changed(change)
+
+    def changed(self, change: Change) -> Iterator[bytes]:
+        """Events of a block's change."""
+        block, index = change.block, len(self.blocks.found) - 1
+        item = self.item(block, "in_progress")
+        place: Json = {"item_id": item.id, "output_index": index}
+        kind = "response.function_call_arguments"
+        if block.name is None:
+            kind, place = "response.output_text", {**place, "content_index": 0}
+        if isinstance(change, Opened):
+            yield self.event("response.output_item.added", output_index=index, item=item)
+            if block.name is None:
+                yield self.event("response.content_part.added", **place, part=self.part(""))
+        elif isinstance(change, Grown):
+            more = {"logprobs": []} if block.name is None else {}
+            yield self.event(f"{kind}.delta", **place, delta=change.text, **more)
+        elif block.name is None:
+            yield self.event(f"{kind}.done", **place, text=block.text, logprobs=[])
+            yield self.event("response.content_part.done", **place, part=self.part(block.text))
+        else:
+            yield self.event(f"{kind}.done", **place, name=block.name, arguments=block.text)
+        if isinstance(change, Closed):
+            ended: Status = "incomplete" if change.last and self.cut_off else "completed"
+            yield self.event("response.output_item.done", output_index=index, item=self.item(block, ended))
+
+    def last_events(self) -> Iterable[bytes]:
+        found = self.ended()
+        yield self.event(f"response.{found.status}", response=found)
+
+    def failed(self, error: ApiError) -> Iterable[bytes]:
+        if not self.told:
+            yield from self.beginning()
+        said = ResponseFailure(code="server_error", message=error.message)
+        yield self.event("response.failed", response=self.response("failed", said))
