@@ -183,3 +183,20 @@ def test_many_clients_at_once_get_their_own(real: Real):
         thread.join()
     decode = model_without_weights().tokenizer.decode
     assert answers == {n: decode([n + 40] * 30) for n in range(12)}
+
+
+def test_openai_gets_responses(client: openai.OpenAI):
+    found = client.responses.create(model="demo", input="hello there", max_output_tokens=3)
+    assert "hello there".startswith(found.output_text or "-")
+    assert client.responses.retrieve(found.id).output_text == found.output_text
+    more = client.responses.create(model="demo", input="x", previous_response_id=found.id, max_output_tokens=1)
+    assert more.previous_response_id == found.id
+    client.responses.delete(found.id)
+    with pytest.raises(openai.NotFoundError, match="no response"):
+        client.responses.retrieve(found.id)
+    with pytest.raises(openai.BadRequestError, match="background"):
+        client.responses.cancel(more.id)
+    stream = client.responses.create(model="demo", input="hello there", max_output_tokens=7, stream=True)
+    told = list(stream)
+    assert told[-1].type == "response.incomplete"
+    assert told[-1].response.output_text == "".join(e.delta for e in told if e.type == "response.output_text.delta")

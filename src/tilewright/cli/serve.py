@@ -182,6 +182,7 @@ class HttpOptions:
         served_model_name: what clients call the model; by default its id, or its folder's name.
         max_body_mb: how long a body may be.
         deadline: seconds that a request may take, waiting included.
+        stored_responses: of /v1/responses, how many are kept in memory for clients to come back to.
         drain: seconds that running requests get to end once the server is told to.
         generation_config: how requests draw that do not say: "auto" as the model's generation_config.json has it, "none" as at
             OpenAI, at temperature 1 from all tokens.
@@ -196,6 +197,7 @@ class HttpOptions:
     served_model_name: str | None = None
     max_body_mb: float = 4.0
     deadline: float | None = None
+    stored_responses: int = ServerOptions.stored_responses
     drain: float = 30.0
     generation_config: Literal["auto", "none"] = "auto"
     access_log: bool = False
@@ -221,6 +223,7 @@ class HttpOptions:
             origins=self.allow_origin,
             max_body_bytes=int(self.max_body_mb * 2**20),
             deadline_s=self.deadline,
+            stored_responses=self.stored_responses,
         )
 
 

@@ -74,6 +74,9 @@ class ServerOptions:
     stored_bytes: int = 64 * 2**20
 
     def __post_init__(self) -> None:
+        for name in ("stored_responses", "stored_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"expected {name} of at least 0, found {getattr(self, name)}")
         if not self.name:
             raise ValueError("expected a name for the model, found an empty one")
         if not all(key and key.isprintable() and key == key.strip() for key in self.api_keys):

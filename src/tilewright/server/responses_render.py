@@ -109,7 +109,7 @@ class Deleted(Answer):
 
 
 Keep = Callable[[Response, Json], None]
-"""Takes a response that has ended, and its answer as a message of a chat."""
+"""Takes a response that has ended, and its answer as a message of a chat, to keep them."""
 
 
 @dataclass
@@ -118,13 +118,13 @@ class ResponsesRenderer(Renderer):
 
     Attributes:
         body: what was asked.
-        keep: called at a good end.
+        keep: called at a good end; None where nothing is kept.
         blocks: of the answer.
         told: number of events so far.
     """
 
     body: ResponsesBody = field(kw_only=True)
-    keep: Keep = field(kw_only=True)
+    keep: Keep | None = field(kw_only=True)
     blocks: Blocks = field(init=False)
     told: int = field(init=False, default=0)
 
@@ -158,10 +158,15 @@ class ResponsesRenderer(Renderer):
             total_tokens=usage.total_tokens,
         )
         found = self.response(ended, output=output, usage=shown, metrics=self.metrics())
+        if self.keep is not None:
+            self.keep(found, self.said())
+        return found
+
+    def said(self) -> Json:
+        """The answer as a message of a chat."""
         texts = [block.text for block in self.blocks.found if block.name is None]
         calls = [(f"call_{block.id}", block.name, block.text) for block in self.blocks.found if block.name is not None]
-        self.keep(found, answered("".join(texts), calls))
-        return found
+        return answered("".join(texts), calls)
 
     def response(self, status: Status, error: ResponseFailure | None = None, **more: Any) -> Response:
         details = IncompleteDetails(reason="max_output_tokens") if status == "incomplete" else None
@@ -185,7 +190,7 @@ class ResponsesRenderer(Renderer):
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": None, "summary": None},
             "service_tier": "default",
-            "store": body.store is not False,
+            "store": self.keep is not None,
             "temperature": sampling.temperature,
             "text": {"format": form},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),

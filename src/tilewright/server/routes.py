@@ -159,11 +159,11 @@ def responses_routes(api: Api) -> APIRouter:
         chat = await api.chat(request, body, before)
 
         def keep(response: responses_render.Response, said: dict[str, Any]) -> None:
-            if body.store is not False:
-                conversation = gone_on(before, [*body.messages_of_chat(), said])
-                stored.put(asker, response.id, Stored(response.json_bytes, conversation))
+            conversation = gone_on(before, [*body.messages_of_chat(), said])
+            stored.put(asker, response.id, Stored(response.json_bytes, conversation))
 
-        return await generated(api, request, chat, partial(ResponsesRenderer, body=body, keep=keep), body.places)
+        make = partial(ResponsesRenderer, body=body, keep=keep if stored.most and body.store is not False else None)
+        return await generated(api, request, chat, make, body.places)
 
     @router.get("/v1/responses/{name}", responses={200: {"model": responses_render.Response}, **errors(400, 404)})
     async def retrieve(request: Request, name: str) -> Response:
