@@ -320,3 +320,24 @@ def test_a_server_that_decodes_token_by_token_knows_none_of_these_fields(shared:
     for route, needed in ROUTES.items():
         error = refused(shared, route, needed | fields)
         assert (error["param"], error["code"]) == (next(iter(fields)), "unknown_parameter")
+
+
+def test_the_other_apis_answer_too_and_refuse_the_same(http: httpx2.Client):
+    said = {"messages": [{"role": "user", "content": "t1 t2"}], "max_tokens": 16}
+    text = http.post("/v1/chat/completions", json=said).json()["choices"][0]["message"]["content"]
+    message, response = (
+        http.post("/v1/messages", json=said),
+        http.post("/v1/responses", json={"input": "t1 t2", "max_output_tokens": 16}),
+    )
+    assert message.json()["content"][0]["text"] == text
+    assert response.json()["output"][0]["content"][0]["text"] == text
+    assert message.json()["metrics"]["denoising"]["steps"] == response.json()["metrics"]["denoising"]["steps"]
+    events = http.post("/v1/messages", json={**said, "stream": True}).text
+    assert events.rstrip().endswith('data: {"type": "message_stop"}')
+    tool: dict[str, Any] = {"name": "f", "input_schema": {}}
+    for fields, param in (({"top_k": 5}, "top_k"), ({"tools": [tool]}, "tools"), ({"block_length": 8}, "block_length")):
+        refused = http.post("/v1/messages", json={**said, **fields})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+    schema = {"format": {"type": "json_schema", "name": "x", "schema": {}}}
+    refused = http.post("/v1/responses", json={"input": "t1", "text": schema})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "text.format")

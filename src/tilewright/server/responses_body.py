@@ -20,7 +20,6 @@ from tilewright.server.fields import (
     expect,
 )
 from tilewright.server.protocol import MOST_MESSAGES, Length, Seed, Temperature, TemplateValues
-from tilewright.server.structured import JsonSchema
 from tilewright.server.tools import MOST_TOOLS, Name, json_object
 from tilewright.server.translate import ChatLike
 
@@ -143,7 +142,7 @@ class TextFormat(Body):
         return self.model_dump(by_alias=True, exclude_none=True)
 
     def chat(self) -> Json:
-        schema = None if self.schema_ is None else JsonSchema(name=self.name, schema=self.schema_).model_dump(by_alias=True)
+        schema = None if self.schema_ is None else {"name": self.name, "schema": self.schema_}
         return {"type": self.type, "json_schema": schema}
 
 
