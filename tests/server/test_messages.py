@@ -98,8 +98,9 @@ def test_a_conversation_becomes_a_chat(client: Client):
         },
     ]
     template = ChatTemplate.compiled(ROLES, "a test's")
+    said.append({"role": "system", "content": "now"})
     message(client(engine, template=template), messages=said, system=[{"type": "text", "text": "be short"}])
-    assert prompt_of(engine) == "system:be short user:one assistant:two!add tool:3 user:four "
+    assert prompt_of(engine) == "system:be short user:one assistant:two!add tool:3 user:four system:now "
 
 
 def test_an_answer_goes_on_with_the_assistants_last_words(client: Client):
@@ -151,7 +152,7 @@ def test_an_error_in_a_stream_is_an_event(client: Client):
         ({"max_tokens": None}, "max_tokens", "invalid_type"),
         ({"max_tokens": 0}, "max_tokens", "invalid_value"),
         ({"messages": []}, "messages", "invalid_value"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role", "invalid_value"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "invalid_value"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]", "invalid_value"),
         (
             {"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]},
@@ -183,6 +184,8 @@ def test_a_bad_field_is_named(shared: TestClient, fields: dict[str, Any], param:
 
 
 def test_errors_have_the_words_of_the_api(client: Client):
+    thread = client().post(ROUTE, json={"messages": HELLO, "max_tokens": 4, "thread": {"type": "create"}}).json()["error"]
+    assert (thread["param"], thread["details"]["error_code"]) == ("thread", "thread_unsupported_request")
     locked = client(api_keys=("k",))
     asked = {"messages": HELLO, "max_tokens": 4}
     answer = locked.post(ROUTE, json=asked)

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Literal
 
+import httpx2
 import jsonschema
 import numpy as np
 import openai
@@ -230,7 +231,8 @@ def test_forced_calls_are_valid_and_stream_as_they_are(client: openai.OpenAI):
         assert call.function.name in names
         jsonschema.validate(json.loads(call.function.arguments), TOOLS[0]["function"]["parameters"])
         name, arguments, ends = "", "", []
-        for chunk in client.chat.completions.create(**asked, stream=True):
+        # Where a call is forced, a form of texts changes nothing.
+        for chunk in client.chat.completions.create(**asked, stream=True, response_format={"type": "json_object"}):
             for part in chunk.choices[0].delta.tool_calls or ():
                 assert part.index == 0
                 assert part.function is not None
@@ -243,6 +245,30 @@ def test_forced_calls_are_valid_and_stream_as_they_are(client: openai.OpenAI):
         goes_on = [*HELLO, answer.message, {"role": "tool", "tool_call_id": call.id, "content": "21"}]
         after = client.chat.completions.create(model="demo", messages=goes_on, tools=TOOLS, max_tokens=4, temperature=0)
         assert after.choices[0].finish_reason == "length"
+
+
+def test_the_other_apis_have_the_same_grammars(real: Real, client: openai.OpenAI):
+    sampling: dict[str, Any] = {"temperature": 1.0, "seed": 3}
+    form = schema_format(SCHEMA)
+    chat = client.chat.completions.create(model="demo", messages=HELLO, max_tokens=60, response_format=form, **sampling)
+    text = {"format": {"type": "json_schema", **form["json_schema"]}}
+    body = {"text": text, **sampling}
+    assert client.responses.create(model="demo", input=PROMPT, extra_body=body).output_text == chat.choices[0].message.content
+    called = client.chat.completions.create(
+        model="demo", messages=HELLO, max_tokens=200, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, **sampling
+    )
+    (call,) = called.choices[0].message.tool_calls or [None]
+    assert call is not None
+    assert call.type == "function"
+    asked: dict[str, Any] = {
+        "messages": HELLO, "max_tokens": 200, "tool_choice": {"type": "any", "disable_parallel_tool_use": True}, **sampling,
+        "tools": [{"name": each["function"]["name"], "input_schema": each["function"]["parameters"]} for each in TOOLS],
+    }  # fmt: skip
+    answer = httpx2.post(f"{real.url}/v1/messages", json=asked, timeout=60).json()
+    (block,) = answer["content"]
+    assert (block["name"], block["input"], answer["stop_reason"]) == (
+        call.function.name, json.loads(call.function.arguments), "tool_use",
+    )  # fmt: skip
 
 
 def test_the_clients_own_helper_reads_calls(client: openai.OpenAI):

@@ -13,6 +13,7 @@ KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_e
 MESSAGES = "/v1/messages"
 MESSAGES_KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 504: "timeout_error"}
 """The same of Anthropic's API, whose others from 500 on are "api_error"."""
+NO_THREADS: dict[str, str | list[str]] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 SHOWN = 60
 """Characters of a wrong value that come back."""
 
@@ -30,11 +31,17 @@ class ErrorBody(BaseModel):
     error: ErrorFields
 
 
+class MessagesErrorFields(ErrorFields):
+    """Fields of an error of Anthropic's API, with those of the others; its clients read `details` to go on without a thread."""
+
+    details: dict[str, str | list[str]] | None
+
+
 class MessagesErrorBody(BaseModel):
-    """The body of an error of Anthropic's API, with the fields of the others besides."""
+    """The body of an error of Anthropic's API."""
 
     type: Literal["error"]
-    error: ErrorFields
+    error: MessagesErrorFields
     request_id: str
 
 
@@ -65,7 +72,8 @@ class ApiError(Exception):
         kind = MESSAGES_KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         if self.code == "server_overloaded":
             kind = "overloaded_error"
-        found = ErrorFields(message=self.message, type=kind, param=self.param, code=self.code)
+        details = NO_THREADS if self.param == "thread" else None
+        found = MessagesErrorFields(message=self.message, type=kind, param=self.param, code=self.code, details=details)
         return MessagesErrorBody(type="error", error=found, request_id=request_id)
 
     def response(self, scope: Scope | None = None) -> Response:

@@ -69,19 +69,19 @@ class ThinkingBlock(Block):
 
 ContentBlock = Annotated[TextPart | ToolUseBlock | ToolResultBlock | ThinkingBlock, Field(discriminator="type")]
 Blocks = Annotated[list[ContentBlock], Field(max_length=MOST_MESSAGES)]
-OF_ROLE = {"user": (TextPart, ToolResultBlock), "assistant": (TextPart, ToolUseBlock, ThinkingBlock)}
+OF_ROLE = {"system": (TextPart,), "user": (TextPart, ToolResultBlock), "assistant": (TextPart, ToolUseBlock, ThinkingBlock)}
 
 
 class SaidMessage(Body):
     """One message of a conversation."""
 
-    role: Annotated[Literal["user", "assistant"], expect("expected user or assistant")]
+    role: Annotated[Literal["user", "assistant", "system"], expect("expected user, assistant or system")]
     content: Annotated[Blocks, BeforeValidator(as_part, json_schema_input_type=str | Blocks)]
 
     @model_validator(mode="after")
     def check(self) -> "SaidMessage":
         if not all(isinstance(block, OF_ROLE[self.role]) for block in self.content):
-            kinds = "text and tool_result" if self.role == "user" else "text, tool_use and thinking"
+            kinds = {"user": "text and tool_result", "assistant": "text, tool_use and thinking"}.get(self.role, "text")
             raise PydanticCustomError("expected", "expected blocks of type {kinds} in such a message", {"kinds": kinds})
         return self
 
@@ -96,12 +96,12 @@ class SaidMessage(Body):
                 texts.append(block.model_dump())
             elif isinstance(block, ToolResultBlock):
                 if texts:
-                    yield {"role": "user", "content": texts}
+                    yield {"role": self.role, "content": texts}
                 texts = []
                 content = [part.model_dump() for part in block.content or ()]
                 yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
         if texts or not self.content:
-            yield {"role": "user", "content": texts}
+            yield {"role": self.role, "content": texts}
 
     def assistant(self) -> Json:
         thoughts = [block.thinking for block in self.content if isinstance(block, ThinkingBlock)]
@@ -229,12 +229,19 @@ class MessagesBody(CountBody):
     seed: Seed = None
     metadata: Annotated[Json, Field(max_length=16)] | None = None
     user_profile_id: Ignored = None
+    workspace_id: Ignored = None
+    billing_policy: Unread = None
+    diagnostics: Unread = None
     inference_geo: Ignored = None
     service_tier: Annotated[
         Literal["auto", "standard_only"] | None,
         expect("is not offered by this server but as auto or standard_only", "not_offered"),
     ] = None
     container: NotOffered = None
+    thread: NotOffered = None
+    compaction: NotOffered = None
+    fallbacks: NothingAsked = None
+    fallback_credit_token: NotOffered = None
 
     def others(self) -> Json:
         same = ("max_tokens", "stream", "temperature", "top_p", "top_k", "seed")

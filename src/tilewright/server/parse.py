@@ -281,7 +281,7 @@ def constraint_of(body: GenerationBody, tools: ToolUse | None, constrain: Constr
         ApiError: it is not offered, or the grammar cannot be used.
     """
     asked = grammar_of(body.response_format, body.structured_outputs)
-    if asked is not None and tools is not None:
+    if asked is not None and tools is not None and not tools.forced:  # where a call is forced there is no text to have a form
         field = asked.param.partition(".")[0]
         raise ApiError(400, f"'{field}': expected none beside tools that may be called", "invalid_value", field)
     if tools is not None and tools.forced:
