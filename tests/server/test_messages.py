@@ -124,6 +124,21 @@ def test_calls_are_blocks_of_their_own(client: Client):
     assert without_ids(put_together(told)) == without_ids(found["content"])
 
 
+def test_arguments_that_are_cut_off_or_no_json_lose_nothing(client: Client):
+    source = "{# <tool_call> #}{{ '' if tools else '' }}{{ messages[-1].content }}"
+    served = client(FakeEngine(per_update=5), template=ChatTemplate.compiled(source, "a test's"))
+    for said, block in (
+        ('<tool_call>\n{"name": "add", "arguments": {"a": [1, 2', {"type": "tool_use", "name": "add", "input": {"a": [1, 2]}}),
+        (
+            '<tool_call>\n{"name": "add", "arguments": {"a" 1}}\n</tool_call>',
+            {"type": "text", "text": 'add {"a" 1}', "citations": None},
+        ),
+    ):
+        tokens = len(FakeEngine().model.tokenizer.encode(said).ids)
+        found = message(served, messages=[{"role": "user", "content": said}], tools=TOOLS, max_tokens=tokens)
+        assert without_ids(found["content"][:1]) == [block]
+
+
 def test_a_stream_has_the_events_of_the_api(client: Client):
     told = events(client(), max_tokens=7)
     kinds = [each["type"] for each in told]

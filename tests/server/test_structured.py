@@ -262,7 +262,10 @@ def test_the_other_apis_have_the_same_grammars(real: Real, client: openai.OpenAI
     assert call.type == "function"
     asked: dict[str, Any] = {
         "messages": HELLO, "max_tokens": 200, "tool_choice": {"type": "any", "disable_parallel_tool_use": True}, **sampling,
-        "tools": [{"name": each["function"]["name"], "input_schema": each["function"]["parameters"]} for each in TOOLS],
+        "tools": [
+            {"name": each["name"], "description": each["description"], "input_schema": each["parameters"]}
+            for each in (tool["function"] for tool in TOOLS)
+        ],
     }  # fmt: skip
     answer = httpx2.post(f"{real.url}/v1/messages", json=asked, timeout=60).json()
     (block,) = answer["content"]

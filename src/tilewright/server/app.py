@@ -18,6 +18,7 @@ from tilewright.server.routes import (
     page_routes,
     responses_routes,
     state_routes,
+    stored_routes,
     token_routes,
 )
 from tilewright.server.stream import Disconnected
@@ -30,7 +31,15 @@ def make_app(api: Api) -> ASGIApp:
         title="Tilewright", version=api.options.version, description="For OpenAI's clients.", docs_url=None, redoc_url=None,
         redirect_slashes=False,
     )  # fmt: skip
-    for group in (generation_routes, messages_routes, responses_routes, token_routes, model_routes, state_routes):
+    for group in (
+        generation_routes,
+        messages_routes,
+        responses_routes,
+        stored_routes,
+        token_routes,
+        model_routes,
+        state_routes,
+    ):
         routes.include_router(group(api))
     routes.include_router(page_routes())
     routes.add_exception_handler(ApiError, api_error)

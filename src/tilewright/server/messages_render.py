@@ -79,7 +79,9 @@ class MessagesRenderer(Renderer):
         _, tokens = self.take(0, updates[0])
         for _ in self.blocks.push(text_of(tokens), last=True):
             continue
-        return self.message([self.shown(block) for block in self.blocks.found], **self.stop(), metrics=self.metrics())
+        content = [self.shown(block) for block in self.blocks.found]
+        called = any(isinstance(block, ToolUseBlock) for block in content)
+        return self.message(content, **self.stop(called), metrics=self.metrics())
 
     def message(self, content: list[TextBlock | ToolUseBlock], **ended: Any) -> AnsweredMessage:
         return AnsweredMessage(
@@ -92,7 +94,7 @@ class MessagesRenderer(Renderer):
         if block.name is None:
             return TextBlock(type="text", text=block.text, citations=None)
         try:
-            arguments = from_json(block.text, allow_partial="trailing-strings")
+            arguments = from_json(block.text or "{}", allow_partial="trailing-strings")
         except ValueError:
             return TextBlock(type="text", text=f"{block.name} {block.text}", citations=None)
         return ToolUseBlock(type="tool_use", id=f"toolu_{block.id}", name=block.name, input=arguments)
@@ -105,15 +107,15 @@ class MessagesRenderer(Renderer):
             output_tokens=usage.completion_tokens,
         )  # fmt: skip
 
-    def stop(self) -> dict[str, Any]:
-        """Fields that say why it ended."""
+    def stop(self, called: bool) -> dict[str, Any]:
+        """Fields that say why it ended; `called` where there are calls."""
         result = self.handles[0].result
         assert result is not None, "it has ended"
         if isinstance(result.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": result.stop_reason}
         if result.finish_reason == "length":
             return {"stop_reason": "max_tokens", "stop_sequence": None}
-        return {"stop_reason": "tool_use" if self.blocks.calls else "end_turn", "stop_sequence": None}
+        return {"stop_reason": "tool_use" if called else "end_turn", "stop_sequence": None}
 
     def events(self, index: int, update: RequestOutput) -> Iterable[bytes]:
         if not update.tokens and update.end is None:
@@ -129,8 +131,8 @@ class MessagesRenderer(Renderer):
         """Events of a block's change."""
         index, block = len(self.blocks.found) - 1, change.block
         if isinstance(change, Opened):
-            empty = Block(block.name, block.id, "" if block.name is None else "{}")
-            yield named("content_block_start", index=index, content_block=self.shown(empty).model_dump())
+            empty = self.shown(Block(block.name, block.id))
+            yield named("content_block_start", index=index, content_block=empty.model_dump())
             if index == 0:
                 yield named("ping")
         elif isinstance(change, Grown) and block.name is None:
@@ -142,7 +144,7 @@ class MessagesRenderer(Renderer):
 
     def last_events(self) -> Iterable[bytes]:
         usage, metrics = self.message_usage().model_dump(), self.metrics().model_dump(exclude_unset=True)
-        yield named("message_delta", delta=self.stop(), usage=usage, metrics=metrics)
+        yield named("message_delta", delta=self.stop(self.blocks.calls), usage=usage, metrics=metrics)
         yield named("message_stop")
 
     def failed(self, error: ApiError) -> Iterable[bytes]:

@@ -132,28 +132,30 @@ def messages_routes(api: Api) -> APIRouter:
     return router
 
 
+def owner(request: Request) -> int:
+    """Number of the key that a request came with: nobody comes to what another key asked for."""
+    return request.scope["state"].get("key", 0)
+
+
+def response_unknown(name: str) -> ApiError:
+    return ApiError(404, f"there is no response {name[:100]!r}, or it is kept no longer", "response_not_found")
+
+
 def responses_routes(api: Api) -> APIRouter:
     router, stored = APIRouter(tags=["responses"]), api.stored
-
-    def owner(request: Request) -> int:
-        """Number of the key that a request came with: nobody comes to what another key asked for."""
-        return request.scope["state"].get("key", 0)
-
-    def unknown(name: str) -> ApiError:
-        return ApiError(404, f"there is no response {name[:100]!r}, or it is kept no longer", "response_not_found", None)
 
     @router.post(
         "/v1/responses",
         openapi_extra=takes(ResponsesBody),
         responses={200: {"model": responses_render.Response, "content": EVENTS}, **errors(*GENERATING)},
     )
-    async def respond(request: Request) -> Response:
+    async def responses(request: Request) -> Response:
         """Answers a conversation, in the form of OpenAI's Responses API."""
         body, before, asker = await api.body(request, ResponsesBody), b"[]", owner(request)
         if (name := body.previous_response_id) is not None:
             previous = stored.get(asker, name)
             if previous is None:
-                message = f"'previous_response_id': {unknown(name).message}"
+                message = f"'previous_response_id': {response_unknown(name).message}"
                 raise ApiError(400, message, "previous_response_not_found", "previous_response_id")
             before = previous.conversation
         chat = await api.chat(request, body, before)
@@ -165,11 +167,17 @@ def responses_routes(api: Api) -> APIRouter:
         make = partial(ResponsesRenderer, body=body, keep=keep if stored.most and body.store is not False else None)
         return await generated(api, request, chat, make, body.places)
 
+    return router
+
+
+def stored_routes(api: Api) -> APIRouter:
+    router, stored = APIRouter(tags=["responses"]), api.stored
+
     @router.get("/v1/responses/{name}", responses={200: {"model": responses_render.Response}, **errors(400, 404)})
-    async def retrieve(request: Request, name: str) -> Response:
+    async def response(request: Request, name: str) -> Response:
         """A response that was stored."""
         if (found := stored.get(owner(request), name)) is None:
-            raise unknown(name)
+            raise response_unknown(name)
         if request.query_params.get("stream", "false") != "false":
             raise ApiError(
                 400, "'stream' is not offered by this server for a response that has ended", "unsupported_parameter", "stream"
@@ -180,14 +188,14 @@ def responses_routes(api: Api) -> APIRouter:
     async def delete(request: Request, name: str) -> Response:
         """Forgets a response that was stored."""
         if not stored.delete(owner(request), name):
-            raise unknown(name)
+            raise response_unknown(name)
         return answer(responses_render.Deleted(id=name, object="response", deleted=True))
 
     @router.post("/v1/responses/{name}/cancel", responses={200: {"model": responses_render.Response}, **errors(400, 404)})
     async def cancel(request: Request, name: str) -> Response:
         """Refuses: there are no responses in the background. One that is under way ends when its client goes."""
         if stored.get(owner(request), name) is None:
-            raise unknown(name)
+            raise response_unknown(name)
         raise ApiError(
             400, "only responses in the background can be cancelled, which this server does not offer", "invalid_value"
         )
