@@ -1,6 +1,8 @@
 """Targets with experts: speculation gives the tokens of plain decoding, in every batch, under preemption and with prefixes."""
 
+from dataclasses import replace
 from pathlib import Path
+from shutil import copyfile
 from typing import Any
 
 import jax
@@ -15,8 +17,13 @@ from reference.eagle3_numpy import as_folder, random_eagle3
 from runtime.support import check_empty, drive
 from tilewright.kernels.select import operations
 from tilewright.llm.language_model import LanguageModel, load
-from tilewright.models.checkpoint import decoder_config, read_config
+from tilewright.models.checkpoint import decoder_config, read_config, save_params
+from tilewright.models.decoder import DecoderConfig, config_to_hf, declare
+from tilewright.models.experts import Mixture
+from tilewright.models.params import initialise
+from tilewright.parallel.mesh import make_mesh
 from tilewright.runtime.memory import held_bytes, step_bytes
+from tilewright.runtime.placement import placement_over
 from tilewright.runtime.request import GenerateRequest
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
@@ -64,7 +71,7 @@ def test_preemption_and_prefixes(name: str, tokenizer: Path, tmp_path: Path):  #
     assert stats.preemptions > 0
     assert stats.prefix_hits > 0
     check_empty(engine)
-    assert PAGE < len(asked[1])
+    assert len(asked[1]) > PAGE
 
 
 @pytest.mark.slow
@@ -92,3 +99,50 @@ def test_the_bytes_of_a_step_grow_with_its_rows(tokenizer: Path, tmp_path: Path)
     dense = load(copied(tmp_path / "dense", "qwen3-tied", tokenizer), table=TABLE).model.models.target
     assert step_bytes(dense, 1) == step_bytes(dense, 16)
     assert jax.tree.leaves(dense)
+
+
+@pytest.mark.parametrize(
+    ("devices", "kernels"),
+    [(2, "auto"), pytest.param(8, "auto", marks=pytest.mark.slow), pytest.param(8, "xla", marks=pytest.mark.slow)],
+)
+def test_experts_over_several_devices(devices: int, kernels: Any, tokenizer: Path, tmp_path: Path):  # noqa: F811
+    """Each has some of the experts, and the tokens are those of one, with drafts and without."""
+    mixture = Mixture(16, 3, 32)
+    config = DecoderConfig(
+        family="qwen3_moe", vocab_size=96, hidden_size=64, intermediate_size=64, num_layers=3, num_heads=8, num_kv_heads=2,
+        head_dim=16, mixture=mixture, dense_layers=(1,), max_position_embeddings=256,
+    )  # fmt: skip
+    specs = declare(config)
+    large = jax.tree.map(lambda spec: replace(spec, scale=0.2), specs)
+    save_params(tmp_path, config_to_hf(config), specs, initialise(large, jax.random.key(0)), "float32")
+    copyfile(tokenizer, tmp_path / "tokenizer.json")
+    table = ShapeTable(batches=(3,), capacities=(64,), chunks=(16,))
+    settings: dict[str, Any] = {"table": table, "block_size": 4, "kernels": kernels}
+    asked, sampling = prompts(3, (5, 20, 9), vocab=96), Sampling(16, ignore_eos=True)
+    want = tokens_of(load(tmp_path, "ngram", **settings), asked, sampling, speculative=False, batch=3)
+    lm = load(tmp_path, "ngram", mesh=make_mesh({"tp": devices}), **settings)
+    held = lm.model.models.target.layers[0].down
+    arrays = jax.tree.leaves(held)
+    assert all(len(each.sharding.device_set) == devices for each in arrays)
+    if kernels == "auto" and operations().prepares:
+        assert held.groups == 16 // devices
+    for speculative in (False, True):
+        assert tokens_of(lm, asked, sampling, speculative, batch=3) == want
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "schedule", "said"),
+    [
+        ("qwen3-moe", 2, "ring", "experts are divided under the schedule sync alone, found 'ring'"),
+        ("gpt-oss", 2, None, "models of gpt_oss run on one device"),
+        (
+            "qwen3-moe-sparse",
+            3,
+            None,
+            "expected devices that divide 4 heads, 96 tokens of the vocabulary, 56 MLP columns, 8 experts",
+        ),
+    ],
+)
+def test_what_is_not_divided_is_refused(name: str, devices: int, schedule: str | None, said: str):
+    with pytest.raises(ValueError, match=said):
+        placement_over(decoder_config(GOLDENS / name), make_mesh({"tp": devices}), schedule)

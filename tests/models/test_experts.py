@@ -159,7 +159,9 @@ def test_a_layer_against_numpy(family: str):
 
 @needs_native
 @pytest.mark.parametrize("family", CASES)
-@pytest.mark.parametrize(("dtype", "weights"), [("float32", "auto"), ("bfloat16", "auto"), ("float32", "int8"), ("bfloat16", "int4")])
+@pytest.mark.parametrize(
+    ("dtype", "weights"), [("float32", "auto"), ("bfloat16", "auto"), ("float32", "int8"), ("bfloat16", "int4")]
+)
 @settings(max_examples=6)
 @given(st.integers(0, 2**31 - 1), st.data())
 def test_a_row_has_the_bits_that_it_has_alone(family: str, dtype: Any, weights: Weights, seed: int, data: st.DataObject):

@@ -40,9 +40,18 @@ from tilewright.runtime.rounds import autoregressive_step  # noqa: E402
 from tilewright.runtime.sampling import Sampling, row_sampling  # noqa: E402
 from tilewright.runtime.state import DecodeState, Models, Target  # noqa: E402
 
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
+parser.add_argument("--weights", nargs="+", default=["auto"], choices=["auto", "int8", "int4"])
+parser.add_argument("--layers", type=int, default=4)
+parser.add_argument("--experts", type=int, default=64, help="of each layer")
+parser.add_argument("--repetitions", type=int, default=7)
+parser.add_argument("--json", type=Path)
+ARGS = parser.parse_args()
+MIXTURE = Mixture(ARGS.experts, 8, 768)
 CONFIG = DecoderConfig(
-    family="qwen3_moe", vocab_size=32768, hidden_size=2048, intermediate_size=6144, num_layers=4, num_heads=32, num_kv_heads=4,
-    head_dim=128, mixture=Mixture(64, 8, 768), tie_word_embeddings=True,
+    family="qwen3_moe", vocab_size=32768, hidden_size=2048, intermediate_size=6144, num_layers=ARGS.layers, num_heads=32,
+    num_kv_heads=4, head_dim=128, mixture=MIXTURE, tie_word_embeddings=True,
 )  # fmt: skip
 CONTEXT, CAPACITY = 64, 128
 Step = Callable[[], float]
@@ -126,10 +135,10 @@ def their_step(model: Any, tokens: np.ndarray, experts: str, threads: int) -> St
         torch.set_num_threads(threads)
         model.set_experts_implementation(experts)
         held = transformers.DynamicCache(config=model.config)
-        model(input_ids=torch.zeros((len(tokens), CONTEXT), dtype=torch.long), past_key_values=held, logits_to_keep=1)
+        model(input_ids=torch.zeros((len(tokens), CONTEXT), dtype=torch.long), cache=held, logits_to_keep=1)
         began = time.perf_counter()
         for _ in range(3):
-            model(input_ids=torch.tensor(tokens[:, None].astype(np.int64)), past_key_values=held, logits_to_keep=1)
+            model(input_ids=torch.tensor(tokens[:, None].astype(np.int64)), cache=held, logits_to_keep=1)
         return (time.perf_counter() - began) / 3
 
     timed()
@@ -148,50 +157,42 @@ def compare(rows: int, sides: dict[str, tuple[Operations, Models]], model: Any, 
     best = min(theirs, key=lambda name: statistics.median(taken[name]))
     records = []
     for name, (ops, models) in sides.items():
-        read, whole = experts_read(ops, models, tokens), CONFIG.num_layers * CONFIG.mixture.experts  # type: ignore[union-attr]
+        read, whole = experts_read(ops, models, tokens), CONFIG.num_layers * MIXTURE.experts
         of_experts = held_bytes([(layer.gate_up, layer.down) for layer in models.target.layers])
         nbytes = step_bytes(models.target, 0) + of_experts * read / whole
         ratios = [step / (nbytes / 1e9 / rate) for step, rate in zip(taken[name], taken["memory"], strict=True)]
         records.append({
-            "weights": name, "rows": rows, "experts": read, "gb": nbytes / 1e9, "expected_gb": step_bytes(models.target, rows) / 1e9,
-            "ms": 1e3 * statistics.median(taken[name]), "gb_per_s": statistics.median(taken["memory"]),
-            "of_its_bytes": statistics.median(ratios), "of_its_bytes_range": [min(ratios), max(ratios)],
-            "transformers": best, "transformers_ms": 1e3 * statistics.median(taken[best]),
-            "speed_ratio": quotients(taken[best], taken[name]).median,
+            "weights": name, "rows": rows, "experts": read, "gb": nbytes / 1e9,
+            "expected_gb": step_bytes(models.target, rows) / 1e9, "ms": 1e3 * statistics.median(taken[name]),
+            "gb_per_s": statistics.median(taken["memory"]), "of_its_bytes": statistics.median(ratios),
+            "of_its_bytes_range": [min(ratios), max(ratios)], "transformers": best,
+            "transformers_ms": 1e3 * statistics.median(taken[best]), "speed_ratio": quotients(taken[best], taken[name]).median,
         })  # fmt: skip
     return records
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--weights", nargs="+", default=["auto"], choices=["auto", "int8", "int4"])
-    parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
     specs = decoder.declare(CONFIG)
     drawn = params.initialise(specs, jax.random.key(0), jnp.bfloat16)
     sides = {}
-    for name in args.weights:
+    for name in ARGS.weights:
         ops = select.operations("cpu", name)
         sides[name] = ops, Models(decoder.prepare(CONFIG, ops, drawn), None)
     del drawn
     model = their_model()
-    records = [record for rows in args.rows for record in compare(rows, sides, model, args.repetitions)]
+    records = [record for rows in ARGS.rows for record in compare(rows, sides, model, ARGS.repetitions)]
     for each in records:
+        least, most = each["of_its_bytes_range"]
         print(
             f"{each['weights']:>5} {each['rows']:>3} rows: {each['ms']:8.1f} ms, {each['gb']:.2f} GB of weights "
             f"({each['experts']} experts; {each['expected_gb']:.2f} GB expected) at {each['gb_per_s']:.1f} GB/s: "
-            f"{each['of_its_bytes']:.2f} of the time to read them {each['of_its_bytes_range'][0]:.2f} to "
-            f"{each['of_its_bytes_range'][1]:.2f}; {each['transformers']}: {each['transformers_ms']:.1f} ms, ×{each['speed_ratio']:.2f}"
+            f"{each['of_its_bytes']:.2f} of the time to read them ({least:.2f} to {most:.2f}); "
+            f"{each['transformers']}: {each['transformers_ms']:.1f} ms, ×{each['speed_ratio']:.2f}"
         )
-    if args.json is not None:
-        whole = {"cores": len(CORES), "kernels": native_name(sides), "weights_gb": params.count(specs) * 2 / 1e9, "records": records}
-        args.json.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
-
-
-def native_name(sides: dict[str, tuple[Operations, Models]]) -> str:
-    return next(iter(sides.values()))[0].name
+    if ARGS.json is not None:
+        names = [ops.name for ops, _ in sides.values()]
+        whole = {"cores": len(CORES), "kernels": names[0], "weights_gb": params.count(specs) * 2 / 1e9, "records": records}
+        ARGS.json.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
