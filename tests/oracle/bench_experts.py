@@ -62,7 +62,7 @@ def state_of(tokens: np.ndarray) -> DecodeState:
     rows = jnp.zeros(len(tokens), jnp.int32)
     sizes = (CONFIG.num_layers, len(tokens), CONFIG.num_kv_heads, CAPACITY, CONFIG.head_dim)
     text = np.zeros((len(tokens), CAPACITY), np.int32)
-    text[:, CONTEXT - 1] = tokens
+    text[:, CONTEXT] = tokens
     return DecodeState(
         tokens=jnp.asarray(text),
         known=rows + CONTEXT,
@@ -127,15 +127,16 @@ def their_model() -> Any:
 
 
 def their_step(model: Any, tokens: np.ndarray, experts: str, threads: int) -> Step:
-    """Seconds of a step behind a context, whose cache grows by a position with each."""
-    model.set_experts_implementation(experts)
+    """Seconds of a step behind a context, which grows by a position with each."""
+    held = transformers.DynamicCache(config=model.config)
+    model.set_experts_implementation("grouped_mm")
+    with torch.no_grad():
+        model(input_ids=torch.zeros((len(tokens), CONTEXT), dtype=torch.long), cache=held, logits_to_keep=1)
 
     @torch.no_grad()
     def timed() -> float:
         torch.set_num_threads(threads)
         model.set_experts_implementation(experts)
-        held = transformers.DynamicCache(config=model.config)
-        model(input_ids=torch.zeros((len(tokens), CONTEXT), dtype=torch.long), cache=held, logits_to_keep=1)
         began = time.perf_counter()
         for _ in range(3):
             model(input_ids=torch.tensor(tokens[:, None].astype(np.int64)), cache=held, logits_to_keep=1)

@@ -71,6 +71,12 @@ class DecoderConfig(Sizes):
         return LayerKind(rotation, window, self.attention_scale, self.score_softcap, mixture)
 
     @property
+    def mlp_columns(self) -> int:
+        """Columns of the widest MLP that a row meets, those of all its experts together."""
+        mixture = 0 if self.mixture is None else self.mixture.chosen * self.mixture.size
+        return max(mixture, 0 if len(self.dense_layers) == 0 and mixture else self.intermediate_size)
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """Each layer's window; None where a query sees everything before it."""
         return tuple(self.kind(n).window for n in range(self.num_layers))

@@ -30,7 +30,7 @@ AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 """Where in a word each of eight outputs lies."""
 SUPPORTED = (
     "gptq and awq of 4 bits, fp8, and compressed-tensors as pack-quantized of 4 bits, as float-quantized, int-quantized or "
-    "naive-quantized of 8 bits, or as mxfp4-pack-quantized; and mxfp4 of gpt-oss' experts"
+    "naive-quantized of 8 bits, or as mxfp4-pack-quantized, and mxfp4 of gpt-oss' experts"
 )
 WORDS, FLOATS = ("I32",), ("F16", "BF16", "F32")
 Tensors = Mapping[str, tuple[str, ...]]

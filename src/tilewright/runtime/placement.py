@@ -114,9 +114,7 @@ def placement_over(
     if config.mixture is not None:
         more["experts"] = config.mixture.experts
     grouped = grouped_mesh(mesh, mesh.axis_names[0], **heads, **more)
-    # The columns that a row meets, wherever they are.
-    mlp = config.intermediate_size if config.mixture is None else config.mixture.chosen * config.mixture.size
-    sizes = {"head_dim": config.head_dim, "mlp": mlp}
+    sizes = {"head_dim": config.head_dim, "mlp": config.mlp_columns}
     layer = divided_layer(config.hidden_size, **heads, **sizes, devices=mesh.size)
     return Placement(grouped, layer, schedule or SYNC, compiler_options)
 
