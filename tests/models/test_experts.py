@@ -20,7 +20,7 @@ from models.test_gguf import CONFIGS, make
 from tilewright.kernels import native
 from tilewright.kernels.grouped_linear import cpu
 from tilewright.kernels.operations import Operations, Weights
-from tilewright.kernels.select import PLAIN, operations
+from tilewright.kernels.select import PLAIN, operations, training_operations
 from tilewright.models.checkpoint import load_decoder, save_params
 from tilewright.models.decoder import DecoderConfig, config_to_hf, declare, declare_layer
 from tilewright.models.experts import ClampedGate, Mixture, grouped, mixture_mlp, route
@@ -177,6 +177,23 @@ def test_a_row_has_the_bits_that_it_has_alone(family: str, dtype: Any, weights: 
     np.testing.assert_array_equal(run(x, jnp.int32(count))[:count], whole[:count])
     if weights == "auto":
         np.testing.assert_allclose(whole, plain(x), rtol=0, atol=1e-4 if dtype == "float32" else 0.5)
+
+
+@needs_native
+def test_gradients_of_the_training_bundle_are_the_plain_ones():
+    _, params = drawn("qwen3_moe")
+    x = jnp.asarray(np.random.default_rng(2).standard_normal((ROWS, HIDDEN), np.float32))
+
+    def loss(ops: Operations, router: Any, gate_up: Any, down: Any) -> jax.Array:
+        return jnp.sum(jnp.square(mixture_mlp(ops, router, gate_up, down, x)))
+
+    found, want = (
+        jax.jit(jax.grad(functools.partial(loss, ops), argnums=(0, 1, 2)))(params.router, params.gate_up, params.down)
+        for ops in (training_operations("float32"), PLAIN)
+    )
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        assert np.abs(other).max() > 1e-3
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3)
 
 
 def saved(folder: Path, family: str) -> dict[str, np.ndarray]:
