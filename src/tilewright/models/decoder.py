@@ -73,8 +73,10 @@ class DecoderConfig(Sizes):
     @property
     def mlp_columns(self) -> int:
         """Columns of the widest MLP that a row meets, those of all its experts together."""
-        mixture = 0 if self.mixture is None else self.mixture.chosen * self.mixture.size
-        return max(mixture, 0 if len(self.dense_layers) == 0 and mixture else self.intermediate_size)
+        if self.mixture is None:
+            return self.intermediate_size
+        experts = self.mixture.chosen * self.mixture.size
+        return max(experts, self.intermediate_size) if self.dense_layers else experts
 
     @property
     def windows(self) -> tuple[int | None, ...]:
