@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from kernels.grouped_checks import FORMATS, ROWS, check_groups
 from tilewright.kernels import native, select
 from tilewright.kernels.grouped_linear import cpu, reference
-from tilewright.kernels.linear import cpu as linear
 from tilewright.kernels.linear import blocks
+from tilewright.kernels.linear import cpu as linear
 from tilewright.kernels.operations import Joined, Operations
 
 needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
@@ -55,7 +55,9 @@ def test_each_row_meets_the_matrix_of_its_group(make: Any, seed: int, sizes: lis
 
     prepared = ops.prepare_groups(jnp.asarray(up), GROUPS, "w")
     found, gated = run(jnp.asarray(x), prepared, joined, jnp.asarray(sizes, jnp.int32))
-    of_gate, of_up = (reference.grouped_linear(x.astype(np.float64), w.astype(np.float64), np.asarray(sizes)) for w in (gate, up))
+    of_gate, of_up = (
+        reference.grouped_linear(x.astype(np.float64), w.astype(np.float64), np.asarray(sizes)) for w in (gate, up)
+    )
     np.testing.assert_allclose(found, of_up, rtol=0, atol=1e-4)
     np.testing.assert_allclose(gated, of_gate / (1 + np.exp(-of_gate)) * of_up, rtol=0, atol=1e-3)
 

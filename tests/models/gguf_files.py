@@ -1,5 +1,6 @@
 """Writes small GGUF files as llama.cpp's converter writes them, from a model in Hugging Face's layout."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ NAMES = {
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
     "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up",
+    "mlp.gate": "ffn_gate_inp", "mlp.experts.*.gate_proj": "ffn_gate_exps", "mlp.experts.*.up_proj": "ffn_up_exps",
+    "mlp.experts.*.down_proj": "ffn_down_exps",
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
 }  # fmt: skip
 
@@ -27,6 +30,17 @@ def file_name(name: str) -> str:
         return f"{NAMES[stem]}.{suffix}"
     _, _, layer, part = stem.split(".", 3)
     return f"blk.{layer}.{NAMES[part]}.{suffix}"
+
+
+def with_stacked_experts(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors, those of all experts in one whose name has a `*` for an expert's number."""
+    found, experts = dict[str, np.ndarray](), dict[str, dict[int, np.ndarray]]()
+    for name, value in tensors.items():
+        if match := re.fullmatch(r"(.*\.experts\.)(\d+)(\..*)", name):
+            experts.setdefault(f"{match[1]}*{match[3]}", {})[int(match[2])] = value
+        else:
+            found[name] = value
+    return found | {name: np.stack([each[n] for n in sorted(each)]) for name, each in experts.items()}
 
 
 def pairwise(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -71,6 +85,10 @@ def write_gguf(
     writer.add_rope_dimension_count(int(hf["head_dim"] * config.partial_rotary_factor))
     writer.add_layer_norm_rms_eps(hf["rms_norm_eps"])
     writer.add_vocab_size(hf["vocab_size"])
+    if config.mixture is not None:
+        writer.add_expert_count(config.mixture.experts)
+        writer.add_expert_used_count(config.mixture.chosen)
+        writer.add_expert_feed_forward_length(config.mixture.size)
     add_fields(writer, fields or {})
     if isinstance(config.rope_scaling, YarnScaling):
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
@@ -80,15 +98,18 @@ def write_gguf(
         plain = np.asarray([config.rope_theta ** (-2 * i / config.head_dim) for i in range(config.head_dim // 2)])
         writer.add_tensor("rope_freqs.weight", (plain / np.asarray(config.rope_frequencies)).astype(np.float32))
     kept = {}
-    for name, value in tensors.items():
+    for name, value in with_stacked_experts(tensors).items():
         rows = np.asarray(value, np.float32)
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
         stored = pairwise(rows, heads) if heads is not None and family.pairwise else rows
-        own = kind if rows.ndim == 2 else gguf.GGMLQuantizationType.F32
+        own = kind if rows.ndim > 1 else gguf.GGMLQuantizationType.F32
         data = gguf.quants.quantize(stored, own)
         writer.add_tensor(file_name(name), data, raw_dtype=own)
         after = gguf.quants.dequantize(data, own)
-        kept[name] = after if heads is None or stored is rows else halves_apart(after, heads)
+        if "*" in name:
+            kept |= {name.replace("*", str(n)): one for n, one in enumerate(after)}
+        else:
+            kept[name] = after if heads is None or stored is rows else halves_apart(after, heads)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,21 +1,30 @@
-"""Mixtures of experts: routing against NumPy in float64, and a row's result, which does not depend on the other rows."""
+"""Mixtures of experts: routing against NumPy in float64, a row's result, which does not depend on the other rows, and how
+checkpoints hold experts."""
 
 import functools
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as Kind
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
+from models.test_gguf import CONFIGS, make
 from tilewright.kernels import native
+from tilewright.kernels.grouped_linear import cpu
 from tilewright.kernels.operations import Operations, Weights
-from tilewright.kernels.select import PLAIN, operations
-from tilewright.models.decoder import DecoderConfig, declare_layer
+from tilewright.kernels.select import PLAIN, operations, training_operations
+from tilewright.models.checkpoint import load_decoder, save_params
+from tilewright.models.decoder import DecoderConfig, config_to_hf, declare, declare_layer
 from tilewright.models.experts import ClampedGate, Mixture, grouped, mixture_mlp, route
+from tilewright.models.mxfp4 import read_mxfp4
 from tilewright.models.params import initialise
 from tilewright.models.registry import FAMILIES
 
@@ -99,16 +108,25 @@ CASES: dict[str, Mixture] = {
 }
 
 
-@functools.cache
-def layer(family: str, ops: Operations, dtype: Any) -> Any:
-    """A layer with experts, and what it computes for rows `[R, H]`."""
-    config = DecoderConfig(
+def small(family: str) -> DecoderConfig:
+    return DecoderConfig(
         family=family, vocab_size=32, hidden_size=HIDDEN, intermediate_size=SIZE, num_layers=1, num_heads=2, num_kv_heads=1,
         head_dim=16, mixture=CASES[family],
     )  # fmt: skip
+
+
+def drawn(family: str, dtype: Any = jnp.float32) -> tuple[Any, Any]:
+    """The declaration of a layer with experts, and its arrays, large enough to make a difference."""
+    config = small(family)
     specs = declare_layer(config, "model.layers.0", FAMILIES[family], kind=config.kind(0))
     specs = jax.tree.map(lambda spec: replace(spec, scale=0.3), specs)
-    params = initialise(specs, jax.random.key(0), dtype)
+    return specs, initialise(specs, jax.random.key(0), dtype)
+
+
+@functools.cache
+def layer(family: str, ops: Operations, dtype: Any) -> Any:
+    """What a layer's experts compute for rows `[R, H]`, and the same by the plain operations."""
+    specs, params = drawn(family, dtype)
     plain = functools.partial(mixture_mlp, PLAIN, params.router, params.gate_up, params.down)
     made = ops.prepare(specs, params)
     return jax.jit(functools.partial(mixture_mlp, ops, made.router, made.gate_up, made.down)), jax.jit(plain)
@@ -117,13 +135,7 @@ def layer(family: str, ops: Operations, dtype: Any) -> Any:
 @pytest.mark.parametrize("family", CASES)
 def test_a_layer_against_numpy(family: str):
     """Each row by itself, expert by expert, in float64."""
-    mixture = CASES[family]
-    config = DecoderConfig(
-        family=family, vocab_size=32, hidden_size=HIDDEN, intermediate_size=SIZE, num_layers=1, num_heads=2, num_kv_heads=1,
-        head_dim=16, mixture=mixture,
-    )  # fmt: skip
-    specs = declare_layer(config, "model.layers.0", FAMILIES[family], kind=config.kind(0))
-    params = initialise(jax.tree.map(lambda spec: replace(spec, scale=0.3), specs), jax.random.key(0))
+    mixture, (_, params) = CASES[family], drawn(family)
     x = np.random.default_rng(1).standard_normal((ROWS, HIDDEN), np.float32)
     found = jax.jit(functools.partial(mixture_mlp, PLAIN))(params.router, params.gate_up, params.down, x)
 
@@ -147,7 +159,9 @@ def test_a_layer_against_numpy(family: str):
 
 @needs_native
 @pytest.mark.parametrize("family", CASES)
-@pytest.mark.parametrize(("dtype", "weights"), [("float32", "auto"), ("bfloat16", "auto"), ("float32", "int8"), ("bfloat16", "int4")])
+@pytest.mark.parametrize(
+    ("dtype", "weights"), [("float32", "auto"), ("bfloat16", "auto"), ("float32", "int8"), ("bfloat16", "int4")]
+)
 @settings(max_examples=6)
 @given(st.integers(0, 2**31 - 1), st.data())
 def test_a_row_has_the_bits_that_it_has_alone(family: str, dtype: Any, weights: Weights, seed: int, data: st.DataObject):
@@ -163,3 +177,69 @@ def test_a_row_has_the_bits_that_it_has_alone(family: str, dtype: Any, weights: 
     np.testing.assert_array_equal(run(x, jnp.int32(count))[:count], whole[:count])
     if weights == "auto":
         np.testing.assert_allclose(whole, plain(x), rtol=0, atol=1e-4 if dtype == "float32" else 0.5)
+
+
+@needs_native
+def test_gradients_of_the_training_bundle_are_the_plain_ones():
+    _, params = drawn("qwen3_moe")
+    x = jnp.asarray(np.random.default_rng(2).standard_normal((ROWS, HIDDEN), np.float32))
+
+    def loss(ops: Operations, router: Any, gate_up: Any, down: Any) -> jax.Array:
+        return jnp.sum(jnp.square(mixture_mlp(ops, router, gate_up, down, x)))
+
+    found, want = (
+        jax.jit(jax.grad(functools.partial(loss, ops), argnums=(0, 1, 2)))(params.router, params.gate_up, params.down)
+        for ops in (training_operations("float32"), PLAIN)
+    )
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        assert np.abs(other).max() > 1e-3
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3)
+
+
+def saved(folder: Path, family: str) -> dict[str, np.ndarray]:
+    """Writes a checkpoint. Returns its tensors."""
+    config = small(family)
+    specs = declare(config)
+    save_params(folder, config_to_hf(config), specs, initialise(specs, jax.random.key(1)), jnp.float32)
+    return load_file(folder / "model.safetensors")
+
+
+def test_a_missing_expert_is_named(tmp_path: Path):
+    tensors = saved(tmp_path, "qwen3_moe")
+    del tensors["model.layers.0.mlp.experts.3.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"experts whose tensors are missing.*: model.layers.0.mlp.experts.\*.up_proj.weight"):
+        load_decoder(tmp_path, jnp.float32)
+
+
+def test_mxfp4_as_gpt_oss_is_published(tmp_path: Path):
+    """Bytes of two weights, and shared scales, transposed; kept as they are where the weights are asked for in 4 bits."""
+    tensors, rng = saved(tmp_path, "gpt_oss"), np.random.default_rng(0)
+    want = {}
+    for name in ("gate_up_proj", "down_proj"):
+        whole = f"model.layers.0.mlp.experts.{name}"
+        experts, inputs, outputs = tensors.pop(whole).shape
+        pairs = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), np.uint8)
+        scales = rng.integers(118, 126, pairs.shape[:-1], np.uint8)
+        tensors |= {f"{whole}_blocks": pairs, f"{whole}_scales": scales}
+        want[name] = read_mxfp4(pairs, scales).swapaxes(1, 2)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    _, params = load_decoder(tmp_path, jnp.float32)
+    np.testing.assert_array_equal(params.layers[0].gate_up, want["gate_up_proj"])
+    np.testing.assert_array_equal(params.layers[0].down, want["down_proj"])
+    if native.kernels().isa is not None:
+        _, kept = load_decoder(tmp_path, jnp.float32, ops=operations("cpu", "int4"))
+        assert kept.layers[0].down.matrix.panels.dtype == jnp.uint8
+        np.testing.assert_array_equal(cpu.unpack(kept.layers[0].gate_up)[:, :HIDDEN], want["gate_up_proj"])
+        np.testing.assert_array_equal(cpu.unpack(kept.layers[0].down)[:, :SIZE], want["down_proj"])
+
+
+@needs_native
+def test_a_gguf_files_experts_keep_their_bits(tmp_path: Path):
+    file, folder = make(tmp_path, CONFIGS["qwen3_moe"], Kind.Q4_1)
+    ops = operations("cpu", "int4")
+    (_, kept), (_, want) = load_decoder(file, jnp.float32, ops=ops), load_decoder(folder, jnp.float32)
+    np.testing.assert_array_equal(cpu.unpack(kept.layers[0].down)[:, :32], want.layers[0].down)

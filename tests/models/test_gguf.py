@@ -20,6 +20,7 @@ from models.gguf_files import add_fields, write_gguf
 from tilewright.models.chat import ChatTemplate
 from tilewright.models.checkpoint import load_decoder, save_params
 from tilewright.models.decoder import DecoderConfig, config_to_hf, declare
+from tilewright.models.experts import Mixture
 from tilewright.models.gguf import GGUFSlice, open_gguf
 from tilewright.models.layers import Llama3Scaling, YarnScaling
 from tilewright.models.params import initialise
@@ -35,6 +36,7 @@ CONFIGS = {
     "qwen3": DecoderConfig(family="qwen3", rope_theta=1e6, tie_word_embeddings=True, **{**SIZES, "head_dim": 32}),
     "phi3": DecoderConfig(family="phi3", rope_theta=1e4, partial_rotary_factor=0.75, **SIZES),
     "smollm3": DecoderConfig(family="smollm3", unrotated_layers=(3,), **{**SIZES, "num_layers": 4}),
+    "qwen3_moe": DecoderConfig(family="qwen3_moe", rope_theta=1e6, mixture=Mixture(4, 2, 32), **SIZES),
     "yarn": DecoderConfig(
         family="qwen3", rope_scaling=YarnScaling(4.0, 64, YarnScaling.default_attention_factor(4.0)), **SIZES
     ),
@@ -75,6 +77,8 @@ def make(folder: Path, config: DecoderConfig, kind: Kind = Kind.F32) -> tuple[Pa
     ("family", "kind"),
     [
         *product(["llama", "qwen2", "qwen3"], KINDS),
+        ("qwen3_moe", Kind.F32),
+        ("qwen3_moe", Kind.Q4_1),
         ("phi3", Kind.F32),
         ("phi3", Kind.Q8_0),
         ("smollm3", Kind.F32),

@@ -8,7 +8,8 @@ import pytest
 
 from models.test_config import LLAMA31, QWEN3, QWEN25, problems
 from tilewright.models.decoder import config_from_hf, config_to_hf
-from tilewright.models.layers import LinearScaling
+from tilewright.models.experts import ClampedGate, Mixture
+from tilewright.models.layers import LinearScaling, YarnScaling
 from tilewright.models.registry import FAMILIES
 
 MISTRAL: dict[str, Any] = {**LLAMA31, "model_type": "mistral", "rope_scaling": None, "max_position_embeddings": 32768}
@@ -72,7 +73,7 @@ def test_published_gemma3():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model_type": "qwen3_moe", "num_experts": 128}, "a mixture of experts (num_experts) is not supported"),
+        ({"model_type": "qwen2_moe", "num_experts": 128}, "a mixture of experts (num_experts) is not supported"),
         ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "latent attention (MLA) (kv_lora_rank) is not supported"),
         ({"model_type": "qwen4"}, "the nearest family is qwen3"),
     ],
@@ -82,6 +83,62 @@ def test_another_family_is_refused_by_what_it_lacks_and_what_is_nearest(change: 
     assert known == f"model_type must be one of {', '.join(FAMILIES)}, found {change['model_type']!r}"
     assert said in others
     assert others[-1].startswith("the nearest family is ")
+
+
+QWEN3_30B_A3B: dict[str, Any] = {
+    **QWEN3, "model_type": "qwen3_moe", "decoder_sparse_step": 1, "hidden_size": 2048, "intermediate_size": 6144,
+    "max_window_layers": 48, "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
+    "router_aux_loss_coef": 0.001, "output_router_logits": False, "tie_word_embeddings": False,
+}  # fmt: skip
+GPT_OSS_20B = {
+    "model_type": "gpt_oss", "attention_bias": True, "eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64,
+    "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096, "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12, "max_position_embeddings": 131072, "num_attention_heads": 64,
+    "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32,
+    "quantization_config": {"modules_to_not_convert": ["model.layers.*.self_attn"], "quant_method": "mxfp4"},
+    "rms_norm_eps": 1e-05, "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0, "tie_word_embeddings": False,
+    "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+                     "rope_type": "yarn", "truncate": False}, "vocab_size": 201088,
+}  # fmt: skip
+MIXTRAL_8X7B = {
+    **MISTRAL, "model_type": "mixtral", "num_experts_per_tok": 2, "num_local_experts": 8, "sliding_window": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "mixture", "dense"),
+    [
+        (QWEN3_30B_A3B, Mixture(128, 8, 768), ()),
+        ({**QWEN3_30B_A3B, "norm_topk_prob": False, "mlp_only_layers": [3]}, Mixture(128, 8, 768, normalised=False), (3,)),
+        ({**QWEN3_30B_A3B, "decoder_sparse_step": 2}, Mixture(128, 8, 768), tuple(range(0, 48, 2))),
+        (GPT_OSS_20B, Mixture(32, 4, 2880, clamped=ClampedGate(1.702, 7.0)), ()),
+        (MIXTRAL_8X7B, Mixture(8, 2, 14336), ()),
+    ],
+)
+def test_published_mixtures(fields: dict[str, Any], mixture: Mixture, dense: tuple[int, ...]):
+    config = config_from_hf(fields)
+    assert (config.mixture, config.dense_layers) == (mixture, dense)
+    assert [n for n in range(config.num_layers) if config.kind(n).mixture is None] == list(dense)
+    assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
+
+
+def test_published_gpt_oss():
+    config = config_from_hf(GPT_OSS_20B)
+    assert (config.sliding_window, config.sliding_layers) == (128, tuple(range(0, 24, 2)))
+    assert config.rope_scaling == YarnScaling(32.0, 4096, YarnScaling.default_attention_factor(32.0), truncate=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok must be at most num_experts (128), found 129"),
+        ({"mlp_only_layers": [48]}, "mlp_only_layers must be layers from 0 to 47, found [48]"),
+        ({"num_experts": None}, "num_experts must be a positive integer, found None"),
+    ],
+)
+def test_mixtures_that_cannot_be_are_named(change: dict[str, Any], said: str):
+    assert said in problems({**QWEN3_30B_A3B, **change})
 
 
 def test_the_text_half_of_a_multimodal_configuration():

@@ -21,7 +21,8 @@ from tilewright.llm.language_model import LanguageModel
 from tilewright.models import decoder, dflash
 from tilewright.models.checkpoint import read_config
 from tilewright.models.dflash import DFlashConfig
-from tilewright.models.params import to_tensors
+from tilewright.models.experts import Mixture
+from tilewright.models.params import initialise, to_tensors
 from tilewright.runtime import cache
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
@@ -295,6 +296,14 @@ def test_a_drafter_starts_from_its_target():
     np.testing.assert_allclose(dflash.context_features(DRAFTER, PLAIN, passing, taps), read, atol=1e-5)
     shorter = warm_start(TARGET, replace(DRAFTER, num_layers=1), TARGET_PARAMS, DRAFTER_PARAMS)
     assert all_equal(shorter.layers, TARGET_PARAMS.layers[1:])
+
+
+def test_a_drafter_of_a_target_with_experts_starts_from_random_layers():
+    target = replace(TARGET, family="qwen3_moe", mixture=Mixture(4, 2, 16))
+    params = initialise(decoder.declare(target), jax.random.key(0))
+    started = warm_start(target, DRAFTER, params, DRAFTER_PARAMS)
+    assert all_equal(started.layers, DRAFTER_PARAMS.layers)
+    assert all_equal(started.norm, params.norm)
 
 
 def test_a_drafter_of_other_sizes_starts_from_random_layers():

@@ -13,6 +13,7 @@ import pytest
 
 from products import cases
 from tilewright.kernels.select import PLAIN
+from tilewright.models.experts import Mixture
 from tilewright.parallel.exchanges import FullyShardedPlan, Halves
 from tilewright.train.finite import FINITE, NotFiniteTraining, require_finite
 from tilewright.train.lm import hidden_matrices, next_token_loss
@@ -161,6 +162,8 @@ def test_fifty_steps_follow_the_curve_of_one_device(optimizer: str):
         (lambda: setup("qwen2", 4, 2, FullyShardedPlan(), 0), "expected a batch in at least 1 part, found 0"),
         (lambda: training_mesh({"fsdp": 3}, CONFIGS["qwen2"]), "expected fsdp that divides the hidden size 32, found 3"),
         (lambda: training_mesh({"tp": 5}, CONFIGS["qwen2"]), "expected devices that divide 8 heads"),
+        (lambda: training_mesh({"tp": 2}, replace(CONFIGS["qwen2"], mixture=Mixture(4, 2, 16))),
+         "models with experts are not trained over several devices"),
         (lambda: training_mesh({"dp": 2}, CONFIGS["qwen2"]), "expected the axes fsdp and tp, found dp"),
         (lambda: setup("qwen2", 4, 2, FullyShardedPlan(), 3).check_batch((16, 9)), "that fsdp=4 × 3 parts divide, found 16"),
         (lambda: setup("qwen2", 1, 8, FullyShardedPlan()).check_batch((1, 10)),

@@ -98,8 +98,9 @@ class LanguageModel:
         if self.placement is not None:
             placement = self.placement
             target = replace(
-                target, schedule=placement.schedule, mesh=placement.mesh, compiler_options=placement.compiler_options
-            )
+                target, ops=placement.running(self.ops), schedule=placement.schedule, mesh=placement.mesh,
+                compiler_options=placement.compiler_options,
+            )  # fmt: skip
         return Model(target, models, DTYPES[self.dtype], drafter, self.tokenizer)
 
     def with_drafter(self, drafter: Drafter | None, params: Any = None) -> "LanguageModel":

@@ -71,6 +71,14 @@ class DecoderConfig(Sizes):
         return LayerKind(rotation, window, self.attention_scale, self.score_softcap, mixture)
 
     @property
+    def mlp_columns(self) -> int:
+        """Columns of the widest MLP that a row meets, those of all its experts together."""
+        if self.mixture is None:
+            return self.intermediate_size
+        experts = self.mixture.chosen * self.mixture.size
+        return max(experts, self.intermediate_size) if self.dense_layers else experts
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """Each layer's window; None where a query sees everything before it."""
         return tuple(self.kind(n).window for n in range(self.num_layers))

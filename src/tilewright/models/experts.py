@@ -1,7 +1,7 @@
 """Mixtures of experts: routing, and the MLP half of a layer that has one.
 
-Every row goes to its experts, however many rows choose the same (dropless), and shapes do not depend on what is chosen: rows are
-put in the order of their experts, and a grouped product takes them one expert after another.
+Every row goes to its experts, however many rows choose the same (dropless), and shapes do not depend on what is chosen: rows
+are put in the order of their experts, and a grouped product takes them one expert after another.
 
 Legend: R rows, H hidden size, E experts, K of them chosen for a row.
 """
@@ -91,7 +91,9 @@ class Router:
     mixture: Mixture
 
 
-def declare_mixture(mixture: Mixture, names: ExpertNames, prefix: str, hidden: int, out_scale: float) -> tuple[Router, Any, Any]:
+def declare_mixture(
+    mixture: Mixture, names: ExpertNames, prefix: str, hidden: int, out_scale: float
+) -> tuple[Router, Any, Any]:
     """The arrays of a mixture: its router, and what stands in the place of an MLP's gate and up, and down."""
     e, i = mixture.experts, mixture.size
 

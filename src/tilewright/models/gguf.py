@@ -39,6 +39,8 @@ LAYER_NAMES = (
 SEPARATE_NAMES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 JOINED_NAMES = ("self_attn.qkv_proj", "mlp.gate_up_proj")
 """The others: of most families, and of those whose checkpoints join them."""
+EXPERT_NAMES = ("mlp.gate", *(f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")))
+"""Of mixtures of experts, each the tensor of all experts: its name here has a `*` for an expert's number."""
 ROPE_FACTORS = "rope_freqs.weight"
 """What each frequency of the rotation is divided by: Llama 3's scaling, worked out."""
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -157,7 +159,7 @@ class GGUFSlice:
     def blocks(self, rows: slice = slice(None)) -> QuantisedMatrix | None:
         """Some rows of weights as the file has them, of formats that products read as they are; None of others."""
         data = self.tensor.data[rows] if self.rows is None else self.tensor.data[self.rows[rows]]
-        return read_blocks(data, self.tensor.tensor_type.name)
+        return read_blocks(data.reshape(-1, data.shape[-1]), self.tensor.tensor_type.name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,15 +207,27 @@ class GGUFCheckpoint:
             "rope_scaling": self.yarn() if self.field("rope.scaling.type") == "yarn" else self.rope_scaling(head_dim, theta),
             "partial_rotary_factor": rotated / head_dim if rotated and head_dim else None,
             "sliding_window": self.field("attention.sliding_window") or None,
+            **self.mixture(),
             "tie_word_embeddings": "output.weight" not in self.tensors,
             "eos_token_id": self.end_ids,
             "dtype": "float16" if any(t.tensor_type.name == "F16" for t in self.tensors.values()) else "bfloat16",
         }
 
+    def mixture(self) -> dict[str, Any]:
+        """Fields of a mixture of experts, of which llama.cpp normalises the weights."""
+        if self.family.experts is None:
+            return {}
+        return {
+            "num_experts": self.field("expert_count"),
+            "num_experts_per_tok": self.field("expert_used_count"),
+            "moe_intermediate_size": self.field("expert_feed_forward_length"),
+            "norm_topk_prob": self.field("expert_weights_norm", True),
+        }
+
     def check_supported(self, head_dim: int | None) -> None:
         """Raises a `ValueError` that names what of the file changes the maths in a way that is not here."""
         for name, supported in (
-            ("expert_count", (None, 0)),
+            *([] if self.family.experts is not None else [("expert_count", (None, 0))]),
             ("attention.value_length", (None, head_dim)),
             ("rope.scaling.type", (None, "none", "linear", "yarn")),
             *([] if self.family.windows else [("attention.sliding_window", (None, 0))]),
@@ -294,9 +308,9 @@ class GGUFCheckpoint:
 
         blocks = int(self.field("block_count", 0))
         known = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, str(self.family.gguf).upper()), blocks)
-        parts = (*LAYER_NAMES, *(JOINED_NAMES if self.family.joined else SEPARATE_NAMES))
+        parts = (*LAYER_NAMES, *(JOINED_NAMES if self.family.joined else SEPARATE_NAMES), *EXPERT_NAMES)
         layers = (f"model.layers.{n}.{name}" for n in range(blocks) for name in parts)
-        theirs = {known.get_name(name): name for name in chain(GLOBAL_NAMES, layers)}
+        theirs = {known.get_name(name): name.replace(".experts.", ".experts.*.") for name in chain(GLOBAL_NAMES, layers)}
         found = {}
         for name in self.tensors:
             stem, _, suffix = name.rpartition(".")

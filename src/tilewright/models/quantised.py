@@ -30,7 +30,7 @@ AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 """Where in a word each of eight outputs lies."""
 SUPPORTED = (
     "gptq and awq of 4 bits, fp8, and compressed-tensors as pack-quantized of 4 bits, as float-quantized, int-quantized or "
-    "naive-quantized of 8 bits, or as mxfp4-pack-quantized"
+    "naive-quantized of 8 bits, or as mxfp4-pack-quantized, and mxfp4 of gpt-oss' experts"
 )
 WORDS, FLOATS = ("I32",), ("F16", "BF16", "F32")
 Tensors = Mapping[str, tuple[str, ...]]
@@ -153,10 +153,18 @@ class Layout(Protocol):
         name: as users read it.
         needs: the tensors that it is made of.
         may: those that there may be.
+        joint, whole: between a layer's name and those of its tensors, and behind it where the weight has one tensor.
+        dims: of the first tensor that it needs.
     """
 
     @property
     def name(self) -> str: ...
+    @property
+    def joint(self) -> str: ...
+    @property
+    def whole(self) -> str: ...
+    @property
+    def dims(self) -> int: ...
     @property
     def needs(self) -> Tensors: ...
     @property
@@ -169,12 +177,18 @@ class Layout(Protocol):
     def read(self, arrays: Arrays) -> Weights: ...
 
 
+class OfMatrix:
+    """How the tensors of a matrix are called."""
+
+    joint, whole, dims = ".", ".weight", 2
+
+
 def groups_of(inputs: int, size: int) -> int:
     return 1 if size < 1 else -(-inputs // size)
 
 
 @dataclass(frozen=True)
-class Gptq:
+class Gptq(OfMatrix):
     """GPTQ: eight inputs to a word of `qweight [I / 8, O]`, eight outputs to one of `qzeros [G, O / 8]`, `scales [G, O]`.
 
     `g_idx [I]` names each input's group; they are out of order where inputs were quantised by their activations (`desc_act`).
@@ -211,7 +225,7 @@ class Gptq:
 
 
 @dataclass(frozen=True)
-class Awq:
+class Awq(OfMatrix):
     """AWQ: eight outputs to a word of `qweight [I, O / 8]` and of `qzeros [G, O / 8]`, not in order; `scales [G, O]`."""
 
     size: int
@@ -240,7 +254,7 @@ class Awq:
 
 
 @dataclass(frozen=True)
-class PackQuantized:
+class PackQuantized(OfMatrix):
     """compressed-tensors in 4 bits: `weight_packed [O, I / 8]`, `weight_scale [O, G]`, `weight_zero_point [O / 8, G]`."""
 
     size: int
@@ -277,7 +291,7 @@ class PackQuantized:
 
 
 @dataclass(frozen=True)
-class EightBits:
+class EightBits(OfMatrix):
     """Floats or integers of 8 bits in `weight [O, I]`, and scales: of all, of each output, of groups of inputs, or of blocks.
 
     Attributes:
@@ -310,7 +324,7 @@ class EightBits:
 
 
 @dataclass(frozen=True)
-class Mxfp4:
+class Mxfp4(OfMatrix):
     """compressed-tensors' MXFP4: bytes `weight_packed [O, I / 2]` of two weights each, and `weight_scale [O, I / 32]`."""
 
     name: str = "compressed-tensors' mxfp4-pack-quantized"
@@ -330,6 +344,49 @@ class Mxfp4:
     def read(self, arrays: Arrays) -> Floats:
         check_scales(arrays["weight_scale"], "weight_scale")
         return Floats(arrays["weight_packed"], arrays["weight_scale"])
+
+
+@dataclass(frozen=True)
+class ExpertFloats:
+    """MXFP4 of experts' matrices: bytes of two weights `[E, O, G, 16]`, and shared scales `[E, O, G]`."""
+
+    pairs: np.ndarray
+    scales: np.ndarray
+
+    def weights(self) -> np.ndarray:
+        """The matrices in float32, `[E, I, O]`."""
+        return read_mxfp4(self.pairs, self.scales).swapaxes(1, 2)
+
+    def blocks(self) -> QuantisedMatrix | None:
+        """The weights in blocks; an expert's outputs behind another's."""
+        groups = self.scales.shape[-1]
+        return blocks_of_floats(in_pairs(self.pairs).reshape(-1, groups, BLOCK), self.scales.reshape(-1, groups))
+
+
+@dataclass(frozen=True)
+class ExpertMxfp4:
+    """gpt-oss' experts in MXFP4: `*_blocks [E, O, G, 16]` and `*_scales [E, O, G]`."""
+
+    name: str = "MXFP4"
+    joint: str = "_"
+    whole: str = ""
+    dims: int = 4
+
+    @property
+    def needs(self) -> Tensors:
+        return {"blocks": ("U8",), "scales": ("U8",)}
+
+    @property
+    def may(self) -> Tensors:
+        return {}
+
+    def expected(self, found: Shapes) -> dict[str, tuple[int, ...]]:
+        experts, outputs, groups, _ = found["blocks"]
+        return {"weight": (experts, BLOCK * groups, outputs), "scales": (experts, outputs, groups)}
+
+    def read(self, arrays: Arrays) -> ExpertFloats:
+        check_scales(arrays["scales"], "scales")
+        return ExpertFloats(arrays["blocks"], arrays["scales"])
 
 
 def quantised_layout(config: Mapping[str, Any] | None) -> Layout | None:
@@ -355,6 +412,8 @@ def quantised_layout(config: Mapping[str, Any] | None) -> Layout | None:
         return EightBits(
             name, "weight_scale" if size is None else "weight_scale_inv", (0, 0) if size is None else (size[0], size[1])
         )
+    if method == "mxfp4":
+        return ExpertMxfp4()
     if method == "compressed-tensors":
         return compressed_layout(config)
     raise ValueError(f"quantization_config: quant_method={method!r} of the linear layers is not supported (only {SUPPORTED})")

@@ -185,7 +185,7 @@ def gathered(tensors: Iterable[StoredTensor], layout: Layout) -> list[StoredTens
     """
     found, layers = [], dict[str, dict[str, StoredTensor]]()
     for tensor in tensors:
-        layer, _, suffix = tensor.name.rpartition(".")
+        layer, _, suffix = tensor.name.rpartition(layout.joint)
         if suffix in layout.needs or suffix in layout.may:
             layers.setdefault(layer, {})[suffix] = tensor
         elif suffix not in ACTIVATIONS:
@@ -199,7 +199,7 @@ def gathered(tensors: Iterable[StoredTensor], layout: Layout) -> list[StoredTens
         else:
             shape = layout.expected({suffix: part.shape for suffix, part in parts.items()})["weight"]
             first = next(iter(parts.values()))
-            found.append(StoredTensor(first.file, f"{layer}.weight", shape, "F32", layout.name, layout, parts))
+            found.append(StoredTensor(first.file, layer + layout.whole, shape, "F32", layout.name, layout, parts))
     if problems:
         raise ValueError(f"tensors that are not as {layout.name} has them; {some(problems)}")
     return found
@@ -240,8 +240,9 @@ def misfit(parts: Mapping[str, StoredTensor], layout: Layout) -> str:
         if part.dtype not in known[suffix]:
             return f"{suffix} (expected {' or '.join(known[suffix])}, found {part.dtype})"
     first = next(iter(layout.needs))
-    if len(parts[first].shape) != 2:
-        return f"{first} (expected a matrix, found {list(parts[first].shape)})"
+    if len(parts[first].shape) != layout.dims:
+        expected = "a matrix" if layout.dims == 2 else f"{layout.dims} dims"
+        return f"{first} (expected {expected}, found {list(parts[first].shape)})"
     expected = layout.expected({suffix: part.shape for suffix, part in parts.items()})
     wrong = [
         f"{suffix} (expected {list(expected[suffix])}, found {list(part.shape)})"

@@ -31,17 +31,21 @@ def on_each_device(ops: Operations, mesh: Mesh) -> Operations:
     whole = NamedSharding(mesh, PartitionSpec())
     largest_of = jax.jit(lambda w: jnp.max(jnp.abs(w), axis=0), out_shardings=whole)
 
-    def matrix(w: Array, name: str, head: bool = False) -> Any:
+    def matrix(w: Array, name: str, head: bool = False, exact: bool = False) -> Any:
         sharding = w.sharding
         # All inputs of an output are here unless the first dim is divided.
         divided = isinstance(sharding, NamedSharding) and len(sharding.spec) > 0 and sharding.spec[0] is not None
         largest = np.asarray(largest_of(w).addressable_data(0), np.float32) if divided else None
-        return by_device(lambda part: ops.prepare_matrix(part, name, largest=largest, head=head), w, mesh)
+        return by_device(lambda part: ops.prepare_matrix(part, name, largest=largest, head=head, exact=exact), w, mesh)
 
     def joined(w: Joined, name: str) -> Any:
         return by_device(lambda part: ops.prepare_joined(part, name), w, mesh)
 
-    return replace(ops, prepare_matrix=matrix, prepare_joined=joined) if ops.prepares else ops
+    def groups(w: Any, count: int, name: str) -> Any:
+        """Each device has whole matrices of some of the groups."""
+        return by_device(lambda part: ops.prepare_groups(part, count // mesh.size, name), w, mesh)
+
+    return replace(ops, prepare_matrix=matrix, prepare_joined=joined, prepare_groups=groups) if ops.prepares else ops
 
 
 def by_device(prepare: Callable[[Any], Any], weight: Any, mesh: Mesh) -> Any:

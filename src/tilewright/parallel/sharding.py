@@ -48,19 +48,28 @@ class IfDivides:
 Rules = Mapping[str, MeshAxes | IfDivides | None]
 
 WHOLE: Rules = MappingProxyType(
-    dict.fromkeys(("vocab", "hidden", "heads", "kv_heads", "head", "mlp", "taps", "conv", "rank", "lattice"))
-)
+    dict.fromkeys((
+        "vocab", "hidden", "heads", "kv_heads", "head", "query_heads", "mlp", "experts", "expert", "gate_up", "router", "taps",
+        "conv", "rank", "lattice",
+    ))
+)  # fmt: skip
 """Every device holds everything."""
 
-TENSOR_PARALLEL: Rules = MappingProxyType({**WHOLE, "vocab": "tp", "heads": "tp", "kv_heads": "tp", "mlp": "tp"})
-"""Heads, MLP columns and vocabulary over "tp" (Shoeybi et al., "Megatron-LM", 2019). With more devices than key/value heads,
-see `GROUPED`: a device must hold the very head that its queries read."""
+TENSOR_PARALLEL: Rules = MappingProxyType(
+    {**WHOLE, "vocab": "tp", "heads": "tp", "kv_heads": "tp", "query_heads": "tp", "mlp": "tp", "experts": "tp"}
+)
+"""Heads, MLP columns, experts and vocabulary over "tp" (Shoeybi et al., "Megatron-LM", 2019). With more devices than key/value
+heads, see `GROUPED`: a device must hold the very head that its queries read."""
 
 GROUPED_AXES = ("kv", "group")
 """Axes that `grouped_mesh` makes of one axis. Together they are the axis of a schedule."""
 
 GROUPED: Rules = MappingProxyType(
-    {**WHOLE, "vocab": GROUPED_AXES, "heads": GROUPED_AXES, "kv_heads": "kv", "mlp": GROUPED_AXES}
+    {
+        **WHOLE,
+        **dict.fromkeys(("vocab", "heads", "query_heads", "mlp", "experts"), GROUPED_AXES),
+        "kv_heads": "kv",
+    }
 )
 """Tensor parallelism over a `grouped_mesh`: the devices of a "group" hold the same key/value heads, and share their queries.
 Nothing else is held twice; of weights and caches, "kv" divides what belongs to key/value heads."""

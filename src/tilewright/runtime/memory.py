@@ -94,10 +94,18 @@ def held_bytes(arrays: Any) -> int:
     return sum({id(leaf): leaf.nbytes for leaf in jax.tree.leaves(arrays)}.values())
 
 
-def step_bytes(target: DecoderParams) -> int:
-    """Bytes that a step of plain decoding reads of a target's weights as they are held: all, but of an embedding that is not
-    the output head only a row."""
-    return held_bytes(target if target.head is None else replace(target, embed=()))
+def step_bytes(target: DecoderParams, rows: int = 1) -> int:
+    """Bytes that a pass over so many rows reads of a target's weights as they are held.
+
+    All of them; but of an embedding that is not the output head only rows, and of a mixture the experts that so many rows are
+    expected to choose. A block has a row for each of its slots.
+    """
+    whole = held_bytes(target if target.head is None else replace(target, embed=()))
+    for layer in target.layers:
+        if layer.router is not None:
+            mixture = layer.router.mixture
+            whole -= held_bytes((layer.gate_up, layer.down)) * (1 - mixture.read(rows) / mixture.experts)
+    return round(whole)
 
 
 def weight_bytes(specs: Any, shardings: Any, matrix: float, other: int, head: float | None = None) -> int:

@@ -63,6 +63,10 @@ class Placement:
         """Operations that prepare each device's part of a weight."""
         return on_each_device(ops, self.mesh)
 
+    def running(self, ops: Operations) -> Operations:
+        """Operations of a program that each device runs with its own experts."""
+        return replace(ops, first_expert=first_expert)
+
     def prepared(self, config: DecoderConfig, ops: Operations, params: DecoderParams) -> DecoderParams:
         """A model's parameters, each device's part as the operations want it."""
         placed = jax.device_put(params, self.shardings(decoder.declare(config)))
@@ -104,9 +108,13 @@ def placement_over(
         return None
     check_family(config, schedule)
     heads = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
-    more = {"MLP columns": config.intermediate_size, "tokens of the vocabulary": config.vocab_size}
+    more = {"tokens of the vocabulary": config.vocab_size}
+    if any(config.kind(n).mixture is None for n in range(config.num_layers)):
+        more["MLP columns"] = config.intermediate_size
+    if config.mixture is not None:
+        more["experts"] = config.mixture.experts
     grouped = grouped_mesh(mesh, mesh.axis_names[0], **heads, **more)
-    sizes = {"head_dim": config.head_dim, "mlp": config.intermediate_size}
+    sizes = {"head_dim": config.head_dim, "mlp": config.mlp_columns}
     layer = divided_layer(config.hidden_size, **heads, **sizes, devices=mesh.size)
     return Placement(grouped, layer, schedule or SYNC, compiler_options)
 
@@ -116,8 +124,17 @@ def check_family(config: DecoderConfig, schedule: str | None = None) -> None:
     family, windows = FAMILIES[config.family], any(config.windows)
     if family.post_norms or family.activation != "silu":
         raise ValueError(f"models of {family.name} run on one device: their halves are normed before they are added")
+    if family.output_bias:
+        raise ValueError(f"models of {family.name} run on one device: biases of partial sums are not divided")
+    if config.mixture is not None and schedule not in (None, SYNC):
+        raise ValueError(f"experts are divided under the schedule {SYNC} alone, found {schedule!r}")
     if windows and schedule == "exact":
         raise ValueError("the schedule exact takes no windows: expected another one, or a model without them")
+
+
+def first_expert(count: int) -> jax.Array:
+    """The first expert of the device that asks, where each has so many."""
+    return jax.lax.axis_index(GROUPED_AXES) * count
 
 
 Allocate = Callable[[Target], tuple[Any, Any]]

@@ -89,7 +89,7 @@ def temporary_bytes(target: Target, table: ShapeTable, widest: int) -> int:
     config, devices = target.config, 1 if target.mesh is None else target.mesh.size
     tokens = max(table.chunks[-1], table.batches[-1] * widest)
     logits = LOGITS * tokens * config.vocab_size * 4
-    layer = tokens * (4 * config.hidden_size + 3 * config.intermediate_size) * 4
+    layer = tokens * (4 * config.hidden_size + 3 * config.mlp_columns) * 4
     return (logits + layer) // devices
 
 

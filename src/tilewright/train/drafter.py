@@ -357,19 +357,20 @@ def warm_start(target: DecoderConfig, config: DFlashConfig, target_params: Decod
 
     Each drafter layer is a copy of one of them, the final norm is the target's, and `fc` passes on the stream that the last of
     them reads, normed as there. Queries and keys keep their own norms where the target has none (Llama). A drafter whose sizes
-    differ from its target's keeps its random layers and gets the norm alone.
+    differ from its target's, or whose target has experts there, keeps its random layers and gets the norm alone.
     """
     sizes = ("intermediate_size", "num_heads", "num_kv_heads", "head_dim")
     params = replace(params, norm=target_params.norm)
     alike = all(getattr(config, name) == getattr(target, name) for name in sizes) and config.num_layers <= target.num_layers
-    if not alike or params.layers[0].q_norm is None or target_params.layers[0].attention_out_norm is not None:
+    last, read = target_params.layers[-config.num_layers :], target.num_layers - 2
+    unlike = any(layer.attention_out_norm is not None or layer.router is not None for layer in last)
+    if not alike or unlike or params.layers[0].q_norm is None:
         return params
 
     def copied(own: Layer, theirs: Layer) -> Layer:
         norms = own if theirs.q_norm is None else theirs
         return replace(theirs, q_norm=norms.q_norm, k_norm=norms.k_norm, qkv_bias=None, kind=LayerKind())
 
-    last, read = target_params.layers[-config.num_layers :], target.num_layers - 2
     params = replace(params, layers=tuple(map(copied, params.layers, last)))
     if read not in config.target_layer_ids:
         return params

@@ -218,7 +218,7 @@ def warm_start(
     The MLP is that of the target's last layer, which writes what this head reads, if it has the size for it.
     """
     h, last, layer = target.hidden_size, target_params.layers[-1], params.layer
-    if config.intermediate_size == target.intermediate_size:
+    if config.intermediate_size == target.intermediate_size and last.router is None:
         norm = last.post_attention_norm
         layer = replace(layer, post_attention_norm=norm, gate_up=last.gate_up, down=last.down)
     head = target_params.embed.T if target_params.head is None else target_params.head

@@ -65,7 +65,7 @@ def pack(weights: Sequence[Any], groups: int, kind: Format | None = None, name: 
 
     def one(group: int) -> PackedMatrix:
         matrices = [group_of(w, group, groups) for w in weights]
-        return cpu.pack(matrices[0], kind, name) if len(matrices) == 1 else cpu.pack_gated(*matrices, kind, name)
+        return cpu.pack(matrices[0], kind, name) if len(matrices) == 1 else cpu.pack_gated(matrices[0], matrices[1], kind, name)
 
     for w in weights:
         if not isinstance(w, QuantisedMatrix) and (getattr(w, "ndim", 0) != 3 or len(w) != groups):

@@ -12,9 +12,9 @@ from tilewright.kernels.operations import Joined
 def grouped_linear(
     x: Float[Array, "R I"], w: Float[Array, "G I O"], sizes: Int[Array, " G"], out_dtype: DTypeLike | None = None
 ) -> Float[Array, "R O"]:
-    """The product of each row with the matrix of its group (see `reference.py`), in the dtype of `x` unless another is asked for.
+    """The product of each row with the matrix of its group; see `reference.py`.
 
-    In float32 it is a true float32 product on every chip.
+    In the dtype of `x` unless another is asked for. In float32 it is a true float32 product on every chip.
     """
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     y = jax.lax.ragged_dot(x, w, sizes, precision=precision, preferred_element_type=jnp.dtype(out_dtype or x.dtype))

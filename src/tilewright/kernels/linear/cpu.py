@@ -205,7 +205,7 @@ def check(w: Any, kind: str, name: str) -> None:
 
 
 def pack(
-    w: Float[Array, "I O"] | QuantisedMatrix, kind: Format | None = None, name: str = "weight", largest: Any = None
+    w: Float[Array | np.ndarray, "I O"] | QuantisedMatrix, kind: Format | None = None, name: str = "weight", largest: Any = None
 ) -> PackedMatrix:
     """Packs one matrix.
 
@@ -238,8 +238,8 @@ def unpack(w: PackedMatrix) -> Float[Array, "I O"]:
 
 
 def pack_gated(
-    gate: Float[Array, "I O"] | QuantisedMatrix,
-    up: Float[Array, "I O"] | QuantisedMatrix,
+    gate: Float[Array | np.ndarray, "I O"] | QuantisedMatrix,
+    up: Float[Array | np.ndarray, "I O"] | QuantisedMatrix,
     kind: Format | None = None,
     name: str = "gate and up",
 ) -> PackedMatrix:

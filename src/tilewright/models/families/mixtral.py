@@ -27,7 +27,5 @@ MIXTRAL = Family(
     write=write,
     defaults={"num_experts_per_tok": 2, "num_local_experts": 8},
     windows=True,
-    experts=ExpertNames(
-        "block_sparse_moe.gate", (f"{EXPERTS}.w1.weight", f"{EXPERTS}.w3.weight"), f"{EXPERTS}.w2.weight"
-    ),
+    experts=ExpertNames("block_sparse_moe.gate", (f"{EXPERTS}.w1.weight", f"{EXPERTS}.w3.weight"), f"{EXPERTS}.w2.weight"),
 )
