@@ -269,7 +269,7 @@ class Operations:
             return self.prepare_groups(value, parts[0].shape[0], name)
         if isinstance(spec, Joined):
             return self.prepare_joined(value, name)
-        if kind == "embedding":
+        if kind == "embedding" and "hidden" in parts[0].axes:  # drafters have other tables, of few columns
             return self.prepare_table(value, name)
         if kind in ("head", "router"):
             return self.prepare_matrix(value, name, **({"head": True} if kind == "head" else {"exact": True}))
