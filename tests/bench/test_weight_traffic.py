@@ -14,7 +14,7 @@ from tilewright.kernels.linear import blocks, scaled
 @pytest.mark.parametrize("form", ["int8", "fp8", "fp8 in blocks", "int4", "int4 in groups"])
 @pytest.mark.parametrize("chip", ["v5e:1x1", pytest.param("v6e:1x1", marks=pytest.mark.slow)])
 def test_a_step_reads_the_few_bits(chip: str, form: str):
-    found = step(model_config("qwen3-0.6b"), form, 8, 128, chip, 1)
+    found = step(model_config("qwen3-0.6b"), form, 8, 640, chip, 1)
     assert found.widened == ()
     # The kernels that append and attend read the caches once each, and the former is counted as if it wrote all of them.
     little = 0.01 * found.held

@@ -411,9 +411,8 @@ def load(
             drafter may be of any kind in `drafters/load.py`, or "ngram", which has no weights; several take turns.
         dtype: of the weights and activations, "float32", "bfloat16" or "auto": the checkpoint's, bfloat16 for float16, float32
             on a CPU without this package's kernels.
-        weights: "int8" keeps matrices in 8 bits, "int4" those of the layers in blocks of 4 bits and the output head in 8, or
-            what a file has in such blocks, bit by bit; "fp8" as floats of 8 bits, where XLA computes; "auto" as `dtype`. Where
-            XLA computes, embeddings have 8 bits in all but the last.
+        weights: "int8" keeps matrices in 8 bits, "int4" those of layers in blocks of 4 and the output head in 8, or what a file
+            has in blocks, bit by bit; "fp8" as floats of 8 bits, where XLA computes; "auto" as `dtype`.
         block_size: tokens drafted at once, the known one included. "auto", the default, takes what promises most each round,
             plain decoding included (see `speculation/policy.py`); where the number of rows changes how the target rounds, it
             runs all rounds at the widest. Without a drafter: plain decoding through a program of that width (see

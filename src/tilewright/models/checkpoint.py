@@ -267,11 +267,7 @@ def load_params(
         def kept(spec: ArraySpec, sharding: Sharding | None) -> Any:
             tensor, matrix = stored[spec.name], spec.kind in ("matrix", "head", "experts")
             table = spec.kind == "embedding" and ops is not None and ops.scales_tables
-            groups = spec.kind == "experts" and ops is not None and not ops.packs  # which only the CPU kernels read in blocks
-            reads = ops is not None and matrix and not groups
-            found = read_kept(files, tensor, spec, ops.keeps_blocks, ops.keeps_fp8) if ops is not None and reads else None
-            if found is not None and sharding is not None:
-                found = divided(found, spec.shape, sharding)
+            found = kept_matrix(files, tensor, spec, sharding, ops) if matrix and ops is not None else None
             if found is None and tensor.quantised and (matrix or table):
                 dequantised.append(tensor.quantised)  # by any thread
             advance(0 if found is None else tensor.nbytes)
@@ -280,6 +276,16 @@ def load_params(
         params = from_tensors(specs, read, dtype, shardings, None if ops is None else ops.prepare_one, kept)
     say_dequantised(folder, Counter(dequantised), ops, jnp.dtype(dtype).name)
     return params
+
+
+def kept_matrix(
+    files: Mapping[Path, Any], tensor: StoredTensor, spec: ArraySpec, sharding: Sharding | None, ops: Operations
+) -> Any:
+    """A matrix in its files' bits, as operations and devices take it; None if they do not."""
+    if spec.kind == "experts" and not ops.packs:  # only the CPU kernels read those in blocks
+        return None
+    found = read_kept(files, tensor, spec, ops.keeps_blocks, ops.keeps_fp8)
+    return found if found is None or sharding is None else divided(found, spec.shape, sharding)
 
 
 def _read_bytes(tensor: StoredTensor, parts: Collection[Bounds]) -> int:
