@@ -9,7 +9,15 @@ from tilewright.bench.model_configs import MODELS, model_config
 from tilewright.models import decoder
 from tilewright.models.params import count
 
-BILLIONS = {"llama3-8b": 8.03, "llama3-70b": 70.55, "qwen3-0.6b": 0.596, "qwen3-4b": 4.02, "qwen3-8b": 8.19, "qwen3-32b": 32.76}
+BILLIONS = {
+    "smollm2-135m": 0.1345,
+    "llama3-8b": 8.03,
+    "llama3-70b": 70.55,
+    "qwen3-0.6b": 0.596,
+    "qwen3-4b": 4.02,
+    "qwen3-8b": 8.19,
+    "qwen3-32b": 32.76,
+}
 """huggingface.co's count of the safetensors of each."""
 
 

@@ -17,7 +17,7 @@ from tilewright.kernels import build, native
 from tilewright.kernels.attention import cpu as attention
 from tilewright.kernels.attention import reference as plain_attention
 from tilewright.kernels.heads.xla import rotate_halves
-from tilewright.kernels.linear import cpu
+from tilewright.kernels.linear import cpu, scaled
 from tilewright.kernels.rms_norm import cpu as rms_norm
 from tilewright.kernels.rms_norm import reference as plain_norm
 from tilewright.kernels.window_attention import cpu as window_attention
@@ -49,7 +49,7 @@ def eight_bits(x: np.ndarray) -> np.ndarray:
 def operands(x: np.ndarray, w: np.ndarray, kind: cpu.Format) -> tuple[np.ndarray, np.ndarray]:
     """Both matrices as the format holds them, in float64."""
     if kind == "int8":
-        units, scales = cpu.quantise(w)
+        units, scales = scaled.quantise_outputs(w)
         return eight_bits(x), units.astype(np.float64) * scales.astype(np.float64)
     return (rounded(x), rounded(w)) if kind == "bfloat16" else (x.astype(np.float64), w.astype(np.float64))
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kernels import linear_checks
 from kernels.linear_checks import normal
 from tilewright.kernels import native, select
-from tilewright.kernels.linear import cpu, reference, xla
+from tilewright.kernels.linear import cpu, reference, scaled, xla
 from tilewright.kernels.operations import Joined, Transposed
 
 seeds = st.integers(0, 2**31 - 1)
@@ -179,7 +179,7 @@ def test_unpacking_gives_the_rounded_matrix(kind: cpu.Format, seed: int, sizes: 
 
 def test_the_largest_weight_of_an_output_becomes_127():
     w = np.asarray([[0.5, 0.0, -4.0], [-2.0, 0.0, 1.0]], np.float32)
-    units, scales = cpu.quantise(w)
+    units, scales = scaled.quantise_outputs(w)
     np.testing.assert_array_equal(units, [[32, 0, -127], [-127, 0, 32]])
     np.testing.assert_array_equal(scales, np.asarray([2.0, 0.0, 4.0], np.float32) / np.float32(127))
 

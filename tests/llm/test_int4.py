@@ -17,7 +17,6 @@ from tilewright.kernels.linear.blocks import FORMS, BlockFormat, PackedTable
 from tilewright.kernels.linear.cpu import PackedMatrix
 from tilewright.llm.language_model import LanguageModel, load
 from tilewright.models.checkpoint import load_decoder
-from tilewright.parallel.mesh import make_mesh
 from tilewright.runtime.memory import held_bytes, step_bytes
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
@@ -104,16 +103,3 @@ def test_speculative_is_plain_decoding(tiny: dict[str, LanguageModel], kind: Kin
     want = tokens_of(tiny[kind.name], prompts, Sampling(NEW), speculative=False, batch=4)
     for batch in (1, 4):
         check_same_as_autoregressive(tiny[kind.name], prompts, Sampling(NEW), batch, want)
-
-
-def test_4_bits_are_refused_where_they_cannot_run(tmp_path: Path):
-    file, _ = make(tmp_path, CONFIGS["qwen3"], Kind.Q4_1)
-    with pytest.raises(ValueError, match=r"^4-bit weights need the CPU kernels: they are switched off$"):
-        load(file, weights="int4", kernels="xla")
-
-
-@needs_native
-def test_4_bits_are_refused_over_a_mesh(tmp_path: Path):
-    file, _ = make(tmp_path, CONFIGS["qwen3"], Kind.Q4_1)
-    with pytest.raises(ValueError, match="4-bit weights lie on one device: expected no mesh beside them, found one"):
-        load(file, weights="int4", mesh=make_mesh({"tp": 2}))

@@ -21,6 +21,21 @@ def qwen3(**sizes: Any) -> DecoderConfig:
 
 
 MODELS = {
+    # huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct, config.json
+    "smollm2-135m": DecoderConfig(
+        family="llama",
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        rope_theta=1e5,
+        tie_word_embeddings=True,
+        max_position_embeddings=8192,
+    ),
     # huggingface.co/meta-llama/Meta-Llama-3-8B and -70B, config.json
     "llama3-8b": llama3(hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32),
     "llama3-70b": llama3(hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64),

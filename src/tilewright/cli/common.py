@@ -177,8 +177,8 @@ class LoadOptions:
         model: a folder, a GGUF file, a Hugging Face id, "smollm2-135m", which pip brings, or "demo", the small model that comes
             with the package.
         dtype: "float32", "bfloat16" or "auto": the checkpoint's, bfloat16 for float16, float32 on a CPU without our kernels.
-        weights: "int8" keeps matrices in 8 bits, which the CPU kernels multiply; "int4" in blocks of 4 bits, of a
-            quantised checkpoint those that it has; "auto" keeps them in dtype.
+        weights: "int8" keeps matrices in 8 bits; "int4" in blocks of 4 bits, of a quantised checkpoint those that it has; "fp8"
+            as floats of 8 bits, where XLA computes; "auto" keeps them in dtype.
         kernels: "auto" takes this package's own kernels where they run, "xla" leaves everything to XLA.
     """
 

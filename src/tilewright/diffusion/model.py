@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -259,6 +260,6 @@ def load(
     placement = placement_over(config.decoder, mesh, schedule, compiler_options)
     tokenizer, dtype = load_tokenizer(folder), checkpoint.running_dtype(dtype, folder, ops)
     shard, ops = (None, ops) if placement is None else (placement.shardings, placement.operations(ops))
-    check_weights(str(model), diffusion.declare(config, ops.own_head), shard, dtype, ops, weights)
+    check_weights(str(model), partial(diffusion.declare, config), shard, dtype, weights, kernels, {})
     config, params = diffusion.load_diffusion(folder, DTYPES[dtype], console, shard, ops)
     return DiffusionModel(config, params, tokenizer, dtype, weights, kernels, table, placement, prepared=True)

@@ -17,7 +17,7 @@ from jax import Array
 Tree = TypeVar("Tree")
 Format = Literal["float32", "bfloat16", "int8", "q4_1", "q8_0"]
 """Formats in which the CPU kernels hold a matrix."""
-Weights = Literal["auto", "int8", "int4"]
+Weights = Literal["auto", "int8", "int4", "fp8"]
 """Formats of matrices that users ask for; see `select.operations`."""
 Products = Literal["auto", "float32", "bfloat16"]
 """Precisions of training's products that users ask for; see `select.training_operations`."""
@@ -147,8 +147,8 @@ class Operations:
 
     Attributes:
         name: of the implementation, as it is shown to users.
-        gather_rows: `(table [V, H], index) -> rows [..., H]`: the rows of a table, such as the embeddings of tokens; with
-            `keeps_blocks` of a `PackedTable` too.
+        gather_rows: `(table [V, H], index) -> rows [..., H]`: the rows of a table, such as the embeddings of tokens, as
+            `prepare_table` made it; with `keeps_blocks` of a `PackedTable` too.
         scatter_rows: `(table, index [R], rows [R, H]) -> table` with these rows at these places, no two the same; a row whose
             index is out of range goes nowhere. The table is one of rows `[V, H]`, of whatever shape.
         swap_rows: `(table, index, rows) -> (table, old rows)`: the same, and what stood there; zeros for rows that go nowhere.
@@ -194,10 +194,16 @@ class Operations:
             whether it keeps its dtype, whatever the format of the others.
         prepare_groups: `(weights, groups, name) -> weights`: the same for the matrices `[G, I, O]` of grouped products; one
             such array, or several that are `Joined`.
+        prepare_table: `(table, name) -> table`: an embedding `[V, H]`, whose rows are looked up.
+        bytes_of: `(kind, shape, stored) -> bytes` that a matrix, an output head or an embedding takes as it is prepared; None
+            for as many as its dtype has. `stored` is the format of a file whose bits are kept, "" where it has none.
         restore: the matrix `[I, O]` that `prepare_matrix` was given, rounded to the format; zeros may follow its inputs.
         prepares: prepared weights are not the matrices that they were.
-        keeps_blocks: both of these take a file's `QuantisedMatrix` of 4 or 8 bits as well (see `linear/blocks.py`), and keep
+        packs: they lie in a layout that only the products of the bundle know: nothing cuts them.
+        keeps_blocks: what prepares takes a file's `QuantisedMatrix` of 4 or 8 bits as well (see `linear/blocks.py`), and keeps
             its bits.
+        keeps_fp8: and a file's `ScaledMatrix` in FP8.
+        scales_tables: `prepare_table` keeps a table in few bits.
         own_head: a tied model gets a head of its own: the products read it faster than the embedding transposed.
         first_expert: `(count) -> number`: of the first expert that a device has, where each has so many of a mixture's.
         window_multiple: of the queries of a `window_attention` that its kernel takes.
@@ -231,9 +237,14 @@ class Operations:
     prepare_matrix: Callable[..., Any]
     prepare_joined: Callable[[Joined, str], Any]
     prepare_groups: Callable[[Any, int, str], Any]
+    prepare_table: Callable[[Any, str], Any]
+    bytes_of: Callable[[str, tuple[int, ...], str], int | None]
     restore: Callable[[Any], Array]
     prepares: bool = False
+    packs: bool = False
     keeps_blocks: bool = False
+    keeps_fp8: bool = False
+    scales_tables: bool = False
     own_head: bool = False
     counts: bool = False
     first_expert: Callable[[int], Array | int] = lambda count: 0
@@ -258,6 +269,8 @@ class Operations:
             return self.prepare_groups(value, parts[0].shape[0], name)
         if isinstance(spec, Joined):
             return self.prepare_joined(value, name)
+        if kind == "embedding" and "hidden" in parts[0].axes:  # drafters have other tables, of few columns
+            return self.prepare_table(value, name)
         if kind in ("head", "router"):
             return self.prepare_matrix(value, name, **({"head": True} if kind == "head" else {"exact": True}))
         return self.prepare_matrix(value, name) if kind == "matrix" else value

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from tilewright.kernels import native
+from tilewright.kernels.linear.blocks import BLOCK
+from tilewright.kernels.linear.scaled import ScaledMatrix
 
 Chip = Literal["cpu", "gpu", "tpu"]
 """Chips that JAX runs on."""
@@ -49,6 +51,11 @@ class Candidate:
 
 CANDIDATES: dict[str, tuple[Candidate, ...]] = {
     "products": (
+        Candidate("C++", "linear.cpu", "cpu"),
+        Candidate("XLA", "linear.xla"),
+    ),
+    "products of blocks": (
+        Candidate("Pallas", "linear.pallas_tpu", "tpu"),
         Candidate("C++", "linear.cpu", "cpu"),
         Candidate("XLA", "linear.xla"),
     ),
@@ -100,7 +107,16 @@ CANDIDATES: dict[str, tuple[Candidate, ...]] = {
 }
 """The implementations of each operation of which there are several, the fastest first; the last one takes anything."""
 
-DECODING = ("products", "norms", "attention", "paged attention", "appending", "head's argmax", "head's top-k")
+DECODING = (
+    "products",
+    "products of blocks",
+    "norms",
+    "attention",
+    "paged attention",
+    "appending",
+    "head's argmax",
+    "head's top-k",
+)
 """Operations of language models."""
 DENOISING = ("products", "norms", "attention", "window attention")
 """Operations of diffusion language models."""
@@ -214,8 +230,11 @@ def typical_operands(sizes: DecoderSizes, dtype: DTypeLike) -> dict[str, tuple[A
 
     q, cache = shaped(rows, 1, sizes.num_heads, d), shaped(rows, sizes.num_kv_heads, entries, d)
     head = shaped(rows, sizes.hidden_size), shaped(sizes.hidden_size, sizes.vocab_size)
+    scales = jax.ShapeDtypeStruct((max(1, sizes.hidden_size // BLOCK), sizes.vocab_size), jnp.float32)
+    in_blocks = ScaledMatrix(jax.ShapeDtypeStruct(head[1].shape, jnp.int4), scales)
     return {
         "products": (),
+        "products of blocks": (head[0], in_blocks),
         "norms": (),
         "attention": (q, cache, None),
         "window attention": (shaped(1, 128, sizes.num_heads, d), shaped(1, entries, sizes.num_kv_heads, d)),

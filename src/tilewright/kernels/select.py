@@ -17,7 +17,7 @@ from tilewright.kernels.attention.xla import attention as attention
 from tilewright.kernels.attention.xla import attention_over as attention_over
 from tilewright.kernels.attention.xla import group_rows as group_rows
 from tilewright.kernels.attention.xla import ungroup_rows as ungroup_rows
-from tilewright.kernels.bundles.xla import CPU_XLA
+from tilewright.kernels.bundles.xla import CPU_XLA, in_few_bits
 from tilewright.kernels.bundles.xla import PLAIN as PLAIN
 from tilewright.kernels.gather_reduce.reference import Reduce as Reduce
 from tilewright.kernels.graph import attend_csr as attend_csr
@@ -53,11 +53,12 @@ def operations(chip: Chip | None = None, weights: Weights = "auto", kernels: Ker
     Args:
         chip: that it will run on, which need not be here; by default what JAX runs on.
         weights: "int8" keeps matrices in 8 bits with a scale for each output; "int4" keeps those of layers in blocks of 4 bits
-            and the output head in blocks of 8, or what blocks a file has; "auto" keeps the dtype that they have.
+            and the output head in 8, or what blocks a file has; "fp8" keeps those of layers as floats of 8 bits, a file's as
+            they are, where XLA computes; "auto" keeps the dtype that they have.
         kernels: "auto" takes this package's own kernels where they run, "xla" leaves everything to XLA.
 
     Raises:
-        ValueError: one of them is none of these, or weights of 8 or 4 bits are asked for where the CPU kernels do not run.
+        ValueError: one of them is none of these, or FP8 is asked for where the CPU kernels run.
     """
     chip = cast(Chip, chip or jax.default_backend())
     for name, value, known in (("chip", chip, Chip), ("weights", weights, Weights), ("kernels", kernels, Kernels)):
@@ -65,21 +66,28 @@ def operations(chip: Chip | None = None, weights: Weights = "auto", kernels: Ker
             raise ValueError(f"expected {name} to be one of {', '.join(get_args(known))}, found {value!r}")
     missing = absent("cpu", chip, kernels)
     if not missing:
+        if weights == "fp8":
+            raise ValueError("FP8 weights are XLA's: expected kernels 'xla' beside them on a CPU, or weights 'int8' or 'int4'")
         from tilewright.kernels.bundles import cpu
 
         return cpu.cpu_operations(f"cpu {native.kernels().isa}", weights)
-    if weights != "auto":
-        raise ValueError(f"{weights.removeprefix('int')}-bit weights need the CPU kernels: {missing}")
+    found = PLAIN if chip != "cpu" else CPU_XLA
     if not absent("tpu", chip, kernels):
         from tilewright.kernels.bundles import tpu
 
-        return tpu.TPU
-    return PLAIN if chip != "cpu" else CPU_XLA
+        found = tpu.TPU
+    return found if weights == "auto" else in_few_bits(found, weights)
+
+
+def formats(kernels: Kernels) -> dict[Weights, Operations]:
+    """The bundle of each format of weights that runs here."""
+    packs = operations(kernels=kernels).packs
+    return {each: operations(weights=each, kernels=kernels) for each in get_args(Weights) if not (packs and each == "fp8")}
 
 
 def computes_bfloat16(ops: Operations) -> bool:
     """True if these operations compute in bfloat16 here as fast as in float32: not if XLA does, on a CPU."""
-    return ops.prepares or jax.default_backend() != "cpu"
+    return ops.packs or jax.default_backend() != "cpu"
 
 
 def training_operations(products: str) -> Operations:

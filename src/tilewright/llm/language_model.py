@@ -391,7 +391,8 @@ def read_target(
     ops, config = operations(weights=weights, kernels=kernels), checkpoint.decoder_config(folder)
     tokenizer, dtype = load_tokenizer(folder), checkpoint.running_dtype(dtype, folder, ops)
     shard, ops = (None, ops) if placement is None else (placement.shardings, placement.operations(ops))
-    check_weights(name, decoder.declare(config, ops.own_head), shard, dtype, ops, weights)
+    kept = checkpoint.kept_formats(folder)
+    check_weights(name, partial(decoder.declare, config), shard, dtype, weights, kernels, kept)
     target = checkpoint.load_decoder(folder, DTYPES[dtype], console, shard, ops)
     return LanguageModel(*target, tokenizer, dtype, weights, kernels, table, placement, prepared=True, kv_dtype=kv_dtype)
 
@@ -411,8 +412,8 @@ def load(
             drafter may be of any kind in `drafters/load.py`, or "ngram", which has no weights; several take turns.
         dtype: of the weights and activations, "float32", "bfloat16" or "auto": the checkpoint's, bfloat16 for float16, float32
             on a CPU without this package's kernels.
-        weights: "int8" keeps all matrices but the embedding in 8 bits, "int4" those of the layers in blocks of 4 bits and the
-            output head of 8, or what a file has in such blocks, bit by bit (on one CPU); "auto" as `dtype`.
+        weights: "int8" keeps matrices in 8 bits, "int4" those of layers in blocks of 4 and the output head in 8, or what a file
+            has in blocks, bit by bit; "fp8" as floats of 8 bits, where XLA computes; "auto" as `dtype`.
         block_size: tokens drafted at once, the known one included. "auto", the default, takes what promises most each round,
             plain decoding included (see `speculation/policy.py`); where the number of rows changes how the target rounds, it
             runs all rounds at the widest. Without a drafter: plain decoding through a program of that width (see

@@ -18,12 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Sharding
 from jax.typing import DTypeLike
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from safetensors.numpy import save_file
 
-from tilewright.kernels.linear.blocks import PackedTable, QuantisedMatrix
+from tilewright.kernels.linear.blocks import PackedTable
+from tilewright.kernels.linear.scaled import divided
 from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import computes_bfloat16
 from tilewright.models import gguf
@@ -35,8 +37,8 @@ from tilewright.models.stored import (
     StoredTensor,
     gathered,
     open_file,
-    read_blocks,
     read_headers,
+    read_kept,
     read_weights,
     some,
     stacked,
@@ -196,12 +198,7 @@ def _match(
     folder: Path, specs: object, rename: Callable[[str], str], ignore: Callable[[str], bool], layout: Layout | None
 ) -> dict[str, StoredTensor]:
     """The stored tensor of each declared name, or one error that lists all that does not fit."""
-    headers = read_headers(weight_files(folder))
-    try:
-        found = stacked(headers if layout is None else gathered(headers, layout))
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from error
-    kept = [tensor for tensor in found if not ignore(tensor.name)]
+    kept = [tensor for tensor in stored_tensors(folder, layout) if not ignore(tensor.name)]
     times = Counter(rename(tensor.name) for tensor in kept)
     twice = [name for name, n in times.items() if n > 1]
     stored = {rename(tensor.name): tensor for tensor in kept}
@@ -209,6 +206,15 @@ def _match(
     if problems:
         raise ValueError(f"{folder}: the tensors do not fit the configuration; " + "; ".join(problems))
     return stored
+
+
+def stored_tensors(folder: Path, layout: Layout | None) -> list[StoredTensor]:
+    """What a folder's files hold, matrices in several tensors and those of experts as one."""
+    headers = read_headers(weight_files(folder))
+    try:
+        return stacked(headers if layout is None else gathered(headers, layout))
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
 
 
 def _same(name: str) -> str:
@@ -222,7 +228,7 @@ def _none(name: str) -> bool:
 def load_params(
     folder: Path, specs: Tree, dtype: DTypeLike, *, rename: Callable[[str], str] = _same,
     ignore: Callable[[str], bool] = _none, console: Console | None = None, shardings: Tree | None = None,
-    prepare: Callable[[Any, Any], Any] | None = None, keep_blocks: bool = False, layout: Layout | None = None,
+    ops: Operations | None = None, layout: Layout | None = None,
 ) -> Tree:  # fmt: skip
     """Reads the arrays that `specs` declare from a folder's files: the tree with a JAX array for each spec.
 
@@ -236,8 +242,9 @@ def load_params(
         rename: from a stored name to the declared one.
         ignore: true for a stored name (before `rename`) that is to be passed over.
         console: where to show a progress bar; None for no bar.
-        shardings, prepare: see `params.from_tensors`; None for the default device, and for arrays as they are.
-        keep_blocks: matrices that the files have in blocks that products read (see `linear/blocks.py`) are prepared as these.
+        shardings: see `params.from_tensors`; None for the default device.
+        ops: what the arrays are prepared for, which may keep the bits of matrices that the files have in few bits; None leaves
+            them as they are.
         layout: how the files hold matrices that are quantised; None where they hold none, or are GGUF files.
 
     Raises:
@@ -257,17 +264,28 @@ def load_params(
             advance(_read_bytes(stored[name], [bounds]))
             return value
 
-        def kept(spec: ArraySpec) -> QuantisedMatrix | None:
+        def kept(spec: ArraySpec, sharding: Sharding | None) -> Any:
             tensor, matrix = stored[spec.name], spec.kind in ("matrix", "head", "experts")
-            found = read_blocks(files, tensor, spec) if keep_blocks and matrix else None
-            if found is None and tensor.quantised and matrix:
+            table = spec.kind == "embedding" and ops is not None and ops.scales_tables
+            found = kept_matrix(files, tensor, spec, sharding, ops) if matrix and ops is not None else None
+            if found is None and tensor.quantised and (matrix or table):
                 dequantised.append(tensor.quantised)  # by any thread
             advance(0 if found is None else tensor.nbytes)
             return found
 
-        params = from_tensors(specs, read, dtype, shardings, prepare, kept)
-    say_dequantised(folder, Counter(dequantised), keep_blocks, jnp.dtype(dtype).name)
+        params = from_tensors(specs, read, dtype, shardings, None if ops is None else ops.prepare_one, kept)
+    say_dequantised(folder, Counter(dequantised), ops, jnp.dtype(dtype).name)
     return params
+
+
+def kept_matrix(
+    files: Mapping[Path, Any], tensor: StoredTensor, spec: ArraySpec, sharding: Sharding | None, ops: Operations
+) -> Any:
+    """A matrix in its files' bits, as operations and devices take it; None if they do not."""
+    if spec.kind == "experts" and not ops.packs:  # only the CPU kernels read those in blocks
+        return None
+    found = read_kept(files, tensor, spec, ops.keeps_blocks, ops.keeps_fp8)
+    return found if found is None or sharding is None else divided(found, spec.shape, sharding)
 
 
 def _read_bytes(tensor: StoredTensor, parts: Collection[Bounds]) -> int:
@@ -277,12 +295,14 @@ def _read_bytes(tensor: StoredTensor, parts: Collection[Bounds]) -> int:
     return sum(prod(stop - start for start, stop in part) for part in parts) * tensor.nbytes // max(1, prod(tensor.shape))
 
 
-def say_dequantised(folder: Path, matrices: Mapping[str, int], keeps: bool, dtype: str) -> None:
+def say_dequantised(folder: Path, matrices: Mapping[str, int], ops: Operations | None, dtype: str) -> None:
     """One line on matrices whose bits are not kept, if there are some."""
     if not matrices:
         return
     listed = ", ".join(f"{count} in {name}" for name, count in sorted(matrices.items()))
-    then = "then quantised anew, for no product reads them as they are" if keeps else f"to {dtype}, whatever holds them then"
+    keeps = ops is not None and (ops.keeps_blocks or ops.keeps_fp8)
+    anew = "then quantised anew, for no product reads them as they are or devices' parts end within their blocks"
+    then = anew if keeps else f"to {dtype}, whatever holds them then"
     log.warning("%s: matrices are dequantised, %s: %s", folder, then, listed)
 
 
@@ -400,10 +420,7 @@ def load_decoder(
         ValueError: see `read_config`, `decoder.config_from_hf` and `load_params`.
     """
     config = decoder_config(folder)
-    multimodal = "text_config" in read_config(folder)
-
-    def rename(name: str) -> str:
-        return (text_tensor(name) or name) if multimodal else name
+    rename, multimodal = declared_name(folder), "text_config" in read_config(folder)
 
     def ignore(name: str) -> bool:
         if multimodal and text_tensor(name) is None:
@@ -411,23 +428,42 @@ def load_decoder(
         return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and rename(name) == "lm_head.weight")
 
     specs = declare(config, ops is not None and ops.own_head)
-    keep_blocks = ops is not None and ops.keeps_blocks
     layout = quantised_layout(read_config(folder).get("quantization_config"))
-    shared = keep_blocks and config.tie_word_embeddings and holds_blocks(folder, EMBEDDING)
+    packs = ops is not None and ops.packs and ops.keeps_blocks
+    shared = packs and config.tie_word_embeddings and holds_blocks(folder, EMBEDDING)
     if shared:
         specs = replace(specs, embed=())
-    placed, prepare = None if shard is None else shard(specs), None if ops is None else ops.prepare_one
+    placed = None if shard is None else shard(specs)
     params = load_params(
-        folder, specs, dtype, rename=rename, ignore=ignore, console=console, shardings=placed, prepare=prepare,
-        keep_blocks=keep_blocks, layout=layout,
-    )  # fmt: skip
+        folder, specs, dtype, rename=rename, ignore=ignore, console=console, shardings=placed, ops=ops, layout=layout
+    )
     if shared:
-        table = PackedTable(params.head.panels, config.vocab_size, config.hidden_size, jnp.dtype(dtype).name)
+        table = PackedTable(params.head.panels, params.head.outputs, config.hidden_size, jnp.dtype(dtype).name)
         params = replace(params, embed=table)
     return config, params
+
+
+def declared_name(folder: Path) -> Callable[[str], str]:
+    """From the name of a decoder's tensor to that of the declared array: of a multimodal model the text half's."""
+    multimodal = "text_config" in read_config(folder)
+    return lambda name: (text_tensor(name) or name) if multimodal else name
+
+
+def kept_formats(folder: Path) -> dict[str, str]:
+    """The formats in which a folder's files have a decoder's matrices in few bits, by the arrays' names.
+
+    Raises:
+        ValueError: see `read_config` and `weight_files`.
+    """
+    layout, rename = quantised_layout(read_config(folder).get("quantization_config")), declared_name(folder)
+    return {rename(each.name): each.kept for each in stored_tensors(folder, layout) if each.kept}
 
 
 def holds_blocks(folder: Path, name: str) -> bool:
     """True if a GGUF file has a tensor in blocks that products read."""
     file = gguf.gguf_file(folder)
-    return file is not None and (tensors := gguf.open_gguf(file)).names.get(name) is not None and tensors.get_slice(name).keeps
+    return (
+        file is not None
+        and (tensors := gguf.open_gguf(file)).names.get(name) is not None
+        and tensors.get_slice(name).kept != ""
+    )

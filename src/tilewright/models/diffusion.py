@@ -213,8 +213,8 @@ def load_diffusion(
         return name.endswith("rotary_emb.inv_freq") or (config.decoder.tie_word_embeddings and name == head)
 
     specs = declare(config, ops is not None and ops.own_head)
-    placed, prepare = None if shard is None else shard(specs), None if ops is None else ops.prepare_one
-    return config, load_params(folder, specs, dtype, ignore=ignore, console=console, shardings=placed, prepare=prepare)
+    placed = None if shard is None else shard(specs)
+    return config, load_params(folder, specs, dtype, ignore=ignore, console=console, shardings=placed, ops=ops)
 
 
 def bidirectional_attend(

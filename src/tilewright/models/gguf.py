@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from tilewright.kernels.linear.blocks import QuantisedMatrix
 from tilewright.models.family import Family
-from tilewright.models.gguf_blocks import READERS, read_blocks
+from tilewright.models.gguf_blocks import KEPT, read_blocks
 from tilewright.models.gguf_tokenizer import build_tokenizer
 from tilewright.models.layers import Llama3Scaling, YarnScaling, rope_frequencies
 from tilewright.models.registry import FAMILIES
@@ -152,9 +152,9 @@ class GGUFSlice:
         return np.asarray(dequantize(data, self.tensor.tensor_type), np.float32)[(slice(None), *columns)]
 
     @property
-    def keeps(self) -> bool:
-        """Whether products read weights of this type as they are."""
-        return self.tensor.tensor_type.name in READERS
+    def kept(self) -> str:
+        """The format in which products read weights of this type as they are; empty if they do not."""
+        return KEPT.get(self.tensor.tensor_type.name, "")
 
     def blocks(self, rows: slice = slice(None)) -> QuantisedMatrix | None:
         """Some rows of weights as the file has them, of formats that products read as they are; None of others."""

@@ -105,6 +105,10 @@ READERS: dict[str, tuple[int, Callable[[np.ndarray], QuantisedMatrix | None]]] =
 """Bytes of a block, and what reads it, by llama.cpp's name of the type."""
 
 
+KEPT: dict[str, str] = {name: name.lower() for name in READERS} | {"IQ4_NL": "q8_0", "MXFP4": "q5_0"}
+"""The format that weights of each type are read in."""
+
+
 def read_blocks(rows: np.ndarray, kind: str) -> QuantisedMatrix | None:
     """The blocks of a file's rows, uint8 `[O, bytes]`; None of a type that products do not hold as it is."""
     if kind not in READERS:

@@ -231,7 +231,8 @@ def read_part(spec: ArraySpec, read: Callable[[str, Bounds], np.ndarray], bounds
 
 def from_tensors(
     specs: Tree, read: Callable[[str, Bounds], np.ndarray], dtype: DTypeLike, shardings: Tree | None = None,
-    prepare: Callable[[Any, Any], Any] | None = None, kept: Callable[[ArraySpec], Any] = lambda spec: None,
+    prepare: Callable[[Any, Any], Any] | None = None,
+    kept: Callable[[ArraySpec, Sharding | None], Any] = lambda spec, sharding: None,
 ) -> Tree:  # fmt: skip
     """Builds the tree from checkpoint tensors, whose names and shapes are already known to fit.
 
@@ -248,7 +249,7 @@ def from_tensors(
     """
 
     def place(spec: ArraySpec, sharding: Sharding | None) -> Any:
-        found = kept(spec)
+        found = kept(spec, sharding)
         return from_parts(spec.shape, sharding, dtype, partial(read_part, spec, read)) if found is None else found
 
     def made(spec: Any, sharding: Any = None) -> Any:

@@ -18,6 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from tilewright.kernels.linear.blocks import BLOCK, QuantisedMatrix, joined_bits
+from tilewright.kernels.linear.scaled import FP8, ScaledMatrix
 from tilewright.models.mxfp4 import blocks_of_floats, check_scales, in_pairs, read_mxfp4
 
 Arrays = Mapping[str, np.ndarray]
@@ -117,6 +118,12 @@ class Scaled:
         spread = np.repeat(scales, self.block[1] // BLOCK, axis=1)[:, : inputs // BLOCK]
         return QuantisedMatrix("q8_0", self.values.view(np.uint8).reshape(len(self.values), -1, BLOCK), spread)
 
+    def fp8(self) -> ScaledMatrix | None:
+        """The weights as floats of 8 bits, with scales for each output; None of others, or where a block is not whole."""
+        if self.values.dtype != FP8 or self.values.shape[1] % self.block[1]:
+            return None
+        return ScaledMatrix(np.ascontiguousarray(self.values.T), np.ascontiguousarray(self.spread().T))
+
 
 @dataclass(frozen=True)
 class Floats:
@@ -166,6 +173,11 @@ class Layout(Protocol):
     @property
     def dims(self) -> int: ...
     @property
+    def kept(self) -> str:
+        """The format that products read, if they read it as it is: a `BlockFormat`, or "fp8"; empty for none."""
+        ...
+
+    @property
     def needs(self) -> Tensors: ...
     @property
     def may(self) -> Tensors: ...
@@ -197,6 +209,7 @@ class Gptq(OfMatrix):
     size: int
     v2: bool = False
     name: str = "GPTQ"
+    kept: str = "q4_z"
 
     @property
     def needs(self) -> Tensors:
@@ -230,6 +243,7 @@ class Awq(OfMatrix):
 
     size: int
     name: str = "AWQ"
+    kept: str = "q4_z"
 
     @property
     def needs(self) -> Tensors:
@@ -260,6 +274,10 @@ class PackQuantized(OfMatrix):
     size: int
     symmetric: bool
     name: str = "compressed-tensors' pack-quantized"
+
+    @property
+    def kept(self) -> str:
+        return "q4_0" if self.symmetric else "q4_z"
 
     @property
     def may(self) -> Tensors:
@@ -302,6 +320,7 @@ class EightBits(OfMatrix):
     name: str
     scale: str
     block: tuple[int, int]
+    kept: str = "fp8"
 
     @property
     def may(self) -> Tensors:
@@ -328,6 +347,7 @@ class Mxfp4(OfMatrix):
     """compressed-tensors' MXFP4: bytes `weight_packed [O, I / 2]` of two weights each, and `weight_scale [O, I / 32]`."""
 
     name: str = "compressed-tensors' mxfp4-pack-quantized"
+    kept: str = "q5_0"
 
     @property
     def needs(self) -> Tensors:
@@ -371,6 +391,7 @@ class ExpertMxfp4:
     joint: str = "_"
     whole: str = ""
     dims: int = 4
+    kept: str = "q5_0"
 
     @property
     def needs(self) -> Tensors:
@@ -471,5 +492,6 @@ def compressed_layout(config: Mapping[str, Any]) -> Layout:
         blocks = {"tensor": (0, 0), "channel": (1, 0), "group": (1, size or 0), "block": tuple(block)}
         good = bits == 8 and symmetric and strategy in blocks
         refuse(not good, method, found, f"8 bits, symmetric, by {', '.join(blocks)}")
-        return EightBits(f"compressed-tensors' {kind}", "weight_scale", blocks[str(strategy)])
+        kept = "q8_0" if dtype == "int" else "fp8"
+        return EightBits(f"compressed-tensors' {kind}", "weight_scale", blocks[str(strategy)], kept)
     raise ValueError(f"quantization_config: compressed-tensors of format {kind!r} is not supported (only {SUPPORTED})")

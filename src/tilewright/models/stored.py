@@ -18,9 +18,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from tilewright.kernels.linear.blocks import QuantisedMatrix, side_by_side
+from tilewright.kernels.linear.scaled import ScaledMatrix
 from tilewright.models import gguf
 from tilewright.models.params import ArraySpec, Bounds, bits
-from tilewright.models.quantised import ACTIVATIONS, Layout
+from tilewright.models.quantised import ACTIVATIONS, Layout, Scaled
 
 DTYPES: dict[str, Any] = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, "F8_E4M3": jnp.float8_e4m3fn,
@@ -124,6 +125,7 @@ class StoredTensor(NamedTuple):
         shape: its shape in that file, or that of the matrix that its parts make up.
         dtype: its dtype in the words of safetensors ("F32", "BF16", ...).
         quantised: the format of its weights as users read it; empty for plain numbers.
+        kept: the format that products read if they read it as it is: a `BlockFormat`, or "fp8"; empty for none.
         layout: what its parts mean; None for a tensor that is stored as itself.
         parts: the tensors that it is stored as, by their names behind the layer's.
         members: the tensors of all experts, which it has one behind another; empty for any other.
@@ -134,6 +136,7 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     quantised: str = ""
+    kept: str = ""
     layout: Layout | None = None
     parts: Mapping[str, "StoredTensor"] | None = None
     members: tuple["StoredTensor", ...] = ()
@@ -165,8 +168,8 @@ def read_headers(files: Iterable[Path]) -> list[StoredTensor]:
         with open_file(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 (no mapping: it cannot be iterated)
                 part = tensors.get_slice(name)
-                quantised = part.quantised if isinstance(part, gguf.GGUFSlice) else ""
-                found.append(StoredTensor(file, name, tuple(part.get_shape()), part.get_dtype(), quantised))
+                quantised, kept = (part.quantised, part.kept) if isinstance(part, gguf.GGUFSlice) else ("", "")
+                found.append(StoredTensor(file, name, tuple(part.get_shape()), part.get_dtype(), quantised, kept))
     return found
 
 
@@ -199,7 +202,7 @@ def gathered(tensors: Iterable[StoredTensor], layout: Layout) -> list[StoredTens
         else:
             shape = layout.expected({suffix: part.shape for suffix, part in parts.items()})["weight"]
             first = next(iter(parts.values()))
-            found.append(StoredTensor(first.file, layer + layout.whole, shape, "F32", layout.name, layout, parts))
+            found.append(StoredTensor(first.file, layer + layout.whole, shape, "F32", layout.name, layout.kept, layout, parts))
     if problems:
         raise ValueError(f"tensors that are not as {layout.name} has them; {some(problems)}")
     return found
@@ -279,18 +282,28 @@ def read_parts(files: Mapping[Path, Any], tensor: StoredTensor) -> dict[str, np.
     return {suffix: files[part.file].get_tensor(part.name) for suffix, part in (tensor.parts or {}).items()}
 
 
-def read_blocks(files: Mapping[Path, Any], tensor: StoredTensor, spec: ArraySpec) -> QuantisedMatrix | None:
-    """A matrix in the blocks that its files have it in; None where products do not read such as they are.
+def read_kept(
+    files: Mapping[Path, Any], tensor: StoredTensor, spec: ArraySpec, blocks: bool, fp8: bool
+) -> QuantisedMatrix | ScaledMatrix | None:
+    """A matrix in the bits that its files have it in; None where products do not read such as they are.
 
     Of GGUF's alone, where the matrix is a part of the tensor (`ArraySpec.rows`). Those of experts become one, whose outputs are
     those of one expert behind another's.
+
+    Args:
+        blocks, fp8: whether products read integers in blocks, and FP8.
     """
     if tensor.members:
-        found = [read_blocks(files, member, spec) for member in tensor.members] if spec.rows is None else []
-        known = [each for each in found if each is not None]
+        found = [read_kept(files, member, spec, blocks, False) for member in tensor.members] if spec.rows is None else []
+        known = [each for each in found if isinstance(each, QuantisedMatrix)]
         return side_by_side(known) if len({each.kind for each in known}) == 1 and len(known) == len(found) else None
     if tensor.layout is not None:
-        return tensor.layout.read(read_parts(files, tensor)).blocks() if spec.rows is None else None
+        if spec.rows is not None:
+            return None
+        read = tensor.layout.read(read_parts(files, tensor))
+        return (read.blocks() if blocks else None) or (read.fp8() if fp8 and isinstance(read, Scaled) else None)
+    if not blocks:
+        return None
     rows, *_ = spec.stored_bounds(tuple((0, size) for size in spec.shape))
     return files[tensor.file].get_slice(tensor.name).blocks(slice(*rows)) if tensor.file.suffix == gguf.SUFFIX else None
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from tilewright.kernels.linear.scaled import ScaledMatrix
 from tilewright.kernels.operations import Norm, Operations
 from tilewright.parallel import rings
 from tilewright.parallel.lanes import Lanes, Rows, farthest_first, gather, scatter
@@ -334,18 +335,20 @@ class Column(TensorParallel):
         count: Any = None,
     ) -> Array:  # fmt: skip
         """The sum of the devices' products."""
-        if not isinstance(w, Array) or w.shape[1] % self.parts:
-            found = f"one of {w.shape[1]} columns" if isinstance(w, Array) else f"a {type(w).__name__}"
+        cut = isinstance(w, Array | ScaledMatrix)
+        if not cut or w.shape[1] % self.parts:
+            found = f"one of {w.shape[1]} columns" if cut else f"a {type(w).__name__}"
             raise ValueError(f"expected a matrix whose columns {self.parts} parts divide, found {found}")
         rows = (x if norm is None else ops.rms_norm(x, *norm)).reshape(-1, x.shape[-1])
         lanes, sums = Lanes(self.axis, self.route.bidirectional), []
-        for part in jnp.split(w, self.parts, axis=1):
+        for n in range(self.parts):
+            part = jnp.split(w, self.parts, axis=1)[n] if isinstance(w, Array) else w.cut(n, self.parts, 1)
             made = self.product(lanes, lambda rows, w: ops.linear(rows, w, out_dtype), rows, part)
             sums.append(Sum(lanes, made, len(sums)))
         y = jnp.concatenate([each.wait() for each in sums], axis=-1).reshape(*x.shape[:-1], -1)
         return y if add is None else add + y
 
-    def product(self, lanes: Lanes, product: rings.Product, rows: Float[Array, "R I"], w: Array) -> Float[Array, "R O"]:
+    def product(self, lanes: Lanes, product: rings.Product, rows: Float[Array, "R I"], w: Any) -> Float[Array, "R O"]:
         """The product of all rows, a tile of them beside each hop of a sum that is under way, where tiles are large enough."""
         most, fixed = max(1, *(2 * lane.hops for lane in lanes.lanes.values())), jax.lax.stop_gradient(w)
         count = next(n for n in range(most, 0, -1) if n == 1 or (len(rows) % n == 0 and len(rows) // n >= self.least))

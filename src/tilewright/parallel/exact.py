@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from tilewright.kernels.linear.scaled import ScaledMatrix
 from tilewright.kernels.operations import Heads, Joined, KeyValuePages, Norm, Operations, Transposed
 from tilewright.parallel.rings import Axis
 from tilewright.parallel.schedules import TensorParallel, run_layers
@@ -100,7 +101,7 @@ class Exact(TensorParallel):
 
 def check_unprepared(ops: Any) -> None:
     """Raises a `ValueError` for operations that pack their weights, of which there are no blocks."""
-    if ops.prepares:
+    if ops.packs:
         raise ValueError(f"expected operations on matrices as they are, kernels 'xla', found {ops.name!r}")
 
 
@@ -110,6 +111,8 @@ def block(w: Any, n: Array | int, count: int, dim: int) -> Any:
         return replace(w, parts=tuple(block(part, n, count, dim) for part in w.parts))
     if isinstance(w, Transposed):
         return Transposed(block(w.w, n, count, 1 - dim))
+    if isinstance(w, ScaledMatrix):
+        return w.cut(n, count, dim)
     if not isinstance(w, Array) or w.shape[dim] % count:
         found = f"one {list(w.shape)}" if isinstance(w, Array) else f"a {type(w).__name__}"
         raise ValueError(f"expected a matrix that {count} blocks divide along its dim {dim}, found {found}")

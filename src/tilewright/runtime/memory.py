@@ -12,13 +12,17 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 
 from tilewright.kernels.operations import Operations
-from tilewright.kernels.select import Weights
+from tilewright.kernels.select import Kernels, Weights, formats
 from tilewright.models.decoder import DecoderParams
 from tilewright.models.params import DTYPES, ArraySpec, each
 
 Tree = TypeVar("Tree")
 
 GB = 10**9
+FEW_BITS: dict[Weights, str] = {
+    "int8": "in 8 bits (--weights int8)", "int4": "in 4 bits (--weights int4)", "fp8": "in FP8 (--weights fp8)",
+}  # fmt: skip
+"""How a message speaks of a format."""
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 CGROUP_FILES = (
     ("", "memory.max", "memory.current", ("inactive_file", "active_file")),
@@ -91,7 +95,12 @@ def stat_bytes(file: Path, names: Sequence[str]) -> int:
 
 def held_bytes(arrays: Any) -> int:
     """Bytes of all arrays in a tree, each once, on all devices together."""
-    return sum({id(leaf): leaf.nbytes for leaf in jax.tree.leaves(arrays)}.values())
+    return sum({id(leaf): array_bytes(leaf) for leaf in jax.tree.leaves(arrays)}.values())
+
+
+def array_bytes(array: Any) -> int:
+    """Bytes of an array. Of integers of 4 bits two share one, of which `nbytes` knows nothing."""
+    return array.nbytes // 2 if array.dtype in (jnp.int4, jnp.uint4) else array.nbytes
 
 
 def step_bytes(target: DecoderParams, rows: int = 1) -> int:
@@ -108,19 +117,19 @@ def step_bytes(target: DecoderParams, rows: int = 1) -> int:
     return round(whole)
 
 
-def weight_bytes(specs: Any, shardings: Any, matrix: float, other: int, head: float | None = None) -> int:
-    """Bytes that declared arrays take on each device.
+def weight_bytes(specs: Any, shardings: Any, itemsize: int, ops: Operations, kept: Mapping[str, str]) -> int:
+    """Bytes that declared arrays take on each device, as operations prepare them.
 
     Args:
         shardings: a tree like `specs`; None for one device.
-        matrix: bytes of an entry of a matrix, and of an output head unless `head` says otherwise.
-        other: bytes of an entry of anything else.
+        itemsize: bytes of an entry of an array that stays as it is.
+        kept: the formats in which files have matrices in few bits, by the arrays' names.
     """
-    each_entry = {"matrix": matrix, "head": matrix if head is None else head}
 
     def size(spec: ArraySpec, sharding: Sharding | None) -> int:
         shape = spec.shape if sharding is None else sharding.shard_shape(spec.shape)
-        return int(prod(shape) * each_entry.get(spec.kind, other))
+        prepared = ops.bytes_of(spec.kind, shape, kept.get(spec.name, ""))
+        return prod(shape) * itemsize if prepared is None else prepared
 
     return sum(jax.tree.leaves(each(specs, shardings, size)))
 
@@ -148,22 +157,25 @@ def check_fit(name: str, needed: Mapping[str, int], free: int) -> None:
 
 
 def check_weights(
-    name: str, specs: Tree, shard: Callable[[Tree], Tree] | None, dtype: str, ops: Operations, weights: Weights
-) -> None:
+    name: str, declare: Callable[[bool], Tree], shard: Callable[[Tree], Tree] | None, dtype: str, weights: Weights,
+    kernels: Kernels, kept: Mapping[str, str],
+) -> None:  # fmt: skip
     """Refuses weights that do not fit, before any of them is read; see `check_fit`.
 
     Args:
-        specs: the arrays that `ops` compute with.
+        declare: the arrays of the model; of a tied one with a head of its own or without.
         shard: from the declaration to the shardings; None for the default device.
+        kept: see `weight_bytes`.
     """
-    shardings = None if shard is None else shard(specs)
-    devices = None if shardings is None else jax.tree.leaves(shardings)[0].mesh.devices.flat
-    size = {name: jnp.dtype(one).itemsize for name, one in DTYPES.items()}
-    ways = {f"in {one}": weight_bytes(specs, shardings, size[one], size[one]) for one in DTYPES}
-    smaller = {"int8": "in 8 bits (--weights int8)", "int4": "in 4 bits (--weights int4)"}
-    if ops.prepares:
-        ways[smaller["int8"]] = weight_bytes(specs, shardings, 1, size[dtype])
-    if ops.prepares and shardings is None:  # a block of 32 has two numbers in half precision besides, of the head one
-        ways[smaller["int4"]] = weight_bytes(specs, shardings, 5 / 8, size[dtype], head=17 / 16)
-    asked = smaller.get(weights, f"in {dtype}")
+    few = formats(kernels)
+    specs = {kind: declare(ops.own_head) for kind, ops in few.items()}
+    placed = {kind: None if shard is None else shard(each) for kind, each in specs.items()}
+
+    def needed(kind: Weights, dtype: str) -> int:
+        return weight_bytes(specs[kind], placed[kind], jnp.dtype(DTYPES[dtype]).itemsize, few[kind], kept)
+
+    ways = {f"in {one}": needed("auto", one) for one in DTYPES}
+    ways |= {FEW_BITS[kind]: needed(kind, dtype) for kind in few if kind in FEW_BITS}
+    asked = FEW_BITS.get(weights, f"in {dtype}")
+    devices = None if shard is None else jax.tree.leaves(placed["auto"])[0].mesh.devices.flat
     check_fit(name, {asked: ways[asked]} | ways, free_bytes(devices))

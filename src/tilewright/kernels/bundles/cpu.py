@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate
+from math import prod
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from tilewright.kernels.append import cpu as append_cpu
 from tilewright.kernels.append import xla as append_xla
 from tilewright.kernels.attention import cpu as attention_cpu
 from tilewright.kernels.attention.cpu import refuses_heads
+from tilewright.kernels.bundles import xla
 from tilewright.kernels.causal_attention import xla as causal_xla
 from tilewright.kernels.cross_entropy import xla as loss_xla
 from tilewright.kernels.gather_rows import cpu as gather_cpu
@@ -152,6 +154,12 @@ def cpu_operations(name: str, weights: Weights) -> Operations:
     def prepare_matrix(w: Any, name: str, largest: Any = None, head: bool = False, exact: bool = False) -> Any:
         return cpu.pack(w, None if exact else of_head if head else kind, name, largest)
 
+    def bytes_of(of: str, shape: tuple[int, ...], stored: str) -> int | None:
+        chosen = (stored if weights == "int4" and stored != "fp8" else "") or (of_head if of == "head" else kind)
+        if not chosen or of not in ("matrix", "head", "experts"):
+            return None
+        return prod(shape[:-2]) * cpu.bytes_of(shape[-2], shape[-1], chosen)
+
     def prepare_joined(joined: Joined, name: str) -> Any:
         if not cpu.read_together(joined.parts, kind):
             return replace(joined, parts=tuple(cpu.pack(w, kind, name) for w in joined.parts))
@@ -195,8 +203,11 @@ def cpu_operations(name: str, weights: Weights) -> Operations:
         prepare_matrix=prepare_matrix,
         prepare_joined=prepare_joined,
         prepare_groups=prepare_groups,
+        prepare_table=xla.as_it_is,
+        bytes_of=bytes_of,
         restore=cpu.unpack,
         prepares=True,
+        packs=True,
         keeps_blocks=weights == "int4",
         own_head=True,
         counts=True,

@@ -10,8 +10,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from tilewright.kernels.bundles.xla import xla_operations
+from tilewright.kernels.head_argmax import xla as argmax_xla
+from tilewright.kernels.head_top_k import xla as top_k_xla
 from tilewright.kernels.heads import xla as heads_xla
 from tilewright.kernels.linear import xla
+from tilewright.kernels.linear.scaled import ScaledMatrix
 from tilewright.kernels.operations import Heads, KeyValuePages, Norm, Pool, Transposed
 from tilewright.kernels.paged import pallas_tpu as paged_tpu
 from tilewright.kernels.paged import xla as paged_xla
@@ -19,15 +22,25 @@ from tilewright.kernels.registry import first
 from tilewright.kernels.window_attention.pallas_tpu import LANES
 
 
+def product(x: Float[Array, "*rows I"], w: Any, out_dtype: DTypeLike | None = None) -> Float[Array, "*rows O"]:
+    if isinstance(w, ScaledMatrix) and w.in_blocks:
+        return first("products of blocks", "tpu", x, w).product(x, w, out_dtype)
+    return xla.tpu_product(x, w, out_dtype)
+
+
 def head_argmax(x: Float[Array, "*rows H"], head: Any, norm: Norm | None = None) -> tuple[Array, Array]:
     tied, x = isinstance(head, Transposed), xla.normed(x, norm)
     w = head.w if tied else head
+    if isinstance(w, ScaledMatrix):  # the kernel reads heads in the dtype of the rows
+        return argmax_xla.head_argmax(x, w, tied, product)
     return first("head's argmax", "tpu", x, w).head_argmax(x, w, tied)
 
 
 def head_top_k(x: Float[Array, "*rows H"], head: Any, k: int) -> tuple[Array, Array]:
     tied = isinstance(head, Transposed)
     w = head.w if tied else head
+    if isinstance(w, ScaledMatrix):
+        return top_k_xla.head_top_k(x, w, k, tied, product)
     return first("head's top-k", "tpu", x, w, k).head_top_k(x, w, k, tied)
 
 
@@ -71,7 +84,7 @@ def window_attention(q: Array, k: Array, *rest: Array) -> tuple[Array, Array]:
 TPU = replace(
     xla_operations(
         "tpu",
-        xla.tpu_product,
+        product,
         heads_xla.rotate_by_product,
         prefix_attention,
         head_argmax,

@@ -1,9 +1,11 @@
 """The bundles in which XLA computes everything, on any chip."""
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
@@ -16,9 +18,10 @@ from tilewright.kernels.grouped_linear import xla as grouped
 from tilewright.kernels.head_argmax import xla as argmax
 from tilewright.kernels.head_top_k import xla as top_k
 from tilewright.kernels.heads import xla as heads_xla
-from tilewright.kernels.linear import xla
+from tilewright.kernels.linear import scaled, xla
+from tilewright.kernels.linear.scaled import ScaledFormat, ScaledMatrix
 from tilewright.kernels.nonzero import xla as nonzero
-from tilewright.kernels.operations import Norm, Operations, Transposed
+from tilewright.kernels.operations import Joined, Norm, Operations, Transposed
 from tilewright.kernels.paged import xla as paged
 from tilewright.kernels.rms_norm import reference as norm_reference
 from tilewright.kernels.scatter_rows import xla as scatter
@@ -37,6 +40,11 @@ def plain_head_top_k(x: Float[Array, "*rows H"], head: Any, k: int) -> tuple[Arr
 
 def as_it_is(weight: Any, *named: Any, **options: Any) -> Any:
     return weight
+
+
+def restore(weight: Any) -> Array:
+    w = weight.w.T if isinstance(weight, Transposed) else weight
+    return w.dequantised(jnp.float32) if isinstance(w, ScaledMatrix) else w
 
 
 def xla_operations(
@@ -79,9 +87,36 @@ def xla_operations(
         prepare_matrix=as_it_is,
         prepare_joined=as_it_is,
         prepare_groups=as_it_is,
-        restore=lambda w: w.w.T if isinstance(w, Transposed) else w,
+        prepare_table=as_it_is,
+        bytes_of=lambda kind, shape, stored: None,
+        restore=restore,
         own_head=own_head,
     )
+
+
+@cache
+def in_few_bits(ops: Operations, kind: ScaledFormat) -> Operations:
+    """A bundle of XLA's operations over weights in few bits, of which the output head and embeddings have 8."""
+
+    def prepare_matrix(w: Any, name: str, largest: Any = None, head: bool = False, exact: bool = False) -> Any:
+        return w if exact else scaled.prepared(w, "int8" if head else kind, name, largest)
+
+    def prepare_joined(joined: Joined, name: str) -> Joined:
+        return replace(joined, parts=tuple(scaled.prepared(w, kind, name) for w in joined.parts))
+
+    def bytes_of(of: str, shape: tuple[int, ...], stored: str) -> int | None:
+        if of == "embedding":
+            return scaled.bytes_of_table(shape[0], shape[1])
+        if of not in ("matrix", "head"):
+            return None
+        keeps = stored == "fp8" if kind == "fp8" else kind == "int4" and stored not in ("", "fp8")
+        return scaled.bytes_of(shape[0], shape[1], stored if keeps else kind if of == "matrix" else "int8")
+
+    return replace(
+        ops, bytes_of=bytes_of, prepare_matrix=prepare_matrix, prepare_joined=prepare_joined,
+        prepare_table=scaled.prepared_table, prepares=True, own_head=False, keeps_blocks=kind == "int4",
+        keeps_fp8=kind == "fp8", scales_tables=True,
+    )  # fmt: skip
 
 
 PLAIN = xla_operations("xla")

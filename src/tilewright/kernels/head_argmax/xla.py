@@ -1,10 +1,12 @@
 """The operation as XLA compiles it, on any device: it writes the logits to memory and reads them again."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32, Int32
 
-from tilewright.kernels.linear.xla import product
+from tilewright.kernels.linear.xla import Product, product
 
 
 def argmax(x: Float[Array, "*rows V"]) -> Int32[Array, "*rows"]:
@@ -18,11 +20,12 @@ def argmax(x: Float[Array, "*rows V"]) -> Int32[Array, "*rows"]:
 
 
 def head_argmax(
-    x: Float[Array, "*rows H"], head: Float[Array, "..."], transposed: bool = False
+    x: Float[Array, "*rows H"], head: Any, transposed: bool = False, product: Product = product
 ) -> tuple[Int32[Array, "*rows"], Float32[Array, "*rows"]]:
     """Index and value of the largest of `x @ head`, for a head `[H, V]`, or `[V, H]` if it is `transposed`.
 
-    Logits are float32 sums, and of equal ones the first wins. A row with a NaN gives the last index.
+    The head may be in few bits. Logits are float32 sums, and of equal ones the first wins. A row with a NaN gives the last
+    index.
     """
     logits = product(x, head.T if transposed else head, jnp.float32)
     return argmax(logits), jnp.max(logits, axis=-1)

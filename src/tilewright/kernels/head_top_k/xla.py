@@ -5,12 +5,14 @@ largest maxima, and only these are sorted. Of equal maxima the first chunks are 
 goes before every entry of a chunk that was left out.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32, Int32
 
-from tilewright.kernels.linear.xla import product
+from tilewright.kernels.linear.xla import Product, product
 
 CHUNK = 128
 """Entries, as many as a TPU's register has lanes."""
@@ -35,10 +37,10 @@ def top_k(x: Float32[Array, "*rows V"], k: int) -> tuple[Int32[Array, "*rows {k}
 
 
 def head_top_k(
-    x: Float[Array, "*rows H"], head: Float[Array, "..."], k: int, transposed: bool = False
+    x: Float[Array, "*rows H"], head: Any, k: int, transposed: bool = False, product: Product = product
 ) -> tuple[Int32[Array, "*rows {k}"], Float32[Array, "*rows {k}"]]:
     """Indices and values of the `k` largest of `x @ head`, for a head `[H, V]`, or `[V, H]` if it is `transposed`.
 
-    Logits are float32 sums.
+    The head may be in few bits. Logits are float32 sums.
     """
     return top_k(product(x, head.T if transposed else head, jnp.float32), k)

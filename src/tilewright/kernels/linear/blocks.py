@@ -113,6 +113,19 @@ class QuantisedMatrix:
         found = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "kind"}
         return {name: array for name, array in found.items() if array is not None}
 
+    def part(self, bounds: tuple[slice, slice]) -> "QuantisedMatrix | None":
+        """Some inputs and outputs; None where the inputs do not begin and end where groups of blocks do."""
+        inputs, (start, stop, _) = self.shape[0], bounds[0].indices(self.shape[0])
+        whole = BLOCK * (self.form.group if self.form.scales == 1 else 1)
+        if start % whole or stop % whole:
+            return None
+
+        def of(array: np.ndarray) -> np.ndarray:
+            each = array.shape[1]
+            return array[bounds[1], start * each // inputs : stop * each // inputs]
+
+        return QuantisedMatrix(self.kind, **{name: of(array) for name, array in self.arrays.items()})
+
     def spread(self, values: np.ndarray, parts: int = 1) -> np.ndarray:
         """Values of groups or blocks as float32 `[O, N * parts]`: of each block, or of `parts` of it."""
         wide, wanted = np.asarray(values, np.float32), self.count * parts
@@ -180,6 +193,9 @@ class PackedTable:
     rows: int
     width: int
     dtype: str
+
+    def __len__(self) -> int:
+        return self.rows
 
 
 def dequantise(blocks: QuantisedMatrix) -> np.ndarray:

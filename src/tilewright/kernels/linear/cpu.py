@@ -19,6 +19,7 @@ from jaxtyping import Float, Float32, Int32
 
 from tilewright.kernels.linear import blocks
 from tilewright.kernels.linear.blocks import BLOCK, FORMS, BlockFormat, QuantisedMatrix
+from tilewright.kernels.linear.scaled import quantise_outputs
 from tilewright.kernels.native import or_nothing
 from tilewright.kernels.operations import Transposed
 
@@ -79,19 +80,6 @@ class PackedMatrix:
         return self.panels, or_nothing(self.scales, jnp.float32), or_nothing(self.sums, jnp.int32)
 
 
-def quantise(w: np.ndarray, largest: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """A matrix `[I, O]` as int8 from -127 to 127, and a float32 scale for each output: its largest weight becomes 127.
-
-    Args:
-        largest: of each output, where there are more inputs than these.
-    """
-    wide = np.asarray(w, np.float32)
-    most = np.max(np.abs(wide), axis=0, initial=0.0) if largest is None else np.asarray(largest, np.float32)
-    scales = most / np.float32(127)
-    units = np.divide(wide, scales, out=np.zeros_like(wide), where=scales > 0)
-    return np.rint(np.clip(units, -127, 127)).astype(np.int8), scales  # (a subnormal scale is too coarse)
-
-
 def panels_of(w: np.ndarray, kind: Format) -> np.ndarray:
     """A matrix `[I, O]` cut into panels (see `PackedMatrix`)."""
     inputs, outputs = w.shape
@@ -144,7 +132,7 @@ def packed(matrices: list[Any], kind: Format, largest: np.ndarray | None = None)
     parts = [np.asarray(w) for w in matrices]
     scales = sums = None
     if kind == "int8":
-        quantised = [quantise(w, largest) for w in parts]
+        quantised = [quantise_outputs(w, largest) for w in parts]
         parts = [q for q, _ in quantised]
         scales = jax.device_put(lanes([s for _, s in quantised]))
         sums = jax.device_put(lanes([q.sum(axis=0, dtype=np.int32) for q in parts]))
@@ -235,6 +223,16 @@ def unpack(w: PackedMatrix) -> Float[Array, "I O"]:
     if w.scales is not None:
         wide = wide.astype(np.float32) * np.asarray(w.scales)
     return jnp.asarray(wide[:, : w.outputs])
+
+
+def bytes_of(inputs: int, outputs: int, kind: str) -> int:
+    """Bytes of a packed matrix."""
+    panels = -(-outputs // LANES)
+    if kind in STEP:
+        padded = -(-inputs // MULTIPLE[kind]) * MULTIPLE[kind]
+        return panels * LANES * (padded * jnp.dtype(kind).itemsize + (8 if kind == "int8" else 0))
+    form = FORMS[cast(BlockFormat, kind)]
+    return panels * -(-inputs // (BLOCK * form.group)) * form.group_bytes
 
 
 def pack_gated(

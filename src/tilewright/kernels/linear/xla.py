@@ -10,17 +10,22 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
+from tilewright.kernels.linear.scaled import ScaledMatrix, widened
 from tilewright.kernels.operations import Joined, Norm, Transposed
 from tilewright.kernels.rms_norm.reference import rms_norm
 
 TPU_ROWS = 8
 """Rows that a TPU's registers hold at least."""
 
-Product = Callable[[Array, Array, DTypeLike | None], Array]
+Product = Callable[[Array, Any, DTypeLike | None], Array]
 
 
-def product(x: Float[Array, "*rows I"], w: Float[Array, "I O"], out_dtype: DTypeLike | None = None) -> Float[Array, "*rows O"]:
+def product(
+    x: Float[Array, "*rows I"], w: Float[Array, "I O"] | ScaledMatrix, out_dtype: DTypeLike | None = None
+) -> Float[Array, "*rows O"]:
     """`x @ w`. In float32 the product is a true float32 product on every chip (TPU and GPU round by default)."""
+    if isinstance(w, ScaledMatrix):
+        return scaled_product(x, w, out_dtype, product)
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.matmul(x, w, precision=precision, preferred_element_type=out_dtype)
 
@@ -33,13 +38,32 @@ def mixed_product(
     return y.astype(out_dtype or x.dtype)
 
 
+def scaled_product(
+    x: Float[Array, "*rows I"], w: ScaledMatrix, out_dtype: DTypeLike | None, product: Product
+) -> Float[Array, "*rows O"]:
+    """`x @ w` by a product of arrays, of which the conversion of the weights becomes a part: memory gives their few bits.
+
+    Where an output has one scale, the sums are multiplied with it; weights in blocks are rounded to the dtype of `x` first.
+    """
+    if (more := w.shape[0] - x.shape[-1]) > 0:  # a table's zeros
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)])
+    if w.in_blocks:
+        return product(x, w.dequantised(x.dtype), out_dtype)
+    y = product(x, w.values.astype(x.dtype), jnp.float32) * widened(w.scales)[0]
+    if w.minima is not None:
+        y = y + jnp.sum(x, axis=-1, keepdims=True, dtype=jnp.float32) * widened(w.minima)[0]
+    return y.astype(out_dtype or x.dtype)
+
+
 def tpu_product(
-    x: Float[Array, "*rows I"], w: Float[Array, "I O"], out_dtype: DTypeLike | None = None
+    x: Float[Array, "*rows I"], w: Float[Array, "I O"] | ScaledMatrix, out_dtype: DTypeLike | None = None
 ) -> Float[Array, "*rows O"]:
     """`x @ w` on a TPU, a single row several times over.
 
     XLA gives one row to the vector unit, which multiplies slower than memory reads.
     """
+    if isinstance(w, ScaledMatrix):
+        return scaled_product(x, w, out_dtype, tpu_product)
     if math.prod(x.shape[:-1]) != 1:
         return product(x, w, out_dtype)
     rows = jax.lax.optimization_barrier(jnp.broadcast_to(x.reshape(1, -1), (TPU_ROWS, x.shape[-1])))
@@ -59,7 +83,11 @@ def linear(
     count: Int[Array, ""] | None = None,
     product: Product = product,
 ) -> Float[Array, "*rows O"]:
-    """`x @ w` for a matrix `[I, O]`, or one that is `Transposed`, after a norm if there is one, and `add` added to it."""
+    """`x @ w`, after a norm if there is one, and `add` added to it.
+
+    Args:
+        w: a matrix `[I, O]`, which may be in few bits, or one that is `Transposed`.
+    """
     y = product(normed(x, norm), w.w.T if isinstance(w, Transposed) else w, out_dtype)
     return y if add is None else add + y
 
