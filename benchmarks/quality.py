@@ -166,9 +166,7 @@ def answer_all(
     engine.stop()
 
 
-def add_answer(
-    records: Records, way: str, number: int, tokens: list[int], end: str, tokenizer: Tokenizer, **more: int
-) -> None:
+def add_answer(records: Records, way: str, number: int, tokens: list[int], end: str, tokenizer: Tokenizer, **more: int) -> None:
     text = tokenizer.decode(tokens, skip_special_tokens=True)
     records.add("mbpp", way, number, tokens=tokens, text=text, end=end, **more)
 
@@ -268,11 +266,7 @@ def alike(ways: tuple[str, str], first: dict[int, Any], second: dict[int, Any]) 
 
 def changed_by_drafts(pairs: Sequence[dict[str, Any]]) -> list[str]:
     """The formats in which drafts changed an answer; there must be none."""
-    return [
-        pair["ways"][0]
-        for pair in pairs
-        if pair["ways"][1].endswith(DRAFTED) and pair["equal_tokens"] < pair["problems"]
-    ]
+    return [pair["ways"][0] for pair in pairs if pair["ways"][1].endswith(DRAFTED) and pair["equal_tokens"] < pair["problems"]]
 
 
 def show(console: Console, likelihood: Sequence[dict[str, Any]], mbpp: dict[str, Any]) -> None:

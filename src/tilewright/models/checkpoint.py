@@ -29,7 +29,7 @@ from tilewright.kernels.select import computes_bfloat16
 from tilewright.models import gguf
 from tilewright.models.decoder import EMBEDDING, DecoderConfig, DecoderParams, config_from_hf, declare, text_tensor
 from tilewright.models.params import AUTO, ArraySpec, Bounds, each, from_tensors, held_parts, spec_leaves, to_tensors
-from tilewright.models.quantised import Layout, quantised_layout
+from tilewright.models.quantised import WeightLayout, quantised_layout
 from tilewright.models.stored import (
     FLOATS,
     StoredTensor,
@@ -193,7 +193,7 @@ def _compare(specs: Iterable[ArraySpec], stored: Mapping[str, StoredTensor]) -> 
 
 
 def _match(
-    folder: Path, specs: object, rename: Callable[[str], str], ignore: Callable[[str], bool], layout: Layout | None
+    folder: Path, specs: object, rename: Callable[[str], str], ignore: Callable[[str], bool], layout: WeightLayout | None
 ) -> dict[str, StoredTensor]:
     """The stored tensor of each declared name, or one error that lists all that does not fit."""
     headers = read_headers(weight_files(folder))
@@ -222,7 +222,7 @@ def _none(name: str) -> bool:
 def load_params(
     folder: Path, specs: Tree, dtype: DTypeLike, *, rename: Callable[[str], str] = _same,
     ignore: Callable[[str], bool] = _none, console: Console | None = None, shardings: Tree | None = None,
-    prepare: Callable[[Any, Any], Any] | None = None, keep_blocks: bool = False, layout: Layout | None = None,
+    prepare: Callable[[Any, Any], Any] | None = None, keep_blocks: bool = False, layout: WeightLayout | None = None,
 ) -> Tree:  # fmt: skip
     """Reads the arrays that `specs` declare from a folder's files: the tree with a JAX array for each spec.
 

@@ -151,7 +151,7 @@ class GGUFSlice:
 
     @property
     def keeps(self) -> bool:
-        """Whether products read weights of this type as they are."""
+        """True if products read weights of this type as they are."""
         return self.tensor.tensor_type.name in READERS
 
     def blocks(self, rows: slice = slice(None)) -> QuantisedMatrix | None:
@@ -318,7 +318,7 @@ class GGUFCheckpoint:
         return part[tuple(slice(None) for _ in part.get_shape())]
 
     def row_order(self, name: str) -> np.ndarray | None:
-        """Which of the file's rows is each row of a projection of queries or keys, where the rotation is pairwise."""
+        """Index among the file's rows of each row of a projection of queries or keys, where the rotation is pairwise."""
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         part = next((part for part in heads if f".{part}." in name), None)
         if part is None or not self.family.pairwise:

@@ -115,7 +115,7 @@ class Keys:
         await self.app(scope, receive, send)
 
     def known(self, scope: Scope) -> bool:
-        """Whether the request has exactly one Authorization header, with a key. It takes as long for one key as for another."""
+        """True if the request has exactly one Authorization header, with a key. It takes as long for one key as for another."""
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         match = re.fullmatch(rb"(?i:bearer) +(.*)", given[0], re.DOTALL) if len(given) == 1 else None
         offered = b"" if match is None else match[1]

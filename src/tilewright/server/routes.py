@@ -22,12 +22,12 @@ from tilewright.server.responses import (
     Answer,
     Chat,
     Completion,
+    DefaultSamplingParams,
     Detokenized,
     Health,
-    Model,
+    ModelCard,
     ModelList,
     Ready,
-    SamplingDefaults,
     Tokenized,
     TokenizerInfo,
     Version,
@@ -48,8 +48,8 @@ def answer(body: Answer) -> Response:
 
 async def generated(api: Api, request: Request, body: GenerationBody, make: type[Renderer]) -> Response:
     """Runs a body's requests and answers in a form."""
-    plan, running = await api.start(body, request.state.long)
-    renderer = make(api.served, request.state.request_id, plan, running.handles)
+    parsed, running = await api.start(body, request.state.long)
+    renderer = make(api.served, request.state.request_id, parsed, running.handles)
     request.state.tokens = renderer.tokens_shown
     if body.stream:
         return EventStream(events(running, renderer, body.stream_options), running)
@@ -148,11 +148,11 @@ def page_routes() -> APIRouter:
 def model_routes(api: Api) -> APIRouter:
     router = APIRouter(tags=["models"])
 
-    def model() -> Model:
+    def model() -> ModelCard:
         about: dict[str, Any] = {"created": api.served.created, "owned_by": "tilewright", "max_model_len": api.engine.context}
         if not isinstance(api.engine, DiffusionEngine):
-            about["sampling_defaults"] = SamplingDefaults.model_validate(asdict(api.options.sampling))
-        return Model(id=api.options.name, object="model", **about)
+            about["sampling_defaults"] = DefaultSamplingParams.model_validate(asdict(api.options.sampling))
+        return ModelCard(id=api.options.name, object="model", **about)
 
     @router.head("/v1/models", include_in_schema=False)
     @router.get("/v1/models", responses={200: {"model": ModelList}})
@@ -160,7 +160,7 @@ def model_routes(api: Api) -> APIRouter:
         """The one model that is served."""
         return answer(ModelList(object="list", data=[model()]))
 
-    @router.get("/v1/models/{name:path}", responses={200: {"model": Model}, **errors(404)})
+    @router.get("/v1/models/{name:path}", responses={200: {"model": ModelCard}, **errors(404)})
     async def named(name: str) -> Response:
         """The model of this name."""
         if name != api.options.name:
