@@ -57,6 +57,9 @@ UNUSED = {
 }
 """Functions and classes of the package that nothing in it names, and why they stay."""
 
+SHARED_NAMES: dict[str, str] = {}
+"""Names of classes that two files define, and why that confuses nobody. An entry that is not needed any more is an error."""
+
 LONG_FILES: dict[str, int] = {}
 """Files above the cap, with the number of lines granted to each. An entry that is not needed any more is an error."""
 
@@ -184,6 +187,11 @@ def is_false(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is False
 
 
+def public_classes(tree: ast.Module) -> list[str]:
+    """Names of the classes that a file defines, as others may import them."""
+    return [node.name for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+
+
 def function_lengths(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, int]]:
     """Qualified name and number of lines of every function, inner ones and methods included."""
     for node in ast.iter_child_nodes(tree):
@@ -269,6 +277,17 @@ def test_no_swallowed_errors_and_no_promises():
     problems = [
         f"{shown(path)}:{problem}" for path in files for problem in construct_problems(path.read_text(encoding="utf-8"))
     ]
+    assert not problems, "\n".join(problems)
+
+
+def test_one_name_is_one_class():
+    defined: dict[str, list[str]] = {}
+    for path in sources(PACKAGE):
+        for name in public_classes(ast.parse(path.read_text(encoding="utf-8"))):
+            defined.setdefault(name, []).append(shown(path))
+    shared = {name: paths for name, paths in defined.items() if len(paths) > 1}
+    problems = [f"{name} is a class in {' and in '.join(shared[name])}" for name in shared if name not in SHARED_NAMES]
+    problems += [f"{name}: the exception is not needed" for name in SHARED_NAMES if name not in shared]
     assert not problems, "\n".join(problems)
 
 
@@ -369,6 +388,12 @@ def test_what_nothing_names_is_seen():
 def test_a_forbidden_construct_is_seen(text: str, problem: str):
     (found,) = construct_problems(text)
     assert problem in found
+
+
+def test_public_classes_are_those_of_the_file_itself():
+    inner = "class B:\n    class C: ...\ndef f():\n    class D: ...\n"
+    tree = ast.parse(f"from m import A\n{inner}class E(NamedTuple): ...\nclass _F: ...")
+    assert public_classes(tree) == ["B", "E"]
 
 
 def test_sizes_are_measured_and_exceptions_exact():

@@ -13,7 +13,7 @@ from tilewright.runtime.interfaces import PLAIN, Choice
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.speculation.costs import RoundCosts
-from tilewright.speculation.policy import Cost, History, Policy
+from tilewright.speculation.policy import AcceptanceHistory, Cost, Policy
 
 TABLE = ShapeTable(batches=(1,), capacities=(64,), chunks=(8,), widths=(2,))
 PAIR = random_pair(0, vocab_size=12, target_layers=1, drafter_layers=1, taps=[0], block_size=4)
@@ -72,7 +72,7 @@ def test_recordings_are_kept(tmp_path: Path):
 def test_a_policy_on_a_text_that_is_always_drafted():
     costs = RoundCosts(1e-9, {PLAIN: Cost(1.0), WIDE: Cost(2.0)})
     trace = AcceptanceTrace("made up", {WIDE: "f" * 800})
-    seconds, rounds = seconds_of(trace, costs, Policy(History({"dflash": 16}), dict(costs.rounds), costs.rounds))
+    seconds, rounds = seconds_of(trace, costs, Policy(AcceptanceHistory({"dflash": 16}), dict(costs.rounds), costs.rounds))
     assert seconds < 1.1 * 100
     assert rounds[WIDE] >= 48
 

@@ -82,7 +82,7 @@ def check_empty(engine: DiffusionEngine) -> None:
     """No slot is taken, nobody waits, and nothing was compiled."""
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.waiting_tokens, stats.compilations) == (0, 0, 0, 0)
-    assert not any(engine.slots)
+    assert not any(engine.scheduler.slots)
     assert not engine.flight
 
 

@@ -16,6 +16,7 @@ from tilewright.diffusion.options import Denoising
 from tilewright.diffusion.programs import DiffusionKey, DiffusionTable
 from tilewright.diffusion.request import DenoisingRequest
 from tilewright.runtime.request import Overloaded, Stopped
+from tilewright.runtime.scheduler import Scheduler
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -144,15 +145,15 @@ def test_the_slot_of_a_request_that_was_given_up_serves_the_next(model: Diffusio
     handle = engine.submit(first, heard)
     for _ in range(after):
         engine.step()
-    assert bool(after) == (engine.slots[0] is not None)
+    assert bool(after) == (engine.scheduler.slots[0] is not None)
     engine.cancel(handle)
     told, handles = [Heard() for _ in others], []
     for asked, each in zip(others, told, strict=True):
         handles.append(engine.submit(asked, each))
     engine.step()
     assert heard.end == "cancelled"
-    assert engine.slots[0] is not None
-    assert engine.slots[0].handle is handles[0]
+    assert engine.scheduler.slots[0] is not None
+    assert engine.scheduler.slots[0].sequence.handle is handles[0]
     run(engine)
     for each, one, alone in zip(told, handles, want, strict=True):
         check_same(each, one, alone)
@@ -168,6 +169,39 @@ def test_what_waits_is_given_up_too(engine: DiffusionEngine):
     engine.cancel(handles[4])
     run(engine)
     assert [each.end for each in heard] == ["length"] * 4 + ["cancelled"]
+    check_empty(engine)
+
+
+def test_queue_slots_and_cancellation_are_the_scheduler_s(engine: DiffusionEngine, monkeypatch: pytest.MonkeyPatch):
+    """Each slot is one page of the whole context; what runs is found there alone, and leaves there alone."""
+    calls, scheduler = list[tuple[str, int]](), engine.scheduler
+    assert isinstance(scheduler, Scheduler)
+    assert (scheduler.pages.count, scheduler.pages.page_size) == (len(scheduler.slots), engine.context)
+    for name in ("wait", "drop", "leave", "remove"):
+        move = getattr(scheduler, name)
+
+        def noted(each: Any, name: str = name, move: Any = move) -> Any:
+            calls.append((name, getattr(each, "sequence", each).number))
+            return move(each)
+
+        monkeypatch.setattr(scheduler, name, noted)
+    engine.open()
+    heard = [Heard() for _ in range(5)]
+    handles = [engine.submit(ask([1, 2]), each) for each in heard]
+    engine.step()
+    assert calls == [*(("wait", n) for n in range(5)), *(("drop", n) for n in range(3))]
+    assert [running.sequence.number for running in scheduler.running] == [0, 1, 2]
+    assert [sequence.number for sequence in scheduler.waiting] == [3, 4]
+    assert (engine.stats().pages, engine.stats().pages_used, engine.stats().preemptions) == (3, 3, 0)
+    calls.clear()
+    engine.cancel(handles[1])
+    engine.cancel(handles[4])
+    engine.step()
+    assert calls == [("remove", 1), ("leave", 1), ("remove", 4), ("drop", 4), ("drop", 3)]
+    assert [running.sequence.number for running in scheduler.slots if running is not None] == [0, 3, 2]
+    run(engine)
+    assert [each.end for each in heard] == ["length", "cancelled", "length", "length", "cancelled"]
+    assert not any(scheduler.pages.ref_counts)
     check_empty(engine)
 
 
@@ -279,6 +313,7 @@ def test_after_a_failed_dispatch_requests_are_computed_anew(
     assert [each.text for each in heard] == [one.text for one in want]
     assert [handle.steps for handle in handles] == [one.steps for one in want]
     assert engine.stats().ended == {"length": 5}
+    assert (engine.stats().preemptions, engine.stats().prompt_tokens) == (3, 15), "a prompt is counted once"
     check_empty(engine)
 
 

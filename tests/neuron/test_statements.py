@@ -13,7 +13,7 @@ import pytest
 
 from neuron.models import LLAMA_8B, LLAMA_70B, inferentia, trainium
 from tilewright.neuron import inference as inference_module
-from tilewright.neuron.builder import Weights
+from tilewright.neuron.builder import WeightTiles
 from tilewright.neuron.calibrate import calibrate
 from tilewright.neuron.environment import recommended_packets
 from tilewright.neuron.estimate import ProgramEstimate, estimate
@@ -83,7 +83,7 @@ class PayingRing(RingBuilder):
 
     pays = False
 
-    def scatter(self, weights: Weights, needs: Sequence[int], gate: Sequence[int]) -> list[int]:
+    def scatter(self, weights: WeightTiles, needs: Sequence[int], gate: Sequence[int]) -> list[int]:
         self.pays = True
         found = super().scatter(weights, needs, gate)
         self.pays = False

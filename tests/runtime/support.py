@@ -64,7 +64,7 @@ def expected(lm: LanguageModel, asks: Sequence[GenerateRequest]) -> list[list[in
 
 
 def drive(
-    engine: Service[Any],
+    engine: Service,
     asks: Sequence[GenerateRequest | DenoisingRequest],
     rng: np.random.Generator,
     cancelled: Sequence[int] = (),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tilewright.runtime.pace import FIRST_ROUNDS, IN_HURRY, SLOWER, FixedRounds, Pace
-from tilewright.runtime.runner import Sent
+from tilewright.runtime.runner import SentRounds
 from tilewright.runtime.state import Reports, StepInfo
 
 
@@ -49,7 +49,7 @@ def observe(pacer: FixedRounds, sent: float, began: float, ended: float, rounds:
     """A dispatch of one row was sent, waited for and read at these times, in seconds."""
     counts = np.ones((rounds, 1), np.int32)
     infos = StepInfo(counts[..., None], counts, 0 * counts, 0 * counts)
-    pacer.observe(Sent((), 1, None, rounds, 1, Reports(None, None), sent, alone=True), infos, (), (), began, ended)
+    pacer.observe(SentRounds((), 1, None, rounds, 1, Reports(None, None), sent, alone=True), infos, (), (), began, ended)
 
 
 def test_a_round_takes_what_a_dispatch_took_that_was_waited_for():

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from opcodes import opcodes
 from tilewright.runtime import per_row
-from tilewright.runtime.per_row import TRIES, History, filters, for_each, penalises, sample_each
+from tilewright.runtime.per_row import TRIES, PenaltyHistory, filters, for_each, penalises, sample_each
 from tilewright.runtime.sampling import Sampling, noise, penalise, row_sampling, sample, temper
 
 ROWS, VOCAB, LENGTH = 4, 40, 24
@@ -31,7 +31,7 @@ each_jitted = jax.jit(sample_each)
 
 
 @jax.jit
-def alike(logits: Any, rows: Any, history: History, positions: Any) -> jax.Array:
+def alike(logits: Any, rows: Any, history: PenaltyHistory, positions: Any) -> jax.Array:
     """For all rows alike, as steps without loops do it."""
     return sample(penalise(logits, rows, *history), rows, positions)
 
@@ -42,7 +42,9 @@ def changes_logits(request: Sampling) -> bool:
     return any(getattr(request, name) != value for name, value in unchanged.items())
 
 
-def problem(seed: int, slots: int, rounded: bool, vocab: int = VOCAB) -> tuple[NDArray[np.float32], History, NDArray[np.int32]]:
+def problem(
+    seed: int, slots: int, rounded: bool, vocab: int = VOCAB
+) -> tuple[NDArray[np.float32], PenaltyHistory, NDArray[np.int32]]:
     """Logits of rows whose texts repeat, with the positions that follow; `rounded` as bfloat16 is, so that many are equal."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, 2, (ROWS, slots, vocab)).astype(np.float32)
@@ -51,10 +53,12 @@ def problem(seed: int, slots: int, rounded: bool, vocab: int = VOCAB) -> tuple[N
     tokens, block = (rng.integers(0, 9, shape).astype(np.int32) for shape in ((ROWS, LENGTH), (ROWS, slots)))
     known = rng.integers(0, LENGTH, ROWS).astype(np.int32)
     block[:, 0] = tokens[np.arange(ROWS), known]
-    return logits, History(tokens, known, block), known[:, None] + 1 + np.arange(slots, dtype=np.int32)
+    return logits, PenaltyHistory(tokens, known, block), known[:, None] + 1 + np.arange(slots, dtype=np.int32)
 
 
-def agreeing(requests: list[Sampling], logits: Any, history: History, positions: Any, lengths: Any, seed: int) -> History:
+def agreeing(
+    requests: list[Sampling], logits: Any, history: PenaltyHistory, positions: Any, lengths: Any, seed: int
+) -> PenaltyHistory:
     """The same texts with blocks of which a row's own tokens accept a random part."""
     rng, block, rows = np.random.default_rng(seed), history.block.copy(), row_sampling(requests, lengths)
     slots = block.shape[1]
@@ -72,7 +76,9 @@ def meant(request: Sampling, tokens: NDArray[np.int32], block: NDArray[np.int32]
     return int(differs[0]) + 1 if request.temperature > 0 and len(differs) else len(tokens)
 
 
-def check_each(requests: list[Sampling], logits: Any, history: History, positions: Any, asking: NDArray[np.bool_]) -> None:
+def check_each(
+    requests: list[Sampling], logits: Any, history: PenaltyHistory, positions: Any, asking: NDArray[np.bool_]
+) -> None:
     lengths = np.maximum(history.known - 5, 1)
     history = agreeing(requests, logits, history, positions, lengths, int(history.known[0]))
     got = np.asarray(each_jitted(logits, row_sampling(requests, lengths), history, positions, asking))
@@ -82,7 +88,7 @@ def check_each(requests: list[Sampling], logits: Any, history: History, position
         best[:] = 0  # nor was the argmax taken, where no row wants it
     together = np.asarray(alike(logits, row_sampling(requests, lengths), history, positions))
     for row, request in enumerate(requests):
-        alone = History(*(part[row : row + 1] for part in history))
+        alone = PenaltyHistory(*(part[row : row + 1] for part in history))
         one = row_sampling([request], lengths[row : row + 1])
         want = alike(logits[row : row + 1], one, alone, positions[row : row + 1])
         tokens = np.asarray(want)[0]

@@ -55,7 +55,7 @@ def test_pages_are_those_that_there_is_memory_for(budget: int, page: int, most: 
     assert pages_within(budget, page, most) == pages
 
 
-def sized(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch, free: int, **options: object) -> sizes.Sizes:
+def sized(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch, free: int, **options: object) -> sizes.EngineSizes:
     monkeypatch.setattr(sizes, "free_bytes", lambda devices: free)
     return engine_sizes(lm.model.target, None, lm.model.dtype, EngineOptions(**options))  # type: ignore[arg-type]
 

@@ -71,7 +71,7 @@ class Real:
 
 
 @contextmanager
-def on_a_port(engine: Service[Any], most: int = MOST_CONNECTIONS, **options: Any) -> Iterator[Real]:
+def on_a_port(engine: Service, most: int = MOST_CONNECTIONS, **options: Any) -> Iterator[Real]:
     """Serves an engine that is ready, in a thread."""
     api = Api(engine, ServerOptions(**{"name": "demo", "version": tw.__version__, "template": TEMPLATE, **options}))
     http, listening = HttpServer(make_app(api), most), listen("127.0.0.1", 0)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright.runtime.interfaces import PLAIN, Choice
-from tilewright.speculation.policy import Acceptance, Cost, History, Plan, Policy, estimated
+from tilewright.speculation.policy import Acceptance, AcceptanceHistory, Cost, Policy, RoundPlan, estimated
 
 WIDTHS = (2, 4, 8, 16)
 WIDE = [Choice("dflash", width) for width in WIDTHS]
@@ -47,7 +47,7 @@ def expected_tokens(rate: float, width: int) -> float:
 @pytest.mark.parametrize("costs", [STEEP, FLAT], ids=["steep", "flat"])
 @pytest.mark.parametrize("rate", [0.2, 0.5, 0.8, 0.95])
 def test_the_fastest_width_is_found(costs: dict[Choice, Cost], rate: float):
-    policy = Policy(History({"dflash": 16}), costs, costs)
+    policy = Policy(AcceptanceHistory({"dflash": 16}), costs, costs)
     counts = run(policy, {"dflash": rate}, 4000)
     rates = {choice: expected_tokens(rate, choice.width) / cost.drafting for choice, cost in costs.items()}
     best = max(rates.values())
@@ -56,14 +56,14 @@ def test_the_fastest_width_is_found(costs: dict[Choice, Cost], rate: float):
 
 
 def test_a_drafter_that_is_never_right_costs_a_few_percent():
-    policy = Policy(History({"dflash": 16}), STEEP, STEEP)
+    policy = Policy(AcceptanceHistory({"dflash": 16}), STEEP, STEEP)
     counts = run(policy, {}, 4000)
     assert mostly(counts) == PLAIN
     assert 4000 / seconds(counts, STEEP) > 0.97
 
 
 def test_what_one_batch_has_seen_the_next_begins_with():
-    history = History({"dflash": 16})
+    history = AcceptanceHistory({"dflash": 16})
     run(Policy(history, STEEP, STEEP), {}, 500)
     history.allowance.update({"none": 0.0, "dflash": 0.0})
     assert Policy(history, STEEP, STEEP).next(64).choice == PLAIN
@@ -76,8 +76,8 @@ def test_a_drafter_begins_with_what_its_training_found():
     """Whatever its place among the others; positions beyond those that were measured expect what the last of them does."""
     costs = {PLAIN: Cost(1.0), Choice("ngram", 8): Cost(1.6, 1.0), Choice("dflash", 8): Cost(1.6)}
     sizes = {"ngram": 8, "dflash": 8}
-    silent = History(sizes)
-    good, poor = (History(sizes, {"dflash": rates, "ngram": ()}) for rates in ((0.9, 0.8, 0.7), (0.2, 0.1)))
+    silent = AcceptanceHistory(sizes)
+    good, poor = (AcceptanceHistory(sizes, {"dflash": rates, "ngram": ()}) for rates in ((0.9, 0.8, 0.7), (0.2, 0.1)))
     assert good.seen["dflash"].rates() == pytest.approx([0.9, 0.8, *[0.7] * 5])
     assert good.seen["ngram"].rates() == silent.seen["ngram"].rates()
     outlooks = [
@@ -91,7 +91,7 @@ def test_a_drafter_begins_with_what_its_training_found():
 
 
 def test_a_drafter_that_becomes_right_is_found():
-    policy = Policy(History({"dflash": 16}), STEEP, STEEP)
+    policy = Policy(AcceptanceHistory({"dflash": 16}), STEEP, STEEP)
     run(policy, {}, 1000)
     counts = run(policy, {"dflash": 0.95}, 6000, seed=1)
     assert mostly(counts).width >= 8
@@ -101,28 +101,28 @@ def test_a_drafter_that_becomes_right_is_found():
 def test_of_several_drafters_the_better_one_drafts():
     costs = {PLAIN: Cost(1.0), Choice("a", 8): Cost(1.6), Choice("b", 8): Cost(1.6)}
     for rates in ({"a": 0.9, "b": 0.3}, {"a": 0.3, "b": 0.9}):
-        counts = run(Policy(History({"a": 8, "b": 8}), costs, costs), rates, 3000)
+        counts = run(Policy(AcceptanceHistory({"a": 8, "b": 8}), costs, costs), rates, 3000)
         assert mostly(counts).drafter == max(rates, key=lambda name: rates[name])
         assert 3000 / seconds(counts, costs) > 0.9 * expected_tokens(0.9, 8) / 1.6
 
 
 def test_rounds_between_two_looks():
     """They double while the choice stays, and never exceed what the caller asks for."""
-    policy = Policy(History({"dflash": 16}), STEEP, STEEP)
+    policy = Policy(AcceptanceHistory({"dflash": 16}), STEEP, STEEP)
     run(policy, {}, 300)
     assert policy.next(3).rounds <= 3
     policy.last = None
     policy.history.allowance["dflash"] = -1000.0
-    assert [policy.next(64) for _ in range(5)] == [Plan(PLAIN, rounds) for rounds in (4, 8, 16, 32, 64)]
+    assert [policy.next(64) for _ in range(5)] == [RoundPlan(PLAIN, rounds) for rounds in (4, 8, 16, 32, 64)]
 
 
 def test_rounds_that_watch_need_no_first_look():
     """They see by themselves where they have nothing; of another drafter a few rounds tell whether it is any good."""
     ngram = Choice("ngram", 8)
-    watching = Policy(History({"ngram": 8}), {PLAIN: Cost(1.0), ngram: Cost(1.5, 1.0)}, [PLAIN, ngram], dispatch=1.0)
-    assert watching.next(64) == Plan(ngram, 64)
-    drafting = Policy(History({"dflash": 8}), {PLAIN: Cost(1.0), WIDE[2]: Cost(1.5)}, [PLAIN, WIDE[2]], dispatch=1.0)
-    assert drafting.next(64) == Plan(WIDE[2], 4)
+    watching = Policy(AcceptanceHistory({"ngram": 8}), {PLAIN: Cost(1.0), ngram: Cost(1.5, 1.0)}, [PLAIN, ngram], dispatch=1.0)
+    assert watching.next(64) == RoundPlan(ngram, 64)
+    drafting = Policy(AcceptanceHistory({"dflash": 8}), {PLAIN: Cost(1.0), WIDE[2]: Cost(1.5)}, [PLAIN, WIDE[2]], dispatch=1.0)
+    assert drafting.next(64) == RoundPlan(WIDE[2], 4)
     for seen in (4, 8):  # luck does not last: however dear dispatches are, it goes on for no longer than it was seen
         right = np.full((4, 1), 7)
         drafting.observe(WIDE[2], right, right, right > 0)
@@ -130,7 +130,7 @@ def test_rounds_that_watch_need_no_first_look():
 
 
 def test_only_what_is_ready_runs():
-    policy = Policy(History({"dflash": 16}), FLAT, [PLAIN, WIDE[1]])
+    policy = Policy(AcceptanceHistory({"dflash": 16}), FLAT, [PLAIN, WIDE[1]])
     assert set(run(policy, {"dflash": 1.0}, 400)) <= {PLAIN, WIDE[1]}
     found = policy.wanted(set(WIDE) - policy.ready, 1000)
     assert found is not None
@@ -141,14 +141,14 @@ def test_only_what_is_ready_runs():
     policy.ready.add(choice)
     assert policy.wanted(set(WIDE) - policy.ready, 1000) is None
     with pytest.raises(ValueError, match="expected plain decoding among the choices that are ready and have a cost"):
-        Policy(History({"dflash": 16}), dict(FLAT), WIDE)
+        Policy(AcceptanceHistory({"dflash": 16}), dict(FLAT), WIDE)
 
 
 def test_what_finds_nothing_costs_what_finding_nothing_costs():
     """A drafter that is idle in nine of ten rounds, whose idle rounds cost a step and whose drafts are all accepted, pays."""
     ngram = Choice("ngram", 16)
     costs = {PLAIN: Cost(1.0), ngram: Cost(6.0, 1.01)}
-    policy = Policy(History({"ngram": 16}), costs, costs)
+    policy = Policy(AcceptanceHistory({"ngram": 16}), costs, costs)
     rng = np.random.default_rng(0)
     for _ in range(400):
         drafted = np.where(rng.random((16, 1)) < 0.1, 15, 0)
@@ -163,7 +163,7 @@ def test_what_is_told_from_the_text_counts_whatever_runs():
     """A drafter whose rounds are known without running takes over as they say; a batch is idle if all of its rows are."""
     ngram = Choice("ngram", 8)
     costs = {PLAIN: Cost(1.0), ngram: Cost(3.0, 1.05)}
-    policy = Policy(History({"ngram": 8}), costs, costs)
+    policy = Policy(AcceptanceHistory({"ngram": 8}), costs, costs)
     policy.observe_counterfactual("ngram", {8: [(0, 0)] * 40})
     assert policy.next(64).choice == PLAIN
     policy.observe_counterfactual("ngram", {8: [(7, 7)] * 8})
@@ -181,7 +181,7 @@ def test_what_is_told_from_the_text_of_one_width_says_nothing_of_another():
     """A stretch that is repeated for long is many narrow rounds and few wide ones, by which narrow blocks would look poor."""
     narrow, wide = Choice("ngram", 4), Choice("ngram", 16)
     costs = {PLAIN: Cost(1.0), narrow: Cost(1.6, 1.0), wide: Cost(4.0, 1.0)}
-    policy = Policy(History({"ngram": 16}), costs, costs)
+    policy = Policy(AcceptanceHistory({"ngram": 16}), costs, costs)
     # Again and again: two drafts that are wrong at once, then 32 tokens that were said before.
     policy.observe_counterfactual("ngram", {4: ([(3, 0)] * 2 + [(3, 3)] * 8) * 20, 16: ([(15, 0)] * 2 + [(15, 15)] * 2) * 20})
     outlook = policy.outlook(costs)
@@ -195,7 +195,7 @@ def test_what_is_found_is_told_apart_from_whether_something_is():
     """Rounds in which nothing is found do not make the drafts of the others look poor, of which a batch has seen few."""
     wide = Choice("ngram", 8)
     costs = {PLAIN: Cost(1.0), wide: Cost(2.0, 1.0)}
-    history = History({"ngram": 8})
+    history = AcceptanceHistory({"ngram": 8})
     for _ in range(10):
         Policy(history, dict(costs), costs).observe_counterfactual("ngram", {8: [*[(0, 0)] * 6, *[(7, 7)] * 4]})
     fresh = Policy(history, dict(costs), costs)
@@ -206,7 +206,7 @@ def test_what_is_found_is_told_apart_from_whether_something_is():
 def test_a_dispatch_corrects_all_widths_of_its_drafter():
     """What they cost beside each other was measured in turns; how single dispatches came out does not change it."""
     other = Choice("ngram", 8)
-    policy = Policy(History({"dflash": 16, "ngram": 8}), {**STEEP, other: Cost(2.0, 1.0)}, STEEP)
+    policy = Policy(AcceptanceHistory({"dflash": 16, "ngram": 8}), {**STEEP, other: Cost(2.0, 1.0)}, STEEP)
     nothing = np.zeros((8, 1), int)
     policy.observe(WIDE[1], nothing, nothing, nothing == 0, 1.5 * 8 * STEEP[WIDE[1]].drafting)
     factors = [policy.costs[choice].drafting / STEEP[choice].drafting for choice in WIDE]
@@ -216,7 +216,7 @@ def test_a_dispatch_corrects_all_widths_of_its_drafter():
 
 
 def test_rows_that_have_ended_say_nothing():
-    policies = [Policy(History({"dflash": 4}), STEEP, [PLAIN, *WIDE[:2]]) for _ in range(2)]
+    policies = [Policy(AcceptanceHistory({"dflash": 4}), STEEP, [PLAIN, *WIDE[:2]]) for _ in range(2)]
     accepted = np.asarray([[2, 0], [3, 0], [1, 0]])
     policies[0].observe(WIDE[1], np.full((3, 2), 3), accepted, np.asarray([[True, False]] * 3))
     policies[1].observe(WIDE[1], np.full((3, 1), 3), accepted[:, :1], np.ones((3, 1), bool))
@@ -277,7 +277,7 @@ def test_what_was_not_measured_lies_on_a_line():
 def test_costs_follow_what_dispatches_take():
     """A choice that was measured as cheap and is not is left; one bad dispatch says little."""
     rng = np.random.default_rng(0)
-    policy = Policy(History({"dflash": 4}), {PLAIN: Cost(1.0), WIDE[1]: Cost(0.5)}, [PLAIN, WIDE[1]])
+    policy = Policy(AcceptanceHistory({"dflash": 4}), {PLAIN: Cost(1.0), WIDE[1]: Cost(0.5)}, [PLAIN, WIDE[1]])
     truth = {PLAIN: 1.0, WIDE[1]: 3.0}
     chosen = []
     for _ in range(60):
@@ -301,7 +301,7 @@ def test_a_trial_that_took_longer_than_expected_delays_the_next():
     """What a context needs to catch up is part of a trial's price, but tells nothing of what the rounds cost."""
 
     def steps_between(factor: float) -> int:
-        policy, nothing = Policy(History({"dflash": 16}), STEEP, STEEP), np.zeros((4, 1), int)
+        policy, nothing = Policy(AcceptanceHistory({"dflash": 16}), STEEP, STEEP), np.zeros((4, 1), int)
         run(policy, {}, 300)
         before = dict(policy.costs)
         policy.history.allowance["dflash"] = 1000.0

@@ -29,7 +29,7 @@ from tilewright.runtime.shapes import ShapeTable
 from tilewright.speculation.counterfactual import CounterfactualNGram
 from tilewright.speculation.drafters.load import DrafterOptions
 from tilewright.speculation.drafters.ngram import NGram
-from tilewright.speculation.team import Team, Turn
+from tilewright.speculation.team import Team, TeamVariant
 
 NEW, VOCAB, BLOCK = 24, 16, 4
 TABLE = ShapeTable(batches=(1, 4), capacities=(64,), chunks=(8,), widths=(2,))
@@ -262,7 +262,7 @@ def test_a_turn_is_a_drafter(lm: LanguageModel):
     turns = [team.turn(choice) for choice in team.choices]
     assert [(turn.name, turn.block_size) for turn in turns] == [(choice.drafter, choice.width) for choice in CHOICES]
     assert [turn.behind for turn in turns[::2]] == [(1, 2), (1, 2), (2,), (1,)]
-    assert isinstance(turns[0], Turn)
+    assert isinstance(turns[0], TeamVariant)
 
 
 def test_a_dispatch_hands_over_what_its_turn_reads(lm: LanguageModel):

@@ -119,7 +119,7 @@ class StreamedAnswer:
 
     @property
     def ended(self) -> bool:
-        """Whether the server said that this is all."""
+        """True if the server said that this is all."""
         return self.done or self.finish_reason is not None
 
     @property
@@ -133,7 +133,7 @@ class StreamedAnswer:
 
     @property
     def first_s(self) -> float | None:
-        """When the first token came. Tokens that never showed in a chunk came at the earliest with the first choice."""
+        """Time of the first token. Tokens that never showed in a chunk came at the earliest with the first choice."""
         if self.chunks:
             return self.chunks[0].at_s
         return self.first_choice_s if self.tokens else None
@@ -166,7 +166,7 @@ def is_count(value: Any) -> bool:
 
 
 def has_text(choice: dict[str, Any]) -> bool:
-    """Whether a choice of a chunk adds text: a completion's, an answer's, or that of thinking before it."""
+    """True if a choice of a chunk adds text: a completion's, an answer's, or that of thinking before it."""
     delta = choice.get("delta")
     parts = delta if isinstance(delta, dict) else {}
     return any(isinstance(text, str) and text for text in (choice.get("text"), *map(parts.get, TEXTS)))

@@ -41,7 +41,7 @@ def chosen_figures(lm: LanguageModel, responses: Sequence[Result]) -> Row | None
 
 
 def held(lm: LanguageModel) -> str:
-    """Why the output does not depend on the choices: all widths round alike, all run masked at the widest; or that it does."""
+    """Reason why no choice changes the output: all widths round alike, all run masked at the widest; or that it does."""
     assert isinstance(lm.drafter, Team)
     if lm.drafter.masked:
         return "masked"

@@ -79,7 +79,7 @@ class PathResult:
 
 @dataclass(frozen=True)
 class TokenDifference:
-    """Where an answer parts from the plain one.
+    """Place where an answer parts from the plain one.
 
     Attributes:
         number, about: of the request, as `ExactRequest` has them.
@@ -185,7 +185,7 @@ class Plain:
         return self.known[key]
 
     def difference(self, answer: PathAnswer) -> TokenDifference | None:
-        """Where an answer parts from the plain one; None if it does not."""
+        """Place where an answer parts from the plain one; None if it does not."""
         asked, want = answer.asked, self.answer(answer.asked)
         at = first_difference(answer.tokens, want)
         if at is None:

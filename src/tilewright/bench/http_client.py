@@ -34,7 +34,7 @@ class Malformed(ValueError):
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server's API is; `path` comes before that of a route and has no slash at its end."""
+    """Address of a server's API; `path` comes before that of a route and has no slash at its end."""
 
     secure: bool
     host: str
@@ -229,7 +229,7 @@ class Connections:
 
 
 def reason(error: OSError | UnicodeError) -> str:
-    """Why there is no connection. asyncio puts a text of its own, with the address once more, in the place of the system's."""
+    """Reason why there is no connection. asyncio puts a text of its own, with the address again, instead of the system's."""
     if isinstance(error, ConnectionError) and error.errno:
         return os.strerror(error.errno)
     return str(getattr(error, "strerror", None) or error)

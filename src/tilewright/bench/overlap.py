@@ -86,7 +86,7 @@ class Phase(NamedTuple):
 
     @property
     def divisible(self) -> bool:
-        """Whether two micro-batches can take turns: rows, or positions over a cache."""
+        """True if two micro-batches can take turns: rows, or positions over a cache."""
         return self.batch % 2 == 0 or self.new % 2 == 0
 
     @property
@@ -216,7 +216,7 @@ class OverlapRun:
 
     @property
     def steady(self) -> bool:
-        """Whether the layer may stand for all."""
+        """True if the layer may stand for all."""
         return self.unsteady_share <= STEADY
 
     @property

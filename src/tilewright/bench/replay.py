@@ -66,7 +66,7 @@ def opinions_of(lm: LanguageModel, text: Sequence[int]) -> tuple[np.ndarray, np.
 
 
 class Divergence(NamedTuple):
-    """Where two generations part: the index of the first token that differs, and the target's margin there.
+    """Place where two generations part: the index of the first token that differs, and the target's margin there.
 
     The margin is the largest logit less the second. Programs that round differently part where it is close to 0.
     """
@@ -76,7 +76,7 @@ class Divergence(NamedTuple):
 
 
 def difference(lm: LanguageModel, prompt: Sequence[int], a: Sequence[int], b: Sequence[int]) -> Divergence | None:
-    """Where two generations after one prompt first differ; None if they are equal."""
+    """Place where two generations after one prompt first differ; None if they are equal."""
     at = first_difference(a, b)
     if at is None:
         return None

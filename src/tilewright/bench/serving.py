@@ -64,8 +64,10 @@ class Peer:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a request has no answer: one of `unreachable`, `disconnected`, `malformed`, `timeout`, `empty`, `error_event` and
-    `http_<status>`, and what was said."""
+    """Reason why a request has no answer, and what was said.
+
+    It is one of `unreachable`, `disconnected`, `malformed`, `timeout`, `empty`, `error_event` and `http_<status>`.
+    """
 
     kind: str
     message: str

@@ -107,13 +107,13 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def meets(outcome: Outcome, goodput: Mapping[str, float]) -> bool:
-    """Whether an answer took no longer than was asked for. One that has no TPOT, for it came at once, meets any."""
+    """True if an answer took no longer than was asked for. One that has no TPOT, for it came at once, meets any."""
     taken = {"ttft": outcome.ttft_s, "tpot": outcome.answer.seconds_per_token, "e2e": outcome.e2e_s}
     return all(1000 * (taken[name] or 0.0) <= most for name, most in goodput.items())
 
 
 def counted_by(outcomes: Sequence[Outcome]) -> str | None:
-    """Where the numbers of generated tokens come from: "usage", "chunks" where the server gives none, or "both"."""
+    """Source of the numbers of generated tokens: "usage", "chunks" where the server gives none, or "both"."""
     ways = {"usage" if outcome.answer.counted_by_usage else "chunks" for outcome in outcomes}
     return None if not ways else ways.pop() if len(ways) == 1 else "both"
 

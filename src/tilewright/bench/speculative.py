@@ -109,7 +109,7 @@ def measure(
 def part_seconds(
     lm: LanguageModel, drafter: Variant, prompts: Sequence[Sequence[int]], sampling: Sampling, repetitions: int = 30
 ) -> dict[str, float]:
-    """Where the time of a round that drafts goes, in seconds for each of `PARTS`, behind the given prompts.
+    """Seconds that each of `PARTS` takes of a round that drafts, behind the given prompts.
 
     A part's time is that of the round up to its end less that of the round up to its beginning, each a program of its own and
     each the fastest of `repetitions` runs in turns: what disturbs a run only makes it longer. So the parts add up to the whole

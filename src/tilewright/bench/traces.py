@@ -20,7 +20,7 @@ from tilewright.runtime.programs import STEPS_PER_DISPATCH
 from tilewright.runtime.sampling import Sampling
 from tilewright.speculation.costs import RoundCosts, parsed
 from tilewright.speculation.drafters.ngram import NGram
-from tilewright.speculation.policy import Cost, History, Policy
+from tilewright.speculation.policy import AcceptanceHistory, Cost, Policy
 from tilewright.speculation.team import Team
 
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -212,7 +212,9 @@ def simulate(recording: Recording, costs: RoundCosts | None = None, uneven: floa
         tokens = sum(trace.length for trace in own)
         choices = [PLAIN, *(choice for choice in own[0].accepted if choice in costs.rounds)]
         fixed = {choice: tokens / sum(seconds_of(trace, costs, choice)[0] for trace in own) for choice in choices}
-        history = History({name: max(one.width for one in choices if one.drafter == name) for name in drafters(choices)})
+        history = AcceptanceHistory(
+            {name: max(one.width for one in choices if one.drafter == name) for name in drafters(choices)}
+        )
         total, rounds, machine = 0.0, dict[Choice, int](), Uneven(uneven, seed) if uneven else None
         begun = dict(costs.rounds) if machine is None else machine.measured(costs.rounds)
         for trace in own:

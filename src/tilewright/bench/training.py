@@ -341,7 +341,7 @@ def kept_bytes(program: TrainingProgram) -> int:
 
 
 def gathers_again(program: TrainingProgram) -> bool:
-    """Whether the backward pass gathers the middle layer's weights, and does not read what the forward pass has gathered.
+    """True if the backward pass gathers the middle layer's weights, and does not read what the forward pass has gathered.
 
     Without tokens the compiler makes one of two gathers of the same weights.
     """
@@ -379,7 +379,7 @@ def travels(program: TrainingProgram, part: str) -> list[dict[str, Any]]:
 
 
 def first_product_s(timeline: Timeline, number: int) -> float:
-    """When the first product of a layer in a pass begins; the beginning of the program where none says so."""
+    """Time at which the first product of a layer in a pass begins; the beginning of the program where none says so."""
     products = (
         span.begin_s
         for span in timeline.core

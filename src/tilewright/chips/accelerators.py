@@ -26,7 +26,7 @@ class Roofline:
 
     @property
     def limit(self) -> str:
-        """Which of them it is."""
+        """Name of the limit that holds."""
         found = {"compute": self.compute_s, "memory": self.memory_s, "links": self.link_s or 0.0}
         return max(found, key=lambda name: found[name])
 

@@ -201,7 +201,7 @@ def lines(chips: Sequence[Place]) -> list[list[list[Place]]]:
 
 
 def ring_share(kind: str, chips: int, directions: int = 2) -> float:
-    """Which part of the whole array passes each link of a ring, in each direction that is used.
+    """Part of the whole array that passes each link of a ring, in each direction that is used.
 
     Raises:
         ValueError: another kind than those of `COLLECTIVES`.

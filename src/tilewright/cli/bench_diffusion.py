@@ -94,7 +94,7 @@ class Compared:
             raise ValueError("expected --task arithmetic, which has its own problems, or --prompt-file, found both")
 
     def arithmetic(self, model: str, console: Console) -> bool:
-        """Whether problems are asked.
+        """True if problems are asked.
 
         Raises:
             ValueError: neither that, nor is there a file of prompts.
@@ -124,7 +124,7 @@ class Compared:
 
 
 def card_task(folder: Path) -> bool:
-    """Whether a model's card says that it does arithmetic."""
+    """True if a model's card says that it does arithmetic."""
     cards = (folder / name for name in CARDS)
     lines = (line for card in cards if card.is_file() for line in card.read_text(encoding="utf-8").splitlines())
     return any(line.strip() == f"task: {ARITHMETIC}" for line in lines)
@@ -133,7 +133,7 @@ def card_task(folder: Path) -> bool:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class DiffusionOutputs:
-    """Where figures go, besides the terminal.
+    """Places where figures go, besides the terminal.
 
     Attributes:
         json_file: the figures as JSON; "-" is standard output.

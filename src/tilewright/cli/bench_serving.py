@@ -59,7 +59,7 @@ SAMPLE_CHARACTERS = 2000
 @Parameter(name="*")
 @dataclass(frozen=True)
 class PeerOptions:
-    """Which server, and how it is asked.
+    """Options that name a server and say how it is asked.
 
     Attributes:
         url: the server's; its API is under /v1 unless the URL has a path.
@@ -214,7 +214,7 @@ class Workload:
 
     @property
     def cut_from_text(self) -> bool:
-        """Whether prompts are cut to a number of tokens, for which one must know how these are counted."""
+        """True if prompts are cut to a number of tokens, for which one must know how these are counted."""
         return self.trace is not None and self.options.vocab_size is None
 
     def plan(self, characters: float) -> list[Planned]:

@@ -109,7 +109,7 @@ class DrafterArguments:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class SpeculativeOutputs:
-    """Where figures go, besides the terminal.
+    """Places where figures go, besides the terminal.
 
     Attributes:
         json_file: the figures as JSON; "-" is standard output.

@@ -125,7 +125,7 @@ def cpu_kernels(console: Console) -> native.Native:
 
 
 def cost_files() -> CostFiles:
-    """Where what rounds cost is kept from one process to the next."""
+    """Files that keep the costs of rounds from one process to the next."""
     said = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
     kernels = sorted(native.library_names().values())
     return CostFiles(cache_folder() / "costs", kernels, lambda line: said.print(line, style="dim", markup=False))
@@ -171,7 +171,7 @@ class DeviceOptions:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class LoadOptions:
-    """Which model to load, and how it multiplies.
+    """Options that name the model to load, and say how it multiplies.
 
     Attributes:
         model: a folder, a GGUF file, a Hugging Face id, "smollm2-135m", which pip brings, or "demo", the small model that comes
@@ -200,7 +200,7 @@ class LoadOptions:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class TargetOptions(LoadOptions):
-    """Which target to load, and how it multiplies.
+    """Options that name the target to load, and say how it multiplies.
 
     Attributes:
         kv_dtype: "int8" keeps keys and values in 8 bits, about twice the positions of bfloat16 in the same memory; "auto" in
@@ -252,7 +252,7 @@ class TargetOptions(LoadOptions):
 @Parameter(name="*")
 @dataclass(frozen=True)
 class ModelOptions(TargetOptions):
-    """Which models to load, and how.
+    """Options that name the models to load, and say how.
 
     Attributes:
         drafter: a folder, a Hugging Face id, "ngram" or "none"; for the demo also "dflash", "dflash2" and "eagle3", for
@@ -322,7 +322,7 @@ JsonFile = Annotated[str | None, Parameter(name="--json", allow_leading_hyphen=T
 
 
 def human_console(json_file: str | None) -> Console:
-    """Where people read: standard output, or standard error when the figures go to standard output.
+    """Console that people read: standard output, or standard error when the figures go to standard output.
 
     Of several processes that run a command together, the first one speaks.
     """
@@ -330,7 +330,7 @@ def human_console(json_file: str | None) -> Console:
 
 
 def progress_console(console: Console) -> Console | None:
-    """Where the progress of loading shows: nowhere if the output is a file or a pipe, which bars would put empty lines into."""
+    """Console for the progress of loading; None if the output is a file or a pipe, which bars would put empty lines into."""
     return console if console.is_terminal else None
 
 

@@ -25,7 +25,7 @@ DEMO = "demo-diffusion"
 @Parameter(name="*")
 @dataclass(frozen=True)
 class DiffusionModelOptions(LoadOptions):
-    """Which model to load, and how it multiplies.
+    """Options that name the model to load, and say how it multiplies.
 
     Attributes:
         model: a folder, a Hugging Face id, or "demo-diffusion", the small model that comes with the package.

@@ -114,7 +114,7 @@ def check_instructions() -> DoctorFinding:
 
 
 def check_kernels() -> DoctorFinding:
-    """Which path the linear layers and attention take."""
+    """Checks which path the linear layers and attention take."""
     found = native.kernels()
     if found.isa is None:
         return DoctorFinding("linear layers", "missing", f"XLA, without CPU kernels: {found.reason}", kernel_advice())
@@ -125,7 +125,7 @@ def check_kernels() -> DoctorFinding:
 
 
 def check_operations(model: str) -> Iterator[DoctorFinding]:
-    """Which implementation computes each operation of a model, and why not a faster one."""
+    """Checks which implementation computes each operation of a model, and why not a faster one."""
     folder = hub.resolve(model)
     denoises = diffusion.is_diffusion(folder)
     sizes = diffusion.config_from_hf(read_config(folder)).decoder if denoises else decoder_config(folder)
@@ -196,7 +196,7 @@ def check_extras() -> Iterator[DoctorFinding]:
 
 
 def check_published() -> Iterator[DoctorFinding]:
-    """Which published models are installed."""
+    """Checks which published models are installed."""
     for name in PUBLISHED:
         try:
             yield DoctorFinding(name, "ok", str(hub.resolve(name)))

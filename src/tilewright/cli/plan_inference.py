@@ -128,7 +128,7 @@ def cells(one: Mapping[str, Any]) -> list[str]:
 
 
 def print_sensitivity(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Whether the ranking changes with each disputed figure."""
+    """Prints whether the ranking changes with each disputed figure."""
     first = rows[0]["ranking"]
     console.print(f"ranking as specified: {', '.join(first)}", markup=False, soft_wrap=True)
     for one in rows[1:]:

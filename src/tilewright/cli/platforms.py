@@ -13,7 +13,7 @@ NO_TPU = ("0x01", "0x02")
 
 
 def tpu_is_here() -> bool:
-    """Whether there is a TPU on the PCI bus, or the environment speaks of one."""
+    """True if there is a TPU on the PCI bus, or the environment speaks of one."""
     if any(name.startswith("TPU_") or name == "JAX_FORCE_TPU_INIT" for name in os.environ):
         return True
     google = (path.parent for path in PCI_DEVICES.glob("*/vendor") if path.read_text().strip() == GOOGLE)
@@ -21,7 +21,7 @@ def tpu_is_here() -> bool:
 
 
 def leave_tpus_out() -> None:
-    """Where libtpu is installed and there is no TPU, has JAX look for CPUs alone: libtpu complains, and takes seconds.
+    """Has JAX look for CPUs alone where libtpu is installed and there is no TPU: libtpu complains, and takes seconds.
 
     The user's own `JAX_PLATFORMS` stays, and so does everything where JAX has a plugin for another accelerator.
     """

@@ -61,7 +61,7 @@ arithmetic out in steps what was said last."""
 @Parameter(name="*")
 @dataclass(frozen=True)
 class ServedModelOptions(ModelOptions):
-    """Which models to load, and how.
+    """Options that name the models to load, and say how.
 
     Attributes:
         drafter: a folder, a Hugging Face id, "ngram" or "none"; for the demo also "dflash", "dflash2" and "eagle3". "auto"
@@ -172,7 +172,7 @@ class CapacityOptions:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class HttpOptions:
-    """Who may ask, and how much.
+    """Options that say who may ask, and how much.
 
     Attributes:
         host: where to listen; 0.0.0.0 for every network that this machine is in.
@@ -323,5 +323,5 @@ def ready_line(
 
 
 def has_display() -> bool:
-    """Whether a browser has where to show a page; Python would start one that takes the terminal otherwise."""
+    """True if a browser has where to show a page; Python would start one that takes the terminal otherwise."""
     return sys.platform in ("darwin", "win32") or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))

@@ -89,7 +89,7 @@ class DenoisingOptions:
 
 
 def is_diffusion(models: ModelOptions, console: Console) -> bool:
-    """Whether a model denoises. Raises a `ValueError` for what such a model cannot take."""
+    """True if a model denoises. Raises a `ValueError` for what such a model cannot take."""
     if not diffusion.is_diffusion(hub.resolve(models.model, console=progress_console(console), check=load_tokenizer)):
         return False
     plain = ModelOptions(models.model)

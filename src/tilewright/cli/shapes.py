@@ -390,7 +390,7 @@ def comparison(figures: Mapping[str, Any]) -> list[str]:
 
 
 def compile_line(figures: Mapping[str, Any]) -> str:
-    """Where compile times come from."""
+    """Line that says where compile times come from."""
     each, loaded = figures["compile_seconds_per_program"], figures["compile_programs_loaded"]
     if each is None:
         return "compile times: unknown without --compile-seconds or --model"

@@ -123,7 +123,7 @@ class Asking:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class ExactOptions(TargetOptions):
-    """Which target to load, and how it multiplies.
+    """Options that name the target to load, and say how it multiplies.
 
     Attributes:
         dtype: "float32", in which all must agree; "bfloat16", or "auto", the checkpoint's.

@@ -83,7 +83,7 @@ class PlacedProgram:
 
     @property
     def measured(self) -> bool:
-        """Whether it ran; otherwise its figures are the compiler's estimates."""
+        """True if it ran; otherwise its figures are the compiler's estimates."""
         return self.median_ms is not None
 
 
@@ -107,7 +107,7 @@ class Comparison:
 
     @property
     def agrees(self) -> bool | None:
-        """Whether all results are within the tolerance; None where nothing ran."""
+        """True if all results are within the tolerance; None where nothing ran."""
         ran = [program.agrees for program in self.programs if program.agrees is not None]
         return all(ran) if ran else None
 

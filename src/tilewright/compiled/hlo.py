@@ -61,13 +61,13 @@ class HloOp:
 
     @property
     def op_name(self) -> str:
-        """Where it comes from in the Python program: JAX's name stack, or an empty string."""
+        """Place in the Python program that it comes from: JAX's name stack, or an empty string."""
         found = re.search(r'metadata=\{[^}]*?op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return found[1] if found else ""
 
     @property
     def custom_call_target(self) -> str:
-        """Which library or kernel a custom call runs, or an empty string."""
+        """Name of the library or kernel that a custom call runs, or an empty string."""
         found = re.search(r'custom_call_target="([^"]*)"', self.attributes)
         return found[1] if found else ""
 
@@ -186,7 +186,7 @@ def read_op(name: str, text: str, is_root: bool) -> HloOp:
 
 
 def closing(text: str, start: int) -> int:
-    """Where the parenthesis that opens at `start` closes."""
+    """Index at which the parenthesis that opens at `start` closes."""
     depth = 0
     for found in re.compile(r"[()]").finditer(text, start):
         depth += 1 if found[0] == "(" else -1

@@ -67,7 +67,7 @@ def round_trips(text: str) -> tuple[RoundTrip, ...]:
 
 
 class Reads:
-    """Who reads a value of a program, through views, tuples, loops and calls."""
+    """Readers of each value of a program, through views, tuples, loops and calls."""
 
     def __init__(self, module: Module):
         self.module = module
@@ -79,7 +79,7 @@ class Reads:
                         self.sites.setdefault(name, []).append((computation, op, attribute))
 
     def any(self, computation: Computation, name: str, index: int | None) -> bool:
-        """Whether an operation reads the value.
+        """True if an operation reads the value.
 
         Args:
             index: which element it is of the tuple that `name` is; None where it is no tuple, or for all elements.
@@ -100,7 +100,7 @@ class Reads:
         return False
 
     def reads(self, where: Computation, user: HloOp, position: int) -> bool:
-        """Whether a user reads this operand from memory, rather than pass it on."""
+        """True if a user reads this operand from memory, rather than pass it on."""
         if user.opcode in FREE or user.opcode in CALLERS or user.custom_call_target in FREE_CALLS:
             return False
         return not user.opcode.endswith(("-done", "-update")) and share_read(self.module, where, user, position) > 0
@@ -108,7 +108,7 @@ class Reads:
     def passed_on(
         self, where: Computation, user: HloOp, position: int, index: int | None
     ) -> Iterator[tuple[Computation, str, int | None]]:
-        """Where the value is found again behind a user that does not read it."""
+        """Values that it is found as behind a user that does not read it."""
         if user.opcode in CALLERS:
             for attribute in CALLERS[user.opcode]:
                 for name in user.callees(attribute):
@@ -129,7 +129,7 @@ class Reads:
             yield where, user.name, None
 
     def returned(self, where: Computation, index: int | None) -> Iterator[tuple[Computation, str, int | None]]:
-        """Where the value is found again when its computation returns it; what the whole program returns, nowhere."""
+        """Values that it is found as when its computation returns it; none for what the whole program returns."""
         for outer, op, attribute in self.sites.get(where.name, ()):
             if attribute == "body":  # the next iteration
                 for name in op.callees("condition") + op.callees("body"):

@@ -266,7 +266,7 @@ class Reader:
         return role, ScheduledTransfer(COPY, read)
 
     def inner_name(self, computation: Computation, op: HloOp) -> str:
-        """Where the collective in an operation comes from, if it says so: a sum may say it of its additions alone."""
+        """Origin of the collective in an operation, if it says so: a sum may say it of its additions alone."""
         of, _ = self.inner_collective(computation, op)
         if of is None:
             return ""
@@ -325,7 +325,7 @@ def calls(module: Module, op: HloOp) -> str:
 
 
 def is_continuation(module: Module, op: HloOp) -> bool:
-    """Whether a fusion computes and hands on a collective that was begun before it."""
+    """True if a fusion computes and hands on a collective that was begun before it."""
     if op.opcode != "fusion" or calls(module, op) in ("AsyncCollectiveStart", "AsyncCollectiveDone"):
         return False
     inner = [each for name in op.callees("calls") for each in module.computations[name].ops]

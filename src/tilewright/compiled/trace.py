@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 
 class Track(NamedTuple):
-    """Where something is drawn: a process and one of its threads."""
+    """Place where something is drawn: a process and one of its threads."""
 
     process: int
     thread: int

@@ -77,7 +77,7 @@ class Traffic:
         return self.read + self.written
 
     def contains_shape(self, dims: tuple[int, ...]) -> bool:
-        """Whether an array of these dimensions exists, in any order and however adjacent or not they were merged.
+        """True if an array of these dimensions exists, in any order and however adjacent or not they were merged.
 
         The compiler stores `[nodes, degree, features]` as `[features, nodes * degree]` when it likes; both are found. So
         another array whose dimensions happen to be such products is found too: ask with sizes that nothing else has.
@@ -132,7 +132,7 @@ def op_bytes(module: Module, computation: Computation, op: HloOp) -> tuple[int, 
 
 
 def fetches_for_next_run(computation: Computation, start: HloOp) -> bool:
-    """Whether a copy has no reader: at its end, a TPU program may bring back what its first copy will then find in place.
+    """True if a copy has no reader: at its end, a TPU program may bring back what its first copy will then find in place.
 
     One of the two moves nothing, in every run; the first one is counted.
     """
@@ -141,7 +141,7 @@ def fetches_for_next_run(computation: Computation, start: HloOp) -> bool:
 
 
 def share_read(module: Module, computation: Computation, op: HloOp, position: int) -> float:
-    """Which part of an operand an operation reads, from 0 to 1."""
+    """Part of an operand that an operation reads, from 0 to 1."""
     operand = computation.by_name[op.operands[position]]
     inner = fused(module, op)
     if inner is not None:
@@ -155,13 +155,13 @@ def share_read(module: Module, computation: Computation, op: HloOp, position: in
 
 
 def share_of_parameter(module: Module, inner: Computation, number: int) -> float:
-    """Which part of a parameter a fused computation reads."""
+    """Part of a parameter that a fused computation reads."""
     parameter = inner.parameter(number)
     return 1.0 if parameter.is_root else share_of_value(module, inner, updates_in_place(inner), parameter.name)
 
 
 def share_of_value(module: Module, inner: Computation, in_place: set[str], name: str) -> float:
-    """Which part of a value its users read together; `in_place` names the updates that overwrite their operand."""
+    """Part of a value that its users read together; `in_place` names the updates that overwrite their operand."""
     total = 0.0
     for user, position in inner.users[name]:
         if user.opcode in UPDATING and position == 0 and user.name not in in_place:
@@ -174,7 +174,7 @@ def share_of_value(module: Module, inner: Computation, in_place: set[str], name:
 
 
 def shares_written(module: Module, computation: Computation, op: HloOp) -> list[float]:
-    """Which part of each of its results an operation writes."""
+    """Part of each of its results that an operation writes."""
     if op.opcode.endswith("-done"):
         start = computation.by_name[op.operands[0]]
         while start.opcode.endswith("-update"):
@@ -198,7 +198,7 @@ def shares_written(module: Module, computation: Computation, op: HloOp) -> list[
 
 
 def share_updated(computation: Computation, op: HloOp) -> float:
-    """Which part of its first operand an update in place changes."""
+    """Part of its first operand that an update in place changes."""
     whole, part = (computation.by_name[op.operands[position]] for position in (0, UPDATING[op.opcode.removesuffix("-start")]))
     return min(1.0, part.outputs[0].elements / max(1, whole.outputs[0].elements))
 

@@ -112,7 +112,7 @@ def with_row(found: Choices, row: Array, one: Choices) -> Choices:
 def commits(
     choices: Choices, candidates: Bool[Array, "B K"], options: RowOptions, block_step: Int[Array, " B"]
 ) -> Bool[Array, "B K"]:
-    """Which of the candidates are committed; of equal scores the first goes first."""
+    """Mask of the candidates that are committed; of equal scores the first goes first."""
     score = jnp.where(candidates, choices.score, -jnp.inf)
     slot = jnp.arange(score.shape[1])
     mine, other = score[:, :, None], score[:, None, :]

@@ -9,8 +9,8 @@ wherever a row's results do not depend on the rows beside it (`kernels.operation
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -19,8 +19,8 @@ from tokenizers import Tokenizer
 
 from tilewright.diffusion.engine_options import DiffusionEngineOptions
 from tilewright.diffusion.model import DiffusionModel, check_room
-from tilewright.diffusion.options import Denoising, RowOptions, row_options
-from tilewright.diffusion.pool import Pool, PoolPrograms, Told, Turn
+from tilewright.diffusion.options import Denoising, one_row
+from tilewright.diffusion.pool import DispatchInputs, DispatchOutputs, Pool, PoolPrograms
 from tilewright.diffusion.programs import DiffusionKey, DiffusionShape
 from tilewright.diffusion.request import DenoisingRequest
 from tilewright.diffusion.state import SPANS
@@ -29,55 +29,35 @@ from tilewright.models.tokenizer import StreamDecoder
 from tilewright.runtime.collect import NotFinite
 from tilewright.runtime.output import OutputProcessor
 from tilewright.runtime.pace import Pace
+from tilewright.runtime.pages import Pages
 from tilewright.runtime.request import Listener, RequestHandle, RequestOutput, Round, Token
-from tilewright.runtime.service import NOT_COMPUTED, EngineSequence, Service
+from tilewright.runtime.scheduler import RunningSequence, Scheduler, TokenSequence
+from tilewright.runtime.service import NOT_COMPUTED, Service
+from tilewright.runtime.shapes import ShapeTable
 
 log = logging.getLogger("tilewright.engine")
 
 
-@dataclass(eq=False)
-class DenoisingSequence(EngineSequence):
-    """A request on its way.
-
-    Attributes:
-        denoising: what it asks for, with the seed that it draws with.
-        slot: where it runs; None while it waits.
-        fresh: no dispatch has run it yet.
-        steps: taken since something was handed out.
-        rows: its options as arrays, by the longest block of a program.
-    """
-
-    denoising: Denoising = field(default_factory=Denoising)
-    slot: int | None = None
-    fresh: bool = True
-    steps: int = 0
-    rows: dict[int, RowOptions] = field(default_factory=dict)
-
-    @property
-    def prompt(self) -> list[int]:
-        return self.processor.prompt
-
-    def options(self, longest: int) -> RowOptions:
-        if longest not in self.rows:
-            self.rows[longest] = row_options([self.denoising], longest)
-        return self.rows[longest]
+def denoising_of(running: RunningSequence) -> Denoising:
+    """Options of a request, with the seed that it draws with."""
+    request = running.sequence.handle.request
+    assert isinstance(request, DenoisingRequest)
+    return request.denoising
 
 
-class Sent(NamedTuple):
+class SentSteps(NamedTuple):
     """A dispatch: who was in its rows (None where a row only fills it), and what came of it, once the device is there."""
 
-    rows: Sequence[DenoisingSequence | None]
+    rows: Sequence[RunningSequence | None]
     shape: DiffusionShape
-    told: Told
+    outputs: DispatchOutputs
     at: float
 
 
-class DiffusionEngine(Service[DenoisingSequence]):
-    """Serves requests with one diffusion language model, over slots.
+class DiffusionEngine(Service):
+    """Serves requests with one diffusion language model, over slots; each is one page of the whole context.
 
     Attributes:
-        slots: who runs in each.
-        waiting: those without a slot, the oldest first.
         pool: the device's memory; None before `prepare`, and where a dispatch failed.
     """
 
@@ -92,8 +72,9 @@ class DiffusionEngine(Service[DenoisingSequence]):
         self.context = min(longest, table.positions[-1])
         self.programs = PoolPrograms(model, table, options.modes, self.context)
         self.pool: Pool | None = None
-        self.slots: list[DenoisingSequence | None] = [None] * table.batches[-1]
-        self.waiting: list[DenoisingSequence] = []
+        slots = table.batches[-1]
+        whole = ShapeTable(batches=(slots,), capacities=(self.context,), chunks=(self.context,))
+        self.scheduler = Scheduler(whole, Pages(slots, self.context), self.context, prefix_cache=False)
         self.pace = Pace(options.dispatch_s, STEPS_PER_DISPATCH)
 
     @property
@@ -129,139 +110,112 @@ class DiffusionEngine(Service[DenoisingSequence]):
             raise ValueError(f"expected no guidance, which takes rows of its own, found {denoising.guidance}")
         self.programs.shape([len(tokens)], [denoising])
 
-    def sequence(self, request: DenoisingRequest, handle: RequestHandle, listener: Listener) -> DenoisingSequence:
-        denoising = request.denoising.seeded()
-        sampling = replace(request.sampling, seed=denoising.seed)
-        processor = OutputProcessor(0, list(request.prompt), sampling, StreamDecoder(self.tokenizer))
-        return DenoisingSequence(handle, listener, processor, denoising=denoising)
-
-    def wait(self, sequence: DenoisingSequence) -> None:
-        self.waiting.append(sequence)
-
-    def queued(self) -> tuple[int, int]:
-        return len(self.waiting), sum(len(sequence.prompt) for sequence in self.waiting)
-
-    @property
-    def running(self) -> list[DenoisingSequence]:
-        return [sequence for sequence in self.slots if sequence is not None]
-
-    def leave(self, sequence: DenoisingSequence) -> None:
-        if sequence.slot is None:
-            self.waiting.remove(sequence)
-        else:
-            self.slots[sequence.slot] = None
-
-    def forget(self) -> list[DenoisingSequence]:
-        self.flight.clear()
-        for sequence in self.running:
-            sequence.fresh, sequence.steps, sequence.handle.steps = True, 0, 0
-        return self.running
+    def sequence(self, request: DenoisingRequest, listener: Listener) -> TokenSequence:
+        request = replace(request, denoising=request.denoising.seeded())
+        processor = OutputProcessor(0, list(request.prompt), request.sampling, StreamDecoder(self.tokenizer))
+        return TokenSequence(RequestHandle(request), listener, processor)
 
     def clear(self) -> None:
         self.pool = None  # before another one is there
         self.pool = self.programs.get(DiffusionKey("pool", self.programs.whole))()
 
     def fill(self) -> int:
-        """Gives slots to those that wait, in order; their first dispatch puts them there."""
-        admitted = 0
-        while self.waiting and None in self.slots:
-            sequence = self.waiting.pop(0)
-            sequence.slot = self.slots.index(None)
-            self.slots[sequence.slot] = sequence
-            sequence.handle.times.admitted = time.monotonic()
-            self.counted.prompt_tokens += len(sequence.prompt)
-            admitted += 1
-        return admitted
+        return self.admit()  # the first dispatch of a request puts it into its slot
 
     def send(self) -> bool:
-        sequences = self.running
-        if not sequences:
+        batch = self.scheduler.running
+        if not batch:
             return False
         assert self.pool is not None, "the engine was not warmed"
-        shape = self.programs.shape(
-            [len(sequence.prompt) for sequence in sequences], [sequence.denoising for sequence in sequences]
-        )
-        rows = self.rows(sequences, shape.batch)
-        steps = self.pace.most(self.pace.seconds.get(shape), bool(self.waiting))
-        turn = self.turn_of(shape, rows, steps)
+        prompts = [len(running.sequence.processor.prompt) for running in batch]
+        shape = self.programs.shape(prompts, [denoising_of(running) for running in batch])
+        slots = self.slots_for(batch, shape.batch)
+        rows = [self.scheduler.slots[slot] for slot in slots]
+        steps = self.pace.most(self.pace.seconds.get(shape), bool(self.scheduler.waiting))
+        inputs = self.inputs(shape, slots, rows, steps)
         pool, self.pool = self.pool, None  # lost, if this fails
         at = time.perf_counter()
-        self.pool, told = self.programs.get(DiffusionKey("turn", shape))(self.programs.params, pool, turn)
-        jax.tree.map(lambda each: each.copy_to_host_async(), told)
-        for sequence in sequences:
-            sequence.fresh = False
-        self.flight.append(Sent([self.slots[slot] for slot in rows], shape, told, at))
+        self.pool, outputs = self.programs.get(DiffusionKey("turn", shape))(self.programs.params, pool, inputs)
+        jax.tree.map(lambda each: each.copy_to_host_async(), outputs)
+        for running in batch:
+            if not running.begun:
+                running.begun, running.sequence.handle.steps = True, 0
+        self.flight.append(SentSteps(rows, shape, outputs, at))
         return True
 
-    def rows(self, sequences: Sequence[DenoisingSequence], size: int) -> list[int]:
-        """The slots of a dispatch: of the sequences, and others that fill it up; all of them in order."""
-        own = [sequence.slot for sequence in sequences if sequence.slot is not None]
-        others = [slot for slot in range(len(self.slots)) if slot not in own]
+    def slots_for(self, batch: Sequence[RunningSequence], size: int) -> list[int]:
+        """The slots of a dispatch: of those that run, and others that fill it up; all of them in order."""
+        own = [running.slot for running in batch]
+        others = [slot for slot in range(len(self.scheduler.slots)) if slot not in own]
         return sorted([*own, *others[: size - len(own)]])
 
-    def turn_of(self, shape: DiffusionShape, slots: Sequence[int], steps: int) -> Turn:
-        """Arguments of the programs for these slots."""
-        empty = self.programs.of_turn(shape)
-        fill = row_options([Denoising(1)], shape.block)
-        told = []
-        for row, slot in enumerate(slots):
-            sequence = self.slots[slot]
-            told.append(fill if sequence is None else sequence.options(shape.block))
-            if sequence is not None:
-                empty.running[row], empty.fresh[row] = True, sequence.fresh
-                empty.tokens[row, : len(sequence.prompt)] = sequence.prompt
-                empty.start[row], empty.stop[row] = len(sequence.prompt), len(sequence.prompt) + sequence.denoising.new_tokens
-        options = jax.tree.map(lambda *each: np.concatenate(each), *told)
+    def inputs(
+        self, shape: DiffusionShape, slots: Sequence[int], rows: Sequence[RunningSequence | None], steps: int
+    ) -> DispatchInputs:
+        """Inputs of a program for these slots, and who is in them."""
+        empty = self.programs.empty_inputs(shape)
+        asked = []
+        for row, running in enumerate(rows):
+            denoising = Denoising(1) if running is None else denoising_of(running)
+            asked.append(one_row(denoising, shape.block))
+            if running is not None:
+                prompt = running.sequence.processor.prompt
+                empty.running[row], empty.fresh[row] = True, not running.begun
+                empty.tokens[row, : len(prompt)] = prompt
+                empty.start[row], empty.stop[row] = len(prompt), len(prompt) + denoising.new_tokens
+        options = jax.tree.map(lambda *each: np.concatenate(each), *asked)
         return empty._replace(slots=np.asarray(slots, np.int32), options=options, limit=np.int32(steps))
 
-    def read(self, sent: Sent) -> None:
+    def read(self, sent: SentSteps) -> None:
         """Hands out the blocks that a dispatch finished.
 
         Raises:
             NotFinite: the logits of a request were not finite, which has ended; see `runtime.engine.Engine.take`.
         """
         began = time.perf_counter()
-        told = Told(*(np.asarray(each) for each in sent.told))
-        ran, failure = told.reports[:, :, 0] != NO_STEP, None
+        outputs = DispatchOutputs(*(np.asarray(each) for each in sent.outputs))
+        ran, failure = outputs.reports[:, :, 0] != NO_STEP, None
         steps = int(np.count_nonzero(ran.any(axis=1)))
         self.pace.time(sent.shape, steps, sent.at, True, began, time.perf_counter())
-        self.count(sent, told.reports[:steps])
-        for row, sequence in enumerate(sent.rows):
-            if sequence is None or sequence.handle.result is not None:
+        self.count(sent, outputs.reports[:steps])
+        for row, running in enumerate(sent.rows):
+            if running is None or running.sequence.handle.result is not None:
                 continue
             own = int(np.count_nonzero(ran[:, row]))
-            sequence.steps += own
-            sequence.handle.steps += own
+            running.steps += own
+            running.sequence.handle.steps += own
             try:
-                if (told.reports[:, row, 0] == NOT_FINITE).any():
+                if (outputs.reports[:, row, 0] == NOT_FINITE).any():
                     raise NotFinite("the model's logits are not finite")
-                update = self.blocks(sequence, told, row, bool(own) and bool(told.reports[steps - 1, row, 2]))
+                update = self.blocks(running, outputs, row, bool(own) and bool(outputs.reports[steps - 1, row, 2]))
             except Exception as error:
                 log.exception("a request failed")
                 failure = error if isinstance(error, NotFinite) else failure
                 update = RequestOutput(end="error", error=NOT_COMPUTED)
             if update is not None:
-                self.hand_out(sequence, update)
+                self.hand_out(running.sequence, update)
         if failure is not None:
             raise failure
 
-    def blocks(self, sequence: DenoisingSequence, told: Told, row: int, done: bool) -> RequestOutput | None:
+    def blocks(self, running: RunningSequence, outputs: DispatchOutputs, row: int, done: bool) -> RequestOutput | None:
         """Committed part of a sequence's response that was not handed out yet; None where that is nothing."""
-        first, mask = len(sequence.prompt), self.model.config.mask_token_id
-        response = told.tokens[row, first : first + sequence.denoising.new_tokens].tolist()
-        until = (response.index(mask) if mask in response else len(response)) if done else int(told.block_start[row]) - first
-        new = response[len(sequence.processor.tokens) : until]
+        processor, mask = running.sequence.processor, self.model.config.mask_token_id
+        first = len(processor.prompt)
+        response = outputs.tokens[row, first : first + denoising_of(running).new_tokens].tolist()
+        committed = int(outputs.block_start[row]) - first
+        until = (response.index(mask) if mask in response else len(response)) if done else committed
+        new = response[len(processor.tokens) : until]
         if not new:
             return None
-        pieces = sequence.processor.add_round(new, 0, 0, self.eos_token_ids)
+        pieces = processor.add_round(new, 0, 0, self.eos_token_ids)
         tokens = tuple(Token(one.token, one.text, one.drafted) for one in pieces)
-        steps, sequence.steps = sequence.steps, 0
-        reason = sequence.processor.finish_reason
+        steps, running.steps = running.steps, 0
+        reason = processor.finish_reason
         assert reason != "interrupted"
         assert reason is not None or not done, "a row that is done has ended"
         return RequestOutput(tokens, (Round(len(tokens), 0, 0, f"{steps} steps"),), reason)
 
-    def count(self, sent: Sent, reports: np.ndarray) -> None:
+    def count(self, sent: SentSteps, reports: np.ndarray) -> None:
         """Counts the steps of a dispatch."""
         ran, counted = int(np.count_nonzero(reports[:, :, 0] != NO_STEP)), self.counted
         counted.dispatches += 1
@@ -270,6 +224,3 @@ class DiffusionEngine(Service[DenoisingSequence]):
         counted.padding_rows += reports.shape[0] * reports.shape[1] - ran
         for span in reports[:, 0, 1].tolist():
             counted.widths[SPANS[span]] = counted.widths.get(SPANS[span], 0) + 1
-
-    def standing(self) -> dict[str, Any]:
-        return {"running": len(self.running), "slots": len(self.slots)}

@@ -6,6 +6,7 @@ Sources: LLaDA (arXiv 2502.09992, Algorithms 4 and 5), Dream (arXiv 2508.15487),
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import jax
@@ -243,3 +244,9 @@ def row_options(requests: Sequence[Denoising], longest: int) -> RowOptions:
         ignore_eos=each([r.ignore_eos for r in requests], bool),
         sampling=row_sampling([r.sampling() for r in requests], [0] * len(requests)),
     )
+
+
+@lru_cache(maxsize=256)
+def one_row(request: Denoising, longest: int) -> RowOptions:
+    """A request's own row of `row_options`, which the dispatches of an engine share: not to be written to."""
+    return row_options([request], longest)

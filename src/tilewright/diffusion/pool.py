@@ -41,7 +41,7 @@ class Pool:
     caches: Any
 
 
-class Turn(NamedTuple):
+class DispatchInputs(NamedTuple):
     """Rows and steps of a dispatch.
 
     Attributes:
@@ -63,11 +63,11 @@ class Turn(NamedTuple):
     limit: Any
 
 
-class Told(NamedTuple):
+class DispatchOutputs(NamedTuple):
     """Report of a dispatch, as the host reads it.
 
     Attributes:
-        reports: of its steps, `StepInfo.packed`, `[most, b, _]`.
+        reports: of its steps, `DenoisingStepInfo.packed`, `[most, b, _]`.
         tokens: `[b, s]`.
         block_start: where each row's current block begins, `[b]`: what stands before it is committed.
     """
@@ -99,22 +99,22 @@ def put_back(pool: Pool, rows: Pool, slots: Int[Array, " b"]) -> Pool:
     return jax.tree.map(of, pool, rows)
 
 
-def begun(rows: Pool, turn: Turn) -> DiffusionState:
+def begun(rows: Pool, inputs: DispatchInputs) -> DiffusionState:
     """The rows of a dispatch at its beginning: fresh ones with nothing done, and those that fill it with nothing to do."""
 
     def where_fresh(new: Any, old: Array) -> Array:
-        return jnp.where(turn.fresh.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+        return jnp.where(inputs.fresh.reshape(-1, *[1] * (old.ndim - 1)), new, old)
 
     return DiffusionState(
-        tokens=where_fresh(turn.tokens, rows.tokens),
-        start=turn.start,
-        stop=turn.stop,
+        tokens=where_fresh(inputs.tokens, rows.tokens),
+        start=inputs.start,
+        stop=inputs.stop,
         step=where_fresh(0, rows.step),
         block_step=where_fresh(0, rows.block_step),
-        block_start=where_fresh(turn.start, rows.block_start),
+        block_start=where_fresh(inputs.start, rows.block_start),
         changed=where_fresh(False, rows.changed),
-        done=where_fresh(False, rows.done) | ~turn.running,
-        options=turn.options,
+        done=where_fresh(False, rows.done) | ~inputs.running,
+        options=inputs.options,
         caches=rows.caches,
     )
 
@@ -168,13 +168,13 @@ class PoolPrograms(DiffusionPrograms):
             caches=self.allocate(self.whole),
         )
 
-    def of_turn(self, shape: DiffusionShape) -> Turn:
+    def empty_inputs(self, shape: DiffusionShape) -> DispatchInputs:
         """One in which nothing runs, for its shapes and for what fills up; arrays of the host."""
         slots = np.arange(shape.batch, dtype=np.int32)
         zeros, none = np.zeros(shape.batch, np.int32), np.zeros(shape.batch, bool)
         tokens = np.full((shape.batch, shape.positions), self.config.mask_token_id, np.int32)
         options = row_options([Denoising(1)] * shape.batch, shape.block)
-        return Turn(slots, none, none.copy(), tokens, zeros, zeros.copy(), options, np.int32(0))
+        return DispatchInputs(slots, none, none.copy(), tokens, zeros, zeros.copy(), options, np.int32(0))
 
     def compile(self, key: DiffusionKey) -> jax.stages.Compiled:
         if key.name == "pool":
@@ -187,13 +187,15 @@ class PoolPrograms(DiffusionPrograms):
         run.__name__ = "turn"  # type: ignore[attr-defined]
         pool = jax.eval_shape(self.pool)
         run = run if self.placement is None else self.sharded(run, pool)
-        return self.compile_run(run, pool, self.of_turn(key.shape))
+        return self.compile_run(run, pool, self.empty_inputs(key.shape))
 
-    def run(self, shape: DiffusionShape, params: DecoderParams, pool: Pool, turn: Turn) -> tuple[Pool, Told]:
+    def run(
+        self, shape: DiffusionShape, params: DecoderParams, pool: Pool, inputs: DispatchInputs
+    ) -> tuple[Pool, DispatchOutputs]:
         """A dispatch. DONATES pool."""
         in_place = (shape.batch, shape.positions) == (self.whole.batch, self.whole.positions)
-        rows = pool if in_place else taken(pool, turn.slots, shape.positions)
-        state, reports = run_steps(self.denoiser(shape), params, begun(rows, turn), turn.limit)
+        rows = pool if in_place else taken(pool, inputs.slots, shape.positions)
+        state, reports = run_steps(self.denoiser(shape), params, begun(rows, inputs), inputs.limit)
         after = Pool(**{name: getattr(state, name) for name in vars(pool)})
-        told = Told(reports, state.tokens, state.block_start)
-        return after if in_place else put_back(pool, after, turn.slots), told
+        outputs = DispatchOutputs(reports, state.tokens, state.block_start)
+        return after if in_place else put_back(pool, after, inputs.slots), outputs

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from tilewright.diffusion.options import Denoising
 from tilewright.runtime.request import check_deadline
@@ -26,14 +25,16 @@ class DenoisingRequest:
     stop: tuple[str, ...] = ()
     deadline_s: float | None = None
     max_tokens: int | None = None
-    logprobs: ClassVar[None] = None
-    """A response does not come token by token: no token has a probability given those before it."""
 
     def __post_init__(self) -> None:
         check_deadline(self.deadline_s)
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"expected max_tokens of at least 1, found {self.max_tokens}")
         Sampling(stop=self.stop)  # says what is wrong with the strings
+
+    @property
+    def logprobs(self) -> None:
+        """None: a response does not come token by token, so no token has a probability given those before it."""
 
     @property
     def sampling(self) -> Sampling:

@@ -53,13 +53,13 @@ class DiffusionState:
 
     @property
     def visible(self) -> Int[Array, " B"]:
-        """Where the positions end that a step knows of."""
+        """End of the positions that a step knows of."""
         return jnp.minimum(self.block_stop + self.options.suffix_window, self.stop)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """Positions that the next step of each row computes, `[B]` each.
 
     Attributes:
@@ -76,7 +76,7 @@ class Plan:
     span: Any
 
 
-def plan(state: DiffusionState, shifted: bool) -> Plan:
+def plan(state: DiffusionState, shifted: bool) -> StepPlan:
     """Positions that each row's mode asks for at its step.
 
     Args:
@@ -97,10 +97,10 @@ def plan(state: DiffusionState, shifted: bool) -> Plan:
     exact = ~sparse | full
     of_block = within & mode[MODES.index("dual")]
     span = jnp.where(of_block, 0, jnp.where(narrow | within, 1, 2))
-    return Plan(first, last, response, exact, jnp.where(state.done, 0, span))
+    return StepPlan(first, last, response, exact, jnp.where(state.done, 0, span))
 
 
-def window_of(state: DiffusionState, what: Plan, size: int) -> Window:
+def window_of(state: DiffusionState, what: StepPlan, size: int) -> Window:
     """The window of so many positions that holds what a step computes."""
     options, length = state.options, state.tokens.shape[1]
     begin = jnp.clip(what.first, 0, length - size)
@@ -124,7 +124,7 @@ def window_of(state: DiffusionState, what: Plan, size: int) -> Window:
 
 
 def ended(tokens: Int[Array, "B S"], state: DiffusionState, mask: int, eos: tuple[int, ...]) -> Bool[Array, " B"]:
-    """Which rows have an end-of-sequence token in their response, and no mask before it."""
+    """Mask of the rows that have an end-of-sequence token in their response, and no mask before it."""
     place = jnp.arange(tokens.shape[1])[None]
     inside = (place >= state.start[:, None]) & (place < state.stop[:, None])
     is_eos = jnp.zeros(tokens.shape, bool)

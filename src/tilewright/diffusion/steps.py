@@ -13,7 +13,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from tilewright.diffusion.commit import Choices, choose, commits
-from tilewright.diffusion.state import SPANS, DiffusionState, Plan, Span, ended, plan, window_of
+from tilewright.diffusion.state import SPANS, DiffusionState, Span, StepPlan, ended, plan, window_of
 from tilewright.diffusion.window import BUCKETS, Trace, run_window
 from tilewright.kernels.operations import Operations
 from tilewright.models import diffusion
@@ -61,7 +61,7 @@ class Denoiser:
         return min(-(-width // multiple) * multiple, positions)
 
 
-class StepInfo(NamedTuple):
+class DenoisingStepInfo(NamedTuple):
     """Report of a step, and all that the host reads of it; int32.
 
     Attributes:
@@ -104,7 +104,7 @@ def predicted(
 
 
 def look(
-    how: Denoiser, span: Span, params: DecoderParams, state: DiffusionState, what: Plan
+    how: Denoiser, span: Span, params: DecoderParams, state: DiffusionState, what: StepPlan
 ) -> tuple[Float[Array, "B W H"], Array, Any, Trace | None]:
     """A pass of a span: the residual stream, where its window begins, the caches, and how it went."""
     length = state.tokens.shape[1]
@@ -182,7 +182,9 @@ def choices(how: Denoiser, state: DiffusionState, logits_of: Callable[[Array], A
     return jax.tree.map(lambda x: x[:, : how.block], found)
 
 
-def step_span(how: Denoiser, span: Span, params: DecoderParams, state: DiffusionState) -> tuple[DiffusionState, StepInfo]:
+def step_span(
+    how: Denoiser, span: Span, params: DecoderParams, state: DiffusionState
+) -> tuple[DiffusionState, DenoisingStepInfo]:
     """One step of a batch none of whose rows asks for more than this span."""
     what = plan(state, how.config.shifted)
     x, begin, caches, trace = look(how, span, params, state, what)
@@ -199,7 +201,9 @@ def step_span(how: Denoiser, span: Span, params: DecoderParams, state: Diffusion
     count = jnp.where(state.done, NO_STEP, jnp.where(failed, NOT_FINITE, jnp.sum(taken, axis=1)))
     layers = how.config.decoder.num_layers
     salient = jnp.zeros((len(count), layers), jnp.int32) if trace is None else jnp.sum(trace.salient, axis=2).T
-    return after, StepInfo(count.astype(jnp.int32), jnp.int32(SPANS.index(span)), after.done, salient.astype(jnp.int32))
+    return after, DenoisingStepInfo(
+        count.astype(jnp.int32), jnp.int32(SPANS.index(span)), after.done, salient.astype(jnp.int32)
+    )
 
 
 def commit(
@@ -232,7 +236,7 @@ def commit(
     )
 
 
-def step_of(how: Denoiser) -> Callable[[DecoderParams, DiffusionState], tuple[DiffusionState, StepInfo]]:
+def step_of(how: Denoiser) -> Callable[[DecoderParams, DiffusionState], tuple[DiffusionState, DenoisingStepInfo]]:
     """A step of whatever span the rows ask for, chosen on the device.
 
     Each span is a loop of one turn or none: what XLA gives to a branch it copies on a CPU, and the caches are large.
@@ -240,12 +244,12 @@ def step_of(how: Denoiser) -> Callable[[DecoderParams, DiffusionState], tuple[Di
     if len(how.spans) == 1 or how.dense:
         return lambda params, state: step_span(how, "whole", params, state)
 
-    def step(params: DecoderParams, state: DiffusionState) -> tuple[DiffusionState, StepInfo]:
+    def step(params: DecoderParams, state: DiffusionState) -> tuple[DiffusionState, DenoisingStepInfo]:
         offered = [SPANS.index(span) for span in how.spans]
         asked = jnp.max(plan(state, how.config.shifted).span)
         least = jnp.min(jnp.where(jnp.asarray(offered) >= asked, jnp.asarray(offered), len(SPANS)))
         layers = how.config.decoder.num_layers
-        nothing = StepInfo(
+        nothing = DenoisingStepInfo(
             jnp.zeros_like(state.step), jnp.int32(0), state.done, jnp.zeros((len(state.step), layers), jnp.int32)
         )
         carry = (state, nothing)

@@ -165,7 +165,7 @@ class Pass:
 
     @property
     def rows(self) -> Int[Array, "B W"]:
-        """Where the window's positions lie in the flat caches."""
+        """Places of the window's positions in the flat caches."""
         batch = jnp.arange(len(self.window.positions), dtype=jnp.int32)[:, None]
         return batch * self.positions + self.window.positions
 

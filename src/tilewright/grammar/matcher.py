@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from tilewright.grammar.grammar import Grammar
 from tilewright.grammar.trial import Trial
-from tilewright.grammar.worker import Setting, compiled, made_tokenizer
+from tilewright.grammar.worker import CompilerSettings, compiled, made_tokenizer
 from tilewright.runtime.constraints import Constraint, ConstraintError
 
 KEPT = 32
@@ -52,7 +52,7 @@ class Compiler:
             raise ValueError("grammars are matched by llguidance: pip install 'tilewright[grammar]'")
         if not eos:
             raise ValueError("expected a model that names a token which ends a text, found one that names none")
-        setting = Setting(tokenizer.to_str(), vocab, list(eos), TRIAL_BYTES)
+        setting = CompilerSettings(tokenizer.to_str(), vocab, list(eos), TRIAL_BYTES)
         try:
             self.tokenizer = made_tokenizer(setting)
         except Exception as error:  # the library raises nothing more specific
@@ -87,7 +87,7 @@ class Compiler:
 
 
 def refusal(grammar: Grammar, why: str) -> str:
-    """Why a grammar is refused, in the matcher's words, and in a schema where it is that it means."""
+    """Reason why a grammar is refused, in the matcher's words, and in a schema where it is that it means."""
     named = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "grammar"}[grammar.kind]
     if "NoExtension" in why:
         why = "no text satisfies it"
@@ -124,7 +124,7 @@ class Matcher:
 
 
 class Matching:
-    """Where one text stands in a grammar; see `runtime.constraints.ConstraintState`."""
+    """State of one text in a grammar; see `runtime.constraints.ConstraintState`."""
 
     def __init__(self, matcher: Any, eos: Sequence[int]):
         self.matcher, self.eos = matcher, eos

@@ -8,7 +8,7 @@ import threading
 import weakref
 
 from tilewright.grammar.grammar import Grammar
-from tilewright.grammar.worker import Setting
+from tilewright.grammar.worker import CompilerSettings
 
 STARTS_WITHIN_S = 60.0
 """Seconds that the process may take to begin: it reads a tokenizer, on a machine that may be busy."""
@@ -17,13 +17,13 @@ STARTS_WITHIN_S = 60.0
 class Trial:
     """Tries grammars one after the other; safe to use from several threads."""
 
-    def __init__(self, setting: Setting):
+    def __init__(self, setting: CompilerSettings):
         self.setting, self.lock = setting, threading.Lock()
         self.process: subprocess.Popen[str] | None = None
         self.end: weakref.finalize[[subprocess.Popen[str]], Trial] | None = None
 
     def refusal(self, grammar: Grammar, seconds: float) -> str:
-        """Why a grammar cannot be used, or nothing.
+        """Reason why a grammar cannot be used, or nothing.
 
         Args:
             seconds: that compiling it may take.

@@ -1,7 +1,7 @@
 """A process that compiles grammars on trial, so that one that takes too long or too much is ended with it.
 
-It imports llguidance alone. The first line of its input is a `Setting`, each further one a grammar as (kind, text). It answers
-each with a line: why the grammar cannot be used, in the matcher's words, or nothing. All of it is JSON.
+It imports llguidance alone. The first line of its input is a `CompilerSettings`, each further one a grammar as (kind, text). It
+answers each with a line: why the grammar cannot be used, in the matcher's words, or nothing. All of it is JSON.
 """
 
 import json
@@ -15,7 +15,7 @@ ON_ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_s
 forced."""
 
 
-class Setting(NamedTuple):
+class CompilerSettings(NamedTuple):
     """Tokens and bounds over which grammars are compiled.
 
     Attributes:
@@ -31,7 +31,7 @@ class Setting(NamedTuple):
     most_bytes: int = 0
 
 
-def made_tokenizer(setting: Setting) -> Any:
+def made_tokenizer(setting: CompilerSettings) -> Any:
     """The tokenizer as the matcher has it."""
     from llguidance import LLTokenizer
 
@@ -67,7 +67,7 @@ def bound_memory(most_bytes: int) -> None:
 
 
 def main() -> None:
-    setting = Setting(*json.loads(sys.stdin.readline()))
+    setting = CompilerSettings(*json.loads(sys.stdin.readline()))
     tokenizer = made_tokenizer(setting)
     bound_memory(setting.most_bytes)
     for line in sys.stdin:

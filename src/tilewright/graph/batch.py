@@ -83,7 +83,7 @@ class GraphBatch:
 
     @property
     def rows(self) -> Bool[Array, " N"]:
-        """Which rows are nodes."""
+        """Mask of the rows that are nodes."""
         return self.nodes != PADDING
 
     def features(self, features: Array) -> Array:
@@ -178,7 +178,7 @@ def pack(data: GraphData, ids: Int[np.ndarray, "*batches B"], capacity: Capacity
 
 
 def ragged(counts: Int[np.ndarray, "L B"]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Where things go of which graph g of batch b has `counts[b, g]`: for each its batch, its place there, its graph, and its
+    """Places of things of which graph g of batch b has `counts[b, g]`: for each its batch, its place there, its graph, and its
     number in that graph."""
     flat = counts.ravel()
     owner = np.repeat(np.arange(flat.size), flat)

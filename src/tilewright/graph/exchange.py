@@ -225,7 +225,7 @@ extreme.defvjp(extreme_forward, extreme_backward)
 
 
 def reaches(x: Array, best: Array, source: Array, row: Array, weight: tuple[Array, ...]) -> Array:
-    """Whether a source's message is the extreme of a row."""
+    """True if a source's message is the extreme of a row."""
     message = take(x, source).astype(jnp.float32)
     return (message * weight[0][:, None] if weight else message) == take(best, row)
 

@@ -109,7 +109,7 @@ class PartitionedTable:
 
     @property
     def rows(self) -> Bool[Array, " rows"]:
-        """Which rows are nodes and no padding."""
+        """Mask of the rows that are nodes and no padding."""
         return self.order < self.nodes
 
     @property
@@ -231,7 +231,7 @@ def checked_axis(mesh: Mesh, axis: str | None) -> str:
 
 
 def cut(degrees: build.Ids, count: int) -> build.Ids:
-    """Where each of `count` blocks starts, and where the last ends: nodes and edges weigh as much in total."""
+    """Starts of `count` blocks, and the end of the last: nodes and edges weigh as much in total."""
     cost = np.cumsum(degrees / max(1, degrees.sum()) + 1 / max(1, degrees.size))
     ends = np.searchsorted(cost, np.arange(1, count) / count * cost[-1:].sum() * (1 + 1e-9), side="right")
     return np.concatenate([[0], ends, [degrees.size]])

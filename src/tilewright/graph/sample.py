@@ -52,7 +52,7 @@ class SampledLayer:
         return x[self.num_nodes :].reshape(self.num_nodes, self.fan_out, *x.shape[1:])
 
     def filled(self, dims: int) -> Bool[Array, "N K *ones"]:
-        """Which slots are no padding, with `dims` dims of one behind."""
+        """Mask of the slots that are no padding, with `dims` dims of one behind."""
         return (jnp.arange(self.fan_out) < self.degrees[:, None]).reshape(self.num_nodes, self.fan_out, *[1] * dims)
 
     def aggregate(

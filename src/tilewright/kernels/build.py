@@ -25,7 +25,7 @@ ISA = "isa"
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept: `TILEWRIGHT_CACHE`, or below the user's cache folder."""
+    """Folder that keeps compiled kernels: `TILEWRIGHT_CACHE`, or below the user's cache folder."""
     named = os.environ.get("TILEWRIGHT_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(named) if named else Path(base) / "tilewright"
@@ -62,7 +62,7 @@ def library_name(operation: str, include: Path, isa: str | None = None) -> str:
 
 
 def digest_file(library: Path) -> Path:
-    """Where a library's own digest is noted."""
+    """File that notes a library's own digest."""
     return library.with_name(f"{library.name}.sha256")
 
 

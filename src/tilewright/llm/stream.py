@@ -9,7 +9,7 @@ from tilewright.runtime.engine import Engine
 from tilewright.runtime.interfaces import Choice
 from tilewright.runtime.output import Generation, OutputProcessor, Piece, Result
 from tilewright.runtime.programs import STEPS_PER_DISPATCH, ProgramKey
-from tilewright.runtime.request import GenerateRequest, RequestHandle, RequestOutput
+from tilewright.runtime.request import GenerateRequest, RequestOutput
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.scheduler import TokenSequence
 from tilewright.runtime.state import DecodeState
@@ -48,9 +48,9 @@ class Stream:
 
         request = GenerateRequest(prompt, sampling, constraint=constraint)
         self.engine.check(request)
-        sequence = self.engine.sequence(request, RequestHandle(request, 0), listen)
+        sequence = self.engine.sequence(request, listen)
         self.engine.enter(sequence)
-        self.engine.wait(sequence)
+        self.engine.scheduler.wait(sequence)
         return sequence
 
     @property

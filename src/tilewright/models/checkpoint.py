@@ -31,7 +31,7 @@ from tilewright.kernels.select import computes_bfloat16
 from tilewright.models import gguf
 from tilewright.models.decoder import EMBEDDING, DecoderConfig, DecoderParams, config_from_hf, declare, text_tensor
 from tilewright.models.params import AUTO, ArraySpec, Bounds, each, from_tensors, held_parts, spec_leaves, to_tensors
-from tilewright.models.quantised import Layout, quantised_layout
+from tilewright.models.quantised import WeightLayout, quantised_layout
 from tilewright.models.stored import (
     FLOATS,
     StoredTensor,
@@ -195,7 +195,7 @@ def _compare(specs: Iterable[ArraySpec], stored: Mapping[str, StoredTensor]) -> 
 
 
 def _match(
-    folder: Path, specs: object, rename: Callable[[str], str], ignore: Callable[[str], bool], layout: Layout | None
+    folder: Path, specs: object, rename: Callable[[str], str], ignore: Callable[[str], bool], layout: WeightLayout | None
 ) -> dict[str, StoredTensor]:
     """The stored tensor of each declared name, or one error that lists all that does not fit."""
     kept = [tensor for tensor in stored_tensors(folder, layout) if not ignore(tensor.name)]
@@ -208,7 +208,7 @@ def _match(
     return stored
 
 
-def stored_tensors(folder: Path, layout: Layout | None) -> list[StoredTensor]:
+def stored_tensors(folder: Path, layout: WeightLayout | None) -> list[StoredTensor]:
     """What a folder's files hold, matrices in several tensors and those of experts as one."""
     headers = read_headers(weight_files(folder))
     try:
@@ -228,7 +228,7 @@ def _none(name: str) -> bool:
 def load_params(
     folder: Path, specs: Tree, dtype: DTypeLike, *, rename: Callable[[str], str] = _same,
     ignore: Callable[[str], bool] = _none, console: Console | None = None, shardings: Tree | None = None,
-    ops: Operations | None = None, layout: Layout | None = None,
+    ops: Operations | None = None, layout: WeightLayout | None = None,
 ) -> Tree:  # fmt: skip
     """Reads the arrays that `specs` declare from a folder's files: the tree with a JAX array for each spec.
 

@@ -108,7 +108,7 @@ class DFlashConfig(Sizes):
 
     @property
     def variations(self) -> tuple[str, ...]:
-        """What it has that only some published drafters have, in words."""
+        """Features that it has and only some published drafters have, in words."""
         found = {
             "windows": self.sliding_layers, "causal layers": self.causal_layers, "attention sinks": self.attention_sinks,
             "a scale of values": self.value_scale != 1, "an embedding of its own": self.own_embedding,

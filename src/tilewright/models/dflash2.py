@@ -54,7 +54,7 @@ class DFlash2Config(DFlashConfig):
 
 
 def is_dflash2(fields: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` declares a drafter of this kind."""
+    """True if a `config.json` declares a drafter of this kind."""
     names = fields.get("architectures")
     return isinstance(names, list) and ARCHITECTURE in names
 

@@ -78,7 +78,7 @@ class DiffusionConfig:
 
 
 def is_diffusion(folder: Path) -> bool:
-    """Whether a folder holds a LLaDA or Dream. Raises a `ValueError` if it holds no configuration."""
+    """True if a folder holds a LLaDA or Dream. Raises a `ValueError` if it holds no configuration."""
     return read_config(folder).get("model_type") in MODEL_TYPES
 
 

@@ -71,7 +71,7 @@ def check_fields(read: ConfigReader, inner: Mapping[str, Any], own: Collection[s
 
 
 def read_attention(read: ConfigReader, layers: int, slots: int) -> dict[str, Any]:
-    """Which layers have a window, and in which a block's slots see only those before them, by the names of `DFlashConfig`.
+    """Layers that have a window, and those in which a block's slots see only those before them, by the names of `DFlashConfig`.
 
     The rules are those of the published code and, for `use_swa` and `causal`, of vLLM: layers that `layer_types` calls sliding
     are causal unless something says otherwise.

@@ -58,7 +58,7 @@ class DSparkConfig(DFlashConfig):
 
 
 def is_dspark(fields: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` declares a drafter of this kind."""
+    """True if a `config.json` declares a drafter of this kind."""
     names = fields.get("architectures")
     return isinstance(names, list) and len(names) == 1 and names[0] in ARCHITECTURES
 
@@ -138,7 +138,7 @@ def stored_name(name: str) -> str:
 
 
 def is_passed_over(name: str) -> bool:
-    """Whether a stored tensor is not read: the confidence head."""
+    """True if a stored tensor is not read: the confidence head."""
     return name.startswith("confidence_head.")
 
 

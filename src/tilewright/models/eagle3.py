@@ -101,7 +101,7 @@ def _eagle_fields(read: ConfigReader) -> None:
 
 
 def is_eagle3(fields: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` is that of an EAGLE-3 drafter.
+    """True if a `config.json` is that of an EAGLE-3 drafter.
 
     Some do not say so, and are told by their draft vocabulary; but DFlash's kinds, which name themselves, may have one, too.
     """

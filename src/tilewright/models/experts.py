@@ -77,7 +77,7 @@ class ExpertNames:
 @partial(jax.tree_util.register_dataclass, data_fields=["weight", "bias", "expert_bias"], meta_fields=["mixture"])
 @dataclass(frozen=True)
 class Router:
-    """What a layer with experts has besides their matrices.
+    """Scores, and biases, of a layer with experts.
 
     Attributes:
         weight, bias: of the experts' scores, `[H, E]` and `[E]`.
@@ -126,7 +126,7 @@ def route(mixture: Mixture, scores: Float[Array, "R E"]) -> tuple[Int[Array, "R 
     return experts, jnp.exp(best - jax.nn.logsumexp(scores.astype(jnp.float32), axis=-1, keepdims=True))
 
 
-class Groups(NamedTuple):
+class ExpertRows(NamedTuple):
     """Rows in the order of their experts: R * K of them, a row as often as it has experts.
 
     Attributes:
@@ -142,7 +142,7 @@ class Groups(NamedTuple):
     sizes: Int[Array, " held"]
 
 
-def grouped(experts: Int[Array, "R K"], held: int, first: Array | int = 0, count: Int[Array, ""] | None = None) -> Groups:
+def grouped(experts: Int[Array, "R K"], held: int, first: Array | int = 0, count: Int[Array, ""] | None = None) -> ExpertRows:
     """Puts rows in the order of their experts.
 
     Args:
@@ -158,7 +158,7 @@ def grouped(experts: Int[Array, "R K"], held: int, first: Array | int = 0, count
     order = jnp.argsort(own, stable=True)
     places = jnp.zeros(r * k, jnp.int32).at[order].set(jnp.arange(r * k, dtype=jnp.int32), unique_indices=True)
     sizes = jnp.sum(own[:, None] == jnp.arange(held), axis=0, dtype=jnp.int32)
-    return Groups(order // k, places.reshape(r, k), jnp.minimum(own[order], held - 1), sizes)
+    return ExpertRows(order // k, places.reshape(r, k), jnp.minimum(own[order], held - 1), sizes)
 
 
 def mixture_mlp(

@@ -332,7 +332,7 @@ class GGUFCheckpoint:
         return part[tuple(slice(None) for _ in part.get_shape())]
 
     def row_order(self, name: str) -> np.ndarray | None:
-        """Which of the file's rows is each row of a projection of queries or keys, where the rotation is pairwise."""
+        """Index among the file's rows of each row of a projection of queries or keys, where the rotation is pairwise."""
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         part = next((part for part in heads if f".{part}." in name), None)
         if part is None or not self.family.pairwise:

@@ -28,7 +28,7 @@ BATCH_NORM_MOMENTUM, BATCH_NORM_EPS = 0.1, 1e-5
 
 @runtime_checkable
 class Neighbours(Protocol):
-    """Who the neighbours of each row are, and how to reduce over them.
+    """Neighbours of each row, and how to reduce over them.
 
     Attributes:
         num_nodes: rows that come out, N.

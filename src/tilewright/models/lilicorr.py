@@ -85,7 +85,7 @@ class LiLiCorrConfig(DFlashConfig):
 
 
 def is_lilicorr(fields: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` declares a drafter of this kind."""
+    """True if a `config.json` declares a drafter of this kind."""
     return fields.get("architectures") == [ARCHITECTURE]
 
 

@@ -84,7 +84,7 @@ class ArraySpec:
         return shape if self.rows is None else (*shape[:-2], self.rows[1], *shape[-1:])
 
     def stored_bounds(self, bounds: Bounds) -> Bounds:
-        """Where a part of the array lies in the checkpoint's tensor."""
+        """Bounds of a part of the array in the checkpoint's tensor."""
         places = turned(bounds) if self.transposed else bounds
         if self.rows is None:
             return places

@@ -41,7 +41,7 @@ ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale", "output_
 
 
 @runtime_checkable
-class Weights(Protocol):
+class StoredWeight(Protocol):
     """One matrix as a layout has read it."""
 
     def weights(self) -> np.ndarray:
@@ -153,8 +153,8 @@ def in_words(words: np.ndarray) -> np.ndarray:
 
 
 @runtime_checkable
-class Layout(Protocol):
-    """Layout in which a checkpoint holds the weight of a linear layer.
+class WeightLayout(Protocol):
+    """WeightLayout in which a checkpoint holds the weight of a linear layer.
 
     Attributes:
         name: as users read it.
@@ -186,7 +186,7 @@ class Layout(Protocol):
         """The shape of the "weight", and those that the others have to have, by that of the first that it needs."""
         ...
 
-    def read(self, arrays: Arrays) -> Weights: ...
+    def read(self, arrays: Arrays) -> StoredWeight: ...
 
 
 class OfMatrix:
@@ -410,7 +410,7 @@ class ExpertMxfp4:
         return ExpertFloats(arrays["blocks"], arrays["scales"])
 
 
-def quantised_layout(config: Mapping[str, Any] | None) -> Layout | None:
+def quantised_layout(config: Mapping[str, Any] | None) -> WeightLayout | None:
     """The layout that a `quantization_config` names; None where there is no such configuration.
 
     Raises:
@@ -464,7 +464,7 @@ def gptq_layout(config: Mapping[str, Any]) -> Gptq:
     return Gptq(size_of(config.get("group_size"), "gptq"), config.get("checkpoint_format") == "gptq_v2")
 
 
-def compressed_layout(config: Mapping[str, Any]) -> Layout:
+def compressed_layout(config: Mapping[str, Any]) -> WeightLayout:
     """The settings of compressed-tensors' only group of layers: layers that are quantised in several ways are refused."""
     groups = list((config.get("config_groups") or {}).values())
     formats = {group.get("format") or config.get("format") for group in groups}

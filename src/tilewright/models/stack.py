@@ -38,7 +38,7 @@ class Rows(NamedTuple):
 
     @property
     def divisible(self) -> bool:
-        """Whether they can be divided along their positions, so that later ones see the earlier ones in a cache."""
+        """True if they can be divided along their positions, so that later ones see the earlier ones in a cache."""
         return hasattr(self.seen, "positions")
 
     def positions(self, first: int, count: int) -> "Rows":

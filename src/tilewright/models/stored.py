@@ -21,7 +21,7 @@ from tilewright.kernels.linear.blocks import QuantisedMatrix, side_by_side
 from tilewright.kernels.linear.scaled import ScaledMatrix
 from tilewright.models import gguf
 from tilewright.models.params import ArraySpec, Bounds, bits
-from tilewright.models.quantised import ACTIVATIONS, Layout, Scaled
+from tilewright.models.quantised import ACTIVATIONS, Scaled, WeightLayout
 
 DTYPES: dict[str, Any] = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, "F8_E4M3": jnp.float8_e4m3fn,
@@ -137,7 +137,7 @@ class StoredTensor(NamedTuple):
     dtype: str
     quantised: str = ""
     kept: str = ""
-    layout: Layout | None = None
+    layout: WeightLayout | None = None
     parts: Mapping[str, "StoredTensor"] | None = None
     members: tuple["StoredTensor", ...] = ()
 
@@ -180,7 +180,7 @@ def some(entries: Iterable[str]) -> str:
     return ", ".join(names[:LISTED]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def gathered(tensors: Iterable[StoredTensor], layout: Layout) -> list[StoredTensor]:
+def gathered(tensors: Iterable[StoredTensor], layout: WeightLayout) -> list[StoredTensor]:
     """Tensors with one `weight` in place of those that a layout takes for one.
 
     Raises:
@@ -234,7 +234,7 @@ def stacked(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
     return found
 
 
-def misfit(parts: Mapping[str, StoredTensor], layout: Layout) -> str:
+def misfit(parts: Mapping[str, StoredTensor], layout: WeightLayout) -> str:
     """Problems of the tensors of one layer; empty if there are none."""
     if missing := [suffix for suffix in layout.needs if suffix not in parts]:
         return f"it lacks {', '.join(missing)}"
@@ -309,6 +309,6 @@ def read_kept(
 
 
 def finite(values: np.ndarray) -> bool:
-    """Whether all are finite; told by their bits, which leaves other threads running and takes half the time of `isfinite`."""
+    """True if all are finite; told by their bits, which leaves other threads running and takes half the time of `isfinite`."""
     exponent = bits(values).dtype.type(EXPONENTS[values.dtype.name])
     return not np.any((bits(values) & exponent) == exponent)

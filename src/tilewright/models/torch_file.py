@@ -46,12 +46,12 @@ class TorchTensor(NamedTuple):
     strides: tuple[int, ...]
 
 
-class Refused(ValueError):
+class NotATensor(ValueError):
     """Something in a description that no plain tensor needs."""
 
 
 def load_tensors(path: Path) -> Any:
-    """What a file holds: an array, or a mapping with arrays, numbers and texts.
+    """Content of a file: an array, or a mapping with arrays, numbers and texts.
 
     Raises:
         ValueError: it is no such file, is damaged, or holds anything else; it names the file.
@@ -60,13 +60,13 @@ def load_tensors(path: Path) -> Any:
         with zipfile.ZipFile(path) as archive:
             (name,) = (each for each in archive.namelist() if each.endswith("/data.pkl"))
             if archive.getinfo(name).file_size > MOST_BYTES:
-                raise Refused(f"a description of more than {MOST_BYTES:,} bytes")
+                raise NotATensor(f"a description of more than {MOST_BYTES:,} bytes")
             found = described(archive.read(name))
             folder = name.removesuffix("data.pkl")
             if isinstance(found, Mapping):
                 return {key: read(archive, folder, value) for key, value in found.items()}
             return read(archive, folder, found)
-    except Refused as error:
+    except NotATensor as error:
         raise ValueError(f"{path}: expected plain tensors, found {error}") from error
     except (OSError, ValueError, KeyError, IndexError, TypeError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} is not a readable file of torch.save: {error}") from error
@@ -79,12 +79,12 @@ def read(archive: zipfile.ZipFile, folder: str, value: Any) -> Any:
     dtype, size = np.dtype(value.storage.dtype), prod(value.shape)
     steps = [prod(value.shape[n + 1 :]) for n in range(len(value.shape))]
     if any(length > 1 and stride != step for length, stride, step in zip(value.shape, value.strides, steps, strict=True)):
-        raise Refused("a tensor whose numbers do not lie row after row")
+        raise NotATensor("a tensor whose numbers do not lie row after row")
     if f"{folder}byteorder" in archive.namelist() and archive.read(f"{folder}byteorder") != b"little":
-        raise Refused("numbers whose highest byte comes first")
+        raise NotATensor("numbers whose highest byte comes first")
     numbers = archive.getinfo(f"{folder}data/{value.storage.key}")
     if numbers.compress_type != zipfile.ZIP_STORED or min(value.offset, size) < 0:
-        raise Refused("numbers that are compressed, or lie nowhere")
+        raise NotATensor("numbers that are compressed, or lie nowhere")
     with archive.open(numbers) as file:
         file.seek(value.offset * dtype.itemsize)
         held = file.read(size * dtype.itemsize)
@@ -92,7 +92,7 @@ def read(archive: zipfile.ZipFile, folder: str, value: Any) -> Any:
 
 
 def called(function: Any, arguments: tuple[Any, ...]) -> Any:
-    """What a call in the description stands for."""
+    """Value that a call in the description stands for."""
     match function, arguments:
         case Global(name), (Storage() as storage, int(offset), tuple(shape), tuple(strides), *_) if name == REBUILD:
             return TorchTensor(storage, offset, shape, strides)
@@ -100,7 +100,7 @@ def called(function: Any, arguments: tuple[Any, ...]) -> Any:
             return tensor
         case Global(name), () if name == MAPPING:
             return {}
-    raise Refused(f"a call of {function.name if isinstance(function, Global) else repr(function)}")
+    raise NotATensor(f"a call of {function.name if isinstance(function, Global) else repr(function)}")
 
 
 def stored(persistent: Any) -> Storage:
@@ -108,19 +108,19 @@ def stored(persistent: Any) -> Storage:
     match persistent:
         case ("storage", Global(name), str(key), *_) if name in STORAGES:
             return Storage(STORAGES[name], key)
-    raise Refused(f"numbers of the kind {persistent!r}")
+    raise NotATensor(f"numbers of the kind {persistent!r}")
 
 
 def described(text: bytes) -> Any:
     """The object that a description ends with."""
-    machine = Machine()
+    machine = StackMachine()
     for code, argument, _ in pickletools.genops(text):
         machine.step(code.name, argument)
     (result,) = machine.stack
     return result
 
 
-class Machine:
+class StackMachine:
     """The stack machine, of which only what descriptions of tensors need is there."""
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class Machine:
     def put(self, pairs: list[Any]) -> None:
         """Entries of the mapping on top."""
         if not isinstance(self.stack[-1], dict):
-            raise Refused(f"entries of {self.stack[-1]!r}")
+            raise NotATensor(f"entries of {self.stack[-1]!r}")
         self.stack[-1].update(zip(pairs[::2], pairs[1::2], strict=True))
 
     def step(self, name: str, argument: Any) -> None:
@@ -161,7 +161,7 @@ class Machine:
                 self.stack.append(self.made(name, argument))
 
     def made(self, name: str, argument: Any) -> Any:
-        """What an instruction puts on the stack."""
+        """Value that an instruction puts on the stack."""
         stack = self.stack
         match name:
             case "GLOBAL":
@@ -187,4 +187,4 @@ class Machine:
                 return {"NEWTRUE": True, "NEWFALSE": False}.get(name)
         if isinstance(argument, int | float | str):  # a number or a text, in one of the forms that there are
             return argument
-        raise Refused(f"the instruction {name}")
+        raise NotATensor(f"the instruction {name}")

@@ -54,7 +54,7 @@ def element_cycles(elements: float) -> float:
 
 
 @dataclass
-class Weights:
+class WeightTiles:
     """A matrix of a rank, whose tiles are loaded once and may serve several products.
 
     Attributes:
@@ -101,16 +101,16 @@ class Builder:
         held = {"holds": HBM, "holds_bytes": what.pop("holds_bytes")} if "holds_bytes" in what else {}
         return self.add(name, CC, needs, collective=Collective(kind, size, **what), **held)  # type: ignore[arg-type]
 
-    def tiles(self, weights: Weights) -> int:
+    def tiles(self, weights: WeightTiles) -> int:
         """In how many a matrix is loaded."""
         wanted = max(1, min(MOST_TILES, round(weights.bytes / self.tile_bytes)))
         return max(wanted, ceil(weights.bytes / (SBUF_SHARE * self.machine.sbuf_bytes / 4)))
 
-    def stays(self, *matrices: Weights) -> bool:
-        """Whether SBUF holds all of them at once."""
+    def stays(self, *matrices: WeightTiles) -> bool:
+        """True if SBUF holds all of them at once."""
         return sum(each.bytes for each in matrices) <= SBUF_SHARE * self.machine.sbuf_bytes
 
-    def load(self, weights: Weights, gate: Iterable[int]) -> list[int]:
+    def load(self, weights: WeightTiles, gate: Iterable[int]) -> list[int]:
         """Loads the tiles of a matrix, once `gate` is done."""
         count = self.tiles(weights)
         return [
@@ -119,7 +119,7 @@ class Builder:
         ]
 
     def product(
-        self, weights: Weights, rows: int, needs: Sequence[int], gate: Iterable[int] = (), keep: bool = False
+        self, weights: WeightTiles, rows: int, needs: Sequence[int], gate: Iterable[int] = (), keep: bool = False
     ) -> list[int]:  # fmt: skip
         """Rows times a matrix; gives the operations after which its result is there.
 
@@ -146,7 +146,7 @@ class Builder:
                 results.append(self.move(f"spill {weights.name}", BF16 * rows * columns, results[-1:], 2))
         return results[-1:]
 
-    def passes(self, rows: int, weights: Weights) -> int:
+    def passes(self, rows: int, weights: WeightTiles) -> int:
         """Number of times that weights are read: once for each block of rows that, with its results, fits into half of SBUF."""
         return ceil(BF16 * rows * (weights.inner + weights.columns) / (0.5 * self.machine.sbuf_bytes))
 

@@ -14,7 +14,7 @@ from math import ceil
 from typing import Literal
 
 from tilewright.chips.figures import refuse_name
-from tilewright.neuron.builder import BF16, SBUF_SHARE, TILE, Builder, Weights, element_cycles, product_cycles
+from tilewright.neuron.builder import BF16, SBUF_SHARE, TILE, Builder, WeightTiles, element_cycles, product_cycles
 from tilewright.neuron.machine import Machine
 from tilewright.neuron.program import PSUM, SBUF, NeuronProgram
 from tilewright.neuron.shapes import Config, Share
@@ -131,14 +131,14 @@ class LayerBuilder:
             results.append(build.add("values", "tensor", [exp, *read], cycles=values / tiles))
         return [build.elements("take values", part.tokens * share.heads * share.config.head_dim, results)]
 
-    def attention(self, part: InferenceBatch, weights: Sequence[Weights], needs: Sequence[int], keep: bool) -> list[int]:
+    def attention(self, part: InferenceBatch, weights: Sequence[WeightTiles], needs: Sequence[int], keep: bool) -> list[int]:
         """The partial sums of a layer's attention."""
         qkv, output = weights
         gate = self.gate(needs)
         found = self.build.product(qkv, part.tokens, self.norm(part.tokens, needs), gate, keep)
         return self.build.product(output, part.tokens, self.attend(part, found, gate), gate, keep)
 
-    def mlp(self, part: InferenceBatch, weights: Sequence[Weights], needs: Sequence[int], keep: bool) -> list[int]:
+    def mlp(self, part: InferenceBatch, weights: Sequence[WeightTiles], needs: Sequence[int], keep: bool) -> list[int]:
         """The partial sums of a layer's MLP."""
         gate_up, down = weights
         gate = self.gate(needs)
@@ -162,7 +162,7 @@ class LayerBuilder:
         """A sum added to the residual stream: in an engine's order it stands where its result is wanted, not before."""
         return [self.build.elements("residual", tokens * self.share.config.hidden_size * share, needs)]
 
-    def halves(self) -> list[tuple[list[Weights], bool]]:
+    def halves(self) -> list[tuple[list[WeightTiles], bool]]:
         """The weights of a layer's attention and of its MLP, and whether each stays in SBUF for a second micro-batch."""
         found = [[self.share.qkv(), self.share.output()], [self.share.gate_up(), self.share.down()]]
         return [(each, self.build.stays(*each)) for each in found]
@@ -217,7 +217,7 @@ def by_columns(model: LayerBuilder, layers: int) -> None:
             found = model.attend(part, found, gate) if at == 0 else model.activate(part.tokens, found)
             summed = []
             for tile in range(tiles):
-                columns = Weights(second.name, second.inner, ceil(second.columns / tiles))
+                columns = WeightTiles(second.name, second.inner, ceil(second.columns / tiles))
                 sums = build.product(columns, part.tokens, found, gate)
                 summed.append(model.sum_up(part.tokens, sums, tile, 1 / tiles))
             stream = [each for one in summed for each in model.residual(part.tokens, [*one, *stream], 1 / tiles)]
@@ -243,7 +243,9 @@ class RingBuilder:
         """Chunks that a hop brings: as many as there are directions, the last one maybe fewer."""
         return min(self.directions, self.ranks - 1 - at * self.directions)
 
-    def tile(self, weights: Weights, chunks: int, split_inner: bool, needs: Sequence[int], gate: Sequence[int]) -> list[int]:
+    def tile(
+        self, weights: WeightTiles, chunks: int, split_inner: bool, needs: Sequence[int], gate: Sequence[int]
+    ) -> list[int]:
         """The product of so many chunks: rows of all weights, or all rows with a part of the weights."""
         share = chunks / self.ranks
         if not self.by_rows:
@@ -252,7 +254,7 @@ class RingBuilder:
                 if split_inner
                 else (weights.inner, ceil(weights.columns * share))
             )
-            return self.build.product(Weights(weights.name, inner, columns), self.tokens, needs, gate)
+            return self.build.product(WeightTiles(weights.name, inner, columns), self.tokens, needs, gate)
         rows = ceil(self.tokens * share)
         if weights.loads:  # in SBUF by now
             cycles = product_cycles(rows, weights.inner, weights.columns)
@@ -260,7 +262,7 @@ class RingBuilder:
             return [self.build.elements(f"take {weights.name}", rows * weights.columns, [done])]
         return self.build.product(weights, rows, needs, gate, self.build.stays(weights))
 
-    def gather(self, weights: Weights, chunk: Sequence[int]) -> list[int]:
+    def gather(self, weights: WeightTiles, chunk: Sequence[int]) -> list[int]:
         """Rows from all ranks, each times the weights as it arrives."""
         gate = self.model.gate(chunk)
         results = self.tile(weights, 1, True, chunk, gate)
@@ -271,7 +273,7 @@ class RingBuilder:
         weights.loads = []
         return results
 
-    def scatter(self, weights: Weights, needs: Sequence[int], gate: Sequence[int]) -> list[int]:
+    def scatter(self, weights: WeightTiles, needs: Sequence[int], gate: Sequence[int]) -> list[int]:
         """Partial sums, each sent on as it is computed, with what has arrived added to it; the next is computed beside that."""
         under_way: list[int] = []
         sizes = [self.arriving(at) for at in range(self.hops)] + [1]

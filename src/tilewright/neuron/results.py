@@ -58,7 +58,7 @@ class SimulationResult:
 
     @property
     def fits(self) -> bool:
-        """Whether a core's share of device memory holds that."""
+        """True if a core's share of device memory holds that."""
         return self.memory_bytes <= self.machine.hbm_bytes
 
     @cached_property
@@ -167,7 +167,7 @@ class SimulationResult:
 
 
 def kind_of(engine: str) -> str:
-    """Which kind of moment an engine makes."""
+    """Kind of moments that an engine makes."""
     return COMPUTING if engine in COMPUTE else LOADING if engine == DMA else EXPOSED
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Protocol, runtime_checkable
 
-from tilewright.neuron.builder import BF16, MOVING, Weights, product_cycles
+from tilewright.neuron.builder import BF16, MOVING, WeightTiles, product_cycles
 
 
 @runtime_checkable
@@ -74,20 +74,20 @@ class Share:
             if own * self.ranks != whole
         )
 
-    def qkv(self) -> Weights:
-        return Weights("qkv", self.config.hidden_size, (self.heads + 2 * self.kv_heads) * self.config.head_dim)
+    def qkv(self) -> WeightTiles:
+        return WeightTiles("qkv", self.config.hidden_size, (self.heads + 2 * self.kv_heads) * self.config.head_dim)
 
-    def output(self) -> Weights:
-        return Weights("output", self.heads * self.config.head_dim, self.config.hidden_size)
+    def output(self) -> WeightTiles:
+        return WeightTiles("output", self.heads * self.config.head_dim, self.config.hidden_size)
 
-    def gate_up(self) -> Weights:
-        return Weights("gate and up", self.config.hidden_size, 2 * self.columns)
+    def gate_up(self) -> WeightTiles:
+        return WeightTiles("gate and up", self.config.hidden_size, 2 * self.columns)
 
-    def down(self) -> Weights:
-        return Weights("down", self.columns, self.config.hidden_size)
+    def down(self) -> WeightTiles:
+        return WeightTiles("down", self.columns, self.config.hidden_size)
 
-    def head(self) -> Weights:
-        return Weights("head", self.config.hidden_size, self.vocab)
+    def head(self) -> WeightTiles:
+        return WeightTiles("head", self.config.hidden_size, self.vocab)
 
     @property
     def attention_bytes(self) -> float:

@@ -251,7 +251,7 @@ class Packets:
                 self.env.process(self.finish(transfer, passed))
 
     def pass_on(self, transfer: DmaTransfer, size: float) -> float:
-        """When a packet has passed all else that it takes; each of that is busy with it for as long as its bytes need."""
+        """Time when a packet has passed all else that it takes; each of that is busy with it for as long as its bytes need."""
         end = self.env.now
         for name, factor in transfer.uses:
             rate = self.limits.others.get(name, inf)

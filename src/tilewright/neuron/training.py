@@ -13,7 +13,7 @@ all weights of a pass are gathered before it and all gradients scattered after i
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tilewright.neuron.builder import BF16, Builder, Weights, element_cycles, product_cycles
+from tilewright.neuron.builder import BF16, Builder, WeightTiles, element_cycles, product_cycles
 from tilewright.neuron.machine import Machine
 from tilewright.neuron.program import NeuronProgram
 from tilewright.neuron.shapes import Config, Share
@@ -76,7 +76,7 @@ class TrainingBuilder:
         self.scattered: list[int] = []
         self.stream: list[int] = []
 
-    def weights(self, half: int) -> tuple[Weights, Weights]:
+    def weights(self, half: int) -> tuple[WeightTiles, WeightTiles]:
         """The two matrices of a half."""
         return (self.share.qkv(), self.share.output()) if half % 2 == 0 else (self.share.gate_up(), self.share.down())
 
@@ -151,12 +151,12 @@ class TrainingBuilder:
             self.scatter_gradients(each, upstream)
         gate = [self.gathered[half]]
         inner = self.inner(half, build.product(first, tokens, rows, gate))
-        turned = Weights(f"{second.name} backward", second.columns, second.inner)
+        turned = WeightTiles(f"{second.name} backward", second.columns, second.inner)
         found = build.product(turned, tokens, upstream, gate)
         of_second = self.weight_gradient(second, [*inner, *upstream])
         # Attention's backward computes the scores anew, and four products in the place of two.
         found = self.inner(half, [*found, *inner], 2.5 if half % 2 == 0 else 2.0)
-        sums = build.product(Weights(f"{first.name} backward", first.columns, first.inner), tokens, found, gate)
+        sums = build.product(WeightTiles(f"{first.name} backward", first.columns, first.inner), tokens, found, gate)
         # The sums leave before the gradient of the weights, which hides them.
         stream = self.rows("reduce-scatter", sums)
         of_first = self.weight_gradient(first, [*found, *rows])
@@ -165,7 +165,7 @@ class TrainingBuilder:
         )
         return self.own_rows("residual", stream)
 
-    def weight_gradient(self, weights: Weights, needs: Sequence[int]) -> int:
+    def weight_gradient(self, weights: WeightTiles, needs: Sequence[int]) -> int:
         """The product of a matrix's inputs with the gradient of its results, and its way to device memory."""
         cycles = product_cycles(weights.inner, self.step.tokens, weights.columns)
         done = self.build.add(f"{weights.name} gradient", "tensor", needs, cycles=cycles)
@@ -180,7 +180,7 @@ class TrainingBuilder:
         gate = [self.gathered[self.halves]]
         logits = build.product(head, tokens, rows, gate)
         loss = self.elements("loss", tokens * self.share.vocab, logits)
-        found = build.product(Weights("head backward", head.columns, head.inner), tokens, loss, gate)
+        found = build.product(WeightTiles("head backward", head.columns, head.inner), tokens, loss, gate)
         self.gradients[self.halves] = self.weight_gradient(head, [*loss, *rows])
         return self.own_rows("norm backward", self.rows("reduce-scatter", found))
 

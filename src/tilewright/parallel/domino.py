@@ -147,7 +147,7 @@ class MicroBatch:
         self.rows: Rows = self.cut(ops.rms_norm(x, *norm))
 
     def starts(self, order: Iterable[int]) -> tuple[Array, ...]:
-        """Where the rows of devices begin in the micro-batch; they are named by how many places they are ahead."""
+        """First rows of devices in the micro-batch; they are named by how many places they are ahead."""
         return rings.row_starts(order, len(self.own), len(self.own), self.lanes.axis)
 
     def after(self, layer: int) -> Float[Array, "M H"]:

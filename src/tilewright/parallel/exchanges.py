@@ -41,7 +41,7 @@ ONE = Halves(1, 1)
 
 @dataclass(frozen=True)
 class FullyShardedPlan:
-    """When weights and gradients travel, and as what.
+    """Layers and dtypes in which weights and gradients travel.
 
     Attributes:
         prefetch_distance: by how many layers a half's weights are gathered before its turn, in both passes; for each half. That

@@ -75,7 +75,7 @@ def in_rings(devices: Sequence[Any], shape: Sequence[int]) -> np.ndarray | None:
 
 
 def sides_of(shape: Sequence[int], lengths: Mapping[int, int]) -> list[tuple[int, ...]] | None:
-    """Which sides of a box each axis of a mesh takes whole, the fewest that do; None where it does not come out.
+    """Sides of a box that each axis of a mesh takes whole, the fewest that do; None where it does not come out.
 
     Args:
         lengths: of the sides that are left.
@@ -109,7 +109,7 @@ def first_devices(count: int | None) -> Sequence[Any]:
 
 
 def is_first_process() -> bool:
-    """Whether this process speaks for all: it is the only one, or the first."""
+    """True if this process speaks for all: it is the only one, or the first."""
     return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 

@@ -38,7 +38,7 @@ def shift(tree: Tree, axis: Axis, by: int = 1) -> Tree:
 
 
 def checked_hops(hops: Sequence[int] | None, axis: Axis) -> list[int]:
-    """Which hops have a visit, by default all; the first of them needs no transfer."""
+    """Hops that have a visit, by default all; the first of them needs no transfer."""
     size = jax.lax.axis_size(axis)
     chosen = list(range(size)) if hops is None else list(hops)
     if not chosen or chosen != sorted(set(chosen)) or not 0 <= chosen[0] <= chosen[-1] < size:
@@ -338,7 +338,7 @@ def farthest(ways: Sequence[RingDirection]) -> int:
 
 
 def row_starts(hops: Iterable[int], rows: int, chunk: int, axis: Axis) -> tuple[Array, ...]:
-    """Where chunks begin among the rows of all devices: for each hop those of the shard of the device so far ahead."""
+    """First rows of chunks among the rows of all devices: for each hop those of the shard of the device so far ahead."""
     size, own = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     return tuple((own + hop) % size * rows + first for hop in hops for first in range(0, rows, chunk))
 

@@ -98,7 +98,7 @@ class TensorParallel:
         return jax.lax.psum(x, self.axis)
 
     def first(self, size: int) -> Array:
-        """Where this device's part of a dim begins, whose parts have this size."""
+        """First index of this device's part of a dim whose parts have this size."""
         return jax.lax.axis_index(self.axis) * size
 
     def embed(self, ops: Operations, table: Float[Array, "V H"], tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:

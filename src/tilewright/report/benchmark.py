@@ -260,7 +260,7 @@ def tau_curves(measured: Sequence[DrafterFigures]) -> Section:
 
 
 def round_times(measured: Sequence[DrafterFigures]) -> Section:
-    """Where a round's time goes, where it is known."""
+    """Table of where a round's time goes, where it is known."""
     bars = []
     for row in measured:
         parts = (row.draft_seconds, row.verify_seconds, row.other_seconds)

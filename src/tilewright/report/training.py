@@ -80,7 +80,7 @@ def layer_bars(records: Sequence[Mapping[str, Any]]) -> StackedBars:
 
 
 def transfers_table(record: Mapping[str, Any]) -> HtmlTable:
-    """When the transfers of the reported layer begin and end, and what is computed meanwhile."""
+    """Table of when the transfers of the reported layer begin and end, and what is computed meanwhile."""
     rows = []
     for each in record["transfers_of_layer"]:
         beside = ", ".join(f"{name} {milliseconds(taken)}" for name, taken in each["beside_ms"].items())

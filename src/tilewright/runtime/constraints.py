@@ -35,7 +35,7 @@ class ConstraintError(Exception):
 
 @runtime_checkable
 class ConstraintState(Protocol):
-    """Where a row stands in its constraint."""
+    """State of a row in its constraint."""
 
     def forced(self) -> list[int]:
         """Tokens of the text that has to come next, whatever the model says; it may have them in other tokens. Often none."""

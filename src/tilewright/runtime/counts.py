@@ -1,16 +1,13 @@
 """What an engine counts, in its `EngineStats`."""
 
-from typing import Any
-
 import numpy as np
 
 from tilewright.runtime.request import EngineStats
-from tilewright.runtime.runner import Sent
-from tilewright.runtime.scheduler import Scheduler
+from tilewright.runtime.runner import SentRounds
 from tilewright.runtime.state import StepInfo
 
 
-def count_rounds(counted: EngineStats, sent: Sent, infos: StepInfo) -> None:
+def count_rounds(counted: EngineStats, sent: SentRounds, infos: StepInfo) -> None:
     """Counts rounds that were read."""
     rounds, ran, drafted = len(infos.committed), infos.committed > 0, infos.drafted > 0
     counted.dispatches += 1
@@ -28,18 +25,3 @@ def count_rounds(counted: EngineStats, sent: Sent, infos: StepInfo) -> None:
         counted.accepted_at[place] += count
     name = "fixed" if sent.choice is None else str(sent.choice)
     counted.widths[name] = counted.widths.get(name, 0) + rounds
-
-
-def standing(scheduler: Scheduler) -> dict[str, Any]:
-    """The stats that a scheduler's accounts say."""
-    pages = scheduler.pages
-    return {
-        "running": sum(running is not None for running in scheduler.slots),
-        "slots": len(scheduler.slots),
-        "pages": pages.count,
-        "pages_used": pages.used,
-        "pages_cached": pages.cached,
-        "prefix_queries": scheduler.prefix_queries,
-        "prefix_hits": scheduler.prefix_hits,
-        "preemptions": scheduler.preemptions,
-    }

@@ -10,7 +10,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 from rich.console import Console
@@ -19,7 +18,7 @@ from tokenizers import Tokenizer
 from tilewright.models.tokenizer import StreamDecoder
 from tilewright.runtime.collect import NotFinite, collect_rounds
 from tilewright.runtime.constraints import ConstraintError
-from tilewright.runtime.counts import count_rounds, standing
+from tilewright.runtime.counts import count_rounds
 from tilewright.runtime.groups import PageGroup
 from tilewright.runtime.interfaces import Choice, RoundChooser
 from tilewright.runtime.model import Model
@@ -29,7 +28,7 @@ from tilewright.runtime.pace import FixedRounds
 from tilewright.runtime.pages import Pages
 from tilewright.runtime.programs import STEPS_PER_DISPATCH, Programs, held_dtype
 from tilewright.runtime.request import GenerateRequest, Listener, RequestHandle, RequestOutput
-from tilewright.runtime.runner import ModelRunner, Sent
+from tilewright.runtime.runner import ModelRunner, SentRounds
 from tilewright.runtime.sampling import SamplingMode, check_vocabulary
 from tilewright.runtime.scheduler import Scheduler, TokenSequence
 from tilewright.runtime.service import NOT_COMPUTED, Service
@@ -51,7 +50,7 @@ def fixed_rounds(runner: ModelRunner, dispatch_s: float, console: Console | None
     return FixedRounds(dispatch_s, STEPS_PER_DISPATCH)
 
 
-class Engine(Service[TokenSequence]):
+class Engine(Service):
     """Serves requests with one autoregressive model, over slots and pages.
 
     Attributes:
@@ -158,28 +157,15 @@ class Engine(Service[TokenSequence]):
         if needed > self.pages.count:
             raise ValueError(f"expected a request of at most {self.pages.count} pages, found one of {needed}")
 
-    def sequence(self, request: GenerateRequest, handle: RequestHandle, listener: Listener) -> TokenSequence:
+    def sequence(self, request: GenerateRequest, listener: Listener) -> TokenSequence:
         decoder = StreamDecoder(self.tokenizer, request.sampling.skip_special_tokens)
         processor = OutputProcessor(0, list(request.prompt), request.sampling.seeded(), decoder)
         followed = self.chooser.follow(request.prompt)
         constraint = None if request.constraint is None else request.constraint.begin()
         return TokenSequence(
-            handle, listener, processor, followed=followed, prompt_logprobs=[] if request.prompt_logprobs else None,
-            constraint=constraint,
+            RequestHandle(request), listener, processor, followed=followed,
+            prompt_logprobs=[] if request.prompt_logprobs else None, constraint=constraint,
         )  # fmt: skip
-
-    def wait(self, sequence: TokenSequence) -> None:
-        self.scheduler.wait(sequence)
-
-    def queued(self) -> tuple[int, int]:
-        return len(self.scheduler.waiting), self.scheduler.waiting_tokens
-
-    def admit(self) -> None:
-        for running in self.scheduler.admit():
-            times = running.sequence.handle.times
-            times.admitted = times.admitted or time.monotonic()
-            if not running.sequence.handle.preemptions:
-                self.counted.prompt_tokens += running.prompt + 1
 
     def fill(self, everything: bool = False) -> int:
         """Gives places, and sends pieces of prompts: a large one or several small ones, if rounds are to run besides; else all.
@@ -236,20 +222,20 @@ class Engine(Service[TokenSequence]):
                 sent = self.runner.rounds(batch, choice, rounds, reach)
         except ConstraintError as error:
             sequence = batch[error.row].sequence
-            self.leave(sequence)
+            self.scheduler.remove(sequence)
             self.end(sequence, "error", str(error))
             return self.send_rounds(choice, rounds)
         self.flight.append(sent)
         self.scheduler.on_dispatched(batch, sent.rounds, sent.width)
         return True
 
-    def read(self, sent: Sent) -> None:
+    def read(self, sent: SentRounds) -> None:
         """Waits for rounds, and hands out what came of them."""
         began = time.perf_counter()
         infos = self.runner.read(sent)
         self.take(sent, infos, began, time.perf_counter())
 
-    def take(self, sent: Sent, infos: StepInfo, began: float, ended: float) -> None:
+    def take(self, sent: SentRounds, infos: StepInfo, began: float, ended: float) -> None:
         """Hands out what came of rounds.
 
         Args:
@@ -284,19 +270,5 @@ class Engine(Service[TokenSequence]):
         if failure is not None:
             raise failure
 
-    def leave(self, sequence: TokenSequence) -> None:
-        running = next((running for running in self.scheduler.running if running.sequence is sequence), None)
-        if running is None:  # it waits, perhaps since it had to give way
-            self.scheduler.drop(sequence)
-        else:
-            self.scheduler.leave(running)
-
-    def forget(self) -> list[TokenSequence]:
-        self.flight.clear()
-        return self.scheduler.forget()
-
     def clear(self) -> None:
         self.runner.reset()
-
-    def standing(self) -> dict[str, Any]:
-        return standing(self.scheduler)

@@ -16,7 +16,7 @@ from tilewright.runtime.layout import Layout
 from tilewright.runtime.state import DecodeState, Models, StepInfo, Target
 
 if TYPE_CHECKING:
-    from tilewright.runtime.runner import Sent
+    from tilewright.runtime.runner import SentRounds
     from tilewright.runtime.scheduler import TokenSequence
 
 
@@ -198,7 +198,7 @@ class RoundChooser(Protocol):
 
     def observe(
         self,
-        sent: "Sent",
+        sent: "SentRounds",
         infos: StepInfo,
         sequences: Sequence["TokenSequence"],
         heard: Sequence[int],

@@ -57,7 +57,7 @@ class AuxiliaryBuffer:
         return jax.lax.bitcast_convert_type(found, self.dtype)
 
     def entries(self, positions: Int[Array, "B T"]) -> Int[Array, "B T"]:
-        """Where positions lie among all entries of all pages; below 0 where a row has no page."""
+        """Places of positions among all entries of all pages; below 0 where a row has no page."""
         size = self.bits.shape[1]
         page = jnp.minimum(positions // size, self.table.shape[1] - 1)
         at = jnp.take_along_axis(self.table, page, axis=1)

@@ -177,7 +177,7 @@ class OutputProcessor:
 
 
 def find_stop(text: str, stops: Sequence[str], searched: int = 0) -> int | None:
-    """Where the earliest stop string begins, if one is there.
+    """Index at which the earliest stop string begins; None if there is none.
 
     Args:
         searched: none that ends within so many of the first characters counts.
@@ -186,7 +186,7 @@ def find_stop(text: str, stops: Sequence[str], searched: int = 0) -> int | None:
 
 
 def place_of(text: str, stop: str, searched: int) -> int:
-    """Where a stop string begins that ends behind the first `searched` characters; -1 if it is not there."""
+    """Index at which a stop string begins that ends behind the first `searched` characters; -1 if it is not there."""
     return text.find(stop, max(0, searched - len(stop) + 1))
 
 

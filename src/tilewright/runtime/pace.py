@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tilewright.runtime.interfaces import Choice
-from tilewright.runtime.runner import Sent
+from tilewright.runtime.runner import SentRounds
 from tilewright.runtime.scheduler import TokenSequence
 from tilewright.runtime.state import StepInfo
 
@@ -22,7 +22,7 @@ SLOWER = 1.05
 few rounds, and those beside which a host was at work, tell little of what more rounds would take."""
 
 
-def kind_of(sent: Sent) -> tuple[Hashable, ...]:
+def kind_of(sent: SentRounds) -> tuple[Hashable, ...]:
     """Key by which rounds are timed."""
     return (sent.rows, sent.choice, "constrained") if sent.constrained else (sent.rows, sent.choice)
 
@@ -84,6 +84,12 @@ class FixedRounds(Pace):
         return None, min(most, self.most(self.seconds.get((rows, None)), hurried))
 
     def observe(
-        self, sent: Sent, infos: StepInfo, sequences: Sequence[TokenSequence], heard: Sequence[int], began: float, ended: float
+        self,
+        sent: SentRounds,
+        infos: StepInfo,
+        sequences: Sequence[TokenSequence],
+        heard: Sequence[int],
+        began: float,
+        ended: float,
     ) -> None:
         self.time(kind_of(sent), len(infos.committed), sent.at, sent.alone, began, ended)

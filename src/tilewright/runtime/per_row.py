@@ -32,7 +32,7 @@ from tilewright.runtime.sampling import (
 Tree = TypeVar("Tree")
 
 
-class History(NamedTuple):
+class PenaltyHistory(NamedTuple):
     """Tokens that `penalise` counts: `tokens` `[B, L]`, committed up to `known` `[B]`, and the `block` `[B, T]`."""
 
     tokens: Any
@@ -94,13 +94,13 @@ def where_asked(asked: Bool[Array, ""], row: Array, run: Callable[[Array, Tree],
 
 
 def penalises(rows: RowSampling) -> Bool[Array, " B"]:
-    """Which rows change logits: by penalties, biases, or tokens that may not come yet."""
+    """Mask of the rows that change logits: by penalties, biases, or tokens that may not come yet."""
     repetition, presence, frequency = map(jnp.asarray, (rows.repetition_penalty, rows.presence_penalty, rows.frequency_penalty))
     return (repetition != 1) | (presence != 0) | (frequency != 0) | (jnp.asarray(rows.adjusted)[:, 0] != NOBODY)
 
 
 def filters(rows: RowSampling) -> Bool[Array, " B"]:
-    """Which rows draw from less than the whole vocabulary, if they draw."""
+    """Mask of the rows that draw from less than the whole vocabulary, if they draw."""
     top_p, top_k, min_p = map(jnp.asarray, (rows.top_p, rows.top_k, rows.min_p))
     return (top_p != 1) | (top_k != 0) | (min_p != 0)
 
@@ -153,7 +153,7 @@ def draw_kept(logits: Float[Array, "B T V"], rows: RowSampling, positions: Int32
 
 
 def sample_each(
-    logits: Float[Array, "B T V"], rows: RowSampling, history: History, positions: Int32[Array, "B T"],
+    logits: Float[Array, "B T V"], rows: RowSampling, history: PenaltyHistory, positions: Int32[Array, "B T"],
     asking: Bool[Array, " B"],
 ) -> Int32[Array, "B T"]:  # fmt: skip
     """Each row's tokens at `positions`, those that the kind of program draws that serves the row alone.

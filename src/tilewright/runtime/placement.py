@@ -33,7 +33,7 @@ WHOLE = PartitionSpec()
 
 @dataclass(frozen=True)
 class Placement:
-    """Which devices share a model, and how.
+    """Devices that share a model, and how they do.
 
     Attributes:
         mesh: of `GROUPED_AXES`, made by `placement_over`.
@@ -52,7 +52,7 @@ class Placement:
         return schedule_of(self.name, GROUPED_AXES, self.layer, fabric_of(self.mesh))
 
     def why(self, positions: int) -> str | None:
-        """Which schedule "auto" takes for so many positions of one row, and why; None for any other name."""
+        """Schedule that "auto" takes for so many positions of one row, and why; None for any other name."""
         return self.schedule.choice(positions, positions % 2 == 0).why if isinstance(self.schedule, Auto) else None
 
     def shardings(self, specs: DecoderParams) -> DecoderParams:

@@ -40,7 +40,7 @@ STEPS_PER_DISPATCH = 64
 
 @dataclass(frozen=True)
 class ProgramKey:
-    """Which program.
+    """Key of a program.
 
     Attributes:
         rows: that rounds run with, and that a prefill computes.

@@ -153,7 +153,7 @@ Listener = Callable[[RequestOutput], None]
 
 @dataclass
 class Times:
-    """When things happened to a request, by `time.monotonic()`; 0 where they did not yet."""
+    """Times at which things happened to a request, by `time.monotonic()`; 0 where they did not yet."""
 
     asked: float = 0.0
     admitted: float = 0.0
@@ -174,7 +174,7 @@ class RequestHandle:
     """
 
     request: AnyRequest
-    number: int
+    number: int = 0
     times: Times = field(default_factory=Times)
     cached_tokens: int = 0
     preemptions: int = 0

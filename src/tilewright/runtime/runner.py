@@ -16,7 +16,7 @@ from tilewright.runtime.scheduler import Chunk, RunningSequence
 from tilewright.runtime.state import DecodeState, Models, Reports, StepInfo
 
 
-class Sent(NamedTuple):
+class SentRounds(NamedTuple):
     """Rounds that were sent.
 
     Attributes:
@@ -135,7 +135,7 @@ class ModelRunner:
         others = [slot for slot in range(self.programs.layout.batch) if slot not in own]
         return np.asarray([*own, *others[: rows - len(own)]], np.int32)
 
-    def rounds(self, batch: Sequence[RunningSequence], choice: Choice | None, rounds: int, positions: int) -> Sent:
+    def rounds(self, batch: Sequence[RunningSequence], choice: Choice | None, rounds: int, positions: int) -> SentRounds:
         """Runs up to so many rounds.
 
         Args:
@@ -146,7 +146,7 @@ class ModelRunner:
         at = time.perf_counter()
         return self.sending(batch, key, rounds, self.run_rounds(key, *self.round_inputs(batch, key), rounds), at)
 
-    def constrained_round(self, batch: Sequence[RunningSequence], choice: Choice | None, positions: int) -> Sent:
+    def constrained_round(self, batch: Sequence[RunningSequence], choice: Choice | None, positions: int) -> SentRounds:
         """Runs one round, each row's drafts and masks made here; all that was sent before must have been read.
 
         Raises:
@@ -164,11 +164,13 @@ class ModelRunner:
         rows = key.rows
         return self.slots(batch, rows), self.table(batch, rows, key.positions), np.arange(rows) < len(batch)
 
-    def sending(self, batch: Sequence[RunningSequence], key: ProgramKey, rounds: int, reports: Reports, at: float) -> Sent:
+    def sending(
+        self, batch: Sequence[RunningSequence], key: ProgramKey, rounds: int, reports: Reports, at: float
+    ) -> SentRounds:
         """Rounds that were sent at a time. What the host reads of their reports begins to come."""
         alone, self.sent = self.sent == ["rounds"], []
         width = (self.programs.constrained_width if key.constrained else self.programs.width)(key.choice)
-        sent = Sent(batch, key.rows, key.choice, rounds, width, reports, at, alone, key.constrained)
+        sent = SentRounds(batch, key.rows, key.choice, rounds, width, reports, at, alone, key.constrained)
         for each in jax.tree.leaves(reports if sent.wants_logprobs else reports._replace(logprobs=None)):
             if isinstance(each, jax.Array):
                 each.copy_to_host_async()
@@ -184,12 +186,12 @@ class ModelRunner:
         self.sent = self.sent[: len(self.sent) - len(taken) + 1]
         return Reports(np.concatenate(taken), None)
 
-    def read(self, sent: Sent) -> StepInfo:
+    def read(self, sent: SentRounds) -> StepInfo:
         """Report of rounds; waits for the device."""
         return StepInfo.unpacked(sent.reports, sent.wants_logprobs)
 
     @staticmethod
-    def proposed(sent: Sent) -> list[list[int]]:
+    def proposed(sent: SentRounds) -> list[list[int]]:
         """The drafts of each row for its next round, as far as rounds told them."""
         if sent.reports.proposed is None:
             return [[] for _ in sent.batch]

@@ -1,5 +1,7 @@
 """Who runs: the queue, the slots and their pages. Plain host code without a device, told what happened and asked what is next.
 
+Every engine has one, whatever its model; one that needs no pages has a page of the whole context for each slot.
+
 Requests are served in the order in which they came. Where pages run out, the newest of those that run gives its own up and goes
 back to the head of the queue; its tokens are computed again later, and as randomness belongs to its seed and positions it goes
 on as it would have, wherever a row's results do not depend on the rows beside it (`kernels.operations.is_batch_invariant`).
@@ -12,8 +14,9 @@ from typing import Any
 
 from tilewright.runtime.constraints import ConstraintState
 from tilewright.runtime.groups import PageGroup, RowPages, usable_prefix
+from tilewright.runtime.output import OutputProcessor
 from tilewright.runtime.pages import FIRST, Pages, page_key
-from tilewright.runtime.service import EngineSequence
+from tilewright.runtime.request import Listener, RequestHandle
 from tilewright.runtime.shapes import ShapeTable
 
 OVERHEAD = 64
@@ -21,10 +24,12 @@ OVERHEAD = 64
 
 
 @dataclass(eq=False)
-class TokenSequence(EngineSequence):
-    """A request on its way, in a slot or not.
+class TokenSequence:
+    """A request that an engine has taken, in a slot or not.
 
     Attributes:
+        processor: of its text so far.
+        faults: how many dispatches failed with it aboard.
         followed: what the one who chooses rounds keeps of it.
         queued: tokens that it was queued with.
         prompt_logprobs: what prefill said of the prompt, as far as it went: the log-probabilities that a program gave, still on
@@ -33,11 +38,19 @@ class TokenSequence(EngineSequence):
         constraint: where it stands in its constraint, behind the last token that was read; None without one.
     """
 
+    handle: RequestHandle
+    listener: Listener
+    processor: OutputProcessor
+    faults: int = 0
     followed: Any = None
     queued: int = 0
     prompt_logprobs: list[tuple[Any, int, int]] | None = None
     keys: list[bytes] = field(default_factory=list)
     constraint: ConstraintState | None = None
+
+    @property
+    def number(self) -> int:
+        return self.handle.number
 
     @property
     def wants_logprobs(self) -> bool:
@@ -89,6 +102,7 @@ class RunningSequence:
         begun: whether a chunk was sent; the first one, which may have no position at all, also puts the sequence into its slot.
         held: how many positions each of the drafter's contexts holds that may fall behind.
         drafts: behind its last committed token, where the host knows them: after a round under masks.
+        steps: taken since something was handed out, of a model that commits many tokens over and over.
     """
 
     sequence: TokenSequence
@@ -102,6 +116,7 @@ class RunningSequence:
     most: int = 0
     held: dict[str, int] = field(default_factory=dict)
     drafts: Sequence[int] = ()
+    steps: int = 0
 
     @property
     def pages(self) -> list[int]:
@@ -182,6 +197,14 @@ class Scheduler:
         """Takes a sequence out of the queue."""
         self.waiting.remove(sequence)
         self.waiting_tokens -= sequence.queued
+
+    def remove(self, sequence: TokenSequence) -> None:
+        """Takes a sequence out, wherever it is."""
+        running = next((running for running in self.running if running.sequence is sequence), None)
+        if running is None:  # it waits, perhaps since it had to give way
+            self.drop(sequence)
+        else:
+            self.leave(running)
 
     def admit(self) -> list[RunningSequence]:
         """Gives slots and pages to those that wait, in order, as long as there are any."""
@@ -380,3 +403,17 @@ class Scheduler:
         for group in self.groups:
             group.pages.forget()
         return [running.sequence for running in batch]
+
+    def stats(self) -> dict[str, int]:
+        """Those of `EngineStats` that are read off here, but for the queue's."""
+        pages = self.pages
+        return {
+            "running": sum(running is not None for running in self.slots),
+            "slots": len(self.slots),
+            "pages": pages.count,
+            "pages_used": pages.used,
+            "pages_cached": pages.cached,
+            "prefix_queries": self.prefix_queries,
+            "prefix_hits": self.prefix_hits,
+            "preemptions": self.preemptions,
+        }

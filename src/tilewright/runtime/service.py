@@ -14,16 +14,16 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from dataclasses import replace
+from typing import Any
 
 from rich.console import Console
 from tokenizers import Tokenizer
 
 from tilewright.compiled.ledger import CompileTrap
 from tilewright.runtime.options import ServiceOptions
-from tilewright.runtime.output import OutputProcessor
 from tilewright.runtime.request import EndReason, EngineStats, Listener, Overloaded, RequestHandle, RequestOutput, Stopped
+from tilewright.runtime.scheduler import Scheduler, TokenSequence
 
 log = logging.getLogger("tilewright.engine")
 
@@ -36,33 +36,12 @@ NOT_COMPUTED = "the request could not be computed"
 """What a client is told of a failure; the log has the rest."""
 
 
-@dataclass(eq=False)
-class EngineSequence:
-    """A request that an engine has taken.
-
-    Attributes:
-        processor: of its text so far.
-        faults: how many dispatches failed with it aboard.
-    """
-
-    handle: RequestHandle
-    listener: Listener
-    processor: OutputProcessor
-    faults: int = 0
-
-    @property
-    def number(self) -> int:
-        return self.handle.number
-
-
-SequenceT = TypeVar("SequenceT", bound=EngineSequence)
-
-
-class Service(ABC, Generic[SequenceT]):
+class Service(ABC):
     """An engine as its users see it: `warm`, then `start`; from then on any thread may `submit` and `cancel`.
 
     Attributes:
         context: the most positions of a request, prompt and new tokens.
+        scheduler: who waits, and who runs in which slot.
         ready: whether it takes requests.
         there: all sequences that have not ended, in the order of their numbers.
         asked: those of them that no step has taken in yet.
@@ -73,14 +52,15 @@ class Service(ABC, Generic[SequenceT]):
     """
 
     context: int
+    scheduler: Scheduler
 
     def __init__(self, options: ServiceOptions):
         self.options = options
         self.counted = EngineStats()
         self.trap = CompileTrap(options.guard, "serving")
         self.wake = threading.Condition()
-        self.there: dict[SequenceT, None] = {}
-        self.asked: list[SequenceT] = []
+        self.there: dict[TokenSequence, None] = {}
+        self.asked: list[TokenSequence] = []
         self.flight = deque[Any]()
         self.numbers = self.asked_tokens = 0
         self.ready = self.ending = self.woken = self.closed = False
@@ -126,16 +106,8 @@ class Service(ABC, Generic[SequenceT]):
         """Raises a `ValueError` if a request, whose tokens are the model's, can never be served. It takes no time."""
 
     @abstractmethod
-    def sequence(self, request: Any, handle: RequestHandle, listener: Listener) -> SequenceT:
+    def sequence(self, request: Any, listener: Listener) -> TokenSequence:
         """A request that was checked, on its way."""
-
-    @abstractmethod
-    def wait(self, sequence: SequenceT) -> None:
-        """Puts a sequence into the queue."""
-
-    @abstractmethod
-    def queued(self) -> tuple[int, int]:
-        """Number of waiting sequences, and of the tokens of their prompts."""
 
     @abstractmethod
     def fill(self) -> int:
@@ -150,20 +122,8 @@ class Service(ABC, Generic[SequenceT]):
         """Waits for what was sent, and hands out what came of it."""
 
     @abstractmethod
-    def forget(self) -> list[SequenceT]:
-        """After a failed dispatch, with which the device's state is lost. Returns those that had a part in it; they wait."""
-
-    @abstractmethod
     def clear(self) -> None:
         """Makes the device's state anew."""
-
-    @abstractmethod
-    def leave(self, sequence: SequenceT) -> None:
-        """Frees the place of a sequence, wherever it is."""
-
-    @abstractmethod
-    def standing(self) -> dict[str, Any]:
-        """The stats that are read off, not counted."""
 
     # The rest is common.
 
@@ -208,8 +168,7 @@ class Service(ABC, Generic[SequenceT]):
 
     def waiting_now(self) -> tuple[int, int]:
         """Number of waiting requests, and of the tokens of their prompts. Call it with the lock."""
-        waiting, tokens = self.queued()
-        return waiting + len(self.asked), tokens + self.asked_tokens
+        return len(self.scheduler.waiting) + len(self.asked), self.scheduler.waiting_tokens + self.asked_tokens
 
     def submit(self, request: Any, listener: Listener, encoded: bool = False) -> RequestHandle:
         """Takes a request.
@@ -226,7 +185,7 @@ class Service(ABC, Generic[SequenceT]):
         if not encoded:
             self.encode(request.prompt)
         self.check(request)
-        sequence = self.sequence(request, RequestHandle(request, 0), listener)
+        sequence = self.sequence(request, listener)
         with self.wake:
             if not self.ready:
                 raise Stopped("the engine takes no requests")
@@ -237,7 +196,7 @@ class Service(ABC, Generic[SequenceT]):
             self.rouse()
         return sequence.handle
 
-    def enter(self, sequence: SequenceT) -> None:
+    def enter(self, sequence: TokenSequence) -> None:
         """Counts a sequence among those that are there. Call it with the lock, where there are other threads."""
         sequence.handle.number, sequence.handle.times.asked = self.numbers, time.monotonic()
         self.numbers += 1
@@ -325,28 +284,38 @@ class Service(ABC, Generic[SequenceT]):
             self.read(self.flight.popleft())
         return more
 
-    def take_in(self) -> list[SequenceT]:
+    def take_in(self) -> list[TokenSequence]:
         """Puts those that were asked into the queue. Returns all sequences that are there, each of which has its place now."""
         with self.wake:
             self.woken = False
             for sequence in self.asked:
-                self.wait(sequence)
+                self.scheduler.wait(sequence)
             self.asked, self.asked_tokens = [], 0
             return list(self.there)
 
-    def expire(self, sequences: Sequence[SequenceT]) -> None:
+    def admit(self) -> int:
+        """Gives places to those that wait, in order. Returns how many got one."""
+        admitted = self.scheduler.admit()
+        for running in admitted:
+            times = running.sequence.handle.times
+            times.admitted = times.admitted or time.monotonic()
+            if not running.sequence.handle.preemptions:
+                self.counted.prompt_tokens += running.prompt + 1
+        return len(admitted)
+
+    def expire(self, sequences: Sequence[TokenSequence]) -> None:
         """Ends those that were given up, and those whose time is up."""
         now = time.monotonic()
         for sequence in sequences:
             deadline = sequence.handle.request.deadline_s
             if sequence.handle.given_up:
-                self.leave(sequence)
+                self.scheduler.remove(sequence)
                 self.end(sequence, "cancelled")
             elif deadline is not None and now > sequence.handle.times.asked + deadline:
-                self.leave(sequence)
+                self.scheduler.remove(sequence)
                 self.end(sequence, "deadline", f"the request was not done within {deadline:g} s")
 
-    def hand_out(self, sequence: SequenceT, update: RequestOutput) -> None:
+    def hand_out(self, sequence: TokenSequence, update: RequestOutput) -> None:
         """Tells a sequence's listener what it got, and ends it if that was all."""
         times = sequence.handle.times
         times.first_token = times.first_token or time.monotonic()
@@ -354,10 +323,10 @@ class Service(ABC, Generic[SequenceT]):
         if update.end is None:
             self.tell(sequence, update)
             return
-        self.leave(sequence)
+        self.scheduler.remove(sequence)
         self.end(sequence, update.end, update=update)
 
-    def end(self, sequence: SequenceT, reason: EndReason, error: str = "", update: RequestOutput | None = None) -> None:
+    def end(self, sequence: TokenSequence, reason: EndReason, error: str = "", update: RequestOutput | None = None) -> None:
         """Ends a sequence that has no place any more."""
         with self.wake:
             del self.there[sequence]
@@ -366,7 +335,7 @@ class Service(ABC, Generic[SequenceT]):
         self.counted.ended[reason] = self.counted.ended.get(reason, 0) + 1
         self.tell(sequence, update or RequestOutput(end=reason, error=error))
 
-    def tell(self, sequence: SequenceT, update: RequestOutput) -> None:
+    def tell(self, sequence: TokenSequence, update: RequestOutput) -> None:
         try:
             sequence.listener(update)
         except Exception:
@@ -375,10 +344,11 @@ class Service(ABC, Generic[SequenceT]):
 
     def recover(self) -> None:
         """After a failed dispatch: all that ran is computed anew, or given up."""
-        for sequence in self.forget():
+        self.flight.clear()
+        for sequence in self.scheduler.forget():
             sequence.faults += 1
             if sequence.faults >= FAULTS:
-                self.leave(sequence)
+                self.scheduler.remove(sequence)
                 self.end(sequence, "error", NOT_COMPUTED)
         self.clear()
 
@@ -386,7 +356,7 @@ class Service(ABC, Generic[SequenceT]):
         """Cancels whatever is left."""
         self.flight.clear()
         for sequence in self.take_in():
-            self.leave(sequence)
+            self.scheduler.remove(sequence)
             self.end(sequence, "cancelled", "the engine has stopped")
 
     def stats(self) -> EngineStats:
@@ -403,5 +373,5 @@ class Service(ABC, Generic[SequenceT]):
             widths=dict(self.counted.widths),
             ended=dict(self.counted.ended),
             step_age_s=age,
-            **self.standing(),
+            **self.scheduler.stats(),
         )

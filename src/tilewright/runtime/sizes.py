@@ -23,7 +23,7 @@ LOGITS = 4
 
 
 @dataclass(frozen=True)
-class Sizes:
+class EngineSizes:
     """The sizes of an engine.
 
     Attributes:
@@ -94,7 +94,7 @@ def temporary_bytes(target: Target, table: ShapeTable, widest: int) -> int:
 
 
 @dataclass(frozen=True)
-class Pool:
+class PoolBytes:
     """Bytes that pages take, of all groups of layers.
 
     Attributes:
@@ -138,7 +138,7 @@ class Pool:
         return max(fewest, pages_within(budget - windows, plain, most))
 
 
-def engine_sizes(target: Target, drafter: Drafter | None, dtype: Any, options: EngineOptions) -> Sizes:
+def engine_sizes(target: Target, drafter: Drafter | None, dtype: Any, options: EngineOptions) -> EngineSizes:
     """The sizes of an engine for a model that is loaded.
 
     Raises:
@@ -151,7 +151,7 @@ def engine_sizes(target: Target, drafter: Drafter | None, dtype: Any, options: E
     table = options.shapes(longest)
     capacity, size = table.capacities[-1], options.page_size
     full = table.batches[-1] * capacity // size
-    pool = Pool(target, drafter, dtype, table.batches[-1], capacity, size, look_ahead(table.chunks[-1], widest))
+    pool = PoolBytes(target, drafter, dtype, table.batches[-1], capacity, size, look_ahead(table.chunks[-1], widest))
     fixed, each = pool.fixed_bytes, pool.page_bytes
     pages, free = full if options.pages is None else options.pages, None
     if options.pages is None and options.memory_fraction is not None:
@@ -168,10 +168,10 @@ def engine_sizes(target: Target, drafter: Drafter | None, dtype: Any, options: E
     shapes = options.shapes(context)
     layout = replace(pool, batch=shapes.batches[-1], capacity=shapes.capacities[-1]).layout(pages)
     held = state_bytes(target, drafter, layout, dtype) - fixed
-    return Sizes(shapes, pages, size, full, context, longest, widest, each, layout, held, free)
+    return EngineSizes(shapes, pages, size, full, context, longest, widest, each, layout, held, free)
 
 
-def sizes_line(sizes: Sizes, weights: Any, dtype: str, kv_dtype: str, own: int) -> str:
+def sizes_line(sizes: EngineSizes, weights: Any, dtype: str, kv_dtype: str, own: int) -> str:
     """Memory that an engine takes, and what would change it, on one line.
 
     Args:

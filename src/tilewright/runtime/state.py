@@ -20,7 +20,7 @@ from tilewright.models.stack import SINGLE_DEVICE, Schedule
 from tilewright.runtime.cache import CausalCache
 from tilewright.runtime.constraints import allowed
 from tilewright.runtime.logprobs import Logprobs, logprobs_of, no_logprobs
-from tilewright.runtime.per_row import History, penalises, sample_each
+from tilewright.runtime.per_row import PenaltyHistory, penalises, sample_each
 from tilewright.runtime.sampling import RowSampling, SamplingMode, penalise, sample
 
 NOT_FINITE = -1
@@ -215,7 +215,7 @@ def next_tokens(
 
     def row_by_row() -> tuple[Array, Logprobs | None]:
         logits = logits_of()
-        tokens = sample_each(logits, rows, History(state.tokens, state.known, block), after, running)
+        tokens = sample_each(logits, rows, PenaltyHistory(state.tokens, state.known, block), after, running)
         if not target.reports_logprobs:
             return tokens, None
 

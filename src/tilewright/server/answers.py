@@ -108,7 +108,7 @@ class PromptLogprob(Answer):
     decoded_token: str
 
 
-class Choice(Answer):
+class AnswerChoice(Answer):
     """Fields that the choices of every answer may have.
 
     Attributes:
@@ -124,7 +124,7 @@ class Choice(Answer):
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
-class CompletionChoice(Choice):
+class CompletionChoice(AnswerChoice):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
@@ -190,7 +190,7 @@ class AnswerMessage(Answer):
     tool_calls: list[ToolCall] | None = None
 
 
-class ChatChoice(Choice):
+class ChatChoice(AnswerChoice):
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
@@ -215,7 +215,7 @@ class Delta(Answer):
     tool_calls: list[ToolCallDelta] | None = None
 
 
-class ChatChunkChoice(Choice):
+class ChatChunkChoice(AnswerChoice):
     delta: Delta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
@@ -232,7 +232,7 @@ class ChatChunk(Root):
     rounds: list[ShownRound] | None = None
 
 
-class SamplingDefaults(Answer):
+class DefaultSamplingParams(Answer):
     """Sampling defaults of requests that do not say."""
 
     temperature: float
@@ -243,18 +243,18 @@ class SamplingDefaults(Answer):
     max_new_tokens: int | None
 
 
-class Model(Answer):
+class ModelCard(Answer):
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int
-    sampling_defaults: SamplingDefaults | None = None
+    sampling_defaults: DefaultSamplingParams | None = None
 
 
 class ModelList(Answer):
     object: Literal["list"]
-    data: list[Model]
+    data: list[ModelCard]
 
 
 class Tokenized(Answer):
@@ -277,7 +277,7 @@ class TokenizerInfo(Answer):
 
 
 class Health(Answer):
-    """Whether the engine steps; `step_age_s` is null before it is warm."""
+    """State of the engine: whether it steps; `step_age_s` is null before it is warm."""
 
     status: Literal["ok", "warming", "stuck"]
     step_age_s: float | None

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import Request
 from prometheus_client import CollectorRegistry
@@ -21,7 +21,7 @@ from tilewright.server.defaults import SamplingDefaults
 from tilewright.server.denoising import DenoisingChatBody, DenoisingCompletionBody
 from tilewright.server.errors import ApiError, invalid_body, overloaded
 from tilewright.server.metrics import EngineCollector, Timings
-from tilewright.server.parse import Constrain, Plan, asks_grammar, plan_of, rough_size
+from tilewright.server.parse import Constrain, ParsedRequest, asks_grammar, parse_request, rough_size
 from tilewright.server.protocol import ChatBody, CompletionBody, GenerationBody, ModelBody
 from tilewright.server.render import Served
 from tilewright.server.responses_store import ResponsesStore
@@ -131,7 +131,7 @@ class Api:
         long_bodies: how many are being read.
     """
 
-    engine: Service[Any]
+    engine: Service
     options: ServerOptions
     stopping: bool = False
     pending: Pending = field(default_factory=Pending)
@@ -261,7 +261,7 @@ class Api:
         with self.texts.counting(1, min(tokens, self.engine.options.queue_tokens), self.check_texts):
             return await in_thread(self.texts_thread, work)
 
-    async def start(self, body: GenerationBody, is_long: bool = False) -> tuple[Plan, Running]:
+    async def start(self, body: GenerationBody, is_long: bool = False) -> tuple[ParsedRequest, Running]:
         """Tokenises a body, aside if it is long, and submits its requests, where there is room for them."""
         self.check_serving()
         limits = self.engine.options
@@ -274,19 +274,19 @@ class Api:
         with self.pending.counting(requests, min(tokens, limits.queue_tokens), self.engine.check_room):
             threads = self.long_prompts_thread if is_long else self.grammars_thread if asks_grammar(body) else self.threads
             try:
-                plan = await in_thread(threads, partial(self.submitted, body, running))
+                parsed = await in_thread(threads, partial(self.submitted, body, running))
             except asyncio.CancelledError:  # the thread goes on
                 running.cancel()
                 raise
-        return plan, running
+        return parsed, running
 
-    def submitted(self, body: GenerationBody, running: Running) -> Plan:
+    def submitted(self, body: GenerationBody, running: Running) -> ParsedRequest:
         """The part of `start` that takes time with long prompts; it runs in a thread."""
         options = self.options
-        plan = plan_of(body, self.engine, options.template, options.deadline_s, options.sampling, options.constrain)
-        tokens, most = sum(len(request.prompt) for request in plan.requests), self.engine.options.queue_tokens
+        parsed = parse_request(body, self.engine, options.template, options.deadline_s, options.sampling, options.constrain)
+        tokens, most = sum(len(request.prompt) for request in parsed.requests), self.engine.options.queue_tokens
         if tokens > most:
             expected = f"at most {most} prompt tokens, those of all choices together"
             raise ApiError(400, f"expected {expected}, found {tokens}", "too_many_tokens", "prompt")
-        running.submit(plan.requests)
-        return plan
+        running.submit(parsed.requests)
+        return parsed

@@ -80,7 +80,7 @@ class Connection(H11Protocol):
 
     @property
     def waits(self) -> bool:
-        """Whether it is the client's turn: its request is not complete, or the connection is only being closed."""
+        """True if it is the client's turn: its request is not complete, or the connection is only being closed."""
         closing = self.refused or self.transport.is_closing()
         return closing or not self.answering or self.conn.their_state is h11.SEND_BODY
 

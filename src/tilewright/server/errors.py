@@ -110,7 +110,7 @@ def shown(value: Any) -> str:
 
 
 def field_name(place: tuple[int | str, ...]) -> str | None:
-    """Where in the body: `messages[0].content`; None for the body itself."""
+    """Name of a place in the body: `messages[0].content`; None for the body itself."""
     name = ""
     for part in place:
         name += f"[{part}]" if isinstance(part, int) else f".{part[:SHOWN]}"

@@ -73,7 +73,7 @@ class MessagesRenderer(Renderer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.blocks = Blocks(self.plan.tools)
+        self.blocks = Blocks(self.parsed.tools)
 
     def whole(self, updates: Sequence[RequestOutput]) -> AnsweredMessage:
         _, tokens = self.take(0, updates[0])

@@ -4,7 +4,6 @@ Where a figure means what it means in vLLM it has vLLM's name; the others begin 
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -95,7 +94,7 @@ def by_finish(ended: Mapping[str, int]) -> dict[str, int]:
 class EngineCollector(Collector):
     """Reads the engine's stats when Prometheus asks."""
 
-    def __init__(self, engine: Service[Any], model: str):
+    def __init__(self, engine: Service, model: str):
         self.engine, self.model = engine, model
 
     def describe(self) -> Iterable[Metric]:

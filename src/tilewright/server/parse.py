@@ -52,7 +52,7 @@ class Prompted:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ParsedRequest:
     """Requests that a body asks for, and what is told of them.
 
     Attributes:
@@ -196,7 +196,7 @@ def new_tokens_of(
     return given(asked, default)
 
 
-def check_beginning(text: str, engine: Service[Any], param: str) -> None:
+def check_beginning(text: str, engine: Service, param: str) -> None:
     """Refuses a long text that cannot fit by its beginning: tokenising megabytes takes seconds.
 
     Raises:
@@ -208,10 +208,10 @@ def check_beginning(text: str, engine: Service[Any], param: str) -> None:
         raise ApiError(400, f"this model's context has {engine.context} positions; {size}", "context_length_exceeded", param)
 
 
-def plan_of(
-    body: GenerationBody, engine: Service[Any], template: ChatTemplate | None, deadline_s: float | None,
+def parse_request(
+    body: GenerationBody, engine: Service, template: ChatTemplate | None, deadline_s: float | None,
     sampling: SamplingDefaults, constrain: Constrain | None = None,
-) -> Plan:  # fmt: skip
+) -> ParsedRequest:  # fmt: skip
     """Tokenises, compiles a grammar, and makes the requests. This may take a while.
 
     Args:
@@ -253,7 +253,7 @@ def plan_of(
             engine.check(request)
     except ValueError as error:
         raise ApiError(400, str(error), "invalid_value") from error
-    return Plan(
+    return ParsedRequest(
         prompts, choices, requests, echo, body.max_tokens != 0, logprobs, body.prompt_logprobs, bool(body.return_token_ids),
         constraint is not None, tools,
     )  # fmt: skip
@@ -316,7 +316,7 @@ def call_grammar(tools: ToolUse, constrain: Constrain | None) -> Asked:
         raise refused("tools", error) from error
 
 
-def prompted(prompt: str | list[int], body: CompletionBody, engine: Service[Any]) -> Prompted:
+def prompted(prompt: str | list[int], body: CompletionBody, engine: Service) -> Prompted:
     """A prompt of `/v1/completions`."""
     tokenizer, echo, special = engine.tokenizer, body.echo, body.add_special_tokens is not False
     offsets = body.logprobs is not None
@@ -336,7 +336,7 @@ def prompted(prompt: str | list[int], body: CompletionBody, engine: Service[Any]
         raise ApiError(400, f"'prompt': {error}", "invalid_value", "prompt") from error
 
 
-def conversation(body: ChatBody, engine: Service[Any], template: ChatTemplate | None, tools: ToolUse | None = None) -> Prompted:
+def conversation(body: ChatBody, engine: Service, template: ChatTemplate | None, tools: ToolUse | None = None) -> Prompted:
     """The prompt that the chat template makes of a conversation."""
     text = rendered(body.messages, body, template, tools)
     check_beginning(text, engine, "messages")

@@ -34,7 +34,7 @@ from tilewright.server.answers import (
 from tilewright.server.choice_text import ChoiceText
 from tilewright.server.errors import ApiError
 from tilewright.server.logprobs import chat_logprobs, completion_logprobs, fewer, prompt_logprobs
-from tilewright.server.parse import Plan
+from tilewright.server.parse import ParsedRequest
 from tilewright.server.protocol import StreamOptions
 from tilewright.server.tokens import Offsets, TokenTexts
 
@@ -53,7 +53,7 @@ class Served:
         created: when the server began, in Unix seconds.
     """
 
-    engine: Service[Any]
+    engine: Service
     name: str
     version: str
     created: int
@@ -83,14 +83,14 @@ class Renderer(ABC):
 
     served: Served
     request_id: str
-    plan: Plan
+    parsed: ParsedRequest
     handles: Sequence[RequestHandle]
     generated: list[int] = field(init=False)
     begun: set[int] = field(init=False, default_factory=set)
     root: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.generated = [0] * len(self.plan.requests)
+        self.generated = [0] * len(self.parsed.requests)
         self.root = {
             "created": int(time.time()),
             "model": self.served.name,
@@ -98,12 +98,12 @@ class Renderer(ABC):
         }
 
     def begins(self, index: int) -> bool:
-        """Whether nothing of a choice has been shown yet."""
+        """True if nothing of a choice has been shown yet."""
         return index not in self.begun
 
     def take(self, index: int, update: RequestOutput) -> tuple[bool, tuple[Token, ...]]:
         """Counts what is shown of an update. Returns whether it is the choice's first, and its tokens."""
-        tokens, first = update.tokens if self.plan.generates else (), self.begins(index)
+        tokens, first = update.tokens if self.parsed.generates else (), self.begins(index)
         self.begun.add(index)
         self.generated[index] += len(tokens)
         return first, tokens
@@ -114,34 +114,34 @@ class Renderer(ABC):
         found: dict[str, Any] = {"index": index, "finish_reason": reason}
         if reason is not None and result is not None and result.stop_reason is not None:
             found["stop_reason"] = result.stop_reason
-        if self.plan.token_ids:
+        if self.parsed.token_ids:
             found["token_ids"] = [token.token for token in tokens]
         return found
 
     def of_prompt(self, index: int, update: RequestOutput) -> dict[str, Any]:
         """Fields about a choice's prompt, told once: its ids and log-probabilities, where they are asked for."""
         found: dict[str, Any] = {}
-        tokens = self.plan.prompt_of(index).tokens
-        if self.plan.token_ids:
+        tokens = self.parsed.prompt_of(index).tokens
+        if self.parsed.token_ids:
             found["prompt_token_ids"] = tokens
-        if self.plan.prompt_logprobs is not None and update.prompt_logprobs is not None:
+        if self.parsed.prompt_logprobs is not None and update.prompt_logprobs is not None:
             told = update.prompt_logprobs
-            found["prompt_logprobs"] = prompt_logprobs(self.served.texts, tokens, told, self.plan.prompt_logprobs)
+            found["prompt_logprobs"] = prompt_logprobs(self.served.texts, tokens, told, self.parsed.prompt_logprobs)
         return found
 
     def with_logprobs(self, tokens: Sequence[Token]) -> list[tuple[int, TokenLogprobs]]:
         """Tokens with their log-probabilities and as many alternatives as are asked for."""
-        most = self.plan.logprobs or 0
+        most = self.parsed.logprobs or 0
         return [(token.token, fewer(token.logprobs, most)) for token in tokens if token.logprobs is not None]
 
     def tokens_shown(self) -> str:
         """For the access log."""
-        prompt = sum(len(one.tokens) for one in self.plan.prompts)
+        prompt = sum(len(one.tokens) for one in self.parsed.prompts)
         return f" {prompt}+{sum(self.generated)} tokens"
 
     def usage(self) -> Usage:
-        firsts = self.handles[:: self.plan.choices]
-        prompt, completion = sum(len(one.tokens) for one in self.plan.prompts), sum(self.generated)
+        firsts = self.handles[:: self.parsed.choices]
+        prompt, completion = sum(len(one.tokens) for one in self.parsed.prompts), sum(self.generated)
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
@@ -152,7 +152,7 @@ class Renderer(ABC):
     def metrics(self) -> Metrics:
         """Of a single choice that has ended; how masks came about whatever the choices."""
         found = self.speculation()
-        if self.plan.constrained:
+        if self.parsed.constrained:
             found.structured_outputs = Masks(masks="host")
         return found
 
@@ -244,8 +244,8 @@ class CompletionRenderer(ChunkRenderer):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.root |= {"id": f"cmpl-{self.request_id}", "object": "text_completion"}
-        starts = [len(self.plan.prompt_of(index).text) if self.plan.echo else 0 for index in range(len(self.handles))]
-        special = [request.sampling.skip_special_tokens for request in self.plan.requests]
+        starts = [len(self.parsed.prompt_of(index).text) if self.parsed.echo else 0 for index in range(len(self.handles))]
+        special = [request.sampling.skip_special_tokens for request in self.parsed.requests]
         self.offsets = [Offsets(self.served.texts.tokenizer, *each) for each in zip(starts, special, strict=True)]
 
     def whole(self, updates: Sequence[RequestOutput]) -> Completion:
@@ -265,16 +265,16 @@ class CompletionRenderer(ChunkRenderer):
 
     def choice(self, index: int, update: RequestOutput) -> CompletionChoice:
         first, tokens = self.take(index, update)
-        text = (self.plan.prompt_of(index).text if self.plan.echo and first else "") + text_of(tokens)
-        found = None if self.plan.logprobs is None else self.logprobs(index, tokens, first)
+        text = (self.parsed.prompt_of(index).text if self.parsed.echo and first else "") + text_of(tokens)
+        found = None if self.parsed.logprobs is None else self.logprobs(index, tokens, first)
         told = self.ends(index, update, tokens) | (self.of_prompt(index, update) if first else {})
         return CompletionChoice(text=text, logprobs=found, **told)
 
     def logprobs(self, index: int, new: Sequence[Token], first: bool) -> CompletionLogprobs:
-        prompt, most = self.plan.prompt_of(index), self.plan.logprobs or 0
+        prompt, most = self.parsed.prompt_of(index), self.parsed.logprobs or 0
         tokens: list[tuple[int, TokenLogprobs | None]] = [*self.with_logprobs(new)]
         offsets = self.offsets[index].of([token for token, _ in tokens])
-        if self.plan.echo and first:
+        if self.parsed.echo and first:
             before = (None, *(fewer(one, most) for one in self.of_prompts.pop(index, ())))
             tokens = [*zip(prompt.tokens, before, strict=True), *tokens]
             offsets = [*prompt.offsets, *offsets]
@@ -294,7 +294,7 @@ class ChatRenderer(ChunkRenderer):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.root |= {"id": f"chatcmpl-{self.request_id}"}
-        self.texts = [ChoiceText(self.plan.tools) for _ in self.handles]
+        self.texts = [ChoiceText(self.parsed.tools) for _ in self.handles]
 
     def whole(self, updates: Sequence[RequestOutput]) -> Chat:
         choices = []
@@ -312,7 +312,7 @@ class ChatRenderer(ChunkRenderer):
         told = self.of_prompt(0, update) if not self.begun else {}
         first, tokens = self.take(index, update)
         delta = Delta(role="assistant") if first else Delta()
-        if tokens or (update.end is not None and self.plan.tools is not None):
+        if tokens or (update.end is not None and self.parsed.tools is not None):
             self.texts[index].push(text_of(tokens), update.end is not None).put_into(delta)
         choice = ChatChunkChoice(delta=delta, logprobs=self.logprobs(tokens), **self.ends(index, update, tokens))
         return ChatChunk(**self.root, object="chat.completion.chunk", choices=[choice], **told)
@@ -326,7 +326,7 @@ class ChatRenderer(ChunkRenderer):
         return ChatChunk(**self.root, object="chat.completion.chunk", choices=[], **ended)
 
     def logprobs(self, tokens: Sequence[Token]) -> ChatLogprobs | None:
-        return None if self.plan.logprobs is None else chat_logprobs(self.served.texts, self.with_logprobs(tokens))
+        return None if self.parsed.logprobs is None else chat_logprobs(self.served.texts, self.with_logprobs(tokens))
 
 
 def rounds_of(update: RequestOutput) -> Iterator[ShownRound]:

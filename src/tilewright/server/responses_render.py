@@ -130,7 +130,7 @@ class ResponsesRenderer(Renderer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.blocks = Blocks(self.plan.tools)
+        self.blocks = Blocks(self.parsed.tools)
 
     def whole(self, updates: Sequence[RequestOutput]) -> Response:
         _, tokens = self.take(0, updates[0])
@@ -178,7 +178,7 @@ class ResponsesRenderer(Renderer):
 
     def asked(self) -> Json:
         """Fields of the body, and what holds where it said nothing."""
-        body, sampling = self.body, self.plan.requests[0].sampling
+        body, sampling = self.body, self.parsed.requests[0].sampling
         form = {"type": "text"} if body.text is None or body.text.format is None else body.text.format.shown()
         choice = body.tool_choice or "auto"
         return {

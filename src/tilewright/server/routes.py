@@ -17,13 +17,13 @@ from tilewright.server.answers import (
     Answer,
     Chat,
     Completion,
+    DefaultSamplingParams,
     Detokenized,
     Health,
     Load,
-    Model,
+    ModelCard,
     ModelList,
     Ready,
-    SamplingDefaults,
     Tokenized,
     TokenizerInfo,
     Version,
@@ -35,7 +35,7 @@ from tilewright.server.messages_render import AnsweredMessage, MessagesRenderer,
 from tilewright.server.metrics import text_of
 from tilewright.server.openapi import errors, takes
 from tilewright.server.page import CSP, PAGE
-from tilewright.server.parse import Plan, contents, rendered, rough_tokens, tools_of
+from tilewright.server.parse import ParsedRequest, contents, rendered, rough_tokens, tools_of
 from tilewright.server.protocol import ChatBody, DetokenizeBody, GenerationBody, TokenizeBody
 from tilewright.server.render import ChatRenderer, CompletionRenderer, Renderer, Served
 from tilewright.server.responses_body import ResponsesBody, gone_on
@@ -56,15 +56,15 @@ def answer(body: Answer) -> Response:
     return Response(body.json_bytes, media_type="application/json")
 
 
-Make = Callable[[Served, str, Plan, Sequence[RequestHandle]], Renderer]
-"""Makes what gives the answers of a plan's requests a form."""
+Make = Callable[[Served, str, ParsedRequest, Sequence[RequestHandle]], Renderer]
+"""Makes what gives the answers of a parsed body's requests a form."""
 
 
 async def generated(api: Api, request: Request, body: GenerationBody, make: Make, places: Places = ()) -> Response:
     """Runs a body's requests and answers in a form; `places` are those of a body that stood for this one."""
     with in_words(places):
-        plan, running = await api.start(body, request.state.long)
-    renderer = make(api.served, request.state.request_id, plan, running.handles)
+        parsed, running = await api.start(body, request.state.long)
+    renderer = make(api.served, request.state.request_id, parsed, running.handles)
     request.state.tokens = renderer.tokens_shown
     if body.stream:
         return EventStream(events(running, renderer), running)
@@ -268,11 +268,11 @@ def page_routes() -> APIRouter:
 def model_routes(api: Api) -> APIRouter:
     router = APIRouter(tags=["models"])
 
-    def model() -> Model:
+    def model() -> ModelCard:
         about: dict[str, Any] = {"created": api.served.created, "owned_by": "tilewright", "max_model_len": api.engine.context}
         if not isinstance(api.engine, DiffusionEngine):
-            about["sampling_defaults"] = SamplingDefaults.model_validate(asdict(api.options.sampling))
-        return Model(id=api.options.name, object="model", **about)
+            about["sampling_defaults"] = DefaultSamplingParams.model_validate(asdict(api.options.sampling))
+        return ModelCard(id=api.options.name, object="model", **about)
 
     @router.head("/v1/models", include_in_schema=False)
     @router.get("/v1/models", responses={200: {"model": ModelList}})
@@ -280,7 +280,7 @@ def model_routes(api: Api) -> APIRouter:
         """The one model that is served."""
         return answer(ModelList(object="list", data=[model()]))
 
-    @router.get("/v1/models/{name:path}", responses={200: {"model": Model}, **errors(404)})
+    @router.get("/v1/models/{name:path}", responses={200: {"model": ModelCard}, **errors(404)})
     async def named(name: str) -> Response:
         """The model of this name."""
         if name != api.options.name:

@@ -51,7 +51,7 @@ class Running:
     It is made in the event loop that listens.
     """
 
-    def __init__(self, engine: Service[Any], timings: Timings):
+    def __init__(self, engine: Service, timings: Timings):
         self.engine, self.timings = engine, timings
         self.loop, self.told = asyncio.get_running_loop(), asyncio.Queue[tuple[int, RequestOutput]]()
         self.handles: list[RequestHandle] = []

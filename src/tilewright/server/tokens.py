@@ -57,7 +57,7 @@ class TokenTexts:
 
 
 class Offsets:
-    """Where tokens that come in pieces begin in their text, in characters.
+    """Offsets in characters, in their text, of tokens that come in pieces.
 
     A character of several tokens begins with the last of them: the others add nothing yet.
 

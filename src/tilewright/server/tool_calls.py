@@ -51,7 +51,7 @@ class Read(NamedTuple):
 
 
 def object_end(text: str, start: int) -> int | None:
-    """Where the JSON object that begins at a place ends; None if it goes on."""
+    """End of the JSON object that begins at a place; None if it goes on."""
     depth = 0
     for found in BRACKETS.finditer(text, start):
         depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(found[0], 0)

@@ -37,7 +37,7 @@ class CounterfactualNGram:
             self.first.setdefault(gram, last)
 
     def proposed(self, width: int) -> range:
-        """Where the drafts of a round stand that begins with the last token."""
+        """Place of the drafts of a round that begins with the last token."""
         last = len(self.tokens) - 1
         return range(0) if self.found is None else range(self.found + 1, min(self.found + width, last + 1))
 

@@ -11,13 +11,13 @@ from tilewright.parallel.mesh import agreed_seconds
 from tilewright.runtime.interfaces import PLAIN, Choice
 from tilewright.runtime.pace import Pace, kind_of
 from tilewright.runtime.programs import STEPS_PER_DISPATCH
-from tilewright.runtime.runner import ModelRunner, Sent
+from tilewright.runtime.runner import ModelRunner, SentRounds
 from tilewright.runtime.scheduler import TokenSequence
 from tilewright.runtime.state import StepInfo
 from tilewright.speculation.counterfactual import CounterfactualNGram, joined
 from tilewright.speculation.drafters.ngram import NGram
 from tilewright.speculation.pacing import Costed, Pacing, new_history
-from tilewright.speculation.policy import History, Policy
+from tilewright.speculation.policy import AcceptanceHistory, Policy
 from tilewright.speculation.team import Team
 
 FIRST_WIDTH = 4
@@ -32,7 +32,7 @@ class Pacer(Pace):
         dispatch_s: how long a dispatch takes, about.
     """
 
-    def __init__(self, team: Team, pacing: Pacing, runner: ModelRunner, dispatch_s: float, history: History):
+    def __init__(self, team: Team, pacing: Pacing, runner: ModelRunner, dispatch_s: float, history: AcceptanceHistory):
         super().__init__(dispatch_s, STEPS_PER_DISPATCH)
         self.team, self.pacing, self.runner, self.history = team, pacing, runner, history
         self.policies: dict[int, Policy] = {}
@@ -59,7 +59,13 @@ class Pacer(Pace):
         return plan.choice, min(plan.rounds, self.most(seconds, hurried))
 
     def observe(
-        self, sent: Sent, infos: StepInfo, sequences: Sequence[TokenSequence], heard: Sequence[int], began: float, ended: float
+        self,
+        sent: SentRounds,
+        infos: StepInfo,
+        sequences: Sequence[TokenSequence],
+        heard: Sequence[int],
+        began: float,
+        ended: float,
     ) -> None:
         rounds = len(infos.committed)
         seconds = self.time(kind_of(sent), rounds, sent.at, sent.alone, began, ended)
@@ -158,7 +164,13 @@ class CallPacer(Pacer):
         return agreed_seconds(self.programs.target.mesh, seconds)
 
     def observe(
-        self, sent: Sent, infos: StepInfo, sequences: Sequence[TokenSequence], heard: Sequence[int], began: float, ended: float
+        self,
+        sent: SentRounds,
+        infos: StepInfo,
+        sequences: Sequence[TokenSequence],
+        heard: Sequence[int],
+        began: float,
+        ended: float,
     ) -> None:
         """Takes in a dispatch that was waited for as soon as it was sent."""
         if sent.choice is not None and len(infos.committed) and not sent.constrained:

@@ -9,7 +9,7 @@ from tilewright.runtime.layout import Layout
 from tilewright.runtime.programs import Programs
 from tilewright.runtime.runner import ModelRunner
 from tilewright.speculation.costs import CostFiles, RoundCosts, RoundTimer, configuration, measure
-from tilewright.speculation.policy import History
+from tilewright.speculation.policy import AcceptanceHistory
 from tilewright.speculation.team import Team
 
 
@@ -79,7 +79,9 @@ class Pacing:
             return found
 
 
-def new_history(team: Team) -> History:
+def new_history(team: Team) -> AcceptanceHistory:
     """A history of which nothing was seen yet."""
     members = team.members
-    return History({one.name: one.block_size for one in members}, {one.name: one.expected_acceptance for one in members})
+    return AcceptanceHistory(
+        {one.name: one.block_size for one in members}, {one.name: one.expected_acceptance for one in members}
+    )

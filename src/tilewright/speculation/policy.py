@@ -154,7 +154,7 @@ class Acceptance:
         return (self.idle + WEIGHT * expected) / (self.rounds + WEIGHT)
 
 
-class History:
+class AcceptanceHistory:
     """Acceptance that all batches of a model have seen so far: what a new batch expects.
 
     Args:
@@ -179,7 +179,7 @@ class History:
         return self.counterfactual.get(choice, self.seen[choice.drafter])
 
 
-class Plan(NamedTuple):
+class RoundPlan(NamedTuple):
     """The next rounds: what they do, how many at most before the next look, and whether they only try a drafter."""
 
     choice: Choice
@@ -210,7 +210,7 @@ class Policy:
     """
 
     def __init__(
-        self, history: History, costs: dict[Choice, Cost], ready: Iterable[Choice], dispatch: float = 0.0
+        self, history: AcceptanceHistory, costs: dict[Choice, Cost], ready: Iterable[Choice], dispatch: float = 0.0
     ):  # fmt: skip
         """Args:
         dispatch: seconds that a dispatch costs, whatever it runs.
@@ -260,21 +260,21 @@ class Policy:
             self.counterfactual[choice] = Acceptance(choice.width - 1, MEMORY)
         return self.counterfactual[choice]
 
-    def next(self, most: int) -> Plan:
+    def next(self, most: int) -> RoundPlan:
         """Plan of the next dispatch, `most` rounds at most."""
         outlook = self.outlook(self.ready)
         best = self.best(outlook)
         tried = self.tried(outlook, best)
         if tried is not None:
             self.trying = tried  # until it is observed, which may be after further plans
-            return Plan(tried, min(PROBE, most), tries=True)
+            return RoundPlan(tried, min(PROBE, most), tries=True)
         first = most if self.watches(best) else FIRST_LOOK
         self.stretch = min(2 * self.stretch, most) if best == self.last else first
         self.last = best
         if best != PLAIN and not self.watches(best):  # a few good rounds may be luck
             most = min(most, max(FIRST_LOOK, int(self.history.of(best).rounds)))
         worth_it = math.ceil(self.dispatch / (DISPATCHING * outlook[best].seconds))
-        return Plan(best, min(max(self.stretch, worth_it), most))
+        return RoundPlan(best, min(max(self.stretch, worth_it), most))
 
     def best(self, outlook: Mapping[Choice, Outlook]) -> Choice:
         """The choice with the most expected tokens a second; of equals the narrower."""

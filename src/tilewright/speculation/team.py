@@ -87,10 +87,10 @@ class Team:
         return tuple(sorted({layer for member in self.members for layer in member.tap_layers}))
 
     def place(self, choice: Choice) -> int | None:
-        """Which member drafts; None for plain decoding."""
+        """Index of the member that drafts; None for plain decoding."""
         return next((place for place, member in enumerate(self.members) if member.name == choice.drafter), None)
 
-    def turn(self, choice: Choice | None) -> "Turn":
+    def turn(self, choice: Choice | None) -> "TeamVariant":
         """The drafter of rounds that do this.
 
         Raises:
@@ -98,7 +98,7 @@ class Team:
         """
         if choice is None or choice not in self.choices:
             raise ValueError(f"expected one of {'; '.join(map(str, self.choices))}, found {choice}")
-        return Turn(self, choice)
+        return TeamVariant(self, choice)
 
     @property
     def contexts(self) -> tuple[str, ...]:
@@ -142,7 +142,7 @@ class Team:
 
 
 @dataclass(frozen=True)
-class Turn:
+class TeamVariant:
     """A team in rounds of one kind: a drafter as any other, once its state is `open`."""
 
     team: Team
@@ -184,7 +184,7 @@ class Turn:
     def contexts(self) -> tuple[str, ...]:
         return self.team.contexts
 
-    def turn(self, choice: Choice | None) -> "Turn":
+    def turn(self, choice: Choice | None) -> "TeamVariant":
         return self.team.turn(choice)
 
     def params_for(self, models: Models) -> Models:

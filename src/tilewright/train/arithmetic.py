@@ -75,7 +75,7 @@ LONGEST = Problem((10 ** len(PLACES) - 1,) * 4)
 
 
 def is_right(problem: Problem, response: str) -> bool:
-    """Whether a response ends with the right answer, however it came to it."""
+    """True if a response ends with the right answer, however it came to it."""
     begin, found, told = response.strip().rpartition("\n")[2].rpartition(ANSWER)
     return not begin and bool(found) and told.isascii() and told.isdecimal() and int(told) == problem.answer
 

@@ -29,7 +29,7 @@ Saved = tuple[Any, int, dict[str, np.ndarray]]
 
 
 def is_sharded(state: Any) -> bool:
-    """Whether devices hold parts of an array."""
+    """True if devices hold parts of an array."""
     return any(isinstance(leaf, Array) and not leaf.is_fully_replicated for leaf in jax.tree.leaves(state))
 
 

@@ -28,7 +28,7 @@ BETWEEN_LITERALS = frozenset(" \t,:()[]{}|=*+-.\\")
 
 
 def is_generated(source: str) -> bool:
-    """Whether the head of a file says that a program wrote it."""
+    """True if the head of a file says that a program wrote it."""
     return any(line.lstrip().startswith(("#", '"')) and GENERATED.search(line) for line in source.split("\n")[:12])
 
 
@@ -63,7 +63,7 @@ def without_rulers(lines: Sequence[str], left_out: Counter[str]) -> list[str]:
 
 
 def is_table_line(line: str) -> bool:
-    """Whether a line is too long, or has literals and brackets alone, with a comment behind them perhaps."""
+    """True if a line is too long, or has literals and brackets alone, with a comment behind them perhaps."""
     if not line.strip() or line.lstrip().startswith("#"):
         return False
     return len(line) > LONGEST_LINE or BETWEEN_LITERALS.issuperset(LITERAL.sub("", line).partition("#")[0])

@@ -69,7 +69,7 @@ REGENERATION_SAMPLING = (
 
 
 def tapped_layers(target: DecoderConfig) -> tuple[int, ...]:
-    """Where the drafters read their target: after every layer but the last."""
+    """Layers after which the drafters read their target: after every layer but the last."""
     return tuple(range(target.num_layers - 1))
 
 

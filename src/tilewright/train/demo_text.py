@@ -73,7 +73,7 @@ class Dependency:
 
     @property
     def permissive(self) -> bool:
-        """Whether every licence that is named is one that asks for no more than its notice."""
+        """True if every licence that is named is one that asks for no more than its notice."""
         names = [name.strip(" ()") for name in re.split(r"\bAND\b|\bOR\b|;", self.licence)]
         return all(PERMISSIVE.fullmatch(name) for name in names)
 
@@ -125,7 +125,7 @@ def dependencies(project: str = "tilewright", extras: Sequence[str] = EXTRAS) ->
 
 
 def is_held_out(module: str) -> bool:
-    """Whether a dependency's module is held out: one in ten, by the hash of its name."""
+    """True if a dependency's module is held out: one in ten, by the hash of its name."""
     return int.from_bytes(sha256(module.encode()).digest()[:4], "big") % 10 == 0
 
 

@@ -28,7 +28,7 @@ LISTED = 8
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Finite:
-    """Whether a step's loss and gradient are finite numbers.
+    """Flags that say whether a step's loss and gradient are finite numbers.
 
     Attributes:
         flags: of the loss, then of each group; in front the runs, where several train side by side.

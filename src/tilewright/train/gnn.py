@@ -156,7 +156,7 @@ def accuracy(scores: Float[Array, "N C"], labels: Int[Array, " N"], counts: Bool
 
 
 def validates(result: TrainResult) -> bool:
-    """Whether there was anything to validate on."""
+    """True if there was anything to validate on."""
     return "val" in result.curve and not np.isnan(result.curve["val"]).any()
 
 

@@ -34,7 +34,7 @@ class TrainingPlacement:
     mesh: Mesh | None = None
 
     def shardings(self, specs: Any) -> Any:
-        """Where declared arrays lie; None on one device. Raises a `ValueError` where the mesh does not divide them."""
+        """Shardings of declared arrays; None on one device. Raises a `ValueError` where the mesh does not divide them."""
         return None if self.mesh is None else shardings(specs, self.mesh, FULLY_SHARDED_TENSOR_PARALLEL)
 
     def ops(self, options: TextOptions) -> Operations:

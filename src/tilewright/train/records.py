@@ -46,7 +46,7 @@ class Records:
 
     @property
     def in_loss(self) -> np.ndarray:
-        """Which tokens are of answers, bool `[n]`."""
+        """Mask of the tokens that are of answers, bool `[n]`."""
         place = np.arange(len(self.tokens)) - np.repeat(self.starts, self.ends - self.starts)
         return place >= np.repeat(self.prompts, self.ends - self.starts)
 

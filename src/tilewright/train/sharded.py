@@ -79,7 +79,7 @@ class ShardedSetup:
         return NamedSharding(self.mesh, PartitionSpec(DATA))
 
     def own_rows(self, batch: int) -> Int[np.ndarray, " R"]:
-        """Which rows of a batch of so many the devices of this process compute on."""
+        """Rows of a batch of so many that the devices of this process compute on."""
         parts = self.batch_sharding.addressable_devices_indices_map((batch,)).values()
         return np.concatenate([np.arange(*span) for span in sorted({part[0].indices(batch) for part in parts if part})])
 
@@ -121,7 +121,7 @@ def is_partition(leaf: Any) -> bool:
 
 
 def model_shardings(mesh: Mesh, specs: DecoderParams) -> DecoderParams:
-    """Where the declared arrays lie. Matrices are divided by both axes; norms and biases, which are small, by "tp" alone."""
+    """Shardings of the declared arrays. Matrices are divided by both axes; norms and biases, which are small, by "tp" alone."""
 
     def of(spec: ArraySpec) -> NamedSharding:
         rules = FULLY_SHARDED_GROUPED if len(spec.shape) > 1 else GROUPED
@@ -279,7 +279,7 @@ _taken.defvjp(_taken_forward, _taken_backward)
 
 
 def state_shardings(setup: ShardedSetup, optimizer: optax.GradientTransformation) -> Any:
-    """Where an optimiser's state lies: what belongs to an array as this does, counters everywhere.
+    """Shardings of an optimiser's state: what belongs to an array as this does, counters everywhere.
 
     A part of the state belongs to the array whose path its own path ends with: optimisers keep the parameters' structure.
     """

@@ -48,7 +48,7 @@ def sink_rows(sinks: Float[Array, " N"], heads: int, t: int) -> Float[Array, "1 
 
 
 def seen_entries(entry: Int[Array, " S"], lengths: Int[Array, "B T"], rule: Scores) -> Bool[Array, "B T S"]:
-    """Which entries are among the first `lengths`, and the last of the window."""
+    """Mask of the entries among the first `lengths`, and the last of the window."""
     after = entry[None, None] < lengths[:, :, None]
     return after if rule.window is None else after & (entry[None, None] >= lengths[:, :, None] - rule.window)
 

@@ -21,7 +21,7 @@ from tilewright.runtime.state import DecodeState, Models, Target, block_position
 from tilewright.speculation.drafters import base
 
 
-class Context(NamedTuple):
+class Eagle3Context(NamedTuple):
     """Context that the chain starts from.
 
     Attributes:
@@ -70,7 +70,7 @@ class Eagle3(OneKind):
     def allocate(self, layout: Layout, target: Target, dtype: DTypeLike) -> Any:
         config, own = self.config, DTYPES[self.dtype]
         (keys,) = layout.caches(self.ops, 1, config.num_kv_heads, config.head_dim, own, self.window)
-        return Context(keys, jnp.zeros((layout.batch, 1, config.hidden_size), own))
+        return Eagle3Context(keys, jnp.zeros((layout.batch, 1, config.hidden_size), own))
 
     def embed(self, target: Target, models: Models, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
         own = models.drafter.embed  # which is whole on every device
@@ -80,7 +80,7 @@ class Eagle3(OneKind):
 
     def propose(self, target: Target, models: Models, state: DecodeState) -> Proposal:
         """Drafts token after token: each step reads its own output of the step before, and the token drafted there."""
-        context: Context = state.draft_cache
+        context: Eagle3Context = state.draft_cache
         visible = context.keys.visible(state.known)[:, None]
         # A row of a single token has no pair yet, whatever its context held for another request.
         token, h = known_token(state), jnp.where(state.known[:, None, None] > 0, context.feature, 0)
@@ -107,11 +107,11 @@ class Eagle3(OneKind):
         self, target: Target, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Int[Array, " B"],
         stop: Int[Array, " B"],
     ) -> DecodeState:  # fmt: skip
-        context: Context = state.draft_cache
+        context: Eagle3Context = state.draft_cache
         features = eagle3.fuse(self.config, self.ops, models.drafter, [tap.astype(DTYPES[self.dtype]) for tap in taps])
         positions = block_positions(start, features.shape[1])
         after = jnp.take_along_axis(state.tokens, jnp.minimum(positions + 1, state.tokens.shape[1] - 1), axis=1)
         embeds = self.embed(target, models, after)
         k, v = eagle3.keys(self.config, self.ops, models.drafter, features, embeds, positions)
         feature = base.last_feature(features, start, stop, context.feature)
-        return replace(state, draft_cache=Context(context.keys.append(self.ops, k, v, start, stop - start), feature))
+        return replace(state, draft_cache=Eagle3Context(context.keys.append(self.ops, k, v, start, stop - start), feature))

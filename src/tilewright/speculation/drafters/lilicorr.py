@@ -20,7 +20,7 @@ from tilewright.speculation.drafters import base
 from tilewright.speculation.drafters.walking import Candidates, Walking
 
 
-class Context(NamedTuple):
+class LilicorrContext(NamedTuple):
     """Context that a block is drafted from.
 
     Attributes:
@@ -44,9 +44,9 @@ class LiLiCorr(Walking):
     def declared(self) -> Any:
         return self.with_own_head(lilicorr.declare(self.config))
 
-    def allocate(self, layout: Layout, target: Target, dtype: DTypeLike) -> Context:
+    def allocate(self, layout: Layout, target: Target, dtype: DTypeLike) -> LilicorrContext:
         feature = jnp.zeros((layout.batch, 1, self.config.hidden_size), DTYPES[self.dtype])
-        return Context(super().allocate(layout, target, dtype), feature)
+        return LilicorrContext(super().allocate(layout, target, dtype), feature)
 
     def caches(self, state: DecodeState) -> tuple[Any, ...]:
         return state.draft_cache.caches
@@ -60,7 +60,9 @@ class LiLiCorr(Walking):
     ) -> DecodeState:  # fmt: skip
         features = self.features(target, models, taps)
         caches = self.appended(models, state, features, start, stop)
-        return replace(state, draft_cache=Context(caches, base.last_feature(features, start, stop, state.draft_cache.feature)))
+        return replace(
+            state, draft_cache=LilicorrContext(caches, base.last_feature(features, start, stop, state.draft_cache.feature))
+        )
 
     def candidates(
         self, target: Target, models: Models, state: DecodeState, known: Int[Array, " B"], hidden: Float[Array, "B L H"]

@@ -234,7 +234,7 @@ def whole_tables(folder: Path, kind: Kind, config: dflash.DFlashConfig, declared
 
 
 def mask_embedding(folder: Path, kind: Kind, config: dflash.DFlashConfig) -> np.ndarray:
-    """What stands for the mask token's embedding, from the checkpoint's tensors or the file beside them.
+    """Embedding of the mask token, from the checkpoint's tensors or the file beside them.
 
     Raises:
         ValueError: that file is none that `torch.save` wrote, is for another token, or has another size.
