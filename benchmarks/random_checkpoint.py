@@ -60,7 +60,7 @@ def write_gguf(path: Path, config: DecoderConfig, tokenizer: GGUFCheckpoint) -> 
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_vocab_size(config.vocab_size)
     add_tokenizer(writer, config.vocab_size, tokenizer.fields)
-    blocks = np.random.default_rng(0).integers(0, 256, (DRAWN, 34), np.uint8)  # a scale in half precision and 32 integers
+    blocks = np.random.default_rng(0).integers(0, 256, (2**16, 34), np.uint8)  # a scale in half precision and 32 integers
     known = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture.upper()), config.num_layers)
     for spec in spec_leaves(declare(config)):
         name = f"{known.get_name(spec.name.removesuffix('.weight'))}.weight"
