@@ -3,8 +3,8 @@
     python benchmarks/few_bits.py --llama-python PYTHON [--models NAME ...] [--repetitions N] [--json FILE]
 
 The demo's model in the file that it is published in, and the shapes of Qwen3-0.6B and Llama-3.2-1B with random weights.
-llama.cpp has each in Q4_0, Q4_1, Q8_0 and Q4_K_M, which it makes itself; prompts are computed in the first alone, which it
-repacks. We read Q4_1: its bits as they are (`int4`), or quantised anew (`int8`). `llama_cpp_speed.py` says how the two sides
+llama.cpp has each in Q4_0, Q4_1, Q8_0 and Q4_K_M, which it makes itself; 16 rows and prompts are computed in those alone that
+it repacks. We read Q4_1: its bits as they are (`int4`), or quantised anew (`int8`). `llama_cpp_speed.py` says how the two sides
 take turns; whether llama.cpp runs with flash attention is tried once for each model and number of rows. A share of bandwidth is
 the bytes of the matrices that a step reads, over what this machine's cores read in the same time, measured in the same turns.
 """
@@ -55,6 +55,7 @@ class Case:
         rows, prompt: the prompts, and tokens of each.
         new: tokens that each row makes.
         kinds: llama.cpp's formats.
+        ours: our own.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Case:
     prompt: int
     new: int
     kinds: tuple[str, ...] = KINDS
+    ours: tuple[str, ...] = OURS
 
     @property
     def of_steps(self) -> bool:
@@ -78,9 +80,9 @@ class Case:
 
 CASES = (
     Case("one row", 1, SHORT, 33),
-    Case("16 rows", 16, SHORT, 9),
-    Case("prompt of 512", 1, 512, 2, ("Q4_0",)),
-    Case("prompt of 2,048", 1, 2048, 2, ("Q4_0",)),
+    Case("16 rows", 16, SHORT, 9, ("Q4_0", "Q8_0")),
+    Case("prompt of 512", 1, 512, 2, ("Q4_0",), ("int4",)),
+    Case("prompt of 2,048", 1, 2048, 2, ("Q4_0",), ("int4",)),
 )
 Side = tuple[str, str]
 """A case, and who computes it."""
@@ -115,7 +117,7 @@ def figures(model: str, taken: Mapping[Side, Sequence[Any]], nbytes: Mapping[str
                 "tokens_per_s": (case.rows if case.of_steps else 1) / middle.median,
                 "read_share": nbytes[name] / middle.median / 1e9 / read if case.of_steps else None,
             }  # fmt: skip
-            for own in OURS if name not in OURS else ():
+            for own in case.ours if name not in OURS else ():
                 ratio = quotients(seconds, times[own])
                 record[f"{own}_speedup"], record[f"{own}_speedup_range"] = ratio.median, list(ratio.range)
             records.append(record)
@@ -145,7 +147,7 @@ def table(records: Sequence[Mapping[str, Any]], model: str) -> Table:
     for record in records:
         share = record["read_share"]
         cells = [significant(record["ms"]), significant(record["tokens_per_s"]), "" if share is None else f"{share:.0%}"]
-        for own in OURS if f"{OURS[0]}_speedup" in record else ():
+        for own in (own for own in OURS if f"{own}_speedup" in record):
             least, most = record[f"{own}_speedup_range"]
             cells.append(f"{record[f'{own}_speedup']:.2f} ({least:.2f} to {most:.2f})")
         shown.add_row(record["case"], record["side"], *cells)
@@ -167,8 +169,8 @@ def measure(
         runs: dict[Side, Callable[[], Any]] = {("memory", "read"): memory.read}
         for case in CASES:
             prompts = [[int(token) for token in rng.integers(100, 40000, case.prompt)] for _ in range(case.rows)]
-            for own, lm in loaded.items():
-                runs[case.name, own] = partial(ours, lm, prompts, case.new)
+            for own in case.ours:
+                runs[case.name, own] = partial(ours, loaded[own], prompts, case.new)
                 runs[case.name, own]()  # compiles
             settings = {"prompts": prompts, "new": case.new, "positions": case.positions}
             both = {flash: partial(theirs, peer, files["Q4_0"], flash, **settings) for flash in (True, False)}
@@ -211,9 +213,11 @@ def main(
         published.fetch(DEMO)
     keep_programs(True)
     memory = MemoryBuffers()
+    versions = {"tilewright": tw.__version__, "jax": jax.__version__}
+    about = {"chip": chip_name(), "threads": cores(), "repetitions": repetitions, **versions}
     records, verdicts = [], {}
     with Peer(llama_python) as peer:
-        about = peer.ask("about")
+        about["llama_cpp_python"] = peer.ask("about")
         for model in models:
             found, verdicts[model] = measure(model, peer, memory, repetitions, console)
             gc.collect()
@@ -221,10 +225,10 @@ def main(
             print_table(console, table(found, model))
             said = ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in verdicts[model].items())
             console.print(said, markup=False)
-    console.print(f"llama-cpp-python {about['version']} ({about['features']}), {cores()} threads", markup=False)
-    versions = {"tilewright": tw.__version__, "jax": jax.__version__, "llama_cpp_python": about}
-    about_machine = {"chip": chip_name(), "threads": cores(), "repetitions": repetitions}
-    write_json(json_file, {**about_machine, **versions, "verdicts": verdicts, "data": records})
+            if json_file != "-" or model == models[-1]:  # what is measured is kept, whatever becomes of the next model
+                write_json(json_file, {**about, "verdicts": verdicts, "data": records})
+    theirs_is = about["llama_cpp_python"]
+    console.print(f"llama-cpp-python {theirs_is['version']} ({theirs_is['features']}), {cores()} threads", markup=False)
 
 
 if __name__ == "__main__":
