@@ -55,7 +55,7 @@ class Cursor:
     """Reads values one after another. What is missing is a `ValueError`."""
 
     def __init__(self, data: np.ndarray):
-        self.data, self.at = memoryview(data), 0
+        self.data, self.at = data.data, 0
 
     def bytes(self, size: int) -> bytes:
         found = self.data[self.at : self.at + size]
