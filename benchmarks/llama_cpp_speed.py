@@ -75,35 +75,33 @@ def own_format(model: Path) -> str:
     return Counter(tensor.tensor_type.name for tensor in open_gguf(model).tensors.values()).most_common(1)[0][0]
 
 
-def formats(peer: Peer, model: Path, folder: str) -> dict[str, Path]:
+def formats(peer: Peer, model: Path, folder: str, kinds: Sequence[str] = KINDS) -> dict[str, Path]:
     """The file by the name of its format, and those that llama.cpp makes of it, in a folder."""
     files = {own_format(model): model}
-    for kind in KINDS:
+    for kind in kinds:
         if kind not in files:
             files[kind] = Path(folder) / f"{kind}.gguf"
             peer.ask("quantise", source=str(model), target=str(files[kind]), kind=kind)
     return files
 
 
-def ours(lm: LanguageModel, prompts: Sequence[list[int]]) -> Timed:
-    new = NEW[len(prompts)]
+def ours(lm: LanguageModel, prompts: Sequence[list[int]], new: int) -> Timed:
     made = lm.generate(prompts, tw.Sampling(max_new_tokens=new, ignore_eos=True))
     assert all(len(result.tokens) == new for result in made)
     return Timed(made.prefill_seconds, made.decode_seconds / made.rounds)
 
 
-def theirs(peer: Peer, file: Path, flash: bool, prompts: Sequence[list[int]]) -> Timed:
-    new = NEW[len(prompts)]
-    peer.ask("open", model=str(file), threads=cores(), rows=len(prompts), positions=POSITIONS, flash=flash)
+def theirs(peer: Peer, file: Path, flash: bool, prompts: Sequence[list[int]], new: int, positions: int = POSITIONS) -> Timed:
+    peer.ask("open", model=str(file), threads=cores(), rows=len(prompts), positions=positions, flash=flash)
     peer.ask("generate", prompts=[prompt[:WARM] for prompt in prompts], new=WARM, ends=[])
     made = peer.ask("generate", prompts=prompts, new=new, ends=[])
     assert all(len(tokens) == new for tokens in made["tokens"])
     return Timed(made["prefill_s"], made["decode_s"] / (new - 1))
 
 
-def faster(trials: Mapping[bool, Callable[[], Timed]]) -> bool:
-    """With which kind of attention steps take less time, by the better of two measurements each."""
-    taken = alternate(trials, 2)
+def faster(trials: Mapping[bool, Callable[[], Timed]], repetitions: int = 2) -> bool:
+    """With which kind of attention steps take less time, by the better of two measurements each, or of so many."""
+    taken = alternate(trials, repetitions)
     return min(taken, key=lambda flash: min(timed.step_s for timed in taken[flash]))
 
 
@@ -174,10 +172,10 @@ def main(model: Path, *, llama_python: Path, repetitions: int = REPETITIONS, jso
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
             trials = bar.add_task("with flash attention or without", total=len(files) * len(NEW))
             for rows in NEW:
-                runs |= {(name, rows): partial(ours, lm, prompts[:rows]) for name, lm in loaded.items()}
+                runs |= {(name, rows): partial(ours, lm, prompts[:rows], NEW[rows]) for name, lm in loaded.items()}
                 for name, file in files.items():
                     side = f"llama.cpp, {name}", rows
-                    both = {each: partial(theirs, peer, file, each, prompts[:rows]) for each in (True, False)}
+                    both = {each: partial(theirs, peer, file, each, prompts[:rows], NEW[rows]) for each in (True, False)}
                     flash[side] = faster(both)
                     runs[side] = both[flash[side]]
                     bar.advance(trials)

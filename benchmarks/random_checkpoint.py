@@ -2,19 +2,23 @@
 
     python benchmarks/random_checkpoint.py qwen3-0.6b FOLDER --tokenizer FOLDER_WITH_A_TOKENIZER
 
-What it says means nothing.
+What it says means nothing. `write_gguf` writes a GGUF file in 8 bits, of which llama.cpp makes others.
 """
 
 import argparse
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import gguf
 import ml_dtypes
 import numpy as np
 
 from tilewright.bench.model_configs import MODELS
-from tilewright.models.decoder import config_to_hf, declare
+from tilewright.models.decoder import DecoderConfig, config_to_hf, declare
+from tilewright.models.gguf import ARCHITECTURES, GGUFCheckpoint
 from tilewright.models.params import ArraySpec, spec_leaves
 
 DRAWN = 2**22
@@ -36,6 +40,53 @@ def write_weights(path: Path, specs: list[ArraySpec], seed: int) -> None:
             values = np.ones(DRAWN, np.float32) if spec.init == "ones" else drawn * np.float32(spec.scale)
             for begin in range(0, size, DRAWN):
                 file.write(values[: size - begin].astype(ml_dtypes.bfloat16).tobytes())
+
+
+def write_gguf(path: Path, config: DecoderConfig, tokenizer: GGUFCheckpoint) -> None:
+    """A GGUF file in Q8_0, with another file's tokenizer, whose vocabulary is filled up with tokens that mean nothing."""
+    architecture = config_to_hf(config)["model_type"]
+    assert architecture in ARCHITECTURES
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_vocab_size(config.vocab_size)
+    add_tokenizer(writer, config.vocab_size, tokenizer.fields)
+    blocks = np.random.default_rng(0).integers(0, 256, (2**16, 34), np.uint8)  # a scale in half precision and 32 integers
+    known = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture.upper()), config.num_layers)
+    for spec in spec_leaves(declare(config)):
+        name = f"{known.get_name(spec.name.removesuffix('.weight'))}.weight"
+        if len(spec.stored_shape) == 1:
+            writer.add_tensor(name, np.ones(spec.stored_shape, np.float32))
+            continue
+        rows, width = spec.stored_shape
+        blocks[:, :2] = np.float16(spec.scale / 74).reshape(1).view(np.uint8)  # integers of any bits are about 74 in size
+        drawn = np.resize(blocks, (rows * width // 32, 34)).reshape(rows, -1)
+        writer.add_tensor(name, drawn, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, size: int, fields: Mapping[str, Any]) -> None:
+    tokens = fields["tokenizer.ggml.tokens"]
+    more = range(len(tokens), size)
+    writer.add_tokenizer_model(fields["tokenizer.ggml.model"])
+    writer.add_tokenizer_pre(fields["tokenizer.ggml.pre"])
+    writer.add_token_list([*tokens, *(f"<unused{n}>" for n in more)])
+    writer.add_token_types([*fields["tokenizer.ggml.token_type"], *(gguf.TokenType.UNUSED for _ in more)])
+    writer.add_token_merges(fields["tokenizer.ggml.merges"])
+    writer.add_bos_token_id(fields["tokenizer.ggml.bos_token_id"])
+    writer.add_eos_token_id(fields["tokenizer.ggml.eos_token_id"])
 
 
 def main() -> None:

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from tilewright.bench import bandwidth
-from tilewright.bench.bandwidth import MemoryBuffers, threads
+from tilewright.bench.bandwidth import DotProducts, MemoryBuffers, threads
 from tilewright.kernels import native
+from tilewright.kernels.dot.cpu import PIECE, count_products
 from tilewright.kernels.read.cpu import read
 
 
@@ -49,6 +50,21 @@ def test_threads_are_the_cores_of_this_process(monkeypatch: pytest.MonkeyPatch):
 def test_the_kernel_reads_every_integer(count: int):
     numbers = np.random.default_rng(0).integers(-(2**31), 2**31, count).astype(np.int32)
     assert np.asarray(jax.jit(read)(jnp.asarray(numbers))) == np.sum(numbers, dtype=np.int32)
+
+
+needs_dots = pytest.mark.skipif(not DotProducts.possible(), reason="no kernels that multiply 8-bit numbers")
+
+
+@needs_dots
+def test_products_count_themselves():
+    assert int(jax.jit(lambda: count_products(3))()) == 3 * PIECE
+
+
+@needs_dots
+@pytest.mark.usefixtures("_one_second")
+def test_a_product_is_two_operations(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bandwidth, "threads", lambda: 3)
+    assert DotProducts(2).rate() == pytest.approx(2 * 3 * 2 * PIECE / 1e9)
 
 
 @pytest.mark.usefixtures("_one_second")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from models.sizes import decoder_config
 from tilewright.bench import linear
-from tilewright.bench.bandwidth import MemoryBuffers
+from tilewright.bench.bandwidth import DotProducts, MemoryBuffers
 from tilewright.bench.linear import (
     CALLS,
     Side,
@@ -121,7 +121,7 @@ def test_every_weight_of_a_program_feeds_the_next_input(spoiled: int):
 
 
 @needs_native
-@pytest.mark.parametrize("dtype, layer", [("float32", "q"), ("bfloat16", "gate_up"), ("int8", "gate_up")])
+@pytest.mark.parametrize("dtype, layer", [("float32", "q"), ("bfloat16", "gate_up"), ("int8", "gate_up"), ("q6_k", "gate_up")])
 def test_a_program_has_a_kernel_call_for_each_weight(dtype: Any, layer: str, monkeypatch: pytest.MonkeyPatch):
     given = {}
 
@@ -173,7 +173,8 @@ def test_a_run_has_as_many_programs_as_fit_its_time(program_s: float, runs: list
 def test_figures_of_a_record():
     sides = [fake_side("cpu_bfloat16", 10**6), fake_side("xla_float32", 2 * 10**6), fake_side("torch_bfloat16", 10**6)]
     taken = {
-        ("copy", 0): [40.0], ("read", 0): [50.0], ("cpu_bfloat16", 1): [5e-5], ("cpu_bfloat16", 4): [1e-4, 3e-4, 5e-5],
+        ("copy", 0): [40.0], ("read", 0): [50.0], ("dot", 0): [200.0],
+        ("cpu_bfloat16", 1): [5e-5], ("cpu_bfloat16", 4): [1e-4, 3e-4, 5e-5],
         ("xla_float32", 4): [3e-4], ("torch_bfloat16", 4): [5e-5, 4e-5, 6e-5],
     }  # fmt: skip
     case = LinearCase("demo", "gate_up", 500, 1000)
@@ -184,9 +185,12 @@ def test_figures_of_a_record():
         "over_one_row": pytest.approx(2), "weight_mb": 1.0,
         "weights_gb_per_s": pytest.approx(10), "copy_gb_per_s": 40.0, "share_of_copy_bandwidth": pytest.approx(0.25),
         "read_gb_per_s": 50.0, "share_of_read_bandwidth": pytest.approx(0.2), "gflop_per_s": pytest.approx(80),
+        "dot_gflop_per_s": 200.0, "share_of_dot_products": None,
         "xla_float32_ms": pytest.approx(0.3), "torch_bfloat16_ms": pytest.approx(0.05),
         "ratio_to_xla_float32": pytest.approx(3), "ratio_to_torch_bfloat16": pytest.approx(0.5),
     }  # fmt: skip
+    in_blocks = figures(case, [fake_side("cpu_q4_1", 10**6)], {**taken, ("cpu_q4_1", 4): [1e-4]}, "q4_1", 4)
+    assert in_blocks["share_of_dot_products"] == pytest.approx(0.4)
     del taken["cpu_bfloat16", 1]
     assert figures(case, sides, taken, "bfloat16", 4)["over_one_row"] is None
 
@@ -239,7 +243,8 @@ def test_a_layer_is_measured_on_every_side(kernels: bool, monkeypatch: pytest.Mo
 
     done: list[int] = []
     case = LinearCase("demo", "gate_up", 32, 16)
-    records = measure(case, [1, 3], ["bfloat16"], MemoryBuffers(8000), 0.01, 2, [peer], lambda: done.append(1))
+    dots = DotProducts(1) if DotProducts.possible() else None
+    records = measure(case, [1, 3], ["bfloat16"], MemoryBuffers(8000), dots, 0.01, 2, [peer], lambda: done.append(1))
     assert [record["rows"] for record in records] == [1, 3]
     assert {record["side"] for record in records} == {"cpu_bfloat16" if kernels else "xla_bfloat16"}
     assert loaded == [0.01]

@@ -3,12 +3,19 @@
 import importlib
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as Kind
+
+from models.test_gguf import CONFIGS, make
+from tilewright.models.checkpoint import decoder_config, load_decoder
+from tilewright.models.gguf import open_gguf
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 quality: Any = importlib.import_module("quality")
@@ -16,6 +23,8 @@ tasks: Any = importlib.import_module("quality_tasks")
 peer: Any = importlib.import_module("llama_cpp_peer")
 speed: Any = importlib.import_module("llama_cpp_speed")
 drafting: Any = importlib.import_module("llama_cpp_drafting")
+few_bits: Any = importlib.import_module("few_bits")
+checkpoint: Any = importlib.import_module("random_checkpoint")
 
 CHECKS = "assert add(1, 2) == 3"
 RIGHT = "def add(a, b):\n    return a + b"
@@ -143,6 +152,42 @@ def test_speeds_are_compared_within_a_repetition():
     assert (other["bfloat16_speedup"], other["bfloat16_speedup_range"], other["prompts_s"]) == (1.5, [1.0, 2.0], 0.2)
     assert other["flash_attention"] is True
     assert speed.faster({True: lambda: timed(1, 2.0), False: lambda: timed(2, 1.0)}) is False
+
+
+def test_models_in_few_bits_are_compared_within_a_repetition():
+    def steps(*seconds: float) -> list[Any]:
+        return [speed.Timed(1.0, each) for each in seconds]
+
+    taken = {("memory", "read"): [40.0, 50.0, 60.0], ("16 rows", "int4"): steps(0.04, 0.06, 0.08)}
+    taken |= {("one row", "int4"): steps(0.01, 0.02, 0.04), ("one row", "int8"): steps(0.02, 0.03, 0.08)}
+    taken |= {("one row", "Q4_0"): steps(0.05, 0.05, 0.05), ("one row", "Q8_0"): steps(0.02, 0.06, 0.04)}
+    taken |= {("prompt of 512", name): [speed.Timed(5.12, 9.0)] * 3 for name in ("int4", "Q4_0")}
+    nbytes = {"int4": 5 * 10**8, "int8": 10**9, "Q4_0": 4 * 10**8, "Q8_0": 10**9}
+    records = {(each["case"], each["side"]): each for each in few_bits.figures("some", taken, nbytes)}
+    own, other = records["one row", "int4"], records["one row", "Q4_0"]
+    assert (own["ms"], own["tokens_per_s"], own["read_share"]) == (20.0, 50.0, 0.5)
+    assert (other["int4_speedup"], other["int4_speedup_range"]) == (2.5, [1.25, 5.0])
+    prompt = records["prompt of 512", "Q4_0"]
+    assert (prompt["ms"], prompt["tokens_per_s"], prompt["read_share"]) == (pytest.approx(10), pytest.approx(100), None)
+    assert records["16 rows", "int4"]["tokens_per_s"] == pytest.approx(16 / 0.06)
+    found = few_bits.verdict(taken)
+    assert found == {"one_row_over_llama_cpps_best": 2.0, "int4_over_int8": 2.0, "steps_of_16_rows": 3.0}
+    assert few_bits.table(list(records.values()), "some").row_count == len(records)
+
+
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "llama3.2-1b"])
+def test_a_random_gguf_file_is_a_model_with_the_shapes_asked_for(name: str, tmp_path: Path):
+    config = replace(
+        checkpoint.MODELS[name], hidden_size=64, intermediate_size=96, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=32,
+        vocab_size=320,
+    )  # fmt: skip
+    given, _ = make(tmp_path, CONFIGS["qwen3"], Kind.F32)
+    file = tmp_path / "random.gguf"
+    checkpoint.write_gguf(file, config, open_gguf(given))
+    loose = {"eos_token_ids": (), "rms_norm_eps": 1e-5}  # the file has its numbers in float32
+    assert replace(decoder_config(file), **loose) == replace(config, **loose)
+    _, params = load_decoder(file, jnp.float32)
+    assert float(jnp.std(params.layers[0].down)) == pytest.approx(checkpoint.declare(config).layers[0].down.scale, rel=0.1)
 
 
 def test_drafting_is_compared_by_the_token_within_a_repetition():

@@ -16,6 +16,7 @@ SMALL = ["--model", "demo", "--layers", "k", "q", "--rows", 1, 16, "--repetition
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bandwidth, "BUFFER_BYTES", 2**16)
+    monkeypatch.setattr(bandwidth, "DOT_PIECES", 1)
     monkeypatch.setattr(linear, "RUN_S", 0.001)
 
 

@@ -1,5 +1,5 @@
 // Stands in for the CPU's tile unit where there is none: what Intel's manual (volume 2: LDTILECFG, TILELOADD, TILESTORED, TDPBF16PS,
-// TDPBSSD) says that the instructions do, one number at a time. Included by tiles.inc instead of the instructions.
+// TDPBSSD, TDPBSUD) says that the instructions do, one number at a time. Included by tiles.inc instead of the instructions.
 //
 // It shows that tiles are configured, addressed and put together as the manual asks. It proves nothing about speed, about the operating
 // system's consent, or about a chip that departs from its manual.
@@ -82,11 +82,13 @@ struct Tiles {
       }
   }
 
-  template <int C, int A, int B> static void dot_int8() {
+  template <class Number, int C, int A, int B> static void dot_bytes() {
     check<C, A, B>();
     for (int m = 0; m < state().rows[C]; ++m)
       for (int n = 0; n < state().bytes[C] / 4; ++n)
         for (int k = 0; k < state().bytes[A]; ++k)
-          at<int32_t>(C, m, n) += int32_t{at<int8_t>(A, m, k)} * int32_t{at<int8_t>(B, k / 4, 4 * n + k % 4)};
+          at<int32_t>(C, m, n) += int32_t{at<int8_t>(A, m, k)} * int32_t{at<Number>(B, k / 4, 4 * n + k % 4)};
   }
+  template <int C, int A, int B> static void dot_int8() { dot_bytes<int8_t, C, A, B>(); }
+  template <int C, int A, int B> static void dot_int8_unsigned() { dot_bytes<uint8_t, C, A, B>(); }
 };

@@ -59,6 +59,12 @@ namespace reading {
 #include "../../src/tilewright/kernels/read/cpu.cc"
 }  // namespace reading
 
+namespace dots {
+#undef TilewrightIsa
+#define TilewrightIsa TilewrightDotIsa
+#include "../../src/tilewright/kernels/dot/cpu.cc"
+}  // namespace dots
+
 namespace scattering {
 #undef TilewrightIsa
 #define TilewrightIsa TilewrightScatterRowsIsa
@@ -364,6 +370,29 @@ void check_blocks(int which, int64_t rows, int64_t inputs, int64_t outputs) {
     for (int64_t row = 0; row < rows; ++row)
       check(std::abs(y[row * outputs + n] - expected[row]) <= (groups * form.group * 3 + 4) * 0x1p-24 * all[row], "blocks", rows, inputs, outputs);
   }
+  // A row alone, and a gate whose up matrix is itself: tiles of rows take another way than single ones.
+  Exact<float> alone(outputs), gated(rows * (panels / 2) * 16);
+  call.m = 1, call.out = alone.data, call.rows = converted.data + (rows - 1) * kernel.row_size(padded);
+  kernel.run(call, 0, panels);
+  for (int64_t n = 0; n < outputs; ++n) check(alone[n] == y[(rows - 1) * outputs + n], "row alone", rows, inputs, outputs);
+  if (panels < 2) return;
+  call.m = rows, call.n = panels / 2 * 16, call.out = gated.data, call.rows = converted.data, call.output = linear::GATED;
+  kernel.run(call, 0, panels / 2 * 2);
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t n = 0; n < call.n; ++n) {
+      const int64_t at = n / 16 * 32 + n % 16;
+      if (at + 16 >= outputs) continue;
+      const double gate = y[row * outputs + at], expected = gate / (1 + std::exp(-gate)) * y[row * outputs + at + 16];
+      check(std::abs(gated[row * call.n + n] - expected) <= 1e-5 * std::abs(expected) + 1e-30, "gated blocks", rows, inputs, outputs);
+    }
+}
+
+// Products of ones count themselves.
+void check_dots(int64_t pieces) {
+  Exact<uint32_t> total(1);
+  const Buffer tb(XLA_FFI_DataType_U32, total, {});
+  dots::CountProducts(pool(), tb.as<ffi::Buffer<ffi::U32>>(), pieces);
+  check(native::isa() == native::PLAIN || total[0] == static_cast<uint32_t>(pieces * dots::PIECE), "dots", 1, pieces, 1);
 }
 
 // bfloat16 in and out, with a norm and an addition: the sums of the same numbers in float32, rounded.
@@ -968,7 +997,7 @@ int main() {
         check_best(format, rows, inputs, outputs);
       }
   for (int form = 0; form < blocks::FORMS; ++form)
-    for (const int64_t rows : {1, 2, 7, 24, 40})
+    for (const int64_t rows : {1, 2, 7, 15, 24, 48})
       for (const auto& [inputs, outputs] : shapes) check_blocks(form, rows, inputs, outputs);
   for (const Weights format : {linear::FLOAT32, linear::BFLOAT16, linear::INT8})
     for (const int64_t rows : {1, 2, 37})
@@ -1013,6 +1042,7 @@ int main() {
   for (const int64_t batch : {1, 5})
     for (const int64_t size : {1, 48}) check_moves<float>(batch, 2, 7, 4, size), check_moves<uint16_t>(batch, 1, 16, 16, size);
   for (const int64_t count : {1, 65536, 400000}) check_read(count), join();
+  for (const int64_t pieces : {0, 1, 3}) check_dots(pieces), join();
   for (const auto& [rows, nodes, edges] : {std::array<int64_t, 3>{1, 1, 0}, {1, 3, 7}, {9, 5, 40}, {40, 30, 1500}})
     for (const auto& [heads, each] : {std::pair<int64_t, int64_t>{1, 1}, {1, 16}, {1, 33}, {3, 5}, {2, 24}, {1, 150}})
       check_graph<float>(rows, nodes, edges, heads, each), check_graph<uint16_t>(rows, nodes, edges, heads, each), join();

@@ -19,7 +19,7 @@ from models.test_gguf import CONFIGS, make
 from tilewright.kernels import native
 from tilewright.kernels.linear import blocks
 from tilewright.llm.language_model import load
-from tilewright.models.checkpoint import INDEX, load_decoder
+from tilewright.models.checkpoint import INDEX, load_decoder, read_config
 from tilewright.models.mxfp4 import read_mxfp4
 from tilewright.models.quantised import EightBits, quantised_layout
 from tilewright.models.stored import SafetensorsFile, gathered, read_headers
@@ -212,6 +212,31 @@ def test_a_checkpoint_is_the_model_of_its_dequantised_weights(tmp_path: Path, na
     np.testing.assert_array_equal(
         blocks.dequantise(blocks.blocks_of(np.asarray(down.panels), down.outputs))[:96], wanted.layers[0].down
     )
+
+
+def test_biases_of_zeros_are_passed_over_and_others_are_not(tmp_path: Path):
+    """GPTQ's writers give every layer a bias, of zeros where the model has none."""
+    _, folder = make(tmp_path, CONFIGS["llama"], Kind.F32)
+    quantise_folder(folder, "awq")
+    _, wanted = load_decoder(folder, jnp.float32)
+    shard, name = folder / "model-00001-of-00002.safetensors", "model.layers.0.self_attn.q_proj.bias"
+    tensors = load_file(shard)
+    save_file({**tensors, name: np.zeros(7, np.float16)}, shard)
+    _, found = load_decoder(folder, jnp.float32)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    save_file({**tensors, name: np.full(7, 1e-3, np.float16)}, shard)
+    with pytest.raises(ValueError, match=rf"1 unknown: {name}"):
+        load_decoder(folder, jnp.float32)
+
+
+def test_autogptqs_file_says_what_config_json_does_not(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "quantize_config.json").write_text('{"bits": 4, "group_size": 128, "desc_act": false, "sym": true}')
+    found = read_config(tmp_path)["quantization_config"]
+    assert found == {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+    assert quantised_layout(found) is not None
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
+    assert read_config(tmp_path)["quantization_config"] == {"quant_method": "awq"}
 
 
 def test_a_layer_that_lacks_tensors_or_has_others_is_named(tmp_path: Path):

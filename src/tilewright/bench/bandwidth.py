@@ -1,12 +1,14 @@
-"""Memory bandwidth of this machine: the limit of a kernel that streams its weights.
+"""Limits of this machine: memory bandwidth for a kernel that streams its weights, dot products for one that has many rows.
 
-Two figures, both with every core that the process may use, over buffers far larger than a last-level cache:
+Figures are with every core that the process may use; those of memory are over buffers far larger than a last-level cache:
 
 - *copy* counts the bytes read plus the bytes written, as STREAM's copy does (McCalpin 1995). What the hardware reads besides,
   because a store to a line that is not cached first fetches it, is not counted.
 - *read* counts the bytes of a sum over integers: there is no store, as in a product with few rows, where nearly all traffic
   is reading weights. It is the limit of such a product. A kernel reads as a product would that computes nothing: from huge
   pages, by the widest loads, in several streams for each thread. Without the kernels NumPy's sum serves, which is slower.
+- *dot* counts products of 8-bit numbers that are added up in registers, by the instructions that the kernels have for them
+  (AVX-512-VNNI, AVX2's, the tile unit's): two operations each. AVX2 needs fewer instructions for weights of 4 bits.
 """
 
 import os
@@ -18,6 +20,7 @@ import jax
 import numpy as np
 
 from tilewright.kernels import native
+from tilewright.kernels.dot.cpu import ISAS, PIECE, count_products
 from tilewright.kernels.linear.cpu import on_huge_pages
 from tilewright.kernels.read.cpu import read
 
@@ -27,10 +30,37 @@ BUFFER_BYTES = 2**28
 PIECES = 16
 """For each thread. Whoever is free takes the next one: a core that is busy elsewhere for a while holds up nobody."""
 
+DOT_PIECES = 128
+"""Pieces of dot products for each thread, some milliseconds in all."""
+
 
 def threads() -> int:
     """The cores that this process may use, which is also the size of XLA's thread pool."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class DotProducts:
+    """Products of 8-bit numbers, and how fast they are added up.
+
+    Args:
+        pieces: of each thread; whoever is free takes the next one.
+    """
+
+    def __init__(self, pieces: int | None = None):
+        assert self.possible()
+        self.pieces = (pieces or DOT_PIECES) * threads()
+        self.count = jax.jit(lambda: count_products(self.pieces)).lower().compile()
+
+    @staticmethod
+    def possible() -> bool:
+        """True if the kernels run here, on an instruction set that multiplies 8-bit numbers."""
+        return native.kernels().isa in ISAS
+
+    def rate(self) -> float:
+        """Adds up all products. Returns 1e9 operations in a second."""
+        began = time.perf_counter()
+        self.count().block_until_ready()
+        return 2 * self.pieces * PIECE / (time.perf_counter() - began) / 1e9
 
 
 class MemoryBuffers:

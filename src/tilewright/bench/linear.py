@@ -2,7 +2,8 @@
 
 What is measured is a layer as decoding meets it, its weights not in a cache: a program applies many copies of the weights one
 after another, together far larger than a last-level cache, each result feeding the next input. All sides and numbers of rows
-of a layer take turns, and so do a copy and a read of memory: ratios between any two of them come from the same minutes.
+of a layer take turns, and so do a copy and a read of memory and dot products of 8-bit numbers: ratios between any two of them
+come from the same minutes.
 """
 
 import math
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +21,18 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from tilewright.bench.bandwidth import MemoryBuffers
+from tilewright.bench.bandwidth import DotProducts, MemoryBuffers
 from tilewright.compiled.timing import REPETITIONS, alternate, medians, spread
 from tilewright.kernels import native
-from tilewright.kernels.linear import cpu, xla
+from tilewright.kernels.linear import blocks, cpu, xla
 from tilewright.kernels.linear.cases import LinearCase
 from tilewright.kernels.operations import Joined
 
 XLA_DTYPES = ("float32", "bfloat16")
 """Dtypes of weights that XLA multiplies. The input is float32 for float32 weights, else bfloat16."""
+
+Format = cpu.Format
+"""Formats of weights that the kernels multiply."""
 
 CALLS = 16
 """Most calls in a program: enough to hide its dispatch, few enough to compile soon."""
@@ -117,13 +121,32 @@ def xla_side(dtype: str, case: LinearCase, matrices: Sequence[np.ndarray], weigh
     return jax_side(f"xla_{dtype}", case, weights, apply, dtype, weights_mb)
 
 
-def cpu_side(dtype: cpu.Format, case: LinearCase, matrices: Sequence[np.ndarray], weights_mb: float) -> Side:
-    given = [jnp.asarray(w) for w in matrices]
+def drawn(shape: tuple[int, int], kind: Format) -> blocks.QuantisedMatrix:
+    """A matrix `[I, O]` of any integers in a format that comes from files alone; all scales are 1."""
+    form, (inputs, outputs) = blocks.FORMS[cast(blocks.BlockFormat, kind)], shape
+    count = -(-inputs // blocks.BLOCK)
+
+    def ones(each: int, dtype: DTypeLike) -> np.ndarray | None:
+        """Numbers of which a group has `each`."""
+        return np.ones((outputs, -(-count * each // form.group)), dtype) if each else None
+
+    return blocks.QuantisedMatrix(
+        cast(blocks.BlockFormat, kind),
+        np.random.default_rng(0).integers(0, 256, (outputs, count, 4 * form.bits), np.uint8),
+        np.ones((outputs, -(-count * form.scales // form.group)), np.float16),
+        ones(form.minima, np.float16),
+        ones(form.steps, np.int8),
+        ones(form.lows, np.int8),
+    )
+
+
+def cpu_side(dtype: Format, case: LinearCase, matrices: Sequence[np.ndarray], weights_mb: float) -> Side:
+    given = [jnp.asarray(w) for w in matrices] if dtype in cpu.MADE else [drawn(w.shape, dtype) for w in matrices]
     weights = cpu.pack_gated(given[0], given[1], dtype) if case.gated else cpu.pack(given[0], dtype)
     return jax_side(f"cpu_{dtype}", case, weights, cpu.linear, "float32" if dtype == "float32" else "bfloat16", weights_mb)
 
 
-def load_sides(case: LinearCase, dtypes: Sequence[cpu.Format], weights_mb: float, peers: Sequence[Load]) -> list[Side]:
+def load_sides(case: LinearCase, dtypes: Sequence[Format], weights_mb: float, peers: Sequence[Load]) -> list[Side]:
     """Every side of a layer: the CPU kernels in each format if they can be used here, XLA in its two, and the peers."""
     rng = np.random.default_rng(0)
     count, size = 2 if case.gated else 1, (case.inputs, case.outputs)
@@ -152,8 +175,9 @@ def ready(side: Side, rows: int) -> Callable[[], float]:
 def measure(
     case: LinearCase,
     rows: Sequence[int],
-    dtypes: Sequence[cpu.Format],
+    dtypes: Sequence[Format],
     memory: MemoryBuffers,
+    dots: DotProducts | None = None,
     weights_mb: float = 100.0,
     repetitions: int = REPETITIONS,
     peers: Sequence[Load] = (),
@@ -166,14 +190,15 @@ def measure(
         for n in rows:
             runs[side.name, n] = ready(side, n)
             on_run()
-    times = alternate({("copy", 0): memory.copy, ("read", 0): memory.read, **runs}, repetitions, on_run)
+    limits = {("copy", 0): memory.copy, ("read", 0): memory.read} | ({} if dots is None else {("dot", 0): dots.rate})
+    times = alternate({**limits, **runs}, repetitions, on_run)
     return [figures(case, sides, times, dtype, n) for dtype in dtypes for n in rows]
 
 
 def steps(rows: int, dtypes: int, repetitions: int, peers: int) -> int:
     """Number of times that `measure` calls `on_run`."""
     sides = rows * ((dtypes if native.kernels().isa else 0) + 2 + peers)
-    return sides + repetitions * (sides + 2)
+    return sides + repetitions * (sides + 2 + DotProducts.possible())
 
 
 def figures(
@@ -188,7 +213,9 @@ def figures(
     middle = medians(times)
     seconds, one_row = middle[side.name, rows], middle.get((side.name, 1))
     rate = side.weight_bytes / seconds / 1e9
-    copy, read = middle["copy", 0], middle["read", 0]
+    copy, read, dot = middle["copy", 0], middle["read", 0], middle.get(("dot", 0))
+    operations = 2 * rows * case.parameters / seconds / 1e9
+    in_dots = dot if side.name.startswith("cpu_") and dtype not in XLA_DTYPES else None
     others = {other.name: middle[other.name, rows] for other in sides if not other.name.startswith("cpu_")}
     return {
         "model": case.model,
@@ -208,7 +235,9 @@ def figures(
         "share_of_copy_bandwidth": rate / copy,
         "read_gb_per_s": read,
         "share_of_read_bandwidth": rate / read,
-        "gflop_per_s": 2 * rows * case.parameters / seconds / 1e9,
+        "gflop_per_s": operations,
+        "dot_gflop_per_s": dot,
+        "share_of_dot_products": operations / in_dots if in_dots else None,
         **{f"{name}_ms": 1e3 * other for name, other in others.items()},
         **{f"ratio_to_{name}": other / seconds for name, other in others.items()},
     }
@@ -235,6 +264,7 @@ class Criterion:
 CRITERIA = (
     Criterion("rows_16_over_rows_1", "over_one_row", (16,), 1.25, at_most=True),
     Criterion("share_of_copy_bandwidth_at_1_row", "share_of_copy_bandwidth", (1,), 0.7),
+    Criterion("share_of_dot_products_at_32_rows", "share_of_dot_products", (32,), 0.6),
     Criterion("ratio_to_torch_bfloat16_at_1_to_16_rows", "ratio_to_torch_bfloat16", (1, 2, 4, 8, 16), 1.0),
     Criterion("ratio_to_torch_bfloat16_at_512_rows", "ratio_to_torch_bfloat16", (512,), 0.8),
 )

@@ -12,7 +12,7 @@ from tilewright.models.decoder import DecoderConfig
 def llama3(**sizes: Any) -> DecoderConfig:
     """A Llama 3 configuration with what all its sizes share (arXiv 2407.21783, table 3, and their config.json)."""
     common = {"vocab_size": 128256, "head_dim": 128, "num_kv_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
-    return DecoderConfig(family="llama", max_position_embeddings=8192, **common, **sizes)
+    return DecoderConfig(family="llama", max_position_embeddings=8192, **{**common, **sizes})
 
 
 def qwen3(**sizes: Any) -> DecoderConfig:
@@ -39,6 +39,10 @@ MODELS = {
     # huggingface.co/meta-llama/Meta-Llama-3-8B and -70B, config.json
     "llama3-8b": llama3(hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32),
     "llama3-70b": llama3(hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64),
+    # huggingface.co/meta-llama/Llama-3.2-1B, config.json
+    "llama3.2-1b": llama3(
+        hidden_size=2048, intermediate_size=8192, num_layers=16, num_heads=32, head_dim=64, tie_word_embeddings=True
+    ),
     # huggingface.co/Qwen/Qwen3-0.6B, -8B and -32B, config.json
     "qwen3-0.6b": qwen3(hidden_size=1024, intermediate_size=3072, num_layers=28, num_heads=16, tie_word_embeddings=True),
     "qwen3-4b": QWEN3_4B,

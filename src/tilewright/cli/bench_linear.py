@@ -13,14 +13,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from tilewright.bench.bandwidth import MemoryBuffers, threads
-from tilewright.bench.linear import XLA_DTYPES, Load, measure, steps, summary
+from tilewright.bench.bandwidth import DotProducts, MemoryBuffers, threads
+from tilewright.bench.linear import XLA_DTYPES, Format, Load, measure, steps, summary
 from tilewright.cli.common import SEVERAL, CompileCache, JsonFile, check_json_file, human_console, keep_programs, write_json
 from tilewright.compiled.figures import print_table, significant
 from tilewright.compiled.machine import chip_name
 from tilewright.kernels import native
 from tilewright.kernels.linear.cases import LinearCase, named
-from tilewright.kernels.operations import Format
 
 
 @Parameter(name="*")
@@ -32,7 +31,7 @@ class LinearOptions:
         model: "demo", "qwen3-0.6b", "qwen3-1.7b" or "qwen3-4b"; no checkpoint is needed.
         layers: of q, k, v, o, gate_up, down and head; by default all but v, which is as large as k.
         rows: numbers of rows.
-        dtype: formats of the weights: float32, bfloat16, int8, q4_1, q8_0.
+        dtype: formats of the weights: float32, bfloat16, int8, or llama.cpp's and others' blocks of 4 to 8 bits.
         weights_mb: copies of a layer's weights take up at least this much (MB) and take turns, as the layers of a model do;
             less than a cache holds measures the cache.
         repetitions: how often each is timed.
@@ -96,14 +95,14 @@ def report(
         console.print(f"without CPU kernels ({found.reason}): these are XLA's figures", style="dim", markup=False)
     rows, dtypes = tuple(dict.fromkeys(options.rows)), tuple(dict.fromkeys(options.dtype))
     records: list[dict[str, Any]] = []
-    memory = MemoryBuffers()
+    memory, dots = MemoryBuffers(), DotProducts() if DotProducts.possible() else None
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         each = steps(len(rows), len(dtypes), options.repetitions, len(peers))
         task = bar.add_task("", total=each * len(cases))
         for case in cases:
             bar.update(task, description=f"{case.model} {case.layer}")
             advance = partial(bar.advance, task)
-            records += measure(case, rows, dtypes, memory, options.weights_mb, options.repetitions, peers, advance)
+            records += measure(case, rows, dtypes, memory, dots, options.weights_mb, options.repetitions, peers, advance)
     summaries = []
     for (model, dtype), group in groupby(sorted(records, key=group_of), key=group_of):
         listed = list(group)
@@ -136,18 +135,20 @@ def table(records: Sequence[Mapping[str, Any]]) -> Table:
     others = [name.removeprefix("ratio_to_") for name in records[0] if name.startswith("ratio_to_")]
     model, dtype = group_of(records[0])
     caption = (
-        "weight GB/s, also as shares of copy and read bandwidth; × 1 row: time over that of one row; vs: their time over ours"
+        "weight GB/s, also as shares of copy and read bandwidth; GFLOP/s, also as a share of 8-bit dot products in registers; "
+        "× 1 row: time over that of one row; vs: their time over ours"
     )
     title = f"{model}, {dtype} weights, {'CPU kernels' if records[0]['side'].startswith('cpu') else 'XLA'}"
     shown = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     shown.add_column("layer")
     short = [name.replace("bfloat16", "bf16").replace("float32", "f32").replace("_", "\n") for name in others]
-    for column in ("rows", "ms", "GB/s", "of\ncopy", "of\nread", "GFLOP\n/s", "×\n1 row", *(f"vs\n{name}" for name in short)):
+    shares = ("GB/s", "of\ncopy", "of\nread", "GFLOP\n/s", "of\ndot")
+    for column in ("rows", "ms", *shares, "×\n1 row", *(f"vs\n{name}" for name in short)):
         shown.add_column(column, justify="right")
     for _, group in groupby(records, key=lambda record: record["layer"]):
         for line, record in enumerate(listed := list(group)):
             label = [record["layer"], f"{record['inputs']}→{record['outputs']}"]
-            once = record["over_one_row"]
+            once, dots = record["over_one_row"], record["share_of_dot_products"]
             shown.add_row(
                 "\n".join(label) if len(listed) == 1 else "".join(label[line : line + 1]),
                 str(record["rows"]),
@@ -156,6 +157,7 @@ def table(records: Sequence[Mapping[str, Any]]) -> Table:
                 f"{record['share_of_copy_bandwidth']:.0%}",
                 f"{record['share_of_read_bandwidth']:.0%}",
                 f"{record['gflop_per_s']:.0f}",
+                "" if dots is None else f"{dots:.0%}",
                 "" if once is None else f"{once:.2f}",
                 *(f"{record[f'ratio_to_{name}']:.2f}" for name in others),
                 end_section=line == len(listed) - 1,

@@ -57,6 +57,7 @@ TARGETS = {
     "nonzero": {"tilewright_nonzero": "TilewrightNonzero"},
     "scatter_rows": {"tilewright_scatter_rows": "TilewrightScatterRows", "tilewright_swap_rows": "TilewrightSwapRows"},
     "read": {"tilewright_read": "TilewrightRead"},
+    "dot": {"tilewright_count_products": "TilewrightCountProducts"},
     "rms_norm": {
         "tilewright_rms_norm": "TilewrightRmsNorm",
         "tilewright_normalise": "TilewrightNormalise",

@@ -49,6 +49,8 @@ Tree = TypeVar("Tree")
 log = logging.getLogger("tilewright.models")
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+GPTQ_CONFIG = "quantize_config.json"
+"""What AutoGPTQ wrote beside a `config.json` that says nothing of it."""
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 LOGGED_S = 10.0
 """Seconds between two lines on how far loading is, where there is no bar."""
@@ -85,10 +87,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The fields of a checkpoint's `config.json`.
 
     `eos_token_id` comes from `generation_config.json` where that file has one: there the chat models list every token that ends
-    an answer, and `config.json` only the first.
+    an answer, and `config.json` only the first. `quantization_config` may be a file of its own, as AutoGPTQ wrote it.
 
     Raises:
-        ValueError: the folder or its `config.json` is missing, or one of the two files is not a JSON object.
+        ValueError: the folder or its `config.json` is missing, or one of these files is not a JSON object.
     """
     if (file := gguf.gguf_file(folder)) is not None:
         return gguf.open_gguf(file).config
@@ -100,6 +102,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     ends = read_generation_config(folder).get("eos_token_id")
     if ends is not None:
         fields["eos_token_id"] = ends
+    if "quantization_config" not in fields and (folder / GPTQ_CONFIG).is_file():
+        fields["quantization_config"] = {"quant_method": "gptq", **read_json(folder / GPTQ_CONFIG)}
     return fields
 
 
@@ -202,6 +206,8 @@ def _match(
     times = Counter(rename(tensor.name) for tensor in kept)
     twice = [name for name, n in times.items() if n > 1]
     stored = {rename(tensor.name): tensor for tensor in kept}
+    if layout is not None:
+        stored = without_zero_biases(stored, {spec.name for spec in spec_leaves(specs)})
     problems = _compare(spec_leaves(specs), stored) + ([f"{len(twice)} stored twice: {some(twice)}"] if twice else [])
     if problems:
         raise ValueError(f"{folder}: the tensors do not fit the configuration; " + "; ".join(problems))
@@ -215,6 +221,16 @@ def stored_tensors(folder: Path, layout: WeightLayout | None) -> list[StoredTens
         return stacked(headers if layout is None else gathered(headers, layout))
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
+
+
+def without_zero_biases(stored: Mapping[str, StoredTensor], wanted: Collection[str]) -> dict[str, StoredTensor]:
+    """Leaves out biases that are not declared and are all zeros, which GPTQ's writers give to every layer."""
+    extra = {name: tensor for name, tensor in stored.items() if name.endswith(".bias") and name not in wanted}
+    zeros = set[str]()
+    for path in {tensor.file for tensor in extra.values()}:
+        with open_file(path) as file:
+            zeros |= {name for name, tensor in extra.items() if tensor.file == path and not file.get_tensor(tensor.name).any()}
+    return {name: tensor for name, tensor in stored.items() if name not in zeros}
 
 
 def _same(name: str) -> str:
@@ -255,8 +271,7 @@ def load_params(
     sizes = each(specs, shardings, lambda spec, sharding: _read_bytes(stored[spec.name], held_parts(spec.shape, sharding)))
     dequantised: list[str] = []
     with ExitStack() as stack:
-        names = sorted({file for tensor in stored.values() for file in tensor.files})
-        files = {file: stack.enter_context(open_file(file)) for file in names}
+        files = {file: stack.enter_context(open_file(file)) for file in sorted({f for t in stored.values() for f in t.files})}
         advance = stack.enter_context(loading(console, folder, sum(jax.tree.leaves(sizes))))
 
         def read(name: str, bounds: Bounds) -> np.ndarray:
@@ -268,9 +283,10 @@ def load_params(
             tensor, matrix = stored[spec.name], spec.kind in ("matrix", "head", "experts")
             table = spec.kind == "embedding" and ops is not None and ops.scales_tables
             found = kept_matrix(files, tensor, spec, sharding, ops) if matrix and ops is not None else None
-            if found is None and tensor.quantised and (matrix or table):
+            if found is not None:
+                advance(tensor.nbytes)
+            elif tensor.quantised and (matrix or table):
                 dequantised.append(tensor.quantised)  # by any thread
-            advance(0 if found is None else tensor.nbytes)
             return found
 
         params = from_tensors(specs, read, dtype, shardings, None if ops is None else ops.prepare_one, kept)

@@ -1,7 +1,7 @@
 """GGUF files: a model in one file, read as if it were a Hugging Face folder.
 
-llama.cpp's format holds configuration, tokenizer, chat template and tensors together. Its own library reads them and undoes the
-quantisation; here they get the names and layouts that `config.json`, `tokenizer.json` and safetensors have elsewhere, so that
+llama.cpp's format holds configuration, tokenizer, chat template and tensors together. Its own library undoes the quantisation;
+here they get the names and layouts that `config.json`, `tokenizer.json` and safetensors have elsewhere, so that
 all else in this package sees one kind of checkpoint.
 
 Source: the format's description in ggml (docs/gguf.md), and how llama.cpp's converter writes each family.
@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from tilewright.kernels.linear.blocks import QuantisedMatrix
 from tilewright.models.family import Family
 from tilewright.models.gguf_blocks import KEPT, read_blocks
+from tilewright.models.gguf_head import MAGIC, GGUFTensor, read_head
 from tilewright.models.gguf_tokenizer import build_tokenizer
 from tilewright.models.layers import Llama3Scaling, YarnScaling, rope_frequencies
 from tilewright.models.registry import FAMILIES
@@ -89,23 +90,21 @@ def open_gguf(path: Path) -> "GGUFCheckpoint":
 @lru_cache(maxsize=4)
 def _opened(path: Path, changed: int, size: int) -> "GGUFCheckpoint":
     try:
-        import gguf
+        import gguf  # noqa: F401 (it undoes the quantisation, and knows the names of tensors)
     except ImportError as error:
         raise ValueError(f"{path} is a GGUF file: `pip install 'tilewright[gguf]'` brings what reads them") from error
     with path.open("rb") as file:
         start = file.read(4)
-    if start != b"GGUF":
+    if start != MAGIC:
         raise ValueError(f"{path} is not a GGUF file: it begins with {start!r}")
     try:
-        reader = gguf.GGUFReader(path)
-        fields = {name: field.contents() for name, field in reader.fields.items()}
-    except (ValueError, IndexError, KeyError, OverflowError, TypeError) as error:  # whatever the library meets in damaged bytes
+        fields, tensors = read_head(path)
+    except (ValueError, TypeError, ZeroDivisionError, OverflowError, MemoryError) as error:  # whatever damaged bytes may say
         raise ValueError(f"{path} is damaged or cut off: its head cannot be read ({error})") from error
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    end = max((tensor.data_offset + tensor.n_bytes for tensor in reader.tensors), default=0)
+    end = max((tensor.data_offset + tensor.n_bytes for tensor in tensors.values()), default=0)
     if end > size:
         raise ValueError(f"{path} is cut off: its tensors end at byte {end:,}, the file at {size:,}")
-    for kind in {tensor.tensor_type: tensor for tensor in reader.tensors}.values():
+    for kind in {tensor.tensor_type: tensor for tensor in tensors.values()}.values():
         check_type(kind, path)
     architecture = fields.get("general.architecture")
     if architecture not in ARCHITECTURES:
@@ -114,7 +113,7 @@ def _opened(path: Path, changed: int, size: int) -> "GGUFCheckpoint":
     return GGUFCheckpoint(path, ARCHITECTURES[architecture], fields, tensors)
 
 
-def check_type(tensor: Any, path: Path) -> None:
+def check_type(tensor: GGUFTensor, path: Path) -> None:
     """Raises a `ValueError` if llama.cpp's library does not undo the quantisation of a tensor."""
     from gguf.quants import dequantize
 
@@ -127,7 +126,7 @@ def check_type(tensor: Any, path: Path) -> None:
 class GGUFSlice:
     """One tensor in Hugging Face's layout, of which only what is asked for is read; the interface is that of safetensors."""
 
-    def __init__(self, tensor: Any, rows: np.ndarray | None):
+    def __init__(self, tensor: GGUFTensor, rows: np.ndarray | None):
         self.tensor, self.rows = tensor, rows
 
     def get_shape(self) -> list[int]:
@@ -169,13 +168,13 @@ class GGUFCheckpoint:
     Attributes:
         family: that of its architecture.
         fields: the metadata by llama.cpp's names.
-        tensors: by llama.cpp's names, as its library reads them.
+        tensors: by llama.cpp's names.
     """
 
     path: Path
     family: Family
     fields: Mapping[str, Any]
-    tensors: Mapping[str, Any]
+    tensors: Mapping[str, GGUFTensor]
 
     def field(self, name: str, default: Any = None) -> Any:
         """A value of the architecture's own: `llama.block_count` for "block_count"."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tilewright.kernels.linear.blocks import BlockFormat, QuantisedMatrix, joined_bits
+from tilewright.kernels.linear.blocks import FORMS, BlockFormat, QuantisedMatrix, joined_bits
 from tilewright.models.mxfp4 import blocks_of_floats
 
 NONLINEAR = np.asarray([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
@@ -86,6 +86,22 @@ def q6_k(parts: np.ndarray) -> QuantisedMatrix:
     return QuantisedMatrix("q6_k", integers, halves(parts, 208), steps=steps)
 
 
+def q3_k(parts: np.ndarray) -> QuantisedMatrix:
+    """Q3_K, as 6-bit blocks of the same weights: a third bit, two low ones, and 6-bit steps for 16 weights, all with offsets.
+
+    Of steps 8 bytes have four low bits each, those of the first 8 before those of the others, and four bytes the two high ones.
+    """
+    rows = len(parts)
+    third = parts[..., None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    low = parts[..., 32:96].reshape(*parts.shape[:-1], 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
+    units = low.reshape(third.shape) | third << 2
+    high = parts[..., None, 104:108] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
+    steps = nibbles(parts[..., 96:104]) | high.reshape(*parts.shape[:-1], 16) << 4
+    offset = np.uint8(FORMS["q6_k"].offset - 4)
+    integers = joined_bits(units.reshape(rows, -1, 32) + offset, 6)
+    return QuantisedMatrix("q6_k", integers, halves(parts, 108), steps=(steps.view(np.int8) - np.int8(32)).reshape(rows, -1))
+
+
 def iq4_nl(parts: np.ndarray) -> QuantisedMatrix:
     """IQ4_NL, as 8-bit blocks of the same weights: of 16 values each has 8 bits."""
     return QuantisedMatrix("q8_0", NONLINEAR[nibbles(parts[..., 2:])].view(np.uint8), halves(parts, 0))
@@ -100,12 +116,12 @@ READERS: dict[str, tuple[int, Callable[[np.ndarray], QuantisedMatrix | None]]] =
     "Q4_0": (18, plain("q4_0")), "Q4_1": (20, plain("q4_1", minimum=True)), "Q8_0": (34, plain("q8_0")),
     "Q5_0": (22, with_fifth_bit("q5_0")), "Q5_1": (24, with_fifth_bit("q5_1", minimum=True)),
     "Q4_K": (144, k_quant("q4_k", 4)), "Q5_K": (176, k_quant("q5_k", 5)), "Q6_K": (210, q6_k),
-    "IQ4_NL": (18, iq4_nl), "MXFP4": (17, mxfp4),
+    "Q3_K": (110, q3_k), "IQ4_NL": (18, iq4_nl), "MXFP4": (17, mxfp4),
 }  # fmt: skip
 """Bytes of a block, and what reads it, by llama.cpp's name of the type."""
 
 
-KEPT: dict[str, str] = {name: name.lower() for name in READERS} | {"IQ4_NL": "q8_0", "MXFP4": "q5_0"}
+KEPT: dict[str, str] = {name: name.lower() for name in READERS} | {"Q3_K": "q6_k", "IQ4_NL": "q8_0", "MXFP4": "q5_0"}
 """The format that weights of each type are read in."""
 
 

@@ -10,7 +10,7 @@ from tilewright.server.tools import ToolUse
 
 
 @dataclass
-class Block:
+class AnswerBlock:
     """A text, or a call.
 
     Attributes:
@@ -27,27 +27,27 @@ class Block:
 class Opened(NamedTuple):
     """A block begins, the last of the list."""
 
-    block: Block
+    block: AnswerBlock
 
 
 class Grown(NamedTuple):
     """A text was added to the last block."""
 
-    block: Block
+    block: AnswerBlock
     text: str
 
 
 class Closed(NamedTuple):
     """The last block is whole; `last` at the end of the answer."""
 
-    block: Block
+    block: AnswerBlock
     last: bool
 
 
 Change = Opened | Grown | Closed
 
 
-class Blocks:
+class AnswerBlocks:
     """Reads an answer's text as it comes.
 
     Attributes:
@@ -56,7 +56,7 @@ class Blocks:
 
     def __init__(self, tools: ToolUse | None):
         self.parser = None if tools is None else CallParser(tools.form, tools.several)
-        self.found: list[Block] = []
+        self.found: list[AnswerBlock] = []
 
     @property
     def calls(self) -> bool:
@@ -85,5 +85,5 @@ class Blocks:
     def open(self, name: str | None) -> Iterator[Change]:
         if self.found:
             yield Closed(self.found[-1], False)
-        self.found.append(Block(name))
+        self.found.append(AnswerBlock(name))
         yield Opened(self.found[-1])

@@ -19,7 +19,7 @@ NOT_OF_DIFFUSION = "is not offered for a diffusion model"
 COMMITS_MANY = f"{NOT_OF_DIFFUSION}, which commits many tokens at once"
 
 
-class TextFormat(ResponseFormat):
+class PlainTextFormat(ResponseFormat):
     """The one form that a diffusion model offers."""
 
     type: Literal["text"]  # type: ignore[assignment]
@@ -61,7 +61,7 @@ class DenoisingBody(GenerationBody):
     include_stop_str_in_output: Annotated[Literal[False] | None, FLAG, only("false")] = None  # type: ignore[assignment]
     skip_special_tokens: Annotated[Literal[True] | None, FLAG, only("true")] = None  # type: ignore[assignment]
     structured_outputs: Annotated[None, expect(NOT_OF_DIFFUSION, "not_offered")] = None  # type: ignore[assignment]
-    response_format: Annotated[TextFormat | None, only('{"type": "text"}')] = None  # type: ignore[assignment]
+    response_format: Annotated[PlainTextFormat | None, only('{"type": "text"}')] = None  # type: ignore[assignment]
     prompt_logprobs: Annotated[None, expect(COMMITS_MANY, "not_offered")] = None  # type: ignore[assignment]
 
 

@@ -39,13 +39,13 @@ Texts = Annotated[
 """A text, or a list of parts of type text."""
 
 
-class Block(Body):
+class ContentBlock(Body):
     """A part of a content; what else stands in it (`cache_control`, `citations`) changes nothing here."""
 
     model_config = ConfigDict(extra="ignore")
 
 
-class ToolUseBlock(Block):
+class ToolUseBlock(ContentBlock):
     """A call that an answer made, sent back."""
 
     type: Literal["tool_use"]
@@ -54,7 +54,7 @@ class ToolUseBlock(Block):
     input: Json
 
 
-class ToolResultBlock(Block):
+class ToolResultBlock(ContentBlock):
     """What a function returned; that it is an error (`is_error`) its content has to say, for templates know no such thing."""
 
     type: Literal["tool_result"]
@@ -62,7 +62,7 @@ class ToolResultBlock(Block):
     content: Texts | None = None
 
 
-class ThinkingBlock(Block):
+class ThinkingBlock(ContentBlock):
     type: Literal["thinking"]
     thinking: str
 
@@ -118,7 +118,7 @@ class SaidMessage(Body):
         }
 
 
-class MessagesTool(Block):
+class MessagesTool(ContentBlock):
     """A function; what else stands beside it (`strict`, `cache_control`) changes nothing here."""
 
     type: Annotated[

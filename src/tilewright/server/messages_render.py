@@ -9,7 +9,7 @@ from pydantic_core import from_json
 
 from tilewright.runtime.request import RequestOutput
 from tilewright.server.answers import Answer, Metrics
-from tilewright.server.blocks import Block, Blocks, Change, Grown, Opened
+from tilewright.server.blocks import AnswerBlock, AnswerBlocks, Change, Grown, Opened
 from tilewright.server.errors import ApiError
 from tilewright.server.render import Renderer, event, text_of
 
@@ -22,7 +22,7 @@ class TextBlock(Answer):
     citations: None
 
 
-class ToolUseBlock(Answer):
+class AnswerToolUse(Answer):
     type: Literal["tool_use"]
     id: str
     name: str
@@ -45,7 +45,7 @@ class AnsweredMessage(Answer):
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[TextBlock | ToolUseBlock]
+    content: list[TextBlock | AnswerToolUse]
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessagesUsage
@@ -69,27 +69,27 @@ class MessagesRenderer(Renderer):
         blocks: of the answer.
     """
 
-    blocks: Blocks = field(init=False)
+    blocks: AnswerBlocks = field(init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.blocks = Blocks(self.parsed.tools)
+        self.blocks = AnswerBlocks(self.parsed.tools)
 
     def whole(self, updates: Sequence[RequestOutput]) -> AnsweredMessage:
         _, tokens = self.take(0, updates[0])
         for _ in self.blocks.push(text_of(tokens), last=True):
             continue
         content = [self.shown(block) for block in self.blocks.found]
-        called = any(isinstance(block, ToolUseBlock) for block in content)
+        called = any(isinstance(block, AnswerToolUse) for block in content)
         return self.message(content, **self.stop(called), metrics=self.metrics())
 
-    def message(self, content: list[TextBlock | ToolUseBlock], **ended: Any) -> AnsweredMessage:
+    def message(self, content: list[TextBlock | AnswerToolUse], **ended: Any) -> AnsweredMessage:
         return AnsweredMessage(
             id=f"msg_{self.request_id}", type="message", role="assistant", model=self.served.name, content=content,
             usage=self.message_usage(), **ended,
         )  # fmt: skip
 
-    def shown(self, block: Block) -> TextBlock | ToolUseBlock:
+    def shown(self, block: AnswerBlock) -> TextBlock | AnswerToolUse:
         """A block. Arguments that were cut off are shown as far as they came; what is no JSON is no call but a text."""
         if block.name is None:
             return TextBlock(type="text", text=block.text, citations=None)
@@ -97,7 +97,7 @@ class MessagesRenderer(Renderer):
             arguments = from_json(block.text or "{}", allow_partial="trailing-strings")
         except ValueError:
             return TextBlock(type="text", text=f"{block.name} {block.text}", citations=None)
-        return ToolUseBlock(type="tool_use", id=f"toolu_{block.id}", name=block.name, input=arguments)
+        return AnswerToolUse(type="tool_use", id=f"toolu_{block.id}", name=block.name, input=arguments)
 
     def message_usage(self) -> MessagesUsage:
         usage = self.usage()
@@ -131,7 +131,7 @@ class MessagesRenderer(Renderer):
         """Events of a block's change."""
         index, block = len(self.blocks.found) - 1, change.block
         if isinstance(change, Opened):
-            empty = self.shown(Block(block.name, block.id))
+            empty = self.shown(AnswerBlock(block.name, block.id))
             yield named("content_block_start", index=index, content_block=empty.model_dump())
             if index == 0:
                 yield named("ping")

@@ -120,7 +120,7 @@ class ResponseTool(Body):
         return {"type": "function", "function": self.model_dump(exclude={"type", "strict"})}
 
 
-class NamedFunction(Body):
+class ForcedFunction(Body):
     type: Literal["function"]
     name: Name
 
@@ -146,7 +146,7 @@ class TextFormat(Body):
         return {"type": self.type, "json_schema": schema}
 
 
-class TextOptions(Body):
+class ResponseTextOptions(Body):
     format: TextFormat | None = None
     verbosity: NotOffered = None
 
@@ -180,10 +180,10 @@ class ResponsesBody(ChatLike):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31), WHOLE] | None = None
     seed: Seed = None
-    text: TextOptions | None = None
+    text: ResponseTextOptions | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedFunction | None,
+        Literal["none", "auto", "required"] | ForcedFunction | None,
         expect("expected none, auto, required, or an object of type function that names one"),
     ] = None
     parallel_tool_calls: bool | None = None
@@ -240,7 +240,7 @@ class ResponsesBody(ChatLike):
 
     def others(self) -> Json:
         form, choice = self.text.format if self.text is not None else None, self.tool_choice
-        if isinstance(choice, NamedFunction):
+        if isinstance(choice, ForcedFunction):
             choice = {"type": "function", "function": {"name": choice.name}}
         same = ("temperature", "top_p", "top_k", "seed", "stream", "parallel_tool_calls", "chat_template_kwargs")
         return {

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from tilewright.runtime.request import RequestOutput
 from tilewright.server.answers import Answer, Metrics, PromptDetails
-from tilewright.server.blocks import Block, Blocks, Change, Closed, Grown, Opened
+from tilewright.server.blocks import AnswerBlock, AnswerBlocks, Change, Closed, Grown, Opened
 from tilewright.server.errors import ApiError
 from tilewright.server.render import Renderer, event, text_of
 from tilewright.server.responses_body import ResponsesBody, answered
@@ -70,7 +70,7 @@ class IncompleteDetails(Answer):
     reason: Literal["max_output_tokens"]
 
 
-class Response(Answer):
+class ResponseAnswer(Answer):
     """Of `/v1/responses`: what was asked for, and the output as far as it has come."""
 
     id: str
@@ -108,7 +108,7 @@ class Deleted(Answer):
     deleted: Literal[True]
 
 
-Keep = Callable[[Response, Json], None]
+Keep = Callable[[ResponseAnswer, Json], None]
 """Takes a response that has ended, and its answer as a message of a chat, to keep them."""
 
 
@@ -125,14 +125,14 @@ class ResponsesRenderer(Renderer):
 
     body: ResponsesBody = field(kw_only=True)
     keep: Keep | None = field(kw_only=True)
-    blocks: Blocks = field(init=False)
+    blocks: AnswerBlocks = field(init=False)
     told: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.blocks = Blocks(self.parsed.tools)
+        self.blocks = AnswerBlocks(self.parsed.tools)
 
-    def whole(self, updates: Sequence[RequestOutput]) -> Response:
+    def whole(self, updates: Sequence[RequestOutput]) -> ResponseAnswer:
         _, tokens = self.take(0, updates[0])
         for _ in self.blocks.push(text_of(tokens), last=True):
             continue
@@ -144,7 +144,7 @@ class ResponsesRenderer(Renderer):
         result = self.handles[0].result
         return result is not None and result.finish_reason == "length"
 
-    def ended(self) -> Response:
+    def ended(self) -> ResponseAnswer:
         """The response after a good end, which is kept."""
         *before, last = self.blocks.found
         ended: Status = "incomplete" if self.cut_off else "completed"
@@ -168,13 +168,13 @@ class ResponsesRenderer(Renderer):
         calls = [(f"call_{block.id}", block.name, block.text) for block in self.blocks.found if block.name is not None]
         return answered("".join(texts), calls)
 
-    def response(self, status: Status, error: ResponseFailure | None = None, **more: Any) -> Response:
+    def response(self, status: Status, error: ResponseFailure | None = None, **more: Any) -> ResponseAnswer:
         details = IncompleteDetails(reason="max_output_tokens") if status == "incomplete" else None
         made = {"id": f"resp_{self.request_id}", "object": "response", "created_at": self.root["created"], "completed_at": None}
         if status in ("completed", "incomplete"):
             made["completed_at"] = int(time.time())
         ended = {"status": status, "error": error, "incomplete_details": details, "model": self.served.name}
-        return Response(**made, **ended, **{"output": [], "usage": None, "metrics": None, **more}, **self.asked())
+        return ResponseAnswer(**made, **ended, **{"output": [], "usage": None, "metrics": None, **more}, **self.asked())
 
     def asked(self) -> Json:
         """Fields of the body, and what holds where it said nothing."""
@@ -200,7 +200,7 @@ class ResponsesRenderer(Renderer):
             "user": body.user,
         }
 
-    def item(self, block: Block, status: Status) -> OutputMessage | OutputCall:
+    def item(self, block: AnswerBlock, status: Status) -> OutputMessage | OutputCall:
         if block.name is None:
             content = [] if status == "in_progress" else [self.part(block.text)]
             return OutputMessage(id=f"msg_{block.id}", type="message", role="assistant", status=status, content=content)

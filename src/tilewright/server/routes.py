@@ -147,7 +147,7 @@ def responses_routes(api: Api) -> APIRouter:
     @router.post(
         "/v1/responses",
         openapi_extra=takes(ResponsesBody),
-        responses={200: {"model": responses_render.Response, "content": EVENTS}, **errors(*GENERATING)},
+        responses={200: {"model": responses_render.ResponseAnswer, "content": EVENTS}, **errors(*GENERATING)},
     )
     async def responses(request: Request) -> Response:
         """Answers a conversation, in the form of OpenAI's Responses API."""
@@ -160,7 +160,7 @@ def responses_routes(api: Api) -> APIRouter:
             before = previous.conversation
         chat = await api.chat(request, body, before)
 
-        def keep(response: responses_render.Response, said: dict[str, Any]) -> None:
+        def keep(response: responses_render.ResponseAnswer, said: dict[str, Any]) -> None:
             conversation = gone_on(before, [*body.messages_of_chat(), said])
             stored.put(asker, response.id, Stored(response.json_bytes, conversation))
 
@@ -173,7 +173,7 @@ def responses_routes(api: Api) -> APIRouter:
 def stored_routes(api: Api) -> APIRouter:
     router, stored = APIRouter(tags=["responses"]), api.stored
 
-    @router.get("/v1/responses/{name}", responses={200: {"model": responses_render.Response}, **errors(400, 404)})
+    @router.get("/v1/responses/{name}", responses={200: {"model": responses_render.ResponseAnswer}, **errors(400, 404)})
     async def response(request: Request, name: str) -> Response:
         """A response that was stored."""
         if (found := stored.get(owner(request), name)) is None:
@@ -191,7 +191,7 @@ def stored_routes(api: Api) -> APIRouter:
             raise response_unknown(name)
         return answer(responses_render.Deleted(id=name, object="response", deleted=True))
 
-    @router.post("/v1/responses/{name}/cancel", responses={200: {"model": responses_render.Response}, **errors(400, 404)})
+    @router.post("/v1/responses/{name}/cancel", responses={200: {"model": responses_render.ResponseAnswer}, **errors(400, 404)})
     async def cancel(request: Request, name: str) -> Response:
         """Refuses: there are no responses in the background. One that is under way ends when its client goes."""
         if stored.get(owner(request), name) is None:

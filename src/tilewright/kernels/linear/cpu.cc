@@ -147,8 +147,10 @@ enum Weights { FLOAT32, BFLOAT16, INT8, BLOCKS };  // behind BLOCKS, its forms (
 #define BYTES_KERNEL(isa, format)                                                                                   \
   (isa >= native::AVX512_VNNI ? KERNEL(avx512dot, format, run) : isa >= native::AVX2 ? KERNEL(avx2, format, run) \
                                                                                      : KERNEL(plain, format, run))
+#define BLOCKS_KERNEL(isa, format) (isa == native::AMX ? KERNEL(avx512dot, format, run_block_tiles) : BYTES_KERNEL(isa, format))
 #else
 #define BYTES_KERNEL(isa, format) KERNEL(plain, format, run)
+#define BLOCKS_KERNEL BYTES_KERNEL
 #endif
 
 const blocks::Form& form_of(Weights weights) { return blocks::forms[weights - BLOCKS]; }
@@ -158,7 +160,7 @@ Kernel kernel_for(Weights weights) {
   const native::Isa isa = native::isa();
   switch (weights - BLOCKS) {
 #define FORM_KERNEL(form) \
-  case blocks::form: return BYTES_KERNEL(isa, Blocks<blocks::form>)
+  case blocks::form: return BLOCKS_KERNEL(isa, Blocks<blocks::form>)
     FORM_KERNEL(Q4_0);
     FORM_KERNEL(Q4_1);
     FORM_KERNEL(Q5_0);
