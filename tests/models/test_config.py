@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from models.sizes import decoder_config
 from tilewright.models.decoder import DecoderConfig, config_from_hf, config_to_hf
+from tilewright.models.delta import DeltaSizes
 from tilewright.models.layers import LinearScaling, Llama3Scaling, YarnScaling
 from tilewright.models.quantised import SUPPORTED
 from tilewright.models.registry import FAMILIES
@@ -216,6 +217,14 @@ GOLDEN_CONFIGS = {
     "qwen3-window": decoder_config(
         "qwen3", 96, 32, 56, 3, 4, 2, 16, rope_theta=1e4, max_position_embeddings=256, eos_token_ids=(5,),
         sliding_window=20, sliding_layers=(1, 2),
+    ),
+    "qwen3-next": decoder_config(
+        "qwen3_next", 96, 32, 56, 3, 4, 2, 16, rope_theta=1e4, partial_rotary_factor=0.5, max_position_embeddings=256,
+        eos_token_ids=(5,), delta=DeltaSizes(2, 4, 8, 12, 4), delta_layers=(0, 2),
+    ),
+    "qwen3.5-tied": decoder_config(
+        "qwen3_5_text", 96, 32, 56, 4, 4, 2, 16, rope_theta=1e4, partial_rotary_factor=0.5, tie_word_embeddings=True,
+        max_position_embeddings=256, eos_token_ids=(5,), delta=DeltaSizes(2, 4, 8, 12, 4), delta_layers=(0, 1, 2),
     ),
     "qwen3-untied": decoder_config(
         "qwen3", 96, 40, 48, 2, 5, 1, 12, rms_norm_eps=1e-6, rope_theta=5e3, max_position_embeddings=256, eos_token_ids=(2, 5)

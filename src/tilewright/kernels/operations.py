@@ -181,6 +181,9 @@ class Operations:
         paged_attention: `(q, pool, table, lengths, extra=None)`: as `prefix_attention`.
         paged_append_attend: `(projection, Heads, pool, table, start, count) -> (out, pool)`: as `append_attend`, with zeros for
             queries from `count` on.
+        delta_rule: `(q [B, T, K, D], k, v [B, T, K, R, E], log_decay [B, T, K, R], beta, state [B, K, R, D, E],
+            by_position=False) -> (out [B, T, K, R, E], state)`: see `delta_rule/reference.py`. By position, sums come in the
+            order of a step of one position, however many come together.
         causal_attention: `(projection, Heads) -> out [B, T, N * D]`: each query sees all entries up to its own; with a gradient
             where the bundle trains.
         cross_entropy: `(x, head, labels, weights) -> the sum of weights * loss` in nats, by float32 sums; with a gradient
@@ -224,6 +227,7 @@ class Operations:
     paged_append: Callable[[Pool, Array, Array, Array, Array, Array], Pool]
     paged_attention: Callable[..., Array]
     paged_append_attend: Callable[[Projection, Heads, Pool, Array, Array, Array], tuple[Array, Pool]]
+    delta_rule: Callable[..., tuple[Array, Array]]
     causal_attention: Callable[[Projection, Heads], Array]
     cross_entropy: Callable[[Array, Any, Array, Array], Array]
     head_argmax: Callable[..., tuple[Array, Array]]

@@ -389,7 +389,8 @@ def load_decoder(
     Where the operations keep a file's blocks, a tied embedding that has some is read out of the output head.
 
     Two kinds of tensor are passed over, because they repeat what is known: rotary frequencies, which older files hold, and the
-    head of a model whose head is the embedding. Of a multimodal model the text half alone is read.
+    head of a model whose head is the embedding; so are layers that predict further tokens (`mtp.`), which are no part of the
+    model. Of a multimodal model the text half alone is read.
 
     Args:
         shard: from the declaration to the shardings, say `lambda specs: shardings(specs, mesh, rules)`
@@ -407,6 +408,8 @@ def load_decoder(
 
     def ignore(name: str) -> bool:
         if multimodal and text_tensor(name) is None:
+            return True
+        if name.startswith("mtp."):
             return True
         return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and rename(name) == "lm_head.weight")
 

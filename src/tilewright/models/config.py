@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 from jax import Array
 from jaxtyping import Int
 
+from tilewright.models.delta import DeltaSizes
 from tilewright.models.experts import Mixture
 from tilewright.models.layers import LinearScaling, Llama3Scaling, Rope, RopeScaling, YarnScaling, rope_frequencies, rope_tables
 
@@ -26,6 +27,8 @@ SCALINGS: dict[object, tuple[tuple[str, ...], tuple[str, ...]]] = {
 ROPE_THETA = 10000.0
 """The base of a configuration that names none (Su et al. 2021, and the libraries' default)."""
 
+IMAGE_AXES = ("mrope_section", "mrope_interleaved")
+"""Fields of `rope_parameters` that say which entries turn by which axis of an image: text has the same position on all."""
 
 Rotation = Literal["global", "local", "none"]
 """Which rotation a layer has: the model's, that of its layers with a window where these have one of their own, or none."""
@@ -38,6 +41,7 @@ class LayerKind:
     Attributes:
         window, scale, softcap: see `operations.Scores`.
         mixture: the experts in the place of its MLP; None for an MLP.
+        delta: linear attention in the place of attention; None for attention.
     """
 
     rotation: Rotation = "global"
@@ -45,6 +49,7 @@ class LayerKind:
     scale: float | None = None
     softcap: float | None = None
     mixture: Mixture | None = None
+    delta: DeltaSizes | None = None
 
 
 class RopeFields(NamedTuple):
@@ -187,6 +192,8 @@ class ConfigReader:
         self.require(proper, f"partial_rotary_factor must be a number above 0, at most 1, found {share!r}")
         older_kind = scaling.pop("type", None)
         kind = scaling.pop("rope_type", None) or older_kind or "default"
+        for name in IMAGE_AXES:
+            scaling.pop(name, None)
         base = float(theta) if good and theta is not None else ROPE_THETA
         return RopeFields(base, self._rope_scaling(kind, scaling), float(share) if proper else 1.0)
 

@@ -18,10 +18,11 @@ from jaxtyping import Float, Int
 
 from tilewright.kernels.operations import Heads, Joined, Norm, Operations, Projection, Scores, Transposed
 from tilewright.models.config import ConfigReader, LayerKind, Rotation, Sizes
+from tilewright.models.delta import DeltaSizes, attend_delta, declare_delta, project_delta
 from tilewright.models.experts import Mixture, declare_mixture, mixture_mlp
 from tilewright.models.family import Family
 from tilewright.models.layers import Rope, rope_frequencies, rope_tables
-from tilewright.models.params import ArraySpec, matrix, norm_weight
+from tilewright.models.params import ArraySpec, in_turns, matrix, norm_weight
 from tilewright.models.quantised import quantised_layout
 from tilewright.models.registry import FAMILIES, family_of
 from tilewright.models.stack import SINGLE_DEVICE, Rows, Schedule, Stack
@@ -43,6 +44,7 @@ class DecoderConfig(Sizes):
         embedding_scale: what embeddings are multiplied by.
         mixture: the experts of its layers; None where all layers have an MLP.
         dense_layers: those that have an MLP all the same.
+        delta, delta_layers: the sizes of linear attention, and the layers that have it.
     """
 
     family: str
@@ -60,9 +62,13 @@ class DecoderConfig(Sizes):
     embedding_scale: float = 1.0
     mixture: Mixture | None = None
     dense_layers: tuple[int, ...] = ()
+    delta: DeltaSizes | None = None
+    delta_layers: tuple[int, ...] = ()
 
     def kind(self, layer: int) -> LayerKind:
         """The kind of a layer."""
+        if layer in self.delta_layers:
+            return LayerKind(delta=self.delta)
         sliding = layer in self.sliding_layers
         local: Rotation = "local" if sliding and self.local_rope_theta is not None else "global"
         rotation = "none" if layer in self.unrotated_layers else local
@@ -177,6 +183,8 @@ class Layer:
         router: what chooses experts; None where the layer has an MLP.
         o_bias, sinks: of attention's output, and of its scores (see `operations.Scores`); None where the family has none.
         attention_out_norm, mlp_out_norm: of what the halves give, where that is normed.
+        gate: of what attention gives, where that is gated.
+        delta: `DeltaWeights`, in the place of queries, keys and values, where attention is linear.
         kind: no array, but the same in a declaration and in what is made of it.
     """
 
@@ -194,6 +202,8 @@ class Layer:
     attention_out_norm: Any = None
     mlp_out_norm: Any = None
     router: Any = None
+    gate: Any = None
+    delta: Any = None
     kind: LayerKind = field(default=LayerKind(), metadata={"static": True})
 
 
@@ -243,6 +253,9 @@ def declare_layer(
     if family.joined:
         products = stored_together(f"{attn}.qkv_proj.weight", products)
         gate_up = stored_together(f"{mlp}.gate_up_proj.weight", gate_up)
+    gate = None
+    if family.output_gate:
+        products[0], gate = in_turns(products[0].name, [[products[0]]] * 2, config.num_heads)
     biases = [ArraySpec(f"{name}.bias", (size,), (axis,), units=(d,)) for name, size, axis in qkv]
 
     def norm(name: str, size: int = h, axis: str = "hidden") -> ArraySpec:
@@ -254,7 +267,7 @@ def declare_layer(
         assert family.experts is not None, f"{family.name} has no experts"
         router, joined, down = declare_mixture(kind.mixture, family.experts, prefix, h, out_scale)
     after, before_mlp = ("post_attention_layernorm", "pre_feedforward_layernorm")[:: 1 if family.post_norms else -1]
-    return Layer(
+    layer = Layer(
         input_norm=norm("input_layernorm"),
         qkv=Joined(tuple(products)),
         o=matrix(f"{attn}.o_proj.weight", query, h, ("heads", "hidden"), out_scale, units=(d, 1)),
@@ -269,8 +282,15 @@ def declare_layer(
         sinks=ArraySpec(f"{attn}.sinks", (config.num_heads,), ("query_heads",)) if family.sinks else None,
         attention_out_norm=norm(after) if family.post_norms else None,
         mlp_out_norm=norm("post_feedforward_layernorm") if family.post_norms else None,
+        gate=gate,
         kind=kind,
     )
+    if kind.delta is None:
+        return layer
+    mixer, o = f"{prefix}.linear_attn", replace(layer.o, name=f"{prefix}.linear_attn.out_proj.weight")
+    o = replace(o, shape=(kind.delta.values, h), axes=("delta_values", "hidden"), units=())
+    delta = declare_delta(kind.delta, mixer, h, family.delta_in_one)
+    return replace(layer, qkv=None, q_norm=None, k_norm=None, gate=None, o=o, delta=delta)
 
 
 def stored_together(name: str, parts: Sequence[ArraySpec]) -> list[ArraySpec]:
@@ -366,6 +386,13 @@ def mlp(
     return normed_sum(config, ops, ops.linear(inner, layer.down, count=count), layer.mlp_out_norm, add)
 
 
+class Gated(NamedTuple):
+    """A projection, and the gate `[B, T, N * D]` of what attention makes of it."""
+
+    projection: Projection
+    gate: Array
+
+
 def stack_of(config: Any, ops: Operations, of: tuple[Layer, ...], attend: Attend) -> Stack:
     """Layers in their parts. `config` is that of a decoder, or of a drafter with layers like a decoder's."""
 
@@ -373,10 +400,20 @@ def stack_of(config: Any, ops: Operations, of: tuple[Layer, ...], attend: Attend
         return Norm(layer.input_norm, config.rms_norm_eps), Norm(layer.post_attention_norm, config.rms_norm_eps)
 
     def project(ops: Operations, layer: Layer, x: Float[Array, "B T H"]) -> Projection:
-        return ops.project(x, layer.qkv, norms(layer)[0], bias=layer.qkv_bias)
+        norm, eps = norms(layer)[0], config.rms_norm_eps
+        if layer.delta is not None:
+            return project_delta(ops, layer.delta, ops.rms_norm(x, layer.input_norm, eps))
+        projection = ops.project(x, layer.qkv, norm, bias=layer.qkv_bias)
+        return projection if layer.gate is None else Gated(projection, ops.linear(x, layer.gate, norm=norm))
 
     def attended(ops: Operations, layer: Layer, projection: Projection, rows: Rows, kept: Any) -> tuple[Array, Any]:
-        return attend(ops, projection, head_norms(config, layer, rows.rope[layer.kind.rotation]), rows.seen, kept)
+        if layer.kind.delta is not None:
+            return attend_delta(layer.kind.delta, ops, layer.delta, config.rms_norm_eps, projection, rows.seen, kept)
+        heads = head_norms(config, layer, rows.rope[layer.kind.rotation])
+        if not isinstance(projection, Gated):
+            return attend(ops, projection, heads, rows.seen, kept)
+        out, kept = attend(ops, projection.projection, heads, rows.seen, kept)
+        return out * jax.nn.sigmoid(projection.gate), kept
 
     return Stack(ops, of, project, attended, partial(output, config), partial(mlp, config), norms)
 
@@ -450,8 +487,10 @@ def cross_entropy(
     """The sum of `weights` times the loss of each label under `logits`, in nats, without these.
 
     Raises:
-        ValueError: logits are capped, which this leaves out.
+        ValueError: logits are capped, which this leaves out; or layers have linear attention.
     """
+    if config.delta is not None:
+        raise ValueError(f"models of {config.family} are not trained here: their layers have linear attention")
     if config.logit_softcap is not None:
         raise ValueError(f"models of {config.family} are not trained here: their logits are capped")
     return ops.cross_entropy(ops.rms_norm(hidden, params.norm, config.rms_norm_eps), output_head(params), labels, weights)

@@ -282,9 +282,11 @@ def read_parts(files: Mapping[Path, Any], tensor: StoredTensor) -> dict[str, np.
 def read_blocks(files: Mapping[Path, Any], tensor: StoredTensor, spec: ArraySpec) -> QuantisedMatrix | None:
     """A matrix in the blocks that its files have it in; None where products do not read such as they are.
 
-    Of GGUF's alone, where the matrix is a part of the tensor (`ArraySpec.rows`). Those of experts become one, whose outputs are
-    those of one expert behind another's.
+    Of GGUF's alone, where the matrix is a part of the tensor (`ArraySpec.rows`), and of none that takes turns there. Those of
+    experts become one, whose outputs are those of one expert behind another's.
     """
+    if spec.pieces:
+        return None
     if tensor.members:
         found = [read_blocks(files, member, spec) for member in tensor.members] if spec.rows is None else []
         known = [each for each in found if each is not None]
