@@ -25,8 +25,7 @@ class Seen(NamedTuple):
 
 
 def weights(dtype: Any = jnp.float32) -> DeltaWeights:
-    drawn = initialise(declare_delta(SIZES, "layer", 8, in_one=False), jax.random.key(0), dtype)
-    return drawn
+    return initialise(declare_delta(SIZES, "layer", 8, in_one=False), jax.random.key(0), dtype)
 
 
 def inputs(seed: int, length: int, dtype: Any = jnp.float32) -> DeltaInputs:

@@ -267,11 +267,14 @@ class Operations:
         return self.prepare_matrix(value, name) if kind == "matrix" else value
 
 
-def is_batch_invariant(ops: Operations, dtype: str, kv_dtype: str = "auto") -> bool:
+def is_batch_invariant(ops: Operations, dtype: str, kv_dtype: str = "auto", states: bool = False) -> bool:
     """True if the target gives a row the same tokens however many rows run with it (batch-invariant).
 
     The CPU kernels do, bit by bit in every dtype. XLA may sum in another order for another number of rows: in float32 that
     decides only between logits that are equal but for their last bits, in bfloat16 between candidates that texts do have. Where
     keys and values are rounded to 8 bits, the last bit of one may make a step of it, which is as much as bfloat16 rounds.
+
+    Args:
+        states: layers have states (`delta_rule`), which XLA computes on a CPU, too.
     """
-    return ops.name.startswith("cpu ") or (dtype == "float32" and kv_dtype == "auto")
+    return (ops.name.startswith("cpu ") and not states) or (dtype == "float32" and kv_dtype == "auto")

@@ -127,7 +127,8 @@ class Programs(Store[ProgramKey]):
         """
         if self.drafter is not None:
             return self.width(choice)
-        return FORCED if self.dtype == jnp.float32 or is_batch_invariant(self.target.ops, jnp.dtype(self.dtype).name) else 1
+        states, dtype = self.target.config.delta is not None, jnp.dtype(self.dtype).name
+        return FORCED if dtype == "float32" or is_batch_invariant(self.target.ops, dtype, states=states) else 1
 
     def rows_for(self, running: int) -> int:
         """The least declared number of rows that holds so many."""
