@@ -35,6 +35,8 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -255,11 +257,19 @@ def hybrids(narrow: dict[str, Any]) -> dict[str, PreTrainedModel]:
         eos_token_id=5,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     )
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24}
+    moe = {name: value for name, value in hybrid.items() if name != "intermediate_size"}
     return {
         "qwen3-next": Qwen3NextForCausalLM(
             Qwen3NextConfig(**hybrid, num_hidden_layers=3, full_attention_interval=2, mlp_only_layers=[0, 1, 2], num_experts=0)
         ),
         "qwen3.5-tied": Qwen3_5ForCausalLM(Qwen3_5TextConfig(**hybrid, num_hidden_layers=4, tie_word_embeddings=True)),
+        "qwen3-next-moe": Qwen3NextForCausalLM(
+            Qwen3NextConfig(**hybrid, **experts, num_hidden_layers=3, full_attention_interval=3, mlp_only_layers=[1])
+        ),
+        "qwen3.5-moe": Qwen3_5MoeForCausalLM(
+            Qwen3_5MoeTextConfig(**moe, **experts, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+        ),
     }
 
 

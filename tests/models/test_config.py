@@ -222,6 +222,15 @@ GOLDEN_CONFIGS = {
         "qwen3_next", 96, 32, 56, 3, 4, 2, 16, rope_theta=1e4, partial_rotary_factor=0.5, max_position_embeddings=256,
         eos_token_ids=(5,), delta=DeltaSizes(2, 4, 8, 12, 4), delta_layers=(0, 2),
     ),
+    "qwen3-next-moe": decoder_config(
+        "qwen3_next", 96, 32, 56, 3, 4, 2, 16, rope_theta=1e4, partial_rotary_factor=0.5, max_position_embeddings=256,
+        eos_token_ids=(5,), delta=DeltaSizes(2, 4, 8, 12, 4), delta_layers=(0, 1), mixture=Mixture(6, 2, 16, shared=24),
+        dense_layers=(1,),
+    ),
+    "qwen3.5-moe": decoder_config(
+        "qwen3_5_moe_text", 96, 32, 5632, 2, 4, 2, 16, rope_theta=1e4, partial_rotary_factor=0.5, max_position_embeddings=256,
+        eos_token_ids=(5,), delta=DeltaSizes(2, 4, 8, 12, 4), delta_layers=(0,), mixture=Mixture(6, 2, 16, shared=24),
+    ),
     "qwen3.5-tied": decoder_config(
         "qwen3_5_text", 96, 32, 56, 4, 4, 2, 16, rope_theta=1e4, partial_rotary_factor=0.5, tie_word_embeddings=True,
         max_position_embeddings=256, eos_token_ids=(5,), delta=DeltaSizes(2, 4, 8, 12, 4), delta_layers=(0, 1, 2),

@@ -23,8 +23,8 @@ from tilewright.models.stored import read_headers, stacked
 GOLDENS = Path(__file__).parents[1] / "golden" / "decoders"
 NAMES = [
     "gemma2-tied", "gemma3-tied", "gpt-oss", "llama-scaled", "llama-untied", "mistral-linear", "mistral-window",
-    "mixtral-untied", "phi3-partial", "qwen2-untied", "qwen3-moe", "qwen3-moe-sparse", "qwen3-next", "qwen3-tied",
-    "qwen3-untied", "qwen3-window", "qwen3-yarn", "qwen3.5-tied", "smollm3-tied",
+    "mixtral-untied", "phi3-partial", "qwen2-untied", "qwen3-moe", "qwen3-moe-sparse", "qwen3-next", "qwen3-next-moe",
+    "qwen3-tied", "qwen3-untied", "qwen3-window", "qwen3-yarn", "qwen3.5-moe", "qwen3.5-tied", "smollm3-tied",
 ]  # fmt: skip
 TOLERANCE = 1e-4
 
@@ -224,6 +224,7 @@ def test_logical_axes(golden: Golden):
     if (mixture := config.mixture) is not None:
         both = 2 * mixture.size if mixture.clamped else mixture.size  # of gate and up, where one array has them
         sizes |= {"experts": mixture.experts, "router": mixture.experts, "expert": mixture.size, "gate_up": both}
+            sizes |= {"shared_expert": mixture.shared, "single": 1}
     for spec in spec_leaves(declare(config)):
         assert spec.shape == tuple(sizes[axis] for axis in spec.axes), spec.name
 

@@ -25,7 +25,7 @@ class Seen(NamedTuple):
 
 
 def weights(dtype: Any = jnp.float32) -> DeltaWeights:
-    return initialise(declare_delta(SIZES, "layer", 8, in_one=False), jax.random.key(0), dtype)
+    return initialise(declare_delta(SIZES, "layer", 8, 0.02, in_one=False)[0], jax.random.key(0), dtype)
 
 
 def inputs(seed: int, length: int, dtype: Any = jnp.float32) -> DeltaInputs:

@@ -27,9 +27,12 @@ from tilewright.kernels.linear.blocks import PackedTable, QuantisedMatrix
 from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import computes_bfloat16
 from tilewright.models import gguf
-from tilewright.models.decoder import EMBEDDING, DecoderConfig, DecoderParams, config_from_hf, declare, text_tensor
+from tilewright.models.config import text_tensor
+from tilewright.models.decoder import EMBEDDING, DecoderConfig, DecoderParams, config_from_hf, declare
+from tilewright.models.family import Family
 from tilewright.models.params import AUTO, ArraySpec, Bounds, each, from_tensors, held_parts, spec_leaves, to_tensors
 from tilewright.models.quantised import Layout, quantised_layout
+from tilewright.models.registry import FAMILIES
 from tilewright.models.stored import (
     FLOATS,
     StoredTensor,
@@ -413,7 +416,7 @@ def load_decoder(
             return True
         return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and rename(name) == "lm_head.weight")
 
-    specs = declare(config, ops is not None and ops.own_head)
+    specs = declare(config, ops is not None and ops.own_head, stored_family(folder, config))
     keep_blocks = ops is not None and ops.keeps_blocks
     layout = quantised_layout(read_config(folder).get("quantization_config"))
     shared = keep_blocks and config.tie_word_embeddings and holds_blocks(folder, EMBEDDING)
@@ -428,6 +431,16 @@ def load_decoder(
         table = PackedTable(params.head.panels, config.vocab_size, config.hidden_size, jnp.dtype(dtype).name)
         params = replace(params, embed=table)
     return config, params
+
+
+def stored_family(folder: Path, config: DecoderConfig) -> Family:
+    """The family of a model, with the names that its experts' tensors have in this folder."""
+    family = FAMILIES[config.family]
+    if config.mixture is None or family.experts_in_one is None:
+        return family
+    whole = family.experts_in_one.gate_up[0]
+    in_one = any(tensor.name.endswith(whole) for tensor in read_headers(weight_files(folder)))
+    return replace(family, experts=family.experts_in_one) if in_one else family
 
 
 def holds_blocks(folder: Path, name: str) -> bool:

@@ -266,3 +266,25 @@ class ConfigReader:
     def finish(self) -> None:
         if self.problems:
             raise ValueError(f"{self.where}: " + "; ".join(self.problems))
+
+
+def text_half(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration of a multimodal model's text half; another model's as it is."""
+    text = fields.get("text_config")
+    if not isinstance(text, Mapping):
+        return fields
+    # Ends of an answer may come from `generation_config.json`, which is put at the top.
+    shared = ("eos_token_id", "quantization_config", "tie_word_embeddings")
+    return {**{name: fields[name] for name in shared if name in fields}, **text, **_given(fields, "eos_token_id")}
+
+
+def _given(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {} if fields.get(name) is None else {name: fields[name]}
+
+
+def text_tensor(name: str) -> str | None:
+    """The name of a tensor of a multimodal checkpoint's text half in one of text alone; None for the other half's."""
+    for prefix, instead in (("language_model.model.", "model."), ("language_model.", ""), ("model.language_model.", "model.")):
+        if name.startswith(prefix):
+            return instead + name.removeprefix(prefix)
+    return name if name.startswith("lm_head.") else None

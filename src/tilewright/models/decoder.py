@@ -17,7 +17,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from tilewright.kernels.operations import Heads, Joined, Norm, Operations, Projection, Scores, Transposed
-from tilewright.models.config import ConfigReader, LayerKind, Rotation, Sizes
+from tilewright.models.config import ConfigReader, LayerKind, Rotation, Sizes, text_half
 from tilewright.models.delta import DeltaSizes, attend_delta, declare_delta, project_delta
 from tilewright.models.experts import Mixture, declare_mixture, mixture_mlp
 from tilewright.models.family import Family
@@ -67,14 +67,13 @@ class DecoderConfig(Sizes):
 
     def kind(self, layer: int) -> LayerKind:
         """The kind of a layer."""
-        if layer in self.delta_layers:
-            return LayerKind(delta=self.delta)
         sliding = layer in self.sliding_layers
         local: Rotation = "local" if sliding and self.local_rope_theta is not None else "global"
         rotation = "none" if layer in self.unrotated_layers else local
         window = self.sliding_window if sliding else None
         mixture = None if layer in self.dense_layers else self.mixture
-        return LayerKind(rotation, window, self.attention_scale, self.score_softcap, mixture)
+        delta = self.delta if layer in self.delta_layers else None
+        return LayerKind(rotation, window, self.attention_scale, self.score_softcap, mixture, delta)
 
     @property
     def mlp_columns(self) -> int:
@@ -114,28 +113,6 @@ def config_from_hf(fields: Mapping[str, Any], where: str = "config.json") -> Dec
         read.require(False, str(error))
     read.finish()
     return config
-
-
-def text_half(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration of a multimodal model's text half; another model's as it is."""
-    text = fields.get("text_config")
-    if not isinstance(text, Mapping):
-        return fields
-    # Ends of an answer may come from `generation_config.json`, which is put at the top.
-    shared = ("eos_token_id", "quantization_config", "tie_word_embeddings")
-    return {**{name: fields[name] for name in shared if name in fields}, **text, **_given(fields, "eos_token_id")}
-
-
-def _given(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {} if fields.get(name) is None else {name: fields[name]}
-
-
-def text_tensor(name: str) -> str | None:
-    """The name of a tensor of a multimodal checkpoint's text half in one of text alone; None for the other half's."""
-    for prefix, instead in (("language_model.model.", "model."), ("language_model.", ""), ("model.language_model.", "model.")):
-        if name.startswith(prefix):
-            return instead + name.removeprefix(prefix)
-    return name if name.startswith("lm_head.") else None
 
 
 def read_decoder(read: ConfigReader, name: str) -> DecoderConfig:
@@ -287,9 +264,7 @@ def declare_layer(
     )
     if kind.delta is None:
         return layer
-    mixer, o = f"{prefix}.linear_attn", replace(layer.o, name=f"{prefix}.linear_attn.out_proj.weight")
-    o = replace(o, shape=(kind.delta.values, h), axes=("delta_values", "hidden"), units=())
-    delta = declare_delta(kind.delta, mixer, h, family.delta_in_one)
+    delta, o = declare_delta(kind.delta, f"{prefix}.linear_attn", h, out_scale, family.delta_in_one)
     return replace(layer, qkv=None, q_norm=None, k_norm=None, gate=None, o=o, delta=delta)
 
 
@@ -300,17 +275,18 @@ def stored_together(name: str, parts: Sequence[ArraySpec]) -> list[ArraySpec]:
     return [replace(part, name=name, rows=each) for part, each in zip(parts, rows, strict=True)]
 
 
-def declare(config: DecoderConfig, own_head: bool = False) -> DecoderParams:
+def declare(config: DecoderConfig, own_head: bool = False, family: Family | None = None) -> DecoderParams:
     """The model's arrays, each declared once (see `params.ArraySpec`).
 
     Args:
         own_head: a tied model has a head of its own, which is read from the embedding's tensor.
+        family: the configuration's, with other names of tensors.
     """
     v, h = config.vocab_size, config.hidden_size
     stored = EMBEDDING if config.tie_word_embeddings else "lm_head.weight"
     tied = config.tie_word_embeddings and not own_head
     head = None if tied else matrix(stored, h, v, ("hidden", "vocab"), kind="head")
-    family = FAMILIES[config.family]
+    family = family or FAMILIES[config.family]
     return DecoderParams(
         embed=ArraySpec(EMBEDDING, (v, h), ("vocab", "hidden"), "embedding"),
         layers=tuple(declare_layer(config, f"model.layers.{n}", family, kind=config.kind(n)) for n in range(config.num_layers)),

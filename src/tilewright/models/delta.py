@@ -85,8 +85,10 @@ class DeltaWeights:
     norm: Any
 
 
-def declare_delta(sizes: DeltaSizes, prefix: str, hidden: int, in_one: bool) -> DeltaWeights:
-    """The arrays of one layer, without its output.
+def declare_delta(
+    sizes: DeltaSizes, prefix: str, hidden: int, out_scale: float, in_one: bool
+) -> tuple[DeltaWeights, ArraySpec]:
+    """The arrays of one layer's attention, and that of its output.
 
     Args:
         in_one: the checkpoint has inputs in two tensors, where the heads of a key take turns (Qwen3-Next); else they have
@@ -97,17 +99,20 @@ def declare_delta(sizes: DeltaSizes, prefix: str, hidden: int, in_one: bool) -> 
     def inputs(name: str, size: int, axis: str) -> ArraySpec:
         return matrix(f"{prefix}.in_proj_{name}.weight", hidden, size, ("hidden", axis))
 
+    def shares(name: str) -> ArraySpec:
+        """Of the state, for each head: small, and what is rounded in them adds up over positions. They keep their dtype."""
+        return replace(inputs(name, heads, "delta_heads"), kind="router")
+
     if in_one:
         q, k, v = (inputs("qkvz", size, "delta_channels") for size in (keys, keys, values))
         z = inputs("qkvz", values, "delta_values")
         qkv, gate = in_turns(q.name, [[q, k, v], [z]], sizes.key_heads)
-        b, a = (inputs("ba", heads, "delta_heads") for _ in range(2))
-        beta, decay = in_turns(b.name, [[b], [a]], sizes.key_heads)
+        beta, decay = in_turns(shares("ba").name, [[shares("ba")], [shares("ba")]], sizes.key_heads)
     else:
         qkv, gate = inputs("qkv", sizes.channels, "delta_channels"), inputs("z", values, "delta_values")
-        beta, decay = (inputs(name, heads, "delta_heads") for name in "ba")
+        beta, decay = shares("b"), shares("a")
     taps = ("delta_channels", "single", "taps")
-    return DeltaWeights(
+    weights = DeltaWeights(
         qkv,
         gate,
         beta,
@@ -117,6 +122,7 @@ def declare_delta(sizes: DeltaSizes, prefix: str, hidden: int, in_one: bool) -> 
         log_rate=ArraySpec(f"{prefix}.A_log", (heads,), ("delta_heads",), scale=1.0),
         norm=norm_weight(f"{prefix}.norm.weight", sizes.value_dim, "delta_head"),
     )
+    return weights, matrix(f"{prefix}.out_proj.weight", values, hidden, ("delta_values", "hidden"), out_scale)
 
 
 @runtime_checkable

@@ -57,7 +57,7 @@ class ArraySpec:
             `[experts, in, out]`.
         axes: the logical axis of each dim ("vocab", "hidden", "heads", "mlp", ...), which shardings go by.
         kind: what it is, for its preparation: the weight of a linear layer, an output head (one too), the weights of a linear
-            layer of experts, a layer that routes to these, a norm, an embedding.
+            layer of experts, a layer that routes to these or says what a state keeps, a norm, an embedding.
         init: "normal" (truncated, with `scale` as its standard deviation) or "ones".
         transposed: the checkpoint holds `[out, in]`, of experts `[experts, out, in]`.
         units: for each dim, how many entries belong together and stay on one device: a head's. Empty where none do.

@@ -11,7 +11,7 @@ from tilewright.models.families.mistral import MINISTRAL, MISTRAL
 from tilewright.models.families.mixtral import MIXTRAL
 from tilewright.models.families.phi3 import PHI3
 from tilewright.models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
-from tilewright.models.families.qwen_hybrid import QWEN3_5, QWEN3_NEXT
+from tilewright.models.families.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from tilewright.models.families.smollm3 import SMOLLM3
 from tilewright.models.family import Family
 
@@ -32,6 +32,7 @@ FAMILIES: dict[str, Family] = {
         GPT_OSS,
         QWEN3_NEXT,
         QWEN3_5,
+        QWEN3_5_MOE,
     )
 }
 """By the `model_type` of their configurations. A new family is a file in `families/` and a line here."""

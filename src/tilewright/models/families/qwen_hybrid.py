@@ -1,13 +1,16 @@
-"""Qwen3-Next (Qwen 2025) and the text half of Qwen3.5: three layers of linear attention (`delta.py`) to one of attention.
+"""Qwen3-Next (Qwen 2025) and the text halves of Qwen3.5: three layers of linear attention (`delta.py`) to one of attention.
 
 Norms' weights are stored as what they are more than one, a part of each head is rotated, and what attention gives is gated.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from tilewright.models.config import ConfigReader
 from tilewright.models.delta import DeltaSizes
-from tilewright.models.family import FULL, Family
+from tilewright.models.experts import ExpertNames, Mixture
+from tilewright.models.families.qwen import OWN_TENSORS, dense_layers
+from tilewright.models.family import FULL, Family, mixture
 
 LINEAR = "linear_attention"
 INTERVAL = 4
@@ -36,14 +39,21 @@ def read(read: ConfigReader) -> dict[str, Any]:
 
 
 def read_next(reader: ConfigReader) -> dict[str, Any]:
-    count, every = reader.integer("num_hidden_layers"), reader.integer("decoder_sparse_step", default=1)
-    dense = reader.fields.get("mlp_only_layers") or []
-    experts = reader.fields.get("num_experts", 512)
-    mixed = [n for n in range(count) if experts and n not in dense and (n + 1) % every == 0]
-    reader.require(
-        not mixed, f"a mixture of experts (num_experts={experts!r}) is not supported: expected mlp_only_layers to list all"
-    )
-    return read(reader)
+    """With experts in all layers but those that are listed, unless there are none."""
+    if not reader.fields.get("num_experts"):
+        return read(reader)
+    experts, normalised = experts_of(reader), reader.flag("norm_topk_prob", default=True)
+    layers = dense_layers(reader)
+    return {**read(reader), "mixture": replace(experts, normalised=normalised), "dense_layers": layers}
+
+
+def read_moe(reader: ConfigReader) -> dict[str, Any]:
+    return {**read(reader), "mixture": experts_of(reader)}
+
+
+def experts_of(reader: ConfigReader) -> Mixture:
+    found: Mixture = mixture(reader, "num_experts", "moe_intermediate_size")["mixture"]
+    return replace(found, shared=reader.integer("shared_expert_intermediate_size"))
 
 
 def write(config: Any) -> dict[str, Any]:
@@ -59,7 +69,20 @@ def write(config: Any) -> dict[str, Any]:
 
 
 def write_next(config: Any) -> dict[str, Any]:
-    return {**write(config), "num_experts": 0, "mlp_only_layers": list(range(config.num_layers))}
+    if config.mixture is None:
+        return {**write(config), "num_experts": 0}
+    return {**write_moe(config), "norm_topk_prob": config.mixture.normalised, "mlp_only_layers": list(config.dense_layers)}
+
+
+def write_moe(config: Any) -> dict[str, Any]:
+    experts: Mixture = config.mixture
+    return {
+        **write(config),
+        "num_experts": experts.experts,
+        "num_experts_per_tok": experts.chosen,
+        "moe_intermediate_size": experts.size,
+        "shared_expert_intermediate_size": experts.shared,
+    }
 
 
 COMMON: dict[str, Any] = {"head_dim": 256, "qk_norm": True, "norm_offset": 1.0, "output_gate": True}
@@ -67,8 +90,29 @@ COMMON: dict[str, Any] = {"head_dim": 256, "qk_norm": True, "norm_offset": 1.0, 
 DEFAULTS: dict[str, Any] = {"partial_rotary_factor": 0.25, "max_position_embeddings": 32768}
 """What configurations leave out where it is what transformers takes."""
 
+EXPERTS: dict[str, Any] = {
+    "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "intermediate_size": 5632
+}  # fmt: skip
+SHARED = "mlp.shared_expert"
+
 QWEN3_NEXT = Family(
-    name="qwen3_next", architecture="Qwen3NextForCausalLM", read=read_next, write=write_next, defaults=DEFAULTS,
-    delta_in_one=True, **COMMON,
-)  # fmt: skip
+    name="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    read=read_next,
+    write=write_next,
+    defaults={**DEFAULTS, **EXPERTS, "num_experts": 512},
+    delta_in_one=True,
+    experts=replace(OWN_TENSORS, shared=SHARED),
+    **COMMON,
+)
 QWEN3_5 = Family(name="qwen3_5_text", architecture="Qwen3_5ForCausalLM", read=read, write=write, defaults=DEFAULTS, **COMMON)
+QWEN3_5_MOE = Family(
+    name="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    read=read_moe,
+    write=write_moe,
+    defaults={**DEFAULTS, **EXPERTS, "num_experts": 256, "num_experts_per_tok": 8},
+    experts=replace(OWN_TENSORS, shared=SHARED),
+    experts_in_one=ExpertNames("mlp.gate", ("mlp.experts.gate_up_proj",) * 2, "mlp.experts.down_proj", shared=SHARED),
+    **COMMON,
+)
