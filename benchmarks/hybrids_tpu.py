@@ -39,12 +39,11 @@ from tilewright.runtime.state import Models, Target
 QWEN35_4B = DecoderConfig(
     family="qwen3_5_text", vocab_size=248320, hidden_size=2560, intermediate_size=9216, num_layers=32, num_heads=16,
     num_kv_heads=4, head_dim=256, rope_theta=1e7, partial_rotary_factor=0.25, tie_word_embeddings=True,
-    max_position_embeddings=262144, delta=DeltaSizes(16, 32, 128, 128, 4), delta_layers=tuple(n for n in range(32) if n % 4 != 3),
+    max_position_embeddings=262144, delta=DeltaSizes(16, 32, 128, 128, 4),
+    delta_layers=tuple(n for n in range(32) if n % 4 != 3),
 )  # fmt: skip
 """huggingface.co/Qwen/Qwen3.5-4B, config.json: the text half."""
 LAYERS = (4, 8)
-MOVES = ("copy", "transpose", "fusion", "gather", "dynamic-update-slice")
-"""Operations of which one with a whole state for its result has written it."""
 
 
 def with_layers(layers: int) -> DecoderConfig:
@@ -81,31 +80,27 @@ def state_bytes(rows: int) -> int:
     return sum(prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
-def moved_states(made: Compiled, rows: int) -> dict[str, int]:
-    """How often operations that are no part of a fusion write a whole state, by where that lies: in HBM or in VMEM."""
+def copied_states(made: Compiled, rows: int) -> int:
+    """How many copies of a whole state there are in the program."""
     assert QWEN35_4B.delta is not None
-    size, found = rows * prod(QWEN35_4B.delta.state_shape), {"hbm": 0, "vmem": 0, "copies": 0}
-    module = read_module(made.hlo)
-    for computation in module.computations.values():
-        for op in computation.ops:
-            whole = [output for output in op.outputs if output.dtype == "f32" and prod(output.dims) == size]
-            if whole and op.opcode == "copy":
-                found["copies"] += 1
-    return found
+    size = rows * prod(QWEN35_4B.delta.state_shape)
+    ops = (op for computation in read_module(made.hlo).computations.values() for op in computation.ops if op.opcode == "copy")
+    return sum(output.dtype == "f32" and prod(output.dims) == size for op in ops for output in op.outputs)
+
+
+def weight_bytes(layers: int) -> int:
+    return sum(2 * prod(spec.shape) for spec in jax.tree.leaves(decoder.declare(with_layers(layers)).layers))
 
 
 def figures(how: argparse.Namespace, chip: str, rows: int, block: int) -> dict[str, Any]:
     few, more = (compiled(how, chip, rows, block, layers) for layers in LAYERS)
-    weights = sum(
-        prod(spec.shape) * 2 for layers, sign in zip(LAYERS[::-1], (1, -1), strict=True)
-        for spec in jax.tree.leaves(decoder.declare(with_layers(layers)).layers) for _ in range(1) if sign > 0
-    ) - sum(prod(spec.shape) * 2 for spec in jax.tree.leaves(decoder.declare(with_layers(LAYERS[0])).layers))  # fmt: skip
+    weights = weight_bytes(LAYERS[1]) - weight_bytes(LAYERS[0])
     states = 3 * state_bytes(rows)
     moved = more.traffic().total - few.traffic().total
     return {
         "chip": chip, "rows": rows, "block": block, "moved_bytes": moved, "weight_bytes": weights, "state_bytes": states,
         "limit_bytes": weights + 2 * states, "of_limit": moved / (weights + 2 * states), "cycles": more.cycles - few.cycles,
-        "alias_bytes": more.alias_bytes - few.alias_bytes, "temp_bytes": more.temp_bytes, "copies": moved_states(more, rows)["copies"],
+        "alias_bytes": more.alias_bytes - few.alias_bytes, "temp_bytes": more.temp_bytes, "copies": copied_states(more, rows),
     }  # fmt: skip
 
 

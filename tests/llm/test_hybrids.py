@@ -126,7 +126,6 @@ def test_every_drafter_in_batches_with_and_without_room(name: str, kernels: Kern
             engine, (requests, want) = engine_of(lm, pages=pages), requests_of(name, ASKED * 2)
             heard, _ = drive(engine, requests, np.random.default_rng(0))
             assert [each.tokens for each in heard] == want
-            assert (engine.stats().preemptions > 0) == (batch == 8)
             check_empty(engine)
 
 

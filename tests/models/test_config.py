@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from models.sizes import decoder_config
 from tilewright.models.decoder import DecoderConfig, config_from_hf, config_to_hf
 from tilewright.models.delta import DeltaSizes
+from tilewright.models.experts import Mixture
 from tilewright.models.layers import LinearScaling, Llama3Scaling, YarnScaling
 from tilewright.models.quantised import SUPPORTED
 from tilewright.models.registry import FAMILIES
@@ -405,13 +406,17 @@ scalings = st.one_of(
 )
 
 
+WRITTEN = [
+    name for name, family in FAMILIES.items() if not family.post_norms and (family.experts is None or family.delta_in_one)
+]
+"""Families of which a configuration of sizes alone is one."""
+
+
 @st.composite
 def configs(draw: st.DrawFn) -> dict[str, Any]:
     kv_heads = draw(st.integers(1, 8))
     return {
-        "family": draw(
-            st.sampled_from([name for name, each in FAMILIES.items() if not each.post_norms and each.experts is None])
-        ),
+        "family": draw(st.sampled_from(WRITTEN)),
         "vocab_size": draw(st.integers(1, 1 << 18)),
         "hidden_size": draw(st.integers(1, 1 << 14)),
         "intermediate_size": draw(st.integers(1, 1 << 16)),
@@ -432,6 +437,8 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
 def built(fields: dict[str, Any]) -> DecoderConfig:
     scaling = fields["rope_scaling"]
     kinds = {1: LinearScaling, 4: Llama3Scaling, 5: YarnScaling}
+    if fields["family"] in ("qwen3_next", "qwen3_5_text"):
+        fields = {**fields, "delta": DeltaSizes(2, 4, 8, 12, 4), "delta_layers": tuple(range(fields["num_layers"] - 1))}
     return DecoderConfig(**{**fields, "rope_scaling": None if scaling is None else kinds[len(scaling)](**scaling)})
 
 

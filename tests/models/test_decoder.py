@@ -224,7 +224,7 @@ def test_logical_axes(golden: Golden):
     if (mixture := config.mixture) is not None:
         both = 2 * mixture.size if mixture.clamped else mixture.size  # of gate and up, where one array has them
         sizes |= {"experts": mixture.experts, "router": mixture.experts, "expert": mixture.size, "gate_up": both}
-            sizes |= {"shared_expert": mixture.shared, "single": 1}
+        sizes |= {"shared_expert": mixture.shared, "single": 1}
     for spec in spec_leaves(declare(config)):
         assert spec.shape == tuple(sizes[axis] for axis in spec.axes), spec.name
 

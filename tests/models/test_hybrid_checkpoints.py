@@ -1,4 +1,4 @@
-"""Hybrids as they are published: the text half of a multimodal checkpoint, all experts in one tensor, layers that predict ahead."""
+"""Hybrids as published: the text half of a multimodal checkpoint, experts in one tensor, layers that predict ahead."""
 
 import json
 import re

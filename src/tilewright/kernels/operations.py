@@ -183,7 +183,7 @@ class Operations:
             queries from `count` on.
         delta_rule: `(q [B, T, K, D], k, v [B, T, K, R, E], log_decay [B, T, K, R], beta, state [B, K, R, D, E],
             by_position=False) -> (out [B, T, K, R, E], state)`: see `delta_rule/reference.py`. By position, sums come in the
-            order of a step of one position, however many come together.
+            order of a step of one position, however many come together; but a TPU takes them in a chunk all the same.
         causal_attention: `(projection, Heads) -> out [B, T, N * D]`: each query sees all entries up to its own; with a gradient
             where the bundle trains.
         cross_entropy: `(x, head, labels, weights) -> the sum of weights * loss` in nats, by float32 sums; with a gradient

@@ -410,9 +410,7 @@ def load_decoder(
         return (text_tensor(name) or name) if multimodal else name
 
     def ignore(name: str) -> bool:
-        if multimodal and text_tensor(name) is None:
-            return True
-        if name.startswith("mtp."):
+        if name.startswith("mtp.") or (multimodal and text_tensor(name) is None):
             return True
         return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and rename(name) == "lm_head.weight")
 

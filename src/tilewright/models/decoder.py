@@ -230,9 +230,8 @@ def declare_layer(
     if family.joined:
         products = stored_together(f"{attn}.qkv_proj.weight", products)
         gate_up = stored_together(f"{mlp}.gate_up_proj.weight", gate_up)
-    gate = None
-    if family.output_gate:
-        products[0], gate = in_turns(products[0].name, [[products[0]]] * 2, config.num_heads)
+    q = products[0]
+    products[0], gate = in_turns(q.name, [[q], [q]], config.num_heads) if family.output_gate else (q, None)
     biases = [ArraySpec(f"{name}.bias", (size,), (axis,), units=(d,)) for name, size, axis in qkv]
 
     def norm(name: str, size: int = h, axis: str = "hidden") -> ArraySpec:
@@ -244,7 +243,7 @@ def declare_layer(
         assert family.experts is not None, f"{family.name} has no experts"
         router, joined, down = declare_mixture(kind.mixture, family.experts, prefix, h, out_scale)
     after, before_mlp = ("post_attention_layernorm", "pre_feedforward_layernorm")[:: 1 if family.post_norms else -1]
-    layer = Layer(
+    return Layer(
         input_norm=norm("input_layernorm"),
         qkv=Joined(tuple(products)),
         o=matrix(f"{attn}.o_proj.weight", query, h, ("heads", "hidden"), out_scale, units=(d, 1)),
@@ -262,9 +261,14 @@ def declare_layer(
         gate=gate,
         kind=kind,
     )
-    if kind.delta is None:
+
+
+def with_delta(config: DecoderConfig, prefix: str, family: Family, layer: Layer) -> Layer:
+    """A layer's arrays, with linear attention in the place of its attention where its kind says so."""
+    sizes = layer.kind.delta
+    if sizes is None:
         return layer
-    delta, o = declare_delta(kind.delta, f"{prefix}.linear_attn", h, out_scale, family.delta_in_one)
+    delta, o = declare_delta(sizes, f"{prefix}.linear_attn", config.hidden_size, layer.o.scale, family.delta_in_one)
     return replace(layer, qkv=None, q_norm=None, k_norm=None, gate=None, o=o, delta=delta)
 
 
@@ -287,9 +291,10 @@ def declare(config: DecoderConfig, own_head: bool = False, family: Family | None
     tied = config.tie_word_embeddings and not own_head
     head = None if tied else matrix(stored, h, v, ("hidden", "vocab"), kind="head")
     family = family or FAMILIES[config.family]
+    layers = (declare_layer(config, f"model.layers.{n}", family, kind=config.kind(n)) for n in range(config.num_layers))
     return DecoderParams(
         embed=ArraySpec(EMBEDDING, (v, h), ("vocab", "hidden"), "embedding"),
-        layers=tuple(declare_layer(config, f"model.layers.{n}", family, kind=config.kind(n)) for n in range(config.num_layers)),
+        layers=tuple(with_delta(config, f"model.layers.{n}", family, layer) for n, layer in enumerate(layers)),
         norm=norm_weight("model.norm.weight", h, offset=family.norm_offset),
         head=head,
     )

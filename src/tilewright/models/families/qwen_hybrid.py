@@ -65,6 +65,7 @@ def write(config: Any) -> dict[str, Any]:
         "linear_key_head_dim": sizes.key_dim,
         "linear_value_head_dim": sizes.value_dim,
         "linear_conv_kernel_dim": sizes.taps,
+        "partial_rotary_factor": config.partial_rotary_factor,
     }
 
 
