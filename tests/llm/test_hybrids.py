@@ -47,8 +47,9 @@ def hybrid(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Languag
     return load(folder, "ngram", table=TABLE, block_size=4)
 
 
-def engine_of(lm: LanguageModel, **options: Any) -> Engine:
+def engine_of(lm: LanguageModel, compiled: dict[Any, Any] | None = None, **options: Any) -> Engine:
     engine = lm.engine(EngineOptions(page_size=16, table=lm.table, slots=lm.table.batches[-1], guard="off", **options))
+    engine.programs.compiled |= compiled or {}
     engine.warm()
     engine.open()
     return engine
@@ -59,9 +60,15 @@ def requests_of(name: str, which: Sequence[int]) -> tuple[list[GenerateRequest],
     return [GenerateRequest(prompts[n], Sampling(NEW, ignore_eos=True)) for n in which], [want[n] for n in which]
 
 
-def test_requests_come_and_go_and_the_newest_gives_way(hybrid: LanguageModel):
+@pytest.fixture(scope="module")
+def crowded(hybrid: LanguageModel) -> Engine:
+    """An engine with too few pages for all that run."""
+    return engine_of(hybrid, pages=9)
+
+
+def test_requests_come_and_go_and_the_newest_gives_way(crowded: Engine):
     """Slots change hands, and what gave way is computed again: always from an empty state."""
-    engine, (requests, want) = engine_of(hybrid, pages=9), requests_of("qwen3.5-tied", ASKED)
+    engine, (requests, want) = crowded, requests_of("qwen3.5-tied", ASKED)
     heard, _ = drive(engine, requests, np.random.default_rng(0))
     assert [each.tokens for each in heard] == want
     stats = engine.stats()
@@ -72,14 +79,15 @@ def test_requests_come_and_go_and_the_newest_gives_way(hybrid: LanguageModel):
     assert not jax.tree.leaves(engine.runner.state.target_cache[0].pending)  # type: ignore[union-attr]
 
 
-def test_a_rollback_that_is_forgotten_is_seen(hybrid: LanguageModel, monkeypatch: pytest.MonkeyPatch):
+def test_a_rollback_that_is_forgotten_is_seen(hybrid: LanguageModel, crowded: Engine, monkeypatch: pytest.MonkeyPatch):
     settle = DeltaState.settle
 
     def settle_all(kept: DeltaState, ops: Operations, count: Array) -> DeltaState:
         return kept if kept.pending is None else settle(kept, ops, jnp.full_like(count, kept.pending.k.shape[1]))
 
     monkeypatch.setattr(DeltaState, "settle", settle_all)
-    engine, (requests, want) = engine_of(hybrid), requests_of("qwen3.5-tied", [0, 1])
+    others = {key: program for key, program in crowded.programs.compiled.items() if key.name != "rounds"}
+    engine, (requests, want) = engine_of(hybrid, others, pages=9), requests_of("qwen3.5-tied", [0, 1])
     heard, _ = drive(engine, requests, np.random.default_rng(0))
     assert [each.tokens for each in heard] != want
 
