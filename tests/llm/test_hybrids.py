@@ -129,7 +129,7 @@ def test_every_drafter_in_batches_with_and_without_room(name: str, kernels: Kern
     config = decoder_config(folder)
     dflash, chain = random_drafter(tmp_path / "dflash", config), random_eagle3(tmp_path / "eagle3", config)
     for drafters in ("ngram", dflash, chain, ["ngram", dflash]):
-        for batch, pages in ((1, 16), (8, 20)):
+        for batch, pages in ((1, 16), (8, 40)):
             lm = load(folder, drafters, table=replace(TABLE, batches=(batch,)), kernels=kernels, block_size=None)
             engine, (requests, want) = engine_of(lm, pages=pages), requests_of(name, ASKED * 2)
             heard, _ = drive(engine, requests, np.random.default_rng(0))
