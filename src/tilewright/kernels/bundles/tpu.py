@@ -69,9 +69,11 @@ def window_attention(q: Array, k: Array, *rest: Array) -> tuple[Array, Array]:
     return first("window attention", "tpu", q, k).window_attention(q, k, *rest)
 
 
-def delta_rule(*operands: Array, by_position: bool = False) -> tuple[Array, Array]:
+def delta_rule(
+    q: Array, k: Array, v: Array, log_decay: Array, beta: Array, state: Array, by_position: bool = False
+) -> tuple[Array, Array]:
     """In a chunk, blocks of drafts as well: position by position the vector unit passes over the state for each of them."""
-    return delta_xla.delta_rule(*operands)
+    return delta_xla.delta_rule(q, k, v, log_decay, beta, state)
 
 
 TPU = replace(
