@@ -63,7 +63,7 @@ def requests_of(name: str, which: Sequence[int]) -> tuple[list[GenerateRequest],
 @pytest.fixture(scope="module")
 def crowded(hybrid: LanguageModel) -> Engine:
     """An engine with too few pages for all that run."""
-    return engine_of(hybrid, pages=9)
+    return engine_of(hybrid, pages=7)
 
 
 def test_requests_come_and_go_and_the_newest_gives_way(crowded: Engine):
@@ -87,7 +87,7 @@ def test_a_rollback_that_is_forgotten_is_seen(hybrid: LanguageModel, crowded: En
 
     monkeypatch.setattr(DeltaState, "settle", settle_all)
     others = {key: program for key, program in crowded.programs.compiled.items() if key.name != "rounds"}
-    engine, (requests, want) = engine_of(hybrid, others, pages=9), requests_of("qwen3.5-tied", [0, 1])
+    engine, (requests, want) = engine_of(hybrid, others, pages=7), requests_of("qwen3.5-tied", [0, 1])
     heard, _ = drive(engine, requests, np.random.default_rng(0))
     assert [each.tokens for each in heard] != want
 

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 
 from tilewright.kernels.operations import Heads, Joined, Norm, Operations, Projection, Scores, Transposed
 from tilewright.models.config import ConfigReader, LayerKind, Rotation, Sizes, text_half
-from tilewright.models.delta import DeltaSizes, attend_delta, declare_delta, project_delta
+from tilewright.models.delta import DeltaSizes, attend_delta, project_delta, with_delta
 from tilewright.models.experts import Mixture, declare_mixture, mixture_mlp
 from tilewright.models.family import Family
 from tilewright.models.layers import Rope, rope_frequencies, rope_tables
@@ -263,15 +263,6 @@ def declare_layer(
     )
 
 
-def with_delta(config: DecoderConfig, prefix: str, family: Family, layer: Layer) -> Layer:
-    """A layer's arrays, with linear attention in the place of its attention where its kind says so."""
-    sizes = layer.kind.delta
-    if sizes is None:
-        return layer
-    delta, o = declare_delta(sizes, f"{prefix}.linear_attn", config.hidden_size, layer.o.scale, family.delta_in_one)
-    return replace(layer, qkv=None, q_norm=None, k_norm=None, gate=None, o=o, delta=delta)
-
-
 def stored_together(name: str, parts: Sequence[ArraySpec]) -> list[ArraySpec]:
     """Matrices whose outputs one tensor of the checkpoint holds, one below the other."""
     ends = list(accumulate(part.shape[1] for part in parts))
@@ -294,7 +285,7 @@ def declare(config: DecoderConfig, own_head: bool = False, family: Family | None
     layers = (declare_layer(config, f"model.layers.{n}", family, kind=config.kind(n)) for n in range(config.num_layers))
     return DecoderParams(
         embed=ArraySpec(EMBEDDING, (v, h), ("vocab", "hidden"), "embedding"),
-        layers=tuple(with_delta(config, f"model.layers.{n}", family, layer) for n, layer in enumerate(layers)),
+        layers=tuple(with_delta(layer, f"model.layers.{n}", h, family.delta_in_one) for n, layer in enumerate(layers)),
         norm=norm_weight("model.norm.weight", h, offset=family.norm_offset),
         head=head,
     )

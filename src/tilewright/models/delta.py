@@ -125,6 +125,14 @@ def declare_delta(
     return weights, matrix(f"{prefix}.out_proj.weight", values, hidden, ("delta_values", "hidden"), out_scale)
 
 
+def with_delta(layer: Any, prefix: str, hidden: int, in_one: bool) -> Any:
+    """A declared `decoder.Layer`, with linear attention in the place of its attention where its kind says so."""
+    if layer.kind.delta is None:
+        return layer
+    delta, o = declare_delta(layer.kind.delta, f"{prefix}.linear_attn", hidden, layer.o.scale, in_one)
+    return replace(layer, qkv=None, q_norm=None, k_norm=None, gate=None, o=o, delta=delta)
+
+
 @runtime_checkable
 class Positions(Protocol):
     """Positions of each row that a pass computes: `count` `[B]` of them from `start` `[B]` on.
