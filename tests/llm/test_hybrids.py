@@ -47,9 +47,8 @@ def hybrid(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Languag
     return load(folder, "ngram", table=TABLE, block_size=4)
 
 
-def engine_of(lm: LanguageModel, compiled: dict[Any, Any] | None = None, **options: Any) -> Engine:
+def engine_of(lm: LanguageModel, **options: Any) -> Engine:
     engine = lm.engine(EngineOptions(page_size=16, table=lm.table, slots=lm.table.batches[-1], guard="off", **options))
-    engine.programs.compiled |= compiled or {}
     engine.warm()
     engine.open()
     return engine
@@ -60,15 +59,9 @@ def requests_of(name: str, which: Sequence[int]) -> tuple[list[GenerateRequest],
     return [GenerateRequest(prompts[n], Sampling(NEW, ignore_eos=True)) for n in which], [want[n] for n in which]
 
 
-@pytest.fixture(scope="module")
-def crowded(hybrid: LanguageModel) -> Engine:
-    """An engine with too few pages for all that run."""
-    return engine_of(hybrid, pages=7)
-
-
-def test_requests_come_and_go_and_the_newest_gives_way(crowded: Engine):
+def test_requests_come_and_go_and_the_newest_gives_way(hybrid: LanguageModel):
     """Slots change hands, and what gave way is computed again: always from an empty state."""
-    engine, (requests, want) = crowded, requests_of("qwen3.5-tied", ASKED)
+    engine, (requests, want) = engine_of(hybrid, pages=7), requests_of("qwen3.5-tied", ASKED)
     heard, _ = drive(engine, requests, np.random.default_rng(0))
     assert [each.tokens for each in heard] == want
     stats = engine.stats()
@@ -79,17 +72,23 @@ def test_requests_come_and_go_and_the_newest_gives_way(crowded: Engine):
     assert not jax.tree.leaves(engine.runner.state.target_cache[0].pending)  # type: ignore[union-attr]
 
 
-def test_a_rollback_that_is_forgotten_is_seen(hybrid: LanguageModel, crowded: Engine, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_a_rollback_that_is_forgotten_is_seen(
+    forgotten: bool, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+):  # fmt: skip
+    """A drafter of random weights, all of whose drafts are refused; with the rollback, tokens are those of transformers."""
     settle = DeltaState.settle
 
     def settle_all(kept: DeltaState, ops: Operations, count: Array) -> DeltaState:
         return kept if kept.pending is None else settle(kept, ops, jnp.full_like(count, kept.pending.k.shape[1]))
 
-    monkeypatch.setattr(DeltaState, "settle", settle_all)
-    others = {key: program for key, program in crowded.programs.compiled.items() if key.name != "rounds"}
-    engine, (requests, want) = engine_of(hybrid, others, pages=7), requests_of("qwen3.5-tied", [0, 1])
+    if forgotten:
+        monkeypatch.setattr(DeltaState, "settle", settle_all)
+    folder = copied(tmp_path / "target", "qwen3.5-tied", tokenizer)
+    lm = load(folder, random_drafter(tmp_path / "drafter", decoder_config(folder)), table=TABLE)
+    engine, (requests, want) = engine_of(lm), requests_of("qwen3.5-tied", [0, 1])
     heard, _ = drive(engine, requests, np.random.default_rng(0))
-    assert [each.tokens for each in heard] != want
+    assert ([each.tokens for each in heard] == want) is not forgotten
 
 
 def test_a_round_passes_the_target_once(hybrid: LanguageModel, monkeypatch: pytest.MonkeyPatch):
