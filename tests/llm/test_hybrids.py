@@ -84,10 +84,11 @@ def test_a_rollback_that_is_forgotten_is_seen(
 
     if forgotten:
         monkeypatch.setattr(DeltaState, "settle", settle_all)
-    folder = copied(tmp_path / "target", "qwen3.5-tied", tokenizer)
-    lm = load(folder, random_drafter(tmp_path / "drafter", decoder_config(folder)), table=TABLE)
-    engine, (requests, want) = engine_of(lm), requests_of("qwen3.5-tied", [0, 1])
+    folder = copied(tmp_path / "target", "qwen3-next", tokenizer)
+    lm = load(folder, random_drafter(tmp_path / "drafter", decoder_config(folder)), table=TABLE, block_size=4)
+    engine, (requests, want) = engine_of(lm), requests_of("qwen3-next", [0, 1])
     heard, _ = drive(engine, requests, np.random.default_rng(0))
+    assert engine.stats().drafted >= 3 * NEW, "every round drafts"
     assert ([each.tokens for each in heard] == want) is not forgotten
 
 
