@@ -34,10 +34,16 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -206,6 +212,7 @@ def models() -> dict[str, PreTrainedModel]:
             )
         ),
         **mixtures(narrow),
+        **hybrids(narrow),
     }
 
 
@@ -239,17 +246,46 @@ def mixtures(narrow: dict[str, Any]) -> dict[str, PreTrainedModel]:
     }
 
 
+def hybrids(narrow: dict[str, Any]) -> dict[str, PreTrainedModel]:
+    """Those with layers of linear attention."""
+    hybrid = dict(
+        narrow,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=12,
+        eos_token_id=5,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    )
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24}
+    moe = {name: value for name, value in hybrid.items() if name != "intermediate_size"}
+    return {
+        "qwen3-next": Qwen3NextForCausalLM(
+            Qwen3NextConfig(**hybrid, num_hidden_layers=3, full_attention_interval=2, mlp_only_layers=[0, 1, 2], num_experts=0)
+        ),
+        "qwen3.5-tied": Qwen3_5ForCausalLM(Qwen3_5TextConfig(**hybrid, num_hidden_layers=4, tie_word_embeddings=True)),
+        "qwen3-next-moe": Qwen3NextForCausalLM(
+            Qwen3NextConfig(**hybrid, **experts, num_hidden_layers=3, full_attention_interval=3, mlp_only_layers=[1])
+        ),
+        "qwen3.5-moe": Qwen3_5MoeForCausalLM(
+            Qwen3_5MoeTextConfig(**moe, **experts, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+        ),
+    }
+
+
 @torch.no_grad()
 def randomise(model: PreTrainedModel, generator: torch.Generator) -> None:
     """Draws every weight anew: norms that are not ones, and matrices large enough for attention to be far from uniform.
 
-    Gemma's norms are stored as what they are more than one.
+    Gemma's norms and those of hybrids are stored as what they are more than one, but for the norms of linear attention. Of the
+    states of such layers most stays from position to position.
     """
+    centred = model.config.model_type.startswith(("gemma", "qwen3_next", "qwen3_5"))
     for name, weight in model.named_parameters():
         drawn = torch.randn(weight.shape, generator=generator)
         if weight.ndim == 1:
-            centre = 0.0 if name.endswith("bias") or model.config.model_type.startswith("gemma") else 1.0
-            weight.copy_(centre + 0.4 * drawn)
+            centre = 0.0 if name.endswith("bias") or (centred and "linear_attn" not in name) else 1.0
+            weight.copy_(drawn - 3 if name.endswith("A_log") else centre + 0.4 * drawn)
         elif name.endswith("bias"):
             weight.copy_(0.4 * drawn)
         else:

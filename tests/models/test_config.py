@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from models.sizes import decoder_config
 from tilewright.models.decoder import DecoderConfig, config_from_hf, config_to_hf
+from tilewright.models.delta import DeltaSizes
+from tilewright.models.experts import Mixture
 from tilewright.models.layers import LinearScaling, Llama3Scaling, YarnScaling
 from tilewright.models.quantised import SUPPORTED
 from tilewright.models.registry import FAMILIES
@@ -217,6 +219,23 @@ GOLDEN_CONFIGS = {
         "qwen3", 96, 32, 56, 3, 4, 2, 16, rope_theta=1e4, max_position_embeddings=256, eos_token_ids=(5,),
         sliding_window=20, sliding_layers=(1, 2),
     ),
+    "qwen3-next": decoder_config(
+        "qwen3_next", 96, 32, 56, 3, 4, 2, 16, rope_theta=1e4, partial_rotary_factor=0.5, max_position_embeddings=256,
+        eos_token_ids=(5,), delta=DeltaSizes(2, 4, 8, 12, 4), delta_layers=(0, 2),
+    ),
+    "qwen3-next-moe": decoder_config(
+        "qwen3_next", 96, 32, 56, 3, 4, 2, 16, rope_theta=1e4, partial_rotary_factor=0.5, max_position_embeddings=256,
+        eos_token_ids=(5,), delta=DeltaSizes(2, 4, 8, 12, 4), delta_layers=(0, 1), mixture=Mixture(6, 2, 16, shared=24),
+        dense_layers=(1,),
+    ),
+    "qwen3.5-moe": decoder_config(
+        "qwen3_5_moe_text", 96, 32, 5632, 2, 4, 2, 16, rope_theta=1e4, partial_rotary_factor=0.5, max_position_embeddings=256,
+        eos_token_ids=(5,), delta=DeltaSizes(2, 4, 8, 12, 4), delta_layers=(0,), mixture=Mixture(6, 2, 16, shared=24),
+    ),
+    "qwen3.5-tied": decoder_config(
+        "qwen3_5_text", 96, 32, 56, 4, 4, 2, 16, rope_theta=1e4, partial_rotary_factor=0.5, tie_word_embeddings=True,
+        max_position_embeddings=256, eos_token_ids=(5,), delta=DeltaSizes(2, 4, 8, 12, 4), delta_layers=(0, 1, 2),
+    ),
     "qwen3-untied": decoder_config(
         "qwen3", 96, 40, 48, 2, 5, 1, 12, rms_norm_eps=1e-6, rope_theta=5e3, max_position_embeddings=256, eos_token_ids=(2, 5)
     ),
@@ -387,13 +406,17 @@ scalings = st.one_of(
 )
 
 
+WRITTEN = [
+    name for name, family in FAMILIES.items() if not family.post_norms and (family.experts is None or family.delta_in_one)
+]
+"""Families of which a configuration of sizes alone is one."""
+
+
 @st.composite
 def configs(draw: st.DrawFn) -> dict[str, Any]:
     kv_heads = draw(st.integers(1, 8))
     return {
-        "family": draw(
-            st.sampled_from([name for name, each in FAMILIES.items() if not each.post_norms and each.experts is None])
-        ),
+        "family": draw(st.sampled_from(WRITTEN)),
         "vocab_size": draw(st.integers(1, 1 << 18)),
         "hidden_size": draw(st.integers(1, 1 << 14)),
         "intermediate_size": draw(st.integers(1, 1 << 16)),
@@ -414,6 +437,8 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
 def built(fields: dict[str, Any]) -> DecoderConfig:
     scaling = fields["rope_scaling"]
     kinds = {1: LinearScaling, 4: Llama3Scaling, 5: YarnScaling}
+    if fields["family"] in ("qwen3_next", "qwen3_5_text"):
+        fields = {**fields, "delta": DeltaSizes(2, 4, 8, 12, 4), "delta_layers": tuple(range(fields["num_layers"] - 1))}
     return DecoderConfig(**{**fields, "rope_scaling": None if scaling is None else kinds[len(scaling)](**scaling)})
 
 

@@ -23,8 +23,8 @@ from tilewright.models.stored import read_headers, stacked
 GOLDENS = Path(__file__).parents[1] / "golden" / "decoders"
 NAMES = [
     "gemma2-tied", "gemma3-tied", "gpt-oss", "llama-scaled", "llama-untied", "mistral-linear", "mistral-window",
-    "mixtral-untied", "phi3-partial", "qwen2-untied", "qwen3-moe", "qwen3-moe-sparse", "qwen3-tied", "qwen3-untied",
-    "qwen3-window", "qwen3-yarn", "smollm3-tied",
+    "mixtral-untied", "phi3-partial", "qwen2-untied", "qwen3-moe", "qwen3-moe-sparse", "qwen3-next", "qwen3-next-moe",
+    "qwen3-tied", "qwen3-untied", "qwen3-window", "qwen3-yarn", "qwen3.5-moe", "qwen3.5-tied", "smollm3-tied",
 ]  # fmt: skip
 TOLERANCE = 1e-4
 
@@ -87,7 +87,9 @@ def test_logits_and_taps_equal_transformers(golden: Golden):
     np.testing.assert_array_equal(out.hidden, out.taps[0])
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "llama-untied", "phi3-partial", "qwen2-untied", "qwen3-moe", "qwen3-tied"])
+@pytest.mark.parametrize(
+    "name", ["gpt-oss", "llama-untied", "phi3-partial", "qwen2-untied", "qwen3-moe", "qwen3-next", "qwen3-tied"]
+)
 def test_every_array_matters(name: str):
     """A golden that did not move with some weight could not tell whether that weight is used rightly."""
     golden = Golden(name)
@@ -217,12 +219,28 @@ def test_logical_axes(golden: Golden):
         "head": config.head_dim,
         "mlp": config.intermediate_size,
         "query_heads": config.num_heads,
+        **delta_axes(config),
     }
     if (mixture := config.mixture) is not None:
         both = 2 * mixture.size if mixture.clamped else mixture.size  # of gate and up, where one array has them
         sizes |= {"experts": mixture.experts, "router": mixture.experts, "expert": mixture.size, "gate_up": both}
+        sizes |= {"shared_expert": mixture.shared, "single": 1}
     for spec in spec_leaves(declare(config)):
         assert spec.shape == tuple(sizes[axis] for axis in spec.axes), spec.name
+
+
+def delta_axes(config: DecoderConfig) -> dict[str, int]:
+    if config.delta is None:
+        return {}
+    sizes = config.delta
+    return {
+        "delta_channels": 2 * sizes.key_heads * sizes.key_dim + sizes.value_heads * sizes.value_dim,
+        "delta_values": sizes.value_heads * sizes.value_dim,
+        "delta_heads": sizes.value_heads,
+        "delta_head": sizes.value_dim,
+        "taps": sizes.taps,
+        "single": 1,
+    }
 
 
 def test_families_and_heads_differ_in_their_arrays_alone():

@@ -230,7 +230,8 @@ def team_of(lm: LanguageModel, drafters: Iterable[Loaded]) -> Loaded:
     for drafter, params in drafters:
         kinds.setdefault(drafter.name, (drafter, params))
     members, params = zip(*kinds.values(), strict=True)
-    return Team(members, TEAM_WIDTHS, not is_batch_invariant(lm.ops, lm.dtype, lm.kv_dtype)), params
+    alike = is_batch_invariant(lm.ops, lm.dtype, lm.kv_dtype, lm.target.delta is not None)
+    return Team(members, TEAM_WIDTHS, not alike), params
 
 
 def block_size(drafter: Drafter | Team | None) -> int:

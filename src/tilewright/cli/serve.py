@@ -29,7 +29,7 @@ from tilewright.cli.serve_diffusion import DenoisingOptions, diffusion_engine, i
 from tilewright.diffusion.engine import DiffusionEngine
 from tilewright.grammar.matcher import is_installed
 from tilewright.models.chat import ChatTemplate
-from tilewright.runtime.engine import NO_PREFIX_CACHE, Engine
+from tilewright.runtime.engine import Engine
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.shape_file import read_table
 from tilewright.server.api import Api, ServerOptions
@@ -302,7 +302,7 @@ def engine_of(
     engine = lm.engine(options)
     log.info(engine.sizes_line)
     if capacity.prefix_cache is None and not engine.prefix_cache:
-        log.info("no prefix cache: %s", NO_PREFIX_CACHE)
+        log.info("no prefix cache: %s", engine.programs.outside_pages)
     return engine, partial(lm.constrain, seconds=GRAMMAR_S) if options.constraints else None
 
 

@@ -181,6 +181,9 @@ class Operations:
         paged_attention: `(q, pool, table, lengths, extra=None)`: as `prefix_attention`.
         paged_append_attend: `(projection, Heads, pool, table, start, count) -> (out, pool)`: as `append_attend`, with zeros for
             queries from `count` on.
+        delta_rule: `(q [B, T, K, D], k, v [B, T, K, R, E], log_decay [B, T, K, R], beta, state [B, K, R, D, E],
+            by_position=False) -> (out [B, T, K, R, E], state)`: see `delta_rule/reference.py`. By position, sums come in the
+            order of a step of one position, however many come together; but a TPU takes them in a chunk all the same.
         causal_attention: `(projection, Heads) -> out [B, T, N * D]`: each query sees all entries up to its own; with a gradient
             where the bundle trains.
         cross_entropy: `(x, head, labels, weights) -> the sum of weights * loss` in nats, by float32 sums; with a gradient
@@ -230,6 +233,7 @@ class Operations:
     paged_append: Callable[[Pool, Array, Array, Array, Array, Array], Pool]
     paged_attention: Callable[..., Array]
     paged_append_attend: Callable[[Projection, Heads, Pool, Array, Array, Array], tuple[Array, Pool]]
+    delta_rule: Callable[..., tuple[Array, Array]]
     causal_attention: Callable[[Projection, Heads], Array]
     cross_entropy: Callable[[Array, Any, Array, Array], Array]
     head_argmax: Callable[..., tuple[Array, Array]]
@@ -276,11 +280,14 @@ class Operations:
         return self.prepare_matrix(value, name) if kind == "matrix" else value
 
 
-def is_batch_invariant(ops: Operations, dtype: str, kv_dtype: str = "auto") -> bool:
+def is_batch_invariant(ops: Operations, dtype: str, kv_dtype: str = "auto", states: bool = False) -> bool:
     """True if the target gives a row the same tokens however many rows run with it (batch-invariant).
 
     The CPU kernels do, bit by bit in every dtype. XLA may sum in another order for another number of rows: in float32 that
     decides only between logits that are equal but for their last bits, in bfloat16 between candidates that texts do have. Where
     keys and values are rounded to 8 bits, the last bit of one may make a step of it, which is as much as bfloat16 rounds.
+
+    Args:
+        states: layers have states (`delta_rule`), which XLA computes on a CPU, too.
     """
-    return ops.name.startswith("cpu ") or (dtype == "float32" and kv_dtype == "auto")
+    return (ops.name.startswith("cpu ") and not states) or (dtype == "float32" and kv_dtype == "auto")

@@ -29,9 +29,12 @@ from tilewright.kernels.linear.scaled import divided
 from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import computes_bfloat16
 from tilewright.models import gguf
-from tilewright.models.decoder import EMBEDDING, DecoderConfig, DecoderParams, config_from_hf, declare, text_tensor
+from tilewright.models.config import text_tensor
+from tilewright.models.decoder import EMBEDDING, DecoderConfig, DecoderParams, config_from_hf, declare
+from tilewright.models.family import Family
 from tilewright.models.params import AUTO, ArraySpec, Bounds, each, from_tensors, held_parts, spec_leaves, to_tensors
 from tilewright.models.quantised import WeightLayout, quantised_layout
+from tilewright.models.registry import FAMILIES
 from tilewright.models.stored import (
     FLOATS,
     StoredTensor,
@@ -425,7 +428,8 @@ def load_decoder(
     Where the operations keep a file's blocks, a tied embedding that has some is read out of the output head.
 
     Two kinds of tensor are passed over, because they repeat what is known: rotary frequencies, which older files hold, and the
-    head of a model whose head is the embedding. Of a multimodal model the text half alone is read.
+    head of a model whose head is the embedding; so are layers that predict further tokens (`mtp.`), which are no part of the
+    model. Of a multimodal model the text half alone is read.
 
     Args:
         shard: from the declaration to the shardings, say `lambda specs: shardings(specs, mesh, rules)`
@@ -439,11 +443,11 @@ def load_decoder(
     rename, multimodal = declared_name(folder), "text_config" in read_config(folder)
 
     def ignore(name: str) -> bool:
-        if multimodal and text_tensor(name) is None:
+        if name.startswith("mtp.") or (multimodal and text_tensor(name) is None):
             return True
         return name.endswith("rotary_emb.inv_freq") or (config.tie_word_embeddings and rename(name) == "lm_head.weight")
 
-    specs = declare(config, ops is not None and ops.own_head)
+    specs = declare(config, ops is not None and ops.own_head, stored_family(folder, config))
     layout = quantised_layout(read_config(folder).get("quantization_config"))
     packs = ops is not None and ops.packs and ops.keeps_blocks
     shared = packs and config.tie_word_embeddings and holds_blocks(folder, EMBEDDING)
@@ -473,6 +477,16 @@ def kept_formats(folder: Path) -> dict[str, str]:
     """
     layout, rename = quantised_layout(read_config(folder).get("quantization_config")), declared_name(folder)
     return {rename(each.name): each.kept for each in stored_tensors(folder, layout) if each.kept}
+
+
+def stored_family(folder: Path, config: DecoderConfig) -> Family:
+    """The family of a model, with the names that its experts' tensors have in this folder."""
+    family = FAMILIES[config.family]
+    if config.mixture is None or family.experts_in_one is None:
+        return family
+    whole = family.experts_in_one.gate_up[0]
+    in_one = any(tensor.name.endswith(whole) for tensor in read_headers(weight_files(folder)))
+    return replace(family, experts=family.experts_in_one) if in_one else family
 
 
 def holds_blocks(folder: Path, name: str) -> bool:

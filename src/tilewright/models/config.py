@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 from jax import Array
 from jaxtyping import Int
 
+from tilewright.models.delta import DeltaSizes
 from tilewright.models.experts import Mixture
 from tilewright.models.layers import LinearScaling, Llama3Scaling, Rope, RopeScaling, YarnScaling, rope_frequencies, rope_tables
 
@@ -26,6 +27,8 @@ SCALINGS: dict[object, tuple[tuple[str, ...], tuple[str, ...]]] = {
 ROPE_THETA = 10000.0
 """The base of a configuration that names none (Su et al. 2021, and the libraries' default)."""
 
+IMAGE_AXES = ("mrope_section", "mrope_interleaved")
+"""Fields of `rope_parameters` that say which entries turn by which axis of an image: text has the same position on all."""
 
 Rotation = Literal["global", "local", "none"]
 """Which rotation a layer has: the model's, that of its layers with a window where these have one of their own, or none."""
@@ -38,6 +41,7 @@ class LayerKind:
     Attributes:
         window, scale, softcap: see `operations.Scores`.
         mixture: the experts in the place of its MLP; None for an MLP.
+        delta: linear attention in the place of attention; None for attention.
     """
 
     rotation: Rotation = "global"
@@ -45,6 +49,7 @@ class LayerKind:
     scale: float | None = None
     softcap: float | None = None
     mixture: Mixture | None = None
+    delta: DeltaSizes | None = None
 
 
 class RopeFields(NamedTuple):
@@ -187,6 +192,8 @@ class ConfigReader:
         self.require(proper, f"partial_rotary_factor must be a number above 0, at most 1, found {share!r}")
         older_kind = scaling.pop("type", None)
         kind = scaling.pop("rope_type", None) or older_kind or "default"
+        for name in IMAGE_AXES:
+            scaling.pop(name, None)
         base = float(theta) if good and theta is not None else ROPE_THETA
         return RopeFields(base, self._rope_scaling(kind, scaling), float(share) if proper else 1.0)
 
@@ -259,3 +266,25 @@ class ConfigReader:
     def finish(self) -> None:
         if self.problems:
             raise ValueError(f"{self.where}: " + "; ".join(self.problems))
+
+
+def text_half(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration of a multimodal model's text half; another model's as it is."""
+    text = fields.get("text_config")
+    if not isinstance(text, Mapping):
+        return fields
+    # Ends of an answer may come from `generation_config.json`, which is put at the top.
+    shared = ("eos_token_id", "quantization_config", "tie_word_embeddings")
+    return {**{name: fields[name] for name in shared if name in fields}, **text, **_given(fields, "eos_token_id")}
+
+
+def _given(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {} if fields.get(name) is None else {name: fields[name]}
+
+
+def text_tensor(name: str) -> str | None:
+    """The name of a tensor of a multimodal checkpoint's text half in one of text alone; None for the other half's."""
+    for prefix, instead in (("language_model.model.", "model."), ("language_model.", ""), ("model.language_model.", "model.")):
+        if name.startswith(prefix):
+            return instead + name.removeprefix(prefix)
+    return name if name.startswith("lm_head.") else None

@@ -17,11 +17,12 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from tilewright.kernels.operations import Heads, Joined, Norm, Operations, Projection, Scores, Transposed
-from tilewright.models.config import ConfigReader, LayerKind, Rotation, Sizes
+from tilewright.models.config import ConfigReader, LayerKind, Rotation, Sizes, text_half
+from tilewright.models.delta import DeltaSizes, attend_delta, project_delta, with_delta
 from tilewright.models.experts import Mixture, declare_mixture, mixture_mlp
 from tilewright.models.family import Family
 from tilewright.models.layers import Rope, rope_frequencies, rope_tables
-from tilewright.models.params import ArraySpec, matrix, norm_weight
+from tilewright.models.params import ArraySpec, in_turns, matrix, norm_weight
 from tilewright.models.quantised import quantised_layout
 from tilewright.models.registry import FAMILIES, family_of
 from tilewright.models.stack import SINGLE_DEVICE, Rows, Schedule, Stack
@@ -43,6 +44,7 @@ class DecoderConfig(Sizes):
         embedding_scale: what embeddings are multiplied by.
         mixture: the experts of its layers; None where all layers have an MLP.
         dense_layers: those that have an MLP all the same.
+        delta, delta_layers: the sizes of linear attention, and the layers that have it.
     """
 
     family: str
@@ -60,6 +62,8 @@ class DecoderConfig(Sizes):
     embedding_scale: float = 1.0
     mixture: Mixture | None = None
     dense_layers: tuple[int, ...] = ()
+    delta: DeltaSizes | None = None
+    delta_layers: tuple[int, ...] = ()
 
     def kind(self, layer: int) -> LayerKind:
         """The kind of a layer."""
@@ -68,7 +72,8 @@ class DecoderConfig(Sizes):
         rotation = "none" if layer in self.unrotated_layers else local
         window = self.sliding_window if sliding else None
         mixture = None if layer in self.dense_layers else self.mixture
-        return LayerKind(rotation, window, self.attention_scale, self.score_softcap, mixture)
+        delta = self.delta if layer in self.delta_layers else None
+        return LayerKind(rotation, window, self.attention_scale, self.score_softcap, mixture, delta)
 
     @property
     def mlp_columns(self) -> int:
@@ -108,28 +113,6 @@ def config_from_hf(fields: Mapping[str, Any], where: str = "config.json") -> Dec
         read.require(False, str(error))
     read.finish()
     return config
-
-
-def text_half(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration of a multimodal model's text half; another model's as it is."""
-    text = fields.get("text_config")
-    if not isinstance(text, Mapping):
-        return fields
-    # Ends of an answer may come from `generation_config.json`, which is put at the top.
-    shared = ("eos_token_id", "quantization_config", "tie_word_embeddings")
-    return {**{name: fields[name] for name in shared if name in fields}, **text, **_given(fields, "eos_token_id")}
-
-
-def _given(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {} if fields.get(name) is None else {name: fields[name]}
-
-
-def text_tensor(name: str) -> str | None:
-    """The name of a tensor of a multimodal checkpoint's text half in one of text alone; None for the other half's."""
-    for prefix, instead in (("language_model.model.", "model."), ("language_model.", ""), ("model.language_model.", "model.")):
-        if name.startswith(prefix):
-            return instead + name.removeprefix(prefix)
-    return name if name.startswith("lm_head.") else None
 
 
 def read_decoder(read: ConfigReader, name: str) -> DecoderConfig:
@@ -177,6 +160,8 @@ class Layer:
         router: what chooses experts; None where the layer has an MLP.
         o_bias, sinks: of attention's output, and of its scores (see `operations.Scores`); None where the family has none.
         attention_out_norm, mlp_out_norm: of what the halves give, where that is normed.
+        gate: of what attention gives, where that is gated.
+        delta: `DeltaWeights`, in the place of queries, keys and values, where attention is linear.
         kind: no array, but the same in a declaration and in what is made of it.
     """
 
@@ -194,6 +179,8 @@ class Layer:
     attention_out_norm: Any = None
     mlp_out_norm: Any = None
     router: Any = None
+    gate: Any = None
+    delta: Any = None
     kind: LayerKind = field(default=LayerKind(), metadata={"static": True})
 
 
@@ -243,6 +230,8 @@ def declare_layer(
     if family.joined:
         products = stored_together(f"{attn}.qkv_proj.weight", products)
         gate_up = stored_together(f"{mlp}.gate_up_proj.weight", gate_up)
+    q = products[0]
+    products[0], gate = in_turns(q.name, [[q], [q]], config.num_heads) if family.output_gate else (q, None)
     biases = [ArraySpec(f"{name}.bias", (size,), (axis,), units=(d,)) for name, size, axis in qkv]
 
     def norm(name: str, size: int = h, axis: str = "hidden") -> ArraySpec:
@@ -269,6 +258,7 @@ def declare_layer(
         sinks=ArraySpec(f"{attn}.sinks", (config.num_heads,), ("query_heads",)) if family.sinks else None,
         attention_out_norm=norm(after) if family.post_norms else None,
         mlp_out_norm=norm("post_feedforward_layernorm") if family.post_norms else None,
+        gate=gate,
         kind=kind,
     )
 
@@ -280,20 +270,22 @@ def stored_together(name: str, parts: Sequence[ArraySpec]) -> list[ArraySpec]:
     return [replace(part, name=name, rows=each) for part, each in zip(parts, rows, strict=True)]
 
 
-def declare(config: DecoderConfig, own_head: bool = False) -> DecoderParams:
+def declare(config: DecoderConfig, own_head: bool = False, family: Family | None = None) -> DecoderParams:
     """The model's arrays, each declared once (see `params.ArraySpec`).
 
     Args:
         own_head: a tied model has a head of its own, which is read from the embedding's tensor.
+        family: the configuration's, with other names of tensors.
     """
     v, h = config.vocab_size, config.hidden_size
     stored = EMBEDDING if config.tie_word_embeddings else "lm_head.weight"
     tied = config.tie_word_embeddings and not own_head
     head = None if tied else matrix(stored, h, v, ("hidden", "vocab"), kind="head")
-    family = FAMILIES[config.family]
+    family = family or FAMILIES[config.family]
+    layers = (declare_layer(config, f"model.layers.{n}", family, kind=config.kind(n)) for n in range(config.num_layers))
     return DecoderParams(
         embed=ArraySpec(EMBEDDING, (v, h), ("vocab", "hidden"), "embedding"),
-        layers=tuple(declare_layer(config, f"model.layers.{n}", family, kind=config.kind(n)) for n in range(config.num_layers)),
+        layers=tuple(with_delta(layer, f"model.layers.{n}", h, family.delta_in_one) for n, layer in enumerate(layers)),
         norm=norm_weight("model.norm.weight", h, offset=family.norm_offset),
         head=head,
     )
@@ -366,6 +358,13 @@ def mlp(
     return normed_sum(config, ops, ops.linear(inner, layer.down, count=count), layer.mlp_out_norm, add)
 
 
+class Gated(NamedTuple):
+    """A projection, and the gate `[B, T, N * D]` of what attention makes of it."""
+
+    projection: Projection
+    gate: Array
+
+
 def stack_of(config: Any, ops: Operations, of: tuple[Layer, ...], attend: Attend) -> Stack:
     """Layers in their parts. `config` is that of a decoder, or of a drafter with layers like a decoder's."""
 
@@ -373,10 +372,20 @@ def stack_of(config: Any, ops: Operations, of: tuple[Layer, ...], attend: Attend
         return Norm(layer.input_norm, config.rms_norm_eps), Norm(layer.post_attention_norm, config.rms_norm_eps)
 
     def project(ops: Operations, layer: Layer, x: Float[Array, "B T H"]) -> Projection:
-        return ops.project(x, layer.qkv, norms(layer)[0], bias=layer.qkv_bias)
+        norm, eps = norms(layer)[0], config.rms_norm_eps
+        if layer.delta is not None:
+            return project_delta(ops, layer.delta, ops.rms_norm(x, layer.input_norm, eps))
+        projection = ops.project(x, layer.qkv, norm, bias=layer.qkv_bias)
+        return projection if layer.gate is None else Gated(projection, ops.linear(x, layer.gate, norm=norm))
 
     def attended(ops: Operations, layer: Layer, projection: Projection, rows: Rows, kept: Any) -> tuple[Array, Any]:
-        return attend(ops, projection, head_norms(config, layer, rows.rope[layer.kind.rotation]), rows.seen, kept)
+        if layer.kind.delta is not None:
+            return attend_delta(layer.kind.delta, ops, layer.delta, config.rms_norm_eps, projection, rows.seen, kept)
+        heads = head_norms(config, layer, rows.rope[layer.kind.rotation])
+        if not isinstance(projection, Gated):
+            return attend(ops, projection, heads, rows.seen, kept)
+        out, kept = attend(ops, projection.projection, heads, rows.seen, kept)
+        return out * jax.nn.sigmoid(projection.gate), kept
 
     return Stack(ops, of, project, attended, partial(output, config), partial(mlp, config), norms)
 
@@ -450,8 +459,10 @@ def cross_entropy(
     """The sum of `weights` times the loss of each label under `logits`, in nats, without these.
 
     Raises:
-        ValueError: logits are capped, which this leaves out.
+        ValueError: logits are capped, which this leaves out; or layers have linear attention.
     """
+    if config.delta is not None:
+        raise ValueError(f"models of {config.family} are not trained here: their layers have linear attention")
     if config.logit_softcap is not None:
         raise ValueError(f"models of {config.family} are not trained here: their logits are capped")
     return ops.cross_entropy(ops.rms_norm(hidden, params.norm, config.rms_norm_eps), output_head(params), labels, weights)

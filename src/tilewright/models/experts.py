@@ -6,7 +6,7 @@ are put in the order of their experts, and a grouped product takes them one expe
 Legend: R rows, H hidden size, E experts, K of them chosen for a row.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from tilewright.kernels.operations import Joined, Operations
-from tilewright.models.params import ArraySpec
+from tilewright.models.params import ArraySpec, matrix
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Mixture:
         size: what an expert has in the place of an MLP's intermediate size.
         normalised: the weights of the chosen ones add up to one.
         clamped: the gate is `ClampedGate`'s; None for `silu`.
+        shared: the intermediate size of an expert that every row goes to besides; 0 where there is none.
     """
 
     experts: int
@@ -36,6 +37,7 @@ class Mixture:
     size: int
     normalised: bool = True
     clamped: "ClampedGate | None" = None
+    shared: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.chosen <= self.experts:
@@ -64,17 +66,29 @@ class ExpertNames:
 
     Attributes:
         router: the layer whose outputs are the experts' scores.
-        gate_up: gate and up; or the one tensor that has both, an output of each in turn.
+        gate_up: gate and up, which may be one tensor that has gates before ups; or a tensor that has an output of each in turn.
         biased: all of them have biases, and experts' matrices are stored `[experts, in, out]`.
+        shared: the expert that every row goes to; its share is what `<shared>_gate` says.
     """
 
     router: str
     gate_up: tuple[str, ...]
     down: str
     biased: bool = False
+    shared: str = ""
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["weight", "bias", "expert_bias"], meta_fields=["mixture"])
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SharedExpert:
+    """An expert that every row goes to, and the matrix `[H, 1]` whose sigmoid is its weight."""
+
+    gate_up: Any
+    down: Any
+    weight: Any
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["weight", "bias", "expert_bias", "shared"], meta_fields=["mixture"])
 @dataclass(frozen=True)
 class Router:
     """Scores, and biases, of a layer with experts.
@@ -83,12 +97,14 @@ class Router:
         weight, bias: of the experts' scores, `[H, E]` and `[E]`.
         expert_bias: of the experts' two products, `[E, O]`; None, as `bias`, where the family has none.
         mixture: no array, but the same in a declaration and in what is made of it.
+        shared: `SharedExpert`; None where there is none.
     """
 
     weight: Any
     bias: Any
     expert_bias: Any
     mixture: Mixture
+    shared: Any = None
 
 
 def declare_mixture(
@@ -111,8 +127,19 @@ def declare_mixture(
         sizes = ((names.gate_up[0], 2 * i, "gate_up"), (names.down, hidden, "hidden"))
         expert_bias = tuple(ArraySpec(f"{prefix}.{name}_bias", (e, size), ("experts", axis)) for name, size, axis in sizes)
     weight = ArraySpec(f"{router}.weight", (hidden, e), ("hidden", "router"), "router", transposed=True)
+    if len(set(names.gate_up)) < len(gate_up):
+        gate_up = tuple(replace(part, rows=(n * i, 2 * i)) for n, part in enumerate(gate_up))
     joined = Joined(gate_up, gated=True) if len(gate_up) == 2 else gate_up[0]
-    return Router(weight, bias, expert_bias, mixture), joined, down
+    shared = declare_shared(mixture.shared, f"{prefix}.{names.shared}", hidden, out_scale) if mixture.shared else None
+    return Router(weight, bias, expert_bias, mixture, shared), joined, down
+
+
+def declare_shared(size: int, name: str, hidden: int, out_scale: float) -> SharedExpert:
+    """The arrays of an expert that every row goes to."""
+    parts = (matrix(f"{name}.{part}_proj.weight", hidden, size, ("hidden", "shared_expert")) for part in ("gate", "up"))
+    down = matrix(f"{name}.down_proj.weight", size, hidden, ("shared_expert", "hidden"), out_scale)
+    weight = ArraySpec(f"{name}_gate.weight", (hidden, 1), ("hidden", "single"), "router", transposed=True)
+    return SharedExpert(Joined(tuple(parts), gated=True), down, weight)
 
 
 def route(mixture: Mixture, scores: Float[Array, "R E"]) -> tuple[Int[Array, "R K"], Float[Array, "R K"]]:
@@ -185,4 +212,7 @@ def mixture_mlp(
     total = weights[:, 0, None] * parts[:, 0]  # one after another: a row's sum is the same however many rows there are
     for n in range(1, mixture.chosen):
         total += weights[:, n, None] * parts[:, n]
+    if (shared := router.shared) is not None:
+        y = ops.linear(ops.gated_linear(h, shared.gate_up), shared.down, jnp.float32)
+        total += jax.nn.sigmoid(ops.linear(h, shared.weight, jnp.float32)) * y
     return total

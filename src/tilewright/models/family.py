@@ -83,6 +83,9 @@ class Family:
         post_norms: what attention and MLP give is normed before it is added to the stream.
         activation: of the gate.
         experts: the names of a mixture's tensors; None where its layers have none.
+        experts_in_one: those of checkpoints that hold all experts in one tensor; None where there are no such.
+        output_gate: what attention gives is gated; checkpoints have each head's gate behind its queries.
+        delta_in_one: see `delta.declare_delta`.
         pairwise: GGUF files rotate neighbouring entries, where Hugging Face turns entry i with i + d / 2.
     """
 
@@ -105,3 +108,6 @@ class Family:
     post_norms: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"
     experts: ExpertNames | None = None
+    experts_in_one: ExpertNames | None = None
+    output_gate: bool = False
+    delta_in_one: bool = False

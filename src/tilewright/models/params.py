@@ -5,11 +5,11 @@ every array; initialisation, abstract shapes and the checkpoint mapping all deri
 as a tree of `jax.sharding.Sharding` (see `tilewright.parallel.sharding`).
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import groupby
+from itertools import accumulate, chain
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -57,13 +57,16 @@ class ArraySpec:
             `[experts, in, out]`.
         axes: the logical axis of each dim ("vocab", "hidden", "heads", "mlp", ...), which shardings go by.
         kind: what it is, for its preparation: the weight of a linear layer, an output head (one too), the weights of a linear
-            layer of experts, a layer that routes to these, a norm, an embedding.
+            layer of experts, a layer that routes to these or says what a state keeps, a norm, an embedding.
         init: "normal" (truncated, with `scale` as its standard deviation) or "ones".
         transposed: the checkpoint holds `[out, in]`, of experts `[experts, out, in]`.
         units: for each dim, how many entries belong together and stay on one device: a head's. Empty where none do.
         offset: what is added to the stored numbers.
         rows: first row, and number of rows, of a stored tensor that several arrays share one below the other; None for a
             tensor of its own. Of experts, those of each.
+        pieces: of a stored tensor whose rows several arrays share in turns: first row, and number of rows, of each piece, in
+            order. Empty where it is one piece.
+        turns_rows: rows of such a tensor.
     """
 
     name: str
@@ -76,10 +79,14 @@ class ArraySpec:
     units: tuple[int, ...] = ()
     rows: tuple[int, int] | None = None
     offset: float = 0.0
+    pieces: tuple[tuple[int, int], ...] = ()
+    turns_rows: int = 0
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape of its tensor in the checkpoint."""
+        if self.pieces:
+            return (self.turns_rows, self.shape[0])
         shape = turned(self.shape) if self.transposed else self.shape
         return shape if self.rows is None else (*shape[:-2], self.rows[1], *shape[-1:])
 
@@ -95,6 +102,26 @@ class ArraySpec:
 def turned(dims: tuple[Any, ...]) -> tuple[Any, ...]:
     """Dims with the last two in each other's place."""
     return (*dims[:-2], dims[-1], dims[-2])
+
+
+def in_turns(name: str, parts: Sequence[Sequence[ArraySpec]], turns: int) -> tuple[ArraySpec, ...]:
+    """Matrices of which a checkpoint has one tensor: in each turn an equal share of the outputs of every part.
+
+    Args:
+        parts: those that one array has side by side, for each array; they lie in this order in a turn. The first one's name,
+            shape apart, is the array's.
+    """
+    shares = [part.shape[1] // turns for part in chain(*parts)]
+    starts, period = [0, *accumulate(shares)], sum(shares)
+    places = iter(
+        [tuple((turn * period + start, share) for turn in range(turns)) for start, share in zip(starts, shares, strict=False)]
+    )
+    made = []
+    for own in parts:
+        pieces = tuple(chain(*(next(places) for _ in own)))
+        shape = (own[0].shape[0], sum(part.shape[1] for part in own))
+        made.append(replace(own[0], name=name, shape=shape, pieces=pieces, turns_rows=turns * period))
+    return tuple(made)
 
 
 def matrix(
@@ -171,11 +198,26 @@ def to_tensors(specs: object, params: object, dtype: DTypeLike) -> Iterator[tupl
         held = (held.astype(np.float32) - spec.offset if spec.offset else held).astype(jnp.dtype(dtype))
         return np.ascontiguousarray(held.swapaxes(-1, -2) if spec.transposed else held)
 
-    pairs = zip(spec_leaves(specs), jax.tree.leaves(params), strict=True)
-    for name, sharing in groupby(pairs, key=lambda pair: pair[0].name):
-        parts = [stored(*pair) for pair in sharing]
-        whole = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-2)
+    sharing: dict[str, list[tuple[ArraySpec, Any]]] = {}
+    for spec, value in zip(spec_leaves(specs), jax.tree.leaves(params), strict=True):
+        sharing.setdefault(spec.name, []).append((spec, value))
+    for name, pairs in sharing.items():
+        parts = [stored(*pair) for pair in pairs]
+        if pairs[0][0].pieces:
+            whole = taking_turns([spec for spec, _ in pairs], parts)
+        else:
+            whole = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-2)
         yield from [(name, whole)] if "*" not in name else ((name.replace("*", str(n)), one) for n, one in enumerate(whole))
+
+
+def taking_turns(specs: Sequence[ArraySpec], parts: Sequence[np.ndarray]) -> np.ndarray:
+    """The tensor whose rows several arrays share in turns; the inverse of `read_part`."""
+    whole = np.empty(specs[0].stored_shape, parts[0].dtype)
+    for spec, part in zip(specs, parts, strict=True):
+        ends = accumulate(count for _, count in spec.pieces)
+        for (first, count), end in zip(spec.pieces, ends, strict=True):
+            whole[first : first + count] = part[end - count : end]
+    return whole
 
 
 def held_parts(shape: tuple[int, ...], sharding: Sharding | None) -> set[Bounds]:
@@ -223,7 +265,12 @@ def in_rows(array: np.ndarray, dtype: DTypeLike) -> np.ndarray:
 
 def read_part(spec: ArraySpec, read: Callable[[str, Bounds], np.ndarray], bounds: Bounds) -> np.ndarray:
     """Part of an array, of which a checkpoint may hold the transpose."""
-    found = read(spec.name, spec.stored_bounds(bounds))
+    if spec.pieces:
+        inputs, outputs = bounds
+        rows = [read(spec.name, ((first, first + count), inputs)) for first, count in spec.pieces]
+        found = np.concatenate(rows)[slice(*outputs)]
+    else:
+        found = read(spec.name, spec.stored_bounds(bounds))
     if spec.offset:
         found = found.astype(np.float32) + np.float32(spec.offset)
     return found.swapaxes(-1, -2) if spec.transposed else found

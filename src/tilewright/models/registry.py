@@ -11,6 +11,7 @@ from tilewright.models.families.mistral import MINISTRAL, MISTRAL
 from tilewright.models.families.mixtral import MIXTRAL
 from tilewright.models.families.phi3 import PHI3
 from tilewright.models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from tilewright.models.families.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from tilewright.models.families.smollm3 import SMOLLM3
 from tilewright.models.family import Family
 
@@ -29,12 +30,15 @@ FAMILIES: dict[str, Family] = {
         GEMMA3,
         MIXTRAL,
         GPT_OSS,
+        QWEN3_NEXT,
+        QWEN3_5,
+        QWEN3_5_MOE,
     )
 }
 """By the `model_type` of their configurations. A new family is a file in `families/` and a line here."""
 
 ABSENT = {
-    "linear_num_value_heads": "layers of linear attention (Gated DeltaNet)",
+    "hc_count": "hyper-connections",
     "num_experts": "a mixture of experts",
     "num_local_experts": "a mixture of experts",
     "n_routed_experts": "a mixture of experts",

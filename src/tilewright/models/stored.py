@@ -287,12 +287,14 @@ def read_kept(
 ) -> QuantisedMatrix | ScaledMatrix | None:
     """A matrix in the bits that its files have it in; None where products do not read such as they are.
 
-    Of GGUF's alone, where the matrix is a part of the tensor (`ArraySpec.rows`). Those of experts become one, whose outputs are
-    those of one expert behind another's.
+    Of GGUF's alone, where the matrix is a part of the tensor (`ArraySpec.rows`), and of none that takes turns there. Those
+    of experts become one, whose outputs are those of one expert behind another's.
 
     Args:
         blocks, fp8: whether products read integers in blocks, and FP8.
     """
+    if spec.pieces:
+        return None
     if tensor.members:
         found = [read_kept(files, member, spec, blocks, False) for member in tensor.members] if spec.rows is None else []
         known = [each for each in found if isinstance(each, QuantisedMatrix)]

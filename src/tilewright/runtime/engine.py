@@ -37,10 +37,6 @@ from tilewright.runtime.state import StepInfo
 
 log = logging.getLogger("tilewright.engine")
 
-
-NO_PREFIX_CACHE = "the drafter keeps a window of its last positions (--draft-window), which is not in pages"
-"""Why no later request can begin with the pages of an earlier one."""
-
 Chooses = Callable[[ModelRunner, float, Console | None], RoundChooser]
 """Makes what chooses rounds, given the runner, how long a dispatch takes, and where progress is shown."""
 
@@ -80,10 +76,10 @@ class Engine(Service):
         else:
             self.sizes, self.context = None, programs.layout.capacity
         self.programs, table, layout = programs, programs.table, programs.layout
-        possible = options.prefix_cache is not False and programs.pages_hold_all
-        if options.prefix_cache and not possible:
-            raise ValueError(f"expected no prefix cache: {NO_PREFIX_CACHE}")
-        self.prefix_cache = possible
+        outside = programs.outside_pages
+        if options.prefix_cache and outside:
+            raise ValueError(f"expected no prefix cache: {outside}")
+        self.prefix_cache = options.prefix_cache is not False and not outside
         contexts = () if model.drafter is None else model.drafter.contexts
         self.pages = Pages(layout.pages, layout.page_size)
         windows = [PageGroup(Pages(each.pages, layout.page_size), each.window) for each in layout.windows]

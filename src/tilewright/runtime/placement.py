@@ -124,6 +124,8 @@ def check_family(config: DecoderConfig, schedule: str | None = None) -> None:
     family, windows = FAMILIES[config.family], any(config.windows)
     if family.post_norms or family.activation != "silu":
         raise ValueError(f"models of {family.name} run on one device: their halves are normed before they are added")
+    if config.delta is not None:
+        raise ValueError(f"models of {family.name} run on one device: no schedule divides their layers of linear attention")
     if family.output_bias:
         raise ValueError(f"models of {family.name} run on one device: biases of partial sums are not divided")
     if config.mixture is not None and schedule not in (None, SYNC):

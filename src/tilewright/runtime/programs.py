@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 
 from tilewright.compiled.store import Store
 from tilewright.kernels.operations import is_batch_invariant
+from tilewright.models.delta import DeltaState
 from tilewright.parallel.sharding import GROUPED_AXES
 from tilewright.runtime.cache import KVCache, Ring
 from tilewright.runtime.constraints import Blocks, words
@@ -36,6 +37,12 @@ FORCED = 4
 """Tokens in a block of rounds under masks where nothing drafts but the masks: the known one, and text that has to come."""
 STEPS_PER_DISPATCH = 64
 """The most rounds that one dispatch runs on the device; a caller may ask for fewer."""
+
+OUTSIDE_PAGES: dict[type, str] = {
+    Ring: "the drafter keeps a window of its last positions (--draft-window), which is not in pages",
+    DeltaState: "layers of linear attention keep a state of each row, which is not in pages",
+}
+"""Why no later request can begin with the pages of an earlier one."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +83,14 @@ class Programs(Store[ProgramKey]):
         self.table, self.layout = table, layout
 
     @property
-    def pages_hold_all(self) -> bool:
-        """True if pages hold all that a drafter knows of a position: a window's rows are not in them."""
+    def outside_pages(self) -> str:
+        """What is known of a row's positions and lies in no page, so that a prefix's pages are not enough to go on behind it.
+
+        Empty if there is nothing.
+        """
         state = jax.eval_shape(lambda: allocate_caches(self.target, self.layout, self.drafter, self.dtype))
-        parts = jax.tree.leaves(state, is_leaf=lambda part: isinstance(part, KVCache))
-        return not any(isinstance(part, Ring) for part in parts)
+        parts = jax.tree.leaves(state, is_leaf=lambda part: isinstance(part, KVCache | DeltaState))
+        return next((said for kind, said in OUTSIDE_PAGES.items() if any(isinstance(part, kind) for part in parts)), "")
 
     @property
     def choices(self) -> tuple[Choice | None, ...]:
@@ -117,7 +127,8 @@ class Programs(Store[ProgramKey]):
         """
         if self.drafter is not None:
             return self.width(choice)
-        return FORCED if self.dtype == jnp.float32 or is_batch_invariant(self.target.ops, jnp.dtype(self.dtype).name) else 1
+        states, dtype = self.target.config.delta is not None, jnp.dtype(self.dtype).name
+        return FORCED if dtype == "float32" or is_batch_invariant(self.target.ops, dtype, states=states) else 1
 
     def rows_for(self, running: int) -> int:
         """The least declared number of rows that holds so many."""
@@ -290,7 +301,12 @@ def allocate_caches(target: Target, layout: Layout, drafter: Drafter | None, dty
     sizes = target.config
     devices = 1 if target.mesh is None else target.mesh.shape[GROUPED_AXES[0]]
     kept = held_dtype(target, dtype)
-    target_cache = layout.target_caches(target.ops, sizes.windows, sizes.num_kv_heads, sizes.head_dim, kept, devices)
+    kinds = [sizes.kind(n) for n in range(sizes.num_layers)]
+    windows = [kind.window for kind in kinds if kind.delta is None]
+    paged = iter(layout.target_caches(target.ops, windows, sizes.num_kv_heads, sizes.head_dim, kept, devices))
+    target_cache = tuple(
+        next(paged) if kind.delta is None else DeltaState.empty(kind.delta, layout.batch, dtype) for kind in kinds
+    )
     return target_cache, () if drafter is None else drafter.allocate(layout, target, dtype)
 
 

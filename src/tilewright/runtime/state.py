@@ -1,7 +1,7 @@
 """The state of a batch that is being decoded, and what every kind of step does with it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -16,6 +16,7 @@ from tilewright.kernels import select
 from tilewright.kernels.operations import Heads, Operations, Projection
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
+from tilewright.models.delta import DeltaState
 from tilewright.models.stack import SINGLE_DEVICE, Schedule
 from tilewright.runtime.cache import CausalCache
 from tilewright.runtime.constraints import allowed
@@ -62,14 +63,20 @@ class Target:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Span:
-    """Positions of each row: `count` of them from `start` on, `[B]` each. A row of count 0 is left as it is."""
+    """Positions of each row: `count` of them from `start` on, `[B]` each. A row of count 0 is left as it is.
+
+    Attributes:
+        open_ended: how many of them stay is said when they are committed. What lies behind those is stale in a cache; a layer
+            with a state (`models/delta.py`) changes it then.
+    """
 
     start: Any
     count: Any
+    open_ended: bool = field(default=False, metadata={"static": True})
 
     def positions(self, first: int, count: int) -> "Span":
         """Those among `count` of them from the first on, counted from each row's start."""
-        return Span(self.start + first, jnp.clip(self.count - first, 0, count))
+        return Span(self.start + first, jnp.clip(self.count - first, 0, count), self.open_ended)
 
 
 @jax.tree_util.register_dataclass
@@ -105,7 +112,7 @@ class DecodeState:
         done: bool `[B]`; a row that is done stays as it is. Padding rows are done from the start.
         ignore_eos: bool `[B]`.
         sampling: the rows' sampling parameters.
-        target_cache: one for each layer.
+        target_cache: one for each layer; layers with linear attention have a `DeltaState`.
         draft_cache: the drafter's context; empty where nothing drafts.
     """
 
@@ -115,7 +122,7 @@ class DecodeState:
     done: Any
     ignore_eos: Any
     sampling: RowSampling
-    target_cache: tuple[CausalCache, ...]
+    target_cache: tuple[CausalCache | DeltaState, ...]
     draft_cache: Any
 
 
@@ -125,7 +132,7 @@ class Verified(NamedTuple):
     Attributes:
         tokens: for each slot the token that the target itself puts *after* it, `[B, T]`, or `NOT_FINITE`.
         taps: hidden states for the drafter.
-        state: the state with the block's keys and values in the target's cache.
+        state: the state with the block's keys and values in the target's cache; states of layers are settled by `commit`.
         logprobs: of the tokens that may be committed, in rows that ask for them; None without loops.
     """
 
@@ -173,7 +180,7 @@ def verify(
         masks: of the tokens that may come after each slot, uint32 `[B, T, ceil(V / 32)]`; None where all may.
     """
     left = jnp.where(state.done, 0, state.tokens.shape[1] - state.known)
-    span = Span(state.known, jnp.minimum(left, block.shape[1]))
+    span = Span(state.known, jnp.minimum(left, block.shape[1]), open_ended=True)
     ran = run_target(target, params, state, block, span, tap_layers)
     tokens, logprobs = next_tokens(target, params, state, block, ran.hidden, masks)
     # Weights are finite when they are read: logits are not where hidden states are not.
@@ -235,7 +242,10 @@ def next_tokens(
 def commit(
     target: Target, state: DecodeState, tokens: Int[Array, "B T"], accepted: Int[Array, " B"]
 ) -> tuple[DecodeState, Int[Array, " B"]]:
-    """Commits the first `accepted + 1` of a round's tokens, fewer where the row ends before. Returns how many it committed."""
+    """Commits the first `accepted + 1` of a round's tokens, fewer where the row ends before. Returns how many it committed.
+
+    So many positions of the round's block are final, its known token's being the first: states of layers take in those.
+    """
     slot = jnp.arange(tokens.shape[1])[None]
     is_eos = jnp.zeros(tokens.shape, bool)
     for eos in target.config.eos_token_ids:
@@ -248,7 +258,8 @@ def commit(
     known = state.known + committed
     written = select.write(state.tokens, tokens, state.known + 1, committed)
     done = state.done | stopped | (known >= state.end - 1)
-    return replace(state, tokens=written, known=known, done=done), committed
+    settled = tuple(each.settle(target.ops, committed) if isinstance(each, DeltaState) else each for each in state.target_cache)
+    return replace(state, tokens=written, known=known, done=done, target_cache=settled), committed
 
 
 def known_token(state: DecodeState) -> Int[Array, "B 1"]:

@@ -364,7 +364,7 @@ def warm_start(target: DecoderConfig, config: DFlashConfig, target_params: Decod
     alike = all(getattr(config, name) == getattr(target, name) for name in sizes) and config.num_layers <= target.num_layers
     last, read = target_params.layers[-config.num_layers :], target.num_layers - 2
     unlike = any(layer.attention_out_norm is not None or layer.router is not None for layer in last)
-    if not alike or unlike or params.layers[0].q_norm is None:
+    if not alike or unlike or target.delta is not None or params.layers[0].q_norm is None:
         return params
 
     def copied(own: Layer, theirs: Layer) -> Layer:

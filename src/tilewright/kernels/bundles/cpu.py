@@ -18,6 +18,7 @@ from tilewright.kernels.attention.cpu import refuses_heads
 from tilewright.kernels.bundles import xla
 from tilewright.kernels.causal_attention import xla as causal_xla
 from tilewright.kernels.cross_entropy import xla as loss_xla
+from tilewright.kernels.delta_rule import xla as delta_rule
 from tilewright.kernels.gather_rows import cpu as gather_cpu
 from tilewright.kernels.grouped_linear import cpu as grouped_cpu
 from tilewright.kernels.heads import xla as heads_xla
@@ -196,6 +197,7 @@ def cpu_operations(name: str, weights: Weights) -> Operations:
         paged_append=paged_cpu.append,
         paged_attention=paged_attention,
         paged_append_attend=paged_append_attend,
+        delta_rule=delta_rule.delta_rule,
         causal_attention=partial(causal_xla.causal_attention, heads=heads),
         cross_entropy=partial(loss_xla.cross_entropy, linear=linear),
         head_argmax=lambda x, head, norm=None: cpu.linear_argmax(x, head, **before(norm)),

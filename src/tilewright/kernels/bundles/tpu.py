@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from tilewright.kernels.bundles.xla import xla_operations
+from tilewright.kernels.delta_rule import xla as delta_xla
 from tilewright.kernels.head_argmax import xla as argmax_xla
 from tilewright.kernels.head_top_k import xla as top_k_xla
 from tilewright.kernels.heads import xla as heads_xla
@@ -81,6 +82,13 @@ def window_attention(q: Array, k: Array, *rest: Array) -> tuple[Array, Array]:
     return first("window attention", "tpu", q, k).window_attention(q, k, *rest)
 
 
+def delta_rule(
+    q: Array, k: Array, v: Array, log_decay: Array, beta: Array, state: Array, by_position: bool = False
+) -> tuple[Array, Array]:
+    """In a chunk, blocks of drafts as well: position by position the vector unit passes over the state for each of them."""
+    return delta_xla.delta_rule(q, k, v, log_decay, beta, state)
+
+
 TPU = replace(
     xla_operations(
         "tpu",
@@ -92,6 +100,7 @@ TPU = replace(
         append_all,
     ),
     append=append,
+    delta_rule=delta_rule,
     window_attention=window_attention,
     window_multiple=LANES,
     pages=pages,

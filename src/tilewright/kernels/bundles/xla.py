@@ -13,6 +13,7 @@ from tilewright.kernels.append import xla as append
 from tilewright.kernels.attention import xla as attention
 from tilewright.kernels.causal_attention import xla as causal
 from tilewright.kernels.cross_entropy import xla as loss
+from tilewright.kernels.delta_rule import xla as delta_rule
 from tilewright.kernels.gather_rows import xla as gather
 from tilewright.kernels.grouped_linear import xla as grouped
 from tilewright.kernels.head_argmax import xla as argmax
@@ -80,6 +81,7 @@ def xla_operations(
         paged_append=paged.append,
         paged_attention=paged.prefix_attention,
         paged_append_attend=partial(paged.append_attend, heads=heads),
+        delta_rule=delta_rule.delta_rule,
         causal_attention=partial(causal.causal_attention, heads=heads),
         cross_entropy=partial(loss.cross_entropy, linear=linear),
         head_argmax=head_argmax,

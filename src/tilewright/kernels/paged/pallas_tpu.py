@@ -54,9 +54,9 @@ class PairedPages:
 
 
 def refuses(head_dim: int, dtype: DTypeLike) -> str:
-    """The reason why the kernel does not take keys and values of this dtype; empty if it does. It takes heads of any size."""
+    """The reason why the kernel does not take keys and values of this dtype, or heads of this size; empty if it does."""
     if jnp.dtype(dtype) == jnp.bfloat16:
-        return ""
+        return f"its heads have {LANES} lanes, and here {head_dim}: the compiler refuses more" if head_dim > LANES else ""
     if jnp.dtype(dtype) == jnp.int8:
         return "it takes one scale for all keys and one for all values, and those of 8 bits have one for each position"
     return f"it multiplies in bfloat16, and keys and values are {jnp.dtype(dtype).name}"

@@ -23,18 +23,23 @@ def write(config: Any) -> dict[str, Any]:
     return {"use_sliding_window": True, **write_windows(config)} if config.sliding_layers else {}
 
 
-def read_mixture(reader: ConfigReader) -> dict[str, Any]:
+def dense_layers(reader: ConfigReader) -> tuple[int, ...]:
+    """The layers that have an MLP in a model with experts."""
     layers, step = reader.integer("num_hidden_layers"), reader.integer("decoder_sparse_step", default=1)
     dense = reader.fields.get("mlp_only_layers") or []
     good = isinstance(dense, list) and all(isinstance(n, int) and 0 <= n < layers for n in dense)
     reader.require(good, f"mlp_only_layers must be layers from 0 to {layers - 1}, found {dense!r}")
     listed = set(dense) if good else set()
+    return tuple(n for n in range(layers) if n in listed or (n + 1) % step != 0)
+
+
+def read_mixture(reader: ConfigReader) -> dict[str, Any]:
     # Newer configurations have the second name.
     experts = "num_experts" if "num_experts" in reader.fields else "num_local_experts"
     return {
         **read(reader),
         **mixture(reader, experts, "moe_intermediate_size", reader.flag("norm_topk_prob", default=False)),
-        "dense_layers": tuple(n for n in range(layers) if n in listed or (n + 1) % step != 0),
+        "dense_layers": dense_layers(reader),
     }
 
 
@@ -50,6 +55,9 @@ def write_mixture(config: Any) -> dict[str, Any]:
 
 
 EXPERTS = "mlp.experts.*"
+OWN_TENSORS = ExpertNames(
+    "mlp.gate", (f"{EXPERTS}.gate_proj.weight", f"{EXPERTS}.up_proj.weight"), f"{EXPERTS}.down_proj.weight"
+)
 """Each expert's matrices are tensors of their own."""
 
 # Qwen3's heads have 128 unless it says otherwise (Qwen3-4B: 2560 / 32 = 80, but heads of 128).
@@ -63,8 +71,6 @@ QWEN3_MOE = Family(
     defaults={"num_experts_per_tok": 8, "moe_intermediate_size": 768},
     head_dim=128,
     qk_norm=True,
-    experts=ExpertNames(
-        "mlp.gate", (f"{EXPERTS}.gate_proj.weight", f"{EXPERTS}.up_proj.weight"), f"{EXPERTS}.down_proj.weight"
-    ),
+    experts=OWN_TENSORS,
     gguf="qwen3moe",
 )
