@@ -160,7 +160,7 @@ class DeltaInputs(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Pending:
+class PendingBlock:
     """Inputs of a block of which it is not known yet how many positions stay, as `Operations.delta_rule` takes them.
 
     Attributes:
@@ -187,7 +187,7 @@ class DeltaState:
 
     state: Any
     before: Any
-    pending: Pending | None = None
+    pending: PendingBlock | None = None
 
     @staticmethod
     def empty(sizes: DeltaSizes, rows: int, dtype: DTypeLike) -> "DeltaState":
@@ -280,7 +280,7 @@ def attend_delta(
     if seen is None:
         after = None
     elif pending:
-        after = replace(held, pending=Pending(inputs.qkv, k, v, log_decay, beta))
+        after = replace(held, pending=PendingBlock(inputs.qkv, k, v, log_decay, beta))
     else:
         after = DeltaState(state, last_inputs(held.before, inputs.qkv, seen.count))
     return out.reshape(rows, length, -1), after
