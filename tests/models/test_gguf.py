@@ -140,7 +140,7 @@ def test_parts_of_every_quantised_type_are_parts_of_the_whole(tmp_path: Path, ki
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    (tensor,) = gguf.GGUFReader(tmp_path / "m.gguf").tensors
+    tensor: Any = gguf.GGUFReader(tmp_path / "m.gguf").tensors[0]
     part, whole = GGUFSlice(tensor, None), gguf.quants.dequantize(raw, kind)
     assert part.get_shape() == [6, columns]
     np.testing.assert_array_equal(part[2:5, 3:40], whole[2:5, 3:40])

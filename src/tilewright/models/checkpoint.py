@@ -55,6 +55,8 @@ CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 GPTQ_CONFIG = "quantize_config.json"
 """What AutoGPTQ wrote beside a `config.json` that says nothing of it."""
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+MATRICES = ("matrix", "head", "experts")
+"""Kinds of arrays whose bits may be kept."""
 LOGGED_S = 10.0
 """Seconds between two lines on how far loading is, where there is no bar."""
 
@@ -283,12 +285,11 @@ def load_params(
             return value
 
         def kept(spec: ArraySpec, sharding: Sharding | None) -> Any:
-            tensor, matrix = stored[spec.name], spec.kind in ("matrix", "head", "experts")
-            table = spec.kind == "embedding" and ops is not None and ops.scales_tables
-            found = kept_matrix(files, tensor, spec, sharding, ops) if matrix and ops is not None else None
+            tensor, kinds = stored[spec.name], (*MATRICES, *(("embedding",) if ops is not None and ops.scales_tables else ()))
+            found = None if ops is None else kept_matrix(files, tensor, spec, sharding, ops)
             if found is not None:
                 advance(tensor.nbytes)
-            elif tensor.quantised and (matrix or table):
+            elif tensor.quantised and spec.kind in kinds:
                 dequantised.append(tensor.quantised)  # by any thread
             return found
 
@@ -301,7 +302,7 @@ def kept_matrix(
     files: Mapping[Path, Any], tensor: StoredTensor, spec: ArraySpec, sharding: Sharding | None, ops: Operations
 ) -> Any:
     """A matrix in its files' bits, as operations and devices take it; None if they do not."""
-    if spec.kind == "experts" and not ops.packs:  # only the CPU kernels read those in blocks
+    if spec.kind not in MATRICES or (spec.kind == "experts" and not ops.packs):  # only the CPU kernels read experts in blocks
         return None
     found = read_kept(files, tensor, spec, ops.keeps_blocks, ops.keeps_fp8)
     return found if found is None or sharding is None else divided(found, spec.shape, sharding)

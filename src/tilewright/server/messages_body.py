@@ -39,13 +39,13 @@ Texts = Annotated[
 """A text, or a list of parts of type text."""
 
 
-class ContentBlock(Body):
+class MessageBlock(Body):
     """A part of a content; what else stands in it (`cache_control`, `citations`) changes nothing here."""
 
     model_config = ConfigDict(extra="ignore")
 
 
-class ToolUseBlock(ContentBlock):
+class ToolUseBlock(MessageBlock):
     """A call that an answer made, sent back."""
 
     type: Literal["tool_use"]
@@ -54,7 +54,7 @@ class ToolUseBlock(ContentBlock):
     input: Json
 
 
-class ToolResultBlock(ContentBlock):
+class ToolResultBlock(MessageBlock):
     """What a function returned; that it is an error (`is_error`) its content has to say, for templates know no such thing."""
 
     type: Literal["tool_result"]
@@ -62,7 +62,7 @@ class ToolResultBlock(ContentBlock):
     content: Texts | None = None
 
 
-class ThinkingBlock(ContentBlock):
+class ThinkingBlock(MessageBlock):
     type: Literal["thinking"]
     thinking: str
 
@@ -118,7 +118,7 @@ class SaidMessage(Body):
         }
 
 
-class MessagesTool(ContentBlock):
+class MessagesTool(MessageBlock):
     """A function; what else stands beside it (`strict`, `cache_control`) changes nothing here."""
 
     type: Annotated[
