@@ -9,12 +9,10 @@ import mmap
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 if "jax" in sys.modules:
     raise RuntimeError("JAX was imported before tests/conftest.py could set its platform and its device count")
@@ -24,7 +22,6 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 import jax
 import pytest
 from hypothesis import settings
-from jax._src.interpreters import mlir
 
 import times
 import typecheck
@@ -60,7 +57,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # Tracing makes objects by the million and hardly a cycle: Python's default looks for cycles a hundred times as often.
     gc.set_threshold(100_000, 20, 100)
-    share_contexts()
     if config.getoption("times"):
         config.pluginmanager.register(times.Times(writes=not hasattr(config, "workerinput")))
     if not config.getoption("optimised"):
@@ -106,24 +102,6 @@ def jax_starts_with(flag: str) -> bool:
     """Whether a process in which JAX is given a flag of XLA's gets as far as its devices."""
     command, env = [sys.executable, "-c", "import jax; jax.devices()"], os.environ | {"XLA_FLAGS": flag}
     return subprocess.run(command, env=env, capture_output=True).returncode == 0
-
-
-def share_contexts(lowering: Any = mlir) -> None:
-    """Has JAX 0.10 lower ten programs of a thread with one MLIR context, as JAX 0.12 does.
-
-    To make one takes a quarter of the time of a small program, and tests have tens of thousands of these.
-    """
-    if hasattr(lowering, "_create_ir_context"):  # JAX 0.12
-        return
-    make, own = lowering.make_ir_context, threading.local()
-
-    def make_or_take() -> Any:
-        own.left = getattr(own, "left", 0) - 1
-        if own.left < 0:
-            own.context, own.left = make(), 9
-        return own.context
-
-    lowering.make_ir_context = make_or_take
 
 
 def resident_bytes() -> float:

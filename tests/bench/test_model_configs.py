@@ -13,6 +13,7 @@ BILLIONS = {
     "smollm2-135m": 0.1345,
     "llama3-8b": 8.03,
     "llama3-70b": 70.55,
+    "llama3.2-1b": 1.236,
     "qwen3-0.6b": 0.596,
     "qwen3-4b": 4.02,
     "qwen3-8b": 8.19,
@@ -37,5 +38,5 @@ def test_what_is_no_configuration_is_refused(tmp_path: Path, text: str, message:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=message):
         model_config(str(tmp_path))
-    with pytest.raises(ValueError, match="expected a model of llama3-8b"):
+    with pytest.raises(ValueError, match="expected a model of smollm2-135m, llama3-8b"):
         model_config(str(tmp_path / "nothing"))

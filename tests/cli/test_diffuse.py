@@ -215,7 +215,7 @@ def test_an_interruption_keeps_what_was_there(run: Run, folder: Path, monkeypatc
     [
         (["--schedule", "ring"], "--schedule needs --tensor-parallel: on one device nothing is added up"),
         (["--tensor-parallel", 2, "--schedule", "star"], "expected a schedule among sync, sequence, ring, domino, column"),
-        (["--tensor-parallel", 3], "expected devices that divide 4 heads, 48 MLP columns, 40 tokens of the vocabulary"),
+        (["--tensor-parallel", 3], "expected devices that divide 4 heads, 40 tokens of the vocabulary, 48 MLP columns"),
         (["--tensor-parallel", 2, "--schedule", "domino"], "expected a batch that 2 micro-batches divide, found 1 rows"),
         (["--new-tokens", 20], "expected new_tokens that are a multiple of the block_length 8, found 20"),
         (["--new-tokens", 0], "expected new_tokens of at least 1, found 0"),

@@ -147,7 +147,7 @@ def test_a_share_above_what_is_allowed_fails(run: Run, model: Path, schedules: s
         (("--schedule", "domino9"), "expected a schedule of sync, sequence, ring, domino, column, exact, auto"),
         (("--phase", "prefill:4"), "expected a phase as prefill:BATCHxPOSITIONS or decode:BATCHxPOSITIONS, found 'prefill:4'"),
         (("--chip", "v9:4x2"), "expected a TPU of v5e, v5p, v6e, found 'v9:4x2'"),
-        (("--model-config", "llama9"), "expected a model of llama3-8b, llama3-70b"),
+        (("--model-config", "llama9"), "expected a model of smollm2-135m, llama3-8b"),
         (
             ("--model-config", "llama3-8b", "--tensor-parallel", "3"),
             "expected devices that divide 32 heads, 14336 MLP columns, and that divide 8 key/value heads or are a multiple of "

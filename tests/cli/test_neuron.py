@@ -216,7 +216,7 @@ def test_chips(run: Run):
         ),
         (["neuron", "simulate", "decode", "--cc-packet-size", "131072"], "of 1 to 65536 bytes for collectives, found 131072"),
         (["neuron", "simulate", "hlo"], "expected --hlo with a file of scheduled HLO, found none"),
-        (["neuron", "simulate", "decode", "--model-config", "llama9"], "expected a model of llama3-8b"),
+        (["neuron", "simulate", "decode", "--model-config", "llama9"], "expected a model of smollm2-135m, llama3-8b"),
         (["neuron", "env", "--train", "fsdp,pp"], "expected axes to train over of fsdp, tp; found 'pp'"),
         (["chips", "--chip", "H1000"], "found 'H1000' (did you mean H100"),
         (["chips", "--gflop", "-1"], "expected --gflop of 0 or more, found -1"),

@@ -120,7 +120,7 @@ def mesh_model(family: str, devices: int) -> DiffusionModel:
         (
             3,
             {},
-            "expected devices that divide 4 heads, 48 MLP columns, 40 tokens of the vocabulary, and that divide 4 key/value",
+            "expected devices that divide 4 heads, 40 tokens of the vocabulary, 48 MLP columns, and that divide 4 key/value",
         ),
         (8, {}, "1, 2, 4; found 8"),
         (4, {"schedule": "star"}, "expected a schedule among sync, sequence, ring, domino, column, exact, auto, found 'star'"),

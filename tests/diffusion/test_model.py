@@ -116,7 +116,6 @@ def test_the_context_is_the_models_where_that_is_smaller(tmp_path: Path):
     ("settings", "said"),
     [
         ({"dtype": "float16"}, "expected dtype to be one of auto, float32, bfloat16, found 'float16'"),
-        ({"weights": "int8", "kernels": "xla"}, "8-bit weights need the CPU kernels: they are switched off"),
     ],
 )
 def test_settings_that_are_none_are_said_before_anything_is_read(settings: dict[str, Any], said: str):

@@ -233,7 +233,7 @@ def test_each_device_packs_its_own_heads_into_a_tpus_pages():
         ({"mesh": make_mesh({"dp": 2, "tp": 2})}, "expected a mesh of one axis, found 2: dp, tp"),
         (
             over(3),
-            "expected devices that divide 4 heads, 48 MLP columns, 40 tokens of the vocabulary, and that divide 2 key/value "
+            "expected devices that divide 4 heads, 40 tokens of the vocabulary, 48 MLP columns, and that divide 2 key/value "
             "heads or are a multiple of them: 1, 2, 4; found 3",
         ),
         (over(8), "1, 2, 4; found 8"),

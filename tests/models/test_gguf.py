@@ -172,7 +172,11 @@ def test_a_file_that_is_cut_off_is_refused_wherever_the_cut_is(tmp_path: Path):
 @pytest.mark.parametrize(
     ("fields", "arch", "said"),
     [
-        ({}, "gptneox", r"expected the architecture to be one of llama, phi3, qwen2, qwen3, smollm3, found 'gptneox'"),
+        (
+            {},
+            "gptneox",
+            r"expected the architecture to be one of llama, phi3, qwen2, qwen3, qwen3moe, smollm3, found 'gptneox'",
+        ),
         ({"llama.expert_count": 8}, "llama", r"expected llama\.expert_count to be absent or 0, found 8"),
         ({"llama.rope.scaling.type": "longrope"}, "llama", r"rope\.scaling\.type to be absent or none or .*, found 'longrope'"),
         ({}, "llama", r"num_hidden_layers must be a positive integer, found None"),

@@ -131,6 +131,7 @@ def test_rounds_that_find_nothing_are_measured_where_nothing_is_said_twice(lm: L
 def test_a_dispatch_is_what_rounds_do_not_explain():
     assert Run(10e-3, 5).dispatch(4e-3) == pytest.approx(2.5e-3)
     assert Run(10e-3, 5).beyond(2.5e-3).seconds == pytest.approx(7.5e-3)
+    assert Run(4e-3, 1).dispatch(4e-3) == 1e-9, "rows with room for a single round tell nothing"
     assert Run(10e-3, 5).dispatch(1e-3) == 1e-9, "a single round that was faster than the others explains it all"
     assert Run(10e-3, 5).beyond(9.9e-3).seconds == pytest.approx(2e-3)
 

@@ -37,6 +37,8 @@ REST_S = 0.002
 several times as long as one that follows at once, for threads sleep and caches forget."""
 LEAST_SHARE = 0.2
 """Of a run at least so much is taken to be its rounds; what else a dispatch takes is measured apart, and may be disturbed."""
+LEAST_DISPATCH_S = 1e-9
+"""Never none: costs are kept as times above 0."""
 DRAWN = Sampling(temperature=1.0, top_p=0.9, seed=0)
 """How rows that draw do so while they are measured."""
 IDLE_ROUNDS, IDLE_RUNS = 8, 5
@@ -125,8 +127,10 @@ class Run(NamedTuple):
 
     def dispatch(self, single: float) -> float:
         """Seconds that a dispatch takes besides its rounds, given one of a single round like these."""
-        more = (self.seconds - single) / (self.drafting + self.idle - 1)
-        return max(single - more, 1e-9)
+        others = self.drafting + self.idle - 1
+        if not others:  # rows have room for no second round, and nothing tells rounds from what is besides
+            return LEAST_DISPATCH_S
+        return max(single - (self.seconds - single) / others, LEAST_DISPATCH_S)
 
     def beyond(self, dispatch: float) -> "Run":
         """Its rounds alone, given what a dispatch takes besides."""
