@@ -36,7 +36,9 @@ def fp8_blocks(w: np.ndarray) -> ScaledMatrix:
 def few_bits(form: str, w: np.ndarray) -> ScaledMatrix:
     if form == "fp8 in blocks":
         return scaled.prepared(fp8_blocks(w), "fp8", "w")
-    return scaled.prepared(blocks.quantise(w, "q8_0") if form == "q8_0" else jnp.asarray(w), form, "w")  # type: ignore[arg-type]
+    if form == "q8_0":  # a file's blocks, whose bits stay
+        return scaled.prepared(blocks.quantise(w, "q8_0"), "int4", "w")
+    return scaled.prepared(jnp.asarray(w), form, "w")  # type: ignore[arg-type]
 
 
 FORMS_MADE = ("int8", "fp8", "int4", "q8_0", "fp8 in blocks")
