@@ -26,8 +26,8 @@ DENOISING = DiffusionEngineOptions(
     table=DiffusionTable(batches=(4,), positions=(256,), responses=(64,), blocks=(16,), buckets=()),
     defaults=Denoising(16, block_length=8),
 )
-TOGETHER = {"invalid_value", "context_length_exceeded"}
-"""Codes of what a JSON schema cannot say: fields that do not go together, prompts too long for the context.
+TOGETHER = {"invalid_value", "context_length_exceeded", "previous_response_not_found"}
+"""Codes of what a JSON schema cannot say: fields that do not go together, prompts too long, responses that are not kept.
 
 It does not say either whether a server was started with grammars; this one was not.
 """

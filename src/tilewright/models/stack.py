@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from tilewright.kernels.linear.blocks import PackedTable
+from tilewright.kernels.linear.scaled import Table
 from tilewright.kernels.operations import Norm, Operations, Projection
 from tilewright.models.config import Rotation
 from tilewright.models.layers import Rope
@@ -111,9 +111,7 @@ class SingleDevice:
     def reduce(self, x: Array) -> Array:
         return x
 
-    def embed(
-        self, ops: Operations, table: Float[Array, "V H"] | PackedTable, tokens: Int[Array, "B T"]
-    ) -> Float[Array, "B T H"]:
+    def embed(self, ops: Operations, table: Table, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
         return ops.gather_rows(table, tokens)
 
     def run(

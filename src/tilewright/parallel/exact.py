@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from tilewright.kernels.linear.scaled import ScaledMatrix
+from tilewright.kernels.linear.scaled import ScaledMatrix, Table
 from tilewright.kernels.operations import Heads, Joined, KeyValuePages, Norm, Operations, Transposed
 from tilewright.parallel.rings import Axis
 from tilewright.parallel.schedules import TensorParallel, run_layers
@@ -65,7 +65,7 @@ class Exact(TensorParallel):
     def reduce(self, x: Array) -> Array:
         return tree_sum(x, self.axis) if self.size > 1 else x
 
-    def embed(self, ops: Operations, table: Float[Array, "V H"], tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
+    def embed(self, ops: Operations, table: Table, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
         return super().embed(ops, table, tokens) if self.axis else ops.gather_rows(table, tokens)
 
     def run(

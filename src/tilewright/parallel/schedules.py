@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from tilewright.kernels.linear.scaled import Table
 from tilewright.kernels.operations import Norm, Operations
 from tilewright.parallel import rings
 from tilewright.parallel.turns import take_turns
@@ -37,7 +38,7 @@ class MicroBatches:
     def reduce(self, x: Array) -> Array:
         return x
 
-    def embed(self, ops: Operations, table: Float[Array, "V H"], tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
+    def embed(self, ops: Operations, table: Table, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
         return ops.gather_rows(table, tokens)
 
     def run(
@@ -101,10 +102,10 @@ class TensorParallel:
         """First index of this device's part of a dim whose parts have this size."""
         return jax.lax.axis_index(self.axis) * size
 
-    def embed(self, ops: Operations, table: Float[Array, "V H"], tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
+    def embed(self, ops: Operations, table: Table, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
         return self.reduce(self.own_rows(ops, table, tokens))
 
-    def own_rows(self, ops: Operations, table: Float[Array, "V H"], tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
+    def own_rows(self, ops: Operations, table: Table, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
         """The rows that are in this device's part of the table, and zeros for the others."""
         own = tokens - self.first(len(table))
         here = (own >= 0) & (own < len(table))
@@ -224,7 +225,7 @@ class CollectiveMatmul(Sequence):
 
     route: rings.Route = field(default_factory=rings.Route)
 
-    def embed(self, ops: Operations, table: Float[Array, "V H"], tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
+    def embed(self, ops: Operations, table: Table, tokens: Int[Array, "B T"]) -> Float[Array, "B T H"]:
         rows = self.own_rows(ops, table, tokens)
         return rings.all_reduce(rows.reshape(-1, rows.shape[-1]), self.axis, self.route).reshape(rows.shape)
 

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from tilewright.kernels.linear import blocks
-from tilewright.kernels.linear.blocks import BLOCK, FORMS, QuantisedMatrix, units_of
+from tilewright.kernels.linear.blocks import BLOCK, FORMS, PackedTable, QuantisedMatrix, units_of
 
 ScaledFormat = Literal["int8", "fp8", "int4"]
 """Formats that a matrix can be brought into."""
@@ -195,6 +195,10 @@ def of_blocks(held: QuantisedMatrix) -> ScaledMatrix:
     while len(found[0]) % 2 == 0 and all(np.array_equal(each[0::2], each[1::2]) for each in found):
         found = [each[0::2] for each in found]
     return ScaledMatrix(np.ascontiguousarray(values), *[cast(Any, narrowed(each)) for each in found])
+
+
+Table = Float[Array, "V H"] | PackedTable | ScaledMatrix
+"""An embedding as operations prepare it, whose rows are looked up."""
 
 
 def bytes_of_table(rows: int, width: int) -> int:
