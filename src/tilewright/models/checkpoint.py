@@ -53,7 +53,7 @@ log = logging.getLogger("tilewright.models")
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 GPTQ_CONFIG = "quantize_config.json"
-"""What AutoGPTQ wrote beside a `config.json` that says nothing of it."""
+"""AutoGPTQ's file on its quantisation, beside a `config.json` that says nothing of it."""
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MATRICES = ("matrix", "head", "experts")
 """Kinds of arrays whose bits may be kept."""
@@ -220,7 +220,7 @@ def _match(
 
 
 def stored_tensors(folder: Path, layout: WeightLayout | None) -> list[StoredTensor]:
-    """What a folder's files hold, matrices in several tensors and those of experts as one."""
+    """Tensors of a folder's files; a matrix in several tensors is one, and so are those of experts."""
     headers = read_headers(weight_files(folder))
     try:
         return stacked(headers if layout is None else gathered(headers, layout))

@@ -177,7 +177,7 @@ class PendingBlock:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DeltaState:
-    """What a layer with linear attention keeps of each row. It is that of an empty row at position 0, whatever it holds.
+    """State of each row in a layer with linear attention. At position 0 it is that of an empty row, whatever it holds.
 
     Attributes:
         state: float32 `[B, K, R, D, E]`.

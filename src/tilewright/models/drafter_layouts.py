@@ -23,7 +23,7 @@ SPECULATORS = {
 NON_CAUSAL = "sliding_window_non_causal"
 MUSE = ("MuseGlimmerAssistantModel", "DFlashMuseGlimmerAssistantModel")
 ALONGSIDE = ("verifier_lm_head.", "verifier_norm.", "rotary_emb.")
-"""What tensors begin with that a checkpoint holds for training alone, or that repeat its configuration."""
+"""Beginnings of the names of tensors that serve training alone, or that repeat the configuration."""
 
 
 def as_published(fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:

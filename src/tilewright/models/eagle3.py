@@ -37,7 +37,7 @@ BLOCK_SIZE = 8
 """The known token and the seven that the published drafters were trained to draft (EAGLE-3, training-time test)."""
 
 FAMILIES = {family.name: family for family in (LLAMA, QWEN3)}
-"""Those that a drafter's layer may be of."""
+"""Families that a drafter's layer may be of."""
 EAGLE_FIELDS: dict[str, object] = {
     "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
     "use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1, "parallel_draft_heads_num_layers": None,

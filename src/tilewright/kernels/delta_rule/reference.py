@@ -35,7 +35,7 @@ def delta_rule(
     beta: Float[Array, "B T K R"],
     state: Float32[Array, "B K R D E"],
 ) -> tuple[Float32[Array, "B T K R E"], Float32[Array, "B K R D E"]]:
-    """What the positions read, one after the other, and the state behind the last one.
+    """Reads of all positions, one after the other, and the state behind the last one.
 
     Args:
         q, k: of each key head, as they are: norms and scales are the caller's.

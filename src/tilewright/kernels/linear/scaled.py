@@ -66,7 +66,7 @@ class ScaledMatrix:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether an output has other than one scale of its own."""
+        """True if an output has other than one scale of its own."""
         return self.scales.shape != (1, self.shape[1])
 
     def dequantised(self, dtype: DTypeLike) -> Array:
