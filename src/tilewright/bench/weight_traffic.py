@@ -27,8 +27,9 @@ GROUP = 128
 FORMATS: dict[str, Weights] = {
     "bfloat16": "auto", "int8": "int8", "fp8": "fp8", "fp8 in blocks": "fp8", "int4": "int4", "int4 in groups": "int4",
 }  # fmt: skip
-"""Formats that are compared, and the bundle that computes with each: FP8 with a scale for each output or each block of 128 inputs, and 4
-bits as they are quantised at load, in blocks of 32 with a scale and a minimum, or as GPTQ has them without zero points."""
+"""Formats that are compared, and the bundle that computes with each: FP8 with a scale for each output or each block of 128
+inputs, and 4 bits as they are quantised at load, in blocks of 32 with a scale and a minimum, or as GPTQ has them
+without zero points."""
 
 
 def shaped(dtype: Any, *dims: int) -> jax.ShapeDtypeStruct:
