@@ -9,11 +9,11 @@ from typing import Any
 
 import jax
 
-from tilewright.parallel.sharding import GROUPED_AXES
 from tilewright.runtime.interfaces import Drafter
 from tilewright.runtime.layout import Layout, look_ahead
 from tilewright.runtime.memory import amount, free_bytes, held_bytes, step_bytes
 from tilewright.runtime.options import EngineOptions
+from tilewright.runtime.placement import part_of
 from tilewright.runtime.programs import allocate_caches, outside_pages
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.runtime.state import Target
@@ -81,10 +81,8 @@ def pages_within(budget: int, page_bytes: int, most: int) -> int:
 
 def state_bytes(target: Target, drafter: Drafter | None, layout: Layout, dtype: Any) -> int:
     """Bytes of all caches on each device."""
-    if target.mesh is not None:
-        kv_heads = target.config.num_kv_heads // target.mesh.shape[GROUPED_AXES[0]]
-        target = replace(target, mesh=None, config=replace(target.config, num_kv_heads=kv_heads))
-    state = jax.eval_shape(lambda: allocate_caches(target, layout, drafter, dtype))
+    part = part_of(target)
+    state = jax.eval_shape(lambda: allocate_caches(part, layout, drafter, dtype))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 

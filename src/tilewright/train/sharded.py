@@ -149,6 +149,8 @@ def training_mesh(axes: Mapping[str, int | None], config: DecoderConfig, devices
     """
     mesh = data_mesh(axes, devices)
     check_family(config)
+    if config.delta is not None:
+        raise ValueError("models with linear attention are not trained over several devices: expected no mesh")
     if config.mixture is not None:
         raise ValueError("models with experts are not trained over several devices: expected no mesh")
     if config.hidden_size % mesh.shape[DATA]:
