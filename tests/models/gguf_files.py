@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 
 from tilewright.models.decoder import DecoderConfig, config_to_hf
-from tilewright.models.layers import YarnScaling
+from tilewright.models.layers import LongRopeScaling, YarnScaling
 from tilewright.models.registry import FAMILIES
 
 NAMES = {
@@ -94,6 +94,11 @@ def write_gguf(
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(config.rope_scaling.factor)
         writer.add_rope_scaling_orig_ctx_len(config.rope_scaling.original_max_position_embeddings)
+    elif isinstance(scaling := config.rope_scaling, LongRopeScaling):
+        writer.add_rope_scaling_orig_ctx_len(scaling.original_max_position_embeddings)
+        writer.add_rope_scaling_attn_factors(scaling.attention_factor)
+        for name, factors in (("long", scaling.long_factor), ("short", scaling.short_factor)):
+            writer.add_tensor(f"rope_factors_{name}.weight", np.asarray(factors, np.float32))
     elif config.rope_scaling is not None:
         plain = np.asarray([config.rope_theta ** (-2 * i / config.head_dim) for i in range(config.head_dim // 2)])
         writer.add_tensor("rope_freqs.weight", (plain / np.asarray(config.rope_frequencies)).astype(np.float32))

@@ -302,7 +302,7 @@ def engine_of(
         return diffusion_engine(models, devices, denoising, capacity.slots, capacity.shared, console), None
     denoising.refuse()
     options = capacity.engine_options()
-    lm = models.load(console, devices)
+    lm = models.load(console, devices, capacity.context)
     engine = lm.engine(options)
     log.info(engine.sizes_line)
     if capacity.prefix_cache is None and not engine.prefix_cache:

@@ -44,6 +44,8 @@ EXPERT_NAMES = ("mlp.gate", *(f"mlp.experts.{part}_proj" for part in ("gate", "u
 """Of mixtures of experts, each the tensor of all experts: its name here has a `*` for an expert's number."""
 ROPE_FACTORS = "rope_freqs.weight"
 """What each frequency of the rotation is divided by: Llama 3's scaling, worked out."""
+LONG_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
+"""The same of LongRoPE's two sets."""
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The published values of that scaling, of which a file holds only what comes of them."""
 
@@ -235,8 +237,6 @@ class GGUFCheckpoint:
             if found not in supported:
                 expected = " or ".join(str(value) for value in supported if value is not None)
                 raise ValueError(f"{self.path}: expected {self.family.gguf}.{name} to be absent or {expected}, found {found!r}")
-        if any(name.startswith("rope_factors_") for name in self.tensors):
-            raise ValueError(f"{self.path}: rope_factors_long and rope_factors_short (LongRoPE) are not supported")
 
     @cached_property
     def end_ids(self) -> list[int]:
@@ -263,13 +263,15 @@ class GGUFCheckpoint:
         return scaling
 
     def rope_scaling(self, head_dim: int | None, theta: float) -> dict[str, Any] | None:
-        """Linear scaling; or Llama 3's, found again from the factors that the file holds in its place.
+        """Linear scaling; LongRoPE, whose factors are tensors; or Llama 3's, found again from the factors in its place.
 
         Raises:
             ValueError: they are not those of that scaling.
         """
         if self.field("rope.scaling.type") == "linear":
             return {"rope_type": "linear", "factor": self.field("rope.scaling.factor")}
+        if any(name in self.tensors for name in LONG_FACTORS.values()):
+            return self.longrope()
         if ROPE_FACTORS not in self.tensors:
             return None
         assert head_dim is not None, "checked with the sizes"
@@ -279,6 +281,20 @@ class GGUFCheckpoint:
         if factors.shape != plain.shape or not np.allclose(plain / scaled, factors, rtol=1e-4):
             raise ValueError(f"{self.path}: {ROPE_FACTORS} holds factors other than those of Llama 3's scaling")
         return dict(vars(scaling))
+
+    def longrope(self) -> dict[str, Any]:
+        """LongRoPE's scaling, of which files have the attention factor where it is other than 1."""
+        sets = {
+            field: np.asarray(self.tensors[name].data, np.float64).reshape(-1).tolist()
+            for field, name in LONG_FACTORS.items()
+            if name in self.tensors
+        }
+        return {
+            "rope_type": "longrope",
+            **sets,
+            "attention_factor": self.field("rope.scaling.attn_factor", 1.0),
+            "original_max_position_embeddings": self.field("rope.scaling.original_context_length"),
+        }
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
@@ -314,7 +330,8 @@ class GGUFCheckpoint:
         for name in self.tensors:
             stem, _, suffix = name.rpartition(".")
             found[f"{theirs[stem]}.{suffix}" if stem in theirs else name] = name
-        found.pop(ROPE_FACTORS, None)
+        for name in (ROPE_FACTORS, *LONG_FACTORS.values()):
+            found.pop(name, None)
         return found
 
     # What `safetensors.safe_open` offers of a file.
