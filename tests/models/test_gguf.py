@@ -23,7 +23,7 @@ from tilewright.models.decoder import DecoderConfig, config_to_hf, declare
 from tilewright.models.experts import Mixture
 from tilewright.models.gguf import GGUFSlice, open_gguf
 from tilewright.models.gguf_head import read_head
-from tilewright.models.layers import Llama3Scaling, LongRopeScaling, YarnScaling
+from tilewright.models.layers import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 from tilewright.models.params import initialise
 from tilewright.models.tokenizer import load_tokenizer
 
@@ -41,6 +41,15 @@ CONFIGS = {
     "qwen3_moe": DecoderConfig(family="qwen3_moe", rope_theta=1e6, mixture=Mixture(4, 2, 32), **SIZES),
     "yarn": DecoderConfig(
         family="qwen3", rope_scaling=YarnScaling(4.0, 64, YarnScaling.default_attention_factor(4.0)), **SIZES
+    ),
+    "gemma2": DecoderConfig(
+        family="gemma2", rope_theta=1e4, sliding_window=32, sliding_layers=(0,), attention_scale=16**-0.5, score_softcap=40.0,
+        logit_softcap=20.0, embedding_scale=8.0, tie_word_embeddings=True, **SIZES
+    ),
+    "gemma3": DecoderConfig(
+        family="gemma3_text", rope_theta=1e6, rope_scaling=LinearScaling(8.0), sliding_window=32,
+        sliding_layers=(0, 1, 2, 3, 4, 6), local_rope_theta=1e4, attention_scale=16**-0.5, embedding_scale=8.0,
+        tie_word_embeddings=True, **{**SIZES, "num_layers": 7}
     ),
     "longrope": DecoderConfig(
         family="phi3", rope_theta=1e4, partial_rotary_factor=0.75,
@@ -90,6 +99,8 @@ def make(folder: Path, config: DecoderConfig, kind: Kind = Kind.F32) -> tuple[Pa
         ("smollm3", Kind.F32),
         ("yarn", Kind.F32),
         ("longrope", Kind.F32),
+        ("gemma2", Kind.F32),
+        ("gemma3", Kind.Q8_0),
     ],
     ids=lambda each: each if isinstance(each, str) else each.name,
 )
@@ -107,7 +118,7 @@ def test_the_declared_context_says_how_longrope_rotates(tmp_path: Path):
         for one in (file, folder):
             target = tw.load(one, dtype="float32", context=context).target
             assert isinstance(target.rope_scaling, LongRopeScaling)
-            assert (target.rope_scaling.long, target.max_position_embeddings) == (long, context or 40960)
+            assert (target.rope_scaling.long, target.max_position_embeddings) == (long, context or 256)
 
 
 def test_tokens_are_those_of_the_folder(tmp_path: Path):
@@ -191,7 +202,7 @@ def test_a_file_that_is_cut_off_is_refused_wherever_the_cut_is(tmp_path: Path):
         (
             {},
             "gptneox",
-            r"expected the architecture to be one of llama, phi3, qwen2, qwen3, qwen3moe, smollm3, found 'gptneox'",
+            r"architecture to be one of gemma2, gemma3, llama, phi3, qwen2, qwen3, qwen3moe, smollm3, found 'gptneox'",
         ),
         ({"llama.expert_count": 8}, "llama", r"expected llama\.expert_count to be absent or 0, found 8"),
         ({"llama.rope.scaling.type": "longrope"}, "llama", r"rope\.scaling\.type to be absent or none or .*, found 'longrope'"),

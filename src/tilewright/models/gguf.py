@@ -35,6 +35,8 @@ LAYER_NAMES = (
     "mlp.down_proj",
     "input_layernorm",
     "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
 )
 """What Hugging Face calls the parts of a layer; llama.cpp's library knows its own names for them."""
 SEPARATE_NAMES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
@@ -50,12 +52,14 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 """The published values of that scaling, of which a file holds only what comes of them."""
 
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-END_TEXTS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
+END_TEXTS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>")
 """Control tokens that end an answer: a file names one, where `generation_config.json` lists all (Qwen3's two, say)."""
 SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
 }  # fmt: skip
 """Sampling defaults: llama.cpp's names under `general.sampling`, and those of `generation_config.json`."""
+SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
+"""Layers of the models of 27 billion weights, whose scores are scaled by the hidden size for each head; files do not say it."""
 PLAIN = ("F64", "F32", "F16", "BF16")
 """Types of tensors that are not quantised."""
 CONTROL = 3
@@ -128,8 +132,12 @@ def check_type(tensor: GGUFTensor, path: Path) -> None:
 class GGUFSlice:
     """One tensor in Hugging Face's layout, of which only what is asked for is read; the interface is that of safetensors."""
 
-    def __init__(self, tensor: GGUFTensor, rows: np.ndarray | None):
-        self.tensor, self.rows = tensor, rows
+    def __init__(self, tensor: GGUFTensor, rows: np.ndarray | None, offset: float = 0.0):
+        """Args:
+        rows: those of the file, in Hugging Face's order; None where it is the file's.
+        offset: what the file's numbers are more than Hugging Face's.
+        """
+        self.tensor, self.rows, self.offset = tensor, rows, np.float32(offset)
 
     def get_shape(self) -> list[int]:
         return [int(size) for size in reversed(self.tensor.shape)]
@@ -150,7 +158,8 @@ class GGUFSlice:
 
         rows, *columns = bounds
         data = self.tensor.data[rows] if self.rows is None else self.tensor.data[self.rows[rows]]
-        return np.asarray(dequantize(data, self.tensor.tensor_type), np.float32)[(slice(None), *columns)]
+        found = np.asarray(dequantize(data, self.tensor.tensor_type), np.float32)[(slice(None), *columns)]
+        return found - self.offset if self.offset else found
 
     @property
     def kept(self) -> str:
@@ -209,6 +218,7 @@ class GGUFCheckpoint:
             "partial_rotary_factor": rotated / head_dim if rotated and head_dim else None,
             "sliding_window": self.field("attention.sliding_window") or None,
             **self.mixture(),
+            **self.gemma(head_dim),
             "tie_word_embeddings": "output.weight" not in self.tensors,
             "eos_token_id": self.end_ids,
             "dtype": "float16" if any(t.tensor_type.name == "F16" for t in self.tensors.values()) else "bfloat16",
@@ -224,6 +234,20 @@ class GGUFCheckpoint:
             "moe_intermediate_size": self.field("expert_feed_forward_length"),
             "norm_topk_prob": self.field("expert_weights_norm", True),
         }
+
+    def gemma(self, head_dim: int | None) -> dict[str, Any]:
+        """Fields of Gemma, as far as the file has them: the family's defaults are llama.cpp's."""
+        if not self.family.post_norms:
+            return {}
+        heads, hidden = self.field("attention.head_count"), self.field("embedding_length")
+        wide = self.field("block_count") == SCALED_BY_WIDTH.get(str(self.family.gguf)) and heads and hidden
+        found = {
+            "query_pre_attn_scalar": hidden / heads if wide else head_dim,
+            "attn_logit_softcapping": self.field("attn_logit_softcapping"),
+            "final_logit_softcapping": self.field("final_logit_softcapping"),
+            "rope_local_base_freq": self.field("rope.freq_base_swa"),
+        }
+        return {name: value for name, value in found.items() if value is not None}
 
     def check_supported(self, head_dim: int | None) -> None:
         """Raises a `ValueError` that names what of the file changes the maths in a way that is not here."""
@@ -341,7 +365,7 @@ class GGUFCheckpoint:
 
     def get_slice(self, name: str) -> GGUFSlice:
         tensor = self.tensors[self.names[name]]
-        return GGUFSlice(tensor, self.row_order(name))
+        return GGUFSlice(tensor, self.row_order(name), self.family.norm_offset if name.endswith("norm.weight") else 0.0)
 
     def get_tensor(self, name: str) -> np.ndarray:
         part = self.get_slice(name)

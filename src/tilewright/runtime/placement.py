@@ -125,12 +125,11 @@ def placement_over(
 def check_family(config: DecoderConfig, schedule: str | None = None) -> None:
     """Raises a `ValueError` for a model whose layers no schedule, or not this one, divides."""
     family, windows = FAMILIES[config.family], any(config.windows)
-    if family.post_norms or family.activation != "silu":
-        raise ValueError(f"models of {family.name} run on one device: their halves are normed before they are added")
+    if (family.post_norms or family.output_bias) and schedule not in (None, SYNC):
+        why = "their halves are normed before they are added" if family.post_norms else "attention's sums have a bias"
+        raise ValueError(f"models of {family.name} run under the schedule {SYNC} alone, found {schedule!r}: {why}")
     if config.delta is not None and schedule not in (None, SYNC):
         raise ValueError(f"linear attention is divided under the schedule {SYNC} alone, found {schedule!r}")
-    if family.output_bias:
-        raise ValueError(f"models of {family.name} run on one device: biases of partial sums are not divided")
     if config.mixture is not None and schedule not in (None, SYNC):
         raise ValueError(f"experts are divided under the schedule {SYNC} alone, found {schedule!r}")
     if windows and schedule == "exact":
