@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 from jax import Array
 from jaxtyping import Int
@@ -19,8 +19,6 @@ from tilewright.models.layers import (
     rope_frequencies,
     rope_tables,
 )
-
-Config = TypeVar("Config", bound=Any)
 
 SCALINGS: dict[object, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")),
@@ -125,7 +123,7 @@ def scaling_fields(scaling: RopeScaling) -> dict[str, Any]:
     return {name: value for name, value in vars(scaling).items() if name != "long"}
 
 
-def within(config: Config, context: int | None) -> Config:
+def within(config: Any, context: int | None) -> Any:
     """A decoder's configuration for a context that is declared to be shorter, if that changes anything.
 
     It does with LongRoPE: the model then has that context, and rotates by the factors that go with it.
