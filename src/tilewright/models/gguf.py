@@ -254,7 +254,7 @@ class GGUFCheckpoint:
         for name, supported in (
             *([] if self.family.experts is not None else [("expert_count", (None, 0))]),
             ("attention.value_length", (None, head_dim)),
-            ("rope.scaling.type", (None, "none", "linear", "yarn")),
+            ("rope.scaling.type", (None, "none", "linear", "yarn", *(["longrope"] if self.has_longrope else []))),
             *([] if self.family.windows else [("attention.sliding_window", (None, 0))]),
         ):
             found = self.field(name)
@@ -294,7 +294,7 @@ class GGUFCheckpoint:
         """
         if self.field("rope.scaling.type") == "linear":
             return {"rope_type": "linear", "factor": self.field("rope.scaling.factor")}
-        if any(name in self.tensors for name in LONG_FACTORS.values()):
+        if self.has_longrope:
             return self.longrope()
         if ROPE_FACTORS not in self.tensors:
             return None
@@ -305,6 +305,11 @@ class GGUFCheckpoint:
         if factors.shape != plain.shape or not np.allclose(plain / scaled, factors, rtol=1e-4):
             raise ValueError(f"{self.path}: {ROPE_FACTORS} holds factors other than those of Llama 3's scaling")
         return dict(vars(scaling))
+
+    @property
+    def has_longrope(self) -> bool:
+        """True if it has factors of LongRoPE."""
+        return any(name in self.tensors for name in LONG_FACTORS.values())
 
     def longrope(self) -> dict[str, Any]:
         """LongRoPE's scaling, of which files have the attention factor where it is other than 1."""
