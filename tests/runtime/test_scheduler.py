@@ -147,6 +147,8 @@ class Simulation:
 
     def carry(self, chunks: Sequence[Chunk]) -> None:
         """Takes states through chunks: each begins anew, goes on, or begins with a snapshot, of what comes before it."""
+        if self.scheduler.prefix_cache and self.scheduler.snapshots is None:
+            return  # there are no states: nothing lies outside of pages
         for chunk in chunks:
             slot = chunk.running.slot
             before = self.states.get(slot, ()) if chunk.restored == UNMAPPED else self.copies[chunk.restored]

@@ -14,7 +14,7 @@ from tilewright.server.tools import HERMES, LLAMA3, CallForm, Tool, form_of, tol
 CHATML = """
 {%- for m in messages %}
 {{- '<|im_start|>' + ('user' if m.role == 'tool' else m.role) + '\\n' }}
-{%- if m.role == 'assistant' and m.reasoning_content and loop.last %}{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}
+{%- if m.reasoning_content and loop.last %}{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}
 {{- m.content }}
 {%- for call in m.tool_calls or [] %}CALL{% endfor %}
 {{- '<|im_end|>\\n' }}
@@ -64,7 +64,8 @@ TEMPLATES = {
     "mistral": """
 {%- if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
 {%- for m in messages %}
-{%- if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% elif m.tool_calls %}[TOOL_CALLS]{{ m.tool_calls | tojson }}{{ eos_token }}
+{%- if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% elif m.tool_calls %}
+{{- '[TOOL_CALLS]' + (m.tool_calls | tojson) + eos_token }}
 {%- elif m.role == 'assistant' %}{{ m.content + eos_token }}{% endif %}
 {%- endfor %}""",
     "phi4": """

@@ -277,9 +277,7 @@ class ModelOptions(TargetOptions):
         """The drafter that is meant: models that are named here have a default."""
         return AUTO if self.drafter is None and self.model in SPECULATING else self.drafter
 
-    def load(
-        self, console: Console, devices: DeviceOptions = DeviceOptions(), context: int | None = None
-    ) -> LanguageModel:
+    def load(self, console: Console, devices: DeviceOptions = DeviceOptions(), context: int | None = None) -> LanguageModel:
         options = DrafterOptions(self.block_size, self.draft_window, self.drafter_dtype)
         return self.load_with(self.drafter_name, options, console, devices, context)
 

@@ -261,9 +261,7 @@ class Scheduler:
         if not sequence.handle.preemptions:
             sequence.handle.cached_tokens = cached
         snapshot = self.snapshots.acquire(keys[-1]) if keys and self.snapshots is not None else UNMAPPED
-        return RunningSequence(
-            sequence, slot, rows, length - 1, cached, length - 1, held=held, stops=stops, snapshot=snapshot
-        )
+        return RunningSequence(sequence, slot, rows, length - 1, cached, length - 1, held=held, stops=stops, snapshot=snapshot)
 
     def prefix_of(self, sequence: TokenSequence) -> tuple[list[bytes], Sequence[int]]:
         """The keys of the pages that a sequence can share, and where its prefill stops for a snapshot.
