@@ -106,9 +106,8 @@ def test_every_family_with_windows_and_a_learnt_drafter(name: str, tokenizer: Pa
     ("name", "schedule"),
     [
         ("qwen3-window", "sync"),
-        ("gemma3-tied", "sync"),
         *(pytest.param("qwen3-window", each, marks=pytest.mark.slow) for each in ("ring", "domino")),
-        *(pytest.param(each, "sync", marks=pytest.mark.slow) for each in ("gemma2-tied", "gpt-oss")),
+        *(pytest.param(each, "sync", marks=pytest.mark.slow) for each in ("gemma2-tied", "gemma3-tied", "gpt-oss")),
     ],
 )
 def test_windows_over_two_devices(name: str, schedule: str, tokenizer: Path, tmp_path: Path):  # noqa: F811

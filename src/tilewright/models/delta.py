@@ -200,12 +200,12 @@ class DeltaState:
     Attributes:
         state: float32 `[B, K, R, D, E]`.
         before: the convolution's last inputs, `[B, W - 1, C]`.
-        pending: the block that was computed last, until it is settled.
+        pending: the `PendingBlock` that was computed last, until it is settled; else None.
     """
 
     state: Any
     before: Any
-    pending: PendingBlock | None = None
+    pending: Any = None
 
     @staticmethod
     def empty(sizes: DeltaSizes, rows: int, dtype: DTypeLike) -> "DeltaState":
