@@ -206,7 +206,7 @@ def test_training_is_refused():
         )
 
 
-ALIKE, RESTS, LATER = 97, (43, 43, 2, 3), 80
+ALIKE, RESTS, LATER = 97, (43, 43, 2, 3), 100
 """Tokens of prompts that begin alike, up to where they part; those behind, and of answers. States fade within a few tokens."""
 
 
@@ -219,7 +219,7 @@ def alike_requests(count: int) -> list[GenerateRequest]:
 
 def test_a_prompt_begins_with_a_snapshot_of_one_that_began_alike(hybrid: LanguageModel):
     """One after the other, then together with too few pages: tokens are those of plain decoding from an empty state."""
-    engine, requests = engine_of(hybrid, pages=20, state_snapshots=2), alike_requests(4)
+    engine, requests = engine_of(hybrid, pages=22, state_snapshots=2), alike_requests(4)
     want, rng = expected(hybrid, requests), np.random.default_rng(0)
     found = []
     for request, tokens in zip([*requests, requests[0]], [*want, want[0]], strict=True):
