@@ -172,7 +172,7 @@ def wide(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # 
 def test_several_devices_decode_what_one_does(devices: int, wide: Path):
     """Each has some of the heads, their states and their convolutions; with drafts and behind a snapshot, too."""
     one, several = (load(wide, "ngram", table=TABLE, block_size=4, **where) for where in ({}, {"mesh": over(devices)}))
-    requests, rng = alike_requests(3), np.random.default_rng(0)
+    requests, rng = alike_requests(3, new=16), np.random.default_rng(0)
     want, engine = expected(one, requests), engine_of(several)
     assert [drive(engine, [request], rng)[0][0].tokens for request in requests] == want
     assert engine.stats().prefix_hits == 96
@@ -210,11 +210,11 @@ ALIKE, RESTS, LATER = 97, (43, 43, 2, 3), 100
 """Tokens of prompts that begin alike, up to where they part; those behind, and of answers. States fade within a few tokens."""
 
 
-def alike_requests(count: int) -> list[GenerateRequest]:
+def alike_requests(count: int, new: int = LATER) -> list[GenerateRequest]:
     rng = np.random.default_rng(0)
     alike = rng.integers(3, 96, ALIKE).tolist()
     prompts = [[*alike, *rng.integers(3, 96, rest).tolist()] for rest in RESTS[:count]]
-    return [GenerateRequest(prompt, Sampling(LATER, ignore_eos=True)) for prompt in prompts]
+    return [GenerateRequest(prompt, Sampling(new, ignore_eos=True)) for prompt in prompts]
 
 
 def test_a_prompt_begins_with_a_snapshot_of_one_that_began_alike(hybrid: LanguageModel):
