@@ -49,7 +49,7 @@ def loaded(dtype: str) -> LanguageModel:
 
 
 def opened(lm: LanguageModel, context: int, prefix_cache: bool) -> Engine:
-    engine = lm.engine(EngineOptions(slots=1, context=context, prefix_cache=prefix_cache, state_snapshots=4))
+    engine = lm.engine(EngineOptions(slots=1, context=context, prefix_cache=prefix_cache, state_snapshots=4, guard="off"))
     engine.warm()
     engine.open()
     return engine

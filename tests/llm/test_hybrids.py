@@ -171,13 +171,13 @@ def wide(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # 
 @pytest.mark.parametrize("devices", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_several_devices_decode_what_one_does(devices: int, wide: Path):
     """Each has some of the heads, their states and their convolutions; with drafts and behind a snapshot, too."""
-    one, several = (load(wide, "ngram", table=TABLE, block_size=4, **where) for where in ({}, {"mesh": over(devices)}))
+    one, several = (load(wide, "ngram", table=TABLE, block_size=4, mesh=mesh) for mesh in (None, over(devices)))
     requests, rng = alike_requests(3, new=16), np.random.default_rng(0)
     want, engine = expected(one, requests), engine_of(several)
     assert [drive(engine, [request], rng)[0][0].tokens for request in requests] == want
     assert engine.stats().prefix_hits == 96
     assert [told.tokens for told in drive(engine, requests, rng)[0]] == want
-    held = engine.runner.state.target_cache[0]  # type: ignore[union-attr]
+    held: Any = engine.runner.state.target_cache[0]  # type: ignore[union-attr]
     for array, dim in ((held.state, 1), (held.before, 2), (several.model.models.target.layers[0].delta.log_rate, 0)):
         assert {shard.data.shape[dim] * devices for shard in array.addressable_shards} == {array.shape[dim]}
 

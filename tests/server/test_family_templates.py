@@ -81,7 +81,7 @@ TEMPLATES = {
 ASK = [{"role": "user", "content": "What is the weather?"}]
 OPEN, CLOSED = "<|im_start|>assistant\n<think>\n", "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 PLAIN = "<|im_start|>assistant\n"
-ENDS: dict[str, tuple[str, str, str]] = {
+ENDS: dict[str, tuple[str, ...]] = {
     "qwen3": (PLAIN, PLAIN, CLOSED),
     "qwen3-instruct": (PLAIN, PLAIN, PLAIN),
     "qwen3.5": (OPEN, OPEN, CLOSED),
