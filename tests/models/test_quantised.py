@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 from models.test_gguf import CONFIGS, SIZES, make
 from tilewright.kernels import native
 from tilewright.kernels.linear import blocks
+from tilewright.kernels.linear.scaled import ScaledMatrix
 from tilewright.kernels.select import operations
 from tilewright.llm.language_model import load
 from tilewright.models.checkpoint import INDEX, load_decoder, read_config, save_params
@@ -25,8 +26,8 @@ from tilewright.models.decoder import DecoderConfig, config_to_hf, declare
 from tilewright.models.delta import DeltaSizes
 from tilewright.models.mxfp4 import read_mxfp4
 from tilewright.models.params import initialise
-from tilewright.models.quantised import EightBits, quantised_layout
-from tilewright.models.stored import SafetensorsFile, gathered, read_headers
+from tilewright.models.quantised import EightBits, Scaled, quantised_layout
+from tilewright.models.stored import SafetensorsFile, gathered, in_order, read_headers
 
 GOLDENS = Path(__file__).parent.parent / "golden" / "quantised"
 NAMES = sorted(path.stem for path in GOLDENS.glob("*.safetensors"))
@@ -156,6 +157,17 @@ def test_bits_are_kept_where_outputs_stand_in_another_order(tmp_path: Path):
     np.testing.assert_array_equal(read[:64], wanted.layers[0].delta.qkv)
     stored = after["model.layers.0.linear_attn.in_proj_qkv.weight"].T
     np.testing.assert_array_equal(read[:64, 48:64], stored[:, 16:32])
+
+
+def test_floats_of_8_bits_in_another_order():
+    rng, order = np.random.default_rng(0), np.asarray([3, 0, 2])
+    values = rng.standard_normal((4, 8)).astype(ml_dtypes.float8_e4m3fn)
+    whole = Scaled(values, rng.random((2, 2)).astype(np.float32), (2, 4))
+    kept = whole.fp8()
+    assert kept is not None
+    found = in_order(kept, order)
+    assert isinstance(found, ScaledMatrix)
+    np.testing.assert_array_equal(found.dequantised(jnp.float32), whole.weights()[order].T)
 
 
 def quantise_folder(folder: Path, name: str) -> dict[str, np.ndarray]:
