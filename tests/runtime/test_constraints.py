@@ -1,74 +1,31 @@
 """Rows with a constraint get what plain decoding under the same masks gives, whatever is drafted and whoever is beside them."""
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxtyping import UInt32
 
 from llm.support import build, prompts
 from reference.dflash_numpy import random_pair
+from runtime.dance import EOS, VOCAB, Dance, with_automaton
 from runtime.support import Heard, check_empty, drive, expected, samplings
 from tilewright.bench.exact_plain import draw_scores, next_logits
 from tilewright.llm.language_model import LanguageModel
 from tilewright.runtime.constraints import ALL, ConstraintError, Drafted, allowed, fill_blocks, forced_first, words
-from tilewright.runtime.engine import Engine
+from tilewright.runtime.engine import Engine, fixed_rounds
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.request import GenerateRequest
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
 
-VOCAB, BLOCK, CAPACITY, PAGE = 40, 4, 96, 16
+BLOCK, CAPACITY, PAGE = 4, 96, 16
 TABLE = ShapeTable(batches=(4,), capacities=(CAPACITY,), chunks=(16,), widths=(2,))
-EOS = (39,)
 PAIR = random_pair(0, vocab_size=VOCAB, target_layers=2, drafter_layers=1, taps=[0], block_size=BLOCK, eos_token_id=EOS[0])
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
-
-
-class Dance:
-    """A row of tokens: each lies at most `reach` beyond the one before, in a circle; every fifth is forced.
-
-    Attributes:
-        least: tokens after which it may end.
-        breaks: after how many tokens it cannot go on; None for never.
-    """
-
-    def __init__(self, reach: int = 12, least: int = 6, breaks: int | None = None, seen: tuple[int, ...] = ()):
-        self.reach, self.least, self.breaks, self.seen = reach, least, breaks, seen
-
-    def begin(self) -> "Dance":
-        return Dance(self.reach, self.least, self.breaks)
-
-    def next(self) -> list[int]:
-        last = self.seen[-1] if self.seen else 0
-        if len(self.seen) % 5 == 4:
-            return [(last + 3) % VOCAB]
-        ends = EOS if len(self.seen) >= self.least else ()
-        return sorted({*((last + step) % VOCAB for step in range(1, self.reach)), *ends} - ({*EOS} - {*ends}))
-
-    def forced(self) -> list[int]:
-        return self.next() if len(self.seen) % 5 == 4 else []
-
-    def fill(self, drafts: Sequence[int], masks: UInt32[np.ndarray, "T W"]) -> int:
-        if self.breaks is not None and len(self.seen) >= self.breaks:
-            raise ConstraintError("it knows no further")
-        state = self
-        for slot in range(len(drafts) + 1):
-            bits = np.zeros(32 * masks.shape[1], np.uint8)
-            bits[state.next()] = 1
-            masks[slot] = np.packbits(bits, bitorder="little").view(np.uint32)
-            if slot == len(drafts) or drafts[slot] not in state.next() or drafts[slot] in EOS:
-                return slot
-            state = Dance(self.reach, self.least, None, (*state.seen, drafts[slot]))
-        raise AssertionError
-
-    def advance(self, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            assert token in self.next()
-            self.seen = (*self.seen, token)
 
 
 def plain(lm: LanguageModel, ask: GenerateRequest) -> list[int]:
@@ -143,7 +100,9 @@ def engine(lm: LanguageModel, warm: Engine) -> Iterator[Engine]:
     engine.stop()
 
 
-def requests(seed: int, count: int, constrained: Callable[[int], bool]) -> list[GenerateRequest]:
+def requests(
+    seed: int, count: int, constrained: Callable[[int], bool], dance: Callable[[int], Dance] = lambda _: Dance(least=20)
+) -> list[GenerateRequest]:
     rng = np.random.default_rng(seed)
     asked = prompts(seed, [int(n) for n in rng.integers(1, 40, count)], vocab=VOCAB)
     each = samplings(rng, count, 56)
@@ -151,27 +110,70 @@ def requests(seed: int, count: int, constrained: Callable[[int], bool]) -> list[
     def request(n: int) -> GenerateRequest:
         if not constrained(n):
             return GenerateRequest(asked[n], each[n])
-        return GenerateRequest(asked[n], replace(each[n], ignore_eos=False), constraint=Dance(least=20))
+        return GenerateRequest(asked[n], replace(each[n], ignore_eos=False), constraint=dance(n))
 
     return [request(n) for n in range(count)]
 
 
-def test_tokens_are_those_of_plain_decoding_under_the_same_masks(lm: LanguageModel, engine: Engine):
-    """In any company, with pages for a few only, so that some are computed anew. No program compiles."""
+@pytest.fixture(scope="module")
+def known() -> list[Dance]:
+    """Dances with an automaton each."""
+    return [with_automaton(20), with_automaton(20)]
+
+
+@pytest.fixture(scope="module")
+def wanted(lm: LanguageModel) -> list[list[int]]:
+    """The tokens of 16 requests, of which every other one has a constraint."""
     asks = requests(0, 16, lambda n: n % 2 == 0)
-    free = [n for n in range(len(asks)) if n % 2]
-    want = dict(zip(free, expected(lm, [asks[n] for n in free]), strict=True))
-    want |= {n: plain(lm, asks[n]) for n in range(0, len(asks), 2)}
+    found = [plain(lm, ask) if ask.constraint is not None else [] for ask in asks]
+    found[1::2] = expected(lm, asks[1::2])
+    return found
+
+
+@pytest.mark.parametrize("source", ["host", "device", "both"])
+def test_tokens_are_those_of_plain_decoding_under_the_same_masks(
+    engine: Engine, known: list[Dance], wanted: list[list[int]], source: str
+):
+    """In any company, with pages for a few only, so that some are computed anew. No program compiles."""
+    plainly = {"host": range(16), "device": (), "both": (2, 10)}[source]
+    asks = requests(0, 16, lambda n: n % 2 == 0, lambda n: Dance(least=20) if n in plainly else known[n // 2 % 2])
     engine.open()
     heard, handles = drive(engine, asks, np.random.default_rng(1))
     for n, each in enumerate(heard):
-        assert each.tokens == want[n], n
+        assert each.tokens == wanted[n], n
     stats = engine.stats()
     assert stats.preemptions > 0
-    assert 0 < stats.constrained_rounds < stats.rounds
+    assert stats.constrained_rounds + stats.automaton_rounds < stats.rounds
+    assert (stats.constrained_rounds > 0, stats.automaton_rounds > 0) == (source != "device", source != "host")
+    assert [handle.masks for handle in handles[1::2]] == [set()] * 8
+    found = {each for handle in handles for each in handle.masks}
+    assert found == ({"host", "device"} if source == "both" else {source})
     results = [handle.result for handle in handles[::2]]
     assert sum(sum(result.accepted) for result in results if result is not None) > 0, "what is forced is accepted, at least"
     assert {"eos", "length"} == {each.end for each in heard[::2]}
+    check_empty(engine)
+
+
+def test_rows_under_masks_of_the_device_run_many_rounds_to_a_dispatch(lm: LanguageModel, engine: Engine, known: list[Dance]):
+    engine.chooser = fixed_rounds(engine.runner, math.inf)
+    asks = [GenerateRequest([1, 2, 3], Sampling(40, temperature, seed=5), constraint=known[0]) for temperature in (0.0, 1.0)]
+    engine.open()
+    heard, _ = drive(engine, asks, np.random.default_rng(0))
+    assert [each.tokens for each in heard] == [plain(lm, ask) for ask in asks]
+    stats = engine.stats()
+    assert stats.automaton_rounds == stats.rounds > 3 * stats.dispatches
+    check_empty(engine)
+
+
+def test_stop_strings_end_rows_under_masks_of_the_device(lm: LanguageModel, engine: Engine, known: list[Dance]):
+    ask = GenerateRequest([1, 2, 3], Sampling(40), constraint=known[1])
+    whole = lm.tokenizer.decode(plain(lm, ask))
+    stop = whole[len(whole) // 2 :][:2]
+    engine.open()
+    heard, _ = drive(engine, [replace(ask, sampling=Sampling(40, stop=(stop,))), ask], np.random.default_rng(0))
+    assert heard[0].end == "stop"
+    assert heard[0].text == whole[: whole.find(stop)]
+    assert heard[1].tokens == plain(lm, ask)
     check_empty(engine)
 
 
@@ -189,14 +191,16 @@ def test_a_constraint_that_cannot_go_on_ends_its_request_alone(lm: LanguageModel
     check_empty(engine)
 
 
-def test_log_probabilities_are_of_the_tokens_that_may_come(lm: LanguageModel, engine: Engine):
+@pytest.mark.parametrize("source", ["host", "device"])
+def test_log_probabilities_are_of_the_tokens_that_may_come(lm: LanguageModel, engine: Engine, known: list[Dance], source: str):
     heard, prompt = Heard(), [1, 2, 3]
     engine.open()
-    engine.submit(GenerateRequest(prompt, Sampling(8), logprobs=20, constraint=Dance()), heard)
+    constraint = known[0] if source == "device" else Dance()
+    engine.submit(GenerateRequest(prompt, Sampling(8), logprobs=20, constraint=constraint), heard)
     while engine.step():
         pass
     engine.stop()
-    dance, before = Dance(), list(prompt)
+    dance, before = constraint.begin(), list(prompt)
     for token in (token for update in heard.updates for token in update.tokens):
         logits, may = next_logits(lm, before).astype(np.float64), dance.next()
         want = logits - np.log(np.sum(np.exp(logits[may])))

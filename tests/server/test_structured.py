@@ -1,6 +1,7 @@
 """Structured output and tools over the real engine and the demo's model, asked by the openai client."""
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +17,10 @@ from pydantic import BaseModel, create_model
 
 from server.conftest import Real, on_a_port
 from tilewright.grammar.grammar import Grammar
+from tilewright.grammar.matcher import Matcher
 from tilewright.llm.language_model import LanguageModel, load
 from tilewright.runtime.options import EngineOptions
+from tilewright.runtime.request import GenerateRequest, RequestOutput
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
 
@@ -90,12 +93,54 @@ def test_answers_are_those_of_plain_decoding_under_the_same_masks(real: Real, cl
         if n % 2:
             assert choice.text == plain[n // 2 % 2]
             assert choice.finish_reason == "stop"
-            assert answer.metrics["structured_outputs"] == {"masks": "host"}
+            assert answer.metrics["structured_outputs"] == {"masks": "device"}
             jsonschema.validate(json.loads(choice.text), SCHEMA)
         else:
             assert "structured_outputs" not in answer.metrics
             assert choice.text == found[n % 4].choices[0].text
-    assert real.engine.stats().constrained_rounds > 0
+    assert real.engine.stats().automaton_rounds > 0
+
+
+GRAMMARS = (
+    Grammar.json_schema(SCHEMA),
+    Grammar.choice(["first of all", "first", 'a "second"']),
+    Grammar.regex("(do|don't)( not){0,3} [a-f]+\\."),
+)
+
+
+def answered(real: Real, ask: GenerateRequest) -> tuple[list[int], set[str]]:
+    """The tokens of a request, and where its masks came from."""
+    ended, tokens = threading.Event(), list[int]()
+
+    def listen(update: RequestOutput) -> None:
+        tokens.extend(token.token for token in update.tokens)
+        if update.end is not None:
+            ended.set()
+
+    handle = real.engine.submit(ask, listen)
+    assert ended.wait(60)
+    return tokens, {*handle.masks}
+
+
+@pytest.mark.parametrize("number", range(len(GRAMMARS)))
+def test_masks_of_the_device_give_the_answers_of_the_hosts(lm: LanguageModel, real: Real, number: int):
+    """Behind thoughts, too, which end in the middle of blocks."""
+    found, prompt = lm.constrain(GRAMMARS[number]), lm.encode(PROMPT)
+    host, mark = Matcher(found.matcher, found.eos), lm.encode("\n")[0]
+    for temperature, one, other, bias in (
+        (0.0, found, host, ()),
+        (1.0, found, host, ()),
+        (1.0, found.after_thought(mark), host.after_thought(mark), ((mark, 4.0),)),
+    ):
+        sampling = Sampling(80, temperature, seed=number, logit_bias=bias)
+        asks = [GenerateRequest(prompt, sampling, constraint=each) for each in (one, other)]
+        (tokens, device), (want, source) = (answered(real, ask) for ask in asks)
+        assert tokens == want
+        assert (device, source) == ({"device"}, {"host"})
+    at = tokens.index(mark)
+    assert at > 0, "it thought"
+    state = found.begin()
+    state.advance([token for token in tokens[at + 1 :] if token not in lm.target.eos_token_ids])
 
 
 def a_schema(rng: np.random.Generator, depth: int = 0) -> dict[str, Any]:

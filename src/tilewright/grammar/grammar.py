@@ -18,11 +18,11 @@ class Grammar:
     """Grammar that a text must follow. Made by the functions below, which say what is wrong with what they are given.
 
     Attributes:
-        kind: what `text` is: a JSON schema, a regular expression of Rust's (without look-around and back-references), or a
-            grammar in llguidance's kind of Lark.
+        kind: what `text` is: a JSON schema, a regular expression of Rust's (without look-around and back-references), a
+            list of texts in JSON to choose from, or a grammar in llguidance's kind of Lark.
     """
 
-    kind: Literal["json_schema", "regex", "lark"]
+    kind: Literal["json_schema", "regex", "choice", "lark"]
     text: str
 
     def __post_init__(self) -> None:
@@ -56,7 +56,7 @@ class Grammar:
         """One of several texts."""
         if isinstance(texts, str) or not 0 < len(texts) <= MOST_CHOICES or not all(texts):
             raise ValueError(f"expected 1 to {MOST_CHOICES} texts to choose from, none of them empty, found {texts!r:.100}")
-        return Grammar("lark", "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts))
+        return Grammar("choice", json.dumps(list(texts), ensure_ascii=False))
 
     @staticmethod
     def lark(text: str) -> "Grammar":

@@ -18,9 +18,13 @@ from jaxtyping import UInt32
 from tokenizers import Tokenizer
 
 from tilewright.grammar.grammar import Grammar
+from tilewright.grammar.regular import NotRegular
+from tilewright.grammar.thinking import AfterThought
+from tilewright.grammar.token_automaton import AUTOMATON_S, Vocabulary, automaton_of
 from tilewright.grammar.trial import Trial
 from tilewright.grammar.worker import CompilerSettings, compiled, made_tokenizer
-from tilewright.runtime.constraints import Constraint, ConstraintError
+from tilewright.runtime.automata import Automaton, AutomatonState
+from tilewright.runtime.constraints import ConstraintError
 
 KEPT = 32
 """Compiled grammars that are kept, for requests that bring the same again."""
@@ -52,16 +56,17 @@ class Compiler:
             raise ValueError("grammars are matched by llguidance: pip install 'tilewright[grammar]'")
         if not eos:
             raise ValueError("expected a model that names a token which ends a text, found one that names none")
-        setting = CompilerSettings(tokenizer.to_str(), vocab, list(eos), TRIAL_BYTES)
+        self.setting = CompilerSettings(tokenizer.to_str(), vocab, list(eos), TRIAL_BYTES)
         try:
-            self.tokenizer = made_tokenizer(setting)
+            self.tokenizer = made_tokenizer(self.setting)
         except Exception as error:  # the library raises nothing more specific
             raise ValueError(f"llguidance does not read this tokenizer: {error}") from error
         self.eos = tuple(eos)
-        self.trial = Trial(setting)
+        self.trial = Trial(self.setting)
+        self.vocabulary: Vocabulary | None = None
         self.kept, self.lock = OrderedDict[Grammar, Matcher](), threading.Lock()
 
-    def compile(self, grammar: Grammar, seconds: float | None = None) -> Constraint:
+    def compile(self, grammar: Grammar, seconds: float | None = None) -> "Matcher":
         """A grammar as a constraint.
 
         Args:
@@ -78,17 +83,26 @@ class Compiler:
         matcher, why = (None, why) if why else compiled(self.tokenizer, grammar.kind, grammar.text)
         if why:
             raise ValueError(refusal(grammar, why))
-        found = Matcher(matcher, self.eos)
+        found = Matcher(matcher, self.eos, self.automaton(grammar) if seconds is None else self.trial.automaton(grammar))
         with self.lock:
             self.kept[grammar] = found
             if len(self.kept) > KEPT:
                 self.kept.popitem(last=False)
         return found
 
+    def automaton(self, grammar: Grammar) -> Automaton | None:
+        """A grammar's automaton, made here; None if it has none."""
+        with self.lock:
+            self.vocabulary = self.vocabulary or Vocabulary.of(self.tokenizer, self.setting.vocab, self.eos)
+        try:
+            return automaton_of(self.tokenizer, self.vocabulary, grammar.kind, grammar.text, AUTOMATON_S)
+        except NotRegular:
+            return None
+
 
 def refusal(grammar: Grammar, why: str) -> str:
     """Reason why a grammar is refused, in the matcher's words, and in a schema where it is that it means."""
-    named = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "grammar"}[grammar.kind]
+    named = {"json_schema": "JSON schema", "regex": "regular expression", "choice": "choice", "lark": "grammar"}[grammar.kind]
     if "NoExtension" in why:
         why = "no text satisfies it"
     elif why.startswith("panic"):
@@ -114,27 +128,42 @@ def places_of(schema: Any, where: str = "") -> Iterator[tuple[str, str]]:
 
 
 class Matcher:
-    """A compiled grammar."""
+    """A compiled grammar, with its automaton if it has one."""
 
-    def __init__(self, matcher: Any, eos: Sequence[int]):
-        self.matcher, self.eos = matcher, eos
+    def __init__(self, matcher: Any, eos: Sequence[int], automaton: Automaton | None = None):
+        self.matcher, self.eos, self.automaton = matcher, eos, automaton
+        self.thoughts: dict[int, AfterThought] = {}
+
+    def after_thought(self, mark: int) -> AfterThought:
+        """The constraint that begins behind a token: one for all who ask, so that its automaton is on the device once."""
+        if mark not in self.thoughts:
+            self.thoughts.setdefault(mark, AfterThought(self, self.automaton, mark, self.eos))
+        return self.thoughts[mark]
 
     def begin(self) -> "Matching":
-        return Matching(self.matcher.deep_copy(), self.eos)
+        stands = None if self.automaton is None else AutomatonState(self.automaton, 0)
+        return Matching(self.matcher.deep_copy(), self.eos, stands)
 
 
 class Matching:
-    """State of one text in a grammar; see `runtime.constraints.ConstraintState`."""
+    """State of one text in a grammar; see `runtime.constraints.ConstraintState`.
 
-    def __init__(self, matcher: Any, eos: Sequence[int]):
-        self.matcher, self.eos = matcher, eos
+    Attributes:
+        behind: tokens that the matcher has not taken in yet: where an automaton says what may come, nobody asks it.
+    """
+
+    def __init__(self, matcher: Any, eos: Sequence[int], automaton: AutomatonState | None = None):
+        self.matcher, self.eos, self.automaton = matcher, eos, automaton
+        self.behind: list[int] = []
 
     def forced(self) -> list[int]:
+        self.catch_up()
         return [] if self.matcher.is_stopped() else self.matcher.compute_ff_tokens()
 
     def fill(self, drafts: Sequence[int], masks: UInt32[np.ndarray, "T W"]) -> int:
         from llguidance.numpy import fill_next_token_bitmask
 
+        self.catch_up()
         rows, matcher, allowed = masks.view(np.int32), self.matcher, 0
         fill_next_token_bitmask(matcher, rows, 0)
         for draft in drafts:
@@ -149,8 +178,18 @@ class Matching:
         return allowed
 
     def advance(self, tokens: Sequence[int]) -> None:
-        self.matcher.consume_tokens(list(tokens))
-        self.check()
+        self.behind += tokens
+        if self.automaton is None:
+            self.catch_up()
+        else:
+            self.automaton = self.automaton.advance(tokens)
+
+    def catch_up(self) -> None:
+        """Has the matcher take in what it has not."""
+        if self.behind:
+            self.matcher.consume_tokens(self.behind)
+            self.behind = []
+            self.check()
 
     def check(self) -> None:
         if self.matcher.is_error():

@@ -8,10 +8,15 @@ import threading
 import weakref
 
 from tilewright.grammar.grammar import Grammar
+from tilewright.grammar.token_automaton import AUTOMATON_S, read_automaton
 from tilewright.grammar.worker import CompilerSettings
+from tilewright.runtime.automata import Automaton
 
 STARTS_WITHIN_S = 60.0
 """Seconds that the process may take to begin: it reads a tokenizer, on a machine that may be busy."""
+
+AUTOMATON_WITHIN_S = 5 * AUTOMATON_S
+"""Seconds after which an automaton is given up; its process does so by itself before, unless it hangs or begins."""
 
 
 class Trial:
@@ -30,8 +35,15 @@ class Trial:
         """
         with self.lock:
             process = self.process if self.process is not None and self.process.poll() is None else self.started()
-            answer = self.answer(process, json.dumps([grammar.kind, grammar.text]), seconds)
+            answer = self.answer(process, json.dumps(["refusal", grammar.kind, grammar.text]), seconds)
         return f"compiling it takes longer than {seconds:g} s, or too much memory" if answer is None else json.loads(answer)
+
+    def automaton(self, grammar: Grammar) -> Automaton | None:
+        """The automaton of a grammar that is not refused; None if it has none, or if making it takes too much."""
+        with self.lock:
+            process = self.process if self.process is not None and self.process.poll() is None else self.started()
+            answer = self.answer(process, json.dumps(["automaton", grammar.kind, grammar.text]), AUTOMATON_WITHIN_S)
+        return None if answer is None else read_automaton(json.loads(answer))
 
     def started(self) -> "subprocess.Popen[str]":
         """A process that has compiled something."""
@@ -39,7 +51,7 @@ class Trial:
         command = [sys.executable, "-m", "tilewright.grammar.worker"]
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
         self.process, self.end = process, weakref.finalize(self, ended, process)
-        first = f"{json.dumps(self.setting)}\n{json.dumps(['regex', 'a'])}"
+        first = f"{json.dumps(self.setting)}\n{json.dumps(['refusal', 'regex', 'a'])}"
         if self.answer(process, first, STARTS_WITHIN_S) is None:
             raise RuntimeError("the process that tries grammars does not start")
         return process

@@ -1,7 +1,8 @@
 """A process that compiles grammars on trial, so that one that takes too long or too much is ended with it.
 
-It imports llguidance alone. The first line of its input is a `CompilerSettings`, each further one a grammar as (kind, text). It
-answers each with a line: why the grammar cannot be used, in the matcher's words, or nothing. All of it is JSON.
+The first line of its input is a `CompilerSettings`, each further one what is asked of a grammar, as (asked, kind, text). It
+answers each with a line: to "refusal" why the grammar cannot be used, in the matcher's words, or nothing; to "automaton" the
+grammar's, as `token_automaton.automaton_text` writes it. All of it is JSON. JAX is not imported.
 """
 
 import json
@@ -40,19 +41,29 @@ def made_tokenizer(setting: CompilerSettings) -> Any:
 
 def compiled(tokenizer: Any, kind: str, text: str) -> tuple[Any, str]:
     """The matcher of a grammar, and why it cannot be used, or nothing."""
+    try:
+        matcher = matcher_of(tokenizer, kind, text)
+    except ValueError as error:
+        return None, str(error)
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # what nothing satisfies may show only now
+    return matcher, matcher.get_error() or "; ".join(matcher.get_grammar_warnings())
+
+
+def matcher_of(tokenizer: Any, kind: str, text: str) -> Any:
+    """The matcher of a grammar, which may be in error. Raises a `ValueError` for what is none."""
     from llguidance import LLMatcher, LLParserLimits
 
     make = {"regex": LLMatcher.grammar_from_regex, "lark": LLMatcher.grammar_from_lark}
     make["json_schema"] = lambda text: LLMatcher.grammar_from_json_schema(text, defaults=ON_ONE_LINE)
-    try:
-        source = make[kind](text)
-    except ValueError as error:
-        return None, str(error)
+    make["choice"] = lambda text: LLMatcher.grammar_from_lark(lark_of_choice(json.loads(text)))
     limits = LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
-    matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
-    if not matcher.is_error():
-        matcher.compute_bitmask()  # what nothing satisfies may show only now
-    return matcher, matcher.get_error() or "; ".join(matcher.get_grammar_warnings())
+    return LLMatcher(tokenizer, make[kind](text), log_level=0, limits=limits)
+
+
+def lark_of_choice(texts: list[str]) -> str:
+    """One of several texts, as a Lark grammar."""
+    return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
 
 
 def bound_memory(most_bytes: int) -> None:
@@ -70,8 +81,17 @@ def main() -> None:
     setting = CompilerSettings(*json.loads(sys.stdin.readline()))
     tokenizer = made_tokenizer(setting)
     bound_memory(setting.most_bytes)
+    vocabulary = None
     for line in sys.stdin:
-        print(json.dumps(compiled(tokenizer, *json.loads(line))[1]), flush=True)
+        asked, kind, text = json.loads(line)
+        if asked == "refusal":
+            answer = compiled(tokenizer, kind, text)[1]
+        else:
+            from tilewright.grammar.token_automaton import Vocabulary, automaton_text
+
+            vocabulary = vocabulary or Vocabulary.of(tokenizer, setting.vocab, setting.eos)
+            answer = automaton_text(tokenizer, vocabulary, kind, text)
+        print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

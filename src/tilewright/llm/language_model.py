@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from tilewright.compiled.machine import takes_loops
 from tilewright.compiled.store import warm
 from tilewright.grammar.grammar import Grammar
-from tilewright.grammar.matcher import Compiler
+from tilewright.grammar.matcher import Compiler, Matcher
 from tilewright.kernels.operations import is_batch_invariant
 from tilewright.kernels.select import Kernels, Weights, operations
 from tilewright.llm.embeddings import embeddings
@@ -260,7 +260,7 @@ class LanguageModel:
         # Of several threads that come here at once, all go on with the first one's.
         return self.programs.setdefault(kept, Programs(model.target, model.models, model.dtype, drafter, table, layout))
 
-    def constrain(self, grammar: Grammar, seconds: float | None = None) -> Constraint:
+    def constrain(self, grammar: Grammar, seconds: float | None = None) -> Matcher:
         """A grammar over this model's tokens, for requests to an engine; safe to call from any thread.
 
         Args:

@@ -1,26 +1,26 @@
 """Constraints: which tokens may come next in a row, as a source of masks says that the runtime knows by these protocols alone.
 
-A mask has a bit for each token of the vocabulary: token v is bit `v % 32` of word `v // 32`, 1 where it may come. Masks are
-applied to the target's logits before anything else is, so that what is drawn is what plain decoding under the same masks draws.
-The mask behind a draft depends on the draft. So the host must know a block's drafts before it is verified: a dispatch is one
-round where a row has a constraint, in which the block comes from the host and the drafts behind what it commits go back to it.
+Masks (`automata.py` has their form) are applied to the target's logits before anything else is, so that what is drawn is what
+plain decoding under the same masks draws. The mask behind a draft depends on the draft. Where every row's constraint has an
+automaton, the device makes masks by itself (`automaton_table.py`). Else the host must know a block's drafts before it is
+verified: a dispatch is one round then, in which the block comes from the host and the drafts behind what it commits go back.
 
 A state takes in what was committed, and nothing else: what was drafted is never part of it, so that nothing is rolled back, and
 a row that gives its pages up goes on from the state that it has.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Float, UInt32
 
-WORD = 32
-"""Bits in a word of a mask."""
-ALL = np.uint32(0xFFFFFFFF)
-"""A word of a mask that allows all of its tokens."""
+from tilewright.runtime.automata import ALL, WORD, AutomatonState, words
+
+MaskSource = Literal["none", "host", "device"]
+"""Where the masks of a round come from: there are none, the host makes them, or the device does."""
 
 
 class ConstraintError(Exception):
@@ -36,6 +36,11 @@ class ConstraintError(Exception):
 @runtime_checkable
 class ConstraintState(Protocol):
     """State of a row in its constraint."""
+
+    @property
+    def automaton(self) -> AutomatonState | None:
+        """Where it stands in the constraint's automaton; None for a constraint that has none, from its beginning to its end."""
+        ...
 
     def forced(self) -> list[int]:
         """Tokens of the text that has to come next, whatever the model says; it may have them in other tokens. Often none."""
@@ -91,11 +96,6 @@ class Drafted(NamedTuple):
 
     state: ConstraintState | None
     drafts: Sequence[int]
-
-
-def words(vocab: int) -> int:
-    """Words in a mask."""
-    return -(-vocab // WORD)
 
 
 def fill_blocks(batch: Sequence[Drafted], rows: int, width: int, vocab: int) -> Blocks:

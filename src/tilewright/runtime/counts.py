@@ -12,7 +12,8 @@ def count_rounds(counted: EngineStats, sent: SentRounds, infos: StepInfo) -> Non
     rounds, ran, drafted = len(infos.committed), infos.committed > 0, infos.drafted > 0
     counted.dispatches += 1
     counted.rounds += rounds
-    counted.constrained_rounds += rounds if sent.constrained else 0
+    counted.constrained_rounds += rounds if sent.masks == "host" else 0
+    counted.automaton_rounds += rounds if sent.masks == "device" else 0
     counted.row_rounds += int(ran.sum())
     counted.padding_rows += rounds * sent.rows - int(ran.sum())
     counted.drafts += int(drafted.sum())

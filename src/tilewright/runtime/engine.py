@@ -9,7 +9,7 @@ device, and what was committed behind a stop string is dropped.
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -18,8 +18,9 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from tilewright.models.tokenizer import StreamDecoder
+from tilewright.runtime.automaton_table import places
 from tilewright.runtime.collect import NotFinite, collect_rounds
-from tilewright.runtime.constraints import ConstraintError
+from tilewright.runtime.constraints import ConstraintError, MaskSource
 from tilewright.runtime.counts import count_rounds
 from tilewright.runtime.groups import PageGroup
 from tilewright.runtime.interfaces import Choice, RoundChooser
@@ -34,7 +35,7 @@ from tilewright.runtime.programs import STEPS_PER_DISPATCH, Programs, held_dtype
 from tilewright.runtime.request import GenerateRequest, Listener, RequestHandle, RequestOutput
 from tilewright.runtime.runner import ModelRunner, SentRounds
 from tilewright.runtime.sampling import SamplingMode, check_vocabulary
-from tilewright.runtime.scheduler import Chunk, Scheduler, TokenSequence
+from tilewright.runtime.scheduler import Chunk, RunningSequence, Scheduler, TokenSequence
 from tilewright.runtime.service import NOT_COMPUTED, Service
 from tilewright.runtime.sizes import engine_sizes, sizes_line
 from tilewright.runtime.snapshots import Snapshots
@@ -63,9 +64,11 @@ class Engine(Service):
 
     Attributes:
         prefix_cache: whether full pages are kept for later requests that begin alike.
+        last_masks: where those of the rounds came from that were sent last.
     """
 
     options: EngineOptions
+    last_masks: MaskSource = "none"
 
     def __init__(
         self, model: Model, options: EngineOptions = EngineOptions(), chooses: Chooses = fixed_rounds,
@@ -227,7 +230,21 @@ class Engine(Service):
 
     @property
     def reads_first(self) -> bool:
-        return self.scheduler.constrained
+        # Behind a round of the host's masks, the host alone knows where a row stands.
+        return "host" in (self.last_masks, self.masks_of(self.scheduler.runnable()))
+
+    def masks_of(self, batch: Sequence[RunningSequence]) -> MaskSource:
+        """Where the masks of rounds of a batch come from."""
+        return self.mask_source(running.sequence for running in batch)
+
+    def mask_source(self, sequences: Iterable[TokenSequence]) -> MaskSource:
+        """Where the masks of rounds of these come from: from the device if every constraint has an automaton there."""
+        constraints = [sequence.constraint for sequence in sequences if sequence.constraint is not None]
+        if not constraints:
+            return "none"
+        automata = {None if each is None else each.automaton for each in (one.automaton for one in constraints)}
+        few = len(automata) <= places(self.programs.layout.batch)
+        return "device" if None not in automata and few and "device" in self.programs.mask_sources else "host"
 
     def send(self) -> bool:
         """Sends rounds for all that are ready for them."""
@@ -235,30 +252,38 @@ class Engine(Service):
 
     def plan(self, most: int = STEPS_PER_DISPATCH) -> tuple[Choice | None, int]:
         """The kind of the next rounds, and how many of them, for those that are ready."""
-        if self.scheduler.constrained:
-            return self.programs.constrained_choice, 1
         batch = self.scheduler.runnable()
+        masks, choice = self.masks_of(batch), self.programs.constrained_choice
+        if masks == "host":
+            return choice, 1
+        if masks == "device":
+            return choice, self.chooser.under_masks(self.programs.rows_for(len(batch)), choice, most, self.scheduler.hurried)
         left = max(running.sequence.processor.end - running.sequence.length for running in batch)
         return self.chooser.next(self.programs.rows_for(len(batch)), most, self.scheduler.hurried, left)
 
     def send_rounds(self, choice: Choice | None, rounds: int) -> bool:
         """Sends up to so many rounds of a kind for all that are ready. Returns False if nobody is."""
-        width = (self.programs.constrained_width if self.scheduler.constrained else self.programs.width)(choice)
-        batch, rounds = self.scheduler.make_room(self.scheduler.runnable(), rounds, width)
+        batch = self.scheduler.runnable()
+        width = (self.programs.width if self.masks_of(batch) == "none" else self.programs.constrained_width)(choice)
+        batch, rounds = self.scheduler.make_room(batch, rounds, width)
         if not batch:
             return False
         reach = max(self.scheduler.reach(running, rounds, width) for running in batch)
         try:
-            if any(running.sequence.constraint is not None for running in batch):
-                sent = self.runner.constrained_round(batch, choice, reach)
-            else:
-                sent = self.runner.rounds(batch, choice, rounds, reach)
+            match self.masks_of(batch):
+                case "host":
+                    sent = self.runner.constrained_round(batch, choice, reach)
+                case "device":
+                    sent = self.runner.automaton_rounds(batch, choice, rounds, reach)
+                case "none":
+                    sent = self.runner.rounds(batch, choice, rounds, reach)
         except ConstraintError as error:
             sequence = batch[error.row].sequence
             self.scheduler.remove(sequence)
             self.end(sequence, "error", str(error))
             return self.send_rounds(choice, rounds)
         self.flight.append(sent)
+        self.last_masks = sent.masks
         self.scheduler.on_dispatched(batch, sent.rounds, sent.width)
         return True
 
@@ -302,6 +327,8 @@ class Engine(Service):
             running.drafts = proposed[row]
             committed = int(infos.committed[:, row].sum())
             self.scheduler.on_completed(running, sent.rounds, sent.width, committed, drafter)
+            if running.sequence.constraint is not None:
+                running.sequence.handle.masks.add(sent.masks)
             if committed and running.sequence.processor.finish_reason is None and running.sequence.handle.result is None:
                 try:
                     update = collect_rounds(running.sequence, infos, row, sent.choice, self.eos_token_ids)

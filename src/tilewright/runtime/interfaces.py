@@ -196,6 +196,10 @@ class RoundChooser(Protocol):
         """
         ...
 
+    def under_masks(self, rows: int, choice: Choice | None, most: int, hurried: bool) -> int:
+        """How many rounds of a kind, under masks that the device makes, a dispatch runs; arguments as of `next`."""
+        ...
+
     def observe(
         self,
         sent: "SentRounds",

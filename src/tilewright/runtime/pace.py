@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from tilewright.runtime.constraints import MaskSource
 from tilewright.runtime.interfaces import Choice
 from tilewright.runtime.runner import SentRounds
 from tilewright.runtime.scheduler import TokenSequence
@@ -24,7 +25,12 @@ few rounds, and those beside which a host was at work, tell little of what more 
 
 def kind_of(sent: SentRounds) -> tuple[Hashable, ...]:
     """Key by which rounds are timed."""
-    return (sent.rows, sent.choice, "constrained") if sent.constrained else (sent.rows, sent.choice)
+    return rounds_kind(sent.rows, sent.choice, sent.masks)
+
+
+def rounds_kind(rows: int, choice: Choice | None, masks: MaskSource = "none") -> tuple[Hashable, ...]:
+    """Key by which rounds of so many rows are timed."""
+    return (rows, choice) if masks == "none" else (rows, choice, masks)
 
 
 class Pace:
@@ -55,6 +61,10 @@ class Pace:
             return FIRST_ROUNDS
         wanted = self.dispatch_s / (IN_HURRY if hurry else 1)
         return int(np.clip(wanted / seconds, 1, self.longest))
+
+    def under_masks(self, rows: int, choice: Choice | None, most: int, hurried: bool) -> int:
+        """Number of rounds that a dispatch under masks of the device's runs; arguments as of `next`."""
+        return min(most, self.most(self.seconds.get(rounds_kind(rows, choice, "device")), hurried))
 
     def time(self, kind: Hashable, rounds: int, sent: float, alone: bool, began: float, ended: float) -> float | None:
         """Takes in a dispatch of so many rounds that was read. Returns how long it took, if that is known.

@@ -6,7 +6,7 @@ device: what a drafter knows, and the state of the rows. Each device samples and
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 import jax
@@ -204,6 +204,11 @@ def compile_step(
     places = {"in_shardings": on(target.mesh, given), "out_shardings": on(target.mesh, (held, WHOLE))}
     lowered = jax.jit(wraps(run)(inside), donate_argnums=1, **places).lower(models, state, *inputs)
     return compile_over(target.mesh, lowered, target.compiler_options)
+
+
+def on_devices(mesh: Mesh | None) -> Callable[[Any], jax.Array]:
+    """The function that gives every device of a mesh the whole of an array; without one, the default device."""
+    return partial(jax.device_put, device=None if mesh is None else NamedSharding(mesh, WHOLE))
 
 
 def on(mesh: Mesh, specs: Any) -> Any:

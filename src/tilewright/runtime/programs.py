@@ -22,13 +22,15 @@ from tilewright.compiled.store import Store
 from tilewright.kernels.operations import is_batch_invariant
 from tilewright.models.delta import DeltaState
 from tilewright.parallel.sharding import GROUPED_AXES
+from tilewright.runtime.automata import words
+from tilewright.runtime.automaton_table import AutomatonRows, AutomatonTable, row_shapes, starting, table_shapes
 from tilewright.runtime.cache import KVCache, Ring
-from tilewright.runtime.constraints import Blocks, words
+from tilewright.runtime.constraints import Blocks, MaskSource
 from tilewright.runtime.interfaces import Choice, Drafter, Variant
 from tilewright.runtime.layout import Layout, kept, restored, rows_of, with_rows
 from tilewright.runtime.placement import compile_allocate, compile_step
 from tilewright.runtime.prefill import prefill
-from tilewright.runtime.rounds import HostDrafts, constrained_round, step_of
+from tilewright.runtime.rounds import HostDrafts, automaton_round, constrained_round, step_of
 from tilewright.runtime.sampling import Sampling, SamplingMode, row_sampling
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.runtime.state import DecodeState, Models, Reports, Target, run_steps
@@ -67,7 +69,7 @@ class ProgramKey:
         chunk: the most tokens of a prefill.
         choice: what rounds do, where there are several kinds.
         sampling: what rows may ask for; of a prefill "logprobs" or "greedy", for it draws nothing.
-        constrained: a single round, of the host's drafts under its masks; see `constraints.py`.
+        masks: of rounds; with the host's it is a single one, of the host's drafts; see `constraints.py`.
     """
 
     name: Literal["allocate", "prefill", "rounds"]
@@ -76,7 +78,7 @@ class ProgramKey:
     chunk: int = 0
     choice: Choice | None = None
     sampling: SamplingMode = "greedy"
-    constrained: bool = False
+    masks: MaskSource = "none"
 
 
 class Programs(Store[ProgramKey]):
@@ -143,14 +145,19 @@ class Programs(Store[ProgramKey]):
 
     def declared(self, sampling: SamplingMode = "logprobs", constraints: bool = False) -> Iterator[ProgramKey]:
         """All programs that may be needed where rows ask for no more than this, and some have `constraints`."""
-        return program_keys(self.table, self.choices, sampling, constraints)
+        return program_keys(self.table, self.choices, sampling, self.mask_sources if constraints else ())
+
+    @property
+    def mask_sources(self) -> tuple[MaskSource, ...]:
+        """Where masks may come from. A device without loops runs a round at a time, and takes the host's."""
+        return ("host", "device") if self.target.loops else ("host",)
 
     def round_key(
-        self, choice: Choice | None, rows: int, positions: int, sampling: SamplingMode = "logprobs", constrained: bool = False
+        self, choice: Choice | None, rows: int, positions: int, sampling: SamplingMode = "logprobs", masks: MaskSource = "none"
     ) -> ProgramKey:
         """The program of rounds of a kind over so many rows that look at so many positions."""
         positions = next(each for each in self.table.capacities if each >= positions)
-        return ProgramKey("rounds", rows, positions, choice=choice, sampling=sampling, constrained=constrained)
+        return ProgramKey("rounds", rows, positions, choice=choice, sampling=sampling, masks=masks)
 
     def compile(self, key: ProgramKey) -> jax.stages.Compiled:
         allocate = partial(allocate_caches, layout=self.layout, drafter=self.drafter, dtype=self.dtype)
@@ -164,7 +171,8 @@ class Programs(Store[ProgramKey]):
         """The program to compile, as `f(models, state, *inputs) -> (state, result)`, and its inputs."""
         if key.name == "prefill":
             return self.prefill(key)
-        return self.constrained_rounds(key) if key.constrained else self.rounds(key)
+        kinds = {"none": self.rounds, "host": self.constrained_rounds, "device": self.automaton_rounds}
+        return kinds[key.masks](key)
 
     def params_for(self, key: ProgramKey) -> Models:
         """The parameters that a program reads."""
@@ -239,6 +247,28 @@ class Programs(Store[ProgramKey]):
         limit = (jax.ShapeDtypeStruct((), jnp.int32),) if target.loops else ()
         return run_rounds, (*self.round_inputs(key), *limit)
 
+    def automaton_rounds(self, key: ProgramKey) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """`f(models, state, slots [n], table [G, n, M], running [n], automata, rows, limit)`: as `rounds`, under masks.
+
+        `automata` has the automata of these rows, and `rows` says which each has, and where it stands.
+        """
+        target = replace(self.target, sampling=key.sampling)
+        turn, width = self.constrained_turn(key.choice), self.constrained_width(key.choice)
+        vocab = target.config.vocab_size if target.reports_logprobs else None
+
+        def run_rounds(
+            models: Models, state: DecodeState, slots: Array, table: Array, running: Array, automata: AutomatonTable,
+            rows: AutomatonRows, limit: Array,
+        ) -> tuple[DecodeState, Reports]:  # fmt: skip
+            some, close = self.opened(key, turn, target, models, state, slots, table, running)
+            some = replace(some, automaton=starting(rows, some.automaton))
+            step = partial(automaton_round, turn, automata, rows, target)
+            some, reports = run_steps(step, models, some, limit, STEPS_PER_DISPATCH, width, vocab)
+            return close(some), reports
+
+        automata = table_shapes(self.layout.batch, target.config.vocab_size)
+        return run_rounds, (*self.round_inputs(key), automata, row_shapes(key.rows), jax.ShapeDtypeStruct((), jnp.int32))
+
     def constrained_rounds(self, key: ProgramKey) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`f(models, state, slots [n], table [G, n, M], running [n], given)`: one round of some slots; `rounds` runs several.
 
@@ -298,20 +328,21 @@ def constrained_choice(choices: Sequence[Choice | None]) -> Choice | None:
 
 
 def program_keys(
-    table: ShapeTable, choices: Sequence[Choice | None], sampling: SamplingMode = "logprobs", constraints: bool = False
-) -> Iterator[ProgramKey]:
+    table: ShapeTable, choices: Sequence[Choice | None], sampling: SamplingMode = "logprobs",
+    masks: Sequence[MaskSource] = (),
+) -> Iterator[ProgramKey]:  # fmt: skip
     """All programs that serve a table with rounds of these kinds, for rows that ask for no more than this.
 
     Args:
-        constraints: whether rows may have a constraint.
+        masks: where those of rows with a constraint may come from; of nowhere if no row may have one.
     """
     yield ProgramKey("allocate")
     for rows, chunk in dict.fromkeys([*((1, chunk) for chunk in table.chunks), table.together]):
         yield prefill_key(rows, chunk, sampling)
     for positions, rows in product(table.capacities, table.batches):
         yield from (ProgramKey("rounds", rows, positions, choice=choice, sampling=sampling) for choice in choices)
-        if constraints:
-            yield ProgramKey("rounds", rows, positions, choice=constrained_choice(choices), sampling=sampling, constrained=True)
+        choice = constrained_choice(choices)
+        yield from (ProgramKey("rounds", rows, positions, choice=choice, sampling=sampling, masks=each) for each in masks)
 
 
 def prefill_key(rows: int, chunk: int, sampling: SamplingMode) -> ProgramKey:
@@ -351,6 +382,7 @@ def empty_state(layout: Layout, target_cache: Any, draft_cache: Any) -> DecodeSt
         target_cache=target_cache,
         draft_cache=draft_cache,
         adapter=np.zeros_like(rows),
+        automaton=rows.copy(),
     )
 
 

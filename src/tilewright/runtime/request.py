@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from tilewright.runtime.constraints import Constraint
+from tilewright.runtime.constraints import Constraint, MaskSource
 from tilewright.runtime.logprobs import MOST_ALTERNATIVES
 from tilewright.runtime.output import Result
 from tilewright.runtime.pooling import Pooling
@@ -181,6 +181,7 @@ class RequestHandle:
         cached_tokens: of the prompt, how many were found in the prefix cache.
         preemptions: how often it gave its pages to an older one and was computed anew.
         steps: that it took, of a model that commits many tokens over and over.
+        masks: where those of its rounds came from, if it has a constraint.
         given_up: nobody waits for it any more; the engine ends it before the next dispatch.
     """
 
@@ -190,6 +191,7 @@ class RequestHandle:
     cached_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
+    masks: set[MaskSource] = field(default_factory=set)
     given_up: bool = False
     result: Result | None = None
     """All that came of it, once it has ended: tokens, text, acceptance lengths, drafts run and accepted, widths chosen."""
@@ -210,6 +212,7 @@ class EngineStats:
         ended: how many ended, for each reason.
         dispatches, rounds: of decoding; a round is counted once for all its rows.
         constrained_rounds: those of them that ran under masks made on the host, for the sake of one row or more.
+        automaton_rounds: those that ran under masks made on the device.
         row_rounds, padding_rows: rows that rounds ran for requests, and beside them to fill a shape.
         prefill_tokens, prefill_padding: positions that prefill computed, and beside them to fill a chunk.
         drafts: rounds of a row in which something was drafted.
@@ -238,6 +241,7 @@ class EngineStats:
     dispatches: int = 0
     rounds: int = 0
     constrained_rounds: int = 0
+    automaton_rounds: int = 0
     row_rounds: int = 0
     padding_rows: int = 0
     prefill_tokens: int = 0

@@ -8,7 +8,7 @@ rule, p(draft).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from tilewright.runtime.automaton_table import AutomatonRows, AutomatonTable, advance_committed, follow
 from tilewright.runtime.constraints import Blocks
 from tilewright.runtime.interfaces import OneKind, Proposal, Variant
 from tilewright.runtime.layout import Layout
@@ -86,7 +87,7 @@ def verify_and_extend(
 
 @dataclass(frozen=True)
 class HostDrafts(OneKind):
-    """Stands in for a drafter where there is none, in rounds whose drafts are the host's alone: text that has to come.
+    """Stands in for a drafter where there is none, in rounds under masks: all that is drafted is text that has to come.
 
     Attributes:
         may_be_idle: False for a compiler that takes no branches.
@@ -105,8 +106,8 @@ class HostDrafts(OneKind):
         return ()
 
     def propose(self, target: Target, models: Models, state: DecodeState) -> Proposal:
-        block = jnp.zeros((state.known.shape[0], self.block_size), jnp.int32)
-        return Proposal(block, jnp.zeros_like(state.known))
+        rest = jnp.zeros((state.known.shape[0], self.block_size - 1), jnp.int32)
+        return Proposal(jnp.concatenate([known_token(state), rest], axis=1), jnp.zeros_like(state.known))
 
     def extend(
         self, target: Target, models: Models, state: DecodeState, taps: tuple[Array, ...], start: Array, stop: Array
@@ -125,6 +126,19 @@ def constrained_round(
     state, info = run_block(drafter, target, models, state, proposal, jnp.asarray(given.masks))
     block, drafts = drafter.propose(target, models, state)
     return state, info, jnp.concatenate([drafts[:, None], block[:, 1:]], axis=1)
+
+
+def automaton_round(
+    drafter: Variant, table: AutomatonTable, rows: AutomatonRows, target: Target, models: Models, state: DecodeState
+) -> tuple[DecodeState, StepInfo]:
+    """One round under the masks of the rows' automata, which go on with what it commits."""
+    drafted = drafter.propose(target, models, state)
+    followed = follow(table, rows.place, state.automaton, drafted.block[:, 1:], drafted.drafts)
+    proposal = Proposal(jnp.concatenate([drafted.block[:, :1], followed.drafts], axis=1), followed.counts)
+    masks = table.of(rows.place, followed.states)
+    after, info = run_block(drafter, target, models, state, proposal, masks)
+    states = advance_committed(table, rows.place, followed.states, info.tokens, info.committed)
+    return replace(after, automaton=states), info
 
 
 def step_of(drafter: Variant | None, target: Target) -> Step:

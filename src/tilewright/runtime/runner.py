@@ -8,8 +8,10 @@ import jax
 import numpy as np
 
 from tilewright.kernels.operations import UNMAPPED
-from tilewright.runtime.constraints import Drafted, fill_blocks
+from tilewright.runtime.automaton_table import AutomatonRows, AutomatonTables
+from tilewright.runtime.constraints import Drafted, MaskSource, fill_blocks
 from tilewright.runtime.interfaces import Choice
+from tilewright.runtime.placement import on_devices
 from tilewright.runtime.programs import (
     ProgramKey,
     Programs,
@@ -35,7 +37,7 @@ class SentRounds(NamedTuple):
         reports: what came of them, once the device is there.
         at: when they were sent, by `time.perf_counter()`.
         alone: nothing but rounds was sent since the rounds before.
-        constrained: it is one round under masks.
+        masks: where those of the rounds came from; of the host's it is one round.
     """
 
     batch: Sequence[RunningSequence]
@@ -46,7 +48,7 @@ class SentRounds(NamedTuple):
     reports: Reports
     at: float
     alone: bool
-    constrained: bool = False
+    masks: MaskSource = "none"
 
     @property
     def wants_logprobs(self) -> bool:
@@ -61,6 +63,7 @@ class ModelRunner:
         sampling: what rows may ask for.
         state: the slots and the pool; None before `reset`.
         sent: what was sent since the last rounds.
+        automata: of rows with a constraint; None before there was one.
     """
 
     def __init__(self, programs: Programs, sampling: SamplingMode = "logprobs"):
@@ -68,6 +71,7 @@ class ModelRunner:
         self.sampling: SamplingMode = sampling
         self.state: DecodeState | None = None
         self.sent: list[str] = []
+        self.automata: AutomatonTables | None = None
         self.called: dict[ProgramKey, tuple[Callable[..., Any], Models]] = {}
 
     @property
@@ -82,7 +86,7 @@ class ModelRunner:
 
     def free(self) -> None:
         """Gives the device's memory back."""
-        self.state = None
+        self.state = self.automata = None
 
     def run(self, key: ProgramKey, *inputs: Any) -> Any:
         if key not in self.called:
@@ -170,11 +174,32 @@ class ModelRunner:
             ConstraintError: a row's constraint cannot say what may come.
         """
         programs, rows = self.programs, self.programs.rows_for(len(batch))
-        key = programs.round_key(choice, rows, positions, self.sampling, constrained=True)
+        key = programs.round_key(choice, rows, positions, self.sampling, masks="host")
         drafted = [Drafted(running.sequence.constraint, running.drafts) for running in batch]
         width, vocab = programs.constrained_width(choice), programs.target.config.vocab_size
         given, at = fill_blocks(drafted, rows, width, vocab), time.perf_counter()
+        for running in batch:
+            running.automaton_sent = False
         return self.sending(batch, key, 1, self.run(key, *self.round_inputs(batch, key), given), at)
+
+    def automaton_rounds(
+        self, batch: Sequence[RunningSequence], choice: Choice | None, rounds: int, positions: int
+    ) -> SentRounds:
+        """Runs up to so many rounds under masks that the device makes; every constraint among the rows has an automaton."""
+        programs, rows = self.programs, self.programs.rows_for(len(batch))
+        key = programs.round_key(choice, rows, positions, self.sampling, masks="device")
+        if self.automata is None:
+            target = programs.target
+            self.automata = AutomatonTables(programs.layout.batch, target.config.vocab_size, on_devices(target.mesh))
+        at = time.perf_counter()
+        given = AutomatonRows(*(np.zeros(rows, dtype) for dtype in (np.int32, np.int32, bool)))
+        stands = [None if each is None else each.automaton for each in (running.sequence.constraint for running in batch)]
+        table, given.place[: len(batch)] = self.automata.placed([None if each is None else each.automaton for each in stands])
+        for row, (running, each) in enumerate(zip(batch, stands, strict=True)):
+            given.state[row], given.known[row] = 0 if each is None else each.state, not running.automaton_sent
+            running.automaton_sent = True
+        reports = self.run(key, *self.round_inputs(batch, key), table, given, np.int32(rounds))
+        return self.sending(batch, key, rounds, reports, at)
 
     def round_inputs(self, batch: Sequence[RunningSequence], key: ProgramKey) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The first arguments of the programs of rounds: slots, their pages, and which of them are running."""
@@ -186,8 +211,8 @@ class ModelRunner:
     ) -> SentRounds:
         """Rounds that were sent at a time. What the host reads of their reports begins to come."""
         alone, self.sent = self.sent == ["rounds"], []
-        width = (self.programs.constrained_width if key.constrained else self.programs.width)(key.choice)
-        sent = SentRounds(batch, key.rows, key.choice, rounds, width, reports, at, alone, key.constrained)
+        width = (self.programs.width if key.masks == "none" else self.programs.constrained_width)(key.choice)
+        sent = SentRounds(batch, key.rows, key.choice, rounds, width, reports, at, alone, key.masks)
         for each in jax.tree.leaves(reports if sent.wants_logprobs else reports._replace(logprobs=None)):
             if isinstance(each, jax.Array):
                 each.copy_to_host_async()

@@ -114,7 +114,8 @@ class RunningSequence:
         prompt: positions that prefill computes: all before the known one, and of a request for an embedding that one, too.
         begun: whether a chunk was sent; the first one, which may have no position at all, also puts the sequence into its slot.
         held: how many positions each of the drafter's contexts holds that may fall behind.
-        drafts: behind its last committed token, where the host knows them: after a round under masks.
+        drafts: behind its last committed token, where the host knows them: after a round under masks of its own.
+        automaton_sent: the device knows the state of its constraint's automaton; else the host has to say.
         steps: taken since something was handed out, of a model that commits many tokens over and over.
         stops: positions before `prompt` at which a chunk ends, for a snapshot of its states.
         snapshot: that its states are still to begin with; `UNMAPPED` for none.
@@ -131,6 +132,7 @@ class RunningSequence:
     most: int = 0
     held: dict[str, int] = field(default_factory=dict)
     drafts: Sequence[int] = ()
+    automaton_sent: bool = False
     steps: int = 0
     stops: Sequence[int] = ()
     snapshot: int = UNMAPPED
@@ -358,11 +360,6 @@ class Scheduler:
     def runnable(self) -> list[RunningSequence]:
         """Those that rounds can run for, the oldest first."""
         return [running for running in self.running if running.prefilled and not running.ending]
-
-    @property
-    def constrained(self) -> bool:
-        """True if rounds that can run have a row with a constraint: they are sent one by one, under masks."""
-        return any(running.sequence.constraint is not None for running in self.runnable())
 
     @property
     def hurried(self) -> bool:

@@ -115,6 +115,8 @@ class DecodeState:
         target_cache: one for each layer; layers with linear attention have a `DeltaState`.
         draft_cache: the drafter's context; empty where nothing drafts.
         adapter: int32 `[B]`, the number of each row's low-rank adapter, 0 for none; None for none in any row.
+        automaton: int32 `[B]`, the state that rounds left each row's automaton in; see `automaton_table.py`. None where no
+            rounds ask for it.
     """
 
     tokens: Any
@@ -126,6 +128,7 @@ class DecodeState:
     target_cache: tuple[CausalCache | DeltaState, ...]
     draft_cache: Any
     adapter: Any = None
+    automaton: Any = None
 
 
 class Verified(NamedTuple):

@@ -51,9 +51,10 @@ class DenoisingSteps(Answer):
 
 
 class Masks(Answer):
-    """The way in which an answer was kept to its grammar: by masks that the host made, for each round anew."""
+    """The way in which an answer was kept to its grammar: by masks that the host made, for each round anew, by masks that the
+    device made in its loop, or by both, one after the other; "none" where no round of it ran."""
 
-    masks: Literal["host"]
+    masks: Literal["host", "device", "both", "none"]
 
 
 class Metrics(Answer):

@@ -46,6 +46,10 @@ COUNTERS = {
     "vllm:spec_decode_num_draft_tokens": ("Draft tokens.", lambda f: f.drafted),
     "vllm:spec_decode_num_accepted_tokens": ("Accepted draft tokens.", lambda f: f.accepted),
     "tilewright_dispatches": ("Dispatches of rounds.", lambda f: f.dispatches),
+    "tilewright_automaton_rounds": (
+        "Rounds under masks made on the device, for requests with a grammar.",
+        lambda f: f.automaton_rounds,
+    ),
     "tilewright_constrained_rounds": (
         "Rounds under masks made on the host, for a request with a grammar.",
         lambda f: f.constrained_rounds,

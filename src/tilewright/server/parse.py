@@ -10,6 +10,8 @@ import jinja2
 from tilewright.diffusion.engine import DiffusionEngine
 from tilewright.diffusion.request import DenoisingRequest
 from tilewright.grammar.grammar import Grammar
+from tilewright.grammar.matcher import Matcher
+from tilewright.grammar.thinking import end_of_thought
 from tilewright.models.chat import ChatTemplate
 from tilewright.models.tokenizer import encode
 from tilewright.runtime.constraints import Constraint
@@ -30,7 +32,7 @@ COMPLETION_TOKENS = 16
 """Tokens of a completion if the request does not say, as at OpenAI; a chat takes what is left of the context."""
 CHARACTERS_A_TOKEN = 4
 """About; for counting requests that are not tokenised yet."""
-Constrain = Callable[[Grammar], Constraint]
+Constrain = Callable[[Grammar], Matcher]
 NOT_INSTALLED = "it was started without the grammar extra, or with --no-structured-output"
 CERTAINLY = 16
 """Characters for each position of the context. A longer text is judged by so much of it: if this has twice as many tokens as
@@ -249,7 +251,8 @@ def parse_request(
                     asked = replace(asked, skip_special_tokens=False)
                 each = [seeded(asked, choice) for choice in range(choices)]
                 lora = body.model if body.model in engine.adapters else None
-                requests += [GenerateRequest(prompt.tokens, one, *how, constraint=constraint, lora=lora) for one in each]
+                own = None if constraint is None else behind_thought(constraint, body, engine, prompt.tokens)
+                requests += [GenerateRequest(prompt.tokens, one, *how, constraint=own, lora=lora) for one in each]
         for request in requests[::choices]:
             engine.check(request)
     except ValueError as error:
@@ -258,6 +261,13 @@ def parse_request(
         prompts, choices, requests, echo, body.max_tokens != 0, logprobs, body.prompt_logprobs, bool(body.return_token_ids),
         constraint is not None, tools,
     )  # fmt: skip
+
+
+def behind_thought(constraint: Matcher, body: GenerationBody, engine: Service, prompt: Sequence[int]) -> Constraint:
+    """The constraint of an answer, which begins behind its thought where the prompt, or who asks, has the model think first."""
+    asked = isinstance(body, ChatBody) and (body.chat_template_kwargs or {}).get("enable_thinking") is True
+    mark = end_of_thought(engine.tokenizer, prompt, asked)
+    return constraint if mark is None else constraint.after_thought(mark)
 
 
 def tools_of(body: GenerationBody, template: ChatTemplate | None) -> ToolUse | None:
@@ -275,7 +285,7 @@ def asks_grammar(body: GenerationBody) -> bool:
     )
 
 
-def constraint_of(body: GenerationBody, tools: ToolUse | None, constrain: Constrain | None) -> Constraint | None:
+def constraint_of(body: GenerationBody, tools: ToolUse | None, constrain: Constrain | None) -> Matcher | None:
     """Constraint that a body puts on its answers, over the model's tokens.
 
     Raises:

@@ -153,7 +153,7 @@ class Renderer(ABC):
         """Of a single choice that has ended; how masks came about whatever the choices."""
         found = self.speculation()
         if self.parsed.constrained:
-            found.structured_outputs = Masks(masks="host")
+            found.structured_outputs = masks_of(self.handles)
         return found
 
     def speculation(self) -> Metrics:
@@ -327,6 +327,12 @@ class ChatRenderer(ChunkRenderer):
 
     def logprobs(self, tokens: Sequence[Token]) -> ChatLogprobs | None:
         return None if self.parsed.logprobs is None else chat_logprobs(self.served.texts, self.with_logprobs(tokens))
+
+
+def masks_of(handles: Sequence[RequestHandle]) -> Masks:
+    """Where the masks of answers' rounds came from."""
+    found = sorted({each for handle in handles for each in handle.masks})
+    return Masks.model_validate({"masks": "both" if len(found) > 1 else next(iter(found), "none")})
 
 
 def rounds_of(update: RequestOutput) -> Iterator[ShownRound]:

@@ -69,7 +69,7 @@ class Pacer(Pace):
     ) -> None:
         rounds = len(infos.committed)
         seconds = self.time(kind_of(sent), rounds, sent.at, sent.alone, began, ended)
-        if sent.choice is not None and rounds and not sent.constrained:
+        if sent.choice is not None and rounds and sent.masks == "none":
             self.policy(sent.rows).observe(sent.choice, infos.drafted, infos.accepted, infos.committed > 0, seconds)
         self.observe_ngrams(sent.rows, sequences, heard)
 
@@ -173,7 +173,7 @@ class CallPacer(Pacer):
         ended: float,
     ) -> None:
         """Takes in a dispatch that was waited for as soon as it was sent."""
-        if sent.choice is not None and len(infos.committed) and not sent.constrained:
+        if sent.choice is not None and len(infos.committed) and sent.masks == "none":
             seconds = agreed_seconds(self.programs.target.mesh, ended - sent.at)
             caught_up = self.drafted not in (None, sent.choice.drafter)
             running = infos.committed > 0

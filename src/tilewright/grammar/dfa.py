@@ -1,0 +1,212 @@
+"""Deterministic automata over bytes, of expressions over characters in UTF-8 (the subset construction).
+
+Every state can still reach the end, for every part of an expression has a text. So a byte may come next where it has a
+transition, and nothing has to be looked ahead for.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Int32
+
+from tilewright.grammar.regular import (
+    LAST,
+    SURROGATES,
+    Alternation,
+    CharacterClass,
+    Concatenation,
+    Node,
+    NotRegular,
+    Repetition,
+)
+
+MOST_NFA_STATES = 40_000
+MOST_PARTS = 200_000
+"""Of an expression, each as often as it is repeated: some have no states."""
+MOST_STATES = 4096
+"""Of an automaton over bytes."""
+
+
+class Deadline:
+    """A bound on the processor time that this thread's work may take; `check` raises `NotRegular` behind it.
+
+    So what a grammar gets does not depend on what else the machine does.
+    """
+
+    def __init__(self, seconds: float):
+        self.until = time.thread_time() + seconds
+
+    def check(self) -> None:
+        if time.thread_time() > self.until:
+            raise NotRegular("it takes too long")
+
+
+@dataclass(frozen=True, eq=False)
+class ByteAutomaton:
+    """Automaton over bytes, which begins in state 0.
+
+    Attributes:
+        after: the state behind a byte; -1 where it may not come.
+        accepts: whether a text may end in a state.
+    """
+
+    after: Int32[np.ndarray, "S 256"]
+    accepts: Bool[np.ndarray, " S"]
+
+
+ByteRanges = tuple[tuple[int, int], ...]
+"""For each byte of a character the range that it lies in."""
+
+
+def byte_ranges(low: int, high: int) -> Iterator[ByteRanges]:
+    """The characters from `low` to `high` in UTF-8, as disjoint products of ranges of bytes."""
+    for first, last in ((0, 0x7F), (0x80, 0x7FF), (0x800, SURROGATES[0] - 1), (SURROGATES[1] + 1, 0xFFFF), (0x10000, LAST)):
+        if max(low, first) <= min(high, last):
+            yield from spanned(chr(max(low, first)).encode(), chr(min(high, last)).encode())
+
+
+def spanned(low: bytes, high: bytes) -> Iterator[ByteRanges]:
+    """The encodings of one length from `low` to `high`."""
+    if len(low) == 1:
+        yield ((low[0], high[0]),)
+        return
+    first, last, rest = low[0], high[0], len(low) - 1
+    least, most = b"\x80" * rest, b"\xbf" * rest
+    if first == last:
+        yield from (((first, first), *tail) for tail in spanned(low[1:], high[1:]))
+        return
+    if low[1:] != least:
+        yield from (((first, first), *tail) for tail in spanned(low[1:], most))
+        first += 1
+    if high[1:] != most:
+        yield from (((last, last), *tail) for tail in spanned(least, high[1:]))
+        last -= 1
+    if first <= last:
+        yield ((first, last), *[(0x80, 0xBF)] * rest)
+
+
+class Nfa:
+    """Nondeterministic automaton, made of an expression (Thompson's construction); it begins in state 0.
+
+    Attributes:
+        moves: of each state, ranges of bytes and the state behind one of them.
+        free: of each state, those that it becomes without a byte.
+    """
+
+    def __init__(self, node: Node, deadline: Deadline):
+        self.moves: list[list[tuple[int, int, int]]] = []
+        self.free: list[list[int]] = []
+        self.deadline, self.parts = deadline, 0
+        self.end = self.add(node, self.new())
+
+    def new(self) -> int:
+        if len(self.moves) >= MOST_NFA_STATES:
+            raise NotRegular("it is too large")
+        if len(self.moves) % 256 == 0:
+            self.deadline.check()
+        self.moves.append([])
+        self.free.append([])
+        return len(self.moves) - 1
+
+    def add(self, node: Node, start: int) -> int:
+        """Adds an expression behind a state. Returns the state behind it."""
+        self.parts += 1
+        if self.parts > MOST_PARTS:
+            raise NotRegular("it is too large")
+        match node:
+            case CharacterClass():
+                return self.add_characters(node, start)
+            case Concatenation():
+                for part in node.parts:
+                    start = self.add(part, start)
+                return start
+            case Alternation():
+                ends, end = [self.add(part, self.begin(start)) for part in node.parts], self.new()
+                for each in ends:
+                    self.free[each].append(end)
+                return end
+            case Repetition():
+                return self.add_repeated(node, start)
+
+    def begin(self, start: int) -> int:
+        """A new state behind another, so that what loops back to it stays inside."""
+        state = self.new()
+        self.free[start].append(state)
+        return state
+
+    def add_characters(self, node: CharacterClass, start: int) -> int:
+        end = self.new()
+        for low, high in node.ranges:
+            for ranges in byte_ranges(low, high):
+                state = start
+                for first, last in ranges[:-1]:
+                    following = self.new()
+                    self.moves[state].append((first, last, following))
+                    state = following
+                self.moves[state].append((*ranges[-1], end))
+        return end
+
+    def add_repeated(self, node: Repetition, start: int) -> int:
+        for _ in range(node.least):
+            start = self.add(node.part, start)
+        if node.most is None:
+            loop = self.begin(start)
+            self.free[self.add(node.part, loop)].append(loop)
+            return loop
+        leaving = [start]
+        for _ in range(node.most - node.least):
+            start = self.add(node.part, self.begin(start))
+            leaving.append(start)
+        end = self.new()
+        for each in leaving:
+            self.free[each].append(end)
+        return end
+
+    def closure(self, states: frozenset[int]) -> frozenset[int]:
+        """What some states become without a byte, as far as something follows or the text may end."""
+        seen, left = set(states), list(states)
+        while left:
+            for following in self.free[left.pop()]:
+                if following not in seen:
+                    seen.add(following)
+                    left.append(following)
+        return frozenset(each for each in seen if self.moves[each] or each == self.end)
+
+
+def byte_automaton(node: Node, deadline: Deadline) -> ByteAutomaton:
+    """The automaton of an expression.
+
+    Raises:
+        NotRegular: it has too many states, or takes too long.
+    """
+    nfa = Nfa(node, deadline)
+    bounds = sorted({0, 256, *(edge for moves in nfa.moves for low, high, _ in moves for edge in (low, high + 1))})
+    place = {bound: n for n, bound in enumerate(bounds)}
+    moves = [[(range(place[low], place[high + 1]), target) for low, high, target in each] for each in nfa.moves]
+    first = nfa.closure(frozenset([0]))
+    numbers, order, rows = {first: 0}, [first], list[np.ndarray]()
+    closures: dict[frozenset[int], frozenset[int]] = {}
+    for held in order:  # which grows meanwhile
+        deadline.check()
+        behind: list[set[int]] = [set() for _ in bounds[:-1]]
+        for state in held:
+            for pieces, target in moves[state]:
+                for piece in pieces:
+                    behind[piece].add(target)
+        row = np.full(len(behind), -1, np.int32)
+        for piece, targets in enumerate(map(frozenset, behind)):
+            if targets:
+                if targets not in closures:
+                    closures[targets] = nfa.closure(targets)
+                following = closures[targets]
+                if following not in numbers:
+                    numbers[following] = len(order)
+                    order.append(following)
+                row[piece] = numbers[following]
+        rows.append(row)
+        if len(order) > MOST_STATES:
+            raise NotRegular("its automaton is too large")
+    after = np.repeat(np.stack(rows), np.diff(bounds), axis=1)
+    return ByteAutomaton(after, np.asarray([nfa.end in held for held in order]))

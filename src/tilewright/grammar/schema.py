@@ -1,0 +1,228 @@
+"""JSON schemas whose texts are a regular language, as expressions: what llguidance allows for them, on one line.
+
+The forms are those that `worker.ON_ONE_LINE` asks for. A schema that says anything else is refused by `NotRegular`, and so is
+one that goes round in a circle.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tilewright.grammar.regular import (
+    NOTHING,
+    Alternation,
+    CharacterClass,
+    Concatenation,
+    Node,
+    NotRegular,
+    Repetition,
+    literal,
+    optional,
+    others,
+    parsed,
+)
+
+SAID = {"title", "description", "default", "examples", "$schema", "$comment", "$id", "deprecated", "readOnly", "writeOnly"}
+"""Keys that say nothing about the texts."""
+DEFINITIONS = {"$defs", "definitions"}
+DEEPEST = 32
+"""Schemas within one another."""
+MOST_SCHEMAS = 10_000
+"""Schemas within one, each as often as it is referred to."""
+MOST_INTEGERS = 1000
+"""Integers between two bounds: each is a text of its own."""
+QUOTED = {*'"\\'} | {chr(code) for code in [*range(32), 127]}
+"""Characters that stand in JSON as escapes, of which there are several."""
+
+PLAIN_CHARACTER = CharacterClass(others(((0, 31), (34, 34), (92, 92), (127, 127))))
+STRING_CHARACTER = Alternation((PLAIN_CHARACTER, parsed(r'\\(?:["\\bfnrt]|u00(?:[01][0-9a-fA-F]|7[fF]))')))
+INTEGER = parsed("-?(?:0|[1-9][0-9]*)")
+NUMBER = parsed(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+QUOTE, COMMA, COLON = literal('"'), literal(", "), literal(": ")
+
+
+def schema_node(schema: Any) -> Node:
+    """The texts of a schema.
+
+    Raises:
+        NotRegular: it is none of those that become an expression here.
+    """
+    return SchemaReader(schema).node(schema, 0)
+
+
+class SchemaReader:
+    """Reads the parts of one schema.
+
+    Args:
+        root: what references point into.
+    """
+
+    def __init__(self, root: Any):
+        self.root, self.read = root, 0
+
+    def node(self, schema: Any, depth: int) -> Node:
+        if not isinstance(schema, Mapping):
+            raise NotRegular("a schema that is no object")
+        self.read += 1
+        if depth > DEEPEST or self.read > MOST_SCHEMAS:
+            raise NotRegular("a schema that is too deep, or too large")
+        said = {key: value for key, value in schema.items() if key not in SAID and not (depth == 0 and key in DEFINITIONS)}
+        if "$ref" in said:
+            return self.node(self.referred(keys_of(said, "$ref")[0]), depth + 1)
+        if "anyOf" in said:
+            options = keys_of(said, "anyOf")[0]
+            return Alternation(tuple(self.node(each, depth + 1) for each in some(options)))
+        if "const" in said:
+            return constant(keys_of(said, "const", "type")[0], said.get("type"))
+        if "enum" in said:
+            return Alternation(tuple(constant(each, said.get("type")) for each in some(keys_of(said, "enum", "type")[0])))
+        kind = said.pop("type", None)
+        if isinstance(kind, list):
+            return Alternation(tuple(self.node({**said, "type": each}, depth + 1) for each in some(kind)))
+        return self.of_type(kind, said, depth)
+
+    def referred(self, reference: Any) -> Any:
+        """The schema that a reference within this one names."""
+        found = self.root
+        if not isinstance(reference, str) or not reference.startswith("#/") or "%" in reference or "~" in reference:
+            raise NotRegular("a reference to another place")
+        for key in reference[2:].split("/"):
+            if not isinstance(found, Mapping) or key not in found:
+                raise NotRegular("a reference to nothing")
+            found = found[key]
+        return found
+
+    def of_type(self, kind: Any, said: dict[str, Any], depth: int) -> Node:
+        match kind:
+            case "null":
+                return literal("null") if not said else refused(said)
+            case "boolean":
+                return Alternation((literal("true"), literal("false"))) if not said else refused(said)
+            case "number":
+                return NUMBER if not said else refused(said)
+            case "integer":
+                return integer(*keys_of(said, "minimum", "maximum"))
+            case "string":
+                return string(*keys_of(said, "minLength", "maxLength", "pattern"))
+            case "array":
+                return self.array(depth, *keys_of(said, "items", "minItems", "maxItems"))
+            case "object":
+                return self.object_(depth, *keys_of(said, "properties", "required", "additionalProperties"))
+            case _:
+                raise NotRegular(f"the type {kind!r:.40}")
+
+    def array(self, depth: int, items: Any, least: Any, most: Any) -> Node:
+        least, most = bound(least, 0), bound(most, None)
+        if most is not None and most < max(1, least):
+            raise NotRegular("an array without items")
+        item = self.node(items, depth + 1)
+        more = Repetition(Concatenation((COMMA, item)), max(0, least - 1), None if most is None else most - 1)
+        filled = Concatenation((item, more))
+        return Concatenation((literal("["), filled if least else optional(filled), literal("]")))
+
+    def object_(self, depth: int, properties: Any, required: Any, more: Any) -> Node:
+        needed = [] if required is None else required
+        if more is not False or not isinstance(properties, Mapping) or not properties or not isinstance(needed, list):
+            raise NotRegular("an object with other properties, or none")
+        if any(name not in properties for name in needed):
+            raise NotRegular("a required property that is not described")
+        fields = [
+            (Concatenation((literal_string(name), COLON, self.node(each, depth + 1))), name in needed)
+            for name, each in properties.items()
+        ]
+        return Concatenation((literal("{"), listed(fields), literal("}")))
+
+
+def listed(fields: Sequence[tuple[Node, bool]]) -> Node:
+    """Fields in order with commas between them; those that need not be there are left out or not."""
+    tails: list[Node] = [NOTHING]  # of the fields from each on, behind another
+    for field, needed in reversed(fields):
+        behind = Concatenation((COMMA, field))
+        tails.append(Concatenation((behind if needed else optional(behind), tails[-1])))
+    starts: list[Node] = []  # with each field that may be the first
+    for n, (field, needed) in enumerate(fields):
+        starts.append(Concatenation((field, tails[len(fields) - n - 1])))
+        if needed:
+            return Alternation(tuple(starts))
+    return Alternation((*starts, NOTHING))
+
+
+def keys_of(said: Mapping[str, Any], *known: str) -> list[Any]:
+    """The values of known keys, None where there are none. Raises `NotRegular` for any other key."""
+    if not said.keys() <= {*known}:
+        refused({key: value for key, value in said.items() if key not in known})
+    return [said.get(key) for key in known]
+
+
+def refused(said: Mapping[str, Any]) -> Any:
+    raise NotRegular(f"the keys {', '.join(map(repr, said))}")
+
+
+def some(options: Any) -> list[Any]:
+    if not isinstance(options, list) or not options:
+        raise NotRegular("options that are no list")
+    return options
+
+
+def bound(value: Any, otherwise: int | None) -> Any:
+    """A bound of a schema. Raises `NotRegular` for one that is no count."""
+    if value is None:
+        return otherwise
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise NotRegular(f"the bound {value!r:.40}")
+    return value
+
+
+def integer(least: Any, most: Any) -> Node:
+    """Integers between two bounds, or all."""
+    if least is None and most is None:
+        return INTEGER
+    bounds = [each for each in (least, most) if isinstance(each, int) and not isinstance(each, bool)]
+    if len(bounds) < 2:
+        raise NotRegular("integers with one bound, or one that is no integer")
+    low, high = bounds
+    if not 0 <= high - low < MOST_INTEGERS:
+        raise NotRegular("too many integers, or none")
+    texts = [str(each) for each in range(low, high + 1)]
+    return Alternation(tuple(map(literal, [*texts, *(["-0"] if low < 0 <= high else [])])))
+
+
+def string(least: Any, most: Any, pattern: Any) -> Node:
+    """Strings of some length, or that match a pattern from their first to their last character."""
+    if pattern is None:
+        return Concatenation((QUOTE, Repetition(STRING_CHARACTER, bound(least, 0), bound(most, None)), QUOTE))
+    if least is not None or most is not None or not isinstance(pattern, str):
+        raise NotRegular("a pattern and a length")
+    if not pattern.startswith("^") or not pattern.endswith("$") or pattern.endswith("\\$"):
+        raise NotRegular("a pattern without anchors")
+    inside = parsed(f"(?:{pattern[1:-1]})" if "|" not in pattern else refused({"pattern": pattern}), ascii_only=True)
+    if not is_plain(inside):
+        raise NotRegular("a pattern with characters that JSON escapes")
+    return Concatenation((QUOTE, inside, QUOTE))
+
+
+def is_plain(node: Node) -> bool:
+    """True if no character of an expression is one that JSON escapes."""
+    match node:
+        case CharacterClass():
+            return not any(low <= ord(each) <= high for low, high in node.ranges for each in QUOTED)
+        case Repetition():
+            return is_plain(node.part)
+        case Concatenation() | Alternation():
+            return all(map(is_plain, node.parts))
+
+
+def literal_string(text: str) -> Node:
+    """A string, just this one."""
+    if QUOTED & {*text}:
+        raise NotRegular("a string with characters that JSON escapes")
+    return literal(f'"{text}"')
+
+
+def constant(value: Any, kind: Any) -> Node:
+    """A single value."""
+    names = {str: "string", bool: "boolean", type(None): "null", int: "integer"}
+    found = names.get(type(value))
+    if found is None or kind not in (None, found, *(["number"] if found == "integer" else [])):
+        raise NotRegular("a constant that is no plain value, or of another type")
+    return literal_string(value) if isinstance(value, str) else literal(json.dumps(value))

@@ -1,0 +1,294 @@
+"""Automata over a model's tokens, of grammars whose texts are a regular language, for masks that are made on the device.
+
+A grammar becomes an automaton over bytes (`regular.py`, `schema.py`, `dfa.py`), and this one over tokens. It is kept only where
+it says what llguidance says: the bytes that may come next behind every transition of the one over bytes, and the mask of tokens
+at every state of the one over tokens. All of it is bounded, in time and in size; where there is no automaton, masks are made on
+the host.
+"""
+
+import base64
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Int16, Int32
+
+from tilewright.grammar.dfa import ByteAutomaton, Deadline, byte_automaton
+from tilewright.grammar.regular import Alternation, Node, NotRegular, literal, parsed
+from tilewright.grammar.schema import schema_node
+from tilewright.grammar.worker import matcher_of
+from tilewright.runtime.automata import MOST_ENTRIES, MOST_MASKS, MOST_STATES, Automaton, words
+
+MOST_STEPS = 2**27
+"""Entries of the table of states behind tokens before these are classed: 256 MiB."""
+AUTOMATON_S = 6.0
+"""Seconds of a processor that making one may take."""
+TOGETHER = 64
+"""States that go through all tokens together."""
+
+
+class Vocabulary:
+    """The tokens of a model as bytes, in a trie.
+
+    Attributes:
+        size: how many `tokens` there are.
+        eos: those that end a text.
+        levels: for each byte of the longest token, the nodes at which it stands: the node before and the byte. Node 0 is the
+            root.
+        node: of each token its last node; 0 for one that stands for no text.
+        nodes: how many there are.
+    """
+
+    def __init__(self, tokens: Sequence[bytes], eos: Sequence[int]):
+        """Args:
+        tokens: the bytes of each; empty for one that stands for no text.
+        """
+        self.size, self.eos, self.tokens = len(tokens), tuple(eos), tokens
+        lengths = np.asarray([len(token) for token in tokens])
+        joined = np.frombuffer(b"".join(tokens), np.uint8)
+        starts = np.cumsum(lengths) - lengths
+        self.node, self.nodes = np.zeros(len(tokens), np.int64), 1
+        self.levels: list[tuple[np.ndarray, np.ndarray]] = []
+        for place in range(int(lengths.max(initial=0))):
+            longer = np.flatnonzero(lengths > place)
+            keys, which = np.unique(self.node[longer] * 256 + joined[starts[longer] + place], return_inverse=True)
+            self.levels.append((keys // 256, keys % 256))
+            self.node[longer] = self.nodes + which
+            self.nodes += len(keys)
+
+    @staticmethod
+    def of(tokenizer: Any, size: int, eos: Sequence[int]) -> "Vocabulary":
+        """The vocabulary of a matcher's tokenizer."""
+        special = [token in eos or tokenizer.is_special_token(token) for token in range(size)]
+        return Vocabulary([b"" if special[token] else tokenizer.decode_bytes([token]) for token in range(size)], eos)
+
+    def behind(self, automaton: ByteAutomaton, states: Int32[np.ndarray, " K"]) -> Int32[np.ndarray, "K V"]:
+        """The state of an automaton behind each token, from each of these; -1 where it may not come."""
+        dead = len(automaton.after)
+        after = np.concatenate([np.where(automaton.after < 0, dead, automaton.after), np.full((1, 256), dead)]).astype(np.int32)
+        reached = np.full((self.nodes, len(states)), dead, np.int32)
+        reached[0], first = states, 1
+        for before, byte in self.levels:
+            reached[first : first + len(before)] = after[reached[before], byte[:, None]]
+            first += len(before)
+        found = reached[self.node].T
+        return np.where((found == dead) | (self.node == 0), -1, found).astype(np.int32)
+
+
+def node_of(kind: str, text: str) -> Node:
+    """A grammar's texts as an expression. Raises `NotRegular` where they are none."""
+    match kind:
+        case "choice":
+            return Alternation(tuple(map(literal, json.loads(text))))
+        case "regex":
+            return parsed(text)
+        case "json_schema":
+            return schema_node(json.loads(text))
+        case _:
+            raise NotRegular(f"a grammar of the kind {kind}")
+
+
+def automaton_of(tokenizer: Any, vocabulary: Vocabulary, kind: str, text: str, seconds: float) -> Automaton:
+    """A grammar's automaton, whose masks are those of the grammar's matcher at every state.
+
+    Args:
+        tokenizer: the matcher's.
+        seconds: that it may take.
+
+    Raises:
+        NotRegular: it has none here: it is of another kind, too large, takes too long, or is not what the matcher says.
+    """
+    deadline = Deadline(seconds)
+    try:
+        automaton = byte_automaton(node_of(kind, text), deadline)
+    except RecursionError:
+        raise NotRegular("its parts are too deep within one another") from None
+    check_bytes(automaton, kind, text, deadline)
+    found = Exploration(vocabulary, automaton, matcher_of(tokenizer, kind, text))
+    found.run(deadline)
+    return tabulated(np.stack(found.rows), np.stack(found.masks), np.asarray(found.forced, np.int32), deadline)
+
+
+def automaton_text(tokenizer: Any, vocabulary: Vocabulary, kind: str, text: str) -> str:
+    """A grammar's automaton as text, for another process; empty if it has none. Arguments as of `automaton_of`."""
+    try:
+        found = automaton_of(tokenizer, vocabulary, kind, text, AUTOMATON_S)
+    except (NotRegular, MemoryError):
+        return ""
+    file = io.BytesIO()
+    np.savez(file, **{each.name: getattr(found, each.name) for each in fields(found)})
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def read_automaton(text: str) -> Automaton | None:
+    """The automaton that `automaton_text` wrote; None for none."""
+    if not text:
+        return None
+    with np.load(io.BytesIO(base64.b64decode(text))) as arrays:
+        return Automaton(**arrays)
+
+
+def check_bytes(automaton: ByteAutomaton, kind: str, text: str, deadline: Deadline) -> None:
+    """Compares an automaton with the matcher behind each of its transitions. Raises `NotRegular` where they differ."""
+    from llguidance import LLTokenizer
+
+    live = automaton.after >= 0
+    matchers, order = {0: matcher_of(LLTokenizer("byte"), kind, text)}, [0]
+    check_state(matchers[0], live[0], bool(automaton.accepts[0]))
+    for state in order:  # which grows meanwhile
+        deadline.check()
+        row = automaton.after[state]
+        edges = np.flatnonzero(live[state] & (np.diff(row, prepend=-2) != 0))
+        for byte, following in zip(edges.tolist(), row[edges].tolist(), strict=True):
+            matcher = matchers[state].deep_copy()
+            matcher.consume_token(byte)
+            check_state(matcher, live[following], bool(automaton.accepts[following]))
+            if following not in matchers:
+                matchers[following] = matcher
+                order.append(following)
+
+
+def check_state(matcher: Any, live: Bool[np.ndarray, "256"], accepts: bool) -> None:
+    """Raises `NotRegular` where a matcher over bytes allows others than these, or ends elsewhere."""
+    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[:256]
+    if matcher.is_error() or not np.array_equal(bits != 0, live) or matcher.is_accepting() != accepts:
+        raise NotRegular("the matcher has other texts")
+
+
+class Exploration:
+    """The states that tokens lead to, from the first one on, each with the mask that the matcher has there.
+
+    Where the text that follows is forced, the matcher allows the one token alone that it begins with, as the tokenizer would
+    write it behind the token before; or any tokens, where the text is too short to say. So a state is one of the automaton over
+    bytes and what is forced there, which the matcher says for each token that leads there.
+
+    Attributes:
+        states: of the automaton over bytes; `forced` has the token that is forced in each, -1 for none.
+        rows: of each state the states behind all tokens, int16 `[V]`; -1 for those that may not come.
+        masks: of each state.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, automaton: ByteAutomaton, matcher: Any):
+        self.vocabulary, self.automaton = vocabulary, automaton
+        self.alone = (np.count_nonzero(automaton.after >= 0, axis=1) == 1) & ~automaton.accepts
+        self.numbers: dict[tuple[int, int], int] = {}
+        self.states, self.forced, self.matchers = list[int](), list[int](), dict[int, Any]()
+        self.rows, self.masks = list[np.ndarray](), list[np.ndarray]()
+        self.walked: dict[int, np.ndarray] = {}
+        self.forced_behind: dict[int, np.ndarray] = {}
+        self.number(0, forced_token(matcher) if self.alone[0] else -1, matcher)
+
+    def number(self, state: int, forced: int, matcher: Any, token: int | None = None) -> int:
+        """The number of a state, which is a new one if need be: behind a token that a matcher may take, or its own."""
+        key = state, forced
+        if key not in self.numbers:
+            self.numbers[key] = number = len(self.states)
+            self.states.append(state)
+            self.forced.append(forced)
+            self.matchers[number] = matcher if token is None else behind_token(matcher, token)
+            if number >= MOST_STATES or number * self.vocabulary.size > MOST_STEPS:
+                raise NotRegular("it has too many states")
+        return self.numbers[key]
+
+    def run(self, deadline: Deadline) -> None:
+        """Goes through all states. Raises `NotRegular` where there are too many, or the matcher has other masks."""
+        for number, _ in enumerate(self.states):  # which grow meanwhile
+            deadline.check()
+            matcher = self.matchers.pop(number)
+            behind = self.behind(number)
+            self.masks.append(self.checked_mask(number, behind, matcher))
+            self.rows.append(self.numbered(behind, matcher))
+
+    def behind(self, number: int) -> Int32[np.ndarray, " V"]:
+        """The states of the automaton over bytes behind each token that may come in a state."""
+        state, forced = self.states[number], self.forced[number]
+        if forced >= 0:
+            only = np.full(self.vocabulary.size, -1, np.int32)
+            for byte in self.vocabulary.tokens[forced]:
+                state = int(self.automaton.after[state, byte])
+            only[forced] = state
+            return only
+        if state not in self.walked:
+            batch = [own for own, token in zip(self.states[number:], self.forced[number:], strict=True) if token < 0][:TOGETHER]
+            found = self.vocabulary.behind(self.automaton, np.asarray(batch, np.int32))
+            self.walked |= dict(zip(batch, found, strict=True))
+        return self.walked.pop(state)
+
+    def checked_mask(self, number: int, behind: Int32[np.ndarray, " V"], matcher: Any) -> np.ndarray:
+        """The mask of a state. Raises `NotRegular` where the matcher has another one."""
+        from llguidance.numpy import fill_next_token_bitmask
+
+        bits = np.zeros(32 * words(self.vocabulary.size), bool)
+        bits[: self.vocabulary.size] = behind >= 0
+        bits[list(self.vocabulary.eos)] = self.automaton.accepts[self.states[number]]
+        mask, said = np.packbits(bits, bitorder="little").view(np.uint32), np.zeros((1, len(bits) // 32), np.int32)
+        fill_next_token_bitmask(matcher, said, 0)
+        if matcher.is_error() or not np.array_equal(mask, said[0].view(np.uint32)):
+            raise NotRegular("the matcher has other tokens")
+        return mask
+
+    def numbered(self, behind: Int32[np.ndarray, " V"], matcher: Any) -> Int16[np.ndarray, " V"]:
+        """The numbers of the states behind each token."""
+        numbers, may = np.full(len(behind), -1, np.int16), np.flatnonzero(behind >= 0)
+        for state in np.flatnonzero(np.bincount(behind[may])).tolist():
+            tokens = may[behind[may] == state]
+            if not self.alone[state]:
+                numbers[tokens] = self.number(state, -1, matcher, int(tokens[0]))
+                continue
+            forced = self.forced_after(state, tokens, matcher)
+            for each in np.unique(forced).tolist():
+                own = tokens[forced == each]
+                numbers[own] = self.number(state, each, matcher, int(own[0]))
+        return numbers
+
+    def forced_after(self, state: int, tokens: np.ndarray, matcher: Any) -> np.ndarray:
+        """The token that is forced in a state behind each of some, which a matcher may take; -1 for none."""
+        if state not in self.forced_behind:
+            if len(self.forced_behind) * self.vocabulary.size > MOST_STEPS:
+                raise NotRegular("too much of it is forced")
+            self.forced_behind[state] = np.full(self.vocabulary.size, -2, np.int32)
+        known = self.forced_behind[state]
+        for token in tokens[known[tokens] == -2].tolist():
+            known[token] = forced_token(behind_token(matcher, token))
+        return known[tokens]
+
+
+def behind_token(matcher: Any, token: int) -> Any:
+    """A matcher behind a token."""
+    copied = matcher.deep_copy()
+    copied.consume_token(token)
+    return copied
+
+
+def forced_token(matcher: Any) -> int:
+    """The token that a matcher forces; -1 for none."""
+    return -1 if matcher.is_stopped() else next(iter(matcher.compute_ff_tokens()), -1)
+
+
+def tabulated(
+    behind: Int16[np.ndarray, "S V"], masks: np.ndarray, forced: Int32[np.ndarray, " S"], deadline: Deadline
+) -> Automaton:
+    """An automaton with each mask once, and tokens in classes of those that lead to the same states everywhere.
+
+    Raises:
+        NotRegular: it takes more than a table has.
+    """
+    kinds, mask_of = np.unique(masks, axis=0, return_inverse=True)
+    # Two tokens with one key are of one class but for a chance of 2**-64; whether they are is looked at below.
+    keys, rng = np.zeros(behind.shape[1], np.uint64), np.random.default_rng(0)
+    for row in behind:
+        keys += (row.astype(np.int64) + 1).astype(np.uint64) * rng.integers(1, 2**64, dtype=np.uint64)
+    _, members, classes = np.unique(keys, return_index=True, return_inverse=True)
+    after = behind[:, members]
+    deadline.check()
+    if len(kinds) > MOST_MASKS or after.size > MOST_ENTRIES:
+        raise NotRegular("it has too many masks, or classes of tokens")
+    if not all(np.array_equal(own[classes], row) for own, row in zip(after, behind, strict=True)):
+        raise NotRegular("its tokens have no classes")
+    return Automaton(
+        masks=kinds, mask_of=mask_of.reshape(-1).astype(np.int32), classes=classes.reshape(-1).astype(np.int32),
+        after=after.astype(np.int32), forced=forced,
+    )  # fmt: skip

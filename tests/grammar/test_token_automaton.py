@@ -1,0 +1,245 @@
+"""Automata over tokens, against the masks of llguidance along texts of all kinds."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from tilewright.grammar import token_automaton
+from tilewright.grammar.grammar import Grammar
+from tilewright.grammar.matcher import Compiler, Matcher
+from tilewright.grammar.regular import NotRegular
+from tilewright.grammar.thinking import AfterThought, end_of_thought
+from tilewright.grammar.token_automaton import Vocabulary, automaton_of
+from tilewright.models.hub import PACKAGED
+from tilewright.models.tokenizer import load_tokenizer
+from tilewright.runtime.automata import ALL, words
+from tilewright.runtime.constraints import Constraint, ConstraintState
+
+VOCAB, EOS = 4096, (0,)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(PACKAGED["demo"])
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> Compiler:
+    return Compiler(tokenizer, VOCAB, EOS)
+
+
+def of_automaton(state: ConstraintState) -> np.ndarray:
+    """The mask that the automaton has where a row stands."""
+    assert state.automaton is not None
+    automaton, at = state.automaton
+    return automaton.masks[automaton.mask_of[at]]
+
+
+def of_matcher(state: ConstraintState) -> np.ndarray:
+    """The mask that the host would make there."""
+    masks = np.full((1, words(VOCAB)), ALL, np.uint32)
+    assert state.fill([], masks) == 0
+    return masks[0]
+
+
+def walk(constraint: Constraint, rng: np.random.Generator, most: int = 24) -> int:
+    """Goes along tokens that may come, with both masks compared at each. Returns how many were forced."""
+    state, forced = constraint.begin(), 0
+    for _ in range(most):
+        mask = of_automaton(state)
+        np.testing.assert_array_equal(mask, of_matcher(state))
+        may = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        assert state.automaton is not None
+        says, told = state.automaton.automaton.forced[state.automaton.state], state.forced()
+        assert says == (told[0] if told else -1)
+        forced += says >= 0
+        may = may[~np.isin(may, EOS)]
+        if not len(may):
+            break
+        state.advance([int(rng.choice(may))])
+    return forced
+
+
+LITERALS = st.text('ab "\\{x7ä', min_size=1, max_size=8)
+CHOICES = st.tuples(st.just(Grammar.choice), st.lists(LITERALS, min_size=1, max_size=4))
+REGEXES = st.tuples(
+    st.just(Grammar.regex),
+    st.sampled_from(["[ab]{2,4}-[0-9]+", "(true|false|maybe)( not)?", ".{0,5}", r"a\.(b|cd)*", "[^x]?ä+", r"\s?[7-9]{3}"]),
+)
+VALUES = st.sampled_from(
+    [
+        {"type": "string", "maxLength": 3}, {"enum": ["red", 3, None, "ä"]}, {"type": "boolean"}, {"type": "number"},
+        {"type": "integer", "minimum": -2, "maximum": 40}, {"type": "string", "pattern": "^[A-Z][a-z]{1,3}$"},
+        {"type": "string"},
+    ]
+)  # fmt: skip
+
+
+def objects(parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    fields = st.dictionaries(st.sampled_from(["name", "a", "is it", "ä"]), parts, min_size=1, max_size=3)
+    return fields.flatmap(
+        lambda own: st.builds(
+            lambda needed: {"type": "object", "properties": own, "required": needed, "additionalProperties": False},
+            st.lists(st.sampled_from(sorted(own)), unique=True),
+        )
+    )
+
+
+SCHEMAS = st.recursive(
+    VALUES,
+    lambda parts: st.one_of(
+        objects(parts),
+        st.builds(lambda items, most: {"type": "array", "items": items, "maxItems": most}, parts, st.integers(1, 2)),
+        st.lists(parts, min_size=1, max_size=2).map(lambda options: {"anyOf": options}),
+    ),
+    max_leaves=3,
+)
+
+
+@given(st.one_of(CHOICES, REGEXES, st.tuples(st.just(Grammar.json_schema), SCHEMAS)), st.integers(0, 2**32 - 1))
+def test_masks_are_those_of_the_matcher_on_every_way(
+    compiler: Compiler, asked: tuple[Callable[[Any], Grammar], Any], seed: int
+):
+    kind, told = asked
+    found = compiler.compile(kind(told))
+    assert found.automaton is not None, "it is one of those that become automata"
+    walk(found, np.random.default_rng(seed))
+
+
+def test_what_is_forced_is_known(compiler: Compiler):
+    """After different tokens a forced text is written in different ones."""
+    schema = {"type": "object", "properties": {"n": {"type": "string"}, "m": {"const": "long enough"}}, "required": ["n", "m"]}
+    found = compiler.compile(Grammar.json_schema({**schema, "additionalProperties": False}))
+    assert found.automaton is not None
+    assert walk(found, np.random.default_rng(1), 60) > 0
+    assert 0 < np.count_nonzero(found.automaton.forced >= 0) < len(found.automaton.forced)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar.lark('start: "a"'),
+        Grammar.json_object(),
+        Grammar.regex(r"\w+"),
+        Grammar.json_schema({"type": "string", "format": "date"}),
+        Grammar.json_schema({"type": "string", "maxLength": 2000}),
+        Grammar.regex("[ab]*a[ab]{13}"),
+    ],
+    ids=lambda grammar: grammar.text[:20],
+)
+def test_other_grammars_have_none(compiler: Compiler, grammar: Grammar):
+    found = compiler.compile(grammar)
+    assert found.automaton is None
+    state = found.begin()
+    assert state.automaton is None
+    assert of_matcher(state).any()
+
+
+def test_an_automaton_that_says_something_else_is_dropped(
+    compiler: Compiler, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    vocabulary = Vocabulary.of(compiler.tokenizer, VOCAB, EOS)
+    right = token_automaton.node_of
+
+    def made(wrong: str) -> None:
+        monkeypatch.setattr(token_automaton, "node_of", lambda kind, _: right(kind, wrong))
+        automaton_of(compiler.tokenizer, vocabulary, "regex", "[ab]c{3}", 20.0)
+
+    made("(a|b)ccc")
+    for wrong in ("[ab]c{2}", "[ab]c{3,}", "[abd]c{3}", "[ab]c{3}d?"):
+        with pytest.raises(NotRegular, match="the matcher has other texts"):
+            made(wrong)
+    with pytest.raises(NotRegular, match="takes too long"):
+        automaton_of(compiler.tokenizer, vocabulary, "regex", "[ab]c{3}", 0.0)
+    monkeypatch.undo()
+    other = Vocabulary([b"" if token in (*EOS, 70) else own for token, own in enumerate(bytes_of(compiler))], EOS)
+    with pytest.raises(NotRegular, match="the matcher has other tokens"):
+        automaton_of(compiler.tokenizer, other, "regex", ".*", 20.0)
+
+
+def bytes_of(compiler: Compiler) -> list[bytes]:
+    return [compiler.tokenizer.decode_bytes([token]) for token in range(VOCAB)]
+
+
+def test_automata_of_strangers_come_from_the_process_that_tries_their_grammars(tokenizer: Tokenizer):
+    trusting, careful = Compiler(tokenizer, VOCAB, EOS), Compiler(tokenizer, VOCAB, EOS)
+    try:
+        grammar = Grammar.json_schema({"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3})
+        here, there = trusting.compile(grammar).automaton, careful.compile(grammar, seconds=30.0).automaton
+        assert here is not None
+        assert there is not None
+        for name in ("masks", "mask_of", "classes", "after", "forced"):
+            np.testing.assert_array_equal(getattr(here, name), getattr(there, name))
+        assert careful.compile(Grammar.json_object(), seconds=30.0).automaton is None
+    finally:
+        careful.trial.close()
+
+
+MARK, WORD_TOKEN = 7, 300
+"""Of a model whose thoughts end with some token."""
+
+
+def thoughtful(compiler: Compiler) -> tuple[Matcher, AfterThought]:
+    matcher = compiler.compile(Grammar.json_schema({"enum": ["red", "green"]}))
+    return matcher, matcher.after_thought(MARK)
+
+
+def test_a_grammar_begins_behind_a_thought(compiler: Compiler):
+    matcher, rule = thoughtful(compiler)
+    state, plain = rule.begin(), matcher.begin()
+    free = np.full(words(VOCAB), ALL, np.uint32)
+    free[0] &= ~np.uint32(1 << EOS[0])
+    for _ in range(2):
+        np.testing.assert_array_equal(of_matcher(state), free)
+        np.testing.assert_array_equal(of_automaton(state), free)
+        assert state.forced() == []
+        state.advance([WORD_TOKEN, 12])
+    state.advance([WORD_TOKEN, MARK])
+    assert state.forced() == plain.forced()
+    for _ in range(3):
+        np.testing.assert_array_equal(of_matcher(state), of_matcher(plain))
+        np.testing.assert_array_equal(of_automaton(state), of_automaton(plain))
+        token = int(np.flatnonzero(np.unpackbits(of_matcher(plain).view(np.uint8), bitorder="little"))[0])
+        state.advance([token])
+        plain.advance([token])
+    assert matcher.after_thought(MARK) is rule
+
+
+def test_a_grammar_begins_inside_a_block(compiler: Compiler, tokenizer: Tokenizer):
+    matcher, rule = thoughtful(compiler)
+    answer = tokenizer.encode('"red"', add_special_tokens=False).ids
+    drafts = [WORD_TOKEN, MARK, *answer, *EOS]
+    masks, own = (np.zeros((size, words(VOCAB)), np.uint32) for size in (len(drafts) + 1, len(answer) + 2))
+    state, plain = rule.begin(), matcher.begin()
+    kept = plain.fill([*answer, *EOS], own)
+    assert kept == len(answer)
+    assert state.fill(drafts, masks) == 2 + kept
+    np.testing.assert_array_equal(masks[2 : kept + 3], own[: kept + 1])
+    np.testing.assert_array_equal(masks[1], masks[0])
+    assert state.fill([WORD_TOKEN, *EOS, MARK], masks[:4]) == 1, "a text does not end before its answer"
+    assert state.fill([MARK, WORD_TOKEN], masks[:3]) == 1, "what breaks the grammar is cut off"
+    state.advance([WORD_TOKEN, MARK, *answer])
+    assert of_matcher(state).tolist() == of_automaton(state).tolist()
+
+
+def test_prompts_say_whether_an_answer_begins_with_a_thought(tokenizer: Tokenizer):
+    marked = Tokenizer.from_str(tokenizer.to_str())
+    marked.add_special_tokens(["<think>", "</think>"])
+    begin, end = (marked.token_to_id(each) for each in ("<think>", "</think>"))
+    assert begin is not None
+    assert end is not None
+    for prompt, asked, want in (
+        ([5, begin, 6], False, end),
+        ([5, begin, 6, end, 6], False, None),
+        ([begin, *range(9, 20)], False, None),
+        ([5, 6], False, None),
+        ([5, 6], True, end),
+        ([begin, 6, end, 6], True, None),
+    ):
+        assert end_of_thought(marked, prompt, asked) == want, (prompt, asked)
+    assert end_of_thought(tokenizer, [5, 6], True) is None
