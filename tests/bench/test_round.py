@@ -13,6 +13,7 @@ from tilewright.bench.round import DFLASH_B16, QWEN3_4B, RoundSetup, load, progr
 from tilewright.bench.round_compiled import RoundEstimate, kernel_cycles, over_layers, whole
 from tilewright.chips.tpu import CHIPS
 from tilewright.models import decoder, dflash, params
+from tilewright.models.experts import Mixture
 from tilewright.runtime.memory import step_bytes
 
 TARGET = replace(QWEN3_4B, vocab_size=96, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, num_kv_heads=1,
@@ -74,6 +75,20 @@ def test_a_step_reads_a_tied_embedding_and_not_another():
     assert tied == 4 * params.count(decoder.declare(TARGET))
     untied = load(replace(SETUP, target=replace(TARGET, tie_word_embeddings=False)))
     assert step_bytes(untied.target) == tied  # the head has the embedding's size
+
+
+def test_a_block_reads_more_experts_than_a_step(monkeypatch: pytest.MonkeyPatch):
+    """By the slots of each block, whose tokens differ; of one with an MLP both read the same."""
+    monkeypatch.setattr(rounds, "timer", lambda *_: lambda: 1.0)
+    monkeypatch.setattr(rounds, "memory_rate", lambda: lambda: 1.0)
+    sparse = replace(TARGET, family="qwen3_moe", mixture=Mixture(8, 2, 16))
+    for target, block in ((TARGET, 4), (sparse, 4), (sparse, 8)):
+        setup = replace(SETUP, target=target, block_size=block)
+        models = load(setup)
+        (record,) = rounds.measure(models, [setup], 3)
+        assert record["verify_weight_gb"] == step_bytes(models.target, block) / 1e9
+        assert (record["verify_weight_gb"] > record["weight_gb"]) == (target is sparse)
+    assert rounds.given(jax.ShapeDtypeStruct((1, 5), jnp.int32)).tolist() == [[0, 1, 2, 3, 4]]
 
 
 def test_measured_records(monkeypatch: pytest.MonkeyPatch):

@@ -287,6 +287,7 @@ DRAFTER = ["drafter", "TEXT", "--target", "TARGET", "--out", "new"]
         ([*LM, "--optimizer", "sgd"], "sgd"),
         ([*LM, "--heads", "3"], "num_attention_heads is no multiple of num_key_value_heads"),
         ([*LM, "--vocab-size", "100"], "expected a vocabulary of at least 258, found 100"),
+        ([*LM, "--router-aux-loss-coef", "1"], "for a model with experts, found 1 for a model without experts"),
         ([*LM, "--tokenizer", "TARGET"], "the tokenizer lacks the token <|endoftext|>"),
         (["lm", "TEXT"], "--out"),
         (["drafter", "--target", "TARGET", "--out", "new"], "expected files or folders to train on, found none"),

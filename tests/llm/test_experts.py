@@ -102,11 +102,18 @@ def test_the_bytes_of_a_step_grow_with_its_rows(tokenizer: Path, tmp_path: Path)
     assert jax.tree.leaves(dense)
 
 
+OVER = [
+    (8, "auto", None), (8, "xla", None), (4, "xla", "sequence"), (4, "auto", "ring"), (4, "xla", "domino"), (8, "xla", "exact"),
+]  # fmt: skip
+"""Devices, kernels and schedules."""
+
+
 @pytest.mark.parametrize(
-    ("devices", "kernels"),
-    [(2, "auto"), pytest.param(8, "auto", marks=pytest.mark.slow), pytest.param(8, "xla", marks=pytest.mark.slow)],
+    ("devices", "kernels", "schedule"), [(2, "auto", "auto"), *(pytest.param(*each, marks=pytest.mark.slow) for each in OVER)]
 )
-def test_experts_over_several_devices(devices: int, kernels: Any, tokenizer: Path, tmp_path: Path):  # noqa: F811
+def test_experts_over_several_devices(
+    devices: int, kernels: Any, schedule: str | None, tokenizer: Path, tmp_path: Path  # noqa: F811
+):  # fmt: skip
     """Each has some of the experts, and the tokens are those of one, with drafts and without."""
     mixture = Mixture(16, 3, 32)
     config = DecoderConfig(
@@ -117,25 +124,39 @@ def test_experts_over_several_devices(devices: int, kernels: Any, tokenizer: Pat
     large = jax.tree.map(lambda spec: replace(spec, scale=0.2), specs)
     save_params(tmp_path, config_to_hf(config), specs, initialise(large, jax.random.key(0)), "float32")
     copyfile(tokenizer, tmp_path / "tokenizer.json")
-    table = ShapeTable(batches=(3,), capacities=(64,), chunks=(16,))
+    table = ShapeTable(batches=(4,), capacities=(64,), chunks=(16,))
     settings: dict[str, Any] = {"table": table, "block_size": 4, "kernels": kernels}
-    asked, sampling = prompts(3, (5, 20, 9), vocab=96), Sampling(16, ignore_eos=True)
-    want = tokens_of(load(tmp_path, "ngram", **settings), asked, sampling, speculative=False, batch=3)
-    lm = load(tmp_path, "ngram", mesh=make_mesh({"tp": devices}), **settings)
+    asked, sampling = prompts(3, (5, 20, 9, 2), vocab=96), Sampling(16, ignore_eos=True)
+    want = tokens_of(load(tmp_path, "ngram", **settings), asked, sampling, speculative=False, batch=4)
+    lm = load(tmp_path, "ngram", mesh=make_mesh({"tp": devices}), schedule=schedule, **settings)
     held = lm.model.models.target.layers[0].down
     arrays = jax.tree.leaves(held)
     assert all(len(each.sharding.device_set) == devices for each in arrays)
     if kernels == "auto" and operations().prepares:
         assert held.groups == 16 // devices
     for speculative in (False, True):
-        assert tokens_of(lm, asked, sampling, speculative, batch=3) == want
+        assert tokens_of(lm, asked, sampling, speculative, batch=4) == want
+
+
+@pytest.mark.slow
+def test_gpt_oss_over_two_devices(tokenizer: Path, tmp_path: Path):  # noqa: F811
+    """With its sinks, windows and biases, of which one device adds those of sums: the tokens of transformers."""
+    asked, want = golden_tokens("gpt-oss")
+    lm = loaded(tmp_path, tokenizer, "gpt-oss", "ngram", mesh=make_mesh({"tp": 2}))
+    for speculative in (False, True):
+        assert tokens_of(lm, asked, Sampling(64, ignore_eos=True), speculative, batch=8) == want
+
+
+def test_parts_that_do_not_divide_experts_are_refused():
+    config = replace(decoder_config(GOLDENS / "qwen3-moe"), mixture=Mixture(12, 2, 32))
+    with pytest.raises(ValueError, match="the schedule exact sums 8 parts: expected experts that they divide, found 12"):
+        placement_over(config, make_mesh({"tp": 2}), "exact")
 
 
 @pytest.mark.parametrize(
     ("name", "devices", "schedule", "said"),
     [
-        ("qwen3-moe", 2, "ring", "experts are divided under the schedule sync alone, found 'ring'"),
-        ("gpt-oss", 2, "ring", "models of gpt_oss run under the schedule sync alone, found 'ring': attention's sums have"),
+        ("gpt-oss", 2, "domino", "models of gpt_oss run under sync, sequence, ring or column, found 'domino'"),
         (
             "qwen3-moe-sparse",
             3,

@@ -19,7 +19,10 @@ NAMES = {
     "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
     "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up",
     "mlp.gate": "ffn_gate_inp", "mlp.experts.*.gate_proj": "ffn_gate_exps", "mlp.experts.*.up_proj": "ffn_up_exps",
-    "mlp.experts.*.down_proj": "ffn_down_exps",
+    "mlp.experts.*.down_proj": "ffn_down_exps", "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.experts.*.w1": "ffn_gate_exps", "block_sparse_moe.experts.*.w3": "ffn_up_exps",
+    "block_sparse_moe.experts.*.w2": "ffn_down_exps", "mlp.router": "ffn_gate_inp", "self_attn.sinks": "attn_sinks",
+    "mlp.experts.gate_proj": "ffn_gate_exps", "mlp.experts.up_proj": "ffn_up_exps", "mlp.experts.down_proj": "ffn_down_exps",
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
 }  # fmt: skip
 
@@ -33,6 +36,8 @@ GEMMA_NAMES = {
 
 def file_name(name: str, family: Family) -> str:
     """llama.cpp's name of a tensor."""
+    if family.gguf == "gpt-oss" and name.endswith("post_attention_layernorm.weight"):
+        return f"blk.{name.split('.')[2]}.post_attention_norm.weight"
     stem, _, suffix = name.rpartition(".")
     if stem in NAMES:
         return f"{NAMES[stem]}.{suffix}"
@@ -50,6 +55,40 @@ def with_stacked_experts(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndar
         else:
             found[name] = value
     return found | {name: np.stack([each[n] for n in sorted(each)]) for name, each in experts.items()}
+
+
+def with_gates_apart(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors as the converter of gpt-oss has them: experts' gates and ups apart, and their matrices `[E, out, in]`."""
+    found = {}
+    for name, value in tensors.items():
+        layer, _, part = name.rpartition(".experts.")
+        if part not in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"):
+            found[f"{name}.weight" if name.endswith(".sinks") else name] = value
+            continue
+        stem, suffix = (part.removesuffix("_bias"), "bias") if part.endswith("_bias") else (part, "weight")
+        turned = value if suffix == "bias" else value.swapaxes(1, 2)
+        halves = {"gate_proj": turned[:, ::2], "up_proj": turned[:, 1::2]} if stem == "gate_up_proj" else {stem: turned}
+        found |= {f"{layer}.experts.{half}.{suffix}": np.ascontiguousarray(each) for half, each in halves.items()}
+    return found
+
+
+def with_gates_together(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The inverse of `with_gates_apart`."""
+    found = {}
+    for name, value in tensors.items():
+        layer, _, part = name.rpartition(".experts.")
+        if not layer:
+            found[name.removesuffix(".weight") if ".sinks" in name else name] = value
+            continue
+        stem, suffix = part.split(".")
+        if stem == "up_proj":
+            continue
+        end = "_bias" if suffix == "bias" else ""
+        if stem == "gate_proj":
+            stem, both = "gate_up_proj", (value, tensors[name.replace("gate_proj", "up_proj")])
+            value = np.stack(both, axis=2).reshape(len(value), -1, *value.shape[2:])
+        found[f"{layer}.experts.{stem}{end}"] = np.ascontiguousarray(value if end else value.swapaxes(1, 2))
+    return found
 
 
 def pairwise(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -120,12 +159,13 @@ def write_gguf(
     elif config.rope_scaling is not None:
         plain = np.asarray([config.rope_theta ** (-2 * i / config.head_dim) for i in range(config.head_dim // 2)])
         writer.add_tensor("rope_freqs.weight", (plain / np.asarray(config.rope_frequencies)).astype(np.float32))
-    kept = {}
-    for name, value in with_stacked_experts(tensors).items():
+    kept, turned = {}, arch == "gpt-oss"
+    for name, value in (with_gates_apart(tensors) if turned else with_stacked_experts(tensors)).items():
         rows = np.asarray(value, np.float32)
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
         stored = pairwise(rows, heads) if heads is not None and family.pairwise else rows
-        own, offset = kind if rows.ndim > 1 else gguf.GGMLQuantizationType.F32, np.float32(family.norm_offset)
+        own = kind if rows.ndim > 1 and not name.endswith("bias") else gguf.GGMLQuantizationType.F32
+        offset = np.float32(family.norm_offset)
         offset = offset if name.endswith("norm.weight") else np.float32(0)
         data = gguf.quants.quantize(stored + offset, own)
         writer.add_tensor(file_name(name, family), data, raw_dtype=own)
@@ -138,7 +178,7 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return kept
+    return with_gates_together(kept) if turned else kept
 
 
 def add_fields(writer: gguf.GGUFWriter, fields: Mapping[str, Any]) -> None:

@@ -23,13 +23,17 @@ from tilewright.kernels.operations import Operations, Weights
 from tilewright.kernels.select import PLAIN, operations, training_operations
 from tilewright.models.checkpoint import load_decoder, save_params
 from tilewright.models.decoder import DecoderConfig, config_to_hf, declare, declare_layer
-from tilewright.models.experts import ClampedGate, Mixture, grouped, mixture_mlp, route
+from tilewright.models.experts import ClampedGate, Mixture, grouped, route, routed_product, routed_weights
 from tilewright.models.mxfp4 import read_mxfp4
 from tilewright.models.params import initialise
 from tilewright.models.registry import FAMILIES
 
 needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
 EXPERTS, HIDDEN, SIZE, ROWS = 7, 64, 32, 12
+
+
+def mixture_mlp(ops: Operations, router: Any, gate_up: Any, down: Any, h: jax.Array, count: Any = None) -> jax.Array:
+    return routed_product(router.mixture)(ops, h, routed_weights(router, gate_up, down), count)
 
 
 def softmax(x: np.ndarray) -> np.ndarray:
@@ -238,8 +242,12 @@ def test_mxfp4_as_gpt_oss_is_published(tmp_path: Path):
 
 
 @needs_native
-def test_a_gguf_files_experts_keep_their_bits(tmp_path: Path):
-    file, folder = make(tmp_path, CONFIGS["qwen3_moe"], Kind.Q4_1)
+@pytest.mark.parametrize(("family", "kind"), [("qwen3_moe", Kind.Q4_1), ("gpt_oss", Kind.MXFP4)])
+def test_a_gguf_files_experts_keep_their_bits(family: str, kind: Kind, tmp_path: Path):
+    file, folder = make(tmp_path, CONFIGS[family], kind)
     ops = operations("cpu", "int4")
-    (_, kept), (_, want) = load_decoder(file, jnp.float32, ops=ops), load_decoder(folder, jnp.float32)
-    np.testing.assert_array_equal(cpu.unpack(kept.layers[0].down)[:, :32], want.layers[0].down)
+    (_, kept), (_, want) = (load_decoder(path, jnp.float32, ops=of) for path, of in ((file, ops), (folder, None)))
+    inputs = want.layers[0].down.shape[1]
+    np.testing.assert_array_equal(cpu.unpack(kept.layers[0].down)[:, :inputs], want.layers[0].down)
+    if family == "gpt_oss":  # whose gates and ups take turns
+        np.testing.assert_array_equal(cpu.unpack(kept.layers[0].gate_up)[:, :64], want.layers[0].gate_up)

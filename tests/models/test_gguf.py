@@ -20,7 +20,7 @@ from models.gguf_files import add_fields, write_gguf
 from tilewright.models.chat import ChatTemplate
 from tilewright.models.checkpoint import load_decoder, save_params
 from tilewright.models.decoder import DecoderConfig, config_to_hf, declare
-from tilewright.models.experts import Mixture
+from tilewright.models.experts import ClampedGate, Mixture
 from tilewright.models.gguf import GGUFSlice, open_gguf
 from tilewright.models.gguf_head import read_head
 from tilewright.models.layers import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
@@ -39,6 +39,17 @@ CONFIGS = {
     "phi3": DecoderConfig(family="phi3", rope_theta=1e4, partial_rotary_factor=0.75, **SIZES),
     "smollm3": DecoderConfig(family="smollm3", unrotated_layers=(3,), **{**SIZES, "num_layers": 4}),
     "qwen3_moe": DecoderConfig(family="qwen3_moe", rope_theta=1e6, mixture=Mixture(4, 2, 32), **SIZES),
+    "mixtral": DecoderConfig(family="mixtral", rope_theta=1e6, mixture=Mixture(4, 2, 96), **SIZES),
+    "gpt_oss": DecoderConfig(
+        family="gpt_oss",
+        mixture=Mixture(4, 2, 96, clamped=ClampedGate(1.702, 7.0)),
+        balance=0.9,
+        sliding_window=8,
+        sliding_layers=(0,),
+        rope_theta=1.5e5,
+        **SIZES,
+        rope_scaling=YarnScaling(32.0, 64, YarnScaling.default_attention_factor(32.0), truncate=False),
+    ),
     "yarn": DecoderConfig(
         family="qwen3", rope_scaling=YarnScaling(4.0, 64, YarnScaling.default_attention_factor(4.0)), **SIZES
     ),
@@ -94,6 +105,10 @@ def make(folder: Path, config: DecoderConfig, kind: Kind = Kind.F32) -> tuple[Pa
         *product(["llama", "qwen2", "qwen3"], KINDS),
         ("qwen3_moe", Kind.F32),
         ("qwen3_moe", Kind.Q4_1),
+        ("mixtral", Kind.F32),
+        ("mixtral", Kind.Q8_0),
+        ("gpt_oss", Kind.F32),
+        ("gpt_oss", Kind.MXFP4),
         ("phi3", Kind.F32),
         ("phi3", Kind.Q8_0),
         ("smollm3", Kind.F32),
@@ -202,9 +217,9 @@ def test_a_file_that_is_cut_off_is_refused_wherever_the_cut_is(tmp_path: Path):
         (
             {},
             "gptneox",
-            r"architecture to be one of gemma2, gemma3, llama, phi3, qwen2, qwen3, qwen3moe, smollm3, found 'gptneox'",
+            r"to be one of gemma2, gemma3, gpt-oss, llama, phi3, qwen2, qwen3, qwen3moe, smollm3, found 'gptneox'",
         ),
-        ({"llama.expert_count": 8}, "llama", r"expected llama\.expert_count to be absent or 0, found 8"),
+        ({"qwen2.expert_count": 8}, "qwen2", r"expected qwen2\.expert_count to be absent or 0, found 8"),
         ({"llama.rope.scaling.type": "longrope"}, "llama", r"rope\.scaling\.type to be absent or none or .*, found 'longrope'"),
         ({}, "llama", r"num_hidden_layers must be a positive integer, found None"),
     ],

@@ -95,6 +95,16 @@ def test_rounds_of_ngrams_draft_while_they_are_measured(lm: LanguageModel):
             assert timer.timed(choice, 8)[1:] == (8, 0), "it begins where it began before"
 
 
+def test_rows_have_texts_of_their_own(lm: LanguageModel):
+    """Those of one text would choose the same experts, and a batch seem to read as many as one row."""
+    timer = timer_of(lm, 4, 64)
+    assert len(np.unique(timer.tokens, axis=0)) == 4
+    timer.repeat_text()
+    assert len(np.unique(timer.tokens, axis=0)) == 4
+    timer.vary_text()
+    assert len(np.unique(timer.tokens[:, 0])) == 4
+
+
 def test_rounds_that_find_nothing_are_measured_where_nothing_is_said_twice(lm: LanguageModel):
     """What such a round takes longer than a step there is told, of all widths alike; what drafted in between is not counted."""
     runs: list[tuple[Choice, int]] = []

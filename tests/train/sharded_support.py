@@ -13,6 +13,7 @@ from models.sizes import decoder_config
 from tilewright.kernels.select import PLAIN
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
+from tilewright.models.experts import Mixture
 from tilewright.models.params import ArraySpec
 from tilewright.parallel.exchanges import FullyShardedPlan
 from tilewright.train.lm import next_token_loss
@@ -24,6 +25,8 @@ CONFIGS = {
     "short": decoder_config("llama", 64, 32, 48, 4, 8, 8, 8),  # so many that some are in a loop under shifts of one layer
     "qwen3": decoder_config("qwen3", 64, 32, 48, 2, 8, 8, 8, tie_word_embeddings=True),
     "qwen2": decoder_config("qwen2", 64, 32, 48, 2, 8, 2, 8),
+    "qwen3_moe": decoder_config("qwen3_moe", 64, 32, 48, 2, 8, 2, 8, mixture=Mixture(8, 2, 16), balance=0.5),
+    "unbalanced": decoder_config("qwen3_moe", 64, 32, 48, 2, 8, 2, 8, mixture=Mixture(8, 2, 16), balance=0.0),
 }
 EPS = float(jnp.finfo(jnp.float32).eps)
 
@@ -35,7 +38,7 @@ def drawn(family: str) -> DecoderParams:
 
     def draw(spec: ArraySpec) -> Array:
         values = np.ones(spec.shape) if spec.init == "ones" else spec.scale * rng.normal(size=spec.shape).clip(-3, 3)
-        larger = 4 * values if values.ndim == 2 else values * (1 + 0.1 * np.cos(np.arange(len(values))))
+        larger = 4 * values if values.ndim >= 2 else values * (1 + 0.1 * np.cos(np.arange(len(values))))
         return jnp.asarray(larger.astype(np.float32))
 
     return jax.tree.map(draw, decoder.declare(CONFIGS[family]))

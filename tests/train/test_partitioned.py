@@ -1,5 +1,6 @@
 """Drafters over a mesh, whose step the compiler divides, against one device; on over another mesh, and what is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import numpy as np
 import pytest
 
 from tilewright.models import decoder
+from tilewright.models.decoder import DecoderConfig
 from tilewright.models.dflash2 import DFlash2Config
 from tilewright.models.dspark import DSparkConfig
 from tilewright.models.eagle3 import Eagle3Config
+from tilewright.models.experts import Mixture
 from tilewright.models.lilicorr import LiLiCorrConfig
 from tilewright.train.dflash2 import DFlash2Options, train_dflash2
 from tilewright.train.drafter import DFlashOptions, train_drafter
@@ -51,15 +54,15 @@ KINDS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def trained(kind: str, out: Path, **axes: int) -> TrainResult:
+def trained(kind: str, out: Path, target: DecoderConfig = TARGET, **axes: int) -> TrainResult:
     train, config, own = KINDS[kind]
     placement = TrainingPlacement(data_mesh(axes) if axes else None)
-    params = target_params()
+    params = target_params(target)
     if placement.mesh is not None:
-        params = jax.device_put(params, placement.shardings(decoder.declare(TARGET)))
+        params = jax.device_put(params, placement.shardings(decoder.declare(target)))
     chosen = options(batch_size=4, steps=4, evaluate_every=2, save_every=2, matmul_dtype="float32")
     texts = random_stream(600), random_stream(300, seed=9)
-    result = train(TARGET, params, config, *texts, chosen, own, out, silent(), placement=placement)
+    result = train(target, params, config, *texts, chosen, own, out, silent(), placement=placement)
     return result[0] if isinstance(result, tuple) else result
 
 
@@ -92,6 +95,17 @@ def test_a_drafter_over_a_mesh_is_that_of_one_device(tmp_path: Path, monkeypatch
         np.testing.assert_allclose(ours, alone, rtol=0, atol=share * float(jnp.max(jnp.abs(alone))))
         divided += ours.ndim == 2 and ours.addressable_shards[0].data.size == ours.size // 4
     assert divided >= 4
+
+
+@pytest.mark.slow
+def test_the_target_may_have_experts(tmp_path: Path):
+    """Over a mesh, the losses of one device."""
+    target = replace(TARGET, family="qwen3_moe", mixture=Mixture(4, 2, 16))
+    wanted = trained("dflash", tmp_path / "alone", target)
+    found = trained("dflash", tmp_path / "mesh", target, fsdp=2, tp=2)
+    for name in ("loss", "held_out_loss"):
+        np.testing.assert_allclose(found.curve[name], wanted.curve[name], rtol=1e-4)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found.params) if jnp.issubdtype(leaf.dtype, jnp.floating))
 
 
 def test_what_a_mesh_does_not_divide_is_refused(tmp_path: Path):

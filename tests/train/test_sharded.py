@@ -59,9 +59,12 @@ OTHERS = {
     "parts of a batch": ("qwen3", (4, 2), FullyShardedPlan(), 4),
     "no tokens": ("qwen3", (2, 4), FullyShardedPlan(threaded=False), 1),
     "no tokens, in a loop": ("looped", (2, 4), FullyShardedPlan(threaded=False, scan=True), 1),
+    "experts, balanced": ("qwen3_moe", (2, 4), FullyShardedPlan(), 1),
+    "experts, balanced, kept": ("qwen3_moe", (4, 2), FullyShardedPlan(remat=False), 1),
+    "experts in rings": ("unbalanced", (2, 4), FullyShardedPlan(weights="ring", gradients="ring", activations="ring"), 1),
     "shifts of all layers": ("qwen2", (2, 4), FullyShardedPlan(prefetch_distance=Halves(2, 2), scatter_delay=Halves(2, 2)), 1),
 }
-FIRST = ("rings, tied head", "halves of their own shifts, biases", "parts of a batch")
+FIRST = ("rings, tied head", "halves of their own shifts, biases", "parts of a batch", "experts, balanced, kept")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FIRST else pytest.mark.slow) for name in OTHERS])
@@ -162,8 +165,10 @@ def test_fifty_steps_follow_the_curve_of_one_device(optimizer: str):
         (lambda: setup("qwen2", 4, 2, FullyShardedPlan(), 0), "expected a batch in at least 1 part, found 0"),
         (lambda: training_mesh({"fsdp": 3}, CONFIGS["qwen2"]), "expected fsdp that divides the hidden size 32, found 3"),
         (lambda: training_mesh({"tp": 5}, CONFIGS["qwen2"]), "expected devices that divide 8 heads"),
-        (lambda: training_mesh({"tp": 2}, replace(CONFIGS["qwen2"], mixture=Mixture(4, 2, 16))),
-         "models with experts are not trained over several devices"),
+        (lambda: training_mesh({"tp": 8}, replace(CONFIGS["qwen3_moe"], mixture=Mixture(4, 2, 16))),
+         "expected devices that divide 8 heads, 64 vocabulary, 4 experts"),
+        (lambda: setup("qwen3_moe", 4, 2, FullyShardedPlan(activations="ring")),
+         "experts are not balanced where activations go in rings"),
         (lambda: training_mesh({"dp": 2}, CONFIGS["qwen2"]), "expected the axes fsdp and tp, found dp"),
         (lambda: setup("qwen2", 4, 2, FullyShardedPlan(), 3).check_batch((16, 9)), "that fsdp=4 × 3 parts divide, found 16"),
         (lambda: setup("qwen2", 1, 8, FullyShardedPlan()).check_batch((1, 10)),

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tilewright.chips.layers import StrategyChoice, divided_layer
+from tilewright.chips.layers import StrategyChoice
 from tilewright.chips.links import HOP_US, Fabric, least_seconds, torus_of
 from tilewright.chips.tpu import TpuChip, chip_of
 from tilewright.compiled.aot import compile_for, tpu_topology
@@ -32,10 +32,12 @@ from tilewright.models.stack import Rows, Schedule
 from tilewright.parallel.auto import AUTO, Auto, schedule_of
 from tilewright.parallel.auto import SCHEDULES as NAMED
 from tilewright.parallel.compiling import compile_hiding
+from tilewright.parallel.experts import own_experts
 from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.schedules import TensorParallel
 from tilewright.parallel.sharding import GROUPED, GROUPED_AXES, grouped_mesh, grouping, shardings
 from tilewright.runtime.cache import allocate
+from tilewright.runtime.placement import divided_sizes, exchange_of, layer_shapes
 from tilewright.runtime.state import Span, cached_attend
 
 SYNC = "sync"
@@ -134,13 +136,7 @@ class OverlapSetup:
     @cached_property
     def mesh(self) -> Mesh:
         """All devices of the topology; where they are more than the key/value heads, several share one."""
-        return grouped_mesh(make_mesh({"tp": None}, tpu_topology(self.chip).devices), "tp", **self.sharded_sizes)
-
-    @property
-    def sharded_sizes(self) -> dict[str, int]:
-        """Sizes that devices divide, as arguments of `grouping`."""
-        config = self.config
-        return {"heads": config.num_heads, "kv_heads": config.num_kv_heads, "MLP columns": config.intermediate_size}
+        return grouped_mesh(make_mesh({"tp": None}, tpu_topology(self.chip).devices), "tp", **divided_sizes(self.config))
 
     @property
     def devices(self) -> int:
@@ -154,13 +150,19 @@ class OverlapSetup:
 
     @cached_property
     def auto(self) -> Auto:
-        config = self.config
-        sizes = (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size)
-        return Auto(GROUPED_AXES, divided_layer(*sizes, devices=self.devices), self.fabric)
+        return Auto(GROUPED_AXES, layer_shapes(self.config, self.devices), self.fabric)
 
     def chosen(self, phase: Phase) -> StrategyChoice:
         """The schedule that `AUTO` takes for a phase, with the reason."""
         return self.auto.choice(phase.batch * phase.new, phase.divisible)
+
+    def exchanges(self, phase: Phase, name: str) -> list[str]:
+        """How rows get to their experts under a schedule of `SCHEDULES`, and why, if there is a choice."""
+        if name == BOUND:
+            return []
+        schedule = self.auto.chosen(self.chosen(phase).name if name == AUTO else name)
+        why = exchange_of(schedule, self.auto.layer, phase.batch * phase.new)
+        return [] if why is None else [why]
 
     def check(self, tensor_parallel: int | None) -> None:
         """Refuses what cannot be divided.
@@ -181,7 +183,7 @@ class OverlapSetup:
         if not self.hop_us >= 0 or self.hop_us == float("inf"):
             raise ValueError(f"expected the latency of a hop from 0 us, found {self.hop_us:g}")
         ways = tensor_parallel or self.devices
-        grouping(ways, **self.sharded_sizes)
+        grouping(ways, **divided_sizes(self.config))
         if ways != self.devices:
             raise ValueError(
                 f"expected a topology of {ways} devices for tensor parallelism over {ways}, found {self.chip} of {self.devices}"
@@ -225,6 +227,7 @@ class OverlapRun:
         notes = list(self.timeline.graph.notes)
         if self.schedule == AUTO:
             notes.append(f"{AUTO}: {self.setup.chosen(self.phase).why}")
+        notes += self.setup.exchanges(self.phase, self.schedule)
         if self.steady:
             return notes
         differs = f"layer {self.middle} of {self.layers} and a neighbour of it differ by {self.unsteady_share:.0%}"
@@ -263,7 +266,7 @@ def layer_of(name: str) -> int | None:
 def program(setup: OverlapSetup, phase: Phase, schedule: Schedule, layers: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The function that is compiled, and its abstract arguments: layers, caches, the residual stream, where each row begins."""
     config, mesh = replace(setup.config, num_layers=layers), setup.mesh
-    ops = operations("tpu", kernels=setup.kernels)
+    ops = own_experts(operations("tpu", kernels=setup.kernels))
     specs = decoder.declare(config)
     held = abstract(specs, jnp.bfloat16, shardings(specs, mesh, GROUPED)).layers
     whole, by_heads = PartitionSpec(), PartitionSpec(None, GROUPED_AXES[0])

@@ -8,7 +8,7 @@ compiler makes of each; the constants below were read from that, for Llama-3-8B'
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil
+from math import ceil, comb
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -32,12 +32,33 @@ that is large, hops wait for one another."""
 
 MICRO_BATCHES = 2
 
+SPREAD = 3.0
+"""Standard deviations above the mean for which a capacity has room: one round is enough for nearly all pairs of devices, if
+rows choose evenly."""
+
+CHOICE_BYTES = 8
+"""Of the number of an expert and its weight, which go with a row."""
+
+MULTIPLE = 8
+"""Rows of which capacities are multiples."""
+
 
 class Product(NamedTuple):
-    """A matrix that devices divide: `inputs` and `columns` are one device's."""
+    """A matrix that devices divide: `inputs` and `columns` are one device's.
+
+    Attributes:
+        experts, chosen: how many such matrices all devices have, and how many of them a row is multiplied with; inputs or
+            columns are then those of a row's, divided.
+    """
 
     inputs: int
     columns: int
+    experts: int = 1
+    chosen: int = 1
+
+    def read(self, rows: float) -> float:
+        """How often its numbers are read for so many rows, which choose evenly: those of more experts than a row's."""
+        return self.experts * (1 - (1 - self.chosen / self.experts) ** rows) / self.chosen
 
 
 @dataclass(frozen=True)
@@ -52,12 +73,28 @@ class LayerShapes:
     hidden: int
     halves: tuple[tuple[Product, Product], tuple[Product, Product]]
 
+    @property
+    def experts(self) -> int:
+        """Experts of the second half; 1 where that is an MLP."""
+        return self.halves[1][0].experts
 
-def divided_layer(hidden: int, heads: int, kv_heads: int, head_dim: int, mlp: int, devices: int) -> LayerShapes:
-    """A layer of these sizes over so many devices; key/value heads that are fewer than they are held by several of them."""
-    own, kv = heads // devices, max(1, kv_heads // devices)
+    @property
+    def chosen(self) -> int:
+        """How many of them a row goes to."""
+        return self.halves[1][0].chosen
+
+
+def divided_layer(
+    hidden: int, heads: int, kv_heads: int, head_dim: int, mlp: int, devices: int, experts: int = 1, chosen: int = 1
+) -> LayerShapes:
+    """A layer of these sizes over so many devices; key/value heads that are fewer than they are held by several of them.
+
+    Args:
+        mlp: columns of all experts that a row goes to, where there are such.
+    """
+    own, kv, of = heads // devices, max(1, kv_heads // devices), (experts, chosen)
     attention = Product(hidden, (own + 2 * kv) * head_dim), Product(own * head_dim, hidden)
-    return LayerShapes(hidden, (attention, (Product(hidden, 2 * mlp // devices), Product(mlp // devices, hidden))))
+    return LayerShapes(hidden, (attention, (Product(hidden, 2 * mlp // devices, *of), Product(mlp // devices, hidden, *of))))
 
 
 class LayerEstimate(NamedTuple):
@@ -82,8 +119,9 @@ class Costs:
         return len(self.fabric.places)
 
     def product_s(self, rows: int, product: Product, tiles: int = 1) -> float:
-        """Cut into tiles by its rows: weights are read once, as they stay in VMEM."""
-        numbers = product.inputs * product.columns + rows * (product.inputs + product.columns)
+        """Cut into tiles by its rows: weights are read once, as they stay in VMEM; those of experts, which do not, for each."""
+        read = tiles * product.read(rows / tiles) if product.experts > 1 else 1.0
+        numbers = read * product.inputs * product.columns + rows * (product.inputs + product.columns)
         flops = 2.0 * rows * product.inputs * product.columns
         least, chip = self.fabric.chip.roofline_seconds(NUMBER_BYTES * numbers, flops), self.fabric.chip.name
         return least + (1e-6 * tiles * TILE_US.get(chip, max(TILE_US.values())) if tiles > 1 else 0.0)
@@ -97,12 +135,19 @@ class Costs:
         return self.fabric.chip.roofline_seconds(float(passes) * NUMBER_BYTES * rows * layer.hidden, 0)
 
     def collective_s(self, kind: str, rows: int, layer: LayerShapes) -> float:
-        """Seconds of a collective of all rows, along the ways that compilers were seen to take.
+        """Seconds of a collective of all rows; see `transfer_s`."""
+        return self.transfer_s(kind, float(NUMBER_BYTES * rows * layer.hidden))
+
+    def transfer_s(self, kind: str, whole: float) -> float:
+        """Seconds of a collective of so many bytes (see `Fabric.collective`), along the ways that compilers were seen to take.
 
         Of three axes along each, where a reduce-scatter is an all-reduce; else round all devices, reduce-scatters in one
-        direction.
+        direction. All-to-alls, of which nothing was seen, along each axis.
         """
-        by_axis, whole = sum(size > 1 for size in self.fabric.torus.sizes) > 2, float(NUMBER_BYTES * rows * layer.hidden)
+        axes = sum(size > 1 for size in self.fabric.torus.sizes)
+        if kind == "all-to-all":
+            return self.fabric.collective(kind, [range(self.devices)], whole, by_axis=axes > 1).seconds
+        by_axis = axes > 2
         scatters = kind == "reduce-scatter"
         kind, directions = "all-reduce" if by_axis and scatters else kind, 1 if scatters and not by_axis else 2
         return self.fabric.collective(kind, [range(self.devices)], whole, directions, by_axis).seconds
@@ -126,6 +171,57 @@ class Costs:
         return self.hops * max(0.0, self.hop_s(rows, layer) - tile)
 
 
+def visited_share(experts: int, chosen: int, devices: int) -> float:
+    """Share of the devices that a row goes to: 1 - C(E - E / n, K) / C(E, K), if it chooses evenly."""
+    return 1 - comb(experts - experts // devices, chosen) / comb(experts, chosen)
+
+
+def expert_capacity(rows: int, share: float) -> int:
+    """Rows that a device sends another one at once, of M of which each goes there with this probability; M at most."""
+    wanted = rows * share + SPREAD * (rows * share * (1 - share)) ** 0.5
+    return min(rows, ceil(wanted / MULTIPLE) * MULTIPLE)
+
+
+class ExpertExchange(NamedTuple):
+    """A choice of how rows get to their experts.
+
+    Attributes:
+        capacity: rows that a pair of devices exchanges at once; None for rows that are gathered.
+        why: the estimates in words.
+        seconds: of each way, by its name, there and back.
+    """
+
+    capacity: int | None
+    why: str
+    seconds: Mapping[str, float]
+
+
+def expert_exchange(costs: Costs, rows: int, hidden: int, experts: int, chosen: int) -> ExpertExchange:
+    """The way that is estimated to take less time on the links; rows are gathered unless the other is well below.
+
+    Gathered, all rows come to all devices, and partial sums are added up and divided. By all-to-alls a row goes once to each
+    device that has one of its experts, with its choices, and one row comes back; before that the devices agree on the number of
+    rounds. One round is counted: more, where rows choose unevenly, take as many times as long.
+
+    Args:
+        rows: M n.
+    """
+    devices = costs.devices
+    capacity = expert_capacity(rows // devices, visited_share(experts, chosen, devices))
+    pieces, row = float(devices * capacity), NUMBER_BYTES * hidden
+    seconds = {
+        "gather": sum(costs.transfer_s(kind, float(rows * row)) for kind in ("all-gather", "reduce-scatter")),
+        "all-to-all": 2 * costs.transfer_s("all-to-all", pieces * row)
+        + costs.transfer_s("all-to-all", pieces * CHOICE_BYTES * chosen)
+        + costs.transfer_s("all-reduce", 4.0),
+    }
+    exchanged = seconds["all-to-all"] < (1 - LEAST_GAIN) * seconds["gather"]
+    found = f"all-to-all, {capacity:,} rows for each pair of devices" if exchanged else "gather"
+    each = ", ".join(f"{name} {1e6 * of:,.0f} us" for name, of in seconds.items())
+    why = f"rows to experts by {found}, for {rows:,} rows on {devices} {costs.fabric.chip.name}: {each}"
+    return ExpertExchange(capacity if exchanged else None, why, seconds)
+
+
 def sync(costs: Costs, rows: int, layer: LayerShapes) -> LayerEstimate:
     """A sum over all devices after each half, by the compiler's own algorithm, with nothing beside it."""
     products = sum(costs.product_s(rows, product) for half in layer.halves for product in half)
@@ -133,10 +229,14 @@ def sync(costs: Costs, rows: int, layer: LayerShapes) -> LayerEstimate:
 
 
 def sequence(costs: Costs, rows: int, layer: LayerShapes) -> LayerEstimate:
-    """The stream divided along its rows, with nothing beside its all-gathers and reduce-scatters."""
+    """The stream divided along its rows, with nothing beside its all-gathers and reduce-scatters, or all-to-alls to experts."""
     products = sum(costs.product_s(rows, product) for half in layer.halves for product in half)
     both = sum(costs.collective_s(kind, rows, layer) for kind in ("all-gather", "reduce-scatter"))
-    return LayerEstimate(products + costs.stream_s(rows // costs.devices, layer), 2 * both)
+    second = both
+    if layer.experts > 1:
+        exchange = expert_exchange(costs, rows, layer.hidden, layer.experts, layer.chosen)
+        second = exchange.seconds["gather" if exchange.capacity is None else "all-to-all"]
+    return LayerEstimate(products + costs.stream_s(rows // costs.devices, layer), both + second)
 
 
 def ring(costs: Costs, rows: int, layer: LayerShapes) -> LayerEstimate:

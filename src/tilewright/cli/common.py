@@ -239,7 +239,7 @@ class TargetOptions(LoadOptions):
         say_fallbacks(runs)
         if lm.placement is not None:
             for why in filter(None, map(lm.placement.why, (1, max(lm.table.chunks)))):
-                console.print(f"--schedule auto: {why}", style="dim", markup=False)
+                console.print(f"--schedule {lm.placement.name}: {why}", style="dim", markup=False)
         return lm.keep_costs(cost_files()) if self.compile_cache else lm
 
     @property

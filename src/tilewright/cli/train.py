@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import prod
 from pathlib import Path
 from shutil import copyfile
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -307,6 +307,7 @@ def lm(
     loop: LoopOptions = LoopOptions(),
     over: MeshOptions = MeshOptions(),
     dtype: Dtype = "float32",
+    router_aux_loss_coef: float | None = None,
     json_file: JsonFile = None,
 ) -> None:
     """Trains a language model: one of Qwen3's architecture from random weights, or one that is there already.
@@ -324,6 +325,8 @@ def lm(
         A folder with a tokenizer.json; by default a byte-level BPE is trained on the data.
     dtype
         Of the model as it is written; it is trained in float32.
+    router_aux_loss_coef
+        Of a mixture of experts: what the loss that balances experts is multiplied with, 0 for none; by default the model's.
     json_file
         Write the figures as JSON to this file, "-" for standard output.
     """
@@ -334,20 +337,47 @@ def lm(
     keep_programs(loop.compile_cache)
     documents = split_documents(read_documents(data), loop.held_out, loop.seed)
     kept = kept_tokenizer(out)
-    chosen = Beginning.choose(start, tokenizer, sizes, over, console)
-    begin = chosen or Beginning(kept or agreed_tokenizer(train_tokenizer(documents[0], sizes.bpe_size)))
+    begin = Beginning.choose(start, tokenizer, sizes, over, console) or with_tokenizer(kept, documents[0], sizes)
     bpe, run_fingerprint = begin.tokenizer, {"vocab_size": sizes.bpe_size}
-    if kept is not None and kept.to_str() != bpe.to_str():
-        raise ValueError(f"{out} holds a run with another tokenizer; name another --out")
-    config = begin.config or sizes.config(bpe.get_vocab_size(), end_of_text(bpe))
-    end = config.eos_token_ids[0] if config.eos_token_ids else end_of_text(bpe)
-    streams = [encode_documents(bpe, part, end) for part in documents]
+    require_same(kept, bpe, out)
+    config = with_balance(begin.config or sizes.config(bpe.get_vocab_size(), end_of_text(bpe)), router_aux_loss_coef)
+    streams = [encode_documents(bpe, part, last_token(config, bpe)) for part in documents]
     require_texts(streams[0], streams[1], options.sequence_length + 1, options)
     setup = over.setup(config, options)
     save_tokenizer(out, bpe, begin.files)
     result = train_lm(config, streams[0], streams[1], options, out / "training", console, begin.params, run_fingerprint, setup)
     save_params(out, decoder.config_to_hf(config), decoder.declare(config), result.params, DTYPES[dtype])
     finish(result, out, console, json_file, training_tokens=len(streams[0].tokens), **over.figures())
+
+
+def with_tokenizer(kept: Tokenizer | None, documents: Any, sizes: ModelSizes) -> Beginning:
+    """A beginning with the tokenizer that is kept, or one that is trained on documents."""
+    return Beginning(kept or agreed_tokenizer(train_tokenizer(documents, sizes.bpe_size)))
+
+
+def require_same(kept: Tokenizer | None, tokenizer: Tokenizer, out: Path) -> None:
+    """Raises a `ValueError` where a run was begun with another tokenizer."""
+    if kept is not None and kept.to_str() != tokenizer.to_str():
+        raise ValueError(f"{out} holds a run with another tokenizer; name another --out")
+
+
+def last_token(config: DecoderConfig, tokenizer: Tokenizer) -> int:
+    """The token that ends a document."""
+    return config.eos_token_ids[0] if config.eos_token_ids else end_of_text(tokenizer)
+
+
+def with_balance(config: DecoderConfig, weight: float | None) -> DecoderConfig:
+    """The configuration with another weight of the loss that balances experts, if one is given.
+
+    Raises:
+        ValueError: it is negative, or there are no experts.
+    """
+    if weight is None:
+        return config
+    if config.mixture is None or not 0 <= weight < float("inf"):
+        found = f"{weight:g} for a model {'without experts' if config.mixture is None else 'with experts'}"
+        raise ValueError(f"expected --router-aux-loss-coef of at least 0, for a model with experts, found {found}")
+    return replace(config, balance=weight)
 
 
 def agreed_tokenizer(tokenizer: Tokenizer) -> Tokenizer:

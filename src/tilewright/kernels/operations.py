@@ -141,6 +141,51 @@ Projection = Any
 """A projection, as `project` makes it: an implementation's own, for `heads` and `append_attend` of the same bundle."""
 
 
+class RoutedWeights(NamedTuple):
+    """Arrays of a routed product.
+
+    Attributes:
+        whole: what every device has, such as the router.
+        divided: trees of arrays whose first dim is the experts that a device has.
+    """
+
+    whole: Any
+    divided: Any
+
+
+@dataclass(frozen=True)
+class RoutedProduct:
+    """Products of rows with the experts that each row chooses, in steps: a schedule may have rows travel between them.
+
+    Attributes:
+        scores: `(ops, x [R, H], w) -> [R, E]`, float32.
+        choose: `(scores) -> (experts [R, K], weights [R, K])`.
+        apply: `(ops, x, w, experts, weights, count=None) -> [R, H]`, float32: the sum by these weights of those of a row's
+            experts that a device has; an expert below 0 is none.
+        experts, chosen: E, and K of them for a row.
+    """
+
+    scores: Callable[..., Array]
+    choose: Callable[[Array], tuple[Array, Array]]
+    apply: Callable[..., Array]
+    experts: int
+    chosen: int
+
+    def __call__(self, ops: "Operations", x: Array, w: RoutedWeights, count: Any = None) -> Array:
+        """All steps, of rows where they are."""
+        return self.apply(ops, x, w, *self.choose(self.scores(ops, x, w)), count)
+
+
+def routed_in_place(
+    ops: "Operations", product: RoutedProduct, x: Array, w: RoutedWeights, norm: Norm | None = None, add: Array | None = None,
+    count: Any = None,
+) -> Array:  # fmt: skip
+    """`Operations.routed` of rows `[B, T, H]` that stay where they are."""
+    h = x if norm is None else ops.rms_norm(x, *norm)
+    y = product(ops, h.reshape(-1, h.shape[-1]), w, count).reshape(x.shape).astype(x.dtype)
+    return y if add is None else add + y
+
+
 @dataclass(frozen=True)
 class Operations:
     """A bundle of operations, one implementation of each. Hashable: a static argument of whatever is compiled.
@@ -159,6 +204,8 @@ class Operations:
         grouped_linear: `(x [R, I], w, sizes [G], out_dtype=None) -> [R, O]`: the product of each row with the matrix of its
             group; the first `sizes[0]` rows are the first group's, and so on. Rows behind the last group's give zeros.
         grouped_gated: `(x [R, I], joined, sizes [G]) -> silu(x @ gate) * (x @ up)`, likewise.
+        routed: `(ops, product, x [B, T, H], w, norm=None, add=None, count=None) -> y`: a half of a layer whose rows choose
+            experts, a `RoutedProduct` of `RoutedWeights`, with the operations that it computes with.
         project: `(x, joined, norm=None, first=0, last=None, bias=None, count=None) -> Projection`: the products with all
             matrices from the `first` on, up to the one before the `last`, each plus its own of `bias`: a vector `[O]` for every
             matrix, or `[..., O]` with one for every row.
@@ -253,6 +300,7 @@ class Operations:
     counts: bool = False
     first_expert: Callable[[int], Array | int] = lambda count: 0
     window_multiple: int = 1
+    routed: Callable[..., Array] = routed_in_place
 
     def prepare(self, specs: Tree, params: Tree) -> Tree:
         """Parameters as these operations want them.

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from tilewright.kernels.operations import Heads, Joined, Norm, Operations, Projection, Scores, Transposed
 from tilewright.models.config import ConfigReader, LayerKind, Rotation, Sizes, text_half
 from tilewright.models.delta import DeltaSizes, attend_delta, project_delta, with_delta
-from tilewright.models.experts import Mixture, declare_mixture, mixture_mlp
+from tilewright.models.experts import Mixture, declare_mixture, routed_product, routed_weights
 from tilewright.models.family import Family
 from tilewright.models.layers import Rope, rope_frequencies, rope_tables
 from tilewright.models.lora import adapted_operations, own_columns
@@ -45,6 +45,7 @@ class DecoderConfig(Sizes):
         embedding_scale: what embeddings are multiplied by.
         mixture: the experts of its layers; None where all layers have an MLP.
         dense_layers: those that have an MLP all the same.
+        balance: what `experts.balancing_loss` is multiplied with in training (`router_aux_loss_coef`).
         delta, delta_layers: the sizes of linear attention, and the layers that have it.
     """
 
@@ -63,6 +64,7 @@ class DecoderConfig(Sizes):
     embedding_scale: float = 1.0
     mixture: Mixture | None = None
     dense_layers: tuple[int, ...] = ()
+    balance: float = 0.001
     delta: DeltaSizes | None = None
     delta_layers: tuple[int, ...] = ()
 
@@ -345,17 +347,16 @@ def mlp(
 
     Of other rows than those of `x` where the products give these (see `stack.py`).
     """
+    norm = Norm(layer.post_attention_norm, config.rms_norm_eps)
     if layer.router is not None:
-        h = ops.rms_norm(x, layer.post_attention_norm, config.rms_norm_eps)
-        y = mixture_mlp(ops, layer.router, layer.gate_up, layer.down, h.reshape(-1, h.shape[-1]), count)
-        y = y.reshape(h.shape).astype(x.dtype)
-        return y if add is None else add + y
+        weights = routed_weights(layer.router, layer.gate_up, layer.down)
+        return ops.routed(ops, routed_product(layer.router.mixture), x, weights, norm, add, count)
     if isinstance(layer.gate_up, tuple):
-        h = ops.rms_norm(x, layer.post_attention_norm, config.rms_norm_eps)
+        h = ops.rms_norm(x, *norm)
         gate, up = (ops.linear(h, w, count=count) for w in layer.gate_up)
         inner = (jax.nn.gelu(gate.astype(jnp.float32), approximate=True) * up.astype(jnp.float32)).astype(x.dtype)
     else:
-        inner = ops.gated_linear(x, layer.gate_up, Norm(layer.post_attention_norm, config.rms_norm_eps), count=count)
+        inner = ops.gated_linear(x, layer.gate_up, norm, count=count)
     if add is None or layer.mlp_out_norm is None:
         return ops.linear(inner, layer.down, add=add, count=count)
     return add + summed(config, ops, layer, "mlp", ops.linear(inner, layer.down, count=count))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from tilewright.kernels.operations import Joined, Operations
+from tilewright.kernels.operations import Joined, Operations, RoutedProduct, RoutedWeights
 from tilewright.models.params import ArraySpec, matrix
 
 
@@ -188,21 +188,40 @@ def grouped(experts: Int[Array, "R K"], held: int, first: Array | int = 0, count
     return ExpertRows(order // k, places.reshape(r, k), jnp.minimum(own[order], held - 1), sizes)
 
 
-def mixture_mlp(
-    ops: Operations, router: Router, gate_up: Any, down: Any, h: Float[Array, "R H"], count: Int[Array, ""] | None = None
+def routed_product(mixture: Mixture) -> RoutedProduct:
+    """The product of rows with a mixture's experts."""
+    return RoutedProduct(router_scores, partial(route, mixture), sum_of_chosen, mixture.experts, mixture.chosen)
+
+
+def routed_weights(router: Router, gate_up: Any, down: Any) -> RoutedWeights:
+    """The arrays of `routed_product`."""
+    return RoutedWeights(replace(router, expert_bias=None), (gate_up, down, router.expert_bias))
+
+
+def router_scores(ops: Operations, h: Float[Array, "R H"], w: RoutedWeights) -> Float[Array, "R E"]:
+    """The experts' scores for each row, float32."""
+    scores = ops.linear(h, w.whole.weight, jnp.float32)
+    return scores if w.whole.bias is None else scores + w.whole.bias.astype(jnp.float32)
+
+
+def sum_of_chosen(
+    ops: Operations,
+    h: Float[Array, "R H"],
+    w: RoutedWeights,
+    experts: Int[Array, "R K"],
+    weights: Float[Array, "R K"],
+    count: Int[Array, ""] | None = None,
 ) -> Float[Array, "R H"]:
     """The sum of each row's experts by their weights, in float32; of this device's experts alone where there are more."""
-    mixture = router.mixture
-    scores = ops.linear(h, router.weight, jnp.float32)
-    experts, weights = route(mixture, scores if router.bias is None else scores + router.bias.astype(jnp.float32))
-    held = down.shape[0]
+    router, (gate_up, down, expert_bias) = w
+    mixture, held = router.mixture, down.shape[0]
     groups = grouped(experts, held, ops.first_expert(held), count)
     x = ops.gather_rows(h, groups.rows)
-    if router.expert_bias is None:
+    if expert_bias is None:
         inner = ops.grouped_gated(x, gate_up, groups.sizes)
         y = ops.grouped_linear(inner, down, groups.sizes, jnp.float32)
     else:
-        of_gate, of_down = (bias.astype(jnp.float32)[groups.experts] for bias in router.expert_bias)
+        of_gate, of_down = (bias.astype(jnp.float32)[groups.experts] for bias in expert_bias)
         both = ops.grouped_linear(x, gate_up, groups.sizes, jnp.float32) + of_gate
         assert mixture.clamped is not None, "experts with biases have gpt-oss' gate"
         inner = mixture.clamped(both[:, ::2], both[:, 1::2]).astype(h.dtype)
@@ -216,3 +235,32 @@ def mixture_mlp(
         y = ops.linear(ops.gated_linear(h, shared.gate_up), shared.down, jnp.float32)
         total += jax.nn.sigmoid(ops.linear(h, shared.weight, jnp.float32)) * y
     return total
+
+
+class RouterLoad(NamedTuple):
+    """Sums over rows, of which the balancing loss is made; those of several layers, or devices, add up.
+
+    Attributes:
+        chosen: how many rows went to each expert.
+        shares: of the softmax of their scores.
+    """
+
+    chosen: Float[Array, " E"]
+    shares: Float[Array, " E"]
+
+
+def router_load(mixture: Mixture, scores: Float[Array, "R E"]) -> RouterLoad:
+    """The load that rows with these scores make."""
+    experts, _ = route(mixture, scores)
+    chosen = jnp.sum(jax.nn.one_hot(experts, mixture.experts, dtype=jnp.float32), axis=(0, 1))
+    return RouterLoad(chosen, jnp.sum(jax.nn.softmax(scores.astype(jnp.float32), axis=-1), axis=0))
+
+
+def balancing_loss(mixture: Mixture, load: RouterLoad) -> Float[Array, ""]:
+    """E times the sum over experts of the part of all rows that went there and the mean share of its score.
+
+    It is K where rows are spread evenly, and has a gradient by the shares alone. All layers' rows count as one batch, as in
+    transformers' `load_balancing_loss_func`; after Fedus et al., "Switch Transformers" (arXiv 2101.03961), section 2.2.
+    """
+    rows = jnp.maximum(jnp.sum(load.chosen) / mixture.chosen, 1.0)
+    return mixture.experts * jnp.sum(load.chosen / rows * (load.shares / rows))

@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tilewright.models.config import ConfigReader
+from tilewright.models.config import ConfigReader, is_number
 from tilewright.models.experts import ExpertNames, Mixture
 
 Reads = Callable[[ConfigReader], dict[str, Any]]
 """What a family's `config.json` says beyond the sizes, by the names of `DecoderConfig`; problems are noted in the reader."""
 
 
+BALANCE = "router_aux_loss_coef"
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -49,15 +50,27 @@ def write_windows(config: Any) -> dict[str, Any]:
     return {"sliding_window": config.sliding_window, "layer_types": kinds}
 
 
-def mixture(read: ConfigReader, experts: str, size: str, normalised: bool = True) -> dict[str, Any]:
-    """The experts in all layers.
+def mixture(read: ConfigReader, experts: str, size: str, normalised: bool = True, balance: float = 0.001) -> dict[str, Any]:
+    """The experts in all layers, and what their balancing loss is multiplied with.
 
     Args:
         experts, size: fields with how many there are, and with the intermediate size of each.
+        balance: of a configuration that does not say.
     """
     count, chosen = read.integer(experts), read.integer("num_experts_per_tok")
     read.require(chosen <= count, f"num_experts_per_tok must be at most {experts} ({count}), found {chosen}")
-    return {"mixture": Mixture(max(count, chosen), chosen, read.integer(size), normalised)}
+    given = read.fields.get(BALANCE, balance)
+    good = is_number(given) and given >= 0
+    read.require(good, f"{BALANCE} must be a number of at least 0, found {given!r}")
+    return {
+        "mixture": Mixture(max(count, chosen), chosen, read.integer(size), normalised),
+        "balance": float(given) if good else balance,
+    }
+
+
+def write_balance(config: Any) -> dict[str, Any]:
+    """The field for the balancing loss."""
+    return {BALANCE: config.balance}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +99,7 @@ class Family:
         experts_in_one: those of checkpoints that hold all experts in one tensor; None where there are no such.
         output_gate: what attention gives is gated; checkpoints have each head's gate behind its queries.
         delta_in_one: see `delta.declare_delta`.
+        yarn_ramp: YaRN's begins and ends at whole dimensions, or between them; GGUF files do not say.
         pairwise: GGUF files rotate neighbouring entries, where Hugging Face turns entry i with i + d / 2.
     """
 
@@ -103,6 +117,7 @@ class Family:
     joined: bool = False
     gguf: str | None = None
     pairwise: bool = False
+    yarn_ramp: Literal["whole", "between"] = "whole"
     rope_section: str | None = None
     norm_offset: float = 0.0
     post_norms: bool = False

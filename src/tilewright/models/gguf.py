@@ -28,6 +28,8 @@ from tilewright.models.registry import FAMILIES
 SUFFIX = ".gguf"
 ARCHITECTURES = {family.gguf: family for family in reversed(FAMILIES.values()) if family.gguf is not None}
 """The family of each value of `general.architecture` that is read; Mistral's files are Llama's."""
+WITH_EXPERTS = {"llama": FAMILIES["mixtral"]}
+"""That of files of the architecture that have experts, where it is another one."""
 
 GLOBAL_NAMES = ("model.embed_tokens", "model.norm", "lm_head")
 LAYER_NAMES = (
@@ -42,8 +44,10 @@ LAYER_NAMES = (
 SEPARATE_NAMES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 JOINED_NAMES = ("self_attn.qkv_proj", "mlp.gate_up_proj")
 """The others: of most families, and of those whose checkpoints join them."""
-EXPERT_NAMES = ("mlp.gate", *(f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")))
-"""Of mixtures of experts, each the tensor of all experts: its name here has a `*` for an expert's number."""
+EXPERT_NAMES = tuple(f"mlp.experts.{part}_proj" for part in ("gate", "up", "down"))
+"""What llama.cpp's library knows the tensors of all experts by, one each."""
+GATES, UPS = "ffn_gate_exps", "ffn_up_exps"
+"""What llama.cpp calls tensors of experts' gates and ups, which are one in gpt-oss' checkpoints."""
 ROPE_FACTORS = "rope_freqs.weight"
 """What each frequency of the rotation is divided by: Llama 3's scaling, worked out."""
 LONG_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
@@ -116,7 +120,15 @@ def _opened(path: Path, changed: int, size: int) -> "GGUFCheckpoint":
     if architecture not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         raise ValueError(f"{path}: expected the architecture to be one of {known}, found {architecture!r}")
-    return GGUFCheckpoint(path, ARCHITECTURES[architecture], fields, tensors)
+    families = {**ARCHITECTURES, **WITH_EXPERTS} if fields.get(f"{architecture}.expert_count") else ARCHITECTURES
+    return GGUFCheckpoint(path, families[architecture], fields, tensors)
+
+
+def with_suffix(name: str, suffix: str) -> str:
+    """The name of a layer's other tensor, by that of its weights: `q.bias` for `q.weight`, `down_bias` for `down`."""
+    if suffix == "weight":
+        return name
+    return f"{name.removesuffix('weight')}{suffix}" if name.endswith(".weight") else f"{name}_{suffix}"
 
 
 def check_type(tensor: GGUFTensor, path: Path) -> None:
@@ -169,6 +181,40 @@ class GGUFSlice:
     def blocks(self, rows: slice = slice(None)) -> QuantisedMatrix | None:
         """Some rows of weights as the file has them, of formats that products read as they are; None of others."""
         data = self.tensor.data[rows] if self.rows is None else self.tensor.data[self.rows[rows]]
+        return read_blocks(data.reshape(-1, data.shape[-1]), self.tensor.tensor_type.name)
+
+
+class TurnedSlice(GGUFSlice):
+    """Experts' matrices `[E, in, out]` of tensors `[E, out, in]`, or biases `[E, out]`: of several tensors, outputs in turn."""
+
+    def __init__(self, *tensors: GGUFTensor):
+        super().__init__(tensors[0], None)
+        self.tensors = tensors
+
+    def get_shape(self) -> list[int]:
+        experts, outputs, *inputs = super().get_shape()
+        return [experts, *inputs, len(self.tensors) * outputs]
+
+    def __getitem__(self, bounds: tuple[slice, ...]) -> np.ndarray:
+        experts, *others = bounds
+        every = [slice(None)] * len(others)
+        parts = np.stack([GGUFSlice(tensor, None)[(experts, *every)] for tensor in self.tensors], axis=2)
+        return parts.reshape(len(parts), -1, *parts.shape[3:]).swapaxes(1, -1)[(slice(None), *others)]
+
+    @property
+    def alike(self) -> bool:
+        """True if all tensors are of one type."""
+        return len({tensor.tensor_type for tensor in self.tensors}) == 1
+
+    @property
+    def kept(self) -> str:
+        return super().kept if self.alike else ""
+
+    def blocks(self, rows: slice = slice(None)) -> QuantisedMatrix | None:
+        """Weights of some experts as the file has them; an expert's outputs behind another's."""
+        if not self.alike:
+            return None
+        data = np.stack([tensor.data[rows] for tensor in self.tensors], axis=2)
         return read_blocks(data.reshape(-1, data.shape[-1]), self.tensor.tensor_type.name)
 
 
@@ -230,6 +276,7 @@ class GGUFCheckpoint:
             return {}
         return {
             "num_experts": self.field("expert_count"),
+            "num_local_experts": self.field("expert_count"),
             "num_experts_per_tok": self.field("expert_used_count"),
             "moe_intermediate_size": self.field("expert_feed_forward_length"),
             "norm_topk_prob": self.field("expert_weights_norm", True),
@@ -281,6 +328,8 @@ class GGUFCheckpoint:
             "beta_fast": self.field("rope.scaling.yarn_beta_fast"),
             "beta_slow": self.field("rope.scaling.yarn_beta_slow"),
         }
+        if self.family.yarn_ramp == "between":
+            scaling["truncate"] = False
         more = self.field("rope.scaling.attn_factor")
         if more is not None and factor:
             scaling["attention_factor"] = more * YarnScaling.default_attention_factor(factor)
@@ -347,21 +396,41 @@ class GGUFCheckpoint:
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """llama.cpp's name of each tensor, by Hugging Face's; a tensor that neither knows keeps its own."""
+        """llama.cpp's name of each tensor, by Hugging Face's; a tensor that neither knows keeps its own.
+
+        Of experts' gates and ups that are one tensor there, the gates'.
+        """
         import gguf
 
         blocks = int(self.field("block_count", 0))
-        known = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, str(self.family.gguf).upper()), blocks)
-        parts = (*LAYER_NAMES, *(JOINED_NAMES if self.family.joined else SEPARATE_NAMES), *EXPERT_NAMES)
-        layers = (f"model.layers.{n}.{name}" for n in range(blocks) for name in parts)
-        theirs = {known.get_name(name): name.replace(".experts.", ".experts.*.") for name in chain(GLOBAL_NAMES, layers)}
+        known = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, str(self.family.gguf).upper().replace("-", "_")), blocks)
+        parts = {name: f"{name}.weight" for name in (*LAYER_NAMES, *(JOINED_NAMES if self.family.joined else SEPARATE_NAMES))}
+        parts |= self.expert_names
+        layers = {f"model.layers.{n}.{name}": f"model.layers.{n}.{own}" for n in range(blocks) for name, own in parts.items()}
+        whole = {name: f"{name}.weight" for name in GLOBAL_NAMES}
+        theirs = {known.get_name(name): own for name, own in chain(whole.items(), layers.items())}
         found = {}
         for name in self.tensors:
             stem, _, suffix = name.rpartition(".")
-            found[f"{theirs[stem]}.{suffix}" if stem in theirs else name] = name
+            if not (self.turned(name) and UPS in name):
+                found[with_suffix(theirs[stem], suffix) if stem in theirs else name] = name
         for name in (ROPE_FACTORS, *LONG_FACTORS.values()):
             found.pop(name, None)
         return found
+
+    @property
+    def expert_names(self) -> dict[str, str]:
+        """Of a layer with experts, the names of their tensors in checkpoints, by what llama.cpp's library knows them by."""
+        names = self.family.experts
+        if names is None:
+            return {}
+        sinks = {"self_attn.sinks": "self_attn.sinks"} if self.family.sinks else {}
+        of_experts = zip(EXPERT_NAMES, (names.gate_up[0], names.gate_up[-1], names.down), strict=True)
+        return {**sinks, names.router: f"{names.router}.weight", **dict(of_experts)}
+
+    def turned(self, name: str) -> bool:
+        """True for one of llama.cpp's tensors that is stored otherwise in checkpoints; see `TurnedSlice`."""
+        return self.family.experts is not None and self.family.experts.biased and "_exps." in name
 
     # What `safetensors.safe_open` offers of a file.
 
@@ -370,7 +439,15 @@ class GGUFCheckpoint:
 
     def get_slice(self, name: str) -> GGUFSlice:
         tensor = self.tensors[self.names[name]]
-        return GGUFSlice(tensor, self.row_order(name), self.family.norm_offset if name.endswith("norm.weight") else 0.0)
+        if not self.turned(tensor.name):
+            offset = self.family.norm_offset if name.endswith("norm.weight") else 0.0
+            return GGUFSlice(tensor, self.row_order(name), offset)
+        if GATES not in tensor.name:
+            return TurnedSlice(tensor)
+        other = tensor.name.replace(GATES, UPS)
+        if other not in self.tensors or self.tensors[other].shape != tensor.shape:
+            raise ValueError(f"{self.path}: expected {other} of the shape of {tensor.name}, found none such")
+        return TurnedSlice(tensor, self.tensors[other])
 
     def get_tensor(self, name: str) -> np.ndarray:
         part = self.get_slice(name)

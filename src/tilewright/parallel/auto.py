@@ -58,8 +58,11 @@ class Auto(TensorParallel):
             divisible = stack.norms is not None
         except ValueError:
             divisible = False
-        chosen = self.choice(x.shape[0] * x.shape[1], divisible).name
-        return schedule_of(chosen, self.axis, self.layer, self.fabric).run(stack, x, rows, kept, taps)
+        return self.chosen(self.choice(x.shape[0] * x.shape[1], divisible).name).run(stack, x, rows, kept, taps)
+
+    def chosen(self, name: str) -> TensorParallel:
+        """The schedule of this name for the layer and the fabric."""
+        return schedule_of(name, self.axis, self.layer, self.fabric)
 
 
 def schedule_of(name: str, axis: Axis, layer: LayerShapes | None, fabric: Fabric | None) -> TensorParallel:
@@ -71,6 +74,8 @@ def schedule_of(name: str, axis: Axis, layer: LayerShapes | None, fabric: Fabric
         chip = fabric.chip
         per_link, per_memory = chip.operations_per_link_byte, chip.operations_per_memory_byte
         return replace(made, intensity=per_link, loading=chip.loading_rows, moving=per_memory)
+    if fabric is not None and isinstance(made, Sequence) and not isinstance(made, CollectiveMatmul):
+        return replace(made, fabric=fabric)
     return made
 
 

@@ -18,7 +18,7 @@ from jax import Array
 from jaxtyping import Float
 
 from tilewright.kernels.linear.scaled import ScaledMatrix
-from tilewright.kernels.operations import Norm, Operations
+from tilewright.kernels.operations import Norm, Operations, RoutedProduct, RoutedWeights, routed_in_place
 from tilewright.parallel import rings
 from tilewright.parallel.lanes import Lanes, Rows, farthest_first, gather, scatter
 from tilewright.parallel.schedules import TensorParallel, run_layers
@@ -189,12 +189,20 @@ class MicroBatch:
                 self.begin_sum(self.lanes.ways(), self.cut(x), part, w, due, after)
             return self.own[None]
 
-        return replace(ops, project=project, gated_linear=gated_linear, linear=linear)
+        def routed(
+            _: Operations, product: RoutedProduct, x: Array, w: RoutedWeights, norm: Norm | None = None,
+            add: Array | None = None, count: Any = None,
+        ) -> Array:  # fmt: skip
+            tiles = self.tiles(lambda rows, w: product(ops, rows, w), w, product.chosen / product.experts)
+            self.sum_tiles(tiles, lambda rows, _: rows, None, due, after)
+            return self.own[None]
 
-    def tiles(self, product: rings.Product, w: Any) -> "Tiles":
+        return replace(ops, project=project, gated_linear=gated_linear, linear=linear, routed=routed)
+
+    def tiles(self, product: rings.Product, w: Any, share: float = 1.0) -> "Tiles":
         """A product of the rows that come, once the sum has come that was begun last."""
         self.lanes.wait(lambda: len(self.halves) == self.begun)
-        return Tiles(self.lanes, product, w, self.rows, self.at_once)
+        return Tiles(self.lanes, product, w, self.rows, self.at_once, share)
 
     def cut(self, x: Float[Array, "B T I"]) -> Rows:
         """All rows, device by device."""
@@ -244,6 +252,7 @@ class Tiles:
     Attributes:
         rows: as far as they have come.
         at_once: how many devices' rows make a tile.
+        share: of the rows, that are multiplied with a matrix.
         made: what was computed, by how many places the device is ahead.
         order: of the devices; that in which they come if it is empty.
     """
@@ -253,6 +262,7 @@ class Tiles:
     w: Any
     rows: Rows
     at_once: int
+    share: float = 1.0
     made: dict[int, Any] = field(default_factory=dict)
     order: list[int] = field(default_factory=list)
 
@@ -263,7 +273,7 @@ class Tiles:
 
     def compute(self, places: Sequence[int]) -> None:
         rows = together([self.rows[at] for at in places])
-        self.lanes.worked(self.lanes.of_products(self.w, len(rows)))
+        self.lanes.worked(self.lanes.of_products(self.w, self.share * len(rows)))
         leaves, tree = jax.tree.flatten(weighted(self.product, self.w, rows))
         for at, *parts in zip(places, *(jnp.split(leaf, len(places)) for leaf in leaves), strict=True):
             self.made[at] = tree.unflatten(parts)
@@ -276,7 +286,7 @@ class Tiles:
         new = [at for at in self.order or self.rows if at not in self.made][:most]
         self.compute(new)
         made, left = {at: self.made[at] for at in new}, {at: rows for at, rows in self.rows.items() if at not in self.made}
-        made, left = self.lanes.beside((made, left), self.lanes.of_products(self.w, most * len(self.rows[0])))
+        made, left = self.lanes.beside((made, left), self.lanes.of_products(self.w, self.share * most * len(self.rows[0])))
         self.made.update(made)
         self.rows.update(left)
 
@@ -327,7 +337,7 @@ class Column(TensorParallel):
         Raises:
             ValueError: the parts do not divide the hidden size, or weights were packed, which cannot be cut.
         """
-        ops = replace(stack.ops, linear=partial(self.summed, stack.ops))
+        ops = replace(stack.ops, linear=partial(self.summed, stack.ops), routed=partial(self.routed, stack.ops))
         return run_layers(replace(stack, ops=ops), x, rows, kept, taps, lambda x: x)
 
     def summed(
@@ -346,6 +356,15 @@ class Column(TensorParallel):
             made = self.product(lanes, lambda rows, w: ops.linear(rows, w, out_dtype), rows, part)
             sums.append(Sum(lanes, made, len(sums)))
         y = jnp.concatenate([each.wait() for each in sums], axis=-1).reshape(*x.shape[:-1], -1)
+        return y if add is None else add + y
+
+    def routed(
+        self, ops: Operations, _: Operations, product: RoutedProduct, x: Array, w: RoutedWeights, norm: Norm | None = None,
+        add: Array | None = None, count: Any = None,
+    ) -> Array:  # fmt: skip
+        """The sum of the devices' experts, in one part: experts' matrices are cut nowhere."""
+        made = routed_in_place(ops, product, x, w, norm, count=count)
+        y = Sum(Lanes(self.axis, self.route.bidirectional), made.reshape(-1, x.shape[-1]), 0).wait().reshape(x.shape)
         return y if add is None else add + y
 
     def product(self, lanes: Lanes, product: rings.Product, rows: Float[Array, "R I"], w: Any) -> Float[Array, "R O"]:

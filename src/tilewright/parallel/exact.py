@@ -17,7 +17,16 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from tilewright.kernels.linear.scaled import ScaledMatrix, Table
-from tilewright.kernels.operations import Heads, Joined, KeyValuePages, Norm, Operations, Transposed
+from tilewright.kernels.operations import (
+    Heads,
+    Joined,
+    KeyValuePages,
+    Norm,
+    Operations,
+    RoutedProduct,
+    RoutedWeights,
+    Transposed,
+)
 from tilewright.parallel.rings import Axis
 from tilewright.parallel.schedules import TensorParallel, run_layers
 
@@ -138,10 +147,24 @@ def by_inputs(product: Columns, x: Float[Array, "*rows I"], w: Any, count: int) 
         size = x.shape[-1] // count
         return product(jax.lax.dynamic_slice_in_dim(x, n * size, size, x.ndim - 1), block(w, n, count, 0))
 
-    sums = for_each(count, of)
+    return as_tree(for_each(count, of))
+
+
+def as_tree(sums: Float[Array, "count *of"]) -> Float[Array, "*of"]:
+    """The sum of a power of two of arrays, as a binary tree."""
     while len(sums) > 1:
         sums = sums[0::2] + sums[1::2]
     return sums[0]
+
+
+def by_experts(ops: Operations, product: RoutedProduct, x: Float[Array, "R H"], w: RoutedWeights, count: int) -> Array:
+    """The sum of so many products, of some of a device's experts each, as a tree; rows choose again for each of them."""
+
+    def of(n: Array) -> Array:
+        part = replace(ops, first_expert=lambda held: ops.first_expert(held * count) + n * held)
+        return product(part, x, RoutedWeights(w.whole, jax.tree.map(lambda each: block(each, n, count, 0), w.divided)))
+
+    return as_tree(for_each(count, of))
 
 
 def heads_apart(ops: Operations, projection: tuple[Array, ...], spec: Heads) -> tuple[Any, Any, Any]:
@@ -244,10 +267,21 @@ def in_parts(ops: Operations, count: int, key_count: int) -> Operations:
         return flat(by_heads(ops, q, k, v, jnp.broadcast_to(jnp.arange(q.shape[1]) + 1, q.shape[:2])))
 
     return replace(
-        ops, project=project, gated_linear=gated_linear, linear=linear, heads=partial(heads_apart, ops),
+        ops, project=project, gated_linear=gated_linear, linear=linear, routed=partial(routed_in_parts, ops, count),
+        heads=partial(heads_apart, ops),
         append_attend=append_attend, paged_append_attend=cast(Any, partial(append_attend_pages, ops)),
         causal_attention=causal_attention, prefix_attention=partial(by_heads, ops),
     )  # fmt: skip
+
+
+def routed_in_parts(
+    ops: Operations, blocks: int, _: Operations, product: RoutedProduct, x: Float[Array, "B T H"], w: RoutedWeights,
+    norm: Norm | None = None, add: Array | None = None, count: Any = None,
+) -> Float[Array, "B T H"]:  # fmt: skip
+    """`Operations.routed`, in so many blocks of a device's experts."""
+    h = x if norm is None else ops.rms_norm(x, *norm)
+    y = by_experts(ops, product, h.reshape(-1, x.shape[-1]), w, blocks).reshape(x.shape).astype(x.dtype)
+    return y if add is None else add + y
 
 
 def tree_sum(x: Float[Array, "..."], axis: Axis) -> Float[Array, "..."]:

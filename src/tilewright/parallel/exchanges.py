@@ -69,8 +69,15 @@ class FullyShardedPlan:
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     threaded: bool = True
 
-    def check(self, layers: int) -> None:
-        """Raises a `ValueError` where a shift is negative or larger than the number of layers."""
+    def check(self, layers: int, watched: bool = False) -> None:
+        """Raises a `ValueError` where a shift is negative or larger than the number of layers, or where experts are to be
+        balanced whose rows go in rings.
+
+        Args:
+            watched: layers note something of their rows; see `fully_sharded.Watch`.
+        """
+        if watched and self.activations == "ring":
+            raise ValueError("experts are not balanced where activations go in rings: expected them whole, or no such loss")
         for name in ("prefetch_distance", "scatter_delay"):
             for half, shift in zip(NAMES, getattr(self, name), strict=True):
                 if not 0 <= shift <= layers:

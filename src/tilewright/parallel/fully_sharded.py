@@ -20,14 +20,15 @@ Legend: R rows that a group of the data axis has, M those of them that a device 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from functools import partial, reduce
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from tilewright.kernels.operations import Operations
 from tilewright.parallel import rings, tokens
 from tilewright.parallel.exchanges import NAMES, Exchange, FullyShardedPlan, Halves
 from tilewright.parallel.schedules import CollectiveMatmul, Sequence
@@ -48,25 +49,34 @@ class _Chained(Sequence):
         return product(x, w, dtype)
 
 
-def check_layers(plan: FullyShardedPlan, layers: tuple[Any, ...]) -> None:
+class ResidualStream(NamedTuple):
+    """The residual stream on its way through the layers.
+
+    Attributes:
+        rows: this device's, `[M, H]`.
+        sums: of what layers note besides (see `Watch`), this device's summands; an empty tuple where they note nothing.
+    """
+
+    rows: Any
+    sums: Any = ()
+
+
+Watch = Callable[[Operations, Callable[[Any], None]], Operations]
+"""`watch(ops, note)`: operations that hand `note` a tree like `ResidualStream.sums` whenever a half has something to add."""
+
+
+def check_layers(plan: FullyShardedPlan, layers: tuple[Any, ...], watch: Watch | None) -> None:
     """Raises a `ValueError` for layers that a plan cannot run (`FullyShardedPlan.check`), or that are not all of one kind."""
-    plan.check(len(layers))
+    plan.check(len(layers), watch is not None)
     if len({jax.tree.structure(layer) for layer in layers}) > 1:
         raise ValueError("expected layers that are all of one kind, found several (rotations, say): train without a mesh")
 
 
 def run_layers(
-    exchange: Exchange,
-    stack: Any,
-    split: Callable[[Any], tuple[Any, Any]],
-    join: Callable[[Any, Any], Any],
-    placements: Any,
-    x: Float[Array, "M H"],
-    rows: Any,
-    shape: tuple[int, ...],
-    tail: Any = None,
-    tail_placements: Any = None,
-) -> tuple[Float[Array, "M H"], Any]:
+    exchange: Exchange, stack: Any, split: Callable[[Any], tuple[Any, Any]], join: Callable[[Any, Any], Any], placements: Any,
+    x: Float[Array, "M H"], rows: Any, shape: tuple[int, ...], tail: Any = None, tail_placements: Any = None, sums: Any = (),
+    watch: Watch | None = None,
+) -> tuple[ResidualStream, Any]:  # fmt: skip
     """All layers of a stack, within `jax.shard_map`; differentiable by their shards, by `x` and by the tail's shards.
 
     Args:
@@ -79,6 +89,7 @@ def run_layers(
         shape: of the stream of all rows, `[B, T, H]`.
         tail: shards of what is read behind the layers, such as the head; gathered during the last layer.
         tail_placements: the tail's `ArrayPlacement`s.
+        sums, watch: see `ResidualStream` and `Watch`.
 
     Returns:
         the stream after the last layer, and the whole tail.
@@ -86,25 +97,25 @@ def run_layers(
     Raises:
         ValueError: see `check_layers`.
     """
-    check_layers(exchange.plan, stack.layers)
-    parts = _Parts(exchange, stack, shape, Halves(*split(placements)), tail_placements)
+    check_layers(exchange.plan, stack.layers, watch)
+    parts = _Parts(exchange, stack, shape, Halves(*split(placements)), tail_placements, watch)
 
     @jax.custom_vjp
-    def run(layers: Any, tail: Any, x: Array, rows: Any) -> tuple[Array, Any]:
+    def run(layers: Any, tail: Any, x: ResidualStream, rows: Any) -> tuple[ResidualStream, Any]:
         return _Forward(parts, Halves(*_columns(map(split, layers))), rows, keep=False).run(x, tail)[0]
 
-    def forward(layers: Any, tail: Any, x: Array, rows: Any) -> tuple[tuple[Array, Any], Any]:
+    def forward(layers: Any, tail: Any, x: ResidualStream, rows: Any) -> tuple[tuple[ResidualStream, Any], Any]:
         shards = Halves(*_columns(map(split, layers)))
         made, kept = _Forward(parts, shards, rows, keep=True).run(x, tail)
         return made, (shards if exchange.plan.remat else None, kept, rows)
 
-    def backward(saved: Any, cotangent: tuple[Array, Any]) -> tuple[Any, Any, Array, None]:
+    def backward(saved: Any, cotangent: tuple[ResidualStream, Any]) -> tuple[Any, Any, ResidualStream, None]:
         shards, kept, rows = saved
         gradients, tail_cotangent, x_cotangent = _Backward(parts, shards, rows, kept).run(*cotangent)
         return tuple(map(join, *gradients)), tail_cotangent, x_cotangent, None
 
     run.defvjp(forward, backward)
-    return run(stack.layers, tail, x, rows)
+    return run(stack.layers, tail, ResidualStream(x, sums), rows)
 
 
 def _columns(pairs: Any) -> tuple[list[Any], list[Any]]:
@@ -121,6 +132,7 @@ class _Parts:
     shape: tuple[int, ...]
     placements: Halves
     tail_placements: Any
+    watch: Watch | None = None
 
     @property
     def plan(self) -> FullyShardedPlan:
@@ -137,18 +149,19 @@ class _Parts:
         peeled = max(distance, *self.plan.scatter_delay, 0 if self.tail_placements is None else 1)
         return peeled if self.plan.scan and layers - peeled - distance > 1 else layers
 
-    def half(self, which: int, rows: Any, w: Any, x: Array, token: Any) -> tuple[Array, Any]:
+    def half(self, which: int, rows: Any, w: Any, x: ResidualStream, token: Any) -> tuple[ResidualStream, Any]:
         """A half's partial sum over all rows, in rings its whole sum over own rows; the token is that of its first gather."""
-        stack, axis = self.stack, self.exchange.axis
+        stack, axis, noted = self.stack, self.exchange.axis, []
         chain = [token]
         schedule = CollectiveMatmul(axis) if self.rings else _Chained(axis, self.exchange, chain)
         ops = schedule.sharded_ops(stack.ops, self.shape)
+        ops = ops if self.watch is None else self.watch(ops, noted.append)
         if which == 0:
-            out, _ = stack.attend(stack.ops, w, stack.project(ops, w, x[None]), rows, None)
+            out, _ = stack.attend(stack.ops, w, stack.project(ops, w, x.rows[None]), rows, None)
             y = stack.output(ops, w, out)[0]
         else:
-            y = stack.mlp(ops, w, x[None])[0]
-        return y, chain[0]
+            y = stack.mlp(ops, w, x.rows[None])[0]
+        return ResidualStream(y, reduce(added, noted, jax.tree.map(jnp.zeros_like, x.sums))), chain[0]
 
 
 class _Forward:
@@ -160,7 +173,7 @@ class _Forward:
         self.loops = self.count - parts.peeled
         self.shards = Halves(*map(stacked, shards)) if self.loops else shards
 
-    def run(self, x: Array, tail: Any) -> tuple[tuple[Array, Any], Any]:
+    def run(self, x: ResidualStream, tail: Any) -> tuple[tuple[ResidualStream, Any], Any]:
         """The stream and the tail after the last layer; what is kept of each layer, those in a loop first."""
         distance, token, held = self.parts.plan.prefetch_distance, tokens.new_token(), Halves((), ())
         for n in range(max(distance)):
@@ -203,12 +216,13 @@ class _Forward:
                 w, token = self.exchange.gather(tail, self.parts.tail_placements, token, "tail")
                 held = with_half(held, 1, (*held[1], w))
             if not self.parts.rings:
-                y, token = self.exchange.scatter_rows(y, token)
+                own, token = self.exchange.scatter_rows(y.rows, token)
+                y = y._replace(rows=own)
             kept.append((x if self.parts.plan.remat else back) if self.keep else None)
-            x = x + y
+            x = added(x, y)
         return (token, x, held), tuple(kept)
 
-    def computed(self, half: int, w: Any, x: Array, token: Any) -> tuple[Array, Any, Any]:
+    def computed(self, half: int, w: Any, x: ResidualStream, token: Any) -> tuple[ResidualStream, Any, Any]:
         """A half's sum, its gradient if that is to be kept, and the token."""
         run = partial(self.parts.half, half, self.rows)
         if self.parts.plan.remat or not self.keep:
@@ -233,7 +247,7 @@ class _Backward:
         """Whether gradients have a chain of their own. Beside whole gathers they would take the links from them."""
         return self.parts.plan.weights == self.parts.plan.gradients == "ring"
 
-    def run(self, x_cotangent: Array, tail_cotangent: Any) -> tuple[Halves, Any, Array]:
+    def run(self, x_cotangent: ResidualStream, tail_cotangent: Any) -> tuple[Halves, Any, ResidualStream]:
         """Gradients of each half's shards, of the tail's, and of the stream before the first layer."""
         plan, last = self.parts.plan, self.count - 1
         distance, delay = plan.prefetch_distance, plan.scatter_delay
@@ -318,7 +332,8 @@ class _Backward:
                 w, token = self.gather(half, n, token)
             with jax.named_scope(f"back_{n if isinstance(n, int) else 'looped'}/{NAMES[half]}"):
                 if not self.parts.rings:
-                    cotangent, token = self.exchange.gather_rows(x_cotangent, token)
+                    whole, token = self.exchange.gather_rows(x_cotangent.rows, token)
+                    cotangent = x_cotangent._replace(rows=whole)
                 back, token = self.again(half, w, kept[half], token) if plan.remat else (kept[half], token)
             out = token = tokens.joined(token, sent[half])
             for other in (0, 1) if half == 1 and plan.remat else ():
@@ -339,7 +354,7 @@ class _Backward:
                 token = out
             with jax.named_scope(f"back_{n if isinstance(n, int) else 'looped'}/{NAMES[half]}"):
                 w_grad, more, token = back((cotangent, token))
-            x_cotangent = x_cotangent + more
+            x_cotangent = added(x_cotangent, more)
             if plan.scatter_delay[half]:
                 waiting = (*waiting, w_grad)
             else:
@@ -347,12 +362,16 @@ class _Backward:
             pending = with_half(pending, half, waiting)
         return (token, sent, x_cotangent, held, pending), (found[0], found[1]), tail_gradient
 
-    def again(self, half: int, w: Any, x: Array, token: Any) -> tuple[Any, Any]:
+    def again(self, half: int, w: Any, x: ResidualStream, token: Any) -> tuple[Any, Any]:
         """Computes a half once more, for its gradient."""
         if self.parts.rings or not self.parts.plan.threaded:  # else it waits for the rows that it gathers
             x, token = self.exchange.mark(x, token)
         (_, token), back = jax.vjp(partial(self.parts.half, half, self.rows), w, x, token)
         return back, token
+
+
+def added(one: Any, other: Any) -> Any:
+    return jax.tree.map(jnp.add, one, other)
 
 
 def stacked(layers: list[Any]) -> Any:

@@ -150,7 +150,7 @@ class Lanes:
         """Counts as many passes of arrays through device memory."""
         self.worked(self.moving * times * sum(leaf.nbytes for leaf in jax.tree.leaves(arrays)))
 
-    def of_products(self, w: Any, rows: int) -> float:
+    def of_products(self, w: Any, rows: float) -> float:
         """Weight of products of so many rows with matrices, in operations."""
         matrices = [leaf for leaf in jax.tree.leaves(w) if leaf.ndim > 1]
         return sum(2.0 * (rows + self.loading) * matrix.size for matrix in matrices)

@@ -12,9 +12,12 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
+from tilewright.chips.layers import Costs, ExpertExchange, expert_exchange
+from tilewright.chips.links import Fabric
 from tilewright.kernels.linear.scaled import Table
-from tilewright.kernels.operations import Norm, Operations
+from tilewright.kernels.operations import Norm, Operations, RoutedProduct, RoutedWeights
 from tilewright.parallel import rings
+from tilewright.parallel.experts import all_to_all
 from tilewright.parallel.turns import take_turns
 
 
@@ -156,7 +159,17 @@ class Sequence(TensorParallel):
     Rows times positions that the devices do not divide go the way of `TensorParallel`: a decoding step of few rows, mostly.
     Padded to a multiple they would take up to as many times the bytes as there are devices, and its sum takes no more than
     theirs. Other shapes are in the hands of whoever declares them.
+
+    Rows are gathered where their experts are, too, and partial sums added up; or each goes to the devices that have its experts
+    (`experts.all_to_all`), where that is estimated to take less time.
+
+    Attributes:
+        fabric: the links between the devices of the axis, by which that is estimated; None for rows that are gathered.
+        capacity: rows that a pair of devices exchanges at once, whatever the estimate; None for what it says.
     """
+
+    fabric: Fabric | None = field(default=None, kw_only=True)
+    capacity: int | None = field(default=None, kw_only=True)
 
     def run(
         self, stack: Any, x: Float[Array, "B T H"], rows: Any, kept: tuple[Any, ...], taps: tuple[int, ...]
@@ -201,7 +214,34 @@ class Sequence(TensorParallel):
             y = self.scatter(rows if norm is None else ops.rms_norm(rows, *norm), w, ops.linear, out_dtype)[None]
             return y if add is None else add + y
 
-        return replace(ops, project=project, gated_linear=gated_linear, linear=linear)
+        def routed(
+            _: Operations, product: RoutedProduct, x: Array, w: RoutedWeights, norm: Norm | None = None,
+            add: Array | None = None, count: Any = None,
+        ) -> Array:  # fmt: skip
+            y = self.routed_rows(ops, product, x[0] if norm is None else ops.rms_norm(x[0], *norm), w)[None]
+            return y if add is None else add + y
+
+        return replace(ops, project=project, gated_linear=gated_linear, linear=linear, routed=routed)
+
+    def routed_rows(self, ops: Operations, product: RoutedProduct, x: Float[Array, "M H"], w: RoutedWeights) -> Array:
+        """A routed product of a device's own rows, of all devices' experts."""
+        rows = len(x) * jax.lax.axis_size(self.axis)
+        estimate = self.way_to_experts(rows, x.shape[1], product.experts, product.chosen)
+        capacity = self.capacity if estimate is None else estimate.capacity
+        if capacity is not None:
+            return all_to_all(ops, product, x, w, self.axis, capacity)
+        made = self.gather(x, w, lambda rows, w: product(ops, rows, w))
+        return self.scatter(made, None, lambda rows, _, dtype: rows.astype(dtype), x.dtype)
+
+    def way_to_experts(self, rows: int, hidden: int, experts: int, chosen: int) -> ExpertExchange | None:
+        """Estimate of how rows get to their experts; None where the capacity is given, or nothing is known of the links.
+
+        Args:
+            rows: of all devices.
+        """
+        if self.capacity is not None or self.fabric is None or rows % len(self.fabric.places):
+            return None
+        return expert_exchange(Costs(self.fabric), rows, hidden, experts, chosen)
 
     def gather(self, x: Float[Array, "M H"], w: Any, product: rings.Product) -> Any:
         """The product of all devices' rows."""

@@ -19,8 +19,10 @@ from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.registry import FAMILIES
 from tilewright.parallel.auto import AUTO, SCHEDULES, Auto, fabric_of, schedule_of
 from tilewright.parallel.compiling import compile_over
+from tilewright.parallel.exact import Exact
+from tilewright.parallel.experts import own_experts
 from tilewright.parallel.packing import on_each_device
-from tilewright.parallel.schedules import TensorParallel
+from tilewright.parallel.schedules import Sequence, TensorParallel
 from tilewright.parallel.sharding import GROUPED, GROUPED_AXES, grouped_mesh, shardings
 from tilewright.runtime.state import DecodeState, Models, Target
 
@@ -52,8 +54,16 @@ class Placement:
         return schedule_of(self.name, GROUPED_AXES, self.layer, fabric_of(self.mesh))
 
     def why(self, positions: int) -> str | None:
-        """Schedule that "auto" takes for so many positions of one row, and why; None for any other name."""
-        return self.schedule.choice(positions, positions % 2 == 0).why if isinstance(self.schedule, Auto) else None
+        """Schedule that "auto" takes for so many positions of one row, and how their rows get to experts, with the reasons.
+
+        None where there is nothing to choose.
+        """
+        schedule, found = self.schedule, list[str]()
+        if isinstance(schedule, Auto):
+            choice = schedule.choice(positions, positions % 2 == 0)
+            found.append(choice.why)
+            schedule = schedule.chosen(choice.name)
+        return "; ".join(filter(None, (*found, exchange_of(schedule, self.layer, positions)))) or None
 
     def shardings(self, specs: DecoderParams) -> DecoderParams:
         """Of a model's declared arrays."""
@@ -64,8 +74,8 @@ class Placement:
         return on_each_device(ops, self.mesh)
 
     def running(self, ops: Operations) -> Operations:
-        """Operations of a program that each device runs with its own experts."""
-        return replace(ops, first_expert=first_expert)
+        """Operations of a program that each device runs with its part of the model."""
+        return own_experts(ops)
 
     def prepared(self, config: DecoderConfig, ops: Operations, params: DecoderParams) -> DecoderParams:
         """A model's parameters, each device's part as the operations want it."""
@@ -107,38 +117,56 @@ def placement_over(
     if mesh is None:
         return None
     check_family(config, schedule)
-    heads = {"heads": config.num_heads, "kv_heads": config.num_kv_heads}
-    more = {"tokens of the vocabulary": config.vocab_size}
-    if any(config.kind(n).mixture is None for n in range(config.num_layers)):
-        more["MLP columns"] = config.intermediate_size
-    if config.mixture is not None:
-        more["experts"] = config.mixture.experts
-        more |= {"columns of the shared expert": config.mixture.shared} if config.mixture.shared else {}
-    if config.delta is not None:
-        more["key heads of linear attention"] = config.delta.key_heads
-    grouped = grouped_mesh(mesh, mesh.axis_names[0], **heads, **more)
-    sizes = {"head_dim": config.head_dim, "mlp": config.mlp_columns}
-    layer = divided_layer(config.hidden_size, **heads, **sizes, devices=mesh.size)
+    vocabulary = {"tokens of the vocabulary": config.vocab_size}
+    grouped = grouped_mesh(mesh, mesh.axis_names[0], **divided_sizes(config, **vocabulary))
+    layer = layer_shapes(config, mesh.size)
     return Placement(grouped, layer, schedule or SYNC, compiler_options)
+
+
+def exchange_of(schedule: TensorParallel, layer: LayerShapes | None, rows: int) -> str | None:
+    """How so many rows get to their experts under a schedule, and why; None where there are none, or nothing to choose."""
+    if not isinstance(schedule, Sequence) or layer is None or layer.experts == 1:
+        return None
+    found = schedule.way_to_experts(rows, layer.hidden, layer.experts, layer.chosen)
+    return None if found is None else found.why
+
+
+def divided_sizes(config: DecoderConfig, **more: int) -> dict[str, int]:
+    """Sizes of the layers, and more, that devices divide, as arguments of `sharding.grouping`."""
+    found = {"heads": config.num_heads, "kv_heads": config.num_kv_heads, **more}
+    if any(config.kind(n).mixture is None for n in range(config.num_layers)):
+        found["MLP columns"] = config.intermediate_size
+    if config.mixture is not None:
+        found["experts"] = config.mixture.experts
+        found |= {"columns of the shared expert": config.mixture.shared} if config.mixture.shared else {}
+    return found if config.delta is None else {**found, "key heads of linear attention": config.delta.key_heads}
+
+
+def layer_shapes(config: DecoderConfig, devices: int) -> LayerShapes:
+    """A device's products in a layer, one with experts where the model has such."""
+    sizes = (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.mlp_columns)
+    mixture = config.mixture
+    return divided_layer(*sizes, devices, *(() if mixture is None else (mixture.experts, mixture.chosen)))
 
 
 def check_family(config: DecoderConfig, schedule: str | None = None) -> None:
     """Raises a `ValueError` for a model whose layers no schedule, or not this one, divides."""
-    family, windows = FAMILIES[config.family], any(config.windows)
-    if (family.post_norms or family.output_bias) and schedule not in (None, SYNC):
-        why = "their halves are normed before they are added" if family.post_norms else "attention's sums have a bias"
+    family, mixture = FAMILIES[config.family], config.mixture
+    if family.post_norms and schedule not in (None, SYNC):
+        why = "their halves are normed before they are added"
         raise ValueError(f"models of {family.name} run under the schedule {SYNC} alone, found {schedule!r}: {why}")
+    if family.output_bias and schedule not in (None, SYNC, "sequence", "ring", "column"):
+        why = "attention's sums have a bias"
+        raise ValueError(f"models of {family.name} run under sync, sequence, ring or column, found {schedule!r}: {why}")
     if config.delta is not None and schedule not in (None, SYNC):
         raise ValueError(f"linear attention is divided under the schedule {SYNC} alone, found {schedule!r}")
-    if config.mixture is not None and schedule not in (None, SYNC):
-        raise ValueError(f"experts are divided under the schedule {SYNC} alone, found {schedule!r}")
-    if windows and schedule == "exact":
+    if mixture is not None and mixture.shared and schedule not in (None, SYNC):
+        raise ValueError(f"an expert that all rows go to is divided under the schedule {SYNC} alone, found {schedule!r}")
+    if any(config.windows) and schedule == "exact":
         raise ValueError("the schedule exact takes no windows: expected another one, or a model without them")
-
-
-def first_expert(count: int) -> jax.Array:
-    """The first expert of the device that asks, where each has so many."""
-    return jax.lax.axis_index(GROUPED_AXES) * count
+    if mixture is not None and schedule == "exact" and mixture.experts % Exact.parts:
+        found = f"expected experts that they divide, found {mixture.experts}"
+        raise ValueError(f"the schedule exact sums {Exact.parts} parts: {found}")
 
 
 Allocate = Callable[[Target], tuple[Any, Any]]

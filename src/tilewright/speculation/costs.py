@@ -176,7 +176,9 @@ class RoundTimer:
         # The last block is written in one piece: past the row's end, but not past its pages.
         behind = 0 if positions == layout.capacity else self.drafter.block_size
         self.start, self.end = slots * (positions // 2), slots * max(positions // 2 + 2, positions - behind)
-        self.tokens = np.zeros((layout.batch, layout.capacity), np.int32)
+        # Each row has a token of its own, and so another text: those of one text would choose the same experts.
+        begins = np.arange(layout.batch, dtype=np.int32)[:, None] % self.vocab_size
+        self.tokens = np.repeat(begins, layout.capacity, axis=1)
         self.table = np.full((layout.groups, rows, layout.capacity // layout.page_size), UNMAPPED, np.int32)
         for table, pages in zip(self.table, (layout.pages, *(group.pages for group in layout.windows)), strict=True):
             own = max(1, min(pages // rows, each))  # of a window's pages, some stand for several columns that lie far apart
@@ -212,16 +214,17 @@ class RoundTimer:
         self.timed(PLAIN, 2)  # what comes first also touches memory for the first time
         rounds = self.enough(PLAIN, self.timed(PLAIN, 2), BUDGET_S)
         self.rewind()
-        room = self.start[0] // 3 - 2  # behind it zeros go on as the text begins
+        room = self.start[0] // 3 - 2  # behind it the row's own token goes on as the text begins
         said = self.advance(rounds, PLAIN).tokens[:room, :, 0]
-        nothing = np.zeros_like(said[:1])
-        before, after = np.concatenate([nothing, said[:-1]]), np.concatenate([said[1:], nothing])
+        begin = self.tokens[: said.shape[1], -1][None]
+        before, after = np.concatenate([begin, said[:-1]]), np.concatenate([said[1:], begin])
         text = np.stack([before, said, (after + 1) % self.vocab_size], axis=1)
         self.tokens[: said.shape[1], : 3 * len(said)] = text.reshape(-1, said.shape[1]).T
 
     def vary_text(self) -> None:
-        """Makes the text one in which no token stands twice, as far as there are different ones."""
-        self.tokens[:] = np.arange(1, self.tokens.shape[1] + 1) % self.vocab_size
+        """Makes the text one in which no token stands twice, as far as there are others; each row's begins elsewhere."""
+        rows, positions = (np.arange(size, dtype=np.int32) for size in self.tokens.shape)
+        self.tokens[:] = (1 + rows[:, None] + positions) % self.vocab_size
 
     def enough(self, choice: Choice, timed: Run, wanted: float = RUN_S) -> int:
         """Number of rounds that make a run of so many seconds, and have room."""

@@ -11,12 +11,17 @@ from tilewright.models.params import count
 def token_flops(config: DecoderConfig, length: int) -> float:
     """Operations of a token in a sequence of `length`, forward and backward: 6 N + 12 L H Q T.
 
-    N are the parameters that a token is multiplied with: an embedding that is not the head too is only read from. L layers
+    N are the parameters that a token is multiplied with: an embedding that is not the head too is only read from, and of a
+    mixture's experts a token goes to K of E. L layers
     have H heads of size Q, and T is the length. What is computed again in the backward pass does not count, and nothing is
     taken off for causal attention, which needs half of its products. (Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B.)
     """
     read_only = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    parameters = count(decoder.declare(config)) - read_only
+    specs = decoder.declare(config)
+    parameters = count(specs) - read_only
+    if config.mixture is not None:
+        experts = [(layer.gate_up, layer.down, layer.router.expert_bias) for layer in specs.layers if layer.router is not None]
+        parameters -= count(experts) * (1 - config.mixture.chosen / config.mixture.experts)
     return 6.0 * parameters + 12.0 * config.num_layers * config.num_heads * config.head_dim * length
 
 

@@ -5,6 +5,7 @@ copies: Gong et al. 2019 (progressive stacking); that the output stays as it was
 """
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,4 +43,11 @@ def grow(
 
 def silent(layer: Layer) -> Layer:
     """A copy of a layer that adds nothing to its input."""
-    return replace(layer, o=jax.tree.map(jnp.zeros_like, layer.o), down=jax.tree.map(jnp.zeros_like, layer.down))
+
+    def zero(tree: Any) -> Any:
+        return jax.tree.map(jnp.zeros_like, tree)
+
+    router = layer.router
+    if router is not None and router.expert_bias is not None:
+        router = replace(router, expert_bias=(router.expert_bias[0], zero(router.expert_bias[1])))
+    return replace(layer, o=zero(layer.o), o_bias=zero(layer.o_bias), down=zero(layer.down), router=router)

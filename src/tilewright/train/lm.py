@@ -1,7 +1,7 @@
 """Next-token training of a decoder language model."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -15,30 +15,57 @@ from rich.console import Console
 
 from tilewright.kernels.operations import Operations
 from tilewright.models import decoder
-from tilewright.models.decoder import DecoderConfig, DecoderParams
+from tilewright.models.decoder import DecoderConfig, DecoderParams, Layer
 from tilewright.models.params import initialise
+from tilewright.train.balance import Loads
 from tilewright.train.checkpoint import fingerprint
 from tilewright.train.data import TokenStream
 from tilewright.train.flops import token_flops
 from tilewright.train.loop import TrainResult, train
 from tilewright.train.sharded import ShardedSetup, next_tokens, on_mesh, over_mesh, sharded_loss
-from tilewright.train.text import TextOptions, Windows, make_optimizer, text_task
+from tilewright.train.text import Loss, TextOptions, Windows, make_optimizer, text_task
 
 
 def next_token_loss(
     config: DecoderConfig, ops: Operations, params: DecoderParams, tokens: Int[Array, "B T"], in_loss: Bool[Array, "B T"]
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Mean cross-entropy in nats of each token given those before it, and the number of tokens predicted."""
-    hidden = decoder.forward_full(config, ops, params, tokens[:, :-1]).hidden
+    """Mean cross-entropy in nats of each token given those before it, and the number of tokens predicted.
+
+    With experts, `balancing_loss` over all positions comes on top, as often as the model's configuration says.
+    """
+    loads = Loads(config, ops)
+    hidden = decoder.forward_full(config, loads.ops, params, tokens[:, :-1]).hidden
     weights = in_loss[:, 1:].astype(jnp.float32)
     total = jnp.sum(weights)
-    return decoder.cross_entropy(config, ops, params, hidden, tokens[:, 1:], weights) / jnp.maximum(total, 1.0), total
+    loss = decoder.cross_entropy(config, ops, params, hidden, tokens[:, 1:], weights) / jnp.maximum(total, 1.0)
+    return loss + loads.loss(), total
 
 
 def hidden_matrices(params: DecoderParams) -> DecoderParams:
-    """True for the matrices inside the layers: what Muon takes, and what weight decay applies to."""
+    """True for the matrices inside the layers: what weight decay applies to, and Muon, to those of no experts."""
     flags = jax.tree.map(lambda _: False, params)
-    return DecoderParams(flags.embed, jax.tree.map(lambda x: x.ndim == 2, params.layers), flags.norm, flags.head)
+    layers = tuple(without_biases(jax.tree.map(lambda x: x.ndim >= 2, layer)) for layer in params.layers)
+    return DecoderParams(flags.embed, layers, flags.norm, flags.head)
+
+
+def without_biases(flags: Layer) -> Layer:
+    """Flags of a layer, False for experts' biases, which lie as matrices do."""
+    router = flags.router
+    if router is None or router.expert_bias is None:
+        return flags
+    return replace(flags, router=replace(router, expert_bias=(False, False)))
+
+
+def loss_of(config: DecoderConfig, ops: Operations, setup: ShardedSetup | None) -> Loss:
+    """The loss of a batch for `text_task`, over the mesh where there is one."""
+
+    def loss(params: Any, frozen: None, batch: Any, key: Array) -> tuple[Array, Array]:
+        if setup is None:
+            return next_token_loss(config, ops, params, *batch)
+        over = sharded_loss(replace(setup, config=config))
+        return over(params, next_tokens(*batch)), jnp.sum(batch[1][:, 1:].astype(jnp.float32))
+
+    return loss
 
 
 def train_lm(
@@ -64,11 +91,6 @@ def train_lm(
         ValueError: the mesh does not divide the model or a batch, or see `loop.train`.
     """
 
-    def loss(params: Any, frozen: None, batch: Any, key: Array) -> tuple[Array, Array]:
-        if setup is None:
-            return next_token_loss(config, options.ops, params, *batch)
-        return sharded_loss(setup)(params, next_tokens(*batch)), jnp.sum(batch[1][:, 1:].astype(jnp.float32))
-
     def init() -> DecoderParams:
         if start is not None:
             return start
@@ -78,7 +100,10 @@ def train_lm(
 
     same = {"config": asdict(config), "start": None if start is None else fingerprint(start), **run_fingerprint}
     length, flops = options.sequence_length + 1, token_flops(config, options.sequence_length)
-    task = partial(text_task, "language model", loss, init, hidden_matrices, flops=flops)
+    measured = loss_of(replace(config, balance=0.0), options.ops, setup)
+    task = partial(
+        text_task, "language model", loss_of(config, options.ops, setup), init, hidden_matrices, flops=flops, measured=measured
+    )
     if setup is None:
         return train(task(Windows(stream, held_out, length, options), same), console, out)
     setup.check_batch((options.batch_size, length))

@@ -27,9 +27,12 @@ from tilewright.models.registry import FAMILIES
 from tilewright.models.stack import Rows
 from tilewright.parallel import rings, vocabulary
 from tilewright.parallel.exchanges import Exchange, FullyShardedPlan, array_placement, whole
+from tilewright.parallel.experts import own_experts
 from tilewright.parallel.fully_sharded import run_layers
 from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.sharding import FULLY_SHARDED_GROUPED, GROUPED, GROUPED_AXES, grouped_mesh, partition
+from tilewright.runtime.placement import divided_sizes
+from tilewright.train.balance import balanced, own_share, watching
 from tilewright.train.finite import FINITE, Finite, finite
 from tilewright.train.loop import Metrics, Step, Task
 
@@ -61,7 +64,7 @@ class ShardedSetup:
     predicting: Callable[[Array], Array] | None = None
 
     def __post_init__(self) -> None:
-        self.plan.check(self.config.num_layers)
+        self.plan.check(self.config.num_layers, balanced(self.config) is not None)
         if self.accumulate < 1:
             raise ValueError(f"expected a batch in at least 1 part, found {self.accumulate}")
 
@@ -151,14 +154,9 @@ def training_mesh(axes: Mapping[str, int | None], config: DecoderConfig, devices
     family = FAMILIES[config.family]
     if family.post_norms or family.output_bias or config.delta is not None:
         raise ValueError(f"models of {family.name} are not trained over several devices: expected no mesh")
-    if config.mixture is not None:
-        raise ValueError("models with experts are not trained over several devices: expected no mesh")
     if config.hidden_size % mesh.shape[DATA]:
         raise ValueError(f"expected fsdp that divides the hidden size {config.hidden_size}, found {mesh.shape[DATA]}")
-    return grouped_mesh(
-        mesh, TENSOR, heads=config.num_heads, kv_heads=config.num_kv_heads,
-        vocabulary=config.vocab_size, mlp=config.intermediate_size,
-    )  # fmt: skip
+    return grouped_mesh(mesh, TENSOR, **divided_sizes(config, vocabulary=config.vocab_size))
 
 
 def sharded_gradient(setup: ShardedSetup) -> Gradient:
@@ -225,7 +223,7 @@ def _local_gradient(setup: ShardedSetup, params: DecoderParams, predicted: Predi
 
 def _local_loss(setup: ShardedSetup, params: DecoderParams, predicted: Predicted) -> Float[Array, ""]:
     """A device's share of the loss: the sum over all devices is the whole."""
-    config, ops, plan = setup.config, setup.ops, setup.plan
+    config, ops, plan = setup.config, own_experts(setup.ops), setup.plan
     exchange = Exchange(plan, DATA, GROUPED_AXES)
     how: DecoderParams = jax.tree.map(
         lambda spec: array_placement(spec, tuple(setup.mesh.shape), DATA), setup.specs, is_leaf=is_partition
@@ -236,9 +234,9 @@ def _local_loss(setup: ShardedSetup, params: DecoderParams, predicted: Predicted
     x = _embedded(ops, plan, table, inputs)
     positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
     rows = Rows(config.rope_tables(positions), predicted.seen)
-    x, head = run_layers(
+    (x, load), head = run_layers(
         exchange, decoder.stack_of(config, ops, params.layers, setup.attend), decoder.split_layer, decoder.join_layer,
-        how.layers[0], x, rows, (*inputs.shape, config.hidden_size), params.head, how.head,
+        how.layers[0], x, rows, (*inputs.shape, config.hidden_size), params.head, how.head, *watching(config),
     )  # fmt: skip
     x = jax.lax.all_gather(ops.rms_norm(x, *Norm(final, config.rms_norm_eps)), GROUPED_AXES, tiled=True)
     if setup.predicting is not None:
@@ -248,7 +246,9 @@ def _local_loss(setup: ShardedSetup, params: DecoderParams, predicted: Predicted
         return ops.linear(x, Transposed(head) if params.head is None else head, jnp.float32)
 
     labels, weights = predicted.labels.reshape(-1), predicted.weights.reshape(-1)
-    return vocabulary.cross_entropy(logits, GROUPED_AXES, x, table if params.head is None else head, labels, weights)
+    loss = vocabulary.cross_entropy(logits, GROUPED_AXES, x, table if params.head is None else head, labels, weights)
+    # What counts of the parts of a batch is their mean.
+    return loss + own_share(config, load, tuple(setup.mesh.shape)) / setup.accumulate
 
 
 def _embedded(ops: Operations, plan: FullyShardedPlan, table: Float[Array, "W H"], tokens: Array) -> Float[Array, "M H"]:

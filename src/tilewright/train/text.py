@@ -123,7 +123,10 @@ def make_optimizer(options: TextOptions, is_hidden_matrix: Callable[[Any], Any])
     muon = optax.contrib.muon(rate(options, options.muon_learning_rate), weight_decay=options.weight_decay)
 
     def label(params: Any) -> Any:
-        return jax.tree.map(lambda hidden: "muon" if hidden else "adamw", is_hidden_matrix(params))
+        def of(hidden: bool, param: Any) -> str:  # those of experts are stacked, and Muon's updates are of single matrices
+            return "muon" if hidden and param.ndim == 2 else "adamw"
+
+        return jax.tree.map(of, is_hidden_matrix(params), params)
 
     return optax.chain(clip, optax.transforms.partition({"muon": muon, "adamw": adamw}, label))
 
@@ -211,6 +214,7 @@ def text_task(
     frozen: Any = None,
     place: Callable[[Any], Any] = lambda batch: batch,
     flops: float = 0.0,
+    measured: Loss | None = None,
 ) -> Task:
     """The task of training on windows of a text.
 
@@ -221,11 +225,12 @@ def text_task(
         frozen: what the loss reads beside the parameters.
         place: puts a batch where the loss, in evaluations, wants it; by default it comes as it is.
         flops: operations that a token needs.
+        measured: the loss of held-out text, where that leaves something out.
     """
     options, held_out = windows.options, list(map(place, windows.held_out_batches()))
     optimizer = make_optimizer(options, is_hidden_matrix)
 
-    measure, tokens = jax.jit(loss), windows.tokens_per_step
+    measure, tokens = jax.jit(measured or loss), windows.tokens_per_step
 
     def evaluate(params: Any, step: int) -> Metrics:
         parts = [measure(params, frozen, batch, jax.random.key(n)) for n, batch in enumerate(held_out)]

@@ -5,14 +5,15 @@ from typing import Any
 
 from tilewright.models.config import ConfigReader
 from tilewright.models.experts import ClampedGate, ExpertNames
-from tilewright.models.family import Family, mixture, windows, write_windows
+from tilewright.models.family import Family, mixture, windows, write_balance, write_windows
 
 
 def read(reader: ConfigReader) -> dict[str, Any]:
     gate = ClampedGate(reader.number("swiglu_alpha", default=1.702), reader.number("swiglu_limit", default=7.0))
-    found = mixture(reader, "num_local_experts", "intermediate_size")
+    found = mixture(reader, "num_local_experts", "intermediate_size", balance=0.9)
     return {
         **windows(reader, lambda layer: layer % 2 == 0),
+        **found,
         "mixture": replace(found["mixture"], clamped=gate),
     }
 
@@ -24,6 +25,7 @@ def write(config: Any) -> dict[str, Any]:
         "num_experts_per_tok": config.mixture.chosen,
         "swiglu_alpha": config.mixture.clamped.alpha,
         "swiglu_limit": config.mixture.clamped.limit,
+        **write_balance(config),
     }
 
 
@@ -43,5 +45,7 @@ GPT_OSS = Family(
     output_bias=True,
     sinks=True,
     windows=True,
+    gguf="gpt-oss",
+    yarn_ramp="between",
     experts=ExpertNames("mlp.router", ("mlp.experts.gate_up_proj",), "mlp.experts.down_proj", biased=True),
 )

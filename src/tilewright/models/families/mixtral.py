@@ -4,7 +4,7 @@ from typing import Any
 
 from tilewright.models.config import ConfigReader
 from tilewright.models.experts import ExpertNames
-from tilewright.models.family import Family, mixture, windows, write_windows
+from tilewright.models.family import Family, mixture, windows, write_balance, write_windows
 
 
 def read(reader: ConfigReader) -> dict[str, Any]:
@@ -16,6 +16,7 @@ def write(config: Any) -> dict[str, Any]:
         **write_windows(config),
         "num_local_experts": config.mixture.experts,
         "num_experts_per_tok": config.mixture.chosen,
+        **write_balance(config),
     }
 
 
@@ -27,5 +28,7 @@ MIXTRAL = Family(
     write=write,
     defaults={"num_experts_per_tok": 2, "num_local_experts": 8},
     windows=True,
+    gguf="llama",
+    pairwise=True,
     experts=ExpertNames("block_sparse_moe.gate", (f"{EXPERTS}.w1.weight", f"{EXPERTS}.w3.weight"), f"{EXPERTS}.w2.weight"),
 )

@@ -4,7 +4,7 @@ from typing import Any
 
 from tilewright.models.config import ConfigReader
 from tilewright.models.experts import ExpertNames
-from tilewright.models.family import Family, full_attention, mixture, windows, write_windows
+from tilewright.models.family import Family, full_attention, mixture, windows, write_balance, write_windows
 
 FIRST_WINDOW = 28
 """The first layer with a window, where a configuration with windows names none."""
@@ -51,6 +51,7 @@ def write_mixture(config: Any) -> dict[str, Any]:
         "moe_intermediate_size": config.mixture.size,
         "norm_topk_prob": config.mixture.normalised,
         "mlp_only_layers": list(config.dense_layers),
+        **write_balance(config),
     }
 
 

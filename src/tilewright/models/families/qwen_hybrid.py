@@ -10,7 +10,7 @@ from tilewright.models.config import ConfigReader
 from tilewright.models.delta import DeltaSizes
 from tilewright.models.experts import ExpertNames, Mixture
 from tilewright.models.families.qwen import OWN_TENSORS, dense_layers
-from tilewright.models.family import FULL, Family, mixture
+from tilewright.models.family import FULL, Family, mixture, write_balance
 
 LINEAR = "linear_attention"
 INTERVAL = 4
@@ -42,18 +42,19 @@ def read_next(reader: ConfigReader) -> dict[str, Any]:
     """With experts in all layers but those that are listed, unless there are none."""
     if not reader.fields.get("num_experts"):
         return read(reader)
-    experts, normalised = experts_of(reader), reader.flag("norm_topk_prob", default=True)
-    layers = dense_layers(reader)
-    return {**read(reader), "mixture": replace(experts, normalised=normalised), "dense_layers": layers}
+    found, normalised = experts_of(reader), reader.flag("norm_topk_prob", default=True)
+    mixture = replace(found["mixture"], normalised=normalised)
+    return {**read(reader), **found, "mixture": mixture, "dense_layers": dense_layers(reader)}
 
 
 def read_moe(reader: ConfigReader) -> dict[str, Any]:
-    return {**read(reader), "mixture": experts_of(reader)}
+    return {**read(reader), **experts_of(reader)}
 
 
-def experts_of(reader: ConfigReader) -> Mixture:
-    found: Mixture = mixture(reader, "num_experts", "moe_intermediate_size")["mixture"]
-    return replace(found, shared=reader.integer("shared_expert_intermediate_size"))
+def experts_of(reader: ConfigReader) -> dict[str, Any]:
+    """The experts, of which all rows go to one."""
+    found = mixture(reader, "num_experts", "moe_intermediate_size")
+    return {**found, "mixture": replace(found["mixture"], shared=reader.integer("shared_expert_intermediate_size"))}
 
 
 def write(config: Any) -> dict[str, Any]:
@@ -83,6 +84,7 @@ def write_moe(config: Any) -> dict[str, Any]:
         "num_experts_per_tok": experts.chosen,
         "moe_intermediate_size": experts.size,
         "shared_expert_intermediate_size": experts.shared,
+        **write_balance(config),
     }
 
 
