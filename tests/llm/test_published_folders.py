@@ -1,4 +1,4 @@
-"""Folders in few bits as they are published, from files to tokens: through the CPU kernels, and through XLA as accelerators go."""
+"""Folders in few bits as they are published, from files to tokens: through the CPU kernels, and through XLA."""
 
 from pathlib import Path
 from typing import Any
