@@ -2,8 +2,8 @@
 
     python benchmarks/file_formats.py --llama-python PYTHON --data FOLDER [--text FILE ...] [--kinds KIND ...] [--json FILE]
 
-llama.cpp makes each file of the demo's own (Q4_1, dequantised first), and of one with random weights whose rows are whole blocks
-of 256, as SmolLM2's of 576 are not: there llama.cpp takes other types in place of K-quants for all but the down projections.
+llama.cpp makes each file of the demo's own (Q4_1), and of one with random weights whose rows are whole blocks of 256, as
+SmolLM2's of 576 are not: there llama.cpp takes other types in place of K-quants for all but the down projections.
 Scored are texts, in windows, and reference answers (`quality_tasks.py`); the same token ids on every side. The reference is the
 file's weights dequantised, in float32; "ours" is `weights="int4"`, which keeps a file's bits where products read them. What is
 more than the reference is what computing with 8-bit activations costs, and, where the file's bits are not kept, what quantising
@@ -165,8 +165,8 @@ def main(
     tokens = {task: sum(len(ids) - start for ids, start in each) for task, each in tasks.items()}
     report: dict[str, Any] = {
         "chip": chip_name(), "tilewright": tw.__version__, "jax": jax.__version__, "window": WINDOW,
-        "text": [path.name for path in text], "scored_tokens": tokens, "tasks": {task: len(each) for task, each in tasks.items()},
-        "data": {},
+        "text": [path.name for path in text], "scored_tokens": tokens, "data": {},
+        "tasks": {task: len(each) for task, each in tasks.items()},
     }  # fmt: skip
     with Peer(llama_python) as peer, TemporaryDirectory() as made:
         report["llama_cpp_python"] = peer.ask("about")
