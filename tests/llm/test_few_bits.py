@@ -94,7 +94,7 @@ def fits(weights: Weights, schedule: str, kernels: Kernels) -> bool:
 QUICK = [("int4", "sync", "xla"), ("int8", "sequence", "xla")]
 
 
-@pytest.mark.parametrize(("weights", "schedule", "kernels"), cases(QUICK, FEW, SCHEDULES, ("xla", "auto"), fits=fits))
+@pytest.mark.parametrize("weights, schedule, kernels", list(cases(QUICK, FEW, SCHEDULES, ("xla", "auto"), fits=fits)))
 def test_a_mesh_drafts_the_tokens_of_one_device(folder: tuple[Path, Path], weights: Weights, schedule: str, kernels: Kernels):
     """In float32. The CPU kernels round a row's activations to 8 bits by the largest of what a device has of it, where the
     row has one scale: a mesh then is held against itself."""
