@@ -192,7 +192,7 @@ def test_formats_of_files_are_compared_by_the_token():
 def test_predictions_are_measured_against_those_of_float32():
     """Loss, KL divergence and agreement of four positions."""
     reference = np.asarray([[1.0, 2, 3, 4], [0, 0, 0, 0], [1, 1, 1, 1]])
-    found = int8_quality.measured(reference + [[0.5], [0.25], [0]], reference)
+    found = int8_quality.measured(reference + np.asarray([[0.5], [0.25], [0]]), reference)
     assert found["loss_more_than_float32_nats"] == [0.5, 0.0]
     assert (found["perplexity_ratio"], found["kl_nats"][0]) == (pytest.approx(np.exp(0.5)), 0.25)
     assert found["same_most_likely_token"] == [1.0, 0.0]
