@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from shutil import copyfile
 from typing import Any
 
 import jax
@@ -14,18 +15,20 @@ from jax import Array
 
 from llm.test_families import copied, golden_tokens, random_drafter, tokenizer  # noqa: F401 (a fixture)
 from models.test_decoder import GOLDENS
-from runtime.support import check_empty, drive
+from runtime.support import check_empty, drive, expected
 from tilewright.kernels.operations import Operations
 from tilewright.kernels.select import PLAIN, Kernels
 from tilewright.llm.language_model import LanguageModel, load
 from tilewright.models import decoder, eagle3
-from tilewright.models.checkpoint import decoder_config, load_decoder
-from tilewright.models.delta import DeltaState
+from tilewright.models.checkpoint import decoder_config, load_decoder, save_params
+from tilewright.models.delta import DeltaSizes, DeltaState
+from tilewright.models.experts import Mixture
 from tilewright.models.params import initialise
 from tilewright.parallel.mesh import make_mesh
+from tilewright.runtime import programs as programs_module
 from tilewright.runtime.engine import Engine
 from tilewright.runtime.interfaces import Proposal
-from tilewright.runtime.layout import rows_of
+from tilewright.runtime.layout import restored, rows_of
 from tilewright.runtime.options import EngineOptions
 from tilewright.runtime.placement import placement_over
 from tilewright.runtime.programs import allocate_caches, empty_state
@@ -33,6 +36,7 @@ from tilewright.runtime.request import GenerateRequest
 from tilewright.runtime.rounds import autoregressive_step, verify_and_extend
 from tilewright.runtime.sampling import Sampling
 from tilewright.runtime.shapes import ShapeTable
+from tilewright.runtime.sizes import engine_sizes, state_bytes
 
 NAMES = ["qwen3-next", "qwen3.5-tied"]
 NEW = 64
@@ -67,7 +71,7 @@ def test_requests_come_and_go_and_the_newest_gives_way(hybrid: LanguageModel):
     stats = engine.stats()
     assert stats.preemptions > 0
     assert stats.accepted > 0, "drafts that are accepted are what there is to roll back to"
-    assert (engine.prefix_cache, stats.prefix_hits) == (False, 0)
+    assert (engine.prefix_cache, stats.prefix_hits) == (True, 0), "prompts so short do not pay for a snapshot"
     check_empty(engine)
     assert not jax.tree.leaves(engine.runner.state.target_cache[0].pending)  # type: ignore[union-attr]
 
@@ -148,10 +152,50 @@ def random_eagle3(folder: Path, target: decoder.DecoderConfig) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("schedule", [None, "exact"])
-def test_several_devices_are_refused(schedule: str | None):
-    with pytest.raises(ValueError, match="models of qwen3_next run on one device: no schedule divides their layers of linear"):
-        placement_over(decoder_config(GOLDENS / "qwen3-next"), make_mesh({"tp": 2}), schedule)
+@pytest.fixture(scope="module")
+def wide(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+    """A random checkpoint with heads, experts and a shared expert for 8 devices."""
+    folder = tmp_path_factory.mktemp("wide")
+    config = decoder.DecoderConfig(
+        family="qwen3_next", vocab_size=96, hidden_size=64, intermediate_size=64, num_layers=3, num_heads=8, num_kv_heads=2,
+        head_dim=16, partial_rotary_factor=0.25, max_position_embeddings=256, delta=DeltaSizes(8, 16, 8, 12, 4),
+        delta_layers=(0, 1), mixture=Mixture(16, 3, 32, shared=24), dense_layers=(1,),
+    )  # fmt: skip
+    specs = decoder.declare(config)
+    large = jax.tree.map(lambda spec: replace(spec, scale=max(spec.scale, 0.2)), specs)
+    save_params(folder, decoder.config_to_hf(config), specs, initialise(large, jax.random.key(0)), "float32")
+    copyfile(tokenizer, folder / "tokenizer.json")
+    return folder
+
+
+@pytest.mark.parametrize("devices", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_several_devices_decode_what_one_does(devices: int, wide: Path):
+    """Each has some of the heads, their states and their convolutions; with drafts and behind a snapshot, too."""
+    one, several = (load(wide, "ngram", table=TABLE, block_size=4, mesh=mesh) for mesh in (None, over(devices)))
+    requests, rng = alike_requests(3, new=16), np.random.default_rng(0)
+    want, engine = expected(one, requests), engine_of(several)
+    assert [drive(engine, [request], rng)[0][0].tokens for request in requests] == want
+    assert engine.stats().prefix_hits == 96
+    assert [told.tokens for told in drive(engine, requests, rng)[0]] == want
+    held: Any = engine.runner.state.target_cache[0]  # type: ignore[union-attr]
+    for array, dim in ((held.state, 1), (held.before, 2), (several.model.models.target.layers[0].delta.log_rate, 0)):
+        assert {shard.data.shape[dim] * devices for shard in array.addressable_shards} == {array.shape[dim]}
+
+
+def over(devices: int) -> jax.sharding.Mesh:
+    return make_mesh({"tp": devices})
+
+
+@pytest.mark.parametrize(
+    ("devices", "schedule", "said"),
+    [
+        (2, "exact", "linear attention is divided under the schedule sync alone, found 'exact'"),
+        (4, None, "expected devices that divide 4 heads, .*, 2 key heads of linear attention"),
+    ],
+)
+def test_what_is_not_divided_is_refused(devices: int, schedule: str | None, said: str):
+    with pytest.raises(ValueError, match=said):
+        placement_over(decoder_config(GOLDENS / "qwen3-next"), over(devices), schedule)
 
 
 def test_training_is_refused():
@@ -162,6 +206,61 @@ def test_training_is_refused():
         )
 
 
-def test_a_prefix_cache_is_refused(hybrid: LanguageModel):
-    with pytest.raises(ValueError, match="expected no prefix cache: layers of linear attention keep a state of each row"):
-        engine_of(hybrid, prefix_cache=True)
+ALIKE, RESTS, LATER = 97, (43, 43, 2, 3), 100
+"""Tokens of prompts that begin alike, up to where they part; those behind, and of answers. States fade within a few tokens."""
+
+
+def alike_requests(count: int, new: int = LATER) -> list[GenerateRequest]:
+    rng = np.random.default_rng(0)
+    alike = rng.integers(3, 96, ALIKE).tolist()
+    prompts = [[*alike, *rng.integers(3, 96, rest).tolist()] for rest in RESTS[:count]]
+    return [GenerateRequest(prompt, Sampling(new, ignore_eos=True)) for prompt in prompts]
+
+
+def test_a_prompt_begins_with_a_snapshot_of_one_that_began_alike(hybrid: LanguageModel):
+    """One after the other, then together with too few pages: tokens are those of plain decoding from an empty state."""
+    engine, requests = engine_of(hybrid, pages=22, state_snapshots=2), alike_requests(4)
+    want, rng = expected(hybrid, requests), np.random.default_rng(0)
+    found = []
+    for request, tokens in zip([*requests, requests[0]], [*want, want[0]], strict=True):
+        (heard,), (handle,) = drive(engine, [request], rng)
+        assert heard.tokens == tokens
+        found.append(handle.cached_tokens)
+    # The second one stops at the last page that it shares; the last page of the first one is gone by the end.
+    assert found == [0, 0, 96, 96, 96]
+    heard, _ = drive(engine, requests * 2, rng)
+    assert [each.tokens for each in heard] == want * 2
+    stats = engine.stats()
+    assert stats.preemptions > 0
+    assert stats.prefix_hits > sum(found)
+    check_empty(engine)
+    assert engine.scheduler.snapshots is not None
+    assert not any(engine.scheduler.snapshots.held)
+
+
+@pytest.mark.slow
+def test_a_stale_snapshot_is_seen(hybrid: LanguageModel, monkeypatch: pytest.MonkeyPatch):
+    def restored_of_another(caches: Any, own: Any, rows: Array) -> Any:
+        return restored(caches, own, jnp.where(rows < 0, rows, rows - 1))
+
+    monkeypatch.setattr(programs_module, "restored", restored_of_another)
+    engine, requests = engine_of(hybrid), alike_requests(3)
+    heard = [drive(engine, [request], np.random.default_rng(0))[0][0].tokens for request in requests]
+    assert engine.stats().prefix_hits == 96
+    assert [told == want for told, want in zip(heard, expected(hybrid, requests), strict=True)] == [True, True, False]
+
+
+def test_snapshots_are_counted_and_without_any_a_prefix_cache_is_refused(hybrid: LanguageModel):
+    options = EngineOptions(page_size=16, table=TABLE, slots=2)
+    target = hybrid.model.target
+    assert target.config.delta is not None
+    one = DeltaState.empty(target.config.delta, 1, jnp.float32)
+    layers = len(target.config.delta_layers)
+    sizes = [engine_sizes(target, None, jnp.float32, replace(options, state_snapshots=n)) for n in (None, 0, 7)]
+    assert [each.layout.snapshots for each in sizes] == [4, 0, 7]
+    assert {each.row_bytes for each in sizes} == {layers * sum(leaf.nbytes for leaf in jax.tree.leaves(one))}
+    taken = [state_bytes(target, None, each.layout, jnp.float32) for each in sizes]
+    assert taken[2] - taken[1] == 7 * sizes[0].row_bytes
+    assert "2 rows and 4 snapshots (--slots, --state-snapshots)" in hybrid.engine(options).sizes_line
+    with pytest.raises(ValueError, match="expected no prefix cache: layers of linear attention keep a state of each row, of"):
+        engine_of(hybrid, prefix_cache=True, state_snapshots=0)

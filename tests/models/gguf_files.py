@@ -9,7 +9,8 @@ import gguf
 import numpy as np
 
 from tilewright.models.decoder import DecoderConfig, config_to_hf
-from tilewright.models.layers import YarnScaling
+from tilewright.models.family import Family
+from tilewright.models.layers import LinearScaling, LongRopeScaling, YarnScaling
 from tilewright.models.registry import FAMILIES
 
 NAMES = {
@@ -23,13 +24,21 @@ NAMES = {
 }  # fmt: skip
 
 
-def file_name(name: str) -> str:
+GEMMA_NAMES = {
+    "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}  # fmt: skip
+"""Of layers whose halves are normed behind, too."""
+
+
+def file_name(name: str, family: Family) -> str:
     """llama.cpp's name of a tensor."""
     stem, _, suffix = name.rpartition(".")
     if stem in NAMES:
         return f"{NAMES[stem]}.{suffix}"
     _, _, layer, part = stem.split(".", 3)
-    return f"blk.{layer}.{NAMES[part]}.{suffix}"
+    names = NAMES | GEMMA_NAMES if family.post_norms else NAMES
+    return f"blk.{layer}.{names[part]}.{suffix}"
 
 
 def with_stacked_experts(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -89,11 +98,25 @@ def write_gguf(
         writer.add_expert_count(config.mixture.experts)
         writer.add_expert_used_count(config.mixture.chosen)
         writer.add_expert_feed_forward_length(config.mixture.size)
+    if config.sliding_window is not None:
+        writer.add_sliding_window(config.sliding_window)
+    if config.score_softcap is not None:
+        writer.add_attn_logit_softcapping(config.score_softcap)
+    if config.logit_softcap is not None:
+        writer.add_final_logit_softcapping(config.logit_softcap)
     add_fields(writer, fields or {})
     if isinstance(config.rope_scaling, YarnScaling):
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(config.rope_scaling.factor)
         writer.add_rope_scaling_orig_ctx_len(config.rope_scaling.original_max_position_embeddings)
+    elif isinstance(config.rope_scaling, LinearScaling):
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(config.rope_scaling.factor)
+    elif isinstance(scaling := config.rope_scaling, LongRopeScaling):
+        writer.add_rope_scaling_orig_ctx_len(scaling.original_max_position_embeddings)
+        writer.add_rope_scaling_attn_factors(scaling.attention_factor)
+        for name, factors in (("long", scaling.long_factor), ("short", scaling.short_factor)):
+            writer.add_tensor(f"rope_factors_{name}.weight", np.asarray(factors, np.float32))
     elif config.rope_scaling is not None:
         plain = np.asarray([config.rope_theta ** (-2 * i / config.head_dim) for i in range(config.head_dim // 2)])
         writer.add_tensor("rope_freqs.weight", (plain / np.asarray(config.rope_frequencies)).astype(np.float32))
@@ -102,10 +125,11 @@ def write_gguf(
         rows = np.asarray(value, np.float32)
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
         stored = pairwise(rows, heads) if heads is not None and family.pairwise else rows
-        own = kind if rows.ndim > 1 else gguf.GGMLQuantizationType.F32
-        data = gguf.quants.quantize(stored, own)
-        writer.add_tensor(file_name(name), data, raw_dtype=own)
-        after = gguf.quants.dequantize(data, own)
+        own, offset = kind if rows.ndim > 1 else gguf.GGMLQuantizationType.F32, np.float32(family.norm_offset)
+        offset = offset if name.endswith("norm.weight") else np.float32(0)
+        data = gguf.quants.quantize(stored + offset, own)
+        writer.add_tensor(file_name(name, family), data, raw_dtype=own)
+        after = gguf.quants.dequantize(data, own) - offset
         if "*" in name:
             kept |= {name.replace("*", str(n)): one for n, one in enumerate(after)}
         else:

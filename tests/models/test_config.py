@@ -314,8 +314,16 @@ def test_defaults():
         ({"rope_theta": 0.5}, "rope_theta must be a number above 1, found 0.5"),
         ({"rope_theta": "1e6"}, "rope_theta must be a number above 1, found '1e6'"),
         (
-            {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
-            "rope_scaling type 'longrope' is not supported (only 'default', 'llama3', 'linear', 'dynamic', 'yarn')",
+            {"rope_scaling": {"rope_type": "ntk", "factor": 4.0}},
+            "rope_scaling type 'ntk' is not supported (only 'default', 'llama3', 'linear', 'dynamic', 'yarn', 'longrope')",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 64, "long_factor": [1.0, -1.0]}},
+            "rope_scaling: long_factor must be a list of positive numbers, found [1.0, -1.0]",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 64, "long_factor": [1.0] * 48}},
+            "rope_scaling: expected 64 factors in each set, found 64 and 48",
         ),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling lacks factor (positive numbers)"),
         (

@@ -289,7 +289,7 @@ CONFIG = random_eagle3(0, PAIR.target_config)[0]
         ({"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported"),
         ({"sliding_window": 512}, "sliding_window=512 is not supported"),
         ({"use_sliding_window": True, "sliding_window": 512}, "use_sliding_window=True is not supported"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope_scaling type 'longrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 4.0}}, "rope_scaling type 'ntk' is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not supported"),
         ({"norm_before_fc": True}, "norm_before_fc=True is not supported"),
         ({"eagle_config": {"norm_output": True}}, "eagle_config.norm_output=True is not supported"),

@@ -23,7 +23,7 @@ from tilewright.models.decoder import DecoderConfig, config_to_hf, declare
 from tilewright.models.experts import Mixture
 from tilewright.models.gguf import GGUFSlice, open_gguf
 from tilewright.models.gguf_head import read_head
-from tilewright.models.layers import Llama3Scaling, YarnScaling
+from tilewright.models.layers import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 from tilewright.models.params import initialise
 from tilewright.models.tokenizer import load_tokenizer
 
@@ -31,6 +31,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
     "head_dim": 16, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "eos_token_ids": (257, 258),
 }  # fmt: skip
+TURNED = int(0.75 * SIZES["head_dim"]) // 2
 CONFIGS = {
     "llama": DecoderConfig(family="llama", rope_theta=5e5, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192), **SIZES),
     "qwen2": DecoderConfig(family="qwen2", rope_theta=1e6, tie_word_embeddings=True, **SIZES),
@@ -41,7 +42,20 @@ CONFIGS = {
     "yarn": DecoderConfig(
         family="qwen3", rope_scaling=YarnScaling(4.0, 64, YarnScaling.default_attention_factor(4.0)), **SIZES
     ),
-}
+    "gemma2": DecoderConfig(
+        family="gemma2", rope_theta=1e4, sliding_window=32, sliding_layers=(0,), attention_scale=16**-0.5, score_softcap=40.0,
+        logit_softcap=20.0, embedding_scale=8.0, tie_word_embeddings=True, **SIZES
+    ),
+    "gemma3": DecoderConfig(
+        family="gemma3_text", rope_theta=1e6, rope_scaling=LinearScaling(8.0), sliding_window=32,
+        sliding_layers=(0, 1, 2, 3, 4, 6), local_rope_theta=1e4, attention_scale=16**-0.5, embedding_scale=8.0,
+        tie_word_embeddings=True, **{**SIZES, "num_layers": 7}
+    ),
+    "longrope": DecoderConfig(
+        family="phi3", rope_theta=1e4, partial_rotary_factor=0.75,
+        rope_scaling=LongRopeScaling((1.0,) * TURNED, tuple(1 + n / 4 for n in range(TURNED)), 64, 1.25, long=True), **SIZES
+    ),
+}  # fmt: skip
 KINDS = [Kind.F32, Kind.F16, Kind.Q4_1, Kind.Q8_0]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
 
@@ -84,6 +98,9 @@ def make(folder: Path, config: DecoderConfig, kind: Kind = Kind.F32) -> tuple[Pa
         ("phi3", Kind.Q8_0),
         ("smollm3", Kind.F32),
         ("yarn", Kind.F32),
+        ("longrope", Kind.F32),
+        ("gemma2", Kind.F32),
+        ("gemma3", Kind.Q8_0),
     ],
     ids=lambda each: each if isinstance(each, str) else each.name,
 )
@@ -93,6 +110,15 @@ def test_configuration_and_tensors_are_those_of_the_folder(tmp_path: Path, famil
     assert got_config == replace(want_config, rms_norm_eps=got_config.rms_norm_eps)
     assert got_config.rms_norm_eps == pytest.approx(want_config.rms_norm_eps)
     jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_the_declared_context_says_how_longrope_rotates(tmp_path: Path):
+    file, folder = make(tmp_path, CONFIGS["longrope"])
+    for context, long in ((None, True), (65, True), (64, False)):
+        for one in (file, folder):
+            target = tw.load(one, dtype="float32", context=context).target
+            assert isinstance(target.rope_scaling, LongRopeScaling)
+            assert (target.rope_scaling.long, target.max_position_embeddings) == (long, context or 256)
 
 
 def test_tokens_are_those_of_the_folder(tmp_path: Path):
@@ -176,7 +202,7 @@ def test_a_file_that_is_cut_off_is_refused_wherever_the_cut_is(tmp_path: Path):
         (
             {},
             "gptneox",
-            r"expected the architecture to be one of llama, phi3, qwen2, qwen3, qwen3moe, smollm3, found 'gptneox'",
+            r"architecture to be one of gemma2, gemma3, llama, phi3, qwen2, qwen3, qwen3moe, smollm3, found 'gptneox'",
         ),
         ({"llama.expert_count": 8}, "llama", r"expected llama\.expert_count to be absent or 0, found 8"),
         ({"llama.rope.scaling.type": "longrope"}, "llama", r"rope\.scaling\.type to be absent or none or .*, found 'longrope'"),

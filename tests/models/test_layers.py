@@ -1,5 +1,8 @@
 """The shared layers against NumPy in float64."""
 
+import json
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +14,8 @@ from tilewright.kernels.heads.xla import rotate_by_product, rotate_halves
 from tilewright.kernels.operations import Joined
 from tilewright.kernels.select import PLAIN
 from tilewright.models import layers
+from tilewright.models.config import within
+from tilewright.models.decoder import config_from_hf, config_to_hf
 from tilewright.models.layers import Llama3Scaling
 
 seeds = st.integers(0, 2**31 - 1)
@@ -126,3 +131,42 @@ def test_rotate_makes_scores_depend_on_distance_alone():
 
     assert score(7, 3) == pytest.approx(score(104, 100), abs=1e-4)
     assert abs(score(7, 3) - score(3, 7)) > 1e-2
+
+
+PHI4_MINI: dict[str, Any] = {
+    "model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "vocab_size": 200064, "hidden_size": 3072,
+    "intermediate_size": 8192, "num_hidden_layers": 32, "num_attention_heads": 24, "num_key_value_heads": 8,
+    "partial_rotary_factor": 0.75, "max_position_embeddings": 131072, "original_max_position_embeddings": 4096,
+    "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1 + n / 2 for n in range(48)]},
+}  # fmt: skip
+"""The form of the published configuration."""
+
+
+def longrope(fields: dict[str, Any], length: int) -> tuple[np.ndarray, float]:
+    """Inverse frequencies for texts of a length, and the attention factor, as transformers has them
+    (`_compute_longrope_parameters`)."""
+    scaling, original = fields["rope_scaling"], fields["original_max_position_embeddings"]
+    dim = int(fields["hidden_size"] // fields["num_attention_heads"] * fields["partial_rotary_factor"])
+    factors = np.asarray(scaling["long_factor" if length > original else "short_factor"])
+    factor = fields["max_position_embeddings"] / original
+    attention = np.sqrt(1 + np.log(factor) / np.log(original)) if factor > 1 else 1.0
+    return 1 / (factors * fields["rope_theta"] ** (np.arange(0, dim, 2) / dim)), attention
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su"])
+def test_longrope_goes_by_the_declared_context(kind: str):
+    fields = {**PHI4_MINI, "rope_scaling": {**PHI4_MINI["rope_scaling"], "type": kind}}
+    whole = config_from_hf(fields)
+    for context, length in ((None, 131072), (200000, 131072), (4097, 4097), (4096, 4096), (100, 100)):
+        config = within(whole, context)
+        frequencies, attention = longrope(fields, length)
+        np.testing.assert_allclose(config.rope_frequencies, frequencies, rtol=1e-12)
+        cos, sin = config.rope_tables(jnp.asarray([[0, 3]]))["global"]
+        np.testing.assert_allclose(cos[0, 1], np.cos(3 * frequencies) * attention, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(sin[0, 0], 0)
+        assert config.max_position_embeddings == length
+        if context is None:
+            assert config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
+    plain = config_from_hf({**fields, "rope_scaling": None})
+    assert within(plain, 100) is plain, "nothing follows from its context"

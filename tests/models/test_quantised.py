@@ -16,12 +16,18 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from models.quantised_folders import METHODS, quantise_folder
-from models.test_gguf import CONFIGS, make
+from models.test_gguf import CONFIGS, SIZES, make
+from tilewright.kernels import native
 from tilewright.kernels.linear import blocks
-from tilewright.models.checkpoint import load_decoder, read_config
+from tilewright.kernels.linear.scaled import ScaledMatrix
+from tilewright.kernels.select import operations
+from tilewright.models.checkpoint import load_decoder, read_config, save_params
+from tilewright.models.decoder import DecoderConfig, config_to_hf, declare
+from tilewright.models.delta import DeltaSizes
 from tilewright.models.mxfp4 import read_mxfp4
-from tilewright.models.quantised import EightBits, quantised_layout
-from tilewright.models.stored import SafetensorsFile, gathered, read_headers
+from tilewright.models.params import initialise
+from tilewright.models.quantised import EightBits, Scaled, quantised_layout
+from tilewright.models.stored import SafetensorsFile, gathered, in_order, read_headers
 
 GOLDENS = Path(__file__).parent.parent / "golden" / "quantised"
 NAMES = sorted(path.stem for path in GOLDENS.glob("*.safetensors"))
@@ -30,6 +36,7 @@ KEPT = {
     "pack-channel": "q4_0", "int-channel": "q8_0", "mxfp4": "q5_0",
 }  # fmt: skip
 """The format of blocks that holds a golden's numbers; of the others none does."""
+needs_native = pytest.mark.skipif(native.kernels().isa is None, reason=native.kernels().reason or "no kernels")
 
 
 def golden(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -131,6 +138,36 @@ def test_other_methods_are_refused_by_name(config: dict[str, Any], said: str):
     with pytest.raises(ValueError, match=r"^quantization_config: ") as refused:
         quantised_layout(config)
     assert said in str(refused.value)
+
+
+@needs_native
+def test_bits_are_kept_where_outputs_stand_in_another_order(tmp_path: Path):
+    """Channels of linear attention: all queries before all keys and values in the file, a head's after another's in memory."""
+    sizes = DeltaSizes(8, 8, 16, 16, 4)
+    config = DecoderConfig(family="qwen3_5_text", delta=sizes, delta_layers=(0,), partial_rotary_factor=0.5, **SIZES)
+    folder, other = tmp_path / "quantised", tmp_path / "plain"
+    for one in (folder, other):
+        save_params(one, config_to_hf(config), declare(config), initialise(declare(config), jax.random.key(0)), "float32")
+    after = quantise_folder(folder, "awq")
+    save_file(after, other / "model.safetensors", {"format": "pt"})
+    _, wanted = load_decoder(other, jnp.float32)
+    _, kept = load_decoder(folder, jnp.float32, ops=operations(weights="int4"))
+    qkv = kept.layers[0].delta.qkv
+    read = blocks.dequantise(blocks.blocks_of(np.asarray(qkv.panels), qkv.outputs))
+    np.testing.assert_array_equal(read[:64], wanted.layers[0].delta.qkv)
+    stored = after["model.layers.0.linear_attn.in_proj_qkv.weight"].T
+    np.testing.assert_array_equal(read[:64, 48:64], stored[:, 16:32])
+
+
+def test_floats_of_8_bits_in_another_order():
+    rng, order = np.random.default_rng(0), np.asarray([3, 0, 2])
+    values = rng.standard_normal((4, 8)).astype(ml_dtypes.float8_e4m3fn)
+    whole = Scaled(values, rng.random((2, 2)).astype(np.float32), (2, 4))
+    kept = whole.fp8()
+    assert kept is not None
+    found = in_order(kept, order)
+    assert isinstance(found, ScaledMatrix)
+    np.testing.assert_array_equal(found.dequantised(jnp.float32), whole.weights()[order].T)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -1,6 +1,7 @@
 """Everybody is served, the oldest first, within the pages that there are; nobody writes to a page that another one reads."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,15 +10,18 @@ from hypothesis import strategies as st
 
 from tilewright.kernels.operations import UNMAPPED
 from tilewright.models.tokenizer import StreamDecoder
+from tilewright.runtime import groups as groups_module
 from tilewright.runtime import pages as pages_module
-from tilewright.runtime.groups import PageGroup
+from tilewright.runtime import scheduler as scheduler_module
+from tilewright.runtime.groups import PageGroup, usable_prefix
 from tilewright.runtime.layout import window_pages
 from tilewright.runtime.output import OutputProcessor
 from tilewright.runtime.pages import Pages
 from tilewright.runtime.request import GenerateRequest, RequestHandle
 from tilewright.runtime.sampling import Sampling
-from tilewright.runtime.scheduler import RunningSequence, Scheduler, TokenSequence
+from tilewright.runtime.scheduler import Chunk, RunningSequence, Scheduler, TokenSequence
 from tilewright.runtime.shapes import ShapeTable
+from tilewright.runtime.snapshots import Snapshots
 
 PAGE, CONTEXT, WIDTH = 4, 48, 4
 TABLE = ShapeTable(batches=(1, 2, 3), capacities=(CONTEXT,), chunks=(8, 16))
@@ -44,11 +48,20 @@ def sequence(number: int, prompt: list[int], new: int) -> TokenSequence:
     )
 
 
-def make(pages: int, prefix_cache: bool = True, tapping: tuple[str, ...] = (), window: int | None = None) -> Scheduler:
-    """With a group of layers that see a window, if one is given, of as few pages as a request by itself needs."""
+def make(
+    pages: int, prefix_cache: bool = True, tapping: tuple[str, ...] = (), window: int | None = None,
+    snapshots: int | None = None,
+) -> Scheduler:  # fmt: skip
+    """With a group of layers that see a window, if one is given, of as few pages as a request by itself needs.
+
+    Args:
+        snapshots: of states that lie in no page; None where there are no such.
+    """
     least = 0 if window is None else window_pages(window, max(TABLE.chunks[-1], 2 * WIDTH), PAGE, CONTEXT)
     windows = [] if window is None else [PageGroup(Pages(least, PAGE), window)]
-    return Scheduler(TABLE, Pages(pages, PAGE), CONTEXT, prefix_cache, tapping, windows)
+    whole = Pages(pages, PAGE)
+    kept = None if snapshots is None or not prefix_cache else Snapshots(snapshots, whole, least=PAGE)
+    return Scheduler(TABLE, whole, CONTEXT, prefix_cache, tapping, windows, kept)
 
 
 class Simulation:
@@ -56,6 +69,7 @@ class Simulation:
 
     Attributes:
         written: for each page what was computed for it: (text up to there, position) for each of its entries.
+        states, copies: the text that went through the state of each slot, and of each snapshot.
     """
 
     def __init__(self, scheduler: Scheduler, rng: np.random.Generator):
@@ -63,6 +77,8 @@ class Simulation:
         self.flight: list[tuple[list[RunningSequence], int]] = []
         self.done: list[int] = []
         self.written: dict[tuple[int, int, int], tuple[int, ...]] = {}
+        self.states: dict[int, tuple[int, ...]] = {}
+        self.copies: dict[int, tuple[int, ...]] = {}
 
     def step(self) -> None:
         """As the engine steps, with checks of what a device would need."""
@@ -76,6 +92,7 @@ class Simulation:
                     "the oldest comes first"
                 )
             assert len(chunks) <= max(1, scheduler.table.together[0])
+            self.carry(chunks)
             for chunk in chunks:
                 assert chunk.size == chunks[0].size
                 assert chunk.count <= chunk.size
@@ -128,6 +145,20 @@ class Simulation:
                 if n == 0 or page != UNMAPPED:  # of what was committed long ago, a window's page may be gone
                     self.written[n, page, position % PAGE] = tokens[: position + 1]
 
+    def carry(self, chunks: Sequence[Chunk]) -> None:
+        """Takes states through chunks: each begins anew, goes on, or begins with a snapshot, of what comes before it."""
+        if self.scheduler.prefix_cache and self.scheduler.snapshots is None:
+            return  # there are no states: nothing lies outside of pages
+        for chunk in chunks:
+            slot = chunk.running.slot
+            before = self.states.get(slot, ()) if chunk.restored == UNMAPPED else self.copies[chunk.restored]
+            text = tuple(chunk.running.sequence.tokens)
+            assert chunk.start == 0 or before == text[: chunk.start], "a state of something else"
+            self.states[slot] = text[: chunk.start + chunk.count]
+        for chunk in chunks:
+            if chunk.kept != UNMAPPED:
+                self.copies[chunk.kept] = self.states[chunk.running.slot]
+
     def check_reads(self, running: RunningSequence, until: int) -> None:
         """What was found in pages is what this text would compute."""
         tokens = tuple(running.sequence.tokens)
@@ -153,12 +184,17 @@ class Simulation:
     prefix_cache=st.booleans(),
     tapping=st.sampled_from([(), ("eagle3",)]),
     window=st.sampled_from([None, 1, 3, 7, 30]),
+    snapshots=st.sampled_from([None, 0, 1, 4]),
 )
 def test_everybody_is_served(
-    seed: int, sizes: list[tuple[int, int]], pages: int, prefix_cache: bool, tapping: tuple[str, ...], window: int | None
-):
-    rng = np.random.default_rng(seed)
-    scheduler = make(pages, prefix_cache, tapping, window)
+    seed: int, sizes: list[tuple[int, int]], pages: int, prefix_cache: bool, tapping: tuple[str, ...], window: int | None,
+    snapshots: int | None,
+):  # fmt: skip
+    simulate(make(pages, prefix_cache, tapping, window, snapshots), np.random.default_rng(seed), sizes)
+
+
+def simulate(scheduler: Scheduler, rng: np.random.Generator, sizes: Sequence[tuple[int, int]]) -> None:
+    """Serves requests of these lengths, prompt and answer, which begin alike and come in random portions."""
     simulation = Simulation(scheduler, rng)
     waiting = [
         sequence(n, [*[1] * (prompt // 2), *rng.integers(0, 2, prompt - prompt // 2).tolist()], new)
@@ -178,6 +214,66 @@ def test_everybody_is_served(
     assert sorted(simulation.done) == list(range(len(sizes)))
     assert not any(any(group.pages.ref_counts) for group in scheduler.groups)
     assert scheduler.waiting_tokens == 0
+    if (kept := scheduler.snapshots) is not None:
+        assert not any(kept.held)
+        assert sorted([*kept.empty, *kept.published.values()]) == list(range(kept.count))
+
+
+def take_any(kept: Snapshots) -> int:
+    """The place of the snapshot that was used the longest ago, whether or not a sequence is still to begin with it."""
+    return kept.empty.pop() if kept.empty else kept.published.popitem(last=False)[1]
+
+
+def key_of_the_page_before(scheduler: Scheduler, running: RunningSequence, end: int) -> bytes:
+    return running.sequence.page_key(max(0, end // PAGE - 2), PAGE)
+
+
+def any_page_ends_a_prefix(groups: Sequence[PageGroup], keys: Callable[[int], bytes], most: int, *ends: Any) -> list[bytes]:
+    """The longest prefix that the first group has, whatever the others lack."""
+    return usable_prefix(groups[:1], keys, most, *ends)
+
+
+def one_column_too_many(window: int | None, position: int, page_size: int) -> int:
+    return 0 if window is None else max(0, position - window + 1) // page_size + 1
+
+
+MUTANTS: dict[str, tuple[Any, str, Any]] = {
+    "a held snapshot is given away": (Snapshots, "take", take_any),
+    "a snapshot is found at another page": (Scheduler, "key_before", key_of_the_page_before),
+    "a window's pages are not asked for": (scheduler_module, "usable_prefix", any_page_ends_a_prefix),
+    "a window's pages are given up too early": (groups_module, "first_column", one_column_too_many),
+}
+
+
+@pytest.mark.parametrize("mutant", [None, *MUTANTS])
+def test_a_mistake_in_groups_or_snapshots_is_seen(mutant: str | None, monkeypatch: pytest.MonkeyPatch):
+    """By the simulation, which serves everybody without it."""
+    if mutant is not None:
+        monkeypatch.setattr(*MUTANTS[mutant])
+    seen = 0
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        sizes = [(int(prompt), 6) for prompt in rng.integers(12, 30, 12)]
+        scheduler = make(30, window=5 if seed % 2 else None, snapshots=1 + seed // 2 % 2)
+        try:
+            simulate(scheduler, rng, sizes)
+        except (AssertionError, KeyError):
+            seen += 1
+    assert (seen > 0) is (mutant is not None)
+
+
+def test_a_prompt_stops_where_it_parts_from_another_and_at_its_last_page():
+    scheduler = make(40, snapshots=2)
+    alike, found = [1] * 12, []
+    for number, rest in enumerate((2, 3, 4)):
+        scheduler.wait(sequence(number, [*alike, *[rest] * 12], 4))
+        (running,) = scheduler.admit()
+        found.append((running.filled, running.stops))
+        prefill(scheduler)
+        scheduler.leave(running)
+    assert found == [(0, (20,)), (0, (8, 20)), (8, (20,))]
+    assert scheduler.snapshots is not None
+    assert not scheduler.snapshots.empty
 
 
 def test_the_newest_gives_way_and_comes_back_first():

@@ -214,6 +214,16 @@ def test_a_drafter_starts_with_its_targets_head_and_last_tap():
     assert all_equal(kept, [getattr(kept_target().layers[-1], name) for name in ("gate_up", "down", "post_attention_norm")])
 
 
+def test_an_mlp_of_another_form_stays_as_it_was_drawn():
+    """Gemma's has another gate, and a norm behind."""
+    target, own = replace(TARGET, family="gemma2", attention_scale=0.25), replace(DRAFTER, intermediate_size=48)
+    gemma = initialise(decoder.declare(replace(target, intermediate_size=48)), jax.random.key(0))
+    drawn = initialise(eagle3.declare(own), jax.random.key(1))
+    started = warm_start(replace(target, intermediate_size=48), own, gemma, jnp.asarray(IDS), drawn)
+    assert jax.tree.structure(started) == jax.tree.structure(drawn)
+    assert all_equal(started.layer, drawn.layer)
+
+
 def all_equal(a: Any, b: Any) -> bool:
     return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 

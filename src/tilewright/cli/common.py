@@ -210,8 +210,9 @@ class TargetOptions(LoadOptions):
     kv_dtype: KvDtype = "auto"
 
     def load_with(
-        self, drafter: str | None, options: DrafterOptions, console: Console, devices: DeviceOptions = DeviceOptions()
-    ) -> LanguageModel:
+        self, drafter: str | None, options: DrafterOptions, console: Console, devices: DeviceOptions = DeviceOptions(),
+        context: int | None = None,
+    ) -> LanguageModel:  # fmt: skip
         """The target with a drafter: a folder, a Hugging Face id, "ngram", "auto", or one of `PACKAGED_DRAFTERS`."""
         mesh = devices.mesh()
         keep_programs(self.compile_cache)
@@ -228,6 +229,7 @@ class TargetOptions(LoadOptions):
             compiler_options=devices.compiler_options,
             console=progress_console(console),
             kv_dtype=self.kv_dtype,
+            context=context,
             block_size=options.block_size,
             draft_window=options.draft_window,
             drafter_dtype=options.drafter_dtype,
@@ -275,9 +277,9 @@ class ModelOptions(TargetOptions):
         """The drafter that is meant: models that are named here have a default."""
         return AUTO if self.drafter is None and self.model in SPECULATING else self.drafter
 
-    def load(self, console: Console, devices: DeviceOptions = DeviceOptions()) -> LanguageModel:
+    def load(self, console: Console, devices: DeviceOptions = DeviceOptions(), context: int | None = None) -> LanguageModel:
         options = DrafterOptions(self.block_size, self.draft_window, self.drafter_dtype)
-        return self.load_with(self.drafter_name, options, console, devices)
+        return self.load_with(self.drafter_name, options, console, devices, context)
 
 
 def check_packaged(names: Iterable[str], model: str) -> None:

@@ -127,6 +127,8 @@ class CapacityOptions:
         memory_fraction: the share of the memory that is free once the weights are loaded, of the host or of each device, that
             pages and what programs compute with may take.
         prefix_cache: keep pages for later requests that begin alike; by default wherever there is no --draft-window.
+        state_snapshots: of the states of layers with linear attention, for the prefix cache; by default as many as slots, and
+            4 at least.
         guard: what a compile does once the server is ready: "off", "warn" or "fail".
         queue_requests: how many requests may wait.
         queue_tokens: how many tokens their prompts may have.
@@ -141,6 +143,7 @@ class CapacityOptions:
     context: int | None = None
     memory_fraction: float = MEMORY_FRACTION
     prefix_cache: bool | None = None
+    state_snapshots: int | None = None
     guard: Literal["off", "warn", "fail"] = "fail"
     queue_requests: int = EngineOptions.queue_requests
     queue_tokens: int = EngineOptions.queue_tokens
@@ -153,7 +156,8 @@ class CapacityOptions:
 
     def refuse_paging(self) -> None:
         """Raises a `ValueError` for anything that was said of pages, for a model that has none."""
-        for name in ("shapes", "page_size", "pages", "context", "memory_fraction", "prefix_cache", "structured_output"):
+        paging = ("shapes", "page_size", "pages", "context", "memory_fraction", "prefix_cache", "state_snapshots")
+        for name in (*paging, "structured_output"):
             if getattr(self, name) != getattr(CapacityOptions, name):
                 raise ValueError(f"--{name.replace('_', '-')} is for models that decode token by token; this one denoises")
 
@@ -165,7 +169,7 @@ class CapacityOptions:
         return EngineOptions(
             None if self.shapes is None else read_table(self.shapes), self.page_size, self.pages, self.prefix_cache,
             slots=self.slots, context=self.context, memory_fraction=self.memory_fraction, constraints=constraints,
-            **self.shared,
+            state_snapshots=self.state_snapshots, **self.shared,
         )  # fmt: skip
 
 
@@ -298,7 +302,7 @@ def engine_of(
         return diffusion_engine(models, devices, denoising, capacity.slots, capacity.shared, console), None
     denoising.refuse()
     options = capacity.engine_options()
-    lm = models.load(console, devices)
+    lm = models.load(console, devices, capacity.context)
     engine = lm.engine(options)
     log.info(engine.sizes_line)
     if capacity.prefix_cache is None and not engine.prefix_cache:

@@ -24,6 +24,7 @@ from tilewright.kernels.operations import is_batch_invariant
 from tilewright.kernels.select import Kernels, Weights, operations
 from tilewright.llm.stream import Stream
 from tilewright.models import checkpoint, decoder, hub
+from tilewright.models.config import within
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.diffusion import is_diffusion
 from tilewright.models.params import AUTO as AUTO_DTYPE
@@ -364,6 +365,14 @@ def check_sources(source: str | Sequence[str] | None, options: DrafterOptions) -
         options.fitting(each).check(each)
 
 
+def chosen_block_size(drafter: object, block_size: int | str | None) -> int | str | None:
+    """The block size that `load` is asked for: "auto" by default, with a drafter. Raises a `ValueError` for another word."""
+    size = AUTO[0] if drafter is not None and block_size is None else block_size
+    if isinstance(size, str) and size != AUTO[0]:
+        raise ValueError(f"expected a block size or {AUTO[0]}, found {size!r}")
+    return size
+
+
 def target_folder(model: str, revision: str | None, console: Console | None) -> Path:
     """The folder of a target. Raises a `ValueError` for a model of another kind."""
 
@@ -386,7 +395,7 @@ def check_kv_dtype(kv_dtype: str) -> None:
 
 def read_target(
     name: str, folder: Path, dtype: str, weights: Weights, kernels: Kernels, table: ShapeTable | None,
-    placement: Placement | None, console: Console | None, kv_dtype: KvDtype,
+    placement: Placement | None, console: Console | None, kv_dtype: KvDtype, context: int | None,
 ) -> LanguageModel:  # fmt: skip
     """The model of a folder, without a drafter. One for whose weights there is no memory is refused before these are read."""
     ops, config = operations(weights=weights, kernels=kernels), checkpoint.decoder_config(folder)
@@ -394,7 +403,8 @@ def read_target(
     shard, ops = (None, ops) if placement is None else (placement.shardings, placement.operations(ops))
     kept = checkpoint.kept_formats(folder)
     check_weights(name, partial(decoder.declare, config), shard, dtype, weights, kernels, kept)
-    target = checkpoint.load_decoder(folder, DTYPES[dtype], console, shard, ops)
+    config, params = checkpoint.load_decoder(folder, DTYPES[dtype], console, shard, ops)
+    target = within(config, context), params
     return LanguageModel(*target, tokenizer, dtype, weights, kernels, table, placement, prepared=True, kv_dtype=kv_dtype)
 
 
@@ -404,6 +414,7 @@ def load(
     drafter_dtype: str | None = None, revision: str | None = None, drafter_revision: str | None = None,
     table: ShapeTable | None = None, kernels: Kernels = "auto", mesh: Mesh | None = None,
     schedule: str | None = None, compiler_options: bool = False, console: Console | None = None, kv_dtype: KvDtype = "auto",
+    context: int | None = None,
 ) -> LanguageModel:  # fmt: skip
     """Loads a target and, if one is named, its drafter.
 
@@ -416,9 +427,8 @@ def load(
         weights: "int8" keeps matrices in 8 bits, "int4" those of layers in blocks of 4 and the output head in 8, or what a file
             has in blocks, bit by bit; "fp8" as floats of 8 bits, where XLA computes; "auto" as `dtype`.
         block_size: tokens drafted at once, the known one included. "auto", the default, takes what promises most each round,
-            plain decoding included (see `speculation/policy.py`); where the number of rows changes how the target rounds, it
-            runs all rounds at the widest. Without a drafter: plain decoding through a program of that width (see
-            `speculation/drafters/blockwise.py`).
+            plain decoding included (`speculation/policy.py`); where the number of rows changes how the target rounds, it runs
+            all rounds at the widest. Without a drafter: plain decoding through a program of that width.
         draft_window: keep only this many last positions in the drafter's context.
         drafter_dtype: of the drafter's weights and activations; by default the target's. The output is the same either way.
         revision, drafter_revision: a branch, tag or commit on the hub.
@@ -430,6 +440,7 @@ def load(
         compiler_options: several TPUs begin transfers earlier (`parallel/compiling.py`): by a model of time, tried on no TPU.
         console: where progress is shown.
         kv_dtype: "int8" keeps the target's keys and values in 8 bits, about half of bfloat16's memory; "auto" as `dtype`.
+        context: the most positions that will be asked for: they decide by which of LongRoPE's factors a model of Phi rotates.
 
     Raises:
         ValueError: what is wrong with the files, how the drafter misfits the target, or which sizes the mesh does not divide.
@@ -439,12 +450,10 @@ def load(
     check_schedule(mesh, schedule, compiler_options)
     operations(weights=weights, kernels=kernels)  # what cannot run here is said before anything is read
     source = drafter if drafter is None else str(drafter) if isinstance(drafter, str | Path) else [str(one) for one in drafter]
-    size = AUTO[0] if drafter is not None and block_size is None else block_size
-    if isinstance(size, str) and size != AUTO[0]:
-        raise ValueError(f"expected a block size or {AUTO[0]}, found {size!r}")
+    size = chosen_block_size(drafter, block_size)
     options = DrafterOptions(size, draft_window, drafter_dtype, revision=drafter_revision)
     check_sources(source, options)
     folder = target_folder(str(model), revision, console)
     placement = placement_over(checkpoint.decoder_config(folder), mesh, schedule, compiler_options)
-    lm = read_target(str(model), folder, dtype, weights, kernels, table, placement, console, kv_dtype)
+    lm = read_target(str(model), folder, dtype, weights, kernels, table, placement, console, kv_dtype, context)
     return lm.with_drafter(*lm.load_drafter(source, options, console))

@@ -1,7 +1,7 @@
 """Reads a Hugging Face `config.json` and collects everything that is wrong with it into one error."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple
 
 from jax import Array
@@ -9,7 +9,16 @@ from jaxtyping import Int
 
 from tilewright.models.delta import DeltaSizes
 from tilewright.models.experts import Mixture
-from tilewright.models.layers import LinearScaling, Llama3Scaling, Rope, RopeScaling, YarnScaling, rope_frequencies, rope_tables
+from tilewright.models.layers import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    Rope,
+    RopeScaling,
+    YarnScaling,
+    rope_frequencies,
+    rope_tables,
+)
 
 SCALINGS: dict[object, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")),
@@ -20,6 +29,7 @@ SCALINGS: dict[object, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("factor", "original_max_position_embeddings"),
         ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     ),
+    "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor", "original_max_position_embeddings")),
 }
 """The kinds of `rope_scaling`: fields that each must have, and may have. "dynamic" scales positions from
 `max_position_embeddings` on alone, and no context here is longer."""
@@ -104,8 +114,24 @@ class Sizes:
             "attention_bias": False,
             "rms_norm_eps": self.rms_norm_eps,
             "rope_theta": self.rope_theta,
-            "rope_scaling": None if self.rope_scaling is None else dict(vars(self.rope_scaling)),
+            "rope_scaling": None if self.rope_scaling is None else scaling_fields(self.rope_scaling),
         } | ({} if self.partial_rotary_factor == 1 else {"partial_rotary_factor": self.partial_rotary_factor})
+
+
+def scaling_fields(scaling: RopeScaling) -> dict[str, Any]:
+    """The fields of a scaling; which factors of LongRoPE are in use follows from the context."""
+    return {name: value for name, value in vars(scaling).items() if name != "long"}
+
+
+def within(config: Any, context: int | None) -> Any:
+    """A decoder's configuration for a context that is declared to be shorter, if that changes anything.
+
+    It does with LongRoPE: the model then has that context, and rotates by the factors that go with it.
+    """
+    scaling = config.rope_scaling
+    if context is None or context >= config.max_position_embeddings or not isinstance(scaling, LongRopeScaling):
+        return config
+    return replace(config, max_position_embeddings=context, rope_scaling=scaling.within(context))
 
 
 def is_number(value: object) -> bool:
@@ -192,6 +218,7 @@ class ConfigReader:
         self.require(proper, f"partial_rotary_factor must be a number above 0, at most 1, found {share!r}")
         older_kind = scaling.pop("type", None)
         kind = scaling.pop("rope_type", None) or older_kind or "default"
+        kind = "longrope" if kind == "su" else kind  # as older configurations of Phi-3 call it
         for name in IMAGE_AXES:
             scaling.pop(name, None)
         base = float(theta) if good and theta is not None else ROPE_THETA
@@ -206,6 +233,8 @@ class ConfigReader:
             given["original_max_position_embeddings"] = self.fields.get("max_position_embeddings")
         unknown = sorted(given.keys() - {*required, *optional})
         self.require(not unknown, f"rope_scaling has unknown fields: {', '.join(unknown)}")
+        if kind == "longrope":
+            return self._longrope(given)
         missing = [name for name in required if not is_number(given.get(name)) or given[name] <= 0]
         self.require(not missing, f"rope_scaling lacks {', '.join(missing)} (positive numbers)")
         if kind == "yarn":
@@ -240,6 +269,27 @@ class ConfigReader:
             truncate=given.get("truncate") is not False,
         )
 
+    def _longrope(self, given: Mapping[str, Any]) -> LongRopeScaling | None:
+        """The original length may stand beside the context, at the top; without one the context is the original."""
+        before, name = len(self.problems), "original_max_position_embeddings"
+        longest = self.integer("max_position_embeddings")
+        original = given.get(name) or self.fields.get(name) or longest
+        self.require(isinstance(original, int) and original > 1, f"{name} must be an integer above 1, found {original!r}")
+        sets = [given.get(field) for field in ("short_factor", "long_factor")]
+        for field, factors in zip(("short_factor", "long_factor"), sets, strict=True):
+            good = isinstance(factors, list) and all(is_number(each) and each > 0 for each in factors)
+            self.require(good, f"rope_scaling: {field} must be a list of positive numbers, found {str(factors)[:60]}")
+        for field in ("factor", "attention_factor"):
+            value = given.get(field)
+            self.require(value is None or (is_number(value) and value > 0), f"rope_scaling: {field} must be a positive number")
+        if len(self.problems) > before:
+            return None
+        attention = given.get("attention_factor")
+        if attention is None:
+            attention = LongRopeScaling.default_attention_factor(given.get("factor") or longest / original, original)
+        short, long = (tuple(map(float, factors or ())) for factors in sets)
+        return LongRopeScaling(short, long, original, float(attention), longest > original)
+
     def sizes(self, head_dim: int | None = None, rope_section: str | None = None) -> dict[str, Any]:
         """The fields of `Sizes`.
 
@@ -261,6 +311,11 @@ class ConfigReader:
         }
         self.require(heads % sizes["num_kv_heads"] == 0, "num_attention_heads is no multiple of num_key_value_heads")
         self.require(sizes["head_dim"] % 2 == 0, "head_dim must be even")
+        if isinstance(scaling := sizes["rope_scaling"], LongRopeScaling):
+            turned = int(sizes["head_dim"] * sizes["partial_rotary_factor"]) // 2
+            found = len(scaling.short_factor), len(scaling.long_factor)
+            said = f"rope_scaling: expected {turned} factors in each set, found {found[0]} and {found[1]}"
+            self.require(found == (turned, turned), said)
         return sizes
 
     def finish(self) -> None:

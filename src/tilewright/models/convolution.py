@@ -133,7 +133,8 @@ def stack_of(config: Any, ops: Operations, params: HasConvolutions, attend: Atte
     def output(
         ops: Operations, of: ConvLayer, out: tuple[Array, Kernels], add: Float[Array, "B T H"] | None = None
     ) -> Float[Array, "B T H"]:
-        y = convolve(config, of.attention, out[1], AFTER, decoder.output(config, ops, of.layer, out[0]))
+        own = decoder.summed(config, ops, of.layer, "attention", decoder.output(config, ops, of.layer, out[0]))
+        y = convolve(config, of.attention, out[1], AFTER, own)
         return y if add is None else add + y
 
     def mlp(
@@ -146,7 +147,7 @@ def stack_of(config: Any, ops: Operations, params: HasConvolutions, attend: Atte
         return y if add is None else add + y
 
     of = tuple(map(ConvLayer, params.backbone.layers, params.attention_convs, params.mlp_convs))
-    return Stack(ops, of, project, attended, output, mlp)
+    return Stack(ops, of, project, attended, output, mlp, summed=lambda ops, of, half, y: y)
 
 
 def run_block(

@@ -25,7 +25,7 @@ from tilewright.models.layers import Rope, rope_frequencies, rope_tables
 from tilewright.models.params import ArraySpec, in_turns, matrix, norm_weight
 from tilewright.models.quantised import quantised_layout
 from tilewright.models.registry import FAMILIES, family_of
-from tilewright.models.stack import SINGLE_DEVICE, Rows, Schedule, Stack
+from tilewright.models.stack import SINGLE_DEVICE, Half, Rows, Schedule, Stack
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -316,18 +316,16 @@ def output(
     config: Any, ops: Operations, layer: Layer, out: Float[Array, "B T _"], add: Float[Array, "*rows H"] | None = None
 ) -> Float[Array, "*rows H"]:
     """The attention half's partial sum, on top of `add` if that is given; of some rows alone where the product gives these."""
-    if layer.o_bias is not None:
-        y = ops.linear(out, layer.o) + layer.o_bias
-        return y if add is None else add + y
-    if layer.attention_out_norm is None:
+    if add is None or (layer.o_bias is None and layer.attention_out_norm is None):
         return ops.linear(out, layer.o, add=add)
-    return normed_sum(config, ops, ops.linear(out, layer.o), layer.attention_out_norm, add)
+    return add + summed(config, ops, layer, "attention", ops.linear(out, layer.o))
 
 
-def normed_sum(config: Any, ops: Operations, y: Array, weight: Array, add: Array | None) -> Array:
-    """A half's output, normed; on top of `add` if that is given. No partial sum: one device has all of it."""
-    y = ops.rms_norm(y, weight, config.rms_norm_eps)
-    return y if add is None else add + y
+def summed(config: Any, ops: Operations, layer: Layer, half: Half, y: Float[Array, "*rows H"]) -> Float[Array, "*rows H"]:
+    """What a half gives, all partial sums together, with its bias and its norm where the family has one."""
+    bias, norm = (layer.o_bias, layer.attention_out_norm) if half == "attention" else (None, layer.mlp_out_norm)
+    y = y if bias is None else y + bias
+    return y if norm is None else ops.rms_norm(y, norm, config.rms_norm_eps)
 
 
 def mlp(
@@ -353,9 +351,9 @@ def mlp(
         inner = (jax.nn.gelu(gate.astype(jnp.float32), approximate=True) * up.astype(jnp.float32)).astype(x.dtype)
     else:
         inner = ops.gated_linear(x, layer.gate_up, Norm(layer.post_attention_norm, config.rms_norm_eps), count=count)
-    if layer.mlp_out_norm is None:
+    if add is None or layer.mlp_out_norm is None:
         return ops.linear(inner, layer.down, add=add, count=count)
-    return normed_sum(config, ops, ops.linear(inner, layer.down, count=count), layer.mlp_out_norm, add)
+    return add + summed(config, ops, layer, "mlp", ops.linear(inner, layer.down, count=count))
 
 
 class Gated(NamedTuple):
@@ -387,7 +385,8 @@ def stack_of(config: Any, ops: Operations, of: tuple[Layer, ...], attend: Attend
         out, kept = attend(ops, projection.projection, heads, rows.seen, kept)
         return out * jax.nn.sigmoid(projection.gate), kept
 
-    return Stack(ops, of, project, attended, partial(output, config), partial(mlp, config), norms)
+    halves = partial(output, config), partial(mlp, config), partial(summed, config)
+    return Stack(ops, of, project, attended, *halves, norms)
 
 
 class Forward(NamedTuple):

@@ -5,6 +5,9 @@ convolution. Positions change them for good. So a pass over a block of drafts, w
 leaves both as they are and keeps the block's inputs beside them; `settle` then takes in as many positions as were committed.
 Both go position by position, by the sums of a step of one: the state behind a block is that of plain decoding.
 
+Over several devices each has some of the key heads, with their value heads. So in every array the channels of a key head stand
+together: its query, its key, its R values; then those of the next one.
+
 Legend: B rows of a batch, T positions, H hidden size, K key heads, R value heads to each of them, D size of a key, E size of a
 value, W taps of the convolution, C channels of the convolution: those of queries, keys and values.
 """
@@ -19,7 +22,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
 from tilewright.kernels.operations import Operations
-from tilewright.models.params import ArraySpec, in_turns, matrix, norm_weight
+from tilewright.models.params import ArraySpec, in_turns, matrix, norm_weight, turn_by_turn
 
 L2_EPS = 1e-6
 """Added to the squared length by which queries and keys are divided."""
@@ -56,9 +59,18 @@ class DeltaSizes:
         return 2 * self.keys + self.values
 
     @property
+    def group(self) -> int:
+        """R."""
+        return self.value_heads // self.key_heads
+
+    def part(self, value_heads: int) -> "DeltaSizes":
+        """Sizes of a part that has so many value heads, with their keys."""
+        return replace(self, key_heads=value_heads // self.group, value_heads=value_heads)
+
+    @property
     def state_shape(self) -> tuple[int, ...]:
         """Of a row's state, `[K, R, D, E]`."""
-        return self.key_heads, self.value_heads // self.key_heads, self.key_dim, self.value_dim
+        return self.key_heads, self.group, self.key_dim, self.value_dim
 
 
 @jax.tree_util.register_dataclass
@@ -67,7 +79,7 @@ class DeltaWeights:
     """Arrays of a layer with linear attention, besides those that every layer has.
 
     Attributes:
-        qkv: queries, keys and values side by side, `[H, C]`.
+        qkv: queries, keys and values, a key head's after another's, `[H, C]`.
         gate: of what the values' heads give.
         beta, decay: of the share that is written, and of the share that stays; an output for each value head.
         convolution: `[C, 1, W]`, the last tap being the position itself.
@@ -92,37 +104,43 @@ def declare_delta(
 
     Args:
         in_one: the checkpoint has inputs in two tensors, where the heads of a key take turns (Qwen3-Next); else they have
-            tensors of their own (Qwen3.5).
+            tensors of their own, all queries before all keys and all values (Qwen3.5).
     """
-    keys, values, heads = sizes.keys, sizes.values, sizes.value_heads
+    values, heads, parts = sizes.values, sizes.value_heads, (sizes.keys, sizes.keys, sizes.values)
+    own = {"delta_channels": sizes.channels // sizes.key_heads, "delta_values": values // sizes.key_heads}
 
     def inputs(name: str, size: int, axis: str) -> ArraySpec:
-        return matrix(f"{prefix}.in_proj_{name}.weight", hidden, size, ("hidden", axis))
+        return matrix(f"{prefix}.in_proj_{name}.weight", hidden, size, ("hidden", axis), units=(1, own.get(axis, sizes.group)))
 
     def shares(name: str) -> ArraySpec:
         """Of the state, for each head: small, and what is rounded in them adds up over positions. They keep their dtype."""
         return replace(inputs(name, heads, "delta_heads"), kind="router")
 
+    def of_heads(name: str, **settings: Any) -> ArraySpec:
+        return ArraySpec(f"{prefix}.{name}", (heads,), ("delta_heads",), units=(sizes.group,), **settings)
+
     if in_one:
-        q, k, v = (inputs("qkvz", size, "delta_channels") for size in (keys, keys, values))
+        q, k, v = (inputs("qkvz", size, "delta_channels") for size in parts)
         z = inputs("qkvz", values, "delta_values")
         qkv, gate = in_turns(q.name, [[q, k, v], [z]], sizes.key_heads)
         beta, decay = in_turns(shares("ba").name, [[shares("ba")], [shares("ba")]], sizes.key_heads)
     else:
-        qkv, gate = inputs("qkv", sizes.channels, "delta_channels"), inputs("z", values, "delta_values")
-        beta, decay = shares("b"), shares("a")
-    taps = ("delta_channels", "single", "taps")
+        qkv = turn_by_turn(inputs("qkv", sizes.channels, "delta_channels"), parts, sizes.key_heads)
+        gate, beta, decay = inputs("z", values, "delta_values"), shares("b"), shares("a")
+    shape, axes = (sizes.channels, 1, sizes.taps), ("delta_channels", "single", "taps")
+    convolution = ArraySpec(f"{prefix}.conv1d.weight", shape, axes, scale=0.2, units=(own["delta_channels"], 1, 1))
     weights = DeltaWeights(
         qkv,
         gate,
         beta,
         decay,
-        convolution=ArraySpec(f"{prefix}.conv1d.weight", (sizes.channels, 1, sizes.taps), taps, scale=0.2),
-        decay_bias=ArraySpec(f"{prefix}.dt_bias", (heads,), ("delta_heads",), init="ones"),
-        log_rate=ArraySpec(f"{prefix}.A_log", (heads,), ("delta_heads",), scale=1.0),
+        convolution=turn_by_turn(convolution, parts, sizes.key_heads),
+        decay_bias=of_heads("dt_bias", init="ones"),
+        log_rate=of_heads("A_log", scale=1.0),
         norm=norm_weight(f"{prefix}.norm.weight", sizes.value_dim, "delta_head"),
     )
-    return weights, matrix(f"{prefix}.out_proj.weight", values, hidden, ("delta_values", "hidden"), out_scale)
+    axes, units = ("delta_values", "hidden"), (own["delta_values"], 1)
+    return weights, matrix(f"{prefix}.out_proj.weight", values, hidden, axes, out_scale, units)
 
 
 def with_delta(layer: Any, prefix: str, hidden: int, in_one: bool) -> Any:
@@ -182,12 +200,12 @@ class DeltaState:
     Attributes:
         state: float32 `[B, K, R, D, E]`.
         before: the convolution's last inputs, `[B, W - 1, C]`.
-        pending: the block that was computed last, until it is settled.
+        pending: the `PendingBlock` that was computed last, until it is settled; else None.
     """
 
     state: Any
     before: Any
-    pending: PendingBlock | None = None
+    pending: Any = None
 
     @staticmethod
     def empty(sizes: DeltaSizes, rows: int, dtype: DTypeLike) -> "DeltaState":
@@ -252,9 +270,11 @@ def attend_delta(
     """Linear attention of new positions over all before them, gated, and what the layer keeps.
 
     Args:
+        sizes: of all devices' heads; the arrays may be those of some of them.
         seen, kept: None for whole sequences from position 0, of which nothing is kept.
     """
     rows, length = inputs.qkv.shape[:2]
+    sizes = sizes.part(inputs.beta.shape[-1])
     held = DeltaState.empty(sizes, rows, inputs.qkv.dtype) if kept is None else kept
     inside = None
     if seen is not None:
@@ -263,9 +283,9 @@ def attend_delta(
         held = jax.tree.map(lambda x: jnp.where(fresh.reshape(-1, *[1] * (x.ndim - 1)), 0, x), held)
 
     mixed = convolve(held.before, inputs.qkv, weights.convolution)
-    q, k, v = jnp.split(mixed, [sizes.keys, 2 * sizes.keys], axis=-1)
-    q, k = (unit(x.reshape(rows, length, sizes.key_heads, sizes.key_dim)) for x in (q, k))
-    groups = sizes.key_heads, sizes.value_heads // sizes.key_heads
+    by_head = mixed.reshape(rows, length, sizes.key_heads, -1)
+    q, k, v = jnp.split(by_head, [sizes.key_dim, 2 * sizes.key_dim], axis=-1)
+    q, k, groups = unit(q), unit(k), (sizes.key_heads, sizes.group)
     v = v.reshape(rows, length, *groups, sizes.value_dim).astype(jnp.float32)
     rate = jnp.exp(weights.log_rate.astype(jnp.float32))
     log_decay = -rate * jax.nn.softplus(inputs.decay.astype(jnp.float32) + weights.decay_bias.astype(jnp.float32))

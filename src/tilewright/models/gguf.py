@@ -35,6 +35,8 @@ LAYER_NAMES = (
     "mlp.down_proj",
     "input_layernorm",
     "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
 )
 """What Hugging Face calls the parts of a layer; llama.cpp's library knows its own names for them."""
 SEPARATE_NAMES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
@@ -44,16 +46,20 @@ EXPERT_NAMES = ("mlp.gate", *(f"mlp.experts.{part}_proj" for part in ("gate", "u
 """Of mixtures of experts, each the tensor of all experts: its name here has a `*` for an expert's number."""
 ROPE_FACTORS = "rope_freqs.weight"
 """What each frequency of the rotation is divided by: Llama 3's scaling, worked out."""
+LONG_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
+"""The same of LongRoPE's two sets."""
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The published values of that scaling, of which a file holds only what comes of them."""
 
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-END_TEXTS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
+END_TEXTS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>")
 """Control tokens that end an answer: a file names one, where `generation_config.json` lists all (Qwen3's two, say)."""
 SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
 }  # fmt: skip
 """Sampling defaults: llama.cpp's names under `general.sampling`, and those of `generation_config.json`."""
+SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
+"""Layers of the models of 27 billion weights, whose scores are scaled by the hidden size for each head; files do not say it."""
 PLAIN = ("F64", "F32", "F16", "BF16")
 """Types of tensors that are not quantised."""
 CONTROL = 3
@@ -126,8 +132,12 @@ def check_type(tensor: GGUFTensor, path: Path) -> None:
 class GGUFSlice:
     """One tensor in Hugging Face's layout, of which only what is asked for is read; the interface is that of safetensors."""
 
-    def __init__(self, tensor: GGUFTensor, rows: np.ndarray | None):
-        self.tensor, self.rows = tensor, rows
+    def __init__(self, tensor: GGUFTensor, rows: np.ndarray | None, offset: float = 0.0):
+        """Args:
+        rows: those of the file, in Hugging Face's order; None where it is the file's.
+        offset: what the file's numbers are more than Hugging Face's.
+        """
+        self.tensor, self.rows, self.offset = tensor, rows, np.float32(offset)
 
     def get_shape(self) -> list[int]:
         return [int(size) for size in reversed(self.tensor.shape)]
@@ -148,7 +158,8 @@ class GGUFSlice:
 
         rows, *columns = bounds
         data = self.tensor.data[rows] if self.rows is None else self.tensor.data[self.rows[rows]]
-        return np.asarray(dequantize(data, self.tensor.tensor_type), np.float32)[(slice(None), *columns)]
+        found = np.asarray(dequantize(data, self.tensor.tensor_type), np.float32)[(slice(None), *columns)]
+        return found - self.offset if self.offset else found
 
     @property
     def kept(self) -> str:
@@ -207,6 +218,7 @@ class GGUFCheckpoint:
             "partial_rotary_factor": rotated / head_dim if rotated and head_dim else None,
             "sliding_window": self.field("attention.sliding_window") or None,
             **self.mixture(),
+            **self.gemma(head_dim),
             "tie_word_embeddings": "output.weight" not in self.tensors,
             "eos_token_id": self.end_ids,
             "dtype": "float16" if any(t.tensor_type.name == "F16" for t in self.tensors.values()) else "bfloat16",
@@ -223,20 +235,32 @@ class GGUFCheckpoint:
             "norm_topk_prob": self.field("expert_weights_norm", True),
         }
 
+    def gemma(self, head_dim: int | None) -> dict[str, Any]:
+        """Fields of Gemma, as far as the file has them: the family's defaults are llama.cpp's."""
+        if not self.family.post_norms:
+            return {}
+        heads, hidden = self.field("attention.head_count"), self.field("embedding_length")
+        wide = self.field("block_count") == SCALED_BY_WIDTH.get(str(self.family.gguf)) and heads and hidden
+        found = {
+            "query_pre_attn_scalar": hidden / heads if wide else head_dim,
+            "attn_logit_softcapping": self.field("attn_logit_softcapping"),
+            "final_logit_softcapping": self.field("final_logit_softcapping"),
+            "rope_local_base_freq": self.field("rope.freq_base_swa"),
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
     def check_supported(self, head_dim: int | None) -> None:
         """Raises a `ValueError` that names what of the file changes the maths in a way that is not here."""
         for name, supported in (
             *([] if self.family.experts is not None else [("expert_count", (None, 0))]),
             ("attention.value_length", (None, head_dim)),
-            ("rope.scaling.type", (None, "none", "linear", "yarn")),
+            ("rope.scaling.type", (None, "none", "linear", "yarn", *(["longrope"] if self.has_longrope else []))),
             *([] if self.family.windows else [("attention.sliding_window", (None, 0))]),
         ):
             found = self.field(name)
             if found not in supported:
                 expected = " or ".join(str(value) for value in supported if value is not None)
                 raise ValueError(f"{self.path}: expected {self.family.gguf}.{name} to be absent or {expected}, found {found!r}")
-        if any(name.startswith("rope_factors_") for name in self.tensors):
-            raise ValueError(f"{self.path}: rope_factors_long and rope_factors_short (LongRoPE) are not supported")
 
     @cached_property
     def end_ids(self) -> list[int]:
@@ -263,13 +287,15 @@ class GGUFCheckpoint:
         return scaling
 
     def rope_scaling(self, head_dim: int | None, theta: float) -> dict[str, Any] | None:
-        """Linear scaling; or Llama 3's, found again from the factors that the file holds in its place.
+        """Linear scaling; LongRoPE, whose factors are tensors; or Llama 3's, found again from the factors in its place.
 
         Raises:
             ValueError: they are not those of that scaling.
         """
         if self.field("rope.scaling.type") == "linear":
             return {"rope_type": "linear", "factor": self.field("rope.scaling.factor")}
+        if self.has_longrope:
+            return self.longrope()
         if ROPE_FACTORS not in self.tensors:
             return None
         assert head_dim is not None, "checked with the sizes"
@@ -279,6 +305,25 @@ class GGUFCheckpoint:
         if factors.shape != plain.shape or not np.allclose(plain / scaled, factors, rtol=1e-4):
             raise ValueError(f"{self.path}: {ROPE_FACTORS} holds factors other than those of Llama 3's scaling")
         return dict(vars(scaling))
+
+    @property
+    def has_longrope(self) -> bool:
+        """True if it has factors of LongRoPE."""
+        return any(name in self.tensors for name in LONG_FACTORS.values())
+
+    def longrope(self) -> dict[str, Any]:
+        """LongRoPE's scaling, of which files have the attention factor where it is other than 1."""
+        sets = {
+            field: np.asarray(self.tensors[name].data, np.float64).reshape(-1).tolist()
+            for field, name in LONG_FACTORS.items()
+            if name in self.tensors
+        }
+        return {
+            "rope_type": "longrope",
+            **sets,
+            "attention_factor": self.field("rope.scaling.attn_factor", 1.0),
+            "original_max_position_embeddings": self.field("rope.scaling.original_context_length"),
+        }
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
@@ -314,7 +359,8 @@ class GGUFCheckpoint:
         for name in self.tensors:
             stem, _, suffix = name.rpartition(".")
             found[f"{theirs[stem]}.{suffix}" if stem in theirs else name] = name
-        found.pop(ROPE_FACTORS, None)
+        for name in (ROPE_FACTORS, *LONG_FACTORS.values()):
+            found.pop(name, None)
         return found
 
     # What `safetensors.safe_open` offers of a file.
@@ -324,7 +370,7 @@ class GGUFCheckpoint:
 
     def get_slice(self, name: str) -> GGUFSlice:
         tensor = self.tensors[self.names[name]]
-        return GGUFSlice(tensor, self.row_order(name))
+        return GGUFSlice(tensor, self.row_order(name), self.family.norm_offset if name.endswith("norm.weight") else 0.0)
 
     def get_tensor(self, name: str) -> np.ndarray:
         part = self.get_slice(name)

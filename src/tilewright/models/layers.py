@@ -1,7 +1,7 @@
 """Rotary embeddings: the rotation of each position."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax.numpy as jnp
@@ -94,7 +94,41 @@ class YarnScaling:
         return [scaled(i, frequency) for i, frequency in enumerate(plain_frequencies(dim, theta))]
 
 
-RopeScaling = Llama3Scaling | LinearScaling | YarnScaling
+@dataclass(frozen=True)
+class LongRopeScaling:
+    """LongRoPE: each frequency divided by a factor of its own, of one of two sets (arXiv 2402.13753).
+
+    One set is for contexts within the original length, the other for longer ones. A key in a cache was rotated by one of them
+    for good, so that the context that is declared decides, and not how long a text has become.
+
+    Attributes:
+        short_factor, long_factor: of each frequency.
+        attention_factor: what cosines and sines are multiplied by, whichever set it is.
+        long: whether it is the set for longer contexts.
+    """
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_position_embeddings: int
+    attention_factor: float
+    long: bool
+    rope_type: Literal["longrope"] = "longrope"
+
+    @staticmethod
+    def default_attention_factor(factor: float, original: int) -> float:
+        """The paper's, for a context of `factor` times the original length."""
+        return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+
+    def within(self, context: int) -> "LongRopeScaling":
+        """The scaling of a context of at most so many positions."""
+        return replace(self, long=context > self.original_max_position_embeddings)
+
+    def frequencies(self, dim: int, theta: float) -> list[float]:
+        factors = self.long_factor if self.long else self.short_factor
+        return [frequency / factor for frequency, factor in zip(plain_frequencies(dim, theta), factors, strict=True)]
+
+
+RopeScaling = Llama3Scaling | LinearScaling | YarnScaling | LongRopeScaling
 """How frequencies are changed for contexts longer than those of pretraining; a field each of a `config.json`'s."""
 
 

@@ -64,8 +64,8 @@ class ArraySpec:
         offset: what is added to the stored numbers.
         rows: first row, and number of rows, of a stored tensor that several arrays share one below the other; None for a
             tensor of its own. Of experts, those of each.
-        pieces: of a stored tensor whose rows several arrays share in turns: first row, and number of rows, of each piece, in
-            order. Empty where it is one piece.
+        pieces: of a stored tensor whose rows come in another order, or are shared by several arrays in turns: first row, and
+            number of rows, of each piece, in the array's order. Empty where it is one piece.
         turns_rows: rows of such a tensor.
     """
 
@@ -85,9 +85,9 @@ class ArraySpec:
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape of its tensor in the checkpoint."""
-        if self.pieces:
-            return (self.turns_rows, self.shape[0])
         shape = turned(self.shape) if self.transposed else self.shape
+        if self.pieces:
+            return (self.turns_rows, *shape[1:])
         return shape if self.rows is None else (*shape[:-2], self.rows[1], *shape[-1:])
 
     def stored_bounds(self, bounds: Bounds) -> Bounds:
@@ -108,8 +108,8 @@ def in_turns(name: str, parts: Sequence[Sequence[ArraySpec]], turns: int) -> tup
     """Matrices of which a checkpoint has one tensor: in each turn an equal share of the outputs of every part.
 
     Args:
-        parts: those that one array has side by side, for each array; they lie in this order in a turn. The first one's name,
-            shape apart, is the array's.
+        parts: those that one array has, turn by turn as the tensor does, for each array; they lie in this order in a turn. The
+            first one's name, shape apart, is the array's.
     """
     shares = [part.shape[1] // turns for part in chain(*parts)]
     starts, period = [0, *accumulate(shares)], sum(shares)
@@ -118,10 +118,21 @@ def in_turns(name: str, parts: Sequence[Sequence[ArraySpec]], turns: int) -> tup
     )
     made = []
     for own in parts:
-        pieces = tuple(chain(*(next(places) for _ in own)))
+        pieces = tuple(chain(*zip(*(next(places) for _ in own), strict=True)))
         shape = (own[0].shape[0], sum(part.shape[1] for part in own))
         made.append(replace(own[0], name=name, shape=shape, pieces=pieces, turns_rows=turns * period))
     return tuple(made)
+
+
+def turn_by_turn(spec: ArraySpec, sizes: Sequence[int], turns: int) -> ArraySpec:
+    """An array of a tensor that has parts one below the other: in each turn an equal share of the rows of every part.
+
+    Args:
+        sizes: rows of each part.
+    """
+    starts, rows = [0, *accumulate(sizes)], sum(sizes)
+    each = [(start, size // turns) for start, size in zip(starts, sizes, strict=False)]
+    return replace(spec, pieces=tuple((start + turn * n, n) for turn in range(turns) for start, n in each), turns_rows=rows)
 
 
 def matrix(
@@ -266,9 +277,9 @@ def in_rows(array: np.ndarray, dtype: DTypeLike) -> np.ndarray:
 def read_part(spec: ArraySpec, read: Callable[[str, Bounds], np.ndarray], bounds: Bounds) -> np.ndarray:
     """Part of an array, of which a checkpoint may hold the transpose."""
     if spec.pieces:
-        inputs, outputs = bounds
-        rows = [read(spec.name, ((first, first + count), inputs)) for first, count in spec.pieces]
-        found = np.concatenate(rows)[slice(*outputs)]
+        own, *others = turned(bounds) if spec.transposed else bounds
+        rows = [read(spec.name, ((first, first + count), *others)) for first, count in spec.pieces]
+        found = np.concatenate(rows)[slice(*own)]
     else:
         found = read(spec.name, spec.stored_bounds(bounds))
     if spec.offset:

@@ -12,7 +12,7 @@ Legend: B rows of a batch, T positions, H hidden size, N heads, D head size, V v
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,10 @@ class Rows(NamedTuple):
         return Rows(rope, self.seen.positions(first, count))
 
 
+Half = Literal["attention", "mlp"]
+"""A half of a layer."""
+
+
 @dataclass(frozen=True)
 class Stack:
     """Layers, and the parts of each.
@@ -60,6 +64,8 @@ class Stack:
         output: `(ops, layer, out, add=None) -> partial sum [B, T, H]` of the attention half, on top of `add` if that is given:
             a schedule that has nothing to do before the addition leaves it to the product.
         mlp: `(ops, layer, x, add=None) -> partial sum` of the MLP half, its norm included.
+        summed: `(ops, layer, half, y) -> y`: what the whole sum of a half becomes before it is added to the stream. A schedule
+            that adds partial sums up calls it; one that gave `add` has that in the result.
         norms: `layer -> (norm, norm)`, which `project` and `mlp` begin with and hand to their operations, for a schedule that
             has rows normed before they come to these; None if they begin otherwise.
     """
@@ -70,6 +76,7 @@ class Stack:
     attend: Callable[[Operations, Any, Projection, Rows, Any], tuple[Array, Any]]
     output: Callable[..., Array]
     mlp: Callable[..., Array]
+    summed: Callable[[Operations, Any, Half, Array], Array]
     norms: Callable[[Any], tuple[Norm, Norm]] | None = None
 
 

@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -287,14 +287,16 @@ def read_kept(
 ) -> QuantisedMatrix | ScaledMatrix | None:
     """A matrix in the bits that its files have it in; None where products do not read such as they are.
 
-    Of GGUF's alone, where the matrix is a part of the tensor (`ArraySpec.rows`), and of none that takes turns there. Those
-    of experts become one, whose outputs are those of one expert behind another's.
+    Of GGUF's alone, where the matrix is a part of the tensor (`ArraySpec.rows`), and of other files' alone, where its outputs
+    come in another order. Those of experts become one, whose outputs are those of one expert behind another's.
 
     Args:
         blocks, fp8: whether products read integers in blocks, and FP8.
     """
     if spec.pieces:
-        return None
+        whole = None if tensor.layout is None else read_kept(files, tensor, replace(spec, pieces=()), blocks, fp8)
+        order = np.concatenate([np.arange(first, first + count) for first, count in spec.pieces])
+        return None if whole is None else in_order(whole, order)
     if tensor.members:
         found = [read_kept(files, member, spec, blocks, False) for member in tensor.members] if spec.rows is None else []
         known = [each for each in found if isinstance(each, QuantisedMatrix)]
@@ -308,6 +310,13 @@ def read_kept(
         return None
     rows, *_ = spec.stored_bounds(tuple((0, size) for size in spec.shape))
     return files[tensor.file].get_slice(tensor.name).blocks(slice(*rows)) if tensor.file.suffix == gguf.SUFFIX else None
+
+
+def in_order(kept: QuantisedMatrix | ScaledMatrix, order: np.ndarray) -> QuantisedMatrix | ScaledMatrix:
+    """A matrix with outputs of another one, each of which has scales of its own."""
+    if isinstance(kept, QuantisedMatrix):
+        return QuantisedMatrix(kept.kind, **{name: array[order] for name, array in kept.arrays.items()})
+    return replace(kept, values=kept.values[:, order], scales=kept.scales[:, order])
 
 
 def finite(values: np.ndarray) -> bool:

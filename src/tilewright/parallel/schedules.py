@@ -75,8 +75,8 @@ def run_layers(
     ops, after, left = stack.ops, [], []
     for layer, own in zip(stack.layers, kept, strict=True):
         out, own = stack.attend(ops, layer, stack.project(ops, layer, x), rows, own)
-        x = x + reduce(stack.output(ops, layer, out))
-        x = x + reduce(stack.mlp(ops, layer, x))
+        x = x + stack.summed(ops, layer, "attention", reduce(stack.output(ops, layer, out)))
+        x = x + stack.summed(ops, layer, "mlp", reduce(stack.mlp(ops, layer, x)))
         after.append(x)
         left.append(own)
     return x, tuple(after[tap] for tap in taps), tuple(left)

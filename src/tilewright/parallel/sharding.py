@@ -50,14 +50,17 @@ Rules = Mapping[str, MeshAxes | IfDivides | None]
 WHOLE: Rules = MappingProxyType(
     dict.fromkeys((
         "vocab", "hidden", "heads", "kv_heads", "head", "query_heads", "mlp", "experts", "expert", "gate_up", "router", "taps",
-        "conv", "rank", "lattice",
+        "conv", "rank", "lattice", "delta_channels", "delta_values", "delta_heads", "delta_head", "single", "shared_expert",
     ))
 )  # fmt: skip
 """Every device holds everything."""
 
-TENSOR_PARALLEL: Rules = MappingProxyType(
-    {**WHOLE, "vocab": "tp", "heads": "tp", "kv_heads": "tp", "query_heads": "tp", "mlp": "tp", "experts": "tp"}
-)
+DIVIDED = (
+    "vocab", "heads", "query_heads", "mlp", "experts", "shared_expert", "delta_channels", "delta_values", "delta_heads",
+)  # fmt: skip
+"""Axes that tensor parallelism divides over all devices; key/value heads besides."""
+
+TENSOR_PARALLEL: Rules = MappingProxyType({**WHOLE, **dict.fromkeys((*DIVIDED, "kv_heads"), "tp")})
 """Heads, MLP columns, experts and vocabulary over "tp" (Shoeybi et al., "Megatron-LM", 2019). With more devices than key/value
 heads, see `GROUPED`: a device must hold the very head that its queries read."""
 
@@ -67,7 +70,7 @@ GROUPED_AXES = ("kv", "group")
 GROUPED: Rules = MappingProxyType(
     {
         **WHOLE,
-        **dict.fromkeys(("vocab", "heads", "query_heads", "mlp", "experts"), GROUPED_AXES),
+        **dict.fromkeys(DIVIDED, GROUPED_AXES),
         "kv_heads": "kv",
     }
 )

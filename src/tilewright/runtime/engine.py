@@ -33,6 +33,7 @@ from tilewright.runtime.sampling import SamplingMode, check_vocabulary
 from tilewright.runtime.scheduler import Scheduler, TokenSequence
 from tilewright.runtime.service import NOT_COMPUTED, Service
 from tilewright.runtime.sizes import engine_sizes, sizes_line
+from tilewright.runtime.snapshots import Snapshots
 from tilewright.runtime.state import StepInfo
 
 log = logging.getLogger("tilewright.engine")
@@ -83,7 +84,8 @@ class Engine(Service):
         contexts = () if model.drafter is None else model.drafter.contexts
         self.pages = Pages(layout.pages, layout.page_size)
         windows = [PageGroup(Pages(each.pages, layout.page_size), each.window) for each in layout.windows]
-        self.scheduler = Scheduler(table, self.pages, layout.capacity, self.prefix_cache, contexts, windows)
+        snapshots = Snapshots(layout.snapshots, self.pages) if layout.snapshots and self.prefix_cache else None
+        self.scheduler = Scheduler(table, self.pages, layout.capacity, self.prefix_cache, contexts, windows, snapshots)
         self.runner = ModelRunner(self.programs, sampling)
         self.chooser = fixed_rounds(self.runner, options.dispatch_s)
 

@@ -93,11 +93,14 @@ class PageGroup:
         row.columns, row.first = [], 0
 
 
-def usable_prefix(groups: Sequence[PageGroup], keys: Callable[[int], bytes], most: int) -> list[bytes]:
+def usable_prefix(
+    groups: Sequence[PageGroup], keys: Callable[[int], bytes], most: int, ends: Callable[[bytes], bool] = lambda key: True
+) -> list[bytes]:
     """The keys of the longest prefix, of at most so many pages, of which every group has all that a row behind it needs.
 
     Args:
         keys: of each page of a text.
+        ends: whether a prefix may end with the page of a key.
     """
     found: list[bytes] = []
     usable, runs = 0, [0] * len(groups)
@@ -108,6 +111,6 @@ def usable_prefix(groups: Sequence[PageGroup], keys: Callable[[int], bytes], mos
             break
         end = column + 1
         first = [group.first(end * group.pages.page_size) for group in groups]
-        if all(run >= end - begin for run, begin in zip(runs, first, strict=True)):
+        if ends(found[-1]) and all(run >= end - begin for run, begin in zip(runs, first, strict=True)):
             usable = end
     return found[:usable]

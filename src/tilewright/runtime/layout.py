@@ -83,6 +83,7 @@ class Layout:
         capacity: positions of a row, at most.
         pages: of the group of layers that see every position.
         windows: the other groups.
+        snapshots: of the target's states that lie in no page, which have rows of their own behind those of the batch.
     """
 
     batch: int
@@ -90,6 +91,7 @@ class Layout:
     pages: int
     page_size: int
     windows: tuple[WindowPages, ...] = ()
+    snapshots: int = 0
 
     @staticmethod
     def full(batch: int, capacity: int, windows: Iterable[int | None] = (), ahead: int = 0) -> "Layout":
@@ -113,6 +115,11 @@ class Layout:
     def groups(self) -> int:
         """Number of groups of layers."""
         return 1 + len(self.windows)
+
+    @property
+    def state_rows(self) -> int:
+        """Rows of states that lie in no page."""
+        return self.batch + self.snapshots
 
     def target_caches(
         self, ops: Operations, windows: Iterable[int | None], kv_heads: int, head_dim: int, dtype: DTypeLike, devices: int = 1
@@ -187,3 +194,28 @@ def with_rows(state: Any, some: Any, rows: Int[Array, " n"]) -> Any:
         return replace(new, table=None) if is_paged(old) else old.at[rows].set(new, unique_indices=True)
 
     return jax.tree.map(put, state, some, is_leaf=is_paged)
+
+
+def restored(caches: Any, own: Any, rows: Int[Array, " n"]) -> Any:
+    """The caches of some rows, of which states that lie in no page are those of other rows, where these are not below 0.
+
+    Args:
+        caches: of all rows.
+        own: of these.
+    """
+
+    def of(whole: Any, own: Any) -> Any:
+        if is_paged(whole):
+            return own
+        return jnp.where((rows >= 0).reshape(-1, *[1] * (own.ndim - 1)), whole[jnp.maximum(rows, 0)], own)
+
+    return jax.tree.map(of, caches, own, is_leaf=is_paged)
+
+
+def kept(caches: Any, own: Any, rows: Int[Array, " n"]) -> Any:
+    """The caches in which these rows' states that lie in no page are what `own` says; those below 0 go nowhere."""
+
+    def put(whole: Any, own: Any) -> Any:
+        return whole if is_paged(whole) else whole.at[jnp.where(rows < 0, len(whole), rows)].set(own, mode="drop")
+
+    return jax.tree.map(put, caches, own, is_leaf=is_paged)

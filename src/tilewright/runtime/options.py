@@ -49,7 +49,9 @@ class EngineOptions(ServiceOptions):
         page_size: positions of a page, a multiple of 16.
         pages: in the pool; None for as many as all slots can fill, or as `memory_fraction` lets.
         prefix_cache: keep full pages for later requests that begin alike; None for wherever a drafter keeps no window of
-            its last positions, which is not in pages.
+            its last positions, which is not in pages, and layers with states have snapshots of them.
+        state_snapshots: of the states of layers with linear attention, for the prefix cache; None for as many as there are
+            slots, and 4 at least. A request can go on behind a prefix where there is one.
         slots: how many requests run at once; None for the largest batch of the table.
         context: the most positions of a request; None for the model's context. Fewer if the pages hold fewer.
         memory_fraction: the share of the memory that is free, once the weights are loaded, that the pages and what programs
@@ -65,12 +67,15 @@ class EngineOptions(ServiceOptions):
     context: int | None = field(default=None, kw_only=True)
     memory_fraction: float | None = field(default=None, kw_only=True)
     constraints: bool = field(default=False, kw_only=True)
+    state_snapshots: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("pages", "slots", "context"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"expected {name} of at least 1, found {value}")
+        if self.state_snapshots is not None and self.state_snapshots < 0:
+            raise ValueError(f"expected state_snapshots of at least 0, found {self.state_snapshots}")
         if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
             raise ValueError(f"expected a memory fraction above 0 and at most 1, found {self.memory_fraction:g}")
         if self.page_size < 1 or self.page_size % PAGE_MULTIPLE:

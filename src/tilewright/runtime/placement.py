@@ -113,6 +113,9 @@ def placement_over(
         more["MLP columns"] = config.intermediate_size
     if config.mixture is not None:
         more["experts"] = config.mixture.experts
+        more |= {"columns of the shared expert": config.mixture.shared} if config.mixture.shared else {}
+    if config.delta is not None:
+        more["key heads of linear attention"] = config.delta.key_heads
     grouped = grouped_mesh(mesh, mesh.axis_names[0], **heads, **more)
     sizes = {"head_dim": config.head_dim, "mlp": config.mlp_columns}
     layer = divided_layer(config.hidden_size, **heads, **sizes, devices=mesh.size)
@@ -122,12 +125,11 @@ def placement_over(
 def check_family(config: DecoderConfig, schedule: str | None = None) -> None:
     """Raises a `ValueError` for a model whose layers no schedule, or not this one, divides."""
     family, windows = FAMILIES[config.family], any(config.windows)
-    if family.post_norms or family.activation != "silu":
-        raise ValueError(f"models of {family.name} run on one device: their halves are normed before they are added")
-    if config.delta is not None:
-        raise ValueError(f"models of {family.name} run on one device: no schedule divides their layers of linear attention")
-    if family.output_bias:
-        raise ValueError(f"models of {family.name} run on one device: biases of partial sums are not divided")
+    if (family.post_norms or family.output_bias) and schedule not in (None, SYNC):
+        why = "their halves are normed before they are added" if family.post_norms else "attention's sums have a bias"
+        raise ValueError(f"models of {family.name} run under the schedule {SYNC} alone, found {schedule!r}: {why}")
+    if config.delta is not None and schedule not in (None, SYNC):
+        raise ValueError(f"linear attention is divided under the schedule {SYNC} alone, found {schedule!r}")
     if config.mixture is not None and schedule not in (None, SYNC):
         raise ValueError(f"experts are divided under the schedule {SYNC} alone, found {schedule!r}")
     if windows and schedule == "exact":
@@ -143,17 +145,30 @@ Allocate = Callable[[Target], tuple[Any, Any]]
 """Empty caches: the target's and the drafter's."""
 
 
+def part_of(target: Target) -> Target:
+    """A target of one device whose caches are a device's part of this one's: those of fewer heads."""
+    if target.mesh is None:
+        return target
+    config, delta = target.config, target.config.delta
+    heads = config.num_kv_heads // target.mesh.shape[GROUPED_AXES[0]]
+    delta = None if delta is None else delta.part(delta.value_heads // target.mesh.size)
+    return replace(target, mesh=None, config=replace(config, num_kv_heads=heads, delta=delta))
+
+
 def cache_specs(target: Target, allocate: Allocate) -> tuple[Any, Any]:
-    """Partition specs of caches: along the dim in which those of fewer key/value heads are smaller, whatever their layout."""
-    axis = GROUPED_AXES[0]
-    assert target.mesh is not None
-    heads = target.config.num_kv_heads // target.mesh.shape[axis]
-    part = replace(target, mesh=None, config=replace(target.config, num_kv_heads=heads))
+    """Partition specs of caches: along the dim in which those of fewer heads are smaller, whatever their layout."""
+    mesh, part = target.mesh, part_of(target)
+    assert mesh is not None
     (whole, drafter), (own, _) = jax.eval_shape(lambda: (allocate(target), allocate(part)))
 
     def sharded(whole: Any, own: Any) -> PartitionSpec:
         dims = [n for n, (one, other) in enumerate(zip(whole.shape, own.shape, strict=True)) if one != other]
-        return PartitionSpec(*[None] * dims[0], axis) if dims else WHOLE
+        if not dims:
+            return WHOLE
+        # Heads of keys and values, which the devices of a group share; or those of linear attention, of which each has its own.
+        shares = whole.shape[dims[0]] // own.shape[dims[0]]
+        axes = GROUPED_AXES[0] if shares == mesh.shape[GROUPED_AXES[0]] else GROUPED_AXES
+        return PartitionSpec(*[None] * dims[0], axes)
 
     return jax.tree.map(sharded, whole, own), jax.tree.map(lambda _: WHOLE, drafter)
 

@@ -25,7 +25,7 @@ from tilewright.parallel.sharding import GROUPED_AXES
 from tilewright.runtime.cache import KVCache, Ring
 from tilewright.runtime.constraints import Blocks, words
 from tilewright.runtime.interfaces import Choice, Drafter, Variant
-from tilewright.runtime.layout import Layout, rows_of, with_rows
+from tilewright.runtime.layout import Layout, kept, restored, rows_of, with_rows
 from tilewright.runtime.placement import compile_allocate, compile_step
 from tilewright.runtime.prefill import prefill
 from tilewright.runtime.rounds import HostDrafts, constrained_round, step_of
@@ -40,9 +40,21 @@ STEPS_PER_DISPATCH = 64
 
 OUTSIDE_PAGES: dict[type, str] = {
     Ring: "the drafter keeps a window of its last positions (--draft-window), which is not in pages",
-    DeltaState: "layers of linear attention keep a state of each row, which is not in pages",
+    DeltaState: "layers of linear attention keep a state of each row, of which there are no snapshots (--state-snapshots)",
 }
 """Why no later request can begin with the pages of an earlier one."""
+
+
+class SnapshotRows(NamedTuple):
+    """Rows of states that snapshots lie in, int32 `[n]` each, below 0 for none.
+
+    Attributes:
+        restored: that the states of a prefill's rows begin with.
+        kept: that they are copied to behind it.
+    """
+
+    restored: Any
+    kept: Any
 
 
 @dataclass(frozen=True)
@@ -84,13 +96,8 @@ class Programs(Store[ProgramKey]):
 
     @property
     def outside_pages(self) -> str:
-        """What is known of a row's positions and lies in no page, so that a prefix's pages are not enough to go on behind it.
-
-        Empty if there is nothing.
-        """
-        state = jax.eval_shape(lambda: allocate_caches(self.target, self.layout, self.drafter, self.dtype))
-        parts = jax.tree.leaves(state, is_leaf=lambda part: isinstance(part, KVCache | DeltaState))
-        return next((said for kind, said in OUTSIDE_PAGES.items() if any(isinstance(part, kind) for part in parts)), "")
+        """Why a prefix's pages are not enough to go on behind it; see `outside_pages`."""
+        return outside_pages(self.target, self.layout, self.drafter, self.dtype)
 
     @property
     def choices(self) -> tuple[Choice | None, ...]:
@@ -169,19 +176,23 @@ class Programs(Store[ProgramKey]):
         return jax.ShapeDtypeStruct((self.layout.groups, rows, positions // self.layout.page_size), jnp.int32)
 
     def prefill(self, key: ProgramKey) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """`f(models, state, slots [n], rows, table [G, n, M], start [n], count [n], wanted [n])`: computes chunks of prompts.
+        """`f(models, state, slots [n], rows, table [G, n, M], start [n], count [n], wanted [n], snapshots)`: computes chunks.
 
         `rows` are the requests (`request_rows`). They are given with each chunk, so that the first one also admits: a program
         of its own for that would cost a dispatch more before the first token. A slot with a `start` below 0 fills the shape.
-        The result are log-probabilities of what follows, `[n, chunk]`, where `wanted`; None if rows cannot ask for any.
+        `snapshots` are `SnapshotRows`, where the layout has some. The result are log-probabilities of what follows,
+        `[n, chunk]`, where `wanted`; None if rows cannot ask for any.
         """
         target, drafter, chunk = replace(self.target, sampling=key.sampling), self.drafter, key.chunk
 
         def prefill_chunk(
             models: Models, state: DecodeState, slots: Array, rows: Any, table: Array, start: Array, count: Array,
-            wanted: Array,
+            wanted: Array, snapshots: SnapshotRows | None = None,
         ) -> tuple[DecodeState, Any]:  # fmt: skip
             before, admitted = rows_of(state, slots, table), start >= 0
+            if snapshots is not None:
+                caches = restored(state.target_cache, before.target_cache, snapshots.restored)
+                before = replace(before, target_cache=caches)
 
             def given(new: Any, old: Any) -> Array:
                 return jnp.where(admitted.reshape(-1, *[1] * (jnp.ndim(new) - 1)), new, old)
@@ -193,12 +204,16 @@ class Programs(Store[ProgramKey]):
             own, logprobs = prefill(
                 target, drafter, chunk, models, own, start, count, wanted if target.reports_logprobs else None
             )
-            return with_rows(state, own, slots), logprobs
+            after = with_rows(state, own, slots)
+            if snapshots is not None:
+                after = replace(after, target_cache=kept(after.target_cache, own.target_cache, snapshots.kept))
+            return after, logprobs
 
         row = RowRequest(np.zeros(self.layout.capacity, np.int32), 1, 1, Sampling(), 1, wants_logprobs=False)
         numbers, flags = (jax.ShapeDtypeStruct((key.rows,), dtype) for dtype in (jnp.int32, jnp.bool_))
         table = self.table_of(key.rows, self.layout.capacity)
-        return prefill_chunk, (numbers, request_rows([row] * key.rows, ()), table, numbers, numbers, flags)
+        given = (numbers, request_rows([row] * key.rows, ()), table, numbers, numbers, flags)
+        return prefill_chunk, (*given, SnapshotRows(numbers, numbers)) if self.layout.snapshots else given
 
     def rounds(self, key: ProgramKey) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """`f(models, state, slots [n], table [G, n, M], running [n], limit)`: runs up to `limit` rounds of some slots.
@@ -266,6 +281,14 @@ class Programs(Store[ProgramKey]):
         return some if turn is None else turn.open(target, models, some), close
 
 
+def outside_pages(target: Target, layout: Layout, drafter: Drafter | None, dtype: DTypeLike) -> str:
+    """What is known of a row's positions and lies neither in a page nor in a snapshot; empty if there is nothing."""
+    state = jax.eval_shape(lambda: allocate_caches(target, layout, drafter, dtype))
+    parts = jax.tree.leaves(state, is_leaf=lambda part: isinstance(part, KVCache | DeltaState))
+    kinds = {kind: said for kind, said in OUTSIDE_PAGES.items() if kind is not DeltaState or not layout.snapshots}
+    return next((said for kind, said in kinds.items() if any(isinstance(part, kind) for part in parts)), "")
+
+
 def constrained_choice(choices: Sequence[Choice | None]) -> Choice | None:
     """The one kind of rounds that rows with a constraint are served by, so that these need few programs.
 
@@ -300,12 +323,12 @@ def allocate_caches(target: Target, layout: Layout, drafter: Drafter | None, dty
     """The target's cache and the drafter's context, empty."""
     sizes = target.config
     devices = 1 if target.mesh is None else target.mesh.shape[GROUPED_AXES[0]]
-    kept = held_dtype(target, dtype)
+    held = held_dtype(target, dtype)
     kinds = [sizes.kind(n) for n in range(sizes.num_layers)]
     windows = [kind.window for kind in kinds if kind.delta is None]
-    paged = iter(layout.target_caches(target.ops, windows, sizes.num_kv_heads, sizes.head_dim, kept, devices))
+    paged = iter(layout.target_caches(target.ops, windows, sizes.num_kv_heads, sizes.head_dim, held, devices))
     target_cache = tuple(
-        next(paged) if kind.delta is None else DeltaState.empty(kind.delta, layout.batch, dtype) for kind in kinds
+        next(paged) if kind.delta is None else DeltaState.empty(kind.delta, layout.state_rows, dtype) for kind in kinds
     )
     return target_cache, () if drafter is None else drafter.allocate(layout, target, dtype)
 

@@ -10,7 +10,15 @@ import numpy as np
 from tilewright.kernels.operations import UNMAPPED
 from tilewright.runtime.constraints import Drafted, fill_blocks
 from tilewright.runtime.interfaces import Choice
-from tilewright.runtime.programs import ProgramKey, Programs, RowRequest, empty_state, prefill_key, request_rows
+from tilewright.runtime.programs import (
+    ProgramKey,
+    Programs,
+    RowRequest,
+    SnapshotRows,
+    empty_state,
+    prefill_key,
+    request_rows,
+)
 from tilewright.runtime.sampling import SamplingMode
 from tilewright.runtime.scheduler import Chunk, RunningSequence
 from tilewright.runtime.state import DecodeState, Models, Reports, StepInfo
@@ -115,7 +123,14 @@ class ModelRunner:
         wanted = np.asarray([*(running.sequence.wants_prompt_logprobs for running in batch), *[False] * fill])
         table = self.table(batch, key.rows, self.programs.layout.capacity)
         asked = request_rows(given, self.programs.target.config.eos_token_ids)
-        return self.run(key, self.slots(batch, key.rows), asked, table, start, count, wanted)
+        copied = (self.snapshot_rows(chunks, key.rows),) if self.programs.layout.snapshots else ()
+        return self.run(key, self.slots(batch, key.rows), asked, table, start, count, wanted, *copied)
+
+    def snapshot_rows(self, chunks: Sequence[Chunk], rows: int) -> SnapshotRows:
+        """Rows of states that snapshots of these chunks lie in."""
+        both = np.full((2, rows), UNMAPPED, np.int32)
+        both[:, : len(chunks)] = np.transpose([(chunk.restored, chunk.kept) for chunk in chunks])
+        return SnapshotRows(*np.where(both == UNMAPPED, UNMAPPED, both + self.programs.layout.batch))
 
     def prefill_key(self, chunks: Sequence[Chunk]) -> ProgramKey:
         """The program for pieces of prompts that are computed together."""

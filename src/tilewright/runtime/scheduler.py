@@ -9,18 +9,18 @@ on as it would have, wherever a row's results do not depend on the rows beside i
 
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+from tilewright.kernels.operations import UNMAPPED
 from tilewright.runtime.constraints import ConstraintState
 from tilewright.runtime.groups import PageGroup, RowPages, usable_prefix
 from tilewright.runtime.output import OutputProcessor
 from tilewright.runtime.pages import FIRST, Pages, page_key
 from tilewright.runtime.request import Listener, RequestHandle
 from tilewright.runtime.shapes import ShapeTable
-
-OVERHEAD = 64
-"""What a prefill takes besides its positions, in positions: weights are read, and a dispatch is sent."""
+from tilewright.runtime.snapshots import OVERHEAD, Snapshots
 
 
 @dataclass(eq=False)
@@ -103,6 +103,8 @@ class RunningSequence:
         held: how many positions each of the drafter's contexts holds that may fall behind.
         drafts: behind its last committed token, where the host knows them: after a round under masks.
         steps: taken since something was handed out, of a model that commits many tokens over and over.
+        stops: positions before `prompt` at which a chunk ends, for a snapshot of its states.
+        snapshot: that its states are still to begin with; `UNMAPPED` for none.
     """
 
     sequence: TokenSequence
@@ -117,6 +119,8 @@ class RunningSequence:
     held: dict[str, int] = field(default_factory=dict)
     drafts: Sequence[int] = ()
     steps: int = 0
+    stops: Sequence[int] = ()
+    snapshot: int = UNMAPPED
 
     @property
     def pages(self) -> list[int]:
@@ -126,6 +130,11 @@ class RunningSequence:
     @property
     def prefilled(self) -> bool:
         return self.begun and self.filled >= self.prompt
+
+    @property
+    def due(self) -> int:
+        """Positions that prefill still computes, up to where it stops for a snapshot."""
+        return next((stop for stop in self.stops if stop > self.filled), self.prompt) - self.filled
 
     @property
     def oldest(self) -> int:
@@ -140,12 +149,19 @@ class RunningSequence:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of a prompt: `count` positions from `start` on, by the program for `size` of them."""
+    """A piece of a prompt: `count` positions from `start` on, by the program for `size` of them.
+
+    Attributes:
+        restored: the snapshot that the row's states begin with; `UNMAPPED` where they go on, or begin anew.
+        kept: the snapshot that they become behind it; `UNMAPPED` for none.
+    """
 
     running: RunningSequence
     start: int
     count: int
     size: int
+    restored: int = UNMAPPED
+    kept: int = UNMAPPED
 
 
 class Scheduler:
@@ -156,18 +172,19 @@ class Scheduler:
         slots: who runs in each.
         groups: of layers, the first being those that see every position.
         contexts: the drafter's that may fall behind; pages are kept as far as all of them hold them.
+        snapshots: of states that lie in no page, with one of which every shared prefix ends; None where there are no states.
         preemptions, prefix_queries, prefix_hits: as `request.EngineStats` has them.
     """
 
     def __init__(
         self, table: ShapeTable, pages: Pages, context: int, prefix_cache: bool, contexts: Sequence[str] = (),
-        windows: Sequence[PageGroup] = (),
+        windows: Sequence[PageGroup] = (), snapshots: Snapshots | None = None,
     ):  # fmt: skip
         """Args:
         windows: groups besides, of layers that see a window.
         """
         self.table, self.context, self.prefix_cache, self.contexts = table, context, prefix_cache, contexts
-        self.groups = [PageGroup(pages), *windows]
+        self.groups, self.snapshots = [PageGroup(pages), *windows], snapshots
         self.waiting: list[TokenSequence] = []
         self.waiting_tokens = 0
         self.slots: list[RunningSequence | None] = [None] * table.batches[-1]
@@ -224,12 +241,9 @@ class Scheduler:
         Of layers with a window it has those of its first chunk. Each of the others is left a page to grow into, lest they have
         to give way at once.
         """
-        length, size = sequence.length, self.pages.page_size
-        whole = self.prefix_cache and not sequence.wants_prompt_logprobs
-        # At least one position is computed: a drafter's context may begin with what comes of the last one.
-        most = (length - 2) // size if whole else 0
-        keys = usable_prefix(self.groups, lambda page: sequence.page_key(page, size), most)
-        cached = len(keys) * size
+        length, whole = sequence.length, self.prefix_cache and not sequence.wants_prompt_logprobs
+        keys, stops = self.prefix_of(sequence) if whole else ([], ())
+        cached = len(keys) * self.pages.page_size
         rows = [group.shared(keys) for group in self.groups]
         begun = self.pages_for(min(length, cached + self.table.chunks[-1]))
         columns = [self.pages_for(length) if group.window is None else begun for group in self.groups]
@@ -246,7 +260,23 @@ class Scheduler:
         held = dict.fromkeys(self.contexts, length - 1)
         if not sequence.handle.preemptions:
             sequence.handle.cached_tokens = cached
-        return RunningSequence(sequence, slot, rows, length - 1, cached, length - 1, held=held)
+        snapshot = self.snapshots.acquire(keys[-1]) if keys and self.snapshots is not None else UNMAPPED
+        return RunningSequence(sequence, slot, rows, length - 1, cached, length - 1, held=held, stops=stops, snapshot=snapshot)
+
+    def prefix_of(self, sequence: TokenSequence) -> tuple[list[bytes], Sequence[int]]:
+        """The keys of the pages that a sequence can share, and where its prefill stops for a snapshot.
+
+        It does at its last full page, for those that repeat all of it, and behind the pages that it has in common with an
+        earlier one, if there is none yet: where two texts part, others may.
+        """
+        size = self.pages.page_size
+        # At least one position is computed: a drafter's context may begin with what comes of the last one.
+        most, keys = (sequence.length - 2) // size, partial(sequence.page_key, page_size=size)
+        common = usable_prefix(self.groups, keys, most)
+        if self.snapshots is None:
+            return common, ()
+        found = usable_prefix(self.groups, keys, most, self.snapshots.has)
+        return found, self.snapshots.stops(len(found) * size, (len(common) * size, most * size))
 
     def has_room(self, rows: Sequence[RowPages], columns: Sequence[int], spare: int = 0) -> bool:
         """True if every group has pages for a row up to its column, and so many besides."""
@@ -262,7 +292,18 @@ class Scheduler:
             if all(self.make_room_for(chunk.running, self.pages_for(chunk.start + chunk.count)) for chunk in chunks):
                 break
         # One that came first may have had to give way to one behind it.
-        return [chunk for chunk in chunks if self.slots[chunk.running.slot] is chunk.running]
+        return [self.with_snapshots(chunk) for chunk in chunks if self.slots[chunk.running.slot] is chunk.running]
+
+    def with_snapshots(self, chunk: Chunk) -> Chunk:
+        """A chunk that is sent next, with the snapshots that it begins with and leaves."""
+        running, end = chunk.running, chunk.start + chunk.count
+        if self.snapshots is None or end not in running.stops or self.snapshots.has(self.key_before(running, end)):
+            return replace(chunk, restored=running.snapshot)
+        return replace(chunk, restored=running.snapshot, kept=self.snapshots.take())
+
+    def key_before(self, running: RunningSequence, end: int) -> bytes:
+        """The key of the page that ends at a position."""
+        return running.sequence.page_key(end // self.pages.page_size - 1, self.pages.page_size)
 
     def planned_chunks(self) -> list[Chunk]:
         """The next piece of the oldest prompt that is not computed yet, or of several that are short, if that is less work."""
@@ -270,10 +311,10 @@ class Scheduler:
         if not batch:
             return []
         rows, size = self.table.together
-        short = [running for running in batch if running.prompt - running.filled <= size][:rows]
-        if short[:1] == batch[:1] and self.computed_together([running.prompt - running.filled for running in short]):
-            return [Chunk(running, running.filled, running.prompt - running.filled, size) for running in short]
-        left = batch[0].prompt - batch[0].filled
+        short = [running for running in batch if running.due <= size][:rows]
+        if short[:1] == batch[:1] and self.computed_together([running.due for running in short]):
+            return [Chunk(running, running.filled, running.due, size) for running in short]
+        left = batch[0].due
         _, size = next(self.table.prefill_plan(max(1, left)))
         return [Chunk(batch[0], batch[0].filled, min(size, left), size)]
 
@@ -286,9 +327,19 @@ class Scheduler:
 
     def on_prefilled(self, chunk: Chunk) -> None:
         """Takes in that a chunk was sent. What comes later runs behind it, so its pages may be found from now on."""
-        chunk.running.begun = True
-        chunk.running.filled += chunk.count
-        self.publish(chunk.running, chunk.running.filled)
+        running = chunk.running
+        running.begun = True
+        running.filled += chunk.count
+        self.release_snapshot(running)
+        self.publish(running, running.filled)
+        if self.snapshots is not None and chunk.kept != UNMAPPED:
+            self.snapshots.publish(chunk.kept, self.key_before(running, running.filled))
+
+    def release_snapshot(self, running: RunningSequence) -> None:
+        """Gives up the snapshot that a sequence was to begin with: it has, or it will not."""
+        if self.snapshots is not None and running.snapshot != UNMAPPED:
+            self.snapshots.release(running.snapshot)
+            running.snapshot = UNMAPPED
 
     def runnable(self) -> list[RunningSequence]:
         """Those that rounds can run for, the oldest first."""
@@ -383,6 +434,7 @@ class Scheduler:
         self.publish(
             running, min([running.filled if not running.prefilled else running.sequence.length - 1, *running.held.values()])
         )
+        self.release_snapshot(running)
         self.slots[running.slot] = None
         for group, row in zip(self.groups, running.groups, strict=True):
             group.release(row)
@@ -402,6 +454,8 @@ class Scheduler:
             self.preempt(running)
         for group in self.groups:
             group.pages.forget()
+        if self.snapshots is not None:
+            self.snapshots.forget()
         return [running.sequence for running in batch]
 
     def stats(self) -> dict[str, int]:

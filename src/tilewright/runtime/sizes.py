@@ -9,15 +9,17 @@ from typing import Any
 
 import jax
 
-from tilewright.parallel.sharding import GROUPED_AXES
 from tilewright.runtime.interfaces import Drafter
 from tilewright.runtime.layout import Layout, look_ahead
 from tilewright.runtime.memory import amount, free_bytes, held_bytes, step_bytes
 from tilewright.runtime.options import EngineOptions
-from tilewright.runtime.programs import allocate_caches
+from tilewright.runtime.placement import part_of
+from tilewright.runtime.programs import allocate_caches, outside_pages
 from tilewright.runtime.shapes import ShapeTable
 from tilewright.runtime.state import Target
 
+FEWEST_SNAPSHOTS = 4
+"""Of states, unless another number is asked for."""
 LOGITS = 4
 """Float32 arrays of all logits of a program that may be there at once: themselves, scaled, as probabilities, and in order."""
 
@@ -36,6 +38,7 @@ class EngineSizes:
         page_bytes: that a page of every group of layers takes on each device.
         layout: pages of all groups of layers.
         held_bytes: that all pages take on each device.
+        row_bytes: that a row, or a snapshot, of states takes that lie in no page; 0 without such.
         free: bytes that were free on each device when the pool was sized; None where it takes no more than was asked for.
     """
 
@@ -49,6 +52,7 @@ class EngineSizes:
     page_bytes: int
     layout: Layout
     held_bytes: int
+    row_bytes: int = 0
     free: int | None = None
 
 
@@ -77,10 +81,8 @@ def pages_within(budget: int, page_bytes: int, most: int) -> int:
 
 def state_bytes(target: Target, drafter: Drafter | None, layout: Layout, dtype: Any) -> int:
     """Bytes of all caches on each device."""
-    if target.mesh is not None:
-        kv_heads = target.config.num_kv_heads // target.mesh.shape[GROUPED_AXES[0]]
-        target = replace(target, mesh=None, config=replace(target.config, num_kv_heads=kv_heads))
-    state = jax.eval_shape(lambda: allocate_caches(target, layout, drafter, dtype))
+    part = part_of(target)
+    state = jax.eval_shape(lambda: allocate_caches(part, layout, drafter, dtype))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
@@ -100,6 +102,7 @@ class PoolBytes:
     Attributes:
         batch, capacity, page_size: of layouts.
         ahead: see `layout.look_ahead`.
+        snapshots: see `Layout`.
     """
 
     target: Target
@@ -109,9 +112,11 @@ class PoolBytes:
     capacity: int
     page_size: int
     ahead: int
+    snapshots: int = 0
 
     def layout(self, pages: int) -> Layout:
-        return Layout(self.batch, self.capacity, pages, self.page_size).with_windows(self.target.config.windows, self.ahead)
+        whole = Layout(self.batch, self.capacity, pages, self.page_size, snapshots=self.snapshots)
+        return whole.with_windows(self.target.config.windows, self.ahead)
 
     def bytes_of(self, layout: Layout) -> int:
         return state_bytes(self.target, self.drafter, layout, self.dtype)
@@ -120,6 +125,14 @@ class PoolBytes:
     def page_bytes(self) -> int:
         """Bytes of a page of every group."""
         return self.bytes_of(self.layout(2)) - self.bytes_of(self.layout(1))
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row, or a snapshot, of the target's states that lie in no page."""
+        if self.target.config.delta is None:
+            return 0
+        one = self.layout(1)
+        return self.bytes_of(replace(one, snapshots=one.snapshots + 1)) - self.bytes_of(one)
 
     @property
     def fixed_bytes(self) -> int:
@@ -152,6 +165,7 @@ def engine_sizes(target: Target, drafter: Drafter | None, dtype: Any, options: E
     capacity, size = table.capacities[-1], options.page_size
     full = table.batches[-1] * capacity // size
     pool = PoolBytes(target, drafter, dtype, table.batches[-1], capacity, size, look_ahead(table.chunks[-1], widest))
+    pool = replace(pool, snapshots=snapshots_for(pool, options))
     fixed, each = pool.fixed_bytes, pool.page_bytes
     pages, free = full if options.pages is None else options.pages, None
     if options.pages is None and options.memory_fraction is not None:
@@ -168,7 +182,17 @@ def engine_sizes(target: Target, drafter: Drafter | None, dtype: Any, options: E
     shapes = options.shapes(context)
     layout = replace(pool, batch=shapes.batches[-1], capacity=shapes.capacities[-1]).layout(pages)
     held = state_bytes(target, drafter, layout, dtype) - fixed
-    return EngineSizes(shapes, pages, size, full, context, longest, widest, each, layout, held, free)
+    return EngineSizes(shapes, pages, size, full, context, longest, widest, each, layout, held, pool.row_bytes, free)
+
+
+def snapshots_for(pool: PoolBytes, options: EngineOptions) -> int:
+    """Snapshots of states that an engine keeps: those that were asked for, where a prefix cache has a use for them."""
+    if pool.target.config.delta is None or options.prefix_cache is False:
+        return 0
+    if options.state_snapshots is not None:
+        return options.state_snapshots
+    with_one = replace(pool, snapshots=1).layout(1)
+    return 0 if outside_pages(pool.target, with_one, pool.drafter, pool.dtype) else max(FEWEST_SNAPSHOTS, pool.batch)
 
 
 def sizes_line(sizes: EngineSizes, weights: Any, dtype: str, kv_dtype: str, own: int) -> str:
@@ -189,10 +213,14 @@ def sizes_line(sizes: EngineSizes, weights: Any, dtype: str, kv_dtype: str, own:
         why = f"what the {'pages' if sizes.pages < sizes.full else 'shapes'} hold; the model's is {own:,}"
     else:
         why = f"as asked for; the model's is {own:,}"
+    layout, states = sizes.layout, ""
+    if sizes.row_bytes:
+        rows = f"{layout.batch} rows and {layout.snapshots} snapshots"
+        states = f"; states {amount(sizes.row_bytes * layout.state_rows)}: {rows} (--slots, --state-snapshots)"
     return (
         f"weights {amount(held_bytes(weights))} ({amount(step_bytes(weights.target))} of them read in a plain step) in {dtype} "
         f"(--dtype, --weights); keys and values "
         f"{amount(sizes.held_bytes)} in {kv_dtype} (--kv-dtype){of}: {pages} (--memory-fraction, --pages, "
-        f"--slots); "
+        f"--slots){states}; "
         f"context {sizes.context:,}, {why} (--context)"
     )

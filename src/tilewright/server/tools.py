@@ -107,6 +107,8 @@ HERMES = CallForm("<tool_call>", "</tool_call>", "arguments")
 """Of Hermes, Qwen and many others."""
 LLAMA3 = CallForm("", "", "parameters")
 """Of Llama 3."""
+XML_FUNCTION = "<function="
+"""What calls of Qwen3-Coder and Qwen3.5 begin with, within Hermes's tags."""
 
 
 @dataclass(frozen=True)
@@ -189,10 +191,13 @@ def tool_use(
 def form_of(template: ChatTemplate) -> CallForm | None:
     """The form of calls that a template tells a model of; None for one that is not known here.
 
-    It is Hermes's where a template tells of none, for then `told` does.
+    It is Hermes's where a template tells of none, for then `told` does. Qwen3-Coder and Qwen3.5 write other calls between the
+    same tags.
     """
-    if not template.takes_tools or HERMES.begin in template.source:
+    if not template.takes_tools:
         return HERMES
+    if HERMES.begin in template.source:
+        return None if XML_FUNCTION in template.source else HERMES
     return LLAMA3 if '"parameters"' in template.source and "ipython" in template.source else None
 
 

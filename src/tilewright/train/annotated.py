@@ -40,9 +40,9 @@ class Annotated(SingleDevice):
             ops = stack.ops
             with jax.named_scope(f"layer_{n}/attention"):
                 out, _ = stack.attend(ops, layer, stack.project(ops, layer, x), rows, None)
-                x = self.placed(x + stack.output(ops, layer, out))
+                x = self.placed(x + stack.summed(ops, layer, "attention", stack.output(ops, layer, out)))
             with jax.named_scope(f"layer_{n}/mlp"):
-                return self.placed(x + stack.mlp(ops, layer, x))
+                return self.placed(x + stack.summed(ops, layer, "mlp", stack.mlp(ops, layer, x)))
 
         x = self.placed(x)
         for n, layer in enumerate(stack.layers):

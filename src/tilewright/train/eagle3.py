@@ -215,10 +215,10 @@ def warm_start(
 ) -> Eagle3Params:
     """Starts a drafter with its target's final norm and head, and with features that pass on the last tap.
 
-    The MLP is that of the target's last layer, which writes what this head reads, if it has the size for it.
+    The MLP is that of the target's last layer, which writes what this head reads, if it has the size and the form for it.
     """
     h, last, layer = target.hidden_size, target_params.layers[-1], params.layer
-    if config.intermediate_size == target.intermediate_size and last.router is None:
+    if config.intermediate_size == target.intermediate_size and last.router is None and last.mlp_out_norm is None:
         norm = last.post_attention_norm
         layer = replace(layer, post_attention_norm=norm, gate_up=last.gate_up, down=last.down)
     head = target_params.embed.T if target_params.head is None else target_params.head

@@ -23,13 +23,13 @@ from tilewright.kernels.operations import Norm, Operations, Transposed
 from tilewright.models import decoder
 from tilewright.models.decoder import DecoderConfig, DecoderParams
 from tilewright.models.params import ArraySpec, abstract
+from tilewright.models.registry import FAMILIES
 from tilewright.models.stack import Rows
 from tilewright.parallel import rings, vocabulary
 from tilewright.parallel.exchanges import Exchange, FullyShardedPlan, array_placement, whole
 from tilewright.parallel.fully_sharded import run_layers
 from tilewright.parallel.mesh import make_mesh
 from tilewright.parallel.sharding import FULLY_SHARDED_GROUPED, GROUPED, GROUPED_AXES, grouped_mesh, partition
-from tilewright.runtime.placement import check_family
 from tilewright.train.finite import FINITE, Finite, finite
 from tilewright.train.loop import Metrics, Step, Task
 
@@ -148,7 +148,9 @@ def training_mesh(axes: Mapping[str, int | None], config: DecoderConfig, devices
         ValueError: another axis; sizes that do not fit the devices (see `make_mesh`) or the model (see `grouped_mesh`).
     """
     mesh = data_mesh(axes, devices)
-    check_family(config)
+    family = FAMILIES[config.family]
+    if family.post_norms or family.output_bias or config.delta is not None:
+        raise ValueError(f"models of {family.name} are not trained over several devices: expected no mesh")
     if config.mixture is not None:
         raise ValueError("models with experts are not trained over several devices: expected no mesh")
     if config.hidden_size % mesh.shape[DATA]:
